@@ -1,0 +1,26 @@
+"""LLM inference in JAX on NVIDIA GPUs, with caches that PyTorch shares without a copy."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from jaxkv.config import CacheConfig, SamplingParams
+    from jaxkv.generate import generate
+    from jaxkv.llm import LLM
+
+_HOMES = {
+    "CacheConfig": "jaxkv.config",
+    "LLM": "jaxkv.llm",
+    "SamplingParams": "jaxkv.config",
+    "generate": "jaxkv.generate",
+}
+
+__all__ = ["LLM", "CacheConfig", "SamplingParams", "generate"]
+__version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> object:
+    """Imports a public name when it is first used, so that host bookkeeping alone never loads JAX."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)

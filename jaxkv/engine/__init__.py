@@ -1,0 +1,1 @@
+"""From requests to tokens: packing a plan into one array, compiled programs, text."""

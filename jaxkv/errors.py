@@ -1,0 +1,28 @@
+"""The conditions a caller may want to tell apart. One family each; user mistakes stay `ValueError`.
+
+`Unsupported` belongs to `pallas_kernels.dispatch`, which raises it.
+"""
+
+
+class OutOfPages(RuntimeError):
+    """Too few free pages; nothing was consumed."""
+
+
+class OutOfStates(RuntimeError):
+    """Too few free states; nothing was consumed."""
+
+
+class CachePoisoned(RuntimeError):
+    """The cache's buffers were lost or overtaken: a step failed after donation, or an old handle was used."""
+
+
+class UnknownConfig(ValueError):
+    """A model directory asks for something that would change the result and that is not understood."""
+
+
+class BadCheckpoint(ValueError):
+    """A weight or cache file lacks a name, or holds a wrong shape, dtype or layout."""
+
+
+class ProgramRefused(RuntimeError):
+    """A compiled program failed its audit, or strict mode met a program that was not warmed up."""

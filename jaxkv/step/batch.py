@@ -1,0 +1,117 @@
+"""What one step is told: every runtime value as an array, so that one executable serves any lengths, slots and ids.
+
+Shapes are those of the program (its bucket); the counts say how much of them is real. Padding is inert by
+construction: padded tokens have out-of-range write slots, padded rows have no queries and no tokens.
+"""
+
+from dataclasses import dataclass
+
+from jaxtyping import Array, Float, Int
+
+from jaxkv._pytree import pytree, static_field
+
+
+@dataclass(frozen=True, order=True)
+class Features:
+    """What a program can do when it chooses tokens; a batch runs in the smallest program that serves all its rows.
+
+    Attributes:
+        draws: rows may have a temperature above 0 (otherwise every row is greedy).
+        filters: rows may use top-k, top-p or min-p.
+        penalties: rows may use penalties or a logit bias; the cache must hold their counts.
+        min_tokens: rows may block their stop ids.
+        logprobs: `None` reports none, n the chosen token's and those of the n most likely.
+    """
+
+    draws: bool = False
+    filters: bool = False
+    penalties: bool = False
+    min_tokens: bool = False
+    logprobs: int | None = None
+
+
+@pytree
+class PagedTables:
+    """Where one group of paged layers reads and writes.
+
+    Attributes:
+        page_table: page ids of each row, padded with a valid id that masking keeps unread.
+        write_slots: slot (`page * page_size + offset`) of each token; padding token r has `num_slots + r`.
+    """
+
+    page_table: Int[Array, "rows table_width"]
+    write_slots: Int[Array, " tokens"]
+
+
+@pytree
+class StateTables:
+    """Which states one group of recurrent layers reads and writes.
+
+    Attributes:
+        read_states: state each row starts from; 0 is the zero state, for fresh sequences.
+        write_states: state each row ends in; padding row r has `num_states + r`.
+    """
+
+    read_states: Int[Array, " rows"]
+    write_states: Int[Array, " rows"]
+
+
+@pytree
+class SamplingBatch:
+    """How each row's next token is chosen.
+
+    A field is `None` when the program was compiled without the feature that needs it (`features`).
+
+    Attributes:
+        slots: the row's entry in the cache's sampling group; padding row r has `num_slots + r`.
+        seed_low, seed_high: the two int32 halves of the request's 64-bit seed.
+        temperature: 0 means greedy.
+        top_k: 0 means off.
+        top_p, min_p: 1.0 and 0.0 mean off.
+        repetition, presence, frequency: penalties; 1.0, 0.0 and 0.0 mean off.
+        stop_ids: ids that must not be chosen while `block_stop` is 1, padded with `vocab_size + column`.
+        block_stop: 1 while the row is short of its `min_tokens`.
+        features: static; what the program was compiled for.
+    """
+
+    slots: Int[Array, " rows"]
+    seed_low: Int[Array, " rows"] | None = None
+    seed_high: Int[Array, " rows"] | None = None
+    temperature: Float[Array, " rows"] | None = None
+    top_k: Int[Array, " rows"] | None = None
+    top_p: Float[Array, " rows"] | None = None
+    min_p: Float[Array, " rows"] | None = None
+    repetition: Float[Array, " rows"] | None = None
+    presence: Float[Array, " rows"] | None = None
+    frequency: Float[Array, " rows"] | None = None
+    stop_ids: Int[Array, "rows stop_width"] | None = None
+    block_stop: Int[Array, " rows"] | None = None
+    features: Features = static_field(default=Features())
+
+
+@pytree
+class StepBatch:
+    """One step over `rows` sequences and `tokens` new tokens, packed one sequence after the other.
+
+    Attributes:
+        tokens: ids of the new tokens.
+        positions: their positions in their sequences.
+        cu_q_lens: row r's tokens are `cu_q_lens[r]:cu_q_lens[r + 1]`; padding rows are empty.
+        seq_lens: tokens of each row visible after this step; 0 for padding rows.
+        num_tokens, num_rows: how many of them are real.
+        paged: one entry per paged group, in the order of `CacheLayout.paged_groups`.
+        states: one entry per recurrent group, in the order of `CacheLayout.state_groups`.
+        sampling: how the next tokens are chosen.
+        decode: static; every real row has exactly one query and token r belongs to row r.
+    """
+
+    tokens: Int[Array, " tokens"]
+    positions: Int[Array, " tokens"]
+    cu_q_lens: Int[Array, " row_bounds"]
+    seq_lens: Int[Array, " rows"]
+    num_tokens: Int[Array, ""]
+    num_rows: Int[Array, ""]
+    paged: tuple[PagedTables, ...]
+    states: tuple[StateTables, ...] = ()
+    sampling: SamplingBatch | None = None
+    decode: bool = static_field(default=False)

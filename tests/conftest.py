@@ -1,0 +1,30 @@
+"""Strict JAX settings, shape checks on our own packages, and skips for what this machine lacks."""
+
+import importlib.util
+import os
+
+# The Mosaic GPU interpreter runs one host thread per warpgroup; XLA's CPU pool must be larger than the cores of
+# a small machine or it deadlocks, and the pool is sized when JAX is imported.
+os.environ.setdefault("NPROC", "16")
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
+if importlib.util.find_spec("beartype") is not None:
+    from jaxtyping import install_import_hook
+
+    install_import_hook(["jaxkv", "pallas_kernels"], "beartype.beartype")
+
+import jax
+import pytest
+
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+def pytest_collection_modifyitems(items):
+    has_gpu = jax.default_backend() == "gpu"
+    has_torch = all(importlib.util.find_spec(name) for name in ("torch", "transformers"))
+    for item in items:
+        if "gpu" in item.keywords and not has_gpu:
+            item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+        if "torch" in item.keywords and not has_torch:
+            item.add_marker(pytest.mark.skip(reason="needs torch and transformers"))
