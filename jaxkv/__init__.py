@@ -5,14 +5,14 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from jaxkv.config import CacheConfig, SamplingParams
-    from jaxkv.generate import generate
+    from jaxkv.generation import generate
     from jaxkv.llm import LLM
 
 _HOMES = {
     "CacheConfig": "jaxkv.config",
     "LLM": "jaxkv.llm",
     "SamplingParams": "jaxkv.config",
-    "generate": "jaxkv.generate",
+    "generate": "jaxkv.generation",
 }
 
 __all__ = ["LLM", "CacheConfig", "SamplingParams", "generate"]
