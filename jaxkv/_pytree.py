@@ -1,10 +1,8 @@
 """The one way device state is declared: frozen, keyword-only flax dataclasses that JAX may rebuild from anything."""
 
-from typing import Any, TypeVar, dataclass_transform, no_type_check
+from typing import Any, dataclass_transform, no_type_check
 
 import flax.struct
-
-T = TypeVar("T")
 
 
 def static_field(**options: Any) -> Any:  # noqa: ANN401 - mirrors dataclasses.field, whose result fits any annotation
@@ -13,7 +11,7 @@ def static_field(**options: Any) -> Any:  # noqa: ANN401 - mirrors dataclasses.f
 
 
 @dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(static_field,))
-def pytree(cls: type[T]) -> type[T]:
+def pytree[T](cls: type[T]) -> type[T]:
     """Makes a class a frozen, keyword-only pytree dataclass with `.replace`.
 
     JAX rebuilds pytrees from shapes, sentinels and tracers (`eval_shape`, `tree.map`, `vmap`, `lower`), so

@@ -18,7 +18,7 @@ def _check_int(name: str, value: object, low: int, high: int) -> None:
 
 def _check_float(name: str, value: object, low: float, high: float) -> None:
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or not math.isfinite(value) or not low <= value <= high:
+    if not (number and math.isfinite(value) and low <= value <= high):  # pyright: ignore[reportArgumentType, reportOperatorIssue]
         raise ValueError(f"{name} must be a finite number in [{low}, {high}], got {value!r}")
 
 
@@ -102,7 +102,9 @@ class SamplingParams:
         for name, ids in (("stop_token_ids", self.stop_token_ids), ("logit_bias", self.logit_bias)):
             outside = [token for token in ids if token >= vocab_size]
             if outside:
-                raise ValueError(f"{name} holds {outside[0]}, but the model has {vocab_size} token ids")
+                raise ValueError(
+                    f"{name} holds {outside[0]}, but the model has {vocab_size} token ids"
+                )
 
     @property
     def uses_penalties(self) -> bool:
@@ -115,6 +117,10 @@ class SamplingParams:
         return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
 
 
+ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
+MAX_LAYERS = 4096
+
+
 @dataclass(frozen=True, kw_only=True)
 class RopeConfig:
     """Rotary position embedding (Su et al., RoFormer) and how its angles are stretched.
@@ -124,7 +130,7 @@ class RopeConfig:
         rotary_dim: leading components of each head that are rotated.
         kind: "default", "linear", "dynamic" (NTK), "yarn" (Peng et al.) or "llama3".
         factor: stretch of the context; meaning depends on the kind.
-        original_max_positions: context the model was trained on before stretching.
+        original_max_positions: context the model was trained on before stretching; dynamic, yarn and llama3 need it.
         low_freq_factor, high_freq_factor: llama3 only.
         beta_fast, beta_slow, truncate, attention_factor, mscale, mscale_all_dim: yarn only.
     """
@@ -143,6 +149,32 @@ class RopeConfig:
     mscale: float | None = None
     mscale_all_dim: float | None = None
 
+    def __post_init__(self) -> None:
+        """Refuses angles that cannot be computed."""
+        if self.kind not in ROPE_KINDS:
+            raise ValueError(f"rope kind must be one of {', '.join(ROPE_KINDS)}, got {self.kind!r}")
+        _check_float("rope theta", self.theta, 2.0, 1e15)
+        _check_int("rotary_dim", self.rotary_dim, 2, 2**16)
+        if self.rotary_dim % 2 or (self.kind == "dynamic" and self.rotary_dim < 4):
+            raise ValueError(
+                f"rotary_dim must be even (and at least 4 if dynamic), got {self.rotary_dim}"
+            )
+        _check_float("rope factor", self.factor, 1.0, 1e6)
+        if self.original_max_positions is not None:
+            _check_int("original_max_positions", self.original_max_positions, 1, _INT32_MAX)
+        elif self.kind in ("dynamic", "yarn", "llama3"):
+            raise ValueError(f"rope kind {self.kind} needs original_max_positions")
+        for name in ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow"):
+            _check_float(name, getattr(self, name), 1e-6, 1e6)
+        if self.high_freq_factor <= self.low_freq_factor:
+            raise ValueError(
+                f"high_freq_factor must be above low_freq_factor, got {self.high_freq_factor} and "
+                f"{self.low_freq_factor}"
+            )
+        for name in ("attention_factor", "mscale", "mscale_all_dim"):
+            if getattr(self, name) is not None:
+                _check_float(name, getattr(self, name), 0.0, 1e6)
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
@@ -150,6 +182,7 @@ class ModelConfig:
 
     Attributes:
         family: Hugging Face's `model_type`.
+        pattern: per layer, the names of its mixer and of its feed-forward; attention and a gated one if not given.
         windows: per layer, the sliding window in tokens, or `None` for all tokens.
         max_positions: longest sequence the model is meant for.
         eos_ids: ids that end a text.
@@ -169,6 +202,7 @@ class ModelConfig:
     max_positions: int
     rope: RopeConfig
     windows: tuple[int | None, ...]
+    pattern: tuple[tuple[str, str], ...] = ()
     norm_eps: float = 1e-6
     activation: str = "silu"
     tie_embeddings: bool = False
@@ -179,6 +213,37 @@ class ModelConfig:
     eos_ids: tuple[int, ...] = ()
     bos_id: int | None = None
     dtype: str = "float32"
+
+    def __post_init__(self) -> None:
+        """Refuses sizes that no machine holds and that do not fit each other."""
+        _check_int("num_layers", self.num_layers, 1, MAX_LAYERS)
+        for name, high in (
+            ("vocab_size", 2**24),
+            ("hidden_size", 2**20),
+            ("heads", 2**16),
+            ("kv_heads", 2**16),
+            ("head_dim", 2**16),
+            ("ffn_size", 2**24),
+            ("max_positions", _INT32_MAX),
+        ):
+            _check_int(name, getattr(self, name), 1, high)
+        _check_float("norm_eps", self.norm_eps, 0.0, 1.0)
+        if self.heads % self.kv_heads:
+            raise ValueError(f"{self.heads} heads cannot share {self.kv_heads} kv_heads evenly")
+        if self.rope.rotary_dim > self.head_dim:
+            raise ValueError(f"rotary_dim {self.rope.rotary_dim} exceeds head_dim {self.head_dim}")
+        if not self.pattern:
+            object.__setattr__(self, "pattern", (("attention", "gated"),) * self.num_layers)
+        for name in ("windows", "pattern"):
+            if len(getattr(self, name)) != self.num_layers:
+                raise ValueError(
+                    f"{name} names {len(getattr(self, name))} layers, the model has {self.num_layers}"
+                )
+        for window in self.windows:
+            if window is not None:
+                _check_int("windows", window, 1, _INT32_MAX)
+        for token in self.eos_ids:
+            _check_int("eos_ids", token, 0, _INT32_MAX)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -63,18 +63,23 @@ class SamplingBatch:
     A field is `None` when the program was compiled without the feature that needs it (`features`).
 
     Attributes:
-        slots: the row's entry in the cache's sampling group; padding row r has `num_slots + r`.
+        slots: the row's entry in the cache's sampling group. Rows whose token does not count (padding,
+            and prompts that go on in a later step) have an out-of-range entry: `num_slots + row`.
+        carry: 1 where the row's one new token is the last token sampled for its slot, which the host may
+            not have read yet; the packed id is then ignored.
         seed_low, seed_high: the two int32 halves of the request's 64-bit seed.
         temperature: 0 means greedy.
         top_k: 0 means off.
         top_p, min_p: 1.0 and 0.0 mean off.
         repetition, presence, frequency: penalties; 1.0, 0.0 and 0.0 mean off.
-        stop_ids: ids that must not be chosen while `block_stop` is 1, padded with `vocab_size + column`.
+        stop_ids: ids that must not be chosen while `block_stop` is 1, padded with ids past the
+            vocabulary's end.
         block_stop: 1 while the row is short of its `min_tokens`.
         features: static; what the program was compiled for.
     """
 
     slots: Int[Array, " rows"]
+    carry: Int[Array, " rows"]
     seed_low: Int[Array, " rows"] | None = None
     seed_high: Int[Array, " rows"] | None = None
     temperature: Float[Array, " rows"] | None = None
@@ -100,7 +105,8 @@ class StepBatch:
         seq_lens: tokens of each row visible after this step; 0 for padding rows.
         num_tokens, num_rows: how many of them are real.
         paged: one entry per paged group, in the order of `CacheLayout.paged_groups`.
-        states: one entry per recurrent group, in the order of `CacheLayout.state_groups`.
+        states: one entry per recurrent group, in the order of `CacheLayout.state_groups` (the sampling
+            group is not one of them).
         sampling: how the next tokens are chosen.
         decode: static; every real row has exactly one query and token r belongs to row r.
     """
@@ -112,6 +118,6 @@ class StepBatch:
     num_tokens: Int[Array, ""]
     num_rows: Int[Array, ""]
     paged: tuple[PagedTables, ...]
-    states: tuple[StateTables, ...] = ()
-    sampling: SamplingBatch | None = None
+    states: tuple[StateTables, ...]
+    sampling: SamplingBatch
     decode: bool = static_field(default=False)

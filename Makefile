@@ -1,0 +1,34 @@
+# Every target makes or refreshes .venv/ itself; `.ci/install` does nothing when it is ready.
+PYTHON_IN_VENV := .venv/bin/python
+PACKAGES := jaxkv pallas_kernels torch_bridge benchmarks tests
+
+.PHONY: run test test-all lint format clean core dev
+
+run: core
+	.venv/bin/jaxkv generate "def "
+
+test: dev
+	$(PYTHON_IN_VENV) -m pytest -m "not slow and not gpu"
+
+test-all: dev
+	$(PYTHON_IN_VENV) -m pytest
+
+lint: dev
+	$(PYTHON_IN_VENV) -m ruff check $(PACKAGES)
+	$(PYTHON_IN_VENV) -m ruff format --check $(PACKAGES)
+	$(PYTHON_IN_VENV) -m pyright
+	.venv/bin/lint-imports
+
+format: dev
+	$(PYTHON_IN_VENV) -m ruff check --fix $(PACKAGES)
+	$(PYTHON_IN_VENV) -m ruff format $(PACKAGES)
+
+clean:
+	rm -rf .venv .pytest_cache .ruff_cache .hypothesis .import_linter_cache build dist
+	find $(PACKAGES) -name __pycache__ -type d -prune -exec rm -rf {} +
+
+core:
+	@.ci/install core
+
+dev:
+	@.ci/install dev

@@ -1,0 +1,178 @@
+"""Times an op over its cases, next to what others offer for the same work.
+
+    python -m benchmarks.ops paged_attention
+    python -m benchmarks.ops ragged_attention --case llama-1x8192 --implementation xla
+
+An implementation is timed only after its answer on that very case was compared with the reference's.
+"""
+
+import argparse
+import math
+import os
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+# The peers in torch need memory of the same GPU.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks.peers import PEERS, NoPeer
+from benchmarks.record import device_name, save_record
+from benchmarks.subjects import OPS, Subject, WrongResult, implementations, load_cases, prepare
+from benchmarks.timing import (
+    CEILINGS,
+    ROTATION_BYTES,
+    Ceilings,
+    Chain,
+    Effort,
+    Timing,
+    refuse_profilers,
+    time_launches,
+)
+from pallas_kernels.dispatch import Unsupported
+
+_LAUNCH_US = 1500.0
+_MOST_CALLS = 64
+
+
+def time_implementation(subject: Subject, implementation: str, effort: Effort) -> Timing:
+    """Times one implementation of ours.
+
+    Raises:
+        Unsupported: it cannot run this case here.
+        WrongResult: it does not give the reference's answer.
+    """
+    function = subject.call(implementation)
+    subject.check(function)
+    # A launch donates its arrays; the next implementation needs its own.
+    shared = jax.tree.map(jnp.copy, subject.shared)
+    chain = Chain(function, shared, subject.own, rounds=effort.rounds)
+    return time_launches(chain.launch, calls=chain.calls, effort=effort)
+
+
+def measure(
+    op: str,
+    case: Any,  # noqa: ANN401 - each op has its own Case
+    *,
+    dtype: str,
+    chosen: Sequence[str],
+    seconds: float = 0.05,
+) -> list[dict[str, Any]]:
+    """Times the chosen implementations and all peers on one case; a row that has no time says why."""
+    on_gpu = jax.default_backend() == "gpu"
+    ceilings = CEILINGS.get(device_name())
+    subject = prepare(op, case, dtype, ROTATION_BYTES if on_gpu else 0)
+    num_bytes, flops = case.bytes_moved(dtype), case.flops()
+    floor = None if ceilings is None else ceilings.floor_us(num_bytes, flops, dtype)
+    # Enough work per launch to hide what sending it costs the host.
+    calls = min(_MOST_CALLS, math.ceil(_LAUNCH_US / max(floor, 1.0))) if floor else 1
+    effort = Effort(rounds=math.ceil(calls / len(subject.own)), seconds=seconds)
+    times: dict[str, Callable[[], Timing]] = {
+        name: partial(time_implementation, subject, name, effort) for name in chosen
+    }
+    times |= {name: partial(time_peer, subject, effort) for name, time_peer in PEERS.items()}
+    rows = []
+    for name, time_it in times.items():
+        row = {"op": op, "case": case.name, "dtype": dtype, "implementation": name}
+        try:
+            timing, refused = time_it(), None
+        except (Unsupported, NoPeer) as reason:
+            timing, refused = None, str(reason)
+        except WrongResult as reason:
+            timing, refused = None, f"WRONG: {reason}"
+        numbers = _numbers(timing, num_bytes, flops, floor)
+        rows.append(row | {"is_peer": name in PEERS} | numbers | {"refused": refused})
+    return _with_ratios(rows)
+
+
+def _numbers(
+    timing: Timing | None, num_bytes: int, flops: int, floor: float | None
+) -> dict[str, Any]:
+    us = None if timing is None else timing.us
+    return {
+        "us": us,
+        "spread": None if timing is None else timing.spread,
+        "gb_per_s": None if us is None else num_bytes / us / 1e3,
+        "tflop_per_s": None if us is None else flops / us / 1e6,
+        "floor_us": floor,
+        "share_of_ceiling": None if us is None or floor is None else floor / us,
+        "host_bound": None if timing is None else timing.host_bound,
+    }
+
+
+def _with_ratios(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Adds each row's time over that of the fastest peer."""
+    peers = [row for row in rows if row["is_peer"] and row["us"] is not None]
+    best = min(peers, key=lambda row: row["us"], default=None)
+    for row in rows:
+        row["peer"] = row["ratio_to_peer"] = None
+        if best is not None and row["us"] is not None:
+            row["peer"] = best["implementation"]
+            row["ratio_to_peer"] = row["us"] / best["us"]
+    return rows
+
+
+def _line(row: dict[str, Any]) -> str:
+    name = f"{row['case']:34s} {row['implementation']:12s}"
+    if row["us"] is None:
+        return f"{name} not timed: {row['refused']}"
+    share = f"{row['share_of_ceiling']:4.0%}" if row["share_of_ceiling"] else "  - "
+    ratio = f"{row['ratio_to_peer']:5.2f} x {row['peer']}" if row["peer"] else "no peer"
+    bound = "  HOST-BOUND" if row["host_bound"] else ""
+    return (
+        f"{name} {row['us']:9.1f} us  +-{row['spread']:4.0%}  {row['gb_per_s']:6.0f} GB/s "
+        f"{row['tflop_per_s']:6.1f} TFLOP/s  {share} of ceiling  {ratio}{bound}"
+    )
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Times an op over its cases.")
+    parser.add_argument("op", choices=OPS)
+    parser.add_argument(
+        "--case", action="append", help="a case by name; all real shapes if not given"
+    )
+    parser.add_argument("--implementation", action="append", help="all that can run if not given")
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
+    parser.add_argument("--seconds", type=float, default=0.05, help="least duration of a trial")
+    parser.add_argument(
+        "--record", help="name of the record; ops-OP if every real shape ran on a GPU, else none"
+    )
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measures, prints and saves; returns 1 if an implementation or a peer gave a wrong answer."""
+    options = _parse(arguments)
+    refuse_profilers()
+    on_gpu = jax.default_backend() == "gpu"
+    cases = load_cases(options.op)
+    names = options.case or [name for name, case in cases.items() if case.ci != on_gpu]
+    unknown = [name for name in names if name not in cases]
+    if unknown:
+        raise SystemExit(f"{options.op} has no case {unknown[0]!r}; choose from {', '.join(cases)}")
+    ceilings: Ceilings | None = CEILINGS.get(device_name())
+    if not on_gpu:
+        print(f"no GPU: timing on {device_name()}, which says nothing about one")
+    if ceilings is None:
+        print(f"no ceilings are known for {device_name()}, so no shares are given")
+    rows = []
+    chosen = options.implementation or implementations(options.op)
+    for name in names:
+        measured = measure(
+            options.op, cases[name], dtype=options.dtype, chosen=chosen, seconds=options.seconds
+        )
+        rows += measured
+        print(*map(_line, measured), sep="\n", flush=True)
+    complete = on_gpu and not options.case and not options.implementation
+    record = options.record or (f"ops-{options.op}" if complete else None)
+    if record:
+        print(f"recorded in {save_record(record, rows)}")
+    return int(any((row["refused"] or "").startswith("WRONG") for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,132 @@
+"""A measurement on disk: what was measured, on which machine, with which versions, by which command.
+
+It does not know what the rows mean; each benchmark chooses its columns.
+"""
+
+import datetime
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jaxlib
+
+RECORDS = Path(__file__).parent / "records"
+UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """One run of a benchmark.
+
+    Attributes:
+        name: also the file's name, without its ending.
+        device: the accelerator's or the processor's name.
+        platform: JAX's name of it: "gpu" or "cpu".
+        driver: NVIDIA driver version; "none" without a GPU.
+        jax, jaxlib: their versions.
+        commit: full hash, "unknown" where there is no git history.
+        dirty: whether tracked files, the records aside, differed from the commit; `None` where unknown.
+        date: when it was saved, UTC.
+        command: what makes it again.
+        rows: the results; all numbers carry their unit in their name.
+    """
+
+    name: str
+    device: str
+    platform: str
+    driver: str
+    jax: str
+    jaxlib: str
+    commit: str
+    dirty: bool | None
+    date: str
+    command: str
+    rows: Sequence[Mapping[str, Any]]
+
+
+def _output(*command: str, cwd: Path | None = None) -> str | None:
+    """Returns what a command prints, or `None` if it does not exist or fails."""
+    try:
+        done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=30)
+    except (FileNotFoundError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def read_commit(folder: Path) -> tuple[str, bool | None]:
+    """Returns the commit that `folder` is checked out at and whether its tracked files differ from it.
+
+    A machine that has the files but not their history may be told the commit by the variable JAXKV_COMMIT.
+    """
+    commit = _output("git", "rev-parse", "HEAD", cwd=folder)
+    changed = _output("git", "status", "--porcelain", "--untracked-files=no", cwd=folder)
+    if commit is None or changed is None:
+        return os.environ.get("JAXKV_COMMIT", UNKNOWN), None
+    # Saving one record must not make the next one look as if the code had changed.
+    return commit, any("benchmarks/records/" not in line for line in changed.splitlines())
+
+
+def device_name() -> str:
+    """Returns the accelerator's name, such as "NVIDIA H200", or the processor's."""
+    device = jax.devices()[0]
+    if device.platform != "cpu":
+        return device.device_kind
+    known = Path("/proc/cpuinfo")
+    lines = known.read_text().splitlines() if known.exists() else []
+    models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return models[0] if models else platform.processor() or platform.machine()
+
+
+def _driver() -> str:
+    if jax.devices()[0].platform == "cpu":
+        return "none"
+    told = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    return told.splitlines()[0] if told else UNKNOWN
+
+
+def _command() -> str:
+    """The command line that started this process, without the folder that its interpreter lies in."""
+    return " ".join([Path(sys.orig_argv[0]).name, *sys.orig_argv[1:]])
+
+
+def save_record(name: str, rows: Sequence[Mapping[str, Any]], *, folder: Path = RECORDS) -> Path:
+    """Writes `folder/name.json`, replacing the record of that name, and returns its path."""
+    commit, dirty = read_commit(Path(__file__).parent)
+    record = Record(
+        name=name,
+        device=device_name(),
+        platform=jax.devices()[0].platform,
+        driver=_driver(),
+        jax=jax.__version__,
+        jaxlib=jaxlib.__version__,
+        commit=commit,
+        dirty=dirty,
+        date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        command=_command(),
+        rows=rows,
+    )
+    # NaN is not JSON; a benchmark that could not measure something says `None`.
+    text = json.dumps(asdict(record), indent=1, allow_nan=False)
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name}.json"
+    path.write_text(text + "\n")
+    return path
+
+
+def load_record(path: Path) -> Record:
+    """Reads one record.
+
+    Raises:
+        ValueError: the file is no record; the message names the file and what is wrong.
+    """
+    try:
+        return Record(**json.loads(path.read_text()))
+    except (TypeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path} is not a benchmark record: {error}") from error

@@ -1,0 +1,142 @@
+"""Holds the one live cache of a program, and knows when its buffers are gone. Knows nothing of what steps do."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.sharding import Sharding
+
+from jaxkv.cache.spec import CacheLayout
+from jaxkv.cache.state import Cache, init_cache
+from jaxkv.errors import CachePoisoned
+
+
+class CacheOwner:
+    """The one place that refers to the cache between steps, since a step deletes the buffers it is given.
+
+    Args:
+        layout: the groups.
+        counts: pages or states of each group, by name.
+        device: where the arrays live; `None` for JAX's default device.
+    """
+
+    def __init__(
+        self,
+        layout: CacheLayout,
+        counts: Mapping[str, int],
+        *,
+        device: jax.Device | Sharding | None = None,  # pyright: ignore[reportInvalidTypeForm]
+    ) -> None:
+        self.layout = layout
+        self.counts = dict(counts)
+        self._device = device
+        self._epoch = 0
+        self._keys = tuple((array.layer, array.role) for array in layout.arrays(counts))
+        self._cache: Cache | None = None
+        self._lost = ""
+        self._cause: BaseException | None = None
+        self.rebuild()
+
+    @property
+    def epoch(self) -> int:
+        """Grows by one whenever other buffers become the cache."""
+        return self._epoch
+
+    @property
+    def poisoned(self) -> bool:
+        """Whether the cache is lost, so that `rebuild` is the only way on."""
+        return bool(self._lost)
+
+    def run(self, step: Callable[..., tuple[Cache, Any]], *args: Any) -> Any:  # noqa: ANN401 - the step's own types
+        """Calls `cache, out = step(cache, *args)`, keeps the cache and returns `out`. The step may donate the cache.
+
+        Raises:
+            CachePoisoned: the cache is lost: by this step, which failed after the donation (its error is the cause),
+                or earlier. An error of a step that left the buffers alive passes through, and the cache is kept.
+        """
+        cache = self.take()
+        try:
+            successor, out = step(cache, *args)
+        except BaseException as error:
+            if not any(array.is_deleted() for array in cache.arrays):
+                self._cache = cache
+                raise
+            self.poison(f"a step failed after donating it: {error!r}", cause=error)
+            if isinstance(error, Exception):
+                raise self._loss() from error
+            raise
+        self.put(successor)
+        return out
+
+    def handle(self) -> "Handle":
+        """Returns a reference to the cache as it is now, good until the next step."""
+        self._live()
+        return Handle(self, self._epoch)
+
+    def take(self) -> Cache:
+        """Hands the cache out; until `put`, `rebuild` or `poison`, any other use raises `CachePoisoned`."""
+        cache = self._live()
+        self._cache = None
+        return cache
+
+    def put(self, cache: Cache) -> None:
+        """Accepts the successor of the cache that was taken.
+
+        Raises:
+            ValueError: nothing was taken, or the successor's arrays are others, or in another order.
+        """
+        if self._cache is not None or self._lost:
+            raise ValueError("put() without take(): the cache was not handed out, or it was lost")
+        if cache.keys != self._keys:
+            raise ValueError(f"the step returned the arrays {cache.keys}, wanted {self._keys}")
+        self._cache = cache
+        self._epoch += 1
+
+    def poison(self, reason: str, *, cause: BaseException | None = None) -> None:
+        """Declares the cache lost, for instance when reading a step's results shows that the step failed."""
+        self._cache = None
+        self._lost = reason
+        self._cause = cause
+
+    def rebuild(self) -> None:
+        """Replaces the cache, lost or not, by one full of zeros. Old buffers are dropped first."""
+        # A cause's traceback may hold buffers too.
+        self._cache, self._lost, self._cause = None, "", None
+        self._cache = init_cache(self.layout, self.counts, device=self._device)
+        self._epoch += 1
+
+    def _live(self) -> Cache:
+        if self._cache is None:
+            raise self._loss() from self._cause
+        return self._cache
+
+    def _loss(self) -> CachePoisoned:
+        reason = self._lost or "it was taken and not put back"
+        return CachePoisoned(
+            f"the cache cannot be used: {reason}. Call rebuild() for an empty one, "
+            f"then compute the sequences in flight again"
+        )
+
+
+@dataclass(frozen=True)
+class Handle:
+    """A reference to the cache of one epoch, for those who read it between steps."""
+
+    owner: CacheOwner
+    epoch: int
+
+    @property
+    def cache(self) -> Cache:
+        """The cache; do not donate it.
+
+        Raises:
+            CachePoisoned: a step has run since, so these buffers were donated, or the cache is lost.
+        """
+        cache = self.owner._live()
+        if self.owner.epoch != self.epoch:
+            raise CachePoisoned(
+                f"this handle is of epoch {self.epoch} but the cache is at {self.owner.epoch}; "
+                f"its buffers were donated, ask the owner for a new handle"
+            )
+        return cache

@@ -1,0 +1,298 @@
+"""Cache memory as data: arrays, groups and their total order. Knows no variant and allocates nothing."""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import ml_dtypes  # noqa: F401 - importing it teaches numpy the names bfloat16, float8_e4m3fn, ...
+import numpy as np
+
+from jaxkv.cache.roles import ROLE_ORDER, check_role
+
+
+@dataclass(frozen=True)
+class ArraySpec:
+    """One array of one layer.
+
+    Attributes:
+        role: what it holds; one of `ROLE_ORDER`.
+        shape: per token (paged) or per state.
+        dtype: a numpy or ml_dtypes name, such as "bfloat16".
+    """
+
+    role: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    def __post_init__(self) -> None:
+        """Refuses unknown roles, unknown dtypes and empty shapes."""
+        check_role(self.role)
+        if any(size < 1 for size in self.shape):
+            raise ValueError(f"sizes of {self.role} must be at least 1, got {self.shape}")
+        try:
+            canonical = np.dtype(self.dtype).name
+        except TypeError as error:
+            raise ValueError(f"{self.role} has the unknown dtype {self.dtype!r}") from error
+        object.__setattr__(self, "dtype", canonical)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes per token (paged) or per state."""
+        return math.prod(self.shape) * np.dtype(self.dtype).itemsize
+
+
+def _in_role_order(kind: str, arrays: Iterable[ArraySpec]) -> tuple[ArraySpec, ...]:
+    ordered = tuple(sorted(arrays, key=lambda array: ROLE_ORDER[array.role]))
+    roles = [array.role for array in ordered]
+    if not roles or len(set(roles)) != len(roles):
+        raise ValueError(f"{kind} needs at least one array, and each role once; got {roles}")
+    return ordered
+
+
+@dataclass(frozen=True)
+class PagedSpec:
+    """Memory that grows with the sequence, in pages: each array is `[pages, page_size, *shape]`.
+
+    Attributes:
+        kind: the variant's name; it names groups and nothing depends on it.
+        arrays: in role order.
+        page_size: tokens per page.
+        window: tokens a query sees, itself included; `None` for all.
+        codec: name of the byte format of quantised records; `None` for plain numbers.
+        notes: what a person should know, such as a wish that was ignored; no part of equality.
+    """
+
+    kind: str
+    arrays: tuple[ArraySpec, ...]
+    page_size: int
+    window: int | None = None
+    codec: str | None = None
+    notes: tuple[str, ...] = field(default=(), compare=False)
+
+    def __post_init__(self) -> None:
+        """Sorts the arrays and refuses sizes below 1."""
+        object.__setattr__(self, "arrays", _in_role_order(self.kind, self.arrays))
+        for name, size in (("page_size", self.page_size), ("window", self.window)):
+            if size is not None and size < 1:
+                raise ValueError(f"{name} of {self.kind} must be at least 1, got {size}")
+
+    @property
+    def leading(self) -> tuple[int, ...]:
+        """Axes between the page axis and an array's own shape."""
+        return (self.page_size,)
+
+
+@dataclass(frozen=True)
+class StateSpec:
+    """Memory of fixed size per sequence: each array is `[states, *shape]`, and state 0 stays zero for ever.
+
+    Attributes:
+        kind: the variant's name; it names groups and nothing depends on it.
+        arrays: in role order.
+        in_place: a step updates a sequence's state where it is, so a fork must copy it. Otherwise a step reads
+            one state and writes another (often the same), and fresh or forked sequences need no copy.
+        notes: what a person should know; no part of equality.
+    """
+
+    kind: str
+    arrays: tuple[ArraySpec, ...]
+    in_place: bool = False
+    notes: tuple[str, ...] = field(default=(), compare=False)
+
+    def __post_init__(self) -> None:
+        """Sorts the arrays."""
+        object.__setattr__(self, "arrays", _in_role_order(self.kind, self.arrays))
+
+    @property
+    def leading(self) -> tuple[int, ...]:
+        """Axes between the state axis and an array's own shape: none."""
+        return ()
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """A spec at an absolute layer. A layer may appear more than once, with different roles."""
+
+    layer: int
+    spec: PagedSpec | StateSpec
+
+    def __post_init__(self) -> None:
+        """Refuses negative layers."""
+        if self.layer < 0:
+            raise ValueError(f"layers count from 0, got {self.layer}")
+
+
+@dataclass(frozen=True)
+class Group:
+    """Layers with equal specs: one pool of ids, one table row per sequence.
+
+    Attributes:
+        index: position among all groups of the layout.
+        rank: position among `CacheLayout.paged_groups`, `.state_groups` or `.in_place_groups`, whichever holds it;
+            for the first two that is its position in `StepBatch.paged` or `StepBatch.states`.
+        name: unique and stable, such as "gqa" or "window-2".
+        layers: ascending.
+    """
+
+    index: int
+    rank: int
+    name: str
+    spec: PagedSpec | StateSpec
+    layers: tuple[int, ...]
+
+    @property
+    def unit(self) -> str:
+        """What its pool hands out: "page" or "state"."""
+        return "page" if isinstance(self.spec, PagedSpec) else "state"
+
+    @property
+    def in_place(self) -> bool:
+        """Whether a step updates its states where they are."""
+        return isinstance(self.spec, StateSpec) and self.spec.in_place
+
+    @property
+    def page_size(self) -> int:
+        """Tokens per page, for paged groups alone."""
+        if not isinstance(self.spec, PagedSpec):
+            raise ValueError(f"group {self.name!r} holds states, which have no page_size")
+        return self.spec.page_size
+
+    @property
+    def bytes_per_unit(self) -> int:
+        """Bytes of one page or state, over all its layers."""
+        per_layer = sum(array.nbytes for array in self.spec.arrays)
+        return math.prod(self.spec.leading) * per_layer * len(self.layers)
+
+    def pages_for(self, num_tokens: int) -> int:
+        """Pages that the first `num_tokens` tokens of a sequence fill or begin."""
+        return -(-num_tokens // self.page_size)
+
+
+@dataclass(frozen=True)
+class NamedArray:
+    """One leaf of the cache: what it is called, where it belongs and how large it is."""
+
+    name: str
+    layer: int
+    role: str
+    group: str
+    shape: tuple[int, ...]
+    dtype: str
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class CacheLayout:
+    """All groups of a cache. Made by `group_layers`; device, save file and budget read this one list."""
+
+    groups: tuple[Group, ...]
+
+    @property
+    def paged_groups(self) -> tuple[Group, ...]:
+        """Groups that grow by pages, in the order of `StepBatch.paged`."""
+        return tuple(group for group in self.groups if group.unit == "page")
+
+    @property
+    def state_groups(self) -> tuple[Group, ...]:
+        """Recurrent groups (a state is read, a state is written), in the order of `StepBatch.states`."""
+        return tuple(group for group in self.groups if group.unit == "state" and not group.in_place)
+
+    @property
+    def in_place_groups(self) -> tuple[Group, ...]:
+        """Groups whose states a step updates where they are; the sampling group is one."""
+        return tuple(group for group in self.groups if group.in_place)
+
+    def group(self, name: str) -> Group:
+        """Returns the group of this name."""
+        for group in self.groups:
+            if group.name == name:
+                return group
+        names = ", ".join(group.name for group in self.groups)
+        raise ValueError(f"there is no group {name!r}; this cache has {names}")
+
+    def group_of(self, layer: int, unit: str | None = None) -> Group:
+        """Returns the one group that holds `layer` (and hands out `unit`s, "page" or "state", if given)."""
+        found = [g for g in self.groups if layer in g.layers and unit in (None, g.unit)]
+        if len(found) != 1:
+            names = [group.name for group in found]
+            raise ValueError(
+                f"layer {layer} is in the groups {names} of unit {unit or 'any'}, wanted one; "
+                f"say the unit, or use find(layer, role)"
+            )
+        return found[0]
+
+    def find(self, layer: int, role: str) -> tuple[Group, ArraySpec]:
+        """Returns the group and the spec of one array."""
+        for group in self.groups:
+            for array in group.spec.arrays:
+                if layer in group.layers and array.role == role:
+                    return group, array
+        raise ValueError(f"layer {layer} has no array {role!r} in this cache")
+
+    def arrays(self, counts: Mapping[str, int]) -> tuple[NamedArray, ...]:
+        """Lists every array in the total order (layer, role priority): flattening, donation and save order.
+
+        Args:
+            counts: pages or states of each group, by name.
+
+        Raises:
+            ValueError: `counts` does not name exactly the groups, or has one below 1.
+        """
+        names = {group.name for group in self.groups}
+        if set(counts) != names or min(counts.values(), default=1) < 1:
+            raise ValueError(f"counts must be at least 1 for each of {names}, got {dict(counts)}")
+        named = [
+            _named_array(layer, array, group, counts[group.name])
+            for group in self.groups
+            for layer in group.layers
+            for array in group.spec.arrays
+        ]
+        return tuple(sorted(named, key=lambda array: (array.layer, ROLE_ORDER[array.role])))
+
+
+def _named_array(layer: int, array: ArraySpec, group: Group, count: int) -> NamedArray:
+    shape = (count, *group.spec.leading, *array.shape)
+    nbytes = math.prod(shape) * np.dtype(array.dtype).itemsize
+    name = f"layer{layer}.{array.role}"
+    return NamedArray(name, layer, array.role, group.name, shape, array.dtype, nbytes)
+
+
+def group_layers(layer_specs: Iterable[LayerSpec]) -> CacheLayout:
+    """Gathers layers with equal specs into groups; the result does not depend on the order given.
+
+    Raises:
+        ValueError: a role appears twice in one layer, or there is no layer at all.
+    """
+    owners: dict[tuple[int, str], str] = {}
+    layers_of: dict[PagedSpec | StateSpec, list[int]] = {}
+    for entry in sorted(layer_specs, key=lambda entry: entry.layer):
+        for array in entry.spec.arrays:
+            place = (entry.layer, array.role)
+            if place in owners:
+                raise ValueError(
+                    f"layer {entry.layer} already has {array.role!r} from {owners[place]}, "
+                    f"and {entry.spec.kind} brings it again; check the layer offsets"
+                )
+            owners[place] = entry.spec.kind
+        layers_of.setdefault(entry.spec, []).append(entry.layer)
+    if not layers_of:
+        raise ValueError("a cache needs at least one layer")
+    ordered = sorted(
+        layers_of.items(), key=lambda item: (min(item[1]), ROLE_ORDER[item[0].arrays[0].role])
+    )
+    return CacheLayout(_number(ordered))
+
+
+def _number(ordered: list[tuple[PagedSpec | StateSpec, list[int]]]) -> tuple[Group, ...]:
+    groups: list[Group] = []
+    for spec, layers in ordered:
+        alike = sum(group.spec.kind == spec.kind for group in groups)
+        name = f"{spec.kind}-{alike + 1}" if alike else spec.kind
+        group = Group(len(groups), 0, name, spec, tuple(sorted(layers)))
+        rank = sum(_sort(other) == _sort(group) for other in groups)
+        groups.append(Group(group.index, rank, name, spec, group.layers))
+    return tuple(groups)
+
+
+def _sort(group: Group) -> tuple[str, bool]:
+    return group.unit, group.in_place

@@ -1,0 +1,174 @@
+"""The `jaxkv` command. A user's mistake is one line on stderr and exit code 2, never a traceback."""
+
+import argparse
+import platform
+import sys
+from collections.abc import Iterator, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING
+
+from jaxkv.config import CacheConfig, SamplingParams
+
+# The rest is imported late, so that --help and mistakes answer at once.
+if TYPE_CHECKING:
+    from jaxkv.engine.request import Piece
+    from jaxkv.llm import LLM
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit code."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    try:
+        return options.run(options)
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        return 0
+    except (ValueError, OSError, RuntimeError) as error:
+        print(f"jaxkv: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="jaxkv", description="LLM inference in JAX on NVIDIA GPUs (and, slowly, on CPUs)."
+    )
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    generate = commands.add_parser("generate", help="continue a text")
+    _model_options(generate)
+    _sampling_options(generate)
+    generate.add_argument("prompt", metavar="PROMPT", help="the text to continue")
+    generate.set_defaults(run=_generate)
+    chat = commands.add_parser("chat", help="talk to a model that has a chat template")
+    _model_options(chat)
+    _sampling_options(chat)
+    chat.set_defaults(run=_chat)
+    plan = commands.add_parser("plan", help="what the cache will cost, and what would be compiled")
+    _model_options(plan)
+    plan.set_defaults(run=_plan)
+    env = commands.add_parser("env", help="versions and devices, for bug reports")
+    env.set_defaults(run=_env)
+    return parser
+
+
+def _model_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--model",
+        metavar="DIR",
+        help="Hugging Face model directory; the small model inside the package",
+    )
+    parser.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16")
+    parser.add_argument("--max-model-len", type=int, metavar="N", help="longest prompt plus output")
+    parser.add_argument("--page-size", type=int, default=64, metavar="N", help="tokens per page")
+    parser.add_argument(
+        "--max-sequences", type=int, default=8, metavar="N", help="sequences in flight at once"
+    )
+
+
+def _sampling_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--max-tokens", type=int, default=128, metavar="N")
+    parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy")
+    parser.add_argument("--top-p", type=float, default=1.0, metavar="P")
+    parser.add_argument("--top-k", type=int, default=0, metavar="K")
+    parser.add_argument("--seed", type=int, metavar="S")
+
+
+def _cache(options: argparse.Namespace) -> CacheConfig:
+    return CacheConfig(page_size=options.page_size, max_sequences=options.max_sequences)
+
+
+def _sampling(options: argparse.Namespace) -> SamplingParams:
+    return SamplingParams(
+        max_tokens=options.max_tokens,
+        temperature=options.temperature,
+        top_p=options.top_p,
+        top_k=options.top_k,
+        seed=options.seed,
+    )
+
+
+def _llm(options: argparse.Namespace) -> "LLM":
+    from jaxkv.llm import LLM
+
+    return LLM(
+        options.model,
+        dtype=options.dtype,
+        max_model_len=options.max_model_len,
+        cache=_cache(options),
+        progress=sys.stderr.isatty(),
+    )
+
+
+def _generate(options: argparse.Namespace) -> int:
+    sampling = _sampling(options)
+    pieces = _llm(options).stream(options.prompt, sampling)
+    print(options.prompt, end="", flush=True)
+    return _print_pieces(pieces)
+
+
+def _print_pieces(pieces: "Iterator[Piece]") -> int:
+    for piece in pieces:
+        print(piece.text, end="", flush=True)
+        if piece.finish_reason == "error":
+            raise RuntimeError("the model's logits were not finite; the text ends here")
+    print()
+    return 0
+
+
+def _chat(options: argparse.Namespace) -> int:
+    llm = _llm(options)
+    sampling = _sampling(options)
+    messages: list[dict[str, str]] = []
+    while True:
+        try:
+            said = input("> ")
+        except EOFError:
+            return 0
+        if not said.strip():
+            continue
+        messages.append({"role": "user", "content": said})
+        answer = ""
+        for piece in llm.stream(llm.chat_prompt(messages), sampling):
+            print(piece.text, end="", flush=True)
+            answer += piece.text
+        print()
+        messages.append({"role": "assistant", "content": answer})
+
+
+def _plan(options: argparse.Namespace) -> int:
+    from jaxkv.llm import free_bytes
+    from jaxkv.plan import explain_plan
+
+    cache = _cache(options)
+    print(
+        explain_plan(
+            options.model,
+            dtype=options.dtype,
+            max_model_len=options.max_model_len,
+            cache=cache,
+            free_bytes=free_bytes(cache.memory_share),
+        )
+    )
+    return 0
+
+
+def _env(options: argparse.Namespace) -> int:
+    del options
+    import jax
+
+    print(f"python {platform.python_version()} on {platform.system()} {platform.machine()}")
+    for name in ("jaxkv", "jax", "jaxlib", "flax", "numpy", "tokenizers", "safetensors", "torch"):
+        try:
+            print(f"{name} {version(name)}")
+        except PackageNotFoundError:
+            print(f"{name} is not installed")
+    for device in jax.devices():
+        memory = (device.memory_stats() or {}).get("bytes_limit")
+        size = f", {memory / 2**30:.1f} GiB for JAX" if memory else ""
+        print(f"device {device.id}: {device.device_kind} ({device.platform}){size}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

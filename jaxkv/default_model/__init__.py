@@ -1,0 +1,9 @@
+"""Where the embedded default model lies. See README.md beside this file for how it was made."""
+
+from importlib.resources import files
+from pathlib import Path
+
+
+def path() -> Path:
+    """The default model's Hugging Face directory, which is this package's own folder."""
+    return Path(str(files(__name__)))

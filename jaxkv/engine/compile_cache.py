@@ -1,0 +1,114 @@
+"""Keeps compiled programs on disk between processes, through JAX's persistent compilation cache.
+
+JAX writes entries in place and never overwrites one, so an entry cut short by a killed process would fail to
+load for ever; here it is deleted as soon as it fails, and JAX then writes it again.
+"""
+
+import logging
+import os
+import re
+import stat
+import tempfile
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import jax
+
+VARIABLE = "JAXKV_COMPILE_CACHE"
+"""Environment variable that names another folder, or is "off"."""
+
+MIN_COMPILE_SECONDS = 0.2
+"""Programs that compile faster than this are not kept: looking them up would save nothing."""
+
+_LOG = logging.getLogger(__name__)
+_BROKEN = re.compile(r"Error reading persistent compilation cache entry for '([^']+)'")
+
+
+def enable_compile_cache(environment: Mapping[str, str] = os.environ) -> Path | None:
+    """Turns the cache on, unless the user has configured JAX's own or asked for none.
+
+    Entries are code that this process will run, so the folder is made private, and one that another user owns
+    or can write to is not used. A folder that cannot be written is not used either. Both are logged once, and
+    cost nothing but the time to compile.
+
+    Returns:
+        The folder in use, or `None`.
+    """
+    wish = environment.get(VARIABLE, "")
+    configured = jax.config.jax_compilation_cache_dir
+    if configured or wish == "off" or not jax.config.jax_enable_compilation_cache:
+        return Path(configured) if configured else None
+    folder = Path(os.path.expanduser(wish)) if wish else _default_folder(environment)
+    reason = _why_not(folder)
+    if reason is not None:
+        _LOG.warning(
+            "compiled programs are not kept between runs: %s; name another folder in %s, or set it to off",
+            reason,
+            VARIABLE,
+        )
+        return None
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", MIN_COMPILE_SECONDS)
+    return folder
+
+
+def _default_folder(environment: Mapping[str, str]) -> Path:
+    """Follows the XDG base directory specification, which ignores relative paths."""
+    named = Path(environment.get("XDG_CACHE_HOME", ""))
+    caches = named if named.is_absolute() else Path(os.path.expanduser("~/.cache"))
+    return caches / "jaxkv" / "programs"
+
+
+def _why_not(folder: Path) -> str | None:
+    """Makes the folder if need be, and returns why it cannot be used, or `None` if it can."""
+    if not folder.is_absolute():
+        return f"{folder} is not an absolute path"
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=stat.S_IRWXU, exist_ok=True)
+        found = folder.stat()
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        return f"{folder} cannot be written ({error.strerror})"
+    if found.st_uid != os.geteuid():
+        return f"{folder} belongs to another user"
+    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        return f"{folder} can be written by others (chmod 700 it)"
+    return None
+
+
+@contextmanager
+def repaired_entries() -> Iterator[None]:
+    """While open, deletes entries that fail to load when JAX meets them, so that it writes them again.
+
+    JAX names only the program, not the entry, so every entry of a program of that name goes.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("always", message=_BROKEN.pattern)
+        show = warnings.showwarning
+
+        def repair(message: Warning | str, *details: Any, **options: Any) -> None:  # noqa: ANN401 - passed through
+            found = _BROKEN.match(str(message))
+            if found is None:
+                show(message, *details, **options)
+            else:
+                _delete_entries(found.group(1), str(message))
+
+        warnings.showwarning = repair
+        yield
+
+
+def _delete_entries(program: str, message: str) -> None:
+    # JAX has just read from this folder, so it is set. A remote one has no such files here, and stays as it is.
+    entries = list(Path(jax.config.jax_compilation_cache_dir).glob(f"{program}-*-cache"))
+    try:
+        for path in entries:
+            path.unlink(missing_ok=True)
+    except OSError as error:
+        _LOG.warning("%s; it cannot be deleted (%s)", message, error.strerror)
+    else:
+        _LOG.warning("%s; deleted the %d entries of that name", message, len(entries))

@@ -1,0 +1,189 @@
+"""Reads the text of an optimised HLO module into instructions. Knows nothing of caches or of what is good."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import prod
+from types import MappingProxyType
+
+_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
+_INSTRUCTION = re.compile(r"^\s+(ROOT )?%([\w.\-]+) = (.*)$")
+_ARRAY = re.compile(r"([a-z]\w*)\[([\d,]*)\](\{[^}]*\})?")
+_NAME = re.compile(r"%([\w.\-]+)")
+_CALLEES = re.compile(
+    r"\b(?:calls|to_apply|body|branch_computations|\w+_computation)=(\{[^}]*\}|%[\w.\-]+)"
+)
+_ALIAS = re.compile(r"\{([\d, ]*)\}: \((\d+), \{([\d, ]*)\}")
+_OPERAND_ALIAS = re.compile(r"output_to_operand_aliasing=\{(.*?\)) ?\}")
+_ASYNC = re.compile(
+    r"(async|call|copy|custom-call|dynamic-slice|dynamic-update-slice|fusion|gather|scatter|slice)-(start|done)"
+)
+
+
+@dataclass(frozen=True)
+class ArrayType:
+    """One array of an instruction's result: element type, sizes, and layout as XLA writes it."""
+
+    dtype: str
+    sizes: tuple[int, ...]
+    layout: str
+
+    @property
+    def elements(self) -> int:
+        """Number of elements."""
+        return prod(self.sizes)
+
+
+_CONTEXT = ArrayType("u32", (), "")
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One line of a computation. The start of an asynchronous operation counts as the operation itself.
+
+    Attributes:
+        opcode: what it does; the end of an asynchronous operation is "async-done".
+        results: the arrays it yields; several for a tuple.
+        operands: names of instructions of the same computation.
+        callees: names of the computations it runs; a loop's condition is left out.
+        line: the line itself, without its metadata, for messages.
+    """
+
+    name: str
+    opcode: str
+    results: tuple[ArrayType, ...]
+    operands: tuple[str, ...]
+    callees: tuple[str, ...]
+    attributes: str
+    line: str
+    is_tuple: bool
+    is_root: bool
+
+    @property
+    def index(self) -> int:
+        """Which parameter, or which element of a tuple, this reads."""
+        if self.opcode == "parameter":
+            found = re.search(r" parameter\((\d+)\)", self.line)
+        else:
+            found = re.search(r"\bindex=(\d+)", self.attributes)
+        assert found is not None, self.line
+        return int(found.group(1))
+
+    @property
+    def operand_aliases(self) -> Mapping[int, int]:
+        """Result index -> index of the operand whose memory a custom call returns it in."""
+        found = _OPERAND_ALIAS.search(self.attributes)
+        pairs = _ALIAS.findall(found.group(1)) if found else ()
+        return {_first(result): int(operand) for result, operand, _ in pairs}
+
+
+@dataclass(frozen=True)
+class Module:
+    """A parsed module.
+
+    Attributes:
+        aliases: output leaf -> entry parameter in whose memory it comes back.
+        computations: name -> instructions, in an order in which operands come before their users.
+        entry: name of the computation that runs.
+    """
+
+    aliases: Mapping[int, int]
+    computations: Mapping[str, tuple[Instruction, ...]] = field(repr=False)
+    entry: str
+
+    @property
+    def num_parameters(self) -> int:
+        """Arrays the program takes."""
+        return sum(line.opcode == "parameter" for line in self.computations[self.entry])
+
+
+def parse_module(text: str) -> Module:
+    """Parses what `Compiled.as_text()` returns. Lines that are no instruction are passed over.
+
+    Raises:
+        ValueError: there is no entry computation, so this is no HLO module.
+    """
+    computations: dict[str, list[Instruction]] = {}
+    current: list[Instruction] = []
+    entry = None
+    for line in text.splitlines():
+        if header := _COMPUTATION.match(line):
+            current = computations.setdefault(header.group(2), [])
+            entry = header.group(2) if header.group(1) else entry
+        elif found := _INSTRUCTION.match(line):
+            current.append(_instruction(found.group(2), found.group(3), bool(found.group(1))))
+    if entry is None:
+        raise ValueError("this text holds no ENTRY computation, so it is not an HLO module")
+    frozen = {name: tuple(lines) for name, lines in computations.items()}
+    return Module(MappingProxyType(_aliases(text)), MappingProxyType(frozen), entry)
+
+
+def _aliases(text: str) -> dict[int, int]:
+    header = text.partition("\n")[0]
+    start = header.find("input_output_alias={")
+    if start < 0:
+        return {}
+    listed = _balanced(header, start + len("input_output_alias="))
+    return {_first(output): int(parameter) for output, parameter, _ in _ALIAS.findall(listed)}
+
+
+def _instruction(name: str, rest: str, is_root: bool) -> Instruction:
+    """Splits `type opcode(operands), attributes`; a type may hold parentheses, in a tuple or a layout."""
+    type_end = len(_balanced(rest, 0)) if rest.startswith("(") else rest.index(" ")
+    written, _, tail = rest[type_end + 1 :].partition("(")
+    listed = _balanced("(" + tail, 0)
+    operands = tuple(_NAME.findall(listed))
+    attributes = tail[len(listed) - 1 :].partition(", metadata={")[0]
+    opcode, results, is_tuple = _synchronous(written, rest[:type_end], len(operands))
+    callees = [name for group in _CALLEES.findall(attributes) for name in _NAME.findall(group)]
+    return Instruction(
+        name=name,
+        opcode=opcode,
+        results=results,
+        operands=operands,
+        callees=tuple(callees),
+        attributes=attributes,
+        line=f"%{name} = {rest[:type_end]} {written}{listed}",
+        is_tuple=is_tuple,
+        is_root=is_root,
+    )
+
+
+def _synchronous(
+    opcode: str, result_type: str, num_operands: int
+) -> tuple[str, tuple[ArrayType, ...], bool]:
+    """Returns what an operation does and yields, whether or not it is split into a start and an end.
+
+    A start yields (operands, results, context), but for a copy (result, operand, context).
+    """
+    results = tuple(
+        ArrayType(dtype, tuple(int(size) for size in sizes.split(",") if size), layout)
+        for dtype, sizes, layout in _ARRAY.findall(result_type)
+    )
+    split = _ASYNC.fullmatch(opcode)
+    if split is None:
+        return opcode, results, result_type.startswith("(")
+    if split.group(2) == "done":
+        return "async-done", results, result_type.startswith("(")
+    if split.group(1) == "copy":
+        return "copy", results[:1], False
+    results = tuple(result for result in results[num_operands:] if result != _CONTEXT)
+    return split.group(1), results, len(results) > 1
+
+
+def _balanced(text: str, start: int) -> str:
+    """Returns the bracketed stretch that opens at `start`."""
+    depth = 0
+    for position in range(start, len(text)):
+        if text[position] in "({":
+            depth += 1
+        elif text[position] in ")}":
+            depth -= 1
+            if depth == 0:
+                return text[start : position + 1]
+    return text[start:]
+
+
+def _first(index: str) -> int:
+    """Reads the position of an output in a flat tuple; a lone output has the empty index."""
+    return int(index.split(",")[0]) if index.strip() else 0

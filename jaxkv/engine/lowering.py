@@ -1,0 +1,96 @@
+"""How a pure function becomes a lowered program: from the types of its arguments alone, with its cache donated.
+
+What JAX would do without a word is refused here: narrow or guess a dtype, bake arrays into the code, or give up a
+donation because an array changed its type.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxkv.errors import ProgramRefused
+
+CONSTANT_BYTES = 2**20
+"""Arrays a program may carry in its code; more means that weights or a cache were closed over."""
+
+
+@dataclass(frozen=True)
+class Lowering:
+    """What to compile.
+
+    Attributes:
+        function: a pure function of positional arguments that returns the cache, or a tuple that starts with it.
+        arguments: pytrees of arrays or `jax.ShapeDtypeStruct`; only their shapes, dtypes and places are read.
+        cache_argument: position of the cache, which calls donate; `None` if there is none.
+        compiler_options: XLA options for this program alone.
+    """
+
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    cache_argument: int | None = 1
+    compiler_options: Mapping[str, bool | int | str] | None = None
+
+
+def lower(name: str, lowering: Lowering) -> jax.stages.Lowered:
+    """Traces and lowers one program from the shapes of its arguments; equal in every process.
+
+    Raises:
+        ProgramRefused: the cache does not come back as it went in, or weights are closed over.
+        ValueError: the arguments are not typed arrays.
+    """
+
+    def named(*arguments: Any) -> Any:  # noqa: ANN401 - whatever the function takes and returns
+        return lowering.function(*arguments)
+
+    named.__name__ = name
+    specs = jax.tree_util.tree_map_with_path(_spec, lowering.arguments)
+    donated = () if lowering.cache_argument is None else (lowering.cache_argument,)
+    # Arguments that are not read stay arguments, so that the audit can count on their positions.
+    traced = jax.jit(named, donate_argnums=donated, keep_unused=True).trace(*specs)
+    if lowering.cache_argument is not None:
+        _check_cache_returns(name, specs[lowering.cache_argument], traced.out_info)
+    constants = sum(getattr(constant, "nbytes", 0) for constant in traced.jaxpr.consts)
+    if constants > CONSTANT_BYTES:
+        raise ProgramRefused(
+            f"{name} carries {constants} bytes of arrays in its code; pass weights and tables as arguments"
+        )
+    return traced.lower()
+
+
+def _spec(path: tuple, leaf: object) -> jax.ShapeDtypeStruct:
+    """Returns the type of one argument, and its place if it was put in one."""
+    where = f"argument{jax.tree_util.keystr(path)}"
+    if not isinstance(leaf, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
+        raise ValueError(f"{where} must be an array, got {type(leaf).__name__}")
+    if leaf.dtype != jax.dtypes.canonicalize_dtype(leaf.dtype):
+        raise ValueError(f"{where} is {leaf.dtype}, which JAX would narrow; convert it")
+    if getattr(leaf, "weak_type", False):
+        raise ValueError(
+            f"{where} is weakly typed; give it a dtype, as in jnp.asarray(x, jnp.float32)"
+        )
+    # An array that was not put anywhere may go wherever the others are.
+    place = None
+    if not isinstance(leaf, np.ndarray) and getattr(leaf, "committed", True):
+        place = leaf.sharding
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
+
+
+def _check_cache_returns(name: str, cache: object, out: object) -> None:
+    """Says which array of the cache changed its type, before donation would silently make a second one."""
+    alone = jax.tree.structure(cache) == jax.tree.structure(out)
+    returned = out[0] if isinstance(out, tuple) and out and not alone else out
+    if jax.tree.structure(cache) != jax.tree.structure(returned):
+        raise ProgramRefused(
+            f"{name} must return its cache, or a tuple that starts with it; it returns "
+            f"{jax.tree.structure(returned)}"
+        )
+    leaves, _ = jax.tree_util.tree_flatten_with_path(cache)
+    for (path, given), back in zip(leaves, jax.tree.leaves(returned), strict=True):
+        if (given.shape, given.dtype) != (back.shape, back.dtype):
+            raise ProgramRefused(
+                f"{name} takes cache{jax.tree_util.keystr(path)} as {given.dtype}{list(given.shape)} and returns it as "
+                f"{back.dtype}{list(back.shape)}; return it unchanged in shape and dtype"
+            )

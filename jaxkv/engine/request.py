@@ -1,0 +1,103 @@
+"""A request as the user made it, and what comes back. Knows no arrays and no cache."""
+
+import secrets
+from dataclasses import dataclass, field
+
+from jaxkv.config import SamplingParams
+
+FINISH_REASONS = ("stop", "length", "abort", "error")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """One sample of one prompt; `n` samples of a prompt are `n` requests.
+
+    Attributes:
+        prompt: token ids.
+        params: how its tokens are chosen; `max_tokens` already fits the context.
+        seed: the 64-bit seed of this sample.
+        stop_ids: ids that end it, the model's own included unless it ignores them.
+    """
+
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    seed: int
+    stop_ids: tuple[int, ...]
+
+
+def sample_seed(params: SamplingParams, sample: int) -> int:
+    """Returns the seed of the `sample`-th sample: the request's own for the first, then its successors.
+
+    A request without a seed gets a random one.
+    """
+    first = secrets.randbits(64) if params.seed is None else params.seed
+    return (first + sample) % 2**64
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleOutput:
+    """One generated text.
+
+    Attributes:
+        text: the generated tokens as text; empty if the model has no tokenizer.
+        token_ids: the generated ids, the stop id included.
+        finish_reason: "stop" (a stop id), "length" (a limit or the context's end), "abort", or "error" (the
+            logits were not finite).
+        logprobs: per token, token id -> natural log-probability of the raw logits for the chosen token and the
+            top n; `None` unless asked for.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str
+    logprobs: tuple[dict[int, float], ...] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestOutput:
+    """What `LLM.generate` returns for one prompt. The names of the first sample are repeated on top.
+
+    Attributes:
+        prompt_token_ids: the prompt as the model saw it.
+        outputs: `n` samples.
+    """
+
+    prompt_token_ids: tuple[int, ...]
+    outputs: tuple[SampleOutput, ...] = field(repr=False)
+
+    @property
+    def text(self) -> str:
+        """Text of the first sample."""
+        return self.outputs[0].text
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """Token ids of the first sample."""
+        return self.outputs[0].token_ids
+
+    @property
+    def finish_reason(self) -> str:
+        """Why the first sample ended."""
+        return self.outputs[0].finish_reason
+
+    @property
+    def logprobs(self) -> tuple[dict[int, float], ...] | None:
+        """Log-probabilities of the first sample."""
+        return self.outputs[0].logprobs
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """One step of a stream.
+
+    Attributes:
+        text: new text; may be empty while a character is incomplete.
+        token_id: the new token; `None` if the logits were not finite and the request failed.
+        finish_reason: set on the last piece.
+        logprobs: token id -> log-probability, if asked for.
+    """
+
+    text: str
+    token_id: int | None
+    finish_reason: str | None = None
+    logprobs: dict[int, float] | None = None

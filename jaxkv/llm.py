@@ -1,0 +1,277 @@
+"""Text in, text out: a model directory, a cache, and the programs that run them."""
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxkv import default_model
+from jaxkv.config import CacheConfig, SamplingParams
+from jaxkv.engine.compile_cache import enable_compile_cache
+from jaxkv.engine.detokenize import Detokenizer
+from jaxkv.engine.executor import Executor
+from jaxkv.engine.offline import Finished, generate_waves, score_waves
+from jaxkv.engine.programs import Programs
+from jaxkv.engine.request import Piece, Request, RequestOutput, SampleOutput, sample_seed
+from jaxkv.engine.stream import stream_request
+from jaxkv.models.protocol import Model
+from jaxkv.models.registry import build_model, load_config
+from jaxkv.plan import plan_cache, resolve_dtype, resolve_length
+from jaxkv.tokenizer import Tokenizer, load_tokenizer
+from jaxkv.weights.load import load_params
+
+Prompt = str | Sequence[int]
+
+
+class LLM:
+    """A model ready to generate.
+
+    Example:
+        >>> from jaxkv import LLM, SamplingParams
+        >>> llm = LLM()  # the small model inside the package
+        >>> llm.generate("def ", SamplingParams(temperature=0.0, max_tokens=8))[0].token_ids
+
+    Args:
+        model: a Hugging Face model directory (config.json, safetensors, tokenizer.json); the small model
+            inside the package if not given. Nothing in the directory is executed.
+        dtype: to compute in: "float32", "bfloat16", "float16", or "auto" for the checkpoint's own.
+        max_model_len: longest prompt plus output in tokens; the model's own limit if not given.
+        cache: size, page size and dtype of the cache.
+        strict: after `warm_up`, refuse to compile anything more.
+        progress: show a progress bar on stderr while weights load.
+
+    Raises:
+        ValueError: an argument is out of range, or the cache cannot hold one sequence of `max_model_len`.
+        UnknownConfig, BadCheckpoint: the directory holds something that is not understood, or damaged.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | None = None,
+        *,
+        dtype: str = "auto",
+        max_model_len: int | None = None,
+        cache: CacheConfig | None = None,
+        strict: bool = False,
+        progress: bool = True,
+    ) -> None:
+        cache = cache or CacheConfig()
+        directory = Path(model) if model is not None else default_model.path()
+        config = load_config(directory)
+        dtype = resolve_dtype(dtype, config.dtype)
+        enable_compile_cache()
+        self.model: Model = build_model(config)
+        self.tokenizer: Tokenizer | None = load_tokenizer(directory)
+        self.eos_ids = tuple(self.tokenizer.eos_ids if self.tokenizer else config.eos_ids)
+        self.max_model_len = resolve_length(max_model_len, self.model.max_positions)
+        params = load_params(directory, self.model, dtype=dtype, progress=progress)
+        self.layout, self.budget = plan_cache(
+            self.model,
+            cache,
+            dtype=dtype,
+            max_model_len=self.max_model_len,
+            free_bytes=free_bytes(cache.memory_share),
+        )
+        self.executor = Executor(
+            self.model,
+            params,
+            self.layout,
+            self.budget.counts,
+            max_tokens=self.max_model_len,
+            max_rows=cache.max_sequences,
+            programs=Programs(strict=strict),
+        )
+
+    def warm_up(
+        self, *, batch: int, prompt_tokens: int, sampling: SamplingParams | None = None
+    ) -> None:
+        """Compiles what `generate` and `stream` need for requests like these; nothing is executed.
+
+        A strict `LLM` refuses afterwards whatever would have to be compiled.
+
+        Args:
+            batch: prompts of one `generate` call.
+            prompt_tokens: tokens of each prompt.
+            sampling: how their tokens are chosen; `max_tokens` counts too.
+        """
+        wish = sampling or SamplingParams()
+        for declared in self.executor.shapes.declare(
+            batch=batch, prompt_tokens=prompt_tokens, sampling=wish
+        ):
+            self.executor.declared(declared)
+        self.executor.programs.seal()
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """Generates for a list of prompts; a single string is a list of one.
+
+        Args:
+            prompts: texts, or lists of token ids.
+            sampling: for all prompts, or one for each.
+
+        Raises:
+            ValueError: a prompt is empty, has ids the model lacks, or leaves no room for a token.
+        """
+        ids = [self._prompt_ids(prompt) for prompt in as_prompts(prompts)]
+        wishes = one_each(sampling, len(ids))
+        requests = [
+            self._request(prompt, params, sample)
+            for prompt, params in zip(ids, wishes, strict=True)
+            for sample in range(params.n)
+        ]
+        finished = [result for _, result in generate_waves(self.executor, requests)]
+        outputs, first = [], 0
+        for prompt, params in zip(ids, wishes, strict=True):
+            samples = tuple(self._sample(result) for result in finished[first : first + params.n])
+            outputs.append(RequestOutput(prompt_token_ids=prompt, outputs=samples))
+            first += params.n
+        return outputs
+
+    def stream(self, prompt: Prompt, sampling: SamplingParams | None = None) -> Iterator[Piece]:
+        """Yields pieces of text as they are generated; the pieces joined are the whole text.
+
+        Raises:
+            ValueError: as for `generate`, and for `n` above 1; raised here, not at the first piece.
+        """
+        params = sampling or SamplingParams()
+        if params.n != 1:
+            raise ValueError(f"a stream is one sample, got n={params.n}; use generate")
+        return self._stream(self._request(self._prompt_ids(prompt), params, 0))
+
+    def _stream(self, request: Request) -> Iterator[Piece]:
+        detokenizer = Detokenizer(self.tokenizer) if self.tokenizer else None
+        for token in stream_request(self.executor, request):
+            text = ""
+            if detokenizer is not None and token.token_id is not None:
+                text = detokenizer.push(token.token_id)
+            if detokenizer is not None and token.reason is not None:
+                text += detokenizer.finish()
+            yield Piece(
+                text=text,
+                token_id=token.token_id,
+                finish_reason=token.reason,
+                logprobs=token.logprobs,
+            )
+
+    def chat(
+        self, messages: Sequence[Mapping[str, Any]], sampling: SamplingParams | None = None
+    ) -> RequestOutput:
+        """Answers a conversation through the model's own chat template.
+
+        Args:
+            messages: dicts with "role" and "content".
+            sampling: how to choose the answer's tokens.
+
+        Raises:
+            ValueError: the model has no tokenizer or no chat template, or the template refuses the messages.
+        """
+        return self.generate([self.chat_prompt(messages)], sampling)[0]
+
+    def chat_prompt(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Returns the token ids of a conversation, ready for the answer."""
+        if self.tokenizer is None:
+            raise ValueError("this model directory has no tokenizer.json, so it cannot chat")
+        return self.tokenizer.encode_chat(messages)
+
+    def score(self, prompts: Prompt | Sequence[Prompt]) -> list[np.ndarray]:
+        """Returns, per prompt, the float32 log-probability of each token after the first, given those before it.
+
+        Raises:
+            ValueError: a prompt is empty, too long, or has ids the model lacks.
+        """
+        ids = [self._prompt_ids(prompt) for prompt in as_prompts(prompts)]
+        for prompt in ids:
+            if len(prompt) > self.max_model_len:
+                raise ValueError(_too_long(len(prompt), self.max_model_len))
+        return list(score_waves(self.executor, ids))
+
+    def _prompt_ids(self, prompt: Prompt) -> tuple[int, ...]:
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise ValueError("this model directory has no tokenizer.json; give token ids")
+            prompt = self.tokenizer.encode(prompt)
+        ids = tuple(prompt)
+        if not ids:
+            raise ValueError("a prompt needs at least one token, got none")
+        vocab = self.model.vocab_size
+        for token in ids:
+            if isinstance(token, bool) or not isinstance(token, int | np.integer):
+                raise ValueError(f"token ids must be ints, got {token!r}")
+            if not 0 <= token < vocab:
+                raise ValueError(f"token id {token} is outside the model's [0, {vocab})")
+        return tuple(int(token) for token in ids)
+
+    def _request(self, prompt: tuple[int, ...], params: SamplingParams, sample: int) -> Request:
+        params.check_vocab(self.model.vocab_size)
+        room = self.max_model_len - len(prompt)
+        if room < 1:
+            raise ValueError(_too_long(len(prompt) + 1, self.max_model_len))
+        allowed = min(params.max_tokens, room)
+        params = replace(params, max_tokens=allowed, min_tokens=min(params.min_tokens, allowed))
+        eos = () if params.ignore_eos else self.eos_ids
+        return Request(
+            prompt=prompt,
+            params=params,
+            seed=sample_seed(params, sample),
+            stop_ids=tuple(dict.fromkeys((*params.stop_token_ids, *eos))),
+        )
+
+    def _sample(self, result: Finished) -> SampleOutput:
+        text = self.tokenizer.decode(result.token_ids) if self.tokenizer else ""
+        return SampleOutput(
+            text=text,
+            token_ids=result.token_ids,
+            finish_reason=result.reason,
+            logprobs=None if result.logprobs is None else tuple(result.logprobs),
+        )
+
+
+def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """Makes a list of one of a single text or a single list of ids."""
+    if isinstance(prompts, str):
+        return [prompts]
+    ids = [item for item in prompts if isinstance(item, int | np.integer)]
+    texts = [item for item in prompts if not isinstance(item, int | np.integer)]
+    if ids and texts:
+        raise ValueError(
+            "a list of prompts holds texts or lists of token ids, not bare token ids too"
+        )
+    return [ids] if ids else texts
+
+
+def one_each(
+    sampling: SamplingParams | Sequence[SamplingParams] | None, count: int
+) -> list[SamplingParams]:
+    """Returns one `SamplingParams` per prompt."""
+    if sampling is None or isinstance(sampling, SamplingParams):
+        return [sampling or SamplingParams()] * count
+    if len(sampling) != count:
+        raise ValueError(
+            f"got {len(sampling)} SamplingParams for {count} prompts; give one, or one each"
+        )
+    return list(sampling)
+
+
+def free_bytes(share: float) -> int:
+    """Returns the share of the device's free memory the cache may take.
+
+    On a CPU it is that share of a quarter of the machine's memory, which other programs use too.
+    """
+    stats = jax.devices()[0].memory_stats()
+    if stats and "bytes_limit" in stats:
+        return int(share * (stats["bytes_limit"] - stats["bytes_in_use"]))
+    return int(share * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 4)
+
+
+def _too_long(tokens: int, limit: int) -> str:
+    return (
+        f"the prompt needs {tokens} tokens with room for one more, but max_model_len is {limit}; "
+        f"shorten it or raise max_model_len"
+    )

@@ -1,0 +1,154 @@
+"""Reads a parsed `config.json` key by key and refuses what is left over. Executes nothing, knows no family."""
+
+from collections.abc import Mapping, Sequence
+
+from jaxkv.errors import UnknownConfig
+
+_REFUSED = {
+    "auto_map": "names Python code in the model's directory, and jaxkv runs no code from there",
+    "model_file": "names Python code in the model's directory, and jaxkv runs no code from there",
+    "quantization_config": "describes quantised weights, which jaxkv cannot read",
+    "_attn_implementation": "chooses code to run, which a model's directory may not do",
+}
+"""Prefixes of keys that are refused whatever they hold, and why."""
+
+_HARMLESS = (
+    # How the file was made, and which tokenizer goes with it.
+    "transformers_version _name_or_path model_type tokenizer_class pad_token_id sep_token_id prefix "
+    "is_llama_config unsloth_fixed unsloth_version transformers.js_config "
+    # Training, and what a call returns besides logits.
+    "initializer_range attention_dropout use_cache return_dict return_dict_in_generate "
+    "output_attentions output_hidden_states output_scores gradient_checkpointing "
+    # Other tasks than the causal language model that `architectures` must name.
+    "id2label label2id num_labels problem_type task_specific_params finetuning_task "
+    # Defaults of the generation call, which jaxkv takes from `SamplingParams` alone.
+    "max_length min_length max_new_tokens do_sample early_stopping num_beams num_beam_groups "
+    "diversity_penalty temperature top_k top_p typical_p repetition_penalty length_penalty "
+    "no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids num_return_sequences "
+    "forced_bos_token_id forced_eos_token_id remove_invalid_values decoder_start_token_id "
+    "exponential_decay_length_penalty suppress_tokens begin_suppress_tokens "
+    # Torch's own options, and a mark that names no code.
+    "torchscript use_bfloat16 tf_legacy_loss _attn_implementation_autoset"
+)
+HARMLESS = frozenset(_HARMLESS.split())
+"""Keys that cannot change the logits of these families."""
+
+NEUTRAL: Mapping[str, object] = {
+    "add_cross_attention": False,
+    "attention_bias": False,
+    "chunk_size_feed_forward": 0,
+    "is_decoder": False,
+    "is_encoder_decoder": False,
+    "mlp_bias": False,
+    "partial_rotary_factor": 1.0,
+    "pretraining_tp": 1,
+    "pruned_heads": {},
+    "rope_interleaved": False,
+    "tie_encoder_decoder": False,
+    "use_mrope": False,
+    "use_sliding_window": False,
+}
+"""Keys a family may not know, and the value that asks for nothing."""
+
+_REQUIRED = object()
+
+
+class ConfigJson:
+    """Hands out the values of one JSON object; `finish` refuses those that nobody asked for.
+
+    Args:
+        raw: the parsed object.
+        place: how messages name it.
+    """
+
+    def __init__(self, raw: Mapping[str, object], *, place: str = "config.json") -> None:
+        self._raw = raw
+        self._place = place
+        self._taken: set[str] = set()
+        for key, value in raw.items():
+            reason = next((why for name, why in _REFUSED.items() if key.startswith(name)), None)
+            if reason is not None and value is not None and key not in HARMLESS:
+                raise UnknownConfig(f"{place} sets {key} = {_short(value)}, which {reason}")
+
+    def take(self, key: str, default: object = _REQUIRED) -> object:
+        """Returns a value of any type; the default stands for a missing key, not for null."""
+        self._taken.add(key)
+        if key not in self._raw and default is _REQUIRED:
+            raise ValueError(f"{self._place} lacks {key}")
+        return self._raw.get(key, default)
+
+    def take_int(self, key: str, default: object = _REQUIRED, *, low: int = 1, high: int) -> int:
+        """Returns an integer within [low, high]."""
+        value = self.take(key, default)
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+            raise ValueError(
+                f"{self._place}: {key} must be an integer in [{low}, {high}], got {_short(value)}"
+            )
+        return value
+
+    def take_float(self, key: str, default: object = _REQUIRED) -> float:
+        """Returns a number as a float."""
+        value = self.take(key, default)
+        # The bounds refuse NaN, infinity, and integers that no float holds.
+        if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e30:
+            return float(value)
+        raise ValueError(f"{self._place}: {key} must be a finite number, got {_short(value)}")
+
+    def take_bool(self, key: str, default: object = _REQUIRED) -> bool:
+        """Returns true or false."""
+        value = self.take(key, default)
+        if not isinstance(value, bool):
+            raise ValueError(f"{self._place}: {key} must be true or false, got {_short(value)}")
+        return value
+
+    def take_choice(self, key: str, default: str, choices: Mapping[str, str]) -> str:
+        """Returns our word for one of the words the key may hold."""
+        value = self.take(key, default)
+        if not isinstance(value, str) or value not in choices:
+            raise UnknownConfig(
+                f"{self._place} sets {key} = {_short(value)}; supported are {', '.join(choices)}"
+            )
+        return choices[value]
+
+    def take_ids(self, key: str, vocab_size: int) -> tuple[int, ...]:
+        """Returns one id, a list of ids or null as a tuple, without those past the vocabulary's end.
+
+        Such ids are left behind when a vocabulary is cut; no logits can choose them.
+        """
+        value = self.take(key, None)
+        given = [] if value is None else value if isinstance(value, Sequence) else [value]
+        ids = [token for token in given if isinstance(token, int) and not isinstance(token, bool)]
+        if len(ids) != len(given) or min(ids, default=0) < 0:
+            raise ValueError(f"{self._place}: {key} must hold token ids, got {_short(value)}")
+        return tuple(token for token in ids if token < vocab_size)
+
+    def take_object(self, key: str) -> Mapping[str, object]:
+        """Returns a nested object, empty for null or a missing key."""
+        value = self.take(key, None)
+        if value is None:
+            return {}
+        if not isinstance(value, Mapping):
+            raise ValueError(f"{self._place}: {key} must be an object, got {_short(value)}")
+        return value
+
+    def finish(self) -> None:
+        """Raises `UnknownConfig` naming every key that was not taken and that may change the result."""
+        unknown = {
+            key: value
+            for key, value in self._raw.items()
+            if key not in self._taken and key not in HARMLESS and not _is_neutral(key, value)
+        }
+        if unknown:
+            told = ", ".join(f"{key} = {_short(value)}" for key, value in unknown.items())
+            raise UnknownConfig(
+                f"{self._place} sets {told}, which would change the result and is not understood"
+            )
+
+
+def _is_neutral(key: str, value: object) -> bool:
+    return value is None or (key in NEUTRAL and value == NEUTRAL[key])
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

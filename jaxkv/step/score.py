@@ -1,0 +1,38 @@
+"""Log-probabilities of given tokens: one step over whole texts, without choosing anything."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jaxkv.cache.state import Cache
+from jaxkv.models.protocol import Model, Params
+from jaxkv.step.batch import StepBatch
+
+_BLOCK = 256
+"""Tokens whose logits exist at once: 256 rows of a 128k vocabulary take 131 MB."""
+
+
+def score_tokens(
+    model: Model, params: Params, cache: Cache, batch: StepBatch
+) -> tuple[Cache, Float[Array, " tokens"]]:
+    """Returns, at each packed token, the natural log-probability of the packed token after it.
+
+    The entry of a row's last token compares it with the next row's first and means nothing. Donate `cache`.
+    """
+    cache, hidden = model.forward(params, cache, batch)
+    following = jnp.roll(batch.tokens, -1)
+    count = hidden.shape[0]
+    blocks = -(-count // _BLOCK)
+    hidden = jnp.pad(hidden, ((0, blocks * _BLOCK - count), (0, 0)))
+    following = jnp.pad(following, (0, blocks * _BLOCK - count))
+
+    def score_block(block: tuple[Array, Array]) -> Array:
+        logits = model.logits(params, block[0])
+        chosen = jnp.take_along_axis(logits, block[1][:, None], axis=1)[:, 0]
+        return chosen - jax.nn.logsumexp(logits, axis=1)
+
+    scores = jax.lax.map(
+        score_block,
+        (hidden.reshape(blocks, _BLOCK, -1), following.reshape(blocks, _BLOCK)),
+    )
+    return cache, scores.reshape(-1)[:count]

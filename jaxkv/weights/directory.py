@@ -1,0 +1,141 @@
+"""Opens the files of a model directory, which may be hostile. Knows no file's meaning but JSON's syntax."""
+
+import json
+import os
+import re
+import stat
+from pathlib import Path
+from typing import BinaryIO, NoReturn
+
+from jaxkv.errors import BadCheckpoint
+
+MAX_JSON_BYTES = 16 * 2**20
+_PLAIN_NAME = re.compile(r"\w[\w.+-]{0,254}", re.ASCII)
+
+
+def clip(text: object, limit: int = 160) -> str:
+    """Returns `text` on one line and no longer than `limit`, fit to stand in an error message."""
+    line = " ".join(str(text).split())
+    return line if len(line) <= limit else line[: limit - 3] + "..."
+
+
+def existing_directory(directory: str | os.PathLike[str]) -> Path:
+    """Returns the path of a model directory, or raises if there is none."""
+    path = Path(directory)
+    if not path.is_dir():
+        raise BadCheckpoint(f"{path} is not a directory; wanted one with config.json and weights")
+    return path
+
+
+def has_file(directory: Path, name: str) -> bool:
+    """Whether the directory lists `name`, be it a file, a broken link or something stranger."""
+    return os.path.lexists(directory / name)
+
+
+def path_inside(directory: Path, name: str) -> Path:
+    """Returns where `name` really lies, after links, having checked that this is inside the directory.
+
+    A snapshot of the Hugging Face cache (`<model>/snapshots/<revision>`) consists of links into
+    `<model>/blobs`, so that folder counts as inside for such a directory.
+
+    Args:
+        directory: the model directory.
+        name: a plain file name; often it comes from a file that nobody has vouched for.
+
+    Raises:
+        BadCheckpoint: the name is not plain, leads outside, or is not that of a regular file.
+    """
+    if not _PLAIN_NAME.fullmatch(name):
+        raise BadCheckpoint(f"{directory}: {clip(repr(name))} is not a plain file name")
+    root = Path(os.path.realpath(directory))
+    path = Path(os.path.realpath(root / name))
+    homes = [root]
+    if root.parent.name == "snapshots":
+        homes.append(root.parent.parent / "blobs")
+    if not any(path.is_relative_to(home) for home in homes):
+        raise BadCheckpoint(f"{directory / name} is a link out of the model directory")
+    try:
+        mode = path.stat().st_mode
+    except OSError as error:
+        raise BadCheckpoint(f"{directory / name} cannot be read: {error.strerror}") from None
+    if not stat.S_ISREG(mode):
+        raise BadCheckpoint(f"{directory / name} is not a regular file")
+    return path
+
+
+def open_inside(directory: Path, name: str) -> BinaryIO:
+    """Opens a regular file of the directory for unbuffered reading; never waits, not even for a FIFO."""
+    path = path_inside(directory, name)
+    try:
+        # A FIFO put there since the check would block an ordinary open until somebody writes to it.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError as error:
+        raise BadCheckpoint(f"{directory / name} cannot be read: {error.strerror}") from None
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise BadCheckpoint(f"{directory / name} is not a regular file")
+    return os.fdopen(descriptor, "rb", buffering=0)
+
+
+def read_text(directory: Path, name: str, *, max_bytes: int) -> str:
+    """Returns the UTF-8 text of a file of at most `max_bytes`."""
+    with open_inside(directory, name) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > max_bytes:
+            raise BadCheckpoint(f"{directory / name} has {size} bytes; the limit is {max_bytes}")
+        content = file.read()
+    return decode_utf8(content, f"{directory / name}")
+
+
+def decode_utf8(content: bytes, where: str) -> str:
+    """Returns the text of UTF-8 bytes; `where` begins the error."""
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise BadCheckpoint(f"{where} is not UTF-8 (byte {error.start})") from None
+
+
+def parse_json_object(text: str, where: str) -> dict[str, object]:
+    """Returns the JSON object in `text`, refusing duplicate keys, which readers disagree about.
+
+    Args:
+        text: the JSON.
+        where: what to call it in an error.
+
+    Raises:
+        BadCheckpoint: it is no JSON, no object, nested too deeply or holds a key twice.
+    """
+
+    def refuse(reason: str) -> NoReturn:
+        raise BadCheckpoint(f"{where} {reason}")
+
+    def unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+        members = dict(pairs)
+        if len(members) < len(pairs):
+            seen: set[str] = set()
+            double = next(key for key, _ in pairs if key in seen or seen.add(key))
+            refuse(f"holds the key {clip(repr(double))} twice")
+        return members
+
+    try:
+        value = json.loads(text, object_pairs_hook=unique)
+    except BadCheckpoint:
+        raise
+    except RecursionError:
+        refuse("is nested too deeply")
+    except ValueError as error:
+        refuse(f"is not JSON: {clip(error)}")
+    if not isinstance(value, dict):
+        refuse(f"holds a JSON {type(value).__name__}, wanted an object")
+    return value
+
+
+def read_json(directory: Path, name: str, *, max_bytes: int = MAX_JSON_BYTES) -> dict[str, object]:
+    """Returns the JSON object in a file of the directory."""
+    text = read_text(directory, name, max_bytes=max_bytes)
+    return parse_json_object(text, f"{directory / name}")
+
+
+def read_json_if_there(directory: Path, name: str) -> dict[str, object]:
+    """Returns the JSON object in a file of the directory, or an empty one if there is no such file."""
+    return read_json(directory, name) if has_file(directory, name) else {}

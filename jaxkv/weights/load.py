@@ -1,0 +1,170 @@
+"""Fills a model's parameters from a checkpoint, leaf by leaf. Knows no file format and no family."""
+
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn, Protocol, runtime_checkable
+
+import jax
+import ml_dtypes
+import numpy as np
+from jax.sharding import Sharding
+from jaxtyping import PyTree
+from tqdm import tqdm
+
+from jaxkv.config import ModelConfig
+from jaxkv.errors import BadCheckpoint
+from jaxkv.weights.directory import clip, existing_directory
+from jaxkv.weights.rules import Recipe, RuleSet, expand, rules_for
+from jaxkv.weights.safetensors import FLOAT_DTYPES, StoredTensor, open_checkpoint
+
+DTYPES: Mapping[str, np.dtype] = {
+    "float32": np.dtype(np.float32),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+    "float16": np.dtype(np.float16),
+}
+
+
+@runtime_checkable
+class Loadable(Protocol):
+    """What the loader asks of a model."""
+
+    @property
+    def config(self) -> ModelConfig:
+        """The model as data."""
+        ...
+
+    def param_shapes(self, dtype: str) -> Any:  # noqa: ANN401 - a pytree
+        """Returns the tree of every parameter leaf's shape and dtype."""
+        ...
+
+
+@dataclass(frozen=True)
+class _Leaf:
+    """One parameter leaf and the tensors it is made of, in order."""
+
+    target: str
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    sources: tuple[StoredTensor, ...]
+
+    @property
+    def stored_bytes(self) -> int:
+        return sum(source.nbytes for source in self.sources)
+
+
+def load_params(
+    directory: str | os.PathLike[str],
+    model: Loadable,
+    *,
+    dtype: str,
+    device: jax.Device | Sharding | None = None,  # pyright: ignore[reportInvalidTypeForm]
+    progress: bool = True,
+) -> PyTree[jax.Array]:
+    """Reads a Hugging Face checkpoint into the parameters of a model.
+
+    Every name, shape and dtype is checked before the first number is read. Host memory holds one leaf at a time
+    beyond what the device holds.
+
+    Args:
+        directory: holds `model.safetensors`, or shards and their index.
+        model: says what it needs; the built-in decoders do.
+        dtype: "float32", "bfloat16" or "float16"; the stored numbers are rounded to it.
+        device: where the parameters go; `None` is JAX's default device.
+        progress: show a bar on stderr.
+
+    Returns:
+        The tree of `model.param_shapes(dtype)`, filled.
+
+    Raises:
+        BadCheckpoint: one line that names the file, the tensor and what is wrong with it.
+    """
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+    folder = existing_directory(directory)
+    rules = rules_for(model.config)
+    shapes, structure = jax.tree_util.tree_flatten_with_path(model.param_shapes(dtype))
+    with open_checkpoint(folder) as tensors:
+        recipes = expand(rules, model.config)
+        leaves = [_plan(_dotted(path), shape, recipes, tensors, folder) for path, shape in shapes]
+        assert len(leaves) == len(recipes), recipes.keys() - {leaf.target for leaf in leaves}
+        used = {source.name for leaf in leaves for source in leaf.sources}
+        _check_unused(tensors, used, rules, model.config)
+        total = sum(leaf.stored_bytes for leaf in leaves)
+        bar = tqdm(
+            total=total,
+            desc="loading weights",
+            unit="B",
+            unit_scale=True,
+            unit_divisor=1024,
+            disable=not progress,
+        )
+        with bar:
+            return structure.unflatten([_fill(leaf, device, bar) for leaf in leaves])
+
+
+def _dotted(path: tuple[Any, ...]) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator=".")
+
+
+def _plan(
+    target: str,
+    wanted: jax.ShapeDtypeStruct,
+    recipes: Mapping[str, Recipe],
+    tensors: Mapping[str, StoredTensor],
+    folder: Path,
+) -> _Leaf:
+    """Finds the tensors of a leaf and checks their shapes and dtypes."""
+    assert target in recipes, f"no weight rule makes the parameter {target}"
+    recipe = recipes[target]
+    sources = []
+    for name, shape in zip(recipe.sources, recipe.source_shapes(wanted.shape), strict=True):
+        if name not in tensors:
+            raise BadCheckpoint(f"{folder}: the checkpoint lacks {name!r}, of shape {list(shape)}")
+        tensor = tensors[name]
+        if tensor.shape != shape:
+            got = list(tensor.shape)
+            raise BadCheckpoint(f"{tensor.path}: {name!r} has shape {got}, wanted {list(shape)}")
+        if tensor.dtype not in FLOAT_DTYPES:
+            known = ", ".join(FLOAT_DTYPES)
+            raise BadCheckpoint(f"{tensor.path}: {name!r} has dtype {tensor.dtype}, wanted {known}")
+        sources.append(tensor)
+    return _Leaf(target, wanted.shape, np.dtype(wanted.dtype), tuple(sources))
+
+
+def _check_unused(
+    tensors: Mapping[str, StoredTensor], used: set[str], rules: RuleSet, config: ModelConfig
+) -> None:
+    """Raises if the checkpoint holds something that the model would silently leave out."""
+    originals = dict(rules.tied) if config.tie_embeddings else {}
+    for name in sorted(tensors.keys() - used):
+        tensor = tensors[name]
+        if name in originals and originals[name] in tensors:
+            if not tensor.equals(tensors[originals[name]]):
+                raise BadCheckpoint(
+                    f"{tensor.path}: {name!r} differs from {originals[name]!r}, "
+                    "although the config ties them (tie_word_embeddings)"
+                )
+        elif not rules.ignores(name):
+            raise BadCheckpoint(
+                f"{tensor.path} holds {clip(repr(name))}, which a {config.family} model of this config has no use for"
+            )
+
+
+def _fill(
+    leaf: _Leaf,
+    device: jax.Device | Sharding | None,  # pyright: ignore[reportInvalidTypeForm]
+    bar: "tqdm[NoReturn]",
+) -> jax.Array:
+    """Reads one leaf into a host buffer and moves it to the device."""
+    buffer = np.empty(leaf.shape, leaf.dtype)
+    flat, begin = buffer.reshape(-1), 0
+    for source in leaf.sources:
+        count = math.prod(source.shape)
+        source.read(flat[begin : begin + count])
+        begin += count
+        bar.update(source.nbytes)
+    # Waiting keeps the next leaf's buffer from being made while this one's is still being copied.
+    return jax.block_until_ready(jax.device_put(buffer, device))

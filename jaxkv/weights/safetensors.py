@@ -1,0 +1,269 @@
+"""Reads safetensors files, single or sharded, believing nothing they say. Knows no parameter names.
+
+Data are read with `preadv` rather than mapped: a file that shrinks meanwhile is then an error message, not a SIGBUS.
+"""
+
+import contextlib
+import math
+import os
+import re
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import ml_dtypes
+import numpy as np
+from jaxtyping import Float, Shaped
+
+from jaxkv.errors import BadCheckpoint
+from jaxkv.weights import directory as files
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+MAX_HEADER_BYTES = 16 * 2**20
+MAX_AXES = 8
+CHUNK_BYTES = 8 * 2**20
+
+FLOAT_DTYPES: Mapping[str, np.dtype] = {
+    "F64": np.dtype(np.float64),
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+}
+_ITEM_BYTES: Mapping[str, int] = {
+    **{name: dtype.itemsize for name, dtype in FLOAT_DTYPES.items()},
+    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 1),
+    **dict.fromkeys(("U16", "I16"), 2),
+    **dict.fromkeys(("U32", "I32"), 4),
+    **dict.fromkeys(("U64", "I64", "C64"), 8),
+}
+# The bits that are all set in infinities and NaNs and in no other number.
+_EXPONENT_BITS: Mapping[np.dtype, np.unsignedinteger] = {
+    FLOAT_DTYPES["F64"]: np.uint64(0x7FF0_0000_0000_0000),
+    FLOAT_DTYPES["F32"]: np.uint32(0x7F80_0000),
+    FLOAT_DTYPES["F16"]: np.uint16(0x7C00),
+    FLOAT_DTYPES["BF16"]: np.uint16(0x7F80),
+}
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """Where one tensor lies.
+
+    Attributes:
+        name: its name in the checkpoint.
+        dtype: the format's name of the dtype, such as "BF16"; it may be one that is no float.
+        shape: as the header has it.
+        start: offset of the first byte in the file.
+        nbytes: length, which agrees with dtype and shape.
+        file: the open file.
+        path: the file's name in error messages.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    nbytes: int
+    file: BinaryIO
+    path: Path
+
+    def read(self, target: Float[np.ndarray, " elements"]) -> None:
+        """Fills `target` with the tensor's elements in row order, cast to the target's dtype.
+
+        Raises:
+            BadCheckpoint: the file has shrunk, or a number is not finite, be it before or after the cast.
+        """
+        stored = FLOAT_DTYPES[self.dtype]
+        assert target.size * stored.itemsize == self.nbytes, (self, target.size)
+        step = CHUNK_BYTES // stored.itemsize
+        same = target.dtype == stored
+        scratch = target if same else np.empty(min(step, target.size), stored)
+        for begin in range(0, target.size, step):
+            piece = target[begin : begin + step]
+            chunk = piece if same else scratch[: piece.size]
+            self._read_bytes(chunk.view(np.uint8), self.start + begin * stored.itemsize)
+            self._check_finite(chunk, "holds a NaN or an infinity")
+            if not same:
+                with np.errstate(over="ignore", under="ignore"):
+                    piece[...] = chunk.astype(piece.dtype)
+                self._check_finite(piece, f"holds a number too large for {piece.dtype.name}")
+
+    def equals(self, other: "StoredTensor") -> bool:
+        """Whether both hold the same bytes as the same dtype and shape."""
+        if (self.dtype, self.shape) != (other.dtype, other.shape):
+            return False
+        ours, theirs = (np.empty(min(CHUNK_BYTES, self.nbytes), np.uint8) for _ in range(2))
+        for begin in range(0, self.nbytes, CHUNK_BYTES):
+            size = min(CHUNK_BYTES, self.nbytes - begin)
+            self._read_bytes(ours[:size], self.start + begin)
+            other._read_bytes(theirs[:size], other.start + begin)
+            if not np.array_equal(ours[:size], theirs[:size]):
+                return False
+        return True
+
+    def _read_bytes(self, target: Shaped[np.ndarray, " bytes"], offset: int) -> None:
+        view = memoryview(target)
+        while view.nbytes:
+            count = os.preadv(self.file.fileno(), [view], offset)
+            if count == 0:
+                raise BadCheckpoint(f"{self.path} was cut short while {self.name!r} was read")
+            view, offset = view[count:], offset + count
+
+    def _check_finite(self, numbers: Float[np.ndarray, " elements"], complaint: str) -> None:
+        bits = _EXPONENT_BITS[numbers.dtype]
+        words = numbers.view(bits.dtype)
+        if ((words & bits) == bits).any():
+            raise BadCheckpoint(f"{self.path}: {self.name!r} {complaint}")
+
+
+@contextlib.contextmanager
+def open_checkpoint(directory: Path) -> Iterator[dict[str, StoredTensor]]:
+    """Gives every tensor of a directory's checkpoint by name; the files stay open inside the `with`.
+
+    As Transformers does, takes `model.safetensors` if there is one, else the shards that
+    `model.safetensors.index.json` lists. Reads headers only.
+
+    Raises:
+        BadCheckpoint: there is no safetensors checkpoint, or a file is malformed.
+    """
+    shards: Mapping[str, set[str] | None]
+    if files.has_file(directory, SINGLE):
+        shards = {SINGLE: None}
+    elif files.has_file(directory, INDEX):
+        shards = _read_index(directory)
+    else:
+        raise BadCheckpoint(_no_checkpoint(directory))
+    tensors: dict[str, StoredTensor] = {}
+    with contextlib.ExitStack() as stack:
+        for shard, listed in shards.items():
+            file = stack.enter_context(files.open_inside(directory, shard))
+            held = read_header(file, directory / shard)
+            for name in held.keys() & tensors.keys():
+                twice = f"{tensors[name].path} and {directory / shard}"
+                raise BadCheckpoint(f"{twice} both hold {files.clip(repr(name))}")
+            for name in sorted((listed or set()) - held.keys()):
+                name = files.clip(repr(name))
+                raise BadCheckpoint(f"{directory / shard} lacks {name}, which {INDEX} puts there")
+            tensors.update(held)
+        yield tensors
+
+
+def read_header(file: BinaryIO, path: Path) -> dict[str, StoredTensor]:
+    """Returns the tensors that a safetensors file declares, all of whose bytes are really there.
+
+    Args:
+        file: open for unbuffered reading.
+        path: the file's name in errors.
+
+    Raises:
+        BadCheckpoint: the header is malformed, or its tensors do not fill the file exactly.
+    """
+    size = os.fstat(file.fileno()).st_size
+    prefix = os.pread(file.fileno(), 8, 0)
+    if len(prefix) < 8:
+        raise BadCheckpoint(f"{path} is too short ({size} bytes) to be a safetensors file")
+    (length,) = struct.unpack("<Q", prefix)
+    if length > MAX_HEADER_BYTES:
+        raise BadCheckpoint(
+            f"{path} declares a header of {length} bytes; {MAX_HEADER_BYTES} at most"
+        )
+    if 8 + length > size:
+        raise BadCheckpoint(f"{path} has {size} bytes but declares a header of {length}")
+    text = files.decode_utf8(os.pread(file.fileno(), length, 8), f"{path}: the header")
+    if not text.startswith("{"):
+        raise BadCheckpoint(f"{path}: the header does not begin with a brace")
+    header = files.parse_json_object(text, f"{path}: the header")
+    _check_metadata(header.pop("__metadata__", {}), path)
+    tensors = {
+        name: _parse_entry(name, entry, file, path, 8 + length, size)
+        for name, entry in header.items()
+    }
+    _check_coverage(tensors, path, 8 + length, size)
+    return tensors
+
+
+def _check_metadata(metadata: object, path: Path) -> None:
+    if not isinstance(metadata, dict) or not all(
+        isinstance(text, str) for text in metadata.values()
+    ):
+        raise BadCheckpoint(f"{path}: __metadata__ does not map names to text")
+
+
+def _parse_entry(
+    name: str, entry: object, file: BinaryIO, path: Path, data_start: int, size: int
+) -> StoredTensor:
+    where = f"{path}: {files.clip(repr(name))}"
+    if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
+        raise BadCheckpoint(f"{where} must have exactly dtype, shape and data_offsets")
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in _ITEM_BYTES:
+        raise BadCheckpoint(f"{where} has an unknown dtype {files.clip(repr(dtype), 40)}")
+    if not _are_counts(shape) or len(shape) > MAX_AXES:
+        raise BadCheckpoint(f"{where} has a malformed shape {files.clip(repr(shape), 80)}")
+    if not _are_counts(offsets) or len(offsets) != 2:
+        raise BadCheckpoint(f"{where} has malformed data_offsets {files.clip(repr(offsets), 80)}")
+    begin, end = offsets
+    if begin > end or data_start + end > size:
+        raise BadCheckpoint(
+            f"{where} is declared at bytes {begin} to {end} of {size - data_start}; the file may be cut short"
+        )
+    wanted = math.prod(shape) * _ITEM_BYTES[dtype]
+    if end - begin != wanted:
+        raise BadCheckpoint(
+            f"{where} has {end - begin} bytes, but {dtype} {shape} takes {files.clip(wanted, 40)}"
+        )
+    return StoredTensor(name, dtype, tuple(shape), data_start + begin, wanted, file, path)
+
+
+def _are_counts(values: object) -> bool:
+    return isinstance(values, list) and all(
+        isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
+        for value in values
+    )
+
+
+def _check_coverage(
+    tensors: Mapping[str, StoredTensor], path: Path, data_start: int, size: int
+) -> None:
+    """Raises unless the tensors lie one after the other, without a gap or an overlap, up to the end."""
+    at = data_start
+    for tensor in sorted(tensors.values(), key=lambda tensor: (tensor.start, tensor.nbytes)):
+        if tensor.start != at:
+            kind = "overlaps the one before it" if tensor.start < at else "leaves a gap before it"
+            raise BadCheckpoint(f"{path}: {files.clip(repr(tensor.name))} {kind}")
+        at += tensor.nbytes
+    if at != size:
+        raise BadCheckpoint(f"{path} has {size - at} bytes that no tensor owns")
+
+
+def _read_index(directory: Path) -> dict[str, set[str]]:
+    """Returns the names that each shard should hold, shards in order of their names."""
+    weight_map = files.read_json(directory, INDEX).get("weight_map")
+    where = directory / INDEX
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise BadCheckpoint(f"{where} has no weight_map of names to shards")
+    shards: dict[str, set[str]] = {}
+    for name, shard in weight_map.items():
+        if not isinstance(shard, str) or not shard.endswith(".safetensors"):
+            shown = files.clip(repr(shard), 80)
+            raise BadCheckpoint(
+                f"{where} puts {files.clip(repr(name))} in {shown}, no safetensors file"
+            )
+        shards.setdefault(shard, set()).add(name)
+    for shard in shards:
+        files.path_inside(directory, shard)
+    return dict(sorted(shards.items()))
+
+
+def _no_checkpoint(directory: Path) -> str:
+    """Says what is missing, and what to do with what is there."""
+    names = sorted(entry.name for entry in os.scandir(directory))
+    pickled = [name for name in names if re.search(r"\.(bin|pt|pth|ckpt)$", name)]
+    message = f"{directory} holds neither {SINGLE} nor {INDEX}"
+    if pickled:
+        return f"{message}; {files.clip(pickled[0])} is never read, as it can run code: convert it to safetensors"
+    others = [name for name in names if name.endswith(".safetensors")]
+    return f"{message}; it holds {files.clip(others[0])} under another name" if others else message

@@ -1,0 +1,35 @@
+"""What the device that JAX compiles for can do. Knows no kernel."""
+
+import jax
+from jax.extend.backend import get_default_device
+
+# A Hopper SM has 228 KB of shared memory, of which each resident block costs 1 KB besides what it asks for; one
+# block may ask for at most 227 KB.
+SHARED_BYTES = 228 * 1024
+SHARED_BYTES_PER_BLOCK = 227 * 1024
+RESERVED_BYTES_PER_BLOCK = 1024
+HOPPER = 90
+NUM_MULTIPROCESSORS = 132
+
+
+def gpu_arch() -> int | None:
+    """Returns the default device's compute capability as 10 * major + minor, `None` if it is no NVIDIA GPU.
+
+    The default device is the one set by `jax.default_device`, which may be a topology's device that is only
+    compiled for, and otherwise the first device of the default backend.
+    """
+    device: jax.Device = get_default_device()
+    capability = getattr(device, "compute_capability", None)
+    if not isinstance(capability, str) or not capability.replace(".", "").isdigit():
+        return None
+    major, minor = capability.split(".")
+    return 10 * int(major) + int(minor)
+
+
+def why_not_hopper() -> str | None:
+    """Returns why kernels written for Hopper cannot run on the default device, or `None` if they can."""
+    arch = gpu_arch()
+    if arch == HOPPER:
+        return None
+    found = "no NVIDIA GPU" if arch is None else f"sm{arch}"
+    return f"needs an sm{HOPPER} GPU, found {found}"

@@ -1,0 +1,44 @@
+"""The door to `page_write`: puts new tokens' values into pages, in place when the pages are donated."""
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Shaped
+
+from pallas_kernels.checks import INT32_MAX, check_ids, check_shape
+from pallas_kernels.dispatch import choose
+from pallas_kernels.page_write import xla
+
+
+def page_write(
+    pages: tuple[Shaped[Array, "pages page_size ..."], ...],
+    values: tuple[Shaped[Array | np.ndarray, "tokens ..."], ...],
+    slots: Shaped[Array | np.ndarray, " tokens"],
+    *,
+    implementation: str | None = None,
+) -> tuple[Shaped[Array, "pages page_size ..."], ...]:
+    """Returns the pages with one value per token written at the token's slot, cast to the pages' dtype.
+
+    Args:
+        pages: pools that share page ids, such as keys and values; each may have its own shape per token.
+        values: for each pool, one value per token.
+        slots: int32 `page * page_size + offset` of each token, all distinct. Padding token r has
+            `num_slots + r`, and any slot from `num_slots` on writes nothing.
+        implementation: "xla", or `None` for the best that can run.
+
+    Raises:
+        ValueError: shapes do not fit, slots are not int32, or a slot known outside a trace is negative.
+    """
+    if not pages or len(pages) != len(values):
+        raise ValueError(f"got {len(pages)} pools and values for {len(values)}; give one of each")
+    num_pages, page_size = pages[0].shape[:2]
+    for index, (pool, value) in enumerate(zip(pages, values, strict=True)):
+        check_shape(f"pages[{index}]", pool, (num_pages, page_size, *pool.shape[2:]))
+        check_shape(f"values[{index}]", value, (slots.shape[0], *pool.shape[2:]))
+    check_ids("slots", slots, (None,))
+    if num_pages * page_size + slots.shape[0] > INT32_MAX:
+        raise ValueError(
+            f"{num_pages} pages of {page_size} leave no int32 numbers for padding slots; "
+            "use fewer or larger pools"
+        )
+    choose("page_write", {"xla": lambda: None}, implementation)
+    return xla.page_write(pages, tuple(jnp.asarray(value) for value in values), jnp.asarray(slots))

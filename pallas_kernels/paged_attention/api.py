@@ -1,0 +1,106 @@
+"""The door to `paged_attention`: one query per row over that row's pages."""
+
+from typing import Literal, overload
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Shaped
+
+from pallas_kernels.checks import check_attention, check_ids
+from pallas_kernels.dispatch import choose
+from pallas_kernels.paged_attention import mosaic_gpu, xla
+from pallas_kernels.tile_attention import why_not
+
+
+@overload
+def paged_attention(
+    q: Array | np.ndarray,
+    k_pages: Array | np.ndarray,
+    v_pages: Array | np.ndarray,
+    page_table: Array | np.ndarray,
+    seq_lens: Array | np.ndarray,
+    *,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: Array | np.ndarray | None = None,
+    return_lse: Literal[False] = False,
+    implementation: str | None = None,
+) -> Array: ...
+
+
+@overload
+def paged_attention(
+    q: Array | np.ndarray,
+    k_pages: Array | np.ndarray,
+    v_pages: Array | np.ndarray,
+    page_table: Array | np.ndarray,
+    seq_lens: Array | np.ndarray,
+    *,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: Array | np.ndarray | None = None,
+    return_lse: Literal[True],
+    implementation: str | None = None,
+) -> tuple[Array, Array]: ...
+
+
+def paged_attention(
+    q: Shaped[Array | np.ndarray, "rows heads head_dim"],
+    k_pages: Shaped[Array | np.ndarray, "pages page_size kv_heads head_dim"],
+    v_pages: Shaped[Array | np.ndarray, "pages page_size kv_heads head_dim"],
+    page_table: Shaped[Array | np.ndarray, "rows table_width"],
+    seq_lens: Shaped[Array | np.ndarray, " rows"],
+    *,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: Shaped[Array | np.ndarray, " heads"] | None = None,
+    return_lse: bool = False,
+    implementation: str | None = None,
+) -> (
+    Float[Array, "rows heads head_dim"]
+    | tuple[Float[Array, "rows heads head_dim"], Float[Array, "rows heads"]]
+):
+    """Attends from one query per row, at position `seq_lens - 1`, to the keys in the row's pages.
+
+    Args:
+        q: queries after rotary embedding.
+        k_pages: key pool; query head h reads key head `h // (heads // kv_heads)`. Places that no row can see
+            may hold anything, NaN included.
+        v_pages: value pool, addressed like `k_pages`.
+        page_table: int32 page ids of each row in order, padded with any valid id.
+        seq_lens: int32 keys of each row, the query's own included; 0 for a row that has no query.
+        scale: factor on the scores, usually `head_dim ** -0.5`.
+        window: number of keys that a query sees, counted back from itself; `None` for all.
+        soft_cap: bound of the scores by `soft_cap * tanh(scores / soft_cap)`; `None` for none.
+        sinks: one logit per head that joins the softmax's denominator and brings no value.
+        return_lse: also return the natural log of the denominator, sink included.
+        implementation: "mosaic_gpu", "xla", or `None` for the best that can run.
+
+    Returns:
+        The output in q's dtype, zeros for empty rows; with `return_lse`, also the log-sum-exp in float32,
+        `-inf` for empty rows.
+
+    Raises:
+        ValueError: shapes, dtypes or options do not fit.
+        Unsupported: the implementation asked for, or every one, cannot run; the message carries each reason.
+    """
+    check_attention(q, k_pages, v_pages, sinks, scale=scale, window=window, soft_cap=soft_cap)
+    check_ids("page_table", page_table, (q.shape[0], None))
+    check_ids("seq_lens", seq_lens, (q.shape[0],))
+    arrays = tuple(jnp.asarray(array) for array in (q, k_pages, v_pages, page_table, seq_lens))
+    extras = {
+        "window": window,
+        "soft_cap": soft_cap,
+        "sinks": None if sinks is None else jnp.asarray(sinks),
+    }
+    reasons = {
+        "mosaic_gpu": lambda: mosaic_gpu.why_not(*arrays, **extras),
+        "xla": lambda: why_not(q),
+    }
+    if choose("paged_attention", reasons, implementation) == "mosaic_gpu":
+        return mosaic_gpu.paged_attention(*arrays, scale=scale, return_lse=return_lse, **extras)
+    out, lse = xla.paged_attention(*arrays, scale=scale, **extras)
+    return (out, lse) if return_lse else out

@@ -1,0 +1,40 @@
+"""`paged_attention` in plain XLA: gathers each row's pages and lets two batched products do the rest."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.tile_attention import attend_tiles
+
+# Decode is worth one straight run of kernels (one CUDA graph) up to this much temporary memory; beyond, keys
+# are visited in blocks.
+TEMPORARY_BYTES = 2 << 30
+
+
+def paged_attention(
+    q: Float[Array, "rows heads head_dim"],
+    k_pages: Float[Array, "pages page_size kv_heads head_dim"],
+    v_pages: Float[Array, "pages page_size kv_heads head_dim"],
+    page_table: Int[Array, "rows table_width"],
+    seq_lens: Int[Array, " rows"],
+    *,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
+    sinks: Float[Array, " heads"] | None,
+    temporary_bytes: int = TEMPORARY_BYTES,
+) -> tuple[Float[Array, "rows heads head_dim"], Float[Array, "rows heads"]]:
+    """Returns the output in q's dtype and the log-sum-exp in float32: one tile of one query per row."""
+    out, lse = attend_tiles(
+        q[:, None],
+        k_pages,
+        v_pages,
+        page_table,
+        seq_lens - 1,
+        jnp.minimum(seq_lens, 1),
+        scale=scale,
+        window=window,
+        soft_cap=soft_cap,
+        sinks=sinks,
+        temporary_bytes=temporary_bytes,
+    )
+    return out[:, 0].astype(q.dtype), lse[:, 0]

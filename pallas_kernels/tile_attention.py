@@ -1,0 +1,197 @@
+"""Attention of small tiles of queries over pages in plain XLA: the core of the "xla" implementations.
+
+A tile is a run of consecutive queries of one sequence. Knows nothing about how tiles are cut from a batch.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def why_not(q: Array | np.ndarray) -> str | None:
+    """Returns why plain XLA cannot attend in q's dtype, or `None` if it can."""
+    if q.dtype.name in DTYPES:
+        return None
+    return f"q must be one of {', '.join(DTYPES)}, got {q.dtype.name}"
+
+
+class Running(NamedTuple):
+    """A softmax over the keys met so far, not yet divided by its denominator."""
+
+    maximum: Float[Array, "tiles kv_heads queries group"]
+    denominator: Float[Array, "tiles kv_heads queries group"]
+    values: Float[Array, "tiles kv_heads queries group head_dim"]
+
+
+def attend_tiles(
+    q: Float[Array, "tiles queries heads head_dim"],
+    k_pages: Float[Array, "pages page_size kv_heads head_dim"],
+    v_pages: Float[Array, "pages page_size kv_heads head_dim"],
+    page_table: Int[Array, "tiles table_width"],
+    first_position: Int[Array, " tiles"],
+    num_queries: Int[Array, " tiles"],
+    *,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
+    sinks: Float[Array, " heads"] | None,
+    temporary_bytes: int,
+) -> tuple[Float[Array, "tiles queries heads head_dim"], Float[Array, "tiles queries heads"]]:
+    """Returns the outputs in float32 and their log-sum-exp; queries from `num_queries` on give zeros and `-inf`.
+
+    Query j of a tile is at position `first_position + j`. When the gathered keys and scores would take more
+    than about `temporary_bytes`, keys are visited in blocks, as many as the longest tile needs.
+    """
+    tiles, queries, heads, head_dim = q.shape
+    kv_heads = k_pages.shape[2]
+    k_pages, v_pages, page_table = _with_small_pages(k_pages, v_pages, page_table)
+    page_size = k_pages.shape[1]
+    page_table, first_key = _narrow(page_table, first_position, queries, page_size, window)
+    grouped = q.reshape(tiles, queries, kv_heads, heads // kv_heads, head_dim)
+    query = jnp.arange(queries, dtype=jnp.int32)[None, :]
+    position = jnp.where(query < num_queries[:, None], first_position[:, None] + query, -1)
+
+    def visit(page_ids: Array, block_start: Array, running: Running) -> Running:
+        key = (
+            block_start[:, None]
+            + jnp.arange(page_ids.shape[1] * page_size, dtype=jnp.int32)[None, :]
+        )
+        visible = key[:, None, :] <= position[:, :, None]
+        if window is not None:
+            visible &= key[:, None, :] > position[:, :, None] - window
+        k, v = _gather(k_pages, page_ids), _gather(v_pages, page_ids)
+        return _add_keys(running, grouped, k, v, visible, scale=scale, soft_cap=soft_cap)
+
+    running = _nothing_yet(grouped)
+    width = page_table.shape[1]
+    block = _pages_per_block(q, k_pages, temporary_bytes)
+    if block >= width:
+        return _finish(visit(page_table, first_key, running), sinks)
+    page_table = jnp.pad(page_table, ((0, 0), (0, -width % block)), mode="edge")
+
+    def visit_block(index: Array, running: Running) -> Running:
+        page_ids = jax.lax.dynamic_slice_in_dim(page_table, index * block, block, axis=1)
+        return visit(page_ids, first_key + index * (block * page_size), running)
+
+    keys_needed = jnp.max(jnp.max(position, axis=1) + 1 - first_key)
+    blocks_needed = jnp.clip((keys_needed - 1) // (block * page_size) + 1, 0, -(-width // block))
+    return _finish(jax.lax.fori_loop(jnp.int32(0), blocks_needed, visit_block, running), sinks)
+
+
+def _with_small_pages(
+    k_pages: Array, v_pages: Array, page_table: Array, largest: int = 256
+) -> tuple[Array, Array, Array]:
+    """Views pages of a static cache, which are as long as a sequence, as several small ones: a bitcast."""
+    pages, page_size = k_pages.shape[:2]
+    small = next(size for size in range(min(page_size, largest), 0, -1) if page_size % size == 0)
+    parts = page_size // small
+    if parts == 1:
+        return k_pages, v_pages, page_table
+    part = jnp.arange(parts, dtype=jnp.int32)[None, None, :]
+    page_table = (page_table[:, :, None] * parts + part).reshape(page_table.shape[0], -1)
+    shape = (pages * parts, small, *k_pages.shape[2:])
+    return k_pages.reshape(shape), v_pages.reshape(shape), page_table
+
+
+def _narrow(
+    page_table: Array, first_position: Array, queries: int, page_size: int, window: int | None
+) -> tuple[Array, Array]:
+    """Keeps only as many pages as a window can touch; returns them and the position of their first key."""
+    tiles, width = page_table.shape
+    start = jnp.zeros(tiles, jnp.int32)
+    if window is None:
+        return page_table, start
+    pages = (window + queries + page_size - 3) // page_size + 1
+    if pages >= width:
+        return page_table, start
+    start = jnp.maximum(first_position - (window - 1), 0) // page_size
+    column = start[:, None] + jnp.arange(pages, dtype=jnp.int32)[None, :]
+    return jnp.take_along_axis(page_table, column, axis=1, mode="clip"), start * page_size
+
+
+def _pages_per_block(q: Array, k_pages: Array, temporary_bytes: int) -> int:
+    tiles, queries, heads, head_dim = q.shape
+    _, page_size, kv_heads, _ = k_pages.shape
+    keys_and_values = 2 * kv_heads * head_dim * k_pages.dtype.itemsize
+    scores_and_weights = queries * heads * (4 + q.dtype.itemsize)
+    return max(1, temporary_bytes // (tiles * page_size * (keys_and_values + scores_and_weights)))
+
+
+def _gather(pages: Array, page_ids: Array) -> Array:
+    gathered = pages.at[page_ids].get(mode="clip", wrap_negative_indices=False)
+    return gathered.reshape(page_ids.shape[0], -1, *pages.shape[2:])
+
+
+def _nothing_yet(grouped: Float[Array, "tiles queries kv_heads group head_dim"]) -> Running:
+    tiles, queries, kv_heads, group, head_dim = grouped.shape
+    shape = (tiles, kv_heads, queries, group)
+    return Running(
+        maximum=jnp.full(shape, -jnp.inf, jnp.float32),
+        denominator=jnp.zeros(shape, jnp.float32),
+        values=jnp.zeros((*shape, head_dim), jnp.float32),
+    )
+
+
+def _add_keys(
+    running: Running,
+    grouped: Float[Array, "tiles queries kv_heads group head_dim"],
+    k: Float[Array, "tiles keys kv_heads head_dim"],
+    v: Float[Array, "tiles keys kv_heads head_dim"],
+    visible: Bool[Array, "tiles queries keys"],
+    *,
+    scale: float,
+    soft_cap: float | None,
+) -> Running:
+    """Joins a block of keys to the softmax. Keys that no query of a tile sees may hold junk or NaN."""
+    precision = jax.lax.Precision.HIGHEST if grouped.dtype == jnp.float32 else None
+    f32 = jnp.float32
+    product = jnp.einsum(
+        "bqkgd,btkd->bkqgt", grouped, k, precision=precision, preferred_element_type=f32
+    )
+    scores = (
+        product * scale if soft_cap is None else soft_cap * jnp.tanh(product * (scale / soft_cap))
+    )
+    scores = jnp.where(visible[:, None, :, None, :], scores, -jnp.inf)
+    maximum = jnp.maximum(running.maximum, jnp.max(scores, axis=-1))
+    # A query that has met no key has the maximum -inf, and -inf minus -inf would be NaN.
+    finite = jnp.where(maximum == -jnp.inf, 0.0, maximum)
+    weights = jnp.exp(scores - finite[..., None])
+    decay = jnp.exp(running.maximum - finite)
+    # A weight of zero does not silence NaN, so the values that no query sees are cleared too.
+    v = jnp.where(jnp.any(visible, axis=1)[:, :, None, None], v, jnp.zeros((), v.dtype))
+    values = jnp.einsum(
+        "bkqgt,btkd->bkqgd",
+        weights.astype(v.dtype),
+        v,
+        precision=precision,
+        preferred_element_type=f32,
+    )
+    return Running(
+        maximum=maximum,
+        denominator=running.denominator * decay + jnp.sum(weights, axis=-1),
+        values=running.values * decay[..., None] + values,
+    )
+
+
+def _finish(
+    running: Running, sinks: Float[Array, " heads"] | None
+) -> tuple[Float[Array, "tiles queries heads head_dim"], Float[Array, "tiles queries heads"]]:
+    """Divides by the denominator, which a head's sink joins as one more exponential without a value."""
+    tiles, kv_heads, queries, group = running.maximum.shape
+    empty = running.denominator == 0
+    lse = jnp.where(empty, -jnp.inf, running.maximum + jnp.log(running.denominator))
+    if sinks is not None:
+        sink = sinks.astype(jnp.float32).reshape(1, kv_heads, 1, group)
+        lse = jnp.where(empty, -jnp.inf, jnp.logaddexp(lse, sink))
+    factor = jnp.where(empty, 0.0, jnp.exp(running.maximum - lse))
+    out = jnp.transpose(running.values * factor[..., None], (0, 2, 1, 3, 4))
+    lse = jnp.transpose(lse, (0, 2, 1, 3))
+    return (
+        out.reshape(tiles, queries, kv_heads * group, -1),
+        lse.reshape(tiles, queries, kv_heads * group),
+    )

@@ -1,0 +1,150 @@
+"""The op benchmark: it runs anywhere, times only right answers, and each call reads memory of its own."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import pallas_kernels
+from benchmarks import ops
+from benchmarks.subjects import OPS, WrongResult, compare, implementations, load_cases, prepare
+
+SMALL = {"paged_attention": "page-edges", "ragged_attention": "mixed", "page_write": "latent"}
+EQUAL = {"paged_attention": "one-row", "ragged_attention": "one-prompt", "page_write": "latent"}
+on_cpu = pytest.mark.skipif(
+    jax.default_backend() != "cpu", reason="says what happens without a GPU"
+)
+
+
+def measure(op, case, dtype="float32", chosen=("xla",)):
+    rows = ops.measure(op, load_cases(op)[case], dtype=dtype, chosen=chosen, seconds=0.001)
+    return {row["implementation"]: row for row in rows}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("op", OPS)
+def test_every_op_is_timed_on_a_small_case(op, dtype):
+    row = measure(op, SMALL[op], dtype)["xla"]
+    assert row["us"] > 0
+    assert row["gb_per_s"] > 0
+    assert row["refused"] is None
+    assert not row["is_peer"]
+    if row["floor_us"] is None:
+        assert row["share_of_ceiling"] is None
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("op", OPS)
+def test_a_peer_is_timed_beside_it(op):
+    rows = measure(op, EQUAL[op])
+    assert rows["torch"]["is_peer"]
+    assert rows["torch"]["ratio_to_peer"] == 1
+    assert rows["xla"]["peer"] == "torch"
+    assert rows["xla"]["ratio_to_peer"] == pytest.approx(rows["xla"]["us"] / rows["torch"]["us"])
+
+
+@pytest.mark.torch
+def test_a_peer_after_a_cached_prefix_is_right_too():
+    """The peers' answers are compared as well: this mask is aligned to the last key, not to the first."""
+    case = load_cases("ragged_attention")["one-prompt"]
+    chunk = type(case)(name="chunk", rows=((5, 37),) * 2, heads=4, kv_heads=2, head_dim=16)
+    rows = ops.measure("ragged_attention", chunk, dtype="float32", chosen=["xla"], seconds=0.001)
+    assert [row["refused"] for row in rows if row["implementation"] == "torch"] == [None]
+
+
+@pytest.mark.parametrize("op", ["paged_attention", "ragged_attention"])
+def test_a_peer_that_cannot_do_a_case_says_why(op):
+    rows = measure(op, "sinks")
+    assert "sinks" in rows["torch"]["refused"] or "torch" in rows["torch"]["refused"]
+    assert rows["cudnn"]["us"] is None
+    assert rows["xla"]["peer"] is None
+
+
+def broken(op):
+    right = getattr(pallas_kernels, op)
+
+    def wrong(*arguments, **options):
+        result = right(*arguments, **options)
+        if op == "page_write":
+            return tuple(pool.at[0, 0].set(7) for pool in result)
+        return result.at[-1].multiply(jnp.asarray(1.1, result.dtype))
+
+    return wrong
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_a_wrong_implementation_is_not_timed(op, monkeypatch, capsys):
+    monkeypatch.setattr(pallas_kernels, op, broken(op))
+    row = measure(op, EQUAL[op])["xla"]
+    assert row["us"] is None
+    assert row["refused"].startswith("WRONG")
+    assert ops.main([op, "--case", EQUAL[op], "--implementation", "xla", "--seconds", "0.001"]) == 1
+    assert "WRONG" in capsys.readouterr().out
+
+
+def test_nan_is_wrong_and_so_is_an_error_in_one_place():
+    right = np.ones((3, 4), np.float32)
+    compare([right], [right], tolerance=1e-5)
+    for value in (np.nan, np.inf, 1.001):
+        wrong = right.copy()
+        wrong[2, 3] = value
+        with pytest.raises(WrongResult):
+            compare([wrong], [right], tolerance=1e-5)
+
+
+@on_cpu
+def test_an_implementation_that_cannot_run_here_says_why():
+    names = [name for name in implementations("paged_attention") if name != "xla"]
+    for name in names:
+        row = measure("paged_attention", "one-row", chosen=[name])[name]
+        assert row["us"] is None
+        assert name in row["refused"]
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_calls_of_a_launch_use_memory_of_their_own(op):
+    """Inputs larger than the L2 cache: the next call reads or writes other pages than the one before."""
+    case = load_cases(op)[SMALL[op]]
+    subject = prepare(op, case, "float32", rotation_bytes=4 * case.bytes_moved("float32"))
+    assert len(subject.own) == 4
+    if op == "page_write":
+        num_slots = int(np.prod(subject.inputs["pages"][0].shape[:2]))
+        per_call = [np.asarray(own["slots"]) for own in subject.own]
+        real = [slots[slots < num_slots] for slots in per_call]
+        assert len({tuple(slots) for slots in real}) == 4
+        assert all(len(set(slots)) == case.tokens for slots in real)
+        return
+    num_pages = subject.inputs["k_pages"].shape[0]
+    assert subject.shared["k_pages"].shape[0] == 4 * num_pages
+    for copy, own in enumerate(subject.own):
+        np.testing.assert_array_equal(
+            own["page_table"], subject.inputs["page_table"] + copy * num_pages
+        )
+
+
+@on_cpu
+def test_without_a_gpu_it_says_so_and_records_only_what_it_is_told_to(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(ops, "save_record", lambda name, rows: tmp_path / name)
+    arguments = [
+        "paged_attention",
+        "--case",
+        "one-row",
+        "--implementation",
+        "xla",
+        "--seconds",
+        "0.001",
+    ]
+    assert ops.main(arguments) == 0
+    out = capsys.readouterr().out
+    assert "no GPU" in out
+    assert "no ceilings are known" in out
+    assert "recorded" not in out
+    assert ops.main([*arguments, "--record", "mine"]) == 0
+    assert f"recorded in {tmp_path / 'mine'}" in capsys.readouterr().out
+
+
+def test_an_unknown_case_is_named_beside_the_known_ones():
+    with pytest.raises(SystemExit, match=r"no case 'nowhere'; choose from .*one-row"):
+        ops.main(["paged_attention", "--case", "nowhere"])

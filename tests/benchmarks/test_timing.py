@@ -1,0 +1,113 @@
+"""The clock: what it refuses, what one launch holds, and what it reports."""
+
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from benchmarks.timing import CEILINGS, Chain, Effort, refuse_profilers, time_launches
+
+QUICK = Effort(trials=3, seconds=0.01)
+
+
+def add_own(shared, own):
+    shared = {"total": shared["total"] + own["value"]}
+    return shared, shared["total"][0]
+
+
+class TestProfilers:
+    def test_it_refuses_under_jax_profiler(self, tmp_path):
+        """T-35."""
+        with jax.profiler.trace(str(tmp_path)), pytest.raises(RuntimeError, match=r"jax\.profiler"):
+            time_launches(lambda: None, calls=1, effort=QUICK)
+        refuse_profilers()
+
+    @pytest.mark.parametrize("variable", ["NSYS_PROFILING_SESSION_ID", "CUDA_INJECTION64_PATH"])
+    def test_it_refuses_under_a_profiler_around_the_process(self, monkeypatch, variable):
+        monkeypatch.setenv(variable, "1")
+        with pytest.raises(RuntimeError, match=variable):
+            refuse_profilers()
+
+    @pytest.mark.torch
+    def test_it_refuses_under_torch_profiler(self):
+        import torch
+
+        with torch.autograd.profiler.profile(), pytest.raises(RuntimeError, match="torch"):
+            refuse_profilers()
+
+
+class TestChain:
+    def test_it_serves_each_call_in_order_and_carries_the_shared_arrays_on(self):
+        own = [{"value": jnp.float32(value)} for value in (1, 10)]
+        chain = Chain(add_own, {"total": jnp.zeros(3)}, own, rounds=2)
+        assert chain.calls == 4
+        assert [float(result) for result in chain.launch()] == [1, 11, 12, 22]
+        assert [float(result) for result in chain.launch()] == [23, 33, 34, 44]
+        np.testing.assert_array_equal(chain.shared["total"], [44, 44, 44])
+
+    def test_it_updates_the_shared_arrays_in_place(self):
+        pool = {"total": jnp.zeros(2**16)}
+        chain = Chain(add_own, pool, [{"value": jnp.float32(1)}] * 3)
+        chain.launch()
+        assert pool["total"].is_deleted()
+
+    def test_it_makes_every_call_though_they_read_the_same_arrays(self):
+        """XLA would compute three equal products once."""
+
+        def square(shared, own):
+            return shared, own["x"] @ own["x"]
+
+        chain = Chain(square, {}, [{"x": jnp.ones((8, 8))}], rounds=3)
+        text = chain._run.lower({}, chain._own).as_text()
+        assert text.count("dot_general") == 3
+        assert text.count("optimization_barrier") == 3
+
+    @pytest.mark.gpu
+    def test_calls_run_one_after_another(self):
+        """A CUDA graph would overlap calls that do not depend on one another, and the clock would lie."""
+
+        def slow(x):
+            for _ in range(300):
+                x = 1.0 / (x + 0.1)
+            return x
+
+        def dependent(shared, own):
+            x = slow(shared["x"] + own["x"])
+            return {"x": x}, x
+
+        def independent(shared, own):
+            return shared, slow(shared["x"] + own["x"])
+
+        own = [{"x": jnp.full(64, float(index))} for index in range(32)]
+        times = []
+        for function in (dependent, independent):
+            chain = Chain(function, {"x": jnp.ones(64)}, own)
+            times.append(time_launches(chain.launch, calls=chain.calls, effort=Effort()))
+        assert times[1].us > 0.7 * times[0].us
+
+
+class TestTiming:
+    def test_it_is_the_time_of_one_call(self):
+        waited = []
+
+        def wait(result):
+            waited.append(result)
+            time.sleep(0.02)
+
+        timing = time_launches(
+            lambda: "result", calls=4, effort=Effort(trials=3, seconds=0.02), wait=wait
+        )
+        assert 5e3 <= timing.us < 5e4
+        assert timing.spread >= 0
+        assert timing.calls % 4 == 0
+        assert set(waited) == {"result"}
+
+    def test_the_floor_is_the_larger_of_bytes_and_products(self):
+        ceilings = CEILINGS["NVIDIA H200"]
+        assert ceilings.floor_us(4_300_000, 0, "bfloat16") == pytest.approx(1.0)
+        assert ceilings.floor_us(0, 790_000_000, "bfloat16") == pytest.approx(1.0)
+        assert ceilings.floor_us(4_300_000, 7_900_000_000, "bfloat16") == pytest.approx(10.0)
+        # Products in float32 have no measured ceiling.
+        assert ceilings.floor_us(4_300_000, 7_900_000_000, "float32") == pytest.approx(1.0)

@@ -1,0 +1,193 @@
+"""One owner of the one live cache: what survives a failing step, and what a lost cache says."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import io_callback
+
+from jaxkv.cache.owner import CacheOwner
+from jaxkv.cache.state import Cache
+from jaxkv.errors import CachePoisoned
+from tests.cache.layouts import counts_of, hybrid
+
+LAYOUT = hybrid()
+COUNTS = counts_of(LAYOUT, 3)
+
+
+def add(cache, amount):
+    arrays = tuple(array + amount.astype(array.dtype) for array in cache.arrays)
+    return Cache(arrays=arrays, keys=cache.keys), amount * 2
+
+
+def burst(_):
+    raise RuntimeError("the device burst")
+
+
+def add_then_burst(cache, amount):
+    """Fails at execution, when the donated buffers are gone already."""
+    cache, doubled = add(cache, amount)
+    return cache, io_callback(burst, jax.ShapeDtypeStruct((), jnp.int32), doubled, ordered=True)
+
+
+donating_add = jax.jit(add, donate_argnums=0)
+ONE = jnp.ones((), jnp.int32)
+
+
+def is_full_of(cache, value):
+    return all((np.asarray(array.astype(jnp.float32)) == value).all() for array in cache.arrays)
+
+
+@pytest.fixture
+def owner():
+    return CacheOwner(LAYOUT, COUNTS)
+
+
+def compiled_add(owner):
+    shapes = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), owner.handle().cache
+    )
+    return donating_add.lower(shapes, ONE).compile()
+
+
+@pytest.mark.parametrize("form", ["jit", "compiled ahead of time"])
+def test_a_step_donates_the_cache_and_its_successor_is_kept(owner, form):
+    step = donating_add if form == "jit" else compiled_add(owner)
+    before = owner.handle().cache.arrays
+    pointers = [array.unsafe_buffer_pointer() for array in before]
+    assert int(owner.run(step, ONE)) == 2
+    assert all(array.is_deleted() for array in before)
+    after = owner.handle().cache
+    assert [array.unsafe_buffer_pointer() for array in after.arrays] == pointers
+    assert is_full_of(after, 1)
+
+
+def test_each_step_begins_an_epoch_and_old_handles_are_refused(owner):
+    """T-09: before JAX's own 'Array has been deleted'."""
+    epoch = owner.epoch
+    old = owner.handle()
+    owner.run(donating_add, ONE)
+    assert owner.epoch == epoch + 1
+    message = f"handle is of epoch {epoch} but the cache is at {epoch + 1}"
+    with pytest.raises(CachePoisoned, match=message):
+        old.cache
+    assert is_full_of(owner.handle().cache, 1)
+
+
+def test_a_step_that_fails_before_the_donation_leaves_the_cache(owner):
+    """S1-13: a bad argument is the caller's error and nothing is lost."""
+    step = compiled_add(owner)
+    handle = owner.handle()
+    with pytest.raises(TypeError):
+        owner.run(step, jnp.ones((2,), jnp.float32))
+    assert not owner.poisoned
+    assert is_full_of(handle.cache, 0)
+    owner.run(step, ONE)
+
+
+@pytest.mark.filterwarnings("ignore")  # JAX logs the callback's error itself
+def test_a_step_that_fails_after_the_donation_poisons_the_cache(owner):
+    """S1-13, T-09: the error is told, the next use says what to do, and rebuild recovers."""
+    owner.run(donating_add, ONE)
+    step = jax.jit(add_then_burst, donate_argnums=0)
+    message = r"failed after donating it: .*the device burst"
+    with pytest.raises(CachePoisoned, match=message) as caught:
+        owner.run(step, ONE)
+    assert "the device burst" in str(caught.value.__cause__)
+    assert owner.poisoned
+    for use in (lambda: owner.run(donating_add, ONE), owner.handle, owner.take):
+        with pytest.raises(CachePoisoned, match=r"Call rebuild\(\) for an empty one"):
+            use()
+    owner.rebuild()
+    assert is_full_of(owner.handle().cache, 0)
+    assert int(owner.run(donating_add, ONE)) == 2
+
+
+def test_python_that_fails_after_the_device_step_poisons_the_cache(owner):
+    def step(cache, amount):
+        donating_add(cache, amount)
+        raise KeyError("bookkeeping")
+
+    with pytest.raises(CachePoisoned, match="KeyError") as caught:
+        owner.run(step, ONE)
+    assert isinstance(caught.value.__cause__, KeyError)
+
+
+def test_an_interrupt_stays_an_interrupt(owner):
+    def step(cache, amount):
+        donating_add(cache, amount)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        owner.run(step, ONE)
+    assert owner.poisoned
+
+
+def test_one_deleted_leaf_is_enough_to_lose_the_cache(owner):
+    def step(cache, amount):
+        cache.arrays[1].delete()
+        raise ValueError("half gone")
+
+    with pytest.raises(CachePoisoned, match="half gone"):
+        owner.run(step, ONE)
+
+
+def test_a_failure_learned_at_the_host_read_poisons_the_cache(owner):
+    """reliability 2.5: an asynchronous failure shows only when the results are read."""
+    cause = RuntimeError("RESOURCE_EXHAUSTED")
+    handle = owner.handle()
+    owner.poison("the step's tokens could not be read", cause=cause)
+    with pytest.raises(CachePoisoned, match="the step's tokens could not be read") as caught:
+        handle.cache
+    assert caught.value.__cause__ is cause
+
+
+def test_a_handle_does_not_survive_a_rebuild(owner):
+    old = owner.handle()
+    owner.rebuild()
+    with pytest.raises(CachePoisoned, match="handle is of epoch"):
+        old.cache
+
+
+def test_what_is_taken_must_be_put_back(owner):
+    cache = owner.take()
+    with pytest.raises(CachePoisoned, match="taken and not put back"):
+        owner.run(donating_add, ONE)
+    owner.put(cache)
+    owner.run(donating_add, ONE)
+
+
+def test_put_accepts_only_the_successor_of_what_was_taken(owner):
+    """T-06: a cache in another order would be paired wrongly by the next donation."""
+    with pytest.raises(ValueError, match="without take"):
+        owner.put(owner.handle().cache)
+    cache = owner.take()
+    reversed_cache = Cache(arrays=cache.arrays[::-1], keys=cache.keys[::-1])
+    with pytest.raises(ValueError, match="the step returned the arrays"):
+        owner.put(reversed_cache)
+    owner.put(cache)
+    owner.poison("lost")
+    with pytest.raises(ValueError, match="or it was lost"):
+        owner.put(cache)
+
+
+def test_steps_are_traced_once_across_epochs_and_rebuilds(owner):
+    """S1-14: executables remain valid when the cache is rebuilt."""
+    chex.clear_trace_counter()
+    step = jax.jit(chex.assert_max_traces(add, n=1), donate_argnums=0)
+    for _ in range(3):
+        owner.run(step, ONE)
+    owner.rebuild()
+    owner.run(step, ONE)
+    assert is_full_of(owner.handle().cache, 1)
+
+
+def test_compiling_leaves_the_cache_as_it_is(owner):
+    """T-17, S1-09: programs are compiled from shapes."""
+    owner.run(donating_add, ONE)
+    before = jax.tree.map(np.asarray, owner.handle().cache)
+    pointers = [array.unsafe_buffer_pointer() for array in owner.handle().cache.arrays]
+    compiled_add(owner)
+    chex.assert_trees_all_equal(owner.handle().cache, before)
+    assert [a.unsafe_buffer_pointer() for a in owner.handle().cache.arrays] == pointers

@@ -1,0 +1,206 @@
+"""Compiles the engine's programs for an H200 on a machine without a GPU and prints what XLA made of them, as JSON.
+
+Run as a program, because it must set up JAX before anything imports it: `python h200.py decode generate ...`.
+It prints {"skipped": reason} where JAX's CUDA plugin is not installed. Nothing is executed.
+"""
+
+import dataclasses
+import functools
+import importlib.util
+import json
+import os
+import re
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+# What XLA asks of a device, in the text form of its GpuTargetConfigProto. Without the driver's version it assumes
+# one too old to capture custom calls and conditionals in command buffers.
+H200 = """
+platform_name: "CUDA"
+device_description_str: "NVIDIA H200"
+dnn_version_info { major: 9 minor: 12 }
+runtime_version { major: 13 minor: 0 }
+gpu_device_info {
+  cuda_compute_capability { major: 9 }
+  driver_version: "13.0.0"
+  runtime_version: "13.0.0"
+  core_count: 132
+  fpus_per_core: 128
+  clock_rate_ghz: 1.98
+  threads_per_warp: 32
+  threads_per_block_limit: 1024
+  threads_per_core_limit: 2048
+  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+  shared_memory_per_core: 233472
+  shared_memory_per_block: 49152
+  shared_memory_per_block_optin: 232448
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  l2_cache_size: 62914560
+  memory_bandwidth: 4800000000000
+  device_memory_size: 150000000000
+}
+"""
+ROWS, PAGES, PAGE_SIZE, WIDTH, LAYERS = 8, 128, 64, 8, 2
+
+
+def executor(implementation):
+    """Returns an engine for a small Llama that hands out what it would have compiled; its cache lies on the host."""
+    from jaxkv.cache.spec import LayerSpec, group_layers
+    from jaxkv.cache.variants import sampling
+    from jaxkv.config import ModelConfig, RopeConfig
+    from jaxkv.engine.executor import Executor
+    from jaxkv.models.registry import build_model
+
+    class Recorder:
+        def get(self, key, build):
+            return build()
+
+    config = ModelConfig(
+        family="llama",
+        vocab_size=4096,
+        hidden_size=1024,
+        num_layers=LAYERS,
+        heads=16,
+        kv_heads=4,
+        head_dim=128,
+        ffn_size=2048,
+        max_positions=4096,
+        rope=RopeConfig(rotary_dim=128),
+        windows=(None,) * LAYERS,
+    )
+    model = build_model(config, implementation=implementation)
+    specs = model.cache_specs(page_size=PAGE_SIZE, dtype="bfloat16")
+    choices = sampling(config.vocab_size, penalties=False, bias_entries=0)
+    layout = group_layers([*specs, LayerSpec(LAYERS, choices)])
+    counts = {group.name: PAGES if group.unit == "page" else ROWS for group in layout.groups}
+    return Executor(
+        model,
+        model.param_shapes("bfloat16"),
+        layout,
+        counts,
+        max_tokens=WIDTH * PAGE_SIZE,
+        max_rows=ROWS,
+        programs=Recorder(),
+    )
+
+
+def lowerings():
+    """Returns, by name, functions that describe what to compile; those after `generate` are bad on purpose."""
+    import jax
+    import jax.numpy as jnp
+
+    from jaxkv.engine.fields import StepShape
+    from jaxkv.engine.programs import Lowering
+
+    step = StepShape(tokens=ROWS, rows=ROWS, table_widths=(WIDTH,), decode=True)
+    loop = StepShape(tokens=128, rows=ROWS, table_widths=(WIDTH,), loop=True)
+    decode = executor("xla").step_program(step)
+
+    def swapped(params, cache, *packed):
+        cache, out = decode.function(params, cache, *packed)
+        layer = cache.layer(0)
+        return cache.with_layer(0, {"key": layer["value"], "value": layer["key"]}), out
+
+    def read_late(params, cache, *packed):
+        before = cache.layer(0)["key"]
+        cache, out = decode.function(params, cache, *packed)
+        # The tokens decide which of the old pages are read, so they must outlive the new ones.
+        return cache, (out, before[out[:, 0] % PAGES])
+
+    def scanned():
+        """One step of a model whose layers are stacked and scanned, with the cache as the scan's xs and ys."""
+
+        def run(weights, cache, hidden, slots):
+            def layer(hidden, weights_and_cache):
+                weight, pool = weights_and_cache
+                pool = pool.at[slots].set(hidden, mode="drop", unique_indices=True)
+                return jnp.tanh(pool[slots] @ weight), pool
+
+            hidden, cache = jax.lax.scan(layer, hidden, (weights, cache))
+            return cache, hidden
+
+        shapes = (LAYERS, 512, 512), (LAYERS, 8192, 512), (ROWS, 512)
+        arguments = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+        return Lowering(run, (*arguments, jax.ShapeDtypeStruct((ROWS,), jnp.int32)))
+
+    return {
+        "decode": lambda: decode,
+        "decode_best": lambda: executor(None).step_program(step),
+        "generate": lambda: executor(None).loop_program(loop, 64),
+        "swapped": lambda: dataclasses.replace(decode, function=swapped),
+        "read_late": lambda: dataclasses.replace(decode, function=read_late),
+        "scanned": scanned,
+    }
+
+
+@functools.cache
+def device():
+    """Returns an H200 that can be compiled for."""
+    from jax.experimental import topologies
+
+    return topologies.get_topology_desc(
+        "h200", "cuda", target_config=H200, topology="1x1x1"
+    ).devices[0]
+
+
+def report(name, lowering, dump):
+    """Compiles one program for the H200 the way the engine does and returns the facts about it."""
+    import jax
+
+    from jaxkv.engine.audit import read_command_buffers
+    from jaxkv.engine.programs import ProgramKey, compile_program
+
+    key = ProgramKey(name, ROWS, ROWS, WIDTH)
+    place = jax.sharding.SingleDeviceSharding(device())
+    arguments = jax.tree.map(
+        lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=place),
+        lowering.arguments,
+    )
+    # Kernels ask the default device whether they can run on it.
+    with jax.default_device(device()):
+        lowering = dataclasses.replace(lowering, arguments=arguments)
+        program = compile_program(key, lowering, audited=False)
+    # XLA writes the sequence after its passes only if they changed it; that name sorts last.
+    thunks = sorted(Path(dump).glob(f"*jit_{key.name}.thunk_sequence*.txt"))[-1]
+    buffers = read_command_buffers(thunks.read_text().splitlines())
+    found = program.report
+    return {
+        "seconds": round(program.seconds, 2),
+        "backend": found.backend,
+        "cache_bytes": found.cache_bytes,
+        "alias_bytes": found.alias_bytes,
+        "temp_bytes": found.temp_bytes,
+        "copies": [copy.line for copy in found.copies],
+        "problems": found.problems,
+        "command_buffers": buffers.count,
+        "captured": buffers.captured,
+        "outside": buffers.outside,
+        "custom_calls": re.findall(r'custom_call_target="([^"]+)"', program.compiled.as_text()),
+    }
+
+
+def main(names):
+    if importlib.util.find_spec("jax_plugins.xla_cuda13") is None:
+        print(
+            json.dumps(
+                {"skipped": "needs jax-cuda13-plugin and jax-cuda13-pjrt, which compile for CUDA"}
+            )
+        )
+        return
+    with tempfile.TemporaryDirectory() as dump:
+        os.environ["JAX_PLATFORMS"] = "cpu"
+        os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_dump_to={dump}"
+        start = time.perf_counter()
+        programs = lowerings()
+        found = {name: report(name, programs[name](), dump) for name in names}
+        print(json.dumps(found | {"seconds": time.perf_counter() - start}))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,76 @@
+"""What XLA makes of the engine's programs on an H200, seen without a GPU: launches, copies, donation."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+GOOD = ("decode", "decode_best", "generate")
+BAD = ("swapped", "read_late", "scanned")
+
+
+@pytest.fixture(scope="module")
+def reports():
+    """Compiles all of them in one process: about 15 seconds on two idle cores."""
+    root = Path(__file__).parents[2]
+    command = [sys.executable, str(Path(__file__).with_name("h200.py")), *GOOD, *BAD]
+    environment = os.environ | {"PYTHONPATH": str(root)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    if "skipped" in found:
+        pytest.skip(found["skipped"])
+    return found
+
+
+@pytest.mark.parametrize("name", GOOD)
+def test_a_program_updates_its_cache_in_place_on_an_h200(reports, name):
+    # T-06, T-08
+    report = reports[name]
+    assert report["backend"] == "gpu"
+    assert report["problems"] == []
+    assert report["copies"] == []
+    assert report["alias_bytes"] == report["cache_bytes"]
+
+
+@pytest.mark.parametrize("name", ["decode", "decode_best"])
+def test_a_decode_step_is_one_command_buffer(reports, name):
+    # T-15
+    report = reports[name]
+    assert report["command_buffers"] == 1
+    assert report["outside"] == []
+    assert report["captured"] > 20
+
+
+def test_the_best_decode_step_attends_in_one_kernel_per_layer(reports):
+    assert set(reports["decode_best"]["custom_calls"]) == {"mosaic_gpu_v2"}
+    assert reports["decode"]["custom_calls"] == []
+
+
+def test_an_iteration_of_generate_is_one_command_buffer(reports):
+    # One for the prompt and one for each iteration; what decides about the next iteration runs on its own.
+    report = reports["generate"]
+    assert report["command_buffers"] == 2
+    assert report["outside"].count("kWhile") == 1
+    assert len(report["outside"]) <= 4, report["outside"]
+
+
+def test_swapped_pools_are_refused_on_an_h200(reports):
+    report = reports["swapped"]
+    assert report["alias_bytes"] == report["cache_bytes"]
+    assert any("comes back in the place of" in problem for problem in report["problems"])
+    assert report["copies"]
+
+
+def test_a_read_that_outlives_the_write_is_refused_on_an_h200(reports):
+    assert any("is copied by" in problem for problem in reports["read_late"]["problems"])
+
+
+def test_layers_in_a_scan_are_refused_and_leave_no_command_buffer(reports):
+    report = reports["scanned"]
+    assert any("comes back as a new array" in problem for problem in report["problems"])
+    assert report["command_buffers"] == 0
+    assert "kWhile" in report["outside"]

@@ -1,0 +1,161 @@
+"""The packer's promise: what goes in on the host comes out by name in the trace, and padding is inert."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxkv.cache.accounts import Accounts
+from jaxkv.cache.spec import LayerSpec, group_layers
+from jaxkv.cache.variants import gqa, mamba2, sampling, window
+from jaxkv.config import SamplingParams
+from jaxkv.engine.fields import StepShape
+from jaxkv.engine.packer import Packer
+from jaxkv.engine.rows import Row, features_of, split_seed
+from jaxkv.step.batch import Features
+
+VOCAB = 100
+LAYOUT = group_layers(
+    (
+        LayerSpec(0, gqa(2, 8, dtype="float32", page_size=4)),
+        LayerSpec(1, window(2, 8, window=6, dtype="float32", page_size=2)),
+        LayerSpec(2, mamba2(heads=2, head_dim=4, d_state=4, d_conv=4, groups=1, dtype="float32")),
+        LayerSpec(3, sampling(VOCAB, penalties=True, bias_entries=4)),
+    )
+)
+COUNTS = {"gqa": 12, "window": 24, "mamba2": 5, "sampling": 5}
+GREEDY = SamplingParams(temperature=0.0)
+
+
+@pytest.fixture
+def packer():
+    return Packer(LAYOUT, COUNTS, VOCAB)
+
+
+def opened(accounts, sequence, num_tokens):
+    accounts.open(sequence)
+    accounts.reserve(sequence, num_tokens)
+
+
+def round_trip(packer, rows, accounts):
+    packed = [jnp.asarray(array) for array in packer.pack(shape_for(rows), rows, accounts)]
+    return packer.unpack(shape_for(rows), *packed)
+
+
+def shape_for(rows, tokens=16, count=4, **options):
+    return StepShape(tokens, count, (4, 8), features_of(rows), **options)
+
+
+def test_every_field_comes_back_under_its_own_name(packer):
+    accounts = Accounts(LAYOUT, COUNTS)
+    opened(accounts, 7, 5)
+    opened(accounts, 8, 3)
+    rows = [Row(7, [1, 2, 3, 4, 5], 0, GREEDY), Row(8, [9, 8, 7], 0, GREEDY)]
+    batch, limits = round_trip(packer, rows, accounts)
+    assert limits is None
+    np.testing.assert_array_equal(batch.tokens[:8], [1, 2, 3, 4, 5, 9, 8, 7])
+    np.testing.assert_array_equal(batch.positions[:8], [0, 1, 2, 3, 4, 0, 1, 2])
+    np.testing.assert_array_equal(batch.cu_q_lens, [0, 5, 8, 8, 8])
+    np.testing.assert_array_equal(batch.seq_lens, [5, 3, 0, 0])
+    assert (int(batch.num_tokens), int(batch.num_rows)) == (8, 2)
+    np.testing.assert_array_equal(batch.paged[0].page_table[0, :2], accounts.page_table(7, "gqa"))
+    np.testing.assert_array_equal(
+        batch.paged[1].write_slots[5:8], accounts.slots(8, "window", 0, 3)
+    )
+    assert int(batch.states[0].write_states[1]) == accounts.states(8, "mamba2")[1]
+    assert int(batch.sampling.slots[0]) == accounts.states(7, "sampling")[1]
+
+
+def test_padding_lies_past_the_end_and_no_two_rows_share_it(packer):
+    """T-03, T-05, T-31: padding writes nowhere, at places of its own, and is never negative."""
+    accounts = Accounts(LAYOUT, COUNTS)
+    opened(accounts, 1, 3)
+    rows = [Row(1, [1, 2, 3], 0, GREEDY)]
+    batch, _ = round_trip(packer, rows, accounts)
+    np.testing.assert_array_equal(batch.paged[0].write_slots[3:], 12 * 4 + np.arange(3, 16))
+    np.testing.assert_array_equal(batch.paged[1].write_slots[3:], 24 * 2 + np.arange(3, 16))
+    np.testing.assert_array_equal(batch.states[0].write_states[1:], 5 + np.arange(1, 4))
+    np.testing.assert_array_equal(batch.sampling.slots[1:], 5 + np.arange(1, 4))
+    assert int(batch.states[0].read_states[1]) == 0
+    assert all(int(leaf.min()) >= 0 for leaf in jax.tree.leaves(batch.paged))
+
+
+def test_a_long_batch_leaves_nothing_behind_for_a_short_one(packer):
+    """T-02, S2-04, S3-09: the short batch packs to the same bytes before and after a long one."""
+    accounts = Accounts(LAYOUT, COUNTS)
+    for sequence in range(4):
+        opened(accounts, sequence, 4)
+    long = [Row(sequence, [5, 6, 7, 8], 0, GREEDY) for sequence in range(4)]
+    short = [Row(2, [9], 3, GREEDY)]
+    shape = shape_for(long)
+    before = packer.pack(shape, short, accounts)
+    packer.pack(shape, long, accounts)
+    after = packer.pack(shape, short, accounts)
+    for first, second in zip(before, after, strict=True):
+        np.testing.assert_array_equal(first, second)
+
+
+def test_a_row_whose_prompt_goes_on_leaves_no_trace_in_the_sampling_group(packer):
+    accounts = Accounts(LAYOUT, COUNTS)
+    opened(accounts, 1, 8)
+    rows = [Row(1, [1, 2, 3, 4], 0, GREEDY, emits=False)]
+    batch, _ = round_trip(packer, rows, accounts)
+    assert int(batch.sampling.slots[0]) >= COUNTS["sampling"]
+
+
+def test_a_greedy_step_sends_one_array(packer):
+    """A-21: metadata crosses to the device in one int32 array; floats only if a row draws or penalises."""
+    accounts = Accounts(LAYOUT, COUNTS)
+    opened(accounts, 1, 1)
+    ints, floats = packer.pack(
+        shape_for([Row(1, [1], 0, GREEDY)]), [Row(1, [1], 0, GREEDY)], accounts
+    )
+    assert ints.dtype == np.int32
+    assert ints.ndim == 1
+    assert floats.dtype == np.float32
+    assert floats.size == 0
+
+
+@pytest.mark.parametrize(
+    ("row", "shape", "message"),
+    [
+        (Row(1, [VOCAB], 0, GREEDY), (16, 4), "token ids"),
+        (Row(1, [-1], 0, GREEDY), (16, 4), "token ids"),
+        (Row(1, [], 0, GREEDY), (16, 4), "token ids"),
+        (Row(1, [1, 2, 3], 0, GREEDY), (2, 4), "larger bucket"),
+        (Row(1, [1], 0, GREEDY, stop_ids=tuple(range(73))), (16, 4), "stop ids"),
+    ],
+)
+def test_what_does_not_fit_is_refused_on_the_host(packer, row, shape, message):
+    """S1-15: nothing is cut off; T-03: no id reaches the device unchecked."""
+    accounts = Accounts(LAYOUT, COUNTS)
+    opened(accounts, 1, 8)
+    with pytest.raises(ValueError, match=message):
+        packer.pack(StepShape(*shape, (4, 8)), [row], accounts)
+
+
+def test_a_table_wider_than_the_program_is_refused(packer):
+    accounts = Accounts(LAYOUT, COUNTS)
+    opened(accounts, 1, 9)
+    with pytest.raises(ValueError, match="wider bucket"):
+        packer.pack(StepShape(16, 4, (2, 8)), [Row(1, [1], 8, GREEDY)], accounts)
+
+
+def test_a_program_is_only_as_able_as_its_rows_need():
+    rows = [
+        Row(0, [1], 0, GREEDY),
+        Row(1, [1], 0, SamplingParams(temperature=0.5, top_k=3)),
+        Row(2, [1], 0, SamplingParams(temperature=0.0, presence_penalty=1.0, logprobs=2)),
+    ]
+    assert features_of(rows[:1]) == Features()
+    assert features_of(rows[:2]) == Features(draws=True, filters=True)
+    assert features_of(rows) == Features(draws=True, filters=True, penalties=True, logprobs=2)
+
+
+@given(seed=st.integers(0, 2**64 - 1))
+@settings(max_examples=50)
+def test_a_seed_survives_its_two_halves(seed):
+    low, high = np.asarray(split_seed(seed), np.int32).view(np.uint32).tolist()
+    assert (high << 32) | low == seed

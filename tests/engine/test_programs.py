@@ -1,0 +1,294 @@
+"""Compiled programs: compiled once, from types alone, audited, and never by surprise."""
+
+import hashlib
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxkv.engine.lowering import lower
+from jaxkv.engine.programs import Lowering, ProgramKey, Programs, compile_count
+from jaxkv.errors import ProgramRefused
+from jaxkv.step.batch import Features
+
+PAGES, WIDTH = 64, 32
+ROOT = Path(__file__).parents[2]
+
+
+def run(params, cache, ints, floats):
+    """Writes one value per slot into every pool and reads the slots back."""
+    values = jnp.broadcast_to(params["scale"] * floats.sum(), (ints.shape[0], WIDTH))
+    cache = tuple(pool.at[ints].set(values, mode="drop", unique_indices=True) for pool in cache)
+    return cache, cache[0][ints] + cache[1][ints]
+
+
+def arguments(rows=4):
+    params = {"scale": jnp.ones(WIDTH)}
+    cache = tuple(jnp.full((PAGES, WIDTH), fill, jnp.float32) for fill in (1.0, 2.0))
+    return params, cache, np.arange(rows, dtype=np.int32), np.ones(3, np.float32)
+
+
+def key(rows=4, kind="decode", **options):
+    return ProgramKey(kind, rows, rows, 1, **options)
+
+
+def test_a_program_is_compiled_once_and_called_often():
+    programs = Programs(strict=True)
+    params, cache, ints, floats = arguments()
+    program = programs.get(key(), lambda: Lowering(run, (params, cache, ints, floats)))
+    programs.seal()
+    before = compile_count()
+    for step in range(5):
+        again = programs.get(key(), lambda: pytest.fail("built twice"))
+        cache, out = again(params, cache, (ints * 7 + step) % PAGES, floats + step)
+        assert again is program
+    assert compile_count() == before, "S3-10: nothing compiles while serving"
+    np.testing.assert_array_equal(out, np.full((4, WIDTH), 2 * 15.0))
+
+
+def test_the_counter_sees_a_compile():
+    before = compile_count()
+    jax.jit(lambda x: x * 3 + 1)(np.ones(7, np.float32))
+    assert compile_count() == before + 1
+
+
+def test_compiling_leaves_the_cache_as_it_was():
+    # S1-09, T-17
+    given = arguments()
+    before = [np.asarray(pool).tobytes() for pool in given[1]]
+    Programs().get(key(), lambda: Lowering(run, given))
+    assert not any(pool.is_deleted() for pool in given[1])
+    assert [np.asarray(pool).tobytes() for pool in given[1]] == before
+
+
+def test_a_call_donates_the_cache_and_updates_it_in_place():
+    params, cache, ints, floats = arguments()
+    program = Programs().get(key(), lambda: Lowering(run, (params, cache, ints, floats)))
+    places = [pool.unsafe_buffer_pointer() for pool in cache]
+    after, _ = program(params, cache, ints, floats)
+    assert all(pool.is_deleted() for pool in cache)
+    assert [pool.unsafe_buffer_pointer() for pool in after] == places
+    assert program.report.alias_bytes == 2 * PAGES * WIDTH * 4
+
+
+def test_shapes_are_enough_to_compile():
+    shapes = jax.eval_shape(lambda: jax.tree.map(jnp.asarray, arguments()))
+    program = Programs().get(key(), lambda: Lowering(run, shapes))
+    cache, _ = program(*arguments())
+    assert cache[0][0, 0] == 3.0
+
+
+def test_the_lowered_program_is_the_same_in_every_process():
+    # S1-10: dict and hash order must not reach the program.
+    def digest(seed):
+        here = str(Path(__file__).parent)
+        script = (
+            f"import sys; sys.path.append({here!r}); import test_programs as t; t.print_digest()"
+        )
+        settings = {"PYTHONHASHSEED": seed, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+        command = [sys.executable, "-c", script]
+        return subprocess.run(
+            command, env=os.environ | settings, capture_output=True, check=True
+        ).stdout
+
+    first = digest("1")
+    assert len(first) > 32
+    assert digest("2") == first
+
+
+def print_digest():
+    text = lower("decode", Lowering(run, arguments())).as_text()
+    print(hashlib.sha256(text.encode()).hexdigest())
+
+
+@pytest.mark.parametrize(
+    ("position", "wrong", "message"),
+    [
+        (2, np.arange(4), r"argument 2 of decode\(.*\) must be int32, got int64"),
+        (3, np.ones(3), r"argument 3 of decode\(.*\) must be float32, got float64"),
+        (3, jnp.ones(3, jnp.bfloat16), "must be float32, got bfloat16"),
+        (2, [0, 1, 2, 3], "must be int32, got list"),
+        (3, 1.0, "must be float32, got float"),
+    ],
+)
+def test_a_call_refuses_dtypes_that_jax_would_cast(position, wrong, message):
+    # T-11, S1-11
+    given = list(arguments())
+    program = Programs().get(key(), lambda: Lowering(run, tuple(given)))
+    given[position] = wrong
+    with pytest.raises(ValueError, match=message):
+        program(*given)
+    assert not given[1][0].is_deleted()
+
+
+def test_a_call_with_another_shape_fails_before_the_cache_is_given_away():
+    given = list(arguments())
+    program = Programs().get(key(), lambda: Lowering(run, tuple(given)))
+    given[2] = np.arange(5, dtype=np.int32)
+    with pytest.raises(TypeError, match="compiled with"):
+        program(*given)
+    assert not given[1][0].is_deleted()
+
+
+@pytest.mark.parametrize(
+    ("position", "wrong", "message"),
+    [
+        (3, 1.0, r"argument\[3\] must be an array, got float"),
+        (2, np.arange(4), r"argument\[2\] is int64, which JAX would narrow"),
+        (3, np.ones(3), r"argument\[3\] is float64, which JAX would narrow"),
+        (3, jnp.asarray(1.0), r"argument\[3\] is weakly typed"),
+        (0, {"scale": 1.0}, r"argument\[0\]\['scale'\] must be an array"),
+    ],
+)
+def test_a_program_takes_typed_arrays_alone(position, wrong, message):
+    # T-14
+    given = list(arguments())
+    given[position] = wrong
+    programs = Programs()
+    with pytest.raises(ValueError, match=message):
+        programs.get(key(), lambda: Lowering(run, tuple(given)))
+    assert programs.manifest() == ()
+
+
+def test_a_program_that_fails_its_audit_is_not_kept():
+    def swapped(*given):
+        (keys, values), out = run(*given)
+        return (values, keys), out
+
+    programs = Programs()
+    with pytest.raises(
+        ProgramRefused, match=r"decode\(tokens=4, rows=4, table_width=1\) does not update"
+    ):
+        programs.get(key(), lambda: Lowering(swapped, arguments()))
+    assert programs.manifest() == ()
+    programs.get(key(), lambda: Lowering(run, arguments()))
+    assert [program.key for program in programs.manifest()] == [key()]
+    unaudited = Programs(audit=False).get(key(), lambda: Lowering(swapped, arguments()))
+    assert unaudited.report.problems
+
+
+def test_a_failure_while_tracing_leaves_the_manifest_as_it_was():
+    def broken(*given):
+        raise RuntimeError("no such layer")
+
+    programs = Programs()
+    with pytest.raises(RuntimeError, match="no such layer"):
+        programs.get(key(), lambda: Lowering(broken, arguments()))
+    assert programs.manifest() == ()
+
+
+def test_a_cache_array_that_changes_its_type_is_named_with_both_types():
+    def narrowed(*given):
+        (keys, values), out = run(*given)
+        return (keys, values.astype(jnp.bfloat16)), out
+
+    message = r"takes cache\[1\] as float32\[64, 32\] and returns it as bfloat16\[64, 32\]"
+    with pytest.raises(ProgramRefused, match=message):
+        Programs().get(key(), lambda: Lowering(narrowed, arguments()))
+
+
+def test_a_program_that_returns_its_cache_last_is_refused():
+    with pytest.raises(
+        ProgramRefused, match="must return its cache, or a tuple that starts with it"
+    ):
+        Programs().get(key(), lambda: Lowering(lambda *given: run(*given)[::-1], arguments()))
+
+
+def test_a_program_may_return_its_cache_alone_or_take_none():
+    programs = Programs()
+    params, cache, ints, floats = arguments()
+    alone = programs.get(
+        key(kind="copy_pages"),
+        lambda: Lowering(
+            lambda cache, ints, floats: run(params, cache, ints, floats)[0],
+            (cache, ints, floats),
+            0,
+        ),
+    )
+    assert alone(cache, ints, floats)[0].shape == (PAGES, WIDTH)
+    without = programs.get(key(kind="sum"), lambda: Lowering(jnp.sum, (floats,), None))
+    assert without(floats) == 3.0
+
+
+def test_weights_in_the_code_of_a_program_are_refused():
+    # T-01: a closure over the parameters would keep a second copy of them in the executable.
+    weights = jnp.ones((600, 600))
+
+    def closed(params, cache, ints, floats):
+        return run({"scale": params["scale"] + weights[:WIDTH, :WIDTH].sum(0)}, cache, ints, floats)
+
+    with pytest.raises(ProgramRefused, match="carries 1440000 bytes of arrays in its code"):
+        Programs().get(key(), lambda: Lowering(closed, arguments()))
+
+
+def test_strict_mode_shows_the_difference_to_the_nearest_program():
+    # T-12
+    programs = Programs(strict=True)
+    programs.get(key(4), lambda: Lowering(run, arguments(4)))
+    programs.get(key(8, features=Features(draws=True)), lambda: Lowering(run, arguments(8)))
+    programs.seal()
+    wanted = key(8, features=Features(draws=True, logprobs=0), extra=(("gqa_width", 2),))
+    with pytest.raises(ProgramRefused) as refused:
+        programs.get(wanted, lambda: pytest.fail("strict mode must not build"))
+    message = str(refused.value)
+    assert message.startswith(
+        "decode(tokens=8, rows=8, table_width=1, draws=True, logprobs=0, gqa_width=2) was not"
+    )
+    assert "in the nearest one, decode(tokens=8, rows=8, table_width=1, draws=True), " in message
+    assert "logprobs is None, not 0, gqa_width is None, not 2;" in message
+
+
+def test_strict_mode_with_no_program_at_all_says_so():
+    programs = Programs(strict=True)
+    programs.seal()
+    with pytest.raises(ProgramRefused, match="no program is known"):
+        programs.get(key(), lambda: pytest.fail("strict mode must not build"))
+
+
+def test_a_late_compile_is_counted_and_logged_when_not_strict(caplog):
+    programs = Programs()
+    programs.get(key(4), lambda: Lowering(run, arguments(4)))
+    assert programs.compiled_late == 0
+    programs.seal()
+    with caplog.at_level(logging.WARNING):
+        programs.get(key(8), lambda: Lowering(run, arguments(8)))
+        programs.get(key(8), lambda: pytest.fail("built twice"))
+    assert programs.compiled_late == 1
+    (record,) = caplog.records
+    assert "compiling decode(tokens=8, rows=8, table_width=1) while serving" in record.getMessage()
+    assert "tokens is 4, not 8, rows is 4, not 8" in record.getMessage()
+
+
+def test_the_manifest_is_sorted_and_lists_time_and_memory():
+    # S3-13, S3-14
+    programs = Programs()
+    for features in (Features(logprobs=2), Features()):
+        for rows in (8, 4):
+            programs.get(
+                key(rows, features=features), lambda rows=rows: Lowering(run, arguments(rows))
+            )
+    order = [(program.key.rows, program.key.features.logprobs) for program in programs.manifest()]
+    assert order == [(4, None), (4, 2), (8, None), (8, 2)]
+    assert all(program.seconds > 0 and not program.loaded for program in programs.manifest())
+    header, *rows = programs.table().splitlines()
+    assert header.split() == ["program", "seconds", "temporary", "MiB", "in", "place", "MiB"]
+    assert len(rows) == 4
+    assert rows[1].startswith("decode(tokens=4, rows=4, table_width=1, logprobs=2)")
+    assert rows[1].split()[-1] == "0.02"
+    assert len({len(row) for row in (header, *rows)}) == 1
+
+
+def test_programs_can_be_given_xla_options():
+    options = {"xla_cpu_enable_fast_math": False}
+    program = Programs().get(key(), lambda: Lowering(run, arguments(), compiler_options=options))
+    assert program(*arguments())[0][0][0, 0] == 3.0
+    with pytest.raises(jax.errors.JaxRuntimeError, match="xla_no_such_option"):
+        Programs().get(
+            key(), lambda: Lowering(run, arguments(), compiler_options={"xla_no_such_option": 1})
+        )

@@ -1,0 +1,125 @@
+"""Tiny random Hugging Face models, one for each family and each option, and what they compute."""
+
+from dataclasses import dataclass, field
+
+import torch
+import transformers
+
+SHAPE = {
+    "vocab_size": 199,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    # Large enough that logits differ by whole units, so that an error is not hidden in the tolerance.
+    "initializer_range": 0.15,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One tiny model.
+
+    Attributes:
+        name: of the family's classes in transformers, such as "Llama".
+        options: config keys beside `SHAPE`.
+        seed: draws weights and prompt; chosen so that greedy decoding has clear winners.
+    """
+
+    name: str
+    options: dict = field(default_factory=dict)
+    seed: int = 0
+
+    def config(self):
+        return getattr(transformers, f"{self.name}Config")(**(SHAPE | self.options))
+
+    def build(self):
+        """Returns the model in float32; norms and biases are drawn too, or they would hide their own absence."""
+        torch.manual_seed(self.seed)
+        config = self.config()
+        config._attn_implementation = "eager"
+        model = getattr(transformers, f"{self.name}ForCausalLM")(config).eval()
+        with torch.no_grad():
+            for name, weight in model.named_parameters():
+                if weight.ndim == 1:
+                    weight.normal_(mean=1.0 if "norm" in name else 0.0, std=0.2)
+        return model
+
+    def prompt(self, length, *, offset=0):
+        draw = torch.Generator().manual_seed(1000 * self.seed + offset)
+        return torch.randint(0, SHAPE["vocab_size"], (length,), generator=draw).tolist()
+
+
+def rope(kind, **keys):
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0} | keys}
+
+
+STRETCHED = {"original_max_position_embeddings": 32, "factor": 4.0}
+
+CASES = {
+    "llama": Case("Llama", seed=1),
+    "llama-theta": Case("Llama", rope("default", rope_theta=500000.0)),
+    "llama-biases-tied": Case(
+        "Llama",
+        {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True, "head_dim": 24},
+    ),
+    "llama-one-kv-head": Case("Llama", {"num_key_value_heads": 1, "hidden_act": "gelu"}),
+    "llama-linear": Case("Llama", rope("linear", factor=4.0) | {"max_position_embeddings": 32}),
+    "llama-dynamic": Case("Llama", rope("dynamic", factor=4.0) | {"max_position_embeddings": 32}),
+    "llama3": Case("Llama", rope("llama3", **STRETCHED, low_freq_factor=1.0, high_freq_factor=4.0)),
+    "llama-yarn": Case("Llama", rope("yarn", **STRETCHED)),
+    "llama-yarn-mscale": Case(
+        "Llama",
+        rope("yarn", **STRETCHED, mscale=0.7, mscale_all_dim=1.4, beta_fast=8.0, truncate=False)
+        | {"head_dim": 40},
+    ),
+    "mistral": Case("Mistral", {"sliding_window": None, "head_dim": 20}),
+    "mistral-window": Case("Mistral", {"sliding_window": 7}),
+    "qwen2": Case("Qwen2", {"tie_word_embeddings": True}),
+    "qwen2-window": Case(
+        "Qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
+    ),
+    "qwen2-yarn": Case("Qwen2", rope("yarn", **STRETCHED, attention_factor=1.3)),
+    "qwen3": Case("Qwen3", {"head_dim": 32}),
+    "qwen3-bias-window-tied": Case(
+        "Qwen3",
+        {
+            "head_dim": 12,
+            "attention_bias": True,
+            "use_sliding_window": True,
+            "sliding_window": 9,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "tie_word_embeddings": True,
+        },
+    ),
+}
+
+
+@torch.no_grad()
+def logits(model, tokens, *, chunks=None):
+    """Returns the logits of every position [tokens, vocab], computed in one go or in chunks over a cache."""
+    pieces, past, start = [], None, 0
+    for size in chunks or (len(tokens),):
+        ids = torch.tensor([tokens[start : start + size]])
+        out = model(input_ids=ids, past_key_values=past, use_cache=True)
+        past, start = out.past_key_values, start + size
+        pieces.append(out.logits[0])
+    return torch.cat(pieces).numpy()
+
+
+@torch.no_grad()
+def greedy(model, tokens, steps):
+    """Returns the next `steps` most likely tokens, and the smallest lead any of them had over the second."""
+    out = model(input_ids=torch.tensor([tokens]), use_cache=True)
+    chosen, leads = [], []
+    for _ in range(steps):
+        best = out.logits[0, -1].topk(2)
+        chosen.append(int(best.indices[0]))
+        leads.append(float(best.values[0] - best.values[1]))
+        ids = torch.tensor([chosen[-1:]])
+        out = model(input_ids=ids, past_key_values=out.past_key_values, use_cache=True)
+    return chosen, min(leads)

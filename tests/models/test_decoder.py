@@ -1,0 +1,197 @@
+"""What must be true of the traced and compiled forward pass, whatever the family (T-01, T-04, T-05, T-06, S1-06)."""
+
+import re
+from dataclasses import replace
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxkv.models.protocol import Model
+from jaxkv.models.registry import build_model, read_config
+from tests.layers.jaxprs import equations
+from tests.models.driver import Driver, run_step
+
+TINY = {
+    "model_type": "qwen2",
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "use_sliding_window": True,
+    "sliding_window": 6,
+    "max_window_layers": 2,
+}
+SMALL = {"max_tokens": 32, "step_tokens": 16, "page_size": 4}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return build_model(read_config(TINY))
+
+
+@pytest.fixture(scope="module")
+def params(model):
+    # Ten times the usual scale: random weights of 0.02 attend to everything alike.
+    drawn = model.init_params(jax.random.key(1), "float32")
+    return jax.tree.map(lambda leaf: leaf * 10 if leaf.ndim == 2 else leaf, drawn)
+
+
+def prompt(length, seed=0):
+    return np.random.default_rng(seed).integers(0, TINY["vocab_size"], length).tolist()
+
+
+def test_a_decoder_is_a_model_and_can_be_static(model):
+    answers: Model = model
+    assert (answers.vocab_size, answers.num_layers, answers.max_positions) == (61, 3, 64)
+    assert hash(model) == hash(build_model(read_config(TINY)))
+    assert model != build_model(read_config(TINY), implementation="xla")
+
+
+def test_the_last_layers_have_a_pool_of_their_own(model):
+    specs = [entry.spec for entry in model.cache_specs(page_size=4, dtype="bfloat16")]
+    assert [spec.window for spec in specs] == [None, None, 6]
+    assert specs[0] == specs[1]
+    assert {array.dtype for spec in specs for array in spec.arrays} == {"bfloat16"}
+
+
+def test_parameters_are_few_fused_leaves(model):
+    shapes = model.param_shapes("bfloat16")
+    assert set(shapes) == {"embed", "layers", "final_norm", "lm_head"}
+    layer = {name: leaf.shape for name, leaf in shapes["layers"][0].items()}
+    assert layer == {
+        "norms": (2, 32),
+        "qkv": ((4 + 2 * 2) * 8, 32),
+        "qkv_bias": ((4 + 2 * 2) * 8,),
+        "o": (32, 32),
+        "gate_up": (96, 32),
+        "down": (32, 48),
+    }
+    assert {leaf.dtype for leaf in jax.tree.leaves(shapes)} == {jnp.dtype("bfloat16")}
+
+
+def test_random_parameters_have_the_promised_tree_in_and_out_of_a_jit(model):
+    key = jax.random.key(3)
+    drawn = model.init_params(key, "float32")
+    chex.assert_trees_all_equal_shapes_and_dtypes(drawn, model.param_shapes("float32"))
+    jitted = jax.jit(model.init_params, static_argnums=1)(key, "float32")
+    chex.assert_trees_all_close(drawn, jitted, atol=1e-6)
+    np.testing.assert_array_equal(drawn["layers"][1]["norms"], 1.0)
+    assert float(jnp.std(drawn["embed"])) == pytest.approx(0.02, rel=0.1)
+    first, second = drawn["layers"][0]["qkv"], drawn["layers"][1]["qkv"]
+    assert not np.array_equal(first, second)
+
+
+def test_one_trace_serves_all_lengths_and_pages(model, params):
+    # T-01: nothing that a host knows about lengths, slots or pages is baked into the program.
+    traced = chex.assert_max_traces(n=1)(run_step.__wrapped__)
+    step = jax.jit(traced, static_argnums=0)
+    for seed, lengths in enumerate([(3, 7, 1), (1, 0, 0), (9, 2, 5)]):
+        driver = Driver(model, params, seed=seed, **SMALL)
+        new = [prompt(length) for length in lengths]
+        _, logits = step(model, params, driver.cache, driver.batch(new))
+        wanted = np.concatenate(Driver(model, params, seed=9 - seed, **SMALL).prefill(new))
+        np.testing.assert_allclose(logits[: len(wanted)], wanted, atol=1e-5)
+
+
+@pytest.mark.parametrize("decode", [False, True])
+def test_a_donated_cache_is_updated_in_its_own_memory(model, params, decode):
+    # T-06: every leaf of the cache goes out in the place it came in by.
+    driver = Driver(model, params, **SMALL)
+    batch = driver.batch([[1], [2], [3]], decode=decode)
+    compiled = run_step.lower(model, params, driver.cache, batch).compile()
+    assert compiled.memory_analysis().alias_size_in_bytes == driver.cache.nbytes
+    header = compiled.as_text().splitlines()[0]
+    pairs = re.findall(r"\{(\d+)\}: \((\d+), \{\}", header)
+    outputs, inputs = zip(*((int(o), int(i)) for o, i in pairs), strict=True)
+    first = len(jax.tree.leaves(params))
+    assert outputs == tuple(range(len(driver.cache.arrays)))
+    assert inputs == tuple(range(first, first + len(outputs)))
+
+
+@pytest.mark.parametrize("decode", [False, True])
+def test_no_write_to_the_cache_can_be_clamped(model, params, decode):
+    # T-04: dynamic_update_slice would move an out-of-range write onto the last slot.
+    driver = Driver(model, params, **SMALL)
+    batch = driver.batch([[1], [2], [3]], decode=decode)
+    found = equations(model.forward, params, driver.cache, batch)
+    names = {equation.primitive.name for equation in found}
+    assert "scatter" in names
+    assert "dynamic_update_slice" not in names
+
+
+def test_the_cache_keeps_its_order(model, params):
+    driver = Driver(model, params, **SMALL)
+    before = driver.cache.keys
+    driver.prefill([prompt(5)])
+    assert driver.cache.keys == before
+    assert before == tuple((layer, role) for layer in range(3) for role in ("key", "value"))
+
+
+def test_rows_do_not_see_each_other(model, params):
+    # S1-06: the same bits whatever the other rows hold.
+    def run(neighbours):
+        driver = Driver(model, params, **SMALL)
+        prefilled = driver.prefill([neighbours[0], prompt(4), neighbours[1]])[1]
+        return prefilled, driver.decode([5, 6, 7])[1]
+
+    # Neighbours of equal length, so that the row's own place in the batch stays the same.
+    for got, wanted in zip(
+        run((prompt(3, 1), prompt(5, 2))), run((prompt(3, 3), prompt(5, 4))), strict=True
+    ):
+        np.testing.assert_array_equal(got, wanted)
+
+
+def test_padding_and_foreign_pages_never_reach_an_answer(model, params):
+    # T-05: junk in every slot that is not the rows' own leaves the answer as it is, bit for bit.
+    clean, dirty = (Driver(model, params, **SMALL) for _ in range(2))
+    dirty.cache = jax.tree.map(lambda array: jnp.full_like(array, jnp.nan), dirty.cache)
+    for driver in (clean, dirty):
+        driver.prefill([prompt(7), prompt(2)])
+    np.testing.assert_array_equal(clean.decode([1, 2]), dirty.decode([1, 2]))
+
+
+def test_the_page_size_changes_nothing_but_the_pages(model, params):
+    # S1-04: one page per row is the static cache.
+    wanted = Driver(model, params, **SMALL).prefill([prompt(9), prompt(6)])
+    got = Driver(model, params, **SMALL | {"page_size": 32}).prefill([prompt(9), prompt(6)])
+    for one, other in zip(got, wanted, strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-5)
+
+
+def test_narrow_parameters_stay_narrow_and_logits_are_float32(model):
+    params = model.init_params(jax.random.key(0), "bfloat16")
+    driver = Driver(model, params, cache_dtype="bfloat16", **SMALL)
+    batch = driver.batch([prompt(5)])
+    cache, hidden = jax.eval_shape(model.forward, params, driver.cache, batch)
+    assert hidden.dtype == jnp.bfloat16
+    assert {array.dtype for array in cache.arrays} == {jnp.dtype("bfloat16")}
+    assert jax.eval_shape(model.logits, params, hidden).dtype == jnp.float32
+    weights = {leaf.shape for leaf in jax.tree.leaves(params) if leaf.ndim == 2}
+    for equation in equations(lambda p, b: run_step(model, p, driver.cache, b), params, batch):
+        if equation.primitive.name in ("convert_element_type", "transpose"):
+            assert equation.invars[0].aval.shape not in weights
+
+
+def test_bfloat16_stays_near_float32(model, params):
+    # The narrow model computes the same thing: an exact cast of its weights, run wide, differs by rounding alone.
+    narrow = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
+    widened = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), narrow)
+    [wanted] = Driver(model, widened, **SMALL).prefill([prompt(10)])
+    [got] = Driver(model, narrow, cache_dtype="bfloat16", **SMALL).prefill([prompt(10)])
+    assert np.max(np.abs(got - wanted)) < 0.05 * np.max(np.abs(wanted))
+
+
+def test_the_models_implementation_reaches_the_ops(model, params):
+    # S1-12: one choice for the whole model.
+    named = replace(model, implementation="xla")
+    [wanted], [got] = (Driver(m, params, **SMALL).prefill([prompt(5)]) for m in (model, named))
+    np.testing.assert_array_equal(got, wanted)
+    refused = replace(model, implementation="nonesuch")
+    with pytest.raises(ValueError, match="nonesuch"):
+        Driver(refused, params, **SMALL).prefill([prompt(5)])

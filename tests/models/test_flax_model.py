@@ -1,0 +1,292 @@
+"""A user's own nnx module generates like a built-in family: same tokens as running it densely from scratch."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import jaxkv
+from jaxkv import SamplingParams
+from jaxkv.cache.spec import LayerSpec
+from jaxkv.cache.variants import gqa, mamba2, place, window
+from jaxkv.examples import flax_nnx_model as example
+from jaxkv.models.flax_model import FlaxModel
+from jaxkv.models.protocol import Model
+
+PROMPTS = [[1, 2, 3], [40, 41, 42, 43, 44, 45, 46, 47], [7]]
+NEW = 24
+
+
+def dense_attend(window_of):
+    """Returns an `attend` over one whole sequence that remembers nothing."""
+
+    def attend(layer, q, k, v, *, scale, window=None):
+        group = q.shape[1] // k.shape[1]
+        k, v = jnp.repeat(k, group, axis=1), jnp.repeat(v, group, axis=1)
+        scores = jnp.einsum("qhd,khd->hqk", q, k) * jnp.asarray(scale, q.dtype)
+        at = jnp.arange(q.shape[0])
+        back = at[:, None] - at[None, :]
+        reach = window or window_of.get(layer) or q.shape[0]
+        seen = (back >= 0) & (back < reach)
+        weights = jax.nn.softmax(jnp.where(seen[None, :, :], scores, -jnp.inf), axis=-1)
+        return jnp.einsum("hqk,khd->qhd", weights, v)
+
+    return attend
+
+
+def greedy_from_scratch(module, prompt, new, window_of=None):
+    """Runs the whole sequence again for each token; returns the ids and the smallest top-2 margin."""
+    ids, margin = list(prompt), np.inf
+    for _ in range(new):
+        tokens, positions = jnp.asarray(ids, jnp.int32), jnp.arange(len(ids), dtype=jnp.int32)
+        hidden = module(tokens, positions, dense_attend(window_of or {}))
+        logits = np.sort(np.asarray(module.logits(hidden[-1:])[0]))
+        margin = min(margin, logits[-1] - logits[-2])
+        ids.append(int(np.argmax(np.asarray(module.logits(hidden[-1:])[0]))))
+    return ids[len(prompt) :], margin
+
+
+def generated(model, params, prompts=PROMPTS, new=NEW, **options):
+    sampling = SamplingParams(temperature=0.0, max_tokens=new)
+    out = jaxkv.generate(params, model, prompts, sampling=sampling, **options)
+    return np.asarray(out.tokens).tolist()
+
+
+class Windowed(example.Transformer):
+    """Layers that differ in what they remember, declared in an order that grouping must undo."""
+
+    def cache_specs(self, *, page_size, dtype):
+        sizes = {"page_size": page_size, "dtype": dtype}
+        narrow = window(example.KV_HEADS, example.HEAD_DIM, window=5, **sizes)
+        return place([narrow, gqa(example.KV_HEADS, example.HEAD_DIM, **sizes), narrow])[::-1]
+
+
+@pytest.fixture(scope="module")
+def module():
+    return example.Transformer(nnx.Rngs(0))
+
+
+@pytest.fixture(scope="module")
+def model(module):
+    return FlaxModel(module)
+
+
+def test_cached_generation_equals_running_the_module_from_scratch(module, model):
+    tokens = generated(model, model.params_of(module))
+    for prompt, got in zip(PROMPTS, tokens, strict=True):
+        wanted, margin = greedy_from_scratch(module, prompt, NEW)
+        assert margin > 1e-4
+        assert got == wanted
+
+
+def test_layers_attend_in_the_windows_they_declared():
+    module = Windowed(nnx.Rngs(1))
+    model = FlaxModel(module)
+    tokens = generated(model, model.params_of(module))
+    for prompt, got in zip(PROMPTS, tokens, strict=True):
+        wanted, margin = greedy_from_scratch(module, prompt, NEW, {0: 5, 2: 5})
+        assert margin > 1e-4
+        assert got == wanted
+    assert tokens[1] != greedy_from_scratch(module, PROMPTS[1], NEW)[0]
+
+
+def test_the_hidden_states_of_a_prompt_are_those_of_the_module(module, model):
+    out = jaxkv.generate(
+        model.params_of(module),
+        model,
+        PROMPTS,
+        sampling=SamplingParams(temperature=0.0, max_tokens=1, logprobs=3),
+    )
+    for row, prompt in enumerate(PROMPTS):
+        tokens = jnp.asarray(prompt, jnp.int32)
+        positions = jnp.arange(len(prompt), dtype=jnp.int32)
+        logits = module.logits(module(tokens, positions, dense_attend({}))[-1:])[0]
+        top, ids = jax.lax.top_k(jax.nn.log_softmax(logits), 3)
+        np.testing.assert_array_equal(out.top_ids[row, 0], ids)
+        np.testing.assert_allclose(out.top_logprobs[row, 0], top, atol=1e-4)
+
+
+def test_a_narrower_cache_dtype_serves(module, model):
+    assert np.shape(generated(model, model.params_of(module), cache_dtype="bfloat16")) == (3, NEW)
+
+
+def test_it_is_a_model(model):
+    assert isinstance(model, Model)
+    assert (model.vocab_size, model.num_layers, model.max_positions) == (97, 3, 256)
+    assert model.cache_specs(page_size=16, dtype="bfloat16") == place(
+        [gqa(2, 8, page_size=16, dtype="bfloat16")] * 3
+    )
+
+
+def test_modules_of_one_shape_share_one_program(module, model, monkeypatch):
+    # nnx works while a program is traced and at no other time.
+    generated(model, model.params_of(module))
+    merges = []
+    merge = nnx.merge
+    monkeypatch.setattr(nnx, "merge", lambda *args: merges.append(args) or merge(*args))
+    other = example.Transformer(nnx.Rngs(5))
+    same = FlaxModel(other)
+    assert same == model
+    assert hash(same) == hash(model)
+    tokens = generated(same, same.params_of(other))
+    assert merges == []
+    assert tokens[0] == greedy_from_scratch(other, PROMPTS[0], NEW)[0]
+    generated(same, same.params_of(other), new=NEW + 1)
+    assert merges
+
+
+def test_a_trainer_generates_from_the_parameters_it_has_just_changed(module, model):
+    @jax.jit
+    def train_and_generate(params):
+        changed = jax.tree.map(lambda leaf: leaf * jnp.asarray(0.5, leaf.dtype), params)
+        tokens = jaxkv.generate(
+            changed,
+            model,
+            jnp.asarray([PROMPTS[0]], jnp.int32),
+            sampling=SamplingParams(temperature=0.0, max_tokens=4),
+        ).tokens
+        return changed, tokens
+
+    changed, tokens = train_and_generate(model.params_of(module))
+    twin = example.Transformer(nnx.Rngs(0))
+    nnx.update(twin, changed)
+    assert np.asarray(tokens)[0].tolist() == greedy_from_scratch(twin, PROMPTS[0], 4)[0]
+
+
+def test_parameters_are_the_modules_own_arrays(module, model):
+    params = model.params_of(module)
+    assert params["tokens"]["embedding"] is module.tokens.embedding[...]
+
+
+def test_random_parameters_have_the_modules_shapes(module, model):
+    params = model.init_params(jax.random.key(0), "bfloat16")
+    wanted = jax.tree.map(lambda leaf: leaf.shape, model.params_of(module))
+    assert jax.tree.map(lambda leaf: leaf.shape, params) == wanted
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(params)} == {"bfloat16"}
+    assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), params) == jax.tree.map(
+        lambda leaf: (leaf.shape, leaf.dtype), model.param_shapes("bfloat16")
+    )
+
+
+def test_variables_that_are_no_floats_are_carried_along():
+    class WithDropout(example.Transformer):
+        def __init__(self, rngs):
+            super().__init__(rngs)
+            self.drop = nnx.Dropout(0.5, deterministic=True, rngs=rngs)
+
+        def __call__(self, tokens, positions, attend):
+            return self.drop(super().__call__(tokens, positions, attend))
+
+    module = WithDropout(nnx.Rngs(0))
+    model = FlaxModel(module)
+    tokens = generated(model, model.params_of(module), new=4)
+    assert tokens[0] == greedy_from_scratch(module, PROMPTS[0], 4)[0]
+    random = generated(model, model.init_params(jax.random.key(1), "float32"), new=2)
+    assert np.shape(random) == (3, 2)
+
+
+def test_the_example_prints_what_it_generates(capsys):
+    example.main()
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 3
+    assert lines[0].startswith("[1, 2, 3] -> [")
+
+
+def specs(*, layers=(0, 1, 2), heads=example.KV_HEADS):
+    def cache_specs(self, *, page_size, dtype):
+        spec = gqa(heads, example.HEAD_DIM, page_size=page_size, dtype=dtype)
+        return tuple(LayerSpec(layer, spec) for layer in layers)
+
+    return cache_specs
+
+
+def state_specs(self, *, page_size, dtype):
+    state = mamba2(conv_channels=8, d_conv=4, heads=2, head_dim=4, d_state=4, conv_dtype="float32")
+    return place([state])
+
+
+def variant(**members):
+    return type("Variant", (example.Transformer,), members)(nnx.Rngs(0))
+
+
+def attend_with(**changes):
+    """Returns a module's call that attends once, in a way changed by the arguments."""
+
+    def call(self, tokens, positions, attend):
+        x = self.tokens(tokens)
+        k = jnp.zeros((tokens.shape[0], changes.get("kv_heads", 2), 8), x.dtype)
+        q = jnp.zeros((tokens.shape[0], 6, 8), x.dtype)
+        for layer in changes.get("layers", (0, 1, 2)):
+            attend(layer, q, k, k, scale=1.0, window=changes.get("window"))
+        return x
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("members", "reason"),
+    [
+        ({"cache_specs": specs(layers=())}, "must name layers 0, 1, 2"),
+        ({"cache_specs": specs(layers=(0, 2))}, r"once each, got \[0, 2\]"),
+        ({"cache_specs": specs(layers=(0, 0, 1))}, r"once each, got \[0, 0, 1\]"),
+        ({"cache_specs": state_specs}, "is of kind 'mamba2'; a FlaxModel's layers are plain"),
+    ],
+)
+def test_specs_that_cannot_be_served_are_refused_when_the_model_is_made(members, reason):
+    with pytest.raises(ValueError, match=reason):
+        FlaxModel(variant(**members))
+
+
+def test_a_module_that_lacks_the_protocol_is_told_what():
+    with pytest.raises(
+        ValueError, match="Linear lacks vocab_size, max_positions, cache_specs, logits"
+    ):
+        FlaxModel(nnx.Linear(2, 2, rngs=nnx.Rngs(0)))
+
+
+@pytest.mark.parametrize(
+    ("members", "reason"),
+    [
+        ({"__call__": attend_with(layers=(0, 1))}, r"did not attend in layers \[2\]"),
+        ({"__call__": attend_with(layers=(0, 1, 1))}, "layer 1 attended twice in one call"),
+        ({"__call__": attend_with(layers=(0, 3))}, "layer 3 is not in cache_specs"),
+        (
+            {"__call__": attend_with(kv_heads=3)},
+            r"key has \[kv_heads, head_dim\] \[3, 8\], its spec",
+        ),
+        (
+            {"__call__": attend_with(window=6), "cache_specs": Windowed.cache_specs},
+            "layer 0 attends to 6 tokens but remembers 5",
+        ),
+        (
+            {"logits": lambda self, hidden: hidden.astype(jnp.float32)},
+            r"logits are float32\[3, 48\], wanted float32\[3, 97\]",
+        ),
+        (
+            {"logits": lambda self, hidden: self.tokens.attend(hidden).astype(jnp.bfloat16)},
+            r"logits are bfloat16\[3, 97\], wanted float32",
+        ),
+    ],
+)
+def test_a_module_that_breaks_the_protocol_is_told_how_while_it_is_traced(members, reason):
+    module = variant(**members)
+    model = FlaxModel(module)
+    with pytest.raises(ValueError, match=reason):
+        generated(model, model.params_of(module), new=2)
+
+
+def test_a_narrower_window_than_declared_may_be_asked_for():
+    module = variant(__call__=attend_with(window=3), cache_specs=Windowed.cache_specs)
+    model = FlaxModel(module)
+    assert np.shape(generated(model, model.params_of(module), new=2)) == (3, 2)
+
+
+def test_parameters_of_another_shape_are_refused(model):
+    class Wider(example.Transformer):
+        def __init__(self, rngs):
+            super().__init__(rngs)
+            self.norm = nnx.LayerNorm(example.HIDDEN + 1, rngs=rngs)
+
+    with pytest.raises(ValueError, match="Wider has other parameters than the module"):
+        model.params_of(Wider(nnx.Rngs(0)))

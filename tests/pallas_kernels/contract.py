@@ -1,0 +1,62 @@
+"""What the contract suites share: calling an implementation by name, bits, permuted rows."""
+
+import re
+from functools import partial
+
+import jax
+import jax.extend.core
+import numpy as np
+import pytest
+
+from pallas_kernels.dispatch import Unsupported
+
+# Every implementation signs the same contract; one that needs a GPU joins with that mark.
+ON_GPU = {"mosaic_gpu"}
+
+
+def implementations(*names):
+    """Parametrises a test over implementations."""
+    params = [
+        pytest.param(name, marks=[pytest.mark.gpu] if name in ON_GPU else []) for name in names
+    ]
+    return pytest.mark.parametrize("implementation", params)
+
+
+def cases(all_cases):
+    """Parametrises a test over cases; the large ones are for GPUs."""
+    params = [
+        pytest.param(case, id=case.name, marks=[] if case.ci else [pytest.mark.gpu])
+        for case in all_cases
+    ]
+    return pytest.mark.parametrize("case", params)
+
+
+def compiled(op, inputs):
+    """Runs an op as production does: arrays are traced, options are not."""
+    arrays = {name: value for name, value in inputs.items() if isinstance(value, np.ndarray)}
+    options = {name: value for name, value in inputs.items() if name not in arrays}
+    return jax.jit(partial(op, **options))(**arrays)
+
+
+def call(op, refusal, inputs, implementation):
+    """Runs an implementation; if it refuses, checks that the op says so in its words, and skips aloud."""
+    reason = refusal(implementation, inputs)
+    if reason is None:
+        return compiled(partial(op, implementation=implementation), inputs)
+    with pytest.raises(Unsupported, match=re.escape(reason)):
+        compiled(partial(op, implementation=implementation), inputs)
+    pytest.skip(f"{implementation} refuses: {reason}")
+
+
+def bits(array):
+    """The bytes of each row, so that equality means equal bits (NaN and signed zeros included)."""
+    array = np.asarray(array)
+    return [row.tobytes() for row in array]
+
+
+def equations(jaxpr):
+    """All equations of a jaxpr, those of inner jaxprs included."""
+    for equation in jaxpr.eqns:
+        yield equation
+        for inner in jax.extend.core.jaxprs_in_params(equation.params):
+            yield from equations(inner)

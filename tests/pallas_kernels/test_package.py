@@ -1,0 +1,71 @@
+"""The package's front: ops are functions, whatever was imported before, and JAX comes with the first one."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from pallas_kernels.page_write import cases as page_write_cases
+from pallas_kernels.paged_attention import cases as paged_attention_cases
+from pallas_kernels.ragged_attention import cases as ragged_attention_cases
+
+ALL_CASES = (
+    *paged_attention_cases.CASES,
+    *ragged_attention_cases.CASES,
+    *page_write_cases.CASES,
+)
+
+
+def python(program):
+    return subprocess.run([sys.executable, "-c", program], check=False).returncode
+
+
+def test_host_files_do_not_import_jax():
+    assert not python(
+        "import sys, pallas_kernels.dispatch, pallas_kernels.paged_attention.cases\n"
+        "sys.exit('jax' in sys.modules)"
+    )
+
+
+def test_an_op_is_its_function_even_after_its_files_were_imported():
+    assert not python(
+        "import sys\n"
+        "from pallas_kernels.paged_attention import xla\n"
+        "import pallas_kernels.page_write.cases\n"
+        "from pallas_kernels import page_write, paged_attention, ragged_attention\n"
+        "sys.exit(not all(map(callable, (page_write, paged_attention, ragged_attention))))"
+    )
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    import pallas_kernels
+
+    with pytest.raises(AttributeError, match="no attribute 'flash'"):
+        pallas_kernels.flash
+
+
+def test_the_numbers_of_a_case_are_those_of_its_shape():
+    """B64 at 4096 reads 1.07 GB of keys and values, the floor of 250 us at 4.3 TB/s."""
+    by_name = {case.name: case for case in paged_attention_cases.CASES}
+    big = by_name["llama-b64-ctx4096"]
+    assert big.bytes_moved() == 64 * (4096 * 8 + 32) * 128 * 2 * 2
+    assert big.flops() == 4 * 64 * 4096 * 32 * 128
+    window = by_name["llama-b64-ctx8192-window1024"]
+    assert window.flops() == 4 * 64 * 1024 * 32 * 128
+    prompt = next(case for case in ragged_attention_cases.CASES if case.name == "one-prompt")
+    assert prompt.flops() == 4 * (37 * 38 // 2) * 4 * 16
+
+
+def test_cases_of_an_op_have_names_of_their_own_and_repeat_with_their_seed():
+    for cases in (paged_attention_cases, ragged_attention_cases, page_write_cases):
+        names = [case.name for case in cases.CASES]
+        assert len(set(names)) == len(names)
+        first, again = cases.CASES[0].inputs(3, "float32"), cases.CASES[0].inputs(3, "float32")
+        for one, other in zip(first.values(), again.values(), strict=True):
+            np.testing.assert_equal(one, other)
+
+
+@pytest.mark.parametrize("case", [case for case in ALL_CASES if case.ci], ids=lambda c: c.name)
+def test_cases_are_frozen_and_hashable(case):
+    assert hash(case) is not None

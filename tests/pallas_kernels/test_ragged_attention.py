@@ -1,0 +1,178 @@
+"""The contract of `ragged_attention`, signed by every implementation."""
+
+import dataclasses
+from functools import partial
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import paged_attention, ragged_attention
+from pallas_kernels.ragged_attention import reference, xla
+from pallas_kernels.ragged_attention.cases import CASES, Case
+from tests.pallas_kernels import oracle
+from tests.pallas_kernels.contract import bits, call, cases, compiled, implementations
+from tests.tolerances import assert_lse, assert_output
+
+SMALL = [case for case in CASES if case.ci]
+every_implementation = implementations("xla")
+
+
+def refusal(implementation, inputs):
+    assert implementation == "xla"
+    return None
+
+
+def run(inputs, implementation):
+    return call(partial(ragged_attention, return_lse=True), refusal, inputs, implementation)
+
+
+def assert_is_oracle(result, inputs, dtype):
+    out, lse = result
+    wanted_out, wanted_lse = oracle.ragged_attention(**inputs)
+    assert out.dtype == inputs["q"].dtype
+    assert lse.dtype == jnp.float32
+    assert_output(out, wanted_out, dtype)
+    assert_lse(lse, wanted_lse)
+
+
+@cases(SMALL)
+@every_implementation
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_it_equals_the_oracle_and_reads_nothing_else(implementation, case, dtype):
+    """S1-02, T-19: places that must not be read hold NaN; tokens past the last row come back as zeros."""
+    inputs = case.inputs(1, dtype)
+    assert_is_oracle(run(inputs, implementation), inputs, dtype)
+
+
+@cases([case for case in CASES if not case.ci])
+@every_implementation
+def test_it_equals_the_reference_on_real_shapes(implementation, case):
+    """Samples tokens of every row, its first and last among them, against one query over pages."""
+    inputs = case.inputs(1, "bfloat16")
+    out, lse = run(inputs, implementation)
+    starts, stops = inputs["cu_q_lens"][:-1], inputs["cu_q_lens"][1:]
+    for row, (first, stop) in enumerate(zip(starts, stops, strict=True)):
+        token = np.unique(np.linspace(first, stop - 1, 4).astype(np.int32))
+        seen = inputs["seq_lens"][row] - (stop - 1 - token)
+        table = np.repeat(inputs["page_table"][row : row + 1], len(token), axis=0)
+        sample = {"q": inputs["q"][token], "page_table": table, "seq_lens": seen.astype(np.int32)}
+        sampled = {name: value for name, value in inputs.items() if name != "cu_q_lens"} | sample
+        wanted_out, wanted_lse = compiled(reference.reference.paged_attention, sampled)
+        assert_output(out[token], np.asarray(wanted_out, np.float64), "bfloat16")
+        assert_lse(lse[token], wanted_lse)
+
+
+@cases([case for case in SMALL if case.padding_tokens == 0])
+def test_the_reference_equals_the_oracle(case):
+    inputs = case.inputs(2, "float32")
+    out, lse = compiled(reference.ragged_attention, inputs)
+    wanted_out, wanted_lse = oracle.ragged_attention(**inputs)
+    assert_output(out, wanted_out, "float32")
+    assert_lse(lse, wanted_lse)
+
+
+@cases(SMALL)
+def test_small_tiles_and_blocks_of_keys_give_the_same_answer(case):
+    """T-33: partial softmaxes are kept in float32, and one without keys contributes nothing."""
+    inputs = case.inputs(3, "float32")
+    result = compiled(
+        partial(xla.ragged_attention, temporary_bytes=40_000, largest_tile=16),
+        inputs,
+    )
+    assert_is_oracle(result, inputs, "float32")
+
+
+@every_implementation
+def test_a_window_sees_exactly_its_width(implementation):
+    """S2-11: below, at and above the bound; a window one wider must be told apart."""
+    for prefix_lens in ((1, 2, 3), (7, 8, 9)):
+        rows = tuple((min(n, 3), n) for n in prefix_lens)
+        case = Case("", rows, 0, 4, 2, 16, page_size=2, window=4)
+        inputs = case.inputs(4, "float32")
+        assert_is_oracle(run(inputs, implementation), inputs, "float32")
+    clean = dataclasses.replace(case, window=None).inputs(4, "float32")
+    wider = run({**clean, "window": 5}, implementation)
+    with pytest.raises(AssertionError):
+        assert_is_oracle(wider, {**clean, "window": 4}, "float32")
+
+
+@every_implementation
+def test_rows_do_not_see_each_other(implementation):
+    """S1-06: the same rows in another order, and beside other rows, give the same bits."""
+    case = next(case for case in SMALL if case.name == "mixed")
+    inputs = case.inputs(5, "bfloat16")
+    order = np.random.default_rng(0).permutation(len(case.rows))
+    rows_of = [
+        np.arange(inputs["cu_q_lens"][row], inputs["cu_q_lens"][row + 1])
+        for row in range(len(order))
+    ]
+    tokens = np.concatenate([*(rows_of[row] for row in order), np.arange(38 - 1, 38 + 6)])
+    assert len(tokens) == len(inputs["q"])
+    moved = {
+        **inputs,
+        "q": inputs["q"][tokens],
+        "page_table": inputs["page_table"][order],
+        "seq_lens": inputs["seq_lens"][order],
+        "cu_q_lens": np.cumsum([0, *(len(rows_of[row]) for row in order)]).astype(np.int32),
+    }
+    out, lse = run(inputs, implementation)
+    moved_out, moved_lse = run(moved, implementation)
+    real = slice(0, int(inputs["cu_q_lens"][-1]))
+    assert [bits(out)[token] for token in tokens][real] == bits(moved_out)[real]
+    assert [bits(lse)[token] for token in tokens][real] == bits(moved_lse)[real]
+
+
+@every_implementation
+def test_one_executable_serves_all_batches(implementation):
+    """S1-02: prefill, a chunk after a prefix and decode, in one trace."""
+    base = Case("", ((10, 12), (1, 12), (1, 12)), 4, 4, 2, 16, page_size=4).inputs(6, "float32")
+    base["q"] = np.nan_to_num(base["q"])
+
+    @jax.jit
+    @chex.assert_max_traces(n=1)
+    def step(q, k_pages, v_pages, page_table, seq_lens, cu_q_lens):
+        arrays = (q, k_pages, v_pages, page_table, seq_lens, cu_q_lens)
+        return ragged_attention(
+            *arrays, scale=base["scale"], return_lse=True, implementation=implementation
+        )
+
+    names = ("q", "k_pages", "v_pages", "page_table", "seq_lens", "cu_q_lens")
+    batches = (([12, 3, 0], [0, 12, 15, 15]), ([8, 12, 1], [0, 4, 5, 6]), ([0] * 3, [0] * 4))
+    for seq_lens, cu_q_lens in batches:
+        inputs = {**base, "seq_lens": np.array(seq_lens, np.int32)}
+        inputs["cu_q_lens"] = np.array(cu_q_lens, np.int32)
+        assert_is_oracle(step(*(inputs[name] for name in names)), inputs, "float32")
+
+
+@every_implementation
+def test_one_query_per_row_is_paged_attention(implementation):
+    inputs = Case("", ((1, 9), (1, 30)), 0, 4, 2, 16).inputs(7, "float32")
+    out, lse = run(inputs, implementation)
+    inputs.pop("cu_q_lens")
+    wanted_out, wanted_lse = compiled(partial(paged_attention, return_lse=True), inputs)
+    assert_output(out, np.asarray(wanted_out, np.float64), "float32")
+    assert_lse(lse, wanted_lse)
+
+
+def test_temporary_memory_is_bounded_by_tiles_and_blocks():
+    """8192 new tokens, 32 heads, context 8192: all scores at once would be 8.6 GB."""
+    q = jax.ShapeDtypeStruct((8192, 32, 128), jnp.float32)
+    pool = jax.ShapeDtypeStruct((1024, 16, 8, 128), jnp.float32)
+    table, lens, bounds = (jax.ShapeDtypeStruct(s, jnp.int32) for s in ((4, 512), (4,), (5,)))
+    program = jax.jit(partial(ragged_attention, scale=0.1, implementation="xla"))
+    compiled = program.lower(q, pool, pool, table, lens, bounds).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 1 << 30
+
+
+@pytest.mark.parametrize(("tokens", "rows"), [(1, 1), (64, 64), (128, 4), (17, 16)])
+def test_a_small_step_is_one_piece(tokens, rows):
+    """Loops would split the step's CUDA graph and serialise a CPU."""
+    q = jax.ShapeDtypeStruct((tokens, 8, 32), jnp.bfloat16)
+    pool = jax.ShapeDtypeStruct((64, 16, 2, 32), jnp.bfloat16)
+    shapes = ((rows, 32), (rows,), (rows + 1,))
+    tables = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes]
+    hlo = jax.jit(partial(ragged_attention, scale=0.1)).lower(q, pool, pool, *tables).as_text()
+    assert "stablehlo.while" not in hlo

@@ -1,0 +1,159 @@
+"""What can run code or read pickles does not occur in the packages, by their syntax trees (R-S1)."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SOURCES = sorted(
+    path
+    for package in ("jaxkv", "pallas_kernels", "torch_bridge")
+    for path in (ROOT / package).rglob("*.py")
+)
+MODULES = {
+    "pickle",
+    "cPickle",
+    "_pickle",
+    "cloudpickle",
+    "dill",
+    "joblib",
+    "jsonpickle",
+    "marshal",
+    "shelve",
+    "yaml",
+    "code",
+    "codeop",
+    "runpy",
+    "socket",
+    "requests",
+    "urllib.request",
+    "http.client",
+    "multiprocessing",
+    "telnetlib",
+    "ftplib",
+    "smtplib",
+}
+BUILTINS = {"eval", "exec", "compile", "__import__"}
+CALLS = {
+    "torch.load",
+    "np.load",
+    "numpy.load",
+    "jnp.load",
+    "yaml.load",
+    "os.system",
+    "os.popen",
+    "torch.hub.load",
+    "torch.jit.load",
+    "builtins.eval",
+    "builtins.exec",
+}
+LOADERS = {"AutoModel", "AutoModelForCausalLM", "AutoConfig", "AutoTokenizer", "AutoProcessor"}
+KEYWORDS = {"trust_remote_code", "allow_pickle"}
+
+
+def dotted(node):
+    """Returns `a.b.c` for an attribute of a name, else an empty text."""
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute) and (head := dotted(node.value)):
+        return f"{head}.{node.attr}"
+    return ""
+
+
+def is_forbidden_module(name):
+    return any(name == module or name.startswith(module + ".") for module in MODULES)
+
+
+def offences_of_import(node):
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names if is_forbidden_module(alias.name)]
+    if isinstance(node, ast.ImportFrom):
+        names = [f"{node.module}.{alias.name}" for alias in node.names]
+        return [
+            name
+            for name in names
+            if is_forbidden_module(name) or name in CALLS or name.split(".")[-1] in LOADERS
+        ]
+    return []
+
+
+def offences_of_call(node):
+    if not isinstance(node, ast.Call):
+        return []
+    name = dotted(node.func)
+    found = [name] if name in BUILTINS | CALLS else []
+    if name.endswith("import_module") and node.args and isinstance(node.args[0], ast.Constant):
+        found += [node.args[0].value] if is_forbidden_module(str(node.args[0].value)) else []
+    for keyword in node.keywords:
+        if keyword.arg in KEYWORDS or (
+            keyword.arg == "shell" and getattr(keyword.value, "value", 1)
+        ):
+            found.append(f"{keyword.arg}=")
+    return found
+
+
+def offences(source):
+    """Returns (line, what) of everything forbidden in a source text."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        what = offences_of_import(node) + offences_of_call(node)
+        if isinstance(node, ast.Name | ast.Attribute) and dotted(node).split(".")[-1] in LOADERS:
+            what.append(dotted(node))
+        found += [(getattr(node, "lineno", 0), name) for name in what]
+    return found
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_the_packages_hold_nothing_that_runs_or_unpickles_what_it_reads(path):
+    assert offences(path.read_text(encoding="utf-8")) == []
+
+
+def test_the_packages_were_found():
+    assert len(SOURCES) > 20
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import pickle",
+        "import os, dill as d",
+        "import urllib.request",
+        "from pickle import loads",
+        "from urllib import request",
+        "from concurrent import futures\nimport multiprocessing.pool",
+        "import marshal as m",
+        "eval('1')",
+        "exec(text)",
+        "f = compile(source, 'x', 'exec')",
+        "__import__(name)",
+        "import torch\ntorch.load(path)",
+        "from torch import load",
+        "np.load(path)",
+        "import yaml",
+        "f(trust_remote_code=False)",
+        "f(allow_pickle=True)",
+        "subprocess.run('ls', shell=True)",
+        "subprocess.run('ls', shell=flag)",
+        "os.system('ls')",
+        "importlib.import_module('pickle')",
+        "transformers.AutoTokenizer.from_pretrained(x)",
+        "from transformers import AutoModelForCausalLM",
+    ],
+)
+def test_each_forbidden_construct_is_noticed(source):
+    assert offences(source)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import json, re\nre.compile('x')",
+        "lowered.compile()",
+        "subprocess.run(['ls'], shell=False)",
+        "from jaxkv.models.encode import x",
+        "library.load(path)",
+    ],
+)
+def test_what_only_looks_alike_is_left_alone(source):
+    assert offences(source) == []

@@ -1,0 +1,250 @@
+"""What a user touches: `LLM` on the model inside the package, offline. Truth is `generate` and Transformers."""
+
+import numpy as np
+import pytest
+
+from jaxkv import LLM, CacheConfig, SamplingParams, default_model
+from jaxkv.engine.programs import compile_count
+from jaxkv.errors import CachePoisoned, OutOfPages, ProgramRefused
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
+PROMPTS = ["def add(", "import os\n", "class Node:\n    "]
+
+
+@pytest.fixture(scope="module")
+def llm():
+    return LLM(
+        dtype="float32",
+        max_model_len=128,
+        cache=CacheConfig(max_sequences=3, page_size=16),
+        progress=False,
+    )
+
+
+@pytest.fixture(autouse=True)
+def nothing_leaks(request):
+    """After each test every page is free again and the books agree."""
+    yield
+    if "llm" in request.fixturenames:
+        accounts = request.getfixturevalue("llm").executor.accounts
+        accounts.check()
+        layout = request.getfixturevalue("llm").layout
+        counts = request.getfixturevalue("llm").budget.counts
+        free = {group.name: accounts.num_free(group.name) for group in layout.groups}
+        assert free == {
+            group.name: counts[group.name] - (group.unit == "state") for group in layout.groups
+        }
+
+
+@pytest.mark.torch
+def test_greedy_text_equals_transformers(llm):
+    transformers = pytest.importorskip("transformers")
+    torch = pytest.importorskip("torch")
+    theirs = transformers.LlamaForCausalLM.from_pretrained(
+        default_model.path(), dtype=torch.float32
+    )
+    for prompt, output in zip(PROMPTS, llm.generate(PROMPTS, GREEDY), strict=True):
+        ids = torch.tensor([llm.tokenizer.encode(prompt)])
+        wanted = theirs.generate(ids, max_new_tokens=12, do_sample=False, pad_token_id=0)
+        assert list(output.token_ids) == wanted[0, ids.shape[1] :].tolist()
+        assert output.prompt_token_ids == tuple(ids[0].tolist())
+
+
+@pytest.mark.torch
+def test_score_equals_transformers(llm):
+    transformers = pytest.importorskip("transformers")
+    torch = pytest.importorskip("torch")
+    theirs = transformers.LlamaForCausalLM.from_pretrained(
+        default_model.path(), dtype=torch.float32
+    )
+    prompts = [[5, 6, 7, 8, 9, 10, 11], [100, 200], [42]]
+    for prompt, scores in zip(prompts, llm.score(prompts), strict=True):
+        with torch.no_grad():
+            logprobs = theirs(torch.tensor([prompt])).logits[0].log_softmax(-1).numpy()
+        wanted = [logprobs[at, token] for at, token in enumerate(prompt[1:])]
+        assert scores.dtype == np.float32
+        np.testing.assert_allclose(scores, np.asarray(wanted, np.float32), atol=1e-4)
+
+
+def test_a_single_text_and_a_single_list_of_ids_are_lists_of_one(llm):
+    ids = llm.tokenizer.encode(PROMPTS[0])
+    assert llm.generate(PROMPTS[0], GREEDY)[0].text == llm.generate(ids, GREEDY)[0].text
+
+
+def test_a_stream_joins_to_the_text_of_generate(llm):
+    """S3-16: the per-step programs and the whole loop choose the same tokens, also with draws and penalties."""
+    for wish in (
+        GREEDY,
+        SamplingParams(temperature=0.8, top_p=0.9, seed=5, max_tokens=12, logprobs=2),
+        SamplingParams(temperature=0.0, repetition_penalty=1.5, min_tokens=4, max_tokens=12),
+    ):
+        whole = llm.generate(PROMPTS[0], wish)[0]
+        pieces = list(llm.stream(PROMPTS[0], wish))
+        assert tuple(piece.token_id for piece in pieces) == whole.token_ids
+        assert "".join(piece.text for piece in pieces) == whole.text
+        assert [piece.finish_reason for piece in pieces[:-1]] == [None] * (len(pieces) - 1)
+        assert pieces[-1].finish_reason == whole.finish_reason
+        if wish.logprobs is not None:
+            for piece, wanted in zip(pieces, whole.logprobs, strict=True):
+                assert piece.logprobs == pytest.approx(wanted, abs=1e-4)
+
+
+def test_a_stream_that_is_dropped_gives_its_pages_back(llm):
+    pieces = llm.stream(PROMPTS[0], GREEDY)
+    next(pieces)
+    pieces.close()
+
+
+def test_samples_differ_and_the_first_is_the_seeds_own(llm):
+    wish = SamplingParams(temperature=1.0, seed=3, n=3, max_tokens=12)
+    output = llm.generate(PROMPTS[0], wish)[0]
+    alone = llm.generate(PROMPTS[0], SamplingParams(temperature=1.0, seed=3, max_tokens=12))[0]
+    assert len(output.outputs) == 3
+    assert len({sample.token_ids for sample in output.outputs}) == 3
+    assert output.token_ids == output.outputs[0].token_ids == alone.token_ids
+
+
+def test_more_prompts_than_fit_go_in_waves_with_the_same_answers(llm):
+    prompts = [*PROMPTS, *PROMPTS[:2]]
+    outputs = llm.generate(prompts, GREEDY)
+    assert [output.token_ids for output in outputs[3:]] == [o.token_ids for o in outputs[:2]]
+    assert outputs[0].token_ids == llm.generate(prompts[0], GREEDY)[0].token_ids
+
+
+def test_each_prompt_has_its_own_parameters_and_old_ones_leave_no_trace(llm):
+    """T-02: a biased request's entry in the sampling group is clean again for its successor."""
+    wishes = [
+        SamplingParams(temperature=0.0, max_tokens=4, logit_bias={77: 100.0}),
+        SamplingParams(temperature=0.0, max_tokens=2),
+    ]
+    biased, plain = llm.generate(PROMPTS[:2], wishes)
+    assert biased.token_ids == (77,) * 4
+    assert len(plain.token_ids) == 2
+    spread = SamplingParams(temperature=0.0, max_tokens=4, presence_penalty=0.001)
+    assert 77 not in llm.generate(PROMPTS, spread)[0].token_ids
+
+
+def test_logprobs_name_the_chosen_token_and_the_most_likely(llm):
+    output = llm.generate(PROMPTS[0], SamplingParams(temperature=0.0, max_tokens=3, logprobs=4))[0]
+    scores = llm.score([list(output.prompt_token_ids + output.token_ids)])[0][-3:]
+    for token, table, score in zip(output.token_ids, output.logprobs, scores, strict=True):
+        assert len(table) == 4
+        assert max(table, key=table.get) == token
+        assert table[token] == pytest.approx(float(score), abs=1e-4)
+    none = llm.generate(PROMPTS[0], SamplingParams(temperature=0.0, max_tokens=1, logprobs=0))[0]
+    assert list(none.logprobs[0]) == [none.token_ids[0]]
+
+
+def test_the_end_of_the_context_ends_the_text(llm):
+    """S1-07: 120 of 128 tokens leave room for 8, whatever max_tokens says."""
+    output = llm.generate(
+        [[7] * 120], SamplingParams(temperature=0.0, max_tokens=99, ignore_eos=True)
+    )
+    assert len(output[0].token_ids) == 8
+    assert output[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ([7] * 128, "max_model_len is 128"),
+        ("", "at least one token"),
+        ([], "at least one"),
+        ([4096], "4096"),
+        ([-1], "-1"),
+        ([True], "True"),
+        ("\ud800", "surrogate|UTF-8"),
+    ],
+)
+def test_a_prompt_that_cannot_be_served_is_refused_with_the_numbers(llm, prompt, message):
+    """S1-08, reliability rows 13, 17, 19: refused before anything is taken."""
+    with pytest.raises(ValueError, match=message):
+        llm.generate([prompt], GREEDY)
+
+
+def test_repeating_a_request_compiles_nothing(llm):
+    """S3-10: the second time, and for other lengths in the same buckets, nothing is compiled."""
+    llm.generate(PROMPTS, GREEDY)
+    list(llm.stream(PROMPTS[0], GREEDY))
+    before = compile_count()
+    llm.generate([prompt + " " for prompt in PROMPTS], GREEDY)
+    list(llm.stream(PROMPTS[2], SamplingParams(temperature=0.0, max_tokens=10)))
+    assert compile_count() == before
+
+
+def test_strict_mode_refuses_what_was_not_warmed_up():
+    llm = LLM(
+        dtype="float32",
+        max_model_len=64,
+        cache=CacheConfig(max_sequences=2, page_size=16),
+        strict=True,
+        progress=False,
+    )
+    llm.warm_up(batch=1, prompt_tokens=8, sampling=GREEDY)
+    cold = [array.copy() for array in llm.executor.owner.handle().cache.arrays]
+    before = compile_count()
+    assert len(llm.generate([[1, 2, 3]], GREEDY)[0].token_ids) == 12
+    assert len(list(llm.stream([1, 2, 3], GREEDY))) == 12
+    assert compile_count() == before
+    with pytest.raises(ProgramRefused, match="draws"):
+        llm.generate([[1, 2, 3]], SamplingParams(temperature=1.0, max_tokens=12))
+    # S1-09: compiling ran nothing, so the cache was still all zeros when the first request came.
+    assert all(not array.any() for array in cold)
+
+
+def test_a_cache_too_small_for_one_sequence_says_so():
+    with pytest.raises(ValueError, match="lower max_model_len"):
+        LLM(
+            max_model_len=512,
+            cache=CacheConfig(max_sequences=1, page_size=16, budget_bytes=400_000),
+            progress=False,
+        )
+
+
+def test_a_failed_step_poisons_and_a_rebuild_gives_the_same_tokens(llm, monkeypatch):
+    """T-09, S1-13: after a loss every use says so, and a rebuilt cache serves as before."""
+    wanted = llm.generate(PROMPTS, GREEDY)
+    llm.executor.owner.poison("the test said so")
+    with pytest.raises(CachePoisoned, match="the test said so"):
+        llm.generate(PROMPTS, GREEDY)
+    llm.executor.owner.rebuild()
+    again = llm.generate(PROMPTS, GREEDY)
+    assert [output.token_ids for output in again] == [output.token_ids for output in wanted]
+
+
+def test_pages_run_out_with_the_numbers_and_nothing_is_consumed():
+    llm = LLM(
+        dtype="float32",
+        max_model_len=64,
+        cache=CacheConfig(max_sequences=2, page_size=16),
+        progress=False,
+    )
+    llm.executor.accounts.open(10**6)
+    llm.executor.accounts.reserve(10**6, 64)
+    llm.executor.accounts.open(10**6 + 1)
+    llm.executor.accounts.reserve(10**6 + 1, 40)
+    with pytest.raises(OutOfPages, match="asked for"):
+        llm.generate([[1] * 40], GREEDY)
+    llm.executor.accounts.check()
+    assert llm.executor.accounts.num_free("gqa") == 1
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "auto"])
+def test_every_dtype_serves(dtype):
+    llm = LLM(dtype=dtype, max_model_len=64, cache=CacheConfig(max_sequences=1), progress=False)
+    assert len(llm.generate(PROMPTS[0], SamplingParams(temperature=0.0, max_tokens=4))) == 1
+    assert str(llm.executor.params["embed"].dtype) == ("bfloat16" if dtype == "auto" else dtype)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dtype": "int8"}, "dtype"),
+        ({"max_model_len": 1}, "max_model_len"),
+        ({"max_model_len": 10**6}, "max_model_len"),
+        ({"model": "no/such/dir"}, "no/such/dir"),
+    ],
+)
+def test_bad_options_are_refused_by_name(options, message):
+    with pytest.raises((ValueError, OSError), match=message):
+        LLM(**options, progress=False)

@@ -1,0 +1,24 @@
+"""The one table of tolerances. A kernel that misses them is wrong; they are never loosened for it."""
+
+import numpy as np
+
+# Of an op's output, whose inputs were rounded to the dtype before the oracle saw them: absolute and relative.
+OUTPUT = {"float32": 1e-5, "float16": 3e-3, "bfloat16": 2e-2}
+
+# Of a log-sum-exp, which is float32 whatever the inputs are.
+LSE = 2e-5
+
+
+def assert_output(actual, wanted, dtype):
+    """Compares finite outputs of an op that computed in `dtype` with those of a float64 oracle."""
+    tolerance = OUTPUT[dtype]
+    np.testing.assert_allclose(
+        np.asarray(actual, np.float64), wanted, rtol=tolerance, atol=tolerance, equal_nan=False
+    )
+
+
+def assert_lse(actual, wanted):
+    """Compares log-sum-exps; empty rows must hold minus infinity on both sides."""
+    np.testing.assert_allclose(
+        np.asarray(actual, np.float64), wanted, rtol=LSE, atol=LSE, equal_nan=False
+    )
