@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -118,17 +119,31 @@ def float_fields(shape: StepShape) -> tuple[Field, ...]:
     return tuple(fields)
 
 
+ALIGNMENT = 64
+"""Entries at whose multiples fields begin: 256 bytes, the alignment that kernels ask of their arguments.
+
+XLA may hand a kernel a piece of the packed array where it lies.
+"""
+
+
 def padding(fields: tuple[Field, ...], dtype: type) -> np.ndarray:
     """Returns the packed array of these fields with nothing but padding."""
-    return np.concatenate(
-        [np.zeros(0, dtype), *(field.blank(dtype).reshape(-1) for field in fields)]
-    )
+    packed = np.zeros(_ends(fields)[-1] if fields else 0, dtype)
+    for field, values in split(packed, fields).items():
+        values[...] = next(each for each in fields if each.name == field).blank(dtype)
+    return packed
+
+
+def _ends(fields: tuple[Field, ...]) -> list[int]:
+    """Returns where each field's room ends, rounded up so that the next one begins aligned."""
+    rooms = (-(-field.size // ALIGNMENT) * ALIGNMENT for field in fields)
+    return list(accumulate(rooms))
 
 
 def split(packed: Any, fields: tuple[Field, ...]) -> dict[str, Any]:  # noqa: ANN401
     """Names the pieces of a packed array; for NumPy they are views, through which it is filled."""
-    named, start = {}, 0
-    for field in fields:
-        named[field.name] = packed[start : start + field.size].reshape(field.shape)
-        start += field.size
-    return named
+    starts = [0, *_ends(fields)]
+    return {
+        field.name: packed[start : start + field.size].reshape(field.shape)
+        for field, start in zip(fields, starts, strict=False)
+    }

@@ -18,6 +18,7 @@ from jaxkv.step.batch import StepBatch
 _INIT_SCALE = 0.02
 
 
+@runtime_checkable
 class Attend(Protocol):
     """What a module is given to attend with, once per layer and call."""
 

@@ -381,34 +381,43 @@ class _Block:
         start = first + count * self.share // shares
         stop = first + count * (self.share + 1) // shares
         for slot in range(stages):
-            for pool in "kv":
-                pl.when(start + slot < stop)(partial(self.fetch, pool, start + slot, slot))
+            pl.when(start + slot < stop)(partial(self.fetch_both, start + slot, slot))
         plgpu.barrier_wait(refs["q_arrived"])
-
-        state = self.initial_state()
+        state = (*self.initial_state(), (jnp.int32(0),) * self.geometry.copies_per_tile)
         attend = partial(self.attend, start=start, stop=stop)
-        out, lse = self.normalise(*lax.fori_loop(start, stop, attend, state))
+        *state, _ = lax.fori_loop(start, stop, attend, state)
+        out, lse = self.normalise(*state)
         if self.schedule.cluster == 1:
             self.write(out, lse)
         else:
             self.join_shares(out, lse)
 
-    def fetch(self, pool: str, tile: Array, slot: Array | int) -> None:
+    def fetch_both(self, tile: Array, slot: int) -> None:
+        """Starts the copies of a tile of keys and of values."""
+        pages = self.pages(tile)
+        self.fetch("k", tile, slot, pages)
+        self.fetch("v", tile, slot, pages)
+
+    def pages(self, tile: Array) -> tuple[Array, ...]:
+        """Returns the ids of the pages of one tile; a page that holds none of the row's keys is replaced by one that does."""
+        page_size = self.geometry.page_size
+        first, last = self.start_key // page_size, (self.stop_key - 1) // page_size
+        entries = [tile * TILE // page_size + copy for copy in range(self.geometry.copies_per_tile)]
+        return tuple(
+            self.refs["page_table"][self.row, jnp.clip(entry, first, last)] for entry in entries
+        )
+
+    def fetch(
+        self, pool: str, tile: Array, slot: Array | int, pages: tuple[Array, ...]
+    ) -> None:
         """Starts the copies of one tile from the "k" or "v" pool.
 
-        Every warp must have passed a barrier since the slot was last read. Pages that hold none of the keys that
-        the row sees are not read.
+        Every warp must have passed a barrier since the slot was last read.
         """
         refs, page_size = self.refs, self.geometry.page_size
         height = min(page_size, TILE)
-        for copy in range(self.geometry.copies_per_tile):
-            entry = jnp.clip(
-                tile * TILE // page_size + copy,
-                self.start_key // page_size,
-                (self.stop_key - 1) // page_size,
-            )
-            page = refs["page_table"][self.row, entry]
-            offset = pl.multiple_of(tile * TILE % page_size, TILE) if page_size > TILE else 0
+        offset = pl.multiple_of(tile * TILE % page_size, TILE) if page_size > TILE else 0
+        for copy, page in enumerate(pages):
             plgpu.copy_gmem_to_smem(
                 refs[f"{pool}_pages"].at[page, pl.ds(offset, height), self.kv_head],
                 refs[f"{pool}_tiles"].at[slot, pl.ds(copy * height, height)],
@@ -433,28 +442,29 @@ class _Block:
         return m, l, plgpu.layout_cast(acc, _WGMMA)
 
     def attend(
-        self, tile: Array, state: tuple[Array, Array, Array], *, start: Array, stop: Array
-    ) -> tuple[Array, Array, Array]:
+        self, tile: Array, state: tuple[Any, ...], *, start: Array, stop: Array
+    ) -> tuple[Any, ...]:
         """Takes one tile of keys and values into the softmax.
 
-        Copies for later tiles start while a product runs. The slot of the values goes to a later tile only in the
-        next call, behind a barrier of its own; that of the keys behind the maximum, which crosses warps.
+        Copies into the slots that it frees start while a product runs, from page ids read long before: for keys
+        at once, behind the maximum, which crosses warps; for values in the next call, behind a barrier of its own.
         """
         refs, stages = self.refs, self.schedule.stages
-        m, l, acc = state
+        m, l, acc, pages_before = state
+        later = tile + stages
+        pages = self.pages(later)
         slot = lax.rem(tile - start, jnp.int32(stages))
         at_edge = (tile * TILE < self.start_key) | ((tile + 1) * TILE > self.stop_key)
 
         def refill_values() -> None:
-            later = tile - 1 + stages
-
-            @pl.when((tile > start) & (later < stop))
+            @pl.when((tile > start) & (later - 1 < stop))
             def _() -> None:
                 plgpu.commit_smem()
-                self.fetch("v", later, lax.rem(later - start, jnp.int32(stages)))
+                freed = lax.rem(later - 1 - start, jnp.int32(stages))
+                self.fetch("v", later - 1, freed, pages_before)
 
         def refill_keys() -> None:
-            pl.when(tile + stages < stop)(partial(self.fetch, "k", tile + stages, slot))
+            pl.when(later < stop)(partial(self.fetch, "k", later, slot, pages))
 
         plgpu.barrier_wait(refs["k_arrived"].at[slot])
         queries = refs["q_tile"].transpose((1, 0))
@@ -471,7 +481,7 @@ class _Block:
         values = refs["v_tiles"].at[slot].transpose((1, 0))
         update = _multiply(values, weights, meanwhile=refill_keys)
         l = l * _over_rows(decay, TILE) + p
-        return m_next, l, acc * _over_rows(decay, self.geometry.head_dim) + update
+        return m_next, l, acc * _over_rows(decay, self.geometry.head_dim) + update, pages
 
     def shape_scores(self, scores: Array, tile: Array, at_edge: Array) -> Array:
         """Scales and caps scores, in units of log2(e); -inf where the row does not see the key."""

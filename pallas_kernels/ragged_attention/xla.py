@@ -116,14 +116,17 @@ def _cut(
 def _unpack(
     out: Array, lse: Array, tokens: int, cu_q_lens: Array, tile_size: int
 ) -> tuple[Float[Array, "tokens heads head_dim"], Float[Array, "tokens heads"]]:
-    """Brings tiles back into the order of tokens; tokens that no row owns give zeros and `-inf`."""
-    owner = _owner(cu_q_lens, tokens)
-    row = jnp.minimum(owner, cu_q_lens.shape[0] - 2)
-    real = owner == row
+    """Brings tiles back into the order of tokens.
+
+    Tokens that no row owns are sought behind the last row's queries. There is room for them, and it holds what
+    tiles give where they have no query: zeros and `-inf`.
+    """
+    row = jnp.minimum(_owner(cu_q_lens, tokens), cu_q_lens.shape[0] - 2)
     token = jnp.arange(tokens, dtype=jnp.int32)
     place = _tiles_before(cu_q_lens, tile_size)[row] * tile_size + token - cu_q_lens[row]
     heads, head_dim = out.shape[-2:]
-    out = out.reshape(-1, heads, head_dim).at[place].get(mode="clip", wrap_negative_indices=False)
-    lse = lse.reshape(-1, heads).at[place].get(mode="clip", wrap_negative_indices=False)
-    zero = jnp.zeros((), out.dtype)
-    return jnp.where(real[:, None, None], out, zero), jnp.where(real[:, None], lse, -jnp.inf)
+    out, lse = out.reshape(-1, heads, head_dim), lse.reshape(-1, heads)
+    return (
+        out.at[place].get(mode="clip", wrap_negative_indices=False),
+        lse.at[place].get(mode="clip", wrap_negative_indices=False),
+    )

@@ -11,7 +11,7 @@ from jaxkv.cache.accounts import Accounts
 from jaxkv.cache.spec import LayerSpec, group_layers
 from jaxkv.cache.variants import gqa, mamba2, sampling, window
 from jaxkv.config import SamplingParams
-from jaxkv.engine.fields import StepShape
+from jaxkv.engine.fields import StepShape, float_fields, int_fields, split
 from jaxkv.engine.packer import Packer
 from jaxkv.engine.rows import Row, features_of, split_seed
 from jaxkv.step.batch import Features
@@ -159,3 +159,16 @@ def test_a_program_is_only_as_able_as_its_rows_need():
 def test_a_seed_survives_its_two_halves(seed):
     low, high = np.asarray(split_seed(seed), np.int32).view(np.uint32).tolist()
     assert (high << 32) | low == seed
+
+
+def test_every_field_begins_where_a_kernel_may_read_it(packer):
+    """A Mosaic kernel refused a page table that XLA had passed as an unaligned piece of the packed array."""
+    shape = StepShape(3, 3, (5, 7), Features(draws=True, filters=True), loop=True)
+    ints, floats = packer.blank(shape)
+    for packed, fields in (
+        (ints, int_fields(LAYOUT, COUNTS, VOCAB, shape)),
+        (floats, float_fields(shape)),
+    ):
+        for piece in split(packed, fields).values():
+            offset = piece.__array_interface__["data"][0] - packed.__array_interface__["data"][0]
+            assert offset % 256 == 0

@@ -216,6 +216,14 @@ def test_a_program_may_return_its_cache_alone_or_take_none():
     assert without(floats) == 3.0
 
 
+def test_an_argument_that_is_not_read_stays_an_argument():
+    def unread(params, cache, ints, floats):
+        return tuple(pool.at[ints].set(0.0, mode="drop") for pool in cache), ints
+
+    program = Programs().get(key(), lambda: Lowering(unread, arguments()))
+    assert program(*arguments())[0][0][0, 0] == 0.0
+
+
 def test_weights_in_the_code_of_a_program_are_refused():
     # T-01: a closure over the parameters would keep a second copy of them in the executable.
     weights = jnp.ones((600, 600))

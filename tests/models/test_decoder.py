@@ -133,6 +133,21 @@ def test_the_cache_keeps_its_order(model, params):
     assert before == tuple((layer, role) for layer in range(3) for role in ("key", "value"))
 
 
+def test_each_layer_writes_the_pages_of_its_own_group(model, params):
+    driver = Driver(model, params, **SMALL)
+    driver.prefill([prompt(5), prompt(3)])
+    for group, table in zip(driver.layout.paged_groups, driver.tables, strict=True):
+        for layer in group.layers:
+            written = np.any(np.asarray(driver.cache.layer(layer)["key"]) != 0, axis=(2, 3))
+            slots = np.zeros_like(written)
+            for row, length in enumerate((5, 3)):
+                positions = np.arange(length)
+                slots[table[row, positions // 4], positions % 4] = True
+            np.testing.assert_array_equal(written, slots)
+    assert len(driver.tables) == 2
+    assert not np.array_equal(*driver.tables)
+
+
 def test_rows_do_not_see_each_other(model, params):
     # S1-06: the same bits whatever the other rows hold.
     def run(neighbours):

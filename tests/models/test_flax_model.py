@@ -202,7 +202,7 @@ def specs(*, layers=(0, 1, 2), heads=example.KV_HEADS):
 
 
 def state_specs(self, *, page_size, dtype):
-    state = mamba2(conv_channels=8, d_conv=4, heads=2, head_dim=4, d_state=4, conv_dtype="float32")
+    state = mamba2(heads=2, head_dim=4, d_state=4, d_conv=4, groups=1, dtype=dtype)
     return place([state])
 
 
