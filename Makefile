@@ -5,7 +5,7 @@ PACKAGES := jaxkv pallas_kernels torch_bridge benchmarks tests
 .PHONY: run test test-all lint format clean core dev
 
 run: core
-	.venv/bin/jaxkv generate "def "
+	.venv/bin/jaxkv generate --temperature 0.7 --seed 2 "def "
 
 test: dev
 	$(PYTHON_IN_VENV) -m pytest -m "not slow and not gpu"

@@ -1,6 +1,5 @@
 """What a user may choose, as frozen data that is checked once, when it is made. Knows no arrays."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -16,9 +15,10 @@ def _check_int(name: str, value: object, low: int, high: int) -> None:
         raise ValueError(f"{name} must be an int in [{low}, {high}], got {value!r}")
 
 
-def _check_float(name: str, value: object, low: float, high: float) -> None:
+def _check_float(name: str, value: float, low: float, high: float) -> None:
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not (number and math.isfinite(value) and low <= value <= high):  # pyright: ignore[reportArgumentType, reportOperatorIssue]
+    # NaN compares as false, and the bounds are finite.
+    if not (number and low <= value <= high):
         raise ValueError(f"{name} must be a finite number in [{low}, {high}], got {value!r}")
 
 

@@ -12,13 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
+from jaxkv.batch import Features, PagedTables, SamplingBatch, StateTables, StepBatch
 from jaxkv.cache.spec import CacheLayout, LayerSpec, group_layers
 from jaxkv.cache.state import init_cache
 from jaxkv.cache.variants import sampling as sampling_spec
 from jaxkv.config import SamplingParams
 from jaxkv.engine.rows import STOP_WIDTH, Row, features_of, split_seed
 from jaxkv.models.protocol import Model, Params
-from jaxkv.step.batch import Features, PagedTables, SamplingBatch, StateTables, StepBatch
 from jaxkv.step.loop import ERROR, LENGTH, RUNNING, STOP, Generated, Limits, generate_loop
 from jaxkv.step.sample import admit
 

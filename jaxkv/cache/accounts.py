@@ -25,7 +25,7 @@ class Reservation:
 
     Attributes:
         new_pages: group name -> pages taken, copies of shared pages included.
-        new_states: group name -> state taken, if one was. An in-place state holds what its last owner left, unless copied.
+        new_states: group name -> state taken, if one was. An in-place one holds its last owner's, unless copied.
         copies: what the caller copies on the device, in this order, before the step that writes. If they never run,
             the sequence must be released.
     """

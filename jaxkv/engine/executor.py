@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
+from jaxkv.batch import Features
 from jaxkv.cache.accounts import Accounts
 from jaxkv.cache.owner import CacheOwner
 from jaxkv.cache.spec import CacheLayout
@@ -22,7 +23,6 @@ from jaxkv.engine.results import pack_sampled
 from jaxkv.engine.rows import Row
 from jaxkv.engine.shapes import Declared, Shapes
 from jaxkv.models.protocol import Model, Params
-from jaxkv.step.batch import Features
 from jaxkv.step.loop import Generated, generate_loop
 from jaxkv.step.sample import admit
 from jaxkv.step.score import score_tokens

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from jaxkv.batch import Features
 from jaxkv.cache.spec import CacheLayout
 from jaxkv.engine.rows import STOP_WIDTH
-from jaxkv.step.batch import Features
 
 
 @dataclass(frozen=True)

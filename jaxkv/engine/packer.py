@@ -9,11 +9,11 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from jaxkv.batch import PagedTables, SamplingBatch, StateTables, StepBatch
 from jaxkv.cache.accounts import Accounts
 from jaxkv.cache.spec import CacheLayout
 from jaxkv.engine.fields import Field, StepShape, float_fields, int_fields, padding, split
 from jaxkv.engine.rows import STOP_WIDTH, Row, split_seed
-from jaxkv.step.batch import PagedTables, SamplingBatch, StateTables, StepBatch
 from jaxkv.step.loop import Limits
 
 

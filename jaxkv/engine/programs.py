@@ -13,11 +13,11 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxkv.batch import Features
 from jaxkv.engine.audit import AuditReport, audit
 from jaxkv.engine.compile_cache import repaired_entries
 from jaxkv.engine.lowering import Lowering, lower
 from jaxkv.errors import ProgramRefused
-from jaxkv.step.batch import Features
 
 _LOG = logging.getLogger(__name__)
 _PLAIN = Features()

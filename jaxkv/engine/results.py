@@ -7,7 +7,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Int
 
-from jaxkv.step.batch import Features
+from jaxkv.batch import Features
 from jaxkv.step.sample import Sampled
 
 

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from jaxkv.batch import Features
 from jaxkv.config import SamplingParams
-from jaxkv.step.batch import Features
 
 STOP_WIDTH = 72
 """Stop ids a request may carry: `MAX_STOP_IDS` of its own and a few of the model's."""

@@ -5,10 +5,10 @@ from collections.abc import Mapping
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jaxkv.batch import PagedTables, StepBatch
 from jaxkv.layers.linear import linear
 from jaxkv.layers.norm import rms_norm
 from jaxkv.layers.rope import Angles, rotate
-from jaxkv.step.batch import PagedTables, StepBatch
 from pallas_kernels import page_write, paged_attention, ragged_attention
 
 

@@ -6,13 +6,13 @@ from typing import NamedTuple
 
 from jaxtyping import Array, Float
 
+from jaxkv.batch import PagedTables, StepBatch
 from jaxkv.cache.spec import PagedSpec, StateSpec
 from jaxkv.cache.variants import gqa, window
 from jaxkv.config import ModelConfig
 from jaxkv.layers.attention import attention
 from jaxkv.layers.feed_forward import gated_feed_forward
 from jaxkv.layers.rope import Angles
-from jaxkv.step.batch import PagedTables, StepBatch
 
 
 class Leaf(NamedTuple):

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
+from jaxkv.batch import StepBatch
 from jaxkv.cache.spec import LayerSpec, group_layers
 from jaxkv.cache.state import Cache
 from jaxkv.config import ModelConfig
@@ -16,7 +17,6 @@ from jaxkv.layers.norm import rms_norm
 from jaxkv.layers.rope import rope_angles
 from jaxkv.models.blocks import FEED_FORWARDS, MIXERS, Leaf, Step
 from jaxkv.models.protocol import Params
-from jaxkv.step.batch import StepBatch
 
 _INIT_SCALE = 0.02
 

@@ -9,11 +9,11 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
+from jaxkv.batch import StepBatch
 from jaxkv.cache.spec import LayerSpec, PagedSpec, StateSpec, group_layers
 from jaxkv.cache.state import Cache
 from jaxkv.layers.attention import attend as write_and_attend
 from jaxkv.models.protocol import Params
-from jaxkv.step.batch import StepBatch
 
 _INIT_SCALE = 0.02
 

@@ -5,9 +5,9 @@ from typing import Any, Protocol, runtime_checkable
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, PRNGKeyArray
 
+from jaxkv.batch import StepBatch
 from jaxkv.cache.spec import LayerSpec
 from jaxkv.cache.state import Cache
-from jaxkv.step.batch import StepBatch
 
 Params = Any
 """A pytree of arrays that only the model itself looks into."""

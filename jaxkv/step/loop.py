@@ -11,9 +11,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxkv._pytree import pytree
+from jaxkv.batch import PagedTables, StateTables, StepBatch
 from jaxkv.cache.state import Cache
 from jaxkv.models.protocol import Model, Params
-from jaxkv.step.batch import PagedTables, StateTables, StepBatch
 from jaxkv.step.sample import Sampled
 from jaxkv.step.step import step
 

@@ -11,7 +11,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int
 
 from jaxkv._pytree import pytree
-from jaxkv.step.batch import SamplingBatch
+from jaxkv.batch import SamplingBatch
 
 # A smaller temperature could be flushed to zero by the device, so it counts as zero.
 _SMALLEST_TEMPERATURE = float(jnp.finfo(jnp.float32).tiny)

@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jaxkv.batch import StepBatch
 from jaxkv.cache.state import Cache
 from jaxkv.models.protocol import Model, Params
-from jaxkv.step.batch import StepBatch
 
 _BLOCK = 256
 """Tokens whose logits exist at once: 256 rows of a 128k vocabulary take 131 MB."""

@@ -8,9 +8,9 @@ from dataclasses import replace
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jaxkv.batch import StepBatch
 from jaxkv.cache.state import Cache
 from jaxkv.models.protocol import Model, Params
-from jaxkv.step.batch import StepBatch
 from jaxkv.step.sample import Sampled, read_choices, sample, write_choices
 
 

@@ -1,45 +1,18 @@
-"""`paged_attention` as a Mosaic GPU kernel for Hopper. Knows nothing of how pages are handed out.
+"""`paged_attention` as a Mosaic GPU kernel for Hopper: what it takes, and what XLA does around it.
 
-One block of one warpgroup serves one row, one key head and one share of the row's keys. Scores are computed
-transposed, keys by queries: a query group is far narrower than the 64 rows that wgmma wants on its left side, and
-keys fill them. The shares of a row are joined inside a cluster through shared memory, so no second kernel runs.
-
-Names in the kernel: `m` running maximum and `l` running sum of the softmax (base 2), `acc` the output so far, all
-with one column per query. `columns` counts those, the queries of the group and the padding around them.
+The kernel itself is in mosaic_block.py, how it shares out the keys in mosaic_schedule.py.
 """
 
-import dataclasses
-import functools
-import math
-from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
 
 import jax
-import jax.experimental.pallas as pl
-import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.device import (
-    NUM_MULTIPROCESSORS,
-    RESERVED_BYTES_PER_BLOCK,
-    SHARED_BYTES,
-    SHARED_BYTES_PER_BLOCK,
-    why_not_hopper,
-)
-
-TILE = 64
-LOG2_E = math.log2(math.e)
-ROW_TILE = 8
-MAX_CLUSTER = 8
-MAX_STAGES = 6
-_WGMMA = plgpu.Layout.WGMMA
-_PER_COLUMN = plgpu.Layout.WGMMA.reduce(0)
-_SWIZZLED = (plgpu.TilingTransform((ROW_TILE, 64)), plgpu.SwizzleTransform(128))
-_SWIZZLED_F32 = (plgpu.TilingTransform((ROW_TILE, 8)), plgpu.SwizzleTransform(32))
+from pallas_kernels.device import why_not_hopper
+from pallas_kernels.paged_attention.mosaic_block import LOG2_E, Kernel, Options
+from pallas_kernels.paged_attention.mosaic_schedule import ROW_TILE, Geometry, Schedule
 
 
 def why_not(
@@ -54,24 +27,7 @@ def why_not(
     sinks: Array | None = None,
 ) -> str | None:
     """Returns why this kernel cannot run, or `None` if it can."""
-    return why_not_hopper() or _why_not_shapes(q, k_pages, v_pages)
-
-
-def _why_not_shapes(q: Array, k_pages: Array, v_pages: Array) -> str | None:
-    page_size, _, head_dim = k_pages.shape[1:]
-    if q.dtype not in (jnp.bfloat16, jnp.float16) or not q.dtype == k_pages.dtype == v_pages.dtype:
-        return (
-            "q, k_pages and v_pages must all be bfloat16 or all float16, got "
-            f"{q.dtype}, {k_pages.dtype} and {v_pages.dtype}"
-        )
-    if head_dim not in (64, 128, 192, 256):
-        return f"head_dim must be 64, 128, 192 or 256, got {head_dim}"
-    if not (page_size % TILE == 0 or page_size in (8, 16, 32)):
-        return f"page_size must be 8, 16, 32 or a multiple of {TILE}, got {page_size}"
-    geometry = _Geometry.of(q, k_pages)
-    if geometry.columns > 32:
-        return f"at most 32 queries can share a key head, got {geometry.group}"
-    return None
+    return why_not_hopper() or Geometry.of(q, k_pages).refusal()
 
 
 def paged_attention(
@@ -91,20 +47,18 @@ def paged_attention(
     Float[Array, "rows heads head_dim"]
     | tuple[Float[Array, "rows heads head_dim"], Float[Array, "rows heads"]]
 ):
-    """Attends from one query per row to the keys in the row's pages; `api.paged_attention` says the rest.
+    """Attends from one query per row to the keys in the row's pages, as `api.paged_attention` says.
 
-    Page ids past a row's last page, or before its window, are never read.
-
-    Args:
-        interpret: run on the CPU, slowly, with races and reads out of bounds raised as errors.
+    Page ids past a row's last page, or before its window, may be any number. With `interpret` it runs on the CPU,
+    slowly; reads out of bounds raise, and races are recorded.
 
     Raises:
-        ValueError: shapes or dtypes that this kernel cannot take.
+        ValueError: this kernel cannot take the shapes or dtypes.
     """
-    refusal = _why_not_shapes(q, k_pages, v_pages)
+    geometry = Geometry.of(q, k_pages)
+    refusal = geometry.refusal()
     if refusal is not None:
         raise ValueError(f"the Mosaic GPU kernel cannot take this: {refusal}")
-    geometry = _Geometry.of(q, k_pages)
     capacity = page_table.shape[1] * k_pages.shape[1]
     schedule = Schedule.of(geometry, q.shape[0], capacity, window)
     out, lse = attend(
@@ -120,97 +74,6 @@ def paged_attention(
         interpret=interpret,
     )
     return out if lse is None else (out, lse)
-
-
-@dataclasses.dataclass(frozen=True)
-class Options:
-    """What the scores become between the product with the keys and the softmax."""
-
-    scale: float
-    window: int | None = None
-    soft_cap: float | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class _Geometry:
-    """The sizes that the kernel is built from."""
-
-    heads: int
-    kv_heads: int
-    head_dim: int
-    page_size: int
-    dtype: Any
-
-    @classmethod
-    def of(cls, q: Array, k_pages: Array) -> "_Geometry":
-        return cls(q.shape[1], k_pages.shape[2], q.shape[2], k_pages.shape[1], q.dtype)
-
-    @property
-    def group(self) -> int:
-        return self.heads // self.kv_heads
-
-    @property
-    def columns(self) -> int:
-        """Queries fetched for one key head: whole tiles of 8 around the group, wherever it starts."""
-        ends = [h * self.group % ROW_TILE + self.group for h in range(self.kv_heads)]
-        return pl.cdiv(max(ends), ROW_TILE) * ROW_TILE
-
-    @property
-    def padded_heads(self) -> int:
-        """Heads after which no fetch leaves the array."""
-        last = (self.kv_heads - 1) * self.group // ROW_TILE * ROW_TILE
-        return max(last + self.columns, pl.cdiv(self.heads, ROW_TILE) * ROW_TILE)
-
-    @property
-    def copies_per_tile(self) -> int:
-        return max(1, TILE // self.page_size)
-
-    def shared_bytes(self, stages: int, cluster: int) -> int:
-        """Shared memory of one block, rounded up."""
-        wide = 2 * TILE * self.head_dim * stages
-        narrow = self.columns * (2 * self.head_dim + TILE)
-        joined = 2 * self.columns * (self.head_dim + TILE) * cluster if cluster > 1 else 0
-        return 2 * (wide + narrow + joined) + 4 * 1024
-
-
-@dataclasses.dataclass(frozen=True)
-class Schedule:
-    """How a row's keys are shared out: a function of static shapes only, so that rows never see each other.
-
-    `cluster` blocks of one cluster join their shares in shared memory; beyond, `parts` shares are joined by XLA.
-    `stages` tiles of keys and values are in flight in each block.
-    """
-
-    cluster: int
-    parts: int
-    stages: int
-
-    @classmethod
-    def of(cls, geometry: _Geometry, rows: int, capacity: int, window: int | None) -> "Schedule":
-        """Chooses shares that fill the GPU about twice, and as many stages as then fit."""
-        reach = capacity if window is None else min(capacity, window + TILE)
-        tiles = max(1, reach // TILE)
-        pairs = rows * geometry.kv_heads
-        cluster = 1
-        while (
-            cluster < min(MAX_CLUSTER, tiles)
-            and pairs * cluster * 2 <= 2 * NUM_MULTIPROCESSORS
-            and geometry.shared_bytes(2, 2 * cluster) <= SHARED_BYTES_PER_BLOCK
-        ):
-            cluster *= 2
-        parts = 1
-        while cluster * parts * 2 * 32 <= tiles and pairs * cluster * parts * 4 <= NUM_MULTIPROCESSORS:
-            parts *= 2
-        resident = min(3, pl.cdiv(pairs * cluster * parts, NUM_MULTIPROCESSORS))
-        budget = min(SHARED_BYTES_PER_BLOCK, SHARED_BYTES // resident - RESERVED_BYTES_PER_BLOCK)
-        stages = MAX_STAGES
-        while stages > 2 and geometry.shared_bytes(stages, cluster) > budget:
-            stages -= 1
-        return cls(cluster, parts, min(stages, max(2, pl.cdiv(tiles, cluster * parts))))
-
-    def without_clusters(self) -> "Schedule":
-        """The same shares for the interpreter, which has no stores into another block's shared memory."""
-        return Schedule(1, self.cluster * self.parts, self.stages)
 
 
 # The layers of a model call this many times with equal shapes: under its own jit the kernel is lowered once.
@@ -229,12 +92,12 @@ def attend(
     interpret: bool = False,
 ) -> tuple[Float[Array, "rows heads head_dim"], Float[Array, "rows heads"] | None]:
     """Runs the kernel under a given schedule, then joins the parts if there are several."""
-    geometry = _Geometry.of(q, k_pages)
+    geometry = Geometry.of(q, k_pages)
     missing = geometry.padded_heads - geometry.heads
     operands = [jnp.pad(q, ((0, 0), (0, missing), (0, 0))), k_pages, v_pages, page_table, seq_lens]
     if sinks is not None:
         operands.append(jnp.pad(sinks.astype(jnp.float32), (0, missing)))
-    kernel = _Kernel(geometry, options, schedule, want_lse or schedule.parts > 1, sinks is not None)
+    kernel = Kernel(geometry, options, schedule, want_lse or schedule.parts > 1, sinks is not None)
     outputs = kernel.build(q.shape[0], interpret)(*operands)
     if not kernel.has_lse:
         return outputs[0], None
@@ -247,25 +110,23 @@ def attend(
 
 
 def _heads_of_columns(
-    stats: Float[Array, "rows parts kv_heads columns"], geometry: _Geometry
+    stats: Float[Array, "rows parts kv_heads columns"], geometry: Geometry
 ) -> Float[Array, "rows parts heads"]:
     """Drops the columns around each group."""
     rows, parts = stats.shape[:2]
     return stats.reshape(rows, parts, -1)[:, :, _columns_of_heads(geometry)]
 
 
-def _columns_of_heads(geometry: _Geometry) -> np.ndarray:
+def _columns_of_heads(geometry: Geometry) -> np.ndarray:
     head = np.arange(geometry.heads)
     first = head // geometry.group * geometry.group
-    return (
-        head // geometry.group * geometry.columns + first % ROW_TILE + head - first
-    )
+    return head // geometry.group * geometry.columns + first % ROW_TILE + head - first
 
 
 def _join_parts(
     out: Float[Array, "rows parts kv_heads head_dim columns"],
     lse: Float[Array, "rows parts heads"],
-    geometry: _Geometry,
+    geometry: Geometry,
 ) -> tuple[Float[Array, "rows heads head_dim"], Float[Array, "rows heads"]]:
     """Joins the shares of each row in float32; a share without keys has -inf in `lse` (base 2) and adds nothing."""
     rows, parts = out.shape[:2]
@@ -277,301 +138,3 @@ def _join_parts(
     total = jnp.sum(weight, axis=1)
     joined = jnp.sum(by_head * weight[..., None], axis=1)
     return joined / jnp.where(total > 0, total, 1.0)[..., None], top + jnp.log2(total)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Kernel:
-    """The kernel for one geometry, one set of options and one schedule."""
-
-    geometry: _Geometry
-    options: Options
-    schedule: Schedule
-    has_lse: bool
-    has_sinks: bool
-
-    def build(self, rows: int, interpret: bool) -> Callable[..., list[Array]]:
-        """Returns the function of arrays that launches the kernel."""
-        cluster = self.schedule.cluster
-        clusters = {"cluster": (cluster,), "cluster_names": ("share",)} if cluster > 1 else {}
-        mode = plgpu.InterpretGPUParams(
-            detect_races=True, out_of_bounds_reads="raise", uninitialized_memory="nan"
-        )
-        return plgpu.kernel(
-            self._body,
-            out_type=self._out_type(rows),
-            scratch_types=self._scratch(),
-            grid=(rows, self.geometry.kv_heads, self.schedule.parts),
-            grid_names=("row", "kv_head", "part"),
-            # `attend` and `fetch` say which barriers take the place of those that would be added.
-            compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
-            interpret=mode if interpret else None,
-            kernel_name="paged_attention",
-            **clusters,
-        )
-
-    def _out_type(self, rows: int) -> list[jax.ShapeDtypeStruct]:
-        g, parts = self.geometry, self.schedule.parts
-        out_type = [jax.ShapeDtypeStruct((rows, g.heads, g.head_dim), g.dtype)]
-        if parts > 1:
-            shape = (rows, parts, g.kv_heads, g.head_dim, g.columns)
-            out_type = [jax.ShapeDtypeStruct(shape, jnp.float32)]
-        if self.has_lse:
-            shape = (rows, parts, g.kv_heads, g.columns)
-            out_type.append(jax.ShapeDtypeStruct(shape, jnp.float32))
-        return out_type
-
-    def _scratch(self) -> dict[str, Any]:
-        g, stages, cluster = self.geometry, self.schedule.stages, self.schedule.cluster
-        tiles = plgpu.SMEM((stages, TILE, g.head_dim), g.dtype, transforms=_SWIZZLED)
-        arrived = plgpu.Barrier(num_arrivals=g.copies_per_tile, num_barriers=stages)
-        scratch = {
-            "q_tile": plgpu.SMEM((g.columns, g.head_dim), g.dtype, transforms=_SWIZZLED),
-            "k_tiles": tiles,
-            "v_tiles": tiles,
-            "p_tile": plgpu.SMEM((g.columns, TILE), g.dtype, transforms=_SWIZZLED),
-            "out_tile": plgpu.SMEM((g.columns, g.head_dim), g.dtype),
-            "q_arrived": plgpu.Barrier(),
-            "k_arrived": arrived,
-            "v_arrived": arrived,
-        }
-        if cluster > 1:
-            for name, height in (("out_shares", g.head_dim), ("lse_shares", TILE)):
-                shape = (cluster, height, g.columns)
-                scratch[name] = plgpu.SMEM(shape, jnp.float32, transforms=_SWIZZLED_F32)
-            scratch["shares_arrived"] = plgpu.Barrier(num_arrivals=2 * cluster)
-        return scratch
-
-    def _body(self, *refs: Any, **scratch: Any) -> None:
-        inputs, outputs = refs[: 5 + self.has_sinks], refs[5 + self.has_sinks :]
-        names = ("q", "k_pages", "v_pages", "page_table", "seq_lens", "sinks")
-        outputs = dict(zip(("out", "lse"), outputs, strict=False))
-        _Block(self, dict(zip(names, inputs, strict=False)) | outputs | scratch).run()
-
-
-class _Block:
-    """One block at work: its place in the grid, its share of the row's keys, and what it does with them."""
-
-    def __init__(self, kernel: _Kernel, refs: Mapping[str, Any]) -> None:
-        self.geometry, self.options, self.schedule = (
-            kernel.geometry,
-            kernel.options,
-            kernel.schedule,
-        )
-        self.refs = refs
-        self.row, self.kv_head = lax.axis_index("row"), lax.axis_index("kv_head")
-        self.part = lax.axis_index("part")
-        self.rank = lax.axis_index("share") if self.schedule.cluster > 1 else jnp.int32(0)
-        self.share = self.part * self.schedule.cluster + self.rank
-        group = self.geometry.group
-        self.first_query = pl.multiple_of(
-            self.kv_head * group // ROW_TILE * ROW_TILE, ROW_TILE
-        )
-        self.stop_key = refs["seq_lens"][self.row]
-        window = self.options.window
-        self.start_key = jnp.int32(0) if window is None else jnp.maximum(self.stop_key - window, 0)
-
-    def run(self) -> None:
-        """Attends to this block's share of the keys and delivers the result."""
-        refs, stages = self.refs, self.schedule.stages
-        queries = refs["q"].at[self.row, pl.ds(self.first_query, self.geometry.columns)]
-        plgpu.copy_gmem_to_smem(queries, refs["q_tile"], refs["q_arrived"])
-        first = self.start_key // TILE
-        count = pl.cdiv(self.stop_key, TILE) - first
-        shares = self.schedule.parts * self.schedule.cluster
-        start = first + count * self.share // shares
-        stop = first + count * (self.share + 1) // shares
-        for slot in range(stages):
-            pl.when(start + slot < stop)(partial(self.fetch_both, start + slot, slot))
-        plgpu.barrier_wait(refs["q_arrived"])
-        state = (*self.initial_state(), (jnp.int32(0),) * self.geometry.copies_per_tile)
-        attend = partial(self.attend, start=start, stop=stop)
-        *state, _ = lax.fori_loop(start, stop, attend, state)
-        out, lse = self.normalise(*state)
-        if self.schedule.cluster == 1:
-            self.write(out, lse)
-        else:
-            self.join_shares(out, lse)
-
-    def fetch_both(self, tile: Array, slot: int) -> None:
-        """Starts the copies of a tile of keys and of values."""
-        pages = self.pages(tile)
-        self.fetch("k", tile, slot, pages)
-        self.fetch("v", tile, slot, pages)
-
-    def pages(self, tile: Array) -> tuple[Array, ...]:
-        """Returns the ids of the pages of one tile; a page that holds none of the row's keys is replaced by one that does."""
-        page_size = self.geometry.page_size
-        first, last = self.start_key // page_size, (self.stop_key - 1) // page_size
-        entries = [tile * TILE // page_size + copy for copy in range(self.geometry.copies_per_tile)]
-        return tuple(
-            self.refs["page_table"][self.row, jnp.clip(entry, first, last)] for entry in entries
-        )
-
-    def fetch(
-        self, pool: str, tile: Array, slot: Array | int, pages: tuple[Array, ...]
-    ) -> None:
-        """Starts the copies of one tile from the "k" or "v" pool.
-
-        Every warp must have passed a barrier since the slot was last read.
-        """
-        refs, page_size = self.refs, self.geometry.page_size
-        height = min(page_size, TILE)
-        offset = pl.multiple_of(tile * TILE % page_size, TILE) if page_size > TILE else 0
-        for copy, page in enumerate(pages):
-            plgpu.copy_gmem_to_smem(
-                refs[f"{pool}_pages"].at[page, pl.ds(offset, height), self.kv_head],
-                refs[f"{pool}_tiles"].at[slot, pl.ds(copy * height, height)],
-                refs[f"{pool}_arrived"].at[slot],
-            )
-
-    def initial_state(self) -> tuple[Array, Array, Array]:
-        """Returns `m`, `l` and `acc` before any key; the first share counts the sinks as a key without value.
-
-        `l` keeps one sum per position in the tile, so that only its last sum crosses warps.
-        """
-        columns = self.geometry.columns
-        m = plgpu.layout_cast(jnp.full((columns,), -jnp.inf, jnp.float32), _PER_COLUMN)
-        l = plgpu.layout_cast(jnp.zeros((TILE, columns), jnp.float32), _WGMMA)
-        acc = jnp.zeros((self.geometry.head_dim, columns), jnp.float32)
-        if "sinks" in self.refs:
-            sinks = self.refs["sinks"].at[pl.ds(self.first_query, columns)]
-            sinks = plgpu.load(sinks, layout=_PER_COLUMN, optimized=False)
-            m = sinks * LOG2_E + jnp.where(self.share == 0, 0.0, -jnp.inf)
-            position = plgpu.broadcasted_iota(jnp.int32, (TILE, columns), 0, layout=_WGMMA)
-            l = jnp.where(position == 0, jnp.where(self.share == 0, 1.0, 0.0), l)
-        return m, l, plgpu.layout_cast(acc, _WGMMA)
-
-    def attend(
-        self, tile: Array, state: tuple[Any, ...], *, start: Array, stop: Array
-    ) -> tuple[Any, ...]:
-        """Takes one tile of keys and values into the softmax.
-
-        Copies into the slots that it frees start while a product runs, from page ids read long before: for keys
-        at once, behind the maximum, which crosses warps; for values in the next call, behind a barrier of its own.
-        """
-        refs, stages = self.refs, self.schedule.stages
-        m, l, acc, pages_before = state
-        later = tile + stages
-        pages = self.pages(later)
-        slot = lax.rem(tile - start, jnp.int32(stages))
-        at_edge = (tile * TILE < self.start_key) | ((tile + 1) * TILE > self.stop_key)
-
-        def refill_values() -> None:
-            @pl.when((tile > start) & (later - 1 < stop))
-            def _() -> None:
-                plgpu.commit_smem()
-                freed = lax.rem(later - 1 - start, jnp.int32(stages))
-                self.fetch("v", later - 1, freed, pages_before)
-
-        def refill_keys() -> None:
-            pl.when(later < stop)(partial(self.fetch, "k", later, slot, pages))
-
-        plgpu.barrier_wait(refs["k_arrived"].at[slot])
-        queries = refs["q_tile"].transpose((1, 0))
-        scores = _multiply(refs["k_tiles"].at[slot], queries, meanwhile=refill_values)
-        scores = self.shape_scores(scores, tile, at_edge)
-        m_next = jnp.maximum(m, jnp.max(scores, axis=0))
-        decay = jnp.exp2(m - m_next)
-        p = jnp.exp2(scores - _over_rows(m_next, TILE))
-        plgpu.barrier_wait(refs["v_arrived"].at[slot])
-        pl.when(at_edge)(partial(self.clear_hidden_values, tile, slot))
-        weights = refs["p_tile"].transpose((1, 0))
-        weights[...] = p.astype(self.geometry.dtype)
-        plgpu.commit_smem()
-        values = refs["v_tiles"].at[slot].transpose((1, 0))
-        update = _multiply(values, weights, meanwhile=refill_keys)
-        l = l * _over_rows(decay, TILE) + p
-        return m_next, l, acc * _over_rows(decay, self.geometry.head_dim) + update, pages
-
-    def shape_scores(self, scores: Array, tile: Array, at_edge: Array) -> Array:
-        """Scales and caps scores, in units of log2(e); -inf where the row does not see the key."""
-        scale, cap = self.options.scale, self.options.soft_cap
-        if cap is None:
-            scores *= scale * LOG2_E
-        else:
-            scores = jnp.tanh(scores * (scale / cap)) * (cap * LOG2_E)
-        hide = lambda: jnp.where(self.visible(tile, scores.shape), scores, -jnp.inf)
-        return lax.cond(at_edge, hide, lambda: scores)
-
-    def visible(self, tile: Array, shape: tuple[int, int]) -> Array:
-        position = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=_WGMMA) + tile * TILE
-        return (position >= self.start_key) & (position < self.stop_key)
-
-    def clear_hidden_values(self, tile: Array, slot: Array) -> None:
-        """Zeroes values that the row must not see: a weight of zero does not silence a NaN."""
-        values = self.refs["v_tiles"].at[slot]
-        loaded = plgpu.load(values, layout=_WGMMA)
-        visible = self.visible(tile, loaded.shape)
-        values[...] = jnp.where(visible, loaded, jnp.zeros_like(loaded))
-
-    def normalise(self, m: Array, l: Array, acc: Array) -> tuple[Array, Array]:
-        """Returns the share's output and its base-2 log-sum-exp per column, zeros and -inf for a share without keys."""
-        total = jnp.sum(l, axis=0)
-        inverse = jnp.where(total > 0, 1 / total, 0.0)
-        lse = m + jnp.log2(total) + jnp.where(self.stop_key > 0, 0.0, -jnp.inf)
-        return acc * _over_rows(inverse, self.geometry.head_dim), lse
-
-    def join_shares(self, out: Array, lse: Array) -> None:
-        """Sends the share to the first block of the cluster, which weighs all of them and writes the row's result."""
-        refs, cluster = self.refs, self.schedule.cluster
-        for name, value in (("out", out), ("lse", _over_rows(lse, TILE))):
-            plgpu.async_store_smem(
-                value,
-                refs[f"{name}_shares"].at[self.rank],
-                refs["shares_arrived"],
-                cluster_idx=0,
-                cluster_dim="share",
-                optimized=False,
-            )
-
-        pl.when(self.rank == 0)(self.write_joined)
-
-    def write_joined(self) -> None:
-        """Weighs the cluster's shares and writes the row's result."""
-        refs, cluster = self.refs, range(self.schedule.cluster)
-        plgpu.barrier_wait(refs["shares_arrived"])
-        load = partial(plgpu.load, layout=_WGMMA, optimized=False)
-        lses = [load(refs["lse_shares"].at[share]) for share in cluster]
-        top = functools.reduce(jnp.maximum, lses)
-        top = jnp.where(top == -jnp.inf, 0.0, top)
-        weights = [jnp.exp2(lse - top) for lse in lses]
-        total = sum(weights[1:], weights[0])
-        inverse = jnp.where(total > 0, 1 / total, 0.0)
-        repeats = self.geometry.head_dim // TILE
-        out = 0.0
-        for share, weight in zip(cluster, weights, strict=True):
-            weight = lax.concatenate([weight * inverse] * repeats, 0)
-            out += load(refs["out_shares"].at[share]) * weight
-        self.write(out, jnp.max(top + jnp.log2(total), axis=0))
-
-    def write(self, out: Array, lse: Array) -> None:
-        """Stores the result, the group's queries only, or the columns as they are if XLA joins them with other parts."""
-        refs, group = self.refs, self.geometry.group
-        if "lse" in refs:
-            refs["lse"][self.row, self.part, self.kv_head] = lse
-        if self.schedule.parts > 1:
-            refs["out"][self.row, self.part, self.kv_head] = out
-            return
-        refs["out_tile"].transpose((1, 0))[...] = out.astype(self.geometry.dtype)
-        plgpu.commit_smem()
-        head = self.kv_head * group
-        queries = refs["out_tile"].at[pl.ds(head - self.first_query, group)]
-        plgpu.copy_smem_to_gmem(queries, refs["out"].at[self.row, pl.ds(head, group)])
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-
-
-def _over_rows(vector: Array, rows: int) -> Array:
-    """Repeats one value per column over `rows` rows."""
-    return lax.broadcast_in_dim(vector, (rows, vector.shape[0]), [1])
-
-
-def _multiply(left: Any, right: Any, *, meanwhile: Callable[[], None]) -> Array:
-    """Returns the product of two tiles in shared memory, in float32; `meanwhile` runs while it is computed."""
-
-    def product(accumulator: Any) -> Array:
-        plgpu.wgmma(accumulator, left, right)
-        meanwhile()
-        return accumulator[...]
-
-    shape = (left.shape[0], right.shape[1])
-    return pl.run_scoped(product, plgpu.ACC(shape, jnp.float32))

@@ -162,6 +162,12 @@ def test_a_fork_at_a_page_boundary_copies_no_page(accounts):
     assert [copy.group for copy in accounts.reserve(2, 5).copies] == ["sampling"]
 
 
+def test_nothing_to_write_copies_no_page(accounts):
+    computed(accounts, 1, 6)
+    accounts.fork(1, 2)
+    assert accounts.reserve(2, 6).new_pages == {"gqa": [], "odd": []}
+
+
 def test_forked_recurrent_states_are_read_together_and_written_apart(accounts):
     computed(accounts, 1, 3)
     accounts.fork(1, 2)

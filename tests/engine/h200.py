@@ -184,13 +184,17 @@ def report(name, lowering, dump):
     }
 
 
+def has_plugin():
+    """Finds JAX's CUDA plugin, also where the set-up keeps it apart on machines without a GPU."""
+    sys.path.append(str(Path(sys.prefix) / "cuda13-plugin"))
+    names = "jax_plugins", "jax_plugins.xla_cuda13"
+    return all(importlib.util.find_spec(name) for name in names)
+
+
 def main(names):
-    if importlib.util.find_spec("jax_plugins.xla_cuda13") is None:
-        print(
-            json.dumps(
-                {"skipped": "needs jax-cuda13-plugin and jax-cuda13-pjrt, which compile for CUDA"}
-            )
-        )
+    if not has_plugin():
+        reason = "needs jax-cuda13-plugin and jax-cuda13-pjrt, which compile for CUDA"
+        print(json.dumps({"skipped": reason}))
         return
     with tempfile.TemporaryDirectory() as dump:
         os.environ["JAX_PLATFORMS"] = "cpu"

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxkv.batch import Features
 from jaxkv.cache.accounts import Accounts
 from jaxkv.cache.spec import LayerSpec, group_layers
 from jaxkv.cache.variants import gqa, mamba2, sampling, window
@@ -14,7 +15,6 @@ from jaxkv.config import SamplingParams
 from jaxkv.engine.fields import StepShape, float_fields, int_fields, split
 from jaxkv.engine.packer import Packer
 from jaxkv.engine.rows import Row, features_of, split_seed
-from jaxkv.step.batch import Features
 
 VOCAB = 100
 LAYOUT = group_layers(

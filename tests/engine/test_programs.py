@@ -12,10 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxkv.batch import Features
 from jaxkv.engine.lowering import lower
 from jaxkv.engine.programs import Lowering, ProgramKey, Programs, compile_count
 from jaxkv.errors import ProgramRefused
-from jaxkv.step.batch import Features
 
 PAGES, WIDTH = 64, 32
 ROOT = Path(__file__).parents[2]

@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxkv.batch import PagedTables, SamplingBatch, StepBatch
 from jaxkv.config import RopeConfig
 from jaxkv.layers.attention import attend, attention
 from jaxkv.layers.norm import rms_norm
 from jaxkv.layers.rope import rope_angles, rotate
-from jaxkv.step.batch import PagedTables, SamplingBatch, StepBatch
 
 HEADS, KV_HEADS, HEAD_DIM, HIDDEN = 4, 2, 6, 10
 PAGES, PAGE_SIZE = 5, 4

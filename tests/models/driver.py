@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxkv.batch import PagedTables, SamplingBatch, StepBatch
 from jaxkv.cache.spec import group_layers
 from jaxkv.cache.state import init_cache
-from jaxkv.step.batch import PagedTables, SamplingBatch, StepBatch
 
 
 @partial(jax.jit, static_argnames=("model",), donate_argnames=("cache",))

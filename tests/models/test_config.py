@@ -1,5 +1,6 @@
 """config.json is read key by key: understood, harmless or refused by name. Nothing in the directory is executed."""
 
+import copy
 import json
 
 import pytest
@@ -150,7 +151,7 @@ def test_what_transformers_5_writes_means_what_transformers_4_wrote(family):
     transformers = pytest.importorskip("transformers")
     old = {"llama": LLAMA_3_1, "mistral": MISTRAL, "qwen2": QWEN_2_5, "qwen3": QWEN_3}[family]
     names = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
-    new = getattr(transformers, f"{names[family]}Config").from_dict(dict(old)).to_dict()
+    new = getattr(transformers, f"{names[family]}Config").from_dict(copy.deepcopy(old)).to_dict()
     assert "rope_parameters" in new
     assert "rope_theta" not in new
     from_new, from_old = read_config(new), read_config(old)

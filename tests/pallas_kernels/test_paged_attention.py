@@ -106,6 +106,13 @@ def test_keys_visited_in_blocks_give_the_same_answer(case):
     assert_is_oracle(result, inputs, "float32")
 
 
+@pytest.mark.parametrize("longest", [15, 16, 17])
+def test_a_block_is_visited_for_its_first_key_alone(longest):
+    inputs = Case("", (0, longest), 4, 2, 16, table_width=5).inputs(3, "float32")
+    result = compiled(partial(xla.paged_attention, temporary_bytes=1), inputs)
+    assert_is_oracle(result, inputs, "float32")
+
+
 @every_implementation
 def test_a_window_sees_exactly_its_width(implementation):
     """S2-11: below, at and above the bound; a window one wider must be told apart."""

@@ -3,8 +3,8 @@
 import jax.numpy as jnp
 import numpy as np
 
+from jaxkv.batch import Features, SamplingBatch
 from jaxkv.config import SamplingParams
-from jaxkv.step.batch import Features, SamplingBatch
 from jaxkv.step.sample import SamplingState
 
 VOCAB = 17

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxkv.batch import Features
 from jaxkv.config import SamplingParams
-from jaxkv.step.batch import Features
 from jaxkv.step.sample import sample
 from tests.step.rows import (
     ALL,

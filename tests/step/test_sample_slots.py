@@ -6,8 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxkv.batch import Features
 from jaxkv.config import SamplingParams
-from jaxkv.step.batch import Features
 from jaxkv.step.sample import admit, read_choices, sample, write_choices
 from tests.step.rows import GREEDY, PENALTIES, VOCAB, at, batch_of, state_of
 

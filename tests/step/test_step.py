@@ -1,0 +1,200 @@
+"""One compiled step, other data: lengths, slots and padding are arrays, so nothing of one call survives in the next."""
+
+from dataclasses import replace
+from functools import partial
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxkv.cache.accounts import Accounts
+from jaxkv.cache.spec import LayerSpec, group_layers
+from jaxkv.cache.state import init_cache
+from jaxkv.cache.variants import sampling
+from jaxkv.config import ModelConfig, RopeConfig, SamplingParams
+from jaxkv.engine.fields import StepShape
+from jaxkv.engine.packer import Packer
+from jaxkv.engine.rows import Row
+from jaxkv.models.decoder import Decoder
+from jaxkv.step.step import step
+from pallas_kernels import page_write, paged_attention
+
+MODEL = Decoder(
+    ModelConfig(
+        family="llama",
+        vocab_size=50,
+        hidden_size=16,
+        num_layers=2,
+        heads=2,
+        kv_heads=1,
+        head_dim=8,
+        ffn_size=24,
+        max_positions=64,
+        rope=RopeConfig(rotary_dim=8),
+        windows=(None, None),
+    )
+)
+PAGE = 4
+LAYOUT = group_layers(
+    (*MODEL.cache_specs(page_size=PAGE, dtype="float32"), LayerSpec(2, sampling(50)))
+)
+COUNTS = {"gqa": 40, "sampling": 9}
+GREEDY = SamplingParams(temperature=0.0)
+
+
+def junk_cache():
+    """A cache whose free places hold NaN (B3): whatever reads one of them fails loudly."""
+    cache = init_cache(LAYOUT, COUNTS)
+    junk = tuple(
+        jnp.full_like(array, jnp.nan) if array.dtype == jnp.float32 else array
+        for array in cache.arrays
+    )
+    return replace(cache, arrays=junk)
+
+
+class Runner:
+    """One compiled program for all steps of a test; a second trace fails it."""
+
+    def __init__(self, shape):
+        self.params = MODEL.init_params(jax.random.key(3), jnp.float32)
+        self.shape, self.accounts = shape, Accounts(LAYOUT, COUNTS)
+        self.packer = Packer(LAYOUT, COUNTS, 50)
+        self.cache = junk_cache()
+
+        @partial(jax.jit, donate_argnums=1)
+        def run(params, cache, ints):
+            return step(MODEL, params, cache, self.packer.unpack(shape, ints)[0])
+
+        self.run = run
+
+    def __call__(self, *rows):
+        for row in rows:
+            if row.start == 0:
+                self.accounts.open(row.sequence)
+            self.accounts.reserve(row.sequence, row.start + len(row.tokens))
+        ints, _ = self.packer.pack(self.shape, rows, self.accounts)
+        self.cache, sampled = self.run(self.params, self.cache, ints)
+        assert self.run._cache_size() == 1
+        for row in rows:
+            self.accounts.commit(row.sequence, row.start + len(row.tokens))
+        return np.asarray(sampled.tokens)[: len(rows)].tolist()
+
+    def bits(self):
+        return [np.asarray(array).view(np.uint32).copy() for array in self.cache.arrays]
+
+    def written(self, sequence, start, stop):
+        """The (page, offset) of some tokens of a sequence."""
+        return divmod(self.accounts.slots(sequence, "gqa", start, stop), PAGE)
+
+
+def test_the_scalar_replay_probe_reads_the_second_key():
+    """S1-03, N-02, T-01: replayed at length 2, keys read [1, 3]; a program that froze length 1 would read [3, 0]."""
+
+    @jax.jit
+    @partial(chex.assert_max_traces, n=1)
+    def replay(keys, values, key, value, past, total):
+        keys, values = page_write((keys, values), (key, value), past)
+        table = jnp.zeros((1, 1), jnp.int32)
+        q = jnp.ones((1, 1, 1), jnp.float32)
+        out, lse = paged_attention(q, keys, values, table, total, scale=1.0, return_lse=True)
+        return keys, values, out, lse
+
+    def call(pools, key, value, past, total):
+        given = (np.float32(key), np.float32(value))
+        arrays = [jnp.full((1, 1, 1), number, jnp.float32) for number in given]
+        counts = [jnp.asarray([number], jnp.int32) for number in (past, total)]
+        return replay(*pools, *arrays, *counts)
+
+    pools = (jnp.zeros((1, 4, 1, 1)), jnp.zeros((1, 4, 1, 1)))
+    *pools, out, _ = call(pools, 1, 5, 0, 1)
+    assert float(out[0, 0, 0]) == 5.0
+    keys, _, out, lse = call(pools, 3, 7, 1, 2)
+    np.testing.assert_array_equal(keys[0, :2, 0, 0], [1, 3])
+    assert float(lse[0, 0]) == pytest.approx(np.log(np.exp(1.0) + np.exp(3.0)), rel=1e-6)
+    weights = np.exp([1.0, 3.0]) / np.exp([1.0, 3.0]).sum()
+    assert float(out[0, 0, 0]) == pytest.approx(weights @ [5.0, 7.0], rel=1e-6)
+
+
+def test_a_step_writes_where_its_own_lengths_say_and_nowhere_else():
+    """S1-01, N-01: at lengths [0, 3, 7], then [1, 4, 8], exactly the new tokens' places change."""
+    run = Runner(StepShape(16, 4, (4,)))
+    for lengths in ((0, 3, 7), (1, 4, 8)):
+        before = run.bits()
+        rows = []
+        for sequence, length in enumerate(lengths):
+            prompt = list(range(length or 1)) if lengths == (0, 3, 7) else [sequence]
+            start = 0 if lengths == (0, 3, 7) else max(lengths[sequence] - 1, 0) or 1
+            rows.append(Row(sequence, prompt, start, GREEDY))
+        run(*rows)
+        after = run.bits()
+        for old, new in zip(before[:4], after[:4], strict=True):
+            changed = {(int(p), int(o)) for p, o, *_ in np.argwhere(old != new)}
+            wanted = set()
+            for row in rows:
+                pages, offsets = run.written(row.sequence, row.start, row.start + len(row.tokens))
+                wanted |= set(zip(pages.tolist(), offsets.tolist(), strict=True))
+            assert changed == wanted
+
+
+def test_padding_rows_of_a_short_batch_touch_nothing():
+    """S2-04, T-02, T-05, S3-06..09: after 8 rows, 3 rows in the same program change 3 places and no others."""
+    run = Runner(StepShape(8, 8, (4,), decode=True))
+    run(*(Row(sequence, [sequence], 0, GREEDY) for sequence in range(8)))
+    before = run.bits()
+    rows = [Row(sequence, [0], 1, GREEDY, carry=True) for sequence in (1, 4, 6)]
+    run(*rows)
+    after = run.bits()
+    for old, new in zip(before[:4], after[:4], strict=True):
+        changed = {(int(p), int(o)) for p, o, *_ in np.argwhere(old != new)}
+        places = [run.written(row.sequence, 1, 2) for row in rows]
+        assert changed == {(int(pages[0]), int(offsets[0])) for pages, offsets in places}
+    slots = {run.accounts.states(row.sequence, "sampling")[1] for row in rows}
+    assert set(np.flatnonzero(before[4] != after[4]).tolist()) <= slots
+
+
+def test_rows_answer_the_same_in_any_company_and_place():
+    """S1-06, T-18: bit for bit, since the program is the same."""
+    shape = StepShape(16, 4, (4,))
+    prompts = [[1, 2, 3], [4, 5, 6, 7, 8], [9]]
+    together = Runner(shape)(*(Row(n, p, 0, GREEDY) for n, p in enumerate(prompts)))
+    backwards = Runner(shape)(*(Row(n, p, 0, GREEDY) for n, p in enumerate(prompts[::-1])))
+    np.testing.assert_array_equal(together, backwards[::-1])
+    alone = [Runner(shape)(Row(0, prompt, 0, GREEDY))[0] for prompt in prompts]
+    np.testing.assert_array_equal(together, alone)
+
+
+def test_a_carried_token_is_the_one_sampled_last():
+    """The next step may be sent before the host has read this one's token."""
+    shape = StepShape(8, 2, (4,))
+    told, carried = Runner(shape), Runner(shape)
+    first = told(Row(0, [3, 1, 4], 0, GREEDY), Row(1, [1, 5], 0, GREEDY))
+    carried(Row(0, [3, 1, 4], 0, GREEDY), Row(1, [1, 5], 0, GREEDY))
+    by_host = told(Row(0, [first[0]], 3, GREEDY), Row(1, [first[1]], 2, GREEDY))
+    by_device = carried(Row(0, [0], 3, GREEDY, carry=True), Row(1, [0], 2, GREEDY, carry=True))
+    np.testing.assert_array_equal(by_host, by_device)
+
+
+def test_a_prompt_in_chunks_mixed_with_decode_equals_the_whole():
+    """S3-01, S3-12: a chunk with a cached prefix and a decode row share a step and agree with separate runs."""
+    whole = Runner(StepShape(16, 4, (4,)))
+    wanted = whole(Row(0, list(range(10)), 0, GREEDY))
+    run = Runner(StepShape(16, 4, (4,)))
+    first = run(Row(1, [7, 8], 0, GREEDY), Row(0, list(range(6)), 0, GREEDY, emits=False))
+    mixed = run(Row(1, [0], 2, GREEDY, carry=True), Row(0, list(range(6, 10)), 6, GREEDY))
+    assert mixed[1] == wanted[0]
+    again = Runner(StepShape(16, 4, (4,)))
+    assert again(Row(1, [7, 8, first[0]], 0, GREEDY))[0] == mixed[0]
+
+
+def test_layers_keep_leaves_of_their_own():
+    """T-07: no stacked pool whose slices an update could copy; one leaf per layer and role."""
+    cache = init_cache(LAYOUT, COUNTS)
+    assert cache.keys == (
+        (0, "key"),
+        (0, "value"),
+        (1, "key"),
+        (1, "value"),
+        (2, "last_token"),
+    )
