@@ -2,8 +2,8 @@
 
 What is demanded depends on the backend. Everywhere each donated array must come back in its own memory, and no
 copy of one may be made. On a GPU a pool must also not be laid out anew, converted or swept through
-arithmetic, which costs as much as a copy; XLA for CPU does that of its own accord before a matrix product
-that reads a whole pool, so there it is noted and not refused.
+arithmetic, which costs as much as a copy. That is noted and not refused where reading a pool comes to the same:
+for XLA on the CPU, which does it of its own accord before matrix products, and for a pool of a single page or state.
 """
 
 import re
@@ -58,6 +58,7 @@ class _Pools:
 
     names: tuple[str, ...]
     num_bytes: tuple[int, ...]
+    num_units: tuple[int, ...]
     first_input: int
     num_inputs: int
 
@@ -84,7 +85,7 @@ def audit(compiled: jax.stages.Compiled, *, cache_argument: int | None) -> Audit
         problems += [
             f"{pools.names[copy.pool]} ({pools.num_bytes[copy.pool]} bytes) is copied by {copy.line}"
             for copy in copies
-            if copy.exact or backend != "cpu"
+            if copy.exact or (backend != "cpu" and pools.num_units[copy.pool] > 1)
         ]
     return AuditReport(
         backend=backend,
@@ -101,11 +102,12 @@ def _find_pools(compiled: jax.stages.Compiled, cache_argument: int | None) -> _P
     arguments = compiled.args_info[0]
     num_inputs = len(jax.tree.leaves(arguments))
     if cache_argument is None:
-        return _Pools((), (), 0, num_inputs)
+        return _Pools((), (), (), 0, num_inputs)
     leaves, _ = jax.tree_util.tree_flatten_with_path(arguments[cache_argument])
     return _Pools(
         names=tuple(f"cache{jax.tree_util.keystr(path)}" for path, _ in leaves),
         num_bytes=tuple(prod(leaf.shape) * leaf.dtype.itemsize for _, leaf in leaves),
+        num_units=tuple(leaf.shape[0] if leaf.shape else 1 for _, leaf in leaves),
         first_input=len(jax.tree.leaves(arguments[:cache_argument])),
         num_inputs=num_inputs,
     )

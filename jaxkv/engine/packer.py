@@ -7,6 +7,7 @@ checks ids and widths; it decides nothing.
 from collections.abc import Mapping, Sequence
 
 import numpy as np
+from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxkv.batch import PagedTables, SamplingBatch, StateTables, StepBatch
@@ -160,7 +161,9 @@ class Packer:
         fields = split(ints, self._int_fields(shape)) | split(floats, float_fields(shape))
         paged = tuple(
             PagedTables(
-                page_table=fields[f"{group.name}.page_table"],
+                # Without the barrier XLA hands kernels a slice of the packed array, by a kind of fusion that no
+                # command buffer can hold: the step would fall apart into several graphs.
+                page_table=lax.optimization_barrier(fields[f"{group.name}.page_table"]),
                 write_slots=fields[f"{group.name}.write_slots"],
             )
             for group in self.layout.paged_groups

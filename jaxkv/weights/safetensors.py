@@ -22,7 +22,7 @@ from jaxkv.weights import directory as files
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-MAX_HEADER_BYTES = 16 * 2**20
+MAX_HEADER_BYTES = 8 * 2**20
 MAX_AXES = 8
 CHUNK_BYTES = 8 * 2**20
 

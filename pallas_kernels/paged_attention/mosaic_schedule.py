@@ -20,7 +20,8 @@ TILE = 64
 ROW_TILE = 8
 # Larger clusters need the driver's leave, and took twice as long to start.
 MAX_CLUSTER = 8
-MAX_STAGES = 6
+# Blocks at which clusters of four and more still start all at once.
+_FEW_BLOCKS = 64
 # Elements of the output that a block can keep in registers: 32 a thread, among all else that it keeps.
 MAX_ACCUMULATOR = 4096
 # Shared memory that no formula counts: barriers, the scratch of reductions, alignment.
@@ -101,7 +102,7 @@ class Schedule:
 
     @classmethod
     def of(cls, geometry: Geometry, rows: int, capacity: int, window: int | None) -> "Schedule":
-        """Chooses shares that give each multiprocessor a block, and as many stages as then fit.
+        """Chooses what was fastest on an H200 (NOTES.md).
 
         Args:
             geometry: the sizes of heads and pages.
@@ -112,25 +113,50 @@ class Schedule:
         reach = capacity if window is None else min(capacity, window + TILE)
         tiles = ceil(reach / TILE)
         pairs = rows * geometry.kv_heads
-        cluster, parts = 1, 1
-        while (
-            cluster < min(MAX_CLUSTER, tiles)
-            and 2 * pairs * cluster <= NUM_MULTIPROCESSORS
-            and geometry.shared_bytes(cls(2 * cluster, 1, 2)) <= SHARED_BYTES_PER_BLOCK
-        ):
-            cluster *= 2
-        while 64 * cluster * parts <= tiles and 2 * pairs * cluster * parts <= NUM_MULTIPROCESSORS:
+        cluster = _fastest_cluster(geometry, pairs, tiles)
+        parts = 1
+        while _FEW_BLOCKS >= 2 * pairs * cluster * parts and tiles >= 64 * cluster * parts:
             parts *= 2
-        resident = min(3, ceil(pairs * cluster * parts / NUM_MULTIPROCESSORS))
-        budget = min(SHARED_BYTES_PER_BLOCK, SHARED_BYTES // resident - RESERVED_BYTES_PER_BLOCK)
-        most = min(MAX_STAGES, ceil(tiles / (cluster * parts)))
-        fitting = [
-            stages
-            for stages in range(1, most + 1)
-            if geometry.shared_bytes(cls(cluster, parts, stages)) <= budget
-        ]
-        return cls(cluster, parts, max(fitting, default=min(2, most)))
+        stages = _most_stages(geometry, cls(cluster, parts, 1), pairs, tiles)
+        return cls(cluster, parts, stages)
 
     def without_clusters(self) -> "Schedule":
         """The same shares for the interpreter, which has no stores into another block's shared memory."""
         return replace(self, cluster=1, parts=self.cluster * self.parts)
+
+
+def _fastest_cluster(geometry: Geometry, pairs: int, tiles: int) -> int:
+    """Returns how many blocks share a row's keys without a second launch.
+
+    Clusters of four and more leave some multiprocessors without a block, and a grid of them that fills the GPU runs
+    in two waves; a batch that fills the GPU anyway has its longest rows cut, so that none ends long after the rest.
+    """
+    cluster = 1
+    while 2 * cluster <= min(MAX_CLUSTER, tiles):
+        most_blocks = NUM_MULTIPROCESSORS if cluster == 1 else _FEW_BLOCKS
+        if 2 * pairs * cluster > most_blocks or not _fits(geometry, Schedule(2 * cluster, 1, 2)):
+            break
+        cluster *= 2
+    if cluster == 1:
+        cut = 4 if tiles > 128 else 2 if tiles > 64 else 1
+        cluster = cut if _fits(geometry, Schedule(cut, 1, 2)) else 1
+    return cluster
+
+
+def _most_stages(geometry: Geometry, shares: Schedule, pairs: int, tiles: int) -> int:
+    """Returns how many tiles to keep in flight: two blocks per multiprocessor come first, deep pipelines gain little."""
+    tiles_per_share = ceil(tiles / (shares.cluster * shares.parts))
+    most = min(tiles_per_share, 4 if tiles_per_share >= 32 else 3)
+    many = pairs * shares.cluster * shares.parts > NUM_MULTIPROCESSORS
+    for resident in (2, 1) if many else (1,):
+        for stages in range(most, 1, -1):
+            if _fits(geometry, replace(shares, stages=stages), resident):
+                return stages
+    return 1
+
+
+def _fits(geometry: Geometry, schedule: Schedule, resident: int = 1) -> bool:
+    """Tells whether so many blocks find room on one multiprocessor."""
+    bytes_per_block = geometry.shared_bytes(schedule)
+    taken = resident * (bytes_per_block + RESERVED_BYTES_PER_BLOCK)
+    return bytes_per_block <= SHARED_BYTES_PER_BLOCK and taken <= SHARED_BYTES

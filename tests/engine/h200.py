@@ -48,7 +48,7 @@ gpu_device_info {
 ROWS, PAGES, PAGE_SIZE, WIDTH, LAYERS = 8, 128, 64, 8, 2
 
 
-def executor(implementation):
+def executor(implementation, pages=PAGES, rows=ROWS):
     """Returns an engine for a small Llama that hands out what it would have compiled; its cache lies on the host."""
     from jaxkv.cache.spec import LayerSpec, group_layers
     from jaxkv.cache.variants import sampling
@@ -77,20 +77,20 @@ def executor(implementation):
     specs = model.cache_specs(page_size=PAGE_SIZE, dtype="bfloat16")
     choices = sampling(config.vocab_size, penalties=False, bias_entries=0)
     layout = group_layers([*specs, LayerSpec(LAYERS, choices)])
-    counts = {group.name: PAGES if group.unit == "page" else ROWS for group in layout.groups}
+    counts = {group.name: pages if group.unit == "page" else rows + 1 for group in layout.groups}
     return Executor(
         model,
         model.param_shapes("bfloat16"),
         layout,
         counts,
         max_tokens=WIDTH * PAGE_SIZE,
-        max_rows=ROWS,
+        max_rows=rows,
         programs=Recorder(),
     )
 
 
 def lowerings():
-    """Returns, by name, functions that describe what to compile; those after `generate` are bad on purpose."""
+    """Returns, by name, functions that describe what to compile; those after `one_page` are bad on purpose."""
     import jax
     import jax.numpy as jnp
 
@@ -99,6 +99,7 @@ def lowerings():
 
     step = StepShape(tokens=ROWS, rows=ROWS, table_widths=(WIDTH,), decode=True)
     loop = StepShape(tokens=128, rows=ROWS, table_widths=(WIDTH,), loop=True)
+    alone = StepShape(tokens=1, rows=1, table_widths=(1,), decode=True)
     decode = executor("xla").step_program(step)
 
     def swapped(params, cache, *packed):
@@ -132,6 +133,7 @@ def lowerings():
         "decode": lambda: decode,
         "decode_best": lambda: executor(None).step_program(step),
         "generate": lambda: executor(None).loop_program(loop, 64),
+        "one_page": lambda: executor("xla", pages=1, rows=1).step_program(alone),
         "swapped": lambda: dataclasses.replace(decode, function=swapped),
         "read_late": lambda: dataclasses.replace(decode, function=read_late),
         "scanned": scanned,

@@ -169,6 +169,31 @@ def test_every_schedule_fits_in_shared_memory(capacity, window):
         assert min(dataclasses.astuple(schedule)) >= 1
 
 
+MEASURED = {
+    (1, 1152): (8, 1, 3),
+    (2, 1152): (4, 1, 3),
+    (4, 1152): (2, 1, 3),
+    (8, 1152): (2, 1, 3),
+    (16, 1152): (1, 1, 3),
+    (64, 1152): (1, 1, 3),
+    (64, 4096): (1, 1, 3),
+    (8, 32768): (2, 1, 4),
+    (1, 32768): (8, 1, 4),
+}
+
+
+@pytest.mark.parametrize(("shape", "fastest"), MEASURED.items(), ids=str)
+def test_a_llama_runs_under_the_schedule_that_was_fastest(shape, fastest):
+    llama = Geometry(32, 8, 128, 64, jnp.bfloat16)
+    assert Schedule.of(llama, *shape, None) == Schedule(*fastest)
+
+
+def test_a_few_heads_over_many_keys_are_joined_by_xla_too():
+    small_model = Geometry(14, 2, 64, 64, jnp.bfloat16)
+    assert Schedule.of(small_model, 1, 131072, None) == Schedule(8, 4, 4)
+    assert Schedule.of(small_model, 1, 131072, 1024).parts == 1
+
+
 def test_queries_of_a_group_are_fetched_in_whole_tiles_that_stay_in_the_padded_array():
     for geometry in geometries():
         for head in range(geometry.kv_heads):
