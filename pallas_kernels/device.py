@@ -1,6 +1,5 @@
 """What the device that JAX compiles for can do. Knows no kernel."""
 
-import jax
 from jax.extend.backend import get_default_device
 
 # A Hopper SM has 228 KB of shared memory, of which each resident block costs 1 KB besides what it asks for; one
@@ -18,7 +17,7 @@ def gpu_arch() -> int | None:
     The default device is the one set by `jax.default_device`, which may be a topology's device that is only
     compiled for, and otherwise the first device of the default backend.
     """
-    device: jax.Device = get_default_device()
+    device = get_default_device()
     capability = getattr(device, "compute_capability", None)
     if not isinstance(capability, str) or not capability.replace(".", "").isdigit():
         return None

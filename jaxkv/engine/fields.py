@@ -126,24 +126,27 @@ XLA may hand a kernel a piece of the packed array where it lies.
 """
 
 
-def padding(fields: tuple[Field, ...], dtype: type) -> np.ndarray:
-    """Returns the packed array of these fields with nothing but padding."""
-    packed = np.zeros(_ends(fields)[-1] if fields else 0, dtype)
-    for field, values in split(packed, fields).items():
-        values[...] = next(each for each in fields if each.name == field).blank(dtype)
-    return packed
+class Arrangement:
+    """Where each field lies in one packed array. Made once per shape.
 
+    Attributes:
+        blank: the array with nothing but padding, read-only; every step starts from a copy.
+    """
 
-def _ends(fields: tuple[Field, ...]) -> list[int]:
-    """Returns where each field's room ends, rounded up so that the next one begins aligned."""
-    rooms = (-(-field.size // ALIGNMENT) * ALIGNMENT for field in fields)
-    return list(accumulate(rooms))
+    def __init__(self, fields: tuple[Field, ...], dtype: type) -> None:
+        rooms = [-(-field.size // ALIGNMENT) * ALIGNMENT for field in fields]
+        starts = [0, *accumulate(rooms)]
+        self._places = [
+            (field.name, start, start + field.size, field.shape)
+            for field, start in zip(fields, starts, strict=False)
+        ]
+        self.blank = np.zeros(starts[-1], dtype)
+        for field, values in zip(fields, self.split(self.blank).values(), strict=True):
+            values[...] = field.blank(dtype)
+        self.blank.flags.writeable = False
 
-
-def split(packed: Any, fields: tuple[Field, ...]) -> dict[str, Any]:  # noqa: ANN401
-    """Names the pieces of a packed array; for NumPy they are views, through which it is filled."""
-    starts = [0, *_ends(fields)]
-    return {
-        field.name: packed[start : start + field.size].reshape(field.shape)
-        for field, start in zip(fields, starts, strict=False)
-    }
+    def split(self, packed: Any) -> dict[str, Any]:  # noqa: ANN401 - NumPy or JAX
+        """Names the pieces of a packed array; for NumPy they are views, through which it is filled."""
+        return {
+            name: packed[start:stop].reshape(shape) for name, start, stop, shape in self._places
+        }

@@ -24,10 +24,11 @@ from pallas_kernels.paged_attention.mosaic_schedule import ROW_TILE, TILE, Geome
 
 LOG2_E = log2(e)
 
-# Refs and their transforms have types that are private to JAX.
+# Refs have types that are private to JAX, and so has what makes their transforms whole classes.
 Ref = Any
-_SWIZZLED: Any = (plgpu.TilingTransform((ROW_TILE, 64)), plgpu.SwizzleTransform(128))
-_SWIZZLED_F32: Any = (plgpu.TilingTransform((ROW_TILE, 8)), plgpu.SwizzleTransform(32))
+_transform: Any = plgpu
+_SWIZZLED = (_transform.TilingTransform((ROW_TILE, 64)), _transform.SwizzleTransform(128))
+_SWIZZLED_F32 = (_transform.TilingTransform((ROW_TILE, 8)), _transform.SwizzleTransform(32))
 _WGMMA = plgpu.Layout.WGMMA
 _PER_COLUMN = plgpu.Layout.WGMMA.reduce(0)
 

@@ -115,7 +115,7 @@ class Schedule:
         pairs = rows * geometry.kv_heads
         cluster = _fastest_cluster(geometry, pairs, tiles)
         parts = 1
-        while _FEW_BLOCKS >= 2 * pairs * cluster * parts and tiles >= 64 * cluster * parts:
+        while 2 * pairs * cluster * parts <= _FEW_BLOCKS and tiles >= 64 * cluster * parts:
             parts *= 2
         stages = _most_stages(geometry, cls(cluster, parts, 1), pairs, tiles)
         return cls(cluster, parts, stages)
@@ -144,7 +144,7 @@ def _fastest_cluster(geometry: Geometry, pairs: int, tiles: int) -> int:
 
 
 def _most_stages(geometry: Geometry, shares: Schedule, pairs: int, tiles: int) -> int:
-    """Returns how many tiles to keep in flight: two blocks per multiprocessor come first, deep pipelines gain little."""
+    """Returns how many tiles to keep in flight: two blocks on a multiprocessor come before deep pipelines."""
     tiles_per_share = ceil(tiles / (shares.cluster * shares.parts))
     most = min(tiles_per_share, 4 if tiles_per_share >= 32 else 3)
     many = pairs * shares.cluster * shares.parts > NUM_MULTIPROCESSORS

@@ -12,7 +12,7 @@ from jaxkv.cache.accounts import Accounts
 from jaxkv.cache.spec import LayerSpec, group_layers
 from jaxkv.cache.variants import gqa, mamba2, sampling, window
 from jaxkv.config import SamplingParams
-from jaxkv.engine.fields import StepShape, float_fields, int_fields, split
+from jaxkv.engine.fields import StepShape
 from jaxkv.engine.packer import Packer
 from jaxkv.engine.rows import Row, features_of, split_seed
 
@@ -123,9 +123,10 @@ def test_a_greedy_step_sends_one_array(packer):
     [
         (Row(1, [VOCAB], 0, GREEDY), (16, 4), "token ids"),
         (Row(1, [-1], 0, GREEDY), (16, 4), "token ids"),
+        (Row(1, [2**40], 0, GREEDY), (16, 4), "token ids"),
         (Row(1, [], 0, GREEDY), (16, 4), "token ids"),
         (Row(1, [1, 2, 3], 0, GREEDY), (2, 4), "larger bucket"),
-        (Row(1, [1], 0, GREEDY, stop_ids=tuple(range(73))), (16, 4), "stop ids"),
+        (Row(1, [1], 8, GREEDY), (16, 4), "reserve first"),
     ],
 )
 def test_what_does_not_fit_is_refused_on_the_host(packer, row, shape, message):
@@ -134,6 +135,14 @@ def test_what_does_not_fit_is_refused_on_the_host(packer, row, shape, message):
     opened(accounts, 1, 8)
     with pytest.raises(ValueError, match=message):
         packer.pack(StepShape(*shape, (4, 8)), [row], accounts)
+
+
+def test_more_stop_ids_than_fit_are_refused(packer):
+    accounts = Accounts(LAYOUT, COUNTS)
+    opened(accounts, 1, 8)
+    row = Row(1, [1], 0, GREEDY, stop_ids=tuple(range(73)))
+    with pytest.raises(ValueError, match="stop ids"):
+        packer.pack(StepShape(16, 4, (4, 8), loop=True), [row], accounts)
 
 
 def test_a_table_wider_than_the_program_is_refused(packer):
@@ -164,11 +173,7 @@ def test_a_seed_survives_its_two_halves(seed):
 def test_every_field_begins_where_a_kernel_may_read_it(packer):
     """A Mosaic kernel refused a page table that XLA had passed as an unaligned piece of the packed array."""
     shape = StepShape(3, 3, (5, 7), Features(draws=True, filters=True), loop=True)
-    ints, floats = packer.blank(shape)
-    for packed, fields in (
-        (ints, int_fields(LAYOUT, COUNTS, VOCAB, shape)),
-        (floats, float_fields(shape)),
-    ):
-        for piece in split(packed, fields).values():
+    for packed, places in zip(packer.blank(shape), packer.arrangements(shape), strict=True):
+        for piece in places.split(packed).values():
             offset = piece.__array_interface__["data"][0] - packed.__array_interface__["data"][0]
             assert offset % 256 == 0
