@@ -37,12 +37,14 @@ def load_cases(op: str) -> dict[str, Any]:
 
 
 def implementations(op: str) -> list[str]:
-    """Returns the names of the op's implementations: each is a file of its own."""
-    others = {"api", "reference", "cases"}
-    folder = import_module(f"pallas_kernels.{op}").__path__
-    return sorted(
-        module.name for module in pkgutil.iter_modules(folder) if module.name not in others
-    )
+    """Returns the names of the op's implementations: files that hold a function of the op's own name."""
+    package = import_module(f"pallas_kernels.{op}")
+    names = [file.name for file in pkgutil.iter_modules(package.__path__)]
+    return [
+        name
+        for name in sorted({*names} - {"api", "reference", "cases"})
+        if hasattr(import_module(f"{package.__name__}.{name}"), op)
+    ]
 
 
 @dataclass(frozen=True)

@@ -148,3 +148,14 @@ def test_without_a_gpu_it_says_so_and_records_only_what_it_is_told_to(
 def test_an_unknown_case_is_named_beside_the_known_ones():
     with pytest.raises(SystemExit, match=r"no case 'nowhere'; choose from .*one-row"):
         ops.main(["paged_attention", "--case", "nowhere"])
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_every_implementation_found_is_one_that_the_op_knows(op):
+    """A file beside them, such as a kernel's parts, is not taken for an implementation."""
+    names = implementations(op)
+    assert "xla" in names
+    with pytest.raises(ValueError, match="no implementation 'nobody'") as refusal:
+        measure(op, EQUAL[op], chosen=["nobody"])
+    told = str(refusal.value).split("choose one of ")[1].split(", ")
+    assert sorted(told) == names
