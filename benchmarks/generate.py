@@ -4,34 +4,42 @@
 
 Both forms run the package's own programs over the package's own cache. The per-step form is fed from the host
 (packed metadata) at every step; "overlapped" reads each step's tokens one step late, "in turn" reads them
-before the next step is sent.
+before the next step is sent. The floor of a decode step is its bytes over the read bandwidth that a matrix-vector
+product reached on the same device a moment earlier.
 """
 
 import argparse
 import statistics
 import time
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.record import save_record
+from benchmarks.record import RECORDS, save_record
+from benchmarks.timing import Chain, Effort, refuse_profilers, time_launches
 from jaxkv.config import CacheConfig, ModelConfig, RopeConfig, SamplingParams
 from jaxkv.engine.executor import Executor
-from jaxkv.engine.offline import new_row, reserve
 from jaxkv.engine.programs import Programs
 from jaxkv.engine.request import Request
 from jaxkv.engine.results import unpack_sampled
 from jaxkv.engine.rows import Row
+from jaxkv.engine.shapes import row_of, tokens_held
+from jaxkv.layers.linear import project
+from jaxkv.models.protocol import Params
 from jaxkv.models.registry import build_model
 from jaxkv.plan import plan_cache
 
-MATVEC_BYTES_PER_SECOND = 4.3e12
-"""What a matrix-vector product reads on an H200; the floor of a decode step is its bytes over this."""
+KNOWN_BYTES_PER_SECOND = 4.3e12
+"""What a matrix-vector product once read on an H200: the floor that older records and tables compare with."""
 
-
-def _llama_8b() -> ModelConfig:
-    return ModelConfig(
+SHAPES = {
+    "llama-3.1-8b": ModelConfig(
         family="llama",
         vocab_size=128256,
         hidden_size=4096,
@@ -50,11 +58,8 @@ def _llama_8b() -> ModelConfig:
         ),
         windows=(None,) * 32,
         norm_eps=1e-5,
-    )
-
-
-def _qwen3_600m() -> ModelConfig:
-    return ModelConfig(
+    ),
+    "qwen3-0.6b": ModelConfig(
         family="qwen3",
         vocab_size=151936,
         hidden_size=1024,
@@ -68,12 +73,9 @@ def _qwen3_600m() -> ModelConfig:
         windows=(None,) * 28,
         qk_norm=True,
         tie_embeddings=True,
-    )
-
-
-def _tiny() -> ModelConfig:
-    """A shape for trying the benchmark on a CPU."""
-    return ModelConfig(
+    ),
+    # For trying the benchmark on a CPU.
+    "tiny": ModelConfig(
         family="llama",
         vocab_size=256,
         hidden_size=64,
@@ -85,31 +87,43 @@ def _tiny() -> ModelConfig:
         max_positions=2048,
         rope=RopeConfig(rotary_dim=16),
         windows=(None,) * 2,
-    )
-
-
-SHAPES = {"llama-3.1-8b": _llama_8b, "qwen3-0.6b": _qwen3_600m, "tiny": _tiny}
+    ),
+}
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One row of the table: how many sequences, how long."""
+    """What one executor is timed at: how many sequences, how long, how often."""
 
     batch: int
     context: int
     new_tokens: int
+    repeats: int
 
 
-def decode_floor_ms(config: ModelConfig, params: object, setting: Setting, itemsize: int) -> float:
-    """Returns the time to read the weights once and each sequence's keys and values at mid-generation."""
+def measure_read_bandwidth() -> float:
+    """Returns the bytes per second at which products of a bfloat16 matrix and one vector read the matrix.
+
+    On a GPU the matrices hold 4 GiB, which no L2 cache can keep from one launch to the next.
+    """
+    size, count = (16384, 8) if jax.default_backend() == "gpu" else (1024, 2)
+    draw = jax.jit(lambda key: jax.random.normal(key, (size, size), jnp.bfloat16))
+    matrices = [draw(key) for key in jax.random.split(jax.random.key(0), count)]
+    vector = jnp.ones((1, size), jnp.bfloat16)
+    chain = Chain(lambda x, weight: (x, project(weight, x)), vector, matrices)
+    timing = time_launches(chain.launch, calls=chain.calls, effort=Effort(trials=5))
+    return matrices[0].nbytes / timing.us * 1e6
+
+
+def decode_bytes(config: ModelConfig, params: Params, setting: Setting, itemsize: int) -> float:
+    """Returns what a step reads: the weights once and each sequence's keys and values at mid-generation."""
     weights = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
     if not config.tie_embeddings:
-        weights -= (
-            config.vocab_size * config.hidden_size * itemsize
-        )  # One row of it is read per token.
+        # One row of it is read per token.
+        weights -= config.vocab_size * config.hidden_size * itemsize
     tokens = setting.batch * (setting.context + setting.new_tokens / 2)
     cache = tokens * config.num_layers * 2 * config.kv_heads * config.head_dim * itemsize
-    return (weights + cache) / MATVEC_BYTES_PER_SECOND * 1e3
+    return weights + cache
 
 
 def _requests(config: ModelConfig, setting: Setting) -> list[Request]:
@@ -126,22 +140,30 @@ def _requests(config: ModelConfig, setting: Setting) -> list[Request]:
     ]
 
 
-def _rows(executor: Executor, config: ModelConfig, setting: Setting) -> list[Row]:
-    rows = [new_row(request) for request in _requests(config, setting)]
-    for row in rows:
-        reserve(executor, row, setting.context + setting.new_tokens)
-    return rows
+def _median_ms(seconds: Sequence[float]) -> float:
+    return statistics.median(seconds) * 1e3
 
 
-def time_loop(executor: Executor, rows: list[Row], setting: Setting, repeats: int) -> dict:
+def _time_packing(pack: Callable[[], Any], repeats: int) -> float:
+    """Returns the milliseconds that packing one step takes the host, without sending it."""
+    durations = []
+    for _ in range(repeats + 1):
+        start = time.perf_counter()
+        pack()
+        durations.append(time.perf_counter() - start)
+    return _median_ms(durations[1:])
+
+
+def time_loop(
+    executor: Executor, rows: Sequence[Row], requests: Sequence[Request], setting: Setting
+) -> dict[str, float]:
     """Times the one-executable form; a run that stops after one token is the prompt's share."""
-    total = setting.context + setting.new_tokens
-    shape = executor.shapes.shape(rows, total_tokens=total, loop=True)
+    declared = executor.shapes.loop(rows, requests)
 
     def run(tokens: int) -> float:
         limited = [replace(row, max_tokens=tokens) for row in rows]
         start = time.perf_counter()
-        out = executor.loop(shape, limited)
+        out = executor.loop(declared, limited)
         lengths = np.asarray(out.lengths)
         seconds = time.perf_counter() - start
         assert (lengths[: setting.batch] == tokens).all(), "a row ended early"
@@ -149,126 +171,180 @@ def time_loop(executor: Executor, rows: list[Row], setting: Setting, repeats: in
 
     run(1)
     run(setting.new_tokens)
-    prompt = [run(1) for _ in range(repeats)]
-    whole = [run(setting.new_tokens) for _ in range(repeats)]
-    per_token = (statistics.median(whole) - statistics.median(prompt)) / (setting.new_tokens - 1)
-    return {"prompt_ms": statistics.median(prompt) * 1e3, "ms_per_token": per_token * 1e3}
-
-
-def time_steps(
-    executor: Executor, rows: list[Row], setting: Setting, *, overlapped: bool, repeats: int
-) -> dict:
-    """Times the per-step form, whose metadata comes from the host at every step."""
-    total = setting.context + setting.new_tokens
-    prefill = executor.shapes.shape(rows, total_tokens=total)
-    one = [replace(row, tokens=(0,), carry=True) for row in rows]
-    decode = executor.shapes.shape(one, total_tokens=total, decode=True)
-    per_step, enqueue, first_token = [], [], []
-    for _ in range(repeats + 1):
-        start = time.perf_counter()
-        packed = executor.step(prefill, rows)
-        np.asarray(packed)
-        first_token.append(time.perf_counter() - start)
-        sending, begin = 0.0, time.perf_counter()
-        for index in range(setting.new_tokens - 1):
-            before = time.perf_counter()
-            following = executor.step(
-                decode, [replace(row, start=setting.context + index) for row in one]
-            )
-            sending += time.perf_counter() - before
-            unpack_sampled(np.asarray(packed if overlapped else following), decode.features)
-            packed = following
-        np.asarray(packed)
-        per_step.append((time.perf_counter() - begin) / (setting.new_tokens - 1))
-        enqueue.append(sending / (setting.new_tokens - 1))
+    prompt = [run(1) for _ in range(setting.repeats)]
+    whole = [run(setting.new_tokens) for _ in range(setting.repeats)]
+    steps = setting.new_tokens - 1
     return {
-        "prompt_ms": statistics.median(first_token[1:]) * 1e3,
-        "ms_per_token": statistics.median(per_step[1:]) * 1e3,
-        "enqueue_ms": statistics.median(enqueue[1:]) * 1e3,
-        "spread_ms": (max(per_step[1:]) - min(per_step[1:])) * 1e3,
+        "prompt_ms": _median_ms(prompt),
+        "ms_per_token": (_median_ms(whole) - _median_ms(prompt)) / steps,
+        "spread_ms": (max(whole) - min(whole)) / steps * 1e3,
+        "pack_ms": _time_packing(
+            lambda: executor.packer.pack(declared.shape, rows, executor.accounts), setting.repeats
+        ),
     }
 
 
-def measure(
-    config: ModelConfig, setting: Setting, params: object, *, implementation: str | None, repeats: int
-) -> list[dict]:
-    """Returns one result per form for one batch size."""
+def time_steps(
+    executor: Executor,
+    rows: Sequence[Row],
+    requests: Sequence[Request],
+    setting: Setting,
+    *,
+    overlapped: bool,
+) -> dict[str, float]:
+    """Times the per-step form, whose metadata comes from the host at every step."""
+    total = max(tokens_held(request) for request in requests)
+    prefill = executor.shapes.shape(rows, total_tokens=total)
+    one = [replace(row, tokens=(0,), carry=True) for row in rows]
+    decode = executor.shapes.shape(one, total_tokens=total, decode=True)
+    steps = setting.new_tokens - 1
+
+    def next_rows(done: int) -> list[Row]:
+        return [replace(row, start=setting.context + done, generated=done + 1) for row in one]
+
+    def generate() -> tuple[float, float, float]:
+        """Returns the seconds of the prompt, and per token all in all and in sending alone."""
+        start = time.perf_counter()
+        packed = executor.step(prefill, rows)
+        executor.read(packed)
+        sending, begin = 0.0, time.perf_counter()
+        for done in range(steps):
+            before = time.perf_counter()
+            following = executor.step(decode, next_rows(done))
+            sending += time.perf_counter() - before
+            unpack_sampled(executor.read(packed if overlapped else following), decode.features)
+            packed = following
+        executor.read(packed)
+        return begin - start, (time.perf_counter() - begin) / steps, sending / steps
+
+    generate()
+    prompt, per_token, enqueue = zip(*(generate() for _ in range(setting.repeats)), strict=True)
+    last = next_rows(steps - 1)
+    return {
+        "prompt_ms": _median_ms(prompt),
+        "ms_per_token": _median_ms(per_token),
+        "spread_ms": (max(per_token) - min(per_token)) * 1e3,
+        "enqueue_ms": _median_ms(enqueue),
+        "pack_ms": _time_packing(
+            lambda: executor.packer.pack(decode, last, executor.accounts), 20 * setting.repeats
+        ),
+    }
+
+
+def _executor(
+    config: ModelConfig,
+    setting: Setting,
+    params: Params,
+    implementation: str | None,
+) -> Executor:
     model = replace(build_model(config), implementation=implementation)
     dtype = str(jax.tree.leaves(params)[0].dtype)
     length = setting.context + setting.new_tokens
     cache = CacheConfig(max_sequences=setting.batch)
     layout, budget = plan_cache(model, cache, dtype=dtype, max_model_len=length, free_bytes=None)
-    programs = Programs()
-    executor = Executor(
-        model,
-        params,
-        layout,
-        budget.counts,
-        max_tokens=length,
-        max_rows=setting.batch,
-        programs=programs,
-    )
-    rows = _rows(executor, config, setting)
-    floor = decode_floor_ms(config, params, setting, np.dtype(dtype).itemsize)
-    forms = {
-        "loop": lambda: time_loop(executor, rows, setting, repeats),
-        "step, overlapped": lambda: time_steps(
-            executor, rows, setting, overlapped=True, repeats=repeats
-        ),
-        "step, in turn": lambda: time_steps(
-            executor, rows, setting, overlapped=False, repeats=repeats
-        ),
+    limits = {"max_tokens": length, "max_rows": setting.batch}
+    return Executor(model, params, layout, budget.counts, programs=Programs(), **limits)
+
+
+def measure(
+    config: ModelConfig,
+    setting: Setting,
+    params: Params,
+    *,
+    implementation: str | None,
+    bandwidth: float,
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Returns one result per form, and one per program that they needed, for one batch size."""
+    executor = _executor(config, setting, params, implementation)
+    requests = _requests(config, setting)
+    itemsize = jax.tree.leaves(params)[0].dtype.itemsize
+    num_bytes = decode_bytes(config, params, setting, itemsize)
+    floors = {
+        "read_bandwidth_tb_s": bandwidth / 1e12,
+        "floor_ms": num_bytes / bandwidth * 1e3,
+        "floor_at_4300_gb_s_ms": num_bytes / KNOWN_BYTES_PER_SECOND * 1e3,
     }
+    sizes = asdict(setting)
     results = []
-    for form, run in forms.items():
-        timed = run()
-        results.append(
-            {
-                "batch": setting.batch,
-                "context": setting.context,
-                "new_tokens": setting.new_tokens,
-                "form": form,
-                "floor_ms": floor,
-                **timed,
-                "ratio_to_floor": timed["ms_per_token"] / floor,
-            }
-        )
-        print(
-            f"batch {setting.batch:3d}  {form:17s} {timed['ms_per_token']:7.3f} ms/token  "
-            f"floor {floor:6.3f}  x{timed['ms_per_token'] / floor:5.2f}  prompt {timed['prompt_ms']:8.1f} ms",
-            flush=True,
-        )
-    return results
+    with ExitStack() as held:
+        sequences = [held.enter_context(executor.reserved(tokens_held(r))) for r in requests]
+        rows = [row_of(*pair) for pair in zip(requests, sequences, strict=True)]
+        work = (executor, rows, requests, setting)
+        forms = {
+            "loop": lambda: time_loop(*work),
+            "step, overlapped": lambda: time_steps(*work, overlapped=True),
+            "step, in turn": lambda: time_steps(*work, overlapped=False),
+        }
+        for form, run in forms.items():
+            timed = run()
+            ratio = {"ratio_to_floor": timed["ms_per_token"] / floors["floor_ms"]}
+            results.append(sizes | {"form": form} | floors | timed | ratio)
+            print(_line(results[-1]), flush=True)
+    return results, [sizes | row for row in _program_rows(executor.programs)]
 
 
-def main() -> None:
-    """Measures the asked-for batches and saves one record."""
+def _program_rows(programs: Programs) -> list[dict[str, Any]]:
+    return [
+        {
+            "program": str(program.key),
+            "compile_seconds": program.seconds,
+            "loaded_from_cache": program.loaded,
+            "temp_bytes": program.report.temp_bytes,
+            "alias_bytes": program.report.alias_bytes,
+            "cache_bytes": program.report.cache_bytes,
+        }
+        for program in programs.manifest()
+    ]
+
+
+def _line(row: dict[str, Any]) -> str:
+    return (
+        f"batch {row['batch']:3d}  {row['form']:17s} {row['ms_per_token']:7.3f} ms/token  "
+        f"floor {row['floor_ms']:6.3f}  x{row['ratio_to_floor']:5.2f}  prompt {row['prompt_ms']:8.1f} ms"
+    )
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Times generation with random weights.")
     parser.add_argument("--shape", choices=sorted(SHAPES), default="llama-3.1-8b")
     parser.add_argument("--batch", default="1,8,64", help="comma-separated batch sizes")
     parser.add_argument("--context", type=int, default=1024, help="prompt tokens")
-    parser.add_argument("--new-tokens", type=int, default=128)
+    parser.add_argument("--new-tokens", type=int, default=128, help="at least 2")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--implementation", help="of the ops; the best that can run if not given")
     parser.add_argument("--record", help="name of the record; generate-SHAPE if not given")
-    options = parser.parse_args()
-    config = SHAPES[options.shape]()
-    model = build_model(config)
-    params = jax.jit(model.init_params, static_argnums=1)(jax.random.key(0), options.dtype)
-    jax.block_until_ready(params)
-    results = []
-    for batch in (int(size) for size in options.batch.split(",")):
-        setting = Setting(batch, options.context, options.new_tokens)
-        results += measure(
-            config,
-            setting,
-            params,
-            implementation=options.implementation,
-            repeats=options.repeats,
+    parser.add_argument("--folder", type=Path, default=RECORDS, help="where records are written")
+    options = parser.parse_args(arguments)
+    if options.new_tokens < 2:
+        parser.error(
+            f"a token after the first is timed, so --new-tokens 2 is the least, got {options.new_tokens}"
         )
-    path = save_record(options.record or f"generate-{options.shape}", results)
-    print(f"recorded in {path}")
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measures the asked-for batches and saves two records: of the forms, and of the programs (NAME-programs)."""
+    options = _parse(arguments)
+    refuse_profilers()
+    bandwidth = measure_read_bandwidth()
+    print(f"a matrix-vector product reads {bandwidth / 1e12:.3g} TB/s here", flush=True)
+    config = SHAPES[options.shape]
+    params = jax.jit(build_model(config).init_params, static_argnums=1)(
+        jax.random.key(0), options.dtype
+    )
+    jax.block_until_ready(params)
+    results, programs = [], []
+    for batch in (int(size) for size in options.batch.split(",")):
+        setting = Setting(batch, options.context, options.new_tokens, options.repeats)
+        forms, needed = measure(
+            config, setting, params, implementation=options.implementation, bandwidth=bandwidth
+        )
+        results += forms
+        programs += needed
+    name = options.record or f"generate-{options.shape}"
+    for record, rows in ((name, results), (f"{name}-programs", programs)):
+        print(f"recorded in {save_record(record, rows, folder=options.folder)}")
 
 
 if __name__ == "__main__":

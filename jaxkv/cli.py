@@ -5,7 +5,7 @@ import platform
 import sys
 from collections.abc import Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from jaxkv.config import CacheConfig, SamplingParams
 
@@ -17,21 +17,32 @@ if TYPE_CHECKING:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code."""
-    parser = _parser()
-    options = parser.parse_args(arguments)
     try:
+        options = _parser().parse_args(arguments)
         return options.run(options)
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
         return 0
     except (ValueError, OSError, RuntimeError) as error:
-        print(f"jaxkv: {' '.join(str(error).split())}", file=sys.stderr)
+        print(_one_line(error), file=sys.stderr)
         return 2
 
 
+def _one_line(error: Exception) -> str:
+    return f"jaxkv: {' '.join(str(error).split())}"
+
+
+class _Parser(argparse.ArgumentParser):
+    """Leaves it to `main` to say what is wrong; argparse itself would print the usage and exit."""
+
+    def error(self, message: str) -> NoReturn:
+        """Refuses the arguments; sub-parsers are of this class too."""
+        raise ValueError(f"{message}; see {self.prog} --help")
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="jaxkv", description="LLM inference in JAX on NVIDIA GPUs (and, slowly, on CPUs)."
     )
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
@@ -64,6 +75,9 @@ def _model_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-sequences", type=int, default=8, metavar="N", help="sequences in flight at once"
     )
+    parser.add_argument(
+        "--cache-bytes", type=int, metavar="N", help="memory for the cache; a share of what is free"
+    )
 
 
 def _sampling_options(parser: argparse.ArgumentParser) -> None:
@@ -71,11 +85,16 @@ def _sampling_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy")
     parser.add_argument("--top-p", type=float, default=1.0, metavar="P")
     parser.add_argument("--top-k", type=int, default=0, metavar="K")
+    parser.add_argument("--min-p", type=float, default=0.0, metavar="P")
     parser.add_argument("--seed", type=int, metavar="S")
 
 
 def _cache(options: argparse.Namespace) -> CacheConfig:
-    return CacheConfig(page_size=options.page_size, max_sequences=options.max_sequences)
+    return CacheConfig(
+        page_size=options.page_size,
+        max_sequences=options.max_sequences,
+        budget_bytes=options.cache_bytes,
+    )
 
 
 def _sampling(options: argparse.Namespace) -> SamplingParams:
@@ -84,6 +103,7 @@ def _sampling(options: argparse.Namespace) -> SamplingParams:
         temperature=options.temperature,
         top_p=options.top_p,
         top_k=options.top_k,
+        min_p=options.min_p,
         seed=options.seed,
     )
 
@@ -104,50 +124,68 @@ def _generate(options: argparse.Namespace) -> int:
     sampling = _sampling(options)
     pieces = _llm(options).stream(options.prompt, sampling)
     print(options.prompt, end="", flush=True)
-    return _print_pieces(pieces)
-
-
-def _print_pieces(pieces: "Iterator[Piece]") -> int:
-    for piece in pieces:
-        print(piece.text, end="", flush=True)
-        if piece.finish_reason == "error":
-            raise RuntimeError("the model's logits were not finite; the text ends here")
-    print()
+    _print_pieces(pieces)
     return 0
 
 
+def _print_pieces(pieces: "Iterator[Piece]") -> str:
+    """Prints a stream while it comes and returns its text."""
+    text = ""
+    for piece in pieces:
+        print(piece.text, end="", flush=True)
+        text += piece.text
+        if piece.finish_reason == "error":
+            print()
+            raise RuntimeError("the model's logits were not finite; the text ends here")
+    print()
+    return text
+
+
 def _chat(options: argparse.Namespace) -> int:
-    llm = _llm(options)
     sampling = _sampling(options)
+    llm = _llm(options)
+    # A model that cannot chat says so here, before anybody has typed anything.
+    llm.chat_prompt([{"role": "user", "content": "hi"}])
     messages: list[dict[str, str]] = []
     while True:
         try:
             said = input("> ")
         except EOFError:
+            print()
             return 0
-        if not said.strip():
-            continue
-        messages.append({"role": "user", "content": said})
-        answer = ""
-        for piece in llm.stream(llm.chat_prompt(messages), sampling):
-            print(piece.text, end="", flush=True)
-            answer += piece.text
-        print()
-        messages.append({"role": "assistant", "content": answer})
+        if said.strip():
+            messages += _turn(llm, messages, said, sampling)
+
+
+def _turn(
+    llm: "LLM", messages: list[dict[str, str]], said: str, sampling: SamplingParams
+) -> list[dict[str, str]]:
+    """Answers one message and returns both; none if the conversation would outgrow the context."""
+    question = {"role": "user", "content": said}
+    try:
+        pieces = llm.stream(llm.chat_prompt([*messages, question]), sampling)
+    except ValueError as error:
+        print(f"{_one_line(error)} (this message is forgotten)", file=sys.stderr)
+        return []
+    return [question, {"role": "assistant", "content": _print_pieces(pieces)}]
 
 
 def _plan(options: argparse.Namespace) -> int:
+    cache = _cache(options)
+    import jax
+
     from jaxkv.llm import free_bytes
     from jaxkv.plan import explain_plan
 
-    cache = _cache(options)
     print(
         explain_plan(
             options.model,
             dtype=options.dtype,
             max_model_len=options.max_model_len,
             cache=cache,
-            free_bytes=free_bytes(cache.memory_share),
+            free_bytes=free_bytes(1.0),
+            # On a CPU `free_bytes` is an allowance for the cache alone.
+            holds_weights=jax.default_backend() != "cpu",
         )
     )
     return 0

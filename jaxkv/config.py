@@ -1,8 +1,9 @@
 """What a user may choose, as frozen data that is checked once, when it is made. Knows no arrays."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from types import MappingProxyType
+import operator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from numbers import Integral, Real
 
 MAX_LOGPROBS = 20
 MAX_STOP_IDS = 64
@@ -10,16 +11,53 @@ MAX_BIAS_ENTRIES = 1024
 _INT32_MAX = 2**31 - 1
 
 
-def _check_int(name: str, value: object, low: int, high: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+def as_int(name: str, value: int, low: int, high: int) -> int:
+    """Returns an int in [low, high] as Python's own; NumPy's are understood, a bool is none."""
+    if isinstance(value, bool) or not isinstance(value, Integral) or not low <= value <= high:
         raise ValueError(f"{name} must be an int in [{low}, {high}], got {value!r}")
+    return operator.index(value)
 
 
-def _check_float(name: str, value: float, low: float, high: float) -> None:
-    number = isinstance(value, int | float) and not isinstance(value, bool)
+def _as_float(name: str, value: float, low: float, high: float) -> float:
     # NaN compares as false, and the bounds are finite.
-    if not (number and low <= value <= high):
+    if isinstance(value, bool) or not isinstance(value, Real) or not low <= value <= high:
         raise ValueError(f"{name} must be a finite number in [{low}, {high}], got {value!r}")
+    return float(value)
+
+
+def _settle[N](
+    new: object, rule: Callable[[str, N, N, N], N], low: N, high: N, *names: str
+) -> None:
+    """Replaces fields of a new frozen object by what a rule makes of them."""
+    for name in names:
+        object.__setattr__(new, name, rule(name, getattr(new, name), low, high))
+
+
+class TokenBias(Mapping[int, float]):
+    """The checked `logit_bias`, which cannot be changed: it can be hashed, copied and pickled."""
+
+    def __init__(self, biases: Mapping[int, float]) -> None:
+        if not isinstance(biases, Mapping):
+            raise ValueError(f"logit_bias must map token ids to numbers, got {biases!r}")
+        as_int("the number of logit_bias entries", len(biases), 0, MAX_BIAS_ENTRIES)
+        ids = (as_int("logit_bias token ids", token, 0, _INT32_MAX) for token in biases)
+        values = (_as_float("logit_bias values", bias, -100.0, 100.0) for bias in biases.values())
+        self._values = dict(zip(ids, values, strict=True))
+
+    def __getitem__(self, token: int) -> float:
+        return self._values[token]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __hash__(self) -> int:
+        return hash(frozenset(self._values.items()))
+
+    def __repr__(self) -> str:
+        return repr(self._values)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +75,7 @@ class SamplingParams:
         repetition_penalty: divides (multiplies, if negative) the logits of tokens seen in prompt or output; 1.0 is off.
         presence_penalty: subtracted from the logits of tokens in the output; 0.0 is off.
         frequency_penalty: subtracted once per occurrence in the output; 0.0 is off.
-        logit_bias: token id -> number added to its logit, in [-100, 100].
+        logit_bias: token id -> number added to its logit, in [-100, 100]; any mapping, copied.
         seed: 64-bit seed of this request's random numbers, which depend on it and the position alone;
             `None` draws one.
         n: number of samples of the same prompt.
@@ -55,7 +93,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    logit_bias: Mapping[int, float] = field(default_factory=lambda: MappingProxyType({}))
+    logit_bias: Mapping[int, float] = TokenBias({})
     seed: int | None = None
     n: int = 1
     max_tokens: int = 16
@@ -66,45 +104,41 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         """Refuses what cannot be served, naming the field, the value and the range."""
-        _check_float("temperature", self.temperature, 0.0, 100.0)
-        _check_int("top_k", self.top_k, 0, _INT32_MAX)
-        _check_float("top_p", self.top_p, 0.0, 1.0)
+        _settle(self, _as_float, 0.0, 100.0, "temperature")
+        _settle(self, as_int, 0, _INT32_MAX, "top_k")
+        _settle(self, _as_float, 0.0, 1.0, "top_p", "min_p")
         if self.top_p == 0.0:
             raise ValueError("top_p must be above 0 (it would keep no token), use temperature=0")
-        _check_float("min_p", self.min_p, 0.0, 1.0)
-        _check_float("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
-        _check_float("presence_penalty", self.presence_penalty, -100.0, 100.0)
-        _check_float("frequency_penalty", self.frequency_penalty, -100.0, 100.0)
+        _settle(self, _as_float, 0.01, 100.0, "repetition_penalty")
+        _settle(self, _as_float, -100.0, 100.0, "presence_penalty", "frequency_penalty")
         if self.seed is not None:
-            _check_int("seed", self.seed, -(2**63), 2**64 - 1)
-        _check_int("n", self.n, 1, 1024)
-        _check_int("max_tokens", self.max_tokens, 1, _INT32_MAX)
-        _check_int("min_tokens", self.min_tokens, 0, self.max_tokens)
+            _settle(self, as_int, -(2**63), 2**64 - 1, "seed")
+        _settle(self, as_int, 1, 1024, "n")
+        _settle(self, as_int, 1, _INT32_MAX, "max_tokens")
+        _settle(self, as_int, 0, self.max_tokens, "min_tokens")
         if self.logprobs is not None:
-            _check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+            _settle(self, as_int, 0, MAX_LOGPROBS, "logprobs")
         if not isinstance(self.ignore_eos, bool):
             raise ValueError(f"ignore_eos must be a bool, got {self.ignore_eos!r}")
-        self._check_ids()
+        self._settle_ids()
 
-    def _check_ids(self) -> None:
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-        _check_int("the number of stop_token_ids", len(self.stop_token_ids), 0, MAX_STOP_IDS)
-        for token in self.stop_token_ids:
-            _check_int("stop_token_ids", token, 0, _INT32_MAX)
-        object.__setattr__(self, "logit_bias", MappingProxyType(dict(self.logit_bias)))
-        _check_int("the number of logit_bias entries", len(self.logit_bias), 0, MAX_BIAS_ENTRIES)
-        for token, bias in self.logit_bias.items():
-            _check_int("logit_bias token ids", token, 0, _INT32_MAX)
-            _check_float("logit_bias values", bias, -100.0, 100.0)
+    def _settle_ids(self) -> None:
+        try:
+            ids = tuple(self.stop_token_ids)
+        except TypeError:
+            got = f"{self.stop_token_ids!r}"
+            raise ValueError(f"stop_token_ids must be a sequence of ids, got {got}") from None
+        as_int("the number of stop_token_ids", len(ids), 0, MAX_STOP_IDS)
+        ids = tuple(as_int("stop_token_ids", token, 0, _INT32_MAX) for token in ids)
+        object.__setattr__(self, "stop_token_ids", ids)
+        object.__setattr__(self, "logit_bias", TokenBias(self.logit_bias))
 
     def check_vocab(self, vocab_size: int) -> None:
         """Raises `ValueError` if an id of this request lies outside the model's logits."""
         for name, ids in (("stop_token_ids", self.stop_token_ids), ("logit_bias", self.logit_bias)):
             outside = [token for token in ids if token >= vocab_size]
             if outside:
-                raise ValueError(
-                    f"{name} holds {outside[0]}, but the model has {vocab_size} token ids"
-                )
+                raise ValueError(f"{name} holds {outside[0]}, the model has {vocab_size} token ids")
 
     @property
     def uses_penalties(self) -> bool:
@@ -153,19 +187,19 @@ class RopeConfig:
         """Refuses angles that cannot be computed."""
         if self.kind not in ROPE_KINDS:
             raise ValueError(f"rope kind must be one of {', '.join(ROPE_KINDS)}, got {self.kind!r}")
-        _check_float("rope theta", self.theta, 2.0, 1e15)
-        _check_int("rotary_dim", self.rotary_dim, 2, 2**16)
+        _settle(self, _as_float, 2.0, 1e15, "theta")
+        _settle(self, as_int, 2, 2**16, "rotary_dim")
         if self.rotary_dim % 2 or (self.kind == "dynamic" and self.rotary_dim < 4):
             raise ValueError(
-                f"rotary_dim must be even (and at least 4 if dynamic), got {self.rotary_dim}"
+                f"rotary_dim must be even, 4 or more if dynamic, got {self.rotary_dim}"
             )
-        _check_float("rope factor", self.factor, 1.0, 1e6)
+        _settle(self, _as_float, 1.0, 1e6, "factor")
         if self.original_max_positions is not None:
-            _check_int("original_max_positions", self.original_max_positions, 1, _INT32_MAX)
+            _settle(self, as_int, 1, _INT32_MAX, "original_max_positions")
         elif self.kind in ("dynamic", "yarn", "llama3"):
             raise ValueError(f"rope kind {self.kind} needs original_max_positions")
-        for name in ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow"):
-            _check_float(name, getattr(self, name), 1e-6, 1e6)
+        stretches = ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow")
+        _settle(self, _as_float, 1e-6, 1e6, *stretches)
         if self.high_freq_factor <= self.low_freq_factor:
             raise ValueError(
                 f"high_freq_factor must be above low_freq_factor, got {self.high_freq_factor} and "
@@ -173,7 +207,7 @@ class RopeConfig:
             )
         for name in ("attention_factor", "mscale", "mscale_all_dim"):
             if getattr(self, name) is not None:
-                _check_float(name, getattr(self, name), 0.0, 1e6)
+                _settle(self, _as_float, 0.0, 1e6, name)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,18 +250,12 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         """Refuses sizes that no machine holds and that do not fit each other."""
-        _check_int("num_layers", self.num_layers, 1, MAX_LAYERS)
-        for name, high in (
-            ("vocab_size", 2**24),
-            ("hidden_size", 2**20),
-            ("heads", 2**16),
-            ("kv_heads", 2**16),
-            ("head_dim", 2**16),
-            ("ffn_size", 2**24),
-            ("max_positions", _INT32_MAX),
-        ):
-            _check_int(name, getattr(self, name), 1, high)
-        _check_float("norm_eps", self.norm_eps, 0.0, 1.0)
+        _settle(self, as_int, 1, MAX_LAYERS, "num_layers")
+        _settle(self, as_int, 1, 2**24, "vocab_size", "ffn_size")
+        _settle(self, as_int, 1, 2**20, "hidden_size")
+        _settle(self, as_int, 1, 2**16, "heads", "kv_heads", "head_dim")
+        _settle(self, as_int, 1, _INT32_MAX, "max_positions")
+        _settle(self, _as_float, 0.0, 1.0, "norm_eps")
         if self.heads % self.kv_heads:
             raise ValueError(f"{self.heads} heads cannot share {self.kv_heads} kv_heads evenly")
         if self.rope.rotary_dim > self.head_dim:
@@ -241,9 +269,9 @@ class ModelConfig:
                 )
         for window in self.windows:
             if window is not None:
-                _check_int("windows", window, 1, _INT32_MAX)
+                as_int("windows", window, 1, _INT32_MAX)
         for token in self.eos_ids:
-            _check_int("eos_ids", token, 0, _INT32_MAX)
+            as_int("eos_ids", token, 0, _INT32_MAX)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -267,8 +295,8 @@ class CacheConfig:
 
     def __post_init__(self) -> None:
         """Refuses sizes that cannot be served."""
-        _check_int("page_size", self.page_size, 1, 2**20)
-        _check_int("max_sequences", self.max_sequences, 1, 2**16)
-        _check_float("memory_share", self.memory_share, 0.01, 1.0)
+        _settle(self, as_int, 1, 2**20, "page_size")
+        _settle(self, as_int, 1, 2**16, "max_sequences")
+        _settle(self, _as_float, 0.01, 1.0, "memory_share")
         if self.budget_bytes is not None:
-            _check_int("budget_bytes", self.budget_bytes, 1, 2**62)
+            _settle(self, as_int, 1, 2**62, "budget_bytes")

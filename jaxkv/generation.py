@@ -5,11 +5,13 @@ the caller, and it can be called inside a trainer's own jitted function on the t
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array, Int
 
 from jaxkv.batch import Features, PagedTables, SamplingBatch, StateTables, StepBatch
@@ -60,8 +62,8 @@ def generate(
             fit the model.
     """
     tokens, lens = _prompt_arrays(prompts, prompt_lens, model.vocab_size)
-    rows, longest = tokens.shape
-    wishes = _per_row(sampling, rows)
+    wishes = _per_row(sampling, tokens.shape[0])
+    _check_range("eos_ids", np.asarray(eos_ids, np.int64), 0, model.vocab_size)
     for wish in wishes:
         wish.check_vocab(model.vocab_size)
         if wish.n != 1:
@@ -69,23 +71,29 @@ def generate(
                 f"generate returns one sample per row, got n={wish.n}; repeat the prompt"
             )
     width = max(wish.max_tokens for wish in wishes)
+    # Lists are padded beyond their own lengths, tracers are as long as their array.
+    traced = isinstance(lens, Tracer)
+    longest = tokens.shape[1] if traced else int(np.max(np.asarray(lens), initial=1))
     if longest + width > model.max_positions:
         raise ValueError(
             f"prompts of {longest} tokens and {width} new ones exceed the model's "
             f"{model.max_positions} positions; shorten the prompt or lower max_tokens"
         )
-    described = [Row(0, (), 0, wish) for wish in wishes]
+    features = features_of([Row(0, (), 0, wish) for wish in wishes])
     host = _choices(wishes, eos_ids, model.vocab_size)
-    return _generate(
-        model,
-        features_of(described),
-        width,
-        cache_dtype or params_dtype(params),
-        params,
-        tokens,
-        lens,
-        host,
-    )
+    stored = cache_dtype or params_dtype(params)
+    out = _generate(model, features, _round_up(width), stored, params, tokens, lens, host)
+    return _trim(out, width, max((wish.logprobs or 0 for wish in wishes), default=0))
+
+
+def _trim(out: Generated, width: int, top: int) -> Generated:
+    """Cuts off what only rounded sizes brought."""
+    cut = {"tokens": out.tokens[:, :width]}
+    if out.logprobs is not None and out.top_ids is not None and out.top_logprobs is not None:
+        cut["logprobs"] = out.logprobs[:, :width]
+        cut["top_ids"] = out.top_ids[:, :width, :top]
+        cut["top_logprobs"] = out.top_logprobs[:, :width, :top]
+    return replace(out, **cut)
 
 
 def params_dtype(params: Params) -> str:
@@ -104,30 +112,54 @@ def _prompt_arrays(
             raise ValueError(
                 "prompt_lens describes a padded array; lists of ids have their own lengths"
             )
-        lens = [len(prompt) for prompt in prompts]
-        if not lens or min(lens) == 0:
-            raise ValueError(
-                "generate needs at least one prompt, and each needs at least one token"
-            )
-        padded = np.zeros((len(lens), max(lens)), np.int32)
-        for row, prompt in enumerate(prompts):
-            ids = np.asarray(prompt)
-            if ids.min() < 0 or ids.max() >= vocab_size:
-                raise ValueError(f"prompt {row} holds ids outside [0, {vocab_size})")
-            padded[row, : len(ids)] = ids
-        return jnp.asarray(padded), jnp.asarray(lens, jnp.int32)
-    if prompts.ndim != 2 or prompts.shape[1] == 0 or prompts.dtype != np.int32:
+        return _pad(prompts, vocab_size)
+    if prompts.ndim != 2 or 0 in prompts.shape or prompts.dtype != np.int32:
         raise ValueError(
             f"prompts must be int32 of shape [rows, prompt_len], got {prompts.dtype} of {prompts.shape}"
         )
+    rows, longest = prompts.shape
     if prompt_lens is None:
-        prompt_lens = jnp.full(prompts.shape[0], prompts.shape[1], jnp.int32)
-    if prompt_lens.shape != prompts.shape[:1] or prompt_lens.dtype != np.int32:
+        prompt_lens = jnp.full(rows, longest, jnp.int32)
+    if prompt_lens.shape != (rows,) or prompt_lens.dtype != np.int32:
         raise ValueError(
-            f"prompt_lens must be int32 of shape {prompts.shape[:1]}, got {prompt_lens.dtype} of "
-            f"{prompt_lens.shape}"
+            f"prompt_lens must be int32 of shape {(rows,)}, got {prompt_lens.dtype} of {prompt_lens.shape}"
         )
+    # Only concrete values can be checked; a trainer's own tracers are trusted.
+    if not isinstance(prompt_lens, Tracer):
+        _check_range("prompt_lens", np.asarray(prompt_lens), 1, longest + 1)
+        if not isinstance(prompts, Tracer):
+            real = np.arange(longest) < np.asarray(prompt_lens)[:, None]
+            _check_range("prompts", np.asarray(prompts)[real], 0, vocab_size)
     return jnp.asarray(prompts), jnp.asarray(prompt_lens)
+
+
+def _pad(
+    prompts: Sequence[Sequence[int]], vocab_size: int
+) -> tuple[Int[Array, "rows prompt_len"], Int[Array, " rows"]]:
+    """Makes one array of lists; its width is a power of two, so that few programs serve all lengths."""
+    lens = [len(prompt) for prompt in prompts]
+    if not lens or min(lens) == 0:
+        raise ValueError("generate needs at least one prompt, and each needs at least one token")
+    padded = np.zeros((len(lens), _round_up(max(lens))), np.int32)
+    for row, prompt in enumerate(prompts):
+        ids = np.asarray(prompt)
+        if not np.issubdtype(ids.dtype, np.integer):
+            raise ValueError(f"prompt {row} must hold token ids (ints), got {ids.dtype}")
+        _check_range(f"prompt {row}", ids, 0, vocab_size)
+        padded[row, : len(ids)] = ids
+    return jnp.asarray(padded), jnp.asarray(lens, jnp.int32)
+
+
+def _round_up(size: int) -> int:
+    """Returns the next power of two, at least 16."""
+    return max(16, 1 << (size - 1).bit_length())
+
+
+def _check_range(name: str, values: np.ndarray, low: int, end: int) -> None:
+    if values.size and (values.min() < low or values.max() >= end):
+        raise ValueError(
+            f"{name} must lie in [{low}, {end}), got values outside: {values.min()} to {values.max()}"
+        )
 
 
 def _per_row(
@@ -149,12 +181,14 @@ def _choices(
 ) -> dict[str, np.ndarray]:
     """Lays the rows' wishes out as arrays, whether or not the program will read them all."""
     seeds = [split_seed(wish.seed or 0) for wish in wishes]
-    entries = max(1, *(len(wish.logit_bias) for wish in wishes))
+    entries = _round_up(max(len(wish.logit_bias) for wish in wishes))
     stop_ids = np.full((len(wishes), STOP_WIDTH), vocab_size, np.int32)
     bias_ids = np.full((len(wishes), entries), vocab_size, np.int32)
     bias_values = np.zeros((len(wishes), entries), np.float32)
     for row, wish in enumerate(wishes):
         stops = (*wish.stop_token_ids, *(() if wish.ignore_eos else eos_ids))
+        if len(stops) > STOP_WIDTH:
+            raise ValueError(f"row {row} has {len(stops)} stop ids, at most {STOP_WIDTH} fit")
         stop_ids[row, : len(stops)] = stops
         bias_ids[row, : len(wish.logit_bias)] = list(wish.logit_bias.keys())
         bias_values[row, : len(wish.logit_bias)] = list(wish.logit_bias.values())

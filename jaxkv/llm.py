@@ -1,7 +1,9 @@
 """Text in, text out: a model directory, a cache, and the programs that run them."""
 
+import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,15 +16,18 @@ from jaxkv.config import CacheConfig, SamplingParams
 from jaxkv.engine.compile_cache import enable_compile_cache
 from jaxkv.engine.detokenize import Detokenizer
 from jaxkv.engine.executor import Executor
-from jaxkv.engine.offline import Finished, generate_waves, score_waves
+from jaxkv.engine.offline import Finished, generate_waves, score_texts
 from jaxkv.engine.programs import Programs
 from jaxkv.engine.request import Piece, Request, RequestOutput, SampleOutput, sample_seed
+from jaxkv.engine.rows import Row
 from jaxkv.engine.stream import stream_request
 from jaxkv.models.protocol import Model
 from jaxkv.models.registry import build_model, load_config
 from jaxkv.plan import plan_cache, resolve_dtype, resolve_length
 from jaxkv.tokenizer import Tokenizer, load_tokenizer
 from jaxkv.weights.load import load_params
+
+_LOG = logging.getLogger(__name__)
 
 Prompt = str | Sequence[int]
 
@@ -87,23 +92,36 @@ class LLM:
         )
 
     def warm_up(
-        self, *, batch: int, prompt_tokens: int, sampling: SamplingParams | None = None
+        self,
+        *,
+        batch: int,
+        prompt_tokens: int,
+        sampling: SamplingParams | None = None,
+        score: bool = False,
     ) -> None:
         """Compiles what `generate` and `stream` need for requests like these; nothing is executed.
 
-        A strict `LLM` refuses afterwards whatever would have to be compiled.
+        May be called several times. A strict `LLM` refuses afterwards whatever would have to be compiled.
 
         Args:
             batch: prompts of one `generate` call.
             prompt_tokens: tokens of each prompt.
-            sampling: how their tokens are chosen; `max_tokens` counts too.
+            sampling: how their tokens are chosen; `max_tokens` and `n` count too.
+            score: also what `score` needs for texts of `prompt_tokens`.
         """
         wish = sampling or SamplingParams()
-        for declared in self.executor.shapes.declare(
-            batch=batch, prompt_tokens=prompt_tokens, sampling=wish
-        ):
-            self.executor.declared(declared)
-        self.executor.programs.seal()
+        request = self._request((0,) * prompt_tokens, wish, 0)
+        shapes = self.executor.shapes
+        needed = shapes.declare([request] * (batch * wish.n), whole=self.model.whole_prompts)
+        if score:
+            needed.append(shapes.score(Row(0, request.prompt, 0, SamplingParams(temperature=0.0))))
+        programs = self.executor.programs
+        programs.unseal()
+        try:
+            for declared in needed:
+                self.executor.program(declared)
+        finally:
+            programs.seal()
 
     def generate(
         self,
@@ -126,7 +144,8 @@ class LLM:
             for prompt, params in zip(ids, wishes, strict=True)
             for sample in range(params.n)
         ]
-        finished = [result for _, result in generate_waves(self.executor, requests)]
+        self._recover()
+        finished = list(generate_waves(self.executor, requests))
         outputs, first = [], 0
         for prompt, params in zip(ids, wishes, strict=True):
             samples = tuple(self._sample(result) for result in finished[first : first + params.n])
@@ -147,18 +166,27 @@ class LLM:
 
     def _stream(self, request: Request) -> Iterator[Piece]:
         detokenizer = Detokenizer(self.tokenizer) if self.tokenizer else None
-        for token in stream_request(self.executor, request):
-            text = ""
-            if detokenizer is not None and token.token_id is not None:
-                text = detokenizer.push(token.token_id)
-            if detokenizer is not None and token.reason is not None:
-                text += detokenizer.finish()
-            yield Piece(
-                text=text,
-                token_id=token.token_id,
-                finish_reason=token.reason,
-                logprobs=token.logprobs,
-            )
+        self._recover()
+        with closing(stream_request(self.executor, request)) as tokens:
+            for token in tokens:
+                text = ""
+                if detokenizer is not None and token.token_id is not None:
+                    text = detokenizer.push(token.token_id)
+                if detokenizer is not None and token.reason is not None:
+                    text += detokenizer.finish()
+                yield Piece(
+                    text=text,
+                    token_id=token.token_id,
+                    finish_reason=token.reason,
+                    logprobs=token.logprobs,
+                )
+
+    def _recover(self) -> None:
+        """Replaces a cache that an earlier failure has cost; nothing of this call is in it yet."""
+        owner = self.executor.owner
+        if owner.poisoned:
+            _LOG.warning("the cache was lost, an empty one takes its place")
+            owner.rebuild()
 
     def chat(
         self, messages: Sequence[Mapping[str, Any]], sampling: SamplingParams | None = None
@@ -189,14 +217,21 @@ class LLM:
         ids = [self._prompt_ids(prompt) for prompt in as_prompts(prompts)]
         for prompt in ids:
             if len(prompt) > self.max_model_len:
-                raise ValueError(_too_long(len(prompt), self.max_model_len))
-        return list(score_waves(self.executor, ids))
+                raise ValueError(
+                    f"a text of {len(prompt)} tokens exceeds max_model_len, {self.max_model_len}"
+                )
+        self._recover()
+        return list(score_texts(self.executor, ids))
 
     def _prompt_ids(self, prompt: Prompt) -> tuple[int, ...]:
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise ValueError("this model directory has no tokenizer.json; give token ids")
             prompt = self.tokenizer.encode(prompt)
+        if not isinstance(prompt, Sequence | np.ndarray) or isinstance(prompt, bytes | bytearray):
+            raise ValueError(
+                f"a prompt is a text or a list of token ids, got {type(prompt).__name__}"
+            )
         ids = tuple(prompt)
         if not ids:
             raise ValueError("a prompt needs at least one token, got none")
@@ -212,7 +247,10 @@ class LLM:
         params.check_vocab(self.model.vocab_size)
         room = self.max_model_len - len(prompt)
         if room < 1:
-            raise ValueError(_too_long(len(prompt) + 1, self.max_model_len))
+            raise ValueError(
+                f"a prompt of {len(prompt)} tokens leaves no room for another, since max_model_len is "
+                f"{self.max_model_len}; shorten it or raise max_model_len"
+            )
         allowed = min(params.max_tokens, room)
         params = replace(params, max_tokens=allowed, min_tokens=min(params.min_tokens, allowed))
         eos = () if params.ignore_eos else self.eos_ids
@@ -229,7 +267,7 @@ class LLM:
             text=text,
             token_ids=result.token_ids,
             finish_reason=result.reason,
-            logprobs=None if result.logprobs is None else tuple(result.logprobs),
+            logprobs=result.logprobs,
         )
 
 
@@ -237,6 +275,10 @@ def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """Makes a list of one of a single text or a single list of ids."""
     if isinstance(prompts, str):
         return [prompts]
+    if not isinstance(prompts, Sequence | np.ndarray) or isinstance(prompts, bytes | bytearray):
+        raise ValueError(
+            f"prompts are a text, a list of token ids, or a list of these, got {type(prompts).__name__}"
+        )
     ids = [item for item in prompts if isinstance(item, int | np.integer)]
     texts = [item for item in prompts if not isinstance(item, int | np.integer)]
     if ids and texts:
@@ -252,6 +294,9 @@ def one_each(
     """Returns one `SamplingParams` per prompt."""
     if sampling is None or isinstance(sampling, SamplingParams):
         return [sampling or SamplingParams()] * count
+    listed = isinstance(sampling, Sequence) and all(isinstance(w, SamplingParams) for w in sampling)
+    if not listed:
+        raise ValueError(f"sampling is one SamplingParams or a list of them, got {sampling!r}")
     if len(sampling) != count:
         raise ValueError(
             f"got {len(sampling)} SamplingParams for {count} prompts; give one, or one each"
@@ -268,10 +313,3 @@ def free_bytes(share: float) -> int:
     if stats and "bytes_limit" in stats:
         return int(share * (stats["bytes_limit"] - stats["bytes_in_use"]))
     return int(share * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 4)
-
-
-def _too_long(tokens: int, limit: int) -> str:
-    return (
-        f"the prompt needs {tokens} tokens with room for one more, but max_model_len is {limit}; "
-        f"shorten it or raise max_model_len"
-    )

@@ -2,12 +2,16 @@
 
 from pathlib import Path
 
+import jax
+
 from jaxkv import default_model
 from jaxkv.cache.budget import Budget, bytes_per_sequence, bytes_per_token, plan_budget
 from jaxkv.cache.spec import CacheLayout, LayerSpec, group_layers
 from jaxkv.cache.variants import sampling as sampling_spec
-from jaxkv.config import MAX_BIAS_ENTRIES, CacheConfig, SamplingParams
+from jaxkv.config import MAX_BIAS_ENTRIES, CacheConfig, SamplingParams, as_int
+from jaxkv.engine.request import Request
 from jaxkv.engine.shapes import Shapes
+from jaxkv.models.decoder import Decoder
 from jaxkv.models.protocol import Model
 from jaxkv.models.registry import build_model, load_config
 
@@ -25,11 +29,7 @@ def resolve_length(max_model_len: int | None, positions: int) -> int:
     """Returns the longest sequence, checked against what the model was made for."""
     if max_model_len is None:
         return positions
-    if not 2 <= max_model_len <= positions:
-        raise ValueError(
-            f"max_model_len must lie in [2, {positions}], the model's own limit, got {max_model_len}"
-        )
-    return max_model_len
+    return as_int("max_model_len (the upper bound is the model's own)", max_model_len, 2, positions)
 
 
 def plan_cache(
@@ -72,16 +72,29 @@ def explain_plan(
     max_model_len: int | None,
     cache: CacheConfig,
     free_bytes: int | None,
+    holds_weights: bool = True,
 ) -> str:
     """Returns what `jaxkv plan` prints for a model directory; only its config.json is read.
 
+    Args:
+        directory: of the model; `None` is the small one inside the package.
+        dtype: to compute in, or "auto".
+        max_model_len: longest sequence; `None` is the model's own limit.
+        cache: the user's wishes.
+        free_bytes: memory that is free before weights are loaded; `None` does not limit the cache.
+        holds_weights: the weights will take their bytes from `free_bytes` first, as on a GPU.
+
     Raises:
-        ValueError: as for `LLM`.
+        ValueError: as for `LLM`, and the weights alone need more than `free_bytes`.
     """
     config = load_config(Path(directory) if directory is not None else default_model.path())
     model = build_model(config)
     length = resolve_length(max_model_len, model.max_positions)
     resolved = resolve_dtype(dtype, config.dtype)
+    weights = _weight_bytes(model, resolved)
+    if free_bytes is not None:
+        rest = _beside_weights(free_bytes, weights) if holds_weights else free_bytes
+        free_bytes = int(cache.memory_share * rest)
     layout, budget = plan_cache(
         model, cache, dtype=resolved, max_model_len=length, free_bytes=free_bytes
     )
@@ -90,23 +103,39 @@ def explain_plan(
     lines = [
         f"{config.family}: {model.num_layers} layers, {model.vocab_size:,} token ids, in {resolved}; "
         f"{per_token:,} bytes of cache per token",
+        f"weights: {weights:,} bytes",
         "",
         budget.explain(),
         "",
-        *_programs(shapes, length, cache.max_sequences),
+        *_programs(shapes, length, cache.max_sequences, whole=model.whole_prompts),
     ]
     return "\n".join(lines)
 
 
-def _programs(shapes: Shapes, length: int, rows: int) -> list[str]:
+def _weight_bytes(model: Decoder, dtype: str) -> int:
+    leaves = jax.tree.leaves(model.param_shapes(dtype))
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+
+
+def _beside_weights(free_bytes: int, weights: int) -> int:
+    if weights > free_bytes:
+        raise ValueError(
+            f"the weights alone need {weights:,} bytes, but only {free_bytes:,} are free; take a smaller dtype or "
+            f"model, or a device with more memory"
+        )
+    return free_bytes - weights
+
+
+def _programs(shapes: Shapes, length: int, rows: int, *, whole: bool) -> list[str]:
     """Lists the greedy programs of a typical request, which grow with it in powers of two."""
     prompt = max(1, min(1024, length // 2))
     sampling = SamplingParams(temperature=0.0, max_tokens=max(1, min(128, length - prompt)))
+    request = Request(prompt=(0,) * prompt, params=sampling, seed=0, stop_ids=())
     lines = [
         f"programs for {rows} prompts of {prompt} tokens and {sampling.max_tokens} new ones, greedy "
         f"(others compile when first needed):"
     ]
-    for declared in shapes.declare(batch=rows, prompt_tokens=prompt, sampling=sampling):
+    for declared in shapes.declare([request] * rows, whole=whole):
         shape = declared.shape
         lines.append(
             f"  {declared.kind:8s} {shape.rows:4d} rows  {shape.tokens:7d} tokens  "

@@ -1,5 +1,12 @@
 """Wishes out of range are refused when they are made, by name and with the range (reliability rows 18 and 19)."""
 
+import copy
+import dataclasses
+import pickle
+from collections import ChainMap
+from types import MappingProxyType
+
+import numpy as np
 import pytest
 
 from jaxkv.config import CacheConfig, SamplingParams
@@ -35,6 +42,24 @@ def test_a_count_that_is_none_or_out_of_range_is_refused_by_name(name, value):
         ({"logit_bias": {1: 101.0}}, "logit_bias"),
         ({"logit_bias": dict.fromkeys(range(1025), 1.0)}, "logit_bias"),
         ({"ignore_eos": 1}, "ignore_eos"),
+        ({"stop_token_ids": 5}, "stop_token_ids must be .* got 5"),
+        ({"stop_token_ids": None}, "stop_token_ids must be .* got None"),
+        ({"stop_token_ids": np.array(5)}, "stop_token_ids"),
+        ({"stop_token_ids": "ab"}, "stop_token_ids must be an int .* got 'a'"),
+        ({"stop_token_ids": (None,)}, "stop_token_ids must be an int .* got None"),
+        ({"stop_token_ids": (1.0,)}, "stop_token_ids"),
+        ({"stop_token_ids": ([1],)}, "stop_token_ids"),
+        ({"stop_token_ids": (True,)}, "stop_token_ids"),
+        ({"stop_token_ids": (np.True_,)}, "stop_token_ids"),
+        ({"logit_bias": None}, "logit_bias must map .* got None"),
+        ({"logit_bias": [1]}, "logit_bias must map"),
+        ({"logit_bias": {True: 1.0}}, "logit_bias"),
+        ({"logit_bias": {"1": 1.0}}, "logit_bias"),
+        ({"logit_bias": {1.0: 1.0}}, "logit_bias"),
+        ({"logit_bias": {1: None}}, "logit_bias"),
+        ({"logit_bias": {1: True}}, "logit_bias"),
+        ({"seed": np.float32(1)}, "seed"),
+        ({"top_p": np.float32("nan")}, "top_p"),
     ],
 )
 def test_lists_and_flags_are_checked_too(options, message):
@@ -57,6 +82,64 @@ def test_a_request_cannot_be_changed_from_outside():
     assert dict(wish.logit_bias) == {1: 1.0}
     with pytest.raises(TypeError):
         wish.logit_bias[3] = 1.0
+
+
+RICH = {
+    "temperature": 0.5,
+    "stop_token_ids": (3, 4),
+    "logit_bias": {1: 2.5, 7: -100},
+    "seed": 2**64 - 1,
+}
+
+
+@pytest.mark.parametrize(
+    "clone",
+    [
+        lambda wish: SamplingParams(**RICH | {"logit_bias": {7: -100, 1: 2.5}}),
+        lambda wish: SamplingParams(**dataclasses.asdict(wish)),
+        lambda wish: dataclasses.replace(wish, max_tokens=16),
+        copy.copy,
+        copy.deepcopy,
+        *(
+            lambda wish, protocol=protocol: pickle.loads(pickle.dumps(wish, protocol))
+            for protocol in range(pickle.HIGHEST_PROTOCOL + 1)
+        ),
+    ],
+)
+def test_wishes_of_equal_values_are_equal_and_hash_alike_however_they_were_copied(clone):
+    wish = SamplingParams(**RICH)
+    other = clone(wish)
+    assert other == wish
+    assert len({other, wish}) == 1
+    assert repr(other.logit_bias) in ("{1: 2.5, 7: -100.0}", "{7: -100.0, 1: 2.5}")
+    assert other != SamplingParams(**RICH | {"logit_bias": {1: 2.5}})
+    with pytest.raises(TypeError):
+        other.logit_bias[3] = 1.0
+
+
+@pytest.mark.parametrize("kind", [dict, MappingProxyType, ChainMap])
+def test_any_mapping_biases_logits(kind):
+    wish = SamplingParams(logit_bias=kind({5: 1.0}))
+    assert wish.logit_bias == {5: 1.0}
+    assert wish == SamplingParams(logit_bias={5: 1.0})
+
+
+@pytest.mark.parametrize("of", [np.int32, np.int64, np.uint8])
+def test_numpys_numbers_become_pythons(of):
+    wish = SamplingParams(
+        temperature=np.float32(0.5),
+        stop_token_ids=np.array([1, 2], of),
+        logit_bias={of(3): np.float64(1)},
+        **{name: of(4) for name in ("seed", "top_k", "n", "max_tokens", "min_tokens", "logprobs")},
+    )
+    cache = CacheConfig(page_size=of(16), memory_share=np.float32(0.5))
+    values = [*dataclasses.astuple(wish)[:7], *wish.stop_token_ids, *wish.logit_bias]
+    values += [*wish.logit_bias.values(), wish.seed, wish.n, wish.max_tokens, wish.min_tokens]
+    values += [wish.logprobs, cache.page_size, cache.memory_share]
+    assert {type(value) for value in values} == {int, float}
+    assert wish.stop_token_ids == (1, 2)
+    assert wish.logit_bias == {3: 1.0}
+    assert (wish.seed, wish.temperature, cache.page_size) == (4, 0.5, 16)
 
 
 @pytest.mark.parametrize(

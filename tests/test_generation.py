@@ -155,7 +155,8 @@ def test_penalties_and_bias_act_from_the_prompt_on(params):
     tokens = generate(params, MODEL, PROMPTS[:1], sampling=spread).tokens[0].tolist()
     assert len(set(tokens)) == 20
     shy = SamplingParams(temperature=0.0, max_tokens=1, repetition_penalty=100.0)
-    assert generate(params, MODEL, PROMPTS, sampling=shy).tokens[0, 0] not in PROMPTS[0]
+    tokens = generate(params, MODEL, PROMPTS, sampling=shy).tokens[:, 0].tolist()
+    assert all(token not in prompt for token, prompt in zip(tokens, PROMPTS, strict=True))
 
 
 def test_logprobs_are_those_of_the_raw_logits(params):
@@ -192,6 +193,22 @@ def test_logprobs_are_those_of_the_raw_logits(params):
         ([[1]], {"sampling": [GREEDY, GREEDY]}, "2 SamplingParams"),
         ([[1]], {"sampling": SamplingParams(stop_token_ids=(61,))}, "61"),
         ([[1]], {"prompt_lens": jnp.ones(1, jnp.int32)}, "prompt_lens"),
+        ([[1.5, 2.5]], {}, "token ids"),
+        ([[1]], {"eos_ids": (-1,)}, "eos_ids"),
+        ([[1]], {"eos_ids": (61,)}, "eos_ids"),
+        ([[1]], {"eos_ids": tuple(range(60)) * 2}, "stop ids"),
+        (jnp.asarray([[1, 99]], jnp.int32), {}, "prompts"),
+        (jnp.asarray([[1, -2]], jnp.int32), {}, "prompts"),
+        (
+            jnp.ones((2, 3), jnp.int32),
+            {"prompt_lens": jnp.asarray([3, 0], jnp.int32)},
+            "prompt_lens",
+        ),
+        (
+            jnp.ones((2, 3), jnp.int32),
+            {"prompt_lens": jnp.asarray([9, 3], jnp.int32)},
+            "prompt_lens",
+        ),
         (np.ones((1, 3), np.int64), {}, "int32"),
         (jnp.ones((2, 3), jnp.int32), {"prompt_lens": jnp.ones(3, jnp.int32)}, "prompt_lens"),
     ],

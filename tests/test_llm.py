@@ -1,5 +1,8 @@
 """What a user touches: `LLM` on the model inside the package, offline. Truth is `generate` and Transformers."""
 
+from dataclasses import replace
+
+import jax
 import numpy as np
 import pytest
 
@@ -153,6 +156,7 @@ def test_the_end_of_the_context_ends_the_text(llm):
         ([4096], "4096"),
         ([-1], "-1"),
         ([True], "True"),
+        (b"def ", "bytes"),
         ("\ud800", "surrogate|UTF-8"),
     ],
 )
@@ -188,6 +192,14 @@ def test_strict_mode_refuses_what_was_not_warmed_up():
     assert compile_count() == before
     with pytest.raises(ProgramRefused, match="draws"):
         llm.generate([[1, 2, 3]], SamplingParams(temperature=1.0, max_tokens=12))
+    # At a bucket's edge, with penalties, for several samples and for scores: what was declared is what runs.
+    penalised = SamplingParams(temperature=0.5, presence_penalty=1.0, n=3, seed=1, max_tokens=11)
+    llm.warm_up(batch=1, prompt_tokens=22, sampling=penalised, score=True)
+    before = compile_count()
+    llm.generate([[5] * 22], penalised)
+    list(llm.stream([5] * 22, replace(penalised, n=1)))
+    llm.score([[5] * 22])
+    assert compile_count() == before
     # S1-09: compiling ran nothing, so the cache was still all zeros when the first request came.
     assert all(not array.any() for array in cold)
 
@@ -201,15 +213,67 @@ def test_a_cache_too_small_for_one_sequence_says_so():
         )
 
 
-def test_a_failed_step_poisons_and_a_rebuild_gives_the_same_tokens(llm, monkeypatch):
-    """T-09, S1-13: after a loss every use says so, and a rebuilt cache serves as before."""
-    wanted = llm.generate(PROMPTS, GREEDY)
-    llm.executor.owner.poison("the test said so")
-    with pytest.raises(CachePoisoned, match="the test said so"):
-        llm.generate(PROMPTS, GREEDY)
+def test_an_error_at_the_host_read_loses_the_cache_and_the_next_call_recovers(llm, monkeypatch):
+    """T-09, S1-13, D1: an out-of-memory is heard of at the read; every other request still gets its tokens."""
+    wanted = [output.token_ids for output in llm.generate(PROMPTS, GREEDY)]
+
+    def fail(out):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: injected")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(jax, "device_get", fail)
+        with pytest.raises(jax.errors.JaxRuntimeError, match="injected"):
+            llm.generate(PROMPTS, GREEDY)
+    assert llm.executor.owner.poisoned
+    assert [output.token_ids for output in llm.generate(PROMPTS, GREEDY)] == wanted
+
+
+def test_a_stream_that_outlives_a_rebuild_says_so_instead_of_reading_zeros(llm):
+    pieces = llm.stream(PROMPTS[0], GREEDY)
+    next(pieces)
     llm.executor.owner.rebuild()
-    again = llm.generate(PROMPTS, GREEDY)
-    assert [output.token_ids for output in again] == [output.token_ids for output in wanted]
+    with pytest.raises(CachePoisoned, match="start it again"):
+        list(pieces)
+
+
+def test_an_interrupt_in_the_middle_gives_everything_back(llm, monkeypatch):
+    """Ctrl-C while a wave is prepared; the fixture counts the pages afterwards."""
+
+    def interrupt(declared):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(llm.executor, "program", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(PROMPTS, GREEDY)
+        with pytest.raises(KeyboardInterrupt):
+            list(llm.stream(PROMPTS[0], GREEDY))
+    assert len(llm.generate(PROMPTS[0], GREEDY)[0].token_ids) == 12
+
+
+def test_a_dropped_stream_frees_its_pages_even_if_never_started(llm):
+    started, idle = llm.stream(PROMPTS[0], GREEDY), llm.stream(PROMPTS[1], GREEDY)
+    next(started)
+    del started, idle
+
+
+def test_penalised_and_plain_rows_share_a_wave_without_noticing(llm):
+    wishes = [
+        SamplingParams(temperature=0.0, repetition_penalty=1.8, max_tokens=10),
+        GREEDY,
+        SamplingParams(temperature=0.9, seed=4, max_tokens=10, frequency_penalty=1.0),
+    ]
+    together = llm.generate(PROMPTS, wishes)
+    for prompt, wish, output in zip(PROMPTS, wishes, together, strict=True):
+        assert llm.generate(prompt, wish)[0].token_ids == output.token_ids
+
+
+def test_a_prompt_streams_in_chunks_to_the_same_text(llm, monkeypatch):
+    """S5-21's plain half: chunks of 8 of a prompt of 30 tokens."""
+    prompt = list(range(100, 130))
+    wanted = llm.generate(prompt, GREEDY)[0].token_ids
+    monkeypatch.setattr("jaxkv.engine.shapes.PREFILL_CHUNK", 8)
+    assert tuple(piece.token_id for piece in llm.stream(prompt, GREEDY)) == wanted
 
 
 def test_pages_run_out_with_the_numbers_and_nothing_is_consumed():

@@ -9,9 +9,10 @@ import pytest
 
 from jaxkv.config import CacheConfig, ModelConfig, RopeConfig, SamplingParams
 from jaxkv.engine.executor import Executor
-from jaxkv.engine.offline import generate_waves, new_row
+from jaxkv.engine.offline import generate_waves
 from jaxkv.engine.programs import Programs, compile_count
 from jaxkv.engine.request import Request
+from jaxkv.engine.shapes import row_of
 from jaxkv.engine.stream import stream_request
 from jaxkv.generation import generate
 from jaxkv.models.decoder import Decoder
@@ -72,7 +73,7 @@ def requests():
 def test_the_decode_program_uses_the_kernel(params):
     """S1-12: on this card the best implementation is the kernel, and it is what the step runs."""
     executor = executor_of(MODEL, params)
-    rows = [replace(new_row(request), tokens=(0,), carry=True) for request in requests()]
+    rows = [replace(row_of(request, 0), tokens=(0,), carry=True) for request in requests()]
     shape = executor.shapes.shape(rows, total_tokens=200, decode=True)
     program = executor.step_program(shape)
     assert program.report.problems == ()
@@ -83,13 +84,13 @@ def test_the_decode_program_uses_the_kernel(params):
 def test_loop_and_stream_agree_and_equal_xla_up_to_close_calls(params, page_size):
     """S3-16: one token per program or all in one: the same tokens. XLA may differ where two are nearly equal."""
     executor = executor_of(MODEL, params, page_size)
-    wanted = [result.token_ids for _, result in generate_waves(executor, requests())]
+    wanted = [result.token_ids for result in generate_waves(executor, requests())]
     for request, tokens in zip(requests(), wanted, strict=True):
         alone = [token.token_id for token in stream_request(executor, request)]
         same = next((at for at, (a, b) in enumerate(zip(alone, tokens, strict=True)) if a != b), 40)
         assert same >= 5, "the forms part at once; that is no rounding"
     xla = executor_of(replace(MODEL, implementation="xla"), params, page_size)
-    plain = [result.token_ids for _, result in generate_waves(xla, requests())]
+    plain = [result.token_ids for result in generate_waves(xla, requests())]
     agreed = np.mean(
         [a == b for x, y in zip(wanted, plain, strict=True) for a, b in zip(x, y, strict=True)]
     )
@@ -111,10 +112,10 @@ def test_float32_on_the_card_equals_float32_on_the_processor():
 
 def test_the_same_programs_give_the_same_bits_again_and_compile_nothing(params):
     executor = executor_of(MODEL, params)
-    first = [result.token_ids for _, result in generate_waves(executor, requests())]
+    first = [result.token_ids for result in generate_waves(executor, requests())]
     before = compile_count()
     for _ in range(3):
-        assert [result.token_ids for _, result in generate_waves(executor, requests())] == first
+        assert [result.token_ids for result in generate_waves(executor, requests())] == first
     assert compile_count() == before
 
 

@@ -1,7 +1,7 @@
 """Which pages and states each sequence holds, over all groups at once. Knows groups and counts, never variants."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -186,6 +186,16 @@ class Accounts:
     def page_table(self, seq: int, group_name: str) -> list[int]:
         """Returns the pages of a sequence, first token first."""
         return list(self._find(seq).pages[self._group(group_name, "page").name])
+
+    def pages(self, seq: int, group_name: str) -> Sequence[int]:
+        """Returns the pages of a sequence without copying them, for those who read them at once.
+
+        The list is the accounts' own: the caller must not change it, nor keep it beyond the next verb, which may.
+        """
+        pages = self._find(seq).pages.get(group_name)
+        if pages is None:  # Says which is wrong, the name or the kind of group.
+            return self.page_table(seq, group_name)
+        return pages
 
     def slots(self, seq: int, group_name: str, start: int, stop: int) -> np.ndarray:
         """Returns the slot (`page * page_size + offset`, int32) of each token from `start` to `stop - 1`."""

@@ -32,6 +32,7 @@ class CacheOwner:
         self.counts = dict(counts)
         self._device = device
         self._epoch = 0
+        self._rebuilds = 0
         self._keys = tuple((array.layer, array.role) for array in layout.arrays(counts))
         self._cache: Cache | None = None
         self._lost = ""
@@ -42,6 +43,11 @@ class CacheOwner:
     def epoch(self) -> int:
         """Grows by one whenever other buffers become the cache."""
         return self._epoch
+
+    @property
+    def rebuilds(self) -> int:
+        """Grows by one at each `rebuild`: sequences begun before the last one have lost what they remembered."""
+        return self._rebuilds
 
     @property
     def poisoned(self) -> bool:
@@ -58,7 +64,10 @@ class CacheOwner:
         cache = self.take()
         try:
             successor, out = step(cache, *args)
+            self.put(successor)
         except BaseException as error:
+            if self._cache is not None:
+                raise
             if not any(array.is_deleted() for array in cache.arrays):
                 self._cache = cache
                 raise
@@ -66,7 +75,6 @@ class CacheOwner:
             if isinstance(error, Exception):
                 raise self._loss() from error
             raise
-        self.put(successor)
         return out
 
     def handle(self) -> "Handle":
@@ -105,6 +113,7 @@ class CacheOwner:
         self._cache, self._lost, self._cause = None, "", None
         self._cache = init_cache(self.layout, self.counts, device=self._device)
         self._epoch += 1
+        self._rebuilds += 1
 
     def _live(self) -> Cache:
         if self._cache is None:

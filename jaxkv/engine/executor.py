@@ -3,9 +3,12 @@
 It runs what it is given. Which sequences, how many tokens and when to stop are decided by its callers.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import count
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
@@ -15,13 +18,12 @@ from jaxkv.cache.accounts import Accounts
 from jaxkv.cache.owner import CacheOwner
 from jaxkv.cache.spec import CacheLayout
 from jaxkv.cache.state import Cache
-from jaxkv.config import SamplingParams
 from jaxkv.engine.fields import StepShape
 from jaxkv.engine.packer import Packer
 from jaxkv.engine.programs import Lowering, Program, ProgramKey, Programs
 from jaxkv.engine.results import pack_sampled
 from jaxkv.engine.rows import Row
-from jaxkv.engine.shapes import Declared, Shapes
+from jaxkv.engine.shapes import Declared, Shapes, serves
 from jaxkv.models.protocol import Model, Params
 from jaxkv.step.loop import Generated, generate_loop
 from jaxkv.step.sample import admit
@@ -33,8 +35,10 @@ class Executor:
     """Runs packed steps over one cache.
 
     Args:
-        model, params: what to compute, and its parameters on the device.
-        layout, counts: the cache's groups, and how many pages or states each has.
+        model: what to compute.
+        params: its parameters, on the device.
+        layout: the cache's groups.
+        counts: how many pages or states each group has.
         max_tokens: longest sequence.
         max_rows: most rows of a step.
         programs: where compiled programs are kept.
@@ -59,117 +63,157 @@ class Executor:
         self.owner = CacheOwner(layout, counts)
         self.accounts = Accounts(layout, counts)
         self.packer = Packer(layout, counts, model.vocab_size)
+        self._numbers = count()
+        self._known: dict[Declared, Program] = {}
+
+    @contextmanager
+    def reserved(self, num_tokens: int) -> Iterator[int]:
+        """Holds pages and states for a new sequence and yields its number; gives them back whatever happens.
+
+        Raises:
+            OutOfPages: too few are free; nothing was taken (`OutOfStates` likewise).
+        """
+        sequence = next(self._numbers)
+        self.accounts.open(sequence)
+        try:
+            reservation = self.accounts.reserve(sequence, num_tokens)
+            assert not reservation.copies, "a sequence that shares nothing needs no copies"
+            yield sequence
+        finally:
+            self.accounts.release(sequence)
+
+    def fit(self, declared: Declared) -> Declared:
+        """Returns the program to use: in strict mode, if this one was not compiled, the smallest that serves as well.
+
+        Otherwise the program itself, which is compiled when it is first run.
+        """
+        if not self.programs.strict or declared in self._known:
+            return declared
+        able = [known for known in self._known if serves(known, declared)]
+        return min(able, key=lambda known: (known.shape.tokens, known.shape.rows), default=declared)
+
+    def step_shape(
+        self, rows: Sequence[Row], *, total_tokens: int, decode: bool = False
+    ) -> StepShape:
+        """Returns the shape to run a step of these rows in; see `fit`."""
+        shape = self.shapes.shape(rows, total_tokens=total_tokens, decode=decode)
+        return self.fit(Declared("decode" if decode else "prefill", shape)).shape
 
     def step(self, shape: StepShape, rows: Sequence[Row]) -> Array:
         """Dispatches one step and returns its packed tokens, which may not be computed yet.
 
-        Read them with `jaxkv.engine.results.unpack_sampled`.
+        Get them with `read`, and name them with `jaxkv.engine.results.unpack_sampled`.
         """
         packed = self.packer.pack(shape, rows, self.accounts)
         return self._run(self.step_program(shape), packed)
 
     def step_program(self, shape: StepShape) -> Program:
         """Returns the compiled step of a shape."""
+        return self.program(Declared("decode" if shape.decode else "prefill", shape))
 
-        def run(params: Params, cache: Cache, *packed: Array) -> tuple[Cache, Array]:
-            batch, _ = self.packer.unpack(shape, *packed)
-            cache, sampled = step(self.model, params, cache, batch)
-            return cache, pack_sampled(sampled)
-
-        return self._program("decode" if shape.decode else "prefill", shape, run)
-
-    def loop(self, shape: StepShape, rows: Sequence[Row]) -> Generated:
+    def loop(self, declared: Declared, rows: Sequence[Row]) -> Generated:
         """Generates until every row has stopped, in one executable."""
-        packed = self.packer.pack(shape, rows, self.accounts)
-        width = self.shapes.width(max(row.params.max_tokens for row in rows))
-        return self._run(self.loop_program(shape, width), packed)
+        packed = self.packer.pack(declared.shape, rows, self.accounts)
+        return self._run(self.program(declared), packed)
 
-    def loop_program(self, shape: StepShape, width: int) -> Program:
-        """Returns the compiled generate of a shape, with `width` columns of output."""
-        page_sizes = tuple(group.page_size for group in self.layout.paged_groups)
-
-        def run(params: Params, cache: Cache, *packed: Array) -> tuple[Cache, Generated]:
-            batch, limits = self.packer.unpack(shape, *packed)
-            assert limits is not None
-            return generate_loop(
-                self.model, params, cache, batch, limits, page_sizes=page_sizes, max_tokens=width
-            )
-
-        return self._program("generate", shape, run, (("width", width),))
-
-    def score(self, shape: StepShape, rows: Sequence[Row]) -> Array:
+    def score(self, declared: Declared, rows: Sequence[Row]) -> Array:
         """Returns, for each packed token, the log-probability of the token packed after it."""
-        packed = self.packer.pack(shape, rows, self.accounts)
+        packed = self.packer.pack(declared.shape, rows, self.accounts)
+        return self._run(self.program(declared), packed)
 
-        def run(params: Params, cache: Cache, *packed: Array) -> tuple[Cache, Array]:
-            batch, _ = self.packer.unpack(shape, *packed)
-            return score_tokens(self.model, params, cache, batch)
+    def admit(self, rows: Sequence[Row]) -> None:
+        """Gives rows that penalties may concern clean entries in the sampling group; `tokens` are whole prompts."""
+        declared = self.fit(self.shapes.admit(rows))
+        slots, prompts, bias_ids, bias_values = self._blank_admission(declared)
+        for index, row in enumerate(rows):
+            slots[index] = self.accounts.states(row.sequence, "sampling")[1]
+            prompts[index, : len(row.tokens)] = row.tokens
+            bias = row.params.logit_bias
+            if len(bias) > bias_ids.shape[1]:
+                raise ValueError(
+                    f"logit_bias has {len(bias)} entries, but the cache holds {bias_ids.shape[1]}"
+                )
+            bias_ids[index, : len(bias)] = list(bias.keys())
+            bias_values[index, : len(bias)] = list(bias.values())
+        self._run(self.program(declared), (slots, prompts, bias_ids, bias_values))
 
-        return self._run(self._program("score", shape, run), packed)
+    def read(self, out: Any) -> Any:  # noqa: ANN401 - a pytree of device arrays, as NumPy
+        """Waits for a step's output and returns it as NumPy.
 
-    def admit(self, row: Row, prompt: Sequence[int]) -> None:
-        """Gives a row that penalties may concern a clean entry in the sampling group."""
-        width = self.shapes.width(len(prompt))
-        ids = self.model.vocab_size + np.arange(width, dtype=np.int32)[None]
-        ids[0, : len(prompt)] = prompt
-        slot = np.asarray([self.accounts.states(row.sequence, "sampling")[1]], np.int32)
-        arrays = (slot, ids, *self._bias(row.params))
-        layer = self.model.num_layers
+        A step that ran out of memory, say, is heard of only here; its cache is lost with it.
+        """
+        try:
+            return jax.device_get(out)
+        except jax.errors.JaxRuntimeError as error:
+            self.owner.poison(f"a step failed while it ran: {error}", cause=error)
+            raise
 
-        def run(
-            params: Params, cache: Cache, slots: Array, prompts: Array, *bias: Array
-        ) -> tuple[Cache, tuple[()]]:
-            del params
-            nothing_yet = jnp.zeros((1, 0), jnp.int32)
-            choices = admit(cache.layer(layer), slots, prompts, nothing_yet, *bias)
-            return cache.with_layer(layer, choices), ()
+    def program(self, declared: Declared) -> Program:
+        """Returns the compiled form of a program."""
+        program = self._known.get(declared)
+        if program is None:
+            program = self.programs.get(self._key(declared), lambda: self._lowering(declared))
+            self._known[declared] = program
+        return program
 
-        key = ProgramKey("admit", width, 1, 0, Features(penalties=True))
-        self._run(self._compiled(key, run, arrays), arrays)
-
-    def declared(self, declared: Declared) -> Program:
-        """Returns the compiled form of a declared program."""
-        if declared.kind == "generate":
-            return self.loop_program(declared.shape, declared.width)
-        return self.step_program(declared.shape)
-
-    def _bias(self, params: SamplingParams) -> tuple[np.ndarray, np.ndarray]:
-        entries = self.layout.find(self.model.num_layers, "bias_ids")[1].shape[0]
-        if len(params.logit_bias) > entries:
-            raise ValueError(
-                f"logit_bias has {len(params.logit_bias)} entries, but the cache holds {entries}"
-            )
-        ids = np.full((1, entries), self.model.vocab_size, np.int32)
-        values = np.zeros((1, entries), np.float32)
-        ids[0, : len(params.logit_bias)] = list(params.logit_bias.keys())
-        values[0, : len(params.logit_bias)] = list(params.logit_bias.values())
-        return ids, values
-
-    def _program(
-        self,
-        kind: str,
-        shape: StepShape,
-        run: Callable[..., tuple[Cache, Any]],
-        extra: tuple[tuple[str, int], ...] = (),
-    ) -> Program:
+    def _key(self, declared: Declared) -> ProgramKey:
+        shape = declared.shape
+        extra = (("width", declared.width),) if declared.width else ()
+        if declared.kind == "admit":
+            return ProgramKey("admit", shape.tokens, shape.rows, 0, Features(), extra)
         groups = zip(self.layout.paged_groups, shape.table_widths, strict=True)
         extra += tuple((f"{group.name}_width", width) for group, width in groups)
         widest = max(shape.table_widths, default=0)
-        key = ProgramKey(kind, shape.tokens, shape.rows, widest, shape.features, extra)
-        return self._compiled(key, run, _present(self.packer.blank(shape)))
+        return ProgramKey(declared.kind, shape.tokens, shape.rows, widest, shape.features, extra)
 
-    def _compiled(
-        self,
-        key: ProgramKey,
-        run: Callable[..., tuple[Cache, Any]],
-        arrays: Sequence[np.ndarray],
-    ) -> Program:
-        def build() -> Lowering:
-            return Lowering(
-                run, (self.params, self.owner.handle().cache, *arrays), cache_argument=1
-            )
+    def _lowering(self, declared: Declared) -> Lowering:
+        if declared.kind == "admit":
+            run, arrays = self._run_admit, self._blank_admission(declared)
+        else:
+            run, arrays = self._function(declared), _present(self.packer.blank(declared.shape))
+        cache = self.owner.handle().cache
+        return Lowering(run, (self.params, cache, *arrays), cache_argument=1)
 
-        return self.programs.get(key, build)
+    def _function(self, declared: Declared) -> Callable[..., tuple[Cache, Any]]:
+        """Returns what a program computes: unpack, then the step, the loop or the scores."""
+        page_sizes = tuple(group.page_size for group in self.layout.paged_groups)
+
+        def run(params: Params, cache: Cache, *packed: Array) -> tuple[Cache, Any]:
+            batch, limits = self.packer.unpack(declared.shape, *packed)
+            if declared.kind == "score":
+                return score_tokens(self.model, params, cache, batch)
+            if limits is not None:
+                return generate_loop(
+                    self.model,
+                    params,
+                    cache,
+                    batch,
+                    limits,
+                    page_sizes=page_sizes,
+                    max_tokens=declared.width,
+                )
+            cache, sampled = step(self.model, params, cache, batch)
+            return cache, pack_sampled(sampled)
+
+        return run
+
+    def _run_admit(
+        self, params: Params, cache: Cache, slots: Array, prompts: Array, *bias: Array
+    ) -> tuple[Cache, tuple[()]]:
+        del params
+        layer = self.model.num_layers
+        nothing_yet = jnp.zeros((slots.shape[0], 0), jnp.int32)
+        choices = admit(cache.layer(layer), slots, prompts, nothing_yet, *bias)
+        return cache.with_layer(layer, choices), ()
+
+    def _blank_admission(self, declared: Declared) -> tuple[np.ndarray, ...]:
+        """Returns slots, prompts, bias ids and values of an admission of nobody: all out of range."""
+        rows, vocab = declared.shape.rows, self.model.vocab_size
+        entries = self.layout.find(self.model.num_layers, "bias_ids")[1].shape[0]
+        slots = self.owner.counts["sampling"] + np.arange(rows, dtype=np.int32)
+        prompts = np.full((rows, declared.width), vocab, np.int32)
+        bias_ids = np.full((rows, entries), vocab, np.int32)
+        return slots, prompts, bias_ids, np.zeros((rows, entries), np.float32)
 
     def _run(self, program: Program, arrays: Sequence[np.ndarray]) -> Any:  # noqa: ANN401 - the program's own output
         return self.owner.run(lambda cache: program(self.params, cache, *_present(arrays)))

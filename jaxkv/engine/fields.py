@@ -1,6 +1,6 @@
 """The pieces of a packed step, each with its shape and its padding, for one padded shape. Fills nothing."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -131,6 +131,7 @@ class Arrangement:
 
     Attributes:
         blank: the array with nothing but padding, read-only; every step starts from a copy.
+        starts: field name -> where its first entry lies.
     """
 
     def __init__(self, fields: tuple[Field, ...], dtype: type) -> None:
@@ -140,6 +141,7 @@ class Arrangement:
             (field.name, start, start + field.size, field.shape)
             for field, start in zip(fields, starts, strict=False)
         ]
+        self.starts = {name: start for name, start, _, _ in self._places}
         self.blank = np.zeros(starts[-1], dtype)
         for field, values in zip(fields, self.split(self.blank).values(), strict=True):
             values[...] = field.blank(dtype)
@@ -150,3 +152,8 @@ class Arrangement:
         return {
             name: packed[start:stop].reshape(shape) for name, start, stop, shape in self._places
         }
+
+    def put(self, packed: np.ndarray, name: str, values: Sequence[Any] | np.ndarray) -> None:
+        """Writes the first entries of a field, flattened, and leaves the others; `values` must fit the field."""
+        start = self.starts[name]
+        packed[start : start + len(values)] = values

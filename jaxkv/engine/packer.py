@@ -5,7 +5,8 @@ checks ids and widths; it decides nothing.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import chain
+from itertools import accumulate, chain
+from operator import attrgetter
 
 import numpy as np
 from jax import lax
@@ -15,7 +16,7 @@ from jaxkv.batch import PagedTables, SamplingBatch, StateTables, StepBatch
 from jaxkv.cache.accounts import Accounts
 from jaxkv.cache.spec import CacheLayout, Group
 from jaxkv.engine.fields import Arrangement, StepShape, float_fields, int_fields
-from jaxkv.engine.rows import STOP_WIDTH, Row, split_seed
+from jaxkv.engine.rows import STOP_WIDTH, Row
 from jaxkv.step.loop import Limits
 
 
@@ -32,6 +33,7 @@ class Packer:
         self.layout = layout
         self.counts = dict(counts)
         self.vocab_size = vocab_size
+        self._paged, self._recurrent = layout.paged_groups, layout.state_groups
         self._arrangements: dict[StepShape, tuple[Arrangement, Arrangement]] = {}
 
     def pack(
@@ -40,31 +42,25 @@ class Packer:
         """Returns the int32 and the float32 array of a step.
 
         Raises:
-            ValueError: the rows exceed the shape, or a token id is not one of the model's.
+            ValueError: the rows exceed the shape or their pages, or a token id is not one of the model's.
         """
-        tokens, lens = self._check(shape, rows)
-        packed_ints, packed_floats = self.blank(shape)
-        int_places, float_places = self.arrangements(shape)
-        ints, floats = int_places.split(packed_ints), float_places.split(packed_floats)
-        starts = np.asarray([row.start for row in rows], np.int32)
-        bounds = np.concatenate([np.zeros(1, np.int32), np.cumsum(lens, dtype=np.int32)])
-        owner = np.repeat(np.arange(len(rows), dtype=np.int32), lens)
-        positions = np.arange(len(tokens), dtype=np.int32) + (starts - bounds[:-1])[owner]
-        ints["num_tokens"][...] = len(tokens)
-        ints["num_rows"][...] = len(rows)
-        ints["tokens"][: len(tokens)] = tokens
-        ints["positions"][: len(tokens)] = positions
-        ints["cu_q_lens"][...] = len(tokens)
-        ints["cu_q_lens"][: len(bounds)] = bounds
-        ints["seq_lens"][: len(rows)] = starts + lens
-        for group in self.layout.paged_groups:
-            table, slots = ints[f"{group.name}.page_table"], ints[f"{group.name}.write_slots"]
-            self._fill_table(table, rows, group, accounts, starts + lens)
-            pages = table[owner, positions // group.page_size]
-            slots[: len(tokens)] = pages * group.page_size + positions % group.page_size
-        self._fill_states(ints, rows, accounts)
-        self._fill_choices(ints | floats, rows)
-        return packed_ints, packed_floats
+        lens = self._check(shape, rows)
+        ints, floats = self.blank(shape)
+        places, float_places = self.arrangements(shape)
+        if shape.decode:
+            self._fill_decode(shape, ints, rows, accounts)
+        else:
+            self._fill_ragged(shape, ints, rows, lens, accounts)
+        places.put(ints, "num_tokens", (sum(lens),))
+        places.put(ints, "num_rows", (len(rows),))
+        self._fill_states(places, ints, rows, accounts)
+        _fill_choices(_INT_CHOICES, places, ints, rows)
+        _fill_choices(_FLOAT_CHOICES, float_places, floats, rows)
+        if "seed_low" in places.starts:
+            _fill_seeds(places, ints, rows)
+        if "stop_ids" in places.starts:
+            _fill_stop_ids(places, ints, rows)
+        return ints, floats
 
     def arrangements(self, shape: StepShape) -> tuple[Arrangement, Arrangement]:
         """Returns where the int32 and the float32 fields of a shape lie."""
@@ -80,65 +76,121 @@ class Packer:
         ints, floats = self.arrangements(shape)
         return ints.blank.copy(), floats.blank.copy()
 
-    def _check(self, shape: StepShape, rows: Sequence[Row]) -> tuple[np.ndarray, np.ndarray]:
-        """Returns all new tokens and how many each row has, or refuses what the device could not."""
-        lens = np.asarray([len(row.tokens) for row in rows], np.int32)
-        if len(rows) > shape.rows or lens.sum() > shape.tokens:
+    def _check(self, shape: StepShape, rows: Sequence[Row]) -> list[int]:
+        """Returns how many new tokens each row has, or refuses what the program has no room for."""
+        lens = [len(row.tokens) for row in rows]
+        if len(rows) > shape.rows or sum(lens) > shape.tokens:
             raise ValueError(
-                f"a step of {len(rows)} rows and {lens.sum()} tokens does not fit a program of "
+                f"a step of {len(rows)} rows and {sum(lens)} tokens does not fit a program of "
                 f"{shape.rows} rows and {shape.tokens} tokens; choose a larger bucket"
             )
-        if not rows or lens.min() < 1 or (shape.decode and lens.max() > 1):
+        if not rows or min(lens) < 1 or (shape.decode and max(lens) > 1):
             wanted = "exactly one" if shape.decode else "at least one"
-            raise ValueError(f"a step needs rows of {wanted} new token ids, got {lens.tolist()}")
-        tokens = np.fromiter(chain.from_iterable(row.tokens for row in rows), np.int64, lens.sum())
-        if tokens.min() < 0 or tokens.max() >= self.vocab_size:
+            raise ValueError(f"a step needs rows of {wanted} new token ids, got {lens}")
+        return lens
+
+    def _check_values(self, least_id: int, most_id: int, first_position: int) -> None:
+        if least_id < 0 or most_id >= self.vocab_size:
             raise ValueError(
-                f"token ids must lie in [0, {self.vocab_size}), got {tokens.min()} to {tokens.max()}"
+                f"token ids must lie in [0, {self.vocab_size}), got {least_id} to {most_id}"
             )
-        return tokens, lens
+        if first_position < 0:
+            raise ValueError(f"positions count from 0, but a row starts at {first_position}")
+
+    def _fill_ragged(
+        self,
+        shape: StepShape,
+        ints: np.ndarray,
+        rows: Sequence[Row],
+        lens: Sequence[int],
+        accounts: Accounts,
+    ) -> None:
+        """Fills tokens, lengths and tables of rows that have any number of new tokens."""
+        places, _ = self.arrangements(shape)
+        fields = places.split(ints)
+        tokens = np.fromiter(chain.from_iterable(row.tokens for row in rows), np.int64, sum(lens))
+        starts = np.asarray([row.start for row in rows], np.int32)
+        self._check_values(int(tokens.min()), int(tokens.max()), int(starts.min()))
+        bounds = np.asarray([0, *accumulate(lens)], np.int32)
+        owner = np.repeat(np.arange(len(rows), dtype=np.int32), lens)
+        positions = np.arange(len(tokens), dtype=np.int32) + (starts - bounds[:-1])[owner]
+        seq_lens = (starts + np.asarray(lens, np.int32)).tolist()
+        places.put(ints, "tokens", tokens)
+        places.put(ints, "positions", positions)
+        fields["cu_q_lens"][...] = len(tokens)
+        places.put(ints, "cu_q_lens", bounds)
+        places.put(ints, "seq_lens", seq_lens)
+        for group, width in zip(self._paged, shape.table_widths, strict=True):
+            self._fill_table(group, width, places, ints, rows, seq_lens, accounts)
+            page, offset = np.divmod(positions, np.int32(group.page_size))
+            pages = fields[f"{group.name}.page_table"][owner, page]
+            places.put(ints, f"{group.name}.write_slots", pages * group.page_size + offset)
+
+    def _fill_decode(
+        self, shape: StepShape, ints: np.ndarray, rows: Sequence[Row], accounts: Accounts
+    ) -> None:
+        """Writes what `_fill_ragged` writes for rows of one token.
+
+        This is on the path of every decode step, where a few NumPy calls cost more than the loops over rows.
+        """
+        places, _ = self.arrangements(shape)
+        tokens = [row.tokens[0] for row in rows]
+        starts = [row.start for row in rows]
+        self._check_values(min(tokens), max(tokens), min(starts))
+        seq_lens = [start + 1 for start in starts]
+        places.put(ints, "tokens", tokens)
+        places.put(ints, "positions", starts)
+        places.put(ints, "cu_q_lens", np.minimum(np.arange(shape.rows + 1), len(rows)))
+        places.put(ints, "seq_lens", seq_lens)
+        for group, width in zip(self._paged, shape.table_widths, strict=True):
+            tables = self._fill_table(group, width, places, ints, rows, seq_lens, accounts)
+            size, slots = group.page_size, []
+            for pages, start in zip(tables, starts, strict=True):
+                page, offset = divmod(start, size)
+                slots.append(pages[page] * size + offset)
+            places.put(ints, f"{group.name}.write_slots", slots)
 
     def _fill_table(
         self,
-        table: np.ndarray,
-        rows: Sequence[Row],
         group: Group,
+        width: int,
+        places: Arrangement,
+        ints: np.ndarray,
+        rows: Sequence[Row],
+        seq_lens: Sequence[int],
         accounts: Accounts,
-        seq_lens: np.ndarray,
-    ) -> None:
-        for index, row in enumerate(rows):
-            pages = accounts.page_table(row.sequence, group.name)
-            if len(pages) > table.shape[1]:
+    ) -> list[Sequence[int]]:
+        """Fills one group's page table and returns each row's pages, which are the accounts' own."""
+        begin, size = places.starts[f"{group.name}.page_table"], group.page_size
+        tables = []
+        for row, seq_len in zip(rows, seq_lens, strict=True):
+            pages = accounts.pages(row.sequence, group.name)
+            if len(pages) > width:
                 raise ValueError(
                     f"sequence {row.sequence} holds {len(pages)} pages of group {group.name}, but the "
-                    f"program's table has {table.shape[1]}; choose a wider bucket"
+                    f"program's table has {width}; choose a wider bucket"
                 )
-            if len(pages) * group.page_size < seq_lens[index]:
+            if len(pages) * size < seq_len:
                 raise ValueError(
-                    f"sequence {row.sequence} has {len(pages)} pages of {group.page_size} tokens in "
-                    f"{group.name}, which do not hold {seq_lens[index]} tokens; reserve first"
+                    f"sequence {row.sequence} has {len(pages)} pages of {size} tokens in "
+                    f"{group.name}, which do not hold {seq_len} tokens; reserve first"
                 )
-            table[index, : len(pages)] = pages
+            ints[begin : begin + len(pages)] = pages
+            begin += width
+            tables.append(pages)
+        return tables
 
     def _fill_states(
-        self, ints: dict[str, np.ndarray], rows: Sequence[Row], accounts: Accounts
+        self, places: Arrangement, ints: np.ndarray, rows: Sequence[Row], accounts: Accounts
     ) -> None:
-        for group in self.layout.state_groups:
+        for group in self._recurrent:
             pairs = [accounts.states(row.sequence, group.name) for row in rows]
-            ints[f"{group.name}.read_states"][: len(rows)] = [read for read, _ in pairs]
-            ints[f"{group.name}.write_states"][: len(rows)] = [write for _, write in pairs]
+            places.put(ints, f"{group.name}.read_states", [read for read, _ in pairs])
+            places.put(ints, f"{group.name}.write_states", [write for _, write in pairs])
+        first = places.starts["slots"]
         for index, row in enumerate(rows):
             if row.emits:
-                ints["slots"][index] = accounts.states(row.sequence, "sampling")[1]
-
-    def _fill_choices(self, fields: dict[str, np.ndarray], rows: Sequence[Row]) -> None:
-        for name in _CHOICES.keys() & fields.keys():
-            fields[name][: len(rows)] = [_CHOICES[name](row) for row in rows]
-        if "stop_ids" in fields:
-            for index, row in enumerate(rows):
-                if len(row.stop_ids) > STOP_WIDTH:
-                    raise ValueError(f"at most {STOP_WIDTH} stop ids fit, got {len(row.stop_ids)}")
-                fields["stop_ids"][index, : len(row.stop_ids)] = row.stop_ids
+                ints[first + index] = accounts.states(row.sequence, "sampling")[1]
 
     def unpack(
         self,
@@ -179,28 +231,53 @@ class Packer:
             ),
             decode=shape.decode,
         )
-        limits = None
-        if shape.loop:
-            limits = Limits(**{name: fields[name] for name in _LIMIT_FIELDS})
+        limits = Limits(**{name: fields[name] for name in _LIMIT_FIELDS}) if shape.loop else None
         return batch, limits
 
 
-_CHOICES: Mapping[str, Callable[[Row], float]] = {
-    "carry": lambda row: row.carry,
-    "seed_low": lambda row: split_seed(row.seed)[0],
-    "seed_high": lambda row: split_seed(row.seed)[1],
-    "top_k": lambda row: row.params.top_k,
+def _fill_choices(
+    choices: Mapping[str, Callable[[Row], float]],
+    places: Arrangement,
+    packed: np.ndarray,
+    rows: Sequence[Row],
+) -> None:
+    for name, choose in choices.items():
+        if name in places.starts:
+            places.put(packed, name, [choose(row) for row in rows])
+
+
+def _fill_stop_ids(places: Arrangement, ints: np.ndarray, rows: Sequence[Row]) -> None:
+    begin = places.starts["stop_ids"]
+    for row in rows:
+        if len(row.stop_ids) > STOP_WIDTH:
+            raise ValueError(f"at most {STOP_WIDTH} stop ids fit, got {len(row.stop_ids)}")
+        ints[begin : begin + len(row.stop_ids)] = row.stop_ids
+        begin += STOP_WIDTH
+
+
+def _fill_seeds(places: Arrangement, ints: np.ndarray, rows: Sequence[Row]) -> None:
+    """Writes what `split_seed` returns, for all rows at once."""
+    halves = np.asarray([row.seed & 0xFFFFFFFFFFFFFFFF for row in rows], "<u8").view("<i4")
+    places.put(ints, "seed_low", halves[::2])
+    places.put(ints, "seed_high", halves[1::2])
+
+
+_INT_CHOICES: Mapping[str, Callable[[Row], int]] = {
+    "carry": attrgetter("carry"),
+    "top_k": attrgetter("params.top_k"),
     "block_stop": lambda row: row.generated < row.params.min_tokens,
-    "max_tokens": lambda row: row.max_tokens,
-    "min_tokens": lambda row: row.params.min_tokens,
-    "temperature": lambda row: row.params.temperature,
-    "top_p": lambda row: row.params.top_p,
-    "min_p": lambda row: row.params.min_p,
-    "repetition": lambda row: row.params.repetition_penalty,
-    "presence": lambda row: row.params.presence_penalty,
-    "frequency": lambda row: row.params.frequency_penalty,
+    "max_tokens": attrgetter("max_tokens"),
+    "min_tokens": attrgetter("params.min_tokens"),
 }
-"""Field -> what a row says for it."""
+_FLOAT_CHOICES: Mapping[str, Callable[[Row], float]] = {
+    "temperature": attrgetter("params.temperature"),
+    "top_p": attrgetter("params.top_p"),
+    "min_p": attrgetter("params.min_p"),
+    "repetition": attrgetter("params.repetition_penalty"),
+    "presence": attrgetter("params.presence_penalty"),
+    "frequency": attrgetter("params.frequency_penalty"),
+}
+"""Field -> what a row says for it. Seeds and stop ids are filled by functions of their own."""
 
 _BATCH_FIELDS = ("tokens", "positions", "cu_q_lens", "seq_lens", "num_tokens", "num_rows")
 _LIMIT_FIELDS = ("max_tokens", "min_tokens", "stop_ids")

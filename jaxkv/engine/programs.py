@@ -154,6 +154,10 @@ class Programs:
         """Ends the warm-up: from now on a missing program is an error if strict, and else logged and counted."""
         self._sealed = True
 
+    def unseal(self) -> None:
+        """Opens the manifest for another warm-up; end it with `seal`."""
+        self._sealed = False
+
     def manifest(self) -> tuple[Program, ...]:
         """Returns every program, sorted by key."""
         return tuple(self._programs[key] for key in sorted(self._programs))

@@ -4,7 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jaxkv.batch import Features
-from jaxkv.config import SamplingParams
+from jaxkv.config import MAX_LOGPROBS, SamplingParams
+
+LOGPROB_SIZES = (0, 5, MAX_LOGPROBS)
+"""How many of the most likely tokens programs report."""
 
 STOP_WIDTH = 72
 """Stop ids a request may carry: `MAX_STOP_IDS` of its own and a few of the model's."""
@@ -43,12 +46,14 @@ def features_of(rows: Sequence[Row]) -> Features:
     """Returns the least a program must be able to do to serve these rows."""
     params = [row.params for row in rows]
     logprobs = [p.logprobs for p in params if p.logprobs is not None]
+    # Few sizes, so that few programs serve all wishes; who asked for less gets less.
+    top = next((size for size in LOGPROB_SIZES if size >= max(logprobs, default=0)), None)
     return Features(
         draws=any(p.temperature > 0 for p in params),
         filters=any(p.uses_filters for p in params),
         penalties=any(p.uses_penalties or p.logit_bias for p in params),
         min_tokens=any(p.min_tokens > 0 for p in params),
-        logprobs=max(logprobs, default=None),
+        logprobs=top if logprobs else None,
     )
 
 

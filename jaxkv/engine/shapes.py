@@ -1,16 +1,19 @@
-"""Which padded shape serves a set of rows, and which programs a kind of request will need. Compiles nothing."""
+"""Which padded shape serves a set of rows, how requests split into waves, and which programs they need."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from jaxkv.cache.spec import CacheLayout
-from jaxkv.config import SamplingParams
 from jaxkv.engine.buckets import bucket, power_of_two_buckets
 from jaxkv.engine.fields import StepShape
+from jaxkv.engine.request import Request
 from jaxkv.engine.rows import Row, features_of
 
 PREFILL_CHUNK = 2048
 """Most prompt tokens of one step of a stream; longer prompts take several."""
+
+WAVE_TOKENS = 16384
+"""Prompt tokens of one wave, unless a single prompt is longer: they bound the memory of its activations."""
 
 
 @dataclass(frozen=True)
@@ -18,14 +21,49 @@ class Declared:
     """A program that requests of some kind will need.
 
     Attributes:
-        kind: "generate", "prefill" or "decode".
+        kind: "generate", "prefill", "decode", "admit" or "score".
         shape: its padded sizes.
-        width: columns of the output of a "generate" program; 0 for the others.
+        width: columns of the output of "generate", or of the prompts of "admit".
     """
 
     kind: str
     shape: StepShape
     width: int = 0
+
+
+def tokens_held(request: Request) -> int:
+    """Returns how many tokens a request's pages must hold: the last generated one is never written."""
+    return len(request.prompt) + request.params.max_tokens - 1
+
+
+def serves(able: Declared, needed: Declared) -> bool:
+    """Whether one program can stand in for another: as large in every size, and as able.
+
+    Penalties must match, since rows without them would need clean entries in the sampling group.
+    """
+    a, b = able.shape, needed.shape
+    return (
+        able.kind == needed.kind
+        and able.width >= needed.width
+        and a.tokens >= b.tokens
+        and a.rows >= b.rows
+        and len(a.table_widths) == len(b.table_widths)
+        and all(x >= y for x, y in zip(a.table_widths, b.table_widths, strict=True))
+        and a.features.penalties == b.features.penalties
+        and (a.features.draws or not b.features.draws)
+        and (a.features.filters or not b.features.filters)
+        and (a.features.min_tokens or not b.features.min_tokens)
+        and (b.features.logprobs is None or (a.features.logprobs or 0) >= b.features.logprobs)
+        and (a.features.logprobs is not None or b.features.logprobs is None)
+    )
+
+
+def prefill_chunks(prompt_tokens: int, *, whole: bool) -> list[range]:
+    """Cuts a prompt into the pieces of a stream's prefill; in one piece if it must stay `whole`."""
+    size = prompt_tokens if whole else PREFILL_CHUNK
+    return [
+        range(start, min(start + size, prompt_tokens)) for start in range(0, prompt_tokens, size)
+    ]
 
 
 class Shapes:
@@ -61,31 +99,77 @@ class Shapes:
         )
 
     def width(self, max_tokens: int) -> int:
-        """Returns the columns of the output that hold `max_tokens` generated tokens."""
+        """Returns the columns that hold `max_tokens` tokens."""
         return bucket(max_tokens, self.length_buckets)
 
-    def declare(
-        self, *, batch: int, prompt_tokens: int, sampling: SamplingParams
-    ) -> list[Declared]:
-        """Lists what `LLM.generate` and `LLM.stream` need for requests like these, each program once.
+    def loop(self, rows: Sequence[Row], requests: Sequence[Request]) -> Declared:
+        """Returns the "generate" program of one wave."""
+        total = max(tokens_held(request) for request in requests)
+        width = self.width(max(request.params.max_tokens for request in requests))
+        return Declared("generate", self.shape(rows, total_tokens=total, loop=True), width)
+
+    def admit(self, rows: Sequence[Row]) -> Declared:
+        """Returns the program that gives these rows clean entries in the sampling group."""
+        count = bucket(len(rows), self.row_buckets)
+        width = self.width(max(len(row.tokens) for row in rows))
+        return Declared("admit", StepShape(count, count, ()), width)
+
+    def score(self, row: Row) -> Declared:
+        """Returns the program that scores one text."""
+        return Declared("score", self.shape([row], total_tokens=len(row.tokens)))
+
+    def wave(self, requests: Sequence[Request]) -> Sequence[Request]:
+        """Returns the first requests that one wave may hold, as far as rows and tokens go."""
+        tokens = 0
+        for index, request in enumerate(requests[: self.max_rows]):
+            tokens += len(request.prompt)
+            if index and tokens > WAVE_TOKENS:
+                return requests[:index]
+        return requests[: self.max_rows]
+
+    def declare(self, requests: Sequence[Request], *, whole: bool) -> list[Declared]:
+        """Lists what `generate` of these requests and a `stream` of each need, every program once.
+
+        It assumes that pages are free for whole waves.
 
         Args:
-            batch: prompts of one `generate` call.
-            prompt_tokens: tokens of each prompt.
-            sampling: how their tokens are chosen; `max_tokens` counts too.
+            requests: examples of what will be asked.
+            whole: prompts are not cut into chunks.
         """
-        row = Row(0, (0,) * prompt_tokens, 0, sampling, max_tokens=sampling.max_tokens)
-        total = prompt_tokens + sampling.max_tokens - 1
-        needed = [
-            Declared(
-                "generate",
-                self.shape([row] * batch, total_tokens=total, loop=True),
-                self.width(sampling.max_tokens),
-            )
-        ]
-        for start in range(0, prompt_tokens, PREFILL_CHUNK):
-            chunk = replace(row, tokens=row.tokens[start : start + PREFILL_CHUNK])
-            needed.append(Declared("prefill", self.shape([chunk], total_tokens=total)))
+        needed: list[Declared] = []
+        rest = requests
+        while rest:
+            wave = self.wave(rest)
+            rows = [row_of(request, 0) for request in wave]
+            needed.append(self.loop(rows, wave))
+            if needed[-1].shape.features.penalties:
+                needed.append(self.admit(rows))
+            rest = rest[len(wave) :]
+        for request in dict.fromkeys(requests):
+            needed += self._stream(request, whole=whole)
+        return list(dict.fromkeys(needed))
+
+    def _stream(self, request: Request, *, whole: bool) -> list[Declared]:
+        row, total = row_of(request, 0), tokens_held(request)
+        needed = []
+        for chunk in prefill_chunks(len(request.prompt), whole=whole):
+            part = replace(row, tokens=row.tokens[chunk.start : chunk.stop])
+            needed.append(Declared("prefill", self.shape([part], total_tokens=total)))
         one = replace(row, tokens=(0,))
         needed.append(Declared("decode", self.shape([one], total_tokens=total, decode=True)))
-        return list(dict.fromkeys(needed))
+        if needed[-1].shape.features.penalties:
+            needed.append(self.admit([row]))
+        return needed
+
+
+def row_of(request: Request, sequence: int) -> Row:
+    """Describes a request's whole prompt as one row."""
+    return Row(
+        sequence=sequence,
+        tokens=request.prompt,
+        start=0,
+        params=request.params,
+        seed=request.seed,
+        max_tokens=request.params.max_tokens,
+        stop_ids=request.stop_ids,
+    )

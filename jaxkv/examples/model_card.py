@@ -8,7 +8,7 @@ def write_card(directory: Path, record: dict, samples: dict[str, str]) -> None:
     """Writes what was done, for programs (training.json) and for people (README.md)."""
     (directory / "training.json").write_text(json.dumps(record, indent=2) + "\n")
     data, result = record["data"], record["result"]
-    blocks = "\n".join(f"{title}\n\n```python\n{text}\n```\n" for title, text in samples.items())
+    blocks = "\n".join(f"{title}\n\n```text\n{text}\n```\n" for title, text in samples.items())
     text = f"""# The embedded default model
 
 A Llama-shaped decoder of {result["parameters"]:,} parameters that writes something like Python. It is here so

@@ -57,6 +57,11 @@ class Decoder:
         """Longest sequence the model is meant for."""
         return self.config.max_positions
 
+    @property
+    def whole_prompts(self) -> bool:
+        """Dynamic NTK stretches the angles of all tokens of a step by how many there are so far."""
+        return self.config.rope.kind == "dynamic"
+
     def cache_specs(self, *, page_size: int, dtype: str) -> tuple[LayerSpec, ...]:
         """Returns what each layer remembers."""
         return tuple(

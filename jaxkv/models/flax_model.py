@@ -84,6 +84,7 @@ class FlaxModel:
         vocab_size: width of the logits.
         max_positions: longest sequence the model is meant for.
         num_layers: layers that remember something.
+        whole_prompts: always false, since a module sees tokens and positions, not lengths.
     """
 
     graph: nnx.GraphDef
@@ -91,6 +92,7 @@ class FlaxModel:
     vocab_size: int
     max_positions: int
     num_layers: int
+    whole_prompts: bool
     _shapes: tuple[jax.ShapeDtypeStruct, ...] = field(repr=False)
     _structure: Any = field(repr=False)
 
@@ -108,6 +110,7 @@ class FlaxModel:
             "vocab_size": module.vocab_size,
             "max_positions": module.max_positions,
             "num_layers": _count_layers(specs),
+            "whole_prompts": False,
             "_shapes": tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves),
             "_structure": structure,
         }

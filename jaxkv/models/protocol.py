@@ -32,6 +32,11 @@ class Model(Protocol):
         """Longest sequence the model is meant for."""
         ...
 
+    @property
+    def whole_prompts(self) -> bool:
+        """Whether a prompt must not be cut into several steps, because its length changes what a token computes."""
+        ...
+
     def cache_specs(self, *, page_size: int, dtype: str) -> tuple[LayerSpec, ...]:
         """Returns what each layer remembers, keys and values in `dtype`."""
         ...

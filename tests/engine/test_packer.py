@@ -1,5 +1,7 @@
 """The packer's promise: what goes in on the host comes out by name in the trace, and padding is inert."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -127,29 +129,47 @@ def test_a_greedy_step_sends_one_array(packer):
         (Row(1, [], 0, GREEDY), (16, 4), "token ids"),
         (Row(1, [1, 2, 3], 0, GREEDY), (2, 4), "larger bucket"),
         (Row(1, [1], 8, GREEDY), (16, 4), "reserve first"),
+        (Row(1, [1], -1, GREEDY), (16, 4), "starts at -1"),
+        (Row(2, [1], 0, GREEDY), (16, 4), "not open"),
     ],
 )
-def test_what_does_not_fit_is_refused_on_the_host(packer, row, shape, message):
-    """S1-15: nothing is cut off; T-03: no id reaches the device unchecked."""
+@pytest.mark.parametrize("decode", [False, True])
+def test_what_does_not_fit_is_refused_on_the_host(packer, row, shape, message, decode):
+    """S1-15: nothing is cut off; T-03: no id and no position reaches the device unchecked."""
     accounts = Accounts(LAYOUT, COUNTS)
     opened(accounts, 1, 8)
     with pytest.raises(ValueError, match=message):
-        packer.pack(StepShape(*shape, (4, 8)), [row], accounts)
+        packer.pack(StepShape(*shape, (4, 8), decode=decode), [row], accounts)
 
 
-def test_more_stop_ids_than_fit_are_refused(packer):
+def test_a_decode_step_refuses_two_tokens_of_a_row_and_more_rows_than_it_has(packer):
+    accounts = Accounts(LAYOUT, COUNTS)
+    opened(accounts, 1, 8)
+    shape = StepShape(4, 4, (4, 8), decode=True)
+    with pytest.raises(ValueError, match="exactly one new token"):
+        packer.pack(shape, [Row(1, [1, 2], 0, GREEDY)], accounts)
+    with pytest.raises(ValueError, match="5 rows and 5 tokens"):
+        packer.pack(shape, [Row(1, [1], 0, GREEDY)] * 5, accounts)
+    with pytest.raises(ValueError, match="exactly one new token"):
+        packer.pack(shape, [], accounts)
+
+
+@pytest.mark.parametrize("decode", [False, True])
+def test_more_stop_ids_than_fit_are_refused(packer, decode):
     accounts = Accounts(LAYOUT, COUNTS)
     opened(accounts, 1, 8)
     row = Row(1, [1], 0, GREEDY, stop_ids=tuple(range(73)))
+    shape = StepShape(16, 4, (4, 8), Features(min_tokens=True), decode=decode, loop=not decode)
     with pytest.raises(ValueError, match="stop ids"):
-        packer.pack(StepShape(16, 4, (4, 8), loop=True), [row], accounts)
+        packer.pack(shape, [row], accounts)
 
 
-def test_a_table_wider_than_the_program_is_refused(packer):
+@pytest.mark.parametrize("decode", [False, True])
+def test_a_table_wider_than_the_program_is_refused(packer, decode):
     accounts = Accounts(LAYOUT, COUNTS)
     opened(accounts, 1, 9)
     with pytest.raises(ValueError, match="wider bucket"):
-        packer.pack(StepShape(16, 4, (2, 8)), [Row(1, [1], 8, GREEDY)], accounts)
+        packer.pack(StepShape(16, 4, (2, 8), decode=decode), [Row(1, [1], 8, GREEDY)], accounts)
 
 
 def test_a_program_is_only_as_able_as_its_rows_need():
@@ -160,7 +180,91 @@ def test_a_program_is_only_as_able_as_its_rows_need():
     ]
     assert features_of(rows[:1]) == Features()
     assert features_of(rows[:2]) == Features(draws=True, filters=True)
-    assert features_of(rows) == Features(draws=True, filters=True, penalties=True, logprobs=2)
+    assert features_of(rows) == Features(draws=True, filters=True, penalties=True, logprobs=5)
+
+
+def test_packing_leaves_the_accounts_alone_though_it_reads_their_own_lists(packer):
+    accounts = Accounts(LAYOUT, COUNTS)
+    opened(accounts, 1, 7)
+    before = {name: accounts.page_table(1, name) for name in ("gqa", "window")}
+    for decode in (True, False):
+        shape = StepShape(4, 4, (4, 8), decode=decode)
+        ints, _ = packer.pack(shape, [Row(1, [1], 6, GREEDY)], accounts)
+        ints[...] = 99
+    assert {name: accounts.pages(1, name) for name in before} == before
+    accounts.check()
+
+
+def test_pages_are_asked_for_by_an_open_sequence_and_a_paged_group():
+    accounts = Accounts(LAYOUT, COUNTS)
+    opened(accounts, 1, 7)
+    for sequence, name, message in (
+        (2, "gqa", "not open"),
+        (1, "mamba2", "holds states"),
+        (1, "mla", "no group 'mla'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            accounts.pages(sequence, name)
+
+
+WISHES = st.builds(
+    SamplingParams,
+    temperature=st.sampled_from([0.0, 0.3, 1.0]),
+    top_k=st.integers(1, 50),
+    top_p=st.floats(0.1, 1.0),
+    presence_penalty=st.sampled_from([0.0, 0.5]),
+    repetition_penalty=st.sampled_from([1.0, 1.3]),
+    min_tokens=st.integers(0, 4),
+)
+
+
+@st.composite
+def decode_rows(draw):
+    """One to four rows, each somewhere in its own sequence, whose pages lie in no order."""
+    rows = []
+    for sequence in draw(st.permutations(range(4)))[: draw(st.integers(1, 4))]:
+        rows.append(
+            Row(
+                sequence=sequence,
+                tokens=[draw(st.integers(0, VOCAB - 1))],
+                start=draw(st.integers(0, 11)),
+                params=draw(WISHES),
+                seed=draw(st.integers(-1, 2**65)),
+                emits=draw(st.booleans()),
+                carry=draw(st.booleans()),
+                generated=draw(st.integers(0, 5)),
+                max_tokens=draw(st.integers(1, 9)),
+                stop_ids=tuple(draw(st.lists(st.integers(0, VOCAB - 1), max_size=3))),
+            )
+        )
+    return rows
+
+
+@given(rows=decode_rows(), loop=st.booleans())
+@settings(max_examples=150, deadline=None)
+def test_rows_of_one_token_pack_to_the_same_bytes_by_either_path(rows, loop):
+    """The path of decode steps is another only for speed; a third way to the slots and seeds agrees with both."""
+    packer, accounts = Packer(LAYOUT, COUNTS, VOCAB), Accounts(LAYOUT, COUNTS)
+    for row in rows:
+        accounts.open(row.sequence)
+    for tokens_of in (lambda row: row.start, lambda row: row.start + 1):
+        for row in sorted(rows, key=lambda row: row.sequence):
+            accounts.reserve(row.sequence, tokens_of(row))
+            if tokens_of(row) == row.start:
+                accounts.commit(row.sequence, row.start)
+    shape = StepShape(5, 5, (4, 8), features_of(rows), decode=True, loop=loop)
+    fast = packer.pack(shape, rows, accounts)
+    general = packer.pack(replace(shape, decode=False), rows, accounts)
+    for one, other in zip(fast, general, strict=True):
+        assert one.dtype == other.dtype
+        assert one.tobytes() == other.tobytes()
+    fields = packer.arrangements(shape)[0].split(fast[0])
+    for index, row in enumerate(rows):
+        slot = accounts.slots(row.sequence, "window", row.start, row.start + 1)
+        assert fields["window.write_slots"][index] == slot[0]
+        if "seed_low" in fields:
+            halves = (fields["seed_low"][index], fields["seed_high"][index])
+            assert halves == split_seed(row.seed)
 
 
 @given(seed=st.integers(0, 2**64 - 1))

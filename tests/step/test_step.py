@@ -55,13 +55,17 @@ def junk_cache():
 
 
 class Runner:
-    """One compiled program for all steps of a test; a second trace fails it."""
+    """One compiled program for all steps of a test, or until `change_program`; a second trace fails it."""
 
     def __init__(self, shape):
         self.params = MODEL.init_params(jax.random.key(3), jnp.float32)
-        self.shape, self.accounts = shape, Accounts(LAYOUT, COUNTS)
+        self.accounts = Accounts(LAYOUT, COUNTS)
         self.packer = Packer(LAYOUT, COUNTS, 50)
         self.cache = junk_cache()
+        self.change_program(shape)
+
+    def change_program(self, shape):
+        self.shape = shape
 
         @partial(jax.jit, donate_argnums=1)
         def run(params, cache, ints):
@@ -117,25 +121,50 @@ def test_the_scalar_replay_probe_reads_the_second_key():
     assert float(out[0, 0, 0]) == pytest.approx(weights @ [5.0, 7.0], rel=1e-6)
 
 
+def assert_only_these_changed(run, before, rows):
+    """Keys and values of the rows' new tokens are written whole, their last tokens may be; all else is as before."""
+    wanted = np.zeros((COUNTS["gqa"], PAGE), bool)
+    for row in rows:
+        wanted[run.written(row.sequence, row.start, row.start + len(row.tokens))] = True
+    *pools, last_tokens = [old != new for old, new in zip(before, run.bits(), strict=True)]
+    assert len(pools) == 4
+    for changed in pools:
+        np.testing.assert_array_equal(changed.all(axis=(2, 3)), wanted)
+        np.testing.assert_array_equal(changed.any(axis=(2, 3)), wanted)
+    slots = {run.accounts.states(row.sequence, "sampling")[1] for row in rows}
+    assert set(np.flatnonzero(last_tokens).tolist()) <= slots
+
+
 def test_a_step_writes_where_its_own_lengths_say_and_nowhere_else():
-    """S1-01, N-01: at lengths [0, 3, 7], then [1, 4, 8], exactly the new tokens' places change."""
+    """S1-01, N-01: one executable at lengths [0, 3, 7], then [1, 4, 8], changes the places (row, length) alone."""
     run = Runner(StepShape(16, 4, (4,)))
-    for lengths in ((0, 3, 7), (1, 4, 8)):
+    run(Row(1, [5, 6, 7], 0, GREEDY), Row(2, [8, 9, 10, 11, 12, 13, 14], 0, GREEDY))
+    run.change_program(StepShape(3, 3, (4,), decode=True))
+    decode = run.run
+    for lengths in ([0, 3, 7], [1, 4, 8]):
         before = run.bits()
-        rows = []
-        for sequence, length in enumerate(lengths):
-            prompt = list(range(length or 1)) if lengths == (0, 3, 7) else [sequence]
-            start = 0 if lengths == (0, 3, 7) else max(lengths[sequence] - 1, 0) or 1
-            rows.append(Row(sequence, prompt, start, GREEDY))
+        rows = [Row(row, [row + 20], length, GREEDY) for row, length in enumerate(lengths)]
         run(*rows)
-        after = run.bits()
-        for old, new in zip(before[:4], after[:4], strict=True):
-            changed = {(int(p), int(o)) for p, o, *_ in np.argwhere(old != new)}
-            wanted = set()
-            for row in rows:
-                pages, offsets = run.written(row.sequence, row.start, row.start + len(row.tokens))
-                wanted |= set(zip(pages.tolist(), offsets.tolist(), strict=True))
-            assert changed == wanted
+        assert [run.accounts.num_tokens(row) - 1 for row in range(3)] == lengths
+        assert_only_these_changed(run, before, rows)
+    assert run.run is decode
+    assert decode._cache_size() == 1
+
+
+def test_a_row_at_capacity_is_refused_on_the_host_with_the_numbers():
+    """S1-07: its two pages are full, so its next token has no place; nothing runs, and the other row goes on."""
+    run = Runner(StepShape(16, 4, (2,)))
+    run(Row(0, [1, 2, 3, 4, 5], 0, GREEDY), Row(1, [8, 9, 10, 11, 12, 13, 14, 15], 0, GREEDY))
+    run.change_program(StepShape(2, 2, (2,), decode=True))
+    rows, before = [Row(0, [20], 5, GREEDY), Row(1, [21], 8, GREEDY)], run.bits()
+    run.accounts.reserve(0, 6)
+    with pytest.raises(ValueError, match="sequence 1 has 2 pages of 4 tokens .* not hold 9 tokens"):
+        run.packer.pack(run.shape, rows, run.accounts)
+    run.accounts.reserve(1, 9)
+    with pytest.raises(ValueError, match="sequence 1 holds 3 pages .* table has 2"):
+        run.packer.pack(run.shape, rows, run.accounts)
+    run(rows[0])
+    assert_only_these_changed(run, before, rows[:1])
 
 
 def test_padding_rows_of_a_short_batch_touch_nothing():
@@ -145,13 +174,7 @@ def test_padding_rows_of_a_short_batch_touch_nothing():
     before = run.bits()
     rows = [Row(sequence, [0], 1, GREEDY, carry=True) for sequence in (1, 4, 6)]
     run(*rows)
-    after = run.bits()
-    for old, new in zip(before[:4], after[:4], strict=True):
-        changed = {(int(p), int(o)) for p, o, *_ in np.argwhere(old != new)}
-        places = [run.written(row.sequence, 1, 2) for row in rows]
-        assert changed == {(int(pages[0]), int(offsets[0])) for pages, offsets in places}
-    slots = {run.accounts.states(row.sequence, "sampling")[1] for row in rows}
-    assert set(np.flatnonzero(before[4] != after[4]).tolist()) <= slots
+    assert_only_these_changed(run, before, rows)
 
 
 def test_rows_answer_the_same_in_any_company_and_place():
