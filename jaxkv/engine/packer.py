@@ -45,12 +45,12 @@ class Packer:
             ValueError: the rows exceed the shape or their pages, or a token id is not one of the model's.
         """
         lens = self._check(shape, rows)
-        ints, floats = self.blank(shape)
         places, float_places = self.arrangements(shape)
+        ints, floats = places.blank.copy(), float_places.blank.copy()
         if shape.decode:
-            self._fill_decode(shape, ints, rows, accounts)
+            self._fill_decode(shape, places, ints, rows, accounts)
         else:
-            self._fill_ragged(shape, ints, rows, lens, accounts)
+            self._fill_ragged(shape, places, ints, rows, lens, accounts)
         places.put(ints, "num_tokens", (sum(lens),))
         places.put(ints, "num_rows", (len(rows),))
         self._fill_states(places, ints, rows, accounts)
@@ -100,13 +100,13 @@ class Packer:
     def _fill_ragged(
         self,
         shape: StepShape,
+        places: Arrangement,
         ints: np.ndarray,
         rows: Sequence[Row],
         lens: Sequence[int],
         accounts: Accounts,
     ) -> None:
         """Fills tokens, lengths and tables of rows that have any number of new tokens."""
-        places, _ = self.arrangements(shape)
         fields = places.split(ints)
         tokens = np.fromiter(chain.from_iterable(row.tokens for row in rows), np.int64, sum(lens))
         starts = np.asarray([row.start for row in rows], np.int32)
@@ -127,13 +127,17 @@ class Packer:
             places.put(ints, f"{group.name}.write_slots", pages * group.page_size + offset)
 
     def _fill_decode(
-        self, shape: StepShape, ints: np.ndarray, rows: Sequence[Row], accounts: Accounts
+        self,
+        shape: StepShape,
+        places: Arrangement,
+        ints: np.ndarray,
+        rows: Sequence[Row],
+        accounts: Accounts,
     ) -> None:
         """Writes what `_fill_ragged` writes for rows of one token.
 
         This is on the path of every decode step, where a few NumPy calls cost more than the loops over rows.
         """
-        places, _ = self.arrangements(shape)
         tokens = [row.tokens[0] for row in rows]
         starts = [row.start for row in rows]
         self._check_values(min(tokens), max(tokens), min(starts))

@@ -158,10 +158,12 @@ def test_a_row_at_capacity_is_refused_on_the_host_with_the_numbers():
     run.change_program(StepShape(2, 2, (2,), decode=True))
     rows, before = [Row(0, [20], 5, GREEDY), Row(1, [21], 8, GREEDY)], run.bits()
     run.accounts.reserve(0, 6)
-    with pytest.raises(ValueError, match="sequence 1 has 2 pages of 4 tokens .* not hold 9 tokens"):
+    with pytest.raises(
+        ValueError, match=r"sequence 1 has 2 pages of 4 tokens .* not hold 9 tokens"
+    ):
         run.packer.pack(run.shape, rows, run.accounts)
     run.accounts.reserve(1, 9)
-    with pytest.raises(ValueError, match="sequence 1 holds 3 pages .* table has 2"):
+    with pytest.raises(ValueError, match=r"sequence 1 holds 3 pages .* table has 2"):
         run.packer.pack(run.shape, rows, run.accounts)
     run(rows[0])
     assert_only_these_changed(run, before, rows[:1])
