@@ -342,9 +342,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         )
         results += forms
         programs += needed
-    name = options.record or f"generate-{options.shape}"
-    for record, rows in ((name, results), (f"{name}-programs", programs)):
-        print(f"recorded in {save_record(record, rows, folder=options.folder)}")
+        # After each batch, so that a run that is cut short keeps what it has measured.
+        name = options.record or f"generate-{options.shape}"
+        for record, rows in ((name, results), (f"{name}-programs", programs)):
+            print(f"recorded in {save_record(record, rows, folder=options.folder)}")
 
 
 if __name__ == "__main__":

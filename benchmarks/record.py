@@ -36,6 +36,7 @@ class Record:
         date: when it was saved, UTC.
         command: what makes it again.
         rows: the results; all numbers carry their unit in their name.
+        note: what a reader must know beyond that, such as how a record came to be written by hand.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Record:
     date: str
     command: str
     rows: Sequence[Mapping[str, Any]]
+    note: str = ""
 
 
 def _output(*command: str, cwd: Path | None = None) -> str | None:

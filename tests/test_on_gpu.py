@@ -77,7 +77,7 @@ def test_the_decode_program_uses_the_kernel(params):
     shape = executor.shapes.shape(rows, total_tokens=200, decode=True)
     program = executor.step_program(shape)
     assert program.report.problems == ()
-    assert "mosaic_gpu" in program._compiled.as_text()
+    assert "mosaic_gpu" in program.compiled.as_text()
 
 
 @pytest.mark.parametrize("page_size", [16, 64])
