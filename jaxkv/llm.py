@@ -148,8 +148,8 @@ class LLM:
         finished = list(generate_waves(self.executor, requests))
         outputs, first = [], 0
         for prompt, params in zip(ids, wishes, strict=True):
-            samples = tuple(self._sample(result) for result in finished[first : first + params.n])
-            outputs.append(RequestOutput(prompt_token_ids=prompt, outputs=samples))
+            samples = [self._sample(result) for result in finished[first : first + params.n]]
+            outputs.append(RequestOutput(prompt_token_ids=list(prompt), outputs=samples))
             first += params.n
         return outputs
 
@@ -262,12 +262,17 @@ class LLM:
         )
 
     def _sample(self, result: Finished) -> SampleOutput:
+        if result.reason == "error":
+            _LOG.error(
+                "a request failed after %d tokens: its logits were not finite",
+                len(result.token_ids),
+            )
         text = self.tokenizer.decode(result.token_ids) if self.tokenizer else ""
         return SampleOutput(
             text=text,
-            token_ids=result.token_ids,
+            token_ids=list(result.token_ids),
             finish_reason=result.reason,
-            logprobs=result.logprobs,
+            logprobs=None if result.logprobs is None else list(result.logprobs),
         )
 
 

@@ -48,9 +48,9 @@ class SampleOutput:
     """
 
     text: str
-    token_ids: tuple[int, ...]
+    token_ids: list[int]
     finish_reason: str
-    logprobs: tuple[dict[int, float], ...] | None = None
+    logprobs: list[dict[int, float]] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,8 +62,8 @@ class RequestOutput:
         outputs: `n` samples.
     """
 
-    prompt_token_ids: tuple[int, ...]
-    outputs: tuple[SampleOutput, ...] = field(repr=False)
+    prompt_token_ids: list[int]
+    outputs: list[SampleOutput] = field(repr=False)
 
     @property
     def text(self) -> str:
@@ -71,7 +71,7 @@ class RequestOutput:
         return self.outputs[0].text
 
     @property
-    def token_ids(self) -> tuple[int, ...]:
+    def token_ids(self) -> list[int]:
         """Token ids of the first sample."""
         return self.outputs[0].token_ids
 
@@ -81,7 +81,7 @@ class RequestOutput:
         return self.outputs[0].finish_reason
 
     @property
-    def logprobs(self) -> tuple[dict[int, float], ...] | None:
+    def logprobs(self) -> list[dict[int, float]] | None:
         """Log-probabilities of the first sample."""
         return self.outputs[0].logprobs
 

@@ -1,0 +1,66 @@
+"""A stream gives the tokens of the whole loop, however its prompt is cut."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxkv.config import CacheConfig, ModelConfig, RopeConfig, SamplingParams
+from jaxkv.engine.executor import Executor
+from jaxkv.engine.offline import generate_waves
+from jaxkv.engine.programs import Programs
+from jaxkv.engine.request import Request
+from jaxkv.engine.stream import stream_request
+from jaxkv.models.decoder import Decoder
+from jaxkv.plan import plan_cache
+
+
+def executor_for(rope):
+    model = Decoder(
+        ModelConfig(
+            family="llama",
+            vocab_size=61,
+            hidden_size=32,
+            num_layers=2,
+            heads=4,
+            kv_heads=2,
+            head_dim=8,
+            ffn_size=48,
+            max_positions=64,
+            rope=rope,
+            windows=(None, 5),
+        )
+    )
+    params = model.init_params(jax.random.key(5), jnp.float32)
+    params = jax.tree.map(
+        lambda leaf: leaf * 6 if leaf.ndim == 2 and len(leaf) > 2 else leaf, params
+    )
+    wish = CacheConfig(max_sequences=2, page_size=8)
+    layout, budget = plan_cache(model, wish, dtype="float32", max_model_len=64, free_bytes=None)
+    limits = {"max_tokens": 64, "max_rows": 2}
+    return Executor(model, params, layout, budget.counts, programs=Programs(), **limits)
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        RopeConfig(rotary_dim=8),
+        # The angles of every token depend on how long its prompt is, so this one is not cut.
+        RopeConfig(rotary_dim=8, kind="dynamic", factor=4.0, original_max_positions=16),
+        RopeConfig(rotary_dim=8, kind="yarn", factor=4.0, original_max_positions=16),
+    ],
+    ids=lambda rope: rope.kind,
+)
+def test_a_prompt_of_several_chunks_streams_the_tokens_of_the_loop(rope, monkeypatch):
+    """S3-01, S5-21's plain half: chunks of 8 of a prompt of 30 tokens, past the original context."""
+    monkeypatch.setattr("jaxkv.engine.shapes.PREFILL_CHUNK", 8)
+    executor = executor_for(rope)
+    request = Request(
+        prompt=tuple((7 * place) % 61 for place in range(30)),
+        params=SamplingParams(temperature=0.0, max_tokens=12),
+        seed=0,
+        stop_ids=(),
+    )
+    [whole] = generate_waves(executor, [request])
+    streamed = [token.token_id for token in stream_request(executor, request)]
+    assert tuple(streamed) == whole.token_ids
+    executor.accounts.check()
