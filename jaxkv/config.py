@@ -7,6 +7,7 @@ from numbers import Integral, Real
 
 MAX_LOGPROBS = 20
 MAX_STOP_IDS = 64
+CACHE_DTYPES = ("auto", "float32", "bfloat16", "float16")
 MAX_BIAS_ENTRIES = 1024
 _INT32_MAX = 2**31 - 1
 
@@ -280,7 +281,7 @@ class CacheConfig:
 
     Attributes:
         page_size: tokens per page.
-        dtype: dtype name of keys and values; "auto" takes the parameters' dtype.
+        dtype: of keys and values: "float32", "bfloat16", "float16", or "auto" for the parameters' own.
         max_sequences: sequences in flight at once (entries of the sampling group).
         budget_bytes: memory for the cache; `None` takes what `max_sequences` sequences of
             the longest length need, or the share `memory_share` of the device's memory if that is less.
@@ -294,7 +295,9 @@ class CacheConfig:
     memory_share: float = 0.85
 
     def __post_init__(self) -> None:
-        """Refuses sizes that cannot be served."""
+        """Refuses sizes and types that cannot be served."""
+        if self.dtype not in CACHE_DTYPES:
+            raise ValueError(f"dtype must be one of {', '.join(CACHE_DTYPES)}, got {self.dtype!r}")
         _settle(self, as_int, 1, 2**20, "page_size")
         _settle(self, as_int, 1, 2**16, "max_sequences")
         _settle(self, _as_float, 0.01, 1.0, "memory_share")

@@ -71,14 +71,14 @@ def generate(
                 f"generate returns one sample per row, got n={wish.n}; repeat the prompt"
             )
     width = max(wish.max_tokens for wish in wishes)
-    # Lists are padded beyond their own lengths, tracers are as long as their array.
-    traced = isinstance(lens, Tracer)
-    longest = tokens.shape[1] if traced else int(np.max(np.asarray(lens), initial=1))
-    if longest + width > model.max_positions:
-        raise ValueError(
-            f"prompts of {longest} tokens and {width} new ones exceed the model's "
-            f"{model.max_positions} positions; shorten the prompt or lower max_tokens"
-        )
+    # Tracers may be as long as their array.
+    known = [tokens.shape[1]] * len(wishes) if isinstance(lens, Tracer) else np.asarray(lens)
+    for row, (length, wish) in enumerate(zip(known, wishes, strict=True)):
+        if length + wish.max_tokens > model.max_positions:
+            raise ValueError(
+                f"row {row} has {length} tokens and wants {wish.max_tokens} new ones, more than the model's "
+                f"{model.max_positions} positions; shorten the prompt or lower max_tokens"
+            )
     features = features_of([Row(0, (), 0, wish) for wish in wishes])
     host = _choices(wishes, eos_ids, model.vocab_size)
     stored = cache_dtype or params_dtype(params)
@@ -97,7 +97,7 @@ def _trim(out: Generated, width: int, top: int) -> Generated:
 
 
 def params_dtype(params: Params) -> str:
-    """Returns the dtype name most of the parameters' bytes have."""
+    """Returns the dtype name that most numbers among the parameters have."""
     sizes: dict[str, int] = {}
     for leaf in jax.tree.leaves(params):
         sizes[str(leaf.dtype)] = sizes.get(str(leaf.dtype), 0) + leaf.size

@@ -71,7 +71,10 @@ class LLM:
         enable_compile_cache()
         self.model: Model = build_model(config)
         self.tokenizer: Tokenizer | None = load_tokenizer(directory)
-        self.eos_ids = tuple(self.tokenizer.eos_ids if self.tokenizer else config.eos_ids)
+        named = self.tokenizer.eos_ids if self.tokenizer else ()
+        self.eos_ids = config.eos_ids or tuple(
+            token for token in named if token < self.model.vocab_size
+        )
         self.max_model_len = resolve_length(max_model_len, self.model.max_positions)
         params = load_params(directory, self.model, dtype=dtype, progress=progress)
         self.layout, self.budget = plan_cache(

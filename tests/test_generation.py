@@ -193,7 +193,6 @@ def test_logprobs_are_those_of_the_raw_logits(params):
         ([[1]], {"sampling": [GREEDY, GREEDY]}, "2 SamplingParams"),
         ([[1]], {"sampling": SamplingParams(stop_token_ids=(61,))}, "61"),
         ([[1]], {"prompt_lens": jnp.ones(1, jnp.int32)}, "prompt_lens"),
-        ([[1.5, 2.5]], {}, "token ids"),
         ([[1]], {"eos_ids": (-1,)}, "eos_ids"),
         ([[1]], {"eos_ids": (61,)}, "eos_ids"),
         ([[1]], {"eos_ids": tuple(range(60)) * 2}, "stop ids"),

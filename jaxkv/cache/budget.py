@@ -32,7 +32,7 @@ class Budget:
 
     @property
     def left_over(self) -> int:
-        """Bytes of the budget that no further page fits in."""
+        """Bytes too few for one more page, or for one more bundle of pages where groups have several page sizes."""
         return self.budget_bytes - self.bytes
 
     @property

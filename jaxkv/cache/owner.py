@@ -33,7 +33,9 @@ class CacheOwner:
         self._device = device
         self._epoch = 0
         self._rebuilds = 0
-        self._keys = tuple((array.layer, array.role) for array in layout.arrays(counts))
+        self._kinds = [
+            ((array.layer, array.role), array.shape, array.dtype) for array in layout.arrays(counts)
+        ]
         self._cache: Cache | None = None
         self._lost = ""
         self._cause: BaseException | None = None
@@ -61,8 +63,9 @@ class CacheOwner:
             CachePoisoned: the cache is lost: by this step, which failed after the donation (its error is the cause),
                 or earlier. An error of a step that left the buffers alive passes through, and the cache is kept.
         """
-        cache = self.take()
+        cache = self._live()
         try:
+            self._cache = None
             successor, out = step(cache, *args)
             self.put(successor)
         except BaseException as error:
@@ -96,8 +99,8 @@ class CacheOwner:
         """
         if self._cache is not None or self._lost:
             raise ValueError("put() without take(): the cache was not handed out, or it was lost")
-        if cache.keys != self._keys:
-            raise ValueError(f"the step returned the arrays {cache.keys}, wanted {self._keys}")
+        if _kinds(cache) != self._kinds:
+            raise ValueError(f"the step returned the arrays {_kinds(cache)}, wanted {self._kinds}")
         self._cache = cache
         self._epoch += 1
 
@@ -109,9 +112,10 @@ class CacheOwner:
 
     def rebuild(self) -> None:
         """Replaces the cache, lost or not, by one full of zeros. Old buffers are dropped first."""
-        # A cause's traceback may hold buffers too.
-        self._cache, self._lost, self._cause = None, "", None
+        # A cause's traceback may hold buffers too. If there is no room, the cache stays lost and says why.
+        self.poison("there was no memory for a new one, or making it was interrupted")
         self._cache = init_cache(self.layout, self.counts, device=self._device)
+        self._lost = ""
         self._epoch += 1
         self._rebuilds += 1
 
@@ -126,6 +130,14 @@ class CacheOwner:
             f"the cache cannot be used: {reason}. Call rebuild() for an empty one, "
             f"then compute the sequences in flight again"
         )
+
+
+def _kinds(cache: Cache) -> list[tuple]:
+    """Says which arrays a cache has, and of what shape and type."""
+    return [
+        (key, array.shape, str(array.dtype))
+        for key, array in zip(cache.keys, cache.arrays, strict=True)
+    ]
 
 
 @dataclass(frozen=True)

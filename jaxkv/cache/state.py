@@ -101,6 +101,11 @@ def init_cache(
                 f"but slots are int32, which allows {most}; lower the cache's budget"
             )
     named = layout.arrays(counts)
+    for array in named:
+        if jax.dtypes.canonicalize_dtype(array.dtype) != np.dtype(array.dtype):
+            raise ValueError(
+                f"{array.name} would be {array.dtype}, which JAX narrows without a word; choose a narrower dtype"
+            )
     arrays = tuple(jnp.zeros(array.shape, array.dtype, device=device) for array in named)
     return Cache(arrays=arrays, keys=tuple((array.layer, array.role) for array in named))
 

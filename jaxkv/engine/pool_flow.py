@@ -140,8 +140,8 @@ class _Walk:
     def _called(self, line: Instruction, operands: Sequence[_Origin]) -> _Origin:
         match line.opcode:
             case "while":
-                self.run(line.callees[0], operands)
-                return operands[0]
+                # What the body does not hand back as it got it is another array after one turn.
+                return _same(operands[0], self.run(line.callees[0], operands))
             case "conditional":
                 branches = zip(line.callees, operands[1:], strict=True)
                 results = {self.run(callee, [operand]) for callee, operand in branches}
@@ -191,3 +191,10 @@ class _Walk:
             self.copies.append(PoolCopy(origin.index, origin.exact, line.line))
             return _Pool(origin.index)
         return origin
+
+
+def _same(before: _Origin, after: _Origin) -> _Origin:
+    """Returns what two values agree on, part by part."""
+    if isinstance(before, tuple) and isinstance(after, tuple) and len(before) == len(after):
+        return tuple(_same(*parts) for parts in zip(before, after, strict=True))
+    return before if before == after else None

@@ -100,7 +100,7 @@ class Program:
         self._lone = tuple(
             (position, argument.dtype)
             for position, argument in enumerate(arguments)
-            if jax.tree_util.treedef_is_leaf(jax.tree.structure(argument))
+            if isinstance(argument, jax.stages.ArgInfo)
         )
 
     def __call__(self, *arguments: Any) -> Any:  # noqa: ANN401 - whatever the program takes and returns

@@ -5,8 +5,6 @@ from dataclasses import dataclass, field
 
 from jaxkv.config import SamplingParams
 
-FINISH_REASONS = ("stop", "length", "abort", "error")
-
 
 @dataclass(frozen=True, kw_only=True)
 class Request:

@@ -14,9 +14,10 @@ _REFUSED = {
 
 _HARMLESS = (
     # How the file was made, and which tokenizer goes with it.
-    "transformers_version _name_or_path model_type tokenizer_class pad_token_id sep_token_id prefix "
+    "transformers_version _name_or_path  model_type tokenizer_class pad_token_id sep_token_id prefix "
     "is_llama_config unsloth_fixed unsloth_version transformers.js_config "
     # Training, and what a call returns besides logits.
+    "pretraining_tp cache_implementation max_sequence_length "
     "initializer_range attention_dropout use_cache return_dict return_dict_in_generate "
     "output_attentions output_hidden_states output_scores gradient_checkpointing "
     # Other tasks than the causal language model that `architectures` must name.
@@ -41,7 +42,8 @@ NEUTRAL: Mapping[str, object] = {
     "is_encoder_decoder": False,
     "mlp_bias": False,
     "partial_rotary_factor": 1.0,
-    "pretraining_tp": 1,
+    "embd_pdrop": 0.0,
+    "resid_pdrop": 0.0,
     "pruned_heads": {},
     "rope_interleaved": False,
     "tie_encoder_decoder": False,

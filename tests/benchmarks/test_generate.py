@@ -32,6 +32,9 @@ def test_every_form_is_timed_at_every_batch_size(records):
     for row in rows:
         assert (row["context"], row["new_tokens"], row["repeats"]) == (16, 64, 3)
         timed = {name: value for name, value in row.items() if name != "form"}
+        # The loop's time per token is a difference of two runs, which noise can turn negative on a busy CPU.
+        noisy = {"ms_per_token", "ratio_to_floor"} if row["form"] == "loop" else set()
+        assert all(math.isfinite(timed.pop(name)) for name in noisy)
         assert [name for name, value in timed.items() if not is_positive(value)] == []
         assert row["ratio_to_floor"] == row["ms_per_token"] / row["floor_ms"]
         assert ("enqueue_ms" in row) == (row["form"] != "loop")

@@ -191,3 +191,33 @@ def test_compiling_leaves_the_cache_as_it_is(owner):
     compiled_add(owner)
     chex.assert_trees_all_equal(owner.handle().cache, before)
     assert [a.unsafe_buffer_pointer() for a in owner.handle().cache.arrays] == pointers
+
+
+def test_a_rebuild_without_memory_leaves_the_owner_poisoned_and_a_later_one_heals_it(
+    owner, monkeypatch
+):
+    """D1: out of memory is likeliest while rebuilding after an out-of-memory."""
+
+    def exhausted(*args, **options):
+        raise MemoryError("no room")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("jaxkv.cache.owner.init_cache", exhausted)
+        with pytest.raises(MemoryError):
+            owner.rebuild()
+    assert owner.poisoned
+    with pytest.raises(CachePoisoned, match="no memory"):
+        owner.take()
+    owner.rebuild()
+    assert not owner.poisoned
+    assert is_full_of(owner.handle().cache, 0)
+
+
+def test_a_successor_of_other_sizes_is_refused(owner):
+    def shrink(cache, amount):
+        arrays = tuple(array[:2] for array in cache.arrays)
+        return Cache(arrays=arrays, keys=cache.keys), amount
+
+    with pytest.raises(ValueError, match="returned the arrays"):
+        owner.run(shrink, ONE)
+    assert is_full_of(owner.handle().cache, 0)

@@ -96,6 +96,7 @@ def lowerings():
 
     from jaxkv.engine.fields import StepShape
     from jaxkv.engine.programs import Lowering
+    from jaxkv.engine.shapes import Declared
 
     step = StepShape(tokens=ROWS, rows=ROWS, table_widths=(WIDTH,), decode=True)
     loop = StepShape(tokens=128, rows=ROWS, table_widths=(WIDTH,), loop=True)
@@ -132,7 +133,7 @@ def lowerings():
     return {
         "decode": lambda: decode,
         "decode_best": lambda: executor(None).step_program(step),
-        "generate": lambda: executor(None).loop_program(loop, 64),
+        "generate": lambda: executor(None).program(Declared("generate", loop, 64)),
         "one_page": lambda: executor("xla", pages=1, rows=1).step_program(alone),
         "swapped": lambda: dataclasses.replace(decode, function=swapped),
         "read_late": lambda: dataclasses.replace(decode, function=read_late),

@@ -176,3 +176,19 @@ def test_command_buffers_and_what_runs_outside_them_are_read_from_the_thunks():
     found = read_command_buffers(lines)
     assert (found.count, found.captured) == (2, 3)
     assert found.outside == ("kCustomKernel", "kWhile", "kCopy")
+
+
+def test_a_loop_that_makes_its_pool_anew_is_refused():
+    def loop(weight, cache, slots):
+        def body(carry):
+            step, (keys, values) = carry
+            anew = jnp.full_like(keys, 0.5) * step.astype(jnp.float32)
+            return step + 1, (anew, write(values, weight, slots))
+
+        _, cache = jax.lax.while_loop(
+            lambda carry: carry[0] < slots[0], body, (jnp.int32(0), cache)
+        )
+        return cache, jnp.float32(0)
+
+    with pytest.raises(ProgramRefused, match=r"cache\[0\] comes back as a new array"):
+        audited(loop).raise_if_bad("step")

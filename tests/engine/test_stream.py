@@ -56,11 +56,14 @@ def test_a_prompt_of_several_chunks_streams_the_tokens_of_the_loop(rope, monkeyp
     executor = executor_for(rope)
     request = Request(
         prompt=tuple((7 * place) % 61 for place in range(30)),
-        params=SamplingParams(temperature=0.0, max_tokens=12),
+        params=SamplingParams(temperature=0.0, max_tokens=12, logprobs=5),
         seed=0,
         stop_ids=(),
     )
     [whole] = generate_waves(executor, [request])
-    streamed = [token.token_id for token in stream_request(executor, request)]
-    assert tuple(streamed) == whole.token_ids
+    streamed = list(stream_request(executor, request))
+    assert tuple(token.token_id for token in streamed) == whole.token_ids
+    # Equal tokens may be luck; the numbers behind them are not.
+    for token, wanted in zip(streamed, whole.logprobs, strict=True):
+        assert token.logprobs == pytest.approx(wanted, abs=1e-4)
     executor.accounts.check()

@@ -206,7 +206,7 @@ def test_yarn_without_a_factor_stretches_by_the_ratio_of_the_lengths():
         ("_attn_implementation", "org/evil-kernel"),
         ("_attn_implementation_internal", "org/evil-kernel"),
         ("quantization_config", {"quant_method": "fp8"}),
-        ("pretraining_tp", 2),
+        ("rope_interleaved", True),
         ("sliding_window", 4096),
         ("partial_rotary_factor", 0.5),
         ("embedding_multiplier", 12.0),
