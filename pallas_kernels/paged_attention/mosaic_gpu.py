@@ -14,6 +14,9 @@ from pallas_kernels.device import why_not_hopper
 from pallas_kernels.paged_attention.mosaic_block import LOG2_E, Kernel, Options
 from pallas_kernels.paged_attention.mosaic_schedule import ROW_TILE, Geometry, Schedule
 
+NEWEST_JAX = (0, 11)
+"""Newest JAX that the kernel is known to compile under."""
+
 
 def why_not(
     q: Array,
@@ -27,7 +30,14 @@ def why_not(
     sinks: Array | None = None,
 ) -> str | None:
     """Returns why this kernel cannot run, or `None` if it can."""
-    return why_not_hopper() or Geometry.of(q, k_pages).refusal()
+    return why_not_hopper() or _why_not_this_jax() or Geometry.of(q, k_pages).refusal()
+
+
+def _why_not_this_jax() -> str | None:
+    """Refuses JAX 0.12, where inferring the kernel's layouts did not end within minutes (0.11.2 takes a second)."""
+    if jax.__version_info__[:2] <= NEWEST_JAX:
+        return None
+    return f"was made for jax 0.11, and jax {jax.__version__} takes minutes to infer its layouts"
 
 
 def paged_attention(

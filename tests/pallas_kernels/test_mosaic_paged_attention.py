@@ -123,6 +123,10 @@ LOWERED = {
 }
 
 
+@pytest.mark.skipif(
+    jax.__version_info__[:2] > mosaic_gpu.NEWEST_JAX,
+    reason="this JAX takes minutes; why_not says so",
+)
 @pytest.mark.parametrize("case", LOWERED.values(), ids=LOWERED)
 def test_it_lowers_for_cuda_without_a_gpu(case):
     """Layouts are inferred and shared memory is counted here, so neither can fail on a GPU first."""
@@ -267,3 +271,13 @@ def test_pages_past_two_to_the_31_elements_are_read_where_they_lie():
     table, lens = jnp.full((1, 1), 2**16, jnp.int32), jnp.ones(1, jnp.int32)
     out = mosaic_gpu.paged_attention(q, pool, pool, table, lens, scale=1.0)
     np.testing.assert_array_equal(np.asarray(out, np.float32), 1.0)
+
+
+def test_a_jax_it_was_not_made_for_is_refused_with_the_reason(monkeypatch):
+    monkeypatch.setattr(mosaic_gpu, "why_not_hopper", lambda: None)
+    monkeypatch.setattr(jax, "__version_info__", (0, 12, 0))
+    q, pages = jnp.zeros((1, 8, 64), jnp.bfloat16), jnp.zeros((2, 16, 2, 64), jnp.bfloat16)
+    table, lens = jnp.zeros((1, 2), jnp.int32), jnp.ones(1, jnp.int32)
+    assert "jax 0.11" in mosaic_gpu.why_not(q, pages, pages, table, lens)
+    monkeypatch.setattr(jax, "__version_info__", (0, 11, 2))
+    assert mosaic_gpu.why_not(q, pages, pages, table, lens) is None
