@@ -1,6 +1,16 @@
 """Chooses one implementation of an op, or says why none can run. Knows no op in particular."""
 
+import logging
+from collections import Counter
 from collections.abc import Callable, Mapping
+
+_LOG = logging.getLogger(__name__)
+_FALLBACKS: Counter[tuple[str, str, str]] = Counter()
+
+
+def fallbacks() -> dict[tuple[str, str, str], int]:
+    """Returns how often tracing an op passed over a better implementation: (op, implementation, reason) -> times."""
+    return dict(_FALLBACKS)
 
 
 class Unsupported(ValueError):
@@ -32,7 +42,17 @@ def choose(
     for name in candidates:
         refusal = reasons[name]()
         if refusal is None:
+            for passed_over, reason in refusals.items():
+                _note_fallback(op, passed_over, reason, name)
             return name
         refusals[name] = refusal
     told = "; ".join(f"{name}: {refusal}" for name, refusal in refusals.items())
     raise Unsupported(f"no implementation of {op} can run here: {told}")
+
+
+def _note_fallback(op: str, passed_over: str, reason: str, chosen: str) -> None:
+    """Counts a fallback, and logs it the first time."""
+    key = (op, passed_over, reason)
+    if not _FALLBACKS[key]:
+        _LOG.info("%s runs as %s, since %s cannot: %s", op, chosen, passed_over, reason)
+    _FALLBACKS[key] += 1
