@@ -90,7 +90,11 @@ def test_a_step_that_fails_before_the_donation_leaves_the_cache(owner):
 def test_a_step_that_fails_after_the_donation_poisons_the_cache(owner):
     """S1-13, T-09: the error is told, the next use says what to do, and rebuild recovers."""
     owner.run(donating_add, ONE)
-    step = jax.jit(add_then_burst, donate_argnums=0)
+    burst_step = jax.jit(add_then_burst, donate_argnums=0)
+
+    def step(cache, amount):  # a GPU tells of it only when asked for the result
+        return jax.block_until_ready(burst_step(cache, amount))
+
     message = r"failed after donating it: .*the device burst"
     with pytest.raises(CachePoisoned, match=message) as caught:
         owner.run(step, ONE)

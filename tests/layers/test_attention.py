@@ -71,7 +71,9 @@ def run(params, cache, x, batch, tables, **options):
 
 def dense(params, x, positions, *, window=None):
     """The same layer over one whole sequence, without a cache, in plain NumPy after the rotation."""
-    qkv = (x @ params["qkv"].T + params["qkv_bias"][None]).reshape(len(x), -1, HEAD_DIM)
+    with jax.default_matmul_precision("highest"):
+        qkv = x @ params["qkv"].T + params["qkv_bias"][None]
+    qkv = qkv.reshape(len(x), -1, HEAD_DIM)
     q, k, v = qkv[:, :HEADS], qkv[:, HEADS : HEADS + KV_HEADS], qkv[:, HEADS + KV_HEADS :]
     angles = rope_angles(ROPE, jnp.asarray(positions), jnp.asarray(positions))
     q = rotate(angles, rms_norm(params["qk_norm"][0], q, eps=1e-6))

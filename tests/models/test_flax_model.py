@@ -88,6 +88,13 @@ class Windowed(example.Transformer):
         return place([narrow, gqa(example.KV_HEADS, example.HEAD_DIM, **sizes), narrow])[::-1]
 
 
+@pytest.fixture(autouse=True)
+def float32_products():
+    """A user's module chooses the precision of its products: on a GPU the default rounds their inputs to TF32."""
+    with jax.default_matmul_precision("highest"):
+        yield
+
+
 @pytest.fixture(scope="module")
 def module():
     return example.Transformer(nnx.Rngs(0))
