@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.record import RECORDS, save_record
-from benchmarks.timing import Chain, Effort, refuse_profilers, time_launches
+from benchmarks.timing import Chain, Effort, refuse_profilers, time_chain
 from jaxkv.config import CacheConfig, ModelConfig, RopeConfig, SamplingParams
 from jaxkv.engine.executor import Executor
 from jaxkv.engine.programs import Programs
@@ -111,7 +111,7 @@ def measure_read_bandwidth() -> float:
     matrices = [draw(key) for key in jax.random.split(jax.random.key(0), count)]
     vector = jnp.ones((1, size), jnp.bfloat16)
     chain = Chain(lambda x, weight: (x, project(weight, x)), vector, matrices)
-    timing = time_launches(chain.launch, calls=chain.calls, effort=Effort(trials=5))
+    timing = time_chain(chain, Effort(trials=5))
     return matrices[0].nbytes / timing.us * 1e6
 
 

@@ -1,6 +1,6 @@
 """Times an op over its cases, next to what others offer for the same work.
 
-    python -m benchmarks.ops paged_attention
+    python -m benchmarks.ops paged_attention ragged_attention page_write rotary_write
     python -m benchmarks.ops ragged_attention --case llama-1x8192 --implementation xla
 
 An implementation is timed only after its answer on that very case was compared with the reference's.
@@ -12,31 +12,31 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 # The peers in torch need memory of the same GPU.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 import jax
-import jax.numpy as jnp
 
 from benchmarks.peers import PEERS, NoPeer
-from benchmarks.record import device_name, save_record
-from benchmarks.subjects import OPS, Subject, WrongResult, implementations, load_cases, prepare
+from benchmarks.record import RECORDS, device_name, save_record
 from benchmarks.timing import (
     CEILINGS,
     ROTATION_BYTES,
-    Ceilings,
-    Chain,
     Effort,
     Timing,
     refuse_profilers,
-    time_launches,
+    time_chain,
 )
 from pallas_kernels.dispatch import Unsupported
+from pallas_kernels.subjects import OPS, Subject, WrongResult, implementations, load_cases, prepare
 
-_LAUNCH_US = 1500.0
-_MOST_CALLS = 64
+# Implementations that are somebody else's kernels behind our door.
+_OTHERS = ("cudnn",)
+_LAUNCH_US = 3000.0
+_MOST_CALLS = 512
 
 
 def time_implementation(subject: Subject, implementation: str, effort: Effort) -> Timing:
@@ -46,12 +46,7 @@ def time_implementation(subject: Subject, implementation: str, effort: Effort) -
         Unsupported: it cannot run this case here.
         WrongResult: it does not give the reference's answer.
     """
-    function = subject.call(implementation)
-    subject.check(function)
-    # A launch donates its arrays; the next implementation needs its own.
-    shared = jax.tree.map(jnp.copy, subject.shared)
-    chain = Chain(function, shared, subject.own, rounds=effort.rounds)
-    return time_launches(chain.launch, calls=chain.calls, effort=effort)
+    return time_chain(subject.chain(subject.call(implementation)), effort)
 
 
 def measure(
@@ -85,7 +80,8 @@ def measure(
         except WrongResult as reason:
             timing, refused = None, f"WRONG: {reason}"
         numbers = _numbers(timing, num_bytes, flops, floor)
-        rows.append(row | {"is_peer": name in PEERS} | numbers | {"refused": refused})
+        is_peer = name in PEERS or name in _OTHERS
+        rows.append(row | {"is_peer": is_peer} | numbers | {"refused": refused})
     return _with_ratios(rows)
 
 
@@ -130,8 +126,8 @@ def _line(row: dict[str, Any]) -> str:
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Times an op over its cases.")
-    parser.add_argument("op", choices=OPS)
+    parser = argparse.ArgumentParser(description="Times ops over their cases.")
+    parser.add_argument("ops", nargs="+", choices=OPS, metavar="op", help=", ".join(OPS))
     parser.add_argument(
         "--case", action="append", help="a case by name; all real shapes if not given"
     )
@@ -141,37 +137,47 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--record", help="name of the record; ops-OP if every real shape ran on a GPU, else none"
     )
-    return parser.parse_args(arguments)
+    parser.add_argument("--folder", type=Path, default=RECORDS, help="where to save the record")
+    options = parser.parse_args(arguments)
+    if len(options.ops) > 1 and (options.case or options.implementation or options.record):
+        parser.error("cases, implementations and a record's name are those of one op")
+    return options
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measures, prints and saves; returns 1 if an implementation or a peer gave a wrong answer."""
     options = _parse(arguments)
     refuse_profilers()
+    if jax.default_backend() != "gpu":
+        print(f"no GPU: timing on {device_name()}, which says nothing about one")
+    if CEILINGS.get(device_name()) is None:
+        print(f"no ceilings are known for {device_name()}, so no shares are given")
+    rows = [row for op in options.ops for row in _run(op, options)]
+    return int(any((row["refused"] or "").startswith("WRONG") for row in rows))
+
+
+def _run(op: str, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Measures one op; saves after each case, so that a run which is cut short leaves what it had."""
     on_gpu = jax.default_backend() == "gpu"
-    cases = load_cases(options.op)
+    cases = load_cases(op)
     names = options.case or [name for name, case in cases.items() if case.ci != on_gpu]
     unknown = [name for name in names if name not in cases]
     if unknown:
-        raise SystemExit(f"{options.op} has no case {unknown[0]!r}; choose from {', '.join(cases)}")
-    ceilings: Ceilings | None = CEILINGS.get(device_name())
-    if not on_gpu:
-        print(f"no GPU: timing on {device_name()}, which says nothing about one")
-    if ceilings is None:
-        print(f"no ceilings are known for {device_name()}, so no shares are given")
-    rows = []
-    chosen = options.implementation or implementations(options.op)
+        raise SystemExit(f"{op} has no case {unknown[0]!r}; choose from {', '.join(cases)}")
+    chosen = options.implementation or implementations(op)
+    complete = on_gpu and not options.case and not options.implementation
+    record = options.record or (f"ops-{op}" if complete else None)
+    rows, saved = [], None
     for name in names:
         measured = measure(
-            options.op, cases[name], dtype=options.dtype, chosen=chosen, seconds=options.seconds
+            op, cases[name], dtype=options.dtype, chosen=chosen, seconds=options.seconds
         )
         rows += measured
         print(*map(_line, measured), sep="\n", flush=True)
-    complete = on_gpu and not options.case and not options.implementation
-    record = options.record or (f"ops-{options.op}" if complete else None)
-    if record:
-        print(f"recorded in {save_record(record, rows)}")
-    return int(any((row["refused"] or "").startswith("WRONG") for row in rows))
+        saved = save_record(record, rows, folder=options.folder) if record else None
+    if saved:
+        print(f"recorded in {saved}")
+    return rows
 
 
 if __name__ == "__main__":

@@ -4,19 +4,21 @@ A peer that cannot do a case says why; one that gives a wrong answer is refused 
 """
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache, partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.subjects import Subject, compare
-from benchmarks.timing import Chain, Effort, Timing, time_launches
-from tests.tolerances import OUTPUT
+from benchmarks.timing import Chain, Effort, Timing, time_chain, time_launches
+from pallas_kernels.subjects import KINDS, Subject
 
 _HALF = ("bfloat16", "float16")
+# Kinds of rows that a peer may be called for, one after the other.
+_MOST_KINDS = 4
 
 
 class NoPeer(RuntimeError):
@@ -25,14 +27,15 @@ class NoPeer(RuntimeError):
 
 @dataclass(frozen=True)
 class Contiguous:
-    """The keys that a case's queries see, laid out without pages.
+    """Rows of equal lengths and the keys that their queries see, laid out without pages.
 
     Attributes:
-        q: all rows have the same number of queries.
-        k, v: and the same number of keys.
+        tokens: where the rows' queries are among those of the case.
+        q, k, v: [rows, length, heads, head_dim].
         window: keys that a query sees; `None` for all, also where the cut did it.
     """
 
+    tokens: np.ndarray
     q: np.ndarray
     k: np.ndarray
     v: np.ndarray
@@ -40,25 +43,37 @@ class Contiguous:
     window: int | None
 
 
-def lay_out(subject: Subject) -> Contiguous:
-    """Gathers an attention case's keys and values; raises `NoPeer` where no peer could use them."""
+@lru_cache(maxsize=1)
+def lay_out(subject: Subject) -> list[Contiguous]:
+    """Gathers an attention case's keys and values, once for all peers; raises `NoPeer` where none could use them."""
     inputs = subject.inputs
     if inputs["soft_cap"] is not None or inputs["sinks"] is not None:
         raise NoPeer("has no soft cap and no sinks")
-    seq_lens, rows = inputs["seq_lens"], len(inputs["seq_lens"])
-    q_lens = np.diff(inputs["cu_q_lens"]) if "cu_q_lens" in inputs else np.ones(rows, np.int64)
-    if len(set(seq_lens)) > 1 or len(set(q_lens)) > 1 or len(inputs["q"]) != q_lens.sum():
-        raise NoPeer("needs rows of equal length without padding")
-    q_len, seq_len, window = int(q_lens[0]), int(seq_lens[0]), inputs["window"]
-    if not q_len or not seq_len:
-        raise NoPeer("needs at least one query and one key")
-    start = 0
+    if inputs["k_scales"] is not None:
+        raise NoPeer("takes keys and values in the queries' dtype alone")
+    seq_lens = inputs["seq_lens"].astype(np.int64)
+    bounds = inputs.get("cu_q_lens", np.arange(len(seq_lens) + 1)).astype(np.int64)
+    lengths = np.stack([np.diff(bounds), seq_lens], axis=1)
+    if not lengths.all() or bounds[-1] != len(inputs["q"]):
+        raise NoPeer("needs rows of at least one query and one key, without padding")
+    kinds = np.unique(lengths, axis=0)
+    if len(kinds) > _MOST_KINDS:
+        raise NoPeer(f"would be called for {len(kinds)} kinds of rows")
+    return [_rows_alike(inputs, bounds, np.flatnonzero((lengths == kind).all(1))) for kind in kinds]
+
+
+def _rows_alike(inputs: Mapping[str, Any], bounds: np.ndarray, rows: np.ndarray) -> Contiguous:
+    """Lays out some rows of one length."""
+    q_len, seq_len = int(bounds[rows[0] + 1] - bounds[rows[0]]), int(inputs["seq_lens"][rows[0]])
+    start, window = 0, inputs["window"]
     if window is not None:
         start, window = max(0, seq_len - q_len + 1 - window), None if q_len == 1 else window
     position, page_size = np.arange(start, seq_len), inputs["k_pages"].shape[1]
-    pages = inputs["page_table"][:, position // page_size]
+    pages = inputs["page_table"][rows][:, position // page_size]
+    tokens = bounds[rows][:, None] + np.arange(q_len)
     return Contiguous(
-        q=inputs["q"].reshape(rows, q_len, *inputs["q"].shape[1:]),
+        tokens=tokens.reshape(-1),
+        q=inputs["q"][tokens],
         k=inputs["k_pages"][pages, position % page_size],
         v=inputs["v_pages"][pages, position % page_size],
         scale=inputs["scale"],
@@ -68,11 +83,14 @@ def lay_out(subject: Subject) -> Contiguous:
 
 def time_cudnn(subject: Subject, effort: Effort) -> Timing:
     """Times cuDNN's fused attention as JAX offers it."""
-    if subject.op == "page_write":
+    if KINDS[subject.op].writes:
         raise NoPeer("writes no pages")
     if jax.default_backend() != "gpu" or subject.dtype not in _HALF:
         raise NoPeer("needs an NVIDIA GPU and bfloat16 or float16")
-    case = lay_out(subject)
+    cases = lay_out(subject)
+    if len(cases) > 1:
+        raise NoPeer("needs rows of equal length")
+    case = cases[0]
     causal = case.q.shape[1] > 1
     if causal and case.q.shape[1] != case.k.shape[1]:
         raise NoPeer("aligns its causal mask to the first key, not the last")
@@ -88,14 +106,23 @@ def time_cudnn(subject: Subject, effort: Effort) -> Timing:
             implementation="cudnn",
         )
 
-    own = [{"k": jnp.array(case.k), "v": jnp.array(case.v)} for _ in subject.own]
-    chain = Chain(run, jnp.asarray(case.q), own, rounds=effort.rounds)
+    first = {"k": jnp.asarray(case.k), "v": jnp.asarray(case.v)}
+    own = [first, *(jax.tree.map(jnp.copy, first) for _ in subject.own[1:])]
+    chain = Chain(run, jnp.asarray(case.q), own)
     try:
-        answer = np.asarray(chain.launch()[-1], np.float32)
+        answer = np.asarray(chain.launch()[-1])
     except (NotImplementedError, ValueError, jax.errors.JaxRuntimeError) as error:
         raise NoPeer(_first_line(error)) from error
-    _check(subject, answer)
-    return time_launches(chain.launch, calls=chain.calls, effort=effort)
+    subject.compare([_in_order(cases, [answer])])
+    return time_chain(chain, effort)
+
+
+def _in_order(cases: Sequence[Contiguous], answers: Sequence[np.ndarray]) -> np.ndarray:
+    """Returns the outputs of all kinds of rows, one query after the other as in the case."""
+    together = np.concatenate([answer.reshape(-1, *answer.shape[2:]) for answer in answers])
+    out = np.empty_like(together)
+    out[np.concatenate([case.tokens for case in cases])] = together
+    return out
 
 
 def time_torch(subject: Subject, effort: Effort) -> Timing:
@@ -105,6 +132,8 @@ def time_torch(subject: Subject, effort: Effort) -> Timing:
     import torch
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    if subject.op == "rotary_write":
+        raise NoPeer("does not rotate and write in one call")
     build = _torch_write if subject.op == "page_write" else _torch_attention
     calls, answer = build(subject, device)
     calls *= effort.rounds
@@ -116,7 +145,7 @@ def time_torch(subject: Subject, effort: Effort) -> Timing:
         launch()
     except RuntimeError as error:
         raise NoPeer(_first_line(error)) from error
-    _check(subject, answer())
+    subject.compare(answer())
     if device == "cpu":
         return time_launches(launch, calls=len(calls), effort=effort, wait=lambda _: None)
     # Capturing needs a stream other than the default one, on which everything has run before.
@@ -153,37 +182,52 @@ def _tensor(array: np.ndarray, device: str) -> Any:  # noqa: ANN401 - torch is o
     return torch.from_numpy(array).to(device)
 
 
+def _array(tensor: Any) -> np.ndarray:  # noqa: ANN401 - torch is optional
+    """The bits of a tensor."""
+    import torch
+
+    return tensor.contiguous().view(torch.uint8).cpu().numpy()
+
+
 def _torch_attention(
     subject: Subject, device: str
 ) -> tuple[list[Callable[[], Any]], Callable[[], Any]]:
-    """One call per copy of the keys, and the answer of the last."""
+    """One call per copy of the keys, each of one kernel per kind of rows, and the answer of the last."""
+    cases = lay_out(subject)
+    if any(case.window is not None for case in cases):
+        raise NoPeer("has no window for more than one query")
+    first = [
+        [_tensor(part, device).transpose(1, 2) for part in (case.q, case.k, case.v)]
+        for case in cases
+    ]
+    copies = [[(q, k.clone(), v.clone()) for q, k, v in first] for _ in subject.own[1:]]
+    attends = [_attend(case) for case in cases]
+
+    def call(sets: Any) -> list[Any]:  # noqa: ANN401 - torch is optional
+        return [attend(*tensors) for attend, tensors in zip(attends, sets, strict=True)]
+
+    calls = [lambda sets=sets: call(sets) for sets in [first, *copies]]
+
+    def answer() -> list[np.ndarray]:
+        outs = [out.transpose(1, 2).float().cpu().numpy() for out in calls[-1]()]
+        return [_in_order(cases, outs)]
+
+    return calls, answer
+
+
+def _attend(case: Contiguous) -> Callable[..., Any]:
+    """Returns torch's attention for rows of one kind: causal, aligned to the last key."""
     import torch
     from torch.nn.attention.bias import causal_lower_right
 
-    case = lay_out(subject)
-    if case.window is not None:
-        raise NoPeer("has no window for more than one query")
     q_len, seq_len = case.q.shape[1], case.k.shape[1]
-    mask = causal_lower_right(q_len, seq_len) if 1 < q_len < seq_len else None
-
-    def call(q: Any, k: Any, v: Any) -> Any:  # noqa: ANN401 - torch is optional
-        return torch.nn.functional.scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            attn_mask=mask,
-            is_causal=1 < q_len == seq_len,
-            scale=case.scale,
-            enable_gqa=True,
-        )
-
-    q = _tensor(case.q, device).transpose(1, 2)
-    sets = [
-        (q, *(_tensor(part, device).transpose(1, 2) for part in (case.k, case.v)))
-        for _ in subject.own
-    ]
-    calls = [lambda arguments=arguments: call(*arguments) for arguments in sets]
-    return calls, lambda: calls[-1]().transpose(1, 2).float().cpu().numpy()
+    return partial(
+        torch.nn.functional.scaled_dot_product_attention,
+        attn_mask=causal_lower_right(q_len, seq_len) if 1 < q_len < seq_len else None,
+        is_causal=1 < q_len == seq_len,
+        scale=case.scale,
+        enable_gqa=True,
+    )
 
 
 def _torch_write(
@@ -208,20 +252,12 @@ def _torch_write(
     def answer() -> list[np.ndarray]:
         fresh = [_tensor(page.copy(), device).flatten(0, 1) for page in subject.inputs["pages"]]
         call(slots[0], fresh)
-        return [pool.view(torch.uint8).cpu().numpy() for pool in fresh]
+        return [_array(pool[slots[0]]) for pool in fresh]
 
     return [lambda where=where: call(where, pools) for where in slots], answer
 
 
-def _check(subject: Subject, answer: Any) -> None:  # noqa: ANN401 - an array, or the bytes of pools
-    if subject.op == "page_write":
-        compare(answer, subject.expected, exact=True)
-    else:
-        wanted = subject.expected
-        compare([answer.reshape(wanted.shape)], [wanted], tolerance=OUTPUT[subject.dtype])
-
-
 PEERS: dict[str, Callable[[Subject, Effort], Timing]] = {
-    "cudnn": time_cudnn,
+    "cudnn-contiguous": time_cudnn,
     "torch": time_torch,
 }

@@ -1,7 +1,7 @@
 """Pure functions of arrays for inference on NVIDIA GPUs. Knows no model, no request and no owner of pages.
 
-`paged_attention`, `ragged_attention` and `page_write` are loaded on first use, so that importing a host module
-such as `pallas_kernels.dispatch` does not import JAX. They are functions: their files are reached with
+`paged_attention`, `ragged_attention`, `page_write` and `rotary_write` are loaded on first use, so that importing a
+host module such as `pallas_kernels.dispatch` does not import JAX. They are functions: their files are reached with
 `from pallas_kernels.<op> import <file>`.
 """
 
@@ -14,8 +14,9 @@ if TYPE_CHECKING:
     from pallas_kernels.page_write.api import page_write as page_write
     from pallas_kernels.paged_attention.api import paged_attention as paged_attention
     from pallas_kernels.ragged_attention.api import ragged_attention as ragged_attention
+    from pallas_kernels.rotary_write.api import rotary_write as rotary_write
 
-_OPS = ("page_write", "paged_attention", "ragged_attention")
+_OPS = ("page_write", "paged_attention", "ragged_attention", "rotary_write")
 
 
 class _Package(ModuleType):

@@ -1,9 +1,13 @@
 """Refuses wrong arguments at an op's door, from shapes and dtypes alone. Knows no implementation."""
 
+from collections.abc import Mapping
+
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array
+
+from pallas_kernels.byte_formats import LARGEST
 
 INT32_MAX = 2**31 - 1
 
@@ -38,6 +42,8 @@ def check_attention(
     k_pages: Array | np.ndarray,
     v_pages: Array | np.ndarray,
     sinks: Array | np.ndarray | None,
+    k_scales: Array | np.ndarray | None,
+    v_scales: Array | np.ndarray | None,
     *,
     scale: float,
     window: int | None,
@@ -48,11 +54,7 @@ def check_attention(
     heads, head_dim = q.shape[1:]
     check_shape("k_pages", k_pages, (None, None, None, head_dim))
     check_shape("v_pages", v_pages, tuple(k_pages.shape))
-    if not q.dtype == k_pages.dtype == v_pages.dtype:
-        raise ValueError(
-            f"q, k_pages and v_pages must share one dtype, got {q.dtype}, {k_pages.dtype} and "
-            f"{v_pages.dtype}; cast q to the cache's dtype"
-        )
+    _check_dtypes(q, k_pages, v_pages, {"k_scales": k_scales, "v_scales": v_scales})
     if heads % k_pages.shape[2]:
         raise ValueError(
             f"heads must be a multiple of kv_heads, got {heads} and {k_pages.shape[2]}"
@@ -65,3 +67,31 @@ def check_attention(
         raise ValueError(f"soft_cap must be positive, got {soft_cap}; `None` caps nothing")
     if sinks is not None:
         check_shape("sinks", sinks, (heads,))
+
+
+def _check_dtypes(
+    q: Array | np.ndarray,
+    k_pages: Array | np.ndarray,
+    v_pages: Array | np.ndarray,
+    scales: Mapping[str, Array | np.ndarray | None],
+) -> None:
+    """Refuses pages that are neither of q's dtype nor 8 bits with scales."""
+    given = {name: pool for name, pool in scales.items() if pool is not None}
+    if not given:
+        if not q.dtype == k_pages.dtype == v_pages.dtype:
+            raise ValueError(
+                f"q, k_pages and v_pages must share one dtype, got {q.dtype}, {k_pages.dtype} and "
+                f"{v_pages.dtype}; cast q to the cache's dtype, or give k_scales and v_scales"
+            )
+        return
+    if len(given) < len(scales):
+        raise ValueError(f"k_scales and v_scales come together, got only {next(iter(given))}")
+    if k_pages.dtype != v_pages.dtype or k_pages.dtype.name not in LARGEST:
+        raise ValueError(
+            f"k_pages and v_pages with scales must both be one of {', '.join(LARGEST)}, got "
+            f"{k_pages.dtype} and {v_pages.dtype}"
+        )
+    for name, pool in given.items():
+        check_shape(name, pool, tuple(k_pages.shape[:3]))
+        if pool.dtype != jnp.float32:
+            raise ValueError(f"{name} must be float32, got {pool.dtype}")

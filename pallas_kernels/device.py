@@ -1,5 +1,6 @@
 """What the device that JAX compiles for can do. Knows no kernel."""
 
+import jax
 from jax.extend.backend import get_default_device
 
 # A Hopper SM has 228 KB of shared memory, of which each resident block costs 1 KB besides what it asks for; one
@@ -9,6 +10,9 @@ SHARED_BYTES_PER_BLOCK = 227 * 1024
 RESERVED_BYTES_PER_BLOCK = 1024
 HOPPER = 90
 NUM_MULTIPROCESSORS = 132
+
+NEWEST_JAX = (0, 11)
+"""Newest JAX under which Mosaic GPU kernels are known to compile."""
 
 
 def gpu_arch() -> int | None:
@@ -32,3 +36,14 @@ def why_not_hopper() -> str | None:
         return None
     found = "no NVIDIA GPU" if arch is None else f"sm{arch}"
     return f"needs an sm{HOPPER} GPU, found {found}"
+
+
+def why_not_mosaic() -> str | None:
+    """Returns why Mosaic GPU kernels cannot run on the default device under this JAX, or `None` if they can.
+
+    Under JAX 0.12 inferring a kernel's layouts did not end within minutes; under 0.11.2 it takes a second.
+    """
+    hopper = why_not_hopper()
+    if hopper is not None or jax.__version_info__[:2] <= NEWEST_JAX:
+        return hopper
+    return f"was made for jax 0.11, and jax {jax.__version__} takes minutes to infer its layouts"

@@ -1,10 +1,17 @@
 """Inputs for the cases of paged ops: shuffled pages whose unused places hold NaN. Knows no op. Host only."""
 
+import math
 from dataclasses import dataclass
 
 import ml_dtypes  # noqa: F401 - registers bfloat16 and float8 with NumPy
 import numpy as np
-from jaxtyping import Int, Shaped
+from jaxtyping import Float, Int, Shaped
+
+from pallas_kernels.byte_formats import LARGEST
+
+# Primes, so that no two pages are alike.
+_MOST_DRAWN = 2**22 - 3
+_MOST_TOKENS = 2**13 - 1
 
 
 @dataclass(frozen=True)
@@ -14,15 +21,28 @@ class PoisonedPages:
     Attributes:
         page_table: ids of each row's pages in order, padded with ids of other pages, in use or not.
         pools: one pool per value kept for a token.
+        scales: for pools of 8 bits, one scale per token and head.
     """
 
     page_table: Int[np.ndarray, "rows table_width"]
     pools: tuple[Shaped[np.ndarray, "pages page_size ..."], ...]
+    scales: tuple[Float[np.ndarray, "pages page_size heads"], ...] = ()
 
 
 def normal(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) -> np.ndarray:
-    """Draws standard normal numbers, rounded to `dtype`."""
-    return rng.standard_normal(shape, dtype=np.float32).astype(dtype)
+    """Draws standard normal numbers, rounded to `dtype`; large arrays repeat the first `_MOST_DRAWN` of them."""
+    count = min(math.prod(shape), _MOST_DRAWN)
+    return np.resize(rng.standard_normal(count, dtype=np.float32).astype(dtype), shape)
+
+
+def quantised(
+    values: Float[np.ndarray, "*places head_dim"], dtype: str
+) -> tuple[Shaped[np.ndarray, "*places head_dim"], Float[np.ndarray, "*places"]]:
+    """Returns 8-bit numbers and the float32 scales that give the values back: `stored * scale`."""
+    scales = np.abs(values).max(axis=-1) / np.float32(LARGEST[dtype])
+    exact = values / np.where(scales > 0, scales, np.float32(1))[..., None]
+    stored = (np.rint(exact) if dtype == "int8" else exact).astype(dtype)
+    return stored, scales
 
 
 def poisoned_pages(
@@ -45,7 +65,7 @@ def poisoned_pages(
         pools: number of pools.
         page_size: tokens per page.
         table_width: columns of the page table; `None` for as many as the longest row needs.
-        dtype: of the pools; floating.
+        dtype: of the pools; floating, or 8 bits with scales.
         spare_pages: pages that no row owns.
     """
     owned = [-(-stop // page_size) for _, stop in readable]
@@ -58,9 +78,21 @@ def poisoned_pages(
         page_table[row, : owned[row]] = shuffled[row]
         position = np.arange(start, stop)
         unread[page_table[row, position // page_size], position % page_size] = False
-    filled = []
+    filled, scales = [], []
+    tokens = np.arange(num_pages * page_size).reshape(num_pages, page_size) % _MOST_TOKENS
     for _ in range(pools):
-        pool = normal(rng, (num_pages, page_size, *shape), dtype)
-        pool[unread] = np.nan
+        drawn = (min(tokens.size, _MOST_TOKENS), *shape)
+        pool = normal(rng, drawn, dtype if dtype not in LARGEST else "f4")
+        if dtype in LARGEST:
+            # Heads and tokens of very different sizes, so that a scale taken from another place shows.
+            pool *= 2.0 ** rng.integers(-3, 2, pool.shape[:-1])[..., None].astype(np.float32)
+            pool, scale = quantised(pool, dtype)
+            scale = scale[tokens]
+            scale[unread] = np.nan
+            scales.append(scale)
+        # NumPy copies numbers that it does not know one by one.
+        bits = pool.view(f"u{pool.itemsize}")[tokens]
+        pool = bits.view(pool.dtype)
+        pool[unread] = -128 if dtype == "int8" else np.nan
         filled.append(pool)
-    return PoisonedPages(page_table=page_table, pools=tuple(filled))
+    return PoisonedPages(page_table=page_table, pools=tuple(filled), scales=tuple(scales))

@@ -3,12 +3,13 @@
 A tile is a run of consecutive queries of one sequence. Knows nothing about how tiles are cut from a batch.
 """
 
+from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -28,10 +29,19 @@ class Running(NamedTuple):
     values: Float[Array, "tiles kv_heads queries group head_dim"]
 
 
+class Keys(NamedTuple):
+    """Keys and values, as pools or gathered; pools of 8 bits have scales per token and head."""
+
+    k: Shaped[Array, "... kv_heads head_dim"]
+    v: Shaped[Array, "... kv_heads head_dim"]
+    k_scales: Float[Array, "... kv_heads"] | None
+    v_scales: Float[Array, "... kv_heads"] | None
+
+
 def attend_tiles(
     q: Float[Array, "tiles queries heads head_dim"],
-    k_pages: Float[Array, "pages page_size kv_heads head_dim"],
-    v_pages: Float[Array, "pages page_size kv_heads head_dim"],
+    k_pages: Shaped[Array, "pages page_size kv_heads head_dim"],
+    v_pages: Shaped[Array, "pages page_size kv_heads head_dim"],
     page_table: Int[Array, "tiles table_width"],
     first_position: Int[Array, " tiles"],
     num_queries: Int[Array, " tiles"],
@@ -40,6 +50,8 @@ def attend_tiles(
     window: int | None,
     soft_cap: float | None,
     sinks: Float[Array, " heads"] | None,
+    k_scales: Float[Array, "pages page_size kv_heads"] | None,
+    v_scales: Float[Array, "pages page_size kv_heads"] | None,
     temporary_bytes: int,
 ) -> tuple[Float[Array, "tiles queries heads head_dim"], Float[Array, "tiles queries heads"]]:
     """Returns the outputs in float32 and their log-sum-exp; queries from `num_queries` on give zeros and `-inf`.
@@ -49,8 +61,9 @@ def attend_tiles(
     """
     tiles, queries, heads, head_dim = q.shape
     kv_heads = k_pages.shape[2]
-    k_pages, v_pages, page_table = _with_small_pages(k_pages, v_pages, page_table)
-    page_size = k_pages.shape[1]
+    pools = Keys(k_pages, v_pages, k_scales, v_scales)
+    pools, page_table = _with_small_pages(pools, page_table)
+    page_size = pools.k.shape[1]
     page_table, first_key = _narrow(page_table, first_position, queries, page_size, window)
     grouped = q.reshape(tiles, queries, kv_heads, heads // kv_heads, head_dim)
     query = jnp.arange(queries, dtype=jnp.int32)[None, :]
@@ -64,12 +77,12 @@ def attend_tiles(
         visible = key[:, None, :] <= position[:, :, None]
         if window is not None:
             visible &= key[:, None, :] > position[:, :, None] - window
-        k, v = _gather(k_pages, page_ids), _gather(v_pages, page_ids)
-        return _add_keys(running, grouped, k, v, visible, scale=scale, soft_cap=soft_cap)
+        keys = jax.tree.map(partial(_gather, page_ids=page_ids), pools)
+        return _add_keys(running, grouped, keys, visible, scale=scale, soft_cap=soft_cap)
 
     running = _nothing_yet(grouped)
     width = page_table.shape[1]
-    block = _pages_per_block(q, k_pages, temporary_bytes)
+    block = _pages_per_block(q, pools.k, temporary_bytes)
     if block >= width:
         return _finish(visit(page_table, first_key, running), sinks)
     page_table = jnp.pad(page_table, ((0, 0), (0, -width % block)), mode="edge")
@@ -83,19 +96,18 @@ def attend_tiles(
     return _finish(jax.lax.fori_loop(jnp.int32(0), blocks_needed, visit_block, running), sinks)
 
 
-def _with_small_pages(
-    k_pages: Array, v_pages: Array, page_table: Array, largest: int = 256
-) -> tuple[Array, Array, Array]:
+def _with_small_pages(pools: Keys, page_table: Array, largest: int = 256) -> tuple[Keys, Array]:
     """Views pages of a static cache, which are as long as a sequence, as several small ones: a bitcast."""
-    pages, page_size = k_pages.shape[:2]
+    pages, page_size = pools.k.shape[:2]
     small = next(size for size in range(min(page_size, largest), 0, -1) if page_size % size == 0)
     parts = page_size // small
     if parts == 1:
-        return k_pages, v_pages, page_table
+        return pools, page_table
     part = jnp.arange(parts, dtype=jnp.int32)[None, None, :]
     page_table = (page_table[:, :, None] * parts + part).reshape(page_table.shape[0], -1)
-    shape = (pages * parts, small, *k_pages.shape[2:])
-    return k_pages.reshape(shape), v_pages.reshape(shape), page_table
+    return jax.tree.map(
+        lambda pool: pool.reshape(pages * parts, small, *pool.shape[2:]), pools
+    ), page_table
 
 
 def _narrow(
@@ -140,8 +152,7 @@ def _nothing_yet(grouped: Float[Array, "tiles queries kv_heads group head_dim"])
 def _add_keys(
     running: Running,
     grouped: Float[Array, "tiles queries kv_heads group head_dim"],
-    k: Float[Array, "tiles keys kv_heads head_dim"],
-    v: Float[Array, "tiles keys kv_heads head_dim"],
+    keys: Keys,
     visible: Bool[Array, "tiles queries keys"],
     *,
     scale: float,
@@ -149,10 +160,10 @@ def _add_keys(
 ) -> Running:
     """Joins a block of keys to the softmax. Keys that no query of a tile sees may hold junk or NaN."""
     precision = jax.lax.Precision.HIGHEST if grouped.dtype == jnp.float32 else None
-    f32 = jnp.float32
-    product = jnp.einsum(
-        "bqkgd,btkd->bkqgt", grouped, k, precision=precision, preferred_element_type=f32
-    )
+    multiply = partial(jnp.einsum, precision=precision, preferred_element_type=jnp.float32)
+    product = multiply("bqkgd,btkd->bkqgt", grouped, keys.k.astype(grouped.dtype))
+    if keys.k_scales is not None:
+        product *= _beside_scores(keys.k_scales)
     scores = (
         product * scale if soft_cap is None else soft_cap * jnp.tanh(product * (scale / soft_cap))
     )
@@ -162,20 +173,27 @@ def _add_keys(
     finite = jnp.where(maximum == -jnp.inf, 0.0, maximum)
     weights = jnp.exp(scores - finite[..., None])
     decay = jnp.exp(running.maximum - finite)
+    denominator = running.denominator * decay + jnp.sum(weights, axis=-1)
     # A weight of zero does not silence NaN, so the values that no query sees are cleared too.
-    v = jnp.where(jnp.any(visible, axis=1)[:, :, None, None], v, jnp.zeros((), v.dtype))
-    values = jnp.einsum(
-        "bkqgt,btkd->bkqgd",
-        weights.astype(v.dtype),
-        v,
-        precision=precision,
-        preferred_element_type=f32,
-    )
+    seen = jnp.any(visible, axis=1)[:, :, None]
+    v, dtype = keys.v, grouped.dtype
+    if keys.v_scales is not None:
+        weights *= _beside_scores(jnp.where(seen, keys.v_scales, 0.0))
+        # Weights times scales may be smaller than float16 can hold; 8 bits fit into bfloat16 as well.
+        dtype = jnp.bfloat16 if dtype == jnp.float16 else dtype
+    v = jnp.where(seen[..., None], v, jnp.zeros((), v.dtype)).astype(dtype)
+    values = multiply("bkqgt,btkd->bkqgd", weights.astype(dtype), v)
     return Running(
         maximum=maximum,
-        denominator=running.denominator * decay + jnp.sum(weights, axis=-1),
+        denominator=denominator,
         values=running.values * decay[..., None] + values,
     )
+
+
+def _beside_scores(
+    scales: Float[Array, "tiles keys kv_heads"],
+) -> Float[Array, "tiles kv_heads 1 1 keys"]:
+    return jnp.swapaxes(scales, 1, 2)[:, :, None, None, :]
 
 
 def _finish(

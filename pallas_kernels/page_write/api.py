@@ -6,7 +6,7 @@ from jaxtyping import Array, Shaped
 
 from pallas_kernels.checks import INT32_MAX, check_ids, check_shape
 from pallas_kernels.dispatch import choose
-from pallas_kernels.page_write import xla
+from pallas_kernels.page_write import mosaic_gpu, xla
 
 
 def page_write(
@@ -23,10 +23,11 @@ def page_write(
         values: for each pool, one value per token.
         slots: int32 `page * page_size + offset` of each token, all distinct. Padding token r has
             `num_slots + r`, and any slot from `num_slots` on writes nothing.
-        implementation: "xla", or `None` for the best that can run.
+        implementation: "mosaic_gpu", "xla", or `None` for the best that can run.
 
     Raises:
         ValueError: shapes do not fit, slots are not int32, or a slot known outside a trace is negative.
+        Unsupported: the implementation asked for, or every one, cannot run; the message carries each reason.
     """
     if not pages or len(pages) != len(values):
         raise ValueError(f"got {len(pages)} pools and values for {len(values)}; give one of each")
@@ -40,5 +41,7 @@ def page_write(
             f"{num_pages} pages of {page_size} leave no int32 numbers for padding slots; "
             "use fewer or larger pools"
         )
-    choose("page_write", {"xla": lambda: None}, implementation)
-    return xla.page_write(pages, tuple(jnp.asarray(value) for value in values), jnp.asarray(slots))
+    arrays = pages, tuple(jnp.asarray(value) for value in values), jnp.asarray(slots)
+    reasons = {"mosaic_gpu": lambda: mosaic_gpu.why_not(*arrays), "xla": lambda: None}
+    chosen = choose("page_write", reasons, implementation)
+    return mosaic_gpu.page_write(*arrays) if chosen == "mosaic_gpu" else xla.page_write(*arrays)

@@ -2,13 +2,14 @@
 
 from typing import Literal, overload
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Shaped
 
 from pallas_kernels.checks import check_attention, check_ids
 from pallas_kernels.dispatch import choose
-from pallas_kernels.paged_attention import mosaic_gpu, xla
+from pallas_kernels.paged_attention import cudnn, mosaic_gpu, xla
 from pallas_kernels.tile_attention import why_not
 
 
@@ -24,6 +25,8 @@ def paged_attention(
     window: int | None = None,
     soft_cap: float | None = None,
     sinks: Array | np.ndarray | None = None,
+    k_scales: Array | np.ndarray | None = None,
+    v_scales: Array | np.ndarray | None = None,
     return_lse: Literal[False] = False,
     implementation: str | None = None,
 ) -> Array: ...
@@ -41,6 +44,8 @@ def paged_attention(
     window: int | None = None,
     soft_cap: float | None = None,
     sinks: Array | np.ndarray | None = None,
+    k_scales: Array | np.ndarray | None = None,
+    v_scales: Array | np.ndarray | None = None,
     return_lse: Literal[True],
     implementation: str | None = None,
 ) -> tuple[Array, Array]: ...
@@ -57,6 +62,8 @@ def paged_attention(
     window: int | None = None,
     soft_cap: float | None = None,
     sinks: Shaped[Array | np.ndarray, " heads"] | None = None,
+    k_scales: Shaped[Array | np.ndarray, "pages page_size kv_heads"] | None = None,
+    v_scales: Shaped[Array | np.ndarray, "pages page_size kv_heads"] | None = None,
     return_lse: bool = False,
     implementation: str | None = None,
 ) -> (
@@ -76,8 +83,12 @@ def paged_attention(
         window: number of keys that a query sees, counted back from itself; `None` for all.
         soft_cap: bound of the scores by `soft_cap * tanh(scores / soft_cap)`; `None` for none.
         sinks: one logit per head that joins the softmax's denominator and brings no value.
+        k_scales: for pages of float8_e4m3fn or int8, what each token's and head's keys are multiplied by; then q
+            may be of any floating dtype, which it otherwise shares with the pages.
+        v_scales: the same for values.
         return_lse: also return the natural log of the denominator, sink included.
-        implementation: "mosaic_gpu", "xla", or `None` for the best that can run.
+        implementation: "mosaic_gpu", "xla", or `None` for the better one that can run; or "cudnn", NVIDIA's, whose
+            last bits differ now and then from run to run.
 
     Returns:
         The output in q's dtype, zeros for empty rows; with `return_lse`, also the log-sum-exp in float32,
@@ -87,20 +98,23 @@ def paged_attention(
         ValueError: shapes, dtypes or options do not fit.
         Unsupported: the implementation asked for, or every one, cannot run; the message carries each reason.
     """
-    check_attention(q, k_pages, v_pages, sinks, scale=scale, window=window, soft_cap=soft_cap)
+    options = {"window": window, "soft_cap": soft_cap}
+    check_attention(q, k_pages, v_pages, sinks, k_scales, v_scales, scale=scale, **options)
     check_ids("page_table", page_table, (q.shape[0], None))
     check_ids("seq_lens", seq_lens, (q.shape[0],))
-    arrays = tuple(jnp.asarray(array) for array in (q, k_pages, v_pages, page_table, seq_lens))
-    extras = {
-        "window": window,
-        "soft_cap": soft_cap,
-        "sinks": None if sinks is None else jnp.asarray(sinks),
-    }
+    arrays = tuple(map(jnp.asarray, (q, k_pages, v_pages, page_table, seq_lens)))
+    # To JAX `None` is a tree without leaves.
+    optional = {"sinks": sinks, "k_scales": k_scales, "v_scales": v_scales}
+    options |= jax.tree.map(jnp.asarray, optional)
     reasons = {
-        "mosaic_gpu": lambda: mosaic_gpu.why_not(*arrays, **extras),
+        "mosaic_gpu": lambda: mosaic_gpu.why_not(*arrays, **options),
         "xla": lambda: why_not(q),
+        "cudnn": lambda: cudnn.why_not(*arrays, **options),
     }
-    if choose("paged_attention", reasons, implementation) == "mosaic_gpu":
-        return mosaic_gpu.paged_attention(*arrays, scale=scale, return_lse=return_lse, **extras)
-    out, lse = xla.paged_attention(*arrays, scale=scale, **extras)
+    chosen = choose("paged_attention", reasons, implementation, by_name=["cudnn"])
+    if chosen == "mosaic_gpu":
+        return mosaic_gpu.paged_attention(*arrays, scale=scale, return_lse=return_lse, **options)
+    if chosen == "cudnn":
+        return cudnn.paged_attention(*arrays, scale=scale, return_lse=return_lse)
+    out, lse = xla.paged_attention(*arrays, scale=scale, **options)
     return (out, lse) if return_lse else out

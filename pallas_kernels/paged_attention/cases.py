@@ -5,72 +5,33 @@ from typing import Any
 
 import numpy as np
 
-from pallas_kernels.poisoned_pages import normal, poisoned_pages
+from pallas_kernels.attention_case import AttentionCase
 
 
 @dataclass(frozen=True)
-class Case:
-    """One call of `paged_attention`; the defaults are those of Llama-3.1-8B.
+class Case(AttentionCase):
+    """One call of `paged_attention`.
 
     Attributes:
         name: how tests and records call it.
         seq_lens: keys of each row; 0 for an empty row.
-        table_width: columns of the page table; `None` for as many as the longest row needs.
-        sinks: whether heads have sinks.
-        ci: small enough to run everywhere.
     """
 
     name: str
     seq_lens: tuple[int, ...]
-    heads: int = 32
-    kv_heads: int = 8
-    head_dim: int = 128
-    page_size: int = 16
-    table_width: int | None = None
-    window: int | None = None
-    soft_cap: float | None = None
-    sinks: bool = False
-    ci: bool = False
 
-    def inputs(self, seed: int = 0, dtype: str = "bfloat16") -> dict[str, Any]:
-        """Returns the arguments by name, as NumPy arrays; whatever must not be read holds NaN."""
-        rng = np.random.default_rng(seed)
-        pages = poisoned_pages(
-            rng,
-            [(seq_len - self._visible(seq_len), seq_len) for seq_len in self.seq_lens],
-            shape=(self.kv_heads, self.head_dim),
-            pools=2,
-            page_size=self.page_size,
-            table_width=self.table_width,
-            dtype=dtype,
-        )
-        q = normal(rng, (len(self.seq_lens), self.heads, self.head_dim), dtype)
-        q[np.array(self.seq_lens) == 0] = np.nan
-        return {
-            "q": q,
-            "k_pages": pages.pools[0],
-            "v_pages": pages.pools[1],
-            "page_table": pages.page_table,
-            "seq_lens": np.array(self.seq_lens, np.int32),
-            "scale": self.head_dim**-0.5,
-            "window": self.window,
-            "soft_cap": self.soft_cap,
-            "sinks": normal(rng, (self.heads,), "float32") if self.sinks else None,
-        }
+    @property
+    def lengths(self) -> list[tuple[int, int]]:
+        """Queries and keys of each row; an empty row has none of either."""
+        return [(min(1, seq_len), seq_len) for seq_len in self.seq_lens]
 
-    def bytes_moved(self, dtype: str = "bfloat16") -> int:
-        """Counts the bytes that must be read and written once: visible keys and values, queries, output."""
-        keys = sum(self._visible(seq_len) for seq_len in self.seq_lens)
-        per_key, per_query = 2 * self.kv_heads * self.head_dim, 2 * self.heads * self.head_dim
-        return (keys * per_key + len(self.seq_lens) * per_query) * np.dtype(dtype).itemsize
+    def tables(self) -> dict[str, np.ndarray]:
+        """Returns the keys of each row."""
+        return {"seq_lens": np.array(self.seq_lens, np.int32)}
 
-    def flops(self) -> int:
-        """Counts the two products over visible keys."""
-        keys = sum(self._visible(seq_len) for seq_len in self.seq_lens)
-        return 4 * keys * self.heads * self.head_dim
-
-    def _visible(self, seq_len: int) -> int:
-        return seq_len if self.window is None else min(seq_len, self.window)
+    def owned(self) -> np.ndarray:
+        """Returns for each row's query whether the row has one."""
+        return np.array(self.seq_lens) > 0
 
 
 def _small(name: str, seq_lens: tuple[int, ...], **options: Any) -> Case:  # noqa: ANN401 - fields of Case
@@ -78,6 +39,7 @@ def _small(name: str, seq_lens: tuple[int, ...], **options: Any) -> Case:  # noq
     return Case(name, seq_lens, ci=True, **sizes)
 
 
+FP8 = "float8_e4m3fn"
 CASES = (
     _small("page-edges", (0, 1, 15, 16, 17, 40)),
     _small("wide-table", (3, 9, 0, 4), page_size=4, table_width=9),
@@ -97,9 +59,18 @@ CASES = (
     _small("gemma2-like", (0, 3, 70), head_dim=64, window=32, soft_cap=50.0),
     _small("static", (0, 1, 47, 48), page_size=48),
     _small("static-long", (0, 1, 300, 640), page_size=640),
+    _small("fp8", (0, 1, 15, 16, 17, 40), quantised=FP8),
+    _small("int8", (0, 1, 15, 16, 17, 40), quantised="int8", soft_cap=2.0, sinks=True),
+    _small("fp8-window", (0, 5, 61, 200), page_size=4, window=21, quantised=FP8),
+    _small("int8-static", (0, 1, 300, 640), page_size=640, quantised="int8"),
     Case("llama-b3-short", (0, 64, 81), ci=True),
+    Case("llama-b3-short-fp8", (0, 64, 81), quantised=FP8, ci=True),
+    Case("llama-b3-short-int8", (0, 64, 81), page_size=64, quantised="int8", ci=True),
     Case("llama-b1-ctx1024", (1024,)),
     Case("llama-b1-ctx4096", (4096,)),
+    Case("llama-b1-ctx16384", (16384,)),
+    Case("llama-b1-ctx32768", (32768,)),
+    Case("llama-b1-ctx131072", (131072,)),
     Case("llama-b8-ctx1024", (1024,) * 8),
     Case("llama-b8-ctx4096", (4096,) * 8),
     Case("llama-b64-ctx1024", (1024,) * 64),
@@ -110,4 +81,24 @@ CASES = (
     Case("llama-b256-ctx1024", (1024,) * 256),
     Case("llama-b64-ctx8192-window1024", (8192,) * 64, window=1024),
     Case("llama-b64-ragged", tuple(range(0, 4096, 64)), page_size=64),
+    Case("llama-b1-ctx4096-fp8", (4096,), quantised=FP8),
+    Case("llama-b1-ctx32768-fp8", (32768,), quantised=FP8),
+    Case("llama-b8-ctx4096-fp8", (4096,) * 8, quantised=FP8),
+    Case("llama-b64-ctx1024-fp8", (1024,) * 64, quantised=FP8),
+    Case("llama-b64-ctx4096-fp8", (4096,) * 64, quantised=FP8),
+    Case("llama-b64-ctx4096-page64-fp8", (4096,) * 64, page_size=64, quantised=FP8),
+    Case("llama-b64-ctx4096-page64-int8", (4096,) * 64, page_size=64, quantised="int8"),
+    Case("llama-b8-ctx32768-page64-fp8", (32768,) * 8, page_size=64, quantised=FP8),
+    Case("b64-ctx2048-head64", (2048,) * 64, head_dim=64),
+    Case("b64-ctx1024-head192", (1024,) * 64, head_dim=192),
+    Case("b64-ctx1024-head256", (1024,) * 64, heads=16, kv_heads=4, head_dim=256),
+    Case("b64-ctx1024-group1", (1024,) * 64, heads=8),
+    Case("b64-ctx1024-group2", (1024,) * 64, heads=16),
+    Case("b64-ctx2048-group7", (2048,) * 64, heads=28, kv_heads=4),
+    Case("b64-ctx1024-group8", (1024,) * 64, heads=64),
+    Case("b64-ctx4096-group16", (4096,) * 64, kv_heads=2),
+    Case("b64-ctx8192-mqa16", (8192,) * 64, heads=16, kv_heads=1),
+    Case(
+        "gpt-oss-b64-ctx2048-window128", (2048,) * 64, heads=64, head_dim=64, window=128, sinks=True
+    ),
 )

@@ -1,6 +1,6 @@
 """`paged_attention` as a Mosaic GPU kernel for Hopper: what it takes, and what XLA does around it.
 
-The kernel itself is in mosaic_block.py, how it shares out the keys in mosaic_schedule.py.
+The kernel itself begins in mosaic_kernel.py; how it shares out the keys is in mosaic_schedule.py.
 """
 
 from functools import partial
@@ -8,14 +8,12 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
-from pallas_kernels.device import why_not_hopper
-from pallas_kernels.paged_attention.mosaic_block import LOG2_E, Kernel, Options
+from pallas_kernels.device import why_not_mosaic
+from pallas_kernels.paged_attention.mosaic_block import LOG2_E, Options
+from pallas_kernels.paged_attention.mosaic_kernel import Kernel
 from pallas_kernels.paged_attention.mosaic_schedule import ROW_TILE, Geometry, Schedule
-
-NEWEST_JAX = (0, 11)
-"""Newest JAX that the kernel is known to compile under."""
 
 
 def why_not(
@@ -28,22 +26,17 @@ def why_not(
     window: int | None = None,
     soft_cap: float | None = None,
     sinks: Array | None = None,
+    k_scales: Array | None = None,
+    v_scales: Array | None = None,
 ) -> str | None:
     """Returns why this kernel cannot run, or `None` if it can."""
-    return why_not_hopper() or _why_not_this_jax() or Geometry.of(q, k_pages).refusal()
-
-
-def _why_not_this_jax() -> str | None:
-    """Refuses JAX 0.12, where inferring the kernel's layouts did not end within minutes (0.11.2 takes a second)."""
-    if jax.__version_info__[:2] <= NEWEST_JAX:
-        return None
-    return f"was made for jax 0.11, and jax {jax.__version__} takes minutes to infer its layouts"
+    return why_not_mosaic() or Geometry.of(q, k_pages).refusal()
 
 
 def paged_attention(
     q: Float[Array, "rows heads head_dim"],
-    k_pages: Float[Array, "pages page_size kv_heads head_dim"],
-    v_pages: Float[Array, "pages page_size kv_heads head_dim"],
+    k_pages: Shaped[Array, "pages page_size kv_heads head_dim"],
+    v_pages: Shaped[Array, "pages page_size kv_heads head_dim"],
     page_table: Int[Array, "rows table_width"],
     seq_lens: Int[Array, " rows"],
     *,
@@ -51,6 +44,8 @@ def paged_attention(
     window: int | None = None,
     soft_cap: float | None = None,
     sinks: Float[Array, " heads"] | None = None,
+    k_scales: Float[Array, "pages page_size kv_heads"] | None = None,
+    v_scales: Float[Array, "pages page_size kv_heads"] | None = None,
     return_lse: bool = False,
     interpret: bool = False,
 ) -> (
@@ -78,6 +73,8 @@ def paged_attention(
         page_table,
         seq_lens,
         sinks,
+        k_scales,
+        v_scales,
         options=Options(scale=scale, window=window, soft_cap=soft_cap),
         schedule=schedule.without_clusters() if interpret else schedule,
         want_lse=return_lse,
@@ -90,11 +87,13 @@ def paged_attention(
 @partial(jax.jit, static_argnames=("options", "schedule", "want_lse", "interpret"))
 def attend(
     q: Float[Array, "rows heads head_dim"],
-    k_pages: Float[Array, "pages page_size kv_heads head_dim"],
-    v_pages: Float[Array, "pages page_size kv_heads head_dim"],
+    k_pages: Shaped[Array, "pages page_size kv_heads head_dim"],
+    v_pages: Shaped[Array, "pages page_size kv_heads head_dim"],
     page_table: Int[Array, "rows table_width"],
     seq_lens: Int[Array, " rows"],
     sinks: Float[Array, " heads"] | None,
+    k_scales: Float[Array, "pages page_size kv_heads"] | None = None,
+    v_scales: Float[Array, "pages page_size kv_heads"] | None = None,
     *,
     options: Options,
     schedule: Schedule,
@@ -107,8 +106,10 @@ def attend(
     operands = [jnp.pad(q, ((0, 0), (0, missing), (0, 0))), k_pages, v_pages, page_table, seq_lens]
     if sinks is not None:
         operands.append(jnp.pad(sinks.astype(jnp.float32), (0, missing)))
-    kernel = Kernel(geometry, options, schedule, want_lse or schedule.parts > 1, sinks is not None)
-    outputs = kernel.build(q.shape[0], interpret)(*operands)
+    operands += [scales for scales in (k_scales, v_scales) if scales is not None]
+    has_lse = want_lse or schedule.parts > 1
+    kernel = Kernel(geometry, options, schedule, has_lse, sinks is not None, interpret)
+    outputs = kernel.build(q.shape[0])(*operands)
     if not kernel.has_lse:
         return outputs[0], None
     lse = _heads_of_columns(outputs[1], geometry)

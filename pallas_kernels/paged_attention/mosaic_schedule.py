@@ -1,6 +1,7 @@
 """The sizes of the Mosaic GPU kernel of `paged_attention`, and how it shares out a row's keys. Traces nothing."""
 
 from dataclasses import dataclass, replace
+from dataclasses import fields as dataclass_fields
 from math import ceil
 
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ from pallas_kernels.device import (
     SHARED_BYTES,
     SHARED_BYTES_PER_BLOCK,
 )
+from pallas_kernels.tuning import tuned
 
 # Keys that a block takes at once: the height of one wgmma.
 TILE = 64
@@ -20,33 +22,47 @@ TILE = 64
 ROW_TILE = 8
 # Larger clusters need the driver's leave, and took twice as long to start.
 MAX_CLUSTER = 8
-# Blocks at which clusters of four and more still start all at once.
-_FEW_BLOCKS = 64
+# Blocks at which clusters of four and more still start all at once: half of the multiprocessors.
+_FEW_BLOCKS = 66
 # Elements of the output that a block can keep in registers: 32 a thread, among all else that it keeps.
 MAX_ACCUMULATOR = 4096
-# Shared memory that no formula counts: barriers, the scratch of reductions, alignment.
-_OTHER_BYTES = 4 * 1024
+# Every array in shared memory begins at a multiple of this.
+_ALIGNMENT = 1024
+# The scratch of reductions, and barriers.
+_OTHER_BYTES = 2048 + 256
+# Blocks whose registers a multiprocessor can hold: 128 of each thread.
+_MOST_RESIDENT = 4
+# Tiles of a share from which on a second launch, which joins more shares, takes less time than it saves; with 8 bits
+# a tile takes a block longer.
+_LONG_SHARE, _LONG_PACKED_SHARE = 48, 24
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """The sizes that the kernel is built from."""
+    """The sizes that the kernel is built from.
+
+    Attributes:
+        dtype: of queries and output.
+        stored: 8-bit dtype of keys and values that have scales; `None` if they are of `dtype`.
+    """
 
     heads: int
     kv_heads: int
     head_dim: int
     page_size: int
     dtype: DTypeLike
+    stored: DTypeLike | None = None
 
     @classmethod
     def of(cls, q: Array, k_pages: Array) -> "Geometry":
         """Returns the sizes of these queries and pages."""
-        return cls(q.shape[1], k_pages.shape[2], q.shape[2], k_pages.shape[1], q.dtype)
+        stored = None if k_pages.dtype == q.dtype else k_pages.dtype
+        return cls(q.shape[1], k_pages.shape[2], q.shape[2], k_pages.shape[1], q.dtype, stored)
 
     def refusal(self) -> str | None:
         """Returns why the kernel cannot be built for these sizes, or `None` if it can."""
         if self.dtype not in (jnp.bfloat16, jnp.float16):
-            return f"q and the pages must be bfloat16 or float16, got {self.dtype}"
+            return f"q must be bfloat16 or float16, got {self.dtype}"
         if self.head_dim not in (64, 128, 192, 256):
             return f"head_dim must be 64, 128, 192 or 256, got {self.head_dim}"
         if self.page_size % TILE and self.page_size not in (8, 16, 32):
@@ -74,16 +90,31 @@ class Geometry:
         return max(last + self.columns, ceil(self.heads / ROW_TILE) * ROW_TILE)
 
     @property
+    def pages_dtype(self) -> DTypeLike:
+        """Dtype of keys and values in memory."""
+        return self.dtype if self.stored is None else self.stored
+
+    @property
+    def operand(self) -> DTypeLike:
+        """Dtype that products take; one instruction makes float16 of two numbers of 8 bits, none makes bfloat16."""
+        return self.dtype if self.stored is None else jnp.float16
+
+    @property
     def copies_per_tile(self) -> int:
         """Pages that one tile of keys lies in."""
         return max(1, TILE // self.page_size)
 
     def shared_bytes(self, schedule: "Schedule") -> int:
-        """Returns the shared memory that one block asks for, rounded up."""
-        tiles = 2 * 2 * TILE * self.head_dim * schedule.stages
-        queries_weights_and_out = 2 * self.columns * (2 * self.head_dim + TILE)
-        share = 4 * self.columns * (self.head_dim + TILE) if schedule.cluster > 1 else 0
-        return tiles + queries_weights_and_out + share * schedule.cluster + _OTHER_BYTES
+        """Returns the shared memory that one block asks for."""
+        tile, queries = TILE * self.head_dim, self.columns * self.head_dim
+        arrays = [tile * jnp.dtype(self.pages_dtype).itemsize * schedule.stages] * 2
+        # Queries and output, or queries of both dtypes; weights.
+        arrays += [2 * queries, 2 * queries, 2 * self.columns * TILE]
+        if self.stored is not None:
+            arrays.append(2 * tile)
+        if schedule.cluster > 1:
+            arrays += [4 * queries * schedule.cluster, 4 * self.columns * TILE * schedule.cluster]
+        return sum(ceil(size / _ALIGNMENT) * _ALIGNMENT for size in arrays) + _OTHER_BYTES
 
 
 @dataclass(frozen=True)
@@ -102,7 +133,7 @@ class Schedule:
 
     @classmethod
     def of(cls, geometry: Geometry, rows: int, capacity: int, window: int | None) -> "Schedule":
-        """Chooses what was fastest on an H200 (NOTES.md).
+        """Takes what was measured to be fastest for such shapes on this device, or else what the rules say.
 
         Args:
             geometry: the sizes of heads and pages.
@@ -110,19 +141,78 @@ class Schedule:
             capacity: keys that a row of the page table can hold.
             window: keys that a row sees, if fewer.
         """
-        reach = capacity if window is None else min(capacity, window + TILE)
-        tiles = ceil(reach / TILE)
-        pairs = rows * geometry.kv_heads
-        cluster = _fastest_cluster(geometry, pairs, tiles)
-        parts = 1
-        while 2 * pairs * cluster * parts <= _FEW_BLOCKS and tiles >= 64 * cluster * parts:
-            parts *= 2
-        stages = _most_stages(geometry, cls(cluster, parts, 1), pairs, tiles)
+        fields = tuned("paged_attention", shape_class(geometry, rows, capacity, window))
+        if fields is not None and fields.keys() == {field.name for field in dataclass_fields(cls)}:
+            schedule = cls(**fields)
+            if schedule.is_possible(geometry, _tiles(capacity, window)):
+                return schedule
+        return cls.by_rule(geometry, rows, capacity, window)
+
+    @classmethod
+    def by_rule(
+        cls, geometry: Geometry, rows: int, capacity: int, window: int | None
+    ) -> "Schedule":
+        """Chooses what was fastest on an H200 for shapes like these (NOTES.md); arguments as in `of`."""
+        tiles, pairs = _tiles(capacity, window), rows * geometry.kv_heads
+        cluster, parts = _fastest_cluster(geometry, pairs, tiles), 1
+        wide = geometry.stored is None
+        # Blocks that unpack 8 bits wait for themselves more than for the memory.
+        wanted = NUM_MULTIPROCESSORS * (1 if wide else _resident(geometry, cls(1, 1, 2)))
+        long_share = _LONG_SHARE if wide else _LONG_PACKED_SHARE
+        if 2 * pairs * cluster <= wanted and tiles >= long_share * cluster:
+            cluster = min(cluster, 2 if wide else 1)
+            parts = max(1, min(wanted // (pairs * cluster), tiles // (8 * cluster)))
+        stages = _best_stages(geometry, cls(cluster, parts, 1), pairs, tiles)
         return cls(cluster, parts, stages)
+
+    def is_possible(self, geometry: Geometry, tiles: int) -> bool:
+        """Tells whether the hardware can run it, and no share of a full row is empty."""
+        if min(self.cluster, self.parts, self.stages) < 1 or self.cluster > MAX_CLUSTER:
+            return False
+        shares = self.cluster * self.parts
+        return (shares == 1 or shares <= tiles) and _fits(geometry, self)
 
     def without_clusters(self) -> "Schedule":
         """The same shares for the interpreter, which has no stores into another block's shared memory."""
         return replace(self, cluster=1, parts=self.cluster * self.parts)
+
+
+def shape_class(geometry: Geometry, rows: int, capacity: int, window: int | None) -> str:
+    """Returns the name of the shapes that share a tuned schedule: rows and reach are rounded up to powers of two."""
+    keys = _round_up_to_power(_tiles(capacity, window) * TILE)
+    return (
+        f"rows {_round_up_to_power(rows)} keys {keys} heads {geometry.heads}/{geometry.kv_heads}x"
+        f"{geometry.head_dim} page {min(geometry.page_size, TILE)} {jnp.dtype(geometry.pages_dtype).name}"
+    )
+
+
+def candidates(geometry: Geometry, rows: int, capacity: int, window: int | None) -> list[Schedule]:
+    """Returns the schedules worth timing for such shapes, that of the rules first."""
+    tiles, pairs = _tiles(capacity, window), rows * geometry.kv_heads
+    found = [Schedule.by_rule(geometry, rows, capacity, window)]
+    for cluster in (1, 2, 3, 4, 8):
+        for parts in (1, 2, 3, 4, 8, 16):
+            blocks = pairs * cluster * parts
+            if blocks > 8 * NUM_MULTIPROCESSORS and cluster * parts > 1:
+                continue
+            # A second launch is worth it only for what would leave multiprocessors idle.
+            if parts > 1 and (blocks > 4 * NUM_MULTIPROCESSORS or cluster in (3, 4)):
+                continue
+            for stages in (2, 3, 4, 6):
+                schedule = Schedule(cluster, parts, stages)
+                deep = stages > ceil(tiles / (cluster * parts))
+                if schedule.is_possible(geometry, tiles) and not deep and schedule not in found:
+                    found.append(schedule)
+    return found
+
+
+def _tiles(capacity: int, window: int | None) -> int:
+    """Returns the most tiles of keys that a row can see."""
+    return ceil((capacity if window is None else min(capacity, window + TILE)) / TILE)
+
+
+def _round_up_to_power(number: int) -> int:
+    return 1 << (max(number, 1) - 1).bit_length()
 
 
 def _fastest_cluster(geometry: Geometry, pairs: int, tiles: int) -> int:
@@ -138,25 +228,38 @@ def _fastest_cluster(geometry: Geometry, pairs: int, tiles: int) -> int:
             break
         cluster *= 2
     if cluster == 1:
-        cut = 4 if tiles > 128 else 2 if tiles > 64 else 1
+        cut = 2 if tiles > 64 else 1
         cluster = cut if _fits(geometry, Schedule(cut, 1, 2)) else 1
     return cluster
 
 
-def _most_stages(geometry: Geometry, shares: Schedule, pairs: int, tiles: int) -> int:
-    """Returns how many tiles to keep in flight: two blocks on a multiprocessor come before deep pipelines."""
-    tiles_per_share = ceil(tiles / (shares.cluster * shares.parts))
-    most = min(tiles_per_share, 4 if tiles_per_share >= 32 else 3)
-    many = pairs * shares.cluster * shares.parts > NUM_MULTIPROCESSORS
-    for resident in (2, 1) if many else (1,):
-        for stages in range(most, 1, -1):
-            if _fits(geometry, replace(shares, stages=stages), resident):
-                return stages
-    return 1
+def _best_stages(geometry: Geometry, shares: Schedule, pairs: int, tiles: int) -> int:
+    """Returns how many tiles to keep in flight: three, or two if then the last wave of blocks is fuller.
+
+    Two are enough where a tile takes longer to be worked on than to be fetched.
+    """
+    blocks = pairs * shares.cluster * shares.parts
+    most = min(3 if geometry.stored is None else 2, ceil(tiles / (shares.cluster * shares.parts)))
+    found = [replace(shares, stages=stages) for stages in range(most, 1, -1)]
+    found = [schedule for schedule in found if _fits(geometry, schedule)]
+    if not found:
+        return 1
+
+    def busy(schedule: Schedule) -> float:
+        waves = blocks / (NUM_MULTIPROCESSORS * _resident(geometry, schedule))
+        return waves / ceil(waves)
+
+    if blocks > NUM_MULTIPROCESSORS and busy(found[-1]) > busy(found[0]) + 0.1:
+        return found[-1].stages
+    return found[0].stages
 
 
-def _fits(geometry: Geometry, schedule: Schedule, resident: int = 1) -> bool:
-    """Tells whether so many blocks find room on one multiprocessor."""
-    bytes_per_block = geometry.shared_bytes(schedule)
-    taken = resident * (bytes_per_block + RESERVED_BYTES_PER_BLOCK)
-    return bytes_per_block <= SHARED_BYTES_PER_BLOCK and taken <= SHARED_BYTES
+def _resident(geometry: Geometry, schedule: Schedule) -> int:
+    """Returns how many blocks a multiprocessor works on at once."""
+    per_block = geometry.shared_bytes(schedule) + RESERVED_BYTES_PER_BLOCK
+    return max(1, min(_MOST_RESIDENT, SHARED_BYTES // per_block))
+
+
+def _fits(geometry: Geometry, schedule: Schedule) -> bool:
+    """Tells whether a block finds the shared memory that it asks for."""
+    return geometry.shared_bytes(schedule) <= SHARED_BYTES_PER_BLOCK

@@ -2,13 +2,13 @@
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 
 def paged_attention(
     q: Float[Array, "rows heads head_dim"],
-    k_pages: Float[Array, "pages page_size kv_heads head_dim"],
-    v_pages: Float[Array, "pages page_size kv_heads head_dim"],
+    k_pages: Shaped[Array, "pages page_size kv_heads head_dim"],
+    v_pages: Shaped[Array, "pages page_size kv_heads head_dim"],
     page_table: Int[Array, "rows table_width"],
     seq_lens: Int[Array, " rows"],
     *,
@@ -16,6 +16,8 @@ def paged_attention(
     window: int | None = None,
     soft_cap: float | None = None,
     sinks: Float[Array, " heads"] | None = None,
+    k_scales: Float[Array, "pages page_size kv_heads"] | None = None,
+    v_scales: Float[Array, "pages page_size kv_heads"] | None = None,
 ) -> tuple[Float[Array, "rows heads head_dim"], Float[Array, "rows heads"]]:
     """Returns the output and the natural log of the softmax's denominator, both in float32.
 
@@ -26,11 +28,13 @@ def paged_attention(
     rows, heads, _ = q.shape
     group = heads // k_pages.shape[2]
 
-    def keys_in_order(pages: Array) -> Array:
-        gathered = pages[page_table].reshape(rows, -1, *pages.shape[2:])
-        return jnp.repeat(gathered.astype(jnp.float32), group, axis=2)
+    def keys_in_order(pages: Array, scales: Array | None) -> Array:
+        gathered = pages[page_table].astype(jnp.float32)
+        if scales is not None:
+            gathered *= scales[page_table][..., None]
+        return jnp.repeat(gathered.reshape(rows, -1, *pages.shape[2:]), group, axis=2)
 
-    k, v = keys_in_order(k_pages), keys_in_order(v_pages)
+    k, v = keys_in_order(k_pages, k_scales), keys_in_order(v_pages, v_scales)
     key_position = jnp.arange(k.shape[1], dtype=jnp.int32)[None, :]
     visible = key_position < seq_lens[:, None]
     if window is not None:

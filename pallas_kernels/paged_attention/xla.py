@@ -1,7 +1,7 @@
 """`paged_attention` in plain XLA: gathers each row's pages and lets two batched products do the rest."""
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 from pallas_kernels.tile_attention import attend_tiles
 
@@ -12,8 +12,8 @@ TEMPORARY_BYTES = 2 << 30
 
 def paged_attention(
     q: Float[Array, "rows heads head_dim"],
-    k_pages: Float[Array, "pages page_size kv_heads head_dim"],
-    v_pages: Float[Array, "pages page_size kv_heads head_dim"],
+    k_pages: Shaped[Array, "pages page_size kv_heads head_dim"],
+    v_pages: Shaped[Array, "pages page_size kv_heads head_dim"],
     page_table: Int[Array, "rows table_width"],
     seq_lens: Int[Array, " rows"],
     *,
@@ -21,6 +21,8 @@ def paged_attention(
     window: int | None,
     soft_cap: float | None,
     sinks: Float[Array, " heads"] | None,
+    k_scales: Float[Array, "pages page_size kv_heads"] | None = None,
+    v_scales: Float[Array, "pages page_size kv_heads"] | None = None,
     temporary_bytes: int = TEMPORARY_BYTES,
 ) -> tuple[Float[Array, "rows heads head_dim"], Float[Array, "rows heads"]]:
     """Returns the output in q's dtype and the log-sum-exp in float32: one tile of one query per row."""
@@ -35,6 +37,8 @@ def paged_attention(
         window=window,
         soft_cap=soft_cap,
         sinks=sinks,
+        k_scales=k_scales,
+        v_scales=v_scales,
         temporary_bytes=temporary_bytes,
     )
     return out[:, 0].astype(q.dtype), lse[:, 0]

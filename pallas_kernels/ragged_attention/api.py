@@ -2,13 +2,14 @@
 
 from typing import Literal, overload
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Shaped
 
 from pallas_kernels.checks import check_attention, check_ids
 from pallas_kernels.dispatch import choose
-from pallas_kernels.ragged_attention import xla
+from pallas_kernels.ragged_attention import mosaic_gpu, xla
 from pallas_kernels.tile_attention import why_not
 
 
@@ -25,6 +26,8 @@ def ragged_attention(
     window: int | None = None,
     soft_cap: float | None = None,
     sinks: Array | np.ndarray | None = None,
+    k_scales: Array | np.ndarray | None = None,
+    v_scales: Array | np.ndarray | None = None,
     return_lse: Literal[False] = False,
     implementation: str | None = None,
 ) -> Array: ...
@@ -43,6 +46,8 @@ def ragged_attention(
     window: int | None = None,
     soft_cap: float | None = None,
     sinks: Array | np.ndarray | None = None,
+    k_scales: Array | np.ndarray | None = None,
+    v_scales: Array | np.ndarray | None = None,
     return_lse: Literal[True],
     implementation: str | None = None,
 ) -> tuple[Array, Array]: ...
@@ -60,6 +65,8 @@ def ragged_attention(
     window: int | None = None,
     soft_cap: float | None = None,
     sinks: Shaped[Array | np.ndarray, " heads"] | None = None,
+    k_scales: Shaped[Array | np.ndarray, "pages page_size kv_heads"] | None = None,
+    v_scales: Shaped[Array | np.ndarray, "pages page_size kv_heads"] | None = None,
     return_lse: bool = False,
     implementation: str | None = None,
 ) -> (
@@ -80,8 +87,11 @@ def ragged_attention(
         window: number of keys that a query sees, counted back from itself; `None` for all.
         soft_cap: bound of the scores by `soft_cap * tanh(scores / soft_cap)`; `None` for none.
         sinks: one logit per head that joins the softmax's denominator and brings no value.
+        k_scales: for pages of float8_e4m3fn or int8, what each token's and head's keys are multiplied by; then q
+            may be of any floating dtype, which it otherwise shares with the pages.
+        v_scales: the same for values.
         return_lse: also return the natural log of the denominator, sink included.
-        implementation: "xla", or `None` for the best that can run.
+        implementation: "mosaic_gpu", "xla", or `None` for the best that can run.
 
     Returns:
         The output in q's dtype, zeros for tokens from `cu_q_lens[rows]` on; with `return_lse`, also the
@@ -91,21 +101,20 @@ def ragged_attention(
         ValueError: shapes, dtypes or options do not fit.
         Unsupported: the implementation asked for, or every one, cannot run; the message carries each reason.
     """
-    check_attention(q, k_pages, v_pages, sinks, scale=scale, window=window, soft_cap=soft_cap)
+    options = {"window": window, "soft_cap": soft_cap}
+    check_attention(q, k_pages, v_pages, sinks, k_scales, v_scales, scale=scale, **options)
     check_ids("page_table", page_table, (None, None))
     check_ids("seq_lens", seq_lens, (page_table.shape[0],))
     check_ids("cu_q_lens", cu_q_lens, (page_table.shape[0] + 1,))
-    choose("ragged_attention", {"xla": lambda: why_not(q)}, implementation)
-    out, lse = xla.ragged_attention(
-        jnp.asarray(q),
-        jnp.asarray(k_pages),
-        jnp.asarray(v_pages),
-        jnp.asarray(page_table),
-        jnp.asarray(seq_lens),
-        jnp.asarray(cu_q_lens),
-        scale=scale,
-        window=window,
-        soft_cap=soft_cap,
-        sinks=None if sinks is None else jnp.asarray(sinks),
-    )
+    arrays = tuple(map(jnp.asarray, (q, k_pages, v_pages, page_table, seq_lens, cu_q_lens)))
+    # To JAX `None` is a tree without leaves.
+    optional = {"sinks": sinks, "k_scales": k_scales, "v_scales": v_scales}
+    options |= jax.tree.map(jnp.asarray, optional)
+    reasons = {
+        "mosaic_gpu": lambda: mosaic_gpu.why_not(*arrays, **options),
+        "xla": lambda: why_not(q),
+    }
+    if choose("ragged_attention", reasons, implementation) == "mosaic_gpu":
+        return mosaic_gpu.ragged_attention(*arrays, scale=scale, return_lse=return_lse, **options)
+    out, lse = xla.ragged_attention(*arrays, scale=scale, **options)
     return (out, lse) if return_lse else out

@@ -5,85 +5,38 @@ from typing import Any
 
 import numpy as np
 
-from pallas_kernels.poisoned_pages import normal, poisoned_pages
+from pallas_kernels.attention_case import AttentionCase
 
 
 @dataclass(frozen=True)
-class Case:
-    """One call of `ragged_attention`; the defaults are those of Llama-3.1-8B.
+class Case(AttentionCase):
+    """One call of `ragged_attention`.
 
     Attributes:
         name: how tests and records call it.
         rows: for each row the number of its queries and of its keys, which include the queries' own.
         padding_tokens: tokens after those of the last row.
-        table_width: columns of the page table; `None` for as many as the longest row needs.
-        sinks: whether heads have sinks.
-        ci: small enough to run everywhere.
     """
 
     name: str
     rows: tuple[tuple[int, int], ...]
     padding_tokens: int = 0
-    heads: int = 32
-    kv_heads: int = 8
-    head_dim: int = 128
-    page_size: int = 16
-    table_width: int | None = None
-    window: int | None = None
-    soft_cap: float | None = None
-    sinks: bool = False
-    ci: bool = False
 
-    def inputs(self, seed: int = 0, dtype: str = "bfloat16") -> dict[str, Any]:
-        """Returns the arguments by name, as NumPy arrays; whatever must not be read holds NaN."""
-        rng = np.random.default_rng(seed)
-        pages = poisoned_pages(
-            rng,
-            [self._readable(q_len, seq_len) for q_len, seq_len in self.rows],
-            shape=(self.kv_heads, self.head_dim),
-            pools=2,
-            page_size=self.page_size,
-            table_width=self.table_width,
-            dtype=dtype,
-        )
-        cu_q_lens = np.cumsum([0, *(q_len for q_len, _ in self.rows)]).astype(np.int32)
-        tokens = int(cu_q_lens[-1]) + self.padding_tokens
-        q = normal(rng, (tokens, self.heads, self.head_dim), dtype)
-        q[cu_q_lens[-1] :] = np.nan
-        return {
-            "q": q,
-            "k_pages": pages.pools[0],
-            "v_pages": pages.pools[1],
-            "page_table": pages.page_table,
-            "seq_lens": np.array([seq_len for _, seq_len in self.rows], np.int32),
-            "cu_q_lens": cu_q_lens,
-            "scale": self.head_dim**-0.5,
-            "window": self.window,
-            "soft_cap": self.soft_cap,
-            "sinks": normal(rng, (self.heads,), "float32") if self.sinks else None,
-        }
+    @property
+    def lengths(self) -> list[tuple[int, int]]:
+        """Queries and keys of each row."""
+        return list(self.rows)
 
-    def bytes_moved(self, dtype: str = "bfloat16") -> int:
-        """Counts the bytes that must be read and written once: readable keys and values, queries, output."""
-        keys = sum(stop - start for start, stop in (self._readable(*row) for row in self.rows))
-        queries = sum(q_len for q_len, _ in self.rows)
-        per_key, per_query = 2 * self.kv_heads * self.head_dim, 2 * self.heads * self.head_dim
-        return (keys * per_key + queries * per_query) * np.dtype(dtype).itemsize
+    def tables(self) -> dict[str, np.ndarray]:
+        """Returns the keys of each row and the bounds of its queries."""
+        bounds = np.cumsum([0, *(queries for queries, _ in self.rows)])
+        keys = [keys for _, keys in self.rows]
+        return {"seq_lens": np.array(keys, np.int32), "cu_q_lens": bounds.astype(np.int32)}
 
-    def flops(self) -> int:
-        """Counts the two products over the keys that each query sees."""
-        pairs = 0
-        for q_len, seq_len in self.rows:
-            seen = np.arange(seq_len - q_len + 1, seq_len + 1)
-            pairs += int((seen if self.window is None else np.minimum(seen, self.window)).sum())
-        return 4 * pairs * self.heads * self.head_dim
-
-    def _readable(self, q_len: int, seq_len: int) -> tuple[int, int]:
-        """The positions that the row's queries see between them; none for a row without queries."""
-        if q_len == 0:
-            return seq_len, seq_len
-        first_query = seq_len - q_len
-        return (0 if self.window is None else max(0, first_query + 1 - self.window)), seq_len
+    def owned(self) -> np.ndarray:
+        """Returns for each token whether it is no padding."""
+        tokens = sum(queries for queries, _ in self.rows)
+        return np.arange(tokens + self.padding_tokens) < tokens
 
 
 def _small(name: str, rows: tuple[tuple[int, int], ...], **options: Any) -> Case:  # noqa: ANN401 - fields of Case
@@ -91,6 +44,7 @@ def _small(name: str, rows: tuple[tuple[int, int], ...], **options: Any) -> Case
     return Case(name, rows, ci=True, **sizes)
 
 
+FP8 = "float8_e4m3fn"
 CASES = (
     _small("one-prompt", ((37, 37),)),
     _small("prompts", ((16, 16), (1, 1), (15, 15), (17, 17)), padding_tokens=15),
@@ -109,6 +63,11 @@ CASES = (
     _small("static", ((10, 48), (3, 3), (1, 47)), page_size=48),
     _small("static-long", ((40, 600), (1, 300)), page_size=640),
     _small("many-tiles", ((700, 700), (1, 90), (200, 333)), page_size=32, padding_tokens=123),
+    _small("fp8", ((1, 40), (0, 0), (30, 46), (5, 21)), padding_tokens=7, quantised=FP8),
+    _small("int8", ((9, 40), (1, 33)), soft_cap=5.0, sinks=True, quantised="int8"),
+    _small("fp8-window", ((9, 200), (1, 61)), page_size=4, window=21, quantised=FP8),
+    _small("int8-static", ((40, 600), (1, 300)), page_size=640, quantised="int8"),
+    Case("llama-mixed-short-fp8", ((1, 40), (17, 33)), padding_tokens=6, quantised=FP8, ci=True),
     Case("llama-mixed-short", ((1, 40), (17, 33)), padding_tokens=6, ci=True),
     Case("llama-1x1024", ((1024, 1024),)),
     Case("llama-8x2048-after-2048", ((2048, 4096),) * 8),

@@ -1,15 +1,15 @@
 """What `ragged_attention` means: each packed token is one query of paged attention over what it may see."""
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 from pallas_kernels.paged_attention import reference
 
 
 def ragged_attention(
     q: Float[Array, "tokens heads head_dim"],
-    k_pages: Float[Array, "pages page_size kv_heads head_dim"],
-    v_pages: Float[Array, "pages page_size kv_heads head_dim"],
+    k_pages: Shaped[Array, "pages page_size kv_heads head_dim"],
+    v_pages: Shaped[Array, "pages page_size kv_heads head_dim"],
     page_table: Int[Array, "rows table_width"],
     seq_lens: Int[Array, " rows"],
     cu_q_lens: Int[Array, " row_bounds"],
@@ -18,6 +18,8 @@ def ragged_attention(
     window: int | None = None,
     soft_cap: float | None = None,
     sinks: Float[Array, " heads"] | None = None,
+    k_scales: Float[Array, "pages page_size kv_heads"] | None = None,
+    v_scales: Float[Array, "pages page_size kv_heads"] | None = None,
 ) -> tuple[Float[Array, "tokens heads head_dim"], Float[Array, "tokens heads"]]:
     """Returns the output and its log-sum-exp in float32; tokens past the last row give zeros and `-inf`.
 
@@ -39,4 +41,6 @@ def ragged_attention(
         window=window,
         soft_cap=soft_cap,
         sinks=sinks,
+        k_scales=k_scales,
+        v_scales=v_scales,
     )

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 from pallas_kernels.tile_attention import attend_tiles
 
@@ -27,8 +27,8 @@ class Tiles(NamedTuple):
 
 def ragged_attention(
     q: Float[Array, "tokens heads head_dim"],
-    k_pages: Float[Array, "pages page_size kv_heads head_dim"],
-    v_pages: Float[Array, "pages page_size kv_heads head_dim"],
+    k_pages: Shaped[Array, "pages page_size kv_heads head_dim"],
+    v_pages: Shaped[Array, "pages page_size kv_heads head_dim"],
     page_table: Int[Array, "rows table_width"],
     seq_lens: Int[Array, " rows"],
     cu_q_lens: Int[Array, " row_bounds"],
@@ -37,6 +37,8 @@ def ragged_attention(
     window: int | None,
     soft_cap: float | None,
     sinks: Float[Array, " heads"] | None,
+    k_scales: Float[Array, "pages page_size kv_heads"] | None = None,
+    v_scales: Float[Array, "pages page_size kv_heads"] | None = None,
     temporary_bytes: int = TEMPORARY_BYTES,
     largest_tile: int = LARGEST_TILE,
 ) -> tuple[Float[Array, "tokens heads head_dim"], Float[Array, "tokens heads"]]:
@@ -61,6 +63,8 @@ def ragged_attention(
             window=window,
             soft_cap=soft_cap,
             sinks=sinks,
+            k_scales=k_scales,
+            v_scales=v_scales,
             temporary_bytes=temporary_bytes,
         )
         return out.astype(q.dtype), lse

@@ -7,10 +7,24 @@ import pytest
 
 import pallas_kernels
 from benchmarks import ops
-from benchmarks.subjects import OPS, WrongResult, compare, implementations, load_cases, prepare
+from benchmarks.record import load_record
+from pallas_kernels.subjects import (
+    KINDS,
+    OPS,
+    WrongResult,
+    compare,
+    implementations,
+    load_cases,
+    prepare,
+)
 
 SMALL = {"paged_attention": "page-edges", "ragged_attention": "mixed", "page_write": "latent"}
 EQUAL = {"paged_attention": "one-row", "ragged_attention": "one-prompt", "page_write": "latent"}
+for names in (SMALL, EQUAL):
+    names["rotary_write"] = next(
+        case.name for case in load_cases("rotary_write").values() if case.ci
+    )
+WITH_PEER = [op for op in OPS if op != "rotary_write"]
 on_cpu = pytest.mark.skipif(
     jax.default_backend() != "cpu", reason="says what happens without a GPU"
 )
@@ -34,7 +48,7 @@ def test_every_op_is_timed_on_a_small_case(op, dtype):
 
 
 @pytest.mark.torch
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", WITH_PEER)
 def test_a_peer_is_timed_beside_it(op):
     rows = measure(op, EQUAL[op])
     assert rows["torch"]["is_peer"]
@@ -56,7 +70,7 @@ def test_a_peer_after_a_cached_prefix_is_right_too():
 def test_a_peer_that_cannot_do_a_case_says_why(op):
     rows = measure(op, "sinks")
     assert "sinks" in rows["torch"]["refused"] or "torch" in rows["torch"]["refused"]
-    assert rows["cudnn"]["us"] is None
+    assert rows["cudnn-contiguous"]["us"] is None
     assert rows["xla"]["peer"] is None
 
 
@@ -67,9 +81,26 @@ def broken(op):
         result = right(*arguments, **options)
         if op == "page_write":
             return tuple(pool.at[0, 0].set(7) for pool in result)
+        if op == "rotary_write":
+            return result[0], tuple(pool.at[0, 0].set(7) for pool in result[1])
         return result.at[-1].multiply(jnp.asarray(1.1, result.dtype))
 
     return wrong
+
+
+@pytest.mark.torch
+def test_rows_of_a_few_lengths_have_a_peer_that_is_called_for_each():
+    case = load_cases("ragged_attention")["one-prompt"]
+    mixed = type(case)(
+        name="mixed", rows=((1, 40), (9, 20), (1, 40), (7, 7)), heads=4, kv_heads=2, head_dim=16
+    )
+    rows = ops.measure("ragged_attention", mixed, dtype="float32", chosen=["xla"], seconds=0.001)
+    assert {row["implementation"]: row["refused"] for row in rows}["torch"] is None
+
+
+def test_a_kernel_of_somebody_else_behind_our_door_is_a_peer():
+    row = measure("paged_attention", "one-row", chosen=["cudnn"])["cudnn"]
+    assert row["is_peer"]
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -107,7 +138,7 @@ def test_calls_of_a_launch_use_memory_of_their_own(op):
     case = load_cases(op)[SMALL[op]]
     subject = prepare(op, case, "float32", rotation_bytes=4 * case.bytes_moved("float32"))
     assert len(subject.own) == 4
-    if op == "page_write":
+    if KINDS[op].writes:
         num_slots = int(np.prod(subject.inputs["pages"][0].shape[:2]))
         per_call = [np.asarray(own["slots"]) for own in subject.own]
         real = [slots[slots < num_slots] for slots in per_call]
@@ -123,10 +154,7 @@ def test_calls_of_a_launch_use_memory_of_their_own(op):
 
 
 @on_cpu
-def test_without_a_gpu_it_says_so_and_records_only_what_it_is_told_to(
-    tmp_path, monkeypatch, capsys
-):
-    monkeypatch.setattr(ops, "save_record", lambda name, rows: tmp_path / name)
+def test_without_a_gpu_it_says_so_and_records_only_what_it_is_told_to(tmp_path, capsys):
     arguments = [
         "paged_attention",
         "--case",
@@ -141,8 +169,15 @@ def test_without_a_gpu_it_says_so_and_records_only_what_it_is_told_to(
     assert "no GPU" in out
     assert "no ceilings are known" in out
     assert "recorded" not in out
-    assert ops.main([*arguments, "--record", "mine"]) == 0
-    assert f"recorded in {tmp_path / 'mine'}" in capsys.readouterr().out
+    assert ops.main([*arguments, "--record", "mine", "--folder", str(tmp_path)]) == 0
+    assert f"recorded in {tmp_path / 'mine.json'}" in capsys.readouterr().out
+    assert {row["case"] for row in load_record(tmp_path / "mine.json").rows} == {"one-row"}
+
+
+def test_options_of_one_op_are_refused_for_several(capsys):
+    with pytest.raises(SystemExit):
+        ops.main(["paged_attention", "page_write", "--case", "one-row"])
+    assert "those of one op" in capsys.readouterr().err
 
 
 def test_an_unknown_case_is_named_beside_the_known_ones():

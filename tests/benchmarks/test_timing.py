@@ -7,7 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks.timing import CEILINGS, Chain, Effort, refuse_profilers, time_launches
+from benchmarks.timing import (
+    CEILINGS,
+    Chain,
+    Effort,
+    refuse_profilers,
+    time_chain,
+    time_launches,
+)
 
 QUICK = Effort(trials=3, seconds=0.01)
 
@@ -43,9 +50,16 @@ class TestChain:
         own = [{"value": jnp.float32(value)} for value in (1, 10)]
         chain = Chain(add_own, {"total": jnp.zeros(3)}, own, rounds=2)
         assert chain.calls == 4
-        assert [float(result) for result in chain.launch()] == [1, 11, 12, 22]
-        assert [float(result) for result in chain.launch()] == [23, 33, 34, 44]
+        assert [float(result) for result in chain.launch()] == [12, 22]
+        assert [float(result) for result in chain.launch()] == [34, 44]
         np.testing.assert_array_equal(chain.shared["total"], [44, 44, 44])
+
+    def test_another_number_of_rounds_needs_no_other_program(self):
+        chain = Chain(add_own, {"total": jnp.zeros(3)}, [{"value": jnp.float32(1)}])
+        chain.compile()
+        chain.rounds = 5
+        assert chain.calls == 5
+        assert [float(result) for result in chain.launch()] == [5]
 
     def test_it_updates_the_shared_arrays_in_place(self):
         pool = {"total": jnp.zeros(2**16)}
@@ -59,10 +73,23 @@ class TestChain:
         def square(shared, own):
             return shared, own["x"] @ own["x"]
 
-        chain = Chain(square, {}, [{"x": jnp.ones((8, 8))}], rounds=3)
-        text = chain._run.lower({}, chain._own).as_text()
-        assert text.count("dot_general") == 3
-        assert text.count("optimization_barrier") == 3
+        x = {"x": jnp.ones((8, 8))}
+        chain = Chain(square, {}, [x, x, x], rounds=2)
+        lowered = chain._run.lower(jnp.int32(2), {}, chain._own)
+        assert lowered.as_text().count("dot_general") == 3
+        assert lowered.as_text().count("optimization_barrier") == 3
+
+    def test_its_time_is_that_of_one_call_without_what_a_launch_costs(self, monkeypatch):
+        chain = Chain(add_own, {"total": jnp.zeros(3)}, [{"value": jnp.float32(1)}] * 2)
+
+        def launch():
+            time.sleep(0.01 + 0.0005 * chain.calls)
+            return 0
+
+        monkeypatch.setattr(chain, "launch", launch)
+        timing = time_chain(chain, Effort(trials=3, seconds=0.05))
+        assert 450 < timing.us < 700
+        assert not timing.host_bound
 
     @pytest.mark.gpu
     def test_calls_run_one_after_another(self):
@@ -84,7 +111,7 @@ class TestChain:
         times = []
         for function in (dependent, independent):
             chain = Chain(function, {"x": jnp.ones(64)}, own)
-            times.append(time_launches(chain.launch, calls=chain.calls, effort=Effort()))
+            times.append(time_chain(chain, Effort()))
         assert times[1].us > 0.7 * times[0].us
 
 

@@ -11,7 +11,7 @@ import pytest
 from pallas_kernels.dispatch import Unsupported
 
 # Every implementation signs the same contract; one that needs a GPU joins with that mark.
-ON_GPU = {"mosaic_gpu"}
+ON_GPU = {"mosaic_gpu", "cudnn"}
 
 
 def implementations(*names):

@@ -32,10 +32,30 @@ def seen(pages, page_ids, position, window):
     return np.array(places).reshape(-1, *pages.shape[2:])
 
 
+def dequantised(pages, scales):
+    """What 8-bit numbers stand for; other pages are as they are."""
+    if scales is None:
+        return pages
+    return pages.astype(np.float64) * scales.astype(np.float64)[..., None]
+
+
 def ragged_attention(
-    q, k_pages, v_pages, page_table, seq_lens, cu_q_lens, *, scale, window, soft_cap, sinks
+    q,
+    k_pages,
+    v_pages,
+    page_table,
+    seq_lens,
+    cu_q_lens,
+    *,
+    scale,
+    window,
+    soft_cap,
+    sinks,
+    k_scales=None,
+    v_scales=None,
 ):
     """Packed queries of several rows; tokens that belong to no row give zeros and minus infinity."""
+    k_pages, v_pages = dequantised(k_pages, k_scales), dequantised(v_pages, v_scales)
     out, lse = np.zeros(q.shape), np.full(q.shape[:2], -np.inf)
     for row, page_ids in enumerate(page_table):
         first, last = int(cu_q_lens[row]), int(cu_q_lens[row + 1])

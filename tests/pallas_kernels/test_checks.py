@@ -65,6 +65,22 @@ def test_arrays_that_do_not_fit_are_refused(op):
 
 
 @OPS
+def test_scales_that_do_not_fit_are_refused(op):
+    """8-bit pages come with scales and scales with 8-bit pages."""
+    pages = {name: np.zeros((3, 5, 2, 8), np.int8) for name in ("k_pages", "v_pages")}
+    scales = {name: np.ones((3, 5, 2), np.float32) for name in ("k_scales", "v_scales")}
+    refused(op, "or give k_scales and v_scales", **pages)
+    refused(op, "must both be one of float8_e4m3fn, int8, got float32 and float32", **scales)
+    refused(op, "come together, got only k_scales", **pages, k_scales=scales["k_scales"])
+    mixed = pages | {"v_pages": pages["v_pages"].astype("float8_e4m3fn")}
+    refused(op, "must both be one of .*, got int8 and float8_e4m3fn", **mixed, **scales)
+    wide = scales | {"v_scales": np.ones((3, 5, 2), np.float64)}
+    refused(op, "v_scales must be float32, got float64", **pages, **wide)
+    short = scales | {"k_scales": np.ones((3, 5, 1), np.float32)}
+    refused(op, r"k_scales must have shape \[3, 5, 2\], got \[3, 5, 1\]", **pages, **short)
+
+
+@OPS
 def test_shapes_that_do_not_fit_are_refused(op):
     pool, q = np.zeros((3, 5, 2, 8), np.float32), np.zeros((2, 4, 8), np.float32)
     refused(op, r"q must have shape \[any, any, any\], got \[2, 8\]", q=q[:, 0])

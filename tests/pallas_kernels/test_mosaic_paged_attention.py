@@ -4,7 +4,6 @@ What it shares with other implementations is tested in test_paged_attention.py.
 """
 
 import dataclasses
-import itertools
 from functools import partial
 
 import jax
@@ -13,7 +12,8 @@ import numpy as np
 import pytest
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as interpreter
 
-from pallas_kernels.device import SHARED_BYTES_PER_BLOCK, gpu_arch
+from pallas_kernels import device
+from pallas_kernels.device import NEWEST_JAX, gpu_arch
 from pallas_kernels.paged_attention import mosaic_gpu
 from pallas_kernels.paged_attention.cases import Case
 from pallas_kernels.paged_attention.mosaic_block import Options
@@ -22,7 +22,7 @@ from tests.pallas_kernels import oracle
 from tests.pallas_kernels.contract import bits
 from tests.tolerances import assert_lse, assert_output
 
-ARRAYS = ("q", "k_pages", "v_pages", "page_table", "seq_lens", "sinks")
+ARRAYS = ("q", "k_pages", "v_pages", "page_table", "seq_lens", "sinks", "k_scales", "v_scales")
 SMALL = Case("", (), heads=8, kv_heads=2, head_dim=64)
 
 
@@ -69,6 +69,18 @@ INTERPRETED = {
         small(140, heads=14, page_size=128, soft_cap=5.0),
         Schedule(1, 1, 3),
     ),
+    "fp8, an empty row, small pages": (
+        small(150, 0, quantised="float8_e4m3fn"),
+        Schedule(1, 1, 2),
+    ),
+    "int8, a window, sinks, parts": (
+        small(131, 64, page_size=64, window=70, sinks=True, quantised="int8"),
+        Schedule(1, 2, 2),
+    ),
+    "fp8, a cap, a static page": (
+        small(140, heads=14, head_dim=128, page_size=192, soft_cap=5.0, quantised="float8_e4m3fn"),
+        Schedule(1, 1, 3),
+    ),
     "wide heads, one key head": (
         small(66, heads=3, kv_heads=1, head_dim=192, page_size=8),
         Schedule(1, 1, 1),
@@ -100,7 +112,7 @@ def test_the_door_of_the_kernel_interprets_its_own_schedule(races):
     inputs = small(100, page_size=64).inputs(3)
     del inputs["sinks"]
     out, lse = mosaic_gpu.paged_attention(
-        **{name: jnp.asarray(inputs.pop(name)) for name in ARRAYS[:-1]},
+        **{name: jnp.asarray(inputs.pop(name)) for name in ARRAYS[:5]},
         **inputs,
         return_lse=True,
         interpret=True,
@@ -119,12 +131,16 @@ LOWERED = {
     "gemma": Case("", (600,), heads=8, kv_heads=4, head_dim=256, window=512, soft_cap=50.0),
     "gpt-oss": Case("", (600,), heads=64, kv_heads=8, head_dim=64, window=128, sinks=True),
     "the widest group": Case("", (600,) * 4, heads=64, kv_heads=2, page_size=32, sinks=True),
+    "fp8": Case("", (4096,) * 64, quantised="float8_e4m3fn"),
+    "int8, head_dim 192": Case(
+        "", (600,) * 2, heads=40, head_dim=192, page_size=64, quantised="int8"
+    ),
     "head_dim 192": Case("", (600,) * 2, heads=40, head_dim=192, page_size=8),
 }
 
 
 @pytest.mark.skipif(
-    jax.__version_info__[:2] > mosaic_gpu.NEWEST_JAX,
+    jax.__version_info__[:2] > NEWEST_JAX,
     reason="this JAX takes minutes; why_not says so",
 )
 @pytest.mark.parametrize("case", LOWERED.values(), ids=LOWERED)
@@ -132,79 +148,23 @@ def test_it_lowers_for_cuda_without_a_gpu(case):
     """Layouts are inferred and shared memory is counted here, so neither can fail on a GPU first."""
     rows, width = len(case.seq_lens), max(case.seq_lens) // case.page_size + 1
     pool = (rows * width, case.page_size, case.kv_heads, case.head_dim)
-    shapes = [(rows, case.heads, case.head_dim), pool, pool, (rows, width), (rows,), (case.heads,)]
-    dtypes = [jnp.bfloat16] * 3 + [jnp.int32] * 2 + [jnp.float32]
-    arguments = [jax.ShapeDtypeStruct(*pair) for pair in zip(shapes, dtypes, strict=True)]
-
-    def run(q, k_pages, v_pages, page_table, seq_lens, sinks):
-        return mosaic_gpu.paged_attention(
-            q,
-            k_pages,
-            v_pages,
-            page_table,
-            seq_lens,
-            scale=1.0,
-            window=case.window,
-            soft_cap=case.soft_cap,
-            sinks=sinks if case.sinks else None,
-        )
-
-    lowered = jax.jit(run).trace(*arguments).lower(lowering_platforms=("cuda",))
+    stored = case.quantised or "bfloat16"
+    shapes = {
+        "q": ((rows, case.heads, case.head_dim), "bfloat16"),
+        "k_pages": (pool, stored),
+        "v_pages": (pool, stored),
+        "page_table": ((rows, width), "int32"),
+        "seq_lens": ((rows,), "int32"),
+    }
+    if case.sinks:
+        shapes["sinks"] = ((case.heads,), "float32")
+    if case.quantised:
+        shapes |= dict.fromkeys(("k_scales", "v_scales"), (pool[:3], "float32"))
+    arguments = {name: jax.ShapeDtypeStruct(*shape) for name, shape in shapes.items()}
+    options = {"window": case.window, "soft_cap": case.soft_cap}
+    run = partial(mosaic_gpu.paged_attention, scale=1.0, **options)
+    lowered = jax.jit(run).trace(**arguments).lower(lowering_platforms=("cuda",))
     assert "mosaic_gpu" in lowered.as_text()
-
-
-def geometries():
-    for heads, kv_heads in ((1, 1), (14, 2), (28, 4), (32, 8), (40, 8), (64, 8), (32, 1), (8, 8)):
-        for head_dim in (64, 128, 192, 256):
-            geometry = Geometry(heads, kv_heads, head_dim, 16, jnp.bfloat16)
-            if geometry.refusal() is None:
-                yield geometry
-
-
-@pytest.mark.parametrize("window", [None, 128])
-@pytest.mark.parametrize("capacity", [64, 1152, 4096, 131072])
-def test_every_schedule_fits_in_shared_memory(capacity, window):
-    found = list(geometries())
-    assert len(found) > 20
-    for geometry, rows in itertools.product(found, (1, 2, 3, 8, 16, 64, 256)):
-        schedule = Schedule.of(geometry, rows, capacity, window)
-        assert geometry.shared_bytes(schedule) <= SHARED_BYTES_PER_BLOCK, schedule
-        assert schedule.cluster <= 8
-        assert min(dataclasses.astuple(schedule)) >= 1
-
-
-MEASURED = {
-    (1, 1152): (8, 1, 3),
-    (2, 1152): (4, 1, 3),
-    (4, 1152): (2, 1, 3),
-    (8, 1152): (2, 1, 3),
-    (16, 1152): (1, 1, 3),
-    (64, 1152): (1, 1, 3),
-    (64, 4096): (1, 1, 3),
-    (8, 32768): (2, 1, 4),
-    (1, 32768): (8, 1, 4),
-}
-
-
-@pytest.mark.parametrize(("shape", "fastest"), MEASURED.items(), ids=str)
-def test_a_llama_runs_under_the_schedule_that_was_fastest(shape, fastest):
-    llama = Geometry(32, 8, 128, 64, jnp.bfloat16)
-    assert Schedule.of(llama, *shape, None) == Schedule(*fastest)
-
-
-def test_a_few_heads_over_many_keys_are_joined_by_xla_too():
-    small_model = Geometry(14, 2, 64, 64, jnp.bfloat16)
-    assert Schedule.of(small_model, 1, 131072, None) == Schedule(8, 4, 4)
-    assert Schedule.of(small_model, 1, 131072, 1024).parts == 1
-
-
-def test_queries_of_a_group_are_fetched_in_whole_tiles_that_stay_in_the_padded_array():
-    for geometry in geometries():
-        for head in range(geometry.kv_heads):
-            first = head * geometry.group // 8 * 8
-            assert first + geometry.columns <= geometry.padded_heads
-            assert first <= head * geometry.group
-            assert (head + 1) * geometry.group <= first + geometry.columns
 
 
 def test_what_it_cannot_take_is_refused_with_the_number_that_it_got():
@@ -224,13 +184,13 @@ def test_what_it_cannot_take_is_refused_with_the_number_that_it_got():
 
 
 def attend_as_called(inputs):
-    arrays = {name: jnp.asarray(inputs[name]) for name in ARRAYS[:-1]}
+    arrays = {name: jnp.asarray(inputs[name]) for name in ARRAYS[:5]}
     return mosaic_gpu.paged_attention(**arrays, scale=1.0)
 
 
 @pytest.mark.skipif(gpu_arch() == 90, reason="the GPU here is the one it needs")
 def test_it_refuses_devices_that_are_not_hopper():
-    arrays = [jnp.asarray(small(5).inputs()[name]) for name in ARRAYS[:-1]]
+    arrays = [jnp.asarray(small(5).inputs()[name]) for name in ARRAYS[:5]]
     assert "needs an sm90 GPU, found" in mosaic_gpu.why_not(*arrays)
 
 
@@ -245,9 +205,11 @@ SCHEDULES = [(1, 1, 1), (1, 1, 2), (2, 1, 4), (4, 1, 2), (8, 1, 3), (1, 3, 2), (
         Case("", (1, 63, 64, 65, 0, 1000, 1152, 700), table_width=72),
         Case("", (1, 63, 64, 65, 0, 1000, 1152, 700), page_size=1152),
         Case("", (0, 1, 200, 1000), page_size=64, window=130, soft_cap=30.0, sinks=True),
+        Case("", (0, 1, 200, 1000), head_dim=64, sinks=True, quantised="float8_e4m3fn"),
+        Case("", (0, 1, 200, 1000), page_size=64, window=130, quantised="int8"),
         Case("", (0, 1, 200, 1000), heads=28, kv_heads=4, head_dim=64, page_size=32, sinks=True),
     ],
-    ids=["page 16", "static", "window", "groups of 7"],
+    ids=["page 16", "static", "window", "fp8", "int8", "groups of 7"],
 )
 def test_any_schedule_gives_the_answer_always_and_whoever_is_in_the_batch(case, schedule):
     """S1-06: shares are joined in one order, so that repeats and permuted rows give equal bits."""
@@ -263,18 +225,21 @@ def test_any_schedule_gives_the_answer_always_and_whoever_is_in_the_batch(case, 
 
 
 @pytest.mark.gpu
-def test_pages_past_two_to_the_31_elements_are_read_where_they_lie():
+@pytest.mark.parametrize("stored", ["bfloat16", "int8"])
+def test_pages_past_two_to_the_31_elements_are_read_where_they_lie(stored):
     """T-30: 4.3 billion elements; the last page of a pool of zeros holds the only key."""
-    pool = jnp.zeros((2**16 + 1, 64, 8, 128), jnp.bfloat16)
+    pool = jnp.zeros((2**16 + 1, 64, 8, 128), stored)
     pool = jax.jit(lambda pool: pool.at[-1].set(1), donate_argnums=0)(pool)
+    scales = None if stored == "bfloat16" else jnp.ones(pool.shape[:3], jnp.float32)
     q = jnp.zeros((1, 32, 128), jnp.bfloat16)
     table, lens = jnp.full((1, 1), 2**16, jnp.int32), jnp.ones(1, jnp.int32)
-    out = mosaic_gpu.paged_attention(q, pool, pool, table, lens, scale=1.0)
+    options = {"scale": 1.0, "k_scales": scales, "v_scales": scales}
+    out = mosaic_gpu.paged_attention(q, pool, pool, table, lens, **options)
     np.testing.assert_array_equal(np.asarray(out, np.float32), 1.0)
 
 
 def test_a_jax_it_was_not_made_for_is_refused_with_the_reason(monkeypatch):
-    monkeypatch.setattr(mosaic_gpu, "why_not_hopper", lambda: None)
+    monkeypatch.setattr(device, "why_not_hopper", lambda: None)
     monkeypatch.setattr(jax, "__version_info__", (0, 12, 0))
     q, pages = jnp.zeros((1, 8, 64), jnp.bfloat16), jnp.zeros((2, 16, 2, 64), jnp.bfloat16)
     table, lens = jnp.zeros((1, 2), jnp.int32), jnp.ones(1, jnp.int32)

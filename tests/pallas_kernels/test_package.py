@@ -9,11 +9,13 @@ import pytest
 from pallas_kernels.page_write import cases as page_write_cases
 from pallas_kernels.paged_attention import cases as paged_attention_cases
 from pallas_kernels.ragged_attention import cases as ragged_attention_cases
+from pallas_kernels.rotary_write import cases as rotary_write_cases
 
 ALL_CASES = (
     *paged_attention_cases.CASES,
     *ragged_attention_cases.CASES,
     *page_write_cases.CASES,
+    *rotary_write_cases.CASES,
 )
 
 
@@ -33,8 +35,9 @@ def test_an_op_is_its_function_even_after_its_files_were_imported():
         "import sys\n"
         "from pallas_kernels.paged_attention import xla\n"
         "import pallas_kernels.page_write.cases\n"
-        "from pallas_kernels import page_write, paged_attention, ragged_attention\n"
-        "sys.exit(not all(map(callable, (page_write, paged_attention, ragged_attention))))"
+        "from pallas_kernels import page_write, paged_attention, ragged_attention, rotary_write\n"
+        "ops = page_write, paged_attention, ragged_attention, rotary_write\n"
+        "sys.exit(not all(map(callable, ops)))"
     )
 
 
@@ -53,12 +56,15 @@ def test_the_numbers_of_a_case_are_those_of_its_shape():
     assert big.flops() == 4 * 64 * 4096 * 32 * 128
     window = by_name["llama-b64-ctx8192-window1024"]
     assert window.flops() == 4 * 64 * 1024 * 32 * 128
+    prefill = next(case for case in rotary_write_cases.CASES if case.name == "llama-prefill-8192")
+    assert prefill.bytes_moved() == 8192 * (2 * 48 * 128 * 2 + 2 * 64 * 4)
     prompt = next(case for case in ragged_attention_cases.CASES if case.name == "one-prompt")
     assert prompt.flops() == 4 * (37 * 38 // 2) * 4 * 16
 
 
 def test_cases_of_an_op_have_names_of_their_own_and_repeat_with_their_seed():
-    for cases in (paged_attention_cases, ragged_attention_cases, page_write_cases):
+    all_cases = paged_attention_cases, ragged_attention_cases, page_write_cases, rotary_write_cases
+    for cases in all_cases:
         names = [case.name for case in cases.CASES]
         assert len(set(names)) == len(names)
         first, again = cases.CASES[0].inputs(3, "float32"), cases.CASES[0].inputs(3, "float32")

@@ -14,7 +14,7 @@ from tests.pallas_kernels import oracle
 from tests.pallas_kernels.contract import cases, equations, implementations
 
 SMALL = [case for case in CASES if case.ci]
-every_implementation = implementations("xla")
+every_implementation = implementations("xla", "mosaic_gpu")
 
 
 def device(inputs):

@@ -1,0 +1,118 @@
+"""`paged_attention` by NVIDIA's cuDNN, through what JAX keeps private of it. It runs only when it is named.
+
+It keeps what the contract asks for but one promise: now and then the last bits of a row differ from run to run, by no
+more than rounding (NOTES.md). Its programs must not be compiled in several threads at once, since cuDNN captures a CUDA
+graph meanwhile.
+"""
+
+import importlib
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.device import NEWEST_JAX, gpu_arch
+
+_MODULE = "jax._src.cudnn.fused_attention_stablehlo"
+# Older ones have no paged attention.
+_OLDEST_VERSION = 90500
+_OLDEST_ARCH = 80
+
+
+def why_not(
+    q: Array,
+    k_pages: Array,
+    v_pages: Array,
+    page_table: Array,
+    seq_lens: Array,
+    *,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: Array | None = None,
+    k_scales: Array | None = None,
+    v_scales: Array | None = None,
+) -> str | None:
+    """Returns why cuDNN cannot run, or `None` if it can."""
+    return _why_not_here() or _refusal(
+        q, k_pages, {"window": window, "soft cap": soft_cap, "sinks": sinks, "scales": k_scales}
+    )
+
+
+def _refusal(q: Array, k_pages: Array, options: dict[str, object]) -> str | None:
+    """Returns what cuDNN lacks for such arguments."""
+    head_dim, page_size = q.shape[-1], k_pages.shape[1]
+    # JAX would hand it a window, which it counts from another end: the answers are wrong.
+    for name, given in options.items():
+        if given is not None:
+            return f"has no {name} for one query over pages"
+    if q.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"q and the pages must be bfloat16 or float16, got {q.dtype}"
+    if head_dim % 8 or head_dim > 256:
+        return f"head_dim must be a multiple of 8 up to 256, got {head_dim}"
+    if page_size & (page_size - 1):
+        return f"page_size must be a power of two, got {page_size}"
+    return None
+
+
+def _why_not_here() -> str | None:
+    """Returns what this machine or this JAX lacks."""
+    arch = gpu_arch()
+    if arch is None or arch < _OLDEST_ARCH:
+        found = "no NVIDIA GPU" if arch is None else f"sm{arch}"
+        return f"needs an sm{_OLDEST_ARCH} GPU or newer, found {found}"
+    if jax.__version_info__[:2] != NEWEST_JAX:
+        return (
+            f"uses what jax {'.'.join(map(str, NEWEST_JAX))} keeps private, found {jax.__version__}"
+        )
+    versions = importlib.import_module(_MODULE).cuda_versions
+    if versions is None:
+        return "needs cuDNN, which JAX did not find"
+    version = versions.cudnn_get_version()
+    if version < _OLDEST_VERSION:
+        return f"needs cuDNN {_OLDEST_VERSION} or newer, found {version}"
+    return None
+
+
+def paged_attention(
+    q: Float[Array, "rows heads head_dim"],
+    k_pages: Float[Array, "pages page_size kv_heads head_dim"],
+    v_pages: Float[Array, "pages page_size kv_heads head_dim"],
+    page_table: Int[Array, "rows table_width"],
+    seq_lens: Int[Array, " rows"],
+    *,
+    scale: float,
+    return_lse: bool = False,
+) -> (
+    Float[Array, "rows heads head_dim"]
+    | tuple[Float[Array, "rows heads head_dim"], Float[Array, "rows heads"]]
+):
+    """Attends from one query per row to the keys in the row's pages, as `api.paged_attention` says."""
+    fused = importlib.import_module(_MODULE)
+    nothing = jnp.zeros(0, q.dtype)
+    table = page_table[:, None, :, None]
+    # JAX's own door, `paged_attention`, insists on pools of exactly rows * table_width pages.
+    result = fused._dot_product_attention(
+        q[:, None],
+        k_pages,
+        v_pages,
+        nothing,  # bias
+        jnp.ones_like(seq_lens),
+        seq_lens,
+        nothing,  # offsets of queries and keys
+        nothing,
+        table,
+        table,
+        scale,
+        0,  # seed
+        0.0,  # dropout
+        (False, False),  # no bias, no gradient of one
+        fused.MaskType.PADDING,
+        fused.AttentionLayout.BTNH.value,
+        None,  # window
+        fused.check_cudnn_version(),
+        return_lse,
+    )
+    if not return_lse:
+        return result[:, 0]
+    out, lse = result
+    return out[:, 0], lse[:, :, 0]

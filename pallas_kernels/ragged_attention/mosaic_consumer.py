@@ -1,0 +1,298 @@
+"""A consumer of the `ragged_attention` kernel: the warpgroup that multiplies, for 64 rows of queries.
+
+The product with the next keys starts together with that of the present weights and values, and the consumers take
+turns at starting such pairs, so that the one's softmax hides behind the other's products.
+
+Names: `m` is the running maximum and `total` the running sum of the softmax (base 2), `p` the weights of the last
+tile of keys; each has one row per query, and `total` one column for each of 8, so that only its last sum crosses
+lanes. Both products are kept in accumulators, `scores` and `acc`.
+"""
+
+from collections.abc import Callable, Mapping
+from functools import partial, reduce
+from math import e, log2
+from typing import TYPE_CHECKING, Any
+
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import Array, lax
+
+from pallas_kernels.ragged_attention.mosaic_piece import WGMMA, Piece, Ref, Share, Worker
+from pallas_kernels.ragged_attention.mosaic_registers import eights, over_columns, over_rows
+from pallas_kernels.ragged_attention.mosaic_schedule import CONSUMERS, HEIGHT, ROW_TILE
+
+if TYPE_CHECKING:
+    from pallas_kernels.ragged_attention.mosaic_block import Kernel
+
+LOG2_E = log2(e)
+# Widest heads whose queries fit in registers beside all else, where reading them costs less power.
+QUERIES_IN_REGISTERS = 128
+PER_ROW, PER_COLUMN = WGMMA.reduce(1), WGMMA.reduce(0)
+
+
+class Consumer(Worker):
+    """One of the two warpgroups that multiply."""
+
+    def __init__(self, kernel: "Kernel", refs: Mapping[str, Ref], number: Array) -> None:
+        super().__init__(kernel, refs)
+        self.number = number
+
+    def run(self) -> None:
+        """Attends to all pieces."""
+        turn = self.refs["turn"].at[0]
+        for free in self.free_barriers():
+            plgpu.barrier_arrive(free)
+        pl.when(self.number == 1)(lambda: plgpu.barrier_arrive(turn))
+        self.visit_pieces(self.visit_piece)
+        pl.when(self.number == 0)(lambda: plgpu.barrier_wait(turn))
+
+    def visit_piece(self, piece: Piece, keys_before: Array, queries_before: Array) -> None:
+        """Attends to one piece; tokens that see no key get zeros."""
+        share = Share(piece, self.number, self)
+        query_slot = self.query_slot(queries_before)
+        skip = partial(self.skip_tiles, keys_before=keys_before - piece.first)
+
+        @pl.when(piece.exists)
+        def _() -> None:
+            plgpu.barrier_wait(self.refs["q_arrived"].at[query_slot])
+            skip(piece.first, share.first_tile)
+            attend = partial(self.attend, piece, share, keys_before - piece.first, query_slot)
+            out, lse = lax.cond(share.sees, attend, self.nothing)
+            skip(share.stop_tile, piece.stop)
+            again = self.again(piece)
+            self.write(again, Share(again, self.number, self), query_slot, out, lse)
+            plgpu.barrier_arrive(self.refs["q_free"].at[query_slot])
+
+    def again(self, piece: Piece) -> Piece:
+        """Reads a piece again: what is needed only after the tiles of keys would take registers all the while."""
+        return Piece(self.kernel, self.refs, lax.optimization_barrier(piece.number))
+
+    def skip_tiles(self, start: Array, stop: Array, *, keys_before: Array) -> None:
+        """Lets tiles of keys pass that the other consumer needs."""
+        refs = self.refs
+
+        @pl.loop(start, stop)
+        def _(tile: Array) -> None:
+            slot = self.slot(keys_before + tile)
+            plgpu.barrier_wait(refs["k_arrived"].at[slot])
+            self.take_turn(lambda: None)
+            plgpu.barrier_arrive(refs["k_free"].at[slot])
+            plgpu.barrier_wait(refs["v_arrived"].at[slot])
+            plgpu.barrier_arrive(refs["v_free"].at[slot])
+
+    def take_turn(self, start_products: Callable[[], None]) -> None:
+        """Starts products once the other consumer has started its own."""
+        plgpu.barrier_wait(self.refs["turn"].at[self.number])
+        start_products()
+        plgpu.barrier_arrive(self.refs["turn"].at[CONSUMERS - 1 - self.number])
+
+    def attend(
+        self, piece: Piece, share: Share, keys_before: Array, query_slot: Array
+    ) -> tuple[Array, Array]:
+        """Attends from the share's queries to all keys that they see; returns output and log-sum-exp."""
+
+        def run(scores: Ref, acc: Ref) -> tuple[Array, Array]:
+            queries = self.refs["q_tiles"].at[query_slot, self.number]
+            if self.geometry.head_dim <= QUERIES_IN_REGISTERS and not self.geometry.scaled:
+                queries = plgpu.load(queries, layout=WGMMA)
+            tile = partial(
+                self.visit_tile,
+                piece=piece,
+                share=share,
+                keys_before=keys_before,
+                queries=queries,
+                scores=scores,
+                acc=acc,
+            )
+            if self.kernel.interpret:
+                acc[...] = jnp.zeros(acc.shape, jnp.float32)
+            state = tile(share.first_tile, None, masked=True)
+            for start, stop, masked in share.loops():
+                state = lax.fori_loop(start, stop, partial(tile, masked=masked), state)
+            m, total, p = state
+            slot = self.slot(keys_before + share.stop_tile - 1)
+            plgpu.barrier_wait(self.refs["v_arrived"].at[slot])
+            self.multiply(acc, p, self.refs["v_tiles"].at[slot])
+            out = self.result(acc, 0)
+            plgpu.barrier_arrive(self.refs["v_free"].at[slot])
+            return self.normalise(piece, m, total, out)
+
+        if self.kernel.interpret:
+            return run(self.refs["scores"].at[self.number], self.refs["acc"].at[self.number])
+        accumulators = [
+            plgpu.ACC((HEIGHT, width), jnp.float32)
+            for width in (self.schedule.keys, self.geometry.head_dim)
+        ]
+        return pl.run_scoped(run, *accumulators)
+
+    def visit_tile(
+        self,
+        tile: Array,
+        state: tuple[Array, Array, Array] | None,
+        *,
+        masked: bool,
+        piece: Piece,
+        share: Share,
+        keys_before: Array,
+        queries: Any,  # noqa: ANN401 - a ref or an array
+        scores: Ref,
+        acc: Ref,
+    ) -> tuple[Array, Array, Array]:
+        """Takes one tile of keys into the softmax, and the values of the tile before into `acc`."""
+        refs = self.refs
+        slot = self.slot(keys_before + tile)
+        before = self.slot(keys_before + tile - 1)
+        scores[...] = plgpu.layout_cast(jnp.zeros(scores.shape, jnp.float32), WGMMA)
+        plgpu.barrier_wait(refs["k_arrived"].at[slot])
+
+        def start_products() -> None:
+            self.multiply(scores, queries, refs["k_tiles"].at[slot], transposed=True)
+            if state is not None:
+                plgpu.barrier_wait(refs["v_arrived"].at[before])
+                self.multiply(acc, state[2], refs["v_tiles"].at[before])
+
+        self.take_turn(start_products)
+        raw = self.result(scores, 0 if state is None else 1)
+        plgpu.barrier_arrive(refs["k_free"].at[slot])
+        if self.geometry.scaled:
+            raw *= self.scales("k", piece, tile)
+        old = None if state is None else state[:2]
+        m, total, p, decay = self.softmax(raw, old, tile, share, masked=masked)
+        if self.geometry.scaled:
+            p *= self.scales("v", piece, tile)
+        if state is not None:
+            done = self.result(acc, 0)
+            plgpu.barrier_arrive(refs["v_free"].at[before])
+            acc[...] = done * over_columns(decay, self.geometry.head_dim)
+        return m, total, p.astype(self.geometry.dtype)
+
+    def scales(self, pool: str, piece: Piece, tile: Array) -> Array:
+        """Returns the factors of a tile's "k" or "v", in each row."""
+        scales = self.refs[f"{pool}_scales"].at[piece.tile.row, piece.kv_head, tile]
+        loaded = plgpu.load(scales, layout=PER_COLUMN, optimized=False)
+        return over_rows(loaded, HEIGHT)
+
+    def softmax(
+        self,
+        scores: Array,
+        old: tuple[Array, Array] | None,
+        tile: Array,
+        share: Share,
+        *,
+        masked: bool,
+    ) -> tuple[Array, Array, Array, Array]:
+        """Returns `m`, `total`, the weights, and what the output so far shrinks by."""
+        scale, cap = self.options.scale * LOG2_E, self.options.soft_cap
+        if cap is not None:
+            # The hardware's approximate tanh is wrong by up to 5e-4; this is as exact as its exp2 and reciprocal.
+            scores = 1.0 - 2.0 * (1.0 / (jnp.exp2(scores * (2.0 * scale / cap)) + 1.0))
+            scale = cap * LOG2_E
+        elif scale <= 0:
+            scores, scale = scores * scale, 1.0
+        if masked:
+            scores = self.hide(scores, tile, share)
+        m = jnp.max(scores, axis=1) * scale
+        if old is not None:
+            m = jnp.maximum(m, old[0])
+        # A query that has met no key has the maximum -inf, and -inf minus -inf would be NaN.
+        finite = jnp.where(m == -jnp.inf, 0.0, m)
+        p = jnp.exp2(scores * scale - over_columns(finite, self.schedule.keys))
+        total = reduce(jnp.add, eights(p))
+        if old is None:
+            return m, total, p, m
+        decay = jnp.exp2(old[0] - finite)
+        return m, old[1] * over_columns(decay, ROW_TILE) + total, p, decay
+
+    def hide(self, scores: Array, tile: Array, share: Share) -> Array:
+        """Puts -inf where a row does not see a key.
+
+        Goes by 8 columns: a comparison of whole tiles would keep all their column numbers in registers.
+        """
+        shape = (HEIGHT, ROW_TILE)
+        row = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=WGMMA)
+        column = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=WGMMA)
+        distance = (row & (self.geometry.tokens_per_consumer - 1)) - column
+        pieces = []
+        for index, piece in enumerate(eights(scores)):
+            back = tile * self.schedule.keys + index * ROW_TILE - share.position
+            visible = distance >= back
+            if self.options.window is not None:
+                visible &= distance < back + self.options.window
+            pieces.append(jnp.where(visible, piece, -jnp.inf))
+        return lax.concatenate(pieces, 1)
+
+    def normalise(self, piece: Piece, m: Array, total: Array, out: Array) -> tuple[Array, Array]:
+        """Divides by the sum, which a head's sink joins as one more exponential, and returns the log-sum-exp too."""
+        total = jnp.sum(total, axis=1)
+        empty = total == 0
+        if "sinks" in self.refs:
+            sinks = self.refs["sinks"].at[self.again(piece).unit]
+            sink = plgpu.load(sinks, layout=PER_ROW, optimized=False) * LOG2_E
+            top = jnp.maximum(m, sink)
+            shrink = jnp.exp2(m - top)
+            total = total * shrink + jnp.exp2(sink - top)
+            inverse = jnp.where(empty, 0.0, shrink * (1.0 / total))
+            m = top
+        else:
+            inverse = jnp.where(empty, 0.0, 1.0 / total)
+        lse = jnp.where(empty, -jnp.inf, m + jnp.log2(total)) * (1 / LOG2_E)
+        return out * over_columns(inverse, self.geometry.head_dim), lse
+
+    def nothing(self) -> tuple[Array, Array]:
+        """Returns what queries get that see no key."""
+        out = jnp.zeros((HEIGHT, self.geometry.head_dim), jnp.float32)
+        lse = jnp.full((HEIGHT,), -jnp.inf, jnp.float32)
+        return plgpu.layout_cast(out, WGMMA), plgpu.layout_cast(lse, PER_ROW)
+
+    def write(self, piece: Piece, share: Share, query_slot: Array, out: Array, lse: Array) -> None:
+        """Stores the share's queries: all at once, or one by one where other rows' are among them."""
+        refs, tokens = self.refs, self.geometry.tokens_per_consumer
+        if "lse" in refs:
+            refs["lse"][piece.tile.place, piece.unit, self.number] = lse
+        out = out.astype(self.geometry.dtype)
+        whole = (share.start == 0) & (share.stop == tokens)
+
+        @pl.when(whole)
+        def _() -> None:
+            staged = refs["q_tiles"].at[query_slot, self.number]
+            staged[...] = out
+            plgpu.commit_smem()
+            for head in range(self.geometry.pack):
+                plgpu.copy_smem_to_gmem(
+                    staged.at[pl.ds(head * tokens, tokens)],
+                    refs["out"].at[
+                        pl.ds(pl.multiple_of(share.token, ROW_TILE), tokens), piece.head + head
+                    ],
+                )
+
+        @pl.when(~whole)
+        def _() -> None:
+            staged = refs["out_rows"].at[query_slot, self.number]
+            staged[...] = out
+            plgpu.commit_smem()
+
+            @pl.loop(share.start, share.stop)
+            def _(token: Array) -> None:
+                for head in range(self.geometry.pack):
+                    plgpu.copy_smem_to_gmem(
+                        staged.at[pl.ds(head * tokens + token, 1)],
+                        refs["out"].at[pl.ds(share.token + token, 1), piece.head + head],
+                    )
+
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    def multiply(self, acc: Ref, left: Any, right: Ref, *, transposed: bool = False) -> None:  # noqa: ANN401 - a ref or an array
+        """Starts adding the product of `left` and `right` to an accumulator."""
+        if not self.kernel.interpret:
+            plgpu.wgmma(acc, left, right.transpose((1, 0)) if transposed else right)
+            return
+        left, right = left[...].astype(jnp.float32), right[...].astype(jnp.float32)
+        acc[...] += lax.dot(left, right.T if transposed else right)
+        plgpu.commit_smem()
+
+    def result(self, acc: Ref, in_flight: int) -> Array:
+        """Returns an accumulator once at most so many products that were started later still run."""
+        if self.kernel.interpret:
+            return acc[...]
+        return plgpu.wgmma_accumulator_load(acc, wait_n=in_flight)

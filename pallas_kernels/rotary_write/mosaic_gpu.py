@@ -1,0 +1,77 @@
+"""`rotary_write` as one Mosaic GPU kernel for Hopper: what it takes, and how XLA calls it.
+
+The kernel itself is in mosaic_block.py.
+"""
+
+from functools import partial
+
+import jax
+from jaxtyping import Array, Float, Int, Shaped
+
+from pallas_kernels.device import why_not_mosaic
+from pallas_kernels.rotary_write.mosaic_block import Geometry, Kernel
+
+
+def why_not(
+    pages: tuple[Array, ...],
+    qkv: Array,
+    cos: Array,
+    sin: Array,
+    slots: Array,
+    *,
+    norm: Array | None = None,
+) -> str | None:
+    """Returns why this kernel cannot run, or `None` if it can."""
+    del sin, slots, norm  # Their shapes follow from the others'.
+    return why_not_mosaic() or Geometry.of(pages, qkv, cos).refusal()
+
+
+def rotary_write(
+    pages: tuple[Shaped[Array, "pages page_size ..."], ...],
+    qkv: Float[Array, "tokens all_heads head_dim"],
+    cos: Float[Array, "tokens half"],
+    sin: Float[Array, "tokens half"],
+    slots: Int[Array, " tokens"],
+    *,
+    norm: Float[Array, "2 head_dim"] | None = None,
+    norm_eps: float = 1e-6,
+    interpret: bool = False,
+) -> tuple[Float[Array, "tokens heads head_dim"], tuple[Shaped[Array, "pages page_size ..."], ...]]:
+    """Rotates and writes as `api.rotary_write` says, in place where the pages are donated.
+
+    Negative slots write nothing either. With `interpret` it runs on the CPU, slowly; races are recorded.
+
+    Raises:
+        ValueError: this kernel cannot take the shapes or dtypes.
+    """
+    geometry = Geometry.of(pages, qkv, cos)
+    refusal = geometry.refusal()
+    if refusal is not None:
+        raise ValueError(f"the Mosaic GPU kernel cannot take this: {refusal}")
+    if qkv.shape[0] == 0:
+        return qkv[:, : geometry.heads], pages
+    options = {"norm_eps": norm_eps, "blocks": geometry.blocks, "interpret": interpret}
+    return write(pages, qkv, cos, sin, slots, norm, **options)
+
+
+# The layers of a model call this many times with equal shapes: under its own jit the kernel is lowered once.
+@partial(jax.jit, static_argnames=("norm_eps", "blocks", "interpret"))
+def write(
+    pages: tuple[Shaped[Array, "pages page_size ..."], ...],
+    qkv: Float[Array, "tokens all_heads head_dim"],
+    cos: Float[Array, "tokens half"],
+    sin: Float[Array, "tokens half"],
+    slots: Int[Array, " tokens"],
+    norm: Float[Array, "2 head_dim"] | None,
+    *,
+    norm_eps: float,
+    blocks: int,
+    interpret: bool = False,
+) -> tuple[Float[Array, "tokens heads head_dim"], tuple[Shaped[Array, "pages page_size ..."], ...]]:
+    """Runs the kernel with a given number of blocks for each token."""
+    geometry = Geometry.of(pages, qkv, cos)
+    refs = [jax.new_ref(pool) for pool in pages]
+    kernel = Kernel(geometry, blocks, None if norm is None else norm_eps)
+    weights = [] if norm is None else [norm]
+    q = kernel.build(qkv.shape[0], interpret)(qkv, cos, sin, slots, *weights, *refs)
+    return q, tuple(jax.freeze(ref) for ref in refs)

@@ -1,0 +1,55 @@
+"""`rotary_write` as the ops that it stands for, one after the other: XLA makes of them about six launches."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Shaped
+
+from pallas_kernels.page_write import xla as writer
+from pallas_kernels.quantise import quantise
+
+
+def rotary_write(
+    pages: tuple[Shaped[Array, "pages page_size ..."], ...],
+    qkv: Float[Array, "tokens all_heads head_dim"],
+    cos: Float[Array, "tokens half"],
+    sin: Float[Array, "tokens half"],
+    slots: Int[Array, " tokens"],
+    *,
+    norm: Float[Array, "2 head_dim"] | None = None,
+    norm_eps: float = 1e-6,
+) -> tuple[Float[Array, "tokens heads head_dim"], tuple[Shaped[Array, "pages page_size ..."], ...]]:
+    """Splits, normalises, rotates, quantises if there are pools for scales, and scatters."""
+    kv_heads = pages[0].shape[2]
+    heads = qkv.shape[1] - 2 * kv_heads
+    q, k, v = jnp.split(qkv, (heads, heads + kv_heads), axis=1)
+    if norm is not None:
+        q, k = _normalise(norm[0], q, norm_eps), _normalise(norm[1], k, norm_eps)
+    q, k = _rotate(cos, sin, q), _rotate(cos, sin, k)
+    values = (k, v)
+    if len(pages) == 4:
+        (k, k_scales), (v, v_scales) = (quantise(value, pages[0].dtype) for value in values)
+        values = (k, v, k_scales, v_scales)
+    return q, writer.page_write(pages, values, slots)
+
+
+def _normalise(
+    weight: Float[Array, " head_dim"], x: Float[Array, "tokens heads head_dim"], eps: float
+) -> Float[Array, "tokens heads head_dim"]:
+    """Scales rows to unit root mean square in float32, casts to the dtype of `x`, then weighs."""
+    wide = x.astype(jnp.float32)
+    mean_square = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
+    unit = (wide * jax.lax.rsqrt(mean_square + eps)).astype(x.dtype)
+    return unit * weight[None, None]
+
+
+def _rotate(
+    cos: Float[Array, "tokens half"],
+    sin: Float[Array, "tokens half"],
+    x: Float[Array, "tokens heads head_dim"],
+) -> Float[Array, "tokens heads head_dim"]:
+    """Turns component i with component i + half in float32; components past 2 * half stay as they are."""
+    cos, sin, half = cos[:, None], sin[:, None], cos.shape[1]
+    wide = x[..., : 2 * half].astype(jnp.float32)
+    first, second = wide[..., :half], wide[..., half:]
+    turned = jnp.concatenate((first * cos - second * sin, second * cos + first * sin), axis=-1)
+    return jnp.concatenate((turned.astype(x.dtype), x[..., 2 * half :]), axis=-1)

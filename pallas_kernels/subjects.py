@@ -1,0 +1,277 @@
+"""The ops as benchmarks and tuning see them: their cases, their calls over rotating inputs, and the right answer.
+
+It does not time anything.
+"""
+
+import math
+import pkgutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+import pallas_kernels
+from pallas_kernels.paged_attention import reference as attention_reference
+from pallas_kernels.rotary_write import reference as rotary_reference
+from pallas_kernels.timing import Chain
+from pallas_kernels.tolerances import OUTPUT
+
+_MOST_COPIES = 32
+_MOST_BYTES = 8 * 2**30
+_MOST_QUERIES = 512
+_REFERENCE_BYTES = 512 * 2**20
+# What the next number of 8 bits is away, absolute and relative: values on the edge between two round either way.
+_ONE_STEP = {"int8": (1.0, 0.0), "float8_e4m3fn": (2.0**-9, 2.0**-3)}
+
+
+class WrongResult(RuntimeError):
+    """An implementation does not compute what the reference does, so its time means nothing."""
+
+
+def load_cases(op: str) -> dict[str, Any]:
+    """Returns the op's cases by name."""
+    return {case.name: case for case in import_module(f"pallas_kernels.{op}.cases").CASES}
+
+
+def implementations(op: str) -> list[str]:
+    """Returns the names of the op's implementations: files that hold a function of the op's own name."""
+    package = import_module(f"pallas_kernels.{op}")
+    names = [file.name for file in pkgutil.iter_modules(package.__path__)]
+    return [
+        name
+        for name in sorted({*names} - {"api", "reference", "cases"})
+        if hasattr(import_module(f"{package.__name__}.{name}"), op)
+    ]
+
+
+class Kind(NamedTuple):
+    """How one op is called over and over.
+
+    Attributes:
+        spread: makes, of a case's inputs and a number of copies, the arrays that all calls share and those of each.
+        answer: the right answer to the call on the inputs, as a list of arrays.
+        writes: the op returns new pages, alone or after other results.
+        exact: the answer has one right value, to the bit.
+    """
+
+    spread: Callable[[Mapping[str, Any], int], tuple[dict[str, Any], list[dict[str, Any]]]]
+    answer: Callable[[Mapping[str, Any]], list[np.ndarray]]
+    writes: bool = False
+    exact: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Subject:
+    """One op on one case.
+
+    Attributes:
+        inputs: the op's arguments by name, on the host.
+        shared: the arrays that all calls use, on the device.
+        own: for each call, the arrays that make it read other memory than the call before.
+        expected: the right answer to the call on `inputs`; for pools, what they hold at the slots afterwards.
+    """
+
+    op: str
+    dtype: str
+    inputs: Mapping[str, Any]
+    shared: dict[str, Any]
+    own: list[dict[str, Any]]
+    expected: list[np.ndarray]
+
+    def call(self, implementation: str | None) -> Callable[[Any, Any], tuple[Any, Any]]:
+        """Returns the op as a function of shared and own arrays, which gives both the shared arrays and its result."""
+        function = getattr(pallas_kernels, self.op)
+        given = {*self.shared, *self.own[0]}
+        options = {name: value for name, value in self.inputs.items() if name not in given}
+
+        def run(shared: dict[str, Any], own: dict[str, Any]) -> tuple[dict[str, Any], Any]:
+            result = function(**shared, **own, **options, implementation=implementation)
+            if not KINDS[self.op].writes:
+                return shared, (result,)
+            *others, pages = result if isinstance(result[-1], tuple) else (result,)
+            return {**shared, "pages": pages}, tuple(others)
+
+        return run
+
+    def check(self, function: Callable[[Any, Any], tuple[Any, Any]]) -> None:
+        """Raises `WrongResult` unless one call of `function` gives the right answer."""
+        shared, results = jax.jit(function)(self.shared, self.own[0])
+        written = self._written(shared["pages"]) if KINDS[self.op].writes else ()
+        self.compare([*results, *written])
+
+    def _written(self, pages: tuple[Array, ...]) -> list[np.ndarray]:
+        """Returns what stands at the case's slots; raises `WrongResult` if something stands anywhere else."""
+        values = []
+        for before, after in zip(self.shared["pages"], pages, strict=True):
+            value, is_changed = _look_up(before, after, self.own[0]["slots"])
+            if bool(is_changed):
+                raise WrongResult("it wrote where no slot says so")
+            values.append(np.asarray(value)[_real(self.inputs)])
+        return values
+
+    def chain(self, function: Callable[[Any, Any], tuple[Any, Any]]) -> Chain:
+        """Returns the calls in one program, whose answer was compared already; raises as `check` does."""
+        # A launch donates its arrays; others need them too.
+        chain = Chain(function, jax.tree.map(jnp.copy, self.shared), self.own)
+        if KINDS[self.op].writes:
+            # After a launch the pages have been written by every call.
+            self.check(function)
+        else:
+            self.compare(chain.launch()[0])
+        return chain
+
+    def compare(self, results: Sequence[Any]) -> None:
+        """Raises `WrongResult` unless these are the right answer; of an attention's, some queries are looked at."""
+        if not KINDS[self.op].writes:
+            results = [np.asarray(result)[_some_queries(self.inputs)] for result in results]
+        exact, tolerance = KINDS[self.op].exact, OUTPUT[self.dtype]
+        compare(results, self.expected, tolerance=tolerance, exact=exact)
+
+
+def compare(results: Any, wanted: Any, *, tolerance: float = 0.0, exact: bool = False) -> None:  # noqa: ANN401 - sequences of arrays
+    """Raises `WrongResult` where results differ: NaN is always wrong, unless equal bits are asked for."""
+    for result, right in zip(results, wanted, strict=True):
+        got, want = np.asarray(result), np.asarray(right)
+        if exact:
+            if got.tobytes() != want.tobytes():
+                raise WrongResult("its bits differ from the reference's")
+            continue
+        absolute, relative = _ONE_STEP.get(want.dtype.name, (tolerance, tolerance))
+        got, want = got.astype(np.float32), want.astype(np.float32)
+        error = np.abs(got - want) - relative * np.abs(want)
+        if not bool((error <= absolute).all()):
+            raise WrongResult(
+                f"it differs from the reference by {np.max(error):.3g}, NaN counts as wrong"
+            )
+
+
+def prepare(op: str, case: Any, dtype: str, rotation_bytes: int) -> Subject:  # noqa: ANN401 - each op has its own Case
+    """Makes a case's inputs, enough further calls to cover `rotation_bytes`, and its right answer."""
+    inputs = case.inputs(seed=0, dtype=dtype)
+    copies = min(max(2, math.ceil(rotation_bytes / max(1, case.bytes_moved(dtype)))), _MOST_COPIES)
+    shared, own = KINDS[op].spread(inputs, copies)
+    return Subject(op, dtype, inputs, shared, own, KINDS[op].answer(inputs))
+
+
+def _shift_slots(inputs: Mapping[str, Any], copies: int) -> tuple[dict, list[dict]]:
+    """Each call writes to other slots of the same pools; padding slots stay out of range."""
+    num_slots = int(np.prod(inputs["pages"][0].shape[:2]))
+    slots = inputs["slots"]
+    own = []
+    for copy in range(copies):
+        moved = (slots.astype(np.int64) + copy * (num_slots // copies)) % num_slots
+        own.append({"slots": jnp.asarray(np.where(slots < num_slots, moved, slots), jnp.int32)})
+    others = {name: value for name, value in inputs.items() if name != "slots"}
+    arrays = {name: jax.tree.map(jnp.asarray, value) for name, value in others.items()}
+    return {name: value for name, value in arrays.items() if _is_array(value)}, own
+
+
+def _is_array(value: object) -> bool:
+    return isinstance(value, jax.Array | np.ndarray | tuple)
+
+
+def _written(inputs: Mapping[str, Any]) -> list[np.ndarray]:
+    """What each pool holds at the slots afterwards."""
+    pairs = zip(inputs["pages"], inputs["values"], strict=True)
+    return [value[_real(inputs)].astype(pool.dtype) for pool, value in pairs]
+
+
+def _rotated_and_written(inputs: Mapping[str, Any]) -> list[np.ndarray]:
+    """The reference's queries and values; its pools are small, since it visits a whole pool for each token."""
+    tokens = len(inputs["slots"])
+    small = tuple(jnp.zeros((tokens, 1, *pool.shape[2:]), pool.dtype) for pool in inputs["pages"])
+    others = {name: value for name, value in inputs.items() if name != "pages"}
+    order = jnp.arange(tokens, dtype=jnp.int32)
+    queries, pools = jax.jit(rotary_reference.rotary_write)(small, **{**others, "slots": order})
+    values = [np.asarray(pool)[:, 0] for pool in pools]
+    return [np.asarray(queries), *(value[_real(inputs)] for value in values)]
+
+
+def _real(inputs: Mapping[str, Any]) -> np.ndarray:
+    """Which tokens are written; slots past the end are padding."""
+    return inputs["slots"] < np.prod(inputs["pages"][0].shape[:2])
+
+
+@jax.jit
+def _look_up(before: Array, after: Array, slots: Array) -> tuple[Array, Array]:
+    """Returns what a pool holds at the slots, and whether any other place has changed."""
+    num_slots = before.shape[0] * before.shape[1]
+    flat = after.reshape(num_slots, *after.shape[2:])
+    changed = jnp.any((before != after).reshape(num_slots, -1), axis=1)
+    changed = changed.at[slots].set(False, mode="drop")
+    return flat.at[slots].get(mode="clip"), jnp.any(changed)
+
+
+def _repeat_pages(inputs: Mapping[str, Any], copies: int) -> tuple[dict, list[dict]]:
+    """Each call reads its own copy of the pages, all of them in one larger pool, as a cache would hold them."""
+    pool_bytes = inputs["k_pages"].nbytes + inputs["v_pages"].nbytes
+    copies = max(2, min(copies, _MOST_BYTES // pool_bytes))
+    arrays = {
+        name: jnp.asarray(value) for name, value in inputs.items() if isinstance(value, np.ndarray)
+    }
+    table, num_pages = arrays.pop("page_table"), inputs["k_pages"].shape[0]
+    for name in ("k_pages", "v_pages", "k_scales", "v_scales"):
+        if name in arrays:
+            arrays[name] = jnp.concatenate([arrays[name]] * copies)
+    return arrays, [{"page_table": table + jnp.int32(copy * num_pages)} for copy in range(copies)]
+
+
+def _attention(inputs: Mapping[str, Any], queries: np.ndarray) -> list[np.ndarray]:
+    """The reference's answer to some queries, computed a few at a time: it gathers all keys of each query."""
+    q, page_table, seq_lens = (inputs[name] for name in ("q", "page_table", "seq_lens"))
+    rows, visible = np.arange(len(seq_lens)), seq_lens
+    if "cu_q_lens" in inputs:
+        rows, visible = _rows_of_tokens(inputs["cu_q_lens"], seq_lens, len(q))
+    names = ("k_pages", "v_pages", "sinks", "k_scales", "v_scales")
+    arrays = {name: jnp.asarray(inputs[name]) for name in names if inputs[name] is not None}
+    options = {name: inputs[name] for name in ("scale", "window", "soft_cap")}
+    attend = jax.jit(partial(attention_reference.paged_attention, **options))
+    keys = page_table.shape[1] * inputs["k_pages"].shape[1]
+    step = max(1, _REFERENCE_BYTES // (keys * q.shape[1] * q.shape[2] * 4))
+    parts = []
+    for start in range(0, len(queries), step):
+        # Every part has the same size, so that one program serves all; the last one repeats queries.
+        part = np.resize(queries[start : start + step], min(step, len(queries)))
+        chosen = (q[part], page_table[rows[part]], visible[part])
+        out, _ = attend(
+            **dict(zip(("q", "page_table", "seq_lens"), map(jnp.asarray, chosen), strict=True)),
+            **arrays,
+        )
+        parts.append(np.asarray(out))
+    return [np.concatenate(parts)[: len(queries)]]
+
+
+def _some_queries(inputs: Mapping[str, Any]) -> np.ndarray:
+    """The first and last query of each row, and others spread evenly: the reference takes milliseconds for each."""
+    tokens = len(inputs["q"])
+    spread = np.linspace(0, tokens - 1, min(tokens, _MOST_QUERIES)).astype(np.int64)
+    bounds = inputs.get("cu_q_lens", np.zeros(0, np.int64)).astype(np.int64)
+    ends = np.concatenate([bounds, bounds - 1])
+    return np.unique(np.concatenate([spread, ends[(ends >= 0) & (ends < tokens)]]))
+
+
+def _rows_of_tokens(
+    cu_q_lens: np.ndarray, seq_lens: np.ndarray, tokens: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """For each packed token, its row and the keys that it sees; padding tokens see none of row 0's."""
+    q_lens = np.diff(cu_q_lens)
+    rows = np.repeat(np.arange(len(q_lens)), q_lens)
+    visible = seq_lens[rows] - (cu_q_lens[rows + 1] - np.arange(len(rows)) - 1)
+    padding = np.zeros(tokens - len(rows), np.int32)
+    return np.append(rows, padding), np.append(visible, padding).astype(np.int32)
+
+
+_ATTENTION = Kind(_repeat_pages, lambda inputs: _attention(inputs, _some_queries(inputs)))
+KINDS = {
+    "paged_attention": _ATTENTION,
+    "ragged_attention": _ATTENTION,
+    "page_write": Kind(_shift_slots, _written, writes=True, exact=True),
+    "rotary_write": Kind(_shift_slots, _rotated_and_written, writes=True),
+}
+OPS = tuple(KINDS)

@@ -1,0 +1,99 @@
+"""Schedules that were fastest on a card, read from `tuned/<device>.json`. Knows no op; measures nothing.
+
+A file maps op -> shape class -> the fields of the op's schedule and "us", the time it took. `pallas_kernels.tune`
+writes it. What no file knows, an op's schedule chooses by its own heuristic.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import cache
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from jax.extend.backend import get_default_device
+
+FOLDER = Path(__file__).parent / "tuned"
+# What a schedule took when it was chosen; the one entry that is no field of it.
+TIME = "us"
+
+_TRIAL: ContextVar[tuple[str, Mapping[str, int] | None] | None] = ContextVar("trial", default=None)
+
+
+def tuned(op: str, shape_class: str) -> Mapping[str, int] | None:
+    """Returns the fields of the fastest schedule measured on the default device's kind, `None` if none was.
+
+    The default device may be a topology's, which is only compiled for; it gets what its kind would get.
+
+    Raises:
+        ValueError: the device's file is damaged.
+    """
+    trial = _TRIAL.get()
+    if trial is not None and trial[0] == op:
+        return trial[1]
+    path = tuned_path(get_default_device())
+    return None if path is None else load_tuned(path).get(op, {}).get(shape_class)
+
+
+@contextmanager
+def trying(op: str, fields: Mapping[str, int] | None) -> Iterator[None]:
+    """Lets an op that is traced inside run under this schedule, or under its heuristic for `None`."""
+    token = _TRIAL.set((op, fields))
+    try:
+        yield
+    finally:
+        _TRIAL.reset(token)
+
+
+def tuned_path(device: Any, folder: Path | None = None) -> Path | None:  # noqa: ANN401 - JAX's type is private
+    """Returns where schedules for a kind of device lie, `None` for a CPU, on which kernels only interpret."""
+    if device.platform == "cpu":
+        return None
+    name = re.sub(r"[^a-z0-9]+", "-", device.device_kind.lower()).strip("-")
+    return (FOLDER if folder is None else folder) / f"{name}.json"
+
+
+@cache
+def load_tuned(path: Path) -> Mapping[str, Mapping[str, Mapping[str, int]]]:
+    """Returns op -> shape class -> fields, empty where there is no file. Reads each file once in a process.
+
+    Raises:
+        ValueError: the file is not what `pallas_kernels.tune` writes; the message says where.
+    """
+    if not path.is_file():
+        return MappingProxyType({})
+    try:
+        ops = json.loads(path.read_text())
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(_damaged(path, str(error))) from error
+    return {
+        op: {
+            name: _fields(path, f"{op} / {name}", fields)
+            for name, fields in _object(path, op, classes).items()
+        }
+        for op, classes in _object(path, "the file", ops).items()
+    }
+
+
+def _fields(path: Path, place: str, fields: object) -> Mapping[str, int]:
+    known = {name: value for name, value in _object(path, place, fields).items() if name != TIME}
+    for name, value in known.items():
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise ValueError(_damaged(path, f"{place} / {name} must be an integer, got {value!r}"))
+    return MappingProxyType(known)
+
+
+def _object(path: Path, place: str, value: object) -> Mapping[str, Any]:
+    if not isinstance(value, dict):
+        raise ValueError(_damaged(path, f"{place} must be an object, got {value!r:.80}"))
+    return value
+
+
+def _damaged(path: Path, problem: str) -> str:
+    return (
+        f"{path} is damaged: {problem}; make it again with `python -m pallas_kernels.tune`, or "
+        f"delete it to run on heuristics"
+    )

@@ -1,0 +1,92 @@
+"""When cuDNN's paged attention may run: only by name, on an NVIDIA GPU, for what it was seen to do right.
+
+What it computes is tested in test_paged_attention.py, on a GPU.
+"""
+
+import importlib
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels import paged_attention
+from pallas_kernels.dispatch import Unsupported
+from pallas_kernels.paged_attention import cudnn
+
+
+@pytest.fixture
+def on_gpu(monkeypatch):
+    """Pretends that there is a GPU with a cuDNN of some version."""
+
+    def pretend(version=91900, arch=90):
+        found = None if version is None else SimpleNamespace(cudnn_get_version=lambda: version)
+        monkeypatch.setattr(cudnn, "gpu_arch", lambda: arch)
+        monkeypatch.setattr(jax, "__version_info__", (0, 11, 2))
+        module = importlib.import_module("jax._src.cudnn.fused_attention_stablehlo")
+        monkeypatch.setattr(module, "cuda_versions", found)
+
+    return pretend
+
+
+def arguments(*, head_dim=64, page_size=16, dtype=jnp.bfloat16):
+    pool = jnp.zeros((3, page_size, 2, head_dim), dtype)
+    q = jnp.zeros((2, 4, head_dim), dtype)
+    return q, pool, pool, jnp.zeros((2, 1), jnp.int32), jnp.ones(2, jnp.int32)
+
+
+def test_it_takes_what_it_was_seen_to_do_right(on_gpu):
+    on_gpu()
+    assert cudnn.why_not(*arguments()) is None
+    assert cudnn.why_not(*arguments(head_dim=80, page_size=1, dtype=jnp.float16)) is None
+
+
+@pytest.mark.parametrize(
+    ("sizes", "options", "told"),
+    [
+        ({}, {"window": 4}, "has no window"),
+        ({}, {"soft_cap": 4.0}, "has no soft cap"),
+        ({}, {"sinks": jnp.zeros(4)}, "has no sinks"),
+        ({}, {"k_scales": jnp.zeros((3, 16, 2)), "v_scales": jnp.zeros((3, 16, 2))}, "no scales"),
+        ({"head_dim": 68}, {}, "multiple of 8 up to 256, got 68"),
+        ({"head_dim": 264}, {}, "multiple of 8 up to 256, got 264"),
+        ({"page_size": 48}, {}, "power of two, got 48"),
+        ({"dtype": jnp.float32}, {}, "got float32"),
+    ],
+)
+def test_it_says_what_it_lacks(on_gpu, sizes, options, told):
+    on_gpu()
+    assert told in cudnn.why_not(*arguments(**sizes), **options)
+
+
+@pytest.mark.parametrize(
+    ("machine", "told"),
+    [
+        ({"arch": None}, "found no NVIDIA GPU"),
+        ({"arch": 75}, "found sm75"),
+        ({"version": None}, "needs cuDNN, which JAX did not find"),
+        ({"version": 90100}, "needs cuDNN 90500 or newer, found 90100"),
+    ],
+)
+def test_it_says_what_the_machine_lacks(on_gpu, machine, told):
+    on_gpu(**machine)
+    assert told in cudnn.why_not(*arguments())
+
+
+def test_another_jax_may_have_another_private_door(on_gpu, monkeypatch):
+    on_gpu()
+    monkeypatch.setattr(jax, "__version_info__", (0, 12, 0))
+    assert "keeps private" in cudnn.why_not(*arguments())
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="says what happens without a GPU")
+def test_without_a_gpu_it_is_refused_by_name_and_never_tried_otherwise():
+    with pytest.raises(Unsupported, match="cudnn: needs an sm80 GPU"):
+        paged_attention(*arguments(), scale=1.0, implementation="cudnn")
+    assert paged_attention(*arguments(), scale=1.0).shape == (2, 4, 64)
+
+
+def test_jax_still_has_the_private_names_that_are_used():
+    module = importlib.import_module("jax._src.cudnn.fused_attention_stablehlo")
+    for name in ("_dot_product_attention", "MaskType", "AttentionLayout", "check_cudnn_version"):
+        assert hasattr(module, name)

@@ -1,0 +1,49 @@
+"""What becomes of the decode kernel on an H200, seen without a GPU: its registers."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+
+from pallas_kernels.device import NEWEST_JAX
+
+pytestmark = pytest.mark.skipif(
+    jax.__version_info__[:2] > NEWEST_JAX, reason="this JAX takes minutes; why_not says so"
+)
+
+
+@pytest.fixture(scope="module")
+def reports():
+    """Compiles all of them in one process: about 10 seconds on two idle cores."""
+    root = Path(__file__).parents[2]
+    command = [sys.executable, str(Path(__file__).with_name("h200_decode.py"))]
+    environment = os.environ | {"PYTHONPATH": str(root)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    if "skipped" in found:
+        pytest.skip(found["skipped"])
+    assert len(found) > 5
+    return found
+
+
+def test_it_spills_no_register(reports):
+    for name, report in reports.items():
+        assert report["registers"], name
+        assert report["spilled"] == 0, name
+
+
+def test_keys_of_8_bits_leave_room_for_four_blocks_on_a_multiprocessor(reports):
+    """Which is what the rules of mosaic_schedule.py count on."""
+    for name in ("fp8", "int8", "fp8 head_dim 64"):
+        assert max(reports[name]["registers"]) <= 128, name
+
+
+def test_no_pool_is_copied(reports):
+    """S1-17."""
+    for name in ("batch 64", "fp8", "int8"):
+        assert reports[name]["temp_bytes"] < 2**20, name
