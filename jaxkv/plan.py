@@ -1,5 +1,6 @@
 """What serving a model will cost, before anything is loaded: the cache's memory and the programs to compile."""
 
+import os
 from pathlib import Path
 
 import jax
@@ -12,6 +13,7 @@ from jaxkv.config import MAX_BIAS_ENTRIES, CacheConfig, SamplingParams, as_int
 from jaxkv.engine.request import Request
 from jaxkv.engine.shapes import Shapes
 from jaxkv.models.decoder import Decoder
+from jaxkv.models.implementation import choose_implementation
 from jaxkv.models.protocol import Model
 from jaxkv.models.registry import build_model, load_config
 
@@ -30,6 +32,17 @@ def resolve_length(max_model_len: int | None, positions: int) -> int:
     if max_model_len is None:
         return positions
     return as_int("max_model_len (the upper bound is the model's own)", max_model_len, 2, positions)
+
+
+def free_bytes(share: float) -> int:
+    """Returns the share of the device's free memory the cache may take.
+
+    On a CPU it is that share of a quarter of the machine's memory, which other programs use too.
+    """
+    stats = jax.devices()[0].memory_stats()
+    if stats and "bytes_limit" in stats:
+        return int(share * (stats["bytes_limit"] - stats["bytes_in_use"]))
+    return int(share * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 4)
 
 
 def plan_cache(
@@ -73,6 +86,7 @@ def explain_plan(
     cache: CacheConfig,
     free_bytes: int | None,
     holds_weights: bool = True,
+    implementation: str | None = None,
 ) -> str:
     """Returns what `jaxkv plan` prints for a model directory; only its config.json is read.
 
@@ -83,12 +97,13 @@ def explain_plan(
         cache: the user's wishes.
         free_bytes: memory that is free before weights are loaded; `None` does not limit the cache.
         holds_weights: the weights will take their bytes from `free_bytes` first, as on a GPU.
+        implementation: what is to run the ops; `None` for the best that can.
 
     Raises:
         ValueError: as for `LLM`, and the weights alone need more than `free_bytes`.
     """
     config = load_config(Path(directory) if directory is not None else default_model.path())
-    model = build_model(config)
+    model = build_model(config, implementation=implementation)
     length = resolve_length(max_model_len, model.max_positions)
     resolved = resolve_dtype(dtype, config.dtype)
     weights = _weight_bytes(model, resolved)
@@ -98,12 +113,14 @@ def explain_plan(
     layout, budget = plan_cache(
         model, cache, dtype=resolved, max_model_len=length, free_bytes=free_bytes
     )
+    runs = choose_implementation(model, model.param_shapes(resolved), layout, budget.counts)
     shapes = Shapes(layout, max_tokens=length, max_rows=cache.max_sequences)
     per_token = sum(bytes_per_token(group) for group in layout.paged_groups)
     lines = [
         f"{config.family}: {model.num_layers} layers, {model.vocab_size:,} token ids, in {resolved}; "
         f"{per_token:,} bytes of cache per token",
         f"weights: {weights:,} bytes",
+        f"runs as {runs}",
         "",
         budget.explain(),
         "",

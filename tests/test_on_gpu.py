@@ -16,8 +16,10 @@ from jaxkv.engine.shapes import row_of
 from jaxkv.engine.stream import stream_request
 from jaxkv.generation import generate
 from jaxkv.models.decoder import Decoder
+from jaxkv.models.implementation import Choice
 from jaxkv.plan import plan_cache
 from pallas_kernels import page_write, paged_attention
+from pallas_kernels.dispatch import Unsupported
 
 pytestmark = pytest.mark.gpu
 
@@ -76,8 +78,26 @@ def test_the_decode_program_uses_the_kernel(params):
     rows = [replace(row_of(request, 0), tokens=(0,), carry=True) for request in requests()]
     shape = executor.shapes.shape(rows, total_tokens=200, decode=True)
     program = executor.step_program(shape)
+    assert executor.implementation == Choice("mosaic_gpu")
     assert program.report.problems == ()
     assert "mosaic_gpu" in program.compiled.as_text()
+
+
+def test_cudnn_that_was_asked_for_attends_in_decode_steps(params):
+    """S1-12: by name alone, and for models without windows; it rounds as the kernel does but for the order of sums."""
+    with pytest.raises(Unsupported, match="paged_attention in layer 1: has no window"):
+        executor_of(MODEL.running("cudnn"), params)
+    model = replace(MODEL, config=replace(MODEL.config, windows=(None,) * 3))
+    executor = executor_of(model.running("cudnn"), params)
+    assert executor.implementation == Choice("cudnn")
+    both = [
+        [result.token_ids for result in generate_waves(each, requests())]
+        for each in (executor, executor_of(model, params))
+    ]
+    agreed = [a == b for x, y in zip(*both, strict=True) for a, b in zip(x, y, strict=True)]
+    assert np.mean(agreed) > 0.5
+    programs = executor.programs.manifest()
+    assert any("cudnn$fmha" in program.compiled.as_text() for program in programs)
 
 
 @pytest.mark.parametrize("page_size", [16, 64])

@@ -7,6 +7,9 @@ from collections.abc import Iterable
 
 from jaxkv.cache.spec import ArraySpec, LayerSpec, PagedSpec, StateSpec
 
+QUANTISED = {"fp8": "float8_e4m3fn", "int8": "int8"}
+"""Byte formats of keys and values by name, and the dtype of what they store beside their scales."""
+
 _GROUP = 128  # values that share one float32 scale in the quantised records
 _FULL_LENGTH = (
     "holds whole sequences; pages before the window are freed only when the sequence ends"
@@ -23,9 +26,10 @@ def place(
 def _key_value(
     kv_heads: int, head_dim: int, dtype: str, quantised: str | None
 ) -> tuple[ArraySpec, ...]:
-    if quantised not in (None, "fp8"):
-        raise ValueError(f"quantised must be None or 'fp8', got {quantised!r}")
-    stored = "float8_e4m3fn" if quantised else dtype
+    if quantised not in (None, *QUANTISED):
+        names = ", ".join(map(repr, QUANTISED))
+        raise ValueError(f"quantised must be None or one of {names}, got {quantised!r}")
+    stored = QUANTISED[quantised] if quantised else dtype
     arrays = tuple(ArraySpec(role, (kv_heads, head_dim), stored) for role in ("key", "value"))
     if quantised is None:
         return arrays
@@ -41,10 +45,11 @@ def gqa(
     Args:
         kv_heads: heads that keys and values have (fewer than query heads when grouped).
         head_dim: components per head.
-        dtype: dtype name of keys and values; ignored when quantised.
+        dtype: dtype name of keys and values; ignored when quantised. A name of `QUANTISED` asks for that.
         page_size: tokens per page.
-        quantised: "fp8" stores float8_e4m3fn with one float32 scale per token and head.
+        quantised: "fp8" stores float8_e4m3fn, "int8" int8, each with one float32 scale per token and head.
     """
+    quantised = dtype if dtype in QUANTISED else quantised
     arrays = _key_value(kv_heads, head_dim, dtype, quantised)
     return PagedSpec("gqa", arrays, page_size, codec=quantised)
 
@@ -59,6 +64,7 @@ def window(
     quantised: str | None = None,
 ) -> PagedSpec:
     """Like `gqa`, for layers whose queries see only the last `window` tokens, their own included."""
+    quantised = dtype if dtype in QUANTISED else quantised
     arrays = _key_value(kv_heads, head_dim, dtype, quantised)
     return PagedSpec(
         "window", arrays, page_size, window=window, codec=quantised, notes=(_FULL_LENGTH,)

@@ -2,14 +2,17 @@
 
 from collections.abc import Mapping
 
-import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxkv.batch import PagedTables, StepBatch
 from jaxkv.layers.linear import linear
-from jaxkv.layers.norm import rms_norm
-from jaxkv.layers.rope import Angles, rotate
-from pallas_kernels import page_write, paged_attention, ragged_attention
+from jaxkv.layers.rope import Angles
+from pallas_kernels import page_write, paged_attention, ragged_attention, rotary_write
+from pallas_kernels.families import member
+from pallas_kernels.quantise import quantise
+
+# What a layer may keep of a token, in the order in which the ops take it.
+_ROLES = ("key", "value", "key_scale", "value_scale")
 
 
 def attention(
@@ -33,7 +36,7 @@ def attention(
         params: "qkv" [(heads + 2 * kv_heads) * head_dim, hidden_size], queries first, then keys, then values;
             "o" [hidden_size, heads * head_dim]; where the model has them "qkv_bias", "o_bias" and "qk_norm"
             [2, head_dim], the weights of the norms on queries and keys.
-        layer_cache: the layer's pages, "key" and "value".
+        layer_cache: the layer's pages, "key" and "value", and of 8 bits also "key_scale" and "value_scale".
         x: normalised hidden states.
         batch: the step's metadata.
         tables: where the layer's group reads and writes.
@@ -43,22 +46,27 @@ def attention(
         head_dim: components of a head.
         norm_eps: of the norms on queries and keys.
         window: tokens each token sees, itself included; `None` for all.
-        implementation: which implementation of the ops to insist on; `None` takes the best.
+        implementation: which family of implementations to insist on; `None` takes the best.
 
     Returns:
         The layer's pages after the write, and the attention's output.
     """
     qkv = linear(params["qkv"], x, params.get("qkv_bias"))
     qkv = qkv.reshape(x.shape[0], heads + 2 * kv_heads, head_dim)
-    q, k, v = jnp.split(qkv, (heads, heads + kv_heads), axis=1)
-    if "qk_norm" in params:
-        q = rms_norm(params["qk_norm"][0], q, eps=norm_eps)
-        k = rms_norm(params["qk_norm"][1], k, eps=norm_eps)
-    layer_cache, mixed = attend(
+    roles = [role for role in _ROLES if role in layer_cache]
+    q, pools = rotary_write(
+        tuple(layer_cache[role] for role in roles),
+        qkv,
+        *angles,
+        tables.write_slots,
+        norm=params.get("qk_norm"),
+        norm_eps=norm_eps,
+        implementation=member(implementation, "rotary_write"),
+    )
+    layer_cache = dict(zip(roles, pools, strict=True))
+    mixed = _mix(
         layer_cache,
-        rotate(angles, q),
-        rotate(angles, k),
-        v,
+        q,
         batch,
         tables,
         scale=head_dim**-0.5,
@@ -84,10 +92,39 @@ def attend(
 
     The write comes first, so that a token sees itself and its neighbours of the same step through the pages.
     """
-    pages = (layer_cache["key"], layer_cache["value"])
-    keys, values = page_write(pages, (k, v), tables.write_slots, implementation=implementation)
-    # The ops take queries in the pages' dtype, which may be narrower than the parameters'.
-    queries = q.astype(keys.dtype)
+    new = {"key": k, "value": v}
+    if "key_scale" in layer_cache:
+        stored = layer_cache["key"].dtype
+        new["key"], new["key_scale"] = quantise(k, stored)
+        new["value"], new["value_scale"] = quantise(v, stored)
+    pools = page_write(
+        tuple(layer_cache[role] for role in new),
+        tuple(new.values()),
+        tables.write_slots,
+        implementation=member(implementation, "page_write"),
+    )
+    layer_cache = dict(zip(new, pools, strict=True))
+    mixed = _mix(
+        layer_cache, q, batch, tables, scale=scale, window=window, implementation=implementation
+    )
+    return layer_cache, mixed
+
+
+def _mix(
+    layer_cache: Mapping[str, Array],
+    q: Float[Array, "tokens heads head_dim"],
+    batch: StepBatch,
+    tables: PagedTables,
+    *,
+    scale: float,
+    window: int | None,
+    implementation: str | None,
+) -> Float[Array, "tokens heads head_dim"]:
+    """Attends over the layer's pages, whatever they are stored as."""
+    keys, values = layer_cache["key"], layer_cache["value"]
+    k_scales, v_scales = layer_cache.get("key_scale"), layer_cache.get("value_scale")
+    # Pages without scales want queries in their dtype, which may be narrower than the parameters'.
+    queries = q.astype(keys.dtype) if k_scales is None else q
     if batch.decode:
         mixed = paged_attention(
             queries,
@@ -97,7 +134,9 @@ def attend(
             batch.seq_lens,
             scale=scale,
             window=window,
-            implementation=implementation,
+            k_scales=k_scales,
+            v_scales=v_scales,
+            implementation=member(implementation, "paged_attention"),
         )
     else:
         mixed = ragged_attention(
@@ -109,6 +148,8 @@ def attend(
             batch.cu_q_lens,
             scale=scale,
             window=window,
-            implementation=implementation,
+            k_scales=k_scales,
+            v_scales=v_scales,
+            implementation=member(implementation, "ragged_attention"),
         )
-    return {"key": keys, "value": values}, mixed.astype(q.dtype)
+    return mixed.astype(q.dtype)

@@ -1,6 +1,6 @@
 """Runs any pattern of (mixer, feed-forward) blocks. Knows no family: what differs between them is in `ModelConfig`."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import jax
@@ -17,6 +17,7 @@ from jaxkv.layers.norm import rms_norm
 from jaxkv.layers.rope import rope_angles
 from jaxkv.models.blocks import FEED_FORWARDS, MIXERS, Leaf, Step
 from jaxkv.models.protocol import Params
+from pallas_kernels.dispatch import at
 
 _INIT_SCALE = 0.02
 
@@ -27,7 +28,7 @@ class Decoder:
 
     Attributes:
         config: the model as data.
-        implementation: which implementation of the ops every layer insists on; `None` takes the best.
+        implementation: which family of implementations every op insists on; `None` takes the best.
     """
 
     config: ModelConfig
@@ -61,6 +62,10 @@ class Decoder:
     def whole_prompts(self) -> bool:
         """Dynamic NTK stretches the angles of all tokens of a step by how many there are so far."""
         return self.config.rope.kind == "dynamic"
+
+    def running(self, implementation: str) -> "Decoder":
+        """Returns the same model insisting on an implementation."""
+        return replace(self, implementation=implementation)
 
     def cache_specs(self, *, page_size: int, dtype: str) -> tuple[LayerSpec, ...]:
         """Returns what each layer remembers."""
@@ -96,7 +101,9 @@ class Decoder:
             weights = params["layers"][layer]
             step = Step(batch, batch.paged[ranks[layer]], angles, self.implementation)
             x = rms_norm(weights["norms"][0], hidden, eps=config.norm_eps)
-            layer_cache, y = MIXERS[mixer].run(config, layer, weights, cache.layer(layer), x, step)
+            with at(f"layer {layer}"):
+                held = cache.layer(layer)
+                layer_cache, y = MIXERS[mixer].run(config, layer, weights, held, x, step)
             cache = cache.with_layer(layer, layer_cache)
             hidden = hidden + y
             x = rms_norm(weights["norms"][1], hidden, eps=config.norm_eps)

@@ -1,5 +1,6 @@
 """Lets a user's own `flax.nnx` module be generated from like a built-in family. Knows attention layers only."""
 
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -14,6 +15,7 @@ from jaxkv.cache.spec import LayerSpec, PagedSpec, StateSpec, group_layers
 from jaxkv.cache.state import Cache
 from jaxkv.layers.attention import attend as write_and_attend
 from jaxkv.models.protocol import Params
+from pallas_kernels.dispatch import at
 
 _INIT_SCALE = 0.02
 
@@ -80,7 +82,7 @@ class FlaxModel:
 
     Attributes:
         graph: the module without its arrays.
-        implementation: which implementation of the ops every layer insists on; `None` takes the best.
+        implementation: which family of implementations every op insists on; `None` takes the best.
         vocab_size: width of the logits.
         max_positions: longest sequence the model is meant for.
         num_layers: layers that remember something.
@@ -131,6 +133,12 @@ class FlaxModel:
                 f"this {type(module).__name__} has other parameters than the module FlaxModel was made of"
             )
         return params
+
+    def running(self, implementation: str) -> "FlaxModel":
+        """Returns the same model insisting on an implementation."""
+        model = copy(self)
+        object.__setattr__(model, "implementation", implementation)
+        return model
 
     def cache_specs(self, *, page_size: int, dtype: str) -> tuple[LayerSpec, ...]:
         """Returns what each layer remembers."""
@@ -208,17 +216,18 @@ class _Recorder:
                     f"layer {layer} {name} has [kv_heads, head_dim] {list(value.shape[1:])}, "
                     f"its spec {list(held[name].shape[2:])}"
                 )
-        new, mixed = write_and_attend(
-            held,
-            q,
-            k,
-            v,
-            self._batch,
-            self._batch.paged[group.rank],
-            scale=scale,
-            window=_narrower(layer, group.spec, window),
-            implementation=self._implementation,
-        )
+        with at(f"layer {layer}"):
+            new, mixed = write_and_attend(
+                held,
+                q,
+                k,
+                v,
+                self._batch,
+                self._batch.paged[group.rank],
+                scale=scale,
+                window=_narrower(layer, group.spec, window),
+                implementation=self._implementation,
+            )
         self.cache = self.cache.with_layer(layer, new)
         return mixed
 

@@ -37,6 +37,15 @@ class Model(Protocol):
         """Whether a prompt must not be cut into several steps, because its length changes what a token computes."""
         ...
 
+    @property
+    def implementation(self) -> str | None:
+        """What every op insists on, one of `pallas_kernels.families.FAMILIES`; `None` takes the best."""
+        ...
+
+    def running(self, implementation: str) -> "Model":
+        """Returns the same model insisting on an implementation."""
+        ...
+
     def cache_specs(self, *, page_size: int, dtype: str) -> tuple[LayerSpec, ...]:
         """Returns what each layer remembers, keys and values in `dtype`."""
         ...

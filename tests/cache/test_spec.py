@@ -22,7 +22,7 @@ def layer_specs_of(layout):
 
 def test_host_bookkeeping_never_imports_jax():
     code = (
-        "import sys, jaxkv.cache.accounts, jaxkv.cache.budget, jaxkv.cache.variants\n"
+        "import sys, jaxkv.cache.accounts, jaxkv.cache.budget, jaxkv.cache.prefix, jaxkv.cache.variants\n"
         "sys.exit('jax' in sys.modules or 'flax' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -20,21 +20,30 @@ def test_gqa_keeps_keys_and_values_per_layer():
     assert arrays_of([spec, spec], {"gqa": 5}) == pair + pair
 
 
-def test_fp8_adds_one_float32_scale_per_token_and_head():
+@pytest.mark.parametrize(("name", "stored"), [("fp8", "float8_e4m3fn"), ("int8", "int8")])
+def test_a_byte_per_number_adds_one_float32_scale_per_token_and_head(name, stored):
     """S4-04, T-21: the scales' dtype is in the spec."""
-    spec = gqa(2, 16, dtype="bfloat16", page_size=8, quantised="fp8")
-    assert spec.codec == "fp8"
+    spec = gqa(2, 16, dtype="bfloat16", page_size=8, quantised=name)
+    assert spec.codec == name
     assert arrays_of([spec], {"gqa": 3}) == [
-        ("key", (3, 8, 2, 16), "float8_e4m3fn"),
-        ("value", (3, 8, 2, 16), "float8_e4m3fn"),
+        ("key", (3, 8, 2, 16), stored),
+        ("value", (3, 8, 2, 16), stored),
         ("key_scale", (3, 8, 2), "float32"),
         ("value_scale", (3, 8, 2), "float32"),
     ]
 
 
 def test_an_unknown_quantisation_is_refused():
-    with pytest.raises(ValueError, match="None or 'fp8', got 'int3'"):
+    with pytest.raises(ValueError, match="None or one of 'fp8', 'int8', got 'int3'"):
         gqa(2, 16, dtype="bfloat16", page_size=8, quantised="int3")
+
+
+@pytest.mark.parametrize("name", ["fp8", "int8"])
+def test_a_cache_dtype_may_name_a_quantised_format(name):
+    """So that whatever passes a wish for a dtype on passes this one on too."""
+    wished = gqa(2, 16, dtype=name, page_size=8)
+    assert wished == gqa(2, 16, dtype="bfloat16", page_size=8, quantised=name)
+    assert window(2, 16, window=5, dtype=name, page_size=8).arrays == wished.arrays
 
 
 def test_window_is_gqa_with_a_window_and_says_that_pages_are_kept():

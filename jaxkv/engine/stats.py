@@ -1,0 +1,87 @@
+"""What an engine holds and has done so far, as plain numbers. Reads, and changes nothing."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from jax.extend.backend import get_default_device
+
+from jaxkv.cache.spec import Group
+from jaxkv.engine.executor import Executor
+from pallas_kernels.dispatch import fallbacks
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupStats:
+    """The pool of one group of layers.
+
+    Attributes:
+        name: such as "gqa", "window-2" or "sampling".
+        unit: what the pool hands out: "page" or "state".
+        total, free, used: units; the zero state of a group of states, which nobody gets, is not counted.
+        num_bytes: memory of all units, free or not, over all layers.
+    """
+
+    name: str
+    unit: str
+    total: int
+    free: int
+    used: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stats:
+    """What runs, where, and what it takes.
+
+    Attributes:
+        implementation: what runs the ops of all layers: "mosaic_gpu", "xla" or "cudnn".
+        implementation_reasons: why nothing better does; empty for the best, or if it was asked for.
+        device: the name of the device that holds the cache.
+        cache: each group's pool.
+        cache_bytes: memory of all of them.
+        programs: compiled so far.
+        compile_seconds: time that took, loading from the compilation cache included.
+        compiled_late: how many of them were compiled after the warm-up.
+        fallbacks: (op, implementation, reason) -> how often this process, whichever the model, traced an op that passed
+            over an implementation for another one.
+    """
+
+    implementation: str
+    implementation_reasons: tuple[str, ...]
+    device: str
+    cache: tuple[GroupStats, ...]
+    cache_bytes: int
+    programs: int
+    compile_seconds: float
+    compiled_late: int
+    fallbacks: Mapping[tuple[str, str, str], int]
+
+
+def collect_stats(executor: Executor) -> Stats:
+    """Returns the numbers of this moment."""
+    programs = executor.programs.manifest()
+    groups = tuple(_group(executor, group) for group in executor.layout.groups)
+    return Stats(
+        implementation=executor.implementation.name,
+        implementation_reasons=executor.implementation.reasons,
+        device=get_default_device().device_kind,
+        cache=groups,
+        cache_bytes=sum(group.num_bytes for group in groups),
+        programs=len(programs),
+        compile_seconds=sum((program.seconds for program in programs), 0.0),
+        compiled_late=executor.programs.compiled_late,
+        fallbacks=fallbacks(),
+    )
+
+
+def _group(executor: Executor, group: Group) -> GroupStats:
+    count, free = executor.owner.counts[group.name], executor.accounts.num_free(group.name)
+    total = count - (group.unit == "state")
+    return GroupStats(
+        name=group.name,
+        unit=group.unit,
+        total=total,
+        free=free,
+        used=total - free,
+        num_bytes=count * group.bytes_per_unit,
+    )

@@ -1,0 +1,151 @@
+"""One choice of implementation for a whole model: all ops of all layers from one family, or none of them.
+
+It asks the ops themselves, by tracing the model once over shapes, so a question can never differ from the call.
+"""
+
+import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from jaxkv.batch import PagedTables, SamplingBatch, StateTables, StepBatch
+from jaxkv.cache.spec import CacheLayout
+from jaxkv.cache.state import init_cache
+from jaxkv.models.protocol import Model, Params
+from pallas_kernels.device import why_not_mosaic
+from pallas_kernels.dispatch import Question, Unsupported, asking
+from pallas_kernels.families import FAMILIES, member
+
+_LOG = logging.getLogger(__name__)
+_TOLD: set[str] = set()
+_BEST, _PLAINEST = "mosaic_gpu", "xla"
+# Rows and tokens of the steps that are asked about; what a kernel takes depends on the layers alone.
+_ROWS, _TOKENS, _TABLE_WIDTH = 2, 32, 4
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What runs a model's ops.
+
+    Attributes:
+        name: one of `FAMILIES`.
+        reasons: why the best one cannot; empty if it runs, or if another was asked for.
+    """
+
+    name: str
+    reasons: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        if not self.reasons:
+            return self.name
+        return f"{self.name}, since {_BEST} cannot: {'; '.join(self.reasons)}"
+
+
+def best_on_device() -> Choice:
+    """Returns what runs a model whose shapes ask for nothing special on the default device."""
+    refusal = why_not_mosaic()
+    return Choice(_BEST) if refusal is None else Choice(_PLAINEST, (refusal,))
+
+
+def choose_implementation(
+    model: Model, params: Params, layout: CacheLayout, counts: Mapping[str, int]
+) -> Choice:
+    """Returns what runs all of a model's ops over this cache, and logs once why it is not the best.
+
+    Args:
+        model: what to run; if it names an implementation, that one or none.
+        params: its parameters, or their shapes.
+        layout: the cache's groups.
+        counts: how many pages or states each group has.
+
+    Raises:
+        Unsupported: the named implementation cannot run an op of a layer; the message has every reason.
+        ValueError: the name is unknown.
+    """
+    named = model.implementation
+    if named is not None and named not in FAMILIES:
+        raise ValueError(f"implementation must be one of {', '.join(FAMILIES)}, got {named!r}")
+    if named == _PLAINEST:
+        return Choice(named)
+    choice = best_on_device()
+    if named is not None or not choice.reasons:
+        refused = _refusals(named or _BEST, ask(model, params, layout, counts))
+        if named is not None and refused:
+            raise Unsupported(f"this model cannot run as {named}: {'; '.join(refused)}")
+        choice = Choice(_PLAINEST, refused) if refused else Choice(named or _BEST)
+    if choice.reasons and str(choice) not in _TOLD:
+        _TOLD.add(str(choice))
+        _LOG.info("the model runs as %s", choice)
+    return choice
+
+
+def ask(
+    model: Model, params: Params, layout: CacheLayout, counts: Mapping[str, int]
+) -> list[Question]:
+    """Returns every choice that the model's ops make in a step of decode and in one of prefill; computes nothing."""
+    shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), params)
+    # The answers are the same for every family, but a member that an op lacks would be refused by the op.
+    plain = model.running(_PLAINEST)
+
+    def run(decode: bool, params: Params) -> Array:
+        batch = _batch(layout, _ROWS if decode else _TOKENS, decode=decode)
+        return plain.forward(params, init_cache(layout, counts), batch)[1]
+
+    with asking() as questions:
+        for decode in (True, False):
+            jax.eval_shape(partial(run, decode), shapes)
+    return questions
+
+
+def _refusals(family: str, questions: Iterable[Question]) -> tuple[str, ...]:
+    """Says once per op and reason which layers a family cannot run."""
+    places: dict[tuple[str, str], dict[str, None]] = {}
+    for question in questions:
+        refusal = _refusal(family, question)
+        if refusal is not None:
+            places.setdefault((question.op, refusal), {})[question.place] = None
+    return tuple(f"{op}{_where(list(found))}: {refusal}" for (op, refusal), found in places.items())
+
+
+def _refusal(family: str, question: Question) -> str | None:
+    wanted = member(family, question.op)
+    if wanted is not None:
+        return question.refusals.get(wanted, f"has no implementation {wanted!r}")
+    # What an op likes better than the family's kernel, at its sizes, is no refusal of the kernel.
+    for name, refusal in question.refusals.items():
+        if refusal is None or name == family:
+            return refusal
+    return None
+
+
+def _where(places: list[str]) -> str:
+    known = [place for place in places if place]
+    if not known:
+        return ""
+    return f" in {known[0]}" + (f" and {len(known) - 1} more" if len(known) > 1 else "")
+
+
+def _batch(layout: CacheLayout, tokens: int, *, decode: bool) -> StepBatch:
+    """Returns a small step of padding."""
+
+    def ints(*shape: int) -> Array:
+        return jnp.zeros(shape, jnp.int32)
+
+    rows = PagedTables(page_table=ints(_ROWS, _TABLE_WIDTH), write_slots=ints(tokens))
+    states = StateTables(read_states=ints(_ROWS), write_states=ints(_ROWS))
+    return StepBatch(
+        tokens=ints(tokens),
+        positions=ints(tokens),
+        cu_q_lens=ints(_ROWS + 1),
+        seq_lens=ints(_ROWS),
+        num_tokens=ints(),
+        num_rows=ints(),
+        paged=(rows,) * len(layout.paged_groups),
+        states=(states,) * len(layout.state_groups),
+        sampling=SamplingBatch(slots=ints(_ROWS), carry=ints(_ROWS)),
+        decode=decode,
+    )

@@ -1,0 +1,217 @@
+"""S1-12: one implementation for a whole model, decided before anything runs, with reasons that are told once."""
+
+import logging
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+from jaxkv.cache.spec import group_layers
+from jaxkv.cache.state import init_cache
+from jaxkv.cache.variants import gqa, place
+from jaxkv.config import ModelConfig, RopeConfig
+from jaxkv.models import implementation
+from jaxkv.models.flax_model import FlaxModel
+from jaxkv.models.implementation import Choice, ask, best_on_device, choose_implementation
+from jaxkv.models.registry import build_model
+from pallas_kernels import device, dispatch
+from pallas_kernels.dispatch import Unsupported
+from pallas_kernels.families import FAMILIES, member
+from tests.layers.jaxprs import equations
+
+LAYERS = 3
+KERNELS = ("mpmd_map", "core_map", "pallas_call")
+"""What a kernel is in a jaxpr; the first in jax 0.11."""
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    """Pretends that JAX compiles for an H200; nothing may run then."""
+    monkeypatch.setattr(device, "gpu_arch", lambda: device.HOPPER)
+    monkeypatch.setattr(jax, "__version_info__", (0, 11, 2))
+    monkeypatch.setattr(implementation, "_TOLD", set())
+
+
+def decoder(head_dim, **options):
+    config = ModelConfig(
+        family="llama",
+        vocab_size=64,
+        hidden_size=32,
+        num_layers=LAYERS,
+        heads=8,
+        kv_heads=2,
+        head_dim=head_dim,
+        ffn_size=48,
+        max_positions=512,
+        rope=RopeConfig(rotary_dim=head_dim),
+        windows=(None, 128, None),
+    )
+    return build_model(config, **options)
+
+
+class TwoHeadDims(nnx.Module):
+    """A module whose second layer has heads that no kernel takes."""
+
+    vocab_size = 64
+    max_positions = 512
+
+    def __init__(self):
+        self.embed = nnx.Embed(64, 16, rngs=nnx.Rngs(0), param_dtype=jnp.bfloat16)
+
+    def cache_specs(self, *, page_size, dtype):
+        return place(gqa(2, dim, dtype=dtype, page_size=page_size) for dim in (64, 80))
+
+    def __call__(self, tokens, positions, attend):
+        hidden = self.embed(tokens)
+        for layer, dim in enumerate((64, 80)):
+            q = jnp.zeros((tokens.shape[0], 4, dim), jnp.bfloat16)
+            attend(layer, q, q[:, :2], q[:, :2], scale=1.0)
+        return hidden
+
+    def logits(self, hidden):
+        return self.embed.attend(hidden).astype(jnp.float32)
+
+
+def chosen(model, *, dtype="bfloat16", page_size=64):
+    layout, counts, params = cache_of(model, dtype, page_size)
+    return choose_implementation(model, params, layout, counts)
+
+
+def cache_of(model, dtype, page_size):
+    layout = group_layers(model.cache_specs(page_size=page_size, dtype=dtype))
+    counts = {group.name: 9 for group in layout.groups}
+    return layout, counts, model.param_shapes("bfloat16")
+
+
+def kernels_of(model):
+    """Counts the kernels in a step of decode and in one of prefill."""
+    layout, counts, params = cache_of(model, "bfloat16", 64)
+
+    def step(decode):
+        def run(params):
+            batch = implementation._batch(layout, 2 if decode else 32, decode=decode)
+            return model.forward(params, init_cache(layout, counts), batch)
+
+        found = [str(equation.primitive) for equation in equations(run, params)]
+        return sum(map(found.count, KERNELS))
+
+    return step(True), step(False)
+
+
+def test_without_a_gpu_a_model_runs_as_xla_and_says_so_once(caplog, monkeypatch):
+    monkeypatch.setattr(device, "gpu_arch", lambda: None)
+    monkeypatch.setattr(implementation, "_TOLD", set())
+    with caplog.at_level(logging.INFO, logger="jaxkv"):
+        first, again = chosen(decoder(128)), chosen(decoder(128))
+    assert first == again == best_on_device()
+    assert first.name == "xla"
+    assert [record.message for record in caplog.records] == [f"the model runs as {first}"]
+    assert "needs an sm90 GPU" in caplog.text
+
+
+@pytest.mark.usefixtures("hopper")
+def test_on_hopper_a_model_that_the_kernels_take_runs_on_them_in_every_layer():
+    model = decoder(128)
+    choice = chosen(model)
+    assert choice == Choice("mosaic_gpu")
+    decode, _ = kernels_of(model.running(choice.name))
+    assert decode >= LAYERS
+
+
+@pytest.mark.usefixtures("hopper")
+def test_one_head_dim_that_the_kernels_refuse_sends_the_whole_model_to_xla(caplog):
+    model = decoder(80)
+    before = dispatch.fallbacks()
+    with caplog.at_level(logging.INFO, logger="jaxkv"):
+        choice = chosen(model)
+        assert chosen(model) == choice
+    assert choice.name == "xla"
+    [told] = [record.message for record in caplog.records]
+    assert "paged_attention in layer 0 and 2 more: head_dim must be" in told
+    assert "got 80" in told
+    assert kernels_of(model.running(choice.name)) == (0, 0)
+    assert dispatch.fallbacks() == before
+
+
+@pytest.mark.usefixtures("hopper")
+def test_one_layer_is_enough():
+    """Never a mixture: layer 0 could run on the kernels, layer 1 cannot."""
+    model = FlaxModel(TwoHeadDims())
+    choice = chosen(model)
+    assert choice.name == "xla"
+    assert any(
+        reason.startswith("paged_attention in layer 1: head_dim") for reason in choice.reasons
+    )
+    assert not any("layer 0" in reason for reason in choice.reasons)
+    assert kernels_of(model.running("xla")) == (0, 0)
+
+
+@pytest.mark.usefixtures("hopper")
+def test_a_cache_dtype_that_no_kernel_takes_is_a_reason_too():
+    choice = chosen(decoder(128), dtype="float32")
+    assert choice.name == "xla"
+    assert "float32" in str(choice)
+
+
+@pytest.mark.usefixtures("hopper")
+def test_a_named_implementation_that_cannot_run_raises_with_every_reason():
+    with pytest.raises(Unsupported, match="cannot run as mosaic_gpu") as refused:
+        chosen(decoder(80, implementation="mosaic_gpu"))
+    questions = ask(decoder(80), *reversed_cache(decoder(80)))
+    told = {q.op for q in questions if q.refusals.get("mosaic_gpu")}
+    assert "paged_attention" in told
+    for op in told:
+        assert f"{op} in layer 0 and 2 more" in str(refused.value)
+
+
+def reversed_cache(model):
+    layout, counts, params = cache_of(model, "bfloat16", 64)
+    return params, layout, counts
+
+
+def test_a_named_implementation_that_this_device_lacks_raises(monkeypatch):
+    monkeypatch.setattr(device, "gpu_arch", lambda: None)
+    with pytest.raises(Unsupported, match="needs an sm90 GPU, found no NVIDIA GPU"):
+        chosen(decoder(128, implementation="mosaic_gpu"))
+
+
+@pytest.mark.usefixtures("hopper")
+def test_xla_that_was_asked_for_needs_no_reason():
+    assert chosen(decoder(128, implementation="xla")) == Choice("xla")
+
+
+def test_an_unknown_name_is_refused_with_those_that_are_known():
+    with pytest.raises(ValueError, match="one of mosaic_gpu, xla, cudnn, got 'nonesuch'"):
+        chosen(decoder(128, implementation="nonesuch"))
+
+
+def test_each_op_is_asked_once_per_layer_and_kind_of_step():
+    questions = ask(decoder(16), *reversed_cache(decoder(16)))
+    places = [f"layer {layer}" for layer in range(LAYERS)]
+    for op in ("paged_attention", "ragged_attention"):
+        assert [question.place for question in questions if question.op == op] == places
+    assert all("xla" in question.refusals for question in questions)
+
+
+def test_a_family_names_an_implementation_or_leaves_the_choice_to_the_op():
+    assert member("xla", "page_write") == "xla"
+    assert member("cudnn", "paged_attention") == "cudnn"
+    assert member("cudnn", "ragged_attention") is None
+    assert member("mosaic_gpu", "paged_attention") == "mosaic_gpu"
+    assert member("mosaic_gpu", "page_write") is None
+    assert member(None, "page_write") is None
+    assert member("nonesuch", "page_write") == "nonesuch"
+    assert set(FAMILIES) == {"mosaic_gpu", "xla", "cudnn"}
+
+
+def test_a_model_of_another_implementation_is_another_model():
+    for model in (decoder(16), FlaxModel(TwoHeadDims())):
+        named = model.running("xla")
+        assert named.implementation == "xla"
+        assert named != model
+        assert model.implementation is None
+        assert named == model.running("xla")
+        assert hash(named) == hash(model.running("xla"))
+    assert decoder(16).running("xla") == replace(decoder(16), implementation="xla")

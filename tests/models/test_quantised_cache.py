@@ -1,0 +1,90 @@
+"""A cache of one byte per number: models compute what Transformers does over keys and values rounded alike."""
+
+import numpy as np
+import pytest
+
+from jaxkv import LLM, CacheConfig, SamplingParams
+from jaxkv.cache.budget import bytes_per_token
+from jaxkv.models.registry import build_model, load_config
+from jaxkv.weights.load import load_params
+from tests.models.driver import Driver
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+families = pytest.importorskip("tests.models.families")
+
+pytestmark = pytest.mark.torch
+
+PROMPT, STEPS = 21, 12
+# Summed in another order a number may be rounded to the neighbouring byte, 1/16 (fp8) or 1/127 of the row's largest.
+TOLERANCE = {"fp8": 0.05, "int8": 0.02}
+
+
+def rounded(values, name):
+    """One scale per token and head, in torch."""
+    largest = {"fp8": 448.0, "int8": 127.0}[name]
+    scale = values.abs().amax(-1, keepdim=True) / largest
+    stored = (values / scale).clamp(-largest, largest)
+    stored = stored.round() if name == "int8" else stored.to(torch.float8_e4m3fn).float()
+    return stored * scale
+
+
+class RoundedCache(transformers.DynamicCache):
+    """Transformers' own cache, which forgets what a byte does not hold."""
+
+    def __init__(self, name):
+        super().__init__()
+        self.name = name
+
+    def update(self, key_states, value_states, *args, **options):
+        pair = (rounded(states, self.name) for states in (key_states, value_states))
+        return super().update(*pair, *args, **options)
+
+
+@torch.no_grad()
+def greedy(model, tokens, name):
+    """Returns the logits of the prompt and of each step, and the tokens chosen."""
+    cache = RoundedCache(name)
+    ids, logits, chosen = torch.tensor([tokens]), [], []
+    for _ in range(STEPS):
+        out = model(input_ids=ids, past_key_values=cache, use_cache=True)
+        logits.append(out.logits[0].numpy())
+        chosen.append(int(logits[-1][-1].argmax()))
+        ids = torch.tensor([chosen[-1:]])
+    return np.concatenate(logits), chosen
+
+
+@pytest.mark.parametrize(("family", "name"), [("llama", "fp8"), ("mistral-window", "int8")])
+def test_logits_and_greedy_tokens_equal_transformers_over_rounded_keys(family, name, tmp_path):
+    case = families.CASES[family]
+    theirs = case.build()
+    theirs.save_pretrained(tmp_path)
+    model = build_model(load_config(tmp_path))
+    params = load_params(tmp_path, model, dtype="float32", progress=False)
+    tokens = case.prompt(PROMPT)
+    wanted, chosen = greedy(theirs, tokens, name)
+    exact = families.logits(theirs, tokens + chosen[:-1])
+    driver = Driver(model, params, cache_dtype=name)
+    logits = [driver.prefill([tokens])[0]]
+    logits += [driver.decode([token]) for token in chosen[:-1]]
+    got = np.concatenate(logits)
+    error = np.max(np.abs(got - wanted))
+    assert error < TOLERANCE[name]
+    # The bound means nothing unless rounding changes much more than that.
+    assert np.max(np.abs(exact - wanted)) > 4 * error
+    best_two = np.sort(wanted[PROMPT - 1 :])[:, -2:]
+    clear = best_two[:, 1] - best_two[:, 0] > 2 * error
+    assert np.mean(clear) > 0.8
+    assert np.all((got[PROMPT - 1 :].argmax(1) == chosen)[clear])
+
+
+def test_a_model_serves_text_from_a_third_of_the_bytes():
+    params = SamplingParams(temperature=0.0, max_tokens=4)
+    texts, sizes = {}, {}
+    for name in ("float32", "fp8"):
+        cache = CacheConfig(dtype=name, max_sequences=1, page_size=16)
+        llm = LLM(dtype="float32", max_model_len=64, cache=cache, progress=False)
+        texts[name] = llm.generate("def add(", params)[0].text
+        sizes[name] = bytes_per_token(llm.executor.layout.groups[0])
+    assert texts["fp8"] == texts["float32"]
+    assert sizes["fp8"] < 0.32 * sizes["float32"]
