@@ -4,18 +4,20 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from jaxkv.async_llm import AsyncLLM
     from jaxkv.config import CacheConfig, SamplingParams
     from jaxkv.generation import generate
     from jaxkv.llm import LLM
 
 _HOMES = {
+    "AsyncLLM": "jaxkv.async_llm",
     "CacheConfig": "jaxkv.config",
     "LLM": "jaxkv.llm",
     "SamplingParams": "jaxkv.config",
     "generate": "jaxkv.generation",
 }
 
-__all__ = ["LLM", "CacheConfig", "SamplingParams", "generate"]
+__all__ = ["LLM", "AsyncLLM", "CacheConfig", "SamplingParams", "generate"]
 __version__ = "0.1.0"
 
 

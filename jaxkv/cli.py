@@ -78,6 +78,14 @@ def _model_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--cache-bytes", type=int, metavar="N", help="memory for the cache; a share of what is free"
     )
+    parser.add_argument(
+        "--cache-dtype",
+        default="auto",
+        help="of keys and values: auto, float32, bfloat16, float16, fp8 or int8",
+    )
+    parser.add_argument(
+        "--implementation", metavar="NAME", help="mosaic_gpu, xla or cudnn; the best that can run"
+    )
 
 
 def _sampling_options(parser: argparse.ArgumentParser) -> None:
@@ -92,6 +100,7 @@ def _sampling_options(parser: argparse.ArgumentParser) -> None:
 def _cache(options: argparse.Namespace) -> CacheConfig:
     return CacheConfig(
         page_size=options.page_size,
+        dtype=options.cache_dtype,
         max_sequences=options.max_sequences,
         budget_bytes=options.cache_bytes,
     )
@@ -116,6 +125,7 @@ def _llm(options: argparse.Namespace) -> "LLM":
         dtype=options.dtype,
         max_model_len=options.max_model_len,
         cache=_cache(options),
+        implementation=options.implementation,
         progress=sys.stderr.isatty(),
     )
 
@@ -174,8 +184,7 @@ def _plan(options: argparse.Namespace) -> int:
     cache = _cache(options)
     import jax
 
-    from jaxkv.llm import free_bytes
-    from jaxkv.plan import explain_plan
+    from jaxkv.plan import explain_plan, free_bytes
 
     print(
         explain_plan(
@@ -186,6 +195,7 @@ def _plan(options: argparse.Namespace) -> int:
             free_bytes=free_bytes(1.0),
             # On a CPU `free_bytes` is an allowance for the cache alone.
             holds_weights=jax.default_backend() != "cpu",
+            implementation=options.implementation,
         )
     )
     return 0
@@ -194,6 +204,8 @@ def _plan(options: argparse.Namespace) -> int:
 def _env(options: argparse.Namespace) -> int:
     del options
     import jax
+
+    from jaxkv.models.implementation import best_on_device
 
     print(f"python {platform.python_version()} on {platform.system()} {platform.machine()}")
     for name in ("jaxkv", "jax", "jaxlib", "flax", "numpy", "tokenizers", "safetensors", "torch"):
@@ -205,6 +217,7 @@ def _env(options: argparse.Namespace) -> int:
         memory = (device.memory_stats() or {}).get("bytes_limit")
         size = f", {memory / 2**30:.1f} GiB for JAX" if memory else ""
         print(f"device {device.id}: {device.device_kind} ({device.platform}){size}")
+    print(f"models run as {best_on_device()}")
     return 0
 
 

@@ -1,13 +1,15 @@
 """What a user may choose, as frozen data that is checked once, when it is made. Knows no arrays."""
 
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from numbers import Integral, Real
 
 MAX_LOGPROBS = 20
 MAX_STOP_IDS = 64
-CACHE_DTYPES = ("auto", "float32", "bfloat16", "float16")
+MAX_STOP_STRINGS = 4
+MAX_STOP_CHARACTERS = 256
+CACHE_DTYPES = ("auto", "float32", "bfloat16", "float16", "fp8", "int8")
 MAX_BIAS_ENTRIES = 1024
 _INT32_MAX = 2**31 - 1
 
@@ -32,6 +34,20 @@ def _settle[N](
     """Replaces fields of a new frozen object by what a rule makes of them."""
     for name in names:
         object.__setattr__(new, name, rule(name, getattr(new, name), low, high))
+
+
+def _as_stop_strings(stop: str | Iterable[str]) -> tuple[str, ...]:
+    """Returns a tuple of strings; a single one is a list of one."""
+    if not isinstance(stop, str | Iterable):
+        raise ValueError(f"stop must be a string or a sequence of strings, got {stop!r}")
+    strings = (stop,) if isinstance(stop, str) else tuple(stop)
+    as_int("the number of stop strings", len(strings), 0, MAX_STOP_STRINGS)
+    for string in strings:
+        if not isinstance(string, str) or not 0 < len(string) <= MAX_STOP_CHARACTERS:
+            raise ValueError(
+                f"stop must hold strings of 1 to {MAX_STOP_CHARACTERS} characters, got {string!r}"
+            )
+    return strings
 
 
 class TokenBias(Mapping[int, float]):
@@ -83,6 +99,7 @@ class SamplingParams:
         max_tokens: most tokens to generate.
         min_tokens: stop ids cannot be chosen before this many tokens.
         stop_token_ids: ids that end the request, besides the model's own end ids.
+        stop: up to four strings that end the text before them; judged once there are `min_tokens` tokens.
         ignore_eos: the model's own end ids do not end the request.
         logprobs: `None`, or how many of the most likely tokens to report beside the chosen one.
     """
@@ -100,6 +117,7 @@ class SamplingParams:
     max_tokens: int = 16
     min_tokens: int = 0
     stop_token_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
 
@@ -133,6 +151,7 @@ class SamplingParams:
         ids = tuple(as_int("stop_token_ids", token, 0, _INT32_MAX) for token in ids)
         object.__setattr__(self, "stop_token_ids", ids)
         object.__setattr__(self, "logit_bias", TokenBias(self.logit_bias))
+        object.__setattr__(self, "stop", _as_stop_strings(self.stop))
 
     def check_vocab(self, vocab_size: int) -> None:
         """Raises `ValueError` if an id of this request lies outside the model's logits."""
@@ -281,7 +300,8 @@ class CacheConfig:
 
     Attributes:
         page_size: tokens per page.
-        dtype: of keys and values: "float32", "bfloat16", "float16", or "auto" for the parameters' own.
+        dtype: of keys and values: "float32", "bfloat16", "float16", or "auto" for the parameters' own; "fp8" and
+            "int8" keep a byte per number, with one float32 scale per token and head.
         max_sequences: sequences in flight at once (entries of the sampling group).
         budget_bytes: memory for the cache; `None` takes what `max_sequences` sequences of
             the longest length need, or the share `memory_share` of the device's memory if that is less.

@@ -20,6 +20,7 @@ from jaxkv.cache.state import init_cache
 from jaxkv.cache.variants import sampling as sampling_spec
 from jaxkv.config import SamplingParams
 from jaxkv.engine.rows import STOP_WIDTH, Row, features_of, split_seed
+from jaxkv.models.implementation import choose_implementation
 from jaxkv.models.protocol import Model, Params
 from jaxkv.step.loop import ERROR, LENGTH, RUNNING, STOP, Generated, Limits, generate_loop
 from jaxkv.step.sample import admit
@@ -242,6 +243,7 @@ def _generate(
     choice = sampling_spec(model.vocab_size, penalties=features.penalties, bias_entries=entries)
     layout = group_layers((*specs, LayerSpec(model.num_layers, choice)))
     counts = {g.name: rows if g.unit == "page" else rows + 1 for g in layout.groups}
+    model = model.running(choose_implementation(model, params, layout, counts).name)
     cache = init_cache(layout, counts)
     prompt = _pack_on_device(layout, features, tokens, lens, host)
     if features.penalties:

@@ -1,35 +1,39 @@
 """Text in, text out: a model directory, a cache, and the programs that run them."""
 
 import logging
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
+from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 
 from jaxkv import default_model
+from jaxkv.cache.prefix_report import Explanation
 from jaxkv.config import CacheConfig, SamplingParams
 from jaxkv.engine.compile_cache import enable_compile_cache
 from jaxkv.engine.detokenize import Detokenizer
+from jaxkv.engine.engine import Engine
 from jaxkv.engine.executor import Executor
 from jaxkv.engine.offline import Finished, generate_waves, score_texts
 from jaxkv.engine.programs import Programs
 from jaxkv.engine.request import Piece, Request, RequestOutput, SampleOutput, sample_seed
 from jaxkv.engine.rows import Row
+from jaxkv.engine.serve import output_of, serve_all, serve_stream
+from jaxkv.engine.stats import Stats, collect_stats
 from jaxkv.engine.stream import stream_request
+from jaxkv.engine.warm_up import declare_served
 from jaxkv.models.protocol import Model
 from jaxkv.models.registry import build_model, load_config
-from jaxkv.plan import plan_cache, resolve_dtype, resolve_length
+from jaxkv.plan import free_bytes, plan_cache, resolve_dtype, resolve_length
+from jaxkv.prompts import Prompt, as_prompts, one_each, prompt_ids
 from jaxkv.tokenizer import Tokenizer, load_tokenizer
 from jaxkv.weights.load import load_params
 
 _LOG = logging.getLogger(__name__)
-
-Prompt = str | Sequence[int]
 
 
 class LLM:
@@ -46,11 +50,15 @@ class LLM:
         dtype: to compute in: "float32", "bfloat16", "float16", or "auto" for the checkpoint's own.
         max_model_len: longest prompt plus output in tokens; the model's own limit if not given.
         cache: size, page size and dtype of the cache.
+        implementation: what runs the attention and the cache's writes of every layer: "mosaic_gpu" (Hopper),
+            "xla" (anywhere) or "cudnn" (NVIDIA's paged attention for decode, and else the best that can run). If not
+            given, "mosaic_gpu" where all layers can, and "xla" everywhere else; `stats` says which and why.
         strict: after `warm_up`, refuse to compile anything more.
         progress: show a progress bar on stderr while weights load.
 
     Raises:
         ValueError: an argument is out of range, or the cache cannot hold one sequence of `max_model_len`.
+        Unsupported: the `implementation` asked for cannot run this model here; a `ValueError` with every reason.
         UnknownConfig, BadCheckpoint: the directory holds something that is not understood, or damaged.
     """
 
@@ -61,6 +69,7 @@ class LLM:
         dtype: str = "auto",
         max_model_len: int | None = None,
         cache: CacheConfig | None = None,
+        implementation: str | None = None,
         strict: bool = False,
         progress: bool = True,
     ) -> None:
@@ -69,7 +78,7 @@ class LLM:
         config = load_config(directory)
         dtype = resolve_dtype(dtype, config.dtype)
         enable_compile_cache()
-        self.model: Model = build_model(config)
+        self.model: Model = build_model(config, implementation=implementation)
         self.tokenizer: Tokenizer | None = load_tokenizer(directory)
         named = self.tokenizer.eos_ids if self.tokenizer else ()
         self.eos_ids = config.eos_ids or tuple(
@@ -116,6 +125,8 @@ class LLM:
         request = self._request((0,) * prompt_tokens, wish, 0)
         shapes = self.executor.shapes
         needed = shapes.declare([request] * (batch * wish.n), whole=self.model.whole_prompts)
+        if wish.stop:
+            needed = declare_served(self.engine, request, batch * wish.n)
         if score:
             needed.append(shapes.score(Row(0, request.prompt, 0, SamplingParams(temperature=0.0))))
         programs = self.executor.programs
@@ -125,6 +136,10 @@ class LLM:
                 self.executor.program(declared)
         finally:
             programs.seal()
+
+    def stats(self) -> Stats:
+        """Returns what runs the model and why, how full its cache is, and what was compiled."""
+        return collect_stats(self.executor)
 
     def generate(
         self,
@@ -142,13 +157,14 @@ class LLM:
         """
         ids = [self._prompt_ids(prompt) for prompt in as_prompts(prompts)]
         wishes = one_each(sampling, len(ids))
-        requests = [
-            self._request(prompt, params, sample)
-            for prompt, params in zip(ids, wishes, strict=True)
-            for sample in range(params.n)
+        prompts_samples = [
+            self._samples(prompt, params) for prompt, params in zip(ids, wishes, strict=True)
         ]
         self._recover()
-        finished = list(generate_waves(self.executor, requests))
+        if any(params.stop for params in wishes):
+            made = serve_all(self.engine, prompts_samples)
+            return [output_of(samples, self.tokenizer) for samples in made]
+        finished = list(generate_waves(self.executor, list(chain.from_iterable(prompts_samples))))
         outputs, first = [], 0
         for prompt, params in zip(ids, wishes, strict=True):
             samples = [self._sample(result) for result in finished[first : first + params.n]]
@@ -170,6 +186,9 @@ class LLM:
     def _stream(self, request: Request) -> Iterator[Piece]:
         detokenizer = Detokenizer(self.tokenizer) if self.tokenizer else None
         self._recover()
+        if request.params.stop:
+            yield from serve_stream(self.engine, request)
+            return
         with closing(stream_request(self.executor, request)) as tokens:
             for token in tokens:
                 text = ""
@@ -190,6 +209,12 @@ class LLM:
         if owner.poisoned:
             _LOG.warning("the cache was lost, an empty one takes its place")
             owner.rebuild()
+
+    def explain(self, prompt: Prompt, *, salt: str | None = None) -> Explanation:
+        """Returns how much of a prompt the engine's prefix cache holds and why not more, as numbers and as text."""
+        index = self.engine.prefix
+        assert index is not None, "the engine of an LLM keeps prefixes"
+        return index.explain(self._prompt_ids(prompt), salt)
 
     def chat(
         self, messages: Sequence[Mapping[str, Any]], sampling: SamplingParams | None = None
@@ -227,24 +252,23 @@ class LLM:
         return list(score_texts(self.executor, ids))
 
     def _prompt_ids(self, prompt: Prompt) -> tuple[int, ...]:
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise ValueError("this model directory has no tokenizer.json; give token ids")
-            prompt = self.tokenizer.encode(prompt)
-        if not isinstance(prompt, Sequence | np.ndarray) or isinstance(prompt, bytes | bytearray):
-            raise ValueError(
-                f"a prompt is a text or a list of token ids, got {type(prompt).__name__}"
-            )
-        ids = tuple(prompt)
-        if not ids:
-            raise ValueError("a prompt needs at least one token, got none")
-        vocab = self.model.vocab_size
-        for token in ids:
-            if isinstance(token, bool) or not isinstance(token, int | np.integer):
-                raise ValueError(f"token ids must be ints, got {token!r}")
-            if not 0 <= token < vocab:
-                raise ValueError(f"token id {token} is outside the model's [0, {vocab})")
-        return tuple(int(token) for token in ids)
+        return prompt_ids(prompt, self.tokenizer, self.model.vocab_size)
+
+    @cached_property
+    def engine(self) -> Engine:
+        """Serves requests that come and go; `AsyncLLM` runs it in a thread of its own."""
+        return Engine(self.executor, self.tokenizer)
+
+    def requests(self, prompt: Prompt, params: SamplingParams) -> list[Request]:
+        """Returns what the engine is asked for one prompt: `n` samples.
+
+        Raises:
+            ValueError: as for `generate`.
+        """
+        return self._samples(self._prompt_ids(prompt), params)
+
+    def _samples(self, prompt: tuple[int, ...], params: SamplingParams) -> list[Request]:
+        return [self._request(prompt, params, sample) for sample in range(params.n)]
 
     def _request(self, prompt: tuple[int, ...], params: SamplingParams, sample: int) -> Request:
         params.check_vocab(self.model.vocab_size)
@@ -277,47 +301,3 @@ class LLM:
             finish_reason=result.reason,
             logprobs=None if result.logprobs is None else list(result.logprobs),
         )
-
-
-def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """Makes a list of one of a single text or a single list of ids."""
-    if isinstance(prompts, str):
-        return [prompts]
-    if not isinstance(prompts, Sequence | np.ndarray) or isinstance(prompts, bytes | bytearray):
-        raise ValueError(
-            f"prompts are a text, a list of token ids, or a list of these, got {type(prompts).__name__}"
-        )
-    ids = [item for item in prompts if isinstance(item, int | np.integer)]
-    texts = [item for item in prompts if not isinstance(item, int | np.integer)]
-    if ids and texts:
-        raise ValueError(
-            "a list of prompts holds texts or lists of token ids, not bare token ids too"
-        )
-    return [ids] if ids else texts
-
-
-def one_each(
-    sampling: SamplingParams | Sequence[SamplingParams] | None, count: int
-) -> list[SamplingParams]:
-    """Returns one `SamplingParams` per prompt."""
-    if sampling is None or isinstance(sampling, SamplingParams):
-        return [sampling or SamplingParams()] * count
-    listed = isinstance(sampling, Sequence) and all(isinstance(w, SamplingParams) for w in sampling)
-    if not listed:
-        raise ValueError(f"sampling is one SamplingParams or a list of them, got {sampling!r}")
-    if len(sampling) != count:
-        raise ValueError(
-            f"got {len(sampling)} SamplingParams for {count} prompts; give one, or one each"
-        )
-    return list(sampling)
-
-
-def free_bytes(share: float) -> int:
-    """Returns the share of the device's free memory the cache may take.
-
-    On a CPU it is that share of a quarter of the machine's memory, which other programs use too.
-    """
-    stats = jax.devices()[0].memory_stats()
-    if stats and "bytes_limit" in stats:
-        return int(share * (stats["bytes_limit"] - stats["bytes_in_use"]))
-    return int(share * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 4)

@@ -1,5 +1,6 @@
 """The command: offline on the small model, one line for a mistake, exit code 2, no traceback."""
 
+import re
 import sys
 from types import SimpleNamespace
 
@@ -75,6 +76,7 @@ def test_plan_tells_bytes_and_programs_without_loading_weights(capsys):
     out = capsys.readouterr().out
     for word in (
         "weights: ",
+        "runs as ",
         "bytes/token",
         "bytes/sequence",
         "gqa",
@@ -90,6 +92,7 @@ def test_env_names_versions_and_devices(capsys):
     out = capsys.readouterr().out
     assert "jax 0." in out
     assert "device 0" in out
+    assert re.search(r"^models run as (mosaic_gpu$|xla, since mosaic_gpu cannot: )", out, re.M)
 
 
 class FakeLLM:

@@ -312,3 +312,41 @@ def test_every_dtype_serves(dtype):
 def test_bad_options_are_refused_by_name(options, message):
     with pytest.raises((ValueError, OSError), match=message):
         LLM(**options, progress=False)
+
+
+def test_stats_say_what_runs_and_why(llm):
+    """S1-12: the model in the package has heads that no kernel takes, on a GPU too."""
+    stats = llm.stats()
+    assert stats.implementation == "xla"
+    assert stats.implementation_reasons == llm.executor.implementation.reasons
+    assert stats.implementation_reasons
+    assert stats.device == jax.devices()[0].device_kind
+
+
+def test_stats_count_pages_bytes_and_programs(llm):
+    llm.generate(PROMPTS, GREEDY)
+    before = llm.stats()
+    assert [group.name for group in before.cache] == [group.name for group in llm.layout.groups]
+    assert before.cache_bytes == llm.budget.bytes
+    assert all(group.used == 0 and group.free == group.total for group in before.cache)
+    with llm.executor.reserved(40):
+        [paged] = [group for group in llm.stats().cache if group.name == "gqa"]
+        assert (paged.unit, paged.used, paged.free) == ("page", 3, paged.total - 3)
+    assert before.programs == len(llm.executor.programs.manifest()) > 0
+    assert before.compile_seconds > 0
+    assert before.compiled_late == 0
+
+
+def test_an_implementation_that_cannot_run_here_is_refused_with_its_reason():
+    options = {"max_model_len": 64, "cache": CacheConfig(max_sequences=1), "progress": False}
+    with pytest.raises(ValueError, match="cannot run as mosaic_gpu"):
+        LLM(implementation="mosaic_gpu", **options)
+    with pytest.raises(ValueError, match="one of mosaic_gpu, xla, cudnn, got 'fastest'"):
+        LLM(implementation="fastest", **options)
+
+
+def test_an_implementation_that_was_asked_for_needs_no_reason():
+    cache = CacheConfig(max_sequences=1, page_size=16)
+    named = LLM(implementation="xla", max_model_len=64, cache=cache, progress=False)
+    assert named.stats().implementation == "xla"
+    assert named.stats().implementation_reasons == ()

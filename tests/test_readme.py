@@ -35,6 +35,8 @@ def test_the_library_is_used_as_shown(tmp_path, capsys):
     assert len(capsys.readouterr().out) > 0
     answer = names["llm"].chat([{"role": "user", "content": "hi"}])
     assert answer.finish_reason in ("stop", "length")
+    exec(blocks()[2], names)
+    assert "gqa page" in capsys.readouterr().out
 
 
 def test_strict_mode_is_warmed_up_as_shown():
@@ -53,5 +55,5 @@ def test_a_trainer_calls_generate_as_shown():
         "model": model,
         "prompts": [[5, 6, 7]],
     }
-    exec(blocks()[2], names)
+    exec(blocks()[3], names)
     assert names["out"].tokens.shape == (1, 64)

@@ -1,68 +1,35 @@
 """Which pages and states each sequence holds, over all groups at once. Knows groups and counts, never variants."""
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 
+from jaxkv.cache.holdings import (
+    Held,
+    Keeper,
+    Match,
+    PageCopy,
+    Reservation,
+    State,
+    check_group,
+    check_sequence,
+    count_needed,
+    empty,
+    place_pages,
+    place_state,
+    shared_indices,
+)
 from jaxkv.cache.pool import PagePool, state_pool
 from jaxkv.cache.spec import CacheLayout, Group
 
-
-@dataclass(frozen=True)
-class PageCopy:
-    """A page or in-place state of a group that must be copied before the next step."""
-
-    group: str
-    source: int
-    target: int
-
-
-@dataclass(frozen=True)
-class Reservation:
-    """What one `reserve` took.
-
-    Attributes:
-        new_pages: group name -> pages taken, copies of shared pages included.
-        new_states: group name -> state taken, if one was. An in-place one holds its last owner's, unless copied.
-        copies: what the caller copies on the device, in this order, before the step that writes. If they never run,
-            the sequence must be released.
-    """
-
-    new_pages: Mapping[str, list[int]]
-    new_states: Mapping[str, int]
-    copies: tuple[PageCopy, ...]
-
-
-@dataclass
-class _State:
-    """The state a sequence reads (0: the zero state, which nobody owns) and the one it writes (0: none yet)."""
-
-    read: int = 0
-    write: int = 0
-
-    def owned(self) -> list[int]:
-        return sorted({self.read, self.write} - {0})
-
-
-@dataclass
-class _Held:
-    """What one sequence holds: one reference for each page, and for each state it owns."""
-
-    computed: int = 0
-    reserved: int = 0
-    pages: dict[str, list[int]] = field(default_factory=dict)
-    states: dict[str, _State] = field(default_factory=dict)
-
-    def ids(self, name: str) -> list[int]:
-        return self.pages[name] if name in self.pages else self.states[name].owned()
+__all__ = ["Accounts", "Match", "PageCopy", "Reservation"]
 
 
 class Accounts:
     """The books of pages and states of all sequences in flight.
 
-    A sequence's life is `open` or `fork`, then `reserve` and `commit` for each step, then `release`.
+    A sequence's life is `open`, `adopt` or `fork`, then `reserve` and `commit` for each step, then `release`.
+    A keeper may hold pages beyond the sequences that filled them, until a `reserve` needs them.
     Each verb happens in every group, or raises and changes nothing.
 
     Args:
@@ -77,7 +44,8 @@ class Accounts:
             g.name: (PagePool if g.unit == "page" else state_pool)(counts[g.name])
             for g in layout.groups
         }
-        self._held: dict[int, _Held] = {}
+        self._held: dict[int, Held] = {}
+        self._keeper: Keeper | None = None
 
     @property
     def max_tokens(self) -> int | None:
@@ -89,6 +57,10 @@ class Accounts:
         """Returns the free pages or states of a group."""
         return self._pools[self._layout.group(group_name).name].num_free
 
+    def num_reclaimable(self, group_name: str) -> int:
+        """Returns how many pages the keeper alone holds: a `reserve` takes them when those that are free run out."""
+        return self.pool(group_name).num_idle
+
     def num_tokens(self, seq: int) -> int:
         """Returns how many tokens of a sequence are computed."""
         return self._find(seq).computed
@@ -97,19 +69,48 @@ class Accounts:
         """Begins a sequence that holds nothing yet."""
         if seq in self._held:
             raise ValueError(f"sequence {seq} is open already; release it or choose another number")
-        self._held[seq] = _Held(
-            pages={group.name: [] for group in self._layout.paged_groups},
-            states={g.name: _State() for g in self._layout.groups if g.unit == "state"},
-        )
+        self._held[seq] = empty(self._layout.groups)
+
+    def adopt(self, seq: int, match: Match) -> None:
+        """Begins a sequence whose first tokens are in kept pages, which it shares from now on.
+
+        `PrefixIndex.adopt` looks up and adopts in one breath: between the two, a `reserve` could take the pages away.
+
+        Raises:
+            ValueError: the match covers another number of tokens than it says, holds a page that is not kept, or skips
+                tokens of a recurrent group, whose state nobody has.
+        """
+        if match.num_tokens and self._layout.state_groups:
+            names = [group.name for group in self._layout.state_groups]
+            raise ValueError(f"{match.num_tokens} tokens would be skipped, but not by {names}")
+        for group in self._layout.paged_groups:
+            pages = set(match.pages[group.name])
+            loose = pages - self.pool(group.name).kept
+            length = match.unneeded[group.name] + len(pages)
+            if loose or length != group.pages_for(match.num_tokens):
+                raise ValueError(
+                    f"a match of {match.num_tokens} tokens fills {length} places in {group.name!r} "
+                    f"with the pages {match.pages[group.name]}, of which {sorted(loose)} are not kept; look it up again"
+                )
+        self.open(seq)
+        held = self._held[seq]
+        held.computed = held.reserved = match.num_tokens
+        for group in self._layout.paged_groups:
+            name, unneeded = group.name, match.unneeded[group.name]
+            self._pools[name].share(match.pages[name])
+            held.pages[name] = [0] * unneeded + list(match.pages[name])
+            held.unneeded[name] = unneeded
 
     def reserve(self, seq: int, num_tokens: int) -> Reservation:
         """Makes the tokens from the first uncomputed one up to `num_tokens` writable in every group.
 
         Pages and in-place states that the step would write but another sequence also holds are replaced by copies.
         A recurrent group gets another state to write if the one it reads is shared or the zero state.
+        When pages are too few, the keeper forgets as many as are missing.
 
         Raises:
-            OutOfPages: a group has too few free pages; nothing was taken in any group.
+            OutOfPages: a group has too few pages, those the keeper could forget included; nothing was taken or
+                forgotten in any group.
             OutOfStates: likewise for states.
             ValueError: fewer tokens than are computed already.
         """
@@ -118,17 +119,20 @@ class Accounts:
             raise ValueError(
                 f"sequence {seq} has {held.computed} computed tokens, got {num_tokens} to reserve"
             )
-        counts = {g.name: self._count_needed(held, g, num_tokens) for g in self._layout.groups}
+        counts = self._count(held, num_tokens)
+        if self._reclaim(held, num_tokens, counts):
+            counts = self._count(held, num_tokens)
         for name, count in counts.items():
             if count > self._pools[name].num_free:
                 raise self._pools[name].exhausted(count, f" of {name!r} for sequence {seq}")
         taken = {name: self._pools[name].take(count) for name, count in counts.items()}
         copies: list[PageCopy] = []
         for group in self._layout.groups:
+            pool = self._pools[group.name]
             if group.unit == "page":
-                copies += self._place_pages(held, group, num_tokens, taken[group.name])
+                copies += place_pages(held, group, pool, num_tokens, taken[group.name])
             else:
-                copies += self._place_state(held, group, taken[group.name])
+                copies += place_state(held, group, pool, taken[group.name])
         held.reserved = max(held.reserved, num_tokens)
         return Reservation(
             {name: ids for name, ids in taken.items() if name in held.pages},
@@ -172,8 +176,9 @@ class Accounts:
         for group in self._layout.groups:
             if group.unit == "page":
                 held.pages[group.name] = list(source.pages[group.name])
+                held.unneeded[group.name] = source.unneeded[group.name]
             else:
-                held.states[group.name] = _State(read=source.states[group.name].read)
+                held.states[group.name] = State(read=source.states[group.name].read)
             self._pools[group.name].share(held.ids(group.name))
 
     def release(self, seq: int) -> None:
@@ -183,8 +188,25 @@ class Accounts:
             pool.release(held.ids(name))
         del self._held[seq]
 
+    def reset(self, *, keep_prefix: bool) -> None:
+        """Ends every sequence; and if the cache is lost or the weights are others, the keeper forgets its pages too."""
+        for seq in list(self._held):
+            self.release(seq)
+        if self._keeper is not None and not keep_prefix:
+            self._keeper.clear()
+
+    def attach(self, keeper: Keeper) -> None:
+        """Lets one keeper hold pages, and asks it for them when they are short."""
+        if self._keeper is not None:
+            raise ValueError("these accounts have a keeper already; one index serves all sequences")
+        self._keeper = keeper
+
+    def pool(self, group_name: str) -> PagePool:
+        """Returns the pool of a paged group, for the keeper: it calls `keep` and `forget` alone."""
+        return self._pools[self._group(group_name, "page").name]
+
     def page_table(self, seq: int, group_name: str) -> list[int]:
-        """Returns the pages of a sequence, first token first."""
+        """Returns the pages of a sequence, first token first. Positions that nobody needs any more hold 0."""
         return list(self._find(seq).pages[self._group(group_name, "page").name])
 
     def pages(self, seq: int, group_name: str) -> Sequence[int]:
@@ -197,14 +219,19 @@ class Accounts:
             return self.page_table(seq, group_name)
         return pages
 
+    def num_unneeded(self, seq: int, group_name: str) -> int:
+        """Returns how many leading positions of a sequence's page table hold no page."""
+        return self._find(seq).unneeded[self._group(group_name, "page").name]
+
     def slots(self, seq: int, group_name: str, start: int, stop: int) -> np.ndarray:
         """Returns the slot (`page * page_size + offset`, int32) of each token from `start` to `stop - 1`."""
         page_size = self._group(group_name, "page").page_size
-        pages = self._find(seq).pages[group_name]
-        if not 0 <= start <= stop <= len(pages) * page_size:
+        held = self._find(seq)
+        pages, first = held.pages[group_name], held.unneeded[group_name] * page_size
+        if not first <= start <= stop <= len(pages) * page_size:
             raise ValueError(
-                f"sequence {seq} has {len(pages)} pages of {page_size} tokens in {group_name!r}, "
-                f"which do not hold tokens {start} to {stop}; reserve first"
+                f"sequence {seq} has {len(pages)} pages of {page_size} tokens in {group_name!r}, the first for token "
+                f"{first}, which do not hold tokens {start} to {stop}; reserve first"
             )
         index, offset = np.divmod(np.arange(start, stop, dtype=np.int32), np.int32(page_size))
         return np.asarray(pages, np.int32)[index] * np.int32(page_size) + offset
@@ -224,38 +251,11 @@ class Accounts:
     def check(self) -> None:
         """Raises `ValueError` with the ids if the books contradict themselves."""
         for group in self._layout.groups:
-            pool = self._pools[group.name]
-            pool.check()
-            held = Counter(page for seq in self._held.values() for page in seq.ids(group.name))
-            used = pool.num_total - pool.num_free
-            wrong = {page: n for page, n in held.items() if pool.references(page) != n}
-            if wrong or used != len(held):
-                raise ValueError(
-                    f"group {group.name!r}: {used} {group.unit}s are taken and sequences hold {len(held)}; "
-                    f"these are held another number of times than the pool says: {wrong}"
-                )
+            check_group(group, self._pools[group.name], self._held.values())
         for seq, held in self._held.items():
-            self._check_sequence(seq, held)
+            check_sequence(seq, held, self._layout.groups, self._pools)
 
-    def _check_sequence(self, seq: int, held: _Held) -> None:
-        lacking, shared = {}, {}
-        for group in self._layout.paged_groups:
-            table = held.pages[group.name]
-            if len(table) < group.pages_for(held.reserved):
-                lacking[group.name] = table
-            if overlap := self._shared_indices(held, group, held.reserved):
-                shared[group.name] = [table[index] for index in overlap]
-        for name, state in held.states.items():
-            pending = state.write and held.reserved > held.computed
-            if pending and self._pools[name].references(state.write) > 1:
-                shared[name] = [state.write]
-        if lacking or shared or held.computed > held.reserved:
-            raise ValueError(
-                f"sequence {seq} has {held.computed} tokens computed and {held.reserved} reserved, but too few "
-                f"pages: {lacking}, or may write what others hold: {shared}"
-            )
-
-    def _find(self, seq: int) -> _Held:
+    def _find(self, seq: int) -> Held:
         if seq not in self._held:
             raise ValueError(f"sequence {seq} is not open (never opened, or released already)")
         return self._held[seq]
@@ -266,45 +266,21 @@ class Accounts:
             raise ValueError(f"group {name!r} holds {group.unit}s, not {unit}s")
         return group
 
-    def _shared_indices(self, held: _Held, group: Group, num_tokens: int) -> list[int]:
-        """Positions in the page table that a step up to `num_tokens` would write though another also holds them."""
-        if num_tokens == held.computed:
-            return []
-        table = held.pages[group.name]
-        written = range(held.computed // group.page_size, group.pages_for(num_tokens))
-        pool = self._pools[group.name]
-        return [i for i in written if i < len(table) and pool.references(table[i]) > 1]
+    def _count(self, held: Held, num_tokens: int) -> dict[str, int]:
+        """Returns how many pages or states each group would give to a step up to `num_tokens`."""
+        groups = self._layout.groups
+        return {g.name: count_needed(held, g, self._pools[g.name], num_tokens) for g in groups}
 
-    def _count_needed(self, held: _Held, group: Group, num_tokens: int) -> int:
-        if group.unit == "page":
-            missing = max(0, group.pages_for(num_tokens) - len(held.pages[group.name]))
-            return missing + len(self._shared_indices(held, group, num_tokens))
-        state = held.states[group.name]
-        if state.write not in (0, state.read):
-            return 0
-        return int(state.read == 0 or self._pools[group.name].references(state.read) > 1)
-
-    def _place_pages(
-        self, held: _Held, group: Group, num_tokens: int, taken: list[int]
-    ) -> list[PageCopy]:
-        table = held.pages[group.name]
-        shared = self._shared_indices(held, group, num_tokens)
-        copies = []
-        for index, page in zip(shared, taken, strict=False):
-            copies.append(PageCopy(group.name, table[index], page))
-            self._pools[group.name].release([table[index]])
-            table[index] = page
-        table += taken[len(shared) :]
-        return copies
-
-    def _place_state(self, held: _Held, group: Group, taken: list[int]) -> list[PageCopy]:
-        state = held.states[group.name]
-        source = state.read
-        state.write = taken[0] if taken else state.write or source
-        if not (taken and group.in_place):
-            return []
-        state.read = state.write
-        if source == 0:
-            return []
-        self._pools[group.name].release([source])
-        return [PageCopy(group.name, source, state.write)]
+    def _reclaim(self, held: Held, num_tokens: int, counts: Mapping[str, int]) -> bool:
+        """Asks the keeper for the pages that are missing; returns whether it forgot any."""
+        free = {name: pool.num_free for name, pool in self._pools.items()}
+        missing = {name: n - free[name] for name, n in counts.items() if n > free[name]}
+        if self._keeper is None or not missing or not missing.keys() <= held.pages.keys():
+            return False
+        rewritten = {
+            name: [held.pages[name][i] for i in shared_indices(held, group, pool, num_tokens)]
+            for name, group, pool in (
+                (name, self._layout.group(name), self._pools[name]) for name in missing
+            )
+        }
+        return self._keeper.reclaim(missing, rewritten)

@@ -1,7 +1,7 @@
 """Host-side accounting of ids with references. Knows nothing about what a page or a state holds."""
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 import numpy as np
 
@@ -20,7 +20,7 @@ class PagePool:
     """Hands out the ids `first .. num_pages - 1` and takes them back when their last reference is released.
 
     The longest-free id is handed out first, so the order depends on the calls alone. Every mistake raises
-    `ValueError` and changes nothing.
+    `ValueError` and changes nothing. One holder, the keeper, is told apart, because it gives ids up when asked.
     """
 
     def __init__(self, num_pages: int, first: int = 0, noun: str = "page") -> None:
@@ -32,6 +32,8 @@ class PagePool:
         self._noun = noun
         self._references = [0] * num_pages
         self._free = deque(range(first, num_pages))
+        self._kept: set[int] = set()
+        self._num_idle = 0
 
     @property
     def num_total(self) -> int:
@@ -42,6 +44,16 @@ class PagePool:
     def num_free(self) -> int:
         """Ids that nobody holds."""
         return len(self._free)
+
+    @property
+    def num_idle(self) -> int:
+        """Ids that the keeper alone holds."""
+        return self._num_idle
+
+    @property
+    def kept(self) -> Set[int]:
+        """Ids that the keeper holds, alone or with others; the pool's own set, not to be changed."""
+        return self._kept
 
     def references(self, page: int) -> int:
         """Returns how many times an id is held; 0 when it is free."""
@@ -74,16 +86,36 @@ class PagePool:
         """Adds a reference to each id; all must be held by someone."""
         self._check_held(pages, "share")
         for page in pages:
+            self._num_idle -= page in self._kept and self._references[page] == 1
             self._references[page] += 1
 
     def release(self, pages: Sequence[int]) -> list[int]:
         """Drops a reference to each id; returns those that are free now."""
         self._check_held(pages, "release")
+        keepers = [page for page in pages if page in self._kept and self._references[page] == 1]
+        if keepers:
+            raise ValueError(f"cannot release {self._noun}s {keepers}: the keeper alone holds them")
         for page in pages:
             self._references[page] -= 1
+            self._num_idle += page in self._kept and self._references[page] == 1
         freed = [page for page in pages if self._references[page] == 0]
         self._free.extend(freed)
         return freed
+
+    def keep(self, page: int) -> None:
+        """Adds the keeper's reference to an id that someone holds."""
+        if page in self._kept:
+            raise ValueError(f"cannot keep {self._noun} {page}: it is kept already")
+        self.share([page])
+        self._kept.add(page)
+
+    def forget(self, page: int) -> bool:
+        """Drops the keeper's reference; returns whether the id is free now."""
+        if page not in self._kept:
+            raise ValueError(f"cannot forget {self._noun} {page}: it is not kept")
+        self._kept.remove(page)
+        self._num_idle -= self._references[page] == 1
+        return bool(self.release([page]))
 
     def check(self) -> None:
         """Raises `ValueError` with the ids if free ids and references contradict each other."""
@@ -95,6 +127,12 @@ class PagePool:
             raise ValueError(
                 f"the pool of {self._noun}s is corrupt: {wrong} are both free and held or neither, "
                 f"{negative} have negative references, free ids are {sorted(self._free)}"
+            )
+        idle = sorted(page for page in self._kept if self._references[page] == 1)
+        if len(idle) != self._num_idle or self._kept & free:
+            raise ValueError(
+                f"the pool of {self._noun}s is corrupt: the keeper alone holds {idle}, counted as {self._num_idle}, "
+                f"and keeps {sorted(self._kept & free)} though they are free"
             )
 
     def _check_known(self, pages: Sequence[int]) -> None:

@@ -1,6 +1,13 @@
 """The padded sizes we compile for, and which of them serves a given size. Knows nothing of programs or arrays."""
 
+from bisect import bisect_right
 from collections.abc import Sequence
+
+MOST_PADDING = 1.25
+"""Padded tokens per real one in a step of more than `LOOSE_TOKENS`."""
+
+LOOSE_TOKENS = 64
+"""Up to so many tokens a step costs what reading the weights costs, however it is padded."""
 
 
 def power_of_two_buckets(minimum: int, maximum: int) -> tuple[int, ...]:
@@ -19,6 +26,27 @@ def power_of_two_buckets(minimum: int, maximum: int) -> tuple[int, ...]:
     return (*sizes, maximum)
 
 
+def token_buckets(maximum: int, *, per_octave: int) -> tuple[int, ...]:
+    """Returns 16, 32, 64, from there `per_octave` evenly spaced sizes for each doubling, and `maximum`.
+
+    With four or more per octave no size above `LOOSE_TOKENS` is padded by more than `MOST_PADDING`; with fewer, a
+    step must be cut to what `filled` returns.
+    """
+    sizes = []
+    for power in power_of_two_buckets(16, maximum)[:-1]:
+        steps = per_octave if power >= LOOSE_TOKENS else 1
+        sizes += [power * (steps + step) // steps for step in range(steps)]
+    return (*(size for size in sizes if size < maximum), maximum)
+
+
+def coarse_buckets(minimum: int, maximum: int, factor: int) -> tuple[int, ...]:
+    """Returns `maximum` and what is left of it by dividing by `factor`, down to `minimum`; ascending."""
+    sizes = [maximum]
+    while sizes[-1] // factor >= minimum:
+        sizes.append(sizes[-1] // factor)
+    return tuple(reversed(sizes))
+
+
 def bucket(size: int, sizes: Sequence[int]) -> int:
     """Returns the smallest of `sizes`, which ascend, that holds `size`; never cuts anything off.
 
@@ -34,3 +62,15 @@ def bucket(size: int, sizes: Sequence[int]) -> int:
         f"{size} is more than the largest bucket, {max(sizes, default=0)}; split the work, or plan for "
         f"a larger maximum"
     )
+
+
+def filled(least: int, most: int, sizes: Sequence[int]) -> int | None:
+    """Returns the most tokens in [`least`, `most`] that a bucket holds without padding them too much.
+
+    That is `most` itself, or a full bucket below it; `None` if that bucket is below `least`.
+    """
+    if most <= LOOSE_TOKENS or bucket(most, sizes) <= MOST_PADDING * most:
+        return most
+    below = bisect_right(sizes, most)
+    full = sizes[below - 1] if below else 0
+    return full if full >= least else None

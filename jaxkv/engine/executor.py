@@ -9,12 +9,10 @@ from itertools import count
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from jaxkv.batch import Features
-from jaxkv.cache.accounts import Accounts
+from jaxkv.cache.accounts import Accounts, PageCopy
 from jaxkv.cache.owner import CacheOwner
 from jaxkv.cache.spec import CacheLayout
 from jaxkv.cache.state import Cache
@@ -24,9 +22,10 @@ from jaxkv.engine.programs import Lowering, Program, ProgramKey, Programs
 from jaxkv.engine.results import pack_sampled
 from jaxkv.engine.rows import Row
 from jaxkv.engine.shapes import Declared, Shapes, serves
+from jaxkv.engine.side_programs import COPY, Admission, copy_batches, pack_copies, run_copies
+from jaxkv.models.implementation import choose_implementation
 from jaxkv.models.protocol import Model, Params
 from jaxkv.step.loop import Generated, generate_loop
-from jaxkv.step.sample import admit
 from jaxkv.step.score import score_tokens
 from jaxkv.step.step import step
 
@@ -42,6 +41,12 @@ class Executor:
         max_tokens: longest sequence.
         max_rows: most rows of a step.
         programs: where compiled programs are kept.
+
+    Attributes:
+        implementation: what runs the ops of all layers, and why not something better.
+
+    Raises:
+        Unsupported: the model insists on an implementation that cannot run it here.
     """
 
     def __init__(
@@ -55,7 +60,8 @@ class Executor:
         max_rows: int,
         programs: Programs,
     ) -> None:
-        self.model = model
+        self.implementation = choose_implementation(model, params, layout, counts)
+        self.model = model.running(self.implementation.name)
         self.params = params
         self.layout = layout
         self.programs = programs
@@ -63,8 +69,14 @@ class Executor:
         self.owner = CacheOwner(layout, counts)
         self.accounts = Accounts(layout, counts)
         self.packer = Packer(layout, counts, model.vocab_size)
+        self._admission = Admission(layout, counts, model.num_layers, model.vocab_size)
         self._numbers = count()
+        self._biased: set[tuple[int, int]] = set()
         self._known: dict[Declared, Program] = {}
+
+    def new_number(self) -> int:
+        """Returns a number for a sequence that the accounts do not know yet."""
+        return next(self._numbers)
 
     @contextmanager
     def reserved(self, num_tokens: int) -> Iterator[int]:
@@ -73,7 +85,7 @@ class Executor:
         Raises:
             OutOfPages: too few are free; nothing was taken (`OutOfStates` likewise).
         """
-        sequence = next(self._numbers)
+        sequence = self.new_number()
         self.accounts.open(sequence)
         try:
             reservation = self.accounts.reserve(sequence, num_tokens)
@@ -121,21 +133,37 @@ class Executor:
         packed = self.packer.pack(declared.shape, rows, self.accounts)
         return self._run(self.program(declared), packed)
 
-    def admit(self, rows: Sequence[Row]) -> None:
-        """Gives rows that penalties may concern clean entries in the sampling group; `tokens` are whole prompts."""
-        declared = self.fit(self.shapes.admit(rows))
-        slots, prompts, bias_ids, bias_values = self._blank_admission(declared)
-        for index, row in enumerate(rows):
-            slots[index] = self.accounts.states(row.sequence, "sampling")[1]
-            prompts[index, : len(row.tokens)] = row.tokens
-            bias = row.params.logit_bias
-            if len(bias) > bias_ids.shape[1]:
-                raise ValueError(
-                    f"logit_bias has {len(bias)} entries, but the cache holds {bias_ids.shape[1]}"
-                )
-            bias_ids[index, : len(bias)] = list(bias.keys())
-            bias_values[index, : len(bias)] = list(bias.values())
-        self._run(self.program(declared), (slots, prompts, bias_ids, bias_values))
+    def admit(self, rows: Sequence[Row], generated: Sequence[Sequence[int]] = ()) -> None:
+        """Gives rows that penalties may concern clean entries in the sampling group; `tokens` are whole prompts.
+
+        Args:
+            rows: who gets an entry.
+            generated: per row, what it has generated already, if any of them has.
+        """
+        declared = self.fit(self.shapes.admit(rows, generated))
+        entries = [self.accounts.states(row.sequence, "sampling")[1] for row in rows]
+        arrays = self._admission.pack(declared, rows, generated, entries)
+        self._run(self.program(declared), arrays)
+        for row, entry in zip(rows, entries, strict=True):
+            self._note_bias(entry, biased=bool(row.params.logit_bias))
+
+    def is_biased(self, entry: int) -> bool:
+        """Whether an entry of the sampling group holds a bias, which programs with penalties would add for anybody."""
+        return (self.owner.rebuilds, entry) in self._biased
+
+    def copy(self, copies: Sequence[PageCopy]) -> None:
+        """Makes the copies that reservations ask for, in order."""
+        for batch in copy_batches(copies):
+            ids = pack_copies(self.layout, self.owner.counts, batch)
+            self._run(self.program(COPY), (ids,))
+            for copy in batch:
+                if copy.group == "sampling":
+                    self._note_bias(copy.target, biased=self.is_biased(copy.source))
+
+    def _note_bias(self, entry: int, *, biased: bool) -> None:
+        # A new cache is clean, so what was noted of the one before it does not count.
+        note = self._biased.add if biased else self._biased.discard
+        note((self.owner.rebuilds, entry))
 
     def read(self, out: Any) -> Any:  # noqa: ANN401 - a pytree of device arrays, as NumPy
         """Waits for a step's output and returns it as NumPy.
@@ -159,20 +187,23 @@ class Executor:
     def _key(self, declared: Declared) -> ProgramKey:
         shape = declared.shape
         extra = (("width", declared.width),) if declared.width else ()
-        if declared.kind == "admit":
-            return ProgramKey("admit", shape.tokens, shape.rows, 0, Features(), extra)
+        if not shape.table_widths:
+            return ProgramKey(declared.kind, shape.tokens, shape.rows, 0, shape.features, extra)
         groups = zip(self.layout.paged_groups, shape.table_widths, strict=True)
         extra += tuple((f"{group.name}_width", width) for group, width in groups)
         widest = max(shape.table_widths, default=0)
         return ProgramKey(declared.kind, shape.tokens, shape.rows, widest, shape.features, extra)
 
     def _lowering(self, declared: Declared) -> Lowering:
-        if declared.kind == "admit":
-            run, arrays = self._run_admit, self._blank_admission(declared)
+        if declared.kind in ("admit", "readmit"):
+            run, arrays = self._admission.run, self._admission.blank(declared)
+        elif declared.kind == "copy":
+            run = run_copies(self.layout)
+            arrays = (pack_copies(self.layout, self.owner.counts, ()),)
         else:
-            run, arrays = self._function(declared), _present(self.packer.blank(declared.shape))
+            run, arrays = self._function(declared), self.packer.blank(declared.shape)
         cache = self.owner.handle().cache
-        return Lowering(run, (self.params, cache, *arrays), cache_argument=1)
+        return Lowering(run, (self.params, cache, *_present(arrays)), cache_argument=1)
 
     def _function(self, declared: Declared) -> Callable[..., tuple[Cache, Any]]:
         """Returns what a program computes: unpack, then the step, the loop or the scores."""
@@ -196,24 +227,6 @@ class Executor:
             return cache, pack_sampled(sampled)
 
         return run
-
-    def _run_admit(
-        self, params: Params, cache: Cache, slots: Array, prompts: Array, *bias: Array
-    ) -> tuple[Cache, tuple[()]]:
-        del params
-        layer = self.model.num_layers
-        nothing_yet = jnp.zeros((slots.shape[0], 0), jnp.int32)
-        choices = admit(cache.layer(layer), slots, prompts, nothing_yet, *bias)
-        return cache.with_layer(layer, choices), ()
-
-    def _blank_admission(self, declared: Declared) -> tuple[np.ndarray, ...]:
-        """Returns slots, prompts, bias ids and values of an admission of nobody: all out of range."""
-        rows, vocab = declared.shape.rows, self.model.vocab_size
-        entries = self.layout.find(self.model.num_layers, "bias_ids")[1].shape[0]
-        slots = self.owner.counts["sampling"] + np.arange(rows, dtype=np.int32)
-        prompts = np.full((rows, declared.width), vocab, np.int32)
-        bias_ids = np.full((rows, entries), vocab, np.int32)
-        return slots, prompts, bias_ids, np.zeros((rows, entries), np.float32)
 
     def _run(self, program: Program, arrays: Sequence[np.ndarray]) -> Any:  # noqa: ANN401 - the program's own output
         return self.owner.run(lambda cache: program(self.params, cache, *_present(arrays)))

@@ -22,6 +22,10 @@ from jaxkv.errors import ProgramRefused
 _LOG = logging.getLogger(__name__)
 _PLAIN = Features()
 
+# Otherwise XLA lets kernels read whole pieces of the packed array through fusions that no command buffer takes, and a
+# step of 64 rows falls apart into some 30 of them. A copy of a piece is one node, for all layers.
+_COMPILER_OPTIONS = {"xla_gpu_enable_dynamic_slice_fusion": False}
+
 
 @dataclass(frozen=True)
 class ProgramKey:
@@ -194,7 +198,7 @@ def compile_program(key: ProgramKey, lowering: Lowering, *, audited: bool = True
     start = time.perf_counter()
     hits = _EVENTS.cache_hits
     with repaired_entries():
-        options = dict(lowering.compiler_options) if lowering.compiler_options else None
+        options = {**_COMPILER_OPTIONS, **(lowering.compiler_options or {})}
         compiled = lower(key.name, lowering).compile(compiler_options=options)
     report = audit(compiled, cache_argument=lowering.cache_argument)
     if audited:

@@ -15,12 +15,16 @@ class Request:
         params: how its tokens are chosen; `max_tokens` already fits the context.
         seed: the 64-bit seed of this sample.
         stop_ids: ids that end it, the model's own included unless it ignores them.
+        priority: requests of a lower number are served first; among equals the earlier one.
+        salt: only requests of the same salt share pages.
     """
 
     prompt: tuple[int, ...]
     params: SamplingParams
     seed: int
     stop_ids: tuple[int, ...]
+    priority: int = 0
+    salt: str | None = None
 
 
 def sample_seed(params: SamplingParams, sample: int) -> int:

@@ -108,11 +108,17 @@ class Shapes:
         width = self.width(max(request.params.max_tokens for request in requests))
         return Declared("generate", self.shape(rows, total_tokens=total, loop=True), width)
 
-    def admit(self, rows: Sequence[Row]) -> Declared:
-        """Returns the program that gives these rows clean entries in the sampling group."""
+    def admit(self, rows: Sequence[Row], generated: Sequence[Sequence[int]] = ()) -> Declared:
+        """Returns the program that gives these rows clean entries in the sampling group; "readmit" if some come back.
+
+        Args:
+            rows: `tokens` are whole prompts.
+            generated: per row, what it has generated already.
+        """
         count = bucket(len(rows), self.row_buckets)
-        width = self.width(max(len(row.tokens) for row in rows))
-        return Declared("admit", StepShape(count, count, ()), width)
+        outputs = max((len(tokens) for tokens in generated), default=0)
+        width = self.width(max(outputs, *(len(row.tokens) for row in rows)))
+        return Declared("readmit" if outputs else "admit", StepShape(count, count, ()), width)
 
     def score(self, row: Row) -> Declared:
         """Returns the program that scores one text."""

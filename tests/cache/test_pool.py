@@ -118,16 +118,68 @@ def test_slot_zero_is_real_and_padding_is_not():
     )
 
 
+def test_the_keeper_holds_one_reference_and_alone_makes_an_id_idle():
+    """T-26: what the keeper alone holds is counted once, and is not free."""
+    pool = PagePool(NUM_PAGES)
+    (page,) = pool.take(1)
+    pool.keep(page)
+    assert (pool.references(page), pool.num_idle, pool.kept) == (2, 0, {page})
+    pool.release([page])
+    assert (pool.references(page), pool.num_idle, pool.num_free) == (1, 1, NUM_PAGES - 1)
+    pool.share([page])
+    assert pool.num_idle == 0
+    pool.release([page])
+    assert pool.forget(page)
+    assert (pool.num_idle, pool.num_free, pool.kept) == (0, NUM_PAGES, set())
+    pool.check()
+
+
+def test_the_keepers_mistakes_and_those_at_its_cost_change_nothing():
+    """reliability 2.1: nobody but the keeper gives up the keeper's reference."""
+    pool = PagePool(NUM_PAGES)
+    kept, held = pool.take(2)
+    pool.keep(kept)
+    with pytest.raises(ValueError, match="cannot keep page 0: it is kept already"):
+        pool.keep(kept)
+    with pytest.raises(ValueError, match="cannot forget page 1: it is not kept"):
+        pool.forget(held)
+    with pytest.raises(ValueError, match=r"cannot share pages \[5\]: they are free already"):
+        pool.keep(5)
+    pool.release([kept])
+    with pytest.raises(
+        ValueError, match=r"cannot release pages \[0\]: the keeper alone holds them"
+    ):
+        pool.release([held, kept])
+    assert (pool.references(held), pool.references(kept)) == (1, 1)
+    pool.check()
+
+
 class PoolMachine(RuleBasedStateMachine):
-    """Random programs of holders against a counter."""
+    """Random programs of holders, and of a keeper, against a counter."""
 
     def __init__(self):
         super().__init__()
         self.pool = PagePool(NUM_PAGES)
         self.held = []
+        self.kept = set()
 
     def references(self):
-        return Counter(page for pages in self.held for page in pages)
+        return Counter([page for pages in self.held for page in pages] + sorted(self.kept))
+
+    @precondition(lambda self: any(self.held))
+    @rule(data=st.data())
+    def keep(self, data):
+        page = data.draw(st.sampled_from(sorted({page for pages in self.held for page in pages})))
+        if page not in self.kept:
+            self.pool.keep(page)
+            self.kept.add(page)
+
+    @precondition(lambda self: self.kept)
+    @rule(data=st.data())
+    def forget(self, data):
+        page = data.draw(st.sampled_from(sorted(self.kept)))
+        self.kept.remove(page)
+        assert self.pool.forget(page) == (page not in self.references())
 
     @rule(count=st.integers(0, NUM_PAGES + 1))
     def take(self, count):
@@ -167,6 +219,8 @@ class PoolMachine(RuleBasedStateMachine):
         assert self.pool.num_free + len(self.references()) == NUM_PAGES
         for page in range(NUM_PAGES):
             assert self.pool.references(page) == self.references()[page]
+        assert self.pool.kept == self.kept
+        assert self.pool.num_idle == sum(self.references()[page] == 1 for page in self.kept)
 
 
 TestPoolMachine = PoolMachine.TestCase

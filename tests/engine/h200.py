@@ -48,8 +48,11 @@ gpu_device_info {
 ROWS, PAGES, PAGE_SIZE, WIDTH, LAYERS = 8, 128, 64, 8, 2
 
 
-def executor(implementation, pages=PAGES, rows=ROWS):
-    """Returns an engine for a small Llama that hands out what it would have compiled; its cache lies on the host."""
+def executor(implementation, pages=PAGES, rows=ROWS, layers=LAYERS):
+    """Returns an engine for a small Llama that hands out what it would have compiled; its cache lies on the host.
+
+    The host would choose "xla", so the model is told what to run after the engine was made.
+    """
     from jaxkv.cache.spec import LayerSpec, group_layers
     from jaxkv.cache.variants import sampling
     from jaxkv.config import ModelConfig, RopeConfig
@@ -64,21 +67,21 @@ def executor(implementation, pages=PAGES, rows=ROWS):
         family="llama",
         vocab_size=4096,
         hidden_size=1024,
-        num_layers=LAYERS,
+        num_layers=layers,
         heads=16,
         kv_heads=4,
         head_dim=128,
         ffn_size=2048,
         max_positions=4096,
         rope=RopeConfig(rotary_dim=128),
-        windows=(None,) * LAYERS,
+        windows=(None,) * layers,
     )
-    model = build_model(config, implementation=implementation)
+    model = build_model(config)
     specs = model.cache_specs(page_size=PAGE_SIZE, dtype="bfloat16")
-    choices = sampling(config.vocab_size, penalties=False, bias_entries=0)
-    layout = group_layers([*specs, LayerSpec(LAYERS, choices)])
+    choices = sampling(config.vocab_size, penalties=True, bias_entries=8)
+    layout = group_layers([*specs, LayerSpec(layers, choices)])
     counts = {group.name: pages if group.unit == "page" else rows + 1 for group in layout.groups}
-    return Executor(
+    made = Executor(
         model,
         model.param_shapes("bfloat16"),
         layout,
@@ -87,6 +90,8 @@ def executor(implementation, pages=PAGES, rows=ROWS):
         max_rows=rows,
         programs=Recorder(),
     )
+    made.model = model.running(implementation)
+    return made
 
 
 def lowerings():
@@ -97,8 +102,11 @@ def lowerings():
     from jaxkv.engine.fields import StepShape
     from jaxkv.engine.programs import Lowering
     from jaxkv.engine.shapes import Declared
+    from jaxkv.engine.side_programs import COPY
 
     step = StepShape(tokens=ROWS, rows=ROWS, table_widths=(WIDTH,), decode=True)
+    many = StepShape(tokens=64, rows=64, table_widths=(WIDTH,), decode=True)
+    mixed = StepShape(tokens=512, rows=ROWS, table_widths=(WIDTH,))
     loop = StepShape(tokens=128, rows=ROWS, table_widths=(WIDTH,), loop=True)
     alone = StepShape(tokens=1, rows=1, table_widths=(1,), decode=True)
     decode = executor("xla").step_program(step)
@@ -132,9 +140,14 @@ def lowerings():
 
     return {
         "decode": lambda: decode,
-        "decode_best": lambda: executor(None).step_program(step),
-        "generate": lambda: executor(None).program(Declared("generate", loop, 64)),
+        "decode_best": lambda: executor("mosaic_gpu").step_program(step),
+        "generate": lambda: executor("mosaic_gpu").program(Declared("generate", loop, 64)),
+        "decode_32": lambda: executor("mosaic_gpu", pages=16, layers=32).step_program(step),
+        "decode_64_rows": lambda: executor("mosaic_gpu", rows=64).step_program(many),
+        "prefill": lambda: executor("mosaic_gpu").step_program(mixed),
         "one_page": lambda: executor("xla", pages=1, rows=1).step_program(alone),
+        "copy": lambda: executor("xla").program(COPY),
+        "readmit": lambda: executor("xla").program(Declared("readmit", StepShape(1, 1, ()), 64)),
         "swapped": lambda: dataclasses.replace(decode, function=swapped),
         "read_late": lambda: dataclasses.replace(decode, function=read_late),
         "scanned": scanned,

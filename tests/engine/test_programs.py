@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax._src import compilation_cache
 
 from jaxkv.batch import Features
 from jaxkv.engine.lowering import lower
@@ -19,6 +20,17 @@ from jaxkv.errors import ProgramRefused
 
 PAGES, WIDTH = 64, 32
 ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def nothing_kept_on_disk():
+    """Another test of the same process may have turned JAX's persistent cache on."""
+    before = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", None)
+    compilation_cache.reset_cache()
+    yield
+    jax.config.update("jax_compilation_cache_dir", before)
+    compilation_cache.reset_cache()
 
 
 def run(params, cache, ints, floats):

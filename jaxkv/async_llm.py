@@ -1,0 +1,241 @@
+"""`AsyncLLM`: many users of one model at once, each with an `async for` of their own.
+
+One thread runs the engine. The event loop never waits for the device: it sends orders, and pieces come back.
+"""
+
+import asyncio
+import logging
+import queue
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field, replace
+from types import TracebackType
+from typing import Self
+
+from jaxkv.config import SamplingParams
+from jaxkv.engine.request import Piece, Request, RequestOutput
+from jaxkv.engine.sequence import FINISHED
+from jaxkv.engine.sequence import Sequence as Sample
+from jaxkv.engine.serve import output_of
+from jaxkv.llm import LLM
+from jaxkv.prompts import Prompt
+
+_LOG = logging.getLogger(__name__)
+
+_Arrival = tuple[int, Piece] | BaseException
+_ENDED = "the engine has failed or was closed"
+
+
+@dataclass(eq=False)
+class _Call:
+    """One user's request, between the two threads.
+
+    Attributes:
+        requests: its samples.
+        loop: where its user waits.
+        arrivals: which sample each new piece belongs to, or why there are no more.
+        samples: what the engine made of the requests; empty until it has begun.
+    """
+
+    requests: list[Request]
+    loop: asyncio.AbstractEventLoop
+    arrivals: asyncio.Queue[_Arrival] = field(default_factory=asyncio.Queue)
+    samples: list[Sample] = field(default_factory=list)
+
+    def send(self, arrivals: Sequence[_Arrival]) -> None:
+        """Hands arrivals over to the user's event loop; called by the engine's thread."""
+        self.loop.call_soon_threadsafe(self._put, arrivals)
+
+    def _put(self, arrivals: Sequence[_Arrival]) -> None:
+        for arrival in arrivals:
+            self.arrivals.put_nowait(arrival)
+
+
+class AsyncLLM:
+    """Serves an `LLM` to many asynchronous users; the `LLM` itself must not be used meanwhile.
+
+    Example:
+        >>> async with AsyncLLM(LLM()) as served:
+        ...     async for piece in served.stream("def ", SamplingParams(max_tokens=64)):
+        ...         print(piece.text, end="")
+
+    Args:
+        llm: the model.
+    """
+
+    def __init__(self, llm: LLM) -> None:
+        self._llm = llm
+        self._engine = llm.engine
+        self._orders: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._calls: list[_Call] = []
+        self._failure: BaseException | None = None
+        self._closed = False
+        self._gate = threading.Lock()
+        # A daemon, so that a program that forgets to close it can end.
+        self._thread = threading.Thread(target=self._serve, name="jaxkv-engine", daemon=True)
+        self._thread.start()
+
+    async def __aenter__(self) -> Self:
+        """Returns itself."""
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Closes it."""
+        await self.close()
+
+    async def close(self) -> None:
+        """Aborts what is under way and ends the thread. Twice is once."""
+        self._orders.put(None)
+        await asyncio.to_thread(self._thread.join)
+
+    async def stream(
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        salt: str | None = None,
+    ) -> AsyncIterator[Piece]:
+        """Yields pieces of text as they are generated; leaving the loop early aborts the request.
+
+        Args:
+            prompt: a text, or token ids.
+            sampling: how tokens are chosen; one sample.
+            priority: lower numbers are served first.
+            salt: only requests of the same salt share cached pages; give each tenant one.
+
+        Raises:
+            ValueError: the prompt or the parameters cannot be served.
+            RuntimeError: the engine has failed or was closed.
+        """
+        params = sampling or SamplingParams()
+        if params.n != 1:
+            raise ValueError(f"a stream is one sample, got n={params.n}; use generate")
+        call = await self._submit(prompt, params, priority, salt)
+        try:
+            while True:
+                _, piece = await self._next(call)
+                yield piece
+                if piece.finish_reason is not None:
+                    return
+        finally:
+            self._orders.put(lambda: self._abort(call))
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        salt: str | None = None,
+    ) -> RequestOutput:
+        """Returns all samples of one prompt when they have ended; cancelling it aborts them.
+
+        Args and errors are those of `stream`, but `n` may be above 1.
+        """
+        params = sampling or SamplingParams()
+        call = await self._submit(prompt, params, priority, salt)
+        try:
+            running = set(range(params.n))
+            while running:
+                index, piece = await self._next(call)
+                if piece.finish_reason is not None:
+                    running.discard(index)
+        finally:
+            self._orders.put(lambda: self._abort(call))
+        return output_of(call.samples, self._llm.tokenizer)
+
+    async def _submit(
+        self, prompt: Prompt, params: SamplingParams, priority: int, salt: str | None
+    ) -> _Call:
+        requests = await asyncio.to_thread(self._llm.requests, prompt, params)
+        requests = [replace(request, priority=priority, salt=salt) for request in requests]
+        call = _Call(requests, asyncio.get_running_loop())
+        with self._gate:
+            if self._closed:
+                raise RuntimeError(_ENDED) from self._failure
+            self._orders.put(lambda: self._begin(call))
+        return call
+
+    async def _next(self, call: _Call) -> tuple[int, Piece]:
+        arrival = await call.arrivals.get()
+        if isinstance(arrival, BaseException):
+            raise arrival
+        index, piece = arrival
+        if piece.finish_reason == "error" and (error := call.samples[index].error) is not None:
+            raise error
+        return arrival
+
+    # What follows runs on the engine's thread.
+
+    def _serve(self) -> None:
+        try:
+            while self._take_orders():
+                self._engine.step()
+                self._deliver()
+        except BaseException as error:
+            _LOG.exception("the engine has failed, and everybody is told")
+            self._failure = error
+        finally:
+            self._end_all()
+
+    def _take_orders(self) -> bool:
+        """Follows all orders, and waits for one if there is nothing else to do; returns whether to go on."""
+        while True:
+            try:
+                order = self._orders.get(block=not self._engine.has_work)
+            except queue.Empty:
+                return True
+            if order is None:
+                return False
+            order()
+
+    def _begin(self, call: _Call) -> None:
+        try:
+            call.samples = self._engine.add(call.requests, streamed=True)
+        except ValueError as error:
+            call.send([error])
+        else:
+            self._calls.append(call)
+
+    def _abort(self, call: _Call) -> None:
+        for sample in call.samples:
+            self._engine.abort(sample)
+        if call in self._calls:
+            self._calls.remove(call)
+
+    def _deliver(self) -> None:
+        for call in list(self._calls):
+            arrivals: list[_Arrival] = []
+            for index, sample in enumerate(call.samples):
+                while sample.pieces:
+                    arrivals.append((index, sample.pieces.popleft()))
+            if all(sample.status == FINISHED for sample in call.samples):
+                self._calls.remove(call)
+            if not arrivals:
+                continue
+            try:
+                call.send(arrivals)
+            except RuntimeError:  # Its event loop is closed: nobody waits any more.
+                self._abort(call)
+
+    def _end_all(self) -> None:
+        """Tells everybody who waits, now or in the queue, that there is no more."""
+        with self._gate:
+            self._closed = True
+        while not self._orders.empty():
+            order = self._orders.get()
+            if order is not None:
+                order()
+        for call in list(self._calls):
+            for sample in call.samples:
+                self._engine.abort(sample)
+            failure = RuntimeError(_ENDED)
+            failure.__cause__ = self._failure
+            call.send([failure])
+        self._calls.clear()

@@ -1,0 +1,50 @@
+"""What a plan needs done to the cache before its step: clean entries of the sampling group, copies of shared pages."""
+
+from jaxkv.engine.executor import Executor
+from jaxkv.engine.recovery import STEP_FAILURES
+from jaxkv.engine.rows import Row
+from jaxkv.engine.sequence import Sequence
+from jaxkv.engine.step_plan import StepPlan
+from jaxkv.errors import CachePoisoned
+
+Failures = list[tuple[Sequence, Exception]]
+
+
+def prepare(executor: Executor, plan: StepPlan) -> Failures:
+    """Prepares a plan; returns whom something failed for, while the cache lives on.
+
+    A program with penalties reads the entry of every row, but a row without penalties only feels what an entry adds
+    to its logits. So an entry is made clean if its new owner has penalties, or its former one had a bias.
+
+    Raises:
+        CachePoisoned: the cache is lost.
+    """
+    failures: Failures = []
+    for sequence, entry in plan.fresh:
+        params = sequence.request.params
+        if params.uses_penalties or params.logit_bias or executor.is_biased(entry):
+            failures += _admit(executor, sequence)
+    return failures + _copy(executor, plan) if plan.copies else failures
+
+
+def _admit(executor: Executor, sequence: Sequence) -> Failures:
+    request = sequence.request
+    row = Row(sequence.number, request.prompt, 0, request.params)
+    try:
+        executor.admit([row], [sequence.token_ids] if sequence.generated else ())
+    except CachePoisoned:
+        raise
+    except STEP_FAILURES as error:
+        return [(sequence, error)]
+    return []
+
+
+def _copy(executor: Executor, plan: StepPlan) -> Failures:
+    try:
+        executor.copy([copy for _, copy in plan.copies])
+    except CachePoisoned:
+        raise
+    except STEP_FAILURES as error:
+        owners = dict.fromkeys(sequence for sequence, _ in plan.copies)
+        return [(sequence, error) for sequence in owners]
+    return []

@@ -1,0 +1,123 @@
+"""One sample on its way: what was asked, what is known so far, and what is under way. Knows no arrays and no pages."""
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from jaxkv.cache.prefix import PageKeys
+from jaxkv.engine.request import Piece, Request
+from jaxkv.engine.text_stream import TextStream
+from jaxkv.tokenizer import Tokenizer
+
+WAITING, RUNNING, FINISHED = "waiting", "running", "finished"
+
+
+@dataclass(eq=False, kw_only=True)
+class Sequence:
+    """The progress of one request.
+
+    The host may be a step behind the device: `computed` and `pending` say what was dispatched, `tokens` and
+    `collected` what was read.
+
+    Attributes:
+        request: what was asked.
+        number: its number in the accounts; later sequences have larger ones.
+        tokens: the prompt and the generated ids that the host has read.
+        status: `WAITING`, `RUNNING` or `FINISHED`.
+        computed: tokens whose keys, values and states dispatched steps compute.
+        collected: those whose step is known to have succeeded.
+        pending: tokens that were chosen on the device and are not read yet.
+        reserved: tokens its pages hold.
+        epoch: grows when what is under way no longer counts; rows of an older epoch are dropped.
+        followers: other samples of the same prompt, which start from this one's pages of it.
+        leader: whose follower it is.
+        keys: the names of its pages in the prefix index.
+        tainted: logits were not finite somewhere, so that its pages must not be shared.
+        published: tokens whose pages are in the prefix index.
+        cached: tokens of the first admission that came out of the prefix index.
+        preemptions: how often it lost its pages and was computed again.
+        reason: why it ended; see `SampleOutput`.
+        error: what failed, if its own part in a step or its text did.
+        logprobs: per generated token, if asked for.
+        stream: makes text of its tokens; `None` if nobody reads it as it comes and no string ends it.
+        text: what `stream` has made so far.
+        pieces: what a user has not taken yet; `None` if nobody takes them.
+        arrived, started, ended: seconds on the engine's clock: when it was added, gave its first token, finished.
+    """
+
+    request: Request
+    number: int
+    tokens: list[int]
+    status: str = WAITING
+    computed: int = 0
+    collected: int = 0
+    pending: int = 0
+    reserved: int = 0
+    epoch: int = 0
+    followers: "list[Sequence]" = field(default_factory=list)
+    leader: "Sequence | None" = None
+    keys: PageKeys | None = None
+    tainted: bool = False
+    published: int = 0
+    cached: int | None = None
+    preemptions: int = 0
+    reason: str | None = None
+    error: Exception | None = None
+    logprobs: list[dict[int, float]] = field(default_factory=list)
+    stream: TextStream | None = None
+    text: str = ""
+    pieces: deque[Piece] | None = None
+    arrived: float = 0.0
+    started: float | None = None
+    ended: float | None = None
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Who comes first: the lower priority number, then the earlier arrival."""
+        return self.request.priority, self.number
+
+    @property
+    def generated(self) -> int:
+        """Generated tokens that the host has read."""
+        return len(self.tokens) - len(self.request.prompt)
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The generated ids."""
+        return self.tokens[len(self.request.prompt) :]
+
+    @property
+    def goal(self) -> int:
+        """Tokens that must be computed before the next one can be chosen, or before followers can start."""
+        if self.followers:
+            return len(self.request.prompt) - 1
+        return len(self.tokens) + self.pending
+
+    @property
+    def remaining(self) -> int:
+        """Tokens that the next steps compute; 0 when there is nothing to do but wait."""
+        if self.generated + self.pending >= self.request.params.max_tokens:
+            return 0
+        return self.goal - self.computed
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens its pages hold in the end: the last generated one is never written."""
+        return len(self.request.prompt) + self.request.params.max_tokens - 1
+
+    def restart(self) -> None:
+        """Forgets everything but its tokens: its pages are gone, and what is under way no longer counts."""
+        self.computed = self.collected = self.pending = self.reserved = self.published = 0
+        self.tainted = False
+        self.epoch += 1
+
+
+def new_sequence(
+    request: Request, *, number: int, tokenizer: Tokenizer | None, streamed: bool, now: float
+) -> Sequence:
+    """Returns a sequence that waits, with text if somebody takes its pieces or a string may end it."""
+    made = Sequence(request=request, number=number, tokens=list(request.prompt), arrived=now)
+    if streamed:
+        made.pieces = deque()
+    if tokenizer is not None and (streamed or request.params.stop):
+        made.stream = TextStream(tokenizer, request.params.stop)
+    return made

@@ -1,0 +1,171 @@
+"""Engines over a tiny random model, with small pools full of junk, and the oracle they are compared with."""
+
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv import default_model
+from jaxkv.cache.state import Cache
+from jaxkv.config import CacheConfig, ModelConfig, RopeConfig, SamplingParams
+from jaxkv.engine.engine import Engine
+from jaxkv.engine.engine_config import EngineConfig
+from jaxkv.engine.executor import Executor
+from jaxkv.engine.offline import generate_waves
+from jaxkv.engine.programs import Programs
+from jaxkv.engine.request import Request
+from jaxkv.models.decoder import Decoder
+from jaxkv.plan import plan_cache
+from jaxkv.tokenizer import load_tokenizer
+
+VOCAB, LONGEST, ROWS, PAGE = 61, 64, 4, 8
+NOBODY = 10**9
+ROPES = {
+    "plain": RopeConfig(rotary_dim=8),
+    # The angles of every token depend on how long its prompt is, so prompts stay whole.
+    "dynamic": RopeConfig(rotary_dim=8, kind="dynamic", factor=4.0, original_max_positions=16),
+}
+TOKENIZER = load_tokenizer(default_model.path())
+_MODELS, _PROGRAMS = {}, {}
+
+
+def model_of(rope):
+    """Returns a tiny model whose weights make some tokens clearly more likely than others."""
+    if rope not in _MODELS:
+        model = Decoder(
+            ModelConfig(
+                family="llama",
+                vocab_size=VOCAB,
+                hidden_size=32,
+                num_layers=2,
+                heads=4,
+                kv_heads=2,
+                head_dim=8,
+                ffn_size=48,
+                max_positions=LONGEST,
+                rope=ROPES[rope],
+                windows=(None, 5),
+            )
+        )
+        params = model.init_params(jax.random.key(5), jnp.float32)
+        params = jax.tree.map(
+            lambda leaf: leaf * 6 if leaf.ndim == 2 and len(leaf) > 2 else leaf, params
+        )
+        _MODELS[rope] = model, params
+    return _MODELS[rope]
+
+
+def programs_of(rope):
+    """Returns the programs that all executors of a model share."""
+    return _PROGRAMS.setdefault(rope, Programs())
+
+
+def executor_for(*, rope="plain", programs=None, **counts):
+    """Returns an executor with a new cache; those of equal pools share their compiled programs."""
+    model, params = model_of(rope)
+    wish = CacheConfig(max_sequences=ROWS, page_size=PAGE)
+    limits = {"dtype": "float32", "max_model_len": LONGEST, "free_bytes": None}
+    layout, budget = plan_cache(model, wish, **limits)
+    executor = Executor(
+        model,
+        params,
+        layout,
+        dict(budget.counts) | counts,
+        max_tokens=LONGEST,
+        max_rows=ROWS,
+        programs=programs or programs_of(rope),
+    )
+    fill_free(executor)
+    return executor
+
+
+def fill_free(executor):
+    """Writes junk where nothing is kept: NaN, or all bits set, in pages and states that nobody holds.
+
+    Biases of the sampling group stay clean, as the engine promises to keep them.
+    """
+    owner, accounts = executor.owner, executor.accounts
+    live = owner.take()
+    arrays = list(live.arrays)
+    for group in executor.layout.groups:
+        first = 0 if group.unit == "page" else 1
+        pool = accounts._pools[group.name]
+        ids = [at for at in range(first, owner.counts[group.name]) if not pool.references(at)]
+        for spec in group.spec.arrays:
+            if not ids or spec.role.startswith("bias"):
+                continue
+            dtype = np.dtype(spec.dtype)
+            junk = np.nan if dtype.kind == "f" else np.iinfo(dtype).max
+            for layer in group.layers:
+                place = live.keys.index((layer, spec.role))
+                # On the host, where no number of ids compiles anything.
+                values = np.array(arrays[place])
+                values[ids] = junk
+                arrays[place] = jnp.array(values)
+    owner.put(Cache(arrays=tuple(arrays), keys=live.keys))
+
+
+def engine_for(*, rope="plain", programs=None, free_pages=None, clock=None, **config):
+    """Returns an engine; of each group all but `free_pages` pages are somebody else's."""
+    executor = executor_for(rope=rope, programs=programs)
+    if free_pages is not None:
+        executor.accounts.open(NOBODY)
+        executor.accounts.reserve(NOBODY, (ROWS * LONGEST // PAGE - free_pages) * PAGE)
+    options = {"token_budget": 16} | config
+    clocks = {} if clock is None else {"clock": clock}
+    return Engine(executor, TOKENIZER, EngineConfig(**options), **clocks)
+
+
+def request_of(prompt, *, seed=0, priority=0, stop_ids=(), **params):
+    params = {"temperature": 0.0, "max_tokens": 8} | params
+    return Request(
+        prompt=tuple(prompt),
+        params=SamplingParams(**params),
+        seed=seed,
+        stop_ids=stop_ids,
+        priority=priority,
+    )
+
+
+def oracle(requests, rope="plain"):
+    """Returns what one executable per wave makes of these requests."""
+    return [_answers(tuple(requests), rope)[request] for request in requests]
+
+
+@cache
+def _answers(requests, rope):
+    executor = executor_for(rope=rope)
+    # One shape for all waves, so that few programs are compiled.
+    executor.shapes.row_buckets = (ROWS,)
+    executor.shapes.token_buckets = (ROWS * LONGEST,)
+    executor.shapes.length_buckets = (LONGEST,)
+    return dict(zip(requests, generate_waves(executor, requests), strict=True))
+
+
+def assert_equal(sequences, finished):
+    """Tokens and reasons are equal, and the log-probabilities within what float32 leaves."""
+    for sequence, wanted in zip(sequences, finished, strict=True):
+        assert tuple(sequence.token_ids) == wanted.token_ids
+        assert sequence.reason == wanted.reason
+        if wanted.logprobs is not None:
+            for got, want in zip(sequence.logprobs, wanted.logprobs, strict=True):
+                values = [got[token] for token in want]
+                np.testing.assert_allclose(values, list(want.values()), atol=1e-4)
+
+
+def assert_idle(engine):
+    """Nobody holds a page or a state but the index, and the books agree."""
+    accounts = engine.executor.accounts
+    if NOBODY in accounts._held:
+        accounts.release(NOBODY)
+    accounts.check()
+    if engine.prefix is not None:
+        engine.prefix.check()
+    assert not engine.scheduler.running
+    assert not engine.scheduler.waiting
+    for group in engine.executor.layout.groups:
+        free = accounts.num_free(group.name)
+        if group.unit == "page":
+            free += accounts.num_reclaimable(group.name)
+        assert free == engine.executor.owner.counts[group.name] - (group.unit == "state")

@@ -1,0 +1,275 @@
+"""Faults in the middle of serving: whoever survives has the tokens of a run without faults, and nothing leaks."""
+
+import random
+from copy import copy
+from itertools import count
+
+import jax
+import numpy as np
+import pytest
+
+from jaxkv.cache.state import Cache
+from jaxkv.engine.offline import Finished
+from jaxkv.engine.recovery import is_fatal
+from jaxkv.engine.sequence import FINISHED
+from jaxkv.errors import CachePoisoned
+from tests.engine.engines import PAGE, assert_equal, assert_idle, engine_for, request_of
+
+OUT_OF_MEMORY = "RESOURCE_EXHAUSTED: injected"
+REQUESTS = [request_of([7, at, 3 * at % 61, 9], max_tokens=9) for at in range(6)]
+
+
+@pytest.fixture(scope="module")
+def wanted():
+    """The answers of a run without faults, which other tests compare with the oracle."""
+    engine = engine_for(prefix_cache=False)
+    sequences = start(engine)
+    engine.run(sequences)
+    return [Finished(tuple(one.token_ids), one.reason, None) for one in sequences]
+
+
+class Faults:
+    """Makes chosen reads and dispatches of an engine fail, as JAX does when memory runs out."""
+
+    def __init__(self, engine, monkeypatch, *, reads=(), steps=(), message=OUT_OF_MEMORY):
+        self.message = message
+        self.reads, self.steps = set(reads), set(steps)
+        self.read_count, self.step_count = count(), count()
+        get, program = jax.device_get, engine.executor.step_program
+        monkeypatch.setattr(jax, "device_get", lambda out: self.read(get, out))
+        monkeypatch.setattr(
+            engine.executor, "step_program", lambda shape: self.lend(program(shape))
+        )
+
+    def read(self, get, out):
+        if next(self.read_count) in self.reads:
+            raise jax.errors.JaxRuntimeError(self.message)
+        return get(out)
+
+    def lend(self, program):
+        if next(self.step_count) not in self.steps:
+            return program
+
+        def fail(params, cache, *arrays):
+            for array in cache.arrays:
+                array.delete()
+            raise jax.errors.JaxRuntimeError(self.message)
+
+        broken = copy(program)
+        broken.compiled = fail
+        return broken
+
+
+def start(engine, requests=REQUESTS):
+    return [engine.add([one])[0] for one in requests]
+
+
+@pytest.mark.parametrize(
+    "faults", [{"reads": [0]}, {"reads": [3, 4]}, {"steps": [2]}, {"steps": [0], "reads": [5]}]
+)
+def test_a_lost_cache_costs_time_and_no_token(faults, wanted, monkeypatch):
+    """T-09, reliability rows 2 and 3: out of memory at the dispatch, and at the read with one step more in flight."""
+    engine = engine_for()
+    Faults(engine, monkeypatch, **faults)
+    sequences = start(engine)
+    engine.run(sequences)
+    assert_equal(sequences, wanted)
+    assert engine.recoveries == sum(map(len, faults.values()))
+    assert_idle(engine)
+
+
+def test_a_hundred_losses_in_a_row_are_survived(wanted, monkeypatch):
+    """D1, with a clock that leaves time between them."""
+    ticks = count(step=200)
+    engine = engine_for(clock=lambda: float(next(ticks)))
+    Faults(engine, monkeypatch, reads=range(0, 300, 3))
+    sequences = start(engine)
+    for _ in range(12):
+        engine.run(sequences)
+        assert_equal(sequences, wanted)
+        sequences = start(engine)
+    engine.run(sequences)
+    assert engine.recoveries >= 100
+    assert_idle(engine)
+
+
+def test_too_many_losses_in_too_short_a_time_are_raised(wanted, monkeypatch):
+    """Reliability row 4: three are repaired, the fourth is not; the next call begins afresh."""
+    engine = engine_for(clock=lambda: 0.0)
+    with monkeypatch.context() as patched:
+        Faults(engine, patched, reads=range(100))
+        sequences = start(engine)
+        with pytest.raises(jax.errors.JaxRuntimeError, match="injected"):
+            engine.run(sequences)
+    assert engine.recoveries == 3
+    assert {one.reason for one in sequences} == {"abort"}
+    assert_idle(engine)
+
+
+def test_a_broken_device_is_not_used_again(monkeypatch):
+    """Reliability row 6."""
+    engine = engine_for()
+    Faults(engine, monkeypatch, reads=[1], message="CUDA_ERROR_ILLEGAL_ADDRESS: an illegal ...")
+    with pytest.raises(jax.errors.JaxRuntimeError, match="ILLEGAL"):
+        engine.run(start(engine))
+    assert engine.recoveries == 0
+    assert is_fatal(RuntimeError("unspecified launch failure"))
+    assert not is_fatal(jax.errors.JaxRuntimeError(OUT_OF_MEMORY))
+
+
+def test_a_request_that_breaks_its_step_fails_alone(wanted):
+    """Reliability row 1: an id that the packer refuses, among five good requests."""
+    engine = engine_for()
+    bad = request_of([3, 999, 4])
+    requests = [*REQUESTS[:3], bad, *REQUESTS[3:]]
+    sequences = start(engine, requests)
+    engine.run(sequences)
+    broken = sequences.pop(3)
+    assert broken.reason == "error"
+    assert "999" in str(broken.error)
+    assert_equal(sequences, wanted)
+    assert_idle(engine)
+
+
+def test_a_step_that_fails_once_is_tried_again_row_by_row(wanted, monkeypatch):
+    engine = engine_for()
+    step, calls = engine.executor.step, count()
+
+    def fail_once(shape, rows):
+        if next(calls) == 3:
+            raise ValueError("injected")
+        return step(shape, rows)
+
+    monkeypatch.setattr(engine.executor, "step", fail_once)
+    sequences = start(engine)
+    engine.run(sequences)
+    assert_equal(sequences, wanted)
+    assert engine.recoveries == 0
+
+
+def test_logits_that_are_no_numbers_fail_one_request(wanted):
+    """Reliability row 8: its pages are not shared, and are clean for whoever gets them next."""
+    engine = engine_for()
+    long = request_of(range(1, 2 * PAGE + 5), max_tokens=12)
+    sequences = start(engine, [*REQUESTS[:3], long])
+    for _ in range(6):
+        engine.step()
+    assert sequences[3].status != FINISHED
+    executor = engine.executor
+    page = executor.accounts.page_table(sequences[3].number, "gqa")[0]
+    assert engine.prefix.explain(long.prompt).num_reused > 0
+    live = executor.owner.take()
+    arrays = list(live.arrays)
+    place = live.keys.index((0, "key"))
+    values = np.array(arrays[place])
+    values[page] = np.nan
+    arrays[place] = jax.numpy.array(values)
+    executor.owner.put(Cache(arrays=tuple(arrays), keys=live.keys))
+    engine.run(sequences)
+    assert sequences[3].reason == "error"
+    assert engine.prefix.explain(long.prompt).num_reused == 0
+    assert_equal(sequences[:3], wanted[:3])
+    again = start(engine, REQUESTS)
+    engine.run(again)
+    assert_equal(again, wanted)
+    assert_idle(engine)
+
+
+class Broken:
+    """A text that cannot be made."""
+
+    def push(self, token_id, *, may_stop=True):
+        raise OverflowError("injected")
+
+    def finish(self, *, may_stop=True):
+        raise OverflowError("injected")
+
+
+def test_a_broken_stop_string_fails_one_request(wanted):
+    """Reliability row 9."""
+    engine = engine_for()
+    sequences = start(engine)
+    sequences[2].stream = Broken()
+    engine.run(sequences)
+    broken = sequences.pop(2)
+    assert (broken.reason, type(broken.error)) == ("error", OverflowError)
+    assert_equal(sequences, wanted[:2] + wanted[3:])
+    assert_idle(engine)
+
+
+@pytest.mark.parametrize("where", ["read", "step", "admit"])
+def test_an_interrupt_leaves_the_others_where_they_can_go_on(where, wanted, monkeypatch):
+    """Ctrl-C: the call that was interrupted takes its requests along, another's are computed again."""
+    engine = engine_for()
+    [other] = start(engine, REQUESTS[:1])
+    mine = start(engine, [request_of([1, 2], repetition_penalty=1.5), *REQUESTS[1:]])
+    with monkeypatch.context() as patched:
+        calls, usual = count(), getattr(engine.executor, where)
+
+        def interrupt(*given):
+            if next(calls) == (0 if where == "admit" else 2):
+                raise KeyboardInterrupt
+            return usual(*given)
+
+        patched.setattr(engine.executor, where, interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            engine.run(mine)
+    assert {one.reason for one in mine} <= {"abort"}
+    engine.run([other])
+    assert_equal([other], wanted[:1])
+    assert_idle(engine)
+
+
+def test_a_cache_that_others_lost_or_replaced_is_noticed(wanted):
+    """Reliability row 33: whatever was computed before means nothing in the new cache."""
+    engine = engine_for()
+    sequences = start(engine)
+    for _ in range(3):
+        engine.step()
+    engine.executor.owner.rebuild()
+    for _ in range(3):
+        engine.step()
+    engine.executor.owner.poison("injected")
+    engine.run(sequences)
+    assert_equal(sequences, wanted)
+    assert_idle(engine)
+
+
+def test_a_lost_cache_before_a_step_is_seen_by_the_step(wanted, monkeypatch):
+    """The copies that samples need may be what loses the cache."""
+    engine = engine_for()
+    run, calls = engine.executor.copy, count()
+
+    def lose(copies):
+        if next(calls) == 0:
+            engine.executor.owner.poison("injected")
+            raise CachePoisoned("injected")
+        run(copies)
+
+    monkeypatch.setattr(engine.executor, "copy", lose)
+    sequences = engine.add([REQUESTS[0]] * 3)
+    engine.run(sequences)
+    assert_equal(sequences, [wanted[0]] * 3)
+    assert engine.recoveries == 1
+    assert_idle(engine)
+
+
+def test_random_faults_change_no_token(wanted, monkeypatch):
+    """The fault matrix at random: losses, refused steps and aborts, in a tight pool."""
+    for seed in range(4):
+        draw = random.Random(seed)
+        engine = engine_for(free_pages=8, most_rebuilds=1000)
+        with monkeypatch.context() as patched:
+            reads = [at for at in range(200) if draw.random() < 0.1]
+            steps = [at for at in range(200) if draw.random() < 0.1]
+            Faults(engine, patched, reads=reads, steps=steps)
+            sequences = start(engine)
+            gone = draw.randrange(6)
+            while any(one.status != FINISHED for one in sequences):
+                engine.step()
+                if draw.random() < 0.1:
+                    engine.abort(sequences[gone])
+        kept = [at for at in range(6) if sequences[at].reason != "abort"]
+        assert len(kept) >= 5
+        assert_equal([sequences[at] for at in kept], [wanted[at] for at in kept])
+        assert_idle(engine)

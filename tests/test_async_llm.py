@@ -1,0 +1,171 @@
+"""Many users of one model at once: each gets its own tokens, leaves when it likes, and hears of failures."""
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+from jaxkv import LLM, CacheConfig, SamplingParams
+from jaxkv.async_llm import AsyncLLM
+from jaxkv.config import MAX_STOP_STRINGS
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
+PROMPTS = ["def add(", "import os\n", "class Node:\n    ", "def add(a, b", "for x in "]
+
+
+@pytest.fixture(scope="module")
+def llm():
+    return LLM(
+        dtype="float32",
+        max_model_len=64,
+        cache=CacheConfig(max_sequences=2, page_size=16),
+        progress=False,
+    )
+
+
+@pytest.fixture(scope="module")
+def wanted(llm):
+    return [output.token_ids for output in llm.generate(PROMPTS, GREEDY)]
+
+
+def in_service(llm, users):
+    """Runs a coroutine with the served model, then checks that nothing is left behind."""
+
+    async def serve():
+        async with AsyncLLM(llm) as served:
+            result = await asyncio.wait_for(users(served), 120)
+            for _ in range(200):
+                if not llm.engine.has_work:
+                    break
+                await asyncio.sleep(0.02)
+            return result
+
+    result = asyncio.run(serve())
+    assert not llm.engine.scheduler.running
+    assert not llm.engine.scheduler.waiting
+    llm.executor.accounts.check()
+    llm.engine.prefix.check()
+    return result
+
+
+async def collect(served, prompt, params=GREEDY, **options):
+    return [piece async for piece in served.stream(prompt, params, **options)]
+
+
+def test_concurrent_streams_have_the_tokens_of_generate(llm, wanted):
+    async def users(served):
+        return await asyncio.gather(*(collect(served, prompt) for prompt in PROMPTS))
+
+    for pieces, tokens in zip(in_service(llm, users), wanted, strict=True):
+        assert [piece.token_id for piece in pieces] == tokens
+        assert "".join(piece.text for piece in pieces) == llm.tokenizer.decode(tokens)
+        assert [piece.finish_reason for piece in pieces][-2:] == [None, "length"]
+
+
+def test_samples_and_priorities_and_salts(llm, wanted):
+    async def users(served):
+        return await asyncio.gather(
+            served.generate(PROMPTS[0], replace(GREEDY, n=3)),
+            served.generate(PROMPTS[1], GREEDY, priority=-1, salt="one"),
+            served.generate(PROMPTS[1], GREEDY, salt="two"),
+        )
+
+    samples, one, two = in_service(llm, users)
+    assert [sample.token_ids for sample in samples.outputs] == [wanted[0]] * 3
+    assert one.token_ids == two.token_ids == wanted[1]
+    assert one.text == llm.tokenizer.decode(wanted[1])
+
+
+def test_whoever_leaves_takes_nothing_along(llm, wanted):
+    """Reliability row 10: a loop left early, a task cancelled, and others that do not notice."""
+
+    async def leave(served):
+        async for _ in served.stream(PROMPTS[1], GREEDY):
+            break
+
+    async def users(served):
+        task = asyncio.create_task(served.generate(PROMPTS[2], GREEDY))
+        stays = asyncio.create_task(collect(served, PROMPTS[0]))
+        await leave(served)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        return await stays
+
+    assert [piece.token_id for piece in in_service(llm, users)] == wanted[0]
+
+
+def test_bad_requests_are_refused_and_the_service_goes_on(llm, wanted):
+    async def users(served):
+        with pytest.raises(ValueError, match="max_model_len is 64"):
+            await served.generate([7] * 64, GREEDY)
+        with pytest.raises(ValueError, match="one sample"):
+            await collect(served, PROMPTS[0], SamplingParams(n=2))
+        return await collect(served, PROMPTS[0])
+
+    assert [piece.token_id for piece in in_service(llm, users)] == wanted[0]
+
+
+def test_a_failed_engine_tells_everybody(llm, monkeypatch):
+    def fail():
+        raise OSError("injected")
+
+    async def users(served):
+        monkeypatch.setattr(llm.engine, "step", fail)
+        told = await asyncio.gather(
+            collect(served, PROMPTS[0]), served.generate(PROMPTS[1]), return_exceptions=True
+        )
+        assert [type(error) for error in told] == [RuntimeError, RuntimeError]
+        with pytest.raises(RuntimeError, match="failed or was closed") as later:
+            await served.generate(PROMPTS[0])
+        assert isinstance(later.value.__cause__, OSError)
+        monkeypatch.undo()
+
+    in_service(llm, users)
+
+
+def test_a_closed_service_says_so(llm):
+    async def users():
+        served = AsyncLLM(llm)
+        waiting = asyncio.create_task(collect(served, PROMPTS[0]))
+        await asyncio.sleep(0)
+        await served.close()
+        await served.close()
+        with pytest.raises(RuntimeError, match="closed"):
+            await served.generate(PROMPTS[0])
+        with pytest.raises(RuntimeError, match="closed"):
+            await waiting
+
+    asyncio.run(users())
+    llm.executor.accounts.check()
+
+
+def test_stop_strings_end_texts_before_them(llm):
+    """In `generate`, in `stream` and for asynchronous users alike."""
+    [whole] = llm.generate(PROMPTS[2], GREEDY)
+    stop = whole.text[3:6]
+    params = SamplingParams(temperature=0.0, max_tokens=12, stop=stop)
+
+    async def users(served):
+        return await served.generate(PROMPTS[2], params)
+
+    for output in (llm.generate(PROMPTS[2], params)[0], in_service(llm, users)):
+        assert output.text == whole.text.split(stop)[0]
+        assert output.finish_reason == "stop"
+        assert output.token_ids == whole.token_ids[: len(output.token_ids)]
+    pieces = list(llm.stream(PROMPTS[2], params))
+    assert "".join(piece.text for piece in pieces) == whole.text.split(stop)[0]
+    assert pieces[-1].finish_reason == "stop"
+
+
+@pytest.mark.parametrize(
+    "stop", [7, ("",), ("x" * 257,), (b"x",), ("x",) * (MAX_STOP_STRINGS + 1), (None,)]
+)
+def test_stop_strings_out_of_range_are_refused_by_name(stop):
+    with pytest.raises(ValueError, match="stop"):
+        SamplingParams(stop=stop)
+
+
+def test_a_single_stop_string_is_a_list_of_one():
+    assert SamplingParams(stop="END").stop == ("END",)
+    assert hash(SamplingParams(stop=["a", "b"])) == hash(SamplingParams(stop=("a", "b")))
