@@ -75,8 +75,7 @@ def choose(
 
     Args:
         op: the op's name, for the message.
-        reasons: implementation name -> function giving why it cannot run (`None` if it can), best first. An op
-            that was measured to be faster without its kernel at some sizes puts the kernel second there.
+        reasons: implementation name -> function giving why it cannot run (`None` if it can), best first.
         implementation: a name the caller insists on, or `None` to take the best that can run.
         by_name: implementations that run only when they are named.
 
@@ -97,7 +96,7 @@ def choose(
         refusal = reasons[name]()
         if refusal is None:
             for passed_over, reason in refusals.items():
-                _note_fallback(op, passed_over, reason, name)
+                note_fallback(op, passed_over, reason, name)
             return name
         refusals[name] = refusal
     raise _unsupported(op, refusals)
@@ -123,8 +122,8 @@ def _unsupported(op: str, refusals: Mapping[str, str]) -> Unsupported:
     return Unsupported(f"no implementation of {op} can run here: {told}")
 
 
-def _note_fallback(op: str, passed_over: str, reason: str, chosen: str) -> None:
-    """Counts a fallback, and logs it the first time."""
+def note_fallback(op: str, passed_over: str, reason: str, chosen: str) -> None:
+    """Counts a fallback, and logs it the first time; ops tell of calls that their implementation hands on."""
     key = (op, passed_over, reason)
     if not _FALLBACKS[key]:
         _LOG.info("%s runs as %s, since %s cannot: %s", op, chosen, passed_over, reason)

@@ -3,8 +3,8 @@
 FAMILIES = ("mosaic_gpu", "xla", "cudnn")
 """What a model may be told to run on; without a word it takes the first that all of its layers can."""
 
-# Ops that must run a certain implementation. The others choose by their sizes: a write of few tokens may be faster
-# without its kernel, and that is no fallback. An implementation from elsewhere replaces single ops.
+# Ops that must run a certain implementation. The others take the first that can run. An implementation from elsewhere
+# replaces single ops.
 _MEMBERS = {
     "mosaic_gpu": {"paged_attention": "mosaic_gpu", "ragged_attention": "mosaic_gpu"},
     "cudnn": {"paged_attention": "cudnn"},

@@ -21,6 +21,13 @@ def why_not(q: Array | np.ndarray) -> str | None:
     return f"q must be one of {', '.join(DTYPES)}, got {q.dtype.name}"
 
 
+def nothing(
+    q: Float[Array, "queries heads head_dim"],
+) -> tuple[Float[Array, "queries heads head_dim"], Float[Array, "queries heads"]]:
+    """Returns output and log-sum-exp of queries that see no key."""
+    return jnp.zeros_like(q), jnp.full(q.shape[:2], -jnp.inf, jnp.float32)
+
+
 class Running(NamedTuple):
     """A softmax over the keys met so far, not yet divided by its denominator."""
 

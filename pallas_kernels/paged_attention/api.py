@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Shaped
 from pallas_kernels.checks import check_attention, check_ids
 from pallas_kernels.dispatch import choose
 from pallas_kernels.paged_attention import cudnn, mosaic_gpu, xla
-from pallas_kernels.tile_attention import why_not
+from pallas_kernels.tile_attention import nothing, why_not
 
 
 @overload
@@ -112,6 +112,12 @@ def paged_attention(
         "cudnn": lambda: cudnn.why_not(*arrays, **options),
     }
     chosen = choose("paged_attention", reasons, implementation, by_name=["cudnn"])
+    # A window of all that a row can hold hides nothing, and what is counted with a larger one could pass 32 bits.
+    if window is not None and window >= page_table.shape[1] * k_pages.shape[1]:
+        options["window"] = None
+    if not q.size or not page_table.size:
+        out, lse = nothing(arrays[0])
+        return (out, lse) if return_lse else out
     if chosen == "mosaic_gpu":
         return mosaic_gpu.paged_attention(*arrays, scale=scale, return_lse=return_lse, **options)
     if chosen == "cudnn":

@@ -8,9 +8,9 @@ import numpy as np
 from jaxtyping import Array, Float, Shaped
 
 from pallas_kernels.checks import check_attention, check_ids
-from pallas_kernels.dispatch import choose
+from pallas_kernels.dispatch import choose, note_fallback
 from pallas_kernels.ragged_attention import mosaic_gpu, xla
-from pallas_kernels.tile_attention import why_not
+from pallas_kernels.tile_attention import nothing, why_not
 
 
 @overload
@@ -91,7 +91,9 @@ def ragged_attention(
             may be of any floating dtype, which it otherwise shares with the pages.
         v_scales: the same for values.
         return_lse: also return the natural log of the denominator, sink included.
-        implementation: "mosaic_gpu", "xla", or `None` for the best that can run.
+        implementation: "mosaic_gpu", "xla", or `None` for the best that can run. "mosaic_gpu" hands a call on to XLA,
+            and counts it among the fallbacks, where unpacking pages of 8 bits for the whole page table would take
+            more than 2 GiB.
 
     Returns:
         The output in q's dtype, zeros for tokens from `cu_q_lens[rows]` on; with `return_lse`, also the
@@ -114,7 +116,19 @@ def ragged_attention(
         "mosaic_gpu": lambda: mosaic_gpu.why_not(*arrays, **options),
         "xla": lambda: why_not(q),
     }
-    if choose("ragged_attention", reasons, implementation) == "mosaic_gpu":
-        return mosaic_gpu.ragged_attention(*arrays, scale=scale, return_lse=return_lse, **options)
+    chosen = choose("ragged_attention", reasons, implementation)
+    # A window of all that a row can hold hides nothing, and what is counted with a larger one could pass 32 bits.
+    if window is not None and window >= page_table.shape[1] * k_pages.shape[1]:
+        options["window"] = None
+    if not q.size or not page_table.size:
+        out, lse = nothing(arrays[0])
+        return (out, lse) if return_lse else out
+    if chosen == "mosaic_gpu":
+        large = mosaic_gpu.why_hand_on(arrays[1], arrays[3])
+        if large is None:
+            return mosaic_gpu.ragged_attention(
+                *arrays, scale=scale, return_lse=return_lse, **options
+            )
+        note_fallback("ragged_attention", chosen, large, "xla")
     out, lse = xla.ragged_attention(*arrays, scale=scale, **options)
     return (out, lse) if return_lse else out

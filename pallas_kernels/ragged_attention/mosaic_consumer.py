@@ -188,8 +188,6 @@ class Consumer(Worker):
             # The hardware's approximate tanh is wrong by up to 5e-4; this is as exact as its exp2 and reciprocal.
             scores = 1.0 - 2.0 * (1.0 / (jnp.exp2(scores * (2.0 * scale / cap)) + 1.0))
             scale = cap * LOG2_E
-        elif scale <= 0:
-            scores, scale = scores * scale, 1.0
         if masked:
             scores = self.hide(scores, tile, share)
         m = jnp.max(scores, axis=1) * scale

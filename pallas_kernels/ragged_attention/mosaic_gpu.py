@@ -21,6 +21,7 @@ from pallas_kernels.ragged_attention.mosaic_schedule import (
 )
 from pallas_kernels.ragged_attention.mosaic_tiles import cut, lse_of_tokens
 from pallas_kernels.ragged_attention.mosaic_unpack import unpack
+from pallas_kernels.ragged_attention.mosaic_unpack import why_not as why_not_unpack
 
 
 def why_not(
@@ -39,6 +40,14 @@ def why_not(
 ) -> str | None:
     """Returns why this kernel cannot run, or `None` if it can."""
     return why_not_mosaic() or Geometry.of(q, k_pages).refusal()
+
+
+def why_hand_on(k_pages: Array, page_table: Array) -> str | None:
+    """Returns why a call with tables as large as these is better run in plain XLA, or `None` if it is not.
+
+    It is no refusal: a whole model is told what runs before its tables have a size.
+    """
+    return why_not_unpack(k_pages, page_table) if k_pages.dtype.itemsize == 1 else None
 
 
 def ragged_attention(

@@ -150,7 +150,8 @@ class Schedule:
         widest = 128 if geometry.head_dim <= 128 else 64
         loops = self.blocks >= ONE_BLOCK_EACH or geometry.leaves_registers(window)
         fits = geometry.shared_bytes(self) <= SHARED_BYTES_PER_BLOCK
-        return fits and loops and self.keys in (64, widest) and self.stages > 1
+        some = self.query_slots > 0 and self.blocks > 0 and self.stages > 1
+        return some and fits and loops and self.keys in (64, widest)
 
 
 def shape_class(geometry: Geometry, tokens: int, rows: int, window: int | None) -> str:

@@ -18,7 +18,7 @@ class Tile(NamedTuple):
     """A run of neighbouring tokens, some of which are queries of one row.
 
     Attributes:
-        row: of the page table; 0 for tokens that no row owns.
+        row: of the page table; the last one for tokens that no row owns.
         token: the first token, a multiple of 8.
         start: the first token that is a query of the row.
         stop: the token after the last query of the row.

@@ -1,13 +1,18 @@
 """Turns pages of 8 bits into what the Mosaic GPU kernel of `ragged_attention` reads. Plain XLA, in a step of its own.
 
-The pages of all rows are copied, as bfloat16, into the order of the page table, which is little beside the work of a
-prefill. Scales stay apart: stored numbers are exact in bfloat16, but their products with scales would not be.
+The pages that the page table names are copied, as bfloat16, into its order: rows times table width of them, padding and
+pages that rows share included, which is little beside the work of a prefill as long as `why_not` says nothing. Scales
+stay apart: stored numbers are exact in bfloat16, but their products with scales would not be.
 """
 
+from math import prod
 from typing import NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
+
+LARGEST_BYTES = 2 << 30
+"""Most that the copies of keys and values may take together; their scales come on top."""
 
 
 class Unpacked(NamedTuple):
@@ -18,6 +23,21 @@ class Unpacked(NamedTuple):
     page_table: Int[Array, "rows table_width"]
     k_scales: Float[Array, "rows kv_heads tiles keys"]
     v_scales: Float[Array, "rows kv_heads tiles keys"]
+
+
+def why_not(
+    k_pages: Shaped[Array, "pages page_size kv_heads head_dim"],
+    page_table: Int[Array, "rows table_width"],
+) -> str | None:
+    """Returns why pages of 8 bits cannot be unpacked for this page table, or `None` if they can."""
+    copied = 2 * page_table.size * prod(k_pages.shape[1:]) * jnp.dtype(jnp.bfloat16).itemsize
+    if copied <= LARGEST_BYTES:
+        return None
+    rows, width = page_table.shape
+    return (
+        f"pages of 8 bits for {rows} rows of {width} pages take {copied} bytes unpacked, "
+        f"more than {LARGEST_BYTES}"
+    )
 
 
 def unpack(
@@ -32,7 +52,7 @@ def unpack(
     keys: int,
     window: int | None,
 ) -> Unpacked:
-    """Returns the pages of all rows, and zeros for the scales of keys that none of a row's queries sees."""
+    """Returns the pages of the table, and zeros for the scales of keys that none of a row's queries sees."""
     position = jnp.arange(page_table.shape[1] * k_pages.shape[1], dtype=jnp.int32)[None, :]
     seen = position < seq_lens[:, None]
     if window is not None:

@@ -119,6 +119,7 @@ def test_the_door_of_the_kernel_interprets_its_own_schedule(races):
     )
     inputs = small(100, page_size=64).inputs(3)
     assert_is_oracle((out, lse), inputs, "bfloat16")
+    assert not races()
 
 
 LOWERED = {

@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -16,8 +17,9 @@ import numpy as np
 import pytest
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as interpreter
 
+from pallas_kernels import ragged_attention
 from pallas_kernels.device import NEWEST_JAX, SHARED_BYTES_PER_BLOCK, gpu_arch
-from pallas_kernels.ragged_attention import mosaic_gpu
+from pallas_kernels.ragged_attention import mosaic_gpu, mosaic_schedule
 from pallas_kernels.ragged_attention.cases import Case
 from pallas_kernels.ragged_attention.mosaic_block import Options
 from pallas_kernels.ragged_attention.mosaic_schedule import (
@@ -100,6 +102,17 @@ def test_interpreted_it_equals_the_oracle_without_a_race(case, schedule, races):
     assert not races()
 
 
+def test_interpreted_a_window_wider_than_any_row_hides_nothing(monkeypatch, races):
+    """Its door takes it for none: past 32 bits the kernel's own bounds would wrap around."""
+    interpreted = partial(mosaic_gpu.ragged_attention, interpret=True)
+    monkeypatch.setattr(mosaic_gpu, "why_not", lambda *_, **__: None)
+    monkeypatch.setattr(mosaic_gpu, "ragged_attention", interpreted)
+    inputs = Case("", ((9, 40), (1, 33)), **SMALL).inputs(1)
+    given = inputs | {"window": 2**31 - 1, "implementation": "mosaic_gpu", "return_lse": True}
+    assert_is_oracle(ragged_attention(**given), inputs, "bfloat16")
+    assert not races()
+
+
 @pytest.fixture(scope="module")
 def reports():
     """Compiles what h200_ragged.py names in one process: about 20 seconds on two idle cores."""
@@ -124,11 +137,11 @@ def test_it_spills_no_register_and_its_products_overlap(reports):
         assert not report["serialised"], name
 
 
-def test_it_joins_one_command_buffer_and_copies_nothing(reports):
+def test_it_joins_one_command_buffer_and_copies_only_pages_of_8_bits(reports):
     for name, report in reports.items():
         assert report["command_buffers"] == 1, name
         assert report["outside"] == [], name
-        # Pages of 8 bits are unpacked, those of all rows.
+        # Pages of 8 bits are unpacked, all that the page table names.
         assert report["temp_bytes"] < (2**29 if name == "fp8" else 2**23), name
 
 
@@ -170,6 +183,27 @@ def test_every_schedule_fits_in_shared_memory(window):
         for schedule in found:
             assert geometry.shared_bytes(schedule) <= SHARED_BYTES_PER_BLOCK, schedule
             assert schedule.is_possible(geometry, window)
+
+
+def test_a_tuned_schedule_is_taken_only_if_the_kernel_can_run_under_it(monkeypatch):
+    llama = Geometry(32, 8, 128, 16, jnp.bfloat16)
+    monkeypatch.setattr(mosaic_schedule, "tuned", lambda *_: fields)
+    fields = {"keys": 64, "stages": 3, "query_slots": 1, "blocks": 66}
+    assert Schedule.of(llama, 8192, 8, None) == Schedule(64, 3, 1, 66)
+    rule = Schedule.by_rule(llama, None)
+    for changes in (
+        {"keys": 96},
+        {"stages": 1},
+        {"stages": 40},
+        {"query_slots": 0},
+        {"query_slots": -1},
+        {"blocks": 0},
+        {"blocks": -1},
+    ):
+        fields = {"keys": 64, "stages": 3, "query_slots": 1, "blocks": 66} | changes
+        assert Schedule.of(llama, 8192, 8, None) == rule, changes
+    for fields in (None, {"keys": 64, "stages": 3, "query_slots": 1}):  # noqa: B007 - `tuned` reads it
+        assert Schedule.of(llama, 8192, 8, None) == rule
 
 
 def test_shapes_of_one_class_share_a_tuned_schedule():

@@ -103,6 +103,7 @@ def test_the_door_of_the_kernel_interprets_its_own_schedule(races):
     q, pools = rotary_kernel.rotary_write(**device(nothing), interpret=True)
     assert q.shape == (0, 8, 64)
     assert np.asarray(pools[0]).tobytes() == inputs["pages"][0].tobytes()
+    assert not races()
 
 
 LOWERED = {

@@ -125,6 +125,29 @@ def test_a_window_sees_exactly_its_width(implementation):
 
 
 @every_implementation
+def test_a_window_wider_than_any_row_hides_nothing(implementation):
+    """2**31 - 1 and a position after it would not fit in 32 bits."""
+    case = Case("", (40, 33), **KERNEL, table_width=6)
+    for window in (48, 2**31 - 1):
+        inputs = case.inputs(4) | {"window": window}
+        assert_is_oracle(run(inputs, implementation), inputs | {"window": None}, "bfloat16")
+
+
+@every_implementation
+@pytest.mark.parametrize("empty", ["rows", "table"])
+def test_an_empty_call_returns_empty_arrays_or_nothing_seen(implementation, empty):
+    inputs = Case("", (40, 33), **KERNEL, sinks=True).inputs(4)
+    if empty == "rows":
+        inputs |= {name: inputs[name][:0] for name in ("q", "page_table", "seq_lens")}
+    else:
+        inputs |= {"page_table": inputs["page_table"][:, :0], "seq_lens": 0 * inputs["seq_lens"]}
+    out, lse = run(inputs, implementation)
+    assert out.dtype == inputs["q"].dtype
+    assert bits(out) == bits(np.zeros_like(inputs["q"]))
+    assert bits(lse) == bits(np.full(inputs["q"].shape[:2], -np.inf, np.float32))
+
+
+@every_implementation
 @cases([BY_NAME[name] for name in ("window-edges", *KERNEL_CASES)])
 def test_rows_do_not_see_each_other(implementation, case):
     """S1-06: permuted rows give permuted bits, and another row's query and length change nothing."""

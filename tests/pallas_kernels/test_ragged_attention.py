@@ -1,6 +1,7 @@
 """The contract of `ragged_attention`, signed by every implementation."""
 
 import dataclasses
+from collections import Counter
 from functools import partial
 
 import chex
@@ -9,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import paged_attention, ragged_attention
+from pallas_kernels import dispatch, paged_attention, ragged_attention
 from pallas_kernels.ragged_attention import mosaic_gpu, reference, xla
 from pallas_kernels.ragged_attention.cases import CASES, Case
 from tests.pallas_kernels import oracle
@@ -17,7 +18,6 @@ from tests.pallas_kernels.contract import bits, call, cases, compiled, implement
 from tests.tolerances import assert_lse, assert_output
 
 SMALL = [case for case in CASES if case.ci]
-SIZES = {"heads": 4, "kv_heads": 2, "head_dim": 16}
 # Small shapes that kernels take too; their dtype is bfloat16.
 KERNEL = {"heads": 8, "kv_heads": 2, "head_dim": 64, "page_size": 8}
 every_implementation = implementations("mosaic_gpu", "xla")
@@ -99,13 +99,39 @@ def test_a_window_sees_exactly_its_width(implementation):
     """S2-11: below, at and above the bound; a window one wider must be told apart."""
     for prefix_lens in ((1, 2, 3), (7, 8, 9)):
         rows = tuple((min(n, 3), n) for n in prefix_lens)
-        case = Case("", rows, **SIZES, page_size=2, window=4)
-        inputs = case.inputs(4, "float32")
-        assert_is_oracle(run(inputs, implementation), inputs, "float32")
-    clean = dataclasses.replace(case, window=None).inputs(4, "float32")
+        case = Case("", rows, **KERNEL, window=4)
+        inputs = case.inputs(4)
+        assert_is_oracle(run(inputs, implementation), inputs, "bfloat16")
+    clean = dataclasses.replace(case, window=None).inputs(4)
     wider = run({**clean, "window": 5}, implementation)
     with pytest.raises(AssertionError):
-        assert_is_oracle(wider, {**clean, "window": 4}, "float32")
+        assert_is_oracle(wider, {**clean, "window": 4}, "bfloat16")
+
+
+@every_implementation
+def test_a_window_wider_than_any_row_hides_nothing(implementation):
+    """2**31 - 1 and a position after it would not fit in 32 bits."""
+    case = Case("", ((9, 40), (1, 33)), **KERNEL, table_width=6)
+    for window in (48, 2**31 - 1):
+        inputs = case.inputs(4) | {"window": window}
+        assert_is_oracle(run(inputs, implementation), inputs | {"window": None}, "bfloat16")
+
+
+@every_implementation
+@pytest.mark.parametrize("empty", ["tokens", "rows", "table"])
+def test_an_empty_call_returns_empty_arrays_or_nothing_seen(implementation, empty):
+    inputs = Case("", ((9, 40), (1, 33)), **KERNEL, sinks=True).inputs(4)
+    if empty == "tokens":
+        inputs |= {"q": inputs["q"][:0], "cu_q_lens": 0 * inputs["cu_q_lens"]}
+    elif empty == "rows":
+        no_rows = {name: inputs[name][:0] for name in ("page_table", "seq_lens")}
+        inputs |= no_rows | {"cu_q_lens": np.zeros(1, np.int32)}
+    else:
+        inputs |= {"page_table": inputs["page_table"][:, :0], "seq_lens": 0 * inputs["seq_lens"]}
+    out, lse = run(inputs, implementation)
+    assert out.dtype == inputs["q"].dtype
+    assert bits(out) == bits(np.zeros_like(inputs["q"]))
+    assert bits(lse) == bits(np.full(inputs["q"].shape[:2], -np.inf, np.float32))
 
 
 @every_implementation
@@ -176,6 +202,27 @@ def test_temporary_memory_is_bounded_by_tiles_and_blocks():
     program = jax.jit(partial(ragged_attention, scale=0.1, implementation="xla"))
     compiled = program.lower(q, pool, pool, table, lens, bounds).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < 1 << 30
+
+
+@pytest.mark.parametrize(("width", "times"), [(512, 0), (513, 1), (8192, 1)])
+def test_tables_too_large_to_unpack_are_handed_on_to_the_bounded_form(monkeypatch, width, times):
+    """64 rows of 8192 keys are 2 GiB as bfloat16; at 8192 pages a row it would be 32."""
+    monkeypatch.setattr(mosaic_gpu, "why_not", lambda *_, **__: None)
+    monkeypatch.setattr(mosaic_gpu, "ragged_attention", lambda q, *_, **__: 2 * q)
+    q = jax.ShapeDtypeStruct((64, 32, 128), jnp.bfloat16)
+    pool = jax.ShapeDtypeStruct((1024, 16, 8, 128), jnp.int8)
+    scales = jax.ShapeDtypeStruct(pool.shape[:3], jnp.float32)
+    tables = [jax.ShapeDtypeStruct(s, jnp.int32) for s in ((64, width), (64,), (65,))]
+    attend = partial(ragged_attention, scale=0.1, implementation="mosaic_gpu")
+    before = Counter(dispatch.fallbacks())
+    program = jax.jit(lambda *a: attend(*a[:6], k_scales=a[6], v_scales=a[7]))
+    compiled = program.lower(q, pool, pool, *tables, scales, scales).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 1 << 30
+    counted = Counter(dispatch.fallbacks()) - before
+    assert sum(counted.values()) == times
+    for op, passed_over, reason in counted:
+        assert (op, passed_over) == ("ragged_attention", "mosaic_gpu")
+        assert f"64 rows of {width} pages take {width << 22} bytes unpacked" in reason
 
 
 @pytest.mark.parametrize(("tokens", "rows"), [(1, 1), (64, 64), (128, 4), (17, 16)])
