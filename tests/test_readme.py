@@ -6,7 +6,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-from jaxkv import default_model
+from jaxkv import LLM, SamplingParams, default_model
 from jaxkv.models.registry import build_model, load_config
 
 README = Path(__file__).parents[1] / "README.md"
@@ -40,7 +40,7 @@ def test_the_library_is_used_as_shown(tmp_path, capsys):
 
 
 def test_strict_mode_is_warmed_up_as_shown():
-    names = {"SamplingParams": __import__("jaxkv").SamplingParams, "LLM": __import__("jaxkv").LLM}
+    names = {"SamplingParams": SamplingParams, "LLM": LLM}
     block = ready(blocks()[1], default_model.path()).replace(
         "prompt_tokens=1024", "prompt_tokens=32"
     )
@@ -57,3 +57,9 @@ def test_a_trainer_calls_generate_as_shown():
     }
     exec(blocks()[3], names)
     assert names["out"].tokens.shape == (1, 64)
+
+
+def test_many_users_are_served_as_shown(capsys):
+    names = {"SamplingParams": SamplingParams, "llm": LLM(max_model_len=64)}
+    exec(blocks()[4], names)
+    assert len(capsys.readouterr().out) > 0
