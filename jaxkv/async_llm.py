@@ -7,12 +7,13 @@ import asyncio
 import logging
 import queue
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Self
 
 from jaxkv.config import SamplingParams
+from jaxkv.engine.recovery import STEP_FAILURES
 from jaxkv.engine.request import Piece, Request, RequestOutput
 from jaxkv.engine.sequence import FINISHED
 from jaxkv.engine.sequence import Sequence as Sample
@@ -99,9 +100,12 @@ class AsyncLLM:
         sampling: SamplingParams | None = None,
         *,
         priority: int = 0,
-        salt: str | None = None,
-    ) -> AsyncIterator[Piece]:
-        """Yields pieces of text as they are generated; leaving the loop early aborts the request.
+        salt: str | bytes | None = None,
+    ) -> AsyncGenerator[Piece, None]:
+        """Yields pieces of text as they are generated; closed or dropped early, it aborts the request.
+
+        Leaving the loop alone does neither while a name still refers to the generator: to abort at once, use
+        `async with contextlib.aclosing(served.stream(...)) as pieces`.
 
         Args:
             prompt: a text, or token ids.
@@ -110,7 +114,7 @@ class AsyncLLM:
             salt: only requests of the same salt share cached pages; give each tenant one.
 
         Raises:
-            ValueError: the prompt or the parameters cannot be served.
+            ValueError: the prompt, the parameters, `priority` or `salt` cannot be served.
             RuntimeError: the engine has failed or was closed.
         """
         params = sampling or SamplingParams()
@@ -132,7 +136,7 @@ class AsyncLLM:
         sampling: SamplingParams | None = None,
         *,
         priority: int = 0,
-        salt: str | None = None,
+        salt: str | bytes | None = None,
     ) -> RequestOutput:
         """Returns all samples of one prompt when they have ended; cancelling it aborts them.
 
@@ -151,7 +155,7 @@ class AsyncLLM:
         return output_of(call.samples, self._llm.tokenizer)
 
     async def _submit(
-        self, prompt: Prompt, params: SamplingParams, priority: int, salt: str | None
+        self, prompt: Prompt, params: SamplingParams, priority: int, salt: str | bytes | None
     ) -> _Call:
         requests = await asyncio.to_thread(self._llm.requests, prompt, params)
         requests = [replace(request, priority=priority, salt=salt) for request in requests]
@@ -198,7 +202,7 @@ class AsyncLLM:
     def _begin(self, call: _Call) -> None:
         try:
             call.samples = self._engine.add(call.requests, streamed=True)
-        except ValueError as error:
+        except STEP_FAILURES as error:
             call.send([error])
         else:
             self._calls.append(call)

@@ -20,6 +20,7 @@ from jaxkv.engine.engine import Engine
 from jaxkv.engine.executor import Executor
 from jaxkv.engine.offline import Finished, generate_waves, score_texts
 from jaxkv.engine.programs import Programs
+from jaxkv.engine.recovery import refuse_broken
 from jaxkv.engine.request import Piece, Request, RequestOutput, SampleOutput, sample_seed
 from jaxkv.engine.rows import Row
 from jaxkv.engine.serve import output_of, serve_all, serve_stream
@@ -110,6 +111,7 @@ class LLM:
         prompt_tokens: int,
         sampling: SamplingParams | None = None,
         score: bool = False,
+        engine: bool = False,
     ) -> None:
         """Compiles what `generate` and `stream` need for requests like these; nothing is executed.
 
@@ -120,13 +122,17 @@ class LLM:
             prompt_tokens: tokens of each prompt.
             sampling: how their tokens are chosen; `max_tokens` and `n` count too.
             score: also what `score` needs for texts of `prompt_tokens`.
+            engine: also what `AsyncLLM`, and requests with stop strings, need. If `sampling` has stop strings, that is
+                compiled anyway.
         """
         wish = sampling or SamplingParams()
         request = self._request((0,) * prompt_tokens, wish, 0)
         shapes = self.executor.shapes
         needed = shapes.declare([request] * (batch * wish.n), whole=self.model.whole_prompts)
         if wish.stop:
-            needed = declare_served(self.engine, request, batch * wish.n)
+            needed = []
+        if wish.stop or engine:
+            needed += declare_served(self.engine, request, batch * wish.n)
         if score:
             needed.append(shapes.score(Row(0, request.prompt, 0, SamplingParams(temperature=0.0))))
         programs = self.executor.programs
@@ -181,7 +187,10 @@ class LLM:
         params = sampling or SamplingParams()
         if params.n != 1:
             raise ValueError(f"a stream is one sample, got n={params.n}; use generate")
-        return self._stream(self._request(self._prompt_ids(prompt), params, 0))
+        request = self._request(self._prompt_ids(prompt), params, 0)
+        if params.stop:
+            self.engine.check(request)
+        return self._stream(request)
 
     def _stream(self, request: Request) -> Iterator[Piece]:
         detokenizer = Detokenizer(self.tokenizer) if self.tokenizer else None
@@ -207,11 +216,14 @@ class LLM:
         """Replaces a cache that an earlier failure has cost; nothing of this call is in it yet."""
         owner = self.executor.owner
         if owner.poisoned:
+            refuse_broken(owner.cause)
             _LOG.warning("the cache was lost, an empty one takes its place")
             owner.rebuild()
+            self.engine.refresh()
 
-    def explain(self, prompt: Prompt, *, salt: str | None = None) -> Explanation:
+    def explain(self, prompt: Prompt, *, salt: str | bytes | None = None) -> Explanation:
         """Returns how much of a prompt the engine's prefix cache holds and why not more, as numbers and as text."""
+        self.engine.refresh()
         index = self.engine.prefix
         assert index is not None, "the engine of an LLM keeps prefixes"
         return index.explain(self._prompt_ids(prompt), salt)

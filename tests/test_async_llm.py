@@ -1,13 +1,18 @@
 """Many users of one model at once: each gets its own tokens, leaves when it likes, and hears of failures."""
 
 import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from dataclasses import replace
+from typing import get_type_hints
 
 import pytest
 
 from jaxkv import LLM, CacheConfig, SamplingParams
 from jaxkv.async_llm import AsyncLLM
 from jaxkv.config import MAX_STOP_STRINGS
+from jaxkv.engine.programs import compile_count
+from jaxkv.engine.request import Piece
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
 PROMPTS = ["def add(", "import os\n", "class Node:\n    ", "def add(a, b", "for x in "]
@@ -104,6 +109,74 @@ def test_bad_requests_are_refused_and_the_service_goes_on(llm, wanted):
         return await collect(served, PROMPTS[0])
 
     assert [piece.token_id for piece in in_service(llm, users)] == wanted[0]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"salt": "\ud800"}, {"salt": 7}, {"priority": None}, {"priority": True}, {"priority": 2**63}],
+)
+def test_bad_options_are_refused_and_the_neighbours_finish(llm, wanted, options):
+    async def users(served):
+        stays = asyncio.create_task(collect(served, PROMPTS[0]))
+        # A TypeError is the test-time checker's, where the annotation alone refuses it.
+        with pytest.raises((ValueError, TypeError), match=next(iter(options))):
+            await served.generate(PROMPTS[1], GREEDY, **options)
+        return [await stays, await collect(served, PROMPTS[0], salt=b"\xff")]
+
+    for pieces in in_service(llm, users):
+        assert [piece.token_id for piece in pieces] == wanted[0]
+
+
+def test_a_request_that_cannot_be_queued_fails_alone(llm, wanted, monkeypatch):
+    add = llm.engine.add
+
+    def refuse(samples, *, streamed=False):
+        if samples[0].priority == 13:
+            raise TypeError("injected")
+        return add(samples, streamed=streamed)
+
+    async def users(served):
+        stays = asyncio.create_task(collect(served, PROMPTS[0]))
+        with pytest.raises(TypeError, match="injected"):
+            await served.generate(PROMPTS[1], GREEDY, priority=13)
+        return await stays
+
+    monkeypatch.setattr(llm.engine, "add", refuse)
+    assert [piece.token_id for piece in in_service(llm, users)] == wanted[0]
+
+
+def test_a_stream_that_is_closed_aborts_its_request(llm):
+    assert get_type_hints(AsyncLLM.stream)["return"] == AsyncGenerator[Piece, None]
+
+    async def users(served):
+        async with aclosing(served.stream(PROMPTS[1], GREEDY)) as pieces:
+            async for _ in pieces:
+                break
+
+    in_service(llm, users)
+
+
+def test_a_strict_model_serves_what_was_warmed_up_for_the_engine():
+    """No stop string was in the warm-up, and yet the engine compiles nothing."""
+    strict = LLM(
+        dtype="float32",
+        max_model_len=32,
+        cache=CacheConfig(max_sequences=2, page_size=16),
+        strict=True,
+        progress=False,
+    )
+    strict.warm_up(batch=2, prompt_tokens=8, sampling=GREEDY, engine=True)
+    before = compile_count()
+
+    async def users(served):
+        return await asyncio.gather(*(served.generate(prompt, GREEDY) for prompt in PROMPTS[:2]))
+
+    served = in_service(strict, users)
+    assert [output.token_ids for output in strict.generate(PROMPTS[:2], GREEDY)] == [
+        output.token_ids for output in served
+    ]
+    strict.generate(PROMPTS[:2], replace(GREEDY, stop="never met"))
+    assert compile_count() == before
 
 
 def test_a_failed_engine_tells_everybody(llm, monkeypatch):

@@ -228,6 +228,67 @@ def test_an_error_at_the_host_read_loses_the_cache_and_the_next_call_recovers(ll
     assert [output.token_ids for output in llm.generate(PROMPTS, GREEDY)] == wanted
 
 
+def test_a_broken_device_is_not_used_again(llm, monkeypatch):
+    """Reliability row 6: neither by another wave nor by the engine."""
+
+    def fail(out):
+        raise jax.errors.JaxRuntimeError("CUDA_ERROR_ILLEGAL_ADDRESS: injected")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(jax, "device_get", fail)
+        with pytest.raises(jax.errors.JaxRuntimeError, match="ILLEGAL"):
+            llm.generate(PROMPTS, GREEDY)
+    for again in (GREEDY, replace(GREEDY, stop="never met")):
+        with pytest.raises(jax.errors.JaxRuntimeError, match="ILLEGAL"):
+            llm.generate(PROMPTS, again)
+    assert llm.executor.owner.poisoned
+    # This one was not really broken.
+    llm.executor.owner.rebuild()
+
+
+def test_a_stream_with_stop_strings_is_refused_at_the_call(llm, monkeypatch):
+    monkeypatch.setattr(llm.engine, "_tokenizer", None)
+    with pytest.raises(ValueError, match="tokenizer"):
+        llm.stream(PROMPTS[0], replace(GREEDY, stop="x"))
+
+
+def test_one_failed_request_leaves_the_others_their_answers(llm, monkeypatch, caplog):
+    """Reliability row 9, in a call with stop strings: the log says why, once."""
+    wish = replace(GREEDY, stop="never met")
+    wanted = [output.token_ids for output in llm.generate(PROMPTS, wish)]
+    add, broken = llm.engine.add, []
+
+    def fail(token_id, *, may_stop=True):
+        raise OverflowError("injected")
+
+    def add_one_broken(samples, *, streamed=False):
+        made = add(samples, streamed=streamed)
+        if not broken:
+            broken.append(made[0])
+            monkeypatch.setattr(made[0].stream, "push", fail)
+        return made
+
+    monkeypatch.setattr(llm.engine, "add", add_one_broken)
+    outputs = llm.generate(PROMPTS, wish)
+    assert outputs[0].finish_reason == "error"
+    assert [output.token_ids for output in outputs[1:]] == wanted[1:]
+    assert sum("injected" in record.getMessage() for record in caplog.records) == 1
+    llm.engine.prefix.clear()
+
+
+def test_explain_knows_of_lost_and_rebuilt_caches(llm):
+    prompt = list(range(2, 42))
+    for lose in (
+        llm.executor.owner.rebuild,
+        lambda: llm.executor.owner.poison("injected"),
+        lambda: (llm.executor.owner.poison("injected"), llm.generate([[1]], GREEDY)),
+    ):
+        llm.generate([prompt], replace(GREEDY, stop="never met"))
+        assert llm.explain(prompt).num_reused > 0
+        lose()
+        assert llm.explain(prompt).num_reused == 0
+
+
 def test_a_stream_that_outlives_a_rebuild_says_so_instead_of_reading_zeros(llm):
     pieces = llm.stream(PROMPTS[0], GREEDY)
     next(pieces)

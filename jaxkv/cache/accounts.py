@@ -181,6 +181,10 @@ class Accounts:
                 held.states[group.name] = State(read=source.states[group.name].read)
             self._pools[group.name].share(held.ids(group.name))
 
+    def is_open(self, seq: int) -> bool:
+        """Returns whether a sequence was begun and not released."""
+        return seq in self._held
+
     def release(self, seq: int) -> None:
         """Ends a sequence and drops everything it holds."""
         held = self._find(seq)

@@ -56,6 +56,11 @@ class CacheOwner:
         """Whether the cache is lost, so that `rebuild` is the only way on."""
         return bool(self._lost)
 
+    @property
+    def cause(self) -> BaseException | None:
+        """The error that cost the cache, while it is lost and if there was one."""
+        return self._cause if self._lost else None
+
     def run(self, step: Callable[..., tuple[Cache, Any]], *args: Any) -> Any:  # noqa: ANN401 - the step's own types
         """Calls `cache, out = step(cache, *args)`, keeps the cache and returns `out`. The step may donate the cache.
 

@@ -19,7 +19,7 @@ from jaxkv.engine.engine_config import EngineConfig
 from jaxkv.engine.executor import Executor
 from jaxkv.engine.flight import Flight, report, row_of
 from jaxkv.engine.preparation import prepare
-from jaxkv.engine.recovery import STEP_FAILURES, RebuildLimit, is_fatal
+from jaxkv.engine.recovery import STEP_FAILURES, RebuildLimit, is_fatal, refuse_broken
 from jaxkv.engine.request import Request
 from jaxkv.engine.results import SampledRows, unpack_sampled
 from jaxkv.engine.scheduler import Scheduler
@@ -66,12 +66,11 @@ class Engine:
         self.prefix = None
         if config.prefix_cache:
             self.prefix = PrefixIndex(layout, executor.accounts, identity=repr(executor.model))
-        page_sizes = [group.page_size for group in layout.paged_groups]
-        self._page_size = min(page_sizes, default=64)
+        self._page_sizes = {group.page_size for group in layout.paged_groups}
         self.scheduler = Scheduler(
             executor.accounts,
             self.prefix,
-            page_size=self._page_size,
+            page_size=min(self._page_sizes, default=64),
             max_rows=limits.max_rows,
             token_budget=budget,
             whole_prompts=whole,
@@ -134,7 +133,7 @@ class Engine:
         if not self._stepping.acquire(blocking=False):
             raise RuntimeError("one thread at a time steps an engine; see jaxkv.AsyncLLM")
         try:
-            self._notice_loss()
+            self.refresh()
             launched = self._launch()
             ahead = 1 if self.config.overlap and launched else 0
             while len(self._flights) > ahead:
@@ -185,6 +184,8 @@ class Engine:
         except CachePoisoned as error:
             self._recover(error)
         except STEP_FAILURES as error:
+            if is_fatal(error):
+                self._recover(error)
             self._blame([part.sequence for part in plan.parts], error)
         return True
 
@@ -234,10 +235,15 @@ class Engine:
             self._drop(sequence)
 
     def _publish(self, sequence: Sequence) -> None:
-        """Offers the pages that are full and known to be good to those that begin alike."""
+        """Offers the pages that are full and known to be good to those that begin alike.
+
+        The index is also told of what a sequence computes first, to count whether it began with a hit.
+        """
         if self.prefix is None or sequence.keys is None or sequence.tainted:
             return
-        if sequence.collected // self._page_size > sequence.published // self._page_size:
+        before, after = sequence.published, sequence.collected
+        filled = any(after // size > before // size for size in self._page_sizes)
+        if filled or sequence.keys.begun is not None:
             self.prefix.publish(sequence.number, sequence.tokens, sequence.keys, sequence.collected)
             sequence.published = sequence.collected
 
@@ -270,19 +276,28 @@ class Engine:
             _LOG.warning("a step of %d rows failed, each runs alone: %r", len(running), error)
             self.scheduler.isolate(running)
 
-    def _notice_loss(self) -> None:
+    def refresh(self) -> None:
+        """Notices that others lost or replaced the cache, and forgets what was in it; `step` begins with this.
+
+        Raises:
+            CachePoisoned, JaxRuntimeError: the cache was lost too often, or the device is broken.
+        """
         owner = self.executor.owner
         if owner.poisoned:
+            refuse_broken(owner.cause)
             self._recover(CachePoisoned("the cache was lost by another use of it"))
         elif owner.rebuilds != self._rebuilds:
             self._forget()
 
     def _recover(self, error: Exception) -> None:
         """Replaces a lost cache; everybody is computed again from the tokens the host has."""
+        owner = self.executor.owner
+        if is_fatal(error) and not owner.poisoned:
+            owner.poison(f"the device is broken: {error}", cause=error)
         if is_fatal(error) or not self._limit.allows():
             raise error
         _LOG.warning("the cache was lost and is built anew: %r", error)
-        self.executor.owner.rebuild()
+        owner.rebuild()
         self._forget()
         self.recoveries += 1
 

@@ -22,6 +22,12 @@ def is_fatal(error: BaseException) -> bool:
     return any(sign in told for sign in _FATAL)
 
 
+def refuse_broken(cause: BaseException | None) -> None:
+    """Raises what cost a cache once more if it broke the device, where no new cache would be of use."""
+    if cause is not None and is_fatal(cause):
+        raise cause
+
+
 class RebuildLimit:
     """Allows so many rebuilds in any stretch of time.
 

@@ -3,7 +3,7 @@
 import secrets
 from dataclasses import dataclass, field
 
-from jaxkv.config import SamplingParams
+from jaxkv.config import SamplingParams, as_int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,6 +17,9 @@ class Request:
         stop_ids: ids that end it, the model's own included unless it ignores them.
         priority: requests of a lower number are served first; among equals the earlier one.
         salt: only requests of the same salt share pages.
+
+    Raises:
+        ValueError: the priority is no int of 64 bits, or the salt cannot be hashed.
     """
 
     prompt: tuple[int, ...]
@@ -24,7 +27,20 @@ class Request:
     seed: int
     stop_ids: tuple[int, ...]
     priority: int = 0
-    salt: str | None = None
+    salt: str | bytes | None = None
+
+    def __post_init__(self) -> None:
+        """Refuses what the scheduler could not order, or the prefix index not hash."""
+        object.__setattr__(self, "priority", as_int("priority", self.priority, -(2**63), 2**63 - 1))
+        if not isinstance(self.salt, str | bytes | None):
+            raise ValueError(f"salt must be a str, bytes or None, got {self.salt!r}")
+        if isinstance(self.salt, str):
+            try:
+                self.salt.encode()
+            except UnicodeEncodeError as error:
+                raise ValueError(
+                    f"salt must be a str that UTF-8 can encode, got {self.salt!r}; give bytes instead"
+                ) from error
 
 
 def sample_seed(params: SamplingParams, sample: int) -> int:
@@ -44,7 +60,7 @@ class SampleOutput:
         text: the generated tokens as text; empty if the model has no tokenizer.
         token_ids: the generated ids, the stop id included.
         finish_reason: "stop" (a stop id), "length" (a limit or the context's end), "abort", or "error" (the
-            logits were not finite).
+            logits were not finite, or its own part in a step failed; the log says which).
         logprobs: per token, token id -> natural log-probability of the raw logits for the chosen token and the
             top n; `None` unless asked for.
     """

@@ -192,6 +192,31 @@ class Scheduler:
                 left -= self._chunk(sequence)
 
     def _admit(self, sequence: Sequence) -> bool:
+        """Takes a sequence in, or leaves it where it was."""
+        try:
+            if not self._take_pages(sequence):
+                return False
+            self.waiting.remove(sequence)
+            insort(self.running, sequence, key=_ORDER)
+            sequence.status = RUNNING
+        except BaseException:
+            # An interrupt, say: the next try must not find the account open.
+            self._put_back(sequence)
+            raise
+        return True
+
+    def _put_back(self, sequence: Sequence) -> None:
+        """Undoes an admission, wherever it was broken off."""
+        if sequence in self.running:
+            self.running.remove(sequence)
+        if self._accounts.is_open(sequence.number):
+            self._accounts.release(sequence.number)
+        sequence.restart()
+        sequence.status = WAITING
+        if sequence not in self.waiting:
+            self.add(sequence)
+
+    def _take_pages(self, sequence: Sequence) -> bool:
         """Takes the pages of all tokens that are known, or none."""
         number, found = sequence.number, 0
         if self._prefix is None:
@@ -206,9 +231,6 @@ class Scheduler:
             return False
         if sequence.cached is None:
             sequence.cached = found
-        self.waiting.remove(sequence)
-        sequence.status = RUNNING
-        insort(self.running, sequence, key=_ORDER)
         return True
 
     def _make_room(self, sequence: Sequence) -> bool:

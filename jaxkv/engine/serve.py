@@ -9,21 +9,18 @@ from jaxkv.tokenizer import Tokenizer
 
 
 def serve_all(engine: Engine, prompts: Sequence[Sequence[Request]]) -> list[list[Sample]]:
-    """Returns the samples of each prompt when all have ended.
+    """Returns the samples of each prompt when all have ended; one that failed alone has the reason "error".
+
+    The engine has logged why.
 
     Raises:
         ValueError: a request can never be served; none was begun.
-        Exception: what a request failed with, if its own part in a step failed; the others have ended.
     """
     for samples in prompts:
         for request in samples:
             engine.check(request)
     made = [engine.add(samples) for samples in prompts]
-    together = [sample for samples in made for sample in samples]
-    engine.run(together)
-    for sample in together:
-        if sample.error is not None:
-            raise sample.error
+    engine.run([sample for samples in made for sample in samples])
     return made
 
 

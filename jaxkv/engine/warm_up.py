@@ -35,7 +35,9 @@ def declare_served(engine: Engine, request: Request, count: int) -> list[Declare
 
 
 def _may_return(engine: Engine, held: int, rows: int) -> bool:
-    """Whether so many sequences may run out of pages, so that some are preempted and come back."""
+    """Whether some may come back with what they have generated: when a cache is lost, or pages run out."""
+    if engine.config.most_rebuilds:
+        return True
     groups = engine.executor.layout.paged_groups
     counts = engine.executor.owner.counts
     return any(rows * group.pages_for(held) > counts[group.name] for group in groups)

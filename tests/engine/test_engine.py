@@ -313,13 +313,11 @@ def test_stop_strings_end_the_text_and_the_request():
     assert_idle(engine)
 
 
-def test_what_is_declared_for_a_request_serves_it_alone_or_with_its_like(monkeypatch):
+def test_what_is_declared_for_a_request_serves_it_alone_or_with_its_like():
     """S3-10, with penalties, samples, chunks, preemption and prefix hits, in a strict engine."""
     programs = Programs(strict=True)
     programs._programs |= programs_of("plain")._programs
     engine = engine_for(programs=programs, free_pages=9)
-    # The pages that are somebody else's are not known to be missing.
-    monkeypatch.setattr("jaxkv.engine.warm_up._may_return", lambda *_: True)
     for count in (1, 4):
         for declared in declare_served(engine, request_of([1] * 44, max_tokens=20, **RICH), count):
             engine.executor.program(declared)
@@ -329,3 +327,30 @@ def test_what_is_declared_for_a_request_serves_it_alone_or_with_its_like(monkeyp
         programs.unseal()
     assert_equal(sequences, oracle(requests_of(RICH)))
     assert sum(one.preemptions for one in sequences) > 0
+
+
+def test_a_strict_engine_survives_a_lost_cache():
+    """There are pages for all, but what they have generated must be given back to the penalties."""
+    programs = Programs(strict=True)
+    programs._programs |= programs_of("plain")._programs
+    engine = engine_for(programs=programs)
+    for declared in declare_served(engine, request_of([1] * 44, max_tokens=20, **RICH), 4):
+        engine.executor.program(declared)
+    programs.seal()
+    sequences = [engine.add([one])[0] for one in requests_of(RICH)[:4]]
+    while not all(one.generated for one in sequences):
+        engine.step()
+    engine.executor.owner.poison("injected")
+    engine.run(sequences)
+    assert engine.recoveries == 1
+    assert_equal(sequences, oracle(requests_of(RICH))[:4])
+
+
+def test_short_requests_are_hits_or_misses_too():
+    """What never fills a page is counted when its first step is read."""
+    engine = engine_for()
+    engine.run(engine.add([request_of([1, 2, 3], max_tokens=2)]))
+    assert (engine.prefix.stats.hits, engine.prefix.stats.misses) == (0, 1)
+    engine.run(engine.add([request_of(range(10), max_tokens=1)]))
+    engine.run(engine.add([request_of(range(10), max_tokens=1)]))
+    assert (engine.prefix.stats.hits, engine.prefix.stats.misses) == (1, 2)

@@ -112,9 +112,29 @@ def test_a_broken_device_is_not_used_again(monkeypatch):
     Faults(engine, monkeypatch, reads=[1], message="CUDA_ERROR_ILLEGAL_ADDRESS: an illegal ...")
     with pytest.raises(jax.errors.JaxRuntimeError, match="ILLEGAL"):
         engine.run(start(engine))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="ILLEGAL"):
+        engine.run(start(engine))
     assert engine.recoveries == 0
+    assert engine.executor.owner.rebuilds == 1
     assert is_fatal(RuntimeError("unspecified launch failure"))
     assert not is_fatal(jax.errors.JaxRuntimeError(OUT_OF_MEMORY))
+
+
+def test_a_device_that_breaks_at_a_dispatch_is_not_used_again(wanted, monkeypatch):
+    """The cache's buffers live, so that only the error says so; no request is to blame."""
+    engine = engine_for()
+
+    def fail(shape, rows):
+        raise jax.errors.JaxRuntimeError("CUDA_ERROR_LAUNCH_FAILED")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(engine.executor, "step", fail)
+        with pytest.raises(jax.errors.JaxRuntimeError, match="LAUNCH_FAILED"):
+            engine.run(start(engine))
+    sequences = start(engine)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="LAUNCH_FAILED"):
+        engine.run(sequences)
+    assert {one.error for one in sequences} == {None}
 
 
 def test_a_request_that_breaks_its_step_fails_alone(wanted):
@@ -197,21 +217,22 @@ def test_a_broken_stop_string_fails_one_request(wanted):
     assert_idle(engine)
 
 
-@pytest.mark.parametrize("where", ["read", "step", "admit"])
+@pytest.mark.parametrize("where", ["read", "step", "admit", "reserve"])
 def test_an_interrupt_leaves_the_others_where_they_can_go_on(where, wanted, monkeypatch):
     """Ctrl-C: the call that was interrupted takes its requests along, another's are computed again."""
     engine = engine_for()
     [other] = start(engine, REQUESTS[:1])
     mine = start(engine, [request_of([1, 2], repetition_penalty=1.5), *REQUESTS[1:]])
     with monkeypatch.context() as patched:
-        calls, usual = count(), getattr(engine.executor, where)
+        owner = engine.executor.accounts if where == "reserve" else engine.executor
+        calls, usual = count(), getattr(owner, where)
 
         def interrupt(*given):
-            if next(calls) == (0 if where == "admit" else 2):
+            if next(calls) == (0 if where in ("admit", "reserve") else 2):
                 raise KeyboardInterrupt
             return usual(*given)
 
-        patched.setattr(engine.executor, where, interrupt)
+        patched.setattr(owner, where, interrupt)
         with pytest.raises(KeyboardInterrupt):
             engine.run(mine)
     assert {one.reason for one in mine} <= {"abort"}

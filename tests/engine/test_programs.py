@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax._src import compilation_cache
+from jax.experimental.compilation_cache import compilation_cache
 
 from jaxkv.batch import Features
 from jaxkv.engine.lowering import lower
