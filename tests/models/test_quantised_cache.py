@@ -7,6 +7,7 @@ from jaxkv import LLM, CacheConfig, SamplingParams
 from jaxkv.cache.budget import bytes_per_token
 from jaxkv.models.registry import build_model, load_config
 from jaxkv.weights.load import load_params
+from pallas_kernels.device import gpu_arch
 from tests.models.driver import Driver
 
 torch = pytest.importorskip("torch")
@@ -81,10 +82,16 @@ def test_logits_and_greedy_tokens_equal_transformers_over_rounded_keys(family, n
 def test_a_model_serves_text_from_a_third_of_the_bytes():
     params = SamplingParams(temperature=0.0, max_tokens=4)
     texts, sizes = {}, {}
-    for name in ("float32", "fp8"):
+    for name in ("float32", "int8"):
         cache = CacheConfig(dtype=name, max_sequences=1, page_size=16)
         llm = LLM(dtype="float32", max_model_len=64, cache=cache, progress=False)
         texts[name] = llm.generate("def add(", params)[0].text
         sizes[name] = bytes_per_token(llm.executor.layout.groups[0])
-    assert texts["fp8"] == texts["float32"]
-    assert sizes["fp8"] < 0.32 * sizes["float32"]
+    assert texts["int8"] == texts["float32"]
+    assert sizes["int8"] < 0.32 * sizes["float32"]
+
+
+@pytest.mark.skipif(gpu_arch() == 90, reason="the kernels run on this GPU")
+def test_fp8_is_refused_where_xla_would_copy_its_pools():
+    with pytest.raises(ValueError, match=r"an fp8 cache needs our kernels.* found .*int8 instead"):
+        LLM(max_model_len=64, cache=CacheConfig(dtype="fp8"), progress=False)
