@@ -43,9 +43,13 @@ class _Call:
     arrivals: asyncio.Queue[_Arrival] = field(default_factory=asyncio.Queue)
     samples: list[Sample] = field(default_factory=list)
 
-    def send(self, arrivals: Sequence[_Arrival]) -> None:
-        """Hands arrivals over to the user's event loop; called by the engine's thread."""
-        self.loop.call_soon_threadsafe(self._put, arrivals)
+    def send(self, arrivals: Sequence[_Arrival]) -> bool:
+        """Hands arrivals over to the user's event loop, from the engine's thread; False if nobody waits any more."""
+        try:
+            self.loop.call_soon_threadsafe(self._put, arrivals)
+        except RuntimeError:  # Its event loop is closed.
+            return False
+        return True
 
     def _put(self, arrivals: Sequence[_Arrival]) -> None:
         for arrival in arrivals:
@@ -53,7 +57,7 @@ class _Call:
 
 
 class AsyncLLM:
-    """Serves an `LLM` to many asynchronous users; the `LLM` itself must not be used meanwhile.
+    """Serves an `LLM` to many asynchronous users; until it is closed, the `LLM` itself refuses to run anything.
 
     Example:
         >>> async with AsyncLLM(LLM()) as served:
@@ -65,6 +69,7 @@ class AsyncLLM:
     """
 
     def __init__(self, llm: LLM) -> None:
+        llm.lend()
         self._llm = llm
         self._engine = llm.engine
         self._orders: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -187,6 +192,7 @@ class AsyncLLM:
             self._failure = error
         finally:
             self._end_all()
+            self._llm.take_back()
 
     def _take_orders(self) -> bool:
         """Follows all orders, and waits for one if there is nothing else to do; returns whether to go on."""
@@ -223,9 +229,7 @@ class AsyncLLM:
                 self._calls.remove(call)
             if not arrivals:
                 continue
-            try:
-                call.send(arrivals)
-            except RuntimeError:  # Its event loop is closed: nobody waits any more.
+            if not call.send(arrivals):
                 self._abort(call)
 
     def _end_all(self) -> None:

@@ -103,6 +103,27 @@ class LLM:
             max_rows=cache.max_sequences,
             programs=Programs(strict=strict),
         )
+        self._lent = False
+
+    def lend(self) -> None:
+        """Leaves the engine to an `AsyncLLM`: until `take_back`, whatever else would run the model is refused.
+
+        Raises:
+            RuntimeError: it is lent already.
+        """
+        self._refuse_if_lent()
+        self._lent = True
+
+    def take_back(self) -> None:
+        """Ends what `lend` began."""
+        self._lent = False
+
+    def _refuse_if_lent(self) -> None:
+        if self._lent:
+            raise RuntimeError(
+                "an AsyncLLM serves this LLM, whose cache and engine only its thread may use; close it first, "
+                "or send it the request"
+            )
 
     def warm_up(
         self,
@@ -125,6 +146,7 @@ class LLM:
             engine: also what `AsyncLLM`, and requests with stop strings, need. If `sampling` has stop strings, that is
                 compiled anyway.
         """
+        self._refuse_if_lent()
         wish = sampling or SamplingParams()
         request = self._request((0,) * prompt_tokens, wish, 0)
         shapes = self.executor.shapes
@@ -188,6 +210,7 @@ class LLM:
         if params.n != 1:
             raise ValueError(f"a stream is one sample, got n={params.n}; use generate")
         request = self._request(self._prompt_ids(prompt), params, 0)
+        self._refuse_if_lent()
         if params.stop:
             self.engine.check(request)
         return self._stream(request)
@@ -214,6 +237,7 @@ class LLM:
 
     def _recover(self) -> None:
         """Replaces a cache that an earlier failure has cost; nothing of this call is in it yet."""
+        self._refuse_if_lent()
         owner = self.executor.owner
         if owner.poisoned:
             refuse_broken(owner.cause)
@@ -223,7 +247,8 @@ class LLM:
 
     def explain(self, prompt: Prompt, *, salt: str | bytes | None = None) -> Explanation:
         """Returns how much of a prompt the engine's prefix cache holds and why not more, as numbers and as text."""
-        self.engine.refresh()
+        if not self._lent:
+            self.engine.refresh()
         index = self.engine.prefix
         assert index is not None, "the engine of an LLM keeps prefixes"
         return index.explain(self._prompt_ids(prompt), salt)

@@ -242,3 +242,22 @@ def test_stop_strings_out_of_range_are_refused_by_name(stop):
 def test_a_single_stop_string_is_a_list_of_one():
     assert SamplingParams(stop="END").stop == ("END",)
     assert hash(SamplingParams(stop=["a", "b"])) == hash(SamplingParams(stop=("a", "b")))
+
+
+def test_an_llm_that_is_served_runs_nothing_else(llm):
+    """Two threads would give one cache away twice."""
+
+    async def users():
+        async with AsyncLLM(llm) as served:
+            for use in (
+                lambda: llm.generate(PROMPTS[0], GREEDY),
+                lambda: llm.stream(PROMPTS[0], GREEDY),
+                lambda: llm.score([1, 2, 3]),
+                lambda: llm.warm_up(batch=1, prompt_tokens=4),
+                lambda: AsyncLLM(llm),
+            ):
+                with pytest.raises(RuntimeError, match="an AsyncLLM serves this LLM"):
+                    use()
+            return await served.generate(PROMPTS[0], GREEDY)
+
+    assert asyncio.run(users()).token_ids == llm.generate(PROMPTS[0], GREEDY)[0].token_ids
