@@ -7,6 +7,7 @@ import datetime
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -94,8 +95,9 @@ def _driver() -> str:
 
 
 def _command() -> str:
-    """The command line that started this process, without the folder that its interpreter lies in."""
-    return " ".join([Path(sys.orig_argv[0]).name, *sys.orig_argv[1:]])
+    """The command line that started this process, without the folders of its interpreter and of its records."""
+    line = " ".join([Path(sys.orig_argv[0]).name, *sys.orig_argv[1:]])
+    return re.sub(r" --folder[ =]\S+", "", line)
 
 
 def save_record(name: str, rows: Sequence[Mapping[str, Any]], *, folder: Path = RECORDS) -> Path:

@@ -23,12 +23,11 @@ from jaxkv.engine.results import pack_sampled
 from jaxkv.engine.rows import Row
 from jaxkv.engine.shapes import Declared, Shapes, serves
 from jaxkv.engine.side_programs import COPY, Admission, copy_batches, pack_copies, run_copies
-from jaxkv.models.implementation import Choice, choose_implementation
+from jaxkv.models.implementation import choose_implementation
 from jaxkv.models.protocol import Model, Params
 from jaxkv.step.loop import Generated, generate_loop
 from jaxkv.step.score import score_tokens
 from jaxkv.step.step import step
-from pallas_kernels.dispatch import Unsupported
 
 
 class Executor:
@@ -63,7 +62,6 @@ class Executor:
         programs: Programs,
     ) -> None:
         self.implementation = choose_implementation(model, params, layout, counts)
-        _refuse_float8_without_kernels(layout, self.implementation)
         self.model = model.running(self.implementation.name)
         self.params = params
         self.layout = layout
@@ -238,13 +236,3 @@ class Executor:
 def _present(arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
     """Leaves out empty arrays: a transfer of nothing still costs one."""
     return [array for array in arrays if array.size]
-
-
-def _refuse_float8_without_kernels(layout: CacheLayout, choice: Choice) -> None:
-    """Refuses an fp8 cache that XLA would update: it computes such bytes as wider floats, pool by pool."""
-    arrays = (array for group in layout.groups for array in group.spec.arrays)
-    if choice.name == "xla" and any(array.dtype.startswith("float8") for array in arrays):
-        raise Unsupported(
-            f"an fp8 cache needs our kernels, since XLA copies its pools at every step, and this model runs as "
-            f"{choice}; store keys and values as int8 instead"
-        )

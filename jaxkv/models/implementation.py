@@ -63,9 +63,25 @@ def choose_implementation(
         counts: how many pages or states each group has.
 
     Raises:
-        Unsupported: the named implementation cannot run an op of a layer; the message has every reason.
+        Unsupported: the named implementation cannot run an op of a layer; the message has every reason. Or the cache
+            is fp8, and XLA would update it.
         ValueError: the name is unknown.
     """
+    choice = _choose(model, params, layout, counts)
+    arrays = (array for group in layout.groups for array in group.spec.arrays)
+    if choice.name == _PLAINEST and any(array.dtype.startswith("float8") for array in arrays):
+        # XLA computes such bytes as wider floats, a pool at a time.
+        raise Unsupported(
+            f"an fp8 cache needs our kernels, since XLA copies its pools at every step, and this model runs as "
+            f"{choice}; store keys and values as int8 instead"
+        )
+    if choice.reasons and str(choice) not in _TOLD:
+        _TOLD.add(str(choice))
+        _LOG.info("the model runs as %s", choice)
+    return choice
+
+
+def _choose(model: Model, params: Params, layout: CacheLayout, counts: Mapping[str, int]) -> Choice:
     named = model.implementation
     if named is not None and named not in FAMILIES:
         raise ValueError(f"implementation must be one of {', '.join(FAMILIES)}, got {named!r}")
@@ -77,9 +93,6 @@ def choose_implementation(
         if named is not None and refused:
             raise Unsupported(f"this model cannot run as {named}: {'; '.join(refused)}")
         choice = Choice(_PLAINEST, refused) if refused else Choice(named or _BEST)
-    if choice.reasons and str(choice) not in _TOLD:
-        _TOLD.add(str(choice))
-        _LOG.info("the model runs as %s", choice)
     return choice
 
 

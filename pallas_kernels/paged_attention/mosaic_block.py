@@ -9,15 +9,14 @@ with one column per query fetched. Refs to whole arrays are named like the array
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial, reduce
-from math import e, log2
 
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import Array, lax
 
+from pallas_kernels.attention_scores import LOG2_E, Options
 from pallas_kernels.paged_attention.mosaic_schedule import ROW_TILE, TILE, Geometry, Schedule
 from pallas_kernels.paged_attention.mosaic_tile import (
     PER_COLUMN,
@@ -27,17 +26,6 @@ from pallas_kernels.paged_attention.mosaic_tile import (
     multiply,
     over_rows,
 )
-
-LOG2_E = log2(e)
-
-
-@dataclass(frozen=True)
-class Options:
-    """What the scores become between the product with the keys and the softmax."""
-
-    scale: float
-    window: int | None = None
-    soft_cap: float | None = None
 
 
 class Block:

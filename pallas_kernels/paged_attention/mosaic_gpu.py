@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Shaped
 
+from pallas_kernels.attention_scores import LOG2_E, Options
 from pallas_kernels.device import why_not_mosaic
-from pallas_kernels.paged_attention.mosaic_block import LOG2_E, Options
 from pallas_kernels.paged_attention.mosaic_kernel import Kernel
 from pallas_kernels.paged_attention.mosaic_schedule import ROW_TILE, Geometry, Schedule
 

@@ -9,7 +9,8 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import Array
 
-from pallas_kernels.paged_attention.mosaic_block import Block, Options
+from pallas_kernels.attention_scores import Options
+from pallas_kernels.paged_attention.mosaic_block import Block
 from pallas_kernels.paged_attention.mosaic_packed import PackedTiles
 from pallas_kernels.paged_attention.mosaic_schedule import TILE, Geometry, Schedule
 from pallas_kernels.paged_attention.mosaic_tile import Ref, swizzled

@@ -18,6 +18,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import Array, lax
 
+from pallas_kernels.attention_scores import Options
 from pallas_kernels.ragged_attention.mosaic_consumer import Consumer
 from pallas_kernels.ragged_attention.mosaic_piece import Ref
 from pallas_kernels.ragged_attention.mosaic_producer import Producer
@@ -34,15 +35,6 @@ _transform: Any = plgpu
 SWIZZLED = (_transform.TilingTransform((ROW_TILE, 64)), _transform.SwizzleTransform(128))
 # Registers per thread, which start as 168 for each warpgroup: a sum above 504 would wait for ever.
 _CONSUMER_REGISTERS, _PRODUCER_REGISTERS = 232, 40
-
-
-@dataclass(frozen=True)
-class Options:
-    """What the scores become between the product with the keys and the softmax."""
-
-    scale: float
-    window: int | None = None
-    soft_cap: float | None = None
 
 
 @dataclass(frozen=True)

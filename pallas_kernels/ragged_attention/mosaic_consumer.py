@@ -10,7 +10,6 @@ lanes. Both products are kept in accumulators, `scores` and `acc`.
 
 from collections.abc import Callable, Mapping
 from functools import partial, reduce
-from math import e, log2
 from typing import TYPE_CHECKING, Any
 
 import jax.experimental.pallas as pl
@@ -18,6 +17,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import Array, lax
 
+from pallas_kernels.attention_scores import LOG2_E
 from pallas_kernels.ragged_attention.mosaic_piece import WGMMA, Piece, Ref, Share, Worker
 from pallas_kernels.ragged_attention.mosaic_registers import eights, over_columns, over_rows
 from pallas_kernels.ragged_attention.mosaic_schedule import CONSUMERS, HEIGHT, ROW_TILE
@@ -25,7 +25,6 @@ from pallas_kernels.ragged_attention.mosaic_schedule import CONSUMERS, HEIGHT, R
 if TYPE_CHECKING:
     from pallas_kernels.ragged_attention.mosaic_block import Kernel
 
-LOG2_E = log2(e)
 # Widest heads whose queries fit in registers beside all else, where reading them costs less power.
 QUERIES_IN_REGISTERS = 128
 PER_ROW, PER_COLUMN = WGMMA.reduce(1), WGMMA.reduce(0)

@@ -11,8 +11,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
+from pallas_kernels.attention_scores import Options
 from pallas_kernels.device import why_not_mosaic
-from pallas_kernels.ragged_attention.mosaic_block import Kernel, Options
+from pallas_kernels.ragged_attention.mosaic_block import Kernel
 from pallas_kernels.ragged_attention.mosaic_schedule import (
     ROW_TILE,
     Geometry,

@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+import sys
 
 import jax
 import pytest
@@ -87,3 +88,19 @@ def test_a_file_that_is_no_record_is_named(tmp_path, text):
     path.write_text(text)
     with pytest.raises(ValueError, match=r"odd\.json is not a benchmark record"):
         load_record(path)
+
+
+def test_a_command_names_no_folder_of_the_machine(tmp_path, monkeypatch):
+    line = [
+        "/somewhere/python3",
+        "-m",
+        "benchmarks.ops",
+        "x",
+        "--folder",
+        str(tmp_path),
+        "--seconds",
+        "1",
+    ]
+    monkeypatch.setattr(sys, "orig_argv", line)
+    record = load_record(save_record("x", [{"us": 1.0}], folder=tmp_path))
+    assert record.command == "python3 -m benchmarks.ops x --seconds 1"

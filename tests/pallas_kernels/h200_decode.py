@@ -15,8 +15,8 @@ def programs():
     import jax
     import jax.numpy as jnp
 
+    from pallas_kernels.attention_scores import Options
     from pallas_kernels.paged_attention import mosaic_gpu
-    from pallas_kernels.paged_attention.mosaic_block import Options
     from pallas_kernels.paged_attention.mosaic_schedule import Geometry, Schedule
 
     def attend(

@@ -1,15 +1,10 @@
 """What becomes of the writing kernels on an H200, seen without a GPU: registers, copies, donation, one graph."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import jax
 import pytest
 
 from pallas_kernels.device import NEWEST_JAX
+from tests.pallas_kernels.h200_reports import reports_of
 
 pytestmark = pytest.mark.skipif(
     jax.__version_info__[:2] > NEWEST_JAX, reason="this JAX takes minutes; why_not says so"
@@ -19,14 +14,7 @@ pytestmark = pytest.mark.skipif(
 @pytest.fixture(scope="module")
 def reports():
     """Compiles all of them in one process: about 10 seconds on two idle cores."""
-    root = Path(__file__).parents[2]
-    command = [sys.executable, str(Path(__file__).with_name("h200_writes.py"))]
-    environment = os.environ | {"PYTHONPATH": str(root)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-4000:]
-    found = json.loads(done.stdout.splitlines()[-1])
-    if "skipped" in found:
-        pytest.skip(found["skipped"])
+    found = reports_of("h200_writes.py")
     assert len(found) > 8
     return found
 

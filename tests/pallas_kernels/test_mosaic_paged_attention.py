@@ -13,10 +13,10 @@ import pytest
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as interpreter
 
 from pallas_kernels import device
+from pallas_kernels.attention_scores import Options
 from pallas_kernels.device import NEWEST_JAX, gpu_arch
 from pallas_kernels.paged_attention import mosaic_gpu
 from pallas_kernels.paged_attention.cases import Case
-from pallas_kernels.paged_attention.mosaic_block import Options
 from pallas_kernels.paged_attention.mosaic_schedule import Geometry, Schedule
 from tests.pallas_kernels import oracle
 from tests.pallas_kernels.contract import bits

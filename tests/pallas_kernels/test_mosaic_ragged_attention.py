@@ -4,12 +4,7 @@ What it shares with other implementations is tested in test_ragged_attention.py.
 """
 
 import dataclasses
-import json
-import os
-import subprocess
-import sys
 from functools import partial
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -18,10 +13,10 @@ import pytest
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as interpreter
 
 from pallas_kernels import ragged_attention
+from pallas_kernels.attention_scores import Options
 from pallas_kernels.device import NEWEST_JAX, SHARED_BYTES_PER_BLOCK, gpu_arch
 from pallas_kernels.ragged_attention import mosaic_gpu, mosaic_schedule
 from pallas_kernels.ragged_attention.cases import Case
-from pallas_kernels.ragged_attention.mosaic_block import Options
 from pallas_kernels.ragged_attention.mosaic_schedule import (
     ONE_BLOCK_EACH,
     Geometry,
@@ -33,6 +28,7 @@ from pallas_kernels.ragged_attention.mosaic_schedule import (
 from pallas_kernels.ragged_attention.mosaic_tiles import Tile, cut
 from tests.pallas_kernels import oracle
 from tests.pallas_kernels.contract import bits
+from tests.pallas_kernels.h200_reports import reports_of
 from tests.tolerances import assert_lse, assert_output
 
 ARRAYS = ("q", "k_pages", "v_pages", "page_table", "seq_lens", "cu_q_lens", "sinks")
@@ -118,15 +114,7 @@ def reports():
     """Compiles what h200_ragged.py names in one process: about 20 seconds on two idle cores."""
     if jax.__version_info__[:2] > NEWEST_JAX:
         pytest.skip("this JAX takes minutes; why_not says so")
-    root = Path(__file__).parents[2]
-    command = [sys.executable, str(Path(__file__).with_name("h200_ragged.py"))]
-    environment = os.environ | {"PYTHONPATH": str(root)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr[-4000:]
-    found = json.loads(done.stdout.splitlines()[-1])
-    if "skipped" in found:
-        pytest.skip(found["skipped"])
-    return found
+    return reports_of("h200_ragged.py")
 
 
 def test_it_spills_no_register_and_its_products_overlap(reports):
