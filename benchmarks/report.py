@@ -4,7 +4,8 @@
     python -m benchmarks.report --into README.md
 
 A document says where a table goes by `<!-- record NAME: column, column -->` and `<!-- /record -->`, each on a line
-of its own; whatever lies between them is replaced.
+of its own; whatever lies between them is replaced. `column=value` among the columns keeps the rows that have it, and is
+no column of the table.
 """
 
 import argparse
@@ -27,23 +28,30 @@ def render(record: Record, columns: Sequence[str] = ()) -> str:
 
     Args:
         record: what was measured.
-        columns: which columns, in this order; all of them if none are named.
+        columns: which columns, in this order; all of them if none are named. `column=value` keeps the rows whose
+            value reads so.
 
     Raises:
-        ValueError: a column is not in the record; the message lists those that are.
+        ValueError: a column is not in the record, or no row is kept; the message lists what there is.
     """
+    wanted = dict(name.split("=", 1) for name in columns if "=" in name)
+    columns = [name for name in columns if "=" not in name]
     known = list(dict.fromkeys(name for row in record.rows for name in row))
-    unknown = [name for name in columns if name not in known]
+    unknown = [name for name in [*columns, *wanted] if name not in known]
     if unknown:
         raise ValueError(
             f"record {record.name} has no column {unknown[0]!r}; it has {', '.join(known)}"
         )
-    chosen = list(columns) or known
-    numeric = [all(_is_number(row.get(name)) for row in record.rows) for name in chosen]
+    rows = [row for row in record.rows if all(str(row.get(name)) == wanted[name] for name in wanted)]
+    if record.rows and not rows:
+        there = {name: sorted({str(row.get(name)) for row in record.rows}) for name in wanted}
+        raise ValueError(f"no row of record {record.name} has {wanted}; there are {there}")
+    chosen = columns or known
+    numeric = [all(_is_number(row.get(name)) for row in rows) for name in chosen]
     lines = [
         _line(chosen),
         _line(["---:" if right else "---" for right in numeric]),
-        *(_line([_cell(row.get(name)) for name in chosen]) for row in record.rows),
+        *(_line([_cell(row.get(name)) for name in chosen]) for row in rows),
     ]
     return "\n".join([*lines, "", _origin(record)])
 

@@ -14,7 +14,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -106,34 +106,45 @@ def hostile(case: Any) -> Iterator[Any]:  # noqa: ANN401 - each op has its own C
 
 
 def run_cases(op: str) -> None:
-    """Runs the kernel on each small case that it takes."""
+    """Compiles the kernel for each small case that it takes, several at once, then runs them one by one."""
+    import jax
+
+    from pallas_kernels.subjects import load_cases
+
+    small = [case for case in load_cases(op).values() if case.ci]
+    # Under a tool a program takes many times as long to compile.
+    with ThreadPoolExecutor() as threads:
+        for found in threads.map(partial(_first_that_runs, op), small):
+            if found is not None:
+                case, run = found
+                jax.block_until_ready(run())
+                print(f"case of {op}: {case}"[:200], flush=True)
+    print("ran all cases", flush=True)
+
+
+def _first_that_runs(op: str, small: Any) -> tuple[Any, Callable[[], Any]] | None:  # noqa: ANN401
+    """Returns the case, or one like it with sizes that the kernel takes, and its compiled call."""
     import jax
     import numpy as np
 
     import pallas_kernels
     from pallas_kernels.dispatch import Unsupported
-    from pallas_kernels.subjects import load_cases
 
-    for small in load_cases(op).values():
-        for case in hostile(small) if small.ci else ():
-            inputs = case.inputs(seed=1, dtype="bfloat16")
-            options = {
-                name: value
-                for name, value in inputs.items()
-                if not isinstance(value, np.ndarray | tuple)
-            }
-            call = partial(getattr(pallas_kernels, op), **options, implementation=KERNEL)
-            arrays = {name: value for name, value in inputs.items() if name not in options}
-            arrays = {
-                name: jax.tree.map(jax.numpy.asarray, value) for name, value in arrays.items()
-            }
-            try:
-                jax.block_until_ready(jax.jit(call)(**arrays))
-            except Unsupported:
-                continue
-            print(f"case of {op}: {case}"[:200], flush=True)
-            break
-    print("ran all cases", flush=True)
+    for case in hostile(small):
+        inputs = case.inputs(seed=1, dtype="bfloat16")
+        options = {
+            name: value
+            for name, value in inputs.items()
+            if not isinstance(value, np.ndarray | tuple)
+        }
+        call = partial(getattr(pallas_kernels, op), **options, implementation=KERNEL)
+        arrays = {name: value for name, value in inputs.items() if name not in options}
+        arrays = {name: jax.tree.map(jax.numpy.asarray, value) for name, value in arrays.items()}
+        try:
+            return case, partial(jax.jit(call).lower(**arrays).compile(), **arrays)
+        except Unsupported:
+            continue
+    return None
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -151,15 +162,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("compute-sanitizer is not installed; it comes with CUDA's toolkit", file=sys.stderr)
         return 2
     wanted = [(op, tool) for op in options.ops or OPS for tool in options.tool or TOOLS[:2]]
+    outcomes: list[Outcome] = []
     with ThreadPoolExecutor(len(wanted)) as threads:
-        outcomes = list(threads.map(lambda pair: watch(program, *pair), wanted))
-    for outcome in outcomes:
-        verdict = "clean" if outcome.is_clean else "NOT CLEAN"
-        print(
-            f"{outcome.op:18s} {outcome.tool:10s} {outcome.cases:3d} cases  {outcome.findings} findings  {verdict}  "
-            f"{', '.join(outcome.kernels)} {outcome.broken}",
-            flush=True,
-        )
+        for outcome in threads.map(lambda pair: watch(program, *pair), wanted):
+            verdict = "clean" if outcome.is_clean else "NOT CLEAN"
+            print(
+                f"{outcome.op:18s} {outcome.tool:10s} {outcome.cases:3d} cases  {outcome.findings} findings  "
+                f"{verdict}  {', '.join(outcome.kernels)} {outcome.broken}",
+                flush=True,
+            )
+            outcomes.append(outcome)
     return int(not all(outcome.is_clean for outcome in outcomes))
 
 

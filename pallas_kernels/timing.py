@@ -45,7 +45,7 @@ class Timing:
         spread: slowest minus fastest trial, over the median.
         calls: calls per trial.
         host_bound: the host took longer to send the calls than the device to run them, so that `us` is the
-            host's time.
+            host's time; never so in a chain, where sending cancels out.
     """
 
     us: float
@@ -59,7 +59,7 @@ class Effort:
     """How long to measure.
 
     Attributes:
-        rounds: how often one launch repeats its calls.
+        rounds: how often one launch repeats its calls, for those that cannot find it out as a chain does.
         trials: number of measurements that the median is taken of.
         seconds: least duration of a trial.
     """
@@ -165,8 +165,10 @@ def time_chain(chain: Chain, effort: Effort) -> Timing:
         return time.perf_counter() - start
 
     seconds_of(1)
-    few, many = (min(seconds_of(rounds) for _ in range(3)) for rounds in (1, 9))
-    rounds = max(1, math.ceil(effort.seconds / 4 / max((many - few) / 8, 1e-7)))
+    rounds = 1
+    # Doubling, since the times of two short launches may not tell which is the longer.
+    while seconds_of(rounds) < effort.seconds / 4:
+        rounds *= 2
     pairs = [(seconds_of(rounds), seconds_of(3 * rounds)) for _ in range(effort.trials)]
     durations = [long - short for short, long in pairs]
     if min(durations) <= 0:

@@ -63,6 +63,8 @@ CASES = (
     _small("int8", (0, 1, 15, 16, 17, 40), quantised="int8", soft_cap=2.0, sinks=True),
     _small("fp8-window", (0, 5, 61, 200), page_size=4, window=21, quantised=FP8),
     _small("int8-static", (0, 1, 300, 640), page_size=640, quantised="int8"),
+    _small("filled-groups", (0, 5, 37), heads=30, head_dim=256, sinks=True),
+    _small("filled-groups-int8", (0, 70), heads=22, head_dim=192, quantised="int8"),
     Case("llama-b3-short", (0, 64, 81), ci=True),
     Case("llama-b3-short-fp8", (0, 64, 81), quantised=FP8, ci=True),
     Case("llama-b3-short-int8", (0, 64, 81), page_size=64, quantised="int8", ci=True),

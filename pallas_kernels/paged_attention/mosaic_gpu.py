@@ -64,6 +64,11 @@ def paged_attention(
     refusal = geometry.refusal()
     if refusal is not None:
         raise ValueError(f"the Mosaic GPU kernel cannot take this: {refusal}")
+    heads, group = q.shape[1], geometry.group
+    q = _fill_groups(q, group, geometry.filled_group)
+    if sinks is not None:
+        sinks = _fill_groups(sinks[None], group, geometry.filled_group)[0]
+    geometry = Geometry.of(q, k_pages)
     capacity = page_table.shape[1] * k_pages.shape[1]
     schedule = Schedule.of(geometry, q.shape[0], capacity, window)
     out, lse = attend(
@@ -80,7 +85,18 @@ def paged_attention(
         want_lse=return_lse,
         interpret=interpret,
     )
+    of_heads = np.arange(heads) // group * geometry.group + np.arange(heads) % group
+    if len(of_heads) < q.shape[1]:
+        out, lse = out[:, of_heads], None if lse is None else lse[:, of_heads]
     return out if lse is None else (out, lse)
+
+
+def _fill_groups(of_heads: Shaped[Array, "rows heads ..."], group: int, filled: int) -> Array:
+    """Appends zeros to each group of heads."""
+    rows, heads, *rest = of_heads.shape
+    groups = of_heads.reshape(rows, heads // group, group, *rest)
+    missing = [(0, 0), (0, 0), (0, filled - group), *[(0, 0)] * len(rest)]
+    return jnp.pad(groups, missing).reshape(rows, heads // group * filled, *rest)
 
 
 # The layers of a model call this many times with equal shapes: under its own jit the kernel is lowered once.

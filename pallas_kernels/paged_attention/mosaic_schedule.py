@@ -67,9 +67,11 @@ class Geometry:
             return f"head_dim must be 64, 128, 192 or 256, got {self.head_dim}"
         if self.page_size % TILE and self.page_size not in (8, 16, 32):
             return f"page_size must be 8, 16, 32 or a multiple of {TILE}, got {self.page_size}"
-        most = MAX_ACCUMULATOR // self.head_dim
-        if self.columns > most:
-            return f"about {most} queries of {self.head_dim} can share a key head, got {self.group}"
+        if self.filled_group > self._most_columns:
+            return (
+                f"at most {self._most_columns} queries of {self.head_dim} can share a key head, "
+                f"got {self.group}"
+            )
         return None
 
     @property
@@ -78,16 +80,28 @@ class Geometry:
         return self.heads // self.kv_heads
 
     @property
+    def filled_group(self) -> int:
+        """Queries for each key head that the kernel is given: the group, or whole tiles where it could not hold more.
+
+        Groups that begin within a tile take parts of one tile more.
+        """
+        return self.group if self.columns <= self._most_columns else _whole_tiles(self.group)
+
+    @property
+    def _most_columns(self) -> int:
+        return MAX_ACCUMULATOR // self.head_dim // ROW_TILE * ROW_TILE
+
+    @property
     def columns(self) -> int:
         """Queries fetched for one key head: whole tiles of 8 around the group, wherever it starts."""
         ends = [head * self.group % ROW_TILE + self.group for head in range(self.kv_heads)]
-        return ceil(max(ends) / ROW_TILE) * ROW_TILE
+        return _whole_tiles(max(ends))
 
     @property
     def padded_heads(self) -> int:
         """Heads after which no fetch leaves the array."""
         last = (self.kv_heads - 1) * self.group // ROW_TILE * ROW_TILE
-        return max(last + self.columns, ceil(self.heads / ROW_TILE) * ROW_TILE)
+        return max(last + self.columns, _whole_tiles(self.heads))
 
     @property
     def pages_dtype(self) -> DTypeLike:
@@ -204,6 +218,11 @@ def candidates(geometry: Geometry, rows: int, capacity: int, window: int | None)
                 if schedule.is_possible(geometry, tiles) and not deep and schedule not in found:
                     found.append(schedule)
     return found
+
+
+def _whole_tiles(rows: int) -> int:
+    """Rounds rows up to whole tiles."""
+    return ceil(rows / ROW_TILE) * ROW_TILE
 
 
 def _tiles(capacity: int, window: int | None) -> int:

@@ -52,6 +52,14 @@ def test_an_unknown_column_is_named_beside_the_known_ones():
         render(record(), ["gb"])
 
 
+def test_rows_are_chosen_by_a_value():
+    assert render(record(), ["us", "case=c"]).splitlines()[:3] == ["| us |", "| ---: |", "| - |"]
+    with pytest.raises(ValueError, match=r"no row .* has {'case': 'd'}; .*'a|b', 'c'"):
+        render(record(), ["us", "case=d"])
+    with pytest.raises(ValueError, match="no column 'gb'"):
+        render(record(), ["us", "gb=d"])
+
+
 def test_changes_and_a_missing_driver_are_told():
     text = render(record(dirty=True, driver="none", device="Some CPU"))
     assert text.splitlines()[-1].startswith(

@@ -17,7 +17,7 @@ from pallas_kernels.attention_scores import Options
 from pallas_kernels.device import NEWEST_JAX, gpu_arch
 from pallas_kernels.paged_attention import mosaic_gpu
 from pallas_kernels.paged_attention.cases import Case
-from pallas_kernels.paged_attention.mosaic_schedule import Geometry, Schedule
+from pallas_kernels.paged_attention.mosaic_schedule import MAX_ACCUMULATOR, Geometry, Schedule
 from tests.pallas_kernels import oracle
 from tests.pallas_kernels.contract import bits
 from tests.tolerances import assert_lse, assert_output
@@ -108,18 +108,47 @@ def test_page_ids_that_hold_no_visible_key_are_not_used(races):
     assert not races()
 
 
-def test_the_door_of_the_kernel_interprets_its_own_schedule(races):
-    inputs = small(100, page_size=64).inputs(3)
-    del inputs["sinks"]
+@pytest.mark.parametrize(
+    "case",
+    [
+        small(100, page_size=64),
+        small(37, 0, heads=30, head_dim=256, sinks=True),
+        small(70, heads=22, head_dim=192, quantised="int8"),
+    ],
+    ids=["plain", "groups of 15, which are filled", "groups of 11 over 8 bits"],
+)
+def test_the_door_of_the_kernel_interprets_its_own_schedule(case, races):
+    inputs = case.inputs(3)
+    arrays = {name: inputs[name] for name in ARRAYS if inputs[name] is not None}
     out, lse = mosaic_gpu.paged_attention(
-        **{name: jnp.asarray(inputs.pop(name)) for name in ARRAYS[:5]},
-        **inputs,
+        **jax.tree.map(jnp.asarray, arrays),
+        scale=inputs["scale"],
         return_lse=True,
         interpret=True,
     )
-    inputs = small(100, page_size=64).inputs(3)
     assert_is_oracle((out, lse), inputs, "bfloat16")
     assert not races()
+
+
+def test_one_process_runs_it_over_several_grids(races):
+    """T-36: a kernel that was traced for one number of rows says nothing to the next."""
+    for seq_lens in ((30,), (30, 70, 5), (30,), (30, 70)):
+        case = small(*seq_lens, table_width=5)
+        inputs = case.inputs(1)
+        assert_is_oracle(attend(case, Schedule(1, 2, 1), inputs, interpret=True), inputs, "bfloat16")
+    assert not races()
+
+
+def test_it_takes_every_group_up_to_sixteen():
+    """And no group leaves it more columns than registers hold."""
+    for head_dim in (64, 128, 192, 256):
+        for group in range(1, 17):
+            for kv_heads in (1, 2, 3, 8):
+                geometry = Geometry(group * kv_heads, kv_heads, head_dim, 16, jnp.bfloat16)
+                assert geometry.refusal() is None
+                filled = dataclasses.replace(geometry, heads=kv_heads * geometry.filled_group)
+                assert filled.columns * head_dim <= MAX_ACCUMULATOR
+    assert "at most 16 queries of 256" in Geometry(17, 1, 256, 16, jnp.bfloat16).refusal()
 
 
 LOWERED = {
