@@ -91,6 +91,22 @@ class TestChain:
         assert 450 < timing.us < 700
         assert not timing.host_bound
 
+    def test_it_waits_for_calls_that_only_write(self, monkeypatch):
+        """Their launches return nothing; one that is not waited for takes no time, so no number of rounds is enough."""
+
+        def write(shared, own):
+            return {"total": shared["total"] + own["value"]}, ()
+
+        waited = []
+        monkeypatch.setattr(
+            "pallas_kernels.timing.jax.block_until_ready",
+            lambda tree: waited.append(jax.tree.leaves(tree)),
+        )
+        chain = Chain(write, {"total": jnp.zeros(3)}, [{"value": jnp.float32(1)}] * 2)
+        time_chain(chain, Effort(trials=1, seconds=1e-6))
+        assert waited
+        assert all(len(leaves) == 1 for leaves in waited)
+
     @pytest.mark.gpu
     def test_calls_run_one_after_another(self):
         """A CUDA graph would overlap calls that do not depend on one another, and the clock would lie."""
