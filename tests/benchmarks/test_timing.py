@@ -1,7 +1,5 @@
 """The clock: what it refuses, what one launch holds, and what it reports."""
 
-import time
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -22,6 +20,26 @@ QUICK = Effort(trials=3, seconds=0.01)
 def add_own(shared, own):
     shared = {"total": shared["total"] + own["value"]}
     return shared, shared["total"][0]
+
+
+class Clock:
+    """A clock that stands still between the moments that a test lets pass."""
+
+    def __init__(self):
+        self.now = 100.0
+
+    def pass_(self, seconds):
+        self.now += seconds
+
+    def perf_counter(self):
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    made = Clock()
+    monkeypatch.setattr("pallas_kernels.timing.time", made)
+    return made
 
 
 class TestProfilers:
@@ -79,16 +97,16 @@ class TestChain:
         assert lowered.as_text().count("dot_general") == 3
         assert lowered.as_text().count("optimization_barrier") == 3
 
-    def test_its_time_is_that_of_one_call_without_what_a_launch_costs(self, monkeypatch):
+    def test_its_time_is_that_of_one_call_without_what_a_launch_costs(self, monkeypatch, clock):
         chain = Chain(add_own, {"total": jnp.zeros(3)}, [{"value": jnp.float32(1)}] * 2)
 
         def launch():
-            time.sleep(0.01 + 0.0005 * chain.calls)
+            clock.pass_(0.01 + 0.0005 * chain.calls)
             return 0
 
         monkeypatch.setattr(chain, "launch", launch)
         timing = time_chain(chain, Effort(trials=3, seconds=0.05))
-        assert 450 < timing.us < 700
+        assert timing.us == pytest.approx(500)
         assert not timing.host_bound
 
     def test_it_waits_for_calls_that_only_write(self, monkeypatch):
@@ -132,18 +150,18 @@ class TestChain:
 
 
 class TestTiming:
-    def test_it_is_the_time_of_one_call(self):
+    def test_it_is_the_time_of_one_call(self, clock):
         waited = []
 
-        def wait(result):
-            waited.append(result)
-            time.sleep(0.02)
+        def launch():
+            clock.pass_(0.02)
+            return "result"
 
         timing = time_launches(
-            lambda: "result", calls=4, effort=Effort(trials=3, seconds=0.02), wait=wait
+            launch, calls=4, effort=Effort(trials=3, seconds=0.02), wait=waited.append
         )
-        assert 5e3 <= timing.us < 5e4
-        assert timing.spread >= 0
+        assert timing.us == pytest.approx(5e3)
+        assert timing.spread == pytest.approx(0, abs=1e-9)
         assert timing.calls % 4 == 0
         assert set(waited) == {"result"}
 
