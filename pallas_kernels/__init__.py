@@ -1,7 +1,8 @@
 """Pure functions of arrays for inference on NVIDIA GPUs. Knows no model, no request and no owner of pages.
 
-`paged_attention`, `ragged_attention`, `page_write` and `rotary_write` are loaded on first use, so that importing a
-host module such as `pallas_kernels.dispatch` does not import JAX. They are functions: their files are reached with
+Attention (`paged_attention`, `ragged_attention`), its writes (`page_write`, `rotary_write`) and state-space layers
+(`causal_conv`, `ssd_scan`, `ssd_update`) are loaded on first use, so that importing a host module such as
+`pallas_kernels.dispatch` does not import JAX. They are functions: their files are reached with
 `from pallas_kernels.<op> import <file>`.
 """
 
@@ -11,12 +12,27 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from pallas_kernels.causal_conv.api import causal_conv as causal_conv
+    from pallas_kernels.delta_scan.api import delta_scan as delta_scan
+    from pallas_kernels.delta_update.api import delta_update as delta_update
     from pallas_kernels.page_write.api import page_write as page_write
     from pallas_kernels.paged_attention.api import paged_attention as paged_attention
     from pallas_kernels.ragged_attention.api import ragged_attention as ragged_attention
     from pallas_kernels.rotary_write.api import rotary_write as rotary_write
+    from pallas_kernels.ssd_scan.api import ssd_scan as ssd_scan
+    from pallas_kernels.ssd_update.api import ssd_update as ssd_update
 
-_OPS = ("page_write", "paged_attention", "ragged_attention", "rotary_write")
+_OPS = (
+    "causal_conv",
+    "delta_scan",
+    "delta_update",
+    "page_write",
+    "paged_attention",
+    "ragged_attention",
+    "rotary_write",
+    "ssd_scan",
+    "ssd_update",
+)
 
 
 class _Package(ModuleType):

@@ -17,6 +17,7 @@ import numpy as np
 from jax import Array
 
 import pallas_kernels
+from pallas_kernels import state_subjects
 from pallas_kernels.paged_attention import reference as attention_reference
 from pallas_kernels.rotary_write import reference as rotary_reference
 from pallas_kernels.timing import Chain
@@ -56,14 +57,19 @@ class Kind(NamedTuple):
     Attributes:
         spread: makes, of a case's inputs and a number of copies, the arrays that all calls share and those of each.
         answer: the right answer to the call on the inputs, as a list of arrays.
-        writes: the op returns new pages, alone or after other results.
+        pool: the argument that comes back written, alone or after other results; `None` if the op only reads.
         exact: the answer has one right value, to the bit.
     """
 
     spread: Callable[[Mapping[str, Any], int], tuple[dict[str, Any], list[dict[str, Any]]]]
     answer: Callable[[Mapping[str, Any]], list[np.ndarray]]
-    writes: bool = False
+    pool: str | None = None
     exact: bool = False
+
+    @property
+    def writes(self) -> bool:
+        """Whether the op returns a pool."""
+        return self.pool is not None
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,27 +98,34 @@ class Subject:
 
         def run(shared: dict[str, Any], own: dict[str, Any]) -> tuple[dict[str, Any], Any]:
             result = function(**shared, **own, **options, implementation=implementation)
-            if not KINDS[self.op].writes:
+            pool = KINDS[self.op].pool
+            if pool is None:
                 return shared, (result,)
-            *others, pages = result if isinstance(result[-1], tuple) else (result,)
-            return {**shared, "pages": pages}, tuple(others)
+            alone = pool == "pages" and not isinstance(result[-1], tuple)
+            *others, written = (result,) if alone else result
+            return {**shared, pool: written}, tuple(others)
 
         return run
 
     def check(self, function: Callable[[Any, Any], tuple[Any, Any]]) -> None:
         """Raises `WrongResult` unless one call of `function` gives the right answer."""
         shared, results = jax.jit(function)(self.shared, self.own[0])
-        written = self._written(shared["pages"]) if KINDS[self.op].writes else ()
+        pool = KINDS[self.op].pool
+        written = () if pool is None else self._written(pool, shared[pool])
         self.compare([*results, *written])
 
-    def _written(self, pages: tuple[Array, ...]) -> list[np.ndarray]:
-        """Returns what stands at the case's slots; raises `WrongResult` if something stands anywhere else."""
-        values = []
-        for before, after in zip(self.shared["pages"], pages, strict=True):
-            value, is_changed = _look_up(before, after, self.own[0]["slots"])
-            if bool(is_changed):
-                raise WrongResult("it wrote where no slot says so")
-            values.append(np.asarray(value)[_real(self.inputs)])
+    def _written(self, pool: str, after: Any) -> list[np.ndarray]:  # noqa: ANN401 - a pool or several
+        """Returns what stands at the case's slots or states; raises `WrongResult` if anything else was written."""
+        before = self.shared[pool]
+        if pool == "states":
+            values, is_changed = state_subjects.states_at(self.inputs, before, after)
+        else:
+            slots = self.own[0]["slots"]
+            found = [_look_up(*pair, slots) for pair in zip(before, after, strict=True)]
+            values = [np.asarray(value)[_real(self.inputs)] for value, _ in found]
+            is_changed = any(bool(changed) for _, changed in found)
+        if is_changed:
+            raise WrongResult("it wrote where nothing says so")
         return values
 
     def chain(self, function: Callable[[Any, Any], tuple[Any, Any]]) -> Chain:
@@ -188,7 +201,10 @@ def _rotated_and_written(inputs: Mapping[str, Any]) -> list[np.ndarray]:
     small = tuple(jnp.zeros((tokens, 1, *pool.shape[2:]), pool.dtype) for pool in inputs["pages"])
     others = {name: value for name, value in inputs.items() if name != "pages"}
     order = jnp.arange(tokens, dtype=jnp.int32)
-    queries, pools = jax.jit(rotary_reference.rotary_write)(small, **{**others, "slots": order})
+    # A compiler that kept more digits between two roundings would be right in another way.
+    rounding = {"xla_allow_excess_precision": False}
+    run = jax.jit(rotary_reference.rotary_write, compiler_options=rounding)
+    queries, pools = run(small, **{**others, "slots": order})
     values = [np.asarray(pool)[:, 0] for pool in pools]
     return [np.asarray(queries), *(value[_real(inputs)] for value in values)]
 
@@ -271,7 +287,10 @@ _ATTENTION = Kind(_repeat_pages, lambda inputs: _attention(inputs, _some_queries
 KINDS = {
     "paged_attention": _ATTENTION,
     "ragged_attention": _ATTENTION,
-    "page_write": Kind(_shift_slots, _written, writes=True, exact=True),
-    "rotary_write": Kind(_shift_slots, _rotated_and_written, writes=True),
+    "page_write": Kind(_shift_slots, _written, pool="pages", exact=True),
+    "rotary_write": Kind(_shift_slots, _rotated_and_written, pool="pages"),
+} | {
+    op: Kind(state_subjects.repeat_states, partial(state_subjects.answer, op), pool="states")
+    for op in ("causal_conv", "ssd_scan", "ssd_update")
 }
 OPS = tuple(KINDS)

@@ -3,7 +3,9 @@
 The kernel itself begins in mosaic_kernel.py; how it shares out the keys is in mosaic_schedule.py.
 """
 
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -89,6 +91,42 @@ def paged_attention(
     if len(of_heads) < q.shape[1]:
         out, lse = out[:, of_heads], None if lse is None else lse[:, of_heads]
     return out if lse is None else (out, lse)
+
+
+def alone(
+    q: Any,  # noqa: ANN401
+    k_pages: Any,  # noqa: ANN401
+    table_width: int,
+    *,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+) -> Callable[..., Array] | None:
+    """Returns the launch by itself, for a runtime other than XLA, or `None` if XLA has to prepare or to join anything.
+
+    Args:
+        q: the queries, or their `jax.ShapeDtypeStruct`.
+        k_pages: likewise for the key pool, which the value pool is like.
+        table_width: pages that a row may have.
+        scale: as in `paged_attention`.
+        window: likewise.
+        soft_cap: likewise.
+
+    Returns:
+        A function of `(q, k_pages, v_pages, page_table, seq_lens)`.
+    """
+    geometry = Geometry.of(q, k_pages)
+    if why_not_mosaic() or geometry.refusal() or geometry.stored is not None:
+        return None
+    capacity = table_width * k_pages.shape[1]
+    window = None if window is None or window >= capacity else window
+    schedule = Schedule.of(geometry, q.shape[0], capacity, window)
+    fills = geometry.filled_group > geometry.group or geometry.padded_heads > geometry.heads
+    if fills or schedule.parts > 1:
+        return None
+    options = Options(scale=scale, window=window, soft_cap=soft_cap)
+    launch = Kernel(geometry, options, schedule, False, False).build(q.shape[0])
+    return lambda *arrays: launch(*arrays)[0]
 
 
 def _fill_groups(of_heads: Shaped[Array, "rows heads ..."], group: int, filled: int) -> Array:

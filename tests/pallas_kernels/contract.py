@@ -31,6 +31,26 @@ def cases(all_cases):
     return pytest.mark.parametrize("case", params)
 
 
+def compared(all_cases):
+    """Parametrises a test over implementations, cases and dtypes.
+
+    Plain XLA runs everywhere, in float32 and, once, in bfloat16; the rest is for GPUs.
+    """
+    params = []
+    for case in all_cases:
+        for implementation, dtype in (
+            ("xla", "float32"),
+            ("xla", "bfloat16"),
+            ("mosaic_gpu", "bfloat16"),
+            ("mosaic_gpu", "float32"),
+        ):
+            everywhere = case.ci and (dtype == "float32" or case is all_cases[0])
+            marks = [] if implementation == "xla" and everywhere else [pytest.mark.gpu]
+            name = f"{case.name}-{implementation}-{dtype}"
+            params.append(pytest.param(implementation, case, dtype, id=name, marks=marks))
+    return pytest.mark.parametrize(("implementation", "case", "dtype"), params)
+
+
 def compiled(op, inputs):
     """Runs an op as production does: arrays are traced, options are not."""
     arrays = {name: value for name, value in inputs.items() if isinstance(value, np.ndarray)}

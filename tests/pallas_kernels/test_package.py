@@ -6,17 +6,24 @@ import sys
 import numpy as np
 import pytest
 
+from pallas_kernels.causal_conv import cases as causal_conv_cases
 from pallas_kernels.page_write import cases as page_write_cases
 from pallas_kernels.paged_attention import cases as paged_attention_cases
 from pallas_kernels.ragged_attention import cases as ragged_attention_cases
 from pallas_kernels.rotary_write import cases as rotary_write_cases
+from pallas_kernels.ssd_scan import cases as ssd_scan_cases
+from pallas_kernels.ssd_update import cases as ssd_update_cases
 
-ALL_CASES = (
-    *paged_attention_cases.CASES,
-    *ragged_attention_cases.CASES,
-    *page_write_cases.CASES,
-    *rotary_write_cases.CASES,
+ALL = (
+    paged_attention_cases,
+    ragged_attention_cases,
+    page_write_cases,
+    rotary_write_cases,
+    causal_conv_cases,
+    ssd_scan_cases,
+    ssd_update_cases,
 )
+ALL_CASES = [case for cases in ALL for case in cases.CASES]
 
 
 def python(program):
@@ -36,7 +43,9 @@ def test_an_op_is_its_function_even_after_its_files_were_imported():
         "from pallas_kernels.paged_attention import xla\n"
         "import pallas_kernels.page_write.cases\n"
         "from pallas_kernels import page_write, paged_attention, ragged_attention, rotary_write\n"
+        "from pallas_kernels import causal_conv, ssd_scan, ssd_update\n"
         "ops = page_write, paged_attention, ragged_attention, rotary_write\n"
+        "ops += causal_conv, ssd_scan, ssd_update\n"
         "sys.exit(not all(map(callable, ops)))"
     )
 
@@ -58,13 +67,15 @@ def test_the_numbers_of_a_case_are_those_of_its_shape():
     assert window.flops() == 4 * 64 * 1024 * 32 * 128
     prefill = next(case for case in rotary_write_cases.CASES if case.name == "llama-prefill-8192")
     assert prefill.bytes_moved() == 8192 * (2 * 48 * 128 * 2 + 2 * 64 * 4)
+    step = next(case for case in ssd_update_cases.CASES if case.name == "b64")
+    columns, state = 2 * 8192 + 2 * 8 * 128 + 128, 8192 * 128 * 4
+    assert step.bytes_moved() == 64 * (columns * 2 + 2 * state)
     prompt = next(case for case in ragged_attention_cases.CASES if case.name == "one-prompt")
     assert prompt.flops() == 4 * (37 * 38 // 2) * 4 * 16
 
 
 def test_cases_of_an_op_have_names_of_their_own_and_repeat_with_their_seed():
-    all_cases = paged_attention_cases, ragged_attention_cases, page_write_cases, rotary_write_cases
-    for cases in all_cases:
+    for cases in ALL:
         names = [case.name for case in cases.CASES]
         assert len(set(names)) == len(names)
         first, again = cases.CASES[0].inputs(3, "float32"), cases.CASES[0].inputs(3, "float32")

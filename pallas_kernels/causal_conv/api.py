@@ -1,0 +1,127 @@
+"""The door to `causal_conv`: the short convolution before a state-space layer, over packed rows or one token each."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Shaped
+
+from pallas_kernels.causal_conv import mosaic_gpu, xla
+from pallas_kernels.checks import check_shape
+from pallas_kernels.dispatch import choose
+from pallas_kernels.state_checks import check_bounds, check_floats, check_states
+
+ACTIVATIONS = ("silu", None)
+
+
+def causal_conv(
+    weight: Shaped[Array | np.ndarray, "d_conv channels"],
+    bias: Shaped[Array | np.ndarray, " channels"] | None,
+    states: Float[Array, "states tail channels"],
+    x: Shaped[Array | np.ndarray, "tokens wide"],
+    read_states: Shaped[Array | np.ndarray, " rows"],
+    write_states: Shaped[Array | np.ndarray, " rows"],
+    cu_q_lens: Shaped[Array | np.ndarray, " row_bounds"] | None = None,
+    snapshot_ends: Shaped[Array | np.ndarray, " snapshots"] | None = None,
+    snapshot_states: Shaped[Array | np.ndarray, " snapshots"] | None = None,
+    *,
+    first_channel: int = 0,
+    activation: str | None = "silu",
+    implementation: str | None = None,
+) -> tuple[Float[Array, "tokens channels"], Float[Array, "states tail channels"]]:
+    """Convolves each channel with the inputs before it, and keeps the last `d_conv - 1` of them as the state.
+
+    A row reads its state before it writes one, so that both may be the same. Rows without tokens change nothing,
+    and a row shorter than the window keeps what it must of the state that it started from. In one call no state may
+    be read by one row and written by another, and a snapshot's state belongs to it alone; that is checked where ids
+    are known.
+
+    Args:
+        weight: one tap per earlier input and channel; the last tap is the token's own.
+        bias: one number per channel, or `None`.
+        states: the pool of states, the oldest input first, in x's dtype. Donate it: it is written in place.
+        x: inputs of all rows, one row after the other, in columns `first_channel : first_channel + channels`; the
+            others are not read, so that a projection's whole output can be given. Tokens of no row may hold anything.
+        read_states: int32 state that each row starts from; one past the end reads zeros.
+        write_states: int32 state that each row ends in; one past the end writes nothing.
+        cu_q_lens: int32; row r's tokens are `x[cu_q_lens[r]:cu_q_lens[r + 1]]`. `None`: row r has token r alone, and
+            a row that writes nothing is padding.
+        snapshot_ends: int32 packed tokens, rising; the state before each is kept, which is that of the row that the
+            token before it belongs to. Ends past the last row's keep nothing.
+        snapshot_states: int32 state that each of these is kept in; one past the end writes nothing.
+        first_channel: first column of x that is an input.
+        activation: "silu", or `None` for none.
+        implementation: "mosaic_gpu", "xla", or `None` for the best that can run.
+
+    Returns:
+        The outputs in x's dtype, computed in float32, zeros for tokens of no row; and the pool.
+
+    Raises:
+        ValueError: shapes, dtypes, options or known ids do not fit.
+        Unsupported: the implementation asked for, or every one, cannot run; the message carries each reason.
+    """
+    options = {"first_channel": first_channel, "activation": activation}
+    _check(weight, bias, states, x, **options)
+    check_states(states.shape[0], read_states, write_states, snapshot_ends, snapshot_states)
+    _check_rows(x.shape[0], read_states.shape[0], cu_q_lens, snapshot_ends)
+    tables = (read_states, write_states, cu_q_lens, snapshot_ends, snapshot_states)
+    # To JAX `None` is a tree without leaves.
+    arrays = jax.tree.map(jnp.asarray, (weight, bias, states, x, *tables))
+    refuses = partial(mosaic_gpu.why_not, arrays[0], arrays[3], first_channel=first_channel)
+    reasons = {"mosaic_gpu": refuses, "xla": lambda: None}
+    chosen = choose("causal_conv", reasons, implementation)
+    if not len(read_states) or not x.shape[0]:
+        return jnp.zeros((x.shape[0], weight.shape[1]), x.dtype), arrays[2]
+    function = mosaic_gpu.causal_conv if chosen == "mosaic_gpu" else xla.causal_conv
+    return function(*arrays, **options)
+
+
+def _check(
+    weight: Array | np.ndarray,
+    bias: Array | np.ndarray | None,
+    states: Array,
+    x: Array | np.ndarray,
+    *,
+    first_channel: int,
+    activation: str | None,
+) -> None:
+    """Refuses arrays and options that do not fit one another."""
+    check_shape("weight", weight, (None, None))
+    d_conv, channels = weight.shape
+    if d_conv < 2:
+        raise ValueError(f"weight must have at least 2 taps, got {d_conv}; one tap is a product")
+    check_shape("states", states, (None, d_conv - 1, channels))
+    check_shape("x", x, (None, None))
+    if bias is not None:
+        check_shape("bias", bias, (channels,))
+    if not 0 <= first_channel <= x.shape[1] - channels:
+        raise ValueError(
+            f"x must hold {channels} channels from column {first_channel} on, got {x.shape[1]} columns"
+        )
+    check_floats(weight=weight, bias=bias, states=states, x=x)
+    for name, array in {"weight": weight, "bias": bias, "states": states}.items():
+        if array is not None and array.dtype != x.dtype:
+            raise ValueError(f"{name} must have x's dtype, {x.dtype}, got {array.dtype}")
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation must be one of {ACTIVATIONS}, got {activation!r}")
+
+
+def _check_rows(
+    tokens: int,
+    rows: int,
+    cu_q_lens: Array | np.ndarray | None,
+    snapshot_ends: Array | np.ndarray | None,
+) -> None:
+    if cu_q_lens is not None:
+        check_bounds(cu_q_lens, rows, tokens)
+        return
+    if rows != tokens:
+        raise ValueError(
+            f"without cu_q_lens every row has one token, got {rows} rows and {tokens} tokens"
+        )
+    if snapshot_ends is not None:
+        raise ValueError(
+            "without cu_q_lens a row's only state is the one that it ends in; name it in "
+            "write_states instead of snapshot_states"
+        )

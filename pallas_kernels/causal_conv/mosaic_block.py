@@ -1,0 +1,262 @@
+"""The Mosaic GPU kernel of `causal_conv` for Hopper: what one block does with a run of tokens and of channels.
+
+A thread has up to 8 neighbouring channels and goes through the tokens, the last inputs in registers; nothing is
+shared, so shared memory would only add latency. Only the block of a row's first tokens touches states: it reads the
+one that the row starts from before it writes any. Refs to whole arrays are named like the arrays.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.typing import DTypeLike
+
+from pallas_kernels.mosaic_rows import INTERPRETED, LOAD_BYTES, flat_pieces
+from pallas_kernels.mosaic_steps import silu
+
+Ref = Any
+
+_THREADS = 128
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """The sizes that the kernel is built from.
+
+    Attributes:
+        d_conv: taps.
+        channels: of the convolution.
+        first_channel: where they begin in a row of x.
+        activated: outputs go through silu.
+        dtype: of x, states and outputs.
+        tile: most tokens of one block.
+        batch: tokens whose inputs are sent for together.
+        vector: most neighbouring channels of a thread, a power of two up to 8.
+    """
+
+    d_conv: int
+    channels: int
+    first_channel: int
+    activated: bool
+    dtype: DTypeLike
+    tile: int = 32
+    batch: int = 4
+    vector: int = 4
+
+    @classmethod
+    def of(cls, weight: Array, x: Array, first_channel: int, activated: bool) -> "Geometry":
+        """Returns the sizes of these arrays."""
+        d_conv, channels = weight.shape
+        return cls(d_conv, channels, first_channel, activated, jnp.dtype(x.dtype))
+
+    @property
+    def tail(self) -> int:
+        """Earlier inputs that a token sees."""
+        return self.d_conv - 1
+
+    @property
+    def spans(self) -> tuple[tuple[int, int], ...]:
+        """First channel and width of each block: as wide as all threads can be busy, then powers of two."""
+        whole = _THREADS * self.vector
+        widths = [whole] * (self.channels // whole)
+        rest = self.channels % whole
+        widths += [1 << bit for bit in reversed(range(rest.bit_length())) if rest >> bit & 1]
+        return tuple((sum(widths[:index]), width) for index, width in enumerate(widths))
+
+
+class Tile(NamedTuple):
+    """A run of tokens of one row."""
+
+    row: Array
+    start: Array
+    length: Array
+    first: Array
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """The kernel for one geometry and the arrays that it is given, by name."""
+
+    geometry: Geometry
+    names: tuple[str, ...]
+
+    def build(self, tokens: int, num_tiles: int, interpret: bool) -> Callable[..., Array]:
+        """Returns the function of arrays and of the pool's ref that launches the kernel."""
+        g = self.geometry
+        return plgpu.kernel(
+            self._body,
+            out_type=jax.ShapeDtypeStruct((tokens, g.channels), g.dtype),
+            # One axis: of several, all but the last one end at 65535.
+            grid=(num_tiles * len(g.spans),),
+            grid_names=("block",),
+            compiler_params=plgpu.CompilerParams(
+                approx_math=True,
+                lowering_semantics=plgpu.LoweringSemantics.Lane,
+                unsafe_no_auto_barriers=True,
+            ),
+            interpret=INTERPRETED if interpret else None,
+            kernel_name="causal_conv",
+        )
+
+    def _body(self, *refs: Ref) -> None:
+        named = dict(zip([*self.names, "states", "out"], refs, strict=True))
+        spans = self.geometry.spans
+        block, count = lax.axis_index("block"), jnp.int32(len(spans))
+        tile, place = lax.div(block, count), lax.rem(block, count)
+        # Blocks of equal width differ in a number only.
+        for width in sorted({width for _, width in spans}, reverse=True):
+            same = [index for index, span in enumerate(spans) if span[1] == width]
+            start = spans[same[0]][0] + (place - same[0]) * width
+            run = partial(_Block(self, named, pl.multiple_of(start, 8), width).run, tile)
+            if len(same) == len(spans):
+                run()
+            else:
+                pl.when((place >= same[0]) & (place <= same[-1]))(run)
+
+
+class _Block:
+    """One block at work on `width` channels."""
+
+    def __init__(self, kernel: Kernel, refs: Mapping[str, Ref], start: Array, width: int) -> None:
+        self.geometry, self.refs = kernel.geometry, refs
+        self.start, self.width = start, width
+        (self.piece,) = flat_pieces(width, LOAD_BYTES // self.geometry.vector)
+        self.columns = pl.ds(start, width)
+
+    def run(self, number: Array) -> None:
+        """Does one tile of tokens, or one row's only token."""
+        if "tiles" not in self.refs:
+            self.update(number)
+            return
+        tile = Tile(*(self.refs["tiles"][number, field] for field in range(len(Tile._fields))))
+        rows = self.refs["read_states"].shape[0]
+        pl.when((tile.length > 0) & (tile.row < rows))(partial(self.convolve, tile))
+        pl.when((tile.length > 0) & (tile.row >= rows))(partial(self.clear, tile))
+
+    def update(self, row: Array) -> None:
+        """Does a row's only token; a row that writes nothing is padding."""
+        write = self.refs["write_states"][row]
+        real = self.exists(write)
+        window = [*self.state(row), self.input(row)]
+        out = jnp.where(real, self.weighed(self.taps(), window), 0.0)
+        self.refs["out"][row, self.columns] = out.astype(self.geometry.dtype)
+        pl.when(real)(partial(self.write_state, write, window[1:]))
+
+    def clear(self, tile: Tile) -> None:
+        """Gives zeros to tokens of no row."""
+        zeros = plgpu.layout_cast(jnp.zeros((self.width,), self.geometry.dtype), self.piece.layout)
+
+        @pl.loop(0, tile.length)
+        def _(index: Array) -> None:
+            self.refs["out"][tile.start + index, self.columns] = zeros
+
+    def convolve(self, tile: Tile) -> None:
+        """Goes through a tile's tokens; that of a row's first ones writes the row's states as well."""
+        tail, batch = self.geometry.tail, self.geometry.batch
+        taps = self.taps()
+        window = lax.cond(
+            tile.first == 1,
+            lambda: tuple(self.state(tile.row)),
+            lambda: tuple(self.input(tile.start - tail + index) for index in range(tail)),
+        )
+        pl.when(tile.first == 1)(partial(self.write_states, tile.row, window))
+
+        def visit_batch(number: Array, window: tuple[Array, ...]) -> tuple[Array, ...]:
+            token = tile.start + number * batch
+            values = [*window, *(self.input(token + index) for index in range(batch))]
+            for index in range(batch):
+                self.write_out(token + index, taps, values[index : index + tail + 1])
+            return tuple(values[batch:])
+
+        def visit_token(index: Array, window: tuple[Array, ...]) -> tuple[Array, ...]:
+            values = [*window, self.input(tile.start + index)]
+            self.write_out(tile.start + index, taps, values)
+            return tuple(values[1:])
+
+        batches = lax.div(tile.length, jnp.int32(batch))
+        window = lax.fori_loop(jnp.int32(0), batches, visit_batch, window)
+        lax.fori_loop(batches * batch, tile.length, visit_token, window)
+
+    def write_states(self, row: Array, begun: Sequence[Array]) -> None:
+        """Writes the state that a row ends in, and those that are kept on the way."""
+        refs = self.refs
+        first, stop = refs["cu_q_lens"][row], refs["cu_q_lens"][row + 1]
+        self.write_state_before(stop, refs["write_states"][row], first, begun)
+        if "snapshots" not in refs:
+            return
+
+        @pl.loop(refs["snapshots"][row], refs["snapshots"][row + 1])
+        def _(snapshot: Array) -> None:
+            end, state = refs["snapshot_ends"][snapshot], refs["snapshot_states"][snapshot]
+            self.write_state_before(end, state, first, begun)
+
+    def write_state_before(
+        self, end: Array, state: Array, first: Array, begun: Sequence[Array]
+    ) -> None:
+        """Writes the last inputs before a token, of which the state that the row started from may be some."""
+        tail = self.geometry.tail
+        seen = end - first
+
+        @pl.when(self.exists(state))
+        def _() -> None:
+            values = [self.input(jnp.maximum(end - tail + index, first)) for index in range(tail)]
+            for count in range(1, tail):
+                for index in range(tail - count):
+                    values[index] = jnp.where(seen == count, begun[index + count], values[index])
+            self.write_state(state, values)
+
+    def exists(self, state: Array) -> Array:
+        """Whether this is a state of the pool."""
+        return (state >= 0) & (state < self.refs["states"].shape[0])
+
+    def state(self, row: Array) -> list[Array]:
+        """Returns the inputs that a row starts from."""
+        read = self.refs["read_states"][row]
+        known = self.exists(read)
+        place = jnp.where(known, read, 0)
+        kept = [
+            self.load(self.refs["states"].at[place, index, self.columns])
+            for index in range(self.geometry.tail)
+        ]
+        return [jnp.where(known, part, jnp.zeros_like(part)) for part in kept]
+
+    def write_state(self, state: Array, values: Sequence[Array]) -> None:
+        """Writes a state's inputs."""
+        for index, value in enumerate(values):
+            self.refs["states"][state, index, self.columns] = value
+
+    def input(self, token: Array) -> Array:
+        """Returns a token's inputs."""
+        columns = pl.ds(self.geometry.first_channel + self.start, self.width)
+        return self.load(self.refs["x"].at[token, columns])
+
+    def load(self, ref: Ref) -> Array:
+        """Sends for a row of numbers."""
+        return plgpu.load(ref, layout=self.piece.layout, optimized=False)
+
+    def taps(self) -> list[Array]:
+        """Returns what each input is multiplied by, in float32, and the bias if there is one."""
+        rows = [
+            self.refs["weight"].at[index, self.columns] for index in range(self.geometry.d_conv)
+        ]
+        rows += [self.refs["bias"].at[self.columns]] if "bias" in self.refs else []
+        return [self.load(row).astype(jnp.float32) for row in rows]
+
+    def weighed(self, taps: Sequence[Array], window: Sequence[Array]) -> Array:
+        """Returns a token's outputs in float32: sums of the oldest input first, as plain XLA has them."""
+        total = taps[0] * window[0].astype(jnp.float32)
+        for tap, value in zip(taps[1 : len(window)], window[1:], strict=True):
+            total += tap * value.astype(jnp.float32)
+        total = total + taps[-1] if "bias" in self.refs else total
+        return silu(total) if self.geometry.activated else total
+
+    def write_out(self, token: Array, taps: Sequence[Array], window: Sequence[Array]) -> None:
+        """Stores a token's outputs."""
+        out = self.weighed(taps, window).astype(self.geometry.dtype)
+        self.refs["out"][token, self.columns] = out

@@ -1,0 +1,125 @@
+"""`causal_conv` as one Mosaic GPU kernel for Hopper: what it takes, and how XLA calls it.
+
+The kernel itself is in mosaic_block.py.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.causal_conv.mosaic_block import Geometry, Kernel
+from pallas_kernels.device import why_not_mosaic
+from pallas_kernels.packed_rows import cut
+
+_DTYPES = ("float32", "bfloat16", "float16")
+# Inputs begin where a load of 16 bytes may, whatever their dtype.
+_ALIGNED = 8
+
+
+def why_not(
+    weight: Float[Array, "d_conv channels"], x: Float[Array, "tokens wide"], *, first_channel: int
+) -> str | None:
+    """Returns why this kernel cannot run, or `None` if it can."""
+    return why_not_mosaic() or refusal(weight, x, first_channel=first_channel)
+
+
+def refusal(
+    weight: Float[Array, "d_conv channels"], x: Float[Array, "tokens wide"], *, first_channel: int
+) -> str | None:
+    """Returns why the kernel cannot be built for these arrays, or `None` if it can."""
+    if x.dtype.name not in _DTYPES:
+        return f"x must be one of {', '.join(_DTYPES)}, got {x.dtype}"
+    numbers = weight.shape[1], x.shape[1], first_channel
+    if any(number % _ALIGNED for number in numbers):
+        return (
+            f"channels, columns of x and the first channel must be multiples of {_ALIGNED}, "
+            f"got {numbers[0]}, {numbers[1]} and {numbers[2]}"
+        )
+    if weight.shape[0] > 8:
+        return f"d_conv must be at most 8, got {weight.shape[0]}"
+    return None
+
+
+def causal_conv(
+    weight: Float[Array, "d_conv channels"],
+    bias: Float[Array, " channels"] | None,
+    states: Float[Array, "states tail channels"],
+    x: Float[Array, "tokens wide"],
+    read_states: Int[Array, " rows"],
+    write_states: Int[Array, " rows"],
+    cu_q_lens: Int[Array, " row_bounds"] | None = None,
+    snapshot_ends: Int[Array, " snapshots"] | None = None,
+    snapshot_states: Int[Array, " snapshots"] | None = None,
+    *,
+    first_channel: int = 0,
+    activation: str | None = "silu",
+    interpret: bool = False,
+) -> tuple[Float[Array, "tokens channels"], Float[Array, "states tail channels"]]:
+    """Convolves as `api.causal_conv` says, in place where the pool is donated.
+
+    Negative ids are ids past the end. With `interpret` it runs on the CPU, slowly; races are recorded.
+
+    Raises:
+        ValueError: this kernel cannot take the shapes or dtypes.
+    """
+    reason = refusal(weight, x, first_channel=first_channel)
+    if reason is not None:
+        raise ValueError(f"the Mosaic GPU kernel cannot take this: {reason}")
+    tables = (read_states, write_states, cu_q_lens, snapshot_ends, snapshot_states)
+    geometry = Geometry.of(weight, x, first_channel, activation == "silu")
+    return convolve(weight, bias, states, x, *tables, geometry=geometry, interpret=interpret)
+
+
+# The layers of a model call this many times with equal shapes: under its own jit the kernel is lowered once.
+@partial(jax.jit, static_argnames=("geometry", "interpret"))
+def convolve(
+    weight: Float[Array, "d_conv channels"],
+    bias: Float[Array, " channels"] | None,
+    states: Float[Array, "states tail channels"],
+    x: Float[Array, "tokens wide"],
+    read_states: Int[Array, " rows"],
+    write_states: Int[Array, " rows"],
+    cu_q_lens: Int[Array, " row_bounds"] | None,
+    snapshot_ends: Int[Array, " snapshots"] | None,
+    snapshot_states: Int[Array, " snapshots"] | None,
+    *,
+    geometry: Geometry,
+    interpret: bool = False,
+) -> tuple[Float[Array, "tokens channels"], Float[Array, "states tail channels"]]:
+    """Runs the kernel for one geometry, its tile included."""
+    named = {"weight": weight, "x": x, "read_states": read_states, "write_states": write_states}
+    named |= {} if bias is None else {"bias": bias}
+    num_tiles = len(x)
+    if cu_q_lens is not None:
+        tables = _tables(cu_q_lens, snapshot_ends, len(x), geometry.tile)
+        num_tiles = len(tables["tiles"])
+        named |= {"cu_q_lens": cu_q_lens, **tables}
+        if snapshot_ends is not None and snapshot_states is not None:
+            named |= {"snapshot_ends": snapshot_ends, "snapshot_states": snapshot_states}
+    pool = jax.new_ref(states)
+    kernel = Kernel(geometry, tuple(named))
+    out = kernel.build(len(x), num_tiles, interpret)(*named.values(), pool)
+    return out, jax.freeze(pool)
+
+
+def _tables(
+    cu_q_lens: Int[Array, " row_bounds"],
+    snapshot_ends: Int[Array, " snapshots"] | None,
+    tokens: int,
+    tile: int,
+) -> dict[str, Int[Array, "..."]]:
+    """Returns the tiles (row, first token, tokens, whether it is the row's first) and each row's snapshots.
+
+    Tokens of no row are one more row.
+    """
+    bounds = jnp.append(cu_q_lens, jnp.int32(tokens))
+    pieces = cut(bounds, jnp.zeros(len(cu_q_lens), jnp.int32), tokens=tokens, size=tile)
+    fields = (pieces.row, pieces.start, pieces.length, pieces.first.astype(jnp.int32))
+    tables = {"tiles": jnp.stack(fields, axis=1)}
+    if snapshot_ends is not None:
+        # Those before which row r's tokens end have the numbers `bounds[r]:bounds[r + 1]`.
+        behind = snapshot_ends[None, :] <= cu_q_lens[:, None]
+        tables["snapshots"] = jnp.sum(behind, axis=1, dtype=jnp.int32)
+    return tables

@@ -1,0 +1,82 @@
+"""The door to `delta_scan`: the recurrence of a gated delta layer over packed rows."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Shaped
+
+from pallas_kernels.checks import check_ids
+from pallas_kernels.delta_scan import xla
+from pallas_kernels.delta_shapes import check_delta
+from pallas_kernels.dispatch import choose
+from pallas_kernels.state_checks import check_bounds, check_states
+
+
+def delta_scan(
+    a_log: Shaped[Array | np.ndarray, " heads"],
+    dt_bias: Shaped[Array | np.ndarray, " heads"],
+    states: Float[Array, "states heads key_dim value_dim"],
+    qkv: Shaped[Array | np.ndarray, "tokens wide"],
+    a: Shaped[Array | np.ndarray, "tokens heads"],
+    b: Shaped[Array | np.ndarray, "tokens heads"],
+    cu_q_lens: Shaped[Array | np.ndarray, " row_bounds"],
+    seq_lens: Shaped[Array | np.ndarray, " rows"],
+    read_states: Shaped[Array | np.ndarray, " rows"],
+    write_states: Shaped[Array | np.ndarray, " rows"],
+    snapshot_ends: Shaped[Array | np.ndarray, " snapshots"] | None = None,
+    snapshot_states: Shaped[Array | np.ndarray, " snapshots"] | None = None,
+    *,
+    chunk_size: int,
+    implementation: str | None = None,
+) -> tuple[Float[Array, "tokens heads value_dim"], Float[Array, "states heads key_dim value_dim"]]:
+    """Steps each row's state through its tokens and reads an output from it at each (Gated DeltaNet, arXiv:2412.06464).
+
+    With queries q and keys k brought to unit length, q times `key_dim ** -0.5`, and
+    `step = softplus(a + dt_bias)`, head by head:
+    `state = exp(-exp(a_log) * step) * state`, then `state += outer(k, sigmoid(b) * (v - k @ state))` and
+    `out = q @ state`.
+
+    Rows are cut where a position is a multiple of `chunk_size`, counted from token 0 of the sequence. A row reads its
+    state before it writes one, so that both may be the same. Rows without tokens change nothing. In one call no state
+    may be read by one row and written by another, and a snapshot's state belongs to it alone; that is checked where
+    ids are known.
+
+    Args:
+        a_log: log of the rate at which each head forgets.
+        dt_bias: added to a.
+        states: the pool of states, floating, usually float32. Donate it: it is written in place.
+        qkv: what `causal_conv` gives: each token's queries of all key heads, then keys, then values of all heads.
+            Tokens of no row may hold anything.
+        a: each token's step per head, before bias and softplus.
+        b: each token's share of correction per head, before the sigmoid.
+        cu_q_lens: int32; row r's tokens are `qkv[cu_q_lens[r]:cu_q_lens[r + 1]]`, the row's last positions.
+        seq_lens: int32 tokens of each row, those before this call included; 0 for a padding row.
+        read_states: int32 state that each row starts from; one past the end reads zeros.
+        write_states: int32 state that each row ends in; one past the end writes nothing.
+        snapshot_ends: int32 packed tokens, rising; the state before each is kept. Only those before which a chunk
+            or a row ends are known; others keep nothing.
+        snapshot_states: int32 state that each of these is kept in; one past the end writes nothing.
+        chunk_size: tokens of a chunk.
+        implementation: "xla", or `None` for the best that can run.
+
+    Returns:
+        The outputs in qkv's dtype, zeros for tokens of no row; and the pool.
+
+    Raises:
+        ValueError: shapes, dtypes, options or known ids do not fit.
+        Unsupported: the implementation asked for cannot run; the message carries the reason.
+    """
+    check_delta(a_log, dt_bias, states, qkv, a, b)
+    check_states(states.shape[0], read_states, write_states, snapshot_ends, snapshot_states)
+    check_ids("seq_lens", seq_lens, tuple(read_states.shape))
+    check_bounds(cu_q_lens, read_states.shape[0], qkv.shape[0])
+    if chunk_size < 1:
+        raise ValueError(f"chunk_size must be at least 1, got {chunk_size}")
+    choose("delta_scan", {"xla": lambda: None}, implementation)
+    if not qkv.shape[0] or not len(read_states):
+        shape = (qkv.shape[0], states.shape[1], states.shape[3])
+        return jnp.zeros(shape, qkv.dtype), jnp.asarray(states)
+    layer = (a_log, dt_bias, states, qkv, a, b)
+    tables = (cu_q_lens, seq_lens, read_states, write_states, snapshot_ends, snapshot_states)
+    # To JAX `None` is a tree without leaves.
+    return xla.delta_scan(*jax.tree.map(jnp.asarray, (*layer, *tables)), chunk_size=chunk_size)

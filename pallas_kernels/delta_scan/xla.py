@@ -1,0 +1,104 @@
+"""`delta_scan` in plain XLA: within a chunk the corrections are one triangular system, and a loop carries the state.
+
+The system is that of Yang et al. (Parallelizing Linear Transformers with the Delta Rule, arXiv:2406.06484): each token
+corrects what the state and the tokens before it say of its key, so the corrections depend on each other downwards.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.delta_shapes import DeltaSizes, Tokens, tokens_of
+from pallas_kernels.packed_rows import Pieces, cut, rows_of_tokens
+from pallas_kernels.packed_states import by_token, put_pieces
+
+LARGEST_PIECE = 64
+_multiply = partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
+
+
+def delta_scan(
+    a_log: Float[Array, " heads"],
+    dt_bias: Float[Array, " heads"],
+    states: Float[Array, "states heads key_dim value_dim"],
+    qkv: Float[Array, "tokens wide"],
+    a: Float[Array, "tokens heads"],
+    b: Float[Array, "tokens heads"],
+    cu_q_lens: Int[Array, " row_bounds"],
+    seq_lens: Int[Array, " rows"],
+    read_states: Int[Array, " rows"],
+    write_states: Int[Array, " rows"],
+    snapshot_ends: Int[Array, " snapshots"] | None = None,
+    snapshot_states: Int[Array, " snapshots"] | None = None,
+    *,
+    chunk_size: int,
+) -> tuple[Float[Array, "tokens heads value_dim"], Float[Array, "states heads key_dim value_dim"]]:
+    """Scans as `api.delta_scan` says, in place where the pool is donated."""
+    tokens = len(qkv)
+    size = max(n for n in range(1, min(chunk_size, LARGEST_PIECE) + 1) if chunk_size % n == 0)
+    positions = seq_lens - (cu_q_lens[1:] - cu_q_lens[:-1])
+    pieces = cut(cu_q_lens, positions, tokens=tokens, size=size)
+    parts = tokens_of(a_log, dt_bias, qkv, a, b, DeltaSizes.of(states, qkv))
+    begun = states.at[read_states].get(mode="fill", fill_value=0, wrap_negative_indices=False)
+    out, after = _carry(_gather(parts, pieces, size), pieces, begun.astype(jnp.float32))
+    row, place = rows_of_tokens(cu_q_lens, tokens)
+    out = by_token(out, pieces, row, place, positions)
+    out = jnp.where((place >= 0)[:, None, None], out, 0.0).astype(qkv.dtype)
+    tables = (cu_q_lens, seq_lens, write_states, snapshot_ends, snapshot_states)
+    return out, put_pieces(states, after, pieces, *tables, chunk_size=chunk_size)
+
+
+def _gather(parts: Tokens, pieces: Pieces, size: int) -> Tokens:
+    """Returns each piece's tokens, [pieces, size, heads, ...]; where it has none they do nothing to a state."""
+    inside = jnp.arange(size, dtype=jnp.int32)
+    real = inside[None, :] < pieces.length[:, None]
+    token = jnp.where(real, pieces.start[:, None] + inside[None, :], 0)
+    taken = (
+        jnp.where(real.reshape(*real.shape, *(1,) * (part.ndim - 1)), part[token], 0.0)
+        for part in parts
+    )
+    return Tokens(*taken)
+
+
+def _carry(
+    tokens: Tokens, pieces: Pieces, begun: Float[Array, "rows heads key_dim value_dim"]
+) -> tuple[
+    Float[Array, "pieces size heads value_dim"], Float[Array, "pieces heads key_dim value_dim"]
+]:
+    """Returns what each token reads, and the state after each piece."""
+    passed = jnp.cumsum(tokens.decay, axis=1).transpose(0, 2, 1)
+    q, k, v = (part.transpose(0, 2, 1, 3) for part in (tokens.q, tokens.k, tokens.v))
+    beta = tokens.beta.transpose(0, 2, 1)[..., None]
+    size = passed.shape[-1]
+    earlier = jnp.tril(jnp.ones((size, size), bool))[None, None]
+    # Masked before the exponential, which would overflow above the diagonal.
+    left = jnp.exp(jnp.where(earlier, passed[..., :, None] - passed[..., None, :], -jnp.inf))
+    system = _multiply("phik,phjk->phij", beta * k, k) * left
+    wanted = jnp.concatenate((beta * v, beta * k * jnp.exp(passed)[..., None]), axis=-1)
+    # The diagonal is taken as ones: a token's own correction.
+    solved = jax.scipy.linalg.solve_triangular(system, wanted, lower=True, unit_diagonal=True)
+    fresh, known = jnp.split(solved, (v.shape[-1],), axis=-1)
+    reads = _multiply("phik,phjk->phij", q, k) * left
+    last = passed[..., -1]
+    steps = (
+        fresh,
+        known,
+        reads,
+        q * jnp.exp(passed)[..., None],
+        k * jnp.exp(last[..., None] - passed)[..., None],
+        jnp.exp(last)[..., None, None],
+        pieces.row,
+        pieces.first,
+    )
+
+    def visit(state: Array, now: tuple) -> tuple[Array, tuple[Array, Array]]:
+        fresh, known, reads, asked, left, kept, row, first = now
+        state = jnp.where(first, begun[row], state)
+        correction = fresh - _multiply("hik,hkv->hiv", known, state)
+        out = _multiply("hik,hkv->hiv", asked, state) + _multiply("hij,hjv->hiv", reads, correction)
+        after = kept * state + _multiply("hik,hiv->hkv", left, correction)
+        return after, (out, after)
+
+    _, (out, after) = jax.lax.scan(visit, jnp.zeros_like(begun[0]), steps)
+    return out.transpose(0, 2, 1, 3), after

@@ -1,0 +1,55 @@
+"""The door to `delta_update`: one token of a gated delta layer's recurrence for every row."""
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Shaped
+
+from pallas_kernels.checks import check_shape
+from pallas_kernels.delta_shapes import check_delta
+from pallas_kernels.delta_update import xla
+from pallas_kernels.dispatch import choose
+from pallas_kernels.state_checks import check_states
+
+
+def delta_update(
+    a_log: Shaped[Array | np.ndarray, " heads"],
+    dt_bias: Shaped[Array | np.ndarray, " heads"],
+    states: Float[Array, "states heads key_dim value_dim"],
+    qkv: Shaped[Array | np.ndarray, "rows wide"],
+    a: Shaped[Array | np.ndarray, "rows heads"],
+    b: Shaped[Array | np.ndarray, "rows heads"],
+    read_states: Shaped[Array | np.ndarray, " rows"],
+    write_states: Shaped[Array | np.ndarray, " rows"],
+    *,
+    implementation: str | None = None,
+) -> tuple[Float[Array, "rows heads value_dim"], Float[Array, "states heads key_dim value_dim"]]:
+    """Steps each row's state by one token and reads an output from it, as `delta_scan` does over one token.
+
+    The state is stepped in float32 and rounded to the pool's dtype when it is written; the output is read before
+    that. In one call no state may be read by one row and written by another; that is checked where ids are known.
+
+    Args:
+        a_log: log of the rate at which each head forgets.
+        dt_bias: added to a.
+        states: the pool of states, floating, usually float32. Donate it: it is written in place.
+        qkv: each row's queries of all key heads, then keys, then values of all heads.
+        a: each row's step per head, before bias and softplus.
+        b: each row's share of correction per head, before the sigmoid.
+        read_states: int32 state that each row starts from; one past the end reads zeros.
+        write_states: int32 state that each row ends in. A row that writes none, because this is past the end, is
+            padding: it may hold anything.
+        implementation: "xla", or `None` for the best that can run.
+
+    Returns:
+        The outputs in qkv's dtype, zeros for padding rows; and the pool.
+
+    Raises:
+        ValueError: shapes, dtypes or known ids do not fit.
+        Unsupported: the implementation asked for cannot run; the message carries the reason.
+    """
+    check_delta(a_log, dt_bias, states, qkv, a, b)
+    check_states(states.shape[0], read_states, write_states)
+    check_shape("read_states", read_states, (qkv.shape[0],))
+    choose("delta_update", {"xla": lambda: None}, implementation)
+    arrays = (a_log, dt_bias, states, qkv, a, b, read_states, write_states)
+    return xla.delta_update(*(jnp.asarray(array) for array in arrays))

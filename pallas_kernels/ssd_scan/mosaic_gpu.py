@@ -1,0 +1,128 @@
+"""`ssd_scan` as two Mosaic GPU kernels for Hopper: what they take, and what XLA does around them.
+
+What is left of the state after each token is summed in mosaic_decay.py, the scan itself is in mosaic_block.py and what
+that imports.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.device import why_not_mosaic
+from pallas_kernels.mosaic_steps import Limits
+from pallas_kernels.packed_rows import Pieces, cut, snapshots_at
+from pallas_kernels.ssd_scan.mosaic_block import Kernel
+from pallas_kernels.ssd_scan.mosaic_decay import decays
+from pallas_kernels.ssd_scan.mosaic_schedule import SIDE, Geometry, Schedule
+from pallas_kernels.ssd_scan.mosaic_task import tasks_of
+
+
+def why_not(states: Array, xbc: Array, *, chunk_size: int) -> str | None:
+    """Returns why this kernel cannot run, or `None` if it can."""
+    return why_not_mosaic() or refusal(states, xbc, chunk_size=chunk_size)
+
+
+def refusal(states: Array, xbc: Array, *, chunk_size: int) -> str | None:
+    """Returns why the kernel cannot be built for these arrays, or `None` if it can."""
+    return Geometry.of(states, xbc).refusal(chunk_size)
+
+
+def ssd_scan(
+    a_log: Float[Array, " heads"],
+    d: Float[Array, " heads"],
+    dt_bias: Float[Array, " heads"],
+    states: Float[Array, "states heads head_dim d_state"],
+    xbc: Float[Array, "tokens wide"],
+    dt: Float[Array, "tokens heads"],
+    cu_q_lens: Int[Array, " row_bounds"],
+    seq_lens: Int[Array, " rows"],
+    read_states: Int[Array, " rows"],
+    write_states: Int[Array, " rows"],
+    snapshot_ends: Int[Array, " snapshots"] | None = None,
+    snapshot_states: Int[Array, " snapshots"] | None = None,
+    *,
+    chunk_size: int,
+    z: Float[Array, "tokens d_inner"] | None = None,
+    dt_limits: Limits = (0.0, float("inf")),
+    interpret: bool = False,
+) -> tuple[Float[Array, "tokens heads head_dim"], Float[Array, "states heads head_dim d_state"]]:
+    """Scans as `api.ssd_scan` says, in place where the pool is donated.
+
+    Negative ids are ids past the end. With `interpret` it runs on the CPU, slowly; races are recorded.
+
+    Raises:
+        ValueError: this kernel cannot take the shapes or dtypes.
+    """
+    geometry = Geometry.of(states, xbc)
+    reason = geometry.refusal(chunk_size)
+    if reason is not None:
+        raise ValueError(f"the Mosaic GPU kernel cannot take this: {reason}")
+    layer = (a_log, d, dt_bias, states, xbc, dt)
+    tables = (cu_q_lens, seq_lens, read_states, write_states, snapshot_ends, snapshot_states)
+    options = {"chunk_size": chunk_size, "dt_limits": dt_limits, "interpret": interpret}
+    return scan(*layer, *tables, z, schedule=geometry.schedule(len(read_states)), **options)
+
+
+# The layers of a model call this many times with equal shapes: under its own jit the kernel is lowered once.
+@partial(jax.jit, static_argnames=("chunk_size", "dt_limits", "schedule", "interpret"))
+def scan(
+    a_log: Float[Array, " heads"],
+    d: Float[Array, " heads"],
+    dt_bias: Float[Array, " heads"],
+    states: Float[Array, "states heads head_dim d_state"],
+    xbc: Float[Array, "tokens wide"],
+    dt: Float[Array, "tokens heads"],
+    cu_q_lens: Int[Array, " row_bounds"],
+    seq_lens: Int[Array, " rows"],
+    read_states: Int[Array, " rows"],
+    write_states: Int[Array, " rows"],
+    snapshot_ends: Int[Array, " snapshots"] | None,
+    snapshot_states: Int[Array, " snapshots"] | None,
+    z: Float[Array, "tokens d_inner"] | None,
+    *,
+    chunk_size: int,
+    dt_limits: Limits,
+    schedule: Schedule,
+    interpret: bool = False,
+) -> tuple[Float[Array, "tokens heads head_dim"], Float[Array, "states heads head_dim d_state"]]:
+    """Runs the kernels under one schedule."""
+    tokens = len(xbc)
+    positions = seq_lens - (cu_q_lens[1:] - cu_q_lens[:-1])
+    pieces = cut(cu_q_lens, positions, tokens=tokens, size=SIDE)
+    options = {"size": SIDE, "dt_limits": dt_limits, "interpret": interpret}
+    passed = decays(a_log, dt_bias, dt, pieces, **options)
+    tasks, num_tasks = tasks_of(cu_q_lens, positions, read_states, write_states, tokens)
+    kept = []
+    if snapshot_ends is not None and len(snapshot_ends):
+        snapshots = (snapshot_ends, snapshot_states)
+        kept = [_kept(pieces, cu_q_lens, seq_lens, *snapshots, len(states), chunk_size)]
+    # The interpreter refuses copies that reach past the last token, which the hardware fills with zeros.
+    inputs = jnp.pad(xbc, ((0, SIDE), (0, 0))) if interpret else xbc
+    rows = len(read_states)
+    kernel = Kernel(Geometry.of(states, xbc), schedule, rows, bool(kept), interpret)
+    pool = jax.new_ref(states)
+    out = kernel.build(tokens)(inputs, passed, d, tasks, num_tasks, *kept, pool)
+    if z is not None:
+        real = (jnp.arange(tokens, dtype=jnp.int32) < cu_q_lens[-1])[:, None]
+        gate = jax.nn.silu(jnp.where(real, z, jnp.zeros_like(z)).astype(jnp.float32))
+        out = (out.astype(jnp.float32) * gate).astype(out.dtype)
+    return out.reshape(tokens, *states.shape[1:3]), jax.freeze(pool)
+
+
+def _kept(
+    pieces: Pieces,
+    cu_q_lens: Int[Array, " row_bounds"],
+    seq_lens: Int[Array, " rows"],
+    snapshot_ends: Int[Array, " snapshots"],
+    snapshot_states: Int[Array, " snapshots"] | None,
+    num_states: int,
+    chunk_size: int,
+) -> Int[Array, " pieces"]:
+    """Returns which state keeps what each piece ends in, one past the end for none."""
+    stop = pieces.start + pieces.length
+    position = seq_lens[pieces.row] - (cu_q_lens[pieces.row + 1] - stop)
+    known = (pieces.length > 0) & (pieces.last | (position % chunk_size == 0))
+    kept = snapshots_at(stop, snapshot_ends, snapshot_states, num_states)
+    return jnp.where(known, kept, num_states)

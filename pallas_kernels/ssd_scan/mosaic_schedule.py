@@ -1,0 +1,102 @@
+"""How the `ssd_scan` kernel is cut to a layer's sizes, and what it cannot take."""
+
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+from jax import Array
+from jax.typing import DTypeLike
+
+from pallas_kernels.device import NUM_MULTIPROCESSORS
+from pallas_kernels.ssd_shapes import Sizes
+
+SIDE = 64
+"""Tokens of a piece, and rows and columns of each square that a warpgroup multiplies."""
+
+# Shared memory that a block may ask for, less what Mosaic takes for itself.
+_MOST_BYTES = 232448 - 4096
+# Registers per thread of consumers and producer, by the number of consumers; all start with 65536 / threads.
+REGISTERS = {1: (240, 64), 2: (232, 40)}
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How a layer is shared out.
+
+    Attributes:
+        consumers: warpgroups of a block that multiply, each for 64 components of one head.
+        stages: pieces in flight.
+    """
+
+    consumers: int
+    stages: int
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """The sizes that the kernel is built from; a unit is 64 components of one head."""
+
+    sizes: Sizes
+    dtype: DTypeLike
+    state_dtype: DTypeLike
+
+    @classmethod
+    def of(cls, states: Array, xbc: Array) -> "Geometry":
+        """Returns the sizes of these arrays."""
+        return cls(Sizes.of(states, xbc), jnp.dtype(xbc.dtype), jnp.dtype(states.dtype))
+
+    @property
+    def units_per_head(self) -> int:
+        """Units of a head."""
+        return self.sizes.head_dim // SIDE
+
+    @property
+    def units(self) -> int:
+        """Units of all heads."""
+        return self.sizes.heads * self.units_per_head
+
+    @property
+    def units_per_group(self) -> int:
+        """Units that read the same B and C."""
+        return self.units // self.sizes.groups
+
+    @property
+    def blocks(self) -> int:
+        """Squares of 64 columns that B, C and the state have."""
+        return self.sizes.d_state // SIDE
+
+    def refusal(self, chunk_size: int) -> str | None:
+        """Returns why the kernel cannot be built for these sizes, or `None` if it can."""
+        if str(self.dtype) not in ("bfloat16", "float16"):
+            return f"xbc must be bfloat16 or float16, got {self.dtype}"
+        if str(self.state_dtype) not in ("float32", "bfloat16", "float16"):
+            return f"states must be float32, bfloat16 or float16, got {self.state_dtype}"
+        if self.sizes.head_dim % SIDE or self.sizes.d_state % SIDE:
+            return (
+                f"head_dim and d_state must be multiples of {SIDE}, "
+                f"got {self.sizes.head_dim} and {self.sizes.d_state}"
+            )
+        if self.sizes.d_state > 256:
+            return f"d_state must be at most 256, got {self.sizes.d_state}"
+        if chunk_size % SIDE:
+            return f"chunk_size must be a multiple of {SIDE}, got {chunk_size}"
+        return None
+
+    def shared_bytes(self, schedule: Schedule) -> int:
+        """Returns the shared memory that a block takes."""
+        square = SIDE * SIDE * 2
+        stage = (2 * self.blocks + schedule.consumers) * square + schedule.consumers * 2 * SIDE * 4
+        return schedule.stages * stage + schedule.consumers * (self.blocks + 2) * square
+
+    def schedule(self, rows: int) -> Schedule:
+        """Returns the schedule that was fastest (NOTES.md).
+
+        Two consumers share B and C, if there are registers for both and blocks enough for all multiprocessors.
+        """
+        alone = self.blocks > 2 or rows * self.units < 2 * NUM_MULTIPROCESSORS
+        able = [
+            Schedule(consumers, stages)
+            for consumers in ((1,) if alone else (2, 1))
+            for stages in (3, 2)
+            if self.units_per_group % consumers == 0
+        ]
+        return next(each for each in able if self.shared_bytes(each) <= _MOST_BYTES)

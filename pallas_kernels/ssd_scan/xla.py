@@ -1,0 +1,168 @@
+"""`ssd_scan` in plain XLA: chunks as matrix products, all at once, and a loop that carries the state through them."""
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.packed_rows import Pieces, cut, rows_of_tokens, snapshots_at
+from pallas_kernels.ssd_shapes import Sizes, finish, rates, steps
+
+# Tokens of the pieces that a chunk is cut into: longer ones need larger matrices of weights, shorter ones more states.
+LARGEST_PIECE = 64
+
+
+def piece_size(chunk_size: int) -> int:
+    """Returns the largest divisor of a chunk that a piece may have."""
+    sizes = range(min(chunk_size, LARGEST_PIECE), 0, -1)
+    return next(size for size in sizes if chunk_size % size == 0)
+
+
+class _Chunks(NamedTuple):
+    """The tokens of each piece, zeros where it has no more, in float32.
+
+    `passed` is the logarithm of what is left of the state after each token, counted from the piece's start.
+    """
+
+    x: Float[Array, "pieces size groups heads_per_group head_dim"]
+    b: Float[Array, "pieces size groups d_state"]
+    c: Float[Array, "pieces size groups d_state"]
+    step: Float[Array, "pieces size groups heads_per_group"]
+    passed: Float[Array, "pieces size groups heads_per_group"]
+
+
+def ssd_scan(
+    a_log: Float[Array, " heads"],
+    d: Float[Array, " heads"],
+    dt_bias: Float[Array, " heads"],
+    states: Float[Array, "states heads head_dim d_state"],
+    xbc: Float[Array, "tokens wide"],
+    dt: Float[Array, "tokens heads"],
+    cu_q_lens: Int[Array, " row_bounds"],
+    seq_lens: Int[Array, " rows"],
+    read_states: Int[Array, " rows"],
+    write_states: Int[Array, " rows"],
+    snapshot_ends: Int[Array, " snapshots"] | None = None,
+    snapshot_states: Int[Array, " snapshots"] | None = None,
+    *,
+    chunk_size: int,
+    z: Float[Array, "tokens d_inner"] | None = None,
+    dt_limits: tuple[float, float] = (0.0, float("inf")),
+) -> tuple[Float[Array, "tokens heads head_dim"], Float[Array, "states heads head_dim d_state"]]:
+    """Scans as `api.ssd_scan` says, in place where the pool is donated."""
+    sizes, tokens, size = Sizes.of(states, xbc), len(xbc), piece_size(chunk_size)
+    positions = seq_lens - (cu_q_lens[1:] - cu_q_lens[:-1])
+    pieces = cut(cu_q_lens, positions, tokens=tokens, size=size)
+    chunks = _gather(a_log, dt_bias, xbc, dt, sizes, pieces, size, dt_limits)
+    begun = states.at[read_states].get(mode="fill", fill_value=0, wrap_negative_indices=False)
+    before, after = _carry(chunks, pieces, begun.astype(jnp.float32))
+    out = _within(chunks) + _from_before(chunks, before)
+    row, place = rows_of_tokens(cu_q_lens, tokens)
+    offset = (positions % size)[row] + place
+    first = (
+        jnp.zeros(len(read_states), jnp.int32)
+        .at[pieces.row]
+        .add(jnp.where(pieces.first, jnp.arange(len(pieces.row), dtype=jnp.int32), 0))
+    )
+    # A row's first piece begins with its first token, wherever in a chunk that is.
+    inside = jnp.where(offset < size, place, offset % size)
+    out = out[first[row] + offset // size, inside].reshape(tokens, sizes.heads, sizes.head_dim)
+    x, _, _ = sizes.split(xbc)
+    out = jnp.where((place >= 0)[:, None, None], finish(out, x, d, z), 0.0)
+    ends = jnp.where(pieces.last, write_states[pieces.row], len(states))
+    states = _put(states, ends, after)
+    if snapshot_ends is not None and len(snapshot_ends):
+        stop = pieces.start + pieces.length
+        known = (pieces.length > 0) & (
+            pieces.last
+            | ((seq_lens[pieces.row] - (cu_q_lens[pieces.row + 1] - stop)) % chunk_size == 0)
+        )
+        kept = snapshots_at(stop, snapshot_ends, snapshot_states, len(states))
+        states = _put(states, jnp.where(known, kept, len(states)), after)
+    return out.astype(xbc.dtype), states
+
+
+def _put(states: Array, index: Array, values: Array) -> Array:
+    """Writes what has a place; the others get distinct ones past the end."""
+    number = jnp.arange(len(index), dtype=jnp.int32)
+    index = jnp.where(index < len(states), index, len(states) + number)
+    return states.at[index].set(
+        values.astype(states.dtype), mode="drop", unique_indices=True, wrap_negative_indices=False
+    )
+
+
+def _gather(
+    a_log: Array,
+    dt_bias: Array,
+    xbc: Array,
+    dt: Array,
+    sizes: Sizes,
+    pieces: Pieces,
+    size: int,
+    dt_limits: tuple[float, float],
+) -> _Chunks:
+    inside = jnp.arange(size, dtype=jnp.int32)
+    real = inside[None, :] < pieces.length[:, None]
+    token = jnp.where(real, pieces.start[:, None] + inside[None, :], 0)
+    shape = (*token.shape, sizes.groups, sizes.heads // sizes.groups)
+
+    def take(part: Array) -> Array:
+        taken = part.astype(jnp.float32)[token]
+        return jnp.where(real.reshape(*real.shape, *(1,) * (part.ndim - 1)), taken, 0.0)
+
+    x, b, c = sizes.split(xbc)
+    step = take(steps(dt, dt_bias, dt_limits))
+    passed = jnp.cumsum(step * rates(a_log)[None, None], axis=1)
+    return _Chunks(
+        take(x).reshape(*shape, sizes.head_dim),
+        take(b),
+        take(c),
+        step.reshape(shape),
+        passed.reshape(shape),
+    )
+
+
+_multiply = partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
+
+
+def _within(chunks: _Chunks) -> Float[Array, "pieces size groups heads_per_group head_dim"]:
+    """What each token reads of the tokens of its own piece."""
+    size = chunks.x.shape[1]
+    earlier = jnp.tril(jnp.ones((size, size), bool))[None, :, :, None, None]
+    # Masked before the exponential, which would overflow above the diagonal.
+    passed = jnp.where(earlier, chunks.passed[:, :, None] - chunks.passed[:, None], -jnp.inf)
+    weights = _multiply("pign,pjgn->pijg", chunks.c, chunks.b)[..., None] * jnp.exp(passed)
+    return _multiply("pijgh,pjghd->pighd", weights * chunks.step[:, None], chunks.x)
+
+
+def _from_before(
+    chunks: _Chunks, before: Float[Array, "pieces heads head_dim d_state"]
+) -> Float[Array, "pieces size groups heads_per_group head_dim"]:
+    """What each token reads of the state that its piece starts from."""
+    state = before.reshape(len(before), *chunks.x.shape[2:], before.shape[-1])
+    read = _multiply("pign,pghdn->pighd", chunks.c, state)
+    return read * jnp.exp(chunks.passed)[..., None]
+
+
+def _carry(
+    chunks: _Chunks, pieces: Pieces, begun: Float[Array, "rows heads head_dim d_state"]
+) -> tuple[
+    Float[Array, "pieces heads head_dim d_state"], Float[Array, "pieces heads head_dim d_state"]
+]:
+    """Returns the states before and after each piece."""
+    last = chunks.passed[:, -1]
+    left = jnp.exp(last[:, None] - chunks.passed) * chunks.step
+    added = _multiply("pjghd,pjgn->pghdn", chunks.x * left[..., None], chunks.b)
+    kept = jnp.exp(last).reshape(len(last), -1, 1, 1)
+    added = added.reshape(len(last), *begun.shape[1:])
+
+    def visit(state: Array, now: tuple) -> tuple[Array, tuple[Array, Array]]:
+        added, kept, row, first = now
+        before = jnp.where(first, begun[row], state)
+        after = kept * before + added
+        return after, (before, after)
+
+    now = (added, kept, pieces.row, pieces.first)
+    return jax.lax.scan(visit, jnp.zeros_like(begun[0]), now)[1]

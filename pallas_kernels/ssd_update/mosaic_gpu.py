@@ -1,0 +1,257 @@
+"""`ssd_update` as one Mosaic GPU kernel for Hopper: a block steps some rows of one head's state of one sequence."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial, reduce
+from typing import Any, NamedTuple
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import Array, lax
+from jaxtyping import Float, Int
+
+from pallas_kernels.device import why_not_mosaic
+from pallas_kernels.mosaic_rows import INTERPRETED, LOAD_BYTES, Piece, row_pieces
+from pallas_kernels.mosaic_steps import Limits, silu, step_of
+from pallas_kernels.ssd_shapes import Sizes
+
+# Numbers of a state that a block holds in registers: 64 for each of its threads.
+MOST_NUMBERS = 8192
+_DTYPES = ("float32", "bfloat16", "float16")
+
+Ref = Any
+
+
+def why_not(states: Array, xbc: Array) -> str | None:
+    """Returns why this kernel cannot run, or `None` if it can."""
+    return why_not_mosaic() or refusal(states, xbc)
+
+
+def refusal(states: Array, xbc: Array) -> str | None:
+    """Returns why the kernel cannot be built for these arrays, or `None` if it can."""
+    for name, array in {"states": states, "xbc": xbc}.items():
+        if array.dtype.name not in _DTYPES:
+            return f"{name} must be one of {', '.join(_DTYPES)}, got {array.dtype}"
+    if states.shape[2] % 8 or states.shape[3] % 8:
+        return f"head_dim and d_state must be multiples of 8, got {states.shape[2]} and {states.shape[3]}"
+    if states.shape[3] > MOST_NUMBERS // 8:
+        return f"d_state must be at most {MOST_NUMBERS // 8}, got {states.shape[3]}"
+    return None
+
+
+def ssd_update(
+    a_log: Float[Array, " heads"],
+    d: Float[Array, " heads"],
+    dt_bias: Float[Array, " heads"],
+    states: Float[Array, "states heads head_dim d_state"],
+    xbc: Float[Array, "rows wide"],
+    dt: Float[Array, "rows heads"],
+    read_states: Int[Array, " rows"],
+    write_states: Int[Array, " rows"],
+    *,
+    z: Float[Array, "rows d_inner"] | None = None,
+    dt_limits: Limits = (0.0, float("inf")),
+    interpret: bool = False,
+) -> tuple[Float[Array, "rows heads head_dim"], Float[Array, "states heads head_dim d_state"]]:
+    """Steps as `api.ssd_update` says, in place where the pool is donated.
+
+    Negative ids are ids past the end. With `interpret` it runs on the CPU, slowly; races are recorded.
+
+    Raises:
+        ValueError: this kernel cannot take the shapes or dtypes.
+    """
+    reason = refusal(states, xbc)
+    if reason is not None:
+        raise ValueError(f"the Mosaic GPU kernel cannot take this: {reason}")
+    layer = (a_log, d, dt_bias, states, xbc, dt, read_states, write_states)
+    return update(*layer, z, dt_limits=dt_limits, interpret=interpret)
+
+
+# The layers of a model call this many times with equal shapes: under its own jit the kernel is lowered once.
+@partial(jax.jit, static_argnames=("dt_limits", "interpret"))
+def update(
+    a_log: Float[Array, " heads"],
+    d: Float[Array, " heads"],
+    dt_bias: Float[Array, " heads"],
+    states: Float[Array, "states heads head_dim d_state"],
+    xbc: Float[Array, "rows wide"],
+    dt: Float[Array, "rows heads"],
+    read_states: Int[Array, " rows"],
+    write_states: Int[Array, " rows"],
+    z: Float[Array, "rows d_inner"] | None,
+    *,
+    dt_limits: Limits,
+    interpret: bool,
+) -> tuple[Float[Array, "rows heads head_dim"], Float[Array, "states heads head_dim d_state"]]:
+    """Runs the kernel."""
+    kernel = Kernel(Sizes.of(states, xbc), states.dtype.itemsize, dt_limits, z is not None)
+    pool = jax.new_ref(states)
+    gate = [] if z is None else [z]
+    inputs = (a_log, d, dt_bias, xbc, dt, read_states, write_states, *gate)
+    out = plgpu.kernel(
+        kernel.body,
+        out_type=jax.ShapeDtypeStruct((len(xbc), *states.shape[1:3]), xbc.dtype),
+        # One axis: of several, all but the last one end at 65535.
+        grid=(len(xbc) * kernel.sizes.heads * kernel.shares,),
+        grid_names=("block",),
+        compiler_params=plgpu.CompilerParams(
+            lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
+        ),
+        interpret=INTERPRETED if interpret else None,
+        kernel_name="ssd_update",
+    )(*inputs, pool)
+    return out, jax.freeze(pool)
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """The kernel for one layer; `itemsize` is that of a state's numbers."""
+
+    sizes: Sizes
+    itemsize: int
+    dt_limits: Limits
+    gated: bool
+
+    @property
+    def rows(self) -> int:
+        """Rows of a head's state that a block steps."""
+        most = MOST_NUMBERS // self.sizes.d_state
+        return next(
+            rows
+            for rows in range(self.sizes.head_dim, 0, -1)
+            if self.sizes.head_dim % rows == 0 and rows <= most
+        )
+
+    @property
+    def shares(self) -> int:
+        """Blocks that share a head."""
+        return self.sizes.head_dim // self.rows
+
+    @property
+    def columns(self) -> int:
+        """Columns of a state that are read at once, by eight lanes if they are enough."""
+        lowest_bit = self.sizes.d_state & -self.sizes.d_state
+        return min(lowest_bit, 8 * LOAD_BYTES // self.itemsize)
+
+    @property
+    def pieces(self) -> tuple[Piece, ...]:
+        """How a block's rows are shared out to its threads."""
+        return row_pieces(self.rows, self.columns, LOAD_BYTES // self.itemsize)
+
+    def body(self, *refs: Ref) -> None:
+        """What one block does."""
+        names = ["a_log", "d", "dt_bias", "xbc", "dt", "read_states", "write_states"]
+        names += ["z"] * self.gated
+        named = dict(zip([*names, "states", "out"], refs, strict=True))
+        block = lax.axis_index("block")
+        share, head = lax.rem(block, self.shares), lax.div(block, self.shares)
+        row, head = lax.div(head, self.sizes.heads), lax.rem(head, self.sizes.heads)
+        _Block(self, named, row, head, share * self.rows).run()
+
+
+class _Loaded(NamedTuple):
+    """What a piece of a state's rows needs: the state by columns, B and C likewise, x and z by rows."""
+
+    state: list[Array]
+    b: list[Array]
+    c: list[Array]
+    x: Array
+    z: Array | None
+
+
+class _Block:
+    """One block at work on a row's head, from a row of its state on."""
+
+    def __init__(
+        self, kernel: Kernel, refs: Mapping[str, Ref], row: Array, head: Array, first: Array
+    ) -> None:
+        self.kernel, self.sizes, self.refs = kernel, kernel.sizes, refs
+        self.row, self.head, self.first = row, head, first
+
+    def run(self) -> None:
+        """Sends for all that it needs, then steps."""
+        refs, row, head = self.refs, self.row, self.head
+        num_states = refs["states"].shape[0]
+        read, write = refs["read_states"][row], refs["write_states"][row]
+        known = (read >= 0) & (read < num_states)
+        loaded = [self.load(piece, jnp.where(known, read, 0)) for piece in self.kernel.pieces]
+        rate, skip, bias = (
+            refs[name][head].astype(jnp.float32) for name in ("a_log", "d", "dt_bias")
+        )
+        step = step_of(refs["dt"][row, head], bias, self.kernel.dt_limits)
+        kept = jnp.exp(-jnp.exp(rate) * step)
+        real = (write >= 0) & (write < num_states)
+        for piece, parts in zip(self.kernel.pieces, loaded, strict=True):
+            begun = [jnp.where(known, part, 0.0) for part in parts.state]
+            ended = self.stepped(piece, begun, parts, kept, step)
+            self.write_out(piece, ended, parts, skip, real)
+            pl.when(real)(partial(self.write_state, piece, ended, write))
+
+    def load(self, piece: Piece, state: Array) -> _Loaded:
+        """Sends for one piece."""
+        refs, sizes, layout = self.refs, self.sizes, piece.layout
+        rows = pl.ds(self.first + piece.start, piece.size)
+        starts = range(0, sizes.d_state, self.kernel.columns)
+        spans = [pl.ds(start, self.kernel.columns) for start in starts]
+        group = lax.div(self.head, sizes.heads // sizes.groups) * sizes.d_state
+        token = refs["xbc"].at[self.row]
+
+        def by_column(first: int) -> list[Array]:
+            places = [pl.ds(first + group + start, self.kernel.columns) for start in starts]
+            return [_load(token.at[place], layout.reduce(0)) for place in places]
+
+        place = pl.ds(self.head * sizes.head_dim + self.first + piece.start, piece.size)
+        by_row = layout.reduce(1)
+        return _Loaded(
+            [_load(refs["states"].at[state, self.head, rows, span], layout) for span in spans],
+            by_column(sizes.d_inner),
+            by_column(sizes.first_c),
+            _load(token.at[place], by_row),
+            _load(refs["z"].at[self.row, place], by_row) if self.kernel.gated else None,
+        )
+
+    def stepped(
+        self, piece: Piece, begun: list[Array], parts: _Loaded, kept: Array, step: Array
+    ) -> list[Array]:
+        """Returns the state after the token, by columns."""
+        shape = begun[0].shape
+        added = _spread(parts.x * step, shape, 0, piece.layout)
+        return [
+            state * kept + added * _spread(b, shape, 1, piece.layout)
+            for state, b in zip(begun, parts.b, strict=True)
+        ]
+
+    def write_out(
+        self, piece: Piece, ended: list[Array], parts: _Loaded, skip: Array, real: Array
+    ) -> None:
+        """Reads the output from the state and stores it; padding gives zeros."""
+        shape = ended[0].shape
+        read = [
+            state * _spread(c, shape, 1, piece.layout)
+            for state, c in zip(ended, parts.c, strict=True)
+        ]
+        out = jnp.sum(reduce(jnp.add, read), axis=1) + skip * parts.x
+        if parts.z is not None:
+            out *= silu(parts.z)
+        ref = self.refs["out"]
+        place = pl.ds(self.first + piece.start, piece.size)
+        ref[self.row, self.head, place] = jnp.where(real, out, 0.0).astype(ref.dtype)
+
+    def write_state(self, piece: Piece, ended: list[Array], write: Array) -> None:
+        """Stores the state."""
+        pool, width = self.refs["states"], self.kernel.columns
+        rows = pl.ds(self.first + piece.start, piece.size)
+        for index, part in enumerate(ended):
+            columns = pl.ds(index * width, width)
+            pool[write, self.head, rows, columns] = part.astype(pool.dtype)
+
+
+def _load(ref: Ref, layout: Any) -> Array:  # noqa: ANN401 - private to JAX
+    return plgpu.load(ref, layout=layout, optimized=False).astype(jnp.float32)
+
+
+def _spread(vector: Array, shape: tuple[int, ...], axis: int, layout: Any) -> Array:  # noqa: ANN401 - private to JAX
+    """Repeats one value per row (`axis` 0) or per column (`axis` 1)."""
+    return plgpu.layout_cast(lax.broadcast_in_dim(vector, shape, [axis]), layout)

@@ -1,0 +1,253 @@
+"""The Mosaic GPU kernels with recurrent states themselves: interpreted, and lowered without a GPU.
+
+What they share with other implementations is tested in the ops' own suites.
+"""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as interpreter
+
+from pallas_kernels.causal_conv import cases as conv_cases
+from pallas_kernels.causal_conv import mosaic_gpu as conv
+from pallas_kernels.device import NEWEST_JAX, gpu_arch
+from pallas_kernels.poisoned_states import Rows
+from pallas_kernels.ssd_scan import cases as scan_cases
+from pallas_kernels.ssd_scan import mosaic_gpu as scan
+from pallas_kernels.ssd_scan.mosaic_schedule import Geometry, Schedule
+from pallas_kernels.ssd_shapes import Sizes
+from pallas_kernels.ssd_update import cases as update_cases
+from pallas_kernels.ssd_update import mosaic_gpu as update
+from pallas_kernels.tolerances import OUTPUT
+from tests.pallas_kernels import state_oracle
+
+CONV = {case.name: case for case in conv_cases.CASES}
+SCAN = {case.name: case for case in scan_cases.CASES}
+UPDATE = {case.name: case for case in update_cases.CASES}
+KERNELS = {"causal_conv": conv, "ssd_scan": scan, "ssd_update": update}
+on_this_jax = pytest.mark.skipif(
+    jax.__version_info__[:2] > NEWEST_JAX, reason="this JAX takes minutes; why_not says so"
+)
+
+
+def device(inputs):
+    return {n: jnp.asarray(v) if isinstance(v, np.ndarray) else v for n, v in inputs.items()}
+
+
+@pytest.fixture
+def races():
+    """Tells whether the interpreter saw a race, and leaves it as it was found."""
+    yield lambda: interpreter.get_races().races_found
+    interpreter.reset_gpu_interpret_mode_state()
+
+
+@pytest.mark.parametrize("name", ["carries", "mixed", "five-taps", "decode-padding"])
+def test_interpreted_the_convolution_equals_the_oracle_without_a_race(name, races):
+    """S5-27, S5-28: states are read before they are written; ids below 0 are ids past the end."""
+    inputs = CONV[name].inputs(1)
+    inputs["write_states"][-1] = -1
+    if "cu_q_lens" not in inputs:
+        inputs["read_states"][0] = -1
+    expected = inputs | {
+        table: np.where(inputs[table] < 0, len(inputs["states"]), inputs[table])
+        for table in ("read_states", "write_states")
+    }
+    out, pool = conv.causal_conv(**device(inputs), interpret=True)
+    wanted, wanted_pool = state_oracle.causal_conv(expected)
+    tolerance = OUTPUT["bfloat16"]
+    np.testing.assert_allclose(
+        np.asarray(out).astype(np.float64), wanted, rtol=tolerance, atol=tolerance
+    )
+    np.testing.assert_array_equal(np.asarray(pool).astype(np.float64), wanted_pool)
+    assert not races()
+
+
+@pytest.mark.parametrize("name", ["groups", "gated", "rounded"])
+def test_interpreted_the_update_equals_the_oracle_without_a_race(name, races):
+    inputs = UPDATE[name].inputs(2, "float32")
+    inputs["read_states"][0] = -1
+    far = np.where(inputs["read_states"] < 0, len(inputs["states"]), inputs["read_states"])
+    result = update.ssd_update(**device(inputs), interpret=True)
+    state_oracle.assert_is_ssd(result, inputs | {"read_states": far}, "float32")
+    assert not races()
+
+
+SMALL_SCAN = scan_cases.Case(
+    "", Rows((70, 3), (0, 62), 1, 5, snapshots=True), 2, 64, 64, chunk_size=64
+)
+
+
+def under(schedule, inputs, **options):
+    """Runs the scan under one schedule."""
+    optional = {"snapshot_ends": None, "snapshot_states": None}
+    return scan.scan(**optional | device(inputs), schedule=schedule, **options)
+
+
+def test_interpreted_the_scan_equals_the_oracle_without_a_race(races):
+    """S5-27, S5-30, S5-31, T-18: from a position inside a chunk, over its end, with snapshots and padding."""
+    inputs = SMALL_SCAN.inputs(3)
+    result = under(Schedule(consumers=2, stages=2), inputs, interpret=True)
+    state_oracle.assert_is_ssd(result, inputs, "bfloat16")
+    assert not races()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["chunks-64", "wide", "only-padding"])
+@pytest.mark.parametrize(
+    "schedule", [Schedule(1, 2), Schedule(1, 3), Schedule(2, 2), Schedule(2, 3)]
+)
+def test_every_schedule_gives_the_same_bits(name, schedule):
+    """Small cases would all run under the one for few blocks."""
+    inputs = SCAN[name].inputs(6)
+    result = under(schedule, inputs)
+    state_oracle.assert_is_ssd(result, inputs, "bfloat16")
+    for got, other in zip(result, under(Schedule(1, 2), inputs), strict=True):
+        assert np.asarray(got).tobytes() == np.asarray(other).tobytes()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["chunks-64", "wide", "large-state", "only-padding"])
+def test_interpreted_larger_scans_equal_the_oracle_without_a_race(name, races):
+    inputs = SCAN[name].inputs(4)
+    state_oracle.assert_is_ssd(scan.ssd_scan(**device(inputs), interpret=True), inputs, "bfloat16")
+    assert not races()
+
+
+def shapes(case, dtype="bfloat16"):
+    """A case's arguments, its arrays as shapes."""
+    return {
+        name: jax.ShapeDtypeStruct(value.shape, value.dtype)
+        if isinstance(value, np.ndarray)
+        else value
+        for name, value in case.inputs(0, dtype).items()
+    }
+
+
+ROWS = Rows((3071, 512, 1), (256, 0, 700), 2, 8, snapshots=True)
+LOWERED = {
+    "causal_conv": [
+        *(
+            replace(CONV["t2048-c4352"], channels=channels)
+            for channels in (4352, 8448, 10240, 9728)
+        ),
+        replace(CONV["t2048-c4352"], rows=ROWS, biased=False, d_conv=2),
+        CONV["b64-c10240"],
+    ],
+    "ssd_scan": [
+        replace(SCAN["t2048-h128-g8"], rows=ROWS, heads=heads, groups=groups, d_state=d_state)
+        for heads, groups, d_state in ((128, 8, 128), (24, 1, 128), (6, 2, 256))
+    ]
+    + [replace(SCAN["t2048-h128-g8"], heads=8, groups=2, head_dim=128, gated=True)],
+    "ssd_update": [
+        UPDATE["b8"],
+        replace(UPDATE["b8"], state_dtype="bfloat16", gated=True),
+        replace(UPDATE["b8"], heads=32, groups=2, head_dim=128, d_state=256),
+        replace(UPDATE["b8"], heads=24, groups=1, head_dim=80, d_state=16),
+    ],
+}
+
+
+@on_this_jax
+@pytest.mark.parametrize(
+    ("op", "case"),
+    [
+        pytest.param(op, case, id=f"{op}-{number}")
+        for op, found in LOWERED.items()
+        for number, case in enumerate(found)
+    ],
+)
+def test_they_lower_for_cuda_without_a_gpu(op, case):
+    given = shapes(case)
+    options = {
+        name: value for name, value in given.items() if not isinstance(value, jax.ShapeDtypeStruct)
+    }
+    arrays = {name: value for name, value in given.items() if name not in options}
+    function = getattr(KERNELS[op], op)
+    program = jax.jit(lambda arrays: function(**arrays, **options))
+    assert "mosaic_gpu" in program.trace(arrays).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def test_what_they_cannot_take_is_refused_with_the_number_that_they_got():
+    """S1-12."""
+
+    def refused(op, named, case, dtype="bfloat16", **changes):
+        given = device(case.inputs(0, dtype)) | changes
+        names = {
+            "causal_conv": ("weight", "x"),
+            "ssd_scan": ("states", "xbc"),
+            "ssd_update": ("states", "xbc"),
+        }
+        known = {"causal_conv": ("first_channel",), "ssd_scan": ("chunk_size",), "ssd_update": ()}
+        arrays, options = ([given[n] for n in names[op]], {n: given[n] for n in known[op]})
+        assert named in KERNELS[op].refusal(*arrays, **options)
+
+    refused("causal_conv", "got 136, 152 and 4", CONV["decode-padding"], first_channel=4)
+    refused("causal_conv", "at most 8, got 9", replace(CONV["b1-c4352"], d_conv=9))
+    small = SMALL_SCAN
+    refused("ssd_scan", "got float32", small, "float32")
+    refused("ssd_scan", "got 64 and 96", replace(small, d_state=96))
+    refused("ssd_scan", "at most 256, got 320", replace(small, d_state=320))
+    refused("ssd_scan", "multiple of 64, got 96", small, chunk_size=96)
+    refused("ssd_update", "got 12 and 16", replace(UPDATE["groups"], head_dim=12))
+    refused("ssd_update", "at most 1024, got 2048", replace(UPDATE["groups"], d_state=2048))
+    with pytest.raises(ValueError, match="cannot take this: chunk_size"):
+        scan.ssd_scan(**device(small.inputs()) | {"chunk_size": 96})
+
+
+def test_few_rows_get_a_consumer_per_block():
+    """Two consumers share B and C where there is work for all multiprocessors anyway, and registers for both."""
+    for heads, groups, d_state, rows, consumers in (
+        (128, 8, 128, 1, 1),
+        (128, 8, 128, 8, 2),
+        (128, 1, 256, 8, 1),
+        (24, 24, 128, 64, 1),
+    ):
+        sizes = Sizes(heads, 64, d_state, groups)
+        geometry = Geometry(sizes, jnp.dtype("bfloat16"), jnp.dtype("float32"))
+        schedule = geometry.schedule(rows)
+        assert schedule.consumers == consumers
+        assert schedule.stages > 1
+        assert geometry.units_per_group % consumers == 0
+
+
+@pytest.mark.skipif(gpu_arch() == 90, reason="the GPU here is the one they need")
+def test_they_refuse_devices_that_are_not_hopper():
+    given = device(SMALL_SCAN.inputs())
+    for kernel in (scan, update):
+        options = {"chunk_size": 64} if kernel is scan else {}
+        assert "needs an sm90 GPU" in kernel.why_not(given["states"], given["xbc"], **options)
+    assert "needs an sm90 GPU" in conv.why_not(given["xbc"], given["xbc"], first_channel=0)
+
+
+def changed_states(pool):
+    """Which states of a pool of ones hold anything else, without a copy of the pool."""
+    return jnp.any((pool != 1).reshape(len(pool), -1), axis=1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("op", KERNELS)
+def test_states_past_two_to_the_31_elements_are_written_where_they_lie(op):
+    """T-30: the last state is stepped, and no other one is touched."""
+    if op == "causal_conv":
+        case = replace(CONV["b1-c4352"], rows=Rows((1,), (5,)))
+        states = jnp.ones((2**18 + 1, 3, 4352), jnp.bfloat16)
+    else:
+        case = (
+            UPDATE["b1"] if op == "ssd_update" else replace(SCAN["t2048-h128-g8"], rows=Rows((3,)))
+        )
+        states = jnp.ones((2**11 + 1, 128, 64, 128), jnp.float32)
+    last = jnp.full(1, len(states) - 1, jnp.int32)
+    inputs = device(case.inputs(5)) | {"read_states": last, "write_states": last}
+    del inputs["states"]
+    options = {
+        name: inputs.pop(name) for name in list(inputs) if not hasattr(inputs[name], "shape")
+    }
+    run = jax.jit(
+        lambda states, inputs: getattr(KERNELS[op], op)(states=states, **inputs, **options),
+        donate_argnums=0,
+    )
+    _, states = run(states, inputs)
+    assert np.flatnonzero(jax.jit(changed_states)(states)).tolist() == [int(last[0])]
