@@ -23,7 +23,8 @@ import numpy as np
 
 from benchmarks.record import RECORDS, save_record
 from benchmarks.timing import Chain, Effort, refuse_profilers, time_chain
-from jaxkv.config import CacheConfig, ModelConfig, RopeConfig, SamplingParams
+from jaxkv.bench.shapes import SHAPES
+from jaxkv.config import CacheConfig, SamplingParams
 from jaxkv.engine.executor import Executor
 from jaxkv.engine.programs import Programs
 from jaxkv.engine.request import Request
@@ -31,64 +32,13 @@ from jaxkv.engine.results import unpack_sampled
 from jaxkv.engine.rows import Row
 from jaxkv.engine.shapes import row_of, tokens_held
 from jaxkv.layers.linear import project
+from jaxkv.model_config import ModelConfig
 from jaxkv.models.protocol import Params
 from jaxkv.models.registry import build_model
 from jaxkv.plan import plan_cache
 
 KNOWN_BYTES_PER_SECOND = 4.3e12
 """What a matrix-vector product once read on an H200: the floor that older records and tables compare with."""
-
-SHAPES = {
-    "llama-3.1-8b": ModelConfig(
-        family="llama",
-        vocab_size=128256,
-        hidden_size=4096,
-        num_layers=32,
-        heads=32,
-        kv_heads=8,
-        head_dim=128,
-        ffn_size=14336,
-        max_positions=131072,
-        rope=RopeConfig(
-            theta=500000.0,
-            rotary_dim=128,
-            kind="llama3",
-            factor=8.0,
-            original_max_positions=8192,
-        ),
-        windows=(None,) * 32,
-        norm_eps=1e-5,
-    ),
-    "qwen3-0.6b": ModelConfig(
-        family="qwen3",
-        vocab_size=151936,
-        hidden_size=1024,
-        num_layers=28,
-        heads=16,
-        kv_heads=8,
-        head_dim=128,
-        ffn_size=3072,
-        max_positions=40960,
-        rope=RopeConfig(theta=1000000.0, rotary_dim=128),
-        windows=(None,) * 28,
-        qk_norm=True,
-        tie_embeddings=True,
-    ),
-    # For trying the benchmark on a CPU.
-    "tiny": ModelConfig(
-        family="llama",
-        vocab_size=256,
-        hidden_size=64,
-        num_layers=2,
-        heads=4,
-        kv_heads=2,
-        head_dim=16,
-        ffn_size=128,
-        max_positions=2048,
-        rope=RopeConfig(rotary_dim=16),
-        windows=(None,) * 2,
-    ),
-}
 
 
 @dataclass(frozen=True)
@@ -330,10 +280,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     bandwidth = measure_read_bandwidth()
     print(f"a matrix-vector product reads {bandwidth / 1e12:.3g} TB/s here", flush=True)
     config = SHAPES[options.shape]
-    params = jax.jit(build_model(config).init_params, static_argnums=1)(
-        jax.random.key(0), options.dtype
+    # Not as one program, which would take 40 seconds to compile.
+    params = jax.block_until_ready(
+        build_model(config).init_params(jax.random.key(0), options.dtype)
     )
-    jax.block_until_ready(params)
     results, programs = [], []
     for batch in (int(size) for size in options.batch.split(",")):
         setting = Setting(batch, options.context, options.new_tokens, options.repeats)

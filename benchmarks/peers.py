@@ -134,6 +134,8 @@ def time_torch(subject: Subject, effort: Effort) -> Timing:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if subject.op == "rotary_write":
         raise NoPeer("does not rotate and write in one call")
+    if KINDS[subject.op].pool == "states":
+        raise NoPeer("has no op that carries such states")
     build = _torch_write if subject.op == "page_write" else _torch_attention
     calls, answer = build(subject, device)
     calls *= effort.rounds

@@ -42,7 +42,9 @@ def render(record: Record, columns: Sequence[str] = ()) -> str:
         raise ValueError(
             f"record {record.name} has no column {unknown[0]!r}; it has {', '.join(known)}"
         )
-    rows = [row for row in record.rows if all(str(row.get(name)) == wanted[name] for name in wanted)]
+    rows = [
+        row for row in record.rows if all(str(row.get(name)) == wanted[name] for name in wanted)
+    ]
     if record.rows and not rows:
         there = {name: sorted({str(row.get(name)) for row in record.rows}) for name in wanted}
         raise ValueError(f"no row of record {record.name} has {wanted}; there are {there}")

@@ -5,19 +5,31 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from jaxkv.async_llm import AsyncLLM
+    from jaxkv.cache.checkpoint_policy import CheckpointPolicy
     from jaxkv.config import CacheConfig, SamplingParams
+    from jaxkv.engine.engine_config import EngineConfig
     from jaxkv.generation import generate
     from jaxkv.llm import LLM
 
 _HOMES = {
     "AsyncLLM": "jaxkv.async_llm",
     "CacheConfig": "jaxkv.config",
+    "CheckpointPolicy": "jaxkv.cache.checkpoint_policy",
+    "EngineConfig": "jaxkv.engine.engine_config",
     "LLM": "jaxkv.llm",
     "SamplingParams": "jaxkv.config",
     "generate": "jaxkv.generation",
 }
 
-__all__ = ["LLM", "AsyncLLM", "CacheConfig", "SamplingParams", "generate"]
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "CacheConfig",
+    "CheckpointPolicy",
+    "EngineConfig",
+    "SamplingParams",
+    "generate",
+]
 __version__ = "0.1.0"
 
 

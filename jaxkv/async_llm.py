@@ -17,7 +17,7 @@ from jaxkv.engine.recovery import STEP_FAILURES
 from jaxkv.engine.request import Piece, Request, RequestOutput
 from jaxkv.engine.sequence import FINISHED
 from jaxkv.engine.sequence import Sequence as Sample
-from jaxkv.engine.serve import output_of
+from jaxkv.engine.serve import output_of, with_figures
 from jaxkv.llm import LLM
 from jaxkv.prompts import Prompt
 
@@ -65,11 +65,14 @@ class AsyncLLM:
         ...         print(piece.text, end="")
 
     Args:
-        llm: the model.
+        llm: the model, with the `EngineConfig` that it was made with.
+
+    Raises:
+        RuntimeError: another `AsyncLLM` serves it, or another thread is in the middle of a call to it.
     """
 
     def __init__(self, llm: LLM) -> None:
-        llm.lend()
+        llm.turns.lend()
         self._llm = llm
         self._engine = llm.engine
         self._orders: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -120,7 +123,9 @@ class AsyncLLM:
 
         Raises:
             ValueError: the prompt, the parameters, `priority` or `salt` cannot be served.
+            ProgramRefused: strict mode has no program for it.
             RuntimeError: the engine has failed or was closed.
+            Exception: what the request failed with, if its own part in a step failed.
         """
         params = sampling or SamplingParams()
         if params.n != 1:
@@ -185,6 +190,7 @@ class AsyncLLM:
     def _serve(self) -> None:
         try:
             while self._take_orders():
+                self._llm.turns.run_errands()
                 self._engine.step()
                 self._deliver()
         except BaseException as error:
@@ -192,7 +198,7 @@ class AsyncLLM:
             self._failure = error
         finally:
             self._end_all()
-            self._llm.take_back()
+            self._llm.turns.take_back()
 
     def _take_orders(self) -> bool:
         """Follows all orders, and waits for one if there is nothing else to do; returns whether to go on."""
@@ -224,7 +230,7 @@ class AsyncLLM:
             arrivals: list[_Arrival] = []
             for index, sample in enumerate(call.samples):
                 while sample.pieces:
-                    arrivals.append((index, sample.pieces.popleft()))
+                    arrivals.append((index, with_figures(sample.pieces.popleft(), sample)))
             if all(sample.status == FINISHED for sample in call.samples):
                 self._calls.remove(call)
             if not arrivals:

@@ -4,30 +4,10 @@ Shapes are those of the program (its bucket); the counts say how much of them is
 construction: padded tokens have out-of-range write slots, padded rows have no queries and no tokens.
 """
 
-from dataclasses import dataclass
-
 from jaxtyping import Array, Float, Int
 
 from jaxkv._pytree import pytree, static_field
-
-
-@dataclass(frozen=True, order=True)
-class Features:
-    """What a program can do when it chooses tokens; a batch runs in the smallest program that serves all its rows.
-
-    Attributes:
-        draws: rows may have a temperature above 0 (otherwise every row is greedy).
-        filters: rows may use top-k, top-p or min-p.
-        penalties: rows may use penalties or a logit bias; the cache must hold their counts.
-        min_tokens: rows may block their stop ids.
-        logprobs: `None` reports none, n the chosen token's and those of the n most likely.
-    """
-
-    draws: bool = False
-    filters: bool = False
-    penalties: bool = False
-    min_tokens: bool = False
-    logprobs: int | None = None
+from jaxkv.features import Features
 
 
 @pytree
@@ -36,7 +16,8 @@ class PagedTables:
 
     Attributes:
         page_table: page ids of each row, padded with a valid id that masking keeps unread.
-        write_slots: slot (`page * page_size + offset`) of each token; padding token r has `num_slots + r`.
+        write_slots: slot (`page * page_size + offset`) of each token; token r has `num_slots + r` if it is padding, or
+            is written already, in a page that others share.
     """
 
     page_table: Int[Array, "rows table_width"]
@@ -50,10 +31,15 @@ class StateTables:
     Attributes:
         read_states: state each row starts from; 0 is the zero state, for fresh sequences.
         write_states: state each row ends in; padding row r has `num_states + r`.
+        snapshot_ends: packed index after the last token of each state to keep on the way, ascending: a multiple of
+            the layer's chunk in its row, or the row's end; padded with indices past the tokens. `None` keeps none.
+        snapshot_states: where each is kept; padding i has `num_states + i`.
     """
 
     read_states: Int[Array, " rows"]
     write_states: Int[Array, " rows"]
+    snapshot_ends: Int[Array, " snapshots"] | None = None
+    snapshot_states: Int[Array, " snapshots"] | None = None
 
 
 @pytree

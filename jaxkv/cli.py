@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, NoReturn
 
+from jaxkv.bench.command import add_bench
 from jaxkv.config import CacheConfig, SamplingParams
 
 # The rest is imported late, so that --help and mistakes answer at once.
@@ -58,6 +59,7 @@ def _parser() -> argparse.ArgumentParser:
     plan = commands.add_parser("plan", help="what the cache will cost, and what would be compiled")
     _model_options(plan)
     plan.set_defaults(run=_plan)
+    add_bench(commands)
     env = commands.add_parser("env", help="versions and devices, for bug reports")
     env.set_defaults(run=_env)
     return parser

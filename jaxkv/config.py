@@ -4,6 +4,7 @@ import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from numbers import Integral, Real
+from typing import Literal
 
 MAX_LOGPROBS = 20
 MAX_STOP_IDS = 64
@@ -21,16 +22,15 @@ def as_int(name: str, value: int, low: int, high: int) -> int:
     return operator.index(value)
 
 
-def _as_float(name: str, value: float, low: float, high: float) -> float:
+def as_float(name: str, value: float, low: float, high: float) -> float:
+    """Returns a finite number in [low, high] as a float; a bool is none."""
     # NaN compares as false, and the bounds are finite.
     if isinstance(value, bool) or not isinstance(value, Real) or not low <= value <= high:
         raise ValueError(f"{name} must be a finite number in [{low}, {high}], got {value!r}")
     return float(value)
 
 
-def _settle[N](
-    new: object, rule: Callable[[str, N, N, N], N], low: N, high: N, *names: str
-) -> None:
+def settle[N](new: object, rule: Callable[[str, N, N, N], N], low: N, high: N, *names: str) -> None:
     """Replaces fields of a new frozen object by what a rule makes of them."""
     for name in names:
         object.__setattr__(new, name, rule(name, getattr(new, name), low, high))
@@ -58,7 +58,7 @@ class TokenBias(Mapping[int, float]):
             raise ValueError(f"logit_bias must map token ids to numbers, got {biases!r}")
         as_int("the number of logit_bias entries", len(biases), 0, MAX_BIAS_ENTRIES)
         ids = (as_int("logit_bias token ids", token, 0, _INT32_MAX) for token in biases)
-        values = (_as_float("logit_bias values", bias, -100.0, 100.0) for bias in biases.values())
+        values = (as_float("logit_bias values", bias, -100.0, 100.0) for bias in biases.values())
         self._values = dict(zip(ids, values, strict=True))
 
     def __getitem__(self, token: int) -> float:
@@ -123,20 +123,20 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         """Refuses what cannot be served, naming the field, the value and the range."""
-        _settle(self, _as_float, 0.0, 100.0, "temperature")
-        _settle(self, as_int, 0, _INT32_MAX, "top_k")
-        _settle(self, _as_float, 0.0, 1.0, "top_p", "min_p")
+        settle(self, as_float, 0.0, 100.0, "temperature")
+        settle(self, as_int, 0, _INT32_MAX, "top_k")
+        settle(self, as_float, 0.0, 1.0, "top_p", "min_p")
         if self.top_p == 0.0:
             raise ValueError("top_p must be above 0 (it would keep no token), use temperature=0")
-        _settle(self, _as_float, 0.01, 100.0, "repetition_penalty")
-        _settle(self, _as_float, -100.0, 100.0, "presence_penalty", "frequency_penalty")
+        settle(self, as_float, 0.01, 100.0, "repetition_penalty")
+        settle(self, as_float, -100.0, 100.0, "presence_penalty", "frequency_penalty")
         if self.seed is not None:
-            _settle(self, as_int, -(2**63), 2**64 - 1, "seed")
-        _settle(self, as_int, 1, 1024, "n")
-        _settle(self, as_int, 1, _INT32_MAX, "max_tokens")
-        _settle(self, as_int, 0, self.max_tokens, "min_tokens")
+            settle(self, as_int, -(2**63), 2**64 - 1, "seed")
+        settle(self, as_int, 1, 1024, "n")
+        settle(self, as_int, 1, _INT32_MAX, "max_tokens")
+        settle(self, as_int, 0, self.max_tokens, "min_tokens")
         if self.logprobs is not None:
-            _settle(self, as_int, 0, MAX_LOGPROBS, "logprobs")
+            settle(self, as_int, 0, MAX_LOGPROBS, "logprobs")
         if not isinstance(self.ignore_eos, bool):
             raise ValueError(f"ignore_eos must be a bool, got {self.ignore_eos!r}")
         self._settle_ids()
@@ -171,129 +171,6 @@ class SamplingParams:
         return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
 
 
-ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
-MAX_LAYERS = 4096
-
-
-@dataclass(frozen=True, kw_only=True)
-class RopeConfig:
-    """Rotary position embedding (Su et al., RoFormer) and how its angles are stretched.
-
-    Attributes:
-        theta: base of the geometric sequence of frequencies.
-        rotary_dim: leading components of each head that are rotated.
-        kind: "default", "linear", "dynamic" (NTK), "yarn" (Peng et al.) or "llama3".
-        factor: stretch of the context; meaning depends on the kind.
-        original_max_positions: context the model was trained on before stretching; dynamic, yarn and llama3 need it.
-        low_freq_factor, high_freq_factor: llama3 only.
-        beta_fast, beta_slow, truncate, attention_factor, mscale, mscale_all_dim: yarn only.
-    """
-
-    theta: float = 10000.0
-    rotary_dim: int
-    kind: str = "default"
-    factor: float = 1.0
-    original_max_positions: int | None = None
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    truncate: bool = True
-    attention_factor: float | None = None
-    mscale: float | None = None
-    mscale_all_dim: float | None = None
-
-    def __post_init__(self) -> None:
-        """Refuses angles that cannot be computed."""
-        if self.kind not in ROPE_KINDS:
-            raise ValueError(f"rope kind must be one of {', '.join(ROPE_KINDS)}, got {self.kind!r}")
-        _settle(self, _as_float, 2.0, 1e15, "theta")
-        _settle(self, as_int, 2, 2**16, "rotary_dim")
-        if self.rotary_dim % 2 or (self.kind == "dynamic" and self.rotary_dim < 4):
-            raise ValueError(
-                f"rotary_dim must be even, 4 or more if dynamic, got {self.rotary_dim}"
-            )
-        _settle(self, _as_float, 1.0, 1e6, "factor")
-        if self.original_max_positions is not None:
-            _settle(self, as_int, 1, _INT32_MAX, "original_max_positions")
-        elif self.kind in ("dynamic", "yarn", "llama3"):
-            raise ValueError(f"rope kind {self.kind} needs original_max_positions")
-        stretches = ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow")
-        _settle(self, _as_float, 1e-6, 1e6, *stretches)
-        if self.high_freq_factor <= self.low_freq_factor:
-            raise ValueError(
-                f"high_freq_factor must be above low_freq_factor, got {self.high_freq_factor} and "
-                f"{self.low_freq_factor}"
-            )
-        for name in ("attention_factor", "mscale", "mscale_all_dim"):
-            if getattr(self, name) is not None:
-                _settle(self, _as_float, 0.0, 1e6, name)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelConfig:
-    """A decoder as data: what `config.json` says, in our words.
-
-    Attributes:
-        family: Hugging Face's `model_type`.
-        pattern: per layer, the names of its mixer and of its feed-forward; attention and a gated one if not given.
-        windows: per layer, the sliding window in tokens, or `None` for all tokens.
-        max_positions: longest sequence the model is meant for.
-        eos_ids: ids that end a text.
-        qkv_bias, o_bias, mlp_bias: which projections carry a bias.
-        qk_norm: per-head RMSNorm on queries and keys before the rotation (Qwen3).
-        dtype: the checkpoint's dtype name, used by `dtype="auto"`.
-    """
-
-    family: str
-    vocab_size: int
-    hidden_size: int
-    num_layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    ffn_size: int
-    max_positions: int
-    rope: RopeConfig
-    windows: tuple[int | None, ...]
-    pattern: tuple[tuple[str, str], ...] = ()
-    norm_eps: float = 1e-6
-    activation: str = "silu"
-    tie_embeddings: bool = False
-    qkv_bias: bool = False
-    o_bias: bool = False
-    mlp_bias: bool = False
-    qk_norm: bool = False
-    eos_ids: tuple[int, ...] = ()
-    bos_id: int | None = None
-    dtype: str = "float32"
-
-    def __post_init__(self) -> None:
-        """Refuses sizes that no machine holds and that do not fit each other."""
-        _settle(self, as_int, 1, MAX_LAYERS, "num_layers")
-        _settle(self, as_int, 1, 2**24, "vocab_size", "ffn_size")
-        _settle(self, as_int, 1, 2**20, "hidden_size")
-        _settle(self, as_int, 1, 2**16, "heads", "kv_heads", "head_dim")
-        _settle(self, as_int, 1, _INT32_MAX, "max_positions")
-        _settle(self, _as_float, 0.0, 1.0, "norm_eps")
-        if self.heads % self.kv_heads:
-            raise ValueError(f"{self.heads} heads cannot share {self.kv_heads} kv_heads evenly")
-        if self.rope.rotary_dim > self.head_dim:
-            raise ValueError(f"rotary_dim {self.rope.rotary_dim} exceeds head_dim {self.head_dim}")
-        if not self.pattern:
-            object.__setattr__(self, "pattern", (("attention", "gated"),) * self.num_layers)
-        for name in ("windows", "pattern"):
-            if len(getattr(self, name)) != self.num_layers:
-                raise ValueError(
-                    f"{name} names {len(getattr(self, name))} layers, the model has {self.num_layers}"
-                )
-        for window in self.windows:
-            if window is not None:
-                as_int("windows", window, 1, _INT32_MAX)
-        for token in self.eos_ids:
-            as_int("eos_ids", token, 0, _INT32_MAX)
-
-
 @dataclass(frozen=True, kw_only=True)
 class CacheConfig:
     """How much is remembered, and in what units.
@@ -306,6 +183,11 @@ class CacheConfig:
         budget_bytes: memory for the cache; `None` takes what `max_sequences` sequences of
             the longest length need, or the share `memory_share` of the device's memory if that is less.
         memory_share: share of the device's free memory the cache may take.
+        checkpoint_bytes: of that, memory for states of recurrent layers that are kept for prompts that begin alike;
+            without them such a model reuses nothing. "auto" keeps up to four for each sequence in flight, in at most a
+            tenth of `budget_bytes`; `None` or 0 keeps none.
+        full_hits: keep the last hidden state with each of them, so that a prompt that is known to its end computes
+            nothing before its first token.
     """
 
     page_size: int = 64
@@ -313,13 +195,19 @@ class CacheConfig:
     max_sequences: int = 8
     budget_bytes: int | None = None
     memory_share: float = 0.85
+    checkpoint_bytes: int | Literal["auto"] | None = "auto"
+    full_hits: bool = True
 
     def __post_init__(self) -> None:
         """Refuses sizes and types that cannot be served."""
         if self.dtype not in CACHE_DTYPES:
             raise ValueError(f"dtype must be one of {', '.join(CACHE_DTYPES)}, got {self.dtype!r}")
-        _settle(self, as_int, 1, 2**20, "page_size")
-        _settle(self, as_int, 1, 2**16, "max_sequences")
-        _settle(self, _as_float, 0.01, 1.0, "memory_share")
+        settle(self, as_int, 1, 2**20, "page_size")
+        settle(self, as_int, 1, 2**16, "max_sequences")
+        settle(self, as_float, 0.01, 1.0, "memory_share")
         if self.budget_bytes is not None:
-            _settle(self, as_int, 1, 2**62, "budget_bytes")
+            settle(self, as_int, 1, 2**62, "budget_bytes")
+        if self.checkpoint_bytes not in (None, "auto"):
+            settle(self, as_int, 0, 2**62, "checkpoint_bytes")
+        if not isinstance(self.full_hits, bool):
+            raise ValueError(f"full_hits must be True or False, got {self.full_hits!r}")

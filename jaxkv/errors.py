@@ -16,6 +16,10 @@ class CachePoisoned(RuntimeError):
     """The cache's buffers were lost or overtaken: a step failed after donation, or an old handle was used."""
 
 
+class CacheLeased(RuntimeError):
+    """Another framework has borrowed the cache's buffers; the message names where. It must give them back first."""
+
+
 class UnknownConfig(ValueError):
     """A model directory asks for something that would change the result and that is not understood."""
 

@@ -1,11 +1,9 @@
 """Text in, text out: a model directory, a cache, and the programs that run them."""
 
 import logging
+import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing
 from dataclasses import replace
-from functools import cached_property
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +13,18 @@ from jaxkv import default_model
 from jaxkv.cache.prefix_report import Explanation
 from jaxkv.config import CacheConfig, SamplingParams
 from jaxkv.engine.compile_cache import enable_compile_cache
-from jaxkv.engine.detokenize import Detokenizer
 from jaxkv.engine.engine import Engine
+from jaxkv.engine.engine_config import EngineConfig
 from jaxkv.engine.executor import Executor
-from jaxkv.engine.offline import Finished, generate_waves, score_texts
 from jaxkv.engine.programs import Programs
 from jaxkv.engine.recovery import refuse_broken
-from jaxkv.engine.request import Piece, Request, RequestOutput, SampleOutput, sample_seed
+from jaxkv.engine.request import Piece, Request, RequestOutput, sample_seed
 from jaxkv.engine.rows import Row
-from jaxkv.engine.serve import output_of, serve_all, serve_stream
+from jaxkv.engine.scoring import score_texts
+from jaxkv.engine.serve import check_compiled, output_of, serve_all, serve_stream
 from jaxkv.engine.stats import Stats, collect_stats
-from jaxkv.engine.stream import stream_request
-from jaxkv.engine.warm_up import declare_served
+from jaxkv.engine.turns import Turns
+from jaxkv.engine.warm_up import WarmUp, compile_all, declare_served
 from jaxkv.models.protocol import Model
 from jaxkv.models.registry import build_model, load_config
 from jaxkv.plan import free_bytes, plan_cache, resolve_dtype, resolve_length
@@ -50,12 +48,13 @@ class LLM:
             inside the package if not given. Nothing in the directory is executed.
         dtype: to compute in: "float32", "bfloat16", "float16", or "auto" for the checkpoint's own.
         max_model_len: longest prompt plus output in tokens; the model's own limit if not given.
-        cache: size, page size and dtype of the cache.
+        cache: size, page size and dtype of the cache, and how many sequences run at once.
+        engine: how requests are served: tokens per step, prefix cache, and what becomes of failures.
         implementation: what runs the attention and the cache's writes of every layer: "mosaic_gpu" (Hopper),
             "xla" (anywhere) or "cudnn" (NVIDIA's paged attention for decode, and else the best that can run). If not
             given, "mosaic_gpu" where all layers can, and "xla" everywhere else; `stats` says which and why.
         strict: after `warm_up`, refuse to compile anything more.
-        progress: show a progress bar on stderr while weights load.
+        progress: show a progress bar on stderr while weights load, and on a terminal while `generate` works.
 
     Raises:
         ValueError: an argument is out of range, or the cache cannot hold one sequence of `max_model_len`.
@@ -70,11 +69,15 @@ class LLM:
         dtype: str = "auto",
         max_model_len: int | None = None,
         cache: CacheConfig | None = None,
+        engine: EngineConfig | None = None,
         implementation: str | None = None,
         strict: bool = False,
         progress: bool = True,
     ) -> None:
-        cache = cache or CacheConfig()
+        cache, engine = cache or CacheConfig(), engine or EngineConfig()
+        for name, given, kind in (("cache", cache, CacheConfig), ("engine", engine, EngineConfig)):
+            if not isinstance(given, kind):
+                raise ValueError(f"{name} must be of type {kind.__name__}, got {given!r}")
         directory = Path(model) if model is not None else default_model.path()
         config = load_config(directory)
         dtype = resolve_dtype(dtype, config.dtype)
@@ -103,27 +106,9 @@ class LLM:
             max_rows=cache.max_sequences,
             programs=Programs(strict=strict),
         )
-        self._lent = False
-
-    def lend(self) -> None:
-        """Leaves the engine to an `AsyncLLM`: until `take_back`, whatever else would run the model is refused.
-
-        Raises:
-            RuntimeError: it is lent already.
-        """
-        self._refuse_if_lent()
-        self._lent = True
-
-    def take_back(self) -> None:
-        """Ends what `lend` began."""
-        self._lent = False
-
-    def _refuse_if_lent(self) -> None:
-        if self._lent:
-            raise RuntimeError(
-                "an AsyncLLM serves this LLM, whose cache and engine only its thread may use; close it first, "
-                "or send it the request"
-            )
+        self.engine = Engine(self.executor, self.tokenizer, engine)
+        self.turns = Turns()
+        self._progress = progress
 
     def warm_up(
         self,
@@ -132,76 +117,80 @@ class LLM:
         prompt_tokens: int,
         sampling: SamplingParams | None = None,
         score: bool = False,
-        engine: bool = False,
-    ) -> None:
-        """Compiles what `generate` and `stream` need for requests like these; nothing is executed.
+    ) -> WarmUp:
+        """Compiles what `generate`, `stream` and `AsyncLLM` need for requests like these, or shorter; runs nothing.
 
         May be called several times. A strict `LLM` refuses afterwards whatever would have to be compiled.
 
         Args:
-            batch: prompts of one `generate` call.
-            prompt_tokens: tokens of each prompt.
+            batch: most prompts at once.
+            prompt_tokens: tokens of the longest prompt.
             sampling: how their tokens are chosen; `max_tokens` and `n` count too.
             score: also what `score` needs for texts of `prompt_tokens`.
-            engine: also what `AsyncLLM`, and requests with stop strings, need. If `sampling` has stop strings, that is
-                compiled anyway.
+
+        Returns:
+            How many programs that were, and what they took.
         """
-        self._refuse_if_lent()
         wish = sampling or SamplingParams()
         request = self._request((0,) * prompt_tokens, wish, 0)
-        shapes = self.executor.shapes
-        needed = shapes.declare([request] * (batch * wish.n), whole=self.model.whole_prompts)
-        if wish.stop:
-            needed = []
-        if wish.stop or engine:
-            needed += declare_served(self.engine, request, batch * wish.n)
-        if score:
-            needed.append(shapes.score(Row(0, request.prompt, 0, SamplingParams(temperature=0.0))))
-        programs = self.executor.programs
-        programs.unseal()
-        try:
-            for declared in needed:
-                self.executor.program(declared)
-        finally:
-            programs.seal()
+        with self.turns.turn():
+            needed = declare_served(self.engine, request, batch * wish.n)
+            if score:
+                row = Row(0, request.prompt, 0, SamplingParams(temperature=0.0))
+                needed.append(self.executor.shapes.score(row))
+            return compile_all(
+                self.executor, needed, progress=self._progress and sys.stderr.isatty()
+            )
 
     def stats(self) -> Stats:
-        """Returns what runs the model and why, how full its cache is, and what was compiled."""
-        return collect_stats(self.executor)
+        """Returns what runs the model and why, how full its cache is, what was served, and what was compiled."""
+        return collect_stats(self.engine)
 
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool | None = None,
     ) -> list[RequestOutput]:
-        """Generates for a list of prompts; a single string is a list of one.
+        """Generates for a list of prompts, in one continuous batch; a single string is a list of one.
+
+        All prompts are checked before anything begins: one that can never be served refuses the whole call, by its
+        place in the list. What fails later fails alone: its `finish_reason` is "error", and the log says why. An
+        interrupt (Ctrl-C) gives up the call and leaves the `LLM` ready for the next. Threads that call at the same
+        time wait for one another; `AsyncLLM` serves them together.
 
         Args:
             prompts: texts, or lists of token ids.
             sampling: for all prompts, or one for each.
+            progress: show a bar with tokens per second on stderr; if not given, on a terminal alone.
+
+        Returns:
+            One output per prompt, in the order of the prompts.
 
         Raises:
             ValueError: a prompt is empty, has ids the model lacks, or leaves no room for a token.
+            ProgramRefused: strict mode has no program for one of them; nothing was begun.
+            OutOfPages: somebody else, such as a stream, holds the pages that the first in the queue needs.
+            CachePoisoned, JaxRuntimeError: the cache was lost too often, or the device is broken.
         """
-        ids = [self._prompt_ids(prompt) for prompt in as_prompts(prompts)]
-        wishes = one_each(sampling, len(ids))
-        prompts_samples = [
-            self._samples(prompt, params) for prompt, params in zip(ids, wishes, strict=True)
+        listed = as_prompts(prompts)
+        wishes = one_each(sampling, len(listed))
+        asked = [
+            self._checked(prompt, params, f"prompt {place}: " if len(listed) > 1 else "")
+            for place, (prompt, params) in enumerate(zip(listed, wishes, strict=True))
         ]
-        self._recover()
-        if any(params.stop for params in wishes):
-            made = serve_all(self.engine, prompts_samples)
-            return [output_of(samples, self.tokenizer) for samples in made]
-        finished = list(generate_waves(self.executor, list(chain.from_iterable(prompts_samples))))
-        outputs, first = [], 0
-        for prompt, params in zip(ids, wishes, strict=True):
-            samples = [self._sample(result) for result in finished[first : first + params.n]]
-            outputs.append(RequestOutput(prompt_token_ids=list(prompt), outputs=samples))
-            first += params.n
-        return outputs
+        shown = self._progress and sys.stderr.isatty() if progress is None else progress
+        with self.turns.turn():
+            self._recover()
+            made = serve_all(self.engine, asked, progress=shown)
+        return [output_of(samples, self.tokenizer) for samples in made]
 
     def stream(self, prompt: Prompt, sampling: SamplingParams | None = None) -> Iterator[Piece]:
         """Yields pieces of text as they are generated; the pieces joined are the whole text.
+
+        Nothing is computed between two pieces that are asked for; closed or dropped early, it aborts the request.
+        Several streams may be under way at once: a step for one is a step for all.
 
         Raises:
             ValueError: as for `generate`, and for `n` above 1; raised here, not at the first piece.
@@ -209,49 +198,44 @@ class LLM:
         params = sampling or SamplingParams()
         if params.n != 1:
             raise ValueError(f"a stream is one sample, got n={params.n}; use generate")
-        request = self._request(self._prompt_ids(prompt), params, 0)
-        self._refuse_if_lent()
-        if params.stop:
-            self.engine.check(request)
+        [request] = self._checked(prompt, params)
+        self.turns.refuse_if_lent()
         return self._stream(request)
 
     def _stream(self, request: Request) -> Iterator[Piece]:
-        detokenizer = Detokenizer(self.tokenizer) if self.tokenizer else None
-        self._recover()
-        if request.params.stop:
-            yield from serve_stream(self.engine, request)
-            return
-        with closing(stream_request(self.executor, request)) as tokens:
-            for token in tokens:
-                text = ""
-                if detokenizer is not None and token.token_id is not None:
-                    text = detokenizer.push(token.token_id)
-                if detokenizer is not None and token.reason is not None:
-                    text += detokenizer.finish()
-                yield Piece(
-                    text=text,
-                    token_id=token.token_id,
-                    finish_reason=token.reason,
-                    logprobs=token.logprobs,
-                )
+        with self.turns.turn():
+            self._recover()
+        yield from serve_stream(self.turns, self.engine, request)
 
     def _recover(self) -> None:
-        """Replaces a cache that an earlier failure has cost; nothing of this call is in it yet."""
-        self._refuse_if_lent()
+        """Replaces a cache that an earlier failure has cost, however often that happened: the user asks again."""
         owner = self.executor.owner
         if owner.poisoned:
             refuse_broken(owner.cause)
             _LOG.warning("the cache was lost, an empty one takes its place")
             owner.rebuild()
-            self.engine.refresh()
+        self.engine.refresh()
 
     def explain(self, prompt: Prompt, *, salt: str | bytes | None = None) -> Explanation:
-        """Returns how much of a prompt the engine's prefix cache holds and why not more, as numbers and as text."""
-        if not self._lent:
-            self.engine.refresh()
-        index = self.engine.prefix
-        assert index is not None, "the engine of an LLM keeps prefixes"
-        return index.explain(self._prompt_ids(prompt), salt)
+        """Returns how much of a prompt the prefix cache holds and why not more, as numbers and as text.
+
+        Args:
+            prompt: a text, or token ids.
+            salt: the one that the prompt's requests have.
+
+        Raises:
+            ValueError: it is no prompt, or the prefix cache is off.
+        """
+        ids, index = self._prompt_ids(prompt), self.engine.prefix
+        if index is None:
+            raise ValueError(
+                "the prefix cache is off; make the LLM with EngineConfig(prefix_cache=True)"
+            )
+        if self.turns.lent:
+            return index.explain(ids, salt)
+        with self.turns.turn():
+            self._recover()
+            return index.explain(ids, salt)
 
     def chat(
         self, messages: Sequence[Mapping[str, Any]], sampling: SamplingParams | None = None
@@ -265,7 +249,7 @@ class LLM:
         Raises:
             ValueError: the model has no tokenizer or no chat template, or the template refuses the messages.
         """
-        return self.generate([self.chat_prompt(messages)], sampling)[0]
+        return self.generate([self.chat_prompt(messages)], sampling, progress=False)[0]
 
     def chat_prompt(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Returns the token ids of a conversation, ready for the answer."""
@@ -285,27 +269,33 @@ class LLM:
                 raise ValueError(
                     f"a text of {len(prompt)} tokens exceeds max_model_len, {self.max_model_len}"
                 )
-        self._recover()
-        return list(score_texts(self.executor, ids))
+        with self.turns.turn():
+            self._recover()
+            return list(score_texts(self.executor, ids))
 
     def _prompt_ids(self, prompt: Prompt) -> tuple[int, ...]:
         return prompt_ids(prompt, self.tokenizer, self.model.vocab_size)
-
-    @cached_property
-    def engine(self) -> Engine:
-        """Serves requests that come and go; `AsyncLLM` runs it in a thread of its own."""
-        return Engine(self.executor, self.tokenizer)
 
     def requests(self, prompt: Prompt, params: SamplingParams) -> list[Request]:
         """Returns what the engine is asked for one prompt: `n` samples.
 
         Raises:
             ValueError: as for `generate`.
+            ProgramRefused: strict mode has no program for it.
         """
-        return self._samples(self._prompt_ids(prompt), params)
+        ids = self._prompt_ids(prompt)
+        requests = [self._request(ids, params, sample) for sample in range(params.n)]
+        check_compiled(self.engine, requests[0])
+        return requests
 
-    def _samples(self, prompt: tuple[int, ...], params: SamplingParams) -> list[Request]:
-        return [self._request(prompt, params, sample) for sample in range(params.n)]
+    def _checked(self, prompt: Prompt, params: SamplingParams, place: str = "") -> list[Request]:
+        """Returns the requests of one prompt, which the engine can serve; errors begin with `place`."""
+        try:
+            requests = self.requests(prompt, params)
+            self.engine.check(requests[0])
+        except ValueError as error:
+            raise ValueError(f"{place}{error}") from error
+        return requests
 
     def _request(self, prompt: tuple[int, ...], params: SamplingParams, sample: int) -> Request:
         params.check_vocab(self.model.vocab_size)
@@ -323,18 +313,4 @@ class LLM:
             params=params,
             seed=sample_seed(params, sample),
             stop_ids=tuple(dict.fromkeys((*params.stop_token_ids, *eos))),
-        )
-
-    def _sample(self, result: Finished) -> SampleOutput:
-        if result.reason == "error":
-            _LOG.error(
-                "a request failed after %d tokens: its logits were not finite",
-                len(result.token_ids),
-            )
-        text = self.tokenizer.decode(result.token_ids) if self.tokenizer else ""
-        return SampleOutput(
-            text=text,
-            token_ids=list(result.token_ids),
-            finish_reason=result.reason,
-            logprobs=None if result.logprobs is None else list(result.logprobs),
         )

@@ -1,22 +1,39 @@
 """What serving a model will cost, before anything is loaded: the cache's memory and the programs to compile."""
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import jax
 
 from jaxkv import default_model
-from jaxkv.cache.budget import Budget, bytes_per_sequence, bytes_per_token, plan_budget
+from jaxkv.batch import Features
+from jaxkv.cache.budget import (
+    Budget,
+    bytes_per_sequence,
+    bytes_per_token,
+    checkpoint_bytes,
+    checkpoints_in,
+    plan_budget,
+)
 from jaxkv.cache.spec import CacheLayout, LayerSpec, group_layers
+from jaxkv.cache.variants import outputs as outputs_spec
 from jaxkv.cache.variants import sampling as sampling_spec
-from jaxkv.config import MAX_BIAS_ENTRIES, CacheConfig, SamplingParams, as_int
-from jaxkv.engine.request import Request
-from jaxkv.engine.shapes import Shapes
+from jaxkv.config import MAX_BIAS_ENTRIES, CacheConfig, as_int
+from jaxkv.engine.compile_cache import enable_compile_cache
+from jaxkv.engine.compile_costs import Cost, cost_name, read_costs
+from jaxkv.engine.engine_config import EngineConfig
+from jaxkv.engine.executor import key_of
+from jaxkv.engine.side_programs import COPY
+from jaxkv.engine.step_shapes import StepShapes, grain_of, settle_budget
+from jaxkv.engine.warm_up import cost_identity
 from jaxkv.models.decoder import Decoder
 from jaxkv.models.implementation import choose_implementation
 from jaxkv.models.protocol import Model
 from jaxkv.models.registry import build_model, load_config
+from pallas_kernels.dispatch import Unsupported
 
+_KERNELS = "mosaic_gpu"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -64,8 +81,14 @@ def plan_cache(
     stored = dtype if cache.dtype == "auto" else cache.dtype
     specs = model.cache_specs(page_size=cache.page_size, dtype=stored)
     choice = sampling_spec(model.vocab_size, penalties=True, bias_entries=MAX_BIAS_ENTRIES)
-    layout = group_layers((*specs, LayerSpec(model.num_layers, choice)))
+    layers = (*specs, LayerSpec(model.num_layers, choice))
+    layout = group_layers(layers)
+    if cache.full_hits and isinstance(model, Decoder) and layout.state_groups:
+        kept = outputs_spec(model.config.hidden_size, dtype=dtype)
+        if _checkpoints(layout, cache, free_bytes):
+            layout = group_layers((*layers, LayerSpec(model.num_layers, kept)))
     limits = {"max_sequences": cache.max_sequences, "max_tokens": max_model_len}
+    limits["checkpoints"] = _checkpoints(layout, cache, free_bytes)
     budget = plan_budget(layout, cache.budget_bytes, **limits)
     if cache.budget_bytes is None and free_bytes is not None and budget.bytes > free_bytes:
         budget = plan_budget(layout, free_bytes, **limits)
@@ -78,6 +101,22 @@ def plan_cache(
     return layout, budget
 
 
+def _checkpoints(layout: CacheLayout, cache: CacheConfig, free_bytes: int | None) -> int:
+    """Returns how many states of recurrent layers are kept beside those of running sequences."""
+    if cache.checkpoint_bytes != "auto":
+        return checkpoints_in(layout, cache.checkpoint_bytes)
+    wanted, each = 4 * cache.max_sequences, checkpoint_bytes(layout)
+    limit = free_bytes if cache.budget_bytes is None else cache.budget_bytes
+    return min(wanted, limit // 10 // each) if limit is not None and each else wanted
+
+
+def _keeps_states(
+    layout: CacheLayout, model: Model, cache: CacheConfig, engine: EngineConfig
+) -> bool:
+    reuses = engine.prefix_cache and not model.whole_prompts and bool(layout.state_groups)
+    return reuses and _checkpoints(layout, cache, None) > 0
+
+
 def explain_plan(
     directory: str | Path | None,
     *,
@@ -87,6 +126,7 @@ def explain_plan(
     free_bytes: int | None,
     holds_weights: bool = True,
     implementation: str | None = None,
+    engine: EngineConfig | None = None,
 ) -> str:
     """Returns what `jaxkv plan` prints for a model directory; only its config.json is read.
 
@@ -98,10 +138,13 @@ def explain_plan(
         free_bytes: memory that is free before weights are loaded; `None` does not limit the cache.
         holds_weights: the weights will take their bytes from `free_bytes` first, as on a GPU.
         implementation: what is to run the ops; `None` for the best that can.
+        engine: how requests will be served.
 
     Raises:
-        ValueError: as for `LLM`, and the weights alone need more than `free_bytes`.
+        ValueError: as for `LLM`, except that an fp8 cache is planned even where it would be refused; and the weights
+            alone need more than `free_bytes`.
     """
+    engine = engine or EngineConfig()
     config = load_config(Path(directory) if directory is not None else default_model.path())
     model = build_model(config, implementation=implementation)
     length = resolve_length(max_model_len, model.max_positions)
@@ -113,18 +156,17 @@ def explain_plan(
     layout, budget = plan_cache(
         model, cache, dtype=resolved, max_model_len=length, free_bytes=free_bytes
     )
-    runs = choose_implementation(model, model.param_shapes(resolved), layout, budget.counts)
-    shapes = Shapes(layout, max_tokens=length, max_rows=cache.max_sequences)
+    runs, implementation = _runs_as(model, resolved, layout, budget, cache)
     per_token = sum(bytes_per_token(group) for group in layout.paged_groups)
     lines = [
         f"{config.family}: {model.num_layers} layers, {model.vocab_size:,} token ids, in {resolved}; "
         f"{per_token:,} bytes of cache per token",
         f"weights: {weights:,} bytes",
-        f"runs as {runs}",
+        runs,
         "",
         budget.explain(),
         "",
-        *_programs(shapes, length, cache.max_sequences, whole=model.whole_prompts),
+        *_programs(model.running(implementation), resolved, layout, length, cache, engine),
     ]
     return "\n".join(lines)
 
@@ -143,19 +185,65 @@ def _beside_weights(free_bytes: int, weights: int) -> int:
     return free_bytes - weights
 
 
-def _programs(shapes: Shapes, length: int, rows: int, *, whole: bool) -> list[str]:
-    """Lists the greedy programs of a typical request, which grow with it in powers of two."""
-    prompt = max(1, min(1024, length // 2))
-    sampling = SamplingParams(temperature=0.0, max_tokens=max(1, min(128, length - prompt)))
-    request = Request(prompt=(0,) * prompt, params=sampling, seed=0, stop_ids=())
+def _runs_as(
+    model: Decoder, dtype: str, layout: CacheLayout, budget: Budget, cache: CacheConfig
+) -> tuple[str, str]:
+    """Says what runs the model here; an fp8 cache that it would be refused for is planned all the same."""
+    try:
+        choice = choose_implementation(model, model.param_shapes(dtype), layout, budget.counts)
+    except Unsupported as error:
+        if cache.dtype != "fp8" or model.implementation is not None:
+            raise
+        return f"would be refused on this machine: {error}", _KERNELS
+    told = f"runs as {choice}"
+    if cache.dtype == "fp8":
+        told += " (a machine without our kernels would refuse this fp8 cache)"
+    return told, choice.name
+
+
+def _programs(
+    model: Decoder,
+    dtype: str,
+    layout: CacheLayout,
+    length: int,
+    cache: CacheConfig,
+    engine: EngineConfig,
+) -> list[str]:
+    """Lists the engine's programs for greedy requests of any length, and what compiling them took here before."""
+    assert model.implementation is not None, "what runs it was chosen"
+    sizes = {"max_tokens": length, "max_rows": cache.max_sequences}
+    shapes = StepShapes(
+        layout,
+        **sizes,
+        token_budget=settle_budget(engine.token_budget, **sizes),
+        whole_prompts=model.whole_prompts,
+        pinned=engine.pinned_shapes,
+        grain=grain_of(model.implementation),
+        checkpoints=_keeps_states(layout, model, cache, engine),
+    )
+    keys = [key_of(layout, declared) for declared in (*shapes.declare_all(Features()), COPY)]
+    enable_compile_cache()
+    known = read_costs(cost_identity(model, dtype))
+    costs = {key: known[cost_name(key)] for key in keys if cost_name(key) in known}
     lines = [
-        f"programs for {rows} prompts of {prompt} tokens and {sampling.max_tokens} new ones, greedy "
-        f"(others compile when first needed):"
+        f"{len(keys)} programs serve greedy requests (as many again for each other way to choose tokens); "
+        f"{_budget(len(keys), list(costs.values()))}:"
     ]
-    for declared in shapes.declare([request] * rows, whole=whole):
-        shape = declared.shape
-        lines.append(
-            f"  {declared.kind:8s} {shape.rows:4d} rows  {shape.tokens:7d} tokens  "
-            f"{max(shape.table_widths, default=0):5d} pages per row"
-        )
+    for key in keys:
+        cost = costs.get(key)
+        told = f"{cost.seconds:7.1f} s {cost.temp_bytes / 2**20:9,.1f} MiB" if cost else ""
+        sizes_of = f"{key.rows:5d} rows {key.tokens:6d} tokens {key.table_width:5d} pages per row"
+        lines.append(f"  {key.name:24s} {sizes_of}  {told}".rstrip())
     return lines
+
+
+def _budget(count: int, costs: Sequence[Cost]) -> str:
+    """Says what compiling has cost on this machine."""
+    if not costs:
+        return "what compiling them takes is known once they were compiled on this machine"
+    seconds = sum(cost.seconds for cost in costs)
+    most = max(cost.temp_bytes for cost in costs)
+    return (
+        f"{len(costs)} of {count} were compiled on this machine before, in {seconds:.1f} s of work over all "
+        f"threads, and use up to {most:,} bytes of temporary memory"
+    )

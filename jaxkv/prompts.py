@@ -27,7 +27,9 @@ def prompt_ids(prompt: Prompt, tokenizer: Tokenizer | None, vocab_size: int) -> 
         raise ValueError("a prompt needs at least one token, got none")
     for token in ids:
         if isinstance(token, bool) or not isinstance(token, int | np.integer):
-            raise ValueError(f"token ids must be ints, got {token!r}")
+            raise ValueError(
+                f"token ids must be ints, got {token!r}; several prompts are for LLM.generate, messages for LLM.chat"
+            )
         if not 0 <= token < vocab_size:
             raise ValueError(f"token id {token} is outside the model's [0, {vocab_size})")
     return tuple(int(token) for token in ids)

@@ -8,8 +8,10 @@ import os
 os.environ.setdefault("NPROC", "16")
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
-# Imported before the hook: it checks what users give it by itself, and the tests give it nonsense.
-import jaxkv.config  # noqa: F401
+# Imported before the hook: they check what users give them by themselves, and the tests give them nonsense.
+import jaxkv.block_config
+import jaxkv.config
+import jaxkv.model_config  # noqa: F401
 
 if importlib.util.find_spec("beartype") is not None:
     from jaxtyping import install_import_hook

@@ -157,7 +157,7 @@ def test_a_stream_that_is_closed_aborts_its_request(llm):
 
 
 def test_a_strict_model_serves_what_was_warmed_up_for_the_engine():
-    """No stop string was in the warm-up, and yet the engine compiles nothing."""
+    """No stop string was in the warm-up, and yet nothing is compiled."""
     strict = LLM(
         dtype="float32",
         max_model_len=32,
@@ -165,7 +165,7 @@ def test_a_strict_model_serves_what_was_warmed_up_for_the_engine():
         strict=True,
         progress=False,
     )
-    strict.warm_up(batch=2, prompt_tokens=8, sampling=GREEDY, engine=True)
+    strict.warm_up(batch=2, prompt_tokens=8, sampling=GREEDY)
     before = compile_count()
 
     async def users(served):

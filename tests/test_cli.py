@@ -1,5 +1,6 @@
 """The command: offline on the small model, one line for a mistake, exit code 2, no traceback."""
 
+import json
 import re
 import sys
 from types import SimpleNamespace
@@ -38,6 +39,15 @@ def test_the_same_seed_gives_the_same_text(capsys):
         (["generate", "--max-tokens", "0", "x"], "max_tokens"),
         (["generate", *FAST, ""], "at least one token"),
         (["plan", "--max-model-len", "1"], "max_model_len"),
+        (["bench"], "MODE"),
+        (["bench", "latency"], "--rate"),
+        (["bench", "latency", "--rate", "0"], "request rate must be above 0"),
+        (["bench", "throughput", "--data", "chat"], "data must be one of"),
+        (["bench", "throughput", "--shape", "gpt-5"], "shape must be one of"),
+        (["bench", "throughput", "--shape", "tiny", "--model", "x"], "not both"),
+        (["bench", "throughput", "--prompt-tokens", "9:8"], "prompt_tokens"),
+        (["bench", "throughput", "--prompt-tokens", "few"], "must be A:B or one number, got 'few'"),
+        (["bench", "startup", "--output-tokens", "99999"], "max_model_len"),
         (["plan", "--page-size", "0"], "page_size"),
         (["plan", "--cache-bytes", "1000"], "budget is 1,000"),
         (["plan", "--cache-bytes", "0"], "budget_bytes"),
@@ -61,7 +71,9 @@ def test_a_mistake_is_one_line_and_exit_code_2(capsys, arguments, message):
     assert message in captured.err
 
 
-@pytest.mark.parametrize("arguments", [[], ["generate"], ["chat"], ["plan"], ["env"]])
+@pytest.mark.parametrize(
+    "arguments", [[], ["generate"], ["chat"], ["plan"], ["bench"], ["bench", "latency"], ["env"]]
+)
 def test_help_is_printed_on_stdout_and_is_no_mistake(capsys, arguments):
     with pytest.raises(SystemExit) as exit_:
         main([*arguments, "--help"])
@@ -81,10 +93,28 @@ def test_plan_tells_bytes_and_programs_without_loading_weights(capsys):
         "bytes/sequence",
         "gqa",
         "sampling",
-        "generate",
+        "prefill",
         "decode",
+        "pages per row",
     ):
         assert word in out
+
+
+def test_bench_prints_the_conventional_figures_as_text_or_json(capsys):
+    small = (
+        "--requests 3 --prompt-tokens 8:15 --output-tokens 2:4 --max-sequences 1 --token-budget 16"
+    )
+    sizes = [*small.split(), "--cache-bytes", str(2**25)]
+    assert main(["bench", "throughput", *sizes]) == 0
+    out = capsys.readouterr().out
+    for word in ("requests/s", "output tokens/s", "total tokens/s", "TTFT", "TPOT", "ITL", "E2E"):
+        assert word in out
+    tiny = ["--shape", "tiny", "--dtype", "float32"]
+    assert main(["bench", "latency", "--rate", "1000", "--json", *tiny, *sizes]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["requests"], told["request_rate"]) == (3, 1000.0)
+    assert set(told["ttft_ms"]) == {"mean", "p50", "p90", "p99"}
+    assert told["compiled_while_serving"] == 0
 
 
 def test_env_names_versions_and_devices(capsys):

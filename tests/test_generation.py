@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv.config import ModelConfig, RopeConfig, SamplingParams
+from jaxkv.config import SamplingParams
 from jaxkv.generation import ERROR, LENGTH, STOP, generate
+from jaxkv.model_config import ModelConfig, RopeConfig
 from jaxkv.models.decoder import Decoder
 
 CONFIG = ModelConfig(

@@ -7,14 +7,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv.config import CacheConfig, ModelConfig, RopeConfig, SamplingParams
+from jaxkv.config import CacheConfig, SamplingParams
+from jaxkv.engine.engine import Engine
+from jaxkv.engine.engine_config import EngineConfig
 from jaxkv.engine.executor import Executor
-from jaxkv.engine.offline import generate_waves
 from jaxkv.engine.programs import Programs, compile_count
 from jaxkv.engine.request import Request
 from jaxkv.engine.shapes import row_of
-from jaxkv.engine.stream import stream_request
 from jaxkv.generation import generate
+from jaxkv.model_config import ModelConfig, RopeConfig
 from jaxkv.models.decoder import Decoder
 from jaxkv.models.implementation import Choice
 from jaxkv.plan import plan_cache
@@ -72,6 +73,14 @@ def requests():
     ]
 
 
+def tokens_of(executor, asked=None):
+    """Returns what an engine without kept pages generates for these requests, all at once."""
+    engine = Engine(executor, config=EngineConfig(prefix_cache=False))
+    sequences = [engine.add([request])[0] for request in asked or requests()]
+    engine.run(sequences)
+    return [sequence.token_ids for sequence in sequences]
+
+
 def test_the_decode_program_uses_the_kernel(params):
     """S1-12: on this card the best implementation is the kernel, and it is what the step runs."""
     executor = executor_of(MODEL, params)
@@ -90,10 +99,7 @@ def test_cudnn_that_was_asked_for_attends_in_decode_steps(params):
     model = replace(MODEL, config=replace(MODEL.config, windows=(None,) * 3))
     executor = executor_of(model.running("cudnn"), params)
     assert executor.implementation == Choice("cudnn")
-    both = [
-        [result.token_ids for result in generate_waves(each, requests())]
-        for each in (executor, executor_of(model, params))
-    ]
+    both = [tokens_of(each) for each in (executor, executor_of(model, params))]
     agreed = [a == b for x, y in zip(*both, strict=True) for a, b in zip(x, y, strict=True)]
     assert np.mean(agreed) > 0.5
     programs = executor.programs.manifest()
@@ -101,18 +107,21 @@ def test_cudnn_that_was_asked_for_attends_in_decode_steps(params):
 
 
 @pytest.mark.parametrize("page_size", [16, 64])
-def test_loop_and_stream_agree_and_equal_xla_up_to_close_calls(params, page_size):
-    """S3-16: one token per program or all in one: the same tokens. XLA may differ where two are nearly equal."""
+def test_the_engine_and_generate_agree_and_equal_xla_up_to_close_calls(params, page_size):
+    """S3-16: in one batch, alone, or all in one program: the same tokens, but where two are nearly equal."""
     executor = executor_of(MODEL, params, page_size)
-    wanted = [result.token_ids for result in generate_waves(executor, requests())]
-    for request, tokens in zip(requests(), wanted, strict=True):
-        alone = [token.token_id for token in stream_request(executor, request)]
-        same = next((at for at, (a, b) in enumerate(zip(alone, tokens, strict=True)) if a != b), 40)
-        assert same >= 5, "the forms part at once; that is no rounding"
-    xla = executor_of(replace(MODEL, implementation="xla"), params, page_size)
-    plain = [result.token_ids for result in generate_waves(xla, requests())]
+    together = tokens_of(executor)
+    out = generate(params, MODEL, [one.prompt for one in requests()], sampling=GREEDY)
+    looped = [row.tolist() for row in np.asarray(out.tokens)]
+    alone = [tokens_of(executor, [request])[0] for request in requests()]
+    for other in (looped, alone):
+        for tokens, wanted in zip(other, together, strict=True):
+            pairs = enumerate(zip(tokens, wanted, strict=True))
+            same = next((at for at, (a, b) in pairs if a != b), 40)
+            assert same >= 5, "the forms part at once; that is no rounding"
+    xla = tokens_of(executor_of(replace(MODEL, implementation="xla"), params, page_size))
     agreed = np.mean(
-        [a == b for x, y in zip(wanted, plain, strict=True) for a, b in zip(x, y, strict=True)]
+        [a == b for x, y in zip(together, xla, strict=True) for a, b in zip(x, y, strict=True)]
     )
     assert agreed > 0.5
 
@@ -132,10 +141,10 @@ def test_float32_on_the_card_equals_float32_on_the_processor():
 
 def test_the_same_programs_give_the_same_bits_again_and_compile_nothing(params):
     executor = executor_of(MODEL, params)
-    first = [result.token_ids for result in generate_waves(executor, requests())]
+    first = tokens_of(executor)
     before = compile_count()
     for _ in range(3):
-        assert [result.token_ids for result in generate_waves(executor, requests())] == first
+        assert tokens_of(executor) == first
     assert compile_count() == before
 
 

@@ -6,13 +6,20 @@ import re
 import jax
 import numpy as np
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
-from jaxkv import default_model
+from jaxkv import LLM, default_model
+from jaxkv.bench.workload import Workload
 from jaxkv.config import CacheConfig
+from jaxkv.engine.engine_config import EngineConfig
+from jaxkv.engine.executor import key_of
+from jaxkv.engine.warm_up import compile_all, declare_served
+from jaxkv.models.implementation import Choice
 from jaxkv.models.registry import build_model, load_config
 from jaxkv.plan import explain_plan, plan_cache
 from jaxkv.plan import resolve_length as checked_resolve_length
 from jaxkv.weights.load import load_params
+from pallas_kernels.dispatch import Unsupported
 
 # Users have no shape checker before it, which refuses other types by itself.
 resolve_length = inspect.unwrap(checked_resolve_length)
@@ -75,3 +82,68 @@ def test_weights_that_alone_exceed_the_memory_say_so():
             plan(weights - 1, cache)
     with pytest.raises(ValueError, match="the budget is 0"):
         plan(weights)
+
+
+def listed(text):
+    """Returns the programs that a plan lists: (name, rows, tokens, pages per row)."""
+    found = re.findall(r"^  (\w+) +(\d+) rows +(\d+) tokens +(\d+) pages per row", text, re.M)
+    return [(name, int(rows), int(tokens), int(pages)) for name, rows, tokens, pages in found]
+
+
+def test_the_programs_are_those_that_an_engine_compiles():
+    """S3-17: what `jaxkv plan` lists is what warming up for the longest requests makes."""
+    engine_config = EngineConfig(token_budget=64)
+    text = plan(None, engine=engine_config)
+    llm = LLM(max_model_len=256, cache=CACHE, engine=engine_config, progress=False)
+    request = Workload(prompt_tokens=(1, 200), output_tokens=(1, 56)).example()
+    needed = declare_served(llm.engine, request, 4)
+    keys = [key_of(llm.layout, declared) for declared in needed]
+    assert [key.name for key in keys] == [name for name, *_ in listed(text)]
+    assert [(key.rows, key.tokens, key.table_width) for key in keys] == [
+        tuple(sizes) for _, *sizes in listed(text)
+    ]
+    assert f"{len(keys)} programs" in text
+
+
+@pytest.fixture
+def nothing_is_known(tmp_path):
+    """A fresh folder for compiled programs."""
+    before = jax.config.jax_compilation_cache_dir
+    (tmp_path / "programs").mkdir(mode=0o700)
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path / "programs"))
+    compilation_cache.reset_cache()
+    yield
+    jax.config.update("jax_compilation_cache_dir", before)
+    compilation_cache.reset_cache()
+
+
+@pytest.mark.usefixtures("nothing_is_known")
+def test_what_compiling_took_is_told_once_it_is_known():
+    """S3-14: seconds and bytes of the programs that were compiled on this machine."""
+    small = EngineConfig(token_budget=16)
+    assert "is known once they were compiled" in plan(None, engine=small)
+    llm = LLM(max_model_len=256, cache=CACHE, engine=small, progress=False)
+    request = Workload(prompt_tokens=(1, 4), output_tokens=(1, 4)).example()
+    warm_up = compile_all(llm.executor, declare_served(llm.engine, request, 1)[:1])
+    text = plan(None, engine=small)
+    assert re.search(rf"1 of \d+ were .* up to {warm_up.temp_bytes:,} bytes of temporary", text)
+    [line] = [line for line in text.splitlines() if line.endswith("MiB")]
+    [program] = llm.executor.programs.manifest()
+    assert line.startswith(f"  {program.key.name} ")
+    assert float(line.split()[-4]) == round(program.seconds, 1)
+
+
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="our kernels may run here")
+def test_an_fp8_cache_is_planned_and_its_refusal_told():
+    text = plan(None, CacheConfig(max_sequences=4, page_size=16, dtype="fp8"))
+    assert "would be refused on this machine: an fp8 cache needs our kernels" in text
+    assert listed(text)
+    with pytest.raises(Unsupported, match="fp8"):
+        plan(None, CacheConfig(dtype="fp8"), implementation="xla")
+
+
+def test_an_fp8_cache_that_can_run_tells_of_machines_where_it_cannot(monkeypatch):
+    monkeypatch.setattr("jaxkv.plan.choose_implementation", lambda *_: Choice("mosaic_gpu"))
+    text = plan(None, CacheConfig(max_sequences=4, page_size=16, dtype="fp8"))
+    assert "runs as mosaic_gpu (a machine without our kernels would refuse" in text
+    assert "would refuse" not in plan(None)

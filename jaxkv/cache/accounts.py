@@ -1,6 +1,6 @@
 """Which pages and states each sequence holds, over all groups at once. Knows groups and counts, never variants."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -44,6 +44,7 @@ class Accounts:
             g.name: (PagePool if g.unit == "page" else state_pool)(counts[g.name])
             for g in layout.groups
         }
+        self._recurrent = [g.name for g in layout.groups if g.unit == "state" and not g.in_place]
         self._held: dict[int, Held] = {}
         self._keeper: Keeper | None = None
 
@@ -58,8 +59,8 @@ class Accounts:
         return self._pools[self._layout.group(group_name).name].num_free
 
     def num_reclaimable(self, group_name: str) -> int:
-        """Returns how many pages the keeper alone holds: a `reserve` takes them when those that are free run out."""
-        return self.pool(group_name).num_idle
+        """Returns how many pages or states the keeper alone holds: a `reserve` takes them when free ones run out."""
+        return self.pool_of(group_name).num_idle
 
     def num_tokens(self, seq: int) -> int:
         """Returns how many tokens of a sequence are computed."""
@@ -72,24 +73,31 @@ class Accounts:
         self._held[seq] = empty(self._layout.groups)
 
     def adopt(self, seq: int, match: Match) -> None:
-        """Begins a sequence whose first tokens are in kept pages, which it shares from now on.
+        """Begins a sequence whose first tokens are in kept pages, and in a checkpoint's states, which it shares.
 
         `PrefixIndex.adopt` looks up and adopts in one breath: between the two, a `reserve` could take the pages away.
 
         Raises:
-            ValueError: the match covers another number of tokens than it says, holds a page that is not kept, or skips
-                tokens of a recurrent group, whose state nobody has.
+            ValueError: the match covers another number of tokens than it says, holds a page or state that is not kept,
+                or skips tokens of a recurrent group, whose state nobody has.
         """
-        if match.num_tokens and self._layout.state_groups:
-            names = [group.name for group in self._layout.state_groups]
-            raise ValueError(f"{match.num_tokens} tokens would be skipped, but not by {names}")
+        lacking = [
+            group.name
+            for group in self._layout.state_groups
+            if match.num_tokens and match.states.get(group.name) not in self._pools[group.name].kept
+        ]
+        if lacking:
+            raise ValueError(
+                f"{match.num_tokens} tokens would be skipped, but not by {lacking}, of which no state is kept"
+            )
         for group in self._layout.paged_groups:
             pages = set(match.pages[group.name])
             loose = pages - self.pool(group.name).kept
             length = match.unneeded[group.name] + len(pages)
-            if loose or length != group.pages_for(match.num_tokens):
+            covered = max(match.num_tokens, match.covered.get(group.name, 0))
+            if loose or length != group.pages_for(covered):
                 raise ValueError(
-                    f"a match of {match.num_tokens} tokens fills {length} places in {group.name!r} "
+                    f"a match of {covered} tokens fills {length} places in {group.name!r} "
                     f"with the pages {match.pages[group.name]}, of which {sorted(loose)} are not kept; look it up again"
                 )
         self.open(seq)
@@ -100,13 +108,18 @@ class Accounts:
             self._pools[name].share(match.pages[name])
             held.pages[name] = [0] * unneeded + list(match.pages[name])
             held.unneeded[name] = unneeded
+        held.origin = match.origin
+        held.covered = dict(match.covered)
+        for name in self._recurrent if match.num_tokens else ():
+            self._pools[name].share([match.states[name]])
+            held.states[name].read = match.states[name]
 
     def reserve(self, seq: int, num_tokens: int) -> Reservation:
         """Makes the tokens from the first uncomputed one up to `num_tokens` writable in every group.
 
         Pages and in-place states that the step would write but another sequence also holds are replaced by copies.
         A recurrent group gets another state to write if the one it reads is shared or the zero state.
-        When pages are too few, the keeper forgets as many as are missing.
+        When pages or states are too few, the keeper forgets as many as are missing.
 
         Raises:
             OutOfPages: a group has too few pages, those the keeper could forget included; nothing was taken or
@@ -134,6 +147,7 @@ class Accounts:
             else:
                 copies += place_state(held, group, pool, taken[group.name])
         held.reserved = max(held.reserved, num_tokens)
+        held.changes += 1
         return Reservation(
             {name: ids for name, ids in taken.items() if name in held.pages},
             {name: ids[0] for name, ids in taken.items() if name in held.states and ids},
@@ -153,10 +167,20 @@ class Accounts:
         if num_tokens == held.computed:
             return  # nothing was computed, so a state to write has not been written
         held.computed = num_tokens
-        for name, state in held.states.items():
+        for name in self._recurrent:  # Those that are updated in place are what they were.
+            state = held.states[name]
             if state.read not in (0, state.write):
                 self._pools[name].release([state.read])
             state.read = state.write
+
+    def commit_all(self, num_tokens: Iterable[tuple[int, int]]) -> None:
+        """Commits one step of many sequences, each with its number of tokens; see `commit`."""
+        for seq, count in num_tokens:
+            held = self._held.get(seq)
+            if held is None or self._recurrent or not held.computed < count <= held.reserved:
+                self.commit(seq, count)
+            else:
+                held.computed = count
 
     def fork(self, parent: int, child: int) -> None:
         """Begins `child` with the parent's computed tokens; pages and states are shared until one of them writes.
@@ -173,6 +197,7 @@ class Accounts:
         self.open(child)
         held = self._held[child]
         held.computed = held.reserved = source.computed
+        held.covered, held.origin = dict(source.covered), source.origin
         for group in self._layout.groups:
             if group.unit == "page":
                 held.pages[group.name] = list(source.pages[group.name])
@@ -209,6 +234,10 @@ class Accounts:
         """Returns the pool of a paged group, for the keeper: it calls `keep` and `forget` alone."""
         return self._pools[self._group(group_name, "page").name]
 
+    def pool_of(self, group_name: str) -> PagePool:
+        """Returns the pool of a group of pages or states, for the keeper and for whoever keeps snapshots."""
+        return self._pools[self._layout.group(group_name).name]
+
     def page_table(self, seq: int, group_name: str) -> list[int]:
         """Returns the pages of a sequence, first token first. Positions that nobody needs any more hold 0."""
         return list(self._find(seq).pages[self._group(group_name, "page").name])
@@ -222,6 +251,13 @@ class Accounts:
         if pages is None:  # Says which is wrong, the name or the kind of group.
             return self.page_table(seq, group_name)
         return pages
+
+    def held(self, seqs: Sequence[int]) -> list[Held]:
+        """Returns what sequences hold: the accounts' own records, to be read at once and not changed."""
+        try:
+            return [self._held[seq] for seq in seqs]
+        except KeyError:
+            return [self._find(seq) for seq in seqs]  # Says which is not open.
 
     def num_unneeded(self, seq: int, group_name: str) -> int:
         """Returns how many leading positions of a sequence's page table hold no page."""
@@ -279,12 +315,14 @@ class Accounts:
         """Asks the keeper for the pages that are missing; returns whether it forgot any."""
         free = {name: pool.num_free for name, pool in self._pools.items()}
         missing = {name: n - free[name] for name, n in counts.items() if n > free[name]}
-        if self._keeper is None or not missing or not missing.keys() <= held.pages.keys():
+        keepable = {*held.pages, *self._recurrent}
+        if self._keeper is None or not missing or not missing.keys() <= keepable:
             return False
         rewritten = {
             name: [held.pages[name][i] for i in shared_indices(held, group, pool, num_tokens)]
             for name, group, pool in (
-                (name, self._layout.group(name), self._pools[name]) for name in missing
+                (name, self._layout.group(name), self._pools[name])
+                for name in missing.keys() & held.pages.keys()
             )
         }
         return self._keeper.reclaim(missing, rewritten)

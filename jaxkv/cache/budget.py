@@ -87,18 +87,47 @@ def bytes_per_sequence(group: Group, num_tokens: int) -> int:
     return units * group.bytes_per_unit
 
 
+def checkpoint_bytes(layout: CacheLayout) -> int:
+    """Returns what one checkpoint takes: a state of each recurrent group, over all layers."""
+    return sum(group.bytes_per_unit for group in layout.state_groups)
+
+
+def checkpoints_in(layout: CacheLayout, budget_bytes: int | None) -> int:
+    """Returns how many checkpoints fit; `None` and 0 bytes keep none, and neither does a cache without such groups.
+
+    Raises:
+        ValueError: the bytes are negative, or too few for one.
+    """
+    each = checkpoint_bytes(layout)
+    if not budget_bytes or not each:
+        return 0
+    if budget_bytes < each:
+        raise ValueError(
+            f"a checkpoint takes {each:,} bytes, so a budget of {budget_bytes:,} keeps none; give at least that, "
+            f"or 0 to keep none on purpose"
+        )
+    return budget_bytes // each
+
+
 def plan_budget(
-    layout: CacheLayout, budget_bytes: int | None, *, max_sequences: int, max_tokens: int
+    layout: CacheLayout,
+    budget_bytes: int | None,
+    *,
+    max_sequences: int,
+    max_tokens: int,
+    checkpoints: int = 0,
 ) -> Budget:
     """Divides memory among the groups so that all paged groups hold the same number of tokens.
 
-    State groups get one state per sequence and the zero state. What remains is pages, as many as fit.
+    State groups get one state per sequence and the zero state, and recurrent ones one more per checkpoint. What
+    remains is pages, as many as fit.
 
     Args:
         layout: the groups, the sampling group included.
         budget_bytes: memory for the cache; `None` takes just what `max_sequences` sequences of `max_tokens` need.
         max_sequences: sequences in flight at once.
         max_tokens: tokens of the longest sequence meant.
+        checkpoints: states that outlive their sequences, for prompts that begin alike.
 
     Raises:
         ValueError: the states and one page of each paged group do not fit.
@@ -109,6 +138,8 @@ def plan_budget(
         )
     paged = layout.paged_groups
     counts = {group.name: max_sequences + 1 for group in layout.groups if group.unit == "state"}
+    for group in layout.state_groups:
+        counts[group.name] += checkpoints
     state_bytes = sum(g.bytes_per_unit * counts[g.name] for g in layout.groups if g.name in counts)
     # Pages come in the smallest bundles that hold equally many tokens in every group.
     bundle_tokens = math.lcm(*(group.page_size for group in paged))

@@ -43,30 +43,37 @@ class Match:
         pages: paged group's name -> the pages that hold them, from table position `unneeded` on.
         unneeded: paged group's name -> leading table positions that no token to come can see.
         why: what ended the match, for people.
+        states: recurrent group's name -> the state after these very tokens, if there are any.
+        origin: name of the checkpoint that has the states.
+        covered: paged group's name -> tokens that its pages hold, where they are more than may be skipped for want of
+            states: those beyond are computed again and not written.
     """
 
     num_tokens: int
     pages: Mapping[str, tuple[int, ...]]
     unneeded: Mapping[str, int]
     why: str
+    states: Mapping[str, int] = field(default_factory=dict)
+    origin: bytes | None = None
+    covered: Mapping[str, int] = field(default_factory=dict)
 
 
 @runtime_checkable
 class Keeper(Protocol):
-    """Keeps pages beyond the sequences that filled them; the prefix index is one."""
+    """Keeps pages and states beyond the sequences that filled them; the prefix index is one."""
 
     def reclaim(self, missing: Mapping[str, int], rewritten: Mapping[str, Collection[int]]) -> bool:
-        """Forgets pages until each group lacks none, or returns False and forgets nothing.
+        """Forgets pages and states until each group lacks none, or returns False and forgets nothing.
 
         Args:
-            missing: group name -> pages that are too few.
+            missing: group name -> pages or states that are too few.
             rewritten: group name -> shared pages about to be copied by a sequence that will write them. To forget one
                 that no other sequence holds saves the copy, hence a page.
         """
         ...
 
     def clear(self) -> None:
-        """Forgets every page."""
+        """Forgets every page and state."""
         ...
 
 
@@ -92,19 +99,33 @@ class Held:
         pages: paged group's name -> page table.
         unneeded: paged group's name -> leading positions of the table that hold no page but the id 0.
         states: state group's name -> its state.
+        snapshots: number of tokens -> recurrent group's name -> the state that a step keeps after so many tokens.
+        origin: name of the checkpoint it began from.
+        covered: paged group's name -> tokens whose keys and values lie in pages that others filled: the sequence writes
+            none of them, though it may have to compute them for other groups.
+        changes: how often pages or states were put in, for whoever keeps a copy of the tables.
     """
 
     computed: int = 0
     reserved: int = 0
+    changes: int = 0
     pages: dict[str, list[int]] = field(default_factory=dict)
     unneeded: dict[str, int] = field(default_factory=dict)
     states: dict[str, State] = field(default_factory=dict)
+    snapshots: dict[int, dict[str, int]] = field(default_factory=dict)
+    origin: bytes | None = None
+    covered: dict[str, int] = field(default_factory=dict)
+
+    def first_written(self, name: str) -> int:
+        """Returns the first token that the next step writes to the pages of a group."""
+        return max(self.computed, self.covered.get(name, 0))
 
     def ids(self, name: str) -> list[int]:
         """Returns the pages or states of a group it holds a reference to."""
         if name in self.pages:
             return self.pages[name][self.unneeded[name] :]
-        return self.states[name].owned()
+        kept = [states[name] for states in self.snapshots.values() if name in states]
+        return self.states[name].owned() + kept
 
 
 def empty(groups: Iterable[Group]) -> Held:
@@ -123,7 +144,10 @@ def shared_indices(held: Held, group: Group, pool: PagePool, num_tokens: int) ->
     if num_tokens == held.computed:
         return []
     table = held.pages[group.name]
-    written = range(held.computed // group.page_size, group.pages_for(num_tokens))
+    start = held.first_written(group.name)
+    if num_tokens <= start:
+        return []
+    written = range(start // group.page_size, group.pages_for(num_tokens))
     return [i for i in written if i < len(table) and pool.references(table[i]) > 1]
 
 

@@ -9,7 +9,7 @@ from jax.sharding import Sharding
 
 from jaxkv.cache.spec import CacheLayout
 from jaxkv.cache.state import Cache, init_cache
-from jaxkv.errors import CachePoisoned
+from jaxkv.errors import CacheLeased, CachePoisoned
 
 
 class CacheOwner:
@@ -39,6 +39,7 @@ class CacheOwner:
         self._cache: Cache | None = None
         self._lost = ""
         self._cause: BaseException | None = None
+        self._borrower = ""
         self.rebuild()
 
     @property
@@ -55,6 +56,11 @@ class CacheOwner:
     def poisoned(self) -> bool:
         """Whether the cache is lost, so that `rebuild` is the only way on."""
         return bool(self._lost)
+
+    @property
+    def borrower(self) -> str:
+        """Who has borrowed the cache, as said to `take`; empty when nobody has."""
+        return self._borrower
 
     @property
     def cause(self) -> BaseException | None:
@@ -90,10 +96,16 @@ class CacheOwner:
         self._live()
         return Handle(self, self._epoch)
 
-    def take(self) -> Cache:
-        """Hands the cache out; until `put`, `rebuild` or `poison`, any other use raises `CachePoisoned`."""
+    def take(self, *, borrower: str = "") -> Cache:
+        """Hands the cache out; until `put`, `rebuild` or `poison`, any other use raises `CachePoisoned`.
+
+        Args:
+            borrower: who keeps it for longer than a call, and where it was taken; any other use then raises
+                `CacheLeased`, which names it.
+        """
         cache = self._live()
         self._cache = None
+        self._borrower = borrower
         return cache
 
     def put(self, cache: Cache) -> None:
@@ -107,11 +119,13 @@ class CacheOwner:
         if _kinds(cache) != self._kinds:
             raise ValueError(f"the step returned the arrays {_kinds(cache)}, wanted {self._kinds}")
         self._cache = cache
+        self._borrower = ""
         self._epoch += 1
 
     def poison(self, reason: str, *, cause: BaseException | None = None) -> None:
         """Declares the cache lost, for instance when reading a step's results shows that the step failed."""
         self._cache = None
+        self._borrower = ""
         self._lost = reason
         self._cause = cause
 
@@ -125,6 +139,11 @@ class CacheOwner:
         self._rebuilds += 1
 
     def _live(self) -> Cache:
+        if self._borrower:
+            raise CacheLeased(
+                f"the cache is leased to {self._borrower}; commit that lease (or give back what it only reads) before "
+                f"anyone else steps, reads or donates the cache"
+            )
         if self._cache is None:
             raise self._loss() from self._cause
         return self._cache

@@ -2,25 +2,33 @@
 
 A page is kept under a name hashed from all tokens up to its end. The index holds one reference to it; once it is the
 only one, the page may be evicted when a sequence needs room. It knows tokens and pages, never what a page holds.
+Where a cache has recurrent groups, a hit is as long as a checkpoint of their states says, and never longer.
 """
 
+import logging
 import secrets
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
-from jaxkv.cache.accounts import Accounts, Match
+from jaxkv.cache.accounts import Accounts, Match, PageCopy
+from jaxkv.cache.checkpoint_policy import CheckpointPolicy
+from jaxkv.cache.page_keeper import PageKeeper
 from jaxkv.cache.prefix_keys import PageKeys, cache_root
-from jaxkv.cache.prefix_match import Lookup, longest, rule_of
+from jaxkv.cache.prefix_match import Lookup, longest
 from jaxkv.cache.prefix_report import (
     NO_CHECKPOINT,
+    NO_LATER,
     NOT_PAGED,
     Explanation,
     PrefixStats,
     report_group,
     why_no_more,
 )
-from jaxkv.cache.prefix_tree import Node, PrefixTree
+from jaxkv.cache.prefix_tree import Node
 from jaxkv.cache.spec import CacheLayout
+from jaxkv.cache.state_keeper import StateKeeper
+
+_LOG = logging.getLogger(__name__)
 
 
 class PrefixIndex:
@@ -33,6 +41,8 @@ class PrefixIndex:
         accounts: the books of the same groups; they ask this index for pages when those that are free run out.
         identity: the model, its weights and whatever else changes what a page of given tokens holds.
         secret: where keys start from; `None` draws one at random, which nobody outside can know.
+        checkpoints: most checkpoints of recurrent groups; without any there is no hit in a cache that has such groups.
+        policy: after which tokens they are kept.
     """
 
     def __init__(
@@ -42,20 +52,32 @@ class PrefixIndex:
         *,
         identity: str = "",
         secret: bytes | None = None,
+        checkpoints: int = 0,
+        policy: CheckpointPolicy | None = None,
     ) -> None:
         self._accounts = accounts
         self._root = cache_root(
             secrets.token_bytes(32) if secret is None else secret, layout, identity
         )
-        self._rules = {group.name: rule_of(group) for group in layout.paged_groups}
-        self._trees = {
-            name: PrefixTree(leaf_only=rule.window is None) for name, rule in self._rules.items()
-        }
-        # Recurrent groups will accept exactly the lengths at which they have a checkpoint; so far there is none.
-        self._never = "" if self._rules else NOT_PAGED
-        for group in layout.state_groups:
-            self._never = NO_CHECKPOINT.format(group.name)
+        self._pages = PageKeeper(layout, accounts)
+        self._rules, self._trees = self._pages.rules, self._pages.trees
+        # Where outputs are kept, even the last token need not be computed.
+        self._spare = 0 if layout.keeps_outputs else 1
         self._stats = PrefixStats()
+        self._states = StateKeeper(
+            layout,
+            accounts,
+            self._trees,
+            self._rules,
+            capacity=checkpoints,
+            policy=policy or CheckpointPolicy(),
+            stats=self._stats,
+        )
+        self._never = "" if self._rules or layout.state_groups else NOT_PAGED
+        for group in layout.state_groups if not checkpoints else ():
+            self._never = NO_CHECKPOINT.format(group.name)
+        if self._never:
+            _LOG.info("no prefix will be found again: %s", self._never)
         self._tick = 0
         self._epoch = 0
         accounts.attach(self)
@@ -69,30 +91,131 @@ class PrefixIndex:
         """Returns the keys of a new text. Texts under different salts share nothing, not even equal ones."""
         return PageKeys(self._root, salt)
 
-    def match(self, tokens: Sequence[int], keys: PageKeys) -> Match:
+    def match(self, tokens: Sequence[int], keys: PageKeys, *, most: int | None = None) -> Match:
         """Returns the longest beginning that a sequence could adopt now: at most all but the last token.
+
+        Where the cache keeps outputs beside its recurrent states, even all tokens.
 
         Args:
             tokens: the whole text so far.
             keys: its keys, from `keys`.
+            most: no more tokens than this; `None` for no such limit.
         """
-        return self._match(self._look_up(tokens, keys), len(tokens))
+        return self._match(self._pages.look_up(tokens, keys), tokens, keys, most)
 
-    def adopt(self, seq: int, tokens: Sequence[int], keys: PageKeys) -> Match:
+    def adopt(
+        self, seq: int, tokens: Sequence[int], keys: PageKeys, *, most: int | None = None
+    ) -> Match:
         """Opens a sequence with the longest match, whose pages it holds from now on. To be used where `open` would be.
 
         A match that ends inside a page shares it; `reserve` replaces it by a copy before it is written.
         """
-        lookups = self._look_up(tokens, keys)
-        match = self._match(lookups, len(tokens))
+        lookups = self._pages.look_up(tokens, keys)
+        match = self._match(lookups, tokens, keys, most)
         self._accounts.adopt(seq, match)
-        keys.epoch = self._epoch
-        keys.published = match.num_tokens
-        keys.begun = (match.num_tokens, len(tokens) - match.num_tokens)
+        skipped = match.num_tokens
+        keys.epoch, keys.published = self._epoch, skipped
+        paged = longest(lookups, self._limit(tokens, most)) if lookups else skipped
+        keys.begun = (skipped, len(tokens) - skipped, max(0, paged - skipped))
         self._tick += 1
         for lookup in lookups:
-            self._touch(lookup.name, lookup.needed_nodes(match.num_tokens))
+            self._pages.touch(lookup.name, lookup.needed_nodes(skipped), self._tick)
+        began = self._states.kept.named(match.origin) if match.origin else None
+        if began is not None:
+            self._states.kept.touch(began, self._tick)
+        self._states.begin(seq, tokens, keys, skipped)
         return match
+
+    def awaits(self, tokens: Sequence[int], keys: PageKeys) -> bool:
+        """Whether it pays to wait before `adopt`: a sequence is about to leave a longer checkpoint of this text."""
+        if not self._states.policy.wait_for_equals or not self._states.has_plans:
+            return False
+        match = self.match(tokens, keys)
+        limit = self._limit(tokens, None)
+        if not self._states.awaits(tokens, keys, match.num_tokens, limit):
+            return False
+        self._stats.deferrals += not keys.deferred
+        keys.deferred = True
+        return True
+
+    def snapshot(
+        self, seq: int, tokens: Sequence[int], keys: PageKeys, length: int
+    ) -> Mapping[str, int] | None:
+        """Takes a state of each recurrent group for a step to write, for one of `keys.places`; see `checkpoint`.
+
+        They belong to the sequence until `checkpoint` or `drop_snapshot`, and go with it.
+
+        Returns:
+            Group name -> state; `None` if the checkpoint is there, or another sequence makes it, or there is no room.
+        """
+        if keys.epoch != self._epoch:
+            return None
+        return self._states.take(seq, tokens, keys, length)
+
+    def drop_snapshot(self, seq: int, length: int) -> None:
+        """Gives up what `snapshot` took."""
+        self._states.drop(seq, length)
+
+    def checkpoint(
+        self,
+        seq: int,
+        tokens: Sequence[int],
+        keys: PageKeys,
+        length: int,
+        *,
+        live: bool = False,
+        sure: bool = True,
+    ) -> list[PageCopy]:
+        """Keeps the states that a step was found to have written well; `publish` its pages first.
+
+        Args:
+            seq: whose step it was.
+            tokens: its text.
+            keys: its keys.
+            length: tokens after which the states are.
+            live: they are those that the sequence has come to, which will not run on; else those of `snapshot`.
+            sure: the step was read. If not, nobody begins from them before `confirm`.
+
+        Returns:
+            What must be copied before anything else runs; if that fails, `withdraw_made`.
+        """
+        if keys.epoch != self._epoch or not self._states.capacity:
+            if not live:
+                self.drop_snapshot(seq, length)
+            return []
+        self._tick += 1
+        return self._states.store(
+            seq,
+            tokens,
+            keys,
+            length,
+            self._tick,
+            lambda name: self.reclaim({name: 1}, {}),
+            live=live,
+            sure=sure,
+        )
+
+    def confirm(self, seq: int, *, good: bool) -> None:
+        """Says how the step went that was not read when checkpoints of a sequence were made, which may be gone."""
+        self._states.confirm(seq, self._tick, good=good)
+
+    def withdraw_made(self, seq: int) -> None:
+        """Forgets the checkpoints that a sequence has made."""
+        self._states.withdraw_made(seq, self._tick)
+
+    def skip_snapshot(self) -> None:
+        """Counts a place at which a step could not keep states."""
+        self._stats.checkpoints_dropped += 1
+
+    @property
+    def policy(self) -> CheckpointPolicy:
+        """After which tokens checkpoints are kept."""
+        return self._states.policy
+
+    @property
+    def num_checkpoints(self) -> int:
+        """Checkpoints that are kept."""
+        return len(self._states.kept)
 
     def publish(self, seq: int, tokens: Sequence[int], keys: PageKeys, num_tokens: int) -> int:
         """Keeps the full pages of a sequence that are not kept yet, and returns how many.
@@ -119,10 +242,13 @@ class PrefixIndex:
         before, keys.published = keys.published, num_tokens
         sizes = {rule.page_size for rule in self._rules.values()}
         filled = any(before // size < num_tokens // size for size in sizes)
-        if not filled or self._never or keys.epoch != self._epoch:
+        if not filled or keys.epoch != self._epoch:
             return 0
         self._tick += 1
-        return sum(self._publish(name, seq, tokens, keys, num_tokens) for name in self._trees)
+        return sum(
+            self._pages.publish(name, seq, tokens, keys, num_tokens, self._tick)
+            for name in self._trees
+        )
 
     def withdraw(self, seq: int) -> int:
         """Forgets every page that a sequence holds, and what follows them; returns how many.
@@ -130,126 +256,154 @@ class PrefixIndex:
         For a sequence whose numbers went wrong: nobody shall begin from its pages.
         """
         count = 0
-        for name, tree in self._trees.items():
-            pages = set(self._accounts.pages(seq, name)[self._accounts.num_unneeded(seq, name) :])
-            doomed = tree.with_descendants([node for node in tree if node.page in pages])
+        for name in self._trees:
+            doomed = self._pages.held_by(seq, name)
             for node in doomed:
                 self._remove(name, node)
             count += len(doomed)
-        return count
+        return count + self._states.withdraw(seq, self._tick)
 
     def reclaim(self, missing: Mapping[str, int], rewritten: Mapping[str, Collection[int]]) -> bool:
-        """Evicts just as many pages as are missing in each group; returns False and evicts none if there are too few.
+        """Gives up just as much as is missing in each group; returns False and gives up nothing if there is too little.
 
-        The longest unused go first; a page of a full-attention group, after those that follow it. Pages of sequences
-        stay theirs, but may be forgotten if pages that nobody holds cannot be had otherwise.
+        The longest unused go first; a page of a full-attention group, after those that follow it. With a page go the
+        checkpoints that are of no use without it, and so, sometimes, more than was missing. Pages of sequences stay
+        theirs, but may be forgotten if pages that nobody holds cannot be had otherwise.
 
         Args:
-            missing: group name -> pages to gain.
+            missing: group name -> pages or states to gain.
             rewritten: group name -> shared pages that will be copied, unless forgetting them leaves one holder.
         """
         gains = {name: self._sole(name, rewritten.get(name, ())) for name in missing}
         for name, count in missing.items():
-            if self._accounts.pool(name).num_idle + len(gains[name]) < count:
+            if self._accounts.pool_of(name).num_idle + len(gains[name]) < count:
                 return False
         self._tick += 1
-        for name, count in missing.items():
-            worth = self._worth(name, gains[name])
-            for node in self._trees[name].victims(count, worth, self._tick):
-                self._remove(name, node)
-                self._stats.evictions += 1
+        recurrent = {name: n for name, n in missing.items() if name not in self._trees}
+        self._states.reclaim_states(recurrent, self._tick)
+        for name in missing.keys() - recurrent.keys():
+            self._reclaim_pages(name, missing[name], gains[name])
         return True
 
     def clear(self) -> None:
-        """Forgets every page. Sequences in flight keep theirs, and will not publish what they hold."""
-        for name, tree in self._trees.items():
-            for page in tree.clear():
-                self._accounts.pool(name).forget(page)
+        """Forgets every page and state. Sequences in flight keep theirs, and will not publish what they hold."""
+        self._states.clear()
+        self._pages.clear()
         self._epoch += 1
 
     def explain(self, tokens: Sequence[int], salt: str | bytes | None = None) -> Explanation:
         """Returns what of a prompt is in the cache, group by group, and why not more. Changes and pins nothing."""
-        lookups = self._look_up(tokens, self.keys(salt))
-        match = self._match(lookups, len(tokens))
-        limit = len(tokens) - 1
+        keys = self.keys(salt)
+        lookups = self._pages.look_up(tokens, keys)
+        match = self._match(lookups, tokens, keys)
+        limit = len(tokens) - self._spare
         groups = tuple(report_group(view, self._trees[view.name], limit) for view in lookups)
-        return Explanation(len(tokens), match.num_tokens, match.why, groups, self._tick)
+        along = self._states.kept.along(keys, tokens) if self._states.groups else ()
+        return Explanation(
+            num_tokens=len(tokens),
+            num_reused=match.num_tokens,
+            why=match.why,
+            groups=groups,
+            tick=self._tick,
+            recurrent=self._states.groups,
+            checkpoints=tuple(sorted(one.length for one in along)),
+        )
 
     def check(self) -> None:
         """Raises `ValueError` if the index contradicts itself or the accounts."""
-        for name, tree in self._trees.items():
-            tree.check()
-            pages, kept = {node.page for node in tree}, self._accounts.pool(name).kept
-            if pages != kept:
-                raise ValueError(
-                    f"group {name!r}: the index has the pages {sorted(pages - kept)} without a reference, "
-                    f"and references to {sorted(kept - pages)} without an entry"
-                )
+        for name in self._trees:
+            self._pages.check(name, self._states.tails(name))
+        self._states.check()
 
-    def _look_up(self, tokens: Sequence[int], keys: PageKeys) -> list[Lookup]:
-        return [
-            Lookup(name, rule, self._trees[name], keys.pages(tokens, rule.page_size, len(tokens)))
-            for name, rule in self._rules.items()
-        ]
-
-    def _match(self, lookups: Sequence[Lookup], num_tokens: int) -> Match:
-        limit = max(0, num_tokens - 1)
-        length = 0 if self._never else longest(lookups, limit)
-        why = self._never or why_no_more(lookups, self._trees, length, limit)
+    def _match(
+        self,
+        lookups: Sequence[Lookup],
+        tokens: Sequence[int],
+        keys: PageKeys,
+        most: int | None = None,
+    ) -> Match:
+        limit = self._limit(tokens, most)
+        length = 0 if self._never or not lookups else longest(lookups, limit)
+        unaided, began = length, None
+        if self._states.groups:
+            began = self._states.longest(lookups, tokens, keys, limit)
+            length = 0 if began is None else began.length
+        why = self._never or self._why(lookups, length, limit, unaided)
+        tails = {} if began is None else began.tails
+        covered = {
+            lookup.name: full
+            for lookup in lookups
+            if self._states.groups and (full := lookup.full(len(tokens))) > length
+        }
         pages = {
-            lookup.name: tuple(node.page for node in lookup.needed_nodes(length))
+            lookup.name: _pages(lookup, covered[lookup.name], {})
+            if lookup.name in covered
+            else _pages(lookup, length, tails)
             for lookup in lookups
         }
-        unneeded = {lookup.name: lookup.rule.needs(length).start for lookup in lookups}
-        return Match(length, pages, unneeded, why)
+        return Match(
+            num_tokens=length,
+            pages=pages,
+            unneeded={lookup.name: lookup.rule.needs(length).start for lookup in lookups},
+            why=why,
+            states={} if began is None else began.states,
+            origin=None if began is None else began.key.digest,
+            covered=covered,
+        )
 
-    def _publish(
-        self, name: str, seq: int, tokens: Sequence[int], keys: PageKeys, num_tokens: int
-    ) -> int:
-        """Keeps one group's pages after the last that is kept, and those that the next token sees."""
-        rule, tree, table = self._rules[name], self._trees[name], self._accounts.pages(seq, name)
-        chain = keys.pages(tokens, rule.page_size, num_tokens)
-        needed = rule.needs(len(chain) * rule.page_size)
-        start, first = len(chain), self._accounts.num_unneeded(seq, name)
-        while start > first and tree.find(chain[start - 1]) is None:
-            start -= 1
-        if rule.window is not None:
-            start = min(start, max(first, needed.start))
-        added = 0
-        for index in range(start, len(chain)):
-            if tree.add(chain[index], table[index], index, self._tick):
-                self._accounts.pool(name).keep(table[index])
-                added += 1
-        used = needed[-1:] if rule.window is None else needed
-        found = [tree.find(chain[index]) for index in used]
-        self._touch(name, [node for node in found if node is not None])
-        return added
+    def _limit(self, tokens: Sequence[int], most: int | None) -> int:
+        """Returns the most tokens that a hit may have: all but the last, all, or fewer if that is asked."""
+        limit = max(0, len(tokens) - self._spare)
+        return limit if most is None else max(0, min(most, limit))
+
+    def _why(self, lookups: Sequence[Lookup], length: int, limit: int, paged: int) -> str:
+        """Says what ended a hit, where the pages alone allow `paged` tokens."""
+        if length < limit and (paged > length or not lookups):
+            upto = f", though the pages are there up to {paged:,}" if lookups else ""
+            return f"{NO_LATER.format(', '.join(self._states.groups), length)}{upto}"
+        return why_no_more(lookups, self._trees, length, limit)
+
+    def _reclaim_pages(self, name: str, count: int, spared_copies: set[int]) -> None:
+        """Evicts pages of one group, and only then those that checkpoints have of their own."""
+        worth, idle = self._pages.worth(name, spared_copies), self._accounts.pool(name).num_idle
+        tails = self._states.num_tails(name, spared_copies)
+        from_tree = min(count, idle + len(spared_copies) - tails)
+        gained = 0
+        for node in self._trees[name].victims(from_tree, worth, self._tick):
+            gained += worth(node)
+            self._remove(name, node)
+            self._stats.evictions += 1
+        gained += tails - self._states.num_tails(name, spared_copies)
+        if gained < count:
+            self._states.reclaim_tails(name, count - gained, spared_copies, self._tick)
 
     def _count_beginning(self, keys: PageKeys) -> None:
         """Counts a hit or a miss once the sequence has computed something: adoptions may be undone for want of room."""
         if keys.begun is not None:
-            reused, computed = keys.begun
+            reused, computed, stateless = keys.begun
             keys.begun = None
             self._stats.hits += reused > 0
             self._stats.misses += reused == 0
             self._stats.tokens_reused += reused
             self._stats.tokens_computed += computed
-
-    def _touch(self, name: str, nodes: Sequence[Node]) -> None:
-        """Marks pages as used now. Where only leaves go, the last stands for those before it."""
-        for node in nodes[-1:] if self._rules[name].window is None else nodes:
-            self._trees[name].touch(node, self._tick)
+            self._stats.tokens_without_states += stateless
+            self._stats.short_of_states += stateless > 0
 
     def _sole(self, name: str, pages: Collection[int]) -> set[int]:
         """Returns those pages that one sequence and the index hold, and nobody else."""
-        pool = self._accounts.pool(name)
+        pool = self._accounts.pool_of(name)
         return {page for page in pages if page in pool.kept and pool.references(page) == 2}
 
-    def _worth(self, name: str, spared_copies: Collection[int]) -> Callable[[Node], int]:
-        """Returns what says whether to forget a page gains one: it is free then, or need not be copied."""
-        pool = self._accounts.pool(name)
-        return lambda node: int(pool.references(node.page) == 1 or node.page in spared_copies)
-
     def _remove(self, name: str, node: Node) -> None:
-        self._trees[name].remove(node, self._tick)
-        self._accounts.pool(name).forget(node.page)
+        self._pages.remove(name, node, self._tick)
+        for checkpoint in self._states.kept.resting_on(name, node.key.digest):
+            self._states.forget(checkpoint, self._tick)
+
+
+def _pages(lookup: Lookup, length: int, tails: Mapping[str, int]) -> tuple[int, ...]:
+    """Returns the pages of a length that is accepted; the last is a checkpoint's own where it ends inside a page."""
+    if lookup.name not in tails:
+        return tuple(node.page for node in lookup.needed_nodes(length))
+    full = length // lookup.rule.page_size
+    found = [lookup.nodes[index] for index in lookup.rule.needs(length) if index < full]
+    return (*(node.page for node in found if node is not None), tails[lookup.name])

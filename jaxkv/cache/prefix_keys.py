@@ -69,7 +69,11 @@ class PageKeys:
     Attributes:
         epoch: epoch of the index in which the sequence that computes the text began; `None` before. The index sets it.
         published: tokens of that sequence that the index has been told of.
-        begun: tokens that the sequence found and did not find, until the index has counted them.
+        begun: tokens that the sequence found, did not find, and had pages of but no states, until the index has
+            counted them.
+        agreed: tokens that an earlier text began with, too; `None` before the index has looked.
+        places: numbers of tokens after which the sequence leaves a checkpoint behind.
+        deferred: the text has waited for another's checkpoint. The index sets all three.
     """
 
     def __init__(self, root: bytes, salt: str | bytes | None) -> None:
@@ -78,17 +82,22 @@ class PageKeys:
         self._chains: dict[int, list[PageKey]] = {}
         self.epoch: int | None = None
         self.published = 0
-        self.begun: tuple[int, int] | None = None
+        self.begun: tuple[int, int, int] | None = None
+        self.agreed: int | None = None
+        self.places: tuple[int, ...] = ()
+        self.deferred = False
 
     def pages(self, tokens: Sequence[int], page_size: int, num_tokens: int) -> list[PageKey]:
         """Returns the key of each full page among the first `num_tokens`; the list is not the caller's to change."""
-        chain = self._chains.setdefault(page_size, [])
         count = num_tokens // page_size
-        for index in range(len(chain), count):
-            parent = chain[-1].digest if chain else hash_parts(self._root, page_size, self._salt)
-            page = encode_tokens(tokens[index * page_size : (index + 1) * page_size])
-            chain.append(page_key(parent, page))
+        chain = self._chain(tokens, page_size, count)
         return chain if count == len(chain) else chain[:count]
+
+    def parent(self, tokens: Sequence[int], page_size: int, full: int) -> bytes:
+        """Returns the name of the last of the first `full` pages; of the root, for none."""
+        if not full:
+            return hash_parts(self._root, page_size, self._salt)
+        return self._chain(tokens, page_size, full)[full - 1].digest
 
     def copy(self) -> "PageKeys":
         """Returns the keys of a text that has been the same so far, as a fork's."""
@@ -96,3 +105,12 @@ class PageKeys:
         twin._chains = {page_size: list(chain) for page_size, chain in self._chains.items()}
         twin.epoch, twin.published = self.epoch, self.published
         return twin
+
+    def _chain(self, tokens: Sequence[int], page_size: int, count: int) -> list[PageKey]:
+        """Returns the keys of all pages that were named so far, at least of the first `count`."""
+        chain = self._chains.setdefault(page_size, [])
+        for index in range(len(chain), count):
+            parent = chain[-1].digest if chain else self.parent(tokens, page_size, 0)
+            page = encode_tokens(tokens[index * page_size : (index + 1) * page_size])
+            chain.append(page_key(parent, page))
+        return chain

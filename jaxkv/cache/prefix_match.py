@@ -63,10 +63,25 @@ class Lookup:
         kept = [index for index, run in enumerate(self._run) if run]
         return (kept[-1] + 1) * self.rule.page_size if kept else 0
 
-    def accepts(self, length: int) -> bool:
-        """Whether a sequence may begin after `length` tokens, 1 to `most`, as far as this group is concerned."""
+    def full(self, length: int) -> int:
+        """Returns how many of the first tokens lie in full pages that are all kept; none, where a window is enough."""
+        if self.rule.window is not None or not self._run:
+            return 0
+        run = max((n for index, n in enumerate(self._run) if n == index + 1), default=0)
+        return min(run, length // self.rule.page_size) * self.rule.page_size
+
+    def accepts(self, length: int, *, tail: int | None = None) -> bool:
+        """Whether a sequence may begin after `length` tokens, at least 1, as far as this group is concerned.
+
+        Args:
+            length: at most `most`, or where a checkpoint is.
+            tail: a page with the text's last tokens, where that checkpoint ends inside a page.
+        """
         needed = self.rule.needs(length)
-        return self._run[needed.stop - 1] >= len(needed)
+        if tail is not None:
+            needed = needed[:-1]
+        last = needed.stop - 1
+        return not needed or (last < len(self._run) and self._run[last] >= len(needed))
 
     def missing(self, length: int) -> int | None:
         """Returns the first position that is needed for `length` tokens and not kept."""
@@ -76,8 +91,8 @@ class Lookup:
         return None
 
     def needed_nodes(self, length: int) -> list[Node]:
-        """Returns the kept pages of a length that is accepted."""
-        found = [self.nodes[index] for index in self.rule.needs(length)]
+        """Returns the kept pages of a length that is accepted, but for one that is not full and another's."""
+        found = [self.nodes[index] for index in self.rule.needs(length) if index < len(self.nodes)]
         return [node for node in found if node is not None]
 
 

@@ -6,7 +6,10 @@ from dataclasses import dataclass
 from jaxkv.cache.prefix_match import Lookup, longest, next_longer
 from jaxkv.cache.prefix_tree import PrefixTree
 
-NO_CHECKPOINT = "group {!r} is recurrent and keeps no checkpoint to begin from"
+NO_CHECKPOINT = (
+    "group {!r} is recurrent and keeps no checkpoint to begin from: the cache has no room for any"
+)
+NO_LATER = "group {!r} has no checkpoint after more than {:,} of these tokens"
 NOT_PAGED = "no group of this cache is paged"
 LAST_TOKEN = "the last token is always computed"
 
@@ -21,6 +24,12 @@ class PrefixStats:
         tokens_reused: tokens that sequences found.
         tokens_computed: tokens that they did not find and had to compute.
         evictions: pages forgotten to make room.
+        tokens_without_states: of the tokens computed, those whose pages were there, but no checkpoint after them.
+        short_of_states: sequences that this concerned.
+        checkpoints: that were made.
+        checkpoints_dropped: that were wanted, but there was no room or what they need was gone.
+        checkpoint_evictions: given up to make room.
+        deferrals: sequences that waited for a checkpoint that another one was computing.
     """
 
     hits: int = 0
@@ -28,6 +37,12 @@ class PrefixStats:
     tokens_reused: int = 0
     tokens_computed: int = 0
     evictions: int = 0
+    tokens_without_states: int = 0
+    short_of_states: int = 0
+    checkpoints: int = 0
+    checkpoints_dropped: int = 0
+    checkpoint_evictions: int = 0
+    deferrals: int = 0
 
 
 @dataclass(frozen=True)
@@ -68,6 +83,8 @@ class Explanation:
         why: what ended the hit.
         groups: each paged group's part.
         tick: uses of the index so far, the clock of its evictions.
+        recurrent: names of the recurrent groups.
+        checkpoints: numbers of tokens after which there are states of this text, ascending.
     """
 
     num_tokens: int
@@ -75,11 +92,19 @@ class Explanation:
     why: str
     groups: tuple[GroupReport, ...]
     tick: int
+    recurrent: tuple[str, ...] = ()
+    checkpoints: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         computed = self.num_tokens - self.num_reused
         head = f"{self.num_reused:,} of {self.num_tokens:,} tokens are in the cache, {computed:,} are computed"
-        return "\n".join([f"{head}: {self.why}", *(f"  {group}" for group in self.groups)])
+        lines = [f"{head}: {self.why}", *(f"  {group}" for group in self.groups)]
+        if self.recurrent:
+            places = ", ".join(f"{place:,}" for place in self.checkpoints) or "none"
+            lines.append(
+                f"  {', '.join(self.recurrent)}: tokens after which states are kept: {places}"
+            )
+        return "\n".join(lines)
 
 
 def reason_for(lookup: Lookup, tree: PrefixTree, position: int) -> str:

@@ -56,6 +56,10 @@ class PrefixTree:
         node = self._nodes.get(key.digest)
         return node if node is not None and node.key == key else None
 
+    def named(self, digest: bytes) -> Node | None:
+        """Returns the page of this name, if it is kept."""
+        return self._nodes.get(digest)
+
     def when_evicted(self, key: PageKey) -> int | None:
         """Returns the tick at which a page was evicted last; `None` if it never was, or too long ago."""
         return self._evicted.get(key.digest)

@@ -17,6 +17,7 @@ _ROLES = {
     "prompt_seen": 10,
     "bias_ids": 11,
     "bias_values": 12,
+    "hidden": 13,
 }
 ROLE_ORDER: Mapping[str, int] = MappingProxyType(_ROLES)
 """Role -> priority. Within a layer, arrays are ordered by it."""

@@ -91,17 +91,22 @@ class StateSpec:
         arrays: in role order.
         in_place: a step updates a sequence's state where it is, so a fork must copy it. Otherwise a step reads
             one state and writes another (often the same), and fresh or forked sequences need no copy.
+        chunk_size: tokens at whose multiples, counted from the first, a prompt is cut, so that a state does not
+            depend on the cuts even in the last bit.
         notes: what a person should know; no part of equality.
     """
 
     kind: str
     arrays: tuple[ArraySpec, ...]
     in_place: bool = False
+    chunk_size: int = 1
     notes: tuple[str, ...] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
-        """Sorts the arrays."""
+        """Sorts the arrays and refuses chunks below 1."""
         object.__setattr__(self, "arrays", _in_role_order(self.kind, self.arrays))
+        if self.chunk_size < 1:
+            raise ValueError(f"chunk_size of {self.kind} must be at least 1, got {self.chunk_size}")
 
     @property
     def leading(self) -> tuple[int, ...]:
@@ -198,9 +203,20 @@ class CacheLayout:
         return tuple(group for group in self.groups if group.unit == "state" and not group.in_place)
 
     @property
+    def keeps_outputs(self) -> bool:
+        """Whether a state holds what a sequence's next token is chosen from, so that choosing it computes nothing."""
+        return any(array.role == "hidden" for g in self.state_groups for array in g.spec.arrays)
+
+    @property
     def in_place_groups(self) -> tuple[Group, ...]:
         """Groups whose states a step updates where they are; the sampling group is one."""
         return tuple(group for group in self.groups if group.in_place)
+
+    @property
+    def chunk_size(self) -> int:
+        """Tokens at whose multiples prompts are best cut: the chunks of all recurrent groups."""
+        specs = (group.spec for group in self.groups)
+        return math.lcm(*(spec.chunk_size for spec in specs if isinstance(spec, StateSpec)))
 
     def group(self, name: str) -> Group:
         """Returns the group of this name."""

@@ -130,6 +130,7 @@ def mamba2(
     groups: int,
     dtype: str,
     state_dtype: str = "float32",
+    chunk_size: int = 1,
 ) -> StateSpec:
     """Mamba-2: the last `d_conv - 1` inputs of the short convolution, and the state-space state.
 
@@ -141,13 +142,14 @@ def mamba2(
         groups: groups that share B and C.
         dtype: dtype name of the convolution's inputs `[d_conv - 1, d_inner + 2 * groups * d_state]`.
         state_dtype: dtype name of the state `[heads, head_dim, d_state]`.
+        chunk_size: tokens that a scan takes at a time.
     """
     channels = heads * head_dim + 2 * groups * d_state
     arrays = (
         ArraySpec("conv", (d_conv - 1, channels), dtype),
         ArraySpec("ssm", (heads, head_dim, d_state), state_dtype),
     )
-    return StateSpec("mamba2", arrays)
+    return StateSpec("mamba2", arrays, chunk_size=chunk_size)
 
 
 def delta(
@@ -159,6 +161,7 @@ def delta(
     d_conv: int,
     dtype: str,
     state_dtype: str = "float32",
+    chunk_size: int = 1,
 ) -> StateSpec:
     """Gated delta rule: the last inputs of the short convolution over q, k, v, and one matrix per value head.
 
@@ -170,13 +173,26 @@ def delta(
         d_conv: width of the convolution.
         dtype: dtype name of the inputs `[d_conv - 1, 2 * key_heads * key_dim + value_heads * value_dim]`.
         state_dtype: dtype name of the matrices `[value_heads, key_dim, value_dim]`.
+        chunk_size: tokens that a scan takes at a time.
     """
     channels = 2 * key_heads * key_dim + value_heads * value_dim
     arrays = (
         ArraySpec("conv", (d_conv - 1, channels), dtype),
         ArraySpec("delta", (value_heads, key_dim, value_dim), state_dtype),
     )
-    return StateSpec("delta", arrays)
+    return StateSpec("delta", arrays, chunk_size=chunk_size)
+
+
+def outputs(hidden_size: int, *, dtype: str) -> StateSpec:
+    """The hidden state of a sequence's last token, from which the next is chosen. Placed after the last layer.
+
+    Only of use beside recurrent groups whose states are kept: whoever begins at such a state may compute nothing.
+
+    Args:
+        hidden_size: its components.
+        dtype: dtype name of the model's hidden states.
+    """
+    return StateSpec("outputs", (ArraySpec("hidden", (hidden_size,), dtype),))
 
 
 def sampling(vocab_size: int, *, penalties: bool = False, bias_entries: int = 0) -> StateSpec:

@@ -26,17 +26,31 @@ def power_of_two_buckets(minimum: int, maximum: int) -> tuple[int, ...]:
     return (*sizes, maximum)
 
 
-def token_buckets(maximum: int, *, per_octave: int) -> tuple[int, ...]:
-    """Returns 16, 32, 64, from there `per_octave` evenly spaced sizes for each doubling, and `maximum`.
+def token_buckets(
+    maximum: int, *, per_octave: int, minimum: int = 16, fine_up_to: int = LOOSE_TOKENS
+) -> tuple[int, ...]:
+    """Returns powers of two from `minimum` to 64, from there `per_octave` even sizes per doubling, and `maximum`.
 
     With four or more per octave no size above `LOOSE_TOKENS` is padded by more than `MOST_PADDING`; with fewer, a
-    step must be cut to what `filled` returns.
+    step must be cut to what `filled` returns. Up to `fine_up_to` there are always four.
     """
     sizes = []
-    for power in power_of_two_buckets(16, maximum)[:-1]:
-        steps = per_octave if power >= LOOSE_TOKENS else 1
+    for power in power_of_two_buckets(minimum, maximum)[:-1]:
+        steps = 1 if power < LOOSE_TOKENS else max(per_octave, 4 if power < fine_up_to else 1)
         sizes += [power * (steps + step) // steps for step in range(steps)]
     return (*(size for size in sizes if size < maximum), maximum)
+
+
+def row_buckets(maximum: int, factor: int) -> tuple[int, ...]:
+    """Returns the powers of `factor` below 64, from there four sizes for each doubling, and `maximum`.
+
+    No size above `LOOSE_TOKENS` is padded by more than `MOST_PADDING`.
+    """
+    few = [
+        factor**power for power in range(LOOSE_TOKENS.bit_length()) if factor**power < LOOSE_TOKENS
+    ]
+    many = token_buckets(maximum, per_octave=4, minimum=LOOSE_TOKENS)
+    return (*(size for size in few if size < many[0]), *many)
 
 
 def coarse_buckets(minimum: int, maximum: int, factor: int) -> tuple[int, ...]:

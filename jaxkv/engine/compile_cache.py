@@ -42,7 +42,7 @@ def enable_compile_cache(environment: Mapping[str, str] = os.environ) -> Path | 
     if configured or wish == "off" or not jax.config.jax_enable_compilation_cache:
         return Path(configured) if configured else None
     folder = Path(os.path.expanduser(wish)) if wish else _default_folder(environment)
-    reason = _why_not(folder)
+    reason = why_not_folder(folder)
     if reason is not None:
         _LOG.warning(
             "compiled programs are not kept between runs: %s; name another folder in %s, or set it to off",
@@ -62,8 +62,8 @@ def _default_folder(environment: Mapping[str, str]) -> Path:
     return caches / "jaxkv" / "programs"
 
 
-def _why_not(folder: Path) -> str | None:
-    """Makes the folder if need be, and returns why it cannot be used, or `None` if it can."""
+def why_not_folder(folder: Path) -> str | None:
+    """Makes the folder if need be, and returns why no code may be kept there, or `None` if it may."""
     if not folder.is_absolute():
         return f"{folder} is not an absolute path"
     try:

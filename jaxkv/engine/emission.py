@@ -6,16 +6,20 @@ from jaxkv.engine.sequence import Sequence
 
 def accept(sequence: Sequence, token: int, logprobs: dict[int, float] | None) -> None:
     """Appends a generated token, and sets `reason` if it is the last."""
-    request = sequence.request
-    sequence.tokens.append(token)
     if logprobs is not None:
         sequence.logprobs.append(logprobs)
-    ended = sequence.generated == request.params.max_tokens
-    if token in request.stop_ids:
-        sequence.reason = "stop"
-    elif ended:
-        sequence.reason = "length"
-    _hand_out(sequence, token, logprobs)
+    sequence.tokens.append(token)
+    sequence.reason = why_over(sequence)
+    if sequence.stream is not None or sequence.pieces is not None:
+        _hand_out(sequence, token, logprobs)
+
+
+def why_over(sequence: Sequence) -> str | None:
+    """Returns why the last token of a sequence that generates ends it; `None` if it does not."""
+    tokens = sequence.tokens
+    if tokens[-1] in sequence.request.stop_ids and sequence.generated:
+        return "stop"
+    return "length" if len(tokens) == sequence.longest else None
 
 
 def end(sequence: Sequence, reason: str) -> None:
@@ -25,7 +29,8 @@ def end(sequence: Sequence, reason: str) -> None:
     if sequence.stream is not None:
         text, _ = sequence.stream.finish(may_stop=False)
         sequence.text += text
-    _offer(sequence, Piece(text=text, token_id=None, finish_reason=reason))
+    if sequence.pieces is not None:
+        sequence.pieces.append(Piece(text=text, token_id=None, finish_reason=reason))
 
 
 def _hand_out(sequence: Sequence, token: int, logprobs: dict[int, float] | None) -> None:
@@ -40,10 +45,8 @@ def _hand_out(sequence: Sequence, token: int, logprobs: dict[int, float] | None)
         if met:
             sequence.reason = "stop"
         sequence.text += text
-    piece = Piece(text=text, token_id=token, finish_reason=sequence.reason, logprobs=logprobs)
-    _offer(sequence, piece)
-
-
-def _offer(sequence: Sequence, piece: Piece) -> None:
     if sequence.pieces is not None:
-        sequence.pieces.append(piece)
+        reason = sequence.reason
+        sequence.pieces.append(
+            Piece(text=text, token_id=token, finish_reason=reason, logprobs=logprobs)
+        )

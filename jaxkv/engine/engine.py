@@ -14,18 +14,29 @@ from collections.abc import Sequence as Many
 import jax
 
 from jaxkv.cache.prefix import PrefixIndex
-from jaxkv.engine.emission import accept, end
+from jaxkv.engine.checkpointing import Checkpointing, room_for_checkpoints
+from jaxkv.engine.collection import Collector
+from jaxkv.engine.emission import why_over
+from jaxkv.engine.endings import Endings
 from jaxkv.engine.engine_config import EngineConfig
 from jaxkv.engine.executor import Executor
-from jaxkv.engine.flight import Flight, report, row_of
+from jaxkv.engine.fields import StepShape
+from jaxkv.engine.flight import Flight, columns_of_parts
 from jaxkv.engine.preparation import prepare
-from jaxkv.engine.recovery import STEP_FAILURES, RebuildLimit, is_fatal, refuse_broken
+from jaxkv.engine.recovery import (
+    STEP_FAILURES,
+    RebuildLimit,
+    is_fatal,
+    refuse_broken,
+)
 from jaxkv.engine.request import Request
-from jaxkv.engine.results import SampledRows, unpack_sampled
+from jaxkv.engine.results import unpack_sampled
+from jaxkv.engine.retreat import Retreat
+from jaxkv.engine.rows import unite
 from jaxkv.engine.scheduler import Scheduler
 from jaxkv.engine.sequence import FINISHED, RUNNING, Sequence, new_sequence
 from jaxkv.engine.step_plan import Part
-from jaxkv.engine.step_shapes import StepShapes
+from jaxkv.engine.step_shapes import StepShapes, grain_of, settle_budget
 from jaxkv.errors import CachePoisoned
 from jaxkv.tokenizer import Tokenizer
 
@@ -54,32 +65,51 @@ class Engine:
         self.executor = executor
         layout, limits = executor.layout, executor.shapes
         whole = executor.model.whole_prompts
-        budget = max(limits.max_rows, min(config.token_budget, limits.token_buckets[-1]))
+        sizes = {"max_tokens": limits.length_buckets[-1], "max_rows": limits.max_rows}
+        budget = settle_budget(config.token_budget, **sizes)
+        checkpoints = room_for_checkpoints(executor) if config.prefix_cache and not whole else 0
         self.shapes = StepShapes(
             layout,
-            max_tokens=limits.length_buckets[-1],
-            max_rows=limits.max_rows,
+            **sizes,
             token_budget=budget,
             whole_prompts=whole,
             pinned=config.pinned_shapes,
+            grain=grain_of(executor.implementation.name),
+            checkpoints=checkpoints > 0,
         )
         self.prefix = None
         if config.prefix_cache:
-            self.prefix = PrefixIndex(layout, executor.accounts, identity=repr(executor.model))
-        self._page_sizes = {group.page_size for group in layout.paged_groups}
+            self.prefix = PrefixIndex(
+                layout,
+                executor.accounts,
+                identity=repr(executor.model),
+                checkpoints=checkpoints,
+                policy=config.checkpoints,
+            )
+        page_sizes = {group.page_size for group in layout.paged_groups}
         self.scheduler = Scheduler(
             executor.accounts,
             self.prefix,
-            page_size=min(self._page_sizes, default=64),
+            page_size=min(page_sizes, default=64),
             max_rows=limits.max_rows,
             token_budget=budget,
             whole_prompts=whole,
             fill=self.shapes.fill,
+            chunk_size=layout.chunk_size,
+        )
+        self.retreat = Retreat(
+            self.shapes.token_buckets,
+            self.shapes.decode_rows,
+            whole=whole,
+            refusal=executor.refusal,
         )
         self.steps = self.recoveries = 0
         """Steps dispatched; caches lost and replaced."""
         self._tokenizer = tokenizer
         self._clock = clock
+        self._endings = Endings(self.scheduler, self.prefix, clock)
+        self._checkpointing = Checkpointing(self.prefix, executor) if checkpoints else None
+        self._collector = Collector(self.prefix, page_sizes, clock, self._checkpointing)
         self._limit = RebuildLimit(config.most_rebuilds, config.rebuild_seconds, clock)
         self._flights: deque[Flight] = deque()
         self._stepping = threading.Lock()
@@ -120,7 +150,7 @@ class Engine:
     def abort(self, sequence: Sequence) -> None:
         """Ends a sequence now, in whatever state it is; one that has ended already stays as it is."""
         if sequence.status != FINISHED:
-            self._finish(sequence, "abort")
+            self._endings.finish(sequence, "abort")
 
     def step(self) -> None:
         """Dispatches the next step, then reads the one before.
@@ -147,11 +177,17 @@ class Engine:
         if not launched and self.scheduler.shortage is not None:
             raise self.scheduler.shortage
 
-    def run(self, sequences: Many[Sequence]) -> None:
+    def run(self, sequences: Many[Sequence], after_step: Callable[[], None] | None = None) -> None:
         """Steps until all of these have ended; aborts them if that is interrupted."""
+        left = deque(sequences)
         try:
-            while any(sequence.status != FINISHED for sequence in sequences):
+            while left:
+                if left[0].status == FINISHED:
+                    left.popleft()
+                    continue
                 self.step()
+                if after_step is not None:
+                    after_step()
         finally:
             for sequence in sequences:
                 self.abort(sequence)
@@ -175,9 +211,12 @@ class Engine:
         plan = self.scheduler.plan()
         if plan.is_empty:
             return False
+        for sequence, _ in plan.fresh:
+            if sequence.admitted is None:
+                sequence.admitted = self._clock()
         try:
             for sequence, error in prepare(self.executor, plan):
-                self._fail(sequence, error)
+                self._endings.put_off(sequence, error)
             parts = [part for part in plan.parts if part.sequence.status == RUNNING]
             if parts:
                 self._dispatch(parts)
@@ -186,95 +225,84 @@ class Engine:
         except STEP_FAILURES as error:
             if is_fatal(error):
                 self._recover(error)
-            self._blame([part.sequence for part in plan.parts], error)
+            self._endings.blame([part.sequence for part in plan.parts], error)
         return True
 
-    def _dispatch(self, parts: list[Part]) -> None:
-        rows = [row_of(part) for part in parts]
-        total = max(part.sequence.reserved for part in parts)
-        shape = self.executor.fit(self.shapes.declare(rows, total_tokens=total)).shape
-        out = self.executor.step(shape, rows)
+    def _dispatch(self, planned: list[Part]) -> None:
+        """Sends a step of these to the device, or of some of them if all would be too many."""
+        parts, shape = self.retreat.cut(planned, self._shape)
+        if len(parts) < len(planned):
+            self.scheduler.postpone([part.sequence for part in planned[len(parts) :]])
+        if self.retreat.avoids(shape):
+            error = self.retreat.give_up(parts[0], shape)
+            if error is not None:
+                self._endings.fail(parts[0].sequence, error)
+                return
+        try:
+            flight = self._send(parts, shape)
+        except CachePoisoned as error:
+            self.retreat.note_failure(shape, error, lost=True)
+            raise
+        except STEP_FAILURES as error:
+            if is_fatal(error) or not self.retreat.note_failure(shape, error, lost=False):
+                raise
+            _LOG.warning("a step of %d rows failed, a smaller one is next: %r", len(parts), error)
+            return
         self.scheduler.dispatched(parts)
-        flown = tuple((part, part.sequence.epoch) for part in parts)
-        self._flights.append(Flight(flown, out, shape.features))
+        self._flights.append(flight)
         self.steps += 1
+
+    def _send(self, parts: Many[Part], shape: StepShape) -> Flight:
+        keeps = self._checkpointing
+        snapshots = () if keeps is None else keeps.take(parts, shape)
+        try:
+            out = self.executor.step(shape, columns_of_parts(parts, shape.features, snapshots))
+        except BaseException:
+            if keeps is not None:
+                keeps.drop(snapshots, parts)
+            raise
+        epochs = tuple(part.sequence.epoch for part in parts)
+        return Flight(tuple(parts), epochs, shape, out, snapshots)
+
+    def _shape(self, parts: Many[Part]) -> StepShape:
+        total = max(part.sequence.reserved for part in parts)
+        features = unite([part.sequence.features for part in parts])
+        new_tokens = sum(part.count for part in parts)
+        needed = self.shapes.choose(
+            len(parts),
+            new_tokens,
+            features,
+            total_tokens=total,
+            mixed=any(part.count == 0 for part in parts),
+        )
+        fitting = self.executor.fit(needed)
+        # A larger program that is compiled already is no help where that one was too large.
+        if self.retreat.avoids(fitting.shape) and not self.executor.programs.strict:
+            return needed.shape
+        return fitting.shape
 
     def _collect(self, flight: Flight) -> None:
         try:
             packed = self.executor.read(flight.out)
         except jax.errors.JaxRuntimeError as error:
+            self.retreat.note_failure(flight.shape, error, lost=True)
             self._recover(error)
             return
-        rows = unpack_sampled(packed, flight.features)
-        tokens, finite = rows.tokens.tolist(), rows.finite.tolist()
-        for index, (part, epoch) in enumerate(flight.parts):
-            if part.sequence.epoch == epoch:
-                good = bool(finite[index])
-                self._collect_row(part, tokens[index] if good else None, index, rows)
-
-    def _collect_row(self, part: Part, token: int | None, index: int, rows: SampledRows) -> None:
-        """Takes one row's result; `token` is `None` if its logits were not finite."""
-        sequence = part.sequence
-        sequence.collected = part.start + part.count
-        sequence.tainted = sequence.tainted or token is None
-        if part.emits:
-            sequence.pending -= 1
-            if token is None:
-                _LOG.error("a request failed: its logits were not finite")
-                self._finish(sequence, "error")
-                return
-            try:
-                accept(sequence, token, report(sequence, token, index, rows))
-            except STEP_FAILURES as error:
-                self._fail(sequence, error)
-                return
-            if sequence.started is None:
-                sequence.started = self._clock()
-        self._publish(sequence)
-        if sequence.reason is not None:
-            self._drop(sequence)
-
-    def _publish(self, sequence: Sequence) -> None:
-        """Offers the pages that are full and known to be good to those that begin alike.
-
-        The index is also told of what a sequence computes first, to count whether it began with a hit.
-        """
-        if self.prefix is None or sequence.keys is None or sequence.tainted:
-            return
-        before, after = sequence.published, sequence.collected
-        filled = any(after // size > before // size for size in self._page_sizes)
-        if filled or sequence.keys.begun is not None:
-            self.prefix.publish(sequence.number, sequence.tokens, sequence.keys, sequence.collected)
-            sequence.published = sequence.collected
-
-    def _fail(self, sequence: Sequence, error: Exception) -> None:
-        _LOG.error("a request failed alone: %r", error)
-        sequence.error = error
-        self._finish(sequence, "error")
-
-    def _finish(self, sequence: Sequence, reason: str) -> None:
-        if sequence.tainted and self.prefix is not None and sequence.status == RUNNING:
-            self.prefix.withdraw(sequence.number)
+        self.retreat.note_success(flight.shape)
+        rows = unpack_sampled(packed, flight.shape.features)
         try:
-            end(sequence, reason)
-        except STEP_FAILURES as error:
-            _LOG.error("the last text of a request is lost: %r", error)
-            sequence.stream = None
-            end(sequence, reason)
-        self._drop(sequence)
-
-    def _drop(self, sequence: Sequence) -> None:
-        self.scheduler.drop(sequence)
-        sequence.ended = self._clock()
-
-    def _blame(self, sequences: list[Sequence], error: Exception) -> None:
-        """A step failed before it began: its one row is at fault, or each row must show in a step of its own."""
-        running = [sequence for sequence in sequences if sequence.status == RUNNING]
-        if len(running) == 1:
-            self._fail(running[0], error)
-        else:
-            _LOG.warning("a step of %d rows failed, each runs alone: %r", len(running), error)
-            self.scheduler.isolate(running)
+            ended = self._collector.collect(flight, rows)
+        except CachePoisoned as error:
+            self._recover(error)
+            return
+        for sequence, error in ended:
+            if error is not None:
+                self._endings.fail(sequence, error)
+            elif sequence.reason is None:
+                _LOG.error("a request failed: its logits were not finite")
+                self._endings.finish(sequence, "error")
+            else:
+                self._endings.drop(sequence)
 
     def refresh(self) -> None:
         """Notices that others lost or replaced the cache, and forgets what was in it; `step` begins with this.
@@ -309,6 +337,10 @@ class Engine:
         self._rebuilds = self.executor.owner.rebuilds
 
     def _requeue(self) -> None:
-        """Forgets what is under way; everybody is computed again."""
+        """Forgets what is under way; everybody is computed again, but for those whose end an interrupt delayed."""
         self._flights.clear()
+        for sequence in list(self.scheduler.running):
+            sequence.reason = sequence.reason or why_over(sequence)
+            if sequence.reason is not None:
+                self._endings.finish(sequence, sequence.reason)
         self.scheduler.requeue_all()

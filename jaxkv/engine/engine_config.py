@@ -2,32 +2,50 @@
 
 from dataclasses import dataclass
 
-from jaxkv.config import as_int
+from jaxkv.cache.checkpoint_policy import CheckpointPolicy
+from jaxkv.config import as_float, as_int, settle
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """How requests are served.
+    """How requests are served; how many at once is `CacheConfig.max_sequences`.
 
     Attributes:
-        token_budget: most tokens of a step; a step that prompts share with rows that generate takes as long as this.
-        prefix_cache: keep the pages of what was computed, for requests that begin alike.
-        pinned_shapes: run every step in the one largest shape. Slow; results are then equal bit for bit whatever
-            the neighbours, the chunks, preemptions and prefix hits.
-        overlap: send a step before the one before it is read.
-        most_rebuilds, rebuild_seconds: give up at more lost caches than this in so many seconds.
+        token_budget: most tokens of a step (vLLM: max_num_batched_tokens), but at least one for each sequence that may
+            run. A prompt is computed in chunks beside the tokens of those that generate, whose next token takes as
+            long as such a step: more lets prompts through faster, less keeps the others even. Its activations take
+            memory, and each size up to it is a program to compile.
+        prefix_cache: keep the pages of what was computed, for requests that begin alike. It costs the hash of each full
+            page, and no memory that a request could use: kept pages make room for whoever needs them.
+        pinned_shapes: run every step in one program, the largest and most able. Slow; results are then equal bit for
+            bit whatever the neighbours, the chunks, preemptions and prefix hits.
+        overlap: send a step before the one before it is read. Off, the device waits for the host between steps, and no
+            row is computed once in vain after its stop.
+        checkpoints: after which tokens states of recurrent layers are kept for later prompts; how many, says
+            `CacheConfig.checkpoint_bytes`.
+        most_rebuilds, rebuild_seconds: give up at more lost caches than this in so many seconds; each is replaced, and
+            everybody computed again. With 0, `warm_up` has fewer programs to compile.
+
+    Raises:
+        ValueError: a field is out of range or of the wrong type.
     """
 
     token_budget: int = 2048
     prefix_cache: bool = True
     pinned_shapes: bool = False
     overlap: bool = True
+    checkpoints: CheckpointPolicy = CheckpointPolicy()
     most_rebuilds: int = 3
     rebuild_seconds: float = 300.0
 
     def __post_init__(self) -> None:
-        """Refuses numbers that cannot be served."""
-        as_int("token_budget", self.token_budget, 1, 2**20)
-        as_int("most_rebuilds", self.most_rebuilds, 0, 2**31 - 1)
-        if not self.rebuild_seconds > 0:
-            raise ValueError(f"rebuild_seconds must be above 0, got {self.rebuild_seconds}")
+        """Refuses what cannot be served, naming the field, the value and the range."""
+        settle(self, as_int, 1, 2**20, "token_budget")
+        settle(self, as_int, 0, 2**31 - 1, "most_rebuilds")
+        settle(self, as_float, 1e-3, 1e9, "rebuild_seconds")
+        for name in ("prefix_cache", "pinned_shapes", "overlap"):
+            value = getattr(self, name)
+            if not isinstance(value, bool):
+                raise ValueError(f"{name} must be True or False, got {value!r}")
+        if not isinstance(self.checkpoints, CheckpointPolicy):
+            raise ValueError(f"checkpoints must be a CheckpointPolicy, got {self.checkpoints!r}")

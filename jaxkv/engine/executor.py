@@ -5,6 +5,7 @@ It runs what it is given. Which sequences, how many tokens and when to stop are 
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -19,9 +20,10 @@ from jaxkv.cache.state import Cache
 from jaxkv.engine.fields import StepShape
 from jaxkv.engine.packer import Packer
 from jaxkv.engine.programs import Lowering, Program, ProgramKey, Programs
+from jaxkv.engine.recovery import STEP_FAILURES
 from jaxkv.engine.results import pack_sampled
-from jaxkv.engine.rows import Row
-from jaxkv.engine.shapes import Declared, Shapes, serves
+from jaxkv.engine.rows import Columns, Row
+from jaxkv.engine.shapes import Declared, Shapes, costs_alike, serves
 from jaxkv.engine.side_programs import COPY, Admission, copy_batches, pack_copies, run_copies
 from jaxkv.models.implementation import choose_implementation
 from jaxkv.models.protocol import Model, Params
@@ -74,6 +76,7 @@ class Executor:
         self._numbers = count()
         self._biased: set[tuple[int, int]] = set()
         self._known: dict[Declared, Program] = {}
+        self._refused: dict[Declared, Exception] = {}
 
     def new_number(self) -> int:
         """Returns a number for a sequence that the accounts do not know yet."""
@@ -96,33 +99,33 @@ class Executor:
             self.accounts.release(sequence)
 
     def fit(self, declared: Declared) -> Declared:
-        """Returns the program to use: in strict mode, if this one was not compiled, the smallest that serves as well.
+        """Returns the program to use: if this one is not compiled, the smallest compiled one that serves as well.
 
-        Otherwise the program itself, which is compiled when it is first run.
+        Unless strict, only one that takes hardly longer; where there is none, the program itself, which is compiled
+        when it is first run.
         """
-        if not self.programs.strict or declared in self._known:
+        if declared in self._known:
             return declared
         able = [known for known in self._known if serves(known, declared)]
+        if not self.programs.strict:
+            able = [known for known in able if costs_alike(known, declared)]
         return min(able, key=lambda known: (known.shape.tokens, known.shape.rows), default=declared)
 
-    def step_shape(
-        self, rows: Sequence[Row], *, total_tokens: int, decode: bool = False
-    ) -> StepShape:
-        """Returns the shape to run a step of these rows in; see `fit`."""
-        shape = self.shapes.shape(rows, total_tokens=total_tokens, decode=decode)
-        return self.fit(Declared("decode" if decode else "prefill", shape)).shape
-
-    def step(self, shape: StepShape, rows: Sequence[Row]) -> Array:
+    def step(self, shape: StepShape, rows: Columns | Sequence[Row]) -> Array:
         """Dispatches one step and returns its packed tokens, which may not be computed yet.
 
         Get them with `read`, and name them with `jaxkv.engine.results.unpack_sampled`.
         """
-        packed = self.packer.pack(shape, rows, self.accounts)
-        return self._run(self.step_program(shape), packed)
+        program = self.step_program(shape)
+        return self._run(program, self.packer.pack(shape, rows, self.accounts))
+
+    def refusal(self, shape: StepShape) -> Exception | None:
+        """Returns why the program of a step could not be had when it was asked for last, if it was and could not."""
+        return self._refused.get(_step(shape)) if self._refused else None
 
     def step_program(self, shape: StepShape) -> Program:
         """Returns the compiled step of a shape."""
-        return self.program(Declared("decode" if shape.decode else "prefill", shape))
+        return self.program(_step(shape))
 
     def loop(self, declared: Declared, rows: Sequence[Row]) -> Generated:
         """Generates until every row has stopped, in one executable."""
@@ -181,19 +184,28 @@ class Executor:
         """Returns the compiled form of a program."""
         program = self._known.get(declared)
         if program is None:
-            program = self.programs.get(self._key(declared), lambda: self._lowering(declared))
+            try:
+                program = self.programs.get(
+                    key_of(self.layout, declared), lambda: self._lowering(declared)
+                )
+            except STEP_FAILURES as error:
+                self._refused[declared] = error
+                raise
             self._known[declared] = program
+            self._refused.pop(declared, None)
         return program
 
-    def _key(self, declared: Declared) -> ProgramKey:
-        shape = declared.shape
-        extra = (("width", declared.width),) if declared.width else ()
-        if not shape.table_widths:
-            return ProgramKey(declared.kind, shape.tokens, shape.rows, 0, shape.features, extra)
-        groups = zip(self.layout.paged_groups, shape.table_widths, strict=True)
-        extra += tuple((f"{group.name}_width", width) for group, width in groups)
-        widest = max(shape.table_widths, default=0)
-        return ProgramKey(declared.kind, shape.tokens, shape.rows, widest, shape.features, extra)
+    def compile_all(self, needed: Sequence[Declared], *, progress: bool = False) -> list[Program]:
+        """Returns the compiled forms of many programs, which are compiled side by side.
+
+        Args:
+            needed: which.
+            progress: show a bar on stderr.
+        """
+        keys = {declared: key_of(self.layout, declared) for declared in needed}
+        builds = {key: partial(self._lowering, declared) for declared, key in keys.items()}
+        self.programs.get_all(builds, progress=progress)
+        return [self.program(declared) for declared in keys]
 
     def _lowering(self, declared: Declared) -> Lowering:
         if declared.kind in ("admit", "readmit"):
@@ -233,6 +245,23 @@ class Executor:
         return self.owner.run(lambda cache: program(self.params, cache, *_present(arrays)))
 
 
+def _step(shape: StepShape) -> Declared:
+    return Declared("decode" if shape.decode else "prefill", shape)
+
+
 def _present(arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
     """Leaves out empty arrays: a transfer of nothing still costs one."""
     return [array for array in arrays if array.size]
+
+
+def key_of(layout: CacheLayout, declared: Declared) -> ProgramKey:
+    """Returns the key that a program is compiled under."""
+    shape = declared.shape
+    extra = (("width", declared.width),) if declared.width else ()
+    extra += (("snapshots", shape.snapshots),) if shape.snapshots else ()
+    if not shape.table_widths:
+        return ProgramKey(declared.kind, shape.tokens, shape.rows, 0, shape.features, extra)
+    groups = zip(layout.paged_groups, shape.table_widths, strict=True)
+    extra += tuple((f"{group.name}_width", width) for group, width in groups)
+    widest = max(shape.table_widths, default=0)
+    return ProgramKey(declared.kind, shape.tokens, shape.rows, widest, shape.features, extra)

@@ -1,6 +1,6 @@
 """The pieces of a packed step, each with its shape and its padding, for one padded shape. Fills nothing."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -22,6 +22,7 @@ class StepShape:
         features: how it can choose tokens.
         decode: one query per row.
         loop: it generates until rows stop, so it also takes each row's limits and stop ids.
+        snapshots: most states of each recurrent group that it can keep on its way.
     """
 
     tokens: int
@@ -30,6 +31,7 @@ class StepShape:
     features: Features = Features()
     decode: bool = False
     loop: bool = False
+    snapshots: int = 0
 
 
 @dataclass(frozen=True)
@@ -79,10 +81,16 @@ def int_fields(
         num_slots = counts[group.name] * group.page_size
         fields.append(Field(f"{group.name}.page_table", (shape.rows, width)))
         fields.append(Field(f"{group.name}.write_slots", tokens, num_slots, counted=True))
+    if shape.snapshots:
+        # Rising and past the end of every row, so that padding keeps nothing.
+        fields.append(Field("snapshot_ends", (shape.snapshots,), shape.tokens + 1, counted=True))
     for group in layout.state_groups:
         fields.append(Field(f"{group.name}.read_states", rows))
         num_states = counts[group.name]
         fields.append(Field(f"{group.name}.write_states", rows, num_states, counted=True))
+        if shape.snapshots:
+            kept = (shape.snapshots,)
+            fields.append(Field(f"{group.name}.snapshot_states", kept, num_states, counted=True))
     return (*fields, *_choice_fields(vocab_size, shape))
 
 
@@ -131,7 +139,6 @@ class Arrangement:
 
     Attributes:
         blank: the array with nothing but padding, read-only; every step starts from a copy.
-        starts: field name -> where its first entry lies.
     """
 
     def __init__(self, fields: tuple[Field, ...], dtype: type) -> None:
@@ -141,7 +148,6 @@ class Arrangement:
             (field.name, start, start + field.size, field.shape)
             for field, start in zip(fields, starts, strict=False)
         ]
-        self.starts = {name: start for name, start, _, _ in self._places}
         self.blank = np.zeros(starts[-1], dtype)
         for field, values in zip(fields, self.split(self.blank).values(), strict=True):
             values[...] = field.blank(dtype)
@@ -152,8 +158,3 @@ class Arrangement:
         return {
             name: packed[start:stop].reshape(shape) for name, start, stop, shape in self._places
         }
-
-    def put(self, packed: np.ndarray, name: str, values: Sequence[Any] | np.ndarray) -> None:
-        """Writes the first entries of a field, flattened, and leaves the others; `values` must fit the field."""
-        start = self.starts[name]
-        packed[start : start + len(values)] = values

@@ -1,16 +1,17 @@
 """A step on its way: what its rows ask of the device, and how its results are found again. Decides nothing."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from jaxtyping import Array
 
-from jaxkv.batch import Features
-from jaxkv.engine.offline import report_logprobs
-from jaxkv.engine.results import SampledRows
-from jaxkv.engine.rows import Row
-from jaxkv.engine.sequence import Sequence
+from jaxkv.engine.fields import StepShape
+from jaxkv.engine.results import SampledRows, report_logprobs
+from jaxkv.engine.rows import Columns, Snapshot
+from jaxkv.engine.sequence import Sequence as Sample
 from jaxkv.engine.step_plan import Part
+from jaxkv.features import Features
 
 
 @dataclass(frozen=True)
@@ -18,36 +19,55 @@ class Flight:
     """A step that was dispatched and not read.
 
     Attributes:
-        parts: its rows, in order, each with the epoch of its sequence.
+        parts: its rows, in order.
+        epochs: of their sequences, when it was dispatched.
+        shape: of its program, which says what its choices hold.
         out: its packed choices.
-        features: what these choices hold.
+        snapshots: states that it keeps on its way.
     """
 
-    parts: tuple[tuple[Part, int], ...]
+    parts: tuple[Part, ...]
+    epochs: tuple[int, ...]
+    shape: StepShape
     out: Array
-    features: Features
+    snapshots: tuple[Snapshot, ...] = ()
 
 
-def row_of(part: Part) -> Row:
-    """Describes a part to the packer; a token that the host has not read yet is read on the device."""
-    sequence, request = part.sequence, part.sequence.request
-    stop = part.start + part.count
-    return Row(
-        sequence=sequence.number,
-        tokens=(0,) if part.carry else sequence.tokens[part.start : stop],
-        start=part.start,
-        params=request.params,
-        seed=request.seed,
-        emits=part.emits,
-        carry=part.carry,
-        generated=sequence.generated + sequence.pending,
-        stop_ids=request.stop_ids,
+def columns_of_parts(
+    parts: Sequence[Part], features: Features, snapshots: Sequence[Snapshot] = ()
+) -> Columns:
+    """Describes parts to the packer; a token that the host has not read yet is read on the device.
+
+    Args:
+        parts: the rows of a step.
+        features: of its program.
+        snapshots: what it keeps on its way.
+    """
+    tokens: list[int] = []
+    for sequence, start, count, _, carry in parts:
+        if carry:
+            tokens.append(0)
+        elif count == 1:
+            tokens.append(sequence.tokens[start])
+        else:
+            tokens += sequence.tokens[start : start + count]
+    generated: list[int] = []
+    if features.min_tokens:
+        generated = [part.sequence.generated + part.sequence.pending for part in parts]
+    return Columns(
+        sequences=[part.sequence.number for part in parts],
+        tokens=tokens,
+        lens=[part.count for part in parts],
+        starts=[part.start for part in parts],
+        emits=[part.emits for part in parts],
+        carry=[part.carry for part in parts],
+        generated=generated,
+        wishes=[part.sequence.request for part in parts],
+        snapshots=snapshots,
     )
 
 
-def report(
-    sequence: Sequence, token: int, index: int, rows: SampledRows
-) -> dict[int, float] | None:
+def report(sequence: Sample, token: int, index: int, rows: SampledRows) -> dict[int, float] | None:
     """Returns the log-probabilities that a sequence asked for, out of its row of a step's choices."""
     top = sequence.request.params.logprobs
     if top is None:

@@ -34,8 +34,22 @@ class Lowering:
     compiler_options: Mapping[str, bool | int | str] | None = None
 
 
+def argument_types(lowering: Lowering) -> tuple[Any, ...]:
+    """Returns the arguments as `jax.ShapeDtypeStruct`, with their places.
+
+    Raises:
+        ValueError: they are not typed arrays.
+    """
+    return jax.tree_util.tree_map_with_path(_spec, lowering.arguments)
+
+
 def lower(name: str, lowering: Lowering) -> jax.stages.Lowered:
-    """Traces and lowers one program from the shapes of its arguments; equal in every process.
+    """Traces and lowers one program; see `trace`."""
+    return trace(name, lowering).lower()
+
+
+def trace(name: str, lowering: Lowering) -> jax.stages.Traced:
+    """Traces one program from the shapes of its arguments; equal in every process.
 
     Raises:
         ProgramRefused: the cache does not come back as it went in, or weights are closed over.
@@ -46,7 +60,7 @@ def lower(name: str, lowering: Lowering) -> jax.stages.Lowered:
         return lowering.function(*arguments)
 
     named.__name__ = name
-    specs = jax.tree_util.tree_map_with_path(_spec, lowering.arguments)
+    specs = argument_types(lowering)
     donated = () if lowering.cache_argument is None else (lowering.cache_argument,)
     # Arguments that are not read stay arguments, so that the audit can count on their positions.
     traced = jax.jit(named, donate_argnums=donated, keep_unused=True).trace(*specs)
@@ -57,7 +71,7 @@ def lower(name: str, lowering: Lowering) -> jax.stages.Lowered:
         raise ProgramRefused(
             f"{name} carries {constants} bytes of arrays in its code; pass weights and tables as arguments"
         )
-    return traced.lower()
+    return traced
 
 
 def _spec(path: tuple, leaf: object) -> jax.ShapeDtypeStruct:

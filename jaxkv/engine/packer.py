@@ -4,9 +4,7 @@ Each field is written fresh for every step, so nothing of an earlier, longer bat
 checks ids and widths; it decides nothing.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from itertools import accumulate, chain
-from operator import attrgetter
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from jax import lax
@@ -16,7 +14,8 @@ from jaxkv.batch import PagedTables, SamplingBatch, StateTables, StepBatch
 from jaxkv.cache.accounts import Accounts
 from jaxkv.cache.spec import CacheLayout, Group
 from jaxkv.engine.fields import Arrangement, StepShape, float_fields, int_fields
-from jaxkv.engine.rows import STOP_WIDTH, Row
+from jaxkv.engine.lines import Lines
+from jaxkv.engine.rows import Columns, Row, columns_of
 from jaxkv.step.loop import Limits
 
 
@@ -34,32 +33,50 @@ class Packer:
         self.counts = dict(counts)
         self.vocab_size = vocab_size
         self._paged, self._recurrent = layout.paged_groups, layout.state_groups
+        self._recalls = layout.keeps_outputs
+        self._lines = Lines(layout, counts, vocab_size)
         self._arrangements: dict[StepShape, tuple[Arrangement, Arrangement]] = {}
 
     def pack(
-        self, shape: StepShape, rows: Sequence[Row], accounts: Accounts
+        self, shape: StepShape, rows: Columns | Sequence[Row], accounts: Accounts
     ) -> tuple[np.ndarray, np.ndarray]:
         """Returns the int32 and the float32 array of a step.
 
         Raises:
             ValueError: the rows exceed the shape or their pages, or a token id is not one of the model's.
         """
-        lens = self._check(shape, rows)
+        told = rows if isinstance(rows, Columns) else columns_of(rows)
+        self._check(shape, told)
         places, float_places = self.arrangements(shape)
         ints, floats = places.blank.copy(), float_places.blank.copy()
-        if shape.decode:
-            self._fill_decode(shape, places, ints, rows, accounts)
+        lines = self._lines.find(told.sequences, told.wishes, accounts)
+        count, num_tokens = len(lines), len(told.tokens)
+        tokens, starts = _ints(told.tokens), _ints(told.starts)
+        self._check_values(tokens, starts)
+        if num_tokens == count and min(told.lens) == 1:
+            owner, bounds = np.arange(count), np.arange(count + 1)
+            positions, seq_lens = starts, starts + 1
         else:
-            self._fill_ragged(shape, places, ints, rows, lens, accounts)
-        places.put(ints, "num_tokens", (sum(lens),))
-        places.put(ints, "num_rows", (len(rows),))
-        self._fill_states(places, ints, rows, accounts)
-        _fill_choices(_INT_CHOICES, places, ints, rows)
-        _fill_choices(_FLOAT_CHOICES, float_places, floats, rows)
-        if "seed_low" in places.starts:
-            _fill_seeds(places, ints, rows)
-        if "stop_ids" in places.starts:
-            _fill_stop_ids(places, ints, rows)
+            lens = _ints(told.lens)
+            owner, bounds = np.repeat(np.arange(count), lens), np.concatenate([[0], lens.cumsum()])
+            positions, seq_lens = (
+                np.arange(num_tokens) + (starts - bounds[:-1])[owner],
+                starts + lens,
+            )
+        fields = places.split(ints)
+        fields["num_tokens"][...] = num_tokens
+        fields["num_rows"][...] = count
+        fields["tokens"][:num_tokens] = tokens
+        fields["positions"][:num_tokens] = positions
+        fields["cu_q_lens"][:] = num_tokens
+        fields["cu_q_lens"][: count + 1] = bounds
+        fields["seq_lens"][:count] = seq_lens
+        fields["carry"][:count] = told.carry
+        np.copyto(fields["slots"][:count], lines, where=told.emits, casting="same_kind")
+        for group in self._paged:
+            self._fill_pages(group, fields, told, lines, owner, positions, seq_lens)
+        self._fill_states(fields, told, accounts, bounds)
+        self._fill_choices(fields | float_places.split(floats), told, lines)
         return ints, floats
 
     def arrangements(self, shape: StepShape) -> tuple[Arrangement, Arrangement]:
@@ -76,125 +93,102 @@ class Packer:
         ints, floats = self.arrangements(shape)
         return ints.blank.copy(), floats.blank.copy()
 
-    def _check(self, shape: StepShape, rows: Sequence[Row]) -> list[int]:
-        """Returns how many new tokens each row has, or refuses what the program has no room for."""
-        lens = [len(row.tokens) for row in rows]
-        if len(rows) > shape.rows or sum(lens) > shape.tokens:
+    def _check(self, shape: StepShape, told: Columns) -> None:
+        """Refuses what the program has no room for."""
+        lens, num_tokens = told.lens, len(told.tokens)
+        if len(lens) > shape.rows or num_tokens > shape.tokens:
             raise ValueError(
-                f"a step of {len(rows)} rows and {sum(lens)} tokens does not fit a program of "
+                f"a step of {len(lens)} rows and {num_tokens} tokens does not fit a program of "
                 f"{shape.rows} rows and {shape.tokens} tokens; choose a larger bucket"
             )
-        if not rows or min(lens) < 1 or (shape.decode and max(lens) > 1):
+        least = 0 if self._recalls and not shape.decode else 1
+        if not lens or min(lens) < least or (shape.decode and max(lens) > 1):
             wanted = "exactly one" if shape.decode else "at least one"
             raise ValueError(f"a step needs rows of {wanted} new token ids, got {lens}")
-        return lens
-
-    def _check_values(self, least_id: int, most_id: int, first_position: int) -> None:
-        if least_id < 0 or most_id >= self.vocab_size:
+        if len(told.snapshots) > shape.snapshots:
             raise ValueError(
-                f"token ids must lie in [0, {self.vocab_size}), got {least_id} to {most_id}"
+                f"a step that keeps {len(told.snapshots)} states does not fit a program that keeps {shape.snapshots}"
             )
-        if first_position < 0:
-            raise ValueError(f"positions count from 0, but a row starts at {first_position}")
 
-    def _fill_ragged(
-        self,
-        shape: StepShape,
-        places: Arrangement,
-        ints: np.ndarray,
-        rows: Sequence[Row],
-        lens: Sequence[int],
-        accounts: Accounts,
-    ) -> None:
-        """Fills tokens, lengths and tables of rows that have any number of new tokens."""
-        fields = places.split(ints)
-        tokens = np.fromiter(chain.from_iterable(row.tokens for row in rows), np.int64, sum(lens))
-        starts = np.asarray([row.start for row in rows], np.int32)
-        self._check_values(int(tokens.min()), int(tokens.max()), int(starts.min()))
-        bounds = np.asarray([0, *accumulate(lens)], np.int32)
-        owner = np.repeat(np.arange(len(rows), dtype=np.int32), lens)
-        positions = np.arange(len(tokens), dtype=np.int32) + (starts - bounds[:-1])[owner]
-        seq_lens = (starts + np.asarray(lens, np.int32)).tolist()
-        places.put(ints, "tokens", tokens)
-        places.put(ints, "positions", positions)
-        fields["cu_q_lens"][...] = len(tokens)
-        places.put(ints, "cu_q_lens", bounds)
-        places.put(ints, "seq_lens", seq_lens)
-        for group, width in zip(self._paged, shape.table_widths, strict=True):
-            self._fill_table(group, width, places, ints, rows, seq_lens, accounts)
-            page, offset = np.divmod(positions, np.int32(group.page_size))
-            pages = fields[f"{group.name}.page_table"][owner, page]
-            places.put(ints, f"{group.name}.write_slots", pages * group.page_size + offset)
+    def _check_values(self, tokens: np.ndarray, starts: np.ndarray) -> None:
+        least, most = (int(tokens.min()), int(tokens.max())) if tokens.size else (0, 0)
+        if least < 0 or most >= self.vocab_size:
+            raise ValueError(f"token ids must lie in [0, {self.vocab_size}), got {least} to {most}")
+        if starts.min() < 0:
+            raise ValueError(f"positions count from 0, but a row starts at {starts.min()}")
 
-    def _fill_decode(
-        self,
-        shape: StepShape,
-        places: Arrangement,
-        ints: np.ndarray,
-        rows: Sequence[Row],
-        accounts: Accounts,
-    ) -> None:
-        """Writes what `_fill_ragged` writes for rows of one token.
-
-        This is on the path of every decode step, where a few NumPy calls cost more than the loops over rows.
-        """
-        tokens = [row.tokens[0] for row in rows]
-        starts = [row.start for row in rows]
-        self._check_values(min(tokens), max(tokens), min(starts))
-        seq_lens = [start + 1 for start in starts]
-        places.put(ints, "tokens", tokens)
-        places.put(ints, "positions", starts)
-        places.put(ints, "cu_q_lens", np.minimum(np.arange(shape.rows + 1), len(rows)))
-        places.put(ints, "seq_lens", seq_lens)
-        for group, width in zip(self._paged, shape.table_widths, strict=True):
-            tables = self._fill_table(group, width, places, ints, rows, seq_lens, accounts)
-            size, slots = group.page_size, []
-            for pages, start in zip(tables, starts, strict=True):
-                page, offset = divmod(start, size)
-                slots.append(pages[page] * size + offset)
-            places.put(ints, f"{group.name}.write_slots", slots)
-
-    def _fill_table(
+    def _fill_pages(
         self,
         group: Group,
-        width: int,
-        places: Arrangement,
-        ints: np.ndarray,
-        rows: Sequence[Row],
-        seq_lens: Sequence[int],
-        accounts: Accounts,
-    ) -> list[Sequence[int]]:
-        """Fills one group's page table and returns each row's pages, which are the accounts' own."""
-        begin, size = places.starts[f"{group.name}.page_table"], group.page_size
-        tables = []
-        for row, seq_len in zip(rows, seq_lens, strict=True):
-            pages = accounts.pages(row.sequence, group.name)
-            if len(pages) > width:
-                raise ValueError(
-                    f"sequence {row.sequence} holds {len(pages)} pages of group {group.name}, but the "
-                    f"program's table has {width}; choose a wider bucket"
-                )
-            if len(pages) * size < seq_len:
-                raise ValueError(
-                    f"sequence {row.sequence} has {len(pages)} pages of {size} tokens in "
-                    f"{group.name}, which do not hold {seq_len} tokens; reserve first"
-                )
-            ints[begin : begin + len(pages)] = pages
-            begin += width
-            tables.append(pages)
-        return tables
+        fields: Mapping[str, np.ndarray],
+        told: Columns,
+        lines: np.ndarray,
+        owner: np.ndarray,
+        positions: np.ndarray,
+        seq_lens: np.ndarray,
+    ) -> None:
+        """Fills one group's page table and the slot of each new token."""
+        name, size = group.name, group.page_size
+        table, pages = self._lines.tables[name], self._lines.pages[name][lines]
+        target = fields[f"{name}.page_table"]
+        width = target.shape[1]
+        if pages.max() > width:
+            row = int(pages.argmax())
+            raise ValueError(
+                f"sequence {told.sequences[row]} holds {pages[row]} pages of group {name}, but the "
+                f"program's table has {width}; choose a wider bucket"
+            )
+        lacking = seq_lens > pages * size
+        if lacking.any():
+            row = int(lacking.argmax())
+            raise ValueError(
+                f"sequence {told.sequences[row]} has {pages[row]} pages of {size} tokens in "
+                f"{name}, which do not hold {seq_lens[row]} tokens; reserve first"
+            )
+        used = int(pages.max())
+        target[: len(lines), :used] = table[lines, :used]
+        page, offset = np.divmod(positions, size)
+        slots = table[lines[owner], page] * size + offset
+        covered = self._lines.covered[name][lines]
+        if covered.any():
+            nowhere = self.counts[name] * size + np.arange(len(positions))
+            slots = np.where(positions < covered[owner], nowhere, slots)
+        fields[f"{name}.write_slots"][: len(positions)] = slots
 
     def _fill_states(
-        self, places: Arrangement, ints: np.ndarray, rows: Sequence[Row], accounts: Accounts
+        self,
+        fields: Mapping[str, np.ndarray],
+        told: Columns,
+        accounts: Accounts,
+        bounds: np.ndarray,
     ) -> None:
+        kept = told.snapshots
+        if kept:
+            ends = [bounds[row] + length - told.starts[row] for row, length, _ in kept]
+            fields["snapshot_ends"][: len(kept)] = ends
         for group in self._recurrent:
-            pairs = [accounts.states(row.sequence, group.name) for row in rows]
-            places.put(ints, f"{group.name}.read_states", [read for read, _ in pairs])
-            places.put(ints, f"{group.name}.write_states", [write for _, write in pairs])
-        first = places.starts["slots"]
-        for index, row in enumerate(rows):
-            if row.emits:
-                ints[first + index] = accounts.states(row.sequence, "sampling")[1]
+            pairs = [accounts.states(number, group.name) for number in told.sequences]
+            reads, writes = np.asarray(pairs, np.int32).T
+            aside = np.asarray([states[group.name] for _, _, states in kept], np.int32)
+            _refuse_crossed(group.name, reads, writes, aside)
+            if kept:
+                fields[f"{group.name}.snapshot_states"][: len(kept)] = aside
+            fields[f"{group.name}.read_states"][: len(pairs)] = reads
+            fields[f"{group.name}.write_states"][: len(pairs)] = writes
+
+    def _fill_choices(
+        self, fields: Mapping[str, np.ndarray], told: Columns, lines: np.ndarray
+    ) -> None:
+        """Fills those fields that say how tokens are chosen, as far as the program has them."""
+        count = len(lines)
+        for name, values in self._lines.choices.items():
+            if name in fields:
+                fields[name][:count] = values[lines]
+        if "block_stop" in fields:
+            least = self._lines.choices["min_tokens"][lines]
+            fields["block_stop"][:count] = _ints(told.generated) < least
+        if "max_tokens" in fields:
+            fields["max_tokens"][:count] = told.max_tokens
 
     def unpack(
         self,
@@ -221,6 +215,8 @@ class Packer:
             StateTables(
                 read_states=fields[f"{group.name}.read_states"],
                 write_states=fields[f"{group.name}.write_states"],
+                snapshot_ends=fields.get("snapshot_ends"),
+                snapshot_states=fields.get(f"{group.name}.snapshot_states"),
             )
             for group in self.layout.state_groups
         )
@@ -239,49 +235,21 @@ class Packer:
         return batch, limits
 
 
-def _fill_choices(
-    choices: Mapping[str, Callable[[Row], float]],
-    places: Arrangement,
-    packed: np.ndarray,
-    rows: Sequence[Row],
-) -> None:
-    for name, choose in choices.items():
-        if name in places.starts:
-            places.put(packed, name, [choose(row) for row in rows])
+def _refuse_crossed(name: str, reads: np.ndarray, writes: np.ndarray, kept: np.ndarray) -> None:
+    """Raises if a row would write the state that another row reads: which comes first, nobody says."""
+    moved = reads != writes
+    written = np.concatenate([writes, kept])
+    crossed = [*np.intersect1d(reads[moved], writes), *np.intersect1d(reads, kept)]
+    if crossed or np.unique(written).size < written.size:
+        raise ValueError(
+            f"in group {name!r}, rows read the states {reads.tolist()}, write {writes.tolist()} and keep "
+            f"{kept.tolist()}: a step may not read what another of its rows writes, nor write a state twice"
+        )
 
 
-def _fill_stop_ids(places: Arrangement, ints: np.ndarray, rows: Sequence[Row]) -> None:
-    begin = places.starts["stop_ids"]
-    for row in rows:
-        if len(row.stop_ids) > STOP_WIDTH:
-            raise ValueError(f"at most {STOP_WIDTH} stop ids fit, got {len(row.stop_ids)}")
-        ints[begin : begin + len(row.stop_ids)] = row.stop_ids
-        begin += STOP_WIDTH
+def _ints(values: Sequence[int]) -> np.ndarray:
+    return np.asarray(values, np.int64)
 
-
-def _fill_seeds(places: Arrangement, ints: np.ndarray, rows: Sequence[Row]) -> None:
-    """Writes what `split_seed` returns, for all rows at once."""
-    halves = np.asarray([row.seed & 0xFFFFFFFFFFFFFFFF for row in rows], "<u8").view("<i4")
-    places.put(ints, "seed_low", halves[::2])
-    places.put(ints, "seed_high", halves[1::2])
-
-
-_INT_CHOICES: Mapping[str, Callable[[Row], int]] = {
-    "carry": attrgetter("carry"),
-    "top_k": attrgetter("params.top_k"),
-    "block_stop": lambda row: row.generated < row.params.min_tokens,
-    "max_tokens": attrgetter("max_tokens"),
-    "min_tokens": attrgetter("params.min_tokens"),
-}
-_FLOAT_CHOICES: Mapping[str, Callable[[Row], float]] = {
-    "temperature": attrgetter("params.temperature"),
-    "top_p": attrgetter("params.top_p"),
-    "min_p": attrgetter("params.min_p"),
-    "repetition": attrgetter("params.repetition_penalty"),
-    "presence": attrgetter("params.presence_penalty"),
-    "frequency": attrgetter("params.frequency_penalty"),
-}
-"""Field -> what a row says for it. Seeds and stop ids are filled by functions of their own."""
 
 _BATCH_FIELDS = ("tokens", "positions", "cu_q_lens", "seq_lens", "num_tokens", "num_rows")
 _LIMIT_FIELDS = ("max_tokens", "min_tokens", "stop_ids")

@@ -1,11 +1,17 @@
 """What a plan needs done to the cache before its step: clean entries of the sampling group, copies of shared pages."""
 
+import logging
+
+from jaxkv.cache.accounts import PageCopy
 from jaxkv.engine.executor import Executor
 from jaxkv.engine.recovery import STEP_FAILURES
 from jaxkv.engine.rows import Row
 from jaxkv.engine.sequence import Sequence
+from jaxkv.engine.side_programs import copy_batches
 from jaxkv.engine.step_plan import StepPlan
 from jaxkv.errors import CachePoisoned
+
+_LOG = logging.getLogger(__name__)
 
 Failures = list[tuple[Sequence, Exception]]
 
@@ -40,11 +46,34 @@ def _admit(executor: Executor, sequence: Sequence) -> Failures:
 
 
 def _copy(executor: Executor, plan: StepPlan) -> Failures:
-    try:
-        executor.copy([copy for _, copy in plan.copies])
-    except CachePoisoned:
-        raise
-    except STEP_FAILURES as error:
-        owners = dict.fromkeys(sequence for sequence, _ in plan.copies)
-        return [(sequence, error) for sequence in owners]
-    return []
+    """Makes the copies of all in few runs; where one fails, each owner's by themselves, to find whose it is."""
+    failures: dict[Sequence, Exception] = {}
+    rest = list(plan.copies)
+    for batch in copy_batches([copy for _, copy in rest]):
+        owned, rest = rest[: len(batch)], rest[len(batch) :]
+        try:
+            executor.copy(batch)
+        except CachePoisoned:
+            raise
+        except STEP_FAILURES as error:
+            _LOG.warning(
+                "copies of %d pages and states failed, each runs alone: %r", len(batch), error
+            )
+            failures |= _copy_alone(executor, owned)
+    return list(failures.items())
+
+
+def _copy_alone(
+    executor: Executor, owned: list[tuple[Sequence, PageCopy]]
+) -> dict[Sequence, Exception]:
+    failures: dict[Sequence, Exception] = {}
+    for sequence, copy in owned:
+        if sequence in failures:
+            continue
+        try:
+            executor.copy([copy])
+        except CachePoisoned:
+            raise
+        except STEP_FAILURES as error:
+            failures[sequence] = error
+    return failures

@@ -4,27 +4,30 @@ A program takes arrays of fixed shapes, one of them the cache, which it donates 
 compiled by calling one, and compiling runs nothing, so warming up leaves every cache as it was.
 """
 
+import gc
 import logging
-import time
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import astuple, dataclass, fields
 from typing import Any
 
 import jax
 import numpy as np
+from tqdm import tqdm
 
 from jaxkv.batch import Features
-from jaxkv.engine.audit import AuditReport, audit
+from jaxkv.engine.compilation import Built, begin, compile_count
 from jaxkv.engine.compile_cache import repaired_entries
-from jaxkv.engine.lowering import Lowering, lower
+from jaxkv.engine.lowering import Lowering
 from jaxkv.errors import ProgramRefused
+
+__all__ = ["Lowering", "Program", "ProgramKey", "Programs", "compile_count", "compile_program"]
 
 _LOG = logging.getLogger(__name__)
 _PLAIN = Features()
-
-# Otherwise XLA lets kernels read whole pieces of the packed array through fusions that no command buffer takes, and a
-# step of 64 rows falls apart into some 30 of them. A copy of a piece is one node, for all layers.
-_COMPILER_OPTIONS = {"xla_gpu_enable_dynamic_slice_fusion": False}
+_MOST_WORKERS = 16
 
 
 @dataclass(frozen=True)
@@ -79,27 +82,21 @@ class Program:
 
     Attributes:
         key: what it was compiled for.
-        seconds: time to trace, lower and compile it, or to load it from the compilation cache.
-        loaded: it came from the compilation cache.
+        seconds: time to trace, lower and compile it, or to load it from disk.
+        host_seconds: of those, in the thread that traced and lowered it.
+        loaded: an earlier process compiled it.
         report: what the audit found, and its bytes.
         compiled: what JAX made of it.
     """
 
-    def __init__(
-        self,
-        key: ProgramKey,
-        compiled: jax.stages.Compiled,
-        report: AuditReport,
-        *,
-        seconds: float,
-        loaded: bool,
-    ) -> None:
+    def __init__(self, key: ProgramKey, built: Built) -> None:
         self.key = key
-        self.report = report
-        self.seconds = seconds
-        self.loaded = loaded
-        self.compiled = compiled
-        arguments = compiled.args_info[0]
+        self.report = built.report
+        self.seconds = built.seconds
+        self.host_seconds = built.host_seconds
+        self.loaded = built.loaded
+        self.compiled = built.compiled
+        arguments = built.compiled.args_info[0]
         # Host arrays come as arguments of their own; those inside params and cache are device arrays already.
         self._lone = tuple(
             (position, argument.dtype)
@@ -140,6 +137,11 @@ class Programs:
         self._sealed = False
         self._programs: dict[ProgramKey, Program] = {}
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether a missing program is refused from now on."""
+        return self.strict and self._sealed
+
     def get(self, key: ProgramKey, build: Callable[[], Lowering]) -> Program:
         """Returns the program of a key; compiles it the first time, from what `build` returns.
 
@@ -153,6 +155,54 @@ class Programs:
                 self._meet_late(key)
             program = self._programs[key] = compile_program(key, build(), audited=self.audit)
         return program
+
+    def get_all(
+        self, builds: Mapping[ProgramKey, Callable[[], Lowering]], *, progress: bool = False
+    ) -> list[Program]:
+        """Returns many programs; XLA compiles the missing ones side by side, while others are traced here.
+
+        Args:
+            builds: what `get` takes, by key.
+            progress: show a bar on stderr.
+
+        Raises:
+            ProgramRefused, ValueError: as `get`. The good ones are kept, unless it was in tracing that one failed.
+        """
+        missing = {key: build for key, build in builds.items() if key not in self._programs}
+        if self._sealed:
+            for key in missing:
+                self._meet_late(key)
+        # `repaired_entries` is open once around all threads, since it changes what they share.
+        with (
+            _uncollected(),
+            repaired_entries(),
+            ThreadPoolExecutor(min(_MOST_WORKERS, os.cpu_count() or 1)) as pool,
+            tqdm(total=len(missing), desc="compiling", unit="program", disable=not progress) as bar,
+        ):
+            started: dict[ProgramKey, Future[Built]] = {}
+            try:
+                for key, build in missing.items():
+                    started[key] = pool.submit(begin(key.name, build()))
+                    started[key].add_done_callback(lambda _: bar.update())
+                self._collect(started)
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
+        return [self._programs[key] for key in builds]
+
+    def _collect(self, started: Mapping[ProgramKey, Future[Built]]) -> None:
+        """Keeps every good program, and then raises what the first bad one failed with."""
+        failure: BaseException | None = None
+        for key, future in started.items():
+            if future.exception() is not None:
+                failure = failure or future.exception()
+                continue
+            try:
+                self._programs[key] = _program(key, future.result(), audited=self.audit)
+            except ProgramRefused as error:
+                failure = failure or error
+        if failure is not None:
+            raise failure
 
     def seal(self) -> None:
         """Ends the warm-up: from now on a missing program is an error if strict, and else logged and counted."""
@@ -189,22 +239,32 @@ class Programs:
 
 
 def compile_program(key: ProgramKey, lowering: Lowering, *, audited: bool = True) -> Program:
-    """Lowers, compiles and audits one program.
+    """Traces, lowers, compiles and audits one program, or finds it on disk.
 
     Raises:
         ProgramRefused: it does not update its cache in place, or carries weights in its code.
         ValueError: its arguments are not typed arrays.
     """
-    start = time.perf_counter()
-    hits = _EVENTS.cache_hits
     with repaired_entries():
-        options = {**_COMPILER_OPTIONS, **(lowering.compiler_options or {})}
-        compiled = lower(key.name, lowering).compile(compiler_options=options)
-    report = audit(compiled, cache_argument=lowering.cache_argument)
+        return _program(key, begin(key.name, lowering)(), audited=audited)
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Puts Python's garbage collector off: a trace is millions of objects that stay, and it would visit them often."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+def _program(key: ProgramKey, built: Built, *, audited: bool) -> Program:
     if audited:
-        report.raise_if_bad(str(key))
-    seconds = time.perf_counter() - start
-    return Program(key, compiled, report, seconds=seconds, loaded=_EVENTS.cache_hits > hits)
+        built.report.raise_if_bad(str(key))
+    return Program(key, built)
 
 
 def _difference(key: ProgramKey, known: list[ProgramKey]) -> str:
@@ -223,27 +283,3 @@ def _difference(key: ProgramKey, known: list[ProgramKey]) -> str:
 
 def _unlike(one: Mapping[str, object], other: Mapping[str, object]) -> list[str]:
     return [name for name in {**one, **other} if one.get(name) != other.get(name)]
-
-
-class _Events:
-    """Counts what JAX reports of its compiler, from the import of this module on."""
-
-    def __init__(self) -> None:
-        self.compiles = 0
-        self.cache_hits = 0
-        jax.monitoring.register_event_duration_secs_listener(self._on_duration)
-        jax.monitoring.register_event_listener(self._on_event)
-
-    def _on_duration(self, event: str, duration_secs: float, **_: object) -> None:
-        self.compiles += event == "/jax/core/compile/backend_compile_duration"
-
-    def _on_event(self, event: str, **_: object) -> None:
-        self.cache_hits += event == "/jax/compilation_cache/cache_hits"
-
-
-_EVENTS = _Events()
-
-
-def compile_count() -> int:
-    """Returns how often this process has compiled anything, or loaded it from the compilation cache."""
-    return _EVENTS.compiles

@@ -53,6 +53,69 @@ def sample_seed(params: SamplingParams, sample: int) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Usage:
+    """What one prompt and its samples took, in tokens.
+
+    Attributes:
+        prompt_tokens: of the prompt, however many samples it has.
+        cached_tokens: of these, those that the prefix cache had when the first sample began.
+        output_tokens: generated, over all samples.
+        preemptions: how often a sample lost its pages and was computed again.
+    """
+
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    preemptions: int
+
+    @property
+    def computed_tokens(self) -> int:
+        """Tokens of the prompt that were not cached."""
+        return self.prompt_tokens - self.cached_tokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timing:
+    """When things happened to one sample, in seconds of `time.monotonic`. What never happened is `None`.
+
+    Attributes:
+        arrived: the request was queued.
+        admitted: it was given pages and a place in a step.
+        first_token: the host read its first token.
+        finished: it ended, in whatever way.
+        output_tokens: tokens between the two.
+    """
+
+    arrived: float
+    admitted: float | None
+    first_token: float | None
+    finished: float
+    output_tokens: int
+
+    @property
+    def queue_seconds(self) -> float:
+        """How long it waited to be admitted, or to be given up."""
+        return (self.finished if self.admitted is None else self.admitted) - self.arrived
+
+    @property
+    def ttft(self) -> float | None:
+        """Time to the first token: seconds from its arrival."""
+        return None if self.first_token is None else self.first_token - self.arrived
+
+    @property
+    def tpot(self) -> float | None:
+        """Time per output token: mean seconds from one token to the next; `None` for fewer than two."""
+        if self.first_token is None or self.output_tokens < 2:
+            return None
+        return (self.finished - self.first_token) / (self.output_tokens - 1)
+
+    @property
+    def total_seconds(self) -> float:
+        """Seconds from its arrival to its end."""
+        return self.finished - self.arrived
+
+
+@dataclass(frozen=True, kw_only=True)
 class SampleOutput:
     """One generated text.
 
@@ -63,12 +126,14 @@ class SampleOutput:
             logits were not finite, or its own part in a step failed; the log says which).
         logprobs: per token, token id -> natural log-probability of the raw logits for the chosen token and the
             top n; `None` unless asked for.
+        timing: when it was queued, admitted, begun and done.
     """
 
     text: str
     token_ids: list[int]
     finish_reason: str
     logprobs: list[dict[int, float]] | None = None
+    timing: Timing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,10 +143,12 @@ class RequestOutput:
     Attributes:
         prompt_token_ids: the prompt as the model saw it.
         outputs: `n` samples.
+        usage: tokens of the prompt and of all samples.
     """
 
     prompt_token_ids: list[int]
     outputs: list[SampleOutput] = field(repr=False)
+    usage: Usage
 
     @property
     def text(self) -> str:
@@ -103,6 +170,11 @@ class RequestOutput:
         """Log-probabilities of the first sample."""
         return self.outputs[0].logprobs
 
+    @property
+    def timing(self) -> Timing:
+        """Timing of the first sample."""
+        return self.outputs[0].timing
+
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
@@ -113,9 +185,12 @@ class Piece:
         token_id: the new token; `None` if the logits were not finite and the request failed.
         finish_reason: set on the last piece.
         logprobs: token id -> log-probability, if asked for.
+        usage, timing: of the whole stream; set on the last piece.
     """
 
     text: str
     token_id: int | None
     finish_reason: str | None = None
     logprobs: dict[int, float] | None = None
+    usage: Usage | None = None
+    timing: Timing | None = None

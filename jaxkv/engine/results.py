@@ -47,3 +47,11 @@ def unpack_sampled(packed: np.ndarray, features: Features) -> SampledRows:
     floats, top = packed.view(np.float32), features.logprobs or 0
     logprob = floats[:, 2] if features.logprobs is not None else floats[:, 2:]
     return SampledRows(tokens, finite, logprob, packed[:, 3 : 3 + top], floats[:, 3 + top :])
+
+
+def report_logprobs(
+    token: int, logprob: float, top_ids: np.ndarray, top_logprobs: np.ndarray
+) -> dict[int, float]:
+    """Returns token id -> log-probability, the most likely first, the chosen one included."""
+    report = dict(zip(top_ids.tolist(), top_logprobs.tolist(), strict=True))
+    return report | {token: logprob}

@@ -6,15 +6,13 @@ it always gets on; and nobody is admitted past another who waits, so everybody b
 
 from bisect import insort
 from collections.abc import Callable, Iterable
-from operator import attrgetter
 
 from jaxkv.cache.accounts import Accounts, PageCopy, Reservation
 from jaxkv.cache.prefix import PrefixIndex
-from jaxkv.engine.sequence import FINISHED, RUNNING, WAITING, Sequence
-from jaxkv.engine.step_plan import Part, StepPlan, part_of, trim
+from jaxkv.engine.sequence import FINISHED, ORDER, RUNNING, WAITING, Sequence
+from jaxkv.engine.siblings import Siblings
+from jaxkv.engine.step_plan import Part, StepPlan, align, part_of, trim
 from jaxkv.errors import OutOfPages, OutOfStates
-
-_ORDER = attrgetter("order")
 
 
 class Scheduler:
@@ -31,6 +29,7 @@ class Scheduler:
         whole_prompts: prompts are not cut: the budget does not split them and no part of them is shared.
         fill: given a least and a most, returns how many tokens a step should have so as not to be padded
             much, or `None` if no number will do.
+        chunk_size: tokens at whose multiples prompts are cut, since recurrent layers scan them so.
     """
 
     def __init__(
@@ -43,6 +42,7 @@ class Scheduler:
         token_budget: int,
         whole_prompts: bool,
         fill: Callable[[int, int], int | None],
+        chunk_size: int = 1,
     ) -> None:
         if token_budget < max_rows:
             raise ValueError(
@@ -53,19 +53,21 @@ class Scheduler:
         self.shortage: OutOfPages | OutOfStates | None = None
         """Why the last plan left somebody out, if it did."""
         self._accounts = accounts
+        self._siblings = Siblings(accounts, self.waiting, self.running, self._release)
         self._prefix = None if whole_prompts else prefix
         self._page_size = page_size
         self._max_rows = max_rows
         self._budget = token_budget
         self._whole = whole_prompts
         self._fill = fill
-        self._suspects: list[Sequence] = []
+        self._chunk_size = chunk_size
+        self._alone: list[list[Sequence]] = []
         self._owes_decode = False
         self._reset_plan()
 
     def add(self, sequence: Sequence) -> None:
         """Lets a sequence wait for its turn; its followers wait for it."""
-        insort(self.waiting, sequence, key=_ORDER)
+        insort(self.waiting, sequence, key=ORDER)
 
     def follow(self, leader: Sequence, follower: Sequence) -> None:
         """Lets another sample of the same prompt wait until the leader has computed it."""
@@ -77,41 +79,49 @@ class Scheduler:
 
     def drop(self, sequence: Sequence) -> None:
         """Ends a sequence, in whatever state it is, and gives its pages back. Twice is once."""
-        if sequence.status == FINISHED:
+        if sequence.status == FINISHED and sequence not in self.running:
             return
-        if sequence.status == RUNNING:
-            self.running.remove(sequence)
-            self._accounts.release(sequence.number)
-        elif sequence.leader is not None:
-            sequence.leader.followers.remove(sequence)
-        else:
-            self.waiting.remove(sequence)
-        sequence.status = FINISHED
-        sequence.epoch += 1
+        self._release(sequence)
+        self._siblings.let_go(sequence)
+        leading = [sequence.leader.followers] if sequence.leader is not None else []
+        for held in (self.waiting, *leading):
+            if sequence in held:
+                held.remove(sequence)
         sequence.leader = None
-        self._let_wait(sequence.followers)
-        sequence.followers = []
+        sequence.epoch += 1
+        sequence.status = FINISHED
+        # Last, so that whoever is interrupted above finds it here and does it again.
+        if sequence in self.running:
+            self.running.remove(sequence)
 
     def isolate(self, sequences: list[Sequence]) -> None:
         """Makes each of these run in a step of its own next, to find the one whose step fails."""
-        self._suspects = list(sequences)
+        self._alone = [[sequence] for sequence in sequences]
+
+    def postpone(self, sequences: list[Sequence]) -> None:
+        """Gives the next step to these, whom a step that was planned had to leave out."""
+        self._alone.insert(0, sequences)
+
+    def put_off(self, sequence: Sequence) -> None:
+        """Makes a running one wait again: what it had computed is given up."""
+        self._preempt(sequence)
 
     def requeue_all(self) -> None:
         """Makes all running sequences wait again: what they had computed is lost."""
         while self.running:
             self._preempt(self.running[-1])
-        self._suspects = []
+        self._alone = []
 
     def plan(self) -> StepPlan:
         """Decides the next step and takes the pages it writes."""
         self._reset_plan()
-        if self._suspects:
-            rows, chunks = self._ready([self._suspects.pop(0)])
+        if self._alone:
+            rows, chunks = self._ready(self._alone.pop(0))
         else:
             rows, chunks = self._plan_many()
-        counts = self._counts(rows, chunks)
+        counts = self._counts(rows, chunks) + [(sequence, 0) for sequence in self._known]
         return StepPlan(
-            parts=tuple(part_of(sequence, count) for sequence, count in counts),
+            parts=tuple([part_of(sequence, count) for sequence, count in counts]),
             fresh=tuple(self._fresh),
             copies=tuple(self._copies),
             preempted=tuple(self._preempted),
@@ -119,20 +129,22 @@ class Scheduler:
 
     def dispatched(self, parts: Iterable[Part]) -> None:
         """Records that a step of these is under way."""
-        for part in parts:
-            sequence = part.sequence
-            sequence.computed = part.start + part.count
-            sequence.pending += part.emits
-            self._accounts.commit(sequence.number, sequence.computed)
+        for sequence, start, count, emits, _ in parts:
+            sequence.computed = start + count
+            sequence.pending += emits
+        self._accounts.commit_all(
+            [(part.sequence.number, part.start + part.count) for part in parts]
+        )
 
     def _reset_plan(self) -> None:
         self._fresh: list[tuple[Sequence, int]] = []
         self._copies: list[tuple[Sequence, PageCopy]] = []
         self._preempted: list[Sequence] = []
+        self._known: list[Sequence] = []
         self.shortage = None
 
     def _plan_many(self) -> tuple[list[Sequence], list[Sequence]]:
-        self._fork_followers()
+        self._siblings.start(self._max_rows)
         rows, chunks = self._ready(list(self.running))
         owed, self._owes_decode = self._owes_decode and bool(rows), False
         if owed:
@@ -146,7 +158,12 @@ class Scheduler:
         rows, chunks = [], []
         for sequence in candidates:
             remaining = sequence.remaining if sequence.status == RUNNING else 0
-            if remaining and self._make_room(sequence):
+            if remaining == 0:
+                if sequence.status == RUNNING and sequence.is_known:
+                    self._known.append(sequence)
+                continue
+            # Nearly always there is room: pages are taken many tokens at a time.
+            if sequence.computed + remaining <= sequence.reserved or self._make_room(sequence):
                 (rows if remaining == 1 else chunks).append(sequence)
         return rows, chunks
 
@@ -171,7 +188,9 @@ class Scheduler:
                 self._owes_decode, rows = True, []
                 fits = self._fill(1, total)
                 assert fits is not None, "a few tokens always fit"
+            before = list(wanted)
             trim(wanted, len(rows) + total - fits)
+            align(wanted, before, self._chunk_size)
         return [(sequence, 1) for sequence in rows] + wanted
 
     def _chunk(self, sequence: Sequence) -> int:
@@ -187,6 +206,8 @@ class Scheduler:
             sequence = self.waiting[0]
             if not self._admit(sequence):
                 return
+            if sequence.is_known:
+                self._known.append(sequence)
             if sequence.remaining:
                 chunks.append(sequence)
                 left -= self._chunk(sequence)
@@ -197,7 +218,7 @@ class Scheduler:
             if not self._take_pages(sequence):
                 return False
             self.waiting.remove(sequence)
-            insort(self.running, sequence, key=_ORDER)
+            insort(self.running, sequence, key=ORDER)
             sequence.status = RUNNING
         except BaseException:
             # An interrupt, say: the next try must not find the account open.
@@ -207,14 +228,18 @@ class Scheduler:
 
     def _put_back(self, sequence: Sequence) -> None:
         """Undoes an admission, wherever it was broken off."""
-        if sequence in self.running:
-            self.running.remove(sequence)
-        if self._accounts.is_open(sequence.number):
-            self._accounts.release(sequence.number)
+        self._release(sequence)
         sequence.restart()
         sequence.status = WAITING
         if sequence not in self.waiting:
             self.add(sequence)
+        # Last, so that whoever is interrupted above finds it here and does it again.
+        if sequence in self.running:
+            self.running.remove(sequence)
+
+    def _release(self, sequence: Sequence) -> None:
+        if self._accounts.is_open(sequence.number):
+            self._accounts.release(sequence.number)
 
     def _take_pages(self, sequence: Sequence) -> bool:
         """Takes the pages of all tokens that are known, or none."""
@@ -223,11 +248,15 @@ class Scheduler:
             self._accounts.open(number)
         else:
             sequence.keys = sequence.keys or self._prefix.keys(sequence.request.salt)
-            found = self._prefix.adopt(number, sequence.tokens, sequence.keys).num_tokens
-        sequence.computed = sequence.collected = sequence.published = found
+            if self._prefix.awaits(sequence.tokens, sequence.keys):
+                return False
+            most = sequence.prompt_tokens - 1 if sequence.followers else None
+            adopted = self._prefix.adopt(number, sequence.tokens, sequence.keys, most=most)
+            found = adopted.num_tokens
+        sequence.computed = sequence.collected = found
         if not self._reserve(sequence, max(found, sequence.goal)):
             self._accounts.release(number)
-            sequence.computed = sequence.collected = sequence.published = 0
+            sequence.computed = sequence.collected = 0
             return False
         if sequence.cached is None:
             sequence.cached = found
@@ -239,7 +268,8 @@ class Scheduler:
             return True
         # A page at a time, so that most steps need not ask.
         size = self._page_size
-        wanted = min(-(-sequence.goal // size) * size, sequence.most_tokens)
+        # The last token that is generated is never written.
+        wanted = min(-(-sequence.goal // size) * size, sequence.longest - 1)
         while not self._reserve(sequence, wanted):
             last = self.running[-1]
             if last is self.running[0]:
@@ -266,35 +296,9 @@ class Scheduler:
             self._fresh.append((sequence, entry))
 
     def _preempt(self, sequence: Sequence) -> None:
-        self._accounts.release(sequence.number)
-        self.running.remove(sequence)
         self._fresh = [one for one in self._fresh if one[0] is not sequence]
         self._copies = [one for one in self._copies if one[0] is not sequence]
+        self._known = [one for one in self._known if one is not sequence]
         self._preempted.append(sequence)
-        sequence.restart()
         sequence.preemptions += 1
-        sequence.status = WAITING
-        self.add(sequence)
-
-    def _fork_followers(self) -> None:
-        """Starts the other samples of prompts whose last token is all that is left to compute."""
-        for leader in [one for one in self.running if one.followers and not one.remaining]:
-            followers, leader.followers = leader.followers, []
-            room = self._max_rows - len(self.running)
-            for follower in followers[:room]:
-                self._accounts.fork(leader.number, follower.number)
-                follower.computed = follower.collected = follower.reserved = leader.computed
-                follower.published, follower.cached = leader.computed, leader.computed
-                follower.keys = leader.keys and leader.keys.copy()
-                follower.leader, follower.status = None, RUNNING
-                insort(self.running, follower, key=_ORDER)
-            self._let_wait(followers[room:])
-
-    def _let_wait(self, followers: list[Sequence]) -> None:
-        """Makes the first of these the leader of the others."""
-        for follower in followers:
-            follower.leader = None
-        if followers:
-            self.add(followers[0])
-            for follower in followers[1:]:
-                self.follow(followers[0], follower)
+        self._put_back(sequence)

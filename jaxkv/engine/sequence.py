@@ -2,16 +2,22 @@
 
 from collections import deque
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 from jaxkv.cache.prefix import PageKeys
 from jaxkv.engine.request import Piece, Request
+from jaxkv.engine.rows import features_for
 from jaxkv.engine.text_stream import TextStream
+from jaxkv.features import Features
 from jaxkv.tokenizer import Tokenizer
 
 WAITING, RUNNING, FINISHED = "waiting", "running", "finished"
 
+ORDER = attrgetter("order")
+"""Sorts sequences by who comes first."""
 
-@dataclass(eq=False, kw_only=True)
+
+@dataclass(eq=False, kw_only=True, slots=True)
 class Sequence:
     """The progress of one request.
 
@@ -32,16 +38,21 @@ class Sequence:
         leader: whose follower it is.
         keys: the names of its pages in the prefix index.
         tainted: logits were not finite somewhere, so that its pages must not be shared.
-        published: tokens whose pages are in the prefix index.
+        publishes_at: with so many tokens collected, it has pages to offer to the prefix index, or is new to it.
         cached: tokens of the first admission that came out of the prefix index.
+        shared: tokens that another sample of the same prompt computed, from whose pages this one started.
         preemptions: how often it lost its pages and was computed again.
+        retried: its own part in a step ran out of memory once, and it was put off.
         reason: why it ended; see `SampleOutput`.
         error: what failed, if its own part in a step or its text did.
         logprobs: per generated token, if asked for.
         stream: makes text of its tokens; `None` if nobody reads it as it comes and no string ends it.
         text: what `stream` has made so far.
         pieces: what a user has not taken yet; `None` if nobody takes them.
-        arrived, started, ended: seconds on the engine's clock: when it was added, gave its first token, finished.
+        features: what a program must be able to do to choose its tokens.
+        prompt_tokens, longest: of its prompt, and of the whole when `max_tokens` are generated.
+        arrived, admitted, started, ended: seconds on the engine's clock: when it was added, first given pages, gave its
+            first token, finished.
     """
 
     request: Request
@@ -57,9 +68,11 @@ class Sequence:
     leader: "Sequence | None" = None
     keys: PageKeys | None = None
     tainted: bool = False
-    published: int = 0
+    publishes_at: int = 0
     cached: int | None = None
+    shared: int = 0
     preemptions: int = 0
+    retried: bool = False
     reason: str | None = None
     error: Exception | None = None
     logprobs: list[dict[int, float]] = field(default_factory=list)
@@ -67,8 +80,18 @@ class Sequence:
     text: str = ""
     pieces: deque[Piece] | None = None
     arrived: float = 0.0
+    admitted: float | None = None
     started: float | None = None
     ended: float | None = None
+    features: Features = field(init=False)
+    prompt_tokens: int = field(init=False)
+    longest: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Counts once what every step asks for."""
+        self.features = features_for(self.request.params)
+        self.prompt_tokens = len(self.request.prompt)
+        self.longest = self.prompt_tokens + self.request.params.max_tokens
 
     @property
     def order(self) -> tuple[int, int]:
@@ -78,35 +101,35 @@ class Sequence:
     @property
     def generated(self) -> int:
         """Generated tokens that the host has read."""
-        return len(self.tokens) - len(self.request.prompt)
+        return len(self.tokens) - self.prompt_tokens
 
     @property
     def token_ids(self) -> list[int]:
         """The generated ids."""
-        return self.tokens[len(self.request.prompt) :]
+        return self.tokens[self.prompt_tokens :]
 
     @property
     def goal(self) -> int:
         """Tokens that must be computed before the next one can be chosen, or before followers can start."""
-        if self.followers:
-            return len(self.request.prompt) - 1
-        return len(self.tokens) + self.pending
+        return self.prompt_tokens - 1 if self.followers else len(self.tokens) + self.pending
 
     @property
     def remaining(self) -> int:
         """Tokens that the next steps compute; 0 when there is nothing to do but wait."""
-        if self.generated + self.pending >= self.request.params.max_tokens:
+        known = len(self.tokens) + self.pending
+        if known >= self.longest:
             return 0
-        return self.goal - self.computed
+        return (self.prompt_tokens - 1 if self.followers else known) - self.computed
 
     @property
-    def most_tokens(self) -> int:
-        """Tokens its pages hold in the end: the last generated one is never written."""
-        return len(self.request.prompt) + self.request.params.max_tokens - 1
+    def is_known(self) -> bool:
+        """Whether all its tokens were found in the cache, so that nothing but the next one is wanted."""
+        known = len(self.tokens) + self.pending
+        return self.computed == known < self.longest and not self.followers
 
     def restart(self) -> None:
         """Forgets everything but its tokens: its pages are gone, and what is under way no longer counts."""
-        self.computed = self.collected = self.pending = self.reserved = self.published = 0
+        self.computed = self.collected = self.pending = self.reserved = self.publishes_at = 0
         self.tainted = False
         self.epoch += 1
 

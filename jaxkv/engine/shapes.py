@@ -1,19 +1,16 @@
-"""Which padded shape serves a set of rows, how requests split into waves, and which programs they need."""
+"""Which padded shape serves a set of rows, and when one program can stand in for another."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from jaxkv.cache.spec import CacheLayout
-from jaxkv.engine.buckets import bucket, power_of_two_buckets
+from jaxkv.engine.buckets import LOOSE_TOKENS, bucket, power_of_two_buckets
 from jaxkv.engine.fields import StepShape
 from jaxkv.engine.request import Request
 from jaxkv.engine.rows import Row, features_of
 
-PREFILL_CHUNK = 2048
-"""Most prompt tokens of one step of a stream; longer prompts take several."""
-
-WAVE_TOKENS = 16384
-"""Prompt tokens of one wave, unless a single prompt is longer: they bound the memory of its activations."""
+_SPARE_ROWS = 8
+"""Times the rows needed that a program may have and still be used in the place of one that is not compiled."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +44,7 @@ def serves(able: Declared, needed: Declared) -> bool:
         and able.width >= needed.width
         and a.tokens >= b.tokens
         and a.rows >= b.rows
+        and a.snapshots >= b.snapshots
         and len(a.table_widths) == len(b.table_widths)
         and all(x >= y for x, y in zip(a.table_widths, b.table_widths, strict=True))
         and a.features.penalties == b.features.penalties
@@ -58,12 +56,15 @@ def serves(able: Declared, needed: Declared) -> bool:
     )
 
 
-def prefill_chunks(prompt_tokens: int, *, whole: bool) -> list[range]:
-    """Cuts a prompt into the pieces of a stream's prefill; in one piece if it must stay `whole`."""
-    size = prompt_tokens if whole else PREFILL_CHUNK
-    return [
-        range(start, min(start + size, prompt_tokens)) for start in range(0, prompt_tokens, size)
-    ]
+def costs_alike(able: Declared, needed: Declared) -> bool:
+    """Whether a program that serves as well saves a compilation that would not pay: few rows, and nothing else more."""
+    a, b = able.shape, needed.shape
+    return (
+        a.tokens <= LOOSE_TOKENS
+        and a.rows <= _SPARE_ROWS * b.rows
+        and a.table_widths == b.table_widths
+        and a.features == b.features
+    )
 
 
 class Shapes:
@@ -103,7 +104,7 @@ class Shapes:
         return bucket(max_tokens, self.length_buckets)
 
     def loop(self, rows: Sequence[Row], requests: Sequence[Request]) -> Declared:
-        """Returns the "generate" program of one wave."""
+        """Returns the "generate" program of a fixed batch."""
         total = max(tokens_held(request) for request in requests)
         width = self.width(max(request.params.max_tokens for request in requests))
         return Declared("generate", self.shape(rows, total_tokens=total, loop=True), width)
@@ -123,49 +124,6 @@ class Shapes:
     def score(self, row: Row) -> Declared:
         """Returns the program that scores one text."""
         return Declared("score", self.shape([row], total_tokens=len(row.tokens)))
-
-    def wave(self, requests: Sequence[Request]) -> Sequence[Request]:
-        """Returns the first requests that one wave may hold, as far as rows and tokens go."""
-        tokens = 0
-        for index, request in enumerate(requests[: self.max_rows]):
-            tokens += len(request.prompt)
-            if index and tokens > WAVE_TOKENS:
-                return requests[:index]
-        return requests[: self.max_rows]
-
-    def declare(self, requests: Sequence[Request], *, whole: bool) -> list[Declared]:
-        """Lists what `generate` of these requests and a `stream` of each need, every program once.
-
-        It assumes that pages are free for whole waves.
-
-        Args:
-            requests: examples of what will be asked.
-            whole: prompts are not cut into chunks.
-        """
-        needed: list[Declared] = []
-        rest = requests
-        while rest:
-            wave = self.wave(rest)
-            rows = [row_of(request, 0) for request in wave]
-            needed.append(self.loop(rows, wave))
-            if needed[-1].shape.features.penalties:
-                needed.append(self.admit(rows))
-            rest = rest[len(wave) :]
-        for request in dict.fromkeys(requests):
-            needed += self._stream(request, whole=whole)
-        return list(dict.fromkeys(needed))
-
-    def _stream(self, request: Request, *, whole: bool) -> list[Declared]:
-        row, total = row_of(request, 0), tokens_held(request)
-        needed = []
-        for chunk in prefill_chunks(len(request.prompt), whole=whole):
-            part = replace(row, tokens=row.tokens[chunk.start : chunk.stop])
-            needed.append(Declared("prefill", self.shape([part], total_tokens=total)))
-        one = replace(row, tokens=(0,))
-        needed.append(Declared("decode", self.shape([one], total_tokens=total, decode=True)))
-        if needed[-1].shape.features.penalties:
-            needed.append(self.admit([row]))
-        return needed
 
 
 def row_of(request: Request, sequence: int) -> Row:

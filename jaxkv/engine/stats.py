@@ -5,7 +5,9 @@ from dataclasses import dataclass
 
 from jax.extend.backend import get_default_device
 
+from jaxkv.cache.prefix_report import PrefixStats
 from jaxkv.cache.spec import Group
+from jaxkv.engine.engine import Engine
 from jaxkv.engine.executor import Executor
 from pallas_kernels.dispatch import fallbacks
 
@@ -17,7 +19,10 @@ class GroupStats:
     Attributes:
         name: such as "gqa", "window-2" or "sampling".
         unit: what the pool hands out: "page" or "state".
-        total, free, used: units; the zero state of a group of states, which nobody gets, is not counted.
+        total: units; the zero state of a group of states, which nobody gets, is not counted.
+        free: of these, those that hold nothing.
+        used: those that a sequence holds.
+        kept: those that the prefix cache alone holds, and gives up for whoever needs them.
         num_bytes: memory of all units, free or not, over all layers.
     """
 
@@ -26,6 +31,7 @@ class GroupStats:
     total: int
     free: int
     used: int
+    kept: int
     num_bytes: int
 
 
@@ -42,6 +48,10 @@ class Stats:
         programs: compiled so far.
         compile_seconds: time that took, loading from the compilation cache included.
         compiled_late: how many of them were compiled after the warm-up.
+        running, waiting: sequences in service, and in the queue.
+        steps: dispatched so far.
+        recoveries: caches that were lost in the middle of serving, and replaced.
+        prefix: what the prefix cache has found and evicted; `None` if it is off.
         fallbacks: (op, implementation, reason) -> how often this process, whichever the model, traced an op that passed
             over an implementation for another one.
     """
@@ -54,11 +64,17 @@ class Stats:
     programs: int
     compile_seconds: float
     compiled_late: int
+    running: int
+    waiting: int
+    steps: int
+    recoveries: int
+    prefix: PrefixStats | None
     fallbacks: Mapping[tuple[str, str, str], int]
 
 
-def collect_stats(executor: Executor) -> Stats:
+def collect_stats(engine: Engine) -> Stats:
     """Returns the numbers of this moment."""
+    executor = engine.executor
     programs = executor.programs.manifest()
     groups = tuple(_group(executor, group) for group in executor.layout.groups)
     return Stats(
@@ -70,6 +86,11 @@ def collect_stats(executor: Executor) -> Stats:
         programs=len(programs),
         compile_seconds=sum((program.seconds for program in programs), 0.0),
         compiled_late=executor.programs.compiled_late,
+        running=len(engine.scheduler.running),
+        waiting=len(engine.scheduler.waiting),
+        steps=engine.steps,
+        recoveries=engine.recoveries,
+        prefix=None if engine.prefix is None else engine.prefix.stats,
         fallbacks=fallbacks(),
     )
 
@@ -77,11 +98,13 @@ def collect_stats(executor: Executor) -> Stats:
 def _group(executor: Executor, group: Group) -> GroupStats:
     count, free = executor.owner.counts[group.name], executor.accounts.num_free(group.name)
     total = count - (group.unit == "state")
+    kept = executor.accounts.num_reclaimable(group.name)
     return GroupStats(
         name=group.name,
         unit=group.unit,
         total=total,
         free=free,
-        used=total - free,
+        used=total - free - kept,
+        kept=kept,
         num_bytes=count * group.bytes_per_unit,
     )

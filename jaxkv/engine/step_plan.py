@@ -1,24 +1,26 @@
 """What one step does, as the scheduler decided it: who takes part with which tokens. Knows no arrays."""
 
+from collections.abc import Sequence as Many
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from jaxkv.cache.accounts import PageCopy
 from jaxkv.engine.sequence import Sequence
 
 
-@dataclass(frozen=True)
-class Part:
-    """One sequence's part in a step.
+class Part(NamedTuple):
+    """One sequence's part in a step. A tuple, since every row of every step has one.
 
     Attributes:
-        start, count: its new tokens.
+        sequence: whose it is.
+        start, count: its new tokens; none, if all are known and only the next one is to be chosen.
         emits: the token that the step chooses for it counts.
         carry: its one new token is the last one chosen for it, which the host has not read.
     """
 
     sequence: Sequence
     start: int
-    count: int
+    count: int  # pyright: ignore[reportIncompatibleMethodOverride] - hides a method that nobody calls
     emits: bool
     carry: bool
 
@@ -47,11 +49,11 @@ class StepPlan:
 
 def part_of(sequence: Sequence, count: int) -> Part:
     """Returns the part of a sequence that computes its next `count` tokens."""
-    stop = sequence.computed + count
+    start, known = sequence.computed, len(sequence.tokens)
+    stop = start + count
     assert stop <= sequence.reserved, "a plan takes the pages before it gives tokens"
-    emits = not sequence.followers and stop == sequence.goal
-    carry = sequence.computed >= len(sequence.tokens)
-    return Part(sequence, sequence.computed, count, emits, carry)
+    emits = stop == known + sequence.pending and not sequence.followers
+    return Part(sequence, start, count, emits, count > 0 and start >= known)
 
 
 def trim(wanted: list[tuple[Sequence, int]], excess: int) -> None:
@@ -61,3 +63,24 @@ def trim(wanted: list[tuple[Sequence, int]], excess: int) -> None:
         if count > excess:
             wanted.append((sequence, count - excess))
         excess -= min(count, excess)
+
+
+def align(
+    wanted: list[tuple[Sequence, int]], before: Many[tuple[Sequence, int]], chunk: int
+) -> None:
+    """Ends prompts that go on in a later step at a multiple of `chunk` tokens, so that their states depend on no cut.
+
+    A prompt that would get nothing so waits, but the first one gets on: up to the next multiple if it had that
+    many tokens `before` it was trimmed, and else with as many as it had.
+    """
+    for index in reversed(range(len(wanted))):
+        sequence, count = wanted[index]
+        stop = sequence.computed + count
+        if stop == sequence.goal or stop % chunk == 0:
+            continue
+        if count > stop % chunk:
+            wanted[index] = sequence, count - stop % chunk
+        elif index:
+            del wanted[index]
+        else:
+            wanted[0] = sequence, min(before[0][1], chunk - sequence.computed % chunk)

@@ -1,27 +1,71 @@
 """The padded shapes of the engine's steps: few enough to compile all of them, close enough to waste little.
 
-Steps of one token per row are "decode" programs. All others are "prefill" programs, padded by no more than
-`MOST_PADDING`, for which the scheduler cuts prompts; there rows and tables cost little and have coarse sizes.
+Steps of one token per row are "decode" programs. All others are "prefill" programs, for which the scheduler cuts
+prompts. Neither has more than `MOST_PADDING` padded tokens per real one above `LOOSE_TOKENS`; how fine the sizes are
+where that promises nothing is the `Grain`.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from jaxkv.batch import Features
 from jaxkv.cache.spec import CacheLayout
 from jaxkv.engine.buckets import (
+    LOOSE_TOKENS,
     bucket,
     coarse_buckets,
     filled,
-    power_of_two_buckets,
+    row_buckets,
     token_buckets,
 )
 from jaxkv.engine.fields import StepShape
-from jaxkv.engine.rows import Row, features_of
+from jaxkv.engine.rows import LOGPROB_SIZES, Row, features_of
 from jaxkv.engine.shapes import Declared
 
-_SHORTEST_TABLE = 512
-_TABLE_FACTOR = 4
-_ROW_FACTOR = 8
+_SNAPSHOTS_PER_ROW = 3
+_MOST_SNAPSHOTS = 16
+"""States that a prefill program can keep on its way; a step that could keep more leaves the others out."""
+
+
+@dataclass(frozen=True)
+class Grain:
+    """How fine the sizes are where `MOST_PADDING` leaves it open.
+
+    Attributes:
+        fewest_tokens: of a prefill program.
+        whole_up_to: prompts of up to so many tokens that are alone need not be cut to be padded little.
+        row_factor: between the sizes of small decode programs.
+        shortest_table: tokens that the shortest tables cover.
+        table_factor: between the lengths of tables.
+    """
+
+    fewest_tokens: int
+    whole_up_to: int
+    row_factor: int
+    shortest_table: int
+    table_factor: int
+
+
+FINE = Grain(
+    fewest_tokens=16, whole_up_to=LOOSE_TOKENS, row_factor=2, shortest_table=512, table_factor=4
+)
+"""For XLA alone, which computes whatever is padded, and gathers every page that a table could name."""
+
+COARSE = Grain(fewest_tokens=64, whole_up_to=256, row_factor=4, shortest_table=2048, table_factor=8)
+"""For kernels that skip what is padded, on a GPU that takes as long to read the weights for 64 tokens as for one.
+
+A second step for the rest of a short prompt would take as long as the first.
+"""
+
+
+def grain_of(implementation: str) -> Grain:
+    """Returns the grain that suits what runs a model's ops."""
+    return FINE if implementation == "xla" else COARSE
+
+
+def settle_budget(token_budget: int, *, max_tokens: int, max_rows: int) -> int:
+    """Returns the most tokens of a step: what was asked for, if so many can come together, and one for every row."""
+    return max(max_rows, min(token_budget, max_rows * max_tokens))
 
 
 class StepShapes:
@@ -33,7 +77,9 @@ class StepShapes:
         max_rows: most sequences of a step.
         token_budget: most tokens of a step.
         whole_prompts: prompts cannot be cut, so that more sizes are needed to pad them little.
-        pinned: one shape serves every step, so that neighbours and cuts do not change a bit of any result.
+        pinned: one program serves every step, so that neighbours and cuts do not change a bit of any result.
+        grain: how fine the sizes are.
+        checkpoints: prefill programs keep states of recurrent layers on their way.
     """
 
     def __init__(
@@ -45,14 +91,23 @@ class StepShapes:
         token_budget: int,
         whole_prompts: bool,
         pinned: bool = False,
+        grain: Grain = FINE,
+        checkpoints: bool = False,
     ) -> None:
         most = max(token_budget, max_tokens) if whole_prompts else token_budget
         self._paged = layout.paged_groups
         self.pinned = pinned
-        self.token_buckets = token_buckets(most, per_octave=4 if whole_prompts else 2)
-        self.decode_rows = power_of_two_buckets(1, max_rows)
-        self.prefill_rows = coarse_buckets(min(_ROW_FACTOR, max_rows), max_rows, _ROW_FACTOR)
-        self.lengths = coarse_buckets(_SHORTEST_TABLE, max_tokens, _TABLE_FACTOR)
+        self._keeps = checkpoints
+        self._everything = _all_features(layout)
+        self.token_buckets = token_buckets(
+            most,
+            per_octave=4 if whole_prompts else 2,
+            minimum=grain.fewest_tokens,
+            fine_up_to=grain.whole_up_to,
+        )
+        self.decode_rows = row_buckets(max_rows, grain.row_factor)
+        self._max_rows = max_rows
+        self.lengths = coarse_buckets(grain.shortest_table, max_tokens, grain.table_factor)
 
     def fill(self, least: int, most: int) -> int | None:
         """Returns how many tokens a step should have; see `filled`."""
@@ -60,15 +115,29 @@ class StepShapes:
 
     def declare(self, rows: Sequence[Row], *, total_tokens: int) -> Declared:
         """Returns the program that runs these rows, whose tables cover `total_tokens` tokens each."""
-        new_tokens = [len(row.tokens) for row in rows]
-        features = features_of(rows)
+        new_tokens = sum(len(row.tokens) for row in rows)
+        return self.choose(len(rows), new_tokens, features_of(rows), total_tokens=total_tokens)
+
+    def choose(
+        self,
+        rows: int,
+        new_tokens: int,
+        features: Features,
+        *,
+        total_tokens: int,
+        mixed: bool = False,
+    ) -> Declared:
+        """Returns the program for so many rows with so many new tokens between them; see `declare`.
+
+        With `mixed`, some rows have no new token, and so others may have several.
+        """
         if self.pinned:
-            return self._largest(features)
+            return self._largest()
         length = bucket(total_tokens, self.lengths)
-        if max(new_tokens) == 1:
-            return self._decode(bucket(len(rows), self.decode_rows), length, features)
-        tokens = bucket(sum(new_tokens), self.token_buckets)
-        return self._prefill(tokens, bucket(len(rows), self.prefill_rows), length, features)
+        if new_tokens == rows and not mixed:
+            return self._decode(bucket(rows, self.decode_rows), length, features)
+        tokens = bucket(max(new_tokens, rows), self.token_buckets)
+        return self._prefill(tokens, length, features)
 
     def declare_all(
         self,
@@ -87,7 +156,7 @@ class StepShapes:
             total_tokens: longest sequence; the longest there may be, if not given.
         """
         if self.pinned:
-            return [self._largest(features)]
+            return [self._largest()]
         lengths = _up_to(total_tokens, self.lengths)
         decode = [
             self._decode(count, length, features)
@@ -95,25 +164,39 @@ class StepShapes:
             for length in lengths
         ]
         return decode + [
-            self._prefill(tokens, count, length, features)
+            self._prefill(tokens, length, features)
             for tokens in _up_to(new_tokens, self.token_buckets)
-            for count in _up_to(rows, self.prefill_rows)
             for length in lengths
         ]
 
-    def _largest(self, features: Features) -> Declared:
-        sizes = self.token_buckets[-1], self.prefill_rows[-1], self.lengths[-1]
-        return self._prefill(*sizes, features)
+    def _largest(self) -> Declared:
+        return self._prefill(self.token_buckets[-1], self.lengths[-1], self._everything)
 
     def _decode(self, rows: int, length: int, features: Features) -> Declared:
         shape = StepShape(rows, rows, self._widths(length), features, decode=True)
         return Declared("decode", shape)
 
-    def _prefill(self, tokens: int, rows: int, length: int, features: Features) -> Declared:
-        return Declared("prefill", StepShape(tokens, rows, self._widths(length), features))
+    def _prefill(self, tokens: int, length: int, features: Features) -> Declared:
+        # So few tokens cannot be of more rows, and where there are many, choosing for every row adds little.
+        rows = min(tokens, self._max_rows)
+        kept = min(_SNAPSHOTS_PER_ROW * rows, _MOST_SNAPSHOTS) if self._keeps else 0
+        widths = self._widths(length)
+        return Declared("prefill", StepShape(tokens, rows, widths, features, snapshots=kept))
 
     def _widths(self, length: int) -> tuple[int, ...]:
         return tuple(group.pages_for(length) for group in self._paged)
+
+
+def _all_features(layout: CacheLayout) -> Features:
+    """Returns all that rows could ask for, with penalties if the cache has room for their counts."""
+    specs = [array for group in layout.in_place_groups for array in group.spec.arrays]
+    return Features(
+        draws=True,
+        filters=True,
+        penalties=any(array.role == "output_counts" for array in specs),
+        min_tokens=True,
+        logprobs=LOGPROB_SIZES[-1],
+    )
 
 
 def _up_to(most: int | None, sizes: tuple[int, ...]) -> tuple[int, ...]:

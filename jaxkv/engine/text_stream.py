@@ -24,6 +24,8 @@ class StopStrings:
             piece: the next piece.
             may_stop: what ends within this piece counts.
         """
+        if not self._stops:
+            return piece, False
         before, self._held = len(self._held), self._held + piece
         if may_stop:
             ends = [

@@ -1,12 +1,93 @@
-"""Which programs serving will need, so that they can be compiled before the first request. Compiles nothing."""
+"""Which programs serving will need, and compiling them before the first request."""
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax
 
 from jaxkv.engine.buckets import bucket
+from jaxkv.engine.compile_costs import note_costs
 from jaxkv.engine.engine import Engine
+from jaxkv.engine.executor import Executor
 from jaxkv.engine.fields import StepShape
 from jaxkv.engine.request import Request
 from jaxkv.engine.rows import features_of
 from jaxkv.engine.shapes import Declared, row_of, tokens_held
 from jaxkv.engine.side_programs import COPY
+from jaxkv.models.protocol import Model
+
+_LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class WarmUp:
+    """What compiling some programs took.
+
+    Attributes:
+        programs: how many.
+        loaded: those that an earlier process compiled.
+        seconds: wall time.
+        host_seconds: of that, in the one thread that traces and lowers.
+        temp_bytes: the most memory that one of them uses besides its arguments.
+    """
+
+    programs: int
+    loaded: int
+    seconds: float
+    host_seconds: float
+    temp_bytes: int
+
+    def __str__(self) -> str:
+        return (
+            f"{self.programs} programs in {self.seconds:.1f} s ({self.host_seconds:.1f} s of tracing and lowering), "
+            f"{self.loaded} of them from disk; up to {self.temp_bytes / 2**20:,.1f} MiB of temporary memory"
+        )
+
+
+def compile_all(
+    executor: Executor, needed: Sequence[Declared], *, progress: bool = False
+) -> WarmUp:
+    """Compiles programs side by side, or loads them from disk; then the manifest is sealed.
+
+    Args:
+        executor: will run them.
+        needed: which; those that are compiled already cost nothing.
+        progress: show a bar on stderr.
+
+    Raises:
+        ProgramRefused: one does not update its cache in place; the good ones are kept.
+    """
+    start = time.perf_counter()
+    known = set(executor.programs.manifest())
+    executor.programs.unseal()
+    try:
+        made = executor.compile_all(needed, progress=progress)
+    finally:
+        executor.programs.seal()
+    new = [program for program in made if program not in known]
+    params = jax.tree.leaves(executor.params)
+    note_costs(cost_identity(executor.model, str(params[0].dtype)), new)
+    told = WarmUp(
+        programs=len(new),
+        loaded=sum(program.loaded for program in new),
+        seconds=time.perf_counter() - start,
+        host_seconds=sum(program.host_seconds for program in new),
+        temp_bytes=max((program.report.temp_bytes for program in made), default=0),
+    )
+    _LOG.info("warmed up: %s", told)
+    return told
+
+
+def cost_identity(model: Model, dtype: str) -> str:
+    """Returns what the costs of a model's programs are noted under: the model, its parameters' dtype, the device.
+
+    Args:
+        model: insists on the implementation that runs it.
+        dtype: of its parameters.
+    """
+    return f"{model!r} {dtype} {jax.devices()[0].device_kind}"
 
 
 def declare_served(engine: Engine, request: Request, count: int) -> list[Declared]:

@@ -2,6 +2,8 @@
 
 from collections.abc import Mapping
 
+import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxkv.batch import PagedTables, StepBatch
@@ -26,8 +28,10 @@ def attention(
     heads: int,
     kv_heads: int,
     head_dim: int,
+    scale: float | None = None,
     norm_eps: float = 1e-6,
     window: int | None = None,
+    gated: bool = False,
     implementation: str | None = None,
 ) -> tuple[dict[str, Array], Float[Array, "tokens hidden_size"]]:
     """Remembers the new tokens' keys and values and lets each token attend to what it may see.
@@ -44,14 +48,17 @@ def attention(
         heads: query heads.
         kv_heads: heads of keys and values; each serves `heads / kv_heads` query heads.
         head_dim: components of a head.
+        scale: what scores are multiplied by; `head_dim ** -0.5` if `None`.
         norm_eps: of the norms on queries and keys.
         window: tokens each token sees, itself included; `None` for all.
+        gated: "qkv" begins with [heads * head_dim] rows of gates, whose sigmoid multiplies what the heads say.
         implementation: which family of implementations to insist on; `None` takes the best.
 
     Returns:
         The layer's pages after the write, and the attention's output.
     """
     qkv = linear(params["qkv"], x, params.get("qkv_bias"))
+    gate, qkv = jnp.split(qkv, (heads * head_dim if gated else 0,), axis=1)
     qkv = qkv.reshape(x.shape[0], heads + 2 * kv_heads, head_dim)
     roles = [role for role in _ROLES if role in layer_cache]
     q, pools = rotary_write(
@@ -69,11 +76,15 @@ def attention(
         q,
         batch,
         tables,
-        scale=head_dim**-0.5,
+        scale=head_dim**-0.5 if scale is None else scale,
         window=window,
         implementation=implementation,
     )
-    return layer_cache, linear(params["o"], mixed.reshape(x.shape[0], -1), params.get("o_bias"))
+    mixed = mixed.reshape(x.shape[0], -1)
+    if gated:
+        opened = jax.nn.sigmoid(gate.astype(jnp.float32))
+        mixed = (mixed.astype(jnp.float32) * opened).astype(mixed.dtype)
+    return layer_cache, linear(params["o"], mixed, params.get("o_bias"))
 
 
 def attend(

@@ -1,4 +1,4 @@
-"""The gated feed-forward of Llama and its relatives (Shazeer, GLU variants)."""
+"""Feed-forwards: the gated one of Llama and its relatives (Shazeer, GLU variants), and the plain one."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -7,17 +7,27 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxkv.layers.linear import linear
+from jaxkv.layers.linear import linear, scaled
+
+
+def _squared_relu(x: Array) -> Array:
+    return jnp.square(jax.nn.relu(x))
+
 
 ACTIVATIONS: Mapping[str, Callable[[Array], Array]] = {
     "silu": jax.nn.silu,
     "gelu": partial(jax.nn.gelu, approximate=False),
     "gelu_tanh": partial(jax.nn.gelu, approximate=True),
+    "relu2": _squared_relu,
 }
 
 
 def gated_feed_forward(
-    params: Mapping[str, Array], x: Float[Array, "tokens hidden_size"], *, activation: str
+    params: Mapping[str, Array],
+    x: Float[Array, "tokens hidden_size"],
+    *,
+    activation: str,
+    gate_multiplier: float = 1.0,
 ) -> Float[Array, "tokens hidden_size"]:
     """Computes `down(activation(gate(x)) * up(x))`.
 
@@ -26,8 +36,37 @@ def gated_feed_forward(
             "gate_up_bias" and "down_bias" where the model has them.
         x: normalised hidden states.
         activation: a name in `ACTIVATIONS`.
+        gate_multiplier: of the gate, before its activation.
     """
     gate_up = linear(params["gate_up"], x, params.get("gate_up_bias"))
-    gate, up = jnp.split(gate_up.astype(jnp.float32), 2, axis=-1)
-    inner = (ACTIVATIONS[activation](gate) * up).astype(x.dtype)
+    inner = gate(gate_up, activation=activation, gate_multiplier=gate_multiplier)
     return linear(params["down"], inner, params.get("down_bias"))
+
+
+def plain_feed_forward(
+    params: Mapping[str, Array], x: Float[Array, "tokens hidden_size"], *, activation: str
+) -> Float[Array, "tokens hidden_size"]:
+    """Computes `down(activation(up(x)))`.
+
+    Args:
+        params: "up" [ffn, hidden_size], "down" [hidden_size, ffn], and their biases "up_bias" and "down_bias" where the
+            model has them.
+        x: normalised hidden states.
+        activation: a name in `ACTIVATIONS`.
+    """
+    inner = activate(linear(params["up"], x, params.get("up_bias")), activation=activation)
+    return linear(params["down"], inner, params.get("down_bias"))
+
+
+def gate(
+    gate_up: Float[Array, "tokens gate_and_up"], *, activation: str, gate_multiplier: float = 1.0
+) -> Float[Array, "tokens ffn"]:
+    """Multiplies the second half by the activation of the first, in float32."""
+    gates, up = jnp.split(gate_up.astype(jnp.float32), 2, axis=-1)
+    gates = ACTIVATIONS[activation](scaled(gates, gate_multiplier))
+    return (gates * up).astype(gate_up.dtype)
+
+
+def activate(x: Float[Array, "tokens ffn"], *, activation: str) -> Float[Array, "tokens ffn"]:
+    """Applies an activation in float32."""
+    return ACTIVATIONS[activation](x.astype(jnp.float32)).astype(x.dtype)

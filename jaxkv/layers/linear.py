@@ -33,3 +33,8 @@ def project(
         precision=jax.lax.Precision.HIGHEST if exact else None,
         preferred_element_type=result,
     )
+
+
+def scaled(x: Float[Array, "tokens width"], factor: float) -> Float[Array, "tokens width"]:
+    """Multiplies by a constant of the family; most have none, and then nothing is computed."""
+    return x if factor == 1.0 else x * factor

@@ -8,8 +8,42 @@ from jaxtyping import Array, Float
 def rms_norm(
     weight: Float[Array, " width"], x: Float[Array, "*rows width"], *, eps: float
 ) -> Float[Array, "*rows width"]:
-    """Scales rows to unit root mean square in float32, casts to the dtype of `x`, then weighs."""
+    """Scales rows to unit root mean square in float32, casts to the dtype of `x`, then weighs.
+
+    A weight of another dtype than that of `x` weighs first, in float32.
+    """
     wide = x.astype(jnp.float32)
     mean_square = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
-    unit = (wide * jax.lax.rsqrt(mean_square + eps)).astype(x.dtype)
-    return unit * weight.reshape((1,) * (x.ndim - 1) + weight.shape)
+    unit = wide * jax.lax.rsqrt(mean_square + eps)
+    weight = weight.reshape((1,) * (x.ndim - 1) + weight.shape)
+    if weight.dtype == x.dtype:
+        return unit.astype(x.dtype) * weight
+    return (unit * weight.astype(jnp.float32)).astype(x.dtype)
+
+
+def gated_group_norm(
+    weight: Float[Array, " width"],
+    x: Float[Array, "rows width"],
+    gate: Float[Array, "rows width"],
+    *,
+    groups: int,
+    gate_first: bool,
+    eps: float,
+) -> Float[Array, "rows width"]:
+    """Gates by a SiLU and scales each group of components to unit root mean square, in float32 (Mamba-2's output norm).
+
+    Args:
+        weight: weighs the components in the end.
+        x: what the state-space part says.
+        gate: before its activation.
+        groups: equal stretches of components that are normalised by themselves.
+        gate_first: gate, then normalise and weigh; otherwise the other way round.
+        eps: added to the mean square.
+    """
+    opened, wide = jax.nn.silu(gate.astype(jnp.float32)), x.astype(jnp.float32)
+    wide = wide * opened if gate_first else wide
+    grouped = wide.reshape(x.shape[0], groups, -1)
+    mean_square = jnp.mean(jnp.square(grouped), axis=-1, keepdims=True)
+    wide = (grouped * jax.lax.rsqrt(mean_square + eps)).reshape(x.shape)
+    wide = wide * weight.astype(jnp.float32)[None]
+    return (wide if gate_first else wide * opened).astype(x.dtype)

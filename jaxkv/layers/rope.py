@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jaxkv.config import RopeConfig
+from jaxkv.model_config import RopeConfig
 
 Angles = tuple[Float[Array, "tokens half"], Float[Array, "tokens half"]]
 """Cosine and sine of each token's angle for each pair of components."""
@@ -111,12 +111,17 @@ def _yarn_component(rope: RopeConfig, turns: float) -> float:
     return rope.rotary_dim * math.log(wave) / (2 * math.log(rope.theta))
 
 
+def _none(rope: RopeConfig) -> Float[np.ndarray, " half"]:
+    return np.zeros(rope.rotary_dim // 2, np.float32)
+
+
 FREQUENCIES: Mapping[str, Callable[[RopeConfig], Float[np.ndarray, " half"]]] = {
     "default": _plain,
     "linear": _linear,
     "dynamic": _plain,
     "llama3": _llama3,
     "yarn": _yarn,
+    "none": _none,
 }
 
 

@@ -133,6 +133,23 @@ class ConfigJson:
             raise ValueError(f"{self._place}: {key} must be an object, got {_short(value)}")
         return value
 
+    def ignore(self, names: str) -> None:
+        """Takes keys, separated by blanks, that a family knows and that cannot change its logits."""
+        self._taken.update(names.split())
+
+    def take_floats(self, key: str, default: Sequence[float]) -> tuple[float, ...]:
+        """Returns as many finite numbers as the default has; null is the default."""
+        value = self.take(key, None)
+        value = default if value is None else value
+        if not isinstance(value, Sequence) or len(value) != len(default):
+            raise ValueError(
+                f"{self._place}: {key} must hold {len(default)} numbers, got {_short(value)}"
+            )
+        parts = ConfigJson(
+            {f"{key}[{index}]": part for index, part in enumerate(value)}, place=self._place
+        )
+        return tuple(parts.take_float(f"{key}[{index}]") for index in range(len(value)))
+
     def finish(self) -> None:
         """Raises `UnknownConfig` naming every key that was not taken and that may change the result."""
         unknown = {

@@ -1,4 +1,4 @@
-"""Runs any pattern of (mixer, feed-forward) blocks. Knows no family: what differs between them is in `ModelConfig`."""
+"""Runs any pattern of blocks. Knows no family: what differs between them is in `ModelConfig`."""
 
 from dataclasses import dataclass, replace
 from functools import partial
@@ -8,14 +8,16 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from jaxkv.batch import StepBatch
+from jaxkv.batch import PagedTables, StateTables, StepBatch
 from jaxkv.cache.spec import LayerSpec, group_layers
 from jaxkv.cache.state import Cache
-from jaxkv.config import ModelConfig
 from jaxkv.layers.embedding import embed, unembed
+from jaxkv.layers.linear import scaled
 from jaxkv.layers.norm import rms_norm
 from jaxkv.layers.rope import rope_angles
-from jaxkv.models.blocks import FEED_FORWARDS, MIXERS, Leaf, Step
+from jaxkv.model_config import ModelConfig
+from jaxkv.models.block import Leaf, Step
+from jaxkv.models.blocks import BLOCKS
 from jaxkv.models.protocol import Params
 from pallas_kernels.dispatch import at
 
@@ -24,7 +26,7 @@ _INIT_SCALE = 0.02
 
 @dataclass(frozen=True)
 class Decoder:
-    """A pre-norm decoder with a residual stream in the parameters' dtype.
+    """A pre-norm decoder: stages of blocks, each of which adds to a residual stream.
 
     Attributes:
         config: the model as data.
@@ -36,12 +38,11 @@ class Decoder:
 
     def __post_init__(self) -> None:
         """Refuses a pattern that names an unknown block."""
-        for mixer, feed_forward in set(self.config.pattern):
-            if mixer not in MIXERS or feed_forward not in FEED_FORWARDS:
-                raise ValueError(
-                    f"pattern names ({mixer!r}, {feed_forward!r}); mixers are {', '.join(MIXERS)} and "
-                    f"feed-forwards {', '.join(FEED_FORWARDS)}"
-                )
+        unknown = self.config.blocks - BLOCKS.keys()
+        if unknown:
+            raise ValueError(
+                f"the pattern names {', '.join(map(repr, sorted(unknown)))}; blocks are {', '.join(BLOCKS)}"
+            )
 
     @property
     def vocab_size(self) -> int:
@@ -50,7 +51,7 @@ class Decoder:
 
     @property
     def num_layers(self) -> int:
-        """Blocks in the pattern."""
+        """Layers of the pattern; those without memory are counted too."""
         return self.config.num_layers
 
     @property
@@ -70,17 +71,17 @@ class Decoder:
     def cache_specs(self, *, page_size: int, dtype: str) -> tuple[LayerSpec, ...]:
         """Returns what each layer remembers."""
         return tuple(
-            LayerSpec(layer, MIXERS[mixer].spec(self.config, layer, page_size, dtype))
-            for layer, (mixer, _) in enumerate(self.config.pattern)
+            LayerSpec(layer, make(self.config, layer, page_size, dtype))
+            for layer in range(self.num_layers)
+            for name in self.config.blocks_of(layer)
+            if (make := BLOCKS[name].spec) is not None
         )
 
     def init_params(self, key: PRNGKeyArray, dtype: DTypeLike) -> Params:
         """Draws random parameters leaf by leaf, on the device; norms start as ones."""
         leaves, tree = jax.tree.flatten(self._leaves(), is_leaf=lambda node: isinstance(node, Leaf))
         drawn = [
-            jnp.ones(leaf.shape, dtype)
-            if leaf.is_scale
-            else _draw(jax.random.fold_in(key, index), shape=leaf.shape, dtype=jnp.dtype(dtype))
+            _make(jax.random.fold_in(key, index), leaf, jnp.dtype(leaf.dtype or dtype))
             for index, leaf in enumerate(leaves)
         ]
         return jax.tree.unflatten(tree, drawn)
@@ -94,50 +95,82 @@ class Decoder:
     ) -> tuple[Cache, Float[Array, "tokens hidden_size"]]:
         """Runs all layers, unrolled: stacked weights and caches would be copied layer by layer."""
         config = self.config
-        hidden = embed(params["embed"], batch.tokens)
+        hidden = scaled(embed(params["embed"], batch.tokens), config.multipliers.embedding)
+        narrow = hidden.dtype
+        hidden = hidden.astype(jnp.float32) if config.wide_residual else hidden
         angles = rope_angles(config.rope, batch.positions, visible_lengths(batch))
-        ranks = self._table_ranks()
-        for layer, (mixer, feed_forward) in enumerate(config.pattern):
+        tables = self._tables(batch)
+        for layer, stages in enumerate(config.pattern):
             weights = params["layers"][layer]
-            step = Step(batch, batch.paged[ranks[layer]], angles, self.implementation)
-            x = rms_norm(weights["norms"][0], hidden, eps=config.norm_eps)
-            with at(f"layer {layer}"):
-                held = cache.layer(layer)
-                layer_cache, y = MIXERS[mixer].run(config, layer, weights, held, x, step)
-            cache = cache.with_layer(layer, layer_cache)
-            hidden = hidden + y
-            x = rms_norm(weights["norms"][1], hidden, eps=config.norm_eps)
-            hidden = hidden + FEED_FORWARDS[feed_forward].run(config, weights, x)
+            for norm, stage in zip(weights["norms"], stages, strict=True):
+                x = rms_norm(norm, hidden.astype(narrow), eps=config.norm_eps)
+                added = []
+                for block in (BLOCKS[name] for name in stage.split("+")):
+                    step = Step(
+                        batch, layer, tables.get((layer, block.unit)), angles, self.implementation
+                    )
+                    held = cache.layer(layer) if block.unit else {}
+                    with at(f"layer {layer}"):
+                        updates, y = block.run(config, weights, held, x, step)
+                    cache = cache.with_layer(layer, updates)
+                    added.append(y)
+                total = scaled(sum(added[1:], added[0]), config.multipliers.residual)
+                hidden = hidden + total.astype(hidden.dtype)
+        hidden = hidden.astype(narrow)
         return cache, rms_norm(params["final_norm"], hidden, eps=config.norm_eps)
 
     def logits(
         self, params: Params, hidden: Float[Array, "rows hidden_size"]
     ) -> Float[Array, "rows vocab_size"]:
         """Scores every token by the output projection, which is the embedding table if they are tied."""
-        return unembed(params["embed" if self.config.tie_embeddings else "lm_head"], hidden)
+        table = params["embed" if self.config.tie_embeddings else "lm_head"]
+        return scaled(unembed(table, hidden), self.config.multipliers.logits)
+
+    def _tables(self, batch: StepBatch) -> dict[tuple[int, str], PagedTables | StateTables]:
+        """Returns the tables of each layer that remembers, by the unit it remembers in.
+
+        Which layers have equal specs, and their order, depends neither on the page size nor on the dtype.
+        """
+        layout = group_layers(self.cache_specs(page_size=1, dtype="float32"))
+        tables = {"page": batch.paged, "state": batch.states}
+        return {
+            (layer, group.unit): tables[group.unit][group.rank]
+            for group in layout.groups
+            for layer in group.layers
+        }
 
     def _leaves(self) -> dict:
         config = self.config
         table = (config.vocab_size, config.hidden_size)
         leaves = {
             "embed": Leaf(table),
-            "layers": tuple(
-                {"norms": Leaf((2, config.hidden_size), is_scale=True)}
-                | MIXERS[mixer].leaves(config)
-                | FEED_FORWARDS[feed_forward].leaves(config)
-                for mixer, feed_forward in config.pattern
-            ),
-            "final_norm": Leaf((config.hidden_size,), is_scale=True),
+            "layers": tuple(self._layer_leaves(layer) for layer in range(config.num_layers)),
+            "final_norm": Leaf((config.hidden_size,), is_scale=True, dtype=self._norm_dtype),
         }
         return leaves if config.tie_embeddings else leaves | {"lm_head": Leaf(table)}
 
-    def _table_ranks(self) -> dict[int, int]:
-        """Returns where in `StepBatch.paged` each layer's tables are.
+    @property
+    def _norm_dtype(self) -> str | None:
+        return "float32" if self.config.unit_offset else None
 
-        Which layers have equal specs, and their order, depends neither on the page size nor on the dtype.
-        """
-        layout = group_layers(self.cache_specs(page_size=1, dtype="float32"))
-        return {layer: group.rank for group in layout.groups for layer in group.layers}
+    def _layer_leaves(self, layer: int) -> dict[str, Leaf]:
+        stages = len(self.config.pattern[layer])
+        shape = (stages, self.config.hidden_size)
+        leaves = {"norms": Leaf(shape, is_scale=True, dtype=self._norm_dtype)}
+        for name in self.config.blocks_of(layer):
+            new = BLOCKS[name].leaves(self.config)
+            if leaves.keys() & new.keys():
+                raise ValueError(
+                    f"layer {layer} has two blocks with parameters named {', '.join(leaves.keys() & new.keys())}"
+                )
+            leaves |= new
+        return leaves
+
+
+def _make(key: PRNGKeyArray, leaf: Leaf, dtype: jnp.dtype) -> Array:
+    return (
+        jnp.ones(leaf.shape, dtype) if leaf.is_scale else _draw(key, shape=leaf.shape, dtype=dtype)
+    )
 
 
 @partial(jax.jit, static_argnames=("dtype", "shape"))

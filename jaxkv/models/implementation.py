@@ -75,7 +75,7 @@ def choose_implementation(
             f"an fp8 cache needs our kernels, since XLA copies its pools at every step, and this model runs as "
             f"{choice}; store keys and values as int8 instead"
         )
-    if choice.reasons and str(choice) not in _TOLD:
+    if str(choice) not in _TOLD:
         _TOLD.add(str(choice))
         _LOG.info("the model runs as %s", choice)
     return choice

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from jaxkv.config import ModelConfig
+from jaxkv.model_config import ModelConfig
 from jaxkv.models.config_json import ConfigJson
 from jaxkv.models.llama_like import layer_windows, read_llama_like
 

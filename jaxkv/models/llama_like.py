@@ -3,17 +3,19 @@
 from collections.abc import Sequence
 from typing import TypedDict, Unpack
 
-from jaxkv.config import MAX_LAYERS, ModelConfig
+from jaxkv.block_config import DeltaConfig, MambaConfig, MixtureConfig, Multipliers
 from jaxkv.errors import UnknownConfig
+from jaxkv.model_config import MAX_LAYERS, ModelConfig
 from jaxkv.models.config_json import ConfigJson
 from jaxkv.models.rope_json import read_rope
 
-_ACTIVATIONS = {
+ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",
     "gelu": "gelu",
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
+    "relu2": "relu2",
 }
 _DTYPES = {name: name for name in ("float32", "bfloat16", "float16")}
 _SIZE = 2**31 - 1
@@ -26,6 +28,14 @@ class Differences(TypedDict, total=False):
     o_bias: bool
     mlp_bias: bool
     qk_norm: bool
+    attention_gate: bool
+    unit_offset: bool
+    delta: DeltaConfig | None
+    attention_scale: float | None
+    pattern: tuple[tuple[str, ...], ...]
+    mamba: MambaConfig | None
+    mixture: MixtureConfig | None
+    multipliers: Multipliers
 
 
 def read_llama_like(
@@ -37,6 +47,9 @@ def read_llama_like(
     max_positions: int,
     windows: Sequence[int | None],
     head_dim: int | None = None,
+    norm_eps: float = 1e-6,
+    ffn_key: str = "intermediate_size",
+    partial: float | None = None,
     **differences: Unpack[Differences],
 ) -> ModelConfig:
     """Takes the keys all the families share and refuses those that nobody took.
@@ -49,19 +62,18 @@ def read_llama_like(
         max_positions: likewise.
         windows: per layer.
         head_dim: likewise; `None` for the hidden size divided by the heads.
+        norm_eps: likewise.
+        ffn_key: what holds the dense feed-forward's width.
+        partial: share of a head that is rotated, likewise; `None` for all of it, whatever the file says.
         **differences: fields the family sets by itself.
     """
-    named = keys.take("architectures", None)
-    if named is not None and (not isinstance(named, Sequence) or architecture not in named):
-        raise UnknownConfig(
-            f"config.json names architectures = {named!r}; of {family}, only {architecture} is supported"
-        )
+    check_architecture(keys, family, architecture)
     vocab_size = keys.take_int("vocab_size", high=_SIZE)
     hidden_size = keys.take_int("hidden_size", high=_SIZE)
     heads = keys.take_int("num_attention_heads", high=_SIZE)
     head_dim = _head_dim(keys, hidden_size, heads, head_dim)
     limit = keys.take_int("max_position_embeddings", max_positions, high=_SIZE)
-    rope, longest = read_rope(keys, head_dim=head_dim, max_positions=limit)
+    rope, longest = read_rope(keys, head_dim=head_dim, max_positions=limit, partial=partial)
     config = ModelConfig(
         family=family,
         vocab_size=vocab_size,
@@ -70,20 +82,29 @@ def read_llama_like(
         heads=heads,
         kv_heads=take_nullable_int(keys, "num_key_value_heads", kv_heads) or heads,
         head_dim=head_dim,
-        ffn_size=keys.take_int("intermediate_size", high=_SIZE),
+        ffn_size=keys.take_int(ffn_key, high=_SIZE),
         max_positions=longest,
         rope=rope,
         windows=tuple(windows),
-        norm_eps=keys.take_float("rms_norm_eps", 1e-6),
-        activation=keys.take_choice("hidden_act", "silu", _ACTIVATIONS),
+        norm_eps=keys.take_float("rms_norm_eps", norm_eps),
+        activation=keys.take_choice("hidden_act", "silu", ACTIVATIONS),
         tie_embeddings=keys.take_bool("tie_word_embeddings", False),
         eos_ids=keys.take_ids("eos_token_id", vocab_size),
         bos_id=next(iter(keys.take_ids("bos_token_id", vocab_size)), None),
-        dtype=_dtype(keys),
+        dtype=take_dtype(keys),
         **differences,
     )
     keys.finish()
     return config
+
+
+def check_architecture(keys: ConfigJson, family: str, architecture: str) -> None:
+    """Raises `UnknownConfig` if the file says that it is not the family's causal language model."""
+    named = keys.take("architectures", None)
+    if named is not None and (not isinstance(named, Sequence) or architecture not in named):
+        raise UnknownConfig(
+            f"config.json names architectures = {named!r}; of {family}, only {architecture} is supported"
+        )
 
 
 def take_num_layers(keys: ConfigJson) -> int:
@@ -131,7 +152,7 @@ def _head_dim(keys: ConfigJson, hidden_size: int, heads: int, default: int | Non
     return given or hidden_size // heads
 
 
-def _dtype(keys: ConfigJson) -> str:
+def take_dtype(keys: ConfigJson) -> str:
     """Returns the checkpoint's dtype; Transformers 4 called it `torch_dtype`, and null means float32."""
     older = keys.take("torch_dtype", None)
     newer = keys.take("dtype", None)

@@ -2,8 +2,8 @@
 
 from collections.abc import Mapping
 
-from jaxkv.config import ModelConfig
 from jaxkv.errors import UnknownConfig
+from jaxkv.model_config import ModelConfig
 from jaxkv.models.config_json import ConfigJson
 from jaxkv.models.llama_like import layer_windows, read_llama_like, take_nullable_int
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from jaxkv.config import ModelConfig
+from jaxkv.model_config import ModelConfig
 from jaxkv.models.config_json import ConfigJson
 from jaxkv.models.llama_like import read_llama_like
 from jaxkv.models.qwen2 import qwen_windows

@@ -4,9 +4,20 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from jaxkv.config import ModelConfig
 from jaxkv.errors import UnknownConfig
-from jaxkv.models import llama, mistral, qwen2, qwen3
+from jaxkv.model_config import ModelConfig
+from jaxkv.models import (
+    bamba,
+    falcon_h1,
+    granite_hybrid,
+    llama,
+    mamba2,
+    mistral,
+    nemotron_h,
+    qwen2,
+    qwen3,
+    qwen3_next,
+)
 from jaxkv.models.config_json import ConfigJson
 from jaxkv.models.decoder import Decoder
 from jaxkv.weights.directory import existing_directory, read_json, read_json_if_there
@@ -16,6 +27,12 @@ FAMILIES: Mapping[str, Callable[[Mapping[str, object]], ModelConfig]] = {
     "mistral": mistral.from_hf,
     "qwen2": qwen2.from_hf,
     "qwen3": qwen3.from_hf,
+    "mamba2": mamba2.from_hf,
+    "bamba": bamba.from_hf,
+    "granitemoehybrid": granite_hybrid.from_hf,
+    "nemotron_h": nemotron_h.from_hf,
+    "falcon_h1": falcon_h1.from_hf,
+    "qwen3_next": qwen3_next.from_hf,
 }
 
 

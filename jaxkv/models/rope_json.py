@@ -2,21 +2,24 @@
 
 from collections.abc import Mapping
 
-from jaxkv.config import RopeConfig
 from jaxkv.errors import UnknownConfig
+from jaxkv.model_config import RopeConfig
 from jaxkv.models.config_json import ConfigJson
 
 _KINDS = {kind: kind for kind in ("default", "linear", "dynamic", "llama3", "yarn")}
 _MAX_POSITIONS = 2**31 - 1
 
 
-def read_rope(config: ConfigJson, *, head_dim: int, max_positions: int) -> tuple[RopeConfig, int]:
+def read_rope(
+    config: ConfigJson, *, head_dim: int, max_positions: int, partial: float | None = None
+) -> tuple[RopeConfig, int]:
     """Returns the rotary embedding, and the longest sequence that it is stretched to.
 
     Args:
         config: the whole file, from which the rotary keys are taken.
-        head_dim: components of a head, all of which are rotated.
+        head_dim: components of a head.
         max_positions: `max_position_embeddings`; for "linear" and "dynamic" the length before stretching.
+        partial: share of them that is rotated where the file does not say; `None` if the family rotates all.
     """
     # Where both are given, Transformers takes the older one.
     newer, older = config.take_object("rope_parameters"), config.take_object("rope_scaling")
@@ -26,8 +29,12 @@ def read_rope(config: ConfigJson, *, head_dim: int, max_positions: int) -> tuple
     theta = keys.take_float("rope_theta", theta)
     kind = keys.take_choice("rope_type", "default", _KINDS)
     options, longest = _READERS[kind](keys, max_positions)
+    rotary_dim = head_dim
+    if partial is not None:
+        share = config.take_float("partial_rotary_factor", partial)
+        rotary_dim = int(head_dim * keys.take_float("partial_rotary_factor", share))
     keys.finish()
-    rope = RopeConfig(theta=theta, rotary_dim=head_dim, kind=kind, **options)
+    rope = RopeConfig(theta=theta, rotary_dim=rotary_dim, kind=kind, **options)
     return rope, min(longest, _MAX_POSITIONS)
 
 

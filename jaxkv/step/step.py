@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Int
 from jaxkv.batch import StepBatch
 from jaxkv.cache.state import Cache
 from jaxkv.models.protocol import Model, Params
+from jaxkv.step.outputs import recall_outputs
 from jaxkv.step.sample import Sampled, read_choices, sample, write_choices
 
 
@@ -53,7 +54,11 @@ def step(model: Model, params: Params, cache: Cache, batch: StepBatch) -> tuple[
     choices = cache.layer(model.num_layers)
     batch = replace(batch, tokens=resolve_carry(batch, choices["last_token"]))
     cache, hidden = model.forward(params, cache, batch)
-    logits = model.logits(params, last_hidden(hidden, batch))
+    last = last_hidden(hidden, batch)
+    if "hidden" in choices:
+        kept, last = recall_outputs(choices["hidden"], hidden, last, batch)
+        choices = choices | {"hidden": kept}
+    logits = model.logits(params, last)
     state = read_choices(choices, batch.sampling)
     sampled = sample(logits, batch.sampling, state, batch.seq_lens)
     choices = write_choices(choices, batch.sampling, sampled.tokens)

@@ -14,10 +14,11 @@ from jax.sharding import Sharding
 from jaxtyping import PyTree
 from tqdm import tqdm
 
-from jaxkv.config import ModelConfig
 from jaxkv.errors import BadCheckpoint
+from jaxkv.model_config import ModelConfig
 from jaxkv.weights.directory import clip, existing_directory
-from jaxkv.weights.rules import Recipe, RuleSet, expand, rules_for
+from jaxkv.weights.families import rules_for
+from jaxkv.weights.rules import Recipe, Regrouped, RuleSet, expand
 from jaxkv.weights.safetensors import FLOAT_DTYPES, StoredTensor, open_checkpoint
 
 DTYPES: Mapping[str, np.dtype] = {
@@ -43,12 +44,15 @@ class Loadable(Protocol):
 
 @dataclass(frozen=True)
 class _Leaf:
-    """One parameter leaf and the tensors it is made of, in order."""
+    """One parameter leaf and the tensors it is made of, in order, and what is done to them (see `Rule`)."""
 
     target: str
     shape: tuple[int, ...]
     dtype: np.dtype
     sources: tuple[StoredTensor, ...]
+    turned: bool = False
+    regroup: Regrouped | None = None
+    offset: float = 0.0
 
     @property
     def stored_bytes(self) -> int:
@@ -131,7 +135,16 @@ def _plan(
             known = ", ".join(FLOAT_DTYPES)
             raise BadCheckpoint(f"{tensor.path}: {name!r} has dtype {tensor.dtype}, wanted {known}")
         sources.append(tensor)
-    return _Leaf(target, wanted.shape, np.dtype(wanted.dtype), tuple(sources))
+    turned = recipe.combine in ("taps", "turn", "stack_turn")
+    return _Leaf(
+        target,
+        wanted.shape,
+        np.dtype(wanted.dtype),
+        tuple(sources),
+        turned,
+        recipe.regroup,
+        recipe.offset,
+    )
 
 
 def _check_unused(
@@ -159,12 +172,31 @@ def _fill(
     bar: "tqdm[NoReturn]",
 ) -> jax.Array:
     """Reads one leaf into a host buffer and moves it to the device."""
-    buffer = np.empty(leaf.shape, leaf.dtype)
+    first, second = leaf.shape[:2] if leaf.turned else (0, 0)
+    shape = (second, first, *leaf.shape[2:]) if leaf.turned else leaf.shape
+    buffer = np.empty(shape, leaf.dtype)
     flat, begin = buffer.reshape(-1), 0
     for source in leaf.sources:
         count = math.prod(source.shape)
         source.read(flat[begin : begin + count])
         begin += count
         bar.update(source.nbytes)
+    if leaf.regroup is not None:
+        _put_in_sections(buffer[: leaf.sources[0].shape[0]], leaf.regroup)
+    if leaf.offset:
+        buffer += np.asarray(leaf.offset, buffer.dtype)
+    if leaf.turned:
+        buffer = np.ascontiguousarray(buffer.swapaxes(0, 1))
     # Waiting keeps the next leaf's buffer from being made while this one's is still being copied.
     return jax.block_until_ready(jax.device_put(buffer, device))
+
+
+def _put_in_sections(rows: np.ndarray, regroup: Regrouped) -> None:
+    """Reorders rows in place, from group by group to section by section."""
+    bounds = np.cumsum((0, *regroup.sections))
+    assert len(rows) == regroup.groups * bounds[-1], (len(rows), regroup)
+    grouped = rows.reshape(regroup.groups, bounds[-1], -1)
+    sections = [
+        grouped[:, bounds[at] : bounds[at + 1]].reshape(-1, rows.shape[1]) for at in regroup.order
+    ]
+    rows[...] = np.concatenate(sections)

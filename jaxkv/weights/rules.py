@@ -1,16 +1,37 @@
-"""Which checkpoint tensors make up which parameter leaf, as data. Reads no file and knows no arrays.
-
-A new family is a new `RuleSet`, or a row of `RULES_OF_FAMILY` that points to an old one.
-"""
+"""How a parameter leaf is put together from checkpoint tensors, as data. Knows no file, no array and no family."""
 
 import math
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from operator import attrgetter
+from typing import Literal, NamedTuple
 
-from jaxkv.config import ModelConfig
-from jaxkv.errors import UnknownConfig
+from jaxkv.model_config import ModelConfig
+
+Combine = Literal["copy", "stack", "concat", "turn", "stack_turn", "taps"]
+
+
+@dataclass(frozen=True)
+class Regroup:
+    """Rows that a checkpoint keeps group by group, such as each head's query and gate, put section by section.
+
+    Attributes:
+        groups: the `ModelConfig` fields whose product is the number of groups.
+        sections: for each section of a group, the fields whose product is its rows; in the checkpoint's order.
+        order: in which order the sections follow each other in the leaf.
+    """
+
+    groups: tuple[str, ...]
+    sections: tuple[tuple[str, ...], ...]
+    order: tuple[int, ...]
+
+
+class Regrouped(NamedTuple):
+    """A `Regroup` of one model: numbers."""
+
+    groups: int
+    sections: tuple[int, ...]
+    order: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -19,22 +40,46 @@ class Rule:
 
     Attributes:
         target: path of the leaf in the parameter tree, dotted; `{layer}` makes it one leaf per layer.
-        sources: names of the tensors in the checkpoint, in order.
-        combine: "copy" takes the only source as it is, "stack" puts sources of equal shape along a
-            new first axis, "concat" joins them along their first axis.
+        sources: names of the tensors in the checkpoint, in order; `{expert}` makes a name one for each expert.
+        combine: "copy" takes the only source as it is. "stack" puts sources of equal shape along a new first axis, or
+            equally many at each place of it, one below the other. "concat" joins them along their first axis. "turn"
+            exchanges the first two axes of the only source, "stack_turn" those of the stack. "taps" makes
+            [taps, channels] of the only source, the weight [channels, 1, taps] of a convolution of each channel by
+            itself.
         rows: "concat" only: for each source, the `ModelConfig` fields whose product is its first axis.
-        when: the boolean `ModelConfig` field and the value of it that makes the rule apply.
+        when: the boolean field of `ModelConfig`, or of a part of it ("mamba.in_bias"), and the value of it that makes
+            the rule apply.
+        block: the rule applies to layers whose pattern names this block; to all if empty.
+        regroup: of the first source's rows.
+        offset: what is added to every number.
     """
 
     target: str
     sources: tuple[str, ...]
-    combine: Literal["copy", "stack", "concat"] = "copy"
+    combine: Combine = "copy"
     rows: tuple[tuple[str, ...], ...] = ()
     when: tuple[str, bool] | None = None
+    block: str = ""
+    regroup: Regroup | None = None
+    offset: float = 0.0
 
     def applies(self, config: ModelConfig) -> bool:
-        """Whether a model of this config has the leaf."""
-        return self.when is None or getattr(config, self.when[0]) is self.when[1]
+        """Whether a model of this config has the leaf; of one with `{layer}`, whether a layer may have it."""
+        if self.when is None:
+            return True
+        name, value = self.when
+        part, _, field = name.rpartition(".")
+        owner = getattr(config, part) if part else config
+        return owner is not None and getattr(owner, field) is value
+
+    def layers(self, config: ModelConfig) -> list[int]:
+        """Returns the layers that have the leaf; just 0 if it is not one of a layer."""
+        if "{layer}" not in self.target:
+            return [0]
+        layers = range(config.num_layers)
+        return [
+            layer for layer in layers if not self.block or self.block in config.blocks_of(layer)
+        ]
 
 
 @dataclass(frozen=True)
@@ -62,17 +107,30 @@ class Recipe:
 
     target: str
     sources: tuple[str, ...]
-    combine: Literal["copy", "stack", "concat"]
+    combine: Combine
     rows: tuple[int, ...]
+    regroup: Regrouped | None = None
+    offset: float = 0.0
 
     def source_shapes(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
         """Returns the shape that each source must have for a leaf of `shape`."""
         if self.combine == "copy":
             assert len(self.sources) == 1, self
             return (shape,)
+        if self.combine == "taps":
+            assert len(self.sources) == 1, self
+            return ((shape[1], 1, shape[0]),)
+        if self.combine == "turn":
+            assert len(self.sources) == 1, self
+            return ((shape[1], shape[0], *shape[2:]),)
+        if self.combine == "stack_turn":
+            assert len(self.sources) == shape[1], (self, shape)
+            return ((shape[0], *shape[2:]),) * len(self.sources)
         if self.combine == "stack":
-            assert len(self.sources) == shape[0], (self, shape)
-            return (shape[1:],) * len(self.sources)
+            each, rest = divmod(len(self.sources), shape[0])
+            assert not rest, (self, shape)
+            stored = shape[1:] if each == 1 else (shape[1] // each, *shape[2:])
+            return (stored,) * len(self.sources)
         assert sum(self.rows) == shape[0], (self, shape)
         return tuple((rows, *shape[1:]) for rows in self.rows)
 
@@ -83,95 +141,30 @@ def expand(rules: RuleSet, config: ModelConfig) -> dict[str, Recipe]:
     for rule in rules.rules:
         if not rule.applies(config):
             continue
-        rows = tuple(math.prod(getattr(config, name) for name in names) for names in rule.rows)
-        for layer in range(config.num_layers if "{layer}" in rule.target else 1):
+        rows = tuple(_product(config, names) for names in rule.rows)
+        regroup = None if rule.regroup is None else _regrouped(config, rule.regroup)
+        for layer in rule.layers(config):
             target = rule.target.format(layer=layer)
-            sources = tuple(name.format(layer=layer) for name in rule.sources)
             assert target not in recipes, f"two rules make {target}"
-            recipes[target] = Recipe(target, sources, rule.combine, rows)
+            sources = _sources(rule, config, layer)
+            recipes[target] = Recipe(target, sources, rule.combine, rows, regroup, rule.offset)
     return recipes
 
 
-_LAYER = "model.layers.{layer}"
-_QUERY_KEY_VALUE_ROWS = (("heads", "head_dim"), ("kv_heads", "head_dim"), ("kv_heads", "head_dim"))
-_GATE_UP_ROWS = (("ffn_size",), ("ffn_size",))
+def _sources(rule: Rule, config: ModelConfig, layer: int) -> tuple[str, ...]:
+    """Returns complete names; all those of the first expert come first, where names have a place for one."""
+    experts = 0 if config.mixture is None else config.mixture.experts
+    every = range(experts) if any("{expert}" in name for name in rule.sources) else (0,)
+    return tuple(
+        name.format(layer=layer, expert=expert) for expert in every for name in rule.sources
+    )
 
 
-def _attention(*projections: str) -> tuple[str, ...]:
-    return tuple(f"{_LAYER}.self_attn.{projection}" for projection in projections)
+def _product(config: ModelConfig, names: tuple[str, ...]) -> int:
+    """Multiplies fields of a config, those of its parts by dotted names."""
+    return math.prod(attrgetter(name)(config) for name in names)
 
 
-def _feed_forward(*projections: str) -> tuple[str, ...]:
-    return tuple(f"{_LAYER}.mlp.{projection}" for projection in projections)
-
-
-LLAMA_LIKE = RuleSet(
-    rules=(
-        Rule("embed", ("model.embed_tokens.weight",)),
-        Rule(
-            "layers.{layer}.norms",
-            (f"{_LAYER}.input_layernorm.weight", f"{_LAYER}.post_attention_layernorm.weight"),
-            combine="stack",
-        ),
-        Rule(
-            "layers.{layer}.qkv",
-            _attention("q_proj.weight", "k_proj.weight", "v_proj.weight"),
-            combine="concat",
-            rows=_QUERY_KEY_VALUE_ROWS,
-        ),
-        Rule(
-            "layers.{layer}.qkv_bias",
-            _attention("q_proj.bias", "k_proj.bias", "v_proj.bias"),
-            combine="concat",
-            rows=_QUERY_KEY_VALUE_ROWS,
-            when=("qkv_bias", True),
-        ),
-        Rule(
-            "layers.{layer}.qk_norm",
-            _attention("q_norm.weight", "k_norm.weight"),
-            combine="stack",
-            when=("qk_norm", True),
-        ),
-        Rule("layers.{layer}.o", _attention("o_proj.weight")),
-        Rule("layers.{layer}.o_bias", _attention("o_proj.bias"), when=("o_bias", True)),
-        Rule(
-            "layers.{layer}.gate_up",
-            _feed_forward("gate_proj.weight", "up_proj.weight"),
-            combine="concat",
-            rows=_GATE_UP_ROWS,
-        ),
-        Rule(
-            "layers.{layer}.gate_up_bias",
-            _feed_forward("gate_proj.bias", "up_proj.bias"),
-            combine="concat",
-            rows=_GATE_UP_ROWS,
-            when=("mlp_bias", True),
-        ),
-        Rule("layers.{layer}.down", _feed_forward("down_proj.weight")),
-        Rule("layers.{layer}.down_bias", _feed_forward("down_proj.bias"), when=("mlp_bias", True)),
-        Rule("final_norm", ("model.norm.weight",)),
-        Rule("lm_head", ("lm_head.weight",), when=("tie_embeddings", False)),
-    ),
-    # Old exports saved the rotary frequencies, which follow from the config.
-    ignored=(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq",),
-    tied=(("lm_head.weight", "model.embed_tokens.weight"),),
-)
-
-RULES_OF_FAMILY: Mapping[str, RuleSet] = {
-    "llama": LLAMA_LIKE,
-    "mistral": LLAMA_LIKE,
-    "qwen2": LLAMA_LIKE,
-    "qwen3": LLAMA_LIKE,
-}
-
-
-def rules_for(config: ModelConfig) -> RuleSet:
-    """Returns the rules of a config's family.
-
-    Raises:
-        UnknownConfig: there are none.
-    """
-    if config.family not in RULES_OF_FAMILY:
-        known = ", ".join(RULES_OF_FAMILY)
-        raise UnknownConfig(f"no weight rules for the family {config.family!r}; known are {known}")
-    return RULES_OF_FAMILY[config.family]
+def _regrouped(config: ModelConfig, regroup: Regroup) -> Regrouped:
+    sections = tuple(_product(config, names) for names in regroup.sections)
+    return Regrouped(_product(config, regroup.groups), sections, regroup.order)

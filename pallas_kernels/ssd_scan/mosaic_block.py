@@ -36,24 +36,17 @@ class Kernel:
 
     geometry: Geometry
     schedule: Schedule
-    rows: int
     has_snapshots: bool
     interpret: bool
 
-    @property
-    def packs(self) -> int:
-        """Tasks of a row: as many units as a block has consumers go together."""
-        return self.geometry.units // self.schedule.consumers
-
-    def build(self, tokens: int) -> Callable[..., Array]:
+    def build(self, tokens: int, num_tasks: int) -> Callable[..., Array]:
         """Returns the function of arrays and of the pool's ref that launches the kernel."""
         g, s = self.geometry, self.schedule
         return plgpu.kernel(
             self._body,
             out_type=jax.ShapeDtypeStruct((tokens, g.sizes.d_inner), g.dtype),
             scratch_types=self._scratch(),
-            # The tokens of no row are one more row.
-            grid=((self.rows + 1) * self.packs,),
+            grid=(num_tasks * (g.units // s.consumers),),
             grid_names=("block",),
             num_threads=s.consumers + 1,
             thread_name="warpgroup",
@@ -85,7 +78,6 @@ class Kernel:
             ),
             # Where a piece is short, B and x arrive at the producer, which clears what is behind it.
             "to_clear": plgpu.Barrier(num_arrivals=g.blocks + s.consumers),
-            "turn": plgpu.Barrier(num_barriers=s.consumers),
             "free": plgpu.Barrier(num_arrivals=s.consumers, num_barriers=s.stages),
         }
         if self.interpret:
@@ -103,7 +95,7 @@ class Kernel:
         return scratch
 
     def _body(self, *refs: Ref, **scratch: Ref) -> None:
-        names = ["xbc", "decays", "d", "tasks", "num_tasks"] + ["kept"] * self.has_snapshots
+        names = ["xbc", "decays", "d", "tasks"] + ["kept"] * self.has_snapshots
         found = dict(zip([*names, "states", "out"], refs, strict=True)) | scratch
         for name in ("b", "c", "x", "y"):
             views = (found[name],) * 3 if self.interpret else tuple(found[name])
@@ -128,20 +120,11 @@ class _Producer(Worker):
 
     def __init__(self, kernel: "Kernel", refs: Mapping[str, Ref]) -> None:
         super().__init__(kernel, refs)
-        self.task: Any = None
+        self.task = Task(kernel, refs, lax.axis_index("block"))
 
     def run(self) -> None:
-        """Fetches the pieces of the block's task."""
-        self.visit_task(self.fetch_all)
-        if self.kernel.interpret:
-            # The interpreter wants each completion to be waited for.
-            for slot in range(self.kernel.schedule.stages):
-                plgpu.barrier_wait(self.refs["free"].at[slot])
-
-    def fetch_all(self, task: Task) -> None:
-        """Fetches all pieces of a task."""
-        self.task = task
-        free = self.refs["free"]
+        """Fetches all pieces."""
+        task, free = self.task, self.refs["free"]
 
         @pl.loop(0, task.pieces)
         def _(number: Array) -> None:
@@ -150,6 +133,11 @@ class _Producer(Worker):
             start, length = task.piece(number)
             self.fetch(slot, start, number, whole=length == SIDE)
             pl.when(length < SIDE)(lambda: self.clear(slot, length))
+
+        if self.kernel.interpret:
+            # The interpreter wants each completion to be waited for.
+            for slot in range(self.kernel.schedule.stages):
+                plgpu.barrier_wait(free.at[slot])
 
     def fetch(self, slot: Array, start: Array, number: Array, whole: Array) -> None:
         """Starts the copies of one piece."""

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from pallas_kernels.ssd_scan.mosaic_block import Kernel
 
 WGMMA = plgpu.Layout.WGMMA
-TURNS = True
 PER_ROW, PER_COLUMN = WGMMA.reduce(1), WGMMA.reduce(0)
 _SQUARE = (SIDE, SIDE)
 
@@ -32,32 +31,17 @@ class Consumer(Worker):
     def __init__(self, kernel: "Kernel", refs: Mapping[str, Ref], number: Array) -> None:
         super().__init__(kernel, refs)
         self.number = number
-        self.task: Any = None
+        self.task = Task(kernel, refs, lax.axis_index("block"))
+        self.head, self.column = self.task.unit(number)
         # A larger state leaves no registers for it.
         self.meets_early = self.geometry.blocks <= 2
 
     def run(self) -> None:
-        """Does the block's task."""
+        """Takes the state through all pieces."""
         for slot in range(self.kernel.schedule.stages):
             plgpu.barrier_arrive(self.refs["free"].at[slot])
-        self.visit_task(self.do)
-
-    def do(self, task: Task) -> None:
-        """Takes a row through all its pieces; tokens of no row get zeros."""
-        self.task = task
-        self.head, self.column = task.unit(self.number)
-        pl.when(task.row.owned == 1)(self.scan)
-        pl.when(task.row.owned == 0)(self.write_zeros)
-
-    def wait_for_turn(self) -> None:
-        """Waits until the other consumer has started its products, so that its vectors hide behind these."""
-        if TURNS and self.kernel.schedule.consumers > 1:
-            plgpu.barrier_wait(self.refs["turn"].at[self.number])
-
-    def pass_turn(self) -> None:
-        """Lets the other consumer start its products."""
-        if TURNS and self.kernel.schedule.consumers > 1:
-            plgpu.barrier_arrive(self.refs["turn"].at[1 - self.number])
+        pl.when(self.task.pieces > 0)(self.scan)
+        pl.when(self.task.row.owned == 0)(self.write_zeros)
 
     def scan(self) -> None:
         """Goes through the pieces of a row."""
@@ -72,10 +56,8 @@ class Consumer(Worker):
             if self.meets_early:
                 self.meet(first, met)
             weights = self.prepare(first, met, read)
-            pl.when(self.number == 1)(self.pass_turn)
             visit = partial(self.visit, met=met, read=read, state=state)
             lax.fori_loop(first, self.task.pieces, visit, weights)
-            pl.when(self.number == 0)(self.wait_for_turn)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             self.write_state(self.task.row.write, [self.result(part, 0) for part in state])
 
@@ -102,7 +84,6 @@ class Consumer(Worker):
         x, decay = refs["x"].at[slot, self.number], refs["decay"].at[slot, self.number]
         left = _over_columns(jnp.exp2(_vector(decay.at[0], PER_ROW)))
         read[...] = self.result(read, 0) * left
-        self.wait_for_turn()
         self.multiply(read, weights, x)
         kept = jnp.exp2(decay[0, SIDE - 1])
         for block in blocks:
@@ -116,7 +97,6 @@ class Consumer(Worker):
         early = len(blocks) if self.meets_early else 0
         if self.meets_early:
             self.meet(following, met)
-        self.pass_turn()
         out = self.result(read, early + len(blocks)).astype(self.geometry.dtype)
         self.store(out, start, length)
         ended = [self.result(part, early) for part in state]

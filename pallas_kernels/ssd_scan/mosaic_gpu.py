@@ -93,17 +93,16 @@ def scan(
     pieces = cut(cu_q_lens, positions, tokens=tokens, size=SIDE)
     options = {"size": SIDE, "dt_limits": dt_limits, "interpret": interpret}
     passed = decays(a_log, dt_bias, dt, pieces, **options)
-    tasks, num_tasks = tasks_of(cu_q_lens, positions, read_states, write_states, tokens)
+    tasks = tasks_of(cu_q_lens, positions, read_states, write_states, tokens)
     kept = []
     if snapshot_ends is not None and len(snapshot_ends):
         snapshots = (snapshot_ends, snapshot_states)
         kept = [_kept(pieces, cu_q_lens, seq_lens, *snapshots, len(states), chunk_size)]
     # The interpreter refuses copies that reach past the last token, which the hardware fills with zeros.
     inputs = jnp.pad(xbc, ((0, SIDE), (0, 0))) if interpret else xbc
-    rows = len(read_states)
-    kernel = Kernel(Geometry.of(states, xbc), schedule, rows, bool(kept), interpret)
+    kernel = Kernel(Geometry.of(states, xbc), schedule, bool(kept), interpret)
     pool = jax.new_ref(states)
-    out = kernel.build(tokens)(inputs, passed, d, tasks, num_tasks, *kept, pool)
+    out = kernel.build(tokens, len(tasks))(inputs, passed, d, tasks, *kept, pool)
     if z is not None:
         real = (jnp.arange(tokens, dtype=jnp.int32) < cu_q_lens[-1])[:, None]
         gate = jax.nn.silu(jnp.where(real, z, jnp.zeros_like(z)).astype(jnp.float32))

@@ -1,9 +1,8 @@
 """What the warpgroups of the `ssd_scan` kernel share: a block's row and units, and the way through its pieces."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import jax.experimental.pallas as pl
 import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Int
@@ -46,20 +45,14 @@ def tasks_of(
     read_states: Int[Array, " rows"],
     write_states: Int[Array, " rows"],
     tokens: int,
-) -> tuple[Int[Array, "tasks fields"], Int[Array, "1"]]:
-    """Returns the fields of `Row` for each row and for the tokens of no row, and how many of these have tokens.
-
-    The longest come first, so that none is left over at the end, and those without tokens last.
-    """
+) -> Int[Array, "tasks fields"]:
+    """Returns the fields of `Row` for each row and for the tokens of no row, the longest first."""
     bounds = jnp.append(cu_q_lens, jnp.int32(tokens))
     none = jnp.zeros(1, jnp.int32)
-    unowned = (tokens - cu_q_lens[-1:] + (SIDE - 1)) // SIDE
-    owned = counts_of(cu_q_lens, positions, SIDE)
-    counts = jnp.append(owned, unowned)
+    counts = jnp.append(counts_of(cu_q_lens, positions, SIDE), none)
     row = jnp.arange(len(counts), dtype=jnp.int32)
     before = row[None, :] < row[:, None]
     first = jnp.sum(jnp.where(before, counts[None, :], 0), axis=1, dtype=jnp.int32)
-    real = jnp.sum(counts > 0, dtype=jnp.int32)[None]
     heavier = counts[None, :] > counts[:, None]
     equal = (counts[None, :] == counts[:, None]) & before
     rank = jnp.sum(heavier | equal, axis=1, dtype=jnp.int32)
@@ -73,23 +66,23 @@ def tasks_of(
         owned=(row < len(read_states)).astype(jnp.int32),
     )
     table = jnp.stack(fields, axis=1)
-    return jnp.zeros_like(table).at[rank].set(table, unique_indices=True), real
+    return jnp.zeros_like(table).at[rank].set(table, unique_indices=True)
 
 
 class Task:
-    """A row and some units."""
+    """A block's row and units."""
 
-    def __init__(self, kernel: "Kernel", refs: Mapping[str, Ref], number: Array) -> None:
-        g, packs = kernel.geometry, jnp.int32(kernel.packs)
-        self.geometry = g
-        number, pack = lax.div(number, packs), lax.rem(number, packs)
+    def __init__(self, kernel: "Kernel", refs: Mapping[str, Ref], block: Array) -> None:
+        g = self.geometry = kernel.geometry
+        packs = g.units // kernel.schedule.consumers
+        number, pack = lax.div(block, jnp.int32(packs)), lax.rem(block, jnp.int32(packs))
         self.row = Row(*(refs["tasks"][number, field] for field in range(len(Row._fields))))
         self.first_unit = pack * kernel.schedule.consumers
         self.group = lax.div(self.first_unit, jnp.int32(g.units_per_group))
         self.first_piece = self.row.first_piece
         length = self.row.stop - self.row.start
         pieces = lax.div(self.row.offset + length + (SIDE - 1), jnp.int32(SIDE))
-        self.pieces = jnp.where(self.row.owned == 1, pieces, 0)
+        self.pieces = jnp.where((self.row.owned == 1) & (length > 0), pieces, 0)
 
     def unit(self, consumer: Array | int) -> tuple[Array, Array]:
         """Returns the head of a consumer's unit, and the unit's first column in x."""
@@ -108,12 +101,6 @@ class Worker:
 
     def __init__(self, kernel: "Kernel", refs: Mapping[str, Ref]) -> None:
         self.kernel, self.geometry, self.refs = kernel, kernel.geometry, refs
-
-    def visit_task(self, visit: Callable[[Task], None]) -> None:
-        """Visits this block's task, unless its row has no tokens; those come last."""
-        kernel, block = self.kernel, lax.axis_index("block")
-        total = self.refs["num_tasks"][0] * kernel.packs
-        pl.when(block < total)(lambda: visit(Task(kernel, self.refs, block)))
 
     def slot(self, number: Array) -> Array:
         """Returns where a piece is put."""

@@ -20,11 +20,9 @@ from pallas_kernels.subjects import (
 
 SMALL = {"paged_attention": "page-edges", "ragged_attention": "mixed", "page_write": "latent"}
 EQUAL = {"paged_attention": "one-row", "ragged_attention": "one-prompt", "page_write": "latent"}
-for names in (SMALL, EQUAL):
-    names["rotary_write"] = next(
-        case.name for case in load_cases("rotary_write").values() if case.ci
-    )
-WITH_PEER = [op for op in OPS if op != "rotary_write"]
+WITH_PEER = tuple(SMALL)
+for op in set(OPS) - set(WITH_PEER):
+    SMALL[op] = EQUAL[op] = next(case.name for case in load_cases(op).values() if case.ci)
 on_cpu = pytest.mark.skipif(
     jax.default_backend() != "cpu", reason="says what happens without a GPU"
 )
@@ -83,6 +81,8 @@ def broken(op):
             return tuple(pool.at[0, 0].set(7) for pool in result)
         if op == "rotary_write":
             return result[0], tuple(pool.at[0, 0].set(7) for pool in result[1])
+        if KINDS[op].pool == "states":
+            return result[0], result[1].at[0].set(7)
         return result.at[-1].multiply(jnp.asarray(1.1, result.dtype))
 
     return wrong
@@ -138,6 +138,14 @@ def test_calls_of_a_launch_use_memory_of_their_own(op):
     case = load_cases(op)[SMALL[op]]
     subject = prepare(op, case, "float32", rotation_bytes=4 * case.bytes_moved("float32"))
     assert len(subject.own) == 4
+    if KINDS[op].pool == "states":
+        num_states = len(subject.inputs["states"])
+        assert len(subject.shared["states"]) == 4 * num_states
+        for copy, own in enumerate(subject.own):
+            real = subject.inputs["write_states"] < num_states
+            moved = subject.inputs["write_states"][real] + copy * num_states
+            np.testing.assert_array_equal(np.asarray(own["write_states"])[real], moved)
+        return
     if KINDS[op].writes:
         num_slots = int(np.prod(subject.inputs["pages"][0].shape[:2]))
         per_call = [np.asarray(own["slots"]) for own in subject.own]

@@ -81,6 +81,10 @@ class World:
             pages[salt, text] = page
         return pages
 
+    def kept_otherwise(self, name):
+        """Pages that are kept, and not for being full."""
+        return []
+
     def all_kept(self):
         return {group.name: self.kept(group.name) for group in self.groups}
 
@@ -141,7 +145,8 @@ class World:
         self._after_reserve(seq, reservation, before)
         step, self.next_step = self.next_step, self.next_step + 1
         for group in self.groups:
-            for position in range(live.computed, num_tokens):
+            start = max(live.computed, self.accounts._held[seq].covered.get(group.name, 0))
+            for position in range(start, num_tokens):
                 page, offset = self._place(seq, group, position)
                 assert self.accounts.pool(group.name).references(page) == 1, (
                     "a page that others hold is written"
@@ -155,13 +160,14 @@ class World:
 
     def _room(self, seq, num_tokens):
         """Pages left over in each group after a step, if the index gives up all that no other sequence holds."""
-        live, left = self.live[seq], {}
+        left = {}
         for group in self.groups:
             pool, table = self.accounts.pool(group.name), self.accounts.page_table(seq, group.name)
             idle = sum(pool.references(page) == 1 for page in pool.kept)
             copied = 0
-            written = range(live.computed // group.page_size, group.pages_for(num_tokens))
-            if num_tokens > live.computed:
+            start = self.accounts._held[seq].first_written(group.name)
+            written = range(start // group.page_size, group.pages_for(num_tokens))
+            if num_tokens > start:
                 for page in (table[i] for i in written if i < len(table)):
                     copied += pool.references(page) - (page in pool.kept) > 1
             more = max(0, group.pages_for(num_tokens) - len(table))
@@ -300,12 +306,13 @@ class World:
             for seq in self.live:
                 for page in self.held(seq, group.name):
                     holders[page] = holders.get(page, 0) + 1
-            pages = set(holders) | set(kept.values())
+            kept_pages = {*kept.values(), *self.kept_otherwise(group.name)}
+            pages = set(holders) | kept_pages
             assert self.accounts.num_free(group.name) == self.accounts.pool(
                 group.name
             ).num_total - len(pages)
             for page in pages:
-                wanted = holders.get(page, 0) + (page in kept.values())
+                wanted = holders.get(page, 0) + (page in kept_pages)
                 assert self.accounts.pool(group.name).references(page) == wanted
             if group.spec.window is None:
                 for salt, text in kept:

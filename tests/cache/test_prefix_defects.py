@@ -459,8 +459,8 @@ def one_group_gets_the_pages_of_another(patch):
     """Page ids of the first group in every table."""
 
     def make(match):
-        def mixed(index, lookups, num_tokens):
-            found = match(index, lookups, num_tokens)
+        def mixed(index, lookups, *text):
+            found = match(index, lookups, *text)
             first = next(iter(found.pages.values()))
             return prefix.Match(
                 found.num_tokens, dict.fromkeys(found.pages, first), found.unneeded, ""

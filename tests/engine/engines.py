@@ -1,6 +1,7 @@
 """Engines over a tiny random model, with small pools full of junk, and the oracle they are compared with."""
 
 from functools import cache
+from itertools import count
 
 import jax
 import jax.numpy as jnp
@@ -8,16 +9,17 @@ import numpy as np
 
 from jaxkv import default_model
 from jaxkv.cache.state import Cache
-from jaxkv.config import CacheConfig, ModelConfig, RopeConfig, SamplingParams
+from jaxkv.config import CacheConfig, SamplingParams
 from jaxkv.engine.engine import Engine
 from jaxkv.engine.engine_config import EngineConfig
 from jaxkv.engine.executor import Executor
-from jaxkv.engine.offline import generate_waves
 from jaxkv.engine.programs import Programs
 from jaxkv.engine.request import Request
+from jaxkv.model_config import ModelConfig, RopeConfig
 from jaxkv.models.decoder import Decoder
 from jaxkv.plan import plan_cache
 from jaxkv.tokenizer import load_tokenizer
+from tests.engine.oracle import generated
 
 VOCAB, LONGEST, ROWS, PAGE = 61, 64, 4, 8
 NOBODY = 10**9
@@ -64,7 +66,7 @@ def programs_of(rope):
 def executor_for(*, rope="plain", programs=None, **counts):
     """Returns an executor with a new cache; those of equal pools share their compiled programs."""
     model, params = model_of(rope)
-    wish = CacheConfig(max_sequences=ROWS, page_size=PAGE)
+    wish = CacheConfig(max_sequences=ROWS, page_size=PAGE, checkpoint_bytes=None)
     limits = {"dtype": "float32", "max_model_len": LONGEST, "free_bytes": None}
     layout, budget = plan_cache(model, wish, **limits)
     executor = Executor(
@@ -114,7 +116,29 @@ def engine_for(*, rope="plain", programs=None, free_pages=None, clock=None, **co
         executor.accounts.reserve(NOBODY, (ROWS * LONGEST // PAGE - free_pages) * PAGE)
     options = {"token_budget": 16} | config
     clocks = {} if clock is None else {"clock": clock}
-    return Engine(executor, TOKENIZER, EngineConfig(**options), **clocks)
+    engine = Engine(executor, TOKENIZER, EngineConfig(**options), **clocks)
+    keep_junk(engine)
+    return engine
+
+
+def keep_junk(engine):
+    """Lets every plan find junk in whatever was given back since the last one, and in a cache that was built anew."""
+    executor, plan = engine.executor, engine.scheduler.plan
+    release, given_back, filled = executor.accounts.release, count(), [None]
+
+    def counted(number):
+        release(number)
+        next(given_back)
+
+    def plan_over_junk():
+        marks = executor.owner.rebuilds, repr(given_back)
+        if marks != filled[0]:
+            fill_free(executor)
+            filled[0] = marks
+        return plan()
+
+    executor.accounts.release = counted
+    engine.scheduler.plan = plan_over_junk
 
 
 def request_of(prompt, *, seed=0, priority=0, stop_ids=(), **params):
@@ -129,18 +153,13 @@ def request_of(prompt, *, seed=0, priority=0, stop_ids=(), **params):
 
 
 def oracle(requests, rope="plain"):
-    """Returns what one executable per wave makes of these requests."""
-    return [_answers(tuple(requests), rope)[request] for request in requests]
+    """Returns what `jaxkv.generate` makes of these requests."""
+    return list(_answers(tuple(requests), rope))
 
 
 @cache
 def _answers(requests, rope):
-    executor = executor_for(rope=rope)
-    # One shape for all waves, so that few programs are compiled.
-    executor.shapes.row_buckets = (ROWS,)
-    executor.shapes.token_buckets = (ROWS * LONGEST,)
-    executor.shapes.length_buckets = (LONGEST,)
-    return dict(zip(requests, generate_waves(executor, requests), strict=True))
+    return generated(*model_of(rope), requests, rows=ROWS)
 
 
 def assert_equal(sequences, finished):
@@ -155,7 +174,14 @@ def assert_equal(sequences, finished):
 
 
 def assert_idle(engine):
-    """Nobody holds a page or a state but the index, and the books agree."""
+    """Nobody holds a page or a state but the index, the books agree, and nobody wrote the states that are reserved."""
+    owner = engine.executor.owner
+    states = [group for group in engine.executor.layout.groups if group.unit == "state"]
+    for group in [] if owner.poisoned else states:
+        live = owner.handle().cache
+        places = {(layer, array.role) for layer in group.layers for array in group.spec.arrays}
+        for place, array in zip(live.keys, live.arrays, strict=True):
+            assert place not in places or not np.asarray(array[0]).any(), (group.name, place)
     accounts = engine.executor.accounts
     if NOBODY in accounts._held:
         accounts.release(NOBODY)
@@ -165,7 +191,5 @@ def assert_idle(engine):
     assert not engine.scheduler.running
     assert not engine.scheduler.waiting
     for group in engine.executor.layout.groups:
-        free = accounts.num_free(group.name)
-        if group.unit == "page":
-            free += accounts.num_reclaimable(group.name)
+        free = accounts.num_free(group.name) + accounts.num_reclaimable(group.name)
         assert free == engine.executor.owner.counts[group.name] - (group.unit == "state")

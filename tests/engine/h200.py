@@ -48,34 +48,37 @@ gpu_device_info {
 ROWS, PAGES, PAGE_SIZE, WIDTH, LAYERS = 8, 128, 64, 8, 2
 
 
-def executor(implementation, pages=PAGES, rows=ROWS, layers=LAYERS):
+def executor(implementation, pages=PAGES, rows=ROWS, layers=LAYERS, **changes):
     """Returns an engine for a small Llama that hands out what it would have compiled; its cache lies on the host.
+
+    `changes` are fields of its config that make another model of it.
 
     The host would choose "xla", so the model is told what to run after the engine was made.
     """
     from jaxkv.cache.spec import LayerSpec, group_layers
     from jaxkv.cache.variants import sampling
-    from jaxkv.config import ModelConfig, RopeConfig
     from jaxkv.engine.executor import Executor
+    from jaxkv.model_config import ModelConfig, RopeConfig
     from jaxkv.models.registry import build_model
 
     class Recorder:
         def get(self, key, build):
             return build()
 
-    config = ModelConfig(
-        family="llama",
-        vocab_size=4096,
-        hidden_size=1024,
-        num_layers=layers,
-        heads=16,
-        kv_heads=4,
-        head_dim=128,
-        ffn_size=2048,
-        max_positions=4096,
-        rope=RopeConfig(rotary_dim=128),
-        windows=(None,) * layers,
-    )
+    llama = {
+        "family": "llama",
+        "vocab_size": 4096,
+        "hidden_size": 1024,
+        "num_layers": layers,
+        "heads": 16,
+        "kv_heads": 4,
+        "head_dim": 128,
+        "ffn_size": 2048,
+        "max_positions": 4096,
+        "rope": RopeConfig(rotary_dim=128),
+        "windows": (None,) * layers,
+    }
+    config = ModelConfig(**(llama | changes))
     model = build_model(config)
     specs = model.cache_specs(page_size=PAGE_SIZE, dtype="bfloat16")
     choices = sampling(config.vocab_size, penalties=True, bias_entries=8)
@@ -169,7 +172,9 @@ def report(name, lowering, dump):
     import jax
 
     from jaxkv.engine.audit import read_command_buffers
+    from jaxkv.engine.lowering import argument_types, trace
     from jaxkv.engine.programs import ProgramKey, compile_program
+    from jaxkv.engine.trace_name import name_traced
 
     key = ProgramKey(name, ROWS, ROWS, WIDTH)
     place = jax.sharding.SingleDeviceSharding(device())
@@ -181,12 +186,16 @@ def report(name, lowering, dump):
     with jax.default_device(device()):
         lowering = dataclasses.replace(lowering, arguments=arguments)
         program = compile_program(key, lowering, audited=False)
+        traced, types = trace(key.name, lowering), argument_types(lowering)
+    # The described device belongs to no client that could tell its versions.
+    stored_as = name_traced(key.name, traced, types, jax.devices()[0], {})
     # XLA writes the sequence after its passes only if they changed it; that name sorts last.
     thunks = sorted(Path(dump).glob(f"*jit_{key.name}.thunk_sequence*.txt"))[-1]
     buffers = read_command_buffers(thunks.read_text().splitlines())
     found = program.report
     return {
         "seconds": round(program.seconds, 2),
+        "stored_as": stored_as,
         "backend": found.backend,
         "cache_bytes": found.cache_bytes,
         "alias_bytes": found.alias_bytes,
@@ -207,7 +216,7 @@ def has_plugin():
     return all(importlib.util.find_spec(name) for name in names)
 
 
-def main(names):
+def main(names, lowerings=lowerings):
     if not has_plugin():
         reason = "needs jax-cuda13-plugin and jax-cuda13-pjrt, which compile for CUDA"
         print(json.dumps({"skipped": reason}))

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
+from jaxkv.engine import compilation
 from jaxkv.engine.compile_cache import (
     MIN_COMPILE_SECONDS,
     VARIABLE,
@@ -27,7 +28,9 @@ OPTIONS = (
 
 
 @pytest.fixture(autouse=True)
-def own_settings():
+def own_settings(monkeypatch):
+    # The store of traced programs would answer before JAX is asked; it has tests of its own.
+    monkeypatch.setattr(compilation, "open_store", lambda: None)
     before = {name: getattr(jax.config, name) for name in OPTIONS}
     jax.config.update("jax_compilation_cache_dir", None)
     compilation_cache.reset_cache()

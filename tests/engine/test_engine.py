@@ -113,6 +113,28 @@ def test_aborts_leave_the_others_alone():
         assert_idle(engine)
 
 
+def test_an_abort_may_come_at_any_step_and_twice():
+    """Reliability row 12: queued, in the middle of a prompt, with its last token under way, and when it has ended."""
+    requests = [request_of([at, 5, 9] * 8, max_tokens=4) for at in range(2)]
+    engine = engine_for(prefix_cache=False)
+    engine.run(truth := [engine.add([one])[0] for one in requests])
+    reasons = set()
+    for steps in range(12):
+        victim, other = [engine.add([one])[0] for one in requests]
+        for _ in range(steps):
+            engine.step()
+        engine.abort(victim)
+        engine.abort(victim)
+        engine.run([other])
+        assert other.token_ids == truth[1].token_ids
+        assert victim.token_ids == truth[0].token_ids[: victim.generated]
+        reasons.add(victim.reason)
+        assert not engine.scheduler.running
+        engine.executor.accounts.check()
+    assert reasons == {"abort", "length"}
+    assert_idle(engine)
+
+
 @pytest.mark.slow
 def test_whole_prompts_are_resumed_as_they_were():
     """A prompt whose length changes every angle comes back whole, and then token by token."""
@@ -150,7 +172,9 @@ def test_samples_of_one_prompt_are_those_of_as_many_requests(wish):
     engine.run(sequences)
     assert [one.token_ids for one in sequences] == alone(samples)
     assert len(set(map(tuple, alone(samples)))) == 6
-    assert sum(one.cached == 20 for one in sequences) >= ROWS - 1
+    # What a sample starts from is the first one's work, and nothing that the prefix cache had.
+    assert sum((one.shared, one.cached) == (20, 0) for one in sequences) >= ROWS - 1
+    assert not sequences[0].cached
     assert_idle(engine)
 
 
@@ -229,7 +253,7 @@ def test_pages_that_others_hold_are_reported_and_nothing_is_lost():
 
 
 def test_a_step_moves_two_arrays_to_the_device_and_one_back(monkeypatch):
-    """Must show: at most 2 copies to the device and 1 to the host per step, prepared steps apart."""
+    """T-16, must show: at most 2 copies to the device and 1 to the host per step, prepared steps apart."""
     engine = engine_for()
     sent, read = [], []
     executor = engine.executor
@@ -287,6 +311,11 @@ def test_a_warm_engine_compiles_nothing():
     [plain] = engine.add([requests[0]])
     engine.run([drawn, plain])
     assert isinstance(drawn.error, ProgramRefused)
+    # S3-11: the error names what was not declared.
+    [told] = engine.add([request_of([1, 2], logprobs=3)])
+    engine.run([told])
+    assert isinstance(told.error, ProgramRefused)
+    assert "logprobs is None, not 5" in str(told.error)
     assert_equal([plain], wanted[:1])
 
 

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from jaxkv.cache.state import Cache
-from jaxkv.engine.offline import Finished
 from jaxkv.engine.recovery import is_fatal
 from jaxkv.engine.sequence import FINISHED
 from jaxkv.errors import CachePoisoned
 from tests.engine.engines import PAGE, assert_equal, assert_idle, engine_for, request_of
+from tests.engine.oracle import Finished
 
 OUT_OF_MEMORY = "RESOURCE_EXHAUSTED: injected"
 REQUESTS = [request_of([7, at, 3 * at % 61, 9], max_tokens=9) for at in range(6)]
@@ -64,13 +64,14 @@ def start(engine, requests=REQUESTS):
     return [engine.add([one])[0] for one in requests]
 
 
+@pytest.mark.parametrize("message", [OUT_OF_MEMORY, "INTERNAL: a callback raised, injected"])
 @pytest.mark.parametrize(
     "faults", [{"reads": [0]}, {"reads": [3, 4]}, {"steps": [2]}, {"steps": [0], "reads": [5]}]
 )
-def test_a_lost_cache_costs_time_and_no_token(faults, wanted, monkeypatch):
-    """T-09, reliability rows 2 and 3: out of memory at the dispatch, and at the read with one step more in flight."""
+def test_a_lost_cache_costs_time_and_no_token(faults, message, wanted, monkeypatch):
+    """T-09, reliability rows 2, 3 and 5: at the dispatch, and at the read with one step more in flight."""
     engine = engine_for()
-    Faults(engine, monkeypatch, **faults)
+    Faults(engine, monkeypatch, message=message, **faults)
     sequences = start(engine)
     engine.run(sequences)
     assert_equal(sequences, wanted)
@@ -79,17 +80,30 @@ def test_a_lost_cache_costs_time_and_no_token(faults, wanted, monkeypatch):
 
 
 def test_a_hundred_losses_in_a_row_are_survived(wanted, monkeypatch):
+    """D1: a hundred steps one after the other run out of memory, and every request still has its tokens."""
+    engine = engine_for(most_rebuilds=100)
+    Faults(engine, monkeypatch, reads=range(100))
+    sequences = start(engine)
+    engine.run(sequences)
+    assert_equal(sequences, wanted)
+    assert engine.recoveries == 100
+    # From now on steps are as small as they can be, and still serve.
+    again = start(engine)
+    engine.run(again)
+    assert_equal(again, wanted)
+    assert_idle(engine)
+
+
+def test_losses_that_are_far_apart_are_survived_for_ever(wanted, monkeypatch):
     """D1, with a clock that leaves time between them."""
     ticks = count(step=200)
     engine = engine_for(clock=lambda: float(next(ticks)))
-    Faults(engine, monkeypatch, reads=range(0, 300, 3))
-    sequences = start(engine)
-    for _ in range(12):
+    Faults(engine, monkeypatch, reads=range(0, 100, 9))
+    for _ in range(4):
+        sequences = start(engine)
         engine.run(sequences)
         assert_equal(sequences, wanted)
-        sequences = start(engine)
-    engine.run(sequences)
-    assert engine.recoveries >= 100
+    assert engine.recoveries > 3
     assert_idle(engine)
 
 
@@ -167,6 +181,68 @@ def test_a_step_that_fails_once_is_tried_again_row_by_row(wanted, monkeypatch):
     assert engine.recoveries == 0
 
 
+def spoil(executor, page):
+    """Makes the keys of one page of the full-attention layers no numbers."""
+    live = executor.owner.take()
+    arrays = list(live.arrays)
+    place = live.keys.index((0, "key"))
+    values = np.array(arrays[place])
+    values[page] = np.nan
+    arrays[place] = jax.numpy.array(values)
+    executor.owner.put(Cache(arrays=tuple(arrays), keys=live.keys))
+
+
+def two_that_share(engine):
+    """Returns two running sequences that begin with the same two pages, which the index keeps, and the prompt."""
+    stem = tuple(range(1, 2 * PAGE + 1))
+    requests = [request_of((*stem, 50, at), max_tokens=12 + 10 * at) for at in range(2)]
+    first = engine.add([requests[0]])[0]
+    while engine.prefix.explain((*stem, 9)).num_reused < 2 * PAGE:
+        engine.step()
+    second = engine.add([requests[1]])[0]
+    for _ in range(3):
+        engine.step()
+    tables = [engine.executor.accounts.page_table(one.number, "gqa") for one in (first, second)]
+    assert tables[0][:2] == tables[1][:2]
+    assert tables[0][2] != tables[1][2]
+    return first, second, tables[0], (*stem, 9)
+
+
+def test_pages_that_a_neighbour_withdrew_come_back_when_a_sharer_has_read_them(monkeypatch):
+    """Reliability row 8: all pages of whoever failed go, and those that another's finite tokens prove good return."""
+    engine = engine_for()
+    first, second, pages, prompt = two_that_share(engine)
+    spoil(engine.executor, pages[2])
+    engine.run([first])
+    assert first.reason == "error"
+    assert engine.prefix.explain(prompt).num_reused == 0
+    engine.run([second])
+    assert second.reason == "length"
+    assert engine.prefix.explain(prompt).num_reused == 2 * PAGE
+    [third] = start(engine, [request_of(prompt)])
+    engine.run([third])
+    assert third.cached == 2 * PAGE
+    calm = engine_for(prefix_cache=False)
+    truth = start(calm, [second.request, third.request])
+    calm.run(truth)
+    assert [one.tokens for one in truth] == [second.tokens, third.tokens]
+    assert_idle(engine)
+
+
+def test_a_page_that_is_bad_itself_fails_all_who_share_it_and_never_comes_back():
+    """Reliability row 8: reading it makes no finite token, so that nobody can prove it good."""
+    engine = engine_for()
+    first, second, pages, prompt = two_that_share(engine)
+    spoil(engine.executor, pages[0])
+    engine.run([first, second])
+    assert {first.reason, second.reason} == {"error"}
+    assert engine.prefix.explain(prompt).num_reused == 0
+    [again] = start(engine, [request_of(prompt)])
+    engine.run([again])
+    assert again.reason == "length"
+    assert_idle(engine)
+
+
 def test_logits_that_are_no_numbers_fail_one_request(wanted):
     """Reliability row 8: its pages are not shared, and are clean for whoever gets them next."""
     engine = engine_for()
@@ -178,13 +254,7 @@ def test_logits_that_are_no_numbers_fail_one_request(wanted):
     executor = engine.executor
     page = executor.accounts.page_table(sequences[3].number, "gqa")[0]
     assert engine.prefix.explain(long.prompt).num_reused > 0
-    live = executor.owner.take()
-    arrays = list(live.arrays)
-    place = live.keys.index((0, "key"))
-    values = np.array(arrays[place])
-    values[page] = np.nan
-    arrays[place] = jax.numpy.array(values)
-    executor.owner.put(Cache(arrays=tuple(arrays), keys=live.keys))
+    spoil(executor, page)
     engine.run(sequences)
     assert sequences[3].reason == "error"
     assert engine.prefix.explain(long.prompt).num_reused == 0
@@ -217,25 +287,28 @@ def test_a_broken_stop_string_fails_one_request(wanted):
     assert_idle(engine)
 
 
-@pytest.mark.parametrize("where", ["read", "step", "admit", "reserve"])
+@pytest.mark.parametrize("where", ["read", "step", "admit", "reserve", "fork"])
 def test_an_interrupt_leaves_the_others_where_they_can_go_on(where, wanted, monkeypatch):
     """Ctrl-C: the call that was interrupted takes its requests along, another's are computed again."""
     engine = engine_for()
     [other] = start(engine, REQUESTS[:1])
     mine = start(engine, [request_of([1, 2], repetition_penalty=1.5), *REQUESTS[1:]])
+    mine += engine.add([request_of([4, 5, 6])] * 3)
     with monkeypatch.context() as patched:
-        owner = engine.executor.accounts if where == "reserve" else engine.executor
+        books = where in ("reserve", "fork")
+        owner = engine.executor.accounts if books else engine.executor
         calls, usual = count(), getattr(owner, where)
 
         def interrupt(*given):
-            if next(calls) == (0 if where in ("admit", "reserve") else 2):
+            if next(calls) == (2 if where in ("read", "step") else 0):
                 raise KeyboardInterrupt
             return usual(*given)
 
         patched.setattr(owner, where, interrupt)
         with pytest.raises(KeyboardInterrupt):
             engine.run(mine)
-    assert {one.reason for one in mine} <= {"abort"}
+    # The samples fork when some of the others have ended.
+    assert {one.reason for one in mine} == ({"abort", "length"} if where == "fork" else {"abort"})
     engine.run([other])
     assert_equal([other], wanted[:1])
     assert_idle(engine)

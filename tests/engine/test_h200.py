@@ -38,6 +38,13 @@ def test_a_program_updates_its_cache_in_place_on_an_h200(reports, name):
     assert report["alias_bytes"] == report["cache_bytes"]
 
 
+def test_programs_of_our_kernels_have_names_on_disk(reports):
+    """S3-14: a kernel's trace holds variables of what is around it, which have no values to be told apart by."""
+    names = {reports[name]["stored_as"] for name in ("decode", "decode_best", "prefill")}
+    assert len(names) == 3
+    assert all(len(name.rpartition("-")[2]) == 64 for name in names)
+
+
 def test_a_cache_of_one_page_may_be_swept_by_whoever_reads_it(reports):
     # Reading its only page is reading the pool, which attention without a kernel does in several passes.
     assert reports["one_page"]["problems"] == []

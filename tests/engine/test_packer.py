@@ -265,6 +265,57 @@ def test_rows_of_one_token_pack_to_the_same_bytes_by_either_path(order, drawn, l
             assert halves == split_seed(row.seed)
 
 
+VERBS = st.lists(
+    st.tuples(st.sampled_from(["grow", "grow", "fork", "end", "pack", "pack"]), st.integers(0, 3)),
+    min_size=5,
+    max_size=30,
+)
+
+
+@given(VERBS)
+@settings(max_examples=150, deadline=None)
+def test_what_a_packer_remembers_of_earlier_steps_never_shows(verbs):
+    """T-02: pages that grew, were copied or changed hands, and entries with a new owner; a new packer says the same."""
+    old, accounts = Packer(LAYOUT, COUNTS, VOCAB), Accounts(LAYOUT, COUNTS)
+    numbers, tokens, wishes = list(range(4)), {}, {}
+    for verb, at in verbs:
+        number = numbers[at]
+        if verb == "end" and number in tokens:
+            accounts.release(number)
+            del tokens[number]
+            numbers[at] = max(numbers) + 1
+        elif verb == "fork" and number in tokens and numbers[at - 1] not in tokens:
+            child = numbers[at - 1]
+            accounts.fork(number, child)
+            tokens[child], wishes[child] = tokens[number], wishes[number]
+        elif verb == "grow" and tokens.get(number, 0) < 13:
+            if number not in tokens:
+                accounts.open(number)
+                wishes[number] = SamplingParams(temperature=0.5, top_k=number % 50 + 1, seed=number)
+                tokens[number] = 0
+            try:
+                accounts.reserve(number, tokens[number] + 3)
+            except RuntimeError:
+                continue
+            accounts.commit(number, tokens[number] + 3)
+            tokens[number] += 3
+        rows = []
+        for one in tokens:
+            try:
+                accounts.reserve(one, tokens[one] + 1)
+            except RuntimeError:
+                continue
+            rows.append(Row(one, [one % VOCAB], tokens[one], wishes[one], seed=one))
+        if rows and verb == "pack":
+            shape = StepShape(4, 4, (12, 24), features_of(rows), decode=at % 2 == 0)
+            fresh = Packer(LAYOUT, COUNTS, VOCAB).pack(shape, rows, accounts)
+            for one, other in zip(old.pack(shape, rows, accounts), fresh, strict=True):
+                assert one.tobytes() == other.tobytes()
+        for row in rows:
+            accounts.commit(row.sequence, tokens[row.sequence] + 1)
+            tokens[row.sequence] += 1
+
+
 @given(seed=st.integers(0, 2**64 - 1))
 @settings(max_examples=50)
 def test_a_seed_survives_its_two_halves(seed):

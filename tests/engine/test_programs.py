@@ -5,6 +5,7 @@ import logging
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import jax
@@ -312,3 +313,78 @@ def test_programs_can_be_given_xla_options():
         Programs().get(
             key(), lambda: Lowering(run, arguments(), compiler_options={"xla_no_such_option": 1})
         )
+
+
+def builds(*sizes, function=run):
+    return {key(rows): lambda rows=rows: Lowering(function, arguments(rows)) for rows in sizes}
+
+
+def test_many_programs_are_those_that_each_alone_would_be():
+    """S3-16."""
+    programs = Programs()
+    one = programs.get(key(4), builds(4)[key(4)])
+    made = programs.get_all(builds(16, 4, 8))
+    assert [program.key.rows for program in made] == [16, 4, 8]
+    assert made[1] is one
+    assert [program.key.rows for program in programs.manifest()] == [4, 8, 16]
+    for program in made:
+        params, cache, ints, floats = arguments(program.key.rows)
+        _, out = program(params, cache, ints, floats)
+        assert out.shape == (program.key.rows, WIDTH)
+        assert 0 < program.host_seconds <= program.seconds
+
+
+def test_xla_compiles_some_while_others_are_traced(monkeypatch):
+    """The one that is traced last is traced while the first is still being compiled."""
+    second_traced = threading.Event()
+    compile_alone = jax.stages.Lowered.compile
+
+    def compile_late(lowered, **options):
+        assert second_traced.wait(60), "nothing was traced meanwhile"
+        return compile_alone(lowered, **options)
+
+    def traced_second(*given):
+        second_traced.set()
+        return run(*given)
+
+    monkeypatch.setattr(jax.stages.Lowered, "compile", compile_late)
+    both = builds(4) | builds(8, function=traced_second)
+    assert len(Programs().get_all(both)) == 2
+
+
+def test_a_bad_one_among_many_is_told_and_the_others_are_kept():
+    def swapped(params, cache, ints, floats):
+        cache, out = run(params, cache, ints, floats)
+        return (cache[1], cache[0]), out
+
+    programs = Programs()
+    with pytest.raises(ProgramRefused, match="in the place of"):
+        programs.get_all(builds(4) | builds(8, function=swapped) | builds(16))
+    assert [program.key.rows for program in programs.manifest()] == [4, 16]
+
+
+def test_a_failure_while_tracing_one_of_many_leaves_the_rest_undone():
+    def broken(*_):
+        raise ValueError("no such layer")
+
+    programs = Programs()
+    with pytest.raises(ValueError, match="no such layer"):
+        programs.get_all(builds(4) | builds(8, function=broken) | builds(16))
+    assert programs.manifest() == ()
+    assert len(programs.get_all(builds(4, 16))) == 2
+
+
+def test_many_are_refused_like_one_after_the_warm_up():
+    programs = Programs(strict=True)
+    programs.get_all(builds(4))
+    programs.seal()
+    assert len(programs.get_all(builds(4))) == 1
+    with pytest.raises(ProgramRefused, match="rows is 4, not 8"):
+        programs.get_all(builds(4, 8))
+
+
+def test_a_bar_shows_how_far_it_is(capsys):
+    Programs().get_all(builds(4, 8))
+    assert capsys.readouterr().err == ""
+    Programs().get_all(builds(4, 8), progress=True)
+    assert "2/2" in capsys.readouterr().err

@@ -4,6 +4,7 @@ The device keeps, for each slot, a number that stands for the whole text up to i
 other. So whoever is resumed, forked or given another's pages must find exactly its own text there.
 """
 
+import random
 from collections import deque
 from zlib import crc32
 
@@ -289,6 +290,17 @@ class SchedulerMachine(RuleBasedStateMachine):
     def suspect_everybody(self):
         self.serving.scheduler.isolate(list(self.serving.scheduler.running))
 
+    @precondition(lambda self: self.serving.scheduler.running)
+    @rule(data=st.data())
+    def leave_some_out_of_a_step(self, data):
+        running = self.serving.scheduler.running
+        self.serving.scheduler.postpone(running[data.draw(st.integers(0, len(running) - 1)) :])
+
+    @precondition(lambda self: self.serving.scheduler.running)
+    @rule(data=st.data())
+    def put_off(self, data):
+        self.serving.scheduler.put_off(data.draw(st.sampled_from(self.serving.scheduler.running)))
+
     @invariant()
     def the_books_agree(self):
         self.serving.check_books()
@@ -313,6 +325,43 @@ TestSchedulerMachine.settings = settings(
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
 )
+
+
+@pytest.mark.slow
+def test_fifty_thousand_random_steps_lose_nobody_and_no_page():
+    """A2 at the size of tier C: arrivals, aborts, losses, suspects, and steps that had to leave some out."""
+    draw, steps = random.Random(2), 0
+    while steps < 50_000:
+        serving = Serving(prefix=draw.random() < 0.8, budget=draw.choice([5, 12]))
+        aborted = set()
+        for _ in range(150):
+            scheduler, running = serving.scheduler, list(serving.scheduler.running)
+            verb = draw.choices(
+                ["add", "step", "abort", "lose", "alone", "left"], [3, 30, 1, 1, 1, 1]
+            )[0]
+            if verb == "add" and len(serving.unfinished) < 12:
+                prompt = [draw.randrange(2) for _ in range(draw.randrange(1, 20))]
+                seed, samples = draw.randrange(4), draw.choice([1, 1, 3])
+                serving.add(prompt, draw.randrange(1, 16), seed=seed, samples=samples)
+            elif verb == "abort" and serving.unfinished:
+                victim = draw.choice(serving.unfinished)
+                scheduler.drop(victim)
+                aborted.add(victim.number)
+            elif verb == "lose":
+                serving.lose()
+            elif verb == "alone" and running:
+                scheduler.isolate(running)
+            elif verb == "left" and running:
+                scheduler.postpone(running[draw.randrange(len(running)) :])
+            serving.step()
+            serving.check_books()
+            steps += 1
+        serving.finish()
+        serving.check_idle()
+        assert serving.preempted_first == 0
+        for one in serving.sequences:
+            truth = serving.truth[one.number]
+            assert one.tokens == (truth[: len(one.tokens)] if one.number in aborted else truth)
 
 
 def test_the_oldest_gets_on_when_all_want_the_last_page():

@@ -14,10 +14,11 @@ from jaxkv.engine.buckets import (
     bucket,
     coarse_buckets,
     filled,
+    row_buckets,
     token_buckets,
 )
 from jaxkv.engine.rows import Row
-from jaxkv.engine.step_shapes import StepShapes
+from jaxkv.engine.step_shapes import COARSE, FINE, StepShapes, grain_of
 
 LAYOUT = group_layers(
     (
@@ -83,16 +84,65 @@ def test_coarse_sizes_end_in_the_maximum():
     assert coarse_buckets(512, 100, 4) == (100,)
 
 
+@given(st.integers(1, 1024), st.integers(1, 1024), st.integers(2, 8))
+def test_rows_that_generate_are_padded_little(maximum, rows, factor):
+    """S3-04, S3-05: nobody can be left out of a step for the sake of its size, so there are sizes enough."""
+    sizes = row_buckets(maximum, factor)
+    assert sizes[-1] == maximum
+    assert list(sizes) == sorted(set(sizes))
+    rows = min(rows, maximum)
+    assert bucket(rows, sizes) <= max(MOST_PADDING * rows, LOOSE_TOKENS)
+
+
+@given(st.data(), st.sampled_from([FINE, COARSE]), st.sampled_from([100, 256]))
+@settings(max_examples=300, deadline=None)
+def test_no_step_is_padded_by_more_than_a_quarter_above_64_tokens(data, grain, max_rows):
+    """S3-04, over whatever a step may consist of: rows that generate, and prompts cut as the scheduler cuts them."""
+    served = shapes(max_rows=max_rows, grain=grain)
+    decoding = data.draw(st.integers(0, max_rows))
+    prompts = data.draw(st.lists(st.integers(2, 1500), max_size=min(8, max_rows - decoding)))
+    counts = [1] * decoding
+    if prompts:
+        most = min(2048, decoding + sum(prompts))
+        fits = served.fill(decoding + 1, most)
+        if fits is None:
+            counts, fits = [], served.fill(1, min(2048, sum(prompts)))
+        assert fits is not None
+        for prompt in prompts:
+            counts.append(min(prompt, fits - sum(counts)))
+            if sum(counts) == fits:
+                break
+    if not counts:
+        return
+    shape = served.declare(rows(*counts), total_tokens=4096).shape
+    assert sum(counts) <= shape.tokens <= max(MOST_PADDING * sum(counts), LOOSE_TOKENS)
+
+
+@given(st.integers(2, COARSE.whole_up_to))
+def test_short_prompts_that_are_alone_are_not_cut_for_kernels(tokens):
+    """S3-15: the rest of a prompt of 100 tokens would take a second step as long as the first."""
+    assert shapes(grain=COARSE).fill(1, tokens) == tokens
+
+
+def test_kernels_that_skip_padding_get_fewer_programs():
+    assert grain_of("xla") == FINE
+    assert grain_of("mosaic_gpu") == grain_of("cudnn") == COARSE
+    limits = {"max_tokens": 2048, "max_rows": 256}
+    fine, coarse = (len(shapes(grain=g, **limits).declare_all(Features())) for g in (FINE, COARSE))
+    assert coarse <= 30 < fine
+
+
 @given(
     st.lists(st.integers(1, 300), min_size=1, max_size=100),
     st.integers(300, 4096),
     st.booleans(),
     st.booleans(),
+    st.sampled_from([FINE, COARSE]),
 )
 @settings(max_examples=200, deadline=None)
-def test_every_step_has_a_declared_program_that_holds_it(counts, total, decode, pinned):
+def test_every_step_has_a_declared_program_that_holds_it(counts, total, decode, pinned, grain):
     """S3-10, S3-17: what is declared is what runs, also with every shape pinned."""
-    served = shapes(pinned=pinned)
+    served = shapes(pinned=pinned, grain=grain)
     batch = rows(*([1] * len(counts) if decode else counts[:6]))
     declared = served.declare(batch, total_tokens=total)
     assert declared in served.declare_all(Features())

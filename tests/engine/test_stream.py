@@ -1,20 +1,25 @@
-"""A stream gives the tokens of the whole loop, however its prompt is cut."""
+"""A stream gives the tokens of the whole loop, however its prompt is cut, and gives its pages back."""
 
 import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxkv.config import CacheConfig, ModelConfig, RopeConfig, SamplingParams
+from jaxkv.config import CacheConfig, SamplingParams
+from jaxkv.engine.engine import Engine
+from jaxkv.engine.engine_config import EngineConfig
 from jaxkv.engine.executor import Executor
-from jaxkv.engine.offline import generate_waves
 from jaxkv.engine.programs import Programs
 from jaxkv.engine.request import Request
-from jaxkv.engine.stream import stream_request
+from jaxkv.engine.serve import serve_stream
+from jaxkv.engine.turns import Turns
+from jaxkv.model_config import ModelConfig, RopeConfig
 from jaxkv.models.decoder import Decoder
 from jaxkv.plan import plan_cache
+from tests.engine.oracle import generated
 
 
-def executor_for(rope):
+def engine_for(rope):
+    """Returns an engine whose steps hold 8 tokens."""
     model = Decoder(
         ModelConfig(
             family="llama",
@@ -37,7 +42,8 @@ def executor_for(rope):
     wish = CacheConfig(max_sequences=2, page_size=8)
     layout, budget = plan_cache(model, wish, dtype="float32", max_model_len=64, free_bytes=None)
     limits = {"max_tokens": 64, "max_rows": 2}
-    return Executor(model, params, layout, budget.counts, programs=Programs(), **limits)
+    executor = Executor(model, params, layout, budget.counts, programs=Programs(), **limits)
+    return Engine(executor, config=EngineConfig(token_budget=8))
 
 
 @pytest.mark.parametrize(
@@ -50,20 +56,22 @@ def executor_for(rope):
     ],
     ids=lambda rope: rope.kind,
 )
-def test_a_prompt_of_several_chunks_streams_the_tokens_of_the_loop(rope, monkeypatch):
+def test_a_prompt_of_several_chunks_streams_the_tokens_of_the_loop(rope):
     """S3-01, S5-21's plain half: chunks of 8 of a prompt of 30 tokens, past the original context."""
-    monkeypatch.setattr("jaxkv.engine.shapes.PREFILL_CHUNK", 8)
-    executor = executor_for(rope)
+    engine = engine_for(rope)
     request = Request(
         prompt=tuple((7 * place) % 61 for place in range(30)),
         params=SamplingParams(temperature=0.0, max_tokens=12, logprobs=5),
         seed=0,
         stop_ids=(),
     )
-    [whole] = generate_waves(executor, [request])
-    streamed = list(stream_request(executor, request))
-    assert tuple(token.token_id for token in streamed) == whole.token_ids
+    executor = engine.executor
+    [whole] = generated(executor.model, executor.params, [request], rows=1)
+    streamed = list(serve_stream(Turns(), engine, request))
+    assert tuple(piece.token_id for piece in streamed) == whole.token_ids
     # Equal tokens may be luck; the numbers behind them are not.
-    for token, wanted in zip(streamed, whole.logprobs, strict=True):
-        assert token.logprobs == pytest.approx(wanted, abs=1e-4)
+    for piece, wanted in zip(streamed, whole.logprobs, strict=True):
+        assert piece.logprobs == pytest.approx(wanted, abs=1e-4)
+    assert engine.steps == 11 + (1 if executor.model.whole_prompts else 4)
     executor.accounts.check()
+    assert not engine.scheduler.running

@@ -88,6 +88,7 @@ def test_feed_forward_gates_the_second_half_by_the_first(activation, biased):
         "gelu_tanh": lambda x: (
             x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))) / 2
         ),
+        "relu2": lambda x: np.maximum(x, 0) ** 2,
     }
     params = {"gate_up": normal(10, 6), "down": normal(6, 5)}
     if biased:

@@ -1,4 +1,4 @@
-"""Runs a model's steps from hand-built metadata: shuffled pages, padding on every axis, one program per kind."""
+"""Runs a model's steps from hand-built metadata: shuffled pages and states, padding on all axes, one program each."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.batch import PagedTables, SamplingBatch, StepBatch
+from jaxkv.batch import PagedTables, SamplingBatch, StateTables, StepBatch
 from jaxkv.cache.spec import group_layers
 from jaxkv.cache.state import init_cache
 
@@ -20,7 +20,7 @@ def run_step(model, params, cache, batch):
 
 
 class Driver:
-    """A few rows that grow step by step, each with pages of its own drawn at random from the pool.
+    """A few rows that grow step by step, each with pages and states of its own drawn at random from the pools.
 
     Args:
         model: a `Decoder` or anything that follows `jaxkv.models.protocol.Model`.
@@ -52,13 +52,20 @@ class Driver:
         width = -(-max_tokens // page_size)
         # One page is nobody's: padding of the tables names it.
         self.num_pages = rows * width + 1
-        self.cache = init_cache(self.layout, {g.name: self.num_pages for g in self.layout.groups})
+        self.num_states = 2 * rows + 1
+        counts = {"page": self.num_pages, "state": self.num_states}
+        self.cache = init_cache(self.layout, {g.name: counts[g.unit] for g in self.layout.groups})
         draw = np.random.default_rng(seed)
         self.tables = [
             draw.permutation(self.num_pages)[: rows * width].reshape(rows, width).astype(np.int32)
             for _ in self.layout.paged_groups
         ]
-        self.lengths = [0] * rows
+        # Each row has two states of its own and goes from one to the other.
+        self.states = [
+            1 + draw.permutation(2 * rows).reshape(rows, 2).astype(np.int32)
+            for _ in self.layout.state_groups
+        ]
+        self.lengths, self.steps = [0] * rows, [0] * rows
 
     def prefill(self, new: Sequence[Sequence[int]]) -> list[np.ndarray]:
         """Feeds row r the tokens `new[r]`; returns each row's logits [new tokens, vocab]."""
@@ -92,7 +99,7 @@ class Driver:
             num_tokens=jnp.int32(bounds[-1]),
             num_rows=jnp.int32(np.count_nonzero(counts)),
             paged=tuple(self._tables(table, owner, positions, size) for table in self.tables),
-            states=(),
+            states=tuple(self._states(states, counts) for states in self.states),
             # Nothing is sampled here: every row's slot lies past the end.
             sampling=SamplingBatch(slots=jnp.arange(self.rows), carry=jnp.zeros(self.rows, int)),
             decode=decode,
@@ -104,6 +111,15 @@ class Driver:
         slots[: len(owner)] = pages * self.page_size + positions % self.page_size
         return PagedTables(page_table=jnp.asarray(table), write_slots=jnp.asarray(slots, jnp.int32))
 
+    def _states(self, states, counts):
+        """A row reads what it wrote last, the zero state if nothing; a row without tokens is padding."""
+        rows, steps = np.arange(self.rows), np.array(self.steps)
+        read = np.where((counts > 0) & (steps > 0), states[rows, (steps + 1) % 2], 0)
+        write = np.where(counts > 0, states[rows, steps % 2], self.num_states + rows)
+        return StateTables(
+            read_states=jnp.asarray(read, jnp.int32), write_states=jnp.asarray(write, jnp.int32)
+        )
+
     def _run(self, new, *, decode):
         batch = self.batch(new, decode=decode)
         self.cache, logits = run_step(self.model, self.params, self.cache, batch)
@@ -112,6 +128,7 @@ class Driver:
             split.append(logits[start : start + len(tokens)])
             start += len(tokens)
             self.lengths[row] += len(tokens)
+            self.steps[row] += len(tokens) > 0
         return split
 
 

@@ -26,16 +26,20 @@ class Case:
 
     Attributes:
         name: of the family's classes in transformers, such as "Llama".
-        options: config keys beside `SHAPE`.
+        options: config keys beside `shape`.
         seed: draws weights and prompt; chosen so that greedy decoding has clear winners.
+        shape: config keys that cases share.
+        around_zero: what the names of norms hold that weigh by one more than their weights.
     """
 
     name: str
     options: dict = field(default_factory=dict)
     seed: int = 0
+    shape: dict = field(default_factory=lambda: SHAPE)
+    around_zero: tuple = ()
 
     def config(self):
-        return getattr(transformers, f"{self.name}Config")(**(SHAPE | self.options))
+        return getattr(transformers, f"{self.name}Config")(**(self.shape | self.options))
 
     def build(self):
         """Returns the model in float32; norms and biases are drawn too, or they would hide their own absence."""
@@ -46,7 +50,11 @@ class Case:
         with torch.no_grad():
             for name, weight in model.named_parameters():
                 if weight.ndim == 1:
-                    weight.normal_(mean=1.0 if "norm" in name else 0.0, std=0.2)
+                    zero = "norm" not in name or any(part in name for part in self.around_zero)
+                    weight.normal_(mean=0.0 if zero else 1.0, std=0.2)
+            for name, buffer in model.named_buffers():
+                if "correction" in name:
+                    buffer.normal_(std=0.2)
         return model
 
     def prompt(self, length, *, offset=0):
@@ -104,22 +112,30 @@ def logits(model, tokens, *, chunks=None):
     """Returns the logits of every position [tokens, vocab], computed in one go or in chunks over a cache."""
     pieces, past, start = [], None, 0
     for size in chunks or (len(tokens),):
-        ids = torch.tensor([tokens[start : start + size]])
-        out = model(input_ids=ids, past_key_values=past, use_cache=True)
-        past, start = out.past_key_values, start + size
-        pieces.append(out.logits[0])
+        scores, past = _forward(model, tokens[start : start + size], past, start)
+        start += size
+        pieces.append(scores)
     return torch.cat(pieces).numpy()
 
 
 @torch.no_grad()
 def greedy(model, tokens, steps):
     """Returns the next `steps` most likely tokens, and the smallest lead any of them had over the second."""
-    out = model(input_ids=torch.tensor([tokens]), use_cache=True)
+    scores, past = _forward(model, tokens, None, 0)
     chosen, leads = [], []
-    for _ in range(steps):
-        best = out.logits[0, -1].topk(2)
+    for step in range(steps):
+        best = scores[-1].topk(2)
         chosen.append(int(best.indices[0]))
         leads.append(float(best.values[0] - best.values[1]))
-        ids = torch.tensor([chosen[-1:]])
-        out = model(input_ids=ids, past_key_values=out.past_key_values, use_cache=True)
+        scores, past = _forward(model, chosen[-1:], past, len(tokens) + step)
     return chosen, min(leads)
+
+
+def _forward(model, tokens, past, start):
+    """Returns the logits of new tokens and the cache after them."""
+    name = "cache_params" if model.config.model_type == "mamba2" else "past_key_values"
+    # Said, because not every family counts on from its cache by itself.
+    positions = torch.arange(start, start + len(tokens))[None]
+    ids = torch.tensor([tokens])
+    out = model(input_ids=ids, position_ids=positions, use_cache=True, **{name: past})
+    return out.logits[0], out[name]

@@ -11,7 +11,7 @@ from flax import nnx
 from jaxkv.cache.spec import group_layers
 from jaxkv.cache.state import init_cache
 from jaxkv.cache.variants import gqa, place
-from jaxkv.config import ModelConfig, RopeConfig
+from jaxkv.model_config import ModelConfig, RopeConfig
 from jaxkv.models import implementation
 from jaxkv.models.flax_model import FlaxModel
 from jaxkv.models.implementation import Choice, ask, best_on_device, choose_implementation

@@ -135,7 +135,9 @@ def test_one_process_runs_it_over_several_grids(races):
     for seq_lens in ((30,), (30, 70, 5), (30,), (30, 70)):
         case = small(*seq_lens, table_width=5)
         inputs = case.inputs(1)
-        assert_is_oracle(attend(case, Schedule(1, 2, 1), inputs, interpret=True), inputs, "bfloat16")
+        assert_is_oracle(
+            attend(case, Schedule(1, 2, 1), inputs, interpret=True), inputs, "bfloat16"
+        )
     assert not races()
 
 

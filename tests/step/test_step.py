@@ -13,10 +13,11 @@ from jaxkv.cache.accounts import Accounts
 from jaxkv.cache.spec import LayerSpec, group_layers
 from jaxkv.cache.state import init_cache
 from jaxkv.cache.variants import sampling
-from jaxkv.config import ModelConfig, RopeConfig, SamplingParams
+from jaxkv.config import SamplingParams
 from jaxkv.engine.fields import StepShape
 from jaxkv.engine.packer import Packer
 from jaxkv.engine.rows import Row
+from jaxkv.model_config import ModelConfig, RopeConfig
 from jaxkv.models.decoder import Decoder
 from jaxkv.step.step import step
 from pallas_kernels import page_write, paged_attention

@@ -44,7 +44,7 @@ def watch(event, arguments):
 
 import jax
 jax.devices()
-from jaxkv.config import ModelConfig, RopeConfig
+from jaxkv.model_config import ModelConfig, RopeConfig
 from jaxkv.models.decoder import Decoder
 from jaxkv.models.registry import load_config
 from jaxkv.tokenizer import load_tokenizer

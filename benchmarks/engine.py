@@ -1,0 +1,345 @@
+"""Times the engine with random weights of a real model's shape: start-up, steady decode, first tokens, throughput.
+
+    JAXKV_COMPILE_CACHE=/tmp/fresh python -m benchmarks.engine --shape qwen3-0.6b --parts startup
+    JAXKV_COMPILE_CACHE=/tmp/fresh python -m benchmarks.engine --shape qwen3-0.6b
+    python -m benchmarks.hf_serving --shape qwen3-0.6b
+
+The first is a cold start, the second a warm one and all the rest, the third the peer. Every part is printed and
+recorded as soon as it is done.
+
+The GPU's idle share in steady decode is one less the time that its streams were busy in steps of the engine, as the
+profiler saw them, over the time that such steps take unprofiled. Beside it stands the time per step of the very same
+program queued again and again, with nothing packed and nothing read.
+"""
+
+import argparse
+import logging
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from benchmarks.generate import Setting, decode_bytes, measure_read_bandwidth
+from benchmarks.record import RECORDS, save_record
+from benchmarks.stopwatch import Stopwatch, busy_seconds, process_seconds, queued_seconds
+from benchmarks.timing import CEILINGS, refuse_profilers
+from jaxkv.bench.figures import figures_of
+from jaxkv.bench.modes import warm
+from jaxkv.bench.serving import Served, serve
+from jaxkv.bench.shapes import SHAPES
+from jaxkv.bench.workload import Workload
+from jaxkv.config import CacheConfig, SamplingParams
+from jaxkv.engine.engine import Engine
+from jaxkv.engine.engine_config import EngineConfig
+from jaxkv.engine.request import Request
+from jaxkv.engine.sequence import FINISHED
+from jaxkv.engine.sequence import Sequence as Sample
+from jaxkv.engine.warm_up import WarmUp
+from jaxkv.models.protocol import Params
+
+PARTS = ("startup", "steady", "first-token", "throughput")
+LONG_PROMPT = 2048
+SHORT_PROMPTS = (32, 64, 96, 100, 128, 192)
+
+Row = dict[str, Any]
+
+
+class Bench:
+    """An engine of one shape under measurement.
+
+    Args:
+        options: of the command line.
+        age: seconds that the process has taken so far, for its imports.
+    """
+
+    def __init__(self, options: argparse.Namespace, age: float) -> None:
+        self.options = options
+        self.config = SHAPES[options.shape]
+        self.workload = Workload(
+            requests=options.requests,
+            prompt_tokens=options.prompt_tokens,
+            output_tokens=options.output_tokens,
+        )
+        steady = options.context + max(steady_tokens(options, batch) for batch in options.batch)
+        longest = max(self.workload.longest, options.long_prompt + 2, steady)
+        served = Served(
+            shape=options.shape,
+            dtype=options.dtype,
+            max_model_len=longest,
+            cache=CacheConfig(max_sequences=options.max_sequences),
+            engine=EngineConfig(token_budget=options.token_budget),
+        )
+        start = time.perf_counter()
+        self.engine: Engine = served.build()
+        built = time.perf_counter()
+        # One long prompt more than the workload has decides how long tables are.
+        example = Workload(
+            requests=options.requests, prompt_tokens=(1, longest - 1), output_tokens=(1, 1)
+        )
+        warm_up = WarmUp(0, 0, 0.0, 0.0, 0) if options.lazy else warm(self.engine, example)
+        ready = time.perf_counter()
+        [line] = serve(self.engine, self._requests(1, 64, 2), [0.0])
+        self.startup: Row = {
+            "kind": "warm" if warm_up.loaded == warm_up.programs else "cold",
+            "programs": warm_up.programs,
+            "loaded": warm_up.loaded,
+            "import_s": age,
+            "weights_and_cache_s": built - start,
+            "programs_s": warm_up.seconds,
+            "tracing_and_lowering_s": warm_up.host_seconds,
+            "start_up_s": age + ready - start,
+            "first_token_s": line.tokens[0],
+            "most_temporary_mib": warm_up.temp_bytes / 2**20,
+        }
+        self._watch()
+
+    def _watch(self) -> None:
+        """Times the parts of a step, and keeps what was last run."""
+        executor, self.watch = self.engine.executor, Stopwatch()
+        self.watch.watch(self.engine.scheduler, "plan", "plan")
+        self.watch.watch(executor.packer, "pack", "pack")
+        run = executor._run
+        self.last: Any = None
+        """The program that was run last, and its arguments besides parameters and cache."""
+
+        def keep(program: Any, arrays: Any) -> Any:  # noqa: ANN401 - passed through
+            self.last = program, arrays
+            return run(program, arrays)
+
+        executor._run = keep
+        self.watch.watch(executor, "_run", "enqueue")
+        self.watch.watch(executor, "read", "wait")
+        self.watch.watch(self.engine, "_collect", "collect")
+
+    def _requests(self, count: int, prompt: int, output: int, seed: int = 0) -> list[Request]:
+        draw = np.random.default_rng((seed, prompt, count))
+        return [self._request(draw, prompt, output) for _ in range(count)]
+
+    def _request(
+        self, draw: np.random.Generator, prompt: int, output: int, common: tuple[int, ...] = ()
+    ) -> Request:
+        tokens = draw.integers(0, self.config.vocab_size, prompt - len(common)).tolist()
+        params = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True)
+        return Request(prompt=(*common, *tokens), params=params, seed=0, stop_ids=())
+
+    def steady(self, batch: int, bandwidth: float) -> Row:
+        """Times steps in which every one of `batch` sequences generates, and nobody comes or goes."""
+        prompt, steps = self.options.context, self.options.steps
+        output = steady_tokens(self.options, batch)
+        samples = [
+            self.engine.add([one])[0] for one in self._requests(batch, prompt, output, batch)
+        ]
+        while any(sample.generated < 8 for sample in samples):
+            self.engine.step()
+        self.watch.reset()
+        start = time.perf_counter()
+        self._steps(steps)
+        wall = (time.perf_counter() - start) / steps
+        host = {label: seconds / steps for label, seconds in self.watch.seconds.items()}
+        busy = busy_seconds(lambda: self._steps(steps // 4))
+        queued = queued_seconds(self.engine.executor, *self.last)
+        length = round(statistics.mean(len(sample.tokens) for sample in samples) - 0.75 * steps)
+        if any(sample.status == FINISHED for sample in samples):
+            raise RuntimeError("a sequence ended while steps were timed; this is no steady decode")
+        self._end(samples)
+        itemsize = jax.tree.leaves(self.engine.executor.params)[0].dtype.itemsize
+        at_middle = Setting(batch, length, 0, 0)
+        num_bytes = decode_bytes(self.config, self.engine.executor.params, at_middle, itemsize)
+        host["collect"] -= host["wait"]
+        return {
+            "batch": batch,
+            "context": length,
+            "program": str(self.last[0].key),
+            "step_ms": wall * 1e3,
+            "queued_ms": queued * 1e3,
+            "gpu_busy_ms": busy and busy / (steps // 4) * 1e3,
+            "gpu_idle_percent": busy and 100 * max(0.0, 1 - busy / (steps // 4) / wall),
+            "floor_ms": num_bytes / bandwidth * 1e3,
+            "share_of_floor_percent": 100 * num_bytes / bandwidth / wall,
+            "tokens_per_second": batch / wall,
+            **{f"{label}_ms": seconds * 1e3 for label, seconds in host.items()},
+            "other_host_ms": (wall - sum(host.values())) * 1e3,
+        }
+
+    def _steps(self, count: int) -> None:
+        for _ in range(count):
+            self.engine.step()
+
+    def _end(self, samples: Sequence[Sample]) -> None:
+        for sample in samples:
+            self.engine.abort(sample)
+        while self.engine.has_work:
+            self.engine.step()
+
+    def first_tokens(self) -> list[Row]:
+        """Times the first token of lone requests: short ones, and long ones with and without a prefix that is kept."""
+        repeats, rows = self.options.repeats, []
+        for length in SHORT_PROMPTS:
+            times = [
+                self._first(self._requests(1, length, 1, 100 + at)[0]) for at in range(repeats)
+            ]
+            rows.append(self._first_row(f"prompt of {length}", length, times))
+        long, kept = self.options.long_prompt, int(0.9 * self.options.long_prompt)
+        cold, hit = [], []
+        for at in range(repeats):
+            draw = np.random.default_rng(500 + at)
+            first = self._request(draw, long, 1)
+            cold.append(self._first(first))
+            hit.append(self._first(self._request(draw, long, 1, first.prompt[:kept])))
+        rows.append(self._first_row("cold", long, cold))
+        rows.append(self._first_row("90% kept", long, hit))
+        return rows
+
+    def _first(self, request: Request) -> tuple[float, int]:
+        """Returns the seconds to a request's first token, and how many tokens of its prompt were kept."""
+        start = time.perf_counter()
+        [sample] = self.engine.add([request])
+        while not sample.generated:
+            self.engine.step()
+        seconds = time.perf_counter() - start
+        self._end([sample])
+        return seconds, sample.cached or 0
+
+    def _first_row(self, name: str, length: int, times: list[tuple[float, int]]) -> Row:
+        # The first run of a shape may have to wait for the device to wake up.
+        seconds = [one for one, _ in times[1:] or times]
+        return {
+            "request": name,
+            "prompt_tokens": length,
+            "cached_tokens": times[-1][1],
+            "ttft_ms": statistics.median(seconds) * 1e3,
+            "spread_ms": (max(seconds) - min(seconds)) * 1e3,
+        }
+
+    def throughput(self, bandwidth: float) -> Row:
+        """Serves the whole workload at once."""
+        requests = self.workload.draw(self.config.vocab_size)
+        steps = self.engine.steps
+        self.watch.reset()
+        figures = figures_of(serve(self.engine, requests, [0.0] * len(requests)))
+        steps = self.engine.steps - steps
+        params = self.engine.executor.params
+        floor = workload_floor(self.options.shape, requests, bandwidth, params)
+        flat = {
+            f"{name}_{which}": number
+            for name in ("ttft_ms", "tpot_ms", "itl_ms", "e2e_ms")
+            for which, number in (figures.as_dict().pop(name) or {}).items()
+        }
+        plain = {k: v for k, v in figures.as_dict().items() if not k.endswith("_ms")}
+        return {
+            "server": "jaxkv",
+            **plain,
+            "steps": steps,
+            "floor_s": floor,
+            "share_of_floor_percent": 100 * floor / figures.seconds,
+            **{f"{k}_s": seconds for k, seconds in self.watch.seconds.items()},
+            "compiled_while_serving": self.engine.executor.programs.compiled_late,
+            **flat,
+        }
+
+
+def steady_tokens(options: argparse.Namespace, batch: int) -> int:
+    """Returns how many tokens must be asked for, so that the first to begin goes on until the last was timed."""
+    waiting = -(-batch * options.context // max(1, options.token_budget - batch))
+    return waiting + 2 * options.steps + 64
+
+
+def workload_floor(
+    shape: str, requests: Sequence[Request], bandwidth: float, params: Params
+) -> float:
+    """Returns the least seconds for a workload: products of the prompts at their ceiling, then decode at reading speed.
+
+    Decode reads the weights as often as the longest output has tokens, and each token's keys and values once. Where
+    the device's ceiling for products is unknown, the prompts count nothing.
+    """
+    config = SHAPES[shape]
+    itemsize = jax.tree.leaves(params)[0].dtype.itemsize
+    per_key = config.num_layers * 2 * config.kv_heads * config.head_dim * itemsize
+    lengths = [(len(one.prompt), one.params.max_tokens) for one in requests]
+    keys = sum(output * prompt + output * (output - 1) / 2 for prompt, output in lengths)
+    weights = decode_bytes(config, params, Setting(0, 0, 0, 0), itemsize)
+    read = (max(output for _, output in lengths) * weights + keys * per_key) / bandwidth
+    ceilings = CEILINGS.get(jax.devices()[0].device_kind)
+    if ceilings is None:
+        return read
+    layers = weights - config.vocab_size * config.hidden_size * itemsize
+    products = 2 * layers / itemsize * sum(prompt for prompt, _ in lengths)
+    attention = sum(
+        2 * config.num_layers * config.heads * config.head_dim * prompt**2 for prompt, _ in lengths
+    )
+    return read + (products + attention) / ceilings.matmul["bfloat16"]
+
+
+def show(row: Row) -> None:
+    """Prints a result on one line."""
+    told = (f"{k}={v:.4g}" if isinstance(v, float) else f"{k}={v}" for k, v in row.items())
+    print("  ".join(told), flush=True)
+
+
+def _range(text: str) -> tuple[int, int]:
+    least, _, most = text.partition(":")
+    return int(least), int(most or least)
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    return tuple(int(size) for size in text.split(","))
+
+
+def parser(description: str) -> argparse.ArgumentParser:
+    """Returns the options that ours and the peer's benchmark have in common."""
+    made = argparse.ArgumentParser(description=description)
+    made.add_argument("--shape", choices=sorted(SHAPES), default="qwen3-0.6b")
+    made.add_argument("--dtype", default="bfloat16")
+    made.add_argument("--requests", type=int, default=256)
+    made.add_argument("--prompt-tokens", type=_range, default=(100, 1024), help="least:most")
+    made.add_argument("--output-tokens", type=_range, default=(100, 1024), help="least:most")
+    made.add_argument("--folder", type=Path, default=RECORDS, help="where records are written")
+    return made
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measures the parts that are asked for."""
+    age = process_seconds()
+    made = parser("Times the engine with random weights.")
+    made.add_argument("--parts", default=",".join(PARTS), help="comma-separated")
+    made.add_argument("--max-sequences", type=int, default=256)
+    made.add_argument("--token-budget", type=int, default=EngineConfig().token_budget)
+    made.add_argument("--batch", type=_sizes, default=(1, 16, 64, 256), help="of steady decode")
+    made.add_argument("--context", type=int, default=1024, help="prompt tokens of steady decode")
+    made.add_argument("--steps", type=int, default=64, help="of steady decode")
+    made.add_argument("--repeats", type=int, default=6, help="of first tokens")
+    made.add_argument("--long-prompt", type=int, default=LONG_PROMPT, help="kept or not")
+    made.add_argument("--lazy", action="store_true", help="compile when needed, for steady alone")
+    made.add_argument("--verbose", action="store_true", help="tell of each program compiled")
+    options = made.parse_args(arguments)
+    parts = options.parts.split(",")
+    if options.verbose:
+        logging.basicConfig(format="%(relativeCreated)d ms %(message)s")
+        logging.getLogger("jaxkv.engine").setLevel(logging.DEBUG)
+    refuse_profilers()
+    bench = Bench(options, age)
+    bandwidth = measure_read_bandwidth() if set(parts) & {"steady", "throughput"} else 0.0
+
+    def record(part: str, rows: list[Row]) -> None:
+        print(f"== {part}", flush=True)
+        for row in rows:
+            show(row)
+        save_record(f"engine-{options.shape}-{part}", rows, folder=options.folder)
+
+    measures: dict[str, Callable[[], list[Row]]] = {
+        "startup": lambda: [bench.startup],
+        "steady": lambda: [bench.steady(batch, bandwidth) for batch in options.batch],
+        "first-token": bench.first_tokens,
+        "throughput": lambda: [bench.throughput(bandwidth)],
+    }
+    for part in parts:
+        name = f"startup-{bench.startup['kind']}" if part == "startup" else part
+        record(name, measures[part]())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,115 @@
+"""Where the time of an engine's steps goes: in the host's methods, and on the device."""
+
+import gzip
+import json
+import math
+import os
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxkv.engine.executor import Executor
+from jaxkv.engine.programs import Program
+
+_QUEUED = 48
+"""Runs of a program that are timed together."""
+
+
+class Stopwatch:
+    """Adds up the seconds that a host spends in some methods of an engine."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    def watch(self, owner: object, method: str, label: str) -> None:
+        """Times every call of a method from now on."""
+        inner = getattr(owner, method)
+
+        def timed(*arguments: Any, **options: Any) -> Any:  # noqa: ANN401 - passed through
+            start = time.perf_counter()
+            try:
+                return inner(*arguments, **options)
+            finally:
+                self.seconds[label] += time.perf_counter() - start
+
+        self.seconds[label] = 0.0
+        setattr(owner, method, timed)
+
+    def reset(self) -> None:
+        """Begins again at zero."""
+        self.seconds = dict.fromkeys(self.seconds, 0.0)
+
+
+def queued_seconds(executor: Executor, program: Program, arrays: Sequence[np.ndarray]) -> float:
+    """Returns the seconds per run of a program that is queued again and again, with nothing packed and nothing read.
+
+    Args:
+        executor: owns the cache, which is updated in place.
+        program: runs with the same arguments each time.
+        arrays: these, besides parameters and cache.
+    """
+    there = jax.device_put([array for array in arrays if array.size])
+
+    def run(count: int) -> float:
+        start, out = time.perf_counter(), None
+        for _ in range(count):
+            out = executor.owner.run(lambda cache: program(executor.params, cache, *there))
+        jax.block_until_ready(out)
+        return time.perf_counter() - start
+
+    run(_QUEUED // 8)
+    return run(_QUEUED) / _QUEUED
+
+
+def busy_seconds(run: Callable[[], None]) -> float | None:
+    """Returns for how many seconds a GPU was busy while something ran, as the profiler saw its streams.
+
+    What overlaps counts once. `None` if there is no GPU, or the profiler saw nothing of it.
+    """
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder, profiler_options=options):
+            run()
+        [path] = Path(folder).rglob("*.trace.json.gz")
+        events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+    return covered(events) or None
+
+
+def covered(events: Sequence[Mapping[str, Any]]) -> float:
+    """Returns the seconds that a trace's events on streams of GPUs cover, in the form that Chrome reads."""
+    names = {
+        (event["name"], event["pid"], event.get("tid")): event["args"].get("name", "")
+        for event in events
+        if event.get("ph") == "M" and event["name"] in ("process_name", "thread_name")
+    }
+    processes = {
+        pid for (kind, pid, _), name in names.items() if "GPU" in name and kind == "process_name"
+    }
+    streams = {
+        (pid, thread)
+        for (kind, pid, thread), name in names.items()
+        if kind == "thread_name" and pid in processes and "Stream" in name
+    }
+    spans = sorted(
+        (event["ts"], event["ts"] + event["dur"])
+        for event in events
+        if event.get("ph") == "X" and (event["pid"], event.get("tid")) in streams
+    )
+    total, until = 0.0, -math.inf
+    for start, stop in spans:
+        total += max(0.0, stop - max(start, until))
+        until = max(until, stop)
+    return total / 1e6
+
+
+def process_seconds() -> float:
+    """Returns how long this process has been running."""
+    started = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    now = float(Path("/proc/uptime").read_text().split()[0])
+    return now - started / os.sysconf("SC_CLK_TCK")

@@ -1,0 +1,137 @@
+"""What `jaxkv bench` measures: throughput, latency at a rate of requests, and start-up."""
+
+import time
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import jax
+
+from jaxkv.bench.figures import Figures, figures_of
+from jaxkv.bench.serving import Served, serve
+from jaxkv.bench.workload import Workload, arrivals
+from jaxkv.engine.engine import Engine
+from jaxkv.engine.warm_up import WarmUp, compile_all, declare_served
+
+
+@dataclass(frozen=True)
+class StartUp:
+    """What getting ready took.
+
+    Attributes:
+        import_seconds: from the start of the command until everything was imported.
+        load_seconds: weights and cache, and the device's own start-up.
+        warm_up: what compiling took.
+        start_up_seconds: from the start of the command until the first request could be sent.
+        first_token_seconds: from then to the first token of one request.
+    """
+
+    import_seconds: float
+    load_seconds: float
+    warm_up: WarmUp
+    start_up_seconds: float
+    first_token_seconds: float
+
+    def __str__(self) -> str:
+        return (
+            f"start-up {self.start_up_seconds:.2f} s: imports {self.import_seconds:.2f} s, weights and cache "
+            f"{self.load_seconds:.2f} s, programs {self.warm_up.seconds:.2f} s\n"
+            f"{self.warm_up}\n"
+            f"first token after another {self.first_token_seconds:.3f} s"
+        )
+
+
+@dataclass(frozen=True)
+class Result:
+    """An outcome, and what it is of."""
+
+    about: dict[str, Any]
+    outcome: Figures | StartUp
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns both in one dictionary that JSON can hold."""
+        return {**self.about, **asdict(self.outcome)}
+
+    def __str__(self) -> str:
+        told = "{model} in {dtype} on {device}, run by {implementation}".format(**self.about)
+        if "steps" in self.about:
+            told += (
+                "; {steps} steps, {compiled_while_serving} programs compiled while serving".format(
+                    **self.about
+                )
+            )
+        return f"{told}\n{self.outcome}"
+
+
+def measure_serving(
+    served: Served, workload: Workload, *, rate: float | None = None, progress: bool = False
+) -> Result:
+    """Warms up, serves the workload once, and returns its figures.
+
+    Args:
+        served: what is measured.
+        workload: what is asked of it.
+        rate: requests per second; `None` sends all at once, which measures throughput.
+        progress: show a bar on stderr while programs compile.
+
+    Raises:
+        ValueError: the workload does not fit the model or the cache, or the rate is not above 0.
+    """
+    due = arrivals(workload.requests, rate, workload.seed)
+    engine = served.build()
+    warm(engine, workload, progress=progress)
+    timelines = serve(engine, workload.draw(engine.executor.model.vocab_size), due)
+    about = _about(served, workload, engine) | {
+        "request_rate": rate,
+        "steps": engine.steps,
+        "compiled_while_serving": engine.executor.programs.compiled_late,
+    }
+    return Result(about, figures_of(timelines))
+
+
+def measure_startup(
+    served: Served, workload: Workload, *, began: float, progress: bool = False
+) -> Result:
+    """Starts an engine, serves one request, and returns what each part took.
+
+    Args:
+        served: what is measured.
+        workload: what the engine gets ready for.
+        began: `time.perf_counter()` when the command started.
+        progress: show a bar on stderr while programs compile.
+
+    Raises:
+        ValueError: the workload does not fit the model or the cache.
+    """
+    imported = time.perf_counter()
+    engine = served.build()
+    built = time.perf_counter()
+    warm_up = warm(engine, workload, progress=progress)
+    ready = time.perf_counter()
+    [timeline] = serve(engine, workload.draw(engine.executor.model.vocab_size)[:1], [0.0])
+    outcome = StartUp(
+        import_seconds=imported - began,
+        load_seconds=built - imported,
+        warm_up=warm_up,
+        start_up_seconds=ready - began,
+        first_token_seconds=timeline.tokens[0],
+    )
+    return Result(_about(served, workload, engine), outcome)
+
+
+def warm(engine: Engine, workload: Workload, *, progress: bool = False) -> WarmUp:
+    """Compiles whatever the workload can need."""
+    needed = declare_served(engine, workload.example(), workload.requests)
+    return compile_all(engine.executor, needed, progress=progress)
+
+
+def _about(served: Served, workload: Workload, engine: Engine) -> dict[str, Any]:
+    leaf = jax.tree.leaves(engine.executor.params)[0]
+    return {
+        "model": served.name,
+        "dtype": str(leaf.dtype),
+        "device": jax.devices()[0].device_kind,
+        "implementation": str(engine.executor.implementation),
+        "max_sequences": served.cache.max_sequences,
+        "token_budget": served.engine.token_budget,
+        "workload": asdict(workload),
+    }

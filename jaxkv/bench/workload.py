@@ -1,0 +1,102 @@
+"""The requests that a benchmark sends, and when: drawn from a seed, so that the next run sends the same."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxkv.config import SamplingParams, as_int
+from jaxkv.engine.request import Request
+
+DATA = ("random", "shared-prefix")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """What is asked; the defaults are nano-vllm's published benchmark.
+
+    Attributes:
+        data: "random" prompts have nothing in common; those of "shared-prefix" begin alike.
+        requests: how many.
+        prompt_tokens, output_tokens: the least and the most of a request; drawn evenly.
+        prefix_tokens: that prompts have in common with "shared-prefix"; at most the least prompt's, less one.
+        temperature: 0 is greedy.
+        seed: of all that is drawn.
+
+    Raises:
+        ValueError: a number cannot be served.
+    """
+
+    data: str = "random"
+    requests: int = 256
+    prompt_tokens: tuple[int, int] = (100, 1024)
+    output_tokens: tuple[int, int] = (100, 1024)
+    prefix_tokens: int = 64
+    temperature: float = 0.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuses what cannot be drawn."""
+        if self.data not in DATA:
+            raise ValueError(f"data must be one of {', '.join(DATA)}, got {self.data!r}")
+        as_int("the number of requests", self.requests, 1, 2**20)
+        for name in ("prompt_tokens", "output_tokens"):
+            least, most = getattr(self, name)
+            as_int(f"the least of {name}", least, 1, 2**24)
+            as_int(f"the most of {name} (the lower bound is the least)", most, least, 2**24)
+        if self.data == "shared-prefix":
+            as_int(
+                "prefix_tokens (the upper bound is the shortest prompt less one)",
+                self.prefix_tokens,
+                1,
+                self.prompt_tokens[0] - 1,
+            )
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt and output together."""
+        return self.prompt_tokens[1] + self.output_tokens[1]
+
+    def example(self) -> Request:
+        """Returns a request as long as any: what programs are compiled for."""
+        return self._request((0,) * self.prompt_tokens[1], self.output_tokens[1])
+
+    def draw(self, vocab_size: int) -> list[Request]:
+        """Returns the requests, which end at their number of tokens alone."""
+        draw = np.random.default_rng(self.seed)
+        common = draw.integers(0, vocab_size, self.prefix_tokens).tolist()
+        if self.data == "random":
+            common = []
+        least, most = self.prompt_tokens
+        prompts = draw.integers(least, most + 1, self.requests)
+        outputs = draw.integers(self.output_tokens[0], self.output_tokens[1] + 1, self.requests)
+        return [
+            self._request(
+                (*common, *draw.integers(0, vocab_size, prompt - len(common)).tolist()), int(output)
+            )
+            for prompt, output in zip(prompts, outputs, strict=True)
+        ]
+
+    def _request(self, prompt: tuple[int, ...], output: int) -> Request:
+        params = SamplingParams(temperature=self.temperature, max_tokens=output, ignore_eos=True)
+        return Request(prompt=prompt, params=params, seed=self.seed, stop_ids=())
+
+
+def arrivals(count: int, rate: float | None, seed: int) -> Sequence[float]:
+    """Returns when each request comes, in seconds from the start, ascending.
+
+    Args:
+        count: requests.
+        rate: per second, as a Poisson process; `None` sends all at once.
+        seed: of the draw.
+
+    Raises:
+        ValueError: the rate is not above 0.
+    """
+    if rate is None:
+        return [0.0] * count
+    if not 0 < rate < float("inf"):
+        raise ValueError(f"the request rate must be above 0 per second, got {rate}")
+    gaps = np.random.default_rng(seed).exponential(1 / rate, count)
+    # The first one starts the clock.
+    return (np.cumsum(gaps) - gaps[0]).tolist()

@@ -1,0 +1,369 @@
+"""The recurrent half of the prefix index: which states are kept, for how long, and what each needs to be of use.
+
+It holds one reference to each state of a checkpoint, and to the pages that a checkpoint off the ends of pages has of
+its own. It knows tokens and ids, never what a state holds.
+"""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+
+from jaxkv.cache.accounts import Accounts, PageCopy
+from jaxkv.cache.checkpoint_policy import CheckpointPolicy, SeenTexts
+from jaxkv.cache.checkpoints import Checkpoint, CheckpointKey, Checkpoints, checkpoint_key
+from jaxkv.cache.prefix_keys import PageKeys
+from jaxkv.cache.prefix_match import HitRule, Lookup
+from jaxkv.cache.prefix_report import PrefixStats
+from jaxkv.cache.prefix_tree import PrefixTree
+from jaxkv.cache.snapshots import Snapshots
+from jaxkv.cache.spec import CacheLayout
+
+_UNPAGED = 64
+"""Tokens per name where no group is paged."""
+
+
+class StateKeeper:
+    """Checkpoints under a limit, the longest unused given up first. Taking one never takes a state from a sequence.
+
+    Args:
+        layout: the groups.
+        accounts: the books of the same groups.
+        trees: paged group's name -> its kept pages.
+        rules: paged group's name -> what it needs.
+        capacity: most checkpoints, those that are being computed included.
+        policy: where prompts leave them.
+        stats: where they are counted.
+    """
+
+    def __init__(
+        self,
+        layout: CacheLayout,
+        accounts: Accounts,
+        trees: Mapping[str, PrefixTree],
+        rules: Mapping[str, HitRule],
+        *,
+        capacity: int,
+        policy: CheckpointPolicy,
+        stats: PrefixStats,
+    ) -> None:
+        if capacity < 0:
+            raise ValueError(f"the number of checkpoints must be at least 0, got {capacity}")
+        policy.grid_for(layout.chunk_size)
+        size = min((rule.page_size for rule in rules.values()), default=_UNPAGED)
+        self.capacity = capacity if layout.state_groups else 0
+        self.groups = tuple(group.name for group in layout.state_groups)
+        self.policy = policy
+        self.kept = Checkpoints(size)
+        self._chunk = layout.chunk_size
+        self._accounts = accounts
+        self._trees = trees
+        self._rules = rules
+        self._stats = stats
+        self._snapshots = Snapshots(layout, accounts)
+        self._seen = SeenTexts(size)
+        self._meant: dict[bytes, tuple[int, int]] = {}  # Name -> sequence and tokens.
+        self._tick = 0
+
+    def longest(
+        self, lookups: Sequence[Lookup], tokens: Sequence[int], keys: PageKeys, limit: int
+    ) -> Checkpoint | None:
+        """Returns the longest checkpoint of a text, up to `limit` tokens, that every paged group accepts."""
+        for one in self.kept.along(keys, tokens) if self.capacity else ():
+            if one.length <= limit and all(
+                lookup.accepts(one.length, tail=one.tails.get(lookup.name)) for lookup in lookups
+            ):
+                return one
+        return None
+
+    def begin(self, seq: int, tokens: Sequence[int], keys: PageKeys, skipped: int) -> None:
+        """Decides where a text that a sequence begins to compute leaves checkpoints, in `keys.places`."""
+        keys.places = ()
+        if not self.capacity:
+            return
+        if keys.agreed is None:  # A text that comes back, preempted, is no earlier one.
+            keys.agreed = self._seen.agreed(keys, tokens)
+            self._seen.note(keys, tokens)
+        wanted = self.policy.places(len(tokens), keys.agreed, self._chunk)
+        for place in wanted:
+            key = self._key(tokens, keys, place)
+            if place > skipped and self.kept.find(key) is None:
+                keys.places += (place,)
+                self._meant.setdefault(key.digest, (seq, place))
+
+    @property
+    def has_plans(self) -> bool:
+        """Whether a sequence is about to leave a checkpoint."""
+        self._forget_idle_plans()
+        return bool(self._meant)
+
+    def awaits(self, tokens: Sequence[int], keys: PageKeys, skipped: int, limit: int) -> bool:
+        """Whether a sequence is about to leave a checkpoint of a text of more than `skipped`, up to `limit` tokens."""
+        return any(
+            skipped < length <= limit and self._key(tokens, keys, length).digest == digest
+            for digest, (_, length) in self._meant.items()
+        )
+
+    def take(
+        self, seq: int, tokens: Sequence[int], keys: PageKeys, length: int
+    ) -> Mapping[str, int] | None:
+        """Takes states for what a sequence will be after `length` tokens, by recurrent group's name.
+
+        Returns:
+            The states; `None` if the text has a checkpoint there, or another sequence is making it, or there is no
+            room but what is in use.
+        """
+        key = self._key(tokens, keys, length)
+        self._forget_idle_plans()
+        maker = self._meant.get(key.digest, (seq, length))
+        if maker != (seq, length) or self.kept.find(key) is not None:
+            return None
+        states = None
+        if self._make_room(seq):
+            states = self._snapshots.take(seq, length)
+            while states is None and self._evict_one(seq):
+                states = self._snapshots.take(seq, length)
+        if states is None:
+            self._meant.pop(key.digest, None)
+            self._stats.checkpoints_dropped += 1
+            return None
+        self._meant[key.digest] = seq, length
+        return states
+
+    def drop(self, seq: int, length: int) -> None:
+        """Gives up states that were taken."""
+        self._snapshots.drop(seq, length)
+
+    def store(
+        self,
+        seq: int,
+        tokens: Sequence[int],
+        keys: PageKeys,
+        length: int,
+        tick: int,
+        make_room: Callable[[str], bool],
+        *,
+        live: bool = False,
+        sure: bool = True,
+    ) -> list[PageCopy]:
+        """Makes a checkpoint of states that a step was found to have written well.
+
+        Args:
+            seq: whose step it was.
+            tokens: its text.
+            keys: its keys.
+            length: tokens after which the states are.
+            tick: now.
+            make_room: frees a page of a group, if it can.
+            live: the states are those that the sequence has come to; else those that it took.
+            sure: the step was read.
+
+        Returns:
+            What must be copied before anything else runs; if that fails, `withdraw_made`.
+        """
+        self._tick = tick
+        key = self._key(tokens, keys, length)
+        mine = self._meant.get(key.digest, (seq, length)) == (seq, length)
+        tails = None
+        if self.kept.find(key) is None and mine and (not live or self._make_room(seq)):
+            tails = self._take_tails(seq, length, make_room)
+        anchors = None if tails is None else self._anchors(tokens, keys, length)
+        if tails is None or anchors is None:
+            self._release(tails or {})
+            if not live:
+                self.drop(seq, length)
+            return []
+        states = self._snapshots.keep_live(seq) if live else self._snapshots.keep(seq, length)
+        if states is None:
+            self._release(tails)
+            return []
+        self._meant.pop(key.digest, None)
+        self.kept.add(Checkpoint(key, states, tails, anchors, seq, tick, sure))
+        self._stats.checkpoints += 1
+        return [
+            PageCopy(name, self._accounts.pages(seq, name)[length // self._size(name)], page)
+            for name, page in tails.items()
+        ]
+
+    def forget(self, checkpoint: Checkpoint, tick: int) -> None:
+        """Gives up a checkpoint; sequences that read its states keep them."""
+        self.kept.remove(checkpoint, tick)
+        for name, state in (*checkpoint.states.items(), *checkpoint.tails.items()):
+            self._accounts.pool_of(name).forget(state)
+
+    def reclaim_states(self, missing: Mapping[str, int], tick: int) -> None:
+        """Gives up checkpoints until the groups have so many more free states, which must be there."""
+        self._tick = tick
+        goals = {name: self._free(name) + count for name, count in missing.items()}
+        for one in self.kept:
+            short = [name for name, goal in goals.items() if self._free(name) < goal]
+            if any(self._is_idle(name, one.states[name]) for name in short):
+                self._evict(one)
+
+    def reclaim_tails(
+        self, name: str, count: int, spared_copies: Collection[int], tick: int
+    ) -> None:
+        """Gives up checkpoints for so many of the pages that they have of their own, see `num_tails`."""
+        self._tick = tick
+        goal = self.num_tails(name, spared_copies) - count
+        for one in self.kept:
+            if self.num_tails(name, spared_copies) <= goal:
+                return
+            page = one.tails.get(name)
+            if page is not None and (page in spared_copies or self._is_idle(name, page)):
+                self._evict(one)
+
+    def tails(self, name: str) -> list[int]:
+        """Returns the pages of a group that checkpoints have of their own."""
+        return [one.tails[name] for one in self.kept if name in one.tails]
+
+    def num_tails(self, name: str, spared_copies: Collection[int]) -> int:
+        """Returns how many of these could be had: no sequence shares them, or one that need not copy them then."""
+        return sum(page in spared_copies or self._is_idle(name, page) for page in self.tails(name))
+
+    def withdraw(self, seq: int, tick: int) -> int:
+        """Forgets what a sequence made, and what it began from; returns how many."""
+        (held,) = self._accounts.held([seq])
+        doomed = [one for one in self.kept if one.maker == seq or one.key.digest == held.origin]
+        for one in doomed:
+            self.forget(one, tick)
+        return len(doomed)
+
+    def withdraw_made(self, seq: int, tick: int) -> None:
+        """Forgets what a sequence made, whether or not it is still there."""
+        for one in self.kept:
+            if one.maker == seq:
+                self.forget(one, tick)
+
+    def confirm(self, seq: int, tick: int, *, good: bool) -> None:
+        """Says how the step went that wrote what a sequence made and was not sure of."""
+        for one in self.kept:
+            if one.maker == seq and not one.sure:
+                one.sure = True
+                if not good:
+                    self.forget(one, tick)
+
+    def clear(self) -> None:
+        """Forgets every checkpoint, and what was seen."""
+        for one in self.kept.clear():
+            for name, page in (*one.states.items(), *one.tails.items()):
+                self._accounts.pool_of(name).forget(page)
+        self._meant.clear()
+        self._seen.clear()
+
+    def check(self) -> None:
+        """Raises `ValueError` if checkpoints contradict themselves, the kept pages or the accounts."""
+        self.kept.check()
+        for name in self.groups:
+            states = [one.states[name] for one in self.kept]
+            kept = self._accounts.pool_of(name).kept
+            if len(set(states)) != len(states) or set(states) != kept:
+                raise ValueError(
+                    f"group {name!r}: checkpoints have the states {sorted(states)}, kept are {sorted(kept)}"
+                )
+        for one in self.kept:
+            lost = [
+                (name, digest)
+                for name, digest in one.anchors
+                if self._trees[name].named(digest) is None
+            ]
+            off = {name for name, rule in self._rules.items() if one.length % rule.page_size}
+            if lost or set(one.tails) != off:
+                raise ValueError(
+                    f"the checkpoint after {one.length} tokens has lost {len(lost)} of its pages, or has pages "
+                    f"of its own in {sorted(one.tails)} and not in {sorted(off)}"
+                )
+        if len(self.kept) > self.capacity:
+            raise ValueError(f"{len(self.kept)} checkpoints are more than {self.capacity}")
+
+    def _key(self, tokens: Sequence[int], keys: PageKeys, length: int) -> CheckpointKey:
+        return checkpoint_key(keys, tokens, length, self.kept.page_size)
+
+    def _size(self, name: str) -> int:
+        return self._rules[name].page_size
+
+    def _free(self, name: str) -> int:
+        return self._accounts.pool_of(name).num_free
+
+    def _is_idle(self, name: str, page: int) -> bool:
+        return self._accounts.pool_of(name).references(page) == 1
+
+    def _forget_idle_plans(self) -> None:
+        """Forgets plans of sequences that have gone, or have passed the place and left nothing."""
+        for digest, (seq, length) in list(self._meant.items()):
+            if self._accounts.is_open(seq):
+                (held,) = self._accounts.held([seq])
+                if held.computed < length or length in held.snapshots:
+                    continue
+            del self._meant[digest]
+
+    def _make_room(self, seq: int) -> bool:
+        """Gives up checkpoints until a sequence may make one more; returns whether it may."""
+        if not self.capacity:
+            return False
+        self._forget_idle_plans()
+        taken = sum(
+            length in self._accounts.held([seq])[0].snapshots
+            for seq, length in self._meant.values()
+        )
+        while len(self.kept) + taken >= self.capacity:
+            if not self._evict_one(seq):
+                return False
+        return True
+
+    def _evict_one(self, seq: int) -> bool:
+        """Gives up the longest unused checkpoint whose states no sequence reads, for another one of a sequence.
+
+        Not one that the same sequence made: its first places are shared by the most.
+        """
+        for one in self.kept:
+            if one.maker != seq and all(
+                self._is_idle(name, state) for name, state in one.states.items()
+            ):
+                self._evict(one)
+                return True
+        return False
+
+    def _evict(self, one: Checkpoint) -> None:
+        self.forget(one, self._tick)
+        self._stats.checkpoint_evictions += 1
+
+    def _take_tails(
+        self, seq: int, length: int, make_room: Callable[[str], bool]
+    ) -> dict[str, int] | None:
+        """Takes a page for the last tokens of a text in each group in which it ends inside one; all or none."""
+        tails: dict[str, int] = {}
+        for name in self._rules:
+            index = length // self._size(name)
+            if not length % self._size(name):
+                continue
+            held = index >= self._accounts.num_unneeded(seq, name)
+            if not held or not (self._free(name) or make_room(name)):
+                self._release(tails)
+                self._stats.checkpoints_dropped += 1
+                return None
+            pool = self._accounts.pool_of(name)
+            (tails[name],) = pool.take(1)
+            pool.keep(tails[name])
+            pool.release([tails[name]])
+        return tails
+
+    def _release(self, tails: Mapping[str, int]) -> None:
+        for name, page in tails.items():
+            self._accounts.pool_of(name).forget(page)
+
+    def _anchors(
+        self, tokens: Sequence[int], keys: PageKeys, length: int
+    ) -> tuple[tuple[str, bytes], ...] | None:
+        """Returns the kept full pages that a sequence after so many tokens needs; `None` if one is not kept.
+
+        In a full-attention group the last stands for those before it, which cannot go before it.
+        """
+        anchors = []
+        for name, rule in self._rules.items():
+            chain = keys.pages(tokens, rule.page_size, length)
+            needed = rule.needs(length)
+            full = range(needed.start, min(needed.stop, len(chain)))
+            for index in full[-1:] if rule.window is None else full:
+                if self._trees[name].find(chain[index]) is None:
+                    self._stats.checkpoints_dropped += 1
+                    return None
+                anchors.append((name, chain[index].digest))
+        return tuple(anchors)

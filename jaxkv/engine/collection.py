@@ -1,0 +1,102 @@
+"""What becomes of a step that was read: tokens are handed out, and full pages are offered to the prefix index.
+
+Only then does anything count. Who has ended or failed is told to the caller, which gives their pages back.
+"""
+
+import logging
+import sys
+from collections.abc import Callable, Collection
+
+from jaxkv.cache.prefix import PrefixIndex
+from jaxkv.engine.checkpointing import Checkpointing
+from jaxkv.engine.emission import accept
+from jaxkv.engine.flight import Flight, report
+from jaxkv.engine.recovery import STEP_FAILURES
+from jaxkv.engine.results import SampledRows
+from jaxkv.engine.sequence import Sequence
+
+_LOG = logging.getLogger(__name__)
+
+Ended = tuple[Sequence, Exception | None]
+"""A sequence that is done, with its `reason`, or that failed: with an error, or with logits that are no numbers."""
+
+
+class Collector:
+    """Collects the steps of one engine.
+
+    Args:
+        prefix: pages of earlier prompts, if they are kept.
+        page_sizes: of all paged groups.
+        clock: returns seconds.
+        checkpointing: keeps states of recurrent layers for the index, where a model has them.
+    """
+
+    def __init__(
+        self,
+        prefix: PrefixIndex | None,
+        page_sizes: Collection[int],
+        clock: Callable[[], float],
+        checkpointing: Checkpointing | None = None,
+    ) -> None:
+        self._prefix = prefix
+        self._checkpointing = checkpointing
+        self._page_sizes = page_sizes
+        self._clock = clock
+
+    def collect(self, flight: Flight, rows: SampledRows) -> list[Ended]:
+        """Takes the results of every row that still counts, and returns who has ended or failed.
+
+        Raises:
+            CachePoisoned: copying for a checkpoint cost the cache.
+        """
+        ended: list[Ended] = []
+        now, reports = self._clock(), flight.shape.features.logprobs is not None
+        tokens, finite = rows.tokens.tolist(), rows.finite.tolist()
+        for index, (part, epoch) in enumerate(zip(flight.parts, flight.epochs, strict=True)):
+            sequence, start, count, emits, _ = part
+            if sequence.epoch != epoch:
+                if self._checkpointing is not None:
+                    self._checkpointing.confirm(sequence, finite=finite[index])
+                continue
+            sequence.collected = start + count
+            if not finite[index]:
+                sequence.tainted = True
+            if emits:
+                sequence.pending -= 1
+                if not finite[index]:
+                    ended.append((sequence, None))
+                    continue
+                token = tokens[index]
+                try:
+                    accept(
+                        sequence, token, report(sequence, token, index, rows) if reports else None
+                    )
+                except STEP_FAILURES as error:
+                    ended.append((sequence, error))
+                    continue
+                if sequence.started is None:
+                    sequence.started = now
+            if sequence.keys is not None and sequence.collected >= sequence.publishes_at:
+                self._publish(sequence)
+            if self._checkpointing is not None:
+                kept = [length for row, length, _ in flight.snapshots if row == index]
+                self._checkpointing.settle(sequence, kept)
+                if sequence.reason is not None:
+                    self._checkpointing.settle_end(sequence)
+            if sequence.reason is not None:
+                ended.append((sequence, None))
+        return ended
+
+    def _publish(self, sequence: Sequence) -> None:
+        """Offers the pages that are full and known to be good to those that begin alike.
+
+        They are good because this sequence's own steps have read all of them and chose finite tokens, so pages that a
+        neighbour withdrew when its logits went wrong may come back. The index is also told of what a sequence computes
+        first, to count whether it began with a hit.
+        """
+        if self._prefix is None or sequence.keys is None or sequence.tainted:
+            return
+        done = sequence.collected
+        self._prefix.publish(sequence.number, sequence.tokens, sequence.keys, done)
+        ends = ((done // size + 1) * size for size in self._page_sizes)
+        sequence.publishes_at = min(ends, default=sys.maxsize)

@@ -1,0 +1,70 @@
+"""How sequences end: done, aborted, failed alone, or put off once more. Gives their pages back; reads no device."""
+
+import logging
+from collections.abc import Callable
+
+from jaxkv.cache.prefix import PrefixIndex
+from jaxkv.engine.emission import end
+from jaxkv.engine.recovery import STEP_FAILURES, is_out_of_memory
+from jaxkv.engine.scheduler import Scheduler
+from jaxkv.engine.sequence import RUNNING, Sequence
+
+_LOG = logging.getLogger(__name__)
+
+
+class Endings:
+    """Ends the sequences of one engine.
+
+    Args:
+        scheduler: has them.
+        prefix: must not keep pages of whoever's logits went wrong.
+        clock: returns seconds.
+    """
+
+    def __init__(
+        self, scheduler: Scheduler, prefix: PrefixIndex | None, clock: Callable[[], float]
+    ) -> None:
+        self._scheduler = scheduler
+        self._prefix = prefix
+        self._clock = clock
+
+    def finish(self, sequence: Sequence, reason: str) -> None:
+        """Ends a sequence for a reason that none of its tokens gave."""
+        if sequence.tainted and self._prefix is not None and sequence.status == RUNNING:
+            self._prefix.withdraw(sequence.number)
+        try:
+            end(sequence, reason)
+        except STEP_FAILURES as error:
+            _LOG.error("the last text of a request is lost: %r", error)
+            sequence.stream = None
+            end(sequence, reason)
+        self.drop(sequence)
+
+    def drop(self, sequence: Sequence) -> None:
+        """Gives back what a sequence has that was told why it ends."""
+        self._scheduler.drop(sequence)
+        sequence.ended = self._clock()
+
+    def fail(self, sequence: Sequence, error: Exception) -> None:
+        """Ends a sequence whose own part in a step failed."""
+        _LOG.error("a request failed alone: %r", error)
+        sequence.error = error
+        self.finish(sequence, "error")
+
+    def put_off(self, sequence: Sequence, error: Exception) -> None:
+        """What a sequence needed before its step failed: it waits once more if memory was short, and else fails."""
+        if is_out_of_memory(error) and not sequence.retried:
+            _LOG.warning("a request is put off, for want of memory: %r", error)
+            sequence.retried = True
+            self._scheduler.put_off(sequence)
+        else:
+            self.fail(sequence, error)
+
+    def blame(self, sequences: list[Sequence], error: Exception) -> None:
+        """A step failed before it began: its one row is at fault, or each row must show in a step of its own."""
+        running = [sequence for sequence in sequences if sequence.status == RUNNING]
+        if len(running) == 1:
+            self.fail(running[0], error)
+        else:
+            _LOG.warning("a step of %d rows failed, each runs alone: %r", len(running), error)
+            self._scheduler.isolate(running)

@@ -1,0 +1,123 @@
+"""What steps are told of a sequence that is the same from one to the next, in NumPy: one line for each that may run.
+
+A step gathers the lines of its rows, so that its cost hardly grows with their number. A line is written when its
+sequence runs first and whenever its pages changed. Knows no packed array.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from jaxkv.cache.accounts import Accounts
+from jaxkv.cache.holdings import Held
+from jaxkv.cache.spec import CacheLayout
+from jaxkv.engine.rows import STOP_WIDTH, Wish
+
+_FEWEST_PAGES = 16
+
+
+class Lines:
+    """The lines of one cache; a sequence has that of its entry in the sampling group.
+
+    Args:
+        layout: the cache's groups.
+        counts: pages or states of each group.
+        vocab_size: token ids lie below it.
+
+    Attributes:
+        tables: paged group's name -> pages, int32 [entries, width], 0 past a row's end; wide enough for all so far.
+        pages: paged group's name -> how many pages a line has, int32 [entries].
+        covered: paged group's name -> tokens that lie in others' pages and are not written, int32 [entries].
+        choices: field -> how the row chooses its tokens, [entries] or [entries, width].
+    """
+
+    def __init__(self, layout: CacheLayout, counts: Mapping[str, int], vocab_size: int) -> None:
+        entries = counts["sampling"]
+        names = [group.name for group in layout.paged_groups]
+        self._vocab_size = vocab_size
+        self._owners: list[Held | None] = [None] * entries
+        self._changes = [0] * entries
+        self._wishes: list[object] = [None] * entries
+        self.tables: dict[str, np.ndarray] = {
+            name: np.zeros((entries, _FEWEST_PAGES), np.int32) for name in names
+        }
+        self.pages = {name: np.zeros(entries, np.int32) for name in names}
+        self.covered = {name: np.zeros(entries, np.int32) for name in names}
+        self.choices: dict[str, np.ndarray] = {
+            name: np.zeros(entries, np.float32) for name in _FLOATS
+        }
+        self.choices |= {name: np.zeros(entries, np.int32) for name in (*_INTS, *_SEEDS)}
+        self.choices["stop_ids"] = np.full((entries, STOP_WIDTH), vocab_size, np.int32)
+
+    def find(
+        self, sequences: Sequence[int], wishes: Sequence[Wish], accounts: Accounts
+    ) -> np.ndarray:
+        """Returns the lines of some sequences, int64, all of them up to date.
+
+        Args:
+            sequences: their numbers in the accounts.
+            wishes: what each was asked for; the same object at each of its steps, or the line is written anew.
+            accounts: hold their pages.
+
+        Raises:
+            ValueError: one is not open or has reserved nothing, or has more stop ids than fit.
+        """
+        owners, changes, seen = self._owners, self._changes, self._wishes
+        everything = accounts.held(sequences)
+        entries = [held.states["sampling"].write for held in everything]
+        for entry, held, wish in zip(entries, everything, wishes, strict=True):
+            known = owners[entry] is held and seen[entry] is wish.params
+            if not known or changes[entry] != held.changes:
+                self._write(entry, held, wish)
+        if 0 in entries:
+            accounts.states(sequences[entries.index(0)], "sampling")  # Says that it has none.
+        return np.asarray(entries, np.int64)
+
+    def _write(self, entry: int, held: Held, wish: Wish) -> None:
+        known = self._owners[entry] is held and self._wishes[entry] is wish.params
+        self._owners[entry] = None  # Until all is written, whatever happens.
+        for name, count in self.pages.items():
+            pages = held.pages[name]
+            table = self._table(name, len(pages))
+            table[entry, : len(pages)] = pages
+            table[entry, len(pages) :] = 0
+            count[entry] = len(pages)
+            self.covered[name][entry] = held.covered.get(name, 0)
+        if not known:
+            self._choose(entry, wish)
+        self._changes[entry] = held.changes
+        self._owners[entry] = held
+
+    def _choose(self, entry: int, wish: Wish) -> None:
+        if len(wish.stop_ids) > STOP_WIDTH:
+            raise ValueError(f"at most {STOP_WIDTH} stop ids fit, got {len(wish.stop_ids)}")
+        for name, attribute in (_FLOATS | _INTS).items():
+            self.choices[name][entry] = getattr(wish.params, attribute)
+        low, high = np.asarray([wish.seed & 0xFFFFFFFFFFFFFFFF], "<u8").view("<i4")
+        self.choices["seed_low"][entry], self.choices["seed_high"][entry] = low, high
+        stops = self.choices["stop_ids"][entry]
+        stops[:] = self._vocab_size
+        stops[: len(wish.stop_ids)] = wish.stop_ids
+        self._wishes[entry] = wish.params
+
+    def _table(self, name: str, width: int) -> np.ndarray:
+        """Returns a group's table, at least so wide."""
+        table = self.tables[name]
+        if width > table.shape[1]:
+            wider = np.zeros((len(table), max(width, 2 * table.shape[1])), np.int32)
+            wider[:, : table.shape[1]] = table
+            table = self.tables[name] = wider
+        return table
+
+
+_FLOATS = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "repetition": "repetition_penalty",
+    "presence": "presence_penalty",
+    "frequency": "frequency_penalty",
+}
+_INTS = {"top_k": "top_k", "min_tokens": "min_tokens"}
+_SEEDS = ("seed_low", "seed_high")
+"""Field -> the parameter it says."""

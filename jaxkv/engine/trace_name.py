@@ -1,0 +1,125 @@
+"""The name of a compiled program: a hash of what was traced, and of whatever else its compiler depends on.
+
+A trace is all that a program does, whoever wrote or patched the functions it came from; but for what our kernels put
+into a program while it is lowered (`inline_mgpu`), so their source counts too. Nothing is lowered for it.
+"""
+
+import hashlib
+import os
+from collections.abc import Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jax
+import jaxlib
+import numpy as np
+from jax.core import Tracer
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+from jaxlib._jax import Device
+
+import pallas_kernels
+
+# Settings that change where something is kept or told, and no program.
+_HARMLESS = ("cache", "dump", "log", "traceback", "pprint", "transfer_guard", "source", "visible")
+_VARIABLES = ("XLA_", "MOSAIC_", "LIBTPU_")
+
+
+def one_device(specs: object) -> Device | None:
+    """Returns the device that a program of these argument types runs on; `None` if they are several."""
+    places = [spec.sharding for spec in jax.tree.leaves(specs) if spec.sharding is not None]
+    devices = {device for place in places for device in place.device_set}
+    if not devices:
+        default = jax.config.jax_default_device
+        return default if isinstance(default, Device) else jax.devices()[0]
+    return devices.pop() if len(devices) == 1 else None
+
+
+def name_traced(
+    name: str,
+    traced: jax.stages.Traced,
+    specs: object,
+    device: Device,
+    options: Mapping[str, Any],
+) -> str:
+    """Returns what a program is stored under: its readable name, and a hash of all that makes it what it is.
+
+    Args:
+        name: that it is compiled by, which profiles show.
+        traced: what it computes.
+        specs: the types and places of its arguments.
+        device: it runs there.
+        options: of the compiler.
+    """
+    leaves, tree = jax.tree.flatten(specs)
+    digest = hashlib.sha256()
+    for part in (
+        _environment(device),
+        sorted(options.items()),
+        tree,
+        [(spec.shape, str(spec.dtype), str(spec.sharding)) for spec in leaves],
+        traced.out_tree,
+        traced.jaxpr,
+    ):
+        digest.update(str(part).encode() + b"\0")
+    for constant in _constants(traced.jaxpr.jaxpr, traced.jaxpr.consts, set()):
+        # What a kernel's branch takes from around it is a variable of the trace, which names it.
+        if isinstance(constant, Tracer):
+            digest.update(str(constant.aval).encode())
+            continue
+        array = np.asarray(constant)
+        digest.update(f"{array.shape}{array.dtype}".encode() + array.tobytes())
+    return f"{name}-{digest.hexdigest()}"
+
+
+def _constants(jaxpr: Jaxpr, own: Any, seen: set[int]) -> Iterator[Any]:  # noqa: ANN401 - arrays of any library
+    """Yields the arrays that a trace shows only the shapes of, in a fixed order."""
+    yield from own
+    seen.add(id(jaxpr))
+    for equation in jaxpr.eqns:
+        yield from (
+            variable.val
+            for variable in equation.invars
+            if isinstance(variable, Literal) and np.ndim(variable.val)
+        )
+        for inner in jax.tree.leaves(
+            list(equation.params.values()), is_leaf=lambda node: isinstance(node, ClosedJaxpr)
+        ):
+            consts = inner.consts if isinstance(inner, ClosedJaxpr) else ()
+            inner = inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner
+            if isinstance(inner, Jaxpr) and id(inner) not in seen:
+                yield from _constants(inner, consts, seen)
+
+
+def _environment(device: Device) -> list[object]:
+    """Returns whatever else a compiler's work depends on."""
+    settings = {
+        name: str(getattr(jax.config, name, jax.config.values[name]))
+        for name in sorted(jax.config.values)
+        if not any(word in name for word in _HARMLESS)
+    }
+    variables = {
+        name: os.environ[name] for name in sorted(os.environ) if name.startswith(_VARIABLES)
+    }
+    versions = (jax.__version__, jaxlib.__version__, device.client.platform_version)
+    return [versions, device.device_kind, _host_processor(), _kernel_sources(), settings, variables]
+
+
+@cache
+def _kernel_sources() -> str:
+    """Returns a hash of the text of all kernels."""
+    digest = hashlib.sha256()
+    folder = Path(pallas_kernels.__file__).parent
+    for path in sorted(folder.rglob("*.py")):
+        digest.update(str(path.relative_to(folder)).encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()
+
+
+@cache
+def _host_processor() -> str:
+    """Returns what code for the host's processor was made for."""
+    known = Path("/proc/cpuinfo")
+    lines = known.read_text().splitlines() if known.exists() else []
+    return "\n".join(
+        dict.fromkeys(line for line in lines if line.startswith(("model name", "flags")))
+    )

@@ -1,0 +1,90 @@
+"""The gated delta mixer (Yang et al., Gated Delta Networks): projections, short convolution, corrected memory, norm."""
+
+from collections.abc import Mapping
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jaxkv.batch import StateTables, StepBatch
+from jaxkv.block_config import DeltaConfig
+from jaxkv.layers.linear import linear
+from jaxkv.layers.norm import gated_group_norm
+from pallas_kernels import causal_conv, delta_scan, delta_update
+from pallas_kernels.families import member
+
+
+def gated_delta_mixer(
+    params: Mapping[str, Array],
+    layer_cache: Mapping[str, Array],
+    x: Float[Array, "tokens hidden_size"],
+    batch: StepBatch,
+    tables: StateTables,
+    *,
+    delta: DeltaConfig,
+    norm_eps: float,
+    implementation: str | None = None,
+) -> tuple[dict[str, Array], Float[Array, "tokens hidden_size"]]:
+    """Lets each token read what its row has learnt to answer to its query, and remembers the state after it.
+
+    Args:
+        params: "delta_in" [conv_channels + width, hidden_size]: queries, keys, values, gates of the output;
+            "delta_gates" [2 * value_heads, hidden_size]: shares of correction, then step sizes; "conv"
+            [d_conv, conv_channels], the last row for the token itself; "a_log" and "dt_bias" [value_heads], float32;
+            "delta_norm" [value_dim]; "delta_out" [hidden_size, width].
+        layer_cache: the layer's states, "conv" and "delta".
+        x: normalised hidden states.
+        batch: the step's metadata.
+        tables: which states the layer's group reads and writes.
+        delta: sizes.
+        norm_eps: of the output's norm.
+        implementation: which family of implementations to insist on; `None` takes the best.
+
+    Returns:
+        The layer's states after the step, and the mixer's output.
+    """
+    projected = linear(params["delta_in"], x)
+    shares, rates = jnp.split(linear(params["delta_gates"], x), 2, axis=1)
+    stored = layer_cache["conv"].dtype
+    ragged = (batch.cu_q_lens, tables.snapshot_ends, tables.snapshot_states)
+    convolved, conv = causal_conv(
+        params["conv"].astype(stored),
+        None,
+        layer_cache["conv"],
+        projected.astype(stored),
+        tables.read_states,
+        tables.write_states,
+        *((None,) * 3 if batch.decode else ragged),
+        activation="silu",
+        implementation=member(implementation, "causal_conv"),
+    )
+    given = (params["a_log"], params["dt_bias"], layer_cache["delta"], convolved, rates, shares)
+    if batch.decode:
+        mixed, state = delta_update(
+            *given,
+            tables.read_states,
+            tables.write_states,
+            implementation=member(implementation, "delta_update"),
+        )
+    else:
+        mixed, state = delta_scan(
+            *given,
+            batch.cu_q_lens,
+            batch.seq_lens,
+            tables.read_states,
+            tables.write_states,
+            tables.snapshot_ends,
+            tables.snapshot_states,
+            chunk_size=delta.chunk_size,
+            implementation=member(implementation, "delta_scan"),
+        )
+    gate = projected[:, delta.conv_channels :].reshape(-1, delta.value_dim)
+    normed = gated_group_norm(
+        params["delta_norm"],
+        mixed.astype(x.dtype).reshape(-1, delta.value_dim),
+        gate,
+        groups=1,
+        gate_first=False,
+        eps=norm_eps,
+    )
+    out = linear(params["delta_out"], normed.reshape(x.shape[0], delta.width))
+    return {"conv": conv, "delta": state}, out

@@ -1,0 +1,143 @@
+"""The Mamba-2 mixer (Dao and Gu, Transformers are SSMs): projection, short convolution, state space, gated norm."""
+
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from jaxkv.batch import StateTables, StepBatch
+from jaxkv.block_config import MambaConfig
+from jaxkv.layers.linear import linear
+from jaxkv.layers.norm import gated_group_norm
+from pallas_kernels import causal_conv, ssd_scan, ssd_update
+from pallas_kernels.families import member
+
+
+def mamba2_mixer(
+    params: Mapping[str, Array],
+    layer_cache: Mapping[str, Array],
+    x: Float[Array, "tokens hidden_size"],
+    batch: StepBatch,
+    tables: StateTables,
+    *,
+    mamba: MambaConfig,
+    norm_eps: float,
+    multipliers: tuple[float, ...] = (),
+    implementation: str | None = None,
+) -> tuple[dict[str, Array], Float[Array, "tokens hidden_size"]]:
+    """Lets each token see those before it through the state its row has come to, and remembers the state after it.
+
+    Args:
+        params: "ssm_in" [in_channels, hidden_size]: gate, input, B, C, step sizes; "conv" [d_conv, conv_channels], the
+            last row for the token itself; "a_log", "dt_bias" and "skip" [heads], float32; "ssm_out"
+            [hidden_size, d_inner]; where the model has them "ssm_in_bias", "conv_bias", "ssm_norm" [d_inner] and
+            "ssm_out_bias".
+        layer_cache: the layer's states, "conv" and "ssm".
+        x: normalised hidden states.
+        batch: the step's metadata.
+        tables: which states the layer's group reads and writes.
+        mamba: sizes.
+        norm_eps: of the gated norm.
+        multipliers: of gate, input, B, C and step sizes; none if empty.
+        implementation: which family of implementations to insist on; `None` takes the best.
+
+    Returns:
+        The layer's states after the step, and the mixer's output.
+    """
+    projected = linear(params["ssm_in"], x, params.get("ssm_in_bias"))
+    if any(factor != 1.0 for factor in multipliers):
+        projected = projected * jnp.asarray(_by_channel(mamba, multipliers), x.dtype)[None]
+    convolved, conv = _convolve(
+        params, layer_cache["conv"], projected, batch, tables, mamba, implementation
+    )
+    dt = projected[:, mamba.d_inner + mamba.conv_channels :]
+    weights = params["a_log"], params["skip"], params["dt_bias"]
+    if batch.decode:
+        mixed, ssm = ssd_update(
+            *weights,
+            layer_cache["ssm"],
+            convolved,
+            dt,
+            tables.read_states,
+            tables.write_states,
+            dt_limits=mamba.dt_limit,
+            implementation=member(implementation, "ssd_update"),
+        )
+    else:
+        mixed, ssm = ssd_scan(
+            *weights,
+            layer_cache["ssm"],
+            convolved,
+            dt,
+            batch.cu_q_lens,
+            batch.seq_lens,
+            tables.read_states,
+            tables.write_states,
+            tables.snapshot_ends,
+            tables.snapshot_states,
+            chunk_size=mamba.chunk_size,
+            dt_limits=mamba.dt_limit,
+            implementation=member(implementation, "ssd_scan"),
+        )
+    mixed = mixed.reshape(x.shape[0], mamba.d_inner)
+    gated = _gate(params, mixed, projected[:, : mamba.d_inner], mamba, norm_eps)
+    out = linear(params["ssm_out"], gated.astype(x.dtype), params.get("ssm_out_bias"))
+    return {"conv": conv, "ssm": ssm}, out
+
+
+def _convolve(
+    params: Mapping[str, Array],
+    states: Float[Array, "states history channels"],
+    projected: Float[Array, "tokens wide"],
+    batch: StepBatch,
+    tables: StateTables,
+    mamba: MambaConfig,
+    implementation: str | None,
+) -> tuple[Float[Array, "tokens channels"], Float[Array, "states history channels"]]:
+    """Runs the short convolution in the dtype in which its last inputs are kept."""
+    # A narrower cache narrows the convolution: it sees old inputs through the cache and new ones beside them.
+    stored = states.dtype
+    bias = params.get("conv_bias")
+    return causal_conv(
+        params["conv"].astype(stored),
+        None if bias is None else bias.astype(stored),
+        states,
+        projected.astype(stored),
+        tables.read_states,
+        tables.write_states,
+        None if batch.decode else batch.cu_q_lens,
+        None if batch.decode else tables.snapshot_ends,
+        None if batch.decode else tables.snapshot_states,
+        first_channel=mamba.d_inner,
+        activation="silu",
+        implementation=member(implementation, "causal_conv"),
+    )
+
+
+def _gate(
+    params: Mapping[str, Array],
+    mixed: Float[Array, "tokens d_inner"],
+    gate: Float[Array, "tokens d_inner"],
+    mamba: MambaConfig,
+    norm_eps: float,
+) -> Float[Array, "tokens d_inner"]:
+    if not mamba.norm_groups:
+        opened = jax.nn.silu(gate.astype(jnp.float32))
+        return (mixed.astype(jnp.float32) * opened).astype(mixed.dtype)
+    return gated_group_norm(
+        params["ssm_norm"],
+        mixed,
+        gate,
+        groups=mamba.norm_groups,
+        gate_first=mamba.gate_first,
+        eps=norm_eps,
+    )
+
+
+def _by_channel(mamba: MambaConfig, multipliers: tuple[float, ...]) -> Float[np.ndarray, " wide"]:
+    """Returns the constant that each channel of the input projection is multiplied by."""
+    shared = mamba.groups * mamba.d_state
+    widths = (mamba.d_inner, mamba.d_inner, shared, shared, mamba.heads)
+    return np.repeat(np.asarray(multipliers, np.float32), widths)

@@ -1,0 +1,136 @@
+"""A mixture of experts: each token asks the few that its router names. Knows no family."""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxkv.block_config import MixtureConfig
+from jaxkv.layers.feed_forward import activate, gate
+from jaxkv.layers.linear import linear, project
+
+_MOST_INNER = 2**26
+"""Numbers between the two maps of all experts that may exist at once: 128 MiB of bfloat16."""
+
+
+def mixture_of_experts(
+    params: Mapping[str, Array],
+    x: Float[Array, "tokens hidden_size"],
+    *,
+    mixture: MixtureConfig,
+    activation: str,
+) -> Float[Array, "tokens hidden_size"]:
+    """Lets each token's experts work on it and adds what they say, each by its weight.
+
+    Few tokens read the matrices of their own experts alone. Many ask nearly every expert, and then all experts are two
+    products as wide as all of them, whose inner columns are cleared where a token did not ask. `jax.lax.ragged_dot`
+    would do the latter `top_k` times over on GPUs and CPUs, where XLA makes one dense product of it.
+
+    A token's result does not depend on the others'.
+
+    Args:
+        params: "router" [experts, hidden_size]; "experts_up" [experts, size or 2 * size, width], gate first where there
+            is one; "experts_down" [width, experts, size]; "router_correction" [experts], "latent_in"
+            [width, hidden_size] and "latent_out" [hidden_size, width] where the model has them.
+        x: normalised hidden states.
+        mixture: sizes, and how experts are chosen.
+        activation: a name in `ACTIVATIONS`.
+    """
+    logits = project(params["router"], x, result=jnp.float32)
+    chosen, weights = choose_experts(logits, params.get("router_correction"), mixture=mixture)
+    given = linear(params["latent_in"], x) if "latent_in" in params else x
+    bend = partial(gate if mixture.gated else activate, activation=activation)
+    ask = _ask_some if chosen.size <= mixture.experts else _ask_all
+    said = ask(params["experts_up"], params["experts_down"], given, chosen, weights, bend)
+    return linear(params["latent_out"], said) if "latent_out" in params else said
+
+
+def choose_experts(
+    logits: Float[Array, "tokens experts"],
+    correction: Float[Array, " experts"] | None,
+    *,
+    mixture: MixtureConfig,
+) -> tuple[Int[Array, "tokens top_k"], Float[Array, "tokens top_k"]]:
+    """Returns each token's experts, best first, and their weights, in float32."""
+    scores = jax.nn.sigmoid(logits) if mixture.scoring == "sigmoid" else jax.nn.softmax(logits)
+    # The correction (Wang et al., Auxiliary-Loss-Free Load Balancing) decides who is asked, not what the answer weighs.
+    ranked = scores if correction is None else scores + correction[None]
+    _, chosen = jax.lax.top_k(_within_best_groups(ranked, mixture), mixture.top_k)
+    weights = jnp.take_along_axis(scores, chosen, axis=1)
+    if mixture.renormalise:
+        weights = weights / (jnp.sum(weights, axis=1, keepdims=True) + 1e-20)
+    return chosen, weights * mixture.scale
+
+
+def _within_best_groups(
+    scores: Float[Array, "tokens experts"], mixture: MixtureConfig
+) -> Float[Array, "tokens experts"]:
+    """Rules out experts of all but the groups whose two best score highest together (DeepSeek-V3)."""
+    if mixture.groups == mixture.top_groups:
+        return scores
+    grouped = scores.reshape(scores.shape[0], mixture.groups, -1)
+    best_two, _ = jax.lax.top_k(grouped, 2)
+    _, best = jax.lax.top_k(jnp.sum(best_two, axis=-1), mixture.top_groups)
+    allowed = jnp.any(best[:, :, None] == jnp.arange(mixture.groups)[None, None, :], axis=1)
+    return jnp.where(allowed[:, :, None], grouped, -jnp.inf).reshape(scores.shape)
+
+
+def _ask_some(
+    up: Float[Array, "experts inner width"],
+    down: Float[Array, "width experts size"],
+    x: Float[Array, "tokens width"],
+    chosen: Int[Array, "tokens top_k"],
+    weights: Float[Array, "tokens top_k"],
+    bend: Callable[[Float[Array, "asked inner"]], Float[Array, "asked size"]],
+) -> Float[Array, "tokens width"]:
+    """Gives each (token, expert) pair a product of its own, which reads that expert's matrices where they lie."""
+    tokens, top_k = chosen.shape
+    asked = chosen.reshape(-1)
+    times = partial(
+        jax.lax.dot_general,
+        precision=jax.lax.Precision.HIGHEST if up.dtype == jnp.float32 else None,
+        preferred_element_type=jnp.float32,
+    )
+    inner = times(up[asked], jnp.repeat(x, top_k, axis=0), (((2,), (1,)), ((0,), (0,))))
+    inner = bend(inner).astype(x.dtype)
+    said = times(down[:, asked], inner, (((2,), (1,)), ((1,), (0,)))).reshape(tokens, top_k, -1)
+    return jnp.sum(said * weights[:, :, None], axis=1).astype(x.dtype)
+
+
+def _ask_all(
+    up: Float[Array, "experts inner width"],
+    down: Float[Array, "width experts size"],
+    x: Float[Array, "tokens width"],
+    chosen: Int[Array, "tokens top_k"],
+    weights: Float[Array, "tokens top_k"],
+    bend: Callable[[Float[Array, "asked inner"]], Float[Array, "asked size"]],
+) -> Float[Array, "tokens width"]:
+    """Lets all experts work on all tokens, a block of tokens at a time, and takes nothing from those not asked."""
+    experts, inner_size, width = up.shape
+    every = jnp.arange(experts)[None, None, :] == chosen[:, :, None]
+    asked = jnp.any(every, axis=1)
+    share = jnp.sum(jnp.where(every, weights[:, :, None], 0.0), axis=1)
+
+    def run(
+        x: Float[Array, "block width"],
+        asked: Bool[Array, "block experts"],
+        share: Float[Array, "block experts"],
+    ) -> Float[Array, "block width"]:
+        inner = linear(up.reshape(-1, width), x).reshape(-1, inner_size)
+        inner = bend(inner).astype(jnp.float32).reshape(len(x), experts, -1)
+        # Clearing, not multiplying by zero: what an expert makes of a token that is not its own may be no number.
+        inner = jnp.where(asked[:, :, None], inner * share[:, :, None], 0.0).astype(x.dtype)
+        return linear(down.reshape(width, -1), inner.reshape(len(x), -1))
+
+    tokens = x.shape[0]
+    block = max(1, _MOST_INNER // (experts * inner_size))
+    if tokens <= block:
+        return run(x, asked, share)
+    padding = ((0, -tokens % block), (0, 0))
+    blocks = [
+        jnp.pad(part, padding).reshape(-1, block, part.shape[1]) for part in (x, asked, share)
+    ]
+    said = jax.lax.map(lambda parts: run(*parts), tuple(blocks))
+    return said.reshape(-1, width)[:tokens]

@@ -1,0 +1,130 @@
+"""The blocks in which each token computes for itself: dense feed-forwards and mixtures of experts."""
+
+from collections.abc import Callable, Mapping
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jaxkv.block_config import MixtureConfig
+from jaxkv.layers.feed_forward import gated_feed_forward, plain_feed_forward
+from jaxkv.layers.linear import project, scaled
+from jaxkv.layers.mixture import mixture_of_experts
+from jaxkv.model_config import ModelConfig
+from jaxkv.models.block import Block, Leaf, Said, Step
+
+
+def _block(
+    leaves: Callable[[ModelConfig], dict[str, Leaf]],
+    compute: Callable[
+        [ModelConfig, Mapping[str, Array], Float[Array, "tokens hidden_size"]],
+        Float[Array, "tokens hidden_size"],
+    ],
+) -> Block:
+    """Makes a block of what remembers nothing and asks for nothing but the tokens."""
+
+    def run(
+        config: ModelConfig,
+        params: Mapping[str, Array],
+        held: Mapping[str, Array],
+        x: Float[Array, "tokens hidden_size"],
+        step: Step,
+    ) -> Said:
+        del held, step
+        return {}, compute(config, params, x)
+
+    return Block(leaves, run)
+
+
+def _gated_leaves(config: ModelConfig) -> dict[str, Leaf]:
+    leaves = {
+        "gate_up": Leaf((2 * config.ffn_size, config.hidden_size)),
+        "down": Leaf((config.hidden_size, config.ffn_size)),
+    }
+    if config.mlp_bias:
+        leaves["gate_up_bias"] = Leaf((2 * config.ffn_size,))
+        leaves["down_bias"] = Leaf((config.hidden_size,))
+    return leaves
+
+
+def _run_gated(
+    config: ModelConfig, params: Mapping[str, Array], x: Float[Array, "tokens hidden_size"]
+) -> Float[Array, "tokens hidden_size"]:
+    factors = config.multipliers
+    mixed = gated_feed_forward(
+        params, x, activation=config.activation, gate_multiplier=factors.gate
+    )
+    return scaled(mixed, factors.down)
+
+
+def _plain_leaves(config: ModelConfig) -> dict[str, Leaf]:
+    leaves = {
+        "up": Leaf((config.ffn_size, config.hidden_size)),
+        "down": Leaf((config.hidden_size, config.ffn_size)),
+    }
+    if config.mlp_bias:
+        leaves["up_bias"] = Leaf((config.ffn_size,))
+        leaves["down_bias"] = Leaf((config.hidden_size,))
+    return leaves
+
+
+def _run_plain(
+    config: ModelConfig, params: Mapping[str, Array], x: Float[Array, "tokens hidden_size"]
+) -> Float[Array, "tokens hidden_size"]:
+    return plain_feed_forward(params, x, activation=config.activation)
+
+
+def _mixture(config: ModelConfig) -> MixtureConfig:
+    assert config.mixture is not None, "the config was checked when it was made"
+    return config.mixture
+
+
+def _mixture_leaves(config: ModelConfig) -> dict[str, Leaf]:
+    mixture, hidden = _mixture(config), config.hidden_size
+    width = mixture.latent_size or hidden
+    leaves = {
+        "router": Leaf((mixture.experts, hidden)),
+        "experts_up": Leaf((mixture.experts, (1 + mixture.gated) * mixture.size, width)),
+        "experts_down": Leaf((width, mixture.experts, mixture.size)),
+    }
+    if mixture.correction:
+        leaves["router_correction"] = Leaf((mixture.experts,), dtype="float32")
+    if mixture.latent_size is not None:
+        leaves["latent_in"] = Leaf((width, hidden))
+        leaves["latent_out"] = Leaf((hidden, width))
+    return leaves
+
+
+def _run_mixture(
+    config: ModelConfig, params: Mapping[str, Array], x: Float[Array, "tokens hidden_size"]
+) -> Float[Array, "tokens hidden_size"]:
+    return mixture_of_experts(params, x, mixture=_mixture(config), activation=config.activation)
+
+
+def _shared_leaves(config: ModelConfig) -> dict[str, Leaf]:
+    mixture, hidden = _mixture(config), config.hidden_size
+    leaves = {
+        "shared_up": Leaf(((1 + mixture.gated) * mixture.shared_size, hidden)),
+        "shared_down": Leaf((hidden, mixture.shared_size)),
+    }
+    return leaves | {"shared_gate": Leaf((1, hidden))} if mixture.shared_gate else leaves
+
+
+def _run_shared(
+    config: ModelConfig, params: Mapping[str, Array], x: Float[Array, "tokens hidden_size"]
+) -> Float[Array, "tokens hidden_size"]:
+    up, down = params["shared_up"], params["shared_down"]
+    if _mixture(config).gated:
+        said = gated_feed_forward({"gate_up": up, "down": down}, x, activation=config.activation)
+    else:
+        said = plain_feed_forward({"up": up, "down": down}, x, activation=config.activation)
+    if "shared_gate" not in params:
+        return said
+    opened = jax.nn.sigmoid(project(params["shared_gate"], x, result=jnp.float32))
+    return (said.astype(jnp.float32) * opened).astype(said.dtype)
+
+
+GATED = _block(_gated_leaves, _run_gated)
+PLAIN = _block(_plain_leaves, _run_plain)
+MIXTURE = _block(_mixture_leaves, _run_mixture)
+SHARED = _block(_shared_leaves, _run_shared)

@@ -1,0 +1,188 @@
+"""The blocks in which tokens exchange what they know, and which remember: attention, Mamba-2, gated delta."""
+
+from collections.abc import Mapping
+
+from jaxtyping import Array, Float
+
+from jaxkv.batch import PagedTables, StateTables
+from jaxkv.block_config import DeltaConfig, MambaConfig
+from jaxkv.cache.spec import PagedSpec, StateSpec
+from jaxkv.cache.variants import QUANTISED, gqa, mamba2, window
+from jaxkv.cache.variants import delta as delta_spec
+from jaxkv.layers.attention import attention
+from jaxkv.layers.delta import gated_delta_mixer
+from jaxkv.layers.linear import scaled
+from jaxkv.layers.mamba import mamba2_mixer
+from jaxkv.model_config import ModelConfig
+from jaxkv.models.block import Block, Leaf, Said, Step
+
+
+def _attention_leaves(config: ModelConfig) -> dict[str, Leaf]:
+    fused = config.heads * config.query_rows + 2 * config.kv_heads * config.head_dim
+    leaves = {
+        "qkv": Leaf((fused, config.hidden_size)),
+        "o": Leaf((config.hidden_size, config.heads * config.head_dim)),
+    }
+    if config.qkv_bias:
+        leaves["qkv_bias"] = Leaf((fused,))
+    if config.o_bias:
+        leaves["o_bias"] = Leaf((config.hidden_size,))
+    if config.qk_norm:
+        leaves["qk_norm"] = Leaf((2, config.head_dim), is_scale=True)
+    return leaves
+
+
+def _attention_spec(config: ModelConfig, layer: int, page_size: int, dtype: str) -> PagedSpec:
+    shape = (config.kv_heads, config.head_dim)
+    reach = config.windows[layer]
+    if reach is None:
+        return gqa(*shape, dtype=dtype, page_size=page_size)
+    return window(*shape, dtype=dtype, page_size=page_size, window=reach)
+
+
+def _run_attention(
+    config: ModelConfig,
+    params: Mapping[str, Array],
+    held: Mapping[str, Array],
+    x: Float[Array, "tokens hidden_size"],
+    step: Step,
+) -> Said:
+    assert isinstance(step.tables, PagedTables)
+    new, mixed = attention(
+        params,
+        held,
+        scaled(x, config.multipliers.attention_in),
+        step.batch,
+        step.tables,
+        step.angles,
+        heads=config.heads,
+        kv_heads=config.kv_heads,
+        head_dim=config.head_dim,
+        scale=config.attention_scale,
+        norm_eps=config.norm_eps,
+        window=config.windows[step.layer],
+        gated=config.attention_gate,
+        implementation=step.implementation,
+    )
+    return new, scaled(mixed, config.multipliers.attention_out)
+
+
+def _mamba(config: ModelConfig) -> MambaConfig:
+    assert config.mamba is not None, "the config was checked when it was made"
+    return config.mamba
+
+
+def _mamba_leaves(config: ModelConfig) -> dict[str, Leaf]:
+    mamba, hidden = _mamba(config), config.hidden_size
+    leaves = {
+        "ssm_in": Leaf((mamba.in_channels, hidden)),
+        "conv": Leaf((mamba.d_conv, mamba.conv_channels)),
+        # Decay and step size are exponentials of these: an error here is felt again at every token.
+        "a_log": Leaf((mamba.heads,), dtype="float32"),
+        "dt_bias": Leaf((mamba.heads,), dtype="float32"),
+        "skip": Leaf((mamba.heads,), is_scale=True, dtype="float32"),
+        "ssm_out": Leaf((hidden, mamba.d_inner)),
+    }
+    if mamba.in_bias:
+        leaves["ssm_in_bias"] = Leaf((mamba.in_channels,))
+    if mamba.conv_bias:
+        leaves["conv_bias"] = Leaf((mamba.conv_channels,))
+    if mamba.norm_groups:
+        leaves["ssm_norm"] = Leaf((mamba.d_inner,), is_scale=True)
+    if mamba.out_bias:
+        leaves["ssm_out_bias"] = Leaf((hidden,))
+    return leaves
+
+
+def _mamba_spec(config: ModelConfig, layer: int, page_size: int, dtype: str) -> StateSpec:
+    del layer, page_size
+    mamba = _mamba(config)
+    return mamba2(
+        heads=mamba.heads,
+        head_dim=mamba.head_dim,
+        d_state=mamba.d_state,
+        d_conv=mamba.d_conv,
+        groups=mamba.groups,
+        chunk_size=mamba.chunk_size,
+        # The byte formats are of keys and values; what a state is rounded to would be felt at every token to come.
+        dtype=config.dtype if dtype in QUANTISED else dtype,
+    )
+
+
+def _run_mamba(
+    config: ModelConfig,
+    params: Mapping[str, Array],
+    held: Mapping[str, Array],
+    x: Float[Array, "tokens hidden_size"],
+    step: Step,
+) -> Said:
+    assert isinstance(step.tables, StateTables)
+    new, mixed = mamba2_mixer(
+        params,
+        held,
+        x,
+        step.batch,
+        step.tables,
+        mamba=_mamba(config),
+        norm_eps=config.norm_eps,
+        multipliers=config.multipliers.ssm_in,
+        implementation=step.implementation,
+    )
+    return new, scaled(mixed, config.multipliers.ssm_out)
+
+
+def _delta(config: ModelConfig) -> DeltaConfig:
+    assert config.delta is not None, "the config was checked when it was made"
+    return config.delta
+
+
+def _delta_leaves(config: ModelConfig) -> dict[str, Leaf]:
+    delta, hidden = _delta(config), config.hidden_size
+    return {
+        "delta_in": Leaf((delta.conv_channels + delta.width, hidden)),
+        "delta_gates": Leaf((2 * delta.value_heads, hidden)),
+        "conv": Leaf((delta.d_conv, delta.conv_channels)),
+        "a_log": Leaf((delta.value_heads,), dtype="float32"),
+        "dt_bias": Leaf((delta.value_heads,), dtype="float32"),
+        "delta_norm": Leaf((delta.value_dim,), is_scale=True),
+        "delta_out": Leaf((hidden, delta.width)),
+    }
+
+
+def _delta_spec(config: ModelConfig, layer: int, page_size: int, dtype: str) -> StateSpec:
+    del layer, page_size
+    delta = _delta(config)
+    return delta_spec(
+        key_heads=delta.key_heads,
+        value_heads=delta.value_heads,
+        key_dim=delta.key_dim,
+        value_dim=delta.value_dim,
+        d_conv=delta.d_conv,
+        chunk_size=delta.chunk_size,
+        dtype=config.dtype if dtype in QUANTISED else dtype,
+    )
+
+
+def _run_delta(
+    config: ModelConfig,
+    params: Mapping[str, Array],
+    held: Mapping[str, Array],
+    x: Float[Array, "tokens hidden_size"],
+    step: Step,
+) -> Said:
+    assert isinstance(step.tables, StateTables)
+    return gated_delta_mixer(
+        params,
+        held,
+        x,
+        step.batch,
+        step.tables,
+        delta=_delta(config),
+        norm_eps=config.norm_eps,
+        implementation=step.implementation,
+    )
+
+
+ATTENTION = Block(_attention_leaves, _run_attention, "page", _attention_spec)
+MAMBA2 = Block(_mamba_leaves, _run_mamba, "state", _mamba_spec)
+DELTA = Block(_delta_leaves, _run_delta, "state", _delta_spec)

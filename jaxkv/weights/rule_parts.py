@@ -1,0 +1,153 @@
+"""The rules of the blocks that families share, by where a family's checkpoints keep them."""
+
+from jaxkv.weights.rules import Regroup, Rule
+
+_LEAF = "layers.{layer}."
+_QUERY_KEY_VALUE_ROWS = (("heads", "head_dim"), ("kv_heads", "head_dim"), ("kv_heads", "head_dim"))
+_GATE_UP_ROWS = (("ffn_size",), ("ffn_size",))
+
+
+def norms(*sources: str, offset: float = 0.0) -> Rule:
+    """Returns the rule of the norms of a layer's stages, in order; `offset` is added to what the file says."""
+    return Rule(f"{_LEAF}norms", sources, combine="stack", offset=offset)
+
+
+def embeddings(table: str, final_norm: str, *, offset: float = 0.0) -> tuple[Rule, ...]:
+    """Returns the rules of what lies around the layers; `offset` is that of the norm."""
+    return (
+        Rule("embed", (table,)),
+        Rule("final_norm", (final_norm,), offset=offset),
+        Rule("lm_head", ("lm_head.weight",), when=("tie_embeddings", False)),
+    )
+
+
+def attention(place: str) -> tuple[Rule, ...]:
+    """Returns the rules of attention whose projections lie in `place`."""
+
+    def projections(kind: str) -> tuple[str, ...]:
+        return tuple(f"{place}.{name}_proj.{kind}" for name in "qkv")
+
+    return (
+        Rule(
+            f"{_LEAF}qkv",
+            projections("weight"),
+            combine="concat",
+            rows=_QUERY_KEY_VALUE_ROWS,
+            block="attention",
+        ),
+        Rule(
+            f"{_LEAF}qkv_bias",
+            projections("bias"),
+            combine="concat",
+            rows=_QUERY_KEY_VALUE_ROWS,
+            when=("qkv_bias", True),
+            block="attention",
+        ),
+        Rule(
+            f"{_LEAF}qk_norm",
+            (f"{place}.q_norm.weight", f"{place}.k_norm.weight"),
+            combine="stack",
+            when=("qk_norm", True),
+            block="attention",
+        ),
+        Rule(f"{_LEAF}o", (f"{place}.o_proj.weight",), block="attention"),
+        Rule(f"{_LEAF}o_bias", (f"{place}.o_proj.bias",), when=("o_bias", True), block="attention"),
+    )
+
+
+def gated_attention(place: str, *, offset: float) -> tuple[Rule, ...]:
+    """Returns the rules of attention whose query projection makes each head's query, then its gate."""
+    queries = Regroup(("heads",), (("head_dim",), ("head_dim",)), order=(1, 0))
+    return (
+        Rule(
+            f"{_LEAF}qkv",
+            tuple(f"{place}.{name}_proj.weight" for name in "qkv"),
+            combine="concat",
+            rows=(("heads", "query_rows"), *_QUERY_KEY_VALUE_ROWS[1:]),
+            block="attention",
+            regroup=queries,
+        ),
+        Rule(
+            f"{_LEAF}qk_norm",
+            (f"{place}.q_norm.weight", f"{place}.k_norm.weight"),
+            combine="stack",
+            block="attention",
+            offset=offset,
+        ),
+        Rule(f"{_LEAF}o", (f"{place}.o_proj.weight",), block="attention"),
+    )
+
+
+def delta(place: str) -> tuple[Rule, ...]:
+    """Returns the rules of a gated delta mixer whose projections go key head by key head."""
+    key, values = ("delta.key_dim",), ("delta.values_per_key", "delta.value_dim")
+    heads, gates = ("delta.key_heads",), ("delta.values_per_key",)
+
+    def rule(leaf: str, name: str, **options: object) -> Rule:
+        return Rule(f"{_LEAF}{leaf}", (f"{place}.{name}",), block="delta", **options)  # type: ignore[arg-type]
+
+    return (
+        rule(
+            "delta_in",
+            "in_proj_qkvz.weight",
+            regroup=Regroup(heads, (key, key, values, values), order=(0, 1, 2, 3)),
+        ),
+        rule("delta_gates", "in_proj_ba.weight", regroup=Regroup(heads, (gates, gates), (0, 1))),
+        rule("conv", "conv1d.weight", combine="taps"),
+        rule("a_log", "A_log"),
+        rule("dt_bias", "dt_bias"),
+        rule("delta_norm", "norm.weight"),
+        rule("delta_out", "out_proj.weight"),
+    )
+
+
+def mamba2(place: str) -> tuple[Rule, ...]:
+    """Returns the rules of a Mamba-2 mixer whose tensors lie in `place`."""
+
+    def rule(leaf: str, name: str, **options: object) -> Rule:
+        return Rule(f"{_LEAF}{leaf}", (f"{place}.{name}",), block="mamba2", **options)  # type: ignore[arg-type]
+
+    return (
+        rule("ssm_in", "in_proj.weight"),
+        rule("ssm_in_bias", "in_proj.bias", when=("mamba.in_bias", True)),
+        rule("conv", "conv1d.weight", combine="taps"),
+        rule("conv_bias", "conv1d.bias", when=("mamba.conv_bias", True)),
+        rule("a_log", "A_log"),
+        rule("dt_bias", "dt_bias"),
+        rule("skip", "D"),
+        rule("ssm_norm", "norm.weight", when=("mamba.has_norm", True)),
+        rule("ssm_out", "out_proj.weight"),
+        rule("ssm_out_bias", "out_proj.bias", when=("mamba.out_bias", True)),
+    )
+
+
+def gated(place: str) -> tuple[Rule, ...]:
+    """Returns the rules of a gated feed-forward whose projections lie in `place`."""
+
+    def halves(kind: str) -> tuple[str, ...]:
+        return f"{place}.gate_proj.{kind}", f"{place}.up_proj.{kind}"
+
+    return (
+        Rule(
+            f"{_LEAF}gate_up",
+            halves("weight"),
+            combine="concat",
+            rows=_GATE_UP_ROWS,
+            block="gated",
+        ),
+        Rule(
+            f"{_LEAF}gate_up_bias",
+            halves("bias"),
+            combine="concat",
+            rows=_GATE_UP_ROWS,
+            when=("mlp_bias", True),
+            block="gated",
+        ),
+        Rule(f"{_LEAF}down", (f"{place}.down_proj.weight",), block="gated"),
+        Rule(
+            f"{_LEAF}down_bias",
+            (f"{place}.down_proj.bias",),
+            when=("mlp_bias", True),
+            block="gated",
+        ),
+    )

@@ -1,0 +1,139 @@
+"""The engine's benchmark: its floor is arithmetic, its parts are those of a step, and it runs on a small model."""
+
+import json
+import time
+
+import jax
+import numpy as np
+import pytest
+
+from benchmarks import engine
+from benchmarks.engine import main, workload_floor
+from benchmarks.stopwatch import Stopwatch, covered, process_seconds
+from benchmarks.timing import Ceilings
+from jaxkv.bench.shapes import SHAPES
+from jaxkv.bench.workload import Workload
+from jaxkv.models.registry import build_model
+
+TINY = (
+    "--shape tiny --dtype float32 --requests 5 --prompt-tokens 8:30 --output-tokens 3:6 --max-sequences 2 "
+    "--batch 2 --token-budget 32 --context 20 --steps 4 --repeats 2 --long-prompt 100"
+)
+
+
+def rows(folder, part):
+    return json.loads((folder / f"engine-tiny-{part}.json").read_text())["rows"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("records")
+    settings = pytest.MonkeyPatch()
+    settings.setattr(engine, "SHORT_PROMPTS", (16, 20))
+    main([*TINY.split(), "--folder", str(path)])
+    settings.undo()
+    return path
+
+
+def test_every_part_is_recorded(folder):
+    [steady] = rows(folder, "steady")
+    assert steady["batch"] == 2
+    # Eight tokens at least before the first step that counts, and half of the steps.
+    assert steady["context"] >= 20 + 8
+    parts = ("plan", "pack", "enqueue", "wait", "collect", "other_host")
+    assert sum(steady[f"{part}_ms"] for part in parts) == pytest.approx(steady["step_ms"])
+    assert all(steady[f"{part}_ms"] > 0 for part in parts)
+    [throughput] = rows(folder, "throughput")
+    asked = Workload(requests=5, prompt_tokens=(8, 30), output_tokens=(3, 6)).draw(256)
+    assert throughput["output_tokens"] == sum(one.params.max_tokens for one in asked)
+    assert throughput["compiled_while_serving"] == 0
+    names = [path.name for path in folder.glob("engine-tiny-startup-*.json")]
+    assert len(names) == 1
+
+
+def test_a_kept_prefix_is_told_beside_the_cold_prompt(folder):
+    by_name = {row["request"]: row for row in rows(folder, "first-token")}
+    assert set(by_name) == {"prompt of 16", "prompt of 20", "cold", "90% kept"}
+    assert by_name["cold"]["cached_tokens"] == 0
+    assert by_name["90% kept"]["cached_tokens"] >= 64
+
+
+def test_the_floor_counts_weights_keys_and_products(monkeypatch):
+    config = SHAPES["tiny"]
+    params = build_model(config).param_shapes("float32")
+    leaves = jax.tree.leaves(params)
+    arrays = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), params)
+    sizes = {"requests": 3, "prompt_tokens": (10, 10), "output_tokens": (4, 4)}
+    requests = Workload(**sizes).draw(256)
+    table = config.vocab_size * config.hidden_size
+    weights = (sum(leaf.size for leaf in leaves) - table) * 4
+    per_key = 2 * 2 * 2 * 16 * 4
+    keys = 3 * (10 + 11 + 12 + 13)
+    read = 4 * weights + keys * per_key
+    assert workload_floor("tiny", requests, 1e9, arrays) == pytest.approx(read / 1e9)
+    kind = jax.devices()[0].device_kind
+    monkeypatch.setitem(engine.CEILINGS, kind, Ceilings(1.0, 1.0, {"bfloat16": 1e12}))
+    in_layers = sum(leaf.size for leaf in leaves) - 2 * table
+    products = 30 * 2 * in_layers + 3 * 2 * 2 * 4 * 16 * 10**2
+    assert workload_floor("tiny", requests, 1e9, arrays) == pytest.approx(
+        read / 1e9 + products / 1e12
+    )
+
+
+def test_a_stopwatch_counts_calls_that_fail_too():
+    class Owner:
+        def work(self, fails):
+            time.sleep(0.002)
+            if fails:
+                raise ValueError("no")
+            return 7
+
+    owner, watch = Owner(), Stopwatch()
+    watch.watch(owner, "work", "it")
+    assert owner.work(False) == 7
+    with pytest.raises(ValueError, match="no"):
+        owner.work(fails=True)
+    assert watch.seconds["it"] >= 0.004
+    watch.reset()
+    assert watch.seconds == {"it": 0.0}
+
+
+def test_what_overlaps_on_streams_counts_once_and_other_rows_not_at_all():
+    def named(kind, process, thread, name):
+        return {"ph": "M", "name": kind, "pid": process, "tid": thread, "args": {"name": name}}
+
+    def span(process, thread, start, length):
+        return {"ph": "X", "name": "k", "pid": process, "tid": thread, "ts": start, "dur": length}
+
+    events = [
+        named("process_name", 1, None, "/device:GPU:0"),
+        named("process_name", 2, None, "/host:CPU"),
+        named("thread_name", 1, 7, "Stream #13(Compute)"),
+        named("thread_name", 1, 8, "Stream #14(MemcpyH2D)"),
+        named("thread_name", 1, 9, "XLA Modules"),
+        named("thread_name", 2, 7, "Stream of thoughts"),
+        span(1, 7, 100, 50),
+        span(1, 8, 120, 40),
+        span(1, 7, 125, 5),
+        span(1, 7, 200, 10),
+        span(1, 9, 0, 1000),
+        span(2, 7, 0, 1000),
+    ]
+    assert covered(events) == pytest.approx(70e-6)
+    assert covered([]) == 0
+
+
+def test_a_process_is_older_than_its_imports():
+    assert process_seconds() > 0
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("shape", ["tiny", "qwen3-0.6b", "llama-3.1-8b"])
+def test_the_peer_has_a_model_of_the_same_size(shape):
+    from benchmarks.hf_serving import build
+
+    theirs = build(SHAPES[shape], "bfloat16", "meta")
+    ours = build_model(SHAPES[shape]).param_shapes("bfloat16")
+    assert sum(one.numel() for one in theirs.parameters()) == sum(
+        leaf.size for leaf in jax.tree.leaves(ours)
+    )

@@ -1,0 +1,336 @@
+"""Random programs over recurrent groups: hits are as long as checkpoints, true and pinned; defects are found.
+
+`hybrid_world` says what must hold (S5-01..14, S5-25, S5-34..38, T-22..27, T-40, A-07).
+"""
+
+import random
+
+import jaxtyping
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import precondition, rule
+
+from jaxkv.cache import state_keeper
+from jaxkv.cache.accounts import Accounts
+from jaxkv.cache.checkpoint_policy import CheckpointPolicy
+from jaxkv.cache.checkpoints import Checkpoints
+from jaxkv.cache.prefix import PrefixIndex
+from jaxkv.cache.snapshots import Snapshots
+from jaxkv.cache.state_keeper import StateKeeper
+from tests.cache.hybrid_world import HybridWorld, hybrid_of, run_hybrid_program
+from tests.cache.test_prefix_machine import PrefixMachine
+
+CHUNKED = CheckpointPolicy(end_of_prompt=False)
+WORLDS = {
+    "one": (hybrid_of((2, None)), {"group0": 9, "state0": 9, "sampling": 7}, None),
+    "several": (
+        hybrid_of((4, None), (3, 5), groups=2),
+        {"group0": 9, "group1": 12, "state0": 8, "state1": 8, "sampling": 7},
+        None,
+    ),
+    "pure": (hybrid_of(), {"state0": 9, "sampling": 7}, None),
+    "chunked": (hybrid_of((4, None), chunk=3), {"group0": 7, "state0": 7, "sampling": 7}, CHUNKED),
+}
+
+
+@pytest.fixture(autouse=True)
+def quickly(monkeypatch):
+    """Checking types on each call takes ten times as long as the calls, and there are no arrays here."""
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+
+
+def world_of(name):
+    layout, counts, policy = WORLDS[name]
+    return HybridWorld(layout, counts, policy=policy)
+
+
+class HybridMachine(PrefixMachine):
+    """The verbs of the page machine in any order, over states as well, and ends that leave a checkpoint."""
+
+    name = "one"
+
+    def __init__(self):
+        super().__init__()
+        self.world = world_of(self.name)
+
+    @precondition(lambda self: self.world.live)
+    @rule(data=st.data(), good=st.booleans())
+    def end(self, data, good):
+        self.world.end(self.choose(data), good=good)
+
+    @rule(data=st.data(), count=st.integers(1, 4))
+    def evict(self, data, count):
+        names = [group.name for group in self.world.groups] + self.world.recurrent
+        self.world.evict(data.draw(st.sampled_from(names)), count)
+
+
+def machine_of(name):
+    case = type(f"Hybrid_{name}", (HybridMachine,), {"name": name}).TestCase
+    case.settings = settings(
+        max_examples=12,
+        stateful_step_count=30,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    return case
+
+
+TestOne = machine_of("one")
+TestSeveral = machine_of("several")
+TestPure = machine_of("pure")
+TestChunked = machine_of("chunked")
+
+
+@pytest.mark.parametrize("name", WORLDS)
+def test_long_random_programs_keep_every_promise(name):
+    world = world_of(name)
+    run_hybrid_program(world, random.Random(3), 1500)
+    stats = world.index.stats
+    assert min(stats.hits, stats.misses, stats.checkpoints, stats.checkpoint_evictions) >= 5
+    # S5-11: everything can be had back.
+    for seq in list(world.live):
+        world.release(seq)
+    world.clear()
+    world.check()
+    for group in world.layout.groups:
+        pool = world.accounts.pool_of(group.name)
+        assert pool.num_free == pool.num_total
+
+
+DEFECTS = {}
+
+
+def defect(function):
+    DEFECTS[function.__name__] = function
+    return function
+
+
+def wrap(patch, owner, name, make):
+    patch.setattr(owner, name, make(getattr(owner, name)))
+
+
+@defect
+def pages_alone_make_a_hit(patch):
+    """T-24: vLLM #47491."""
+    patch.setattr(StateKeeper, "groups", (), raising=False)
+    wrap(
+        patch,
+        StateKeeper,
+        "__init__",
+        lambda init: (
+            lambda keeper, *a, **k: (init(keeper, *a, **k), keeper.__dict__.update(groups=()))[0]
+        ),
+    )
+
+
+@defect
+def a_tail_matches_whatever_its_tokens(patch):
+    """A checkpoint off a page's end found by the page's name alone."""
+
+    def along(kept, keys, tokens):
+        found = []
+        for full in range(len(tokens) // kept.page_size + 1):
+            found += kept._after.get(keys.parent(tokens, kept.page_size, full), {}).values()
+        fits = [one for one in found if one.sure and one.length <= len(tokens)]
+        return sorted(fits, key=lambda one: -one.length)
+
+    patch.setattr(Checkpoints, "along", along)
+
+
+@defect
+def pages_go_without_their_checkpoints(patch):
+    """S5-12."""
+    patch.setattr(Checkpoints, "resting_on", lambda *_: [])
+
+
+@defect
+def what_is_not_sure_is_found(patch):
+    """vLLM #38715: found before the step was read."""
+
+    def make(add):
+        def wrong(kept, checkpoint):
+            checkpoint.sure = True
+            add(kept, checkpoint)
+
+        return wrong
+
+    wrap(patch, Checkpoints, "add", make)
+
+
+@defect
+def bad_states_are_kept(patch):
+    wrap(patch, StateKeeper, "confirm", lambda c: lambda k, s, t, *, good: c(k, s, t, good=True))
+
+
+@defect
+def tails_are_not_copied(patch):
+    wrap(patch, StateKeeper, "store", lambda s: lambda *a, **k: s(*a, **k)[:0])
+
+
+@defect
+def a_tail_is_copied_from_the_page_before(patch):
+    """The index is off by one where a text ends inside a page."""
+
+    def make(copy):
+        return lambda group, source, target: copy(group, max(0, source - 1), target)
+
+    wrap(patch, state_keeper, "PageCopy", make)
+
+
+@defect
+def dropping_a_snapshot_leaks_it(patch):
+    patch.setattr(
+        Snapshots,
+        "drop",
+        lambda s, seq, length: s._accounts.held([seq])[0].snapshots.pop(length) and None,
+    )
+
+
+@defect
+def keeping_a_snapshot_counts_it_twice(patch):
+    def keep(snapshots, seq, length):
+        states = snapshots._accounts.held([seq])[0].snapshots.pop(length)
+        for name, state in states.items():
+            snapshots._pools[name].keep(state)
+        return states
+
+    patch.setattr(Snapshots, "keep", keep)
+
+
+@defect
+def a_snapshot_takes_the_state_in_use(patch):
+    """S5-08: T-25, not all or nothing."""
+
+    def make(take):
+        def wrong(snapshots, seq, length):
+            states = take(snapshots, seq, length)
+            if states is not None:
+                name, pool = next(iter(snapshots._pools.items()))
+                if pool.num_free:
+                    states[name] = pool.take(1)[0]
+            return states
+
+        return wrong
+
+    wrap(patch, Snapshots, "take", make)
+
+
+@defect
+def one_state_too_many_is_given_up(patch):
+    """S5-07."""
+
+    def make(reclaim):
+        return lambda keeper, missing, tick: reclaim(
+            keeper, {name: count + 1 for name, count in missing.items()}, tick
+        )
+
+    wrap(patch, StateKeeper, "reclaim_states", make)
+
+
+@defect
+def a_failed_sequence_leaves_its_checkpoints(patch):
+    patch.setattr(StateKeeper, "withdraw", lambda *_: 0)
+
+
+@defect
+def clearing_leaves_checkpoints(patch):
+    patch.setattr(StateKeeper, "clear", lambda *_: None)
+
+
+@defect
+def a_restored_state_is_not_pinned(patch):
+    """T-26: stolen between look-up and use."""
+
+    def make(adopt):
+        def wrong(accounts, seq, match):
+            adopt(accounts, seq, match)
+            for name, state in match.states.items():
+                accounts.pool_of(name).release([state])
+
+        return wrong
+
+    wrap(patch, Accounts, "adopt", make)
+
+
+@defect
+def a_restored_state_is_written_in_place(patch):
+    """The checkpoint would become the sequence's own."""
+
+    def make(reserve):
+        def wrong(accounts, seq, num_tokens):
+            made = reserve(accounts, seq, num_tokens)
+            for state in accounts.held([seq])[0].states.values():
+                state.write = state.read or state.write
+            return made
+
+        return wrong
+
+    wrap(patch, Accounts, "reserve", make)
+
+
+@defect
+def a_checkpoint_needs_no_page(patch):
+    """It rests on nothing, so it stays when its pages go."""
+    wrap(
+        patch, StateKeeper, "_anchors", lambda a: lambda *args: () if a(*args) is not None else None
+    )
+
+
+@defect
+def more_are_kept_than_allowed(patch):
+    patch.setattr(StateKeeper, "_make_room", lambda *_: True)
+
+
+@defect
+def the_zero_state_restores(patch):
+    """S5-38: Megatron's fallback, a wrong answer without a word."""
+
+    def make(adopt):
+        def wrong(accounts, seq, match):
+            adopt(accounts, seq, match)
+            for name, state in match.states.items():
+                accounts.pool_of(name).release([state])
+                accounts.held([seq])[0].states[name].read = 0
+
+        return wrong
+
+    wrap(patch, Accounts, "adopt", make)
+
+
+@defect
+def forgetting_keeps_the_tail(patch):
+    """A leak of every page that a checkpoint had of its own."""
+
+    def forget(keeper, one, tick):
+        keeper.kept.remove(one, tick)
+        for name, state in one.states.items():
+            keeper._accounts.pool_of(name).forget(state)
+
+    patch.setattr(StateKeeper, "forget", forget)
+
+
+@defect
+def texts_of_other_salts_match(patch):
+    wrap(patch, PrefixIndex, "keys", lambda keys: lambda index, salt=None: keys(index, None))
+
+
+def finds_nothing():
+    """Whether random engines in each world get through."""
+    try:
+        for seed in range(8):
+            for name in WORLDS:
+                run_hybrid_program(world_of(name), random.Random(seed), 250)
+    except (AssertionError, ValueError, RuntimeError, KeyError):
+        return False
+    return True
+
+
+@pytest.mark.parametrize("name", DEFECTS)
+def test_every_defect_is_found(name, monkeypatch):
+    DEFECTS[name](monkeypatch)
+    assert not finds_nothing(), f"nobody noticed: {name}"
+
+
+def test_nothing_is_found_where_there_is_no_defect():
+    assert finds_nothing()

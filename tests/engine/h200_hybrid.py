@@ -1,0 +1,48 @@
+"""Compiles steps of models with recurrent layers for an H200, as h200.py does: `python h200_hybrid.py decode ...`."""
+
+import sys
+
+from tests.engine import h200
+
+
+def _shape(decode):
+    from jaxkv.engine.fields import StepShape
+
+    tokens = h200.ROWS if decode else 512
+    return StepShape(tokens=tokens, rows=h200.ROWS, table_widths=(h200.WIDTH,), decode=decode)
+
+
+def _executor(implementation, *pattern):
+    from jaxkv.block_config import DeltaConfig, MambaConfig, MixtureConfig
+
+    mamba = MambaConfig(heads=32, head_dim=64, d_state=128, d_conv=4, groups=1, chunk_size=256)
+    delta = DeltaConfig(key_heads=8, value_heads=16, key_dim=128, value_dim=128, d_conv=4)
+    mixture = MixtureConfig(experts=16, top_k=4, size=512, gated=True, shared_size=512)
+    parts = {"mamba": mamba, "delta": delta, "mixture": mixture}
+    return h200.executor(implementation, layers=len(pattern), pattern=pattern, **parts)
+
+
+def lowerings():
+    """Returns, by name, functions that describe what to compile."""
+    falcon = ("mamba2+attention", "gated")
+    granite = (("mamba2", "mixture+shared"), ("attention", "mixture+shared"))
+    qwen = (("delta", "gated"), ("attention", "gated"))
+
+    def step(decode, implementation, *pattern):
+        return lambda: _executor(implementation, *pattern).step_program(_shape(decode))
+
+    made = {}
+    for implementation in ("xla", "mosaic_gpu"):
+        made |= {
+            f"decode_{implementation}": step(True, implementation, falcon, falcon),
+            f"prefill_{implementation}": step(False, implementation, falcon, falcon),
+            f"experts_decode_{implementation}": step(True, implementation, *granite),
+            f"delta_decode_{implementation}": step(True, implementation, *qwen),
+            f"delta_prefill_{implementation}": step(False, implementation, *qwen),
+            f"experts_prefill_{implementation}": step(False, implementation, *granite),
+        }
+    return made
+
+
+if __name__ == "__main__":
+    h200.main(sys.argv[1:], lowerings)

@@ -1,0 +1,169 @@
+"""Engines over a tiny model of Mamba-2 and attention layers, with room for checkpoints, and what they computed."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv.block_config import MambaConfig
+from jaxkv.cache.checkpoint_policy import CheckpointPolicy
+from jaxkv.config import CacheConfig
+from jaxkv.engine.engine import Engine
+from jaxkv.engine.engine_config import EngineConfig
+from jaxkv.engine.executor import Executor
+from jaxkv.engine.programs import Programs
+from jaxkv.model_config import ModelConfig, RopeConfig
+from jaxkv.models.decoder import Decoder
+from jaxkv.plan import plan_cache
+from tests.engine.engines import TOKENIZER, VOCAB, fill_free, keep_junk, request_of
+
+CHUNK, ROWS, STATES = 16, 5, 12
+ISSUE = CheckpointPolicy(end_of_prompt=False, end_of_generation=False)
+"""Divergence, last aligned and penultimate, as in the issue's traces; a test sets the grid to its page size."""
+_MODELS, _PROGRAMS = {}, {}
+
+
+def model(pattern=(("mamba2", "gated"), ("attention", "gated"))):
+    """Returns a model with random weights that make some tokens clearly more likely than others."""
+    if pattern not in _MODELS:
+        made = Decoder(
+            ModelConfig(
+                family="hybrid",
+                vocab_size=VOCAB,
+                hidden_size=64,
+                num_layers=len(pattern),
+                heads=4,
+                kv_heads=2,
+                head_dim=16,
+                ffn_size=64,
+                max_positions=2048,
+                rope=RopeConfig(rotary_dim=16),
+                windows=(None,) * len(pattern),
+                pattern=pattern,
+                mamba=MambaConfig(
+                    heads=4, head_dim=16, d_state=16, d_conv=4, groups=2, chunk_size=CHUNK
+                ),
+            )
+        )
+        params = made.init_params(jax.random.key(11), jnp.float32)
+        params = jax.tree.map(
+            lambda leaf: leaf * 6 if leaf.ndim > 1 and len(leaf) > 4 else leaf, params
+        )
+        _MODELS[pattern] = made, params
+    return _MODELS[pattern]
+
+
+def engine_of(
+    *,
+    page,
+    longest,
+    budget,
+    tokens,
+    policy=ISSUE,
+    checkpoints=STATES,
+    pages=None,
+    full_hits=False,
+    **options,
+):
+    """Returns an engine of two programs: prompts of up to `tokens` tokens in a step, and one token for each row.
+
+    Args:
+        page: tokens per page.
+        longest: tokens of a sequence.
+        budget: tokens of a step.
+        tokens: that the prefill program is padded to.
+        policy: where checkpoints are left.
+        checkpoints: how many may be kept; there are states for `STATES`.
+        pages: how many pages there are, if not enough for all.
+        full_hits: checkpoints keep what the next token is chosen from.
+        options: of `EngineConfig`, and `pattern`, that of the model.
+    """
+    network, params = model(*([options.pop("pattern")] if "pattern" in options else []))
+    wish = CacheConfig(
+        max_sequences=ROWS, page_size=page, checkpoint_bytes=2**24, full_hits=full_hits
+    )
+    layout, plan = plan_cache(
+        network, wish, dtype="float32", max_model_len=longest, free_bytes=None
+    )
+    counts = dict(plan.counts) | {g.name: ROWS + 1 + STATES for g in layout.state_groups}
+    counts |= {g.name: pages or counts[g.name] + 8 for g in layout.paged_groups}
+    key = repr(network), repr(counts), page, longest
+    programs = _PROGRAMS.setdefault(key, Programs())
+    executor = Executor(
+        network, params, layout, counts, max_tokens=longest, max_rows=ROWS, programs=programs
+    )
+    fill_free(executor)
+    config = EngineConfig(token_budget=budget, checkpoints=policy, **options)
+    engine = Engine(executor, TOKENIZER, config)
+    shapes = engine.shapes
+    shapes.decode_rows, shapes.token_buckets, shapes.lengths = (ROWS,), (tokens,), (longest,)
+    engine.scheduler._fill = lambda least, most: most
+    if engine.prefix is not None:
+        engine.prefix._states.capacity = min(engine.prefix._states.capacity, checkpoints)
+    keep_junk(engine)
+    return engine
+
+
+def watch(engine):
+    """Returns a list that grows by one number for each step that computes prompts: how many tokens they are."""
+    steps, plan = [], engine.scheduler.plan
+
+    def noting():
+        made = plan()
+        count = sum(part.count for part in made.parts if part.start < part.sequence.prompt_tokens)
+        if count:
+            steps.append(count)
+        return made
+
+    engine.scheduler.plan = noting
+    return steps
+
+
+def texts(seed, *lengths):
+    """Returns random token ids, one list for each length."""
+    draw = np.random.default_rng(seed)
+    return [draw.integers(0, VOCAB, length).tolist() for length in lengths]
+
+
+def ask(prompt, *, salt=None, max_tokens=4, **params):
+    """Returns a greedy request that reports how likely its tokens were."""
+    request = request_of(prompt, max_tokens=max_tokens, logprobs=0, **params)
+    return replace(request, salt=salt)
+
+
+def run(engine, *prompts, **wishes):
+    """Serves some prompts at once, to their end, and checks all books."""
+    made = [engine.add([ask(prompt, **wishes)])[0] for prompt in prompts]
+    engine.run(made)
+    check(engine)
+    return made
+
+
+def check(engine):
+    """The books of the cache and of the index agree."""
+    engine.executor.accounts.check()
+    engine.prefix.check()
+
+
+def places(engine, prompt, salt=None):
+    """Returns after how many tokens of a prompt there are checkpoints."""
+    return engine.prefix.explain(prompt, salt).checkpoints
+
+
+def assert_same(made, truth):
+    """Tokens are equal, and their log-probabilities within 1e-5 (A-06)."""
+    for one, other in zip(made, truth, strict=True):
+        assert one.token_ids == other.token_ids
+        for got, want in zip(one.logprobs, other.logprobs, strict=True):
+            assert got.keys() == want.keys()
+            np.testing.assert_allclose(list(got.values()), list(want.values()), atol=1e-5)
+
+
+def uncached(engine, *prompts, **wishes):
+    """Returns what the prompts give alone, each in a cache of its own; through the same programs."""
+    answers = []
+    for number, prompt in enumerate(prompts):
+        engine.prefix.clear()
+        answers += run(engine, prompt, salt=f"alone {number}", **wishes)
+    return answers

@@ -1,0 +1,161 @@
+"""The prefix cache of a model with Mamba-2 and attention layers: scripted traces, exact counts, outputs as uncached.
+
+S5-17..22 run under the policy divergence + last aligned + penultimate, with the grid at the page size.
+"""
+
+from dataclasses import replace
+
+from tests.engine.engines import assert_idle
+from tests.engine.hybrid import (
+    ISSUE,
+    ask,
+    assert_same,
+    check,
+    engine_of,
+    places,
+    run,
+    texts,
+    uncached,
+    watch,
+)
+
+
+def small(**options):
+    """Pages of 32 tokens, as in the first traces; a prompt of up to 128 tokens is one step."""
+    options = {"policy": replace(ISSUE, grid=32)} | options
+    return engine_of(page=32, longest=192, budget=128, tokens=128, **options)
+
+
+def large(**options):
+    """Pages of 256 tokens."""
+    options = {"policy": replace(ISSUE, grid=256), "budget": 1200} | options
+    return engine_of(page=256, longest=1280, tokens=1200, **options)
+
+
+def start(engine, *prompts, **wishes):
+    """Begins sequences and steps until all of their prompts are computed; they go on to hold what they have."""
+    made = [engine.add([ask(prompt, max_tokens=100, **wishes)])[0] for prompt in prompts]
+    while not all(one.generated for one in made):
+        engine.step()
+    check(engine)
+    return made
+
+
+def test_a_checkpoint_is_left_where_prompts_diverge():
+    # S5-17: A 64 tokens, B 128 of which the first 64 are A's, C the first 96 of B.
+    engine = small()
+    base, more = texts(1, 64, 64)
+    prompts = [base, base + more, base + more[:32]]
+    steps, made = watch(engine), []
+    for prompt, wanted in zip(prompts, [(64,), (64, 128), (64, 96)], strict=True):
+        made += run(engine, prompt)
+        assert places(engine, prompt) == wanted
+    assert steps == [64, 64, 32]
+    assert [one.cached for one in made] == [0, 64, 64]
+    pages = engine.prefix.explain(prompts[2]).groups[0]
+    assert (pages.pages_kept, pages.pages) == (3, 3)
+    assert_same(made, uncached(engine, *prompts))
+    assert_idle(engine)
+
+
+def test_a_checkpoint_is_left_at_the_last_place_on_the_grid():
+    # S5-18: 80 tokens, a snapshot at 64; the other 16 go on from the live state.
+    engine = small()
+    (prompt,) = texts(2, 80)
+    steps = watch(engine)
+    first, second = run(engine, prompt)[0], run(engine, prompt)[0]
+    assert places(engine, prompt) == (64,)
+    assert steps == [80, 16]
+    assert (first.cached, second.cached) == (0, 64)
+    assert_same([first, second], 2 * uncached(engine, prompt))
+
+
+def test_prompts_that_end_on_the_grid_go_back_one_place_when_repeated():
+    # S5-19, N-17: 1536 tokens without the index, 1024 with it, as each full hit goes back one page.
+    engine = large()
+    half, rest = texts(3, 256, 256)
+    steps, made = watch(engine), []
+    for prompt in (half, half, half + rest, half + rest):
+        made += run(engine, prompt)
+    assert steps == [256] * 4
+    assert_same(made, 2 * uncached(engine, half) + 2 * uncached(engine, half + rest))
+
+
+def test_a_prompt_that_is_known_to_its_end_computes_nothing():
+    # S5-19 with outputs kept, A-18: 256 and 0, then 256 more and 0.
+    engine = large(full_hits=True)
+    half, rest = texts(3, 256, 256)
+    steps, made = watch(engine), []
+    for prompt in (half, half, half + rest, half + rest):
+        made += run(engine, prompt)
+    assert steps == [256, 256]
+    assert [one.cached for one in made] == [0, 256, 256, 512]
+    assert engine.prefix.stats.tokens_computed == 512
+    assert_same(made, 2 * uncached(engine, half) + 2 * uncached(engine, half + rest))
+    assert_idle(engine)
+
+
+def test_the_reference_trace_computes_2008_tokens():
+    # S5-20, N-16, A-15: 300, then 800 over its first 256, then 800 over the first 512 of that beside 1100 over its
+    # first 768, then 800 over the first 512: 3800 tokens without the index.
+    engine = large()
+    first, second, third, fourth, fifth = texts(4, 300, 544, 288, 332, 288)
+    a = first
+    b = a[:256] + second
+    c, d, e = b[:512] + third, b[:768] + fourth, b[:512] + fifth
+    steps, alive = watch(engine), []
+    for prompts, kept, holders in (([a], 1, 1), ([b], 2, 2), ([c, d], 5, 4), ([e], 6, 5)):
+        alive += start(engine, *prompts)
+        assert engine.prefix.num_checkpoints == kept
+        page = engine.executor.accounts.pages(alive[-1].number, "gqa")[0]
+        assert engine.executor.accounts.pool("gqa").references(page) == holders + 1
+    assert steps == [300, 544, 876, 288]
+    assert sum(steps) == 2008
+    assert engine.prefix.stats.tokens_computed == 2008
+    assert engine.prefix.stats.tokens_reused == 3800 - 2008
+    for one in alive:
+        engine.abort(one)
+    check(engine)
+    made = [run(engine, prompt)[0] for prompt in (c, d, e)]
+    assert [one.cached for one in made] == [768, 1024, 768]
+    assert_same(made, uncached(engine, c, d, e))
+
+
+def test_a_checkpoint_is_left_in_whichever_chunk_it_falls():
+    # S5-21: 800 tokens, 300 per step.
+    engine = large(budget=300)
+    (prompt,) = texts(5, 800)
+    steps = watch(engine)
+    first = run(engine, prompt)[0]
+    assert places(engine, prompt) == (768,)
+    assert sum(steps) == 800
+    assert max(steps) <= 300
+    again = run(engine, prompt)[0]
+    assert again.cached == 3 * 256
+    assert_same([first, again], 2 * uncached(engine, prompt))
+
+
+def test_what_was_evicted_is_computed_again():
+    # S5-22: 300-token E, F, E, and room for one of them; no page is kept of what does not fill it.
+    engine = large(pages=2)
+    e, f = texts(6, 300, 300)
+    made = [run(engine, prompt)[0] for prompt in (e, f, e)]
+    assert [one.cached for one in made] == [0, 0, 0]
+    assert engine.prefix.stats.evictions > 0
+    assert_same(made, uncached(engine, e, f, e))
+
+
+def test_restores_share_a_step():
+    # S5-23: A of 128 tokens; then B and C, 64 of them A's and 32 their own, at once.
+    engine = small()
+    base, one, other = texts(7, 128, 32, 32)
+    b, c = base[:64] + one, base[:64] + other
+    run(engine, base)
+    # The first to branch off leaves a checkpoint where it did.
+    run(engine, base[:64] + texts(8, 9)[0])
+    steps = watch(engine)
+    made = run(engine, b, c)
+    assert steps == [64]
+    assert [one.cached for one in made] == [64, 64]
+    assert_same(made, uncached(engine, b, c))
+    assert_idle(engine)

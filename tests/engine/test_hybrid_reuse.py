@@ -1,0 +1,451 @@
+"""What a model with recurrent layers reuses of earlier prompts, whatever else happens: never another's or too much."""
+
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from jaxkv.cache.checkpoint_policy import CheckpointPolicy
+from jaxkv.engine.sequence import FINISHED
+from tests.engine.engines import VOCAB, assert_idle, fill_free
+from tests.engine.hybrid import (
+    CHUNK,
+    ask,
+    assert_same,
+    check,
+    engine_of,
+    places,
+    run,
+    texts,
+    uncached,
+)
+
+ALL = CheckpointPolicy()
+
+
+def engine_for(**options):
+    options = {"policy": ALL, "budget": 128} | options
+    return engine_of(page=32, longest=192, tokens=128, **options)
+
+
+def test_hits_stay_when_what_is_shared_shifts():
+    # vLLM #45238: the only checkpoint of each prompt lay in tokens of its own. Here the third prompt, at the latest,
+    # begins where the others stopped to agree, rounded down to the scan's chunk, wherever pages end.
+    engine = engine_for()
+    (shared,) = texts(1, 140)
+    for shift in range(1, 101):
+        made = []
+        for user in range(3):
+            own = [user] + texts(1000 * shift + user, 20)[0]
+            made += run(engine, shared[: 39 + shift] + own, salt=f"{shift}", max_tokens=1)
+        assert made[2].cached == (39 + shift) // CHUNK * CHUNK
+    assert_idle(engine)
+
+
+@pytest.mark.parametrize("length", [64, 70, 80, 96])
+def test_a_checkpoint_inside_a_page_gives_what_an_uncached_run_gives(length):
+    engine = engine_for()
+    (base, *others) = texts(length, length, 25, 25, 25)
+    made = [run(engine, [*base, number, *other])[0] for number, other in enumerate(others)]
+    assert made[2].cached == length // CHUNK * CHUNK
+    # Its page was forked: whoever left it, and whoever began from it, have gone on writing their own.
+    truth = uncached(engine, *([*base, number, *other] for number, other in enumerate(others)))
+    assert_same(made, truth)
+    assert_idle(engine)
+
+
+def test_the_next_turn_begins_where_the_last_one_ended():
+    engine = engine_for()
+    prompt, more = texts(3, 50, 9)
+    first = run(engine, prompt, max_tokens=8)[0]
+    turn = prompt + first.token_ids + more
+    second = run(engine, turn)[0]
+    # The last token was chosen, and never computed.
+    assert second.cached == len(prompt) + 7
+    assert_same([second], uncached(engine, turn))
+
+
+def test_a_turn_that_stops_before_its_limit_is_found_with_its_stop_token():
+    # The step after the stop token is under way when that is read; its states count once it was read as well.
+    engine = engine_for()
+    prompt, more = texts(3, 50, 9)
+    probe = run(engine, prompt, max_tokens=8)[0].token_ids
+    stop = probe[3]
+    length = probe.index(stop) + 1
+    engine.prefix.clear()
+    first = engine.add([ask(prompt, max_tokens=40, stop_ids=(stop,))])[0]
+    engine.run([first])
+    while engine.has_work:
+        engine.step()
+    assert first.token_ids == probe[:length]
+    turn = prompt + first.token_ids + more
+    second = run(engine, turn)[0]
+    assert second.cached == len(prompt) + length
+    assert_same([second], uncached(engine, turn))
+    assert_idle(engine)
+
+
+@pytest.mark.parametrize("checkpoints", [0, 1, 2])
+def test_outputs_do_not_depend_on_the_room_for_checkpoints(checkpoints):
+    # S5-02, S5-09, S5-26, T-40: A, A, B, A over a tiny pool; whoever finds no room goes on without.
+    engine = engine_for(checkpoints=checkpoints)
+    a, tail = texts(5, 90, 30)
+    b = a[:48] + tail
+    made = [run(engine, prompt)[0] for prompt in (a, a, b, a)]
+    assert engine.prefix.num_checkpoints <= checkpoints
+    assert (made[1].cached > 0) == (checkpoints > 0)
+    assert_same(made, uncached(engine, a, a, b, a))
+    if checkpoints == 1:
+        assert engine.prefix.stats.checkpoints_dropped + engine.prefix.stats.checkpoint_evictions
+    assert_idle(engine)
+
+
+@pytest.mark.parametrize("checkpoints", [0, 12])
+def test_pages_are_shared_even_where_they_must_be_computed_again(checkpoints):
+    # S5-02, S5-13, S5-36: without a state nothing is skipped, but nothing is kept twice.
+    engine = engine_for(checkpoints=checkpoints)
+    (prompt,) = texts(19, 100)
+    first = run(engine, prompt)[0]
+    for one in engine.prefix._states.kept:
+        engine.prefix._states.forget(one, 0)
+    free = engine.executor.accounts.num_free("gqa")
+    packer, written = engine.executor.packer, []
+    pack = packer.pack
+
+    def noting(shape, rows, accounts):
+        packed = pack(shape, rows, accounts)
+        written.append(packer.arrangements(shape)[0].split(packed[0])["gqa.write_slots"].copy())
+        return packed
+
+    packer.pack = noting
+    made = [engine.add([ask(prompt[:98], max_tokens=8)])[0] for _ in range(2)]
+    engine.step()
+    check(engine)
+    # Three pages are there, so that only the last two tokens are written.
+    num_slots = engine.executor.owner.counts["gqa"] * 32
+    assert (written[0] < num_slots).nonzero()[0][:2].tolist() == [96, 97]
+    tables = [engine.executor.accounts.page_table(one.number, "gqa") for one in made[:1]]
+    kept = engine.executor.accounts.pool("gqa").kept
+    assert set(tables[0][:3]) <= kept
+    assert engine.executor.accounts.num_free("gqa") >= free - 2
+    engine.run(made)
+    assert made[0].cached == 0
+    assert_same(
+        [first, made[0]], [*uncached(engine, prompt), *uncached(engine, prompt[:98], max_tokens=8)]
+    )
+    assert_idle(engine)
+
+
+def test_one_step_of_a_chunk_a_fresh_prompt_a_restored_one_and_a_row_that_generates():
+    # S5-24: as separate runs give.
+    engine = engine_for(budget=48)
+    warm, long, fresh, tail = texts(6, 64, 120, 20, 12)
+    restored = warm + tail
+    run(engine, warm)
+    generating = engine.add([ask(texts(7, 10)[0], max_tokens=30)])[0]
+    while not generating.generated:
+        engine.step()
+    others = [engine.add([ask(prompt)])[0] for prompt in (long, restored, fresh)]
+    kinds = set()
+    plan = engine.scheduler.plan
+
+    def noting():
+        made = plan()
+        kinds.update(
+            frozenset(
+                ("row" if part.carry else "restored" if part.sequence is others[1] else "other")
+                for part in made.parts
+            )
+            for _ in [0]
+        )
+        return made
+
+    engine.scheduler.plan = noting
+    engine.run([generating, *others])
+    check(engine)
+    assert any({"row", "other"} <= kind for kind in kinds)
+    assert others[1].cached == 64
+    truth = uncached(engine, long, restored, fresh)
+    assert_same(others, truth)
+    assert_idle(engine)
+
+
+@pytest.mark.parametrize("budget", [32, 48, 128])
+def test_chunks_prefixes_and_neighbours_change_nothing(budget):
+    # S5-25, S5-41: arrivals at random, prompts that share and cross chunks, junk in whatever is free.
+    engine = engine_for(budget=budget)
+    draw = random.Random(budget)
+    (stem,) = texts(9, 130)
+    prompts = [
+        stem[: draw.choice([0, 16, 33, 64, 100])] + texts(number, draw.randrange(1, 40))[0]
+        for number in range(10)
+    ]
+    waiting, made = list(prompts), []
+    while waiting or any(one.status != FINISHED for one in made):
+        if waiting and draw.random() < 0.5:
+            made += engine.add([ask(waiting.pop(0))])
+        engine.step()
+        if draw.random() < 0.3:
+            fill_free(engine.executor)
+        check(engine)
+    assert sum(one.cached for one in made) > 0
+    assert_same(made, uncached(engine, *prompts))
+    assert_idle(engine)
+
+
+def test_equal_cold_prompts_wait_for_one_another():
+    # S5-42: the second is computed once the first has left its checkpoint; both are counted once.
+    engine = engine_for()
+    (prompt,) = texts(10, 70)
+    made = run(engine, prompt, prompt)
+    assert [one.cached for one in made] == [0, 64]
+    assert engine.prefix.stats.deferrals == 1
+    assert_same(made, 2 * uncached(engine, prompt))
+
+
+def test_nobody_waits_for_a_checkpoint_that_will_not_be():
+    # S5-42, T-40: without room, and when the first one is gone.
+    engine = engine_for(checkpoints=0)
+    (prompt,) = texts(10, 70)
+    made = run(engine, prompt, prompt)
+    assert [one.cached for one in made] == [0, 0]
+    assert engine.prefix.stats.deferrals == 0
+    engine = engine_for()
+    first, second = (engine.add([ask(prompt)])[0] for _ in range(2))
+    engine.step()
+    engine.abort(first)
+    engine.run([second])
+    check(engine)
+    assert_same([second], uncached(engine, prompt))
+    assert_idle(engine)
+
+
+def test_prompts_shorter_than_the_convolution_are_kept_and_found():
+    # S5-33: up to three tokens, of which the convolution sees the zero state's as well.
+    engine = engine_for()
+    for length in (1, 2, 3, 4):
+        short, more = texts(length, length, 7)
+        first = run(engine, short, max_tokens=1)[0]
+        assert first.cached == 0
+        longer = run(engine, short + more)[0]
+        assert longer.cached == length
+        engine.prefix.clear()
+        assert_same([longer], uncached(engine, short + more))
+        engine.prefix.clear()
+
+
+def test_a_lost_checkpoint_falls_back_to_the_one_before():
+    # S5-13, S5-38: never the zero state; pages stay when states go.
+    engine = engine_for()
+    (prompt,) = texts(12, 100)
+    run(engine, prompt[:40])
+    run(engine, prompt)
+    assert places(engine, prompt) == (32, 40, 96, 100)
+    states = engine.prefix._states
+    for lost, left in ((96, 40), (40, 32), (32, 0)):
+        (one,) = [one for one in states.kept if one.length == lost]
+        states.forget(one, 0)
+        check(engine)
+        told = engine.prefix.explain(prompt)
+        assert (told.num_reused, told.groups[0].pages_kept) == (left, 3)
+        assert "no checkpoint after" in told.why
+    again = run(engine, prompt)[0]
+    assert again.cached == 0
+    assert engine.prefix.stats.short_of_states == 1
+    assert engine.prefix.stats.tokens_without_states == 96
+    assert_same([again], uncached(engine, prompt))
+
+
+def test_a_restored_state_is_the_one_that_was_left_bit_for_bit():
+    # S5-03, S5-39: restored by its id into another request, and unchanged by whatever ran in between.
+    engine = engine_for()
+    prompt, other = texts(13, 64, 90)
+
+    def held(ids):
+        live, group = engine.executor.owner.handle().cache, engine.executor.layout.group("mamba2")
+        return [
+            np.array(live.layer(layer)[array.role][ids])
+            for layer in group.layers
+            for array in group.spec.arrays
+        ]
+
+    run(engine, prompt)
+    (one,) = [one for one in engine.prefix._states.kept if one.length == 64]
+    before = held(one.states["mamba2"])
+    assert [array.dtype for array in before] == [np.float32, np.float32]
+    assert all(array.any() for array in before)
+    run(engine, other)
+    longer = engine.add([ask(prompt + other[:20], max_tokens=20)])[0]
+    engine.scheduler.plan()
+    assert engine.executor.accounts.states(longer.number, "mamba2")[0] == one.states["mamba2"]
+    engine.scheduler.requeue_all()
+    engine.run([longer])
+    for array, again in zip(before, held(one.states["mamba2"]), strict=True):
+        np.testing.assert_array_equal(array, again)
+
+
+def test_a_lost_cache_takes_its_checkpoints_with_it():
+    # S5-14, S5-43, A-19.
+    engine = engine_for()
+    (prompt,) = texts(14, 70)
+    first = run(engine, prompt)[0]
+    engine.executor.accounts.reset(keep_prefix=True)
+    assert engine.prefix.explain(prompt).num_reused == 64
+    running = engine.add([ask([*prompt, 1, 2, 3])])[0]
+    engine.step()
+    engine.executor.owner.poison("the test says so")
+    engine.run([running])
+    assert engine.recoveries == 1
+    again = run(engine, prompt)[0]
+    assert_same([first, again], 2 * uncached(engine, prompt))
+    engine.executor.accounts.reset(keep_prefix=False)
+    assert engine.prefix.explain(prompt).checkpoints == ()
+    assert_idle(engine)
+
+
+def test_no_hit_and_no_snapshot_compiles_anything():
+    # S5-40: prompts that hit, diverge and leave checkpoints run in the programs there are.
+    engine = engine_for()
+    base, tail = texts(15, 100, 20)
+    run(engine, base)
+    run(engine, base + tail)
+    run(engine, base[:70] + tail)
+    known = set(engine.executor.programs.manifest())
+    draw = random.Random(0)
+    for number in range(20):
+        prompt = base[: draw.randrange(1, 100)] + texts(number, draw.randrange(1, 30))[0]
+        run(engine, prompt)
+    assert set(engine.executor.programs.manifest()) == known
+    assert engine.prefix.stats.hits > 10
+
+
+def test_every_count_of_a_scripted_trace():
+    # S5-44: B misses though its first pages are there, leaves a checkpoint where it diverged; C finds it.
+    engine = engine_for(policy=CheckpointPolicy(end_of_prompt=False, end_of_generation=False))
+    base, *tails = texts(16, 64, 30, 30, 30)
+    for number, tail in enumerate(tails):
+        run(engine, [*base, number, *tail])
+    stats = engine.prefix.stats
+    assert (stats.hits, stats.misses) == (1, 2)
+    assert (stats.tokens_reused, stats.tokens_computed) == (64, 3 * 95 - 64)
+    assert (stats.short_of_states, stats.tokens_without_states) == (1, 64)
+    assert (stats.checkpoints, stats.checkpoints_dropped, stats.checkpoint_evictions) == (4, 0, 0)
+
+
+def test_models_of_recurrent_layers_alone_begin_from_checkpoints():
+    engine = engine_for(pattern=(("mamba2",), ("mamba2",)))
+    prompt, more = texts(17, 70, 20)
+    first = run(engine, prompt)[0]
+    again = run(engine, prompt)[0]
+    longer = run(engine, prompt + more)[0]
+    assert [one.cached for one in (first, again, longer)] == [0, 64, 70]
+    assert_same([first, again, longer], uncached(engine, prompt, prompt, prompt + more))
+    assert max(prompt) < VOCAB
+
+
+def test_samples_of_a_prompt_begin_from_a_checkpoint():
+    engine = engine_for()
+    prompt, tail = texts(18, 64, 10)
+    run(engine, prompt)
+    made = engine.add([ask(prompt + tail)] * 3)
+    engine.run(made)
+    check(engine)
+    assert made[0].cached == 64
+    assert_same(made, 3 * uncached(engine, prompt + tail))
+    assert_idle(engine)
+
+
+@pytest.mark.parametrize("budget", [32, 128])
+def test_known_prompts_share_steps_with_all_others(budget):
+    # A-18: with rows that generate, chunks of prompts and each other; off page ends, and drawn at random.
+    engine = engine_for(budget=budget, full_hits=True)
+    known = texts(20, 70, 64, 33)
+    cold = texts(21, 40, 90)
+    run(engine, *known)
+    wishes = {"temperature": 1.0, "seed": 7}
+    made = [engine.add([ask(cold[0])])[0]]
+    engine.step()
+    made += [engine.add([ask(prompt, **wishes)])[0] for prompt in known]
+    engine.step()
+    made += [engine.add([ask(prompt)])[0] for prompt in (cold[1], *known)]
+    engine.run(made)
+    check(engine)
+    assert [one.cached for one in made[1:4]] == [70, 64, 33]
+    assert [one.cached for one in made[5:]] == [70, 64, 33]
+    assert_same(made[1:4], uncached(engine, *known, **wishes))
+    others = [made[0], *made[4:]]
+    assert_same(others, uncached(engine, *cold, *known))
+    assert_idle(engine)
+
+
+def test_equal_cold_prompts_are_computed_once():
+    # S5-42 with outputs kept: ten at once, one of which computes.
+    engine = engine_for(full_hits=True)
+    (prompt,) = texts(22, 70)
+    made = run(engine, *[prompt] * 10)
+    assert sorted(one.cached for one in made) == [0] + [70] * 9
+    assert engine.prefix.stats.tokens_computed == 70
+    assert_same(made, 10 * uncached(engine, prompt))
+
+
+def test_a_known_prompt_that_lost_its_cache_is_computed_again():
+    engine = engine_for(full_hits=True)
+    (prompt,) = texts(23, 70)
+    run(engine, prompt)
+    again = engine.add([ask(prompt, max_tokens=8)])[0]
+    engine.step()
+    assert again.cached == 70
+    engine.executor.owner.poison("the test says so")
+    engine.run([again])
+    check(engine)
+    assert_same([again], uncached(engine, prompt, max_tokens=8))
+    assert_idle(engine)
+
+
+def test_a_step_keeps_no_more_states_than_its_program_can():
+    # S5-32: bounded, and the rest is counted and left out.
+    engine = engine_for()
+    made = [engine.add([ask(prompt)])[0] for prompt in texts(24, 40, 50)]
+    parts = engine.scheduler.plan().parts
+    shape = replace(engine._shape(parts), snapshots=1)
+    taken = engine._checkpointing.take(parts, shape)
+    assert [(one.row, one.length) for one in taken] == [(0, 32)]
+    assert engine.prefix.stats.checkpoints_dropped == 3
+    engine._checkpointing.drop(taken, parts)
+    engine.scheduler.requeue_all()
+    check(engine)
+    engine.run(made)
+    assert_idle(engine)
+
+
+def test_a_step_or_a_copy_that_fails_leaks_no_state(monkeypatch):
+    # T-25: what was taken for a step that was not sent comes back; a checkpoint whose page was not copied is none.
+    engine = engine_for()
+    (prompt,) = texts(25, 70)
+    step, copy, failed = engine.executor.step, engine.executor.copy, []
+
+    def failing(shape, rows):
+        if not failed:
+            failed.append("step")
+            raise ValueError("the test says so")
+        return step(shape, rows)
+
+    def failing_copy(copies):
+        failed.append("copy")
+        raise ValueError("the test says so")
+
+    monkeypatch.setattr(engine.executor, "step", failing)
+    monkeypatch.setattr(engine.executor, "copy", failing_copy)
+    lost = engine.add([ask(prompt)])[0]
+    engine.run([lost])
+    assert lost.reason == "error"
+    check(engine)
+    assert engine.prefix.num_checkpoints == 0
+    first = run(engine, prompt)[0]
+    assert failed[:2] == ["step", "copy"]
+    # Only the one at the end of a page needed no copy; it went with the others that its sequence made.
+    assert engine.prefix.num_checkpoints <= 1
+    monkeypatch.setattr(engine.executor, "copy", copy)
+    assert_same([first], uncached(engine, prompt))
+    assert_idle(engine)

@@ -1,0 +1,206 @@
+"""Programs on disk by what was traced: a warm start lowers nothing, and never runs what is not the same."""
+
+import logging
+import os
+import stat
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.compilation_cache import compilation_cache
+
+from jaxkv.engine import compilation, lowering, program_store, trace_name
+from jaxkv.engine.compile_cache import why_not_folder
+from jaxkv.engine.program_store import ProgramStore, open_store
+from jaxkv.engine.programs import Lowering, ProgramKey, Programs, compile_count
+from jaxkv.engine.trace_name import name_traced, one_device
+from jaxkv.errors import ProgramRefused
+
+ROWS, WIDTH = 64, 8
+KEY = ProgramKey("decode", 4, 4, 1)
+FACTOR = 2.0
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    """JAX's cache is on in a fresh private folder, and keeps nothing itself."""
+    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
+    before = {name: getattr(jax.config, name) for name in names}
+    made = tmp_path / "programs"
+    made.mkdir(mode=0o700)
+    jax.config.update("jax_compilation_cache_dir", str(made))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 1e9)
+    compilation_cache.reset_cache()
+    monkeypatch.setattr(compilation, "MIN_COMPILE_SECONDS", 0.0)
+    yield made
+    for name, value in before.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+
+
+def add(params, cache, ids):
+    """Adds to the named rows of the cache and reads them."""
+    cache = cache.at[ids].add(params["scale"] * FACTOR, mode="drop", unique_indices=True)
+    return cache, cache[ids]
+
+
+def arguments(rows=ROWS):
+    cache = jnp.ones((rows, WIDTH))
+    return {"scale": jnp.full(WIDTH, 3.0, jnp.float32)}, cache, np.arange(4, dtype=np.int32)
+
+
+def build(function=add, **options):
+    """Compiles as a process of its own would, which has traced nothing yet."""
+    jax.clear_caches()
+    return Programs().get(KEY, lambda: Lowering(function, jax.eval_shape(arguments), **options))
+
+
+def stored(folder):
+    return sorted((folder / "traced").glob("*"))
+
+
+def refuse_to_lower(monkeypatch):
+    def lower(*_, **__):
+        raise AssertionError("a stored program was lowered")
+
+    monkeypatch.setattr(jax.stages.Traced, "lower", lower)
+
+
+def test_a_stored_program_is_neither_lowered_nor_compiled_and_does_the_same(folder, monkeypatch):
+    """S3-14."""
+    first = build()
+    cold = [np.asarray(out) for out in first(*arguments())]
+    assert not first.loaded
+    assert len(stored(folder)) == 1
+    refuse_to_lower(monkeypatch)
+    before = compile_count()
+    again = build()
+    assert again.loaded
+    assert again.report == first.report
+    assert compile_count() == before + 1
+    for one, other in zip(cold, again(*arguments()), strict=True):
+        np.testing.assert_array_equal(one, np.asarray(other))
+
+
+def test_a_kernel_whose_text_has_changed_is_another_program(folder, monkeypatch):
+    """What `inline_mgpu` puts into a kernel shows in no trace."""
+    build()
+    monkeypatch.setattr(trace_name, "_kernel_sources", lambda: "edited")
+    assert not build().loaded
+    assert len(stored(folder)) == 2
+
+
+def test_a_loaded_program_donates_its_cache_and_checks_its_dtypes():
+    build()
+    again = build()
+    assert again.loaded
+    params, cache, ids = arguments()
+    with pytest.raises(ValueError, match=r"argument 2 .* must be int32"):
+        again(params, cache, ids.astype(np.int64))
+    again(params, cache, ids)
+    assert cache.is_deleted()
+
+
+def test_whoever_changes_a_function_gets_another_program(monkeypatch):
+    """What was traced counts, not where it was written: a patched constant is a different program."""
+    build()
+    monkeypatch.setitem(globals(), "FACTOR", 5.0)
+    changed = build()
+    assert not changed.loaded
+    assert np.asarray(changed(*arguments())[1])[0, 0] == 1 + 3 * 5
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_arrays_in_the_code_count_by_their_values(nested):
+    def scaled(by):
+        table = np.arange(WIDTH, dtype=np.float32) * by
+
+        def inner(x):
+            return x * jnp.asarray(table)
+
+        def run(params, cache, ids):
+            values = (jax.jit(inner) if nested else inner)(params["scale"])
+            cache = cache.at[ids].add(values, mode="drop", unique_indices=True)
+            return cache, cache[ids]
+
+        return run
+
+    assert not build(scaled(1.0)).loaded
+    other = build(scaled(2.0))
+    assert not other.loaded
+    assert np.asarray(other(*arguments())[1])[0, 1] == 1 + 3 * 2
+    assert build(scaled(2.0)).loaded
+
+
+def test_types_options_and_settings_make_the_name():
+    def name(rows=ROWS, options=(), **settings):
+        work = Lowering(add, jax.eval_shape(lambda: arguments(rows)))
+        specs = lowering.argument_types(work)
+        device = one_device(specs)
+        jax.clear_caches()
+        return name_traced("decode", lowering.trace("decode", work), specs, device, dict(options))
+
+    names = [name(), name(rows=ROWS + 1), name(options=(("xla_cpu_enable_fast_math", True),))]
+    with jax.default_matmul_precision("highest"):
+        names.append(name())
+    assert len(set(names)) == 4
+    assert name() == names[0]
+    assert all(one.startswith("decode-") for one in names)
+
+
+def test_the_environment_of_xla_makes_the_name(monkeypatch):
+    assert not build().loaded
+    monkeypatch.setenv("XLA_FLAGS", "--xla_nothing_that_this_process_has_read")
+    assert not build().loaded
+    monkeypatch.delenv("XLA_FLAGS")
+    assert build().loaded
+
+
+@pytest.mark.parametrize("size", [0, 20, 1000])
+def test_a_damaged_file_is_replaced_and_told_of(folder, caplog, size):
+    build()
+    (path,) = stored(folder)
+    whole = path.stat().st_size
+    os.truncate(path, size)
+    with caplog.at_level(logging.WARNING):
+        assert not build().loaded
+    assert "damaged" in caplog.text
+    assert path.stat().st_size >= whole - 64
+    assert build().loaded
+
+
+def test_a_program_that_was_refused_is_not_kept(folder):
+    def swapped(params, cache, ids):
+        return (cache[1], cache[0]), cache[0][ids]
+
+    params, pool, ids = jax.eval_shape(lambda: arguments(1024))
+    with pytest.raises(ProgramRefused, match="in the place of"):
+        Programs().get(KEY, lambda: Lowering(swapped, (params, (pool, pool), ids)))
+    assert stored(folder) == []
+
+
+def test_a_folder_that_others_can_write_to_is_not_used(folder):
+    assert why_not_folder(folder) is None
+    os.chmod(folder, stat.S_IRWXU | stat.S_IRWXG)
+    program_store._is_ours.cache_clear()
+    assert open_store() is None
+    assert not build().loaded
+    os.chmod(folder, stat.S_IRWXU)
+    program_store._is_ours.cache_clear()
+    assert open_store() is not None
+
+
+def test_no_store_without_jax_s_cache(monkeypatch):
+    jax.config.update("jax_compilation_cache_dir", None)
+    assert open_store() is None
+
+
+def test_the_programs_used_last_are_kept(folder):
+    for age, name in enumerate(("new", "middle", "old")):
+        path = folder / f"{name}.program"
+        path.write_bytes(bytes(100))
+        os.utime(path, (1e9 - age, 1e9 - age))
+    (folder / "other").write_bytes(bytes(1000))
+    ProgramStore(folder).trim(200)
+    assert {path.name for path in folder.iterdir()} == {"new.program", "middle.program", "other"}

@@ -1,0 +1,157 @@
+"""Tiny random Hugging Face models with recurrent layers, for each family and each option that changes the sum."""
+
+from tests.models.families import SHAPE, Case
+
+CHUNK = 16
+_NAMES = ("vocab_size", "hidden_size", "initializer_range", "bos_token_id", "eos_token_id")
+BARE = {name: SHAPE[name] for name in _NAMES} | {"pad_token_id": None}
+ATTENDING = BARE | {
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "intermediate_size": 96,
+}
+# As Bamba names them, and those after it.
+MAMBA = {
+    "num_hidden_layers": 2,
+    "mamba_n_heads": 8,
+    "mamba_d_state": 16,
+    "mamba_n_groups": 2,
+    "mamba_chunk_size": CHUNK,
+}
+NEMOTRON = ATTENDING | {
+    "head_dim": 16,
+    "mamba_num_heads": 6,
+    "mamba_head_dim": 16,
+    "ssm_state_size": 16,
+    "n_groups": 2,
+    "chunk_size": CHUNK,
+    # Transformers bounds step sizes in prefill but not in decode; see jaxkv/models/nemotron_h.py.
+    "time_step_min": 1e-9,
+}
+GRANITE_MULTIPLIERS = {
+    "embedding_multiplier": 2.0,
+    "residual_multiplier": 0.7,
+    "logits_scaling": 0.5,
+    "attention_multiplier": 0.2,
+}
+FALCON_MULTIPLIERS = {
+    "key_multiplier": 0.5,
+    "attention_in_multiplier": 1.2,
+    "attention_out_multiplier": 0.8,
+    "ssm_in_multiplier": 1.3,
+    "ssm_out_multiplier": 0.7,
+    "ssm_multipliers": [0.5, 1.5, 0.8, 1.2, 0.9],
+    "mlp_multipliers": [0.8, 1.3],
+    "embedding_multiplier": 1.7,
+    "lm_head_multiplier": 1.6,
+}
+
+CASES = {
+    "mamba2": Case(
+        "Mamba2",
+        {
+            "num_hidden_layers": 2,
+            "num_heads": 8,
+            "head_dim": 16,
+            "state_size": 16,
+            "n_groups": 2,
+            "chunk_size": CHUNK,
+            "use_bias": True,
+            "tie_word_embeddings": True,
+        },
+        shape=BARE,
+    ),
+    "bamba": Case("Bamba", {"attn_layer_indices": [1]}, shape=ATTENDING | MAMBA),
+    "granite": Case(
+        "GraniteMoeHybrid",
+        GRANITE_MULTIPLIERS
+        | {
+            "layer_types": ["mamba", "attention"],
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+            "intermediate_size": 24,
+            "shared_intermediate_size": 48,
+        },
+        seed=1,
+        shape=ATTENDING | MAMBA,
+    ),
+    "granite-dense-rope": Case(
+        "GraniteMoeHybrid",
+        {
+            "layer_types": ["attention", "mamba"],
+            "num_local_experts": 0,
+            "shared_intermediate_size": 48,
+            "position_embedding_type": "rope",
+            "mamba_conv_bias": False,
+            "mamba_proj_bias": True,
+            "tie_word_embeddings": True,
+        },
+        shape=ATTENDING | MAMBA,
+    ),
+    "nemotron": Case(
+        "NemotronH",
+        {
+            "layers_block_type": ["mamba", "moe", "attention", "mlp", "mamba"],
+            "n_routed_experts": 8,
+            "n_group": 4,
+            "topk_group": 2,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 32,
+            "moe_shared_expert_intermediate_size": 48,
+            "routed_scaling_factor": 1.7,
+        },
+        shape=NEMOTRON,
+    ),
+    "nemotron-latent": Case(
+        "NemotronH",
+        {
+            "layers_block_type": ["mamba", "attention", "moe"],
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "norm_topk_prob": False,
+            "moe_intermediate_size": 32,
+            "moe_latent_size": 24,
+            "moe_shared_expert_intermediate_size": 48,
+        },
+        shape=NEMOTRON,
+    ),
+    "falcon-h1": Case(
+        "FalconH1",
+        FALCON_MULTIPLIERS
+        | {"num_hidden_layers": 1, "mamba_d_ssm": 96, "mamba_n_heads": 6, "mamba_rms_norm": False},
+        shape=ATTENDING | MAMBA,
+    ),
+    "falcon-h1-norm": Case(
+        "FalconH1",
+        {
+            "num_hidden_layers": 1,
+            "mamba_d_ssm": None,
+            "mamba_rms_norm": True,
+            "mamba_norm_before_gate": True,
+            "mlp_bias": True,
+        },
+        shape=ATTENDING | MAMBA,
+    ),
+    "qwen3-next": Case(
+        "Qwen3Next",
+        {
+            "num_hidden_layers": 2,
+            "layer_types": ["linear_attention", "full_attention"],
+            "mlp_only_layers": [0],
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 12,
+            "head_dim": 16,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "shared_expert_intermediate_size": 32,
+        },
+        shape=ATTENDING,
+        seed=2,
+        around_zero=("layernorm", "q_norm", "k_norm", "model.norm"),
+    ),
+}
+"""Families; those after the first of each family have an option of their own."""

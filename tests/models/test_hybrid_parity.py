@@ -1,0 +1,123 @@
+"""Families with recurrent layers compute what Hugging Face Transformers computes, in float32, however a text is cut."""
+
+import copy
+from functools import cache
+
+import numpy as np
+import pytest
+
+from jaxkv.models.registry import build_model, load_config
+from jaxkv.weights.load import load_params
+from tests.models.driver import Driver
+
+pytest.importorskip("torch")
+families = pytest.importorskip("tests.models.families")
+hybrids = pytest.importorskip("tests.models.hybrid_families")
+
+pytestmark = pytest.mark.torch
+
+TOLERANCE = 1e-4
+PROMPT = 40
+STEPS = 40
+# Of a model's largest logit: how far it may be from itself, however its text is cut.
+TOGETHER = 1e-5
+# The first case of each family is taken through everything; the others have an option that one step shows.
+THOROUGH = ("mamba2", "bamba", "granite", "nemotron", "falcon-h1", "qwen3-next")
+SLOW = ("nemotron-latent", "falcon-h1-norm")
+EVERY = [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in hybrids.CASES]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """Makes a case, its Hugging Face model, and our model with its parameters read from the saved directory, once."""
+
+    @cache
+    def make(name):
+        case = hybrids.CASES[name]
+        theirs = case.build()
+        directory = tmp_path_factory.mktemp(name)
+        theirs.save_pretrained(directory)
+        model = build_model(load_config(directory))
+        return case, theirs, model, load_params(directory, model, dtype="float32", progress=False)
+
+    return make
+
+
+def driver_of(model, params):
+    return Driver(model, params, step_tokens=PROMPT + STEPS)
+
+
+def far(got, wanted):
+    return np.max(np.abs(got - wanted))
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_prefill_logits_of_all_positions_equal_transformers(made, name):
+    case, theirs, model, params = made(name)
+    tokens = case.prompt(PROMPT)
+    wanted = families.logits(theirs, tokens)
+    # The bound means something only where logits differ by much more.
+    assert np.std(wanted) > 0.3
+    [got] = driver_of(model, params).prefill([tokens])
+    assert far(got, wanted) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", THOROUGH)
+def test_greedy_tokens_equal_transformers_and_states_stepped_equal_states_scanned(made, name):
+    case, theirs, model, params = made(name)
+    tokens = case.prompt(PROMPT)
+    wanted, lead = families.greedy(theirs, tokens, STEPS)
+    assert lead > 1e-3, f"seed {case.seed} has a near tie: choose another"
+    driver = driver_of(model, params)
+    logits = driver.prefill([tokens])[0][-1:]
+    chosen = [int(logits[-1].argmax())]
+    while len(chosen) < STEPS:
+        logits = np.concatenate((logits, driver.decode(chosen[-1:])))
+        chosen.append(int(logits[-1].argmax()))
+    assert chosen == wanted
+    # Issue 5: a state stepped by `ssd_update` agrees with one scanned.
+    [scanned] = driver_of(model, params).prefill([tokens + chosen[:-1]])
+    assert far(scanned[PROMPT - 1 :], logits) < TOGETHER * np.max(np.abs(logits))
+
+
+@pytest.mark.parametrize("name", THOROUGH)
+def test_a_prompt_in_pieces_gives_the_logits_of_transformers(made, name):
+    # On the grid of the scan's chunks and off it, with pieces shorter than the convolution (S5-28, S5-33).
+    case, theirs, model, params = made(name)
+    tokens = case.prompt(PROMPT)
+    wanted = families.logits(theirs, tokens)
+    [whole] = driver_of(model, params).prefill([tokens])
+    for cuts in ((16,), (32, 39), (2, 5, 23), (1, 17)):
+        driver, pieces = driver_of(model, params), []
+        for start, stop in zip((0, *cuts), (*cuts, PROMPT), strict=True):
+            pieces += driver.prefill([tokens[start:stop]])
+        assert far(np.concatenate(pieces), wanted) < TOLERANCE, cuts
+        assert far(np.concatenate(pieces), whole) < TOGETHER * np.max(np.abs(whole)), cuts
+
+
+@pytest.mark.parametrize("name", THOROUGH)
+def test_rows_of_unequal_lengths_equal_runs_of_their_own(made, name):
+    # S1-02, S1-06, S5-24: a fresh row, one that goes on and one that ended share a step.
+    case, theirs, model, params = made(name)
+    rows = [case.prompt(length, offset=length) for length in (3, 37, 19)]
+    driver = driver_of(model, params)
+    begun = driver.prefill([[], rows[1][:21], rows[2]])
+    ended = driver.prefill([rows[0], rows[1][21:], []])
+    for row, *got in zip(rows, begun, ended, strict=True):
+        assert far(np.concatenate(got), families.logits(theirs, row)) < TOLERANCE
+
+
+def test_bfloat16_is_as_near_to_float32_as_that_of_transformers(made, tmp_path):
+    # The residual stream, decays and step sizes stay wide, as there.
+    case, theirs, model, _ = made("mamba2")
+    theirs.save_pretrained(tmp_path)
+    params = load_params(tmp_path, model, dtype="bfloat16", progress=False)
+    tokens = case.prompt(PROMPT)
+    truth = families.logits(theirs, tokens)
+    narrow = copy.deepcopy(theirs).bfloat16()
+    narrow.config.dtype = "bfloat16"
+    driver = Driver(model, params, step_tokens=PROMPT + STEPS, cache_dtype="bfloat16")
+    [got] = driver.prefill([tokens])
+    error = np.sqrt(np.mean((got - truth) ** 2))
+    theirs_error = np.sqrt(np.mean((families.logits(narrow, tokens) - truth) ** 2))
+    assert 0 < error < 1.25 * theirs_error
