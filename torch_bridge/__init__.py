@@ -1,0 +1,21 @@
+"""PyTorch on jaxkv's memory: leases, Transformers caches, kernels on tensors, torch inside a step."""
+
+from jaxkv.errors import CacheLeased, CachePoisoned
+from torch_bridge import attention  # noqa: F401 - registers "jaxkv" with Transformers
+from torch_bridge.cache import JaxkvCache, JaxkvCacheStats
+from torch_bridge.dlpack import from_torch, to_torch
+from torch_bridge.errors import LeaseLeaked, NotZeroCopy
+from torch_bridge.leases import Lease, lease
+
+__all__ = [
+    "CacheLeased",
+    "CachePoisoned",
+    "JaxkvCache",
+    "JaxkvCacheStats",
+    "Lease",
+    "LeaseLeaked",
+    "NotZeroCopy",
+    "from_torch",
+    "lease",
+    "to_torch",
+]

@@ -1,0 +1,304 @@
+"""Times what the bridge to PyTorch costs: a lease, a kernel called from torch, generation with Transformers.
+
+    python -m benchmarks.bridge --part lease,kernel,generate --record bridge
+
+Each part prints its rows; all numbers are microseconds or tokens per second of wall time, the best of several trials
+unless a column says otherwise. A call's "launch" is the host's time per call in a row of calls without waiting; "total"
+is the time per call until all are done.
+"""
+
+import argparse
+import math
+import os
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import pallas_kernels
+from benchmarks.record import RECORDS, save_record
+from benchmarks.timing import refuse_profilers
+from jaxkv.cache.owner import CacheOwner
+from jaxkv.cache.spec import group_layers
+from jaxkv.cache.variants import gqa, place
+from torch_bridge import JaxkvCache, direct, from_torch, kernels, lease, to_torch
+from torch_bridge.dlpack import fence, jax_device
+
+PARTS = ("lease", "kernel", "generate")
+_TOLERANCE = 2e-2
+Row = dict[str, Any]
+
+
+def _device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _wait() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    jnp.zeros(()).block_until_ready()
+
+
+def time_calls(call: Callable[[], Any], *, calls: int, trials: int = 5) -> tuple[float, float]:
+    """Returns microseconds per call: until the host has sent them, and until all are done."""
+    out = call()
+    _wait()
+    best = (math.inf, math.inf)
+    for _ in range(trials):
+        start = time.perf_counter()
+        for _ in range(calls):
+            out = call()
+        sent = time.perf_counter()
+        if isinstance(out, jax.Array):
+            out.block_until_ready()
+        _wait()
+        done = time.perf_counter()
+        best = (
+            min(best[0], (sent - start) / calls * 1e6),
+            min(best[1], (done - start) / calls * 1e6),
+        )
+    return best
+
+
+def time_leases() -> list[Row]:
+    """Times a lease with its commit, and what it is made of."""
+    rows = []
+    device = _device()
+    for layers in (1, 4, 32):
+        layout = group_layers(place([gqa(8, 128, dtype="bfloat16", page_size=16)] * layers))
+        owner = CacheOwner(layout, {"gqa": 64}, device=jax_device(device))
+
+        def borrow(owner: CacheOwner = owner) -> None:
+            with lease(owner) as views:
+                views.commit()
+
+        _, us = time_calls(borrow, calls=20)
+        rows.append({"what": "lease and commit", "arrays": 2 * layers, "us": us})
+    tensor, array = torch.zeros(64, 128, device=device), jnp.zeros((64, 128))
+    array = jax.device_put(array, jax_device(device))
+    for what, call in {
+        "to_torch": partial(to_torch, array),
+        "from_torch": partial(from_torch, tensor),
+        "fence": partial(fence, tensor.device),
+    }.items():
+        launch, _ = time_calls(call, calls=200)
+        rows.append({"what": what, "arrays": 1, "us": launch})
+    return rows
+
+
+def time_kernels(contexts: Sequence[tuple[int, int]]) -> list[Row]:
+    """Times paged decode attention from torch, from JAX, and torch's SDPA on contiguous tensors of the same numbers."""
+    rows = []
+    device, dtype = _device(), torch.bfloat16
+    heads, kv_heads, head_dim, page_size = 32, 8, 128, 16
+    for batch, context in contexts:
+        width = context // page_size
+        q = torch.randn(batch, heads, head_dim, device=device, dtype=dtype)
+        pools = [
+            torch.randn(batch * width, page_size, kv_heads, head_dim, device=device, dtype=dtype)
+            for _ in range(2)
+        ]
+        order = torch.randperm(batch * width, device=device).to(torch.int32)
+        table, lengths = order.view(batch, width), torch.full((batch,), context, device=device)
+        lengths = lengths.to(torch.int32)
+        scale = head_dim**-0.5
+        ours = partial(kernels.paged_attention, q, *pools, table, lengths, scale=scale)
+        arrays = [from_torch(tensor) for tensor in (q, *pools, table, lengths)]
+        program = jax.jit(partial(pallas_kernels.paged_attention, scale=scale))
+        keys, values = (
+            pool[table.long()].view(batch, context, kv_heads, head_dim).transpose(1, 2).contiguous()
+            for pool in pools
+        )
+        peer = partial(
+            torch.nn.functional.scaled_dot_product_attention,
+            q[:, :, None],
+            keys,
+            values,
+            scale=scale,
+            enable_gqa=True,
+        )
+        torch.testing.assert_close(ours(), peer()[:, :, 0], rtol=_TOLERANCE, atol=_TOLERANCE)
+        for what, call in {
+            "from torch": ours,
+            "from JAX": partial(program, *arrays),
+            "torch SDPA": peer,
+        }.items():
+            launch, total = time_calls(call, calls=100)
+            row = {"case": f"B{batch} ctx{context}", "call": what}
+            rows.append({**row, "launch_us": launch, "total_us": total})
+    return rows
+
+
+def _model(layers: int, device: torch.device) -> LlamaForCausalLM:
+    """Returns a model of Llama-3.1-8B's widths with random weights."""
+    small = device.type == "cpu"
+    config = LlamaConfig(
+        vocab_size=1024 if small else 128256,
+        hidden_size=256 if small else 4096,
+        intermediate_size=512 if small else 14336,
+        num_hidden_layers=layers,
+        num_attention_heads=8 if small else 32,
+        num_key_value_heads=2 if small else 8,
+        max_position_embeddings=131072,
+        eos_token_id=None,
+        pad_token_id=0,
+        dtype="float32" if small else "bfloat16",
+    )
+    with torch.device(device):
+        torch.set_default_dtype(torch.float32 if small else torch.bfloat16)
+        try:
+            model = LlamaForCausalLM(config)
+        finally:
+            torch.set_default_dtype(torch.float32)
+    return model.eval()
+
+
+def time_generate(
+    *, layers: int, settings: Sequence[tuple[int, int]], new_tokens: int, compiled: bool
+) -> list[Row]:
+    """Times `model.generate` with Transformers' caches and ours, on the same prompts.
+
+    Args:
+        layers: of the model.
+        settings: rows and prompt tokens of each batch.
+        new_tokens: per row.
+        compiled: also let Transformers compile the decode step for its static cache, which takes a minute.
+    """
+    device = _device()
+    model = _model(layers, device)
+    rows = []
+    for batch, context in settings:
+        ids = torch.randint(1, 1024, (batch, context), device=device)
+        cache = JaxkvCache(model, max_tokens=batch * (context + new_tokens + 16))
+        forms: dict[str, tuple[str, dict[str, Any]]] = {
+            "dynamic, sdpa": ("sdpa", {}),
+            "static, sdpa": ("sdpa", {"cache_implementation": "static", "disable_compile": True}),
+            "ours, sdpa on gathered pages": ("sdpa", {"past_key_values": cache}),
+            "ours, our kernels": ("jaxkv", {"past_key_values": cache}),
+            "ours, our kernels, one lease": ("jaxkv", {"past_key_values": cache}),
+        }
+        if compiled:
+            forms["static, sdpa, compiled"] = ("sdpa", {"cache_implementation": "static"})
+        reference = None
+        for name, (implementation, options) in forms.items():
+            model.set_attn_implementation(implementation)
+            session = name.endswith("one lease")
+            seconds, tokens = math.inf, ids
+            for _ in range(2):
+                cache.reset(keep_prefix=False)
+                whole, tokens = _generate(
+                    model, ids, new_tokens, options, cache if session else None
+                )
+                cache.reset(keep_prefix=False)
+                prompt, _ = _generate(model, ids, 1, options, cache if session else None)
+                seconds = min(seconds, whole - prompt)
+            reference = tokens if reference is None else reference
+            rows.append(
+                {
+                    "batch": batch,
+                    "context": context,
+                    "cache": name,
+                    "decode_tokens_per_s": batch * (new_tokens - 1) / seconds,
+                    "ms_per_step": seconds / (new_tokens - 1) * 1e3,
+                    "tokens_as_dynamic": (tokens == reference).float().mean().item(),
+                }
+            )
+            _print([rows[-1]])
+        del cache
+    return rows
+
+
+def _generate(
+    model: LlamaForCausalLM,
+    ids: torch.Tensor,
+    new_tokens: int,
+    options: dict[str, Any],
+    session: JaxkvCache | None,
+) -> tuple[float, torch.Tensor]:
+    """Returns seconds and tokens of one call."""
+    mask = torch.ones_like(ids)
+    call = partial(
+        model.generate,  # pyright: ignore[reportAttributeAccessIssue] - its mixin's `self` is too strict
+        ids,
+        attention_mask=mask,
+        max_new_tokens=new_tokens,
+        do_sample=False,
+        **options,
+    )
+    _wait()
+    start = time.perf_counter()
+    if session is None:
+        tokens = call()
+    else:
+        with session.session():
+            tokens = call()
+    _wait()
+    return time.perf_counter() - start, tokens
+
+
+def _print(rows: Sequence[Row]) -> None:
+    for row in rows:
+        cells = (
+            f"{name} {value:.4g}" if isinstance(value, float) else f"{value}"
+            for name, value in row.items()
+        )
+        print("  ".join(cells), flush=True)
+
+
+def _pairs(text: str) -> list[tuple[int, int]]:
+    return [(int(a), int(b)) for a, b in (pair.split("x") for pair in text.split(","))]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs the parts and saves one record of each."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--part", default=",".join(PARTS), help="comma-separated; all if not given")
+    parser.add_argument("--settings", default="1x1024,8x1024,64x1024", help="rows x prompt tokens")
+    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--new-tokens", type=int, default=32, help="at least 2")
+    parser.add_argument("--compiled", action="store_true", help="also Transformers' compiled step")
+    parser.add_argument("--direct", action="store_true", help="decode attention without XLA")
+    parser.add_argument(
+        "--record", help="begin of the records' names; nothing is saved if not given"
+    )
+    parser.add_argument("--folder", type=Path, default=RECORDS, help="where records are written")
+    given = parser.parse_args(arguments)
+    direct.IS_ON = given.direct
+    refuse_profilers()
+    unknown = set(given.part.split(",")) - set(PARTS)
+    if unknown:
+        raise ValueError(f"no such part: {sorted(unknown)}; choose among {', '.join(PARTS)}")
+    settings = _pairs(given.settings)
+    torch.manual_seed(0)
+    np.random.seed(0)
+    for part in given.part.split(","):
+        if part == "lease":
+            rows = time_leases()
+        elif part == "kernel":
+            rows = time_kernels(settings)
+        else:
+            rows = time_generate(
+                layers=given.layers,
+                settings=settings,
+                new_tokens=given.new_tokens,
+                compiled=given.compiled,
+            )
+        print(f"-- {part}")
+        _print(rows)
+        if given.record:
+            print(save_record(f"{given.record}-{part}", rows, folder=given.folder))
+
+
+if __name__ == "__main__":
+    main()

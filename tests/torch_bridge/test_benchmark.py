@@ -1,0 +1,25 @@
+"""The benchmark of the bridge runs, and its rows say what they are of."""
+
+import pytest
+
+from benchmarks import bridge
+from benchmarks.record import load_record
+
+pytestmark = [pytest.mark.torch, pytest.mark.slow]
+
+
+def test_each_part_saves_a_record(tmp_path):
+    sizes = ["--settings", "2x32", "--layers", "1", "--new-tokens", "3"]
+    bridge.main([*sizes, "--record", "bridge", "--folder", str(tmp_path)])
+    leases, calls, generation = (
+        load_record(tmp_path / f"bridge-{part}.json").rows for part in bridge.PARTS
+    )
+    assert [row["arrays"] for row in leases] == [2, 8, 64, 1, 1, 1]
+    assert {row["call"] for row in calls} == {"from torch", "from JAX", "torch SDPA"}
+    assert {row["tokens_as_dynamic"] for row in generation} == {1.0}
+    assert all(row["us"] > 0 for row in leases)
+
+
+def test_an_unknown_part_is_refused():
+    with pytest.raises(ValueError, match="no such part"):
+        bridge.main(["--part", "everything"])

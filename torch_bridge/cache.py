@@ -1,0 +1,299 @@
+"""A Transformers cache whose keys, values and states live in our pools: `JaxkvCache`.
+
+It watches the model's forward through two hooks. Before it, tokens are looked up in the prefix index, places are
+reserved and the pool is leased; after it, the pool is given back.
+"""
+
+import sys
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    LinearAttentionCacheLayerMixin,
+    LinearAttentionLayer,
+)
+
+from jaxkv.cache.owner import CacheOwner
+from jaxkv.cache.spec import group_layers
+from torch_bridge import attention
+from torch_bridge.cache_layers import PagedLayer, Running
+from torch_bridge.forward_call import CACHE_NAMES, ForwardCall, by_name
+from torch_bridge.leases import Lease
+from torch_bridge.model_layout import LayerPlan, layer_specs, plan_layers
+from torch_bridge.sequences import Sequences, Unread, usual_positions
+from torch_bridge.step import ACTIVE, Step
+from torch_bridge.store import Store
+
+
+@dataclass(frozen=True)
+class JaxkvCacheStats:
+    """What a cache has done since it was made; its forks count for themselves.
+
+    Attributes:
+        tokens_computed: real tokens that went through the model, over all rows.
+        tokens_reused: tokens that were found in the cache instead.
+        bytes: of the pool, which forks share.
+        leases_taken: how often the pool was lent to torch, forks included.
+    """
+
+    tokens_computed: int
+    tokens_reused: int
+    bytes: int
+    leases_taken: int
+
+
+class JaxkvCache(Cache):
+    """Keys, values and states of a Transformers model in jaxkv's pools: paged, forked and reused without copies.
+
+    Pass it as `past_key_values` to the model it was made for. After `reset()`, a prompt that begins like an earlier one
+    is computed from where they differ, when the caller asks for the last logits alone, as `generate` does. Tokens are
+    those of Transformers' own cache. One thread uses a cache and its forks.
+
+    Args:
+        model: on the CPU or one GPU. The hooks on it go with the cache.
+        max_tokens: tokens that fit, over all rows, forks and kept prefixes; rounded up to whole pages.
+        page_size: tokens per page. Each row fills its own pages, and prefixes are found again by whole pages.
+        max_sequences: rows and forks at once, for models with recurrent layers.
+
+    Raises:
+        Unsupported: the model remembers something that the cache does not know, or lies on several devices.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        max_tokens: int = 4096,
+        *,
+        page_size: int = 16,
+        max_sequences: int = 16,
+    ) -> None:
+        for name, size in {
+            "max_tokens": max_tokens,
+            "page_size": page_size,
+            "max_sequences": max_sequences,
+        }.items():
+            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+                raise ValueError(f"{name} must be a positive integer, got {size!r}")
+        plans = plan_layers(model, page_size=page_size)
+        layout = group_layers(layer_specs(plans))
+        # A row of a fork reads one state and writes another; state 0 is nobody's.
+        counts = {
+            group.name: -(-max_tokens // page_size)
+            if group.unit == "page"
+            else 1 + 2 * max_sequences
+            for group in layout.groups
+        }
+        store = Store(layout, counts, next(model.parameters()).device)
+        self._set_up(model, plans, Sequences(store))
+
+    def _set_up(
+        self, model: PreTrainedModel, plans: tuple[LayerPlan, ...], sequences: Sequences
+    ) -> None:
+        self._model, self._plans, self._sequences = model, plans, sequences
+        self._store = sequences.store
+        self._running = Running()
+        self._num_computed = self._num_reused = 0
+        layers: list[CacheLayerMixin | LinearAttentionCacheLayerMixin] = [
+            LinearAttentionLayer()
+            if not any(spec.arrays[0].role == "key" for spec in plan.specs)
+            else PagedLayer(index, plan.window, sequences, self._running)
+            for index, plan in enumerate(plans)
+        ]
+        super().__init__(layers=layers)
+        this = weakref.ref(self)
+
+        def before(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
+            cache = this()
+            arguments = by_name(module, args, kwargs)
+            if cache is None or all(arguments.get(name) is not cache for name in CACHE_NAMES):
+                return None
+            return (), cache._begin(ForwardCall.of(arguments))
+
+        def after(module: torch.nn.Module, args: tuple, kwargs: Any, out: Any) -> None:  # noqa: ANN401
+            cache = this()
+            if cache is not None and cache._running.step is not None:
+                cache._end(failed=out is None)
+
+        hooks = (
+            model.register_forward_pre_hook(before, with_kwargs=True),
+            model.register_forward_hook(after, with_kwargs=True, always_call=True),
+        )
+        weakref.finalize(self, _take_leave, hooks, sequences).atexit = False
+
+    @property
+    def owner(self) -> CacheOwner:
+        """Who holds the pool in JAX; between forwards anyone may read it, or lease it."""
+        return self._store.owner
+
+    @property
+    def max_tokens(self) -> int | None:
+        """Tokens that fit, over all rows; `None` for models without attention."""
+        return self._store.accounts.max_tokens
+
+    def stats(self) -> JaxkvCacheStats:
+        """Returns what was computed, what was reused and what it takes."""
+        return JaxkvCacheStats(
+            tokens_computed=self._num_computed,
+            tokens_reused=self._num_reused,
+            bytes=self._store.num_bytes,
+            leases_taken=self._store.leases_taken,
+        )
+
+    def fork(self) -> "JaxkvCache":
+        """Returns a cache that goes on from here by itself; both share pages until one of them writes."""
+        self._check_idle("fork()")
+        child = object.__new__(type(self))
+        child._set_up(self._model, self._plans, self._sequences.fork())
+        return child
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "JaxkvCache":
+        return self.fork()
+
+    def reset(self, keep_prefix: bool = True) -> None:
+        """Forgets the rows, so that the next forward begins anew.
+
+        It is also the way back after a failure, which costs forks their rows and the index its prefixes.
+
+        Args:
+            keep_prefix: full pages can be found again by prompts that begin alike, until their room is needed;
+                otherwise all prefixes are forgotten, those of forks too. Weights that were changed in place are
+                noticed; say False after a change that is not, such as another adapter.
+        """
+        if self._running.step is not None:
+            self._end(failed=True)
+        if self.owner.poisoned:
+            self._store.index.clear()
+            self._sequences.release()
+            self.owner.rebuild()
+            return
+        if keep_prefix and self._sequences.rebuilds == self.owner.rebuilds:
+            self._sequences.publish()
+        self._sequences.release()
+        if not keep_prefix:
+            self._store.index.clear()
+
+    @contextmanager
+    def session(self) -> Iterator[Self]:
+        """Keeps the pool leased over all forwards inside, which saves the two programs that each lease runs.
+
+        JAX cannot use the pool meanwhile. Forks take part.
+        """
+        self._check_idle("session()")
+        with self._store.session():
+            yield self
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Makes row i go on from row `beam_idx[i]`: int64 [rows]."""
+        self._check_idle("reorder_cache()")
+        self._sequences.reorder([int(index) for index in beam_idx.tolist()])
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Makes `repeats` neighbouring rows of each row."""
+        rows = range(len(self._sequences.rows))
+        self.reorder_cache(torch.tensor([row for row in rows for _ in range(repeats)]))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keeps some rows, by numbers or by a mask."""
+        numbers = indices.nonzero()[:, 0] if indices.dtype == torch.bool else indices
+        self.reorder_cache(numbers)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Refuses: pages are not given back before a row ends, so tokens cannot be taken back."""
+        raise NotImplementedError(
+            f"JaxkvCache cannot take back {abs(tokens_to_remove)} tokens, so assisted decoding needs DynamicCache; "
+            f"fork() before tokens that may be dropped"
+        )
+
+    def _begin(self, call: ForwardCall) -> dict[str, Any]:
+        """Makes ready for a forward and returns its arguments, without the columns that need not be computed."""
+        if self._running.step is not None:
+            # An interrupt ended the forward before this one without a word to its hooks.
+            self._end(failed=True)
+        self._sequences.check()
+        # Leased first: if that fails, nothing has changed.
+        lease = self._store.borrow()
+        try:
+            real, left_out = self._place(call, lease)
+        except BaseException:
+            # At most whole pages were copied.
+            self._store.give_back(lease)
+            raise
+        try:
+            step = Step(self._sequences, lease, real, attends_pages=self._attends_pages())
+            step.bind_states(self.layers)
+        except BaseException as error:
+            lease.abandon(f"ended in {error!r}", cause=error)
+            raise
+        self._running.step = step
+        self._unread = Unread(call.ids, call.positions, real, step.num_columns)
+        ACTIVE.set(step)
+        return call.without_columns(left_out)
+
+    def _place(self, call: ForwardCall, lease: Lease) -> tuple[np.ndarray, int]:
+        """Finds places for the call's tokens: returns which columns are real, and how many need not be computed."""
+        sequences, left_out = self._sequences, 0
+        if sequences.rows:
+            if call.shape[0] != len(sequences.rows):
+                raise ValueError(
+                    f"the cache holds {len(sequences.rows)} rows, this forward has {call.shape[0]}; reset() it first"
+                )
+            real = call.real_columns(sequences.real)
+        else:
+            everything = call.real_columns(np.zeros((call.shape[0], 0), bool))
+            left_out = self._begin_rows(call, everything)
+            real = everything[:, left_out:]
+        reused = int(sequences.real[:, :left_out].sum())
+        sequences.grow(real, lease)
+        self._num_reused += reused
+        return real, left_out
+
+    def _begin_rows(self, call: ForwardCall, real: np.ndarray) -> int:
+        """Opens a row for each of the batch and returns how many columns are there already."""
+        self._store.notice_weights(self._model)
+        ids = call.ids
+        texts: list[list[int] | None] = [None] * len(real)
+        if ids is not None:
+            usual = usual_positions(real, call.positions, 0, real.shape[1])
+            lines = zip(ids.to("cpu").numpy(), real, usual, strict=True)
+            texts = [line[shown].tolist() if fits else None for line, shown, fits in lines]
+        return self._sequences.begin(texts, real, call.can_leave_out)
+
+    def _end(self, *, failed: bool) -> None:
+        """Gives the pool back after a forward."""
+        step = self._running.step
+        assert step is not None
+        self._running.step = None
+        ACTIVE.set(None)
+        if failed:
+            step.lease.abandon("ended in a forward that failed", cause=sys.exception())
+            return
+        try:
+            step.keep_states(self.layers)
+            self._store.give_back(step.lease)
+        except BaseException as error:
+            step.lease.abandon(f"ended in {error!r}", cause=error)
+            raise
+        self._sequences.commit(self._unread)
+        self._num_computed += step.num_tokens
+
+    def _attends_pages(self) -> bool:
+        config = self._model.config.get_text_config(decoder=True)
+        return config._attn_implementation == attention.NAME
+
+    def _check_idle(self, verb: str) -> None:
+        if self._running.step is not None:
+            raise RuntimeError(f"{verb} was called while a forward is on its way; call it after")
+
+
+def _take_leave(hooks: tuple[Any, ...], sequences: Sequences) -> None:
+    for hook in hooks:
+        hook.remove()
+    sequences.release()

@@ -1,0 +1,141 @@
+"""One call of a model's forward, read by the names of its arguments: tokens, padding, positions, what is asked for."""
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+# What neither changes what keys and values hold nor is read here.
+_HARMLESS = {
+    "input_ids",
+    "attention_mask",
+    "position_ids",
+    "past_key_values",
+    "cache_params",
+    "cache_position",
+    "use_cache",
+    "labels",
+    "logits_to_keep",
+}
+CACHE_NAMES = ("past_key_values", "cache_params")
+
+
+def by_name(module: torch.nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns all arguments of a forward by their names."""
+    if not args:
+        return dict(kwargs)
+    names = inspect.signature(module.forward).parameters
+    return {**dict(zip(names, args, strict=False)), **kwargs}
+
+
+@dataclass(frozen=True)
+class ForwardCall:
+    """What a forward was given.
+
+    Attributes:
+        arguments: all of them by name.
+        tokens: `input_ids` [rows, queries], or `inputs_embeds` [rows, queries, hidden_size] where there are none.
+    """
+
+    arguments: dict[str, Any]
+    tokens: torch.Tensor
+
+    @classmethod
+    def of(cls, arguments: dict[str, Any]) -> "ForwardCall":
+        """Reads the arguments.
+
+        Raises:
+            ValueError: there is neither `input_ids` nor `inputs_embeds`.
+        """
+        tokens = arguments.get("input_ids")
+        tokens = arguments.get("inputs_embeds") if tokens is None else tokens
+        if tokens is None or tokens.ndim < 2:
+            raise ValueError(
+                "a forward with a JaxkvCache needs input_ids [rows, queries] or inputs_embeds; got "
+                f"{None if tokens is None else list(tokens.shape)}"
+            )
+        return cls(arguments, tokens)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and queries."""
+        return self.tokens.shape[0], self.tokens.shape[1]
+
+    @property
+    def ids(self) -> torch.Tensor | None:
+        """The token ids, if they alone say what the model computes."""
+        alone = all(
+            name in _HARMLESS or not isinstance(value, torch.Tensor)
+            for name, value in self.arguments.items()
+        )
+        mask = self.arguments.get("attention_mask")
+        plain = mask is None or (isinstance(mask, torch.Tensor) and mask.ndim == 2)
+        return self.arguments.get("input_ids") if alone and plain else None
+
+    @property
+    def positions(self) -> torch.Tensor | None:
+        """`position_ids`, if given."""
+        return self.arguments.get("position_ids")
+
+    @property
+    def can_leave_out(self) -> int:
+        """How many of the first columns could go without changing what the caller is told."""
+        wanted = self.arguments.get("logits_to_keep")
+        asks = ("output_hidden_states", "output_attentions", "labels")
+        if not isinstance(wanted, int) or wanted < 1:
+            return 0
+        if any(
+            self.arguments.get(name) is not None and self.arguments[name] is not False
+            for name in asks
+        ):
+            return 0
+        return max(0, self.shape[1] - wanted)
+
+    def real_columns(self, known: np.ndarray) -> np.ndarray:
+        """Returns which of the step's columns hold tokens, bool [rows, queries].
+
+        Args:
+            known: [rows, columns] which columns held tokens so far.
+
+        Raises:
+            ValueError: the mask does not fit, or hides or shows other columns than before.
+        """
+        rows, queries = self.shape
+        mask = self.arguments.get("attention_mask")
+        if mask is None or not isinstance(mask, torch.Tensor) or mask.ndim != 2:
+            if mask is None and not known.all():
+                raise ValueError(
+                    "earlier forwards had an attention_mask with padding, this one has none; give a mask over all "
+                    f"{known.shape[1] + queries} columns"
+                )
+            return np.ones((rows, queries), bool)
+        columns = known.shape[1] + queries
+        if mask.shape != (rows, columns):
+            raise ValueError(
+                f"attention_mask must be {[rows, columns]} ({known.shape[1]} remembered columns and {queries} new "
+                f"ones), got {list(mask.shape)}; before another prompt, call reset()"
+            )
+        if known.all() and bool(mask.all()):
+            return np.ones((rows, queries), bool)
+        shown = mask.to("cpu").numpy().astype(bool)
+        if (shown[:, : known.shape[1]] != known).any():
+            raise ValueError(
+                "attention_mask hides or shows other columns than when they were computed, which pages cannot follow; "
+                "keep the mask and append to it, or reset() the cache"
+            )
+        return shown[:, known.shape[1] :]
+
+    def without_columns(self, count: int) -> dict[str, Any]:
+        """Returns the arguments without the first columns; the mask keeps them, since it speaks of the past too."""
+        if count == 0:
+            return self.arguments
+        changed = dict(self.arguments)
+        changed["input_ids"] = self.tokens[:, count:]
+        for name in ("position_ids", "cache_position"):
+            given = changed.get(name)
+            if isinstance(given, torch.Tensor) and given.shape[-1] == self.shape[1]:
+                changed[name] = given[..., count:]
+        return changed

@@ -1,0 +1,229 @@
+"""One forward on leased pages: where its tokens go, how layers write and gather them, and what our ops are told.
+
+Made before the model runs and ended after it. Index tables go to the device once per group of layers, when first used.
+"""
+
+from collections.abc import Sequence
+from contextvars import ContextVar
+from functools import cached_property
+
+import jax
+import numpy as np
+import torch
+from transformers.cache_utils import LinearAttentionLayer
+
+from jaxkv.cache.spec import Group, PagedSpec
+from torch_bridge.dlpack import from_torch, jax_device
+from torch_bridge.leases import Lease
+from torch_bridge.sequences import Sequences
+
+_SMALLEST_TABLE = 8
+ACTIVE: ContextVar["Step | None"] = ContextVar("active_step", default=None)
+"""The step of the forward on its way in this thread, for attention, which Transformers tells of no cache."""
+
+
+class GroupTables:
+    """Where one paged group's layers write and read.
+
+    Args:
+        group: the layers.
+        sequences: the rows, which count the step's tokens already.
+        new: [rows] new tokens.
+
+    Attributes:
+        slots: int64 [tokens] where each new token is written, row after row.
+    """
+
+    def __init__(self, group: Group, sequences: Sequences, new: np.ndarray) -> None:
+        accounts, rows = sequences.store.accounts, sequences.rows
+        self._device = sequences.store.device
+        self._page_size = group.page_size
+        pages = [accounts.pages(row.number, group.name) for row in rows]
+        # Page 0 pads the table; masks and lengths keep it unread.
+        self._pages = np.zeros((len(rows), max(1, *map(len, pages))), np.int32)
+        for line, held in zip(self._pages, pages, strict=True):
+            line[: len(held)] = held
+        slots = [
+            accounts.slots(row.number, group.name, row.num_tokens - int(count), row.num_tokens)
+            for row, count in zip(rows, new, strict=True)
+        ]
+        self.slots = upload(np.concatenate(slots), self._device)
+
+    def places(self, token_of_column: torch.Tensor) -> torch.Tensor:
+        """Returns the slot of each column's token, int64 [rows, columns]."""
+        pages = upload(self._pages, self._device)
+        page = pages.gather(1, token_of_column // self._page_size)
+        return page * self._page_size + token_of_column % self._page_size
+
+    @cached_property
+    def page_table(self) -> torch.Tensor:
+        """The table for our ops: int32, of a width that many steps share, so that few programs are compiled."""
+        rows, width = self._pages.shape
+        wide = np.zeros((rows, padded(width, _SMALLEST_TABLE)), np.int32)
+        wide[:, :width] = self._pages
+        return torch.from_numpy(wide).to(self._device, copy=True)
+
+    @cached_property
+    def page_table_array(self) -> jax.Array:
+        """The same for JAX."""
+        return from_torch(self.page_table)
+
+
+class Step:
+    """What one forward writes and reads.
+
+    Args:
+        sequences: the rows, which count the step's tokens already.
+        lease: of the whole cache.
+        real: [rows, queries] which of the step's columns hold tokens.
+        attends_pages: attention reads the pages by itself, so that nothing is gathered for it.
+
+    Attributes:
+        lease, attends_pages: as given.
+        num_rows, num_queries: of the batch that the model sees.
+        num_tokens: new real tokens.
+        num_columns: remembered columns before the step.
+    """
+
+    def __init__(
+        self, sequences: Sequences, lease: Lease, real: np.ndarray, *, attends_pages: bool
+    ) -> None:
+        self._sequences = sequences
+        self._real = real
+        self._device = sequences.store.device
+        self._tables: dict[str, GroupTables] = {}
+        self._places: dict[str, torch.Tensor] = {}
+        self.lease = lease
+        self.attends_pages = attends_pages
+        self.num_rows, self.num_queries = real.shape
+        self.num_tokens = int(real.sum())
+        self.num_columns = sequences.num_columns - self.num_queries
+        layout = sequences.store.layout
+        self._group_of = {layer: group for group in layout.paged_groups for layer in group.layers}
+        self._states = [(group, layer) for group in layout.state_groups for layer in group.layers]
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether every row brings a token in every column."""
+        return self.num_tokens == self._real.size
+
+    def tables(self, layer: int) -> GroupTables:
+        """Returns where a layer's group writes and reads."""
+        group = self._group_of[layer]
+        if group.name not in self._tables:
+            new = self._real.sum(axis=1)
+            self._tables[group.name] = GroupTables(group, self._sequences, new)
+        return self._tables[group.name]
+
+    def window(self, layer: int) -> int | None:
+        """Returns how many tokens a layer's queries see; `None` for all."""
+        spec = self._group_of[layer].spec
+        assert isinstance(spec, PagedSpec)
+        return spec.window
+
+    @cached_property
+    def tokens(self) -> torch.Tensor:
+        """Which of the `rows * queries` places hold real tokens, int64 [tokens]."""
+        return upload(np.flatnonzero(self._real), self._device)
+
+    @cached_property
+    def seq_lens(self) -> torch.Tensor:
+        """Tokens of each row, the step's included, int32 [rows]."""
+        lengths = np.array([row.num_tokens for row in self._sequences.rows], np.int32)
+        return torch.from_numpy(lengths).to(self._device, copy=True)
+
+    @cached_property
+    def seq_lens_array(self) -> jax.Array:
+        """The same for JAX."""
+        return from_torch(self.seq_lens)
+
+    @cached_property
+    def cu_q_lens_array(self) -> jax.Array:
+        """Bounds of each row's tokens among the step's real ones, int32 [rows + 1]."""
+        bounds = np.zeros(self.num_rows + 1, np.int32)
+        np.cumsum(self._real.sum(axis=1), out=bounds[1:])
+        return jax.device_put(bounds, jax_device(self._device))
+
+    @cached_property
+    def _token_of_column(self) -> torch.Tensor:
+        """The row's token in each column; padding, which masks hide, reads the row's first one."""
+        counted = self._sequences.real.cumsum(axis=1) - 1
+        return upload(np.maximum(counted, 0), self._device)
+
+    def pack(self, values: torch.Tensor) -> torch.Tensor:
+        """Returns the real tokens of [rows, heads, queries, head_dim], row after row, [tokens, heads, head_dim]."""
+        flat = values.transpose(1, 2).reshape(-1, values.shape[1], values.shape[3])
+        return flat if self.is_dense else flat[self.tokens]
+
+    def unpack(self, values: torch.Tensor) -> torch.Tensor:
+        """Returns [tokens, heads, head_dim] as [rows, queries, heads, head_dim], zero where there is padding."""
+        shape = (self.num_rows, self.num_queries, *values.shape[1:])
+        if self.is_dense:
+            return values.reshape(shape)
+        out = values.new_zeros(shape)
+        out.view(-1, *values.shape[1:])[self.tokens] = values
+        return out
+
+    def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Puts a layer's new keys and values, [rows, kv_heads, queries, head_dim], into its pages."""
+        slots = self.tables(layer).slots
+        for role, new in (("key", keys), ("value", values)):
+            pages = self.lease[f"layer{layer}.{role}"]
+            if new.shape[1] != pages.shape[2] or new.shape[3] != pages.shape[3]:
+                raise ValueError(
+                    f"layer {layer} has {role}s of {new.shape[1]} heads of {new.shape[3]}, but the cache was made for "
+                    f"{pages.shape[2]} of {pages.shape[3]}; JaxkvCache does not know this model's attention"
+                )
+            flat = pages.view(-1, *pages.shape[2:])
+            flat.index_copy_(0, slots, self.pack(new.detach()).to(pages.dtype))
+
+    def gather(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns copies of a layer's keys and values of all columns, [rows, kv_heads, columns, head_dim]."""
+        name = self._group_of[layer].name
+        if name not in self._places:
+            self._places[name] = self.tables(layer).places(self._token_of_column)
+        places = self._places[name]
+        pools = [self.lease[f"layer{layer}.{role}"] for role in ("key", "value")]
+        keys, values = (pool.view(-1, *pool.shape[2:])[places].transpose(1, 2) for pool in pools)
+        return keys, values
+
+    def bind_states(self, layers: Sequence[object]) -> None:
+        """Gives recurrent layers their rows' states, which the model then updates as it likes."""
+        for group, layer in self._states:
+            read, _ = self._state_ids(group)
+            held = layers[layer]
+            assert isinstance(held, LinearAttentionLayer)
+            conv = self.lease[f"layer{layer}.conv"][read]
+            held.conv_states[0], held.conv_kernel_size[0] = conv, conv.shape[-1]
+            held.recurrent_states[0] = self.lease[f"layer{layer}.delta"][read]
+            held.is_conv_states_initialized[0] = held.is_recurrent_states_initialized[0] = True
+            held.has_previous_state[0] = self.num_columns > 0
+            held.dtype, held.device = conv.dtype, conv.device
+
+    def keep_states(self, layers: Sequence[object]) -> None:
+        """Puts the states of recurrent layers back."""
+        for group, layer in self._states:
+            _, write = self._state_ids(group)
+            held = layers[layer]
+            assert isinstance(held, LinearAttentionLayer)
+            for role, states in (("conv", held.conv_states), ("delta", held.recurrent_states)):
+                new = states[0]
+                assert new is not None
+                self.lease[f"layer{layer}.{role}"][write] = new.detach()
+                states[0] = None
+
+    def _state_ids(self, group: Group) -> tuple[torch.Tensor, torch.Tensor]:
+        accounts = self._sequences.store.accounts
+        ids = [accounts.states(row.number, group.name) for row in self._sequences.rows]
+        read, write = np.array(ids, np.int64).T
+        return upload(read, self._device), upload(write, self._device)
+
+
+def upload(indices: np.ndarray, device: torch.device) -> torch.Tensor:
+    """Returns indices as int64, which torch indexes with, on the device."""
+    return torch.from_numpy(indices.astype(np.int64)).to(device, non_blocking=True)
+
+
+def padded(size: int, smallest: int) -> int:
+    """Returns the power of two, at least `smallest`, that programs for `size` are compiled for."""
+    return max(smallest, 1 << (size - 1).bit_length())

@@ -1,0 +1,137 @@
+"""A torch model's weights as the parameters of our own model, in the same memory where both lay them out alike."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import torch
+
+from jaxkv.weights.families import rules_for
+from jaxkv.weights.load import Loadable
+from jaxkv.weights.rules import Recipe, expand
+from torch_bridge.dlpack import from_torch, why_not_zero_copy
+from torch_bridge.errors import NotZeroCopy
+
+_SHOWN = 4
+
+
+def share_params(
+    source: torch.nn.Module | Mapping[str, torch.Tensor], model: Loadable, *, copy: bool = False
+) -> Any:  # noqa: ANN401 - a pytree, as the model has it
+    """Returns our parameters made of a Transformers model's weights.
+
+    Projections that share an input are one matrix in ours and several in torch, so a whole model is only shared with
+    `copy=True`. Each of those is then joined once, and a module's own weights become parts of the joined matrix: both
+    see one memory again, and no more of it than before.
+
+    Args:
+        source: a Transformers model, or its `state_dict()`, whose tensors stay as they are.
+        model: ours, of the same config; `jaxkv.models.registry.build_model` makes it.
+        copy: allow a copy of what cannot be shared as it lies.
+
+    Returns:
+        The tree of `model.param_shapes(dtype)`. Do not donate it: torch has it too. A change that torch makes to its
+        weights afterwards changes arrays that JAX takes for constant; stop our steps before and share again after.
+
+    Raises:
+        NotZeroCopy: some leaves would be copies, and `copy` is False; the message names them and says why.
+        ValueError: a tensor is missing, or has another shape or dtype.
+    """
+    if isinstance(source, torch.nn.Module):
+        tensors: Mapping[str, torch.Tensor] = source.state_dict(keep_vars=True)
+    else:
+        tensors = source
+    recipes = expand(rules_for(model.config), model.config)
+    dtype = _dtype_of(tensors, recipes)
+    leaves, structure = jax.tree_util.tree_flatten_with_path(model.param_shapes(dtype))
+    named = [
+        (recipes[jax.tree_util.keystr(path, simple=True, separator=".")], leaf.shape)
+        for path, leaf in leaves
+    ]
+    sources = [_sources(recipe, shape, tensors) for recipe, shape in named]
+    refusals = [
+        f"{recipe.target}: {reason}"
+        for (recipe, _), parts in zip(named, sources, strict=True)
+        if (reason := _why_not_shared(recipe, parts)) is not None
+    ]
+    if refusals and not copy:
+        more = f"; and {len(refusals) - _SHOWN} more" if len(refusals) > _SHOWN else ""
+        raise NotZeroCopy(
+            f"{len(refusals)} of {len(named)} parameters cannot be shared as they lie: "
+            f"{'; '.join(refusals[:_SHOWN])}{more}. Give copy=True to copy these alone"
+        )
+    arrays = [
+        _share(recipe, parts, repoint=isinstance(source, torch.nn.Module))
+        for (recipe, _), parts in zip(named, sources, strict=True)
+    ]
+    return structure.unflatten(arrays)
+
+
+def _dtype_of(tensors: Mapping[str, torch.Tensor], recipes: Mapping[str, Recipe]) -> str:
+    names = {name for recipe in recipes.values() for name in recipe.sources}
+    missing = sorted(names - tensors.keys())
+    if missing:
+        raise ValueError(
+            f"the weights lack {missing[0]!r} and {len(missing) - 1} more that the model is made of; give the model "
+            f"with its head (...ForCausalLM), of the same config"
+        )
+    dtypes = {str(tensors[name].dtype)[6:] for name in names}
+    if len(dtypes) != 1:
+        raise ValueError(
+            f"the weights must share one dtype, got {sorted(dtypes)}; call model.to(...)"
+        )
+    return dtypes.pop()
+
+
+def _sources(
+    recipe: Recipe, shape: tuple[int, ...], tensors: Mapping[str, torch.Tensor]
+) -> list[torch.Tensor]:
+    parts = [tensors[name] for name in recipe.sources]
+    for name, part, wanted in zip(recipe.sources, parts, recipe.source_shapes(shape), strict=True):
+        if tuple(part.shape) != wanted:
+            raise ValueError(f"{name!r} has shape {list(part.shape)}, wanted {list(wanted)}")
+    return parts
+
+
+def _why_not_shared(recipe: Recipe, parts: list[torch.Tensor]) -> str | None:
+    if recipe.combine == "copy":
+        return why_not_zero_copy(parts[0].detach())
+    if recipe.combine == "taps":
+        return f"{recipe.sources[0]} has its axes in another order in torch"
+    if _joined_already(recipe, parts) is not None:
+        return None
+    return f"{', '.join(name.rpartition('.')[0] for name in recipe.sources)} are apart in torch and one here"
+
+
+def _joined_already(recipe: Recipe, parts: list[torch.Tensor]) -> torch.Tensor | None:
+    """Returns the tensor that the parts are consecutive pieces of, if they are; an earlier call leaves them so."""
+    first = parts[0].detach()
+    end = first.data_ptr()
+    for part in parts:
+        same = part.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        if not (same and part.is_contiguous() and part.data_ptr() == end):
+            return None
+        end += part.numel() * part.element_size()
+    shape = (len(parts), *first.shape)
+    if recipe.combine == "concat":
+        shape = (sum(recipe.rows), *first.shape[1:])
+    strides = torch.empty(shape, device="meta").stride()
+    whole = first.as_strided(shape, strides)
+    return whole if why_not_zero_copy(whole) is None else None
+
+
+def _share(recipe: Recipe, parts: list[torch.Tensor], *, repoint: bool) -> jax.Array:
+    """Makes one leaf; joined parts of a module become views of the joint tensor."""
+    if recipe.combine == "copy":
+        return from_torch(parts[0].detach(), copy=True)
+    if recipe.combine == "taps":
+        return from_torch(parts[0].detach()[:, 0].T.contiguous())
+    whole = _joined_already(recipe, parts)
+    if whole is None:
+        stacked = recipe.combine == "stack"
+        whole = (torch.stack if stacked else torch.cat)([part.detach() for part in parts])
+        pieces = whole.unbind() if stacked else whole.split(list(recipe.rows))
+        for part, piece in zip(parts, pieces, strict=True):
+            if repoint:
+                part.data = piece
+    return from_torch(whole)
