@@ -25,6 +25,9 @@ _LOG = logging.getLogger(__name__)
 # step of 64 rows falls apart into some 30 of them. A copy of a piece is one node, for all layers.
 _COMPILER_OPTIONS = {"xla_gpu_enable_dynamic_slice_fusion": False}
 
+# Not the CPU's: XLA may write one down without some of its functions. JAX's own cache serves them, and they lower fast.
+_KEPT_ON = ("gpu",)
+
 
 @dataclass(frozen=True)
 class Built:
@@ -70,9 +73,7 @@ def begin(name: str, lowering: Lowering) -> Callable[[], Built]:
         else:
             _EVENTS.compiles += 1
         seconds = host_seconds + time.perf_counter() - start
-        # Out of JAX's cache and written once more, a program of the CPU would lack its functions.
-        whole = not loaded or (place is not None and place.device.platform != "cpu")
-        if place is not None and not place.is_filled and whole and seconds >= MIN_COMPILE_SECONDS:
+        if place is not None and not place.is_filled and seconds >= MIN_COMPILE_SECONDS:
             place.save(stored)
         told = "out of a cache" if loaded else "compiled"
         _LOG.debug("%s: %.2f s in Python, %s, %.2f s in all", name, host_seconds, told, seconds)
@@ -87,7 +88,7 @@ def _find_place(
     """Returns where a program is kept on disk, or `None` if it cannot be."""
     specs, store = argument_types(lowering), open_store()
     device = one_device(specs)
-    if store is None or device is None:
+    if store is None or device is None or device.platform not in _KEPT_ON:
         return None
     return store.place(name_traced(name, traced, specs, device, options), device)
 

@@ -61,7 +61,7 @@ def loaded_codes():
     return [
         one.__code__
         for one in gc.get_objects()
-        if isinstance(one, FunctionType) and one.__code__.co_filename.startswith(ENGINE)
+        if type(one) is FunctionType and one.__code__.co_filename.startswith(ENGINE)
     ]
 
 
