@@ -1,7 +1,7 @@
 """Times the engine with random weights of a real model's shape: start-up, steady decode, first tokens, throughput.
 
-    JAXKV_COMPILE_CACHE=/tmp/fresh python -m benchmarks.engine --shape qwen3-0.6b --parts startup
-    JAXKV_COMPILE_CACHE=/tmp/fresh python -m benchmarks.engine --shape qwen3-0.6b
+    JAXKV_COMPILE_CACHE=EMPTY_FOLDER python -m benchmarks.engine --shape qwen3-0.6b --parts startup
+    JAXKV_COMPILE_CACHE=SAME_FOLDER python -m benchmarks.engine --shape qwen3-0.6b
     python -m benchmarks.hf_serving --shape qwen3-0.6b
 
 The first is a cold start, the second a warm one and all the rest, the third the peer. Every part is printed and

@@ -48,15 +48,17 @@ gpu_device_info {
 ROWS, PAGES, PAGE_SIZE, WIDTH, LAYERS = 8, 128, 64, 8, 2
 
 
-def executor(implementation, pages=PAGES, rows=ROWS, layers=LAYERS, **changes):
+def executor(
+    implementation, pages=PAGES, rows=ROWS, layers=LAYERS, *, keeps_outputs=False, **changes
+):
     """Returns an engine for a small Llama that hands out what it would have compiled; its cache lies on the host.
 
-    `changes` are fields of its config that make another model of it.
+    `changes` are fields of its config that make another model of it; with `keeps_outputs` it may answer full hits.
 
     The host would choose "xla", so the model is told what to run after the engine was made.
     """
     from jaxkv.cache.spec import LayerSpec, group_layers
-    from jaxkv.cache.variants import sampling
+    from jaxkv.cache.variants import outputs, sampling
     from jaxkv.engine.executor import Executor
     from jaxkv.model_config import ModelConfig, RopeConfig
     from jaxkv.models.registry import build_model
@@ -82,7 +84,10 @@ def executor(implementation, pages=PAGES, rows=ROWS, layers=LAYERS, **changes):
     model = build_model(config)
     specs = model.cache_specs(page_size=PAGE_SIZE, dtype="bfloat16")
     choices = sampling(config.vocab_size, penalties=True, bias_entries=8)
-    layout = group_layers([*specs, LayerSpec(layers, choices)])
+    specs = [*specs, LayerSpec(layers, choices)]
+    if keeps_outputs:
+        specs.append(LayerSpec(layers, outputs(config.hidden_size, dtype="bfloat16")))
+    layout = group_layers(specs)
     counts = {group.name: pages if group.unit == "page" else rows + 1 for group in layout.groups}
     made = Executor(
         model,

@@ -5,21 +5,29 @@ import sys
 from tests.engine import h200
 
 
-def _shape(decode):
+def _shape(decode, snapshots=0):
     from jaxkv.engine.fields import StepShape
 
     tokens = h200.ROWS if decode else 512
-    return StepShape(tokens=tokens, rows=h200.ROWS, table_widths=(h200.WIDTH,), decode=decode)
+    return StepShape(
+        tokens=tokens,
+        rows=h200.ROWS,
+        table_widths=(h200.WIDTH,),
+        decode=decode,
+        snapshots=snapshots,
+    )
 
 
-def _executor(implementation, *pattern):
+def _executor(implementation, *pattern, keeps_outputs=False):
     from jaxkv.block_config import DeltaConfig, MambaConfig, MixtureConfig
 
     mamba = MambaConfig(heads=32, head_dim=64, d_state=128, d_conv=4, groups=1, chunk_size=256)
     delta = DeltaConfig(key_heads=8, value_heads=16, key_dim=128, value_dim=128, d_conv=4)
     mixture = MixtureConfig(experts=16, top_k=4, size=512, gated=True, shared_size=512)
     parts = {"mamba": mamba, "delta": delta, "mixture": mixture}
-    return h200.executor(implementation, layers=len(pattern), pattern=pattern, **parts)
+    return h200.executor(
+        implementation, layers=len(pattern), keeps_outputs=keeps_outputs, pattern=pattern, **parts
+    )
 
 
 def lowerings():
@@ -31,7 +39,13 @@ def lowerings():
     def step(decode, implementation, *pattern):
         return lambda: _executor(implementation, *pattern).step_program(_shape(decode))
 
-    made = {}
+    def keeping(implementation, shape):
+        return lambda: _executor(implementation, *granite, keeps_outputs=True).step_program(shape)
+
+    made = {
+        "keeping_decode_mosaic_gpu": keeping("mosaic_gpu", _shape(True)),
+        "keeping_prefill_mosaic_gpu": keeping("mosaic_gpu", _shape(False, snapshots=16)),
+    }
     for implementation in ("xla", "mosaic_gpu"):
         made |= {
             f"decode_{implementation}": step(True, implementation, falcon, falcon),

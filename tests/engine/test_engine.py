@@ -1,4 +1,4 @@
-"""The engine's answers are those of one executable per wave, whatever comes in between. Junk is in every free place."""
+"""The engine's answers are those of `jaxkv.generate`, whatever comes in between. Junk is in every free place."""
 
 import random
 from contextlib import ExitStack

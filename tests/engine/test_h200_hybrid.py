@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 DECODE = ("decode_mosaic_gpu", "experts_decode_mosaic_gpu", "delta_decode_mosaic_gpu")
+KEEPING = ("keeping_decode_mosaic_gpu", "keeping_prefill_mosaic_gpu")
 PREFILL = ("prefill_mosaic_gpu", "experts_prefill_mosaic_gpu", "delta_prefill_mosaic_gpu")
 
 
@@ -42,6 +43,15 @@ def test_a_decode_step_with_states_and_experts_is_one_command_buffer_in_place():
         assert reports[name]["outside"] == []
     # No expert's matrices are copied: each of the two is more than this.
     assert reports["experts_decode_mosaic_gpu"]["temp_bytes"] < 8 * 2**20
+
+
+def test_steps_that_keep_checkpoints_and_outputs_write_them_where_they_lie():
+    """T-08, T-15: snapshots and last hidden states cost no copy of a pool and no second graph."""
+    reports = compiled(KEEPING)
+    for name in KEEPING:
+        assert_in_place(reports[name])
+        assert reports[name]["command_buffers"] == 1
+        assert reports[name]["outside"] == []
 
 
 @pytest.mark.slow
