@@ -1,5 +1,6 @@
 """The sizes of models that people know, for measuring with random weights."""
 
+from jaxkv.block_config import MambaConfig
 from jaxkv.model_config import ModelConfig, RopeConfig
 
 SHAPES = {
@@ -51,5 +52,44 @@ SHAPES = {
         max_positions=2048,
         rope=RopeConfig(rotary_dim=16),
         windows=(None,) * 2,
+    ),
+}
+
+# Sizes alone: the multipliers, which change no time, are left at one.
+HYBRID_SHAPES = {
+    "granite-4.0-h-micro": ModelConfig(
+        family="granite_hybrid",
+        vocab_size=100352,
+        hidden_size=2048,
+        num_layers=40,
+        heads=32,
+        kv_heads=8,
+        head_dim=64,
+        ffn_size=8192,
+        max_positions=131072,
+        rope=RopeConfig(rotary_dim=64),
+        windows=(None,) * 40,
+        pattern=tuple(
+            ("attention" if layer % 10 == 5 else "mamba2", "gated") for layer in range(40)
+        ),
+        tie_embeddings=True,
+        mamba=MambaConfig(heads=64, head_dim=64, d_state=128, d_conv=4, groups=1, chunk_size=256),
+    ),
+    # For trying the benchmark on a CPU.
+    "tiny-hybrid": ModelConfig(
+        family="granite_hybrid",
+        vocab_size=256,
+        hidden_size=64,
+        num_layers=2,
+        heads=4,
+        kv_heads=2,
+        head_dim=16,
+        ffn_size=64,
+        max_positions=4096,
+        rope=RopeConfig(rotary_dim=16),
+        windows=(None,) * 2,
+        pattern=(("mamba2", "gated"), ("attention", "gated")),
+        tie_embeddings=True,
+        mamba=MambaConfig(heads=4, head_dim=32, d_state=16, d_conv=4, groups=1, chunk_size=64),
     ),
 }

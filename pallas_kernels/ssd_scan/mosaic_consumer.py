@@ -83,7 +83,8 @@ class Consumer(Worker):
         start, length = self.task.piece(number)
         x, decay = refs["x"].at[slot, self.number], refs["decay"].at[slot, self.number]
         left = _over_columns(jnp.exp2(_vector(decay.at[0], PER_ROW)))
-        read[...] = self.result(read, 0) * left
+        # What passes the state by is added unrounded: as a weight it would lose its last digits.
+        read[...] = self.result(read, 0) * left + _load(x) * self.skip()
         self.multiply(read, weights, x)
         kept = jnp.exp2(decay[0, SIDE - 1])
         for block in blocks:
@@ -132,8 +133,6 @@ class Consumer(Worker):
         row = plgpu.broadcasted_iota(jnp.int32, _SQUARE, 0, layout=WGMMA)
         column = plgpu.broadcasted_iota(jnp.int32, _SQUARE, 1, layout=WGMMA)
         weights = self.result(met, len(blocks)) * share
-        # What passes the state by joins on the diagonal.
-        weights = jnp.where(row == column, weights + self.skip(), weights)
         return jnp.where(row >= column, weights, 0.0).astype(self.geometry.dtype)
 
     def multiply(

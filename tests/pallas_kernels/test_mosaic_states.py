@@ -94,6 +94,18 @@ def test_interpreted_the_scan_equals_the_oracle_without_a_race(races):
     assert not races()
 
 
+def test_interpreted_what_passes_the_state_by_is_rounded_once(races):
+    """As in the op's own suite, where it needs a GPU."""
+    inputs = replace(SMALL_SCAN, rows=Rows((70, 3), (0, 62))).inputs(5)
+    inputs |= {"dt_bias": np.full(2, -100.0, np.float32), "d": np.float32([2.71828, -1.41421])}
+    inputs["states"] = np.zeros_like(inputs["states"])
+    out, _ = under(Schedule(consumers=2, stages=2), inputs, interpret=True)
+    x = inputs["xbc"][:73, :128].astype(np.float32).reshape(73, 2, 64)
+    wanted = (x * inputs["d"][:, None]).astype(inputs["xbc"].dtype)
+    np.testing.assert_array_equal(np.asarray(out)[:73], wanted)
+    assert not races()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["chunks-64", "wide", "only-padding"])
 @pytest.mark.parametrize(

@@ -115,6 +115,21 @@ def test_snapshots_are_the_states_that_a_run_up_to_there_ends_in(implementation)
 
 
 @every_implementation
+def test_what_passes_the_state_by_is_rounded_once(implementation):
+    """Steps of nothing leave the skip alone; a factor rounded beforehand would show where outputs nearly cancel."""
+    inputs = kernel_case(Rows((70, 9), (5, 0))).inputs(9)
+    inputs["dt_bias"] = np.full_like(inputs["dt_bias"], -100.0)
+    inputs["states"] = np.zeros_like(inputs["states"])
+    inputs["d"] = inputs["d"] + np.float32(np.e)
+    heads, tokens = len(inputs["d"]), int(inputs["cu_q_lens"][-1])
+    head_dim = inputs["states"].shape[2]
+    x = inputs["xbc"][:tokens, : heads * head_dim].astype(np.float32)
+    wanted = x.reshape(tokens, heads, head_dim) * inputs["d"][:, None]
+    out, _ = compiled(partial(ssd_scan, implementation=implementation), inputs)
+    np.testing.assert_array_equal(np.asarray(out)[:tokens], wanted.astype(inputs["xbc"].dtype))
+
+
+@every_implementation
 def test_rows_do_not_see_each_other(implementation):
     """S5-41: the bits of a row do not depend on its neighbours or on its place among the tokens."""
     inputs = kernel_case(Rows((33, 2, 90), (4, 1, 0), padding_tokens=3)).inputs(6)

@@ -1,0 +1,212 @@
+"""What kept prefixes save a hybrid model of a real shape: time to the first token, and tokens that are computed.
+
+    python -m benchmarks.hybrid_prefix
+    python -m benchmarks.hybrid_prefix --shape tiny-hybrid --dtype float32 --tokens 768    # to try it on a CPU
+
+Weights are random. `hybrid-first-token` has a prompt of which nothing, nine tenths or everything is kept.
+`hybrid-computed-tokens` has the traces of S5-19 and S5-20, whose counts are right or wrong on any machine.
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from benchmarks.record import RECORDS, load_record, save_record
+from benchmarks.report import render
+from benchmarks.timing import refuse_profilers
+from jaxkv.bench.shapes import HYBRID_SHAPES
+from jaxkv.cache.checkpoint_policy import CheckpointPolicy
+from jaxkv.config import CacheConfig, SamplingParams
+from jaxkv.engine.engine import Engine
+from jaxkv.engine.engine_config import EngineConfig
+from jaxkv.engine.executor import Executor
+from jaxkv.engine.programs import Programs
+from jaxkv.engine.request import Request
+from jaxkv.engine.sequence import Sequence as Sample
+from jaxkv.models.registry import build_model
+from jaxkv.plan import plan_cache
+
+Row = dict[str, Any]
+
+_KEPT = 0.9
+# A multiple of the shapes' chunks, where checkpoints are.
+_GRID = 256
+_WARM_UPS = 2
+# The traces' page, and the policy that their counts were worked out for.
+_PAGE = 256
+_POLICY = CheckpointPolicy(end_of_prompt=False, end_of_generation=False, grid=_PAGE)
+_CHECKPOINT_BYTES = 2**31
+
+
+class _Bench:
+    """A model with random weights, and engines over it that share no cache.
+
+    Args:
+        options: of the command line.
+    """
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options, self.config = options, HYBRID_SHAPES[options.shape]
+        self.model = build_model(self.config)
+        drawn = self.model.init_params(jax.random.key(0), options.dtype)
+        self.params = jax.block_until_ready(drawn)
+        self.rng = np.random.default_rng(0)
+        self.programs: dict[Any, Programs] = {}
+
+    def engine(
+        self,
+        *,
+        rows: int,
+        longest: int,
+        budget: int,
+        policy: CheckpointPolicy,
+        page: int,
+        full_hits: bool,
+    ) -> Engine:
+        """Returns an engine for a number of sequences, the longest length of one and the tokens of a step."""
+        wish = CacheConfig(
+            max_sequences=rows,
+            page_size=page,
+            checkpoint_bytes=_CHECKPOINT_BYTES,
+            full_hits=full_hits,
+        )
+        layout, plan = plan_cache(
+            self.model, wish, dtype=self.options.dtype, max_model_len=longest, free_bytes=None
+        )
+        executor = Executor(
+            self.model,
+            self.params,
+            layout,
+            plan.counts,
+            max_tokens=longest,
+            max_rows=rows,
+            programs=self.programs.setdefault((longest, full_hits), Programs()),
+        )
+        return Engine(executor, None, EngineConfig(token_budget=budget, checkpoints=policy))
+
+    def text(self, count: int) -> tuple[int, ...]:
+        """Draws a prompt's tokens."""
+        return tuple(self.rng.integers(0, self.config.vocab_size, count).tolist())
+
+    def begin(self, engine: Engine, prompt: tuple[int, ...], output: int = 1) -> Sample:
+        """Asks for the most likely next tokens."""
+        wishes = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True)
+        return engine.add([Request(prompt=prompt, params=wishes, seed=0, stop_ids=())])[0]
+
+
+def first_tokens(bench: _Bench) -> list[Row]:
+    """Times lone requests of which nothing, a part or everything is kept, in turns."""
+    tokens, repeats = bench.options.tokens, bench.options.repeats
+    kept = int(_KEPT * tokens) // _GRID * _GRID
+    engine = bench.engine(
+        rows=2,
+        longest=tokens + 64,
+        budget=tokens,
+        policy=CheckpointPolicy(),
+        page=64,
+        full_hits=True,
+    )
+
+    def timed(prompt: tuple[int, ...], cached: int) -> float:
+        start = time.perf_counter()
+        made = bench.begin(engine, prompt)
+        engine.run([made])
+        took = time.perf_counter() - start
+        if made.cached != cached:
+            raise RuntimeError(f"{made.cached} tokens of the prompt were kept, not {cached}")
+        return took * 1e3
+
+    shared = bench.text(kept)
+    times: dict[str, list[float]] = {"cold": [], "90% kept": [], "all kept": []}
+    for repeat in range(_WARM_UPS + repeats):
+        cold = timed(bench.text(tokens), 0)
+        timed(shared, kept if repeat else 0)
+        hit = timed(shared + bench.text(tokens - kept), kept)
+        full = timed(shared, kept)
+        if repeat >= _WARM_UPS:
+            for name, took in zip(times, (cold, hit, full), strict=True):
+                times[name].append(took)
+    median = {name: statistics.median(took) for name, took in times.items()}
+    return [
+        {
+            "shape": bench.options.shape,
+            "request": name,
+            "prompt_tokens": kept if name == "all kept" else tokens,
+            "cached_tokens": 0 if name == "cold" else kept,
+            "ttft_ms": median[name],
+            "spread_ms": max(took) - min(took),
+            "times_sooner_than_cold": median["cold"] / median[name],
+        }
+        for name, took in times.items()
+    ]
+
+
+def computed_tokens(bench: _Bench) -> list[Row]:
+    """Counts the prompt tokens that are computed in the traces of S5-19, twice, and of S5-20."""
+
+    def count(trace: str, steps: Sequence[Sequence[tuple[int, ...]]], full_hits: bool) -> Row:
+        engine = bench.engine(
+            rows=6, longest=1280, budget=1200, policy=_POLICY, page=_PAGE, full_hits=full_hits
+        )
+        # What has begun stays until the trace is over, as in S5-20; S5-19 comes one after the other.
+        holds = trace == "S5-20"
+        for prompts in steps:
+            made = [bench.begin(engine, prompt, 100 if holds else 1) for prompt in prompts]
+            while not all(one.generated for one in made):
+                engine.step()
+        total = sum(len(prompt) for prompts in steps for prompt in prompts)
+        stats = engine.prefix.stats if engine.prefix else None
+        if stats is None or stats.tokens_computed + stats.tokens_reused != total:
+            raise RuntimeError(f"{stats} does not add up to {total} tokens")
+        return {
+            "shape": bench.options.shape,
+            "trace": trace,
+            "outputs_kept": full_hits,
+            "prompt_tokens": total,
+            "computed_tokens": stats.tokens_computed,
+        }
+
+    half, rest = bench.text(256), bench.text(256)
+    equal = [[half], [half], [half + rest], [half + rest]]
+    first, second, third, fourth, fifth = map(bench.text, (300, 544, 288, 332, 288))
+    branch = first[:256] + second
+    branches = [
+        [first],
+        [branch],
+        [branch[:512] + third, branch[:768] + fourth],
+        [branch[:512] + fifth],
+    ]
+    return [
+        count("S5-19", equal, full_hits=False),
+        count("S5-19", equal, full_hits=True),
+        count("S5-20", branches, full_hits=False),
+    ]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs both parts; each is printed and recorded as soon as it is done."""
+    parser = argparse.ArgumentParser(description="Times and counts what kept prefixes save.")
+    parser.add_argument("--shape", choices=sorted(HYBRID_SHAPES), default="granite-4.0-h-micro")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--tokens", type=int, default=10240, help="of the prompts that are timed")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--folder", type=Path, default=RECORDS, help="where records are written")
+    options = parser.parse_args(arguments)
+    refuse_profilers()
+    bench = _Bench(options)
+    for name, measure in (
+        ("hybrid-first-token", first_tokens),
+        ("hybrid-computed-tokens", computed_tokens),
+    ):
+        path = save_record(name, measure(bench), folder=options.folder)
+        print(render(load_record(path)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,21 @@
+"""The benchmark of hybrid prefixes on a small model: its counts are those of the traces on any machine."""
+
+import json
+
+import pytest
+
+from benchmarks.hybrid_prefix import main
+
+
+@pytest.mark.slow
+def test_both_parts_are_recorded_and_the_counts_are_the_traces_own(tmp_path):
+    """S5-19 with and without outputs, S5-20."""
+    given = "--shape tiny-hybrid --dtype float32 --tokens 768 --repeats 1"
+    main([*given.split(), "--folder", str(tmp_path)])
+
+    def rows(name):
+        return json.loads((tmp_path / f"{name}.json").read_text())["rows"]
+
+    counts = [(row["trace"], row["computed_tokens"]) for row in rows("hybrid-computed-tokens")]
+    assert counts == [("S5-19", 1024), ("S5-19", 512), ("S5-20", 2008)]
+    assert [row["cached_tokens"] for row in rows("hybrid-first-token")] == [0, 512, 512]
