@@ -1,7 +1,7 @@
 """Turns records into Markdown tables, printed or put between a document's markers.
 
     python -m benchmarks.report ops-paged_attention --columns case,implementation,us
-    python -m benchmarks.report --into README.md
+    python -m benchmarks.report --into benchmarks/README.md
 
 A document says where a table goes by `<!-- record NAME: column, column -->` and `<!-- /record -->`, each on a line
 of its own; whatever lies between them is replaced. `column=value` among the columns keeps the rows that have it, and is
