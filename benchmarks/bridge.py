@@ -3,8 +3,8 @@
     python -m benchmarks.bridge --part lease,kernel,generate --record bridge
 
 Each part prints its rows; all numbers are microseconds or tokens per second of wall time, the best of several trials
-unless a column says otherwise. A call's "launch" is the host's time per call in a row of calls without waiting; "total"
-is the time per call until all are done.
+unless a column says otherwise; of the steps of one generation the median. A call's "launch" is the host's time per
+call in a row of calls without waiting; "total" is the time per call until all are done.
 """
 
 import argparse
@@ -13,7 +13,9 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -31,7 +33,9 @@ from jaxkv.cache.owner import CacheOwner
 from jaxkv.cache.spec import group_layers
 from jaxkv.cache.variants import gqa, place
 from torch_bridge import JaxkvCache, direct, from_torch, kernels, lease, to_torch
+from torch_bridge.direct import decode_kernel
 from torch_bridge.dlpack import fence, jax_device
+from torch_bridge.kept_lease import KeptLease
 
 PARTS = ("lease", "kernel", "generate")
 _TOLERANCE = 2e-2
@@ -83,6 +87,9 @@ def time_leases() -> list[Row]:
 
         _, us = time_calls(borrow, calls=20)
         rows.append({"what": "lease and commit", "arrays": 2 * layers, "us": us})
+        kept = KeptLease(owner)
+        _, us = time_calls(lambda kept=kept: kept.put_down(kept.borrow()), calls=20)
+        rows.append({"what": "kept from forward to forward", "arrays": 2 * layers, "us": us})
     tensor, array = torch.zeros(64, 128, device=device), jnp.zeros((64, 128))
     array = jax.device_put(array, jax_device(device))
     for what, call in {
@@ -127,15 +134,24 @@ def time_kernels(contexts: Sequence[tuple[int, int]]) -> list[Row]:
             enable_gqa=True,
         )
         torch.testing.assert_close(ours(), peer()[:, :, 0], rtol=_TOLERANCE, atol=_TOLERANCE)
-        for what, call in {
-            "from torch": ours,
-            "from JAX": partial(program, *arrays),
-            "torch SDPA": peer,
-        }.items():
+        calls = {"from torch": ours, "from torch, through XLA": partial(_through_xla, ours)}
+        alone = decode_kernel(q, *pools, table, lengths, scale=scale, window=None, soft_cap=None)
+        if alone is not None:
+            calls["from torch, launch alone"] = partial(alone, q, *pools, table, lengths)
+        calls |= {"from JAX": partial(program, *arrays), "torch SDPA": peer}
+        for what, call in calls.items():
             launch, total = time_calls(call, calls=100)
             row = {"case": f"B{batch} ctx{context}", "call": what}
             rows.append({**row, "launch_us": launch, "total_us": total})
     return rows
+
+
+def _through_xla(call: Callable[[], Any]) -> Any:  # noqa: ANN401 - what the call returns
+    before, direct.IS_ON = direct.IS_ON, False
+    try:
+        return call()
+    finally:
+        direct.IS_ON = before
 
 
 def _model(layers: int, device: torch.device) -> LlamaForCausalLM:
@@ -195,20 +211,18 @@ def time_generate(
             seconds, tokens = math.inf, ids
             for _ in range(2):
                 cache.reset(keep_prefix=False)
-                whole, tokens = _generate(
+                steps, tokens = _generate(
                     model, ids, new_tokens, options, cache if session else None
                 )
-                cache.reset(keep_prefix=False)
-                prompt, _ = _generate(model, ids, 1, options, cache if session else None)
-                seconds = min(seconds, whole - prompt)
+                seconds = min(seconds, median(steps))
             reference = tokens if reference is None else reference
             rows.append(
                 {
                     "batch": batch,
                     "context": context,
                     "cache": name,
-                    "decode_tokens_per_s": batch * (new_tokens - 1) / seconds,
-                    "ms_per_step": seconds / (new_tokens - 1) * 1e3,
+                    "decode_tokens_per_s": batch / seconds,
+                    "ms_per_step": seconds * 1e3,
                     "tokens_as_dynamic": (tokens == reference).float().mean().item(),
                 }
             )
@@ -223,8 +237,9 @@ def _generate(
     new_tokens: int,
     options: dict[str, Any],
     session: JaxkvCache | None,
-) -> tuple[float, torch.Tensor]:
-    """Returns seconds and tokens of one call."""
+) -> tuple[list[float], torch.Tensor]:
+    """Returns the seconds of each decode step of one call, and its tokens."""
+    clock = _Clock()
     mask = torch.ones_like(ids)
     call = partial(
         model.generate,  # pyright: ignore[reportAttributeAccessIssue] - its mixin's `self` is too strict
@@ -232,17 +247,34 @@ def _generate(
         attention_mask=mask,
         max_new_tokens=new_tokens,
         do_sample=False,
+        streamer=clock,
         **options,
     )
     _wait()
-    start = time.perf_counter()
     if session is None:
         tokens = call()
     else:
         with session.session():
             tokens = call()
-    _wait()
-    return time.perf_counter() - start, tokens
+    return clock.steps(), tokens
+
+
+class _Clock:
+    """Notes when tokens are known, as one who streams them: it is given the prompt, then the tokens of each step."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        """Is called with what was read from the device."""
+        self.times.append(time.perf_counter())
+
+    def end(self) -> None:
+        """Is called after the last token."""
+
+    def steps(self) -> list[float]:
+        """Returns the seconds between tokens, those before the first one left out: the prompt's."""
+        return [after - before for before, after in pairwise(self.times[1:])]
 
 
 def _print(rows: Sequence[Row]) -> None:
@@ -266,15 +298,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--part", default=",".join(PARTS), help="comma-separated; all if not given")
     parser.add_argument("--settings", default="1x1024,8x1024,64x1024", help="rows x prompt tokens")
     parser.add_argument("--layers", type=int, default=32)
-    parser.add_argument("--new-tokens", type=int, default=32, help="at least 2")
+    parser.add_argument("--new-tokens", type=int, default=32, help="at least 3")
     parser.add_argument("--compiled", action="store_true", help="also Transformers' compiled step")
-    parser.add_argument("--direct", action="store_true", help="decode attention without XLA")
     parser.add_argument(
         "--record", help="begin of the records' names; nothing is saved if not given"
     )
     parser.add_argument("--folder", type=Path, default=RECORDS, help="where records are written")
     given = parser.parse_args(arguments)
-    direct.IS_ON = given.direct
     refuse_profilers()
     unknown = set(given.part.split(",")) - set(PARTS)
     if unknown:

@@ -71,7 +71,9 @@ class Bench:
             dtype=options.dtype,
             max_model_len=longest,
             cache=CacheConfig(max_sequences=options.max_sequences),
-            engine=EngineConfig(token_budget=options.token_budget),
+            engine=EngineConfig(
+                token_budget=options.token_budget, steps_per_launch=options.steps_per_launch
+            ),
         )
         start = time.perf_counter()
         self.engine: Engine = served.build()
@@ -133,15 +135,20 @@ class Bench:
         samples = [
             self.engine.add([one])[0] for one in self._requests(batch, prompt, output, batch)
         ]
-        while any(sample.generated < 8 for sample in samples):
+        # Enough for an engine that looks how long steps take before it sends several at once.
+        while any(sample.generated < 24 for sample in samples):
             self.engine.step()
         self.watch.reset()
         start = time.perf_counter()
-        self._steps(steps)
-        wall = (time.perf_counter() - start) / steps
-        host = {label: seconds / steps for label, seconds in self.watch.seconds.items()}
-        busy = busy_seconds(lambda: self._steps(steps // 4))
-        queued = queued_seconds(self.engine.executor, *self.last)
+        made = self._generate(samples[0], steps)
+        wall = (time.perf_counter() - start) / made
+        launches = self.watch.calls["enqueue"]
+        host = {label: seconds / made for label, seconds in self.watch.seconds.items()}
+        profiled: list[int] = []
+        busy = busy_seconds(lambda: profiled.append(self._generate(samples[0], steps // 4)))
+        busy = busy and busy / profiled[0]
+        per_launch = self.last[0].key.values().get("steps", 1)
+        queued = queued_seconds(self.engine.executor, *self.last) / per_launch
         length = round(statistics.mean(len(sample.tokens) for sample in samples) - 0.75 * steps)
         if any(sample.status == FINISHED for sample in samples):
             raise RuntimeError("a sequence ended while steps were timed; this is no steady decode")
@@ -154,10 +161,11 @@ class Bench:
             "batch": batch,
             "context": length,
             "program": str(self.last[0].key),
+            "steps_per_launch": made / launches,
             "step_ms": wall * 1e3,
             "queued_ms": queued * 1e3,
-            "gpu_busy_ms": busy and busy / (steps // 4) * 1e3,
-            "gpu_idle_percent": busy and 100 * max(0.0, 1 - busy / (steps // 4) / wall),
+            "gpu_busy_ms": busy and busy * 1e3,
+            "gpu_idle_percent": busy and 100 * max(0.0, 1 - busy / wall),
             "floor_ms": num_bytes / bandwidth * 1e3,
             "share_of_floor_percent": 100 * num_bytes / bandwidth / wall,
             "tokens_per_second": batch / wall,
@@ -165,9 +173,12 @@ class Bench:
             "other_host_ms": (wall - sum(host.values())) * 1e3,
         }
 
-    def _steps(self, count: int) -> None:
-        for _ in range(count):
+    def _generate(self, sample: Sample, count: int) -> int:
+        """Steps until a sequence has at least so many more tokens, and returns how many it got."""
+        before = sample.generated
+        while sample.generated < before + count:
             self.engine.step()
+        return sample.generated - before
 
     def _end(self, samples: Sequence[Sample]) -> None:
         for sample in samples:
@@ -308,6 +319,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     made.add_argument("--parts", default=",".join(PARTS), help="comma-separated")
     made.add_argument("--max-sequences", type=int, default=256)
     made.add_argument("--token-budget", type=int, default=EngineConfig().token_budget)
+    made.add_argument("--steps-per-launch", type=int, help="the engine chooses if not given")
     made.add_argument("--batch", type=_sizes, default=(1, 16, 64, 256), help="of steady decode")
     made.add_argument("--context", type=int, default=1024, help="prompt tokens of steady decode")
     made.add_argument("--steps", type=int, default=64, help="of steady decode")

@@ -33,6 +33,7 @@ class Contiguous:
         tokens: where the rows' queries are among those of the case.
         q, k, v: [rows, length, heads, head_dim].
         window: keys that a query sees; `None` for all, also where the cut did it.
+        causal: a query does not see keys after its own; otherwise it sees all.
     """
 
     tokens: np.ndarray
@@ -41,12 +42,15 @@ class Contiguous:
     v: np.ndarray
     scale: float
     window: int | None
+    causal: bool
 
 
 @lru_cache(maxsize=1)
 def lay_out(subject: Subject) -> list[Contiguous]:
     """Gathers an attention case's keys and values, once for all peers; raises `NoPeer` where none could use them."""
     inputs = subject.inputs
+    if "latent_pages" in inputs:
+        return [_latents_alike(inputs)]
     if inputs["soft_cap"] is not None or inputs["sinks"] is not None:
         raise NoPeer("has no soft cap and no sinks")
     if inputs["k_scales"] is not None:
@@ -78,11 +82,34 @@ def _rows_alike(inputs: Mapping[str, Any], bounds: np.ndarray, rows: np.ndarray)
         v=inputs["v_pages"][pages, position % page_size],
         scale=inputs["scale"],
         window=window,
+        causal=q_len > 1,
+    )
+
+
+def _latents_alike(inputs: Mapping[str, Any]) -> Contiguous:
+    """Lays out rows of one query over latents; its heads stand as queries that share one head of keys."""
+    seq_len = int(inputs["seq_lens"][0])
+    if "cu_q_lens" in inputs or not (inputs["seq_lens"] == seq_len).all() or not seq_len:
+        raise NoPeer("needs rows of one query and equally many keys")
+    position, page_size = np.arange(seq_len), inputs["latent_pages"].shape[1]
+    pages = inputs["page_table"][:, position // page_size]
+    latents = inputs["latent_pages"][pages, position % page_size]
+    q = inputs["q"]
+    return Contiguous(
+        tokens=np.arange(q.shape[0] * q.shape[1]),
+        q=q[:, :, None],
+        k=latents,
+        v=latents[..., : inputs["value_dim"]],
+        scale=inputs["scale"],
+        window=None,
+        causal=False,
     )
 
 
 def time_cudnn(subject: Subject, effort: Effort) -> Timing:
     """Times cuDNN's fused attention as JAX offers it."""
+    if subject.op == "skinny_matmul":
+        raise NoPeer("is no attention")
     if KINDS[subject.op].writes:
         raise NoPeer("writes no pages")
     if jax.default_backend() != "gpu" or subject.dtype not in _HALF:
@@ -91,7 +118,7 @@ def time_cudnn(subject: Subject, effort: Effort) -> Timing:
     if len(cases) > 1:
         raise NoPeer("needs rows of equal length")
     case = cases[0]
-    causal = case.q.shape[1] > 1
+    causal = case.causal
     if causal and case.q.shape[1] != case.k.shape[1]:
         raise NoPeer("aligns its causal mask to the first key, not the last")
 
@@ -113,16 +140,18 @@ def time_cudnn(subject: Subject, effort: Effort) -> Timing:
         answer = np.asarray(chain.launch()[-1])
     except (NotImplementedError, ValueError, jax.errors.JaxRuntimeError) as error:
         raise NoPeer(_first_line(error)) from error
-    subject.compare([_in_order(cases, [answer])])
+    subject.compare([_in_order(subject, cases, [answer])])
     return time_chain(chain, effort)
 
 
-def _in_order(cases: Sequence[Contiguous], answers: Sequence[np.ndarray]) -> np.ndarray:
+def _in_order(
+    subject: Subject, cases: Sequence[Contiguous], answers: Sequence[np.ndarray]
+) -> np.ndarray:
     """Returns the outputs of all kinds of rows, one query after the other as in the case."""
     together = np.concatenate([answer.reshape(-1, *answer.shape[2:]) for answer in answers])
     out = np.empty_like(together)
     out[np.concatenate([case.tokens for case in cases])] = together
-    return out
+    return out.reshape(*subject.inputs["q"].shape[:2], -1)
 
 
 def time_torch(subject: Subject, effort: Effort) -> Timing:
@@ -136,6 +165,8 @@ def time_torch(subject: Subject, effort: Effort) -> Timing:
         raise NoPeer("does not rotate and write in one call")
     if KINDS[subject.op].pool == "states":
         raise NoPeer("has no op that carries such states")
+    if subject.op == "skinny_matmul":
+        raise NoPeer("is not set up for products; XLA's stand beside the kernel")
     build = _torch_write if subject.op == "page_write" else _torch_attention
     calls, answer = build(subject, device)
     calls *= effort.rounds
@@ -212,7 +243,7 @@ def _torch_attention(
 
     def answer() -> list[np.ndarray]:
         outs = [out.transpose(1, 2).float().cpu().numpy() for out in calls[-1]()]
-        return [_in_order(cases, outs)]
+        return [_in_order(subject, cases, outs)]
 
     return calls, answer
 
@@ -225,8 +256,8 @@ def _attend(case: Contiguous) -> Callable[..., Any]:
     q_len, seq_len = case.q.shape[1], case.k.shape[1]
     return partial(
         torch.nn.functional.scaled_dot_product_attention,
-        attn_mask=causal_lower_right(q_len, seq_len) if 1 < q_len < seq_len else None,
-        is_causal=1 < q_len == seq_len,
+        attn_mask=causal_lower_right(q_len, seq_len) if case.causal and q_len < seq_len else None,
+        is_causal=case.causal and q_len == seq_len,
         scale=case.scale,
         enable_gqa=True,
     )

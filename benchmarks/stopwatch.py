@@ -25,6 +25,7 @@ class Stopwatch:
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
+        self.calls: dict[str, int] = {}
 
     def watch(self, owner: object, method: str, label: str) -> None:
         """Times every call of a method from now on."""
@@ -36,13 +37,15 @@ class Stopwatch:
                 return inner(*arguments, **options)
             finally:
                 self.seconds[label] += time.perf_counter() - start
+                self.calls[label] += 1
 
-        self.seconds[label] = 0.0
+        self.seconds[label], self.calls[label] = 0.0, 0
         setattr(owner, method, timed)
 
     def reset(self) -> None:
         """Begins again at zero."""
         self.seconds = dict.fromkeys(self.seconds, 0.0)
+        self.calls = dict.fromkeys(self.calls, 0)
 
 
 def queued_seconds(executor: Executor, program: Program, arrays: Sequence[np.ndarray]) -> float:

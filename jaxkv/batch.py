@@ -95,6 +95,7 @@ class StepBatch:
             group is not one of them).
         sampling: how the next tokens are chosen.
         decode: static; every real row has exactly one query and token r belongs to row r.
+        fresh: static; promises that no row has tokens from before this step, so that nothing need be read from pages.
     """
 
     tokens: Int[Array, " tokens"]
@@ -107,3 +108,4 @@ class StepBatch:
     states: tuple[StateTables, ...]
     sampling: SamplingBatch
     decode: bool = static_field(default=False)
+    fresh: bool = static_field(default=False)

@@ -119,6 +119,78 @@ class DeltaConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class IndexConfig:
+    """The indexer of sparse attention (DeepSeek-AI, DeepSeek-V3.2): it chooses which tokens latent attention reads.
+
+    Attributes:
+        heads: its query heads.
+        head_dim: components of each, and of the one key that is kept of a token; the first `rope_dim` are rotated.
+        topk: most tokens that a query attends to.
+    """
+
+    heads: int
+    head_dim: int
+    topk: int
+
+    def __post_init__(self) -> None:
+        """Refuses sizes that no machine holds."""
+        settle(self, as_int, 1, 2**16, "heads", "head_dim")
+        settle(self, as_int, 1, 2**24, "topk")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentConfig:
+    """Multi-head latent attention (DeepSeek-AI, DeepSeek-V2), whose keys and values are made of one latent a token.
+
+    Attributes:
+        kv_lora_rank: components of the latent.
+        rope_dim: components of the rotary key, which all heads share, and of each query's part that meets it.
+        nope_dim: components of each head's query and key that carry no position.
+        value_dim: components of each head's value.
+        q_lora_rank: components of the latent that queries are expanded from; `None` if they come straight from the
+            hidden state.
+        pairs: angle i turns components 2i and 2i + 1, not i and i + rope_dim / 2.
+        index: sizes of the indexer of "sparse_latent" blocks; it needs a latent of queries.
+    """
+
+    kv_lora_rank: int
+    rope_dim: int
+    nope_dim: int
+    value_dim: int
+    q_lora_rank: int | None = None
+    pairs: bool = True
+    index: IndexConfig | None = None
+
+    def __post_init__(self) -> None:
+        """Refuses sizes that no machine holds."""
+        settle(self, as_int, 1, 2**16, "kv_lora_rank", "nope_dim", "value_dim")
+        settle(self, as_int, 2, 2**16, "rope_dim")
+        if self.q_lora_rank is not None:
+            settle(self, as_int, 1, 2**16, "q_lora_rank")
+        if self.index is not None and self.q_lora_rank is None:
+            raise ValueError("an indexer needs a latent of queries: give q_lora_rank")
+        if self.index is not None and self.index.head_dim < self.rope_dim:
+            raise ValueError(
+                f"an indexer's head_dim must be at least rope_dim {self.rope_dim}, got {self.index.head_dim}"
+            )
+
+    @property
+    def has_query_latent(self) -> bool:
+        """Whether queries are expanded from a latent of their own."""
+        return self.q_lora_rank is not None
+
+    @property
+    def query_dim(self) -> int:
+        """Components of each head's query."""
+        return self.nope_dim + self.rope_dim
+
+    @property
+    def stored(self) -> int:
+        """Numbers that are kept of a token: its latent, then its rotary key."""
+        return self.kv_lora_rank + self.rope_dim
+
+
+@dataclass(frozen=True, kw_only=True)
 class MixtureConfig:
     """A mixture of experts, of which each token asks a few.
 
@@ -129,12 +201,16 @@ class MixtureConfig:
         gated: experts have a gate, as Llama's feed-forward has; otherwise they are one activation between two maps.
         scoring: "softmax" or "sigmoid" of the router's logits.
         correction: a learnt bias is added to the scores for the choice of experts alone (DeepSeek-V3).
-        groups, top_groups: experts are chosen from the best groups alone, by the sum of each group's two best scores.
+        groups, top_groups: experts are chosen from the best groups alone.
+        group_votes: how many of its best scores a group is judged by; DeepSeek-V2 takes one, DeepSeek-V3 two.
         renormalise: the chosen experts' weights are made to sum to one.
         scale: what the weights are multiplied by in the end.
         latent_size: width that experts work in, between two projections; `None` for the hidden size.
         shared_size: inner width of the expert that every token asks; 0 if there is none.
         shared_gate: what it says is multiplied by the sigmoid of a number that each token makes for it.
+        biases: the router and the experts' two maps carry biases (GPT-OSS).
+        clamp: bound of gates from above, and of what they multiply from both sides, in the experts' own activation
+            (GPT-OSS, see `clamped_gate`); `None` for the model's activation.
     """
 
     experts: int
@@ -145,14 +221,19 @@ class MixtureConfig:
     correction: bool = False
     groups: int = 1
     top_groups: int = 1
+    group_votes: int = 2
     renormalise: bool = True
     scale: float = 1.0
     latent_size: int | None = None
     shared_size: int = 0
     shared_gate: bool = False
+    biases: bool = False
+    clamp: float | None = None
 
     def __post_init__(self) -> None:
         """Refuses sizes that do not fit each other."""
+        if self.clamp is not None:
+            settle(self, as_float, 1e-3, 1e6, "clamp")
         settle(self, as_int, 1, 2**16, "experts", "groups")
         settle(self, as_int, 1, self.experts, "top_k")
         settle(self, as_int, 1, self.groups, "top_groups")
@@ -163,11 +244,13 @@ class MixtureConfig:
             raise ValueError(f"scoring must be one of {', '.join(SCORINGS)}, got {self.scoring!r}")
         if self.latent_size is not None:
             settle(self, as_int, 1, 2**20, "latent_size")
+        settle(self, as_int, 1, 2, "group_votes")
         per_group, rest = divmod(self.experts, self.groups)
-        if rest or self.top_k > self.top_groups * per_group or (self.groups > 1 and per_group < 2):
+        too_small = self.groups > 1 and per_group < self.group_votes
+        if rest or self.top_k > self.top_groups * per_group or too_small:
             raise ValueError(
                 f"{self.top_k} of {self.experts} experts cannot be chosen from {self.top_groups} of "
-                f"{self.groups} equal groups of two or more"
+                f"{self.groups} equal groups of {self.group_votes} or more"
             )
 
     @property

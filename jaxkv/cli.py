@@ -81,6 +81,13 @@ def _model_options(parser: argparse.ArgumentParser) -> None:
         "--cache-bytes", type=int, metavar="N", help="memory for the cache; a share of what is free"
     )
     parser.add_argument(
+        "--host-bytes",
+        type=int,
+        default=0,
+        metavar="N",
+        help="memory of the host for prefixes that the cache gives up; none",
+    )
+    parser.add_argument(
         "--cache-dtype",
         default="auto",
         help="of keys and values: auto, float32, bfloat16, float16, fp8 or int8",
@@ -105,6 +112,7 @@ def _cache(options: argparse.Namespace) -> CacheConfig:
         dtype=options.cache_dtype,
         max_sequences=options.max_sequences,
         budget_bytes=options.cache_bytes,
+        host_bytes=options.host_bytes,
     )
 
 

@@ -186,6 +186,9 @@ class CacheConfig:
         checkpoint_bytes: of that, memory for states of recurrent layers that are kept for prompts that begin alike;
             without them such a model reuses nothing. "auto" keeps up to four for each sequence in flight, in at most a
             tenth of `budget_bytes`; `None` or 0 keeps none.
+        host_bytes: memory of the host for prefixes that the cache has to give up; they come back when a prompt begins
+            like them. It is taken as it fills, pinned where the device allows; on a GPU JAX pins 64 GiB, unless
+            XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB says otherwise before it starts. 0 is none.
         full_hits: keep the last hidden state with each of them, so that a prompt that is known to its end computes
             nothing before its first token.
     """
@@ -196,6 +199,7 @@ class CacheConfig:
     budget_bytes: int | None = None
     memory_share: float = 0.85
     checkpoint_bytes: int | Literal["auto"] | None = "auto"
+    host_bytes: int = 0
     full_hits: bool = True
 
     def __post_init__(self) -> None:
@@ -204,6 +208,7 @@ class CacheConfig:
             raise ValueError(f"dtype must be one of {', '.join(CACHE_DTYPES)}, got {self.dtype!r}")
         settle(self, as_int, 1, 2**20, "page_size")
         settle(self, as_int, 1, 2**16, "max_sequences")
+        settle(self, as_int, 0, 2**62, "host_bytes")
         settle(self, as_float, 0.01, 1.0, "memory_share")
         if self.budget_bytes is not None:
             settle(self, as_int, 1, 2**62, "budget_bytes")

@@ -305,4 +305,5 @@ def _pack_on_device(
         sampling=SamplingBatch(
             slots=numbers + 1, carry=jnp.zeros_like(numbers), **chosen, features=features
         ),
+        fresh=True,
     )

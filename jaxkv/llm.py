@@ -27,7 +27,7 @@ from jaxkv.engine.turns import Turns
 from jaxkv.engine.warm_up import WarmUp, compile_all, declare_served
 from jaxkv.models.protocol import Model
 from jaxkv.models.registry import build_model, load_config
-from jaxkv.plan import free_bytes, plan_cache, resolve_dtype, resolve_length
+from jaxkv.plan import free_bytes, plan_cache, resolve_dtype, resolve_length, tokens_ahead
 from jaxkv.prompts import Prompt, as_prompts, one_each, prompt_ids
 from jaxkv.tokenizer import Tokenizer, load_tokenizer
 from jaxkv.weights.load import load_params
@@ -96,6 +96,7 @@ class LLM:
             dtype=dtype,
             max_model_len=self.max_model_len,
             free_bytes=free_bytes(cache.memory_share),
+            ahead=tokens_ahead(self.model, cache, engine, self.max_model_len),
         )
         self.executor = Executor(
             self.model,
@@ -105,6 +106,7 @@ class LLM:
             max_tokens=self.max_model_len,
             max_rows=cache.max_sequences,
             programs=Programs(strict=strict),
+            host_bytes=cache.host_bytes,
         )
         self.engine = Engine(self.executor, self.tokenizer, engine)
         self.turns = Turns()

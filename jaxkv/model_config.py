@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from jaxkv.block_config import DeltaConfig, MambaConfig, MixtureConfig, Multipliers
+from jaxkv.block_config import DeltaConfig, LatentConfig, MambaConfig, MixtureConfig, Multipliers
 from jaxkv.config import as_float, as_int, settle
 
 ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "none")
@@ -82,9 +82,16 @@ class ModelConfig:
         qk_norm: per-head RMSNorm on queries and keys before the rotation (Qwen3).
         attention_gate: queries come with a gate of as many components, whose sigmoid multiplies what attention says.
         unit_offset: norms weigh in float32, by one more than the file says; the parameters include the one.
+        wide_norms: norms weigh in float32.
+        post_norms: what a stage says is normalised too before it is added (Gemma).
         attention_scale: what scores are multiplied by; `head_dim ** -0.5` if `None`.
+        attention_cap, logit_cap: bounds of the scores and of the logits by `cap * tanh(x / cap)`; `None` for none.
+        sinks: each head has a logit that joins its softmax and brings no value (GPT-OSS).
+        window_rope: the angles of layers with a window, where theirs are others than `rope` (Gemma 3).
         wide_residual: the residual stream is float32, whatever the parameters are.
-        mamba, delta, mixture: sizes of the blocks that need them.
+        mamba, delta, mixture, latent: sizes of the blocks that need them.
+        mtp_layers: layers past the last that guess further tokens (DeepSeek-V3); checkpoints hold them, and the model
+            runs without.
         multipliers: constants on the way.
         dtype: the checkpoint's dtype name, used by `dtype="auto"`.
     """
@@ -110,11 +117,19 @@ class ModelConfig:
     qk_norm: bool = False
     attention_gate: bool = False
     unit_offset: bool = False
+    wide_norms: bool = False
+    post_norms: bool = False
     attention_scale: float | None = None
+    attention_cap: float | None = None
+    logit_cap: float | None = None
+    sinks: bool = False
+    window_rope: RopeConfig | None = None
     wide_residual: bool = False
     mamba: MambaConfig | None = None
     delta: DeltaConfig | None = None
     mixture: MixtureConfig | None = None
+    latent: LatentConfig | None = None
+    mtp_layers: int = 0
     multipliers: Multipliers = Multipliers()
     eos_ids: tuple[int, ...] = ()
     bos_id: int | None = None
@@ -123,6 +138,7 @@ class ModelConfig:
     def __post_init__(self) -> None:
         """Refuses sizes that no machine holds and that do not fit each other."""
         settle(self, as_int, 1, MAX_LAYERS, "num_layers")
+        settle(self, as_int, 0, MAX_LAYERS, "mtp_layers")
         settle(self, as_int, 1, 2**24, "vocab_size", "ffn_size")
         settle(self, as_int, 1, 2**20, "hidden_size")
         settle(self, as_int, 1, 2**16, "heads", "kv_heads", "head_dim")
@@ -130,8 +146,12 @@ class ModelConfig:
         settle(self, as_float, 0.0, 1.0, "norm_eps")
         if self.heads % self.kv_heads:
             raise ValueError(f"{self.heads} heads cannot share {self.kv_heads} kv_heads evenly")
-        if self.rope.rotary_dim > self.head_dim:
-            raise ValueError(f"rotary_dim {self.rope.rotary_dim} exceeds head_dim {self.head_dim}")
+        for rope in (self.rope, self.window_rope or self.rope):
+            if rope.rotary_dim > self.head_dim:
+                raise ValueError(f"rotary_dim {rope.rotary_dim} exceeds head_dim {self.head_dim}")
+        for name in ("attention_cap", "logit_cap"):
+            if getattr(self, name) is not None:
+                settle(self, as_float, 1e-3, 1e6, name)
         if not self.pattern:
             object.__setattr__(self, "pattern", (("attention", "gated"),) * self.num_layers)
         for name in ("windows", "pattern"):
@@ -144,7 +164,13 @@ class ModelConfig:
                 as_int("windows", window, 1, _INT32_MAX)
         for token in self.eos_ids:
             as_int("eos_ids", token, 0, _INT32_MAX)
-        parts = {"mamba2": self.mamba, "delta": self.delta, "mixture": self.mixture}
+        parts = {
+            "mamba2": self.mamba,
+            "delta": self.delta,
+            "mixture": self.mixture,
+            "latent": self.latent,
+            "sparse_latent": self.latent and self.latent.index,
+        }
         for block, part in parts.items():
             if part is None and block in self.blocks:
                 raise ValueError(f"the pattern has {block} blocks, whose sizes are missing")

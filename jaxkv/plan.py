@@ -20,10 +20,12 @@ from jaxkv.cache.spec import CacheLayout, LayerSpec, group_layers
 from jaxkv.cache.variants import outputs as outputs_spec
 from jaxkv.cache.variants import sampling as sampling_spec
 from jaxkv.config import MAX_BIAS_ENTRIES, CacheConfig, as_int
+from jaxkv.engine.bursts import declare_bursts, settle_steps
 from jaxkv.engine.compile_cache import enable_compile_cache
 from jaxkv.engine.compile_costs import Cost, cost_name, read_costs
 from jaxkv.engine.engine_config import EngineConfig
 from jaxkv.engine.executor import key_of
+from jaxkv.engine.host_programs import declare_swaps
 from jaxkv.engine.side_programs import COPY
 from jaxkv.engine.step_shapes import StepShapes, grain_of, settle_budget
 from jaxkv.engine.warm_up import cost_identity
@@ -63,7 +65,13 @@ def free_bytes(share: float) -> int:
 
 
 def plan_cache(
-    model: Model, cache: CacheConfig, *, dtype: str, max_model_len: int, free_bytes: int | None
+    model: Model,
+    cache: CacheConfig,
+    *,
+    dtype: str,
+    max_model_len: int,
+    free_bytes: int | None,
+    ahead: int | None = None,
 ) -> tuple[CacheLayout, Budget]:
     """Returns the cache's groups and how many pages and states of each to make, the sampling group included.
 
@@ -74,6 +82,8 @@ def plan_cache(
         max_model_len: longest sequence.
         free_bytes: memory the cache may take if the user named no budget; `None` for as much as
             `max_sequences` sequences of `max_model_len` need.
+        ahead: tokens that the steps under way write before pages out of their windows are given back, see
+            `tokens_ahead`; `None` if sequences keep all their pages.
 
     Raises:
         ValueError: not even one sequence of `max_model_len` fits; the message has the numbers.
@@ -89,16 +99,28 @@ def plan_cache(
             layout = group_layers((*layers, LayerSpec(model.num_layers, kept)))
     limits = {"max_sequences": cache.max_sequences, "max_tokens": max_model_len}
     limits["checkpoints"] = _checkpoints(layout, cache, free_bytes)
-    budget = plan_budget(layout, cache.budget_bytes, **limits)
+    budget = plan_budget(layout, cache.budget_bytes, **limits, ahead=ahead)
     if cache.budget_bytes is None and free_bytes is not None and budget.bytes > free_bytes:
-        budget = plan_budget(layout, free_bytes, **limits)
+        budget = plan_budget(layout, free_bytes, **limits, ahead=ahead)
     if budget.num_sequences < 1:
-        one = sum(bytes_per_sequence(group, max_model_len) for group in layout.paged_groups)
+        each = (bytes_per_sequence(g, max_model_len, budget.ahead) for g in layout.paged_groups)
+        one = sum(each)
         raise ValueError(
             f"the cache has {budget.budget_bytes:,} bytes, but one sequence of {max_model_len:,} tokens needs "
             f"{one:,}; lower max_model_len, or give the cache more memory"
         )
     return layout, budget
+
+
+def tokens_ahead(
+    model: Model, cache: CacheConfig, engine: EngineConfig, max_model_len: int
+) -> int | None:
+    """Returns the tokens that an engine's steps under way write; `None` if it gives no page back before the end."""
+    if model.whole_prompts:
+        return None
+    rows = cache.max_sequences
+    budget = settle_budget(engine.token_budget, max_tokens=max_model_len, max_rows=rows)
+    return (1 + engine.overlap) * budget
 
 
 def _checkpoints(layout: CacheLayout, cache: CacheConfig, free_bytes: int | None) -> int:
@@ -154,7 +176,12 @@ def explain_plan(
         rest = _beside_weights(free_bytes, weights) if holds_weights else free_bytes
         free_bytes = int(cache.memory_share * rest)
     layout, budget = plan_cache(
-        model, cache, dtype=resolved, max_model_len=length, free_bytes=free_bytes
+        model,
+        cache,
+        dtype=resolved,
+        max_model_len=length,
+        free_bytes=free_bytes,
+        ahead=tokens_ahead(model, cache, engine, length),
     )
     runs, implementation = _runs_as(model, resolved, layout, budget, cache)
     per_token = sum(bytes_per_token(group) for group in layout.paged_groups)
@@ -165,10 +192,23 @@ def explain_plan(
         runs,
         "",
         budget.explain(),
+        *_host(layout, cache, per_token),
         "",
         *_programs(model.running(implementation), resolved, layout, length, cache, engine),
     ]
     return "\n".join(lines)
+
+
+def _host(layout: CacheLayout, cache: CacheConfig, per_token: int) -> list[str]:
+    """Says what lies on the host when it is full; nothing if there is none."""
+    if not cache.host_bytes:
+        return []
+    told = [f"{cache.host_bytes // per_token:,} tokens"] if per_token else []
+    each = checkpoint_bytes(layout)
+    told += [f"{cache.host_bytes // each:,} checkpoints of {each:,} bytes"] if each else []
+    return [
+        f"host: {cache.host_bytes:,} bytes for what the cache gives up, at most {' or '.join(told)}"
+    ]
 
 
 def _weight_bytes(model: Decoder, dtype: str) -> int:
@@ -221,7 +261,14 @@ def _programs(
         grain=grain_of(model.implementation),
         checkpoints=_keeps_states(layout, model, cache, engine),
     )
-    keys = [key_of(layout, declared) for declared in (*shapes.declare_all(Features()), COPY)]
+    singles = shapes.declare_all(Features())
+    steps = settle_steps(engine.steps_per_launch, model.param_shapes(dtype), layout)
+    one_by_one = _keeps_states(layout, model, cache, engine)
+    chosen = engine.steps_per_launch is None
+    bursts = [] if one_by_one else declare_bursts(singles, steps, chosen=chosen)
+    swaps = declare_swaps(layout) if cache.host_bytes and engine.prefix_cache else []
+    needed = (*singles, *bursts, COPY, *swaps)
+    keys = [key_of(layout, declared) for declared in needed]
     enable_compile_cache()
     known = read_costs(cost_identity(model, dtype))
     costs = {key: known[cost_name(key)] for key in keys if cost_name(key) in known}

@@ -26,11 +26,15 @@ from typing import Any
 OPS = (
     "paged_attention",
     "ragged_attention",
+    "latent_attention",
     "page_write",
     "rotary_write",
+    "skinny_matmul",
     "causal_conv",
     "ssd_scan",
     "ssd_update",
+    "index_topk",
+    "filter_bounds",
 )
 TOOLS = ("memcheck", "initcheck", "racecheck", "synccheck")
 KERNEL = "mosaic_gpu"
@@ -109,6 +113,7 @@ def hostile(case: Any) -> Iterator[Any]:  # noqa: ANN401 - each op has its own C
     yield case
     known = {field.name for field in fields(case)}
     pages = {"head_dim": 64, "heads": 8, "kv_heads": 2, "half": 32}
+    pages |= {"value_dim": 128, "rope_dim": 64}
     states = {"groups": 2, "d_state": 128, "chunk_size": 64}
     sizes: Mapping[str, Any] = pages | states
     able = {name: value for name, value in sizes.items() if name in known}

@@ -17,16 +17,12 @@ import numpy as np
 from jax import Array
 
 import pallas_kernels
-from pallas_kernels import state_subjects
-from pallas_kernels.paged_attention import reference as attention_reference
+from pallas_kernels import attention_subjects, matmul_subjects, state_subjects
 from pallas_kernels.rotary_write import reference as rotary_reference
 from pallas_kernels.timing import Chain
 from pallas_kernels.tolerances import OUTPUT
 
 _MOST_COPIES = 32
-_MOST_BYTES = 8 * 2**30
-_MOST_QUERIES = 512
-_REFERENCE_BYTES = 512 * 2**20
 # What the next number of 8 bits is away, absolute and relative: values on the edge between two round either way.
 _ONE_STEP = {"int8": (1.0, 0.0), "float8_e4m3fn": (2.0**-9, 2.0**-3)}
 
@@ -141,8 +137,11 @@ class Subject:
 
     def compare(self, results: Sequence[Any]) -> None:
         """Raises `WrongResult` unless these are the right answer; of an attention's, some queries are looked at."""
-        if not KINDS[self.op].writes:
-            results = [np.asarray(result)[_some_queries(self.inputs)] for result in results]
+        if not KINDS[self.op].writes and "q" in self.inputs:
+            results = [
+                np.asarray(result)[attention_subjects.some_queries(self.inputs)]
+                for result in results
+            ]
         exact, tolerance = KINDS[self.op].exact, OUTPUT[self.dtype]
         compare(results, self.expected, tolerance=tolerance, exact=exact)
 
@@ -224,71 +223,14 @@ def _look_up(before: Array, after: Array, slots: Array) -> tuple[Array, Array]:
     return flat.at[slots].get(mode="clip"), jnp.any(changed)
 
 
-def _repeat_pages(inputs: Mapping[str, Any], copies: int) -> tuple[dict, list[dict]]:
-    """Each call reads its own copy of the pages, all of them in one larger pool, as a cache would hold them."""
-    pool_bytes = inputs["k_pages"].nbytes + inputs["v_pages"].nbytes
-    copies = max(2, min(copies, _MOST_BYTES // pool_bytes))
-    arrays = {
-        name: jnp.asarray(value) for name, value in inputs.items() if isinstance(value, np.ndarray)
-    }
-    table, num_pages = arrays.pop("page_table"), inputs["k_pages"].shape[0]
-    for name in ("k_pages", "v_pages", "k_scales", "v_scales"):
-        if name in arrays:
-            arrays[name] = jnp.concatenate([arrays[name]] * copies)
-    return arrays, [{"page_table": table + jnp.int32(copy * num_pages)} for copy in range(copies)]
-
-
-def _attention(inputs: Mapping[str, Any], queries: np.ndarray) -> list[np.ndarray]:
-    """The reference's answer to some queries, computed a few at a time: it gathers all keys of each query."""
-    q, page_table, seq_lens = (inputs[name] for name in ("q", "page_table", "seq_lens"))
-    rows, visible = np.arange(len(seq_lens)), seq_lens
-    if "cu_q_lens" in inputs:
-        rows, visible = _rows_of_tokens(inputs["cu_q_lens"], seq_lens, len(q))
-    names = ("k_pages", "v_pages", "sinks", "k_scales", "v_scales")
-    arrays = {name: jnp.asarray(inputs[name]) for name in names if inputs[name] is not None}
-    options = {name: inputs[name] for name in ("scale", "window", "soft_cap")}
-    attend = jax.jit(partial(attention_reference.paged_attention, **options))
-    keys = page_table.shape[1] * inputs["k_pages"].shape[1]
-    step = max(1, _REFERENCE_BYTES // (keys * q.shape[1] * q.shape[2] * 4))
-    parts = []
-    for start in range(0, len(queries), step):
-        # Every part has the same size, so that one program serves all; the last one repeats queries.
-        part = np.resize(queries[start : start + step], min(step, len(queries)))
-        chosen = (q[part], page_table[rows[part]], visible[part])
-        out, _ = attend(
-            **dict(zip(("q", "page_table", "seq_lens"), map(jnp.asarray, chosen), strict=True)),
-            **arrays,
-        )
-        parts.append(np.asarray(out))
-    return [np.concatenate(parts)[: len(queries)]]
-
-
-def _some_queries(inputs: Mapping[str, Any]) -> np.ndarray:
-    """The first and last query of each row, and others spread evenly: the reference takes milliseconds for each."""
-    tokens = len(inputs["q"])
-    spread = np.linspace(0, tokens - 1, min(tokens, _MOST_QUERIES)).astype(np.int64)
-    bounds = inputs.get("cu_q_lens", np.zeros(0, np.int64)).astype(np.int64)
-    ends = np.concatenate([bounds, bounds - 1])
-    return np.unique(np.concatenate([spread, ends[(ends >= 0) & (ends < tokens)]]))
-
-
-def _rows_of_tokens(
-    cu_q_lens: np.ndarray, seq_lens: np.ndarray, tokens: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """For each packed token, its row and the keys that it sees; padding tokens see none of row 0's."""
-    q_lens = np.diff(cu_q_lens)
-    rows = np.repeat(np.arange(len(q_lens)), q_lens)
-    visible = seq_lens[rows] - (cu_q_lens[rows + 1] - np.arange(len(rows)) - 1)
-    padding = np.zeros(tokens - len(rows), np.int32)
-    return np.append(rows, padding), np.append(visible, padding).astype(np.int32)
-
-
-_ATTENTION = Kind(_repeat_pages, lambda inputs: _attention(inputs, _some_queries(inputs)))
+_ATTENTION = Kind(attention_subjects.repeat_pages, attention_subjects.answer)
 KINDS = {
     "paged_attention": _ATTENTION,
     "ragged_attention": _ATTENTION,
+    "latent_attention": Kind(attention_subjects.repeat_pages, attention_subjects.latent_answer),
     "page_write": Kind(_shift_slots, _written, pool="pages", exact=True),
     "rotary_write": Kind(_shift_slots, _rotated_and_written, pool="pages"),
+    "skinny_matmul": Kind(matmul_subjects.repeat_weights, matmul_subjects.answer),
 } | {
     op: Kind(state_subjects.repeat_states, partial(state_subjects.answer, op), pool="states")
     for op in ("causal_conv", "ssd_scan", "ssd_update")

@@ -23,6 +23,8 @@ import jax
 import jax.numpy as jnp
 from jax.extend.backend import get_default_device
 
+from pallas_kernels.latent_attention import mosaic_gpu as latent_kernel
+from pallas_kernels.latent_attention import mosaic_schedule as latent
 from pallas_kernels.paged_attention import mosaic_schedule as decode
 from pallas_kernels.ragged_attention import mosaic_schedule as ragged
 from pallas_kernels.subjects import Subject, WrongResult, load_cases, prepare
@@ -207,10 +209,18 @@ def _ragged_arguments(inputs: Mapping[str, Any]) -> tuple[Any, ...]:
     return geometry, inputs["q"].shape[0], inputs["seq_lens"].shape[0], inputs["window"]
 
 
+def _latent_arguments(inputs: Mapping[str, Any]) -> tuple[Any, ...]:
+    q, pages, table = (inputs[name] for name in ("q", "latent_pages", "page_table"))
+    geometry = latent.Geometry.of(q, pages, inputs["value_dim"], packed="cu_q_lens" in inputs)
+    pieces = latent_kernel.pieces_of(geometry, q.shape[0], table.shape[0])
+    return geometry, pieces, table.shape[1] * pages.shape[1]
+
+
 # An op's schedules: where they are declared, and what of a call they depend on.
 SPACES: Mapping[str, tuple[Any, Callable[[Mapping[str, Any]], tuple[Any, ...]]]] = {
     "paged_attention": (decode, _decode_arguments),
     "ragged_attention": (ragged, _ragged_arguments),
+    "latent_attention": (latent, _latent_arguments),
 }
 
 

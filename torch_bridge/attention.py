@@ -3,6 +3,7 @@
 Importing `torch_bridge` registers it; `model.set_attn_implementation("jaxkv")` chooses it.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function
 
 from torch_bridge.calls import hand_out, run
-from torch_bridge.direct import decode_kernel
+from torch_bridge.direct import decode_kernel, fitted, ragged_kernel
 from torch_bridge.dlpack import from_torch
 from torch_bridge.gradients import refuse_gradient
 from torch_bridge.step import ACTIVE, Step, padded
@@ -74,40 +75,80 @@ def paged_attention_forward(
         raise ValueError(
             f"layer {layer} wants a window of {sliding_window}, the cache was made for {window}"
         )
-    options = {
-        "scale": query.shape[-1] ** -0.5 if scaling is None else float(scaling),
-        "window": window,
-        "soft_cap": softcap,
-        "sinks": None if s_aux is None else from_torch(s_aux.detach().to(query.dtype)),
-    }
-    out = _attend(step, layer, query.detach(), options)
-    return refuse_gradient(out.to(query.dtype), query), None
+    scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    given = query.detach() if query.requires_grad else query
+    out = None
+    if s_aux is None:
+        out = _launch(step, layer, given, scale, softcap)
+    if out is None:
+        sinks = None if s_aux is None else from_torch(s_aux.detach().to(query.dtype))
+        options = {"scale": scale, "window": window, "soft_cap": softcap, "sinks": sinks}
+        out = _run(step, layer, given, options)
+    out = out if out.dtype == query.dtype else out.to(query.dtype)
+    return refuse_gradient(out, query), None
 
 
-def _attend(step: Step, layer: int, query: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
-    """Returns [rows, queries, heads, head_dim]."""
-    names = [f"layer{layer}.{role}" for role in ("key", "value")]
-    keys, values = (step.lease[name] for name in names)
-    packed = step.pack(query).to(keys.dtype).contiguous()
-    tables = step.tables(layer)
-    decodes = step.num_queries == 1 and step.is_dense
-    if decodes and options["sinks"] is None:
-        shared = {name: options[name] for name in ("scale", "window", "soft_cap")}
-        tensors = (packed, keys, values, tables.page_table, step.seq_lens)
-        launch = decode_kernel(*tensors, **shared)
-        if launch is not None:
-            return step.unpack(launch(*tensors))
-    rows = (tables.page_table_array, step.seq_lens_array)
-    pages = [step.lease.array(name) for name in names]
-    if decodes:
-        out = run("paged_attention", from_torch(packed), *pages, *rows, **options)
-        return step.unpack(hand_out(out))
-    # Programs are compiled for padded lengths; what lies past the last row's end is not read.
+def _launch(
+    step: Step, layer: int, query: torch.Tensor, scale: float, soft_cap: float | None
+) -> torch.Tensor | None:
+    """Attends without XLA: returns [rows, queries, heads, head_dim], or `None` where that cannot be.
+
+    What has to be known of a kernel is asked once per step for all layers that are alike.
+    """
+    pools = step.pools(layer)
+    packed = fitted(_packed(step, query, pools[0].dtype))
+    kind = (step.group(layer), packed.shape, scale, soft_cap)
+    if kind not in step.launches:
+        numbers = {"scale": scale, "window": step.window(layer), "soft_cap": soft_cap}
+        step.launches[kind] = _find_launch(step, layer, packed, numbers)
+    launch = step.launches[kind]
+    return None if launch is None else _unpacked(step, launch(packed, *pools))
+
+
+def _find_launch(
+    step: Step, layer: int, packed: torch.Tensor, numbers: dict[str, Any]
+) -> Callable[..., torch.Tensor] | None:
+    """Returns what launches a kernel on the step's queries and a layer's pools."""
+    table, pools = step.tables(layer).page_table, step.pools(layer)
+    if step.decodes:
+        decode = decode_kernel(packed, *pools, table, step.seq_lens, **numbers)
+        if decode is None:
+            return None
+        return lambda *tensors: decode(*tensors, table, step.seq_lens)
+    found = ragged_kernel(packed, *pools, table, step.seq_lens, step.cu_q_lens, **numbers)
+    if found is None:
+        return None
+    launch, plan = found
+    tiles = [hand_out(array) for array in plan(step.seq_lens_array, from_torch(step.cu_q_lens))]
+    return lambda *tensors: launch(*tensors, table, *tiles)[0]
+
+
+def _packed(step: Step, query: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Returns the step's queries row after row, [tokens, heads, head_dim].
+
+    Programs are compiled for padded lengths; what lies past the last row's end is not read.
+    """
+    packed = step.pack(query)
+    packed = packed if packed.dtype == dtype else packed.to(dtype)
+    if step.decodes:
+        return packed
     room = padded(step.num_tokens, _SMALLEST_PACKING)
-    packed = torch.nn.functional.pad(packed, (0, 0, 0, 0, 0, room - step.num_tokens))
-    arrays = (from_torch(packed), *pages, *rows, step.cu_q_lens_array)
-    out = hand_out(run("ragged_attention", *arrays, **options))
-    return step.unpack(out[: step.num_tokens])
+    return torch.nn.functional.pad(packed, (0, 0, 0, 0, 0, room - step.num_tokens))
+
+
+def _unpacked(step: Step, out: torch.Tensor) -> torch.Tensor:
+    return step.unpack(out if step.decodes else out[: step.num_tokens])
+
+
+def _run(step: Step, layer: int, query: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
+    """Attends through XLA: returns [rows, queries, heads, head_dim]."""
+    packed = _packed(step, query, step.pools(layer)[0].dtype).contiguous()
+    pages = [step.lease.array(f"layer{layer}.{role}") for role in ("key", "value")]
+    arrays = [from_torch(packed), *pages, step.tables(layer).page_table_array, step.seq_lens_array]
+    if not step.decodes:
+        arrays.append(from_torch(step.cu_q_lens))
+    op = "paged_attention" if step.decodes else "ragged_attention"
+    return _unpacked(step, hand_out(run(op, *arrays, **options)))
 
 
 def no_mask(*args: Any, mask_function: Any = None, use_vmap: bool = False, **kwargs: Any) -> None:  # noqa: ANN401

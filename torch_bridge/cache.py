@@ -41,7 +41,7 @@ class JaxkvCacheStats:
         tokens_computed: real tokens that went through the model, over all rows.
         tokens_reused: tokens that were found in the cache instead.
         bytes: of the pool, which forks share.
-        leases_taken: how often the pool was lent to torch, forks included.
+        leases_taken: how often the pool was lent to torch, forks included; once, as long as JAX does not use it.
     """
 
     tokens_computed: int
@@ -182,9 +182,9 @@ class JaxkvCache(Cache):
 
     @contextmanager
     def session(self) -> Iterator[Self]:
-        """Keeps the pool leased over all forwards inside, which saves the two programs that each lease runs.
+        """Keeps JAX from the pool over all forwards inside: using it then is an error, not the end of torch's lease.
 
-        JAX cannot use the pool meanwhile. Forks take part.
+        Forks take part.
         """
         self._check_idle("session()")
         with self._store.session():

@@ -61,7 +61,10 @@ def _stream_of_torch(array: jax.Array) -> int | None:
 
 def _exported(array: jax.Array, stream: int | None) -> torch.Tensor:
     try:
-        tensor = from_dlpack(array.__dlpack__(stream=stream))  # pyright: ignore[reportCallIssue]
+        # What `array.__dlpack__` calls, after it has asked again what was asked here.
+        tensor = from_dlpack(
+            _jax.buffer_to_dlpack_managed_tensor(array.addressable_data(0), stream=stream)
+        )
     except (BufferError, RuntimeError, jax.errors.JaxRuntimeError) as error:
         raise NotZeroCopy(
             f"torch has no view of {array.dtype}{list(array.shape)}: {error}. Store it as uint8"

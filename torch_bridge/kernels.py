@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.library import CustomOpDef, custom_op
 
 from torch_bridge.calls import hand_out, run
-from torch_bridge.direct import Launch, decode_kernel
+from torch_bridge.direct import Decode, decode_kernel
 from torch_bridge.dlpack import from_torch_all, to_torch
 
 _TAGS = (torch.Tag.cudagraph_unsafe,)
@@ -137,7 +137,7 @@ _OPTIONS = (
 _NAMES = [option.split()[1] for option in _OPTIONS.split(", ")]
 
 
-def _direct(op: str, tensors: tuple[Tensor, ...], options: dict[str, Any]) -> Launch | None:
+def _direct(op: str, tensors: tuple[Tensor, ...], options: dict[str, Any]) -> Decode | None:
     """Returns the launch without XLA, for decode attention where nothing but its five tensors is given."""
     more = [value for value in options.values() if isinstance(value, Tensor)]
     if op != "paged_attention" or more:

@@ -6,7 +6,7 @@ the handles of before die with it, it waits on the device for JAX's readers, and
 
 import gc
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 from typing import Protocol, Self, runtime_checkable
 
@@ -68,6 +68,7 @@ class Lease(Mapping[str, torch.Tensor]):
 
     Attributes:
         where: file and line that asked for it.
+        device: of all buffers.
     """
 
     def __init__(self, owner: CacheOwner, *, write: bool) -> None:
@@ -92,11 +93,10 @@ class Lease(Mapping[str, torch.Tensor]):
         self._open = True
 
     def _acquire(self, cache: Cache) -> None:
-        device = torch_device(cache.arrays[0])
+        self.device = torch_device(cache.arrays[0])
         pointers = [array.unsafe_buffer_pointer() for array in cache.arrays]
-        self._device = device
         try:
-            arrays = _pass_on(cache.arrays, fence(device))
+            arrays = _pass_on(cache.arrays, fence(self.device))
         except (ValueError, jax.errors.JaxRuntimeError) as error:
             if "external reference" not in str(error):
                 raise
@@ -131,6 +131,11 @@ class Lease(Mapping[str, torch.Tensor]):
     def is_open(self) -> bool:
         """Whether it was neither committed, nor given back, nor abandoned."""
         return self._open
+
+    @property
+    def is_current(self) -> bool:
+        """Whether it is open and the cache was neither replaced nor lost meanwhile."""
+        return self._open and self._is_ours()
 
     def array(self, name: str) -> jax.Array:
         """Returns a buffer as JAX has it, for programs that only read it.
@@ -183,9 +188,9 @@ class Lease(Mapping[str, torch.Tensor]):
             return
         self._open = False
         self._views.clear()
-        if self._device.type == "cuda":
+        if self.device.type == "cuda":
             # Nothing orders what torch still writes before what JAX will put into this memory.
-            torch.cuda.synchronize(self._device)
+            torch.cuda.synchronize(self.device)
         self._arrays = ()
         if self._is_ours():
             self._owner.poison(f"the lease taken at {self.where} {reason}", cause=cause)
@@ -213,13 +218,14 @@ class Lease(Mapping[str, torch.Tensor]):
                 f"rebuild the cache, and call commit() at the end of the lease"
             )
 
-    def __del__(self) -> None:
-        if self._open:
+    # Bound here, since names of modules may be gone when Python ends.
+    def __del__(self, is_ending: Callable[[], bool] = sys.is_finalizing) -> None:
+        if self._open and not is_ending():
             self.abandon("was dropped without commit()")
 
     def _give_back(self) -> None:
         # Imported before the views go: it covers what torch has queued, and their memory lives until it is used.
-        token = fence(self._device)
+        token = fence(self.device)
         leaked = self._drop_views()
         if leaked:
             raise LeaseLeaked(

@@ -149,8 +149,7 @@ class Sequences:
 
     def commit(self, unread: Unread) -> None:
         """Counts the step's tokens as computed, and remembers where to read them; those it began with are known."""
-        for row in self.rows:
-            self.store.accounts.commit(row.number, row.num_tokens)
+        self.store.accounts.commit_all((row.number, row.num_tokens) for row in self.rows)
         if not self._fresh:
             self._unread.append(unread)
             return

@@ -3,9 +3,10 @@
 Made before the model runs and ended after it. Index tables go to the device once per group of layers, when first used.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextvars import ContextVar
 from functools import cached_property
+from typing import Any
 
 import jax
 import numpy as np
@@ -13,7 +14,8 @@ import torch
 from transformers.cache_utils import LinearAttentionLayer
 
 from jaxkv.cache.spec import Group, PagedSpec
-from torch_bridge.dlpack import from_torch, jax_device
+from torch_bridge.direct import fitted, write_kernel
+from torch_bridge.dlpack import from_torch
 from torch_bridge.leases import Lease
 from torch_bridge.sequences import Sequences
 
@@ -29,9 +31,6 @@ class GroupTables:
         group: the layers.
         sequences: the rows, which count the step's tokens already.
         new: [rows] new tokens.
-
-    Attributes:
-        slots: int64 [tokens] where each new token is written, row after row.
     """
 
     def __init__(self, group: Group, sequences: Sequences, new: np.ndarray) -> None:
@@ -43,11 +42,26 @@ class GroupTables:
         self._pages = np.zeros((len(rows), max(1, *map(len, pages))), np.int32)
         for line, held in zip(self._pages, pages, strict=True):
             line[: len(held)] = held
-        slots = [
-            accounts.slots(row.number, group.name, row.num_tokens - int(count), row.num_tokens)
-            for row, count in zip(rows, new, strict=True)
-        ]
-        self.slots = upload(np.concatenate(slots), self._device)
+        self._slots = self._slots_of_last(np.array([row.num_tokens for row in rows]), new)
+
+    def _slots_of_last(self, lengths: np.ndarray, new: np.ndarray) -> np.ndarray:
+        """Returns the slots of each row's last tokens, row after row; of all rows at once, since there may be many."""
+        row = np.repeat(np.arange(len(new)), new)
+        before = np.cumsum(new) - new
+        token = np.arange(len(row)) + np.repeat(lengths - new - before, new)
+        return self._pages[row, token // self._page_size] * self._page_size + (
+            token % self._page_size
+        )
+
+    @cached_property
+    def slots(self) -> torch.Tensor:
+        """Where each new token is written, row after row, int64 [tokens]."""
+        return upload(self._slots, self._device)
+
+    @cached_property
+    def narrow_slots(self) -> torch.Tensor:
+        """The same for our ops, int32."""
+        return torch.from_numpy(self._slots.astype(np.int32)).to(self._device, copy=True)
 
     def places(self, token_of_column: torch.Tensor) -> torch.Tensor:
         """Returns the slot of each column's token, int64 [rows, columns]."""
@@ -83,6 +97,9 @@ class Step:
         num_rows, num_queries: of the batch that the model sees.
         num_tokens: new real tokens.
         num_columns: remembered columns before the step.
+        is_dense: every row brings a token in every column.
+        decodes: every row brings one token.
+        launches: kernels that were found for this step's layers, by what tells them apart.
     """
 
     def __init__(
@@ -97,23 +114,30 @@ class Step:
         self.attends_pages = attends_pages
         self.num_rows, self.num_queries = real.shape
         self.num_tokens = int(real.sum())
+        self.is_dense = self.num_tokens == real.size
+        self.decodes = self.is_dense and self.num_queries == 1
+        self.launches: dict[Hashable, Callable[..., Any] | None] = {}
         self.num_columns = sequences.num_columns - self.num_queries
         layout = sequences.store.layout
         self._group_of = {layer: group for group in layout.paged_groups for layer in group.layers}
         self._states = [(group, layer) for group in layout.state_groups for layer in group.layers]
 
-    @property
-    def is_dense(self) -> bool:
-        """Whether every row brings a token in every column."""
-        return self.num_tokens == self._real.size
+    def group(self, layer: int) -> str:
+        """Returns the name of the layers that are stored like this one."""
+        return self._group_of[layer].name
 
     def tables(self, layer: int) -> GroupTables:
         """Returns where a layer's group writes and reads."""
         group = self._group_of[layer]
-        if group.name not in self._tables:
+        found = self._tables.get(group.name)
+        if found is None:
             new = self._real.sum(axis=1)
-            self._tables[group.name] = GroupTables(group, self._sequences, new)
-        return self._tables[group.name]
+            found = self._tables[group.name] = GroupTables(group, self._sequences, new)
+        return found
+
+    def pools(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns a layer's pages of keys and of values, leased: keep none."""
+        return self.lease[f"layer{layer}.key"], self.lease[f"layer{layer}.value"]
 
     def window(self, layer: int) -> int | None:
         """Returns how many tokens a layer's queries see; `None` for all."""
@@ -138,11 +162,11 @@ class Step:
         return from_torch(self.seq_lens)
 
     @cached_property
-    def cu_q_lens_array(self) -> jax.Array:
+    def cu_q_lens(self) -> torch.Tensor:
         """Bounds of each row's tokens among the step's real ones, int32 [rows + 1]."""
         bounds = np.zeros(self.num_rows + 1, np.int32)
         np.cumsum(self._real.sum(axis=1), out=bounds[1:])
-        return jax.device_put(bounds, jax_device(self._device))
+        return torch.from_numpy(bounds).to(self._device, copy=True)
 
     @cached_property
     def _token_of_column(self) -> torch.Tensor:
@@ -152,11 +176,15 @@ class Step:
 
     def pack(self, values: torch.Tensor) -> torch.Tensor:
         """Returns the real tokens of [rows, heads, queries, head_dim], row after row, [tokens, heads, head_dim]."""
+        if self.decodes:
+            return values.squeeze(2)
         flat = values.transpose(1, 2).reshape(-1, values.shape[1], values.shape[3])
         return flat if self.is_dense else flat[self.tokens]
 
     def unpack(self, values: torch.Tensor) -> torch.Tensor:
         """Returns [tokens, heads, head_dim] as [rows, queries, heads, head_dim], zero where there is padding."""
+        if self.decodes:
+            return values.unsqueeze(1)
         shape = (self.num_rows, self.num_queries, *values.shape[1:])
         if self.is_dense:
             return values.reshape(shape)
@@ -166,16 +194,40 @@ class Step:
 
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Puts a layer's new keys and values, [rows, kv_heads, queries, head_dim], into its pages."""
+        pools = self.pools(layer)
+        packed = [self.pack(new.detach() if new.requires_grad else new) for new in (keys, values)]
+        # What has to be known of a kernel is asked once per step for all layers that are alike.
+        kind = (self.group(layer), keys.shape, values.shape, keys.dtype, values.dtype)
+        if kind not in self.launches:
+            self._check_heads(layer, packed, pools)
+            self.launches[kind] = self._find_write(layer, packed, pools)
+        launch = self.launches[kind]
+        if launch is not None:
+            launch(self.tables(layer).narrow_slots, *map(fitted, packed), *pools)
+            return
         slots = self.tables(layer).slots
-        for role, new in (("key", keys), ("value", values)):
-            pages = self.lease[f"layer{layer}.{role}"]
-            if new.shape[1] != pages.shape[2] or new.shape[3] != pages.shape[3]:
+        for pages, rows in zip(pools, packed, strict=True):
+            pages.flatten(0, 1).index_copy_(0, slots, rows.to(pages.dtype))
+
+    def _check_heads(
+        self, layer: int, packed: list[torch.Tensor], pools: tuple[torch.Tensor, ...]
+    ) -> None:
+        for role, pages, rows in zip(("key", "value"), pools, packed, strict=True):
+            if rows.shape[1:] != pages.shape[2:]:
                 raise ValueError(
-                    f"layer {layer} has {role}s of {new.shape[1]} heads of {new.shape[3]}, but the cache was made for "
-                    f"{pages.shape[2]} of {pages.shape[3]}; JaxkvCache does not know this model's attention"
+                    f"layer {layer} has {role}s of {rows.shape[1]} heads of {rows.shape[2]}, but the cache was made "
+                    f"for {pages.shape[2]} of {pages.shape[3]}; JaxkvCache does not know this model's attention"
                 )
-            flat = pages.view(-1, *pages.shape[2:])
-            flat.index_copy_(0, slots, self.pack(new.detach()).to(pages.dtype))
+
+    def _find_write(
+        self, layer: int, packed: list[torch.Tensor], pools: tuple[torch.Tensor, ...]
+    ) -> Callable[..., Any] | None:
+        """Returns our kernel, which writes both at once, for the steps of one token per row, which come again."""
+        if not self.decodes or any(
+            rows.dtype != pages.dtype for rows, pages in zip(packed, pools, strict=True)
+        ):
+            return None
+        return write_kernel(self.tables(layer).narrow_slots, *map(fitted, packed), *pools)
 
     def gather(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns copies of a layer's keys and values of all columns, [rows, kv_heads, columns, head_dim]."""
@@ -183,8 +235,7 @@ class Step:
         if name not in self._places:
             self._places[name] = self.tables(layer).places(self._token_of_column)
         places = self._places[name]
-        pools = [self.lease[f"layer{layer}.{role}"] for role in ("key", "value")]
-        keys, values = (pool.view(-1, *pool.shape[2:])[places].transpose(1, 2) for pool in pools)
+        keys, values = (pool.flatten(0, 1)[places].transpose(1, 2) for pool in self.pools(layer))
         return keys, values
 
     def bind_states(self, layers: Sequence[object]) -> None:

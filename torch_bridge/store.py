@@ -14,6 +14,7 @@ from jaxkv.cache.owner import CacheOwner
 from jaxkv.cache.prefix import PrefixIndex
 from jaxkv.cache.spec import CacheLayout
 from torch_bridge.dlpack import jax_device
+from torch_bridge.kept_lease import KeptLease
 from torch_bridge.leases import Lease
 
 
@@ -31,7 +32,6 @@ class Store:
         index: full pages that outlive their sequences.
         num_bytes: of all pools.
         device: where torch computes.
-        leases_taken: since the beginning.
     """
 
     def __init__(self, layout: CacheLayout, counts: dict[str, int], device: torch.device) -> None:
@@ -41,10 +41,15 @@ class Store:
         self.index = PrefixIndex(layout, self.accounts)
         self.num_bytes = sum(array.nbytes for array in layout.arrays(counts))
         self.device = device
-        self.leases_taken = 0
+        self._kept = KeptLease(self.owner)
         self._numbers = count()
         self._session: Lease | None = None
         self._weights: tuple = ()
+
+    @property
+    def leases_taken(self) -> int:
+        """How often the pool was lent since the beginning."""
+        return self._kept.num_taken
 
     def new_number(self) -> int:
         """Returns a number that no sequence has had."""
@@ -60,32 +65,29 @@ class Store:
         self._weights = weights
 
     def borrow(self) -> Lease:
-        """Returns a write lease for one forward: the session's, or a new one. It goes to `give_back` or `abandon`."""
+        """Returns a write lease for one forward. It goes to `give_back`, or is abandoned."""
         if self._session is not None and self._session.is_open:
             return self._session
-        self.leases_taken += 1
-        return Lease(self.owner, write=True)
+        return self._kept.borrow()
 
     def give_back(self, lease: Lease) -> None:
-        """Commits a lease, unless a session keeps it."""
+        """Lets JAX have the pool as soon as it asks, unless a session keeps it."""
         if lease is not self._session:
-            lease.commit()
+            self._kept.put_down(lease)
 
     @contextmanager
     def session(self) -> Iterator[None]:
-        """Keeps one lease over all forwards inside."""
+        """Keeps one lease over all forwards inside, and JAX out."""
         if self._session is not None:
             raise ValueError("a session is open already; leave it before the next one")
-        self.leases_taken += 1
-        kept = Lease(self.owner, write=True)
-        self._session = kept
+        kept = self._session = self._kept.borrow()
         try:
             yield
         finally:
             self._session = None
             # A forward that failed has ended it, and the next use of the cache says so.
             if kept.is_open:
-                kept.commit()
+                self._kept.put_down(kept)
 
     def copy(self, lease: Lease, copies: list[PageCopy]) -> None:
         """Copies pages and states inside a lease; all sources are read before any target is written."""

@@ -92,6 +92,7 @@ class Served:
             max_tokens=length,
             max_rows=self.cache.max_sequences,
             programs=Programs(),
+            host_bytes=self.cache.host_bytes,
         )
         return Engine(executor, None, self.engine)
 

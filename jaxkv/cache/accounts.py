@@ -7,20 +7,22 @@ import numpy as np
 from jaxkv.cache.holdings import (
     Held,
     Keeper,
-    Match,
     PageCopy,
     Reservation,
     State,
     check_group,
     check_sequence,
     count_needed,
+    drop_unseen,
     empty,
     place_pages,
     place_state,
     shared_indices,
 )
+from jaxkv.cache.match import Match, check_match
 from jaxkv.cache.pool import PagePool, state_pool
 from jaxkv.cache.spec import CacheLayout, Group
+from jaxkv.cache.windows import lets_go_at, most_ahead
 
 __all__ = ["Accounts", "Match", "PageCopy", "Reservation"]
 
@@ -28,7 +30,8 @@ __all__ = ["Accounts", "Match", "PageCopy", "Reservation"]
 class Accounts:
     """The books of pages and states of all sequences in flight.
 
-    A sequence's life is `open`, `adopt` or `fork`, then `reserve` and `commit` for each step, then `release`.
+    A sequence's life is `open`, `adopt` or `fork`, then `reserve` and `commit` for each step, then `release`. With
+    `let_go` it gives back pages before its windows while it goes on.
     A keeper may hold pages beyond the sequences that filled them, until a `reserve` needs them.
     Each verb happens in every group, or raises and changes nothing.
 
@@ -45,14 +48,36 @@ class Accounts:
             for g in layout.groups
         }
         self._recurrent = [g.name for g in layout.groups if g.unit == "state" and not g.in_place]
+        self._windowed = [g for g in layout.paged_groups if g.window is not None]
         self._held: dict[int, Held] = {}
         self._keeper: Keeper | None = None
 
     @property
     def max_tokens(self) -> int | None:
-        """Tokens of the longest sequence that could be held, alone; `None` when nothing is paged."""
+        """Tokens of the longest sequence that could be held whole, alone; `None` when nothing is paged."""
         paged = self._layout.paged_groups
         return min((g.page_size * self._pools[g.name].num_total for g in paged), default=None)
+
+    @property
+    def most_ahead(self) -> int | None:
+        """Tokens that a sequence could write, alone, before it gives back what they push out of its windows.
+
+        `None` if no group has a window; less than 1 if a pool is too small for its window, so that no sequence can be
+        longer than `max_tokens`.
+        """
+        rooms = (most_ahead(g, self._pools[g.name].num_total) for g in self._windowed)
+        return min(rooms, default=None)
+
+    def longest(self, *, lets_go: bool) -> int | None:
+        """Returns the tokens of the longest sequence that could be held, alone; `None` for no limit.
+
+        Args:
+            lets_go: it gives back what its windows have passed, see `let_go`.
+        """
+        if not lets_go or self.most_ahead is None or self.most_ahead < 1:
+            return self.max_tokens
+        whole = [g for g in self._layout.paged_groups if g.window is None]
+        return min((g.page_size * self._pools[g.name].num_total for g in whole), default=None)
 
     def num_free(self, group_name: str) -> int:
         """Returns the free pages or states of a group."""
@@ -81,25 +106,7 @@ class Accounts:
             ValueError: the match covers another number of tokens than it says, holds a page or state that is not kept,
                 or skips tokens of a recurrent group, whose state nobody has.
         """
-        lacking = [
-            group.name
-            for group in self._layout.state_groups
-            if match.num_tokens and match.states.get(group.name) not in self._pools[group.name].kept
-        ]
-        if lacking:
-            raise ValueError(
-                f"{match.num_tokens} tokens would be skipped, but not by {lacking}, of which no state is kept"
-            )
-        for group in self._layout.paged_groups:
-            pages = set(match.pages[group.name])
-            loose = pages - self.pool(group.name).kept
-            length = match.unneeded[group.name] + len(pages)
-            covered = max(match.num_tokens, match.covered.get(group.name, 0))
-            if loose or length != group.pages_for(covered):
-                raise ValueError(
-                    f"a match of {covered} tokens fills {length} places in {group.name!r} "
-                    f"with the pages {match.pages[group.name]}, of which {sorted(loose)} are not kept; look it up again"
-                )
+        check_match(match, self._layout, self._pools)
         self.open(seq)
         held = self._held[seq]
         held.computed = held.reserved = match.num_tokens
@@ -114,9 +121,11 @@ class Accounts:
             self._pools[name].share([match.states[name]])
             held.states[name].read = match.states[name]
 
-    def reserve(self, seq: int, num_tokens: int) -> Reservation:
+    def reserve(self, seq: int, num_tokens: int, *, whole: int = 0) -> Reservation:
         """Makes the tokens from the first uncomputed one up to `num_tokens` writable in every group.
 
+        Groups without a window take pages for `whole` tokens at once, if those are more, so that a sequence that was
+        begun has them; those of a window group can be had again and again, see `let_go`.
         Pages and in-place states that the step would write but another sequence also holds are replaced by copies.
         A recurrent group gets another state to write if the one it reads is shared or the zero state.
         When pages or states are too few, the keeper forgets as many as are missing.
@@ -132,9 +141,9 @@ class Accounts:
             raise ValueError(
                 f"sequence {seq} has {held.computed} computed tokens, got {num_tokens} to reserve"
             )
-        counts = self._count(held, num_tokens)
+        counts = self._count(held, num_tokens, whole)
         if self._reclaim(held, num_tokens, counts):
-            counts = self._count(held, num_tokens)
+            counts = self._count(held, num_tokens, whole)
         for name, count in counts.items():
             if count > self._pools[name].num_free:
                 raise self._pools[name].exhausted(count, f" of {name!r} for sequence {seq}")
@@ -181,6 +190,31 @@ class Accounts:
                 self.commit(seq, count)
             else:
                 held.computed = count
+
+    def let_go(self, seq: int, num_tokens: int) -> int | None:
+        """Gives back the pages that no token from position `num_tokens` on sees.
+
+        Steps that were sent before may still read them: whoever gets them next must write them in a later step.
+
+        Args:
+            seq: whose pages.
+            num_tokens: tokens whose steps were read; none of them is computed again.
+
+        Returns:
+            With how many tokens it can give back more; `None` if no group has a window.
+
+        Raises:
+            ValueError: fewer are computed.
+        """
+        held = self._find(seq)
+        if num_tokens > held.computed:
+            raise ValueError(
+                f"sequence {seq} has {held.computed} tokens computed, so what {num_tokens} of them no longer see "
+                f"is not known yet"
+            )
+        for group in self._windowed:
+            drop_unseen(held, group, self._pools[group.name], num_tokens)
+        return min((lets_go_at(g, held.unneeded[g.name]) for g in self._windowed), default=None)
 
     def fork(self, parent: int, child: int) -> None:
         """Begins `child` with the parent's computed tokens; pages and states are shared until one of them writes.
@@ -306,10 +340,12 @@ class Accounts:
             raise ValueError(f"group {name!r} holds {group.unit}s, not {unit}s")
         return group
 
-    def _count(self, held: Held, num_tokens: int) -> dict[str, int]:
+    def _count(self, held: Held, num_tokens: int, whole: int) -> dict[str, int]:
         """Returns how many pages or states each group would give to a step up to `num_tokens`."""
-        groups = self._layout.groups
-        return {g.name: count_needed(held, g, self._pools[g.name], num_tokens) for g in groups}
+        return {
+            group.name: count_needed(held, group, self._pools[group.name], num_tokens, whole)
+            for group in self._layout.groups
+        }
 
     def _reclaim(self, held: Held, num_tokens: int, counts: Mapping[str, int]) -> bool:
         """Asks the keeper for the pages that are missing; returns whether it forgot any."""

@@ -7,6 +7,7 @@ from typing import Protocol, runtime_checkable
 
 from jaxkv.cache.pool import PagePool
 from jaxkv.cache.spec import Group
+from jaxkv.cache.windows import first_page
 
 
 @dataclass(frozen=True)
@@ -32,30 +33,6 @@ class Reservation:
     new_pages: Mapping[str, list[int]]
     new_states: Mapping[str, int]
     copies: tuple[PageCopy, ...]
-
-
-@dataclass(frozen=True)
-class Match:
-    """How much of a text is in the cache already. It pins nothing, so it is good until the next verb.
-
-    Attributes:
-        num_tokens: tokens that need not be computed, from the first one on.
-        pages: paged group's name -> the pages that hold them, from table position `unneeded` on.
-        unneeded: paged group's name -> leading table positions that no token to come can see.
-        why: what ended the match, for people.
-        states: recurrent group's name -> the state after these very tokens, if there are any.
-        origin: name of the checkpoint that has the states.
-        covered: paged group's name -> tokens that its pages hold, where they are more than may be skipped for want of
-            states: those beyond are computed again and not written.
-    """
-
-    num_tokens: int
-    pages: Mapping[str, tuple[int, ...]]
-    unneeded: Mapping[str, int]
-    why: str
-    states: Mapping[str, int] = field(default_factory=dict)
-    origin: bytes | None = None
-    covered: Mapping[str, int] = field(default_factory=dict)
 
 
 @runtime_checkable
@@ -151,10 +128,14 @@ def shared_indices(held: Held, group: Group, pool: PagePool, num_tokens: int) ->
     return [i for i in written if i < len(table) and pool.references(table[i]) > 1]
 
 
-def count_needed(held: Held, group: Group, pool: PagePool, num_tokens: int) -> int:
-    """Returns how many pages or states a step up to `num_tokens` takes, copies of shared ones included."""
+def count_needed(held: Held, group: Group, pool: PagePool, num_tokens: int, whole: int = 0) -> int:
+    """Returns how many pages or states a step up to `num_tokens` takes, copies of shared ones included.
+
+    A group without a window takes pages for `whole` tokens, if those are more.
+    """
     if group.unit == "page":
-        missing = max(0, group.pages_for(num_tokens) - len(held.pages[group.name]))
+        wanted = max(num_tokens, whole) if group.window is None else num_tokens
+        missing = max(0, group.pages_for(wanted) - len(held.pages[group.name]))
         return missing + len(shared_indices(held, group, pool, num_tokens))
     state = held.states[group.name]
     if state.write not in (0, state.read):
@@ -175,6 +156,21 @@ def place_pages(
         table[index] = page
     table += taken[len(shared) :]
     return copies
+
+
+def drop_unseen(held: Held, group: Group, pool: PagePool, num_tokens: int) -> int:
+    """Gives back the pages that no token from position `num_tokens` on sees; returns how many.
+
+    Their positions in the table hold the id 0 from now on, which nobody reads there.
+    """
+    table, first = held.pages[group.name], held.unneeded[group.name]
+    stop = min(first_page(group, num_tokens), len(table))
+    if stop <= first:
+        return 0
+    pool.release(table[first:stop])
+    table[first:stop] = [0] * (stop - first)
+    held.unneeded[group.name] = stop
+    return stop - first
 
 
 def place_state(held: Held, group: Group, pool: PagePool, taken: list[int]) -> list[PageCopy]:

@@ -36,10 +36,13 @@ class CacheOwner:
         self._kinds = [
             ((array.layer, array.role), array.shape, array.dtype) for array in layout.arrays(counts)
         ]
+        self._accepted: tuple[tuple, list] = ((), [])
+        """Keys and abstract values of the cache that was last found to be of these kinds."""
         self._cache: Cache | None = None
         self._lost = ""
         self._cause: BaseException | None = None
         self._borrower = ""
+        self._recall: Callable[[], None] | None = None
         self.rebuild()
 
     @property
@@ -59,8 +62,8 @@ class CacheOwner:
 
     @property
     def borrower(self) -> str:
-        """Who has borrowed the cache, as said to `take`; empty when nobody has."""
-        return self._borrower
+        """Who has borrowed the cache, as said to `take`; empty when nobody has, or gives it back when asked."""
+        return "" if self._recall is not None else self._borrower
 
     @property
     def cause(self) -> BaseException | None:
@@ -116,11 +119,27 @@ class CacheOwner:
         """
         if self._cache is not None or self._lost:
             raise ValueError("put() without take(): the cache was not handed out, or it was lost")
-        if _kinds(cache) != self._kinds:
-            raise ValueError(f"the step returned the arrays {_kinds(cache)}, wanted {self._kinds}")
+        # A program's outputs keep their abstract values from call to call, so this costs no look at shapes and dtypes.
+        given = (cache.keys, [array.aval for array in cache.arrays])
+        if given != self._accepted:
+            if _kinds(cache) != self._kinds:
+                raise ValueError(
+                    f"the step returned the arrays {_kinds(cache)}, wanted {self._kinds}"
+                )
+            self._accepted = given
         self._cache = cache
         self._borrower = ""
+        self._recall = None
         self._epoch += 1
+
+    def lend_until_asked(self, recall: Callable[[], None] | None) -> None:
+        """Lets a borrower keep the cache until somebody else uses it.
+
+        Args:
+            recall: called then, before anything else; it calls `put`, or drops a cache that is lost. `None` for a
+                borrower that goes on with its work.
+        """
+        self._recall = recall
 
     def poison(self, reason: str, *, cause: BaseException | None = None) -> None:
         """Declares the cache lost, for instance when reading a step's results shows that the step failed."""
@@ -128,9 +147,11 @@ class CacheOwner:
         self._borrower = ""
         self._lost = reason
         self._cause = cause
+        self._ask_back()
 
     def rebuild(self) -> None:
         """Replaces the cache, lost or not, by one full of zeros. Old buffers are dropped first."""
+        self._ask_back()
         # A cause's traceback may hold buffers too. If there is no room, the cache stays lost and says why.
         self.poison("there was no memory for a new one, or making it was interrupted")
         self._cache = init_cache(self.layout, self.counts, device=self._device)
@@ -138,7 +159,13 @@ class CacheOwner:
         self._epoch += 1
         self._rebuilds += 1
 
+    def _ask_back(self) -> None:
+        recall, self._recall = self._recall, None
+        if recall is not None:
+            recall()
+
     def _live(self) -> Cache:
+        self._ask_back()
         if self._borrower:
             raise CacheLeased(
                 f"the cache is leased to {self._borrower}; commit that lease (or give back what it only reads) before "

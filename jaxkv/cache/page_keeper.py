@@ -3,9 +3,9 @@
 from collections.abc import Callable, Collection, Sequence
 
 from jaxkv.cache.accounts import Accounts
-from jaxkv.cache.prefix_keys import PageKeys
+from jaxkv.cache.prefix_keys import PageKey, PageKeys
 from jaxkv.cache.prefix_match import Lookup, rule_of
-from jaxkv.cache.prefix_tree import Node, PrefixTree
+from jaxkv.cache.prefix_tree import ENDED, Node, PrefixTree
 from jaxkv.cache.spec import CacheLayout
 
 
@@ -43,8 +43,19 @@ class PageKeeper:
         keys: PageKeys,
         num_tokens: int,
         tick: int,
+        *,
+        before: int = 0,
     ) -> int:
         """Keeps a sequence's pages in one group after the last that is kept, and those that the next token sees.
+
+        Args:
+            name: the group's.
+            seq: whose pages.
+            tokens: its text.
+            keys: its keys.
+            num_tokens: tokens whose steps were good.
+            tick: now.
+            before: so many of them were offered before.
 
         Returns:
             How many are new.
@@ -62,15 +73,39 @@ class PageKeeper:
             if tree.add(chain[index], table[index], index, tick):
                 self._accounts.pool(name).keep(table[index])
                 added += 1
-        used = needed[-1:] if rule.window is None else needed
+        if rule.window is None:
+            used = needed[-1:]
+        else:
+            used = needed
+            self._pass_by(tree, chain, rule.needs(before), needed)
         found = [tree.find(chain[index]) for index in used]
         self.touch(name, [node for node in found if node is not None], tick)
         return added
 
-    def touch(self, name: str, nodes: Sequence[Node], tick: int) -> None:
-        """Marks pages as used now. Where only leaves go, the last stands for those before it."""
-        for node in nodes[-1:] if self.rules[name].window is None else nodes:
-            self.trees[name].touch(node, tick)
+    def touch(self, name: str, nodes: Sequence[Node], tick: int, *, tail: int = ENDED) -> None:
+        """Marks pages as used now. Where only leaves go, the last stands for those before it.
+
+        Args:
+            name: the group's.
+            nodes: what a sequence needs of it.
+            tick: now.
+            tail: why the pages of a window are kept longer than others.
+        """
+        tree = self.trees[name]
+        if self.rules[name].window is None:
+            for node in nodes[-1:]:
+                tree.touch(node, tick)
+        else:
+            for node in nodes:
+                tree.touch(node, tick, tail=tail)
+
+    @staticmethod
+    def _pass_by(tree: PrefixTree, chain: Sequence[PageKey], before: range, needed: range) -> None:
+        """Says of pages that a text needed when it was published last, and needs no more, that it goes on."""
+        for index in range(before.start, min(before.stop, needed.start, len(chain))):
+            node = tree.find(chain[index])
+            if node is not None:
+                tree.pass_by(node)
 
     def worth(self, name: str, spared_copies: Collection[int]) -> Callable[[Node], int]:
         """Returns what says whether to forget a page gains one: it is free then, or need not be copied."""

@@ -12,19 +12,14 @@ from dataclasses import replace
 
 from jaxkv.cache.accounts import Accounts, Match, PageCopy
 from jaxkv.cache.checkpoint_policy import CheckpointPolicy
+from jaxkv.cache.host_swap import SwapIns
+from jaxkv.cache.host_tier import HostTier
 from jaxkv.cache.page_keeper import PageKeeper
+from jaxkv.cache.prefix_hits import Hits
 from jaxkv.cache.prefix_keys import PageKeys, cache_root
-from jaxkv.cache.prefix_match import Lookup, longest
-from jaxkv.cache.prefix_report import (
-    NO_CHECKPOINT,
-    NO_LATER,
-    NOT_PAGED,
-    Explanation,
-    PrefixStats,
-    report_group,
-    why_no_more,
-)
-from jaxkv.cache.prefix_tree import Node
+from jaxkv.cache.prefix_match import longest
+from jaxkv.cache.prefix_report import Explanation, PrefixStats
+from jaxkv.cache.prefix_tree import HIT, Node
 from jaxkv.cache.spec import CacheLayout
 from jaxkv.cache.state_keeper import StateKeeper
 
@@ -55,14 +50,15 @@ class PrefixIndex:
         checkpoints: int = 0,
         policy: CheckpointPolicy | None = None,
     ) -> None:
+        self._layout = layout
         self._accounts = accounts
+        self._host: HostTier | None = None
+        self._swap_ins: SwapIns | None = None
         self._root = cache_root(
             secrets.token_bytes(32) if secret is None else secret, layout, identity
         )
         self._pages = PageKeeper(layout, accounts)
         self._rules, self._trees = self._pages.rules, self._pages.trees
-        # Where outputs are kept, even the last token need not be computed.
-        self._spare = 0 if layout.keeps_outputs else 1
         self._stats = PrefixStats()
         self._states = StateKeeper(
             layout,
@@ -73,11 +69,9 @@ class PrefixIndex:
             policy=policy or CheckpointPolicy(),
             stats=self._stats,
         )
-        self._never = "" if self._rules or layout.state_groups else NOT_PAGED
-        for group in layout.state_groups if not checkpoints else ():
-            self._never = NO_CHECKPOINT.format(group.name)
-        if self._never:
-            _LOG.info("no prefix will be found again: %s", self._never)
+        self._hits = Hits(layout, self._pages, self._states)
+        if self._hits.never:
+            _LOG.info("no prefix will be found again: %s", self._hits.never)
         self._tick = 0
         self._epoch = 0
         accounts.attach(self)
@@ -86,6 +80,46 @@ class PrefixIndex:
     def stats(self) -> PrefixStats:
         """Counts since the index was made. A sequence counts when it publishes first, whether or not a page is full."""
         return replace(self._stats)
+
+    @property
+    def why_never(self) -> str:
+        """Why no prefix will ever be found again; empty if some may be."""
+        return self._hits.never
+
+    def attach_host(self, num_bytes: int) -> SwapIns:
+        """Lets what is evicted go to the host, in at most so many bytes; returns what brings it back.
+
+        Asking again for the same changes nothing.
+
+        Raises:
+            ValueError: fewer than 1 byte, or another number than before.
+        """
+        if self._host is None:
+            size = self._states.kept.page_size
+            self._host = self._states.host = HostTier(self._layout, num_bytes, page_size=size)
+            self._swap_ins = SwapIns(self, self._accounts, self._pages, self._states, self._host)
+        elif self._host.num_bytes != num_bytes:
+            raise ValueError(
+                f"the index has a tier of {self._host.num_bytes:,} bytes on the host, which cannot become {num_bytes:,}"
+            )
+        assert self._swap_ins is not None, "made with the tier"
+        return self._swap_ins
+
+    def detach_host(self) -> None:
+        """Makes evicted pages be lost from now on; what lies on the host is forgotten."""
+        if self._host is not None and self._swap_ins is not None:
+            self._swap_ins.drop_all()
+            self._host.clear()
+        self._host = self._states.host = self._swap_ins = None
+
+    def advance(self) -> int:
+        """Moves the clock of uses on and returns it."""
+        self._tick += 1
+        return self._tick
+
+    def limit(self, tokens: Sequence[int], most: int | None) -> int:
+        """Returns the most tokens that a hit may have: all but the last, all, or fewer if that is asked."""
+        return self._hits.limit(tokens, most)
 
     def keys(self, salt: str | bytes | None = None) -> PageKeys:
         """Returns the keys of a new text. Texts under different salts share nothing, not even equal ones."""
@@ -101,7 +135,7 @@ class PrefixIndex:
             keys: its keys, from `keys`.
             most: no more tokens than this; `None` for no such limit.
         """
-        return self._match(self._pages.look_up(tokens, keys), tokens, keys, most)
+        return self._hits.match(self._pages.look_up(tokens, keys), tokens, keys, most)
 
     def adopt(
         self, seq: int, tokens: Sequence[int], keys: PageKeys, *, most: int | None = None
@@ -111,15 +145,15 @@ class PrefixIndex:
         A match that ends inside a page shares it; `reserve` replaces it by a copy before it is written.
         """
         lookups = self._pages.look_up(tokens, keys)
-        match = self._match(lookups, tokens, keys, most)
+        match = self._hits.match(lookups, tokens, keys, most)
         self._accounts.adopt(seq, match)
         skipped = match.num_tokens
         keys.epoch, keys.published = self._epoch, skipped
-        paged = longest(lookups, self._limit(tokens, most)) if lookups else skipped
+        paged = longest(lookups, self.limit(tokens, most)) if lookups else skipped
         keys.begun = (skipped, len(tokens) - skipped, max(0, paged - skipped))
         self._tick += 1
         for lookup in lookups:
-            self._pages.touch(lookup.name, lookup.needed_nodes(skipped), self._tick)
+            self._pages.touch(lookup.name, lookup.needed_nodes(skipped), self._tick, tail=HIT)
         began = self._states.kept.named(match.origin) if match.origin else None
         if began is not None:
             self._states.kept.touch(began, self._tick)
@@ -131,7 +165,7 @@ class PrefixIndex:
         if not self._states.policy.wait_for_equals or not self._states.has_plans:
             return False
         match = self.match(tokens, keys)
-        limit = self._limit(tokens, None)
+        limit = self.limit(tokens, None)
         if not self._states.awaits(tokens, keys, match.num_tokens, limit):
             return False
         self._stats.deferrals += not keys.deferred
@@ -246,7 +280,7 @@ class PrefixIndex:
             return 0
         self._tick += 1
         return sum(
-            self._pages.publish(name, seq, tokens, keys, num_tokens, self._tick)
+            self._pages.publish(name, seq, tokens, keys, num_tokens, self._tick, before=before)
             for name in self._trees
         )
 
@@ -258,6 +292,8 @@ class PrefixIndex:
         count = 0
         for name in self._trees:
             doomed = self._pages.held_by(seq, name)
+            if self._host is not None:
+                self._host.forget((name, node.key.digest) for node in doomed)
             for node in doomed:
                 self._remove(name, node)
             count += len(doomed)
@@ -287,6 +323,15 @@ class PrefixIndex:
 
     def clear(self) -> None:
         """Forgets every page and state. Sequences in flight keep theirs, and will not publish what they hold."""
+        self.lose_device()
+        if self._host is not None:
+            self._host.clear()
+
+    def lose_device(self) -> None:
+        """Does what `clear` does when the cache is lost: what has reached the host is as good as before."""
+        if self._host is not None and self._swap_ins is not None:
+            self._swap_ins.drop_all()
+            self._host.lose_device()
         self._states.clear()
         self._pages.clear()
         self._epoch += 1
@@ -294,74 +339,13 @@ class PrefixIndex:
     def explain(self, tokens: Sequence[int], salt: str | bytes | None = None) -> Explanation:
         """Returns what of a prompt is in the cache, group by group, and why not more. Changes and pins nothing."""
         keys = self.keys(salt)
-        lookups = self._pages.look_up(tokens, keys)
-        match = self._match(lookups, tokens, keys)
-        limit = len(tokens) - self._spare
-        groups = tuple(report_group(view, self._trees[view.name], limit) for view in lookups)
-        along = self._states.kept.along(keys, tokens) if self._states.groups else ()
-        return Explanation(
-            num_tokens=len(tokens),
-            num_reused=match.num_tokens,
-            why=match.why,
-            groups=groups,
-            tick=self._tick,
-            recurrent=self._states.groups,
-            checkpoints=tuple(sorted(one.length for one in along)),
-        )
+        return self._hits.explain(tokens, keys, self._tick, self._swap_ins)
 
     def check(self) -> None:
         """Raises `ValueError` if the index contradicts itself or the accounts."""
         for name in self._trees:
             self._pages.check(name, self._states.tails(name))
         self._states.check()
-
-    def _match(
-        self,
-        lookups: Sequence[Lookup],
-        tokens: Sequence[int],
-        keys: PageKeys,
-        most: int | None = None,
-    ) -> Match:
-        limit = self._limit(tokens, most)
-        length = 0 if self._never or not lookups else longest(lookups, limit)
-        unaided, began = length, None
-        if self._states.groups:
-            began = self._states.longest(lookups, tokens, keys, limit)
-            length = 0 if began is None else began.length
-        why = self._never or self._why(lookups, length, limit, unaided)
-        tails = {} if began is None else began.tails
-        covered = {
-            lookup.name: full
-            for lookup in lookups
-            if self._states.groups and (full := lookup.full(len(tokens))) > length
-        }
-        pages = {
-            lookup.name: _pages(lookup, covered[lookup.name], {})
-            if lookup.name in covered
-            else _pages(lookup, length, tails)
-            for lookup in lookups
-        }
-        return Match(
-            num_tokens=length,
-            pages=pages,
-            unneeded={lookup.name: lookup.rule.needs(length).start for lookup in lookups},
-            why=why,
-            states={} if began is None else began.states,
-            origin=None if began is None else began.key.digest,
-            covered=covered,
-        )
-
-    def _limit(self, tokens: Sequence[int], most: int | None) -> int:
-        """Returns the most tokens that a hit may have: all but the last, all, or fewer if that is asked."""
-        limit = max(0, len(tokens) - self._spare)
-        return limit if most is None else max(0, min(most, limit))
-
-    def _why(self, lookups: Sequence[Lookup], length: int, limit: int, paged: int) -> str:
-        """Says what ended a hit, where the pages alone allow `paged` tokens."""
-        if length < limit and (paged > length or not lookups):
-            upto = f", though the pages are there up to {paged:,}" if lookups else ""
-            return f"{NO_LATER.format(', '.join(self._states.groups), length)}{upto}"
-        return why_no_more(lookups, self._trees, length, limit)
 
     def _reclaim_pages(self, name: str, count: int, spared_copies: set[int]) -> None:
         """Evicts pages of one group, and only then those that checkpoints have of their own."""
@@ -371,8 +355,7 @@ class PrefixIndex:
         gained = 0
         for node in self._trees[name].victims(from_tree, worth, self._tick):
             gained += worth(node)
-            self._remove(name, node)
-            self._stats.evictions += 1
+            self._evict(name, node)
         gained += tails - self._states.num_tails(name, spared_copies)
         if gained < count:
             self._states.reclaim_tails(name, count - gained, spared_copies, self._tick)
@@ -394,16 +377,15 @@ class PrefixIndex:
         pool = self._accounts.pool_of(name)
         return {page for page in pages if page in pool.kept and pool.references(page) == 2}
 
+    def _evict(self, name: str, node: Node) -> None:
+        if self._host is not None:
+            for checkpoint in self._states.kept.resting_on(name, node.key.digest):
+                self._host.offer_checkpoint(checkpoint)
+            self._host.offer_page(name, node)
+        self._remove(name, node)
+        self._stats.evictions += 1
+
     def _remove(self, name: str, node: Node) -> None:
         self._pages.remove(name, node, self._tick)
         for checkpoint in self._states.kept.resting_on(name, node.key.digest):
             self._states.forget(checkpoint, self._tick)
-
-
-def _pages(lookup: Lookup, length: int, tails: Mapping[str, int]) -> tuple[int, ...]:
-    """Returns the pages of a length that is accepted; the last is a checkpoint's own where it ends inside a page."""
-    if lookup.name not in tails:
-        return tuple(node.page for node in lookup.needed_nodes(length))
-    full = length // lookup.rule.page_size
-    found = [lookup.nodes[index] for index in lookup.rule.needs(length) if index < full]
-    return (*(node.page for node in found if node is not None), tails[lookup.name])

@@ -2,10 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 from jaxkv.cache.prefix_keys import PageKey
-from jaxkv.cache.prefix_tree import Node, PrefixTree
+from jaxkv.cache.prefix_tree import Node
 from jaxkv.cache.spec import Group, PagedSpec
+from jaxkv.cache.windows import first_seen
 
 
 @dataclass(frozen=True)
@@ -26,7 +28,7 @@ class HitRule:
         The page it will be written to is among them if the tokens before it have begun it. The token just before it
         always is, even if a window of one does not see it, so that every hit has a page to show for itself.
         """
-        first = 0 if self.window is None else max(0, length - max(1, self.window - 1))
+        first = first_seen(self.window, length)
         return range(first // self.page_size, -(-length // self.page_size))
 
 
@@ -34,6 +36,15 @@ def rule_of(group: Group) -> HitRule:
     """Returns the rule of a paged group."""
     assert isinstance(group.spec, PagedSpec)
     return HitRule(group.spec.page_size, group.spec.window)
+
+
+@runtime_checkable
+class Finder(Protocol):
+    """Has the pages of one group by name: a prefix tree, or several tiers as one."""
+
+    def find(self, key: PageKey) -> Node | None:
+        """Returns the page of this name that holds these very tokens."""
+        ...
 
 
 class Lookup:
@@ -46,7 +57,7 @@ class Lookup:
         nodes: the kept page of each, or `None`.
     """
 
-    def __init__(self, name: str, rule: HitRule, tree: PrefixTree, keys: Sequence[PageKey]) -> None:
+    def __init__(self, name: str, rule: HitRule, tree: Finder, keys: Sequence[PageKey]) -> None:
         self.name = name
         self.rule = rule
         self.keys = keys

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from jaxkv.cache.host_tier import HostTier
 from jaxkv.cache.prefix_match import Lookup, longest, next_longer
 from jaxkv.cache.prefix_tree import PrefixTree
 
@@ -54,6 +55,7 @@ class GroupReport:
         page_size: tokens per page.
         pages: full pages of the text.
         pages_kept: those that are kept.
+        pages_on_host: those that lie on the host and not on the device.
         longest: tokens it would let a sequence skip, alone.
         missing: position of the first page that it lacks to allow more; `None` if it lacks none.
         reason: why it does not allow more; empty if it allows all but the last token.
@@ -66,9 +68,11 @@ class GroupReport:
     longest: int
     missing: int | None
     reason: str
+    pages_on_host: int = 0
 
     def __str__(self) -> str:
         kept = f"{self.group}: keeps {self.pages_kept} of {self.pages} full pages of {self.page_size} tokens"
+        kept += f" and {self.pages_on_host} on the host" if self.pages_on_host else ""
         blocked = f"; {self.reason}" if self.reason else ""
         return f"{kept}, alone allows {self.longest:,} tokens{blocked}"
 
@@ -85,6 +89,9 @@ class Explanation:
         tick: uses of the index so far, the clock of its evictions.
         recurrent: names of the recurrent groups.
         checkpoints: numbers of tokens after which there are states of this text, ascending.
+        window_limited: tokens that groups without windows keep beyond what all groups allow: a page is gone that a
+            window would see.
+        num_with_host: tokens that need not be computed once the host has given back what it has; `None` without one.
     """
 
     num_tokens: int
@@ -94,11 +101,20 @@ class Explanation:
     tick: int
     recurrent: tuple[str, ...] = ()
     checkpoints: tuple[int, ...] = ()
+    window_limited: int = 0
+    num_with_host: int | None = None
 
     def __str__(self) -> str:
         computed = self.num_tokens - self.num_reused
         head = f"{self.num_reused:,} of {self.num_tokens:,} tokens are in the cache, {computed:,} are computed"
         lines = [f"{head}: {self.why}", *(f"  {group}" for group in self.groups)]
+        if self.window_limited:
+            lines.append(
+                f"  windows: {self.window_limited:,} tokens more are kept where everything is seen, but not what the "
+                f"windows after them would see"
+            )
+        if self.num_with_host is not None:
+            lines.append(f"  with what lies on the host: {self.num_with_host:,} tokens")
         if self.recurrent:
             places = ", ".join(f"{place:,}" for place in self.checkpoints) or "none"
             lines.append(
@@ -119,16 +135,28 @@ def reason_for(lookup: Lookup, tree: PrefixTree, position: int) -> str:
     )
 
 
-def report_group(lookup: Lookup, tree: PrefixTree, limit: int) -> GroupReport:
+def report_group(
+    lookup: Lookup, tree: PrefixTree, limit: int, host: HostTier | None = None
+) -> GroupReport:
     """Reports on one group; `limit` is the prompt's length less the token that is always computed."""
     alone = longest([lookup], limit)
     wanted = min(limit, next_longer([lookup], alone))
     missing = lookup.missing(wanted) if alone < limit else None
     kept = sum(node is not None for node in lookup.nodes)
+    away = [key for key, node in zip(lookup.keys, lookup.nodes, strict=True) if node is None]
+    on_host = 0 if host is None else sum(host.find(lookup.name, key) is not None for key in away)
     reason = "" if missing is None else reason_for(lookup, tree, missing)
     return GroupReport(
-        lookup.name, lookup.rule.page_size, len(lookup.keys), kept, alone, missing, reason
+        lookup.name, lookup.rule.page_size, len(lookup.keys), kept, alone, missing, reason, on_host
     )
+
+
+def window_limited(lookups: Sequence[Lookup], limit: int) -> int:
+    """Returns how much longer a hit of up to `limit` tokens could be if windows saw nothing."""
+    everywhere = [lookup for lookup in lookups if lookup.rule.window is None]
+    if not everywhere or len(everywhere) == len(lookups):
+        return 0
+    return longest(everywhere, limit) - longest(lookups, limit)
 
 
 def why_no_more(

@@ -10,6 +10,13 @@ from jaxkv.cache.prefix_keys import PageKey, page_key
 _REMEMBERED = 4096
 """Evictions that can be explained afterwards."""
 
+ENDED, HIT = 1, 2
+"""Why a page is kept longer than others: one text has come there; others are known to begin like it up to there."""
+
+
+Rank = tuple[bool, int, int, bytes]
+"""Whether a page goes after those of `False`, its tick, its position, its name."""
+
 
 @dataclass(slots=True)
 class Node:
@@ -21,6 +28,7 @@ class Node:
         index: its position in the page table of whoever uses it.
         tick: when it was last used.
         children: kept pages that follow it.
+        tail: it is among the last that a window sees: `ENDED` where a text came to, `HIT` where one began from it.
     """
 
     key: PageKey
@@ -28,6 +36,7 @@ class Node:
     index: int
     tick: int
     children: int = 0
+    tail: int = 0
 
 
 class PrefixTree:
@@ -35,14 +44,15 @@ class PrefixTree:
 
     Args:
         leaf_only: a page is useless without those before it (full attention), so only pages that no kept one
-            follows may go; a page counts as used whenever one after it was. Otherwise (a window) any may go.
+            follows may go; a page counts as used whenever one after it was. Otherwise (a window) any may go, and tails
+            last: without one page of its tail, all the others of a text are of no use.
     """
 
     def __init__(self, *, leaf_only: bool) -> None:
         self._leaf_only = leaf_only
         self._nodes: dict[bytes, Node] = {}
-        # Entries (tick, index, digest) of what may go, stale ones among them; see _current.
-        self._queue: list[tuple[int, int, bytes]] = []
+        # The rank of what may go, see _rank; stale ones among them, see _current.
+        self._queue: list[Rank] = []
         self._evicted: OrderedDict[bytes, int] = OrderedDict()
 
     def __len__(self) -> int:
@@ -81,10 +91,16 @@ class PrefixTree:
         self._enqueue(self._nodes[key.digest])
         return True
 
-    def touch(self, node: Node, tick: int) -> None:
-        """Says that a page was used, and so, where only leaves go, all before it."""
-        node.tick = tick
+    def touch(self, node: Node, tick: int, *, tail: int = 0) -> None:
+        """Says that a page was used, and so, where only leaves go, all before it; and that it is such a tail."""
+        node.tick, node.tail = tick, max(node.tail, tail)
         self._enqueue(node)
+
+    def pass_by(self, node: Node) -> None:
+        """Says that the text that came to an end here goes on: the page is no tail for that any more."""
+        if node.tail == ENDED:
+            node.tail = 0
+            self._enqueue(node)
 
     def victims(self, count: int, worth: Callable[[Node], int], tick: int) -> list[Node]:
         """Returns what to remove, in this order, to gain `count` pages; all that there is may gain fewer.
@@ -136,7 +152,7 @@ class PrefixTree:
             or page_key(node.key.parent, node.key.tokens) != node.key
             or (self._leaf_only and node.children != children[digest])
             or (self._leaf_only and node.index and node.key.parent not in self._nodes)
-            or (self._may_go(node) and (node.tick, node.index, digest) not in queued)
+            or (self._may_go(node) and _rank(node) not in queued)
         ]
         ordered = all(
             self._queue[(i - 1) // 2] <= self._queue[i] for i in range(1, len(self._queue))
@@ -149,26 +165,27 @@ class PrefixTree:
 
     def _enqueue(self, node: Node) -> None:
         if self._may_go(node):
-            heapq.heappush(self._queue, (node.tick, node.index, node.key.digest))
+            heapq.heappush(self._queue, _rank(node))
         if len(self._queue) > 4 * len(self._nodes) + 64:
-            self._queue = [(n.tick, n.index, n.key.digest) for n in self if self._may_go(n)]
+            self._queue = [_rank(node) for node in self if self._may_go(node)]
             heapq.heapify(self._queue)
 
-    def _current(self, tick: int, digest: bytes) -> Node | None:
+    def _current(self, rank: Rank) -> Node | None:
         """Returns the node of a queue entry, unless it is gone, was used since, or is followed by others by now."""
-        node = self._nodes.get(digest)
-        return node if node is not None and node.tick == tick and self._may_go(node) else None
+        node = self._nodes.get(rank[-1])
+        return node if node is not None and _rank(node) == rank and self._may_go(node) else None
 
     def _longest_unused(self, count: int, worth: Callable[[Node], int], tick: int) -> list[Node]:
         """Chooses among what no sequence holds. A page whose last follower was chosen is a candidate like any other."""
         chosen: dict[bytes, Node] = {}
         removed: Counter[bytes] = Counter()
-        bared: list[tuple[int, int, bytes]] = []
+        bared: list[Rank] = []
         popped: dict[bytes, Node] = {}
         while len(chosen) < count and (bared or self._queue):
             source = min((heap for heap in (bared, self._queue) if heap), key=lambda heap: heap[0])
-            used, _, digest = heapq.heappop(source)
-            node = self._nodes[digest] if source is bared else self._current(used, digest)
+            rank = heapq.heappop(source)
+            used, digest = rank[1], rank[-1]
+            node = self._nodes[digest] if source is bared else self._current(rank)
             if node is None or digest in popped:
                 continue
             popped[digest] = node
@@ -181,7 +198,9 @@ class PrefixTree:
                 continue
             removed[parent.key.digest] += 1
             if removed[parent.key.digest] == parent.children:
-                heapq.heappush(bared, (max(parent.tick, used), parent.index, parent.key.digest))
+                heapq.heappush(
+                    bared, (False, max(parent.tick, used), parent.index, parent.key.digest)
+                )
         for node in popped.values():
             self._enqueue(node)
         return list(chosen.values())
@@ -191,7 +210,8 @@ class PrefixTree:
         followers = self._followers()
         chosen: dict[bytes, Node] = {}
         gained = 0
-        for root in sorted(filter(worth, self), key=lambda node: (node.tick, -node.index)):
+        idle = sorted(filter(worth, self), key=lambda n: (n.tail > 0, n.tick, -n.index))
+        for root in idle:
             if gained >= count:
                 break
             for node in reversed(_branches([root], followers)):
@@ -206,6 +226,11 @@ class PrefixTree:
         for node in self:
             followers.setdefault(node.key.parent, []).append(node)
         return followers
+
+
+def _rank(node: Node) -> Rank:
+    """Returns what sorts nodes by who goes first."""
+    return node.tail > 0, node.tick, node.index, node.key.digest
 
 
 def _branches(roots: Iterable[Node], followers: Mapping[bytes, list[Node]]) -> list[Node]:

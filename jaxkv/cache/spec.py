@@ -59,6 +59,8 @@ class PagedSpec:
         page_size: tokens per page.
         window: tokens a query sees, itself included; `None` for all.
         codec: name of the byte format of quantised records; `None` for plain numbers.
+        expands: steps of up to so many tokens, none of which comes from before, are cheaper without reading what is
+            stored, which is smaller than what it stands for; 0 for none.
         notes: what a person should know, such as a wish that was ignored; no part of equality.
     """
 
@@ -67,6 +69,7 @@ class PagedSpec:
     page_size: int
     window: int | None = None
     codec: str | None = None
+    expands: int = 0
     notes: tuple[str, ...] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
@@ -163,6 +166,11 @@ class Group:
         return self.spec.page_size
 
     @property
+    def window(self) -> int | None:
+        """Tokens that a query of a paged group sees, itself included; `None` for all, and for groups of states."""
+        return self.spec.window if isinstance(self.spec, PagedSpec) else None
+
+    @property
     def bytes_per_unit(self) -> int:
         """Bytes of one page or state, over all its layers."""
         per_layer = sum(array.nbytes for array in self.spec.arrays)
@@ -206,6 +214,12 @@ class CacheLayout:
     def keeps_outputs(self) -> bool:
         """Whether a state holds what a sequence's next token is chosen from, so that choosing it computes nothing."""
         return any(array.role == "hidden" for g in self.state_groups for array in g.spec.arrays)
+
+    @property
+    def expands(self) -> int:
+        """Most tokens of a step without tokens from before that is worth a program of its own; 0 if none is."""
+        most = [group.spec.expands for group in self.groups if isinstance(group.spec, PagedSpec)]
+        return min(filter(None, most), default=0)
 
     @property
     def in_place_groups(self) -> tuple[Group, ...]:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from jaxkv.cache.accounts import Accounts, PageCopy
 from jaxkv.cache.checkpoint_policy import CheckpointPolicy, SeenTexts
 from jaxkv.cache.checkpoints import Checkpoint, CheckpointKey, Checkpoints, checkpoint_key
+from jaxkv.cache.host_tier import HostTier
 from jaxkv.cache.prefix_keys import PageKeys
 from jaxkv.cache.prefix_match import HitRule, Lookup
 from jaxkv.cache.prefix_report import PrefixStats
@@ -52,6 +53,8 @@ class StateKeeper:
         self.groups = tuple(group.name for group in layout.state_groups)
         self.policy = policy
         self.kept = Checkpoints(size)
+        self.host: HostTier | None = None
+        """Takes what is given up for room, if there is one."""
         self._chunk = layout.chunk_size
         self._accounts = accounts
         self._trees = trees
@@ -188,6 +191,17 @@ class StateKeeper:
         for name, state in (*checkpoint.states.items(), *checkpoint.tails.items()):
             self._accounts.pool_of(name).forget(state)
 
+    def has_room(self, key: CheckpointKey) -> bool:
+        """Whether a checkpoint may come back from the host, for which others may be given up."""
+        return self.kept.find(key) is not None or self._make_room(None)
+
+    def restore(self, checkpoint: Checkpoint, tick: int) -> None:
+        """Keeps a checkpoint whose states and pages somebody holds; see `has_room`."""
+        checkpoint.tick = tick
+        self.kept.add(checkpoint)
+        for name, unit in (*checkpoint.states.items(), *checkpoint.tails.items()):
+            self._accounts.pool_of(name).keep(unit)
+
     def reclaim_states(self, missing: Mapping[str, int], tick: int) -> None:
         """Gives up checkpoints until the groups have so many more free states, which must be there."""
         self._tick = tick
@@ -224,6 +238,9 @@ class StateKeeper:
         doomed = [one for one in self.kept if one.maker == seq or one.key.digest == held.origin]
         for one in doomed:
             self.forget(one, tick)
+        if self.host is not None:
+            self.host.forget([("", held.origin)] if held.origin is not None else [])
+            self.host.forget_made(seq)
         return len(doomed)
 
     def withdraw_made(self, seq: int, tick: int) -> None:
@@ -294,8 +311,8 @@ class StateKeeper:
                     continue
             del self._meant[digest]
 
-    def _make_room(self, seq: int) -> bool:
-        """Gives up checkpoints until a sequence may make one more; returns whether it may."""
+    def _make_room(self, seq: int | None) -> bool:
+        """Gives up checkpoints until a sequence, or nobody's, may make one more; returns whether it may."""
         if not self.capacity:
             return False
         self._forget_idle_plans()
@@ -308,7 +325,7 @@ class StateKeeper:
                 return False
         return True
 
-    def _evict_one(self, seq: int) -> bool:
+    def _evict_one(self, seq: int | None) -> bool:
         """Gives up the longest unused checkpoint whose states no sequence reads, for another one of a sequence.
 
         Not one that the same sequence made: its first places are shared by the most.
@@ -322,6 +339,8 @@ class StateKeeper:
         return False
 
     def _evict(self, one: Checkpoint) -> None:
+        if self.host is not None:
+            self.host.offer_checkpoint(one)
         self.forget(one, self._tick)
         self._stats.checkpoint_evictions += 1
 

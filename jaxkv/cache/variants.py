@@ -10,10 +10,8 @@ from jaxkv.cache.spec import ArraySpec, LayerSpec, PagedSpec, StateSpec
 QUANTISED = {"fp8": "float8_e4m3fn", "int8": "int8"}
 """Byte formats of keys and values by name, and the dtype of what they store beside their scales."""
 
+_ANY_NUMBER = 2**31 - 1
 _GROUP = 128  # values that share one float32 scale in the quantised records
-_FULL_LENGTH = (
-    "holds whole sequences; pages before the window are freed only when the sequence ends"
-)
 
 
 def place(
@@ -66,9 +64,7 @@ def window(
     """Like `gqa`, for layers whose queries see only the last `window` tokens, their own included."""
     quantised = dtype if dtype in QUANTISED else quantised
     arrays = _key_value(kv_heads, head_dim, dtype, quantised)
-    return PagedSpec(
-        "window", arrays, page_size, window=window, codec=quantised, notes=(_FULL_LENGTH,)
-    )
+    return PagedSpec("window", arrays, page_size, window=window, codec=quantised)
 
 
 def mla(
@@ -85,7 +81,7 @@ def mla(
     """
     notes = () if quantised is None else (f"quantised={quantised!r} was ignored: kept as {dtype}",)
     arrays = (ArraySpec("key", (1, kv_lora_rank + rope_dim), dtype),)
-    return PagedSpec("mla", arrays, page_size, notes=notes)
+    return PagedSpec("mla", arrays, page_size, expands=_ANY_NUMBER, notes=notes)
 
 
 def dsa(
@@ -95,30 +91,46 @@ def dsa(
     *,
     page_size: int,
     dtype: str | None = None,
+    plain: bool = False,
+    power_of_two: bool = False,
+    topk: int = 0,
 ) -> PagedSpec:
     """Quantised latent records and indexer keys of DeepSeek sparse attention, all bytes.
 
     A record is the latent in fp8, a float32 scale per 128 of it, and the rotary key in bfloat16. The indexer's
-    bytes are planar in a page: `page_size * index_head_dim` fp8 keys, then the float32 scales.
+    bytes are planar in a page: `page_size * index_head_dim` fp8 keys, then one float32 scale per token.
 
     Args:
-        kv_lora_rank: components of the latent, a multiple of 128.
+        kv_lora_rank: components of the latent, a multiple of 128 unless plain.
         rope_dim: components of the rotary key.
-        index_head_dim: components of an indexer key, a multiple of 128.
+        index_head_dim: components of an indexer key, a multiple of 128 unless plain.
         page_size: tokens per page.
-        dtype: what was asked for elsewhere; the records are uint8 whatever it is, and a note says so.
+        dtype: of the plain layout. The records are uint8 whatever is asked for, and a note says so.
+        plain: keep latents, rotary keys and indexer keys unquantised in `dtype`, as Transformers does.
+        power_of_two: scales are powers of two, as FlashMLA's quantiser has them, instead of amax / 448.
+        topk: tokens that a query attends to; among so few it attends to all, and needs no indexer.
     """
+    if plain:
+        if dtype is None or power_of_two:
+            raise ValueError(
+                f"a plain layout needs a dtype and has no scales, got dtype={dtype!r} and "
+                f"power_of_two={power_of_two}"
+            )
+        whole = ArraySpec("key", (1, kv_lora_rank + rope_dim), dtype)
+        arrays = (whole, ArraySpec("indexer", (index_head_dim,), dtype))
+        return PagedSpec("dsa", arrays, page_size, expands=topk)
     if kv_lora_rank % _GROUP or index_head_dim % _GROUP:
         raise ValueError(
             f"kv_lora_rank and index_head_dim must be multiples of {_GROUP}, "
             f"got {kv_lora_rank} and {index_head_dim}"
         )
     record = kv_lora_rank + 4 * (kv_lora_rank // _GROUP) + 2 * rope_dim
-    indexer = index_head_dim + 4 * (index_head_dim // _GROUP)
+    indexer = index_head_dim + 4
     arrays = (ArraySpec("key", (1, record), "uint8"), ArraySpec("indexer", (indexer,), "uint8"))
     ignored = dtype not in (None, "uint8")
     notes = (f"dtype {dtype!r} was ignored: the records are uint8",) if ignored else ()
-    return PagedSpec("dsa", arrays, page_size, codec="dsa_fp8", notes=notes)
+    codec = "dsa_fp8_pow2" if power_of_two else "dsa_fp8"
+    return PagedSpec("dsa", arrays, page_size, codec=codec, expands=topk, notes=notes)
 
 
 def mamba2(

@@ -6,7 +6,10 @@ Only then does anything count. Who has ended or failed is told to the caller, wh
 import logging
 import sys
 from collections.abc import Callable, Collection
+from collections.abc import Sequence as Many
+from typing import NamedTuple
 
+from jaxkv.cache.accounts import Accounts
 from jaxkv.cache.prefix import PrefixIndex
 from jaxkv.engine.checkpointing import Checkpointing
 from jaxkv.engine.emission import accept
@@ -21,10 +24,19 @@ Ended = tuple[Sequence, Exception | None]
 """A sequence that is done, with its `reason`, or that failed: with an error, or with logits that are no numbers."""
 
 
+class _Turn(NamedTuple):
+    """What one step chose, as lists where every row is looked at."""
+
+    rows: SampledRows
+    tokens: list[int]
+    finite: list[bool]
+
+
 class Collector:
     """Collects the steps of one engine.
 
     Args:
+        accounts: hold the pages.
         prefix: pages of earlier prompts, if they are kept.
         page_sizes: of all paged groups.
         clock: returns seconds.
@@ -33,25 +45,32 @@ class Collector:
 
     def __init__(
         self,
+        accounts: Accounts,
         prefix: PrefixIndex | None,
         page_sizes: Collection[int],
         clock: Callable[[], float],
         checkpointing: Checkpointing | None = None,
     ) -> None:
+        self._accounts = accounts
         self._prefix = prefix
         self._checkpointing = checkpointing
         self._page_sizes = page_sizes
         self._clock = clock
 
-    def collect(self, flight: Flight, rows: SampledRows) -> list[Ended]:
+    def collect(self, flight: Flight, steps: Many[SampledRows]) -> list[Ended]:
         """Takes the results of every row that still counts, and returns who has ended or failed.
+
+        Args:
+            flight: a step, or several at once.
+            steps: what each of its steps chose.
 
         Raises:
             CachePoisoned: copying for a checkpoint cost the cache.
         """
         ended: list[Ended] = []
         now, reports = self._clock(), flight.shape.features.logprobs is not None
-        tokens, finite = rows.tokens.tolist(), rows.finite.tolist()
+        turns = [_Turn(rows, rows.tokens.tolist(), rows.finite.tolist()) for rows in steps]
+        finite = turns[0].finite
         for index, (part, epoch) in enumerate(zip(flight.parts, flight.epochs, strict=True)):
             sequence, start, count, emits, _ = part
             if sequence.epoch != epoch:
@@ -59,23 +78,23 @@ class Collector:
                     self._checkpointing.confirm(sequence, finite=finite[index])
                 continue
             sequence.collected = start + count
-            if not finite[index]:
+            if not emits and not finite[index]:
                 sequence.tainted = True
             if emits:
-                sequence.pending -= 1
-                if not finite[index]:
-                    ended.append((sequence, None))
-                    continue
-                token = tokens[index]
+                sequence.pending -= emits
                 try:
-                    accept(
-                        sequence, token, report(sequence, token, index, rows) if reports else None
-                    )
+                    taken = _accept(sequence, index, turns[:emits], reports=reports)
                 except STEP_FAILURES as error:
                     ended.append((sequence, error))
                     continue
-                if sequence.started is None:
+                # Of several steps, those after its last token were computed in vain.
+                sequence.collected -= emits - taken
+                if sequence.started is None and taken:
                     sequence.started = now
+                if taken < emits and sequence.reason is None:
+                    sequence.tainted = True
+                    ended.append((sequence, None))
+                    continue
             if sequence.keys is not None and sequence.collected >= sequence.publishes_at:
                 self._publish(sequence)
             if self._checkpointing is not None:
@@ -85,6 +104,9 @@ class Collector:
                     self._checkpointing.settle_end(sequence)
             if sequence.reason is not None:
                 ended.append((sequence, None))
+            elif sequence.lets_go_at is not None and sequence.collected >= sequence.lets_go_at:
+                # Last: the index and checkpoints were offered these pages first.
+                sequence.lets_go_at = self._accounts.let_go(sequence.number, sequence.collected)
         return ended
 
     def _publish(self, sequence: Sequence) -> None:
@@ -100,3 +122,13 @@ class Collector:
         self._prefix.publish(sequence.number, sequence.tokens, sequence.keys, done)
         ends = ((done // size + 1) * size for size in self._page_sizes)
         sequence.publishes_at = min(ends, default=sys.maxsize)
+
+
+def _accept(sequence: Sequence, index: int, turns: Many[_Turn], *, reports: bool) -> int:
+    """Takes a row's tokens up to the last of its sequence, or to logits that are no numbers; returns how many."""
+    for taken, (rows, tokens, finite) in enumerate(turns):
+        if (taken and sequence.reason is not None) or not finite[index]:
+            return taken
+        token = tokens[index]
+        accept(sequence, token, report(sequence, token, index, rows) if reports else None)
+    return len(turns)

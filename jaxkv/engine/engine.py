@@ -14,6 +14,7 @@ from collections.abc import Sequence as Many
 import jax
 
 from jaxkv.cache.prefix import PrefixIndex
+from jaxkv.engine.bursts import Bursts
 from jaxkv.engine.checkpointing import Checkpointing, room_for_checkpoints
 from jaxkv.engine.collection import Collector
 from jaxkv.engine.emission import why_over
@@ -22,6 +23,7 @@ from jaxkv.engine.engine_config import EngineConfig
 from jaxkv.engine.executor import Executor
 from jaxkv.engine.fields import StepShape
 from jaxkv.engine.flight import Flight, columns_of_parts
+from jaxkv.engine.host_cache import open_host
 from jaxkv.engine.preparation import prepare
 from jaxkv.engine.recovery import (
     STEP_FAILURES,
@@ -35,7 +37,7 @@ from jaxkv.engine.retreat import Retreat
 from jaxkv.engine.rows import unite
 from jaxkv.engine.scheduler import Scheduler
 from jaxkv.engine.sequence import FINISHED, RUNNING, Sequence, new_sequence
-from jaxkv.engine.step_plan import Part
+from jaxkv.engine.step_plan import Part, single
 from jaxkv.engine.step_shapes import StepShapes, grain_of, settle_budget
 from jaxkv.errors import CachePoisoned
 from jaxkv.tokenizer import Tokenizer
@@ -97,19 +99,27 @@ class Engine:
             fill=self.shapes.fill,
             chunk_size=layout.chunk_size,
         )
+        self.host = open_host(executor, self.prefix)
+        self.scheduler.fetches = None if self.host is None else self.host.fetches
         self.retreat = Retreat(
             self.shapes.token_buckets,
             self.shapes.decode_rows,
             whole=whole,
             refusal=executor.refusal,
         )
+        one_by_one = config.pinned_shapes or checkpoints > 0
+        steps = 1 if one_by_one else config.steps_per_launch
+        self.bursts = Bursts(executor, self.shapes, self.retreat, steps)
+        self.scheduler.most_steps = self.bursts.most
         self.steps = self.recoveries = 0
         """Steps dispatched; caches lost and replaced."""
         self._tokenizer = tokenizer
         self._clock = clock
         self._endings = Endings(self.scheduler, self.prefix, clock)
         self._checkpointing = Checkpointing(self.prefix, executor) if checkpoints else None
-        self._collector = Collector(self.prefix, page_sizes, clock, self._checkpointing)
+        self._collector = Collector(
+            executor.accounts, self.prefix, page_sizes, clock, self._checkpointing
+        )
         self._limit = RebuildLimit(config.most_rebuilds, config.rebuild_seconds, clock)
         self._flights: deque[Flight] = deque()
         self._stepping = threading.Lock()
@@ -169,6 +179,7 @@ class Engine:
             while len(self._flights) > ahead:
                 self._collect(self._flights.popleft())
                 launched = True
+            launched = launched or self._bring(wait=True)
         except BaseException:
             self._requeue()
             raise
@@ -196,7 +207,7 @@ class Engine:
         """Raises `ValueError` with the numbers if a request can never be served."""
         params = request.params
         needed = len(request.prompt) + params.max_tokens - 1
-        held = self.executor.accounts.max_tokens
+        held = self.executor.accounts.longest(lets_go=not self.executor.model.whole_prompts)
         most = min(self.shapes.lengths[-1], self.shapes.lengths[-1] if held is None else held)
         if needed > most:
             raise ValueError(
@@ -208,6 +219,7 @@ class Engine:
 
     def _launch(self) -> bool:
         """Plans and dispatches a step; returns whether there was anything to do."""
+        self._bring()
         plan = self.scheduler.plan()
         if plan.is_empty:
             return False
@@ -219,7 +231,7 @@ class Engine:
                 self._endings.put_off(sequence, error)
             parts = [part for part in plan.parts if part.sequence.status == RUNNING]
             if parts:
-                self._dispatch(parts)
+                self._dispatch(parts, plan.steps)
         except CachePoisoned as error:
             self._recover(error)
         except STEP_FAILURES as error:
@@ -228,8 +240,24 @@ class Engine:
             self._endings.blame([part.sequence for part in plan.parts], error)
         return True
 
-    def _dispatch(self, planned: list[Part]) -> None:
-        """Sends a step of these to the device, or of some of them if all would be too many."""
+    def _bring(self, *, wait: bool = False) -> bool:
+        """Goes on with what comes back from the host; returns whether anything does."""
+        if self.host is None or not self.host.fetches.under_way:
+            return False
+        try:
+            self.host.advance(wait=wait)
+        except CachePoisoned as error:
+            self._recover(error)
+        return True
+
+    def _dispatch(self, planned: list[Part], steps: int) -> None:
+        """Sends a step of these to the device, or several, or one of some of them if all would be too many."""
+        shape = self.bursts.shape(planned) if steps > 1 else None
+        if shape is not None:
+            self._try(planned, shape)
+            return
+        if steps > 1:
+            planned = [single(part) for part in planned]
         parts, shape = self.retreat.cut(planned, self._shape)
         if len(parts) < len(planned):
             self.scheduler.postpone([part.sequence for part in planned[len(parts) :]])
@@ -238,6 +266,14 @@ class Engine:
             if error is not None:
                 self._endings.fail(parts[0].sequence, error)
                 return
+        self._try(parts, shape)
+        if self._flights and self.bursts.looks_at(shape):
+            self._flights[-1].ask()
+            if len(self._flights) > 1 and self._flights[-2].shape == shape:
+                self.bursts.note(shape, idle=self._flights[-2].is_done)
+
+    def _try(self, parts: Many[Part], shape: StepShape) -> None:
+        """Sends a step, or notes that its shape was too much for the memory."""
         try:
             flight = self._send(parts, shape)
         except CachePoisoned as error:
@@ -250,13 +286,13 @@ class Engine:
             return
         self.scheduler.dispatched(parts)
         self._flights.append(flight)
-        self.steps += 1
+        self.steps += shape.steps
 
     def _send(self, parts: Many[Part], shape: StepShape) -> Flight:
         keeps = self._checkpointing
         snapshots = () if keeps is None else keeps.take(parts, shape)
         try:
-            out = self.executor.step(shape, columns_of_parts(parts, shape.features, snapshots))
+            out = self.executor.step(shape, columns_of_parts(parts, shape, snapshots))
         except BaseException:
             if keeps is not None:
                 keeps.drop(snapshots, parts)
@@ -274,6 +310,7 @@ class Engine:
             features,
             total_tokens=total,
             mixed=any(part.count == 0 for part in parts),
+            fresh=not any(part.start for part in parts),
         )
         fitting = self.executor.fit(needed)
         # A larger program that is compiled already is no help where that one was too large.
@@ -289,9 +326,10 @@ class Engine:
             self._recover(error)
             return
         self.retreat.note_success(flight.shape)
-        rows = unpack_sampled(packed, flight.shape.features)
+        several = packed if flight.shape.steps > 1 else packed[None]
+        chosen = [unpack_sampled(one, flight.shape.features) for one in several]
         try:
-            ended = self._collector.collect(flight, rows)
+            ended = self._collector.collect(flight, chosen)
         except CachePoisoned as error:
             self._recover(error)
             return
@@ -332,7 +370,9 @@ class Engine:
     def _forget(self) -> None:
         """Begins again with the empty cache that took the place of a lost one."""
         self._requeue()
-        if self.prefix is not None:
+        if self.host is not None:
+            self.host.lose_device()
+        elif self.prefix is not None:
             self.prefix.clear()
         self._rebuilds = self.executor.owner.rebuilds
 

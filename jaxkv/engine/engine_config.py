@@ -21,6 +21,10 @@ class EngineConfig:
             bit whatever the neighbours, the chunks, preemptions and prefix hits.
         overlap: send a step before the one before it is read. Off, the device waits for the host between steps, and no
             row is computed once in vain after its stop.
+        steps_per_launch: decode steps that are sent as one program while all requests generate and none waits: tokens
+            then come so many at a time, and the host has as much longer for its part. `None` chooses: 1, or a few for
+            few greedy requests of a small model, with full attention, on a GPU that was seen to wait for the host. Rows
+            with `min_tokens`, and models with states of which checkpoints are kept, take one step at a time.
         checkpoints: after which tokens states of recurrent layers are kept for later prompts; how many, says
             `CacheConfig.checkpoint_bytes`.
         most_rebuilds, rebuild_seconds: give up at more lost caches than this in so many seconds; each is replaced, and
@@ -34,6 +38,7 @@ class EngineConfig:
     prefix_cache: bool = True
     pinned_shapes: bool = False
     overlap: bool = True
+    steps_per_launch: int | None = None
     checkpoints: CheckpointPolicy = CheckpointPolicy()
     most_rebuilds: int = 3
     rebuild_seconds: float = 300.0
@@ -42,6 +47,8 @@ class EngineConfig:
         """Refuses what cannot be served, naming the field, the value and the range."""
         settle(self, as_int, 1, 2**20, "token_budget")
         settle(self, as_int, 0, 2**31 - 1, "most_rebuilds")
+        if self.steps_per_launch is not None:
+            settle(self, as_int, 1, 64, "steps_per_launch")
         settle(self, as_float, 1e-3, 1e9, "rebuild_seconds")
         for name in ("prefix_cache", "pinned_shapes", "overlap"):
             value = getattr(self, name)

@@ -18,6 +18,7 @@ from jaxkv.cache.owner import CacheOwner
 from jaxkv.cache.spec import CacheLayout
 from jaxkv.cache.state import Cache
 from jaxkv.engine.fields import StepShape
+from jaxkv.engine.host_programs import SWAP_IN, SWAP_OUT, swap_lowering
 from jaxkv.engine.packer import Packer
 from jaxkv.engine.programs import Lowering, Program, ProgramKey, Programs
 from jaxkv.engine.recovery import STEP_FAILURES
@@ -27,6 +28,7 @@ from jaxkv.engine.shapes import Declared, Shapes, costs_alike, serves
 from jaxkv.engine.side_programs import COPY, Admission, copy_batches, pack_copies, run_copies
 from jaxkv.models.implementation import choose_implementation
 from jaxkv.models.protocol import Model, Params
+from jaxkv.step.burst import decode_burst
 from jaxkv.step.loop import Generated, generate_loop
 from jaxkv.step.score import score_tokens
 from jaxkv.step.step import step
@@ -43,9 +45,11 @@ class Executor:
         max_tokens: longest sequence.
         max_rows: most rows of a step.
         programs: where compiled programs are kept.
+        host_bytes: memory of the host for prefixes that the cache gave up; an engine uses it.
 
     Attributes:
         implementation: what runs the ops of all layers, and why not something better.
+        before_update: called before each program that updates the cache, to read what it may overwrite.
 
     Raises:
         Unsupported: the model insists on an implementation that cannot run it here, or the cache is fp8 and would be
@@ -62,12 +66,15 @@ class Executor:
         max_tokens: int,
         max_rows: int,
         programs: Programs,
+        host_bytes: int = 0,
     ) -> None:
         self.implementation = choose_implementation(model, params, layout, counts)
         self.model = model.running(self.implementation.name)
         self.params = params
         self.layout = layout
         self.programs = programs
+        self.host_bytes = host_bytes
+        self.before_update: Callable[[], None] | None = None
         self.shapes = Shapes(layout, max_tokens=max_tokens, max_rows=max_rows)
         self.owner = CacheOwner(layout, counts)
         self.accounts = Accounts(layout, counts)
@@ -109,12 +116,20 @@ class Executor:
         able = [known for known in self._known if serves(known, declared)]
         if not self.programs.strict:
             able = [known for known in able if costs_alike(known, declared)]
-        return min(able, key=lambda known: (known.shape.tokens, known.shape.rows), default=declared)
+        sizes = {
+            known: (known.shape.tokens, known.shape.rows, not known.shape.fresh) for known in able
+        }
+        return min(able, key=sizes.__getitem__, default=declared)
+
+    def has(self, declared: Declared) -> bool:
+        """Whether a program is compiled."""
+        return declared in self._known
 
     def step(self, shape: StepShape, rows: Columns | Sequence[Row]) -> Array:
         """Dispatches one step and returns its packed tokens, which may not be computed yet.
 
-        Get them with `read`, and name them with `jaxkv.engine.results.unpack_sampled`.
+        A program of several steps returns those of each, along a first axis. Get them with `read`, and name them with
+        `jaxkv.engine.results.unpack_sampled`.
         """
         program = self.step_program(shape)
         return self._run(program, self.packer.pack(shape, rows, self.accounts))
@@ -164,6 +179,24 @@ class Executor:
                 if copy.group == "sampling":
                     self._note_bias(copy.target, biased=self.is_biased(copy.source))
 
+    def look(self, declared: Declared, *arrays: np.ndarray) -> Any:  # noqa: ANN401 - the program's own output
+        """Dispatches a program that only reads the cache, without parameters."""
+        return self.program(declared)(self.owner.handle().cache, *arrays)
+
+    def update(self, declared: Declared, *arguments: Any) -> Any:  # noqa: ANN401 - the program's own types
+        """Dispatches a program that updates the cache, without parameters.
+
+        Raises:
+            CachePoisoned: it failed after the donation.
+        """
+        program = self.program(declared)
+        self._flush()
+        return self.owner.run(lambda cache: program(cache, *arguments))
+
+    def _flush(self) -> None:
+        if self.before_update is not None:
+            self.before_update()
+
     def _note_bias(self, entry: int, *, biased: bool) -> None:
         # A new cache is clean, so what was noted of the one before it does not count.
         note = self._biased.add if biased else self._biased.discard
@@ -208,6 +241,9 @@ class Executor:
         return [self.program(declared) for declared in keys]
 
     def _lowering(self, declared: Declared) -> Lowering:
+        if declared.kind in (SWAP_OUT, SWAP_IN):
+            cache = self.owner.handle().cache
+            return swap_lowering(self.layout, self.owner.counts, declared, cache)
         if declared.kind in ("admit", "readmit"):
             run, arrays = self._admission.run, self._admission.blank(declared)
         elif declared.kind == "copy":
@@ -236,12 +272,24 @@ class Executor:
                     page_sizes=page_sizes,
                     max_tokens=declared.width,
                 )
+            if declared.shape.steps > 1:
+                cache, several = decode_burst(
+                    self.model,
+                    params,
+                    cache,
+                    batch,
+                    self.packer.left(declared.shape, packed[0]),
+                    page_sizes=page_sizes,
+                    steps=declared.shape.steps,
+                )
+                return cache, jax.vmap(pack_sampled)(several)
             cache, sampled = step(self.model, params, cache, batch)
             return cache, pack_sampled(sampled)
 
         return run
 
     def _run(self, program: Program, arrays: Sequence[np.ndarray]) -> Any:  # noqa: ANN401 - the program's own output
+        self._flush()
         return self.owner.run(lambda cache: program(self.params, cache, *_present(arrays)))
 
 
@@ -259,6 +307,8 @@ def key_of(layout: CacheLayout, declared: Declared) -> ProgramKey:
     shape = declared.shape
     extra = (("width", declared.width),) if declared.width else ()
     extra += (("snapshots", shape.snapshots),) if shape.snapshots else ()
+    extra += (("fresh", 1),) if shape.fresh else ()
+    extra += (("steps", shape.steps),) if shape.steps > 1 else ()
     if not shape.table_widths:
         return ProgramKey(declared.kind, shape.tokens, shape.rows, 0, shape.features, extra)
     groups = zip(layout.paged_groups, shape.table_widths, strict=True)

@@ -23,6 +23,8 @@ class StepShape:
         decode: one query per row.
         loop: it generates until rows stop, so it also takes each row's limits and stop ids.
         snapshots: most states of each recurrent group that it can keep on its way.
+        fresh: all rows begin at their first token; programs differ by it where the cache's layout `expands`.
+        steps: decode steps that it runs one after the other.
     """
 
     tokens: int
@@ -32,6 +34,8 @@ class StepShape:
     decode: bool = False
     loop: bool = False
     snapshots: int = 0
+    fresh: bool = False
+    steps: int = 1
 
 
 @dataclass(frozen=True)
@@ -77,6 +81,8 @@ def int_fields(
         Field("slots", rows, counts["sampling"], counted=True),
         Field("carry", rows),
     ]
+    if shape.steps > 1:
+        fields.append(Field("left", rows))
     for group, width in zip(layout.paged_groups, shape.table_widths, strict=True):
         num_slots = counts[group.name] * group.page_size
         fields.append(Field(f"{group.name}.page_table", (shape.rows, width)))

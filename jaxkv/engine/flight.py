@@ -1,8 +1,10 @@
 """A step on its way: what its rows ask of the device, and how its results are found again. Decides nothing."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
+import jax
 import numpy as np
 from jaxtyping import Array
 
@@ -10,13 +12,12 @@ from jaxkv.engine.fields import StepShape
 from jaxkv.engine.results import SampledRows, report_logprobs
 from jaxkv.engine.rows import Columns, Snapshot
 from jaxkv.engine.sequence import Sequence as Sample
-from jaxkv.engine.step_plan import Part
-from jaxkv.features import Features
+from jaxkv.engine.step_plan import Part, single
 
 
 @dataclass(frozen=True)
 class Flight:
-    """A step that was dispatched and not read.
+    """A step, or several in one program, that was dispatched and not read.
 
     Attributes:
         parts: its rows, in order.
@@ -32,17 +33,32 @@ class Flight:
     out: Array
     snapshots: tuple[Snapshot, ...] = ()
 
+    def ask(self) -> None:
+        """Has its choices copied to the host as soon as they are there, and `is_done` told."""
+        # Of a step that failed one hears when it is read.
+        with suppress(jax.errors.JaxRuntimeError):
+            self.out.copy_to_host_async()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the device has computed its choices; `ask` before."""
+        return self.out.is_ready()  # pyright: ignore[reportAttributeAccessIssue] - JAX does not declare it
+
 
 def columns_of_parts(
-    parts: Sequence[Part], features: Features, snapshots: Sequence[Snapshot] = ()
+    parts: Sequence[Part], shape: StepShape, snapshots: Sequence[Snapshot] = ()
 ) -> Columns:
     """Describes parts to the packer; a token that the host has not read yet is read on the device.
 
     Args:
         parts: the rows of a step.
-        features: of its program.
+        shape: of its program.
         snapshots: what it keeps on its way.
     """
+    left: list[int] = []
+    if shape.steps > 1:
+        left = [part.count for part in parts]
+        parts = [single(part) for part in parts]
     tokens: list[int] = []
     for sequence, start, count, _, carry in parts:
         if carry:
@@ -52,18 +68,19 @@ def columns_of_parts(
         else:
             tokens += sequence.tokens[start : start + count]
     generated: list[int] = []
-    if features.min_tokens:
+    if shape.features.min_tokens:
         generated = [part.sequence.generated + part.sequence.pending for part in parts]
     return Columns(
         sequences=[part.sequence.number for part in parts],
         tokens=tokens,
         lens=[part.count for part in parts],
         starts=[part.start for part in parts],
-        emits=[part.emits for part in parts],
+        emits=[part.emits > 0 for part in parts],
         carry=[part.carry for part in parts],
         generated=generated,
         wishes=[part.sequence.request for part in parts],
         snapshots=snapshots,
+        left=left,
     )
 
 

@@ -27,6 +27,7 @@ class Lines:
     Attributes:
         tables: paged group's name -> pages, int32 [entries, width], 0 past a row's end; wide enough for all so far.
         pages: paged group's name -> how many pages a line has, int32 [entries].
+        first: paged group's name -> tokens before a line's first page: a window has passed them, int32 [entries].
         covered: paged group's name -> tokens that lie in others' pages and are not written, int32 [entries].
         choices: field -> how the row chooses its tokens, [entries] or [entries, width].
     """
@@ -42,7 +43,9 @@ class Lines:
             name: np.zeros((entries, _FEWEST_PAGES), np.int32) for name in names
         }
         self.pages = {name: np.zeros(entries, np.int32) for name in names}
+        self.first = {name: np.zeros(entries, np.int32) for name in names}
         self.covered = {name: np.zeros(entries, np.int32) for name in names}
+        self._page_sizes = {group.name: group.page_size for group in layout.paged_groups}
         self.choices: dict[str, np.ndarray] = {
             name: np.zeros(entries, np.float32) for name in _FLOATS
         }
@@ -82,6 +85,7 @@ class Lines:
             table[entry, : len(pages)] = pages
             table[entry, len(pages) :] = 0
             count[entry] = len(pages)
+            self.first[name][entry] = held.unneeded[name] * self._page_sizes[name]
             self.covered[name][entry] = held.covered.get(name, 0)
         if not known:
             self._choose(entry, wish)

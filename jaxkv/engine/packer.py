@@ -73,8 +73,12 @@ class Packer:
         fields["seq_lens"][:count] = seq_lens
         fields["carry"][:count] = told.carry
         np.copyto(fields["slots"][:count], lines, where=told.emits, casting="same_kind")
+        last_lens = seq_lens
+        if shape.steps > 1:
+            fields["left"][:count] = told.left
+            last_lens = seq_lens + _ints(told.left) - 1
         for group in self._paged:
-            self._fill_pages(group, fields, told, lines, owner, positions, seq_lens)
+            self._fill_pages(group, fields, told, lines, owner, positions, last_lens)
         self._fill_states(fields, told, accounts, bounds)
         self._fill_choices(fields | float_places.split(floats), told, lines)
         return ints, floats
@@ -105,6 +109,17 @@ class Packer:
         if not lens or min(lens) < least or (shape.decode and max(lens) > 1):
             wanted = "exactly one" if shape.decode else "at least one"
             raise ValueError(f"a step needs rows of {wanted} new token ids, got {lens}")
+        if shape.fresh and any(told.starts):
+            raise ValueError(
+                f"a program for rows that begin at their first token got rows that begin at {told.starts}"
+            )
+        if shape.steps > 1 and not (
+            len(told.left) == len(lens) and 1 <= min(told.left) <= max(told.left) <= shape.steps
+        ):
+            raise ValueError(
+                f"a program of {shape.steps} steps needs rows that take part in 1 to {shape.steps} of them, "
+                f"got {told.left} for {len(lens)} rows"
+            )
         if len(told.snapshots) > shape.snapshots:
             raise ValueError(
                 f"a step that keeps {len(told.snapshots)} states does not fit a program that keeps {shape.snapshots}"
@@ -127,7 +142,7 @@ class Packer:
         positions: np.ndarray,
         seq_lens: np.ndarray,
     ) -> None:
-        """Fills one group's page table and the slot of each new token."""
+        """Fills one group's page table and the slot of each new token; pages must hold `seq_lens` tokens."""
         name, size = group.name, group.page_size
         table, pages = self._lines.tables[name], self._lines.pages[name][lines]
         target = fields[f"{name}.page_table"]
@@ -144,6 +159,13 @@ class Packer:
             raise ValueError(
                 f"sequence {told.sequences[row]} has {pages[row]} pages of {size} tokens in "
                 f"{name}, which do not hold {seq_lens[row]} tokens; reserve first"
+            )
+        lost = np.less(told.starts, self._lines.first[name][lines])
+        if lost.any():
+            row = int(lost.argmax())
+            raise ValueError(
+                f"sequence {told.sequences[row]} starts at position {told.starts[row]}, but its pages of {name} "
+                f"before position {self._lines.first[name][lines[row]]} were given back; begin it anew"
             )
         used = int(pages.max())
         target[: len(lines), :used] = table[lines, :used]
@@ -190,6 +212,10 @@ class Packer:
         if "max_tokens" in fields:
             fields["max_tokens"][:count] = told.max_tokens
 
+    def left(self, shape: StepShape, ints: Int[Array, " packed"]) -> Int[Array, " rows"]:
+        """Names the field that says in how many of its steps each row takes part, inside the trace of several."""
+        return self.arrangements(shape)[0].split(ints)["left"]
+
     def unpack(
         self,
         shape: StepShape,
@@ -230,6 +256,7 @@ class Packer:
                 features=shape.features,
             ),
             decode=shape.decode,
+            fresh=shape.fresh,
         )
         limits = Limits(**{name: fields[name] for name in _LIMIT_FIELDS}) if shape.loop else None
         return batch, limits

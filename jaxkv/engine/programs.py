@@ -63,7 +63,8 @@ class ProgramKey:
     @property
     def name(self) -> str:
         """The name that XLA, profiles and the compilation cache know the program by."""
-        return f"{self.kind}_{self.tokens}x{self.rows}x{self.table_width}"
+        kind = f"fresh_{self.kind}" if ("fresh", 1) in self.extra else self.kind
+        return f"{kind}_{self.tokens}x{self.rows}x{self.table_width}"
 
     def values(self) -> dict[str, str | int | bool | None]:
         """Returns every part of the key by name, in order."""

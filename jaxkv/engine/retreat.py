@@ -143,5 +143,6 @@ def _is_as_large(shape: StepShape, other: StepShape) -> bool:
     return (
         shape.tokens >= other.tokens
         and shape.rows >= other.rows
+        and shape.steps >= other.steps
         and all(one >= another for one, another in widths)
     )

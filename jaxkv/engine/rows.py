@@ -90,6 +90,7 @@ class Columns(NamedTuple):
         wishes: what each was asked for, the same object at each of its steps.
         max_tokens: see `Row`; empty but for `loop` programs.
         snapshots: what the step keeps on its way, by row, then by length.
+        left: in how many of a program's steps each row takes part; empty for programs of one step.
     """
 
     sequences: Sequence[int]
@@ -102,6 +103,7 @@ class Columns(NamedTuple):
     wishes: Sequence[Wish]
     max_tokens: Sequence[int] = ()
     snapshots: Sequence[Snapshot] = ()
+    left: Sequence[int] = ()
 
 
 def columns_of(rows: Sequence[Row]) -> Columns:

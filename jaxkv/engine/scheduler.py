@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterable
 
 from jaxkv.cache.accounts import Accounts, PageCopy, Reservation
 from jaxkv.cache.prefix import PrefixIndex
+from jaxkv.engine.host_fetches import Fetches
 from jaxkv.engine.sequence import FINISHED, ORDER, RUNNING, WAITING, Sequence
 from jaxkv.engine.siblings import Siblings
-from jaxkv.engine.step_plan import Part, StepPlan, align, part_of, trim
+from jaxkv.engine.step_plan import Part, StepPlan, align, part_of, several, trim
 from jaxkv.errors import OutOfPages, OutOfStates
 
 
@@ -52,6 +53,10 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.shortage: OutOfPages | OutOfStates | None = None
         """Why the last plan left somebody out, if it did."""
+        self.most_steps = 1
+        """How many decode steps are planned at once, where everybody who is there generates and pages are free."""
+        self.fetches: Fetches | None = None
+        """Brings prefixes back from the host, if they go there."""
         self._accounts = accounts
         self._siblings = Siblings(accounts, self.waiting, self.running, self._release)
         self._prefix = None if whole_prompts else prefix
@@ -59,6 +64,9 @@ class Scheduler:
         self._max_rows = max_rows
         self._budget = token_budget
         self._whole = whole_prompts
+        # Where layers have windows, a prompt takes their pages from step to step and not all at once.
+        ahead = None if whole_prompts else accounts.most_ahead
+        self._stride = None if ahead is None or ahead < 1 else min(token_budget, ahead)
         self._fill = fill
         self._chunk_size = chunk_size
         self._alone: list[list[Sequence]] = []
@@ -82,6 +90,8 @@ class Scheduler:
         if sequence.status == FINISHED and sequence not in self.running:
             return
         self._release(sequence)
+        if self.fetches is not None:
+            self.fetches.cancel(sequence)
         self._siblings.let_go(sequence)
         leading = [sequence.leader.followers] if sequence.leader is not None else []
         for held in (self.waiting, *leading):
@@ -113,15 +123,22 @@ class Scheduler:
         self._alone = []
 
     def plan(self) -> StepPlan:
-        """Decides the next step and takes the pages it writes."""
+        """Decides the next step, or the next few, and takes the pages they write."""
         self._reset_plan()
+        alone = bool(self._alone)
         if self._alone:
             rows, chunks = self._ready(self._alone.pop(0))
         else:
             rows, chunks = self._plan_many()
         counts = self._counts(rows, chunks) + [(sequence, 0) for sequence in self._known]
+        parts = [part_of(sequence, count) for sequence, count in counts]
+        steps = 1
+        if self.most_steps > 1 and not (alone or self.waiting) and self._stretch(parts):
+            steps = self.most_steps
+            parts = [several(part, steps) for part in parts]
         return StepPlan(
-            parts=tuple([part_of(sequence, count) for sequence, count in counts]),
+            steps=steps,
+            parts=tuple(parts),
             fresh=tuple(self._fresh),
             copies=tuple(self._copies),
             preempted=tuple(self._preempted),
@@ -135,6 +152,32 @@ class Scheduler:
         self._accounts.commit_all(
             [(part.sequence.number, part.start + part.count) for part in parts]
         )
+
+    def _stretch(self, parts: list[Part]) -> bool:
+        """Takes the pages that several steps of these write; returns whether all generate and there were enough."""
+        if any(part.count != 1 or not part.emits for part in parts):
+            return False
+        for part in parts:
+            sequence, needed = part.sequence, part.start + several(part, self.most_steps).count
+            if needed <= sequence.writable:
+                continue
+            rounded = min(-(-needed // self._page_size) * self._page_size, sequence.longest - 1)
+            if self._stride is not None:
+                rounded = min(rounded, sequence.computed + self._stride)
+            if rounded < needed or not self._extend(sequence, rounded):
+                return False
+        return True
+
+    def _extend(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Takes pages for so many tokens if they are to be had; nobody gives way for it."""
+        try:
+            reservation = self._accounts.reserve(sequence.number, num_tokens)
+        except (OutOfPages, OutOfStates):
+            return False
+        sequence.reserved = max(sequence.reserved, num_tokens)
+        sequence.writable = num_tokens
+        self._note(sequence, reservation)
+        return True
 
     def _reset_plan(self) -> None:
         self._fresh: list[tuple[Sequence, int]] = []
@@ -163,7 +206,8 @@ class Scheduler:
                     self._known.append(sequence)
                 continue
             # Nearly always there is room: pages are taken many tokens at a time.
-            if sequence.computed + remaining <= sequence.reserved or self._make_room(sequence):
+            wanted = remaining if self._stride is None else min(remaining, self._stride)
+            if sequence.computed + wanted <= sequence.writable or self._make_room(sequence):
                 (rows if remaining == 1 else chunks).append(sequence)
         return rows, chunks
 
@@ -197,14 +241,14 @@ class Scheduler:
         """Returns how many tokens the sequence could take. A whole prompt comes back token by token after itself."""
         if self._whole:
             return 1 if sequence.computed else len(sequence.request.prompt)
-        return sequence.remaining
+        return min(sequence.remaining, sequence.writable - sequence.computed)
 
     def _admit_waiting(self, rows: int, chunks: list[Sequence]) -> None:
         """Takes sequences in, in order, as long as there are rows, tokens and pages for them."""
         left = self._budget - rows - sum(self._chunk(sequence) for sequence in chunks)
         while self.waiting and len(self.running) < self._max_rows and left > 0:
             sequence = self.waiting[0]
-            if not self._admit(sequence):
+            if not self._admit(sequence, left):
                 return
             if sequence.is_known:
                 self._known.append(sequence)
@@ -212,10 +256,10 @@ class Scheduler:
                 chunks.append(sequence)
                 left -= self._chunk(sequence)
 
-    def _admit(self, sequence: Sequence) -> bool:
-        """Takes a sequence in, or leaves it where it was."""
+    def _admit(self, sequence: Sequence, left: int) -> bool:
+        """Takes a sequence in, or leaves it where it was; the step has room for `left` of its tokens."""
         try:
-            if not self._take_pages(sequence):
+            if not self._take_pages(sequence, left):
                 return False
             self.waiting.remove(sequence)
             insort(self.running, sequence, key=ORDER)
@@ -241,8 +285,8 @@ class Scheduler:
         if self._accounts.is_open(sequence.number):
             self._accounts.release(sequence.number)
 
-    def _take_pages(self, sequence: Sequence) -> bool:
-        """Takes the pages of all tokens that are known, or none."""
+    def _take_pages(self, sequence: Sequence, left: int) -> bool:
+        """Takes the pages of all tokens that are known, of window groups those for the next step alone; or none."""
         number, found = sequence.number, 0
         if self._prefix is None:
             self._accounts.open(number)
@@ -251,10 +295,12 @@ class Scheduler:
             if self._prefix.awaits(sequence.tokens, sequence.keys):
                 return False
             most = sequence.prompt_tokens - 1 if sequence.followers else None
+            if self.fetches is not None and self.fetches.holds_back(sequence, most):
+                return False
             adopted = self._prefix.adopt(number, sequence.tokens, sequence.keys, most=most)
             found = adopted.num_tokens
         sequence.computed = sequence.collected = found
-        if not self._reserve(sequence, max(found, sequence.goal)):
+        if not self._reserve(sequence, max(found, sequence.goal), left):
             self._accounts.release(number)
             sequence.computed = sequence.collected = 0
             return False
@@ -264,13 +310,14 @@ class Scheduler:
 
     def _make_room(self, sequence: Sequence) -> bool:
         """Takes the pages of all known tokens of a running one; whoever comes last gives way until there are enough."""
-        if sequence.goal <= sequence.reserved:
-            return True
         # A page at a time, so that most steps need not ask.
         size = self._page_size
-        # The last token that is generated is never written.
-        wanted = min(-(-sequence.goal // size) * size, sequence.longest - 1)
+        # The last token that is generated is never written, and followers fork from no more than is computed.
+        rounded = min(-(-sequence.goal // size) * size, sequence.longest - 1)
+        wanted = sequence.goal if sequence.followers else rounded
         while not self._reserve(sequence, wanted):
+            if self._stride is not None and sequence.computed > sequence.collected + 1:
+                return False  # Once its chunk under way was read, it gives pages back itself.
             last = self.running[-1]
             if last is self.running[0]:
                 return False
@@ -279,13 +326,19 @@ class Scheduler:
                 return False
         return True
 
-    def _reserve(self, sequence: Sequence, num_tokens: int) -> bool:
+    def _reserve(self, sequence: Sequence, num_tokens: int, left: int | None = None) -> bool:
+        """Takes pages for so many tokens, or none; those of window groups for `left` more tokens than are computed."""
+        near = num_tokens
+        if self._stride is not None:
+            near = min(num_tokens, sequence.computed + min(self._stride, left or self._stride))
         try:
-            reservation = self._accounts.reserve(sequence.number, num_tokens)
+            reservation = self._accounts.reserve(sequence.number, near, whole=num_tokens)
         except (OutOfPages, OutOfStates) as error:
+            if self.fetches is not None and self.fetches.give_way():
+                return self._reserve(sequence, num_tokens, left)
             self.shortage = error
             return False
-        sequence.reserved = num_tokens
+        sequence.reserved, sequence.writable = max(sequence.reserved, num_tokens), near
         self._note(sequence, reservation)
         return True
 

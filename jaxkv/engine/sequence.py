@@ -32,7 +32,10 @@ class Sequence:
         computed: tokens whose keys, values and states dispatched steps compute.
         collected: those whose step is known to have succeeded.
         pending: tokens that were chosen on the device and are not read yet.
-        reserved: tokens its pages hold.
+        reserved: tokens its pages hold, in groups that keep all.
+        writable: tokens its pages hold in every group: fewer, where layers have windows.
+        lets_go_at: with so many tokens collected, its windows have passed a page, or nobody has looked yet; `None` if
+            it has no windows.
         epoch: grows when what is under way no longer counts; rows of an older epoch are dropped.
         followers: other samples of the same prompt, which start from this one's pages of it.
         leader: whose follower it is.
@@ -42,6 +45,7 @@ class Sequence:
         cached: tokens of the first admission that came out of the prefix index.
         shared: tokens that another sample of the same prompt computed, from whose pages this one started.
         preemptions: how often it lost its pages and was computed again.
+        fetched: the host was asked for its prefix since it began to wait.
         retried: its own part in a step ran out of memory once, and it was put off.
         reason: why it ended; see `SampleOutput`.
         error: what failed, if its own part in a step or its text did.
@@ -63,6 +67,8 @@ class Sequence:
     collected: int = 0
     pending: int = 0
     reserved: int = 0
+    writable: int = 0
+    lets_go_at: int | None = 0
     epoch: int = 0
     followers: "list[Sequence]" = field(default_factory=list)
     leader: "Sequence | None" = None
@@ -72,6 +78,7 @@ class Sequence:
     cached: int | None = None
     shared: int = 0
     preemptions: int = 0
+    fetched: bool = False
     retried: bool = False
     reason: str | None = None
     error: Exception | None = None
@@ -130,7 +137,8 @@ class Sequence:
     def restart(self) -> None:
         """Forgets everything but its tokens: its pages are gone, and what is under way no longer counts."""
         self.computed = self.collected = self.pending = self.reserved = self.publishes_at = 0
-        self.tainted = False
+        self.writable = self.lets_go_at = 0
+        self.tainted = self.fetched = False
         self.epoch += 1
 
 

@@ -45,6 +45,9 @@ def serves(able: Declared, needed: Declared) -> bool:
         and a.tokens >= b.tokens
         and a.rows >= b.rows
         and a.snapshots >= b.snapshots
+        and a.steps == b.steps
+        # A program that reads pages does so whether or not there is anything in them.
+        and (b.fresh or not a.fresh)
         and len(a.table_widths) == len(b.table_widths)
         and all(x >= y for x, y in zip(a.table_widths, b.table_widths, strict=True))
         and a.features.penalties == b.features.penalties
@@ -64,6 +67,7 @@ def costs_alike(able: Declared, needed: Declared) -> bool:
         and a.rows <= _SPARE_ROWS * b.rows
         and a.table_widths == b.table_widths
         and a.features == b.features
+        and a.fresh == b.fresh
     )
 
 
@@ -90,13 +94,16 @@ class Shapes:
         count = bucket(len(rows), self.row_buckets)
         new_tokens = sum(len(row.tokens) for row in rows)
         length = bucket(total_tokens, self.length_buckets)
+        tokens = count if decode else bucket(new_tokens, self.token_buckets)
+        fresh = all(row.start == 0 for row in rows) and tokens <= self.layout.expands
         return StepShape(
-            tokens=count if decode else bucket(new_tokens, self.token_buckets),
+            tokens=tokens,
             rows=count,
             table_widths=tuple(group.pages_for(length) for group in self.layout.paged_groups),
             features=features_of(rows),
             decode=decode,
             loop=loop,
+            fresh=fresh and not decode,
         )
 
     def width(self, max_tokens: int) -> int:
@@ -122,8 +129,8 @@ class Shapes:
         return Declared("readmit" if outputs else "admit", StepShape(count, count, ()), width)
 
     def score(self, row: Row) -> Declared:
-        """Returns the program that scores one text."""
-        return Declared("score", self.shape([row], total_tokens=len(row.tokens)))
+        """Returns the program that scores one text, or a part of it."""
+        return Declared("score", self.shape([row], total_tokens=row.start + len(row.tokens)))
 
 
 def row_of(request: Request, sequence: int) -> Row:

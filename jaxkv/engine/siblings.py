@@ -56,7 +56,8 @@ class Siblings:
         """Starts one follower from the leader's pages, or leaves it a follower."""
         try:
             self._accounts.fork(leader.number, follower.number)
-            follower.computed = follower.collected = follower.reserved = leader.computed
+            follower.computed = follower.collected = leader.computed
+            follower.reserved = follower.writable = leader.computed
             follower.shared, follower.cached = leader.computed, 0
             follower.keys = leader.keys and leader.keys.copy()
             follower.admitted = leader.admitted

@@ -5,10 +5,12 @@ from dataclasses import dataclass
 
 from jax.extend.backend import get_default_device
 
+from jaxkv.cache.host_entry import HostStats
 from jaxkv.cache.prefix_report import PrefixStats
 from jaxkv.cache.spec import Group
 from jaxkv.engine.engine import Engine
 from jaxkv.engine.executor import Executor
+from jaxkv.engine.host_cache import why_no_host
 from pallas_kernels.dispatch import fallbacks
 
 
@@ -52,6 +54,8 @@ class Stats:
         steps: dispatched so far.
         recoveries: caches that were lost in the middle of serving, and replaced.
         prefix: what the prefix cache has found and evicted; `None` if it is off.
+        host_cache: where evicted prefixes go: "pinned_host", "pageable" (slower), "off", or "disabled: " and why.
+        host: what lies there and has moved; `None` if it is off.
         fallbacks: (op, implementation, reason) -> how often this process, whichever the model, traced an op that passed
             over an implementation for another one.
     """
@@ -69,6 +73,8 @@ class Stats:
     steps: int
     recoveries: int
     prefix: PrefixStats | None
+    host_cache: str
+    host: HostStats | None
     fallbacks: Mapping[tuple[str, str, str], int]
 
 
@@ -91,6 +97,10 @@ def collect_stats(engine: Engine) -> Stats:
         steps=engine.steps,
         recoveries=engine.recoveries,
         prefix=None if engine.prefix is None else engine.prefix.stats,
+        host_cache=why_no_host(executor, engine.prefix)
+        if engine.host is None
+        else engine.host.kind,
+        host=None if engine.host is None else engine.host.stats,
         fallbacks=fallbacks(),
     )
 

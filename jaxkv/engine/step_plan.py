@@ -13,15 +13,16 @@ class Part(NamedTuple):
 
     Attributes:
         sequence: whose it is.
-        start, count: its new tokens; none, if all are known and only the next one is to be chosen.
-        emits: the token that the step chooses for it counts.
+        start, count: its new tokens; none, if all are known and only the next one is to be chosen. In a plan of several
+            steps, those of all that it takes part in, of which all but the first are chosen on the way.
+        emits: how many of the tokens chosen for it count: 1 or 0, and in a plan of several steps as many as `count`.
         carry: its one new token is the last one chosen for it, which the host has not read.
     """
 
     sequence: Sequence
     start: int
     count: int  # pyright: ignore[reportIncompatibleMethodOverride] - hides a method that nobody calls
-    emits: bool
+    emits: int
     carry: bool
 
 
@@ -34,12 +35,15 @@ class StepPlan:
         fresh: sequences that took a new entry of the sampling group, by its id.
         copies: shared pages and states that are about to be written, and whose they become.
         preempted: who gave way.
+        steps: how many decode steps are sent as one program; in all but the first, each part takes the token that it
+            chose in the one before.
     """
 
     parts: tuple[Part, ...]
     fresh: tuple[tuple[Sequence, int], ...]
     copies: tuple[tuple[Sequence, PageCopy], ...]
     preempted: tuple[Sequence, ...]
+    steps: int = 1
 
     @property
     def is_empty(self) -> bool:
@@ -53,7 +57,19 @@ def part_of(sequence: Sequence, count: int) -> Part:
     stop = start + count
     assert stop <= sequence.reserved, "a plan takes the pages before it gives tokens"
     emits = stop == known + sequence.pending and not sequence.followers
-    return Part(sequence, start, count, emits, count > 0 and start >= known)
+    return Part(sequence, start, count, int(emits), count > 0 and start >= known)
+
+
+def several(part: Part, steps: int) -> Part:
+    """Returns the part of a sequence that generates, in so many steps at once or as many as it has tokens left."""
+    sequence = part.sequence
+    left = min(steps, sequence.longest - len(sequence.tokens) - sequence.pending)
+    return part._replace(count=left, emits=left)
+
+
+def single(part: Part) -> Part:
+    """Returns the first step of a part that takes part in several."""
+    return part._replace(count=1, emits=1)
 
 
 def trim(wanted: list[tuple[Sequence, int]], excess: int) -> None:

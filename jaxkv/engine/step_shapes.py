@@ -6,7 +6,7 @@ where that promises nothing is the `Grain`.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jaxkv.batch import Features
 from jaxkv.cache.spec import CacheLayout
@@ -98,6 +98,7 @@ class StepShapes:
         self._paged = layout.paged_groups
         self.pinned = pinned
         self._keeps = checkpoints
+        self._expands = layout.expands
         self._everything = _all_features(layout)
         self.token_buckets = token_buckets(
             most,
@@ -116,7 +117,13 @@ class StepShapes:
     def declare(self, rows: Sequence[Row], *, total_tokens: int) -> Declared:
         """Returns the program that runs these rows, whose tables cover `total_tokens` tokens each."""
         new_tokens = sum(len(row.tokens) for row in rows)
-        return self.choose(len(rows), new_tokens, features_of(rows), total_tokens=total_tokens)
+        return self.choose(
+            len(rows),
+            new_tokens,
+            features_of(rows),
+            total_tokens=total_tokens,
+            fresh=all(row.start == 0 for row in rows),
+        )
 
     def choose(
         self,
@@ -126,10 +133,12 @@ class StepShapes:
         *,
         total_tokens: int,
         mixed: bool = False,
+        fresh: bool = False,
     ) -> Declared:
         """Returns the program for so many rows with so many new tokens between them; see `declare`.
 
-        With `mixed`, some rows have no new token, and so others may have several.
+        With `mixed`, some rows have no new token, and so others may have several. With `fresh`, all rows begin at
+        their first token.
         """
         if self.pinned:
             return self._largest()
@@ -137,6 +146,8 @@ class StepShapes:
         if new_tokens == rows and not mixed:
             return self._decode(bucket(rows, self.decode_rows), length, features)
         tokens = bucket(max(new_tokens, rows), self.token_buckets)
+        if fresh and tokens <= self._expands:
+            return self._fresh(tokens, features)
         return self._prefill(tokens, length, features)
 
     def declare_all(
@@ -163,11 +174,13 @@ class StepShapes:
             for count in _up_to(rows, self.decode_rows)
             for length in lengths
         ]
-        return decode + [
-            self._prefill(tokens, length, features)
-            for tokens in _up_to(new_tokens, self.token_buckets)
-            for length in lengths
-        ]
+        sizes = _up_to(new_tokens, self.token_buckets)
+        fresh = [self._fresh(tokens, features) for tokens in sizes if tokens <= self._expands]
+        return (
+            decode
+            + fresh
+            + [self._prefill(tokens, length, features) for tokens in sizes for length in lengths]
+        )
 
     def _largest(self) -> Declared:
         return self._prefill(self.token_buckets[-1], self.lengths[-1], self._everything)
@@ -175,6 +188,11 @@ class StepShapes:
     def _decode(self, rows: int, length: int, features: Features) -> Declared:
         shape = StepShape(rows, rows, self._widths(length), features, decode=True)
         return Declared("decode", shape)
+
+    def _fresh(self, tokens: int, features: Features) -> Declared:
+        # Its tables are not read, so that those of the longest sequences cost it nothing.
+        made = self._prefill(tokens, self.lengths[-1], features)
+        return replace(made, shape=replace(made.shape, fresh=True))
 
     def _prefill(self, tokens: int, length: int, features: Features) -> Declared:
         # So few tokens cannot be of more rows, and where there are many, choosing for every row adds little.

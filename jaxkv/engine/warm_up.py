@@ -12,6 +12,7 @@ from jaxkv.engine.compile_costs import note_costs
 from jaxkv.engine.engine import Engine
 from jaxkv.engine.executor import Executor
 from jaxkv.engine.fields import StepShape
+from jaxkv.engine.host_programs import declare_swaps
 from jaxkv.engine.request import Request
 from jaxkv.engine.rows import features_of
 from jaxkv.engine.shapes import Declared, row_of, tokens_held
@@ -108,8 +109,11 @@ def declare_served(engine: Engine, request: Request, count: int) -> list[Declare
         new_tokens=rows * (1 + (held if returns else len(request.prompt))),
         total_tokens=held,
     )
+    needed += engine.bursts.declare(needed)
     if engine.prefix is not None or count > 1:
         needed.append(COPY)
+    if engine.host is not None:
+        needed += declare_swaps(engine.executor.layout)
     if request.params.uses_penalties or request.params.logit_bias:
         needed += _admissions(engine, request, returns=returns)
     return needed

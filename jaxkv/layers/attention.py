@@ -1,13 +1,15 @@
 """Grouped-query attention over pages: fused projection, rotation, write to the cache, attend, project back."""
 
 from collections.abc import Mapping
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxkv.batch import PagedTables, StepBatch
-from jaxkv.layers.linear import linear
+from jaxkv.layers.linear import Joining, Normed, matmul
 from jaxkv.layers.rope import Angles
 from pallas_kernels import page_write, paged_attention, ragged_attention, rotary_write
 from pallas_kernels.families import member
@@ -20,7 +22,7 @@ _ROLES = ("key", "value", "key_scale", "value_scale")
 def attention(
     params: Mapping[str, Array],
     layer_cache: Mapping[str, Array],
-    x: Float[Array, "tokens hidden_size"],
+    x: Float[Array, "tokens hidden_size"] | Normed,
     batch: StepBatch,
     tables: PagedTables,
     angles: Angles,
@@ -31,15 +33,18 @@ def attention(
     scale: float | None = None,
     norm_eps: float = 1e-6,
     window: int | None = None,
+    soft_cap: float | None = None,
     gated: bool = False,
+    joining: Joining | None = None,
     implementation: str | None = None,
-) -> tuple[dict[str, Array], Float[Array, "tokens hidden_size"]]:
+) -> tuple[dict[str, Array], Any]:
     """Remembers the new tokens' keys and values and lets each token attend to what it may see.
 
     Args:
         params: "qkv" [(heads + 2 * kv_heads) * head_dim, hidden_size], queries first, then keys, then values;
             "o" [hidden_size, heads * head_dim]; where the model has them "qkv_bias", "o_bias" and "qk_norm"
-            [2, head_dim], the weights of the norms on queries and keys.
+            [2, head_dim], the weights of the norms on queries and keys; and "sinks" [heads], a logit per head that
+            joins the softmax and brings no value (Xiao et al., Efficient Streaming Language Models).
         layer_cache: the layer's pages, "key" and "value", and of 8 bits also "key_scale" and "value_scale".
         x: normalised hidden states.
         batch: the step's metadata.
@@ -51,15 +56,57 @@ def attention(
         scale: what scores are multiplied by; `head_dim ** -0.5` if `None`.
         norm_eps: of the norms on queries and keys.
         window: tokens each token sees, itself included; `None` for all.
+        soft_cap: bound of the scores by `soft_cap * tanh(scores / soft_cap)`; `None` for none.
         gated: "qkv" begins with [heads * head_dim] rows of gates, whose sigmoid multiplies what the heads say.
+        joining: what the output's projection adds to; then the sum comes back.
         implementation: which family of implementations to insist on; `None` takes the best.
 
     Returns:
         The layer's pages after the write, and the attention's output.
     """
-    qkv = linear(params["qkv"], x, params.get("qkv_bias"))
+    run = partial(matmul, implementation=implementation)
+    qkv = run(params["qkv"], x, bias=params.get("qkv_bias"))
+    layer_cache, mixed = attend_projected(
+        params,
+        layer_cache,
+        qkv,
+        batch,
+        tables,
+        angles,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        scale=scale,
+        norm_eps=norm_eps,
+        window=window,
+        soft_cap=soft_cap,
+        gated=gated,
+        implementation=implementation,
+    )
+    return layer_cache, run(params["o"], mixed, bias=params.get("o_bias"), joining=joining)
+
+
+def attend_projected(
+    params: Mapping[str, Array],
+    layer_cache: Mapping[str, Array],
+    qkv: Float[Array, "tokens qkv_size"],
+    batch: StepBatch,
+    tables: PagedTables,
+    angles: Angles,
+    *,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    scale: float | None = None,
+    norm_eps: float = 1e-6,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    gated: bool = False,
+    implementation: str | None = None,
+) -> tuple[dict[str, Array], Float[Array, "tokens heads_size"]]:
+    """Does what `attention` does between its two projections, given what the first one said."""
     gate, qkv = jnp.split(qkv, (heads * head_dim if gated else 0,), axis=1)
-    qkv = qkv.reshape(x.shape[0], heads + 2 * kv_heads, head_dim)
+    qkv = qkv.reshape(len(qkv), heads + 2 * kv_heads, head_dim)
     roles = [role for role in _ROLES if role in layer_cache]
     q, pools = rotary_write(
         tuple(layer_cache[role] for role in roles),
@@ -78,13 +125,15 @@ def attention(
         tables,
         scale=head_dim**-0.5 if scale is None else scale,
         window=window,
+        soft_cap=soft_cap,
+        sinks=params.get("sinks"),
         implementation=implementation,
     )
-    mixed = mixed.reshape(x.shape[0], -1)
+    mixed = mixed.reshape(len(mixed), -1)
     if gated:
         opened = jax.nn.sigmoid(gate.astype(jnp.float32))
         mixed = (mixed.astype(jnp.float32) * opened).astype(mixed.dtype)
-    return layer_cache, linear(params["o"], mixed, params.get("o_bias"))
+    return layer_cache, mixed
 
 
 def attend(
@@ -97,11 +146,14 @@ def attend(
     *,
     scale: float,
     window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: Float[Array, " heads"] | None = None,
     implementation: str | None = None,
 ) -> tuple[dict[str, Array], Float[Array, "tokens heads head_dim"]]:
     """Writes keys and values into the layer's pages, then attends over the pages.
 
-    The write comes first, so that a token sees itself and its neighbours of the same step through the pages.
+    The write comes first, so that a token sees itself and its neighbours of the same step through the pages. `window`,
+    `soft_cap` and `sinks` are those of `attention`.
     """
     new = {"key": k, "value": v}
     if "key_scale" in layer_cache:
@@ -116,7 +168,15 @@ def attend(
     )
     layer_cache = dict(zip(new, pools, strict=True))
     mixed = _mix(
-        layer_cache, q, batch, tables, scale=scale, window=window, implementation=implementation
+        layer_cache,
+        q,
+        batch,
+        tables,
+        scale=scale,
+        window=window,
+        soft_cap=soft_cap,
+        sinks=sinks,
+        implementation=implementation,
     )
     return layer_cache, mixed
 
@@ -129,6 +189,8 @@ def _mix(
     *,
     scale: float,
     window: int | None,
+    soft_cap: float | None,
+    sinks: Float[Array, " heads"] | None,
     implementation: str | None,
 ) -> Float[Array, "tokens heads head_dim"]:
     """Attends over the layer's pages, whatever they are stored as."""
@@ -145,6 +207,8 @@ def _mix(
             batch.seq_lens,
             scale=scale,
             window=window,
+            soft_cap=soft_cap,
+            sinks=sinks,
             k_scales=k_scales,
             v_scales=v_scales,
             implementation=member(implementation, "paged_attention"),
@@ -159,6 +223,8 @@ def _mix(
             batch.cu_q_lens,
             scale=scale,
             window=window,
+            soft_cap=soft_cap,
+            sinks=sinks,
             k_scales=k_scales,
             v_scales=v_scales,
             implementation=member(implementation, "ragged_attention"),

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxkv.layers.linear import project
+from jaxkv.layers.linear import matmul, project
 
 
 def embed(
@@ -13,8 +13,20 @@ def embed(
     return table.at[tokens].get(mode="fill", fill_value=0, wrap_negative_indices=False)
 
 
-def unembed(
-    table: Float[Array, "vocab hidden_size"], hidden: Float[Array, "rows hidden_size"]
+def soft_capped(
+    logits: Float[Array, "rows vocab"], cap: float | None
 ) -> Float[Array, "rows vocab"]:
-    """Scores every token of the vocabulary, in float32 whatever the table's dtype."""
+    """Bounds logits by `cap * tanh(logits / cap)` (Gemma 2); `None` leaves them as they are."""
+    return logits if cap is None else cap * jnp.tanh(logits / cap)
+
+
+def unembed(
+    table: Float[Array, "vocab hidden_size"],
+    hidden: Float[Array, "rows hidden_size"],
+    *,
+    implementation: str | None = "xla",
+) -> Float[Array, "rows vocab"]:
+    """Scores every token of the vocabulary, in float32 whatever the table's dtype; `implementation` as in `linear`."""
+    if implementation != "xla":
+        return matmul(table, hidden, result=jnp.float32, implementation=implementation)
     return project(table, hidden, result=jnp.float32)

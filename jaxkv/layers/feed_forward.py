@@ -2,12 +2,13 @@
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxkv.layers.linear import linear, scaled
+from jaxkv.layers.linear import Joining, Normed, linear, matmul, scaled
 
 
 def _squared_relu(x: Array) -> Array:
@@ -24,11 +25,13 @@ ACTIVATIONS: Mapping[str, Callable[[Array], Array]] = {
 
 def gated_feed_forward(
     params: Mapping[str, Array],
-    x: Float[Array, "tokens hidden_size"],
+    x: Float[Array, "tokens hidden_size"] | Normed,
     *,
     activation: str,
     gate_multiplier: float = 1.0,
-) -> Float[Array, "tokens hidden_size"]:
+    joining: Joining | None = None,
+    implementation: str | None = "xla",
+) -> Any:  # noqa: ANN401 - an array, or a `Weighed` for what joins a norm
     """Computes `down(activation(gate(x)) * up(x))`.
 
     Args:
@@ -37,7 +40,20 @@ def gated_feed_forward(
         x: normalised hidden states.
         activation: a name in `ACTIVATIONS`.
         gate_multiplier: of the gate, before its activation.
+        joining: what the last projection adds to; then the sum comes back instead of what is to be added.
+        implementation: which family of implementations to insist on.
     """
+    if implementation != "xla" or joining is not None or isinstance(x, Normed):
+        run = partial(matmul, implementation=implementation)
+        inner = run(
+            params["gate_up"],
+            x,
+            bias=params.get("gate_up_bias"),
+            activation=activation,
+            gated=True,
+            gate_multiplier=gate_multiplier,
+        )
+        return run(params["down"], inner, bias=params.get("down_bias"), joining=joining)
     gate_up = linear(params["gate_up"], x, params.get("gate_up_bias"))
     inner = gate(gate_up, activation=activation, gate_multiplier=gate_multiplier)
     return linear(params["down"], inner, params.get("down_bias"))
@@ -65,6 +81,18 @@ def gate(
     gates, up = jnp.split(gate_up.astype(jnp.float32), 2, axis=-1)
     gates = ACTIVATIONS[activation](scaled(gates, gate_multiplier))
     return (gates * up).astype(gate_up.dtype)
+
+
+def clamped_gate(
+    gate_up: Float[Array, "tokens gate_and_up"], *, limit: float
+) -> Float[Array, "tokens ffn"]:
+    """Multiplies the second half, and one, by the first through its sigmoid at 1.702 times, in float32 (GPT-OSS).
+
+    Gates are bounded by `limit` from above, what they multiply by it from both sides.
+    """
+    gates, up = jnp.split(gate_up.astype(jnp.float32), 2, axis=-1)
+    gates, up = jnp.minimum(gates, limit), jnp.clip(up, -limit, limit)
+    return ((up + 1) * gates * jax.nn.sigmoid(1.702 * gates)).astype(gate_up.dtype)
 
 
 def activate(x: Float[Array, "tokens ffn"], *, activation: str) -> Float[Array, "tokens ffn"]:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxkv.block_config import MixtureConfig
-from jaxkv.layers.feed_forward import activate, gate
+from jaxkv.layers.feed_forward import activate, clamped_gate, gate
 from jaxkv.layers.linear import linear, project
 
 _MOST_INNER = 2**26
@@ -33,17 +33,23 @@ def mixture_of_experts(
     Args:
         params: "router" [experts, hidden_size]; "experts_up" [experts, size or 2 * size, width], gate first where there
             is one; "experts_down" [width, experts, size]; "router_correction" [experts], "latent_in"
-            [width, hidden_size] and "latent_out" [hidden_size, width] where the model has them.
+            [width, hidden_size] and "latent_out" [hidden_size, width] where the model has them; and the biases
+            "router_bias" [experts], "experts_up_bias" [experts, size or 2 * size] and "experts_down_bias"
+            [experts, width].
         x: normalised hidden states.
         mixture: sizes, and how experts are chosen.
         activation: a name in `ACTIVATIONS`.
     """
     logits = project(params["router"], x, result=jnp.float32)
+    if "router_bias" in params:
+        logits = logits + params["router_bias"].astype(jnp.float32)[None]
     chosen, weights = choose_experts(logits, params.get("router_correction"), mixture=mixture)
     given = linear(params["latent_in"], x) if "latent_in" in params else x
     bend = partial(gate if mixture.gated else activate, activation=activation)
+    if mixture.clamp is not None:
+        bend = partial(clamped_gate, limit=mixture.clamp)
     ask = _ask_some if chosen.size <= mixture.experts else _ask_all
-    said = ask(params["experts_up"], params["experts_down"], given, chosen, weights, bend)
+    said = ask(params, given, chosen, weights, bend)
     return linear(params["latent_out"], said) if "latent_out" in params else said
 
 
@@ -67,25 +73,25 @@ def choose_experts(
 def _within_best_groups(
     scores: Float[Array, "tokens experts"], mixture: MixtureConfig
 ) -> Float[Array, "tokens experts"]:
-    """Rules out experts of all but the groups whose two best score highest together (DeepSeek-V3)."""
+    """Rules out experts of all but the groups whose best one or two score highest together (DeepSeek-V2 and -V3)."""
     if mixture.groups == mixture.top_groups:
         return scores
     grouped = scores.reshape(scores.shape[0], mixture.groups, -1)
-    best_two, _ = jax.lax.top_k(grouped, 2)
-    _, best = jax.lax.top_k(jnp.sum(best_two, axis=-1), mixture.top_groups)
+    votes, _ = jax.lax.top_k(grouped, mixture.group_votes)
+    _, best = jax.lax.top_k(jnp.sum(votes, axis=-1), mixture.top_groups)
     allowed = jnp.any(best[:, :, None] == jnp.arange(mixture.groups)[None, None, :], axis=1)
     return jnp.where(allowed[:, :, None], grouped, -jnp.inf).reshape(scores.shape)
 
 
 def _ask_some(
-    up: Float[Array, "experts inner width"],
-    down: Float[Array, "width experts size"],
+    params: Mapping[str, Array],
     x: Float[Array, "tokens width"],
     chosen: Int[Array, "tokens top_k"],
     weights: Float[Array, "tokens top_k"],
     bend: Callable[[Float[Array, "asked inner"]], Float[Array, "asked size"]],
 ) -> Float[Array, "tokens width"]:
     """Gives each (token, expert) pair a product of its own, which reads that expert's matrices where they lie."""
+    up, down = params["experts_up"], params["experts_down"]
     tokens, top_k = chosen.shape
     asked = chosen.reshape(-1)
     times = partial(
@@ -94,20 +100,27 @@ def _ask_some(
         preferred_element_type=jnp.float32,
     )
     inner = times(up[asked], jnp.repeat(x, top_k, axis=0), (((2,), (1,)), ((0,), (0,))))
+    if "experts_up_bias" in params:
+        inner = inner + params["experts_up_bias"][asked].astype(jnp.float32)
     inner = bend(inner).astype(x.dtype)
-    said = times(down[:, asked], inner, (((2,), (1,)), ((1,), (0,)))).reshape(tokens, top_k, -1)
+    said = times(down[:, asked], inner, (((2,), (1,)), ((1,), (0,))))
+    if "experts_down_bias" in params:
+        said = said + params["experts_down_bias"][asked].astype(jnp.float32)
+    said = said.reshape(tokens, top_k, -1)
     return jnp.sum(said * weights[:, :, None], axis=1).astype(x.dtype)
 
 
 def _ask_all(
-    up: Float[Array, "experts inner width"],
-    down: Float[Array, "width experts size"],
+    params: Mapping[str, Array],
     x: Float[Array, "tokens width"],
     chosen: Int[Array, "tokens top_k"],
     weights: Float[Array, "tokens top_k"],
     bend: Callable[[Float[Array, "asked inner"]], Float[Array, "asked size"]],
 ) -> Float[Array, "tokens width"]:
     """Lets all experts work on all tokens, a block of tokens at a time, and takes nothing from those not asked."""
+    up, down = params["experts_up"], params["experts_down"]
+    up_bias, down_bias = params.get("experts_up_bias"), params.get("experts_down_bias")
+    up_bias = None if up_bias is None else up_bias.reshape(-1)
     experts, inner_size, width = up.shape
     every = jnp.arange(experts)[None, None, :] == chosen[:, :, None]
     asked = jnp.any(every, axis=1)
@@ -118,11 +131,14 @@ def _ask_all(
         asked: Bool[Array, "block experts"],
         share: Float[Array, "block experts"],
     ) -> Float[Array, "block width"]:
-        inner = linear(up.reshape(-1, width), x).reshape(-1, inner_size)
+        inner = linear(up.reshape(-1, width), x, up_bias).reshape(-1, inner_size)
         inner = bend(inner).astype(jnp.float32).reshape(len(x), experts, -1)
         # Clearing, not multiplying by zero: what an expert makes of a token that is not its own may be no number.
         inner = jnp.where(asked[:, :, None], inner * share[:, :, None], 0.0).astype(x.dtype)
-        return linear(down.reshape(width, -1), inner.reshape(len(x), -1))
+        said = linear(down.reshape(width, -1), inner.reshape(len(x), -1))
+        if down_bias is None:
+            return said
+        return said + project(down_bias.T, share.astype(down_bias.dtype)).astype(said.dtype)
 
     tokens = x.shape[0]
     block = max(1, _MOST_INNER // (experts * inner_size))

@@ -1,4 +1,4 @@
-"""Root-mean-square normalisation (Zhang and Sennrich), rounded where Hugging Face rounds."""
+"""Root-mean-square normalisation (Zhang and Sennrich) and its relatives, rounded where Hugging Face rounds."""
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,25 @@ def rms_norm(
     if weight.dtype == x.dtype:
         return unit.astype(x.dtype) * weight
     return (unit * weight.astype(jnp.float32)).astype(x.dtype)
+
+
+def layer_norm(
+    weight: Float[Array, " width"],
+    bias: Float[Array, " width"],
+    x: Float[Array, "*rows width"],
+    *,
+    eps: float,
+) -> Float[Array, "*rows width"]:
+    """Takes rows to zero mean and unit variance (Ba et al.), weighs and shifts them, all in float32."""
+    wide = x.astype(jnp.float32)
+    centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
+    variance = jnp.mean(jnp.square(centred), axis=-1, keepdims=True)
+    unit = centred * jax.lax.rsqrt(variance + eps)
+    weight, bias = (
+        part.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + part.shape)
+        for part in (weight, bias)
+    )
+    return (unit * weight + bias).astype(x.dtype)
 
 
 def gated_group_norm(

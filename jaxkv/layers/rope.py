@@ -50,6 +50,20 @@ def rotate(
     return jnp.concatenate((turned.astype(x.dtype), x[..., 2 * half :]), axis=-1)
 
 
+def rotate_pairs(
+    angles: Angles, x: Float[Array, "tokens heads rotary_dim"]
+) -> Float[Array, "tokens heads rotary_dim"]:
+    """Turns component 2i with component 2i + 1 (DeepSeek's layout) in float32; all firsts come out before all seconds.
+
+    Queries and keys that are both laid out anew have the products that they had before.
+    """
+    cos, sin = (part[:, None, :] for part in angles)
+    wide = x.astype(jnp.float32)
+    first, second = wide[..., 0::2], wide[..., 1::2]
+    turned = jnp.concatenate((first * cos - second * sin, second * cos + first * sin), axis=-1)
+    return turned.astype(x.dtype)
+
+
 def attention_factor(rope: RopeConfig) -> float:
     """Returns what cosines and sines are multiplied by: yarn sharpens attention as the context is stretched."""
     if rope.kind != "yarn":
@@ -57,11 +71,12 @@ def attention_factor(rope: RopeConfig) -> float:
     if rope.attention_factor is not None:
         return rope.attention_factor
     if rope.mscale and rope.mscale_all_dim:
-        return _mscale(rope.factor, rope.mscale) / _mscale(rope.factor, rope.mscale_all_dim)
-    return _mscale(rope.factor, 1.0)
+        return yarn_mscale(rope.factor, rope.mscale) / yarn_mscale(rope.factor, rope.mscale_all_dim)
+    return yarn_mscale(rope.factor, 1.0)
 
 
-def _mscale(factor: float, weight: float) -> float:
+def yarn_mscale(factor: float, weight: float) -> float:
+    """Returns how much sharper yarn makes attention for a context stretched `factor` times."""
     return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 

@@ -2,17 +2,21 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
 from jaxkv.batch import PagedTables, StateTables, StepBatch
 from jaxkv.cache.spec import PagedSpec, StateSpec
+from jaxkv.layers.linear import Joining
 from jaxkv.layers.rope import Angles
 from jaxkv.model_config import ModelConfig
 
-Said = tuple[dict[str, Array], Float[Array, "tokens hidden_size"]]
-"""The arrays of a block's memory after the step, by role, and what it adds to the residual stream."""
+Said = tuple[dict[str, Array], Any]
+"""The arrays of a block's memory after the step, by role, and what it adds to the residual stream.
+
+Of a block that adds to it by itself the sum, in a `Weighed` if a norm comes next.
+"""
 
 
 class Leaf(NamedTuple):
@@ -39,6 +43,7 @@ class Step:
         tables: where it reads and writes what it remembers; `None` if it remembers nothing.
         angles: the tokens' rotary angles.
         implementation: of the ops; `None` takes the best.
+        joining: the residual stream, for a block that adds to it by itself.
     """
 
     batch: StepBatch
@@ -46,6 +51,7 @@ class Step:
     tables: PagedTables | StateTables | None
     angles: Angles
     implementation: str | None
+    joining: Joining | None = None
 
 
 class Block(NamedTuple):
@@ -57,6 +63,7 @@ class Block(NamedTuple):
             the step; returns those arrays that it changed.
         unit: what its memory comes in, "page" or "state"; empty if it remembers nothing. A layer has one block of each.
         spec: what it remembers, given the layer, the page size and the dtype's name.
+        joins: it may be given `Step.joining`, and `Normed` hidden states; then it returns the sum.
     """
 
     leaves: Callable[[ModelConfig], dict[str, Leaf]]
@@ -65,10 +72,11 @@ class Block(NamedTuple):
             ModelConfig,
             Mapping[str, Array],
             Mapping[str, Array],
-            Float[Array, "tokens hidden_size"],
+            Any,
             Step,
         ],
         Said,
     ]
     unit: str = ""
     spec: Callable[[ModelConfig, int, int, str], PagedSpec | StateSpec] | None = None
+    joins: bool = False

@@ -1,5 +1,6 @@
 """Runs any pattern of blocks. Knows no family: what differs between them is in `ModelConfig`."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -11,15 +12,17 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 from jaxkv.batch import PagedTables, StateTables, StepBatch
 from jaxkv.cache.spec import LayerSpec, group_layers
 from jaxkv.cache.state import Cache
-from jaxkv.layers.embedding import embed, unembed
-from jaxkv.layers.linear import scaled
+from jaxkv.layers.embedding import embed, soft_capped, unembed
+from jaxkv.layers.linear import Joining, Normed, joins_norms, scaled
 from jaxkv.layers.norm import rms_norm
-from jaxkv.layers.rope import rope_angles
-from jaxkv.model_config import ModelConfig
+from jaxkv.layers.rope import Angles, rope_angles
+from jaxkv.model_config import ModelConfig, Multipliers
 from jaxkv.models.block import Leaf, Step
 from jaxkv.models.blocks import BLOCKS
+from jaxkv.models.chained import is_chained, run_chained
 from jaxkv.models.protocol import Params
 from pallas_kernels.dispatch import at
+from pallas_kernels.skinny_matmul.xla import Weighed
 
 _INIT_SCALE = 0.02
 
@@ -31,10 +34,13 @@ class Decoder:
     Attributes:
         config: the model as data.
         implementation: which family of implementations every op insists on; `None` takes the best.
+        layer_offset: place of its first layer in the cache. Models that share one, such as a model and the layers that
+            guess further tokens for it, lie one behind the other; layers with equal specs share tables.
     """
 
     config: ModelConfig
     implementation: str | None = None
+    layer_offset: int = 0
 
     def __post_init__(self) -> None:
         """Refuses a pattern that names an unknown block."""
@@ -62,7 +68,8 @@ class Decoder:
     @property
     def whole_prompts(self) -> bool:
         """Dynamic NTK stretches the angles of all tokens of a step by how many there are so far."""
-        return self.config.rope.kind == "dynamic"
+        ropes = (self.config.rope, self.config.window_rope)
+        return any(rope is not None and rope.kind == "dynamic" for rope in ropes)
 
     def running(self, implementation: str) -> "Decoder":
         """Returns the same model insisting on an implementation."""
@@ -71,7 +78,7 @@ class Decoder:
     def cache_specs(self, *, page_size: int, dtype: str) -> tuple[LayerSpec, ...]:
         """Returns what each layer remembers."""
         return tuple(
-            LayerSpec(layer, make(self.config, layer, page_size, dtype))
+            LayerSpec(self.layer_offset + layer, make(self.config, layer, page_size, dtype))
             for layer in range(self.num_layers)
             for name in self.config.blocks_of(layer)
             if (make := BLOCKS[name].spec) is not None
@@ -98,23 +105,55 @@ class Decoder:
         hidden = scaled(embed(params["embed"], batch.tokens), config.multipliers.embedding)
         narrow = hidden.dtype
         hidden = hidden.astype(jnp.float32) if config.wide_residual else hidden
-        angles = rope_angles(config.rope, batch.positions, visible_lengths(batch))
+        angles = self._angles(batch)
         tables = self._tables(batch)
+        if is_chained(config, params, batch, self.implementation):
+            return run_chained(
+                config,
+                params,
+                cache,
+                hidden,
+                batch,
+                tables,
+                angles,
+                layer_offset=self.layer_offset,
+                implementation=self.implementation,
+            )
+        next_norms = self._next_norms(params, batch)
+        behind_norm = None
         for layer, stages in enumerate(config.pattern):
+            place = self.layer_offset + layer
             weights = params["layers"][layer]
-            for norm, stage in zip(weights["norms"], stages, strict=True):
-                x = rms_norm(norm, hidden.astype(narrow), eps=config.norm_eps)
+            post_norms = weights.get("post_norms", (None,) * len(stages))
+            for norm, after, stage in zip(weights["norms"], post_norms, stages, strict=True):
+                x = behind_norm
+                if x is None:
+                    x = rms_norm(norm, hidden.astype(narrow), eps=config.norm_eps)
+                joining = Joining(hidden, *next(next_norms)) if next_norms is not None else None
                 added = []
                 for block in (BLOCKS[name] for name in stage.split("+")):
                     step = Step(
-                        batch, layer, tables.get((layer, block.unit)), angles, self.implementation
+                        batch,
+                        layer,
+                        tables.get((place, block.unit)),
+                        angles[config.windows[layer] is not None],
+                        self.implementation,
+                        joining,
                     )
-                    held = cache.layer(layer) if block.unit else {}
+                    held = cache.layer(place) if block.unit else {}
                     with at(f"layer {layer}"):
                         updates, y = block.run(config, weights, held, x, step)
-                    cache = cache.with_layer(layer, updates)
+                    cache = cache.with_layer(place, updates)
                     added.append(y)
+                if joining is not None:
+                    (joined,) = added
+                    is_weighed = isinstance(joined, Weighed)
+                    behind_norm = Normed(joined, config.norm_eps) if is_weighed else None
+                    hidden = joined.result if is_weighed else joined
+                    continue
                 total = scaled(sum(added[1:], added[0]), config.multipliers.residual)
+                if after is not None:
+                    total = rms_norm(after, total, eps=config.norm_eps)
                 hidden = hidden + total.astype(hidden.dtype)
         hidden = hidden.astype(narrow)
         return cache, rms_norm(params["final_norm"], hidden, eps=config.norm_eps)
@@ -124,10 +163,42 @@ class Decoder:
     ) -> Float[Array, "rows vocab_size"]:
         """Scores every token by the output projection, which is the embedding table if they are tied."""
         table = params["embed" if self.config.tie_embeddings else "lm_head"]
-        return scaled(unembed(table, hidden), self.config.multipliers.logits)
+        logits = unembed(table, hidden, implementation=self.implementation)
+        logits = scaled(logits, self.config.multipliers.logits)
+        return soft_capped(logits, self.config.logit_cap)
+
+    def _next_norms(
+        self, params: Params, batch: StepBatch
+    ) -> Iterator[tuple[Array | None, int]] | None:
+        """Returns the weights of the norm behind each stage where blocks add to the residual stream by themselves.
+
+        They do so in steps of few tokens on our kernels, if each stage is one block that can and nothing else happens
+        between it and the next. The last norm is left to whoever reads the hidden states.
+        """
+        config, layers = self.config, params["layers"]
+        plain = replace(config.multipliers, embedding=1.0, gate=1.0, logits=1.0) == Multipliers()
+        blocks = {stage: BLOCKS.get(stage) for stages in config.pattern for stage in stages}
+        joins = all(block is not None and block.joins for block in blocks.values())
+        few = joins_norms(self.implementation, batch.tokens.shape[0])
+        if not (few and plain and joins) or config.wide_residual or "post_norms" in layers[0]:
+            return None
+        norms = [
+            (weights["norms"], row)
+            for weights, stages in zip(layers, config.pattern, strict=True)
+            for row in range(len(stages))
+        ]
+        return iter([*norms[1:], (None, 0)])
+
+    def _angles(self, batch: StepBatch) -> tuple[Angles, Angles]:
+        """Returns the angles of layers that see everything, and of those with a window."""
+        visible = visible_lengths(batch)
+        angles = rope_angles(self.config.rope, batch.positions, visible)
+        if self.config.window_rope is None:
+            return angles, angles
+        return angles, rope_angles(self.config.window_rope, batch.positions, visible)
 
     def _tables(self, batch: StepBatch) -> dict[tuple[int, str], PagedTables | StateTables]:
-        """Returns the tables of each layer that remembers, by the unit it remembers in.
+        """Returns the tables of each layer that remembers, by its place in the cache and the unit it remembers in.
 
         Which layers have equal specs, and their order, depends neither on the page size nor on the dtype.
         """
@@ -151,12 +222,14 @@ class Decoder:
 
     @property
     def _norm_dtype(self) -> str | None:
-        return "float32" if self.config.unit_offset else None
+        return "float32" if self.config.unit_offset or self.config.wide_norms else None
 
     def _layer_leaves(self, layer: int) -> dict[str, Leaf]:
         stages = len(self.config.pattern[layer])
         shape = (stages, self.config.hidden_size)
         leaves = {"norms": Leaf(shape, is_scale=True, dtype=self._norm_dtype)}
+        if self.config.post_norms:
+            leaves["post_norms"] = leaves["norms"]
         for name in self.config.blocks_of(layer):
             new = BLOCKS[name].leaves(self.config)
             if leaves.keys() & new.keys():

@@ -8,7 +8,7 @@ from jaxtyping import Array, Float
 
 from jaxkv.block_config import MixtureConfig
 from jaxkv.layers.feed_forward import gated_feed_forward, plain_feed_forward
-from jaxkv.layers.linear import project, scaled
+from jaxkv.layers.linear import Normed, project, scaled
 from jaxkv.layers.mixture import mixture_of_experts
 from jaxkv.model_config import ModelConfig
 from jaxkv.models.block import Block, Leaf, Said, Step
@@ -48,13 +48,22 @@ def _gated_leaves(config: ModelConfig) -> dict[str, Leaf]:
 
 
 def _run_gated(
-    config: ModelConfig, params: Mapping[str, Array], x: Float[Array, "tokens hidden_size"]
-) -> Float[Array, "tokens hidden_size"]:
-    factors = config.multipliers
+    config: ModelConfig,
+    params: Mapping[str, Array],
+    held: Mapping[str, Array],
+    x: Float[Array, "tokens hidden_size"] | Normed,
+    step: Step,
+) -> Said:
+    del held
     mixed = gated_feed_forward(
-        params, x, activation=config.activation, gate_multiplier=factors.gate
+        params,
+        x,
+        activation=config.activation,
+        gate_multiplier=config.multipliers.gate,
+        joining=step.joining,
+        implementation=step.implementation,
     )
-    return scaled(mixed, factors.down)
+    return {}, mixed if step.joining is not None else scaled(mixed, config.multipliers.down)
 
 
 def _plain_leaves(config: ModelConfig) -> dict[str, Leaf]:
@@ -87,6 +96,10 @@ def _mixture_leaves(config: ModelConfig) -> dict[str, Leaf]:
         "experts_up": Leaf((mixture.experts, (1 + mixture.gated) * mixture.size, width)),
         "experts_down": Leaf((width, mixture.experts, mixture.size)),
     }
+    if mixture.biases:
+        leaves["router_bias"] = Leaf((mixture.experts,))
+        leaves["experts_up_bias"] = Leaf(leaves["experts_up"].shape[:2])
+        leaves["experts_down_bias"] = Leaf((mixture.experts, width))
     if mixture.correction:
         leaves["router_correction"] = Leaf((mixture.experts,), dtype="float32")
     if mixture.latent_size is not None:
@@ -124,7 +137,7 @@ def _run_shared(
     return (said.astype(jnp.float32) * opened).astype(said.dtype)
 
 
-GATED = _block(_gated_leaves, _run_gated)
+GATED = Block(_gated_leaves, _run_gated, joins=True)
 PLAIN = _block(_plain_leaves, _run_plain)
 MIXTURE = _block(_mixture_leaves, _run_mixture)
 SHARED = _block(_shared_leaves, _run_shared)

@@ -99,18 +99,20 @@ def _choose(model: Model, params: Params, layout: CacheLayout, counts: Mapping[s
 def ask(
     model: Model, params: Params, layout: CacheLayout, counts: Mapping[str, int]
 ) -> list[Question]:
-    """Returns every choice that the model's ops make in a step of decode and in one of prefill; computes nothing."""
+    """Returns every choice that the model's ops make in steps of decode and of prefill; computes nothing."""
     shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), params)
     # The answers are the same for every family, but a member that an op lacks would be refused by the op.
     plain = model.running(_PLAINEST)
 
-    def run(decode: bool, params: Params) -> Array:
-        batch = _batch(layout, _ROWS if decode else _TOKENS, decode=decode)
+    def run(decode: bool, fresh: bool, params: Params) -> Array:
+        batch = _batch(layout, _ROWS if decode else _TOKENS, decode=decode, fresh=fresh)
         return plain.forward(params, init_cache(layout, counts), batch)[1]
 
     with asking() as questions:
-        for decode in (True, False):
-            jax.eval_shape(partial(run, decode), shapes)
+        fresh = [(False, True)] if layout.expands >= _TOKENS else []
+        steps = [(True, False), (False, False), *fresh]
+        for decode, fresh in steps:
+            jax.eval_shape(partial(run, decode, fresh), shapes)
     return questions
 
 
@@ -142,7 +144,7 @@ def _where(places: list[str]) -> str:
     return f" in {known[0]}" + (f" and {len(known) - 1} more" if len(known) > 1 else "")
 
 
-def _batch(layout: CacheLayout, tokens: int, *, decode: bool) -> StepBatch:
+def _batch(layout: CacheLayout, tokens: int, *, decode: bool, fresh: bool = False) -> StepBatch:
     """Returns a small step of padding."""
 
     def ints(*shape: int) -> Array:
@@ -161,4 +163,5 @@ def _batch(layout: CacheLayout, tokens: int, *, decode: bool) -> StepBatch:
         states=(states,) * len(layout.state_groups),
         sampling=SamplingBatch(slots=ints(_ROWS), carry=ints(_ROWS)),
         decode=decode,
+        fresh=fresh,
     )

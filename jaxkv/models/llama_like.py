@@ -5,7 +5,7 @@ from typing import TypedDict, Unpack
 
 from jaxkv.block_config import DeltaConfig, MambaConfig, MixtureConfig, Multipliers
 from jaxkv.errors import UnknownConfig
-from jaxkv.model_config import MAX_LAYERS, ModelConfig
+from jaxkv.model_config import MAX_LAYERS, ModelConfig, RopeConfig
 from jaxkv.models.config_json import ConfigJson
 from jaxkv.models.rope_json import read_rope
 
@@ -30,6 +30,12 @@ class Differences(TypedDict, total=False):
     qk_norm: bool
     attention_gate: bool
     unit_offset: bool
+    wide_norms: bool
+    post_norms: bool
+    attention_cap: float | None
+    logit_cap: float | None
+    sinks: bool
+    window_rope: RopeConfig | None
     delta: DeltaConfig | None
     attention_scale: float | None
     pattern: tuple[tuple[str, ...], ...]
@@ -50,6 +56,10 @@ def read_llama_like(
     norm_eps: float = 1e-6,
     ffn_key: str = "intermediate_size",
     partial: float | None = None,
+    rope: RopeConfig | None = None,
+    activation_key: str = "hidden_act",
+    activation: str = "silu",
+    tied: bool = False,
     **differences: Unpack[Differences],
 ) -> ModelConfig:
     """Takes the keys all the families share and refuses those that nobody took.
@@ -65,6 +75,10 @@ def read_llama_like(
         norm_eps: likewise.
         ffn_key: what holds the dense feed-forward's width.
         partial: share of a head that is rotated, likewise; `None` for all of it, whatever the file says.
+        rope: the angles, if the family has read them, which then do not change `max_positions`.
+        activation_key: what names the activation.
+        activation: what it is where the file says nothing.
+        tied: whether embeddings are tied where the file says nothing.
         **differences: fields the family sets by itself.
     """
     check_architecture(keys, family, architecture)
@@ -73,7 +87,9 @@ def read_llama_like(
     heads = keys.take_int("num_attention_heads", high=_SIZE)
     head_dim = _head_dim(keys, hidden_size, heads, head_dim)
     limit = keys.take_int("max_position_embeddings", max_positions, high=_SIZE)
-    rope, longest = read_rope(keys, head_dim=head_dim, max_positions=limit, partial=partial)
+    longest = limit
+    if rope is None:
+        rope, longest = read_rope(keys, head_dim=head_dim, max_positions=limit, partial=partial)
     config = ModelConfig(
         family=family,
         vocab_size=vocab_size,
@@ -87,8 +103,8 @@ def read_llama_like(
         rope=rope,
         windows=tuple(windows),
         norm_eps=keys.take_float("rms_norm_eps", norm_eps),
-        activation=keys.take_choice("hidden_act", "silu", ACTIVATIONS),
-        tie_embeddings=keys.take_bool("tie_word_embeddings", False),
+        activation=keys.take_choice(activation_key, activation, ACTIVATIONS),
+        tie_embeddings=keys.take_bool("tie_word_embeddings", tied),
         eos_ids=keys.take_ids("eos_token_id", vocab_size),
         bos_id=next(iter(keys.take_ids("bos_token_id", vocab_size)), None),
         dtype=take_dtype(keys),
@@ -118,15 +134,20 @@ def take_nullable_int(keys: ConfigJson, key: str, default: int | None) -> int | 
 
 
 def layer_windows(
-    keys: ConfigJson, window: int | None, *, full_layers: int = 0
+    keys: ConfigJson, window: int | None, *, full_layers: int = 0, full_every: int | None = None
 ) -> tuple[int | None, ...]:
     """Returns the window of each layer: `None` for the first `full_layers`, `window` for the others.
+
+    Of those, every `full_every`-th, counted from the first layer of all, has none either.
 
     Raises:
         UnknownConfig: `layer_types` is there and says something else that needs a window we do not have.
     """
     num_layers = take_num_layers(keys)
-    windows = tuple(None if layer < full_layers else window for layer in range(num_layers))
+    windows = tuple(
+        None if layer < full_layers or (full_every and (layer + 1) % full_every == 0) else window
+        for layer in range(num_layers)
+    )
     kinds = keys.take("layer_types", None)
     if kinds is None:
         return windows
@@ -140,6 +161,11 @@ def layer_windows(
             f"{num_layers} layers, got {str(kinds)[:80]}"
         )
     return tuple(choices[kind] for kind in named)
+
+
+def take_nullable_float(keys: ConfigJson, key: str, default: float | None) -> float | None:
+    """Returns a number or null."""
+    return None if keys.take(key, default) is None else keys.take_float(key, default)
 
 
 def _head_dim(keys: ConfigJson, hidden_size: int, heads: int, default: int | None) -> int:

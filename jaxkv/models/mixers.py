@@ -1,6 +1,7 @@
 """The blocks in which tokens exchange what they know, and which remember: attention, Mamba-2, gated delta."""
 
 from collections.abc import Mapping
+from typing import Any
 
 from jaxtyping import Array, Float
 
@@ -11,7 +12,7 @@ from jaxkv.cache.variants import QUANTISED, gqa, mamba2, window
 from jaxkv.cache.variants import delta as delta_spec
 from jaxkv.layers.attention import attention
 from jaxkv.layers.delta import gated_delta_mixer
-from jaxkv.layers.linear import scaled
+from jaxkv.layers.linear import Normed, scaled
 from jaxkv.layers.mamba import mamba2_mixer
 from jaxkv.model_config import ModelConfig
 from jaxkv.models.block import Block, Leaf, Said, Step
@@ -27,6 +28,8 @@ def _attention_leaves(config: ModelConfig) -> dict[str, Leaf]:
         leaves["qkv_bias"] = Leaf((fused,))
     if config.o_bias:
         leaves["o_bias"] = Leaf((config.hidden_size,))
+    if config.sinks:
+        leaves["sinks"] = Leaf((config.heads,), dtype="float32")
     if config.qk_norm:
         leaves["qk_norm"] = Leaf((2, config.head_dim), is_scale=True)
     return leaves
@@ -40,30 +43,41 @@ def _attention_spec(config: ModelConfig, layer: int, page_size: int, dtype: str)
     return window(*shape, dtype=dtype, page_size=page_size, window=reach)
 
 
+def attention_options(config: ModelConfig, layer: int) -> dict[str, Any]:
+    """Returns what the attention of a layer is told of its model."""
+    return {
+        "heads": config.heads,
+        "kv_heads": config.kv_heads,
+        "head_dim": config.head_dim,
+        "scale": config.attention_scale,
+        "norm_eps": config.norm_eps,
+        "window": config.windows[layer],
+        "soft_cap": config.attention_cap,
+        "gated": config.attention_gate,
+    }
+
+
 def _run_attention(
     config: ModelConfig,
     params: Mapping[str, Array],
     held: Mapping[str, Array],
-    x: Float[Array, "tokens hidden_size"],
+    x: Float[Array, "tokens hidden_size"] | Normed,
     step: Step,
 ) -> Said:
     assert isinstance(step.tables, PagedTables)
     new, mixed = attention(
         params,
         held,
-        scaled(x, config.multipliers.attention_in),
+        x if isinstance(x, Normed) else scaled(x, config.multipliers.attention_in),
         step.batch,
         step.tables,
         step.angles,
-        heads=config.heads,
-        kv_heads=config.kv_heads,
-        head_dim=config.head_dim,
-        scale=config.attention_scale,
-        norm_eps=config.norm_eps,
-        window=config.windows[step.layer],
-        gated=config.attention_gate,
+        joining=step.joining,
         implementation=step.implementation,
+        **attention_options(config, step.layer),
     )
+    if step.joining is not None:
+        return new, mixed
     return new, scaled(mixed, config.multipliers.attention_out)
 
 
@@ -183,6 +197,6 @@ def _run_delta(
     )
 
 
-ATTENTION = Block(_attention_leaves, _run_attention, "page", _attention_spec)
+ATTENTION = Block(_attention_leaves, _run_attention, "page", _attention_spec, joins=True)
 MAMBA2 = Block(_mamba_leaves, _run_mamba, "state", _mamba_spec)
 DELTA = Block(_delta_leaves, _run_delta, "state", _delta_spec)

@@ -8,7 +8,11 @@ from jaxkv.errors import UnknownConfig
 from jaxkv.model_config import ModelConfig
 from jaxkv.models import (
     bamba,
+    deepseek,
     falcon_h1,
+    gemma2,
+    gemma3,
+    gpt_oss,
     granite_hybrid,
     llama,
     mamba2,
@@ -27,12 +31,18 @@ FAMILIES: Mapping[str, Callable[[Mapping[str, object]], ModelConfig]] = {
     "mistral": mistral.from_hf,
     "qwen2": qwen2.from_hf,
     "qwen3": qwen3.from_hf,
+    "gemma2": gemma2.from_hf,
+    "gemma3_text": gemma3.from_hf,
+    "gpt_oss": gpt_oss.from_hf,
     "mamba2": mamba2.from_hf,
     "bamba": bamba.from_hf,
     "granitemoehybrid": granite_hybrid.from_hf,
     "nemotron_h": nemotron_h.from_hf,
     "falcon_h1": falcon_h1.from_hf,
     "qwen3_next": qwen3_next.from_hf,
+    "deepseek_v2": deepseek.from_hf_v2,
+    "deepseek_v3": deepseek.from_hf_v3,
+    "deepseek_v32": deepseek.from_hf_v32,
 }
 
 

@@ -139,7 +139,7 @@ def _decode_batch(
     paged = tuple(
         PagedTables(
             page_table=tables.page_table,
-            write_slots=_slots(progress.cache, tables, positions, running, page_size),
+            write_slots=slots_at(tables, positions, running, page_size),
         )
         for tables, page_size in zip(prompt.paged, page_sizes, strict=True)
     )
@@ -147,7 +147,7 @@ def _decode_batch(
     states = tuple(
         StateTables(
             read_states=jnp.where(running, tables.write_states, 0),
-            write_states=jnp.where(running, tables.write_states, _NOWHERE + rows),
+            write_states=jnp.where(running, tables.write_states, NOWHERE + rows),
         )
         for tables in prompt.states
     )
@@ -162,7 +162,7 @@ def _decode_batch(
         states=states,
         sampling=replace(
             prompt.sampling,
-            slots=jnp.where(running, prompt.sampling.slots, _NOWHERE + rows),
+            slots=jnp.where(running, prompt.sampling.slots, NOWHERE + rows),
             carry=jnp.zeros_like(rows),
         ),
         decode=True,
@@ -170,20 +170,20 @@ def _decode_batch(
     return _blocked(batch, limits, progress.out.lengths)
 
 
-_NOWHERE = 2**30
-"""Past the end of every pool: a row that ended writes at `_NOWHERE + row`, which is dropped."""
+NOWHERE = 2**30
+"""Past the end of every pool: a row that ended writes at `NOWHERE + row`, which is dropped."""
 
 
-def _slots(
-    cache: Cache,
+def slots_at(
     tables: PagedTables,
     positions: Int[Array, " rows"],
     running: Bool[Array, " rows"],
     page_size: int,
 ) -> Int[Array, " rows"]:
+    """Returns where each row writes its token at a position, out of its page table; nowhere if it does not run."""
     rows = jnp.arange(positions.shape[0], dtype=jnp.int32)
     pages = tables.page_table[rows, positions // page_size]
-    return jnp.where(running, pages * page_size + positions % page_size, _NOWHERE + rows)
+    return jnp.where(running, pages * page_size + positions % page_size, NOWHERE + rows)
 
 
 def _blank(prompt: StepBatch, max_tokens: int) -> Generated:

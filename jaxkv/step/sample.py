@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int
 
 from jaxkv._pytree import pytree
 from jaxkv.batch import SamplingBatch
+from pallas_kernels import filter_bounds
 
 # A smaller temperature could be flushed to zero by the device, so it counts as zero.
 _SMALLEST_TEMPERATURE = float(jnp.finfo(jnp.float32).tiny)
@@ -73,9 +74,10 @@ def sample(
     features = sampling.features
     adjusted = adjust(logits, sampling, state)
     best = jnp.max(adjusted, axis=1, keepdims=True)
-    # The maximum is NaN or +inf if any logit is, and -inf if there is nothing to choose. Blocking a stop id
-    # may hide its NaN, so the raw logits are asked too.
-    finite = jnp.isfinite(best[:, 0]) & jnp.isfinite(jnp.max(logits, axis=1))
+    # The maximum is -inf if there is nothing to choose, but it need not show a NaN (XLA for CPUs, jax 0.11.2). Blocking
+    # a stop id may hide its NaN, so the raw logits are asked.
+    are_numbers = jnp.all((logits < jnp.inf) & (adjusted < jnp.inf), axis=1)
+    finite = jnp.isfinite(best[:, 0]) & are_numbers
     score = adjusted
     if features.draws:
         noise = gumbel_noise(sampling, positions, logits.shape[1])
@@ -133,33 +135,12 @@ def _penalise(
 def allowed(
     logits: Float32[Array, "rows vocab"], sampling: SamplingBatch
 ) -> Bool[Array, "rows vocab"]:
-    """Says which tokens the filters leave: each is a lower bound on the logit, so ties at a bound are kept.
-
-    - Top-k: the k-th largest logit.
-    - Top-p (Holtzman et al., The Curious Case of Neural Text Degeneration, 2020): the smallest set of most likely
-      tokens whose probability, renormalised over what top-k left, reaches p; the token that crosses p is kept.
-    - Min-p (Nguyen et al., Turning Up the Heat, 2024): min_p times the probability of the most likely token.
-
-    One sort and one cumulative sum serve all three.
-    """
-    vocab = logits.shape[1]
-    top_k, top_p, min_p = _column(sampling.top_k), _column(sampling.top_p), _column(sampling.min_p)
-    divisor = _divisor(sampling)
-    # A stable sort would carry the ids along for nothing.
-    ascending = lax.sort(logits, dimension=1, is_stable=False)
-    best = ascending[:, -1:]
-    smallest = jnp.where((top_k > 0) & (top_k < vocab), vocab - top_k, 0)
-    kth = jnp.take_along_axis(ascending, smallest, axis=1)
-    weights = jnp.where(ascending >= kth, jnp.exp((ascending - best) / divisor), 0.0)
-    # Summed from the least likely up, so that small weights are not lost in large sums.
-    mass = jnp.cumsum(weights, axis=1)
-    # A token belongs to the set if those before it fall short of p, that is if the mass up to and including it
-    # from below exceeds the rest. The best token always belongs, whatever the rounding.
-    kept = mass > (1.0 - top_p) * mass[:, -1:]
-    nucleus = jnp.min(jnp.where(kept, ascending, best), axis=1, keepdims=True)
-    nucleus = jnp.where(top_p < 1.0, nucleus, -jnp.inf)
-    near_best = best + divisor * jnp.log(min_p)
-    return logits >= jnp.maximum(jnp.maximum(kth, nucleus), near_best)
+    """Says which tokens the filters leave: each is a lower bound on the logit, so ties at a bound are kept."""
+    assert sampling.top_k is not None
+    assert sampling.top_p is not None
+    assert sampling.min_p is not None
+    filters = (sampling.top_k, sampling.top_p, sampling.min_p)
+    return logits >= filter_bounds(logits, *filters, _divisor(sampling)[:, 0])[:, None]
 
 
 def _column(values: Array | None) -> Array:

@@ -13,8 +13,10 @@ from jaxkv.weights.rule_parts import (
     embeddings,
     gated,
     gated_attention,
+    latent_attention,
     mamba2,
     norms,
+    sparse_latent_attention,
 )
 from jaxkv.weights.rules import Combine, Rule, RuleSet
 
@@ -121,6 +123,52 @@ NEMOTRON_H = RuleSet(
     ignored=(r"mtp\..*",),
 )
 
+GEMMA = RuleSet(
+    rules=(
+        *embeddings("model.embed_tokens.weight", "model.norm.weight", offset=1.0),
+        norms(
+            f"{_LAYER}input_layernorm.weight",
+            f"{_LAYER}pre_feedforward_layernorm.weight",
+            offset=1.0,
+        ),
+        Rule(
+            f"{_LEAF}post_norms",
+            (
+                f"{_LAYER}post_attention_layernorm.weight",
+                f"{_LAYER}post_feedforward_layernorm.weight",
+            ),
+            combine="stack",
+            offset=1.0,
+        ),
+        *attention(f"{_LAYER}self_attn", offset=1.0),
+        *gated(f"{_LAYER}mlp"),
+    ),
+    ignored=(_ROTARY,),
+    tied=_TIED,
+)
+
+
+def _experts(leaf: str, name: str, combine: Combine = "copy") -> Rule:
+    return Rule(f"{_LEAF}{leaf}", (f"{_LAYER}mlp.{name}",), combine, block="mixture")
+
+
+GPT_OSS = RuleSet(
+    rules=(
+        *embeddings("model.embed_tokens.weight", "model.norm.weight"),
+        norms(f"{_LAYER}input_layernorm.weight", f"{_LAYER}post_attention_layernorm.weight"),
+        *attention(f"{_LAYER}self_attn"),
+        _experts("router", "router.weight"),
+        _experts("router_bias", "router.bias"),
+        # Gates and what they multiply alternate, and the input's axis comes first.
+        _experts("experts_up", "experts.gate_up_proj", "part_turn"),
+        _experts("experts_up_bias", "experts.gate_up_proj_bias", "part"),
+        _experts("experts_down", "experts.down_proj", "last_first"),
+        _experts("experts_down_bias", "experts.down_proj_bias"),
+    ),
+    ignored=(_ROTARY,),
+    tied=_TIED,
+)
+
 QWEN3_NEXT = RuleSet(
     rules=(
         *embeddings("model.embed_tokens.weight", "model.norm.weight", offset=1.0),
@@ -162,17 +210,76 @@ QWEN3_NEXT = RuleSet(
     tied=_TIED,
 )
 
+
+def _deepseek(
+    leaf: str,
+    *names: str,
+    block: str,
+    combine: Combine = "copy",
+    rows: tuple[tuple[str, ...], ...] = (),
+    when: tuple[str, bool] | None = None,
+) -> Rule:
+    sources = tuple(f"{_LAYER}mlp.{name}" for name in names)
+    return Rule(f"{_LEAF}{leaf}", sources, combine, rows, when, block)
+
+
+DEEPSEEK = RuleSet(
+    rules=(
+        *embeddings("model.embed_tokens.weight", "model.norm.weight"),
+        norms(f"{_LAYER}input_layernorm.weight", f"{_LAYER}post_attention_layernorm.weight"),
+        *latent_attention(f"{_LAYER}self_attn"),
+        *sparse_latent_attention(f"{_LAYER}self_attn"),
+        *gated(f"{_LAYER}mlp"),
+        _deepseek("router", "gate.weight", block="mixture"),
+        _deepseek(
+            "router_correction",
+            "gate.e_score_correction_bias",
+            block="mixture",
+            when=("mixture.correction", True),
+        ),
+        _deepseek(
+            "experts_up",
+            *(f"experts.{{expert}}.{name}_proj.weight" for name in ("gate", "up")),
+            combine="stack",
+            block="mixture",
+        ),
+        _deepseek(
+            "experts_down",
+            "experts.{expert}.down_proj.weight",
+            combine="stack_turn",
+            block="mixture",
+        ),
+        _deepseek(
+            "shared_up",
+            *(f"shared_experts.{name}_proj.weight" for name in ("gate", "up")),
+            combine="concat",
+            rows=(("mixture.shared_size",), ("mixture.shared_size",)),
+            block="shared",
+        ),
+        _deepseek("shared_down", "shared_experts.down_proj.weight", block="shared"),
+    ),
+    ignored=(_ROTARY,),
+    tied=_TIED,
+    further_layers=r"model\.layers\.(\d+)\.",
+)
+
 RULES_OF_FAMILY: Mapping[str, RuleSet] = {
     "llama": LLAMA_LIKE,
     "mistral": LLAMA_LIKE,
     "qwen2": LLAMA_LIKE,
     "qwen3": LLAMA_LIKE,
+    "gemma2": GEMMA,
+    "gemma3_text": GEMMA,
+    "gpt_oss": GPT_OSS,
     "mamba2": MAMBA2,
     "bamba": BAMBA_LIKE,
     "falcon_h1": BAMBA_LIKE,
     "granitemoehybrid": GRANITE_HYBRID,
     "nemotron_h": NEMOTRON_H,
     "qwen3_next": QWEN3_NEXT,
+    "deepseek_v2": DEEPSEEK,
+    "deepseek_v3": DEEPSEEK,
+    "deepseek_v32": DEEPSEEK,
 }
 
 

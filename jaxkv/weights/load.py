@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, Protocol, runtime_checkable
@@ -51,6 +51,8 @@ class _Leaf:
     dtype: np.dtype
     sources: tuple[StoredTensor, ...]
     turned: bool = False
+    picked: bool = False
+    arrange: Callable[[np.ndarray], np.ndarray] | None = None
     regroup: Regrouped | None = None
     offset: float = 0.0
 
@@ -142,6 +144,8 @@ def _plan(
         np.dtype(wanted.dtype),
         tuple(sources),
         turned,
+        recipe.combine == "pick",
+        _ARRANGED.get(recipe.combine),
         recipe.regroup,
         recipe.offset,
     )
@@ -160,7 +164,7 @@ def _check_unused(
                     f"{tensor.path}: {name!r} differs from {originals[name]!r}, "
                     "although the config ties them (tie_word_embeddings)"
                 )
-        elif not rules.ignores(name):
+        elif not rules.ignores(name, config):
             raise BadCheckpoint(
                 f"{tensor.path} holds {clip(repr(name))}, which a {config.family} model of this config has no use for"
             )
@@ -174,6 +178,7 @@ def _fill(
     """Reads one leaf into a host buffer and moves it to the device."""
     first, second = leaf.shape[:2] if leaf.turned else (0, 0)
     shape = (second, first, *leaf.shape[2:]) if leaf.turned else leaf.shape
+    shape = leaf.sources[0].shape if leaf.picked or leaf.arrange else shape
     buffer = np.empty(shape, leaf.dtype)
     flat, begin = buffer.reshape(-1), 0
     for source in leaf.sources:
@@ -182,21 +187,39 @@ def _fill(
         begin += count
         bar.update(source.nbytes)
     if leaf.regroup is not None:
-        _put_in_sections(buffer[: leaf.sources[0].shape[0]], leaf.regroup)
+        rows = buffer[: leaf.sources[0].shape[0]]
+        sections = _sections(rows, leaf.regroup)
+        if leaf.picked:
+            buffer = sections.reshape(leaf.shape)
+        else:
+            rows[...] = sections
     if leaf.offset:
         buffer += np.asarray(leaf.offset, buffer.dtype)
+    if leaf.arrange is not None:
+        buffer = np.ascontiguousarray(leaf.arrange(buffer))
     if leaf.turned:
         buffer = np.ascontiguousarray(buffer.swapaxes(0, 1))
     # Waiting keeps the next leaf's buffer from being made while this one's is still being copied.
     return jax.block_until_ready(jax.device_put(buffer, device))
 
 
-def _put_in_sections(rows: np.ndarray, regroup: Regrouped) -> None:
-    """Reorders rows in place, from group by group to section by section."""
+def _part(buffer: np.ndarray) -> np.ndarray:
+    """Puts even places of the last axis before odd ones."""
+    return np.concatenate((buffer[..., ::2], buffer[..., 1::2]), axis=-1)
+
+
+_ARRANGED: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {
+    "part": _part,
+    "part_turn": lambda buffer: _part(buffer).swapaxes(1, 2),
+    "last_first": lambda buffer: np.moveaxis(buffer, 2, 0),
+}
+
+
+def _sections(rows: np.ndarray, regroup: Regrouped) -> np.ndarray:
+    """Returns rows section by section, which come group by group."""
     bounds = np.cumsum((0, *regroup.sections))
     assert len(rows) == regroup.groups * bounds[-1], (len(rows), regroup)
     grouped = rows.reshape(regroup.groups, bounds[-1], -1)
-    sections = [
-        grouped[:, bounds[at] : bounds[at + 1]].reshape(-1, rows.shape[1]) for at in regroup.order
-    ]
-    rows[...] = np.concatenate(sections)
+    return np.concatenate(
+        [grouped[:, bounds[at] : bounds[at + 1]].reshape(-1, rows.shape[1]) for at in regroup.order]
+    )

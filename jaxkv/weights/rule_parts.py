@@ -21,8 +21,8 @@ def embeddings(table: str, final_norm: str, *, offset: float = 0.0) -> tuple[Rul
     )
 
 
-def attention(place: str) -> tuple[Rule, ...]:
-    """Returns the rules of attention whose projections lie in `place`."""
+def attention(place: str, *, offset: float = 0.0) -> tuple[Rule, ...]:
+    """Returns the rules of attention whose projections lie in `place`; `offset` is that of the norms."""
 
     def projections(kind: str) -> tuple[str, ...]:
         return tuple(f"{place}.{name}_proj.{kind}" for name in "qkv")
@@ -49,9 +49,11 @@ def attention(place: str) -> tuple[Rule, ...]:
             combine="stack",
             when=("qk_norm", True),
             block="attention",
+            offset=offset,
         ),
         Rule(f"{_LEAF}o", (f"{place}.o_proj.weight",), block="attention"),
         Rule(f"{_LEAF}o_bias", (f"{place}.o_proj.bias",), when=("o_bias", True), block="attention"),
+        Rule(f"{_LEAF}sinks", (f"{place}.sinks",), when=("sinks", True), block="attention"),
     )
 
 
@@ -75,6 +77,47 @@ def gated_attention(place: str, *, offset: float) -> tuple[Rule, ...]:
             offset=offset,
         ),
         Rule(f"{_LEAF}o", (f"{place}.o_proj.weight",), block="attention"),
+    )
+
+
+def latent_attention(place: str, block: str = "latent") -> tuple[Rule, ...]:
+    """Returns the rules of multi-head latent attention, whose last projection makes each head's key, then its value."""
+    stored, queries = ("latent.stored",), ("heads", "latent.query_dim")
+    halves = (("latent.nope_dim",), ("latent.value_dim",))
+
+    def rule(leaf: str, *names: str, **options: object) -> Rule:
+        sources = tuple(f"{place}.{name}.weight" for name in names)
+        return Rule(f"{_LEAF}{leaf}", sources, block=block, **options)  # type: ignore[arg-type]
+
+    has, lacks = (("latent.has_query_latent", value) for value in (True, False))
+    down = {"combine": "concat", "rows": (("latent.q_lora_rank",), stored), "when": has}
+    direct = {"combine": "concat", "rows": (queries, stored), "when": lacks}
+    return (
+        rule("qkv_down", "q_a_proj", "kv_a_proj_with_mqa", **down),
+        rule("qkv_down", "q_proj", "kv_a_proj_with_mqa", **direct),
+        rule("q_norm", "q_a_layernorm", when=has),
+        rule("q_up", "q_b_proj", when=has),
+        rule("kv_norm", "kv_a_layernorm"),
+        *(
+            rule(leaf, "kv_b_proj", combine="pick", regroup=Regroup(("heads",), halves, (half,)))
+            for half, leaf in enumerate(("k_up", "v_up"))
+        ),
+        rule("o", "o_proj"),
+    )
+
+
+def sparse_latent_attention(place: str) -> tuple[Rule, ...]:
+    """Returns the rules of latent attention with an indexer."""
+    index = {
+        "index_q": "wq_b.weight",
+        "index_k": "wk.weight",
+        "index_norm": "k_norm.weight",
+        "index_norm_bias": "k_norm.bias",
+        "index_weights": "weights_proj.weight",
+    }
+    return latent_attention(place, "sparse_latent") + tuple(
+        Rule(f"{_LEAF}{leaf}", (f"{place}.indexer.{name}",), block="sparse_latent")
+        for leaf, name in index.items()
     )
 
 

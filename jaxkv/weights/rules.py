@@ -8,7 +8,18 @@ from typing import Literal, NamedTuple
 
 from jaxkv.model_config import ModelConfig
 
-Combine = Literal["copy", "stack", "concat", "turn", "stack_turn", "taps"]
+Combine = Literal[
+    "copy",
+    "stack",
+    "concat",
+    "turn",
+    "stack_turn",
+    "taps",
+    "pick",
+    "part",
+    "part_turn",
+    "last_first",
+]
 
 
 @dataclass(frozen=True)
@@ -18,7 +29,7 @@ class Regroup:
     Attributes:
         groups: the `ModelConfig` fields whose product is the number of groups.
         sections: for each section of a group, the fields whose product is its rows; in the checkpoint's order.
-        order: in which order the sections follow each other in the leaf.
+        order: in which order the sections follow each other in the leaf; "pick" takes those that are named alone.
     """
 
     groups: tuple[str, ...]
@@ -45,7 +56,9 @@ class Rule:
             equally many at each place of it, one below the other. "concat" joins them along their first axis. "turn"
             exchanges the first two axes of the only source, "stack_turn" those of the stack. "taps" makes
             [taps, channels] of the only source, the weight [channels, 1, taps] of a convolution of each channel by
-            itself.
+            itself. "part" puts the numbers at even places of the only source's last axis before those at odd places,
+            "part_turn" does so and then exchanges the last two of three axes; "last_first" makes the last of three axes
+            the first. "pick" takes some sections of each group of the only source's rows (see `regroup`).
         rows: "concat" only: for each source, the `ModelConfig` fields whose product is its first axis.
         when: the boolean field of `ModelConfig`, or of a part of it ("mamba.in_bias"), and the value of it that makes
             the rule apply.
@@ -90,14 +103,21 @@ class RuleSet:
         rules: the leaves.
         ignored: patterns of names that hold nothing a model needs.
         tied: (copy, original) names; with tied embeddings a checkpoint may hold both, if they are equal.
+        further_layers: how names of a layer begin, with its number as a group; those of the config's `mtp_layers`, past
+            the model's last layer, are harmless.
     """
 
     rules: tuple[Rule, ...]
     ignored: tuple[str, ...] = ()
     tied: tuple[tuple[str, str], ...] = ()
+    further_layers: str | None = None
 
-    def ignores(self, name: str) -> bool:
-        """Whether a tensor of this name is known to be harmless."""
+    def ignores(self, name: str, config: ModelConfig) -> bool:
+        """Whether a tensor of this name is known to be harmless in a checkpoint of this config."""
+        if self.further_layers is not None:
+            found = re.match(self.further_layers, name)
+            if found is not None and 0 <= int(found[1]) - config.num_layers < config.mtp_layers:
+                return True
         return any(re.fullmatch(pattern, name) for pattern in self.ignored)
 
 
@@ -117,12 +137,25 @@ class Recipe:
         if self.combine == "copy":
             assert len(self.sources) == 1, self
             return (shape,)
+        if self.combine == "pick":
+            assert len(self.sources) == 1, self
+            assert self.regroup is not None, self
+            groups, sections, order = self.regroup
+            picked = groups * sum(sections[at] for at in order)
+            assert picked == math.prod(shape[:-1]), (self, shape)
+            return ((groups * sum(sections), shape[-1]),)
         if self.combine == "taps":
             assert len(self.sources) == 1, self
             return ((shape[1], 1, shape[0]),)
         if self.combine == "turn":
             assert len(self.sources) == 1, self
             return ((shape[1], shape[0], *shape[2:]),)
+        if self.combine == "part":
+            return (shape,)
+        if self.combine == "part_turn":
+            return ((shape[0], shape[2], shape[1]),)
+        if self.combine == "last_first":
+            return ((shape[1], shape[2], shape[0]),)
         if self.combine == "stack_turn":
             assert len(self.sources) == shape[1], (self, shape)
             return ((shape[0], *shape[2:]),) * len(self.sources)

@@ -1,5 +1,6 @@
 """`page_write` as one Mosaic GPU kernel for Hopper: a block copies one token's rows, of every pool."""
 
+from collections.abc import Callable
 from functools import partial
 from math import prod
 from typing import Any
@@ -81,7 +82,26 @@ def write(
         value.reshape(tokens, -1).astype(pool.dtype)
         for pool, value in zip(pages, values, strict=True)
     ]
-    plgpu.kernel(
+    _kernel(tokens, interpret=interpret)(slots, *rows, *refs)
+    return tuple(jax.freeze(ref).reshape(pool.shape) for ref, pool in zip(refs, pages, strict=True))
+
+
+def alone(slots: Int[Array, " tokens"], *rows_and_pools: Array) -> tuple[Array, ...]:
+    """Launches the kernel by itself, for a runtime other than XLA, which writes into the pools that it is given.
+
+    Args:
+        slots: as in `page_write`.
+        *rows_and_pools: the values of each pool, [tokens, numbers], of its dtype, and then the pools,
+            [pages, page_size, numbers].
+    """
+    count = len(rows_and_pools) // 2
+    refs = [jax.new_ref(pool) for pool in rows_and_pools[count:]]
+    _kernel(slots.shape[0], interpret=False)(slots, *rows_and_pools[:count], *refs)
+    return tuple(map(jax.freeze, refs))
+
+
+def _kernel(tokens: int, *, interpret: bool) -> Callable[..., None]:
+    return plgpu.kernel(
         _copy_rows,
         out_type=(),
         grid=(tokens,),
@@ -91,8 +111,7 @@ def write(
         ),
         interpret=INTERPRETED if interpret else None,
         kernel_name="page_write",
-    )(slots, *rows, *refs)
-    return tuple(jax.freeze(ref).reshape(pool.shape) for ref, pool in zip(refs, pages, strict=True))
+    )
 
 
 def _copy_rows(slots: Ref, *rows_and_pools: Ref) -> None:

@@ -1,6 +1,7 @@
 """`page_write` as one XLA scatter per pool, copy-free under donation. Knows nothing about what a page holds."""
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Int, Shaped
 
 
@@ -14,6 +15,7 @@ def page_write(
     Truncating division sends a negative slot to a negative page or offset, and without JAX's wrapping of
     negative indices those are dropped like any other slot outside the pool.
     """
+    values, slots = two_at_least(values, slots, pages[0].shape[0] * pages[0].shape[1])
     page_size = slots.dtype.type(pages[0].shape[1])
     page, offset = jax.lax.div(slots, page_size), jax.lax.rem(slots, page_size)
     return tuple(
@@ -25,3 +27,16 @@ def page_write(
         )
         for pool, value in zip(pages, values, strict=True)
     )
+
+
+def two_at_least(
+    values: tuple[Shaped[Array, "tokens ..."], ...], slots: Int[Array, " tokens"], num_slots: int
+) -> tuple[tuple[Shaped[Array, "tokens_and_one ..."], ...], Int[Array, " tokens_and_one"]]:
+    """Puts a token that is dropped beside one that is alone.
+
+    On CPUs XLA makes a scatter of one token a slice under a condition, and copies some pools for it.
+    """
+    if slots.shape[0] != 1:
+        return values, slots
+    twice = tuple(jnp.concatenate((value, value)) for value in values)
+    return twice, jnp.concatenate((slots, jnp.full(1, num_slots + 1, slots.dtype)))

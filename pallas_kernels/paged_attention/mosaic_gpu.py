@@ -4,6 +4,7 @@ The kernel itself begins in mosaic_kernel.py; how it shares out the keys is in m
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -93,6 +94,24 @@ def paged_attention(
     return out if lse is None else (out, lse)
 
 
+@dataclass(frozen=True)
+class Alone:
+    """The launch by itself, for a runtime other than XLA.
+
+    Attributes:
+        launch: of `(q, k_pages, v_pages, page_table, seq_lens)`, where q has `padded_heads` heads, zeros after its own.
+        padded_heads: of q.
+        columns: `None` if rows are not split; then the launch writes the output. Otherwise it writes shares of it,
+            float32 [rows, parts, kv_heads, head_dim, columns], and, in base 2, their log-sum-exps, [rows, parts,
+            kv_heads, columns], -inf where a part has no keys; and this says where the heads are among
+            `kv_heads * columns`, [heads].
+    """
+
+    launch: Callable[..., list[Array]]
+    padded_heads: int
+    columns: np.ndarray | None
+
+
 def alone(
     q: Any,  # noqa: ANN401
     k_pages: Any,  # noqa: ANN401
@@ -101,8 +120,8 @@ def alone(
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
-) -> Callable[..., Array] | None:
-    """Returns the launch by itself, for a runtime other than XLA, or `None` if XLA has to prepare or to join anything.
+) -> Alone | None:
+    """Returns the launch by itself, or `None` if this kernel does not run here, or needs its groups filled.
 
     Args:
         q: the queries, or their `jax.ShapeDtypeStruct`.
@@ -111,22 +130,22 @@ def alone(
         scale: as in `paged_attention`.
         window: likewise.
         soft_cap: likewise.
-
-    Returns:
-        A function of `(q, k_pages, v_pages, page_table, seq_lens)`.
     """
     geometry = Geometry.of(q, k_pages)
     if why_not_mosaic() or geometry.refusal() or geometry.stored is not None:
         return None
+    if geometry.filled_group > geometry.group:
+        return None
     capacity = table_width * k_pages.shape[1]
     window = None if window is None or window >= capacity else window
     schedule = Schedule.of(geometry, q.shape[0], capacity, window)
-    fills = geometry.filled_group > geometry.group or geometry.padded_heads > geometry.heads
-    if fills or schedule.parts > 1:
-        return None
+    is_split = schedule.parts > 1
     options = Options(scale=scale, window=window, soft_cap=soft_cap)
-    launch = Kernel(geometry, options, schedule, False, False).build(q.shape[0])
-    return lambda *arrays: launch(*arrays)[0]
+    return Alone(
+        launch=Kernel(geometry, options, schedule, is_split, False).build(q.shape[0]),
+        padded_heads=geometry.padded_heads,
+        columns=_columns_of_heads(geometry) if is_split else None,
+    )
 
 
 def _fill_groups(of_heads: Shaped[Array, "rows heads ..."], group: int, filled: int) -> Array:

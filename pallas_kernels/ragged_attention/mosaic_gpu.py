@@ -4,8 +4,10 @@ How queries are cut into tiles is in mosaic_tiles.py, what becomes of 8-bit page
 mosaic_block.py and what that imports.
 """
 
+from collections.abc import Callable
 from functools import partial
 from math import ceil
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -99,6 +101,48 @@ def ragged_attention(
         interpret=interpret,
     )
     return out if lse is None else (out, lse)
+
+
+def alone(
+    q: Any,  # noqa: ANN401
+    k_pages: Any,  # noqa: ANN401
+    rows: int,
+    *,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+) -> tuple[Callable[..., Array], Callable[..., tuple[Array, Array]]] | None:
+    """Returns the launch by itself, for a runtime other than XLA, or `None` if XLA has to prepare anything per layer.
+
+    Args:
+        q: the queries, or their `jax.ShapeDtypeStruct`.
+        k_pages: likewise for the key pool, which the value pool is like.
+        rows: of the page table.
+        scale: as in `ragged_attention`.
+        window: likewise; `None` rather than one of all that a row can hold, since what is counted with it has 32 bits.
+        soft_cap: likewise.
+
+    Returns:
+        A function of `(q, k_pages, v_pages, page_table, tiles, count)`, and one that makes tiles and their count of
+        `(seq_lens, cu_q_lens)`, which all layers of a step share.
+    """
+    geometry, tokens = Geometry.of(q, k_pages), q.shape[0]
+    if why_not_mosaic() or geometry.refusal() or geometry.scaled or tokens % ROW_TILE:
+        return None
+    schedule = Schedule.of(geometry, tokens, rows, window)
+    per_tile = geometry.tokens_per_tile
+    num_tiles = most_tiles(tokens, rows, per_tile)
+    plan = partial(
+        cut,
+        tokens=tokens,
+        tokens_per_tile=per_tile,
+        num_tiles=num_tiles,
+        keys=schedule.keys,
+        window=window,
+    )
+    options = Options(scale=scale, window=window, soft_cap=soft_cap)
+    launch = Kernel(geometry, options, schedule, num_tiles, False, False, False).build(tokens)
+    return lambda *arrays: launch(*arrays)[0], plan
 
 
 # The layers of a model call this many times with equal shapes: under its own jit the kernel is lowered once.

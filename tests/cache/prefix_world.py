@@ -222,8 +222,32 @@ class World:
             if filled and not epoch_is_old:
                 for position in self._seen(group, live.collected // size * size):
                     text = tuple(live.text[: (position // size + 1) * size])
+                    if position // size < self.accounts.num_unneeded(seq, name):
+                        continue  # Given back: it was offered then, and may be evicted by now.
                     assert (live.salt, text) in now, "a page that was computed is not kept"
         assert added == 0
+
+    def let_go(self, seq):
+        """Gives back what the windows have passed, as far as is known to be good: S2-08, S2-10, S2-19."""
+        live, kept = self.live[seq], self.all_kept()
+        before = {group.name: self.accounts.page_table(seq, group.name) for group in self.groups}
+        at = self.accounts.let_go(seq, live.collected)
+        assert self.all_kept() == kept, "the index lost a page that a sequence gave back"
+        for group in self.groups:
+            size, first = group.page_size, self.accounts.num_unneeded(seq, group.name)
+            table = self.accounts.page_table(seq, group.name)
+            assert table == [0] * first + before[group.name][first:]
+            if group.spec.window is None:
+                assert first == 0
+                continue
+            seen = self._seen(group, live.collected)
+            oldest = min((*seen, live.collected - 1), default=0)
+            assert first * size <= max(0, oldest), "a page that is seen was given back"
+            passed = sum((page + 1) * size <= oldest for page in range(len(table)))
+            assert first == passed, "a page that nobody sees is held"
+        again = self.free()
+        assert self.accounts.let_go(seq, live.collected) == at
+        assert self.free() == again, "the second time gave back more"
 
     def fork(self, parent):
         live, seq = self.live[parent], self.next_seq
@@ -363,6 +387,8 @@ def _use(world, rng, seq, operation):
             world.collect(seq, in_flight=rng.randrange(2))
     elif operation == "collect":
         world.collect(seq)
+        if rng.random() < 0.5:
+            world.let_go(seq)
     elif operation == "fork":
         world.fork(seq)
     elif operation == "release":

@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 
 from jaxkv.cache.budget import bytes_per_sequence, bytes_per_token, plan_budget
 from jaxkv.cache.spec import group_layers
-from jaxkv.cache.variants import gqa, place, sampling
-from tests.cache.layouts import MAMBA2, every_variant, hybrid
+from jaxkv.cache.variants import gqa, mla, place, sampling
+from tests.cache.layouts import MAMBA2, hybrid
 
 # A token in hybrid()'s "gqa" is 2 layers x (key + value) x 1 head x 2 components x 2 bytes = 16 bytes, 4 to a page.
 # A page of "odd" holds 2 tokens of 3 bytes. Four tokens in both cost 4 * 16 + 4 * 3 bytes.
@@ -116,8 +116,9 @@ def test_the_explanation_names_each_group_its_bytes_and_what_is_left():
 
 
 def test_the_explanation_ends_with_the_notes_of_the_specs():
-    text = plan(None, every_variant()).explain()
-    assert "window: holds whole sequences" in text.splitlines()[-1]
+    noted = mla(4, 2, dtype="bfloat16", page_size=2, quantised="fp8")
+    text = plan(None, group_layers(place([noted, sampling(7)]))).explain()
+    assert text.splitlines()[-1] == "mla: quantised='fp8' was ignored: kept as bfloat16"
 
 
 @pytest.mark.parametrize("limits", [(0, 1), (1, 0)])

@@ -9,7 +9,7 @@ from jax.experimental import io_callback
 
 from jaxkv.cache.owner import CacheOwner
 from jaxkv.cache.state import Cache
-from jaxkv.errors import CachePoisoned
+from jaxkv.errors import CacheLeased, CachePoisoned
 from tests.cache.layouts import counts_of, hybrid
 
 LAYOUT = hybrid()
@@ -225,3 +225,53 @@ def test_a_successor_of_other_sizes_is_refused(owner):
     with pytest.raises(ValueError, match="returned the arrays"):
         owner.run(shrink, ONE)
     assert is_full_of(owner.handle().cache, 0)
+
+
+def test_a_successor_of_another_dtype_is_refused_after_good_ones(owner):
+    """S1-13: what was accepted once is recognised without a look at each array, and nothing else is."""
+
+    def widen(cache, amount):
+        changed = tuple(array.astype(jnp.float32) for array in cache.arrays)
+        return Cache(arrays=changed, keys=cache.keys), amount
+
+    def rename(cache, amount):
+        keys = tuple((layer + 1, role) for layer, role in cache.keys)
+        return Cache(arrays=cache.arrays, keys=keys), amount
+
+    for _ in range(2):
+        owner.run(donating_add, ONE)
+    for other in (widen, rename):
+        with pytest.raises(ValueError, match="returned the arrays"):
+            owner.run(other, ONE)
+    owner.run(donating_add, ONE)
+    assert is_full_of(owner.handle().cache, 3)
+
+
+def test_a_borrower_that_lends_until_asked_is_asked_once_and_first(owner):
+    cache, asked = owner.take(borrower="a friend"), []
+
+    def give_back():
+        asked.append(owner.borrower)
+        owner.put(cache)
+
+    owner.lend_until_asked(give_back)
+    assert not owner.borrower
+    assert is_full_of(owner.handle().cache, 0)
+    assert owner.run(donating_add, ONE) == 2
+    assert asked == ["a friend"]
+
+
+def test_a_borrower_that_goes_on_is_not_asked(owner):
+    cache = owner.take(borrower="a friend")
+    owner.lend_until_asked(lambda: owner.put(cache))
+    owner.lend_until_asked(None)
+    with pytest.raises(CacheLeased, match="leased to a friend"):
+        owner.handle()
+
+
+def test_a_lost_cache_is_asked_for_too_so_that_its_memory_goes(owner):
+    owner.take(borrower="a friend")
+    asked = []
+    owner.lend_until_asked(lambda: asked.append(owner.poisoned))
+    owner.poison("the device is broken")
+    assert asked == [True]

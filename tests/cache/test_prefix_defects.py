@@ -9,7 +9,7 @@ import random
 import jaxtyping
 import pytest
 
-from jaxkv.cache import accounts, holdings, prefix, prefix_keys, prefix_tree
+from jaxkv.cache import accounts, holdings, prefix_hits, prefix_keys, prefix_tree
 from jaxkv.cache.accounts import Accounts
 from jaxkv.cache.pool import PagePool
 from jaxkv.cache.prefix import PrefixIndex
@@ -459,22 +459,22 @@ def one_group_gets_the_pages_of_another(patch):
     """Page ids of the first group in every table."""
 
     def make(match):
-        def mixed(index, lookups, *text):
-            found = match(index, lookups, *text)
+        def mixed(hits, lookups, *text):
+            found = match(hits, lookups, *text)
             first = next(iter(found.pages.values()))
-            return prefix.Match(
+            return prefix_hits.Match(
                 found.num_tokens, dict.fromkeys(found.pages, first), found.unneeded, ""
             )
 
         return mixed
 
-    wrap(patch, PrefixIndex, "_match", make)
+    wrap(patch, prefix_hits.Hits, "match", make)
 
 
 def wrong_hits(patch, make):
     """Has the index take another length than the longest, which it then cannot explain."""
-    wrap(patch, prefix, "longest", make)
-    patch.setattr(prefix, "why_no_more", lambda *_: "")
+    wrap(patch, prefix_hits, "longest", make)
+    patch.setattr(prefix_hits, "why_no_more", lambda *_: "")
 
 
 @defect
@@ -630,7 +630,7 @@ def recurrent_groups_are_skipped(patch):
     def make(init):
         def bold(index, layout, books, **options):
             init(index, layout, books, **options)
-            index._never = ""
+            index._hits.never = ""
 
         return bold
 

@@ -62,6 +62,11 @@ class PrefixMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.world.live)
     @rule(data=st.data())
+    def let_go(self, data):
+        self.world.let_go(self.choose(data))
+
+    @precondition(lambda self: self.world.live)
+    @rule(data=st.data())
     def fork(self, data):
         seq = self.choose(data)
         held = self.world.accounts._held[seq]

@@ -46,11 +46,11 @@ def test_a_cache_dtype_may_name_a_quantised_format(name):
     assert window(2, 16, window=5, dtype=name, page_size=8).arrays == wished.arrays
 
 
-def test_window_is_gqa_with_a_window_and_says_that_pages_are_kept():
+def test_window_is_gqa_with_a_window():
     spec = window(2, 16, window=100, dtype="float32", page_size=8)
     assert spec.arrays == gqa(2, 16, dtype="float32", page_size=8).arrays
     assert (spec.kind, spec.window) == ("window", 100)
-    assert "freed only when the sequence ends" in spec.notes[0]
+    assert spec.notes == ()
 
 
 @pytest.mark.parametrize("quantised", [None, "fp8"])
@@ -75,6 +75,22 @@ def test_dsa_keeps_byte_records_whatever_dtype_is_asked_for():
 def test_dsa_refuses_ranks_that_do_not_divide_into_scale_groups():
     with pytest.raises(ValueError, match="multiples of 128, got 500 and 128"):
         dsa(500, 64, 128, page_size=32)
+
+
+def test_dsa_names_how_scales_are_rounded():
+    assert dsa(512, 64, 128, page_size=32).codec == "dsa_fp8"
+    assert dsa(512, 64, 128, page_size=32, power_of_two=True).codec == "dsa_fp8_pow2"
+
+
+def test_plain_dsa_keeps_unquantised_numbers_of_any_size():
+    spec = dsa(24, 8, 12, page_size=4, dtype="float32", plain=True)
+    assert arrays_of([spec], {"dsa": 2}) == [
+        ("key", (2, 4, 1, 32), "float32"),
+        ("indexer", (2, 4, 12), "float32"),
+    ]
+    assert (spec.codec, spec.notes) == (None, ())
+    with pytest.raises(ValueError, match="needs a dtype and has no scales"):
+        dsa(512, 64, 128, page_size=32, plain=True)
 
 
 def test_mamba2_keeps_the_convolution_tail_and_a_float32_state():

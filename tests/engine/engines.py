@@ -125,10 +125,18 @@ def keep_junk(engine):
     """Lets every plan find junk in whatever was given back since the last one, and in a cache that was built anew."""
     executor, plan = engine.executor, engine.scheduler.plan
     release, given_back, filled = executor.accounts.release, count(), [None]
+    let_go = executor.accounts.let_go
 
     def counted(number):
         release(number)
         next(given_back)
+
+    def counted_part(number, num_tokens):
+        held = [executor.accounts.num_free(group.name) for group in executor.layout.groups]
+        more = let_go(number, num_tokens)
+        if held != [executor.accounts.num_free(group.name) for group in executor.layout.groups]:
+            next(given_back)
+        return more
 
     def plan_over_junk():
         marks = executor.owner.rebuilds, repr(given_back)
@@ -138,6 +146,7 @@ def keep_junk(engine):
         return plan()
 
     executor.accounts.release = counted
+    executor.accounts.let_go = counted_part
     engine.scheduler.plan = plan_over_junk
 
 

@@ -49,7 +49,14 @@ ROWS, PAGES, PAGE_SIZE, WIDTH, LAYERS = 8, 128, 64, 8, 2
 
 
 def executor(
-    implementation, pages=PAGES, rows=ROWS, layers=LAYERS, *, keeps_outputs=False, **changes
+    implementation,
+    pages=PAGES,
+    rows=ROWS,
+    layers=LAYERS,
+    *,
+    keeps_outputs=False,
+    cache_dtype="bfloat16",
+    **changes,
 ):
     """Returns an engine for a small Llama that hands out what it would have compiled; its cache lies on the host.
 
@@ -82,7 +89,7 @@ def executor(
     }
     config = ModelConfig(**(llama | changes))
     model = build_model(config)
-    specs = model.cache_specs(page_size=PAGE_SIZE, dtype="bfloat16")
+    specs = model.cache_specs(page_size=PAGE_SIZE, dtype=cache_dtype)
     choices = sampling(config.vocab_size, penalties=True, bias_entries=8)
     specs = [*specs, LayerSpec(layers, choices)]
     if keeps_outputs:
@@ -111,9 +118,14 @@ def lowerings():
     from jaxkv.engine.programs import Lowering
     from jaxkv.engine.shapes import Declared
     from jaxkv.engine.side_programs import COPY
+    from jaxkv.features import Features
 
+    chosen = Features(draws=True, filters=True, penalties=True, min_tokens=True, logprobs=5)
     step = StepShape(tokens=ROWS, rows=ROWS, table_widths=(WIDTH,), decode=True)
     many = StepShape(tokens=64, rows=64, table_widths=(WIDTH,), decode=True)
+    drawn = dataclasses.replace(step, features=Features(draws=True, filters=True))
+    weighed = dataclasses.replace(step, features=chosen)
+    several = dataclasses.replace(step, steps=4)
     mixed = StepShape(tokens=512, rows=ROWS, table_widths=(WIDTH,))
     loop = StepShape(tokens=128, rows=ROWS, table_widths=(WIDTH,), loop=True)
     alone = StepShape(tokens=1, rows=1, table_widths=(1,), decode=True)
@@ -152,6 +164,9 @@ def lowerings():
         "generate": lambda: executor("mosaic_gpu").program(Declared("generate", loop, 64)),
         "decode_32": lambda: executor("mosaic_gpu", pages=16, layers=32).step_program(step),
         "decode_64_rows": lambda: executor("mosaic_gpu", rows=64).step_program(many),
+        "decode_drawn": lambda: executor("mosaic_gpu", layers=1).step_program(drawn),
+        "decode_weighed": lambda: executor("mosaic_gpu", layers=1).step_program(weighed),
+        "burst": lambda: executor("mosaic_gpu", layers=1).step_program(several),
         "prefill": lambda: executor("mosaic_gpu").step_program(mixed),
         "one_page": lambda: executor("xla", pages=1, rows=1).step_program(alone),
         "copy": lambda: executor("xla").program(COPY),
@@ -210,6 +225,7 @@ def report(name, lowering, dump):
         "command_buffers": buffers.count,
         "captured": buffers.captured,
         "outside": buffers.outside,
+        "turns": re.findall(r'known_trip_count":{"n":"(\d+)"', program.compiled.as_text()),
         "custom_calls": re.findall(r'custom_call_target="([^"]+)"', program.compiled.as_text()),
     }
 

@@ -64,6 +64,7 @@ def engine_of(
     checkpoints=STATES,
     pages=None,
     full_hits=False,
+    host_bytes=0,
     **options,
 ):
     """Returns an engine of two programs: prompts of up to `tokens` tokens in a step, and one token for each row.
@@ -77,6 +78,7 @@ def engine_of(
         checkpoints: how many may be kept; there are states for `STATES`.
         pages: how many pages there are, if not enough for all.
         full_hits: checkpoints keep what the next token is chosen from.
+        host_bytes: for what is evicted.
         options: of `EngineConfig`, and `pattern`, that of the model.
     """
     network, params = model(*([options.pop("pattern")] if "pattern" in options else []))
@@ -91,7 +93,14 @@ def engine_of(
     key = repr(network), repr(counts), page, longest
     programs = _PROGRAMS.setdefault(key, Programs())
     executor = Executor(
-        network, params, layout, counts, max_tokens=longest, max_rows=ROWS, programs=programs
+        network,
+        params,
+        layout,
+        counts,
+        max_tokens=longest,
+        max_rows=ROWS,
+        programs=programs,
+        host_bytes=host_bytes,
     )
     fill_free(executor)
     config = EngineConfig(token_budget=budget, checkpoints=policy, **options)

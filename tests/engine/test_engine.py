@@ -234,7 +234,7 @@ def test_what_can_never_fit_is_refused_with_the_numbers():
     engine = engine_for()
     with pytest.raises(ValueError, match="needs room for 67 tokens, but one sequence can have 64"):
         engine.add([request_of([1] * 60)])
-    small = Engine(executor_for(window=5))
+    small = Engine(executor_for(gqa=5))
     with pytest.raises(ValueError, match="needs room for 41 tokens, but one sequence can have 40"):
         small.add([request_of([1] * 34)])
     with pytest.raises(ValueError, match="tokenizer"):

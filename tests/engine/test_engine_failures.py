@@ -299,10 +299,10 @@ def test_an_interrupt_leaves_the_others_where_they_can_go_on(where, wanted, monk
         owner = engine.executor.accounts if books else engine.executor
         calls, usual = count(), getattr(owner, where)
 
-        def interrupt(*given):
+        def interrupt(*given, **options):
             if next(calls) == (2 if where in ("read", "step") else 0):
                 raise KeyboardInterrupt
-            return usual(*given)
+            return usual(*given, **options)
 
         patched.setattr(owner, where, interrupt)
         with pytest.raises(KeyboardInterrupt):

@@ -127,7 +127,7 @@ def traces(examples):
     )(
         given(
             TRACES,
-            st.sampled_from([0, 0, MOST]),
+            st.sampled_from([0, MOST]),
             st.sets(st.integers(0, 20), max_size=1),
             st.booleans(),
         )(test)

@@ -13,10 +13,10 @@ KEEPING = ("keeping_decode_mosaic_gpu", "keeping_prefill_mosaic_gpu")
 PREFILL = ("prefill_mosaic_gpu", "experts_prefill_mosaic_gpu", "delta_prefill_mosaic_gpu")
 
 
-def compiled(names):
+def compiled(names, program="h200_hybrid.py"):
     """Compiles programs in a process of their own and returns the facts about each."""
     root = Path(__file__).parents[2]
-    command = [sys.executable, str(Path(__file__).with_name("h200_hybrid.py")), *names]
+    command = [sys.executable, str(Path(__file__).with_name(program)), *names]
     environment = os.environ | {"PYTHONPATH": str(root)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr[-4000:]

@@ -16,7 +16,7 @@ from jaxkv.cache.variants import gqa, mamba2, sampling, window
 from jaxkv.config import SamplingParams
 from jaxkv.engine.fields import StepShape
 from jaxkv.engine.packer import Packer
-from jaxkv.engine.rows import Row, features_of, split_seed
+from jaxkv.engine.rows import Row, columns_of, features_of, split_seed
 
 VOCAB = 100
 LAYOUT = group_layers(
@@ -152,6 +152,23 @@ def test_a_decode_step_refuses_two_tokens_of_a_row_and_more_rows_than_it_has(pac
         packer.pack(shape, [Row(1, [1], 0, GREEDY)] * 5, accounts)
     with pytest.raises(ValueError, match="exactly one new token"):
         packer.pack(shape, [], accounts)
+
+
+def test_several_steps_need_pages_for_all_tokens_and_say_who_takes_part_in_how_many(packer):
+    accounts = Accounts(LAYOUT, COUNTS)
+    for sequence in (1, 2):
+        opened(accounts, sequence, 8)
+    shape = StepShape(4, 4, (4, 8), decode=True, steps=3)
+    told = columns_of([Row(1, [5], 5, GREEDY), Row(2, [6], 7, GREEDY)])
+    ints, _ = packer.pack(shape, told._replace(left=[3, 1]), accounts)
+    np.testing.assert_array_equal(packer.left(shape, jnp.asarray(ints)), [3, 1, 0, 0])
+    batch, _ = packer.unpack(shape, jnp.asarray(ints))
+    np.testing.assert_array_equal(batch.seq_lens, [6, 8, 0, 0])
+    with pytest.raises(ValueError, match="do not hold 9 tokens"):
+        packer.pack(shape, told._replace(left=[3, 2]), accounts)
+    for left in ([], [3], [0, 1], [4, 1]):
+        with pytest.raises(ValueError, match="in 1 to 3 of them"):
+            packer.pack(shape, told._replace(left=left), accounts)
 
 
 @pytest.mark.parametrize("decode", [False, True])

@@ -22,6 +22,7 @@ from jaxkv.engine.buckets import LOOSE_TOKENS, MOST_PADDING, bucket, filled, tok
 from jaxkv.engine.request import Request
 from jaxkv.engine.scheduler import Scheduler
 from jaxkv.engine.sequence import FINISHED, RUNNING, WAITING, Sequence
+from jaxkv.engine.step_plan import single
 
 LAYOUT = group_layers(
     (
@@ -42,13 +43,13 @@ def next_token(tokens, seed):
 
 
 def oracle(request):
-    """Returns the prompt and everything that the request generates when it is alone."""
-    tokens = list(request.prompt)
+    """Returns the prompt and everything that the request generates when it is alone, and what a device adds in vain."""
+    tokens, end = list(request.prompt), None
     for _ in range(request.params.max_tokens):
         tokens.append(next_token(tokens, request.seed))
-        if tokens[-1] == STOP:
-            break
-    return tokens
+        if tokens[-1] == STOP and end is None:
+            end = len(tokens)
+    return tokens[:end], tokens
 
 
 def chain(tokens):
@@ -122,8 +123,9 @@ class Serving:
         )
         self.device = Device()
         self.flights = deque()
-        self.sequences, self.truth = [], {}
-        self.preempted_first = 0
+        self.sequences, self.truth, self.endless = [], {}, {}
+        self.preempted_first = self.bursts = 0
+        self.refuses_bursts = False
 
     def add(self, prompt, max_tokens=6, *, seed=0, priority=0, samples=1):
         params = SamplingParams(temperature=1.0, max_tokens=max_tokens)
@@ -139,7 +141,7 @@ class Serving:
             number = len(self.sequences)
             sequence = Sequence(request=request, number=number, tokens=list(prompt))
             self.sequences.append(sequence)
-            self.truth[number] = oracle(request)
+            self.truth[number], self.endless[number] = oracle(request)
             if made:
                 self.scheduler.follow(made[0], sequence)
             else:
@@ -155,10 +157,16 @@ class Serving:
         for _, copy in plan.copies:
             self.device.copy(copy)
         rows = []
-        for part in plan.parts:
-            token = self.device.run(part, self.accounts, self.truth[part.sequence.number])
-            rows.append((part, part.sequence.epoch, token))
-        self.scheduler.dispatched(plan.parts)
+        parts, steps = plan.parts, plan.steps
+        if steps > 1 and self.refuses_bursts:
+            parts, steps = [single(part) for part in parts], 1
+        self.bursts += steps > 1
+        for part in parts:
+            turns = [part] if steps == 1 else list(turns_of(part))
+            truth = self.endless[part.sequence.number]
+            tokens = [self.device.run(turn, self.accounts, truth) for turn in turns]
+            rows.append((part, part.sequence.epoch, tokens))
+        self.scheduler.dispatched(parts)
         if rows:
             self.flights.append(rows)
         return plan
@@ -168,24 +176,31 @@ class Serving:
         assert len(counts) <= self.max_rows
         assert len({part.sequence.number for part in plan.parts}) == len(counts)
         assert all(part.sequence.status == RUNNING for part in plan.parts)
+        if plan.steps > 1:
+            assert all(1 <= part.count == part.emits <= plan.steps for part in plan.parts)
+            return
         assert sum(counts) <= self.budget or (self.whole and len(counts) == 1)
         if sum(counts) > LOOSE_TOKENS and max(counts) > 1:
             assert bucket(sum(counts), self.sizes) <= MOST_PADDING * sum(counts)
 
     def collect(self):
-        for part, epoch, token in self.flights.popleft():
+        for part, epoch, tokens in self.flights.popleft():
             sequence = part.sequence
             if sequence.epoch != epoch:
                 continue
             sequence.collected = part.start + part.count
             if part.emits:
-                sequence.pending -= 1
-                sequence.tokens.append(token)
+                sequence.pending -= part.emits
+                taken = tokens[: tokens.index(STOP) + 1] if STOP in tokens else tokens
+                sequence.tokens += taken
+                sequence.collected -= len(tokens) - len(taken)
             self.publish(sequence)
             if part.emits and (
-                token == STOP or sequence.generated == sequence.request.params.max_tokens
+                STOP in tokens or sequence.generated == sequence.request.params.max_tokens
             ):
                 self.scheduler.drop(sequence)
+            elif sequence.collected >= sequence.lets_go_at:
+                sequence.lets_go_at = self.accounts.let_go(sequence.number, sequence.collected)
 
     def publish(self, sequence):
         if self.index is not None and sequence.keys is not None:
@@ -240,6 +255,12 @@ class Serving:
             assert self.accounts.num_free(name) + kept == count
 
 
+def turns_of(part):
+    """Takes a part of several steps apart."""
+    for turn in range(part.count):
+        yield part._replace(start=part.start + turn, count=1, emits=1, carry=part.carry or turn > 0)
+
+
 def outputs(serving):
     return [one.tokens for one in serving.sequences]
 
@@ -285,6 +306,11 @@ class SchedulerMachine(RuleBasedStateMachine):
     def lose_the_cache(self):
         self.serving.lose()
 
+    @rule(steps=st.sampled_from([1, 2, 4, 8]), refuses=st.booleans())
+    def plan_several_steps_at_once(self, steps, refuses):
+        self.serving.scheduler.most_steps = steps
+        self.serving.refuses_bursts = refuses
+
     @precondition(lambda self: self.serving.scheduler.running)
     @rule()
     def suspect_everybody(self):
@@ -325,6 +351,34 @@ TestSchedulerMachine.settings = settings(
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
 )
+
+
+def test_several_steps_at_once_read_and_write_what_single_ones_would():
+    """A2: beside arrivals, aborts, losses and tiny pools; what was planned at once may be sent one by one."""
+    draw, bursts = random.Random(4), 0
+    for _ in range(40):
+        serving = Serving(prefix=draw.random() < 0.8)
+        scheduler, aborted = serving.scheduler, set()
+        for _ in range(40):
+            scheduler.most_steps = draw.choice([1, 2, 4, 8])
+            serving.refuses_bursts = draw.random() < 0.2
+            if draw.random() < 0.15:
+                prompt = [draw.randrange(2) for _ in range(draw.randrange(1, 12))]
+                serving.add(prompt, draw.randrange(1, 20), seed=draw.randrange(9))
+            if draw.random() < 0.03 and serving.unfinished:
+                scheduler.drop(victim := draw.choice(serving.unfinished))
+                aborted.add(victim.number)
+            if draw.random() < 0.02:
+                serving.lose()
+            serving.step()
+            serving.check_books()
+        serving.finish()
+        serving.check_idle()
+        bursts += serving.bursts
+        for one in serving.sequences:
+            truth = serving.truth[one.number]
+            assert one.tokens == (truth[: len(one.tokens)] if one.number in aborted else truth)
+    assert bursts > 100
 
 
 @pytest.mark.slow

@@ -31,6 +31,7 @@ class Driver:
         step_tokens: padded number of tokens of a step that is not a decode step.
         cache_dtype: dtype name of keys and values.
         seed: draws the pages.
+        fresh: steps of nothing but new rows say that they are.
     """
 
     def __init__(
@@ -44,8 +45,9 @@ class Driver:
         step_tokens=64,
         cache_dtype="float32",
         seed=0,
+        fresh=False,
     ):
-        self.model, self.params = model, params
+        self.model, self.params, self.fresh = model, params, fresh
         self.rows, self.page_size, self.step_tokens = rows, page_size, step_tokens
         specs = model.cache_specs(page_size=page_size, dtype=cache_dtype)
         self.layout = group_layers(specs)
@@ -103,6 +105,7 @@ class Driver:
             # Nothing is sampled here: every row's slot lies past the end.
             sampling=SamplingBatch(slots=jnp.arange(self.rows), carry=jnp.zeros(self.rows, int)),
             decode=decode,
+            fresh=self.fresh and not decode and not any(np.array(self.lengths)[counts > 0]),
         )
 
     def _tables(self, table, owner, positions, size):

@@ -30,6 +30,7 @@ class Case:
         seed: draws weights and prompt; chosen so that greedy decoding has clear winners.
         shape: config keys that cases share.
         around_zero: what the names of norms hold that weigh by one more than their weights.
+        model: its class, if that is not `name` with "ForCausalLM".
     """
 
     name: str
@@ -37,6 +38,7 @@ class Case:
     seed: int = 0
     shape: dict = field(default_factory=lambda: SHAPE)
     around_zero: tuple = ()
+    model: str | None = None
 
     def config(self):
         return getattr(transformers, f"{self.name}Config")(**(self.shape | self.options))
@@ -46,10 +48,10 @@ class Case:
         torch.manual_seed(self.seed)
         config = self.config()
         config._attn_implementation = "eager"
-        model = getattr(transformers, f"{self.name}ForCausalLM")(config).eval()
+        model = getattr(transformers, self.model or f"{self.name}ForCausalLM")(config).eval()
         with torch.no_grad():
             for name, weight in model.named_parameters():
-                if weight.ndim == 1:
+                if weight.ndim == 1 or name.endswith("_bias"):
                     zero = "norm" not in name or any(part in name for part in self.around_zero)
                     weight.normal_(mean=0.0 if zero else 1.0, std=0.2)
             for name, buffer in model.named_buffers():
@@ -66,6 +68,7 @@ def rope(kind, **keys):
     return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0} | keys}
 
 
+GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 24, "rope_parameters": None}
 STRETCHED = {"original_max_position_embeddings": 32, "factor": 4.0}
 
 CASES = {
@@ -102,6 +105,61 @@ CASES = {
             "sliding_window": 9,
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
             "tie_word_embeddings": True,
+        },
+    ),
+    "mistral-window-yarn": Case(
+        "Mistral", rope("yarn", **STRETCHED) | {"sliding_window": 12, "head_dim": 20}
+    ),
+    "qwen2-layer-types": Case(
+        "Qwen2",
+        {
+            "use_sliding_window": True,
+            "sliding_window": 6,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
+    "gemma2": Case("Gemma2", GEMMA | {"sliding_window": 7}, around_zero=("norm",)),
+    "gemma2-bias-untied": Case(
+        "Gemma2",
+        GEMMA
+        | {
+            "sliding_window": 5,
+            "attention_bias": True,
+            "tie_word_embeddings": False,
+            "attn_logit_softcapping": None,
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+        },
+        around_zero=("norm",),
+    ),
+    "gemma3": Case(
+        "Gemma3Text",
+        GEMMA | {"sliding_window": 6, "num_hidden_layers": 6, "final_logit_softcapping": 20.0},
+        around_zero=("norm",),
+        model="Gemma3ForCausalLM",
+    ),
+    "gemma3-stretched": Case(
+        "Gemma3Text",
+        GEMMA
+        | {
+            "sliding_window": 9,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 50000.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+            },
+        },
+        around_zero=("norm",),
+        model="Gemma3ForCausalLM",
+    ),
+    "gpt-oss": Case(
+        "GptOss",
+        rope("yarn", **STRETCHED, truncate=False)
+        | {
+            "head_dim": 16,
+            "sliding_window": 7,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "intermediate_size": 32,
         },
     ),
 }

@@ -160,7 +160,9 @@ def test_a_named_implementation_that_cannot_run_raises_with_every_reason():
     with pytest.raises(Unsupported, match="cannot run as mosaic_gpu") as refused:
         chosen(decoder(80, implementation="mosaic_gpu"))
     questions = ask(decoder(80), *reversed_cache(decoder(80)))
-    told = {q.op for q in questions if q.refusals.get("mosaic_gpu")}
+    # An op that likes its plain form better at such sizes is no reason.
+    liked = [q for q in questions if next(iter(q.refusals)) == "mosaic_gpu"]
+    told = {q.op for q in liked if q.refusals["mosaic_gpu"]}
     assert "paged_attention" in told
     for op in told:
         assert f"{op} in layer 0 and 2 more" in str(refused.value)

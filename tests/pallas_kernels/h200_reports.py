@@ -10,9 +10,9 @@ import pytest
 
 
 def reports_of(script):
-    """The script prints its reports as JSON on its last line, or why it cannot compile here."""
+    """The script, by its path from here, prints its reports as JSON on its last line, or why it cannot compile here."""
     root = Path(__file__).parents[2]
-    command = [sys.executable, str(Path(__file__).with_name(script))]
+    command = [sys.executable, str(Path(__file__).parent / script)]
     environment = os.environ | {"PYTHONPATH": str(root)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-4000:]

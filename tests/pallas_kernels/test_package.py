@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.causal_conv import cases as causal_conv_cases
+from pallas_kernels.latent_attention import cases as latent_attention_cases
 from pallas_kernels.page_write import cases as page_write_cases
 from pallas_kernels.paged_attention import cases as paged_attention_cases
 from pallas_kernels.ragged_attention import cases as ragged_attention_cases
@@ -17,6 +18,7 @@ from pallas_kernels.ssd_update import cases as ssd_update_cases
 ALL = (
     paged_attention_cases,
     ragged_attention_cases,
+    latent_attention_cases,
     page_write_cases,
     rotary_write_cases,
     causal_conv_cases,
@@ -70,6 +72,9 @@ def test_the_numbers_of_a_case_are_those_of_its_shape():
     step = next(case for case in ssd_update_cases.CASES if case.name == "b64")
     columns, state = 2 * 8192 + 2 * 8 * 128 + 128, 8192 * 128 * 4
     assert step.bytes_moved() == 64 * (columns * 2 + 2 * state)
+    latent = next(case for case in latent_attention_cases.CASES if case.name == "v3-b64-ctx4096")
+    assert latent.bytes_moved() == 64 * (4096 * 576 + 128 * (576 + 512)) * 2
+    assert latent.flops() == 2 * 64 * 4096 * 128 * (576 + 512)
     prompt = next(case for case in ragged_attention_cases.CASES if case.name == "one-prompt")
     assert prompt.flops() == 4 * (37 * 38 // 2) * 4 * 16
 

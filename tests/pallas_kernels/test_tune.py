@@ -144,7 +144,7 @@ def test_the_command_refuses_what_it_cannot_tune(arguments, told, capsys, monkey
 @pytest.mark.parametrize("op", list(tune.SPACES))
 def test_every_op_offers_its_rules_schedule_first_and_none_twice(op):
     for case in tune.load_cases(op).values():
-        if case.ci and case.head_dim == 128:
+        if case.ci and "short" in case.name:
             space = find_space(op, arrays(case))
             assert space.shape_class
             assert space.candidates

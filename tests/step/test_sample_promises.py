@@ -101,6 +101,13 @@ class TestFailure:
             jax.tree.map(lambda field: field[others], healthy),
         )
 
+    def test_a_nan_is_found_among_many_tokens(self):
+        """The largest of many numbers hides a NaN where XLA compiles for CPUs (jax 0.11.2)."""
+        logits = random_logits(2, 4000).at[1, 2345].set(jnp.nan)
+        params = [SamplingParams(seed=seed) for seed in range(2)]
+        sampled = jit_sample(logits, batch_of(params, FILTERS), None, at(0, 1))
+        assert sampled.finite.tolist() == [True, False]
+
     def test_logits_that_a_penalty_drives_past_float32_fail_the_row(self):
         params = SamplingParams(temperature=0.0, repetition_penalty=0.01)
         logits = jnp.full((1, VOCAB), 1e37)

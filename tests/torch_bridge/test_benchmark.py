@@ -14,8 +14,9 @@ def test_each_part_saves_a_record(tmp_path):
     leases, calls, generation = (
         load_record(tmp_path / f"bridge-{part}.json").rows for part in bridge.PARTS
     )
-    assert [row["arrays"] for row in leases] == [2, 8, 64, 1, 1, 1]
-    assert {row["call"] for row in calls} == {"from torch", "from JAX", "torch SDPA"}
+    assert [row["arrays"] for row in leases] == [2, 2, 8, 8, 64, 64, 1, 1, 1]
+    names = {"from torch", "from torch, through XLA", "from JAX", "torch SDPA"}
+    assert {row["call"] for row in calls} == names
     assert {row["tokens_as_dynamic"] for row in generation} == {1.0}
     assert all(row["us"] > 0 for row in leases)
 

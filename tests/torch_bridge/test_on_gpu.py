@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import pallas_kernels
 from jaxkv.cache.owner import CacheOwner
@@ -13,10 +14,10 @@ from jaxkv.cache.spec import group_layers
 from jaxkv.cache.state import Cache
 from jaxkv.cache.variants import gqa, place
 from tests.torch_bridge.tiny import greedy, prompts, tiny_model
-from torch_bridge import JaxkvCache, LeaseLeaked, direct, from_torch, kernels, lease, to_torch
+from torch_bridge import JaxkvCache, LeaseLeaked, from_torch, kernels, lease, to_torch
 from torch_bridge import leases as lease_module
-from torch_bridge.direct import decode_kernel
 from torch_bridge.inside import torch_function, why_not_captured
+from torch_bridge.kept_lease import KeptLease
 
 pytestmark = [pytest.mark.gpu, pytest.mark.torch]
 CUDA = "cuda"
@@ -152,33 +153,27 @@ def test_b11_kernels_write_into_torchs_own_memory_and_agree_with_jax():
     assert torch.equal(compiled(q, *pools, table, lengths), ours * 2)
 
 
-@pytest.mark.parametrize("window", [None, 100])
-@pytest.mark.parametrize(("rows", "width"), [(1, 64), (64, 16)])
-def test_b11_the_kernel_launched_by_torch_equals_the_kernel_launched_by_xla(
-    rows, width, window, monkeypatch
-):
-    monkeypatch.setattr(direct, "IS_ON", True)
-    q = torch.randn(rows, 32, 128, dtype=torch.bfloat16, device=CUDA)
-    pools = [torch.randn(2048, 16, 8, 128, dtype=torch.bfloat16, device=CUDA) for _ in range(2)]
-    table = torch.randperm(2048, device=CUDA)[: rows * width].to(torch.int32).view(rows, width)
-    lengths = torch.randint(1, width * 16 + 1, (rows,), device=CUDA).to(torch.int32)
-    tensors = (q, *pools, table, lengths)
-    options = {"scale": 0.1, "window": window, "soft_cap": None}
-    launch = decode_kernel(*tensors, **options)
-    assert launch is not None
-    for _ in range(3):
-        torch.cuda._sleep(SLEEP)
-        q.normal_()
-        out = launch(*tensors)
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        assert decode_kernel(*tensors, **options) is None
-        wanted = kernels.paged_attention(*tensors, scale=0.1, window=window)
-    torch.cuda.current_stream().wait_stream(side)
-    assert torch.equal(out, wanted)
-    with pytest.raises(ValueError, match="page_table"):
-        kernels.paged_attention(q, *pools, table.view(-1), lengths, scale=0.1)
+@pytest.mark.parametrize("is_other", [False, True])
+def test_b06_a_lease_that_rests_is_ordered_whatever_streams_torch_uses(is_other):
+    held = owner()
+    kept = KeptLease(held)
+    first = torch.cuda.Stream()
+    second = torch.cuda.Stream() if is_other else first
+    for i in range(20):
+        with torch.cuda.stream(first):
+            views = kept.borrow()
+            torch.cuda._sleep(4 * SLEEP)
+            views["layer0.key"].fill_(float(i))
+            kept.put_down(views)
+        with torch.cuda.stream(second):
+            views = kept.borrow()
+            views["layer0.key"].add_(0.5)
+            kept.put_down(views)
+            del views
+        # Asked for on the default stream, which has waited for neither.
+        low, high = bounds(held.handle().cache)
+        assert (float(low), float(high)) == (i + 0.5, i + 0.5)
+    assert kept.num_taken == 20
 
 
 def test_results_outlive_torchs_kernels_that_read_them():
@@ -208,6 +203,35 @@ def test_jax_is_refused_while_torch_records_a_graph():
             from_torch(tensor)
 
 
+def test_generation_on_a_side_stream_gives_the_same_tokens():
+    config = LlamaConfig(
+        vocab_size=512,
+        hidden_size=512,
+        intermediate_size=512,
+        num_hidden_layers=2,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=128,
+        pad_token_id=0,
+        eos_token_id=None,
+    )
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config).to(CUDA, torch.bfloat16).eval()
+    model.set_attn_implementation("jaxkv")
+    ids, mask = (x.to(CUDA) for x in prompts(2, 100, pads=(0, 30)))
+    cache = JaxkvCache(model, max_tokens=1024)
+    wanted = greedy(model, ids, mask, 12, past_key_values=cache)
+    taken = cache.stats().leases_taken
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    cache.reset(keep_prefix=False)
+    with torch.cuda.stream(side):
+        got = greedy(model, ids, mask, 12, past_key_values=cache)
+    side.synchronize()
+    assert torch.equal(got, wanted)
+    assert cache.stats().leases_taken == taken == 1
+
+
 @pytest.mark.parametrize("implementation", ["sdpa", "jaxkv"])
 def test_generation_equals_transformers_own_cache(implementation):
     model = tiny_model("llama").to(CUDA)
@@ -222,8 +246,6 @@ def test_generation_equals_transformers_own_cache(implementation):
 
 
 def test_generation_on_our_kernels_in_bfloat16_gives_sdpas_logits():
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=512,

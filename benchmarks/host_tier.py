@@ -1,0 +1,258 @@
+"""What prefixes on the host save and cost: bytes per second both ways, and times to the first token.
+
+    python -m benchmarks.host_tier
+    python -m benchmarks.host_tier --shape tiny --dtype float32 --tokens 96 --gibibytes 0.01    # to try it on a CPU
+
+Weights are random. `host-transfers` has the copies of pages alone, beside torch's between pinned memory and the device,
+if torch has one. `host-first-token` has one prompt that is computed, kept on the device, or kept on the host, alone and
+while another sequence generates; each time its pages are read back and compared bit for bit.
+"""
+
+import argparse
+import hashlib
+import importlib.util
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.record import RECORDS, load_record, save_record
+from benchmarks.report import render
+from benchmarks.timing import refuse_profilers
+from jaxkv.bench.serving import Served
+from jaxkv.bench.shapes import SHAPES
+from jaxkv.config import CacheConfig, SamplingParams
+from jaxkv.engine.engine import Engine
+from jaxkv.engine.engine_config import EngineConfig
+from jaxkv.engine.host_memory import HostMemory
+from jaxkv.engine.host_programs import SWAP_OUT, declare, pad_ids, unit_shapes
+from jaxkv.engine.request import Request
+from jaxkv.engine.sequence import Sequence as Sample
+
+Row = dict[str, Any]
+
+_REPEATS = 7
+_WARM_UPS = 2
+_PAGES = 32
+
+
+def median_ms(run: Callable[[], object], repeats: int = _REPEATS) -> tuple[float, float]:
+    """Returns the first time, in milliseconds, and the median of those after it."""
+    times = []
+    for _ in range(repeats + 1):
+        start = time.perf_counter()
+        run()
+        times.append((time.perf_counter() - start) * 1e3)
+    return times[0], statistics.median(times[1:])
+
+
+def transfers(engine: Engine) -> list[Row]:
+    """Times the copies of some pages of the first group, as an engine makes them."""
+    group = engine.executor.layout.paged_groups[0]
+    device = jax.devices()[0]
+    memory = HostMemory(device)
+    shapes = unit_shapes(group)
+    units = [
+        tuple(jnp.full(one.shape, at + 1, one.dtype, device=device) for one in shapes)
+        for at in range(_PAGES)
+    ]
+    jax.block_until_ready(units)
+    size = _PAGES * group.bytes_per_unit
+
+    def send() -> list[Any]:
+        return memory.settle(memory.send(units))
+
+    stored = send()
+
+    def bring() -> None:
+        jax.block_until_ready(memory.bring(stored))
+
+    rows = []
+    for way, run in (("to the host", send), ("to the device", bring)):
+        first, later = median_ms(run)
+        rows.append(_transfer(f"{memory.kind}, {way}", size, _PAGES * len(shapes), first, later))
+    return rows + _torch(size, _PAGES * len(shapes))
+
+
+def _transfer(name: str, size: int, pieces: int, first: float, later: float) -> Row:
+    return {
+        "copy": name,
+        "bytes": size,
+        "pieces": pieces,
+        "first_ms": first,
+        "median_ms": later,
+        "gb_per_second": size / later / 1e6,
+    }
+
+
+def _torch(size: int, pieces: int) -> list[Row]:
+    """Times torch's copies of as many bytes, whole and in as many pieces."""
+    if importlib.util.find_spec("torch") is None:
+        return []
+    import torch
+
+    if not torch.cuda.is_available():
+        return []
+    rows = []
+    for count in (1, pieces):
+        host = [torch.empty(size // count, dtype=torch.uint8).pin_memory() for _ in range(count)]
+        there = [torch.empty(size // count, dtype=torch.uint8, device="cuda") for _ in range(count)]
+        for way, source, target in (
+            ("to the host", there, host),
+            ("to the device", host, there),
+        ):
+
+            def copy(source: list[Any] = source, target: list[Any] = target) -> None:
+                for a, b in zip(source, target, strict=True):
+                    b.copy_(a, non_blocking=True)
+                torch.cuda.synchronize()
+
+            first, later = median_ms(copy)
+            rows.append(_transfer(f"torch pinned, {way}", size, count, first, later))
+    return rows
+
+
+class _Bench:
+    """An engine whose pool holds two prompts, so that a third pushes the first out.
+
+    Args:
+        options: of the command line.
+    """
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.tokens, self.vocab = options.tokens, SHAPES[options.shape].vocab_size
+        self.rng = np.random.default_rng(0)
+        longest = options.tokens + options.tokens // 2
+        self.engine = Served(
+            shape=options.shape,
+            dtype=options.dtype,
+            max_model_len=longest,
+            cache=CacheConfig(
+                max_sequences=2,
+                page_size=options.page_size,
+                host_bytes=int(options.gibibytes * 2**30),
+            ),
+            engine=EngineConfig(token_budget=options.tokens),
+        ).build()
+
+    def text(self) -> tuple[int, ...]:
+        """Draws a prompt's tokens."""
+        return tuple(self.rng.integers(0, self.vocab, self.tokens).tolist())
+
+    def begin(self, prompt: tuple[int, ...], output: int = 1) -> Sample:
+        """Asks for the most likely next tokens."""
+        wishes = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True)
+        return self.engine.add([Request(prompt=prompt, params=wishes, seed=0, stop_ids=())])[0]
+
+    def timed(self, prompt: tuple[int, ...], cached: int) -> float:
+        """Returns the milliseconds to the first token of a prompt of which so many tokens are reused."""
+        start = time.perf_counter()
+        made = self.begin(prompt)
+        while not made.generated:
+            self.engine.step()
+        took = time.perf_counter() - start
+        self.engine.run([made])
+        if made.cached != cached:
+            raise RuntimeError(f"{made.cached} tokens were reused, not {cached}")
+        return took * 1e3
+
+    def push_out(self, prompt: tuple[int, ...]) -> None:
+        """Computes other prompts until nothing of this one is on the device, and all is on the host."""
+        index = self.engine.prefix
+        assert index is not None, "the engine keeps prefixes"
+        while index.explain(prompt).num_reused:
+            self.engine.run([self.begin(self.text())])
+        if index.explain(prompt).num_with_host != len(prompt) - 1:
+            raise RuntimeError(f"it is not on the host: {index.explain(prompt)}")
+
+    def contents(self, prompt: tuple[int, ...]) -> list[str]:
+        """Returns a digest of each kept page of a prompt, in order."""
+        index, executor = self.engine.prefix, self.engine.executor
+        assert index is not None, "the engine keeps prefixes"
+        group = executor.layout.paged_groups[0]
+        tree, digests = index._trees[group.name], []
+        keys = index.keys()
+        for key in keys.pages(prompt, group.page_size, len(prompt)):
+            node = tree.find(key)
+            if node is None:
+                raise RuntimeError("a page that was just used is not kept")
+            ids = pad_ids([node.page], 4, executor.owner.counts[group.name])
+            unit = executor.look(declare(SWAP_OUT, group, 4), ids)[0]
+            digests.append(hashlib.md5(b"".join(np.asarray(a).tobytes() for a in unit)).hexdigest())
+        return digests
+
+
+def first_tokens(bench: _Bench) -> list[Row]:
+    """Times one prompt after the other: computed, from the device, from the host, and from the host under load."""
+    times: dict[str, list[float]] = {
+        "computed": [],
+        "kept on the device": [],
+        "kept on the host": [],
+        "kept on the host, another generates": [],
+    }
+    reused = bench.tokens - 1
+    steps = []
+    for repeat in range(_WARM_UPS + _REPEATS):
+        prompt = bench.text()
+        took = [bench.timed(prompt, 0), bench.timed(prompt, reused)]
+        before = bench.contents(prompt)
+        bench.push_out(prompt)
+        took.append(bench.timed(prompt, reused))
+        same = bench.contents(prompt) == before
+        bench.push_out(prompt)
+        other = bench.begin(bench.text()[: bench.tokens // 4], output=bench.tokens // 4)
+        while other.generated < 4:
+            bench.engine.step()
+        at, start = other.generated, time.perf_counter()
+        took.append(bench.timed(prompt, reused))
+        steps.append((other.generated - at) / (time.perf_counter() - start))
+        bench.engine.abort(other)
+        if not (same and bench.contents(prompt) == before):
+            raise RuntimeError("what came back from the host is not what went there")
+        if repeat >= _WARM_UPS:
+            for name, one in zip(times, took, strict=True):
+                times[name].append(one)
+    host = bench.engine.host
+    assert host is not None, "the engine has a tier on the host"
+    print(host.stats, flush=True)
+    median = {name: statistics.median(took) for name, took in times.items()}
+    return [
+        {
+            "request": name,
+            "prompt_tokens": bench.tokens,
+            "ttft_ms": median[name],
+            "spread_ms": max(took) - min(took),
+            "times_sooner_than_computed": median["computed"] / median[name],
+            "memory": host.kind,
+        }
+        for name, took in times.items()
+    ]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs both parts; each is printed and recorded as soon as it is done."""
+    parser = argparse.ArgumentParser(description="Times what comes back from the host.")
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="llama-3.1-8b")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--tokens", type=int, default=2048, help="of the prompts that are timed")
+    parser.add_argument("--page-size", type=int, default=64)
+    parser.add_argument("--gibibytes", type=float, default=8.0, help="of the host's memory")
+    parser.add_argument("--folder", type=Path, default=RECORDS, help="where records are written")
+    options = parser.parse_args(arguments)
+    refuse_profilers()
+    bench = _Bench(options)
+    for name, measure in (
+        ("host-first-token", lambda: first_tokens(bench)),
+        ("host-transfers", lambda: transfers(bench.engine)),
+    ):
+        path = save_record(name, measure(), folder=options.folder)
+        print(render(load_record(path)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

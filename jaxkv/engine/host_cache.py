@@ -1,0 +1,102 @@
+"""The host tier of one engine: books, memory, transfers and those who wait, put together and taken down."""
+
+import logging
+
+import jax
+
+from jaxkv.cache.host_entry import HostStats
+from jaxkv.cache.host_tier import HostTier
+from jaxkv.cache.prefix import PrefixIndex
+from jaxkv.engine.executor import Executor
+from jaxkv.engine.host_fetches import Fetches
+from jaxkv.engine.host_memory import HostMemory
+from jaxkv.engine.host_transfers import HostTransfers
+
+_LOG = logging.getLogger(__name__)
+
+
+class HostCache:
+    """What an engine has of the host's memory.
+
+    Args:
+        executor: has the device's cache, and how many bytes of the host to take.
+        prefix: the index whose evicted pages and checkpoints go there.
+
+    Attributes:
+        fetches: brings them back.
+        transfers: moves the bytes.
+        disabled: why it was taken down; empty while it works.
+    """
+
+    def __init__(self, executor: Executor, prefix: PrefixIndex) -> None:
+        [device] = jax.tree.leaves(executor.owner.handle().cache)[0].devices()
+        self._prefix = prefix
+        self._executor = executor
+        swap_ins = prefix.attach_host(executor.host_bytes)
+        self.tier: HostTier = swap_ins.tier
+        self.transfers = HostTransfers(executor, self.tier, HostMemory(device))
+        self.fetches = Fetches(prefix, swap_ins, self.transfers)
+        self.disabled = ""
+        executor.before_update = self._before_update
+
+    @property
+    def kind(self) -> str:
+        """What the memory is: "pinned_host" or "pageable"; after "disabled: ", why there is none any more."""
+        return f"disabled: {self.disabled}" if self.disabled else self.transfers.memory.kind
+
+    @property
+    def stats(self) -> HostStats:
+        """What lies there, and what has moved."""
+        return self.tier.stats
+
+    def advance(self, *, wait: bool = False) -> None:
+        """Goes on with what comes back; see `Fetches.advance`."""
+        self.fetches.advance(wait=wait)
+
+    def lose_device(self) -> None:
+        """Forgets what the index had in a cache that is lost; what has reached the host will be found again."""
+        self.fetches.give_way()
+        self.transfers.lose_device()
+        self._prefix.lose_device()
+
+    def close(self, reason: str = "closed") -> tuple[Exception, ...]:
+        """Frees the host's memory, and lets evicted pages be lost from now on; a second time does nothing.
+
+        Args:
+            reason: for `kind`.
+
+        Returns:
+            What could not be freed.
+        """
+        self.fetches.give_way()
+        self._prefix.detach_host()
+        self._executor.before_update = None
+        self.disabled = self.disabled or reason
+        return self.transfers.close()
+
+    def _before_update(self) -> None:
+        self.transfers.flush()
+        hopeless = self.transfers.why_hopeless()
+        if hopeless:
+            _LOG.error("prefixes go to the host no more: %s", hopeless)
+            self.close(hopeless)
+
+
+def why_no_host(executor: Executor, prefix: PrefixIndex | None) -> str:
+    """Returns "off" if no bytes were given, "disabled: " and why if they would be of no use, and nothing otherwise."""
+    if not executor.host_bytes:
+        return "off"
+    why_never = "the prefix cache is off" if prefix is None else prefix.why_never
+    if executor.model.whole_prompts:
+        why_never = "prompts of this model share nothing"
+    return f"disabled: {why_never}" if why_never else ""
+
+
+def open_host(executor: Executor, prefix: PrefixIndex | None) -> HostCache | None:
+    """Returns the host tier of an engine; `None` if it has no bytes, or nothing could be found again there."""
+    why_not = why_no_host(executor, prefix)
+    if prefix is not None and not why_not:
+        return HostCache(executor, prefix)
+    if executor.host_bytes:
+        _LOG.warning("nothing will be kept on the host, %s", why_not)
+    return None

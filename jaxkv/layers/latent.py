@@ -1,0 +1,244 @@
+"""Multi-head latent attention over pages of latents (DeepSeek-AI, DeepSeek-V2): project, rotate, write, attend.
+
+What is kept of a token is one latent and one rotary key for all heads. There are two ways to attend to it, equal but
+for rounding. "Absorbed", queries are taken into the space of the latents, which the heads then read where they lie:
+right where there is much to read and little to compute. "Expanded", keys and values are made of the latents first,
+which are four to five times smaller to multiply; it is for steps whose rows begin with them.
+"""
+
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jaxkv.batch import PagedTables, StepBatch
+from jaxkv.block_config import LatentConfig
+from jaxkv.layers.linear import linear
+from jaxkv.layers.norm import rms_norm
+from jaxkv.layers.rope import Angles, rotate, rotate_pairs
+from pallas_kernels import latent_attention, page_write, ragged_attention
+from pallas_kernels.families import member
+
+# The norms of latents have it in all published models, whatever the config says of the others.
+_NORM_EPS = 1e-6
+_LARGEST_PAGE, _SMALLEST_PAGE = 64, 8
+
+
+def latent_mixer(
+    params: Mapping[str, Array],
+    layer_cache: Mapping[str, Array],
+    x: Float[Array, "tokens hidden_size"],
+    batch: StepBatch,
+    tables: PagedTables,
+    angles: Angles,
+    *,
+    heads: int,
+    latent: LatentConfig,
+    scale: float,
+    implementation: str | None = None,
+) -> tuple[dict[str, Array], Float[Array, "tokens hidden_size"]]:
+    """Remembers the new tokens' latents and lets each token attend to what it may see.
+
+    Args:
+        params: "qkv_down" [queries + stored, hidden_size], where queries are `q_lora_rank` rows if there is a latent of
+            queries and else all heads'; then "q_norm" [q_lora_rank] and "q_up" [heads * query_dim, q_lora_rank];
+            "kv_norm" [kv_lora_rank], "k_up" [heads, nope_dim, kv_lora_rank], "v_up" [heads, value_dim, kv_lora_rank];
+            "o" [hidden_size, heads * value_dim].
+        layer_cache: the layer's pages, "key" [pages, page_size, 1, stored].
+        x: normalised hidden states.
+        batch: the step's metadata; attends expanded if it is `fresh` and no decode step.
+        tables: where the layer's group reads and writes.
+        angles: from `rope_angles`.
+        heads: query heads.
+        latent: sizes.
+        scale: what scores are multiplied by.
+        implementation: which family of implementations to insist on; `None` takes the best.
+
+    Returns:
+        The layer's pages after the write, and the attention's output.
+    """
+    q, key, _ = project_latent(params, x, angles, heads=heads, latent=latent)
+    (pages,) = page_write(
+        (layer_cache["key"],),
+        (key[:, None, :],),
+        tables.write_slots,
+        implementation=member(implementation, "page_write"),
+    )
+    options = {"latent": latent, "scale": scale, "implementation": implementation}
+    if batch.fresh and not batch.decode:
+        # Rounded as the pages round it, so that a token is the same to those who read it there.
+        key = key.astype(pages.dtype).astype(key.dtype)
+        mixed = attend_expanded(params, q, key, batch, **options)
+    else:
+        mixed = attend_absorbed(params, q, pages, batch, tables, **options)
+    return {"key": pages}, linear(params["o"], mixed.reshape(x.shape[0], -1))
+
+
+def project_latent(
+    params: Mapping[str, Array],
+    x: Float[Array, "tokens hidden_size"],
+    angles: Angles,
+    *,
+    heads: int,
+    latent: LatentConfig,
+) -> tuple[
+    Float[Array, "tokens heads query_dim"],
+    Float[Array, "tokens stored"],
+    Float[Array, "tokens asked"],
+]:
+    """Returns the queries, nope part first, what is kept of each token, and the latents that queries were made of.
+
+    Queries and what is kept are rotated. Where queries have no latent, the last is the queries before that.
+    """
+    down = linear(params["qkv_down"], x)
+    asked, compressed, rope_key = jnp.split(
+        down, (down.shape[1] - latent.stored, down.shape[1] - latent.rope_dim), axis=1
+    )
+    if latent.has_query_latent:
+        asked = rms_norm(params["q_norm"], asked, eps=_NORM_EPS)
+    queries = linear(params["q_up"], asked) if latent.has_query_latent else asked
+    turn = rotate_pairs if latent.pairs else rotate
+    nope, rope = jnp.split(queries.reshape(x.shape[0], heads, -1), (latent.nope_dim,), axis=2)
+    q = jnp.concatenate((nope, turn(angles, rope)), axis=2)
+    compressed = rms_norm(params["kv_norm"], compressed, eps=_NORM_EPS)
+    rope_key = turn(angles, rope_key[:, None, :])[:, 0]
+    return q, jnp.concatenate((compressed, rope_key), axis=1), asked
+
+
+def absorb(
+    params: Mapping[str, Array],
+    q: Float[Array, "tokens heads query_dim"],
+    latent: LatentConfig,
+) -> Float[Array, "tokens heads stored"]:
+    """Takes queries into the space of the latents: their product with a latent is that with the key made of it."""
+    nope, rope = jnp.split(q, (latent.nope_dim,), axis=2)
+    return jnp.concatenate((_per_head(nope, params["k_up"], contract=1), rope), axis=2)
+
+
+def raise_values(
+    params: Mapping[str, Array], mixed: Float[Array, "tokens heads kv_lora_rank"]
+) -> Float[Array, "tokens heads value_dim"]:
+    """Makes values of mixed latents."""
+    return _per_head(mixed, params["v_up"], contract=2)
+
+
+def attend_absorbed(
+    params: Mapping[str, Array],
+    q: Float[Array, "tokens heads query_dim"],
+    pages: Float[Array, "pages page_size 1 stored"],
+    batch: StepBatch,
+    tables: PagedTables,
+    *,
+    latent: LatentConfig,
+    scale: float,
+    implementation: str | None = None,
+) -> Float[Array, "tokens heads value_dim"]:
+    """Attends over the pages, which hold the new tokens already."""
+    mixed = latent_attention(
+        absorb(params, q, latent).astype(pages.dtype),
+        pages,
+        tables.page_table,
+        batch.seq_lens,
+        None if batch.decode else batch.cu_q_lens,
+        value_dim=latent.kv_lora_rank,
+        scale=scale,
+        implementation=member(implementation, "latent_attention"),
+    )
+    return raise_values(params, mixed.astype(q.dtype))
+
+
+def attend_expanded(
+    params: Mapping[str, Array],
+    q: Float[Array, "tokens heads query_dim"],
+    key: Float[Array, "tokens stored"],
+    batch: StepBatch,
+    *,
+    latent: LatentConfig,
+    scale: float,
+    implementation: str | None = None,
+) -> Float[Array, "tokens heads value_dim"]:
+    """Attends among the tokens of each row, of which none may have come before this step.
+
+    It is `ragged_attention` over pages that exist for the step alone: latents are gathered so that each row begins a
+    page, which is cheap since they are small, and expanded there. The narrower one of keys and values is filled up.
+    """
+    tokens, heads, _ = q.shape
+    token, table = own_pages(batch.cu_q_lens, tokens)
+    compressed, rope = jnp.split(
+        key.at[token.reshape(-1)].get(mode="clip"), (latent.kv_lora_rank,), axis=1
+    )
+    k, v = (
+        linear(params[name].reshape(-1, latent.kv_lora_rank), compressed).reshape(
+            token.size, heads, -1
+        )
+        for name in ("k_up", "v_up")
+    )
+    rope = jnp.broadcast_to(rope[:, None, :], (token.size, heads, latent.rope_dim))
+    k = jnp.concatenate((k, rope), axis=2)
+    width = max(latent.query_dim, latent.value_dim)
+    mixed = ragged_attention(
+        _widened(q, width),
+        _widened(k, width).reshape(*token.shape, heads, width),
+        _widened(v, width).reshape(*token.shape, heads, width),
+        table,
+        batch.cu_q_lens[1:] - batch.cu_q_lens[:-1],
+        batch.cu_q_lens,
+        scale=scale,
+        implementation=member(implementation, "ragged_attention"),
+    )
+    return mixed[:, :, : latent.value_dim]
+
+
+def own_pages(
+    cu_q_lens: Int[Array, " row_bounds"], tokens: int
+) -> tuple[Int[Array, "pages page_size"], Int[Array, "rows table_width"]]:
+    """Lays packed rows out as pages of their own, each row at the beginning of one.
+
+    Args:
+        cu_q_lens: row r's tokens are `cu_q_lens[r]:cu_q_lens[r + 1]`.
+        tokens: how many there are, padding included.
+
+    Returns:
+        Which token lies where, any one past a row's end; and each row's pages, any one past its last.
+    """
+    rows = cu_q_lens.shape[0] - 1
+    page_size = _page_size(tokens, rows)
+    pages = max(1, (tokens + rows * (page_size - 1)) // page_size)
+    held = (cu_q_lens[1:] - cu_q_lens[:-1] + (page_size - 1)) // page_size
+    first = jnp.pad(jnp.cumsum(held, dtype=jnp.int32), (1, 0))
+    page = jnp.arange(pages, dtype=jnp.int32)
+    owner = jnp.sum(first[None, 1:] <= page[:, None], axis=1, dtype=jnp.int32)
+    owner = jnp.minimum(owner, rows - 1)
+    begin = cu_q_lens[owner] + (page - first[owner]) * page_size
+    token = begin[:, None] + jnp.arange(page_size, dtype=jnp.int32)[None, :]
+    column = jnp.arange(-(-tokens // page_size), dtype=jnp.int32)
+    return token, jnp.minimum(first[:-1, None] + column[None, :], pages - 1)
+
+
+def _page_size(tokens: int, rows: int) -> int:
+    """Returns the largest page by which the rows' ends add at most half as many places as there are tokens."""
+    size = _LARGEST_PAGE
+    while size > _SMALLEST_PAGE and 2 * rows * size > tokens:
+        size //= 2
+    return size
+
+
+def _per_head(
+    x: Float[Array, "tokens heads width"], weight: Float[Array, "heads out in"], *, contract: int
+) -> Float[Array, "tokens heads result"]:
+    """Multiplies each head by its own matrix, over the matrix's axis `contract`."""
+    product = jax.lax.dot_general(
+        x,
+        weight,
+        (((2,), (contract,)), ((1,), (0,))),
+        precision=jax.lax.Precision.HIGHEST if weight.dtype == jnp.float32 else None,
+        preferred_element_type=jnp.float32,
+    )
+    return product.astype(x.dtype).swapaxes(0, 1)
+
+
+def _widened(
+    x: Float[Array, "tokens heads width"], width: int
+) -> Float[Array, "tokens heads widened"]:
+    return jnp.pad(x, ((0, 0), (0, 0), (0, width - x.shape[2])))

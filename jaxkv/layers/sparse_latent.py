@@ -1,0 +1,124 @@
+"""Sparse attention over latents (DeepSeek-AI, DeepSeek-V3.2): an indexer chooses the tokens that each query reads.
+
+The reference rotates index queries and keys by a Hadamard matrix before it rounds them to 8 bits. That changes no
+product, only how the rounding falls, and is left out here as in Transformers.
+"""
+
+from collections.abc import Mapping
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Shaped
+
+from jaxkv.batch import PagedTables, StepBatch
+from jaxkv.block_config import IndexConfig, LatentConfig
+from jaxkv.layers.latent import absorb, attend_expanded, project_latent, raise_values
+from jaxkv.layers.linear import linear, project
+from jaxkv.layers.norm import layer_norm
+from jaxkv.layers.rope import Angles, rotate
+from pallas_kernels import index_topk, page_write, sparse_attention
+from pallas_kernels.families import member
+from pallas_kernels.index_codec import write_index_keys
+from pallas_kernels.record_codec import decode_records, encode_records
+
+_NORM_EPS = 1e-6
+
+
+def sparse_latent_mixer(
+    params: Mapping[str, Array],
+    layer_cache: Mapping[str, Array],
+    x: Float[Array, "tokens hidden_size"],
+    batch: StepBatch,
+    tables: PagedTables,
+    angles: Angles,
+    *,
+    heads: int,
+    latent: LatentConfig,
+    index: IndexConfig,
+    scale: float,
+    implementation: str | None = None,
+) -> tuple[dict[str, Array], Float[Array, "tokens hidden_size"]]:
+    """Remembers the new tokens' latents and index keys, and lets each token attend to the best of what it may see.
+
+    Args:
+        params: as of `latent_mixer`, and the indexer's: "index_q" [index.heads * index.head_dim, q_lora_rank],
+            "index_k" [index.head_dim, hidden_size], "index_norm" and "index_norm_bias" [index.head_dim],
+            "index_weights" [index.heads, hidden_size], float32.
+        layer_cache: the layer's pages, "key" and "indexer": records of bytes, or plain numbers (see `variants.dsa`).
+        x: normalised hidden states.
+        batch: the step's metadata. If it is `fresh`, and no longer than `topk`, everything is chosen, so it attends
+            expanded and asks no indexer.
+        tables: where the layer's group reads and writes.
+        angles: from `rope_angles`.
+        heads: query heads.
+        latent: sizes of the attention.
+        index: sizes of the indexer.
+        scale: what scores are multiplied by.
+        implementation: which family of implementations to insist on; `None` takes the best.
+
+    Returns:
+        The layer's pages after the write, and the attention's output.
+    """
+    q, key, asked = project_latent(params, x, angles, heads=heads, latent=latent)
+    stored, kept = _as_stored(key, layer_cache["key"], latent)
+    (pages,) = page_write(
+        (layer_cache["key"],),
+        (stored[:, None, :],),
+        tables.write_slots,
+        implementation=member(implementation, "page_write"),
+    )
+    index_key = linear(params["index_k"], x)
+    index_key = layer_norm(
+        params["index_norm"], params["index_norm_bias"], index_key, eps=_NORM_EPS
+    )
+    index_key = rotate(angles, index_key[:, None, :])[:, 0]
+    index_pages = write_index_keys(layer_cache["indexer"], index_key, tables.write_slots)
+    if batch.fresh and not batch.decode and x.shape[0] <= index.topk:
+        mixed = attend_expanded(
+            params, q, kept, batch, latent=latent, scale=scale, implementation=implementation
+        )
+    else:
+        index_q = linear(params["index_q"], asked).reshape(x.shape[0], index.heads, -1)
+        slots, counts = index_topk(
+            rotate(angles, index_q),
+            _head_weights(params, x, index),
+            index_pages,
+            tables.page_table,
+            batch.seq_lens,
+            None if batch.decode else batch.cu_q_lens,
+            topk=index.topk,
+            implementation=member(implementation, "index_topk"),
+        )
+        queries = absorb(params, q, latent)
+        mixed = sparse_attention(
+            queries if pages.dtype == jnp.uint8 else queries.astype(pages.dtype),
+            pages,
+            slots,
+            counts,
+            value_dim=latent.kv_lora_rank,
+            scale=scale,
+            implementation=member(implementation, "sparse_attention"),
+        )
+        mixed = raise_values(params, mixed.astype(q.dtype))
+    updates = {"key": pages, "indexer": index_pages}
+    return updates, linear(params["o"], mixed.reshape(x.shape[0], -1))
+
+
+def _as_stored(
+    key: Float[Array, "tokens stored"],
+    pages: Shaped[Array, "pages page_size 1 width"],
+    latent: LatentConfig,
+) -> tuple[Shaped[Array, "tokens width"], Float[Array, "tokens stored"]]:
+    """Returns what is written of each token, and the key as those read it who find it there."""
+    if pages.dtype != jnp.uint8:
+        return key, key.astype(pages.dtype).astype(key.dtype)
+    compressed, rope = jnp.split(key, (latent.kv_lora_rank,), axis=1)
+    records = encode_records(compressed, rope)
+    return records, decode_records(records, rank=latent.kv_lora_rank).astype(key.dtype)
+
+
+def _head_weights(
+    params: Mapping[str, Array], x: Float[Array, "tokens hidden_size"], index: IndexConfig
+) -> Float[Array, "tokens index_heads"]:
+    """Returns what each index head's scores count, in float32, the constants of all of them included."""
+    weights = project(params["index_weights"], x.astype(jnp.float32), result=jnp.float32)
+    return weights * (index.heads * index.head_dim) ** -0.5

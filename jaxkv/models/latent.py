@@ -1,0 +1,134 @@
+"""The blocks of multi-head latent attention, over all tokens and over chosen ones: parameters, memory and run."""
+
+from collections.abc import Mapping
+
+from jaxtyping import Array, Float
+
+from jaxkv.batch import PagedTables
+from jaxkv.block_config import IndexConfig, LatentConfig
+from jaxkv.cache.spec import PagedSpec
+from jaxkv.cache.variants import QUANTISED, dsa, mla
+from jaxkv.layers.latent import latent_mixer
+from jaxkv.layers.sparse_latent import sparse_latent_mixer
+from jaxkv.model_config import ModelConfig
+from jaxkv.models.block import Block, Leaf, Said, Step
+
+
+def _latent(config: ModelConfig) -> LatentConfig:
+    assert config.latent is not None, "the config was checked when it was made"
+    return config.latent
+
+
+def _leaves(config: ModelConfig) -> dict[str, Leaf]:
+    latent, hidden, heads = _latent(config), config.hidden_size, config.heads
+    rank, queries = latent.kv_lora_rank, heads * latent.query_dim
+    leaves = {
+        "qkv_down": Leaf(((latent.q_lora_rank or queries) + latent.stored, hidden)),
+        "kv_norm": Leaf((rank,), is_scale=True),
+        "k_up": Leaf((heads, latent.nope_dim, rank)),
+        "v_up": Leaf((heads, latent.value_dim, rank)),
+        "o": Leaf((hidden, heads * latent.value_dim)),
+    }
+    if latent.q_lora_rank is not None:
+        leaves["q_norm"] = Leaf((latent.q_lora_rank,), is_scale=True)
+        leaves["q_up"] = Leaf((queries, latent.q_lora_rank))
+    return leaves
+
+
+def _spec(config: ModelConfig, layer: int, page_size: int, dtype: str) -> PagedSpec:
+    del layer
+    latent, wish = _latent(config), dtype if dtype in QUANTISED else None
+    return mla(
+        latent.kv_lora_rank,
+        latent.rope_dim,
+        dtype=config.dtype if wish else dtype,
+        page_size=page_size,
+        quantised=wish,
+    )
+
+
+def _scale(config: ModelConfig) -> float:
+    scale = config.attention_scale
+    return _latent(config).query_dim ** -0.5 if scale is None else scale
+
+
+def _run(
+    config: ModelConfig,
+    params: Mapping[str, Array],
+    held: Mapping[str, Array],
+    x: Float[Array, "tokens hidden_size"],
+    step: Step,
+) -> Said:
+    assert isinstance(step.tables, PagedTables)
+    return latent_mixer(
+        params,
+        held,
+        x,
+        step.batch,
+        step.tables,
+        step.angles,
+        heads=config.heads,
+        latent=_latent(config),
+        scale=_scale(config),
+        implementation=step.implementation,
+    )
+
+
+def _index(config: ModelConfig) -> IndexConfig:
+    index = _latent(config).index
+    assert index is not None, "the config was checked when it was made"
+    return index
+
+
+def _sparse_leaves(config: ModelConfig) -> dict[str, Leaf]:
+    index, hidden = _index(config), config.hidden_size
+    return _leaves(config) | {
+        "index_q": Leaf((index.heads * index.head_dim, _latent(config).q_lora_rank or 0)),
+        "index_k": Leaf((index.head_dim, hidden)),
+        "index_norm": Leaf((index.head_dim,), is_scale=True),
+        "index_norm_bias": Leaf((index.head_dim,)),
+        # What they weigh decides which tokens are read at all.
+        "index_weights": Leaf((index.heads, hidden), dtype="float32"),
+    }
+
+
+def _sparse_spec(config: ModelConfig, layer: int, page_size: int, dtype: str) -> PagedSpec:
+    """Keeps records of bytes where 8 bits were asked for, and numbers of that dtype otherwise."""
+    del layer
+    latent, index = _latent(config), _index(config)
+    return dsa(
+        latent.kv_lora_rank,
+        latent.rope_dim,
+        index.head_dim,
+        page_size=page_size,
+        dtype="uint8" if dtype == "fp8" else dtype,
+        plain=dtype not in QUANTISED,
+        topk=index.topk,
+    )
+
+
+def _run_sparse(
+    config: ModelConfig,
+    params: Mapping[str, Array],
+    held: Mapping[str, Array],
+    x: Float[Array, "tokens hidden_size"],
+    step: Step,
+) -> Said:
+    assert isinstance(step.tables, PagedTables)
+    return sparse_latent_mixer(
+        params,
+        held,
+        x,
+        step.batch,
+        step.tables,
+        step.angles,
+        heads=config.heads,
+        latent=_latent(config),
+        index=_index(config),
+        scale=_scale(config),
+        implementation=step.implementation,
+    )
+
+
+LATENT = Block(_leaves, _run, "page", _spec)
+SPARSE_LATENT = Block(_sparse_leaves, _run_sparse, "page", _sparse_spec)

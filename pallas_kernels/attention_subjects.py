@@ -1,0 +1,97 @@
+"""How benchmarks call the attention ops over and over, and what is right of them. Times nothing."""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from pallas_kernels.latent_attention import reference as latent_reference
+from pallas_kernels.paged_attention import reference as attention_reference
+
+_MOST_BYTES = 8 * 2**30
+_MOST_QUERIES = 512
+_REFERENCE_BYTES = 512 * 2**20
+_POOLS = ("k_pages", "v_pages", "k_scales", "v_scales", "latent_pages")
+
+
+def repeat_pages(inputs: Mapping[str, Any], copies: int) -> tuple[dict, list[dict]]:
+    """Each call reads its own copy of the pages, all of them in one larger pool, as a cache would hold them."""
+    arrays = {
+        name: jnp.asarray(value) for name, value in inputs.items() if isinstance(value, np.ndarray)
+    }
+    pools = [name for name in _POOLS if name in arrays]
+    copies = max(2, min(copies, _MOST_BYTES // sum(arrays[name].nbytes for name in pools)))
+    table, num_pages = arrays.pop("page_table"), len(arrays[pools[0]])
+    for name in pools:
+        arrays[name] = jnp.concatenate([arrays[name]] * copies)
+    return arrays, [{"page_table": table + jnp.int32(copy * num_pages)} for copy in range(copies)]
+
+
+def answer(inputs: Mapping[str, Any]) -> list[np.ndarray]:
+    """Returns the reference's outputs of `paged_attention` or `ragged_attention` for some queries."""
+    names = ("k_pages", "v_pages", "sinks", "k_scales", "v_scales")
+    arrays = {name: jnp.asarray(inputs[name]) for name in names if inputs[name] is not None}
+    options = {name: inputs[name] for name in ("scale", "window", "soft_cap")}
+    attend = jax.jit(partial(attention_reference.paged_attention, **options))
+    # The reference repeats keys for each head.
+    per_key = inputs["q"].shape[1] * inputs["q"].shape[2]
+    return _by_queries(inputs, partial(attend, **arrays), inputs["k_pages"].shape[1], per_key)
+
+
+def latent_answer(inputs: Mapping[str, Any]) -> list[np.ndarray]:
+    """Returns the reference's outputs of `latent_attention` for some queries."""
+    options = {name: inputs[name] for name in ("scale", "value_dim")}
+    attend = jax.jit(partial(latent_reference.latent_attention, **options))
+    pages = jnp.asarray(inputs["latent_pages"])
+    # Scores and weights beside the latents themselves.
+    per_key = inputs["q"].shape[2] + 2 * inputs["q"].shape[1]
+    return _by_queries(inputs, partial(attend, latent_pages=pages), pages.shape[1], per_key)
+
+
+def _by_queries(
+    inputs: Mapping[str, Any],
+    attend: Callable[..., tuple[Array, Array]],
+    page_size: int,
+    numbers_per_key: int,
+) -> list[np.ndarray]:
+    """Answers some queries a few at a time, each as a row of its own: the reference gathers all keys of each query."""
+    q, page_table, seq_lens = (inputs[name] for name in ("q", "page_table", "seq_lens"))
+    rows, visible = np.arange(len(seq_lens)), seq_lens
+    if "cu_q_lens" in inputs:
+        rows, visible = _rows_of_tokens(inputs["cu_q_lens"], seq_lens, len(q))
+    queries = some_queries(inputs)
+    keys = page_table.shape[1] * page_size
+    step = max(1, _REFERENCE_BYTES // (keys * numbers_per_key * 4))
+    parts = []
+    for start in range(0, len(queries), step):
+        # Every part has the same size, so that one program serves all; the last one repeats queries.
+        part = np.resize(queries[start : start + step], min(step, len(queries)))
+        chosen = (q[part], page_table[rows[part]], visible[part])
+        names = ("q", "page_table", "seq_lens")
+        out, _ = attend(**dict(zip(names, map(jnp.asarray, chosen), strict=True)))
+        parts.append(np.asarray(out))
+    return [np.concatenate(parts)[: len(queries)]]
+
+
+def some_queries(inputs: Mapping[str, Any]) -> np.ndarray:
+    """The first and last query of each row, and others spread evenly: the reference takes milliseconds for each."""
+    tokens = len(inputs["q"])
+    spread = np.linspace(0, tokens - 1, min(tokens, _MOST_QUERIES)).astype(np.int64)
+    bounds = inputs.get("cu_q_lens", np.zeros(0, np.int64)).astype(np.int64)
+    ends = np.concatenate([bounds, bounds - 1])
+    return np.unique(np.concatenate([spread, ends[(ends >= 0) & (ends < tokens)]]))
+
+
+def _rows_of_tokens(
+    cu_q_lens: np.ndarray, seq_lens: np.ndarray, tokens: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """For each packed token, its row and the keys that it sees; padding tokens see none of row 0's."""
+    q_lens = np.diff(cu_q_lens)
+    rows = np.repeat(np.arange(len(q_lens)), q_lens)
+    visible = seq_lens[rows] - (cu_q_lens[rows + 1] - np.arange(len(rows)) - 1)
+    padding = np.zeros(tokens - len(rows), np.int32)
+    return np.append(rows, padding), np.append(visible, padding).astype(np.int32)

@@ -1,0 +1,57 @@
+"""The door to `filter_bounds`: where top-k, top-p and min-p cut a row of logits."""
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float32, Shaped
+
+from pallas_kernels.checks import check_ids, check_shape
+from pallas_kernels.dispatch import choose
+from pallas_kernels.filter_bounds import mosaic_gpu, xla
+
+
+def filter_bounds(
+    logits: Shaped[Array | np.ndarray, "rows vocab"],
+    top_k: Shaped[Array | np.ndarray, " rows"],
+    top_p: Shaped[Array | np.ndarray, " rows"],
+    min_p: Shaped[Array | np.ndarray, " rows"],
+    temperature: Shaped[Array | np.ndarray, " rows"],
+    *,
+    implementation: str | None = None,
+) -> Float32[Array, " rows"]:
+    """Returns each row's smallest allowed logit: a token may be drawn if its logit is no less, ties included.
+
+    - Top-k: the k-th largest logit.
+    - Top-p (Holtzman et al., The Curious Case of Neural Text Degeneration, 2020): the smallest set of most likely
+      tokens whose probability, renormalised over what top-k left, reaches p; the token that crosses p is kept.
+    - Min-p (Nguyen et al., Turning Up the Heat, 2024): min_p times the probability of the most likely token.
+
+    Implementations may differ in which token crosses p where the sum equals p but for rounding in float32.
+
+    Args:
+        logits: float32. Those of -inf cannot be drawn. The bound of a row that holds NaN or +inf, or nothing but -inf,
+            means nothing.
+        top_k: int32; 0, or as much as there are tokens, for no bound.
+        top_p: float32; 1 for no bound.
+        min_p: float32; 0 for no bound.
+        temperature: float32, positive and normal, by which logits are divided for probabilities.
+        implementation: "mosaic_gpu", "xla", or `None` for the best that can run.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit.
+        Unsupported: the implementation asked for, or every one, cannot run; the message carries each reason.
+    """
+    check_shape("logits", logits, (None, None))
+    check_ids("top_k", top_k, (logits.shape[0],))
+    floats = {"top_p": top_p, "min_p": min_p, "temperature": temperature}
+    for name, array in floats.items():
+        check_shape(name, array, (logits.shape[0],))
+    for name, array in {"logits": logits, **floats}.items():
+        if array.dtype != jnp.float32:
+            raise ValueError(f"{name} must be float32, got {array.dtype}")
+    arrays = tuple(map(jnp.asarray, (logits, top_k, top_p, min_p, temperature)))
+    reasons = {"mosaic_gpu": lambda: mosaic_gpu.why_not(arrays[0]), "xla": lambda: None}
+    chosen = choose("filter_bounds", reasons, implementation)
+    if not logits.shape[0]:
+        return jnp.zeros(0, jnp.float32)
+    function = mosaic_gpu.filter_bounds if chosen == "mosaic_gpu" else xla.filter_bounds
+    return function(*arrays)

@@ -1,0 +1,178 @@
+"""What one block of `filter_bounds` does with its row: bisecting for the k-th logit, then for the nucleus."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import Array, lax
+
+from pallas_kernels.mosaic_bisection import (
+    HIGHEST,
+    LOWEST,
+    PIECE,
+    WARPGROUPS,
+    Bisection,
+    Bracket,
+    Listed,
+    Pass,
+)
+from pallas_kernels.ordered_floats import ordered
+
+Ref = Any
+
+PIECES = 4
+CHUNK = PIECE * PIECES
+
+SAMPLES = 4
+LISTED = 1536
+"""Logits that the first list is to hold: more than usual filters leave, and few enough for the list."""
+
+
+class Block(Bisection):
+    """One block at work on its row."""
+
+    def __init__(self, refs: Mapping[str, Ref], *, interpret: bool) -> None:
+        super().__init__(refs, interpret=interpret)
+        self.row = lax.axis_index("row")
+        self.vocab = refs["logits"].shape[1]
+        self.best = refs["best"][self.row]
+        self.factor = refs["factor"][self.row]
+
+    def run(self) -> None:
+        """Writes the row's bound; of rows without a filter, or of logits that are no numbers, it is -inf."""
+        top_k, top_p = self.refs["top_k"][self.row], self.refs["top_p"][self.row]
+        by_count = (top_k > 0) & (top_k < self.vocab)
+        by_mass = top_p < 1.0
+        is_finite = (self.best < HIGHEST) & (self.best > LOWEST)
+        is_wanted = (by_count | by_mass) & is_finite
+
+        @pl.when(is_wanted)
+        def _() -> None:
+            self.write(self.bound(top_k, top_p, by_count, by_mass))
+
+        @pl.when(jnp.logical_not(is_wanted))
+        def _() -> None:
+            self.write(jnp.float32(LOWEST))
+
+    def write(self, bound: Array) -> None:
+        """Writes the result."""
+
+        @pl.when(self.warpgroup == 0)
+        def _() -> None:
+            self.refs["bounds"][self.row] = bound
+
+    def bound(self, top_k: Array, top_p: Array, by_count: Array, by_mass: Array) -> Array:
+        """Returns the larger of both bounds."""
+        guess = self.guess()
+        seen = self.list_from(guess, jnp.float32(HIGHEST))
+        guess = ordered(guess)
+        is_listed = seen.fits & (jnp.logical_not(by_count) | (seen.above >= top_k))
+        lowest, everything = jnp.float32(LOWEST), jnp.int32(self.vocab)
+
+        def kth() -> tuple[Array, Array]:
+            found, bracket = self.settle(
+                self.around(guess, seen, seen.above >= top_k),
+                lambda count, _: count >= top_k,
+                lowest,
+                Listed(jnp.int32(0), seen.below),
+                is_listed,
+            )
+            return found, bracket.above
+
+        floor, count = lax.cond(by_count, kth, lambda: (lowest, everything))
+        return lax.cond(
+            by_mass,
+            lambda: self.nucleus(top_p, by_count, guess, seen, floor, count, is_listed),
+            lambda: floor,
+        )
+
+    def around(self, guess: Array, seen: Pass, holds: Array) -> Bracket:
+        """Returns the bracket above the guess if that holds, else the one below it."""
+        none, nothing = jnp.int32(0), jnp.float32(0)
+        return Bracket(
+            jnp.where(holds, guess, ordered(jnp.float32(LOWEST))),
+            jnp.where(holds, ordered(self.best) + 1, guess),
+            jnp.where(holds, seen.above, jnp.int32(self.vocab)),
+            jnp.where(holds, none, seen.above),
+            jnp.where(holds, seen.below, nothing),
+        )
+
+    def nucleus(
+        self,
+        top_p: Array,
+        by_count: Array,
+        guess: Array,
+        seen: Pass,
+        floor: Array,
+        count: Array,
+        is_listed: Array,
+    ) -> Array:
+        """Returns the bound of top-p over the `count` logits from `floor` on, which are all if top-k is off."""
+        total = lax.cond(by_count, lambda: self.weight_from(floor, is_listed), lambda: seen.total)
+        rest = (1.0 - top_p) * total
+        holds = seen.below <= rest
+        none, nothing = jnp.int32(0), jnp.float32(0)
+        above_floor = Bracket(ordered(floor), ordered(self.best) + 1, count, none, nothing)
+        anywhere = self.around(guess, seen, holds)
+        bracket = Bracket(
+            *(jnp.where(by_count, *pair) for pair in zip(above_floor, anywhere, strict=True))
+        )
+        found, _ = self.settle(
+            bracket,
+            lambda _, mass: mass <= rest,
+            floor,
+            Listed(none, jnp.where(by_count, nothing, seen.below)),
+            is_listed & (by_count | holds),
+        )
+        return found
+
+    def weight_from(self, floor: Array, is_listed: Array) -> Array:
+        """Returns the weight of the logits from a bound on, which may all be in the list."""
+        end = jnp.float32(HIGHEST)
+        return lax.cond(
+            is_listed,
+            lambda: self.ask_list(end, floor)[1],
+            lambda: self.ask_row(end, floor)[1],
+        )
+
+    def guess(self) -> Array:
+        """Returns a number that about `LISTED` of the row's logits reach, judging by some of them."""
+        step = (self.vocab - PIECE) // (WARPGROUPS * SAMPLES - 1) // 4 * 4
+        starts = [(self.warpgroup * SAMPLES + sample) * step for sample in range(SAMPLES)]
+        samples = [self.load(start) for start in starts]
+        wanted = LISTED * (WARPGROUPS * SAMPLES * PIECE / self.vocab)
+        return jnp.minimum(self.reached_by(samples, jnp.float32(wanted)), self.best)
+
+    def weights(self, x: Array) -> Array:
+        """Returns probabilities, but for a factor that makes the best token's 1."""
+        return jnp.exp2((x - self.best) * self.factor)
+
+    def visit_row(self, visit: Callable[[Array, Any], Any], state: Any) -> Any:  # noqa: ANN401 - a pytree
+        """Folds over every fourth chunk of the row; places that another chunk has hold -inf."""
+        chunks = -(-self.vocab // CHUNK)
+        turns = lax.div(chunks - self.warpgroup + WARPGROUPS - 1, WARPGROUPS)
+        place = plgpu.broadcasted_iota(jnp.int32, (PIECE,), 0, layout=self.layout)
+
+        def fetch(index: Array) -> tuple[list[Array], Array, Array]:
+            wanted = (self.warpgroup + index * WARPGROUPS) * CHUNK
+            start = jnp.minimum(wanted, self.vocab - CHUNK)
+            return [self.load(start + piece * PIECE) for piece in range(PIECES)], wanted, start
+
+        def turn(index: Array, carried: tuple[Any, Any]) -> tuple[Any, Any]:
+            (loaded, wanted, start), state = carried
+            # The next chunk is on its way while this one is looked at; behind the last one it is the last one.
+            after = fetch(jnp.minimum(index + 1, turns - 1))
+            for piece, x in enumerate(loaded):
+                is_new = place >= wanted - start - piece * PIECE
+                state = visit(jnp.where(is_new, x, LOWEST), state)
+            return after, state
+
+        _, state = lax.fori_loop(jnp.int32(0), turns, turn, (fetch(jnp.int32(0)), state))
+        return state
+
+    def load(self, start: Array) -> Array:
+        """Sends for a piece of the row."""
+        source = self.refs["logits"].at[self.row, pl.ds(start, PIECE)]
+        return plgpu.load(source, layout=self.layout, optimized=False)

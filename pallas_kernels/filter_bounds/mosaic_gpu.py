@@ -1,0 +1,88 @@
+"""`filter_bounds` as a Mosaic GPU kernel for Hopper: a block bisects one row's logits, without sorting them."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Float32, Int
+
+from pallas_kernels.attention_scores import LOG2_E
+from pallas_kernels.device import why_not_mosaic
+from pallas_kernels.filter_bounds.mosaic_block import CHUNK, Block
+from pallas_kernels.filter_bounds.near_best import near_best
+from pallas_kernels.mosaic_bisection import WARPGROUPS, scratch
+from pallas_kernels.mosaic_rows import INTERPRETED
+
+Ref = Any
+
+
+def why_not(logits: Array) -> str | None:
+    """Returns why this kernel cannot run, or `None` if it can."""
+    return why_not_mosaic() or refusal(logits)
+
+
+def refusal(logits: Array) -> str | None:
+    """Returns why the kernel cannot be built for these logits, or `None` if it can."""
+    vocab = logits.shape[1]
+    if vocab < CHUNK or vocab % 4:
+        return f"the vocabulary must be a multiple of 4 and at least {CHUNK}, got {vocab}"
+    return None
+
+
+def filter_bounds(
+    logits: Float32[Array, "rows vocab"],
+    top_k: Int[Array, " rows"],
+    top_p: Float32[Array, " rows"],
+    min_p: Float32[Array, " rows"],
+    temperature: Float32[Array, " rows"],
+    *,
+    interpret: bool = False,
+) -> Float32[Array, " rows"]:
+    """Returns the bounds as `api.filter_bounds` says. With `interpret` it runs on the CPU, slowly.
+
+    Raises:
+        ValueError: this kernel cannot take the vocabulary.
+    """
+    reason = refusal(logits)
+    if reason is not None:
+        raise ValueError(f"the Mosaic GPU kernel cannot take this: {reason}")
+    best = jnp.max(logits, axis=1)
+    factor = jnp.float32(LOG2_E) / temperature
+    found = search(logits, top_k, top_p, best, factor, interpret=interpret)
+    return jnp.maximum(found, near_best(best, min_p, temperature))
+
+
+@partial(jax.jit, static_argnames="interpret")
+def search(
+    logits: Float32[Array, "rows vocab"],
+    top_k: Int[Array, " rows"],
+    top_p: Float32[Array, " rows"],
+    best: Float32[Array, " rows"],
+    factor: Float32[Array, " rows"],
+    *,
+    interpret: bool,
+) -> Float32[Array, " rows"]:
+    """Runs the kernel, which knows top-k and top-p."""
+    shared = scratch()
+
+    def body(*refs: Ref) -> None:
+        names = ("logits", "top_k", "top_p", "best", "factor", "bounds", *shared)
+        Block(dict(zip(names, refs, strict=True)), interpret=interpret).run()
+
+    return plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct(logits.shape[:1], jnp.float32),
+        grid=(logits.shape[0],),
+        grid_names=("row",),
+        num_threads=WARPGROUPS,
+        thread_name="warpgroup",
+        scratch_types=tuple(shared.values()),
+        compiler_params=plgpu.CompilerParams(
+            lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
+        ),
+        interpret=INTERPRETED if interpret else None,
+        kernel_name="filter_bounds",
+    )(logits, top_k, top_p, best, factor)

@@ -1,0 +1,97 @@
+"""The door to `index_topk`: which cached tokens a query of DeepSeek sparse attention attends to."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int, Shaped
+
+from pallas_kernels.checks import INT32_MAX, check_ids, check_shape
+from pallas_kernels.dispatch import choose
+from pallas_kernels.index_codec import SCALE_BYTES
+from pallas_kernels.index_topk import mosaic_gpu, xla
+
+QUERIES = ("float32", "bfloat16", "float8_e4m3fn")
+KEYS = ("uint8", "float32", "bfloat16")
+
+
+def index_topk(
+    q: Shaped[Array | np.ndarray, "tokens index_heads index_dim"],
+    weights: Shaped[Array | np.ndarray, "tokens index_heads"],
+    index_pages: Shaped[Array | np.ndarray, "pages page_size width"],
+    page_table: Shaped[Array | np.ndarray, "rows table_width"],
+    seq_lens: Shaped[Array | np.ndarray, " rows"],
+    cu_q_lens: Shaped[Array | np.ndarray, " row_bounds"] | None = None,
+    *,
+    topk: int,
+    implementation: str | None = None,
+) -> tuple[Int[Array, "tokens topk"], Int[Array, " tokens"]]:
+    """Chooses the keys with the largest scores, which is the lightning indexer of DeepSeek-V3.2 (2025).
+
+    The score of a key k for a query q is `sum over heads of weights * relu(q . k)`, in float32. Of equal scores the
+    lower position is chosen. A score that is no number counts as +inf: whoever sees a token that was
+    broken when it was written reads it, and fails, instead of answering without it.
+
+    Args:
+        q: index queries after rotary embedding; float32, bfloat16 or float8_e4m3fn. The scales of 8-bit queries,
+            being positive, are multiplied into `weights`.
+        weights: float32 weight of each head; constant factors on the scores are the caller's to multiply in.
+        index_pages: the cache's array of role "indexer": uint8 pages as `index_codec` has them, `index_dim + 4` wide,
+            or keys in float32 or bfloat16. Places that no query sees may hold anything.
+        page_table: int32 page ids of each row in order, padded with any valid id.
+        seq_lens: int32 keys of each row, those of its queries included; 0 for a padding row.
+        cu_q_lens: int32; row r's queries are `q[cu_q_lens[r]:cu_q_lens[r + 1]]`, the row's last positions. `None`
+            for one query per row.
+        topk: most keys per query.
+        implementation: "xla", which is also what `None` takes, or by its name "mosaic_gpu", whose present kernels have
+            not run on a GPU yet.
+
+    Returns:
+        int32 slots, `page * page_size + offset`, in ascending order of position and padded with the number of slots of
+        the pool; and how many of them are real: `topk`, or all keys that the query sees if these are fewer.
+
+    Raises:
+        ValueError: shapes, dtypes or options do not fit.
+        Unsupported: the implementation asked for, or every one, cannot run; the message carries each reason.
+    """
+    _check(q, weights, index_pages, topk)
+    tokens = q.shape[0]
+    rows = tokens if cu_q_lens is None else None
+    check_ids("page_table", page_table, (rows, None))
+    check_ids("seq_lens", seq_lens, (page_table.shape[0],))
+    if cu_q_lens is not None:
+        check_ids("cu_q_lens", cu_q_lens, (page_table.shape[0] + 1,))
+    given = (q, weights, index_pages, page_table, seq_lens, cu_q_lens)
+    # To JAX `None` is a tree without leaves.
+    arrays = jax.tree.map(jnp.asarray, given)
+    shapes = (arrays[0], arrays[2], arrays[3], topk)
+    reasons = {"mosaic_gpu": lambda: mosaic_gpu.why_not(*shapes), "xla": lambda: None}
+    # Until an H200 has run them as they are.
+    chosen = choose("index_topk", reasons, implementation, by_name=["mosaic_gpu"])
+    if not q.size or not page_table.size:
+        num_slots = index_pages.shape[0] * index_pages.shape[1]
+        return jnp.full((tokens, topk), num_slots, jnp.int32), jnp.zeros(tokens, jnp.int32)
+    function = mosaic_gpu.index_topk if chosen == "mosaic_gpu" else xla.index_topk
+    return function(*arrays, topk=topk)
+
+
+def _check(
+    q: Array | np.ndarray, weights: Array | np.ndarray, index_pages: Array | np.ndarray, topk: int
+) -> None:
+    check_shape("q", q, (None, None, None))
+    check_shape("weights", weights, tuple(q.shape[:2]))
+    for name, array, known in (
+        ("q", q, QUERIES),
+        ("weights", weights, ("float32",)),
+        ("index_pages", index_pages, KEYS),
+    ):
+        if array.dtype.name not in known:
+            raise ValueError(f"{name} must be {' or '.join(known)}, got {array.dtype}")
+    width = q.shape[2] + SCALE_BYTES * (index_pages.dtype == jnp.uint8)
+    check_shape("index_pages", index_pages, (None, None, width))
+    if topk < 1:
+        raise ValueError(f"topk must be at least 1, got {topk}; DeepSeek-V3.2 chooses 2048")
+    if index_pages.shape[0] * index_pages.shape[1] > INT32_MAX:
+        raise ValueError(
+            f"{index_pages.shape[0]} pages of {index_pages.shape[1]} have more slots than int32 counts; "
+            "use a smaller pool"
+        )

@@ -1,0 +1,119 @@
+"""Shapes on which `index_topk` is tested, measured and tuned. Host only."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from pallas_kernels.poisoned_pages import normal, poisoned_pages, quantised
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call of `index_topk`; the defaults are those of DeepSeek-V3.2.
+
+    Attributes:
+        name: how tests and records call it.
+        rows: (queries, keys) of each row; `queries` of `None` in all of them means one query per row.
+        padding_tokens: further queries that no row owns.
+        plain: keys are plain numbers of the call's dtype.
+        few_values: keys are drawn from a few values, so that many scores are equal.
+        ci: small enough to run everywhere.
+    """
+
+    name: str
+    rows: tuple[tuple[int | None, int], ...]
+    topk: int = 2048
+    index_heads: int = 64
+    index_dim: int = 128
+    page_size: int = 64
+    padding_tokens: int = 0
+    plain: bool = False
+    few_values: bool = False
+    ci: bool = False
+
+    def inputs(self, seed: int = 0, dtype: str = "bfloat16") -> dict[str, Any]:
+        """Returns the arguments by name, as NumPy arrays; whatever must not be read holds NaN."""
+        rng = np.random.default_rng(seed)
+        lengths = [keys for _, keys in self.rows]
+        decode = all(queries is None for queries, _ in self.rows)
+        q_lens = [int(keys > 0) if queries is None else queries for queries, keys in self.rows]
+        owned = len(lengths) if decode else sum(q_lens)
+        tokens = owned + self.padding_tokens
+        q = normal(rng, (tokens, self.index_heads, self.index_dim), dtype)
+        weights = normal(rng, (tokens, self.index_heads), "float32")
+        q[owned:], weights[owned:] = np.nan, np.nan
+        bounds = np.cumsum([0, *q_lens]).astype(np.int32)
+        pages, page_table = self._pages(rng, lengths, dtype)
+        return {
+            "q": q,
+            "weights": weights,
+            "index_pages": pages,
+            "page_table": page_table,
+            "seq_lens": np.array(lengths, np.int32),
+            **({} if decode else {"cu_q_lens": bounds}),
+            "topk": self.topk,
+        }
+
+    def _pages(
+        self, rng: np.random.Generator, lengths: list[int], dtype: str
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Returns pages of bytes or numbers, and their table."""
+        made = poisoned_pages(
+            rng,
+            [(0, keys) for keys in lengths],
+            shape=(self.index_dim,),
+            pools=1,
+            page_size=self.page_size,
+            table_width=None,
+            dtype=dtype if self.plain else "float32",
+        )
+        keys = made.pools[0]
+        if self.few_values:
+            keys = np.where(np.isnan(keys), keys, np.sign(keys) * (np.abs(keys) > 1.2)).astype(
+                keys.dtype
+            )
+        if self.plain:
+            return keys, made.page_table
+        numbers, scales = quantised(keys, "float8_e4m3fn")
+        page_bytes = [
+            part.view(np.uint8).reshape(len(keys), -1)
+            for part in (numbers, scales.astype(np.float32))
+        ]
+        joined = np.concatenate(page_bytes, axis=1)
+        return joined.reshape(*keys.shape[:2], self.index_dim + 4), made.page_table
+
+    def bytes_moved(self, dtype: str = "bfloat16") -> int:
+        """Counts the bytes of the keys and queries, read once, and of the slots."""
+        per_key = self.index_dim * np.dtype(dtype).itemsize if self.plain else self.index_dim + 4
+        keys = sum(keys for _, keys in self.rows)
+        return keys * per_key + self._queries() * (
+            self.index_heads * (self.index_dim * np.dtype(dtype).itemsize + 4) + 4 * self.topk
+        )
+
+    def flops(self) -> int:
+        """Counts the products of queries and keys."""
+        pairs = 0
+        for queries, keys in self.rows:
+            seen = np.arange(keys - (1 if queries is None else queries) + 1, keys + 1)
+            pairs += int(seen.sum()) if keys else 0
+        return 2 * pairs * self.index_heads * self.index_dim
+
+    def _queries(self) -> int:
+        return sum(int(keys > 0) if queries is None else queries for queries, keys in self.rows)
+
+
+SMALL = {"index_heads": 4, "index_dim": 128, "page_size": 8, "ci": True}
+
+CASES = (
+    Case("decode", ((None, 37), (None, 0), (None, 5), (None, 64)), topk=16, **SMALL),
+    Case("ties", ((None, 100), (None, 17)), topk=24, few_values=True, **SMALL),
+    Case("plain", ((None, 40), (None, 9)), topk=12, plain=True, **SMALL),
+    Case("covers", ((None, 20), (None, 33)), topk=64, **SMALL),
+    Case("ragged", ((3, 21), (0, 0), (9, 9), (1, 50)), topk=8, padding_tokens=3, **SMALL),
+    Case("only-padding", ((0, 0),), topk=8, padding_tokens=2, **SMALL),
+    Case("b32-c32768", ((None, 32768),) * 32),
+    Case("b256-c32768", ((None, 32768),) * 256),
+    Case("b32-c131072", ((None, 131072),) * 32),
+    Case("prefill-2048-c32768", ((2048, 32768),)),
+)

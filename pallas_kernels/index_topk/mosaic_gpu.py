@@ -1,0 +1,93 @@
+"""`index_topk` as two Mosaic GPU kernels for Hopper: one scores, one chooses; XLA scores what the first cannot take."""
+
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Float, Int, Shaped
+
+from pallas_kernels.device import why_not_mosaic
+from pallas_kernels.index_topk import mosaic_scores
+from pallas_kernels.index_topk.mosaic_select import CHUNK, select
+from pallas_kernels.index_topk.scoring import Scored, rows_and_seen, tiles_of, visit_tiles
+
+MOST_SCORES = 2**30
+"""Scores of one call, which are written to memory: 4 GiB."""
+
+MOST_CHOSEN = 2**14
+
+TOGETHER = 2
+"""Packed queries that the scoring kernel takes at once."""
+
+
+def why_not(q: Array, index_pages: Array, page_table: Array, topk: int) -> str | None:
+    """Returns why this kernel cannot run, or `None` if it can."""
+    return why_not_mosaic() or refusal(q, index_pages, page_table, topk)
+
+
+def refusal(q: Array, index_pages: Array, page_table: Array, topk: int) -> str | None:
+    """Returns why the kernel cannot be built for these arrays, or `None` if it can."""
+    page_size = index_pages.shape[1]
+    if page_size & (page_size - 1):
+        return f"page_size must be a power of two, got {page_size}"
+    if topk > MOST_CHOSEN:
+        return f"topk must be at most {MOST_CHOSEN}, got {topk}"
+    scores = q.shape[0] * page_table.shape[1] * page_size
+    if scores > MOST_SCORES:
+        return f"queries times keys must be at most {MOST_SCORES}, got {scores}"
+    return None
+
+
+def index_topk(
+    q: Shaped[Array, "tokens index_heads index_dim"],
+    weights: Float[Array, "tokens index_heads"],
+    index_pages: Shaped[Array, "pages page_size width"],
+    page_table: Int[Array, "rows table_width"],
+    seq_lens: Int[Array, " rows"],
+    cu_q_lens: Int[Array, " row_bounds"] | None = None,
+    *,
+    topk: int,
+    interpret: bool = False,
+) -> tuple[Int[Array, "tokens topk"], Int[Array, " tokens"]]:
+    """Chooses as `api.index_topk` says. With `interpret` it runs on the CPU, slowly.
+
+    Raises:
+        ValueError: this kernel cannot take the arrays.
+    """
+    reason = refusal(q, index_pages, page_table, topk)
+    if reason is not None:
+        raise ValueError(f"the Mosaic GPU kernel cannot take this: {reason}")
+    num_pages, page_size, _ = index_pages.shape
+    tokens = q.shape[0]
+    keys = page_table.shape[1] * page_size
+    padding = -keys % CHUNK
+    if mosaic_scores.refusal(q, index_pages) is None:
+        tile_size = 1 if cu_q_lens is None else min(TOGETHER, tokens)
+        tiles = tiles_of(tokens, seq_lens, cu_q_lens, tile_size)
+        scores = mosaic_scores.score(
+            q,
+            weights,
+            index_pages,
+            page_table,
+            tiles,
+            tile_size=tile_size,
+            keys=keys + padding,
+            interpret=interpret,
+        )
+    else:
+
+        def pad(scored: Scored) -> Array:
+            return jnp.pad(scored.scores, ((0, 0), (0, padding)))
+
+        arrays = (q, weights, index_pages, page_table, seq_lens, cu_q_lens)
+        scores = visit_tiles(pad, *arrays)
+    rows, seen = rows_and_seen(tokens, seq_lens, cu_q_lens)
+    slots = select(
+        scores,
+        seen,
+        rows,
+        page_table,
+        topk=topk,
+        page_size=page_size,
+        num_slots=num_pages * page_size,
+        interpret=interpret,
+    )
+    return slots, jnp.minimum(seen, topk)

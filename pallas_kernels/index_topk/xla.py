@@ -1,0 +1,53 @@
+"""`index_topk` in plain XLA: `lax.top_k`, which sorts, of each tile's scores."""
+
+from functools import partial
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int, Shaped
+
+from pallas_kernels.index_topk.scoring import TEMPORARY_BYTES, Scored, visit_tiles
+from pallas_kernels.ordered_floats import ordered
+
+
+def index_topk(
+    q: Shaped[Array, "tokens index_heads index_dim"],
+    weights: Float[Array, "tokens index_heads"],
+    index_pages: Shaped[Array, "pages page_size width"],
+    page_table: Int[Array, "rows table_width"],
+    seq_lens: Int[Array, " rows"],
+    cu_q_lens: Int[Array, " row_bounds"] | None = None,
+    *,
+    topk: int,
+    temporary_bytes: int = TEMPORARY_BYTES,
+) -> tuple[Int[Array, "tokens topk"], Int[Array, " tokens"]]:
+    """Chooses as `api.index_topk` says."""
+    return visit_tiles(
+        partial(_choose, num_pages=index_pages.shape[0], page_size=index_pages.shape[1], topk=topk),
+        q,
+        weights,
+        index_pages,
+        page_table,
+        seq_lens,
+        cu_q_lens,
+        temporary_bytes=temporary_bytes,
+    )
+
+
+def _choose(
+    scored: Scored, *, num_pages: int, page_size: int, topk: int
+) -> tuple[Int[Array, "queries topk"], Int[Array, " queries"]]:
+    """Chooses for the queries of one tile."""
+    keys = scored.scores.shape[1]
+    seen = scored.seen[:, None]
+    position = jnp.arange(keys, dtype=jnp.int32)[None, :]
+    hidden = jnp.iinfo(jnp.int32).min
+    order = jnp.where(position < seen, ordered(scored.scores), hidden)
+    _, best = lax.top_k(order, min(topk, keys))
+    best = jnp.pad(best, ((0, 0), (0, topk - best.shape[1])))
+    counts = jnp.minimum(scored.seen, topk)
+    chosen = jnp.arange(topk, dtype=jnp.int32)[None, :] < counts[:, None]
+    best = jnp.sort(jnp.where(chosen, best, keys), axis=1)
+    pages = scored.page_ids.at[best // page_size].get(mode="clip")
+    slots = pages * page_size + best % page_size
+    return jnp.where(chosen, slots, num_pages * page_size), counts

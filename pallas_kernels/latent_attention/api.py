@@ -1,0 +1,128 @@
+"""The door to `latent_attention`: multi-head latent attention in its absorbed form, over pages of latents."""
+
+from typing import Literal, overload
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Shaped
+
+from pallas_kernels.checks import check_ids, check_shape
+from pallas_kernels.dispatch import choose
+from pallas_kernels.latent_attention import mosaic_gpu, xla
+from pallas_kernels.tile_attention import nothing, why_not
+
+
+@overload
+def latent_attention(
+    q: Array | np.ndarray,
+    latent_pages: Array | np.ndarray,
+    page_table: Array | np.ndarray,
+    seq_lens: Array | np.ndarray,
+    cu_q_lens: Array | np.ndarray | None = None,
+    *,
+    value_dim: int,
+    scale: float,
+    return_lse: Literal[False] = False,
+    implementation: str | None = None,
+) -> Array: ...
+
+
+@overload
+def latent_attention(
+    q: Array | np.ndarray,
+    latent_pages: Array | np.ndarray,
+    page_table: Array | np.ndarray,
+    seq_lens: Array | np.ndarray,
+    cu_q_lens: Array | np.ndarray | None = None,
+    *,
+    value_dim: int,
+    scale: float,
+    return_lse: Literal[True],
+    implementation: str | None = None,
+) -> tuple[Array, Array]: ...
+
+
+def latent_attention(
+    q: Shaped[Array | np.ndarray, "tokens heads latent_and_rope"],
+    latent_pages: Shaped[Array | np.ndarray, "pages page_size _ latent_and_rope"],
+    page_table: Shaped[Array | np.ndarray, "rows table_width"],
+    seq_lens: Shaped[Array | np.ndarray, " rows"],
+    cu_q_lens: Shaped[Array | np.ndarray, " row_bounds"] | None = None,
+    *,
+    value_dim: int,
+    scale: float,
+    return_lse: bool = False,
+    implementation: str | None = None,
+) -> (
+    Float[Array, "tokens heads value_dim"]
+    | tuple[Float[Array, "tokens heads value_dim"], Float[Array, "tokens heads"]]
+):
+    """Attends from all heads of each query to one latent per token, whose beginning is the value too.
+
+    This is DeepSeek-V2's multi-head latent attention with the up-projections absorbed into the queries and into what
+    reads the output (arXiv:2405.04434): keys are whole latents, the compressed part and the rotary part side by
+    side, and values are their first `value_dim` numbers.
+
+    Args:
+        q: absorbed queries, their rotary parts last; one per row, or packed as `cu_q_lens` says.
+        latent_pages: pool of latents, which holds those of the queries too. Places that no row can see may hold
+            anything, NaN included.
+        page_table: int32 page ids of each row in order, padded with any valid id.
+        seq_lens: int32 latents of each row, those of its queries included; 0 for a row that has none.
+        cu_q_lens: int32; row r's queries are `q[cu_q_lens[r]:cu_q_lens[r + 1]]`, the row's last positions, and see
+            no later ones. `None` for one query per row, at position `seq_lens - 1`.
+        value_dim: how many numbers of a latent are its value, usually 512 of 576.
+        scale: factor on the scores: of the head dim before absorption, usually `192 ** -0.5`.
+        return_lse: also return the natural log of the softmax's denominator.
+        implementation: "mosaic_gpu", "xla", or `None` for the better one that can run.
+
+    Returns:
+        The output in q's dtype, zeros for empty rows and for tokens from `cu_q_lens[rows]` on; with `return_lse`, also
+        the log-sum-exp in float32, `-inf` for those.
+
+    Raises:
+        ValueError: shapes, dtypes or options do not fit.
+        Unsupported: the implementation asked for, or every one, cannot run; the message carries each reason.
+    """
+    _check(q, latent_pages, value_dim=value_dim, scale=scale)
+    check_ids("page_table", page_table, (None if cu_q_lens is not None else q.shape[0], None))
+    rows = page_table.shape[0]
+    check_ids("seq_lens", seq_lens, (rows,))
+    if cu_q_lens is not None:
+        check_ids("cu_q_lens", cu_q_lens, (rows + 1,))
+    # To JAX `None` is a tree without leaves.
+    arrays = jax.tree.map(jnp.asarray, (q, latent_pages, page_table, seq_lens, cu_q_lens))
+    reasons = {
+        "mosaic_gpu": lambda: mosaic_gpu.why_not(*arrays, value_dim=value_dim),
+        "xla": lambda: why_not(q),
+    }
+    chosen = choose("latent_attention", reasons, implementation)
+    if not q.size or not page_table.size:
+        out, lse = nothing(arrays[0][..., :value_dim])
+        return (out, lse) if return_lse else out
+    options = {"value_dim": value_dim, "scale": scale}
+    if chosen == "mosaic_gpu":
+        return mosaic_gpu.latent_attention(*arrays, return_lse=return_lse, **options)
+    out, lse = xla.latent_attention(*arrays, **options)
+    return (out, lse) if return_lse else out
+
+
+def _check(
+    q: Array | np.ndarray, latent_pages: Array | np.ndarray, *, value_dim: int, scale: float
+) -> None:
+    """Refuses queries, pool and options that do not fit one another."""
+    check_shape("q", q, (None, None, None))
+    check_shape("latent_pages", latent_pages, (None, None, 1, q.shape[2]))
+    if q.dtype != latent_pages.dtype:
+        raise ValueError(
+            f"q and latent_pages must share one dtype, got {q.dtype} and {latent_pages.dtype}; "
+            f"cast q to the cache's dtype"
+        )
+    if not 1 <= value_dim <= q.shape[2]:
+        raise ValueError(
+            f"value_dim must be at least 1 and at most the {q.shape[2]} numbers of a latent, "
+            f"got {value_dim}"
+        )
+    if not scale > 0:
+        raise ValueError(f"scale must be positive, got {scale}; usually head_dim ** -0.5")

@@ -1,0 +1,152 @@
+"""`latent_attention` as a Mosaic GPU kernel for Hopper: what it takes, and what XLA does around it.
+
+The kernel itself begins in mosaic_kernel.py; how it shares out the keys is in mosaic_schedule.py.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.attention_scores import LOG2_E
+from pallas_kernels.device import why_not_mosaic
+from pallas_kernels.latent_attention.mosaic_kernel import Kernel, Source
+from pallas_kernels.latent_attention.mosaic_pieces import cut, lse_of_tokens, most_pieces
+from pallas_kernels.latent_attention.mosaic_schedule import HEIGHT, Geometry, Schedule
+
+
+def why_not(
+    q: Array,
+    latent_pages: Array,
+    page_table: Array,
+    seq_lens: Array,
+    cu_q_lens: Array | None = None,
+    *,
+    value_dim: int,
+) -> str | None:
+    """Returns why this kernel cannot run, or `None` if it can."""
+    geometry = Geometry.of(q, latent_pages, value_dim, packed=cu_q_lens is not None)
+    return why_not_mosaic() or geometry.refusal()
+
+
+def latent_attention(
+    q: Float[Array, "tokens heads latent_and_rope"],
+    latent_pages: Float[Array, "pages page_size 1 latent_and_rope"],
+    page_table: Int[Array, "rows table_width"],
+    seq_lens: Int[Array, " rows"],
+    cu_q_lens: Int[Array, " row_bounds"] | None = None,
+    *,
+    value_dim: int,
+    scale: float,
+    return_lse: bool = False,
+    interpret: bool = False,
+) -> (
+    Float[Array, "tokens heads value_dim"]
+    | tuple[Float[Array, "tokens heads value_dim"], Float[Array, "tokens heads"]]
+):
+    """Attends from all heads of each query to the latents in its row's pages, as `api.latent_attention` says.
+
+    Page ids past a row's last page may be any number. With `interpret` it runs on the CPU, slowly; reads out of
+    bounds raise, and races are recorded.
+
+    Raises:
+        ValueError: this kernel cannot take the shapes or dtypes.
+    """
+    geometry = Geometry.of(q, latent_pages, value_dim, packed=cu_q_lens is not None)
+    refusal = geometry.refusal()
+    if refusal is not None:
+        raise ValueError(f"the Mosaic GPU kernel cannot take this: {refusal}")
+    capacity = page_table.shape[1] * latent_pages.shape[1]
+    pieces = pieces_of(geometry, q.shape[0], seq_lens.shape[0])
+    schedule = Schedule.of(geometry, pieces, capacity)
+    out, lse = attend(
+        q,
+        latent_pages,
+        page_table,
+        seq_lens,
+        cu_q_lens,
+        value_dim=value_dim,
+        scale=scale,
+        schedule=schedule.without_clusters(geometry) if interpret else schedule,
+        want_lse=return_lse,
+        interpret=interpret,
+    )
+    return out if lse is None else (out, lse)
+
+
+def pieces_of(geometry: Geometry, tokens: int, rows: int) -> int:
+    """Returns how many pieces of work a call has."""
+    return most_pieces(tokens, rows, geometry.tokens_per_piece) if geometry.packed else rows
+
+
+# The layers of a model call this many times with equal shapes: under its own jit the kernel is lowered once.
+@partial(jax.jit, static_argnames=("value_dim", "scale", "schedule", "want_lse", "interpret"))
+def attend(
+    q: Float[Array, "tokens heads latent_and_rope"],
+    latent_pages: Float[Array, "pages page_size 1 latent_and_rope"],
+    page_table: Int[Array, "rows table_width"],
+    seq_lens: Int[Array, " rows"],
+    cu_q_lens: Int[Array, " row_bounds"] | None,
+    *,
+    value_dim: int,
+    scale: float,
+    schedule: Schedule,
+    want_lse: bool,
+    interpret: bool = False,
+) -> tuple[Float[Array, "tokens heads value_dim"], Float[Array, "tokens heads"] | None]:
+    """Runs the kernel under a given schedule, then joins the parts if there are several."""
+    tokens, heads, width = q.shape
+    geometry = Geometry.of(q, latent_pages, value_dim, packed=cu_q_lens is not None)
+    pieces = pieces_of(geometry, tokens, len(seq_lens))
+    # The copy of the last rows may reach past the end, if not in the interpreter.
+    more = geometry.tokens_per_piece * interpret
+    rows = jnp.pad(q, ((0, more), (0, geometry.heads - heads), (0, 0))).reshape(-1, width)
+    lengths = seq_lens
+    if cu_q_lens is not None:
+        per_piece = geometry.tokens_per_piece
+        lengths = cut(seq_lens, cu_q_lens, tokens=tokens, tokens_per_piece=per_piece)
+    has_lse = want_lse or schedule.parts > 1
+    source = Source.pages(geometry)
+    kernel = Kernel(geometry, scale, schedule, pieces, has_lse, interpret, source)
+    outputs = kernel.build(tokens)(rows, latent_pages, page_table, lengths)
+    if cu_q_lens is None:
+        return results(kernel, outputs, q, want_lse=want_lse)
+    out = outputs[0].reshape(tokens, geometry.heads, value_dim)[:, :heads]
+    if not want_lse:
+        return out, None
+    lse = lse_of_tokens(outputs[1][:, 0], cu_q_lens, tokens=tokens, heads=geometry.heads)
+    return out, lse[:, :heads] / LOG2_E
+
+
+def results(
+    kernel: Kernel,
+    outputs: list[Array],
+    q: Float[Array, "tokens heads latent_and_rope"],
+    *,
+    want_lse: bool,
+) -> tuple[Float[Array, "tokens heads value_dim"], Float[Array, "tokens heads"] | None]:
+    """Makes the op's results of what the kernel wrote for one query per piece; joins the parts if there are several."""
+    tokens, heads, _ = q.shape
+    if kernel.schedule.parts > 1:
+        joined, lse = _join_parts(*outputs)
+        out = joined.reshape(tokens, HEIGHT * kernel.geometry.blocks, -1).astype(q.dtype)
+    else:
+        out = outputs[0].reshape(tokens, kernel.geometry.heads, -1)
+        lse = outputs[1][:, 0] if want_lse else None
+    if lse is not None:
+        lse = lse.reshape(tokens, -1)[:, :heads] / LOG2_E
+    return out[:, :heads], lse if want_lse else None
+
+
+def _join_parts(
+    out: Float[Array, "rows parts blocks height value_dim"],
+    lse: Float[Array, "rows parts blocks height"],
+) -> tuple[Float[Array, "rows blocks height value_dim"], Float[Array, "rows blocks height"]]:
+    """Joins the shares of each row in float32; a share without keys has -inf in `lse` (base 2) and adds nothing."""
+    top = jnp.max(lse, axis=1)
+    top = jnp.where(top == -jnp.inf, 0.0, top)
+    weight = jnp.exp2(lse - top[:, None])
+    total = jnp.sum(weight, axis=1)
+    joined = jnp.sum(out * weight[..., None], axis=1)
+    return joined / jnp.where(total > 0, total, 1.0)[..., None], top + jnp.log2(total)

@@ -1,0 +1,131 @@
+"""The producer of the `latent_attention` kernel: the warpgroup that starts all copies into shared memory."""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING
+
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import Array
+
+from pallas_kernels.latent_attention.mosaic_pieces import Piece, Ref
+from pallas_kernels.latent_attention.mosaic_schedule import COLUMN_TILE, HEIGHT, SLOTS, TILE
+
+if TYPE_CHECKING:
+    from pallas_kernels.latent_attention.mosaic_kernel import Kernel
+
+WGMMA = plgpu.Layout.WGMMA
+
+
+class Producer:
+    """The warpgroup that starts all copies into shared memory."""
+
+    def __init__(self, kernel: "Kernel", refs: Mapping[str, Ref], piece: Piece) -> None:
+        self.kernel, self.geometry, self.refs, self.piece = kernel, kernel.geometry, refs, piece
+
+    def run(self) -> None:
+        """Fetches the queries and the share's tiles."""
+        fetch_queries(self.kernel, self.refs, self.piece)
+
+        @pl.loop(SLOTS * self.piece.start, SLOTS * self.piece.stop)
+        def _(tile: Array) -> None:
+            slot = tile % SLOTS
+            at_edge = (tile + 1) * TILE > self.piece.keys
+            # Values that are yet to be cleared arrive at the producer's own barrier, the last one.
+            arrived = jnp.where(at_edge, SLOTS, slot)
+            pages = self.pages(tile)
+            places = {"slot": slot, "arrived": arrived, "pages": pages, "offset": self.offset(tile)}
+            fetch = partial(self.fetch, **places)
+            on_warps(self.kernel, partial(fetch, "lo", "lo"), partial(fetch, "hi", "hi", "rope"))
+            pl.when(at_edge)(partial(self.clear, tile, slot))
+
+        if self.kernel.interpret:
+            # The interpreter wants each completion to be waited for.
+            on_warps(self.kernel, partial(self.drain, "lo"), partial(self.drain, "hi"))
+
+    def drain(self, half: str) -> None:
+        """Waits until all of a half's slots are given back."""
+        for slot in range(SLOTS):
+            plgpu.barrier_wait(self.refs[f"{half}_free"].at[slot])
+
+    def pages(self, tile: Array) -> tuple[Array, ...]:
+        """Returns the ids of one tile's pages; in the place of one that holds no key to see stands one that does."""
+        page_size = self.geometry.page_size
+        last = (self.piece.keys - 1) // page_size
+        entries = [tile * TILE // page_size + copy for copy in range(self.geometry.copies_per_tile)]
+        return tuple(
+            self.refs["page_table"][self.piece.row, jnp.minimum(entry, last)] for entry in entries
+        )
+
+    def offset(self, tile: Array) -> Array | int:
+        """Returns where in its page a tile begins."""
+        page_size = self.geometry.page_size
+        return pl.multiple_of(tile * TILE % page_size, TILE) if page_size > TILE else 0
+
+    def fetch(
+        self,
+        half: str,
+        *parts: str,
+        slot: Array,
+        arrived: Array,
+        pages: tuple[Array, ...],
+        offset: Array | int,
+    ) -> None:
+        """Starts the copies of parts of one tile once the half that they are counted to is free."""
+        refs, height = self.refs, min(self.geometry.page_size, TILE)
+        plgpu.barrier_wait(refs[f"{half}_free"].at[slot])
+        for copy, page in enumerate(pages):
+            for part in parts:
+                columns = pl.ds(*self.columns(part))
+                plgpu.copy_gmem_to_smem(
+                    refs["latent_pages"].at[page, pl.ds(offset, height), 0, columns],
+                    refs[part].at[slot, pl.ds(copy * height, height)],
+                    refs[f"{half}_arrived"].at[arrived],
+                )
+
+    def columns(self, part: str) -> tuple[int, int]:
+        """Returns the first component of a part of the latents, and how many it has."""
+        g = self.geometry
+        return {"lo": (0, g.half), "hi": (g.half, g.half), "rope": (g.value_dim, COLUMN_TILE)}[part]
+
+    def clear(self, tile: Array, slot: Array) -> None:
+        """Zeroes values that no query sees, which a weight of zero would not do: it does not silence a NaN."""
+        for half, arrivals in (("lo", 1), ("hi", 2)):
+            arrived = self.refs[f"{half}_arrived"]
+            plgpu.barrier_wait(arrived.at[SLOTS])
+
+            @pl.loop(0, self.geometry.half // COLUMN_TILE)
+            def _(piece: Array, half: str = half) -> None:
+                column = pl.multiple_of(piece * COLUMN_TILE, COLUMN_TILE)
+                values = self.refs[half].at[slot, :, pl.ds(column, COLUMN_TILE)]
+                loaded = plgpu.load(values, layout=WGMMA)
+                position = plgpu.broadcasted_iota(jnp.int32, loaded.shape, 0, layout=WGMMA)
+                seen = position + tile * TILE < self.piece.keys
+                values[...] = jnp.where(seen, loaded, jnp.zeros_like(loaded))
+
+            plgpu.commit_smem()
+            for _arrival in range(arrivals * self.geometry.copies_per_tile):
+                plgpu.barrier_arrive(arrived.at[slot])
+
+
+def fetch_queries(kernel: "Kernel", refs: Mapping[str, Ref], piece: Piece) -> None:
+    """Starts the copy of the block's rows of queries; a row's only query brings no others along."""
+    rows = HEIGHT if kernel.geometry.packed else kernel.geometry.block_heads
+    # What knows multiples is not to be had on a single warp.
+    queries = refs["q"].at[pl.ds(piece.first_row(kernel.geometry), rows)]
+    tile = refs["q_tile"].at[0, pl.ds(0, rows)]
+    on_warps(kernel, lambda: plgpu.copy_gmem_to_smem(queries, tile, refs["q_arrived"]))
+
+
+def on_warps(kernel: "Kernel", *jobs: Callable[[], None]) -> None:
+    """Runs each job on a warp of its own, so that the others leave the issue slots to the consumers."""
+    if kernel.interpret:
+        for job in jobs:
+            job()
+        return
+
+    @plgpu.warp_map
+    def _(warp: Array) -> None:
+        for number, job in enumerate(jobs):
+            pl.when(warp == number)(job)

@@ -1,0 +1,151 @@
+"""`skinny_matmul` as a Mosaic GPU kernel for Hopper: what it takes, and what XLA does around it.
+
+The kernel itself is in mosaic_kernel.py; how it cuts the weight is in mosaic_schedule.py.
+"""
+
+from collections.abc import Mapping
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Shaped
+
+from pallas_kernels.device import why_not_mosaic
+from pallas_kernels.skinny_matmul.mosaic_activation import ACTIVATIONS, activated
+from pallas_kernels.skinny_matmul.mosaic_ending import Ending
+from pallas_kernels.skinny_matmul.mosaic_kernel import Kernel
+from pallas_kernels.skinny_matmul.mosaic_packed import prepared
+from pallas_kernels.skinny_matmul.mosaic_schedule import ROW_TILE, Geometry, Schedule
+from pallas_kernels.skinny_matmul.xla import Weighed, inverse_root, weigh
+
+
+def why_not(
+    weight: Array, x: Array, *, activation: str | None = None, gated: bool = False
+) -> str | None:
+    """Returns why this kernel cannot run, or `None` if it can."""
+    return why_not_mosaic() or refusal(weight, x, activation=activation, gated=gated)
+
+
+def refusal(
+    weight: Array, x: Array, *, activation: str | None = None, gated: bool = False
+) -> str | None:
+    """Returns why the kernel cannot take these arrays on any device, or `None` if it can."""
+    if activation is not None and activation not in ACTIVATIONS:
+        return f"activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}"
+    return Geometry.of(weight, x, gated=gated).refusal()
+
+
+def skinny_matmul(
+    weight: Shaped[Array, "weights inner"],
+    x: Float[Array, "rows inner"],
+    *,
+    scales: Float[Array, " weights"] | None = None,
+    bias: Float[Array, " weights"] | None = None,
+    residual: Float[Array, "rows out"] | None = None,
+    squares: Float[Array, "parts rows"] | None = None,
+    norm_eps: float = 0.0,
+    next_norm: Float[Array, "norms out"] | None = None,
+    norm_row: int = 0,
+    activation: str | None = None,
+    gated: bool = False,
+    gate_multiplier: float = 1.0,
+    result: DTypeLike | None = None,
+    schedule: Schedule | None = None,
+    interpret: bool = False,
+) -> Float[Array, "rows out"] | Weighed:
+    """Computes the product as `api.skinny_matmul` says, under the schedule for its shapes unless one is given.
+
+    With `interpret` it runs on the CPU, slowly; reads out of bounds raise, and races are recorded.
+
+    Raises:
+        ValueError: this kernel cannot take the shapes or dtypes, or not under the given schedule.
+    """
+    geometry = Geometry.of(weight, x, gated=gated)
+    problem = refusal(weight, x, activation=activation, gated=gated)
+    schedule = schedule or (None if problem else Schedule.of(geometry))
+    problem = problem or (schedule.refusal(geometry) if schedule else None)
+    if problem is not None or schedule is None:
+        raise ValueError(f"the Mosaic GPU kernel cannot take this: {problem}")
+    # The last tile begins early if they do not fill the columns, and some squares would count twice.
+    whole = schedule.splits == 1 and geometry.out % schedule.columns == 0
+    row_factors = None
+    if geometry.packed:
+        operand, row_factors = prepared(x)
+        if squares is not None:
+            row_factors *= inverse_root(squares, geometry.inner, norm_eps)[:, 0]
+            squares = None
+    else:
+        operand = x
+    ending = Ending(
+        result=x.dtype if result is None else jnp.dtype(result),
+        activation=activation,
+        gate_multiplier=gate_multiplier,
+        norm_eps=None if squares is None else norm_eps,
+        is_scaled=geometry.packed,
+        has_bias=bias is not None,
+        has_residual=residual is not None,
+        weighs=next_norm is not None and whole,
+        norm_row=norm_row,
+    )
+    extras = {
+        "row_factors": row_factors,
+        "scales": None if scales is None else scales.astype(jnp.float32),
+        "squares": squares,
+        "bias": bias,
+        "residual": residual,
+        "next_norm": next_norm if ending.weighs else None,
+    }
+    options = {"schedule": schedule, "geometry": geometry, "ending": ending, "interpret": interpret}
+    found = multiply(weight, operand, extras, **options)
+    if next_norm is None:
+        return found[0]
+    return Weighed(*found) if ending.weighs else weigh(found[0], next_norm[norm_row])
+
+
+# The layers of a model call this many times with equal shapes: under its own jit the kernel is lowered once.
+@partial(jax.jit, static_argnames=("schedule", "geometry", "ending", "interpret"))
+def multiply(
+    weight: Shaped[Array, "weights inner"],
+    x: Float[Array, "rows inner"],
+    extras: Mapping[str, Array | None],
+    *,
+    schedule: Schedule,
+    geometry: Geometry,
+    ending: Ending,
+    interpret: bool = False,
+) -> list[Array]:
+    """Runs the kernel under a given schedule, and adds up what its splits found, in their order."""
+    if interpret or geometry.padded_rows > ROW_TILE:
+        # Copies fill what lies past the end with zeros, unless that is in another tile or an interpreter's.
+        x = jnp.pad(x, ((0, geometry.padded_rows - geometry.rows), (0, 0)))
+    if schedule.splits == 1:
+        kernel = Kernel(geometry, schedule, ending).build(interpret)
+        return kernel(weight, x, *(extras[name] for name in ending.inputs))
+    shares = Kernel(geometry, schedule, Ending(jnp.float32)).build(interpret)(weight, x)[0]
+    total = sum((shares[split] for split in range(1, schedule.splits)), shares[0])
+    return [_ended(total, extras, geometry, ending)]
+
+
+def _ended(
+    total: Float[Array, "rows weights"],
+    extras: Mapping[str, Array | None],
+    geometry: Geometry,
+    ending: Ending,
+) -> Float[Array, "rows out"]:
+    """Does to the sums what the kernel does where it has them all."""
+    names = ("squares", "bias", "residual", "scales", "row_factors")
+    squares, bias, residual, scales, row_factors = (extras[name] for name in names)
+    if scales is not None and row_factors is not None:
+        total *= row_factors[:, None] * scales[None]
+    if squares is not None and ending.norm_eps is not None:
+        total *= inverse_root(squares, geometry.inner, ending.norm_eps)
+    if bias is not None:
+        total += bias.astype(jnp.float32)[None]
+    gates, *ups = jnp.split(total, geometry.parts, axis=1)
+    gates = activated(gates * ending.gate_multiplier, ending.activation)
+    for up in ups:
+        gates *= up
+    if residual is not None:
+        gates += residual.astype(jnp.float32)
+    return gates.astype(ending.result)

@@ -1,0 +1,83 @@
+"""The turns of the `skinny_matmul` kernel over weights of 8 bits, which become float16 in registers.
+
+A thread of the tensor core's left operand wants two neighbours here and two there; it gets 16 in a row from one load.
+So products run over the numbers of a piece in another order, for weights and rows of x alike.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import Array, lax
+from jaxtyping import Float
+
+from pallas_kernels.paged_attention.mosaic_bytes import load_keys
+from pallas_kernels.paged_attention.mosaic_tile import WGMMA
+from pallas_kernels.skinny_matmul.mosaic_schedule import HEIGHT, PIECE, PIECE_BYTES
+
+if TYPE_CHECKING:
+    from pallas_kernels.skinny_matmul.mosaic_kernel import Block
+
+Ref = Any
+
+_EXPONENT = 0x7F800000
+
+
+def reordered(numbers: Float[Array, "rows inner"]) -> Float[Array, "rows inner"]:
+    """Returns the numbers of each piece in the order of the products.
+
+    Of number 64 * turn + 16 * warp + 8 * half + 2 * member + second, `load_keys` says which thread holds it and where
+    it lies: at 32 * member + 16 * turn + 4 * warp + 2 * half + second.
+    """
+    rows, inner = numbers.shape
+    member, turn, warp, half, second = 4, 2, 4, 2, 2
+    apart = numbers.reshape(rows, inner // PIECE_BYTES, member, turn, warp, half, second)
+    return apart.transpose(0, 1, 3, 4, 5, 2, 6).reshape(rows, inner)
+
+
+def prepared(
+    x: Float[Array, "rows inner"],
+) -> tuple[Float[Array, "rows inner"], Float[Array, " rows"]]:
+    """Returns float16 rows in the order of the products, and what their sums are to be multiplied by.
+
+    Each row is divided by the power of two below its largest number, exactly; what is then too small for float16 is
+    2**-24 of the largest.
+    """
+    wide = x.astype(jnp.float32)
+    bits = lax.bitcast_convert_type(jnp.max(jnp.abs(wide), axis=1), jnp.int32) & _EXPONENT
+    factors = lax.bitcast_convert_type(bits, jnp.float32)
+    # One over it; of zeros, infinity and NaN something finite, which changes nothing.
+    inverse = lax.bitcast_convert_type(jnp.maximum((254 << 23) - bits, 0), jnp.float32)
+    return reordered(wide * inverse[:, None]).astype(jnp.float16), factors
+
+
+def take_packed(block: "Block", tile: Array, *, interpret: bool) -> list[Array]:
+    """Returns the sums of a tile, rows of the weight by rows of x, for each 64 of the former an array."""
+    s, g, refs = block.schedule, block.geometry, block.refs
+    shape = (HEIGHT, s.width(g))
+    count = s.height(g) // HEIGHT
+
+    def product(packed: Ref, rows: Ref) -> Array:
+        if interpret:
+            weights = reordered(packed[...].astype(jnp.float32))
+            return lax.dot(weights, rows[...].astype(jnp.float32))
+
+        def multiply(sums: Ref) -> Array:
+            for tall in range(s.chunk(g) // PIECE):
+                plgpu.wgmma(sums, load_keys(packed, tall), rows.at[pl.ds(PIECE * tall, PIECE)])
+            return sums[...]
+
+        return pl.run_scoped(multiply, plgpu.ACC(shape, jnp.float32))
+
+    def take_turn(turn: Array, sums: list[Array]) -> list[Array]:
+        step = tile * block.turns + turn
+        slot = block.arrive(step)
+        rows = refs["inputs"].at[slot].transpose((1, 0))
+        tiles = [refs["weights"].at[slot, pl.ds(HEIGHT * index, HEIGHT)] for index in range(count)]
+        sums = [total + product(packed, rows) for total, packed in zip(sums, tiles, strict=True)]
+        block.refill(step)
+        return sums
+
+    zeros = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), WGMMA)
+    return lax.fori_loop(jnp.int32(0), jnp.int32(block.turns), take_turn, [zeros] * count)

@@ -1,0 +1,61 @@
+"""What `skinny_matmul` means, in float32: a product, and what a layer does with its columns right away."""
+
+from collections.abc import Callable, Mapping
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Shaped
+
+ACTIVATIONS: Mapping[str, Callable[[Array], Array]] = {
+    "silu": jax.nn.silu,
+    "gelu": lambda x: jax.nn.gelu(x, approximate=False),
+    "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
+    "relu2": lambda x: jnp.square(jax.nn.relu(x)),
+}
+
+
+def skinny_matmul(
+    weight: Shaped[Array, "weights inner"],
+    x: Float[Array, "rows inner"],
+    *,
+    scales: Float[Array, " weights"] | None = None,
+    bias: Float[Array, " weights"] | None = None,
+    residual: Float[Array, "rows out"] | None = None,
+    squares: Float[Array, "parts rows"] | None = None,
+    norm_eps: float = 0.0,
+    next_norm: Float[Array, "norms out"] | None = None,
+    norm_row: int = 0,
+    activation: str | None = None,
+    gated: bool = False,
+    gate_multiplier: float = 1.0,
+    result: DTypeLike | None = None,
+) -> Float[Array, "rows out"] | tuple[Array, Array, Array]:
+    """Computes the product as `api.skinny_matmul` says, rounding nothing before the end."""
+    total = jnp.einsum(
+        "ri,oi->ro",
+        x.astype(jnp.float32),
+        weight.astype(jnp.float32),
+        precision=jax.lax.Precision.HIGHEST,
+    )
+    if scales is not None:
+        total *= scales.astype(jnp.float32)[None]
+    if squares is not None:
+        mean_square = jnp.sum(squares, axis=0) / x.shape[1]
+        total *= jax.lax.rsqrt(mean_square + norm_eps)[:, None]
+    if bias is not None:
+        total += bias.astype(jnp.float32)[None]
+    total, *ups = jnp.split(total, 2, axis=1) if gated else [total]
+    total *= gate_multiplier
+    if activation is not None:
+        total = ACTIVATIONS[activation](total)
+    for up in ups:
+        total *= up
+    if residual is not None:
+        total += residual.astype(jnp.float32)
+    out = total.astype(x.dtype if result is None else result)
+    if next_norm is None:
+        return out
+    wide = out.astype(jnp.float32)
+    weighed = wide * next_norm[norm_row].astype(jnp.float32)[None]
+    return out, weighed.astype(out.dtype), jnp.sum(wide * wide, axis=1)[None]

@@ -1,0 +1,96 @@
+"""`skinny_matmul` as XLA does it: a library's product, and fusions after it. Takes any number of rows."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Shaped
+
+from pallas_kernels.skinny_matmul.reference import ACTIVATIONS
+
+
+class Weighed(NamedTuple):
+    """A result on its way into a norm, whose division by the root mean square is left to what reads it.
+
+    Attributes:
+        result: the rows.
+        weighed: the rows times the weights of the norm.
+        squares: sums of the rows' squares over parts of their columns, in float32.
+    """
+
+    result: Float[Array, "rows out"]
+    weighed: Float[Array, "rows out"]
+    squares: Float[Array, "parts rows"]
+
+
+def skinny_matmul(
+    weight: Shaped[Array, "weights inner"],
+    x: Float[Array, "rows inner"],
+    *,
+    scales: Float[Array, " weights"] | None = None,
+    bias: Float[Array, " weights"] | None = None,
+    residual: Float[Array, "rows out"] | None = None,
+    squares: Float[Array, "parts rows"] | None = None,
+    norm_eps: float = 0.0,
+    next_norm: Float[Array, "norms out"] | None = None,
+    norm_row: int = 0,
+    activation: str | None = None,
+    gated: bool = False,
+    gate_multiplier: float = 1.0,
+    result: DTypeLike | None = None,
+) -> Float[Array, "rows out"] | Weighed:
+    """Computes the product as `api.skinny_matmul` says; sums are rounded to x's dtype where the library hands them on.
+
+    A float32 weight asks for float32 products: on NVIDIA GPUs the default would round its inputs to TF32.
+    """
+    wanted = x.dtype if result is None else jnp.dtype(result)
+    total = jax.lax.dot_general(
+        x,
+        weight.astype(x.dtype),
+        (((1,), (1,)), ((), ())),
+        precision=jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None,
+        preferred_element_type=wanted if scales is None and squares is None else jnp.float32,
+    )
+    if scales is not None:
+        total *= scales.astype(jnp.float32)[None]
+    if squares is not None:
+        total *= inverse_root(squares, x.shape[1], norm_eps)
+    total = total.astype(wanted)
+    if bias is not None:
+        total += bias.astype(wanted)[None]
+    if gated or activation is not None or gate_multiplier != 1.0:
+        total = _activated(total, activation, gated=gated, gate_multiplier=gate_multiplier)
+    total = total if residual is None else total + residual.astype(wanted)
+    return total if next_norm is None else weigh(total, next_norm[norm_row])
+
+
+def inverse_root(
+    squares: Float[Array, "parts rows"], inner: int, norm_eps: float
+) -> Float[Array, "rows 1"]:
+    """Returns what rows of `inner` numbers with these sums of squares are to be multiplied by."""
+    mean_square = jnp.sum(squares, axis=0) / inner
+    return jax.lax.rsqrt(mean_square + norm_eps)[:, None]
+
+
+def weigh(rows: Float[Array, "rows out"], weights: Float[Array, " out"]) -> Weighed:
+    """Returns the rows, the rows times the weights of a norm, and the sums of the rows' squares."""
+    wide = rows.astype(jnp.float32)
+    weighed = wide * weights.astype(jnp.float32)[None]
+    return Weighed(rows, weighed.astype(rows.dtype), jnp.sum(wide * wide, axis=1)[None])
+
+
+def _activated(
+    total: Float[Array, "rows weights"],
+    activation: str | None,
+    *,
+    gated: bool,
+    gate_multiplier: float,
+) -> Float[Array, "rows out"]:
+    """Activates, in float32, all columns, or the first half, which then multiplies the second."""
+    wide, *ups = jnp.split(total.astype(jnp.float32), 2 if gated else 1, axis=1)
+    wide = wide if gate_multiplier == 1.0 else wide * gate_multiplier
+    wide = wide if activation is None else ACTIVATIONS[activation](wide)
+    for up in ups:
+        wide *= up
+    return wide.astype(total.dtype)

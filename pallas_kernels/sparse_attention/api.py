@@ -1,0 +1,122 @@
+"""The door to `sparse_attention`: latent attention to chosen tokens alone."""
+
+from typing import Literal, overload
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Shaped
+
+from pallas_kernels.checks import check_ids, check_shape
+from pallas_kernels.dispatch import choose
+from pallas_kernels.record_codec import GROUP, record_bytes
+from pallas_kernels.sparse_attention import mosaic_gpu, xla
+from pallas_kernels.tile_attention import why_not
+
+
+@overload
+def sparse_attention(
+    q: Array | np.ndarray,
+    records: Array | np.ndarray,
+    slots: Array | np.ndarray,
+    counts: Array | np.ndarray,
+    *,
+    value_dim: int,
+    scale: float,
+    return_lse: Literal[False] = False,
+    implementation: str | None = None,
+) -> Array: ...
+
+
+@overload
+def sparse_attention(
+    q: Array | np.ndarray,
+    records: Array | np.ndarray,
+    slots: Array | np.ndarray,
+    counts: Array | np.ndarray,
+    *,
+    value_dim: int,
+    scale: float,
+    return_lse: Literal[True],
+    implementation: str | None = None,
+) -> tuple[Array, Array]: ...
+
+
+def sparse_attention(
+    q: Shaped[Array | np.ndarray, "tokens heads latent_and_rope"],
+    records: Shaped[Array | np.ndarray, "pages page_size 1 width"],
+    slots: Shaped[Array | np.ndarray, "tokens topk"],
+    counts: Shaped[Array | np.ndarray, " tokens"],
+    *,
+    value_dim: int,
+    scale: float,
+    return_lse: bool = False,
+    implementation: str | None = None,
+) -> (
+    Float[Array, "tokens heads value_dim"]
+    | tuple[Float[Array, "tokens heads value_dim"], Float[Array, "tokens heads"]]
+):
+    """Attends from all heads of a token to the records at its slots (DeepSeek-V3.2, 2025).
+
+    It knows no rows and no positions: which tokens a query may see is settled by what was chosen. Where all of them
+    were, the result is that of `latent_attention`.
+
+    Args:
+        q: absorbed queries, the part for the latent and then the rotary part; float32, bfloat16 or float16.
+        records: the cache's array of role "key": uint8 records as `record_codec` has them, of rank `value_dim`, which
+            are rounded to q's dtype when they are decoded; or latents and rotary keys side by side in q's dtype.
+        slots: int32 `page * page_size + offset` of the chosen tokens, as `index_topk` returns them.
+        counts: int32; of token t, `slots[t, :counts[t]]` are attended to, and the others are not read.
+        value_dim: numbers at the beginning of a record that are its value: the latent.
+        scale: factor on the scores.
+        return_lse: also return the natural log of the denominator.
+        implementation: "xla", which is also what `None` stands for; or "mosaic_gpu", which runs only when it is named
+            while too little of it has been seen on a GPU (NOTES.md).
+
+    Returns:
+        The output in q's dtype, zeros for tokens that chose nothing; with `return_lse`, also the log-sum-exp in
+        float32, `-inf` for those tokens.
+
+    Raises:
+        ValueError: shapes, dtypes or options do not fit.
+        Unsupported: the implementation asked for, or every one, cannot run; the message carries each reason.
+    """
+    _check(q, records, value_dim, scale)
+    check_ids("slots", slots, (q.shape[0], None))
+    check_ids("counts", counts, (q.shape[0],))
+    arrays = tuple(map(jnp.asarray, (q, records, slots, counts)))
+    options = {"value_dim": value_dim, "scale": scale}
+    reasons = {
+        "mosaic_gpu": lambda: mosaic_gpu.why_not(*arrays, value_dim=value_dim),
+        "xla": lambda: why_not(q),
+    }
+    chosen = choose("sparse_attention", reasons, implementation, by_name=["mosaic_gpu"])
+    if not q.size or not slots.size:
+        out = jnp.zeros((*q.shape[:2], value_dim), q.dtype)
+        lse = jnp.full(q.shape[:2], -jnp.inf, jnp.float32)
+    elif chosen == "mosaic_gpu":
+        return mosaic_gpu.sparse_attention(*arrays, return_lse=return_lse, **options)
+    else:
+        out, lse = xla.sparse_attention(*arrays, **options)
+    return (out, lse) if return_lse else out
+
+
+def _check(
+    q: Array | np.ndarray, records: Array | np.ndarray, value_dim: int, scale: float
+) -> None:
+    check_shape("q", q, (None, None, None))
+    width = q.shape[2]
+    if not 0 < value_dim <= width:
+        raise ValueError(f"value_dim must be 1 to {width}, the size of a query, got {value_dim}")
+    if not scale > 0:
+        raise ValueError(f"scale must be positive, got {scale}; usually head_dim ** -0.5")
+    if records.dtype == jnp.uint8:
+        if value_dim % GROUP:
+            raise ValueError(
+                f"value_dim of uint8 records must be a multiple of {GROUP}, got {value_dim}"
+            )
+        width = record_bytes(value_dim, width - value_dim)
+    elif records.dtype != q.dtype:
+        raise ValueError(
+            f"records must be uint8 or of q's dtype, got {records.dtype} and {q.dtype}"
+        )
+    check_shape("records", records, (None, None, 1, width))

@@ -1,0 +1,97 @@
+"""Shapes on which `sparse_attention` is tested, measured and tuned. Host only."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from pallas_kernels.poisoned_pages import normal, quantised
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call of `sparse_attention`; the defaults are those of DeepSeek-V3.2.
+
+    Attributes:
+        name: how tests and records call it.
+        counts: slots that each token attends to.
+        keys: tokens in the pool.
+        plain: records are plain numbers of the call's dtype.
+        ci: small enough to run everywhere.
+    """
+
+    name: str
+    counts: tuple[int, ...]
+    keys: int
+    topk: int = 2048
+    heads: int = 128
+    rank: int = 512
+    rope_dim: int = 64
+    page_size: int = 64
+    plain: bool = False
+    ci: bool = False
+
+    def inputs(self, seed: int = 0, dtype: str = "bfloat16") -> dict[str, Any]:
+        """Returns the arguments by name, as NumPy arrays; whatever no token chose holds NaN."""
+        rng = np.random.default_rng(seed)
+        pages = -(-self.keys // self.page_size) + 2
+        num_slots = pages * self.page_size
+        tokens = len(self.counts)
+        slots = np.full((tokens, self.topk), num_slots, np.int32)
+        in_use = rng.permutation(num_slots)[: self.keys]
+        for token, count in enumerate(self.counts):
+            slots[token, :count] = rng.permutation(in_use)[:count]
+        chosen = np.zeros(num_slots, bool)
+        chosen[slots[slots < num_slots]] = True
+        records = self._records(rng, num_slots, chosen, dtype)
+        return {
+            "q": normal(rng, (tokens, self.heads, self.rank + self.rope_dim), dtype),
+            "records": records.reshape(pages, self.page_size, 1, -1),
+            "slots": slots,
+            "counts": np.array(self.counts, np.int32),
+            "value_dim": self.rank,
+            "scale": (self.rank + self.rope_dim) ** -0.5,
+        }
+
+    def _records(
+        self, rng: np.random.Generator, num_slots: int, chosen: np.ndarray, dtype: str
+    ) -> np.ndarray:
+        """Returns records of bytes or numbers; those that nobody chose are NaN from end to end."""
+        latent = normal(rng, (num_slots, self.rank), "float32")
+        rope = normal(rng, (num_slots, self.rope_dim), "bfloat16")
+        if self.plain:
+            records = np.concatenate([latent.astype(dtype), rope.astype(dtype)], axis=1)
+            records[~chosen] = np.nan
+            return records
+        groups = latent.reshape(num_slots, -1, 128)
+        groups = groups * 2.0 ** rng.integers(-2, 2, groups.shape[:2])[..., None].astype(np.float32)
+        numbers, scales = quantised(groups, "float8_e4m3fn")
+        parts = (numbers.reshape(num_slots, -1), scales.astype(np.float32), rope)
+        records = np.concatenate([part.view(np.uint8) for part in parts], axis=1)
+        records[~chosen] = 0xFF
+        return records
+
+    def bytes_moved(self, dtype: str = "bfloat16") -> int:
+        """Counts the bytes of the chosen records, of queries and of outputs."""
+        size = np.dtype(dtype).itemsize
+        packed = self.rank + self.rank // 32 + 2 * self.rope_dim
+        record = size * (self.rank + self.rope_dim) if self.plain else packed
+        per_token = self.heads * (2 * self.rank + self.rope_dim) * size
+        return sum(self.counts) * (record + 4) + len(self.counts) * per_token
+
+    def flops(self) -> int:
+        """Counts the two products over the records that each token chose."""
+        return 2 * sum(self.counts) * self.heads * (2 * self.rank + self.rope_dim)
+
+
+SMALL = {"heads": 4, "rank": 128, "rope_dim": 16, "page_size": 8, "ci": True}
+
+CASES = (
+    Case("bytes", (5, 0, 12, 1), 40, topk=12, **SMALL),
+    Case("plain", (7, 3, 0), 30, topk=8, plain=True, **SMALL),
+    Case("two-groups", (20, 33), 60, 33, 3, 256, 16, 8, ci=True),
+    Case("nothing", (0, 0), 8, topk=4, **SMALL),
+    Case("b32", (2048,) * 32, 32768),
+    Case("b128", (2048,) * 128, 32768),
+    Case("s2048-bf16", (2048,) * 2048, 8192, plain=True),
+)

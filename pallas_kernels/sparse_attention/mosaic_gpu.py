@@ -1,0 +1,115 @@
+"""`sparse_attention` as a Mosaic GPU kernel for Hopper: what it takes, and what XLA does around it.
+
+The kernel is that of `latent_attention` with another producer: a token is a row of one query, and its tiles are
+gathered from the records at its slots (mosaic_producer.py) instead of copied from pages.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Shaped
+
+from pallas_kernels.device import why_not_mosaic
+from pallas_kernels.latent_attention.mosaic_gpu import results
+from pallas_kernels.latent_attention.mosaic_kernel import Kernel, Source
+from pallas_kernels.latent_attention.mosaic_schedule import (
+    TILE,
+    Geometry,
+    Schedule,
+    filled_heads,
+)
+from pallas_kernels.sparse_attention.mosaic_producer import Gatherer
+from pallas_kernels.sparse_attention.mosaic_records import PIECE
+
+# Registers of each thread of consumers and producer, which holds half a tile of bytes between loading and storing it.
+_REGISTERS = {"bytes": (208, 88), "numbers": (216, 72)}
+
+
+def why_not(q: Array, records: Array, slots: Array, counts: Array, *, value_dim: int) -> str | None:
+    """Returns why this kernel cannot run, or `None` if it can."""
+    return why_not_mosaic() or _refusal(q, records, value_dim)
+
+
+def _refusal(q: Array, records: Array, value_dim: int) -> str | None:
+    if value_dim not in (256, 512):
+        return f"value_dim must be 256 or 512, got {value_dim}"
+    size = records.shape[-1] * records.dtype.itemsize
+    if size % PIECE:
+        return f"a record must be a multiple of {PIECE} bytes, got {size}"
+    return _geometry(q, value_dim).refusal()
+
+
+def _geometry(q: Array, value_dim: int) -> Geometry:
+    """Returns the sizes; pages mean nothing where tokens are gathered one by one."""
+    heads = filled_heads(q.shape[1])
+    return Geometry(heads, q.shape[2], value_dim, TILE, q.dtype, packed=False)
+
+
+def sparse_attention(
+    q: Float[Array, "tokens heads latent_and_rope"],
+    records: Shaped[Array, "pages page_size 1 width"],
+    slots: Int[Array, "tokens topk"],
+    counts: Int[Array, " tokens"],
+    *,
+    value_dim: int,
+    scale: float,
+    return_lse: bool = False,
+    interpret: bool = False,
+) -> (
+    Float[Array, "tokens heads value_dim"]
+    | tuple[Float[Array, "tokens heads value_dim"], Float[Array, "tokens heads"]]
+):
+    """Attends from all heads of a token to the records at its slots, as `api.sparse_attention` says.
+
+    Slots past a token's count may be any number. With `interpret` it runs on the CPU, slowly; reads out of bounds
+    raise, and races are recorded.
+
+    Raises:
+        ValueError: this kernel cannot take the shapes or dtypes.
+    """
+    refusal = _refusal(q, records, value_dim)
+    if refusal is not None:
+        raise ValueError(f"the Mosaic GPU kernel cannot take this: {refusal}")
+    geometry = _geometry(q, value_dim)
+    schedule = Schedule.by_rule(geometry, q.shape[0], slots.shape[1])
+    out, lse = attend(
+        q,
+        records,
+        slots,
+        counts,
+        value_dim=value_dim,
+        scale=scale,
+        schedule=schedule.without_clusters(geometry) if interpret else schedule,
+        want_lse=return_lse,
+        interpret=interpret,
+    )
+    return out if lse is None else (out, lse)
+
+
+# The layers of a model call this many times with equal shapes: under its own jit the kernel is lowered once.
+@partial(jax.jit, static_argnames=("value_dim", "scale", "schedule", "want_lse", "interpret"))
+def attend(
+    q: Float[Array, "tokens heads latent_and_rope"],
+    records: Shaped[Array, "pages page_size 1 width"],
+    slots: Int[Array, "tokens topk"],
+    counts: Int[Array, " tokens"],
+    *,
+    value_dim: int,
+    scale: float,
+    schedule: Schedule,
+    want_lse: bool,
+    interpret: bool = False,
+) -> tuple[Float[Array, "tokens heads value_dim"], Float[Array, "tokens heads"] | None]:
+    """Runs the kernel under a given schedule, then joins the parts if there are several."""
+    tokens, heads, width = q.shape
+    geometry = _geometry(q, value_dim)
+    rows = jnp.pad(q, ((0, 0), (0, geometry.heads - heads), (0, 0))).reshape(-1, width)
+    registers = _REGISTERS["bytes" if records.dtype == jnp.uint8 else "numbers"]
+    source = Source(("records", "slots", "seq_lens"), Gatherer, (1, 1), registers)
+    has_lse = want_lse or schedule.parts > 1
+    kernel = Kernel(
+        geometry, scale, schedule, tokens, has_lse, interpret, source, "sparse_attention"
+    )
+    outputs = kernel.build(tokens)(rows, records, slots, counts)
+    return results(kernel, outputs, q, want_lse=want_lse)

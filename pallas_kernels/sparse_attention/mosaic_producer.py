@@ -1,0 +1,100 @@
+"""The producer of the `sparse_attention` kernel: the warpgroup that gathers chosen records and makes tiles of them."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import Array
+
+from pallas_kernels.latent_attention.mosaic_pieces import Piece, Ref
+from pallas_kernels.latent_attention.mosaic_producer import fetch_queries
+from pallas_kernels.latent_attention.mosaic_schedule import COLUMN_TILE, SLOTS, TILE, Geometry
+from pallas_kernels.record_codec import GROUP, record_bytes
+from pallas_kernels.sparse_attention.mosaic_records import (
+    Place,
+    Rows,
+    copy,
+    decode_plainly,
+    gather_plainly,
+    load,
+    prefetch,
+    store,
+    wait_for_copies,
+)
+
+if TYPE_CHECKING:
+    from pallas_kernels.latent_attention.mosaic_kernel import Kernel
+
+
+def places_of(geometry: Geometry, *, packed: bool) -> dict[str, Place]:
+    """Returns where in a record, of bytes if it is `packed`, the parts of a tile are."""
+    half, value_dim = geometry.half, geometry.value_dim
+    if not packed:
+        starts = {"lo": 0, "hi": half, "rope": value_dim}
+        columns = {"lo": half, "hi": half, "rope": COLUMN_TILE}
+        return {part: Place(2 * start, columns[part]) for part, start in starts.items()}
+    return {
+        "lo": Place(0, half, value_dim),
+        "hi": Place(half, half, value_dim + 4 * (half // GROUP)),
+        "rope": Place(record_bytes(value_dim, 0), COLUMN_TILE),
+    }
+
+
+class Gatherer:
+    """The warpgroup that gathers, a half of a tile at a time.
+
+    Bytes are on their way into registers before the half is free that they are decoded into. A record that is not
+    chosen becomes zeros, so that its weight of zero meets no NaN.
+    """
+
+    def __init__(self, kernel: "Kernel", refs: Mapping[str, Ref], piece: Piece) -> None:
+        self.kernel, self.geometry, self.refs, self.piece = kernel, kernel.geometry, refs, piece
+        self.packed = refs["records"].dtype == jnp.uint8
+        self.places = places_of(kernel.geometry, packed=self.packed)
+
+    def run(self) -> None:
+        """Fetches the queries and the share's tiles."""
+        fetch_queries(self.kernel, self.refs, self.piece)
+        start, stop = SLOTS * self.piece.start, SLOTS * self.piece.stop
+
+        @pl.loop(start, stop)
+        def _(tile: Array) -> None:
+            if not self.kernel.interpret:
+                size = self.refs["records"].shape[-1] * self.refs["records"].dtype.itemsize
+                prefetch(self.rows(jnp.minimum(tile + 1, stop - 1)), record_bytes=size)
+            rows, slot = self.rows(tile), tile % SLOTS
+            self.fill("lo", ("lo",), rows, slot)
+            self.fill("hi", ("hi", "rope"), rows, slot)
+
+        if self.kernel.interpret:
+            # The interpreter wants each completion to be waited for.
+            for half in ("lo", "hi"):
+                for slot in range(SLOTS):
+                    plgpu.barrier_wait(self.refs[f"{half}_free"].at[slot])
+
+    def rows(self, tile: Array) -> Rows:
+        """Returns which records a tile is made of."""
+        refs, piece = self.refs, self.piece
+        return Rows(refs["records"], refs["slots"], piece.row, tile * TILE, piece.keys)
+
+    def fill(self, half: str, parts: tuple[str, ...], rows: Rows, slot: Array) -> None:
+        """Makes parts of a tile once the half that they are counted to is free."""
+        refs, dtype, plainly = self.refs, self.geometry.dtype, self.kernel.interpret
+        chosen = gather_plainly(rows) if plainly else None
+        first = self.places[half]
+        words = None if plainly or first.scales is None else load(rows, first)
+        plgpu.barrier_wait(refs[f"{half}_free"].at[slot])
+        for part in reversed(parts):
+            tile, place = refs[part].at[slot], self.places[part]
+            if chosen is not None:
+                tile[...] = decode_plainly(chosen, place, dtype)
+            elif words is not None and place.scales is not None:
+                store(words, tile, place, dtype)
+            else:
+                copy(rows, tile, place, dtype)
+        if not plainly:
+            wait_for_copies()
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(refs[f"{half}_arrived"].at[slot])

@@ -1,0 +1,52 @@
+"""Compiles steps of models with windows for an H200 without one, as `h200.py` does: Gemma-like and GPT-OSS-like."""
+
+import sys
+
+from tests.engine.h200 import PAGE_SIZE, ROWS, WIDTH, executor, main
+
+
+def lowerings():
+    """Returns, by name, functions that describe what to compile."""
+    from jaxkv.block_config import MixtureConfig
+    from jaxkv.engine.fields import StepShape
+    from jaxkv.model_config import RopeConfig
+
+    gemma = {
+        "family": "gemma3_text",
+        "heads": 8,
+        "head_dim": 256,
+        "rope": RopeConfig(rotary_dim=256, theta=1e6),
+        "window_rope": RopeConfig(rotary_dim=256),
+        "windows": (2 * PAGE_SIZE, None),
+        "attention_cap": 50.0,
+        "logit_cap": 30.0,
+        "qk_norm": True,
+        "unit_offset": True,
+        "post_norms": True,
+        "tie_embeddings": True,
+    }
+    oss = {
+        "family": "gpt_oss",
+        "head_dim": 64,
+        "rope": RopeConfig(rotary_dim=64),
+        "windows": (2 * PAGE_SIZE, None),
+        "pattern": (("attention", "mixture"),) * 2,
+        "qkv_bias": True,
+        "o_bias": True,
+        "sinks": True,
+        "wide_norms": True,
+        "mixture": MixtureConfig(experts=8, top_k=2, size=512, gated=True, biases=True, clamp=7.0),
+    }
+    step = StepShape(tokens=ROWS, rows=ROWS, table_widths=(WIDTH,) * 2, decode=True)
+    mixed = StepShape(tokens=512, rows=ROWS, table_widths=(WIDTH,) * 2)
+    return {
+        f"{family}_{kind}": lambda changes=changes, shape=shape: executor(
+            "mosaic_gpu", **changes
+        ).step_program(shape)
+        for family, changes in (("gemma", gemma), ("gpt_oss", oss))
+        for kind, shape in (("decode", step), ("prefill", mixed))
+    }
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:], lowerings)

@@ -1,0 +1,20 @@
+"""What XLA makes of steps of models with windows, bounded scores and sinks on an H200, seen without a GPU."""
+
+import pytest
+
+from tests.engine.test_h200_hybrid import assert_in_place, compiled
+
+DECODE, PREFILL = ("gemma_decode", "gpt_oss_decode"), ("gemma_prefill", "gpt_oss_prefill")
+# A write and an attention in each of two layers, and the logits; of few tokens also the dense products of a layer.
+KERNELS = {"gemma_decode": 13, "gpt_oss_decode": 9, "gemma_prefill": 5, "gpt_oss_prefill": 5}
+
+
+@pytest.mark.parametrize("names", [DECODE, pytest.param(PREFILL, marks=pytest.mark.slow)])
+def test_a_step_with_windows_is_one_command_buffer_in_place_of_our_kernels(names):
+    """T-06, T-08, T-15, S2-01: nothing is left outside the graph, so no host work translates slots between layers."""
+    reports = compiled(names, "h200_windows.py")
+    for name in names:
+        assert_in_place(reports[name])
+        assert reports[name]["command_buffers"] == 1
+        assert reports[name]["outside"] == []
+        assert reports[name]["custom_calls"].count("mosaic_gpu_v2") == KERNELS[name]

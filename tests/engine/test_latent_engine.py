@@ -1,0 +1,135 @@
+"""The engine chooses how latents are attended to, step by step, and nobody sees the difference (S3-01, S3-02)."""
+
+from functools import cache
+
+import numpy as np
+import pytest
+
+from jaxkv.engine.programs import Programs
+from jaxkv.engine.rows import Row
+from jaxkv.engine.shapes import serves
+from jaxkv.engine.warm_up import compile_all, declare_served
+from tests.engine.engines import VOCAB, assert_equal, assert_idle, request_of
+from tests.engine.latent import LATENT, PAGE, ROWS, SPARSE, engine_of, model, watch
+from tests.engine.oracle import generated
+
+
+def prompt(length, seed=0):
+    return np.random.default_rng(seed).integers(0, VOCAB, length).tolist()
+
+
+@cache
+def _answers(latent, requests):
+    return list(generated(*model(latent), requests, rows=ROWS))
+
+
+def serve(engine, *prompts, latent=LATENT):
+    """Serves prompts at once and compares them with the oracle, which knows no pages of others."""
+    requests = tuple(request_of(ids, logprobs=0) for ids in prompts)
+    made = [engine.add([request])[0] for request in requests]
+    engine.run(made)
+    assert_equal(made, _answers(latent, requests))
+    return made
+
+
+@pytest.mark.parametrize(
+    ("known", "length", "cached"),
+    [(0, 30, 0), (PAGE, 30, PAGE), (3 * PAGE, 30, 3 * PAGE), (3 * PAGE, 3 * PAGE, 3 * PAGE - 1)],
+)
+def test_a_prompt_attends_expanded_unless_some_of_it_is_cached(known, length, cached):
+    # S3-01, A-12: no prefix, one page, several, and one that ends within a page, which is copied.
+    engine, text = engine_of(), prompt(length)
+    if known:
+        engine.run(engine.add([request_of(text[:known], logprobs=0)]))
+    ran = watch(engine)
+    [sequence] = serve(engine, text)
+    assert sequence.cached == cached
+    first = "expanded" if not cached else "decode" if length - cached == 1 else "absorbed"
+    assert ran[0] == first
+    assert set(ran[1:]) == {"decode"}
+    assert_idle(engine)
+
+
+def test_one_prompt_in_chunks_begins_expanded_and_goes_on_absorbed():
+    # S3-02: what one path wrote the other one reads.
+    engine = engine_of(token_budget=16)
+    ran = watch(engine)
+    serve(engine, prompt(45))
+    assert ran[:3] == ["expanded", "absorbed", "absorbed"]
+    assert_idle(engine)
+
+
+def test_rows_with_and_without_a_prefix_share_an_absorbed_step():
+    # S3-01 (mixed in one batch), S3-12: a row that decodes, one behind a cached prefix and a new one.
+    engine = engine_of()
+    long, new = prompt(20, seed=1), prompt(7, seed=2)
+    engine.run(engine.add([request_of(long[:16], logprobs=0)]))
+    first = engine.add([request_of(prompt(9, seed=3), logprobs=0)])[0]
+    engine.step()
+    engine.step()
+    ran = watch(engine)
+    others = [engine.add([request_of(ids, logprobs=0)])[0] for ids in (long, new)]
+    engine.run([first, *others])
+    assert ran[0] == "absorbed"
+    made = [first, *others]
+    assert_equal(made, _answers(LATENT, tuple(sequence.request for sequence in made)))
+    assert_idle(engine)
+
+
+def test_after_the_warm_up_both_ways_are_there_and_nothing_compiles():
+    # S3-10, S3-16: programs that were compiled in another order, and none while serving.
+    programs = Programs(strict=True)
+    engine = engine_of(programs=programs)
+    needed = declare_served(engine, request_of(prompt(40), logprobs=0), ROWS)
+    assert {declared.shape.fresh for declared in needed if declared.kind == "prefill"} == {
+        False,
+        True,
+    }
+    compile_all(engine.executor, list(reversed(needed)))
+    ran = watch(engine)
+    serve(engine, prompt(30), prompt(12, seed=4))
+    serve(engine, prompt(30)[:24] + prompt(5, seed=5))
+    assert programs.compiled_late == 0
+    assert {"expanded", "absorbed", "decode"} == set(ran)
+
+
+def test_a_program_that_reads_pages_stands_in_for_one_that_does_not_and_never_the_other_way():
+    engine = engine_of()
+    rows = [Row(0, prompt(20), 0, request_of([1]).params)]
+    later = [Row(0, prompt(20), 8, request_of([1]).params)]
+    fresh, absorbed = (engine.shapes.declare(each, total_tokens=28) for each in (rows, later))
+    assert (fresh.shape.fresh, absorbed.shape.fresh) == (True, False)
+    assert serves(absorbed, fresh)
+    assert not serves(fresh, absorbed)
+    with engine.executor.reserved(28) as number:
+        row = Row(number, prompt(20), 8, request_of([1]).params)
+        with pytest.raises(ValueError, match="begin at their first token"):
+            engine.executor.packer.pack(fresh.shape, [row], engine.executor.accounts)
+
+
+@pytest.mark.slow
+def test_pinned_programs_give_equal_bits_with_and_without_a_prefix():
+    # S3-06: one absorbed program, whatever is cached and whoever is beside.
+    engine, text = engine_of(pinned_shapes=True), prompt(30)
+    ran = watch(engine)
+    alone = engine.add([request_of(text, logprobs=0)])[0]
+    engine.run([alone])
+    again = engine.add([request_of(text, logprobs=0)])[0]
+    beside = engine.add([request_of(prompt(11, seed=6), logprobs=0)])[0]
+    engine.run([again, beside])
+    assert again.cached > 0
+    assert set(ran) == {"absorbed"}
+    assert alone.token_ids == again.token_ids
+    assert alone.logprobs == again.logprobs
+
+
+def test_chosen_tokens_are_the_same_however_a_text_comes_to_be_cached():
+    # S3-01, S3-12 for sparse attention: index keys share pages with latents, and move with them.
+    engine = engine_of(SPARSE)
+    long, other = prompt(40, seed=7), prompt(33, seed=8)
+    serve(engine, long, prompt(21, seed=9), latent=SPARSE)
+    [hit, _] = serve(engine, long[:32] + other[:9], other, latent=SPARSE)
+    assert hit.cached == 32
+    [again] = serve(engine, long[:32], latent=SPARSE)
+    assert again.cached == 31
+    assert_idle(engine)

@@ -1,0 +1,82 @@
+"""Steps of few tokens on our kernels: blocks add to the residual stream and norms are left to what reads them."""
+
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+
+from jaxkv.block_config import Multipliers
+from jaxkv.models import decoder
+from jaxkv.models.registry import build_model, read_config
+from tests.layers.jaxprs import equations
+from tests.models.driver import Driver, run_step
+from tests.models.test_decoder import SMALL, TINY, prompt
+
+LLAMA = {"model_type": "llama", "num_hidden_layers": 3, "sliding_window": None}
+PLAIN = {name: value for name, value in TINY.items() if "window" not in name}
+
+
+def drawn(model, dtype="float32"):
+    params = model.init_params(jax.random.key(1), dtype)
+    return jax.tree.map(lambda leaf: leaf * 10 if leaf.ndim == 2 else leaf, params)
+
+
+def answers(model, params):
+    driver = Driver(model, params, **SMALL)
+    said = driver.prefill([prompt(5), prompt(7, 1), prompt(3, 2)])
+    return np.concatenate([*said, driver.decode([3, 4, 5])])
+
+
+@pytest.fixture
+def joined(monkeypatch):
+    """What our kernels would be asked for, asked of XLA."""
+    asked = []
+
+    def joins(implementation, tokens):
+        asked.append(tokens)
+        return True
+
+    monkeypatch.setattr(decoder, "joins_norms", joins)
+    run_step.clear_cache()
+    yield asked
+    run_step.clear_cache()
+
+
+@pytest.mark.parametrize("family", [TINY, PLAIN | LLAMA], ids=["qwen2", "llama"])
+def test_logits_are_those_of_norms_on_their_own(family, joined, monkeypatch):
+    """In float32 within 1e-5: only the order of two multiplications differs."""
+    model = build_model(read_config(family), implementation="xla")
+    params = drawn(model)
+    said = answers(model, params)
+    assert joined
+    monkeypatch.setattr(decoder, "joins_norms", lambda implementation, tokens: False)
+    run_step.clear_cache()
+    wanted = answers(model, params)
+    np.testing.assert_allclose(said, wanted, rtol=1e-5, atol=1e-5 * np.abs(wanted).max())
+
+
+def test_a_step_then_divides_by_no_root_before_a_projection(joined):
+    """One norm at the beginning, whose rows nobody has weighed yet, and one at the end; no pass of its own between."""
+    model = build_model(read_config(PLAIN | LLAMA), implementation="xla")
+    driver = Driver(model, drawn(model), **SMALL)
+    batch = driver.batch([[1], [2], [3]], decode=True)
+    found = list(equations(lambda p, c: model.forward(p, c, batch)[1], driver.params, driver.cache))
+    roots = [equation for equation in found if str(equation.primitive) == "rsqrt"]
+    shapes = [root.outvars[0].aval.shape for root in roots]
+    assert len(shapes) == 2 * model.num_layers + 1
+
+
+def test_models_that_do_more_between_two_blocks_keep_their_norms():
+    """Constants of the residual stream, a residual stream wider than the model, other families of implementations."""
+    config = read_config(PLAIN | LLAMA)
+    plain = build_model(config, implementation="mosaic_gpu")
+    batch = Driver(plain, {}, **SMALL).batch([[1], [2], [3]], decode=True)
+    params = plain.param_shapes("bfloat16")
+    assert plain._next_norms(params, batch) is not None
+    assert plain.running("xla")._next_norms(params, batch) is None
+    for changed in (
+        replace(config, multipliers=Multipliers(residual=0.5)),
+        replace(config, wide_residual=True),
+    ):
+        assert build_model(changed, implementation="mosaic_gpu")._next_norms(params, batch) is None

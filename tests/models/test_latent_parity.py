@@ -1,0 +1,100 @@
+"""Families with latent attention compute what Hugging Face Transformers computes, in float32, however they attend."""
+
+from functools import cache
+
+import numpy as np
+import pytest
+
+from jaxkv.models.registry import build_model, load_config
+from jaxkv.weights.load import load_params
+from tests.models.driver import Driver
+
+pytest.importorskip("torch")
+families = pytest.importorskip("tests.models.families")
+latents = pytest.importorskip("tests.models.latent_families")
+
+pytestmark = pytest.mark.torch
+
+TOLERANCE = 1e-4
+PROMPT = 40
+STEPS = 64
+# Between them every option; the others have one that a single step shows.
+THOROUGH = ("v2-lite", "v3", "v32")
+SLOW = ("v3-halves",)
+EVERY = [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in latents.CASES]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """Makes a case, its Hugging Face model, and our model with its parameters read from the saved directory, once."""
+
+    @cache
+    def make(name):
+        case = latents.CASES[name]
+        theirs = case.build()
+        directory = tmp_path_factory.mktemp(name)
+        theirs.save_pretrained(directory)
+        model = build_model(load_config(directory))
+        return case, theirs, model, load_params(directory, model, dtype="float32", progress=False)
+
+    return make
+
+
+def far(got, wanted):
+    return np.max(np.abs(got - wanted))
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_logits_of_all_positions_equal_transformers_absorbed_and_expanded(made, name):
+    # S3-02: the path may differ, the results agree.
+    case, theirs, model, params = made(name)
+    tokens = case.prompt(PROMPT)
+    wanted = families.logits(theirs, tokens)
+    # The bound means something only where logits differ by much more.
+    assert np.std(wanted) > 0.3
+    for fresh in (False, True) if name in THOROUGH else (True,):
+        [got] = Driver(model, params, fresh=fresh).prefill([tokens])
+        assert far(got, wanted) < TOLERANCE, fresh
+
+
+@pytest.mark.parametrize(
+    ("name", "fresh"),
+    [("v2-lite", True), pytest.param("v3", False, marks=pytest.mark.slow), ("v32", True)],
+)
+def test_greedy_tokens_equal_transformers_for_64_steps(made, name, fresh):
+    # S3-02: what an expanded prefill leaves in the pages serves the decode steps, which are absorbed.
+    case, theirs, model, params = made(name)
+    tokens = case.prompt(PROMPT)
+    wanted, lead = families.greedy(theirs, tokens, STEPS)
+    assert lead > 1e-3, f"seed {case.seed} has a near tie: choose another"
+    driver = Driver(model, params, fresh=fresh)
+    [got] = driver.prefill([tokens])
+    chosen = [int(got[-1].argmax())]
+    while len(chosen) < STEPS:
+        chosen.append(int(driver.decode(chosen[-1:])[0].argmax()))
+    assert chosen == wanted
+
+
+@pytest.mark.parametrize("name", THOROUGH)
+@pytest.mark.parametrize("cut", [1, 8, 23])
+def test_a_prompt_behind_a_cached_prefix_gives_the_logits_of_transformers(made, name, cut):
+    # S3-01, A-12: part of a page, one page and several, written by an expanded step and read by an absorbed one.
+    case, theirs, model, params = made(name)
+    tokens = case.prompt(PROMPT)
+    wanted = families.logits(theirs, tokens)
+    driver = Driver(model, params, fresh=True)
+    [first] = driver.prefill([tokens[:cut]])
+    [second] = driver.prefill([tokens[cut:]])
+    assert far(np.concatenate((first, second)), wanted) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", THOROUGH)
+def test_rows_with_and_without_a_prefix_share_a_step(made, name):
+    # S3-01 (mixed in one batch), S3-12, S1-06: one row goes on, one decodes, one begins.
+    case, theirs, model, params = made(name)
+    rows = [case.prompt(length, offset=length) for length in (37, 9, 3)]
+    driver = Driver(model, params, fresh=True)
+    begun = driver.prefill([rows[0][:20], rows[1][:-1], []])
+    ended = driver.prefill([rows[0][20:], rows[1][-1:], rows[2]])
+    for row, *got in zip(rows, begun, ended, strict=True):
+        assert far(np.concatenate(got), families.logits(theirs, row)) < TOLERANCE

@@ -1,0 +1,181 @@
+"""The config.json of families with windows: what Transformers has written, what is assumed, what is refused."""
+
+import math
+
+import pytest
+
+from jaxkv.errors import UnknownConfig
+from jaxkv.models.registry import read_config
+
+GEMMA_2 = {
+    # As Transformers 4 wrote it, with both names of the activation.
+    "architectures": ["Gemma2ForCausalLM"],
+    "attention_bias": False,
+    "attn_logit_softcapping": 50.0,
+    "bos_token_id": 2,
+    "cache_implementation": "hybrid",
+    "eos_token_id": 1,
+    "final_logit_softcapping": 30.0,
+    "head_dim": 256,
+    "hidden_act": "gelu_pytorch_tanh",
+    "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "max_position_embeddings": 8192,
+    "model_type": "gemma2",
+    "num_attention_heads": 8,
+    "num_hidden_layers": 26,
+    "num_key_value_heads": 4,
+    "pad_token_id": 0,
+    "query_pre_attn_scalar": 256,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 10000.0,
+    "sliding_window": 4096,
+    "torch_dtype": "float32",
+    "vocab_size": 256000,
+}
+GEMMA_3 = {
+    "architectures": ["Gemma3ForCausalLM"],
+    "attn_logit_softcapping": None,
+    "bos_token_id": 2,
+    "eos_token_id": [1, 106],
+    "final_logit_softcapping": None,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_size": 1152,
+    "intermediate_size": 6912,
+    "max_position_embeddings": 32768,
+    "model_type": "gemma3_text",
+    "num_attention_heads": 4,
+    "num_hidden_layers": 26,
+    "num_key_value_heads": 1,
+    "query_pre_attn_scalar": 256,
+    "rope_local_base_freq": 10000,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": 512,
+    "sliding_window_pattern": 6,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 262144,
+}
+GPT_OSS = {
+    "architectures": ["GptOssForCausalLM"],
+    "attention_bias": True,
+    "eos_token_id": 200002,
+    "experts_per_token": 4,
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "hidden_size": 2880,
+    "initial_context_length": 4096,
+    "intermediate_size": 2880,
+    "layer_types": ["sliding_attention", "full_attention"] * 12,
+    "max_position_embeddings": 131072,
+    "model_type": "gpt_oss",
+    "num_attention_heads": 64,
+    "num_experts_per_tok": 4,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 8,
+    "num_local_experts": 32,
+    "output_router_logits": False,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "factor": 32.0,
+        "original_max_position_embeddings": 4096,
+        "rope_type": "yarn",
+        "truncate": False,
+    },
+    "rope_theta": 150000,
+    "router_aux_loss_coef": 0.9,
+    "sliding_window": 128,
+    "swiglu_limit": 7.0,
+    "vocab_size": 201088,
+}
+
+
+def test_gemma_2_of_transformers_4_is_read():
+    config = read_config(GEMMA_2)
+    assert config.windows == (4096, None) * 13
+    assert (config.attention_cap, config.logit_cap) == (50.0, 30.0)
+    assert config.attention_scale == 256**-0.5
+    assert config.multipliers.embedding == math.sqrt(2304)
+    assert config.tie_embeddings
+    assert config.unit_offset
+    assert config.post_norms
+    assert (config.activation, config.window_rope, config.qk_norm) == ("gelu_tanh", None, False)
+
+
+def test_gemma_3_of_transformers_4_and_5_are_the_same_model():
+    """Five of six layers see 512 tokens and turn by other angles."""
+    old = read_config(GEMMA_3)
+    assert old.windows == ((512,) * 5 + (None,)) * 4 + (512, 512)
+    assert (old.rope.theta, old.window_rope.theta) == (1e6, 1e4)
+    assert old.qk_norm
+    kinds = ["full_attention" if reach is None else "sliding_attention" for reach in old.windows]
+    gone = ("rope_theta", "rope_local_base_freq", "sliding_window_pattern", "rope_scaling")
+    new = {key: value for key, value in GEMMA_3.items() if key not in gone}
+    new |= {
+        "layer_types": kinds,
+        "_sliding_window_pattern": 6,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "default", "rope_theta": 1e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    }
+    assert read_config(new) == old
+
+
+def test_stretching_gemma_3_leaves_its_windows_and_its_length_as_they_are():
+    config = read_config(GEMMA_3 | {"rope_scaling": {"rope_type": "linear", "factor": 8.0}})
+    assert (config.rope.kind, config.rope.factor) == ("linear", 8.0)
+    assert (config.window_rope.kind, config.window_rope.theta) == ("default", 1e4)
+    assert config.max_positions == 32768
+
+
+def test_gpt_oss_as_its_makers_wrote_it_is_read():
+    config = read_config(GPT_OSS)
+    assert config.windows == (128, None) * 12
+    assert (config.rope.kind, config.rope.theta, config.rope.truncate) == ("yarn", 150000.0, False)
+    assert (config.sinks, config.qkv_bias, config.o_bias) == (True, True, True)
+    assert config.mixture is not None
+    assert (config.mixture.experts, config.mixture.top_k, config.mixture.size) == (32, 4, 2880)
+    assert (config.mixture.biases, config.mixture.clamp) == (True, 7.0)
+    bare = {key: GPT_OSS[key] for key in GPT_OSS if key not in ("rope_scaling", "rope_theta")}
+    assert read_config(bare).rope == config.rope
+
+
+@pytest.mark.parametrize(
+    ("file", "change", "told"),
+    [
+        (GEMMA_2, {"use_bidirectional_attention": True}, "from left to right"),
+        (GEMMA_2, {"layer_types": ["chunked_attention"] * 26}, "layer_types must name"),
+        (GEMMA_3, {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
+        (GEMMA_3, {"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "must name"),
+        (GEMMA_3, {"vision_config": {}}, "vision_config"),
+        (GPT_OSS, {"swiglu_limit": 3.0}, "swiglu_limit = 3.0"),
+        (GPT_OSS, {"experts_per_token": 2}, "experts_per_token = 2"),
+        (GPT_OSS, {"quantization_config": {"quant_method": "mxfp4"}}, "quantised weights"),
+    ],
+)
+def test_what_would_change_the_result_is_refused_by_name(file, change, told):
+    with pytest.raises(UnknownConfig, match=told):
+        read_config(file | change)
+
+
+@pytest.mark.parametrize(
+    ("file", "change"),
+    [
+        (GEMMA_2, {"sliding_window": None}),
+        (GEMMA_3, {"sliding_window": 0}),
+        (GPT_OSS, {"sliding_window": "128"}),
+        (GEMMA_2, {"final_logit_softcapping": -1.0}),
+        (GEMMA_2, {"query_pre_attn_scalar": "x"}),
+    ],
+)
+def test_wrong_types_and_absurd_sizes_are_refused_in_one_line(file, change):
+    with pytest.raises(
+        ValueError, match=next(iter(change)).replace("final_logit_softcapping", "logit_cap")
+    ) as error:
+        read_config(file | change)
+    assert "\n" not in str(error.value)

@@ -1,0 +1,38 @@
+"""What becomes of the choosing kernels on an H200, seen without a GPU: registers, copies, one graph."""
+
+import jax
+import pytest
+
+from pallas_kernels.device import NEWEST_JAX
+from tests.pallas_kernels.h200_reports import reports_of
+
+pytestmark = pytest.mark.skipif(
+    jax.__version_info__[:2] > NEWEST_JAX, reason="this JAX takes minutes; why_not says so"
+)
+
+
+@pytest.fixture(scope="module")
+def reports():
+    found = reports_of("h200_choices.py")
+    assert len(found) == 4
+    return found
+
+
+def test_they_spill_no_register_and_fit_a_block_of_four_warpgroups(reports):
+    for name, report in reports.items():
+        assert report["spilled"] == 0, name
+        assert 0 < max(report["registers"]) <= 128, name
+
+
+def test_the_pool_of_keys_is_read_where_it_lies(reports):
+    """Two views of it, by numbers and by bytes, cost nothing."""
+    for name, report in reports.items():
+        assert report["copies"] == [], name
+        if name.startswith("index_topk"):
+            assert report["temp_bytes"] < report["pool_bytes"], name
+
+
+def test_they_join_one_command_buffer(reports):
+    for name, report in reports.items():
+        assert report["command_buffers"] == 1, name
+        assert report["outside"] == [], name

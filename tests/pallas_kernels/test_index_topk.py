@@ -1,0 +1,215 @@
+"""The contract of `index_topk`, signed by every implementation."""
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as interpreter
+
+from pallas_kernels import index_topk
+from pallas_kernels.index_codec import read_index_keys, write_index_keys
+from pallas_kernels.index_topk import mosaic_gpu, mosaic_scores, reference, xla
+from pallas_kernels.index_topk.cases import CASES
+from tests.pallas_kernels.contract import bits, cases, compiled, implementations
+
+SMALL = [case for case in CASES if case.ci]
+every_implementation = implementations("mosaic_gpu", "xla")
+
+
+def seen_by(inputs):
+    """For each token, its row and how many keys it sees, counted by hand."""
+    tokens, bounds = len(inputs["q"]), inputs.get("cu_q_lens")
+    if bounds is None:
+        return [(row, int(keys)) for row, keys in enumerate(inputs["seq_lens"])]
+    seen = [(0, 0)] * tokens
+    for row, keys in enumerate(inputs["seq_lens"]):
+        queries = range(bounds[row], bounds[row + 1])
+        for place, token in enumerate(queries):
+            seen[token] = (row, int(keys) - len(queries) + place + 1)
+    return seen
+
+
+def scores_of(inputs, token, row, seen):
+    """The scores of the keys that a token sees, in float64, and their slots."""
+    page_size = inputs["index_pages"].shape[1]
+    position = np.arange(seen)
+    slots = inputs["page_table"][row][position // page_size] * page_size + position % page_size
+    keys = np.asarray(read_index_keys(jnp.asarray(inputs["index_pages"])), np.float64)
+    keys = keys.reshape(-1, keys.shape[-1])[slots]
+    products = np.maximum(inputs["q"][token].astype(np.float64) @ keys.T, 0)
+    return inputs["weights"][token].astype(np.float64) @ products, slots
+
+
+@cases(SMALL)
+@every_implementation
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_it_chooses_the_best_that_a_query_sees(implementation, case, dtype):
+    """What is left out scores no more than what was chosen, but for rounding; places nobody sees hold NaN."""
+    inputs = case.inputs(1, dtype)
+    slots, counts = map(
+        np.asarray, compiled(partial(index_topk, implementation=implementation), inputs)
+    )
+    num_slots = inputs["index_pages"].shape[0] * case.page_size
+    for token, (row, seen) in enumerate(seen_by(inputs)):
+        count = min(seen, case.topk)
+        assert counts[token] == count
+        assert (slots[token, count:] == num_slots).all()
+        scores, known = scores_of(inputs, token, row, seen)
+        positions = [int(np.flatnonzero(known == slot)[0]) for slot in slots[token, :count]]
+        assert positions == sorted(set(positions))
+        left = np.delete(scores, positions)
+        if len(left):
+            slack = 1e-4 * np.abs(scores).max()
+            assert left.max() <= scores[positions].min() + slack
+
+
+@every_implementation
+def test_equal_scores_go_to_the_lower_position(implementation):
+    """Exactly as the reference, which sorts by score and position; many scores are equal."""
+    case = next(case for case in CASES if case.name == "ties")
+    inputs = case.inputs(3, "float32")
+    # Sums of small integers and powers of two are exact, whatever their order.
+    inputs["q"], inputs["weights"] = np.sign(inputs["q"]), np.sign(inputs["weights"])
+    inputs["index_pages"] = np.array(_ones(inputs))
+    found = compiled(partial(index_topk, implementation=implementation), inputs)
+    wanted = compiled(reference.index_topk, inputs)
+    for one, other in zip(found, wanted, strict=True):
+        assert np.array_equal(one, other)
+    row, seen = 0, int(inputs["seq_lens"][0])
+    scores, known = scores_of(inputs, 0, row, seen)
+    order = np.lexsort((np.arange(seen), -scores))[: case.topk]
+    assert np.array_equal(found[0][0], known[np.sort(order)])
+    assert len(np.unique(scores)) < seen / 3
+
+
+def _ones(inputs):
+    """Keys of -1, 0 and 1 in the pages' bytes, scale 1."""
+    signs = jnp.sign(read_index_keys(jnp.asarray(inputs["index_pages"])))
+    pages = jnp.zeros(inputs["index_pages"].shape, jnp.uint8)
+    keys = jnp.nan_to_num(signs).reshape(-1, signs.shape[-1]) * 448
+    return write_index_keys(pages, keys, jnp.arange(len(keys), dtype=jnp.int32))
+
+
+@every_implementation
+def test_a_broken_key_is_always_chosen(implementation):
+    """A key that was no number when it was written scores above all others."""
+    case = next(case for case in CASES if case.name == "decode")
+    inputs = case.inputs(4, "float32")
+    slot = inputs["page_table"][3, 2] * case.page_size + 5
+    pages = jnp.asarray(inputs["index_pages"])
+    broken = jnp.full((1, case.index_dim), jnp.nan)
+    inputs["index_pages"] = np.asarray(write_index_keys(pages, broken, jnp.array([slot])))
+    slots, _ = compiled(partial(index_topk, implementation=implementation), inputs)
+    assert slot in np.asarray(slots[3])
+    assert slot not in np.asarray(slots[0])
+
+
+@every_implementation
+def test_rows_do_not_see_each_other(implementation):
+    """S1-06's rule: permuted rows give permuted results, bit by bit."""
+    case = next(case for case in CASES if case.name == "decode")
+    inputs = case.inputs(5, "bfloat16")
+    op = partial(index_topk, implementation=implementation)
+    order = np.random.default_rng(0).permutation(len(case.rows))
+    moved = {
+        name: value[order] if name in ("q", "weights", "page_table", "seq_lens") else value
+        for name, value in inputs.items()
+    }
+    for one, other in zip(compiled(op, inputs), compiled(op, moved), strict=True):
+        assert bits(np.asarray(one)[order]) == bits(other)
+
+
+def test_turns_of_tiles_change_nothing():
+    """Where memory is short, XLA takes tiles in turns."""
+    for name in ("decode", "ragged"):
+        inputs = next(case for case in CASES if case.name == name).inputs(6, "float32")
+        whole = compiled(xla.index_topk, inputs)
+        turns = compiled(partial(xla.index_topk, temporary_bytes=5000), inputs)
+        for one, other in zip(whole, turns, strict=True):
+            assert np.array_equal(one, other)
+
+
+def test_queries_of_eight_bits_give_what_their_numbers_say():
+    inputs = SMALL[0].inputs(7, "float32")
+    inputs["q"] = inputs["q"].astype(jnp.float8_e4m3fn)
+    wide = {**inputs, "q": inputs["q"].astype(np.float32)}
+    for one, other in zip(compiled(index_topk, inputs), compiled(index_topk, wide), strict=True):
+        assert np.array_equal(one, other)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("rows", "few_values"),
+    [
+        (((None, 700), (None, 0), (None, 300)), False),
+        (((3, 400), (1, 70), (0, 0)), True),
+    ],
+)
+def test_interpreted_kernels_choose_what_a_sort_chooses(rows, few_values):
+    """Keys and queries are small integers, so that both score exactly alike; many scores are equal."""
+    case = replace(
+        SMALL[0],
+        rows=rows,
+        topk=300,
+        index_heads=8,
+        page_size=64,
+        padding_tokens=len(rows) % 2 if few_values else 0,
+        few_values=few_values,
+    )
+    inputs: dict[str, Any] = {
+        name: jnp.asarray(value) if isinstance(value, np.ndarray) else value
+        for name, value in case.inputs(8, "float32").items()
+    }
+    inputs["weights"] = jnp.sign(inputs["weights"])
+    inputs["q"] = jnp.sign(inputs["q"])
+    if few_values:
+        inputs["q"] = inputs["q"].astype(jnp.float8_e4m3fn)
+    found = mosaic_gpu.index_topk(**inputs, interpret=True)
+    races = interpreter.get_races().races_found
+    interpreter.reset_gpu_interpret_mode_state()
+    for one, other in zip(found, xla.index_topk(**inputs), strict=True):
+        assert np.array_equal(one, other)
+    assert not races
+
+
+def test_the_kernels_say_what_they_cannot_take():
+    inputs = SMALL[0].inputs()
+    q, pages, table = (jnp.asarray(inputs[name]) for name in ("q", "index_pages", "page_table"))
+    assert mosaic_gpu.refusal(q, pages, table, 2048) is None
+    odd = jnp.zeros((3, 12, 132), jnp.uint8)
+    assert "power of two, got 12" in str(mosaic_gpu.refusal(q, odd, table, 8))
+    assert "topk must be at most 16384" in str(mosaic_gpu.refusal(q, pages, table, 2**15))
+    assert "must be float8_e4m3fn" in str(mosaic_scores.refusal(q, pages))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"topk": 0}, "topk must be at least 1, got 0"),
+        ({"weights": np.zeros((4, 3), np.float32)}, r"weights must have shape \[4, 4\]"),
+        ({"weights": np.zeros((4, 4), np.float16)}, "weights must be float32, got float16"),
+        ({"index_pages": np.zeros((9, 8, 128), np.uint8)}, r"\[any, any, 132\], got \[9, 8, 128\]"),
+        ({"seq_lens": np.full(4, -1, np.int32)}, "seq_lens holds a negative number"),
+        ({"implementation": "cudnn"}, "has no implementation 'cudnn'"),
+    ],
+)
+def test_wrong_arguments_are_refused(change, message, as_in_production):
+    with pytest.raises(ValueError, match=message):
+        index_topk(**{**SMALL[0].inputs(), **change})
+
+
+def test_no_row_and_no_page_is_no_mistake():
+    inputs = replace(SMALL[0], rows=((None, 0),)).inputs()
+    slots, counts = jax.jit(partial(index_topk, topk=4))(
+        **{
+            name: value[:0] if name != "index_pages" else value
+            for name, value in inputs.items()
+            if name != "topk"
+        }
+    )
+    assert slots.shape == (0, 4)
+    assert counts.shape == (0,)
