@@ -237,7 +237,8 @@ def test_a_transfer_that_fails_costs_only_its_prefix(fault, monkeypatch, caplog)
         monkeypatch,
         owner or type(engine.executor),
         name,
-        RuntimeError("RESOURCE_EXHAUSTED: pinned"),
+        # Not for want of memory: then the tier would keep to the bytes that it had by then, which is a matter of time.
+        RuntimeError("gone"),
         when=when,
     )
     with caplog.at_level(logging.WARNING):
@@ -245,7 +246,7 @@ def test_a_transfer_that_fails_costs_only_its_prefix(fault, monkeypatch, caplog)
     assert left == [0]
     assert engine.host.stats.failures == 1
     errors = [one.error for one in engine.host.transfers.transfers if one.error is not None]
-    assert [str(error) for error in errors] == ["RESOURCE_EXHAUSTED: pinned"]
+    assert [str(error) for error in errors] == ["gone"]
     assert sum("the host are lost" in record.message for record in caplog.records) == 1
     assert cached(made)[4:].count(40) == 3
     assert collect_stats(engine).host_cache == "pinned_host"
