@@ -18,34 +18,31 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
 
 from benchmarks.generate import Setting, decode_bytes, measure_read_bandwidth
+from benchmarks.prompt_floor import prompt_seconds
 from benchmarks.record import RECORDS, save_record
-from benchmarks.stopwatch import Stopwatch, busy_seconds, process_seconds, queued_seconds
-from benchmarks.timing import CEILINGS, refuse_profilers
+from benchmarks.steady import Observed, Row, steady_tokens
+from benchmarks.stopwatch import process_seconds
+from benchmarks.timing import refuse_profilers
 from jaxkv.bench.figures import figures_of
 from jaxkv.bench.modes import warm
 from jaxkv.bench.serving import Served, serve
 from jaxkv.bench.shapes import SHAPES
 from jaxkv.bench.workload import Workload
-from jaxkv.config import CacheConfig, SamplingParams
+from jaxkv.config import CacheConfig
 from jaxkv.engine.engine import Engine
 from jaxkv.engine.engine_config import EngineConfig
 from jaxkv.engine.request import Request
-from jaxkv.engine.sequence import FINISHED
-from jaxkv.engine.sequence import Sequence as Sample
 from jaxkv.engine.warm_up import WarmUp
 from jaxkv.models.protocol import Params
 
 PARTS = ("startup", "steady", "first-token", "throughput")
 LONG_PROMPT = 2048
 SHORT_PROMPTS = (32, 64, 96, 100, 128, 192)
-
-Row = dict[str, Any]
 
 
 class Bench:
@@ -64,7 +61,10 @@ class Bench:
             prompt_tokens=options.prompt_tokens,
             output_tokens=options.output_tokens,
         )
-        steady = options.context + max(steady_tokens(options, batch) for batch in options.batch)
+        steady = options.context + max(
+            steady_tokens(batch, options.context, options.steps, options.token_budget)
+            for batch in options.batch
+        )
         longest = max(self.workload.longest, options.long_prompt + 2, steady)
         served = Served(
             shape=options.shape,
@@ -84,7 +84,8 @@ class Bench:
         )
         warm_up = WarmUp(0, 0, 0.0, 0.0, 0) if options.lazy else warm(self.engine, example)
         ready = time.perf_counter()
-        [line] = serve(self.engine, self._requests(1, 64, 2), [0.0])
+        self.seen = Observed(self.engine, self.config)
+        [line] = serve(self.engine, self.seen.requests(1, 64, 2), [0.0])
         self.startup: Row = {
             "kind": "warm" if warm_up.loaded == warm_up.programs else "cold",
             "programs": warm_up.programs,
@@ -97,123 +98,30 @@ class Bench:
             "first_token_s": line.tokens[0],
             "most_temporary_mib": warm_up.temp_bytes / 2**20,
         }
-        self._watch()
-
-    def _watch(self) -> None:
-        """Times the parts of a step, and keeps what was last run."""
-        executor, self.watch = self.engine.executor, Stopwatch()
-        self.watch.watch(self.engine.scheduler, "plan", "plan")
-        self.watch.watch(executor.packer, "pack", "pack")
-        run = executor._run
-        self.last: Any = None
-        """The program that was run last, and its arguments besides parameters and cache."""
-
-        def keep(program: Any, arrays: Any) -> Any:  # noqa: ANN401 - passed through
-            self.last = program, arrays
-            return run(program, arrays)
-
-        executor._run = keep
-        self.watch.watch(executor, "_run", "enqueue")
-        self.watch.watch(executor, "read", "wait")
-        self.watch.watch(self.engine, "_collect", "collect")
-
-    def _requests(self, count: int, prompt: int, output: int, seed: int = 0) -> list[Request]:
-        draw = np.random.default_rng((seed, prompt, count))
-        return [self._request(draw, prompt, output) for _ in range(count)]
-
-    def _request(
-        self, draw: np.random.Generator, prompt: int, output: int, common: tuple[int, ...] = ()
-    ) -> Request:
-        tokens = draw.integers(0, self.config.vocab_size, prompt - len(common)).tolist()
-        params = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True)
-        return Request(prompt=(*common, *tokens), params=params, seed=0, stop_ids=())
-
-    def steady(self, batch: int, bandwidth: float) -> Row:
-        """Times steps in which every one of `batch` sequences generates, and nobody comes or goes."""
-        prompt, steps = self.options.context, self.options.steps
-        output = steady_tokens(self.options, batch)
-        samples = [
-            self.engine.add([one])[0] for one in self._requests(batch, prompt, output, batch)
-        ]
-        # Enough for an engine that looks how long steps take before it sends several at once.
-        while any(sample.generated < 24 for sample in samples):
-            self.engine.step()
-        self.watch.reset()
-        start = time.perf_counter()
-        made = self._generate(samples[0], steps)
-        wall = (time.perf_counter() - start) / made
-        launches = self.watch.calls["enqueue"]
-        host = {label: seconds / made for label, seconds in self.watch.seconds.items()}
-        profiled: list[int] = []
-        busy = busy_seconds(lambda: profiled.append(self._generate(samples[0], steps // 4)))
-        busy = busy and busy / profiled[0]
-        per_launch = self.last[0].key.values().get("steps", 1)
-        queued = queued_seconds(self.engine.executor, *self.last) / per_launch
-        length = round(statistics.mean(len(sample.tokens) for sample in samples) - 0.75 * steps)
-        if any(sample.status == FINISHED for sample in samples):
-            raise RuntimeError("a sequence ended while steps were timed; this is no steady decode")
-        self._end(samples)
-        itemsize = jax.tree.leaves(self.engine.executor.params)[0].dtype.itemsize
-        at_middle = Setting(batch, length, 0, 0)
-        num_bytes = decode_bytes(self.config, self.engine.executor.params, at_middle, itemsize)
-        host["collect"] -= host["wait"]
-        return {
-            "batch": batch,
-            "context": length,
-            "program": str(self.last[0].key),
-            "steps_per_launch": made / launches,
-            "step_ms": wall * 1e3,
-            "queued_ms": queued * 1e3,
-            "gpu_busy_ms": busy and busy * 1e3,
-            "gpu_idle_percent": busy and 100 * max(0.0, 1 - busy / wall),
-            "floor_ms": num_bytes / bandwidth * 1e3,
-            "share_of_floor_percent": 100 * num_bytes / bandwidth / wall,
-            "tokens_per_second": batch / wall,
-            **{f"{label}_ms": seconds * 1e3 for label, seconds in host.items()},
-            "other_host_ms": (wall - sum(host.values())) * 1e3,
-        }
-
-    def _generate(self, sample: Sample, count: int) -> int:
-        """Steps until a sequence has at least so many more tokens, and returns how many it got."""
-        before = sample.generated
-        while sample.generated < before + count:
-            self.engine.step()
-        return sample.generated - before
-
-    def _end(self, samples: Sequence[Sample]) -> None:
-        for sample in samples:
-            self.engine.abort(sample)
-        while self.engine.has_work:
-            self.engine.step()
 
     def first_tokens(self) -> list[Row]:
         """Times the first token of lone requests: short ones, and long ones with and without a prefix that is kept."""
         repeats, rows = self.options.repeats, []
         for length in SHORT_PROMPTS:
             times = [
-                self._first(self._requests(1, length, 1, 100 + at)[0]) for at in range(repeats)
+                self._first(self.seen.requests(1, length, 1, 100 + at)[0]) for at in range(repeats)
             ]
             rows.append(self._first_row(f"prompt of {length}", length, times))
         long, kept = self.options.long_prompt, int(0.9 * self.options.long_prompt)
         cold, hit = [], []
         for at in range(repeats):
             draw = np.random.default_rng(500 + at)
-            first = self._request(draw, long, 1)
+            first = self.seen.request(draw, long, 1)
             cold.append(self._first(first))
-            hit.append(self._first(self._request(draw, long, 1, first.prompt[:kept])))
+            hit.append(self._first(self.seen.request(draw, long, 1, first.prompt[:kept])))
         rows.append(self._first_row("cold", long, cold))
         rows.append(self._first_row("90% kept", long, hit))
         return rows
 
     def _first(self, request: Request) -> tuple[float, int]:
         """Returns the seconds to a request's first token, and how many tokens of its prompt were kept."""
-        start = time.perf_counter()
-        [sample] = self.engine.add([request])
-        while not sample.generated:
-            self.engine.step()
-        seconds = time.perf_counter() - start
-        self._end([sample])
-        return seconds, sample.cached or 0
+        seconds, _, cached = self.seen.first_tokens([request])
+        return seconds, cached
 
     def _first_row(self, name: str, length: int, times: list[tuple[float, int]]) -> Row:
         # The first run of a shape may have to wait for the device to wake up.
@@ -230,7 +138,7 @@ class Bench:
         """Serves the whole workload at once."""
         requests = self.workload.draw(self.config.vocab_size)
         steps = self.engine.steps
-        self.watch.reset()
+        self.seen.watch.reset()
         figures = figures_of(serve(self.engine, requests, [0.0] * len(requests)))
         steps = self.engine.steps - steps
         params = self.engine.executor.params
@@ -247,16 +155,10 @@ class Bench:
             "steps": steps,
             "floor_s": floor,
             "share_of_floor_percent": 100 * floor / figures.seconds,
-            **{f"{k}_s": seconds for k, seconds in self.watch.seconds.items()},
+            **{f"{k}_s": seconds for k, seconds in self.seen.watch.seconds.items()},
             "compiled_while_serving": self.engine.executor.programs.compiled_late,
             **flat,
         }
-
-
-def steady_tokens(options: argparse.Namespace, batch: int) -> int:
-    """Returns how many tokens must be asked for, so that the first to begin goes on until the last was timed."""
-    waiting = -(-batch * options.context // max(1, options.token_budget - batch))
-    return waiting + 2 * options.steps + 64
 
 
 def workload_floor(
@@ -274,15 +176,8 @@ def workload_floor(
     keys = sum(output * prompt + output * (output - 1) / 2 for prompt, output in lengths)
     weights = decode_bytes(config, params, Setting(0, 0, 0, 0), itemsize)
     read = (max(output for _, output in lengths) * weights + keys * per_key) / bandwidth
-    ceilings = CEILINGS.get(jax.devices()[0].device_kind)
-    if ceilings is None:
-        return read
-    layers = weights - config.vocab_size * config.hidden_size * itemsize
-    products = 2 * layers / itemsize * sum(prompt for prompt, _ in lengths)
-    attention = sum(
-        2 * config.num_layers * config.heads * config.head_dim * prompt**2 for prompt, _ in lengths
-    )
-    return read + (products + attention) / ceilings.matmul["bfloat16"]
+    prompts = prompt_seconds(config, params, [prompt for prompt, _ in lengths])
+    return read + (prompts or 0.0)
 
 
 def show(row: Row) -> None:
@@ -344,7 +239,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     measures: dict[str, Callable[[], list[Row]]] = {
         "startup": lambda: [bench.startup],
-        "steady": lambda: [bench.steady(batch, bandwidth) for batch in options.batch],
+        "steady": lambda: [
+            bench.seen.steady(batch, options.context, options.steps, bandwidth)
+            for batch in options.batch
+        ],
         "first-token": bench.first_tokens,
         "throughput": lambda: [bench.throughput(bandwidth)],
     }

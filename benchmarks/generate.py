@@ -76,13 +76,15 @@ def decode_bytes(config: ModelConfig, params: Params, setting: Setting, itemsize
     return weights + cache
 
 
-def _requests(config: ModelConfig, setting: Setting) -> list[Request]:
+def make_requests(config: ModelConfig, setting: Setting, **sampling: Any) -> list[Request]:  # noqa: ANN401 - options of SamplingParams
+    """Returns requests of random prompts, greedy if `sampling` does not say otherwise."""
     draw = np.random.default_rng(0)
-    sampling = SamplingParams(temperature=0.0, max_tokens=setting.new_tokens, ignore_eos=True)
+    options = {"temperature": 0.0, "max_tokens": setting.new_tokens, "ignore_eos": True, **sampling}
+    params = SamplingParams(**options)
     return [
         Request(
             prompt=tuple(draw.integers(0, config.vocab_size, setting.context).tolist()),
-            params=sampling,
+            params=params,
             seed=0,
             stop_ids=(),
         )
@@ -181,15 +183,17 @@ def time_steps(
     }
 
 
-def _executor(
+def make_executor(
     config: ModelConfig,
     setting: Setting,
     params: Params,
     implementation: str | None,
+    length: int | None = None,
 ) -> Executor:
+    """Returns an executor whose cache just holds the setting's sequences, or as many of `length` tokens."""
     model = replace(build_model(config), implementation=implementation)
     dtype = str(jax.tree.leaves(params)[0].dtype)
-    length = setting.context + setting.new_tokens
+    length = length or setting.context + setting.new_tokens
     cache = CacheConfig(max_sequences=setting.batch)
     layout, budget = plan_cache(model, cache, dtype=dtype, max_model_len=length, free_bytes=None)
     limits = {"max_tokens": length, "max_rows": setting.batch}
@@ -205,8 +209,8 @@ def measure(
     bandwidth: float,
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Returns one result per form, and one per program that they needed, for one batch size."""
-    executor = _executor(config, setting, params, implementation)
-    requests = _requests(config, setting)
+    executor = make_executor(config, setting, params, implementation)
+    requests = make_requests(config, setting)
     itemsize = jax.tree.leaves(params)[0].dtype.itemsize
     num_bytes = decode_bytes(config, params, setting, itemsize)
     floors = {

@@ -57,12 +57,18 @@ def measure(
     chosen: Sequence[str],
     seconds: float = 0.05,
 ) -> list[dict[str, Any]]:
-    """Times the chosen implementations and all peers on one case; a row that has no time says why."""
+    """Times the chosen implementations and all peers on one case; a row that has no time says why.
+
+    "memory_mib" is what the calls of a launch have between them. For the smallest cases it is less than an L2 cache
+    holds; their times are then those of a warm cache.
+    """
     on_gpu = jax.default_backend() == "gpu"
     ceilings = CEILINGS.get(device_name())
     subject = prepare(op, case, dtype, ROTATION_BYTES if on_gpu else 0)
     num_bytes, flops = case.bytes_moved(dtype), case.flops()
-    floor = None if ceilings is None else ceilings.floor_us(num_bytes, flops, dtype)
+    # What is multiplied may be narrower than the rest of a call.
+    multiplied = getattr(case, "queries", None) or dtype
+    floor = None if ceilings is None else ceilings.floor_us(num_bytes, flops, multiplied)
     # Enough work per launch to hide what sending it costs the host.
     calls = min(_MOST_CALLS, math.ceil(_LAUNCH_US / max(floor, 1.0))) if floor else 1
     effort = Effort(rounds=math.ceil(calls / len(subject.own)), seconds=seconds)
@@ -70,6 +76,8 @@ def measure(
         name: partial(time_implementation, subject, name, effort) for name in chosen
     }
     times |= {name: partial(time_peer, subject, effort) for name, time_peer in PEERS.items()}
+    arrays = jax.tree.leaves((subject.shared, subject.own))
+    memory = {"memory_mib": sum(array.nbytes for array in arrays) / 2**20}
     rows = []
     for name, time_it in times.items():
         row = {"op": op, "case": case.name, "dtype": dtype, "implementation": name}
@@ -81,7 +89,7 @@ def measure(
             timing, refused = None, f"WRONG: {reason}"
         numbers = _numbers(timing, num_bytes, flops, floor)
         is_peer = name in PEERS or name in _OTHERS
-        rows.append(row | {"is_peer": is_peer} | numbers | {"refused": refused})
+        rows.append(row | {"is_peer": is_peer} | numbers | memory | {"refused": refused})
     return _with_ratios(rows)
 
 

@@ -1,12 +1,8 @@
-"""Where the time of an engine's steps goes: in the host's methods, and on the device."""
+"""Where the time of an engine's steps goes on the host, and what its programs take without one."""
 
-import gzip
-import json
-import math
 import os
-import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -67,48 +63,6 @@ def queued_seconds(executor: Executor, program: Program, arrays: Sequence[np.nda
 
     run(_QUEUED // 8)
     return run(_QUEUED) / _QUEUED
-
-
-def busy_seconds(run: Callable[[], None]) -> float | None:
-    """Returns for how many seconds a GPU was busy while something ran, as the profiler saw its streams.
-
-    What overlaps counts once. `None` if there is no GPU, or the profiler saw nothing of it.
-    """
-    options = jax.profiler.ProfileOptions()
-    options.python_tracer_level = 0
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder, profiler_options=options):
-            run()
-        [path] = Path(folder).rglob("*.trace.json.gz")
-        events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
-    return covered(events) or None
-
-
-def covered(events: Sequence[Mapping[str, Any]]) -> float:
-    """Returns the seconds that a trace's events on streams of GPUs cover, in the form that Chrome reads."""
-    names = {
-        (event["name"], event["pid"], event.get("tid")): event["args"].get("name", "")
-        for event in events
-        if event.get("ph") == "M" and event["name"] in ("process_name", "thread_name")
-    }
-    processes = {
-        pid for (kind, pid, _), name in names.items() if "GPU" in name and kind == "process_name"
-    }
-    streams = {
-        (pid, thread)
-        for (kind, pid, thread), name in names.items()
-        if kind == "thread_name" and pid in processes and "Stream" in name
-    }
-    spans = sorted(
-        (event["ts"], event["ts"] + event["dur"])
-        for event in events
-        if event.get("ph") == "X" and (event["pid"], event.get("tid")) in streams
-    )
-    total, until = 0.0, -math.inf
-    for start, stop in spans:
-        total += max(0.0, stop - max(start, until))
-        until = max(until, stop)
-    return total / 1e6
 
 
 def process_seconds() -> float:

@@ -49,6 +49,8 @@ class Ceilings:
 # Measured on one H200, 2026-11-20. A row that only reads can pass its floor by up to 6%.
 CEILINGS = {
     "NVIDIA H200": Ceilings(
-        read=4.57e12, stream=4.3e12, matmul={"bfloat16": 790e12, "float16": 790e12}
+        read=4.57e12,
+        stream=4.3e12,
+        matmul={"bfloat16": 790e12, "float16": 790e12, "float8_e4m3fn": 1330e12},
     )
 }

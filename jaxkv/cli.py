@@ -93,7 +93,9 @@ def _model_options(parser: argparse.ArgumentParser) -> None:
         help="of keys and values: auto, float32, bfloat16, float16, fp8 or int8",
     )
     parser.add_argument(
-        "--implementation", metavar="NAME", help="mosaic_gpu, xla or cudnn; the best that can run"
+        "--implementation",
+        metavar="NAME",
+        help="mosaic_gpu, xla, cudnn or xla_products; the best that can run",
     )
 
 

@@ -51,8 +51,9 @@ class LLM:
         cache: size, page size and dtype of the cache, and how many sequences run at once.
         engine: how requests are served: tokens per step, prefix cache, and what becomes of failures.
         implementation: what runs the attention and the cache's writes of every layer: "mosaic_gpu" (Hopper),
-            "xla" (anywhere) or "cudnn" (NVIDIA's paged attention for decode, and else the best that can run). If not
-            given, "mosaic_gpu" where all layers can, and "xla" everywhere else; `stats` says which and why.
+            "xla" (anywhere), "cudnn" (NVIDIA's paged attention for decode, and else the best that can run) or
+            "xla_products" (our kernels, but XLA's products of few rows). If not given, "mosaic_gpu" where all layers
+            can, and "xla" everywhere else; `stats` says which and why.
         strict: after `warm_up`, refuse to compile anything more.
         progress: show a progress bar on stderr while weights load, and on a terminal while `generate` works.
 

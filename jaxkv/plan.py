@@ -120,7 +120,7 @@ def tokens_ahead(
         return None
     rows = cache.max_sequences
     budget = settle_budget(engine.token_budget, max_tokens=max_model_len, max_rows=rows)
-    return (1 + engine.overlap) * budget
+    return (1 + engine.overlap) * max(budget, rows * (engine.steps_per_launch or 1))
 
 
 def _checkpoints(layout: CacheLayout, cache: CacheConfig, free_bytes: int | None) -> int:

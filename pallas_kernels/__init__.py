@@ -1,9 +1,10 @@
 """Pure functions of arrays for inference on NVIDIA GPUs. Knows no model, no request and no owner of pages.
 
 Attention (`paged_attention`, `ragged_attention`, `latent_attention`, `index_topk`, `sparse_attention`), its writes
-(`page_write`, `rotary_write`), state-space layers (`causal_conv`, `ssd_scan`, `ssd_update`) and products of few rows
-(`skinny_matmul`) are loaded on first use, so that importing a host module such as `pallas_kernels.dispatch` does not
-import JAX. They are functions: their files are reached with `from pallas_kernels.<op> import <file>`.
+(`page_write`, `rotary_write`), state-space layers (`causal_conv`, `ssd_scan`, `ssd_update`), products of few rows
+(`skinny_matmul`) and of rows sorted by their matrices (`grouped_matmul`) are loaded on first use, so that importing a
+host module such as `pallas_kernels.dispatch` does not import JAX. They are functions: their files are reached with
+`from pallas_kernels.<op> import <file>`.
 """
 
 import sys
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from pallas_kernels.delta_scan.api import delta_scan as delta_scan
     from pallas_kernels.delta_update.api import delta_update as delta_update
     from pallas_kernels.filter_bounds.api import filter_bounds as filter_bounds
+    from pallas_kernels.grouped_matmul.api import grouped_matmul as grouped_matmul
     from pallas_kernels.index_topk.api import index_topk as index_topk
     from pallas_kernels.latent_attention.api import latent_attention as latent_attention
     from pallas_kernels.page_write.api import page_write as page_write
@@ -32,6 +34,7 @@ _OPS = (
     "delta_scan",
     "delta_update",
     "filter_bounds",
+    "grouped_matmul",
     "index_topk",
     "latent_attention",
     "page_write",

@@ -15,7 +15,7 @@ from pallas_kernels.paged_attention import reference as attention_reference
 _MOST_BYTES = 8 * 2**30
 _MOST_QUERIES = 512
 _REFERENCE_BYTES = 512 * 2**20
-_POOLS = ("k_pages", "v_pages", "k_scales", "v_scales", "latent_pages")
+_POOLS = ("k_pages", "v_pages", "k_scales", "v_scales", "latent_pages", "index_pages")
 
 
 def repeat_pages(inputs: Mapping[str, Any], copies: int) -> tuple[dict, list[dict]]:
@@ -63,18 +63,26 @@ def _by_queries(
     rows, visible = np.arange(len(seq_lens)), seq_lens
     if "cu_q_lens" in inputs:
         rows, visible = _rows_of_tokens(inputs["cu_q_lens"], seq_lens, len(q))
-    queries = some_queries(inputs)
     keys = page_table.shape[1] * page_size
-    step = max(1, _REFERENCE_BYTES // (keys * numbers_per_key * 4))
-    parts = []
+
+    def run(part: np.ndarray) -> tuple[Array, ...]:
+        chosen = (q[part], page_table[rows[part]], visible[part])
+        names = ("q", "page_table", "seq_lens")
+        return attend(**dict(zip(names, map(jnp.asarray, chosen), strict=True)))[:1]
+
+    return in_parts(some_queries(inputs), _REFERENCE_BYTES // (keys * numbers_per_key * 4), run)
+
+
+def in_parts(
+    queries: np.ndarray, step: int, run: Callable[[np.ndarray], tuple[Array, ...]]
+) -> list[np.ndarray]:
+    """Returns what `run` gives for queries, at most `step` of them at a time (one, if that is less)."""
+    step, parts = max(1, step), []
     for start in range(0, len(queries), step):
         # Every part has the same size, so that one program serves all; the last one repeats queries.
         part = np.resize(queries[start : start + step], min(step, len(queries)))
-        chosen = (q[part], page_table[rows[part]], visible[part])
-        names = ("q", "page_table", "seq_lens")
-        out, _ = attend(**dict(zip(names, map(jnp.asarray, chosen), strict=True)))
-        parts.append(np.asarray(out))
-    return [np.concatenate(parts)[: len(queries)]]
+        parts.append([np.asarray(result) for result in run(part)])
+    return [np.concatenate(of_all)[: len(queries)] for of_all in zip(*parts, strict=True)]
 
 
 def some_queries(inputs: Mapping[str, Any]) -> np.ndarray:

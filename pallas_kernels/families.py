@@ -1,6 +1,6 @@
 """What one choice of implementation for a whole model means for each op. Knows no model."""
 
-FAMILIES = ("mosaic_gpu", "xla", "cudnn")
+FAMILIES = ("mosaic_gpu", "xla", "cudnn", "xla_products")
 """What a model may be told to run on; without a word it takes the first that all of its layers can."""
 
 # Ops that must run a certain implementation. The others take the first that can run. An implementation from elsewhere
@@ -8,6 +8,12 @@ FAMILIES = ("mosaic_gpu", "xla", "cudnn")
 _MEMBERS = {
     "mosaic_gpu": {"paged_attention": "mosaic_gpu", "ragged_attention": "mosaic_gpu"},
     "cudnn": {"paged_attention": "cudnn"},
+    # Our kernels but for products of few rows, to see what those are worth.
+    "xla_products": {
+        "paged_attention": "mosaic_gpu",
+        "ragged_attention": "mosaic_gpu",
+        "skinny_matmul": "xla",
+    },
 }
 
 

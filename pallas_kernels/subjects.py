@@ -17,7 +17,12 @@ import numpy as np
 from jax import Array
 
 import pallas_kernels
-from pallas_kernels import attention_subjects, matmul_subjects, state_subjects
+from pallas_kernels import (
+    attention_subjects,
+    matmul_subjects,
+    selection_subjects,
+    state_subjects,
+)
 from pallas_kernels.rotary_write import reference as rotary_reference
 from pallas_kernels.timing import Chain
 from pallas_kernels.tolerances import OUTPUT
@@ -55,12 +60,17 @@ class Kind(NamedTuple):
         answer: the right answer to the call on the inputs, as a list of arrays.
         pool: the argument that comes back written, alone or after other results; `None` if the op only reads.
         exact: the answer has one right value, to the bit.
+        agree: says of inputs, results and the answer what is wrong with the results, `None` if nothing is; where it is
+            `None`, results are the answer but for rounding.
     """
 
     spread: Callable[[Mapping[str, Any], int], tuple[dict[str, Any], list[dict[str, Any]]]]
     answer: Callable[[Mapping[str, Any]], list[np.ndarray]]
     pool: str | None = None
     exact: bool = False
+    agree: Callable[[Mapping[str, Any], Sequence[Any], Sequence[np.ndarray]], str | None] | None = (
+        None
+    )
 
     @property
     def writes(self) -> bool:
@@ -96,7 +106,7 @@ class Subject:
             result = function(**shared, **own, **options, implementation=implementation)
             pool = KINDS[self.op].pool
             if pool is None:
-                return shared, (result,)
+                return shared, result if isinstance(result, tuple) else (result,)
             alone = pool == "pages" and not isinstance(result[-1], tuple)
             *others, written = (result,) if alone else result
             return {**shared, pool: written}, tuple(others)
@@ -137,6 +147,12 @@ class Subject:
 
     def compare(self, results: Sequence[Any]) -> None:
         """Raises `WrongResult` unless these are the right answer; of an attention's, some queries are looked at."""
+        agree = KINDS[self.op].agree
+        if agree is not None:
+            problem = agree(self.inputs, results, self.expected)
+            if problem is not None:
+                raise WrongResult(problem)
+            return
         if not KINDS[self.op].writes and "q" in self.inputs:
             results = [
                 np.asarray(result)[attention_subjects.some_queries(self.inputs)]
@@ -228,6 +244,17 @@ KINDS = {
     "paged_attention": _ATTENTION,
     "ragged_attention": _ATTENTION,
     "latent_attention": Kind(attention_subjects.repeat_pages, attention_subjects.latent_answer),
+    "index_topk": Kind(
+        attention_subjects.repeat_pages,
+        selection_subjects.key_scores,
+        agree=selection_subjects.agree_on_keys,
+    ),
+    "sparse_attention": Kind(selection_subjects.repeat_records, selection_subjects.sparse_answer),
+    "filter_bounds": Kind(
+        selection_subjects.repeat_logits,
+        selection_subjects.bounds_between,
+        agree=selection_subjects.agree_on_bounds,
+    ),
     "page_write": Kind(_shift_slots, _written, pool="pages", exact=True),
     "rotary_write": Kind(_shift_slots, _rotated_and_written, pool="pages"),
     "skinny_matmul": Kind(matmul_subjects.repeat_weights, matmul_subjects.answer),

@@ -336,7 +336,9 @@ def test_an_implementation_that_cannot_run_here_is_refused_with_its_reason():
     options = {"max_model_len": 64, "cache": CacheConfig(max_sequences=1), "progress": False}
     with pytest.raises(ValueError, match="cannot run as mosaic_gpu"):
         LLM(implementation="mosaic_gpu", **options)
-    with pytest.raises(ValueError, match="one of mosaic_gpu, xla, cudnn, got 'fastest'"):
+    with pytest.raises(
+        ValueError, match="one of mosaic_gpu, xla, cudnn, xla_products, got 'fastest'"
+    ):
         LLM(implementation="fastest", **options)
 
 

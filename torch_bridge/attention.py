@@ -14,12 +14,15 @@ from torch_bridge.calls import hand_out, run
 from torch_bridge.direct import decode_kernel, fitted, ragged_kernel
 from torch_bridge.dlpack import from_torch
 from torch_bridge.gradients import refuse_gradient
-from torch_bridge.step import ACTIVE, Step, padded
+from torch_bridge.step import Step, active
+from torch_bridge.tables import padded
+from torch_bridge.uncompiled import uncompiled
 
 NAME = "jaxkv"
 _SMALLEST_PACKING = 16
 
 
+@uncompiled
 def paged_attention_forward(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -38,8 +41,8 @@ def paged_attention_forward(
     Args:
         module: the attention layer; its `layer_idx` names the pages.
         query: [rows, heads, queries, head_dim], rotated.
-        key: the step's keys, unused: they are in the pages.
-        value: likewise.
+        key: the step's keys, as they were given to the cache; attention reads them in the pages.
+        value: likewise, unused.
         attention_mask: must be `None`; padding and windows are known from the cache.
         scaling: factor on the scores; `None` for `head_dim ** -0.5`.
         dropout: must be 0.
@@ -54,14 +57,19 @@ def paged_attention_forward(
     Raises:
         ValueError: the forward has no `JaxkvCache`, or asks for something the kernels cannot do.
     """
-    step = ACTIVE.get()
-    if step is None:
+    step = active()
+    layer: int = module.layer_idx  # pyright: ignore[reportAssignmentType]
+    if step is not None and not step.keeps(layer):
+        raise ValueError(
+            f'layer {layer} of {type(module).__name__} has no keys of its own, so attention "{NAME}" has no pages for '
+            f'it; use model.set_attn_implementation("sdpa"), which works with JaxkvCache too'
+        )
+    if step is None or not step.wrote(layer, key):
         raise ValueError(
             f'attention "{NAME}" reads the pages of a JaxkvCache, and this forward has none: pass '
             f"past_key_values=JaxkvCache(model), to the model it was made for, or "
             f'model.set_attn_implementation("sdpa")'
         )
-    layer: int = module.layer_idx  # pyright: ignore[reportAssignmentType]
     window = step.window(layer)
     if attention_mask is not None:
         raise ValueError(

@@ -1,17 +1,17 @@
 """A Transformers cache whose keys, values and states live in our pools: `JaxkvCache`.
 
-It watches the model's forward through two hooks. Before it, tokens are looked up in the prefix index, places are
-reserved and the pool is leased; after it, the pool is given back.
+It watches the model's forward. Before it, tokens are looked up in the prefix index, places are reserved and the pool is
+leased; after it, the pool is given back.
 """
 
 import sys
+import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
-import numpy as np
 import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import (
@@ -25,12 +25,13 @@ from jaxkv.cache.owner import CacheOwner
 from jaxkv.cache.spec import group_layers
 from torch_bridge import attention
 from torch_bridge.cache_layers import PagedLayer, Running
-from torch_bridge.forward_call import CACHE_NAMES, ForwardCall, by_name
-from torch_bridge.leases import Lease
+from torch_bridge.forward_call import ForwardCall
 from torch_bridge.model_layout import LayerPlan, layer_specs, plan_layers
-from torch_bridge.sequences import Sequences, Unread, usual_positions
-from torch_bridge.step import ACTIVE, Step
+from torch_bridge.placing import place
+from torch_bridge.sequences import Sequences, Unread
+from torch_bridge.step import Step
 from torch_bridge.store import Store
+from torch_bridge.watch import watch
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,8 @@ class JaxkvCache(Cache):
 
     Pass it as `past_key_values` to the model it was made for. After `reset()`, a prompt that begins like an earlier one
     is computed from where they differ, when the caller asks for the last logits alone, as `generate` does. Tokens are
-    those of Transformers' own cache. One thread uses a cache and its forks.
+    those of Transformers' own cache. One thread uses a cache and its forks; others may use the model with caches of
+    their own. Nothing is reused for models with recurrent layers, or with rope scaling "dynamic" or "longrope".
 
     Args:
         model: on the CPU or one GPU. The hooks on it go with the cache.
@@ -92,12 +94,16 @@ class JaxkvCache(Cache):
             for group in layout.groups
         }
         store = Store(layout, counts, next(model.parameters()).device)
-        self._set_up(model, plans, Sequences(store))
+        self._set_up(model, plans, Sequences(store), model.dtype)
 
     def _set_up(
-        self, model: PreTrainedModel, plans: tuple[LayerPlan, ...], sequences: Sequences
+        self,
+        model: PreTrainedModel,
+        plans: tuple[LayerPlan, ...],
+        sequences: Sequences,
+        dtype: torch.dtype,
     ) -> None:
-        self._model, self._plans, self._sequences = model, plans, sequences
+        self._model, self._plans, self._sequences, self._dtype = model, plans, sequences, dtype
         self._store = sequences.store
         self._running = Running()
         self._num_computed = self._num_reused = 0
@@ -108,24 +114,7 @@ class JaxkvCache(Cache):
             for index, plan in enumerate(plans)
         ]
         super().__init__(layers=layers)
-        this = weakref.ref(self)
-
-        def before(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
-            cache = this()
-            arguments = by_name(module, args, kwargs)
-            if cache is None or all(arguments.get(name) is not cache for name in CACHE_NAMES):
-                return None
-            return (), cache._begin(ForwardCall.of(arguments))
-
-        def after(module: torch.nn.Module, args: tuple, kwargs: Any, out: Any) -> None:  # noqa: ANN401
-            cache = this()
-            if cache is not None and cache._running.step is not None:
-                cache._end(failed=out is None)
-
-        hooks = (
-            model.register_forward_pre_hook(before, with_kwargs=True),
-            model.register_forward_hook(after, with_kwargs=True, always_call=True),
-        )
+        hooks = watch(model, self)
         weakref.finalize(self, _take_leave, hooks, sequences).atexit = False
 
     @property
@@ -151,11 +140,20 @@ class JaxkvCache(Cache):
         """Returns a cache that goes on from here by itself; both share pages until one of them writes."""
         self._check_idle("fork()")
         child = object.__new__(type(self))
-        child._set_up(self._model, self._plans, self._sequences.fork())
+        child._set_up(self._model, self._plans, self._sequences.fork(), self._dtype)
         return child
+
+    def __copy__(self) -> "JaxkvCache":
+        return self.fork()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "JaxkvCache":
         return self.fork()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a JaxkvCache cannot be pickled: its rows lie in a pool on the device, which forks share. Keep the token "
+            "ids and compute them again, or use DynamicCache"
+        )
 
     def reset(self, keep_prefix: bool = True) -> None:
         """Forgets the rows, so that the next forward begins anew.
@@ -168,7 +166,7 @@ class JaxkvCache(Cache):
                 noticed; say False after a change that is not, such as another adapter.
         """
         if self._running.step is not None:
-            self._end(failed=True)
+            self._finish(self._running.step, failed=True)
         if self.owner.poisoned:
             self._store.index.clear()
             self._sequences.release()
@@ -208,20 +206,25 @@ class JaxkvCache(Cache):
     def crop(self, tokens_to_remove: int) -> None:
         """Refuses: pages are not given back before a row ends, so tokens cannot be taken back."""
         raise NotImplementedError(
-            f"JaxkvCache cannot take back {abs(tokens_to_remove)} tokens, so assisted decoding needs DynamicCache; "
+            f"JaxkvCache cannot take tokens back (crop({tokens_to_remove})), so assisted decoding needs DynamicCache; "
             f"fork() before tokens that may be dropped"
         )
 
-    def _begin(self, call: ForwardCall) -> dict[str, Any]:
-        """Makes ready for a forward and returns its arguments, without the columns that need not be computed."""
+    def begin(self, call: ForwardCall) -> dict[str, Any]:
+        """Makes ready for a forward and returns its arguments, without the columns that need not be computed.
+
+        For the hooks on the model, as `end` is.
+        """
+        self._refuse_other_threads()
         if self._running.step is not None:
             # An interrupt ended the forward before this one without a word to its hooks.
-            self._end(failed=True)
+            self._finish(self._running.step, failed=True)
         self._sequences.check()
+        self._check_model()
         # Leased first: if that fails, nothing has changed.
         lease = self._store.borrow()
         try:
-            real, left_out = self._place(call, lease)
+            real, left_out, reused = place(call, self._model, self._sequences, lease)
         except BaseException:
             # At most whole pages were copied.
             self._store.give_back(lease)
@@ -233,49 +236,25 @@ class JaxkvCache(Cache):
             lease.abandon(f"ended in {error!r}", cause=error)
             raise
         self._running.step = step
+        self._num_reused += reused
         self._unread = Unread(call.ids, call.positions, real, step.num_columns)
-        ACTIVE.set(step)
+        step.enter()
         return call.without_columns(left_out)
 
-    def _place(self, call: ForwardCall, lease: Lease) -> tuple[np.ndarray, int]:
-        """Finds places for the call's tokens: returns which columns are real, and how many need not be computed."""
-        sequences, left_out = self._sequences, 0
-        if sequences.rows:
-            if call.shape[0] != len(sequences.rows):
-                raise ValueError(
-                    f"the cache holds {len(sequences.rows)} rows, this forward has {call.shape[0]}; reset() it first"
-                )
-            real = call.real_columns(sequences.real)
-        else:
-            everything = call.real_columns(np.zeros((call.shape[0], 0), bool))
-            left_out = self._begin_rows(call, everything)
-            real = everything[:, left_out:]
-        reused = int(sequences.real[:, :left_out].sum())
-        sequences.grow(real, lease)
-        self._num_reused += reused
-        return real, left_out
-
-    def _begin_rows(self, call: ForwardCall, real: np.ndarray) -> int:
-        """Opens a row for each of the batch and returns how many columns are there already."""
-        self._store.notice_weights(self._model)
-        ids = call.ids
-        texts: list[list[int] | None] = [None] * len(real)
-        if ids is not None:
-            usual = usual_positions(real, call.positions, 0, real.shape[1])
-            lines = zip(ids.to("cpu").numpy(), real, usual, strict=True)
-            texts = [line[shown].tolist() if fits else None for line, shown, fits in lines]
-        return self._sequences.begin(texts, real, call.can_leave_out)
-
-    def _end(self, *, failed: bool) -> None:
-        """Gives the pool back after a forward."""
+    def end(self, *, failed: bool) -> None:
+        """Gives the pool back after a forward, if this thread has begun it."""
         step = self._running.step
-        assert step is not None
+        if step is not None and step.thread == threading.get_ident():
+            self._finish(step, failed=failed)
+
+    def _finish(self, step: Step, *, failed: bool) -> None:
         self._running.step = None
-        ACTIVE.set(None)
+        step.leave()
         if failed:
             step.lease.abandon("ended in a forward that failed", cause=sys.exception())
             return
         try:
+            step.check_complete()
             step.keep_states(self.layers)
             self._store.give_back(step.lease)
         except BaseException as error:
@@ -290,7 +269,27 @@ class JaxkvCache(Cache):
 
     def _check_idle(self, verb: str) -> None:
         if self._running.step is not None:
-            raise RuntimeError(f"{verb} was called while a forward is on its way; call it after")
+            raise RuntimeError(
+                f"{verb} was called while a forward is on its way; call it after, or reset() first if that forward was "
+                f"interrupted"
+            )
+
+    def _refuse_other_threads(self) -> None:
+        step = self._running.step
+        if step is not None and step.thread != threading.get_ident():
+            raise RuntimeError(
+                "another thread is in a forward with this cache, or was interrupted there; one thread uses a cache and "
+                "its forks, so give this one its own JaxkvCache(model), or reset() after an interrupt"
+            )
+
+    def _check_model(self) -> None:
+        """Raises `ValueError` if the model was changed so that it cannot use the pool any more."""
+        device, dtype = next(self._model.parameters()).device, self._model.dtype
+        if device != self._store.device or dtype != self._dtype:
+            raise ValueError(
+                f"the cache was made for a model in {self._dtype} on {self._store.device}, which is now in {dtype} on "
+                f"{device}; make a new JaxkvCache(model)"
+            )
 
 
 def _take_leave(hooks: tuple[Any, ...], sequences: Sequences) -> None:

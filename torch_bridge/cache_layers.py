@@ -8,6 +8,7 @@ from transformers.cache_utils import CacheLayerMixin
 from torch_bridge.gradients import refuse_gradient
 from torch_bridge.sequences import Sequences
 from torch_bridge.step import Step
+from torch_bridge.uncompiled import uncompiled
 
 
 class Running:
@@ -45,6 +46,7 @@ class PagedLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Does nothing: the pages were there before."""
 
+    @uncompiled
     def update(
         self,
         key_states: torch.Tensor,
@@ -64,15 +66,17 @@ class PagedLayer(CacheLayerMixin):
         if step is None:
             raise RuntimeError(
                 "JaxkvCache.update was called outside of the forward of the model it was made for; pass the cache to "
-                "that model, as past_key_values"
+                "that model, as past_key_values, and call model(...), not model.forward or a module inside"
             )
         step.write(self._layer, key_states, value_states)
         self._updated = step
         if step.attends_pages:
             return key_states, value_states
-        keys, values = step.gather(self._layer)
+        # Under autocast pages are wider than what is computed.
+        keys, values = (held.to(key_states.dtype) for held in step.gather(self._layer))
         return refuse_gradient(keys, key_states), refuse_gradient(values, value_states)
 
+    @uncompiled
     def get_seq_length(self) -> int:
         """Returns the remembered columns, padding included, this step's once the layer has them."""
         step = self._running.step
@@ -80,6 +84,7 @@ class PagedLayer(CacheLayerMixin):
             return self._sequences.num_columns
         return step.num_columns
 
+    @uncompiled
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Returns how many columns a query may see, and the first of them."""
         step = self._running.step

@@ -4,6 +4,7 @@ Each call brings something imported from torch's current stream, so that JAX run
 its results are exported to that stream, so that torch goes on after JAX. The host waits for neither.
 """
 
+import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
@@ -18,6 +19,7 @@ import pallas_kernels
 from torch_bridge.dlpack import to_torch
 
 _LENT: list[tuple[StorageWeakRef, jax.Array]] = []
+_LENT_LOCK = threading.Lock()
 
 
 def run(op: str, *arrays: Any, donate: int = 0, **options: Any) -> Any:  # noqa: ANN401 - the ops' own types
@@ -34,9 +36,10 @@ def run(op: str, *arrays: Any, donate: int = 0, **options: Any) -> Any:  # noqa:
     # What torch has dropped by now, it has dropped before what this call will be ordered after.
     kept: list[tuple[StorageWeakRef, jax.Array]] = []
     dropped: list[tuple[StorageWeakRef, jax.Array]] = []
-    for lent in _LENT:
-        (dropped if lent[0].expired() else kept).append(lent)
-    _LENT[:] = kept
+    with _LENT_LOCK:
+        for lent in _LENT:
+            (dropped if lent[0].expired() else kept).append(lent)
+        _LENT[:] = kept
     first = jax.tree.leaves(arrays)[0]
     with _computing_on(next(iter(first.devices()))):
         result = _program(op, donate, static)(*arrays, **named)
@@ -52,7 +55,8 @@ def hand_out(array: jax.Array) -> torch.Tensor:
     """
     tensor = to_torch(array)
     if _runs_behind(tensor):
-        _LENT.append((StorageWeakRef(tensor.untyped_storage()), array))
+        with _LENT_LOCK:
+            _LENT.append((StorageWeakRef(tensor.untyped_storage()), array))
     return tensor
 
 

@@ -21,6 +21,8 @@ _HARMLESS = {
     "logits_to_keep",
 }
 CACHE_NAMES = ("past_key_values", "cache_params")
+_PER_COLUMN = ("output_hidden_states", "output_attentions", "output_router_logits")
+"""What a caller may ask for, or a config for all its callers, that tells of every column."""
 
 
 def by_name(module: torch.nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -80,19 +82,20 @@ class ForwardCall:
         """`position_ids`, if given."""
         return self.arguments.get("position_ids")
 
-    @property
-    def can_leave_out(self) -> int:
-        """How many of the first columns could go without changing what the caller is told."""
+    def can_leave_out(self, config: Any) -> int:  # noqa: ANN401 - every family has a class of its own
+        """Returns how many of the first columns could go without changing what the caller is told.
+
+        Args:
+            config: of the model, which says what is told where the call does not.
+        """
         wanted = self.arguments.get("logits_to_keep")
-        asks = ("output_hidden_states", "output_attentions", "labels")
-        if not isinstance(wanted, int) or wanted < 1:
+        if isinstance(wanted, bool) or not isinstance(wanted, int) or wanted < 1:
             return 0
-        if any(
-            self.arguments.get(name) is not None and self.arguments[name] is not False
-            for name in asks
-        ):
-            return 0
-        return max(0, self.shape[1] - wanted)
+        for name in _PER_COLUMN:
+            asked = self.arguments.get(name)
+            if getattr(config, name, False) if asked is None else asked:
+                return 0
+        return 0 if self.arguments.get("labels") is not None else max(0, self.shape[1] - wanted)
 
     def real_columns(self, known: np.ndarray) -> np.ndarray:
         """Returns which of the step's columns hold tokens, bool [rows, queries].

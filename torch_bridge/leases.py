@@ -7,12 +7,12 @@ the handles of before die with it, it waits on the device for JAX's readers, and
 import gc
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from types import TracebackType
 from typing import Protocol, Self, runtime_checkable
 
 import jax
 import torch
-from jax import lax
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from jaxkv.cache.owner import CacheOwner
@@ -20,6 +20,7 @@ from jaxkv.cache.state import Cache
 from jaxkv.errors import CachePoisoned
 from torch_bridge.dlpack import as_bytes, fence, to_torch_all, torch_device
 from torch_bridge.errors import LeaseLeaked
+from torch_bridge.exchange import moved, pass_on
 
 _OURS = ("torch_bridge", "torch", "transformers", "contextlib")
 
@@ -46,7 +47,7 @@ def lease(cache: CacheOwner | Leasable, *, write: bool = True) -> "Lease":
     Args:
         cache: who owns the buffers, or a `JaxkvCache`.
         write: torch may write. Such a lease ends in `commit`; one that ends otherwise poisons the cache, since what
-            torch wrote is in it already. One that only reads ends in `release`, or with its context.
+            torch wrote is in it already. One that only reads ends in `release`, or with its context, in an error too.
 
     Raises:
         CacheLeased: another lease is out.
@@ -71,8 +72,9 @@ class Lease(Mapping[str, torch.Tensor]):
         device: of all buffers.
     """
 
+    _open = False
+
     def __init__(self, owner: CacheOwner, *, write: bool) -> None:
-        self._open = False
         self.where = _asked_from()
         self._owner = owner
         self._write = write
@@ -96,14 +98,14 @@ class Lease(Mapping[str, torch.Tensor]):
         self.device = torch_device(cache.arrays[0])
         pointers = [array.unsafe_buffer_pointer() for array in cache.arrays]
         try:
-            arrays = _pass_on(cache.arrays, fence(self.device))
+            arrays = pass_on(cache.arrays, fence(self.device))
         except (ValueError, jax.errors.JaxRuntimeError) as error:
             if "external reference" not in str(error):
                 raise
             # A GPU refuses before anything runs, and the buffers stay alive.
             self._owner.put(cache)
             raise LeaseLeaked(self._held_elsewhere(())) from error
-        self._arrays, held = arrays, _moved(self._names, arrays, pointers)
+        self._arrays, held = arrays, moved(self._names, arrays, pointers)
         if held:
             # On the CPU XLA copied what it could not donate: the numbers are right, and the view sees them no more.
             self._arrays = ()
@@ -117,6 +119,11 @@ class Lease(Mapping[str, torch.Tensor]):
 
     def __getitem__(self, name: str) -> torch.Tensor:
         self._check_open()
+        if name in self._names and not self._views:
+            raise ValueError(
+                f"the lease taken at {self.where} gave its views up when it was to end; drop what is kept of them, "
+                f"then end it again"
+            )
         if name not in self._views:
             raise KeyError(f"the cache has no {name!r}; it has {', '.join(self._names)}")
         return self._views[name]
@@ -206,8 +213,13 @@ class Lease(Mapping[str, torch.Tensor]):
     ) -> None:
         if not self._open:
             return
-        if not self._write and error is None:
-            self.release()
+        if not self._write:
+            try:
+                self.release()
+            except (LeaseLeaked, CachePoisoned):
+                # Whoever made the error sees that one; what it holds of the views keeps the lease open.
+                if error is None:
+                    raise
             return
         self.abandon(
             "ended without commit()" if error is None else f"ended in {error!r}", cause=error
@@ -220,8 +232,14 @@ class Lease(Mapping[str, torch.Tensor]):
 
     # Bound here, since names of modules may be gone when Python ends.
     def __del__(self, is_ending: Callable[[], bool] = sys.is_finalizing) -> None:
-        if self._open and not is_ending():
-            self.abandon("was dropped without commit()")
+        if not self._open or is_ending():
+            return
+        if not self._write:
+            with suppress(LeaseLeaked, CachePoisoned):
+                self.release()
+        self.abandon(
+            "was dropped without commit()" if self._write else "was dropped before its views"
+        )
 
     def _give_back(self) -> None:
         # Imported before the views go: it covers what torch has queued, and their memory lives until it is used.
@@ -235,12 +253,12 @@ class Lease(Mapping[str, torch.Tensor]):
         pointers = [array.unsafe_buffer_pointer() for array in self._arrays]
         arrays, self._arrays = self._arrays, ()
         try:
-            arrays = _pass_on(arrays, token)
+            arrays = pass_on(arrays, token)
         except BaseException as error:
             self._arrays = arrays
             self.abandon(f"could not be ended: {error!r}", cause=error)
             raise
-        held = _moved(self._names, arrays, pointers)
+        held = moved(self._names, arrays, pointers)
         self._open = False
         self._owner.put(Cache(arrays=arrays, keys=self._keys))
         if held:
@@ -278,21 +296,6 @@ class Lease(Mapping[str, torch.Tensor]):
     def _check_open(self) -> None:
         if not self._open:
             raise ValueError(f"the lease taken at {self.where} has ended; take a new one")
-
-
-@jax.jit(donate_argnums=0)
-def _pass_on(arrays: tuple[jax.Array, ...], token: jax.Array) -> tuple[jax.Array, ...]:
-    """Returns the same memory under new handles, once the token exists. Donates the arrays."""
-    return lax.optimization_barrier((arrays, token))[0]
-
-
-def _moved(names: tuple[str, ...], arrays: tuple[jax.Array, ...], pointers: list[int]) -> list[str]:
-    """Returns the names of arrays that do not lie where they lay."""
-    return [
-        name
-        for name, array, pointer in zip(names, arrays, pointers, strict=True)
-        if array.size and array.unsafe_buffer_pointer() != pointer
-    ]
 
 
 def _asked_from() -> str:

@@ -39,6 +39,11 @@ def plan_layers(model: PreTrainedModel, *, page_size: int) -> tuple[LayerPlan, .
     Raises:
         Unsupported: the model has layers that remember something else, or lies on several devices.
     """
+    if model.config.is_encoder_decoder:
+        raise Unsupported(
+            f"{type(model).__name__} has an encoder, and JaxkvCache is for decoders alone; use Transformers' "
+            f"EncoderDecoderCache"
+        )
     devices = {parameter.device for parameter in model.parameters()}
     if len(devices) != 1:
         raise Unsupported(

@@ -3,7 +3,7 @@
 A row's padding takes columns of the batch and no place in the cache. All of this is bookkeeping on the host.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -47,6 +47,11 @@ class Unread:
     positions: torch.Tensor | None
     real: np.ndarray
     first_column: int
+
+    def own(self) -> "Unread":
+        """Returns it with tensors of its own, since callers write their next tokens into the same ones."""
+        ids, positions = (one if one is None else one.clone() for one in (self.ids, self.positions))
+        return replace(self, ids=ids, positions=positions)
 
 
 @dataclass
@@ -151,7 +156,7 @@ class Sequences:
         """Counts the step's tokens as computed, and remembers where to read them; those it began with are known."""
         self.store.accounts.commit_all((row.number, row.num_tokens) for row in self.rows)
         if not self._fresh:
-            self._unread.append(unread)
+            self._unread.append(unread.own())
             return
         self._fresh = False
         self.publish()
@@ -181,9 +186,18 @@ class Sequences:
         return child
 
     def reorder(self, order: list[int]) -> None:
-        """Makes row i go on from what is row `order[i]` now."""
-        if order == list(range(len(self.rows))):
+        """Makes row i go on from what is row `order[i]` now; does nothing before the first forward.
+
+        Raises:
+            ValueError: there is no such row, or none would be left.
+        """
+        if not self.rows or order == list(range(len(self.rows))):
             return
+        if not order or any(not 0 <= index < len(self.rows) for index in order):
+            raise ValueError(
+                f"rows must be chosen by numbers from 0 to {len(self.rows) - 1}, at least one, got {order}; reset() "
+                f"forgets them all"
+            )
         twin = self.fork(order)
         self.release()
         self.rows, self.real = twin.rows, twin.real

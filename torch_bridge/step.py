@@ -3,6 +3,8 @@
 Made before the model runs and ended after it. Index tables go to the device once per group of layers, when first used.
 """
 
+import threading
+import weakref
 from collections.abc import Callable, Hashable, Sequence
 from contextvars import ContextVar
 from functools import cached_property
@@ -18,69 +20,18 @@ from torch_bridge.direct import fitted, write_kernel
 from torch_bridge.dlpack import from_torch
 from torch_bridge.leases import Lease
 from torch_bridge.sequences import Sequences
+from torch_bridge.tables import GroupTables, upload
 
-_SMALLEST_TABLE = 8
-ACTIVE: ContextVar["Step | None"] = ContextVar("active_step", default=None)
-"""The step of the forward on its way in this thread, for attention, which Transformers tells of no cache."""
+_ACTIVE: ContextVar["weakref.ref[Step] | None"] = ContextVar("active_step", default=None)
 
 
-class GroupTables:
-    """Where one paged group's layers write and read.
+def active() -> "Step | None":
+    """Returns the step of the forward on its way in this thread, for attention, which Transformers tells of no cache.
 
-    Args:
-        group: the layers.
-        sequences: the rows, which count the step's tokens already.
-        new: [rows] new tokens.
+    An interrupt leaves its step behind here, so attention also asks `Step.wrote`.
     """
-
-    def __init__(self, group: Group, sequences: Sequences, new: np.ndarray) -> None:
-        accounts, rows = sequences.store.accounts, sequences.rows
-        self._device = sequences.store.device
-        self._page_size = group.page_size
-        pages = [accounts.pages(row.number, group.name) for row in rows]
-        # Page 0 pads the table; masks and lengths keep it unread.
-        self._pages = np.zeros((len(rows), max(1, *map(len, pages))), np.int32)
-        for line, held in zip(self._pages, pages, strict=True):
-            line[: len(held)] = held
-        self._slots = self._slots_of_last(np.array([row.num_tokens for row in rows]), new)
-
-    def _slots_of_last(self, lengths: np.ndarray, new: np.ndarray) -> np.ndarray:
-        """Returns the slots of each row's last tokens, row after row; of all rows at once, since there may be many."""
-        row = np.repeat(np.arange(len(new)), new)
-        before = np.cumsum(new) - new
-        token = np.arange(len(row)) + np.repeat(lengths - new - before, new)
-        return self._pages[row, token // self._page_size] * self._page_size + (
-            token % self._page_size
-        )
-
-    @cached_property
-    def slots(self) -> torch.Tensor:
-        """Where each new token is written, row after row, int64 [tokens]."""
-        return upload(self._slots, self._device)
-
-    @cached_property
-    def narrow_slots(self) -> torch.Tensor:
-        """The same for our ops, int32."""
-        return torch.from_numpy(self._slots.astype(np.int32)).to(self._device, copy=True)
-
-    def places(self, token_of_column: torch.Tensor) -> torch.Tensor:
-        """Returns the slot of each column's token, int64 [rows, columns]."""
-        pages = upload(self._pages, self._device)
-        page = pages.gather(1, token_of_column // self._page_size)
-        return page * self._page_size + token_of_column % self._page_size
-
-    @cached_property
-    def page_table(self) -> torch.Tensor:
-        """The table for our ops: int32, of a width that many steps share, so that few programs are compiled."""
-        rows, width = self._pages.shape
-        wide = np.zeros((rows, padded(width, _SMALLEST_TABLE)), np.int32)
-        wide[:, :width] = self._pages
-        return torch.from_numpy(wide).to(self._device, copy=True)
-
-    @cached_property
-    def page_table_array(self) -> jax.Array:
-        """The same for JAX."""
-        return from_torch(self.page_table)
+    found = _ACTIVE.get()
+    return None if found is None else found()
 
 
 class Step:
@@ -100,6 +51,8 @@ class Step:
         is_dense: every row brings a token in every column.
         decodes: every row brings one token.
         launches: kernels that were found for this step's layers, by what tells them apart.
+        thread: which one made it.
+        unwritten: layers with pages that have not brought their keys and values yet.
     """
 
     def __init__(
@@ -117,10 +70,40 @@ class Step:
         self.is_dense = self.num_tokens == real.size
         self.decodes = self.is_dense and self.num_queries == 1
         self.launches: dict[Hashable, Callable[..., Any] | None] = {}
+        self.thread = threading.get_ident()
         self.num_columns = sequences.num_columns - self.num_queries
         layout = sequences.store.layout
         self._group_of = {layer: group for group in layout.paged_groups for layer in group.layers}
         self._states = [(group, layer) for group in layout.state_groups for layer in group.layers]
+        self.unwritten = set(self._group_of)
+        self._unattended: dict[int, torch.Tensor] = {}
+        self._outer: weakref.ref[Step] | None = None
+
+    def enter(self) -> None:
+        """Makes this the active step, until `leave`."""
+        self._outer = _ACTIVE.get()
+        _ACTIVE.set(weakref.ref(self))
+
+    def leave(self) -> None:
+        """Makes the step active again inside of which this one was entered, if this one is active here."""
+        if active() is self:
+            _ACTIVE.set(self._outer)
+
+    def check_complete(self) -> None:
+        """Raises `RuntimeError` if a layer has computed without the cache."""
+        if self.unwritten:
+            raise RuntimeError(
+                f"layers {sorted(self.unwritten)} took no notice of the JaxkvCache that the forward was given, as with "
+                f"gradient checkpointing in training mode, which drops caches. Call model.eval(), or pass no cache"
+            )
+
+    def keeps(self, layer: int) -> bool:
+        """Whether a layer has pages; those that attend to another layer's keys have none."""
+        return layer in self._group_of
+
+    def wrote(self, layer: int, keys: torch.Tensor) -> bool:
+        """Whether these are the keys that a layer has just written; it attends to them once."""
+        return self._unattended.pop(layer, None) is keys
 
     def group(self, layer: int) -> str:
         """Returns the name of the layers that are stored like this one."""
@@ -193,7 +176,18 @@ class Step:
         return out
 
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Puts a layer's new keys and values, [rows, kv_heads, queries, head_dim], into its pages."""
+        """Puts a layer's new keys and values, [rows, kv_heads, queries, head_dim], into its pages.
+
+        Raises:
+            ValueError: the layer has brought them already in this step, or their heads or dtype are not the pages'.
+        """
+        if layer not in self.unwritten:
+            raise ValueError(
+                f"layer {layer} updated the cache twice in one forward; is an inner module called on its own inside it?"
+            )
+        self.unwritten.remove(layer)
+        if self.attends_pages:
+            self._unattended[layer] = keys
         pools = self.pools(layer)
         packed = [self.pack(new.detach() if new.requires_grad else new) for new in (keys, values)]
         # What has to be known of a kernel is asked once per step for all layers that are alike.
@@ -217,6 +211,11 @@ class Step:
                 raise ValueError(
                     f"layer {layer} has {role}s of {rows.shape[1]} heads of {rows.shape[2]}, but the cache was made "
                     f"for {pages.shape[2]} of {pages.shape[3]}; JaxkvCache does not know this model's attention"
+                )
+            if torch.promote_types(rows.dtype, pages.dtype) != pages.dtype:
+                raise ValueError(
+                    f"layer {layer} has {role}s in {rows.dtype}, which pages in {pages.dtype} would round; make the "
+                    f"cache of a model in one dtype, by model.to(...)"
                 )
 
     def _find_write(
@@ -252,7 +251,7 @@ class Step:
             held.dtype, held.device = conv.dtype, conv.device
 
     def keep_states(self, layers: Sequence[object]) -> None:
-        """Puts the states of recurrent layers back."""
+        """Puts the states of recurrent layers back, and leaves the layers as if nothing had been computed."""
         for group, layer in self._states:
             _, write = self._state_ids(group)
             held = layers[layer]
@@ -262,19 +261,11 @@ class Step:
                 assert new is not None
                 self.lease[f"layer{layer}.{role}"][write] = new.detach()
                 states[0] = None
+            held.is_conv_states_initialized[0] = held.is_recurrent_states_initialized[0] = False
+            held.has_previous_state[0] = False
 
     def _state_ids(self, group: Group) -> tuple[torch.Tensor, torch.Tensor]:
         accounts = self._sequences.store.accounts
         ids = [accounts.states(row.number, group.name) for row in self._sequences.rows]
         read, write = np.array(ids, np.int64).T
         return upload(read, self._device), upload(write, self._device)
-
-
-def upload(indices: np.ndarray, device: torch.device) -> torch.Tensor:
-    """Returns indices as int64, which torch indexes with, on the device."""
-    return torch.from_numpy(indices.astype(np.int64)).to(device, non_blocking=True)
-
-
-def padded(size: int, smallest: int) -> int:
-    """Returns the power of two, at least `smallest`, that programs for `size` are compiled for."""
-    return max(smallest, 1 << (size - 1).bit_length())

@@ -44,7 +44,8 @@ class Store:
         self._kept = KeptLease(self.owner)
         self._numbers = count()
         self._session: Lease | None = None
-        self._weights: tuple = ()
+        self._in_session = False
+        self._fingerprint: tuple = ()
 
     @property
     def leases_taken(self) -> int:
@@ -55,39 +56,40 @@ class Store:
         """Returns a number that no sequence has had."""
         return next(self._numbers)
 
-    def notice_weights(self, model: torch.nn.Module) -> None:
-        """Forgets all prefixes if the model's weights are others than last time, or were written to."""
-        weights = tuple(
-            (p.data_ptr(), 0 if p.is_inference() else p._version) for p in model.parameters()
-        )
-        if self._weights and weights != self._weights:
+    def notice(self, fingerprint: tuple) -> None:
+        """Forgets all prefixes if what computes them is something else than last time."""
+        if self._fingerprint and fingerprint != self._fingerprint:
             self.index.clear()
-        self._weights = weights
+        self._fingerprint = fingerprint
 
     def borrow(self) -> Lease:
         """Returns a write lease for one forward. It goes to `give_back`, or is abandoned."""
-        if self._session is not None and self._session.is_open:
-            return self._session
-        return self._kept.borrow()
+        if not self._in_session:
+            return self._kept.borrow()
+        if self._session is None or not self._session.is_open:
+            # A forward failed and the cache was rebuilt.
+            self._session = self._kept.borrow()
+        return self._session
 
     def give_back(self, lease: Lease) -> None:
         """Lets JAX have the pool as soon as it asks, unless a session keeps it."""
-        if lease is not self._session:
+        if not self._in_session:
             self._kept.put_down(lease)
 
     @contextmanager
     def session(self) -> Iterator[None]:
         """Keeps one lease over all forwards inside, and JAX out."""
-        if self._session is not None:
+        if self._in_session:
             raise ValueError("a session is open already; leave it before the next one")
-        kept = self._session = self._kept.borrow()
+        self._session = self._kept.borrow()
+        self._in_session = True
         try:
             yield
         finally:
-            self._session = None
+            lease, self._session, self._in_session = self._session, None, False
             # A forward that failed has ended it, and the next use of the cache says so.
-            if kept.is_open:
-                self._kept.put_down(kept)
+            if lease is not None and lease.is_open:
+                self._kept.put_down(lease)
 
     def copy(self, lease: Lease, copies: list[PageCopy]) -> None:
         """Copies pages and states inside a lease; all sources are read before any target is written."""

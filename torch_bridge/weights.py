@@ -35,7 +35,8 @@ def share_params(
 
     Raises:
         NotZeroCopy: some leaves would be copies, and `copy` is False; the message names them and says why.
-        ValueError: a tensor is missing, or has another shape or dtype.
+        ValueError: a tensor is missing, or has another shape or dtype, or the family's parameters are more than torch's
+            put together.
     """
     if isinstance(source, torch.nn.Module):
         tensors: Mapping[str, torch.Tensor] = source.state_dict(keep_vars=True)
@@ -48,6 +49,7 @@ def share_params(
         (recipes[jax.tree_util.keystr(path, simple=True, separator=".")], leaf.shape)
         for path, leaf in leaves
     ]
+    _check_joins(named)
     sources = [_sources(recipe, shape, tensors) for recipe, shape in named]
     refusals = [
         f"{recipe.target}: {reason}"
@@ -81,6 +83,18 @@ def _dtype_of(tensors: Mapping[str, torch.Tensor], recipes: Mapping[str, Recipe]
             f"the weights must share one dtype, got {sorted(dtypes)}; call model.to(...)"
         )
     return dtypes.pop()
+
+
+def _check_joins(named: list[tuple[Recipe, tuple[int, ...]]]) -> None:
+    """Raises for families whose parameters hold other numbers than torch's, or the same in another order."""
+    for recipe, shape in named:
+        joined = recipe.combine == "stack" and len(recipe.sources) == shape[0]
+        plain = joined or recipe.combine in ("copy", "concat", "taps")
+        if not plain or recipe.offset or recipe.regroup is not None:
+            raise ValueError(
+                f"{recipe.target} is made of {recipe.sources[0]!r} by more than putting weights together, so this "
+                "family cannot be shared; save the model and read it with jaxkv.weights.load.load_params"
+            )
 
 
 def _sources(

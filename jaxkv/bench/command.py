@@ -57,7 +57,9 @@ def _served_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--no-prefix-cache", action="store_true", help="keep no pages for others")
     parser.add_argument(
-        "--implementation", metavar="NAME", help="mosaic_gpu, xla or cudnn; the best that can run"
+        "--implementation",
+        metavar="NAME",
+        help="mosaic_gpu, xla, cudnn or xla_products; the best that can run",
     )
 
 

@@ -127,6 +127,8 @@ class SwapIns:
         length, checkpoint = self.find(tokens, keys, limit)
         if length <= reused:
             return None
+        if checkpoint is not None and not self._states.could_have_room(checkpoint.key):
+            return None
         made = SwapIn(self._next, length, length - reused)
         self._next -= 1
         self._accounts.open(made.number)

@@ -233,6 +233,10 @@ class PrefixIndex:
         """Says how the step went that was not read when checkpoints of a sequence were made, which may be gone."""
         self._states.confirm(seq, self._tick, good=good)
 
+    def forget_unsure(self) -> None:
+        """Forgets the checkpoints that wait for `confirm`, since the steps under way will never be read."""
+        self._states.forget_unsure(self._tick)
+
     def withdraw_made(self, seq: int) -> None:
         """Forgets the checkpoints that a sequence has made."""
         self._states.withdraw_made(seq, self._tick)

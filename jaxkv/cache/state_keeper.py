@@ -7,6 +7,8 @@ its own. It knows tokens and ids, never what a state holds.
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from jaxkv.cache.accounts import Accounts, PageCopy
+from jaxkv.cache.checkpoint_pages import CheckpointPages
+from jaxkv.cache.checkpoint_plans import Plans
 from jaxkv.cache.checkpoint_policy import CheckpointPolicy, SeenTexts
 from jaxkv.cache.checkpoints import Checkpoint, CheckpointKey, Checkpoints, checkpoint_key
 from jaxkv.cache.host_tier import HostTier
@@ -57,12 +59,12 @@ class StateKeeper:
         """Takes what is given up for room, if there is one."""
         self._chunk = layout.chunk_size
         self._accounts = accounts
-        self._trees = trees
-        self._rules = rules
+        self._pages = CheckpointPages(accounts, trees, rules)
+        self._page_sizes = {name: rule.page_size for name, rule in rules.items()}
         self._stats = stats
         self._snapshots = Snapshots(layout, accounts)
         self._seen = SeenTexts(size)
-        self._meant: dict[bytes, tuple[int, int]] = {}  # Name -> sequence and tokens.
+        self._plans = Plans(accounts)
         self._tick = 0
 
     def longest(
@@ -89,19 +91,19 @@ class StateKeeper:
             key = self._key(tokens, keys, place)
             if place > skipped and self.kept.find(key) is None:
                 keys.places += (place,)
-                self._meant.setdefault(key.digest, (seq, place))
+                self._plans.mean(seq, key)
 
     @property
     def has_plans(self) -> bool:
         """Whether a sequence is about to leave a checkpoint."""
-        self._forget_idle_plans()
-        return bool(self._meant)
+        self._plans.forget_idle()
+        return len(self._plans) > 0
 
     def awaits(self, tokens: Sequence[int], keys: PageKeys, skipped: int, limit: int) -> bool:
         """Whether a sequence is about to leave a checkpoint of a text of more than `skipped`, up to `limit` tokens."""
         return any(
-            skipped < length <= limit and self._key(tokens, keys, length).digest == digest
-            for digest, (_, length) in self._meant.items()
+            self._key(tokens, keys, length).digest == digest
+            for digest, length in self._plans.between(skipped, limit)
         )
 
     def take(
@@ -114,9 +116,8 @@ class StateKeeper:
             room but what is in use.
         """
         key = self._key(tokens, keys, length)
-        self._forget_idle_plans()
-        maker = self._meant.get(key.digest, (seq, length))
-        if maker != (seq, length) or self.kept.find(key) is not None:
+        self._plans.forget_idle()
+        if not self._plans.may_make(seq, key) or self.kept.find(key) is not None:
             return None
         states = None
         if self._make_room(seq):
@@ -124,10 +125,10 @@ class StateKeeper:
             while states is None and self._evict_one(seq):
                 states = self._snapshots.take(seq, length)
         if states is None:
-            self._meant.pop(key.digest, None)
+            self._plans.end(key)
             self._stats.checkpoints_dropped += 1
             return None
-        self._meant[key.digest] = seq, length
+        self._plans.begin(seq, key)
         return states
 
     def drop(self, seq: int, length: int) -> None:
@@ -163,25 +164,27 @@ class StateKeeper:
         """
         self._tick = tick
         key = self._key(tokens, keys, length)
-        mine = self._meant.get(key.digest, (seq, length)) == (seq, length)
-        tails = None
-        if self.kept.find(key) is None and mine and (not live or self._make_room(seq)):
-            tails = self._take_tails(seq, length, make_room)
-        anchors = None if tails is None else self._anchors(tokens, keys, length)
+        wanted = self.kept.find(key) is None and self._plans.may_make(seq, key)
+        tails = anchors = None
+        if wanted and (not live or self._make_room(seq)):
+            tails = self._pages.take_tails(seq, length, make_room)
+            # Last, since the room for a page may have cost a page that is needed.
+            anchors = None if tails is None else self._pages.anchors(tokens, keys, length)
+            self._stats.checkpoints_dropped += anchors is None
         if tails is None or anchors is None:
-            self._release(tails or {})
+            self._pages.give_back(tails or {})
             if not live:
                 self.drop(seq, length)
             return []
         states = self._snapshots.keep_live(seq) if live else self._snapshots.keep(seq, length)
         if states is None:
-            self._release(tails)
+            self._pages.give_back(tails)
             return []
-        self._meant.pop(key.digest, None)
+        self._plans.end(key)
         self.kept.add(Checkpoint(key, states, tails, anchors, seq, tick, sure))
         self._stats.checkpoints += 1
         return [
-            PageCopy(name, self._accounts.pages(seq, name)[length // self._size(name)], page)
+            PageCopy(name, self._accounts.pages(seq, name)[length // self._page_sizes[name]], page)
             for name, page in tails.items()
         ]
 
@@ -190,6 +193,14 @@ class StateKeeper:
         self.kept.remove(checkpoint, tick)
         for name, state in (*checkpoint.states.items(), *checkpoint.tails.items()):
             self._accounts.pool_of(name).forget(state)
+
+    def could_have_room(self, key: CheckpointKey) -> bool:
+        """Whether a checkpoint could come back from the host if others were given up; gives up none."""
+        if self.kept.find(key) is not None:
+            return True
+        self._plans.forget_idle()
+        busy = sum(not self._is_unread(one) for one in self.kept)
+        return busy + self._plans.num_begun() < self.capacity
 
     def has_room(self, key: CheckpointKey) -> bool:
         """Whether a checkpoint may come back from the host, for which others may be given up."""
@@ -257,12 +268,18 @@ class StateKeeper:
                 if not good:
                     self.forget(one, tick)
 
+    def forget_unsure(self, tick: int) -> None:
+        """Forgets what waits for a step to be read, since none will be."""
+        for one in self.kept:
+            if not one.sure:
+                self.forget(one, tick)
+
     def clear(self) -> None:
         """Forgets every checkpoint, and what was seen."""
         for one in self.kept.clear():
             for name, page in (*one.states.items(), *one.tails.items()):
                 self._accounts.pool_of(name).forget(page)
-        self._meant.clear()
+        self._plans.clear()
         self._seen.clear()
 
     def check(self) -> None:
@@ -276,16 +293,10 @@ class StateKeeper:
                     f"group {name!r}: checkpoints have the states {sorted(states)}, kept are {sorted(kept)}"
                 )
         for one in self.kept:
-            lost = [
-                (name, digest)
-                for name, digest in one.anchors
-                if self._trees[name].named(digest) is None
-            ]
-            off = {name for name, rule in self._rules.items() if one.length % rule.page_size}
-            if lost or set(one.tails) != off:
+            if not self._pages.is_whole(one.length, one.tails, one.anchors):
                 raise ValueError(
-                    f"the checkpoint after {one.length} tokens has lost {len(lost)} of its pages, or has pages "
-                    f"of its own in {sorted(one.tails)} and not in {sorted(off)}"
+                    f"the checkpoint after {one.length} tokens has lost some of its pages {one.anchors}, "
+                    f"or has pages of its own in other groups than it should: {sorted(one.tails)}"
                 )
         if len(self.kept) > self.capacity:
             raise ValueError(f"{len(self.kept)} checkpoints are more than {self.capacity}")
@@ -293,37 +304,25 @@ class StateKeeper:
     def _key(self, tokens: Sequence[int], keys: PageKeys, length: int) -> CheckpointKey:
         return checkpoint_key(keys, tokens, length, self.kept.page_size)
 
-    def _size(self, name: str) -> int:
-        return self._rules[name].page_size
-
     def _free(self, name: str) -> int:
         return self._accounts.pool_of(name).num_free
 
     def _is_idle(self, name: str, page: int) -> bool:
         return self._accounts.pool_of(name).references(page) == 1
 
-    def _forget_idle_plans(self) -> None:
-        """Forgets plans of sequences that have gone, or have passed the place and left nothing."""
-        for digest, (seq, length) in list(self._meant.items()):
-            if self._accounts.is_open(seq):
-                (held,) = self._accounts.held([seq])
-                if held.computed < length or length in held.snapshots:
-                    continue
-            del self._meant[digest]
-
     def _make_room(self, seq: int | None) -> bool:
         """Gives up checkpoints until a sequence, or nobody's, may make one more; returns whether it may."""
         if not self.capacity:
             return False
-        self._forget_idle_plans()
-        taken = sum(
-            length in self._accounts.held([seq])[0].snapshots
-            for seq, length in self._meant.values()
-        )
-        while len(self.kept) + taken >= self.capacity:
+        self._plans.forget_idle()
+        begun = self._plans.num_begun()
+        while len(self.kept) + begun >= self.capacity:
             if not self._evict_one(seq):
                 return False
         return True
+
+    def _is_unread(self, one: Checkpoint) -> bool:
+        return all(self._is_idle(name, state) for name, state in one.states.items())
 
     def _evict_one(self, seq: int | None) -> bool:
         """Gives up the longest unused checkpoint whose states no sequence reads, for another one of a sequence.
@@ -331,9 +330,7 @@ class StateKeeper:
         Not one that the same sequence made: its first places are shared by the most.
         """
         for one in self.kept:
-            if one.maker != seq and all(
-                self._is_idle(name, state) for name, state in one.states.items()
-            ):
+            if one.maker != seq and self._is_unread(one):
                 self._evict(one)
                 return True
         return False
@@ -343,46 +340,3 @@ class StateKeeper:
             self.host.offer_checkpoint(one)
         self.forget(one, self._tick)
         self._stats.checkpoint_evictions += 1
-
-    def _take_tails(
-        self, seq: int, length: int, make_room: Callable[[str], bool]
-    ) -> dict[str, int] | None:
-        """Takes a page for the last tokens of a text in each group in which it ends inside one; all or none."""
-        tails: dict[str, int] = {}
-        for name in self._rules:
-            index = length // self._size(name)
-            if not length % self._size(name):
-                continue
-            held = index >= self._accounts.num_unneeded(seq, name)
-            if not held or not (self._free(name) or make_room(name)):
-                self._release(tails)
-                self._stats.checkpoints_dropped += 1
-                return None
-            pool = self._accounts.pool_of(name)
-            (tails[name],) = pool.take(1)
-            pool.keep(tails[name])
-            pool.release([tails[name]])
-        return tails
-
-    def _release(self, tails: Mapping[str, int]) -> None:
-        for name, page in tails.items():
-            self._accounts.pool_of(name).forget(page)
-
-    def _anchors(
-        self, tokens: Sequence[int], keys: PageKeys, length: int
-    ) -> tuple[tuple[str, bytes], ...] | None:
-        """Returns the kept full pages that a sequence after so many tokens needs; `None` if one is not kept.
-
-        In a full-attention group the last stands for those before it, which cannot go before it.
-        """
-        anchors = []
-        for name, rule in self._rules.items():
-            chain = keys.pages(tokens, rule.page_size, length)
-            needed = rule.needs(length)
-            full = range(needed.start, min(needed.stop, len(chain)))
-            for index in full[-1:] if rule.window is None else full:
-                if self._trees[name].find(chain[index]) is None:
-                    self._stats.checkpoints_dropped += 1
-                    return None
-                anchors.append((name, chain[index].digest))
-        return tuple(anchors)

@@ -4,6 +4,7 @@ The host needs about as long to send a step as a GPU needs for that of a small m
 more than one, at the price that tokens come together, and that a row is computed further in vain after a stop.
 """
 
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -19,6 +20,8 @@ from jaxkv.engine.step_plan import Part
 from jaxkv.engine.step_shapes import StepShapes
 from jaxkv.features import Features
 from jaxkv.models.protocol import Params
+
+_LOG = logging.getLogger(__name__)
 
 _STEPS = 4
 _SMALL_BYTES = 4 * 2**30
@@ -48,6 +51,7 @@ class Bursts:
         self.most = settle_steps(steps, executor.params, executor.layout)
         """How many steps a burst has."""
         self._seen: dict[StepShape, tuple[int, int]] = {}
+        self._given_up: set[StepShape] = set()
 
     def looks_at(self, shape: StepShape) -> bool:
         """Whether steps of a shape are to be noted."""
@@ -77,7 +81,13 @@ class Bursts:
         must_be_there = self._looks or self._executor.programs.is_closed
         if must_be_there and not self._executor.has(needed):
             return None
-        return None if self._retreat.avoids(needed.shape) else needed.shape
+        avoided = needed.shape in self._given_up or self._retreat.avoids(needed.shape)
+        return None if avoided else needed.shape
+
+    def give_up(self, shape: StepShape, error: Exception) -> None:
+        """Sends steps of a shape one by one from now on, since several at once failed though memory sufficed."""
+        _LOG.warning("%d steps at once failed, each goes alone from now on: %r", shape.steps, error)
+        self._given_up.add(shape)
 
     def declare(self, needed: Sequence[Declared]) -> list[Declared]:
         """Lists the programs of several steps that go with those of single ones."""

@@ -222,7 +222,8 @@ class Engine:
         self._bring()
         plan = self.scheduler.plan()
         if plan.is_empty:
-            return False
+            # Whoever gave way in a step of its own has left room for others, who are not short of anything.
+            return bool(plan.preempted)
         for sequence, _ in plan.fresh:
             if sequence.admitted is None:
                 sequence.admitted = self._clock()
@@ -253,8 +254,7 @@ class Engine:
     def _dispatch(self, planned: list[Part], steps: int) -> None:
         """Sends a step of these to the device, or several, or one of some of them if all would be too many."""
         shape = self.bursts.shape(planned) if steps > 1 else None
-        if shape is not None:
-            self._try(planned, shape)
+        if shape is not None and self._try_burst(planned, shape):
             return
         if steps > 1:
             planned = [single(part) for part in planned]
@@ -271,6 +271,19 @@ class Engine:
             self._flights[-1].ask()
             if len(self._flights) > 1 and self._flights[-2].shape == shape:
                 self.bursts.note(shape, idle=self._flights[-2].is_done)
+
+    def _try_burst(self, parts: Many[Part], shape: StepShape) -> bool:
+        """Sends several steps as one; returns False if they must go one by one, for whose fault it is shows there."""
+        try:
+            self._try(parts, shape)
+        except CachePoisoned:
+            raise
+        except STEP_FAILURES as error:
+            if is_fatal(error):
+                raise
+            self.bursts.give_up(shape, error)
+            return False
+        return True
 
     def _try(self, parts: Many[Part], shape: StepShape) -> None:
         """Sends a step, or notes that its shape was too much for the memory."""
@@ -379,6 +392,8 @@ class Engine:
     def _requeue(self) -> None:
         """Forgets what is under way; everybody is computed again, but for those whose end an interrupt delayed."""
         self._flights.clear()
+        if self.prefix is not None:
+            self.prefix.forget_unsure()
         for sequence in list(self.scheduler.running):
             sequence.reason = sequence.reason or why_over(sequence)
             if sequence.reason is not None:

@@ -86,11 +86,13 @@ class Fetches[T: Inbound]:
             CachePoisoned: writing it cost the cache.
         """
         for sequence, inbound in list(self._under_way.items()):
+            # What was moved before this may have ended the tier, and everything that was under way with it.
+            if sequence not in self._under_way:
+                continue
             done = self._mover.advance(inbound, wait=wait)
             wait = False
-            if done is False:
+            if done is False or self._under_way.pop(sequence, None) is None:
                 continue
-            del self._under_way[sequence]
             sequence.fetched = True
             try:
                 if done:

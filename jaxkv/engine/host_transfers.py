@@ -108,6 +108,8 @@ class HostTransfers:
         self._stored: dict[int, Stored] = {}
         self._sending: deque[Transfer] = deque()
         self._row = 0
+        # What the tier might hold before transfers that failed since the last that came made it stop growing.
+        self._limit: int | None = None
 
     def flush(self) -> None:
         """Begins to read out whatever has left the index; called before each program that updates the cache."""
@@ -163,6 +165,9 @@ class HostTransfers:
         while self._sending:
             self._finish(self._sending.popleft())
         self._row = 0
+        # What ran out of memory was the step that cost the cache: whoever read its results has its error.
+        if self._limit is not None:
+            self._tier.limit, self._limit = self._limit, None
 
     def close(self) -> tuple[Exception, ...]:
         """Frees all memory on the host, whatever may fail; a second time does nothing.
@@ -276,7 +281,7 @@ class HostTransfers:
 
     def _succeed(self, transfer: Transfer) -> None:
         counts = self._tier.counts
-        transfer.done, transfer.arrays, self._row = True, [], 0
+        transfer.done, transfer.arrays, self._row, self._limit = True, [], 0, None
         if transfer.out:
             counts.written += len(transfer.moves)
             counts.written_bytes += transfer.num_bytes
@@ -289,7 +294,10 @@ class HostTransfers:
         transfer.error, transfer.arrays = error, []
         self._tier.counts.failures += 1
         self._tier.discard(move.handle for move in transfer.moves)
+        limit = self._tier.limit
         full = transfer.out and is_out_of_memory(error) and self._tier.stop_growing()
+        if full and self._limit is None:
+            self._limit = limit
         self._row += not full
         way = "to" if transfer.out else "from"
         _LOG.warning("%d pages or states %s the host are lost: %r", len(transfer.moves), way, error)

@@ -120,7 +120,10 @@ def declare_served(engine: Engine, request: Request, count: int) -> list[Declare
 
 
 def _may_return(engine: Engine, held: int, rows: int) -> bool:
-    """Whether some may come back with what they have generated: when a cache is lost, or pages run out."""
+    """Whether some may come back with what they have generated: when a cache is lost, or pages run out.
+
+    Whole texts are counted, where windows hold less: that may declare programs in vain, and never one too few.
+    """
     if engine.config.most_rebuilds:
         return True
     groups = engine.executor.layout.paged_groups

@@ -10,6 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxkv.block_config import MixtureConfig
 from jaxkv.layers.feed_forward import activate, clamped_gate, gate
 from jaxkv.layers.linear import linear, project
+from pallas_kernels import grouped_matmul
 
 _MOST_INNER = 2**26
 """Numbers between the two maps of all experts that may exist at once: 128 MiB of bfloat16."""
@@ -21,12 +22,16 @@ def mixture_of_experts(
     *,
     mixture: MixtureConfig,
     activation: str,
+    grouped: str | None = None,
 ) -> Float[Array, "tokens hidden_size"]:
     """Lets each token's experts work on it and adds what they say, each by its weight.
 
     Few tokens read the matrices of their own experts alone. Many ask nearly every expert, and then all experts are two
     products as wide as all of them, whose inner columns are cleared where a token did not ask. `jax.lax.ragged_dot`
     would do the latter `top_k` times over on GPUs and CPUs, where XLA makes one dense product of it.
+
+    By name, `grouped_matmul` does both: tokens are sorted by their experts, each of which is read once and multiplied
+    with its own tokens alone.
 
     A token's result does not depend on the others'.
 
@@ -39,6 +44,10 @@ def mixture_of_experts(
         x: normalised hidden states.
         mixture: sizes, and how experts are chosen.
         activation: a name in `ACTIVATIONS`.
+        grouped: which implementation of `grouped_matmul` the experts run on; `None` for the two ways of plain XLA.
+
+    Raises:
+        Unsupported: `grouped` cannot run here, or not these sizes; the message says why.
     """
     logits = project(params["router"], x, result=jnp.float32)
     if "router_bias" in params:
@@ -48,7 +57,10 @@ def mixture_of_experts(
     bend = partial(gate if mixture.gated else activate, activation=activation)
     if mixture.clamp is not None:
         bend = partial(clamped_gate, limit=mixture.clamp)
-    ask = _ask_some if chosen.size <= mixture.experts else _ask_all
+    if grouped is not None:
+        ask = partial(_ask_in_order, implementation=grouped)
+    else:
+        ask = _ask_some if chosen.size <= mixture.experts else _ask_all
     said = ask(params, given, chosen, weights, bend)
     return linear(params["latent_out"], said) if "latent_out" in params else said
 
@@ -81,6 +93,35 @@ def _within_best_groups(
     _, best = jax.lax.top_k(jnp.sum(votes, axis=-1), mixture.top_groups)
     allowed = jnp.any(best[:, :, None] == jnp.arange(mixture.groups)[None, None, :], axis=1)
     return jnp.where(allowed[:, :, None], grouped, -jnp.inf).reshape(scores.shape)
+
+
+def _ask_in_order(
+    params: Mapping[str, Array],
+    x: Float[Array, "tokens width"],
+    chosen: Int[Array, "tokens top_k"],
+    weights: Float[Array, "tokens top_k"],
+    bend: Callable[[Float[Array, "asked inner"]], Float[Array, "asked size"]],
+    *,
+    implementation: str,
+) -> Float[Array, "tokens width"]:
+    """Sorts the (token, expert) pairs by expert, and adds up each token's answers in the order in which it asked."""
+    asked, top_k = chosen.reshape(-1), chosen.shape[1]
+    experts = jnp.arange(params["experts_up"].shape[0])
+    order = jnp.argsort(asked, stable=True)
+    sizes = jnp.sum((asked[None, :] == experts[:, None]).astype(jnp.int32), axis=1)
+    run = partial(grouped_matmul, group_sizes=sizes, implementation=implementation)
+
+    def with_bias(said: Float[Array, "asked out"], name: str) -> Float[Array, "asked out"]:
+        if name not in params:
+            return said
+        return said.astype(jnp.float32) + params[name][asked[order]].astype(jnp.float32)
+
+    inner = with_bias(run(params["experts_up"], x[order // top_k]), "experts_up_bias")
+    inner = bend(inner).astype(x.dtype)
+    said = with_bias(run(params["experts_down"], inner, group_axis=1), "experts_down_bias")
+    places = jnp.zeros_like(order).at[order].set(jnp.arange(len(order)), unique_indices=True)
+    said = said[places].astype(jnp.float32).reshape(*chosen.shape, -1)
+    return jnp.sum(said * weights[:, :, None], axis=1).astype(x.dtype)
 
 
 def _ask_some(

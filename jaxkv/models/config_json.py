@@ -3,11 +3,12 @@
 from collections.abc import Mapping, Sequence
 
 from jaxkv.errors import UnknownConfig
+from jaxkv.weights.quantised import read_quantised
 
 _REFUSED = {
-    "auto_map": "names Python code in the model's directory, and jaxkv runs no code from there",
+    "auto_map": "names Python code in the model's directory, and jaxkv runs no code from there; only where its "
+    "AutoModelForCausalLM is the one class in `architectures` does jaxkv's own implementation stand in for it",
     "model_file": "names Python code in the model's directory, and jaxkv runs no code from there",
-    "quantization_config": "describes quantised weights, which jaxkv cannot read",
     "_attn_implementation": "chooses code to run, which a model's directory may not do",
 }
 """Prefixes of keys that are refused whatever they hold, and why."""
@@ -16,6 +17,8 @@ _HARMLESS = (
     # How the file was made, and which tokenizer goes with it.
     "transformers_version _name_or_path  model_type tokenizer_class pad_token_id sep_token_id prefix "
     "is_llama_config unsloth_fixed unsloth_version transformers.js_config "
+    # How weights are stored, which is judged where the file is opened.
+    "quantization_config "
     # Training, and what a call returns besides logits.
     "pretraining_tp cache_implementation max_sequence_length "
     "initializer_range attention_dropout use_cache return_dict return_dict_in_generate "
@@ -61,6 +64,9 @@ class ConfigJson:
     Args:
         raw: the parsed object.
         place: how messages name it.
+
+    Attributes:
+        is_quantised: weights are stored in fewer bits than the model computes with.
     """
 
     def __init__(self, raw: Mapping[str, object], *, place: str = "config.json") -> None:
@@ -69,8 +75,23 @@ class ConfigJson:
         self._taken: set[str] = set()
         for key, value in raw.items():
             reason = next((why for name, why in _REFUSED.items() if key.startswith(name)), None)
-            if reason is not None and value is not None and key not in HARMLESS:
+            if key == "auto_map" and self._names_the_architecture(value):
+                self._taken.add(key)
+            elif reason is not None and value is not None and key not in HARMLESS:
                 raise UnknownConfig(f"{place} sets {key} = {_short(value)}, which {reason}")
+        self.is_quantised = read_quantised(raw) is not None
+
+    def _names_the_architecture(self, auto_map: object) -> bool:
+        """Whether the causal language model of `auto_map` is of the class that `architectures` names.
+
+        Models are published so before Transformers has their family: `modeling_deepseek.DeepseekV3ForCausalLM`. As
+        Transformers does, we then take our own; that we have this very class is for the family to check.
+        """
+        named = self._raw.get("architectures")
+        if not isinstance(auto_map, Mapping) or not isinstance(named, Sequence) or len(named) != 1:
+            return False
+        code = auto_map.get("AutoModelForCausalLM")
+        return isinstance(code, str) and code.rpartition(".")[2] == named[0]
 
     def take(self, key: str, default: object = _REQUIRED) -> object:
         """Returns a value of any type; the default stands for a missing key, not for null."""

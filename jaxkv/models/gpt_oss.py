@@ -22,7 +22,7 @@ _ROPE = {
 
 
 def from_hf(raw: Mapping[str, object]) -> ModelConfig:
-    """Reads a parsed config.json whose `model_type` is "gpt_oss"; its weights must be of 16 or 32 bits."""
+    """Reads a parsed config.json whose `model_type` is "gpt_oss"; its experts may be stored in 4 bits (MXFP4)."""
     if not (raw.get("rope_parameters") or raw.get("rope_scaling")):
         raw = {**raw, "rope_parameters": _ROPE}
     keys = ConfigJson({"rope_theta": _ROPE["rope_theta"], **raw})

@@ -179,9 +179,12 @@ def _head_dim(keys: ConfigJson, hidden_size: int, heads: int, default: int | Non
 
 
 def take_dtype(keys: ConfigJson) -> str:
-    """Returns the checkpoint's dtype; Transformers 4 called it `torch_dtype`, and null means float32."""
+    """Returns the checkpoint's dtype; Transformers 4 called it `torch_dtype`.
+
+    Null means float32, or bfloat16 beside quantised weights, whose other tensors are of that dtype (GPT-OSS).
+    """
     older = keys.take("torch_dtype", None)
     newer = keys.take("dtype", None)
     if newer is None and older is None:
-        return "float32"
+        return "bfloat16" if keys.is_quantised else "float32"
     return keys.take_choice("torch_dtype" if newer is None else "dtype", "float32", _DTYPES)

@@ -36,7 +36,7 @@ def decode_burst(
         model: what to compute; static.
         params: its parameters.
         cache: what is remembered before the first step.
-        first: the first of the steps; its page tables hold every page that all of them write.
+        first: the first of the steps, which writes where it says; its page tables hold every page that others write.
         left: how many of the steps each row takes part in; 0 for padding rows.
         page_sizes: tokens per page of each paged group; static.
         steps: how many there are; static.
@@ -65,7 +65,10 @@ def _batch_of(
     paged = tuple(
         PagedTables(
             page_table=tables.page_table,
-            write_slots=slots_at(tables, positions, running, page_size),
+            # The first step's token may lie in another's page already; those that are chosen here never do.
+            write_slots=jnp.where(
+                later, slots_at(tables, positions, running, page_size), tables.write_slots
+            ),
         )
         for tables, page_size in zip(first.paged, page_sizes, strict=True)
     )

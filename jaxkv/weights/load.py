@@ -16,8 +16,10 @@ from tqdm import tqdm
 
 from jaxkv.errors import BadCheckpoint
 from jaxkv.model_config import ModelConfig
-from jaxkv.weights.directory import clip, existing_directory
+from jaxkv.weights.block_scaled import BlockScaled, with_scales
+from jaxkv.weights.directory import clip, existing_directory, read_json_if_there
 from jaxkv.weights.families import rules_for
+from jaxkv.weights.quantised import read_quantised
 from jaxkv.weights.rules import Recipe, Regrouped, RuleSet, expand
 from jaxkv.weights.safetensors import FLOAT_DTYPES, StoredTensor, open_checkpoint
 
@@ -49,7 +51,7 @@ class _Leaf:
     target: str
     shape: tuple[int, ...]
     dtype: np.dtype
-    sources: tuple[StoredTensor, ...]
+    sources: tuple[StoredTensor | BlockScaled, ...]
     turned: bool = False
     picked: bool = False
     arrange: Callable[[np.ndarray], np.ndarray] | None = None
@@ -72,7 +74,8 @@ def load_params(
     """Reads a Hugging Face checkpoint into the parameters of a model.
 
     Every name, shape and dtype is checked before the first number is read. Host memory holds one leaf at a time
-    beyond what the device holds.
+    beyond what the device holds. Numbers of 8 or 4 bits with scales (`jaxkv.weights.quantised`) are multiplied by them
+    on the way, so they take as much room as any others.
 
     Args:
         directory: holds `model.safetensors`, or shards and their index.
@@ -86,13 +89,16 @@ def load_params(
 
     Raises:
         BadCheckpoint: one line that names the file, the tensor and what is wrong with it.
+        UnknownConfig: `quantization_config` in config.json describes numbers that cannot be read.
     """
     if dtype not in DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
     folder = existing_directory(directory)
     rules = rules_for(model.config)
     shapes, structure = jax.tree_util.tree_flatten_with_path(model.param_shapes(dtype))
-    with open_checkpoint(folder) as tensors:
+    quantised = read_quantised(read_json_if_there(folder, "config.json"))
+    with open_checkpoint(folder) as stored:
+        tensors = with_scales(stored, quantised)
         recipes = expand(rules, model.config)
         leaves = [_plan(_dotted(path), shape, recipes, tensors, folder) for path, shape in shapes]
         assert len(leaves) == len(recipes), recipes.keys() - {leaf.target for leaf in leaves}
@@ -119,12 +125,12 @@ def _plan(
     target: str,
     wanted: jax.ShapeDtypeStruct,
     recipes: Mapping[str, Recipe],
-    tensors: Mapping[str, StoredTensor],
+    tensors: Mapping[str, StoredTensor | BlockScaled],
     folder: Path,
 ) -> _Leaf:
     """Finds the tensors of a leaf and checks their shapes and dtypes."""
     assert target in recipes, f"no weight rule makes the parameter {target}"
-    recipe = recipes[target]
+    recipe = _of_stored(recipes[target], tensors)
     sources = []
     for name, shape in zip(recipe.sources, recipe.source_shapes(wanted.shape), strict=True):
         if name not in tensors:
@@ -133,9 +139,12 @@ def _plan(
         if tensor.shape != shape:
             got = list(tensor.shape)
             raise BadCheckpoint(f"{tensor.path}: {name!r} has shape {got}, wanted {list(shape)}")
-        if tensor.dtype not in FLOAT_DTYPES:
+        if isinstance(tensor, StoredTensor) and tensor.dtype not in FLOAT_DTYPES:
             known = ", ".join(FLOAT_DTYPES)
-            raise BadCheckpoint(f"{tensor.path}: {name!r} has dtype {tensor.dtype}, wanted {known}")
+            raise BadCheckpoint(
+                f"{tensor.path}: {name!r} has dtype {tensor.dtype}, wanted {known}, or numbers with scales "
+                "that quantization_config in config.json describes"
+            )
         sources.append(tensor)
     turned = recipe.combine in ("taps", "turn", "stack_turn")
     return _Leaf(
@@ -151,8 +160,26 @@ def _plan(
     )
 
 
+def _of_stored(recipe: Recipe, tensors: Mapping[str, StoredTensor | BlockScaled]) -> Recipe:
+    """Returns the recipe that fits how the sources are stored."""
+    turned = next(
+        (name for name in recipe.sources if name in tensors and tensors[name].turned), None
+    )
+    if turned is None:
+        return recipe
+    fitting = recipe.of_turned_source()
+    if fitting is None:
+        raise BadCheckpoint(
+            f"{tensors[turned].path}: {turned!r} is stored in blocks of 4 bits, which only experts of gpt_oss may be"
+        )
+    return fitting
+
+
 def _check_unused(
-    tensors: Mapping[str, StoredTensor], used: set[str], rules: RuleSet, config: ModelConfig
+    tensors: Mapping[str, StoredTensor | BlockScaled],
+    used: set[str],
+    rules: RuleSet,
+    config: ModelConfig,
 ) -> None:
     """Raises if the checkpoint holds something that the model would silently leave out."""
     originals = dict(rules.tied) if config.tie_embeddings else {}
@@ -210,6 +237,7 @@ def _part(buffer: np.ndarray) -> np.ndarray:
 
 _ARRANGED: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {
     "part": _part,
+    "part_rows": lambda buffer: np.concatenate((buffer[:, ::2], buffer[:, 1::2]), axis=1),
     "part_turn": lambda buffer: _part(buffer).swapaxes(1, 2),
     "last_first": lambda buffer: np.moveaxis(buffer, 2, 0),
 }

@@ -2,7 +2,8 @@
 
 import math
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Literal, NamedTuple
 
@@ -17,9 +18,13 @@ Combine = Literal[
     "taps",
     "pick",
     "part",
+    "part_rows",
     "part_turn",
     "last_first",
 ]
+
+_OF_TURNED: Mapping[Combine, Combine] = {"part_turn": "part_rows", "last_first": "turn"}
+"""What makes the same leaf of a source whose last two axes are exchanged."""
 
 
 @dataclass(frozen=True)
@@ -57,8 +62,9 @@ class Rule:
             exchanges the first two axes of the only source, "stack_turn" those of the stack. "taps" makes
             [taps, channels] of the only source, the weight [channels, 1, taps] of a convolution of each channel by
             itself. "part" puts the numbers at even places of the only source's last axis before those at odd places,
-            "part_turn" does so and then exchanges the last two of three axes; "last_first" makes the last of three axes
-            the first. "pick" takes some sections of each group of the only source's rows (see `regroup`).
+            "part_rows" does so along the second of three axes, "part_turn" along the last, and then exchanges the last
+            two; "last_first" makes the last of three axes the first. "pick" takes some sections of each group of the
+            only source's rows (see `regroup`).
         rows: "concat" only: for each source, the `ModelConfig` fields whose product is its first axis.
         when: the boolean field of `ModelConfig`, or of a part of it ("mamba.in_bias"), and the value of it that makes
             the rule apply.
@@ -132,6 +138,11 @@ class Recipe:
     regroup: Regrouped | None = None
     offset: float = 0.0
 
+    def of_turned_source(self) -> "Recipe | None":
+        """Returns the recipe of the same leaf if the source's last two axes are exchanged, `None` if there is none."""
+        combine = _OF_TURNED.get(self.combine)
+        return None if combine is None else replace(self, combine=combine)
+
     def source_shapes(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
         """Returns the shape that each source must have for a leaf of `shape`."""
         if self.combine == "copy":
@@ -150,7 +161,7 @@ class Recipe:
         if self.combine == "turn":
             assert len(self.sources) == 1, self
             return ((shape[1], shape[0], *shape[2:]),)
-        if self.combine == "part":
+        if self.combine in ("part", "part_rows"):
             return (shape,)
         if self.combine == "part_turn":
             return ((shape[0], shape[2], shape[1]),)

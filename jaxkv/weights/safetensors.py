@@ -60,6 +60,7 @@ class StoredTensor:
         nbytes: length, which agrees with dtype and shape.
         file: the open file.
         path: the file's name in error messages.
+        turned: of a tensor that is what the family's rules say, false; see `BlockScaled`.
     """
 
     name: str
@@ -69,6 +70,7 @@ class StoredTensor:
     nbytes: int
     file: BinaryIO
     path: Path
+    turned: bool = False
 
     def read(self, target: Float[np.ndarray, " elements"]) -> None:
         """Fills `target` with the tensor's elements in row order, cast to the target's dtype.
@@ -84,27 +86,30 @@ class StoredTensor:
         for begin in range(0, target.size, step):
             piece = target[begin : begin + step]
             chunk = piece if same else scratch[: piece.size]
-            self._read_bytes(chunk.view(np.uint8), self.start + begin * stored.itemsize)
+            self.read_bytes(chunk.view(np.uint8), self.start + begin * stored.itemsize)
             self._check_finite(chunk, "holds a NaN or an infinity")
             if not same:
                 with np.errstate(over="ignore", under="ignore"):
                     piece[...] = chunk.astype(piece.dtype)
                 self._check_finite(piece, f"holds a number too large for {piece.dtype.name}")
 
-    def equals(self, other: "StoredTensor") -> bool:
+    def equals(self, other: object) -> bool:
         """Whether both hold the same bytes as the same dtype and shape."""
+        if not isinstance(other, StoredTensor):
+            return False
         if (self.dtype, self.shape) != (other.dtype, other.shape):
             return False
         ours, theirs = (np.empty(min(CHUNK_BYTES, self.nbytes), np.uint8) for _ in range(2))
         for begin in range(0, self.nbytes, CHUNK_BYTES):
             size = min(CHUNK_BYTES, self.nbytes - begin)
-            self._read_bytes(ours[:size], self.start + begin)
-            other._read_bytes(theirs[:size], other.start + begin)
+            self.read_bytes(ours[:size], self.start + begin)
+            other.read_bytes(theirs[:size], other.start + begin)
             if not np.array_equal(ours[:size], theirs[:size]):
                 return False
         return True
 
-    def _read_bytes(self, target: Shaped[np.ndarray, " bytes"], offset: int) -> None:
+    def read_bytes(self, target: Shaped[np.ndarray, " bytes"], offset: int) -> None:
+        """Fills `target` with bytes of the file from `offset` on, as they are stored."""
         view = memoryview(target)
         while view.nbytes:
             count = os.preadv(self.file.fileno(), [view], offset)
@@ -113,10 +118,14 @@ class StoredTensor:
             view, offset = view[count:], offset + count
 
     def _check_finite(self, numbers: Float[np.ndarray, " elements"], complaint: str) -> None:
-        bits = _EXPONENT_BITS[numbers.dtype]
-        words = numbers.view(bits.dtype)
-        if ((words & bits) == bits).any():
+        if not all_finite(numbers):
             raise BadCheckpoint(f"{self.path}: {self.name!r} {complaint}")
+
+
+def all_finite(numbers: Float[np.ndarray, " elements"]) -> bool:
+    """Whether there is neither a NaN nor an infinity among them."""
+    bits = _EXPONENT_BITS[numbers.dtype]
+    return not ((numbers.view(bits.dtype) & bits) == bits).any()
 
 
 @contextlib.contextmanager

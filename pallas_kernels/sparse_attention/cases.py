@@ -15,7 +15,8 @@ class Case:
     Attributes:
         name: how tests and records call it.
         counts: slots that each token attends to.
-        keys: tokens in the pool.
+        keys: tokens of each sequence in the pool.
+        sequences: that the tokens belong to, in equal shares; each has records of its own, of the same numbers.
         plain: records are plain numbers of the call's dtype.
         ci: small enough to run everywhere.
     """
@@ -28,6 +29,7 @@ class Case:
     rank: int = 512
     rope_dim: int = 64
     page_size: int = 64
+    sequences: int = 1
     plain: bool = False
     ci: bool = False
 
@@ -35,41 +37,38 @@ class Case:
         """Returns the arguments by name, as NumPy arrays; whatever no token chose holds NaN."""
         rng = np.random.default_rng(seed)
         pages = -(-self.keys // self.page_size) + 2
-        num_slots = pages * self.page_size
-        tokens = len(self.counts)
+        per_sequence, tokens = pages * self.page_size, len(self.counts)
+        num_slots = per_sequence * self.sequences
         slots = np.full((tokens, self.topk), num_slots, np.int32)
-        in_use = rng.permutation(num_slots)[: self.keys]
+        in_use = rng.permutation(per_sequence)[: self.keys]
         for token, count in enumerate(self.counts):
-            slots[token, :count] = rng.permutation(in_use)[:count]
+            first = token * self.sequences // tokens * per_sequence
+            slots[token, :count] = first + rng.permutation(in_use)[:count]
         chosen = np.zeros(num_slots, bool)
         chosen[slots[slots < num_slots]] = True
-        records = self._records(rng, num_slots, chosen, dtype)
+        records = np.tile(self._records(rng, per_sequence, dtype), (self.sequences, 1))
+        # Those that nobody chose are NaN from end to end.
+        records[~chosen] = np.nan if self.plain else 0xFF
         return {
             "q": normal(rng, (tokens, self.heads, self.rank + self.rope_dim), dtype),
-            "records": records.reshape(pages, self.page_size, 1, -1),
+            "records": records.reshape(pages * self.sequences, self.page_size, 1, -1),
             "slots": slots,
             "counts": np.array(self.counts, np.int32),
             "value_dim": self.rank,
             "scale": (self.rank + self.rope_dim) ** -0.5,
         }
 
-    def _records(
-        self, rng: np.random.Generator, num_slots: int, chosen: np.ndarray, dtype: str
-    ) -> np.ndarray:
-        """Returns records of bytes or numbers; those that nobody chose are NaN from end to end."""
+    def _records(self, rng: np.random.Generator, num_slots: int, dtype: str) -> np.ndarray:
+        """Returns records of bytes or numbers."""
         latent = normal(rng, (num_slots, self.rank), "float32")
         rope = normal(rng, (num_slots, self.rope_dim), "bfloat16")
         if self.plain:
-            records = np.concatenate([latent.astype(dtype), rope.astype(dtype)], axis=1)
-            records[~chosen] = np.nan
-            return records
+            return np.concatenate([latent.astype(dtype), rope.astype(dtype)], axis=1)
         groups = latent.reshape(num_slots, -1, 128)
         groups = groups * 2.0 ** rng.integers(-2, 2, groups.shape[:2])[..., None].astype(np.float32)
         numbers, scales = quantised(groups, "float8_e4m3fn")
         parts = (numbers.reshape(num_slots, -1), scales.astype(np.float32), rope)
-        records = np.concatenate([part.view(np.uint8) for part in parts], axis=1)
-        records[~chosen] = 0xFF
-        return records
+        return np.concatenate([part.view(np.uint8) for part in parts], axis=1)
 
     def bytes_moved(self, dtype: str = "bfloat16") -> int:
         """Counts the bytes of the chosen records, of queries and of outputs."""
@@ -90,8 +89,11 @@ CASES = (
     Case("bytes", (5, 0, 12, 1), 40, topk=12, **SMALL),
     Case("plain", (7, 3, 0), 30, topk=8, plain=True, **SMALL),
     Case("two-groups", (20, 33), 60, 33, 3, 256, 16, 8, ci=True),
+    Case("sequences", (9, 4, 10, 0), 20, topk=10, sequences=2, **SMALL),
+    Case("alike", (6, 6, 6), 20, topk=6, **SMALL),
     Case("nothing", (0, 0), 8, topk=4, **SMALL),
-    Case("b32", (2048,) * 32, 32768),
-    Case("b128", (2048,) * 128, 32768),
+    # Rows that decode have a sequence each; a prompt's tokens share theirs.
+    Case("b32", (2048,) * 32, 32768, sequences=32),
+    Case("b128", (2048,) * 128, 16384, sequences=128),
     Case("s2048-bf16", (2048,) * 2048, 8192, plain=True),
 )

@@ -21,6 +21,10 @@ from pallas_kernels.subjects import (
 SMALL = {"paged_attention": "page-edges", "ragged_attention": "mixed", "page_write": "latent"}
 EQUAL = {"paged_attention": "one-row", "ragged_attention": "one-prompt", "page_write": "latent"}
 SMALL["latent_attention"], EQUAL["latent_attention"] = "mixed", "equal-rows"
+SMALL["index_topk"], EQUAL["index_topk"] = "ragged", "one-prompt"
+SMALL["sparse_attention"], EQUAL["sparse_attention"] = "sequences", "alike"
+SMALL["filter_bounds"], EQUAL["filter_bounds"] = "odd", "odd"
+SMALL["skinny_matmul"], EQUAL["skinny_matmul"] = "all-at-the-end", "all-at-the-end"
 WITH_PEER = tuple(SMALL)
 for op in set(OPS) - set(WITH_PEER):
     SMALL[op] = EQUAL[op] = next(case.name for case in load_cases(op).values() if case.ci)
@@ -40,6 +44,7 @@ def test_every_op_is_timed_on_a_small_case(op, dtype):
     row = measure(op, SMALL[op], dtype)["xla"]
     assert row["us"] > 0
     assert row["gb_per_s"] > 0
+    assert row["memory_mib"] > 0
     assert row["refused"] is None
     assert not row["is_peer"]
     if row["floor_us"] is None:
@@ -84,6 +89,8 @@ def broken(op):
             return result[0], tuple(pool.at[0, 0].set(7) for pool in result[1])
         if KINDS[op].pool == "states":
             return result[0], result[1].at[0].set(7)
+        if op == "index_topk":
+            return result[0].at[0, 0].add(1), result[1]
         return result.at[-1].multiply(jnp.asarray(1.1, result.dtype))
 
     return wrong
@@ -154,11 +161,21 @@ def test_calls_of_a_launch_use_memory_of_their_own(op):
         assert len({tuple(slots) for slots in real}) == 4
         assert all(len(set(slots)) == case.tokens for slots in real)
         return
-    if op == "skinny_matmul":
-        places = {own["weight"].unsafe_buffer_pointer() for own in subject.own}
+    if op == "sparse_attention":
+        num_slots = int(np.prod(subject.inputs["records"].shape[:2]))
+        assert np.prod(subject.shared["records"].shape[:2]) == 4 * num_slots
+        real = subject.inputs["slots"] < num_slots
+        for copy, own in enumerate(subject.own):
+            moved = np.where(real, subject.inputs["slots"] + copy * num_slots, 4 * num_slots)
+            np.testing.assert_array_equal(own["slots"], moved)
+        return
+    if op in ("skinny_matmul", "filter_bounds"):
+        name = "weight" if op == "skinny_matmul" else "logits"
+        places = {own[name].unsafe_buffer_pointer() for own in subject.own}
         assert len(places) == 4
         return
-    pool = "latent_pages" if "latent_pages" in subject.inputs else "k_pages"
+    pools = ("latent_pages", "index_pages", "k_pages")
+    pool = next(name for name in pools if name in subject.inputs)
     num_pages = subject.inputs[pool].shape[0]
     assert subject.shared[pool].shape[0] == 4 * num_pages
     for copy, own in enumerate(subject.own):

@@ -61,6 +61,25 @@ def test_evicted_pages_still_match_and_come_back():
     world.check()
 
 
+def test_nothing_is_moved_for_a_checkpoint_that_no_room_could_be_made_for():
+    """S4-21, found by two million operations: as many checkpoints as there may be were on their way."""
+    counts = {"group0": 12, "state0": 9, "sampling": 7}
+    world = HostWorld(HYBRID, counts, host_bytes=120, checkpoints=1)
+    serve(world, TEXT)
+    evict_all(world)
+    more = (1, 1, *TEXT)
+    other = world.adopt(more)
+    assert world.step(other, len(more))
+    assert world.taken[other]
+    asked = (*TEXT, 0)
+    assert not world.begin(asked, None)
+    world.check()
+    world.collect(other)
+    # Done, it is one that may be given up.
+    world.fetch(asked, None)
+    assert world.landed == 1
+
+
 def test_without_a_host_nothing_is_told_of_one():
     index = PrefixIndex(FULL, Accounts(FULL, {"group0": 4}))
     assert index.explain(TEXT).num_with_host is None

@@ -13,6 +13,7 @@ from hypothesis.stateful import precondition, rule
 
 from jaxkv.cache import state_keeper
 from jaxkv.cache.accounts import Accounts
+from jaxkv.cache.checkpoint_pages import CheckpointPages
 from jaxkv.cache.checkpoint_policy import CheckpointPolicy
 from jaxkv.cache.checkpoints import Checkpoints
 from jaxkv.cache.prefix import PrefixIndex
@@ -273,7 +274,10 @@ def a_restored_state_is_written_in_place(patch):
 def a_checkpoint_needs_no_page(patch):
     """It rests on nothing, so it stays when its pages go."""
     wrap(
-        patch, StateKeeper, "_anchors", lambda a: lambda *args: () if a(*args) is not None else None
+        patch,
+        CheckpointPages,
+        "anchors",
+        lambda anchors: lambda *args: () if anchors(*args) is not None else None,
     )
 
 

@@ -85,8 +85,11 @@ def executor_for(*, rope="plain", programs=None, **counts):
 def fill_free(executor):
     """Writes junk where nothing is kept: NaN, or all bits set, in pages and states that nobody holds.
 
-    Biases of the sampling group stay clean, as the engine promises to keep them.
+    Biases of the sampling group stay clean, as the engine promises to keep them. What is about to go to the host is
+    read first, as before any program.
     """
+    if executor.before_update is not None and not executor.owner.poisoned:
+        executor.before_update()
     owner, accounts = executor.owner, executor.accounts
     live = owner.take()
     arrays = list(live.arrays)
@@ -98,7 +101,7 @@ def fill_free(executor):
             if not ids or spec.role.startswith("bias"):
                 continue
             dtype = np.dtype(spec.dtype)
-            junk = np.nan if dtype.kind == "f" else np.iinfo(dtype).max
+            junk = np.nan if jnp.issubdtype(dtype, jnp.floating) else np.iinfo(dtype).max
             for layer in group.layers:
                 place = live.keys.index((layer, spec.role))
                 # On the host, where no number of ids compiles anything.

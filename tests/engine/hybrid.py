@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.block_config import MambaConfig
@@ -24,9 +23,12 @@ ISSUE = CheckpointPolicy(end_of_prompt=False, end_of_generation=False)
 _MODELS, _PROGRAMS = {}, {}
 
 
-def model(pattern=(("mamba2", "gated"), ("attention", "gated"))):
+def model(
+    pattern=(("mamba2", "gated"), ("attention", "gated")), windows=(None, None), dtype="float32"
+):
     """Returns a model with random weights that make some tokens clearly more likely than others."""
-    if pattern not in _MODELS:
+    key = pattern, windows, dtype
+    if key not in _MODELS:
         made = Decoder(
             ModelConfig(
                 family="hybrid",
@@ -39,19 +41,19 @@ def model(pattern=(("mamba2", "gated"), ("attention", "gated"))):
                 ffn_size=64,
                 max_positions=2048,
                 rope=RopeConfig(rotary_dim=16),
-                windows=(None,) * len(pattern),
+                windows=windows,
                 pattern=pattern,
                 mamba=MambaConfig(
                     heads=4, head_dim=16, d_state=16, d_conv=4, groups=2, chunk_size=CHUNK
                 ),
             )
         )
-        params = made.init_params(jax.random.key(11), jnp.float32)
+        params = made.init_params(jax.random.key(11), dtype)
         params = jax.tree.map(
             lambda leaf: leaf * 6 if leaf.ndim > 1 and len(leaf) > 4 else leaf, params
         )
-        _MODELS[pattern] = made, params
-    return _MODELS[pattern]
+        _MODELS[key] = made, params
+    return _MODELS[key]
 
 
 def engine_of(
@@ -65,6 +67,8 @@ def engine_of(
     pages=None,
     full_hits=False,
     host_bytes=0,
+    dtype="float32",
+    network=None,
     **options,
 ):
     """Returns an engine of two programs: prompts of up to `tokens` tokens in a step, and one token for each row.
@@ -79,18 +83,19 @@ def engine_of(
         pages: how many pages there are, if not enough for all.
         full_hits: checkpoints keep what the next token is chosen from.
         host_bytes: for what is evicted.
-        options: of `EngineConfig`, and `pattern`, that of the model.
+        dtype: of the model and of what it remembers.
+        network: a model and its parameters, if not one of `model`.
+        options: of `EngineConfig`, and `pattern` and `windows`, those of the model.
     """
-    network, params = model(*([options.pop("pattern")] if "pattern" in options else []))
+    shape = {name: options.pop(name) for name in ("pattern", "windows") if name in options}
+    network, params = network or model(**shape, dtype=dtype)
     wish = CacheConfig(
         max_sequences=ROWS, page_size=page, checkpoint_bytes=2**24, full_hits=full_hits
     )
-    layout, plan = plan_cache(
-        network, wish, dtype="float32", max_model_len=longest, free_bytes=None
-    )
+    layout, plan = plan_cache(network, wish, dtype=dtype, max_model_len=longest, free_bytes=None)
     counts = dict(plan.counts) | {g.name: ROWS + 1 + STATES for g in layout.state_groups}
     counts |= {g.name: pages or counts[g.name] + 8 for g in layout.paged_groups}
-    key = repr(network), repr(counts), page, longest
+    key = repr(network), repr(counts), page, longest, dtype
     programs = _PROGRAMS.setdefault(key, Programs())
     executor = Executor(
         network,
@@ -137,7 +142,7 @@ def texts(seed, *lengths):
 
 def ask(prompt, *, salt=None, max_tokens=4, **params):
     """Returns a greedy request that reports how likely its tokens were."""
-    request = request_of(prompt, max_tokens=max_tokens, logprobs=0, **params)
+    request = request_of(prompt, max_tokens=max_tokens, **({"logprobs": 0} | params))
     return replace(request, salt=salt)
 
 

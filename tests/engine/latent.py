@@ -16,7 +16,7 @@ from jaxkv.engine.programs import Programs
 from jaxkv.model_config import ModelConfig, RopeConfig
 from jaxkv.models.decoder import Decoder
 from jaxkv.plan import plan_cache
-from tests.engine.engines import TOKENIZER, VOCAB, fill_free, keep_junk
+from tests.engine.engines import NOBODY, TOKENIZER, VOCAB, fill_free, keep_junk
 
 ROWS, PAGE, LONGEST, TOKENS = 3, 8, 64, 32
 LATENT = LatentConfig(kv_lora_rank=24, rope_dim=8, nope_dim=12, value_dim=10, q_lora_rank=20)
@@ -26,23 +26,28 @@ _PROGRAMS = {}
 
 
 @cache
-def model(latent=LATENT, layers=1, layer_offset=0):
-    """Returns a model with random weights that make some tokens clearly more likely than others."""
+def model(latent=LATENT, layers=1, layer_offset=0, window=None):
+    """Returns a model with random weights that make some tokens clearly more likely than others.
+
+    With a window, there is one more layer, of plain attention over it.
+    """
     mixer = "latent" if latent.index is None else "sparse_latent"
+    beside = [] if window is None else [window]
+    pattern = [(mixer, "mixture+shared")] * layers + [("attention", "mixture+shared")] * len(beside)
     made = Decoder(
         ModelConfig(
             family="deepseek_v3",
             vocab_size=VOCAB,
             hidden_size=32,
-            num_layers=layers,
+            num_layers=len(pattern),
             heads=4,
             kv_heads=4,
             head_dim=latent.query_dim,
             ffn_size=48,
             max_positions=LONGEST,
             rope=RopeConfig(rotary_dim=latent.rope_dim),
-            windows=(None,) * layers,
-            pattern=((mixer, "mixture+shared"),) * layers,
+            windows=(*[None] * layers, *beside),
+            pattern=tuple(pattern),
             latent=latent,
             mixture=MixtureConfig(
                 experts=4,
@@ -67,9 +72,12 @@ def model(latent=LATENT, layers=1, layer_offset=0):
     return made, jax.tree_util.tree_map_with_path(leaf, made.param_shapes("float32"))
 
 
-def engine_of(latent=LATENT, *, programs=None, **options):
-    """Returns an engine whose pools hold junk wherever nothing is kept; `options` are of `EngineConfig`."""
-    network, params = model(latent)
+def engine_of(latent=LATENT, *, programs=None, free_pages=None, window=None, **options):
+    """Returns an engine whose pools hold junk wherever nothing is kept; `options` are of `EngineConfig`.
+
+    Of each group all but `free_pages` pages are somebody else's.
+    """
+    network, params = model(latent, window=window)
     wish = CacheConfig(max_sequences=ROWS, page_size=PAGE)
     limits = {"dtype": "float32", "max_model_len": LONGEST, "free_bytes": None}
     layout, budget = plan_cache(network, wish, **limits)
@@ -80,8 +88,11 @@ def engine_of(latent=LATENT, *, programs=None, **options):
         budget.counts,
         max_tokens=LONGEST,
         max_rows=ROWS,
-        programs=programs or _PROGRAMS.setdefault(latent, Programs()),
+        programs=programs or _PROGRAMS.setdefault((latent, window), Programs()),
     )
+    if free_pages is not None:
+        executor.accounts.open(NOBODY)
+        executor.accounts.reserve(NOBODY, (ROWS * LONGEST // PAGE - free_pages) * PAGE)
     fill_free(executor)
     engine = Engine(executor, TOKENIZER, EngineConfig(**({"token_budget": TOKENS} | options)))
     # One size of each kind, so that few programs serve all tests.

@@ -200,6 +200,25 @@ def test_a_burst_without_memory_is_not_sent_again_and_costs_no_token():
     assert_idle(engine)
 
 
+def test_a_burst_that_fails_is_sent_step_by_step_and_costs_nobody_a_request():
+    """As reliability row 1: a program of several steps that cannot run is no fault of whoever happened to be in it."""
+    engine = engine_for(steps_per_launch=4)
+    sent, step = watch(engine), engine.executor.step
+
+    def broken(shape, rows):
+        if shape.steps > 1:
+            raise RuntimeError("INTERNAL: no such graph")
+        return step(shape, rows)
+
+    engine.executor.step = broken
+    request = request_of([1, 2, 3], max_tokens=20)
+    engine.run(served := engine.add([request]))
+    assert_equal(served, oracle([request]))
+    assert sent.count(4) == 1
+    assert engine.retreat.too_large == ()
+    assert_idle(engine)
+
+
 def test_an_engine_that_was_warmed_up_for_bursts_compiles_none_and_without_them_sends_none():
     """S3-10, T-12."""
     request = request_of([1] * 20, max_tokens=20)

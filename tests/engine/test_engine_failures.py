@@ -12,7 +12,7 @@ from jaxkv.cache.state import Cache
 from jaxkv.engine.recovery import is_fatal
 from jaxkv.engine.sequence import FINISHED
 from jaxkv.errors import CachePoisoned
-from tests.engine.engines import PAGE, assert_equal, assert_idle, engine_for, request_of
+from tests.engine.engines import PAGE, assert_equal, assert_idle, engine_for, oracle, request_of
 from tests.engine.oracle import Finished
 
 OUT_OF_MEMORY = "RESOURCE_EXHAUSTED: injected"
@@ -104,6 +104,19 @@ def test_losses_that_are_far_apart_are_survived_for_ever(wanted, monkeypatch):
         engine.run(sequences)
         assert_equal(sequences, wanted)
     assert engine.recoveries > 3
+    assert_idle(engine)
+
+
+def test_a_row_that_gives_way_in_a_step_of_its_own_waits_and_the_others_go_on():
+    """T-09: after a fault rows run alone; that one of them finds no page is no reason to give up on all."""
+    engine = engine_for(free_pages=3, overlap=False, prefix_cache=False)
+    served = start(engine, [request_of(range(at, at + PAGE), max_tokens=6) for at in (3, 20)])
+    engine.step()
+    assert [one.computed for one in served] == [PAGE, PAGE]
+    engine.scheduler.isolate(served)
+    engine.run(served)
+    assert [one.preemptions for one in served] == [0, 1]
+    assert_equal(served, oracle([one.request for one in served]))
     assert_idle(engine)
 
 

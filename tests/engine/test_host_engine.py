@@ -11,7 +11,7 @@ import pytest
 
 from jaxkv.cache.accounts import PageCopy
 from jaxkv.config import CacheConfig
-from jaxkv.engine import host_memory
+from jaxkv.engine import host_memory, host_transfers
 from jaxkv.engine.engine import Engine
 from jaxkv.engine.engine_config import EngineConfig
 from jaxkv.engine.host_memory import HostMemory
@@ -264,6 +264,22 @@ def test_transfers_that_fail_again_and_again_end_the_tier(monkeypatch, caplog):
     assert cached(made) == [0] * 8
     assert sum("go to the host no more" in record.message for record in caplog.records) == 1
     assert engine.prefix.explain([1, 2]).num_with_host is None
+    assert_idle(engine)
+
+
+def test_a_tier_that_ends_while_a_prefix_is_written_costs_its_prefixes_and_nothing_else(
+    monkeypatch,
+):
+    # S4-20: that transfers failed too often is noticed before the very program that writes what has come.
+    engine = engine_for()
+    other, one, held = waits_for_host(engine, monkeypatch)
+    monkeypatch.setattr(host_transfers, "is_ready", lambda units: True)
+    engine.host.transfers.why_hopeless = lambda: "a test"
+    held.clear()
+    engine.run([one, other])
+    assert engine.host.kind == "disabled: a test"
+    assert engine.host.fetches.under_way == one.cached == 0
+    assert_equal([one, other], oracle([one.request, other.request]))
     assert_idle(engine)
 
 

@@ -319,6 +319,31 @@ def test_where_memory_ends_before_the_budget_the_tier_grows_no_more(monkeypatch)
     assert (host.tier.stats.evictions, host.tier.stats.failures) == (5, 1)
 
 
+def test_a_step_that_ran_out_of_memory_with_its_cache_does_not_shrink_the_tier(monkeypatch):
+    """Reliability row 2: what was read out of a lost cache tells the step's error, and the host has room as before."""
+    host = Host(Device(PAGED, 24))
+    room = host.tier.limit
+    host.leave("gqa", range(4))
+    host.transfers.flush()
+    host.transfers.lose_device()
+
+    def lost(memory, units):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: the step needed more than there is")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(HostMemory, "settle", lost)
+        host.leave("gqa", range(4, 24))
+        host.transfers.flush()
+        host.transfers.lose_device()
+    assert (host.tier.stats.entries, host.tier.stats.failures) == (4, 2)
+    assert host.tier.limit == room
+    host.leave("gqa", range(4, 24))
+    host.transfers.flush()
+    host.transfers.lose_device()
+    assert len(host.tier) == 24
+    host.tier.check()
+
+
 def test_little_is_staged_at_a_time(monkeypatch):
     each = PAGED.group("gqa").bytes_per_unit
     monkeypatch.setattr(host_transfers, "STAGED_BYTES", 4 * each)

@@ -113,11 +113,15 @@ def wanted(hybrid):
     return requests, oracle(*hybrid, requests)
 
 
-@pytest.mark.parametrize("free", [None, 8], ids=["roomy", "tight"])
-def test_arrivals_chunks_and_preemptions_have_the_tokens_of_the_oracle(wanted, free):
+@pytest.mark.parametrize(
+    ("free", "several"),
+    [(None, 1), (8, 1), (None, 3)],
+    ids=["roomy", "tight", "bursts"],
+)
+def test_arrivals_chunks_and_preemptions_have_the_tokens_of_the_oracle(wanted, free, several):
     # S5-24, S5-25: continuing chunks, fresh prompts and rows that generate share steps; junk is in every free state.
     requests, truth = wanted
-    engine = hybrid_engine(free_pages=free)
+    engine = hybrid_engine(free_pages=free, steps_per_launch=several)
     plans, sequences, waiting, draw = watched(engine), [], list(requests), random.Random(1)
     while waiting or any(one.status != FINISHED for one in sequences):
         for _ in range(draw.choice([0, 1, 2]) if waiting else 0):
@@ -129,7 +133,8 @@ def test_arrivals_chunks_and_preemptions_have_the_tokens_of_the_oracle(wanted, f
         engine.executor.accounts.check()
     assert [one.token_ids for one in sequences] == truth
     assert (free is None) == all(one.preemptions == 0 for one in sequences)
-    parts = [part for plan in plans for part in plan.parts if part.count > 1]
+    assert max(plan.steps for plan in plans) == several
+    parts = [part for plan in plans if plan.steps == 1 for part in plan.parts if part.count > 1]
     assert any(not part.emits for part in parts)
     # T-32: cuts lie on the grid of the scan, counted from token 0.
     assert all(part.emits or (part.start + part.count) % CHUNK == 0 for part in parts)

@@ -25,22 +25,28 @@ ALL = CheckpointPolicy()
 
 
 def engine_for(**options):
-    options = {"policy": ALL, "budget": 128} | options
-    return engine_of(page=32, longest=192, tokens=128, **options)
+    options = {"page": 32, "policy": ALL, "budget": 128} | options
+    return engine_of(longest=192, tokens=128, **options)
 
 
-def test_hits_stay_when_what_is_shared_shifts():
+@pytest.mark.parametrize(("page", "shifts"), [(32, range(1, 101)), (8, range(1, 101, 3))])
+def test_hits_stay_when_what_is_shared_shifts(page, shifts):
     # vLLM #45238: the only checkpoint of each prompt lay in tokens of its own. Here the third prompt, at the latest,
-    # begins where the others stopped to agree, rounded down to the scan's chunk, wherever pages end.
-    engine = engine_for()
+    # begins where the others stopped to agree, rounded down to the scan's chunk, wherever pages end: those of 8
+    # tokens in the middle of a chunk, and those of 32 not at each of its ends.
+    engine = engine_for(page=page)
     (shared,) = texts(1, 140)
-    for shift in range(1, 101):
+    last = []
+    for shift in shifts:
         made = []
         for user in range(3):
             own = [user] + texts(1000 * shift + user, 20)[0]
             made += run(engine, shared[: 39 + shift] + own, salt=f"{shift}", max_tokens=1)
         assert made[2].cached == (39 + shift) // CHUNK * CHUNK
+        last += made[2:]
     assert_idle(engine)
+    some = last[::7]
+    assert_same(some, uncached(engine, *(one.request.prompt for one in some), max_tokens=1))
 
 
 @pytest.mark.parametrize("length", [64, 70, 80, 96])
@@ -83,6 +89,38 @@ def test_a_turn_that_stops_before_its_limit_is_found_with_its_stop_token():
     second = run(engine, turn)[0]
     assert second.cached == len(prompt) + length
     assert_same([second], uncached(engine, turn))
+    assert_idle(engine)
+
+
+def test_a_turn_whose_last_step_was_never_read_is_kept_when_it_comes_again(monkeypatch):
+    # An interrupt forgets the step after the stop token, and so the states that were to count once that was read.
+    engine = engine_for()
+    (prompt,) = texts(3, 50)
+    probe = run(engine, prompt, max_tokens=8)[0].token_ids
+    stop = probe[3]
+    length = len(prompt) + probe.index(stop) + 1
+    engine.prefix.clear()
+    wish = ask(prompt, max_tokens=40, stop_ids=(stop,))
+    [first] = engine.add([wish])
+    while first.status != FINISHED:
+        engine.step()
+    assert [one.length for one in engine.prefix._states.kept if not one.sure] == [length]
+
+    def interrupt():
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "_launch", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+    assert not engine.has_work
+    check(engine)
+    [again] = engine.add([wish])
+    engine.run([again])
+    while engine.has_work:
+        engine.step()
+    assert again.token_ids == first.token_ids
+    assert engine.prefix.match([*again.tokens, 1], engine.prefix.keys()).num_tokens == length
     assert_idle(engine)
 
 
@@ -139,35 +177,29 @@ def test_pages_are_shared_even_where_they_must_be_computed_again(checkpoints):
 
 def test_one_step_of_a_chunk_a_fresh_prompt_a_restored_one_and_a_row_that_generates():
     # S5-24: as separate runs give.
-    engine = engine_for(budget=48)
-    warm, long, fresh, tail = texts(6, 64, 120, 20, 12)
+    engine = engine_for(budget=64)
+    warm, long, fresh, tail, other = texts(6, 64, 100, 3, 8, 10)
     restored = warm + tail
     run(engine, warm)
-    generating = engine.add([ask(texts(7, 10)[0], max_tokens=30)])[0]
+    generating = engine.add([ask(other, max_tokens=30)])[0]
     while not generating.generated:
         engine.step()
     others = [engine.add([ask(prompt)])[0] for prompt in (long, restored, fresh)]
-    kinds = set()
-    plan = engine.scheduler.plan
+    steps, plan = [], engine.scheduler.plan
 
     def noting():
         made = plan()
-        kinds.update(
-            frozenset(
-                ("row" if part.carry else "restored" if part.sequence is others[1] else "other")
-                for part in made.parts
-            )
-            for _ in [0]
-        )
+        steps.append({part.sequence: (part.start, part.count) for part in made.parts})
         return made
 
     engine.scheduler.plan = noting
     engine.run([generating, *others])
     check(engine)
-    assert any({"row", "other"} <= kind for kind in kinds)
-    assert others[1].cached == 64
-    truth = uncached(engine, long, restored, fresh)
-    assert_same(others, truth)
+    mixed = next(step for step in steps if set(step) == {generating, *others})
+    assert [mixed[one] for one in others] == [(48, 52), (64, 8), (0, 3)]
+    assert [one.cached for one in others] == [0, 64, 0]
+    assert_same([generating], uncached(engine, other, max_tokens=30))
+    assert_same(others, uncached(engine, long, restored, fresh))
     assert_idle(engine)
 
 
@@ -257,9 +289,11 @@ def test_a_lost_checkpoint_falls_back_to_the_one_before():
     assert_same([again], uncached(engine, prompt))
 
 
-def test_a_restored_state_is_the_one_that_was_left_bit_for_bit():
-    # S5-03, S5-39: restored by its id into another request, and unchanged by whatever ran in between.
-    engine = engine_for()
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_restored_state_is_the_one_that_was_left_bit_for_bit(dtype):
+    # S5-03, S5-39: restored by its id into another request, and unchanged by whatever ran in between. What the
+    # recurrence has come to is float32, whatever the model and its convolution are in.
+    engine = engine_for(dtype=dtype)
     prompt, other = texts(13, 64, 90)
 
     def held(ids):
@@ -273,7 +307,7 @@ def test_a_restored_state_is_the_one_that_was_left_bit_for_bit():
     run(engine, prompt)
     (one,) = [one for one in engine.prefix._states.kept if one.length == 64]
     before = held(one.states["mamba2"])
-    assert [array.dtype for array in before] == [np.float32, np.float32]
+    assert [array.dtype.name for array in before] == [dtype, "float32"]
     assert all(array.any() for array in before)
     run(engine, other)
     longer = engine.add([ask(prompt + other[:20], max_tokens=20)])[0]

@@ -1,5 +1,6 @@
 """The engine chooses how latents are attended to, step by step, and nobody sees the difference (S3-01, S3-02)."""
 
+import random
 from functools import cache
 
 import numpy as np
@@ -7,11 +8,15 @@ import pytest
 
 from jaxkv.engine.programs import Programs
 from jaxkv.engine.rows import Row
+from jaxkv.engine.sequence import FINISHED
 from jaxkv.engine.shapes import serves
 from jaxkv.engine.warm_up import compile_all, declare_served
+from jaxkv.errors import ProgramRefused
 from tests.engine.engines import VOCAB, assert_equal, assert_idle, request_of
-from tests.engine.latent import LATENT, PAGE, ROWS, SPARSE, engine_of, model, watch
+from tests.engine.latent import LATENT, LONGEST, PAGE, ROWS, SPARSE, engine_of, model, watch
 from tests.engine.oracle import generated
+
+WINDOW = 5
 
 
 def prompt(length, seed=0):
@@ -19,8 +24,8 @@ def prompt(length, seed=0):
 
 
 @cache
-def _answers(latent, requests):
-    return list(generated(*model(latent), requests, rows=ROWS))
+def _answers(latent, requests, window=None):
+    return list(generated(*model(latent, window=window), requests, rows=ROWS))
 
 
 def serve(engine, *prompts, latent=LATENT):
@@ -91,6 +96,18 @@ def test_after_the_warm_up_both_ways_are_there_and_nothing_compiles():
     serve(engine, prompt(30)[:24] + prompt(5, seed=5))
     assert programs.compiled_late == 0
     assert {"expanded", "absorbed", "decode"} == set(ran)
+    # S3-13, S3-14: the manifest tells both ways apart, with what each took.
+    made = {program.key.name.split("_")[0]: program for program in programs.manifest()}
+    assert {"decode", "fresh", "prefill"} <= made.keys()
+    for name in ("decode", "fresh", "prefill"):
+        assert made[name].seconds > 0
+        assert made[name].report.temp_bytes > 0
+        assert str(made[name].key) in programs.table()
+    # S3-11: one that was not declared fails alone, and is told what is missing.
+    [drawn] = engine.add([request_of(prompt(5), temperature=1.0, logprobs=0)])
+    engine.run([drawn])
+    assert isinstance(drawn.error, ProgramRefused)
+    assert "draws is False, not True" in str(drawn.error)
 
 
 def test_a_program_that_reads_pages_stands_in_for_one_that_does_not_and_never_the_other_way():
@@ -133,3 +150,87 @@ def test_chosen_tokens_are_the_same_however_a_text_comes_to_be_cached():
     [again] = serve(engine, long[:32], latent=SPARSE)
     assert again.cached == 31
     assert_idle(engine)
+
+
+def arriving(seed, count):
+    """Draws requests of prompts that often begin alike, some of them as two samples."""
+    draw = random.Random(seed)
+    stem = prompt(40, seed=seed)
+    made = []
+    for _ in range(count):
+        text = stem[: draw.choice((0, 8, 16, 35))]
+        text = text + [draw.randrange(VOCAB) for _ in range(draw.randint(1, 12))]
+        limits = [draw.randint(5, 14) for _ in range(draw.choice((1, 1, 2)))]
+        made.append([request_of(text, logprobs=0, max_tokens=most) for most in limits])
+    return made
+
+
+@pytest.mark.parametrize(
+    ("latent", "window"),
+    [(LATENT, None), (LATENT, WINDOW), (SPARSE, None)],
+    ids=["dense", "beside-window", "sparse"],
+)
+def test_random_arrivals_have_the_tokens_of_the_oracle_in_a_tight_pool(latent, window):
+    """S3-12, S2-16 beside latents: prefix hits, forks, cut prompts and preemptions change no token."""
+    engine = engine_of(latent, free_pages=8, window=window)
+    ran, draw = watch(engine), random.Random(1)
+    waiting = arriving(seed=10, count=9)
+    requests = tuple(request for samples in waiting for request in samples)
+    made = []
+    while waiting or any(one.status != FINISHED for one in made):
+        if waiting and draw.random() < 0.8:
+            made += engine.add(waiting.pop(0))
+        engine.step()
+        engine.executor.accounts.check()
+    assert_equal(made, _answers(latent, requests, window))
+    assert any(one.cached for one in made)
+    assert any(one.preemptions for one in made)
+    assert len(made) > 9, "some are samples of one prompt"
+    # Steps of 32 tokens are longer than what is chosen of, so that there is no expanded one.
+    assert set(ran) == {"absorbed", "decode", *(["expanded"] if latent is LATENT else [])}
+    while engine.has_work:
+        engine.step()
+    assert_idle(engine)
+
+
+def places(executor):
+    """Returns what every token's place holds [pages * page size, bytes], by layer and role."""
+    cache = executor.owner.handle().cache
+    return {
+        key: np.array(array).view(np.uint8).reshape(array.shape[0] * PAGE, -1)
+        for key, array in zip(cache.keys, cache.arrays, strict=True)
+        if key[1] in ("key", "indexer")
+    }
+
+
+@pytest.mark.parametrize("latent", [LATENT, SPARSE], ids=["dense", "sparse"])
+def test_a_short_step_after_a_long_one_reads_nothing_of_it_and_writes_only_its_own(latent):
+    """S3-08, S3-09, S3-06: after 32 tokens, 5, then 4, then 1 of one row, each in the one program of its kind."""
+    text, params = prompt(10, seed=11), request_of([1], logprobs=0).params
+    cuts = ((0, 5), (5, 9), (9, 10))
+
+    def run(engine, *rows):
+        shape = engine.shapes.declare(rows, total_tokens=LONGEST).shape
+        return engine.executor.read(engine.executor.step(shape, rows))[0]
+
+    def rows_of(number):
+        return [Row(number, text[begin:end], begin, params) for begin, end in cuts]
+
+    quiet, busy = engine_of(latent), engine_of(latent)
+    with quiet.executor.reserved(len(text)) as number:
+        wanted = [run(quiet, row) for row in rows_of(number)]
+    executor = busy.executor
+    with (
+        executor.reserved(20) as first,
+        executor.reserved(12) as second,
+        executor.reserved(len(text)) as number,
+    ):
+        long = [Row(first, prompt(20), 0, params), Row(second, prompt(12, seed=1), 0, params)]
+        for row, (begin, end), want in zip(rows_of(number), cuts, wanted, strict=True):
+            run(busy, *long)
+            before = places(executor)
+            np.testing.assert_array_equal(run(busy, row), want)
+            own = executor.accounts.slots(number, executor.layout.paged_groups[0].name, begin, end)
+            for key, after in places(executor).items():
+                changed = np.flatnonzero((before[key] != after).any(axis=1))
+                assert set(changed) == set(own), key

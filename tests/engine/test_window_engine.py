@@ -27,33 +27,32 @@ from tests.models.driver import Driver
 
 VOCAB, LONGEST, ROWS, PAGE, BUDGET = 61, 64, 4, 4, 16
 WINDOWS = (5, None, 9)
+CONFIG = ModelConfig(
+    family="gemma3_text",
+    vocab_size=VOCAB,
+    hidden_size=32,
+    num_layers=3,
+    heads=4,
+    kv_heads=2,
+    head_dim=8,
+    ffn_size=48,
+    max_positions=LONGEST,
+    rope=RopeConfig(rotary_dim=8),
+    window_rope=RopeConfig(rotary_dim=8, theta=100.0),
+    windows=WINDOWS,
+    attention_cap=20.0,
+    logit_cap=30.0,
+    sinks=True,
+    post_norms=True,
+    unit_offset=True,
+    qk_norm=True,
+)
 
 
 @pytest.fixture(scope="module")
 def model():
     """A decoder of three layers and its parameters, larger than they are drawn, so that tokens differ clearly."""
-    model = Decoder(
-        ModelConfig(
-            family="gemma3_text",
-            vocab_size=VOCAB,
-            hidden_size=32,
-            num_layers=3,
-            heads=4,
-            kv_heads=2,
-            head_dim=8,
-            ffn_size=48,
-            max_positions=LONGEST,
-            rope=RopeConfig(rotary_dim=8),
-            window_rope=RopeConfig(rotary_dim=8, theta=100.0),
-            windows=WINDOWS,
-            attention_cap=20.0,
-            logit_cap=30.0,
-            sinks=True,
-            post_norms=True,
-            unit_offset=True,
-            qk_norm=True,
-        )
-    )
+    model = Decoder(CONFIG)
     params = model.init_params(jax.random.key(7), jnp.float32)
     return model, jax.tree.map(
         lambda leaf: leaf * 6 if leaf.ndim == 2 and len(leaf) > 2 else leaf, params
@@ -88,6 +87,15 @@ def engine_of(model, programs, *, overlap=True, prefix_cache=True, **pages):
     engine = Engine(executor, None, config)
     keep_junk(engine)
     return engine
+
+
+def test_pools_have_room_for_all_tokens_of_the_bursts_under_way():
+    """S2: else windows that are as tight as the plan makes them would never leave pages for several steps at once."""
+    decoder = Decoder(CONFIG)
+    cache = CacheConfig(max_sequences=ROWS, page_size=PAGE)
+    for steps, ahead in ((None, BUDGET), (2, BUDGET), (8, 8 * ROWS)):
+        config = EngineConfig(token_budget=BUDGET, steps_per_launch=steps)
+        assert tokens_ahead(decoder, cache, config, LONGEST) == 2 * ahead
 
 
 def requests_of(seed, count):

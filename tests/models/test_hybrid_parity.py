@@ -6,8 +6,10 @@ from functools import cache
 import numpy as np
 import pytest
 
+from jaxkv.cache.checkpoint_policy import CheckpointPolicy
 from jaxkv.models.registry import build_model, load_config
 from jaxkv.weights.load import load_params
+from tests.engine.hybrid import engine_of, run
 from tests.models.driver import Driver
 
 pytest.importorskip("torch")
@@ -24,6 +26,9 @@ TOGETHER = 1e-5
 # The first case of each family is taken through everything; the others have an option that one step shows.
 THOROUGH = ("mamba2", "bamba", "granite", "nemotron", "falcon-h1", "qwen3-next")
 SLOW = ("nemotron-latent", "falcon-h1-norm")
+SERVED = [
+    pytest.param(name, marks=[pytest.mark.slow] * (name != "qwen3-next")) for name in THOROUGH
+]
 EVERY = [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in hybrids.CASES]
 
 
@@ -105,6 +110,35 @@ def test_rows_of_unequal_lengths_equal_runs_of_their_own(made, name):
     ended = driver.prefill([rows[0], rows[1][21:], []])
     for row, *got in zip(rows, begun, ended, strict=True):
         assert far(np.concatenate(got), families.logits(theirs, row)) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_conversations_that_begin_from_kept_states_have_the_tokens_of_transformers(made, name):
+    # S5-03, S5-17, S5-18: at the end of a turn, where two prompts diverge and in a repeated prompt, off page ends.
+    case, theirs, model, params = made(name)
+    engine = engine_of(
+        network=(model, params),
+        page=8,
+        longest=128,
+        budget=80,
+        tokens=80,
+        policy=CheckpointPolicy(),
+    )
+
+    def ask(tokens, cached):
+        [one] = run(engine, tokens, max_tokens=12)
+        wanted, lead = families.greedy(theirs, tokens, 12)
+        assert lead > 1e-3, f"seed {case.seed} has a near tie: choose another"
+        assert one.token_ids == wanted
+        assert one.cached == cached
+        return one.tokens
+
+    prompt, other = case.prompt(70), case.prompt(40, offset=1)
+    turn = ask(prompt, 0)
+    # The last token was chosen and never computed.
+    ask(turn + other[:9], len(turn) - 1)
+    ask(prompt[:66] + other[9:], 64)
+    ask(prompt, 64)
 
 
 def test_bfloat16_is_as_near_to_float32_as_that_of_transformers(made, tmp_path):

@@ -185,7 +185,9 @@ def test_xla_that_was_asked_for_needs_no_reason():
 
 
 def test_an_unknown_name_is_refused_with_those_that_are_known():
-    with pytest.raises(ValueError, match="one of mosaic_gpu, xla, cudnn, got 'nonesuch'"):
+    with pytest.raises(
+        ValueError, match="one of mosaic_gpu, xla, cudnn, xla_products, got 'nonesuch'"
+    ):
         chosen(decoder(128, implementation="nonesuch"))
 
 
@@ -205,7 +207,9 @@ def test_a_family_names_an_implementation_or_leaves_the_choice_to_the_op():
     assert member("mosaic_gpu", "page_write") is None
     assert member(None, "page_write") is None
     assert member("nonesuch", "page_write") == "nonesuch"
-    assert set(FAMILIES) == {"mosaic_gpu", "xla", "cudnn"}
+    assert member("xla_products", "skinny_matmul") == "xla"
+    assert member("xla_products", "page_write") is None
+    assert set(FAMILIES) == {"mosaic_gpu", "xla", "cudnn", "xla_products"}
 
 
 def test_a_model_of_another_implementation_is_another_model():

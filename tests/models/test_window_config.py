@@ -141,6 +141,9 @@ def test_gpt_oss_as_its_makers_wrote_it_is_read():
     assert config.mixture is not None
     assert (config.mixture.experts, config.mixture.top_k, config.mixture.size) == (32, 4, 2880)
     assert (config.mixture.biases, config.mixture.clamp) == (True, 7.0)
+    # As it is published: experts of 4 bits, and nothing said of the others, which are of 16.
+    published = read_config(GPT_OSS | {"quantization_config": {"quant_method": "mxfp4"}})
+    assert (config.dtype, published.dtype) == ("float32", "bfloat16")
     bare = {key: GPT_OSS[key] for key in GPT_OSS if key not in ("rope_scaling", "rope_theta")}
     assert read_config(bare).rope == config.rope
 
@@ -155,7 +158,7 @@ def test_gpt_oss_as_its_makers_wrote_it_is_read():
         (GEMMA_3, {"vision_config": {}}, "vision_config"),
         (GPT_OSS, {"swiglu_limit": 3.0}, "swiglu_limit = 3.0"),
         (GPT_OSS, {"experts_per_token": 2}, "experts_per_token = 2"),
-        (GPT_OSS, {"quantization_config": {"quant_method": "mxfp4"}}, "quantised weights"),
+        (GPT_OSS, {"quantization_config": {"quant_method": "gptq"}}, "quant_method = 'gptq'"),
     ],
 )
 def test_what_would_change_the_result_is_refused_by_name(file, change, told):

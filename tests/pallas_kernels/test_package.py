@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.causal_conv import cases as causal_conv_cases
+from pallas_kernels.grouped_matmul import cases as grouped_matmul_cases
 from pallas_kernels.latent_attention import cases as latent_attention_cases
 from pallas_kernels.page_write import cases as page_write_cases
 from pallas_kernels.paged_attention import cases as paged_attention_cases
@@ -22,6 +23,7 @@ ALL = (
     page_write_cases,
     rotary_write_cases,
     causal_conv_cases,
+    grouped_matmul_cases,
     ssd_scan_cases,
     ssd_update_cases,
 )
@@ -75,6 +77,9 @@ def test_the_numbers_of_a_case_are_those_of_its_shape():
     latent = next(case for case in latent_attention_cases.CASES if case.name == "v3-b64-ctx4096")
     assert latent.bytes_moved() == 64 * (4096 * 576 + 128 * (576 + 512)) * 2
     assert latent.flops() == 2 * 64 * 4096 * 128 * (576 + 512)
+    small = next(case for case in grouped_matmul_cases.CASES if case.name == "ragged")
+    assert small.bytes_moved() == (4 * 128 * 128 + 29 * (128 + 128)) * 2
+    assert small.flops() == 2 * 29 * 128 * 128
     prompt = next(case for case in ragged_attention_cases.CASES if case.name == "one-prompt")
     assert prompt.flops() == 4 * (37 * 38 // 2) * 4 * 16
 

@@ -113,6 +113,25 @@ def test_without_a_cache_of_ours_it_says_what_to_pass(ours, options):
         greedy(model, ids, mask, 2, **options)
 
 
+def test_layers_that_borrow_keys_are_refused_by_number():
+    config = transformers.Gemma3nTextConfig(
+        vocab_size=96, vocab_size_per_layer_input=96, hidden_size=32, hidden_size_per_layer_input=8,
+        intermediate_size=32, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
+        layer_types=["sliding_attention"] * 3, sliding_window=6, num_kv_shared_layers=1, laurel_rank=4,
+        altup_num_inputs=2, activation_sparsity_pattern=[0.0] * 3, eos_token_id=None, pad_token_id=0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.Gemma3nForCausalLM(config).eval()
+    ids, mask = prompts(2, 9, (3, 0))
+    wanted = greedy(model, ids, mask, 4)
+    cache = JaxkvCache(model)
+    assert torch.equal(greedy(model, ids, mask, 4, past_key_values=cache), wanted)
+    cache.reset()
+    model.set_attn_implementation("jaxkv")
+    with pytest.raises(ValueError, match="layer 2 of Gemma3nTextAttention has no keys of its own"):
+        greedy(model, ids, mask, 4, past_key_values=cache)
+
+
 def test_masks_beyond_padding_dropout_and_other_windows_are_refused(ours):
     model = ours("llama")
     cache = JaxkvCache(model)

@@ -167,11 +167,19 @@ def test_models_that_remember_otherwise_and_odd_sizes_are_refused(llama):
     )  # fmt: skip
     with pytest.raises(Unsupported, match="Use Transformers' DynamicCache"):
         JaxkvCache(transformers.DeepseekV3ForCausalLM(config))
+    encoder = transformers.T5Config(
+        vocab_size=32, d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=4
+    )
+    with pytest.raises(Unsupported, match="T5ForConditionalGeneration has an encoder"):
+        JaxkvCache(transformers.T5ForConditionalGeneration(encoder))
     for options in ({"max_tokens": 0}, {"max_tokens": True}, {"page_size": 1.5}):
         with pytest.raises(ValueError, match="must be a positive integer"):
             JaxkvCache(llama, **options)
     cache = JaxkvCache(llama, max_tokens=64)
-    with pytest.raises(NotImplementedError, match="cannot take back 3 tokens"):
+    with pytest.raises(
+        NotImplementedError,
+        match=r"cannot take tokens back \(crop\(-3\)\), so assisted decoding needs DynamicCache",
+    ):
         cache.crop(-3)
 
 
@@ -185,6 +193,20 @@ def test_a_lease_that_is_out_refuses_forwards_and_costs_nothing(llama):
     wanted = greedy(llama, ids, mask, 3)
     assert torch.equal(greedy(llama, ids, mask, 3, past_key_values=cache), wanted)
     check(cache)
+
+
+@pytest.mark.parametrize("order", [[0, 2], [-1, 0], []])
+def test_rows_that_are_not_there_cannot_be_chosen(llama, order):
+    cache = JaxkvCache(llama, max_tokens=256)
+    ids, mask = prompts(2, 8)
+    cache.reorder_cache(torch.tensor(order, dtype=torch.long))
+    said = greedy(llama, ids, mask, 2, past_key_values=cache)
+    with pytest.raises(ValueError, match="chosen by numbers from 0 to 1"):
+        cache.batch_select_indices(torch.tensor(order, dtype=torch.long))
+    shown = torch.ones(2, 12, dtype=torch.long)
+    longer = torch.cat([said, said[:, :2]], 1)
+    wanted = greedy(llama, longer, shown, 2)
+    assert torch.equal(greedy(llama, longer, shown, 2, past_key_values=cache), wanted)
 
 
 def test_a_session_survives_a_failed_forward_and_a_reset(llama):
@@ -202,7 +224,22 @@ def test_a_session_survives_a_failed_forward_and_a_reset(llama):
         cache.reset()
         wanted = greedy(llama, ids, mask, 3)
         assert torch.equal(greedy(llama, ids, mask, 3, past_key_values=cache), wanted)
+        with pytest.raises(CacheLeased):
+            cache.owner.handle()
     check(cache)
+
+
+def test_keys_that_the_pages_would_round_are_refused(llama):
+    cache = JaxkvCache(llama, max_tokens=256)
+    ids, mask = prompts(1, 5)
+    hook = llama.model.layers[1].self_attn.k_proj.register_forward_hook(
+        lambda *call: call[-1].double()
+    )
+    with pytest.raises(
+        ValueError, match=r"layer 1 has keys in torch\.float64, which pages in torch\.float32 would"
+    ):
+        greedy(llama, ids, mask, 2, past_key_values=cache)
+    hook.remove()
 
 
 def test_attention_of_another_shape_than_was_planned_is_refused(llama, monkeypatch):

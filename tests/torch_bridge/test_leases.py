@@ -183,6 +183,45 @@ def test_a_lease_that_only_reads_ends_by_itself_and_notices_writes(owner):
     assert owner.poisoned
 
 
+def test_an_error_inside_a_lease_that_only_reads_costs_nothing(owner):
+    with lease(owner) as views:
+        views["layer0.key"].fill_(2.0)
+        views.commit()
+    with pytest.raises(ZeroDivisionError), lease(owner, write=False):
+        1 / 0
+    dropped = lease(owner, write=False)
+    del dropped
+    assert float(owner.handle().cache.arrays[0].min()) == 2.0
+
+
+def test_an_error_inside_a_lease_that_only_reads_hides_no_write_and_no_view(owner):
+    views = lease(owner, write=False)
+    kept = views["layer0.key"]
+    with pytest.raises(ZeroDivisionError), views:
+        1 / 0
+    with pytest.raises(CacheLeased):
+        owner.handle()
+    del kept
+    views.release()
+    views = lease(owner, write=False)
+    views["layer0.key"].zero_()
+    with pytest.raises(ZeroDivisionError), views:
+        1 / 0
+    with pytest.raises(CachePoisoned, match="though it only reads"):
+        owner.handle()
+
+
+def test_views_are_gone_after_a_commit_that_failed(owner):
+    views = lease(owner)
+    kept = views["layer0.key"][0]
+    with pytest.raises(LeaseLeaked):
+        views.commit()
+    with pytest.raises(ValueError, match="gave its views up when it was to end"):
+        views["layer0.key"]
+    del kept
+    views.commit()
+
+
 def test_writes_are_noticed_inside_inference_mode_too(owner):
     with (
         pytest.raises(CachePoisoned, match=r"wrote to layer0\.key"),

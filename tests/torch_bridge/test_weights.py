@@ -78,3 +78,10 @@ def test_missing_mixed_and_misshapen_weights_are_refused(llama):
         changed = {name: tensor for name, tensor in (state | change).items() if tensor is not None}
         with pytest.raises(ValueError, match=message):
             share_params(changed, model, copy=True)
+
+
+def test_a_family_whose_weights_are_changed_on_the_way_is_refused():
+    # Norms of Gemma hold one less than what they multiply by.
+    gemma = tiny_model("gemma3")
+    with pytest.raises(ValueError, match=r"final_norm is made of .*cannot be shared.*load_params"):
+        share_params(gemma, ours(gemma), copy=True)

@@ -31,7 +31,7 @@ _SIZES = {
 }
 _KINDS = ["sliding_attention", "full_attention"]
 _MODELS = {
-    "llama": lambda: LlamaForCausalLM(LlamaConfig(**_SIZES)),
+    "llama": lambda **more: LlamaForCausalLM(LlamaConfig(**{**_SIZES, **more})),
     "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**_SIZES)),
     "mistral": lambda: MistralForCausalLM(MistralConfig(**_SIZES, sliding_window=7)),
     "gemma3": lambda: Gemma3ForCausalLM(
@@ -41,10 +41,10 @@ _MODELS = {
 FAMILIES = tuple(_MODELS)
 
 
-def tiny_model(family="llama", seed=0):
-    """Returns a model whose greedy tokens differ from one another."""
+def tiny_model(family="llama", seed=0, **more):
+    """Returns a model whose greedy tokens differ from one another; a Llama takes more settings."""
     torch.manual_seed(seed)
-    return _MODELS[family]().eval()
+    return _MODELS[family](**more).eval()
 
 
 def prompts(rows, columns, pads=(), seed=1):

@@ -102,7 +102,13 @@ def write_raw(path, header, data=b"", *, length=None):
     path.write_bytes(struct.pack("<Q", len(encoded) if length is None else length) + encoded + data)
 
 
-FORMAT_NAMES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+FORMAT_NAMES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"} | {
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e8m0fnu": "F8_E8M0",
+    "uint8": "U8",
+    "int8": "I8",
+    "int32": "I32",
+}
 
 
 def layout(tensors):

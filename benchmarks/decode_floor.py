@@ -1,0 +1,291 @@
+"""Holds every way to a decode step against its floor, in one process and over the same weights.
+
+    python -m benchmarks.decode_floor --shape llama-3.1-8b --batch 1,8,64
+    python -m benchmarks.decode_floor --shape qwen3-0.6b --batch 1,16,256 --parts forms,engine
+
+Parts, for each batch size: "forms", the loop on the device (`jaxkv.generate`) and steps fed from the host; "engine",
+the engine's own loop, what its host's share is, and a table of its kernels; "sampled", steps that draw with top-k,
+top-p and min-p; "products", steps whose products are XLA's instead of ours; "first-token", prompts until each has a
+token; "peer", a decoder as gpt-fast writes it (torch_decode.py). Records: decode-floor-SHAPE, and with -kernels and
+-first-token behind it the tables of those names. What a part that cannot run here says stands in "refused".
+"""
+
+import argparse
+import gc
+import importlib.util
+import os
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+# The peer needs memory of the same GPU.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
+import jax
+import numpy as np
+
+from benchmarks.generate import (
+    Setting,
+    decode_bytes,
+    make_executor,
+    make_requests,
+    measure_read_bandwidth,
+    time_loop,
+    time_steps,
+)
+from benchmarks.prompt_floor import prompt_seconds
+from benchmarks.record import RECORDS, save_record
+from benchmarks.steady import Observed, Row, steady_tokens
+from benchmarks.timing import refuse_profilers
+from jaxkv.bench.shapes import SHAPES
+from jaxkv.engine.engine import Engine
+from jaxkv.engine.engine_config import EngineConfig
+from jaxkv.engine.executor import Executor
+from jaxkv.engine.shapes import row_of, tokens_held
+from jaxkv.models.protocol import Params
+from jaxkv.models.registry import build_model
+from pallas_kernels.dispatch import Unsupported
+
+PARTS = ("forms", "engine", "sampled", "products", "first-token", "peer")
+SAMPLED: dict[str, dict[str, Any]] = {
+    "top-k 50": {"top_k": 50},
+    "top-p 0.9": {"top_p": 0.9},
+    "min-p 0.05": {"min_p": 0.05},
+    "top-k 50, top-p 0.9, min-p 0.05": {"top_k": 50, "top_p": 0.9, "min_p": 0.05},
+}
+_STEPS = "steps, overlapped"
+Clock = Callable[..., dict[str, float]]
+
+
+class Floor:
+    """One batch size under measurement.
+
+    Args:
+        options: of the command line.
+        params: of the shape's model.
+        batch: sequences.
+        bandwidth: bytes per second that the floor is read at.
+    """
+
+    def __init__(
+        self, options: argparse.Namespace, params: Params, batch: int, bandwidth: float
+    ) -> None:
+        self.options, self.params, self.bandwidth = options, params, bandwidth
+        self.config = SHAPES[options.shape]
+        self.setting = Setting(batch, options.context, options.new_tokens, options.repeats)
+        self.itemsize = jax.tree.leaves(params)[0].dtype.itemsize
+        self.kernels: list[Row] = []
+        self.first: list[Row] = []
+        budget = EngineConfig().token_budget
+        steady = steady_tokens(batch, options.context, options.steps, budget)
+        length = options.context + max(options.new_tokens, steady)
+        chosen = options.implementation
+        self.executor = make_executor(self.config, self.setting, params, chosen, length)
+
+    def rows(self, part: str) -> Iterator[Row]:
+        """Yields the rows of one part, each as soon as it is measured."""
+        parts: dict[str, Callable[[], Iterator[Row]]] = {
+            "forms": self._forms,
+            "engine": self._engine,
+            "sampled": self._sampled,
+            "products": self._products,
+            "first-token": self._first_tokens,
+            "peer": self._peer,
+        }
+        yield from parts[part]()
+
+    def _row(self, form: str, ms: float | None, **more: Any) -> Row:  # noqa: ANN401 - columns
+        context = more.pop("context", self.setting.context + self.setting.new_tokens / 2)
+        at_middle = Setting(self.setting.batch, round(context), 0, 0)
+        num_bytes = decode_bytes(self.config, self.params, at_middle, self.itemsize)
+        floor = num_bytes / self.bandwidth * 1e3
+        return {
+            "batch": self.setting.batch,
+            "form": form,
+            "ms_per_step": ms,
+            "floor_ms": floor,
+            "ratio_to_floor": ms and ms / floor,
+            "host_ms": None,
+            "spread_ms": None,
+            "context": context,
+            "refused": None,
+            **more,
+        }
+
+    def _timed(self, executor: Executor, clock: Clock, **sampling: Any) -> dict[str, float]:  # noqa: ANN401 - options
+        """Calls a clock of `benchmarks.generate` with rows that are reserved, and returns what it says."""
+        requests = make_requests(self.config, self.setting, **sampling)
+        with ExitStack() as held:
+            places = [held.enter_context(executor.reserved(tokens_held(one))) for one in requests]
+            rows = [row_of(*pair) for pair in zip(requests, places, strict=True)]
+            return clock(executor, rows, requests, self.setting)
+
+    def _steps(self, executor: Executor, form: str, **sampling: Any) -> Row:  # noqa: ANN401 - options
+        timed = self._timed(executor, partial(time_steps, overlapped=True), **sampling)
+        told = {"host_ms": timed["enqueue_ms"], "spread_ms": timed["spread_ms"]}
+        return self._row(form, timed["ms_per_token"], **told)
+
+    def _forms(self) -> Iterator[Row]:
+        timed = self._timed(self.executor, time_loop)
+        yield self._row("generate", timed["ms_per_token"], spread_ms=timed["spread_ms"])
+        yield self._steps(self.executor, _STEPS)
+        timed = self._timed(self.executor, partial(time_steps, overlapped=False))
+        told = {"host_ms": timed["enqueue_ms"], "spread_ms": timed["spread_ms"]}
+        yield self._row("steps, in turn", timed["ms_per_token"], **told)
+        self._first_row("all prompts in one step", timed["prompt_ms"], timed["prompt_ms"])
+
+    def _sampled(self) -> Iterator[Row]:
+        greedy = self._steps(self.executor, "greedy, again")
+        yield greedy
+        for name, sampling in SAMPLED.items():
+            row = self._steps(self.executor, name, temperature=0.8, **sampling)
+            over = 100 * (row["ms_per_step"] / greedy["ms_per_step"] - 1)
+            yield row | {"over_greedy_percent": over}
+
+    def _products(self) -> Iterator[Row]:
+        form = f"{_STEPS}, XLA's products"
+        try:
+            executor = make_executor(self.config, self.setting, self.params, "xla_products")
+        except Unsupported as reason:
+            yield self._row(form, None, refused=str(reason))
+            return
+        yield self._steps(executor, form)
+
+    def _observed(self) -> Observed:
+        config = EngineConfig(prefix_cache=False, steps_per_launch=self.options.steps_per_launch)
+        return Observed(Engine(self.executor, None, config), self.config)
+
+    def _engine(self) -> Iterator[Row]:
+        seen = self._observed()
+        options = self.options
+        told = seen.steady(self.setting.batch, options.context, options.steps, self.bandwidth)
+        row = self._row(
+            "engine",
+            told["step_ms"],
+            context=told["context"],
+            host_ms=told["step_ms"] - told["wait_ms"],
+        )
+        names = ("plan", "pack", "enqueue", "collect", "queued", "gpu_busy")
+        shares = {f"{name}_ms": told[f"{name}_ms"] for name in names}
+        yield row | {"steps_per_launch": told["steps_per_launch"]} | shares
+        self.kernels += [{"batch": self.setting.batch, **kernel} for kernel in seen.kernels]
+
+    def _first_tokens(self) -> Iterator[Row]:
+        seen = self._observed()
+        times = [
+            seen.first_tokens(seen.requests(self.setting.batch, self.setting.context, 1, seed))
+            for seed in range(self.setting.repeats + 1)
+        ]
+        # The first run compiles.
+        first, last = (statistics.median(one[side] for one in times[1:]) * 1e3 for side in (0, 1))
+        self._first_row("engine", first, last)
+        yield from ()
+
+    def _first_row(self, form: str, first_ms: float, last_ms: float) -> None:
+        lengths = [self.setting.context] * self.setting.batch
+        floor = prompt_seconds(self.config, self.params, lengths)
+        self.first.append(
+            {
+                "batch": self.setting.batch,
+                "form": form,
+                "prompt_tokens": self.setting.context,
+                "first_ms": first_ms,
+                "last_ms": last_ms,
+                "floor_ms": floor and floor * 1e3,
+                "ratio_to_floor": floor and last_ms / floor / 1e3,
+            }
+        )
+
+    def _peer(self) -> Iterator[Row]:
+        form = "torch, gpt-fast style"
+        reason = None if importlib.util.find_spec("torch") else "torch is not installed"
+        if jax.default_backend() != "gpu":
+            reason = "needs a GPU, for whose graphs it is made"
+        if reason is not None:
+            yield self._row(form, None, refused=reason)
+            return
+        from benchmarks.torch_decode import time_decoder
+
+        prompts = np.array([one.prompt for one in make_requests(self.config, self.setting)])
+        timed = time_decoder(self.config, self.params, prompts, self.setting)
+        self._first_row(f"{form}, prompts uncompiled", timed["prompt_ms"], timed["prompt_ms"])
+        yield self._row(form, timed["ms_per_token"], spread_ms=timed["spread_ms"])
+
+
+def _show(row: Row) -> None:
+    if row["ms_per_step"] is None:
+        print(f"batch {row['batch']:3d}  {row['form']:42s} not timed: {row['refused']}", flush=True)
+        return
+    host = "" if row["host_ms"] is None else f"  host {row['host_ms']:6.3f}"
+    over = row.get("over_greedy_percent")
+    print(
+        f"batch {row['batch']:3d}  {row['form']:42s} {row['ms_per_step']:7.3f} ms  floor {row['floor_ms']:6.3f}  "
+        f"x{row['ratio_to_floor']:5.2f}{host}" + ("" if over is None else f"  {over:+.1f}%"),
+        flush=True,
+    )
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Holds decode steps against their floor.")
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="llama-3.1-8b")
+    parser.add_argument("--batch", default="1,8,64", help="comma-separated batch sizes")
+    parser.add_argument("--parts", default=",".join(PARTS), help="comma-separated")
+    parser.add_argument("--context", type=int, default=1024, help="prompt tokens")
+    parser.add_argument("--new-tokens", type=int, default=64, help="of forms; at least 2")
+    parser.add_argument("--steps", type=int, default=64, help="of the engine")
+    parser.add_argument("--steps-per-launch", type=int, help="the engine chooses if not given")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--implementation", help="of the ops; the best that can run if not given")
+    parser.add_argument("--record", help="name of the record; decode-floor-SHAPE if not given")
+    parser.add_argument("--folder", type=Path, default=RECORDS, help="where records are written")
+    options = parser.parse_args(arguments)
+    unknown = [part for part in options.parts.split(",") if part not in PARTS]
+    if unknown:
+        parser.error(f"--parts must be among {', '.join(PARTS)}, got {unknown[0]}")
+    if options.new_tokens < 2:
+        parser.error(
+            f"a token after the first is timed, so --new-tokens 2 is the least, got {options.new_tokens}"
+        )
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measures, prints and records."""
+    options = _parse(arguments)
+    refuse_profilers()
+    bandwidth = measure_read_bandwidth()
+    print(f"a matrix-vector product reads {bandwidth / 1e12:.3g} TB/s here", flush=True)
+    # Not as one program, which would take 40 seconds to compile.
+    params = jax.block_until_ready(
+        build_model(SHAPES[options.shape]).init_params(jax.random.key(0), options.dtype)
+    )
+    name = options.record or f"decode-floor-{options.shape}"
+    tables: dict[str, list[Row]] = {name: [], f"{name}-kernels": [], f"{name}-first-token": []}
+    rows, kernels, first = tables.values()
+    for batch in (int(size) for size in options.batch.split(",")):
+        floor = Floor(options, params, batch, bandwidth)
+        for part in options.parts.split(","):
+            for row in floor.rows(part):
+                _show(row)
+                rows.append(row)
+            for row in floor.first:
+                told = f"batch {batch:3d}  first tokens, {row['form']}"
+                print(f"{told}: {row['first_ms']:.1f} to {row['last_ms']:.1f} ms", flush=True)
+            kernels += floor.kernels
+            first += floor.first
+            floor.kernels, floor.first = [], []
+            # After each part, so that a run which is cut short leaves what it had.
+            for table in (table for table in tables if tables[table]):
+                save_record(table, tables[table], folder=options.folder)
+        # What was watched refers to itself, and holds a cache.
+        del floor
+        gc.collect()
+    print("recorded in", *(options.folder / f"{table}.json" for table in tables if tables[table]))
+
+
+if __name__ == "__main__":
+    main()

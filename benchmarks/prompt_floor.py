@@ -1,0 +1,27 @@
+"""The least time that prompts can take: their products and attention at the device's ceiling."""
+
+from collections.abc import Sequence
+
+import jax
+
+from benchmarks.generate import Setting, decode_bytes
+from benchmarks.timing import CEILINGS
+from jaxkv.model_config import ModelConfig
+from jaxkv.models.protocol import Params
+
+
+def prompt_seconds(config: ModelConfig, params: Params, lengths: Sequence[int]) -> float | None:
+    """Returns the seconds for prompts of so many tokens, `None` where the device's ceiling for products is unknown.
+
+    Logits are left out: a prompt needs those of one token.
+    """
+    ceilings = CEILINGS.get(jax.devices()[0].device_kind)
+    if ceilings is None:
+        return None
+    itemsize = jax.tree.leaves(params)[0].dtype.itemsize
+    weights = decode_bytes(config, params, Setting(0, 0, 0, 0), itemsize)
+    layers = weights - config.vocab_size * config.hidden_size * itemsize
+    products = 2 * layers / itemsize * sum(lengths)
+    pairs = sum(length**2 for length in lengths)
+    attention = 2 * config.num_layers * config.heads * config.head_dim * pairs
+    return (products + attention) / ceilings.matmul["bfloat16"]

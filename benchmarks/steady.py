@@ -1,0 +1,163 @@
+"""An engine that is watched while it serves: how long the parts of its steps take, and its first tokens."""
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from benchmarks.generate import Setting, decode_bytes
+from benchmarks.step_profile import by_kernel, covered, record_events
+from benchmarks.stopwatch import Stopwatch, queued_seconds
+from jaxkv.config import SamplingParams
+from jaxkv.engine.engine import Engine
+from jaxkv.engine.request import Request
+from jaxkv.engine.sequence import FINISHED
+from jaxkv.engine.sequence import Sequence as Sample
+from jaxkv.model_config import ModelConfig
+
+Row = dict[str, Any]
+
+_SETTLING_TOKENS = 24
+"""Generated before anything is timed: enough for an engine that looks how long steps take before it sends several."""
+
+
+class Observed:
+    """An engine under measurement.
+
+    Args:
+        engine: serves; nobody else uses it.
+        config: of its model.
+
+    Attributes:
+        watch: seconds and calls of planning, packing, enqueueing, waiting and collecting (which waits, too).
+        last: the program that was run last, and its arguments besides parameters and cache.
+        kernels: what a step of the last steady decode did on a GPU, kernel by kernel; empty without one.
+    """
+
+    def __init__(self, engine: Engine, config: ModelConfig) -> None:
+        self.engine, self.config = engine, config
+        self.kernels: list[Row] = []
+        self.last: Any = None
+        executor, self.watch = engine.executor, Stopwatch()
+        self.watch.watch(engine.scheduler, "plan", "plan")
+        self.watch.watch(executor.packer, "pack", "pack")
+        run = executor._run
+
+        def keep(program: Any, arrays: Any) -> Any:  # noqa: ANN401 - passed through
+            self.last = program, arrays
+            return run(program, arrays)
+
+        executor._run = keep
+        self.watch.watch(executor, "_run", "enqueue")
+        self.watch.watch(executor, "read", "wait")
+        self.watch.watch(engine, "_collect", "collect")
+
+    def requests(self, count: int, prompt: int, output: int, seed: int = 0) -> list[Request]:
+        """Returns greedy requests of random prompts that have nothing in common."""
+        draw = np.random.default_rng((seed, prompt, count))
+        return [self.request(draw, prompt, output) for _ in range(count)]
+
+    def request(
+        self, draw: np.random.Generator, prompt: int, output: int, common: tuple[int, ...] = ()
+    ) -> Request:
+        """Returns a greedy request whose prompt begins with `common`."""
+        tokens = draw.integers(0, self.config.vocab_size, prompt - len(common)).tolist()
+        params = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True)
+        return Request(prompt=(*common, *tokens), params=params, seed=0, stop_ids=())
+
+    def steady(self, batch: int, prompt: int, steps: int, bandwidth: float) -> Row:
+        """Times steps in which every one of `batch` sequences generates, and nobody comes or goes.
+
+        Args:
+            batch: sequences.
+            prompt: tokens of each prompt.
+            steps: that are timed; a quarter as many are profiled after them.
+            bandwidth: bytes per second that the floor is read at.
+        """
+        output = steady_tokens(batch, prompt, steps, self.engine.config.token_budget)
+        asked = self.requests(batch, prompt, output, batch)
+        samples = [self.engine.add([one])[0] for one in asked]
+        while any(sample.generated < _SETTLING_TOKENS for sample in samples):
+            self.engine.step()
+        self.watch.reset()
+        start = time.perf_counter()
+        made = self._generate(samples[0], steps)
+        wall = (time.perf_counter() - start) / made
+        launches = self.watch.calls["enqueue"]
+        host = {label: seconds / made for label, seconds in self.watch.seconds.items()}
+        busy = self._profile(lambda: self._generate(samples[0], steps // 4))
+        per_launch = self.last[0].key.values().get("steps", 1)
+        queued = queued_seconds(self.engine.executor, *self.last) / per_launch
+        length = round(statistics.mean(len(sample.tokens) for sample in samples) - 0.75 * steps)
+        if any(sample.status == FINISHED for sample in samples):
+            raise RuntimeError("a sequence ended while steps were timed; this is no steady decode")
+        self.end(samples)
+        itemsize = jax.tree.leaves(self.engine.executor.params)[0].dtype.itemsize
+        at_middle = Setting(batch, length, 0, 0)
+        num_bytes = decode_bytes(self.config, self.engine.executor.params, at_middle, itemsize)
+        host["collect"] -= host["wait"]
+        return {
+            "batch": batch,
+            "context": length,
+            "program": str(self.last[0].key),
+            "steps_per_launch": made / launches,
+            "step_ms": wall * 1e3,
+            "queued_ms": queued * 1e3,
+            "gpu_busy_ms": busy and busy * 1e3,
+            "gpu_idle_percent": busy and 100 * max(0.0, 1 - busy / wall),
+            "floor_ms": num_bytes / bandwidth * 1e3,
+            "share_of_floor_percent": 100 * num_bytes / bandwidth / wall,
+            "tokens_per_second": batch / wall,
+            **{f"{label}_ms": seconds * 1e3 for label, seconds in host.items()},
+            "other_host_ms": (wall - sum(host.values())) * 1e3,
+        }
+
+    def _profile(self, run: Callable[[], int]) -> float | None:
+        """Returns the seconds per step that a GPU was busy while `run` made steps; `None` where none was seen."""
+        steps: list[int] = []
+        events = record_events(lambda: steps.append(run()))
+        busy = covered(events)
+        hlo = self.last[0].compiled.as_text() or ""
+        self.kernels = by_kernel(events, steps[0], hlo) if busy else []
+        return busy / steps[0] or None
+
+    def _generate(self, sample: Sample, count: int) -> int:
+        """Steps until a sequence has at least so many more tokens, and returns how many it got."""
+        before = sample.generated
+        while sample.generated < before + count:
+            self.engine.step()
+        return sample.generated - before
+
+    def first_tokens(self, requests: Sequence[Request]) -> tuple[float, float, int]:
+        """Sends requests at once.
+
+        Returns:
+            The seconds to the first token of the first of them, those to the first token of the last, and how many
+            tokens of the prompts were kept from before.
+        """
+        start, times = time.perf_counter(), []
+        samples = [self.engine.add([one])[0] for one in requests]
+        waiting = list(samples)
+        while waiting:
+            self.engine.step()
+            still = [sample for sample in waiting if not sample.generated]
+            times += [time.perf_counter() - start] * (len(waiting) - len(still))
+            waiting = still
+        self.end(samples)
+        return times[0], times[-1], sum(sample.cached or 0 for sample in samples)
+
+    def end(self, samples: Sequence[Sample]) -> None:
+        """Gives up requests, and steps until nothing is under way."""
+        for sample in samples:
+            self.engine.abort(sample)
+        while self.engine.has_work:
+            self.engine.step()
+
+
+def steady_tokens(batch: int, prompt: int, steps: int, token_budget: int) -> int:
+    """Returns how many tokens must be asked for, so that the first to begin goes on until the last was timed."""
+    waiting = -(-batch * prompt // max(1, token_budget - batch))
+    return waiting + 2 * steps + 64

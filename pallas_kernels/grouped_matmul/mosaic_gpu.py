@@ -1,0 +1,75 @@
+"""`grouped_matmul` as a Mosaic GPU kernel for Hopper: what it takes, and what XLA does around it.
+
+The kernel itself is in mosaic_kernel.py, how it cuts the work in mosaic_schedule.py and mosaic_visits.py.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int, Shaped
+
+from pallas_kernels.device import why_not_mosaic
+from pallas_kernels.grouped_matmul.mosaic_kernel import Kernel
+from pallas_kernels.grouped_matmul.mosaic_schedule import Geometry, Schedule
+from pallas_kernels.grouped_matmul.mosaic_visits import table
+
+
+def why_not(
+    weight: Array, x: Array, *, group_axis: int = 0, result: DTypeLike | None = None
+) -> str | None:
+    """Returns why this kernel cannot run, or `None` if it can."""
+    return why_not_mosaic() or refusal(weight, x, group_axis=group_axis, result=result)
+
+
+def refusal(
+    weight: Array, x: Array, *, group_axis: int = 0, result: DTypeLike | None = None
+) -> str | None:
+    """Returns why the kernel cannot take these arrays on any device, or `None` if it can."""
+    return Geometry.of(weight, x, group_axis=group_axis, result=result).refusal()
+
+
+def grouped_matmul(
+    weight: Shaped[Array, "some others inner"],
+    x: Float[Array, "rows inner"],
+    group_sizes: Int[Array, " groups"],
+    *,
+    group_axis: int = 0,
+    result: DTypeLike | None = None,
+    schedule: Schedule | None = None,
+    interpret: bool = False,
+) -> Float[Array, "rows out"]:
+    """Computes the product as `api.grouped_matmul` says, under the schedule for its shapes unless one is given.
+
+    With `interpret` it runs on the CPU, slowly; reads out of bounds raise, and races are recorded.
+
+    Raises:
+        ValueError: this kernel cannot take the shapes or dtypes, or not under the given schedule.
+    """
+    geometry = Geometry.of(weight, x, group_axis=group_axis, result=result)
+    problem = geometry.refusal()
+    schedule = schedule or (None if problem else Schedule.of(geometry))
+    problem = problem or (schedule.refusal(geometry) if schedule else None)
+    if problem is not None or schedule is None:
+        raise ValueError(f"the Mosaic GPU kernel cannot take this: {problem}")
+    options = {"geometry": geometry, "schedule": schedule, "interpret": interpret}
+    return _multiply(weight, x, group_sizes, **options)
+
+
+# The layers of a model call this many times with equal shapes: under its own jit the kernel is lowered once.
+@partial(jax.jit, static_argnames=("geometry", "schedule", "interpret"))
+def _multiply(
+    weight: Shaped[Array, "some others inner"],
+    x: Float[Array, "rows inner"],
+    group_sizes: Int[Array, " groups"],
+    *,
+    geometry: Geometry,
+    schedule: Schedule,
+    interpret: bool,
+) -> Float[Array, "rows out"]:
+    """Pads x to whole windows and launches the kernel."""
+    missing = schedule.padded_rows(geometry) - geometry.rows
+    x = jnp.pad(x, ((0, missing), (0, 0))) if missing else x
+    visits = table(group_sizes, geometry, schedule)
+    return Kernel(geometry, schedule).build(interpret)(weight, x, visits)

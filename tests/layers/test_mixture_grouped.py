@@ -1,0 +1,133 @@
+"""A mixture of experts through `grouped_matmul`, which runs by name: against a loop in float64 and Hugging Face."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxkv.block_config import MixtureConfig
+from jaxkv.layers.mixture import mixture_of_experts
+from pallas_kernels.dispatch import Unsupported
+from pallas_kernels.grouped_matmul import mosaic_gpu
+from tests.layers.test_mixture import CASES, TOKENS, by_hand, drawn
+
+
+@pytest.mark.parametrize(("name", "tokens"), [("nemotron", 1), *((name, TOKENS) for name in CASES)])
+def test_it_says_what_the_experts_say(name, tokens):
+    mixture = CASES[name]
+    params, x = drawn(mixture)
+    x = x[:tokens]
+    got = mixture_of_experts(
+        params, jnp.asarray(x), mixture=mixture, activation="silu", grouped="xla"
+    )
+    np.testing.assert_allclose(got, by_hand(params, x, mixture), rtol=2e-5, atol=2e-4)
+
+
+def test_biases_and_bounds_are_those_of_the_plain_way():
+    """GPT-OSS, whose parity the plain way has shown."""
+    mixture = MixtureConfig(experts=6, top_k=2, size=8, gated=True, biases=True, clamp=1.5)
+    params, x = drawn(mixture)
+    draw = np.random.default_rng(5)
+    for name, shape in {"router": (6,), "experts_up": (6, 16), "experts_down": (6, 12)}.items():
+        params[f"{name}_bias"] = jnp.asarray(draw.normal(size=shape), jnp.float32)
+    run = partial(mixture_of_experts, params, jnp.asarray(x), mixture=mixture, activation="silu")
+    np.testing.assert_allclose(run(grouped="xla"), run(), rtol=2e-5, atol=2e-4)
+
+
+def test_tokens_do_not_see_each_other_not_even_broken_ones():
+    """S5-41, as far as this layer goes: the places of a token's rows change with its neighbours, and no bit else."""
+    mixture = CASES["nemotron"]
+    params, x = drawn(mixture)
+    run = jax.jit(
+        lambda x: mixture_of_experts(params, x, mixture=mixture, activation="silu", grouped="xla")
+    )
+    clean = run(jnp.asarray(x))
+    dirty = run(jnp.asarray(x).at[4:].set(jnp.nan))
+    np.testing.assert_array_equal(dirty[:4], clean[:4])
+
+
+def test_a_kernel_that_cannot_run_is_not_replaced():
+    """A-14: it was asked for by name."""
+    mixture = CASES["granite"]
+    params, x = drawn(mixture)
+    with pytest.raises(Unsupported, match="grouped_matmul"):
+        mixture_of_experts(
+            params, jnp.asarray(x), mixture=mixture, activation="silu", grouped="mosaic_gpu"
+        )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 9, 40, 300])
+def test_the_kernel_says_what_the_experts_say(tokens):
+    """Windows of 16, 32 and 128 rows; a token beside broken ones, whose rows lie elsewhere, keeps its bits (S5-41)."""
+    mixture = MixtureConfig(experts=16, top_k=4, size=192, gated=True)
+    draw = np.random.default_rng(3)
+    shapes = {"router": (16, 128), "experts_up": (16, 384, 128), "experts_down": (128, 16, 192)}
+    params = {
+        name: jnp.asarray(draw.normal(size=shape) * shape[-1] ** -0.5, jnp.bfloat16)
+        for name, shape in shapes.items()
+    }
+    x = jnp.asarray(draw.normal(size=(tokens, 128)), jnp.bfloat16)
+    run = jax.jit(
+        partial(mixture_of_experts, mixture=mixture, activation="silu", grouped="mosaic_gpu")
+    )
+    got = np.asarray(run(params, x), np.float64)
+    wanted = by_hand(params, np.asarray(x, np.float32), mixture)
+    assert np.max(np.abs(got - wanted)) < 0.02 * np.max(np.abs(wanted))
+    broken = np.asarray(run(params, x.at[1::2].set(jnp.nan)), np.float64)
+    np.testing.assert_array_equal(broken[::2], got[::2])
+
+
+@pytest.fixture
+def interpreted(monkeypatch):
+    """Lets the kernel run where there is no GPU."""
+    run = partial(mosaic_gpu.grouped_matmul, interpret=True)
+    monkeypatch.setattr(mosaic_gpu, "why_not", mosaic_gpu.refusal)
+    monkeypatch.setattr(mosaic_gpu, "grouped_matmul", run)
+
+
+@pytest.mark.torch
+def test_qwen3_next_through_the_interpreted_kernel_equals_hugging_face(interpreted):
+    import torch
+    from transformers import Qwen3NextConfig
+    from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextSparseMoeBlock
+
+    hidden, experts, size, tokens = 64, 6, 64, 7
+    config = Qwen3NextConfig(
+        hidden_size=hidden,
+        num_experts=experts,
+        num_experts_per_tok=2,
+        moe_intermediate_size=size,
+        shared_expert_intermediate_size=8,
+    )
+    torch.manual_seed(0)
+    block = Qwen3NextSparseMoeBlock(config)
+    narrow = {}
+    with torch.no_grad():
+        for name, weight in (
+            ("router", block.gate.weight),
+            ("experts_up", block.experts.gate_up_proj),
+            ("experts_down", block.experts.down_proj),
+        ):
+            weight.normal_(std=hidden**-0.5)
+            weight.copy_(weight.bfloat16())
+            narrow[name] = jnp.asarray(weight.numpy(), jnp.bfloat16)
+        narrow["experts_down"] = narrow["experts_down"].swapaxes(0, 1)
+        x = torch.randn(tokens, hidden).bfloat16().float()
+        _, weights, chosen = block.gate(x)
+        wanted = block.experts(x, chosen, weights).numpy()
+    mixture = MixtureConfig(
+        experts=experts, top_k=2, size=size, gated=True, renormalise=config.norm_topk_prob
+    )
+    got = mixture_of_experts(
+        narrow,
+        jnp.asarray(x.numpy(), jnp.bfloat16),
+        mixture=mixture,
+        activation="silu",
+        grouped="mosaic_gpu",
+    )
+    assert got.dtype == jnp.bfloat16
+    error = np.max(np.abs(np.asarray(got, np.float64) - wanted))
+    assert error < 0.01 * np.max(np.abs(wanted))

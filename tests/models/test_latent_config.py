@@ -1,0 +1,161 @@
+"""The config.json that DeepSeek publishes is read, although it names code and quantised weights."""
+
+import pytest
+
+from jaxkv.errors import UnknownConfig
+from jaxkv.models.registry import read_config
+
+YARN = {"beta_fast": 32, "beta_slow": 1, "factor": 40, "type": "yarn"} | {
+    "original_max_position_embeddings": 4096
+}
+SHARED = {
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "ep_size": 1,
+    "hidden_act": "silu",
+    "initializer_range": 0.02,
+    "kv_lora_rank": 512,
+    "max_position_embeddings": 163840,
+    "moe_layer_freq": 1,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 10000,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "v_head_dim": 128,
+}
+
+
+def published(version, **keys):
+    """Returns a file that names classes of this version, with code beside it."""
+    name = f"Deepseek{version}"
+    code = {
+        "AutoConfig": f"configuration_deepseek.{name}Config",
+        "AutoModel": f"modeling_deepseek.{name}Model",
+        "AutoModelForCausalLM": f"modeling_deepseek.{name}ForCausalLM",
+    }
+    return (
+        SHARED
+        | {
+            "model_type": f"deepseek_{version.lower()}",
+            "architectures": [f"{name}ForCausalLM"],
+            "auto_map": code,
+        }
+        | keys
+    )
+
+
+V2_LITE = published(
+    "V2",
+    aux_loss_alpha=0.001,
+    bos_token_id=100000,
+    eos_token_id=100001,
+    first_k_dense_replace=1,
+    hidden_size=2048,
+    intermediate_size=10944,
+    moe_intermediate_size=1408,
+    n_group=1,
+    n_routed_experts=64,
+    n_shared_experts=2,
+    norm_topk_prob=False,
+    num_attention_heads=16,
+    num_experts_per_tok=6,
+    num_hidden_layers=27,
+    num_key_value_heads=16,
+    pretraining_tp=1,
+    q_lora_rank=None,
+    rope_scaling=YARN | {"mscale": 0.707, "mscale_all_dim": 0.707},
+    routed_scaling_factor=1.0,
+    scoring_func="softmax",
+    seq_aux=True,
+    topk_group=1,
+    topk_method="greedy",
+    vocab_size=102400,
+)
+V3 = published(
+    "V3",
+    bos_token_id=0,
+    eos_token_id=1,
+    first_k_dense_replace=3,
+    hidden_size=7168,
+    intermediate_size=18432,
+    moe_intermediate_size=2048,
+    n_group=8,
+    n_routed_experts=256,
+    n_shared_experts=1,
+    norm_topk_prob=True,
+    num_attention_heads=128,
+    num_experts_per_tok=8,
+    num_hidden_layers=61,
+    num_key_value_heads=128,
+    num_nextn_predict_layers=1,
+    q_lora_rank=1536,
+    quantization_config={
+        "activation_scheme": "dynamic",
+        "fmt": "e4m3",
+        "quant_method": "fp8",
+        "weight_block_size": [128, 128],
+    },
+    rope_scaling=YARN | {"mscale": 1.0, "mscale_all_dim": 1.0},
+    routed_scaling_factor=2.5,
+    scoring_func="sigmoid",
+    topk_group=4,
+    topk_method="noaux_tc",
+    vocab_size=129280,
+)
+V32 = {key: value for key, value in V3.items() if key != "auto_map"} | {
+    "architectures": ["DeepseekV32ForCausalLM"],
+    "model_type": "deepseek_v32",
+    "index_head_dim": 128,
+    "index_n_heads": 64,
+    "index_topk": 2048,
+    "quantization_config": V3["quantization_config"] | {"scale_fmt": "ue8m0"},
+}
+
+
+@pytest.mark.parametrize(
+    ("file", "layers", "experts", "further"),
+    [(V2_LITE, 27, 64, 0), (V3, 61, 256, 1), (V32, 61, 256, 1)],
+    ids=["v2-lite", "v3", "v3.2"],
+)
+def test_what_deepseek_publishes_is_read(file, layers, experts, further):
+    config = read_config(file)
+    assert (config.family, config.num_layers, config.mtp_layers) == (
+        file["model_type"],
+        layers,
+        further,
+    )
+    assert config.mixture is not None
+    assert (config.mixture.experts, config.dtype) == (experts, "bfloat16")
+    assert config.latent is not None
+    assert (config.latent.stored, config.latent.index is not None) == (576, file is V32)
+
+
+def test_quantised_weights_and_code_that_is_not_run_change_no_config():
+    left_out = {key: V3[key] for key in V3 if key not in ("auto_map", "quantization_config")}
+    assert read_config(left_out) == read_config(V3)
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        {"AutoModelForCausalLM": "modeling_other.OtherForCausalLM"},
+        {"AutoModelForCausalLM": ["modeling_deepseek.DeepseekV3ForCausalLM", None]},
+        {"AutoModel": "modeling_deepseek.DeepseekV3ForCausalLM"},
+        {},
+        "modeling_deepseek.DeepseekV3ForCausalLM",
+    ],
+)
+def test_code_for_anything_but_the_named_class_is_refused(code):
+    with pytest.raises(UnknownConfig, match=r"auto_map.*runs no code"):
+        read_config(V3 | {"auto_map": code})
+
+
+def test_code_of_a_class_that_is_not_the_familys_is_refused():
+    other = {"AutoModelForCausalLM": "modeling_other.OtherForCausalLM"}
+    with pytest.raises(UnknownConfig, match="only DeepseekV3ForCausalLM is supported"):
+        read_config(V3 | {"auto_map": other, "architectures": ["OtherForCausalLM"]})
+    with pytest.raises(UnknownConfig, match="auto_map"):
+        read_config(V3 | {"auto_map": other, "architectures": None})

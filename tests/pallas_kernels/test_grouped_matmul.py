@@ -1,0 +1,161 @@
+"""The contract of `grouped_matmul`, signed by every implementation."""
+
+import math
+import re
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pallas_kernels import grouped_matmul
+from pallas_kernels.dispatch import asking, fallbacks
+from pallas_kernels.grouped_matmul import mosaic_gpu, reference, xla
+from pallas_kernels.grouped_matmul.cases import CASES, Case
+from tests.pallas_kernels.contract import bits, call, compared, compiled, implementations
+from tests.tolerances import assert_output
+
+SMALL = {case.name: case for case in CASES if case.ci}
+# Weights are drawn on the host: larger ones are left to .gpu/queue/grouped.sh.
+REAL = [case for case in CASES if not case.ci and math.prod(case.weight_shape) <= 2**26]
+ANY = Case("", (24, 0, 0, 0, 0), 16, 8, group_axis=1)
+ANY_RUN = [jax.jit(partial(run.grouped_matmul, group_axis=1)) for run in (reference, xla)]
+every_implementation = implementations("xla", "mosaic_gpu")
+
+
+def oracle(inputs):
+    """The op in float64, in NumPy alone, a group at a time."""
+    weight = np.moveaxis(np.asarray(inputs["weight"], np.float64), inputs["group_axis"], 0)
+    x, start, parts = np.asarray(inputs["x"], np.float64), 0, []
+    for matrix, size in zip(weight, inputs["group_sizes"], strict=True):
+        parts.append(x[start : start + size] @ matrix.T)
+        start += size
+    return np.concatenate(parts)
+
+
+def refusal(implementation, inputs):
+    if implementation == "xla":
+        return None
+    options = {name: inputs[name] for name in ("group_axis", "result")}
+    return mosaic_gpu.why_not(inputs["weight"], inputs["x"], **options)
+
+
+@compared(list(SMALL.values()))
+def test_it_equals_the_oracle(implementation, case, dtype):
+    """Summed in float32 whatever the inputs are, and rounded to the dtype asked for."""
+    inputs = case.inputs(1, dtype)
+    result = call(grouped_matmul, refusal, inputs, implementation)
+    assert result.shape == (case.rows, case.out)
+    assert result.dtype == jnp.dtype(case.result or dtype)
+    assert_output(result, oracle(inputs), dtype)
+
+
+@pytest.mark.parametrize("case", SMALL.values(), ids=lambda case: case.name)
+def test_the_reference_equals_the_oracle(case):
+    inputs = case.inputs(2, "float32")
+    assert_output(compiled(reference.grouped_matmul, inputs), oracle(inputs), "float32")
+
+
+@settings(deadline=None, max_examples=50)
+@given(ends=st.lists(st.integers(0, 24), min_size=4, max_size=4).map(sorted))
+def test_any_sizes_that_add_up_are_right(ends):
+    """By the reference and by XLA, compiled once: sizes are no static fact."""
+    inputs = ANY.inputs(6, "float32")
+    sizes = np.diff([*ends, ANY.rows], prepend=0).astype(np.int32)
+    wanted = oracle(inputs | {"group_sizes": sizes})
+    for run in ANY_RUN:
+        assert_output(run(inputs["weight"], inputs["x"], sizes), wanted, "float32")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", REAL, ids=lambda case: case.name)
+def test_real_shapes_equal_the_oracle_and_repeat_bit_for_bit(case):
+    """S5-41: the order of all sums is fixed."""
+    inputs = case.inputs(3)
+    run = partial(call, grouped_matmul, refusal, inputs, "mosaic_gpu")
+    result, again = run(), run()
+    assert_output(result, oracle(inputs), "bfloat16")
+    assert bits(result) == bits(again)
+
+
+@every_implementation
+@pytest.mark.parametrize("sizes", [(3, 0, 21, 9), (3, 0, 201, 90)], ids=["few", "many"])
+def test_rows_do_not_see_each_other(implementation, sizes):
+    """S5-41: equal bits beside NaN and infinity, in another order within a group, and in other company."""
+    case = Case("", sizes, 128, 128)
+    inputs = case.inputs(4)
+    run = partial(call, grouped_matmul, refusal, implementation=implementation)
+    first = bits(run(inputs))
+    poisoned = inputs["x"].copy()
+    poisoned[1::2] = np.where(np.arange(case.inner) % 2, np.nan, np.inf)
+    assert bits(run(inputs | {"x": poisoned}))[::2] == first[::2]
+    ends = np.cumsum(sizes)
+    order = np.concatenate(
+        [np.arange(end)[::-1][:size] for size, end in zip(sizes, ends, strict=True)]
+    )
+    assert bits(run(inputs | {"x": inputs["x"][order]})) == [first[row] for row in order]
+    # Most rows of the third group go to the last one; those that stay are what they were.
+    moved = sizes[2] - 1
+    sizes = np.array([sizes[0], 0, 1, sizes[3] + moved], np.int32)
+    others = bits(run(inputs | {"group_sizes": sizes}))
+    kept = [*range(4), *range(4 + moved, case.rows)]
+    assert [others[row] for row in kept] == [first[row] for row in kept]
+
+
+def test_the_kernel_runs_only_when_it_is_named():
+    """A-14: no fallback is counted for what nobody asked for."""
+    before = sum(fallbacks().values())
+    inputs = SMALL["ragged"].inputs(1)
+    compiled(grouped_matmul, inputs)
+    assert sum(fallbacks().values()) == before
+    with asking() as questions:
+        compiled(lambda **given: grouped_matmul(**given), inputs)
+    (question,) = questions
+    assert question.op == "grouped_matmul"
+    assert question.refusals["xla"] is None
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"x": np.zeros((29, 64), np.float32)}, "x must be bfloat16 or float16, got float32"),
+        ({"result": "float64"}, "the result must be bfloat16, float16 or float32, got float64"),
+        ({"inner": 60}, "the inner size must be a multiple of 64, got 60"),
+        ({"out": 60}, "the weight must have 64 rows or more, a multiple of 8, got 60"),
+        ({"rows": 0}, "there must be rows and groups, got 0 and 6"),
+    ],
+)
+def test_the_kernel_says_what_it_cannot_take(change, message):
+    """A-14."""
+    sizes = {"rows": 29, "inner": 64, "out": 64} | change
+    weight = jnp.zeros((6, sizes["out"], sizes["inner"]), jnp.bfloat16)
+    x = change.get("x", jnp.zeros((sizes["rows"], sizes["inner"]), jnp.bfloat16))
+    with pytest.raises(ValueError, match=re.escape(message)):
+        mosaic_gpu.grouped_matmul(
+            weight.astype(x.dtype),
+            jnp.asarray(x),
+            jnp.zeros(6, jnp.int32),
+            result=change.get("result"),
+        )
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"x": np.zeros((29, 3), np.float32)}, "weight must have shape [any, any, 3]"),
+        ({"group_axis": 2}, "group_axis must be 0 or 1"),
+        ({"group_axis": 1}, "group_sizes must have shape [128], got [6]"),
+        ({"group_sizes": np.zeros(6, np.int64)}, "group_sizes must be int32, got int64"),
+        ({"group_sizes": np.zeros(5, np.int32)}, "group_sizes must have shape [6], got [5]"),
+        ({"group_sizes": np.zeros(6, np.int32)}, "must add up to the 29 rows of x, got 0"),
+        ({"group_sizes": np.array([30, 0, 0, 0, 0, -1], np.int32)}, "holds a negative number"),
+        ({"x": np.zeros((29, 128), np.float16)}, "must share one floating dtype"),
+        ({"x": np.zeros((29, 128), np.int32)}, "must share one floating dtype"),
+    ],
+)
+def test_wrong_arguments_are_refused(change, message, as_in_production):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        grouped_matmul(**SMALL["ragged"].inputs(1, "float32") | change)

@@ -1,0 +1,87 @@
+"""Several decode steps in one program: which tokens each writes, and where, by a model that writes nothing else."""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv.batch import PagedTables, SamplingBatch, StepBatch
+from jaxkv.cache.state import Cache
+from jaxkv.step.burst import decode_burst
+from jaxkv.step.loop import NOWHERE
+
+PAGES, PAGE, ROWS, STEPS = 6, 4, 3, 3
+
+
+@dataclass(frozen=True)
+class Scribe:
+    """A model that writes the number of each token it computes, plus one, to its slot, and chooses token + 1."""
+
+    vocab_size: int = 50
+    num_layers: int = 1
+    max_positions: int = PAGES * PAGE
+    whole_prompts: bool = False
+    implementation: str | None = None
+
+    def running(self, implementation):
+        return self
+
+    def cache_specs(self, *, page_size, dtype):
+        return ()
+
+    def init_params(self, key, dtype):
+        return {}
+
+    def forward(self, params, cache, batch):
+        slots = (
+            cache.layer(0)["k"].at[batch.paged[0].write_slots].set(batch.tokens + 1, mode="drop")
+        )
+        return cache.with_layer(0, {"k": slots}), batch.tokens[:, None].astype(jnp.float32)
+
+    def logits(self, params, hidden):
+        return jax.nn.one_hot(hidden[:, 0].astype(jnp.int32) + 1, self.vocab_size)
+
+
+def at(*values):
+    return jnp.asarray(values, jnp.int32)
+
+
+def written_by(starts, left, write_slots):
+    """Returns what the slots hold after a burst of rows whose first token is ten times their number, plus ten."""
+    cache = Cache(
+        arrays=(jnp.zeros(PAGES * PAGE, jnp.int32), jnp.zeros(ROWS, jnp.int32)),
+        keys=((0, "k"), (1, "last_token")),
+    )
+    tables = PagedTables(page_table=at(0, 1, 2, 3, 4, 5).reshape(3, 2), write_slots=write_slots)
+    first = StepBatch(
+        tokens=at(10, 20, 30),
+        positions=starts,
+        cu_q_lens=at(0, 1, 2, 3),
+        seq_lens=starts + 1,
+        num_tokens=jnp.int32(ROWS),
+        num_rows=jnp.int32(ROWS),
+        paged=(tables,),
+        states=(),
+        sampling=SamplingBatch(slots=at(0, 1, 2), carry=at(0, 0, 0)),
+        decode=True,
+    )
+    cache, chosen = decode_burst(Scribe(), {}, cache, first, left, page_sizes=(PAGE,), steps=STEPS)
+    return np.asarray(cache.arrays[0]), np.asarray(chosen.tokens)
+
+
+def test_each_row_writes_as_many_tokens_as_it_takes_part_in_and_goes_on_to_its_next_page():
+    slots, tokens = written_by(at(2, 3, 0), at(3, 2, 1), at(2, 11, 16))
+    wanted = np.zeros(PAGES * PAGE, int)
+    wanted[2:5] = 11, 12, 13
+    wanted[11:13] = 21, 22
+    wanted[16] = 31
+    np.testing.assert_array_equal(slots, wanted)
+    assert tokens[:, 0].tolist() == [11, 12, 13]
+    assert tokens[:2, 1].tolist() == [21, 22]
+
+
+def test_a_token_that_lies_in_anothers_page_already_is_not_written_again():
+    """S5-24: a recurrent model computes it for its states alone; the page may be read by others with other bits."""
+    slots, _ = written_by(at(3, 3, 0), at(3, 2, 1), at(NOWHERE, 11, 16))
+    assert slots[:8].tolist() == [0, 0, 0, 0, 12, 13, 0, 0]
