@@ -17,7 +17,7 @@ from jaxkv.layers.norm import layer_norm
 from jaxkv.layers.rope import Angles, rotate
 from pallas_kernels import index_topk, page_write, sparse_attention
 from pallas_kernels.families import member
-from pallas_kernels.index_codec import write_index_keys
+from pallas_kernels.index_codec import quantise_keys, write_index_keys
 from pallas_kernels.record_codec import decode_records, encode_records
 
 _NORM_EPS = 1e-6
@@ -44,6 +44,7 @@ def sparse_latent_mixer(
             "index_k" [index.head_dim, hidden_size], "index_norm" and "index_norm_bias" [index.head_dim],
             "index_weights" [index.heads, hidden_size], float32.
         layer_cache: the layer's pages, "key" and "indexer": records of bytes, or plain numbers (see `variants.dsa`).
+            To index keys of bytes, queries are rounded to 8 bits as well.
         x: normalised hidden states.
         batch: the step's metadata. If it is `fresh`, and no longer than `topk`, everything is chosen, so it attends
             expanded and asks no indexer.
@@ -78,9 +79,12 @@ def sparse_latent_mixer(
         )
     else:
         index_q = linear(params["index_q"], asked).reshape(x.shape[0], index.heads, -1)
+        compared, weights = _as_compared(
+            rotate(angles, index_q), _head_weights(params, x, index), index_pages
+        )
         slots, counts = index_topk(
-            rotate(angles, index_q),
-            _head_weights(params, x, index),
+            compared,
+            weights,
             index_pages,
             tables.page_table,
             batch.seq_lens,
@@ -114,6 +118,22 @@ def _as_stored(
     compressed, rope = jnp.split(key, (latent.kv_lora_rank,), axis=1)
     records = encode_records(compressed, rope)
     return records, decode_records(records, rank=latent.kv_lora_rank).astype(key.dtype)
+
+
+def _as_compared(
+    queries: Float[Array, "tokens index_heads index_dim"],
+    weights: Float[Array, "tokens index_heads"],
+    index_pages: Shaped[Array, "pages page_size width"],
+) -> tuple[Shaped[Array, "tokens index_heads index_dim"], Float[Array, "tokens index_heads"]]:
+    """Returns index queries and what their scores count, for keys as they are stored.
+
+    To keys of bytes queries are rounded likewise, as in the reference, so that a tensor core can compare them as they
+    lie; their scales, being positive, are moved into the weights.
+    """
+    if index_pages.dtype != jnp.uint8:
+        return queries, weights
+    numbers, scales = quantise_keys(queries)
+    return numbers, weights * scales
 
 
 def _head_weights(

@@ -45,6 +45,7 @@ def test_a_decode_step_with_states_and_experts_is_one_command_buffer_in_place():
     assert reports["experts_decode_mosaic_gpu"]["temp_bytes"] < 8 * 2**20
 
 
+@pytest.mark.slow
 def test_steps_that_keep_checkpoints_and_outputs_write_them_where_they_lie():
     """T-08, T-15: snapshots and last hidden states cost no copy of a pool and no second graph."""
     reports = compiled(KEEPING)

@@ -29,7 +29,15 @@ def engine_for(**options):
     return engine_of(longest=192, tokens=128, **options)
 
 
-@pytest.mark.parametrize(("page", "shifts"), [(32, range(1, 101)), (8, range(1, 101, 3))])
+@pytest.mark.parametrize(
+    ("page", "shifts"),
+    [
+        (32, range(1, 101, 6)),
+        (8, range(2, 101, 7)),
+        pytest.param(32, range(1, 101), marks=pytest.mark.slow),
+        pytest.param(8, range(1, 101), marks=pytest.mark.slow),
+    ],
+)
 def test_hits_stay_when_what_is_shared_shifts(page, shifts):
     # vLLM #45238: the only checkpoint of each prompt lay in tokens of its own. Here the third prompt, at the latest,
     # begins where the others stopped to agree, rounded down to the scan's chunk, wherever pages end: those of 8

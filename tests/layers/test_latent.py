@@ -9,6 +9,7 @@ import pytest
 
 from jaxkv.batch import PagedTables, SamplingBatch, StepBatch
 from jaxkv.block_config import LatentConfig
+from jaxkv.layers import sparse_latent
 from jaxkv.layers.latent import attend_absorbed, attend_expanded, own_pages
 from tests.tolerances import assert_output
 
@@ -117,3 +118,24 @@ def test_pages_of_a_step_hold_each_row_from_the_beginning_of_one(rows, tokens):
         np.testing.assert_array_equal(held, np.arange(bounds[row], bounds[row + 1]))
     # Little is expanded in vain, where rows are not many more than pages.
     assert token.size <= 1.5 * tokens + 7 * rows
+
+
+def test_index_queries_are_rounded_as_keys_of_bytes_are_and_their_scales_go_into_the_weights():
+    # Issue 6: what an H200's scores kernel takes, and DeepSeek-V3.2 computes with.
+    draw = np.random.default_rng(0)
+    queries = draw.normal(size=(5, 3, 128)).astype(np.float32) * [[[0.1], [30.0], [1.0]]]
+    queries[4, 2, 7] = np.nan
+    weights = draw.normal(size=(5, 3)).astype(np.float32)
+    arrays = jnp.asarray(queries, jnp.float32), jnp.asarray(weights)
+    plain = sparse_latent._as_compared(*arrays, jnp.zeros((1, 8, 128), jnp.bfloat16))
+    assert plain[0] is arrays[0]
+    assert plain[1] is arrays[1]
+    numbers, scaled = sparse_latent._as_compared(*arrays, jnp.zeros((1, 8, 132), jnp.uint8))
+    assert numbers.dtype == jnp.float8_e4m3fn
+    wanted = queries.astype(np.float64) * weights[..., None]
+    got = np.asarray(numbers, np.float64) * np.asarray(scaled, np.float64)[..., None]
+    # Half a step of three bits behind the comma.
+    slack = np.abs(wanted) / 16 + np.abs(wanted).max(-1, keepdims=True) / 448 / 512
+    assert np.all((np.abs(got - wanted) <= slack)[np.isfinite(wanted).all(-1)])
+    # A query that is no number makes its scores none, which `index_topk` chooses.
+    assert np.isnan(scaled[4, 2])

@@ -1,0 +1,384 @@
+"""A device in NumPy behind the real engine: any wrong page, state, slot or order shows at once, and nothing compiles.
+
+Instead of keys and values, a token's place in a page holds (token, position, chain), where the chain is a number made of
+all tokens up to this one. A state holds (chain, length). Whoever reads anything else than its own text raises
+`WrongRead`, and what is chosen next is made of the chain, so an oracle that knows no pages can tell it beforehand.
+"""
+
+from collections import Counter
+from collections.abc import Iterable
+
+import jax
+import numpy as np
+
+from jaxkv.cache.state import Cache
+from jaxkv.engine.host_programs import SWAP_IN, SWAP_OUT
+
+VOCAB = 61
+_CHAIN, _WORD = 0xFFFFFF, 0xFFFFFFFF
+"""A chain has 24 bits, which a float32 holds exactly."""
+
+
+class WrongRead(AssertionError):
+    """A row met something else than its own text."""
+
+
+def link(chain, token):
+    """Returns the chain of a text that goes on with a token; numbers or arrays of int64."""
+    return ((chain * 1103 + token * 7919 + 12345) ^ (chain >> 11)) & _CHAIN
+
+
+def fold(mixed, numbers):
+    for number in numbers:
+        mixed = ((mixed * 69069 + int(number) * 40503 + 1) ^ (mixed >> 7)) & _WORD
+    return mixed
+
+
+def weigh(chain, *, seed=None, counts=None, biases: Iterable[tuple[int, float]] = ()):
+    """Returns what decides a row's next token.
+
+    Args:
+        chain: of its text.
+        seed: the two halves of its seed, if it draws.
+        counts: how often it has each token in its output, and whether its prompt has it, if it penalises them.
+        biases: what it adds to which tokens.
+    """
+    mixed = chain if seed is None else fold(chain, [half & _WORD for half in seed])
+    if counts is not None:
+        output, seen = counts
+        places = np.arange(VOCAB)
+        mixed = fold(mixed, [np.dot(places + 1, output), np.dot(places + 3, seen)])
+    bias = sum(int(token) * 100 + int(np.float32(value) * 10) for token, value in biases if value)
+    return fold(mixed, [bias]) if bias else mixed
+
+
+def choose(mixed, forbidden=()):
+    """Returns the token that is chosen and its log-probability, which is made up."""
+    token = (mixed >> 3) % VOCAB
+    while token in forbidden:
+        token = (token + 1) % VOCAB
+    return token, mixed % 1000 / 1000
+
+
+def is_finite(chain, broken_every):
+    """Whether logits are numbers: those of every n-th chain are not; 0 is never."""
+    return not (broken_every and chain % broken_every == 0)
+
+
+class DeviceArray(np.ndarray):
+    """A NumPy array that answers what the engine asks of one on a device."""
+
+    deleted = False
+
+    @property
+    def aval(self):
+        return self.shape, self.dtype
+
+    def is_deleted(self):
+        return self.deleted
+
+    def delete(self):
+        self.deleted = True
+
+    def is_ready(self):
+        return True
+
+    def copy_to_host_async(self):
+        pass
+
+    def devices(self):
+        return [jax.devices()[0]]
+
+
+def on_device(values):
+    return np.array(values).view(DeviceArray)
+
+
+class SimulatedDevice:
+    """Stands in for the programs, the cache and the transfers of an executor.
+
+    Args:
+        executor: whose; it compiles nothing any more.
+        broken_every: see `is_finite`.
+
+    Attributes:
+        asked: how often each program was asked for.
+    """
+
+    def __init__(self, executor, *, broken_every=0):
+        self.layout, self.owner, self.packer = executor.layout, executor.owner, executor.packer
+        self.asked = Counter()
+        self._executor, self._broken_every = executor, broken_every
+        self._num_layers, self._rebuild = executor.model.num_layers, executor.owner.rebuild
+        executor.program, executor.read = self.program, np.asarray
+        self.owner.rebuild = self.rebuild
+        self._adopt()
+
+    def rebuild(self):
+        self._rebuild()
+        self._adopt()
+
+    def program(self, declared):
+        """Returns what runs a program, and notes that it was asked for."""
+        self.asked[declared] += 1
+        self._executor._known.setdefault(declared, None)
+        if declared.kind == SWAP_OUT:
+            return lambda cache, ids: self.read_out(declared, cache, ids)
+        if declared.kind == SWAP_IN:
+            return lambda cache, ids, units: self.write_in(declared, cache, ids, units)
+        if declared.kind == "copy":
+            return lambda params, cache, ids: self.copy(cache, ids)
+        if declared.kind in ("admit", "readmit"):
+            return lambda params, cache, *arrays: self.admit(cache, *arrays)
+        return lambda params, cache, *packed: self.run(declared.shape, cache, *packed)
+
+    def fill_free(self):
+        """Writes junk into all that nobody holds (B3); biases stay clean, as the engine promises to keep them."""
+        if self.owner.poisoned:
+            return
+        if self._executor.before_update is not None:
+            self._executor.before_update()
+        arrays = self._by_place(self.owner.handle().cache)
+        for group in self.layout.groups:
+            pool, first = self._executor.accounts._pools[group.name], int(group.unit != "page")
+            ids = range(first, self.owner.counts[group.name])
+            free = [at for at in ids if not pool.references(at)]
+            for spec in group.spec.arrays:
+                for layer in [] if spec.role.startswith("bias") else group.layers:
+                    array = arrays[layer, spec.role]
+                    array[free] = np.nan if array.dtype.kind == "f" else np.iinfo(array.dtype).max
+
+    # Programs beside the steps.
+
+    def copy(self, cache, ids):
+        for group, (sources, targets) in zip(self.layout.groups, ids, strict=True):
+            for array in self._arrays(cache, group):
+                real = targets < len(array)
+                array[targets[real]] = array[sources[real]].copy()
+        return cache, ()
+
+    def read_out(self, declared, cache, ids):
+        group, arrays = self.layout.groups[declared.width], self._by_place(cache)
+        last = self.owner.counts[group.name] - 1
+        return tuple(
+            tuple(
+                np.stack([np.asarray(arrays[layer, spec.role][min(at, last)]) for layer in group.layers])
+                for spec in group.spec.arrays
+            )
+            for at in ids.tolist()
+        )
+
+    def write_in(self, declared, cache, ids, units):
+        group, arrays = self.layout.groups[declared.width], self._by_place(cache)
+        for at, unit in zip(ids.tolist(), units, strict=True):
+            for spec, values in zip(group.spec.arrays, unit, strict=True):
+                for layer, value in zip(group.layers, np.asarray(values), strict=True):
+                    if at < self.owner.counts[group.name]:
+                        arrays[layer, spec.role][at] = value
+        return cache, ()
+
+    def admit(self, cache, slots, prompts, *rest):
+        choices = self._choices(cache)
+        biases = rest[-2:] if "bias_ids" in choices else ()
+        generated = rest[: len(rest) - len(biases)]
+        for row, slot in enumerate(slots.tolist()):
+            if slot >= self.owner.counts["sampling"]:
+                continue
+            choices["last_token"][slot] = 0
+            if "output_counts" in choices:
+                choices["prompt_seen"][slot] = np.minimum(1, _histogram(prompts[row]))
+                choices["output_counts"][slot] = _histogram(generated[0][row] if generated else ())
+            for role, values in zip(("bias_ids", "bias_values"), biases, strict=False):
+                choices[role][slot] = values[row]
+        return cache, ()
+
+    # Steps.
+
+    def run(self, shape, cache, ints, floats=None):
+        """Runs a step, or several, and returns the cache and the packed choices."""
+        places, float_places = self.packer.arrangements(shape)
+        fields = places.split(np.array(ints))
+        fields |= {} if floats is None else float_places.split(np.array(floats))
+        turns = [self._turn(shape, cache, fields, turn) for turn in range(shape.steps)]
+        return cache, on_device(turns if shape.steps > 1 else turns[0])
+
+    def _turn(self, shape, cache, fields, turn):
+        top = shape.features.logprobs
+        out = np.zeros((shape.rows, 2 if top is None else 3 + 2 * top), np.int32)
+        chosen, states = [], []
+        for row in range(int(fields["num_rows"])):
+            if shape.steps > 1 and turn >= fields["left"][row]:
+                continue
+            start, tokens, places = self._tokens(shape, cache, fields, row, turn)
+            chains = self._compute(cache, fields, row, start, tokens, places, turn)
+            states += self._written(shape, fields, row, start, chains, places)
+            slot = int(fields["slots"][row])
+            mixed, forbidden = self._wishes(shape, cache, fields, row, chains[-1])
+            token, logprob = choose(mixed, forbidden)
+            out[row, :2] = token, is_finite(chains[-1], self._broken_every)
+            if top is not None:
+                values = out.view(np.float32)
+                values[row, 2], values[row, 3 + top :] = logprob, logprob
+                out[row, 3 : 3 + top] = (token + np.arange(top)) % VOCAB
+            if slot < self.owner.counts["sampling"]:
+                chosen.append((slot, token))
+        self._remember(shape, cache, chosen, states)
+        return out
+
+    def _tokens(self, shape, cache, fields, row, turn):
+        """Returns the first position, the tokens, and where they lie in the packed step."""
+        first, stop = (row, row + 1) if shape.decode else fields["cu_q_lens"][row : row + 2].tolist()
+        tokens = fields["tokens"][first:stop].tolist()
+        start = int(fields["seq_lens"][row]) + turn - len(tokens)
+        positions = fields["positions"][first:stop] + turn
+        if positions.tolist() != list(range(start, start + len(tokens))):
+            raise WrongRead(f"row {row} has the positions {positions}, but begins at {start}")
+        if turn or fields["carry"][row]:
+            slot = int(fields["slots"][row])
+            if slot >= self.owner.counts["sampling"]:
+                raise WrongRead(f"row {row} carries a token on, but has no slot")
+            tokens[0] = int(self._choices(cache)["last_token"][slot])
+        return start, tokens, range(first, stop)
+
+    def _compute(self, cache, fields, row, start, tokens, places, turn):
+        """Writes and reads in every group, and returns the chain before the tokens and after each."""
+        told = []
+        for group in self.layout.state_groups:
+            role = "write_states" if turn else "read_states"
+            state = int(fields[f"{group.name}.{role}"][row])
+            for array in self._arrays(cache, group):
+                chain, length = array[state].reshape(-1)[:2].tolist()
+                if length != start:
+                    raise WrongRead(f"{group.name}: state {state} is after {length} tokens, not {start}")
+                told.append(_chains(int(chain), tokens))
+        for group in self.layout.paged_groups:
+            told.append(self._attend(cache, fields, group, row, start, tokens, places, turn))
+        if any(one != told[0] for one in told):
+            raise WrongRead(f"row {row} has another text in each group: {told}")
+        return told[0]
+
+    def _attend(self, cache, fields, group, row, start, tokens, places, turn):
+        table, arrays = fields[f"{group.name}.page_table"][row], self._arrays(cache, group)
+        before = range(max(0, start - 1), start)
+        chain = int(self._seen(group, arrays, table, before)[-1, 2]) if start else 0
+        chains = _chains(chain, tokens)
+        slots = self.write_slots(fields, group, row, range(start, start + len(tokens)), places, turn)
+        for position, token, chain, slot in zip(
+            range(start, start + len(tokens)), tokens, chains[1:], slots, strict=True
+        ):
+            for array in arrays:
+                if slot < len(array) * group.page_size:
+                    record = array[slot // group.page_size, slot % group.page_size].reshape(-1)
+                    record[:] = np.nan
+                    record[:3] = token, position, chain
+        # What the first of these tokens sees, and everything after it: each later one sees a part of that.
+        first = 0 if group.window is None else max(0, start - group.window + 1)
+        seen = self._seen(group, arrays, table, range(first, start + len(tokens)))
+        links = link(seen[:-1, 2], seen[1:, 0])
+        if not np.array_equal(links, seen[1:, 2]) or seen[-1, 2] != chains[-1]:
+            raise WrongRead(f"{group.name}: row {row} reads the text of another before {start}")
+        if first == 0 and seen[0, 2] != link(0, seen[0, 0]):
+            raise WrongRead(f"{group.name}: row {row} reads another beginning")
+        return chains
+
+    def write_slots(self, fields, group, row, positions, places, turn):
+        """Returns where a row's tokens are written: in later turns of several, where the table says."""
+        if not turn:
+            return fields[f"{group.name}.write_slots"][places.start : places.stop].tolist()
+        return self.slots_by_table(fields, group, row, positions)
+
+    @staticmethod
+    def slots_by_table(fields, group, row, positions):
+        table, size = fields[f"{group.name}.page_table"][row], group.page_size
+        return [int(table[at // size]) * size + at % size for at in positions]
+
+    @staticmethod
+    def _seen(group, arrays, table, positions):
+        """Returns the records at some positions, which the first and the last array must agree on."""
+        size, at = group.page_size, np.asarray(positions)
+        if at[-1] // size >= len(table):
+            raise WrongRead(f"{group.name}: position {at[-1]} lies beyond the table")
+        pages = table[at // size]
+        one, other = (
+            array[pages, at % size].reshape(len(at), -1)[:, :3] for array in (arrays[0], arrays[-1])
+        )
+        # Junk is not a number, so it differs from everything.
+        if not (np.array_equal(one, other) and np.array_equal(one[:, 1], at)):
+            raise WrongRead(f"{group.name}: at {at} the pages {pages} hold {one} and {other}")
+        return np.asarray(one).astype(np.int64)
+
+    def _written(self, shape, fields, row, start, chains, places):
+        """Returns the states that a row leaves behind: group, state, chain and length of each."""
+        left = []
+        for group in self.layout.state_groups:
+            state = int(fields[f"{group.name}.write_states"][row])
+            if state < self.owner.counts[group.name]:
+                left.append((group, state, chains[-1], start + len(places)))
+            for index in range(shape.snapshots):
+                length = int(fields["snapshot_ends"][index]) - places.start
+                if 0 < length <= len(places):
+                    state = int(fields[f"{group.name}.snapshot_states"][index])
+                    left.append((group, state, chains[length], start + length))
+        return left
+
+    def _wishes(self, shape, cache, fields, row, chain):
+        """Returns what decides a row's token, and the tokens that it may not have."""
+        features, choices, slot = shape.features, self._choices(cache), int(fields["slots"][row])
+        seed, counts, biases = None, None, ()
+        if features.draws and fields["temperature"][row] > 0:
+            seed = int(fields["seed_low"][row]), int(fields["seed_high"][row])
+        if features.penalties and slot < self.owner.counts["sampling"]:
+            if fields["presence"][row]:
+                roles = ("output_counts", "prompt_seen")
+                counts = tuple(np.asarray(choices[role][slot], np.int64) for role in roles)
+            biases = zip(choices["bias_ids"][slot], choices["bias_values"][slot], strict=True)
+        blocked = features.min_tokens and fields["block_stop"][row]
+        forbidden = fields["stop_ids"][row].tolist() if blocked else ()
+        return weigh(chain, seed=seed, counts=counts, biases=biases), forbidden
+
+    def _remember(self, shape, cache, chosen, states):
+        """Writes choices and states, once every row has read."""
+        choices, slots = self._choices(cache), [slot for slot, _ in chosen]
+        if len(set(slots)) < len(slots):
+            raise WrongRead(f"the slots {slots} are written twice")
+        for slot, token in chosen:
+            choices["last_token"][slot] = token
+            if shape.features.penalties:
+                # Of a row without penalties this counts on from junk, which may wrap around.
+                choices["output_counts"][[slot], [token]] += 1
+        for group, state, chain, length in states:
+            for array in self._arrays(cache, group):
+                array[state].reshape(-1)[:2] = chain, length
+
+    # The cache.
+
+    def _adopt(self):
+        live = self.owner.take()
+        self.owner.put(Cache(arrays=tuple(map(on_device, live.arrays)), keys=live.keys))
+
+    @staticmethod
+    def _by_place(cache):
+        return dict(zip(cache.keys, cache.arrays, strict=True))
+
+    def _arrays(self, cache, group):
+        arrays = self._by_place(cache)
+        return [arrays[layer, spec.role] for layer in group.layers for spec in group.spec.arrays]
+
+    def _choices(self, cache):
+        return {
+            role: array
+            for (layer, role), array in self._by_place(cache).items()
+            if layer == self._num_layers
+        }
+
+
+def _chains(chain, tokens):
+    chains = [chain]
+    for token in tokens:
+        chains.append(link(chains[-1], token))
+    return chains
+
+
+def _histogram(tokens):
+    real = [int(token) for token in tokens if token < VOCAB]
+    return np.bincount(np.asarray(real, np.int64), minlength=VOCAB)

@@ -1,0 +1,175 @@
+"""Requests at random for a simulated device, what each must get, and what may go wrong meanwhile. Knows no pages."""
+
+from collections import namedtuple
+from functools import wraps
+
+import jax
+import numpy as np
+
+from jaxkv import default_model
+from jaxkv.config import SamplingParams
+from jaxkv.engine.request import Request
+from jaxkv.engine.text_stream import TextStream
+from jaxkv.errors import CachePoisoned
+from jaxkv.tokenizer import load_tokenizer
+from tests.engine.simulated import VOCAB, choose, is_finite, link, weigh
+
+LONGEST = 64
+TOKENIZER = load_tokenizer(default_model.path())
+WISHES = (
+    ({},),
+    ({"logprobs": 2},),
+    ({}, {"temperature": 0.7}),
+    (
+        {},
+        {"presence_penalty": 0.5, "temperature": 0.7, "logprobs": 0},
+        {"logit_bias": {3: 1.0, 17: -4.0}},
+    ),
+    ({}, {"min_tokens": 5}),
+    ({"min_tokens": 3, "presence_penalty": 0.5}, {}),
+)
+"""What the requests of one engine ask for; each takes one."""
+
+Answer = namedtuple("Answer", ("token_ids", "reason", "logprobs"))
+
+
+def groups_of_requests(draw, count):
+    """Returns so many lists of samples of one prompt; many prompts begin alike, and all fit into `LONGEST`."""
+    stems = [[draw.randrange(VOCAB) for _ in range(40)] for _ in range(3)]
+    wishes = draw.choice(WISHES)
+    return [_samples(draw, stems, wishes) for _ in range(count)]
+
+
+def _samples(draw, stems, wishes):
+    prompt = draw.choice(stems)[: draw.choice((0, 3, 8, 9, 16, 17, 30, 32, 40))]
+    prompt += [draw.randrange(VOCAB) for _ in range(draw.choice((0, 1, 1, 2, 5, 10, 20)))]
+    prompt = prompt[: LONGEST - 2] or [1]
+    most = draw.randint(1, min(LONGEST + 1 - len(prompt), draw.choice((3, 10, 40))))
+    wish = {"temperature": 0.0, "max_tokens": most} | draw.choice(wishes)
+    if "min_tokens" in wish:
+        wish["min_tokens"] = min(wish["min_tokens"], most)
+    if draw.random() < 0.25:
+        wish["stop"] = tuple(draw.sample(["a", "e", "t", "th", "in", " s", "q"], 2))
+    stops = tuple(draw.sample(range(VOCAB), draw.choice((0, 0, 1, 3, 6))))
+    seed, priority = draw.getrandbits(60), draw.choice((0, 0, 0, 1, -1))
+    salt = draw.choice((None, None, None, "x"))
+    return [
+        Request(
+            prompt=tuple(prompt),
+            params=SamplingParams(**wish),
+            seed=seed + number,
+            stop_ids=stops,
+            priority=priority,
+            salt=salt,
+        )
+        for number in range(draw.choice((1, 1, 1, 2, 3, 6)))
+    ]
+
+
+def answer(request, broken_every=0):
+    """Returns what a request gets if nothing goes wrong: it computes alone, and remembers nothing but a chain."""
+    params, chain, tokens, logprobs = request.params, 0, [], []
+    for token in request.prompt:
+        chain = link(chain, token)
+    text = TextStream(TOKENIZER, params.stop) if params.stop else None
+    while is_finite(chain, broken_every):
+        forbidden = request.stop_ids if len(tokens) < params.min_tokens else ()
+        token, logprob = choose(_mixed(request, chain, tokens), forbidden)
+        tokens.append(token)
+        logprobs.append((token, logprob))
+        chain = link(chain, token)
+        reason = _why_over(request, tokens, text)
+        if reason:
+            return Answer(tuple(tokens), reason, logprobs)
+    return Answer(tuple(tokens), "error", logprobs)
+
+
+def _mixed(request, chain, tokens):
+    params = request.params
+    seed = (request.seed, request.seed >> 32) if params.temperature > 0 else None
+    counts = None
+    if params.presence_penalty:
+        counts = (
+            np.bincount(tokens or [0], minlength=VOCAB) * bool(tokens),
+            np.bincount(request.prompt, minlength=VOCAB) > 0,
+        )
+    return weigh(chain, seed=seed, counts=counts, biases=params.logit_bias.items())
+
+
+def _why_over(request, tokens, text):
+    params = request.params
+    may_stop = len(tokens) >= params.min_tokens
+    reason = "length" if len(tokens) == params.max_tokens else None
+    reason = "stop" if tokens[-1] in request.stop_ids else reason
+    if text is None:
+        return reason
+    _, met = text.push(tokens[-1], may_stop=may_stop)
+    if reason and not met:
+        _, met = text.finish(may_stop=may_stop)
+    return "stop" if met else reason
+
+
+class Faults:
+    """Lets the device of an engine fail now and then, before a step, after it, or when it is read (D1, T-09).
+
+    Args:
+        engine: whose.
+        draw: decides when.
+        rate: how often a step fails.
+    """
+
+    def __init__(self, engine, draw, rate):
+        self._draw, self._rate, self._owner = draw, rate, engine.executor.owner
+        executor = engine.executor
+        executor.read = self._before(executor.read, (1.0, self._lose_at_read))
+        executor.step = self._before(
+            self._after(executor.step),
+            (1.0, _raiser(MemoryError)),
+            (0.2, _raiser(RuntimeError)),
+            (0.5, _raiser(KeyboardInterrupt)),
+        )
+        executor.update = self._before(executor.update, (3.0, _raiser(RuntimeError)))
+        executor.look = self._before(executor.look, (3.0, _raiser(RuntimeError)))
+        executor.copy = self._before(executor.copy, (1.0, _raiser(MemoryError)))
+        executor.admit = self._before(executor.admit, (1.0, _raiser(MemoryError)))
+
+    def end(self):
+        self._rate = 0
+
+    def _hits(self, often):
+        return self._rate > 0 and self._draw.random() < self._rate * often
+
+    def _before(self, function, *faults):
+        @wraps(function)
+        def failing(*arguments):
+            for often, fail in faults:
+                if self._hits(often):
+                    fail()
+            return function(*arguments)
+
+        return failing
+
+    def _after(self, step):
+        def failing(*arguments):
+            out = step(*arguments)
+            if self._hits(0.3):
+                raise KeyboardInterrupt
+            if self._hits(0.3):
+                self._owner.poison("injected")
+                raise CachePoisoned("injected")
+            return out
+
+        return failing
+
+    def _lose_at_read(self):
+        kind = self._draw.choice(("RESOURCE_EXHAUSTED", "INTERNAL"))
+        error = jax.errors.JaxRuntimeError(f"{kind}: injected")
+        self._owner.poison("injected", cause=error)
+        raise error
+
+
+def _raiser(kind):
+    def fail():
+        raise kind("injected")
+
+    return fail
