@@ -28,8 +28,8 @@ class CheckpointPolicy:
             end, since its last token is always computed.
         end_of_prompt: the prompt's end, on the grid or not, for the next turn of a conversation. There is none if the
             last token is computed alone, in a decode step: after a hit up to there, or for the second of `n` samples.
-        end_of_generation: what a sequence had computed when it ended, for the next turn; costs no state of its own. There
-            is none if the text ended just at the end of a page while another step was under way.
+        end_of_generation: what a sequence had computed when it ended, for the next turn; costs no state of its own.
+            There is none if the text ended just at the end of a page while another step was under way.
         wait_for_equals: a prompt that begins like one that is being computed waits for its checkpoint.
         grid: tokens between the places of the grid, a multiple of the model's chunk; `None` is the chunk itself.
     """

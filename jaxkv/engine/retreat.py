@@ -134,6 +134,8 @@ class Retreat:
             return kept
         wanted = [(part.sequence, part.count) for part in parts]
         trim(wanted, total - fits)
+        if not total or not wanted:  # Prompts that are known to their end have no tokens to cut.
+            return list(parts[:-1])
         return [part_of(sequence, count) for sequence, count in wanted]
 
 

@@ -1,101 +1,25 @@
 """A device in NumPy behind the real engine: any wrong page, state, slot or order shows at once, and nothing compiles.
 
-Instead of keys and values, a token's place in a page holds (token, position, chain), where the chain is a number made of
-all tokens up to this one. A state holds (chain, length). Whoever reads anything else than its own text raises
-`WrongRead`, and what is chosen next is made of the chain, so an oracle that knows no pages can tell it beforehand.
+Instead of keys and values, a token's place in a page holds (token, position, chain), where the chain is a number made
+of all tokens up to this one. A state holds (chain, length). Who reads anything but its own text raises `WrongUse`, and
+so does who writes what others hold. What is chosen next is made of the chain, so an oracle without pages knows it.
 """
 
 from collections import Counter
-from collections.abc import Iterable
 
-import jax
 import numpy as np
 
-from jaxkv.cache.state import Cache
 from jaxkv.engine.host_programs import SWAP_IN, SWAP_OUT
-
-VOCAB = 61
-_CHAIN, _WORD = 0xFFFFFF, 0xFFFFFFFF
-"""A chain has 24 bits, which a float32 holds exactly."""
+from tests.engine.simulated_memory import on_device
+from tests.engine.simulated_text import VOCAB, chains_of, choose, is_finite, link, weigh
 
 
-class WrongRead(AssertionError):
-    """A row met something else than its own text."""
-
-
-def link(chain, token):
-    """Returns the chain of a text that goes on with a token; numbers or arrays of int64."""
-    return ((chain * 1103 + token * 7919 + 12345) ^ (chain >> 11)) & _CHAIN
-
-
-def fold(mixed, numbers):
-    for number in numbers:
-        mixed = ((mixed * 69069 + int(number) * 40503 + 1) ^ (mixed >> 7)) & _WORD
-    return mixed
-
-
-def weigh(chain, *, seed=None, counts=None, biases: Iterable[tuple[int, float]] = ()):
-    """Returns what decides a row's next token.
-
-    Args:
-        chain: of its text.
-        seed: the two halves of its seed, if it draws.
-        counts: how often it has each token in its output, and whether its prompt has it, if it penalises them.
-        biases: what it adds to which tokens.
-    """
-    mixed = chain if seed is None else fold(chain, [half & _WORD for half in seed])
-    if counts is not None:
-        output, seen = counts
-        places = np.arange(VOCAB)
-        mixed = fold(mixed, [np.dot(places + 1, output), np.dot(places + 3, seen)])
-    bias = sum(int(token) * 100 + int(np.float32(value) * 10) for token, value in biases if value)
-    return fold(mixed, [bias]) if bias else mixed
-
-
-def choose(mixed, forbidden=()):
-    """Returns the token that is chosen and its log-probability, which is made up."""
-    token = (mixed >> 3) % VOCAB
-    while token in forbidden:
-        token = (token + 1) % VOCAB
-    return token, mixed % 1000 / 1000
-
-
-def is_finite(chain, broken_every):
-    """Whether logits are numbers: those of every n-th chain are not; 0 is never."""
-    return not (broken_every and chain % broken_every == 0)
-
-
-class DeviceArray(np.ndarray):
-    """A NumPy array that answers what the engine asks of one on a device."""
-
-    deleted = False
-
-    @property
-    def aval(self):
-        return self.shape, self.dtype
-
-    def is_deleted(self):
-        return self.deleted
-
-    def delete(self):
-        self.deleted = True
-
-    def is_ready(self):
-        return True
-
-    def copy_to_host_async(self):
-        pass
-
-    def devices(self):
-        return [jax.devices()[0]]
-
-
-def on_device(values):
-    return np.array(values).view(DeviceArray)
+class WrongUse(AssertionError):
+    """A row read something else than its own text, or wrote what is not its own."""
 
 
 class SimulatedDevice:
-    """Stands in for the programs, the cache and the transfers of an executor.
+    """Stands in for the programs of an executor whose cache is `put_caches_on_device`.
 
     Args:
         executor: whose; it compiles nothing any more.
@@ -109,14 +33,8 @@ class SimulatedDevice:
         self.layout, self.owner, self.packer = executor.layout, executor.owner, executor.packer
         self.asked = Counter()
         self._executor, self._broken_every = executor, broken_every
-        self._num_layers, self._rebuild = executor.model.num_layers, executor.owner.rebuild
+        self._num_layers = executor.model.num_layers
         executor.program, executor.read = self.program, np.asarray
-        self.owner.rebuild = self.rebuild
-        self._adopt()
-
-    def rebuild(self):
-        self._rebuild()
-        self._adopt()
 
     def program(self, declared):
         """Returns what runs a program, and notes that it was asked for."""
@@ -133,7 +51,7 @@ class SimulatedDevice:
         return lambda params, cache, *packed: self.run(declared.shape, cache, *packed)
 
     def fill_free(self):
-        """Writes junk into all that nobody holds (B3); biases stay clean, as the engine promises to keep them."""
+        """Writes junk into all that nobody holds (R-B3); biases stay clean, as the engine promises to keep them."""
         if self.owner.poisoned:
             return
         if self._executor.before_update is not None:
@@ -162,7 +80,9 @@ class SimulatedDevice:
         last = self.owner.counts[group.name] - 1
         return tuple(
             tuple(
-                np.stack([np.asarray(arrays[layer, spec.role][min(at, last)]) for layer in group.layers])
+                np.stack(
+                    [np.asarray(arrays[layer, spec.role][min(at, last)]) for layer in group.layers]
+                )
                 for spec in group.spec.arrays
             )
             for at in ids.tolist()
@@ -227,16 +147,18 @@ class SimulatedDevice:
 
     def _tokens(self, shape, cache, fields, row, turn):
         """Returns the first position, the tokens, and where they lie in the packed step."""
-        first, stop = (row, row + 1) if shape.decode else fields["cu_q_lens"][row : row + 2].tolist()
+        first, stop = (
+            (row, row + 1) if shape.decode else fields["cu_q_lens"][row : row + 2].tolist()
+        )
         tokens = fields["tokens"][first:stop].tolist()
         start = int(fields["seq_lens"][row]) + turn - len(tokens)
         positions = fields["positions"][first:stop] + turn
         if positions.tolist() != list(range(start, start + len(tokens))):
-            raise WrongRead(f"row {row} has the positions {positions}, but begins at {start}")
+            raise WrongUse(f"row {row} has the positions {positions}, but begins at {start}")
         if turn or fields["carry"][row]:
             slot = int(fields["slots"][row])
             if slot >= self.owner.counts["sampling"]:
-                raise WrongRead(f"row {row} carries a token on, but has no slot")
+                raise WrongUse(f"row {row} carries a token on, but has no slot")
             tokens[0] = int(self._choices(cache)["last_token"][slot])
         return start, tokens, range(first, stop)
 
@@ -249,36 +171,43 @@ class SimulatedDevice:
             for array in self._arrays(cache, group):
                 chain, length = array[state].reshape(-1)[:2].tolist()
                 if length != start:
-                    raise WrongRead(f"{group.name}: state {state} is after {length} tokens, not {start}")
-                told.append(_chains(int(chain), tokens))
+                    raise WrongUse(
+                        f"{group.name}: state {state} is after {length} tokens, not {start}"
+                    )
+                told.append(chains_of(int(chain), tokens))
         for group in self.layout.paged_groups:
             told.append(self._attend(cache, fields, group, row, start, tokens, places, turn))
         if any(one != told[0] for one in told):
-            raise WrongRead(f"row {row} has another text in each group: {told}")
+            raise WrongUse(f"row {row} has another text in each group: {told}")
         return told[0]
 
     def _attend(self, cache, fields, group, row, start, tokens, places, turn):
         table, arrays = fields[f"{group.name}.page_table"][row], self._arrays(cache, group)
         before = range(max(0, start - 1), start)
         chain = int(self._seen(group, arrays, table, before)[-1, 2]) if start else 0
-        chains = _chains(chain, tokens)
-        slots = self.write_slots(fields, group, row, range(start, start + len(tokens)), places, turn)
+        chains = chains_of(chain, tokens)
+        slots = self.write_slots(
+            fields, group, row, range(start, start + len(tokens)), places, turn
+        )
         for position, token, chain, slot in zip(
             range(start, start + len(tokens)), tokens, chains[1:], slots, strict=True
         ):
+            if slot >= self.owner.counts[group.name] * group.page_size:
+                continue
+            page, offset = divmod(slot, group.page_size)
+            self._check_own(group, page)
             for array in arrays:
-                if slot < len(array) * group.page_size:
-                    record = array[slot // group.page_size, slot % group.page_size].reshape(-1)
-                    record[:] = np.nan
-                    record[:3] = token, position, chain
+                record = array[page, offset].reshape(-1)
+                record[:] = np.nan
+                record[:3] = token, position, chain
         # What the first of these tokens sees, and everything after it: each later one sees a part of that.
         first = 0 if group.window is None else max(0, start - group.window + 1)
         seen = self._seen(group, arrays, table, range(first, start + len(tokens)))
         links = link(seen[:-1, 2], seen[1:, 0])
         if not np.array_equal(links, seen[1:, 2]) or seen[-1, 2] != chains[-1]:
-            raise WrongRead(f"{group.name}: row {row} reads the text of another before {start}")
+            raise WrongUse(f"{group.name}: row {row} reads the text of another before {start}")
         if first == 0 and seen[0, 2] != link(0, seen[0, 0]):
-            raise WrongRead(f"{group.name}: row {row} reads another beginning")
+            raise WrongUse(f"{group.name}: row {row} reads another beginning")
         return chains
 
     def write_slots(self, fields, group, row, positions, places, turn):
@@ -297,14 +226,14 @@ class SimulatedDevice:
         """Returns the records at some positions, which the first and the last array must agree on."""
         size, at = group.page_size, np.asarray(positions)
         if at[-1] // size >= len(table):
-            raise WrongRead(f"{group.name}: position {at[-1]} lies beyond the table")
+            raise WrongUse(f"{group.name}: position {at[-1]} lies beyond the table")
         pages = table[at // size]
         one, other = (
             array[pages, at % size].reshape(len(at), -1)[:, :3] for array in (arrays[0], arrays[-1])
         )
         # Junk is not a number, so it differs from everything.
         if not (np.array_equal(one, other) and np.array_equal(one[:, 1], at)):
-            raise WrongRead(f"{group.name}: at {at} the pages {pages} hold {one} and {other}")
+            raise WrongUse(f"{group.name}: at {at} the pages {pages} hold {one} and {other}")
         return np.asarray(one).astype(np.int64)
 
     def _written(self, shape, fields, row, start, chains, places):
@@ -340,21 +269,24 @@ class SimulatedDevice:
         """Writes choices and states, once every row has read."""
         choices, slots = self._choices(cache), [slot for slot, _ in chosen]
         if len(set(slots)) < len(slots):
-            raise WrongRead(f"the slots {slots} are written twice")
+            raise WrongUse(f"the slots {slots} are written twice")
         for slot, token in chosen:
             choices["last_token"][slot] = token
             if shape.features.penalties:
                 # Of a row without penalties this counts on from junk, which may wrap around.
                 choices["output_counts"][[slot], [token]] += 1
         for group, state, chain, length in states:
+            self._check_own(group, state)
             for array in self._arrays(cache, group):
                 array[state].reshape(-1)[:2] = chain, length
 
     # The cache.
 
-    def _adopt(self):
-        live = self.owner.take()
-        self.owner.put(Cache(arrays=tuple(map(on_device, live.arrays)), keys=live.keys))
+    def _check_own(self, group, unit):
+        """Raises if a step writes what is free, or what others hold as well."""
+        holders = self._executor.accounts._pools[group.name].references(unit)
+        if holders != 1:
+            raise WrongUse(f"{group.name}: {group.unit} {unit}, which {holders} hold, is written")
 
     @staticmethod
     def _by_place(cache):
@@ -370,13 +302,6 @@ class SimulatedDevice:
             for (layer, role), array in self._by_place(cache).items()
             if layer == self._num_layers
         }
-
-
-def _chains(chain, tokens):
-    chains = [chain]
-    for token in tokens:
-        chains.append(link(chains[-1], token))
-    return chains
 
 
 def _histogram(tokens):

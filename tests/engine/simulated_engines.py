@@ -1,7 +1,8 @@
-"""Engines over a simulated device: one for each kind of cache, settings at random, and the books after every step."""
+"""Engines over a simulated device: one for each kind of cache, with settings at random."""
 
 from dataclasses import dataclass
 from functools import cache
+from itertools import count
 
 import jax
 import jax.numpy as jnp
@@ -12,18 +13,13 @@ from jaxkv.engine.engine import Engine
 from jaxkv.engine.engine_config import EngineConfig
 from jaxkv.engine.executor import Executor
 from jaxkv.engine.programs import Programs
-from jaxkv.engine.sequence import FINISHED
 from jaxkv.model_config import ModelConfig, RopeConfig
 from jaxkv.models.decoder import Decoder
 from jaxkv.plan import plan_cache, tokens_ahead
-from tests.engine.simulated import VOCAB, SimulatedDevice
-from tests.engine.simulated_requests import (
-    LONGEST,
-    TOKENIZER,
-    Faults,
-    answer,
-    groups_of_requests,
-)
+from tests.engine.simulated import SimulatedDevice
+from tests.engine.simulated_memory import SlowMemory
+from tests.engine.simulated_requests import LONGEST, TOKENIZER
+from tests.engine.simulated_text import VOCAB
 
 WINDOWS = {
     "full": (None, None),
@@ -36,7 +32,7 @@ KINDS = (*WINDOWS, "hybrid")
 
 @cache
 def model_of(kind):
-    """Returns a model with a kind of cache, and parameters that nobody looks at."""
+    """Returns a model with a kind of cache, and the types of its parameters."""
     if kind == "hybrid":
         config = ModelConfig(
             family="hybrid",
@@ -69,7 +65,7 @@ def model_of(kind):
             windows=WINDOWS[kind],
         )
     model = Decoder(config)
-    return model, model.init_params(jax.random.key(1), jnp.float32)
+    return model, jax.eval_shape(lambda: model.init_params(jax.random.key(1), jnp.float32))
 
 
 @dataclass(frozen=True)
@@ -160,7 +156,9 @@ def engine_of(draw, setting):
         host_bytes=setting.host_bytes,
     )
     device = SimulatedDevice(executor, broken_every=setting.broken_every)
-    engine = Engine(executor, TOKENIZER, config)
+    engine = Engine(executor, TOKENIZER, config, clock=count().__next__)
+    if engine.host is not None:
+        engine.host.transfers.memory = SlowMemory(draw)
     if setting.coarse:
         shapes = engine.shapes
         shapes.decode_rows, shapes.lengths = (setting.rows,), (LONGEST,)
@@ -181,118 +179,3 @@ def _few(draw, setting, layout, counts):
             few = -(-(group.window - 1) // group.page_size) + 1 + draw.choice((1, 2, 4, 8))
         counts[group.name] = min(counts[group.name], few)
     return counts
-
-
-def check_books(engine):
-    """Raises if accounts, index, host tier and schedule contradict themselves or each other (A1)."""
-    accounts = engine.executor.accounts
-    accounts.check()
-    if engine.prefix is not None:
-        engine.prefix.check()
-    if engine.host is not None:
-        engine.host.tier.check()
-    running = engine.scheduler.running
-    for sequence in running:
-        held = accounts._held[sequence.number]
-        assert held.computed == sequence.computed
-        assert sequence.writable <= held.reserved
-        assert sequence.collected <= sequence.computed
-        assert sequence.pending >= 0
-        assert sequence.reserved < sequence.longest or sequence.reserved == 0
-    others = set(accounts._held) - {sequence.number for sequence in running}
-    assert all(number < 0 for number in others), f"who does not run holds pages: {others}"
-
-
-def assert_all_is_free(engine):
-    accounts = engine.executor.accounts
-    for group in engine.executor.layout.groups:
-        free = accounts.num_free(group.name) + accounts.num_reclaimable(group.name)
-        assert free == engine.executor.owner.counts[group.name] - (group.unit == "state")
-
-
-class Play:
-    """Lets an engine serve requests at random, over junk in whatever is free, and compares with the oracle.
-
-    Args:
-        draw: decides everything.
-        setting: of the engine.
-        most: groups of requests.
-
-    Attributes:
-        engine, device: of the play.
-        sequences: all that were taken in, with the request of each.
-    """
-
-    def __init__(self, draw, setting, most):
-        self.engine, self.device = engine_of(draw, setting)
-        self.sequences = []
-        self._draw, self._setting = draw, setting
-        self._faults = Faults(self.engine, draw, setting.fault_rate)
-        self._aborted = set()
-        self._waiting = groups_of_requests(draw, most)
-        self._arrivals, self._aborts = (
-            draw.choice((0.03, 0.1, 0.3, 0.9)),
-            draw.choice((0, 0, 0.02, 0.1)),
-        )
-
-    def run(self):
-        """Serves everybody, with faults and without at the end, and compares what they got."""
-        steps = 0
-        while self._waiting or any(one.status != FINISHED for one, _ in self.sequences):
-            self._arrive()
-            if self._draw.random() < 0.7:
-                self.device.fill_free()
-            if self.engine.has_work:
-                self._step()
-                steps += 1
-                assert steps < 8000, "nothing comes to an end"
-        self._faults.end()
-        while self.engine.has_work:
-            self.engine.step()
-        check_books(self.engine)
-        assert_all_is_free(self.engine)
-        for sequence, request in self.sequences:
-            self._compare(sequence, answer(request, self._setting.broken_every))
-
-    def _arrive(self):
-        draw, engine = self._draw, self.engine
-        while self._waiting and (draw.random() < self._arrivals or not engine.has_work):
-            group = self._waiting.pop(0)
-            try:
-                made = engine.add(group, streamed=draw.random() < 0.3)
-            except ValueError as error:
-                assert "needs room" in str(error)
-            else:
-                self.sequences += zip(made, group, strict=True)
-            if draw.random() < 0.5:
-                return
-
-    def _step(self):
-        try:
-            self.engine.step()
-        except KeyboardInterrupt as interrupt:
-            assert "injected" in str(interrupt)
-        if self.sequences and self._draw.random() < self._aborts:
-            sequence, _ = self._draw.choice(self.sequences)
-            if sequence.status != FINISHED:
-                self._aborted.add(sequence)
-                self.engine.abort(sequence)
-        check_books(self.engine)
-
-    def _compare(self, sequence, wanted):
-        got = tuple(sequence.token_ids)
-        if sequence in self._aborted:
-            assert got == wanted.token_ids[: sequence.generated]
-            return
-        if sequence.error is not None:
-            assert self._setting.fault_rate, sequence.error
-            assert got == wanted.token_ids[: sequence.generated]
-            return
-        assert (got, sequence.reason) == (wanted.token_ids, wanted.reason)
-        if sequence.request.params.logprobs is not None:
-            for told, (token, logprob) in zip(sequence.logprobs, wanted.logprobs, strict=True):
-                assert abs(told[token] - logprob) < 1e-6
-        if sequence.pieces is not None:
-            ids = [piece.token_id for piece in sequence.pieces if piece.token_id is not None]
-            assert ids == sequence.token_ids
-            assert sum(piece.finish_reason is not None for piece in sequence.pieces) == 1

@@ -12,7 +12,7 @@ from jaxkv.engine.request import Request
 from jaxkv.engine.text_stream import TextStream
 from jaxkv.errors import CachePoisoned
 from jaxkv.tokenizer import load_tokenizer
-from tests.engine.simulated import VOCAB, choose, is_finite, link, weigh
+from tests.engine.simulated_text import VOCAB, chains_of, choose, is_finite, link, weigh
 
 LONGEST = 64
 TOKENIZER = load_tokenizer(default_model.path())
@@ -68,9 +68,8 @@ def _samples(draw, stems, wishes):
 
 def answer(request, broken_every=0):
     """Returns what a request gets if nothing goes wrong: it computes alone, and remembers nothing but a chain."""
-    params, chain, tokens, logprobs = request.params, 0, [], []
-    for token in request.prompt:
-        chain = link(chain, token)
+    params, tokens, logprobs = request.params, [], []
+    chain = chains_of(0, request.prompt)[-1]
     text = TextStream(TOKENIZER, params.stop) if params.stop else None
     while is_finite(chain, broken_every):
         forbidden = request.stop_ids if len(tokens) < params.min_tokens else ()
@@ -110,7 +109,7 @@ def _why_over(request, tokens, text):
 
 
 class Faults:
-    """Lets the device of an engine fail now and then, before a step, after it, or when it is read (D1, T-09).
+    """Lets the device of an engine fail now and then, before a step, after it, or when it is read (R-D1, T-09).
 
     Args:
         engine: whose.
@@ -153,7 +152,7 @@ class Faults:
         def failing(*arguments):
             out = step(*arguments)
             if self._hits(0.3):
-                raise KeyboardInterrupt
+                raise KeyboardInterrupt("injected")
             if self._hits(0.3):
                 self._owner.poison("injected")
                 raise CachePoisoned("injected")

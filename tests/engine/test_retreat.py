@@ -286,6 +286,16 @@ def test_prompts_are_cut_before_rows_are_left_out():
     assert kept.give_up(parts[0], chosen) is None
 
 
+def test_prompts_that_are_known_to_their_end_are_left_out_one_by_one():
+    """They have no tokens to cut, and a hybrid's full hit once had no smaller step, for ever."""
+    kept = retreat()
+    kept.note_failure(shape(1, 1), ERROR, lost=False)
+    for counts, left in (((0, 0), [0]), ((1, 0), [1]), ((0, 40), [0])):
+        parts, chosen = kept.cut(parts_of(*counts), shape_of)
+        assert [part.count for part in parts] == left
+        assert kept.avoids(chosen)
+
+
 def test_whole_prompts_are_left_out_but_never_cut():
     kept = retreat(whole=True)
     kept.note_failure(shape(16, 1), ERROR, lost=False)
