@@ -87,4 +87,6 @@ def test_two_million_operations_break_no_promise(name):
         elif part == "tier":
             tier = world.tier.stats
             visits += Counter({"host hits": tier.hits, "host evictions": tier.evictions})
+    if part == "tier":  # What moves to the host leaves room nearly always.
+        assert visits.pop("no room") >= LEAST_VISITS // 2
     assert min(visits.values()) >= LEAST_VISITS, visits
