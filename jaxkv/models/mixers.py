@@ -197,6 +197,8 @@ def _run_delta(
     )
 
 
-ATTENTION = Block(_attention_leaves, _run_attention, "page", _attention_spec, joins=True)
+ATTENTION = Block(
+    _attention_leaves, _run_attention, "page", _attention_spec, joins=True, first=("qkv", False)
+)
 MAMBA2 = Block(_mamba_leaves, _run_mamba, "state", _mamba_spec)
 DELTA = Block(_delta_leaves, _run_delta, "state", _delta_spec)

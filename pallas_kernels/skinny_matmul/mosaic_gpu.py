@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Shaped
 
 from pallas_kernels.device import why_not_mosaic
 from pallas_kernels.skinny_matmul.mosaic_activation import ACTIVATIONS, activated
+from pallas_kernels.skinny_matmul.mosaic_ahead import Ahead
 from pallas_kernels.skinny_matmul.mosaic_ending import Ending
 from pallas_kernels.skinny_matmul.mosaic_kernel import Kernel
 from pallas_kernels.skinny_matmul.mosaic_packed import prepared
@@ -51,6 +52,8 @@ def skinny_matmul(
     gated: bool = False,
     gate_multiplier: float = 1.0,
     result: DTypeLike | None = None,
+    ahead: Shaped[Array, "next_weights next_inner"] | None = None,
+    ahead_gated: bool = False,
     schedule: Schedule | None = None,
     interpret: bool = False,
 ) -> Float[Array, "rows out"] | Weighed:
@@ -96,7 +99,10 @@ def skinny_matmul(
         "residual": residual,
         "next_norm": next_norm if ending.weighs else None,
     }
-    options = {"schedule": schedule, "geometry": geometry, "ending": ending, "interpret": interpret}
+    asked = None if ahead is None else Ahead.of(ahead, len(x), x.dtype, gated=ahead_gated)
+    extras["ahead"] = None if asked is None else ahead
+    options = {"schedule": schedule, "geometry": geometry, "ending": ending, "ahead": asked}
+    options["interpret"] = interpret
     found = multiply(weight, operand, extras, **options)
     if next_norm is None:
         return found[0]
@@ -104,7 +110,7 @@ def skinny_matmul(
 
 
 # The layers of a model call this many times with equal shapes: under its own jit the kernel is lowered once.
-@partial(jax.jit, static_argnames=("schedule", "geometry", "ending", "interpret"))
+@partial(jax.jit, static_argnames=("schedule", "geometry", "ending", "ahead", "interpret"))
 def multiply(
     weight: Shaped[Array, "weights inner"],
     x: Float[Array, "rows inner"],
@@ -113,16 +119,20 @@ def multiply(
     schedule: Schedule,
     geometry: Geometry,
     ending: Ending,
+    ahead: Ahead | None = None,
     interpret: bool = False,
 ) -> list[Array]:
     """Runs the kernel under a given schedule, and adds up what its splits found, in their order."""
     if interpret or geometry.padded_rows > ROW_TILE:
         # Copies fill what lies past the end with zeros, unless that is in another tile or an interpreter's.
         x = jnp.pad(x, ((0, geometry.padded_rows - geometry.rows), (0, 0)))
+    in_kernel = ending if schedule.splits == 1 else Ending(jnp.float32)
+    kernel = Kernel(geometry, schedule, in_kernel, ahead).build(interpret)
+    names = in_kernel.inputs + ["ahead"] * (ahead is not None)
+    found = kernel(weight, x, *(extras[name] for name in names))
     if schedule.splits == 1:
-        kernel = Kernel(geometry, schedule, ending).build(interpret)
-        return kernel(weight, x, *(extras[name] for name in ending.inputs))
-    shares = Kernel(geometry, schedule, Ending(jnp.float32)).build(interpret)(weight, x)[0]
+        return found
+    [shares] = found
     total = sum((shares[split] for split in range(1, schedule.splits)), shares[0])
     return [_ended(total, extras, geometry, ending)]
 

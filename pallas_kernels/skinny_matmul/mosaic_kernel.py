@@ -19,6 +19,7 @@ from jax.typing import DTypeLike
 
 from pallas_kernels.mosaic_rows import INTERPRETED
 from pallas_kernels.paged_attention.mosaic_tile import swizzled
+from pallas_kernels.skinny_matmul.mosaic_ahead import Ahead
 from pallas_kernels.skinny_matmul.mosaic_ending import End, Ending
 from pallas_kernels.skinny_matmul.mosaic_packed import take_packed
 from pallas_kernels.skinny_matmul.mosaic_schedule import PADDING, ROW_TILE, Geometry, Schedule
@@ -28,14 +29,15 @@ Ref = Any
 
 @dataclass(frozen=True)
 class Kernel:
-    """The kernel for one geometry, one schedule and one ending."""
+    """The kernel for one geometry, one schedule and one ending, and what it asks for on behalf of the next."""
 
     geometry: Geometry
     schedule: Schedule
     ending: Ending
+    ahead: Ahead | None = None
 
     def build(self, interpret: bool) -> Callable[..., list[Array]]:
-        """Returns the function of weight, x, and what the ending needs, that launches the kernel.
+        """Returns the function of weight, x, what the ending needs, and the weight ahead, that launches the kernel.
 
         It returns the result, and what `Ending.weighs` says: sums of squares have shape [tiles, rows].
         """
@@ -85,7 +87,7 @@ class Kernel:
 
     def _body(self, interpret: bool, *refs: Ref, **scratch: Ref) -> None:
         names = ["weight", "x"]
-        names += self.ending.inputs + self.ending.outputs
+        names += self.ending.inputs + ["ahead"] * (self.ahead is not None) + self.ending.outputs
         named = dict(zip(names, refs, strict=True))
         Block(self, named | scratch, interpret=interpret).run()
 
@@ -100,11 +102,14 @@ class Block:
         self.turns, self.tiles = s.turns_per_tile(g), s.tiles_per_block(g)
         self.steps = self.turns * self.tiles
         self.end = End(g, s, kernel.ending, refs)
+        self.ahead = kernel.ahead
 
     def run(self) -> None:
         """Works through the block's tiles; copies for the next one are under way while one is stored."""
         for step in range(min(self.schedule.stages, self.steps)):
             self.fetch(jnp.int32(step), step)
+        if self.steps <= self.schedule.stages:
+            self.ask_ahead()
         self.end.prepare()
         if self.tiles == 1:
             self.take_tile(jnp.int32(0))
@@ -174,6 +179,16 @@ class Block:
         def _() -> None:
             plgpu.commit_smem()
             self.fetch(later, lax.rem(later, jnp.int32(self.schedule.stages)))
+
+        # All of the block's own weight is on its way.
+        pl.when(later == self.steps)(self.ask_ahead)
+
+    def ask_ahead(self) -> None:
+        """Asks for the block's share of what the next product fetches first."""
+        if self.ahead is not None:
+            g, s = self.geometry, self.schedule
+            block = self.block * s.splits + self.split
+            self.ahead.ask(self.refs["ahead"], block, s.grid(g) * s.splits)
 
 
 def take_wide(block: Block, tile: Array, *, interpret: bool) -> list[Array]:

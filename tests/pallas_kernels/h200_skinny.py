@@ -15,7 +15,6 @@ def programs():
 
     from pallas_kernels.skinny_matmul import mosaic_gpu
     from pallas_kernels.skinny_matmul.cases import CASES
-    from pallas_kernels.skinny_matmul.mosaic_tail import Norms, layer_tail
 
     cases = {case.name: case for case in CASES}
 
@@ -37,18 +36,22 @@ def programs():
 
         return run, (*arrays, *extras)
 
-    def tail():
-        shape = partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
-        sizes = {"o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
-        sizes |= {"qkv": (6144, 4096), "norms": (2, 4096), "next_norms": (2, 4096)}
-        weights = {name: shape(size) for name, size in sizes.items()}
-        rows, met = shape((8, 4096)), jax.ShapeDtypeStruct((1,), jnp.int32)
-        run = partial(layer_tail, activation="silu", norms=Norms(1, 0, 1e-5))
-        return lambda x, *others: run(x, *others), (rows, rows, weights, met)
+    def with_ahead(name, following):
+        _, arrays = multiply(name)
+        ahead = multiply(following)[1][1]
+        gated = cases[following].gated
+
+        def run_ahead(x, weight, ahead):
+            return mosaic_gpu.skinny_matmul(weight, x, ahead=ahead, ahead_gated=gated)
+
+        return run_ahead, (*arrays[:2], ahead)
 
     names = [f"8b-{product}-b{rows}" for product in ("o", "gate-up", "logits") for rows in (1, 64)]
     names += ["0.6b-down-b8", "70b-tp4-qkv-b16"]
-    return {name: multiply(name) for name in names} | {"tail": tail()}
+    return {name: multiply(name) for name in names} | {
+        "8b-o-b8, ahead": with_ahead("8b-o-b8", "8b-gate-up-b8"),
+        "8b-o-b64, ahead": with_ahead("8b-o-b64", "8b-gate-up-b64"),
+    }
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
 """The Mosaic GPU kernel of `skinny_matmul` itself: interpreted, and how it cuts weights. Contract: its own suite."""
 
 from dataclasses import replace
+from functools import partial
+from importlib import import_module
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +13,7 @@ from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as interp
 from pallas_kernels.device import NEWEST_JAX, SHARED_BYTES_PER_BLOCK
 from pallas_kernels.skinny_matmul import mosaic_gpu
 from pallas_kernels.skinny_matmul.cases import CASES, Case
+from pallas_kernels.skinny_matmul.mosaic_ahead import Ahead
 from pallas_kernels.skinny_matmul.mosaic_schedule import Geometry, Schedule
 from tests.pallas_kernels.contract import bits
 from tests.pallas_kernels.test_skinny_matmul import oracle, packed
@@ -19,6 +22,7 @@ from tests.tolerances import assert_output
 pytestmark = pytest.mark.skipif(
     jax.__version_info__[:2] > NEWEST_JAX, reason="this JAX takes minutes; why_not says so"
 )
+mosaic_ahead = import_module("pallas_kernels.skinny_matmul.mosaic_ahead")
 BFLOAT16 = jnp.dtype(jnp.bfloat16)
 
 # Every way of cutting, alone and with others: columns, folds, depth, stages, splits, blocks.
@@ -61,6 +65,61 @@ def test_interpreted_it_equals_the_oracle_without_a_race(name, races):
     assert result.dtype == jnp.dtype(case.result or "bfloat16")
     assert_output(result, oracle(inputs), "bfloat16")
     assert not races()
+
+
+@pytest.mark.parametrize("name", ["tiles in turn, the last one early", "splits", "two heights"])
+def test_interpreted_what_is_asked_for_ahead_changes_no_bit(name, races):
+    """With copies left to send for while others are multiplied, and with none."""
+    case, cuts = CUTS[name]
+    inputs = device(case.inputs(1))
+    run = partial(mosaic_gpu.skinny_matmul, **inputs, schedule=Schedule(*cuts), interpret=True)
+    ahead = jnp.full((1024, 512), jnp.nan, jnp.bfloat16)
+    assert bits(run(ahead=ahead, ahead_gated=True)) == bits(run())
+    assert not races()
+
+
+@pytest.mark.parametrize("blocks", [1, 5, 32, 200])
+@pytest.mark.parametrize("cuts", [(16, 2, 1, 3, 1, 9), (32, 1, 2, 4, 2, 99), (64, 1, 1, 2, 1, 2)])
+@pytest.mark.parametrize("gated", [False, True])
+def test_exactly_what_the_next_product_fetches_first_is_asked_for(cuts, blocks, gated, monkeypatch):
+    """Each of its blocks begins with the first chunks of its first tile; no piece is asked for twice."""
+    weight = np.zeros((2 * 200 if gated else 200, 512))
+    asked = np.zeros_like(weight)
+    monkeypatch.setattr(Schedule, "of", lambda _: Schedule(*cuts))
+    monkeypatch.setattr(mosaic_ahead, "AHEAD_BYTES", 2**20)
+    ahead = Ahead.of(jnp.asarray(weight, jnp.bfloat16), 3, jnp.bfloat16, gated=gated)
+    schedule, geometry = ahead.schedule, ahead.geometry
+
+    class Pool:
+        at = property(lambda self: self)
+
+        def __getitem__(self, place):
+            return tuple(np.s_[int(part.start) : int(part.start) + part.size] for part in place)
+
+    def prefetch(place, predicate):
+        asked[place] += predicate is None or bool(predicate)
+
+    monkeypatch.setattr(mosaic_ahead.plgpu, "async_prefetch", prefetch)
+    for block in range(blocks):
+        ahead.ask(Pool(), jnp.int32(block), blocks)
+    wanted = np.zeros_like(weight)
+    turn = schedule.folds * schedule.chunk(geometry)
+    share = 512 // schedule.splits
+    for tile in range(0, schedule.tiles(geometry), schedule.tiles_per_block(geometry)):
+        for split in range(schedule.splits):
+            for half in range(2 if gated else 1):
+                first = 200 * half + min(tile * schedule.columns, 200 - schedule.columns)
+                inner = np.s_[split * share : split * share + min(ahead.turns * turn, share)]
+                wanted[first : first + schedule.columns, inner] += 1
+    assert ahead.turns > 1
+    assert ahead.turns * turn <= share
+    np.testing.assert_array_equal(asked, wanted)
+
+
+def test_nothing_is_asked_for_a_product_that_is_not_this_kernels():
+    """Sizes that are XLA's; and a weight whose first turns are more than may be asked for."""
+    assert Ahead.of(jnp.zeros((128, 60), jnp.bfloat16), 1, jnp.bfloat16, gated=False) is None
+    assert Ahead.of(jnp.zeros((128, 64), jnp.bfloat16), 65, jnp.bfloat16, gated=False) is None
 
 
 def test_interpreted_rows_do_not_see_each_other():
