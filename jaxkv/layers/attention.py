@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxkv.batch import PagedTables, StepBatch
-from jaxkv.layers.linear import Coming, Joining, Normed, matmul
+from jaxkv.layers.linear import Joining, Normed, matmul
 from jaxkv.layers.rope import Angles
 from pallas_kernels import page_write, paged_attention, ragged_attention, rotary_write
 from pallas_kernels.families import member
@@ -17,7 +17,6 @@ from pallas_kernels.quantise import quantise
 
 # What a layer may keep of a token, in the order in which the ops take it.
 _ROLES = ("key", "value", "key_scale", "value_scale")
-_FEW_ROWS = 16
 
 
 def attention(
@@ -66,9 +65,7 @@ def attention(
         The layer's pages after the write, and the attention's output.
     """
     run = partial(matmul, implementation=implementation)
-    # What many rows read of their pages would push it out again.
-    coming = Coming(params["o"]) if len(batch.tokens) <= _FEW_ROWS else None
-    qkv = run(params["qkv"], x, bias=params.get("qkv_bias"), coming=coming)
+    qkv = run(params["qkv"], x, bias=params.get("qkv_bias"))
     layer_cache, mixed = attend_projected(
         params,
         layer_cache,

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxkv.layers.linear import Coming, Joining, Normed, linear, matmul, scaled
+from jaxkv.layers.linear import Joining, Normed, linear, matmul, scaled
 
 
 def _squared_relu(x: Array) -> Array:
@@ -52,7 +52,6 @@ def gated_feed_forward(
             activation=activation,
             gated=True,
             gate_multiplier=gate_multiplier,
-            coming=Coming(params["down"]),
         )
         return run(params["down"], inner, bias=params.get("down_bias"), joining=joining)
     gate_up = linear(params["gate_up"], x, params.get("gate_up_bias"))

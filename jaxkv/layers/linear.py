@@ -24,18 +24,6 @@ class Normed(NamedTuple):
     eps: float
 
 
-class Coming(NamedTuple):
-    """The projection that comes next.
-
-    Attributes:
-        weight: which is asked into the cache beforehand.
-        gated: whether the projection is.
-    """
-
-    weight: Float[Array, "weights in"]
-    gated: bool = False
-
-
 class Joining(NamedTuple):
     """What a block's last projection adds to, and what comes next.
 
@@ -43,13 +31,11 @@ class Joining(NamedTuple):
         hidden: the residual stream.
         next_norms: weights of norms; `None` if the norm that comes next is not the projection's affair.
         row: which of them the sum goes into.
-        coming: the projection behind that norm.
     """
 
     hidden: Float[Array, "tokens hidden_size"]
     next_norms: Float[Array, "norms hidden_size"] | None
     row: int = 0
-    coming: Coming | None = None
 
 
 def linear(
@@ -80,7 +66,6 @@ def matmul(
     *,
     bias: Float[Array, " weights"] | None = None,
     joining: Joining | None = None,
-    coming: Coming | None = None,
     activation: str | None = None,
     gated: bool = False,
     gate_multiplier: float = 1.0,
@@ -98,9 +83,6 @@ def matmul(
             "next_norm": joining.next_norms,
             "norm_row": joining.row,
         }
-        coming = joining.coming
-    if coming is not None:
-        added |= {"ahead": coming.weight, "ahead_gated": coming.gated}
     return skinny_matmul(
         weight,
         x,

@@ -64,7 +64,6 @@ class Block(NamedTuple):
         unit: what its memory comes in, "page" or "state"; empty if it remembers nothing. A layer has one block of each.
         spec: what it remembers, given the layer, the page size and the dtype's name.
         joins: it may be given `Step.joining`, and `Normed` hidden states; then it returns the sum.
-        first: name of the weight of its first projection, and whether that is gated, if it joins.
     """
 
     leaves: Callable[[ModelConfig], dict[str, Leaf]]
@@ -81,4 +80,3 @@ class Block(NamedTuple):
     unit: str = ""
     spec: Callable[[ModelConfig, int, int, str], PagedSpec | StateSpec] | None = None
     joins: bool = False
-    first: tuple[str, bool] = ("", False)

@@ -13,7 +13,7 @@ from jaxkv.batch import PagedTables, StateTables, StepBatch
 from jaxkv.cache.spec import LayerSpec, group_layers
 from jaxkv.cache.state import Cache
 from jaxkv.layers.embedding import embed, soft_capped, unembed
-from jaxkv.layers.linear import Coming, Joining, Normed, joins_norms, scaled
+from jaxkv.layers.linear import Joining, Normed, joins_norms, scaled
 from jaxkv.layers.norm import rms_norm
 from jaxkv.layers.rope import Angles, rope_angles
 from jaxkv.model_config import ModelConfig, Multipliers
@@ -106,7 +106,7 @@ class Decoder:
         hidden = hidden.astype(jnp.float32) if config.wide_residual else hidden
         angles = self._angles(batch)
         tables = self._tables(batch)
-        followers = self._followers(params, batch)
+        next_norms = self._next_norms(params, batch)
         behind_norm = None
         for layer, stages in enumerate(config.pattern):
             place = self.layer_offset + layer
@@ -116,7 +116,7 @@ class Decoder:
                 x = behind_norm
                 if x is None:
                     x = rms_norm(norm, hidden.astype(narrow), eps=config.norm_eps)
-                joining = Joining(hidden, *next(followers)) if followers is not None else None
+                joining = Joining(hidden, *next(next_norms)) if next_norms is not None else None
                 added = []
                 for block in (BLOCKS[name] for name in stage.split("+")):
                     step = Step(
@@ -149,14 +149,15 @@ class Decoder:
         self, params: Params, hidden: Float[Array, "rows hidden_size"]
     ) -> Float[Array, "rows vocab_size"]:
         """Scores every token by the output projection, which is the embedding table if they are tied."""
-        logits = unembed(params[self._output_table], hidden, implementation=self.implementation)
+        table = params["embed" if self.config.tie_embeddings else "lm_head"]
+        logits = unembed(table, hidden, implementation=self.implementation)
         logits = scaled(logits, self.config.multipliers.logits)
         return soft_capped(logits, self.config.logit_cap)
 
-    def _followers(
+    def _next_norms(
         self, params: Params, batch: StepBatch
-    ) -> Iterator[tuple[Array | None, int, Coming]] | None:
-        """Returns the norm and the projection behind each stage where blocks add to the residual stream by themselves.
+    ) -> Iterator[tuple[Array | None, int]] | None:
+        """Returns the weights of the norm behind each stage where blocks add to the residual stream by themselves.
 
         They do so in steps of few tokens on our kernels, if each stage is one block that can and nothing else happens
         between it and the next. The last norm is left to whoever reads the hidden states.
@@ -168,20 +169,12 @@ class Decoder:
         few = joins_norms(self.implementation, batch.tokens.shape[0])
         if not (few and plain and joins) or config.wide_residual or "post_norms" in layers[0]:
             return None
-        stages = [
-            (weights, row, *blocks[stage].first)
+        norms = [
+            (weights["norms"], row)
             for weights, stages in zip(layers, config.pattern, strict=True)
-            for row, stage in enumerate(stages)
+            for row in range(len(stages))
         ]
-        behind = [
-            (weights["norms"], row, Coming(weights[name], gated))
-            for weights, row, name, gated in stages[1:]
-        ]
-        return iter([*behind, (None, 0, Coming(params[self._output_table]))])
-
-    @property
-    def _output_table(self) -> str:
-        return "embed" if self.config.tie_embeddings else "lm_head"
+        return iter([*norms[1:], (None, 0)])
 
     def _angles(self, batch: StepBatch) -> tuple[Angles, Angles]:
         """Returns the angles of layers that see everything, and of those with a window."""

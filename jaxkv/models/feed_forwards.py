@@ -137,7 +137,7 @@ def _run_shared(
     return (said.astype(jnp.float32) * opened).astype(said.dtype)
 
 
-GATED = Block(_gated_leaves, _run_gated, joins=True, first=("gate_up", True))
+GATED = Block(_gated_leaves, _run_gated, joins=True)
 PLAIN = _block(_plain_leaves, _run_plain)
 MIXTURE = _block(_mixture_leaves, _run_mixture)
 SHARED = _block(_shared_leaves, _run_shared)

@@ -197,8 +197,6 @@ def _run_delta(
     )
 
 
-ATTENTION = Block(
-    _attention_leaves, _run_attention, "page", _attention_spec, joins=True, first=("qkv", False)
-)
+ATTENTION = Block(_attention_leaves, _run_attention, "page", _attention_spec, joins=True)
 MAMBA2 = Block(_mamba_leaves, _run_mamba, "state", _mamba_spec)
 DELTA = Block(_delta_leaves, _run_delta, "state", _delta_spec)

@@ -73,10 +73,10 @@ def test_models_that_do_more_between_two_blocks_keep_their_norms():
     plain = build_model(config, implementation="mosaic_gpu")
     batch = Driver(plain, {}, **SMALL).batch([[1], [2], [3]], decode=True)
     params = plain.param_shapes("bfloat16")
-    assert plain._followers(params, batch) is not None
-    assert plain.running("xla")._followers(params, batch) is None
+    assert plain._next_norms(params, batch) is not None
+    assert plain.running("xla")._next_norms(params, batch) is None
     for changed in (
         replace(config, multipliers=Multipliers(residual=0.5)),
         replace(config, wide_residual=True),
     ):
-        assert build_model(changed, implementation="mosaic_gpu")._followers(params, batch) is None
+        assert build_model(changed, implementation="mosaic_gpu")._next_norms(params, batch) is None
