@@ -18,7 +18,6 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 # The peer needs memory of the same GPU.
@@ -27,26 +26,24 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 import jax
 import numpy as np
 
+from benchmarks.decode_start import begin, decode_parser, parse
 from benchmarks.generate import (
     Setting,
     decode_bytes,
     make_executor,
     make_requests,
-    measure_read_bandwidth,
     time_loop,
     time_steps,
 )
 from benchmarks.prompt_floor import prompt_seconds
-from benchmarks.record import RECORDS, save_record
+from benchmarks.record import save_record
 from benchmarks.steady import Observed, Row, steady_tokens
-from benchmarks.timing import refuse_profilers
 from jaxkv.bench.shapes import SHAPES
 from jaxkv.engine.engine import Engine
 from jaxkv.engine.engine_config import EngineConfig
 from jaxkv.engine.executor import Executor
 from jaxkv.engine.shapes import row_of, tokens_held
 from jaxkv.models.protocol import Params
-from jaxkv.models.registry import build_model
 from pallas_kernels.dispatch import Unsupported
 
 PARTS = ("forms", "engine", "sampled", "products", "first-token", "peer")
@@ -56,6 +53,7 @@ SAMPLED: dict[str, dict[str, Any]] = {
     "min-p 0.05": {"min_p": 0.05},
     "top-k 50, top-p 0.9, min-p 0.05": {"top_k": 50, "top_p": 0.9, "min_p": 0.05},
 }
+_RECORD = "decode-floor"
 _STEPS = "steps, overlapped"
 Clock = Callable[..., dict[str, float]]
 
@@ -229,41 +227,24 @@ def _show(row: Row) -> None:
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Holds decode steps against their floor.")
-    parser.add_argument("--shape", choices=sorted(SHAPES), default="llama-3.1-8b")
-    parser.add_argument("--batch", default="1,8,64", help="comma-separated batch sizes")
+    parser = decode_parser(
+        "Holds decode steps against their floor.", record=_RECORD, new_tokens=64, repeats=3
+    )
     parser.add_argument("--parts", default=",".join(PARTS), help="comma-separated")
-    parser.add_argument("--context", type=int, default=1024, help="prompt tokens")
-    parser.add_argument("--new-tokens", type=int, default=64, help="of forms; at least 2")
     parser.add_argument("--steps", type=int, default=64, help="of the engine")
     parser.add_argument("--steps-per-launch", type=int, help="the engine chooses if not given")
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--implementation", help="of the ops; the best that can run if not given")
-    parser.add_argument("--record", help="name of the record; decode-floor-SHAPE if not given")
-    parser.add_argument("--folder", type=Path, default=RECORDS, help="where records are written")
-    options = parser.parse_args(arguments)
+    options = parse(parser, arguments, record=_RECORD)
     unknown = [part for part in options.parts.split(",") if part not in PARTS]
     if unknown:
         parser.error(f"--parts must be among {', '.join(PARTS)}, got {unknown[0]}")
-    if options.new_tokens < 2:
-        parser.error(
-            f"a token after the first is timed, so --new-tokens 2 is the least, got {options.new_tokens}"
-        )
     return options
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measures, prints and records."""
     options = _parse(arguments)
-    refuse_profilers()
-    bandwidth = measure_read_bandwidth()
-    print(f"a matrix-vector product reads {bandwidth / 1e12:.3g} TB/s here", flush=True)
-    # Not as one program, which would take 40 seconds to compile.
-    params = jax.block_until_ready(
-        build_model(SHAPES[options.shape]).init_params(jax.random.key(0), options.dtype)
-    )
-    name = options.record or f"decode-floor-{options.shape}"
+    params, bandwidth = begin(options)
+    name = options.record
     tables: dict[str, list[Row]] = {name: [], f"{name}-kernels": [], f"{name}-first-token": []}
     rows, kernels, first = tables.values()
     for batch in (int(size) for size in options.batch.split(",")):

@@ -22,7 +22,8 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from benchmarks.generate import Setting, decode_bytes, measure_read_bandwidth
+from benchmarks.decode_start import measure_read_bandwidth
+from benchmarks.generate import Setting, decode_bytes
 from benchmarks.prompt_floor import prompt_seconds
 from benchmarks.record import RECORDS, save_record
 from benchmarks.steady import Observed, Row, steady_tokens

@@ -8,21 +8,18 @@ before the next step is sent. The floor of a decode step is its bytes over the r
 product reached on the same device a moment earlier.
 """
 
-import argparse
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.record import RECORDS, save_record
-from benchmarks.timing import Chain, Effort, refuse_profilers, time_chain
+from benchmarks.decode_start import begin, decode_parser, parse
+from benchmarks.record import save_record
 from jaxkv.bench.shapes import SHAPES
 from jaxkv.config import CacheConfig, SamplingParams
 from jaxkv.engine.executor import Executor
@@ -31,7 +28,6 @@ from jaxkv.engine.request import Request
 from jaxkv.engine.results import unpack_sampled
 from jaxkv.engine.rows import Row
 from jaxkv.engine.shapes import row_of, tokens_held
-from jaxkv.layers.linear import project
 from jaxkv.model_config import ModelConfig
 from jaxkv.models.protocol import Params
 from jaxkv.models.registry import build_model
@@ -49,20 +45,6 @@ class Setting:
     context: int
     new_tokens: int
     repeats: int
-
-
-def measure_read_bandwidth() -> float:
-    """Returns the bytes per second at which products of a bfloat16 matrix and one vector read the matrix.
-
-    On a GPU the matrices hold 4 GiB, which no L2 cache can keep from one launch to the next.
-    """
-    size, count = (16384, 8) if jax.default_backend() == "gpu" else (1024, 2)
-    draw = jax.jit(lambda key: jax.random.normal(key, (size, size), jnp.bfloat16))
-    matrices = [draw(key) for key in jax.random.split(jax.random.key(0), count)]
-    vector = jnp.ones((1, size), jnp.bfloat16)
-    chain = Chain(lambda x, weight: (x, project(weight, x)), vector, matrices)
-    timing = time_chain(chain, Effort(trials=5))
-    return matrices[0].nbytes / timing.us * 1e6
 
 
 def decode_bytes(config: ModelConfig, params: Params, setting: Setting, itemsize: int) -> float:
@@ -258,36 +240,14 @@ def _line(row: dict[str, Any]) -> str:
     )
 
 
-def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Times generation with random weights.")
-    parser.add_argument("--shape", choices=sorted(SHAPES), default="llama-3.1-8b")
-    parser.add_argument("--batch", default="1,8,64", help="comma-separated batch sizes")
-    parser.add_argument("--context", type=int, default=1024, help="prompt tokens")
-    parser.add_argument("--new-tokens", type=int, default=128, help="at least 2")
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--implementation", help="of the ops; the best that can run if not given")
-    parser.add_argument("--record", help="name of the record; generate-SHAPE if not given")
-    parser.add_argument("--folder", type=Path, default=RECORDS, help="where records are written")
-    options = parser.parse_args(arguments)
-    if options.new_tokens < 2:
-        parser.error(
-            f"a token after the first is timed, so --new-tokens 2 is the least, got {options.new_tokens}"
-        )
-    return options
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measures the asked-for batches and saves two records: of the forms, and of the programs (NAME-programs)."""
-    options = _parse(arguments)
-    refuse_profilers()
-    bandwidth = measure_read_bandwidth()
-    print(f"a matrix-vector product reads {bandwidth / 1e12:.3g} TB/s here", flush=True)
-    config = SHAPES[options.shape]
-    # Not as one program, which would take 40 seconds to compile.
-    params = jax.block_until_ready(
-        build_model(config).init_params(jax.random.key(0), options.dtype)
+    parser = decode_parser(
+        "Times generation with random weights.", record="generate", new_tokens=128, repeats=5
     )
+    options = parse(parser, arguments, record="generate")
+    params, bandwidth = begin(options)
+    config = SHAPES[options.shape]
     results, programs = [], []
     for batch in (int(size) for size in options.batch.split(",")):
         setting = Setting(batch, options.context, options.new_tokens, options.repeats)
@@ -297,8 +257,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         results += forms
         programs += needed
         # After each batch, so that a run that is cut short keeps what it has measured.
-        name = options.record or f"generate-{options.shape}"
-        for record, rows in ((name, results), (f"{name}-programs", programs)):
+        for record, rows in ((options.record, results), (f"{options.record}-programs", programs)):
             print(f"recorded in {save_record(record, rows, folder=options.folder)}")
 
 

@@ -1,7 +1,7 @@
 """How sequences end: done, aborted, failed alone, or put off once more. Gives their pages back; reads no device."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from jaxkv.cache.prefix import PrefixIndex
 from jaxkv.engine.emission import end
@@ -50,6 +50,17 @@ class Endings:
         _LOG.error("a request failed alone: %r", error)
         sequence.error = error
         self.finish(sequence, "error")
+
+    def settle(self, ended: Iterable[tuple[Sequence, Exception | None]]) -> None:
+        """Ends those of a step that was read, for whatever reason each has: an error, its tokens, or no numbers."""
+        for sequence, error in ended:
+            if error is not None:
+                self.fail(sequence, error)
+            elif sequence.reason is None:
+                _LOG.error("a request failed: its logits were not finite")
+                self.finish(sequence, "error")
+            else:
+                self.drop(sequence)
 
     def put_off(self, sequence: Sequence, error: Exception) -> None:
         """What a sequence needed before its step failed: it waits once more if memory was short, and else fails."""

@@ -14,30 +14,19 @@ from collections.abc import Sequence as Many
 import jax
 
 from jaxkv.cache.prefix import PrefixIndex
-from jaxkv.engine.bursts import Bursts
 from jaxkv.engine.checkpointing import Checkpointing, room_for_checkpoints
 from jaxkv.engine.collection import Collector
 from jaxkv.engine.emission import why_over
 from jaxkv.engine.endings import Endings
 from jaxkv.engine.engine_config import EngineConfig
 from jaxkv.engine.executor import Executor
-from jaxkv.engine.fields import StepShape
-from jaxkv.engine.flight import Flight, columns_of_parts
+from jaxkv.engine.flight import Flight
 from jaxkv.engine.host_cache import open_host
-from jaxkv.engine.preparation import prepare
-from jaxkv.engine.recovery import (
-    STEP_FAILURES,
-    RebuildLimit,
-    is_fatal,
-    refuse_broken,
-)
+from jaxkv.engine.launcher import Launcher
+from jaxkv.engine.recovery import STEP_FAILURES, RebuildLimit, is_fatal, refuse_broken
 from jaxkv.engine.request import Request
-from jaxkv.engine.results import unpack_sampled
-from jaxkv.engine.retreat import Retreat
-from jaxkv.engine.rows import unite
 from jaxkv.engine.scheduler import Scheduler
-from jaxkv.engine.sequence import FINISHED, RUNNING, Sequence, new_sequence
-from jaxkv.engine.step_plan import Part, single
+from jaxkv.engine.sequence import FINISHED, Sequence, new_sequence
 from jaxkv.engine.step_shapes import StepShapes, grain_of, settle_budget
 from jaxkv.errors import CachePoisoned
 from jaxkv.tokenizer import Tokenizer
@@ -101,29 +90,30 @@ class Engine:
         )
         self.host = open_host(executor, self.prefix)
         self.scheduler.fetches = None if self.host is None else self.host.fetches
-        self.retreat = Retreat(
-            self.shapes.token_buckets,
-            self.shapes.decode_rows,
-            whole=whole,
-            refusal=executor.refusal,
-        )
-        one_by_one = config.pinned_shapes or checkpoints > 0
-        steps = 1 if one_by_one else config.steps_per_launch
-        self.bursts = Bursts(executor, self.shapes, self.retreat, steps)
-        self.scheduler.most_steps = self.bursts.most
-        self.steps = self.recoveries = 0
-        """Steps dispatched; caches lost and replaced."""
+        self.recoveries = 0
+        """Caches lost and replaced."""
         self._tokenizer = tokenizer
         self._clock = clock
         self._endings = Endings(self.scheduler, self.prefix, clock)
-        self._checkpointing = Checkpointing(self.prefix, executor) if checkpoints else None
+        checkpointing = Checkpointing(self.prefix, executor) if checkpoints else None
         self._collector = Collector(
-            executor.accounts, self.prefix, page_sizes, clock, self._checkpointing
+            executor.accounts, self.prefix, page_sizes, clock, checkpointing
         )
+        steps = 1 if config.pinned_shapes or checkpoints else config.steps_per_launch
+        self._launcher = launcher = Launcher(
+            executor, self.scheduler, self._endings, self.shapes, steps, checkpointing
+        )
+        self.retreat, self.bursts = launcher.retreat, launcher.bursts
+        self._flights = launcher.flights
+        self.scheduler.most_steps = self.bursts.most
         self._limit = RebuildLimit(config.most_rebuilds, config.rebuild_seconds, clock)
-        self._flights: deque[Flight] = deque()
         self._stepping = threading.Lock()
         self._rebuilds = executor.owner.rebuilds
+
+    @property
+    def steps(self) -> int:
+        """Steps dispatched."""
+        return self._launcher.steps
 
     @property
     def has_work(self) -> bool:
@@ -228,11 +218,7 @@ class Engine:
             if sequence.admitted is None:
                 sequence.admitted = self._clock()
         try:
-            for sequence, error in prepare(self.executor, plan):
-                self._endings.put_off(sequence, error)
-            parts = [part for part in plan.parts if part.sequence.status == RUNNING]
-            if parts:
-                self._dispatch(parts, plan.steps)
+            self._launcher.launch(plan)
         except CachePoisoned as error:
             self._recover(error)
         except STEP_FAILURES as error:
@@ -251,86 +237,6 @@ class Engine:
             self._recover(error)
         return True
 
-    def _dispatch(self, planned: list[Part], steps: int) -> None:
-        """Sends a step of these to the device, or several, or one of some of them if all would be too many."""
-        shape = self.bursts.shape(planned) if steps > 1 else None
-        if shape is not None and self._try_burst(planned, shape):
-            return
-        if steps > 1:
-            planned = [single(part) for part in planned]
-        parts, shape = self.retreat.cut(planned, self._shape)
-        if len(parts) < len(planned):
-            self.scheduler.postpone([part.sequence for part in planned[len(parts) :]])
-        if self.retreat.avoids(shape):
-            error = self.retreat.give_up(parts[0], shape)
-            if error is not None:
-                self._endings.fail(parts[0].sequence, error)
-                return
-        self._try(parts, shape)
-        if self._flights and self.bursts.looks_at(shape):
-            self._flights[-1].ask()
-            if len(self._flights) > 1 and self._flights[-2].shape == shape:
-                self.bursts.note(shape, idle=self._flights[-2].is_done)
-
-    def _try_burst(self, parts: Many[Part], shape: StepShape) -> bool:
-        """Sends several steps as one; returns False if they must go one by one, for whose fault it is shows there."""
-        try:
-            self._try(parts, shape)
-        except CachePoisoned:
-            raise
-        except STEP_FAILURES as error:
-            if is_fatal(error):
-                raise
-            self.bursts.give_up(shape, error)
-            return False
-        return True
-
-    def _try(self, parts: Many[Part], shape: StepShape) -> None:
-        """Sends a step, or notes that its shape was too much for the memory."""
-        try:
-            flight = self._send(parts, shape)
-        except CachePoisoned as error:
-            self.retreat.note_failure(shape, error, lost=True)
-            raise
-        except STEP_FAILURES as error:
-            if is_fatal(error) or not self.retreat.note_failure(shape, error, lost=False):
-                raise
-            _LOG.warning("a step of %d rows failed, a smaller one is next: %r", len(parts), error)
-            return
-        self.scheduler.dispatched(parts)
-        self._flights.append(flight)
-        self.steps += shape.steps
-
-    def _send(self, parts: Many[Part], shape: StepShape) -> Flight:
-        keeps = self._checkpointing
-        snapshots = () if keeps is None else keeps.take(parts, shape)
-        try:
-            out = self.executor.step(shape, columns_of_parts(parts, shape, snapshots))
-        except BaseException:
-            if keeps is not None:
-                keeps.drop(snapshots, parts)
-            raise
-        epochs = tuple(part.sequence.epoch for part in parts)
-        return Flight(tuple(parts), epochs, shape, out, snapshots)
-
-    def _shape(self, parts: Many[Part]) -> StepShape:
-        total = max(part.sequence.reserved for part in parts)
-        features = unite([part.sequence.features for part in parts])
-        new_tokens = sum(part.count for part in parts)
-        needed = self.shapes.choose(
-            len(parts),
-            new_tokens,
-            features,
-            total_tokens=total,
-            mixed=any(part.count == 0 for part in parts),
-            fresh=not any(part.start for part in parts),
-        )
-        fitting = self.executor.fit(needed)
-        # A larger program that is compiled already is no help where that one was too large.
-        if self.retreat.avoids(fitting.shape) and not self.executor.programs.strict:
-            return needed.shape
-        return fitting.shape
-
     def _collect(self, flight: Flight) -> None:
         try:
             packed = self.executor.read(flight.out)
@@ -339,21 +245,12 @@ class Engine:
             self._recover(error)
             return
         self.retreat.note_success(flight.shape)
-        several = packed if flight.shape.steps > 1 else packed[None]
-        chosen = [unpack_sampled(one, flight.shape.features) for one in several]
         try:
-            ended = self._collector.collect(flight, chosen)
+            ended = self._collector.collect(flight, flight.choices(packed))
         except CachePoisoned as error:
             self._recover(error)
             return
-        for sequence, error in ended:
-            if error is not None:
-                self._endings.fail(sequence, error)
-            elif sequence.reason is None:
-                _LOG.error("a request failed: its logits were not finite")
-                self._endings.finish(sequence, "error")
-            else:
-                self._endings.drop(sequence)
+        self._endings.settle(ended)
 
     def refresh(self) -> None:
         """Notices that others lost or replaced the cache, and forgets what was in it; `step` begins with this.

@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Array
 
 from jaxkv.engine.fields import StepShape
-from jaxkv.engine.results import SampledRows, report_logprobs
+from jaxkv.engine.results import SampledRows, report_logprobs, unpack_sampled
 from jaxkv.engine.rows import Columns, Snapshot
 from jaxkv.engine.sequence import Sequence as Sample
 from jaxkv.engine.step_plan import Part, single
@@ -43,6 +43,11 @@ class Flight:
     def is_done(self) -> bool:
         """Whether the device has computed its choices; `ask` before."""
         return self.out.is_ready()  # pyright: ignore[reportAttributeAccessIssue] - JAX does not declare it
+
+    def choices(self, packed: np.ndarray) -> list[SampledRows]:
+        """Names what each of its steps chose, out of `out` as it was read."""
+        several = packed if self.shape.steps > 1 else packed[None]
+        return [unpack_sampled(one, self.shape.features) for one in several]
 
 
 def columns_of_parts(

@@ -55,13 +55,14 @@ def requests_of(wish, count=8, seed=5):
 
 def watch(engine):
     """Returns a list that grows by the number of steps of each launch."""
-    sent, send = [], engine._send
+    launcher = engine._launcher
+    sent, send = [], launcher._send
 
     def noting(parts, shape):
         sent.append(shape.steps)
         return send(parts, shape)
 
-    engine._send = noting
+    launcher._send = noting
     return sent
 
 

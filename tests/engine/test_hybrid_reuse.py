@@ -450,11 +450,12 @@ def test_a_step_keeps_no_more_states_than_its_program_can():
     engine = engine_for()
     made = [engine.add([ask(prompt)])[0] for prompt in texts(24, 40, 50)]
     parts = engine.scheduler.plan().parts
-    shape = replace(engine._shape(parts), snapshots=1)
-    taken = engine._checkpointing.take(parts, shape)
+    launcher = engine._launcher
+    shape = replace(launcher.shape(parts), snapshots=1)
+    taken = launcher._checkpointing.take(parts, shape)
     assert [(one.row, one.length) for one in taken] == [(0, 32)]
     assert engine.prefix.stats.checkpoints_dropped == 3
-    engine._checkpointing.drop(taken, parts)
+    launcher._checkpointing.drop(taken, parts)
     engine.scheduler.requeue_all()
     check(engine)
     engine.run(made)

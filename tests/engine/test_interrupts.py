@@ -22,6 +22,7 @@ LOOP = (
     "engine",
     "executor",
     "flight",
+    "launcher",
     "lines",
     "packer",
     "retreat",
