@@ -1,6 +1,7 @@
 """The blocks of multi-head latent attention, over all tokens and over chosen ones: parameters, memory and run."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 
 from jaxtyping import Array, Float
 
@@ -58,9 +59,11 @@ def _run(
     held: Mapping[str, Array],
     x: Float[Array, "tokens hidden_size"],
     step: Step,
+    *,
+    mixer: Callable[..., Said] = latent_mixer,
 ) -> Said:
     assert isinstance(step.tables, PagedTables)
-    return latent_mixer(
+    return mixer(
         params,
         held,
         x,
@@ -114,20 +117,8 @@ def _run_sparse(
     x: Float[Array, "tokens hidden_size"],
     step: Step,
 ) -> Said:
-    assert isinstance(step.tables, PagedTables)
-    return sparse_latent_mixer(
-        params,
-        held,
-        x,
-        step.batch,
-        step.tables,
-        step.angles,
-        heads=config.heads,
-        latent=_latent(config),
-        index=_index(config),
-        scale=_scale(config),
-        implementation=step.implementation,
-    )
+    sparse = partial(sparse_latent_mixer, index=_index(config))
+    return _run(config, params, held, x, step, mixer=sparse)
 
 
 LATENT = Block(_leaves, _run, "page", _spec)

@@ -7,7 +7,6 @@ import random
 
 import jaxtyping
 import pytest
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
@@ -15,6 +14,7 @@ from tests.cache.host_world import HostWorld, run_host_program
 from tests.cache.hybrid_world import hybrid_of
 from tests.cache.prefix_world import FULL, MIXED
 from tests.cache.test_hybrid_machine import HybridMachine
+from tests.cache.test_prefix_machine import with_settings
 
 WORLDS = {
     "full": (FULL, {"group0": 7}, 60),
@@ -88,14 +88,9 @@ class TierMachine(HybridMachine):
 
 
 def machine_of(name):
-    case = type(f"Tiers_{name}", (TierMachine,), {"name": name}).TestCase
-    case.settings = settings(
-        max_examples=12,
-        stateful_step_count=30,
-        deadline=None,
-        suppress_health_check=list(HealthCheck),
+    return with_settings(
+        type(f"Tiers_{name}", (TierMachine,), {"name": name}), examples=12, steps=30
     )
-    return case
 
 
 TestMixed = machine_of("mixed")

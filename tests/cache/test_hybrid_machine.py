@@ -7,7 +7,6 @@ import random
 
 import jaxtyping
 import pytest
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
@@ -20,7 +19,7 @@ from jaxkv.cache.prefix import PrefixIndex
 from jaxkv.cache.snapshots import Snapshots
 from jaxkv.cache.state_keeper import StateKeeper
 from tests.cache.hybrid_world import HybridWorld, hybrid_of, run_hybrid_program
-from tests.cache.test_prefix_machine import PrefixMachine
+from tests.cache.test_prefix_machine import PrefixMachine, with_settings
 
 CHUNKED = CheckpointPolicy(end_of_prompt=False)
 WORLDS = {
@@ -67,14 +66,9 @@ class HybridMachine(PrefixMachine):
 
 
 def machine_of(name):
-    case = type(f"Hybrid_{name}", (HybridMachine,), {"name": name}).TestCase
-    case.settings = settings(
-        max_examples=12,
-        stateful_step_count=30,
-        deadline=None,
-        suppress_health_check=list(HealthCheck),
+    return with_settings(
+        type(f"Hybrid_{name}", (HybridMachine,), {"name": name}), examples=12, steps=30
     )
-    return case
 
 
 TestOne = machine_of("one")

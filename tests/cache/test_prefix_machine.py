@@ -139,11 +139,11 @@ class InsideMachine(PrefixMachine):
     layout, counts = INSIDE, {"group0": 20, "group1": 5}
 
 
-def with_settings(machine):
+def with_settings(machine, examples=30, steps=40):
     case = machine.TestCase
     case.settings = settings(
-        max_examples=30,
-        stateful_step_count=40,
+        max_examples=examples,
+        stateful_step_count=steps,
         deadline=None,
         suppress_health_check=list(HealthCheck),
     )

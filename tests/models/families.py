@@ -1,9 +1,14 @@
 """Tiny random Hugging Face models, one for each family and each option, and what they compute."""
 
 from dataclasses import dataclass, field
+from functools import cache
 
+import numpy as np
 import torch
 import transformers
+
+from jaxkv.models.registry import build_model, load_config
+from jaxkv.weights.load import load_params
 
 SHAPE = {
     "vocab_size": 199,
@@ -174,6 +179,31 @@ def logits(model, tokens, *, chunks=None):
         start += size
         pieces.append(scores)
     return torch.cat(pieces).numpy()
+
+
+def far(got, wanted):
+    """Returns how far the two are apart where they differ most."""
+    return np.max(np.abs(got - wanted))
+
+
+def maker(cases, folders):
+    """Returns what makes a case's Hugging Face model and ours, with its parameters read from a directory, once each.
+
+    Args:
+        cases: by name.
+        folders: pytest's `tmp_path_factory`.
+    """
+
+    @cache
+    def make(name):
+        case = cases[name]
+        theirs = case.build()
+        directory = folders.mktemp(name)
+        theirs.save_pretrained(directory)
+        model = build_model(load_config(directory))
+        return case, theirs, model, load_params(directory, model, dtype="float32", progress=False)
+
+    return make
 
 
 @torch.no_grad()

@@ -1,13 +1,11 @@
 """Families with recurrent layers compute what Hugging Face Transformers computes, in float32, however a text is cut."""
 
 import copy
-from functools import cache
 
 import numpy as np
 import pytest
 
 from jaxkv.cache.checkpoint_policy import CheckpointPolicy
-from jaxkv.models.registry import build_model, load_config
 from jaxkv.weights.load import load_params
 from tests.engine.hybrid import engine_of, run
 from tests.models.driver import Driver
@@ -15,6 +13,7 @@ from tests.models.driver import Driver
 pytest.importorskip("torch")
 families = pytest.importorskip("tests.models.families")
 hybrids = pytest.importorskip("tests.models.hybrid_families")
+far = families.far
 
 pytestmark = pytest.mark.torch
 
@@ -34,26 +33,11 @@ EVERY = [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """Makes a case, its Hugging Face model, and our model with its parameters read from the saved directory, once."""
-
-    @cache
-    def make(name):
-        case = hybrids.CASES[name]
-        theirs = case.build()
-        directory = tmp_path_factory.mktemp(name)
-        theirs.save_pretrained(directory)
-        model = build_model(load_config(directory))
-        return case, theirs, model, load_params(directory, model, dtype="float32", progress=False)
-
-    return make
+    return families.maker(hybrids.CASES, tmp_path_factory)
 
 
 def driver_of(model, params):
     return Driver(model, params, step_tokens=PROMPT + STEPS)
-
-
-def far(got, wanted):
-    return np.max(np.abs(got - wanted))
 
 
 @pytest.mark.parametrize("name", EVERY)

@@ -1,17 +1,14 @@
 """Families with latent attention compute what Hugging Face Transformers computes, in float32, however they attend."""
 
-from functools import cache
-
 import numpy as np
 import pytest
 
-from jaxkv.models.registry import build_model, load_config
-from jaxkv.weights.load import load_params
 from tests.models.driver import Driver
 
 pytest.importorskip("torch")
 families = pytest.importorskip("tests.models.families")
 latents = pytest.importorskip("tests.models.latent_families")
+far = families.far
 
 pytestmark = pytest.mark.torch
 
@@ -26,22 +23,7 @@ EVERY = [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """Makes a case, its Hugging Face model, and our model with its parameters read from the saved directory, once."""
-
-    @cache
-    def make(name):
-        case = latents.CASES[name]
-        theirs = case.build()
-        directory = tmp_path_factory.mktemp(name)
-        theirs.save_pretrained(directory)
-        model = build_model(load_config(directory))
-        return case, theirs, model, load_params(directory, model, dtype="float32", progress=False)
-
-    return make
-
-
-def far(got, wanted):
-    return np.max(np.abs(got - wanted))
+    return families.maker(latents.CASES, tmp_path_factory)
 
 
 @pytest.mark.parametrize("name", EVERY)

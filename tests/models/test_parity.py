@@ -3,12 +3,11 @@
 import numpy as np
 import pytest
 
-from jaxkv.models.registry import build_model, load_config
-from jaxkv.weights.load import load_params
 from tests.models.driver import Driver
 
 pytest.importorskip("torch")
 families = pytest.importorskip("tests.models.families")
+far = families.far
 
 pytestmark = pytest.mark.torch
 
@@ -20,16 +19,7 @@ STEPS = 64
 @pytest.fixture(scope="module", params=families.CASES)
 def pair(request, tmp_path_factory):
     """A case, its Hugging Face model, and our model with its parameters read from the saved directory."""
-    case = families.CASES[request.param]
-    theirs = case.build()
-    directory = tmp_path_factory.mktemp(request.param)
-    theirs.save_pretrained(directory)
-    model = build_model(load_config(directory))
-    return case, theirs, model, load_params(directory, model, dtype="float32", progress=False)
-
-
-def far(got, wanted):
-    return np.max(np.abs(got - wanted))
+    return families.maker(families.CASES, tmp_path_factory)(request.param)
 
 
 def test_prefill_logits_of_all_positions_equal_transformers(pair):

@@ -5,13 +5,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from jaxkv.models.registry import build_model, load_config
-from jaxkv.weights.load import load_params
+from jaxkv.models.registry import build_model
 from tests.layers.jaxprs import equations
 from tests.models.driver import Driver, run_step
 
 pytest.importorskip("torch")
 families = pytest.importorskip("tests.models.families")
+far = families.far
 
 pytestmark = pytest.mark.torch
 
@@ -22,16 +22,7 @@ WINDOW = 6
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):
     """Gemma 3 with five windows of 6 tokens in six layers: Hugging Face's model, ours, and its parameters."""
-    case = families.CASES["gemma3"]
-    theirs = case.build()
-    directory = tmp_path_factory.mktemp("gemma3")
-    theirs.save_pretrained(directory)
-    model = build_model(load_config(directory))
-    return case, theirs, model, load_params(directory, model, dtype="float32", progress=False)
-
-
-def far(got, wanted):
-    return np.max(np.abs(got - wanted))
+    return families.maker(families.CASES, tmp_path_factory)("gemma3")
 
 
 def test_one_program_serves_texts_on_both_sides_of_a_window(pair):

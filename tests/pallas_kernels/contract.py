@@ -5,6 +5,7 @@ from functools import partial
 
 import jax
 import jax.extend.core
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -66,6 +67,22 @@ def call(op, refusal, inputs, implementation):
     with pytest.raises(Unsupported, match=re.escape(reason)):
         compiled(partial(op, implementation=implementation), inputs)
     pytest.skip(f"{implementation} refuses: {reason}")
+
+
+def refuses_arrays(**kernels):
+    """Returns the refusals of kernels, by implementation, that are told every array and option but the scale."""
+
+    def refusal(implementation, inputs):
+        if implementation not in kernels:
+            return None
+        told = {
+            name: jnp.asarray(value) if isinstance(value, np.ndarray) else value
+            for name, value in inputs.items()
+            if name != "scale"
+        }
+        return kernels[implementation].why_not(**told)
+
+    return refusal
 
 
 def bits(array):

@@ -4,7 +4,6 @@ from functools import partial
 
 import chex
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -12,7 +11,15 @@ from pallas_kernels import latent_attention
 from pallas_kernels.attention_subjects import latent_answer, some_queries
 from pallas_kernels.latent_attention import mosaic_gpu, reference
 from pallas_kernels.latent_attention.cases import CASES, Case
-from tests.pallas_kernels.contract import bits, call, cases, compared, compiled, implementations
+from tests.pallas_kernels.contract import (
+    bits,
+    call,
+    cases,
+    compared,
+    compiled,
+    implementations,
+    refuses_arrays,
+)
 from tests.pallas_kernels.latent_oracle import assert_is_oracle
 from tests.tolerances import assert_output
 
@@ -23,15 +30,7 @@ MIXED = ((1, 40), (0, 0), (13, 46), (1, 1), (5, 21))
 every_implementation = implementations("mosaic_gpu", "xla")
 
 
-def refusal(implementation, inputs):
-    if implementation == "xla":
-        return None
-    arrays = {
-        name: jnp.asarray(value) if isinstance(value, np.ndarray) else value
-        for name, value in inputs.items()
-        if name != "scale"
-    }
-    return mosaic_gpu.why_not(**arrays)
+refusal = refuses_arrays(mosaic_gpu=mosaic_gpu)
 
 
 def run(inputs, implementation):

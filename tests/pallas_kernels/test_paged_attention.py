@@ -22,6 +22,7 @@ from tests.pallas_kernels.contract import (
     compiled,
     equations,
     implementations,
+    refuses_arrays,
 )
 from tests.tolerances import assert_lse, assert_output
 
@@ -34,15 +35,7 @@ KERNEL_CASES = ["gpt-oss-like", "gemma2-like", "llama-b3-short"]
 every_implementation = implementations("mosaic_gpu", "xla", "cudnn")
 
 
-def refusal(implementation, inputs):
-    if implementation == "xla":
-        return None
-    inputs = {
-        name: jnp.asarray(value) if isinstance(value, np.ndarray) else value
-        for name, value in inputs.items()
-        if name != "scale"
-    }
-    return {"mosaic_gpu": mosaic_gpu, "cudnn": cudnn}[implementation].why_not(**inputs)
+refusal = refuses_arrays(mosaic_gpu=mosaic_gpu, cudnn=cudnn)
 
 
 def run(inputs, implementation):

@@ -14,7 +14,14 @@ from pallas_kernels import dispatch, paged_attention, ragged_attention
 from pallas_kernels.ragged_attention import mosaic_gpu, reference, xla
 from pallas_kernels.ragged_attention.cases import CASES, Case
 from tests.pallas_kernels import oracle
-from tests.pallas_kernels.contract import bits, call, cases, compiled, implementations
+from tests.pallas_kernels.contract import (
+    bits,
+    call,
+    cases,
+    compiled,
+    implementations,
+    refuses_arrays,
+)
 from tests.tolerances import assert_lse, assert_output
 
 SMALL = [case for case in CASES if case.ci]
@@ -23,15 +30,7 @@ KERNEL = {"heads": 8, "kv_heads": 2, "head_dim": 64, "page_size": 8}
 every_implementation = implementations("mosaic_gpu", "xla")
 
 
-def refusal(implementation, inputs):
-    if implementation == "xla":
-        return None
-    inputs = {
-        name: jnp.asarray(value) if isinstance(value, np.ndarray) else value
-        for name, value in inputs.items()
-        if name != "scale"
-    }
-    return mosaic_gpu.why_not(**inputs)
+refusal = refuses_arrays(mosaic_gpu=mosaic_gpu)
 
 
 def run(inputs, implementation):
