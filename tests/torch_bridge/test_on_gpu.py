@@ -42,12 +42,12 @@ def slowly_fill(cache, value):
 bounds = jax.jit(lambda cache: (cache.arrays[0].min(), cache.arrays[0].max()))
 
 
-def race(owner, iterations):
+def race(owner, iterations, cycles=SLEEP):
     """Lets both frameworks fill the cache in turns, and returns what each saw of the other."""
     by_jax, by_torch = [], torch.zeros(iterations, 2, device=CUDA)
     for i in range(iterations):
         with lease(owner) as views:
-            torch.cuda._sleep(SLEEP)
+            torch.cuda._sleep(cycles)
             views["layer0.key"].fill_(float(i))
             views.commit()
         by_jax.append(bounds(owner.handle().cache))
@@ -70,7 +70,8 @@ def test_b06_both_sides_see_each_others_writes_a_thousand_times():
 def test_b06_the_race_is_lost_without_the_fence(monkeypatch):
     done = jnp.zeros(64).block_until_ready()
     monkeypatch.setattr(lease_module, "fence", lambda device: done)
-    jax_saw, _ = race(owner(), 20)
+    # Long enough for a host that is busy with other things.
+    jax_saw, _ = race(owner(), 20, 200 * SLEEP)
     assert jax_saw != [(i, i) for i in range(20)]
 
 
