@@ -31,8 +31,6 @@ def skinny_matmul(
     gated: bool = False,
     gate_multiplier: float = 1.0,
     result: DTypeLike | None = None,
-    ahead: Shaped[Array | np.ndarray, "next_weights next_inner"] | None = None,
-    ahead_gated: bool = False,
     implementation: str | None = None,
 ) -> Float[Array, "rows out"] | Weighed:
     """Computes `activation(x @ weight.T * scales + bias) + residual`, summed in float32.
@@ -59,10 +57,6 @@ def skinny_matmul(
         gated: the result is `activation(gates) * rest`, half as wide as the weight has rows.
         gate_multiplier: of gates, or of all sums without gates, before the activation.
         result: dtype of the result; x's if `None`.
-        ahead: the weight of the product that runs next with as many rows. The kernel asks for its beginning into the
-            L2 cache as soon as all of its own is on its way, so that the memory does not rest between the two. XLA
-            has no such means; no result depends on it.
-        ahead_gated: whether that product is `gated`.
         implementation: "mosaic_gpu", "xla", or `None` for the better one that can run.
 
     Returns:
@@ -93,8 +87,7 @@ def skinny_matmul(
         reasons = dict(reversed(reasons.items()))
     chosen = choose("skinny_matmul", reasons, implementation)
     if chosen == "mosaic_gpu" and x.shape[0]:
-        following = {"ahead": ahead, "ahead_gated": ahead_gated}
-        return mosaic_gpu.skinny_matmul(*arrays, **optional, **options, **following)
+        return mosaic_gpu.skinny_matmul(*arrays, **optional, **options)
     return xla.skinny_matmul(*arrays, **optional, **options)
 
 

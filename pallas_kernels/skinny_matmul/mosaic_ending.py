@@ -16,7 +16,8 @@ from jax.typing import DTypeLike
 
 from pallas_kernels.mosaic_rows import Piece, row_pieces
 from pallas_kernels.skinny_matmul.mosaic_activation import activated
-from pallas_kernels.skinny_matmul.mosaic_schedule import Geometry, Schedule
+from pallas_kernels.skinny_matmul.mosaic_geometry import Geometry
+from pallas_kernels.skinny_matmul.mosaic_schedule import Schedule
 
 Ref = Any
 Slice = Any
@@ -96,33 +97,53 @@ class End:
             _put(self.refs["factors"], rows, lax.rsqrt(total / self.geometry.inner + norm_eps))
         plgpu.commit_smem()
 
-    def store(self, tile: Array, column: Array, split: Array) -> None:
-        """Stores what becomes of the tile that begins at a column, or the tile's sums if XLA adds up splits."""
+    def store(
+        self, tile: Array, column: Array, split: Array, first: Array | int, count: int
+    ) -> None:
+        """Stores what becomes of some rows of a tile, or their sums if XLA adds up splits.
+
+        Args:
+            tile: its number.
+            column: where it begins.
+            split: whose sums they are.
+            first: the first of the rows whose sums lie in shared memory.
+            count: how many they are.
+        """
         g, s, refs = self.geometry, self.schedule, self.refs
         width = min(s.columns, _WARP)
-        for piece in row_pieces(g.rows, width, 1):
-            rows, squares = pl.ds(piece.start, piece.size), []
-            for start in range(0, s.columns, width):
-                sums = [self.joined(piece, rows, start, width, part) for part in range(g.parts)]
-                if s.splits > 1:
-                    for part, found in enumerate(sums):
+        for piece in row_pieces(count, width, 1):
+            rows = pl.ds(first + piece.start, piece.size)
+            starts = range(0, s.columns, width)
+            sums = [
+                [self.joined(piece, rows, start, width, part) for part in range(g.parts)]
+                for start in starts
+            ]
+            if s.splits > 1:
+                for start, parts in zip(starts, sums, strict=True):
+                    for part, found in enumerate(parts):
                         place = pl.ds(column + (part * g.out + start), width)
                         refs["out"][split, rows, place] = found
-                    continue
-                columns = pl.ds(column + start, width)
-                result = self.ended(sums, piece, rows, columns)
-                refs["out"][rows, columns] = result
-                if self.ending.weighs:
-                    squares.append(self.weigh(result, piece, rows, columns))
-            if squares:
-                _put(refs["squares_out"].at[tile], rows, sum(squares[1:], squares[0]))
+                continue
+            # All that is read is read before anything is stored: a load does not overtake a store.
+            places = [pl.ds(column + start, width) for start in starts]
+            both = zip(sums, places, strict=True)
+            results = [self.ended(found, piece, rows, columns) for found, columns in both]
+            self.put("out", results, rows, places)
+            if self.ending.weighs:
+                squares = self.weigh(results, piece, rows, places)
+                _put(refs["squares_out"].at[tile], rows, squares)
+
+    def put(self, name: str, values: list[Array], rows: Slice, places: list[Slice]) -> None:
+        """Stores some rows of neighbouring columns."""
+        for value, columns in zip(values, places, strict=True):
+            self.refs[name][rows, columns] = value
 
     def joined(self, piece: Piece, rows: Slice, start: int, width: int, part: int) -> Array:
         """Returns some rows' sums, added up over the folds in their order."""
         g, s = self.geometry, self.schedule
         found = []
         for fold in range(s.folds):
-            of_fold = pl.ds(fold * g.padded_rows + piece.start, piece.size)
+            of_fold = pl.ds(fold * s.window(g) + piece.start, piece.size)
             columns = pl.ds((fold * g.parts + part) * s.columns + start, width)
             tile = self.refs["sums"].at[columns, of_fold].transpose((1, 0))
             found.append(_load(tile, piece.layout))
@@ -157,15 +178,16 @@ class End:
             total += _load(refs["residual"].at[rows, columns], layout).astype(jnp.float32)
         return total.astype(ending.result)
 
-    def weigh(self, result: Array, piece: Piece, rows: Slice, columns: Slice) -> Array:
-        """Stores the result times its weights, and returns the sums of its squares over these columns."""
-        wide = result.astype(jnp.float32)
-        weights = _load(
-            self.refs["next_norm"].at[self.ending.norm_row, columns], piece.layout.reduce(0)
-        )
-        weighed = wide * _spread(weights.astype(jnp.float32), wide.shape, 1, piece.layout)
-        self.refs["weighed"][rows, columns] = weighed.astype(self.ending.result)
-        return jnp.sum(wide * wide, axis=1)
+    def weigh(self, results: list[Array], piece: Piece, rows: Slice, places: list[Slice]) -> Array:
+        """Stores the results times their weights, and returns the sums of their squares over all columns."""
+        norm, weighed, squares = self.refs["next_norm"].at[self.ending.norm_row], [], []
+        for result, columns in zip(results, places, strict=True):
+            wide = result.astype(jnp.float32)
+            weights = _load(norm.at[columns], piece.layout.reduce(0)).astype(jnp.float32)
+            weighed.append(wide * _spread(weights, wide.shape, 1, piece.layout))
+            squares.append(jnp.sum(wide * wide, axis=1))
+        self.put("weighed", [found.astype(self.ending.result) for found in weighed], rows, places)
+        return sum(squares[1:], squares[0])
 
 
 def _load(ref: Ref, layout: Any) -> Array:  # noqa: ANN401 - private to JAX

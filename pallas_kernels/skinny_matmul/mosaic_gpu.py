@@ -4,6 +4,7 @@ The kernel itself is in mosaic_kernel.py; how it cuts the weight is in mosaic_sc
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -13,11 +14,11 @@ from jaxtyping import Array, Float, Shaped
 
 from pallas_kernels.device import why_not_mosaic
 from pallas_kernels.skinny_matmul.mosaic_activation import ACTIVATIONS, activated
-from pallas_kernels.skinny_matmul.mosaic_ahead import Ahead
 from pallas_kernels.skinny_matmul.mosaic_ending import Ending
+from pallas_kernels.skinny_matmul.mosaic_geometry import ROW_TILE, Geometry
 from pallas_kernels.skinny_matmul.mosaic_kernel import Kernel
 from pallas_kernels.skinny_matmul.mosaic_packed import prepared
-from pallas_kernels.skinny_matmul.mosaic_schedule import ROW_TILE, Geometry, Schedule
+from pallas_kernels.skinny_matmul.mosaic_schedule import Schedule
 from pallas_kernels.skinny_matmul.xla import Weighed, inverse_root, weigh
 
 
@@ -52,8 +53,6 @@ def skinny_matmul(
     gated: bool = False,
     gate_multiplier: float = 1.0,
     result: DTypeLike | None = None,
-    ahead: Shaped[Array, "next_weights next_inner"] | None = None,
-    ahead_gated: bool = False,
     schedule: Schedule | None = None,
     interpret: bool = False,
 ) -> Float[Array, "rows out"] | Weighed:
@@ -66,10 +65,10 @@ def skinny_matmul(
     """
     geometry = Geometry.of(weight, x, gated=gated)
     problem = refusal(weight, x, activation=activation, gated=gated)
-    schedule = schedule or (None if problem else Schedule.of(geometry))
-    problem = problem or (schedule.refusal(geometry) if schedule else None)
-    if problem is not None or schedule is None:
-        raise ValueError(f"the Mosaic GPU kernel cannot take this: {problem}")
+    schedule = _runnable(geometry, schedule, problem)
+    if interpret:
+        # No interpreter knows the stores of a cluster: XLA adds up its shares, in the same order.
+        schedule = replace(schedule, cluster=1, splits=schedule.shares)
     # The last tile begins early if they do not fill the columns, and some squares would count twice.
     whole = schedule.splits == 1 and geometry.out % schedule.columns == 0
     row_factors = None
@@ -99,18 +98,25 @@ def skinny_matmul(
         "residual": residual,
         "next_norm": next_norm if ending.weighs else None,
     }
-    asked = None if ahead is None else Ahead.of(ahead, len(x), x.dtype, gated=ahead_gated)
-    extras["ahead"] = None if asked is None else ahead
-    options = {"schedule": schedule, "geometry": geometry, "ending": ending, "ahead": asked}
-    options["interpret"] = interpret
-    found = multiply(weight, operand, extras, **options)
+    options = {"schedule": schedule, "geometry": geometry, "ending": ending}
+    found = multiply(weight, operand, extras, **options, interpret=interpret)
     if next_norm is None:
         return found[0]
     return Weighed(*found) if ending.weighs else weigh(found[0], next_norm[norm_row])
 
 
+def _runnable(geometry: Geometry, schedule: Schedule | None, problem: str | None) -> Schedule:
+    """Returns the given schedule, or that for these sizes; raises if there is a problem with either."""
+    if problem is None:
+        schedule = schedule or Schedule.of(geometry)
+        problem = schedule.refusal(geometry)
+        if problem is None:
+            return schedule
+    raise ValueError(f"the Mosaic GPU kernel cannot take this: {problem}")
+
+
 # The layers of a model call this many times with equal shapes: under its own jit the kernel is lowered once.
-@partial(jax.jit, static_argnames=("schedule", "geometry", "ending", "ahead", "interpret"))
+@partial(jax.jit, static_argnames=("schedule", "geometry", "ending", "interpret"))
 def multiply(
     weight: Shaped[Array, "weights inner"],
     x: Float[Array, "rows inner"],
@@ -119,7 +125,6 @@ def multiply(
     schedule: Schedule,
     geometry: Geometry,
     ending: Ending,
-    ahead: Ahead | None = None,
     interpret: bool = False,
 ) -> list[Array]:
     """Runs the kernel under a given schedule, and adds up what its splits found, in their order."""
@@ -127,9 +132,8 @@ def multiply(
         # Copies fill what lies past the end with zeros, unless that is in another tile or an interpreter's.
         x = jnp.pad(x, ((0, geometry.padded_rows - geometry.rows), (0, 0)))
     in_kernel = ending if schedule.splits == 1 else Ending(jnp.float32)
-    kernel = Kernel(geometry, schedule, in_kernel, ahead).build(interpret)
-    names = in_kernel.inputs + ["ahead"] * (ahead is not None)
-    found = kernel(weight, x, *(extras[name] for name in names))
+    kernel = Kernel(geometry, schedule, in_kernel).build(interpret)
+    found = kernel(weight, x, *(extras[name] for name in in_kernel.inputs))
     if schedule.splits == 1:
         return found
     [shares] = found

@@ -19,34 +19,38 @@ from jax.typing import DTypeLike
 
 from pallas_kernels.mosaic_rows import INTERPRETED
 from pallas_kernels.paged_attention.mosaic_tile import swizzled
-from pallas_kernels.skinny_matmul.mosaic_ahead import Ahead
 from pallas_kernels.skinny_matmul.mosaic_ending import End, Ending
+from pallas_kernels.skinny_matmul.mosaic_geometry import ROW_TILE, Geometry
+from pallas_kernels.skinny_matmul.mosaic_join import Join, rows_of, shared
 from pallas_kernels.skinny_matmul.mosaic_packed import take_packed
-from pallas_kernels.skinny_matmul.mosaic_schedule import PADDING, ROW_TILE, Geometry, Schedule
+from pallas_kernels.skinny_matmul.mosaic_schedule import PADDING, Schedule
 
 Ref = Any
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """The kernel for one geometry, one schedule and one ending, and what it asks for on behalf of the next."""
+    """The kernel for one geometry, one schedule and one ending."""
 
     geometry: Geometry
     schedule: Schedule
     ending: Ending
-    ahead: Ahead | None = None
 
     def build(self, interpret: bool) -> Callable[..., list[Array]]:
-        """Returns the function of weight, x, what the ending needs, and the weight ahead, that launches the kernel.
+        """Returns the function of weight, x and what the ending needs that launches the kernel.
 
         It returns the result, and what `Ending.weighs` says: sums of squares have shape [tiles, rows].
         """
+        clusters: dict[str, Any] = {}
+        if self.schedule.cluster > 1:
+            clusters = {"cluster": (self.schedule.cluster,), "cluster_names": ("share",)}
         return plgpu.kernel(
             partial(self._body, interpret),
             out_type=self._out_type(),
             scratch_types=self._scratch(),
             grid=(self.schedule.grid(self.geometry), self.schedule.splits),
             grid_names=("block", "split"),
+            **clusters,
             # `Block` says which barriers take the place of those that would be added.
             compiler_params=plgpu.CompilerParams(
                 lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
@@ -78,16 +82,17 @@ class Kernel:
             if self.ending.norm_eps is None
             else {"factors": plgpu.SMEM((g.padded_rows,), jnp.float32)}
         )
-        return factors | {
+        return {
+            **factors,
+            **(shared(g, s) if s.cluster > 1 else {}),
             "weights": slots(s.height(g), g.stored),
             "inputs": slots(s.width(g), g.operand),
-            "sums": plgpu.SMEM((s.height(g), s.width(g) + PADDING), jnp.float32),
+            "sums": plgpu.SMEM((s.height(g), s.folds * s.window(g) + PADDING), jnp.float32),
             "arrived": plgpu.Barrier(num_arrivals=copies, num_barriers=s.stages),
         }
 
     def _body(self, interpret: bool, *refs: Ref, **scratch: Ref) -> None:
-        names = ["weight", "x"]
-        names += self.ending.inputs + ["ahead"] * (self.ahead is not None) + self.ending.outputs
+        names = ["weight", "x", *self.ending.inputs, *self.ending.outputs]
         named = dict(zip(names, refs, strict=True))
         Block(self, named | scratch, interpret=interpret).run()
 
@@ -99,17 +104,16 @@ class Block:
         g, s = kernel.geometry, kernel.schedule
         self.geometry, self.schedule, self.refs, self.interpret = g, s, refs, interpret
         self.block, self.split = lax.axis_index("block"), lax.axis_index("split")
+        self.rank = lax.axis_index("share") if s.cluster > 1 else jnp.int32(0)
+        self.share = self.split * s.cluster + self.rank
         self.turns, self.tiles = s.turns_per_tile(g), s.tiles_per_block(g)
         self.steps = self.turns * self.tiles
         self.end = End(g, s, kernel.ending, refs)
-        self.ahead = kernel.ahead
 
     def run(self) -> None:
         """Works through the block's tiles; copies for the next one are under way while one is stored."""
         for step in range(min(self.schedule.stages, self.steps)):
             self.fetch(jnp.int32(step), step)
-        if self.steps <= self.schedule.stages:
-            self.ask_ahead()
         self.end.prepare()
         if self.tiles == 1:
             self.take_tile(jnp.int32(0))
@@ -134,7 +138,7 @@ class Block:
         column = self.first_column(tile)
         arrived = refs["arrived"].at[slot]
         for fold in range(s.folds):
-            chunk = (self.split * self.turns + turn) * s.folds + fold
+            chunk = (self.share * self.turns + turn) * s.folds + fold
             inner = pl.ds(pl.multiple_of(chunk * s.chunk(g), g.piece), s.chunk(g))
             for part in range(g.parts):
                 rows = pl.multiple_of(column + part * g.out, ROW_TILE)
@@ -155,15 +159,21 @@ class Block:
         s, g = self.schedule, self.geometry
         take = take_packed if g.packed else take_wide
         sums = take(self, tile, interpret=self.interpret)
-        height = s.height(g) // len(sums)
-        for index, found in enumerate(sums):
-            place = pl.ds(index * height, height), pl.ds(0, s.width(g))
-            self.refs["sums"].at[*place][...] = found
-        plgpu.commit_smem()
         number = jnp.minimum(self.block * self.tiles + tile, s.tiles(g) - 1)
-        self.end.store(number, self.first_column(tile), self.split)
-        if self.tiles > 1:
+        store = partial(self.end.store, number, self.first_column(tile), self.split)
+        if s.cluster > 1:
+            Join(g, s, self.refs, self.rank).deliver(sums[0], store)
+            return
+        height, window = s.height(g) // len(sums), s.window(g)
+        for first in range(0, g.rows, window):
+            for index, found in enumerate(sums):
+                part = found if s.passes == 1 else rows_of(found, first, window)
+                place = pl.ds(index * height, height), pl.ds(0, part.shape[1])
+                self.refs["sums"].at[*place][...] = part
             plgpu.commit_smem()
+            store(first, min(window, g.rows - first))
+            if self.tiles > 1 or first + window < g.rows:
+                plgpu.commit_smem()
 
     def arrive(self, step: Array) -> Array:
         """Waits for a turn's numbers and returns the slot that they lie in."""
@@ -179,16 +189,6 @@ class Block:
         def _() -> None:
             plgpu.commit_smem()
             self.fetch(later, lax.rem(later, jnp.int32(self.schedule.stages)))
-
-        # All of the block's own weight is on its way.
-        pl.when(later == self.steps)(self.ask_ahead)
-
-    def ask_ahead(self) -> None:
-        """Asks for the block's share of what the next product fetches first."""
-        if self.ahead is not None:
-            g, s = self.geometry, self.schedule
-            block = self.block * s.splits + self.split
-            self.ahead.ask(self.refs["ahead"], block, s.grid(g) * s.splits)
 
 
 def take_wide(block: Block, tile: Array, *, interpret: bool) -> list[Array]:

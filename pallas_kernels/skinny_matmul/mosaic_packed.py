@@ -14,7 +14,7 @@ from jaxtyping import Float
 
 from pallas_kernels.paged_attention.mosaic_bytes import load_keys
 from pallas_kernels.paged_attention.mosaic_tile import WGMMA
-from pallas_kernels.skinny_matmul.mosaic_schedule import HEIGHT, PIECE, PIECE_BYTES
+from pallas_kernels.skinny_matmul.mosaic_geometry import HEIGHT, PIECE, PIECE_BYTES
 
 if TYPE_CHECKING:
     from pallas_kernels.skinny_matmul.mosaic_kernel import Block

@@ -1,28 +1,25 @@
-"""The sizes of the Mosaic GPU kernel of `skinny_matmul`, and how it cuts weights into pieces. Traces nothing.
+"""How the Mosaic GPU kernel of `skinny_matmul` cuts weights into pieces. Traces nothing.
 
 Words: a *tile* is as many output columns as a block computes at once, a *chunk* the numbers along the contraction
 that it takes in one turn. What a turn fetches lies in a *slot* of shared memory.
 """
 
-from dataclasses import dataclass
+from dataclasses import MISSING, astuple, dataclass, replace
 from dataclasses import fields as dataclass_fields
 from math import ceil
+from typing import NamedTuple
 
 import jax.numpy as jnp
-from jax import Array
-from jax.typing import DTypeLike
 
-from pallas_kernels.byte_formats import LARGEST
 from pallas_kernels.device import NUM_MULTIPROCESSORS, SHARED_BYTES, SHARED_BYTES_PER_BLOCK
+from pallas_kernels.skinny_matmul.mosaic_geometry import (
+    HEIGHT,
+    PIECE_BYTES,
+    ROW_TILE,
+    Geometry,
+)
 from pallas_kernels.tuning import tuned
 
-MOST_ROWS = 64
-# Bytes of a row of the weight in one copy, the widest swizzle; and numbers of x in as many bytes.
-PIECE_BYTES, PIECE = 128, 64
-# Height of one wgmma, whose left operand the weights are.
-HEIGHT = 64
-# Rows that a copy into swizzled shared memory counts in.
-ROW_TILE = 8
 # Widest right operand of one wgmma.
 _MOST_WIDTH = 256
 # Sums that a warpgroup keeps in registers: 128 of each thread.
@@ -33,86 +30,21 @@ ALIGNMENT = 1024
 # Barriers, and the scratch that Mosaic adds.
 OTHER_BYTES = 2048 + 512
 _RESERVED_BYTES = 1024
+# Blocks of one cluster; four and eight were slower.
+MAX_CLUSTER = 2
 # Blocks that share a multiprocessor at most before each works on several tiles instead.
 _MOST_RESIDENT = 3
 # Rows up to which stacked chunks take the tensor cores no time to speak of.
 _FEW_ROWS = 16
+# Rows up to which those of x, and their sums, take too little room and traffic for clusters and passes.
+_SOME_ROWS = 32
+# Numbers along the contraction from which unfolded rows of x save more than a cluster's meeting takes.
+_LONG = 8192
 # Blocks that are enough: for up to 8 rows of a large weight, else for few rows, and for many rows.
 _ENOUGH_BLOCKS = (200, 128, 96)
 _LARGE_BYTES = 24 * 2**20
 # Slots that a block should have at least before chunks of two pieces, which take fewer copies, are worth it.
 _LEAST_STAGES = 3
-
-
-@dataclass(frozen=True)
-class Geometry:
-    """The sizes that the kernel is built from.
-
-    Attributes:
-        rows: of x.
-        out: columns of the result.
-        inner: numbers that each of them is a sum over.
-        gated: the weight holds two rows for each column, those of the gates first.
-        dtype: of x.
-        stored: of the weight.
-    """
-
-    rows: int
-    out: int
-    inner: int
-    gated: bool
-    dtype: DTypeLike
-    stored: DTypeLike
-
-    @classmethod
-    def of(cls, weight: Array, x: Array, *, gated: bool) -> "Geometry":
-        """Returns the sizes of these arrays."""
-        out = weight.shape[0] // (2 if gated else 1)
-        return cls(x.shape[0], out, x.shape[1], gated, x.dtype, weight.dtype)
-
-    def refusal(self) -> str | None:
-        """Returns why the kernel cannot be built for these sizes, or `None` if it can."""
-        if self.dtype not in (jnp.bfloat16, jnp.float16):
-            return f"x must be bfloat16 or float16, got {self.dtype}"
-        if self.stored != self.dtype and not self.packed:
-            return f"the weight must have x's dtype, {self.dtype}, or 8 bits, got {self.stored}"
-        if self.rows > MOST_ROWS:
-            return f"at most {MOST_ROWS} rows, got {self.rows}"
-        if self.inner % self.piece:
-            return f"the inner size must be a multiple of {self.piece}, got {self.inner}"
-        if self.out % ROW_TILE or self.out < HEIGHT:
-            return f"the result's columns must be a multiple of {ROW_TILE} from {HEIGHT} on, got {self.out}"
-        return None
-
-    @property
-    def packed(self) -> bool:
-        """Whether the weight has 8 bits, which are unpacked to float16 on the chip."""
-        return jnp.dtype(self.stored).name in LARGEST
-
-    @property
-    def operand(self) -> DTypeLike:
-        """Dtype of the products' inputs; one instruction makes float16 of two numbers of 8 bits, none bfloat16."""
-        return jnp.dtype(jnp.float16) if self.packed else self.dtype
-
-    @property
-    def piece(self) -> int:
-        """Numbers of a row of the weight in one piece."""
-        return PIECE_BYTES // jnp.dtype(self.stored).itemsize
-
-    @property
-    def parts(self) -> int:
-        """Rows of the weight for each column of the result."""
-        return 2 if self.gated else 1
-
-    @property
-    def padded_rows(self) -> int:
-        """Rows as the tensor cores take them."""
-        return ceil(self.rows / ROW_TILE) * ROW_TILE
-
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of the weight."""
-        return self.parts * self.out * self.inner * jnp.dtype(self.stored).itemsize
 
 
 @dataclass(frozen=True)
@@ -127,6 +59,8 @@ class Schedule:
         stages: slots, the turns that are in flight.
         splits: blocks that share a tile's contraction; XLA adds up what each found.
         blocks: most blocks for each split; with fewer blocks than tiles each works on several.
+        cluster: blocks that share a tile's contraction and add up their sums in shared memory, each for its own rows.
+        passes: times that a tile's sums go through shared memory, each time those of so many rows fewer.
     """
 
     columns: int
@@ -135,12 +69,16 @@ class Schedule:
     stages: int
     splits: int
     blocks: int
+    cluster: int = 1
+    passes: int = 1
 
     @classmethod
     def of(cls, geometry: Geometry) -> "Schedule":
         """Takes what was measured to be fastest for such shapes on this device, or else what the rules say."""
         fields = tuned("skinny_matmul", shape_class(geometry))
-        if fields is not None and fields.keys() == {field.name for field in dataclass_fields(cls)}:
+        names = {field.name for field in dataclass_fields(cls)}
+        needed = {field.name for field in dataclass_fields(cls) if field.default is MISSING}
+        if fields is not None and needed <= fields.keys() <= names:
             schedule = cls(**fields)
             if schedule.refusal(geometry) is None:
                 return schedule
@@ -153,33 +91,35 @@ class Schedule:
         All blocks are at work at once and hold as much in flight as shared memory allows. Tiles narrow enough for that
         are stacked by folds; splits, which take another launch, come last.
         """
-        found = [cls._filled(geometry, *cut) for cut in _cuts(geometry)]
+        cuts = [*_cuts_of_many_rows(geometry), *_cuts(geometry)]
+        found = [cls._filled(geometry, cut) for cut in cuts]
         able = [schedule for schedule in found if schedule.refusal(geometry) is None]
         return able[0] if able else cls(ROW_TILE, HEIGHT // ROW_TILE // geometry.parts, 1, 1, 1, 1)
 
     @classmethod
-    def _filled(cls, geometry: Geometry, columns: int, folds: int, splits: int) -> "Schedule":
+    def _filled(cls, geometry: Geometry, cut: "_Cut") -> "Schedule":
         """Returns the schedule of these cuts with as many slots as shared memory holds."""
-        empty = cls(columns, folds, 1, 0, splits, 1)
+        empty = cls(cut.columns, cut.folds, 1, 0, cut.splits, 1, cut.cluster, cut.passes)
         tiles = empty.tiles(geometry)
-        resident = ceil(tiles * splits / NUM_MULTIPROCESSORS)
+        resident = ceil(tiles * empty.shares / NUM_MULTIPROCESSORS)
         blocks = tiles
-        if resident > _MOST_RESIDENT:
+        if resident > (_MOST_RESIDENT if cut.passes == 1 else 1):
             # Each block works on several tiles.
             resident = 2 if geometry.rows <= _FEW_ROWS else 1
-            blocks = ceil(tiles / ceil(tiles * splits / (resident * NUM_MULTIPROCESSORS)))
+            blocks = ceil(tiles / ceil(tiles * empty.shares / (resident * NUM_MULTIPROCESSORS)))
         room = SHARED_BYTES // resident - _RESERVED_BYTES
         room = min(room, SHARED_BYTES_PER_BLOCK) - empty.shared_bytes(geometry)
-        deep = folds == 1 and room >= 2 * _LEAST_STAGES * empty.slot_bytes(geometry)
-        deep = deep and not geometry.inner % (2 * geometry.piece * splits)
+        deep = cut.folds == 1 and room >= 2 * _LEAST_STAGES * empty.slot_bytes(geometry)
+        deep = deep and not geometry.inner % (2 * geometry.piece * empty.shares)
         depth = 2 if deep else 1
         slots = room // (depth * empty.slot_bytes(geometry))
         steps = empty.turns_per_tile(geometry) * ceil(tiles / blocks) // depth
-        return cls(columns, folds, depth, max(1, min(slots, steps)), splits, blocks)
+        stages = max(1, min(slots, steps))
+        return replace(empty, depth=depth, stages=stages, blocks=blocks)
 
     def refusal(self, geometry: Geometry) -> str | None:
         """Returns why the kernel cannot run under this schedule, or `None` if it can."""
-        if min(self.columns, self.folds, self.depth, self.stages, self.splits, self.blocks) < 1:
+        if min(astuple(self)) < 1:
             return f"all of a schedule must be at least 1, got {self}"
         height, width = self.height(geometry), self.width(geometry)
         if self.columns % ROW_TILE or self.columns & (self.columns - 1):
@@ -191,11 +131,31 @@ class Schedule:
         if width > _MOST_WIDTH or height * width > _MOST_SUMS:
             return f"{height} x {width} sums do not fit a warpgroup's registers"
         chunk = self.chunk(geometry)
-        if geometry.inner % (chunk * self.folds * self.splits):
-            return f"{geometry.inner} numbers cannot be cut into {self.splits} x {self.folds} x {chunk}"
+        if geometry.inner % (chunk * self.folds * self.shares):
+            return f"{geometry.inner} numbers cannot be cut into {self.shares} x {self.folds} x {chunk}"
         if self.shared_bytes(geometry) > SHARED_BYTES_PER_BLOCK:
             return f"it needs {self.shared_bytes(geometry)} bytes of shared memory"
+        return self._refusal_of_windows(geometry)
+
+    def _refusal_of_windows(self, geometry: Geometry) -> str | None:
+        """Returns why sums cannot be joined by a cluster, or go through shared memory in several passes."""
+        if self.cluster > MAX_CLUSTER or min(self.cluster, max(self.passes, self.splits)) > 1:
+            return f"a cluster has at most {MAX_CLUSTER} blocks, one pass and no splits, got {self}"
+        if max(self.cluster, self.passes) > 1 and (self.folds > 1 or geometry.packed):
+            return f"clusters and passes take neither folds nor weights of 8 bits, got {self}"
+        if self.cluster > 1 and (self.tiles_per_block(geometry) > 1 or geometry.rows <= ROW_TILE):
+            return f"a cluster joins one tile of more than {ROW_TILE} rows, got {self}"
         return None
+
+    @property
+    def shares(self) -> int:
+        """Blocks among which a tile's contraction is cut, whoever adds up what they found."""
+        return self.splits * self.cluster
+
+    def window(self, geometry: Geometry) -> int:
+        """Returns of how many rows of x sums lie in shared memory at once."""
+        groups = geometry.padded_rows // ROW_TILE
+        return ROW_TILE * ceil(groups / max(self.cluster, self.passes))
 
     def height(self, geometry: Geometry) -> int:
         """Returns how many rows of the weight a slot holds."""
@@ -215,14 +175,14 @@ class Schedule:
 
     def turns_per_tile(self, geometry: Geometry) -> int:
         """Returns how many chunks a block takes for each tile and fold."""
-        return geometry.inner // (self.chunk(geometry) * self.folds * self.splits)
+        return geometry.inner // (self.chunk(geometry) * self.folds * self.shares)
 
     def tiles_per_block(self, geometry: Geometry) -> int:
         """Returns how many tiles each block works on; the last block repeats the last tile instead of having fewer."""
         return ceil(self.tiles(geometry) / self.blocks)
 
     def grid(self, geometry: Geometry) -> int:
-        """Returns the blocks of each split."""
+        """Returns the blocks of each share."""
         return ceil(self.tiles(geometry) / self.tiles_per_block(geometry))
 
     def slot_bytes(self, geometry: Geometry) -> int:
@@ -232,9 +192,11 @@ class Schedule:
 
     def shared_bytes(self, geometry: Geometry) -> int:
         """Returns the shared memory that one block asks for."""
-        sums = 4 * self.height(geometry) * (self.width(geometry) + PADDING)
-        sums = ceil(sums / ALIGNMENT) * ALIGNMENT
-        return self.stages * self.slot_bytes(geometry) + sums + OTHER_BYTES
+        height, window = self.height(geometry), self.window(geometry)
+        sums = ceil(4 * height * (self.folds * window + PADDING) / ALIGNMENT) * ALIGNMENT
+        slots = self.stages * self.slot_bytes(geometry)
+        received = 4 * self.cluster * height * window if self.cluster > 1 else 0
+        return slots + received + sums + OTHER_BYTES
 
     def resident(self, geometry: Geometry) -> int:
         """Returns how many blocks a multiprocessor works on at once, as far as shared memory goes."""
@@ -247,18 +209,40 @@ def shape_class(geometry: Geometry) -> str:
     return f"rows {geometry.padded_rows} {geometry.inner} -> {geometry.out}{gated} {jnp.dtype(geometry.stored).name}"
 
 
-def _cuts(geometry: Geometry) -> list[tuple[int, int, int]]:
-    """Returns columns, folds and splits to choose from, best first."""
+class _Cut(NamedTuple):
+    """What the rules choose from; the rest of a schedule follows. Words as there."""
+
+    columns: int
+    folds: int = 1
+    splits: int = 1
+    cluster: int = 1
+    passes: int = 1
+
+
+def _cuts_of_many_rows(geometry: Geometry) -> list[_Cut]:
+    """Returns what is better than all other cuts for 33 rows or more, if anything is."""
+    if geometry.rows <= _SOME_ROWS or geometry.packed:
+        return []
+    tiles = ceil(geometry.out / HEIGHT)
+    if geometry.gated:
+        blocks = ceil(tiles / ceil(tiles / NUM_MULTIPROCESSORS))
+        cut = _Cut(HEIGHT, passes=geometry.padded_rows // ROW_TILE)
+    else:
+        blocks = MAX_CLUSTER * tiles if geometry.inner >= _LONG else 0
+        cut = _Cut(HEIGHT, cluster=MAX_CLUSTER)
+    return [cut] if _ENOUGH_BLOCKS[2] <= blocks <= NUM_MULTIPROCESSORS else []
+
+
+def _cuts(geometry: Geometry) -> list[_Cut]:
+    """Returns the cuts that any shape may have, best first."""
     few = geometry.rows <= _FEW_ROWS
     widths = [width for width in (64, 32, 16, 8) if width <= geometry.out]
-    stacked = [(width, max(1, HEIGHT // (width * geometry.parts)), 1) for width in widths]
-    split = [
-        (widths[0], max(1, HEIGHT // (widths[0] * geometry.parts)), count) for count in (2, 4, 8)
-    ]
+    stacked = [_Cut(width, max(1, HEIGHT // (width * geometry.parts))) for width in widths]
+    split = [stacked[0]._replace(splits=count) for count in (2, 4, 8)]
     cuts = stacked if few else [*stacked[:2], *split]
     large = geometry.weight_bytes > _LARGE_BYTES and geometry.padded_rows == ROW_TILE
     wanted = _ENOUGH_BLOCKS[2 if not few else 0 if large else 1]
-    blocks = {cut: ceil(geometry.out / cut[0]) * cut[2] for cut in cuts}
+    blocks = {cut: ceil(geometry.out / cut.columns) * cut.splits for cut in cuts}
     enough = [cut for cut in cuts if blocks[cut] >= wanted]
     rest = sorted((cut for cut in cuts if cut not in enough), key=lambda cut: -blocks[cut])
     return [*enough, *rest]

@@ -18,12 +18,13 @@ def programs():
 
     cases = {case.name: case for case in CASES}
 
-    def multiply(name):
+    def multiply(name, rows=None):
         case = cases[name]
+        count = rows or case.rows
         shape = partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
         weights = case.out * (2 if case.gated else 1)
-        arrays = shape((case.rows, case.inner)), shape((weights, case.inner))
-        extras = (shape((case.rows, case.out)),) if case.has_residual else ()
+        arrays = shape((count, case.inner)), shape((weights, case.inner))
+        extras = (shape((count, case.out)),) if case.has_residual else ()
         options = {
             "activation": case.activation,
             "gated": case.gated,
@@ -36,22 +37,13 @@ def programs():
 
         return run, (*arrays, *extras)
 
-    def with_ahead(name, following):
-        _, arrays = multiply(name)
-        ahead = multiply(following)[1][1]
-        gated = cases[following].gated
-
-        def run_ahead(x, weight, ahead):
-            return mosaic_gpu.skinny_matmul(weight, x, ahead=ahead, ahead_gated=gated)
-
-        return run_ahead, (*arrays[:2], ahead)
-
-    names = [f"8b-{product}-b{rows}" for product in ("o", "gate-up", "logits") for rows in (1, 64)]
+    products = ("o", "gate-up", "down", "logits")
+    names = [f"8b-{product}-b{rows}" for product in products for rows in (1, 64)]
     names += ["0.6b-down-b8", "70b-tp4-qkv-b16"]
-    return {name: multiply(name) for name in names} | {
-        "8b-o-b8, ahead": with_ahead("8b-o-b8", "8b-gate-up-b8"),
-        "8b-o-b64, ahead": with_ahead("8b-o-b64", "8b-gate-up-b64"),
-    }
+    # Eight rows at a time, and halves of a cluster that end unequal numbers of rows.
+    odd = {f"8b-{product}-b64": 37 for product in ("gate-up", "down")}
+    uneven = {f"{name}, {rows} rows": multiply(name, rows) for name, rows in odd.items()}
+    return {name: multiply(name) for name in names} | uneven
 
 
 if __name__ == "__main__":

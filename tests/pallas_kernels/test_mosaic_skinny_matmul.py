@@ -1,8 +1,6 @@
 """The Mosaic GPU kernel of `skinny_matmul` itself: interpreted, and how it cuts weights. Contract: its own suite."""
 
 from dataclasses import replace
-from functools import partial
-from importlib import import_module
 
 import jax
 import jax.numpy as jnp
@@ -11,10 +9,11 @@ import pytest
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as interpreter
 
 from pallas_kernels.device import NEWEST_JAX, SHARED_BYTES_PER_BLOCK
-from pallas_kernels.skinny_matmul import mosaic_gpu
+from pallas_kernels.skinny_matmul import mosaic_gpu, mosaic_join
 from pallas_kernels.skinny_matmul.cases import CASES, Case
-from pallas_kernels.skinny_matmul.mosaic_ahead import Ahead
-from pallas_kernels.skinny_matmul.mosaic_schedule import Geometry, Schedule
+from pallas_kernels.skinny_matmul.mosaic_geometry import Geometry
+from pallas_kernels.skinny_matmul.mosaic_schedule import Schedule
+from pallas_kernels.tuning import trying
 from tests.pallas_kernels.contract import bits
 from tests.pallas_kernels.test_skinny_matmul import oracle, packed
 from tests.tolerances import assert_output
@@ -22,7 +21,6 @@ from tests.tolerances import assert_output
 pytestmark = pytest.mark.skipif(
     jax.__version_info__[:2] > NEWEST_JAX, reason="this JAX takes minutes; why_not says so"
 )
-mosaic_ahead = import_module("pallas_kernels.skinny_matmul.mosaic_ahead")
 BFLOAT16 = jnp.dtype(jnp.bfloat16)
 
 # Every way of cutting, alone and with others: columns, folds, depth, stages, splits, blocks.
@@ -43,6 +41,16 @@ CUTS = {
         (8, 4, 1, 3, 1, 4),
     ),
     "two heights": (Case("", 8, 128, 128, result="float32"), (128, 1, 1, 2, 1, 9)),
+    "passes": (
+        Case("", 21, 128, 200, True, "silu", 0.5, True, True),
+        (64, 1, 1, 2, 1, 2, 1, 2),
+    ),
+    "a pass of one row": (Case("", 17, 128, 128, has_residual=True), (64, 1, 1, 2, 1, 9, 1, 3)),
+    # No interpreter knows a cluster's stores: here XLA adds up its shares, in the same order.
+    "a cluster": (
+        Case("", 17, 256, 64, has_bias=True, has_residual=True),
+        (64, 1, 1, 2, 1, 9, 2),
+    ),
 }
 
 
@@ -65,61 +73,6 @@ def test_interpreted_it_equals_the_oracle_without_a_race(name, races):
     assert result.dtype == jnp.dtype(case.result or "bfloat16")
     assert_output(result, oracle(inputs), "bfloat16")
     assert not races()
-
-
-@pytest.mark.parametrize("name", ["tiles in turn, the last one early", "splits", "two heights"])
-def test_interpreted_what_is_asked_for_ahead_changes_no_bit(name, races):
-    """With copies left to send for while others are multiplied, and with none."""
-    case, cuts = CUTS[name]
-    inputs = device(case.inputs(1))
-    run = partial(mosaic_gpu.skinny_matmul, **inputs, schedule=Schedule(*cuts), interpret=True)
-    ahead = jnp.full((1024, 512), jnp.nan, jnp.bfloat16)
-    assert bits(run(ahead=ahead, ahead_gated=True)) == bits(run())
-    assert not races()
-
-
-@pytest.mark.parametrize("blocks", [1, 5, 32, 200])
-@pytest.mark.parametrize("cuts", [(16, 2, 1, 3, 1, 9), (32, 1, 2, 4, 2, 99), (64, 1, 1, 2, 1, 2)])
-@pytest.mark.parametrize("gated", [False, True])
-def test_exactly_what_the_next_product_fetches_first_is_asked_for(cuts, blocks, gated, monkeypatch):
-    """Each of its blocks begins with the first chunks of its first tile; no piece is asked for twice."""
-    weight = np.zeros((2 * 200 if gated else 200, 512))
-    asked = np.zeros_like(weight)
-    monkeypatch.setattr(Schedule, "of", lambda _: Schedule(*cuts))
-    monkeypatch.setattr(mosaic_ahead, "AHEAD_BYTES", 2**20)
-    ahead = Ahead.of(jnp.asarray(weight, jnp.bfloat16), 3, jnp.bfloat16, gated=gated)
-    schedule, geometry = ahead.schedule, ahead.geometry
-
-    class Pool:
-        at = property(lambda self: self)
-
-        def __getitem__(self, place):
-            return tuple(np.s_[int(part.start) : int(part.start) + part.size] for part in place)
-
-    def prefetch(place, predicate):
-        asked[place] += predicate is None or bool(predicate)
-
-    monkeypatch.setattr(mosaic_ahead.plgpu, "async_prefetch", prefetch)
-    for block in range(blocks):
-        ahead.ask(Pool(), jnp.int32(block), blocks)
-    wanted = np.zeros_like(weight)
-    turn = schedule.folds * schedule.chunk(geometry)
-    share = 512 // schedule.splits
-    for tile in range(0, schedule.tiles(geometry), schedule.tiles_per_block(geometry)):
-        for split in range(schedule.splits):
-            for half in range(2 if gated else 1):
-                first = 200 * half + min(tile * schedule.columns, 200 - schedule.columns)
-                inner = np.s_[split * share : split * share + min(ahead.turns * turn, share)]
-                wanted[first : first + schedule.columns, inner] += 1
-    assert ahead.turns > 1
-    assert ahead.turns * turn <= share
-    np.testing.assert_array_equal(asked, wanted)
-
-
-def test_nothing_is_asked_for_a_product_that_is_not_this_kernels():
-    """Sizes that are XLA's; and a weight whose first turns are more than may be asked for."""
-    assert Ahead.of(jnp.zeros((128, 60), jnp.bfloat16), 1, jnp.bfloat16, gated=False) is None
-    assert Ahead.of(jnp.zeros((128, 64), jnp.bfloat16), 65, jnp.bfloat16, gated=False) is None
 
 
 def test_interpreted_rows_do_not_see_each_other():
@@ -150,7 +103,7 @@ def test_the_rules_fit_every_case_into_one_wave(case):
     schedule = Schedule.by_rule(geometry)
     assert schedule.refusal(geometry) is None
     assert schedule.shared_bytes(geometry) <= SHARED_BYTES_PER_BLOCK
-    blocks = schedule.grid(geometry) * schedule.splits
+    blocks = schedule.grid(geometry) * schedule.shares
     assert blocks <= 132 * schedule.resident(geometry)
     if not case.ci:
         assert blocks >= 96
@@ -158,7 +111,121 @@ def test_the_rules_fit_every_case_into_one_wave(case):
         assert done <= 1.05 * schedule.tiles(geometry)
 
 
-@pytest.mark.parametrize("cuts", [(32, 2, 1, 3, 1, 9), (64, 1, 1, 3, 1, 1), (64, 1, 1, 2, 2, 9)])
+@pytest.mark.parametrize("rows", [33, 40, 57, 64])
+@pytest.mark.parametrize(
+    ("inner", "out", "gated", "columns", "folds", "depth", "cluster", "eight"),
+    [
+        (4096, 4096, False, 32, 2, 1, 1, False),
+        (4096, 6144, False, 64, 1, 2, 1, False),
+        (14336, 4096, False, 64, 1, 2, 2, False),
+        (4096, 14336, True, 64, 1, 2, 1, True),
+        (4096, 17408, True, 64, 1, 1, 1, False),
+    ],
+)
+def test_many_rows_take_clusters_where_inner_is_long_and_passes_where_gates_are_wide(
+    rows, inner, out, gated, columns, folds, depth, cluster, eight
+):
+    """The last one would leave a third of the card without a block."""
+    geometry = Geometry(rows, out, inner, gated, BFLOAT16, BFLOAT16)
+    found = Schedule.by_rule(geometry)
+    assert (found.columns, found.folds, found.depth, found.splits) == (columns, folds, depth, 1)
+    assert (found.cluster, found.window(geometry) == 8) == (cluster, eight)
+    few = Schedule.by_rule(replace(geometry, rows=32))
+    assert (few.cluster, few.passes) == (1, 1)
+
+
+class Numbered:
+    """Of which block of a cluster shared memory is, and which place in it."""
+
+    at = property(lambda self: self)
+
+    def __init__(self, block):
+        self.block = block
+
+    def __getitem__(self, place):
+        return self.block, *place
+
+
+class Sums:
+    """An array of NumPy behind what a kernel does to a reference."""
+
+    at = property(lambda self: self)
+
+    def __init__(self, array):
+        self.array = array
+
+    def __getitem__(self, place):
+        columns, rows = place
+        return self.array[columns, rows.start : rows.start + rows.size]
+
+
+@pytest.mark.parametrize("rows", [9, 16, 17, 33, 40, 57, 64])
+def test_each_block_of_a_cluster_ends_its_rows_once_with_the_sums_of_both(rows, monkeypatch):
+    """In NumPy, since no interpreter knows a cluster's stores; each block's barrier counts all that comes."""
+    geometry = Geometry(rows, 64, 256, False, BFLOAT16, BFLOAT16)
+    schedule = Schedule(64, 1, 1, 2, 1, 1, 2)
+    assert schedule.refusal(geometry) is None
+    arrivals = mosaic_join.shared(geometry, schedule)["shares_arrived"].num_arrivals
+    window = schedule.window(geometry)
+    sums = np.random.default_rng(0).normal(size=(2, 64, geometry.padded_rows)).astype("float32")
+    received = np.full((2, 2, window // 8, 64, 8), np.nan, np.float32)
+    joined = np.full((2, 64, window), np.nan, np.float32)
+    result, counted = np.zeros((64, rows)), [0, 0]
+
+    def send(values, place, barrier, *, cluster_idx, **_):
+        received[int(cluster_idx)][place[1:]] = values
+        counted[int(cluster_idx)] += 1
+
+    for name, fake in {
+        "async_store_smem": send,
+        "barrier_wait": lambda _: None,
+        "commit_smem": lambda: None,
+        "load": lambda place, **_: received[place],
+    }.items():
+        monkeypatch.setattr(mosaic_join.plgpu, name, fake)
+    monkeypatch.setattr(mosaic_join.pl, "when", lambda is_so: lambda run: run() if is_so else None)
+    joins = []
+    for rank in range(2):
+        refs = {"shares": Numbered(rank), "shares_arrived": None, "sums": Sums(joined[rank])}
+        joins.append(mosaic_join.Join(geometry, schedule, refs, jnp.int32(rank)))
+        joins[rank].send(jnp.asarray(sums[rank]))
+    assert counted == [arrivals, arrivals]
+
+    for rank, join in enumerate(joins):
+
+        def store(first, count, rank=rank):
+            result[:, first : first + count] += joined[rank, :, :count]
+
+        join.deliver(jnp.asarray(sums[rank]), store)
+    np.testing.assert_array_equal(result, (sums[0] + sums[1])[:, :rows])
+
+
+def test_a_tuned_schedule_may_leave_out_clusters_and_passes():
+    """Whoever wrote it knew neither; what names another field, or cannot run, is passed over."""
+    geometry = Geometry(64, 4096, 14336, False, BFLOAT16, BFLOAT16)
+    ruled = Schedule.of(geometry)
+    fields = {"columns": 64, "folds": 1, "depth": 1, "stages": 3, "splits": 2, "blocks": 64}
+    given = {
+        Schedule(64, 1, 1, 3, 2, 64): fields,
+        Schedule(64, 1, 1, 3, 1, 64, 2): fields | {"splits": 1, "cluster": 2},
+    }
+    for wanted, entry in given.items():
+        with trying("skinny_matmul", entry):
+            assert Schedule.of(geometry) == wanted
+    for entry in (fields | {"warps": 1}, fields | {"stages": 99}, {"columns": 64}):
+        with trying("skinny_matmul", entry):
+            assert Schedule.of(geometry) == ruled
+
+
+@pytest.mark.parametrize(
+    "cuts",
+    [
+        (32, 2, 1, 3, 1, 9),
+        (64, 1, 1, 3, 1, 1),
+        (64, 1, 1, 2, 2, 9),
+        (64, 1, 1, 3, 1, 1, 1, 2),
+    ],
+)
 def test_interpreted_a_norm_is_left_to_the_product_after_it(cuts, races):
     """Tiles alone and in turn, and splits: the squares are those of the rows as they were rounded."""
     case = Case("", 5, 256, 128)
@@ -214,6 +281,12 @@ def test_schedules_depend_on_static_shapes_alone_and_cover_every_row_count():
         ({"stages": 99}, "bytes of shared memory"),
         ({"splits": 0}, "at least 1"),
         ({"columns": 512, "folds": 1}, "registers"),
+        ({"cluster": 2}, "neither folds"),
+        ({"cluster": 4, "folds": 1, "columns": 64}, "at most 2"),
+        ({"cluster": 2, "folds": 1, "columns": 64, "blocks": 32}, "joins one tile"),
+        ({"cluster": 2, "folds": 1, "columns": 64, "splits": 2}, "no splits"),
+        ({"cluster": 2, "folds": 1, "columns": 64, "passes": 2}, "one pass"),
+        ({"passes": 2}, "neither folds"),
     ],
 )
 def test_schedules_that_cannot_run_are_refused(change, message):

@@ -2,6 +2,7 @@
 
 import math
 import re
+from dataclasses import replace
 from functools import partial
 
 import jax.numpy as jnp
@@ -108,6 +109,27 @@ def test_real_shapes_equal_the_reference_and_repeat_bit_for_bit(case):
     wanted = compiled(reference.skinny_matmul, inputs | {"result": "float32"})
     assert_output(result, np.asarray(wanted, np.float64), "bfloat16")
     assert bits(result) == bits(again)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["8b-down-b64", "8b-gate-up-b64", "8b-qkv-b64"])
+@pytest.mark.parametrize("rows", [33, 40, 57])
+def test_many_rows_equal_the_reference_where_they_fill_no_window(name, rows):
+    """Under clusters, passes and neither: the rows, what a norm gets of them, and equal bits for permuted ones."""
+    case = next(replace(case, rows=rows) for case in REAL if case.name == name)
+    inputs = case.inputs(8)
+    norm = np.linspace(0.5, 2, case.out).astype(inputs["x"].dtype)
+    run = partial(call, skinny_matmul, refusal, implementation="mosaic_gpu")
+    result, weighed, squares = run(inputs | {"next_norm": norm[None]})
+    wanted = compiled(reference.skinny_matmul, inputs | {"result": "float32"})
+    assert_output(result, np.asarray(wanted, np.float64), "bfloat16")
+    wide = np.asarray(result, np.float64)
+    assert_output(weighed, wide * np.asarray(norm, np.float64), "bfloat16")
+    np.testing.assert_allclose(np.sum(squares, axis=0), np.sum(wide**2, axis=1), rtol=2e-3)
+    order = np.random.default_rng(0).permutation(rows)
+    moved = {key: inputs[key][order] for key in ("x", "residual") if inputs[key] is not None}
+    permuted = run(inputs | moved)
+    assert bits(permuted) == [bits(result)[row] for row in order]
 
 
 @every_implementation

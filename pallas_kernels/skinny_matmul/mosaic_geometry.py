@@ -1,0 +1,89 @@
+"""The sizes that the Mosaic GPU kernel of `skinny_matmul` is built from, and which of them it takes. Traces nothing."""
+
+from dataclasses import dataclass
+from math import ceil
+
+import jax.numpy as jnp
+from jax import Array
+from jax.typing import DTypeLike
+
+from pallas_kernels.byte_formats import LARGEST
+
+MOST_ROWS = 64
+# Bytes of a row of the weight in one copy, the widest swizzle; and numbers of x in as many bytes.
+PIECE_BYTES, PIECE = 128, 64
+# Height of one wgmma, whose left operand the weights are.
+HEIGHT = 64
+# Rows that a copy into swizzled shared memory counts in.
+ROW_TILE = 8
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """The sizes that the kernel is built from.
+
+    Attributes:
+        rows: of x.
+        out: columns of the result.
+        inner: numbers that each of them is a sum over.
+        gated: the weight holds two rows for each column, those of the gates first.
+        dtype: of x.
+        stored: of the weight.
+    """
+
+    rows: int
+    out: int
+    inner: int
+    gated: bool
+    dtype: DTypeLike
+    stored: DTypeLike
+
+    @classmethod
+    def of(cls, weight: Array, x: Array, *, gated: bool) -> "Geometry":
+        """Returns the sizes of these arrays."""
+        out = weight.shape[0] // (2 if gated else 1)
+        return cls(x.shape[0], out, x.shape[1], gated, x.dtype, weight.dtype)
+
+    def refusal(self) -> str | None:
+        """Returns why the kernel cannot be built for these sizes, or `None` if it can."""
+        if self.dtype not in (jnp.bfloat16, jnp.float16):
+            return f"x must be bfloat16 or float16, got {self.dtype}"
+        if self.stored != self.dtype and not self.packed:
+            return f"the weight must have x's dtype, {self.dtype}, or 8 bits, got {self.stored}"
+        if self.rows > MOST_ROWS:
+            return f"at most {MOST_ROWS} rows, got {self.rows}"
+        if self.inner % self.piece:
+            return f"the inner size must be a multiple of {self.piece}, got {self.inner}"
+        if self.out % ROW_TILE or self.out < HEIGHT:
+            return f"the result's columns must be a multiple of {ROW_TILE} from {HEIGHT} on, got {self.out}"
+        return None
+
+    @property
+    def packed(self) -> bool:
+        """Whether the weight has 8 bits, which are unpacked to float16 on the chip."""
+        return jnp.dtype(self.stored).name in LARGEST
+
+    @property
+    def operand(self) -> DTypeLike:
+        """Dtype of the products' inputs; one instruction makes float16 of two numbers of 8 bits, none bfloat16."""
+        return jnp.dtype(jnp.float16) if self.packed else self.dtype
+
+    @property
+    def piece(self) -> int:
+        """Numbers of a row of the weight in one piece."""
+        return PIECE_BYTES // jnp.dtype(self.stored).itemsize
+
+    @property
+    def parts(self) -> int:
+        """Rows of the weight for each column of the result."""
+        return 2 if self.gated else 1
+
+    @property
+    def padded_rows(self) -> int:
+        """Rows as the tensor cores take them."""
+        return ceil(self.rows / ROW_TILE) * ROW_TILE
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the weight."""
+        return self.parts * self.out * self.inner * jnp.dtype(self.stored).itemsize
