@@ -11,7 +11,10 @@ from jaxkv.block_config import MixtureConfig
 from jaxkv.layers.feed_forward import activate, clamped_gate, gate
 from jaxkv.layers.linear import linear, project
 from pallas_kernels import grouped_matmul
+from pallas_kernels.dispatch import note_fallback
+from pallas_kernels.grouped_matmul import mosaic_gpu
 
+_KERNEL = "mosaic_gpu"
 _MOST_INNER = 2**26
 """Numbers between the two maps of all experts that may exist at once: 128 MiB of bfloat16."""
 
@@ -30,8 +33,8 @@ def mixture_of_experts(
     products as wide as all of them, whose inner columns are cleared where a token did not ask. `jax.lax.ragged_dot`
     would do the latter `top_k` times over on GPUs and CPUs, where XLA makes one dense product of it.
 
-    By name, `grouped_matmul` does both: tokens are sorted by their experts, each of which is read once and multiplied
-    with its own tokens alone.
+    On our kernels `grouped_matmul` does both: tokens are sorted by their experts, each of which is read once and
+    multiplied with its own tokens alone.
 
     A token's result does not depend on the others'.
 
@@ -63,6 +66,25 @@ def mixture_of_experts(
         ask = _ask_some if chosen.size <= mixture.experts else _ask_all
     said = ask(params, given, chosen, weights, bend)
     return linear(params["latent_out"], said) if "latent_out" in params else said
+
+
+def grouped_for(
+    params: Mapping[str, Array], tokens: int, *, mixture: MixtureConfig, implementation: str | None
+) -> str | None:
+    """Returns what `mixture_of_experts` is to run on in a family of implementations, as its `grouped`.
+
+    That is our kernel if the family is ours and the kernel takes these sizes; where it does not, a fallback is noted.
+    """
+    if implementation != _KERNEL:
+        return None
+    rows, up, down = tokens * mixture.top_k, params["experts_up"], params["experts_down"]
+    for weight, axis in ((up, 0), (down, 1)):
+        x = jax.ShapeDtypeStruct((rows, weight.shape[2]), weight.dtype)
+        refusal = mosaic_gpu.why_not(weight, x, group_axis=axis)
+        if refusal is not None:
+            note_fallback("grouped_matmul", _KERNEL, refusal, "plain products")
+            return None
+    return _KERNEL
 
 
 def choose_experts(

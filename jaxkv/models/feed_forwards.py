@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 from jaxkv.block_config import MixtureConfig
 from jaxkv.layers.feed_forward import gated_feed_forward, plain_feed_forward
 from jaxkv.layers.linear import Normed, project, scaled
-from jaxkv.layers.mixture import mixture_of_experts
+from jaxkv.layers.mixture import grouped_for, mixture_of_experts
 from jaxkv.model_config import ModelConfig
 from jaxkv.models.block import Block, Leaf, Said, Step
 
@@ -17,11 +17,11 @@ from jaxkv.models.block import Block, Leaf, Said, Step
 def _block(
     leaves: Callable[[ModelConfig], dict[str, Leaf]],
     compute: Callable[
-        [ModelConfig, Mapping[str, Array], Float[Array, "tokens hidden_size"]],
+        [ModelConfig, Mapping[str, Array], Float[Array, "tokens hidden_size"], str | None],
         Float[Array, "tokens hidden_size"],
     ],
 ) -> Block:
-    """Makes a block of what remembers nothing and asks for nothing but the tokens."""
+    """Makes a block of what remembers nothing and asks for nothing but the tokens and the family of implementations."""
 
     def run(
         config: ModelConfig,
@@ -30,8 +30,8 @@ def _block(
         x: Float[Array, "tokens hidden_size"],
         step: Step,
     ) -> Said:
-        del held, step
-        return {}, compute(config, params, x)
+        del held
+        return {}, compute(config, params, x, step.implementation)
 
     return Block(leaves, run)
 
@@ -78,8 +78,12 @@ def _plain_leaves(config: ModelConfig) -> dict[str, Leaf]:
 
 
 def _run_plain(
-    config: ModelConfig, params: Mapping[str, Array], x: Float[Array, "tokens hidden_size"]
+    config: ModelConfig,
+    params: Mapping[str, Array],
+    x: Float[Array, "tokens hidden_size"],
+    implementation: str | None,
 ) -> Float[Array, "tokens hidden_size"]:
+    del implementation
     return plain_feed_forward(params, x, activation=config.activation)
 
 
@@ -109,9 +113,19 @@ def _mixture_leaves(config: ModelConfig) -> dict[str, Leaf]:
 
 
 def _run_mixture(
-    config: ModelConfig, params: Mapping[str, Array], x: Float[Array, "tokens hidden_size"]
+    config: ModelConfig,
+    params: Mapping[str, Array],
+    x: Float[Array, "tokens hidden_size"],
+    implementation: str | None,
 ) -> Float[Array, "tokens hidden_size"]:
-    return mixture_of_experts(params, x, mixture=_mixture(config), activation=config.activation)
+    mixture = _mixture(config)
+    return mixture_of_experts(
+        params,
+        x,
+        mixture=mixture,
+        activation=config.activation,
+        grouped=grouped_for(params, len(x), mixture=mixture, implementation=implementation),
+    )
 
 
 def _shared_leaves(config: ModelConfig) -> dict[str, Leaf]:
@@ -124,8 +138,12 @@ def _shared_leaves(config: ModelConfig) -> dict[str, Leaf]:
 
 
 def _run_shared(
-    config: ModelConfig, params: Mapping[str, Array], x: Float[Array, "tokens hidden_size"]
+    config: ModelConfig,
+    params: Mapping[str, Array],
+    x: Float[Array, "tokens hidden_size"],
+    implementation: str | None,
 ) -> Float[Array, "tokens hidden_size"]:
+    del implementation
     up, down = params["shared_up"], params["shared_down"]
     if _mixture(config).gated:
         said = gated_feed_forward({"gate_up": up, "down": down}, x, activation=config.activation)

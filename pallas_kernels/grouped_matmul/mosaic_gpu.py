@@ -17,14 +17,22 @@ from pallas_kernels.grouped_matmul.mosaic_visits import table
 
 
 def why_not(
-    weight: Array, x: Array, *, group_axis: int = 0, result: DTypeLike | None = None
+    weight: Array,
+    x: Array | jax.ShapeDtypeStruct,
+    *,
+    group_axis: int = 0,
+    result: DTypeLike | None = None,
 ) -> str | None:
     """Returns why this kernel cannot run, or `None` if it can."""
     return why_not_mosaic() or refusal(weight, x, group_axis=group_axis, result=result)
 
 
 def refusal(
-    weight: Array, x: Array, *, group_axis: int = 0, result: DTypeLike | None = None
+    weight: Array,
+    x: Array | jax.ShapeDtypeStruct,
+    *,
+    group_axis: int = 0,
+    result: DTypeLike | None = None,
 ) -> str | None:
     """Returns why the kernel cannot take these arrays on any device, or `None` if it can."""
     return Geometry.of(weight, x, group_axis=group_axis, result=result).refusal()

@@ -8,6 +8,7 @@ it takes in one turn. What a turn fetches lies in a *slot* of shared memory.
 from dataclasses import dataclass
 from math import ceil
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
@@ -68,7 +69,12 @@ class Geometry:
 
     @classmethod
     def of(
-        cls, weight: Array, x: Array, *, group_axis: int, result: DTypeLike | None
+        cls,
+        weight: Array,
+        x: Array | jax.ShapeDtypeStruct,
+        *,
+        group_axis: int,
+        result: DTypeLike | None,
     ) -> "Geometry":
         """Returns the sizes of these arrays."""
         groups, out = weight.shape[group_axis], weight.shape[1 - group_axis]

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from jaxkv.block_config import MixtureConfig
-from jaxkv.layers.mixture import mixture_of_experts
-from pallas_kernels.dispatch import Unsupported
+from jaxkv.layers.mixture import grouped_for, mixture_of_experts
+from pallas_kernels.dispatch import Unsupported, fallbacks
 from pallas_kernels.grouped_matmul import mosaic_gpu
 from tests.layers.test_mixture import CASES, TOKENS, by_hand, drawn
 
@@ -56,6 +56,26 @@ def test_a_kernel_that_cannot_run_is_not_replaced():
         mixture_of_experts(
             params, jnp.asarray(x), mixture=mixture, activation="silu", grouped="mosaic_gpu"
         )
+
+
+def test_models_on_our_kernels_take_it_and_others_do_not(monkeypatch):
+    """A-14: sizes that the kernel does not take are told of as a fallback."""
+    monkeypatch.setattr(mosaic_gpu, "why_not", mosaic_gpu.refusal)
+    mixture = MixtureConfig(experts=6, top_k=2, size=64, gated=True)
+
+    def chosen(implementation, size=64, dtype=jnp.bfloat16):
+        shapes = {"experts_up": (6, 2 * size, 128), "experts_down": (128, 6, size)}
+        params = {name: jnp.zeros(shape, dtype) for name, shape in shapes.items()}
+        return grouped_for(params, 3, mixture=mixture, implementation=implementation)
+
+    before = sum(fallbacks().values())
+    assert chosen("mosaic_gpu") == "mosaic_gpu"
+    assert [chosen(name) for name in ("xla", "cudnn", None)] == [None] * 3
+    assert sum(fallbacks().values()) == before
+    assert chosen("mosaic_gpu", size=60) is None
+    assert chosen("mosaic_gpu", dtype=jnp.float32) is None
+    told = [key for key in fallbacks() if key[0] == "grouped_matmul"]
+    assert len(told) >= 2
 
 
 @pytest.mark.gpu
