@@ -19,8 +19,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from pallas_kernels.mosaic_lists import append
 from pallas_kernels.mosaic_rows import flat_pieces
-from pallas_kernels.mosaic_warps import WARPS, append, meet_all, store_warp_sums, sum_of_warps
+from pallas_kernels.mosaic_warps import WARPS, meet_all, store_warp_sums, sum_of_warps
 from pallas_kernels.ordered_floats import from_ordered, ordered
 
 Ref = Any

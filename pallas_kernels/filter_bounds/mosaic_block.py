@@ -18,6 +18,7 @@ from pallas_kernels.mosaic_bisection import (
     Listed,
     Pass,
 )
+from pallas_kernels.mosaic_row_blocks import fold_ahead
 from pallas_kernels.ordered_floats import ordered
 
 Ref = Any
@@ -61,7 +62,7 @@ class Block(Bisection):
 
         @pl.when(self.warpgroup == 0)
         def _() -> None:
-            self.refs["bounds"][self.row] = bound
+            self.refs["out"][self.row] = bound
 
     def bound(self, top_k: Array, top_p: Array, by_count: Array, by_mass: Array) -> Array:
         """Returns the larger of both bounds."""
@@ -160,17 +161,14 @@ class Block(Bisection):
             start = jnp.minimum(wanted, self.vocab - CHUNK)
             return [self.load(start + piece * PIECE) for piece in range(PIECES)], wanted, start
 
-        def turn(index: Array, carried: tuple[Any, Any]) -> tuple[Any, Any]:
-            (loaded, wanted, start), state = carried
-            # The next chunk is on its way while this one is looked at; behind the last one it is the last one.
-            after = fetch(jnp.minimum(index + 1, turns - 1))
+        def look(_: Array, chunk: tuple[list[Array], Array, Array], state: Any) -> Any:  # noqa: ANN401 - a pytree
+            loaded, wanted, start = chunk
             for piece, x in enumerate(loaded):
                 is_new = place >= wanted - start - piece * PIECE
                 state = visit(jnp.where(is_new, x, LOWEST), state)
-            return after, state
+            return state
 
-        _, state = lax.fori_loop(jnp.int32(0), turns, turn, (fetch(jnp.int32(0)), state))
-        return state
+        return fold_ahead(turns, fetch, look, state)
 
     def load(self, start: Array) -> Array:
         """Sends for a piece of the row."""

@@ -1,10 +1,8 @@
 """`filter_bounds` as a Mosaic GPU kernel for Hopper: a block bisects one row's logits, without sorting them."""
 
 from functools import partial
-from typing import Any
 
 import jax
-import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float32, Int
@@ -13,10 +11,8 @@ from pallas_kernels.attention_scores import LOG2_E
 from pallas_kernels.device import why_not_mosaic
 from pallas_kernels.filter_bounds.mosaic_block import CHUNK, Block
 from pallas_kernels.filter_bounds.near_best import near_best
-from pallas_kernels.mosaic_bisection import WARPGROUPS, scratch
-from pallas_kernels.mosaic_rows import INTERPRETED
-
-Ref = Any
+from pallas_kernels.mosaic_bisection import scratch
+from pallas_kernels.mosaic_row_blocks import run_blocks
 
 
 def why_not(logits: Array) -> str | None:
@@ -66,23 +62,11 @@ def search(
     interpret: bool,
 ) -> Float32[Array, " rows"]:
     """Runs the kernel, which knows top-k and top-p."""
-    shared = scratch()
-
-    def body(*refs: Ref) -> None:
-        names = ("logits", "top_k", "top_p", "best", "factor", "bounds", *shared)
-        Block(dict(zip(names, refs, strict=True)), interpret=interpret).run()
-
-    return plgpu.kernel(
-        body,
-        out_type=jax.ShapeDtypeStruct(logits.shape[:1], jnp.float32),
-        grid=(logits.shape[0],),
-        grid_names=("row",),
-        num_threads=WARPGROUPS,
-        thread_name="warpgroup",
-        scratch_types=tuple(shared.values()),
-        compiler_params=plgpu.CompilerParams(
-            lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
-        ),
-        interpret=INTERPRETED if interpret else None,
-        kernel_name="filter_bounds",
-    )(logits, top_k, top_p, best, factor)
+    return run_blocks(
+        "filter_bounds",
+        lambda refs: Block(refs, interpret=interpret).run(),
+        {"logits": logits, "top_k": top_k, "top_p": top_p, "best": best, "factor": factor},
+        jax.ShapeDtypeStruct(logits.shape[:1], jnp.float32),
+        shared=scratch(),
+        interpret=interpret,
+    )

@@ -42,8 +42,7 @@ def index_topk(
         cu_q_lens: int32; row r's queries are `q[cu_q_lens[r]:cu_q_lens[r + 1]]`, the row's last positions. `None`
             for one query per row.
         topk: most keys per query.
-        implementation: "xla", which is also what `None` takes, or by its name "mosaic_gpu", whose present kernels have
-            not run on a GPU yet.
+        implementation: "mosaic_gpu" or "xla"; `None` takes the first that can run.
 
     Returns:
         int32 slots, `page * page_size + offset`, in ascending order of position and padded with the number of slots of
@@ -65,8 +64,7 @@ def index_topk(
     arrays = jax.tree.map(jnp.asarray, given)
     shapes = (arrays[0], arrays[2], arrays[3], topk)
     reasons = {"mosaic_gpu": lambda: mosaic_gpu.why_not(*shapes), "xla": lambda: None}
-    # Until an H200 has run them as they are.
-    chosen = choose("index_topk", reasons, implementation, by_name=["mosaic_gpu"])
+    chosen = choose("index_topk", reasons, implementation)
     if not q.size or not page_table.size:
         num_slots = index_pages.shape[0] * index_pages.shape[1]
         return jnp.full((tokens, topk), num_slots, jnp.int32), jnp.zeros(tokens, jnp.int32)

@@ -5,17 +5,16 @@ from jax import Array
 from jaxtyping import Float, Int, Shaped
 
 from pallas_kernels.device import why_not_mosaic
+from pallas_kernels.dispatch import note_fallback
 from pallas_kernels.index_topk import mosaic_scores
-from pallas_kernels.index_topk.mosaic_select import CHUNK, select
-from pallas_kernels.index_topk.scoring import Scored, rows_and_seen, tiles_of, visit_tiles
+from pallas_kernels.index_topk.mosaic_places import CHUNK
+from pallas_kernels.index_topk.mosaic_select import select
+from pallas_kernels.index_topk.scoring import Scored, rows_and_seen, visit_tiles
 
 MOST_SCORES = 2**30
 """Scores of one call, which are written to memory: 4 GiB."""
 
 MOST_CHOSEN = 2**14
-
-TOGETHER = 2
-"""Packed queries that the scoring kernel takes at once."""
 
 
 def why_not(q: Array, index_pages: Array, page_table: Array, topk: int) -> str | None:
@@ -56,34 +55,12 @@ def index_topk(
     if reason is not None:
         raise ValueError(f"the Mosaic GPU kernel cannot take this: {reason}")
     num_pages, page_size, _ = index_pages.shape
-    tokens = q.shape[0]
-    keys = page_table.shape[1] * page_size
-    padding = -keys % CHUNK
-    if mosaic_scores.refusal(q, index_pages) is None:
-        tile_size = 1 if cu_q_lens is None else min(TOGETHER, tokens)
-        tiles = tiles_of(tokens, seq_lens, cu_q_lens, tile_size)
-        scores = mosaic_scores.score(
-            q,
-            weights,
-            index_pages,
-            page_table,
-            tiles,
-            tile_size=tile_size,
-            keys=keys + padding,
-            interpret=interpret,
-        )
-    else:
-
-        def pad(scored: Scored) -> Array:
-            return jnp.pad(scored.scores, ((0, 0), (0, padding)))
-
-        arrays = (q, weights, index_pages, page_table, seq_lens, cu_q_lens)
-        scores = visit_tiles(pad, *arrays)
-    rows, seen = rows_and_seen(tokens, seq_lens, cu_q_lens)
+    arrays = (q, weights, index_pages, page_table, seq_lens, cu_q_lens)
+    rows, seen = rows_and_seen(len(q), seq_lens, cu_q_lens)
     slots = select(
-        scores,
+        _scores(*arrays, interpret=interpret),
         seen,
-        rows,
+        None if cu_q_lens is None else rows,
         page_table,
         topk=topk,
         page_size=page_size,
@@ -91,3 +68,28 @@ def index_topk(
         interpret=interpret,
     )
     return slots, jnp.minimum(seen, topk)
+
+
+def _scores(
+    q: Array,
+    weights: Array,
+    index_pages: Array,
+    page_table: Array,
+    seq_lens: Array,
+    cu_q_lens: Array | None,
+    *,
+    interpret: bool,
+) -> Array:
+    """Returns the scores of each query, a multiple of `CHUNK`, from the kernel or else from XLA, which is counted."""
+    arrays = (q, weights, index_pages, page_table, seq_lens, cu_q_lens)
+    keys = page_table.shape[1] * index_pages.shape[1]
+    padding = -keys % CHUNK
+    reason = mosaic_scores.refusal(q, index_pages)
+    if reason is None:
+        return mosaic_scores.score(*arrays, keys=keys + padding, interpret=interpret)
+    note_fallback("index_topk", "mosaic_gpu's scores", reason, "xla's scores")
+
+    def pad(scored: Scored) -> Array:
+        return jnp.pad(scored.scores, ((0, 0), (0, padding)))
+
+    return visit_tiles(pad, *arrays)

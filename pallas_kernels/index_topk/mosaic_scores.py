@@ -1,7 +1,7 @@
 """The Mosaic GPU kernel that scores keys of 8 bits: a block multiplies a run of a row's pages with one tile of queries.
 
-Keys are the left operand, 64 at a time, and the heads of one query the right one, so that what a key scores is a sum
-along a row of the product, most of which lies in one thread.
+Keys are the left operand, 64 at a time, and the heads of a tile's queries the right one, so that what a key scores is a
+sum along a row of the product, most of which lies in one thread.
 """
 
 from collections.abc import Mapping
@@ -16,9 +16,9 @@ from jax import Array, lax
 from jaxtyping import Float32, Int, Shaped, UInt8
 
 from pallas_kernels.device import NUM_MULTIPROCESSORS
+from pallas_kernels.index_topk.scoring import tiles_of
+from pallas_kernels.mosaic_loads import load_floats
 from pallas_kernels.mosaic_rows import INTERPRETED
-from pallas_kernels.mosaic_warps import load_floats
-from pallas_kernels.query_tiles import Tiles
 
 Ref = Any
 # What makes transforms whole classes is private to JAX.
@@ -26,10 +26,17 @@ _transform: Any = plgpu
 
 TILE = 64
 DIM = 128
-STAGES = 6
 _ROW_TILE = 8
 _WGMMA = plgpu.Layout.WGMMA
 _SCALE_BYTES = 4
+
+# Columns of a product at most: more of them, and registers spill.
+_COLUMNS = 128
+# Packed queries that share what is read of the keys.
+_TOGETHER = 2
+# Tiles of keys on their way to a block, and blocks of a multiprocessor. More stages leave no room for four blocks, and
+# the last ones then wait for a second wave.
+_STAGES, _BLOCKS = 4, 4
 
 
 def refusal(q: Array, index_pages: Array) -> str | None:
@@ -38,24 +45,22 @@ def refusal(q: Array, index_pages: Array) -> str | None:
         return (
             f"queries must be float8_e4m3fn and pages uint8, got {q.dtype} and {index_pages.dtype}"
         )
-    if q.shape[2] != DIM or q.shape[1] % 8 or q.shape[1] > 128:
-        return (
-            f"queries must have up to 128 heads, a multiple of 8, of {DIM}, got {list(q.shape[1:])}"
-        )
+    if q.shape[2] != DIM or q.shape[1] % 8 or q.shape[1] > _COLUMNS:
+        return f"queries must have up to {_COLUMNS} heads, a multiple of 8, of {DIM}, got {list(q.shape[1:])}"
     if index_pages.shape[1] % TILE:
         return f"page_size must be a multiple of {TILE}, got {index_pages.shape[1]}"
     return None
 
 
-@partial(jax.jit, static_argnames=("tile_size", "keys", "interpret"))
+@partial(jax.jit, static_argnames=("keys", "interpret"))
 def score(
     q: Shaped[Array, "tokens index_heads index_dim"],
     weights: Float32[Array, "tokens index_heads"],
     index_pages: UInt8[Array, "pages page_size width"],
     page_table: Int[Array, "rows table_width"],
-    tiles: Tiles,
+    seq_lens: Int[Array, " rows"],
+    cu_q_lens: Int[Array, " row_bounds"] | None,
     *,
-    tile_size: int,
     keys: int,
     interpret: bool = False,
 ) -> Float32[Array, "tokens keys"]:
@@ -66,48 +71,26 @@ def score(
         weights: of the heads.
         index_pages: pages of bytes.
         page_table: int32.
-        tiles: which queries go together.
-        tile_size: queries of a tile at most.
+        seq_lens: keys of each row.
+        cu_q_lens: bounds of each row's queries; `None` for one query per row.
         keys: width of the result, at least that of the page table in keys.
         interpret: run on the CPU, slowly.
     """
-    tokens, heads, _ = q.shape
-    num_pages, page_size, width = index_pages.shape
-    token = tiles.first_token[:, None] + jnp.arange(tile_size, dtype=jnp.int32)[None, :]
-    flat = index_pages.reshape(num_pages, page_size * width)
-    numbers = lax.bitcast_convert_type(flat, jnp.float8_e4m3fn)
-    # Rows of 128 bytes: the keys, and behind them the scales.
-    rows = page_size * width // DIM
-    by_twos = (rows,) if interpret else (rows // 2, 2)
-    num_tiles = len(tiles.row)
-    shares = max(1, 4 * NUM_MULTIPROCESSORS // num_tiles)
+    arrays = _queries(q, weights, seq_lens, cu_q_lens)
+    arrays |= _pages(index_pages, interpret=interpret) | {"page_table": page_table}
+    num_tiles, columns, _ = arrays["q"].shape
+    page_size = index_pages.shape[1]
+    shares = max(1, _BLOCKS * NUM_MULTIPROCESSORS // num_tiles)
     shares = min(shares, max(1, page_table.shape[1] * page_size // (4 * TILE)))
-    needed = jnp.where(tiles.num_queries > 0, tiles.first_position + tiles.num_queries, 0)
-    swizzled = (_transform.TilingTransform((_ROW_TILE, DIM)), _transform.SwizzleTransform(DIM))
-    tile = plgpu.SMEM((STAGES, TILE, DIM), jnp.float8_e4m3fn, transforms=swizzled)
-    # A page's rows are no multiple of the eight that a tile of an operand has. As pairs they lie where its rows do.
-    pairs = plgpu.SMEM(
-        (STAGES, TILE // 2, 2, DIM),
-        jnp.float8_e4m3fn,
-        transforms=(_transform.SwizzleTransform(DIM),),
-    )
-    shared = {
-        "keys": tile if interpret else plgpu.RefUnion(tile, pairs),
-        "scales": plgpu.SMEM((STAGES, TILE * _SCALE_BYTES), jnp.uint8),
-        "queries": plgpu.SMEM((tile_size * heads, DIM), jnp.float8_e4m3fn, transforms=swizzled),
-        "arrived": plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
-        "q_arrived": plgpu.Barrier(),
-        "read": plgpu.Barrier(),
-    }
-    names = ("q", "weights", "numbers", "bytes", "page_table", "row", "first", "count", "needed")
+    shared = _shared(columns, interpret=interpret)
 
     def body(*refs: Ref) -> None:
-        named = dict(zip((*names, "scores", *shared), refs, strict=True))
-        _Block(named, tile_size=tile_size, page_size=page_size, interpret=interpret).run()
+        named = dict(zip((*arrays, "scores", *shared), refs, strict=True))
+        _Block(named, heads=q.shape[1], page_size=page_size, interpret=interpret).run()
 
     return plgpu.kernel(
         body,
-        out_type=jax.ShapeDtypeStruct((tokens, keys), jnp.float32),
+        out_type=jax.ShapeDtypeStruct((len(q), keys), jnp.float32),
         grid=(num_tiles, shares),
         grid_names=("tile", "share"),
         scratch_types=tuple(shared.values()),
@@ -116,33 +99,76 @@ def score(
         ),
         interpret=INTERPRETED if interpret else None,
         kernel_name="index_scores",
-    )(
-        q.at[token].get(mode="clip").reshape(num_tiles, tile_size * heads, DIM),
-        weights.at[token].get(mode="clip").reshape(num_tiles, tile_size * heads),
-        numbers.reshape(num_pages, *by_twos, DIM),
-        flat,
-        page_table,
-        tiles.row,
-        tiles.first_token,
-        tiles.num_queries,
-        needed,
-    )
+    )(*arrays.values())
+
+
+def _queries(
+    q: Array, weights: Array, seq_lens: Array, cu_q_lens: Array | None
+) -> dict[str, Array]:
+    """Returns the queries and weights of each tile, which queries these are, and how many keys they need."""
+    if cu_q_lens is None:
+        # Each row is a tile of one query, which is read where it lies.
+        return {"q": q, "weights": weights, "needed": seq_lens}
+    tokens, heads, _ = q.shape
+    tile_size = min(_TOGETHER, _COLUMNS // heads, tokens)
+    tiles = tiles_of(tokens, seq_lens, cu_q_lens, tile_size)
+    token = tiles.first_token[:, None] + jnp.arange(tile_size, dtype=jnp.int32)[None, :]
+    needed = tiles.first_position + tiles.num_queries
+    return {
+        "q": q.at[token].get(mode="clip").reshape(len(token), tile_size * heads, DIM),
+        "weights": weights.at[token].get(mode="clip").reshape(len(token), tile_size * heads),
+        "needed": jnp.where(tiles.num_queries > 0, needed, 0),
+        "row": tiles.row,
+        "first": tiles.first_token,
+        "count": tiles.num_queries,
+    }
+
+
+def _pages(index_pages: Array, *, interpret: bool) -> dict[str, Array]:
+    """Returns the pool as rows of 128 bytes, the keys' numbers and behind them the scales, and as plain bytes."""
+    num_pages, page_size, width = index_pages.shape
+    flat = index_pages.reshape(num_pages, page_size * width)
+    numbers = lax.bitcast_convert_type(flat, jnp.float8_e4m3fn)
+    rows = page_size * width // DIM
+    # A page's rows are no multiple of the eight that a tile of an operand has. As pairs they lie where its rows do.
+    by_twos = (rows,) if interpret else (rows // 2, 2)
+    return {"numbers": numbers.reshape(num_pages, *by_twos, DIM), "bytes": flat}
+
+
+def _shared(columns: int, *, interpret: bool) -> dict[str, Any]:
+    """Returns what a block needs in shared memory; tiles of keys have a second view, where pairs of rows land."""
+    swizzle = _transform.SwizzleTransform(DIM)
+    tiled = (_transform.TilingTransform((_ROW_TILE, DIM)), swizzle)
+    fp8 = jnp.float8_e4m3fn
+    keys = plgpu.SMEM((_STAGES, TILE, DIM), fp8, transforms=tiled)
+    pairs = plgpu.SMEM((_STAGES, TILE // 2, 2, DIM), fp8, transforms=(swizzle,))
+    return {
+        "keys": keys if interpret else plgpu.RefUnion(keys, pairs),
+        "scales": plgpu.SMEM((_STAGES, TILE * _SCALE_BYTES), jnp.uint8),
+        "queries": plgpu.SMEM((columns, DIM), fp8, transforms=tiled),
+        "arrived": plgpu.Barrier(num_arrivals=2, num_barriers=_STAGES),
+        "q_arrived": plgpu.Barrier(),
+        "read": plgpu.Barrier(),
+    }
 
 
 class _Block:
     """One block at work on its share of a tile's keys."""
 
     def __init__(
-        self, refs: Mapping[str, Ref], *, tile_size: int, page_size: int, interpret: bool
+        self, refs: Mapping[str, Ref], *, heads: int, page_size: int, interpret: bool
     ) -> None:
-        self.refs, self.interpret = dict(refs), interpret
-        self.keys = self.landing = refs["keys"]
-        if not interpret:
-            self.keys, self.landing = refs["keys"]
-        self.tile_size, self.page_size = tile_size, page_size
-        self.heads = refs["weights"].shape[1] // tile_size
+        self.refs, self.interpret = refs, interpret
+        # The interpreter has no unions.
+        self.keys, self.landing = [refs["keys"]] * 2 if interpret else refs["keys"]
+        self.heads, self.page_size = heads, page_size
+        self.num_queries = refs["weights"].shape[1] // heads
         self.tile = lax.axis_index("tile")
-        self.row = refs["row"][self.tile]
+        # Without these, each row is a tile of one query.
+        self.row, self.first = (
+            refs[name][self.tile] if name in refs else self.tile for name in ("row", "first")
+        )
+        self.count: Any = refs["count"][self.tile] if "count" in refs else 1
 
     def run(self) -> None:
         """Scores the share's tiles of keys, one after the other; some are on their way meanwhile."""
@@ -151,29 +177,26 @@ class _Block:
         per_share = lax.div(count + shares - 1, shares)
         start = lax.axis_index("share") * per_share
         stop = jnp.minimum(start + per_share, count)
+        pl.when(start < stop)(partial(self.score_from, start, stop))
 
-        @pl.when(start < stop)
-        def _() -> None:
-            refs = self.refs
-            plgpu.copy_gmem_to_smem(refs["q"].at[self.tile], refs["queries"], refs["q_arrived"])
-            for slot in range(STAGES):
-                pl.when(start + slot < stop)(partial(self.fetch, start + slot, slot))
-            by_column = _WGMMA.reduce(0)
-            weights = [
-                plgpu.load(
-                    refs["weights"].at[self.tile, pl.ds(query * self.heads, self.heads)],
-                    layout=by_column,
-                    optimized=False,
-                )
-                for query in range(self.tile_size)
-            ]
-            plgpu.barrier_wait(refs["q_arrived"])
+    def score_from(self, start: Array, stop: Array) -> None:
+        """Scores some tiles of keys, at least one."""
+        refs, q_arrived = self.refs, self.refs["q_arrived"]
+        plgpu.copy_gmem_to_smem(refs["q"].at[self.tile], refs["queries"], q_arrived)
+        for slot in range(_STAGES):
+            pl.when(start + slot < stop)(partial(self.fetch, start + slot, slot))
+        by_column = _WGMMA.reduce(0)
+        weights = []
+        for query in range(self.num_queries):
+            own = refs["weights"].at[self.tile, pl.ds(query * self.heads, self.heads)]
+            weights.append(plgpu.load(own, layout=by_column, optimized=False))
+        plgpu.barrier_wait(q_arrived)
 
-            def visit(tile: Array, state: list[Array]) -> list[Array]:
-                self.visit(tile, lax.rem(tile - start, STAGES), stop, state)
-                return state
+        def visit(tile: Array, state: list[Array]) -> list[Array]:
+            self.visit(tile, lax.rem(tile - start, _STAGES), stop, state)
+            return state
 
-            lax.fori_loop(start, stop, visit, weights)
+        lax.fori_loop(start, stop, visit, weights)
 
     def fetch(self, tile: Array, slot: Array | int) -> None:
         """Sends for a tile of keys and its scales."""
@@ -194,35 +217,37 @@ class _Block:
         scales = load_floats(
             refs["scales"].at[slot], TILE, layout=_WGMMA.reduce(1), interpret=self.interpret
         )
-        scores = [
-            self.score(self.keys.at[slot], query, weight) * scales
-            for query, weight in enumerate(weights)
-        ]
+        scores = [sums * scales for sums in self.sums(self.keys.at[slot], weights)]
         # The scales were read by threads, and what takes their place comes by another way.
         plgpu.commit_smem()
         plgpu.barrier_arrive(refs["read"])
         plgpu.barrier_wait(refs["read"])
-        pl.when(tile + STAGES < stop)(partial(self.fetch, tile + STAGES, slot))
-        first, count = refs["first"][self.tile], refs["count"][self.tile]
+        pl.when(tile + _STAGES < stop)(partial(self.fetch, tile + _STAGES, slot))
         for query, found in enumerate(scores):
-            is_number = found == found
-            pl.when(query < count)(
-                partial(self.store, first + query, tile, jnp.where(is_number, found, float("inf")))
-            )
+            known = jnp.where(found == found, found, float("inf"))
+            pl.when(query < self.count)(partial(self.store, self.first + query, tile, known))
 
     def store(self, token: Array, tile: Array, found: Array) -> None:
         """Writes what a tile of keys scores."""
         self.refs["scores"][token, pl.ds(tile * TILE, TILE)] = found
 
-    def score(self, keys: Ref, query: int, weights: Array) -> Array:
-        """Returns the sum over the heads of one query, before scales."""
-        queries = self.refs["queries"].at[pl.ds(query * self.heads, self.heads)]
+    def sums(self, keys: Ref, weights: list[Array]) -> list[Array]:
+        """Returns the sum over the heads of each query, before scales."""
 
-        def multiply(product: Ref) -> Array:
-            plgpu.wgmma(product, keys, queries.transpose((1, 0)))
-            return product[...]
+        def run(product: Ref) -> list[Array]:
+            plgpu.wgmma(product, keys, self.refs["queries"].transpose((1, 0)))
+            numbers = product[...]
+            return [
+                _weighed(numbers[:, query * self.heads : (query + 1) * self.heads], weight)
+                for query, weight in enumerate(weights)
+            ]
 
-        products = pl.run_scoped(multiply, plgpu.ACC((TILE, self.heads), jnp.float32))
-        weights = lax.broadcast_in_dim(weights, products.shape, [1])
-        weights = plgpu.layout_cast(weights, _WGMMA)
-        return jnp.sum(jnp.maximum(products, 0.0) * weights, axis=1)
+        columns = self.num_queries * self.heads
+        return pl.run_scoped(run, plgpu.ACC((TILE, columns), jnp.float32))
+
+
+def _weighed(products: Array, weights: Array) -> Array:
+    """Returns the sum of what is positive, weighed."""
+    wide = lax.broadcast_in_dim(weights, products.shape, [1])
+    wide = plgpu.layout_cast(wide, _WGMMA)
+    return jnp.sum(jnp.maximum(products, 0.0) * wide, axis=1)

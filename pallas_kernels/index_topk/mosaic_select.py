@@ -1,7 +1,7 @@
 """The Mosaic GPU kernel that chooses the largest scores: a block bisects one token's, and writes slots in order.
 
-A row of scores is read three times: to list what may be chosen, to count how much of it each warp has, and to write.
-For the last two each warp has a sixteenth of the row, so that what precedes it needs no search.
+It tries to do so in one pass (`mosaic_once`). Else a row of scores is read three times: to list what may be chosen, to
+count how much of it each warp has, and to write, for which each warp has a sixteenth of the row.
 """
 
 from collections.abc import Callable, Mapping
@@ -12,10 +12,11 @@ import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
-import numpy as np
 from jax import Array, lax
 from jaxtyping import Float32, Int
 
+from pallas_kernels.index_topk.mosaic_once import Once, scratch_once, suits
+from pallas_kernels.index_topk.mosaic_places import bounded, write_places
 from pallas_kernels.mosaic_bisection import (
     ALL_WARPS,
     HIGHEST,
@@ -27,36 +28,24 @@ from pallas_kernels.mosaic_bisection import (
     Listed,
     scratch,
 )
-from pallas_kernels.mosaic_rows import INTERPRETED, row_pieces
-from pallas_kernels.mosaic_warps import (
-    WARPS,
-    gather,
-    place_chosen,
-    store_warp_sums,
-    sums_before,
-)
+from pallas_kernels.mosaic_loads import gather
+from pallas_kernels.mosaic_row_blocks import fold_ahead, run_blocks
 from pallas_kernels.ordered_floats import ordered
 
 Ref = Any
 
-CHUNK = 8192
-"""Scores are a multiple of this: `STEP` for each warpgroup, and as much for each warp's share of a row."""
-
 STEP = 2048
 
-_COLUMNS = 128
-_TOGETHER = CHUNK // ALL_WARPS // _COLUMNS
 _SAMPLES = 4
 # The first list is to hold somewhat more scores than are chosen.
 _MARGIN = 1.3
-_LARGEST = float(np.finfo(np.float32).max)
 
 
 @partial(jax.jit, static_argnames=("topk", "page_size", "num_slots", "interpret"))
 def select(
     scores: Float32[Array, "tokens keys"],
     seen: Int[Array, " tokens"],
-    rows: Int[Array, " tokens"],
+    rows: Int[Array, " tokens"] | None,
     page_table: Int[Array, "rows table_width"],
     *,
     topk: int,
@@ -69,7 +58,7 @@ def select(
     Args:
         scores: a multiple of `CHUNK` per token, none of the first `seen` NaN; the others may be anything.
         seen: keys that each token sees.
-        rows: of the page table, one per token.
+        rows: of the page table, one per token; `None` where they are the same.
         page_table: ids of pages.
         topk: how many are chosen.
         page_size: tokens per page, a power of two.
@@ -79,26 +68,25 @@ def select(
     tokens, keys = scores.shape
     room = -(-topk // PIECE) * PIECE
     shared = scratch() | {"places": plgpu.SMEM((room,), jnp.int32)}
+    if suits(keys, topk):
+        shared |= scratch_once(keys)
+    arrays = {
+        "scores": scores,
+        "by_warp": scores.reshape(tokens, ALL_WARPS, keys // ALL_WARPS),
+        "seen": seen,
+        "page_table": page_table,
+    }
+    if rows is not None:
+        arrays["rows"] = rows
     options = {"topk": topk, "page_size": page_size, "num_slots": num_slots}
-
-    def body(*refs: Ref) -> None:
-        names = ("scores", "by_warp", "seen", "rows", "page_table", "slots", *shared)
-        _Block(dict(zip(names, refs, strict=True)), **options, interpret=interpret).run()
-
-    slots = plgpu.kernel(
-        body,
-        out_type=jax.ShapeDtypeStruct((tokens, room), jnp.int32),
-        grid=(tokens,),
-        grid_names=("token",),
-        num_threads=WARPGROUPS,
-        thread_name="warpgroup",
-        scratch_types=tuple(shared.values()),
-        compiler_params=plgpu.CompilerParams(
-            lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
-        ),
-        interpret=INTERPRETED if interpret else None,
-        kernel_name="index_topk",
-    )(scores, scores.reshape(tokens, ALL_WARPS, keys // ALL_WARPS), seen, rows, page_table)
+    slots = run_blocks(
+        "index_topk",
+        lambda refs: _Block(refs, **options, interpret=interpret).run(),
+        arrays,
+        jax.ShapeDtypeStruct((tokens, room), jnp.int32),
+        shared=shared,
+        interpret=interpret,
+    )
     return slots[:, :topk]
 
 
@@ -118,7 +106,7 @@ class _Block(Bisection):
     ) -> None:
         super().__init__(refs, interpret=interpret)
         self.topk, self.page_size, self.num_slots = topk, page_size, num_slots
-        self.token = lax.axis_index("token")
+        self.token = lax.axis_index("row")
         self.seen = refs["seen"][self.token]
         self.place = plgpu.broadcasted_iota(jnp.int32, (PIECE,), 0, layout=self.flat)
 
@@ -126,12 +114,12 @@ class _Block(Bisection):
         """Writes the token's slots; where all keys are chosen they need no search."""
         is_all = self.seen <= self.topk
         pl.when(jnp.logical_not(is_all))(self.choose)
-        for start in range(0, self.refs["slots"].shape[1], PIECE * WARPGROUPS):
+        for start in range(0, self.refs["out"].shape[1], PIECE * WARPGROUPS):
             self.write(start + self.warpgroup * PIECE, is_all)
 
     def write(self, start: Array, is_all: Array) -> None:
         """Turns a piece of the places into slots."""
-        out = self.refs["slots"]
+        out = self.refs["out"]
 
         @pl.when(start < out.shape[1])
         def _() -> None:
@@ -143,7 +131,7 @@ class _Block(Bisection):
             position = jnp.where(is_real, jnp.where(is_all, count, chosen), 0)
             bits = self.page_size.bit_length() - 1
             page = lax.shift_right_logical(position, jnp.full_like(position, bits))
-            row = self.refs["rows"][self.token]
+            row = self.refs["rows"][self.token] if "rows" in self.refs else self.token
             page = gather(
                 self.refs["page_table"], row, page, layout=self.flat, interpret=self.interpret
             )
@@ -152,16 +140,23 @@ class _Block(Bisection):
 
     def choose(self) -> None:
         """Finds the smallest score that is chosen, and writes the positions of all that are."""
+        if suits(self.refs["scores"].shape[1], self.topk):
+            Once(self).choose(partial(self.search, fits=jnp.bool_(False)))
+            return
         guess = self.guess()
         met = self.list_from(guess, jnp.float32(HIGHEST))
-        holds = met.above >= self.topk
+        self.search(guess, met.above, met.fits)
+
+    def search(self, guess: Array, above: Array, fits: Array) -> None:
+        """Does so from a guess on: how many reach it, and whether these are listed."""
+        holds = above >= self.topk
         guess, none = ordered(guess), jnp.int32(0)
         nothing = jnp.float32(0)
         bracket = Bracket(
             jnp.where(holds, guess, ordered(jnp.float32(LOWEST))),
             jnp.where(holds, ordered(jnp.float32(HIGHEST)), guess),
-            jnp.where(holds, met.above, self.seen),
-            jnp.where(holds, none, met.above),
+            jnp.where(holds, above, self.seen),
+            jnp.where(holds, none, above),
             nothing,
         )
         bound, bracket = self.settle(
@@ -169,85 +164,10 @@ class _Block(Bisection):
             lambda count, _: count >= self.topk,
             jnp.float32(LOWEST),
             Listed(none, nothing),
-            holds & met.fits,
+            holds & fits,
         )
         # No score lies between the bound and the bracket's other end.
-        self.write_places(bound, self.topk - bracket.over)
-
-    def write_places(self, bound: Array, ties: Array) -> None:
-        """Writes positions of scores above the bound and of the first `ties` that equal it, in order."""
-        if self.interpret:
-            self.write_places_plainly(bound, ties)
-            self.meet()
-            return
-        (piece,) = row_pieces(WARPS, _COLUMNS, 4)
-        layout = piece.layout
-        columns = self.refs["by_warp"].shape[2]
-        warp = self.warpgroup * WARPS + plgpu.broadcasted_iota(
-            jnp.int32, (WARPS, _COLUMNS), 0, layout=layout
-        )
-        place = warp * columns + plgpu.broadcasted_iota(
-            jnp.int32, (WARPS, _COLUMNS), 1, layout=layout
-        )
-        # Warps of a warpgroup go together as far as its first one must.
-        first = self.warpgroup * WARPS * columns
-        needed = jnp.clip(self.seen - first, 0, columns)
-        turns = lax.div(needed + _COLUMNS * _TOGETHER - 1, _COLUMNS * _TOGETHER)
-
-        def load(turn: Array) -> list[tuple[Array, Array]]:
-            loaded = []
-            for part in range(_TOGETHER):
-                column = (turn * _TOGETHER + part) * _COLUMNS
-                rows, span = pl.ds(self.warpgroup * WARPS, WARPS), pl.ds(column, _COLUMNS)
-                source = self.refs["by_warp"].at[self.token, rows, span]
-                x = plgpu.load(source, layout=layout, optimized=False)
-                loaded.append((x, place + column))
-            return [
-                (jnp.where(position < self.seen, _bounded(x), np.float32(np.nan)), position)
-                for x, position in loaded
-            ]
-
-        def count(turn: Array, state: tuple[Array, Array]) -> tuple[Array, Array]:
-            above, equal = state
-            for x, _ in load(turn):
-                above += (x > bound).astype(jnp.int32)
-                equal += (x == bound).astype(jnp.int32)
-            return above, equal
-
-        zero = plgpu.layout_cast(jnp.zeros((WARPS, _COLUMNS), jnp.int32), layout)
-        counts = lax.fori_loop(jnp.int32(0), turns, count, (zero, zero))
-        row = self.warpgroup * WARPS
-        for column, array in enumerate(counts):
-            store_warp_sums(self.refs["ints"], row, column, array, layout=layout, interpret=False)
-        self.meet()
-        before = tuple(
-            sums_before(self.refs["ints"], row, column, zero.shape, layout=layout)
-            for column in (0, 1)
-        )
-
-        def write(turn: Array, before: tuple[Array, Array]) -> tuple[Array, Array]:
-            places = self.refs["places"]
-            for x, position in load(turn):
-                before = place_chosen(places, x, position, bound, ties, before, layout=layout)
-            return before
-
-        lax.fori_loop(jnp.int32(0), turns, write, before)
-        self.meet()
-
-    def write_places_plainly(self, bound: Array, ties: Array) -> None:
-        """Does the same for the interpreter, by the first warpgroup alone."""
-
-        @pl.when(self.warpgroup == 0)
-        def _() -> None:
-            x = _bounded(self.refs["scores"][self.token, :])
-            position = jnp.arange(len(x), dtype=jnp.int32)
-            is_equal = (x == bound) & (position < self.seen)
-            is_early = is_equal & (jnp.cumsum(is_equal, dtype=jnp.int32) <= ties)
-            chosen = ((x > bound) & (position < self.seen)) | is_early
-            places = self.refs["places"]
-            at = jnp.where(chosen, jnp.cumsum(chosen, dtype=jnp.int32) - 1, places.shape[0])
-            written = jnp.zeros(places.shape, jnp.int32).at[at].set(position, mode="drop")
-            places[...] = written
+        write_places(self, bound, self.topk - bracket.over)
 
     def guess(self) -> Array:
         """Returns a score that somewhat more than `topk` reach, judging by some of them."""
@@ -278,25 +198,16 @@ class _Block(Bisection):
             first = (self.warpgroup + index * WARPGROUPS) * STEP
             return [self.load(first + start) for start in range(0, STEP, PIECE)]
 
-        def turn(index: Array, carried: tuple[list[Array], Any]) -> tuple[list[Array], Any]:
-            loaded, state = carried
-            # The next scores are on their way while these are looked at; behind the last ones they are the last ones.
-            after = fetch(jnp.minimum(index + 1, jnp.maximum(turns - 1, 0)))
+        def look(index: Array, loaded: list[Array], state: Any) -> Any:  # noqa: ANN401 - a pytree
             first = (self.warpgroup + index * WARPGROUPS) * STEP
             for piece, x in enumerate(loaded):
                 is_seen = self.place + (first + piece * PIECE) < self.seen
                 state = visit(jnp.where(is_seen, x, LOWEST), state)
-            return after, state
+            return state
 
-        _, state = lax.fori_loop(jnp.int32(0), turns, turn, (fetch(jnp.int32(0)), state))
-        return state
+        return fold_ahead(turns, fetch, look, state)
 
     def load(self, start: Array) -> Array:
         """Sends for a piece of the row."""
         source = self.refs["scores"].at[self.token, pl.ds(start, PIECE)]
-        return _bounded(plgpu.load(source, layout=self.flat, optimized=False))
-
-
-def _bounded(x: Array) -> Array:
-    """Infinite scores count as the largest number."""
-    return jnp.minimum(x, _LARGEST)
+        return bounded(plgpu.load(source, layout=self.flat, optimized=False))

@@ -14,22 +14,25 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.experimental.mosaic.gpu import utils as mosaic_utils
 from jax.typing import DTypeLike
-from jaxlib.mlir.dialects import arith, llvm, memref, vector
 
+from pallas_kernels.mosaic_dialects import (
+    Value,
+    add,
+    arith,
+    constant,
+    divide,
+    i32,
+    inline,
+    ir,
+    llvm,
+    memref,
+    times,
+    utils,
+    vector,
+)
 from pallas_kernels.paged_attention.mosaic_schedule import ROW_TILE, TILE
 from pallas_kernels.paged_attention.mosaic_tile import PER_ROW, WGMMA, Ref, swizzle_of, swizzled
-
-# MLIR's values have types that are private to JAX.
-Value = Any
-_arith: Any = arith
-_llvm: Any = llvm
-_memref: Any = memref
-_vector: Any = vector
-_utils: Any = mosaic_utils
-_inline: Any = plgpu.inline_mgpu
-_ir: Any = _utils.ir
 
 _PIECE = 16
 
@@ -65,10 +68,10 @@ def gather_rows(ref: Ref, indices: tuple[Array, ...], *, interpret: bool) -> Arr
     types = tuple(PER_ROW if index.shape else plgpu.Layout.WG_SPLAT(()) for index in indices)
     result = plgpu.ShapeDtypeStruct(shape, ref.dtype, layout=PER_ROW)
 
-    @_inline(arg_types=(plgpu.RefType(), *types), return_type=result)
+    @inline(arg_types=(plgpu.RefType(), *types), return_type=result)
     def load(_: Value, source: Value, *places: Value) -> Value:
         def element(register: tuple[int, ...]) -> Value:
-            return _memref.load(source, [_index(place, register) for place in places])
+            return memref.load(source, [_index(place, register) for place in places])
 
         return _fragments(
             PER_ROW, shape, element, is_signed=True if ref.dtype == jnp.int32 else None
@@ -83,23 +86,23 @@ def load_queries(tile: Ref, stored: DTypeLike) -> Array:
     result = plgpu.ShapeDtypeStruct((head_dim, columns), tile.dtype, layout=WGMMA)
     swizzle = swizzle_of(head_dim * jnp.dtype(stored).itemsize)
 
-    @_inline(arg_types=(plgpu.RefType(),), return_type=result)
+    @inline(arg_types=(plgpu.RefType(),), return_type=result)
     def load(_: Value, source: Value) -> Value:
-        index = _ir.IndexType.get()
+        index = ir.IndexType.get()
         warp, lane = _warp_and_lane()
-        group, member = _divide(lane, 4)
+        group, member = divide(lane, 4)
 
         def pair(register: tuple[int, ...]) -> Value:
             tall, wide, half = register[0], register[1], register[4]
             component = _component(group, warp, tall, half, swizzle)
-            columns = [_add(_times(member, 2), ROW_TILE * wide + second) for second in (0, 1)]
+            columns = [add(times(member, 2), ROW_TILE * wide + second) for second in (0, 1)]
             numbers = [
-                _memref.load(
-                    source, [_arith.index_cast(index, place) for place in (column, component)]
+                memref.load(
+                    source, [arith.index_cast(index, place) for place in (column, component)]
                 )
                 for column in columns
             ]
-            return _vector.from_elements(_ir.VectorType.get((2,), numbers[0].type), numbers)
+            return vector.from_elements(ir.VectorType.get((2,), numbers[0].type), numbers)
 
         return _fragments(WGMMA, (head_dim, columns), pair)
 
@@ -112,19 +115,19 @@ def load_keys(tile: Ref, tall: int) -> Array:
     swizzle = swizzle_of(head_dim)
     result = plgpu.ShapeDtypeStruct((TILE, 64), jnp.float16, layout=WGMMA)
 
-    @_inline(arg_types=(plgpu.RefType(swizzled(head_dim, tile.dtype)),), return_type=result)
+    @inline(arg_types=(plgpu.RefType(swizzled(head_dim, tile.dtype)),), return_type=result)
     def load(_: Value, source: Value) -> Value:
-        start = _utils.memref_ptr(source)
+        start = utils.memref_ptr(source)
         warp, lane = _warp_and_lane()
-        group, member = _divide(lane, 4)
+        group, member = divide(lane, 4)
         per_member = swizzle // _PIECE // 4
         tile_of, turn = divmod(tall, per_member)
         registers = {}
         for half in (0, 1):
-            piece = _xor(_add(_times(member, per_member), turn), _turned(group, swizzle))
-            offset = _times(_add(_times(warp, 2), half), ROW_TILE * head_dim)
-            offset = _add(offset, _add(_times(group, swizzle), tile_of * ROW_TILE * swizzle))
-            words = _load_words(start, _add(offset, _times(piece, _PIECE)))
+            piece = arith.xori(add(times(member, per_member), turn), _turned(group, swizzle))
+            offset = times(add(times(warp, 2), half), ROW_TILE * head_dim)
+            offset = add(offset, add(times(group, swizzle), tile_of * ROW_TILE * swizzle))
+            words = _load_words(start, add(offset, times(piece, _PIECE)))
             for place, word in enumerate(words):
                 for part, number in enumerate(_unpack(word, tile.dtype)):
                     registers[2 * place + part, half] = number
@@ -149,37 +152,35 @@ def unpack_values(packed: Ref, wide: Ref, first: Array, stop: Array) -> None:
         plgpu.Layout.WG_SPLAT(()),
     )
 
-    @_inline(arg_types=types)
+    @inline(arg_types=types)
     def run(_: Value, source: Value, target: Value, *bounds: Value) -> None:
-        source, target = _utils.memref_ptr(source), _utils.memref_ptr(target)
+        source, target = utils.memref_ptr(source), utils.memref_ptr(target)
         first, stop = (bound.registers.item() for bound in bounds)
         warp, lane = _warp_and_lane()
-        pair, inside = _divide(lane, 8)
-        second, member = _divide(inside, 4)
-        row = _xor(pair, _times(second, 5))
+        pair, inside = divide(lane, 8)
+        second, member = divide(inside, 4)
+        row = arith.xori(pair, times(second, 5))
         for half in (0, 1):
-            rows = _add(_times(warp, 2), half)
-            position = _add(_times(rows, ROW_TILE), row)
-            is_visible = _arith.andi(
-                _at_least(position, first), _at_least(_add(stop, -1), position)
-            )
+            rows = add(times(warp, 2), half)
+            position = add(times(rows, ROW_TILE), row)
+            is_visible = arith.andi(_at_least(position, first), _at_least(add(stop, -1), position))
             for tall in range(head_dim // 64):
                 tile_of, turn = divmod(tall, swizzle // 64)
-                piece = _xor(_add(member, 4 * turn), _turned(row, swizzle))
-                offset = _add(_times(rows, ROW_TILE * head_dim), tile_of * ROW_TILE * swizzle)
-                offset = _add(offset, _add(_times(row, swizzle), _times(piece, _PIECE)))
-                zero = _utils.c(0, _i32())
+                piece = arith.xori(add(member, 4 * turn), _turned(row, swizzle))
+                offset = add(times(rows, ROW_TILE * head_dim), tile_of * ROW_TILE * swizzle)
+                offset = add(offset, add(times(row, swizzle), times(piece, _PIECE)))
+                zero = constant(0)
                 words = [
-                    _arith.select(is_visible, word, zero) for word in _load_words(source, offset)
+                    arith.select(is_visible, word, zero) for word in _load_words(source, offset)
                 ]
                 numbers = [number for word in words for number in _unpack(word, packed.dtype)]
-                offset = _add(_times(rows, 2 * ROW_TILE * head_dim), tall * ROW_TILE * 128)
-                offset = _add(offset, _times(row, 128))
+                offset = add(times(rows, 2 * ROW_TILE * head_dim), tall * ROW_TILE * 128)
+                offset = add(offset, times(row, 128))
                 for place in (0, 1):
-                    piece = _xor(_add(_times(member, 2), place), row)
-                    at = _at(target, _add(offset, _times(piece, _PIECE)))
-                    eight = _utils.vector_concat(numbers[4 * place : 4 * place + 4])
-                    _llvm.store(_utils.bitcast(eight, _words_type()), at)
+                    piece = arith.xori(add(times(member, 2), place), row)
+                    at = _at(target, add(offset, times(piece, _PIECE)))
+                    eight = utils.vector_concat(numbers[4 * place : 4 * place + 4])
+                    llvm.store(utils.bitcast(eight, _words_type()), at)
 
     run(packed, wide, first, stop)
 
@@ -188,10 +189,10 @@ def _component(group: Value, warp: Value, tall: int, half: int, swizzle: int) ->
     """Returns which component of a head row `64 * tall + 16 * warp + 8 * half + group` of the operands is."""
     per_member = swizzle // _PIECE // 4
     tile_of, turn = divmod(tall, per_member)
-    member, rest = _divide(group, 2)
-    piece = _add(_times(member, per_member), turn)
-    inside = _add(_add(_times(warp, 4), rest), 2 * half)
-    return _add(_add(_times(piece, _PIECE), inside), tile_of * swizzle)
+    member, rest = divide(group, 2)
+    piece = add(times(member, per_member), turn)
+    inside = add(add(times(warp, 4), rest), 2 * half)
+    return add(add(times(piece, _PIECE), inside), tile_of * swizzle)
 
 
 def _fragments(
@@ -206,8 +207,8 @@ def _fragments(
     registers = np.empty(layout.registers_shape(shape), dtype=object)
     for register in np.ndindex(registers.shape):
         value = element(register)
-        if not isinstance(value.type, _ir.VectorType):
-            value = _vector.broadcast(_ir.VectorType.get((1,), value.type), value)
+        if not isinstance(value.type, ir.VectorType):
+            value = vector.broadcast(ir.VectorType.get((1,), value.type), value)
         registers[register] = value
     return mosaic.FragmentedArray(_registers=registers, _layout=layout, _is_signed=is_signed)
 
@@ -215,63 +216,41 @@ def _fragments(
 def _index(place: Value, register: tuple[int, ...]) -> Value:
     """Returns the index that one register holds, or the one that holds for all."""
     if not place.shape:
-        return _arith.index_cast(_ir.IndexType.get(), place.registers.item())
-    value = _vector.extract(place.registers[register], [], [0])
-    return _arith.index_cast(_ir.IndexType.get(), value)
+        return arith.index_cast(ir.IndexType.get(), place.registers.item())
+    value = vector.extract(place.registers[register], [], [0])
+    return arith.index_cast(ir.IndexType.get(), value)
 
 
 def _unpack(word: Value, dtype: DTypeLike) -> list[Value]:
     """Returns two pairs of float16 numbers from four bytes."""
-    i32 = _i32()
-    pair = _llvm.StructType.get_literal([i32, i32])
-    both = _llvm.inline_asm(pair, [word], _UNPACK[jnp.dtype(dtype).name], "=r,=r,r")
-    two = _ir.VectorType.get((2,), _ir.F16Type.get())
-    return [_utils.bitcast(_llvm.extractvalue(i32, both, [part]), two) for part in (0, 1)]
+    pair = llvm.StructType.get_literal([i32(), i32()])
+    both = llvm.inline_asm(pair, [word], _UNPACK[jnp.dtype(dtype).name], "=r,=r,r")
+    two = ir.VectorType.get((2,), ir.F16Type.get())
+    return [utils.bitcast(llvm.extractvalue(i32(), both, [part]), two) for part in (0, 1)]
 
 
 def _load_words(start: Value, offset: Value) -> list[Value]:
-    words = _llvm.load(_words_type(), _at(start, offset))
-    return [_vector.extract(words, [], [place]) for place in range(4)]
+    words = llvm.load(_words_type(), _at(start, offset))
+    return [vector.extract(words, [], [place]) for place in range(4)]
 
 
 def _at(start: Value, offset: Value) -> Value:
-    return _utils.getelementptr(start, [offset], _ir.IntegerType.get_signless(8))
+    return utils.getelementptr(start, [offset], ir.IntegerType.get_signless(8))
 
 
 def _words_type() -> Value:
-    return _ir.VectorType.get((4,), _i32())
-
-
-def _i32() -> Value:
-    return _ir.IntegerType.get_signless(32)
+    return ir.VectorType.get((4,), i32())
 
 
 def _warp_and_lane() -> tuple[Value, Value]:
-    warp, lane = _divide(_utils.thread_idx(), 32)
-    return _divide(warp, 4)[1], lane
+    warp, lane = divide(utils.thread_idx(), 32)
+    return divide(warp, 4)[1], lane
 
 
 def _turned(row: Value, swizzle: int) -> Value:
     """Returns what the pieces of a row are swapped by: the row's address in units of 128 bytes."""
-    return row if swizzle == 128 else _divide(row, 128 // swizzle)[0]
-
-
-def _divide(value: Value, by: int) -> tuple[Value, Value]:
-    by = _utils.c(by, _i32())
-    return _arith.divui(value, by), _arith.remui(value, by)
-
-
-def _times(value: Value, by: int) -> Value:
-    return _arith.muli(value, _utils.c(by, _i32()))
-
-
-def _add(value: Value, other: Value | int) -> Value:
-    return _arith.addi(value, _utils.c(other, _i32()) if isinstance(other, int) else other)
+    return row if swizzle == 128 else divide(row, 128 // swizzle)[0]
 
 
 def _at_least(value: Value, other: Value) -> Value:
-    return _arith.cmpi(_arith.CmpIPredicate.sge, value, other)
-
-
-def _xor(value: Value, other: Value) -> Value:
-    return _arith.xori(value, other)
+    return arith.cmpi(arith.CmpIPredicate.sge, value, other)

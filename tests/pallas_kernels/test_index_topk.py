@@ -1,5 +1,7 @@
 """The contract of `index_topk`, signed by every implementation."""
 
+import re
+from collections import Counter
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -10,10 +12,18 @@ import numpy as np
 import pytest
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as interpreter
 
-from pallas_kernels import index_topk
+from pallas_kernels import dispatch, index_topk
 from pallas_kernels.index_codec import read_index_keys, write_index_keys
-from pallas_kernels.index_topk import mosaic_gpu, mosaic_scores, reference, xla
+from pallas_kernels.index_topk import (
+    mosaic_gpu,
+    mosaic_once,
+    mosaic_scores,
+    mosaic_select,
+    reference,
+    xla,
+)
 from pallas_kernels.index_topk.cases import CASES
+from pallas_kernels.index_topk.mosaic_places import CHUNK
 from tests.pallas_kernels.contract import bits, cases, compiled, implementations
 
 SMALL = [case for case in CASES if case.ci]
@@ -141,6 +151,19 @@ def test_queries_of_eight_bits_give_what_their_numbers_say():
         assert np.array_equal(one, other)
 
 
+@pytest.fixture
+def ways(monkeypatch):
+    """Says which of its ways the choosing kernel is built for, whatever the sizes."""
+    select: Any = mosaic_select.select
+
+    def say(in_one_pass):
+        monkeypatch.setattr(mosaic_select, "suits", lambda keys, topk: in_one_pass)
+        select.clear_cache()
+
+    yield say
+    select.clear_cache()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("rows", "few_values"),
@@ -149,8 +172,10 @@ def test_queries_of_eight_bits_give_what_their_numbers_say():
         (((3, 400), (1, 70), (0, 0)), True),
     ],
 )
-def test_interpreted_kernels_choose_what_a_sort_chooses(rows, few_values):
+@pytest.mark.parametrize("in_one_pass", [True, False])
+def test_interpreted_kernels_choose_what_a_sort_chooses(rows, few_values, in_one_pass, ways):
     """Keys and queries are small integers, so that both score exactly alike; many scores are equal."""
+    ways(in_one_pass)
     case = replace(
         SMALL[0],
         rows=rows,
@@ -174,6 +199,39 @@ def test_interpreted_kernels_choose_what_a_sort_chooses(rows, few_values):
     for one, other in zip(found, xla.index_topk(**inputs), strict=True):
         assert np.array_equal(one, other)
     assert not races
+
+
+def test_rows_and_lists_that_shared_memory_cannot_hold_go_the_longer_way():
+    assert mosaic_once.suits(2**17, 2048)
+    assert mosaic_once.suits(2**13, mosaic_once.MOST_CHOSEN)
+    assert not mosaic_once.suits(2**17 + CHUNK, 2048)
+    assert not mosaic_once.suits(2**13, mosaic_once.MOST_CHOSEN + 1)
+
+
+@pytest.mark.parametrize(
+    ("page_size", "queries", "kernels", "told"),
+    [
+        (64, "float8_e4m3fn", {"index_scores", "index_topk"}, []),
+        (64, "bfloat16", {"index_topk"}, ["queries must be float8_e4m3fn"]),
+        (12, "float8_e4m3fn", set(), ["page_size must be a power of two, got 12"]),
+    ],
+)
+def test_on_hopper_the_kernels_are_taken_and_what_they_refuse_is_counted(
+    monkeypatch, page_size, queries, kernels, told
+):
+    """Traced alone, as on an H200."""
+    monkeypatch.setattr(mosaic_gpu, "why_not_mosaic", lambda: None)
+    case = replace(SMALL[0], index_heads=8, page_size=page_size, queries=queries)
+    inputs = case.inputs()
+    arrays = {name: value for name, value in inputs.items() if isinstance(value, np.ndarray)}
+    before = Counter(dispatch.fallbacks())
+    traced = jax.make_jaxpr(partial(index_topk, topk=case.topk))(**arrays)
+    counted = Counter(dispatch.fallbacks()) - before
+    assert sum(counted.values()) == len(told)
+    for said, (op, _, reason) in zip(told, counted, strict=True):
+        assert op == "index_topk"
+        assert said in reason
+    assert set(re.findall(r"\bindex_\w+", str(traced))) == kernels
 
 
 def test_the_kernels_say_what_they_cannot_take():

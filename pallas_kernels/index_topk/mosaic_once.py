@@ -1,0 +1,289 @@
+"""Choosing the largest scores in one pass over a row: what may be chosen goes into lists with its position.
+
+The lists are then searched for the bound, and marks bring what is chosen back into order. Where the first guess was
+wrong, or a list too short, the block chooses in the longer way. Knows neither queries nor pages.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from pallas_kernels.index_topk.mosaic_answers import of_warps, show
+from pallas_kernels.index_topk.mosaic_bounds import Bounds
+from pallas_kernels.index_topk.mosaic_marks import (
+    append_placed,
+    count_marks,
+    mark,
+    place_marked,
+)
+from pallas_kernels.mosaic_bisection import (
+    ALL_WARPS,
+    HIGHEST,
+    LIST,
+    LOWEST,
+    PIECE,
+    ROOM,
+    WARPGROUPS,
+    midpoint,
+)
+from pallas_kernels.mosaic_row_blocks import fold_ahead
+from pallas_kernels.mosaic_rows import row_pieces
+from pallas_kernels.mosaic_warps import WARPS
+from pallas_kernels.ordered_floats import from_ordered, ordered
+
+Ref = Any
+
+MOST_KEYS = 2**17
+"""Keys of a row that there are marks for."""
+
+MOST_CHOSEN = 2**12
+"""Keys that may be chosen; the lists hold twice as many, and shared memory has no room for more beside the marks."""
+
+_WORDS, _SAMPLES, _TOGETHER = 128, 4, 4
+_MARGIN, _ENOUGH = 1.3, 1.4
+# Rows of the table: two for questions in turn, and one for each other thing that is asked.
+_ABOVE, _LARGEST, _MARKED, _ROWS = 2, 3, 4, 5
+
+
+def suits(keys: int, topk: int) -> bool:
+    """Whether rows of so many keys can be chosen from in this way."""
+    return keys <= MOST_KEYS and topk <= MOST_CHOSEN
+
+
+def scratch_once(keys: int) -> dict[str, Any]:
+    """Returns what this way needs in shared memory, beside what a `Bisection` needs."""
+    return {
+        "where": plgpu.SMEM((LIST,), jnp.int32),
+        "answers": plgpu.SMEM((_ROWS, ALL_WARPS), jnp.int32),
+        "marks": plgpu.SMEM((ALL_WARPS, keys // ALL_WARPS // 4), jnp.int32),
+    }
+
+
+class Once:
+    """One block at work on its row."""
+
+    def __init__(self, block: Any) -> None:  # noqa: ANN401 - its own kernel's block
+        self.block, self.refs = block, block.refs
+        self.interpret, self.warpgroup, self.flat = block.interpret, block.warpgroup, block.flat
+        (piece,) = row_pieces(WARPS, _WORDS, 4)
+        self.by_row = piece.layout
+
+    def choose(self, otherwise: Callable[[Array, Array], None]) -> None:
+        """Writes the positions of what is chosen in order, or lets `otherwise` do it, given a guess and its count."""
+        guess = self.guess()
+        self.clear()
+        above, longest = self.list_from(guess)
+        is_listed = (above >= self.block.topk) & (guess > LOWEST)
+        is_listed &= longest <= (ROOM * WARPS if self.interpret else ROOM)
+        pl.when(is_listed)(partial(self.finish, guess, above))
+        pl.when(jnp.logical_not(is_listed))(partial(otherwise, guess, above))
+
+    def start_of(self, turn: Array | int) -> Array:
+        """Returns where a piece of the warpgroup begins."""
+        return (turn * WARPGROUPS + self.warpgroup) * PIECE
+
+    def fetch(self, start: Array) -> Array:
+        """Sends for a piece."""
+        is_seen = self.block.place + start < self.block.seen
+        return jnp.where(is_seen, self.block.load(start), np.float32(np.nan))
+
+    def guess(self) -> Array:
+        """Returns a score that somewhat more than `topk` reach, judging by some of them."""
+        seen, samples = self.block.seen, []
+        last = jnp.maximum(seen - PIECE, 0)
+        for sample in range(_SAMPLES):
+            turn = self.warpgroup * _SAMPLES + sample
+            start = lax.div(turn * lax.div(last, 4), WARPGROUPS * _SAMPLES - 1) * 4
+            samples.append(self.fetch(start))
+        count = WARPGROUPS * _SAMPLES * jnp.minimum(seen, PIECE)
+        share = count.astype(jnp.float32) / seen.astype(jnp.float32)
+        wanted = _MARGIN * self.block.topk * share
+
+        def is_open(bounds: Bounds) -> Array:
+            is_wide = bounds.high - bounds.low != 1
+            return is_wide & (bounds.above.astype(jnp.float32) > _ENOUGH * wanted)
+
+        low, high = ordered(jnp.float32(LOWEST)), ordered(jnp.float32(HIGHEST))
+        start = Bounds(low, high, count, jnp.int32(0))
+        found = self.search(samples, start, wanted, is_open, is_even=False)
+        return from_ordered(found.low)
+
+    def search(
+        self,
+        pieces: list[Array],
+        bounds: Bounds,
+        wanted: Array,
+        is_open: Callable[[Bounds], Array],
+        *,
+        is_even: bool,
+    ) -> Bounds:
+        """Asks the block's pieces how many numbers reach a bound, two questions a turn; some go by the likely place."""
+
+        def turn(bounds: Bounds) -> Bounds:
+            for question in range(2):
+                is_likely = is_even and question == 0
+                middle = bounds.likely(wanted) if is_likely else midpoint(bounds.low, bounds.high)
+                bound, count = from_ordered(middle), self.block.flat_zeros(jnp.int32)
+                for x in pieces:
+                    count += (x >= bound).astype(jnp.int32)
+                bounds = bounds.narrowed(middle, self.ask(question, count, "sum"), wanted)
+            return bounds
+
+        return lax.while_loop(is_open, turn, bounds)
+
+    def ask(self, row: int, array: Array, kind: str) -> Array:
+        """Returns the sum or maximum of all threads' numbers. Rows of the table must not be used twice in a row."""
+        self.show(row, array, kind)
+        self.block.meet()
+        return of_warps(self.refs["answers"], row, kind=kind, interpret=self.interpret)
+
+    def show(self, row: int, array: Array, kind: str, layout: Any = None) -> None:  # noqa: ANN401 - private to JAX
+        """Shows each warp's to the others, once they have met."""
+        show(
+            self.refs["answers"],
+            row,
+            self.warpgroup * WARPS,
+            array,
+            kind=kind,
+            layout=self.flat if layout is None else layout,
+            interpret=self.interpret,
+        )
+
+    def clear(self) -> None:
+        """Empties the warpgroup's lists, and its share of the marks."""
+        first = self.warpgroup * (WARPS * ROOM)
+        for start in range(0, WARPS * ROOM, PIECE):
+            empty = jnp.full((PIECE,), LOWEST, jnp.float32)
+            self.refs["found"][pl.ds(first + start, PIECE)] = plgpu.layout_cast(empty, self.flat)
+        rows = pl.ds(self.warpgroup * WARPS, WARPS)
+        nothing = plgpu.layout_cast(jnp.zeros((WARPS, _WORDS), jnp.int32), self.by_row)
+        for column in range(0, self.refs["marks"].shape[1], _WORDS):
+            self.refs["marks"][rows, pl.ds(column, _WORDS)] = nothing
+        self.block.meet()
+
+    def list_from(self, low: Array) -> tuple[Array, Array]:
+        """Lists what reaches a bound; returns how many these are and the length of the longest list."""
+
+        def visit(x: Array, start: Array, lengths: Array) -> Array:
+            return append_placed(
+                (self.refs["found"], self.refs["where"]),
+                self.warpgroup * (WARPS * ROOM),
+                lengths,
+                x,
+                self.block.place + start,
+                low,
+                room=ROOM,
+                layout=self.flat,
+                interpret=self.interpret,
+            )
+
+        lengths = self.stream(visit, self.block.flat_zeros(jnp.int32))
+        self.show(_ABOVE, lengths, "same")
+        self.block.meet()
+        find = partial(of_warps, self.refs["answers"], _ABOVE, interpret=self.interpret)
+        return find(kind="sum"), find(kind="max")
+
+    def stream(self, visit: Callable[[Array, Array, Array], Array], lengths: Array) -> Array:
+        """Folds over the warpgroup's share of what the token sees; the next pieces are on their way meanwhile."""
+        pieces = lax.div(self.block.seen + PIECE - 1, PIECE)
+        turns = lax.div(pieces + _TOGETHER * WARPGROUPS - 1, _TOGETHER * WARPGROUPS)
+
+        def fetch(turn: Array) -> list[Array]:
+            return [
+                self.block.load(self.start_of(turn * _TOGETHER + part)) for part in range(_TOGETHER)
+            ]
+
+        def look(turn: Array, loaded: list[Array], lengths: Array) -> Array:
+            for part, x in enumerate(loaded):
+                start = self.start_of(turn * _TOGETHER + part)
+                is_seen = self.block.place + start < self.block.seen
+                lengths = visit(jnp.where(is_seen, x, np.float32(np.nan)), start, lengths)
+            return lengths
+
+        return fold_ahead(turns, fetch, look, lengths)
+
+    def finish(self, guess: Array, above: Array) -> None:
+        """Finds the bound among what is listed, and writes what is chosen in order."""
+        listed = self.block.load_list()
+        largest = listed[0]
+        for x in listed[1:]:
+            largest = jnp.maximum(largest, x)
+        high = self.ask(_LARGEST, ordered(largest), "max") + 1
+        topk = self.block.topk
+        found = self.search(
+            listed,
+            Bounds(ordered(guess), high, above, jnp.int32(0)),
+            jnp.float32(topk),
+            lambda bounds: (bounds.high - bounds.low != 1) & (bounds.above != topk),
+            is_even=True,
+        )
+        low, high = from_ordered(found.low), from_ordered(found.high)
+        write = self.write_plainly if self.interpret else self.write
+        write(listed, low, high, topk - found.over)
+        self.block.meet()
+
+    def write(self, listed: list[Array], low: Array, high: Array, ties: Array) -> None:
+        """Marks what is chosen, counts the marks before each warp's share, and writes positions."""
+        self.mark(listed, low, high)
+        row, width = self.warpgroup * WARPS, self.refs["marks"].shape[1]
+        # Warps of a warpgroup go together as far as its first one must.
+        needed = jnp.clip(self.block.seen - row * width * 4, 0, width * 4)
+        turns = lax.div(needed + 4 * _WORDS - 1, 4 * _WORDS)
+        before = self.marks_before(row, turns)
+        iota = partial(plgpu.broadcasted_iota, jnp.int32, (WARPS, _WORDS), layout=self.by_row)
+        place = ((row + iota(0)) * width + iota(1)) * 4
+
+        def place_them(turn: Array, before: Array) -> Array:
+            position = place + turn * (4 * _WORDS)
+            words = self.load_marks(row, turn)
+            return place_marked(
+                self.refs["places"], words, position, ties, before, layout=self.by_row
+            )
+
+        lax.fori_loop(jnp.int32(0), turns, place_them, before)
+
+    def marks_before(self, row: Array, turns: Array) -> Array:
+        """Returns for each warp, whose row of marks has so many turns, how many marks precede its row."""
+
+        def count(turn: Array, total: Array) -> Array:
+            return total + count_marks(self.load_marks(row, turn), layout=self.by_row)
+
+        zero = plgpu.layout_cast(jnp.zeros((WARPS, _WORDS), jnp.int32), self.by_row)
+        total = lax.fori_loop(jnp.int32(0), turns, count, zero)
+        self.show(_MARKED, total, "sum", self.by_row)
+        self.block.meet()
+        answers = self.refs["answers"]
+        return zero + of_warps(answers, _MARKED, kind="sum", interpret=False, before=row)
+
+    def load_marks(self, row: Array, turn: Array) -> Array:
+        """Returns some marks of the warpgroup's rows, four in a word."""
+        part = self.refs["marks"].at[pl.ds(row, WARPS), pl.ds(turn * _WORDS, _WORDS)]
+        return plgpu.load(part, layout=self.by_row, optimized=False)
+
+    def mark(self, listed: list[Array], low: Array, high: Array) -> None:
+        """Marks what is chosen."""
+        first = self.warpgroup * (WARPS * ROOM)
+        for part, x in enumerate(listed):
+            own = self.refs["where"].at[pl.ds(first + part * PIECE, PIECE)]
+            positions = plgpu.load(own, layout=self.flat, optimized=False)
+            mark(self.refs["marks"], x, positions, low, high, layout=self.flat)
+        self.block.meet()
+
+    def write_plainly(self, listed: list[Array], low: Array, high: Array, ties: Array) -> None:
+        """Does the same for the interpreter, by the first warpgroup alone."""
+        del listed
+
+        @pl.when(self.warpgroup == 0)
+        def _() -> None:
+            x, where = self.refs["found"][...], self.refs["where"][...]
+            is_tie = (x >= low) & (x < high)
+            last = jnp.sort(jnp.where(is_tie, where, MOST_KEYS))[jnp.maximum(ties - 1, 0)]
+            chosen = (x >= high) | (is_tie & (where <= last) & (ties > 0))
+            places = self.refs["places"]
+            places[...] = jnp.sort(jnp.where(chosen, where, MOST_KEYS))[: places.shape[0]]

@@ -1,0 +1,116 @@
+"""Writing the positions of what is chosen in order, by counting a row of scores first; two passes over it.
+
+Each warp has a sixteenth of the row, so that what precedes it needs no search.
+"""
+
+from functools import partial
+from typing import Any
+
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from pallas_kernels.mosaic_bisection import ALL_WARPS
+from pallas_kernels.mosaic_lists import place_chosen
+from pallas_kernels.mosaic_rows import row_pieces
+from pallas_kernels.mosaic_warps import WARPS, store_warp_sums, sums_before
+
+CHUNK = 8192
+"""Scores are a multiple of this: `STEP` for each warpgroup, and as much for each warp's share of a row."""
+
+_COLUMNS = 128
+_TOGETHER = CHUNK // ALL_WARPS // _COLUMNS
+_LARGEST = float(np.finfo(np.float32).max)
+
+
+def write_places(block: Any, bound: Array, ties: Array) -> None:  # noqa: ANN401 - its own kernel's block
+    """Writes positions of scores above the bound and of the first `ties` that equal it, in order."""
+    if block.interpret:
+        write_places_plainly(block, bound, ties)
+        block.meet()
+        return
+    shares = _Shares(block)
+    before = shares.counts_before(bound)
+
+    def write(turn: Array, before: tuple[Array, Array]) -> tuple[Array, Array]:
+        for x, position in shares.load(turn):
+            before = place_chosen(
+                block.refs["places"], x, position, bound, ties, before, layout=shares.layout
+            )
+        return before
+
+    lax.fori_loop(jnp.int32(0), shares.turns, write, before)
+    block.meet()
+
+
+class _Shares:
+    """What the warps of a warpgroup have of a row, a part of each at a time."""
+
+    def __init__(self, block: Any) -> None:  # noqa: ANN401 - its own kernel's block
+        self.block, self.row = block, block.warpgroup * WARPS
+        (piece,) = row_pieces(WARPS, _COLUMNS, 4)
+        self.layout = piece.layout
+        columns = block.refs["by_warp"].shape[2]
+        iota = partial(plgpu.broadcasted_iota, jnp.int32, (WARPS, _COLUMNS), layout=self.layout)
+        self.place = (self.row + iota(0)) * columns + iota(1)
+        # Warps of a warpgroup go together as far as its first one must.
+        needed = jnp.clip(block.seen - self.row * columns, 0, columns)
+        self.turns = lax.div(needed + _COLUMNS * _TOGETHER - 1, _COLUMNS * _TOGETHER)
+
+    def load(self, turn: Array) -> list[tuple[Array, Array]]:
+        """Returns scores and their positions; what the token does not see is NaN."""
+        loaded = []
+        for part in range(_TOGETHER):
+            column = (turn * _TOGETHER + part) * _COLUMNS
+            rows, span = pl.ds(self.row, WARPS), pl.ds(column, _COLUMNS)
+            source = self.block.refs["by_warp"].at[self.block.token, rows, span]
+            x = plgpu.load(source, layout=self.layout, optimized=False)
+            loaded.append((x, self.place + column))
+        return [
+            (jnp.where(position < self.block.seen, bounded(x), np.float32(np.nan)), position)
+            for x, position in loaded
+        ]
+
+    def counts_before(self, bound: Array) -> tuple[Array, Array]:
+        """Returns for each warp how many scores before its share are above a bound, and how many equal it."""
+
+        def count(turn: Array, state: tuple[Array, Array]) -> tuple[Array, Array]:
+            above, equal = state
+            for x, _ in self.load(turn):
+                above += (x > bound).astype(jnp.int32)
+                equal += (x == bound).astype(jnp.int32)
+            return above, equal
+
+        shape, layout, table = (WARPS, _COLUMNS), self.layout, self.block.refs["ints"]
+        zero = plgpu.layout_cast(jnp.zeros(shape, jnp.int32), layout)
+        counts = lax.fori_loop(jnp.int32(0), self.turns, count, (zero, zero))
+        for column, array in enumerate(counts):
+            store_warp_sums(table, self.row, column, array, layout=layout, interpret=False)
+        self.block.meet()
+        above, equal = (
+            sums_before(table, self.row, column, shape, layout=layout) for column in (0, 1)
+        )
+        return above, equal
+
+
+def write_places_plainly(block: Any, bound: Array, ties: Array) -> None:  # noqa: ANN401 - its own kernel's block
+    """Does the same for the interpreter, by the first warpgroup alone."""
+
+    @pl.when(block.warpgroup == 0)
+    def _() -> None:
+        x = bounded(block.refs["scores"][block.token, :])
+        position = jnp.arange(len(x), dtype=jnp.int32)
+        is_equal = (x == bound) & (position < block.seen)
+        is_early = is_equal & (jnp.cumsum(is_equal, dtype=jnp.int32) <= ties)
+        chosen = ((x > bound) & (position < block.seen)) | is_early
+        places = block.refs["places"]
+        at = jnp.where(chosen, jnp.cumsum(chosen, dtype=jnp.int32) - 1, places.shape[0])
+        written = jnp.zeros(places.shape, jnp.int32).at[at].set(position, mode="drop")
+        places[...] = written
+
+
+def bounded(x: Array) -> Array:
+    """Infinite scores count as the largest number."""
+    return jnp.minimum(x, _LARGEST)
