@@ -1,8 +1,8 @@
 """The Mosaic GPU kernel of `ssd_scan` for Hopper: what it is built from, and who does what in a block.
 
-A block takes a row and a few units (64 components of a head) of one group through the row's pieces, with the state on
-chip. Its consumers (mosaic_consumer.py) multiply, each for one unit; a producer keeps the pieces' tokens in flight, B
-and C once for all. Rows begin anywhere, and copies into swizzled shared memory do so only where the tile is not
+A block takes a row and one or two units (64 components of a head) of one group through the row's pieces, with the state
+on chip. Its consumers (mosaic_consumer.py) multiply, each for one unit; a producer keeps the pieces' tokens in flight,
+B and C once for all. Rows begin anywhere, and copies into swizzled shared memory do so only where the tile is not
 divided by rows; so tokens are copied as if it was not, and multiplied as if it was, which are the same bytes.
 
 Refs to whole arrays are named like the arrays.
@@ -46,7 +46,7 @@ class Kernel:
             self._body,
             out_type=jax.ShapeDtypeStruct((tokens, g.sizes.d_inner), g.dtype),
             scratch_types=self._scratch(),
-            grid=(num_tasks * (g.units // s.consumers),),
+            grid=(num_tasks * g.packs(s.consumers),),
             grid_names=("block",),
             num_threads=s.consumers + 1,
             thread_name="warpgroup",
@@ -70,9 +70,9 @@ class Kernel:
             "y": (s.consumers, *square),
         }
         scratch: dict[str, Any] = {
-            "weighed": plgpu.SMEM((s.consumers, *square), g.dtype, transforms=_TILED),
-            "state": plgpu.SMEM((s.consumers, g.blocks, *square), g.dtype, transforms=_TILED),
-            "decay": plgpu.SMEM((s.stages, s.consumers, 2, SIDE), jnp.float32),
+            "weights": plgpu.SMEM((s.consumers, 1 + s.exact, *square), g.dtype, transforms=_TILED),
+            "factors": plgpu.SMEM((s.consumers, 2 * SIDE), jnp.float32),
+            "decay": plgpu.SMEM((s.stages, s.consumers, 2 * SIDE), jnp.float32),
             "arrived": plgpu.Barrier(
                 num_arrivals=2 * (g.blocks + s.consumers), num_barriers=s.stages
             ),

@@ -1,235 +1,209 @@
 """A consumer of the `ssd_scan` kernel: the warpgroup that multiplies, for 64 components of a head.
 
+It keeps outputs turned, a row for each component and a column for each token. So x, weighed x and the state that is
+read are multiplied out of registers, and only the tokens' weights go through shared memory, whose bandwidth is short.
+
 Names: `passed` is the base-2 logarithm of what is left, after each token of a piece, of the state before it; `less` is
 that less the logarithm of the token's step, so that `exp2(passed[i] - less[j])` is the share of token j's input in the
-state after token i. Squares have 64 rows and columns.
+state after token i.
+
+Nothing but the barriers that are written out holds the four warps together. What they put down for one another, weights
+and factors, they read before the outputs of the same piece are stored, and that waits for all of them.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import Array, lax
 
+from pallas_kernels.ssd_scan.mosaic_multiplier import (
+    LESS,
+    PASSED,
+    PER_COLUMN,
+    PER_ROW,
+    WGMMA,
+    Multiplier,
+    over_rows,
+    vector,
+)
 from pallas_kernels.ssd_scan.mosaic_schedule import SIDE
-from pallas_kernels.ssd_scan.mosaic_task import Ref, Task, Worker
+from pallas_kernels.ssd_scan.mosaic_task import Ref
 
-if TYPE_CHECKING:
-    from pallas_kernels.ssd_scan.mosaic_block import Kernel
-
-WGMMA = plgpu.Layout.WGMMA
-PER_ROW, PER_COLUMN = WGMMA.reduce(1), WGMMA.reduce(0)
-_SQUARE = (SIDE, SIDE)
+# Columns that a thread's registers have side by side.
+_EIGHT = 8
+# Squares of the state that are rounded at a time: more of them fill the registers.
+_ROUNDED = 2
 
 
-class Consumer(Worker):
+class Consumer(Multiplier):
     """One of the warpgroups that multiply."""
 
-    def __init__(self, kernel: "Kernel", refs: Mapping[str, Ref], number: Array) -> None:
-        super().__init__(kernel, refs)
-        self.number = number
-        self.task = Task(kernel, refs, lax.axis_index("block"))
-        self.head, self.column = self.task.unit(number)
-        # A larger state leaves no registers for it.
-        self.meets_early = self.geometry.blocks <= 2
-
     def run(self) -> None:
-        """Takes the state through all pieces."""
+        """Takes the state through all pieces; gives zeros to the tokens of no row."""
         for slot in range(self.kernel.schedule.stages):
             plgpu.barrier_arrive(self.refs["free"].at[slot])
-        pl.when(self.task.pieces > 0)(self.scan)
+        pl.when(self.task.pieces > 0)(
+            lambda: self.with_squares(self.scan, 2 + self.geometry.blocks)
+        )
         pl.when(self.task.row.owned == 0)(self.write_zeros)
 
-    def scan(self) -> None:
+    def scan(self, met: Ref, read: Ref, *state: Ref) -> None:
         """Goes through the pieces of a row."""
+        for ref, part in zip(state, self.begun(), strict=True):
+            ref[...] = part
 
-        def run(met: Ref, read: Ref, *state: Ref) -> None:
-            begun = self.begun()
-            for ref, part in zip(state, begun, strict=True):
-                ref[...] = part
-            self.publish(begun)
-            first = jnp.int32(0)
-            plgpu.barrier_wait(self.refs["arrived"].at[self.slot(first)])
-            if self.meets_early:
-                self.meet(first, met)
-            weights = self.prepare(first, met, read)
-            visit = partial(self.visit, met=met, read=read, state=state)
-            lax.fori_loop(first, self.task.pieces, visit, weights)
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            self.write_state(self.task.row.write, [self.result(part, 0) for part in state])
+        @pl.loop(0, self.task.pieces)
+        def _(number: Array) -> None:
+            self.visit(number, met, read, state)
 
-        self.with_squares(run, 2 + self.geometry.blocks)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        self.write_state(self.task.row.write, [self.result(part, 0) for part in state])
 
-    def with_squares(self, run: Callable[..., None], count: int) -> None:
-        """Calls a function with squares that products are added to."""
-        if not self.kernel.interpret:
-            pl.run_scoped(run, *[plgpu.ACC(_SQUARE, jnp.float32)] * count)
-            return
-        run(*(self.refs["sums"].at[self.number, index] for index in range(count)))
-
-    def visit(
-        self, number: Array, weights: Array, *, met: Ref, read: Ref, state: Sequence[Ref]
-    ) -> Array:
-        """Takes the state through one piece, whose weights are known, and prepares the next one.
-
-        What does not depend on the state runs ahead, so that it hides behind products that were started before. After
-        the last piece it is prepared for once more, to no effect.
-        """
-        refs, blocks = self.refs, range(self.geometry.blocks)
+    def visit(self, number: Array, met: Ref, read: Ref, state: Sequence[Ref]) -> None:
+        """Takes the state through one piece, one product after the other."""
         slot = self.slot(number)
-        start, length = self.task.piece(number)
-        x, decay = refs["x"].at[slot, self.number], refs["decay"].at[slot, self.number]
-        left = _over_columns(jnp.exp2(_vector(decay.at[0], PER_ROW)))
+        plgpu.barrier_wait(self.refs["arrived"].at[slot])
+        self.put_factors(slot)
+        self.put_weights(slot, met)
+        # Factors and weights may be read after this.
+        plgpu.commit_smem()
+        self.read_from(slot, read, state)
+        x = self.load_turned(slot)
         # What passes the state by is added unrounded: as a weight it would lose its last digits.
-        read[...] = self.result(read, 0) * left + _load(x) * self.skip()
-        self.multiply(read, weights, x)
-        kept = jnp.exp2(decay[0, SIDE - 1])
-        for block in blocks:
-            # Nothing has been in flight for the state since the last piece.
-            state[block][...] = self.result(state[block], None) * kept
-            weighed, b = refs["weighed"].at[self.number], refs["b"].at[slot, block]
-            self.multiply(state[block], weighed, b, left_transposed=True)
-        following = jnp.minimum(number + 1, self.task.pieces - 1)
-        arrived = refs["arrived"].at[self.slot(following)]
-        pl.when(following > number)(lambda: plgpu.barrier_wait(arrived))
-        early = len(blocks) if self.meets_early else 0
-        if self.meets_early:
-            self.meet(following, met)
-        out = self.result(read, early + len(blocks)).astype(self.geometry.dtype)
+        decayed = self.result(read, 0) * self.factors(PASSED)
+        read[...] = decayed + x.astype(jnp.float32) * self.skip()
+        weights = self.refs["weights"].at[self.number]
+        for part in range(weights.shape[0]):
+            self.multiply(read, x, weights.at[part], right_transposed=True)
+        self.grow(slot, state, x)
+        out = self.result(read, len(state)).astype(self.geometry.dtype)
+        start, length = self.task.piece(number)
         self.store(out, start, length)
-        ended = [self.result(part, early) for part in state]
-        self.publish(ended)
-        plgpu.barrier_arrive(refs["free"].at[slot])
+        ended = [self.result(part, 0) for part in state]
+        plgpu.barrier_arrive(self.refs["free"].at[slot])
         self.keep(number, ended)
-        return self.prepare(following, met, read)
 
-    def meet(self, number: Array, met: Ref) -> None:
-        """Starts the products of a piece's C and B."""
-        slot = self.slot(number)
+    def put_factors(self, slot: Array) -> None:
+        """Puts down what is left after each token, and what of it reaches the piece's end: one number per thread."""
+        decay = self.refs["decay"].at[slot, self.number]
+        if self.kernel.interpret:
+            held = decay[...]
+            token = jnp.arange(2 * SIDE, dtype=jnp.int32)
+        else:
+            layout = plgpu.Layout.WG_STRIDED((2 * SIDE,), vec_size=1)
+            held = plgpu.load(decay, layout=layout, optimized=False)
+            token = plgpu.broadcasted_iota(jnp.int32, (2 * SIDE,), 0, layout=layout)
+        exponents = jnp.where(token < SIDE, held, decay[SIDE - 1] - held)
+        self.refs["factors"].at[self.number][...] = jnp.exp2(exponents)
+
+    def factors(self, row: Any) -> Array:  # noqa: ANN401 - a slice of a private type
+        """Returns one of the two rows of factors, repeated for all components."""
+        return over_rows(vector(self.refs["factors"].at[self.number, row], PER_COLUMN))
+
+    def put_weights(self, slot: Array, met: Ref) -> None:
+        """Puts down what each token reads of each, and what rounding took of it."""
         met[...] = self.zeros()
         for block in range(self.geometry.blocks):
             c, b = (self.refs[name].at[slot, block] for name in ("c", "b"))
             self.multiply(met, c, b, right_transposed=True)
+        decay = self.refs["decay"].at[slot, self.number]
+        columns = self.columns_of_weights(met, decay)
+        dtype = self.geometry.dtype
+        # Otherwise a compiler may take what was rounded for what it was before.
+        rounded = [lax.optimization_barrier(column.astype(dtype)) for column in columns]
+        weights = self.refs["weights"].at[self.number]
+        weights.at[0][...] = lax.concatenate(rounded, 1)
+        if self.kernel.schedule.exact:
+            pairs = zip(columns, rounded, strict=True)
+            lost = [(column - near.astype(jnp.float32)).astype(dtype) for column, near in pairs]
+            weights.at[1][...] = lax.concatenate(lost, 1)
 
-    def prepare(self, number: Array, met: Ref, read: Ref) -> Array:
-        """Starts reading a piece's outputs from the state before it, weighs its inputs; returns their weights."""
-        refs, blocks = self.refs, range(self.geometry.blocks)
-        slot = self.slot(number)
-        if not self.meets_early:
-            self.meet(number, met)
+    def columns_of_weights(self, met: Ref, decay: Ref) -> list[Array]:
+        """Returns what each token reads of 8 others, in order; the numbers of 8 columns need no registers."""
+        passed = vector(decay.at[PASSED], PER_ROW)
+        less = over_rows(vector(decay.at[LESS], PER_COLUMN))
+        products = self.result(met, 0)
+        shape = (SIDE, _EIGHT)
+        row = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=WGMMA)
+        distance = row - plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=WGMMA)
+        passed = plgpu.layout_cast(lax.broadcast_in_dim(passed, shape, [0]), WGMMA)
+        parts = []
+        for first in range(0, SIDE, _EIGHT):
+            cut = (0, first), (SIDE, first + _EIGHT)
+            now, ends = (lax.slice(each, *cut) for each in (products, less))
+            part = jnp.where(distance >= first, now * jnp.exp2(passed - ends), 0.0)
+            # Otherwise the compiler would round first and take pairs of numbers apart to select.
+            parts.append(lax.optimization_barrier(part))
+        return parts
+
+    def read_from(self, slot: Array, read: Ref, state: Sequence[Ref]) -> None:
+        """Starts reading a piece's outputs from the state before it."""
         read[...] = self.zeros()
-        for block in blocks:
-            before = refs["state"].at[self.number, block]
-            self.multiply(read, refs["c"].at[slot, block], before, right_transposed=True)
-        x, decay = refs["x"].at[slot, self.number], refs["decay"].at[slot, self.number]
-        to_end = _over_columns(jnp.exp2(decay[0, SIDE - 1] - _vector(decay.at[1], PER_ROW)))
-        refs["weighed"].at[self.number][...] = (_load(x) * to_end).astype(self.geometry.dtype)
-        plgpu.commit_smem()
-        passed, less = _vector(decay.at[0], PER_ROW), _vector(decay.at[1], PER_COLUMN)
-        share = jnp.exp2(_over_columns(passed) - _over_rows(less))
-        row = plgpu.broadcasted_iota(jnp.int32, _SQUARE, 0, layout=WGMMA)
-        column = plgpu.broadcasted_iota(jnp.int32, _SQUARE, 1, layout=WGMMA)
-        weights = self.result(met, len(blocks)) * share
-        return jnp.where(row >= column, weights, 0.0).astype(self.geometry.dtype)
+        for first in range(0, len(state), _ROUNDED):
+            some = state[first : first + _ROUNDED]
+            before = [self.result(part, 0).astype(self.geometry.dtype) for part in some]
+            for block, part in enumerate(before, first):
+                self.multiply(read, part, self.refs["c"].at[slot, block], right_transposed=True)
 
-    def multiply(
-        self,
-        total: Ref,
-        left: Any,  # noqa: ANN401 - a ref or an array
-        right: Ref,
-        *,
-        left_transposed: bool = False,
-        right_transposed: bool = False,
-    ) -> None:
-        """Starts adding a product to a square."""
-        if not self.kernel.interpret:
-            left = left.transpose((1, 0)) if left_transposed else left
-            plgpu.wgmma(total, left, right.transpose((1, 0)) if right_transposed else right)
-            return
-        left, right = left[...].astype(jnp.float32), right[...].astype(jnp.float32)
-        left = left.T if left_transposed else left
-        total[...] += lax.dot(left, right.T if right_transposed else right)
-
-    def result(self, total: Ref, in_flight: int | None) -> Array:
-        """Returns a square once at most so many products that were started later still run."""
+    def load_turned(self, slot: Array) -> Array:
+        """Loads x, its columns as rows."""
+        square = self.refs["x"].at[slot, self.number]
         if self.kernel.interpret:
-            return total[...]
-        return plgpu.wgmma_accumulator_load(total, wait_n=in_flight)
+            return square[...].T
+        return plgpu.load(square.transpose((1, 0)), layout=WGMMA)
 
-    def zeros(self) -> Array:
-        """Returns a square of zeros."""
-        return plgpu.layout_cast(jnp.zeros(_SQUARE, jnp.float32), WGMMA)
-
-    def skip(self) -> Array:
-        """Returns what the head adds of its input to its output."""
-        return self.refs["d"][self.head].astype(jnp.float32)
-
-    def places(self, state: Array) -> list[Ref]:
-        """Returns where the squares of a state are in the pool."""
-        rows = pl.ds(self.column - self.head * self.geometry.sizes.head_dim, SIDE)
-        pool = self.refs["states"]
-        return [
-            pool.at[state, self.head, rows, pl.ds(block * SIDE, SIDE)]
-            for block in range(self.geometry.blocks)
-        ]
-
-    def exists(self, state: Array) -> Array:
-        """Whether this is a state of the pool."""
-        return (state >= 0) & (state < self.refs["states"].shape[0])
-
-    def begun(self) -> list[Array]:
-        """Returns the state that the row starts from."""
-        read = self.task.row.read
-        known = self.exists(read)
-        squares = self.places(jnp.where(known, read, 0))
-        loaded = [plgpu.load(square, layout=WGMMA, optimized=False) for square in squares]
-        return [jnp.where(known, part.astype(jnp.float32), 0.0) for part in loaded]
-
-    def publish(self, state: Sequence[Array]) -> None:
-        """Puts the state where the next piece multiplies it."""
+    def grow(self, slot: Array, state: Sequence[Ref], x: Array) -> None:
+        """Starts adding a piece's inputs to the state."""
+        weighed = (x.astype(jnp.float32) * self.factors(LESS)).astype(self.geometry.dtype)
+        kept = jnp.exp2(self.refs["decay"][slot, self.number, SIDE - 1])
         for block, part in enumerate(state):
-            self.refs["state"].at[self.number, block][...] = part.astype(self.geometry.dtype)
-        plgpu.commit_smem()
-
-    def keep(self, number: Array, state: Sequence[Array]) -> None:
-        """Writes the state if it is to be kept as it is after this piece."""
-        if "kept" in self.refs:
-            self.write_state(self.refs["kept"][self.task.first_piece + number], state)
-
-    def write_state(self, place: Array, state: Sequence[Array]) -> None:
-        """Writes a state of the pool, if it is one."""
-
-        @pl.when(self.exists(place))
-        def _() -> None:
-            for ref, part in zip(self.places(place), state, strict=True):
-                ref[...] = part.astype(self.geometry.state_dtype)
+            # Nothing has been in flight for the state since the last piece.
+            part[...] = self.result(part, None) * kept
+            self.multiply(part, weighed, self.refs["b"].at[slot, block])
 
     def store(self, out: Array, start: Array, length: Array) -> None:
         """Stores outputs: all at once, or token by token where other rows' are behind them."""
         refs, columns = self.refs, pl.ds(self.column, SIDE)
         # The copy of the piece before reads from the same place.
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        self.put(out)
+        plgpu.commit_smem()
 
         @pl.when(length == SIDE)
         def _() -> None:
-            refs["y"].at[self.number][...] = out
-            plgpu.commit_smem()
             target = refs["out"].at[pl.ds(start, SIDE), columns]
             plgpu.copy_smem_to_gmem(refs["y_copied"].at[self.number], target)
 
         @pl.when(length < SIDE)
         def _() -> None:
-            refs["y_rows"].at[self.number][...] = out
-            plgpu.commit_smem()
+            self.put_rows()
 
             @pl.loop(0, length)
             def _(token: Array) -> None:
                 source = refs["y_rows"].at[self.number, pl.ds(token, 1)]
                 target = refs["out"].at[pl.ds(start + token, 1), columns]
                 plgpu.copy_smem_to_gmem(source, target)
+
+    def put(self, out: Array) -> None:
+        """Puts outputs where they are copied from, turned back."""
+        square = self.refs["y"].at[self.number]
+        if self.kernel.interpret:
+            square[...] = out.T
+            return
+        square.transpose((1, 0))[...] = out
+
+    def put_rows(self) -> None:
+        """Puts outputs down again, each token's on its own."""
+        if self.kernel.interpret:
+            return
+        held = plgpu.load(self.refs["y"].at[self.number], layout=WGMMA)
+        # All warps have loaded theirs before any puts them down in the same place.
+        plgpu.commit_smem()
+        self.refs["y_rows"].at[self.number][...] = held
+        plgpu.commit_smem()
 
     def write_zeros(self) -> None:
         """Gives zeros to the tokens of no row."""
@@ -242,20 +216,3 @@ class Consumer(Worker):
             self.store(zeros, start, jnp.minimum(row.stop - start, SIDE))
 
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-
-
-def _vector(ref: Ref, layout: Any) -> Array:  # noqa: ANN401 - private to JAX
-    """Loads a number for each row or column."""
-    return plgpu.load(ref, layout=layout, optimized=False)
-
-
-def _load(square: Ref) -> Array:
-    return plgpu.load(square, layout=WGMMA).astype(jnp.float32)
-
-
-def _over_columns(vector: Array) -> Array:
-    return plgpu.layout_cast(lax.broadcast_in_dim(vector, _SQUARE, [0]), WGMMA)
-
-
-def _over_rows(vector: Array) -> Array:
-    return plgpu.layout_cast(lax.broadcast_in_dim(vector, _SQUARE, [1]), WGMMA)

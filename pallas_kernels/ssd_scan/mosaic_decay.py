@@ -23,7 +23,9 @@ from pallas_kernels.packed_rows import Pieces
 
 Ref = Any
 
-_THREADS, _BATCH = 128, 8
+_THREADS = 128
+# Tokens whose steps are loaded at a time.
+_BATCH = 32
 
 
 def decays(

@@ -93,6 +93,7 @@ def scan(
     pieces = cut(cu_q_lens, positions, tokens=tokens, size=SIDE)
     options = {"size": SIDE, "dt_limits": dt_limits, "interpret": interpret}
     passed = decays(a_log, dt_bias, dt, pieces, **options)
+    passed = passed.reshape(*passed.shape[:2], 2 * SIDE)
     tasks = tasks_of(cu_q_lens, positions, read_states, write_states, tokens)
     kept = []
     if snapshot_ends is not None and len(snapshot_ends):
@@ -104,10 +105,19 @@ def scan(
     pool = jax.new_ref(states)
     out = kernel.build(tokens, len(tasks))(inputs, passed, d, tasks, *kept, pool)
     if z is not None:
-        real = (jnp.arange(tokens, dtype=jnp.int32) < cu_q_lens[-1])[:, None]
-        gate = jax.nn.silu(jnp.where(real, z, jnp.zeros_like(z)).astype(jnp.float32))
-        out = (out.astype(jnp.float32) * gate).astype(out.dtype)
+        out = _gated(out, z, cu_q_lens)
     return out.reshape(tokens, *states.shape[1:3]), jax.freeze(pool)
+
+
+def _gated(
+    out: Float[Array, "tokens d_inner"],
+    z: Float[Array, "tokens d_inner"],
+    cu_q_lens: Int[Array, " row_bounds"],
+) -> Float[Array, "tokens d_inner"]:
+    """Multiplies outputs by silu(z), which may be anything for tokens of no row."""
+    real = (jnp.arange(len(z), dtype=jnp.int32) < cu_q_lens[-1])[:, None]
+    gate = jax.nn.silu(jnp.where(real, z, jnp.zeros_like(z)).astype(jnp.float32))
+    return (out.astype(jnp.float32) * gate).astype(out.dtype)
 
 
 def _kept(

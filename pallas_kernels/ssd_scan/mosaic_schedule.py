@@ -23,12 +23,14 @@ class Schedule:
     """How a layer is shared out.
 
     Attributes:
-        consumers: warpgroups of a block that multiply, each for 64 components of one head.
+        consumers: warpgroups of a block that multiply, each for 64 components of one head; they divide a group's units.
         stages: pieces in flight.
+        exact: tokens' weights are multiplied in two parts, so that next to nothing of them is rounded.
     """
 
     consumers: int
     stages: int
+    exact: bool = True
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,11 @@ class Geometry:
         """Squares of 64 columns that B, C and the state have."""
         return self.sizes.d_state // SIDE
 
+    def packs(self, consumers: int) -> int:
+        """Returns how many blocks share the units out; those of a block are of one group."""
+        assert self.units_per_group % consumers == 0, (self.units_per_group, consumers)
+        return self.units // consumers
+
     def refusal(self, chunk_size: int) -> str | None:
         """Returns why the kernel cannot be built for these sizes, or `None` if it can."""
         if str(self.dtype) not in ("bfloat16", "float16"):
@@ -85,7 +92,9 @@ class Geometry:
         """Returns the shared memory that a block takes."""
         square = SIDE * SIDE * 2
         stage = (2 * self.blocks + schedule.consumers) * square + schedule.consumers * 2 * SIDE * 4
-        return schedule.stages * stage + schedule.consumers * (self.blocks + 2) * square
+        # Weights in one or two parts, outputs; factors for each token.
+        own = (2 + schedule.exact) * square + 2 * SIDE * 4
+        return schedule.stages * stage + schedule.consumers * own
 
     def schedule(self, rows: int) -> Schedule:
         """Returns the schedule that was fastest (NOTES.md).

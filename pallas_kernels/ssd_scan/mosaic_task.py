@@ -74,7 +74,7 @@ class Task:
 
     def __init__(self, kernel: "Kernel", refs: Mapping[str, Ref], block: Array) -> None:
         g = self.geometry = kernel.geometry
-        packs = g.units // kernel.schedule.consumers
+        packs = g.packs(kernel.schedule.consumers)
         number, pack = lax.div(block, jnp.int32(packs)), lax.rem(block, jnp.int32(packs))
         self.row = Row(*(refs["tasks"][number, field] for field in range(len(Row._fields))))
         self.first_unit = pack * kernel.schedule.consumers

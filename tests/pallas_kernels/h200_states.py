@@ -1,9 +1,15 @@
 """Compiles the kernels with recurrent states for an H200 on a machine without a GPU and prints what became of them.
 
-Run as a program, as h200_writes.py is, whose reports these are.
+Run as a program, as h200_writes.py is, whose reports these are, with "serialised" added.
 """
 
-from tests.pallas_kernels.h200_writes import LAYERS, PAGES, main
+import json
+import os
+import tempfile
+from pathlib import Path
+
+from tests.engine.h200 import has_plugin
+from tests.pallas_kernels.h200_writes import LAYERS, PAGES, report
 
 ROWS, HEADS, HEAD_DIM, CHANNELS = 40, 8, 64, 4352
 
@@ -81,5 +87,29 @@ def programs():
     }
 
 
+def audit(function, arguments, dump):
+    """Returns the report, and whether the assembler made products wait for one another."""
+    found = report(function, arguments, dump)
+    assembled = "".join(file.read_text() for file in (dump / "mosaic").glob("*.ptxas"))
+    return found | {"serialised": "serialized" in assembled}
+
+
+def main():
+    if not has_plugin():
+        reason = "needs jax-cuda13-plugin and jax-cuda13-pjrt, which compile for CUDA"
+        print(json.dumps({"skipped": reason}))
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        dump = Path(folder)
+        for part in ("xla", "mosaic"):
+            (dump / part).mkdir()
+        os.environ["JAX_PLATFORMS"] = "cpu"
+        os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_dump_to={dump / 'xla'}"
+        os.environ["MOSAIC_GPU_DUMP_TO"] = str(dump / "mosaic")
+        os.environ["MOSAIC_GPU_DUMP_PTXAS"] = "1"
+        print(json.dumps({name: audit(*what, dump) for name, what in programs().items()}))
+
+
 if __name__ == "__main__":
-    main(programs)
+    main()

@@ -1,0 +1,114 @@
+"""What a consumer of the `ssd_scan` kernel multiplies with, and where it finds and leaves states.
+
+Squares have 64 rows and columns. It does not know in which order a piece's products come.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import Array, lax
+
+from pallas_kernels.ssd_scan.mosaic_schedule import SIDE
+from pallas_kernels.ssd_scan.mosaic_task import Ref, Task, Worker
+
+if TYPE_CHECKING:
+    from pallas_kernels.ssd_scan.mosaic_block import Kernel
+
+WGMMA = plgpu.Layout.WGMMA
+PER_ROW, PER_COLUMN = WGMMA.reduce(1), WGMMA.reduce(0)
+SQUARE = (SIDE, SIDE)
+# Where the two rows of a piece's decays are.
+PASSED, LESS = pl.ds(0, SIDE), pl.ds(SIDE, SIDE)
+
+
+class Multiplier(Worker):
+    """One of the warpgroups that multiply, for 64 components of one head."""
+
+    def __init__(self, kernel: "Kernel", refs: Mapping[str, Ref], number: Array) -> None:
+        super().__init__(kernel, refs)
+        self.number = number
+        self.task = Task(kernel, refs, lax.axis_index("block"))
+        self.head, self.column = self.task.unit(number)
+
+    def with_squares(self, run: Callable[..., None], count: int) -> None:
+        """Calls a function with squares that products are added to."""
+        if not self.kernel.interpret:
+            pl.run_scoped(run, *[plgpu.ACC(SQUARE, jnp.float32)] * count)
+            return
+        run(*(self.refs["sums"].at[self.number, index] for index in range(count)))
+
+    def multiply(
+        self,
+        total: Ref,
+        left: Any,  # noqa: ANN401 - a ref or an array
+        right: Ref,
+        *,
+        right_transposed: bool = False,
+    ) -> None:
+        """Starts adding a product to a square."""
+        if not self.kernel.interpret:
+            plgpu.wgmma(total, left, right.transpose((1, 0)) if right_transposed else right)
+            return
+        left, right = left[...].astype(jnp.float32), right[...].astype(jnp.float32)
+        total[...] += lax.dot(left, right.T if right_transposed else right)
+
+    def result(self, total: Ref, in_flight: int | None) -> Array:
+        """Returns a square once at most so many products that were started later still run."""
+        if self.kernel.interpret:
+            return total[...]
+        return plgpu.wgmma_accumulator_load(total, wait_n=in_flight)
+
+    def zeros(self) -> Array:
+        """Returns a square of zeros."""
+        return plgpu.layout_cast(jnp.zeros(SQUARE, jnp.float32), WGMMA)
+
+    def skip(self) -> Array:
+        """Returns what the head adds of its input to its output."""
+        return self.refs["d"][self.head].astype(jnp.float32)
+
+    def places(self, state: Array) -> list[Ref]:
+        """Returns where the squares of a state are in the pool."""
+        rows = pl.ds(self.column - self.head * self.geometry.sizes.head_dim, SIDE)
+        pool = self.refs["states"]
+        return [
+            pool.at[state, self.head, rows, pl.ds(block * SIDE, SIDE)]
+            for block in range(self.geometry.blocks)
+        ]
+
+    def exists(self, state: Array) -> Array:
+        """Whether this is a state of the pool."""
+        return (state >= 0) & (state < self.refs["states"].shape[0])
+
+    def begun(self) -> list[Array]:
+        """Returns the state that the row starts from."""
+        read = self.task.row.read
+        known = self.exists(read)
+        squares = self.places(jnp.where(known, read, 0))
+        loaded = [plgpu.load(square, layout=WGMMA, optimized=False) for square in squares]
+        return [jnp.where(known, part.astype(jnp.float32), 0.0) for part in loaded]
+
+    def keep(self, number: Array, state: Sequence[Array]) -> None:
+        """Writes the state if it is to be kept as it is after this piece."""
+        if "kept" in self.refs:
+            self.write_state(self.refs["kept"][self.task.first_piece + number], state)
+
+    def write_state(self, place: Array, state: Sequence[Array]) -> None:
+        """Writes a state of the pool, if it is one."""
+
+        @pl.when(self.exists(place))
+        def _() -> None:
+            for ref, part in zip(self.places(place), state, strict=True):
+                ref[...] = part.astype(self.geometry.state_dtype)
+
+
+def vector(ref: Ref, layout: Any) -> Array:  # noqa: ANN401 - private to JAX
+    """Loads a number for each row or column."""
+    return plgpu.load(ref, layout=layout, optimized=False)
+
+
+def over_rows(vector: Array) -> Array:
+    """Repeats a number per column over the rows."""
+    return plgpu.layout_cast(lax.broadcast_in_dim(vector, SQUARE, [1]), WGMMA)
