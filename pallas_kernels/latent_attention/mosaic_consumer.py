@@ -21,8 +21,15 @@ from jax import Array, lax
 
 from pallas_kernels.attention_scores import LOG2_E
 from pallas_kernels.latent_attention.mosaic_join import Join
+from pallas_kernels.latent_attention.mosaic_lazy import shrink
 from pallas_kernels.latent_attention.mosaic_pieces import Piece, Ref
-from pallas_kernels.latent_attention.mosaic_schedule import HEIGHT, ROW_TILE, SLOTS, TILE
+from pallas_kernels.latent_attention.mosaic_schedule import (
+    COLUMN_TILE,
+    HEIGHT,
+    ROW_TILE,
+    SLOTS,
+    TILE,
+)
 from pallas_kernels.ragged_attention.mosaic_registers import eights, over_columns
 
 if TYPE_CHECKING:
@@ -31,6 +38,8 @@ if TYPE_CHECKING:
 WGMMA = plgpu.Layout.WGMMA
 PER_ROW = WGMMA.reduce(1)
 State = tuple[Array, Array]
+# How far scores (base 2) may rise above what weights are relative to. Weights up to 256 are as exact as those up to 1.
+_SLACK = 8.0
 
 
 class Consumer:
@@ -69,6 +78,7 @@ class Consumer:
     def attend(self) -> tuple[Array, Array, Array]:
         """Returns the maximum, the sum of the consumer's own weights, and its half of the output so far."""
         m = plgpu.layout_cast(jnp.full((HEIGHT,), -jnp.inf, jnp.float32), PER_ROW)
+        self.hold_queries()
         total = plgpu.layout_cast(jnp.zeros((HEIGHT, ROW_TILE), jnp.float32), WGMMA)
         state, piece = (m, total), self.piece
         for start, stop, masked in (
@@ -79,32 +89,56 @@ class Consumer:
         m, total = state
         return m, jnp.sum(total, axis=1), self.result(self.acc, 0)
 
+    def hold_queries(self) -> None:
+        """Keeps the last columns of queries in registers."""
+        width = self.geometry.width
+        self.first_held = width - self.kernel.source.held * COLUMN_TILE
+        self.held = {
+            start: plgpu.load(self.refs["q_tile"].at[0, :, pl.ds(start, COLUMN_TILE)], layout=WGMMA)
+            for start in range(self.first_held, width, COLUMN_TILE)
+        }
+
     def opaque(self, slot: int) -> Array:
         """Returns a slot that the compiler does not know, or it keeps the addresses of all operands in registers."""
         return lax.optimization_barrier(jnp.int32(slot))
 
-    def start_scores(self, slot: int) -> None:
-        """Starts the product of the queries with the consumer's own tile."""
+    def start_scores(self, slot: int, pair: Array) -> None:
+        """Starts the product of the queries with the consumer's own tile of a pair."""
         g, refs = self.geometry, self.refs
         self.scores[...] = plgpu.layout_cast(jnp.zeros(self.scores.shape, jnp.float32), WGMMA)
         column = 0
         for part in ("lo", "hi", "rope"):
             if part != "rope":
-                plgpu.barrier_wait(refs[f"{part}_arrived"].at[slot])
+                self.wait(part, slot, pair)
             width = g.half if part != "rope" else g.width - g.value_dim
-            queries = refs["q_tile"].at[self.opaque(0), :, pl.ds(column, width)]
-            keys = refs[part].at[self.opaque(slot)]
-            self.multiply(self.scores, queries, keys, transposed=True)
+            held = min(width, max(0, column + width - self.first_held))
+            if width > held:
+                queries = refs["q_tile"].at[self.opaque(0), :, pl.ds(column, width - held)]
+                keys = refs[part].at[self.opaque(slot), :, pl.ds(0, width - held)]
+                self.multiply(self.scores, queries, keys, transposed=True)
+            for start in range(width - held, width, COLUMN_TILE):
+                keys = refs[part].at[self.opaque(slot), :, pl.ds(start, COLUMN_TILE)]
+                self.multiply(self.scores, self.held[column + start], keys, transposed=True)
             column += width
+
+    def wait(self, half: str, slot: int, pair: Array) -> None:
+        """Waits for a half of a tile."""
+        plgpu.barrier_wait(self.refs[f"{half}_arrived"].at[slot])
+        if self.kernel.source.exchange is not None:
+            self.kernel.source.exchange.wait(self.refs, half, slot, pair - self.piece.start)
 
     def softmax(
         self, scores: Array, m: Array, tile: Array, *, masked: bool
     ) -> tuple[Array, Array, Array]:
-        """Returns the maximum with the tile, the tile's weights, and what all before shrinks by."""
+        """Returns the maximum with the tile, the tile's weights, and what all before shrinks by.
+
+        The maximum follows only where scores have risen far above it: outputs are mostly let be.
+        """
         scale = self.kernel.scale * LOG2_E
         if masked:
             scores = self.hide(scores, tile)
-        m_next = jnp.maximum(m, jnp.max(scores, axis=1) * scale)
+        top = jnp.max(scores, axis=1) * scale
+        m_next = jnp.where(top > m + _SLACK, top, m)
         finite = self.finite(m_next)
         p = jnp.exp2(scores * scale - over_columns(finite, TILE))
         return m_next, p, jnp.exp2(m - finite)
@@ -156,7 +190,7 @@ class Consumer:
 
     def multiply_values(self, acc: Array, decay: Array, p: Any, slot: int) -> None:  # noqa: ANN401 - a ref or an array
         """Starts adding weights times values to what there was, made smaller."""
-        self.acc[...] = acc * over_columns(decay, self.geometry.half)
+        self.acc[...] = shrink(acc, decay, interpret=self.kernel.interpret)
         self.multiply(self.acc, p, self.refs[self.half].at[self.opaque(slot)])
 
     def release(self, slot: int) -> None:
@@ -187,7 +221,7 @@ class Leader(Consumer):
     def take_pair(self, pair: Array, state: State, *, masked: bool) -> State:
         """Takes a pair of tiles into the softmax and into `acc`."""
         m, total = state
-        self.start_scores(0)
+        self.start_scores(0, pair)
         raw = self.result(self.scores, 0)
         m, p, decay = self.softmax(raw, m, SLOTS * pair, masked=masked)
         total = total * over_columns(decay, ROW_TILE) + reduce(jnp.add, eights(p))
@@ -212,7 +246,7 @@ class Follower(Consumer):
     def take_pair(self, pair: Array, state: State, *, masked: bool) -> State:
         """Takes a pair of tiles into the softmax and into `acc`."""
         m, total = state
-        self.start_scores(1)
+        self.start_scores(1, pair)
         m_first = self.others_maximum()
         first_decay = jnp.exp2(m - self.finite(m_first))
         self.multiply_values(self.result(self.acc, 1), first_decay, self.others_weights(), 0)

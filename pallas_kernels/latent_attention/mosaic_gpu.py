@@ -1,6 +1,7 @@
 """`latent_attention` as a Mosaic GPU kernel for Hopper: what it takes, and what XLA does around it.
 
-The kernel itself begins in mosaic_kernel.py; how it shares out the keys is in mosaic_schedule.py.
+There are two: one for a query of few heads per row begins in mosaic_keys.py, one for the rest in mosaic_kernel.py.
+Both share out the keys as mosaic_schedule.py says.
 """
 
 from functools import partial
@@ -12,8 +13,9 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.attention_scores import LOG2_E
 from pallas_kernels.device import why_not_mosaic
 from pallas_kernels.latent_attention.mosaic_kernel import Kernel, Source
+from pallas_kernels.latent_attention.mosaic_keys import KeysKernel
 from pallas_kernels.latent_attention.mosaic_pieces import cut, lse_of_tokens, most_pieces
-from pallas_kernels.latent_attention.mosaic_schedule import HEIGHT, Geometry, Schedule
+from pallas_kernels.latent_attention.mosaic_schedule import Geometry, Schedule
 
 
 def why_not(
@@ -107,8 +109,9 @@ def attend(
         per_piece = geometry.tokens_per_piece
         lengths = cut(seq_lens, cu_q_lens, tokens=tokens, tokens_per_piece=per_piece)
     has_lse = want_lse or schedule.parts > 1
-    source = Source.pages(geometry)
-    kernel = Kernel(geometry, scale, schedule, pieces, has_lse, interpret, source)
+    sizes = (geometry, scale, schedule, pieces, has_lse, interpret)
+    left = geometry.keys_are_left
+    kernel = KeysKernel(*sizes) if left else Kernel(*sizes, Source.pages(geometry))
     outputs = kernel.build(tokens)(rows, latent_pages, page_table, lengths)
     if cu_q_lens is None:
         return results(kernel, outputs, q, want_lse=want_lse)
@@ -120,7 +123,7 @@ def attend(
 
 
 def results(
-    kernel: Kernel,
+    kernel: Kernel | KeysKernel,
     outputs: list[Array],
     q: Float[Array, "tokens heads latent_and_rope"],
     *,
@@ -129,8 +132,11 @@ def results(
     """Makes the op's results of what the kernel wrote for one query per piece; joins the parts if there are several."""
     tokens, heads, _ = q.shape
     if kernel.schedule.parts > 1:
-        joined, lse = _join_parts(*outputs)
-        out = joined.reshape(tokens, HEIGHT * kernel.geometry.blocks, -1).astype(q.dtype)
+        out, lse = outputs
+        if isinstance(kernel, KeysKernel):
+            out = jnp.swapaxes(out, -1, -2)
+        joined, lse = _join_parts(out, lse)
+        out = joined.reshape(tokens, -1, joined.shape[-1]).astype(q.dtype)
     else:
         out = outputs[0].reshape(tokens, kernel.geometry.heads, -1)
         lse = outputs[1][:, 0] if want_lse else None

@@ -8,9 +8,9 @@ keeps tiles in flight. Each half of a tile goes back to it as soon as the one co
 Refs to whole arrays are named like the arrays; `lo` and `hi` are the halves of tiles, `rope` what is not value.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.experimental.pallas as pl
@@ -37,7 +37,7 @@ from pallas_kernels.mosaic_rows import INTERPRETED
 _transform: Any = plgpu
 CONSUMERS = 2
 # Reductions along a row stay within four lanes and use none of it.
-_REDUCTION_BYTES = 1024
+_REDUCTION_BYTES = 0
 
 
 def swizzled(dtype: DTypeLike, columns: int = COLUMN_TILE) -> tuple[Any, ...]:
@@ -45,6 +45,27 @@ def swizzled(dtype: DTypeLike, columns: int = COLUMN_TILE) -> tuple[Any, ...]:
     width = columns * jnp.dtype(dtype).itemsize
     tiling = _transform.TilingTransform((ROW_TILE, columns))
     return tiling, _transform.SwizzleTransform(width)
+
+
+@runtime_checkable
+class Exchange(Protocol):
+    """How the blocks of a piece's heads hand each other tiles: what a kernel does for it beside its own work."""
+
+    def scratch(self) -> dict[str, Any]:
+        """Returns the scratch buffers that it needs."""
+        ...
+
+    def begin(self, refs: Mapping[str, Ref]) -> None:
+        """Gets ready, before any warpgroup of the blocks does anything else."""
+        ...
+
+    def wait(self, refs: Mapping[str, Ref], half: str, slot: int, turn: Array) -> None:
+        """Waits for what other blocks send of a half of a tile; `turn` counts how often the slot has been used."""
+        ...
+
+    def end(self) -> None:
+        """Waits until the blocks need nothing more of each other."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -57,19 +78,27 @@ class Source:
         arrivals: how often a `lo` and a `hi` with its `rope` are said to have arrived.
         registers: of each thread of consumers and producer. They start as 168 for each of three warpgroups: twice the
             first and the second may not be more than 504, or the block would wait for ever.
+        held: the last columns of queries that consumers keep in registers, in 64; products read less of shared
+            memory then, which gives no more than they ask for.
+        exchange: makes a cluster of the blocks that share a piece's heads; `None` where they share nothing.
     """
 
     arrays: tuple[str, ...]
     producer: Callable[..., Any]
     arrivals: tuple[int, int]
     registers: tuple[int, int]
+    held: int = 0
+    exchange: Exchange | None = None
 
     @classmethod
     def pages(cls, geometry: Geometry) -> "Source":
         """Tiles are copied from the pages of a row."""
         copies = geometry.copies_per_tile
         what = "pieces" if geometry.packed else "seq_lens"
-        return cls(("latent_pages", "page_table", what), Producer, (copies, 2 * copies), (232, 40))
+        arrays = ("latent_pages", "page_table", what)
+        # A second one is spilled where the producer has several pages to remember.
+        held = 2 if copies == 1 else 1
+        return cls(arrays, Producer, (copies, 2 * copies), (232, 40), held)
 
 
 @dataclass(frozen=True)
@@ -87,16 +116,10 @@ class Kernel:
 
     def build(self, tokens: int) -> Callable[..., list[Array]]:
         """Returns the function of arrays that launches the kernel."""
-        s = self.schedule
-        clusters: dict[str, Any] = {}
-        if s.cluster > 1:
-            clusters = {"cluster": (s.cluster,), "cluster_names": ("share",)}
         return plgpu.kernel(
             self._body,
             out_type=self._out_type(tokens),
             scratch_types=self._scratch(),
-            grid=(self.pieces, s.parts, self.geometry.blocks),
-            grid_names=("piece", "part", "block"),
             num_threads=CONSUMERS + 1,
             thread_name="warpgroup",
             # Each place that needs a barrier between warps says so.
@@ -107,8 +130,23 @@ class Kernel:
             ),
             interpret=INTERPRETED if self.interpret else None,
             kernel_name=self.name,
-            **clusters,
+            **self._grid(),
         )
+
+    def _grid(self) -> dict[str, Any]:
+        blocks, cluster = self.geometry.blocks, self.schedule.cluster
+        grid = {"piece": self.pieces, "part": self.schedule.parts}
+        clusters: dict[str, int] = {}
+        if self.source.exchange is not None:
+            assert cluster == 1, "blocks that share tiles are a cluster already"
+            clusters = {"block": blocks}
+        else:
+            grid["block"] = blocks
+            clusters = {"share": cluster} if cluster > 1 else {}
+        shape = {"grid": tuple(grid.values()), "grid_names": tuple(grid)}
+        if clusters:
+            shape |= {"cluster": tuple(clusters.values()), "cluster_names": tuple(clusters)}
+        return shape
 
     def _out_type(self, tokens: int) -> list[jax.ShapeDtypeStruct]:
         g, parts = self.geometry, self.schedule.parts
@@ -133,6 +171,7 @@ class Kernel:
             # Running maxima of both consumers, and at last their sums.
             "stats": plgpu.SMEM((2 * CONSUMERS, HEIGHT), jnp.float32),
             **self._barriers(),
+            **(self.source.exchange.scratch() if self.source.exchange is not None else {}),
         }
         if self.interpret:
             # The interpreter takes two places of a union for the same, and multiplies nothing that is in registers.
@@ -191,6 +230,9 @@ class Kernel:
             tiles, shares = scratch["tiles_or_shares"]
             found["lo"], found["hi"], found["rope"] = tiles
             found["out_shares"], found["lse_shares"] = shares
+        exchange = self.source.exchange
+        if exchange is not None:
+            exchange.begin(found)
         warpgroup = lax.axis_index("warpgroup")
         most, least = self.source.registers
         for number, consumer in enumerate((Leader, Follower)):
@@ -204,3 +246,6 @@ class Kernel:
         def _() -> None:
             plgpu.set_max_registers(least, action="decrease")
             self.source.producer(self, found, Piece(self, found)).run()
+
+        if exchange is not None:
+            exchange.end()

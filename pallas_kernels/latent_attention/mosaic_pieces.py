@@ -17,6 +17,7 @@ from pallas_kernels.latent_attention.mosaic_schedule import HEIGHT, ROW_TILE, SL
 
 if TYPE_CHECKING:
     from pallas_kernels.latent_attention.mosaic_kernel import Kernel
+    from pallas_kernels.latent_attention.mosaic_keys import KeysKernel
 
 # Refs have types that are private to JAX.
 Ref = Any
@@ -86,7 +87,7 @@ class Piece:
         stop: the pair after the last one.
     """
 
-    def __init__(self, kernel: "Kernel", refs: Mapping[str, Ref]) -> None:
+    def __init__(self, kernel: "Kernel | KeysKernel", refs: Mapping[str, Ref]) -> None:
         geometry, schedule = kernel.geometry, kernel.schedule
         self.index, self.part = lax.axis_index("piece"), lax.axis_index("part")
         self.block = lax.axis_index("block")

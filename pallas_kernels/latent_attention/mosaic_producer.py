@@ -14,6 +14,7 @@ from pallas_kernels.latent_attention.mosaic_schedule import COLUMN_TILE, HEIGHT,
 
 if TYPE_CHECKING:
     from pallas_kernels.latent_attention.mosaic_kernel import Kernel
+    from pallas_kernels.latent_attention.mosaic_keys import KeysKernel
 
 WGMMA = plgpu.Layout.WGMMA
 
@@ -21,7 +22,9 @@ WGMMA = plgpu.Layout.WGMMA
 class Producer:
     """The warpgroup that starts all copies into shared memory."""
 
-    def __init__(self, kernel: "Kernel", refs: Mapping[str, Ref], piece: Piece) -> None:
+    def __init__(
+        self, kernel: "Kernel | KeysKernel", refs: Mapping[str, Ref], piece: Piece
+    ) -> None:
         self.kernel, self.geometry, self.refs, self.piece = kernel, kernel.geometry, refs, piece
 
     def run(self) -> None:
@@ -109,7 +112,7 @@ class Producer:
                 plgpu.barrier_arrive(arrived.at[slot])
 
 
-def fetch_queries(kernel: "Kernel", refs: Mapping[str, Ref], piece: Piece) -> None:
+def fetch_queries(kernel: "Kernel | KeysKernel", refs: Mapping[str, Ref], piece: Piece) -> None:
     """Starts the copy of the block's rows of queries; a row's only query brings no others along."""
     rows = HEIGHT if kernel.geometry.packed else kernel.geometry.block_heads
     # What knows multiples is not to be had on a single warp.
@@ -118,7 +121,7 @@ def fetch_queries(kernel: "Kernel", refs: Mapping[str, Ref], piece: Piece) -> No
     on_warps(kernel, lambda: plgpu.copy_gmem_to_smem(queries, tile, refs["q_arrived"]))
 
 
-def on_warps(kernel: "Kernel", *jobs: Callable[[], None]) -> None:
+def on_warps(kernel: "Kernel | KeysKernel", *jobs: Callable[[], None]) -> None:
     """Runs each job on a warp of its own, so that the others leave the issue slots to the consumers."""
     if kernel.interpret:
         for job in jobs:

@@ -1,6 +1,6 @@
 """The sizes of the Mosaic GPU kernel of `latent_attention`, and how it shares out the keys. Traces nothing."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from dataclasses import fields as dataclass_fields
 from math import ceil
 
@@ -20,6 +20,8 @@ SLOTS = 2
 ROW_TILE = 8
 COLUMN_TILE = 64
 CLUSTERS = (1, 2, 4, 8)
+# Heads up to which keys stand on the left: all components of their outputs must fit into registers.
+MOST_LEFT_HEADS = 32
 # Pairs of tiles below which a share is not worth its part of the join.
 _FEWEST_PAIRS = 2
 
@@ -80,6 +82,11 @@ class Geometry:
         return HEIGHT // self.block_heads if self.packed else 1
 
     @property
+    def keys_are_left(self) -> bool:
+        """Whether keys and values stand on the left of products, and queries on the right."""
+        return not self.packed and self.heads <= MOST_LEFT_HEADS
+
+    @property
     def half(self) -> int:
         """Components of the value that one consumer multiplies."""
         return self.value_dim // 2
@@ -122,7 +129,7 @@ class Schedule:
     def by_rule(cls, geometry: Geometry, pieces: int, capacity: int) -> "Schedule":
         """Chooses what was fastest on an H200 for shapes like these (NOTES.md); arguments as in `of`."""
         blocks = pieces * geometry.blocks
-        wanted = min(NUM_MULTIPROCESSORS // blocks, pairs_of(capacity) // _FEWEST_PAIRS)
+        wanted = shares_that_fit(blocks, capacity)
         if wanted > 2 and not geometry.packed:
             return cls(1, wanted)
         # Large clusters leave some multiprocessors without a block where the grid would fill them all.
@@ -149,8 +156,7 @@ class Schedule:
 
     def without_clusters(self, geometry: Geometry) -> "Schedule":
         """As many shares for the interpreter, if XLA can join them: it has no stores into another block's memory."""
-        parts = 1 if geometry.packed else self.shares
-        return replace(self, cluster=1, parts=parts)
+        return Schedule(1, 1 if geometry.packed else self.shares)
 
 
 def filled_heads(heads: int) -> int:
@@ -162,6 +168,11 @@ def filled_heads(heads: int) -> int:
 def pairs_of(capacity: int) -> int:
     """Returns the most pairs of tiles, one for each consumer, that a row has."""
     return ceil(capacity / (SLOTS * TILE))
+
+
+def shares_that_fit(blocks: int, capacity: int) -> int:
+    """Returns into how many shares the keys of each block may be cut; 0 where the blocks alone fill the card."""
+    return min(NUM_MULTIPROCESSORS // blocks, pairs_of(capacity) // _FEWEST_PAIRS)
 
 
 def shape_class(geometry: Geometry, pieces: int, capacity: int) -> str:

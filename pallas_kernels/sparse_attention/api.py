@@ -69,8 +69,7 @@ def sparse_attention(
         value_dim: numbers at the beginning of a record that are its value: the latent.
         scale: factor on the scores.
         return_lse: also return the natural log of the denominator.
-        implementation: "xla", which is also what `None` stands for; or "mosaic_gpu", which runs only when it is named
-            while too little of it has been seen on a GPU (NOTES.md).
+        implementation: "mosaic_gpu", "xla", or `None` for the better one that can run.
 
     Returns:
         The output in q's dtype, zeros for tokens that chose nothing; with `return_lse`, also the log-sum-exp in
@@ -89,7 +88,7 @@ def sparse_attention(
         "mosaic_gpu": lambda: mosaic_gpu.why_not(*arrays, value_dim=value_dim),
         "xla": lambda: why_not(q),
     }
-    chosen = choose("sparse_attention", reasons, implementation, by_name=["mosaic_gpu"])
+    chosen = choose("sparse_attention", reasons, implementation)
     if not q.size or not slots.size:
         out = jnp.zeros((*q.shape[:2], value_dim), q.dtype)
         lse = jnp.full(q.shape[:2], -jnp.inf, jnp.float32)

@@ -1,7 +1,8 @@
 """`sparse_attention` as a Mosaic GPU kernel for Hopper: what it takes, and what XLA does around it.
 
 The kernel is that of `latent_attention` with another producer: a token is a row of one query, and its tiles are
-gathered from the records at its slots (mosaic_producer.py) instead of copied from pages.
+gathered from the records at its slots instead of copied from pages: by each block for itself (mosaic_producer.py), or
+by the two blocks of 128 heads for each other (mosaic_pair_producer.py).
 """
 
 from functools import partial
@@ -18,12 +19,17 @@ from pallas_kernels.latent_attention.mosaic_schedule import (
     Geometry,
     Schedule,
     filled_heads,
+    shares_that_fit,
 )
+from pallas_kernels.sparse_attention.mosaic_exchange import PAIR, PairExchange
+from pallas_kernels.sparse_attention.mosaic_pair_producer import Sharer
 from pallas_kernels.sparse_attention.mosaic_producer import Gatherer
 from pallas_kernels.sparse_attention.mosaic_records import PIECE
 
 # Registers of each thread of consumers and producer, which holds half a tile of bytes between loading and storing it.
 _REGISTERS = {"bytes": (208, 88), "numbers": (216, 72)}
+# Those of blocks in pairs, whose producer holds what both blocks get of the next tile.
+_PAIR_REGISTERS = {"bytes": (208, 88), "numbers": (200, 104)}
 
 
 def why_not(q: Array, records: Array, slots: Array, counts: Array, *, value_dim: int) -> str | None:
@@ -44,6 +50,13 @@ def _geometry(q: Array, value_dim: int) -> Geometry:
     """Returns the sizes; pages mean nothing where tokens are gathered one by one."""
     heads = filled_heads(q.shape[1])
     return Geometry(heads, q.shape[2], value_dim, TILE, q.dtype, packed=False)
+
+
+def schedule_of(geometry: Geometry, tokens: int, topk: int) -> Schedule:
+    """Chooses how keys are shared out: a function of static shapes only; blocks in pairs are no other clusters."""
+    if geometry.blocks != PAIR:
+        return Schedule.by_rule(geometry, tokens, topk)
+    return Schedule(1, max(1, shares_that_fit(PAIR * tokens, topk)))
 
 
 def sparse_attention(
@@ -72,7 +85,7 @@ def sparse_attention(
     if refusal is not None:
         raise ValueError(f"the Mosaic GPU kernel cannot take this: {refusal}")
     geometry = _geometry(q, value_dim)
-    schedule = Schedule.by_rule(geometry, q.shape[0], slots.shape[1])
+    schedule = schedule_of(geometry, q.shape[0], slots.shape[1])
     out, lse = attend(
         q,
         records,
@@ -105,11 +118,22 @@ def attend(
     tokens, heads, width = q.shape
     geometry = _geometry(q, value_dim)
     rows = jnp.pad(q, ((0, 0), (0, geometry.heads - heads), (0, 0))).reshape(-1, width)
-    registers = _REGISTERS["bytes" if records.dtype == jnp.uint8 else "numbers"]
-    source = Source(("records", "slots", "seq_lens"), Gatherer, (1, 1), registers)
+    source = _source(geometry, packed=records.dtype == jnp.uint8, interpret=interpret)
+    if source.exchange is not None and schedule.cluster > 1:
+        raise ValueError(
+            f"blocks in pairs share keys in parts, got a cluster of {schedule.cluster}"
+        )
     has_lse = want_lse or schedule.parts > 1
     kernel = Kernel(
         geometry, scale, schedule, tokens, has_lse, interpret, source, "sparse_attention"
     )
     outputs = kernel.build(tokens)(rows, records, slots, counts)
     return results(kernel, outputs, q, want_lse=want_lse)
+
+
+def _source(geometry: Geometry, *, packed: bool, interpret: bool) -> Source:
+    """Returns who gathers records, of bytes if they are `packed`; the interpreter lets no blocks share anything."""
+    arrays, kind = ("records", "slots", "seq_lens"), "bytes" if packed else "numbers"
+    if geometry.blocks != PAIR or interpret:
+        return Source(arrays, Gatherer, (1, 1), _REGISTERS[kind])
+    return Source(arrays, Sharer, (1, 1), _PAIR_REGISTERS[kind], exchange=PairExchange())

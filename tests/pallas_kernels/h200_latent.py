@@ -19,7 +19,9 @@ def programs():
     """Returns, by name, the arguments of `report`."""
     return {
         "128 heads": {"rows": 64, "heads": 128, "keys": 4096},
-        "16 heads in a cluster": {"rows": 64, "heads": 16, "keys": 4096},
+        "16 heads, keys on the left": {"rows": 64, "heads": 16, "keys": 4096},
+        "32 heads, keys on the left": {"rows": 64, "heads": 32, "keys": 4096},
+        "64 heads in a cluster": {"rows": 64, "heads": 64, "keys": 4096, "page": 8},
         "packed": {"rows": 4, "heads": 16, "keys": 4096, "page": 16, "tokens": 512},
     }
 

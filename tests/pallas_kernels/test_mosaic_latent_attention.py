@@ -84,10 +84,26 @@ INTERPRETED = {
 }
 
 
-@pytest.mark.parametrize(("case", "schedule"), INTERPRETED.values(), ids=INTERPRETED)
-def test_interpreted_it_equals_the_oracle_without_a_race(case, schedule, races):
+# Keys do not stand on the left of these.
+MANY_HEADS = {
+    f"40 heads: {name}": (dataclasses.replace(case, heads=40), schedule)
+    for name, (case, schedule) in INTERPRETED.items()
+    if not case.packed
+}
+# Outputs are let be until scores have risen far: some far enough, or none.
+INTERPRETED_CASES = [
+    pytest.param(case, schedule, factor, id=f"{name}, times {factor}")
+    for name, (case, schedule) in (INTERPRETED | MANY_HEADS).items()
+    for factor in (1, 8)
+    if factor == 8 or case.heads == 40
+]
+
+
+@pytest.mark.parametrize(("case", "schedule", "factor"), INTERPRETED_CASES)
+def test_interpreted_it_equals_the_oracle_without_a_race(case, schedule, factor, races):
     """T-33, T-19: whatever must not be read holds NaN, and a read out of bounds raises."""
     inputs = case.inputs(1)
+    inputs["q"] *= factor
     hide_unseen_pages(case, inputs)
     assert_is_oracle(attend(case, schedule, inputs, interpret=True), inputs, "bfloat16")
     assert not races()
@@ -100,22 +116,33 @@ def test_interpreted_more_than_64_heads_share_a_row_between_blocks(races):
     assert not races()
 
 
+@pytest.mark.parametrize(("value_dim", "heads"), [(256, 24), (512, 5)])
+def test_interpreted_keys_on_the_left_come_in_pieces_of_any_width(value_dim, heads, races):
+    case = Case(name="", rows=decode(70, 130), heads=heads, value_dim=value_dim, page_size=32)
+    inputs = case.inputs(3)
+    result = attend(case, ALONE, inputs, interpret=True)
+    assert_is_oracle(result, inputs, "bfloat16")
+    assert not races()
+
+
 @pytest.fixture(scope="module")
 def reports():
     """Compiles what h200_latent.py names in one process: about 40 seconds on two idle cores."""
     if jax.__version_info__[:2] > NEWEST_JAX:
         pytest.skip("this JAX takes minutes; why_not says so")
     found = reports_of("h200_latent.py")
-    assert found["16 heads in a cluster"]["schedule"][0] > 1
+    assert found["16 heads, keys on the left"]["schedule"][0] > 1
     return found
 
 
 @pytest.mark.slow
 def test_it_spills_no_register_and_its_products_overlap(reports):
-    """168 registers are all that three warpgroups can start with; consumers then take more from the producer."""
+    """168 registers are all that three warpgroups can start with, and 256 two; consumers may then take more."""
     for name, report in reports.items():
         assert report["spilled"] == 0, name
-        assert report["registers"] == [168], name
+        assert len(report["registers"]) == 1, name
+        most = 256 if "left" in name else 168
+        assert report["registers"][0] <= most, name
         assert not report["serialised"], name
 
 
@@ -158,6 +185,11 @@ def test_every_schedule_gives_each_block_of_a_cluster_whole_columns():
                 assert schedule.is_possible(geometry, capacity), schedule
                 assert geometry.half % 64 == 0
                 assert geometry.value_dim // schedule.cluster % 64 == 0
+
+
+def test_keys_stand_on_the_left_for_few_heads_of_one_query_alone():
+    for geometry in geometries():
+        assert geometry.keys_are_left == (geometry.heads <= 32 and not geometry.packed)
 
 
 def test_a_tuned_schedule_is_taken_only_if_the_kernel_can_run_under_it(monkeypatch):
@@ -242,16 +274,30 @@ HOSTILE = {
         Schedule(2, 1),
     ),
     "16 heads, parts": (Case(name="", rows=EDGES, heads=16), Schedule(1, 3)),
+    "32 heads, clusters, page 8": (
+        Case(name="", rows=EDGES, heads=32, page_size=8),
+        Schedule(4, 1),
+    ),
+    "5 heads of 384, parts, page 128": (
+        Case(name="", rows=EDGES, heads=5, value_dim=384, page_size=128),
+        Schedule(1, 3),
+    ),
+    "5 heads of 128, page 192": (
+        Case(name="", rows=EDGES, heads=5, value_dim=128, page_size=192),
+        ALONE,
+    ),
+    "40 heads, clusters, page 16": (
+        Case(name="", rows=EDGES, heads=40, page_size=16),
+        Schedule(2, 1),
+    ),
+    "64 heads, parts": (Case(name="", rows=EDGES, heads=64), Schedule(1, 3)),
+    "128 heads": (Case(name="", rows=EDGES), ALONE),
     "128 heads, page 128, clusters": (
         Case(name="", rows=EDGES, page_size=128),
         Schedule(4, 1),
     ),
     "128 heads, page 32, parts": (Case(name="", rows=EDGES, page_size=32), Schedule(1, 2)),
     "100 heads of 256": (Case(name="", rows=EDGES, heads=100, value_dim=256), ALONE),
-    "5 heads of 128, page 192": (
-        Case(name="", rows=EDGES, heads=5, value_dim=128, page_size=192),
-        ALONE,
-    ),
     "packed, 16 heads": (
         Case(name="", rows=MIXED, packed=True, padding_tokens=5, heads=16),
         Schedule(2, 1),
@@ -266,9 +312,11 @@ HOSTILE = {
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("case", "schedule"), HOSTILE.values(), ids=HOSTILE)
-def test_it_equals_the_oracle_whatever_lies_in_unseen_places(case, schedule):
-    """T-19, T-33; each time with the same bits."""
+@pytest.mark.parametrize("factor", [1, 8])
+def test_it_equals_the_oracle_whatever_lies_in_unseen_places(case, schedule, factor):
+    """T-19, T-33; each time with the same bits; scores rise far, or hardly."""
     inputs = case.inputs(1)
+    inputs["q"] *= factor
     hide_unseen_pages(case, inputs)
     out, lse = attend(case, schedule, inputs)
     assert_is_oracle((out, lse), inputs, "bfloat16")

@@ -13,7 +13,7 @@ import pytest
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as interpreter
 
 from pallas_kernels.device import NEWEST_JAX, gpu_arch
-from pallas_kernels.latent_attention.mosaic_schedule import Schedule
+from pallas_kernels.latent_attention.mosaic_schedule import Geometry, Schedule
 from pallas_kernels.sparse_attention import mosaic_gpu, reference
 from pallas_kernels.sparse_attention.cases import Case
 from tests.pallas_kernels.contract import bits
@@ -71,14 +71,23 @@ def test_interpreted_it_equals_the_reference_without_a_race(case, schedule, race
     assert not races()
 
 
+LOWERED = {
+    "alone": (64, Schedule(1, 1)),
+    "in clusters": (64, Schedule(2, 1)),
+    "in pairs": (128, Schedule(1, 1)),
+    "in pairs, parts": (128, Schedule(1, 2)),
+}
+
+
+@pytest.mark.parametrize(("heads", "schedule"), LOWERED.values(), ids=LOWERED)
 @pytest.mark.parametrize("plain", [False, True], ids=["bytes", "numbers"])
-def test_it_lowers_for_cuda_without_a_gpu(plain):
-    """What the interpreter does not run is built here: the instructions that gather."""
+def test_it_lowers_for_cuda_without_a_gpu(plain, heads, schedule):
+    """What the interpreter does not run is built here: the instructions that gather, and those that share."""
     if jax.__version_info__[:2] > NEWEST_JAX:
         pytest.skip("this JAX takes minutes; why_not says so")
-    inputs = Case("", (5,) * 3, 128, topk=128, plain=plain).inputs()
+    inputs = Case("", (5,) * 3, 128, topk=128, heads=heads, plain=plain).inputs()
     shapes = [jax.ShapeDtypeStruct(inputs[name].shape, inputs[name].dtype) for name in ARRAYS]
-    run = partial(mosaic_gpu.sparse_attention, value_dim=512, scale=1.0)
+    run = partial(mosaic_gpu.attend, value_dim=512, scale=1.0, schedule=schedule, want_lse=True)
     lowered = jax.jit(run).trace(*shapes).lower(lowering_platforms=("cuda",))
     assert "mosaic_gpu" in lowered.as_text()
 
@@ -99,6 +108,22 @@ def test_what_it_cannot_take_is_refused_with_the_number_that_it_got():
             mosaic_gpu.sparse_attention(**arrays, value_dim=value_dim, scale=1.0)
 
 
+def test_blocks_in_pairs_are_in_no_other_clusters():
+    inputs = dataclasses.replace(SMALL, heads=128).inputs()
+    arrays = {name: jnp.asarray(inputs[name]) for name in ARRAYS}
+    options = {"value_dim": 512, "scale": 1.0, "want_lse": False}
+    with pytest.raises(ValueError, match="in parts, got a cluster of 2"):
+        mosaic_gpu.attend(**arrays, schedule=Schedule(2, 1), **options)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "parts"), [(1, 8), (8, 8), (32, 2), (33, 2), (34, 1), (66, 1), (2048, 1)]
+)
+def test_pairs_are_cut_into_as_many_parts_as_the_card_holds_blocks_of(tokens, parts):
+    geometry = Geometry(128, 576, 512, 64, jnp.bfloat16, packed=False)
+    assert mosaic_gpu.schedule_of(geometry, tokens, 2048) == Schedule(1, parts)
+
+
 @pytest.mark.skipif(gpu_arch() == 90, reason="the GPU here is the one it needs")
 def test_it_refuses_devices_that_are_not_hopper():
     inputs = SMALL.inputs()
@@ -107,13 +132,19 @@ def test_it_refuses_devices_that_are_not_hopper():
 
 
 EDGES = Case("", (0, 1, 63, 64, 65, 128, 129, 300, 512, 500), 2000, topk=512)
+PLAIN = dataclasses.replace(EDGES, plain=True)
 HOSTILE = {
-    "bytes": (EDGES, ALONE),
-    "bytes in clusters": (EDGES, Schedule(2, 1)),
+    "bytes in pairs": (EDGES, ALONE),
+    "bytes in pairs, parts": (EDGES, Schedule(1, 2)),
+    "bytes in pairs, 100 heads": (dataclasses.replace(EDGES, heads=100), ALONE),
+    "numbers in pairs": (PLAIN, ALONE),
+    "numbers of 256 in pairs, parts": (dataclasses.replace(PLAIN, rank=256), Schedule(1, 2)),
+    "bytes, 64 heads": (dataclasses.replace(EDGES, heads=64), ALONE),
+    "bytes, 64 heads, clusters": (dataclasses.replace(EDGES, heads=64), Schedule(2, 1)),
     "bytes, 16 heads, parts": (dataclasses.replace(EDGES, heads=16), Schedule(1, 2)),
-    "numbers": (dataclasses.replace(EDGES, plain=True), ALONE),
+    "numbers, 192 heads": (dataclasses.replace(PLAIN, heads=192), ALONE),
     "numbers, 64 heads of 256, clusters": (
-        dataclasses.replace(EDGES, heads=64, rank=256, plain=True),
+        dataclasses.replace(PLAIN, heads=64, rank=256),
         Schedule(4, 1),
     ),
 }
@@ -121,9 +152,11 @@ HOSTILE = {
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("case", "schedule"), HOSTILE.values(), ids=HOSTILE)
-def test_it_equals_the_reference_whatever_lies_in_unseen_places(case, schedule):
+@pytest.mark.parametrize("factor", [1, 8])
+def test_it_equals_the_reference_whatever_lies_in_unseen_places(case, schedule, factor):
     """T-19, T-33; each time with the same bits, and with those that tokens in another order get (S1-06)."""
     inputs = case.inputs(1)
+    inputs["q"] *= factor
     out, lse = attend(inputs, schedule)
     assert_is_reference((out, lse), inputs)
     for _ in range(10):

@@ -8,7 +8,7 @@ import pytest
 
 from pallas_kernels import index_topk, latent_attention, sparse_attention
 from pallas_kernels.record_codec import decode_records, encode_records
-from pallas_kernels.sparse_attention import reference, xla
+from pallas_kernels.sparse_attention import mosaic_gpu, reference, xla
 from pallas_kernels.sparse_attention.cases import CASES
 from tests.pallas_kernels.contract import bits, cases, compiled, implementations
 from tests.tolerances import assert_lse, assert_output
@@ -110,6 +110,22 @@ def test_a_broken_record_breaks_the_tokens_that_chose_it(implementation):
     out, _ = run(inputs, implementation)
     assert np.isnan(np.asarray(out)).all(axis=(1, 2)).tolist() == choosers
     assert not all(choosers)
+
+
+@pytest.mark.parametrize(("refusal", "chosen"), [(None, "kernel"), ("no GPU", "xla")])
+def test_the_kernel_runs_unasked_where_it_can(refusal, chosen, monkeypatch):
+    ran = []
+
+    def stand_in(name, *arrays, return_lse=False, **options):
+        ran.append(name)
+        return xla_itself(*arrays, **options)
+
+    xla_itself = xla.sparse_attention
+    monkeypatch.setattr(mosaic_gpu, "why_not", lambda *_, **__: refusal)
+    monkeypatch.setattr(mosaic_gpu, "sparse_attention", partial(stand_in, "kernel"))
+    monkeypatch.setattr(xla, "sparse_attention", partial(stand_in, "xla"))
+    sparse_attention(**SMALL[0].inputs(7), return_lse=True)
+    assert ran == [chosen]
 
 
 def test_turns_of_tokens_change_nothing():
