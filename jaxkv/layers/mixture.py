@@ -15,6 +15,8 @@ from pallas_kernels.dispatch import note_fallback
 from pallas_kernels.grouped_matmul import mosaic_gpu
 
 _KERNEL = "mosaic_gpu"
+_FEW_BYTES = 128 * 2**20
+"""Of the experts that few tokens ask. Less is read sooner than rows are sorted (grouped_matmul's NOTES.md)."""
 _MOST_INNER = 2**26
 """Numbers between the two maps of all experts that may exist at once: 128 MiB of bfloat16."""
 
@@ -73,11 +75,14 @@ def grouped_for(
 ) -> str | None:
     """Returns what `mixture_of_experts` is to run on in a family of implementations, as its `grouped`.
 
-    That is our kernel if the family is ours and the kernel takes these sizes; where it does not, a fallback is noted.
+    That is our kernel if the family is ours, there is enough to read, and the kernel takes these sizes; where it does
+    not, a fallback is noted.
     """
     if implementation != _KERNEL:
         return None
     rows, up, down = tokens * mixture.top_k, params["experts_up"], params["experts_down"]
+    if rows <= mixture.experts and rows * (up.nbytes + down.nbytes) // mixture.experts < _FEW_BYTES:
+        return None
     for weight, axis in ((up, 0), (down, 1)):
         x = jax.ShapeDtypeStruct((rows, weight.shape[2]), weight.dtype)
         refusal = mosaic_gpu.why_not(weight, x, group_axis=axis)

@@ -33,8 +33,7 @@ def grouped_matmul(
         group_sizes: int32, how many rows each group has. Inside a trace their sum is trusted.
         group_axis: which axis of the weight counts its matrices.
         result: dtype of the result; x's if `None`.
-        implementation: "xla", which is also what `None` stands for; or "mosaic_gpu", which runs only when it is named
-            while none of it has been seen on a GPU (NOTES.md).
+        implementation: "mosaic_gpu", "xla", or `None` for the better one that can run.
 
     Returns:
         The rows, rounded once.
@@ -50,7 +49,7 @@ def grouped_matmul(
         "mosaic_gpu": lambda: mosaic_gpu.why_not(*arrays[:2], **options),
         "xla": lambda: None,
     }
-    chosen = choose("grouped_matmul", reasons, implementation, by_name=["mosaic_gpu"])
+    chosen = choose("grouped_matmul", reasons, implementation)
     if not x.size or not weight.size:
         out = weight.shape[1 - group_axis]
         return jnp.zeros((x.shape[0], out), x.dtype if result is None else result)

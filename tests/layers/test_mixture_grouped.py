@@ -63,14 +63,17 @@ def test_models_on_our_kernels_take_it_and_others_do_not(monkeypatch):
     monkeypatch.setattr(mosaic_gpu, "why_not", mosaic_gpu.refusal)
     mixture = MixtureConfig(experts=6, top_k=2, size=64, gated=True)
 
-    def chosen(implementation, size=64, dtype=jnp.bfloat16):
+    def chosen(implementation, size=64, dtype=jnp.bfloat16, tokens=4):
         shapes = {"experts_up": (6, 2 * size, 128), "experts_down": (128, 6, size)}
         params = {name: jnp.zeros(shape, dtype) for name, shape in shapes.items()}
-        return grouped_for(params, 3, mixture=mixture, implementation=implementation)
+        return grouped_for(params, tokens, mixture=mixture, implementation=implementation)
 
     before = sum(fallbacks().values())
     assert chosen("mosaic_gpu") == "mosaic_gpu"
     assert [chosen(name) for name in ("xla", "cudnn", None)] == [None] * 3
+    # Three tokens ask six small experts: that is read sooner than rows are sorted.
+    assert chosen("mosaic_gpu", tokens=3) is None
+    assert chosen("mosaic_gpu", tokens=3, size=2**17) == "mosaic_gpu"
     assert sum(fallbacks().values()) == before
     assert chosen("mosaic_gpu", size=60) is None
     assert chosen("mosaic_gpu", dtype=jnp.float32) is None

@@ -105,17 +105,21 @@ def test_rows_do_not_see_each_other(implementation, sizes):
     assert [others[row] for row in kept] == [first[row] for row in kept]
 
 
-def test_the_kernel_runs_only_when_it_is_named():
-    """A-14: no fallback is counted for what nobody asked for."""
-    before = sum(fallbacks().values())
+def test_the_kernel_runs_unasked_where_it_can(monkeypatch):
+    """A-14: where it cannot, that is counted."""
     inputs = SMALL["ragged"].inputs(1)
-    compiled(grouped_matmul, inputs)
-    assert sum(fallbacks().values()) == before
     with asking() as questions:
         compiled(lambda **given: grouped_matmul(**given), inputs)
     (question,) = questions
-    assert question.op == "grouped_matmul"
+    assert list(question.refusals) == ["mosaic_gpu", "xla"]
     assert question.refusals["xla"] is None
+    before = sum(fallbacks().values())
+    monkeypatch.setattr(mosaic_gpu, "why_not", lambda *_, **__: "is not asked")
+    compiled(lambda **given: grouped_matmul(**given), inputs)
+    assert sum(fallbacks().values()) == before + 1
+    monkeypatch.setattr(mosaic_gpu, "why_not", lambda *_, **__: None)
+    monkeypatch.setattr(mosaic_gpu, "grouped_matmul", lambda _, x, *__, **___: x[:, :3])
+    assert compiled(lambda **given: grouped_matmul(**given), inputs).shape[1] == 3
 
 
 @pytest.mark.parametrize(
