@@ -1,7 +1,7 @@
 """Arrays on the host's side: pinned where the device can reach them by itself, else NumPy's.
 
-What is sent may still be on its way when the call returns. Knows nothing of pages. No H200 has run it yet, so whether
-its memory is pinned is found out by a round trip on the device itself, and 0 bytes of it are the default.
+What is sent may still be on its way when the call returns. Knows nothing of pages. Whether its
+memory is pinned is found out by a round trip on the device itself.
 """
 
 import logging

@@ -19,7 +19,7 @@ from tests.pallas_kernels.contract import bits, call, compared, compiled, implem
 from tests.tolerances import assert_output
 
 SMALL = {case.name: case for case in CASES if case.ci}
-# Weights are drawn on the host: larger ones are left to .gpu/queue/grouped.sh.
+# Weights are drawn on the host: larger ones are left to benchmarks.
 REAL = [case for case in CASES if not case.ci and math.prod(case.weight_shape) <= 2**26]
 ANY = Case("", (24, 0, 0, 0, 0), 16, 8, group_axis=1)
 ANY_RUN = [jax.jit(partial(run.grouped_matmul, group_axis=1)) for run in (reference, xla)]
