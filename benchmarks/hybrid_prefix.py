@@ -207,16 +207,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--parts", default="times,counts", help="comma-separated")
     parser.add_argument("--folder", type=Path, default=RECORDS, help="where records are written")
     options = parser.parse_args(arguments)
-    refuse_profilers()
     depth = HYBRID_SHAPES[options.shape].num_layers
     parts = {
         "times": ("hybrid-first-token", first_tokens, depth),
         "counts": ("hybrid-computed-tokens", computed_tokens, min(depth, _COUNTED_LAYERS)),
     }
-    for part in options.parts.split(","):
-        if part not in parts:
-            parser.error(f"--parts must be among {', '.join(parts)}, got {part}")
-        name, measure, layers = parts[part]
+    asked = options.parts.split(",")
+    unknown = [part for part in asked if part not in parts]
+    if unknown:
+        parser.error(f"--parts must be among {', '.join(parts)}, got {unknown[0]}")
+    refuse_profilers()
+    for name, measure, layers in map(parts.__getitem__, asked):
         path = save_record(name, measure(_Bench(options, layers)), folder=options.folder)
         print(render(load_record(path)), flush=True)
 

@@ -10,6 +10,8 @@ SHARED_BYTES_PER_BLOCK = 227 * 1024
 RESERVED_BYTES_PER_BLOCK = 1024
 HOPPER = 90
 NUM_MULTIPROCESSORS = 132
+# Blocks along one of several axes of a grid; only the last one goes further.
+MOST_ON_AN_AXIS = 2**16 - 1
 
 NEWEST_JAX = (0, 11)
 """Newest JAX under which Mosaic GPU kernels are known to compile."""

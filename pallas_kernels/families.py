@@ -8,7 +8,7 @@ FAMILIES = ("mosaic_gpu", "xla", "cudnn", "xla_products")
 _MEMBERS = {
     "mosaic_gpu": {"paged_attention": "mosaic_gpu", "ragged_attention": "mosaic_gpu"},
     "cudnn": {"paged_attention": "cudnn"},
-    # Our kernels but for products of few rows, to see what those are worth.
+    # Our kernels but for products of few rows, and of experts, to see what those are worth.
     "xla_products": {
         "paged_attention": "mosaic_gpu",
         "ragged_attention": "mosaic_gpu",

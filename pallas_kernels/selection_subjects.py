@@ -17,13 +17,12 @@ from pallas_kernels.attention_subjects import in_parts, some_queries
 from pallas_kernels.index_codec import read_index_keys
 from pallas_kernels.index_topk.scoring import rows_and_seen
 from pallas_kernels.sparse_attention import reference as sparse_reference
+from pallas_kernels.tolerances import SCORES
 
 _MOST_BYTES = 8 * 2**30
 _REFERENCE_BYTES = 512 * 2**20
-# Of the largest score, and of a row's probability: what sums in float32 may be off.
-_SCORE_SLACK, _MASS_SLACK = 1e-4, 2e-6
-# Hopper's products of fp8 carry about 14 bits (DeepSeek-V3, section 3.3.2), and two keys may be off in opposite ways.
-_FP8_SLACK = 2 * 2**-12
+# Of a row's probability: what sums in float32 may be off.
+_MASS_SLACK = 2e-6
 
 
 def repeat_records(inputs: Mapping[str, Any], copies: int) -> tuple[dict, list[dict]]:
@@ -98,7 +97,8 @@ def agree_on_keys(
     out, up to rounding.
     """
     queries = some_queries(inputs)
-    slack = _FP8_SLACK if inputs["q"].dtype == jnp.float8_e4m3fn else _SCORE_SLACK
+    # Results do not say whose they are, so those of XLA, whose products are in float32, are looked at as kindly.
+    slack = SCORES.get(inputs["q"].dtype.name, SCORES["float32"])
     slots, counts = (np.asarray(result)[queries] for result in results)
     for chosen, count, scores, known, seen in zip(slots, counts, *wanted, strict=True):
         if count != min(seen, inputs["topk"]):

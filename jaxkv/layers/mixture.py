@@ -17,6 +17,9 @@ from pallas_kernels.grouped_matmul import mosaic_gpu
 _KERNEL = "mosaic_gpu"
 _FEW_BYTES = 128 * 2**20
 """Of the experts that few tokens ask. Less is read sooner than rows are sorted (grouped_matmul's NOTES.md)."""
+_MOST_SORTED = 2**28
+"""Numbers of tokens, repeated for each expert that they ask, that may exist at once: 512 MiB of bfloat16."""
+
 _MOST_INNER = 2**26
 """Numbers between the two maps of all experts that may exist at once: 128 MiB of bfloat16."""
 
@@ -71,17 +74,22 @@ def mixture_of_experts(
 
 
 def grouped_for(
-    params: Mapping[str, Array], tokens: int, *, mixture: MixtureConfig, implementation: str | None
+    params: Mapping[str, Array | jax.ShapeDtypeStruct],
+    tokens: int,
+    *,
+    mixture: MixtureConfig,
+    implementation: str | None,
 ) -> str | None:
     """Returns what `mixture_of_experts` is to run on in a family of implementations, as its `grouped`.
 
-    That is our kernel if the family is ours, there is enough to read, and the kernel takes these sizes; where it does
-    not, a fallback is noted.
+    That is our kernel if the family is ours and the kernel takes these sizes; where it does not, a fallback is noted.
+    Few tokens that ask for little are the plain way's.
     """
     if implementation != _KERNEL:
         return None
     rows, up, down = tokens * mixture.top_k, params["experts_up"], params["experts_down"]
-    if rows <= mixture.experts and rows * (up.nbytes + down.nbytes) // mixture.experts < _FEW_BYTES:
+    per_expert = (up.size + down.size) * up.dtype.itemsize // mixture.experts
+    if rows <= mixture.experts and rows * per_expert < _FEW_BYTES:
         return None
     for weight, axis in ((up, 0), (down, 1)):
         x = jax.ShapeDtypeStruct((rows, weight.shape[2]), weight.dtype)
@@ -123,6 +131,29 @@ def _within_best_groups(
 
 
 def _ask_in_order(
+    params: Mapping[str, Array],
+    x: Float[Array, "tokens width"],
+    chosen: Int[Array, "tokens top_k"],
+    weights: Float[Array, "tokens top_k"],
+    bend: Callable[[Float[Array, "asked inner"]], Float[Array, "asked size"]],
+    *,
+    implementation: str,
+) -> Float[Array, "tokens width"]:
+    """Gives each expert its own tokens, a block of tokens at a time."""
+    up = params["experts_up"]
+    block = max(1, _MOST_SORTED // (chosen.shape[1] * max(up.shape[1:])))
+
+    def run(
+        x: Float[Array, "block width"],
+        chosen: Int[Array, "block top_k"],
+        weights: Float[Array, "block top_k"],
+    ) -> Float[Array, "block width"]:
+        return _ask_sorted(params, x, chosen, weights, bend, implementation=implementation)
+
+    return _in_blocks(run, block, x, chosen, weights)
+
+
+def _ask_sorted(
     params: Mapping[str, Array],
     x: Float[Array, "tokens width"],
     chosen: Int[Array, "tokens top_k"],
@@ -208,13 +239,17 @@ def _ask_all(
             return said
         return said + project(down_bias.T, share.astype(down_bias.dtype)).astype(said.dtype)
 
-    tokens = x.shape[0]
-    block = max(1, _MOST_INNER // (experts * inner_size))
+    return _in_blocks(run, max(1, _MOST_INNER // (experts * inner_size)), x, asked, share)
+
+
+def _in_blocks(
+    run: Callable[..., Float[Array, "block width"]], block: int, *parts: Array
+) -> Float[Array, "tokens width"]:
+    """Runs over blocks of so many tokens in turn; what the last one lacks is zeros."""
+    tokens = len(parts[0])
     if tokens <= block:
-        return run(x, asked, share)
+        return run(*parts)
     padding = ((0, -tokens % block), (0, 0))
-    blocks = [
-        jnp.pad(part, padding).reshape(-1, block, part.shape[1]) for part in (x, asked, share)
-    ]
+    blocks = [jnp.pad(part, padding).reshape(-1, block, part.shape[1]) for part in parts]
     said = jax.lax.map(lambda parts: run(*parts), tuple(blocks))
-    return said.reshape(-1, width)[:tokens]
+    return said.reshape(-1, said.shape[2])[:tokens]

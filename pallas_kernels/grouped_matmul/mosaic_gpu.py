@@ -17,7 +17,7 @@ from pallas_kernels.grouped_matmul.mosaic_visits import table
 
 
 def why_not(
-    weight: Array,
+    weight: Array | jax.ShapeDtypeStruct,
     x: Array | jax.ShapeDtypeStruct,
     *,
     group_axis: int = 0,
@@ -28,7 +28,7 @@ def why_not(
 
 
 def refusal(
-    weight: Array,
+    weight: Array | jax.ShapeDtypeStruct,
     x: Array | jax.ShapeDtypeStruct,
     *,
     group_axis: int = 0,

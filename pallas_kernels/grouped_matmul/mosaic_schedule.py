@@ -70,7 +70,7 @@ class Geometry:
     @classmethod
     def of(
         cls,
-        weight: Array,
+        weight: Array | jax.ShapeDtypeStruct,
         x: Array | jax.ShapeDtypeStruct,
         *,
         group_axis: int,

@@ -29,7 +29,7 @@ def refusal(q: Array, index_pages: Array, page_table: Array, topk: int) -> str |
         return f"page_size must be a power of two, got {page_size}"
     if topk > MOST_CHOSEN:
         return f"topk must be at most {MOST_CHOSEN}, got {topk}"
-    scores = q.shape[0] * page_table.shape[1] * page_size
+    scores = q.shape[0] * (-(-page_table.shape[1] * page_size // CHUNK) * CHUNK)
     if scores > MOST_SCORES:
         return f"queries times keys must be at most {MOST_SCORES}, got {scores}"
     return None

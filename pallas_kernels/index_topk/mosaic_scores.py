@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float32, Int, Shaped, UInt8
 
-from pallas_kernels.device import NUM_MULTIPROCESSORS
+from pallas_kernels.device import MOST_ON_AN_AXIS, NUM_MULTIPROCESSORS
 from pallas_kernels.index_topk.scoring import tiles_of
 from pallas_kernels.mosaic_loads import load_floats
 from pallas_kernels.mosaic_rows import INTERPRETED
@@ -47,6 +47,8 @@ def refusal(q: Array, index_pages: Array) -> str | None:
         )
     if q.shape[2] != DIM or q.shape[1] % 8 or q.shape[1] > _COLUMNS:
         return f"queries must have up to {_COLUMNS} heads, a multiple of 8, of {DIM}, got {list(q.shape[1:])}"
+    if q.shape[0] > MOST_ON_AN_AXIS:
+        return f"at most {MOST_ON_AN_AXIS} queries in a call, got {q.shape[0]}"
     if index_pages.shape[1] % TILE:
         return f"page_size must be a multiple of {TILE}, got {index_pages.shape[1]}"
     return None

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.attention_scores import LOG2_E
-from pallas_kernels.device import why_not_mosaic
+from pallas_kernels.device import MOST_ON_AN_AXIS, why_not_mosaic
 from pallas_kernels.latent_attention.mosaic_kernel import Kernel, Source
 from pallas_kernels.latent_attention.mosaic_keys import KeysKernel
 from pallas_kernels.latent_attention.mosaic_pieces import cut, lse_of_tokens, most_pieces
@@ -29,7 +29,18 @@ def why_not(
 ) -> str | None:
     """Returns why this kernel cannot run, or `None` if it can."""
     geometry = Geometry.of(q, latent_pages, value_dim, packed=cu_q_lens is not None)
-    return why_not_mosaic() or geometry.refusal()
+    return why_not_mosaic() or _refusal(geometry, q, seq_lens)
+
+
+def _refusal(geometry: Geometry, q: Array, seq_lens: Array) -> str | None:
+    """Returns why the kernel cannot take these sizes on any device, or `None` if it can."""
+    refusal = geometry.refusal()
+    if refusal is not None:
+        return refusal
+    pieces = pieces_of(geometry, q.shape[0], seq_lens.shape[0])
+    if pieces > MOST_ON_AN_AXIS:
+        return f"at most {MOST_ON_AN_AXIS} pieces of queries in a call, got {pieces}"
+    return None
 
 
 def latent_attention(
@@ -56,7 +67,7 @@ def latent_attention(
         ValueError: this kernel cannot take the shapes or dtypes.
     """
     geometry = Geometry.of(q, latent_pages, value_dim, packed=cu_q_lens is not None)
-    refusal = geometry.refusal()
+    refusal = _refusal(geometry, q, seq_lens)
     if refusal is not None:
         raise ValueError(f"the Mosaic GPU kernel cannot take this: {refusal}")
     capacity = page_table.shape[1] * latent_pages.shape[1]

@@ -11,7 +11,12 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
-from pallas_kernels.device import NUM_MULTIPROCESSORS, SHARED_BYTES, SHARED_BYTES_PER_BLOCK
+from pallas_kernels.device import (
+    NUM_MULTIPROCESSORS,
+    RESERVED_BYTES_PER_BLOCK,
+    SHARED_BYTES,
+    SHARED_BYTES_PER_BLOCK,
+)
 from pallas_kernels.skinny_matmul.mosaic_geometry import (
     HEIGHT,
     PIECE_BYTES,
@@ -29,7 +34,6 @@ PADDING = 2
 ALIGNMENT = 1024
 # Barriers, and the scratch that Mosaic adds.
 OTHER_BYTES = 2048 + 512
-_RESERVED_BYTES = 1024
 # Blocks of one cluster; four and eight were slower.
 MAX_CLUSTER = 2
 # Blocks that share a multiprocessor at most before each works on several tiles instead.
@@ -107,7 +111,7 @@ class Schedule:
             # Each block works on several tiles.
             resident = 2 if geometry.rows <= _FEW_ROWS else 1
             blocks = ceil(tiles / ceil(tiles * empty.shares / (resident * NUM_MULTIPROCESSORS)))
-        room = SHARED_BYTES // resident - _RESERVED_BYTES
+        room = SHARED_BYTES // resident - RESERVED_BYTES_PER_BLOCK
         room = min(room, SHARED_BYTES_PER_BLOCK) - empty.shared_bytes(geometry)
         deep = cut.folds == 1 and room >= 2 * _LEAST_STAGES * empty.slot_bytes(geometry)
         deep = deep and not geometry.inner % (2 * geometry.piece * empty.shares)
@@ -133,6 +137,9 @@ class Schedule:
         chunk = self.chunk(geometry)
         if geometry.inner % (chunk * self.folds * self.shares):
             return f"{geometry.inner} numbers cannot be cut into {self.shares} x {self.folds} x {chunk}"
+        turns = self.turns_per_tile(geometry) * self.tiles_per_block(geometry)
+        if self.stages == 1 and turns > 1 and not geometry.packed:
+            return f"a slot is sent for again a turn after it was read, so {turns} turns need two slots"
         if self.shared_bytes(geometry) > SHARED_BYTES_PER_BLOCK:
             return f"it needs {self.shared_bytes(geometry)} bytes of shared memory"
         return self._refusal_of_windows(geometry)
@@ -200,7 +207,7 @@ class Schedule:
 
     def resident(self, geometry: Geometry) -> int:
         """Returns how many blocks a multiprocessor works on at once, as far as shared memory goes."""
-        return SHARED_BYTES // (self.shared_bytes(geometry) + _RESERVED_BYTES)
+        return SHARED_BYTES // (self.shared_bytes(geometry) + RESERVED_BYTES_PER_BLOCK)
 
 
 def shape_class(geometry: Geometry) -> str:

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
-from pallas_kernels.device import why_not_mosaic
+from pallas_kernels.device import MOST_ON_AN_AXIS, why_not_mosaic
 from pallas_kernels.latent_attention.mosaic_gpu import results
 from pallas_kernels.latent_attention.mosaic_kernel import Kernel, Source
 from pallas_kernels.latent_attention.mosaic_schedule import (
@@ -43,6 +43,10 @@ def _refusal(q: Array, records: Array, value_dim: int) -> str | None:
     size = records.shape[-1] * records.dtype.itemsize
     if size % PIECE:
         return f"a record must be a multiple of {PIECE} bytes, got {size}"
+    if records.dtype == jnp.uint8 and q.dtype != jnp.bfloat16:
+        return f"records of bytes hold rotary parts in bfloat16, so q must be that, got {q.dtype}"
+    if q.shape[0] > MOST_ON_AN_AXIS:
+        return f"at most {MOST_ON_AN_AXIS} tokens in a call, got {q.shape[0]}"
     return _geometry(q, value_dim).refusal()
 
 

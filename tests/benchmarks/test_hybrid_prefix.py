@@ -19,3 +19,9 @@ def test_both_parts_are_recorded_and_the_counts_are_the_traces_own(tmp_path):
     counts = [(row["trace"], row["computed_tokens"]) for row in rows("hybrid-computed-tokens")]
     assert counts == [("S5-19", 1024), ("S5-19", 512), ("S5-20", 2008)]
     assert [row["cached_tokens"] for row in rows("hybrid-first-token")] == [0, 512, 512]
+
+
+def test_unknown_parts_are_refused_before_anything_is_measured(capsys):
+    with pytest.raises(SystemExit):
+        main(["--parts", "times,cuonts"])
+    assert "--parts must be among times, counts, got cuonts" in capsys.readouterr().err

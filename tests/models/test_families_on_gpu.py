@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from jaxkv.models.registry import build_model, read_config
+from pallas_kernels.dispatch import fallbacks
 from tests.models.driver import Driver
 
 transformers = pytest.importorskip("transformers")
@@ -105,6 +106,7 @@ def test_our_kernels_are_as_near_to_float32_as_xla(name):
     params = jax.tree.map(lambda leaf: leaf * 4 if leaf.ndim > 1 and len(leaf) > 2 else leaf, drawn)
     wide = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), params)
     right = scores(model.running("xla"), wide, "float32")
+    told = [key for key in fallbacks() if key[0] == "grouped_matmul"]
     off = {}
     for implementation in ("mosaic_gpu", "xla"):
         # XLA would copy pools of fp8; that its bytes are right other tests say.
@@ -112,5 +114,6 @@ def test_our_kernels_are_as_near_to_float32_as_xla(name):
         off[implementation] = np.sqrt(np.mean((found - right) ** 2) / np.var(right))
     print(f"{name}: off by {off}")
     assert np.all(np.isfinite(right))
+    assert [key for key in fallbacks() if key[0] == "grouped_matmul"] == told
     assert off["xla"] < 0.3
     assert off["mosaic_gpu"] < 1.3 * off["xla"] + 0.01

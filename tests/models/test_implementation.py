@@ -8,11 +8,12 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
+from jaxkv.block_config import MixtureConfig
 from jaxkv.cache.spec import group_layers
 from jaxkv.cache.state import init_cache
 from jaxkv.cache.variants import gqa, place
 from jaxkv.model_config import ModelConfig, RopeConfig
-from jaxkv.models import implementation
+from jaxkv.models import feed_forwards, implementation
 from jaxkv.models.flax_model import FlaxModel
 from jaxkv.models.implementation import Choice, ask, best_on_device, choose_implementation
 from jaxkv.models.registry import build_model
@@ -118,6 +119,22 @@ def test_on_hopper_a_model_that_the_kernels_take_runs_on_them_in_every_layer():
     assert choice == Choice("mosaic_gpu")
     # Each layer's write and attention; ragged attention has two more inside, where single warps copy.
     assert kernels_of(model.running(choice.name)) == (2 * LAYERS, 4 * LAYERS)
+
+
+@pytest.mark.usefixtures("hopper")
+def test_on_hopper_many_tokens_ask_experts_through_their_kernel(monkeypatch):
+    """Two products in each layer; two tokens, which ask for little here, are answered the plain way."""
+    dense = decoder(128)
+    mixture = MixtureConfig(experts=8, top_k=2, size=64, gated=True)
+    pattern = (("attention", "mixture"),) * LAYERS
+    config = replace(dense.config, hidden_size=128, pattern=pattern, mixture=mixture)
+    model = build_model(config)
+    assert chosen(model) == Choice("mosaic_gpu")
+    before = dispatch.fallbacks()
+    few, many = kernels_of(model.running("mosaic_gpu"))
+    assert dispatch.fallbacks() == before
+    monkeypatch.setattr(feed_forwards, "grouped_for", lambda *_, **__: None)
+    assert kernels_of(model.running("mosaic_gpu")) == (few, many - 2 * LAYERS)
 
 
 @pytest.mark.usefixtures("hopper")

@@ -3,13 +3,7 @@
 Run as a program, as h200_writes.py is, whose reports these are, with "serialised" added.
 """
 
-import json
-import os
-import tempfile
-from pathlib import Path
-
-from tests.engine.h200 import has_plugin
-from tests.pallas_kernels.h200_writes import LAYERS, PAGES, report
+from tests.pallas_kernels.h200_writes import LAYERS, PAGES, main, report
 
 ROWS, HEADS, HEAD_DIM, CHANNELS = 40, 8, 64, 4352
 
@@ -94,22 +88,5 @@ def audit(function, arguments, dump):
     return found | {"serialised": "serialized" in assembled}
 
 
-def main():
-    if not has_plugin():
-        reason = "needs jax-cuda13-plugin and jax-cuda13-pjrt, which compile for CUDA"
-        print(json.dumps({"skipped": reason}))
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        dump = Path(folder)
-        for part in ("xla", "mosaic"):
-            (dump / part).mkdir()
-        os.environ["JAX_PLATFORMS"] = "cpu"
-        os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
-        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_dump_to={dump / 'xla'}"
-        os.environ["MOSAIC_GPU_DUMP_TO"] = str(dump / "mosaic")
-        os.environ["MOSAIC_GPU_DUMP_PTXAS"] = "1"
-        print(json.dumps({name: audit(*what, dump) for name, what in programs().items()}))
-
-
 if __name__ == "__main__":
-    main()
+    main(programs, audit)

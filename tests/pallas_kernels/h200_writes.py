@@ -99,8 +99,8 @@ def report(function, arguments, dump):
     }
 
 
-def main(described=programs):
-    """Prints the reports on what `described` returns."""
+def main(described=programs, look=report):
+    """Prints what `look` finds of the programs that `described` returns."""
     if not has_plugin():
         reason = "needs jax-cuda13-plugin and jax-cuda13-pjrt, which compile for CUDA"
         print(json.dumps({"skipped": reason}))
@@ -114,7 +114,7 @@ def main(described=programs):
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_dump_to={dump / 'xla'}"
         os.environ["MOSAIC_GPU_DUMP_TO"] = str(dump / "mosaic")
         os.environ["MOSAIC_GPU_DUMP_PTXAS"] = "1"
-        print(json.dumps({name: report(*what, dump) for name, what in described().items()}))
+        print(json.dumps({name: look(*what, dump) for name, what in described().items()}))
 
 
 if __name__ == "__main__":

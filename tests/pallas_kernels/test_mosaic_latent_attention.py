@@ -258,6 +258,20 @@ def test_what_it_cannot_take_is_refused_with_the_number_that_it_got():
         )
 
 
+def test_a_grid_is_not_longer_than_the_card_takes(monkeypatch):
+    """One query of 64 heads is a piece of its own, four of 16 heads are one."""
+    monkeypatch.setattr(mosaic_gpu, "why_not_mosaic", lambda: None)
+    pages = jnp.zeros((1, 64, 1, 192), jnp.bfloat16)
+    tables = jnp.zeros((1, 1024), jnp.int32), jnp.array([2**16]), jnp.array([0, 2**16])
+
+    def said(heads):
+        q = jnp.zeros((2**16, heads, 192), jnp.bfloat16)
+        return mosaic_gpu.why_not(q, pages, *tables, value_dim=128)
+
+    assert said(16) is None
+    assert "at most 65535 pieces of queries in a call, got" in str(said(64))
+
+
 @pytest.mark.skipif(gpu_arch() == 90, reason="the GPU here is the one it needs")
 def test_it_refuses_devices_that_are_not_hopper():
     inputs = Case(rows=decode(5), **SMALL).inputs()

@@ -279,6 +279,7 @@ def test_schedules_depend_on_static_shapes_alone_and_cover_every_row_count():
         ({"folds": 3}, "multiple of 64 rows"),
         ({"depth": 48}, "cannot be cut"),
         ({"stages": 99}, "bytes of shared memory"),
+        ({"stages": 1}, "need two slots"),
         ({"splits": 0}, "at least 1"),
         ({"columns": 512, "folds": 1}, "registers"),
         ({"cluster": 2}, "neither folds"),

@@ -108,6 +108,24 @@ def test_what_it_cannot_take_is_refused_with_the_number_that_it_got():
             mosaic_gpu.sparse_attention(**arrays, value_dim=value_dim, scale=1.0)
 
 
+def test_bytes_want_queries_in_the_dtype_of_their_rotary_parts():
+    """Records hold these as bfloat16, whose bits would be read as what queries are."""
+    inputs = SMALL.inputs()
+    arrays = {name: jnp.asarray(inputs[name]) for name in ARRAYS}
+    arrays["q"] = arrays["q"].astype(jnp.float16)
+    with pytest.raises(ValueError, match="must be that, got float16"):
+        mosaic_gpu.sparse_attention(**arrays, value_dim=512, scale=1.0)
+
+
+def test_a_grid_is_not_longer_than_the_card_takes():
+    inputs = SMALL.inputs()
+    arrays = {name: jnp.asarray(inputs[name]) for name in ARRAYS}
+    for name in ("q", "slots", "counts"):
+        arrays[name] = jnp.resize(arrays[name], (2**16, *arrays[name].shape[1:]))
+    with pytest.raises(ValueError, match="at most 65535 tokens in a call, got 65536"):
+        mosaic_gpu.sparse_attention(**arrays, value_dim=512, scale=1.0)
+
+
 def test_blocks_in_pairs_are_in_no_other_clusters():
     inputs = dataclasses.replace(SMALL, heads=128).inputs()
     arrays = {name: jnp.asarray(inputs[name]) for name in ARRAYS}
