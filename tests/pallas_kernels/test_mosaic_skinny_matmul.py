@@ -119,19 +119,30 @@ def test_the_rules_fit_every_case_into_one_wave(case):
         (4096, 6144, False, 64, 1, 2, 1, False),
         (14336, 4096, False, 64, 1, 2, 2, False),
         (4096, 14336, True, 64, 1, 2, 1, True),
-        (4096, 17408, True, 64, 1, 1, 1, False),
     ],
 )
 def test_many_rows_take_clusters_where_inner_is_long_and_passes_where_gates_are_wide(
     rows, inner, out, gated, columns, folds, depth, cluster, eight
 ):
-    """The last one would leave a third of the card without a block."""
     geometry = Geometry(rows, out, inner, gated, BFLOAT16, BFLOAT16)
     found = Schedule.by_rule(geometry)
     assert (found.columns, found.folds, found.depth, found.splits) == (columns, folds, depth, 1)
     assert (found.cluster, found.window(geometry) == 8) == (cluster, eight)
     few = Schedule.by_rule(replace(geometry, rows=32))
     assert (few.cluster, few.passes) == (1, 1)
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(33, 64), (40, 64), (57, 32), (64, 32)])
+def test_a_schedule_without_a_second_slot_is_never_chosen(rows, columns):
+    """Passes would leave a third of the card without a block here, and 64 columns of many rows have room for one slot.
+
+    With a single one the second turn would wait for what nobody has sent for.
+    """
+    geometry = Geometry(rows, 17408, 4096, True, BFLOAT16, BFLOAT16)
+    found = Schedule.by_rule(geometry)
+    assert (found.columns, found.cluster, found.passes) == (columns, 1, 1)
+    assert found.stages > 1
+    assert "need two slots" in str(replace(found, stages=1).refusal(geometry))
 
 
 class Numbered:
