@@ -17,7 +17,7 @@ from pallas_kernels.attention_subjects import in_parts, some_queries
 from pallas_kernels.index_codec import read_index_keys
 from pallas_kernels.index_topk.scoring import rows_and_seen
 from pallas_kernels.sparse_attention import reference as sparse_reference
-from pallas_kernels.tolerances import SCORES
+from pallas_kernels.tolerances import SCORE
 
 _MOST_BYTES = 8 * 2**30
 _REFERENCE_BYTES = 512 * 2**20
@@ -97,8 +97,6 @@ def agree_on_keys(
     out, up to rounding.
     """
     queries = some_queries(inputs)
-    # Results do not say whose they are, so those of XLA, whose products are in float32, are looked at as kindly.
-    slack = SCORES.get(inputs["q"].dtype.name, SCORES["float32"])
     slots, counts = (np.asarray(result)[queries] for result in results)
     for chosen, count, scores, known, seen in zip(slots, counts, *wanted, strict=True):
         if count != min(seen, inputs["topk"]):
@@ -113,7 +111,7 @@ def agree_on_keys(
         left = np.delete(scores[:seen], positions)
         if left.size and count:
             missed = left.max() - scores[positions].min()
-            if not missed <= slack * np.abs(scores[:seen]).max():
+            if not missed <= SCORE * np.abs(scores[:seen]).max():
                 return f"a key that it left out scores {missed:.3g} more than one that it chose"
     return None
 

@@ -24,7 +24,7 @@ from pallas_kernels.index_topk import (
 )
 from pallas_kernels.index_topk.cases import CASES
 from pallas_kernels.index_topk.mosaic_places import CHUNK
-from pallas_kernels.tolerances import SCORES
+from pallas_kernels.tolerances import SCORE
 from tests.pallas_kernels.contract import bits, cases, compiled, implementations
 
 SMALL = [case for case in CASES if case.ci]
@@ -74,7 +74,7 @@ def test_it_chooses_the_best_that_a_query_sees(implementation, case, dtype):
         assert positions == sorted(set(positions))
         left = np.delete(scores, positions)
         if len(left):
-            slack = SCORES["float32"] * np.abs(scores).max()
+            slack = SCORE * np.abs(scores).max()
             assert left.max() <= scores[positions].min() + slack
 
 
