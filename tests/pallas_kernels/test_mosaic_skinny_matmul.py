@@ -132,6 +132,14 @@ def test_many_rows_take_clusters_where_inner_is_long_and_passes_where_gates_are_
     assert (few.cluster, few.passes) == (1, 1)
 
 
+@pytest.mark.parametrize(
+    ("inner", "out", "folds"), [(8192, 2560, 4), (4096, 4096, 4), (3072, 1024, 8), (2048, 8192, 2)]
+)
+def test_a_weight_is_folded_eight_times_only_where_four_leave_the_card_idle(inner, out, folds):
+    found = Schedule.by_rule(Geometry(8, out, inner, False, BFLOAT16, BFLOAT16))
+    assert (found.folds, found.columns, found.splits) == (folds, 64 // folds, 1)
+
+
 @pytest.mark.parametrize(("rows", "columns"), [(33, 64), (40, 64), (57, 32), (64, 32)])
 def test_a_schedule_without_a_second_slot_is_never_chosen(rows, columns):
     """Passes would leave a third of the card without a block here, and 64 columns of many rows have room for one slot.
