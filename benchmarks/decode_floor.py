@@ -43,6 +43,7 @@ from jaxkv.engine.engine import Engine
 from jaxkv.engine.engine_config import EngineConfig
 from jaxkv.engine.executor import Executor
 from jaxkv.engine.shapes import row_of, tokens_held
+from jaxkv.features import Features
 from jaxkv.models.protocol import Params
 from pallas_kernels.dispatch import Unsupported
 
@@ -55,6 +56,7 @@ SAMPLED: dict[str, dict[str, Any]] = {
 }
 _RECORD = "decode-floor"
 _STEPS = "steps, overlapped"
+_ENGINE = "engine"
 Clock = Callable[..., dict[str, float]]
 
 
@@ -152,34 +154,49 @@ class Floor:
             return
         yield self._steps(executor, form)
 
-    def _observed(self) -> Observed:
-        config = EngineConfig(prefix_cache=False, steps_per_launch=self.options.steps_per_launch)
+    def _observed(self, steps: int | None) -> Observed:
+        config = EngineConfig(prefix_cache=False, steps_per_launch=steps)
         return Observed(Engine(self.executor, None, config), self.config)
 
     def _engine(self) -> Iterator[Row]:
-        seen = self._observed()
-        options = self.options
-        told = seen.steady(self.setting.batch, options.context, options.steps, self.bandwidth)
-        row = self._row(
-            "engine",
-            told["step_ms"],
-            context=told["context"],
-            host_ms=told["step_ms"] - told["wait_ms"],
-        )
-        names = ("plan", "pack", "enqueue", "collect", "queued", "gpu_busy")
-        shares = {f"{name}_ms": told[f"{name}_ms"] for name in names}
-        yield row | {"steps_per_launch": told["steps_per_launch"]} | shares
+        """Times the engine as its programs let it be, and also one step at a time where it sends several."""
+        seen = self._observed(self.options.steps_per_launch)
+        several = self._warm(seen.engine)
+        if several:
+            yield self._engine_row(f"{_ENGINE}, one step per launch", self._observed(1))
+        yield self._engine_row(_ENGINE, seen)
         self.kernels += [{"batch": self.setting.batch, **kernel} for kernel in seen.kernels]
 
+    def _warm(self, engine: Engine) -> bool:
+        """Compiles what sends several of the steps to come, as `LLM.warm_up` would; returns whether there is such."""
+        batch, context = self.setting.batch, self.options.context
+        output = steady_tokens(batch, context, self.options.steps, engine.config.token_budget)
+        singles = {
+            engine.shapes.choose(batch, batch, Features(), total_tokens=context + generated)
+            for generated in range(output + 1)
+        }
+        several = engine.bursts.declare(list(singles))
+        engine.executor.compile_all(several)
+        return bool(several)
+
+    def _engine_row(self, form: str, seen: Observed) -> Row:
+        options = self.options
+        told = seen.steady(self.setting.batch, options.context, options.steps, self.bandwidth)
+        host_ms = told["step_ms"] - told["wait_ms"]
+        row = self._row(form, told["step_ms"], context=told["context"], host_ms=host_ms)
+        names = ("plan", "pack", "enqueue", "collect", "queued", "gpu_busy")
+        shares = {f"{name}_ms": told[f"{name}_ms"] for name in names}
+        return row | {"steps_per_launch": told["steps_per_launch"]} | shares
+
     def _first_tokens(self) -> Iterator[Row]:
-        seen = self._observed()
+        seen = self._observed(self.options.steps_per_launch)
         times = [
             seen.first_tokens(seen.requests(self.setting.batch, self.setting.context, 1, seed))
             for seed in range(self.setting.repeats + 1)
         ]
         # The first run compiles.
         first, last = (statistics.median(one[side] for one in times[1:]) * 1e3 for side in (0, 1))
-        self._first_row("engine", first, last)
+        self._first_row(_ENGINE, first, last)
         yield from ()
 
     def _first_row(self, form: str, first_ms: float, last_ms: float) -> None:

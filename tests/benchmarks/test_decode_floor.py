@@ -84,6 +84,16 @@ def test_parts_are_chosen_by_name(tmp_path, capsys):
     assert f"among {', '.join(PARTS)}, got everything" in capsys.readouterr().err
 
 
+def test_an_engine_that_sends_several_steps_at_once_is_also_timed_one_by_one(tmp_path):
+    arguments = [*TINY.split(), "--parts", "engine", "--steps-per-launch", "2"]
+    decode_floor.main([*arguments, "--folder", str(tmp_path)])
+    rows = load_record(tmp_path / "it.json").rows
+    assert {row["form"]: row["steps_per_launch"] for row in rows} == {
+        "engine, one step per launch": 1.0,
+        "engine": 2.0,
+    }
+
+
 def test_the_floor_of_prompts_is_their_products_and_attention(monkeypatch):
     config = SHAPES["tiny"]
     params = jax.tree.map(
