@@ -21,20 +21,12 @@ from jax import Array, lax
 
 from pallas_kernels.mosaic_lists import append
 from pallas_kernels.mosaic_rows import flat_pieces
+from pallas_kernels.mosaic_teams import LIST, PIECE, Team
 from pallas_kernels.mosaic_warps import WARPS, meet_all, store_warp_sums, sum_of_warps
 from pallas_kernels.ordered_floats import from_ordered, ordered
 
 Ref = Any
 
-WARPGROUPS = 4
-ALL_WARPS = WARPGROUPS * WARPS
-PIECE = 512
-"""Numbers that a warpgroup loads at once: four for each thread."""
-
-ROOM = 512
-"""Numbers that the list holds for each warp."""
-
-LIST = ALL_WARPS * ROOM
 FEW = LIST // 2
 """Numbers that are listed without fear that one warp has most of them."""
 
@@ -43,16 +35,6 @@ _ENOUGH = 1.2
 
 LOWEST = np.float32(-np.inf)
 HIGHEST = np.float32(np.inf)
-
-
-def scratch() -> dict[str, Any]:
-    """Returns what a block needs in shared memory, by the names that `Bisection` knows it by."""
-    return {
-        "found": plgpu.SMEM((LIST,), jnp.float32),
-        "ints": plgpu.SMEM((ALL_WARPS, 2), jnp.int32),
-        "floats": plgpu.SMEM((ALL_WARPS, 2), jnp.float32),
-        "met": plgpu.Barrier(num_arrivals=WARPGROUPS),
-    }
 
 
 def midpoint(low: Array, high: Array) -> Array:
@@ -135,7 +117,8 @@ class Bisection(ABC):
     """One block at work on its row.
 
     Attributes:
-        refs: what the kernel was given and `scratch`.
+        refs: what the kernel was given, and the team's `scratch`.
+        team: the block's warpgroups.
         shape: of the arrays that `visit_row` hands out, 4 numbers per thread.
         layout: of these.
         has_weights: whether weights are asked for; without them they are 0.
@@ -144,8 +127,8 @@ class Bisection(ABC):
     shape: tuple[int, ...] = (PIECE,)
     has_weights: bool = True
 
-    def __init__(self, refs: Mapping[str, Ref], *, interpret: bool) -> None:
-        self.refs, self.interpret = refs, interpret
+    def __init__(self, refs: Mapping[str, Ref], *, team: Team, interpret: bool) -> None:
+        self.refs, self.team, self.interpret = refs, team, interpret
         self.warpgroup = lax.axis_index("warpgroup")
         self.flat: Any = flat_pieces(PIECE, 4)[0].layout
         self.layout: Any = self.flat
@@ -222,7 +205,7 @@ class Bisection(ABC):
 
     def list_from(self, low: Array, high: Array) -> Pass:
         """Lists the numbers in [low, high), and counts and weighs all by `low`."""
-        room = WARPS * ROOM
+        room = WARPS * self.team.room
         first = self.warpgroup * room
         for start in range(0, room, PIECE):
             empty = jnp.full((PIECE,), LOWEST, jnp.float32)
@@ -239,7 +222,7 @@ class Bisection(ABC):
                 x,
                 low,
                 high,
-                room=ROOM,
+                room=self.team.room,
                 layout=self.layout,
                 interpret=self.interpret,
             )
@@ -259,10 +242,10 @@ class Bisection(ABC):
         self.store("floats", 1, total)
         self.meet()
         longest = self.refs["ints"][0, 1]
-        for warp in range(1, ALL_WARPS):
+        for warp in range(1, self.team.warps):
             longest = jnp.maximum(longest, self.refs["ints"][warp, 1])
         # Each place of a warp's share of the array says how long its list is; the interpreter has one warp for four.
-        most = PIECE * room if self.interpret else PIECE // WARPS * ROOM
+        most = PIECE * room if self.interpret else PIECE // WARPS * self.team.room
         columns = (("ints", 0), ("floats", 0), ("floats", 1))
         above, below, total = (self.gather(*column) for column in columns)
         found = Pass(above, below, total, longest <= most)
@@ -325,8 +308,9 @@ class Bisection(ABC):
 
     def load_list(self) -> list[Array]:
         """Returns the warpgroup's part of the list; places without a number hold -inf."""
-        first = self.warpgroup * (WARPS * ROOM)
-        parts = [pl.ds(first + start, PIECE) for start in range(0, WARPS * ROOM, PIECE)]
+        room = WARPS * self.team.room
+        first = self.warpgroup * room
+        parts = [pl.ds(first + start, PIECE) for start in range(0, room, PIECE)]
         return [
             plgpu.load(self.refs["found"].at[part], layout=self.flat, optimized=False)
             for part in parts
@@ -385,7 +369,7 @@ class Bisection(ABC):
                 jnp.where(holds, count, above),
             )
 
-        everything = jnp.int32(len(samples) * PIECE * WARPGROUPS)
+        everything = jnp.int32(len(samples) * PIECE * self.team.warpgroups)
         start = (ordered(jnp.float32(LOWEST)), ordered(jnp.float32(HIGHEST)), everything)
         low, _, _ = lax.while_loop(is_open, narrow, start)
         return from_ordered(low)

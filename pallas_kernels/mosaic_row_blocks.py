@@ -8,8 +8,8 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import Array, lax
 
-from pallas_kernels.mosaic_bisection import WARPGROUPS
 from pallas_kernels.mosaic_rows import INTERPRETED
+from pallas_kernels.mosaic_teams import Team
 
 Ref = Any
 
@@ -20,7 +20,8 @@ def run_blocks(
     arrays: Mapping[str, Array],
     out: jax.ShapeDtypeStruct,
     *,
-    shared: Mapping[str, Any],
+    team: Team,
+    shared: Mapping[str, Any] | None = None,
     interpret: bool,
 ) -> Array:
     """Runs a kernel with a block for each row of its result, which finds its own as `axis_index("row")`.
@@ -30,21 +31,23 @@ def run_blocks(
         run: does a block's work, given the arrays, the result as "out" and shared memory by their names.
         arrays: in global memory.
         out: the result's shape and dtype.
-        shared: what a block needs in shared memory.
+        team: the warpgroups of a block.
+        shared: what a block needs in shared memory, beside what its team does.
         interpret: run on the CPU, slowly.
     """
+    own = team.scratch() | dict(shared or {})
 
     def body(*refs: Ref) -> None:
-        run(dict(zip((*arrays, "out", *shared), refs, strict=True)))
+        run(dict(zip((*arrays, "out", *own), refs, strict=True)))
 
     return plgpu.kernel(
         body,
         out_type=out,
         grid=out.shape[:1],
         grid_names=("row",),
-        num_threads=WARPGROUPS,
+        num_threads=team.warpgroups,
         thread_name="warpgroup",
-        scratch_types=tuple(shared.values()),
+        scratch_types=tuple(own.values()),
         compiler_params=plgpu.CompilerParams(
             lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
         ),

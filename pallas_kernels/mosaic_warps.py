@@ -68,7 +68,7 @@ def store_warp_sums(
 
 
 def sum_of_warps(table: Ref, column: int, *, interpret: bool) -> Array:
-    """Returns the sum of a column, which has one number from each of 16 warps, in one order for all threads."""
+    """Returns the sum of a column, which has one number from each warp of the block, in one order for all threads."""
     if interpret:
         return jnp.sum(table[:, column], dtype=table.dtype)
     rows, columns = table.shape

@@ -11,14 +11,13 @@ from jax import Array, lax
 from pallas_kernels.mosaic_bisection import (
     HIGHEST,
     LOWEST,
-    PIECE,
-    WARPGROUPS,
     Bisection,
     Bracket,
     Listed,
     Pass,
 )
 from pallas_kernels.mosaic_row_blocks import fold_ahead
+from pallas_kernels.mosaic_teams import PIECE, Team
 from pallas_kernels.ordered_floats import ordered
 
 Ref = Any
@@ -34,8 +33,8 @@ LISTED = 1536
 class Block(Bisection):
     """One block at work on its row."""
 
-    def __init__(self, refs: Mapping[str, Ref], *, interpret: bool) -> None:
-        super().__init__(refs, interpret=interpret)
+    def __init__(self, refs: Mapping[str, Ref], *, team: Team, interpret: bool) -> None:
+        super().__init__(refs, team=team, interpret=interpret)
         self.row = lax.axis_index("row")
         self.vocab = refs["logits"].shape[1]
         self.best = refs["best"][self.row]
@@ -140,10 +139,10 @@ class Block(Bisection):
 
     def guess(self) -> Array:
         """Returns a number that about `LISTED` of the row's logits reach, judging by some of them."""
-        step = (self.vocab - PIECE) // (WARPGROUPS * SAMPLES - 1) // 4 * 4
+        step = (self.vocab - PIECE) // (self.team.warpgroups * SAMPLES - 1) // 4 * 4
         starts = [(self.warpgroup * SAMPLES + sample) * step for sample in range(SAMPLES)]
         samples = [self.load(start) for start in starts]
-        wanted = LISTED * (WARPGROUPS * SAMPLES * PIECE / self.vocab)
+        wanted = LISTED * (self.team.warpgroups * SAMPLES * PIECE / self.vocab)
         return jnp.minimum(self.reached_by(samples, jnp.float32(wanted)), self.best)
 
     def weights(self, x: Array) -> Array:
@@ -153,11 +152,11 @@ class Block(Bisection):
     def visit_row(self, visit: Callable[[Array, Any], Any], state: Any) -> Any:  # noqa: ANN401 - a pytree
         """Folds over every fourth chunk of the row; places that another chunk has hold -inf."""
         chunks = -(-self.vocab // CHUNK)
-        turns = lax.div(chunks - self.warpgroup + WARPGROUPS - 1, WARPGROUPS)
+        turns = lax.div(chunks - self.warpgroup + self.team.warpgroups - 1, self.team.warpgroups)
         place = plgpu.broadcasted_iota(jnp.int32, (PIECE,), 0, layout=self.layout)
 
         def fetch(index: Array) -> tuple[list[Array], Array, Array]:
-            wanted = (self.warpgroup + index * WARPGROUPS) * CHUNK
+            wanted = (self.warpgroup + index * self.team.warpgroups) * CHUNK
             start = jnp.minimum(wanted, self.vocab - CHUNK)
             return [self.load(start + piece * PIECE) for piece in range(PIECES)], wanted, start
 

@@ -11,8 +11,8 @@ from pallas_kernels.attention_scores import LOG2_E
 from pallas_kernels.device import why_not_mosaic
 from pallas_kernels.filter_bounds.mosaic_block import CHUNK, Block
 from pallas_kernels.filter_bounds.near_best import near_best
-from pallas_kernels.mosaic_bisection import scratch
 from pallas_kernels.mosaic_row_blocks import run_blocks
+from pallas_kernels.mosaic_teams import LARGE
 
 
 def why_not(logits: Array) -> str | None:
@@ -64,9 +64,9 @@ def search(
     """Runs the kernel, which knows top-k and top-p."""
     return run_blocks(
         "filter_bounds",
-        lambda refs: Block(refs, interpret=interpret).run(),
+        lambda refs: Block(refs, team=LARGE, interpret=interpret).run(),
         {"logits": logits, "top_k": top_k, "top_p": top_p, "best": best, "factor": factor},
         jax.ShapeDtypeStruct(logits.shape[:1], jnp.float32),
-        shared=scratch(),
+        team=LARGE,
         interpret=interpret,
     )

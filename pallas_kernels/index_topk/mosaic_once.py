@@ -22,18 +22,10 @@ from pallas_kernels.index_topk.mosaic_marks import (
     mark,
     place_marked,
 )
-from pallas_kernels.mosaic_bisection import (
-    ALL_WARPS,
-    HIGHEST,
-    LIST,
-    LOWEST,
-    PIECE,
-    ROOM,
-    WARPGROUPS,
-    midpoint,
-)
+from pallas_kernels.mosaic_bisection import HIGHEST, LOWEST, midpoint
 from pallas_kernels.mosaic_row_blocks import fold_ahead
 from pallas_kernels.mosaic_rows import row_pieces
+from pallas_kernels.mosaic_teams import LIST, PIECE, Team
 from pallas_kernels.mosaic_warps import WARPS
 from pallas_kernels.ordered_floats import from_ordered, ordered
 
@@ -45,7 +37,10 @@ MOST_KEYS = 2**17
 MOST_CHOSEN = 2**12
 """Keys that may be chosen; the lists hold twice as many, and shared memory has no room for more beside the marks."""
 
-_WORDS, _SAMPLES, _TOGETHER = 128, 4, 4
+SAMPLES = 16
+"""Pieces that a guess is made from."""
+
+_WORDS, _TOGETHER = 128, 4
 _MARGIN, _ENOUGH = 1.3, 1.4
 # Rows of the table: two for questions in turn, and one for each other thing that is asked.
 _ABOVE, _LARGEST, _MARKED, _ROWS = 2, 3, 4, 5
@@ -56,12 +51,17 @@ def suits(keys: int, topk: int) -> bool:
     return keys <= MOST_KEYS and topk <= MOST_CHOSEN
 
 
-def scratch_once(keys: int) -> dict[str, Any]:
-    """Returns what this way needs in shared memory, beside what a `Bisection` needs."""
+def shared_bytes(keys: int) -> int:
+    """Returns about how many bytes of shared memory both lists and the marks take."""
+    return 8 * LIST + keys
+
+
+def scratch_once(keys: int, team: Team) -> dict[str, Any]:
+    """Returns what this way needs in shared memory, beside what its team does."""
     return {
         "where": plgpu.SMEM((LIST,), jnp.int32),
-        "answers": plgpu.SMEM((_ROWS, ALL_WARPS), jnp.int32),
-        "marks": plgpu.SMEM((ALL_WARPS, keys // ALL_WARPS // 4), jnp.int32),
+        "answers": plgpu.SMEM((_ROWS, team.warps), jnp.int32),
+        "marks": plgpu.SMEM((team.warps, keys // team.warps // 4), jnp.int32),
     }
 
 
@@ -71,6 +71,7 @@ class Once:
     def __init__(self, block: Any) -> None:  # noqa: ANN401 - its own kernel's block
         self.block, self.refs = block, block.refs
         self.interpret, self.warpgroup, self.flat = block.interpret, block.warpgroup, block.flat
+        self.warpgroups, self.room = block.team.warpgroups, block.team.room
         (piece,) = row_pieces(WARPS, _WORDS, 4)
         self.by_row = piece.layout
 
@@ -80,13 +81,13 @@ class Once:
         self.clear()
         above, longest = self.list_from(guess)
         is_listed = (above >= self.block.topk) & (guess > LOWEST)
-        is_listed &= longest <= (ROOM * WARPS if self.interpret else ROOM)
+        is_listed &= longest <= (self.room * WARPS if self.interpret else self.room)
         pl.when(is_listed)(partial(self.finish, guess, above))
         pl.when(jnp.logical_not(is_listed))(partial(otherwise, guess, above))
 
     def start_of(self, turn: Array | int) -> Array:
         """Returns where a piece of the warpgroup begins."""
-        return (turn * WARPGROUPS + self.warpgroup) * PIECE
+        return (turn * self.warpgroups + self.warpgroup) * PIECE
 
     def fetch(self, start: Array) -> Array:
         """Sends for a piece."""
@@ -97,11 +98,12 @@ class Once:
         """Returns a score that somewhat more than `topk` reach, judging by some of them."""
         seen, samples = self.block.seen, []
         last = jnp.maximum(seen - PIECE, 0)
-        for sample in range(_SAMPLES):
-            turn = self.warpgroup * _SAMPLES + sample
-            start = lax.div(turn * lax.div(last, 4), WARPGROUPS * _SAMPLES - 1) * 4
+        own = SAMPLES // self.warpgroups
+        for sample in range(own):
+            turn = self.warpgroup * own + sample
+            start = lax.div(turn * lax.div(last, 4), SAMPLES - 1) * 4
             samples.append(self.fetch(start))
-        count = WARPGROUPS * _SAMPLES * jnp.minimum(seen, PIECE)
+        count = SAMPLES * jnp.minimum(seen, PIECE)
         share = count.astype(jnp.float32) / seen.astype(jnp.float32)
         wanted = _MARGIN * self.block.topk * share
 
@@ -157,8 +159,9 @@ class Once:
 
     def clear(self) -> None:
         """Empties the warpgroup's lists, and its share of the marks."""
-        first = self.warpgroup * (WARPS * ROOM)
-        for start in range(0, WARPS * ROOM, PIECE):
+        room = WARPS * self.room
+        first = self.warpgroup * room
+        for start in range(0, room, PIECE):
             empty = jnp.full((PIECE,), LOWEST, jnp.float32)
             self.refs["found"][pl.ds(first + start, PIECE)] = plgpu.layout_cast(empty, self.flat)
         rows = pl.ds(self.warpgroup * WARPS, WARPS)
@@ -173,12 +176,12 @@ class Once:
         def visit(x: Array, start: Array, lengths: Array) -> Array:
             return append_placed(
                 (self.refs["found"], self.refs["where"]),
-                self.warpgroup * (WARPS * ROOM),
+                self.warpgroup * (WARPS * self.room),
                 lengths,
                 x,
                 self.block.place + start,
                 low,
-                room=ROOM,
+                room=self.room,
                 layout=self.flat,
                 interpret=self.interpret,
             )
@@ -192,7 +195,7 @@ class Once:
     def stream(self, visit: Callable[[Array, Array, Array], Array], lengths: Array) -> Array:
         """Folds over the warpgroup's share of what the token sees; the next pieces are on their way meanwhile."""
         pieces = lax.div(self.block.seen + PIECE - 1, PIECE)
-        turns = lax.div(pieces + _TOGETHER * WARPGROUPS - 1, _TOGETHER * WARPGROUPS)
+        turns = lax.div(pieces + _TOGETHER * self.warpgroups - 1, _TOGETHER * self.warpgroups)
 
         def fetch(turn: Array) -> list[Array]:
             return [
@@ -268,7 +271,7 @@ class Once:
 
     def mark(self, listed: list[Array], low: Array, high: Array) -> None:
         """Marks what is chosen."""
-        first = self.warpgroup * (WARPS * ROOM)
+        first = self.warpgroup * (WARPS * self.room)
         for part, x in enumerate(listed):
             own = self.refs["where"].at[pl.ds(first + part * PIECE, PIECE)]
             positions = plgpu.load(own, layout=self.flat, optimized=False)

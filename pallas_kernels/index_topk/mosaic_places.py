@@ -1,6 +1,6 @@
 """Writing the positions of what is chosen in order, by counting a row of scores first; two passes over it.
 
-Each warp has a sixteenth of the row, so that what precedes it needs no search.
+Each warp has an equal part of the row, so that what precedes it needs no search.
 """
 
 from functools import partial
@@ -12,16 +12,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from pallas_kernels.mosaic_bisection import ALL_WARPS
 from pallas_kernels.mosaic_lists import place_chosen
 from pallas_kernels.mosaic_rows import row_pieces
+from pallas_kernels.mosaic_teams import LARGE
 from pallas_kernels.mosaic_warps import WARPS, store_warp_sums, sums_before
 
 CHUNK = 8192
-"""Scores are a multiple of this: `STEP` for each warpgroup, and as much for each warp's share of a row."""
+"""Scores are a multiple of this: `STEP` for each of four warpgroups, and `_TOGETHER` pieces for each of 16 warps."""
 
 _COLUMNS = 128
-_TOGETHER = CHUNK // ALL_WARPS // _COLUMNS
+_TOGETHER = CHUNK // LARGE.warps // _COLUMNS
 _LARGEST = float(np.finfo(np.float32).max)
 
 

@@ -1,7 +1,7 @@
 """The Mosaic GPU kernel that chooses the largest scores: a block bisects one token's, and writes slots in order.
 
 It tries to do so in one pass (`mosaic_once`). Else a row of scores is read three times: to list what may be chosen, to
-count how much of it each warp has, and to write, for which each warp has a sixteenth of the row.
+count how much of it each warp has, and to write, for which each warp has an equal part of the row.
 """
 
 from collections.abc import Callable, Mapping
@@ -15,33 +15,36 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float32, Int
 
-from pallas_kernels.index_topk.mosaic_once import Once, scratch_once, suits
+from pallas_kernels.device import (
+    NUM_MULTIPROCESSORS,
+    RESERVED_BYTES_PER_BLOCK,
+    SHARED_BYTES,
+)
+from pallas_kernels.index_topk.mosaic_once import SAMPLES, Once, scratch_once, shared_bytes, suits
 from pallas_kernels.index_topk.mosaic_places import bounded, write_places
 from pallas_kernels.mosaic_bisection import (
-    ALL_WARPS,
     HIGHEST,
     LOWEST,
-    PIECE,
-    WARPGROUPS,
     Bisection,
     Bracket,
     Listed,
-    scratch,
 )
 from pallas_kernels.mosaic_loads import gather
 from pallas_kernels.mosaic_row_blocks import fold_ahead, run_blocks
+from pallas_kernels.mosaic_teams import LARGE, PIECE, SMALL, Team
 from pallas_kernels.ordered_floats import ordered
 
 Ref = Any
 
 STEP = 2048
 
-_SAMPLES = 4
+# Of shared memory, for what is as large for any row.
+_OTHER_BYTES = 4096
 # The first list is to hold somewhat more scores than are chosen.
 _MARGIN = 1.3
 
 
-@partial(jax.jit, static_argnames=("topk", "page_size", "num_slots", "interpret"))
+@partial(jax.jit, static_argnames=("topk", "page_size", "num_slots", "team", "interpret"))
 def select(
     scores: Float32[Array, "tokens keys"],
     seen: Int[Array, " tokens"],
@@ -51,6 +54,7 @@ def select(
     topk: int,
     page_size: int,
     num_slots: int,
+    team: Team | None = None,
     interpret: bool = False,
 ) -> Int[Array, "tokens topk"]:
     """Returns the slots of the `topk` largest of each token's first `seen` scores, as `api.index_topk` orders them.
@@ -63,16 +67,18 @@ def select(
         topk: how many are chosen.
         page_size: tokens per page, a power of two.
         num_slots: what unused places hold.
+        team: the warpgroups of a block; those that were fastest for so many tokens if `None`.
         interpret: run on the CPU, slowly.
     """
     tokens, keys = scores.shape
     room = -(-topk // PIECE) * PIECE
-    shared = scratch() | {"places": plgpu.SMEM((room,), jnp.int32)}
+    team = _team_for(tokens, keys, topk) if team is None else team
+    shared = {"places": plgpu.SMEM((room,), jnp.int32)}
     if suits(keys, topk):
-        shared |= scratch_once(keys)
+        shared |= scratch_once(keys, team)
     arrays = {
         "scores": scores,
-        "by_warp": scores.reshape(tokens, ALL_WARPS, keys // ALL_WARPS),
+        "by_warp": scores.reshape(tokens, team.warps, keys // team.warps),
         "seen": seen,
         "page_table": page_table,
     }
@@ -81,13 +87,22 @@ def select(
     options = {"topk": topk, "page_size": page_size, "num_slots": num_slots}
     slots = run_blocks(
         "index_topk",
-        lambda refs: _Block(refs, **options, interpret=interpret).run(),
+        lambda refs: _Block(refs, **options, team=team, interpret=interpret).run(),
         arrays,
         jax.ShapeDtypeStruct((tokens, room), jnp.int32),
+        team=team,
         shared=shared,
         interpret=interpret,
     )
     return slots[:, :topk]
+
+
+def _team_for(tokens: int, keys: int, topk: int) -> Team:
+    """Returns what was fastest: small teams where multiprocessors have rows and room for two."""
+    if tokens <= NUM_MULTIPROCESSORS or not suits(keys, topk):
+        return LARGE
+    needed = shared_bytes(keys) + 4 * topk + _OTHER_BYTES + RESERVED_BYTES_PER_BLOCK
+    return SMALL if 2 * needed <= SHARED_BYTES else LARGE
 
 
 class _Block(Bisection):
@@ -102,9 +117,10 @@ class _Block(Bisection):
         topk: int,
         page_size: int,
         num_slots: int,
+        team: Team,
         interpret: bool,
     ) -> None:
-        super().__init__(refs, interpret=interpret)
+        super().__init__(refs, team=team, interpret=interpret)
         self.topk, self.page_size, self.num_slots = topk, page_size, num_slots
         self.token = lax.axis_index("row")
         self.seen = refs["seen"][self.token]
@@ -114,7 +130,7 @@ class _Block(Bisection):
         """Writes the token's slots; where all keys are chosen they need no search."""
         is_all = self.seen <= self.topk
         pl.when(jnp.logical_not(is_all))(self.choose)
-        for start in range(0, self.refs["out"].shape[1], PIECE * WARPGROUPS):
+        for start in range(0, self.refs["out"].shape[1], PIECE * self.team.warpgroups):
             self.write(start + self.warpgroup * PIECE, is_all)
 
     def write(self, start: Array, is_all: Array) -> None:
@@ -173,9 +189,10 @@ class _Block(Bisection):
         """Returns a score that somewhat more than `topk` reach, judging by some of them."""
         last = jnp.maximum(self.seen - PIECE, 0)
         samples, count = [], self.zeros(jnp.int32)
-        for sample in range(_SAMPLES):
-            turn = self.warpgroup * _SAMPLES + sample
-            start = lax.div(turn * lax.div(last, 4), WARPGROUPS * _SAMPLES - 1) * 4
+        share = SAMPLES // self.team.warpgroups
+        for sample in range(share):
+            turn = self.warpgroup * share + sample
+            start = lax.div(turn * lax.div(last, 4), SAMPLES - 1) * 4
             is_seen = self.place + start < self.seen
             samples.append(jnp.where(is_seen, self.load(start), LOWEST))
             count += is_seen.astype(jnp.int32)
@@ -190,16 +207,17 @@ class _Block(Bisection):
         return jnp.zeros_like(x)
 
     def visit_row(self, visit: Callable[[Array, Any], Any], state: Any) -> Any:  # noqa: ANN401 - a pytree
-        """Folds over every fourth chunk of what the token sees."""
+        """Folds over the warpgroup's share of the chunks of what the token sees."""
         chunks = lax.div(self.seen + STEP - 1, STEP)
-        turns = lax.div(chunks - self.warpgroup + WARPGROUPS - 1, WARPGROUPS)
+        warpgroups = self.team.warpgroups
+        turns = lax.div(chunks - self.warpgroup + warpgroups - 1, warpgroups)
 
         def fetch(index: Array) -> list[Array]:
-            first = (self.warpgroup + index * WARPGROUPS) * STEP
+            first = (self.warpgroup + index * warpgroups) * STEP
             return [self.load(first + start) for start in range(0, STEP, PIECE)]
 
         def look(index: Array, loaded: list[Array], state: Any) -> Any:  # noqa: ANN401 - a pytree
-            first = (self.warpgroup + index * WARPGROUPS) * STEP
+            first = (self.warpgroup + index * warpgroups) * STEP
             for piece, x in enumerate(loaded):
                 is_seen = self.place + (first + piece * PIECE) < self.seen
                 state = visit(jnp.where(is_seen, x, LOWEST), state)

@@ -1,8 +1,8 @@
 """What is left of the state after each token of a piece: the sums that the `ssd_scan` kernel has no time for.
 
-One small Mosaic GPU kernel. A block has a piece, each of its warpgroups a share of the tokens, and each thread a head: it
-sums its share in the order of tokens, and adds what the shares before came to, in their order, whatever else is in the
-batch. Threads have their results side by side in memory for a whole share, and so write them 16 bytes at a time.
+One small Mosaic GPU kernel. A block has a piece, each of its warpgroups a share of the tokens, and each thread a head:
+it sums its share in the order of tokens, and adds what the shares before came to, in their order, whatever else is in
+the batch. Threads have their results side by side in memory for a whole share, and so write them 16 bytes at a time.
 """
 
 from collections.abc import Mapping

@@ -17,8 +17,11 @@ from pallas_kernels.mosaic_rows import INTERPRETED, LOAD_BYTES, Piece, row_piece
 from pallas_kernels.mosaic_steps import Limits, silu, step_of
 from pallas_kernels.ssd_shapes import Sizes
 
-# Numbers of a state that a block holds in registers: 64 for each of its threads.
-MOST_NUMBERS = 8192
+# Numbers of a state that a block holds in registers, 32 for each of its threads; with 64 fewer blocks are at work.
+_NUMBERS = 4096
+# Rows that the layout of a block needs.
+_LEAST_ROWS = 8
+MOST_COLUMNS = 1024
 _DTYPES = ("float32", "bfloat16", "float16")
 
 Ref = Any
@@ -36,8 +39,8 @@ def refusal(states: Array, xbc: Array) -> str | None:
             return f"{name} must be one of {', '.join(_DTYPES)}, got {array.dtype}"
     if states.shape[2] % 8 or states.shape[3] % 8:
         return f"head_dim and d_state must be multiples of 8, got {states.shape[2]} and {states.shape[3]}"
-    if states.shape[3] > MOST_NUMBERS // 8:
-        return f"d_state must be at most {MOST_NUMBERS // 8}, got {states.shape[3]}"
+    if states.shape[3] > MOST_COLUMNS:
+        return f"d_state must be at most {MOST_COLUMNS}, got {states.shape[3]}"
     return None
 
 
@@ -117,7 +120,7 @@ class Kernel:
     @property
     def rows(self) -> int:
         """Rows of a head's state that a block steps."""
-        most = MOST_NUMBERS // self.sizes.d_state
+        most = max(_LEAST_ROWS, _NUMBERS // self.sizes.d_state)
         return next(
             rows
             for rows in range(self.sizes.head_dim, 0, -1)

@@ -24,6 +24,8 @@ from pallas_kernels.index_topk import (
 )
 from pallas_kernels.index_topk.cases import CASES
 from pallas_kernels.index_topk.mosaic_places import CHUNK
+from pallas_kernels.mosaic_teams import LARGE
+from pallas_kernels.mosaic_teams import SMALL as SMALL_TEAM
 from pallas_kernels.tolerances import SCORE
 from tests.pallas_kernels.contract import bits, cases, compiled, implementations
 
@@ -154,15 +156,23 @@ def test_queries_of_eight_bits_give_what_their_numbers_say():
 
 @pytest.fixture
 def ways(monkeypatch):
-    """Says which of its ways the choosing kernel is built for, whatever the sizes."""
+    """Says which of its ways the choosing kernel is built for, and of how many warpgroups, whatever the sizes."""
     select: Any = mosaic_select.select
 
-    def say(in_one_pass):
+    def say(in_one_pass, team):
         monkeypatch.setattr(mosaic_select, "suits", lambda keys, topk: in_one_pass)
+        monkeypatch.setattr(mosaic_select, "_team_for", lambda tokens, keys, topk: team)
         select.clear_cache()
 
     yield say
     select.clear_cache()
+
+
+every_way = pytest.mark.parametrize(
+    ("in_one_pass", "team"),
+    [(True, LARGE), (True, SMALL_TEAM), (False, LARGE), (False, SMALL_TEAM)],
+    ids=["lists", "lists, small team", "longer way", "longer way, small team"],
+)
 
 
 @pytest.mark.slow
@@ -173,10 +183,10 @@ def ways(monkeypatch):
         (((3, 400), (1, 70), (0, 0)), True),
     ],
 )
-@pytest.mark.parametrize("in_one_pass", [True, False])
-def test_interpreted_kernels_choose_what_a_sort_chooses(rows, few_values, in_one_pass, ways):
+@every_way
+def test_interpreted_kernels_choose_what_a_sort_chooses(rows, few_values, in_one_pass, team, ways):
     """Keys and queries are small integers, so that both score exactly alike; many scores are equal."""
-    ways(in_one_pass)
+    ways(in_one_pass, team)
     case = replace(
         SMALL[0],
         rows=rows,
@@ -200,6 +210,52 @@ def test_interpreted_kernels_choose_what_a_sort_chooses(rows, few_values, in_one
     for one, other in zip(found, xla.index_topk(**inputs), strict=True):
         assert np.array_equal(one, other)
     assert not races
+
+
+@pytest.mark.gpu
+@every_way
+def test_on_a_card_each_way_chooses_what_a_stable_sort_does(in_one_pass, team, ways):
+    """Rows of all kinds, seen in part, by more blocks than there are multiprocessors; the same bits again."""
+    ways(in_one_pass, team)
+    rng, topk, keys = np.random.default_rng(5), 2048, 4 * CHUNK
+    plain = rng.standard_normal((290, keys)).astype(np.float32)
+    plain[10:20] = np.round(plain[10:20])
+    plain[20:25] = 0.5
+    plain[25:30] = np.sort(plain[25:30])
+    plain[30:35] **= 9
+    plain[35:40] *= 1e-38
+    plain[40:45] = np.where(plain[40:45] > 1, np.inf, plain[40:45])
+    # What one warp sees of a row holds all that is large.
+    plain[45:50, :4096] += 9
+    seen = rng.integers(topk + 1, keys + 1, len(plain)).astype(np.int32)
+    seen[:60], seen[60:70] = keys, rng.integers(0, topk + 2, 10)
+    table = jnp.arange(keys // 64, dtype=jnp.int32)[None]
+    rows = jnp.zeros(len(plain), jnp.int32)
+    options = {"topk": topk, "page_size": 64, "num_slots": keys}
+    select: Any = mosaic_select.select
+    found = [
+        np.asarray(select(jnp.asarray(plain), jnp.asarray(seen), rows, table, **options))
+        for _ in range(2)
+    ]
+    assert np.array_equal(*found)
+    for row, known, slots in zip(plain, seen, found[0], strict=True):
+        best = np.sort(np.argsort(-row[:known], kind="stable")[:topk])
+        assert np.array_equal(slots[: len(best)], best)
+        assert (slots[len(best) :] == keys).all()
+
+
+@pytest.mark.parametrize(
+    ("tokens", "keys", "topk", "team"),
+    [
+        (132, 2**15, 2048, LARGE),
+        (133, 2**15, 2048, SMALL_TEAM),
+        (133, 2**15, 4096, LARGE),
+        (133, 2**15 + CHUNK, 2048, LARGE),
+        (133, 2**18, 2048, LARGE),
+    ],
+)
+def test_small_teams_choose_where_two_blocks_share_a_multiprocessor(tokens, keys, topk, team):
+    assert mosaic_select._team_for(tokens, keys, topk) == team
 
 
 def test_rows_and_lists_that_shared_memory_cannot_hold_go_the_longer_way():
