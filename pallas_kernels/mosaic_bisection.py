@@ -21,14 +21,11 @@ from jax import Array, lax
 
 from pallas_kernels.mosaic_lists import append
 from pallas_kernels.mosaic_rows import flat_pieces
-from pallas_kernels.mosaic_teams import LIST, PIECE, Team
+from pallas_kernels.mosaic_teams import PIECE, Team
 from pallas_kernels.mosaic_warps import WARPS, meet_all, store_warp_sums, sum_of_warps
 from pallas_kernels.ordered_floats import from_ordered, ordered
 
 Ref = Any
-
-FEW = LIST // 2
-"""Numbers that are listed without fear that one warp has most of them."""
 
 _ENOUGH = 1.2
 """How many more samples than wanted may reach a guess."""
@@ -186,7 +183,9 @@ class Bisection(ABC):
                 found.fits | bracket.is_one_value,
             )
 
-        state = (bracket, listed, jnp.int32(FEW), is_listed)
+        # So many are listed without fear that one warp has most of them.
+        few = jnp.int32(self.team.listed // 2)
+        state = (bracket, listed, few, is_listed)
         bracket, listed, _, _ = lax.while_loop(is_unlisted, list_it, state)
 
         def in_list(bound: Array) -> tuple[Array, Array]:

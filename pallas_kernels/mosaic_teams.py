@@ -11,9 +11,6 @@ from pallas_kernels.mosaic_warps import WARPS
 PIECE = 512
 """Numbers that a warpgroup loads at once: four for each thread."""
 
-LIST = 8192
-"""Numbers that a block can list in shared memory, in equal parts for its warps."""
-
 
 @dataclass(frozen=True)
 class Team:
@@ -21,9 +18,11 @@ class Team:
 
     Attributes:
         warpgroups: how many; 2 or 4.
+        listed: numbers that the block can list in shared memory, in equal parts for its warps.
     """
 
     warpgroups: int
+    listed: int
 
     @property
     def warps(self) -> int:
@@ -33,20 +32,20 @@ class Team:
     @property
     def room(self) -> int:
         """Numbers that the list holds for each warp."""
-        return LIST // self.warps
+        return self.listed // self.warps
 
     def scratch(self) -> dict[str, Any]:
         """Returns what a block needs in shared memory, by the names that a `Bisection` knows it by."""
         return {
-            "found": plgpu.SMEM((LIST,), jnp.float32),
+            "found": plgpu.SMEM((self.listed,), jnp.float32),
             "ints": plgpu.SMEM((self.warps, 2), jnp.int32),
             "floats": plgpu.SMEM((self.warps, 2), jnp.float32),
             "met": plgpu.Barrier(num_arrivals=self.warpgroups),
         }
 
 
-LARGE = Team(4)
+LARGE = Team(4, 8192)
 """For few rows: each is done as soon as can be."""
 
-SMALL = Team(2)
-"""For many rows: two blocks share a multiprocessor, and one works while the other waits."""
+SMALL = Team(2, 4096)
+"""For many rows: blocks share a multiprocessor, and some work while others wait."""

@@ -25,7 +25,7 @@ from pallas_kernels.index_topk.mosaic_marks import (
 from pallas_kernels.mosaic_bisection import HIGHEST, LOWEST, midpoint
 from pallas_kernels.mosaic_row_blocks import fold_ahead
 from pallas_kernels.mosaic_rows import row_pieces
-from pallas_kernels.mosaic_teams import LIST, PIECE, Team
+from pallas_kernels.mosaic_teams import LARGE, PIECE, Team
 from pallas_kernels.mosaic_warps import WARPS
 from pallas_kernels.ordered_floats import from_ordered, ordered
 
@@ -34,14 +34,16 @@ Ref = Any
 MOST_KEYS = 2**17
 """Keys of a row that there are marks for."""
 
-MOST_CHOSEN = 2**12
-"""Keys that may be chosen; the lists hold twice as many, and shared memory has no room for more beside the marks."""
+MOST_CHOSEN = LARGE.listed // 2
+"""Keys that may be chosen; shared memory has no room for longer lists beside the marks."""
 
 SAMPLES = 16
 """Pieces that a guess is made from."""
 
 _WORDS, _TOGETHER = 128, 4
-_MARGIN, _ENOUGH = 1.3, 1.4
+# What the guess is to let through, and how much more it may, as multiples of what is chosen: where the lists hold four
+# times as much, and where they hold less.
+_LOOSE, _TIGHT = (1.3, 1.4), (1.25, 1.15)
 # Rows of the table: two for questions in turn, and one for each other thing that is asked.
 _ABOVE, _LARGEST, _MARKED, _ROWS = 2, 3, 4, 5
 
@@ -51,15 +53,15 @@ def suits(keys: int, topk: int) -> bool:
     return keys <= MOST_KEYS and topk <= MOST_CHOSEN
 
 
-def shared_bytes(keys: int) -> int:
-    """Returns about how many bytes of shared memory both lists and the marks take."""
-    return 8 * LIST + keys
+def shared_bytes(keys: int, team: Team) -> int:
+    """Returns how many bytes of shared memory both lists and the marks take."""
+    return 8 * team.listed + keys
 
 
 def scratch_once(keys: int, team: Team) -> dict[str, Any]:
     """Returns what this way needs in shared memory, beside what its team does."""
     return {
-        "where": plgpu.SMEM((LIST,), jnp.int32),
+        "where": plgpu.SMEM((team.listed,), jnp.int32),
         "answers": plgpu.SMEM((_ROWS, team.warps), jnp.int32),
         "marks": plgpu.SMEM((team.warps, keys // team.warps // 4), jnp.int32),
     }
@@ -105,11 +107,12 @@ class Once:
             samples.append(self.fetch(start))
         count = SAMPLES * jnp.minimum(seen, PIECE)
         share = count.astype(jnp.float32) / seen.astype(jnp.float32)
-        wanted = _MARGIN * self.block.topk * share
+        margin, enough = _LOOSE if self.block.team.listed >= 4 * self.block.topk else _TIGHT
+        wanted = margin * self.block.topk * share
 
         def is_open(bounds: Bounds) -> Array:
             is_wide = bounds.high - bounds.low != 1
-            return is_wide & (bounds.above.astype(jnp.float32) > _ENOUGH * wanted)
+            return is_wide & (bounds.above.astype(jnp.float32) > enough * wanted)
 
         low, high = ordered(jnp.float32(LOWEST)), ordered(jnp.float32(HIGHEST))
         start = Bounds(low, high, count, jnp.int32(0))

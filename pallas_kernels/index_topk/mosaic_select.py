@@ -39,7 +39,7 @@ Ref = Any
 STEP = 2048
 
 # Of shared memory, for what is as large for any row.
-_OTHER_BYTES = 4096
+_OTHER_BYTES = 3072
 # The first list is to hold somewhat more scores than are chosen.
 _MARGIN = 1.3
 
@@ -99,9 +99,9 @@ def select(
 
 def _team_for(tokens: int, keys: int, topk: int) -> Team:
     """Returns what was fastest: small teams where multiprocessors have rows and room for two."""
-    if tokens <= NUM_MULTIPROCESSORS or not suits(keys, topk):
+    if tokens <= NUM_MULTIPROCESSORS or not suits(keys, topk) or 2 * topk > SMALL.listed:
         return LARGE
-    needed = shared_bytes(keys) + 4 * topk + _OTHER_BYTES + RESERVED_BYTES_PER_BLOCK
+    needed = shared_bytes(keys, SMALL) + 4 * topk + _OTHER_BYTES + RESERVED_BYTES_PER_BLOCK
     return SMALL if 2 * needed <= SHARED_BYTES else LARGE
 
 

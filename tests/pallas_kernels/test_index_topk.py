@@ -225,8 +225,9 @@ def test_on_a_card_each_way_chooses_what_a_stable_sort_does(in_one_pass, team, w
     plain[30:35] **= 9
     plain[35:40] *= 1e-38
     plain[40:45] = np.where(plain[40:45] > 1, np.inf, plain[40:45])
-    # What one warp sees of a row holds all that is large.
     plain[45:50, :4096] += 9
+    # All that is large is in two of the lists, or in one, which cannot hold it.
+    plain[50:55, np.arange(keys) // 128 % 8 == 3] += 9
     seen = rng.integers(topk + 1, keys + 1, len(plain)).astype(np.int32)
     seen[:60], seen[60:70] = keys, rng.integers(0, topk + 2, 10)
     table = jnp.arange(keys // 64, dtype=jnp.int32)[None]
@@ -249,8 +250,9 @@ def test_on_a_card_each_way_chooses_what_a_stable_sort_does(in_one_pass, team, w
     [
         (132, 2**15, 2048, LARGE),
         (133, 2**15, 2048, SMALL_TEAM),
-        (133, 2**15, 4096, LARGE),
-        (133, 2**15 + CHUNK, 2048, LARGE),
+        (133, 2**13, 2049, LARGE),
+        (133, 2**16, 2048, SMALL_TEAM),
+        (133, 2**16 + CHUNK, 2048, LARGE),
         (133, 2**18, 2048, LARGE),
     ],
 )
