@@ -1,4 +1,4 @@
-"""Sums over the warps of a Mosaic GPU kernel, for which Pallas has no words, and where all of its warps meet.
+"""Sums over the warps of a Mosaic GPU kernel, for which Pallas has no words, and where its warps meet or pause.
 
 Arrays may have any layout that gives each thread whole vectors. Knows no op. The interpreter, which takes neither,
 gets the plain way: there a warpgroup's first warp does all, so that whoever reads must not care which warp did.
@@ -135,6 +135,18 @@ def meet_all(barrier: Ref, *, interpret: bool) -> None:
     @inline(arg_types=())
     def run(_: Value) -> None:
         llvm.inline_asm(None, [], "bar.sync 0;", "~{memory}", has_side_effects=True)
+
+    run()
+
+
+def pause(nanoseconds: int, *, interpret: bool) -> None:
+    """Lets a warpgroup wait for about so long, at most for twice as long."""
+    if interpret:
+        return
+
+    @inline(arg_types=())
+    def run(_: Value) -> None:
+        llvm.inline_asm(None, [], f"nanosleep.u32 {nanoseconds};", "", has_side_effects=True)
 
     run()
 

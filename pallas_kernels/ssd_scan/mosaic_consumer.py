@@ -12,6 +12,7 @@ and factors, they read before the outputs of the same piece are stored, and that
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import jax.experimental.pallas as pl
@@ -19,6 +20,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import Array, lax
 
+from pallas_kernels.mosaic_warps import pause
 from pallas_kernels.ssd_scan.mosaic_multiplier import (
     LESS,
     PASSED,
@@ -34,6 +36,8 @@ from pallas_kernels.ssd_scan.mosaic_task import Ref
 
 # Columns that a thread's registers have side by side.
 _EIGHT = 8
+# How much later other consumers than the first begin, about half of what a piece takes, and from how many pieces on.
+_LATE_NS, _LONG = 1200, 8
 # Squares of the state that are rounded at a time: more of them fill the registers.
 _ROUNDED = 2
 
@@ -52,6 +56,9 @@ class Consumer(Multiplier):
 
     def scan(self, met: Ref, read: Ref, *state: Ref) -> None:
         """Goes through the pieces of a row."""
+        # Consumers in step would all want the tensor cores at once, and then all none.
+        is_late = (self.number > 0) & (self.task.pieces >= _LONG)
+        pl.when(is_late)(partial(pause, _LATE_NS, interpret=self.kernel.interpret))
         for ref, part in zip(state, self.begun(), strict=True):
             ref[...] = part
 
