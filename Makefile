@@ -12,7 +12,7 @@ test: dev
 	$(PYTHON_IN_VENV) -m pytest -m "not slow and not gpu" -n 2 --dist loadfile
 
 test-all: dev
-	$(PYTHON_IN_VENV) -m pytest
+	$(PYTHON_IN_VENV) -m pytest -n 2 --dist loadfile
 
 lint: dev
 	$(PYTHON_IN_VENV) -m ruff check $(PACKAGES)

@@ -1,7 +1,9 @@
 """Strict JAX settings, shape checks on our own packages, and skips for what this machine lacks."""
 
+import gc
 import importlib.util
 import os
+from pathlib import Path
 
 # The Mosaic GPU interpreter runs one host thread per warpgroup; XLA's CPU pool must be larger than the cores of
 # a small machine or it deadlocks, and the pool is sized when JAX is imported.
@@ -33,3 +35,17 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
         if "torch" in item.keywords and not has_torch:
             item.add_marker(pytest.mark.skip(reason="needs torch and transformers"))
+
+
+# Linux lets a process have 65530, and compiled programs take some each; one more, and XLA crashes.
+_MANY_MAPS = 20_000
+_MAPS = Path("/proc/self/maps")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def few_programs():
+    """Forgets what was compiled, after a module, once it takes much of what the process may map."""
+    yield
+    if _MAPS.exists() and len(_MAPS.read_bytes().splitlines()) > _MANY_MAPS:
+        jax.clear_caches()
+        gc.collect()
