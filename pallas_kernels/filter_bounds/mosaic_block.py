@@ -150,7 +150,7 @@ class Block(Bisection):
         return jnp.exp2((x - self.best) * self.factor)
 
     def visit_row(self, visit: Callable[[Array, Any], Any], state: Any) -> Any:  # noqa: ANN401 - a pytree
-        """Folds over every fourth chunk of the row; places that another chunk has hold -inf."""
+        """Folds over the warpgroup's share of the chunks of the row; places that another chunk has hold -inf."""
         chunks = -(-self.vocab // CHUNK)
         turns = lax.div(chunks - self.warpgroup + self.team.warpgroups - 1, self.team.warpgroups)
         place = plgpu.broadcasted_iota(jnp.int32, (PIECE,), 0, layout=self.layout)

@@ -41,8 +41,8 @@ SAMPLES = 16
 """Pieces that a guess is made from."""
 
 _WORDS, _TOGETHER = 128, 4
-# What the guess is to let through, and how much more it may, as multiples of what is chosen: where the lists hold four
-# times as much, and where they hold less.
+# What the guess is to let through, as a multiple of what is chosen, and how much more of that it may: where the lists
+# hold four times what is chosen, and where they hold less.
 _LOOSE, _TIGHT = (1.3, 1.4), (1.25, 1.15)
 # Rows of the table: two for questions in turn, and one for each other thing that is asked.
 _ABOVE, _LARGEST, _MARKED, _ROWS = 2, 3, 4, 5

@@ -44,7 +44,7 @@ _OTHER_BYTES = 3072
 _MARGIN = 1.3
 
 
-@partial(jax.jit, static_argnames=("topk", "page_size", "num_slots", "team", "interpret"))
+@partial(jax.jit, static_argnames=("topk", "page_size", "num_slots", "interpret"))
 def select(
     scores: Float32[Array, "tokens keys"],
     seen: Int[Array, " tokens"],
@@ -54,7 +54,6 @@ def select(
     topk: int,
     page_size: int,
     num_slots: int,
-    team: Team | None = None,
     interpret: bool = False,
 ) -> Int[Array, "tokens topk"]:
     """Returns the slots of the `topk` largest of each token's first `seen` scores, as `api.index_topk` orders them.
@@ -67,12 +66,11 @@ def select(
         topk: how many are chosen.
         page_size: tokens per page, a power of two.
         num_slots: what unused places hold.
-        team: the warpgroups of a block; those that were fastest for so many tokens if `None`.
         interpret: run on the CPU, slowly.
     """
     tokens, keys = scores.shape
-    room = -(-topk // PIECE) * PIECE
-    team = _team_for(tokens, keys, topk) if team is None else team
+    room = _room(topk)
+    team = _team_for(tokens, keys, topk)
     shared = {"places": plgpu.SMEM((room,), jnp.int32)}
     if suits(keys, topk):
         shared |= scratch_once(keys, team)
@@ -97,11 +95,16 @@ def select(
     return slots[:, :topk]
 
 
+def _room(topk: int) -> int:
+    """Returns how many places there are for what is chosen."""
+    return -(-topk // PIECE) * PIECE
+
+
 def _team_for(tokens: int, keys: int, topk: int) -> Team:
     """Returns what was fastest: small teams where multiprocessors have rows and room for two."""
     if tokens <= NUM_MULTIPROCESSORS or not suits(keys, topk) or 2 * topk > SMALL.listed:
         return LARGE
-    needed = shared_bytes(keys, SMALL) + 4 * topk + _OTHER_BYTES + RESERVED_BYTES_PER_BLOCK
+    needed = shared_bytes(keys, SMALL) + 4 * _room(topk) + _OTHER_BYTES + RESERVED_BYTES_PER_BLOCK
     return SMALL if 2 * needed <= SHARED_BYTES else LARGE
 
 

@@ -45,7 +45,7 @@ _SOME_ROWS = 32
 # Numbers along the contraction from which unfolded rows of x save more than a cluster's meeting takes.
 _LONG = 8192
 # Folds with which eight rows of x are half as much to fetch as the weight.
-_MOST_FOLDS = 4
+_CHEAP_FOLDS = 4
 # Blocks that are enough: for up to 8 rows of a large weight, else for few rows, and for many rows.
 _ENOUGH_BLOCKS = (200, 128, 96)
 _LARGE_BYTES = 24 * 2**20
@@ -253,7 +253,7 @@ def _cuts(geometry: Geometry) -> list[_Cut]:
     wanted = _ENOUGH_BLOCKS[2 if not few else 0 if large else 1]
     blocks = {cut: ceil(geometry.out / cut.columns) * cut.splits for cut in cuts}
     # Eight folds fetch as much of x as of the weight; for more blocks that is no bargain.
-    least = {cut: _ENOUGH_BLOCKS[1] if cut.folds == _MOST_FOLDS else wanted for cut in cuts}
+    least = {cut: _ENOUGH_BLOCKS[1] if cut.folds == _CHEAP_FOLDS else wanted for cut in cuts}
     enough = [cut for cut in cuts if blocks[cut] >= min(wanted, least[cut])]
     rest = sorted((cut for cut in cuts if cut not in enough), key=lambda cut: -blocks[cut])
     return [*enough, *rest]

@@ -114,6 +114,8 @@ CASES = (
     Case("wide", Rows((70, 3), (0, 130), 1, snapshots=True), 2, 128, 64, chunk_size=128, ci=True),
     Case("large-state", Rows((65,), (5,)), 2, 64, 256, chunk_size=64, gated=True, ci=True),
     Case("only-padding", Rows((0, 0), (0, 9), 1, 8), 2, 64, 128, chunk_size=64, ci=True),
+    # 10 and 9 pieces: enough for consumers that begin apart.
+    Case("long", Rows((640, 517), (0, 59)), 4, 64, 128, groups=2, chunk_size=64, ci=True),
     Case("t16384-h128-g8", _RAGGED, 128, groups=8),
     Case(
         "t16384-h128-g8-snapshots",

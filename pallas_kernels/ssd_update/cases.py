@@ -77,6 +77,7 @@ CASES = (
     Case("one-row", 1, 2, 64, 128, groups=1, ci=True),
     Case("rounded", 3, 2, 64, 128, groups=2, padding_rows=1, state_dtype=None, ci=True),
     Case("wide", 2, 2, 128, 256, groups=1, gated=True, ci=True),
+    Case("eighty", 3, 2, 80, 128, groups=1, ci=True),
     Case("narrow", 2, 4, 64, 64, groups=4, ci=True),
     Case("only-padding", 0, 2, 64, 128, groups=1, padding_rows=2, ci=True),
     Case("b1", 1),

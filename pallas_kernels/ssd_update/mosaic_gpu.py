@@ -19,6 +19,7 @@ from pallas_kernels.ssd_shapes import Sizes
 
 # Numbers of a state that a block holds in registers, 32 for each of its threads; with 64 fewer blocks are at work.
 _NUMBERS = 4096
+_THREADS = 128
 # Rows that the layout of a block needs.
 _LEAST_ROWS = 8
 MOST_COLUMNS = 1024
@@ -119,13 +120,15 @@ class Kernel:
 
     @property
     def rows(self) -> int:
-        """Rows of a head's state that a block steps."""
+        """Rows of a head's state that a block steps, if that can be as many as all threads load at once."""
         most = max(_LEAST_ROWS, _NUMBERS // self.sizes.d_state)
-        return next(
+        at_once = _THREADS * (LOAD_BYTES // self.itemsize) // self.columns
+        able = [
             rows
-            for rows in range(self.sizes.head_dim, 0, -1)
-            if self.sizes.head_dim % rows == 0 and rows <= most
-        )
+            for rows in range(min(most, self.sizes.head_dim), 0, -1)
+            if self.sizes.head_dim % rows == 0
+        ]
+        return next((rows for rows in able if rows % at_once == 0), able[0])
 
     @property
     def shares(self) -> int:

@@ -214,10 +214,11 @@ def test_interpreted_kernels_choose_what_a_sort_chooses(rows, few_values, in_one
 
 @pytest.mark.gpu
 @every_way
-def test_on_a_card_each_way_chooses_what_a_stable_sort_does(in_one_pass, team, ways):
+@pytest.mark.parametrize(("keys", "topk"), [(4 * CHUNK, 2048), (CHUNK, 1000), (8 * CHUNK, 2048)])
+def test_on_a_card_each_way_chooses_what_a_stable_sort_does(in_one_pass, team, keys, topk, ways):
     """Rows of all kinds, seen in part, by more blocks than there are multiprocessors; the same bits again."""
     ways(in_one_pass, team)
-    rng, topk, keys = np.random.default_rng(5), 2048, 4 * CHUNK
+    rng = np.random.default_rng(5)
     plain = rng.standard_normal((290, keys)).astype(np.float32)
     plain[10:20] = np.round(plain[10:20])
     plain[20:25] = 0.5

@@ -127,7 +127,7 @@ def test_interpreted_exact_weights_lose_next_to_nothing_to_rounding():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["chunks-64", "wide", "only-padding"])
+@pytest.mark.parametrize("name", ["chunks-64", "wide", "only-padding", "long"])
 @pytest.mark.parametrize(
     "schedule", [Schedule(1, 2), Schedule(1, 3), Schedule(2, 2), Schedule(2, 3)]
 )
