@@ -3,6 +3,7 @@
 from functools import partial
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -90,7 +91,7 @@ def test_rows_do_not_see_each_other(implementation):
 def test_interpreted_it_finds_what_the_sort_finds(kind, top_k, top_p):
     case = Case("interpreted", 2, 10244, top_k, top_p, kind=kind)
     inputs: dict[str, Any] = {k: jnp.asarray(v) for k, v in case.inputs(5).items()}
-    found = mosaic_gpu.filter_bounds(**inputs, interpret=True)
+    found = jax.block_until_ready(mosaic_gpu.filter_bounds(**inputs, interpret=True))
     races = interpreter.get_races().races_found
     interpreter.reset_gpu_interpret_mode_state()
     assert bits(found) == bits(xla.filter_bounds(**inputs))
