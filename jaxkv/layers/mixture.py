@@ -139,47 +139,37 @@ def _ask_in_order(
     *,
     implementation: str,
 ) -> Float[Array, "tokens width"]:
-    """Gives each expert its own tokens, a block of tokens at a time."""
-    up = params["experts_up"]
-    block = max(1, _MOST_SORTED // (chosen.shape[1] * max(up.shape[1:])))
+    """Gives each expert its own tokens, and adds up each token's answers in the order in which it asked.
+
+    The (token, expert) pairs of a block of tokens at a time are sorted by expert.
+    """
+    up, top_k = params["experts_up"], chosen.shape[1]
+    experts = jnp.arange(up.shape[0])
 
     def run(
         x: Float[Array, "block width"],
         chosen: Int[Array, "block top_k"],
         weights: Float[Array, "block top_k"],
     ) -> Float[Array, "block width"]:
-        return _ask_sorted(params, x, chosen, weights, bend, implementation=implementation)
+        asked = chosen.reshape(-1)
+        order = jnp.argsort(asked, stable=True)
+        sizes = jnp.sum((asked[None, :] == experts[:, None]).astype(jnp.int32), axis=1)
+        multiply = partial(grouped_matmul, group_sizes=sizes, implementation=implementation)
 
-    return _in_blocks(run, block, x, chosen, weights)
+        def with_bias(said: Float[Array, "asked out"], name: str) -> Float[Array, "asked out"]:
+            if name not in params:
+                return said
+            return said.astype(jnp.float32) + params[name][asked[order]].astype(jnp.float32)
 
+        inner = with_bias(multiply(up, x[order // top_k]), "experts_up_bias")
+        inner = bend(inner).astype(x.dtype)
+        said = multiply(params["experts_down"], inner, group_axis=1)
+        said = with_bias(said, "experts_down_bias")
+        places = jnp.zeros_like(order).at[order].set(jnp.arange(len(order)), unique_indices=True)
+        said = said[places].astype(jnp.float32).reshape(*chosen.shape, -1)
+        return jnp.sum(said * weights[:, :, None], axis=1).astype(x.dtype)
 
-def _ask_sorted(
-    params: Mapping[str, Array],
-    x: Float[Array, "tokens width"],
-    chosen: Int[Array, "tokens top_k"],
-    weights: Float[Array, "tokens top_k"],
-    bend: Callable[[Float[Array, "asked inner"]], Float[Array, "asked size"]],
-    *,
-    implementation: str,
-) -> Float[Array, "tokens width"]:
-    """Sorts the (token, expert) pairs by expert, and adds up each token's answers in the order in which it asked."""
-    asked, top_k = chosen.reshape(-1), chosen.shape[1]
-    experts = jnp.arange(params["experts_up"].shape[0])
-    order = jnp.argsort(asked, stable=True)
-    sizes = jnp.sum((asked[None, :] == experts[:, None]).astype(jnp.int32), axis=1)
-    run = partial(grouped_matmul, group_sizes=sizes, implementation=implementation)
-
-    def with_bias(said: Float[Array, "asked out"], name: str) -> Float[Array, "asked out"]:
-        if name not in params:
-            return said
-        return said.astype(jnp.float32) + params[name][asked[order]].astype(jnp.float32)
-
-    inner = with_bias(run(params["experts_up"], x[order // top_k]), "experts_up_bias")
-    inner = bend(inner).astype(x.dtype)
-    said = with_bias(run(params["experts_down"], inner, group_axis=1), "experts_down_bias")
-    places = jnp.zeros_like(order).at[order].set(jnp.arange(len(order)), unique_indices=True)
-    said = said[places].astype(jnp.float32).reshape(*chosen.shape, -1)
-    return jnp.sum(said * weights[:, :, None], axis=1).astype(x.dtype)
+    return _in_blocks(run, max(1, _MOST_SORTED // (top_k * max(up.shape[1:]))), x, chosen, weights)
 
 
 def _ask_some(
