@@ -1,7 +1,8 @@
 """The Mosaic GPU kernel that scores keys of 8 bits: a block multiplies a run of a row's pages with one tile of queries.
 
 Keys are the left operand, 64 at a time, and the heads of a tile's queries the right one, so that what a key scores is a
-sum along a row of the product, most of which lies in one thread.
+sum along a row of the product, most of which lies in one thread. What a key scores does not depend on how queries are
+packed, to the bit.
 """
 
 from collections.abc import Mapping
@@ -18,15 +19,11 @@ from jaxtyping import Float32, Int, Shaped, UInt8
 from pallas_kernels.device import MOST_ON_AN_AXIS, NUM_MULTIPROCESSORS
 from pallas_kernels.index_topk.scoring import tiles_of
 from pallas_kernels.mosaic_loads import load_floats
+from pallas_kernels.mosaic_products import ROWS, TRANSFORMS, WIDTH, start_product, wait_for
 from pallas_kernels.mosaic_rows import INTERPRETED
 
 Ref = Any
-# What makes transforms whole classes is private to JAX.
-_transform: Any = plgpu
-
-TILE = 64
-DIM = 128
-_ROW_TILE = 8
+TILE, DIM = ROWS, WIDTH
 _WGMMA = plgpu.Layout.WGMMA
 _SCALE_BYTES = 4
 
@@ -34,9 +31,14 @@ _SCALE_BYTES = 4
 _COLUMNS = 128
 # Packed queries that share what is read of the keys.
 _TOGETHER = 2
-# Tiles of keys on their way to a block, and blocks of a multiprocessor. More stages leave no room for four blocks, and
-# the last ones then wait for a second wave.
-_STAGES, _BLOCKS = 4, 4
+# Products that are added up in float32 (`mosaic_products`).
+_PARTS = 2
+# Tiles of keys on their way to a warpgroup. More leave no room for four blocks of a multiprocessor, and the last ones
+# then wait for a second wave.
+_STAGES = 4
+# Up to so many columns a block is one warpgroup, and a multiprocessor has four. For more it is three, alone there: as
+# many as registers suffice for, of which a compiler that knows of one warpgroup would take too many.
+_NARROW, _BLOCKS, _WARPGROUPS = 64, 4, 3
 
 
 def refusal(q: Array, index_pages: Array) -> str | None:
@@ -82,9 +84,10 @@ def score(
     arrays |= _pages(index_pages, interpret=interpret) | {"page_table": page_table}
     num_tiles, columns, _ = arrays["q"].shape
     page_size = index_pages.shape[1]
-    shares = max(1, _BLOCKS * NUM_MULTIPROCESSORS // num_tiles)
-    shares = min(shares, max(1, page_table.shape[1] * page_size // (4 * TILE)))
-    shared = _shared(columns, interpret=interpret)
+    warpgroups, blocks = (1, _BLOCKS) if columns <= _NARROW else (_WARPGROUPS, 1)
+    shares = max(1, blocks * NUM_MULTIPROCESSORS // num_tiles)
+    shares = min(shares, max(1, page_table.shape[1] * page_size // (4 * TILE * warpgroups)))
+    shared = _shared(columns, warpgroups, interpret=interpret)
 
     def body(*refs: Ref) -> None:
         named = dict(zip((*arrays, "scores", *shared), refs, strict=True))
@@ -95,6 +98,8 @@ def score(
         out_type=jax.ShapeDtypeStruct((len(q), keys), jnp.float32),
         grid=(num_tiles, shares),
         grid_names=("tile", "share"),
+        num_threads=warpgroups,
+        thread_name="warpgroup",
         scratch_types=tuple(shared.values()),
         compiler_params=plgpu.CompilerParams(
             lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
@@ -137,25 +142,23 @@ def _pages(index_pages: Array, *, interpret: bool) -> dict[str, Array]:
     return {"numbers": numbers.reshape(num_pages, *by_twos, DIM), "bytes": flat}
 
 
-def _shared(columns: int, *, interpret: bool) -> dict[str, Any]:
+def _shared(columns: int, warpgroups: int, *, interpret: bool) -> dict[str, Any]:
     """Returns what a block needs in shared memory; tiles of keys have a second view, where pairs of rows land."""
-    swizzle = _transform.SwizzleTransform(DIM)
-    tiled = (_transform.TilingTransform((_ROW_TILE, DIM)), swizzle)
-    fp8 = jnp.float8_e4m3fn
-    keys = plgpu.SMEM((_STAGES, TILE, DIM), fp8, transforms=tiled)
-    pairs = plgpu.SMEM((_STAGES, TILE // 2, 2, DIM), fp8, transforms=(swizzle,))
+    fp8, slots = jnp.float8_e4m3fn, warpgroups * _STAGES
+    keys = plgpu.SMEM((slots, TILE, DIM), fp8, transforms=TRANSFORMS)
+    pairs = plgpu.SMEM((slots, TILE // 2, 2, DIM), fp8, transforms=TRANSFORMS[1:])
     return {
         "keys": keys if interpret else plgpu.RefUnion(keys, pairs),
-        "scales": plgpu.SMEM((_STAGES, TILE * _SCALE_BYTES), jnp.uint8),
-        "queries": plgpu.SMEM((columns, DIM), fp8, transforms=tiled),
-        "arrived": plgpu.Barrier(num_arrivals=2, num_barriers=_STAGES),
+        "scales": plgpu.SMEM((slots, TILE * _SCALE_BYTES), jnp.uint8),
+        "queries": plgpu.SMEM((columns, DIM), fp8, transforms=TRANSFORMS),
+        "arrived": plgpu.Barrier(num_arrivals=2, num_barriers=slots),
         "q_arrived": plgpu.Barrier(),
-        "read": plgpu.Barrier(),
+        "read": plgpu.Barrier(num_barriers=warpgroups),
     }
 
 
 class _Block:
-    """One block at work on its share of a tile's keys."""
+    """One block at work on its share of a tile's keys, of which each warpgroup has an equal part."""
 
     def __init__(
         self, refs: Mapping[str, Ref], *, heads: int, page_size: int, interpret: bool
@@ -165,7 +168,8 @@ class _Block:
         self.keys, self.landing = [refs["keys"]] * 2 if interpret else refs["keys"]
         self.heads, self.page_size = heads, page_size
         self.num_queries = refs["weights"].shape[1] // heads
-        self.tile = lax.axis_index("tile")
+        self.tile, self.warpgroup = lax.axis_index("tile"), lax.axis_index("warpgroup")
+        self.first_slot = self.warpgroup * _STAGES
         # Without these, each row is a tile of one query.
         self.row, self.first = (
             refs[name][self.tile] if name in refs else self.tile for name in ("row", "first")
@@ -173,20 +177,27 @@ class _Block:
         self.count: Any = refs["count"][self.tile] if "count" in refs else 1
 
     def run(self) -> None:
-        """Scores the share's tiles of keys, one after the other; some are on their way meanwhile."""
+        """Scores the warpgroup's tiles of keys, one after the other; some are on their way meanwhile."""
         count = lax.div(self.refs["needed"][self.tile] + TILE - 1, TILE)
-        shares = lax.axis_size("share")
+        warpgroups = lax.axis_size("warpgroup")
+        shares = lax.axis_size("share") * warpgroups
         per_share = lax.div(count + shares - 1, shares)
-        start = lax.axis_index("share") * per_share
+        start = (lax.axis_index("share") * warpgroups + self.warpgroup) * per_share
         stop = jnp.minimum(start + per_share, count)
         pl.when(start < stop)(partial(self.score_from, start, stop))
 
     def score_from(self, start: Array, stop: Array) -> None:
         """Scores some tiles of keys, at least one."""
         refs, q_arrived = self.refs, self.refs["q_arrived"]
-        plgpu.copy_gmem_to_smem(refs["q"].at[self.tile], refs["queries"], q_arrived)
-        for slot in range(_STAGES):
-            pl.when(start + slot < stop)(partial(self.fetch, start + slot, slot))
+
+        # It has tiles of keys if any other warpgroup has.
+        @pl.when(self.warpgroup == 0)
+        def _() -> None:
+            plgpu.copy_gmem_to_smem(refs["q"].at[self.tile], refs["queries"], q_arrived)
+
+        for ahead in range(_STAGES):
+            fetch = partial(self.fetch, start + ahead, self.first_slot + ahead)
+            pl.when(start + ahead < stop)(fetch)
         by_column = _WGMMA.reduce(0)
         weights = []
         for query in range(self.num_queries):
@@ -195,7 +206,7 @@ class _Block:
         plgpu.barrier_wait(q_arrived)
 
         def visit(tile: Array, state: list[Array]) -> list[Array]:
-            self.visit(tile, lax.rem(tile - start, _STAGES), stop, state)
+            self.visit(tile, self.first_slot + lax.rem(tile - start, _STAGES), stop, state)
             return state
 
         lax.fori_loop(start, stop, visit, weights)
@@ -222,8 +233,9 @@ class _Block:
         scores = [sums * scales for sums in self.sums(self.keys.at[slot], weights)]
         # The scales were read by threads, and what takes their place comes by another way.
         plgpu.commit_smem()
-        plgpu.barrier_arrive(refs["read"])
-        plgpu.barrier_wait(refs["read"])
+        read = refs["read"].at[self.warpgroup]
+        plgpu.barrier_arrive(read)
+        plgpu.barrier_wait(read)
         pl.when(tile + _STAGES < stop)(partial(self.fetch, tile + _STAGES, slot))
         for query, found in enumerate(scores):
             known = jnp.where(found == found, found, float("inf"))
@@ -235,17 +247,19 @@ class _Block:
 
     def sums(self, keys: Ref, weights: list[Array]) -> list[Array]:
         """Returns the sum over the heads of each query, before scales."""
-
-        def run(product: Ref) -> list[Array]:
-            plgpu.wgmma(product, keys, self.refs["queries"].transpose((1, 0)))
-            numbers = product[...]
-            return [
-                _weighed(numbers[:, query * self.heads : (query + 1) * self.heads], weight)
-                for query, weight in enumerate(weights)
-            ]
-
-        columns = self.num_queries * self.heads
-        return pl.run_scoped(run, plgpu.ACC((TILE, columns), jnp.float32))
+        started = [
+            start_product(keys, self.refs["queries"], part, _PARTS, interpret=self.interpret)
+            for part in range(_PARTS)
+        ]
+        first, *others = (
+            wait_for(product, later=_PARTS - 1 - part, interpret=self.interpret)
+            for part, product in enumerate(started)
+        )
+        products = sum(others, start=first)
+        return [
+            _weighed(products[:, query * self.heads : (query + 1) * self.heads], weight)
+            for query, weight in enumerate(weights)
+        ]
 
 
 def _weighed(products: Array, weights: Array) -> Array:

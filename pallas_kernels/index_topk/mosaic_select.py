@@ -101,11 +101,12 @@ def _room(topk: int) -> int:
 
 
 def _team_for(tokens: int, keys: int, topk: int) -> Team:
-    """Returns what was fastest: small teams where multiprocessors have rows and room for two."""
-    if tokens <= NUM_MULTIPROCESSORS or not suits(keys, topk) or 2 * topk > SMALL.listed:
+    """Returns what was fastest: short lists, and small teams where multiprocessors have rows and room for two."""
+    if not suits(keys, topk) or 2 * topk > SMALL.listed:
         return LARGE
+    alone = Team(LARGE.warpgroups, SMALL.listed)
     needed = shared_bytes(keys, SMALL) + 4 * _room(topk) + _OTHER_BYTES + RESERVED_BYTES_PER_BLOCK
-    return SMALL if 2 * needed <= SHARED_BYTES else LARGE
+    return SMALL if tokens > NUM_MULTIPROCESSORS and 2 * needed <= SHARED_BYTES else alone
 
 
 class _Block(Bisection):

@@ -18,10 +18,13 @@ def reports():
     return found
 
 
-def test_they_spill_no_register_and_fit_a_block_of_four_warpgroups(reports):
+def test_they_spill_no_register_and_fit_their_blocks(reports):
+    """A multiprocessor's registers are 128 for each thread of four warpgroups, and 168 of three: packed scores."""
     for name, report in reports.items():
         assert report["spilled"] == 0, name
-        assert 0 < max(report["registers"]) <= 128, name
+        largest, *others = sorted(report["registers"], reverse=True)
+        assert 0 < largest <= (168 if name == "index_topk packed" else 128), name
+        assert all(0 < registers <= 128 for registers in others), name
 
 
 def test_the_pool_of_keys_is_read_where_it_lies(reports):

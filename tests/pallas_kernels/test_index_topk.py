@@ -24,12 +24,13 @@ from pallas_kernels.index_topk import (
 )
 from pallas_kernels.index_topk.cases import CASES
 from pallas_kernels.index_topk.mosaic_places import CHUNK
-from pallas_kernels.mosaic_teams import LARGE
+from pallas_kernels.mosaic_teams import LARGE, Team
 from pallas_kernels.mosaic_teams import SMALL as SMALL_TEAM
 from pallas_kernels.tolerances import SCORE
 from tests.pallas_kernels.contract import bits, cases, compiled, implementations
 
 SMALL = [case for case in CASES if case.ci]
+ALONE = Team(LARGE.warpgroups, SMALL_TEAM.listed)
 every_implementation = implementations("mosaic_gpu", "xla")
 
 
@@ -170,8 +171,8 @@ def ways(monkeypatch):
 
 every_way = pytest.mark.parametrize(
     ("in_one_pass", "team"),
-    [(True, LARGE), (True, SMALL_TEAM), (False, LARGE), (False, SMALL_TEAM)],
-    ids=["lists", "lists, small team", "longer way", "longer way, small team"],
+    [(True, LARGE), (True, ALONE), (True, SMALL_TEAM), (False, LARGE), (False, SMALL_TEAM)],
+    ids=["lists", "short lists", "lists, small team", "longer way", "longer way, small team"],
 )
 
 
@@ -249,15 +250,16 @@ def test_on_a_card_each_way_chooses_what_a_stable_sort_does(in_one_pass, team, k
 @pytest.mark.parametrize(
     ("tokens", "keys", "topk", "team"),
     [
-        (132, 2**15, 2048, LARGE),
+        (132, 2**15, 2048, ALONE),
+        (132, 2**15, 2049, LARGE),
         (133, 2**15, 2048, SMALL_TEAM),
         (133, 2**13, 2049, LARGE),
         (133, 2**16, 2048, SMALL_TEAM),
-        (133, 2**16 + CHUNK, 2048, LARGE),
+        (133, 2**16 + CHUNK, 2048, ALONE),
         (133, 2**18, 2048, LARGE),
     ],
 )
-def test_small_teams_choose_where_two_blocks_share_a_multiprocessor(tokens, keys, topk, team):
+def test_lists_are_short_and_teams_small_where_that_was_fastest(tokens, keys, topk, team):
     assert mosaic_select._team_for(tokens, keys, topk) == team
 
 
