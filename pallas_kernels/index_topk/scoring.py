@@ -111,8 +111,8 @@ def _scores(
     dtype = jnp.float32 if jnp.float32 in (q.dtype, numbers.dtype) else jnp.bfloat16
     multiply = partial(jnp.einsum, precision="highest", preferred_element_type=jnp.float32)
     # Else XLA sees that both were of 8 bits, and multiplies these, which keeps some 14 bits of the sums.
-    wide = lax.optimization_barrier((q.astype(dtype), numbers.astype(dtype)))
-    products = multiply("qhd,cd->qhc", *wide)
+    wide = lax.optimization_barrier(q.astype(dtype))
+    products = multiply("qhd,cd->qhc", wide, numbers.astype(dtype))
     sums = multiply("qh,qhc->qc", weights, jnp.maximum(products, 0.0))
     scores = sums if scales is None else sums * scales.reshape(1, -1)
     return jnp.where(jnp.isnan(scores), jnp.inf, scores)
