@@ -1,8 +1,8 @@
 """Products of 8-bit floats that keep more digits than Hopper's tensor cores would, for which Pallas has no words.
 
 These cores add what they multiply to some 14 bits of the largest number at hand, the sum so far included
-(DeepSeek-V3, arXiv:2412.19437, section 3.3.2). A sum that begins anew for each part of the contracted dimension stays
-smaller, and so loses less; the parts are added in float32. Knows no op.
+(DeepSeek-V3, arXiv:2412.19437, sections 3.3.2 and 3.5.2). A sum that begins anew for each part of the contracted
+dimension stays smaller, and so loses less; the parts are added in float32. Knows no op.
 """
 
 from typing import Any
@@ -39,8 +39,8 @@ _STEP = 32
 # A descriptor has places in units of 16 bytes: where an operand begins, how far its tiles of eight rows are apart, and
 # how they are swizzled.
 _UNIT_BITS, _STRIDE_BIT, _SWIZZLE_BIT = 4, 32, 62
-_SHARED_BYTES, _SWIZZLED_BY_128 = 2**18, 1
-# Whether the sum begins anew, the columns, a thread's numbers of the sum, and the operands.
+_ADDRESSES, _SWIZZLED_BY_128 = 2**18, 1
+# Whether it adds to a sum or begins anew, the columns, a thread's numbers of the sum, and the operands.
 _MULTIPLY = """{{
     .reg .pred adds;
     setp.ne.b32 adds, {adds}, 0;
@@ -81,18 +81,21 @@ def start_product(left: Ref, right: Ref, part: int, parts: int, *, interpret: bo
     return run(left, right)
 
 
-def wait_for(product: Array, *, later: int, interpret: bool) -> Array:
-    """Returns a product once it is there, though not so many that were sent for later."""
+def wait_for(*products: Array, interpret: bool) -> tuple[Array, ...]:
+    """Returns products once they are there, as whatever was sent for is then."""
     if interpret:
-        return product
-    result = plgpu.ShapeDtypeStruct(product.shape, product.dtype, layout=_WGMMA)
+        return products
+    result = tuple(
+        plgpu.ShapeDtypeStruct(product.shape, product.dtype, layout=_WGMMA) for product in products
+    )
 
-    @inline(arg_types=(_WGMMA,), return_type=result)
-    def run(_: Value, product: Value) -> Value:
-        nvvm.wgmma_wait_group_sync_aligned(later)
-        return _fragments.optimization_barrier(product)
+    @inline(arg_types=(_WGMMA,) * len(products), return_type=result)
+    def run(_: Value, *products: Value) -> Value:
+        nvvm.wgmma_wait_group_sync_aligned(0)
+        # Nobody looks at them before that.
+        return tuple(_fragments.optimization_barrier(product) for product in products)
 
-    return run(product)
+    return run(*products)
 
 
 def _descriptor(operand: Value, step: int) -> Value:
@@ -101,7 +104,7 @@ def _descriptor(operand: Value, step: int) -> Value:
     start = llvm.ptrtoint(i64, utils.memref_ptr(operand))
     flags = llvm.IntegerOverflowFlags.none
     start = llvm.add(start, utils.c(step * _STEP, i64), overflow_flags=flags)
-    place = llvm.lshr(llvm.and_(start, utils.c(_SHARED_BYTES - 1, i64)), utils.c(_UNIT_BITS, i64))
+    place = llvm.lshr(llvm.and_(start, utils.c(_ADDRESSES - 1, i64)), utils.c(_UNIT_BITS, i64))
     stride = _ROW_TILE * WIDTH >> _UNIT_BITS
     fixed = stride << _STRIDE_BIT | _SWIZZLED_BY_128 << _SWIZZLE_BIT
     return llvm.or_(place, utils.c(fixed, i64))

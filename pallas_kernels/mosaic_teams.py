@@ -45,6 +45,9 @@ class Team:
 
 
 LARGE = Team(4, 8192)
+"""For long lists."""
+
+MEDIUM = Team(4, 4096)
 """For few rows: each is done as soon as can be."""
 
 SMALL = Team(2, 4096)

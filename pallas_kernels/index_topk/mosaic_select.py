@@ -31,7 +31,7 @@ from pallas_kernels.mosaic_bisection import (
 )
 from pallas_kernels.mosaic_loads import gather
 from pallas_kernels.mosaic_row_blocks import fold_ahead, run_blocks
-from pallas_kernels.mosaic_teams import LARGE, PIECE, SMALL, Team
+from pallas_kernels.mosaic_teams import LARGE, MEDIUM, PIECE, SMALL, Team
 from pallas_kernels.ordered_floats import ordered
 
 Ref = Any
@@ -104,9 +104,8 @@ def _team_for(tokens: int, keys: int, topk: int) -> Team:
     """Returns what was fastest: short lists, and small teams where multiprocessors have rows and room for two."""
     if not suits(keys, topk) or 2 * topk > SMALL.listed:
         return LARGE
-    alone = Team(LARGE.warpgroups, SMALL.listed)
     needed = shared_bytes(keys, SMALL) + 4 * _room(topk) + _OTHER_BYTES + RESERVED_BYTES_PER_BLOCK
-    return SMALL if tokens > NUM_MULTIPROCESSORS and 2 * needed <= SHARED_BYTES else alone
+    return SMALL if tokens > NUM_MULTIPROCESSORS and 2 * needed <= SHARED_BYTES else MEDIUM
 
 
 class _Block(Bisection):

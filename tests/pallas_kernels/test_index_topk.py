@@ -24,13 +24,12 @@ from pallas_kernels.index_topk import (
 )
 from pallas_kernels.index_topk.cases import CASES
 from pallas_kernels.index_topk.mosaic_places import CHUNK
-from pallas_kernels.mosaic_teams import LARGE, Team
+from pallas_kernels.mosaic_teams import LARGE, MEDIUM
 from pallas_kernels.mosaic_teams import SMALL as SMALL_TEAM
 from pallas_kernels.tolerances import SCORE
 from tests.pallas_kernels.contract import bits, cases, compiled, implementations
 
 SMALL = [case for case in CASES if case.ci]
-ALONE = Team(LARGE.warpgroups, SMALL_TEAM.listed)
 every_implementation = implementations("mosaic_gpu", "xla")
 
 
@@ -171,8 +170,12 @@ def ways(monkeypatch):
 
 every_way = pytest.mark.parametrize(
     ("in_one_pass", "team"),
-    [(True, LARGE), (True, ALONE), (True, SMALL_TEAM), (False, LARGE), (False, SMALL_TEAM)],
-    ids=["lists", "short lists", "lists, small team", "longer way", "longer way, small team"],
+    [(way, team) for way in (True, False) for team in (LARGE, MEDIUM, SMALL_TEAM)],
+    ids=[
+        f"{way}, {team} team"
+        for way in ("lists", "longer way")
+        for team in ("large", "medium", "small")
+    ],
 )
 
 
@@ -250,12 +253,12 @@ def test_on_a_card_each_way_chooses_what_a_stable_sort_does(in_one_pass, team, k
 @pytest.mark.parametrize(
     ("tokens", "keys", "topk", "team"),
     [
-        (132, 2**15, 2048, ALONE),
+        (132, 2**15, 2048, MEDIUM),
         (132, 2**15, 2049, LARGE),
         (133, 2**15, 2048, SMALL_TEAM),
         (133, 2**13, 2049, LARGE),
         (133, 2**16, 2048, SMALL_TEAM),
-        (133, 2**16 + CHUNK, 2048, ALONE),
+        (133, 2**16 + CHUNK, 2048, MEDIUM),
         (133, 2**18, 2048, LARGE),
     ],
 )
