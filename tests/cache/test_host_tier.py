@@ -1,18 +1,14 @@
-"""The books of the tier on the host, case by case: S4-18, S4-20, S4-21, T-25; and defects that its world finds."""
-
-import random
+"""The books of the tier on the host, case by case: S4-18, S4-20, S4-21, T-25."""
 
 import jaxtyping
 import pytest
 
 from jaxkv.cache.accounts import Accounts
-from jaxkv.cache.host_swap import SwapIns
 from jaxkv.cache.host_tier import HostTier
 from jaxkv.cache.prefix import PrefixIndex
-from tests.cache.host_world import HostWorld, run_host_program
+from tests.cache.host_world import HostWorld
 from tests.cache.hybrid_world import hybrid_of
 from tests.cache.prefix_world import FULL
-from tests.cache.test_host_machine import world_of
 
 PAGE_BYTES = 6
 HYBRID = hybrid_of((2, None))
@@ -292,110 +288,3 @@ def test_corrupt_books_are_noticed():
         ValueError, match="the host's books are corrupt: 24 bytes are held, counted as 25"
     ):
         world.tier.check()
-
-
-DEFECTS = {}
-
-
-def defect(function):
-    DEFECTS[function.__name__] = function
-    return function
-
-
-@defect
-def places_are_published_before_they_are_filled(patch):
-    take = SwapIns._take_places
-
-    def publish(swaps, made, wanted):
-        done = take(swaps, made, wanted)
-        for name, key, position, page in made.pages if done else ():
-            if swaps._pages.trees[name].add(key, page, position, 10**6):
-                swaps._accounts.pool(name).keep(page)
-        return done
-
-    patch.setattr(SwapIns, "_take_places", publish)
-
-
-@defect
-def nobody_looks_again_before_the_index_gets_it(patch):
-    patch.setattr(SwapIns, "_still_good", lambda *_: True)
-
-
-@defect
-def what_is_needed_on_the_host_may_go(patch):
-    patch.setattr(HostTier, "pin", lambda *_: None)
-    patch.setattr(HostTier, "unpin", lambda *_: None)
-
-
-@defect
-def bad_pages_stay_on_the_host(patch):
-    patch.setattr(HostTier, "forget", lambda *_: None)
-
-
-@defect
-def what_rests_on_a_bad_page_stays(patch):
-    forget = HostTier.forget
-
-    def alone(tier, places):
-        resting, tier._resting = tier._resting, {}
-        try:
-            forget(tier, places)
-        finally:
-            tier._resting = resting
-
-    patch.setattr(HostTier, "forget", alone)
-
-
-@defect
-def a_checkpoint_leaves_without_its_tails(patch):
-    offer = HostTier.offer_checkpoint
-
-    def bare(tier, checkpoint):
-        tails, checkpoint.tails = checkpoint.tails, {}
-        try:
-            return offer(tier, checkpoint)
-        finally:
-            checkpoint.tails = tails
-
-    patch.setattr(HostTier, "offer_checkpoint", bare)
-
-
-@defect
-def more_than_the_budget_is_kept(patch):
-    patch.setattr(HostTier, "_make_room", lambda *_: True)
-
-
-@defect
-def given_up_swap_ins_keep_their_places(patch):
-    patch.setattr(SwapIns, "drop", lambda swaps, made: swaps._open.pop(made.number, None))
-
-
-@defect
-def a_checkpoint_of_the_host_matches_any_tail(patch):
-    def along(kept, keys, tokens):
-        found = []
-        for full in range(len(tokens) // kept.page_size + 1):
-            found += kept._after.get(keys.parent(tokens, kept.page_size, full), {}).values()
-        return sorted((one for one in found if one.length <= len(tokens)), key=lambda o: -o.length)
-
-    patch.setattr(HostTier, "along", lambda tier, *a: along(tier._checkpoints, *a))
-
-
-def finds_nothing():
-    try:
-        for name in ("several", "hybrid", "mixed"):
-            world = world_of(name)
-            run_host_program(world, random.Random(7), 600)
-    except (AssertionError, ValueError, KeyError, IndexError, RuntimeError):
-        return False
-    return True
-
-
-@pytest.mark.parametrize("name", DEFECTS)
-def test_every_defect_is_found(name, monkeypatch):
-    DEFECTS[name](monkeypatch)
-    assert not finds_nothing(), f"nobody noticed: {name}"
-
-
-def test_nothing_is_found_where_there_is_no_defect():
-    assert finds_nothing()

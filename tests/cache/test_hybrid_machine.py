@@ -20,6 +20,7 @@ from jaxkv.cache.snapshots import Snapshots
 from jaxkv.cache.state_keeper import StateKeeper
 from tests.cache.hybrid_world import HybridWorld, hybrid_of, run_hybrid_program
 from tests.cache.test_prefix_machine import PrefixMachine, with_settings
+from tests.defects import Defects, wrap
 
 CHUNKED = CheckpointPolicy(end_of_prompt=False)
 WORLDS = {
@@ -93,19 +94,10 @@ def test_long_random_programs_keep_every_promise(name):
         assert pool.num_free == pool.num_total
 
 
-DEFECTS = {}
+DEFECTS = Defects()
 
 
-def defect(function):
-    DEFECTS[function.__name__] = function
-    return function
-
-
-def wrap(patch, owner, name, make):
-    patch.setattr(owner, name, make(getattr(owner, name)))
-
-
-@defect
+@DEFECTS
 def pages_alone_make_a_hit(patch):
     """T-24: vLLM #47491."""
     patch.setattr(StateKeeper, "groups", (), raising=False)
@@ -119,7 +111,7 @@ def pages_alone_make_a_hit(patch):
     )
 
 
-@defect
+@DEFECTS
 def a_tail_matches_whatever_its_tokens(patch):
     """A checkpoint off a page's end found by the page's name alone."""
 
@@ -133,13 +125,13 @@ def a_tail_matches_whatever_its_tokens(patch):
     patch.setattr(Checkpoints, "along", along)
 
 
-@defect
+@DEFECTS
 def pages_go_without_their_checkpoints(patch):
     """S5-12."""
     patch.setattr(Checkpoints, "resting_on", lambda *_: [])
 
 
-@defect
+@DEFECTS
 def what_is_not_sure_is_found(patch):
     """vLLM #38715: found before the step was read."""
 
@@ -153,17 +145,17 @@ def what_is_not_sure_is_found(patch):
     wrap(patch, Checkpoints, "add", make)
 
 
-@defect
+@DEFECTS
 def bad_states_are_kept(patch):
     wrap(patch, StateKeeper, "confirm", lambda c: lambda k, s, t, *, good: c(k, s, t, good=True))
 
 
-@defect
+@DEFECTS
 def tails_are_not_copied(patch):
     wrap(patch, StateKeeper, "store", lambda s: lambda *a, **k: s(*a, **k)[:0])
 
 
-@defect
+@DEFECTS
 def a_tail_is_copied_from_the_page_before(patch):
     """The index is off by one where a text ends inside a page."""
 
@@ -173,7 +165,7 @@ def a_tail_is_copied_from_the_page_before(patch):
     wrap(patch, state_keeper, "PageCopy", make)
 
 
-@defect
+@DEFECTS
 def dropping_a_snapshot_leaks_it(patch):
     patch.setattr(
         Snapshots,
@@ -182,7 +174,7 @@ def dropping_a_snapshot_leaks_it(patch):
     )
 
 
-@defect
+@DEFECTS
 def keeping_a_snapshot_counts_it_twice(patch):
     def keep(snapshots, seq, length):
         states = snapshots._accounts.held([seq])[0].snapshots.pop(length)
@@ -193,7 +185,7 @@ def keeping_a_snapshot_counts_it_twice(patch):
     patch.setattr(Snapshots, "keep", keep)
 
 
-@defect
+@DEFECTS
 def a_snapshot_takes_the_state_in_use(patch):
     """S5-08: T-25, not all or nothing."""
 
@@ -211,7 +203,7 @@ def a_snapshot_takes_the_state_in_use(patch):
     wrap(patch, Snapshots, "take", make)
 
 
-@defect
+@DEFECTS
 def one_state_too_many_is_given_up(patch):
     """S5-07."""
 
@@ -223,17 +215,17 @@ def one_state_too_many_is_given_up(patch):
     wrap(patch, StateKeeper, "reclaim_states", make)
 
 
-@defect
+@DEFECTS
 def a_failed_sequence_leaves_its_checkpoints(patch):
     patch.setattr(StateKeeper, "withdraw", lambda *_: 0)
 
 
-@defect
+@DEFECTS
 def clearing_leaves_checkpoints(patch):
     patch.setattr(StateKeeper, "clear", lambda *_: None)
 
 
-@defect
+@DEFECTS
 def a_restored_state_is_not_pinned(patch):
     """T-26: stolen between look-up and use."""
 
@@ -248,7 +240,7 @@ def a_restored_state_is_not_pinned(patch):
     wrap(patch, Accounts, "adopt", make)
 
 
-@defect
+@DEFECTS
 def a_restored_state_is_written_in_place(patch):
     """The checkpoint would become the sequence's own."""
 
@@ -264,7 +256,7 @@ def a_restored_state_is_written_in_place(patch):
     wrap(patch, Accounts, "reserve", make)
 
 
-@defect
+@DEFECTS
 def a_checkpoint_needs_no_page(patch):
     """It rests on nothing, so it stays when its pages go."""
     wrap(
@@ -275,12 +267,12 @@ def a_checkpoint_needs_no_page(patch):
     )
 
 
-@defect
+@DEFECTS
 def more_are_kept_than_allowed(patch):
     patch.setattr(StateKeeper, "_make_room", lambda *_: True)
 
 
-@defect
+@DEFECTS
 def the_zero_state_restores(patch):
     """S5-38: Megatron's fallback, a wrong answer without a word."""
 
@@ -296,7 +288,7 @@ def the_zero_state_restores(patch):
     wrap(patch, Accounts, "adopt", make)
 
 
-@defect
+@DEFECTS
 def forgetting_keeps_the_tail(patch):
     """A leak of every page that a checkpoint had of its own."""
 
@@ -308,7 +300,7 @@ def forgetting_keeps_the_tail(patch):
     patch.setattr(StateKeeper, "forget", forget)
 
 
-@defect
+@DEFECTS
 def texts_of_other_salts_match(patch):
     wrap(patch, PrefixIndex, "keys", lambda keys: lambda index, salt=None: keys(index, None))
 

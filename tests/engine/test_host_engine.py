@@ -1,7 +1,4 @@
-"""Engines whose prefixes go through the host: the oracle's tokens all the same, whatever fails; A-17, S4-17..21.
-
-The device's pool is so small that nearly every prefix that comes back does so from the host.
-"""
+"""Engines whose prefixes go through the host: the oracle's tokens all the same; A-17, S4-17..21."""
 
 import logging
 from dataclasses import replace
@@ -11,79 +8,32 @@ import pytest
 
 from jaxkv.cache.accounts import PageCopy
 from jaxkv.config import CacheConfig
-from jaxkv.engine import host_memory, host_transfers
+from jaxkv.engine import host_memory
 from jaxkv.engine.engine import Engine
 from jaxkv.engine.engine_config import EngineConfig
-from jaxkv.engine.host_memory import HostMemory
 from jaxkv.engine.host_programs import SWAP_IN, SWAP_OUT, declare_swaps
-from jaxkv.engine.host_transfers import HostTransfers
 from jaxkv.engine.stats import collect_stats
 from jaxkv.engine.warm_up import declare_served
-from jaxkv.errors import CachePoisoned
 from jaxkv.plan import explain_plan
 from tests.engine import hybrid
 from tests.engine.engines import (
     LONGEST,
-    NOBODY,
-    PAGE,
-    ROWS,
     TOKENIZER,
-    VOCAB,
     assert_equal,
     assert_idle,
     executor_for,
-    keep_junk,
     oracle,
     request_of,
 )
-
-MUCH = 2**22
-
-
-def engine_for(*, free_pages=8, host_bytes=MUCH, **config):
-    """Returns an engine with a tier on the host; of each group all but `free_pages` pages are somebody else's."""
-    executor = executor_for()
-    executor.host_bytes = host_bytes
-    executor.accounts.open(NOBODY)
-    executor.accounts.reserve(NOBODY, (ROWS * LONGEST // PAGE - free_pages) * PAGE)
-    engine = Engine(executor, TOKENIZER, EngineConfig(**{"token_budget": 16} | config))
-    # Two programs serve every test here.
-    shapes = engine.shapes
-    shapes.decode_rows, shapes.token_buckets, shapes.lengths = (ROWS,), (16,), (LONGEST,)
-    engine.scheduler._fill = lambda least, most: most
-    keep_junk(engine)
-    return engine
-
-
-def prompts_of(seed, *, beginnings=4, rounds=2, shared=40):
-    """Returns prompts that begin alike in turns, so that each beginning is pushed out before it is asked for again."""
-    draw = np.random.default_rng(seed)
-    heads = [draw.integers(0, VOCAB, shared).tolist() for _ in range(beginnings)]
-    return [head + draw.integers(0, VOCAB, 5).tolist() for _ in range(rounds) for head in heads]
-
-
-def serve(engine, prompts, **params):
-    """Serves prompts one after the other, checks the books after each, and then the answers."""
-    params = {"max_tokens": 4} | params
-    requests = [request_of(prompt, **params) for prompt in prompts]
-    made = []
-    for request in requests:
-        made += engine.add([request])
-        engine.run(made[-1:])
-        check(engine)
-    assert_equal(made, oracle(requests))
-    return made
-
-
-def check(engine):
-    engine.executor.accounts.check()
-    engine.prefix.check()
-    if engine.host is not None:
-        engine.host.tier.check()
-
-
-def cached(made):
-    return [one.cached for one in made]
+from tests.engine.host_engines import (
+    MUCH,
+    cached,
+    check,
+    engine_for,
+    prompts_of,
+    serve,
+    waits_for_host,
+)
 
 
 def test_prefixes_come_back_from_the_host_and_tokens_are_the_oracles():
@@ -134,28 +84,6 @@ def test_a_hybrid_models_states_come_back_with_their_pages():
     assert_idle(engine)
 
 
-def held_up(engine, monkeypatch):
-    """Makes nothing come back until the list that is returned is emptied."""
-    advance, held = HostTransfers.advance, [True]
-    monkeypatch.setattr(
-        HostTransfers, "advance", lambda *a, **k: False if held else advance(*a, **k)
-    )
-    return held
-
-
-def waits_for_host(engine, monkeypatch, *, output=12):
-    """Returns one that generates and one that waits for its prefix, which comes when the list is emptied."""
-    prompts = prompts_of(5, beginnings=3, rounds=1, shared=24)
-    serve(engine, prompts)
-    held = held_up(engine, monkeypatch)
-    [other] = engine.add([request_of(prompts[2][:5], max_tokens=output)])
-    engine.step()
-    [one] = engine.add([request_of(prompts[0])])
-    engine.step()
-    assert engine.host.fetches.under_way == 1
-    return other, one, held
-
-
 def test_others_run_on_while_one_waits_for_its_prefix(monkeypatch):
     engine = engine_for()
     other, one, held = waits_for_host(engine, monkeypatch)
@@ -199,144 +127,6 @@ def test_whoever_runs_takes_the_places_of_what_comes(monkeypatch):
     assert one.cached == 24
     assert_equal([one, other], oracle([one.request, other.request]))
     assert_idle(engine)
-
-
-def fails(monkeypatch, owner, name, error, *, times=1, when=lambda *_: True):
-    """Makes a method fail some times."""
-    method, left = getattr(owner, name), [times]
-
-    def failing(*args, **kwargs):
-        if left[0] and when(*args):
-            left[0] -= 1
-            raise error
-        return method(*args, **kwargs)
-
-    monkeypatch.setattr(owner, name, failing)
-    return left
-
-
-def _is(kind):
-    return lambda engine, declared, *_: declared.kind == kind
-
-
-FAULTS = {
-    "reading out": (None, "look", _is(SWAP_OUT)),
-    "writing in": (None, "update", _is(SWAP_IN)),
-    "sending": (HostMemory, "send", lambda *_: True),
-    "settling": (HostMemory, "settle", lambda *_: True),
-    "bringing": (HostMemory, "bring", lambda *_: True),
-}
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_transfer_that_fails_costs_only_its_prefix(fault, monkeypatch, caplog):
-    """S4-17, S4-20: recorded on the transfer, the prefix is a miss, and the answer is right."""
-    engine = engine_for()
-    owner, name, when = FAULTS[fault]
-    left = fails(
-        monkeypatch,
-        owner or type(engine.executor),
-        name,
-        # Not for want of memory: then the tier would keep to the bytes that it had by then, which is a matter of time.
-        RuntimeError("gone"),
-        when=when,
-    )
-    with caplog.at_level(logging.WARNING):
-        made = serve(engine, prompts_of(1))
-    assert left == [0]
-    assert engine.host.stats.failures == 1
-    errors = [one.error for one in engine.host.transfers.transfers if one.error is not None]
-    assert [str(error) for error in errors] == ["gone"]
-    assert sum("the host are lost" in record.message for record in caplog.records) == 1
-    assert cached(made)[4:].count(40) == 3
-    assert collect_stats(engine).host_cache == "pinned_host"
-    assert_idle(engine)
-
-
-def test_transfers_that_fail_again_and_again_end_the_tier(monkeypatch, caplog):
-    engine = engine_for()
-    fails(monkeypatch, HostMemory, "send", RuntimeError("gone"), times=10**6)
-    with caplog.at_level(logging.WARNING):
-        made = serve(engine, prompts_of(1))
-    told = collect_stats(engine)
-    assert told.host_cache == "disabled: 3 transfers in a row failed, the last with: gone"
-    assert told.host.used_bytes == 0
-    assert cached(made) == [0] * 8
-    assert sum("go to the host no more" in record.message for record in caplog.records) == 1
-    assert engine.prefix.explain([1, 2]).num_with_host is None
-    assert_idle(engine)
-
-
-def test_a_tier_that_ends_while_a_prefix_is_written_costs_its_prefixes_and_nothing_else(
-    monkeypatch,
-):
-    # S4-20: that transfers failed too often is noticed before the very program that writes what has come.
-    engine = engine_for()
-    other, one, held = waits_for_host(engine, monkeypatch)
-    monkeypatch.setattr(host_transfers, "is_ready", lambda units: True)
-    engine.host.transfers.why_hopeless = lambda: "a test"
-    held.clear()
-    engine.run([one, other])
-    assert engine.host.kind == "disabled: a test"
-    assert engine.host.fetches.under_way == one.cached == 0
-    assert_equal([one, other], oracle([one.request, other.request]))
-    assert_idle(engine)
-
-
-def test_what_is_on_the_host_outlives_a_lost_cache():
-    engine = engine_for()
-    prompts = prompts_of(2)
-    serve(engine, prompts[:4])
-    engine.executor.owner.poison("a test")
-    made = serve(engine, prompts[4:])
-    # The others were on the device alone, at least in part.
-    assert cached(made)[:2] == [40, 40]
-    assert engine.recoveries == 1
-    assert_idle(engine)
-
-
-def test_a_cache_that_is_lost_while_a_prefix_is_written_is_replaced(monkeypatch):
-    engine = engine_for()
-
-    def poison(executor, declared, *_):
-        if declared.kind == SWAP_IN:
-            executor.owner.poison("the write failed")
-            return True
-        return False
-
-    prompts = prompts_of(2)
-    serve(engine, prompts[:4])
-    left = fails(monkeypatch, type(engine.executor), "update", CachePoisoned("lost"), when=poison)
-    made = serve(engine, prompts[4:])
-    assert left == [0]
-    assert engine.recoveries == 1
-    assert cached(made)[:2] == [40, 40]
-    assert_idle(engine)
-
-
-def test_a_step_that_was_lost_sends_nothing_false_to_the_host(monkeypatch):
-    engine = engine_for()
-    prompts = prompts_of(3)
-    serve(engine, prompts[:2])
-    read, failed = type(engine.executor).read, []
-
-    def lose(executor, out):
-        if not failed:
-            failed.append(True)
-            executor.owner.poison("a step failed while it ran")
-            raise host_failure()
-        return read(executor, out)
-
-    monkeypatch.setattr(type(engine.executor), "read", lose)
-    serve(engine, prompts[2:])
-    assert engine.recoveries == 1
-    assert_idle(engine)
-
-
-def host_failure():
-    import jax
-
-    return jax.errors.JaxRuntimeError("INTERNAL: lost")
 
 
 def test_a_host_too_small_for_a_prefix_is_no_help_and_no_harm():

@@ -17,6 +17,7 @@ from jaxkv.engine.collection import Collector
 from jaxkv.engine.executor import Executor
 from jaxkv.engine.host_transfers import HostTransfers
 from jaxkv.engine.packer import Packer
+from tests.defects import wrap
 from tests.engine.simulated import SimulatedDevice
 from tests.engine.simulated_engines import KINDS, draw_setting
 from tests.engine.simulated_memory import put_caches_on_device
@@ -34,11 +35,6 @@ def defect(*kinds, **fixed):
         return function
 
     return register
-
-
-def wrap(patch, owner, name, make):
-    """Replaces a function by what `make` builds around it."""
-    patch.setattr(owner, name, make(getattr(owner, name)))
 
 
 def finds_nothing(kinds, fixed, seeds):

@@ -1,5 +1,6 @@
 """What scores of `index_topk` owe beyond the op's contract: digits, and bits that packing leaves alone."""
 
+import re
 from functools import partial
 from typing import Any
 
@@ -127,3 +128,10 @@ def test_on_a_card_xla_multiplies_no_numbers_of_eight_bits():
         seen = keys - 63 + query
         largest = np.abs(wanted[query, :seen]).max()
         assert np.abs(found[query, :seen] - wanted[query, :seen]).max() < 2e-6 * largest
+
+
+def test_xla_cannot_see_that_queries_had_eight_bits():
+    """What the test above measures, where there is no card: what XLA multiplies comes from behind a barrier."""
+    arrays = arrays_of(Case("", ((3, 64),), index_heads=8, queries=FP8), 5)
+    trace = jax.make_jaxpr(lambda arrays: visit_tiles(lambda tile: tile.scores, **arrays))
+    assert re.search(r":bf16\[[\d,]+,8,128\] = optimization_barrier", str(trace(arrays)))

@@ -1,0 +1,88 @@
+"""Defects of how long a hit is and what it hands out that others shipped."""
+
+from jaxkv.cache import prefix_hits
+from jaxkv.cache.prefix_match import HitRule, Lookup
+from tests.defects import Defects, wrap
+
+DEFECTS = Defects()
+
+
+@DEFECTS
+def one_group_gets_the_pages_of_another(patch):
+    """Page ids of the first group in every table."""
+
+    def make(match):
+        def mixed(hits, lookups, *text):
+            found = match(hits, lookups, *text)
+            first = next(iter(found.pages.values()))
+            return prefix_hits.Match(
+                found.num_tokens, dict.fromkeys(found.pages, first), found.unneeded, ""
+            )
+
+        return mixed
+
+    wrap(patch, prefix_hits.Hits, "match", make)
+
+
+def wrong_hits(patch, make):
+    """Has the index take another length than the longest, which it then cannot explain."""
+    wrap(patch, prefix_hits, "longest", make)
+    patch.setattr(prefix_hits, "why_no_more", lambda *_: "")
+
+
+@DEFECTS
+def a_hit_covers_the_last_token_too(patch):
+    """S1-18: vLLM #3239, an empty step."""
+    wrong_hits(patch, lambda best: lambda lookups, limit: best(lookups, limit + 1))
+
+
+@DEFECTS
+def a_hit_is_one_token_short(patch):
+    wrong_hits(patch, lambda best: lambda *rest: max(0, best(*rest) - 1))
+
+
+@DEFECTS
+def a_hit_is_one_token_long(patch):
+    wrong_hits(
+        patch,
+        lambda best: lambda lookups, limit: min(limit, best(lookups, limit) + 1),
+    )
+
+
+@DEFECTS
+def a_hit_is_rounded_down_to_pages(patch):
+    """Recomputes a whole page where one token would do."""
+    wrong_hits(patch, lambda best: lambda lookups, limit: best(lookups, limit) // 2 * 2)
+
+
+@DEFECTS
+def one_group_decides_for_all(patch):
+    """T-24's cause: the first group's hit is taken for everyone's."""
+    wrong_hits(patch, lambda best: lambda lookups, limit: best(lookups[:1], limit))
+
+
+@DEFECTS
+def a_window_is_one_token_narrower(patch):
+    """S2-11."""
+
+    def needs(rule, length):
+        first = 0 if rule.window is None else max(0, length - max(1, rule.window - 2))
+        return range(first // rule.page_size, -(-length // rule.page_size))
+
+    patch.setattr(HitRule, "needs", needs)
+
+
+@DEFECTS
+def a_window_needs_every_page(patch):
+    patch.setattr(HitRule, "needs", lambda rule, length: range(-(-length // rule.page_size)))
+
+
+@DEFECTS
+def a_page_that_is_missing_in_the_middle_is_not_noticed(patch):
+    """A hit is judged by its last page."""
+
+    def accepts(lookup, length):
+        needed = lookup.rule.needs(length)
+        return not needed or lookup.nodes[needed[-1]] is not None
+
+    patch.setattr(Lookup, "accepts", accepts)

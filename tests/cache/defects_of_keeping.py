@@ -1,0 +1,301 @@
+"""Defects of what the prefix index keeps, names and gives up that others shipped."""
+
+from jaxkv.cache import prefix_keys, prefix_tree
+from jaxkv.cache.prefix import PrefixIndex
+from jaxkv.cache.prefix_keys import PageKeys
+from jaxkv.cache.prefix_tree import PrefixTree
+from tests.defects import Defects, wrap
+
+DEFECTS = Defects()
+
+
+@DEFECTS
+def any_page_may_be_evicted(patch):
+    """T-27: Megatron #5822 evicted parents before children."""
+    wrap(
+        patch,
+        PrefixTree,
+        "__init__",
+        lambda init: lambda tree, *, leaf_only: init(tree, leaf_only=False),
+    )
+
+
+@DEFECTS
+def only_leaves_go_even_before_a_window(patch):
+    """vLLM #48435: the ends of windows go first and no hit is left."""
+    wrap(
+        patch,
+        PrefixTree,
+        "__init__",
+        lambda init: lambda tree, *, leaf_only: init(tree, leaf_only=True),
+    )
+
+
+@DEFECTS
+def pages_in_use_are_evicted(patch):
+    """T-26: pinned pages count as room."""
+    wrap(
+        patch,
+        PrefixTree,
+        "victims",
+        lambda victims: lambda tree, count, worth, tick: victims(tree, count, lambda node: 1, tick),
+    )
+
+
+@DEFECTS
+def one_page_too_many_is_evicted(patch):
+    wrap(
+        patch,
+        PrefixTree,
+        "victims",
+        lambda victims: lambda tree, count, worth, tick: victims(tree, count + 1, worth, tick),
+    )
+
+
+@DEFECTS
+def one_page_too_few_is_evicted(patch):
+    wrap(
+        patch,
+        PrefixTree,
+        "victims",
+        lambda victims: lambda tree, count, worth, tick: victims(tree, count - 1, worth, tick),
+    )
+
+
+@DEFECTS
+def a_failed_eviction_evicts(patch):
+    """T-25: partially consumed on failure."""
+
+    def make(reclaim):
+        def eager(index, missing, rewritten):
+            for name, count in missing.items():
+                pool = index._accounts.pool(name)
+                if 0 < pool.num_idle < count:
+                    reclaim(index, {name: pool.num_idle}, {})
+            return reclaim(index, missing, rewritten)
+
+        return eager
+
+    wrap(patch, PrefixIndex, "reclaim", make)
+
+
+@DEFECTS
+def pages_behind_pages_in_use_are_out_of_reach(patch):
+    """A sequence alone waits for ever for pages that nobody holds."""
+    patch.setattr(PrefixTree, "_with_followers", lambda tree, count, worth: [])
+
+
+@DEFECTS
+def a_hit_keeps_its_own_sequence_waiting(patch):
+    """A full hit in a full pool: no room for the copy, for ever."""
+    patch.setattr(PrefixIndex, "_sole", lambda index, name, pages: set())
+
+
+@DEFECTS
+def the_most_used_goes_first(patch):
+    wrap(
+        patch, PrefixTree, "touch", lambda touch: lambda tree, node, tick: touch(tree, node, -tick)
+    )
+
+
+@DEFECTS
+def a_use_does_not_count(patch):
+    """First in, first out."""
+    patch.setattr(PrefixTree, "touch", lambda tree, node, tick: None)
+
+
+@DEFECTS
+def pages_are_kept_before_they_are_computed(patch):
+    """vLLM #38715, #37152: hittable at dispatch."""
+
+    def make(adopt):
+        def early(index, seq, tokens, keys):
+            match = adopt(index, seq, tokens, keys)
+            index._accounts.reserve(seq, len(tokens))
+            index._accounts._held[seq].computed = len(tokens)
+            index.publish(seq, tokens, keys, len(tokens))
+            index._accounts._held[seq].computed = match.num_tokens
+            return match
+
+        return early
+
+    wrap(patch, PrefixIndex, "adopt", make)
+
+
+@DEFECTS
+def pages_are_kept_before_their_step_is_collected(patch):
+    """vLLM #45357: what was dispatched counts as computed."""
+
+    def make(publish):
+        def early(index, seq, tokens, keys, num_tokens):
+            computed = index._accounts.num_tokens(seq)
+            return publish(index, seq, tokens, keys, min(computed, len(tokens)))
+
+        return early
+
+    wrap(patch, PrefixIndex, "publish", make)
+
+
+@DEFECTS
+def a_page_that_is_not_full_is_kept(patch):
+    def pages(keys, tokens, page_size, num_tokens):
+        padded = [*tokens[:num_tokens], *[0] * (-num_tokens % page_size)]
+        return PageKeys(keys._root, keys._salt)._pages(padded, page_size, len(padded))
+
+    patch.setattr(PageKeys, "_pages", PageKeys.pages, raising=False)
+    patch.setattr(PageKeys, "pages", pages)
+
+
+@DEFECTS
+def keys_are_cut_short(patch):
+    """T-23: collisions of short hashes (vLLM #12621, Megatron #4158)."""
+    for module in (prefix_keys,):
+        wrap(patch, module, "hash_parts", lambda whole: lambda *parts: whole(*parts)[:1])
+
+
+@DEFECTS
+def keys_hash_the_sum_of_their_tokens(patch):
+    """T-23: Megatron #4158, +31 and -1."""
+    patch.setattr(prefix_keys, "encode_tokens", lambda tokens: bytes([sum(tokens) % 256]))
+
+
+@DEFECTS
+def keys_do_not_chain(patch):
+    """S5-36: a page is found whatever came before it."""
+    for module in (prefix_keys, prefix_tree):
+        wrap(patch, module, "page_key", lambda make: lambda parent, tokens: make(b"", tokens))
+
+
+@DEFECTS
+def the_salt_is_ignored(patch):
+    """reliability S5, vLLM #51899."""
+    wrap(
+        patch,
+        PageKeys,
+        "__init__",
+        lambda init: lambda keys, root, salt: init(keys, root, None),
+    )
+
+
+@DEFECTS
+def keys_ignore_the_page_size(patch):
+    """T-23: one chain of keys for groups of different pages."""
+    wrap(
+        patch,
+        PageKeys,
+        "pages",
+        lambda pages: lambda keys, tokens, size, n: pages(keys, tokens, 2, n),
+    )
+
+
+@DEFECTS
+def the_tokens_are_not_compared(patch):
+    """T-23: a hit on the digest alone, of one byte."""
+
+    def find(tree, key):
+        return tree._nodes.get(key.digest)
+
+    keys_are_cut_short(patch)
+    patch.setattr(PrefixTree, "find", find)
+
+
+@DEFECTS
+def the_last_page_of_a_name_replaces_the_first(patch):
+    """S5-35: registration is not idempotent."""
+
+    def make(add):
+        def replace(tree, key, page, index, tick):
+            node = tree._nodes.get(key.digest)
+            if node is not None:
+                node.page = page
+            return add(tree, key, page, index, tick)
+
+        return replace
+
+    wrap(patch, PrefixTree, "add", make)
+
+
+@DEFECTS
+def every_page_of_a_sequence_is_kept_again(patch):
+    """S5-35: a duplicate gets an entry of its own."""
+    patch.setattr(PrefixTree, "find", lambda tree, key: None)
+
+
+@DEFECTS
+def removing_a_page_removes_its_equals(patch):
+    """T-22: the entry of another page with the same tokens goes too."""
+
+    def make(remove):
+        def greedy(tree, node, tick):
+            remove(tree, node, tick)
+            for other in [
+                one for one in tree if one.key.tokens == node.key.tokens and not one.children
+            ]:
+                remove(tree, other, tick)
+
+        return greedy
+
+    wrap(patch, PrefixTree, "remove", make)
+
+
+@DEFECTS
+def removing_a_page_leaves_its_entry(patch):
+    """The entry of an evicted page is still hit."""
+    patch.setattr(PrefixTree, "remove", lambda tree, node, tick: None)
+
+
+@DEFECTS
+def a_clear_leaves_the_entries(patch):
+    patch.setattr(PrefixTree, "clear", lambda tree: [node.page for node in tree])
+
+
+@DEFECTS
+def a_clear_leaves_the_references(patch):
+    """Leak of the whole cache at a reset."""
+
+    def clear(index):
+        for tree in index._trees.values():
+            tree.clear()
+        index._epoch += 1
+
+    patch.setattr(PrefixIndex, "clear", clear)
+
+
+@DEFECTS
+def a_clear_begins_no_epoch(patch):
+    """Fault row 33: stale pages are published after the weights changed."""
+
+    def make(clear):
+        def same(index):
+            clear(index)
+            index._epoch -= 1
+
+        return same
+
+    wrap(patch, PrefixIndex, "clear", make)
+
+
+@DEFECTS
+def a_failed_sequence_leaves_its_pages(patch):
+    """Fault row 8: NaN is served to others (vLLM #50283)."""
+    patch.setattr(PrefixIndex, "withdraw", lambda index, seq: 0)
+
+
+@DEFECTS
+def what_follows_a_failed_page_stays(patch):
+    """Orphans of a withdrawn page."""
+    patch.setattr(prefix_tree, "_branches", lambda roots, followers: list(roots))
+
+
+@DEFECTS
+def recurrent_groups_are_skipped(patch):
+    """T-24: vLLM #47491."""
+
+    def make(init):
+        def bold(index, layout, books, **options):
+            init(index, layout, books, **options)
+            index._hits.never = ""
+
+        return bold
+
+    wrap(patch, PrefixIndex, "__init__", make)

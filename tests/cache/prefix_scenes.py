@@ -1,0 +1,50 @@
+"""Accounts and index of one small cache, on which what the index promises is shown step by step."""
+
+from jaxkv.cache.accounts import Accounts
+from jaxkv.cache.prefix import PrefixIndex
+from tests.cache.prefix_world import layout_of
+
+ONE = layout_of((1, None))
+"""Pages of one token, so that a text reads as a path through the tree."""
+
+
+class Cache:
+    """Accounts and index, and sequences that are computed in one go."""
+
+    def __init__(self, layout, counts, **options):
+        self.accounts = Accounts(layout, counts)
+        self.index = PrefixIndex(layout, self.accounts, **options)
+        self.keys = {}
+        self.next_seq = 0
+
+    def adopt(self, text, salt=None):
+        seq, self.next_seq = self.next_seq, self.next_seq + 1
+        self.keys[seq] = self.index.keys(salt)
+        return seq, self.index.adopt(seq, text, self.keys[seq])
+
+    def compute(self, text, salt=None, *, stay=False):
+        """Computes a text, publishes it, and ends the sequence unless it is to stay."""
+        seq, _ = self.adopt(text, salt)
+        self.accounts.reserve(seq, len(text))
+        self.accounts.commit(seq, len(text))
+        self.index.publish(seq, text, self.keys[seq], len(text))
+        self.check()
+        if not stay:
+            self.accounts.release(seq)
+        return seq
+
+    def hit(self, text, salt=None):
+        return self.index.match(text, self.index.keys(salt)).num_tokens
+
+    def evict(self, count, group="group0"):
+        done = self.index.reclaim({group: count}, {})
+        self.check()
+        return done
+
+    def check(self):
+        self.accounts.check()
+        self.index.check()
+
+
+def full(page_size=16, count=12):
+    return Cache(layout_of((page_size, None)), {"group0": count})
