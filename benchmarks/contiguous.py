@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from pallas_kernels.subjects import Subject
+from pallas_kernels.workbench.op_benchmark import Subject
 
 # Kinds of rows that a peer may be called for, one after the other.
 _MOST_KINDS = 4

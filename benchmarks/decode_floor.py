@@ -42,9 +42,9 @@ from jaxkv.bench.shapes import SHAPES
 from jaxkv.engine.engine import Engine
 from jaxkv.engine.engine_config import EngineConfig
 from jaxkv.engine.executor import Executor
-from jaxkv.engine.shapes import row_of, tokens_held
-from jaxkv.features import Features
+from jaxkv.engine.rows import row_of, tokens_held
 from jaxkv.models.protocol import Params
+from jaxkv.sampling.features import Features
 from pallas_kernels.dispatch import Unsupported
 
 PARTS = ("forms", "engine", "sampled", "products", "first-token", "peer")

@@ -173,7 +173,7 @@ def workload_floor(
     config = SHAPES[shape]
     itemsize = jax.tree.leaves(params)[0].dtype.itemsize
     per_key = config.num_layers * 2 * config.kv_heads * config.head_dim * itemsize
-    lengths = [(len(one.prompt), one.params.max_tokens) for one in requests]
+    lengths = [(len(one.prompt), one.max_tokens) for one in requests]
     keys = sum(output * prompt + output * (output - 1) / 2 for prompt, output in lengths)
     weights = decode_bytes(config, params, Setting(0, 0, 0, 0), itemsize)
     read = (max(output for _, output in lengths) * weights + keys * per_key) / bandwidth

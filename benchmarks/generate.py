@@ -2,10 +2,10 @@
 
     python -m benchmarks.generate --shape llama-3.1-8b --batch 1,8,64
 
-Both forms run the package's own programs over the package's own cache. The per-step form is fed from the host
-(packed metadata) at every step; "overlapped" reads each step's tokens one step late, "in turn" reads them
-before the next step is sent. The floor of a decode step is its bytes over the read bandwidth that a matrix-vector
-product reached on the same device a moment earlier.
+The loop is `jaxkv.generate`, with a static cache of its own. The per-step form runs the engine's programs over the
+engine's cache and is fed from the host (packed metadata) at every step: "overlapped" reads each step's tokens one step
+late, "in turn" reads them before the next step is sent. The floor of a decode step is its bytes over the read bandwidth
+that a matrix-vector product reached on the same device a moment earlier.
 """
 
 import statistics
@@ -26,8 +26,9 @@ from jaxkv.engine.executor import Executor
 from jaxkv.engine.programs import Programs
 from jaxkv.engine.request import Request
 from jaxkv.engine.results import unpack_sampled
-from jaxkv.engine.rows import Row
-from jaxkv.engine.shapes import row_of, tokens_held
+from jaxkv.engine.rows import Row, row_of, tokens_held
+from jaxkv.engine.step_shapes import StepShapes, grain_of, settle_budget
+from jaxkv.generation import generate
 from jaxkv.model_config import ModelConfig
 from jaxkv.models.protocol import Params
 from jaxkv.models.registry import build_model
@@ -91,16 +92,17 @@ def _time_packing(pack: Callable[[], Any], repeats: int) -> float:
 def time_loop(
     executor: Executor, rows: Sequence[Row], requests: Sequence[Request], setting: Setting
 ) -> dict[str, float]:
-    """Times the one-executable form; a run that stops after one token is the prompt's share."""
-    declared = executor.shapes.loop(rows, requests)
+    """Times `jaxkv.generate`, which makes its own static cache; a run of one token is the prompt's share."""
+    del rows
+    prompts = np.asarray([request.prompt for request in requests], np.int32)
 
     def run(tokens: int) -> float:
-        limited = [replace(row, max_tokens=tokens) for row in rows]
+        sampling = [replace(request.params, max_tokens=tokens) for request in requests]
         start = time.perf_counter()
-        out = executor.loop(declared, limited)
+        out = generate(executor.params, executor.model, prompts, sampling=sampling)
         lengths = np.asarray(out.lengths)
         seconds = time.perf_counter() - start
-        assert (lengths[: setting.batch] == tokens).all(), "a row ended early"
+        assert (lengths == tokens).all(), "a row ended early"
         return seconds
 
     run(1)
@@ -112,9 +114,6 @@ def time_loop(
         "prompt_ms": _median_ms(prompt),
         "ms_per_token": (_median_ms(whole) - _median_ms(prompt)) / steps,
         "spread_ms": (max(whole) - min(whole)) / steps * 1e3,
-        "pack_ms": _time_packing(
-            lambda: executor.packer.pack(declared.shape, rows, executor.accounts), setting.repeats
-        ),
     }
 
 
@@ -128,9 +127,18 @@ def time_steps(
 ) -> dict[str, float]:
     """Times the per-step form, whose metadata comes from the host at every step."""
     total = max(tokens_held(request) for request in requests)
-    prefill = executor.shapes.shape(rows, total_tokens=total)
+    sizes = {"max_tokens": executor.length_buckets[-1], "max_rows": setting.batch}
+    shapes = StepShapes(
+        executor.layout,
+        max_tokens=sizes["max_tokens"],
+        max_rows=sizes["max_rows"],
+        token_budget=settle_budget(setting.batch * setting.context, **sizes),
+        whole_prompts=True,
+        grain=grain_of(executor.implementation.name),
+    )
+    prefill = shapes.declare(rows, total_tokens=total)
     one = [replace(row, tokens=(0,), carry=True) for row in rows]
-    decode = executor.shapes.shape(one, total_tokens=total, decode=True)
+    decode = shapes.declare(one, total_tokens=total)
     steps = setting.new_tokens - 1
 
     def next_rows(done: int) -> list[Row]:
@@ -160,7 +168,7 @@ def time_steps(
         "spread_ms": (max(per_token) - min(per_token)) * 1e3,
         "enqueue_ms": _median_ms(enqueue),
         "pack_ms": _time_packing(
-            lambda: executor.packer.pack(decode, last, executor.accounts), 20 * setting.repeats
+            lambda: executor.packer.pack(decode, last, executor.allocator), 20 * setting.repeats
         ),
     }
 
@@ -222,7 +230,7 @@ def measure(
 def _program_rows(programs: Programs) -> list[dict[str, Any]]:
     return [
         {
-            "program": str(program.key),
+            "program": str(program.spec),
             "compile_seconds": program.seconds,
             "loaded_from_cache": program.loaded,
             "temp_bytes": program.report.temp_bytes,

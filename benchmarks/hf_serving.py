@@ -64,7 +64,7 @@ class Server:
 
     def __init__(self, model: Any, requests: Sequence[Request]) -> None:  # noqa: ANN401 - torch is optional
         start = time.perf_counter()
-        longest = max(request.params.max_tokens for request in requests)
+        longest = max(request.max_tokens for request in requests)
         self._manager = model.init_continuous_batching(
             generation_config=GenerationConfig(
                 max_new_tokens=longest, do_sample=False, eos_token_id=-1, pad_token_id=0
@@ -94,7 +94,7 @@ class Server:
         for request in requests:
             name = self._manager.add_request(
                 list(request.prompt),
-                max_new_tokens=request.params.max_tokens,
+                max_new_tokens=request.max_tokens,
                 record_timestamps=True,
             )
             lines[name] = Timeline(prompt_tokens=len(request.prompt), arrived=0.0)

@@ -30,9 +30,9 @@ from jaxkv.config import CacheConfig, SamplingParams
 from jaxkv.engine.engine import Engine
 from jaxkv.engine.engine_config import EngineConfig
 from jaxkv.engine.host_memory import HostMemory
-from jaxkv.engine.host_programs import SWAP_OUT, declare, pad_ids, unit_shapes
+from jaxkv.engine.host_programs import SwapSpec, pad_ids, unit_shapes
 from jaxkv.engine.request import Request
-from jaxkv.engine.sequence import Sequence as Sample
+from jaxkv.engine.request_state import RequestState
 
 Row = dict[str, Any]
 
@@ -144,7 +144,7 @@ class _Bench:
         """Draws a prompt's tokens."""
         return tuple(self.rng.integers(0, self.vocab, self.tokens).tolist())
 
-    def begin(self, prompt: tuple[int, ...], output: int = 1) -> Sample:
+    def begin(self, prompt: tuple[int, ...], output: int = 1) -> RequestState:
         """Asks for the most likely next tokens."""
         wishes = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True)
         return self.engine.add([Request(prompt=prompt, params=wishes, seed=0, stop_ids=())])[0]
@@ -182,7 +182,7 @@ class _Bench:
             if node is None:
                 raise RuntimeError("a page that was just used is not kept")
             ids = pad_ids([node.page], 4, executor.owner.counts[group.name])
-            unit = executor.look(declare(SWAP_OUT, group, 4), ids)[0]
+            unit = executor.look(SwapSpec(True, group.index, 4), ids)[0]
             digests.append(hashlib.md5(b"".join(np.asarray(a).tobytes() for a in unit)).hexdigest())
         return digests
 

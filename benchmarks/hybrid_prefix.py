@@ -30,7 +30,7 @@ from jaxkv.engine.engine_config import EngineConfig
 from jaxkv.engine.executor import Executor
 from jaxkv.engine.programs import Programs
 from jaxkv.engine.request import Request
-from jaxkv.engine.sequence import Sequence as Sample
+from jaxkv.engine.request_state import RequestState
 from jaxkv.models.registry import build_model
 from jaxkv.plan import plan_cache
 
@@ -101,7 +101,7 @@ class _Bench:
         """Draws a prompt's tokens."""
         return tuple(self.rng.integers(0, self.config.vocab_size, count).tolist())
 
-    def begin(self, engine: Engine, prompt: tuple[int, ...], output: int = 1) -> Sample:
+    def begin(self, engine: Engine, prompt: tuple[int, ...], output: int = 1) -> RequestState:
         """Asks for the most likely next tokens."""
         wishes = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True)
         return engine.add([Request(prompt=prompt, params=wishes, seed=0, stop_ids=())])[0]

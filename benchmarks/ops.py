@@ -31,7 +31,14 @@ from benchmarks.timing import (
     time_chain,
 )
 from pallas_kernels.dispatch import Unsupported
-from pallas_kernels.subjects import OPS, Subject, WrongResult, implementations, load_cases, prepare
+from pallas_kernels.workbench.op_benchmark import (
+    OPS,
+    Subject,
+    WrongResult,
+    implementations,
+    load_cases,
+    prepare,
+)
 
 # Implementations that are somebody else's kernels behind our door.
 _OTHERS = ("cudnn",)

@@ -14,7 +14,7 @@ import numpy as np
 from benchmarks import torch_calls
 from benchmarks.contiguous import NoPeer, in_order, lay_out
 from benchmarks.timing import Chain, Effort, Timing, time_chain, time_launches
-from pallas_kernels.subjects import KINDS, Subject
+from pallas_kernels.workbench.op_benchmark import KINDS, Subject
 
 __all__ = ["PEERS", "NoPeer", "time_cudnn", "time_torch"]
 

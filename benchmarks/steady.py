@@ -14,8 +14,7 @@ from benchmarks.stopwatch import Stopwatch, queued_seconds
 from jaxkv.config import SamplingParams
 from jaxkv.engine.engine import Engine
 from jaxkv.engine.request import Request
-from jaxkv.engine.sequence import FINISHED
-from jaxkv.engine.sequence import Sequence as Sample
+from jaxkv.engine.request_state import FINISHED, RequestState
 from jaxkv.model_config import ModelConfig
 
 Row = dict[str, Any]
@@ -89,7 +88,7 @@ class Observed:
         launches = self.watch.calls["enqueue"]
         host = {label: seconds / made for label, seconds in self.watch.seconds.items()}
         busy = self._profile(lambda: self._generate(samples[0], steps // 4))
-        per_launch = self.last[0].key.values().get("steps", 1)
+        per_launch = getattr(self.last[0].spec, "steps", 1)
         queued = queued_seconds(self.engine.executor, *self.last) / per_launch
         length = round(statistics.mean(len(sample.tokens) for sample in samples) - 0.75 * steps)
         if any(sample.status == FINISHED for sample in samples):
@@ -102,7 +101,7 @@ class Observed:
         return {
             "batch": batch,
             "context": length,
-            "program": str(self.last[0].key),
+            "program": str(self.last[0].spec),
             "steps_per_launch": made / launches,
             "step_ms": wall * 1e3,
             "queued_ms": queued * 1e3,
@@ -124,7 +123,7 @@ class Observed:
         self.kernels = by_kernel(events, steps[0], hlo) if busy else []
         return busy / steps[0] or None
 
-    def _generate(self, sample: Sample, count: int) -> int:
+    def _generate(self, sample: RequestState, count: int) -> int:
         """Steps until a sequence has at least so many more tokens, and returns how many it got."""
         before = sample.generated
         while sample.generated < before + count:
@@ -149,7 +148,7 @@ class Observed:
         self.end(samples)
         return times[0], times[-1], sum(sample.cached or 0 for sample in samples)
 
-    def end(self, samples: Sequence[Sample]) -> None:
+    def end(self, samples: Sequence[RequestState]) -> None:
         """Gives up requests, and steps until nothing is under way."""
         for sample in samples:
             self.engine.abort(sample)

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass, field
 
-from pallas_kernels.timing import (
+from pallas_kernels.workbench.timing import (
     ROTATION_BYTES,
     Chain,
     Effort,

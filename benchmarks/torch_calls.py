@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.contiguous import Contiguous, NoPeer, in_order
-from pallas_kernels.index_codec import split_index_pages
-from pallas_kernels.record_codec import decode_records
-from pallas_kernels.subjects import Subject
+from pallas_kernels.formats.index_keys import split_index_pages
+from pallas_kernels.formats.latent_records import decode_records
+from pallas_kernels.workbench.op_benchmark import Subject
 
 Calls = tuple[list[Callable[[], Any]], Callable[[], list[np.ndarray]]]
 """One call per copy of what is read, and what makes the answer of the last one."""

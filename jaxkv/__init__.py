@@ -1,7 +1,10 @@
 """LLM inference in JAX on NVIDIA GPUs, with caches that PyTorch shares without a copy."""
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING
+
+from jaxkv.log_messages import VARIABLE, show_messages
 
 if TYPE_CHECKING:
     from jaxkv.async_llm import AsyncLLM
@@ -10,15 +13,19 @@ if TYPE_CHECKING:
     from jaxkv.engine.engine_config import EngineConfig
     from jaxkv.generation import generate
     from jaxkv.llm import LLM
+    from jaxkv.models.flax_model import FlaxModel
+    from jaxkv.models.registry import load_model
 
 _HOMES = {
     "AsyncLLM": "jaxkv.async_llm",
     "CacheConfig": "jaxkv.config",
     "CheckpointPolicy": "jaxkv.cache.checkpoint_policy",
     "EngineConfig": "jaxkv.engine.engine_config",
+    "FlaxModel": "jaxkv.models.flax_model",
     "LLM": "jaxkv.llm",
     "SamplingParams": "jaxkv.config",
     "generate": "jaxkv.generation",
+    "load_model": "jaxkv.models.registry",
 }
 
 __all__ = [
@@ -27,10 +34,14 @@ __all__ = [
     "CacheConfig",
     "CheckpointPolicy",
     "EngineConfig",
+    "FlaxModel",
     "SamplingParams",
     "generate",
+    "load_model",
 ]
 __version__ = "0.1.0"
+
+show_messages(os.environ.get(VARIABLE, ""))
 
 
 def __getattr__(name: str) -> object:

@@ -8,18 +8,17 @@ import logging
 import queue
 import threading
 from collections.abc import AsyncGenerator, Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
 
 from jaxkv.config import SamplingParams
 from jaxkv.engine.recovery import STEP_FAILURES
 from jaxkv.engine.request import Piece, Request, RequestOutput
-from jaxkv.engine.sequence import FINISHED
-from jaxkv.engine.sequence import Sequence as Sample
+from jaxkv.engine.request_state import FINISHED, RequestState
 from jaxkv.engine.serve import output_of, with_figures
 from jaxkv.llm import LLM
-from jaxkv.prompts import Prompt
+from jaxkv.prompts import Prompt, as_call, one_each, one_sample
 
 _LOG = logging.getLogger(__name__)
 
@@ -41,7 +40,7 @@ class _Call:
     requests: list[Request]
     loop: asyncio.AbstractEventLoop
     arrivals: asyncio.Queue[_Arrival] = field(default_factory=asyncio.Queue)
-    samples: list[Sample] = field(default_factory=list)
+    samples: list[RequestState] = field(default_factory=list)
 
     def send(self, arrivals: Sequence[_Arrival]) -> bool:
         """Hands arrivals over to the user's event loop, from the engine's thread; False if nobody waits any more."""
@@ -68,10 +67,13 @@ class AsyncLLM:
         llm: the model, with the `EngineConfig` that it was made with.
 
     Raises:
+        ValueError: `llm` is no `LLM`.
         RuntimeError: another `AsyncLLM` serves it, or another thread is in the middle of a call to it.
     """
 
     def __init__(self, llm: LLM) -> None:
+        if not isinstance(llm, LLM):
+            raise ValueError(f"llm must be an LLM, such as AsyncLLM(LLM(...)), got {llm!r}")
         llm.turns.lend()
         self._llm = llm
         self._engine = llm.engine
@@ -109,6 +111,7 @@ class AsyncLLM:
         *,
         priority: int = 0,
         salt: str | bytes | None = None,
+        **options: object,
     ) -> AsyncGenerator[Piece, None]:
         """Yields pieces of text as they are generated; closed or dropped early, it aborts the request.
 
@@ -116,10 +119,12 @@ class AsyncLLM:
         `async with contextlib.aclosing(served.stream(...)) as pieces`.
 
         Args:
-            prompt: a text, or token ids.
+            prompt: one prompt in any form that `LLM.generate` takes.
             sampling: how tokens are chosen; one sample.
             priority: lower numbers are served first.
             salt: only requests of the same salt share cached pages; give each tenant one.
+            options: fields of `SamplingParams` in place of `sampling`, and vLLM's names `sampling_params` and
+                `cache_salt`.
 
         Raises:
             ValueError: the prompt, the parameters, `priority` or `salt` cannot be served.
@@ -127,10 +132,8 @@ class AsyncLLM:
             RuntimeError: the engine has failed or was closed.
             Exception: what the request failed with, if its own part in a step failed.
         """
-        params = sampling or SamplingParams()
-        if params.n != 1:
-            raise ValueError(f"a stream is one sample, got n={params.n}; use generate")
-        call = await self._submit(prompt, params, priority, salt)
+        given = as_call("AsyncLLM.stream", options, sampling=sampling, salt=salt)
+        call = await self._submit(prompt, one_sample(given["sampling"]), priority, given["salt"])
         try:
             while True:
                 _, piece = await self._next(call)
@@ -147,13 +150,15 @@ class AsyncLLM:
         *,
         priority: int = 0,
         salt: str | bytes | None = None,
+        **options: object,
     ) -> RequestOutput:
         """Returns all samples of one prompt when they have ended; cancelling it aborts them.
 
         Args and errors are those of `stream`, but `n` may be above 1.
         """
-        params = sampling or SamplingParams()
-        call = await self._submit(prompt, params, priority, salt)
+        given = as_call("AsyncLLM.generate", options, sampling=sampling, salt=salt)
+        [params] = one_each(given["sampling"], 1)
+        call = await self._submit(prompt, params, priority, given["salt"])
         try:
             running = set(range(params.n))
             while running:
@@ -167,8 +172,9 @@ class AsyncLLM:
     async def _submit(
         self, prompt: Prompt, params: SamplingParams, priority: int, salt: str | bytes | None
     ) -> _Call:
-        requests = await asyncio.to_thread(self._llm.requests, prompt, params)
-        requests = [replace(request, priority=priority, salt=salt) for request in requests]
+        requests = await asyncio.to_thread(
+            self._llm.requests, prompt, params, priority=priority, salt=salt
+        )
         call = _Call(requests, asyncio.get_running_loop())
         with self._gate:
             if self._closed:

@@ -1,13 +1,13 @@
 """What one step is told: every runtime value as an array, so that one executable serves any lengths, slots and ids.
 
-Shapes are those of the program (its bucket); the counts say how much of them is real. Padding is inert by
-construction: padded tokens have out-of-range write slots, padded rows have no queries and no tokens.
+Shapes are those of the program (its bucket). Padding is inert by construction: padded tokens have out-of-range
+write slots, padded rows have no queries and no tokens.
 """
 
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 
 from jaxkv._pytree import pytree, static_field
-from jaxkv.features import Features
+from jaxkv.sampling.batch import SamplingBatch
 
 
 @pytree
@@ -43,44 +43,6 @@ class StateTables:
 
 
 @pytree
-class SamplingBatch:
-    """How each row's next token is chosen.
-
-    A field is `None` when the program was compiled without the feature that needs it (`features`).
-
-    Attributes:
-        slots: the row's entry in the cache's sampling group. Rows whose token does not count (padding,
-            and prompts that go on in a later step) have an out-of-range entry: `num_slots + row`.
-        carry: 1 where the row's one new token is the last token sampled for its slot, which the host may
-            not have read yet; the packed id is then ignored.
-        seed_low, seed_high: the two int32 halves of the request's 64-bit seed.
-        temperature: 0 means greedy.
-        top_k: 0 means off.
-        top_p, min_p: 1.0 and 0.0 mean off.
-        repetition, presence, frequency: penalties; 1.0, 0.0 and 0.0 mean off.
-        stop_ids: ids that must not be chosen while `block_stop` is 1, padded with ids past the
-            vocabulary's end.
-        block_stop: 1 while the row is short of its `min_tokens`.
-        features: static; what the program was compiled for.
-    """
-
-    slots: Int[Array, " rows"]
-    carry: Int[Array, " rows"]
-    seed_low: Int[Array, " rows"] | None = None
-    seed_high: Int[Array, " rows"] | None = None
-    temperature: Float[Array, " rows"] | None = None
-    top_k: Int[Array, " rows"] | None = None
-    top_p: Float[Array, " rows"] | None = None
-    min_p: Float[Array, " rows"] | None = None
-    repetition: Float[Array, " rows"] | None = None
-    presence: Float[Array, " rows"] | None = None
-    frequency: Float[Array, " rows"] | None = None
-    stop_ids: Int[Array, "rows stop_width"] | None = None
-    block_stop: Int[Array, " rows"] | None = None
-    features: Features = static_field(default=Features())
-
-
-@pytree
 class StepBatch:
     """One step over `rows` sequences and `tokens` new tokens, packed one sequence after the other.
 
@@ -89,7 +51,6 @@ class StepBatch:
         positions: their positions in their sequences.
         cu_q_lens: row r's tokens are `cu_q_lens[r]:cu_q_lens[r + 1]`; padding rows are empty.
         seq_lens: tokens of each row visible after this step; 0 for padding rows.
-        num_tokens, num_rows: how many of them are real.
         paged: one entry per paged group, in the order of `CacheLayout.paged_groups`.
         states: one entry per recurrent group, in the order of `CacheLayout.state_groups` (the sampling
             group is not one of them).
@@ -102,8 +63,6 @@ class StepBatch:
     positions: Int[Array, " tokens"]
     cu_q_lens: Int[Array, " row_bounds"]
     seq_lens: Int[Array, " rows"]
-    num_tokens: Int[Array, ""]
-    num_rows: Int[Array, ""]
     paged: tuple[PagedTables, ...]
     states: tuple[StateTables, ...]
     sampling: SamplingBatch

@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from jaxkv.errors import BadCheckpoint
-from jaxkv.weights.directory import clip, has_file, read_text
+from jaxkv.weights.directory import has_file, read_text
+from jaxkv.wording import clip
 
 MAX_SECONDS = 10
 MAX_MEMORY_BYTES = 2**30
@@ -59,7 +60,10 @@ class ChatTemplate:
         Raises:
             ValueError: the template refuses the messages, fails, or exceeds a limit.
         """
-        if not messages or not all(isinstance(message.get("role"), str) for message in messages):
+        if not messages or not all(
+            isinstance(message, Mapping) and isinstance(message.get("role"), str)
+            for message in messages
+        ):
             raise ValueError('messages must be a non-empty list of {"role": ..., "content": ...}')
         options = dict(options or {})
         for name in options:

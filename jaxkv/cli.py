@@ -3,61 +3,62 @@
 import argparse
 import platform
 import sys
-from collections.abc import Iterator, Sequence
-from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING, NoReturn
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, closing
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
+from jaxkv import __version__
 from jaxkv.bench.command import add_bench
 from jaxkv.config import CacheConfig, SamplingParams
+from jaxkv.errors import CachePoisoned
+from jaxkv.options import Parser, add_model_options, size, with_hyphens
+from jaxkv.terminal import Screen
 
 # The rest is imported late, so that --help and mistakes answer at once.
 if TYPE_CHECKING:
-    from jaxkv.engine.request import Piece
     from jaxkv.llm import LLM
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code."""
+    screen = Screen()
     try:
-        options = _parser().parse_args(arguments)
-        return options.run(options)
+        given = sys.argv[1:] if arguments is None else arguments
+        options = _parser().parse_args(with_hyphens(given))
+        with screen.logged():
+            return options.run(options, screen)
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
         return 0
-    except (ValueError, OSError, RuntimeError) as error:
-        print(_one_line(error), file=sys.stderr)
+    except (ValueError, OSError, RuntimeError, MemoryError, CachePoisoned) as error:
+        screen.note(f"jaxkv: {' '.join(str(error).split())}")
         return 2
 
 
-def _one_line(error: Exception) -> str:
-    return f"jaxkv: {' '.join(str(error).split())}"
-
-
-class _Parser(argparse.ArgumentParser):
-    """Leaves it to `main` to say what is wrong; argparse itself would print the usage and exit."""
-
-    def error(self, message: str) -> NoReturn:
-        """Refuses the arguments; sub-parsers are of this class too."""
-        raise ValueError(f"{message}; see {self.prog} --help")
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = Parser(
         prog="jaxkv", description="LLM inference in JAX on NVIDIA GPUs (and, slowly, on CPUs)."
     )
+    parser.add_argument("--version", action="version", version=f"jaxkv {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     generate = commands.add_parser("generate", help="continue a text")
-    _model_options(generate)
-    _sampling_options(generate)
-    generate.add_argument("prompt", metavar="PROMPT", help="the text to continue")
+    _add_serving_options(generate, max_sequences=1)
+    _add_sampling_options(generate, max_tokens=128)
+    generate.add_argument(
+        "prompt",
+        metavar="PROMPT",
+        nargs="?",
+        help="the text to continue; - reads it from stdin, without its last newline (default: - for a pipe)",
+    )
     generate.set_defaults(run=_generate)
     chat = commands.add_parser("chat", help="talk to a model that has a chat template")
-    _model_options(chat)
-    _sampling_options(chat)
+    _add_serving_options(chat, max_sequences=1)
+    _add_sampling_options(chat, max_tokens=1024, named_by="generation_config.json of the model")
     chat.set_defaults(run=_chat)
     plan = commands.add_parser("plan", help="what the cache will cost, and what would be compiled")
-    _model_options(plan)
+    _add_serving_options(plan, max_sequences=CacheConfig.max_sequences)
     plan.set_defaults(run=_plan)
     add_bench(commands)
     env = commands.add_parser("env", help="versions and devices, for bug reports")
@@ -65,47 +66,58 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _model_options(parser: argparse.ArgumentParser) -> None:
+def _add_serving_options(parser: argparse.ArgumentParser, *, max_sequences: int) -> None:
+    add_model_options(parser, max_sequences=max_sequences)
     parser.add_argument(
-        "--model",
-        metavar="DIR",
-        help="Hugging Face model directory; the small model inside the package",
-    )
-    parser.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16")
-    parser.add_argument("--max-model-len", type=int, metavar="N", help="longest prompt plus output")
-    parser.add_argument("--page-size", type=int, default=64, metavar="N", help="tokens per page")
-    parser.add_argument(
-        "--max-sequences", type=int, default=8, metavar="N", help="sequences in flight at once"
-    )
-    parser.add_argument(
-        "--cache-bytes", type=int, metavar="N", help="memory for the cache; a share of what is free"
+        "--max-model-len",
+        type=size,
+        metavar="N",
+        help="longest prompt plus output in tokens (default: the model's own limit)",
     )
     parser.add_argument(
         "--host-bytes",
-        type=int,
-        default=0,
+        type=size,
+        default=CacheConfig.host_bytes,
         metavar="N",
-        help="memory of the host for prefixes that the cache gives up; none",
-    )
-    parser.add_argument(
-        "--cache-dtype",
-        default="auto",
-        help="of keys and values: auto, float32, bfloat16, float16, fp8 or int8",
-    )
-    parser.add_argument(
-        "--implementation",
-        metavar="NAME",
-        help="mosaic_gpu, xla, cudnn or xla_products; the best that can run",
+        help="memory of the host for prefixes that leave the cache (default: %(default)s)",
     )
 
 
-def _sampling_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--max-tokens", type=int, default=128, metavar="N")
-    parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy")
-    parser.add_argument("--top-p", type=float, default=1.0, metavar="P")
-    parser.add_argument("--top-k", type=int, default=0, metavar="K")
-    parser.add_argument("--min-p", type=float, default=0.0, metavar="P")
-    parser.add_argument("--seed", type=int, metavar="S")
+def _add_sampling_options(
+    parser: argparse.ArgumentParser, *, max_tokens: int, named_by: str | None = None
+) -> None:
+    """Adds the options of sampling; `named_by` is a file that has defaults for some of them."""
+    first = f"what {named_by} names, else " if named_by else ""
+    parser.add_argument(
+        "--max-tokens",
+        type=size,
+        default=max_tokens,
+        metavar="N",
+        help="most tokens of an answer (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--temperature", type=float, metavar="T", help=f"0 is greedy (default: {first}0)"
+    )
+    parser.add_argument(
+        "--top-p",
+        type=float,
+        metavar="P",
+        help=f"keep the most likely tokens of this probability together (default: {first}1)",
+    )
+    parser.add_argument(
+        "--top-k",
+        type=int,
+        metavar="K",
+        help=f"keep the K most likely tokens; 0 keeps all (default: {first}0)",
+    )
+    parser.add_argument(
+        "--min-p",
+        type=float,
+        default=0.0,
+        metavar="P",
+        help="keep tokens at least this times as likely as the most likely one (default: %(default)s)",
+    )
+    parser.add_argument("--seed", type=int, metavar="S", help="of the draws (default: random)")
 
 
 def _cache(options: argparse.Namespace) -> CacheConfig:
@@ -119,80 +131,89 @@ def _cache(options: argparse.Namespace) -> CacheConfig:
 
 
 def _sampling(options: argparse.Namespace) -> SamplingParams:
+    """Returns the sampling parameters; what the user does not give is greedy and unfiltered."""
+    given = {name: getattr(options, name) for name in ("temperature", "top_p", "top_k")}
+    given = {name: value for name, value in given.items() if value is not None}
     return SamplingParams(
         max_tokens=options.max_tokens,
-        temperature=options.temperature,
-        top_p=options.top_p,
-        top_k=options.top_k,
         min_p=options.min_p,
         seed=options.seed,
+        **{"temperature": 0.0, **given},
     )
 
 
-def _llm(options: argparse.Namespace) -> "LLM":
+def _llm(options: argparse.Namespace, screen: Screen) -> "LLM":
+    cache = _cache(options)
+    screen.status("starting")
     from jaxkv.llm import LLM
 
+    screen.status("")
     return LLM(
         options.model,
         dtype=options.dtype,
         max_model_len=options.max_model_len,
-        cache=_cache(options),
+        cache=cache,
         implementation=options.implementation,
-        progress=sys.stderr.isatty(),
     )
 
 
-def _generate(options: argparse.Namespace) -> int:
+def _compiling_shown(llm: "LLM", screen: Screen) -> AbstractContextManager[None]:
+    return llm.executor.programs.watched(
+        lambda program: screen.status(program and f"compiling {program}")
+    )
+
+
+def _generate(options: argparse.Namespace, screen: Screen) -> int:
     sampling = _sampling(options)
-    pieces = _llm(options).stream(options.prompt, sampling)
-    print(options.prompt, end="", flush=True)
-    _print_pieces(pieces)
+    prompt = _prompt(options.prompt)
+    llm = _llm(options, screen)
+    pieces, unprinted = llm.stream(prompt, sampling), prompt
+    with _compiling_shown(llm, screen), closing(pieces):
+        for piece in pieces:
+            # The prompt waits for the first piece, so that until then the status line can be shown.
+            screen.write(unprinted + piece.text)
+            unprinted = ""
+            if piece.finish_reason == "error":
+                raise RuntimeError("the model's logits were not finite; the text ends here")
     return 0
 
 
-def _print_pieces(pieces: "Iterator[Piece]") -> str:
-    """Prints a stream while it comes and returns its text."""
-    text = ""
-    for piece in pieces:
-        print(piece.text, end="", flush=True)
-        text += piece.text
-        if piece.finish_reason == "error":
-            print()
-            raise RuntimeError("the model's logits were not finite; the text ends here")
-    print()
-    return text
+def _prompt(given: str | None) -> str:
+    if given is None and sys.stdin.isatty():
+        raise ValueError("no PROMPT was given; give a text, or - to read it from stdin")
+    return sys.stdin.read().removesuffix("\n") if given in (None, "-") else given
 
 
-def _chat(options: argparse.Namespace) -> int:
+def _chat(options: argparse.Namespace, screen: Screen) -> int:
     sampling = _sampling(options)
-    llm = _llm(options)
-    # A model that cannot chat says so here, before anybody has typed anything.
-    llm.chat_prompt([{"role": "user", "content": "hi"}])
-    messages: list[dict[str, str]] = []
-    while True:
-        try:
-            said = input("> ")
-        except EOFError:
-            print()
-            return 0
-        if said.strip():
-            messages += _turn(llm, messages, said, sampling)
+    from jaxkv.chat import Conversation, open_messages
+
+    with open_messages() as messages:
+        llm = _llm(options, screen)
+        # A model that cannot chat is refused before the user types anything.
+        llm.chat_prompt([{"role": "user", "content": "hi"}])
+        conversation = Conversation(llm, _with_defaults(sampling, options), screen)
+        if sys.stdin.isatty():
+            screen.note("/help lists the commands; Ctrl-D ends")
+        with _compiling_shown(llm, screen):
+            conversation.run(messages)
+    return 0
 
 
-def _turn(
-    llm: "LLM", messages: list[dict[str, str]], said: str, sampling: SamplingParams
-) -> list[dict[str, str]]:
-    """Answers one message and returns both; none if the conversation would outgrow the context."""
-    question = {"role": "user", "content": said}
-    try:
-        pieces = llm.stream(llm.chat_prompt([*messages, question]), sampling)
-    except ValueError as error:
-        print(f"{_one_line(error)} (this message is forgotten)", file=sys.stderr)
-        return []
-    return [question, {"role": "assistant", "content": _print_pieces(pieces)}]
+def _with_defaults(sampling: SamplingParams, options: argparse.Namespace) -> SamplingParams:
+    """Returns the parameters with what generation_config.json sets and the user does not."""
+    from jaxkv import default_model
+    from jaxkv.models.generation_json import load_sampling_defaults
+
+    defaults = load_sampling_defaults(options.model or default_model.path())
+    return replace(
+        sampling,
+        **{name: value for name, value in defaults.items() if getattr(options, name) is None},
+    )
 
 
-def _plan(options: argparse.Namespace) -> int:
+def _plan(options: argparse.Namespace, screen: Screen) -> int:
+    del screen
     cache = _cache(options)
     import jax
 
@@ -213,8 +234,10 @@ def _plan(options: argparse.Namespace) -> int:
     return 0
 
 
-def _env(options: argparse.Namespace) -> int:
-    del options
+def _env(options: argparse.Namespace, screen: Screen) -> int:
+    del options, screen
+    from importlib.metadata import PackageNotFoundError, version
+
     import jax
 
     from jaxkv.models.implementation import best_on_device

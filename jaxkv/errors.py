@@ -12,8 +12,19 @@ class OutOfStates(RuntimeError):
     """Too few free states; nothing was consumed."""
 
 
-class CachePoisoned(RuntimeError):
-    """The cache's buffers were lost or overtaken: a step failed after donation, or an old handle was used."""
+class OutOfMemory(MemoryError):
+    """The device or the host has run out of memory; the message names the options to change."""
+
+
+class CachePoisoned(Exception):
+    """The cache's buffers are lost: a step failed after donation, or a handle from before a later step was used.
+
+    No `RuntimeError`, so that code which handles a failed step lets it pass to the one place that rebuilds the cache.
+    """
+
+
+class CorruptBooks(RuntimeError):
+    """The records of who holds which page or state contradict each other; the message names the ids."""
 
 
 class CacheLeased(RuntimeError):

@@ -14,20 +14,30 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Int
 
-from jaxkv.batch import Features, PagedTables, SamplingBatch, StateTables, StepBatch
+from jaxkv.batch import PagedTables, StateTables, StepBatch
 from jaxkv.cache.spec import CacheLayout, LayerSpec, group_layers
 from jaxkv.cache.state import init_cache
 from jaxkv.cache.variants import sampling as sampling_spec
 from jaxkv.config import SamplingParams
-from jaxkv.engine.rows import STOP_WIDTH, Row, features_of, split_seed
 from jaxkv.models.implementation import choose_implementation
 from jaxkv.models.protocol import Model, Params
+from jaxkv.padded_prompts import (
+    PromptLens,
+    Prompts,
+    check_range,
+    host_array,
+    padded_prompts,
+    round_up,
+)
+from jaxkv.prompts import one_each
+from jaxkv.row_seeds import Key, Seeds, row_seeds
+from jaxkv.sampling.batch import SamplingBatch
+from jaxkv.sampling.features import Features, union
+from jaxkv.sampling.fields import FIELDS, Fixed, features_for, fields_for
+from jaxkv.sampling.sample import admit
 from jaxkv.step.loop import ERROR, LENGTH, RUNNING, STOP, Generated, Limits, generate_loop
-from jaxkv.step.sample import admit
 
 __all__ = ["ERROR", "LENGTH", "RUNNING", "STOP", "Generated", "generate"]
-
-Prompts = Int[Array, "rows prompt_len"] | np.ndarray | Sequence[Sequence[int]]
 
 _PAGE_MULTIPLE = 64
 """Static rows are padded to a multiple of this, the key tile of the GPU kernels."""
@@ -39,52 +49,132 @@ def generate(
     prompts: Prompts,
     *,
     sampling: SamplingParams | Sequence[SamplingParams] | None = None,
-    prompt_lens: Int[Array, " lens"] | None = None,
+    key: Key | None = None,
+    seeds: Seeds | None = None,
+    prompt_lens: PromptLens | None = None,
     eos_ids: Sequence[int] = (),
     cache_dtype: str | None = None,
 ) -> Generated:
     """Generates for a fixed batch of prompts in one jitted call, prompt and decode together.
 
-    May be called inside another jitted function: `params`, `prompts` and `prompt_lens` may be tracers. The
-    loop ends when every row has stopped.
+    May be called inside another jitted function: `params`, `prompts`, `prompt_lens`, `key` and `seeds` may be
+    tracers, and other values of them compile nothing. The loop ends when every row has stopped.
+
+    Each sample is a row: `n` samples of a prompt are `n` rows, one after the other, and each computes its prompt.
+    With `n` for all prompts, `out.tokens.reshape(prompts, n, -1)` separates them.
+
+    The random numbers of a row depend on its 64-bit seed and the position alone. Seeds come from one of:
+
+    - `key`: each row has its own, made of the key and the row's number.
+    - `seeds`, or the seed of `SamplingParams`: that of the prompt's first sample; sample `s` adds `s`. This is the rule
+      of `LLM.generate`, and the same seed gives the same tokens there. Equal prompts with equal seeds give equal rows.
+    - None of them: each row draws a fresh seed, so the next call gives other tokens. Inside a traced function this is
+      refused for rows that draw, since the seed would become a constant of the compiled program.
 
     Args:
         params: the model's parameters, in the dtype to compute in.
-        model: a `Decoder`, a `FlaxModel` or anything else that follows `jaxkv.models.protocol.Model`.
-        prompts: token ids, as lists of any lengths or as an int32 array padded on the right.
-        sampling: for all rows or one per row (`n` must be 1); greedy with 16 tokens if not given. A missing
-            seed means 0 here, so that the function is pure.
-        prompt_lens: tokens of each row of a padded array; all of it if not given.
+        model: the `Decoder` of `load_model`, a `FlaxModel` or anything else that follows `Model` of
+            `jaxkv.models.protocol`.
+        prompts: token ids, as lists of any lengths or as an integer array [prompts, prompt_len] padded on the right.
+            One flat list or array of ids is one prompt.
+        sampling: for all prompts or one per prompt; greedy with 16 tokens if not given.
+        key: one PRNG key, such as `jax.random.key(0)`.
+        seeds: one int per prompt, in [-2**63, 2**64).
+        prompt_lens: tokens of each row of a padded array, [prompts] ints; all of it if not given.
         eos_ids: ids that end a row unless its `ignore_eos` is set.
         cache_dtype: dtype name of keys and values; that of the parameters if not given.
 
+    Returns:
+        One row per sample, prompt by prompt.
+
     Raises:
-        ValueError: prompts are empty or ragged in a way that `prompt_lens` does not explain, ids or limits do not
-            fit the model.
+        ValueError: an argument has the wrong type, shape or range, the prompts are empty or do not fit the model, or
+            the seeds come from more than one source or, inside a traced function, from none.
     """
-    tokens, lens = _prompt_arrays(prompts, prompt_lens, model.vocab_size)
-    wishes = _per_row(sampling, tokens.shape[0])
-    _check_range("eos_ids", np.asarray(eos_ids, np.int64), 0, model.vocab_size)
-    for wish in wishes:
-        wish.check_vocab(model.vocab_size)
-        if wish.n != 1:
+    _check_model(params, model)
+    tokens, lens = padded_prompts(prompts, prompt_lens, model.vocab_size)
+    greedy = SamplingParams(temperature=0.0)
+    per_prompt = one_each(greedy if sampling is None else sampling, tokens.shape[0])
+    _check_eos(eos_ids, model.vocab_size)
+    _check_lengths(lens, tokens.shape[1], per_prompt, model)
+    low, high = row_seeds(
+        per_prompt, key=key, seeds=seeds, traced=_is_traced((params, tokens, lens))
+    )
+    per_row = [one for one in per_prompt for _ in range(one.n)]
+    if len(per_row) > len(per_prompt):
+        counts = [one.n for one in per_prompt]
+        owners = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
+        tokens, lens = tokens[owners], lens[owners]
+    features = union([features_for(one) for one in per_row])
+    host = _choices(per_row, eos_ids, model.vocab_size) | {"seed_low": low, "seed_high": high}
+    width = max(_most_tokens(one) for one in per_row)
+    stored = cache_dtype or params_dtype(params)
+    out = _generate(model, features, round_up(width), stored, params, tokens, lens, host)
+    return _trim(out, width, max(one.logprobs or 0 for one in per_row))
+
+
+def _check_model(params: Params, model: object) -> None:
+    if not isinstance(model, Model) or isinstance(model, type):
+        # Only a mistaken call needs the import.
+        from flax import nnx
+
+        name = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
+        if isinstance(params, Model):
+            raise ValueError("params and model are swapped; call generate(params, model, prompts)")
+        if isinstance(model, nnx.Module):
             raise ValueError(
-                f"generate returns one sample per row, got n={wish.n}; repeat the prompt"
+                f"model is the nnx module {name}; make `model = jaxkv.FlaxModel(module)` once and call "
+                "generate(model.params_of(module), model, prompts)"
             )
-    width = max(wish.max_tokens for wish in wishes)
+        raise ValueError(
+            f"model must be a Decoder (see jaxkv.load_model), a FlaxModel or another Model, got {name}"
+        )
+    leaves = jax.tree.leaves(params)
+    strange = next((leaf for leaf in leaves if not isinstance(leaf, jax.Array | np.ndarray)), None)
+    if not leaves or strange is not None:
+        got = f"{type(strange).__name__} in it" if leaves else "none"
+        raise ValueError(f"params must be a pytree of the model's arrays, got {got}")
+
+
+def _check_eos(eos_ids: object, vocab_size: int) -> None:
+    ids = host_array("eos_ids", eos_ids)
+    if ids.ndim != 1 or (ids.size and not np.issubdtype(ids.dtype, np.integer)):
+        raise ValueError(f"eos_ids must be a sequence of token ids, got {eos_ids!r}")
+    check_range("eos_ids", ids, 0, vocab_size)
+
+
+def _check_lengths(
+    lens: Int[Array, " prompts"] | np.ndarray,
+    longest: int,
+    sampling: Sequence[SamplingParams],
+    model: Model,
+) -> None:
     # Tracers may be as long as their array.
-    known = [tokens.shape[1]] * len(wishes) if isinstance(lens, Tracer) else np.asarray(lens)
-    for row, (length, wish) in enumerate(zip(known, wishes, strict=True)):
-        if length + wish.max_tokens > model.max_positions:
+    known = [longest] * len(sampling) if isinstance(lens, Tracer) else np.asarray(lens)
+    for prompt, (length, one) in enumerate(zip(known, sampling, strict=True)):
+        if one.stop or one.bad_words:
             raise ValueError(
-                f"row {row} has {length} tokens and wants {wish.max_tokens} new ones, more than the model's "
+                "stop and bad_words are texts, and jaxkv.generate has no tokenizer; use stop_token_ids and logit_bias"
+            )
+        one.check_vocab(model.vocab_size)
+        if length + _most_tokens(one) > model.max_positions:
+            raise ValueError(
+                f"prompt {prompt} has {length} tokens and wants {one.max_tokens} new ones, more than the model's "
                 f"{model.max_positions} positions; shorten the prompt or lower max_tokens"
             )
-    features = features_of([Row(0, (), 0, wish) for wish in wishes])
-    host = _choices(wishes, eos_ids, model.vocab_size)
-    stored = cache_dtype or params_dtype(params)
-    out = _generate(model, features, _round_up(width), stored, params, tokens, lens, host)
-    return _trim(out, width, max((wish.logprobs or 0 for wish in wishes), default=0))
+
+
+def _is_traced(arguments: object) -> bool:
+    """Returns whether an argument is a tracer or the caller is being compiled, where new arrays are tracers too."""
+    leaves = (*jax.tree.leaves(arguments), jnp.zeros((), jnp.int32))
+    return any(isinstance(leaf, Tracer) for leaf in leaves)
+
+
+def _most_tokens(wish: SamplingParams) -> int:
+    """Returns the limit of a row, which is the width of an array here."""
+    if wish.max_tokens is None:
+        raise ValueError("jaxkv.generate makes an array of max_tokens columns; give a number")
+    return wish.max_tokens
 
 
 def _trim(out: Generated, width: int, top: int) -> Generated:
@@ -105,124 +195,31 @@ def params_dtype(params: Params) -> str:
     return max(sizes, key=lambda name: sizes[name])
 
 
-def _prompt_arrays(
-    prompts: Prompts, prompt_lens: Array | None, vocab_size: int
-) -> tuple[Int[Array, "rows prompt_len"], Int[Array, " rows"]]:
-    if not isinstance(prompts, jax.Array | np.ndarray):
-        if prompt_lens is not None:
-            raise ValueError(
-                "prompt_lens describes a padded array; lists of ids have their own lengths"
-            )
-        return _pad(prompts, vocab_size)
-    if prompts.ndim != 2 or 0 in prompts.shape or prompts.dtype != np.int32:
-        raise ValueError(
-            f"prompts must be int32 of shape [rows, prompt_len], got {prompts.dtype} of {prompts.shape}"
-        )
-    rows, longest = prompts.shape
-    if prompt_lens is None:
-        prompt_lens = jnp.full(rows, longest, jnp.int32)
-    if prompt_lens.shape != (rows,) or prompt_lens.dtype != np.int32:
-        raise ValueError(
-            f"prompt_lens must be int32 of shape {(rows,)}, got {prompt_lens.dtype} of {prompt_lens.shape}"
-        )
-    # Only concrete values can be checked; a trainer's own tracers are trusted.
-    if not isinstance(prompt_lens, Tracer):
-        _check_range("prompt_lens", np.asarray(prompt_lens), 1, longest + 1)
-        if not isinstance(prompts, Tracer):
-            real = np.arange(longest) < np.asarray(prompt_lens)[:, None]
-            _check_range("prompts", np.asarray(prompts)[real], 0, vocab_size)
-    return jnp.asarray(prompts), jnp.asarray(prompt_lens)
-
-
-def _pad(
-    prompts: Sequence[Sequence[int]], vocab_size: int
-) -> tuple[Int[Array, "rows prompt_len"], Int[Array, " rows"]]:
-    """Makes one array of lists; its width is a power of two, so that few programs serve all lengths."""
-    lens = [len(prompt) for prompt in prompts]
-    if not lens or min(lens) == 0:
-        raise ValueError("generate needs at least one prompt, and each needs at least one token")
-    padded = np.zeros((len(lens), _round_up(max(lens))), np.int32)
-    for row, prompt in enumerate(prompts):
-        ids = np.asarray(prompt)
-        if not np.issubdtype(ids.dtype, np.integer):
-            raise ValueError(f"prompt {row} must hold token ids (ints), got {ids.dtype}")
-        _check_range(f"prompt {row}", ids, 0, vocab_size)
-        padded[row, : len(ids)] = ids
-    return jnp.asarray(padded), jnp.asarray(lens, jnp.int32)
-
-
-def _round_up(size: int) -> int:
-    """Returns the next power of two, at least 16."""
-    return max(16, 1 << (size - 1).bit_length())
-
-
-def _check_range(name: str, values: np.ndarray, low: int, end: int) -> None:
-    if values.size and (values.min() < low or values.max() >= end):
-        raise ValueError(
-            f"{name} must lie in [{low}, {end}), got values outside: {values.min()} to {values.max()}"
-        )
-
-
-def _per_row(
-    sampling: SamplingParams | Sequence[SamplingParams] | None, rows: int
-) -> list[SamplingParams]:
-    if sampling is None:
-        sampling = SamplingParams(temperature=0.0)
-    if isinstance(sampling, SamplingParams):
-        return [sampling] * rows
-    if len(sampling) != rows:
-        raise ValueError(
-            f"got {len(sampling)} SamplingParams for {rows} prompts; give one, or one each"
-        )
-    return list(sampling)
-
-
 def _choices(
-    wishes: list[SamplingParams], eos_ids: Sequence[int], vocab_size: int
+    per_row: list[SamplingParams], eos_ids: Sequence[int], vocab_size: int
 ) -> dict[str, np.ndarray]:
-    """Lays the rows' wishes out as arrays, whether or not the program will read them all."""
-    seeds = [split_seed(wish.seed or 0) for wish in wishes]
-    entries = _round_up(max(len(wish.logit_bias) for wish in wishes))
-    stop_ids = np.full((len(wishes), STOP_WIDTH), vocab_size, np.int32)
-    bias_ids = np.full((len(wishes), entries), vocab_size, np.int32)
-    bias_values = np.zeros((len(wishes), entries), np.float32)
-    for row, wish in enumerate(wishes):
-        stops = (*wish.stop_token_ids, *(() if wish.ignore_eos else eos_ids))
-        if len(stops) > STOP_WIDTH:
-            raise ValueError(f"row {row} has {len(stops)} stop ids, at most {STOP_WIDTH} fit")
-        stop_ids[row, : len(stops)] = stops
-        bias_ids[row, : len(wish.logit_bias)] = list(wish.logit_bias.keys())
-        bias_values[row, : len(wish.logit_bias)] = list(wish.logit_bias.values())
+    """Returns the rows' sampling fields and limits as arrays, those that the program does not read included.
 
-    def ints(values: Sequence[int]) -> np.ndarray:
-        return np.asarray(values, np.int32)
+    All seeds are 0.
 
-    def floats(values: Sequence[float]) -> np.ndarray:
-        return np.asarray(values, np.float32)
-
-    return {
-        "seed_low": ints([low for low, _ in seeds]),
-        "seed_high": ints([high for _, high in seeds]),
-        "temperature": floats([wish.temperature for wish in wishes]),
-        "top_k": ints([wish.top_k for wish in wishes]),
-        "top_p": floats([wish.top_p for wish in wishes]),
-        "min_p": floats([wish.min_p for wish in wishes]),
-        "repetition": floats([wish.repetition_penalty for wish in wishes]),
-        "presence": floats([wish.presence_penalty for wish in wishes]),
-        "frequency": floats([wish.frequency_penalty for wish in wishes]),
-        "max_tokens": ints([wish.max_tokens for wish in wishes]),
-        "min_tokens": ints([wish.min_tokens for wish in wishes]),
-        "stop_ids": stop_ids,
-        "bias_ids": bias_ids,
-        "bias_values": bias_values,
+    Raises:
+        ValueError: a row has more stop ids than fit.
+    """
+    entries = round_up(max(len(one.logit_bias) for one in per_row))
+    bias_ids = np.full((len(per_row), entries), vocab_size, np.int32)
+    bias_values = np.zeros((len(per_row), entries), np.float32)
+    choices = []
+    for row, one in enumerate(per_row):
+        stops = (*one.stop_token_ids, *(() if one.ignore_eos else eos_ids))
+        choices.append(Fixed(one, stop_ids=stops))
+        bias_ids[row, : len(one.logit_bias)] = list(one.logit_bias.keys())
+        bias_values[row, : len(one.logit_bias)] = list(one.logit_bias.values())
+    limits = {
+        name: np.asarray([getattr(one, name) for one in per_row], np.int32)
+        for name in ("max_tokens", "min_tokens")
     }
-
-
-_FEATURE_FIELDS = {
-    "draws": ("seed_low", "seed_high", "temperature"),
-    "filters": ("top_k", "top_p", "min_p"),
-    "penalties": ("repetition", "presence", "frequency"),
-}
+    columns = {field.name: field.column(choices) for field in FIELDS}
+    return columns | limits | {"bias_ids": bias_ids, "bias_values": bias_values}
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2, 3))
@@ -287,23 +284,18 @@ def _pack_on_device(
         StateTables(read_states=jnp.zeros_like(numbers), write_states=numbers + 1)
         for _ in layout.state_groups
     ]
-    chosen = {
-        name: host[name]
-        for feature, names in _FEATURE_FIELDS.items()
-        if getattr(features, feature)
-        for name in names
-    }
     return StepBatch(
         tokens=jnp.where(real, tokens[row, jnp.where(real, position, 0)], 0),
         positions=jnp.where(real, position, 0),
         cu_q_lens=bounds,
         seq_lens=lens,
-        num_tokens=bounds[-1],
-        num_rows=jnp.int32(rows),
         paged=tuple(paged),
         states=tuple(states),
         sampling=SamplingBatch(
-            slots=numbers + 1, carry=jnp.zeros_like(numbers), **chosen, features=features
+            slots=numbers + 1,
+            carry=jnp.zeros_like(numbers),
+            values={field.name: host[field.name] for field in fields_for(features)},
+            features=features,
         ),
         fresh=True,
     )

@@ -1,13 +1,11 @@
 """What serving a model will cost, before anything is loaded: the cache's memory and the programs to compile."""
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
 import jax
 
 from jaxkv import default_model
-from jaxkv.batch import Features
 from jaxkv.cache.budget import (
     Budget,
     bytes_per_sequence,
@@ -24,44 +22,56 @@ from jaxkv.engine.bursts import declare_bursts, settle_steps
 from jaxkv.engine.compile_cache import enable_compile_cache
 from jaxkv.engine.compile_costs import Cost, cost_name, read_costs
 from jaxkv.engine.engine_config import EngineConfig
-from jaxkv.engine.executor import key_of
 from jaxkv.engine.host_programs import declare_swaps
-from jaxkv.engine.side_programs import COPY
+from jaxkv.engine.program_spec import StepSpec
+from jaxkv.engine.side_programs import CopySpec
 from jaxkv.engine.step_shapes import StepShapes, grain_of, settle_budget
 from jaxkv.engine.warm_up import cost_identity
+from jaxkv.memory import REMEDY, device_bytes, host_bytes
 from jaxkv.models.decoder import Decoder
+from jaxkv.models.generation_json import load_sampling_defaults
 from jaxkv.models.implementation import choose_implementation
 from jaxkv.models.protocol import Model
-from jaxkv.models.registry import build_model, load_config
+from jaxkv.models.registry import build_model, load_config, resolve_dtype
+from jaxkv.sampling.features import Features
 from pallas_kernels.dispatch import Unsupported
 
 _KERNELS = "mosaic_gpu"
-DTYPES = ("auto", "float32", "bfloat16", "float16")
-
-
-def resolve_dtype(dtype: str, checkpoint: str) -> str:
-    """Returns the dtype to compute in; "auto" is the checkpoint's."""
-    if dtype not in DTYPES:
-        raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
-    return checkpoint if dtype == "auto" else dtype
 
 
 def resolve_length(max_model_len: int | None, positions: int) -> int:
     """Returns the longest sequence, checked against what the model was made for."""
     if max_model_len is None:
         return positions
-    return as_int("max_model_len (the upper bound is the model's own)", max_model_len, 2, positions)
+    why = f"the model supports at most {positions:,} tokens"
+    return as_int("max_model_len", max_model_len, 2, positions, why)
 
 
-def free_bytes(share: float) -> int:
+def free_bytes(share: float, *, weights: int = 0) -> int:
     """Returns the share of the device's free memory the cache may take.
 
-    On a CPU it is that share of a quarter of the machine's memory, which other programs use too.
+    On a CPU it is that share of a quarter of the memory that this process may use, which other programs use too.
+
+    Args:
+        share: in (0, 1].
+        weights: bytes of parameters that the device will hold beside it and does not hold yet.
+
+    Raises:
+        ValueError: the weights alone need more than the device has.
     """
-    stats = jax.devices()[0].memory_stats()
-    if stats and "bytes_limit" in stats:
-        return int(share * (stats["bytes_limit"] - stats["bytes_in_use"]))
-    return int(share * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 4)
+    device = None if jax.default_backend() == "cpu" else device_bytes()
+    if device is None:
+        return int(share * host_bytes() / 4)
+    return int(share * _beside_weights(device, weights))
+
+
+def check_room(weights: int, cache: int) -> None:
+    """Raises `ValueError` if the bytes of the weights and the cache together exceed what the device has free."""
+    free = device_bytes()
+    if free is not None and weights + cache > free:
+        raise ValueError(
+            f"the weights need {weights:,} bytes and the cache {cache:,}, but only {free:,} are free; {REMEDY}"
+        )
 
 
 def plan_cache(
@@ -150,7 +160,7 @@ def explain_plan(
     implementation: str | None = None,
     engine: EngineConfig | None = None,
 ) -> str:
-    """Returns what `jaxkv plan` prints for a model directory; only its config.json is read.
+    """Returns what `jaxkv plan` prints for a model directory; only its config files are read.
 
     Args:
         directory: of the model; `None` is the small one inside the package.
@@ -167,11 +177,12 @@ def explain_plan(
             alone need more than `free_bytes`.
     """
     engine = engine or EngineConfig()
-    config = load_config(Path(directory) if directory is not None else default_model.path())
+    directory = Path(directory) if directory is not None else default_model.path()
+    config = load_config(directory)
     model = build_model(config, implementation=implementation)
     length = resolve_length(max_model_len, model.max_positions)
     resolved = resolve_dtype(dtype, config.dtype)
-    weights = _weight_bytes(model, resolved)
+    weights = weight_bytes(model, resolved)
     if free_bytes is not None:
         rest = _beside_weights(free_bytes, weights) if holds_weights else free_bytes
         free_bytes = int(cache.memory_share * rest)
@@ -190,6 +201,7 @@ def explain_plan(
         f"{per_token:,} bytes of cache per token",
         f"weights: {weights:,} bytes",
         runs,
+        *_sampling(directory),
         "",
         budget.explain(),
         *_host(layout, cache, per_token),
@@ -197,6 +209,13 @@ def explain_plan(
         *_programs(model.running(implementation), resolved, layout, length, cache, engine),
     ]
     return "\n".join(lines)
+
+
+def _sampling(directory: Path) -> list[str]:
+    """Returns the line on how `jaxkv chat` chooses tokens; none if the model recommends nothing."""
+    defaults = load_sampling_defaults(directory)
+    told = ", ".join(f"{name} {value:g}" for name, value in defaults.items())
+    return [f"generation_config.json: chat samples with {told} by default"] * bool(told)
 
 
 def _host(layout: CacheLayout, cache: CacheConfig, per_token: int) -> list[str]:
@@ -211,7 +230,8 @@ def _host(layout: CacheLayout, cache: CacheConfig, per_token: int) -> list[str]:
     ]
 
 
-def _weight_bytes(model: Decoder, dtype: str) -> int:
+def weight_bytes(model: Decoder, dtype: str) -> int:
+    """Returns the bytes of a model's parameters on the device."""
     leaves = jax.tree.leaves(model.param_shapes(dtype))
     return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
 
@@ -219,8 +239,8 @@ def _weight_bytes(model: Decoder, dtype: str) -> int:
 def _beside_weights(free_bytes: int, weights: int) -> int:
     if weights > free_bytes:
         raise ValueError(
-            f"the weights alone need {weights:,} bytes, but only {free_bytes:,} are free; take a smaller dtype or "
-            f"model, or a device with more memory"
+            f"the weights alone need {weights:,} bytes, but only {free_bytes:,} are free; use a narrower dtype, a "
+            f"smaller model, or a device with more memory"
         )
     return free_bytes - weights
 
@@ -267,20 +287,22 @@ def _programs(
     chosen = engine.steps_per_launch is None
     bursts = [] if one_by_one else declare_bursts(singles, steps, chosen=chosen)
     swaps = declare_swaps(layout) if cache.host_bytes and engine.prefix_cache else []
-    needed = (*singles, *bursts, COPY, *swaps)
-    keys = [key_of(layout, declared) for declared in needed]
+    specs = (*singles, *bursts, CopySpec(), *swaps)
     enable_compile_cache()
     known = read_costs(cost_identity(model, dtype))
-    costs = {key: known[cost_name(key)] for key in keys if cost_name(key) in known}
+    costs = {spec: known[cost_name(spec)] for spec in specs if cost_name(spec) in known}
     lines = [
-        f"{len(keys)} programs serve greedy requests (as many again for each other way to choose tokens); "
-        f"{_budget(len(keys), list(costs.values()))}:"
+        f"{len(specs)} programs serve greedy requests (as many again for each other way to choose tokens); "
+        f"{_budget(len(specs), list(costs.values()))}:"
     ]
-    for key in keys:
-        cost = costs.get(key)
+    for spec in specs:
+        cost = costs.get(spec)
         told = f"{cost.seconds:7.1f} s {cost.temp_bytes / 2**20:9,.1f} MiB" if cost else ""
-        sizes_of = f"{key.rows:5d} rows {key.tokens:6d} tokens {key.table_width:5d} pages per row"
-        lines.append(f"  {key.name:24s} {sizes_of}  {told}".rstrip())
+        sizes = ""
+        if isinstance(spec, StepSpec):
+            pages = max(spec.table_widths, default=0)
+            sizes = f"{spec.rows:5d} rows {spec.tokens:6d} tokens {pages:5d} pages per row"
+        lines.append(f"  {spec.name:24s} {sizes:45s}  {told}".rstrip())
     return lines
 
 

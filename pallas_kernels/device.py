@@ -10,6 +10,12 @@ SHARED_BYTES_PER_BLOCK = 227 * 1024
 RESERVED_BYTES_PER_BLOCK = 1024
 HOPPER = 90
 NUM_MULTIPROCESSORS = 132
+# Bytes that the address of each array in shared memory is a multiple of.
+SHARED_ALIGNMENT = 1024
+# Rows of the left operand of one tensor-core product (wgmma).
+WGMMA_ROWS = 64
+# Rows of a tile of swizzled shared memory; copies into it begin at a multiple of them.
+ROW_TILE = 8
 # Blocks along one of several axes of a grid; only the last one goes further.
 MOST_ON_AN_AXIS = 2**16 - 1
 

@@ -1,14 +1,15 @@
-"""Schedules that were fastest on a card, read from `tuned/<device>.json`. Knows no op; measures nothing.
+"""The fastest measured schedules of each device, read from `tuned/<device>.json`.
 
-A file maps op -> shape class -> the fields of the op's schedule and "us", the time it took. `pallas_kernels.tune`
-writes it. What no file knows, an op's schedule chooses by its own heuristic.
+A file maps op -> shape class -> the fields of the op's schedule and "us", the measured time. The file is written by
+`pallas_kernels.workbench.tune`. For a shape class without an entry, the op's own rules choose the schedule.
 """
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import MISSING, fields
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
@@ -38,6 +39,38 @@ def tuned(op: str, shape_class: str) -> Mapping[str, int] | None:
     return None if path is None else load_tuned(path).get(op, {}).get(shape_class)
 
 
+def choose[Schedule](
+    op: str,
+    shape_class: str,
+    schedules: type[Schedule],
+    *,
+    is_possible: Callable[[Schedule], bool],
+    by_rule: Callable[[], Schedule],
+) -> Schedule:
+    """Returns the tuned schedule of a shape class, or that of the op's rules if there is none or it cannot run.
+
+    Args:
+        op: the op's name.
+        shape_class: the class of the call's shapes.
+        schedules: the op's dataclass of schedules. A file's entry that lacks a field without default, or that has
+            another field, was written for an older form of the dataclass and is passed over.
+        is_possible: whether the kernel can run under a schedule.
+        by_rule: chooses a schedule without measurements.
+
+    Raises:
+        ValueError: the device's file is damaged.
+    """
+    found = tuned(op, shape_class)
+    declared: Any = schedules
+    names = {field.name for field in fields(declared)}
+    needed = {field.name for field in fields(declared) if field.default is MISSING}
+    if found is not None and needed <= found.keys() <= names:
+        schedule = schedules(**found)
+        if is_possible(schedule):
+            return schedule
+    return by_rule()
+
+
 @contextmanager
 def trying(op: str, fields: Mapping[str, int] | None) -> Iterator[None]:
     """Lets an op that is traced inside run under this schedule, or under its heuristic for `None`."""
@@ -61,7 +94,7 @@ def load_tuned(path: Path) -> Mapping[str, Mapping[str, Mapping[str, int]]]:
     """Returns op -> shape class -> fields, empty where there is no file. Reads each file once in a process.
 
     Raises:
-        ValueError: the file is not what `pallas_kernels.tune` writes; the message says where.
+        ValueError: the file is not what `pallas_kernels.workbench.tune` writes; the message says where.
     """
     if not path.is_file():
         return MappingProxyType({})
@@ -94,6 +127,6 @@ def _object(path: Path, place: str, value: object) -> Mapping[str, Any]:
 
 def _damaged(path: Path, problem: str) -> str:
     return (
-        f"{path} is damaged: {problem}; make it again with `python -m pallas_kernels.tune`, or "
+        f"{path} is damaged: {problem}; make it again with `python -m pallas_kernels.workbench.tune`, or "
         f"delete it to run on heuristics"
     )

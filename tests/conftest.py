@@ -13,7 +13,9 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 # Imported before the hook: they check what users give them by themselves, and the tests give them nonsense.
 import jaxkv.block_config
 import jaxkv.config
-import jaxkv.model_config  # noqa: F401
+import jaxkv.engine.engine_config
+import jaxkv.model_config
+import jaxkv.prompts  # noqa: F401
 
 if importlib.util.find_spec("beartype") is not None:
     from jaxtyping import install_import_hook

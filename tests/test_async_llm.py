@@ -48,7 +48,7 @@ def in_service(llm, users):
     result = asyncio.run(serve())
     assert not llm.engine.scheduler.running
     assert not llm.engine.scheduler.waiting
-    llm.executor.accounts.check()
+    llm.executor.allocator.check()
     llm.engine.prefix.check()
     return result
 
@@ -79,6 +79,24 @@ def test_samples_and_priorities_and_salts(llm, wanted):
     assert [sample.token_ids for sample in samples.outputs] == [wanted[0]] * 3
     assert one.token_ids == two.token_ids == wanted[1]
     assert one.text == llm.tokenizer.decode(wanted[1])
+
+
+def test_fields_of_sampling_params_and_names_of_vllm_are_understood(llm, wanted):
+    async def users(served):
+        with pytest.raises(ValueError, match=r"AsyncLLM\.generate has no option 'max_token'"):
+            await served.generate(PROMPTS[0], max_token=3)
+        with pytest.raises(ValueError, match="give one salt"):
+            await served.generate({"prompt": "x", "cache_salt": "mine"}, cache_salt="yours")
+        return (
+            await served.generate(PROMPTS[0], sampling_params=GREEDY, cache_salt="mine"),
+            await served.generate({"prompt": PROMPTS[0], "cache_salt": "mine"}, GREEDY),
+            await collect(served, PROMPTS[0], None, temperature=0.0, max_tokens=12),
+        )
+
+    one, two, pieces = in_service(llm, users)
+    assert one.token_ids == two.token_ids == [piece.token_id for piece in pieces] == wanted[0]
+    assert one.prompt == PROMPTS[0]
+    assert one.request_id != two.request_id
 
 
 def test_whoever_leaves_takes_nothing_along(llm, wanted):
@@ -210,7 +228,7 @@ def test_a_closed_service_says_so(llm):
             await waiting
 
     asyncio.run(users())
-    llm.executor.accounts.check()
+    llm.executor.allocator.check()
 
 
 def test_stop_strings_end_texts_before_them(llm):

@@ -1,16 +1,19 @@
 """The command: offline on the small model, one line for a mistake, exit code 2, no traceback."""
 
+import io
 import json
 import re
+import subprocess
 import sys
 from types import SimpleNamespace
 
 import pytest
 
-from jaxkv import cli
+from jaxkv import __version__, cli
 from jaxkv.cli import main
 from jaxkv.config import CacheConfig, SamplingParams
-from jaxkv.engine.request import Piece
+from jaxkv.errors import CachePoisoned
+from tests.fake_llm import FakeLLM
 
 FAST = ["--max-model-len", "64", "--max-tokens", "4"]
 
@@ -39,6 +42,7 @@ def test_the_same_seed_gives_the_same_text(capsys):
         (["generate", "--max-tokens", "0", "x"], "max_tokens"),
         (["generate", *FAST, ""], "at least one token"),
         (["plan", "--max-model-len", "1"], "max_model_len"),
+        (["plan", "--max-model-len", "8k"], "got 8192; the model supports at most 1,024 tokens"),
         (["bench"], "MODE"),
         (["bench", "latency"], "--rate"),
         (["bench", "latency", "--rate", "0"], "request rate must be above 0"),
@@ -47,14 +51,19 @@ def test_the_same_seed_gives_the_same_text(capsys):
         (["bench", "throughput", "--shape", "tiny", "--model", "x"], "not both"),
         (["bench", "throughput", "--prompt-tokens", "9:8"], "prompt_tokens"),
         (["bench", "throughput", "--prompt-tokens", "few"], "must be A:B or one number, got 'few'"),
-        (["bench", "startup", "--output-tokens", "99999"], "max_model_len"),
+        (["bench", "throughput", "--prompt-tokens", "9:8"], "got 8; the least is 9"),
+        (
+            ["bench", "startup", "--output-tokens", "99999"],
+            "outputs of up to 99,999 exceed max_model_len, 1,024; lower --prompt-tokens or",
+        ),
+        (["bench", "startup", "--max-model-len", "2k"], "got 2048; the model supports at most"),
         (["plan", "--page-size", "0"], "page_size"),
         (["plan", "--cache-bytes", "1000"], "budget is 1,000"),
         (["plan", "--cache-bytes", "0"], "budget_bytes"),
         (["generate", "--min-p", "2", "x"], "min_p"),
-        (["generate", "--max-tokens", "x", "a"], "--max-tokens: invalid int value: 'x'"),
+        (["generate", "--max-tokens", "x", "a"], "--max-tokens: must be a number such as 4096, 8k"),
+        (["generate", "--max_tokens", "x", "a"], "--max-tokens: must be a number"),
         (["generate", "--max-tokens"], "expected one argument; see jaxkv generate --help"),
-        (["generate"], "PROMPT"),
         (["generate", "a", "b"], "unrecognized arguments: b"),
         (["generate", "--nonesuch", "a"], "--nonesuch"),
         (["generate", "--max", "3", "a"], "ambiguous"),
@@ -125,102 +134,81 @@ def test_env_names_versions_and_devices(capsys):
     assert re.search(r"^models run as (mosaic_gpu$|xla, since mosaic_gpu cannot: )", out, re.M)
 
 
-class FakeLLM:
-    """Answers "yes" in two pieces to conversations of up to `context` messages."""
-
-    def __init__(self, context=100, reason="stop", can_chat=True):
-        self.context, self.reason, self.can_chat = context, reason, can_chat
-        self.conversations, self.sampling = [], None
-
-    def chat_prompt(self, messages):
-        if not self.can_chat:
-            raise ValueError("the model directory has\nno chat template")
-        return [dict(message) for message in messages]
-
-    def stream(self, prompt, sampling):
-        if len(prompt) > self.context:
-            raise ValueError("a prompt leaves\nno room")
-        self.conversations.append(prompt)
-        self.sampling = sampling
-        last = Piece(text="s", token_id=None, finish_reason=self.reason)
-        return iter([Piece(text="ye", token_id=1), last])
-
-
-def talk(monkeypatch, llm, *said):
-    """Runs `chat` with what the user types; an exception is raised where it stands."""
-    lines = iter(said)
-
-    def typed(prompt):
-        line = next(lines)
-        if isinstance(line, str):
-            return line
-        raise line
-
-    monkeypatch.setattr(cli, "_llm", lambda options: llm)
-    monkeypatch.setattr("builtins.input", typed)
-    return main(["chat"])
-
-
-def turn(said):
-    return [{"role": "user", "content": said}, {"role": "assistant", "content": "yes"}]
-
-
-@pytest.mark.parametrize(("end", "code"), [(EOFError(), 0), (KeyboardInterrupt(), 130)])
-def test_chat_remembers_the_conversation_until_the_user_ends_it(capsys, monkeypatch, end, code):
-    llm = FakeLLM()
-    assert talk(monkeypatch, llm, "one", "  ", "two", end) == code
-    assert llm.conversations == [turn("one")[:1], turn("one") + turn("two")[:1]]
-    captured = capsys.readouterr()
-    assert captured.out.split() == ["yes", "yes"]
-    assert captured.err == ""
-
-
-def test_chat_asks_nothing_of_the_user_of_a_model_that_cannot_chat(capsys, monkeypatch):
-    asked = AssertionError("the user was asked")
-    assert talk(monkeypatch, FakeLLM(can_chat=False), asked) == 2
-    assert capsys.readouterr().err == "jaxkv: the model directory has no chat template\n"
-
-
-def test_chat_forgets_a_message_that_outgrows_the_context_and_says_so(capsys, monkeypatch):
-    llm = FakeLLM(context=3)
-    assert talk(monkeypatch, llm, "one", "two", "three", "four", EOFError()) == 0
-    assert llm.conversations == [turn("one")[:1], turn("one") + turn("two")[:1]]
-    message = "jaxkv: a prompt leaves no room (this message is forgotten)\n"
-    assert capsys.readouterr().err == message * 2
-
-
-def test_chat_goes_on_with_a_shorter_message_after_one_that_was_too_long(monkeypatch):
-    llm = FakeLLM()
-    refuse = llm.chat_prompt
-
-    def chat_prompt(messages):
-        if any(message["content"] == "long" for message in messages):
-            raise ValueError("too long")
-        return refuse(messages)
-
-    llm.chat_prompt = chat_prompt
-    assert talk(monkeypatch, llm, "long", "short", EOFError()) == 0
-    assert llm.conversations == [turn("short")[:1]]
-
-
-@pytest.mark.parametrize("command", ["chat", "generate"])
-def test_logits_that_are_not_finite_end_the_command_with_code_2(capsys, monkeypatch, command):
-    llm = FakeLLM(reason="error")
-    if command == "chat":
-        code = talk(monkeypatch, llm, "one", AssertionError("asked again"))
-    else:
-        monkeypatch.setattr(cli, "_llm", lambda options: llm)
-        code = main(["generate", "text"])
-    assert code == 2
+def test_logits_that_are_not_finite_end_the_command_with_code_2(capsys, monkeypatch):
+    monkeypatch.setattr(cli, "_llm", lambda options, screen: FakeLLM(reason="error"))
+    assert main(["generate", "text"]) == 2
     captured = capsys.readouterr()
     assert captured.err.count("\n") == 1
     assert "not finite" in captured.err
-    assert captured.out.endswith("yes\n")
+    assert captured.out == "textyes\n"
+
+
+def test_a_lost_cache_ends_the_command_with_one_line_and_code_2(capsys, monkeypatch):
+    def lose(options, screen):
+        raise CachePoisoned("the cache cannot be used: injected")
+
+    monkeypatch.setattr(cli, "_llm", lose)
+    assert main(["generate", "text"]) == 2
+    assert capsys.readouterr().err == "jaxkv: the cache cannot be used: injected\n"
+
+
+def test_a_prompt_is_read_from_stdin_for_a_hyphen_or_from_a_pipe(capsys, monkeypatch):
+    llm = FakeLLM()
+    monkeypatch.setattr(cli, "_llm", lambda options, screen: llm)
+    for arguments in (["-"], []):
+        monkeypatch.setattr(sys, "stdin", io.StringIO("two\nlines\n"))
+        assert main(["generate", *arguments]) == 0
+        assert capsys.readouterr().out == "two\nlinesyes\n"
+    assert llm.conversations == ["two\nlines"] * 2
+
+
+def test_without_a_prompt_a_terminal_is_not_waited_for(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(isatty=lambda: True))
+    assert main(["generate"]) == 2
+    assert "no PROMPT was given" in capsys.readouterr().err
+
+
+def test_the_version_is_printed(capsys):
+    with pytest.raises(SystemExit) as exit_:
+        main(["--version"])
+    assert exit_.value.code == 0
+    assert capsys.readouterr().out == f"jaxkv {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    "command", ["generate", "chat", "plan", "bench throughput", "bench latency", "bench startup"]
+)
+def test_help_shows_the_default_of_every_option_and_what_numbers_mean(capsys, command):
+    with pytest.raises(SystemExit):
+        main([*command.split(), "--help"])
+    told = " ".join(capsys.readouterr().out.split())
+    assert "8k is 8192" in told
+    listed = told[told.index("show this help") :]
+    helps = re.split(r" (?=--[a-z-]+ [A-Z])", listed)[1:]
+    assert len(helps) > 8
+    undocumented = [text.split()[0] for text in helps if "(default: " not in text]
+    assert undocumented == (["--rate"] if command == "bench latency" else [])
+
+
+def test_help_and_mistakes_import_neither_jax_nor_numpy():
+    code = (
+        "import sys; from jaxkv.cli import main; main(['generate', '--top-p', '2', 'x']); "
+        "print(sorted({'jax', 'numpy', 'prompt_toolkit'} & set(sys.modules)))"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout == "[]\n"
+    assert "top_p" in run.stderr
+
+
+@pytest.mark.parametrize(("command", "sequences"), [("generate", 1), ("chat", 1), ("plan", 8)])
+def test_commands_of_one_conversation_take_a_cache_for_one_sequence(command, sequences):
+    options = cli._parser().parse_args([command])
+    assert cli._cache(options).max_sequences == sequences
 
 
 def test_sampling_options_reach_the_request(monkeypatch):
     llm = FakeLLM()
-    monkeypatch.setattr(cli, "_llm", lambda options: llm)
+    monkeypatch.setattr(cli, "_llm", lambda options, screen: llm)
     options = "--max-tokens 3 --temperature 0.5 --top-p 0.75 --top-k 4 --min-p 0.25 --seed 6"
     assert main(["generate", *options.split(), "text"]) == 0
     assert llm.sampling == SamplingParams(

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import math
 import pickle
 from collections import ChainMap
 from types import MappingProxyType
@@ -21,11 +22,22 @@ def test_a_number_that_is_none_or_out_of_range_is_refused_by_name(name, value):
         SamplingParams(**{name: value})
 
 
-@pytest.mark.parametrize("value", [*BAD_NUMBERS[:5], 1.5, -1, 2**63])
+@pytest.mark.parametrize("value", [*BAD_NUMBERS[:5], 1.5, -2, 2**63])
 @pytest.mark.parametrize("name", ["top_k", "max_tokens", "min_tokens", "n", "logprobs"])
 def test_a_count_that_is_none_or_out_of_range_is_refused_by_name(name, value):
     with pytest.raises(ValueError, match=name):
         SamplingParams(**{name: value})
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "min_tokens", "n", "logprobs"])
+def test_a_count_is_not_negative(name):
+    with pytest.raises(ValueError, match=name):
+        SamplingParams(**{name: -1})
+
+
+def test_minus_one_keeps_all_tokens_as_zero_does_and_no_most_tokens_is_the_contexts_end():
+    assert SamplingParams(top_k=-1) == SamplingParams(top_k=0)
+    assert SamplingParams(max_tokens=None, min_tokens=100).max_tokens is None
 
 
 @pytest.mark.parametrize(
@@ -40,6 +52,12 @@ def test_a_count_that_is_none_or_out_of_range_is_refused_by_name(name, value):
         ({"logit_bias": {-1: 1.0}}, "logit_bias"),
         ({"logit_bias": {1: float("nan")}}, "logit_bias"),
         ({"logit_bias": {1: 101.0}}, "logit_bias"),
+        ({"logit_bias": {1: float("inf")}}, "logit_bias"),
+        ({"bad_words": (5,)}, "bad_words must hold strings"),
+        ({"bad_words": 5}, "bad_words must be a string or a sequence"),
+        ({"bad_words": ["x"] * 257}, "the number of bad_words"),
+        ({"skip_special_tokens": 1}, "skip_special_tokens must be a bool"),
+        ({"include_stop_str_in_output": None}, "include_stop_str_in_output must be a bool"),
         ({"logit_bias": dict.fromkeys(range(1025), 1.0)}, "logit_bias"),
         ({"ignore_eos": 1}, "ignore_eos"),
         ({"stop_token_ids": 5}, "stop_token_ids must be .* got 5"),
@@ -58,7 +76,7 @@ def test_a_count_that_is_none_or_out_of_range_is_refused_by_name(name, value):
         ({"logit_bias": {1.0: 1.0}}, "logit_bias"),
         ({"logit_bias": {1: None}}, "logit_bias"),
         ({"logit_bias": {1: True}}, "logit_bias"),
-        ({"seed": np.float32(1)}, "seed"),
+        ({"seed": np.float32(1)}, "jaxkv.generate takes arrays and tracers as seeds="),
         ({"top_p": np.float32("nan")}, "top_p"),
     ],
 )
@@ -148,3 +166,14 @@ def test_numpys_numbers_become_pythons(of):
 def test_a_cache_that_cannot_be_is_refused(options):
     with pytest.raises(ValueError, match=next(iter(options))):
         CacheConfig(**options)
+
+
+def test_a_single_bad_word_is_a_list_of_one_and_none_are_no_strings():
+    assert SamplingParams(bad_words="x").bad_words == ("x",)
+    assert SamplingParams(bad_words=None, stop=None) == SamplingParams()
+
+
+def test_minus_infinity_forbids_a_token():
+    wish = SamplingParams(logit_bias={3: np.float32("-inf")})
+    assert wish.logit_bias == {3: -math.inf}
+    assert type(wish.logit_bias[3]) is float

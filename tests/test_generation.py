@@ -1,5 +1,7 @@
 """`generate`: one executable, the tokens of Transformers, and usable inside somebody else's jitted function."""
 
+import inspect
+from dataclasses import replace
 from functools import partial
 
 import chex
@@ -28,6 +30,7 @@ CONFIG = ModelConfig(
 )
 MODEL = Decoder(CONFIG)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
+DRAWS = SamplingParams(temperature=1.0, max_tokens=12)
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2], [6, 5, 3, 5, 8, 9, 7]]
 
 
@@ -74,19 +77,121 @@ def test_a_row_does_not_see_its_neighbours(params):
         np.testing.assert_array_equal(alone.tokens[0], together.tokens[row])
 
 
-def test_lengths_and_ids_are_data(params):
-    """T-01, T-14: other lengths, ids, seeds and limits of stop ids run in the executable that is there."""
+@pytest.fixture
+def traces(monkeypatch):
+    """One entry for each time the whole program is traced."""
     from jaxkv import generation
 
     jax.clear_caches()
-    before = generation._generate._cache_size()
+    loop, traced = generation.generate_loop, []
+    counted = lambda *args, **options: traced.append(args) or loop(*args, **options)  # noqa: E731
+    monkeypatch.setattr(generation, "generate_loop", counted)
+    return traced
+
+
+def test_lengths_ids_and_seeds_are_data(params, traces):
+    """Other lengths, ids, limits of stop ids, and seeds of whatever source run in the program that exists."""
     for lens in ([1, 5, 3], [5, 5, 1], [2, 4, 5]):
         prompts = jnp.arange(15, dtype=jnp.int32).reshape(3, 5)
-        wish = SamplingParams(
-            temperature=0.5, seed=lens[0], max_tokens=6, stop_token_ids=(lens[1],)
+        draws = SamplingParams(temperature=0.5, max_tokens=6, stop_token_ids=(lens[1],))
+        run = partial(generate, params, MODEL, prompts, prompt_lens=lens)
+        run(sampling=draws)
+        run(sampling=replace(draws, seed=lens[0]))
+        run(sampling=draws, key=jax.random.key(lens[0]))
+        run(sampling=draws, seeds=lens)
+        run(sampling=draws, seeds=jnp.asarray(lens, jnp.int32))
+        generate(params, MODEL, np.asarray(prompts, np.int64), prompt_lens=lens, sampling=draws)
+    assert len(traces) == 1
+
+
+def test_repeated_prompts_without_a_seed_give_rows_that_differ(params):
+    rows = generate(params, MODEL, PROMPTS[:1] * 4, sampling=DRAWS).tokens.tolist()
+    assert len({tuple(row) for row in rows}) == 4
+
+
+def test_the_next_call_without_a_seed_gives_other_tokens(params):
+    first, second = (generate(params, MODEL, PROMPTS, sampling=DRAWS) for _ in range(2))
+    assert all((first.tokens != second.tokens).any(axis=1))
+
+
+def test_a_key_gives_rows_that_differ_and_the_same_key_the_same_rows(params):
+    run = partial(generate, params, MODEL, PROMPTS[:1] * 3, sampling=DRAWS)
+    first, again, other = (run(key=jax.random.key(number)).tokens.tolist() for number in (1, 1, 2))
+    assert len({tuple(row) for row in first + other}) == 6
+    assert first == again
+
+
+def test_other_seeds_and_keys_compile_nothing_inside_a_trainers_program(params):
+    prompts = jnp.asarray(PROMPTS[0], jnp.int32)[None, :].repeat(2, axis=0)
+
+    @jax.jit
+    @chex.assert_max_traces(n=1)
+    def rollout(params, key, seeds):
+        by_key = generate(params, MODEL, prompts, sampling=DRAWS, key=key)
+        by_seed = generate(params, MODEL, prompts, sampling=DRAWS, seeds=seeds)
+        return by_key.tokens, by_seed.tokens
+
+    made = []
+    for number in range(3):
+        key, seeds = jax.random.key(number), jnp.asarray([number, number - 3], jnp.int32)
+        by_key, by_seed = rollout(params, key, seeds)
+        own = [replace(DRAWS, seed=number), replace(DRAWS, seed=number - 3)]
+        outside = generate(params, MODEL, prompts, sampling=DRAWS, key=key).tokens
+        np.testing.assert_array_equal(by_key, outside)
+        np.testing.assert_array_equal(
+            by_seed, generate(params, MODEL, prompts, sampling=own).tokens
         )
-        generate(params, MODEL, prompts, prompt_lens=jnp.asarray(lens, jnp.int32), sampling=wish)
-    assert generation._generate._cache_size() == before + 1
+        made += by_key.tolist()
+    assert len({tuple(row) for row in made}) == 6
+
+
+@pytest.mark.parametrize("wrap", ["jit of params", "jit of nothing", "scan", "grad"])
+def test_a_traced_function_that_draws_must_pass_a_key_or_seeds(params, wrap):
+    """A fresh seed would be a constant of the compiled function: each call would give the same tokens."""
+
+    def run(params, *_):
+        return generate(params, MODEL, PROMPTS, sampling=DRAWS).tokens.sum().astype(jnp.float32)
+
+    calls = {
+        "jit of params": lambda: jax.jit(run)(params),
+        "jit of nothing": lambda: jax.jit(lambda: run(params))(),
+        "scan": lambda: jax.lax.scan(lambda carry, _: (carry, run(params)), 0, length=2),
+        "grad": lambda: jax.grad(run)(params),
+    }
+    with pytest.raises(ValueError, match=r"pass key= .* or seeds="):
+        calls[wrap]()
+
+
+def test_samples_of_a_prompt_are_rows_one_after_the_other(params):
+    """Sample `s` has the seed of its prompt plus `s`, as in the engine; prompts may differ in `n`."""
+    sampling = [
+        replace(DRAWS, seed=5, n=3),
+        replace(DRAWS, seed=-1, n=1),
+        replace(DRAWS, seed=8, n=2),
+    ]
+    out = generate(params, MODEL, PROMPTS, sampling=sampling)
+    prompts = [PROMPTS[at] for at in (0, 0, 0, 1, 2, 2)]
+    alone = [replace(DRAWS, seed=seed) for seed in (5, 6, 7, -1, 8, 9)]
+    wanted = generate(params, MODEL, prompts, sampling=alone)
+    np.testing.assert_array_equal(out.tokens, wanted.tokens)
+    np.testing.assert_array_equal(out.lengths, wanted.lengths)
+
+
+def test_traced_prompts_may_have_several_samples(params):
+    prompts = jnp.asarray([[3, 1, 4], [1, 5, 9]], jnp.int32)
+    twice = replace(DRAWS, n=2)
+
+    @jax.jit
+    def rollout(params, prompts, lens, key):
+        return generate(
+            params, MODEL, prompts, prompt_lens=lens, sampling=twice, key=key
+        ).tokens.reshape(2, 2, -1)
+
+    key = jax.random.key(0)
+    made = rollout(params, prompts, jnp.asarray([2, 3], jnp.int32), key)
+    wanted = generate(params, MODEL, [[3, 1], [1, 5, 9]], sampling=twice, key=key).tokens
+    np.testing.assert_array_equal(made, wanted.reshape(2, 2, -1))
+    assert (made[:, 0] != made[:, 1]).any(axis=1).all()
 
 
 def test_a_trainer_can_call_it_inside_its_own_program(params):
@@ -190,13 +295,15 @@ def test_logprobs_are_those_of_the_raw_logits(params):
         ([[61]], {}, "outside"),
         ([[-1]], {}, "outside"),
         ([[1]], {"sampling": SamplingParams(max_tokens=256)}, "positions"),
-        ([[1]], {"sampling": SamplingParams(n=2)}, "n=2"),
         ([[1]], {"sampling": [GREEDY, GREEDY]}, "2 SamplingParams"),
         ([[1]], {"sampling": SamplingParams(stop_token_ids=(61,))}, "61"),
+        ([[1]], {"sampling": SamplingParams(stop="x")}, "use stop_token_ids and logit_bias"),
+        ([[1]], {"sampling": SamplingParams(bad_words="x")}, "use stop_token_ids and logit_bias"),
         ([[1]], {"prompt_lens": jnp.ones(1, jnp.int32)}, "prompt_lens"),
         ([[1]], {"eos_ids": (-1,)}, "eos_ids"),
         ([[1]], {"eos_ids": (61,)}, "eos_ids"),
-        ([[1]], {"eos_ids": tuple(range(60)) * 2}, "stop ids"),
+        ([[1]], {"eos_ids": tuple(range(60)) * 3}, "stop ids"),
+        ([[1]], {"sampling": SamplingParams(max_tokens=None)}, "max_tokens columns; give a number"),
         (jnp.asarray([[1, 99]], jnp.int32), {}, "prompts"),
         (jnp.asarray([[1, -2]], jnp.int32), {}, "prompts"),
         (
@@ -209,11 +316,45 @@ def test_logprobs_are_those_of_the_raw_logits(params):
             {"prompt_lens": jnp.asarray([9, 3], jnp.int32)},
             "prompt_lens",
         ),
-        (np.ones((1, 3), np.int64), {}, "int32"),
         (jnp.ones((2, 3), jnp.int32), {"prompt_lens": jnp.ones(3, jnp.int32)}, "prompt_lens"),
     ],
 )
 def test_bad_input_is_refused_with_a_reason(params, prompts, options, message):
-    """S1-11: int64 is an error, not a second trace."""
     with pytest.raises(ValueError, match=message):
         generate(params, MODEL, prompts, **options)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda call: call | {"params": MODEL, "model": call["params"]},
+            "params and model are swapped",
+        ),
+        (lambda call: call | {"model": "path/to/model"}, "see jaxkv.load_model.* got str"),
+        (lambda call: call | {"model": Decoder}, "got the class Decoder"),
+        (lambda call: call | {"params": {}}, "pytree of the model's arrays, got none"),
+        (lambda call: call | {"params": "path/to/model"}, "arrays, got str in it"),
+        (
+            lambda call: call | {"prompts": "def add("},
+            "got a text; encode it first, or use jaxkv.LLM",
+        ),
+        (
+            lambda call: call | {"prompts": ["def add("]},
+            "prompt 0 must be .* got a text; encode it",
+        ),
+        (
+            lambda call: call | {"prompts": [1, [2, 3]]},
+            "prompt 0 must be .* got a value of type int",
+        ),
+        (lambda call: call | {"prompts": {1: 2}}, "got a value of type dict"),
+        (lambda call: call | {"prompts": 3}, "got a value of type int"),
+        (lambda call: call | {"eos_ids": 2}, "eos_ids must be a sequence of token ids, got 2"),
+        (lambda call: call | {"eos_ids": ["</s>"]}, "eos_ids must be a sequence of token ids, got"),
+    ],
+)
+def test_arguments_of_another_kind_are_refused_with_a_reason(params, change, message):
+    # Without the shape checker of the tests, which refuses them too, in its own way.
+    call = inspect.unwrap(generate)
+    with pytest.raises(ValueError, match=message):
+        call(**change({"params": params, "model": MODEL, "prompts": PROMPTS}))

@@ -1,15 +1,19 @@
 """What a user touches: `LLM` on the model inside the package, offline. Truth is `generate` and Transformers."""
 
+import json
+import sys
 from dataclasses import replace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import jaxkv
 from jaxkv import LLM, CacheConfig, EngineConfig, SamplingParams, default_model
+from jaxkv.engine.program_spec import StepSpec
 from jaxkv.engine.programs import compile_count
-from jaxkv.errors import OutOfPages, ProgramRefused
+from jaxkv.errors import BadCheckpoint, OutOfPages, ProgramRefused
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
 PROMPTS = ["def add(", "import os\n", "class Node:\n    "]
@@ -31,7 +35,7 @@ def nothing_leaks(request):
     yield
     if "llm" in request.fixturenames:
         llm = request.getfixturevalue("llm")
-        llm.executor.accounts.check()
+        llm.executor.allocator.check()
         llm.engine.prefix.check()
         stats = llm.stats()
         assert (stats.running, stats.waiting) == (0, 0)
@@ -82,14 +86,7 @@ def test_a_single_text_and_a_single_list_of_ids_are_lists_of_one(llm):
 def test_tokens_are_those_of_generate_in_one_executable(llm, wish):
     """S3-16: one step per token, in whatever batch, or a loop on the device: the same tokens for the same seeds."""
     ids = [llm.tokenizer.encode(prompt) for prompt in PROMPTS]
-    samples = [replace(wish, n=1, seed=(wish.seed or 0) + sample) for sample in range(wish.n)]
-    out = jaxkv.generate(
-        llm.executor.params,
-        llm.model,
-        [prompt for prompt in ids for _ in samples],
-        sampling=samples * len(ids),
-        eos_ids=llm.eos_ids,
-    )
+    out = jaxkv.generate(llm.executor.params, llm.model, ids, sampling=wish, eos_ids=llm.eos_ids)
     wanted = [row[:length].tolist() for row, length in zip(out.tokens, out.lengths, strict=True)]
     made = [sample for output in llm.generate(PROMPTS, wish) for sample in output.outputs]
     assert [sample.token_ids for sample in made] == wanted
@@ -159,6 +156,149 @@ def test_logprobs_name_the_chosen_token_and_the_most_likely(llm):
     assert list(none.logprobs[0]) == [none.token_ids[0]]
 
 
+def test_an_output_prints_its_text_first_and_has_the_names_of_vllm(llm):
+    first, second = llm.generate([PROMPTS[0], [7, 8]], replace(GREEDY, logprobs=2))
+    shown = repr(first)
+    assert repr(first.text) in shown
+    assert shown.index("text=") < shown.index("prompt_token_ids=")
+    assert (first.prompt, second.prompt) == (PROMPTS[0], None)
+    assert first.request_id != second.request_id
+    assert first.finished
+    chosen = [table[token] for token, table in zip(first.token_ids, first.logprobs, strict=True)]
+    assert first.cumulative_logprob == pytest.approx(sum(chosen))
+    assert llm.generate(PROMPTS[0], GREEDY)[0].cumulative_logprob is None
+
+
+def test_fields_of_sampling_params_and_names_of_vllm_are_understood_by_every_call(llm):
+    wanted = llm.generate(PROMPTS[0], replace(GREEDY, max_tokens=3))[0].token_ids
+    short = SamplingParams(temperature=0.0, max_tokens=3)
+    for output in (
+        llm.generate(PROMPTS[0], temperature=0.0, max_tokens=3)[0],
+        llm.generate(PROMPTS[0], sampling_params=short, use_tqdm=False)[0],
+        llm.generate({"prompt": PROMPTS[0]}, [short])[0],
+        llm.generate(jnp.asarray(llm.get_tokenizer().encode(PROMPTS[0])), short)[0],
+    ):
+        assert output.token_ids == wanted
+    pieces = list(llm.stream(PROMPTS[0], temperature=0.0, max_tokens=3, top_k=-1))
+    assert [piece.token_id for piece in pieces] == wanted
+    for call in (
+        lambda **options: llm.generate(PROMPTS[0], **options),
+        lambda **options: llm.stream(PROMPTS[0], **options),
+        lambda **options: llm.warm_up(batch=1, prompt_tokens=4, **options),
+    ):
+        with pytest.raises(ValueError, match="no option 'max_token'; the closest is max_tokens"):
+            call(max_token=3)
+
+
+def test_without_max_tokens_a_text_goes_to_the_contexts_end(llm):
+    output = llm.generate([[7] * 100], temperature=0.0, max_tokens=None, ignore_eos=True)[0]
+    assert (len(output.token_ids), output.finish_reason) == (28, "length")
+
+
+def test_a_prompts_own_salt_separates_its_pages(llm):
+    ids = [9] * 40
+    llm.generate({"prompt_token_ids": ids, "cache_salt": "mine"}, GREEDY)
+    assert llm.explain(ids).num_reused == 0
+    assert llm.explain(ids, cache_salt="mine").num_reused > 0
+    assert llm.explain({"prompt_token_ids": ids, "cache_salt": "mine"}).num_reused > 0
+    with pytest.raises(ValueError, match="salt must be a str, bytes or None, got 5"):
+        llm.explain({"prompt_token_ids": ids, "cache_salt": 5})
+    with pytest.raises(ValueError, match="give one salt"):
+        llm.explain({"prompt_token_ids": ids, "cache_salt": "mine"}, salt="yours")
+
+
+def test_a_seed_of_the_llm_may_have_64_bits():
+    llm = LLM(load_format="dummy", max_num_seqs=1, seed=2**64 - 1, max_model_len=32, progress=False)
+    assert len(llm.generate([[1, 2]], max_tokens=2)[0].token_ids) == 2
+
+
+def test_seeds_of_the_llm_that_differ_in_their_sign_give_requests_other_seeds():
+    texts = []
+    for seed in (1, -1):
+        with LLM(max_num_seqs=2, seed=seed, max_model_len=32, progress=False) as llm:
+            texts.append([one.token_ids for one in llm.generate([[1], [1]], max_tokens=8)])
+    assert texts[0] != texts[1]
+
+
+def test_a_seed_of_the_llm_repeats_dummy_weights_and_the_texts_of_requests_without_one():
+    texts = []
+    for _ in range(2):
+        llm = LLM(load_format="dummy", max_num_seqs=1, seed=5, max_model_len=32, progress=False)
+        assert llm.executor.owner.counts["sampling"] == 2
+        texts.append([output.token_ids for output in llm.generate([[1], [1]], max_tokens=4)])
+    assert texts[0] == texts[1]
+    assert texts[0][0] != texts[0][1]
+
+
+def chatty(folder):
+    """Copies the small model, and gives it a chat template."""
+    model_with_end_ids(folder, [0])
+    template = "{% for m in messages %}# {{ m.role }}: {{ m.content }}\n{% endfor %}"
+    (folder / "chat_template.jinja").write_text(template)
+    return folder
+
+
+def test_chat_answers_a_text_a_conversation_and_a_list_of_these(tmp_path):
+    llm = LLM(
+        chatty(tmp_path / "model"),
+        max_model_len=64,
+        cache=CacheConfig(max_sequences=2),
+        progress=False,
+    )
+    hi, bye = ([{"role": "user", "content": text}] for text in ("hi", "bye"))
+    one = llm.chat(hi, GREEDY)
+    assert llm.chat("hi", GREEDY).token_ids == one.token_ids
+    several = llm.chat([hi, bye], sampling_params=GREEDY, use_tqdm=False)
+    assert [len(output.prompt_token_ids) for output in several] == [
+        len(llm.chat_prompt("hi")),
+        len(llm.chat_prompt("bye")),
+    ]
+    assert several[0].token_ids == one.token_ids
+    with pytest.raises(ValueError, match=r"^conversation 1: messages must be"):
+        llm.chat([hi, [{"content": "no role"}]])
+
+
+def test_the_stop_reason_is_the_string_or_the_id_that_ended_the_text(llm):
+    whole = llm.generate(PROMPTS[2], GREEDY)[0]
+    assert (whole.finish_reason, whole.stop_reason) == ("length", None)
+    third = whole.token_ids[2]
+    by_id = llm.generate(PROMPTS[2], replace(GREEDY, stop_token_ids=(third,)))[0]
+    assert (by_id.finish_reason, by_id.stop_reason) == ("stop", third)
+    string = whole.text[3:6]
+    by_string = llm.generate(PROMPTS[2], replace(GREEDY, stop=("never", string)))[0]
+    assert (by_string.finish_reason, by_string.stop_reason) == ("stop", string)
+
+
+def test_the_models_own_end_id_is_no_stop_reason(llm, monkeypatch):
+    third = llm.generate(PROMPTS[2], GREEDY)[0].token_ids[2]
+    monkeypatch.setattr(llm, "eos_ids", (third,))
+    ended = llm.generate(PROMPTS[2], GREEDY)[0]
+    assert (ended.finish_reason, ended.stop_reason) == ("stop", None)
+
+
+def model_with_end_ids(folder, ids):
+    """Copies the small model, with these ids as its end ids."""
+    folder.mkdir()
+    for file in default_model.path().iterdir():
+        if file.is_file():
+            (folder / file.name).write_bytes(file.read_bytes())
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
+    return folder
+
+
+def test_a_model_with_more_end_ids_than_fit_is_refused_and_one_with_fewer_serves(tmp_path):
+    options = {"max_model_len": 32, "cache": CacheConfig(max_sequences=1), "progress": False}
+    with pytest.raises(BadCheckpoint, match="65 end ids, at most 64"):
+        LLM(model_with_end_ids(tmp_path / "many", list(range(65))), **options)
+    llm = LLM(model_with_end_ids(tmp_path / "most", list(range(64))), **options)
+    wish = SamplingParams(
+        temperature=0.0, min_tokens=2, max_tokens=2, stop_token_ids=range(64, 128)
+    )
+    output = llm.generate("def ", wish)[0]
+    assert (output.finish_reason, output.error) in (("length", None), ("stop", None))
+    assert output.token_ids[0] >= 128
+
+
 def test_the_end_of_the_context_ends_the_text(llm):
     """S1-07: 120 of 128 tokens leave room for 8, whatever max_tokens says."""
     output = llm.generate(
@@ -179,6 +319,7 @@ def test_the_end_of_the_context_ends_the_text(llm):
         ([True], "True"),
         (b"def ", "bytes"),
         ("\ud800", "surrogate|UTF-8"),
+        ("x" * 10**7, "a text of 10000000 characters has at least .* tokens, but at most 128 fit"),
     ],
 )
 def test_a_prompt_that_cannot_be_served_is_refused_with_the_numbers(llm, prompt, message):
@@ -205,7 +346,7 @@ def test_strict_mode_refuses_what_was_not_warmed_up():
         strict=True,
         progress=False,
     )
-    llm.warm_up(batch=1, prompt_tokens=8, sampling=GREEDY)
+    llm.warm_up(batch=1, prompt_tokens=8, sampling_params=GREEDY)
     cold = [array.copy() for array in llm.executor.owner.handle().cache.arrays]
     before = compile_count()
     assert len(llm.generate([[1, 2, 3]], GREEDY)[0].token_ids) == 12
@@ -245,6 +386,19 @@ def test_penalised_and_plain_rows_share_steps_without_noticing(llm):
         assert llm.generate(prompt, wish)[0].token_ids == output.token_ids
 
 
+def test_pinned_shapes_make_bfloat16_tokens_independent_of_the_batch():
+    llm = LLM(
+        dtype="bfloat16",
+        max_model_len=32,
+        cache=CacheConfig(max_sequences=6, page_size=16),
+        engine=EngineConfig(pinned_shapes=True, token_budget=16),
+        progress=False,
+    )
+    prompts = ["lambda ", "assert self", "x = ", *PROMPTS]
+    together = llm.generate(prompts, GREEDY)
+    assert llm.generate(prompts[1], GREEDY)[0].token_ids == together[1].token_ids
+
+
 def test_prompts_in_chunks_and_without_prefix_cache_have_the_same_answers(llm):
     """S5-21's plain half: a budget of 8 tokens cuts a prompt of 30 into chunks, beside tokens of others."""
     prompts = [list(range(100, 130)), list(range(100, 131)), [7]]
@@ -262,7 +416,8 @@ def test_prompts_in_chunks_and_without_prefix_cache_have_the_same_answers(llm):
         assert [output.usage.cached_tokens for output in outputs] == [0, 0, 0]
     assert [group.kept for group in other.stats().cache] == [0, 0]
     assert other.stats().prefix is None
-    assert max(p.key.tokens for p in other.executor.programs.manifest()) == 8
+    specs = [program.spec for program in other.executor.programs.manifest()]
+    assert max(spec.tokens for spec in specs if isinstance(spec, StepSpec)) == 8
     with pytest.raises(ValueError, match="prefix cache is off"):
         other.explain(prompts[0])
 
@@ -274,14 +429,14 @@ def test_pages_run_out_with_the_numbers_and_nothing_is_consumed():
         cache=CacheConfig(max_sequences=2, page_size=16),
         progress=False,
     )
-    llm.executor.accounts.open(10**6)
-    llm.executor.accounts.reserve(10**6, 64)
-    llm.executor.accounts.open(10**6 + 1)
-    llm.executor.accounts.reserve(10**6 + 1, 40)
+    llm.executor.allocator.open(10**6)
+    llm.executor.allocator.reserve(10**6, 64)
+    llm.executor.allocator.open(10**6 + 1)
+    llm.executor.allocator.reserve(10**6 + 1, 40)
     with pytest.raises(OutOfPages, match="asked for"):
         llm.generate([[1] * 40], GREEDY)
-    llm.executor.accounts.check()
-    assert llm.executor.accounts.num_free("gqa") == 1
+    llm.executor.allocator.check()
+    assert llm.executor.allocator.num_free("gqa") == 1
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "auto"])
@@ -306,6 +461,17 @@ def test_bad_options_are_refused_by_name(options, message):
     # A TypeError is the test-time checker's, where the annotation alone refuses it.
     with pytest.raises((ValueError, OSError, TypeError), match=message):
         LLM(**options, progress=False)
+
+
+def test_weights_are_loaded_with_a_bar_on_a_terminal_alone(capsys, monkeypatch):
+    options = {"max_model_len": 64, "cache": CacheConfig(max_sequences=1)}
+    LLM(**options)
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    LLM(**options, progress=False)
+    assert capsys.readouterr().err == ""
+    LLM(**options)
+    assert "loading weights" in capsys.readouterr().err
 
 
 def test_stats_say_what_runs_and_why(llm):

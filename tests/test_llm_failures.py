@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from jaxkv import LLM, CacheConfig, SamplingParams
@@ -25,7 +26,7 @@ def llm():
 def nothing_leaks(llm):
     """After each test nobody but the prefix index holds a page, nobody waits, and the books agree."""
     yield
-    llm.executor.accounts.check()
+    llm.executor.allocator.check()
     llm.engine.prefix.check()
     stats = llm.stats()
     assert (stats.running, stats.waiting) == (0, 0)
@@ -108,8 +109,21 @@ def test_one_failed_request_leaves_the_others_their_answers(llm, monkeypatch, ca
     monkeypatch.setattr(llm.engine, "add", add_one_broken)
     outputs = llm.generate(PROMPTS, wish)
     assert outputs[0].finish_reason == "error"
+    assert outputs[0].error == outputs[0].outputs[0].error == "OverflowError: injected"
     assert [output.token_ids for output in outputs[1:]] == wanted[1:]
+    assert [output.error for output in outputs[1:]] == [None, None]
     assert sum("injected" in record.getMessage() for record in caplog.records) == 1
+
+
+def test_a_request_whose_logits_are_not_finite_says_so_in_its_output_and_its_last_piece(
+    llm, monkeypatch
+):
+    broken = jax.tree.map(lambda leaf: leaf * jnp.nan, llm.executor.params)
+    monkeypatch.setattr(llm.executor, "params", broken)
+    output = llm.generate(PROMPTS[0], GREEDY)[0]
+    assert (output.finish_reason, output.error) == ("error", "the model's logits were not finite")
+    last = list(llm.stream(PROMPTS[0], GREEDY))[-1]
+    assert (last.finish_reason, last.error) == ("error", "the model's logits were not finite")
 
 
 def test_explain_knows_of_lost_and_rebuilt_caches(llm):
@@ -154,7 +168,7 @@ def test_an_interrupt_in_the_middle_gives_everything_back(llm, monkeypatch):
     for owner, name in (
         (llm.executor, "program"),
         (llm.executor, "read"),
-        (llm.executor.accounts, "reserve"),
+        (llm.executor.allocator, "reserve"),
         (llm.engine.scheduler, "add"),
     ):
         for calls in (0, 2):

@@ -11,9 +11,9 @@ from jaxkv.config import CacheConfig, SamplingParams
 from jaxkv.engine.engine import Engine
 from jaxkv.engine.engine_config import EngineConfig
 from jaxkv.engine.executor import Executor
+from jaxkv.engine.program_spec import StepSpec
 from jaxkv.engine.programs import Programs, compile_count
 from jaxkv.engine.request import Request
-from jaxkv.engine.shapes import row_of
 from jaxkv.generation import generate
 from jaxkv.model_config import ModelConfig, RopeConfig
 from jaxkv.models.decoder import Decoder
@@ -84,9 +84,9 @@ def tokens_of(executor, asked=None):
 def test_the_decode_program_uses_the_kernel(params):
     """S1-12: on this card the best implementation is the kernel, and it is what the step runs."""
     executor = executor_of(MODEL, params)
-    rows = [replace(row_of(request, 0), tokens=(0,), carry=True) for request in requests()]
-    shape = executor.shapes.shape(rows, total_tokens=200, decode=True)
-    program = executor.step_program(shape)
+    widths = tuple(group.pages_for(256) for group in executor.layout.paged_groups)
+    shape = StepSpec(4, 4, widths, decode=True)
+    program = executor.program(shape)
     assert executor.implementation == Choice("mosaic_gpu")
     assert program.report.problems == ()
     assert "mosaic_gpu" in program.compiled.as_text()

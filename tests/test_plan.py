@@ -12,11 +12,11 @@ from jaxkv import LLM, default_model
 from jaxkv.bench.workload import Workload
 from jaxkv.config import CacheConfig
 from jaxkv.engine.engine_config import EngineConfig
-from jaxkv.engine.executor import key_of
+from jaxkv.engine.program_spec import StepSpec
 from jaxkv.engine.warm_up import compile_all, declare_served
 from jaxkv.models.implementation import Choice
 from jaxkv.models.registry import build_model, load_config
-from jaxkv.plan import explain_plan, plan_cache
+from jaxkv.plan import explain_plan, plan_cache, resolve_dtype
 from jaxkv.plan import resolve_length as checked_resolve_length
 from jaxkv.weights.load import load_params
 from pallas_kernels.dispatch import Unsupported
@@ -41,6 +41,44 @@ def weight_bytes(text):
 def test_a_length_that_is_no_int_or_out_of_range_is_refused_by_name(length):
     with pytest.raises(ValueError, match=r"max_model_len .*2048"):
         resolve_length(length, 2048)
+
+
+def test_a_refused_length_names_the_models_own_as_the_reason():
+    with pytest.raises(ValueError, match=r"got 4096; the model supports at most 2,048 tokens$"):
+        resolve_length(4096, 2048)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("fp32", "float32"),
+        ("float", "float32"),
+        ("bf16", "bfloat16"),
+        ("fp16", "float16"),
+        ("half", "float16"),
+        ("float16", "float16"),
+        ("auto", "bfloat16"),
+    ],
+)
+def test_short_names_of_dtypes_are_understood(name, dtype):
+    assert resolve_dtype(name, "bfloat16") == dtype
+    assert CacheConfig(dtype=name).dtype == (name if name == "auto" else dtype)
+
+
+def test_a_dtype_of_no_meaning_is_refused_with_those_that_have_one():
+    with pytest.raises(ValueError, match="one of auto, float32, bfloat16, float16, got 'int4'"):
+        resolve_dtype("int4", "float32")
+
+
+def test_the_sampling_of_generation_config_json_is_shown(tmp_path):
+    for file in default_model.path().iterdir():
+        if file.is_file():
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "generation_config.json").write_text('{"temperature": 0.6, "top_k": 20}')
+    options = {"dtype": "auto", "max_model_len": 256, "cache": CACHE, "free_bytes": None}
+    shown = explain_plan(tmp_path, **options)
+    assert "chat samples with temperature 0.6, top_k 20 by default" in shown
+    assert "chat samples" not in explain_plan(None, **options)
 
 
 def test_a_length_is_the_models_own_unless_given():
@@ -97,12 +135,13 @@ def test_the_programs_are_those_that_an_engine_compiles():
     llm = LLM(max_model_len=256, cache=CACHE, engine=engine_config, progress=False)
     request = Workload(prompt_tokens=(1, 200), output_tokens=(1, 56)).example()
     needed = declare_served(llm.engine, request, 4)
-    keys = [key_of(llm.layout, declared) for declared in needed]
-    assert [key.name for key in keys] == [name for name, *_ in listed(text)]
-    assert [(key.rows, key.tokens, key.table_width) for key in keys] == [
+    steps = [spec for spec in needed if isinstance(spec, StepSpec)]
+    assert [spec.name for spec in steps] == [name for name, *_ in listed(text)]
+    assert [(spec.rows, spec.tokens, max(spec.table_widths)) for spec in steps] == [
         tuple(sizes) for _, *sizes in listed(text)
     ]
-    assert f"{len(keys)} programs" in text
+    assert all(re.search(rf"^  {spec.name}\b", text, re.M) for spec in needed)
+    assert f"{len(needed)} programs" in text
 
 
 @pytest.fixture
@@ -129,7 +168,7 @@ def test_what_compiling_took_is_told_once_it_is_known():
     assert re.search(rf"1 of \d+ were .* up to {warm_up.temp_bytes:,} bytes of temporary", text)
     [line] = [line for line in text.splitlines() if line.endswith("MiB")]
     [program] = llm.executor.programs.manifest()
-    assert line.startswith(f"  {program.key.name} ")
+    assert line.startswith(f"  {program.spec.name} ")
     assert float(line.split()[-4]) == round(program.seconds, 1)
 
 

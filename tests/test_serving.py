@@ -10,7 +10,7 @@ from jaxkv import LLM, CacheConfig, SamplingParams
 from jaxkv.async_llm import AsyncLLM
 from jaxkv.engine.progress import Progress
 from jaxkv.engine.request import Request, Timing, Usage
-from jaxkv.engine.sequence import FINISHED, new_sequence
+from jaxkv.engine.request_state import FINISHED, new_request_state
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 PROMPTS = [[place + 2 * at for at in range(40)] for place in (100, 200, 300, 400)]
@@ -117,9 +117,17 @@ def test_a_bar_shows_when_it_is_wanted(llm, capsys, monkeypatch):
     assert capsys.readouterr().err == ""
 
 
+def test_the_bar_says_that_a_program_is_compiled(llm, capsys):
+    drawn = SamplingParams(temperature=1.0, min_p=0.5, max_tokens=2, seed=1)
+    llm.generate(PROMPTS[0], drawn, progress=True)
+    shown = capsys.readouterr().err
+    assert "compiling prefill" in shown
+    assert shown.rindex("generating") > shown.rindex("compiling")
+
+
 def sample_of(prompt, *, generated=0, **progress):
     request = Request(prompt=(1,) * prompt, params=GREEDY, seed=0, stop_ids=())
-    made = new_sequence(request, number=0, tokenizer=None, streamed=False, now=0.0)
+    made = new_request_state(request, number=0, tokenizer=None, streamed=False, now=0.0)
     made.tokens += [1] * generated
     for name, value in progress.items():
         setattr(made, name, value)

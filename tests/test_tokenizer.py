@@ -182,12 +182,12 @@ def test_lone_surrogates_are_refused(directory, text):
 
 
 HOSTILE = {
-    "empty": ("tokenizer.json", "", "is malformed: EOF"),
-    "no json": ("tokenizer.json", "\n\n{nope", "is malformed"),
-    "a list": ("tokenizer.json", "[]", "is malformed"),
+    "empty": ("tokenizer.json", "", "is not JSON: Expecting value"),
+    "no json": ("tokenizer.json", "\n\n{nope", "is not JSON: Expecting property name"),
+    "a list": ("tokenizer.json", "[]", "holds a JSON list, wanted an object"),
     "no model": ("tokenizer.json", "{}", "is malformed: Model missing"),
     "unknown model": ("tokenizer.json", '{"model": {"type": "Pickle"}}', "is malformed"),
-    "deep": ("tokenizer.json", '{"a":' * 10**5, "is malformed"),
+    "deep": ("tokenizer.json", '{"a":' * 10**5, "nested too deeply"),
     "merge of nothing": (
         "tokenizer.json",
         '{"version":"1.0","model":{"type":"BPE","vocab":{"a":0},"merges":["q w"]}}',

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from pallas_kernels.tolerances import OUTPUT
+from pallas_kernels.workbench.tolerances import OUTPUT
 
 __all__ = ["LSE", "OUTPUT", "assert_lse", "assert_output"]
 

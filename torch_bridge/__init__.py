@@ -1,5 +1,14 @@
 """PyTorch on jaxkv's memory: leases, Transformers caches, kernels on tensors, torch inside a step."""
 
+try:
+    import torch  # noqa: F401
+    import transformers  # noqa: F401
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        f"torch_bridge needs {error.name}, which is not installed: pip install 'jaxkv[torch]'",
+        name=error.name,
+    ) from error
+
 from jaxkv.errors import CacheLeased, CachePoisoned
 from torch_bridge import attention  # noqa: F401 - registers "jaxkv" with Transformers
 from torch_bridge.cache import JaxkvCache, JaxkvCacheStats

@@ -7,9 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function
 
+from pallas_kernels.dispatch import Unsupported
 from torch_bridge.calls import hand_out, run
 from torch_bridge.direct import decode_kernel, fitted, ragged_kernel
 from torch_bridge.dlpack import from_torch
@@ -20,6 +21,26 @@ from torch_bridge.uncompiled import uncompiled
 
 NAME = "jaxkv"
 _SMALLEST_PACKING = 16
+_REWRITES = (
+    f'attends to other keys or values than it gave the cache, which attention "{NAME}" would read in the pages; use '
+    f'model.set_attn_implementation("sdpa"), which works with JaxkvCache too'
+)
+_REWRITING = ("diffllama", "hrm_text", "jetmoe")
+"""Types of models that repeat or split what they have kept, or keep it under other numbers than their layers'."""
+
+
+def attends_pages(model: PreTrainedModel) -> bool:
+    """Whether a model's attention is "jaxkv".
+
+    Raises:
+        Unsupported: it is, but does not attend to what the pages hold.
+    """
+    config = model.config.get_text_config(decoder=True)
+    if config._attn_implementation != NAME:
+        return False
+    if config.model_type in _REWRITING:
+        raise Unsupported(f"{type(model).__name__} {_REWRITES}")
+    return True
 
 
 @uncompiled
@@ -41,8 +62,8 @@ def paged_attention_forward(
     Args:
         module: the attention layer; its `layer_idx` names the pages.
         query: [rows, heads, queries, head_dim], rotated.
-        key: the step's keys, as they were given to the cache; attention reads them in the pages.
-        value: likewise, unused.
+        key: the step's keys, the very tensor that was given to the cache; attention reads them in the pages.
+        value: likewise.
         attention_mask: must be `None`; padding and windows are known from the cache.
         scaling: factor on the scores; `None` for `head_dim ** -0.5`.
         dropout: must be 0.
@@ -64,12 +85,15 @@ def paged_attention_forward(
             f'layer {layer} of {type(module).__name__} has no keys of its own, so attention "{NAME}" has no pages for '
             f'it; use model.set_attn_implementation("sdpa"), which works with JaxkvCache too'
         )
-    if step is None or not step.wrote(layer, key):
+    written = None if step is None else step.take_written(layer)
+    if step is None or written is None:
         raise ValueError(
             f'attention "{NAME}" reads the pages of a JaxkvCache, and this forward has none: pass '
             f"past_key_values=JaxkvCache(model), to the model it was made for, or "
             f'model.set_attn_implementation("sdpa")'
         )
+    if written[0] is not key or written[1] is not value:
+        raise ValueError(f"{type(module).__name__} {_REWRITES}")
     window = step.window(layer)
     if attention_mask is not None:
         raise ValueError(

@@ -23,7 +23,7 @@ from transformers.cache_utils import (
 
 from jaxkv.cache.owner import CacheOwner
 from jaxkv.cache.spec import group_layers
-from torch_bridge import attention
+from torch_bridge.attention import attends_pages
 from torch_bridge.cache_layers import PagedLayer, Running
 from torch_bridge.forward_call import ForwardCall
 from torch_bridge.model_layout import LayerPlan, layer_specs, plan_layers
@@ -59,14 +59,25 @@ class JaxkvCache(Cache):
     those of Transformers' own cache. One thread uses a cache and its forks; others may use the model with caches of
     their own. Nothing is reused for models with recurrent layers, or with rope scaling "dynamic" or "longrope".
 
+    Kept prefixes are forgotten when the model has changed. Each forward of a prompt, or of several tokens per row,
+    compares the model with the one before: the bits of all parameters, buffers, other tensors and NumPy arrays of its
+    modules, their plain attributes, containers, dataclasses and namespaces of such, configs, hooks, replaced functions,
+    the `forward` of their classes, training mode and autocast. It reads all weights once for that; forwards of one
+    token per row compare nothing. Two changes are not noticed: one inside an object that is none of these, such as a
+    closure or a global setting; and one through `.data` or of an attribute that is undone before the next comparison,
+    though tokens were computed one by one under it. `reset(keep_prefix=False)` forgets all
+    prefixes.
+
     Args:
         model: on the CPU or one GPU. The hooks on it go with the cache.
         max_tokens: tokens that fit, over all rows, forks and kept prefixes; rounded up to whole pages.
-        page_size: tokens per page. Each row fills its own pages, and prefixes are found again by whole pages.
+        page_size: tokens per page. Each row fills its own pages. Prefixes are found again by whole pages, so a prompt
+            shorter than a page reuses nothing; smaller pages find more, and make longer page tables.
         max_sequences: rows and forks at once, for models with recurrent layers.
 
     Raises:
-        Unsupported: the model remembers something that the cache does not know, or lies on several devices.
+        Unsupported: the model is not causal, remembers something that the cache does not know, or lies on several
+            devices.
     """
 
     def __init__(
@@ -85,6 +96,7 @@ class JaxkvCache(Cache):
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
                 raise ValueError(f"{name} must be a positive integer, got {size!r}")
         plans = plan_layers(model, page_size=page_size)
+        attends_pages(model)
         layout = group_layers(layer_specs(plans))
         # A row of a fork reads one state and writes another; state 0 is nobody's.
         counts = {
@@ -125,7 +137,7 @@ class JaxkvCache(Cache):
     @property
     def max_tokens(self) -> int | None:
         """Tokens that fit, over all rows; `None` for models without attention."""
-        return self._store.accounts.max_tokens
+        return self._store.allocator.max_tokens
 
     def stats(self) -> JaxkvCacheStats:
         """Returns what was computed, what was reused and what it takes."""
@@ -161,9 +173,9 @@ class JaxkvCache(Cache):
         It is also the way back after a failure, which costs forks their rows and the index its prefixes.
 
         Args:
-            keep_prefix: full pages can be found again by prompts that begin alike, until their room is needed;
-                otherwise all prefixes are forgotten, those of forks too. Weights that were changed in place are
-                noticed; say False after a change that is not, such as another adapter.
+            keep_prefix: full pages can be found again by prompts that begin alike, until their room is needed or the
+                model changes; the class says which changes are noticed. Otherwise all prefixes are forgotten, those of
+                forks too.
         """
         if self._running.step is not None:
             self._finish(self._running.step, failed=True)
@@ -221,6 +233,7 @@ class JaxkvCache(Cache):
             self._finish(self._running.step, failed=True)
         self._sequences.check()
         self._check_model()
+        paged = attends_pages(self._model)
         # Leased first: if that fails, nothing has changed.
         lease = self._store.borrow()
         try:
@@ -230,7 +243,7 @@ class JaxkvCache(Cache):
             self._store.give_back(lease)
             raise
         try:
-            step = Step(self._sequences, lease, real, attends_pages=self._attends_pages())
+            step = Step(self._sequences, lease, real, attends_pages=paged)
             step.bind_states(self.layers)
         except BaseException as error:
             lease.abandon(f"ended in {error!r}", cause=error)
@@ -262,10 +275,6 @@ class JaxkvCache(Cache):
             raise
         self._sequences.commit(self._unread)
         self._num_computed += step.num_tokens
-
-    def _attends_pages(self) -> bool:
-        config = self._model.config.get_text_config(decoder=True)
-        return config._attn_implementation == attention.NAME
 
     def _check_idle(self, verb: str) -> None:
         if self._running.step is not None:

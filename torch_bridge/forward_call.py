@@ -50,8 +50,13 @@ class ForwardCall:
         """Reads the arguments.
 
         Raises:
-            ValueError: there is neither `input_ids` nor `inputs_embeds`.
+            ValueError: there is neither `input_ids` nor `inputs_embeds`, or `use_cache` is False.
         """
+        if arguments.get("use_cache") is False:
+            raise ValueError(
+                "a forward was given a JaxkvCache and use_cache=False, with which generate() repeats all tokens at "
+                "each step; pass use_cache=True to generate(), since the model's config may say False"
+            )
         tokens = arguments.get("input_ids")
         tokens = arguments.get("inputs_embeds") if tokens is None else tokens
         if tokens is None or tokens.ndim < 2:

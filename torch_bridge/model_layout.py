@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any
 
 import torch
@@ -11,11 +12,20 @@ from transformers.cache_utils import get_layer_types_and_kwargs
 from jaxkv.cache.spec import ArraySpec, LayerSpec, PagedSpec, StateSpec
 from jaxkv.cache.variants import gqa, window
 from pallas_kernels.dispatch import Unsupported
+from torch_bridge.forward_call import CACHE_NAMES
 
 _DTYPES = ("float32", "bfloat16", "float16")
 _ATTENTION = ("full_attention", "sliding_attention")
 _STATES = "linear_attention"
 _NOTHING = ("mlp", "moe")
+_UNFIT = {
+    "cpmant": "puts a prompt of its own before the tokens, which takes columns of the cache",
+    "doge": "attends to later tokens where no mask is made, as with sdpa and without padding",
+    "gpt_neox_japanese": "takes keys as one contiguous array, which those gathered from pages are not",
+    "prophetnet": "keeps the keys of several streams of tokens",
+    "recurrent_gemma": "keeps the states of its recurrent layers in its modules, where no cache reaches them",
+}
+"""Model type -> why it cannot use pages, where neither config nor modules show it."""
 
 
 @dataclass(frozen=True)
@@ -39,11 +49,13 @@ def plan_layers(model: PreTrainedModel, *, page_size: int) -> tuple[LayerPlan, .
     Raises:
         Unsupported: the model has layers that remember something else, or lies on several devices.
     """
+    name = type(model).__name__
     if model.config.is_encoder_decoder:
         raise Unsupported(
-            f"{type(model).__name__} has an encoder, and JaxkvCache is for decoders alone; use Transformers' "
-            f"EncoderDecoderCache"
+            f"{name} has an encoder, and JaxkvCache is for decoders alone; use Transformers' EncoderDecoderCache"
         )
+    if why := _why_unfit(model):
+        raise Unsupported(f"{name} {why}; generate without a JaxkvCache")
     devices = {parameter.device for parameter in model.parameters()}
     if len(devices) != 1:
         raise Unsupported(
@@ -79,7 +91,12 @@ def _plan(
         return LayerPlan(kind, ())
     if kind == _STATES:
         return LayerPlan(kind, (_gated_delta(config, dtype),))
-    if kind not in _ATTENTION or getattr(config, "kv_lora_rank", None) is not None:
+    if getattr(config, "kv_lora_rank", None) is not None:
+        raise Unsupported(
+            f"{type(config).__name__} has latent attention (kv_lora_rank); JaxkvCache keeps keys and values per head. "
+            f"Use Transformers' DynamicCache for this model"
+        )
+    if kind not in _ATTENTION:
         raise Unsupported(
             f"layer {layer} is {kind} of {type(config).__name__}; JaxkvCache knows {', '.join(_ATTENTION)} with keys "
             f"and values per head, and gated delta layers. Use Transformers' DynamicCache for this model"
@@ -91,6 +108,39 @@ def _plan(
     seen = int(options["sliding_window"])
     spec = window(kv_heads, head_dim, window=seen, dtype=dtype, page_size=page_size)
     return LayerPlan(kind, (spec,), seen)
+
+
+def _why_unfit(model: PreTrainedModel) -> str | None:
+    """Returns why pages of keys cannot serve a model, whatever its layers remember, or `None`."""
+    names = signature(model.forward).parameters
+    if "input_ids" in names and not any(name in names for name in CACHE_NAMES):
+        return f"takes no cache: its forward has none of the arguments {', '.join(CACHE_NAMES)}"
+    config = model.config.get_text_config(decoder=True)
+    if config.model_type in _UNFIT:
+        return _UNFIT[config.model_type]
+    setting = _non_causal_setting(model, config)
+    if setting:
+        return f"is not causal ({setting}), so its keys depend on later tokens and cannot be kept"
+    return None
+
+
+def _non_causal_setting(model: PreTrainedModel, config: Any) -> str | None:  # noqa: ANN401
+    """Returns what makes the decoder attend to tokens after a query's, or `None`."""
+    if not getattr(config, "is_causal", True):
+        return "is_causal=False in its config"
+    both_ways = getattr(config, "use_bidirectional_attention", None)
+    # Others than these are for pictures, whose forwards are told of them by tensors.
+    if both_ways in (True, "all"):
+        return f"use_bidirectional_attention={both_ways!r} in its config"
+    for module in model.get_decoder().modules():
+        name, is_decoder = type(module).__name__, getattr(module, "is_decoder", None)
+        if is_decoder is False:
+            return f"is_decoder=False in {name}"
+        # A decoder's attention to an encoder is not causal either, nor are towers, whose layers have no number.
+        numbered = isinstance(getattr(module, "layer_idx", None), int)
+        if is_decoder is None and numbered and getattr(module, "is_causal", True) is False:
+            return f"is_causal=False in {name}"
+    return None
 
 
 def _heads_by_layer(model: torch.nn.Module) -> dict[int, tuple[int, int]]:
@@ -109,8 +159,18 @@ def _heads_by_layer(model: torch.nn.Module) -> dict[int, tuple[int, int]]:
 
 
 def _heads_of(config: Any) -> tuple[int, int]:  # noqa: ANN401
-    heads = config.num_attention_heads
+    heads = getattr(config, "num_attention_heads", None)
+    if heads is None:
+        raise Unsupported(
+            f"{type(config).__name__} has no num_attention_heads, so JaxkvCache does not know what its layers keep; "
+            f"use Transformers' DynamicCache for this model"
+        )
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    # Falcon shares one head of keys; in its later form it repeats them for all heads before they are kept.
+    if getattr(config, "multi_query", False) and not getattr(
+        config, "new_decoder_architecture", False
+    ):
+        return 1, head_dim
     return getattr(config, "num_key_value_heads", None) or heads, head_dim
 
 

@@ -22,6 +22,9 @@ def place(
         ValueError: another number of rows than are remembered, or a mask that does not fit.
         OutOfPages: the pool is too small (`OutOfStates` for states).
     """
+    if not sequences.rows or call.shape[1] > 1:
+        # One token after others is within a text that is being generated, where nobody changes the model.
+        _notice_changes(model, sequences)
     left_out = 0
     if sequences.rows:
         if call.shape[0] != len(sequences.rows):
@@ -38,11 +41,20 @@ def place(
     return real, left_out, reused
 
 
+def _notice_changes(model: PreTrainedModel, sequences: Sequences) -> None:
+    """Makes the index forget its prefixes if the model computes other keys than before.
+
+    Rows that began before a change publish nothing more.
+    """
+    store = sequences.store
+    if not store.index.why_never and not turns_with_length(model):
+        store.notice(fingerprint(model))
+
+
 def _begin_rows(
     call: ForwardCall, model: PreTrainedModel, sequences: Sequences, real: np.ndarray
 ) -> int:
     """Opens a row for each of the batch and returns how many columns are there already."""
-    sequences.store.notice(fingerprint(model))
     ids = None if turns_with_length(model) else call.ids
     texts: list[list[int] | None] = [None] * len(real)
     if ids is not None:

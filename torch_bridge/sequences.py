@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 
-from jaxkv.cache.accounts import PageCopy
+from jaxkv.cache.page_allocator import PageCopy
 from jaxkv.cache.prefix_keys import PageKeys
 from jaxkv.errors import CachePoisoned, OutOfPages, OutOfStates
 from torch_bridge.leases import Lease
@@ -95,7 +95,7 @@ class Sequences:
         for text, key, count in zip(texts, keys, counted, strict=True):
             number, length = self.store.new_number(), int(count[columns - 1]) if columns else 0
             if text is None or key is None:
-                self.store.accounts.open(number)
+                self.store.allocator.open(number)
             else:
                 index.adopt(number, text, key, most=length)
             self.rows.append(Sequence(number, text, key, length))
@@ -135,17 +135,19 @@ class Sequences:
         new = real.sum(axis=1)
         try:
             for row, count in zip(self.rows, new, strict=True):
-                held = self.store.accounts.reserve(row.number, row.num_tokens + int(count))
+                held = self.store.allocator.reserve(row.number, row.num_tokens + int(count))
                 copies += held.copies
         except (OutOfPages, OutOfStates) as error:
+            size = "max_tokens" if isinstance(error, OutOfPages) else "max_sequences"
+            others = self.store.allocator.open_sequences - {row.number for row in self.rows}
             if self._fresh:
                 self.release()
             else:
                 # The rows before hold their new pages already.
                 self.store.copy(lease, copies)
             raise type(error)(
-                f"{error}. This forward has {int(new.sum())} new tokens in {len(new)} rows; give "
-                f"JaxkvCache a larger max_tokens, or reset() caches and forks that are done"
+                f"{error}. This forward has {int(new.sum())} new tokens in {len(new)} rows; give JaxkvCache a larger "
+                f"{size}{', or reset() forks that are done' if others else ''}"
             ) from error
         self.store.copy(lease, copies)
         for row, count in zip(self.rows, new, strict=True):
@@ -154,7 +156,7 @@ class Sequences:
 
     def commit(self, unread: Unread) -> None:
         """Counts the step's tokens as computed, and remembers where to read them; those it began with are known."""
-        self.store.accounts.commit_all((row.number, row.num_tokens) for row in self.rows)
+        self.store.allocator.commit_all((row.number, row.num_tokens) for row in self.rows)
         if not self._fresh:
             self._unread.append(unread.own())
             return
@@ -168,7 +170,7 @@ class Sequences:
         self._unread.clear()
         for row in self.rows:
             if row.text is not None and row.keys is not None:
-                computed = min(len(row.text), self.store.accounts.num_tokens(row.number))
+                computed = min(len(row.text), self.store.allocator.num_tokens(row.number))
                 self.store.index.publish(row.number, row.text, row.keys, computed)
 
     def fork(self, order: list[int] | None = None) -> "Sequences":
@@ -179,7 +181,7 @@ class Sequences:
         child = Sequences(self.store, rebuilds=self.rebuilds, real=self.real[chosen])
         for index in chosen:
             row, number = self.rows[index], self.store.new_number()
-            self.store.accounts.fork(row.number, number)
+            self.store.allocator.fork(row.number, number)
             text = None if row.text is None else list(row.text)
             keys = None if row.keys is None else row.keys.copy()
             child.rows.append(Sequence(number, text, keys, row.num_tokens))
@@ -195,8 +197,8 @@ class Sequences:
             return
         if not order or any(not 0 <= index < len(self.rows) for index in order):
             raise ValueError(
-                f"rows must be chosen by numbers from 0 to {len(self.rows) - 1}, at least one, got {order}; reset() "
-                f"forgets them all"
+                f"rows must be chosen by numbers from 0 to {len(self.rows) - 1}, at least one, got {order}"
+                f"{'' if order else '; reset() forgets them all'}"
             )
         twin = self.fork(order)
         self.release()
@@ -205,8 +207,8 @@ class Sequences:
     def release(self) -> None:
         """Ends all rows. Pages that the index keeps stay."""
         for row in self.rows:
-            if self.store.accounts.is_open(row.number):
-                self.store.accounts.release(row.number)
+            if self.store.allocator.is_open(row.number):
+                self.store.allocator.release(row.number)
         self.rows = []
         self.real = np.zeros((0, 0), bool)
         self._unread.clear()

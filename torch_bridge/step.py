@@ -28,7 +28,7 @@ _ACTIVE: ContextVar["weakref.ref[Step] | None"] = ContextVar("active_step", defa
 def active() -> "Step | None":
     """Returns the step of the forward on its way in this thread, for attention, which Transformers tells of no cache.
 
-    An interrupt leaves its step behind here, so attention also asks `Step.wrote`.
+    An interrupt leaves its step behind here, so attention also asks `Step.take_written`.
     """
     found = _ACTIVE.get()
     return None if found is None else found()
@@ -76,7 +76,7 @@ class Step:
         self._group_of = {layer: group for group in layout.paged_groups for layer in group.layers}
         self._states = [(group, layer) for group in layout.state_groups for layer in group.layers]
         self.unwritten = set(self._group_of)
-        self._unattended: dict[int, torch.Tensor] = {}
+        self._unattended: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._outer: weakref.ref[Step] | None = None
 
     def enter(self) -> None:
@@ -101,9 +101,9 @@ class Step:
         """Whether a layer has pages; those that attend to another layer's keys have none."""
         return layer in self._group_of
 
-    def wrote(self, layer: int, keys: torch.Tensor) -> bool:
-        """Whether these are the keys that a layer has just written; it attends to them once."""
-        return self._unattended.pop(layer, None) is keys
+    def take_written(self, layer: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Returns the keys and values that a layer has written and not attended to yet; it attends to them once."""
+        return self._unattended.pop(layer, None)
 
     def group(self, layer: int) -> str:
         """Returns the name of the layers that are stored like this one."""
@@ -187,7 +187,7 @@ class Step:
             )
         self.unwritten.remove(layer)
         if self.attends_pages:
-            self._unattended[layer] = keys
+            self._unattended[layer] = keys, values
         pools = self.pools(layer)
         packed = [self.pack(new.detach() if new.requires_grad else new) for new in (keys, values)]
         # What has to be known of a kernel is asked once per step for all layers that are alike.
@@ -265,7 +265,7 @@ class Step:
             held.has_previous_state[0] = False
 
     def _state_ids(self, group: Group) -> tuple[torch.Tensor, torch.Tensor]:
-        accounts = self._sequences.store.accounts
-        ids = [accounts.states(row.number, group.name) for row in self._sequences.rows]
+        allocator = self._sequences.store.allocator
+        ids = [allocator.states(row.number, group.name) for row in self._sequences.rows]
         read, write = np.array(ids, np.int64).T
         return upload(read, self._device), upload(write, self._device)

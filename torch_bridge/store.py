@@ -9,11 +9,12 @@ from itertools import count
 
 import torch
 
-from jaxkv.cache.accounts import Accounts, PageCopy
 from jaxkv.cache.owner import CacheOwner
+from jaxkv.cache.page_allocator import PageAllocator, PageCopy
 from jaxkv.cache.prefix import PrefixIndex
 from jaxkv.cache.spec import CacheLayout
 from torch_bridge.dlpack import jax_device
+from torch_bridge.fingerprint import Fingerprint
 from torch_bridge.kept_lease import KeptLease
 from torch_bridge.leases import Lease
 
@@ -28,7 +29,7 @@ class Store:
 
     Attributes:
         owner: of the live cache.
-        accounts: which sequence holds what.
+        allocator: which sequence holds what.
         index: full pages that outlive their sequences.
         num_bytes: of all pools.
         device: where torch computes.
@@ -37,15 +38,15 @@ class Store:
     def __init__(self, layout: CacheLayout, counts: dict[str, int], device: torch.device) -> None:
         self.layout = layout
         self.owner = CacheOwner(layout, counts, device=jax_device(device))
-        self.accounts = Accounts(layout, counts)
-        self.index = PrefixIndex(layout, self.accounts)
+        self.allocator = PageAllocator(layout, counts)
+        self.index = PrefixIndex(layout, self.allocator)
         self.num_bytes = sum(array.nbytes for array in layout.arrays(counts))
         self.device = device
         self._kept = KeptLease(self.owner)
         self._numbers = count()
         self._session: Lease | None = None
         self._in_session = False
-        self._fingerprint: tuple = ()
+        self._fingerprint: Fingerprint | None = None
 
     @property
     def leases_taken(self) -> int:
@@ -56,9 +57,9 @@ class Store:
         """Returns a number that no sequence has had."""
         return next(self._numbers)
 
-    def notice(self, fingerprint: tuple) -> None:
+    def notice(self, fingerprint: Fingerprint) -> None:
         """Forgets all prefixes if what computes them is something else than last time."""
-        if self._fingerprint and fingerprint != self._fingerprint:
+        if self._fingerprint is not None and fingerprint != self._fingerprint:
             self.index.clear()
         self._fingerprint = fingerprint
 

@@ -23,10 +23,10 @@ class GroupTables:
     """
 
     def __init__(self, group: Group, sequences: Sequences, new: np.ndarray) -> None:
-        accounts, rows = sequences.store.accounts, sequences.rows
+        allocator, rows = sequences.store.allocator, sequences.rows
         self._device = sequences.store.device
         self._page_size = group.page_size
-        pages = [accounts.pages(row.number, group.name) for row in rows]
+        pages = [allocator.pages(row.number, group.name) for row in rows]
         # Page 0 pads the table; masks and lengths keep it unread.
         self._pages = np.zeros((len(rows), max(1, *map(len, pages))), np.int32)
         for line, held in zip(self._pages, pages, strict=True):

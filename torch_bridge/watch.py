@@ -23,7 +23,7 @@ class Watching(Protocol):
         ...
 
 
-class _Hook:
+class Hook:
     """Knows its cache weakly. In a copy of the model, or when it is pickled, it is a hook that does nothing."""
 
     def __init__(self, cache: Watching | None = None) -> None:
@@ -40,7 +40,7 @@ class _Hook:
         return cache
 
 
-class _Before(_Hook):
+class _Before(Hook):
     @uncompiled
     def __call__(self, module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
         arguments = by_name(module, args, kwargs)
@@ -48,7 +48,7 @@ class _Before(_Hook):
         return None if cache is None else ((), cache.begin(ForwardCall.of(arguments)))
 
 
-class _After(_Hook):
+class _After(Hook):
     @uncompiled
     def __call__(
         self,

@@ -9,6 +9,7 @@ import torch
 from jaxkv.weights.families import rules_for
 from jaxkv.weights.load import Loadable
 from jaxkv.weights.rules import Recipe, expand
+from jaxkv.wording import listed
 from torch_bridge.dlpack import from_torch, why_not_zero_copy
 from torch_bridge.errors import NotZeroCopy
 
@@ -57,10 +58,9 @@ def share_params(
         if (reason := _why_not_shared(recipe, parts)) is not None
     ]
     if refusals and not copy:
-        more = f"; and {len(refusals) - _SHOWN} more" if len(refusals) > _SHOWN else ""
         raise NotZeroCopy(
             f"{len(refusals)} of {len(named)} parameters cannot be shared as they lie: "
-            f"{'; '.join(refusals[:_SHOWN])}{more}. Give copy=True to copy these alone"
+            f"{listed(refusals, separator='; ', most=_SHOWN)}. Give copy=True to copy these alone"
         )
     arrays = [
         _share(recipe, parts, repoint=isinstance(source, torch.nn.Module))

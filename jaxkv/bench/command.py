@@ -5,15 +5,20 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from jaxkv.config import CacheConfig
+from jaxkv.options import add_model_options, size
+from jaxkv.terminal import Screen
 
 if TYPE_CHECKING:
     from jaxkv.bench.modes import Result
     from jaxkv.bench.serving import Served
     from jaxkv.bench.workload import Workload
 
+_REQUESTS_ON_CPU = 16
+_MOST_SEQUENCES = 256
 _MODES = {
     "throughput": "all requests at once",
     "latency": "requests that come at random, at a rate",
@@ -32,66 +37,99 @@ def add_bench[P: argparse.ArgumentParser](commands: "argparse._SubParsersAction[
         _served_options(mode)
         _workload_options(mode)
         if name == "latency":
-            mode.add_argument("--rate", type=float, required=True, help="requests per second")
+            mode.add_argument(
+                "--rate", type=_rate, required=True, metavar="R", help="requests per second"
+            )
         mode.set_defaults(run=_run)
 
 
 def _served_options(parser: argparse.ArgumentParser) -> None:
+    add_model_options(parser, max_sequences=None)
     parser.add_argument(
-        "--shape", metavar="NAME", help="random weights: qwen3-0.6b or llama-3.1-8b"
-    )
-    parser.add_argument(
-        "--model", metavar="DIR", help="Hugging Face model directory; the small model if not given"
-    )
-    parser.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16")
-    parser.add_argument("--cache-dtype", default="auto", help="of keys and values, also fp8, int8")
-    parser.add_argument("--page-size", type=int, default=64, metavar="N", help="tokens per page")
-    parser.add_argument(
-        "--max-sequences", type=int, default=256, metavar="N", help="sequences in flight at once"
-    )
-    parser.add_argument(
-        "--cache-bytes", type=int, metavar="N", help="memory for the cache; a share of what is free"
-    )
-    parser.add_argument(
-        "--token-budget", type=int, default=2048, metavar="N", help="most tokens of a step"
-    )
-    parser.add_argument("--no-prefix-cache", action="store_true", help="keep no pages for others")
-    parser.add_argument(
-        "--implementation",
+        "--shape",
         metavar="NAME",
-        help="mosaic_gpu, xla, cudnn or xla_products; the best that can run",
+        help="random weights of this shape: qwen3-0.6b, llama-3.1-8b or tiny (default: none, but --model)",
     )
+    parser.add_argument(
+        "--max-model-len",
+        type=size,
+        metavar="N",
+        help="longest prompt plus output in tokens (default: what the requests need)",
+    )
+    parser.add_argument(
+        "--token-budget",
+        type=size,
+        default=2048,
+        metavar="N",
+        help="most tokens of a step (default: %(default)s)",
+    )
+    parser.add_argument("--no-prefix-cache", action="store_true", help="share no cached prefixes")
 
 
 def _workload_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--data", default="random", help="random or shared-prefix")
-    parser.add_argument("--requests", type=int, default=256, metavar="N")
     parser.add_argument(
-        "--prompt-tokens", type=_range, default=(100, 1024), metavar="A:B", help="least and most"
+        "--data",
+        default="random",
+        metavar="NAME",
+        help="random, or shared-prefix for prompts that begin alike (default: %(default)s)",
     )
     parser.add_argument(
-        "--output-tokens", type=_range, default=(100, 1024), metavar="A:B", help="least and most"
+        "--requests",
+        type=size,
+        metavar="N",
+        help=f"how many (default: 256, on a CPU {_REQUESTS_ON_CPU})",
+    )
+    for name in ("--prompt-tokens", "--output-tokens"):
+        parser.add_argument(
+            name,
+            type=_range,
+            metavar="A:B",
+            help="least and most of a request, or one number for both (default: 100:1024, clipped to what the model "
+            "supports)",
+        )
+    parser.add_argument(
+        "--prefix-tokens",
+        type=size,
+        default=64,
+        metavar="N",
+        help="that prompts of shared-prefix have in common (default: %(default)s)",
     )
     parser.add_argument(
-        "--prefix-tokens", type=int, default=64, metavar="N", help="that shared-prefix shares"
+        "--temperature",
+        type=float,
+        default=0.0,
+        metavar="T",
+        help="0 is greedy (default: %(default)g)",
     )
-    parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy")
-    parser.add_argument("--seed", type=int, default=0, metavar="S", help="of prompts and arrivals")
+    parser.add_argument(
+        "--seed",
+        type=int,
+        default=0,
+        metavar="S",
+        help="of prompts and arrivals (default: %(default)s)",
+    )
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
 
 
 def _range(text: str) -> tuple[int, int]:
-    """Reads "100:1024", or one number for both."""
+    """Reads "100:1024" or "100:1k", or one number for both."""
     least, _, most = text.partition(":")
     try:
-        return int(least), int(most or least)
-    except ValueError:
+        return size(least), size(most or least)
+    except argparse.ArgumentTypeError:
         raise argparse.ArgumentTypeError(f"must be A:B or one number, got {text!r}") from None
 
 
-def _run(options: argparse.Namespace) -> int:
+def _rate(text: str) -> float:
+    rate = float(text)
+    if not 0 < rate < float("inf"):
+        raise argparse.ArgumentTypeError(f"the request rate must be above 0, got {text}")
+    return rate
+
+
+def _run(options: argparse.Namespace, screen: Screen) -> int:
     began = time.perf_counter()
-    workload, served = _asked(options)
+    workload, served = _asked(options, screen)
     from jaxkv.bench.modes import measure_serving, measure_startup
 
     progress = sys.stderr.isatty()
@@ -105,28 +143,34 @@ def _run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _asked(options: argparse.Namespace) -> "tuple[Workload, Served]":
+def _asked(options: argparse.Namespace, screen: Screen) -> "tuple[Workload, Served]":
+    """Returns what is measured; what the user does not give fits the device and the model."""
+    rows = options.max_sequences
     cache = CacheConfig(
         page_size=options.page_size,
         dtype=options.cache_dtype,
-        max_sequences=options.max_sequences,
+        max_sequences=CacheConfig.max_sequences if rows is None else rows,
         budget_bytes=options.cache_bytes,
     )
-    from jaxkv.bench.workload import Workload
+    from jaxkv.bench.workload import LENGTHS, Workload
 
+    wished = {name: getattr(options, name) for name in ("requests", *LENGTHS)}
+    given = {name: value for name, value in wished.items() if value is not None}
     workload = Workload(
         data=options.data,
-        requests=options.requests,
-        prompt_tokens=options.prompt_tokens,
-        output_tokens=options.output_tokens,
         prefix_tokens=options.prefix_tokens,
         temperature=options.temperature,
         seed=options.seed,
+        **given,
     )
+    screen.status("starting")
+    import jax
+
     from jaxkv.bench.serving import Served
     from jaxkv.engine.engine_config import EngineConfig
+    from jaxkv.plan import resolve_length
 
-    return workload, Served(
+    served = Served(
         shape=options.shape,
         model=options.model,
         dtype=options.dtype,
@@ -137,3 +181,24 @@ def _asked(options: argparse.Namespace) -> "tuple[Workload, Served]":
         ),
         implementation=options.implementation,
     )
+    screen.status("")
+    if options.requests is None and jax.default_backend() == "cpu":
+        workload = replace(workload, requests=_REQUESTS_ON_CPU)
+    most = resolve_length(options.max_model_len, served.max_positions)
+    asked = workload.longest
+    workload = workload.clipped(most, *(name for name in LENGTHS if name not in given))
+    prompt, output = workload.prompt_tokens[1], workload.output_tokens[1]
+    if workload.longest > most:
+        raise ValueError(
+            f"prompts of up to {prompt:,} tokens and outputs of up to {output:,} exceed max_model_len, {most:,}; lower "
+            "--prompt-tokens or --output-tokens, or take a model that supports more"
+        )
+    if workload.longest < asked:
+        screen.note(
+            f"jaxkv: prompts of up to {prompt:,} tokens and outputs of up to {output:,} are measured, since "
+            f"max_model_len is {most:,}; --prompt-tokens and --output-tokens choose others"
+        )
+    if rows is None:
+        cache = replace(cache, max_sequences=min(workload.requests, _MOST_SEQUENCES))
+    length = workload.longest if options.max_model_len is None else most
+    return workload, replace(served, max_model_len=length, cache=cache)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import jax
 
+from jaxkv import default_model
 from jaxkv.bench.figures import Timeline
 from jaxkv.bench.shapes import SHAPES
 from jaxkv.config import CacheConfig
@@ -16,11 +17,10 @@ from jaxkv.engine.engine_config import EngineConfig
 from jaxkv.engine.executor import Executor
 from jaxkv.engine.programs import Programs
 from jaxkv.engine.request import Request
-from jaxkv.engine.sequence import FINISHED
-from jaxkv.engine.sequence import Sequence as Sample
+from jaxkv.engine.request_state import FINISHED, RequestState
 from jaxkv.llm import LLM
-from jaxkv.models.registry import build_model
-from jaxkv.plan import free_bytes, plan_cache, resolve_dtype, resolve_length
+from jaxkv.models.registry import build_model, load_config, resolve_dtype
+from jaxkv.plan import free_bytes, plan_cache, resolve_length
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +56,14 @@ class Served:
     def name(self) -> str:
         """What to call the model."""
         return self.shape or (Path(self.model).name if self.model else "default model")
+
+    @property
+    def max_positions(self) -> int:
+        """Longest sequence that the model supports; reads its config.json alone."""
+        config = (
+            SHAPES[self.shape] if self.shape else load_config(self.model or default_model.path())
+        )
+        return build_model(config).max_positions
 
     def build(self) -> Engine:
         """Returns the engine, with its weights on the device; nothing is compiled for it yet."""
@@ -117,7 +125,7 @@ def serve(engine: Engine, requests: Sequence[Request], due: Sequence[float]) -> 
         Timeline(prompt_tokens=len(one.prompt), arrived=at)
         for one, at in zip(requests, due, strict=True)
     ]
-    open_: list[tuple[Sample, Timeline]] = []
+    open_: list[tuple[RequestState, Timeline]] = []
     start, begun = time.perf_counter(), 0
     while begun < len(requests) or open_:
         now = time.perf_counter() - start
@@ -133,7 +141,9 @@ def serve(engine: Engine, requests: Sequence[Request], due: Sequence[float]) -> 
     return timelines
 
 
-def _note(open_: list[tuple[Sample, Timeline]], now: float) -> list[tuple[Sample, Timeline]]:
+def _note(
+    open_: list[tuple[RequestState, Timeline]], now: float
+) -> list[tuple[RequestState, Timeline]]:
     """Notes the tokens that came in a step, and returns who goes on."""
     goes_on = []
     for sample, timeline in open_:

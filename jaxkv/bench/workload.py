@@ -1,7 +1,7 @@
 """The requests that a benchmark sends, and when: drawn from a seed, so that the next run sends the same."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -9,6 +9,7 @@ from jaxkv.config import SamplingParams, as_int
 from jaxkv.engine.request import Request
 
 DATA = ("random", "shared-prefix")
+LENGTHS = ("prompt_tokens", "output_tokens")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,17 +41,33 @@ class Workload:
         if self.data not in DATA:
             raise ValueError(f"data must be one of {', '.join(DATA)}, got {self.data!r}")
         as_int("the number of requests", self.requests, 1, 2**20)
-        for name in ("prompt_tokens", "output_tokens"):
+        for name in LENGTHS:
             least, most = getattr(self, name)
             as_int(f"the least of {name}", least, 1, 2**24)
-            as_int(f"the most of {name} (the lower bound is the least)", most, least, 2**24)
+            as_int(f"the most of {name}", most, least, 2**24, f"the least is {least}")
         if self.data == "shared-prefix":
-            as_int(
-                "prefix_tokens (the upper bound is the shortest prompt less one)",
-                self.prefix_tokens,
-                1,
-                self.prompt_tokens[0] - 1,
-            )
+            shortest = self.prompt_tokens[0]
+            why = f"the shortest prompt has {shortest} tokens"
+            as_int("prefix_tokens", self.prefix_tokens, 1, shortest - 1, why)
+
+    def clipped(self, limit: int, *names: str) -> "Workload":
+        """Returns the workload with some of its lengths clipped, so that the longest prompt and output fit together.
+
+        Args:
+            limit: most tokens of a prompt and its output together; 2 or more.
+            names: of the lengths that may be clipped: "prompt_tokens", "output_tokens".
+        """
+        if not names or self.longest <= limit:
+            return self
+        kept = sum(getattr(self, name)[1] for name in LENGTHS if name not in names)
+        most = max(1, (limit - kept) // len(names))
+        lengths = {name: getattr(self, name) for name in names}
+        return replace(
+            self,
+            **{
+                name: (min(least, most), min(high, most)) for name, (least, high) in lengths.items()
+            },
+        )
 
     @property
     def longest(self) -> int:

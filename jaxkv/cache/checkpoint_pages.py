@@ -5,7 +5,7 @@ Knows which pages, never which checkpoints there are.
 
 from collections.abc import Callable, Mapping, Sequence
 
-from jaxkv.cache.accounts import Accounts
+from jaxkv.cache.page_allocator import PageAllocator
 from jaxkv.cache.prefix_keys import PageKeys
 from jaxkv.cache.prefix_match import HitRule
 from jaxkv.cache.prefix_tree import PrefixTree
@@ -15,18 +15,18 @@ class CheckpointPages:
     """Takes and finds the pages of checkpoints, over all paged groups.
 
     Args:
-        accounts: the books of the groups.
+        allocator: pages and states of the groups.
         trees: paged group's name -> its kept pages.
         rules: paged group's name -> what it needs.
     """
 
     def __init__(
         self,
-        accounts: Accounts,
+        allocator: PageAllocator,
         trees: Mapping[str, PrefixTree],
         rules: Mapping[str, HitRule],
     ) -> None:
-        self._accounts = accounts
+        self._allocator = allocator
         self._trees = trees
         self._rules = rules
 
@@ -41,16 +41,16 @@ class CheckpointPages:
             make_room: frees a page of a group, if it can.
 
         Returns:
-            Group name -> page, which the keeper holds; `None` if one group has none, or the sequence has given back the
-            page with those tokens. Then nothing was taken.
+            Group name -> page, which the prefix owner holds. `None`, and nothing was taken, if one group has no page
+            left or the sequence has given back the page with those tokens.
         """
         tails: dict[str, int] = {}
         for name, rule in self._rules.items():
             index, inside = divmod(length, rule.page_size)
             if not inside:
                 continue
-            pool = self._accounts.pool_of(name)
-            held = index >= self._accounts.num_unneeded(seq, name)
+            pool = self._allocator.pool(name)
+            held = index >= self._allocator.held(seq).unneeded[name]
             if not held or not (pool.num_free or make_room(name)):
                 self.give_back(tails)
                 return None
@@ -62,7 +62,7 @@ class CheckpointPages:
     def give_back(self, tails: Mapping[str, int]) -> None:
         """Frees pages that were taken."""
         for name, page in tails.items():
-            self._accounts.pool_of(name).forget(page)
+            self._allocator.pool(name).forget(page)
 
     def anchors(
         self, tokens: Sequence[int], keys: PageKeys, length: int

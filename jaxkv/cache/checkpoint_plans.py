@@ -3,19 +3,19 @@
 Knows names and sequences, never which states a checkpoint has.
 """
 
-from jaxkv.cache.accounts import Accounts
 from jaxkv.cache.checkpoints import CheckpointKey
+from jaxkv.cache.page_allocator import PageAllocator
 
 
 class Plans:
     """The checkpoints that open sequences mean to leave on their way.
 
     Args:
-        accounts: say how far sequences are, and what their steps keep.
+        allocator: knows how far sequences are, and what their steps keep.
     """
 
-    def __init__(self, accounts: Accounts) -> None:
-        self._accounts = accounts
+    def __init__(self, allocator: PageAllocator) -> None:
+        self._allocator = allocator
         self._meant: dict[bytes, tuple[int, int]] = {}  # Name -> sequence and tokens.
 
     def __len__(self) -> int:
@@ -45,15 +45,15 @@ class Plans:
     def forget_idle(self) -> None:
         """Forgets plans of sequences that have gone, or have passed the place and left nothing."""
         for digest, (seq, length) in list(self._meant.items()):
-            if self._accounts.is_open(seq):
-                (held,) = self._accounts.held([seq])
+            if self._allocator.is_open(seq):
+                held = self._allocator.held(seq)
                 if held.computed < length or length in held.snapshots:
                     continue
             del self._meant[digest]
 
     def num_begun(self) -> int:
         """Returns for how many a sequence holds states; `forget_idle` first."""
-        held = self._accounts.held([seq for seq, _ in self._meant.values()])
+        held = self._allocator.held_by([seq for seq, _ in self._meant.values()])
         lengths = (length for _, length in self._meant.values())
         return sum(length in one.snapshots for one, length in zip(held, lengths, strict=True))
 

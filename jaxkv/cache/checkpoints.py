@@ -1,7 +1,7 @@
 """Checkpoints: states of recurrent layers that outlive their sequences, found again by the tokens they come after.
 
 A checkpoint belongs to one length of one text, whatever the pages' sizes. It is named by the last full page before it
-and the tokens after that. This file knows names, ids and ticks; who holds what is the accounts' business.
+and the tokens after that. This file knows names, ids and ticks; the page allocator records who holds what.
 """
 
 from collections import OrderedDict

@@ -1,36 +1,23 @@
 """Bringing a prefix back from the host: which parts of it are where, and places for all of them or for none.
 
-A swap-in is a sequence in the accounts that computes nothing. It holds the places that are being filled, and the pages
-and states on the device that they are of use with. When all bytes are there the index takes its places over; whatever
-happens before that, releasing it leaves nothing behind. Moves no bytes itself.
+A swap-in is a sequence in the page allocator that computes nothing. It holds the places that are being filled, and the
+pages and states on the device that they are of use with. When all bytes are there the index takes its places over;
+until then, releasing the sequence leaves nothing behind. This file moves no bytes.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
 
-from jaxkv.cache.accounts import Accounts
 from jaxkv.cache.checkpoints import Checkpoint
 from jaxkv.cache.host_entry import Entry, Move
 from jaxkv.cache.host_tier import HostTier
+from jaxkv.cache.page_allocator import PageAllocator
 from jaxkv.cache.page_keeper import PageKeeper
 from jaxkv.cache.prefix_keys import PageKey, PageKeys
 from jaxkv.cache.prefix_match import Lookup, longest
 from jaxkv.cache.prefix_tree import Node, PrefixTree
 from jaxkv.cache.state_keeper import StateKeeper
-
-
-@runtime_checkable
-class Index(Protocol):
-    """Frees pages and states, and has the clock of uses; the prefix index is one."""
-
-    def reclaim(self, missing: Mapping[str, int], rewritten: Mapping[str, list[int]]) -> bool:
-        """Gives up what is missing in each group, or nothing."""
-        ...
-
-    def advance(self) -> int:
-        """Moves the clock on and returns it."""
-        ...
+from jaxkv.errors import OutOfPages, OutOfStates
 
 
 @dataclass(eq=False)
@@ -38,7 +25,7 @@ class SwapIn:
     """A prefix on its way back.
 
     Attributes:
-        number: of the sequence in the accounts that holds the places.
+        number: of the sequence in the page allocator that holds the places.
         length: tokens that it lets a sequence skip.
         gained: of these, those that it could not skip without.
         moves: what must come from the host.
@@ -64,8 +51,8 @@ class SwapIns:
     """Begins, ends and gives up swap-ins over one index.
 
     Args:
-        index: frees places.
-        accounts: the books of the device.
+        advance: moves the clock of uses on and returns it.
+        allocator: pages and states of the device.
         pages: the index's kept pages.
         states: its checkpoints.
         tier: the books of the host.
@@ -73,15 +60,15 @@ class SwapIns:
 
     def __init__(
         self,
-        index: Index,
-        accounts: Accounts,
+        advance: Callable[[], int],
+        allocator: PageAllocator,
         pages: PageKeeper,
         states: StateKeeper,
         tier: HostTier,
     ) -> None:
         self.tier = tier
-        self._index = index
-        self._accounts = accounts
+        self._advance = advance
+        self._allocator = allocator
         self._pages = pages
         self._states = states
         self._next = -1
@@ -131,7 +118,7 @@ class SwapIns:
             return None
         made = SwapIn(self._next, length, length - reused)
         self._next -= 1
-        self._accounts.open(made.number)
+        self._allocator.open(made.number)
         self._open[made.number] = made
         try:
             if self._fill(made, self._look_up(tokens, keys), checkpoint, goal):
@@ -150,14 +137,14 @@ class SwapIns:
             index is as it was, if something else that the prefix needs is gone.
         """
         one = made.checkpoint
-        held = made.number in self._open and self._accounts.is_open(made.number)
+        held = made.number in self._open and self._allocator.is_open(made.number)
         if not (held and self._still_good(made)):
             self.drop(made)
             return None
-        tick, wasted = self._index.advance(), set()
+        tick, wasted = self._advance(), set()
         for name, key, position, page in made.pages:
             if self._pages.trees[name].add(key, page, position, tick):
-                self._accounts.pool(name).keep(page)
+                self._allocator.pool(name).keep(page)
             else:
                 wasted.add((name, page))
         if one is not None:
@@ -178,8 +165,8 @@ class SwapIns:
         if self._open.pop(made.number, None) is None:
             return
         self.tier.unpin(made.entries)
-        if self._accounts.is_open(made.number):
-            self._accounts.release(made.number)
+        if self._allocator.is_open(made.number):
+            self._allocator.release(made.number)
 
     def drop_all(self) -> None:
         """Gives every swap-in up."""
@@ -219,29 +206,22 @@ class SwapIns:
             self._need(made, entry)
             return
         made.beside = one
-        (held,) = self._accounts.held([made.number])
-        for name, state in one.states.items():
-            self._accounts.pool_of(name).share([state])
-            held.states[name].read = state
-        for name, page in one.tails.items():
-            self._accounts.pool(name).share([page])
-            held.pages[name].append(page)
+        for name, unit in (*one.states.items(), *one.tails.items()):
+            self._allocator.hold(made.number, name, [unit])
 
     def _hold_pages(
         self, made: SwapIn, lookup: Lookup, checkpoint: Checkpoint | None
     ) -> list[Node]:
         """Shares the pages that one group needs and the device has, and returns those that the host has."""
-        (held,) = self._accounts.held([made.number])
         name, missing = lookup.name, []
-        tree, pool = self._pages.trees[name], self._accounts.pool(name)
+        tree = self._pages.trees[name]
         inside = checkpoint is not None and name in checkpoint.tails
         for index in lookup.rule.needs(made.length):
             node = lookup.nodes[index] if index < len(lookup.nodes) else None
             if node is None or (inside and index >= made.length // lookup.rule.page_size):
                 continue
             if tree.find(node.key) is node:
-                pool.share([node.page])
-                held.pages[name].append(node.page)
+                self._allocator.hold(made.number, name, [node.page])
                 made.present.append((name, node.key))
             else:
                 missing.append(node)
@@ -252,9 +232,9 @@ class SwapIns:
 
     def _fits(self, made: SwapIn, goal: int) -> bool:
         """Whether the whole sequence could have its pages, as far as one can tell: else it would come back in vain."""
-        (held,) = self._accounts.held([made.number])
+        held = self._allocator.held(made.number)
         for name, rule in self._pages.rules.items():
-            pool = self._accounts.pool(name)
+            pool = self._allocator.pool(name)
             needed = -(-goal // rule.page_size) - len(held.pages[name])
             if rule.window is None and needed > pool.num_free + pool.num_idle:
                 return False
@@ -266,36 +246,23 @@ class SwapIns:
         counts = {name: len(nodes) for name, nodes in wanted.items()}
         for name in () if one is None else (*one.states, *one.tails):
             counts[name] = counts.get(name, 0) + 1
-        missing = {
-            name: count - self._accounts.pool_of(name).num_free for name, count in counts.items()
-        }
-        missing = {name: count for name, count in missing.items() if count > 0}
-        if missing and not self._index.reclaim(missing, {}):
+        try:
+            places = self._allocator.place(made.number, counts)
+        except (OutOfPages, OutOfStates):
             return False
-        (held,) = self._accounts.held([made.number])
         for name, nodes in wanted.items():
-            taken = self._accounts.pool(name).take(len(nodes))
-            held.pages[name] += taken
-            for node, page in zip(nodes, taken, strict=True):
+            for node, page in zip(nodes, places[name], strict=False):
                 made.pages.append((name, node.key, node.index, page))
                 made.moves.append(Move(name, page, node.page))
         if one is not None:
-            made.checkpoint = self._take_states(made, one)
+            # A checkpoint's own page of a group was counted behind the full ones.
+            units = {name: places[name][-1] for name in (*one.states, *one.tails)}
+            for name, handle in (*one.states.items(), *one.tails.items()):
+                made.moves.append(Move(name, units[name], handle))
+            states = {name: units[name] for name in one.states}
+            tails = {name: units[name] for name in one.tails}
+            made.checkpoint = Checkpoint(one.key, states, tails, one.anchors, one.maker, 0)
         return True
-
-    def _take_states(self, made: SwapIn, one: Checkpoint) -> Checkpoint:
-        (held,) = self._accounts.held([made.number])
-        units: dict[str, int] = {}
-        for name, handle in (*one.states.items(), *one.tails.items()):
-            (units[name],) = self._accounts.pool_of(name).take(1)
-            if name in one.states:
-                held.states[name].read = units[name]
-            else:
-                held.pages[name].append(units[name])
-            made.moves.append(Move(name, units[name], handle))
-        states = {name: units[name] for name in one.states}
-        tails = {name: units[name] for name in one.tails}
-        return Checkpoint(one.key, states, tails, one.anchors, one.maker, 0)
 
     def _still_good(self, made: SwapIn) -> bool:
         """Whether what was needed is where it was, or came to the device meanwhile."""

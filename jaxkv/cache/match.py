@@ -32,7 +32,7 @@ class Match:
 
 
 def check_match(match: Match, layout: CacheLayout, pools: Mapping[str, PagePool]) -> None:
-    """Raises `ValueError` if a sequence could not begin with a match: see `Accounts.adopt`."""
+    """Raises `ValueError` if a sequence could not begin with a match: see `PageAllocator.adopt`."""
     lacking = [
         group.name
         for group in layout.state_groups

@@ -10,6 +10,7 @@ from jax.sharding import Sharding
 from jaxkv.cache.spec import CacheLayout
 from jaxkv.cache.state import Cache, init_cache
 from jaxkv.errors import CacheLeased, CachePoisoned
+from jaxkv.memory import named_exhaustion
 
 
 class CacheOwner:
@@ -149,12 +150,22 @@ class CacheOwner:
         self._cause = cause
         self._ask_back()
 
+    def close(self) -> None:
+        """Frees the cache at once, whoever refers to its arrays; `rebuild` makes another."""
+        self._ask_back()
+        cache = self._cache
+        self.poison("it was freed")
+        for array in () if cache is None else cache.arrays:
+            array.delete()
+
     def rebuild(self) -> None:
         """Replaces the cache, lost or not, by one full of zeros. Old buffers are dropped first."""
         self._ask_back()
         # A cause's traceback may hold buffers too. If there is no room, the cache stays lost and says why.
         self.poison("there was no memory for a new one, or making it was interrupted")
-        self._cache = init_cache(self.layout, self.counts, device=self._device)
+        num_bytes = sum(array.nbytes for array in self.layout.arrays(self.counts))
+        with named_exhaustion(f"making a cache of {num_bytes:,} bytes"):
+            self._cache = init_cache(self.layout, self.counts, device=self._device)
         self._lost = ""
         self._epoch += 1
         self._rebuilds += 1

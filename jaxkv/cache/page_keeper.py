@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection, Sequence
 
-from jaxkv.cache.accounts import Accounts
+from jaxkv.cache.page_allocator import PageAllocator
 from jaxkv.cache.prefix_keys import PageKey, PageKeys
 from jaxkv.cache.prefix_match import Lookup, rule_of
 from jaxkv.cache.prefix_tree import ENDED, Node, PrefixTree
@@ -14,15 +14,15 @@ class PageKeeper:
 
     Args:
         layout: the groups.
-        accounts: the books of the same groups.
+        allocator: pages and states of the same groups.
 
     Attributes:
         rules: group's name -> what a sequence needs of it.
         trees: group's name -> its kept pages.
     """
 
-    def __init__(self, layout: CacheLayout, accounts: Accounts) -> None:
-        self._accounts = accounts
+    def __init__(self, layout: CacheLayout, allocator: PageAllocator) -> None:
+        self._allocator = allocator
         self.rules = {group.name: rule_of(group) for group in layout.paged_groups}
         self.trees = {
             name: PrefixTree(leaf_only=rule.window is None) for name, rule in self.rules.items()
@@ -60,10 +60,10 @@ class PageKeeper:
         Returns:
             How many are new.
         """
-        rule, tree, table = self.rules[name], self.trees[name], self._accounts.pages(seq, name)
+        rule, tree, table = self.rules[name], self.trees[name], self._allocator.pages(seq, name)
         chain = keys.pages(tokens, rule.page_size, num_tokens)
         needed = rule.needs(len(chain) * rule.page_size)
-        start, first = len(chain), self._accounts.num_unneeded(seq, name)
+        start, first = len(chain), self._allocator.held(seq).unneeded[name]
         while start > first and tree.find(chain[start - 1]) is None:
             start -= 1
         if rule.window is not None:
@@ -71,7 +71,7 @@ class PageKeeper:
         added = 0
         for index in range(start, len(chain)):
             if tree.add(chain[index], table[index], index, tick):
-                self._accounts.pool(name).keep(table[index])
+                self._allocator.pool(name).keep(table[index])
                 added += 1
         if rule.window is None:
             used = needed[-1:]
@@ -109,29 +109,29 @@ class PageKeeper:
 
     def worth(self, name: str, spared_copies: Collection[int]) -> Callable[[Node], int]:
         """Returns what says whether to forget a page gains one: it is free then, or need not be copied."""
-        pool = self._accounts.pool(name)
+        pool = self._allocator.pool(name)
         return lambda node: int(pool.references(node.page) == 1 or node.page in spared_copies)
 
     def held_by(self, seq: int, name: str) -> list[Node]:
         """Returns the kept pages that a sequence holds in one group, and all that follow them, last ones first."""
-        tree, first = self.trees[name], self._accounts.num_unneeded(seq, name)
-        pages = set(self._accounts.pages(seq, name)[first:])
+        tree, first = self.trees[name], self._allocator.held(seq).unneeded[name]
+        pages = set(self._allocator.pages(seq, name)[first:])
         return tree.with_descendants([node for node in tree if node.page in pages])
 
     def remove(self, name: str, node: Node, tick: int) -> None:
         """Forgets a page."""
         self.trees[name].remove(node, tick)
-        self._accounts.pool(name).forget(node.page)
+        self._allocator.pool(name).forget(node.page)
 
     def clear(self) -> None:
         """Forgets every page."""
         for name, tree in self.trees.items():
             for page in tree.clear():
-                self._accounts.pool(name).forget(page)
+                self._allocator.pool(name).forget(page)
 
     def check(self, name: str, others: Sequence[int]) -> None:
         """Raises `ValueError` if a group's entries are not the pages that are kept, but for `others`."""
-        tree, kept = self.trees[name], self._accounts.pool(name).kept
+        tree, kept = self.trees[name], self._allocator.pool(name).kept
         tree.check()
         pages = {node.page for node in tree} | {*others}
         if len(pages) != len(tree) + len(others):

@@ -3,24 +3,16 @@
 from collections import deque
 from collections.abc import Sequence, Set
 
-import numpy as np
-
 from jaxkv.errors import OutOfPages, OutOfStates
 
 _EXHAUSTED = {"page": OutOfPages, "state": OutOfStates}
-
-
-def is_real(slot: int | np.ndarray, num_slots: int) -> bool | np.ndarray:
-    """Whether a slot or id is one of the pool's: 0 is; padding past the end and negatives are not."""
-    inside = np.greater_equal(slot, 0) & np.less(slot, num_slots)
-    return inside if isinstance(slot, np.ndarray) else bool(inside)
 
 
 class PagePool:
     """Hands out the ids `first .. num_pages - 1` and takes them back when their last reference is released.
 
     The longest-free id is handed out first, so the order depends on the calls alone. Every mistake raises
-    `ValueError` and changes nothing. One holder, the keeper, is told apart, because it gives ids up when asked.
+    `ValueError` and changes nothing. One holder, the prefix owner, is told apart, because it gives ids up when asked.
     """
 
     def __init__(self, num_pages: int, first: int = 0, noun: str = "page") -> None:
@@ -47,18 +39,22 @@ class PagePool:
 
     @property
     def num_idle(self) -> int:
-        """Ids that the keeper alone holds."""
+        """Ids that the prefix owner alone holds."""
         return self._num_idle
 
     @property
     def kept(self) -> Set[int]:
-        """Ids that the keeper holds, alone or with others; the pool's own set, not to be changed."""
+        """Ids that the prefix owner holds, alone or with others; the pool's own set, not to be changed."""
         return self._kept
 
     def references(self, page: int) -> int:
         """Returns how many times an id is held; 0 when it is free."""
         self._check_known([page])
         return self._references[page]
+
+    def taken(self) -> dict[int, int]:
+        """Returns the number of references of each id that is not free."""
+        return {page: count for page, count in enumerate(self._references) if count}
 
     def take(self, count: int) -> list[int]:
         """Returns `count` ids with one reference each, or raises and takes none.
@@ -92,9 +88,11 @@ class PagePool:
     def release(self, pages: Sequence[int]) -> list[int]:
         """Drops a reference to each id; returns those that are free now."""
         self._check_held(pages, "release")
-        keepers = [page for page in pages if page in self._kept and self._references[page] == 1]
-        if keepers:
-            raise ValueError(f"cannot release {self._noun}s {keepers}: the keeper alone holds them")
+        owned = [page for page in pages if page in self._kept and self._references[page] == 1]
+        if owned:
+            raise ValueError(
+                f"cannot release {self._noun}s {owned}: the prefix owner alone holds them"
+            )
         for page in pages:
             self._references[page] -= 1
             self._num_idle += page in self._kept and self._references[page] == 1
@@ -103,14 +101,14 @@ class PagePool:
         return freed
 
     def keep(self, page: int) -> None:
-        """Adds the keeper's reference to an id that someone holds."""
+        """Adds the prefix owner's reference to an id that someone holds."""
         if page in self._kept:
             raise ValueError(f"cannot keep {self._noun} {page}: it is kept already")
         self.share([page])
         self._kept.add(page)
 
     def forget(self, page: int) -> bool:
-        """Drops the keeper's reference; returns whether the id is free now."""
+        """Drops the prefix owner's reference; returns whether the id is free now."""
         if page not in self._kept:
             raise ValueError(f"cannot forget {self._noun} {page}: it is not kept")
         self._kept.remove(page)
@@ -131,8 +129,8 @@ class PagePool:
         idle = sorted(page for page in self._kept if self._references[page] == 1)
         if len(idle) != self._num_idle or self._kept & free:
             raise ValueError(
-                f"the pool of {self._noun}s is corrupt: the keeper alone holds {idle}, counted as {self._num_idle}, "
-                f"and keeps {sorted(self._kept & free)} though they are free"
+                f"the pool of {self._noun}s is corrupt: the prefix owner alone holds {idle}, "
+                f"counted as {self._num_idle}, and keeps {sorted(self._kept & free)} though they are free"
             )
 
     def _check_known(self, pages: Sequence[int]) -> None:

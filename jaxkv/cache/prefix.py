@@ -10,10 +10,10 @@ import secrets
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
-from jaxkv.cache.accounts import Accounts, Match, PageCopy
 from jaxkv.cache.checkpoint_policy import CheckpointPolicy
 from jaxkv.cache.host_swap import SwapIns
 from jaxkv.cache.host_tier import HostTier
+from jaxkv.cache.page_allocator import Match, PageAllocator, PageCopy
 from jaxkv.cache.page_keeper import PageKeeper
 from jaxkv.cache.prefix_hits import Hits
 from jaxkv.cache.prefix_keys import PageKeys, cache_root
@@ -33,7 +33,7 @@ class PrefixIndex:
 
     Args:
         layout: the groups.
-        accounts: the books of the same groups; they ask this index for pages when those that are free run out.
+        allocator: pages and states of the same groups; it asks this index for pages when those that are free run out.
         identity: the model, its weights and whatever else changes what a page of given tokens holds.
         secret: where keys start from; `None` draws one at random, which nobody outside can know.
         checkpoints: most checkpoints of recurrent groups; without any there is no hit in a cache that has such groups.
@@ -43,7 +43,7 @@ class PrefixIndex:
     def __init__(
         self,
         layout: CacheLayout,
-        accounts: Accounts,
+        allocator: PageAllocator,
         *,
         identity: str = "",
         secret: bytes | None = None,
@@ -51,18 +51,18 @@ class PrefixIndex:
         policy: CheckpointPolicy | None = None,
     ) -> None:
         self._layout = layout
-        self._accounts = accounts
+        self._allocator = allocator
         self._host: HostTier | None = None
         self._swap_ins: SwapIns | None = None
         self._root = cache_root(
             secrets.token_bytes(32) if secret is None else secret, layout, identity
         )
-        self._pages = PageKeeper(layout, accounts)
+        self._pages = PageKeeper(layout, allocator)
         self._rules, self._trees = self._pages.rules, self._pages.trees
         self._stats = PrefixStats()
         self._states = StateKeeper(
             layout,
-            accounts,
+            allocator,
             self._trees,
             self._rules,
             capacity=checkpoints,
@@ -74,7 +74,7 @@ class PrefixIndex:
             _LOG.info("no prefix will be found again: %s", self._hits.never)
         self._tick = 0
         self._epoch = 0
-        accounts.attach(self)
+        allocator.attach(self)
 
     @property
     def stats(self) -> PrefixStats:
@@ -97,7 +97,9 @@ class PrefixIndex:
         if self._host is None:
             size = self._states.kept.page_size
             self._host = self._states.host = HostTier(self._layout, num_bytes, page_size=size)
-            self._swap_ins = SwapIns(self, self._accounts, self._pages, self._states, self._host)
+            self._swap_ins = SwapIns(
+                self.advance, self._allocator, self._pages, self._states, self._host
+            )
         elif self._host.num_bytes != num_bytes:
             raise ValueError(
                 f"the index has a tier of {self._host.num_bytes:,} bytes on the host, which cannot become {num_bytes:,}"
@@ -146,7 +148,7 @@ class PrefixIndex:
         """
         lookups = self._pages.look_up(tokens, keys)
         match = self._hits.match(lookups, tokens, keys, most)
-        self._accounts.adopt(seq, match)
+        self._allocator.adopt(seq, match)
         skipped = match.num_tokens
         keys.epoch, keys.published = self._epoch, skipped
         paged = longest(lookups, self.limit(tokens, most)) if lookups else skipped
@@ -270,7 +272,7 @@ class PrefixIndex:
         Raises:
             ValueError: fewer tokens are computed, or the sequence did not begin with `adopt`.
         """
-        computed = self._accounts.num_tokens(seq)
+        computed = self._allocator.num_tokens(seq)
         if keys.epoch is None or num_tokens > min(computed, len(tokens)):
             raise ValueError(
                 f"sequence {seq} has {computed} tokens computed of the {len(tokens)} given, got {num_tokens} to "
@@ -316,7 +318,7 @@ class PrefixIndex:
         """
         gains = {name: self._sole(name, rewritten.get(name, ())) for name in missing}
         for name, count in missing.items():
-            if self._accounts.pool_of(name).num_idle + len(gains[name]) < count:
+            if self._allocator.pool(name).num_idle + len(gains[name]) < count:
                 return False
         self._tick += 1
         recurrent = {name: n for name, n in missing.items() if name not in self._trees}
@@ -346,14 +348,16 @@ class PrefixIndex:
         return self._hits.explain(tokens, keys, self._tick, self._swap_ins)
 
     def check(self) -> None:
-        """Raises `ValueError` if the index contradicts itself or the accounts."""
+        """Raises `ValueError` if the index or its host tier contradicts itself, or the index the allocator."""
         for name in self._trees:
             self._pages.check(name, self._states.tails(name))
         self._states.check()
+        if self._host is not None:
+            self._host.check()
 
     def _reclaim_pages(self, name: str, count: int, spared_copies: set[int]) -> None:
         """Evicts pages of one group, and only then those that checkpoints have of their own."""
-        worth, idle = self._pages.worth(name, spared_copies), self._accounts.pool(name).num_idle
+        worth, idle = self._pages.worth(name, spared_copies), self._allocator.pool(name).num_idle
         tails = self._states.num_tails(name, spared_copies)
         from_tree = min(count, idle + len(spared_copies) - tails)
         gained = 0
@@ -378,7 +382,7 @@ class PrefixIndex:
 
     def _sole(self, name: str, pages: Collection[int]) -> set[int]:
         """Returns those pages that one sequence and the index hold, and nobody else."""
-        pool = self._accounts.pool_of(name)
+        pool = self._allocator.pool(name)
         return {page for page in pages if page in pool.kept and pool.references(page) == 2}
 
     def _evict(self, name: str, node: Node) -> None:

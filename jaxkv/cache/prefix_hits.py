@@ -2,8 +2,8 @@
 
 from collections.abc import Mapping, Sequence
 
-from jaxkv.cache.accounts import Match
 from jaxkv.cache.host_swap import SwapIns
+from jaxkv.cache.page_allocator import Match
 from jaxkv.cache.page_keeper import PageKeeper
 from jaxkv.cache.prefix_keys import PageKeys
 from jaxkv.cache.prefix_match import Lookup, longest

@@ -3,11 +3,29 @@
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import ml_dtypes  # noqa: F401 - importing it teaches numpy the names bfloat16, float8_e4m3fn, ...
 import numpy as np
 
-from jaxkv.cache.roles import ROLE_ORDER, check_role
+_ROLES = (
+    "key",
+    "value",
+    "key_scale",
+    "value_scale",
+    "indexer",
+    "conv",
+    "ssm",
+    "delta",
+    "last_token",
+    "output_counts",
+    "prompt_seen",
+    "bias_ids",
+    "bias_values",
+    "hidden",
+)
+ROLE_ORDER: Mapping[str, int] = MappingProxyType({role: at for at, role in enumerate(_ROLES)})
+"""Role -> place in the order of a layer's arrays."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +44,8 @@ class ArraySpec:
 
     def __post_init__(self) -> None:
         """Refuses unknown roles, unknown dtypes and empty shapes."""
-        check_role(self.role)
+        if self.role not in ROLE_ORDER:
+            raise ValueError(f"unknown role {self.role!r}; known are {', '.join(ROLE_ORDER)}")
         if any(size < 1 for size in self.shape):
             raise ValueError(f"sizes of {self.role} must be at least 1, got {self.shape}")
         try:
@@ -239,25 +258,6 @@ class CacheLayout:
                 return group
         names = ", ".join(group.name for group in self.groups)
         raise ValueError(f"there is no group {name!r}; this cache has {names}")
-
-    def group_of(self, layer: int, unit: str | None = None) -> Group:
-        """Returns the one group that holds `layer` (and hands out `unit`s, "page" or "state", if given)."""
-        found = [g for g in self.groups if layer in g.layers and unit in (None, g.unit)]
-        if len(found) != 1:
-            names = [group.name for group in found]
-            raise ValueError(
-                f"layer {layer} is in the groups {names} of unit {unit or 'any'}, wanted one; "
-                f"say the unit, or use find(layer, role)"
-            )
-        return found[0]
-
-    def find(self, layer: int, role: str) -> tuple[Group, ArraySpec]:
-        """Returns the group and the spec of one array."""
-        for group in self.groups:
-            for array in group.spec.arrays:
-                if layer in group.layers and array.role == role:
-                    return group, array
-        raise ValueError(f"layer {layer} has no array {role!r} in this cache")
 
     def arrays(self, counts: Mapping[str, int]) -> tuple[NamedArray, ...]:
         """Lists every array in the total order (layer, role priority): flattening, donation and save order.

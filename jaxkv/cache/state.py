@@ -1,29 +1,19 @@
 """The cache on the device: a pytree of arrays in the layout's total order, and pure functions on it.
 
-Knows nothing of sequences; which ids are in use is `accounts.py`'s business.
+It knows no sequences; `page_allocator.py` records which ids are in use.
 """
 
-import json
-import os
-import tempfile
 from collections.abc import Mapping
-from dataclasses import asdict
-from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding
-from jaxtyping import Array, Int, Shaped
-from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
+from jaxtyping import Array, Int
 
 from jaxkv._pytree import pytree, static_field
-from jaxkv.cache.spec import CacheLayout, NamedArray
-from jaxkv.errors import BadCheckpoint
+from jaxkv.cache.spec import CacheLayout
 
-_FORMAT = "jaxkv-cache-1"
 PADDING_HEADROOM = 2**20
 """Slots past the end of a pool that padding may name, as int32, without wrapping."""
 
@@ -67,11 +57,6 @@ class Cache:
             arrays[index] = new
         return Cache(arrays=tuple(arrays), keys=self.keys)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all arrays."""
-        return sum(array.size * array.dtype.itemsize for array in self.arrays)
-
     def _layers(self) -> list[int]:
         return sorted({number for number, _ in self.keys})
 
@@ -110,18 +95,19 @@ def init_cache(
     return Cache(arrays=arrays, keys=tuple((array.layer, array.role) for array in named))
 
 
-def _copy_units(
+def copy_units(
     cache: Cache,
     layout: CacheLayout,
     group_name: str,
     source_ids: Int[Array, " copies"],
     target_ids: Int[Array, " copies"],
-    *,
-    unit: str,
 ) -> Cache:
+    """Copies whole pages or states of one group in all its layers; every source is read before any target is written.
+
+    Donate `cache` when jitting. Targets must differ. Padding copy r has target `num_units + r`, which is dropped,
+    and any source that is not negative. Source 0 of a group of states, the zero state, clears the target.
+    """
     group = layout.group(group_name)
-    if group.unit != unit:
-        raise ValueError(f"group {group_name!r} holds {group.unit}s, not {unit}s")
     places = {(layer, array.role) for layer in group.layers for array in group.spec.arrays}
     arrays = tuple(
         array.at[target_ids].set(array.at[source_ids].get(mode="clip"), mode="drop")
@@ -130,144 +116,3 @@ def _copy_units(
         for key, array in zip(cache.keys, cache.arrays, strict=True)
     )
     return Cache(arrays=arrays, keys=cache.keys)
-
-
-def copy_pages(
-    cache: Cache,
-    layout: CacheLayout,
-    group_name: str,
-    source_ids: Int[Array, " copies"],
-    target_ids: Int[Array, " copies"],
-) -> Cache:
-    """Copies whole pages of one group in all its layers; every source is read before any target is written.
-
-    Donate `cache` when jitting. Targets must differ. Padding copy r has target `num_pages + r`, which is dropped,
-    and any source that is not negative.
-    """
-    return _copy_units(cache, layout, group_name, source_ids, target_ids, unit="page")
-
-
-def copy_states(
-    cache: Cache,
-    layout: CacheLayout,
-    group_name: str,
-    source_ids: Int[Array, " copies"],
-    target_ids: Int[Array, " copies"],
-) -> Cache:
-    """Copies states of one group in all its layers, as `copy_pages` does pages. Source 0, the zero state, clears."""
-    return _copy_units(cache, layout, group_name, source_ids, target_ids, unit="state")
-
-
-def identity_table(rows: int, pages_per_row: int = 1) -> Int[Array, "rows pages_per_row"]:
-    """Returns the page table of a static cache: row r owns pages `r * pages_per_row` and following."""
-    return jnp.arange(rows * pages_per_row, dtype=jnp.int32).reshape(rows, pages_per_row)
-
-
-def as_static(
-    pages: Shaped[Array, "pages page_size ..."], rows: int
-) -> Shaped[Array, "rows length ..."]:
-    """Views the pages of an identity table as one stretch of tokens per row. Moves no byte under jit."""
-    return pages.reshape(rows, -1, *pages.shape[2:])
-
-
-def as_pages(
-    static: Shaped[Array, "rows length ..."], page_size: int
-) -> Shaped[Array, "pages page_size ..."]:
-    """Views one stretch of tokens per row as pages, the inverse of `as_static`."""
-    if static.shape[1] % page_size:
-        raise ValueError(
-            f"{static.shape[1]} tokens per row are no whole number of pages of {page_size}"
-        )
-    return static.reshape(-1, page_size, *static.shape[2:])
-
-
-def _stored_dtype(dtype: str) -> np.dtype:
-    """One-byte floats, which safetensors' numpy side cannot name, are stored as their bits."""
-    stored = np.dtype(dtype)
-    return np.dtype("uint8") if stored.itemsize == 1 and stored.kind not in "iub" else stored
-
-
-def _describe(layout: CacheLayout) -> list[dict[str, Any]]:
-    groups = [asdict(group) for group in layout.groups]
-    for group in groups:
-        del group["spec"]["notes"]
-    return json.loads(json.dumps(groups))
-
-
-def save_cache(
-    cache: Cache, layout: CacheLayout, counts: Mapping[str, int], path: str | Path
-) -> None:
-    """Writes every array, bit for bit, to a safetensors file that names its layout; it appears whole or not at all."""
-    named = layout.arrays(counts)
-    if [array.shape for array in cache.arrays] != [array.shape for array in named]:
-        raise ValueError(f"the cache was not made from this layout and the counts {dict(counts)}")
-    metadata = {
-        "format": _FORMAT,
-        "layout": json.dumps(_describe(layout)),
-        "counts": json.dumps(dict(counts)),
-    }
-    # JAX keeps the host's view of an array it converted, and a viewed array cannot be donated: convert a copy.
-    tensors = {
-        name.name: np.asarray(jnp.copy(array)).view(_stored_dtype(name.dtype))
-        for name, array in zip(named, cache.arrays, strict=True)
-    }
-    path = Path(path)
-    descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    os.close(descriptor)
-    try:
-        save_file(tensors, temporary, metadata=metadata)
-        os.replace(temporary, path)
-    finally:
-        Path(temporary).unlink(missing_ok=True)
-
-
-def load_cache(path: str | Path, layout: CacheLayout) -> tuple[Cache, dict[str, int]]:
-    """Reads what `save_cache` wrote: the cache, and the pages or states of each group.
-
-    Raises:
-        BadCheckpoint: the file is damaged, was saved with another layout, or an array is missing or wrong.
-    """
-    try:
-        with safe_open(path, framework="numpy") as file:
-            counts = _check_metadata(file.metadata() or {}, layout, path)
-            named = layout.arrays(counts)
-            names = {array.name for array in named}
-            if names != set(file.keys()):
-                raise BadCheckpoint(
-                    f"{path} holds other arrays than its layout: {sorted(names ^ set(file.keys()))}"
-                )
-            arrays = tuple(_read(array, file.get_tensor(array.name), path) for array in named)
-    except SafetensorError as error:
-        raise BadCheckpoint(f"{path} is damaged or no safetensors file: {error}") from error
-    return Cache(arrays=arrays, keys=tuple((array.layer, array.role) for array in named)), counts
-
-
-def _check_metadata(
-    metadata: Mapping[str, str], layout: CacheLayout, path: str | Path
-) -> dict[str, int]:
-    if metadata.get("format") != _FORMAT:
-        raise BadCheckpoint(f"{path} has format {metadata.get('format')!r}, wanted {_FORMAT!r}")
-    try:
-        saved, counts = json.loads(metadata["layout"]), json.loads(metadata["counts"])
-    except (KeyError, json.JSONDecodeError) as error:
-        raise BadCheckpoint(f"{path} lacks a readable layout: {error!r}") from error
-    wanted = _describe(layout)
-    differing = [pair for pair in zip(saved, wanted, strict=False) if pair[0] != pair[1]]
-    if saved != wanted:
-        got, want = differing[0] if differing else (f"{len(saved)} groups", f"{len(wanted)} groups")
-        raise BadCheckpoint(f"{path} was saved with another layout: got {got}, wanted {want}")
-    names = {group.name for group in layout.groups}
-    positive = isinstance(counts, dict) and all(type(n) is int and n > 0 for n in counts.values())
-    if not positive or set(counts) != names:
-        raise BadCheckpoint(f"{path} has counts {counts}, wanted one for each of {sorted(names)}")
-    return counts
-
-
-def _read(array: NamedArray, stored: np.ndarray, path: str | Path) -> Array:
-    wanted = _stored_dtype(array.dtype)
-    if (stored.shape, stored.dtype) != (array.shape, wanted):
-        raise BadCheckpoint(
-            f"{array.name} in {path} is {stored.dtype}{list(stored.shape)}, wanted {wanted}{list(array.shape)}"
-        )
-    # A copy of its own: memory shared with numpy could not be donated.
-    return jnp.array(stored.view(np.dtype(array.dtype)), copy=True)

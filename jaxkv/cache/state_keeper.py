@@ -6,17 +6,16 @@ its own. It knows tokens and ids, never what a state holds.
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 
-from jaxkv.cache.accounts import Accounts, PageCopy
 from jaxkv.cache.checkpoint_pages import CheckpointPages
 from jaxkv.cache.checkpoint_plans import Plans
 from jaxkv.cache.checkpoint_policy import CheckpointPolicy, SeenTexts
 from jaxkv.cache.checkpoints import Checkpoint, CheckpointKey, Checkpoints, checkpoint_key
 from jaxkv.cache.host_tier import HostTier
+from jaxkv.cache.page_allocator import PageAllocator, PageCopy
 from jaxkv.cache.prefix_keys import PageKeys
 from jaxkv.cache.prefix_match import HitRule, Lookup
 from jaxkv.cache.prefix_report import PrefixStats
 from jaxkv.cache.prefix_tree import PrefixTree
-from jaxkv.cache.snapshots import Snapshots
 from jaxkv.cache.spec import CacheLayout
 
 _UNPAGED = 64
@@ -28,7 +27,7 @@ class StateKeeper:
 
     Args:
         layout: the groups.
-        accounts: the books of the same groups.
+        allocator: pages and states of the same groups.
         trees: paged group's name -> its kept pages.
         rules: paged group's name -> what it needs.
         capacity: most checkpoints, those that are being computed included.
@@ -39,7 +38,7 @@ class StateKeeper:
     def __init__(
         self,
         layout: CacheLayout,
-        accounts: Accounts,
+        allocator: PageAllocator,
         trees: Mapping[str, PrefixTree],
         rules: Mapping[str, HitRule],
         *,
@@ -58,13 +57,12 @@ class StateKeeper:
         self.host: HostTier | None = None
         """Takes what is given up for room, if there is one."""
         self._chunk = layout.chunk_size
-        self._accounts = accounts
-        self._pages = CheckpointPages(accounts, trees, rules)
+        self._allocator = allocator
+        self._pages = CheckpointPages(allocator, trees, rules)
         self._page_sizes = {name: rule.page_size for name, rule in rules.items()}
         self._stats = stats
-        self._snapshots = Snapshots(layout, accounts)
         self._seen = SeenTexts(size)
-        self._plans = Plans(accounts)
+        self._plans = Plans(allocator)
         self._tick = 0
 
     def longest(
@@ -121,9 +119,9 @@ class StateKeeper:
             return None
         states = None
         if self._make_room(seq):
-            states = self._snapshots.take(seq, length)
+            states = self._allocator.take_snapshot(seq, length)
             while states is None and self._evict_one(seq):
-                states = self._snapshots.take(seq, length)
+                states = self._allocator.take_snapshot(seq, length)
         if states is None:
             self._plans.end(key)
             self._stats.checkpoints_dropped += 1
@@ -133,7 +131,7 @@ class StateKeeper:
 
     def drop(self, seq: int, length: int) -> None:
         """Gives up states that were taken."""
-        self._snapshots.drop(seq, length)
+        self._allocator.drop_snapshot(seq, length)
 
     def store(
         self,
@@ -176,7 +174,9 @@ class StateKeeper:
             if not live:
                 self.drop(seq, length)
             return []
-        states = self._snapshots.keep_live(seq) if live else self._snapshots.keep(seq, length)
+        states = (
+            self._allocator.keep_states(seq) if live else self._allocator.keep_snapshot(seq, length)
+        )
         if states is None:
             self._pages.give_back(tails)
             return []
@@ -184,7 +184,7 @@ class StateKeeper:
         self.kept.add(Checkpoint(key, states, tails, anchors, seq, tick, sure))
         self._stats.checkpoints += 1
         return [
-            PageCopy(name, self._accounts.pages(seq, name)[length // self._page_sizes[name]], page)
+            PageCopy(name, self._allocator.pages(seq, name)[length // self._page_sizes[name]], page)
             for name, page in tails.items()
         ]
 
@@ -192,7 +192,7 @@ class StateKeeper:
         """Gives up a checkpoint; sequences that read its states keep them."""
         self.kept.remove(checkpoint, tick)
         for name, state in (*checkpoint.states.items(), *checkpoint.tails.items()):
-            self._accounts.pool_of(name).forget(state)
+            self._allocator.pool(name).forget(state)
 
     def could_have_room(self, key: CheckpointKey) -> bool:
         """Whether a checkpoint could come back from the host if others were given up; gives up none."""
@@ -211,7 +211,7 @@ class StateKeeper:
         checkpoint.tick = tick
         self.kept.add(checkpoint)
         for name, unit in (*checkpoint.states.items(), *checkpoint.tails.items()):
-            self._accounts.pool_of(name).keep(unit)
+            self._allocator.pool(name).keep(unit)
 
     def reclaim_states(self, missing: Mapping[str, int], tick: int) -> None:
         """Gives up checkpoints until the groups have so many more free states, which must be there."""
@@ -245,7 +245,7 @@ class StateKeeper:
 
     def withdraw(self, seq: int, tick: int) -> int:
         """Forgets what a sequence made, and what it began from; returns how many."""
-        (held,) = self._accounts.held([seq])
+        held = self._allocator.held(seq)
         doomed = [one for one in self.kept if one.maker == seq or one.key.digest == held.origin]
         for one in doomed:
             self.forget(one, tick)
@@ -278,16 +278,16 @@ class StateKeeper:
         """Forgets every checkpoint, and what was seen."""
         for one in self.kept.clear():
             for name, page in (*one.states.items(), *one.tails.items()):
-                self._accounts.pool_of(name).forget(page)
+                self._allocator.pool(name).forget(page)
         self._plans.clear()
         self._seen.clear()
 
     def check(self) -> None:
-        """Raises `ValueError` if checkpoints contradict themselves, the kept pages or the accounts."""
+        """Raises `ValueError` if checkpoints contradict themselves, the kept pages or the allocator."""
         self.kept.check()
         for name in self.groups:
             states = [one.states[name] for one in self.kept]
-            kept = self._accounts.pool_of(name).kept
+            kept = self._allocator.pool(name).kept
             if len(set(states)) != len(states) or set(states) != kept:
                 raise ValueError(
                     f"group {name!r}: checkpoints have the states {sorted(states)}, kept are {sorted(kept)}"
@@ -305,10 +305,10 @@ class StateKeeper:
         return checkpoint_key(keys, tokens, length, self.kept.page_size)
 
     def _free(self, name: str) -> int:
-        return self._accounts.pool_of(name).num_free
+        return self._allocator.pool(name).num_free
 
     def _is_idle(self, name: str, page: int) -> bool:
-        return self._accounts.pool_of(name).references(page) == 1
+        return self._allocator.pool(name).references(page) == 1
 
     def _make_room(self, seq: int | None) -> bool:
         """Gives up checkpoints until a sequence, or nobody's, may make one more; returns whether it may."""

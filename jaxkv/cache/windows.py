@@ -21,7 +21,7 @@ def first_page(group: Group, length: int) -> int:
     return first_seen(group.window, length) // group.page_size
 
 
-def lets_go_at(group: Group, position: int) -> int:
+def frees_page_at(group: Group, position: int) -> int:
     """Returns the least length at which a sequence no longer needs the page at a table position, which has a window."""
     assert group.window is not None, "where everything is seen, nothing is let go"
     return (position + 1) * group.page_size + max(1, group.window - 1)

@@ -9,6 +9,7 @@ for XLA on the CPU, which does it of its own accord before matrix products, and 
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
 from math import prod
 
 import jax
@@ -54,12 +55,19 @@ class AuditReport:
 
 @dataclass(frozen=True)
 class _Pools:
-    """The cache's arrays as the program sees them: the first of its outputs, some of its inputs."""
+    """The cache's arrays as the program sees them: the first of its outputs, some of its inputs.
+
+    Attributes:
+        names: for messages.
+        num_bytes, num_units: of each array.
+        inputs: the parameter of the module that each array is; `None` if the program does not read it.
+        num_inputs: parameters of the module. JAX leaves arguments out that the program does not read.
+    """
 
     names: tuple[str, ...]
     num_bytes: tuple[int, ...]
     num_units: tuple[int, ...]
-    first_input: int
+    inputs: tuple[int | None, ...]
     num_inputs: int
 
 
@@ -67,7 +75,7 @@ def audit(compiled: jax.stages.Compiled, *, cache_argument: int | None) -> Audit
     """Audits a program that returns its cache, or a tuple that starts with it.
 
     Args:
-        compiled: the program, compiled with `keep_unused=True`.
+        compiled: the program.
         cache_argument: position of the donated cache among its arguments; `None` if it takes none.
     """
     pools = _find_pools(compiled, cache_argument)
@@ -79,7 +87,10 @@ def audit(compiled: jax.stages.Compiled, *, cache_argument: int | None) -> Audit
     copies: tuple[PoolCopy, ...] = ()
     if module.num_parameters == pools.num_inputs:
         large = [at for at, size in enumerate(pools.num_bytes) if size > SMALL_BYTES]
-        flow = follow_pools(module, {pools.first_input + at: at for at in large})
+        followed = {pools.inputs[at]: at for at in large}
+        flow = follow_pools(
+            module, {place: at for place, at in followed.items() if place is not None}
+        )
         copies = flow.copies
         problems += _pairing_problems(pools, {at: flow.outputs.get(at) for at in large})
         problems += [
@@ -100,15 +111,20 @@ def audit(compiled: jax.stages.Compiled, *, cache_argument: int | None) -> Audit
 
 def _find_pools(compiled: jax.stages.Compiled, cache_argument: int | None) -> _Pools:
     arguments = compiled.args_info[0]
-    num_inputs = len(jax.tree.leaves(arguments))
+    numbers = count()
+    # Arguments that are not read have no sharding.
+    shardings = jax.tree.structure(arguments).flatten_up_to(compiled.input_shardings[0])
+    places = [None if sharding is None else next(numbers) for sharding in shardings]
+    num_inputs = next(numbers)
     if cache_argument is None:
-        return _Pools((), (), (), 0, num_inputs)
+        return _Pools((), (), (), (), num_inputs)
     leaves, _ = jax.tree_util.tree_flatten_with_path(arguments[cache_argument])
+    first = len(jax.tree.leaves(arguments[:cache_argument]))
     return _Pools(
         names=tuple(f"cache{jax.tree_util.keystr(path)}" for path, _ in leaves),
         num_bytes=tuple(prod(leaf.shape) * leaf.dtype.itemsize for _, leaf in leaves),
         num_units=tuple(leaf.shape[0] if leaf.shape else 1 for _, leaf in leaves),
-        first_input=len(jax.tree.leaves(arguments[:cache_argument])),
+        inputs=tuple(places[first : first + len(leaves)]),
         num_inputs=num_inputs,
     )
 
@@ -118,7 +134,7 @@ def _alias_problems(pools: _Pools, module: Module, alias_bytes: int) -> list[str
     if module.num_parameters != pools.num_inputs:
         return [
             f"it takes {module.num_parameters} arrays where its arguments have {pools.num_inputs}, so they "
-            f"cannot be told apart; compile it with keep_unused=True and pass arrays as arguments"
+            f"cannot be told apart; pass every array as an argument"
         ]
     problems = []
     for at, name in enumerate(pools.names):
@@ -127,10 +143,14 @@ def _alias_problems(pools: _Pools, module: Module, alias_bytes: int) -> list[str
             problems.append(
                 f"{name} ({pools.num_bytes[at]} bytes) does not come back in its own memory"
             )
-        elif came_from != pools.first_input + at:
+        elif pools.inputs[at] is None:
+            problems.append(
+                f"{name} comes back as a new array, and the one that went in is not read"
+            )
+        elif came_from != pools.inputs[at]:
             problems.append(
                 f"{name} comes back in the memory of input {came_from}, not of its own, "
-                f"{pools.first_input + at}"
+                f"{pools.inputs[at]}"
             )
     if not problems and alias_bytes != sum(pools.num_bytes):
         problems.append(

@@ -12,14 +12,12 @@ import jax
 
 from jaxkv.cache.spec import CacheLayout
 from jaxkv.engine.executor import Executor
-from jaxkv.engine.fields import StepShape
+from jaxkv.engine.program_spec import ProgramSpec, StepSpec
 from jaxkv.engine.retreat import Retreat
-from jaxkv.engine.rows import unite
-from jaxkv.engine.shapes import Declared
 from jaxkv.engine.step_plan import Part
 from jaxkv.engine.step_shapes import StepShapes
-from jaxkv.features import Features
 from jaxkv.models.protocol import Params
+from jaxkv.sampling.features import Features, union
 
 _LOG = logging.getLogger(__name__)
 
@@ -50,23 +48,23 @@ class Bursts:
         self._looks = steps is None
         self.most = settle_steps(steps, executor.params, executor.layout)
         """How many steps a burst has."""
-        self._seen: dict[StepShape, tuple[int, int]] = {}
-        self._given_up: set[StepShape] = set()
+        self._seen: dict[StepSpec, tuple[int, int]] = {}
+        self._given_up: set[StepSpec] = set()
 
-    def looks_at(self, shape: StepShape) -> bool:
+    def looks_at(self, shape: StepSpec) -> bool:
         """Whether steps of a shape are to be noted."""
         return self._looks and self.most > 1 and _is_measured(shape)
 
-    def note(self, shape: StepShape, *, idle: bool) -> None:
+    def note(self, shape: StepSpec, *, idle: bool) -> None:
         """Records whether the device had done all that was sent before, when a single step had been sent."""
         seen, waited = self._seen.get(shape, (0, 0))
         if seen >= 8 * _SAMPLES:
             seen, waited = seen // 2, waited // 2
         self._seen[shape] = seen + 1, waited + idle
 
-    def shape(self, parts: Sequence[Part]) -> StepShape | None:
+    def shape(self, parts: Sequence[Part]) -> StepSpec | None:
         """Returns the program that runs several steps of these parts; `None` if they should be sent one by one."""
-        features = unite([part.sequence.features for part in parts])
+        features = union([part.sequence.features for part in parts])
         if features.min_tokens:
             return None  # Whether stop ids are blocked is decided on the host, for each token.
         single = self._shapes.choose(
@@ -75,26 +73,26 @@ class Bursts:
             features,
             total_tokens=max(part.sequence.reserved for part in parts),
         )
-        if not single.shape.decode or (self._looks and not self._waits(single)):
+        if not single.decode or (self._looks and not self._waits(single)):
             return None
         needed = self._executor.fit(_several(single, self.most))
         must_be_there = self._looks or self._executor.programs.is_closed
         if must_be_there and not self._executor.has(needed):
             return None
-        avoided = needed.shape in self._given_up or self._retreat.avoids(needed.shape)
-        return None if avoided else needed.shape
+        avoided = needed in self._given_up or self._retreat.avoids(needed)
+        return None if avoided else needed
 
-    def give_up(self, shape: StepShape, error: Exception) -> None:
+    def give_up(self, shape: StepSpec, error: Exception) -> None:
         """Sends steps of a shape one by one from now on, since several at once failed though memory sufficed."""
         _LOG.warning("%d steps at once failed, each goes alone from now on: %r", shape.steps, error)
         self._given_up.add(shape)
 
-    def declare(self, needed: Sequence[Declared]) -> list[Declared]:
+    def declare(self, needed: Sequence[ProgramSpec]) -> list[StepSpec]:
         """Lists the programs of several steps that go with those of single ones."""
         return declare_bursts(needed, self.most, chosen=self._looks)
 
-    def _waits(self, single: Declared) -> bool:
-        seen, waited = self._seen.get(self._executor.fit(single).shape, (0, 0))
+    def _waits(self, single: StepSpec) -> bool:
+        seen, waited = self._seen.get(self._executor.fit(single), (0, 0))
         return seen >= _SAMPLES and 2 * waited > seen
 
 
@@ -115,7 +113,7 @@ def settle_steps(wish: int | None, params: Params, layout: CacheLayout) -> int:
     return _STEPS if jax.default_backend() == "gpu" and num_bytes <= _SMALL_BYTES else 1
 
 
-def declare_bursts(needed: Sequence[Declared], steps: int, *, chosen: bool) -> list[Declared]:
+def declare_bursts(needed: Sequence[ProgramSpec], steps: int, *, chosen: bool) -> list[StepSpec]:
     """Lists the programs of several steps that go with those of single ones.
 
     Args:
@@ -126,17 +124,18 @@ def declare_bursts(needed: Sequence[Declared], steps: int, *, chosen: bool) -> l
     return [
         _several(single, steps)
         for single in needed
-        if steps > 1
-        and single.shape.decode
-        and not single.shape.features.min_tokens
-        and (not chosen or _is_measured(single.shape))
+        if isinstance(single, StepSpec)
+        and steps > 1
+        and single.decode
+        and not single.features.min_tokens
+        and (not chosen or _is_measured(single))
     ]
 
 
-def _is_measured(shape: StepShape) -> bool:
+def _is_measured(shape: StepSpec) -> bool:
     """Whether bursts of such steps were seen to pay on a GPU, and to choose the same tokens."""
     return shape.decode and shape.rows <= _FEW_ROWS and shape.features == Features()
 
 
-def _several(single: Declared, steps: int) -> Declared:
-    return replace(single, shape=replace(single.shape, steps=steps))
+def _several(single: StepSpec, steps: int) -> StepSpec:
+    return replace(single, steps=steps)

@@ -4,16 +4,15 @@ Nothing here may stop a sequence: what finds no room, or fails, is left out.
 """
 
 import logging
-from collections.abc import Sequence as Many
+from collections.abc import Sequence
 
 from jaxkv.cache.prefix import PrefixIndex
 from jaxkv.engine.executor import Executor
-from jaxkv.engine.fields import StepShape
+from jaxkv.engine.program_spec import StepSpec
 from jaxkv.engine.recovery import STEP_FAILURES
+from jaxkv.engine.request_state import RequestState
 from jaxkv.engine.rows import Snapshot
-from jaxkv.engine.sequence import Sequence
 from jaxkv.engine.step_plan import Part
-from jaxkv.errors import CachePoisoned
 
 _LOG = logging.getLogger(__name__)
 
@@ -22,7 +21,7 @@ def room_for_checkpoints(executor: Executor) -> int:
     """Returns how many checkpoints a cache has room for beside one state for each sequence that may run."""
     groups = executor.layout.state_groups
     states = min((executor.owner.counts[group.name] - 1 for group in groups), default=0)
-    return max(0, states - executor.shapes.max_rows)
+    return max(0, states - executor.max_rows)
 
 
 class Checkpointing:
@@ -37,7 +36,7 @@ class Checkpointing:
         self._prefix = prefix
         self._executor = executor
 
-    def take(self, parts: Many[Part], shape: StepShape) -> tuple[Snapshot, ...]:
+    def take(self, parts: Sequence[Part], shape: StepSpec) -> tuple[Snapshot, ...]:
         """Takes the states that a step of these parts keeps on its way, as many as its program and the cache allow."""
         taken: list[Snapshot] = []
         if self._prefix is None:
@@ -56,13 +55,13 @@ class Checkpointing:
                     taken.append(Snapshot(row, place, states))
         return tuple(taken)
 
-    def drop(self, snapshots: Many[Snapshot], parts: Many[Part]) -> None:
+    def drop(self, snapshots: Sequence[Snapshot], parts: Sequence[Part]) -> None:
         """Gives up what was taken for a step that was not sent."""
         for row, length, _ in snapshots:
             if self._prefix is not None:
                 self._prefix.drop_snapshot(parts[row].sequence.number, length)
 
-    def settle(self, sequence: Sequence, lengths: Many[int]) -> None:
+    def settle(self, sequence: RequestState, lengths: Sequence[int]) -> None:
         """Makes checkpoints of what a step has kept of a sequence, now that it was read.
 
         Raises:
@@ -74,7 +73,7 @@ class Checkpointing:
             else:
                 self._keep(sequence, length)
 
-    def settle_end(self, sequence: Sequence) -> None:
+    def settle_end(self, sequence: RequestState) -> None:
         """Keeps the states that a sequence ends with.
 
         The step after its last token may be under way: then they count once that step was read, see `confirm`.
@@ -89,12 +88,12 @@ class Checkpointing:
         if prefix.policy.end_of_generation and sequence.computed <= len(sequence.tokens):
             self._keep(sequence, sequence.computed, live=True)
 
-    def confirm(self, sequence: Sequence, *, finite: bool) -> None:
+    def confirm(self, sequence: RequestState, *, finite: bool) -> None:
         """Says how the step went that was under way when a sequence ended."""
         if self._prefix is not None:
             self._prefix.confirm(sequence.number, good=finite)
 
-    def _keep(self, sequence: Sequence, length: int, *, live: bool = False) -> None:
+    def _keep(self, sequence: RequestState, length: int, *, live: bool = False) -> None:
         prefix, keys = self._prefix_of(), sequence.keys
         assert keys is not None, "a sequence without keys keeps nothing"
         sure = length <= sequence.collected
@@ -105,8 +104,6 @@ class Checkpointing:
             return
         try:
             self._executor.copy(copies)
-        except CachePoisoned:
-            raise
         except STEP_FAILURES as error:
             _LOG.warning("a checkpoint after %d tokens is left out: %r", length, error)
             prefix.withdraw_made(sequence.number)

@@ -5,22 +5,21 @@ Only then does anything count. Who has ended or failed is told to the caller, wh
 
 import logging
 import sys
-from collections.abc import Callable, Collection
-from collections.abc import Sequence as Many
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
-from jaxkv.cache.accounts import Accounts
+from jaxkv.cache.page_allocator import PageAllocator
 from jaxkv.cache.prefix import PrefixIndex
 from jaxkv.engine.checkpointing import Checkpointing
 from jaxkv.engine.emission import accept
 from jaxkv.engine.flight import Flight, report
 from jaxkv.engine.recovery import STEP_FAILURES
+from jaxkv.engine.request_state import RequestState
 from jaxkv.engine.results import SampledRows
-from jaxkv.engine.sequence import Sequence
 
 _LOG = logging.getLogger(__name__)
 
-Ended = tuple[Sequence, Exception | None]
+Ended = tuple[RequestState, Exception | None]
 """A sequence that is done, with its `reason`, or that failed: with an error, or with logits that are no numbers."""
 
 
@@ -36,7 +35,7 @@ class Collector:
     """Collects the steps of one engine.
 
     Args:
-        accounts: hold the pages.
+        allocator: holds the pages.
         prefix: pages of earlier prompts, if they are kept.
         page_sizes: of all paged groups.
         clock: returns seconds.
@@ -45,19 +44,19 @@ class Collector:
 
     def __init__(
         self,
-        accounts: Accounts,
+        allocator: PageAllocator,
         prefix: PrefixIndex | None,
         page_sizes: Collection[int],
         clock: Callable[[], float],
         checkpointing: Checkpointing | None = None,
     ) -> None:
-        self._accounts = accounts
+        self._allocator = allocator
         self._prefix = prefix
         self._checkpointing = checkpointing
         self._page_sizes = page_sizes
         self._clock = clock
 
-    def collect(self, flight: Flight, steps: Many[SampledRows]) -> list[Ended]:
+    def collect(self, flight: Flight, steps: Sequence[SampledRows]) -> list[Ended]:
         """Takes the results of every row that still counts, and returns who has ended or failed.
 
         Args:
@@ -104,12 +103,12 @@ class Collector:
                     self._checkpointing.settle_end(sequence)
             if sequence.reason is not None:
                 ended.append((sequence, None))
-            elif sequence.lets_go_at is not None and sequence.collected >= sequence.lets_go_at:
+            elif self._allocator.has_windows:
                 # Last: the index and checkpoints were offered these pages first.
-                sequence.lets_go_at = self._accounts.let_go(sequence.number, sequence.collected)
+                self._allocator.free_out_of_window(sequence.number, sequence.collected)
         return ended
 
-    def _publish(self, sequence: Sequence) -> None:
+    def _publish(self, sequence: RequestState) -> None:
         """Offers the pages that are full and known to be good to those that begin alike.
 
         They are good because this sequence's own steps have read all of them and chose finite tokens, so pages that a
@@ -124,7 +123,7 @@ class Collector:
         sequence.publishes_at = min(ends, default=sys.maxsize)
 
 
-def _accept(sequence: Sequence, index: int, turns: Many[_Turn], *, reports: bool) -> int:
+def _accept(sequence: RequestState, index: int, turns: Sequence[_Turn], *, reports: bool) -> int:
     """Takes a row's tokens up to the last of its sequence, or to logits that are no numbers; returns how many."""
     for taken, (rows, tokens, finite) in enumerate(turns):
         if (taken and sequence.reason is not None) or not finite[index]:

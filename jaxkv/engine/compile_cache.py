@@ -24,6 +24,8 @@ MIN_COMPILE_SECONDS = 0.2
 """Programs that compile faster than this are not kept: looking them up would save nothing."""
 
 _LOG = logging.getLogger(__name__)
+_turned_on: set[Path] = set()
+"""Folders in which this module, and not the user, has turned JAX's cache on."""
 _BROKEN = re.compile(r"Error reading persistent compilation cache entry for '([^']+)'")
 
 
@@ -52,7 +54,19 @@ def enable_compile_cache(environment: Mapping[str, str] = os.environ) -> Path | 
         return None
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", MIN_COMPILE_SECONDS)
+    _turned_on.add(folder)
     return folder
+
+
+def own_entries(folder: Path) -> list[Path]:
+    """Returns JAX's entries in a folder that this module has turned JAX's cache on in.
+
+    They are then for jaxkv to bound: JAX does it only with the package `filelock`, and without the programs beside
+    them. There are none if the user has set `jax_compilation_cache_max_size`.
+    """
+    if folder not in _turned_on or jax.config.jax_compilation_cache_max_size != -1:
+        return []
+    return sorted(folder.glob("*-cache"))
 
 
 def _default_folder(environment: Mapping[str, str]) -> Path:

@@ -3,13 +3,14 @@
 import hashlib
 import json
 import logging
-import os
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from jaxkv.drafts import draft_of
+from jaxkv.engine.program_spec import ProgramSpec
 from jaxkv.engine.program_store import store_folder
-from jaxkv.engine.programs import Program, ProgramKey
+from jaxkv.engine.programs import Program
 
 _LOG = logging.getLogger(__name__)
 
@@ -42,7 +43,7 @@ def read_costs(identity: str) -> dict[str, Cost]:
 def note_costs(identity: str, programs: Iterable[Program]) -> None:
     """Notes what compiling programs took; those that were loaded from disk cost nothing worth a note."""
     compiled = {
-        cost_name(program.key): Cost(program.seconds, program.report.temp_bytes)
+        cost_name(program.spec): Cost(program.seconds, program.report.temp_bytes)
         for program in programs
         if not program.loaded
     }
@@ -52,9 +53,9 @@ def note_costs(identity: str, programs: Iterable[Program]) -> None:
     _write(path, read_costs(identity) | compiled)
 
 
-def cost_name(key: ProgramKey) -> str:
+def cost_name(spec: ProgramSpec) -> str:
     """Returns what a program's cost is noted under; the size of the cache makes no difference to it."""
-    return str(key)
+    return str(spec)
 
 
 def _write(path: Path, costs: Mapping[str, Cost]) -> None:
@@ -62,9 +63,8 @@ def _write(path: Path, costs: Mapping[str, Cost]) -> None:
     try:
         path.parent.mkdir(mode=0o700, exist_ok=True)
         # Two processes may note at once; each file is whole, and what one of them adds may be lost.
-        draft = path.with_suffix(f".{os.getpid()}")
-        draft.write_text(text + "\n")
-        draft.replace(path)
+        with draft_of(path) as draft:
+            draft.write_text(text + "\n")
     except OSError as error:
         _LOG.warning("what programs cost cannot be kept in %s: %s", path, error)
 

@@ -1,10 +1,10 @@
 """What becomes of a token once the host has read it: text, log-probabilities, and whether its sequence ends."""
 
 from jaxkv.engine.request import Piece
-from jaxkv.engine.sequence import Sequence
+from jaxkv.engine.request_state import RequestState
 
 
-def accept(sequence: Sequence, token: int, logprobs: dict[int, float] | None) -> None:
+def accept(sequence: RequestState, token: int, logprobs: dict[int, float] | None) -> None:
     """Appends a generated token, and sets `reason` if it is the last."""
     if logprobs is not None:
         sequence.logprobs.append(logprobs)
@@ -14,7 +14,7 @@ def accept(sequence: Sequence, token: int, logprobs: dict[int, float] | None) ->
         _hand_out(sequence, token, logprobs)
 
 
-def why_over(sequence: Sequence) -> str | None:
+def why_over(sequence: RequestState) -> str | None:
     """Returns why the last token of a sequence that generates ends it; `None` if it does not."""
     tokens = sequence.tokens
     if tokens[-1] in sequence.request.stop_ids and sequence.generated:
@@ -22,7 +22,7 @@ def why_over(sequence: Sequence) -> str | None:
     return "length" if len(tokens) == sequence.longest else None
 
 
-def end(sequence: Sequence, reason: str) -> None:
+def end(sequence: RequestState, reason: str) -> None:
     """Ends a sequence whose last token was accepted already, or that never had one."""
     sequence.reason = reason
     text = ""
@@ -33,7 +33,7 @@ def end(sequence: Sequence, reason: str) -> None:
         sequence.pieces.append(Piece(text=text, token_id=None, finish_reason=reason))
 
 
-def _hand_out(sequence: Sequence, token: int, logprobs: dict[int, float] | None) -> None:
+def _hand_out(sequence: RequestState, token: int, logprobs: dict[int, float] | None) -> None:
     """Turns the token into text, which may end the sequence too."""
     text = ""
     if sequence.stream is not None:

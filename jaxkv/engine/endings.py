@@ -5,9 +5,10 @@ from collections.abc import Callable, Iterable
 
 from jaxkv.cache.prefix import PrefixIndex
 from jaxkv.engine.emission import end
-from jaxkv.engine.recovery import STEP_FAILURES, is_out_of_memory
+from jaxkv.engine.recovery import STEP_FAILURES
+from jaxkv.engine.request_state import RUNNING, RequestState
 from jaxkv.engine.scheduler import Scheduler
-from jaxkv.engine.sequence import RUNNING, Sequence
+from jaxkv.memory import is_out_of_memory
 
 _LOG = logging.getLogger(__name__)
 
@@ -28,7 +29,7 @@ class Endings:
         self._prefix = prefix
         self._clock = clock
 
-    def finish(self, sequence: Sequence, reason: str) -> None:
+    def finish(self, sequence: RequestState, reason: str) -> None:
         """Ends a sequence for a reason that none of its tokens gave."""
         if sequence.tainted and self._prefix is not None and sequence.status == RUNNING:
             self._prefix.withdraw(sequence.number)
@@ -40,18 +41,18 @@ class Endings:
             end(sequence, reason)
         self.drop(sequence)
 
-    def drop(self, sequence: Sequence) -> None:
+    def drop(self, sequence: RequestState) -> None:
         """Gives back what a sequence has that was told why it ends."""
         self._scheduler.drop(sequence)
         sequence.ended = self._clock()
 
-    def fail(self, sequence: Sequence, error: Exception) -> None:
+    def fail(self, sequence: RequestState, error: Exception) -> None:
         """Ends a sequence whose own part in a step failed."""
         _LOG.error("a request failed alone: %r", error)
         sequence.error = error
         self.finish(sequence, "error")
 
-    def settle(self, ended: Iterable[tuple[Sequence, Exception | None]]) -> None:
+    def settle(self, ended: Iterable[tuple[RequestState, Exception | None]]) -> None:
         """Ends those of a step that was read, for whatever reason each has: an error, its tokens, or no numbers."""
         for sequence, error in ended:
             if error is not None:
@@ -62,7 +63,7 @@ class Endings:
             else:
                 self.drop(sequence)
 
-    def put_off(self, sequence: Sequence, error: Exception) -> None:
+    def put_off(self, sequence: RequestState, error: Exception) -> None:
         """What a sequence needed before its step failed: it waits once more if memory was short, and else fails."""
         if is_out_of_memory(error) and not sequence.retried:
             _LOG.warning("a request is put off, for want of memory: %r", error)
@@ -71,7 +72,7 @@ class Endings:
         else:
             self.fail(sequence, error)
 
-    def blame(self, sequences: list[Sequence], error: Exception) -> None:
+    def blame(self, sequences: list[RequestState], error: Exception) -> None:
         """A step failed before it began: its one row is at fault, or each row must show in a step of its own."""
         running = [sequence for sequence in sequences if sequence.status == RUNNING]
         if len(running) == 1:

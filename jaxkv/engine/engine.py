@@ -8,8 +8,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from collections.abc import Sequence as Many
+from collections.abc import Callable, Sequence
 
 import jax
 
@@ -22,11 +21,12 @@ from jaxkv.engine.engine_config import EngineConfig
 from jaxkv.engine.executor import Executor
 from jaxkv.engine.flight import Flight
 from jaxkv.engine.host_cache import open_host
+from jaxkv.engine.integrity import IdleCheck
 from jaxkv.engine.launcher import Launcher
 from jaxkv.engine.recovery import STEP_FAILURES, RebuildLimit, is_fatal, refuse_broken
 from jaxkv.engine.request import Request
+from jaxkv.engine.request_state import FINISHED, RequestState, new_request_state
 from jaxkv.engine.scheduler import Scheduler
-from jaxkv.engine.sequence import FINISHED, Sequence, new_sequence
 from jaxkv.engine.step_shapes import StepShapes, grain_of, settle_budget
 from jaxkv.errors import CachePoisoned
 from jaxkv.tokenizer import Tokenizer
@@ -54,9 +54,9 @@ class Engine:
     ) -> None:
         self.config = config = config or EngineConfig()
         self.executor = executor
-        layout, limits = executor.layout, executor.shapes
+        layout = executor.layout
         whole = executor.model.whole_prompts
-        sizes = {"max_tokens": limits.length_buckets[-1], "max_rows": limits.max_rows}
+        sizes = {"max_tokens": executor.length_buckets[-1], "max_rows": executor.max_rows}
         budget = settle_budget(config.token_budget, **sizes)
         checkpoints = room_for_checkpoints(executor) if config.prefix_cache and not whole else 0
         self.shapes = StepShapes(
@@ -72,17 +72,17 @@ class Engine:
         if config.prefix_cache:
             self.prefix = PrefixIndex(
                 layout,
-                executor.accounts,
+                executor.allocator,
                 identity=repr(executor.model),
                 checkpoints=checkpoints,
                 policy=config.checkpoints,
             )
         page_sizes = {group.page_size for group in layout.paged_groups}
         self.scheduler = Scheduler(
-            executor.accounts,
+            executor.allocator,
             self.prefix,
             page_size=min(page_sizes, default=64),
-            max_rows=limits.max_rows,
+            max_rows=executor.max_rows,
             token_budget=budget,
             whole_prompts=whole,
             fill=self.shapes.fill,
@@ -97,7 +97,7 @@ class Engine:
         self._endings = Endings(self.scheduler, self.prefix, clock)
         checkpointing = Checkpointing(self.prefix, executor) if checkpoints else None
         self._collector = Collector(
-            executor.accounts, self.prefix, page_sizes, clock, checkpointing
+            executor.allocator, self.prefix, page_sizes, clock, checkpointing
         )
         steps = 1 if config.pinned_shapes or checkpoints else config.steps_per_launch
         self._launcher = launcher = Launcher(
@@ -109,6 +109,7 @@ class Engine:
         self._limit = RebuildLimit(config.most_rebuilds, config.rebuild_seconds, clock)
         self._stepping = threading.Lock()
         self._rebuilds = executor.owner.rebuilds
+        self._idle_check = IdleCheck(executor.allocator, self.prefix, clock)
 
     @property
     def steps(self) -> int:
@@ -120,7 +121,7 @@ class Engine:
         """Whether there is anything to plan, or to read."""
         return bool(self.scheduler.waiting or self.scheduler.running or self._flights)
 
-    def add(self, samples: Many[Request], *, streamed: bool = False) -> list[Sequence]:
+    def add(self, samples: Sequence[Request], *, streamed: bool = False) -> list[RequestState]:
         """Queues the samples of one prompt, and returns one sequence for each, which fill as `step` is called.
 
         Args:
@@ -133,7 +134,7 @@ class Engine:
         for request in samples:
             self.check(request)
         made = [
-            new_sequence(
+            new_request_state(
                 request,
                 number=self.executor.new_number(),
                 tokenizer=self._tokenizer,
@@ -143,14 +144,23 @@ class Engine:
             for request in samples
         ]
         for sequence in made[1:]:
-            self.scheduler.follow(made[0], sequence)
+            self.scheduler.add_sample(made[0], sequence)
         self.scheduler.add(made[0])
         return made
 
-    def abort(self, sequence: Sequence) -> None:
+    def abort(self, sequence: RequestState) -> None:
         """Ends a sequence now, in whatever state it is; one that has ended already stays as it is."""
         if sequence.status != FINISHED:
             self._endings.finish(sequence, "abort")
+
+    def close(self) -> None:
+        """Aborts every sequence and frees all that the executor and the host tier hold; nothing is served after it."""
+        for sequence in (*self.scheduler.waiting, *self.scheduler.running):
+            self.abort(sequence)
+        self._flights.clear()
+        if self.host is not None:
+            self.host.close()
+        self.executor.close()
 
     def step(self) -> None:
         """Dispatches the next step, then reads the one before.
@@ -158,6 +168,7 @@ class Engine:
         Raises:
             OutOfPages: nothing runs and what waits first gets no pages, because others hold them (`OutOfStates`).
             CachePoisoned, JaxRuntimeError: the cache was lost too often, or the device is broken.
+            CorruptBooks: no request is left, and the records of who holds what contradict each other.
             RuntimeError: another thread is in the middle of a step.
         """
         if not self._stepping.acquire(blocking=False):
@@ -177,8 +188,12 @@ class Engine:
             self._stepping.release()
         if not launched and self.scheduler.shortage is not None:
             raise self.scheduler.shortage
+        if self.config.idle_checks and not (self.scheduler.waiting or self.scheduler.running):
+            self._idle_check.run_if_due()
 
-    def run(self, sequences: Many[Sequence], after_step: Callable[[], None] | None = None) -> None:
+    def run(
+        self, sequences: Sequence[RequestState], after_step: Callable[[], None] | None = None
+    ) -> None:
         """Steps until all of these have ended; aborts them if that is interrupted."""
         left = deque(sequences)
         try:
@@ -196,16 +211,20 @@ class Engine:
     def check(self, request: Request) -> None:
         """Raises `ValueError` with the numbers if a request can never be served."""
         params = request.params
-        needed = len(request.prompt) + params.max_tokens - 1
-        held = self.executor.accounts.longest(lets_go=not self.executor.model.whole_prompts)
+        needed = len(request.prompt) + request.max_tokens - 1
+        held = self.executor.allocator.longest(
+            frees_out_of_window=not self.executor.model.whole_prompts
+        )
         most = min(self.shapes.lengths[-1], self.shapes.lengths[-1] if held is None else held)
         if needed > most:
             raise ValueError(
-                f"a prompt of {len(request.prompt)} tokens with max_tokens={params.max_tokens} needs room for "
+                f"a prompt of {len(request.prompt)} tokens with max_tokens={request.max_tokens} needs room for "
                 f"{needed} tokens, but one sequence can have {most}; shorten it or give the cache more memory"
             )
         if params.stop and self._tokenizer is None:
-            raise ValueError("stop strings need a tokenizer, which this model directory lacks")
+            raise ValueError(
+                "stop strings need a tokenizer, which this model directory lacks; use stop_token_ids"
+            )
 
     def _launch(self) -> bool:
         """Plans and dispatches a step; returns whether there was anything to do."""

@@ -7,35 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from jaxkv.batch import Features
 from jaxkv.cache.spec import CacheLayout
-from jaxkv.engine.rows import STOP_WIDTH
-
-
-@dataclass(frozen=True)
-class StepShape:
-    """The padded sizes of one step program, and what it can do. Hashable: a part of its key.
-
-    Attributes:
-        tokens, rows: most new tokens and most sequences.
-        table_widths: pages per row, for each paged group.
-        features: how it can choose tokens.
-        decode: one query per row.
-        loop: it generates until rows stop, so it also takes each row's limits and stop ids.
-        snapshots: most states of each recurrent group that it can keep on its way.
-        fresh: all rows begin at their first token; programs differ by it where the cache's layout `expands`.
-        steps: decode steps that it runs one after the other.
-    """
-
-    tokens: int
-    rows: int
-    table_widths: tuple[int, ...]
-    features: Features = Features()
-    decode: bool = False
-    loop: bool = False
-    snapshots: int = 0
-    fresh: bool = False
-    steps: int = 1
+from jaxkv.engine.program_spec import StepSpec
+from jaxkv.sampling.fields import fields_for
 
 
 @dataclass(frozen=True)
@@ -67,13 +41,11 @@ class Field:
 
 
 def int_fields(
-    layout: CacheLayout, counts: Mapping[str, int], vocab_size: int, shape: StepShape
+    layout: CacheLayout, counts: Mapping[str, int], shape: StepSpec
 ) -> tuple[Field, ...]:
     """Returns the fields of the int32 array, in order."""
     tokens, rows = (shape.tokens,), (shape.rows,)
     fields = [
-        Field("num_tokens", ()),
-        Field("num_rows", ()),
         Field("tokens", tokens),
         Field("positions", tokens),
         Field("cu_q_lens", (shape.rows + 1,)),
@@ -97,40 +69,23 @@ def int_fields(
         if shape.snapshots:
             kept = (shape.snapshots,)
             fields.append(Field(f"{group.name}.snapshot_states", kept, num_states, counted=True))
-    return (*fields, *_choice_fields(vocab_size, shape))
+    if shape.features.min_tokens:
+        fields.append(Field("block_stop", rows))
+    return (*fields, *_choice_fields(shape, np.int32))
 
 
-def _choice_fields(vocab_size: int, shape: StepShape) -> list[Field]:
-    rows, stop = (shape.rows,), (shape.rows, STOP_WIDTH)
-    fields = []
-    if shape.features.draws:
-        fields += [Field("seed_low", rows), Field("seed_high", rows)]
-    if shape.features.filters:
-        fields += [Field("top_k", rows)]
-    if shape.features.min_tokens or shape.loop:
-        fields += [Field("stop_ids", stop, vocab_size)]
-    if shape.features.min_tokens and not shape.loop:
-        fields += [Field("block_stop", rows)]
-    if shape.loop:
-        fields += [Field("max_tokens", rows), Field("min_tokens", rows)]
-    return fields
+def _choice_fields(shape: StepSpec, dtype: type) -> list[Field]:
+    """Returns the columns of `jaxkv.sampling.fields` that lie in the array of a dtype."""
+    return [
+        Field(field.name, field.shape(shape.rows), field.off)
+        for field in fields_for(shape.features)
+        if field.dtype is dtype
+    ]
 
 
-def float_fields(shape: StepShape) -> tuple[Field, ...]:
+def float_fields(shape: StepSpec) -> tuple[Field, ...]:
     """Returns the fields of the float32 array, in order; empty for a greedy program."""
-    rows = (shape.rows,)
-    fields = []
-    if shape.features.draws:
-        fields += [Field("temperature", rows)]
-    if shape.features.filters:
-        fields += [Field("top_p", rows, 1.0), Field("min_p", rows)]
-    if shape.features.penalties:
-        fields += [
-            Field("repetition", rows, 1.0),
-            Field("presence", rows),
-            Field("frequency", rows),
-        ]
-    return tuple(fields)
+    return tuple(_choice_fields(shape, np.float32))
 
 
 ALIGNMENT = 64

@@ -8,10 +8,10 @@ import jax
 import numpy as np
 from jaxtyping import Array
 
-from jaxkv.engine.fields import StepShape
+from jaxkv.engine.program_spec import StepSpec
+from jaxkv.engine.request_state import RequestState
 from jaxkv.engine.results import SampledRows, report_logprobs, unpack_sampled
 from jaxkv.engine.rows import Columns, Snapshot
-from jaxkv.engine.sequence import Sequence as Sample
 from jaxkv.engine.step_plan import Part, single
 
 
@@ -29,7 +29,7 @@ class Flight:
 
     parts: tuple[Part, ...]
     epochs: tuple[int, ...]
-    shape: StepShape
+    shape: StepSpec
     out: Array
     snapshots: tuple[Snapshot, ...] = ()
 
@@ -51,7 +51,7 @@ class Flight:
 
 
 def columns_of_parts(
-    parts: Sequence[Part], shape: StepShape, snapshots: Sequence[Snapshot] = ()
+    parts: Sequence[Part], shape: StepSpec, snapshots: Sequence[Snapshot] = ()
 ) -> Columns:
     """Describes parts to the packer; a token that the host has not read yet is read on the device.
 
@@ -89,7 +89,9 @@ def columns_of_parts(
     )
 
 
-def report(sequence: Sample, token: int, index: int, rows: SampledRows) -> dict[int, float] | None:
+def report(
+    sequence: RequestState, token: int, index: int, rows: SampledRows
+) -> dict[int, float] | None:
     """Returns the log-probabilities that a sequence asked for, out of its row of a step's choices."""
     top = sequence.request.params.logprobs
     if top is None:

@@ -8,7 +8,7 @@ from typing import Protocol, runtime_checkable
 
 from jaxkv.cache.host_swap import SwapIn, SwapIns
 from jaxkv.cache.prefix import PrefixIndex
-from jaxkv.engine.sequence import Sequence
+from jaxkv.engine.request_state import RequestState
 
 
 @runtime_checkable
@@ -44,14 +44,14 @@ class Fetches[T: Inbound]:
         self._prefix = prefix
         self._swap_ins = swap_ins
         self._mover = mover
-        self._under_way: dict[Sequence, T] = {}
+        self._under_way: dict[RequestState, T] = {}
 
     @property
     def under_way(self) -> int:
         """Sequences that wait for theirs."""
         return len(self._under_way)
 
-    def holds_back(self, sequence: Sequence, most: int | None) -> bool:
+    def holds_back(self, sequence: RequestState, most: int | None) -> bool:
         """Whether a sequence that could begin should wait, since more of its prefix is about to come.
 
         Args:
@@ -100,7 +100,7 @@ class Fetches[T: Inbound]:
             finally:
                 self._swap_ins.drop(inbound.swap_in)
 
-    def cancel(self, sequence: Sequence) -> None:
+    def cancel(self, sequence: RequestState) -> None:
         """Gives up what comes for a sequence, if anything does."""
         inbound = self._under_way.pop(sequence, None)
         if inbound is not None:

@@ -4,6 +4,7 @@ Each takes a few units of one group in all its layers; how many, is a bucket. Kn
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -13,11 +14,9 @@ from jaxtyping import Array, Int
 
 from jaxkv.cache.spec import CacheLayout, Group
 from jaxkv.cache.state import Cache
-from jaxkv.engine.fields import StepShape
 from jaxkv.engine.lowering import Lowering
-from jaxkv.engine.shapes import Declared
+from jaxkv.engine.program_spec import ProgramSpec, Runner
 
-SWAP_OUT, SWAP_IN = "swap_out", "swap_in"
 BUCKETS = (4, 16)
 """Pages or states of one run; fewer are padded."""
 
@@ -30,16 +29,40 @@ def bucket_of(count: int) -> int:
     return next(size for size in BUCKETS if size >= count)
 
 
-def declare(kind: str, group: Group, size: int) -> Declared:
-    """Returns the program of one group and bucket."""
-    return Declared(kind, StepShape(size, size, ()), width=group.index)
+@dataclass(frozen=True)
+class SwapSpec(ProgramSpec):
+    """A program that reads pages or states of one group, in all its layers, or writes them.
+
+    Attributes:
+        out: it reads them, on their way to the host; else it writes them.
+        group: index of the group in the cache's layout.
+        units: most pages or states.
+    """
+
+    out: bool
+    group: int
+    units: int
+
+    @property
+    def kind(self) -> str:
+        """The direction."""
+        return "swap_out" if self.out else "swap_in"
+
+    @property
+    def name(self) -> str:
+        """Direction, group and units."""
+        return f"{self.kind}_{self.group}x{self.units}"
+
+    def lowering(self, runner: Runner) -> Lowering:
+        """Returns what to compile: see `swap_lowering`."""
+        return swap_lowering(runner.layout, runner.counts, self, runner.cache)
 
 
-def declare_swaps(layout: CacheLayout) -> list[Declared]:
+def declare_swaps(layout: CacheLayout) -> list[SwapSpec]:
     """Lists every program that a tier on the host needs."""
     return [
-        declare(kind, group, size)
-        for kind in (SWAP_OUT, SWAP_IN)
+        SwapSpec(out, group.index, size)
+        for out in (True, False)
         for group in (*layout.paged_groups, *layout.state_groups)
         for size in BUCKETS
     ]
@@ -68,10 +91,10 @@ def pad_ids(ids: Sequence[int], size: int, count: int) -> Int[np.ndarray, " size
 
 
 def swap_lowering(
-    layout: CacheLayout, counts: Mapping[str, int], declared: Declared, cache: Cache
+    layout: CacheLayout, counts: Mapping[str, int], spec: SwapSpec, cache: Cache
 ) -> Lowering:
     """Returns what to compile: `units = read(cache, ids)`, or `cache, () = write(cache, ids, units)`, which donates."""
-    group, size = layout.groups[declared.width], declared.shape.rows
+    group, size = layout.groups[spec.group], spec.units
     ids = pad_ids([0], size, counts[group.name])
 
     def read(cache: Cache, ids: Int[Array, " size"]) -> tuple[Unit, ...]:
@@ -94,7 +117,7 @@ def swap_lowering(
         arrays = tuple(updated[place] for place in cache.keys)
         return Cache(arrays=arrays, keys=cache.keys), ()
 
-    if declared.kind == SWAP_OUT:
+    if spec.out:
         return Lowering(read, (cache, ids), cache_argument=None)
     return Lowering(write, (cache, ids, (unit_shapes(group),) * size), cache_argument=0)
 

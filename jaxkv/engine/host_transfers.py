@@ -21,10 +21,10 @@ from jaxkv.cache.host_tier import HostTier
 from jaxkv.cache.owner import CacheOwner
 from jaxkv.cache.spec import CacheLayout
 from jaxkv.engine.host_memory import HostMemory, Stored, is_ready
-from jaxkv.engine.host_programs import BUCKETS, SWAP_IN, SWAP_OUT, bucket_of, declare, pad_ids
-from jaxkv.engine.recovery import STEP_FAILURES, is_out_of_memory
-from jaxkv.engine.shapes import Declared
+from jaxkv.engine.host_programs import BUCKETS, SwapSpec, bucket_of, pad_ids
+from jaxkv.engine.recovery import STEP_FAILURES
 from jaxkv.errors import CachePoisoned
+from jaxkv.memory import is_out_of_memory
 
 _LOG = logging.getLogger(__name__)
 
@@ -42,11 +42,11 @@ class Device(Protocol):
     layout: CacheLayout
     owner: CacheOwner
 
-    def look(self, declared: Declared, *arrays: np.ndarray) -> Any:  # noqa: ANN401 - the program's own output
+    def look(self, spec: SwapSpec, *arrays: np.ndarray) -> Any:  # noqa: ANN401 - the program's own output
         """Dispatches a program that only reads the cache."""
         ...
 
-    def update(self, declared: Declared, *arguments: Any) -> Any:  # noqa: ANN401 - the program's own types
+    def update(self, spec: SwapSpec, *arguments: Any) -> Any:  # noqa: ANN401 - the program's own types
         """Dispatches a program that updates the cache."""
         ...
 
@@ -199,7 +199,7 @@ class HostTransfers:
         while self._sending and self._staged(self._sending) + transfer.num_bytes > STAGED_BYTES:
             self._finish(self._sending.popleft())
         try:
-            units = self._device.look(*self._call(SWAP_OUT, moves))
+            units = self._device.look(*self._call(moves, out=True))
             transfer.arrays = self.memory.send(units[: len(moves)])
         except STEP_FAILURES as error:
             self._fail(transfer, error)
@@ -251,9 +251,9 @@ class HostTransfers:
             return False
         try:
             units = jax.block_until_ready(transfer.arrays)
-            declared, ids = self._call(SWAP_IN, transfer.moves)
-            padded = (*units, *units[-1:] * (declared.shape.rows - len(units)))
-            self._device.update(declared, ids, padded)
+            spec, ids = self._call(transfer.moves, out=False)
+            padded = (*units, *units[-1:] * (spec.units - len(units)))
+            self._device.update(spec, ids, padded)
         except CachePoisoned as error:
             transfer.error = error
             raise
@@ -263,12 +263,12 @@ class HostTransfers:
         self._succeed(transfer)
         return True
 
-    def _call(self, kind: str, moves: Sequence[Move]) -> tuple:
+    def _call(self, moves: Sequence[Move], *, out: bool) -> tuple[SwapSpec, np.ndarray]:
         layout, counts = self._device.layout, self._device.owner.counts
         group = layout.group(moves[0].group)
         size = bucket_of(len(moves))
         ids = pad_ids([move.unit for move in moves], size, counts[group.name])
-        return declare(kind, group, size), ids
+        return SwapSpec(out, group.index, size), ids
 
     def _new(self, moves: tuple[Move, ...], *, out: bool) -> Transfer:
         size = sum(self._tier.bytes_of(move.group) for move in moves)

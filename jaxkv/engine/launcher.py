@@ -2,23 +2,23 @@
 
 import logging
 from collections import deque
-from collections.abc import Sequence as Many
+from collections.abc import Sequence
 
 from jaxkv.engine.bursts import Bursts
 from jaxkv.engine.checkpointing import Checkpointing
 from jaxkv.engine.endings import Endings
 from jaxkv.engine.executor import Executor
-from jaxkv.engine.fields import StepShape
 from jaxkv.engine.flight import Flight, columns_of_parts
 from jaxkv.engine.preparation import prepare
+from jaxkv.engine.program_spec import StepSpec
 from jaxkv.engine.recovery import STEP_FAILURES, is_fatal
+from jaxkv.engine.request_state import RUNNING
 from jaxkv.engine.retreat import Retreat
-from jaxkv.engine.rows import unite
 from jaxkv.engine.scheduler import Scheduler
-from jaxkv.engine.sequence import RUNNING
 from jaxkv.engine.step_plan import Part, StepPlan, single
 from jaxkv.engine.step_shapes import StepShapes
 from jaxkv.errors import CachePoisoned
+from jaxkv.sampling.features import union
 
 _LOG = logging.getLogger(__name__)
 
@@ -71,10 +71,10 @@ class Launcher:
         if parts:
             self._dispatch(parts, plan.steps)
 
-    def shape(self, parts: Many[Part]) -> StepShape:
+    def shape(self, parts: Sequence[Part]) -> StepSpec:
         """Returns the shape of the program that runs one step of these parts."""
         total = max(part.sequence.reserved for part in parts)
-        features = unite([part.sequence.features for part in parts])
+        features = union([part.sequence.features for part in parts])
         new_tokens = sum(part.count for part in parts)
         needed = self._shapes.choose(
             len(parts),
@@ -86,9 +86,9 @@ class Launcher:
         )
         fitting = self._executor.fit(needed)
         # A larger program that is compiled already is no help where that one was too large.
-        if self.retreat.avoids(fitting.shape) and not self._executor.programs.strict:
-            return needed.shape
-        return fitting.shape
+        if self.retreat.avoids(fitting) and not self._executor.programs.strict:
+            return needed
+        return fitting
 
     def _dispatch(self, planned: list[Part], steps: int) -> None:
         """Sends a step of these to the device, or several, or one of some of them if all would be too many."""
@@ -111,12 +111,10 @@ class Launcher:
             if len(self.flights) > 1 and self.flights[-2].shape == shape:
                 self.bursts.note(shape, idle=self.flights[-2].is_done)
 
-    def _try_burst(self, parts: Many[Part], shape: StepShape) -> bool:
+    def _try_burst(self, parts: Sequence[Part], shape: StepSpec) -> bool:
         """Sends several steps as one; returns False if they must go one by one, for whose fault it is shows there."""
         try:
             self._try(parts, shape)
-        except CachePoisoned:
-            raise
         except STEP_FAILURES as error:
             if is_fatal(error):
                 raise
@@ -124,7 +122,7 @@ class Launcher:
             return False
         return True
 
-    def _try(self, parts: Many[Part], shape: StepShape) -> None:
+    def _try(self, parts: Sequence[Part], shape: StepSpec) -> None:
         """Sends a step, or notes that its shape was too much for the memory."""
         try:
             flight = self._send(parts, shape)
@@ -140,7 +138,7 @@ class Launcher:
         self.flights.append(flight)
         self.steps += shape.steps
 
-    def _send(self, parts: Many[Part], shape: StepShape) -> Flight:
+    def _send(self, parts: Sequence[Part], shape: StepSpec) -> Flight:
         keeps = self._checkpointing
         snapshots = () if keeps is None else keeps.take(parts, shape)
         try:

@@ -8,10 +8,9 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from jaxkv.cache.accounts import Accounts
-from jaxkv.cache.holdings import Held
+from jaxkv.cache.page_allocator import PageAllocator, SequenceView
 from jaxkv.cache.spec import CacheLayout
-from jaxkv.engine.rows import STOP_WIDTH, Wish
+from jaxkv.sampling.fields import FIELDS, Choice
 
 _FEWEST_PAGES = 16
 
@@ -22,7 +21,6 @@ class Lines:
     Args:
         layout: the cache's groups.
         counts: pages or states of each group.
-        vocab_size: token ids lie below it.
 
     Attributes:
         tables: paged group's name -> pages, int32 [entries, width], 0 past a row's end; wide enough for all so far.
@@ -32,11 +30,10 @@ class Lines:
         choices: field -> how the row chooses its tokens, [entries] or [entries, width].
     """
 
-    def __init__(self, layout: CacheLayout, counts: Mapping[str, int], vocab_size: int) -> None:
+    def __init__(self, layout: CacheLayout, counts: Mapping[str, int]) -> None:
         entries = counts["sampling"]
         names = [group.name for group in layout.paged_groups]
-        self._vocab_size = vocab_size
-        self._owners: list[Held | None] = [None] * entries
+        self._owners: list[SequenceView | None] = [None] * entries
         self._changes = [0] * entries
         self._wishes: list[object] = [None] * entries
         self.tables: dict[str, np.ndarray] = {
@@ -46,37 +43,35 @@ class Lines:
         self.first = {name: np.zeros(entries, np.int32) for name in names}
         self.covered = {name: np.zeros(entries, np.int32) for name in names}
         self._page_sizes = {group.name: group.page_size for group in layout.paged_groups}
-        self.choices: dict[str, np.ndarray] = {
-            name: np.zeros(entries, np.float32) for name in _FLOATS
+        self.choices = {
+            field.name: np.full(field.shape(entries), field.off, field.dtype) for field in FIELDS
         }
-        self.choices |= {name: np.zeros(entries, np.int32) for name in (*_INTS, *_SEEDS)}
-        self.choices["stop_ids"] = np.full((entries, STOP_WIDTH), vocab_size, np.int32)
 
     def find(
-        self, sequences: Sequence[int], wishes: Sequence[Wish], accounts: Accounts
+        self, sequences: Sequence[int], wishes: Sequence[Choice], allocator: PageAllocator
     ) -> np.ndarray:
         """Returns the lines of some sequences, int64, all of them up to date.
 
         Args:
-            sequences: their numbers in the accounts.
+            sequences: their numbers in the allocator.
             wishes: what each was asked for; the same object at each of its steps, or the line is written anew.
-            accounts: hold their pages.
+            allocator: holds their pages.
 
         Raises:
             ValueError: one is not open or has reserved nothing, or has more stop ids than fit.
         """
         owners, changes, seen = self._owners, self._changes, self._wishes
-        everything = accounts.held(sequences)
+        everything = allocator.held_by(sequences)
         entries = [held.states["sampling"].write for held in everything]
         for entry, held, wish in zip(entries, everything, wishes, strict=True):
             known = owners[entry] is held and seen[entry] is wish.params
             if not known or changes[entry] != held.changes:
                 self._write(entry, held, wish)
         if 0 in entries:
-            accounts.states(sequences[entries.index(0)], "sampling")  # Says that it has none.
+            allocator.states(sequences[entries.index(0)], "sampling")  # Says that it has none.
         return np.asarray(entries, np.int64)
 
-    def _write(self, entry: int, held: Held, wish: Wish) -> None:
+    def _write(self, entry: int, held: SequenceView, wish: Choice) -> None:
         known = self._owners[entry] is held and self._wishes[entry] is wish.params
         self._owners[entry] = None  # Until all is written, whatever happens.
         for name, count in self.pages.items():
@@ -92,17 +87,10 @@ class Lines:
         self._changes[entry] = held.changes
         self._owners[entry] = held
 
-    def _choose(self, entry: int, wish: Wish) -> None:
-        if len(wish.stop_ids) > STOP_WIDTH:
-            raise ValueError(f"at most {STOP_WIDTH} stop ids fit, got {len(wish.stop_ids)}")
-        for name, attribute in (_FLOATS | _INTS).items():
-            self.choices[name][entry] = getattr(wish.params, attribute)
-        low, high = np.asarray([wish.seed & 0xFFFFFFFFFFFFFFFF], "<u8").view("<i4")
-        self.choices["seed_low"][entry], self.choices["seed_high"][entry] = low, high
-        stops = self.choices["stop_ids"][entry]
-        stops[:] = self._vocab_size
-        stops[: len(wish.stop_ids)] = wish.stop_ids
-        self._wishes[entry] = wish.params
+    def _choose(self, entry: int, choice: Choice) -> None:
+        for field in FIELDS:
+            field.write(self.choices[field.name], entry, choice)
+        self._wishes[entry] = choice.params
 
     def _table(self, name: str, width: int) -> np.ndarray:
         """Returns a group's table, at least so wide."""
@@ -112,16 +100,3 @@ class Lines:
             wider[:, : table.shape[1]] = table
             table = self.tables[name] = wider
         return table
-
-
-_FLOATS = {
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "min_p": "min_p",
-    "repetition": "repetition_penalty",
-    "presence": "presence_penalty",
-    "frequency": "frequency_penalty",
-}
-_INTS = {"top_k": "top_k", "min_tokens": "min_tokens"}
-_SEEDS = ("seed_low", "seed_high")
-"""Field -> the parameter it says."""

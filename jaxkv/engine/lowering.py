@@ -62,8 +62,8 @@ def trace(name: str, lowering: Lowering) -> jax.stages.Traced:
     named.__name__ = name
     specs = argument_types(lowering)
     donated = () if lowering.cache_argument is None else (lowering.cache_argument,)
-    # Arguments that are not read stay arguments, so that the audit can count on their positions.
-    traced = jax.jit(named, donate_argnums=donated, keep_unused=True).trace(*specs)
+    # Not `keep_unused=True`: JAX 0.11's cache of pruned traces then holds each trace for the life of the process.
+    traced = jax.jit(named, donate_argnums=donated).trace(*specs)
     if lowering.cache_argument is not None:
         _check_cache_returns(name, specs[lowering.cache_argument], traced.out_info)
     constants = sum(getattr(constant, "nbytes", 0) for constant in traced.jaxpr.consts)

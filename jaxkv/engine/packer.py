@@ -10,13 +10,15 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxkv.batch import PagedTables, SamplingBatch, StateTables, StepBatch
-from jaxkv.cache.accounts import Accounts
+from jaxkv.batch import PagedTables, StateTables, StepBatch
+from jaxkv.cache.page_allocator import PageAllocator
 from jaxkv.cache.spec import CacheLayout, Group
-from jaxkv.engine.fields import Arrangement, StepShape, float_fields, int_fields
+from jaxkv.engine.fields import Arrangement, float_fields, int_fields
 from jaxkv.engine.lines import Lines
+from jaxkv.engine.program_spec import StepSpec
 from jaxkv.engine.rows import Columns, Row, columns_of
-from jaxkv.step.loop import Limits
+from jaxkv.sampling.batch import SamplingBatch
+from jaxkv.sampling.fields import fields_for
 
 
 class Packer:
@@ -34,11 +36,11 @@ class Packer:
         self.vocab_size = vocab_size
         self._paged, self._recurrent = layout.paged_groups, layout.state_groups
         self._recalls = layout.keeps_outputs
-        self._lines = Lines(layout, counts, vocab_size)
-        self._arrangements: dict[StepShape, tuple[Arrangement, Arrangement]] = {}
+        self._lines = Lines(layout, counts)
+        self._arrangements: dict[StepSpec, tuple[Arrangement, Arrangement]] = {}
 
     def pack(
-        self, shape: StepShape, rows: Columns | Sequence[Row], accounts: Accounts
+        self, shape: StepSpec, rows: Columns | Sequence[Row], allocator: PageAllocator
     ) -> tuple[np.ndarray, np.ndarray]:
         """Returns the int32 and the float32 array of a step.
 
@@ -49,7 +51,7 @@ class Packer:
         self._check(shape, told)
         places, float_places = self.arrangements(shape)
         ints, floats = places.blank.copy(), float_places.blank.copy()
-        lines = self._lines.find(told.sequences, told.wishes, accounts)
+        lines = self._lines.find(told.sequences, told.wishes, allocator)
         count, num_tokens = len(lines), len(told.tokens)
         tokens, starts = _ints(told.tokens), _ints(told.starts)
         self._check_values(tokens, starts)
@@ -64,8 +66,6 @@ class Packer:
                 starts + lens,
             )
         fields = places.split(ints)
-        fields["num_tokens"][...] = num_tokens
-        fields["num_rows"][...] = count
         fields["tokens"][:num_tokens] = tokens
         fields["positions"][:num_tokens] = positions
         fields["cu_q_lens"][:] = num_tokens
@@ -79,25 +79,25 @@ class Packer:
             last_lens = seq_lens + _ints(told.left) - 1
         for group in self._paged:
             self._fill_pages(group, fields, told, lines, owner, positions, last_lens)
-        self._fill_states(fields, told, accounts, bounds)
+        self._fill_states(fields, told, allocator, bounds)
         self._fill_choices(fields | float_places.split(floats), told, lines)
         return ints, floats
 
-    def arrangements(self, shape: StepShape) -> tuple[Arrangement, Arrangement]:
+    def arrangements(self, shape: StepSpec) -> tuple[Arrangement, Arrangement]:
         """Returns where the int32 and the float32 fields of a shape lie."""
         known = self._arrangements.get(shape)
         if known is None:
-            ints = int_fields(self.layout, self.counts, self.vocab_size, shape)
+            ints = int_fields(self.layout, self.counts, shape)
             known = (Arrangement(ints, np.int32), Arrangement(float_fields(shape), np.float32))
             self._arrangements[shape] = known
         return known
 
-    def blank(self, shape: StepShape) -> tuple[np.ndarray, np.ndarray]:
+    def blank(self, shape: StepSpec) -> tuple[np.ndarray, np.ndarray]:
         """Returns the arrays of a step without rows: what a program is compiled for."""
         ints, floats = self.arrangements(shape)
         return ints.blank.copy(), floats.blank.copy()
 
-    def _check(self, shape: StepShape, told: Columns) -> None:
+    def _check(self, shape: StepSpec, told: Columns) -> None:
         """Refuses what the program has no room for."""
         lens, num_tokens = told.lens, len(told.tokens)
         if len(lens) > shape.rows or num_tokens > shape.tokens:
@@ -181,7 +181,7 @@ class Packer:
         self,
         fields: Mapping[str, np.ndarray],
         told: Columns,
-        accounts: Accounts,
+        allocator: PageAllocator,
         bounds: np.ndarray,
     ) -> None:
         kept = told.snapshots
@@ -189,7 +189,7 @@ class Packer:
             ends = [bounds[row] + length - told.starts[row] for row, length, _ in kept]
             fields["snapshot_ends"][: len(kept)] = ends
         for group in self._recurrent:
-            pairs = [accounts.states(number, group.name) for number in told.sequences]
+            pairs = [allocator.states(number, group.name) for number in told.sequences]
             reads, writes = np.asarray(pairs, np.int32).T
             aside = np.asarray([states[group.name] for _, _, states in kept], np.int32)
             _refuse_crossed(group.name, reads, writes, aside)
@@ -207,22 +207,20 @@ class Packer:
             if name in fields:
                 fields[name][:count] = values[lines]
         if "block_stop" in fields:
-            least = self._lines.choices["min_tokens"][lines]
-            fields["block_stop"][:count] = _ints(told.generated) < least
-        if "max_tokens" in fields:
-            fields["max_tokens"][:count] = told.max_tokens
+            least = [choice.params.min_tokens for choice in told.wishes]
+            fields["block_stop"][:count] = np.less(told.generated, least)
 
-    def left(self, shape: StepShape, ints: Int[Array, " packed"]) -> Int[Array, " rows"]:
+    def left(self, shape: StepSpec, ints: Int[Array, " packed"]) -> Int[Array, " rows"]:
         """Names the field that says in how many of its steps each row takes part, inside the trace of several."""
         return self.arrangements(shape)[0].split(ints)["left"]
 
     def unpack(
         self,
-        shape: StepShape,
+        shape: StepSpec,
         ints: Int[Array, " packed"],
         floats: Float[Array, " packed_floats"] | None = None,
-    ) -> tuple[StepBatch, Limits | None]:
-        """Names the fields again, inside the trace; a `loop` program also gets its limits.
+    ) -> StepBatch:
+        """Names the fields again, inside the trace.
 
         A greedy program has no floats, and may be given none.
         """
@@ -246,20 +244,22 @@ class Packer:
             )
             for group in self.layout.state_groups
         )
-        sampling_fields = set(_SAMPLING_FIELDS) - ({"stop_ids"} if shape.loop else set())
-        batch = StepBatch(
+        chosen = [field.name for field in fields_for(shape.features)]
+        if shape.features.min_tokens:
+            chosen.append("block_stop")
+        return StepBatch(
             **{name: fields[name] for name in _BATCH_FIELDS},
             paged=paged,
             states=states,
             sampling=SamplingBatch(
-                **{name: fields[name] for name in sampling_fields if name in fields},
+                slots=fields["slots"],
+                carry=fields["carry"],
+                values={name: fields[name] for name in chosen},
                 features=shape.features,
             ),
             decode=shape.decode,
             fresh=shape.fresh,
         )
-        limits = Limits(**{name: fields[name] for name in _LIMIT_FIELDS}) if shape.loop else None
-        return batch, limits
 
 
 def _refuse_crossed(name: str, reads: np.ndarray, writes: np.ndarray, kept: np.ndarray) -> None:
@@ -278,20 +278,4 @@ def _ints(values: Sequence[int]) -> np.ndarray:
     return np.asarray(values, np.int64)
 
 
-_BATCH_FIELDS = ("tokens", "positions", "cu_q_lens", "seq_lens", "num_tokens", "num_rows")
-_LIMIT_FIELDS = ("max_tokens", "min_tokens", "stop_ids")
-_SAMPLING_FIELDS = (
-    "slots",
-    "carry",
-    "seed_low",
-    "seed_high",
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "repetition",
-    "presence",
-    "frequency",
-    "stop_ids",
-    "block_stop",
-)
+_BATCH_FIELDS = ("tokens", "positions", "cu_q_lens", "seq_lens")

@@ -2,18 +2,17 @@
 
 import logging
 
-from jaxkv.cache.accounts import PageCopy
+from jaxkv.cache.page_allocator import PageCopy
 from jaxkv.engine.executor import Executor
 from jaxkv.engine.recovery import STEP_FAILURES
+from jaxkv.engine.request_state import RequestState
 from jaxkv.engine.rows import Row
-from jaxkv.engine.sequence import Sequence
 from jaxkv.engine.side_programs import copy_batches
 from jaxkv.engine.step_plan import StepPlan
-from jaxkv.errors import CachePoisoned
 
 _LOG = logging.getLogger(__name__)
 
-Failures = list[tuple[Sequence, Exception]]
+Failures = list[tuple[RequestState, Exception]]
 
 
 def prepare(executor: Executor, plan: StepPlan) -> Failures:
@@ -27,19 +26,16 @@ def prepare(executor: Executor, plan: StepPlan) -> Failures:
     """
     failures: Failures = []
     for sequence, entry in plan.fresh:
-        params = sequence.request.params
-        if params.uses_penalties or params.logit_bias or executor.is_biased(entry):
+        if sequence.features.penalties or executor.is_biased(entry):
             failures += _admit(executor, sequence)
     return failures + _copy(executor, plan) if plan.copies else failures
 
 
-def _admit(executor: Executor, sequence: Sequence) -> Failures:
+def _admit(executor: Executor, sequence: RequestState) -> Failures:
     request = sequence.request
     row = Row(sequence.number, request.prompt, 0, request.params)
     try:
         executor.admit([row], [sequence.token_ids] if sequence.generated else ())
-    except CachePoisoned:
-        raise
     except STEP_FAILURES as error:
         return [(sequence, error)]
     return []
@@ -47,14 +43,12 @@ def _admit(executor: Executor, sequence: Sequence) -> Failures:
 
 def _copy(executor: Executor, plan: StepPlan) -> Failures:
     """Makes the copies of all in few runs; where one fails, each owner's by themselves, to find whose it is."""
-    failures: dict[Sequence, Exception] = {}
+    failures: dict[RequestState, Exception] = {}
     rest = list(plan.copies)
     for batch in copy_batches([copy for _, copy in rest]):
         owned, rest = rest[: len(batch)], rest[len(batch) :]
         try:
             executor.copy(batch)
-        except CachePoisoned:
-            raise
         except STEP_FAILURES as error:
             _LOG.warning(
                 "copies of %d pages and states failed, each runs alone: %r", len(batch), error
@@ -64,16 +58,14 @@ def _copy(executor: Executor, plan: StepPlan) -> Failures:
 
 
 def _copy_alone(
-    executor: Executor, owned: list[tuple[Sequence, PageCopy]]
-) -> dict[Sequence, Exception]:
-    failures: dict[Sequence, Exception] = {}
+    executor: Executor, owned: list[tuple[RequestState, PageCopy]]
+) -> dict[RequestState, Exception]:
+    failures: dict[RequestState, Exception] = {}
     for sequence, copy in owned:
         if sequence in failures:
             continue
         try:
             executor.copy([copy])
-        except CachePoisoned:
-            raise
         except STEP_FAILURES as error:
             failures[sequence] = error
     return failures

@@ -9,6 +9,8 @@ import hashlib
 import json
 import logging
 import os
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
@@ -18,12 +20,13 @@ import jax
 from jax.experimental import serialize_executable
 from jaxlib._jax import Device
 
+from jaxkv.drafts import draft_of, files_of_drafts, remove_abandoned
 from jaxkv.engine.audit import AuditReport
-from jaxkv.engine.compile_cache import why_not_folder
+from jaxkv.engine.compile_cache import own_entries, why_not_folder
 from jaxkv.engine.pool_flow import PoolCopy
 
 MOST_BYTES = 8 * 2**30
-"""Beyond this the programs that were not used for longest are deleted."""
+"""Most bytes of all programs, JAX's entries and drafts, when the store is opened."""
 
 _LOG = logging.getLogger(__name__)
 _ENDING = ".program"
@@ -100,15 +103,12 @@ class Place:
             return
         head = json.dumps(asdict(stored.report)).encode()
         body = len(head).to_bytes(_SIZE_BYTES, "little") + head + payload
-        draft = self.path.with_suffix(f".{os.getpid()}")
         try:
             self.path.parent.mkdir(mode=0o700, exist_ok=True)
-            draft.write_bytes(hashlib.sha256(body).digest() + body)
-            # Whoever reads meanwhile finds all of it or nothing.
-            draft.replace(self.path)
+            with draft_of(self.path) as draft:
+                draft.write_bytes(hashlib.sha256(body).digest() + body)
         except OSError as error:
             _LOG.warning("the compiled program %s cannot be kept: %s", self.path, error)
-            draft.unlink(missing_ok=True)
 
     def _give_up(self, reason: str) -> None:
         _LOG.warning("the stored program %s is compiled anew: %s", self.path, reason)
@@ -131,17 +131,34 @@ class ProgramStore:
         return Place(self._folder / (name + _ENDING), device)
 
     def trim(self, most_bytes: int = MOST_BYTES) -> None:
-        """Deletes what was not used for longest, beyond so many bytes."""
+        """Deletes drafts of processes that have ended, and beyond so many bytes what was not used for longest.
+
+        JAX's entries beside the folder count too, unless the user has configured or bounded JAX's cache.
+        """
         try:
-            found = [(path, path.stat()) for path in self._folder.glob(f"*{_ENDING}")]
-            total = sum(stat.st_size for _, stat in found)
-            for path, stat in sorted(found, key=lambda pair: pair[1].st_mtime):
+            remove_abandoned(self._folder)
+            drafts = sum(size for size, _, _ in _sizes(files_of_drafts(self._folder)))
+            kept = [*self._folder.glob(f"*{_ENDING}"), *own_entries(self._folder.parent)]
+            found = _sizes(kept)
+            total = drafts + sum(size for size, _, _ in found)
+            for size, _, path in sorted(found, key=lambda entry: entry[1]):
                 if total <= most_bytes:
                     return
                 path.unlink(missing_ok=True)
-                total -= stat.st_size
+                total -= size
         except OSError as error:
             _LOG.warning("old programs in %s cannot be deleted: %s", self._folder, error)
+
+
+def _sizes(paths: Iterable[Path]) -> list[tuple[int, float, Path]]:
+    """Returns the bytes and the time of the last use of each file that is still there."""
+    found = []
+    for path in paths:
+        with suppress(FileNotFoundError):
+            stat = path.stat()
+            # JAX does not touch an entry that it reads, but most file systems note that it was read.
+            found.append((stat.st_size, max(stat.st_atime, stat.st_mtime), path))
+    return found
 
 
 def store_folder() -> Path | None:

@@ -7,82 +7,33 @@ compiled by calling one, and compiling runs nothing, so warming up leaves every 
 import gc
 import logging
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import astuple, dataclass, fields
 from typing import Any
 
 import jax
 import numpy as np
 from tqdm import tqdm
 
-from jaxkv.batch import Features
 from jaxkv.engine.compilation import Built, begin, compile_count
 from jaxkv.engine.compile_cache import repaired_entries
 from jaxkv.engine.lowering import Lowering
+from jaxkv.engine.program_spec import ProgramSpec
 from jaxkv.errors import ProgramRefused
 
-__all__ = ["Lowering", "Program", "ProgramKey", "Programs", "compile_count", "compile_program"]
+__all__ = ["Lowering", "Program", "Programs", "compile_count", "compile_program"]
 
 _LOG = logging.getLogger(__name__)
-_PLAIN = Features()
 _MOST_WORKERS = 16
-
-
-@dataclass(frozen=True)
-class ProgramKey:
-    """Everything a program was compiled for; programs sort by it.
-
-    Attributes:
-        kind: what it does: "decode", "prefill", "generate", "score", "admit", "copy_pages", ...
-        tokens, rows: most new tokens and most sequences of a step.
-        table_width: most pages of a sequence.
-        features: how it can choose tokens.
-        extra: further sizes by name.
-    """
-
-    kind: str
-    tokens: int
-    rows: int
-    table_width: int
-    features: Features = _PLAIN
-    extra: tuple[tuple[str, int], ...] = ()
-
-    def __lt__(self, other: "ProgramKey") -> bool:
-        return self._rank < other._rank
-
-    def __str__(self) -> str:
-        parts = [
-            f"{name}={value}"
-            for name, value in self.values().items()
-            if name != "kind" and value is not None and value is not False
-        ]
-        return f"{self.kind}({', '.join(parts)})"
-
-    @property
-    def name(self) -> str:
-        """The name that XLA, profiles and the compilation cache know the program by."""
-        kind = f"fresh_{self.kind}" if ("fresh", 1) in self.extra else self.kind
-        return f"{kind}_{self.tokens}x{self.rows}x{self.table_width}"
-
-    def values(self) -> dict[str, str | int | bool | None]:
-        """Returns every part of the key by name, in order."""
-        features = {part.name: getattr(self.features, part.name) for part in fields(self.features)}
-        sizes = {"tokens": self.tokens, "rows": self.rows, "table_width": self.table_width}
-        return {"kind": self.kind} | sizes | features | dict(self.extra)
-
-    @property
-    def _rank(self) -> tuple:
-        features = tuple((value is not None, value or 0) for value in astuple(self.features))
-        return (self.kind, self.tokens, self.rows, self.table_width, features, self.extra)
 
 
 class Program:
     """One compiled program. Calling it donates its cache argument.
 
     Attributes:
-        key: what it was compiled for.
+        spec: what it was compiled for.
         seconds: time to trace, lower and compile it, or to load it from disk.
         host_seconds: of those, in the thread that traced and lowered it.
         loaded: an earlier process compiled it.
@@ -90,8 +41,8 @@ class Program:
         compiled: what JAX made of it.
     """
 
-    def __init__(self, key: ProgramKey, built: Built) -> None:
-        self.key = key
+    def __init__(self, spec: ProgramSpec, built: Built) -> None:
+        self.spec = spec
         self.report = built.report
         self.seconds = built.seconds
         self.host_seconds = built.host_seconds
@@ -118,12 +69,12 @@ class Program:
         if given != dtype:
             told = given or type(argument).__name__
             raise ValueError(
-                f"argument {position} of {self.key} must be {dtype}, got {told}; convert it"
+                f"argument {position} of {self.spec} must be {dtype}, got {told}; convert it"
             )
 
 
 class Programs:
-    """The manifest: every program compiled so far, by key.
+    """The manifest: every program compiled so far, by spec.
 
     Args:
         strict: once sealed, refuse to compile.
@@ -135,75 +86,106 @@ class Programs:
         self.audit = audit
         self.compiled_late = 0
         """Programs compiled since `seal`."""
+        self.compile_seconds = 0.0
+        """Wall time spent on compiling programs, or on loading them from disk."""
         self._sealed = False
-        self._programs: dict[ProgramKey, Program] = {}
+        self._programs: dict[ProgramSpec, Program] = {}
+        self._watchers: list[Callable[[str], None]] = []
 
     @property
     def is_closed(self) -> bool:
         """Whether a missing program is refused from now on."""
         return self.strict and self._sealed
 
-    def get(self, key: ProgramKey, build: Callable[[], Lowering]) -> Program:
-        """Returns the program of a key; compiles it the first time, from what `build` returns.
+    def get(self, spec: ProgramSpec, build: Callable[[], Lowering]) -> Program:
+        """Returns the program of a spec; compiles it the first time, from what `build` returns.
 
         Raises:
             ProgramRefused: it failed its audit, or is missing after `seal` in strict mode. The manifest is unchanged.
             ValueError: its arguments are not typed arrays.
         """
-        program = self._programs.get(key)
+        program = self._programs.get(spec)
         if program is None:
             if self._sealed:
-                self._meet_late(key)
-            program = self._programs[key] = compile_program(key, build(), audited=self.audit)
+                self._meet_late(spec)
+            with self._compiling(spec.name):
+                program = self._programs[spec] = compile_program(spec, build(), audited=self.audit)
         return program
 
     def get_all(
-        self, builds: Mapping[ProgramKey, Callable[[], Lowering]], *, progress: bool = False
+        self, builds: Mapping[ProgramSpec, Callable[[], Lowering]], *, progress: bool = False
     ) -> list[Program]:
         """Returns many programs; XLA compiles the missing ones side by side, while others are traced here.
 
         Args:
-            builds: what `get` takes, by key.
+            builds: what `get` takes, by spec.
             progress: show a bar on stderr.
 
         Raises:
             ProgramRefused, ValueError: as `get`. The good ones are kept, unless it was in tracing that one failed.
         """
-        missing = {key: build for key, build in builds.items() if key not in self._programs}
+        missing = {spec: build for spec, build in builds.items() if spec not in self._programs}
         if self._sealed:
-            for key in missing:
-                self._meet_late(key)
+            for spec in missing:
+                self._meet_late(spec)
         # `repaired_entries` is open once around all threads, since it changes what they share.
         with (
+            self._compiling(f"{len(missing)} programs"),
             _uncollected(),
             repaired_entries(),
             ThreadPoolExecutor(min(_MOST_WORKERS, os.cpu_count() or 1)) as pool,
             tqdm(total=len(missing), desc="compiling", unit="program", disable=not progress) as bar,
         ):
-            started: dict[ProgramKey, Future[Built]] = {}
+            started: dict[ProgramSpec, Future[Built]] = {}
             try:
-                for key, build in missing.items():
-                    started[key] = pool.submit(begin(key.name, build()))
-                    started[key].add_done_callback(lambda _: bar.update())
+                for spec, build in missing.items():
+                    started[spec] = pool.submit(begin(spec.name, build()))
+                    started[spec].add_done_callback(lambda _: bar.update())
                 self._collect(started)
             except BaseException:
                 pool.shutdown(cancel_futures=True)
                 raise
-        return [self._programs[key] for key in builds]
+        return [self._programs[spec] for spec in builds]
 
-    def _collect(self, started: Mapping[ProgramKey, Future[Built]]) -> None:
+    def _collect(self, started: Mapping[ProgramSpec, Future[Built]]) -> None:
         """Keeps every good program, and then raises what the first bad one failed with."""
         failure: BaseException | None = None
-        for key, future in started.items():
+        for spec, future in started.items():
             if future.exception() is not None:
                 failure = failure or future.exception()
                 continue
             try:
-                self._programs[key] = _program(key, future.result(), audited=self.audit)
+                self._programs[spec] = _program(spec, future.result(), audited=self.audit)
             except ProgramRefused as error:
                 failure = failure or error
         if failure is not None:
             raise failure
+
+    @contextmanager
+    def watched(self, tell: Callable[[str], None]) -> Iterator[None]:
+        """Calls `tell` meanwhile with a program's name before it is compiled, and with "" afterwards.
+
+        Args:
+            tell: is called in the thread that compiles.
+        """
+        self._watchers.append(tell)
+        try:
+            yield
+        finally:
+            self._watchers.remove(tell)
+
+    @contextmanager
+    def _compiling(self, name: str) -> Iterator[None]:
+        """Tells the watchers, and adds the wall time."""
+        for tell in self._watchers:
+            tell(name)
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.compile_seconds += time.perf_counter() - start
+            for tell in self._watchers:
+                tell("")
 
     def seal(self) -> None:
         """Ends the warm-up: from now on a missing program is an error if strict, and else logged and counted."""
@@ -213,33 +195,26 @@ class Programs:
         """Opens the manifest for another warm-up; end it with `seal`."""
         self._sealed = False
 
+    def clear(self) -> None:
+        """Forgets every program, as if none had been compiled."""
+        self._programs.clear()
+
     def manifest(self) -> tuple[Program, ...]:
-        """Returns every program, sorted by key."""
-        return tuple(self._programs[key] for key in sorted(self._programs))
+        """Returns every program, sorted by spec."""
+        return tuple(self._programs[spec] for spec in sorted(self._programs))
 
-    def table(self) -> str:
-        """Returns the manifest as text: what each program took to compile, and the memory it needs."""
-        rows = [["program", "seconds", "temporary MiB", "in place MiB"]]
-        for program in self.manifest():
-            report = program.report
-            numbers = (program.seconds, report.temp_bytes / 2**20, report.alias_bytes / 2**20)
-            rows.append([str(program.key), *(f"{number:.2f}" for number in numbers)])
-        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-        lines = [[row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])] for row in rows]
-        return "\n".join("  ".join(line) for line in lines)
-
-    def _meet_late(self, key: ProgramKey) -> None:
-        difference = _difference(key, list(self._programs))
+    def _meet_late(self, spec: ProgramSpec) -> None:
+        difference = _difference(spec, list(self._programs))
         if self.strict:
             raise ProgramRefused(
-                f"{key} was not compiled before serving began; {difference}; declare it for the warm-up, or "
+                f"{spec} was not compiled before serving began; {difference}; declare it for the warm-up, or "
                 f"turn strict mode off"
             )
         self.compiled_late += 1
-        _LOG.warning("compiling %s while serving; %s", key, difference)
+        _LOG.warning("compiling %s while serving; %s", spec, difference)
 
 
-def compile_program(key: ProgramKey, lowering: Lowering, *, audited: bool = True) -> Program:
+def compile_program(spec: ProgramSpec, lowering: Lowering, *, audited: bool = True) -> Program:
     """Traces, lowers, compiles and audits one program, or finds it on disk.
 
     Raises:
@@ -247,7 +222,7 @@ def compile_program(key: ProgramKey, lowering: Lowering, *, audited: bool = True
         ValueError: its arguments are not typed arrays.
     """
     with repaired_entries():
-        return _program(key, begin(key.name, lowering)(), audited=audited)
+        return _program(spec, begin(spec.name, lowering)(), audited=audited)
 
 
 @contextmanager
@@ -262,24 +237,28 @@ def _uncollected() -> Iterator[None]:
             gc.enable()
 
 
-def _program(key: ProgramKey, built: Built, *, audited: bool) -> Program:
+def _program(spec: ProgramSpec, built: Built, *, audited: bool) -> Program:
     if audited:
-        built.report.raise_if_bad(str(key))
-    return Program(key, built)
+        built.report.raise_if_bad(str(spec))
+    return Program(spec, built)
 
 
-def _difference(key: ProgramKey, known: list[ProgramKey]) -> str:
-    """Says how a key differs from the one that is most like it."""
+def _difference(spec: ProgramSpec, known: list[ProgramSpec]) -> str:
+    """Says how a spec differs from the one that is most like it."""
     if not known:
         return "no program is known"
-    wanted = key.values()
-    differences = [_unlike(wanted, other.values()) for other in known]
+    wanted, others = _parts(spec), [_parts(other) for other in known]
+    differences = [_unlike(wanted, other) for other in others]
     nearest = min(range(len(known)), key=lambda at: len(differences[at]))
     told = ", ".join(
-        f"{name} is {known[nearest].values().get(name)}, not {wanted.get(name)}"
+        f"{name} is {others[nearest].get(name)}, not {wanted.get(name)}"
         for name in differences[nearest]
     )
     return f"in the nearest one, {known[nearest]}, {told}"
+
+
+def _parts(spec: ProgramSpec) -> dict[str, object]:
+    return {"kind": spec.kind, **spec.sizes()}
 
 
 def _unlike(one: Mapping[str, object], other: Mapping[str, object]) -> list[str]:

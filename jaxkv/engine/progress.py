@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 
 from tqdm import tqdm
 
-from jaxkv.engine.sequence import FINISHED
-from jaxkv.engine.sequence import Sequence as Sample
+from jaxkv.engine.request_state import FINISHED, RequestState
 
 _SECONDS = 0.2
 """Between two looks."""
@@ -28,7 +27,7 @@ class Progress:
     """
 
     def __init__(
-        self, samples: Sequence[Sample], clock: Callable[[], float] = time.monotonic
+        self, samples: Sequence[RequestState], clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._samples = samples
         self._clock = clock
@@ -44,6 +43,10 @@ class Progress:
             return
         self._show(now, self._looks[0])
         self._due = self._clock() + max(_SECONDS, (self._clock() - now) / _SHARE)
+
+    def compiling(self, program: str) -> None:
+        """Shows the name of the program that is being compiled; "" shows that tokens are generated again."""
+        self._bar.set_description(f"compiling {program}" if program else "generating")
 
     def close(self) -> None:
         """Leaves the bar with the rates of the whole time."""
@@ -63,7 +66,7 @@ class Progress:
         self._bar.set_postfix_str(f"prefill {rates[0]:,.0f} tok/s, decode {rates[1]:,.0f} tok/s")
 
 
-def count_tokens(samples: Sequence[Sample]) -> tuple[int, int, int]:
+def count_tokens(samples: Sequence[RequestState]) -> tuple[int, int, int]:
     """Returns how many samples have ended, the prompt tokens computed for them, and the tokens generated."""
     done = prefill = decode = 0
     for sample in samples:

@@ -3,7 +3,6 @@
 from collections import deque
 from collections.abc import Callable
 
-_OUT_OF_MEMORY = ("RESOURCE_EXHAUSTED", "OUT_OF_MEMORY", "Out of memory", "out of memory")
 _FATAL = (
     "ILLEGAL_ADDRESS",
     "illegal memory access",
@@ -14,22 +13,16 @@ _FATAL = (
 )
 
 STEP_FAILURES = (RuntimeError, ValueError, TypeError, LookupError, ArithmeticError, MemoryError)
-"""What may go wrong with one step, or one request in it, without the process being broken."""
+"""Errors of one step, or of one request in it, after which the cache and the process can be used further.
+
+`CachePoisoned` is none of them: it passes to the engine, which rebuilds the cache.
+"""
 
 
 def is_fatal(error: BaseException) -> bool:
     """Whether the device's context is broken, so that nothing computed in this process can be trusted any more."""
-    return _tells(error, _FATAL)
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory ran out, which may be another's doing and pass, and which a smaller step may not meet."""
-    return isinstance(error, MemoryError) or _tells(error, _OUT_OF_MEMORY)
-
-
-def _tells(error: BaseException, signs: tuple[str, ...]) -> bool:
     told = f"{error} {error.__cause__ or ''}"
-    return any(sign in told for sign in signs)
+    return any(sign in told for sign in _FATAL)
 
 
 def refuse_broken(cause: BaseException | None) -> None:

@@ -1,7 +1,8 @@
 """A request as the user made it, and what comes back. Knows no arrays and no cache."""
 
 import secrets
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from jaxkv.config import SamplingParams, as_int
 
@@ -12,6 +13,7 @@ class Request:
 
     Attributes:
         prompt: token ids.
+        text: the text that the prompt was given as; `None` if it was given as ids.
         params: how its tokens are chosen; `max_tokens` already fits the context.
         seed: the 64-bit seed of this sample.
         stop_ids: ids that end it, the model's own included unless it ignores them.
@@ -28,28 +30,41 @@ class Request:
     stop_ids: tuple[int, ...]
     priority: int = 0
     salt: str | bytes | None = None
+    text: str | None = None
 
     def __post_init__(self) -> None:
         """Refuses what the scheduler could not order, or the prefix index not hash."""
         object.__setattr__(self, "priority", as_int("priority", self.priority, -(2**63), 2**63 - 1))
-        if not isinstance(self.salt, str | bytes | None):
-            raise ValueError(f"salt must be a str, bytes or None, got {self.salt!r}")
-        if isinstance(self.salt, str):
-            try:
-                self.salt.encode()
-            except UnicodeEncodeError as error:
-                raise ValueError(
-                    f"salt must be a str that UTF-8 can encode, got {self.salt!r}; give bytes instead"
-                ) from error
+        check_salt(self.salt)
+
+    @property
+    def max_tokens(self) -> int:
+        """Most tokens to generate."""
+        assert self.params.max_tokens is not None, "a request's max_tokens fits the context"
+        return self.params.max_tokens
 
 
-def sample_seed(params: SamplingParams, sample: int) -> int:
+def check_salt(salt: object) -> None:
+    """Raises `ValueError` for what the prefix index cannot hash."""
+    if not isinstance(salt, str | bytes | None):
+        raise ValueError(f"salt must be a str, bytes or None, got {salt!r}")
+    if isinstance(salt, str):
+        try:
+            salt.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(
+                f"salt must be a str that UTF-8 can encode, got {salt!r}; give bytes instead"
+            ) from error
+
+
+def sample_seed(
+    params: SamplingParams, sample: int, draw: Callable[[int], int] = secrets.randbits
+) -> int:
     """Returns the seed of the `sample`-th sample: the request's own for the first, then its successors.
 
-    A request without a seed gets a random one.
+    A sample of a request without a seed gets `draw(64)`, a number of so many bits.
     """
-    first = secrets.randbits(64) if params.seed is None else params.seed
-    return (first + sample) % 2**64
+    return draw(64) if params.seed is None else (params.seed + sample) % 2**64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,10 +135,14 @@ class SampleOutput:
     """One generated text.
 
     Attributes:
-        text: the generated tokens as text; empty if the model has no tokenizer.
+        text: the text of the generated tokens behind that of the prompt; empty if the model has no tokenizer.
         token_ids: the generated ids, the stop id included.
-        finish_reason: "stop" (a stop id), "length" (a limit or the context's end), "abort", or "error" (the
-            logits were not finite, or its own part in a step failed; the log says which).
+        finish_reason: "stop" (a stop id or a stop string), "length" (a limit or the context's end), "abort", or
+            "error".
+        stop_reason: the stop string, or the id among the request's `stop_token_ids`, that ended it; `None` for the
+            model's own end ids and for every other `finish_reason`.
+        error: what failed, if `finish_reason` is "error"; `None` otherwise.
+        cumulative_logprob: sum of the chosen tokens' log-probabilities; `None` unless `logprobs` was asked for.
         logprobs: per token, token id -> natural log-probability of the raw logits for the chosen token and the
             top n; `None` unless asked for.
         timing: when it was queued, admitted, begun and done.
@@ -132,6 +151,9 @@ class SampleOutput:
     text: str
     token_ids: list[int]
     finish_reason: str
+    stop_reason: str | int | None = None
+    error: str | None = None
+    cumulative_logprob: float | None = None
     logprobs: list[dict[int, float]] | None = None
     timing: Timing
 
@@ -141,14 +163,20 @@ class RequestOutput:
     """What `LLM.generate` returns for one prompt. The names of the first sample are repeated on top.
 
     Attributes:
-        prompt_token_ids: the prompt as the model saw it.
+        request_id: a number, as text, that no other request to the same `LLM` has.
         outputs: `n` samples.
+        finished: always true; every sample has ended.
         usage: tokens of the prompt and of all samples.
+        prompt: the text of the prompt; `None` if it was given as ids or as a conversation.
+        prompt_token_ids: the prompt as the model saw it.
     """
 
-    prompt_token_ids: list[int]
-    outputs: list[SampleOutput] = field(repr=False)
+    request_id: str
+    outputs: list[SampleOutput]
+    finished: bool = True
     usage: Usage
+    prompt: str | None = None
+    prompt_token_ids: list[int]
 
     @property
     def text(self) -> str:
@@ -164,6 +192,21 @@ class RequestOutput:
     def finish_reason(self) -> str:
         """Why the first sample ended."""
         return self.outputs[0].finish_reason
+
+    @property
+    def stop_reason(self) -> str | int | None:
+        """The stop string or stop id that ended the first sample."""
+        return self.outputs[0].stop_reason
+
+    @property
+    def error(self) -> str | None:
+        """What failed in the first sample."""
+        return self.outputs[0].error
+
+    @property
+    def cumulative_logprob(self) -> float | None:
+        """Sum of the log-probabilities of the first sample's tokens."""
+        return self.outputs[0].cumulative_logprob
 
     @property
     def logprobs(self) -> list[dict[int, float]] | None:
@@ -182,8 +225,9 @@ class Piece:
 
     Attributes:
         text: new text; may be empty while a character is incomplete.
-        token_id: the new token; `None` if the logits were not finite and the request failed.
+        token_id: the new token; `None` on a last piece that no token came with: an abort or an error.
         finish_reason: set on the last piece.
+        error: what failed, if `finish_reason` is "error".
         logprobs: token id -> log-probability, if asked for.
         usage, timing: of the whole stream; set on the last piece.
     """
@@ -191,6 +235,7 @@ class Piece:
     text: str
     token_id: int | None
     finish_reason: str | None = None
+    error: str | None = None
     logprobs: dict[int, float] | None = None
     usage: Usage | None = None
     timing: Timing | None = None

@@ -7,13 +7,13 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Int
 
-from jaxkv.batch import Features
-from jaxkv.step.sample import Sampled
+from jaxkv.sampling.features import Features
+from jaxkv.sampling.sample import Sampled
 
 
 @dataclass(frozen=True)
 class SampledRows:
-    """One step's choices as NumPy arrays; see `jaxkv.step.sample.Sampled`.
+    """One step's choices as NumPy arrays; see `jaxkv.sampling.sample.Sampled`.
 
     Attributes:
         tokens: chosen ids per row.

@@ -7,9 +7,10 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from jaxkv.engine.fields import StepShape
-from jaxkv.engine.recovery import is_out_of_memory
+from jaxkv.engine.program_spec import StepSpec
 from jaxkv.engine.step_plan import Part, part_of, trim
+from jaxkv.errors import OutOfMemory
+from jaxkv.memory import is_out_of_memory
 
 _LOG = logging.getLogger(__name__)
 
@@ -39,22 +40,22 @@ class Retreat:
         row_sizes: Sequence[int],
         *,
         whole: bool,
-        refusal: Callable[[StepShape], Exception | None],
+        refusal: Callable[[StepSpec], Exception | None],
     ) -> None:
         self._sizes = sorted({*token_sizes, *row_sizes})
         self._whole = whole
         self._refusal = refusal
-        self._counts: Counter[StepShape] = Counter()
-        self._harmless: Counter[StepShape] = Counter()
-        self._too_large: list[StepShape] = []
-        self._wary_of: StepShape | None = None
+        self._counts: Counter[StepSpec] = Counter()
+        self._harmless: Counter[StepSpec] = Counter()
+        self._too_large: list[StepSpec] = []
+        self._wary_of: StepSpec | None = None
 
     @property
-    def too_large(self) -> tuple[StepShape, ...]:
+    def too_large(self) -> tuple[StepSpec, ...]:
         """Shapes that are not run any more, for want of memory."""
         return tuple(self._too_large)
 
-    def note_failure(self, shape: StepShape, error: Exception, *, lost: bool) -> bool:
+    def note_failure(self, shape: StepSpec, error: Exception, *, lost: bool) -> bool:
         """Records why a step failed; returns False if neither memory nor its program is to blame.
 
         Args:
@@ -72,14 +73,14 @@ class Retreat:
             _LOG.warning("out of memory again: from now on steps are smaller than %s", shape)
         return True
 
-    def note_success(self, shape: StepShape) -> None:
+    def note_success(self, shape: StepSpec) -> None:
         """Records that a step was read."""
         self._wary_of = None
         if self._counts:
             self._counts.pop(shape, None)
             self._harmless.pop(shape, None)
 
-    def avoids(self, shape: StepShape) -> bool:
+    def avoids(self, shape: StepSpec) -> bool:
         """Whether a smaller step should run in the place of one of this shape."""
         avoided = self._too_large if self._wary_of is None else [*self._too_large, self._wary_of]
         if any(_is_as_large(shape, other) for other in avoided):
@@ -87,8 +88,8 @@ class Retreat:
         return self._refusal(shape) is not None
 
     def cut(
-        self, parts: Sequence[Part], shape_of: Callable[[Sequence[Part]], StepShape]
-    ) -> tuple[Sequence[Part], StepShape]:
+        self, parts: Sequence[Part], shape_of: Callable[[Sequence[Part]], StepSpec]
+    ) -> tuple[Sequence[Part], StepSpec]:
         """Returns as many of these parts as may run in one step, and its shape; if none may, the smallest step.
 
         Args:
@@ -103,7 +104,7 @@ class Retreat:
             parts, shape = fewer, shape_of(fewer)
         return parts, shape
 
-    def give_up(self, part: Part, shape: StepShape) -> Exception | None:
+    def give_up(self, part: Part, shape: StepSpec) -> Exception | None:
         """Returns why a step that cannot be smaller will not run; `None` if it should be tried.
 
         Memory may be there for the next request, which tries anew.
@@ -116,11 +117,11 @@ class Retreat:
             return None
         del self._counts[shape], self._harmless[shape]
         self._too_large.remove(shape)
-        return MemoryError(
+        return OutOfMemory(
             f"the memory does not suffice for a step of {part.count} tokens of one sequence that has "
             f"{part.start + part.count}, padded to {shape.tokens} tokens, {shape.rows} rows and tables of "
             f"{max(shape.table_widths, default=0)} pages: it ran out {count} times; leave more memory beside the "
-            f"cache, or shorten the request"
+            f"cache by a smaller budget_bytes or memory_share of CacheConfig, or shorten the request"
         )
 
     def _smaller(self, parts: Sequence[Part]) -> list[Part]:
@@ -139,7 +140,7 @@ class Retreat:
         return [part_of(sequence, count) for sequence, count in wanted]
 
 
-def _is_as_large(shape: StepShape, other: StepShape) -> bool:
+def _is_as_large(shape: StepSpec, other: StepSpec) -> bool:
     """Whether a step of one shape needs at least the memory of the other, as far as sizes tell."""
     widths = zip(shape.table_widths, other.table_widths, strict=True)
     return (

@@ -1,39 +1,13 @@
 """One sequence's part in a step, as the host decided it. Knows no arrays."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from itertools import chain
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple
 
-from jaxkv.config import MAX_LOGPROBS, SamplingParams
-from jaxkv.features import Features
-
-LOGPROB_SIZES = (0, 5, MAX_LOGPROBS)
-"""How many of the most likely tokens programs report."""
-
-STOP_WIDTH = 72
-"""Stop ids a request may carry: `MAX_STOP_IDS` of its own and a few of the model's."""
-
-
-@runtime_checkable
-class Wish(Protocol):
-    """What stays the same of a row from step to step; a `Row` has it, and so has a `Request`."""
-
-    @property
-    def params(self) -> SamplingParams:
-        """How its tokens are chosen."""
-        ...
-
-    @property
-    def seed(self) -> int:
-        """Its 64-bit seed."""
-        ...
-
-    @property
-    def stop_ids(self) -> tuple[int, ...]:
-        """Ids that end it."""
-        ...
+from jaxkv.config import SamplingParams
+from jaxkv.engine.request import Request
+from jaxkv.sampling.fields import Choice
 
 
 @dataclass(frozen=True)
@@ -41,7 +15,7 @@ class Row:
     """One sequence's part in a step, as the host decided it.
 
     Attributes:
-        sequence: its number in the accounts, which hold its pages and states.
+        sequence: its number in the page allocator, which hold its pages and states.
         tokens: the new token ids; one, of any value, if `carry`.
         start: position of the first of them.
         params: the request's sampling parameters, with `seed` settled.
@@ -49,7 +23,6 @@ class Row:
         emits: the step's token for this row counts (the last chunk of a prompt, or a decode step).
         carry: the new token is the one this row sampled last, read on the device.
         generated: tokens generated before this step.
-        max_tokens: most tokens this row may still generate; read by `loop` programs.
         stop_ids: ids that end the row.
     """
 
@@ -61,7 +34,6 @@ class Row:
     emits: bool = True
     carry: bool = False
     generated: int = 0
-    max_tokens: int = 1
     stop_ids: tuple[int, ...] = ()
 
 
@@ -88,7 +60,6 @@ class Columns(NamedTuple):
         lens: new tokens of each row.
         generated: see `Row`; may be empty if no row has `min_tokens`.
         wishes: what each was asked for, the same object at each of its steps.
-        max_tokens: see `Row`; empty but for `loop` programs.
         snapshots: what the step keeps on its way, by row, then by length.
         left: in how many of a program's steps each row takes part; empty for programs of one step.
     """
@@ -100,8 +71,7 @@ class Columns(NamedTuple):
     emits: Sequence[bool]
     carry: Sequence[bool]
     generated: Sequence[int]
-    wishes: Sequence[Wish]
-    max_tokens: Sequence[int] = ()
+    wishes: Sequence[Choice]
     snapshots: Sequence[Snapshot] = ()
     left: Sequence[int] = ()
 
@@ -117,51 +87,21 @@ def columns_of(rows: Sequence[Row]) -> Columns:
         carry=[row.carry for row in rows],
         generated=[row.generated for row in rows],
         wishes=rows,
-        max_tokens=[row.max_tokens for row in rows],
     )
 
 
-def features_of(wishes: Iterable[Wish]) -> Features:
-    """Returns the least a program must be able to do to serve rows of these wishes."""
-    return unite([features_for(wish.params) for wish in wishes])
+def tokens_held(request: Request) -> int:
+    """Returns how many tokens a request's pages must hold: the last generated one is never written."""
+    return len(request.prompt) + request.max_tokens - 1
 
 
-def features_for(params: SamplingParams) -> Features:
-    """Returns what one row needs; equal answers are one object, so that comparing them costs nothing."""
-    # Few sizes, so that few programs serve all wishes; who asked for less gets less.
-    top = next((size for size in LOGPROB_SIZES if size >= (params.logprobs or 0)), None)
-    return _one_object(
-        Features(
-            draws=params.temperature > 0,
-            filters=params.uses_filters,
-            penalties=bool(params.uses_penalties or params.logit_bias),
-            min_tokens=params.min_tokens > 0,
-            logprobs=None if params.logprobs is None else top,
-        )
+def row_of(request: Request, sequence: int) -> Row:
+    """Describes a request's whole prompt as one row."""
+    return Row(
+        sequence=sequence,
+        tokens=request.prompt,
+        start=0,
+        params=request.params,
+        seed=request.seed,
+        stop_ids=request.stop_ids,
     )
-
-
-def unite(several: Sequence[Features]) -> Features:
-    """Returns what serves all of these."""
-    if several.count(several[0]) == len(several):
-        return several[0]
-    kinds = set(several)
-    logprobs = [one.logprobs for one in kinds if one.logprobs is not None]
-    return Features(
-        draws=any(one.draws for one in kinds),
-        filters=any(one.filters for one in kinds),
-        penalties=any(one.penalties for one in kinds),
-        min_tokens=any(one.min_tokens for one in kinds),
-        logprobs=max(logprobs, default=None),
-    )
-
-
-@cache
-def _one_object(features: Features) -> Features:
-    return features
-
-
-def split_seed(seed: int) -> tuple[int, int]:
-    """Splits a 64-bit seed into two numbers an int32 can hold."""
-    low, high = seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF
-    return tuple(half - 2**32 if half >= 2**31 else half for half in (low, high))  # type: ignore[return-value]

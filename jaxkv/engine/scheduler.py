@@ -7,11 +7,11 @@ it always gets on; and nobody is admitted past another who waits, so everybody b
 from bisect import insort
 from collections.abc import Callable, Iterable
 
-from jaxkv.cache.accounts import Accounts, PageCopy, Reservation
+from jaxkv.cache.page_allocator import PageAllocator, PageCopy, Reservation
 from jaxkv.cache.prefix import PrefixIndex
 from jaxkv.engine.host_fetches import Fetches
-from jaxkv.engine.sequence import FINISHED, ORDER, RUNNING, WAITING, Sequence
-from jaxkv.engine.siblings import Siblings
+from jaxkv.engine.parallel_samples import ParallelSamples
+from jaxkv.engine.request_state import FINISHED, ORDER, RUNNING, WAITING, RequestState
 from jaxkv.engine.step_plan import Part, StepPlan, align, part_of, several, trim
 from jaxkv.errors import OutOfPages, OutOfStates
 
@@ -22,7 +22,7 @@ class Scheduler:
     Every sequence that runs takes part in a step with one token, or with as many of its prompt as the budget leaves.
 
     Args:
-        accounts: hold the pages.
+        allocator: holds the pages.
         prefix: pages of earlier prompts, if they are kept.
         page_size: tokens that pages are taken for at a time; the smallest page of any group.
         max_rows: most sequences of a step.
@@ -35,7 +35,7 @@ class Scheduler:
 
     def __init__(
         self,
-        accounts: Accounts,
+        allocator: PageAllocator,
         prefix: PrefixIndex | None,
         *,
         page_size: int,
@@ -49,70 +49,73 @@ class Scheduler:
             raise ValueError(
                 f"a step of {max_rows} sequences needs a budget of as many tokens, got {token_budget}"
             )
-        self.waiting: list[Sequence] = []
-        self.running: list[Sequence] = []
+        self.waiting: list[RequestState] = []
+        self.running: list[RequestState] = []
         self.shortage: OutOfPages | OutOfStates | None = None
         """Why the last plan left somebody out, if it did."""
         self.most_steps = 1
         """How many decode steps are planned at once, where everybody who is there generates and pages are free."""
         self.fetches: Fetches | None = None
         """Brings prefixes back from the host, if they go there."""
-        self._accounts = accounts
-        self._siblings = Siblings(accounts, self.waiting, self.running, self._release)
+        self._allocator = allocator
+        self._parallel_samples = ParallelSamples(
+            allocator, self.waiting, self.running, self._release
+        )
         self._prefix = None if whole_prompts else prefix
         self._page_size = page_size
         self._max_rows = max_rows
         self._budget = token_budget
         self._whole = whole_prompts
         # Where layers have windows, a prompt takes their pages from step to step and not all at once.
-        ahead = None if whole_prompts else accounts.most_ahead
+        ahead = None if whole_prompts else allocator.most_ahead
         self._stride = None if ahead is None or ahead < 1 else min(token_budget, ahead)
         self._fill = fill
         self._chunk_size = chunk_size
-        self._alone: list[list[Sequence]] = []
+        self._alone: list[list[RequestState]] = []
         self._owes_decode = False
         self._reset_plan()
 
-    def add(self, sequence: Sequence) -> None:
-        """Lets a sequence wait for its turn; its followers wait for it."""
+    def add(self, sequence: RequestState) -> None:
+        """Lets a sequence wait for its turn; the other samples of its prompt wait for it."""
         insort(self.waiting, sequence, key=ORDER)
 
-    def follow(self, leader: Sequence, follower: Sequence) -> None:
-        """Lets another sample of the same prompt wait until the leader has computed it."""
+    def add_sample(self, first: RequestState, other: RequestState) -> None:
+        """Lets another sample of the same prompt wait until the first has computed it."""
         if self._whole:
-            self.add(follower)
+            self.add(other)
         else:
-            leader.followers.append(follower)
-            follower.leader = leader
+            first.other_samples.append(other)
+            other.first_sample = first
 
-    def drop(self, sequence: Sequence) -> None:
+    def drop(self, sequence: RequestState) -> None:
         """Ends a sequence, in whatever state it is, and gives its pages back. Twice is once."""
         if sequence.status == FINISHED and sequence not in self.running:
             return
         self._release(sequence)
         if self.fetches is not None:
             self.fetches.cancel(sequence)
-        self._siblings.let_go(sequence)
-        leading = [sequence.leader.followers] if sequence.leader is not None else []
-        for held in (self.waiting, *leading):
+        self._parallel_samples.detach(sequence)
+        first = sequence.first_sample
+        samples = [] if first is None else [first.other_samples]
+        for held in (self.waiting, *samples):
             if sequence in held:
                 held.remove(sequence)
-        sequence.leader = None
+        sequence.first_sample = None
         sequence.epoch += 1
         sequence.status = FINISHED
         # Last, so that whoever is interrupted above finds it here and does it again.
         if sequence in self.running:
             self.running.remove(sequence)
 
-    def isolate(self, sequences: list[Sequence]) -> None:
+    def isolate(self, sequences: list[RequestState]) -> None:
         """Makes each of these run in a step of its own next, to find the one whose step fails."""
         self._alone = [[sequence] for sequence in sequences]
 
-    def postpone(self, sequences: list[Sequence]) -> None:
+    def postpone(self, sequences: list[RequestState]) -> None:
         """Gives the next step to these, whom a step that was planned had to leave out."""
         self._alone.insert(0, sequences)
 
-    def put_off(self, sequence: Sequence) -> None:
+    def put_off(self, sequence: RequestState) -> None:
         """Makes a running one wait again: what it had computed is given up."""
         self._preempt(sequence)
 
@@ -149,7 +152,7 @@ class Scheduler:
         for sequence, start, count, emits, _ in parts:
             sequence.computed = start + count
             sequence.pending += emits
-        self._accounts.commit_all(
+        self._allocator.commit_all(
             [(part.sequence.number, part.start + part.count) for part in parts]
         )
 
@@ -168,10 +171,10 @@ class Scheduler:
                 return False
         return True
 
-    def _extend(self, sequence: Sequence, num_tokens: int) -> bool:
+    def _extend(self, sequence: RequestState, num_tokens: int) -> bool:
         """Takes pages for so many tokens if they are to be had; nobody gives way for it."""
         try:
-            reservation = self._accounts.reserve(sequence.number, num_tokens)
+            reservation = self._allocator.reserve(sequence.number, num_tokens)
         except (OutOfPages, OutOfStates):
             return False
         sequence.reserved = max(sequence.reserved, num_tokens)
@@ -180,14 +183,14 @@ class Scheduler:
         return True
 
     def _reset_plan(self) -> None:
-        self._fresh: list[tuple[Sequence, int]] = []
-        self._copies: list[tuple[Sequence, PageCopy]] = []
-        self._preempted: list[Sequence] = []
-        self._known: list[Sequence] = []
+        self._fresh: list[tuple[RequestState, int]] = []
+        self._copies: list[tuple[RequestState, PageCopy]] = []
+        self._preempted: list[RequestState] = []
+        self._known: list[RequestState] = []
         self.shortage = None
 
-    def _plan_many(self) -> tuple[list[Sequence], list[Sequence]]:
-        self._siblings.start(self._max_rows)
+    def _plan_many(self) -> tuple[list[RequestState], list[RequestState]]:
+        self._parallel_samples.start(self._max_rows)
         rows, chunks = self._ready(list(self.running))
         owed, self._owes_decode = self._owes_decode and bool(rows), False
         if owed:
@@ -196,7 +199,9 @@ class Scheduler:
             self._admit_waiting(len(rows), chunks)
         return rows, chunks
 
-    def _ready(self, candidates: list[Sequence]) -> tuple[list[Sequence], list[Sequence]]:
+    def _ready(
+        self, candidates: list[RequestState]
+    ) -> tuple[list[RequestState], list[RequestState]]:
         """Returns who has one token to compute, with the room for it, and who has more."""
         rows, chunks = [], []
         for sequence in candidates:
@@ -211,7 +216,9 @@ class Scheduler:
                 (rows if remaining == 1 else chunks).append(sequence)
         return rows, chunks
 
-    def _counts(self, rows: list[Sequence], chunks: list[Sequence]) -> list[tuple[Sequence, int]]:
+    def _counts(
+        self, rows: list[RequestState], chunks: list[RequestState]
+    ) -> list[tuple[RequestState, int]]:
         """Shares the budget out: one token for each row, then prompts in order, cut to fill a bucket."""
         left, wanted = self._budget - len(rows), []
         if self._whole and chunks and self._chunk(chunks[0]) > left:
@@ -237,13 +244,13 @@ class Scheduler:
             align(wanted, before, self._chunk_size)
         return [(sequence, 1) for sequence in rows] + wanted
 
-    def _chunk(self, sequence: Sequence) -> int:
+    def _chunk(self, sequence: RequestState) -> int:
         """Returns how many tokens the sequence could take. A whole prompt comes back token by token after itself."""
         if self._whole:
             return 1 if sequence.computed else len(sequence.request.prompt)
         return min(sequence.remaining, sequence.writable - sequence.computed)
 
-    def _admit_waiting(self, rows: int, chunks: list[Sequence]) -> None:
+    def _admit_waiting(self, rows: int, chunks: list[RequestState]) -> None:
         """Takes sequences in, in order, as long as there are rows, tokens and pages for them."""
         left = self._budget - rows - sum(self._chunk(sequence) for sequence in chunks)
         while self.waiting and len(self.running) < self._max_rows and left > 0:
@@ -256,7 +263,7 @@ class Scheduler:
                 chunks.append(sequence)
                 left -= self._chunk(sequence)
 
-    def _admit(self, sequence: Sequence, left: int) -> bool:
+    def _admit(self, sequence: RequestState, left: int) -> bool:
         """Takes a sequence in, or leaves it where it was; the step has room for `left` of its tokens."""
         try:
             if not self._take_pages(sequence, left):
@@ -265,12 +272,12 @@ class Scheduler:
             insort(self.running, sequence, key=ORDER)
             sequence.status = RUNNING
         except BaseException:
-            # An interrupt, say: the next try must not find the account open.
+            # An interrupt, say: the next try must not find the sequence open.
             self._put_back(sequence)
             raise
         return True
 
-    def _put_back(self, sequence: Sequence) -> None:
+    def _put_back(self, sequence: RequestState) -> None:
         """Undoes an admission, wherever it was broken off."""
         self._release(sequence)
         sequence.restart()
@@ -281,40 +288,40 @@ class Scheduler:
         if sequence in self.running:
             self.running.remove(sequence)
 
-    def _release(self, sequence: Sequence) -> None:
-        if self._accounts.is_open(sequence.number):
-            self._accounts.release(sequence.number)
+    def _release(self, sequence: RequestState) -> None:
+        if self._allocator.is_open(sequence.number):
+            self._allocator.release(sequence.number)
 
-    def _take_pages(self, sequence: Sequence, left: int) -> bool:
+    def _take_pages(self, sequence: RequestState, left: int) -> bool:
         """Takes the pages of all tokens that are known, of window groups those for the next step alone; or none."""
         number, found = sequence.number, 0
         if self._prefix is None:
-            self._accounts.open(number)
+            self._allocator.open(number)
         else:
             sequence.keys = sequence.keys or self._prefix.keys(sequence.request.salt)
             if self._prefix.awaits(sequence.tokens, sequence.keys):
                 return False
-            most = sequence.prompt_tokens - 1 if sequence.followers else None
+            most = sequence.prompt_tokens - 1 if sequence.other_samples else None
             if self.fetches is not None and self.fetches.holds_back(sequence, most):
                 return False
             adopted = self._prefix.adopt(number, sequence.tokens, sequence.keys, most=most)
             found = adopted.num_tokens
         sequence.computed = sequence.collected = found
         if not self._reserve(sequence, max(found, sequence.goal), left):
-            self._accounts.release(number)
+            self._allocator.release(number)
             sequence.computed = sequence.collected = 0
             return False
         if sequence.cached is None:
             sequence.cached = found
         return True
 
-    def _make_room(self, sequence: Sequence) -> bool:
+    def _make_room(self, sequence: RequestState) -> bool:
         """Takes the pages of all known tokens of a running one; whoever comes last gives way until there are enough."""
         # A page at a time, so that most steps need not ask.
         size = self._page_size
-        # The last token that is generated is never written, and followers fork from no more than is computed.
+        # The last token that is generated is never written, and other samples fork from no more than is computed.
         rounded = min(-(-sequence.goal // size) * size, sequence.longest - 1)
-        wanted = sequence.goal if sequence.followers else rounded
+        wanted = sequence.goal if sequence.other_samples else rounded
         while not self._reserve(sequence, wanted):
             if self._stride is not None and sequence.computed > sequence.collected + 1:
                 return False  # Once its chunk under way was read, it gives pages back itself.
@@ -326,13 +333,13 @@ class Scheduler:
                 return False
         return True
 
-    def _reserve(self, sequence: Sequence, num_tokens: int, left: int | None = None) -> bool:
+    def _reserve(self, sequence: RequestState, num_tokens: int, left: int | None = None) -> bool:
         """Takes pages for so many tokens, or none; those of window groups for `left` more tokens than are computed."""
         near = num_tokens
         if self._stride is not None:
             near = min(num_tokens, sequence.computed + min(self._stride, left or self._stride))
         try:
-            reservation = self._accounts.reserve(sequence.number, near, whole=num_tokens)
+            reservation = self._allocator.reserve(sequence.number, near, whole=num_tokens)
         except (OutOfPages, OutOfStates) as error:
             if self.fetches is not None and self.fetches.give_way():
                 return self._reserve(sequence, num_tokens, left)
@@ -342,13 +349,13 @@ class Scheduler:
         self._note(sequence, reservation)
         return True
 
-    def _note(self, sequence: Sequence, reservation: Reservation) -> None:
+    def _note(self, sequence: RequestState, reservation: Reservation) -> None:
         self._copies += [(sequence, copy) for copy in reservation.copies]
         entry = reservation.new_states.get("sampling")
         if entry is not None and all(copy.group != "sampling" for copy in reservation.copies):
             self._fresh.append((sequence, entry))
 
-    def _preempt(self, sequence: Sequence) -> None:
+    def _preempt(self, sequence: RequestState) -> None:
         self._fresh = [one for one in self._fresh if one[0] is not sequence]
         self._copies = [one for one in self._copies if one[0] is not sequence]
         self._known = [one for one in self._known if one is not sequence]

@@ -24,9 +24,9 @@ def score_texts(executor: Executor, texts: Sequence[tuple[int, ...]]) -> Iterato
         with executor.reserved(min(len(text), stride)) as sequence:
             parts = [_score(executor, sequence, text, 0, stride)]
             while (start := sum(map(len, parts))) < len(text) - 1:
-                executor.accounts.commit(sequence, start)
-                executor.accounts.let_go(sequence, start)
-                executor.accounts.reserve(sequence, min(len(text), start + stride))
+                executor.allocator.commit(sequence, start)
+                executor.allocator.free_out_of_window(sequence, start)
+                executor.allocator.reserve(sequence, min(len(text), start + stride))
                 parts.append(_score(executor, sequence, text, start, stride))
         yield np.concatenate(parts)
 
@@ -40,8 +40,8 @@ def _score(
     """
     part = text[start : start + stride]
     row = Row(sequence, part, start, SamplingParams(temperature=0.0), emits=False)
-    declared = executor.fit(executor.shapes.score(row))
-    return executor.read(executor.score(declared, [row]))[: len(part) - 1]
+    spec = executor.fit(executor.score_spec(row))
+    return executor.read(executor.score(spec, [row]))[: len(part) - 1]
 
 
 def _stride(executor: Executor, length: int) -> int:
@@ -49,7 +49,7 @@ def _stride(executor: Executor, length: int) -> int:
 
     States of recurrent layers cannot take a token twice, and angles may depend on the whole text.
     """
-    most = executor.accounts.most_ahead
+    most = executor.allocator.most_ahead
     if most is None or most < 2 or executor.layout.state_groups or executor.model.whole_prompts:
         return length
     return min(length, most)

@@ -3,13 +3,14 @@
 from collections.abc import Generator, Sequence
 from dataclasses import replace
 
+from jaxkv.engine.detokenize import text_after
 from jaxkv.engine.engine import Engine
 from jaxkv.engine.progress import Progress
 from jaxkv.engine.request import Piece, Request, RequestOutput, SampleOutput, Timing, Usage
-from jaxkv.engine.rows import features_of
-from jaxkv.engine.sequence import Sequence as Sample
-from jaxkv.engine.shapes import row_of, tokens_held
+from jaxkv.engine.request_state import RequestState
+from jaxkv.engine.rows import row_of, tokens_held
 from jaxkv.engine.turns import Turns
+from jaxkv.sampling.fields import features_of
 from jaxkv.tokenizer import Tokenizer
 
 
@@ -23,15 +24,15 @@ def check_compiled(engine: Engine, request: Request) -> None:
     for part in (chunk, replace(row, tokens=(0,))):
         executor.program(executor.fit(engine.shapes.declare([part], total_tokens=total)))
     if features_of([row]).penalties:
-        executor.program(executor.fit(executor.shapes.admit([row])))
+        executor.program(executor.fit(executor.admit_spec([row])))
 
 
 def serve_all(
     engine: Engine, prompts: Sequence[Sequence[Request]], *, progress: bool = False
-) -> list[list[Sample]]:
+) -> list[list[RequestState]]:
     """Returns the samples of each prompt when all have ended; one that failed alone has the reason "error".
 
-    The engine has logged why. Streams that are under way go on meanwhile.
+    Streams that are under way go on meanwhile.
 
     Args:
         engine: serves them; it is the caller's turn to use it.
@@ -46,8 +47,12 @@ def serve_all(
         _abort_unread(engine)
         made = [engine.add(samples) for samples in prompts]
         flat = [sample for samples in made for sample in samples]
-        bar = Progress(flat) if progress else None
-        engine.run(flat, after_step=bar)
+        if not progress:
+            engine.run(flat)
+            return made
+        bar = Progress(flat)
+        with engine.executor.programs.watched(bar.compiling):
+            engine.run(flat, after_step=bar)
         return made
     finally:
         _abort_unread(engine)
@@ -92,23 +97,37 @@ def serve_stream(turns: Turns, engine: Engine, request: Request) -> Generator[Pi
         turns.when_free(lambda: engine.abort(sample))
 
 
-def output_of(samples: Sequence[Sample], tokenizer: Tokenizer | None) -> RequestOutput:
+def output_of(samples: Sequence[RequestState], tokenizer: Tokenizer | None) -> RequestOutput:
     """Returns what a user gets for the ended samples of one prompt."""
+    request = samples[0].request
     return RequestOutput(
-        prompt_token_ids=list(samples[0].request.prompt),
+        request_id=str(samples[0].number),
         outputs=[_sample_output(sample, tokenizer) for sample in samples],
         usage=usage_of(samples),
+        prompt=request.text,
+        prompt_token_ids=list(request.prompt),
     )
 
 
-def with_figures(piece: Piece, sample: Sample) -> Piece:
-    """Returns a piece as its user gets it: the last one of a sample that has ended says what that took."""
+def with_figures(piece: Piece, sample: RequestState) -> Piece:
+    """Returns a piece as its user gets it: the last one of a sample has its usage, timing and error."""
     if piece.finish_reason is None:
         return piece
-    return replace(piece, usage=usage_of([sample]), timing=timing_of(sample))
+    return replace(
+        piece, usage=usage_of([sample]), timing=timing_of(sample), error=error_of(sample)
+    )
 
 
-def usage_of(samples: Sequence[Sample]) -> Usage:
+def error_of(sample: RequestState) -> str | None:
+    """Returns in one line what failed in a sample whose reason is "error"; `None` for any other."""
+    if sample.reason != "error":
+        return None
+    if sample.error is None:
+        return "the model's logits were not finite"
+    return f"{type(sample.error).__name__}: {' '.join(str(sample.error).split())}"
+
+
+def usage_of(samples: Sequence[RequestState]) -> Usage:
     """Returns what the samples of one prompt took."""
     return Usage(
         prompt_tokens=len(samples[0].request.prompt),
@@ -118,7 +137,7 @@ def usage_of(samples: Sequence[Sample]) -> Usage:
     )
 
 
-def timing_of(sample: Sample) -> Timing:
+def timing_of(sample: RequestState) -> Timing:
     """Returns when an ended sample did what."""
     assert sample.ended is not None, "a sample that has ended knows when"
     return Timing(
@@ -130,16 +149,32 @@ def timing_of(sample: Sample) -> Timing:
     )
 
 
-def _sample_output(sample: Sample, tokenizer: Tokenizer | None) -> SampleOutput:
-    text = sample.text
+def _sample_output(sample: RequestState, tokenizer: Tokenizer | None) -> SampleOutput:
+    text, request = sample.text, sample.request
     if sample.stream is None and tokenizer is not None:
-        text = tokenizer.decode(sample.token_ids)
+        skip = request.params.skip_special_tokens
+        text = text_after(tokenizer, request.prompt, sample.token_ids, skip_special_tokens=skip)
     assert sample.reason is not None, "a sample that has ended has a reason"
-    asked = sample.request.params.logprobs is not None
+    logprobs = None if request.params.logprobs is None else list(sample.logprobs)
     return SampleOutput(
         text=text,
         token_ids=sample.token_ids,
         finish_reason=sample.reason,
-        logprobs=list(sample.logprobs) if asked else None,
+        stop_reason=_stop_reason(sample) if sample.reason == "stop" else None,
+        error=error_of(sample),
+        cumulative_logprob=None if logprobs is None else _sum_chosen(sample.token_ids, logprobs),
+        logprobs=logprobs,
         timing=timing_of(sample),
     )
+
+
+def _stop_reason(sample: RequestState) -> str | int | None:
+    """Returns the stop string or the request's own stop id that ended a sample; `None` for the model's end ids."""
+    if sample.stream is not None and sample.stream.stop_string is not None:
+        return sample.stream.stop_string
+    last = sample.tokens[-1]
+    return last if last in sample.request.params.stop_token_ids else None
+
+
+def _sum_chosen(token_ids: Sequence[int], logprobs: Sequence[dict[int, float]]) -> float:
+    return sum(table[token] for token, table in zip(token_ids, logprobs, strict=True))

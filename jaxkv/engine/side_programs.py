@@ -4,25 +4,93 @@ Each is a small program with arrays of its own. Knows how to fill and to run the
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from jaxkv.cache.accounts import PageCopy
+from jaxkv.cache.page_allocator import PageCopy
 from jaxkv.cache.spec import CacheLayout
-from jaxkv.cache.state import Cache, copy_pages, copy_states
-from jaxkv.engine.fields import StepShape
+from jaxkv.cache.state import Cache, copy_units
+from jaxkv.engine.lowering import Lowering
+from jaxkv.engine.program_spec import ProgramSpec, Runner, lower_update
 from jaxkv.engine.rows import Row
-from jaxkv.engine.shapes import Declared
-from jaxkv.models.protocol import Params
-from jaxkv.step.sample import admit
+from jaxkv.models.protocol import Model, Params
+from jaxkv.sampling.sample import admit
 
 COPIES = 16
 """Copies of each group that one run of the program makes."""
 
-COPY = Declared("copy", StepShape(COPIES, COPIES, ()))
-"""The one program that copies, in all groups at once."""
+
+@dataclass(frozen=True)
+class CopySpec(ProgramSpec):
+    """The program that copies pages and states, in all groups at once."""
+
+    copies: int = COPIES
+
+    @property
+    def kind(self) -> str:
+        """Always "copy"."""
+        return "copy"
+
+    @property
+    def name(self) -> str:
+        """Kind, and copies of each group."""
+        return f"copy_{self.copies}"
+
+    def lowering(self, runner: Runner) -> Lowering:
+        """Returns `cache, () = run(params, cache, ids)`, which donates the cache."""
+        ids = pack_copies(runner.layout, runner.counts, ())
+        return lower_update(runner, run_copies(runner.layout), (ids,))
+
+
+@dataclass(frozen=True)
+class AdmitSpec(ProgramSpec):
+    """A program that gives sequences clean entries of the sampling group.
+
+    Attributes:
+        rows: most sequences.
+        width: most tokens of a prompt.
+        returning: sequences may have generated tokens already, at most `width` of them.
+    """
+
+    rows: int
+    width: int
+    returning: bool = False
+
+    @property
+    def kind(self) -> str:
+        """Whether sequences may have generated tokens already."""
+        return "readmit" if self.returning else "admit"
+
+    @property
+    def name(self) -> str:
+        """Kind, sequences and tokens."""
+        return f"{self.kind}_{self.rows}x{self.width}"
+
+    def serves(self, needed: ProgramSpec) -> bool:
+        """Returns whether it takes as many sequences and tokens, with or without generated ones as the other."""
+        return (
+            isinstance(needed, AdmitSpec)
+            and self.returning == needed.returning
+            and self.rows >= needed.rows
+            and self.width >= needed.width
+        )
+
+    def costs_like(self, needed: ProgramSpec) -> bool:
+        """Returns True: each of these programs only writes a few entries."""
+        return isinstance(needed, AdmitSpec)
+
+    @property
+    def order_of_cost(self) -> tuple[int, ...]:
+        """Fewer sequences, then fewer tokens."""
+        return self.rows, self.width
+
+    def lowering(self, runner: Runner) -> Lowering:
+        """Returns `cache, () = run(params, cache, *arrays)`, which donates the cache."""
+        admission = Admission(runner.layout, runner.counts, runner.model)
+        return lower_update(runner, admission.run, admission.blank(self))
 
 
 def copy_batches(copies: Sequence[PageCopy]) -> list[list[PageCopy]]:
@@ -58,8 +126,7 @@ def run_copies(
     ) -> tuple[Cache, tuple[()]]:
         del params
         for group, (sources, targets) in zip(layout.groups, ids, strict=True):
-            copy = copy_pages if group.unit == "page" else copy_states
-            cache = copy(cache, layout, group.name, sources, targets)
+            cache = copy_units(cache, layout, group.name, sources, targets)
         return cache, ()
 
     return run
@@ -71,16 +138,13 @@ class Admission:
     Args:
         layout: the cache's groups.
         counts: entries of the sampling group among them.
-        num_layers: of the model; the group lies behind them.
-        vocab_size: token ids lie below it.
+        model: the sampling group is the layer after its last.
     """
 
-    def __init__(
-        self, layout: CacheLayout, counts: Mapping[str, int], num_layers: int, vocab_size: int
-    ) -> None:
+    def __init__(self, layout: CacheLayout, counts: Mapping[str, int], model: Model) -> None:
         self._entries = counts["sampling"]
-        self._layer = num_layers
-        self._vocab = vocab_size
+        self._layer = num_layers = model.num_layers
+        self._vocab = model.vocab_size
         widths = [
             array.shape[0]
             for group in layout.in_place_groups
@@ -90,28 +154,28 @@ class Admission:
         ]
         self._bias_width = widths[0] if widths else 0
 
-    def blank(self, declared: Declared) -> tuple[np.ndarray, ...]:
+    def blank(self, spec: AdmitSpec) -> tuple[np.ndarray, ...]:
         """Returns slots, prompts, outputs, bias ids and values of an admission of nobody: all out of range.
 
         An "admit" program, for sequences that have generated nothing, has no outputs.
         """
-        rows = declared.shape.rows
-        output_width = declared.width if declared.kind == "readmit" else 0
+        rows = spec.rows
+        output_width = spec.width if spec.returning else 0
         slots = self._entries + np.arange(rows, dtype=np.int32)
-        prompts = np.full((rows, declared.width), self._vocab, np.int32)
+        prompts = np.full((rows, spec.width), self._vocab, np.int32)
         outputs = np.full((rows, output_width), self._vocab, np.int32)
         bias_ids = np.full((rows, self._bias_width), self._vocab, np.int32)
         return slots, prompts, outputs, bias_ids, np.zeros((rows, self._bias_width), np.float32)
 
     def pack(
         self,
-        declared: Declared,
+        spec: AdmitSpec,
         rows: Sequence[Row],
         generated: Sequence[Sequence[int]],
         entries: Sequence[int],
     ) -> tuple[np.ndarray, ...]:
         """Fills the arrays for rows whose `tokens` are whole prompts, and for what they have generated since."""
-        arrays = self.blank(declared)
+        arrays = self.blank(spec)
         slots, prompts, outputs, bias_ids, bias_values = arrays
         slots[: len(entries)] = entries
         for index, row in enumerate(rows):

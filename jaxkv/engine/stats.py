@@ -48,7 +48,7 @@ class Stats:
         cache: each group's pool.
         cache_bytes: memory of all of them.
         programs: compiled so far.
-        compile_seconds: time that took, loading from the compilation cache included.
+        compile_seconds: wall time that compiling took, loading from the compilation cache included.
         compiled_late: how many of them were compiled after the warm-up.
         running, waiting: sequences in service, and in the queue.
         steps: dispatched so far.
@@ -90,7 +90,7 @@ def collect_stats(engine: Engine) -> Stats:
         cache=groups,
         cache_bytes=sum(group.num_bytes for group in groups),
         programs=len(programs),
-        compile_seconds=sum((program.seconds for program in programs), 0.0),
+        compile_seconds=executor.programs.compile_seconds,
         compiled_late=executor.programs.compiled_late,
         running=len(engine.scheduler.running),
         waiting=len(engine.scheduler.waiting),
@@ -106,9 +106,9 @@ def collect_stats(engine: Engine) -> Stats:
 
 
 def _group(executor: Executor, group: Group) -> GroupStats:
-    count, free = executor.owner.counts[group.name], executor.accounts.num_free(group.name)
+    count, free = executor.owner.counts[group.name], executor.allocator.num_free(group.name)
     total = count - (group.unit == "state")
-    kept = executor.accounts.num_reclaimable(group.name)
+    kept = executor.allocator.num_reclaimable(group.name)
     return GroupStats(
         name=group.name,
         unit=group.unit,

@@ -1,11 +1,11 @@
 """What one step does, as the scheduler decided it: who takes part with which tokens. Knows no arrays."""
 
-from collections.abc import Sequence as Many
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from jaxkv.cache.accounts import PageCopy
-from jaxkv.engine.sequence import Sequence
+from jaxkv.cache.page_allocator import PageCopy
+from jaxkv.engine.request_state import RequestState
 
 
 class Part(NamedTuple):
@@ -19,7 +19,7 @@ class Part(NamedTuple):
         carry: its one new token is the last one chosen for it, which the host has not read.
     """
 
-    sequence: Sequence
+    sequence: RequestState
     start: int
     count: int  # pyright: ignore[reportIncompatibleMethodOverride] - hides a method that nobody calls
     emits: int
@@ -40,9 +40,9 @@ class StepPlan:
     """
 
     parts: tuple[Part, ...]
-    fresh: tuple[tuple[Sequence, int], ...]
-    copies: tuple[tuple[Sequence, PageCopy], ...]
-    preempted: tuple[Sequence, ...]
+    fresh: tuple[tuple[RequestState, int], ...]
+    copies: tuple[tuple[RequestState, PageCopy], ...]
+    preempted: tuple[RequestState, ...]
     steps: int = 1
 
     @property
@@ -51,12 +51,12 @@ class StepPlan:
         return not (self.parts or self.fresh or self.copies)
 
 
-def part_of(sequence: Sequence, count: int) -> Part:
+def part_of(sequence: RequestState, count: int) -> Part:
     """Returns the part of a sequence that computes its next `count` tokens."""
     start, known = sequence.computed, len(sequence.tokens)
     stop = start + count
     assert stop <= sequence.reserved, "a plan takes the pages before it gives tokens"
-    emits = stop == known + sequence.pending and not sequence.followers
+    emits = stop == known + sequence.pending and not sequence.other_samples
     return Part(sequence, start, count, int(emits), count > 0 and start >= known)
 
 
@@ -72,7 +72,7 @@ def single(part: Part) -> Part:
     return part._replace(count=1, emits=1)
 
 
-def trim(wanted: list[tuple[Sequence, int]], excess: int) -> None:
+def trim(wanted: list[tuple[RequestState, int]], excess: int) -> None:
     """Takes tokens from the last prompts, which go on in a later step."""
     while excess:
         sequence, count = wanted.pop()
@@ -82,7 +82,7 @@ def trim(wanted: list[tuple[Sequence, int]], excess: int) -> None:
 
 
 def align(
-    wanted: list[tuple[Sequence, int]], before: Many[tuple[Sequence, int]], chunk: int
+    wanted: list[tuple[RequestState, int]], before: Sequence[tuple[RequestState, int]], chunk: int
 ) -> None:
     """Ends prompts that go on in a later step at a multiple of `chunk` tokens, so that their states depend on no cut.
 

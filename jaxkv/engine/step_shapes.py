@@ -8,7 +8,6 @@ where that promises nothing is the `Grain`.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from jaxkv.batch import Features
 from jaxkv.cache.spec import CacheLayout
 from jaxkv.engine.buckets import (
     LOOSE_TOKENS,
@@ -18,9 +17,10 @@ from jaxkv.engine.buckets import (
     row_buckets,
     token_buckets,
 )
-from jaxkv.engine.fields import StepShape
-from jaxkv.engine.rows import LOGPROB_SIZES, Row, features_of
-from jaxkv.engine.shapes import Declared
+from jaxkv.engine.program_spec import StepSpec
+from jaxkv.engine.rows import Row
+from jaxkv.sampling.features import Features
+from jaxkv.sampling.fields import LOGPROB_SIZES, features_of
 
 _SNAPSHOTS_PER_ROW = 3
 _MOST_SNAPSHOTS = 16
@@ -114,7 +114,7 @@ class StepShapes:
         """Returns how many tokens a step should have; see `filled`."""
         return filled(least, most, self.token_buckets)
 
-    def declare(self, rows: Sequence[Row], *, total_tokens: int) -> Declared:
+    def declare(self, rows: Sequence[Row], *, total_tokens: int) -> StepSpec:
         """Returns the program that runs these rows, whose tables cover `total_tokens` tokens each."""
         new_tokens = sum(len(row.tokens) for row in rows)
         return self.choose(
@@ -134,7 +134,7 @@ class StepShapes:
         total_tokens: int,
         mixed: bool = False,
         fresh: bool = False,
-    ) -> Declared:
+    ) -> StepSpec:
         """Returns the program for so many rows with so many new tokens between them; see `declare`.
 
         With `mixed`, some rows have no new token, and so others may have several. With `fresh`, all rows begin at
@@ -157,7 +157,7 @@ class StepShapes:
         rows: int | None = None,
         new_tokens: int | None = None,
         total_tokens: int | None = None,
-    ) -> list[Declared]:
+    ) -> list[StepSpec]:
         """Lists every step program that rows of these features can need.
 
         Args:
@@ -182,24 +182,21 @@ class StepShapes:
             + [self._prefill(tokens, length, features) for tokens in sizes for length in lengths]
         )
 
-    def _largest(self) -> Declared:
+    def _largest(self) -> StepSpec:
         return self._prefill(self.token_buckets[-1], self.lengths[-1], self._everything)
 
-    def _decode(self, rows: int, length: int, features: Features) -> Declared:
-        shape = StepShape(rows, rows, self._widths(length), features, decode=True)
-        return Declared("decode", shape)
+    def _decode(self, rows: int, length: int, features: Features) -> StepSpec:
+        return StepSpec(rows, rows, self._widths(length), features, decode=True)
 
-    def _fresh(self, tokens: int, features: Features) -> Declared:
+    def _fresh(self, tokens: int, features: Features) -> StepSpec:
         # Its tables are not read, so that those of the longest sequences cost it nothing.
-        made = self._prefill(tokens, self.lengths[-1], features)
-        return replace(made, shape=replace(made.shape, fresh=True))
+        return replace(self._prefill(tokens, self.lengths[-1], features), fresh=True)
 
-    def _prefill(self, tokens: int, length: int, features: Features) -> Declared:
+    def _prefill(self, tokens: int, length: int, features: Features) -> StepSpec:
         # So few tokens cannot be of more rows, and where there are many, choosing for every row adds little.
         rows = min(tokens, self._max_rows)
         kept = min(_SNAPSHOTS_PER_ROW * rows, _MOST_SNAPSHOTS) if self._keeps else 0
-        widths = self._widths(length)
-        return Declared("prefill", StepShape(tokens, rows, widths, features, snapshots=kept))
+        return StepSpec(tokens, rows, self._widths(length), features, snapshots=kept)
 
     def _widths(self, length: int) -> tuple[int, ...]:
         return tuple(group.pages_for(length) for group in self._paged)

@@ -1,20 +1,31 @@
-"""Generated ids to text as it becomes certain, up to the first stop string. Knows no requests."""
+"""Generated ids to text as it becomes certain, up to the first stop string."""
 
+from collections.abc import Sequence
+
+from jaxkv.config import SamplingParams
 from jaxkv.engine.detokenize import Detokenizer
 from jaxkv.tokenizer import Tokenizer
 
 
 class StopStrings:
-    """Looks for the first of some strings in a text that comes in pieces, however it is cut.
+    """Finds the first of some strings in a text that comes in pieces, however it is cut.
 
-    The first is the one that ends first; of several that end together, the longest. It is no part of the text.
+    The first is the one that ends first; of several that end together, the longest. The text ends before it.
 
     Args:
         stops: the strings; none of them empty.
+        included: the text ends behind the stop string instead.
+
+    Attributes:
+        met: the one that was met; `None` so far.
     """
 
-    def __init__(self, stops: tuple[str, ...]) -> None:
+    def __init__(self, stops: tuple[str, ...], *, included: bool = False) -> None:
+        self.met: str | None = None
         self._stops = stops
+        self._included = included
+        self._beginnings = {stop[:length] for stop in stops for length in range(1, len(stop))}
+        self._longest = max(map(len, stops), default=0)
         self._held = ""
 
     def push(self, piece: str, *, may_stop: bool = True) -> tuple[str, bool]:
@@ -34,7 +45,9 @@ class StopStrings:
                 if (at := self._held.find(stop, max(0, before - len(stop) + 1))) >= 0
             ]
             if ends:
-                text, self._held = self._held[: min(ends)[1]], ""
+                end, start = min(ends)
+                self.met = self._held[start:end]
+                text, self._held = self._held[: end if self._included else start], ""
                 return text, True
         certain = len(self._held) - self._suspected()
         text, self._held = self._held[:certain], self._held[certain:]
@@ -47,12 +60,8 @@ class StopStrings:
 
     def _suspected(self) -> int:
         """Returns how many of the last characters may begin a stop string."""
-        longest = max((len(stop) - 1 for stop in self._stops), default=0)
-        for length in range(min(longest, len(self._held)), 0, -1):
-            tail = self._held[-length:]
-            if any(stop.startswith(tail) for stop in self._stops):
-                return length
-        return 0
+        lengths = range(min(self._longest - 1, len(self._held)), 0, -1)
+        return next((n for n in lengths if self._held[-n:] in self._beginnings), 0)
 
 
 class TextStream:
@@ -60,12 +69,20 @@ class TextStream:
 
     Args:
         tokenizer: turns ids to text.
-        stops: strings that end the text.
+        prompt: ids that the sequence follows.
+        params: its stop strings, and what its text includes.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stops: tuple[str, ...] = ()) -> None:
-        self._detokenizer = Detokenizer(tokenizer)
-        self._stops = StopStrings(stops)
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], params: SamplingParams) -> None:
+        self._detokenizer = Detokenizer(
+            tokenizer, prompt, skip_special_tokens=params.skip_special_tokens
+        )
+        self._stops = StopStrings(params.stop, included=params.include_stop_str_in_output)
+
+    @property
+    def stop_string(self) -> str | None:
+        """The stop string that ended the text; `None` if none has."""
+        return self._stops.met
 
     def push(self, token_id: int, *, may_stop: bool = True) -> tuple[str, bool]:
         """Returns the text that is certain now and was not before, and whether a stop string ended it.

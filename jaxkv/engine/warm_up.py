@@ -11,13 +11,13 @@ from jaxkv.engine.buckets import bucket
 from jaxkv.engine.compile_costs import note_costs
 from jaxkv.engine.engine import Engine
 from jaxkv.engine.executor import Executor
-from jaxkv.engine.fields import StepShape
 from jaxkv.engine.host_programs import declare_swaps
+from jaxkv.engine.program_spec import ProgramSpec
 from jaxkv.engine.request import Request
-from jaxkv.engine.rows import features_of
-from jaxkv.engine.shapes import Declared, row_of, tokens_held
-from jaxkv.engine.side_programs import COPY
+from jaxkv.engine.rows import row_of, tokens_held
+from jaxkv.engine.side_programs import AdmitSpec, CopySpec
 from jaxkv.models.protocol import Model
+from jaxkv.sampling.fields import features_for, features_of
 
 _LOG = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ class WarmUp:
 
 
 def compile_all(
-    executor: Executor, needed: Sequence[Declared], *, progress: bool = False
+    executor: Executor, needed: Sequence[ProgramSpec], *, progress: bool = False
 ) -> WarmUp:
     """Compiles programs side by side, or loads them from disk; then the manifest is sealed.
 
@@ -91,7 +91,7 @@ def cost_identity(model: Model, dtype: str) -> str:
     return f"{model!r} {dtype} {jax.devices()[0].device_kind}"
 
 
-def declare_served(engine: Engine, request: Request, count: int) -> list[Declared]:
+def declare_served(engine: Engine, request: Request, count: int) -> list[ProgramSpec]:
     """Lists every program that up to `count` requests like this one, or shorter, can need on the engine.
 
     Requests that choose their tokens in another way, and mixtures of several ways, need others.
@@ -103,18 +103,20 @@ def declare_served(engine: Engine, request: Request, count: int) -> list[Declare
     """
     held, rows = tokens_held(request), min(count, engine.shapes.decode_rows[-1])
     returns = _may_return(engine, held, rows)
-    needed = engine.shapes.declare_all(
-        features_of([row_of(request, 0)]),
-        rows=rows,
-        new_tokens=rows * (1 + (held if returns else len(request.prompt))),
-        total_tokens=held,
-    )
+    needed: list[ProgramSpec] = [
+        *engine.shapes.declare_all(
+            features_of([row_of(request, 0)]),
+            rows=rows,
+            new_tokens=rows * (1 + (held if returns else len(request.prompt))),
+            total_tokens=held,
+        )
+    ]
     needed += engine.bursts.declare(needed)
     if engine.prefix is not None or count > 1:
-        needed.append(COPY)
+        needed.append(CopySpec())
     if engine.host is not None:
         needed += declare_swaps(engine.executor.layout)
-    if request.params.uses_penalties or request.params.logit_bias:
+    if features_for(request.params).penalties:
         needed += _admissions(engine, request, returns=returns)
     return needed
 
@@ -131,12 +133,11 @@ def _may_return(engine: Engine, held: int, rows: int) -> bool:
     return any(rows * group.pages_for(held) > counts[group.name] for group in groups)
 
 
-def _admissions(engine: Engine, request: Request, *, returns: bool) -> list[Declared]:
+def _admissions(engine: Engine, request: Request, *, returns: bool) -> list[AdmitSpec]:
     """Lists what gives one sequence its entry: when it is new, and when it comes back with what it has generated."""
-    widths = engine.executor.shapes.length_buckets
-    longest = bucket(max(len(request.prompt), request.params.max_tokens), widths)
+    widths = engine.executor.length_buckets
+    longest = bucket(max(len(request.prompt), request.max_tokens), widths)
     prompt = bucket(len(request.prompt), widths)
-    shape = StepShape(1, 1, ())
-    new = [Declared("admit", shape, width) for width in widths if width <= prompt]
-    back = [Declared("readmit", shape, width) for width in widths if width <= longest]
+    new = [AdmitSpec(1, width) for width in widths if width <= prompt]
+    back = [AdmitSpec(1, width, returning=True) for width in widths if width <= longest]
     return new + back if returns else new

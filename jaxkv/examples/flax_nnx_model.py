@@ -1,7 +1,8 @@
 """Generates from a transformer that you wrote yourself in flax.nnx: `python -m jaxkv.examples.flax_nnx_model`.
 
-The module follows the protocol in `jaxkv/models/flax_model.py`: it says what its layers remember, works on tokens
-of several sequences packed one after the other, and leaves the memory to the `attend` it is given.
+The module follows `CausalModule` in `jaxkv/models/flax_model.py`: `cache_specs` describes the memory of its layers, a
+call works on tokens of several sequences packed one after the other, and the `attend` that it is given reads and
+writes the memory. Dropout is for training: a `FlaxModel` generates in evaluation mode, whatever the module's own mode.
 """
 
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ from jaxtyping import Array, Float, Int
 import jaxkv
 from jaxkv.cache.spec import LayerSpec
 from jaxkv.cache.variants import gqa, place
-from jaxkv.models.flax_model import Attend, FlaxModel
+from jaxkv.models.flax_model import Attend
 
 VOCAB, HIDDEN, LAYERS, HEADS, KV_HEADS, HEAD_DIM, POSITIONS = 97, 48, 3, 6, 2, 8, 256
 
@@ -70,7 +71,7 @@ class Transformer(nnx.Module):
 def main() -> None:
     """Generates from three prompts of different lengths at once and prints the ids."""
     module = Transformer(nnx.Rngs(0))
-    model = FlaxModel(module)
+    model = jaxkv.FlaxModel(module)
     prompts = [[1, 2, 3], [40, 41, 42, 43, 44, 45], [7]]
     sampling = jaxkv.SamplingParams(temperature=0.0, max_tokens=12)
     out = jaxkv.generate(model.params_of(module), model, prompts, sampling=sampling)

@@ -13,7 +13,7 @@ from jaxkv.layers.linear import Joining, Normed, matmul
 from jaxkv.layers.rope import Angles
 from pallas_kernels import page_write, paged_attention, ragged_attention, rotary_write
 from pallas_kernels.families import member
-from pallas_kernels.quantise import quantise
+from pallas_kernels.formats.quantise import quantise
 
 # What a layer may keep of a token, in the order in which the ops take it.
 _ROLES = ("key", "value", "key_scale", "value_scale")

@@ -1,4 +1,4 @@
-"""A mixture of experts: each token asks the few that its router names. Knows no family."""
+"""Mixture of experts: a router chooses a few experts for each token (Shazeer et al., 2017)."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -16,12 +16,12 @@ from pallas_kernels.grouped_matmul import mosaic_gpu
 
 _KERNEL = "mosaic_gpu"
 _FEW_BYTES = 128 * 2**20
-"""Of the experts that few tokens ask. Less is read sooner than rows are sorted (grouped_matmul's NOTES.md)."""
+"""Bytes of the chosen experts below which plain products are faster than sorting rows (NOTES.md of grouped_matmul)."""
 _MOST_SORTED = 2**28
-"""Numbers of tokens, repeated for each expert that they ask, that may exist at once: 512 MiB of bfloat16."""
+"""Most elements of hidden states, repeated once per chosen expert, at once: 512 MiB of bfloat16."""
 
 _MOST_INNER = 2**26
-"""Numbers between the two maps of all experts that may exist at once: 128 MiB of bfloat16."""
+"""Most elements of all experts' inner activations at once: 128 MiB of bfloat16."""
 
 
 def mixture_of_experts(
@@ -32,16 +32,17 @@ def mixture_of_experts(
     activation: str,
     grouped: str | None = None,
 ) -> Float[Array, "tokens hidden_size"]:
-    """Lets each token's experts work on it and adds what they say, each by its weight.
+    """Computes the weighted sum of the outputs of each token's chosen experts.
 
-    Few tokens read the matrices of their own experts alone. Many ask nearly every expert, and then all experts are two
-    products as wide as all of them, whose inner columns are cleared where a token did not ask. `jax.lax.ragged_dot`
-    would do the latter `top_k` times over on GPUs and CPUs, where XLA makes one dense product of it.
+    With XLA there are two ways. A few tokens gather the matrices of their own experts. Many tokens choose nearly every
+    expert: all experts then run as two dense products over all tokens, and inner activations of experts that a token
+    did not choose are set to zero. `jax.lax.ragged_dot` is not used: on GPUs and CPUs XLA turns it into a dense
+    product that repeats that work `top_k` times.
 
-    On our kernels `grouped_matmul` does both: tokens are sorted by their experts, each of which is read once and
-    multiplied with its own tokens alone.
+    With our kernels `grouped_matmul` covers both cases: tokens are sorted by expert, and each expert is read once and
+    multiplied with its own tokens only.
 
-    A token's result does not depend on the others'.
+    A token's result does not depend on other tokens.
 
     Args:
         params: "router" [experts, hidden_size]; "experts_up" [experts, size or 2 * size, width], gate first where there
@@ -50,27 +51,27 @@ def mixture_of_experts(
             "router_bias" [experts], "experts_up_bias" [experts, size or 2 * size] and "experts_down_bias"
             [experts, width].
         x: normalised hidden states.
-        mixture: sizes, and how experts are chosen.
+        mixture: sizes and routing of the experts.
         activation: a name in `ACTIVATIONS`.
-        grouped: which implementation of `grouped_matmul` the experts run on; `None` for the two ways of plain XLA.
+        grouped: implementation of `grouped_matmul` that the experts run on; `None` for plain XLA.
 
     Raises:
-        Unsupported: `grouped` cannot run here, or not these sizes; the message says why.
+        Unsupported: `grouped` cannot run on this device or with these sizes; the message gives the reason.
     """
     logits = project(params["router"], x, result=jnp.float32)
     if "router_bias" in params:
         logits = logits + params["router_bias"].astype(jnp.float32)[None]
     chosen, weights = choose_experts(logits, params.get("router_correction"), mixture=mixture)
-    given = linear(params["latent_in"], x) if "latent_in" in params else x
-    bend = partial(gate if mixture.gated else activate, activation=activation)
+    rows = linear(params["latent_in"], x) if "latent_in" in params else x
+    activate_rows = partial(gate if mixture.gated else activate, activation=activation)
     if mixture.clamp is not None:
-        bend = partial(clamped_gate, limit=mixture.clamp)
+        activate_rows = partial(clamped_gate, limit=mixture.clamp)
     if grouped is not None:
-        ask = partial(_ask_in_order, implementation=grouped)
+        run_experts = partial(_run_sorted, implementation=grouped)
     else:
-        ask = _ask_some if chosen.size <= mixture.experts else _ask_all
-    said = ask(params, given, chosen, weights, bend)
-    return linear(params["latent_out"], said) if "latent_out" in params else said
+        run_experts = _run_gathered if chosen.size <= mixture.experts else _run_all
+    out = run_experts(params, rows, chosen, weights, activate_rows)
+    return linear(params["latent_out"], out) if "latent_out" in params else out
 
 
 def grouped_for(
@@ -80,10 +81,10 @@ def grouped_for(
     mixture: MixtureConfig,
     implementation: str | None,
 ) -> str | None:
-    """Returns what `mixture_of_experts` is to run on in a family of implementations, as its `grouped`.
+    """Returns the `grouped` argument of `mixture_of_experts` for a family of implementations.
 
-    That is our kernel if the family is ours and the kernel takes these sizes; where it does not, a fallback is noted.
-    Few tokens that ask for little are the plain way's.
+    The result is our kernel if the family is ours and the kernel supports these sizes; if it does not, a fallback is
+    recorded. The result is `None` for few tokens whose experts are small, since plain products are faster there.
     """
     if implementation != _KERNEL:
         return None
@@ -108,7 +109,7 @@ def choose_experts(
 ) -> tuple[Int[Array, "tokens top_k"], Float[Array, "tokens top_k"]]:
     """Returns each token's experts, best first, and their weights, in float32."""
     scores = jax.nn.sigmoid(logits) if mixture.scoring == "sigmoid" else jax.nn.softmax(logits)
-    # The correction (Wang et al., Auxiliary-Loss-Free Load Balancing) decides who is asked, not what the answer weighs.
+    # The correction (Wang et al., Auxiliary-Loss-Free Load Balancing) changes the choice of experts, not their weights.
     ranked = scores if correction is None else scores + correction[None]
     _, chosen = jax.lax.top_k(_within_best_groups(ranked, mixture), mixture.top_k)
     weights = jnp.take_along_axis(scores, chosen, axis=1)
@@ -120,7 +121,7 @@ def choose_experts(
 def _within_best_groups(
     scores: Float[Array, "tokens experts"], mixture: MixtureConfig
 ) -> Float[Array, "tokens experts"]:
-    """Rules out experts of all but the groups whose best one or two score highest together (DeepSeek-V2 and -V3)."""
+    """Masks experts outside the groups with the highest sum of their best one or two scores (DeepSeek-V2 and -V3)."""
     if mixture.groups == mixture.top_groups:
         return scores
     grouped = scores.reshape(scores.shape[0], mixture.groups, -1)
@@ -130,18 +131,18 @@ def _within_best_groups(
     return jnp.where(allowed[:, :, None], grouped, -jnp.inf).reshape(scores.shape)
 
 
-def _ask_in_order(
+def _run_sorted(
     params: Mapping[str, Array],
     x: Float[Array, "tokens width"],
     chosen: Int[Array, "tokens top_k"],
     weights: Float[Array, "tokens top_k"],
-    bend: Callable[[Float[Array, "asked inner"]], Float[Array, "asked size"]],
+    activate_rows: Callable[[Float[Array, "picked inner"]], Float[Array, "picked size"]],
     *,
     implementation: str,
 ) -> Float[Array, "tokens width"]:
-    """Gives each expert its own tokens, and adds up each token's answers in the order in which it asked.
+    """Runs the experts with `grouped_matmul` on (token, expert) pairs sorted by expert, a block of tokens at a time.
 
-    The (token, expert) pairs of a block of tokens at a time are sorted by expert.
+    The outputs of a token are added in the order of `chosen`.
     """
     up, top_k = params["experts_up"], chosen.shape[1]
     experts = jnp.arange(up.shape[0])
@@ -151,95 +152,95 @@ def _ask_in_order(
         chosen: Int[Array, "block top_k"],
         weights: Float[Array, "block top_k"],
     ) -> Float[Array, "block width"]:
-        asked = chosen.reshape(-1)
-        order = jnp.argsort(asked, stable=True)
-        sizes = jnp.sum((asked[None, :] == experts[:, None]).astype(jnp.int32), axis=1)
+        picked = chosen.reshape(-1)
+        order = jnp.argsort(picked, stable=True)
+        sizes = jnp.sum((picked[None, :] == experts[:, None]).astype(jnp.int32), axis=1)
         multiply = partial(grouped_matmul, group_sizes=sizes, implementation=implementation)
 
-        def with_bias(said: Float[Array, "asked out"], name: str) -> Float[Array, "asked out"]:
+        def with_bias(out: Float[Array, "picked out"], name: str) -> Float[Array, "picked out"]:
             if name not in params:
-                return said
-            return said.astype(jnp.float32) + params[name][asked[order]].astype(jnp.float32)
+                return out
+            return out.astype(jnp.float32) + params[name][picked[order]].astype(jnp.float32)
 
         inner = with_bias(multiply(up, x[order // top_k]), "experts_up_bias")
-        inner = bend(inner).astype(x.dtype)
-        said = multiply(params["experts_down"], inner, group_axis=1)
-        said = with_bias(said, "experts_down_bias")
+        inner = activate_rows(inner).astype(x.dtype)
+        out = multiply(params["experts_down"], inner, group_axis=1)
+        out = with_bias(out, "experts_down_bias")
         places = jnp.zeros_like(order).at[order].set(jnp.arange(len(order)), unique_indices=True)
-        said = said[places].astype(jnp.float32).reshape(*chosen.shape, -1)
-        return jnp.sum(said * weights[:, :, None], axis=1).astype(x.dtype)
+        out = out[places].astype(jnp.float32).reshape(*chosen.shape, -1)
+        return jnp.sum(out * weights[:, :, None], axis=1).astype(x.dtype)
 
     return _in_blocks(run, max(1, _MOST_SORTED // (top_k * max(up.shape[1:]))), x, chosen, weights)
 
 
-def _ask_some(
+def _run_gathered(
     params: Mapping[str, Array],
     x: Float[Array, "tokens width"],
     chosen: Int[Array, "tokens top_k"],
     weights: Float[Array, "tokens top_k"],
-    bend: Callable[[Float[Array, "asked inner"]], Float[Array, "asked size"]],
+    activate_rows: Callable[[Float[Array, "picked inner"]], Float[Array, "picked size"]],
 ) -> Float[Array, "tokens width"]:
-    """Gives each (token, expert) pair a product of its own, which reads that expert's matrices where they lie."""
+    """Gathers the matrices of each (token, expert) pair and multiplies them with that token only."""
     up, down = params["experts_up"], params["experts_down"]
     tokens, top_k = chosen.shape
-    asked = chosen.reshape(-1)
+    picked = chosen.reshape(-1)
     times = partial(
         jax.lax.dot_general,
         precision=jax.lax.Precision.HIGHEST if up.dtype == jnp.float32 else None,
         preferred_element_type=jnp.float32,
     )
-    inner = times(up[asked], jnp.repeat(x, top_k, axis=0), (((2,), (1,)), ((0,), (0,))))
+    inner = times(up[picked], jnp.repeat(x, top_k, axis=0), (((2,), (1,)), ((0,), (0,))))
     if "experts_up_bias" in params:
-        inner = inner + params["experts_up_bias"][asked].astype(jnp.float32)
-    inner = bend(inner).astype(x.dtype)
-    said = times(down[:, asked], inner, (((2,), (1,)), ((1,), (0,))))
+        inner = inner + params["experts_up_bias"][picked].astype(jnp.float32)
+    inner = activate_rows(inner).astype(x.dtype)
+    out = times(down[:, picked], inner, (((2,), (1,)), ((1,), (0,))))
     if "experts_down_bias" in params:
-        said = said + params["experts_down_bias"][asked].astype(jnp.float32)
-    said = said.reshape(tokens, top_k, -1)
-    return jnp.sum(said * weights[:, :, None], axis=1).astype(x.dtype)
+        out = out + params["experts_down_bias"][picked].astype(jnp.float32)
+    out = out.reshape(tokens, top_k, -1)
+    return jnp.sum(out * weights[:, :, None], axis=1).astype(x.dtype)
 
 
-def _ask_all(
+def _run_all(
     params: Mapping[str, Array],
     x: Float[Array, "tokens width"],
     chosen: Int[Array, "tokens top_k"],
     weights: Float[Array, "tokens top_k"],
-    bend: Callable[[Float[Array, "asked inner"]], Float[Array, "asked size"]],
+    activate_rows: Callable[[Float[Array, "picked inner"]], Float[Array, "picked size"]],
 ) -> Float[Array, "tokens width"]:
-    """Lets all experts work on all tokens, a block of tokens at a time, and takes nothing from those not asked."""
+    """Runs all experts on all tokens, a block of tokens at a time, and drops the outputs of experts not chosen."""
     up, down = params["experts_up"], params["experts_down"]
     up_bias, down_bias = params.get("experts_up_bias"), params.get("experts_down_bias")
     up_bias = None if up_bias is None else up_bias.reshape(-1)
     experts, inner_size, width = up.shape
     every = jnp.arange(experts)[None, None, :] == chosen[:, :, None]
-    asked = jnp.any(every, axis=1)
+    picked = jnp.any(every, axis=1)
     share = jnp.sum(jnp.where(every, weights[:, :, None], 0.0), axis=1)
 
     def run(
         x: Float[Array, "block width"],
-        asked: Bool[Array, "block experts"],
+        picked: Bool[Array, "block experts"],
         share: Float[Array, "block experts"],
     ) -> Float[Array, "block width"]:
         inner = linear(up.reshape(-1, width), x, up_bias).reshape(-1, inner_size)
-        inner = bend(inner).astype(jnp.float32).reshape(len(x), experts, -1)
-        # Clearing, not multiplying by zero: what an expert makes of a token that is not its own may be no number.
-        inner = jnp.where(asked[:, :, None], inner * share[:, :, None], 0.0).astype(x.dtype)
-        said = linear(down.reshape(width, -1), inner.reshape(len(x), -1))
+        inner = activate_rows(inner).astype(jnp.float32).reshape(len(x), experts, -1)
+        # Selected, not multiplied by zero: the output of an expert that was not chosen may be inf or NaN.
+        inner = jnp.where(picked[:, :, None], inner * share[:, :, None], 0.0).astype(x.dtype)
+        out = linear(down.reshape(width, -1), inner.reshape(len(x), -1))
         if down_bias is None:
-            return said
-        return said + project(down_bias.T, share.astype(down_bias.dtype)).astype(said.dtype)
+            return out
+        return out + project(down_bias.T, share.astype(down_bias.dtype)).astype(out.dtype)
 
-    return _in_blocks(run, max(1, _MOST_INNER // (experts * inner_size)), x, asked, share)
+    return _in_blocks(run, max(1, _MOST_INNER // (experts * inner_size)), x, picked, share)
 
 
 def _in_blocks(
     run: Callable[..., Float[Array, "block width"]], block: int, *parts: Array
 ) -> Float[Array, "tokens width"]:
-    """Runs over blocks of so many tokens in turn; what the last one lacks is zeros."""
+    """Runs a function over blocks of so many tokens, one after the other; the last block is padded with zeros."""
     tokens = len(parts[0])
     if tokens <= block:
         return run(*parts)
     padding = ((0, -tokens % block), (0, 0))
     blocks = [jnp.pad(part, padding).reshape(-1, block, part.shape[1]) for part in parts]
-    said = jax.lax.map(lambda parts: run(*parts), tuple(blocks))
-    return said.reshape(-1, said.shape[2])[:tokens]
+    out = jax.lax.map(lambda parts: run(*parts), tuple(blocks))
+    return out.reshape(-1, out.shape[2])[:tokens]

@@ -17,8 +17,8 @@ from jaxkv.layers.norm import layer_norm
 from jaxkv.layers.rope import Angles, rotate
 from pallas_kernels import index_topk, page_write, sparse_attention
 from pallas_kernels.families import member
-from pallas_kernels.index_codec import quantise_keys, write_index_keys
-from pallas_kernels.record_codec import decode_records, encode_records
+from pallas_kernels.formats.index_keys import quantise_keys, write_index_keys
+from pallas_kernels.formats.latent_records import decode_records, encode_records
 
 _NORM_EPS = 1e-6
 

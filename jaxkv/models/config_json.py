@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from jaxkv.errors import UnknownConfig
 from jaxkv.weights.quantised import read_quantised
+from jaxkv.wording import clip, listed, shown
 
 _REFUSED = {
     "auto_map": "names Python code in the model's directory, and jaxkv runs no code from there; only where its "
@@ -78,7 +79,7 @@ class ConfigJson:
             if key == "auto_map" and self._names_the_architecture(value):
                 self._taken.add(key)
             elif reason is not None and value is not None and key not in HARMLESS:
-                raise UnknownConfig(f"{place} sets {key} = {_short(value)}, which {reason}")
+                raise UnknownConfig(f"{place} sets {clip(key)} = {shown(value)}, which {reason}")
         self.is_quantised = read_quantised(raw) is not None
 
     def _names_the_architecture(self, auto_map: object) -> bool:
@@ -105,7 +106,7 @@ class ConfigJson:
         value = self.take(key, default)
         if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
             raise ValueError(
-                f"{self._place}: {key} must be an integer in [{low}, {high}], got {_short(value)}"
+                f"{self._place}: {key} must be an integer in [{low}, {high}], got {shown(value)}"
             )
         return value
 
@@ -115,13 +116,13 @@ class ConfigJson:
         # The bounds refuse NaN, infinity, and integers that no float holds.
         if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e30:
             return float(value)
-        raise ValueError(f"{self._place}: {key} must be a finite number, got {_short(value)}")
+        raise ValueError(f"{self._place}: {key} must be a finite number, got {shown(value)}")
 
     def take_bool(self, key: str, default: object = _REQUIRED) -> bool:
         """Returns true or false."""
         value = self.take(key, default)
         if not isinstance(value, bool):
-            raise ValueError(f"{self._place}: {key} must be true or false, got {_short(value)}")
+            raise ValueError(f"{self._place}: {key} must be true or false, got {shown(value)}")
         return value
 
     def take_choice(self, key: str, default: str, choices: Mapping[str, str]) -> str:
@@ -129,7 +130,7 @@ class ConfigJson:
         value = self.take(key, default)
         if not isinstance(value, str) or value not in choices:
             raise UnknownConfig(
-                f"{self._place} sets {key} = {_short(value)}; supported are {', '.join(choices)}"
+                f"{self._place} sets {key} = {shown(value)}; supported are {', '.join(choices)}"
             )
         return choices[value]
 
@@ -142,7 +143,7 @@ class ConfigJson:
         given = [] if value is None else value if isinstance(value, Sequence) else [value]
         ids = [token for token in given if isinstance(token, int) and not isinstance(token, bool)]
         if len(ids) != len(given) or min(ids, default=0) < 0:
-            raise ValueError(f"{self._place}: {key} must hold token ids, got {_short(value)}")
+            raise ValueError(f"{self._place}: {key} must hold token ids, got {shown(value)}")
         return tuple(token for token in ids if token < vocab_size)
 
     def take_object(self, key: str) -> Mapping[str, object]:
@@ -151,7 +152,7 @@ class ConfigJson:
         if value is None:
             return {}
         if not isinstance(value, Mapping):
-            raise ValueError(f"{self._place}: {key} must be an object, got {_short(value)}")
+            raise ValueError(f"{self._place}: {key} must be an object, got {shown(value)}")
         return value
 
     def ignore(self, names: str) -> None:
@@ -164,7 +165,7 @@ class ConfigJson:
         value = default if value is None else value
         if not isinstance(value, Sequence) or len(value) != len(default):
             raise ValueError(
-                f"{self._place}: {key} must hold {len(default)} numbers, got {_short(value)}"
+                f"{self._place}: {key} must hold {len(default)} numbers, got {shown(value)}"
             )
         parts = ConfigJson(
             {f"{key}[{index}]": part for index, part in enumerate(value)}, place=self._place
@@ -179,16 +180,11 @@ class ConfigJson:
             if key not in self._taken and key not in HARMLESS and not _is_neutral(key, value)
         }
         if unknown:
-            told = ", ".join(f"{key} = {_short(value)}" for key, value in unknown.items())
+            told = [f"{clip(key)} = {shown(value)}" for key, value in unknown.items()]
             raise UnknownConfig(
-                f"{self._place} sets {told}, which would change the result and is not understood"
+                f"{self._place} sets {listed(told)}, which would change the result and is not understood"
             )
 
 
 def _is_neutral(key: str, value: object) -> bool:
     return value is None or (key in NEUTRAL and value == NEUTRAL[key])
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."

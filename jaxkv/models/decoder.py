@@ -20,6 +20,7 @@ from jaxkv.model_config import ModelConfig, Multipliers
 from jaxkv.models.block import Leaf, Step
 from jaxkv.models.blocks import BLOCKS
 from jaxkv.models.protocol import Params
+from jaxkv.wording import listed
 from pallas_kernels.dispatch import at
 from pallas_kernels.skinny_matmul.xla import Weighed
 
@@ -46,7 +47,7 @@ class Decoder:
         unknown = self.config.blocks - BLOCKS.keys()
         if unknown:
             raise ValueError(
-                f"the pattern names {', '.join(map(repr, sorted(unknown)))}; blocks are {', '.join(BLOCKS)}"
+                f"the pattern names {listed([repr(name) for name in sorted(unknown)])}; blocks are {', '.join(BLOCKS)}"
             )
 
     @property

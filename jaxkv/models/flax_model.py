@@ -1,5 +1,6 @@
-"""Lets a user's own `flax.nnx` module be generated from like a built-in family. Knows attention layers only."""
+"""Generates from a user's own `flax.nnx` module, made of attention layers, as from a built-in family."""
 
+from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
@@ -74,14 +75,22 @@ class CausalModule(Protocol):
 
 @dataclass(frozen=True)
 class FlaxModel:
-    """A module's computation without its arrays: made once, hashable, static to the compiler.
+    """The computation of a module in evaluation mode, without its arrays: hashable and static to the compiler.
 
-    The module's graph is taken apart here; a step puts it together again while it is traced, and at no other time.
-    The arrays are passed to each call as `params`, a plain nested dict: `model.params_of(module)`, which may be taken
-    again whenever training has changed them. What a call assigns to the module's variables is dropped.
+    Make it once. Its arrays are passed to each call as `params`, a plain nested dict: `model.params_of(module)`, which
+    may be taken again whenever training has changed them.
+
+    The module's graph is split here and merged again while a step is traced. Evaluation mode is that of
+    `nnx.Module.eval`: `deterministic=True` and `use_running_average=True` in every part of a copy; the module itself
+    keeps its mode. A call that draws random numbers or changes batch statistics all the same is refused while it is
+    traced. Other values that a call assigns to the module's variables are dropped.
+
+    Example:
+        >>> model = FlaxModel(module)
+        >>> jaxkv.generate(model.params_of(module), model, [[1, 2, 3]])
 
     Attributes:
-        graph: the module without its arrays.
+        graph: the module in evaluation mode, without its arrays.
         implementation: which family of implementations every op insists on; `None` takes the best.
         vocab_size: width of the logits.
         max_positions: longest sequence the model is meant for.
@@ -103,7 +112,7 @@ class FlaxModel:
             wanted = ("vocab_size", "max_positions", "cache_specs", "__call__", "logits")
             missing = ", ".join(name for name in wanted if not hasattr(module, name))
             raise ValueError(f"{type(module).__name__} lacks {missing}; see CausalModule")
-        graph, state = nnx.split(module)
+        graph, state = nnx.split(_in_evaluation_mode(module))
         leaves, structure = jax.tree.flatten(nnx.to_pure_dict(state))
         specs = module.cache_specs(page_size=1, dtype="float32")
         values = {
@@ -162,8 +171,7 @@ class FlaxModel:
     ) -> tuple[Cache, Float[Array, "tokens hidden_size"]]:
         """Runs the module once over the packed tokens, remembering on the way."""
         recorder = _Recorder(self, cache, batch)
-        module = nnx.merge(self.graph, params)
-        hidden = module(batch.tokens, batch.positions, recorder)
+        hidden = self._run(params, lambda module: module(batch.tokens, batch.positions, recorder))
         recorder.check_all_attended()
         return recorder.cache, hidden
 
@@ -171,13 +179,39 @@ class FlaxModel:
         self, params: Params, hidden: Float[Array, "rows hidden_size"]
     ) -> Float[Array, "rows vocab_size"]:
         """Scores every token by the module's own `logits`."""
-        logits = nnx.merge(self.graph, params).logits(hidden)
+        logits = self._run(params, lambda module: module.logits(hidden))
         wanted = (hidden.shape[0], self.vocab_size)
         if logits.shape != wanted or logits.dtype != jnp.float32:
             raise ValueError(
                 f"the module's logits are {logits.dtype}{list(logits.shape)}, wanted float32{list(wanted)}"
             )
         return logits
+
+    def _run(self, params: Params, call: Callable[[Any], Array]) -> Array:
+        """Calls the module with its parameters put in; raises if the call is one of training."""
+        if isinstance(params, nnx.Module):
+            raise ValueError(
+                f"params is the nnx module {type(params).__name__}; pass model.params_of(module)"
+            )
+        if isinstance(params, nnx.State):
+            params = nnx.to_pure_dict(params)
+        if jax.tree.structure(params) != self._structure:
+            raise ValueError(
+                "params has other entries than the module FlaxModel was made of; pass model.params_of(module)"
+            )
+        module = nnx.merge(self.graph, params)
+        before = _training_state(module)
+        result = call(module)
+        changed = [
+            name for name, leaf in _training_state(module).items() if before.get(name) is not leaf
+        ]
+        if changed:
+            raise ValueError(
+                f"the module changes {', '.join(changed)} while it generates: it draws random numbers or updates batch "
+                "statistics although it is in evaluation mode; make both depend on the attributes `deterministic` "
+                "and `use_running_average`, which `nnx.Module.eval` sets"
+            )
+        return result
 
 
 class _Recorder:
@@ -236,6 +270,20 @@ class _Recorder:
         missing = sorted(self._groups.keys() - self._attended)
         if missing:
             raise ValueError(f"the module did not attend in layers {missing} of its cache_specs")
+
+
+def _in_evaluation_mode(module: nnx.Module) -> nnx.Module:
+    """Returns a copy in evaluation mode; its variables are those of the module."""
+    copied = nnx.view(module)
+    copied.eval()
+    return copied
+
+
+def _training_state(module: nnx.Module) -> dict[str, Array]:
+    """Returns the states of random numbers and the batch statistics of a module by path."""
+    state = nnx.to_pure_dict(nnx.state(module, nnx.Any(nnx.RngState, nnx.BatchStat)))
+    paths = jax.tree.leaves_with_path(state)
+    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in paths}
 
 
 def _narrower(layer: int, spec: PagedSpec | StateSpec, window: int | None) -> int | None:

@@ -8,6 +8,7 @@ from jaxkv.models.config_json import ConfigJson
 from jaxkv.models.gemma2 import gemma, take_window
 from jaxkv.models.llama_like import layer_windows, read_llama_like, take_nullable_float
 from jaxkv.models.rope_json import read_rope
+from jaxkv.wording import listed
 
 _SIZE = 2**31 - 1
 _POSITIONS = 131072
@@ -61,7 +62,7 @@ def _ropes(keys: ConfigJson) -> tuple[RopeConfig, RopeConfig]:
     if both and not scaling:
         if both.keys() != parts.keys():
             raise UnknownConfig(
-                f"config.json: rope_parameters must name {' and '.join(parts)}, got {', '.join(both)}"
+                f"config.json: rope_parameters must name {' and '.join(parts)}, got {listed(both)}"
             )
         parts = {kind: {"rope_parameters": both[kind]} for kind in parts}
     ropes = {

@@ -12,10 +12,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from jaxkv.batch import PagedTables, SamplingBatch, StateTables, StepBatch
+from jaxkv.batch import PagedTables, StateTables, StepBatch
 from jaxkv.cache.spec import CacheLayout
 from jaxkv.cache.state import init_cache
 from jaxkv.models.protocol import Model, Params
+from jaxkv.sampling.batch import SamplingBatch
 from pallas_kernels.device import why_not_mosaic
 from pallas_kernels.dispatch import Question, Unsupported, asking
 from pallas_kernels.families import FAMILIES, member
@@ -157,8 +158,6 @@ def _batch(layout: CacheLayout, tokens: int, *, decode: bool, fresh: bool = Fals
         positions=ints(tokens),
         cu_q_lens=ints(_ROWS + 1),
         seq_lens=ints(_ROWS),
-        num_tokens=ints(),
-        num_rows=ints(),
         paged=(rows,) * len(layout.paged_groups),
         states=(states,) * len(layout.state_groups),
         sampling=SamplingBatch(slots=ints(_ROWS), carry=ints(_ROWS)),

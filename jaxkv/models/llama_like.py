@@ -8,6 +8,7 @@ from jaxkv.errors import UnknownConfig
 from jaxkv.model_config import MAX_LAYERS, ModelConfig, RopeConfig
 from jaxkv.models.config_json import ConfigJson
 from jaxkv.models.rope_json import read_rope
+from jaxkv.wording import shown
 
 ACTIVATIONS = {
     "silu": "silu",
@@ -119,7 +120,7 @@ def check_architecture(keys: ConfigJson, family: str, architecture: str) -> None
     named = keys.take("architectures", None)
     if named is not None and (not isinstance(named, Sequence) or architecture not in named):
         raise UnknownConfig(
-            f"config.json names architectures = {named!r}; of {family}, only {architecture} is supported"
+            f"config.json names architectures = {shown(named)}; of {family}, only {architecture} is supported"
         )
 
 

@@ -1,9 +1,11 @@
-"""Finds the family of a model directory by its `model_type`. Looks up no name it was not written with."""
+"""The built-in family of a model directory, by its `model_type`: config, computation and parameters."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from jaxkv import default_model
+from jaxkv.config import dtype_name
 from jaxkv.errors import UnknownConfig
 from jaxkv.model_config import ModelConfig
 from jaxkv.models import (
@@ -24,7 +26,11 @@ from jaxkv.models import (
 )
 from jaxkv.models.config_json import ConfigJson
 from jaxkv.models.decoder import Decoder
-from jaxkv.weights.directory import existing_directory, read_json, read_json_if_there
+from jaxkv.models.protocol import Params
+from jaxkv.weights.directory import existing_directory, read_config_json, read_json_if_there
+from jaxkv.weights.load import load_params
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 FAMILIES: Mapping[str, Callable[[Mapping[str, object]], ModelConfig]] = {
     "llama": llama.from_hf,
@@ -55,7 +61,7 @@ def load_config(directory: str | Path) -> ModelConfig:
         ValueError: a value has the wrong type or is out of range.
     """
     path = existing_directory(directory)
-    config = read_config(read_json(path, "config.json"))
+    config = read_config(read_config_json(path))
     generation = ConfigJson(
         read_json_if_there(path, "generation_config.json"), place="generation_config.json"
     )
@@ -78,3 +84,45 @@ def read_config(raw: Mapping[str, object]) -> ModelConfig:
 def build_model(config: ModelConfig, *, implementation: str | None = None) -> Decoder:
     """Returns the computation a config describes; `implementation` is of the ops, for the whole model."""
     return Decoder(config, implementation)
+
+
+def resolve_dtype(dtype: str, checkpoint: str) -> str:
+    """Returns the dtype to compute in; "auto" is the checkpoint's, and short names such as "bf16" are accepted."""
+    dtype = dtype_name(dtype)
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+    return checkpoint if dtype == "auto" else dtype
+
+
+def load_model(
+    directory: str | Path | None = None,
+    *,
+    dtype: str = "auto",
+    implementation: str | None = None,
+    progress: bool = False,
+) -> tuple[Params, Decoder]:
+    """Reads a model directory for `jaxkv.generate`; a cache, a tokenizer and an engine are what `LLM` adds.
+
+    Example:
+        >>> params, model = jaxkv.load_model()
+        >>> jaxkv.generate(params, model, [[1, 2, 3]], eos_ids=model.config.eos_ids).tokens
+
+    Args:
+        directory: a Hugging Face model directory (config.json, safetensors); the small model inside the package if
+            not given. Nothing in it is executed.
+        dtype: of the parameters: "float32", "bfloat16", "float16", or "auto" for the checkpoint's own.
+        implementation: what every op insists on, see `LLM`; the best if not given.
+        progress: show a bar on stderr.
+
+    Returns:
+        The parameters on JAX's default device, a nested dict of arrays, and the model, static and hashable.
+
+    Raises:
+        ValueError: `dtype` is none of these.
+        UnknownConfig, BadCheckpoint: the directory holds something that is not understood, or damaged.
+    """
+    path = default_model.path() if directory is None else Path(directory)
+    config = load_config(path)
+    model = build_model(config, implementation=implementation)
+    stored = resolve_dtype(dtype, config.dtype)
+    return load_params(path, model, dtype=stored, progress=progress), model

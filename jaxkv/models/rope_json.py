@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from jaxkv.errors import UnknownConfig
 from jaxkv.model_config import RopeConfig
 from jaxkv.models.config_json import ConfigJson
+from jaxkv.wording import shown
 
 _KINDS = {kind: kind for kind in ("default", "linear", "dynamic", "llama3", "yarn")}
 _MAX_POSITIONS = 2**31 - 1
@@ -59,7 +60,7 @@ def _read_dynamic(keys: ConfigJson, max_positions: int) -> tuple[dict, int]:
     original = keys.take("original_max_position_embeddings", max_positions)
     if original != max_positions:
         raise UnknownConfig(
-            f"config.json: dynamic rope sets original_max_position_embeddings = {original!r} beside "
+            f"config.json: dynamic rope sets original_max_position_embeddings = {shown(original)} beside "
             f"max_position_embeddings = {max_positions}; it stretches from the latter"
         )
     return {"factor": factor, "original_max_positions": max_positions}, int(max_positions * factor)

@@ -12,8 +12,8 @@ from jaxtyping import Array, Bool, Int
 from jaxkv.batch import PagedTables, StateTables, StepBatch
 from jaxkv.cache.state import Cache
 from jaxkv.models.protocol import Model, Params
+from jaxkv.sampling.sample import Sampled
 from jaxkv.step.loop import NOWHERE, slots_at
-from jaxkv.step.sample import Sampled
 from jaxkv.step.step import step
 
 

@@ -14,7 +14,7 @@ from jaxkv._pytree import pytree
 from jaxkv.batch import PagedTables, StateTables, StepBatch
 from jaxkv.cache.state import Cache
 from jaxkv.models.protocol import Model, Params
-from jaxkv.step.sample import Sampled
+from jaxkv.sampling.sample import Sampled
 from jaxkv.step.step import step
 
 RUNNING, STOP, LENGTH, ERROR = 0, 1, 2, 3
@@ -125,7 +125,8 @@ def _blocked(batch: StepBatch, limits: Limits, lengths: Int[Array, " rows"]) -> 
     if not batch.sampling.features.min_tokens:
         return batch
     block = (lengths < limits.min_tokens).astype(jnp.int32)
-    sampling = replace(batch.sampling, stop_ids=limits.stop_ids, block_stop=block)
+    values = batch.sampling.values | {"stop_ids": limits.stop_ids, "block_stop": block}
+    sampling = replace(batch.sampling, values=values)
     return replace(batch, sampling=sampling)
 
 
@@ -156,8 +157,6 @@ def _decode_batch(
         positions=positions,
         cu_q_lens=jnp.arange(rows.shape[0] + 1, dtype=jnp.int32),
         seq_lens=jnp.where(running, progress.seq_lens, 0),
-        num_tokens=jnp.int32(rows.shape[0]),
-        num_rows=jnp.int32(rows.shape[0]),
         paged=paged,
         states=states,
         sampling=replace(

@@ -11,8 +11,8 @@ from jaxtyping import Array, Float, Int
 from jaxkv.batch import StepBatch
 from jaxkv.cache.state import Cache
 from jaxkv.models.protocol import Model, Params
+from jaxkv.sampling.sample import Sampled, read_choices, sample, write_choices
 from jaxkv.step.outputs import recall_outputs
-from jaxkv.step.sample import Sampled, read_choices, sample, write_choices
 
 
 def last_hidden(

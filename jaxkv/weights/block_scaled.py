@@ -13,9 +13,9 @@ import numpy as np
 from jaxtyping import Float, UInt8
 
 from jaxkv.errors import BadCheckpoint
-from jaxkv.weights.directory import clip
 from jaxkv.weights.quantised import Float8Blocks, Quantised
 from jaxkv.weights.safetensors import FLOAT_DTYPES, StoredTensor, all_finite
+from jaxkv.wording import clip
 
 PIECE = 2**18
 """How many numbers are decoded at once, if a row has no more: what stays in a core's cache."""

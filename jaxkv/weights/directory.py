@@ -8,23 +8,81 @@ from pathlib import Path
 from typing import BinaryIO, NoReturn
 
 from jaxkv.errors import BadCheckpoint
+from jaxkv.wording import clip
 
+CONFIG = "config.json"
 MAX_JSON_BYTES = 16 * 2**20
+_REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
 _PLAIN_NAME = re.compile(r"\w[\w.+-]{0,254}", re.ASCII)
-
-
-def clip(text: object, limit: int = 160) -> str:
-    """Returns `text` on one line and no longer than `limit`, fit to stand in an error message."""
-    line = " ".join(str(text).split())
-    return line if len(line) <= limit else line[: limit - 3] + "..."
+_HEAD_BYTES = 512
+_FOREIGN = (
+    (
+        re.compile(rb"version https://git-lfs"),
+        "is a pointer of Git LFS in the place of the file; run `git lfs pull` in its folder, or download the file",
+    ),
+    (
+        re.compile(rb"\s*<(!doctype html|html|head|\?xml)", re.IGNORECASE),
+        "is an HTML page, as downloads save it when a login or an error comes instead; download the file again",
+    ),
+    (
+        re.compile(rb"GGUF"),
+        "is in GGUF, which jaxkv does not read; download the safetensors files of the model it was made from",
+    ),
+    (
+        re.compile(rb"PK\x03\x04"),
+        "is a zip archive, as PyTorch writes it; that is never read, as it can run code: convert it to safetensors",
+    ),
+)
+"""How files begin that are often found in the place of JSON or safetensors, and what to do."""
 
 
 def existing_directory(directory: str | os.PathLike[str]) -> Path:
     """Returns the path of a model directory, or raises if there is none."""
     path = Path(directory)
-    if not path.is_dir():
-        raise BadCheckpoint(f"{path} is not a directory; wanted one with config.json and weights")
-    return path
+    if path.is_dir():
+        return path
+    wanted = f"{path} is not a directory; wanted one with config.json and weights"
+    if path.suffix == ".gguf":
+        raise BadCheckpoint(f"{wanted} in safetensors; GGUF is not read")
+    if not path.exists() and _REPOSITORY.fullmatch(str(directory)):
+        raise BadCheckpoint(
+            f"{wanted}; jaxkv downloads nothing: if that is a name on the Hugging Face Hub, `hf download {directory}` "
+            f"prints the folder to give"
+        )
+    raise BadCheckpoint(wanted)
+
+
+def read_config_json(directory: Path) -> dict[str, object]:
+    """Returns the JSON object in config.json; the error names what the directory holds instead, if it is lacking."""
+    if not has_file(directory, CONFIG):
+        raise BadCheckpoint(f"{directory} holds no {CONFIG}{_instead(directory)}")
+    return read_json(directory, CONFIG)
+
+
+def _instead(directory: Path) -> str:
+    """Returns what a directory without config.json may be, and what to do."""
+    names = sorted(entry.name for entry in os.scandir(directory))
+    gguf = [name for name in names if name.endswith(".gguf")]
+    if gguf:
+        return f"; {clip(gguf[0])} is in GGUF, which jaxkv does not read: take the model's safetensors files"
+    if "adapter_config.json" in names:
+        return (
+            "; it holds an adapter (PEFT): merge it into its model, and give that model's directory"
+        )
+    if "snapshots" in names:
+        return "; it is a folder of the Hugging Face cache: give snapshots/<revision> inside it"
+    if "params.json" in names:
+        return (
+            "; it is in the format of its authors: take the one that was converted for Transformers"
+        )
+    return ""
+
+
+def check_format(head: bytes, where: str) -> None:
+    """Raises `BadCheckpoint` if the first bytes of a file are of a format often found in the place of another."""
+    for beginning, told in _FOREIGN:
+        if beginning.match(head[:_HEAD_BYTES]):
+            raise BadCheckpoint(f"{where} {told}")
 
 
 def has_file(directory: Path, name: str) -> bool:
@@ -105,6 +163,7 @@ def parse_json_object(text: str, where: str) -> dict[str, object]:
     Raises:
         BadCheckpoint: it is no JSON, no object, nested too deeply or holds a key twice.
     """
+    check_format(text[:_HEAD_BYTES].encode(), where)
 
     def refuse(reason: str) -> NoReturn:
         raise BadCheckpoint(f"{where} {reason}")

@@ -17,11 +17,12 @@ from tqdm import tqdm
 from jaxkv.errors import BadCheckpoint
 from jaxkv.model_config import ModelConfig
 from jaxkv.weights.block_scaled import BlockScaled, with_scales
-from jaxkv.weights.directory import clip, existing_directory, read_json_if_there
+from jaxkv.weights.directory import existing_directory, read_json_if_there
 from jaxkv.weights.families import rules_for
 from jaxkv.weights.quantised import read_quantised
 from jaxkv.weights.rules import Recipe, Regrouped, RuleSet, expand
 from jaxkv.weights.safetensors import FLOAT_DTYPES, StoredTensor, open_checkpoint
+from jaxkv.wording import clip
 
 DTYPES: Mapping[str, np.dtype] = {
     "float32": np.dtype(np.float32),

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from jaxkv.errors import UnknownConfig
-from jaxkv.weights.directory import clip
+from jaxkv.wording import clip
 
 PLACE = "config.json: quantization_config"
 # Which weights are stored like this shows in the file, and what else runs them does not concern us.

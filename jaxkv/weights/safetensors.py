@@ -19,6 +19,7 @@ from jaxtyping import Float, Shaped
 
 from jaxkv.errors import BadCheckpoint
 from jaxkv.weights import directory as files
+from jaxkv.wording import clip
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -152,9 +153,9 @@ def open_checkpoint(directory: Path) -> Iterator[dict[str, StoredTensor]]:
             held = read_header(file, directory / shard)
             for name in held.keys() & tensors.keys():
                 twice = f"{tensors[name].path} and {directory / shard}"
-                raise BadCheckpoint(f"{twice} both hold {files.clip(repr(name))}")
+                raise BadCheckpoint(f"{twice} both hold {clip(repr(name))}")
             for name in sorted((listed or set()) - held.keys()):
-                name = files.clip(repr(name))
+                name = clip(repr(name))
                 raise BadCheckpoint(f"{directory / shard} lacks {name}, which {INDEX} puts there")
             tensors.update(held)
         yield tensors
@@ -171,7 +172,9 @@ def read_header(file: BinaryIO, path: Path) -> dict[str, StoredTensor]:
         BadCheckpoint: the header is malformed, or its tensors do not fill the file exactly.
     """
     size = os.fstat(file.fileno()).st_size
-    prefix = os.pread(file.fileno(), 8, 0)
+    head = os.pread(file.fileno(), 512, 0)
+    files.check_format(head, f"{path}")
+    prefix = head[:8]
     if len(prefix) < 8:
         raise BadCheckpoint(f"{path} is too short ({size} bytes) to be a safetensors file")
     (length,) = struct.unpack("<Q", prefix)
@@ -204,16 +207,16 @@ def _check_metadata(metadata: object, path: Path) -> None:
 def _parse_entry(
     name: str, entry: object, file: BinaryIO, path: Path, data_start: int, size: int
 ) -> StoredTensor:
-    where = f"{path}: {files.clip(repr(name))}"
+    where = f"{path}: {clip(repr(name))}"
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
         raise BadCheckpoint(f"{where} must have exactly dtype, shape and data_offsets")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in _ITEM_BYTES:
-        raise BadCheckpoint(f"{where} has an unknown dtype {files.clip(repr(dtype), 40)}")
+        raise BadCheckpoint(f"{where} has an unknown dtype {clip(repr(dtype), 40)}")
     if not _are_counts(shape) or len(shape) > MAX_AXES:
-        raise BadCheckpoint(f"{where} has a malformed shape {files.clip(repr(shape), 80)}")
+        raise BadCheckpoint(f"{where} has a malformed shape {clip(repr(shape), 80)}")
     if not _are_counts(offsets) or len(offsets) != 2:
-        raise BadCheckpoint(f"{where} has malformed data_offsets {files.clip(repr(offsets), 80)}")
+        raise BadCheckpoint(f"{where} has malformed data_offsets {clip(repr(offsets), 80)}")
     begin, end = offsets
     if begin > end or data_start + end > size:
         raise BadCheckpoint(
@@ -222,7 +225,7 @@ def _parse_entry(
     wanted = math.prod(shape) * _ITEM_BYTES[dtype]
     if end - begin != wanted:
         raise BadCheckpoint(
-            f"{where} has {end - begin} bytes, but {dtype} {shape} takes {files.clip(wanted, 40)}"
+            f"{where} has {end - begin} bytes, but {dtype} {shape} takes {clip(wanted, 40)}"
         )
     return StoredTensor(name, dtype, tuple(shape), data_start + begin, wanted, file, path)
 
@@ -242,7 +245,7 @@ def _check_coverage(
     for tensor in sorted(tensors.values(), key=lambda tensor: (tensor.start, tensor.nbytes)):
         if tensor.start != at:
             kind = "overlaps the one before it" if tensor.start < at else "leaves a gap before it"
-            raise BadCheckpoint(f"{path}: {files.clip(repr(tensor.name))} {kind}")
+            raise BadCheckpoint(f"{path}: {clip(repr(tensor.name))} {kind}")
         at += tensor.nbytes
     if at != size:
         raise BadCheckpoint(f"{path} has {size - at} bytes that no tensor owns")
@@ -257,10 +260,8 @@ def _read_index(directory: Path) -> dict[str, set[str]]:
     shards: dict[str, set[str]] = {}
     for name, shard in weight_map.items():
         if not isinstance(shard, str) or not shard.endswith(".safetensors"):
-            shown = files.clip(repr(shard), 80)
-            raise BadCheckpoint(
-                f"{where} puts {files.clip(repr(name))} in {shown}, no safetensors file"
-            )
+            shown = clip(repr(shard), 80)
+            raise BadCheckpoint(f"{where} puts {clip(repr(name))} in {shown}, no safetensors file")
         shards.setdefault(shard, set()).add(name)
     for shard in shards:
         files.path_inside(directory, shard)
@@ -271,8 +272,14 @@ def _no_checkpoint(directory: Path) -> str:
     """Says what is missing, and what to do with what is there."""
     names = sorted(entry.name for entry in os.scandir(directory))
     pickled = [name for name in names if re.search(r"\.(bin|pt|pth|ckpt)$", name)]
+    gguf = [name for name in names if name.endswith(".gguf")]
     message = f"{directory} holds neither {SINGLE} nor {INDEX}"
     if pickled:
-        return f"{message}; {files.clip(pickled[0])} is never read, as it can run code: convert it to safetensors"
+        return (
+            f"{message}; {clip(pickled[0])} is never read, as it can run code: convert it to safetensors, as "
+            f"Transformers' save_pretrained does, or take a revision of the model that has them"
+        )
+    if gguf:
+        return f"{message}; {clip(gguf[0])} is in GGUF, which jaxkv does not read"
     others = [name for name in names if name.endswith(".safetensors")]
-    return f"{message}; it holds {files.clip(others[0])} under another name" if others else message
+    return f"{message}; it holds {clip(others[0])} under another name" if others else message

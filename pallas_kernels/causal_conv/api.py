@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Shaped
 
+from pallas_kernels.arguments.checks import check_shape
+from pallas_kernels.arguments.states import check_bounds, check_floats, check_states
 from pallas_kernels.causal_conv import mosaic_gpu, xla
-from pallas_kernels.checks import check_shape
 from pallas_kernels.dispatch import choose
-from pallas_kernels.state_checks import check_bounds, check_floats, check_states
 
 ACTIVATIONS = ("silu", None)
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from pallas_kernels.poisoned_pages import normal
-from pallas_kernels.poisoned_states import Rows, poisoned_pool
+from pallas_kernels.inputs.nan_filled_pages import normal
+from pallas_kernels.inputs.nan_filled_states import Rows, nan_filled_pool
 
 
 @dataclass(frozen=True)
@@ -49,8 +49,8 @@ class Case:
         inputs = {
             "weight": normal(rng, (self.d_conv, self.channels), dtype),
             "bias": normal(rng, (self.channels,), dtype) if self.biased else None,
-            "states": poisoned_pool(rng, tables["read_states"], num_states, shape, dtype),
-            "x": self.rows.poisoned(x),
+            "states": nan_filled_pool(rng, tables["read_states"], num_states, shape, dtype),
+            "x": self.rows.nan_filled(x),
             **tables,
             "first_channel": before,
             "activation": self.activation,

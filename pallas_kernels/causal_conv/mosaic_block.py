@@ -8,7 +8,7 @@ one that the row starts from before it writes any. Refs to whole arrays are name
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
@@ -17,10 +17,10 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import DTypeLike
 
-from pallas_kernels.mosaic_rows import INTERPRETED, LOAD_BYTES, flat_pieces
-from pallas_kernels.mosaic_steps import silu
-
-Ref = Any
+from pallas_kernels.mosaic.activations import silu
+from pallas_kernels.mosaic.launch import interpreter
+from pallas_kernels.mosaic.private_types import Ref
+from pallas_kernels.mosaic.rows import LOAD_BYTES, flat_pieces
 
 _THREADS = 128
 
@@ -100,7 +100,7 @@ class Kernel:
                 lowering_semantics=plgpu.LoweringSemantics.Lane,
                 unsafe_no_auto_barriers=True,
             ),
-            interpret=INTERPRETED if interpret else None,
+            interpret=interpreter(interpret),
             kernel_name="causal_conv",
         )
 

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.causal_conv.mosaic_block import Geometry, Kernel
 from pallas_kernels.device import why_not_mosaic
-from pallas_kernels.packed_rows import cut
+from pallas_kernels.packed.rows import cut
 
 _DTYPES = ("float32", "bfloat16", "float16")
 # Inputs begin where a load of 16 bytes may, whatever their dtype.

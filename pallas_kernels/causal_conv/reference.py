@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.packed_rows import rows_of_tokens, snapshots_at
+from pallas_kernels.packed.rows import rows_of_tokens, snapshots_at
 
 
 def causal_conv(

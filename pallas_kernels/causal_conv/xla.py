@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.packed_rows import owners, rows_of_tokens
+from pallas_kernels.packed.rows import owners, rows_of_tokens
 
 
 def causal_conv(

@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.delta_shapes import DeltaSizes, tokens_of
-from pallas_kernels.packed_rows import rows_of_tokens, snapshots_at
+from pallas_kernels.arguments.delta import DeltaSizes, tokens_of
+from pallas_kernels.packed.rows import rows_of_tokens, snapshots_at
 
 
 def delta_scan(

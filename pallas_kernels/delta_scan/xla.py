@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.delta_shapes import DeltaSizes, Tokens, tokens_of
-from pallas_kernels.packed_rows import Pieces, cut, rows_of_tokens
-from pallas_kernels.packed_states import by_token, put_pieces
+from pallas_kernels.arguments.delta import DeltaSizes, Tokens, tokens_of
+from pallas_kernels.packed.rows import Pieces, cut, rows_of_tokens
+from pallas_kernels.packed.states import by_token, put_pieces
 
 LARGEST_PIECE = 64
 _multiply = partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)

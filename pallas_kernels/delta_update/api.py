@@ -4,11 +4,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Shaped
 
-from pallas_kernels.checks import check_shape
-from pallas_kernels.delta_shapes import check_delta
+from pallas_kernels.arguments.checks import check_shape
+from pallas_kernels.arguments.delta import check_delta
+from pallas_kernels.arguments.states import check_states
 from pallas_kernels.delta_update import xla
 from pallas_kernels.dispatch import choose
-from pallas_kernels.state_checks import check_states
 
 
 def delta_update(

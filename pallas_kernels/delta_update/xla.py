@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.delta_shapes import DeltaSizes, tokens_of
-from pallas_kernels.packed_states import put_states
+from pallas_kernels.arguments.delta import DeltaSizes, tokens_of
+from pallas_kernels.packed.states import put_states
 
 
 def delta_update(

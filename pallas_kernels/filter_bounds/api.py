@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float32, Shaped
 
-from pallas_kernels.checks import check_ids, check_shape
+from pallas_kernels.arguments.checks import check_ids, check_shape
 from pallas_kernels.dispatch import choose
 from pallas_kernels.filter_bounds import mosaic_gpu, xla
 

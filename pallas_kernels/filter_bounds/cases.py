@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from pallas_kernels.poisoned_pages import normal
+from pallas_kernels.inputs.nan_filled_pages import normal
 
 
 @dataclass(frozen=True)

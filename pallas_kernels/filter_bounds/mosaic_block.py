@@ -8,7 +8,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import Array, lax
 
-from pallas_kernels.mosaic_bisection import (
+from pallas_kernels.mosaic.bisection import (
     HIGHEST,
     LOWEST,
     Bisection,
@@ -16,11 +16,10 @@ from pallas_kernels.mosaic_bisection import (
     Listed,
     Pass,
 )
-from pallas_kernels.mosaic_row_blocks import fold_ahead
-from pallas_kernels.mosaic_teams import PIECE, Team
-from pallas_kernels.ordered_floats import ordered
-
-Ref = Any
+from pallas_kernels.mosaic.ordered_floats import ordered
+from pallas_kernels.mosaic.private_types import Ref
+from pallas_kernels.mosaic.row_blocks import fold_ahead
+from pallas_kernels.mosaic.teams import PIECE, Team
 
 PIECES = 4
 CHUNK = PIECE * PIECES

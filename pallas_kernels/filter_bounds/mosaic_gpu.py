@@ -7,12 +7,12 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float32, Int
 
-from pallas_kernels.attention_scores import LOG2_E
 from pallas_kernels.device import why_not_mosaic
 from pallas_kernels.filter_bounds.mosaic_block import CHUNK, Block
 from pallas_kernels.filter_bounds.near_best import near_best
-from pallas_kernels.mosaic_row_blocks import run_blocks
-from pallas_kernels.mosaic_teams import LARGE
+from pallas_kernels.mosaic.row_blocks import run_blocks
+from pallas_kernels.mosaic.scores import LOG2_E
+from pallas_kernels.mosaic.teams import LARGE
 
 
 def why_not(logits: Array) -> str | None:

@@ -6,7 +6,7 @@ from jax.core import Tracer
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Shaped
 
-from pallas_kernels.checks import check_ids, check_shape
+from pallas_kernels.arguments.checks import check_ids, check_shape
 from pallas_kernels.dispatch import choose
 from pallas_kernels.grouped_matmul import mosaic_gpu, xla
 

@@ -19,20 +19,13 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import Array, lax
 
-from pallas_kernels.grouped_matmul.mosaic_schedule import (
-    HEIGHT,
-    PIECE,
-    ROW_TILE,
-    STAGED,
-    Geometry,
-    Schedule,
-)
+from pallas_kernels.device import ROW_TILE, WGMMA_ROWS
+from pallas_kernels.grouped_matmul.mosaic_schedule import PIECE, STAGED, Geometry, Schedule
 from pallas_kernels.grouped_matmul.mosaic_store import store_left_rows, store_right_rows
 from pallas_kernels.grouped_matmul.mosaic_visits import COUNT, FIRST, GROUP, HIGH, LOW
-from pallas_kernels.mosaic_rows import INTERPRETED
-from pallas_kernels.paged_attention.mosaic_tile import swizzled
-
-Ref = Any
+from pallas_kernels.mosaic.launch import LANE_PARAMS, interpreter
+from pallas_kernels.mosaic.private_types import Ref
+from pallas_kernels.mosaic.tiles import swizzled
 
 # Of each thread of two consumers and a producer, which start with 168: twice the first and the second are 504.
 _CONSUMER_REGISTERS, _PRODUCER_REGISTERS = 232, 40
@@ -57,10 +50,8 @@ class Kernel:
             num_threads=s.consumers + 1,
             thread_name="warpgroup",
             # Each place that needs a barrier between warps says so.
-            compiler_params=plgpu.CompilerParams(
-                lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
-            ),
-            interpret=INTERPRETED if interpret else None,
+            compiler_params=LANE_PARAMS,
+            interpret=interpreter(interpret),
             kernel_name="grouped_matmul",
         )
 
@@ -178,10 +169,10 @@ class Block:
             sums = self.multiply(warpgroup, pair)
             staged = self.refs["staged"].at[warpgroup]
             if self.schedule.left == "weight":
-                place = column + warpgroup * HEIGHT
+                place = column + warpgroup * WGMMA_ROWS
                 store_right_rows(self.refs["out"], sums, staged, first, low, high, place)
             else:
-                own = first + warpgroup * HEIGHT
+                own = first + warpgroup * WGMMA_ROWS
                 store_left_rows(self.refs["out"], sums, staged, own, low, high, column, STAGED)
             return carry
 
@@ -190,7 +181,7 @@ class Block:
     def multiply(self, warpgroup: Array, pair: Array) -> Array:
         """Returns the sums of a pair, 64 rows of the left by all columns of the right."""
         s, refs = self.schedule, self.refs
-        own = pl.ds(pl.multiple_of(warpgroup * HEIGHT, HEIGHT), HEIGHT)
+        own = pl.ds(pl.multiple_of(warpgroup * WGMMA_ROWS, WGMMA_ROWS), WGMMA_ROWS)
         names = ("weights", "rows") if s.left == "weight" else ("rows", "weights")
 
         def take_turn(sums: Ref, turn: Array, carry: None) -> None:
@@ -214,4 +205,4 @@ class Block:
             plgpu.barrier_arrive(refs["free"].at[self.slot((pair + 1) * self.turns - 1)])
             return sums[...]
 
-        return pl.run_scoped(run, plgpu.ACC((HEIGHT, s.width), jnp.float32))
+        return pl.run_scoped(run, plgpu.ACC((WGMMA_ROWS, s.width), jnp.float32))

@@ -16,16 +16,15 @@ from jax.typing import DTypeLike
 from pallas_kernels.device import (
     NUM_MULTIPROCESSORS,
     RESERVED_BYTES_PER_BLOCK,
+    ROW_TILE,
+    SHARED_ALIGNMENT,
     SHARED_BYTES,
     SHARED_BYTES_PER_BLOCK,
+    WGMMA_ROWS,
 )
 
 # Numbers of 16 bits in the widest swizzle.
 PIECE = 64
-# Rows of a wgmma's left operand: what one warpgroup multiplies.
-HEIGHT = 64
-# Rows that a copy into swizzled shared memory counts in; windows begin at multiples of it.
-ROW_TILE = 8
 # Columns that are staged at once for the rows of a result, when they stand on the left.
 STAGED = 64
 # Numbers after each staged row, so that neighbours down a column lie in different banks.
@@ -33,7 +32,6 @@ PADDING = {"weight": 2, "rows": 8}
 # Widest right operand of one wgmma.
 _MOST_WIDTH = 256
 _MOST_CONSUMERS = 2
-_ALIGNMENT = 1024
 # Barriers, and the scratch that Mosaic adds.
 _OTHER_BYTES = 2048 + 512
 # Most slots: more than these hold nothing that the memory would wait for.
@@ -89,8 +87,8 @@ class Geometry:
             return f"the result must be bfloat16, float16 or float32, got {self.result}"
         if not self.inner or self.inner % PIECE:
             return f"the inner size must be a multiple of {PIECE}, got {self.inner}"
-        if self.out < HEIGHT or self.out % ROW_TILE:
-            return f"the weight must have {HEIGHT} rows or more, a multiple of {ROW_TILE}, got {self.out}"
+        if self.out < WGMMA_ROWS or self.out % ROW_TILE:
+            return f"the weight must have {WGMMA_ROWS} rows or more, a multiple of {ROW_TILE}, got {self.out}"
         if not self.rows or not self.groups:
             return f"there must be rows and groups, got {self.rows} and {self.groups}"
         return None
@@ -133,7 +131,7 @@ class Schedule:
         else:
             left, chunk = "weight", 2 * PIECE
             tall = window > _NARROW_WINDOWS[1] or geometry.inner % chunk
-            columns = 2 * HEIGHT if tall and geometry.out >= 2 * HEIGHT else HEIGHT
+            columns = 2 * WGMMA_ROWS if tall and geometry.out >= 2 * WGMMA_ROWS else WGMMA_ROWS
             chunk = PIECE if tall else chunk
             resident = 2 if window <= _NARROW_WINDOWS[1] else 1
         empty = cls(window, columns, left, chunk, 0, 1)
@@ -151,8 +149,8 @@ class Schedule:
         if self.window % ROW_TILE or self.window & (self.window - 1):
             return f"a window must be a power of two from {ROW_TILE} on, got {self.window}"
         height, width = self.height, self.width
-        if height % HEIGHT or height > _MOST_CONSUMERS * HEIGHT:
-            return f"{HEIGHT} or {_MOST_CONSUMERS * HEIGHT} must stand on the left, got {height}"
+        if height % WGMMA_ROWS or height > _MOST_CONSUMERS * WGMMA_ROWS:
+            return f"{WGMMA_ROWS} or {_MOST_CONSUMERS * WGMMA_ROWS} must stand on the left, got {height}"
         if width % ROW_TILE or width > _MOST_WIDTH:
             return f"up to {_MOST_WIDTH} in steps of {ROW_TILE} may stand on the right, got {width}"
         if self.left == "rows" and self.columns % STAGED:
@@ -178,7 +176,7 @@ class Schedule:
     @property
     def consumers(self) -> int:
         """Warpgroups that multiply."""
-        return self.height // HEIGHT
+        return self.height // WGMMA_ROWS
 
     def turns(self, geometry: Geometry) -> int:
         """Returns how many chunks a sum takes."""
@@ -215,7 +213,7 @@ class Schedule:
     def staged_shape(self) -> tuple[int, int, int]:
         """Returns the shape of what each warpgroup stages of its sums: rows of the left by columns of the right."""
         width = self.width if self.left == "weight" else STAGED
-        return self.consumers, HEIGHT, width + PADDING[self.left]
+        return self.consumers, WGMMA_ROWS, width + PADDING[self.left]
 
     def staged_dtype(self, geometry: Geometry) -> DTypeLike:
         """Returns the dtype of staged sums; what is read by columns is read number by number, as it is."""
@@ -225,5 +223,5 @@ class Schedule:
         """Returns the shared memory that one block asks for."""
         consumers, rows, width = self.staged_shape()
         staged = consumers * rows * width * jnp.dtype(self.staged_dtype(geometry)).itemsize
-        staged = ceil(staged / _ALIGNMENT) * _ALIGNMENT
+        staged = ceil(staged / SHARED_ALIGNMENT) * SHARED_ALIGNMENT
         return self.stages * self.slot_bytes(geometry) + staged + _OTHER_BYTES

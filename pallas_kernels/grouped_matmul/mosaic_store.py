@@ -5,16 +5,14 @@ apart into powers of two, each of which has a store of its own that runs or does
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import Array
 
-from pallas_kernels.mosaic_rows import LOAD_BYTES, row_pieces
-
-Ref = Any
+from pallas_kernels.mosaic.private_types import Ref
+from pallas_kernels.mosaic.rows import LOAD_BYTES, row_pieces
 
 # Columns of a row that a warp takes number by number.
 _WARP = 32

@@ -7,7 +7,8 @@ which are multiplied and not stored.
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from pallas_kernels.grouped_matmul.mosaic_schedule import ROW_TILE, Geometry, Schedule
+from pallas_kernels.device import ROW_TILE
+from pallas_kernels.grouped_matmul.mosaic_schedule import Geometry, Schedule
 
 # Rows of the table, and the place where it says how many visits there are.
 GROUP, FIRST, LOW, HIGH, COUNT = range(5)

@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int, Shaped
 
-from pallas_kernels.checks import INT32_MAX, check_ids, check_shape
+from pallas_kernels.arguments.checks import INT32_MAX, check_ids, check_shape
 from pallas_kernels.dispatch import choose
-from pallas_kernels.index_codec import SCALE_BYTES
+from pallas_kernels.formats.index_keys import SCALE_BYTES
 from pallas_kernels.index_topk import mosaic_gpu, xla
 
 QUERIES = ("float32", "bfloat16", "float8_e4m3fn")

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from pallas_kernels.poisoned_pages import normal, poisoned_pages, quantised
+from pallas_kernels.inputs.nan_filled_pages import nan_filled_pages, normal, quantised
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Case:
         self, rng: np.random.Generator, lengths: list[int], dtype: str
     ) -> tuple[np.ndarray, np.ndarray]:
         """Returns pages of bytes or numbers, and their table."""
-        made = poisoned_pages(
+        made = nan_filled_pages(
             rng,
             [(0, keys) for keys in lengths],
             shape=(1, self.index_dim),

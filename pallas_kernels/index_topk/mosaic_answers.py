@@ -3,14 +3,12 @@
 A row must not be asked for twice in a row, since nothing but the next meeting says that all have read it.
 """
 
-from typing import Any
-
 import jax.experimental.mosaic.gpu as mosaic
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import Array
 
-from pallas_kernels.mosaic_dialects import (
+from pallas_kernels.mosaic.dialects import (
     Value,
     arith,
     constant,
@@ -20,9 +18,9 @@ from pallas_kernels.mosaic_dialects import (
     llvm,
     utils,
 )
-from pallas_kernels.mosaic_warps import WARPS, own_warp
+from pallas_kernels.mosaic.private_types import Layout, Ref
+from pallas_kernels.mosaic.warps import WARPS, own_warp
 
-Ref = Any
 _SCALAR = plgpu.Layout.WG_SPLAT(())
 _NONE = -(2**31)
 
@@ -34,7 +32,7 @@ def show(
     array: Array,
     *,
     kind: str,
-    layout: Any,  # noqa: ANN401 - private to JAX
+    layout: Layout,
     interpret: bool,
 ) -> None:
     """Writes each warp's "sum" or "max" of an int32 array, or its "same" number, to `table[column, first + warp]`."""

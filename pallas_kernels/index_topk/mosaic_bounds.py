@@ -5,7 +5,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
-from pallas_kernels.mosaic_bisection import midpoint
+from pallas_kernels.mosaic.bisection import midpoint
 
 
 class Bounds(NamedTuple):

@@ -4,15 +4,13 @@ A warp appends what it finds to its own list, with positions; marks bring chosen
 found them. The interpreter, which takes no PTX, gets the plain way where there is one.
 """
 
-from typing import Any
-
 import jax.experimental.mosaic.gpu as mosaic
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import Array
 
-from pallas_kernels.mosaic_dialects import (
+from pallas_kernels.mosaic.dialects import (
     Value,
     arith,
     constant,
@@ -23,9 +21,9 @@ from pallas_kernels.mosaic_dialects import (
     utils,
     vector,
 )
-from pallas_kernels.mosaic_warps import WARPS, own_warp
+from pallas_kernels.mosaic.private_types import Layout, Ref
+from pallas_kernels.mosaic.warps import WARPS, own_warp
 
-Ref = Any
 _SCALAR = plgpu.Layout.WG_SPLAT(())
 
 # $0 and $6 are the count after and before; the rest: number, bound, position, both lists, room.
@@ -120,7 +118,7 @@ def append_placed(
     low: Array,
     *,
     room: int,
-    layout: Any,  # noqa: ANN401 - private to JAX
+    layout: Layout,
     interpret: bool,
 ) -> Array:
     """Appends numbers from `low` on and their positions to their warp's list; returns the new counts.
@@ -174,7 +172,7 @@ def mark(
     low: Array,
     high: Array,
     *,
-    layout: Any,  # noqa: ANN401 - private to JAX
+    layout: Layout,
 ) -> None:
     """Writes 1 at the positions of numbers from `high` on, and 16 at those of the others from `low` on."""
 
@@ -188,7 +186,7 @@ def mark(
     run(marks, numbers, positions, low, high)
 
 
-def count_marks(words: Array, *, layout: Any) -> Array:  # noqa: ANN401 - private to JAX
+def count_marks(words: Array, *, layout: Layout) -> Array:
     """Returns for each four marks how many are 1, and 65536 times how many are 16."""
     result = plgpu.ShapeDtypeStruct(words.shape, jnp.int32, layout=layout)
 
@@ -211,7 +209,7 @@ def place_marked(
     ties: Array,
     before: Array,
     *,
-    layout: Any,  # noqa: ANN401 - private to JAX
+    layout: Layout,
 ) -> Array:
     """Writes the positions marked 1, and those marked 16 of which fewer than `ties` precede, each to its place.
 

@@ -22,14 +22,13 @@ from pallas_kernels.index_topk.mosaic_marks import (
     mark,
     place_marked,
 )
-from pallas_kernels.mosaic_bisection import HIGHEST, LOWEST, midpoint
-from pallas_kernels.mosaic_row_blocks import fold_ahead
-from pallas_kernels.mosaic_rows import row_pieces
-from pallas_kernels.mosaic_teams import LARGE, PIECE, Team
-from pallas_kernels.mosaic_warps import WARPS
-from pallas_kernels.ordered_floats import from_ordered, ordered
-
-Ref = Any
+from pallas_kernels.mosaic.bisection import HIGHEST, LOWEST, midpoint
+from pallas_kernels.mosaic.ordered_floats import from_ordered, ordered
+from pallas_kernels.mosaic.private_types import Layout
+from pallas_kernels.mosaic.row_blocks import fold_ahead
+from pallas_kernels.mosaic.rows import row_pieces
+from pallas_kernels.mosaic.teams import LARGE, PIECE, Team
+from pallas_kernels.mosaic.warps import WARPS
 
 MOST_KEYS = 2**17
 """Keys of a row that there are marks for."""
@@ -148,7 +147,7 @@ class Once:
         self.block.meet()
         return of_warps(self.refs["answers"], row, kind=kind, interpret=self.interpret)
 
-    def show(self, row: int, array: Array, kind: str, layout: Any = None) -> None:  # noqa: ANN401 - private to JAX
+    def show(self, row: int, array: Array, kind: str, layout: Layout = None) -> None:
         """Shows each warp's to the others, once they have met."""
         show(
             self.refs["answers"],

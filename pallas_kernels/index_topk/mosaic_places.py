@@ -12,10 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from pallas_kernels.mosaic_lists import place_chosen
-from pallas_kernels.mosaic_rows import row_pieces
-from pallas_kernels.mosaic_teams import LARGE
-from pallas_kernels.mosaic_warps import WARPS, store_warp_sums, sums_before
+from pallas_kernels.mosaic.lists import place_chosen
+from pallas_kernels.mosaic.rows import row_pieces
+from pallas_kernels.mosaic.teams import LARGE
+from pallas_kernels.mosaic.warps import WARPS, store_warp_sums, sums_before
 
 CHUNK = 8192
 """Scores are a multiple of this: `STEP` for each of four warpgroups, and `_TOGETHER` pieces for each of 16 warps."""

@@ -18,20 +18,20 @@ from jaxtyping import Float32, Int, Shaped, UInt8
 
 from pallas_kernels.device import MOST_ON_AN_AXIS, NUM_MULTIPROCESSORS
 from pallas_kernels.index_topk.scoring import tiles_of
-from pallas_kernels.mosaic_loads import load_floats
-from pallas_kernels.mosaic_products import ROWS, TRANSFORMS, WIDTH, start_product, wait_for
-from pallas_kernels.mosaic_rows import INTERPRETED
+from pallas_kernels.mosaic.launch import LANE_PARAMS, interpreter
+from pallas_kernels.mosaic.loads import load_floats
+from pallas_kernels.mosaic.private_types import Ref
+from pallas_kernels.mosaic.products import ROWS, TRANSFORMS, WIDTH, start_product, wait_for
+from pallas_kernels.mosaic.tiles import WGMMA
 
-Ref = Any
 TILE, DIM = ROWS, WIDTH
-_WGMMA = plgpu.Layout.WGMMA
 _SCALE_BYTES = 4
 
 # Columns of a product at most: more of them, and registers spill.
 _COLUMNS = 128
 # Packed queries that share what is read of the keys.
 _TOGETHER = 2
-# Products that are added up in float32 (`mosaic_products`).
+# Products that are added up in float32 (`mosaic/products.py`).
 _PARTS = 2
 # Tiles of keys on their way to a warpgroup. Six leave no room for four blocks of a multiprocessor, and the last ones
 # then wait for a second wave.
@@ -101,10 +101,8 @@ def score(
         num_threads=warpgroups,
         thread_name="warpgroup",
         scratch_types=tuple(shared.values()),
-        compiler_params=plgpu.CompilerParams(
-            lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
-        ),
-        interpret=INTERPRETED if interpret else None,
+        compiler_params=LANE_PARAMS,
+        interpret=interpreter(interpret),
         kernel_name="index_scores",
     )(*arrays.values())
 
@@ -198,7 +196,7 @@ class _Block:
         for ahead in range(_STAGES):
             fetch = partial(self.fetch, start + ahead, self.first_slot + ahead)
             pl.when(start + ahead < stop)(fetch)
-        by_column = _WGMMA.reduce(0)
+        by_column = WGMMA.reduce(0)
         weights = []
         for query in range(self.num_queries):
             own = refs["weights"].at[self.tile, pl.ds(query * self.heads, self.heads)]
@@ -228,7 +226,7 @@ class _Block:
         refs = self.refs
         plgpu.barrier_wait(refs["arrived"].at[slot])
         scales = load_floats(
-            refs["scales"].at[slot], TILE, layout=_WGMMA.reduce(1), interpret=self.interpret
+            refs["scales"].at[slot], TILE, layout=WGMMA.reduce(1), interpret=self.interpret
         )
         scores = [sums * scales for sums in self.sums(self.keys.at[slot], weights)]
         # The scales were read by threads, and what takes their place comes by another way.
@@ -263,5 +261,5 @@ class _Block:
 def _weighed(products: Array, weights: Array) -> Array:
     """Returns the sum of what is positive, weighed."""
     wide = lax.broadcast_in_dim(weights, products.shape, [1])
-    wide = plgpu.layout_cast(wide, _WGMMA)
+    wide = plgpu.layout_cast(wide, WGMMA)
     return jnp.sum(jnp.maximum(products, 0.0) * wide, axis=1)

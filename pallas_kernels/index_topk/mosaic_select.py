@@ -22,19 +22,18 @@ from pallas_kernels.device import (
 )
 from pallas_kernels.index_topk.mosaic_once import SAMPLES, Once, scratch_once, shared_bytes, suits
 from pallas_kernels.index_topk.mosaic_places import bounded, write_places
-from pallas_kernels.mosaic_bisection import (
+from pallas_kernels.mosaic.bisection import (
     HIGHEST,
     LOWEST,
     Bisection,
     Bracket,
     Listed,
 )
-from pallas_kernels.mosaic_loads import gather
-from pallas_kernels.mosaic_row_blocks import fold_ahead, run_blocks
-from pallas_kernels.mosaic_teams import LARGE, MEDIUM, PIECE, SMALL, Team
-from pallas_kernels.ordered_floats import ordered
-
-Ref = Any
+from pallas_kernels.mosaic.loads import gather
+from pallas_kernels.mosaic.ordered_floats import ordered
+from pallas_kernels.mosaic.private_types import Ref
+from pallas_kernels.mosaic.row_blocks import fold_ahead, run_blocks
+from pallas_kernels.mosaic.teams import LARGE, MEDIUM, PIECE, SMALL, Team
 
 STEP = 2048
 

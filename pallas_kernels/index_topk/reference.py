@@ -3,8 +3,8 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
-from pallas_kernels.index_codec import read_index_keys
-from pallas_kernels.packed_rows import rows_of_tokens
+from pallas_kernels.formats.index_keys import read_index_keys
+from pallas_kernels.packed.rows import rows_of_tokens
 
 
 def index_topk(

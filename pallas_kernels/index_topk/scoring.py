@@ -9,9 +9,15 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, PyTree, Shaped
 
-from pallas_kernels.index_codec import split_index_pages
-from pallas_kernels.packed_rows import rows_of_tokens
-from pallas_kernels.query_tiles import Tiles, cut_tiles, most_tiles, tile_size_of, unpack_tiles
+from pallas_kernels.formats.index_keys import split_index_pages
+from pallas_kernels.packed.query_tiles import (
+    Tiles,
+    cut_tiles,
+    most_tiles,
+    tile_size_of,
+    unpack_tiles,
+)
+from pallas_kernels.packed.rows import rows_of_tokens
 
 LARGEST_TILE = 64
 TEMPORARY_BYTES = 1 << 30

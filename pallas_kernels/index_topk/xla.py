@@ -7,7 +7,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int, Shaped
 
 from pallas_kernels.index_topk.scoring import TEMPORARY_BYTES, Scored, visit_tiles
-from pallas_kernels.ordered_floats import ordered
+from pallas_kernels.mosaic.ordered_floats import ordered
 
 
 def index_topk(

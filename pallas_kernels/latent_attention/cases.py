@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from pallas_kernels.poisoned_pages import normal, poisoned_pages
+from pallas_kernels.inputs.nan_filled_pages import nan_filled_pages, normal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +37,7 @@ class Case:
         """Returns the arguments by name, as NumPy arrays; whatever must not be read holds NaN."""
         rng = np.random.default_rng(seed)
         width = self.value_dim + self.rope_dim
-        pages = poisoned_pages(
+        pages = nan_filled_pages(
             rng,
             [(0 if queries else keys, keys) for queries, keys in self.rows],
             shape=(1, width),

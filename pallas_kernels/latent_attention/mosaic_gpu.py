@@ -1,7 +1,7 @@
 """`latent_attention` as a Mosaic GPU kernel for Hopper: what it takes, and what XLA does around it.
 
-There are two: one for a query of few heads per row begins in mosaic_keys.py, one for the rest in mosaic_kernel.py.
-Both share out the keys as mosaic_schedule.py says.
+There are two kernels: one for a query of few heads per row (mosaic_keys_launch.py), and one for everything else
+(latent_kernel/launch.py). Both divide the keys of a row as latent_kernel/schedule.py describes.
 """
 
 from functools import partial
@@ -10,12 +10,16 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.attention_scores import LOG2_E
 from pallas_kernels.device import MOST_ON_AN_AXIS, why_not_mosaic
-from pallas_kernels.latent_attention.mosaic_kernel import Kernel, Source
+from pallas_kernels.latent_attention import mosaic_keys_launch
 from pallas_kernels.latent_attention.mosaic_keys import KeysKernel
-from pallas_kernels.latent_attention.mosaic_pieces import cut, lse_of_tokens, most_pieces
-from pallas_kernels.latent_attention.mosaic_schedule import Geometry, Schedule
+from pallas_kernels.latent_attention.mosaic_producer import Producer
+from pallas_kernels.latent_kernel.kernel import Kernel, Source
+from pallas_kernels.latent_kernel.launch import build
+from pallas_kernels.latent_kernel.pieces import cut, lse_of_tokens, most_pieces
+from pallas_kernels.latent_kernel.results import results
+from pallas_kernels.latent_kernel.schedule import Geometry, Schedule
+from pallas_kernels.mosaic.scores import LOG2_E
 
 
 def why_not(
@@ -121,11 +125,15 @@ def attend(
         lengths = cut(seq_lens, cu_q_lens, tokens=tokens, tokens_per_piece=per_piece)
     has_lse = want_lse or schedule.parts > 1
     sizes = (geometry, scale, schedule, pieces, has_lse, interpret)
-    left = geometry.keys_are_left
-    kernel = KeysKernel(*sizes) if left else Kernel(*sizes, Source.pages(geometry))
-    outputs = kernel.build(tokens)(rows, latent_pages, page_table, lengths)
+    if geometry.keys_are_left:
+        launch = mosaic_keys_launch.build(KeysKernel(*sizes), tokens)
+    else:
+        launch = build(Kernel(*sizes, _pages(geometry)), tokens)
+    outputs = launch(rows, latent_pages, page_table, lengths)
     if cu_q_lens is None:
-        return results(kernel, outputs, q, want_lse=want_lse)
+        if geometry.keys_are_left and schedule.parts > 1:
+            outputs[0] = jnp.swapaxes(outputs[0], -1, -2)
+        return results(geometry, schedule, outputs, q, want_lse=want_lse)
     out = outputs[0].reshape(tokens, geometry.heads, value_dim)[:, :heads]
     if not want_lse:
         return out, None
@@ -133,37 +141,10 @@ def attend(
     return out, lse[:, :heads] / LOG2_E
 
 
-def results(
-    kernel: Kernel | KeysKernel,
-    outputs: list[Array],
-    q: Float[Array, "tokens heads latent_and_rope"],
-    *,
-    want_lse: bool,
-) -> tuple[Float[Array, "tokens heads value_dim"], Float[Array, "tokens heads"] | None]:
-    """Makes the op's results of what the kernel wrote for one query per piece; joins the parts if there are several."""
-    tokens, heads, _ = q.shape
-    if kernel.schedule.parts > 1:
-        out, lse = outputs
-        if isinstance(kernel, KeysKernel):
-            out = jnp.swapaxes(out, -1, -2)
-        joined, lse = _join_parts(out, lse)
-        out = joined.reshape(tokens, -1, joined.shape[-1]).astype(q.dtype)
-    else:
-        out = outputs[0].reshape(tokens, kernel.geometry.heads, -1)
-        lse = outputs[1][:, 0] if want_lse else None
-    if lse is not None:
-        lse = lse.reshape(tokens, -1)[:, :heads] / LOG2_E
-    return out[:, :heads], lse if want_lse else None
-
-
-def _join_parts(
-    out: Float[Array, "rows parts blocks height value_dim"],
-    lse: Float[Array, "rows parts blocks height"],
-) -> tuple[Float[Array, "rows blocks height value_dim"], Float[Array, "rows blocks height"]]:
-    """Joins the shares of each row in float32; a share without keys has -inf in `lse` (base 2) and adds nothing."""
-    top = jnp.max(lse, axis=1)
-    top = jnp.where(top == -jnp.inf, 0.0, top)
-    weight = jnp.exp2(lse - top[:, None])
-    total = jnp.sum(weight, axis=1)
-    joined = jnp.sum(out * weight[..., None], axis=1)
-    return joined / jnp.where(total > 0, total, 1.0)[..., None], top + jnp.log2(total)
+def _pages(geometry: Geometry) -> Source:
+    """Returns the source that copies tiles from the pages of a row."""
+    copies = geometry.copies_per_tile
+    arrays = ("latent_pages", "page_table", "pieces" if geometry.packed else "seq_lens")
+    # A second held column is spilled where the producer has several pages to remember.
+    held = 2 if copies == 1 else 1
+    return Source(arrays, Producer, (copies, 2 * copies), (232, 40), held)

@@ -7,32 +7,29 @@ keys by heads and `acc` components by heads, in one accumulator per piece of a t
 
 from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import Array, lax
 
-from pallas_kernels.attention_scores import LOG2_E
+from pallas_kernels.latent_attention.mosaic_keys import KeysKernel
 from pallas_kernels.latent_attention.mosaic_keys_join import KeysJoin
 from pallas_kernels.latent_attention.mosaic_keys_producer import slot_of, tiles_of
-from pallas_kernels.latent_attention.mosaic_pieces import Piece, Ref
-from pallas_kernels.latent_attention.mosaic_schedule import TILE
-from pallas_kernels.ragged_attention.mosaic_registers import over_rows
+from pallas_kernels.latent_kernel.pieces import Piece
+from pallas_kernels.latent_kernel.schedule import TILE
+from pallas_kernels.mosaic.private_types import Ref
+from pallas_kernels.mosaic.scores import LOG2_E
+from pallas_kernels.mosaic.tiles import PER_COLUMN, WGMMA, over_rows
 
-if TYPE_CHECKING:
-    from pallas_kernels.latent_attention.mosaic_keys import KeysKernel
-
-WGMMA = plgpu.Layout.WGMMA
-PER_COLUMN = WGMMA.reduce(0)
 State = tuple[Array, Array]
 
 
 class KeysConsumer:
     """The warpgroup that multiplies."""
 
-    def __init__(self, kernel: "KeysKernel", refs: Mapping[str, Ref], piece: Piece) -> None:
+    def __init__(self, kernel: KeysKernel, refs: Mapping[str, Ref], piece: Piece) -> None:
         self.kernel, self.geometry, self.refs, self.piece = kernel, kernel.geometry, refs, piece
         # Components of the value in each piece of a tile; the last one ends with the rotary part.
         starts = [number * kernel.widths[0] for number in range(len(kernel.widths))]

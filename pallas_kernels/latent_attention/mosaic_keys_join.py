@@ -2,27 +2,23 @@
 
 from collections.abc import Mapping
 from functools import partial, reduce
-from typing import TYPE_CHECKING
 
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import Array, lax
 
-from pallas_kernels.latent_attention.mosaic_pieces import Piece, Ref
-from pallas_kernels.latent_attention.mosaic_schedule import COLUMN_TILE, TILE
-from pallas_kernels.ragged_attention.mosaic_registers import over_rows
-
-if TYPE_CHECKING:
-    from pallas_kernels.latent_attention.mosaic_keys import KeysKernel
-
-WGMMA = plgpu.Layout.WGMMA
+from pallas_kernels.latent_attention.mosaic_keys import KeysKernel
+from pallas_kernels.latent_kernel.pieces import Piece
+from pallas_kernels.latent_kernel.schedule import COLUMN_TILE, TILE
+from pallas_kernels.mosaic.private_types import Ref
+from pallas_kernels.mosaic.tiles import WGMMA, over_rows
 
 
 class KeysJoin:
     """The end of a block's work; outputs are components by heads until they are staged."""
 
-    def __init__(self, kernel: "KeysKernel", refs: Mapping[str, Ref], piece: Piece) -> None:
+    def __init__(self, kernel: KeysKernel, refs: Mapping[str, Ref], piece: Piece) -> None:
         self.kernel, self.geometry, self.schedule = kernel, kernel.geometry, kernel.schedule
         self.refs, self.piece = refs, piece
 

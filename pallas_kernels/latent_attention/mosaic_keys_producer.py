@@ -2,19 +2,19 @@
 
 from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING
 
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import Array, lax
 
-from pallas_kernels.latent_attention.mosaic_pieces import Piece, Ref
-from pallas_kernels.latent_attention.mosaic_producer import WGMMA, Producer, on_warps
-from pallas_kernels.latent_attention.mosaic_schedule import COLUMN_TILE, SLOTS, TILE
-
-if TYPE_CHECKING:
-    from pallas_kernels.latent_attention.mosaic_keys import KeysKernel
+from pallas_kernels.latent_attention.mosaic_keys import KeysKernel
+from pallas_kernels.latent_attention.mosaic_producer import Producer
+from pallas_kernels.latent_kernel.pieces import Piece
+from pallas_kernels.latent_kernel.schedule import COLUMN_TILE, SLOTS, TILE
+from pallas_kernels.mosaic.private_types import Ref
+from pallas_kernels.mosaic.tiles import WGMMA
+from pallas_kernels.mosaic.warps import on_warps
 
 
 def tiles_of(piece: Piece) -> tuple[Array, Array, Array]:
@@ -23,7 +23,7 @@ def tiles_of(piece: Piece) -> tuple[Array, Array, Array]:
     return SLOTS * piece.start, jnp.clip(piece.keys // TILE, SLOTS * piece.start, stop), stop
 
 
-def slot_of(kernel: "KeysKernel", piece: Piece, tile: Array, number: int) -> Array:
+def slot_of(kernel: KeysKernel, piece: Piece, tile: Array, number: int) -> Array:
     """Returns where in the ring a piece of a tile lies."""
     place = (tile - SLOTS * piece.start) * len(kernel.widths) + number
     return lax.rem(place, jnp.int32(kernel.ring))
@@ -32,7 +32,7 @@ def slot_of(kernel: "KeysKernel", piece: Piece, tile: Array, number: int) -> Arr
 class KeysProducer:
     """The warpgroup that starts all copies into shared memory."""
 
-    def __init__(self, kernel: "KeysKernel", refs: Mapping[str, Ref], piece: Piece) -> None:
+    def __init__(self, kernel: KeysKernel, refs: Mapping[str, Ref], piece: Piece) -> None:
         self.kernel, self.geometry, self.refs, self.piece = kernel, kernel.geometry, refs, piece
         self.pool = Producer(kernel, refs, piece)
 
@@ -41,7 +41,7 @@ class KeysProducer:
         kernel, refs, piece = self.kernel, self.refs, self.piece
         queries = refs["q"].at[pl.ds(piece.first_row(self.geometry), self.geometry.heads)]
         fetch = partial(plgpu.copy_gmem_to_smem, queries, refs["q_tile"].at[0], refs["q_arrived"])
-        on_warps(kernel, fetch)
+        on_warps(fetch, interpret=kernel.interpret)
         start, stop = tiles_of(piece)[::2]
 
         @pl.loop(start, stop)
@@ -49,12 +49,13 @@ class KeysProducer:
             at_edge = (tile + 1) * TILE > piece.keys
             slots = [slot_of(kernel, piece, tile, number) for number in range(len(kernel.widths))]
             pages, offset = self.pool.pages(tile), self.pool.offset(tile)
-            on_warps(kernel, partial(self.fetch, slots, at_edge, pages, offset))
+            fetch = partial(self.fetch, slots, at_edge, pages, offset)
+            on_warps(fetch, interpret=kernel.interpret)
             pl.when(at_edge)(partial(self.clear, tile, slots))
 
         if kernel.interpret:
             # The interpreter wants each completion to be waited for.
-            on_warps(kernel, self.drain)
+            on_warps(self.drain, interpret=True)
 
     def drain(self) -> None:
         """Waits until all of the ring is given back."""

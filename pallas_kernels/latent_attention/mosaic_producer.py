@@ -1,35 +1,32 @@
 """The producer of the `latent_attention` kernel: the warpgroup that starts all copies into shared memory."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING
 
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import Array
 
-from pallas_kernels.latent_attention.mosaic_pieces import Piece, Ref
-from pallas_kernels.latent_attention.mosaic_schedule import COLUMN_TILE, HEIGHT, SLOTS, TILE
-
-if TYPE_CHECKING:
-    from pallas_kernels.latent_attention.mosaic_kernel import Kernel
-    from pallas_kernels.latent_attention.mosaic_keys import KeysKernel
-
-WGMMA = plgpu.Layout.WGMMA
+from pallas_kernels.latent_attention.mosaic_keys import KeysKernel
+from pallas_kernels.latent_kernel.kernel import Kernel
+from pallas_kernels.latent_kernel.pieces import Piece, fetch_queries
+from pallas_kernels.latent_kernel.schedule import COLUMN_TILE, SLOTS, TILE
+from pallas_kernels.mosaic.private_types import Ref
+from pallas_kernels.mosaic.tiles import WGMMA
+from pallas_kernels.mosaic.warps import on_warps
 
 
 class Producer:
     """The warpgroup that starts all copies into shared memory."""
 
-    def __init__(
-        self, kernel: "Kernel | KeysKernel", refs: Mapping[str, Ref], piece: Piece
-    ) -> None:
+    def __init__(self, kernel: Kernel | KeysKernel, refs: Mapping[str, Ref], piece: Piece) -> None:
         self.kernel, self.geometry, self.refs, self.piece = kernel, kernel.geometry, refs, piece
 
     def run(self) -> None:
         """Fetches the queries and the share's tiles."""
-        fetch_queries(self.kernel, self.refs, self.piece)
+        interpret = self.kernel.interpret
+        fetch_queries(self.geometry, self.refs, self.piece, interpret=interpret)
 
         @pl.loop(SLOTS * self.piece.start, SLOTS * self.piece.stop)
         def _(tile: Array) -> None:
@@ -40,12 +37,14 @@ class Producer:
             pages = self.pages(tile)
             places = {"slot": slot, "arrived": arrived, "pages": pages, "offset": self.offset(tile)}
             fetch = partial(self.fetch, **places)
-            on_warps(self.kernel, partial(fetch, "lo", "lo"), partial(fetch, "hi", "hi", "rope"))
+            on_warps(
+                partial(fetch, "lo", "lo"), partial(fetch, "hi", "hi", "rope"), interpret=interpret
+            )
             pl.when(at_edge)(partial(self.clear, tile, slot))
 
-        if self.kernel.interpret:
+        if interpret:
             # The interpreter wants each completion to be waited for.
-            on_warps(self.kernel, partial(self.drain, "lo"), partial(self.drain, "hi"))
+            on_warps(partial(self.drain, "lo"), partial(self.drain, "hi"), interpret=interpret)
 
     def drain(self, half: str) -> None:
         """Waits until all of a half's slots are given back."""
@@ -110,25 +109,3 @@ class Producer:
             plgpu.commit_smem()
             for _arrival in range(arrivals * self.geometry.copies_per_tile):
                 plgpu.barrier_arrive(arrived.at[slot])
-
-
-def fetch_queries(kernel: "Kernel | KeysKernel", refs: Mapping[str, Ref], piece: Piece) -> None:
-    """Starts the copy of the block's rows of queries; a row's only query brings no others along."""
-    rows = HEIGHT if kernel.geometry.packed else kernel.geometry.block_heads
-    # What knows multiples is not to be had on a single warp.
-    queries = refs["q"].at[pl.ds(piece.first_row(kernel.geometry), rows)]
-    tile = refs["q_tile"].at[0, pl.ds(0, rows)]
-    on_warps(kernel, lambda: plgpu.copy_gmem_to_smem(queries, tile, refs["q_arrived"]))
-
-
-def on_warps(kernel: "Kernel | KeysKernel", *jobs: Callable[[], None]) -> None:
-    """Runs each job on a warp of its own, so that the others leave the issue slots to the consumers."""
-    if kernel.interpret:
-        for job in jobs:
-            job()
-        return
-
-    @plgpu.warp_map
-    def _(warp: Array) -> None:
-        for number, job in enumerate(jobs):
-            pl.when(warp == number)(job)

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Shaped
 
-from pallas_kernels.checks import INT32_MAX, check_ids, check_shape
+from pallas_kernels.arguments.checks import INT32_MAX, check_ids, check_shape
 from pallas_kernels.dispatch import choose
 from pallas_kernels.page_write import mosaic_gpu, xla
 

@@ -13,12 +13,12 @@ from jax import lax
 from jaxtyping import Array, Int, Shaped
 
 from pallas_kernels.device import why_not_mosaic
-from pallas_kernels.mosaic_rows import INTERPRETED, Piece, flat_pieces, flat_registers
+from pallas_kernels.mosaic.launch import LANE_PARAMS, interpreter
+from pallas_kernels.mosaic.private_types import Ref
+from pallas_kernels.mosaic.rows import Piece, flat_pieces, flat_registers
 
 # Registers of a thread that hold rows on their way; the rest of 255 is for addresses.
 MOST_REGISTERS = 128
-
-Ref = Any
 
 
 def why_not(
@@ -106,10 +106,8 @@ def _kernel(tokens: int, *, interpret: bool) -> Callable[..., None]:
         out_type=(),
         grid=(tokens,),
         grid_names=("token",),
-        compiler_params=plgpu.CompilerParams(
-            lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
-        ),
-        interpret=INTERPRETED if interpret else None,
+        compiler_params=LANE_PARAMS,
+        interpret=interpreter(interpret),
         kernel_name="page_write",
     )
 

@@ -16,16 +16,11 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import Array, lax
 
-from pallas_kernels.attention_scores import LOG2_E, Options
-from pallas_kernels.paged_attention.mosaic_schedule import ROW_TILE, TILE, Geometry, Schedule
-from pallas_kernels.paged_attention.mosaic_tile import (
-    PER_COLUMN,
-    WGMMA,
-    Layout,
-    Ref,
-    multiply,
-    over_rows,
-)
+from pallas_kernels.device import ROW_TILE
+from pallas_kernels.mosaic.private_types import Layout, Ref
+from pallas_kernels.mosaic.scores import LOG2_E, Options
+from pallas_kernels.mosaic.tiles import PER_COLUMN, WGMMA, multiply, over_rows
+from pallas_kernels.paged_attention.mosaic_schedule import TILE, Geometry, Schedule
 
 
 class Block:

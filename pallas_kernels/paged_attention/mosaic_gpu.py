@@ -1,6 +1,6 @@
 """`paged_attention` as a Mosaic GPU kernel for Hopper: what it takes, and what XLA does around it.
 
-The kernel itself begins in mosaic_kernel.py; how it shares out the keys is in mosaic_schedule.py.
+The kernel itself begins in mosaic_launch.py; how it shares out the keys is in mosaic_schedule.py.
 """
 
 from collections.abc import Callable
@@ -13,10 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Shaped
 
-from pallas_kernels.attention_scores import LOG2_E, Options
-from pallas_kernels.device import why_not_mosaic
-from pallas_kernels.paged_attention.mosaic_kernel import Kernel
-from pallas_kernels.paged_attention.mosaic_schedule import ROW_TILE, Geometry, Schedule
+from pallas_kernels.device import ROW_TILE, why_not_mosaic
+from pallas_kernels.mosaic.scores import LOG2_E, Options
+from pallas_kernels.paged_attention.mosaic_launch import Kernel
+from pallas_kernels.paged_attention.mosaic_schedule import Geometry, Schedule
 
 
 def why_not(

@@ -12,21 +12,16 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import Array, lax
 
-from pallas_kernels.paged_attention.mosaic_block import Block
-from pallas_kernels.paged_attention.mosaic_bytes import (
+from pallas_kernels.mosaic.private_types import Ref
+from pallas_kernels.mosaic.tiles import PER_ROW, WGMMA, over_columns, over_rows
+from pallas_kernels.mosaic.unpack_bytes import (
     gather_rows,
-    load_keys,
-    load_queries,
+    load_left_operand,
+    load_right_operand,
     unpack_values,
 )
+from pallas_kernels.paged_attention.mosaic_block import Block
 from pallas_kernels.paged_attention.mosaic_schedule import TILE
-from pallas_kernels.paged_attention.mosaic_tile import (
-    PER_ROW,
-    WGMMA,
-    Ref,
-    over_columns,
-    over_rows,
-)
 
 # Scales of values below 2**this do not raise the maximum further, so that no sum of weights leaves float32.
 _LEAST_SCALE = -100.0
@@ -91,7 +86,7 @@ class PackedTiles:
         if self.interpret:
             queries = plgpu.load(refs["q_tile"].transpose((1, 0)), layout=WGMMA)
         else:
-            queries = load_queries(refs["q_tile"], geometry.pages_dtype)
+            queries = load_right_operand(refs["q_tile"], geometry.pages_dtype)
         factor = None
         if queries.dtype != geometry.operand:
             queries = queries.astype(jnp.float32)
@@ -117,7 +112,7 @@ class PackedTiles:
         def product(accumulator: Ref) -> Array:
             for tall in range(packed.shape[1] // 64):
                 piece = queries.at[pl.ds(64 * tall, 64)]
-                plgpu.wgmma(accumulator, load_keys(packed, tall), piece)
+                plgpu.wgmma(accumulator, load_left_operand(packed, tall), piece)
                 if is_scarce:
                     plgpu.wgmma_wait(0)
             return accumulator[...]

@@ -1,7 +1,6 @@
 """The sizes of the Mosaic GPU kernel of `paged_attention`, and how it shares out a row's keys. Traces nothing."""
 
 from dataclasses import dataclass, replace
-from dataclasses import fields as dataclass_fields
 from math import ceil
 
 import jax.numpy as jnp
@@ -11,23 +10,21 @@ from jax.typing import DTypeLike
 from pallas_kernels.device import (
     NUM_MULTIPROCESSORS,
     RESERVED_BYTES_PER_BLOCK,
+    ROW_TILE,
+    SHARED_ALIGNMENT,
     SHARED_BYTES,
     SHARED_BYTES_PER_BLOCK,
 )
-from pallas_kernels.tuning import tuned
+from pallas_kernels.tuning import choose
 
 # Keys that a block takes at once: the height of one wgmma.
 TILE = 64
-# Rows that a copy into swizzled shared memory starts at and counts in.
-ROW_TILE = 8
 # Larger clusters need the driver's leave, and took twice as long to start.
 MAX_CLUSTER = 8
 # Blocks at which clusters of four and more still start all at once: half of the multiprocessors.
 _FEW_BLOCKS = 66
 # Elements of the output that a block can keep in registers: 32 a thread, among all else that it keeps.
 MAX_ACCUMULATOR = 4096
-# Every array in shared memory begins at a multiple of this.
-_ALIGNMENT = 1024
 # The scratch of reductions, and barriers.
 _OTHER_BYTES = 2048 + 256
 # Blocks whose registers a multiprocessor can hold: 128 of each thread.
@@ -128,7 +125,9 @@ class Geometry:
             arrays.append(2 * tile)
         if schedule.cluster > 1:
             arrays += [4 * queries * schedule.cluster, 4 * self.columns * TILE * schedule.cluster]
-        return sum(ceil(size / _ALIGNMENT) * _ALIGNMENT for size in arrays) + _OTHER_BYTES
+        return (
+            sum(ceil(size / SHARED_ALIGNMENT) * SHARED_ALIGNMENT for size in arrays) + _OTHER_BYTES
+        )
 
 
 @dataclass(frozen=True)
@@ -155,19 +154,20 @@ class Schedule:
             capacity: keys that a row of the page table can hold.
             window: keys that a row sees, if fewer.
         """
-        fields = tuned("paged_attention", shape_class(geometry, rows, capacity, window))
-        if fields is not None and fields.keys() == {field.name for field in dataclass_fields(cls)}:
-            schedule = cls(**fields)
-            if schedule.is_possible(geometry, _tiles(capacity, window)):
-                return schedule
-        return cls.by_rule(geometry, rows, capacity, window)
+        return choose(
+            "paged_attention",
+            shape_class(geometry, rows, capacity, window),
+            Schedule,
+            is_possible=lambda schedule: schedule.is_possible(geometry, tiles_of(capacity, window)),
+            by_rule=lambda: Schedule.by_rule(geometry, rows, capacity, window),
+        )
 
     @classmethod
     def by_rule(
         cls, geometry: Geometry, rows: int, capacity: int, window: int | None
     ) -> "Schedule":
         """Chooses what was fastest on an H200 for shapes like these (NOTES.md); arguments as in `of`."""
-        tiles, pairs = _tiles(capacity, window), rows * geometry.kv_heads
+        tiles, pairs = tiles_of(capacity, window), rows * geometry.kv_heads
         cluster, parts = _fastest_cluster(geometry, pairs, tiles), 1
         wide = geometry.stored is None
         # Blocks that unpack 8 bits wait for themselves more than for the memory.
@@ -193,31 +193,11 @@ class Schedule:
 
 def shape_class(geometry: Geometry, rows: int, capacity: int, window: int | None) -> str:
     """Returns the name of the shapes that share a tuned schedule: rows and reach are rounded up to powers of two."""
-    keys = _round_up_to_power(_tiles(capacity, window) * TILE)
+    keys = _round_up_to_power(tiles_of(capacity, window) * TILE)
     return (
         f"rows {_round_up_to_power(rows)} keys {keys} heads {geometry.heads}/{geometry.kv_heads}x"
         f"{geometry.head_dim} page {min(geometry.page_size, TILE)} {jnp.dtype(geometry.pages_dtype).name}"
     )
-
-
-def candidates(geometry: Geometry, rows: int, capacity: int, window: int | None) -> list[Schedule]:
-    """Returns the schedules worth timing for such shapes, that of the rules first."""
-    tiles, pairs = _tiles(capacity, window), rows * geometry.kv_heads
-    found = [Schedule.by_rule(geometry, rows, capacity, window)]
-    for cluster in (1, 2, 3, 4, 8):
-        for parts in (1, 2, 3, 4, 8, 16):
-            blocks = pairs * cluster * parts
-            if blocks > 8 * NUM_MULTIPROCESSORS and cluster * parts > 1:
-                continue
-            # A second launch is worth it only for what would leave multiprocessors idle.
-            if parts > 1 and (blocks > 4 * NUM_MULTIPROCESSORS or cluster in (3, 4)):
-                continue
-            for stages in (2, 3, 4, 6):
-                schedule = Schedule(cluster, parts, stages)
-                deep = stages > ceil(tiles / (cluster * parts))
-                if schedule.is_possible(geometry, tiles) and not deep and schedule not in found:
-                    found.append(schedule)
-    return found
 
 
 def _whole_tiles(rows: int) -> int:
@@ -225,7 +205,7 @@ def _whole_tiles(rows: int) -> int:
     return ceil(rows / ROW_TILE) * ROW_TILE
 
 
-def _tiles(capacity: int, window: int | None) -> int:
+def tiles_of(capacity: int, window: int | None) -> int:
     """Returns the most tiles of keys that a row can see."""
     return ceil((capacity if window is None else min(capacity, window + TILE)) / TILE)
 

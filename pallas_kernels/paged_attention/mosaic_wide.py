@@ -8,8 +8,9 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import Array, lax
 
+from pallas_kernels.mosaic.private_types import Ref
+from pallas_kernels.mosaic.tiles import WGMMA, multiply
 from pallas_kernels.paged_attention.mosaic_block import Block
-from pallas_kernels.paged_attention.mosaic_tile import WGMMA, Ref, multiply
 
 
 class WideTiles:

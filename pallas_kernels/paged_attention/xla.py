@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
-from pallas_kernels.tile_attention import attend_tiles
+from pallas_kernels.packed.tile_attention import attend_tiles
 
 # Decode is worth one straight run of kernels (one CUDA graph) up to this much temporary memory; beyond, keys
 # are visited in blocks.

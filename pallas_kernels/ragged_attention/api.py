@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Shaped
 
-from pallas_kernels.checks import check_attention, check_ids
+from pallas_kernels.arguments.checks import check_attention, check_ids
 from pallas_kernels.dispatch import choose, note_fallback
+from pallas_kernels.packed.tile_attention import nothing, why_not
 from pallas_kernels.ragged_attention import mosaic_gpu, xla
-from pallas_kernels.tile_attention import nothing, why_not
 
 
 @overload

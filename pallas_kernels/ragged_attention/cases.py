@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from pallas_kernels.attention_case import AttentionCase
+from pallas_kernels.inputs.attention_case import AttentionCase
 
 
 @dataclass(frozen=True)

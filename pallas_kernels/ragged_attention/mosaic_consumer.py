@@ -10,30 +10,36 @@ lanes. Both products are kept in accumulators, `scores` and `acc`.
 
 from collections.abc import Callable, Mapping
 from functools import partial, reduce
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import Array, lax
 
-from pallas_kernels.attention_scores import LOG2_E
-from pallas_kernels.ragged_attention.mosaic_piece import WGMMA, Piece, Ref, Share, Worker
-from pallas_kernels.ragged_attention.mosaic_registers import eights, over_columns, over_rows
-from pallas_kernels.ragged_attention.mosaic_schedule import CONSUMERS, HEIGHT, ROW_TILE
-
-if TYPE_CHECKING:
-    from pallas_kernels.ragged_attention.mosaic_block import Kernel
+from pallas_kernels.device import ROW_TILE, WGMMA_ROWS
+from pallas_kernels.mosaic.private_types import Ref
+from pallas_kernels.mosaic.scores import LOG2_E
+from pallas_kernels.mosaic.tiles import (
+    PER_COLUMN,
+    PER_ROW,
+    WGMMA,
+    column_groups,
+    over_columns,
+    over_rows,
+)
+from pallas_kernels.ragged_attention.mosaic_kernel import Kernel
+from pallas_kernels.ragged_attention.mosaic_piece import Piece, Share, Worker
+from pallas_kernels.ragged_attention.mosaic_schedule import CONSUMERS
 
 # Widest heads whose queries fit in registers beside all else, where reading them costs less power.
 QUERIES_IN_REGISTERS = 128
-PER_ROW, PER_COLUMN = WGMMA.reduce(1), WGMMA.reduce(0)
 
 
 class Consumer(Worker):
     """One of the two warpgroups that multiply."""
 
-    def __init__(self, kernel: "Kernel", refs: Mapping[str, Ref], number: Array) -> None:
+    def __init__(self, kernel: Kernel, refs: Mapping[str, Ref], number: Array) -> None:
         super().__init__(kernel, refs)
         self.number = number
 
@@ -120,7 +126,7 @@ class Consumer(Worker):
         if self.kernel.interpret:
             return run(self.refs["scores"].at[self.number], self.refs["acc"].at[self.number])
         accumulators = [
-            plgpu.ACC((HEIGHT, width), jnp.float32)
+            plgpu.ACC((WGMMA_ROWS, width), jnp.float32)
             for width in (self.schedule.keys, self.geometry.head_dim)
         ]
         return pl.run_scoped(run, *accumulators)
@@ -170,7 +176,7 @@ class Consumer(Worker):
         """Returns the factors of a tile's "k" or "v", in each row."""
         scales = self.refs[f"{pool}_scales"].at[piece.tile.row, piece.kv_head, tile]
         loaded = plgpu.load(scales, layout=PER_COLUMN, optimized=False)
-        return over_rows(loaded, HEIGHT)
+        return over_rows(loaded, WGMMA_ROWS)
 
     def softmax(
         self,
@@ -195,7 +201,7 @@ class Consumer(Worker):
         # A query that has met no key has the maximum -inf, and -inf minus -inf would be NaN.
         finite = jnp.where(m == -jnp.inf, 0.0, m)
         p = jnp.exp2(scores * scale - over_columns(finite, self.schedule.keys))
-        total = reduce(jnp.add, eights(p))
+        total = reduce(jnp.add, column_groups(p))
         if old is None:
             return m, total, p, m
         decay = jnp.exp2(old[0] - finite)
@@ -206,12 +212,12 @@ class Consumer(Worker):
 
         Goes by 8 columns: a comparison of whole tiles would keep all their column numbers in registers.
         """
-        shape = (HEIGHT, ROW_TILE)
+        shape = (WGMMA_ROWS, ROW_TILE)
         row = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=WGMMA)
         column = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=WGMMA)
         distance = (row & (self.geometry.tokens_per_consumer - 1)) - column
         pieces = []
-        for index, piece in enumerate(eights(scores)):
+        for index, piece in enumerate(column_groups(scores)):
             back = tile * self.schedule.keys + index * ROW_TILE - share.position
             visible = distance >= back
             if self.options.window is not None:
@@ -238,8 +244,8 @@ class Consumer(Worker):
 
     def nothing(self) -> tuple[Array, Array]:
         """Returns what queries get that see no key."""
-        out = jnp.zeros((HEIGHT, self.geometry.head_dim), jnp.float32)
-        lse = jnp.full((HEIGHT,), -jnp.inf, jnp.float32)
+        out = jnp.zeros((WGMMA_ROWS, self.geometry.head_dim), jnp.float32)
+        lse = jnp.full((WGMMA_ROWS,), -jnp.inf, jnp.float32)
         return plgpu.layout_cast(out, WGMMA), plgpu.layout_cast(lse, PER_ROW)
 
     def write(self, piece: Piece, share: Share, query_slot: Array, out: Array, lse: Array) -> None:

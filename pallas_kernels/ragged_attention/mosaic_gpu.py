@@ -1,7 +1,7 @@
 """`ragged_attention` as a Mosaic GPU kernel for Hopper: what it takes, and what XLA does around it.
 
 How queries are cut into tiles is in mosaic_tiles.py, what becomes of 8-bit pages in mosaic_unpack.py, the kernel in
-mosaic_block.py and what that imports.
+mosaic_launch.py and what that imports.
 """
 
 from collections.abc import Callable
@@ -13,15 +13,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
-from pallas_kernels.attention_scores import Options
-from pallas_kernels.device import why_not_mosaic
-from pallas_kernels.ragged_attention.mosaic_block import Kernel
-from pallas_kernels.ragged_attention.mosaic_schedule import (
-    ROW_TILE,
-    Geometry,
-    Schedule,
-    most_tiles,
-)
+from pallas_kernels.device import ROW_TILE, why_not_mosaic
+from pallas_kernels.mosaic.scores import Options
+from pallas_kernels.ragged_attention.mosaic_kernel import Kernel
+from pallas_kernels.ragged_attention.mosaic_launch import build
+from pallas_kernels.ragged_attention.mosaic_schedule import Geometry, Schedule, most_tiles
 from pallas_kernels.ragged_attention.mosaic_tiles import cut, lse_of_tokens
 from pallas_kernels.ragged_attention.mosaic_unpack import unpack
 from pallas_kernels.ragged_attention.mosaic_unpack import why_not as why_not_unpack
@@ -141,7 +137,8 @@ def alone(
         window=window,
     )
     options = Options(scale=scale, window=window, soft_cap=soft_cap)
-    launch = Kernel(geometry, options, schedule, num_tiles, False, False, False).build(tokens)
+    kernel = Kernel(geometry, options, schedule, num_tiles, False, False, False)
+    launch = build(kernel, tokens)
     return lambda *arrays: launch(*arrays)[0], plan
 
 
@@ -191,7 +188,7 @@ def attend(
         by_unit = sinks.astype(jnp.float32).reshape(geometry.units, geometry.pack)
         operands.append(jnp.repeat(by_unit, geometry.tokens_per_consumer, axis=1))
     kernel = Kernel(geometry, options, schedule, num_tiles, want_lse, sinks is not None, interpret)
-    outputs = kernel.build(reach)(*operands)
+    outputs = build(kernel, reach)(*operands)
     out = outputs[0][:tokens]
     if not want_lse:
         return out, None

@@ -5,22 +5,15 @@ A piece is one tile of tokens and one pack of heads; a share is what one of the 
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
 
 import jax.experimental.pallas as pl
-import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import Array, lax
 
-from pallas_kernels.ragged_attention.mosaic_schedule import ROW_TILE
+from pallas_kernels.device import ROW_TILE
+from pallas_kernels.mosaic.private_types import Ref
+from pallas_kernels.ragged_attention.mosaic_kernel import Kernel
 from pallas_kernels.ragged_attention.mosaic_tiles import Tile
-
-if TYPE_CHECKING:
-    from pallas_kernels.ragged_attention.mosaic_block import Kernel
-
-# Refs have types that are private to JAX.
-Ref = Any
-WGMMA = plgpu.Layout.WGMMA
 
 
 def quotient(number: Array, divisor: int) -> Array:
@@ -40,7 +33,7 @@ def remainder(number: Array, divisor: int) -> Array:
 class Piece:
     """One tile of tokens and one pack of heads, and the tiles of keys to visit for it."""
 
-    def __init__(self, kernel: "Kernel", refs: Mapping[str, Ref], number: Array) -> None:
+    def __init__(self, kernel: Kernel, refs: Mapping[str, Ref], number: Array) -> None:
         geometry, keys = kernel.geometry, kernel.schedule.keys
         total = refs["num_tiles"][0] * geometry.units
         self.exists = number < total
@@ -64,7 +57,7 @@ class Piece:
 class Worker:
     """What the three warpgroups share: the way through the pieces."""
 
-    def __init__(self, kernel: "Kernel", refs: Mapping[str, Ref]) -> None:
+    def __init__(self, kernel: Kernel, refs: Mapping[str, Ref]) -> None:
         self.kernel, self.refs = kernel, refs
         self.geometry, self.options = kernel.geometry, kernel.options
         self.schedule = kernel.schedule

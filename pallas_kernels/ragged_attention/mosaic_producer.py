@@ -1,6 +1,5 @@
 """The producer of the `ragged_attention` kernel: the warpgroup that starts all copies into shared memory."""
 
-from collections.abc import Callable
 from functools import partial
 
 import jax.experimental.pallas as pl
@@ -8,14 +7,10 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import Array
 
-from pallas_kernels.ragged_attention.mosaic_piece import (
-    WGMMA,
-    Piece,
-    Worker,
-    quotient,
-    remainder,
-)
-from pallas_kernels.ragged_attention.mosaic_schedule import HEIGHT, ROW_TILE
+from pallas_kernels.device import ROW_TILE, WGMMA_ROWS
+from pallas_kernels.mosaic.tiles import WGMMA
+from pallas_kernels.mosaic.warps import on_warps
+from pallas_kernels.ragged_attention.mosaic_piece import Piece, Worker, quotient, remainder
 
 
 class Producer(Worker):
@@ -31,13 +26,14 @@ class Producer(Worker):
 
     def fetch_piece(self, piece: Piece, keys_before: Array, queries_before: Array) -> None:
         """Fetches the queries of a piece, then its keys and values tile by tile."""
+        interpret = self.kernel.interpret
         tokens = [
             pl.multiple_of(piece.tile.token + first, ROW_TILE)
             for first in range(0, self.geometry.tokens_per_tile, self.geometry.tokens_per_consumer)
         ]
         slot = self.query_slot(queries_before)
         queries = partial(self.fetch_queries, piece, tokens, slot)
-        self.on_warps(lambda: pl.when(piece.exists)(queries))
+        on_warps(lambda: pl.when(piece.exists)(queries), interpret=interpret)
 
         @pl.loop(piece.first, piece.stop)
         def _(tile: Array) -> None:
@@ -49,20 +45,9 @@ class Producer(Worker):
             fetch = partial(
                 self.fetch, piece=piece, tile=tile, slot=slot, offsets=self.offsets(tile)
             )
-            self.on_warps(partial(fetch, "k", arrived=slot), partial(fetch, "v", arrived=arrived))
+            fetches = partial(fetch, "k", arrived=slot), partial(fetch, "v", arrived=arrived)
+            on_warps(*fetches, interpret=interpret)
             pl.when(at_edge)(partial(self.clear, piece, tile, slot))
-
-    def on_warps(self, *jobs: Callable[[], None]) -> None:
-        """Runs each job on a warp of its own, so that the others leave the issue slots to the consumers."""
-        if self.kernel.interpret:
-            for job in jobs:
-                job()
-            return
-
-        @plgpu.warp_map
-        def _(warp: Array) -> None:
-            for number, job in enumerate(jobs):
-                pl.when(warp == number)(job)
 
     def fetch_queries(self, piece: Piece, tokens: list[Array], slot: Array) -> None:
         """Starts the copies of the queries of both consumers, from these tokens on, a head at a time."""
@@ -126,11 +111,11 @@ class Producer(Worker):
         arrived = self.refs["v_arrived"]
         plgpu.barrier_wait(arrived.at[self.schedule.stages])
 
-        @pl.loop(0, self.schedule.keys // HEIGHT)
+        @pl.loop(0, self.schedule.keys // WGMMA_ROWS)
         def _(part: Array) -> None:
-            start = pl.multiple_of(part * HEIGHT, HEIGHT)
+            start = pl.multiple_of(part * WGMMA_ROWS, WGMMA_ROWS)
             for column in range(0, self.geometry.head_dim, 64):
-                values = self.refs["v_tiles"].at[slot, pl.ds(start, HEIGHT), pl.ds(column, 64)]
+                values = self.refs["v_tiles"].at[slot, pl.ds(start, WGMMA_ROWS), pl.ds(column, 64)]
                 loaded = plgpu.load(values, layout=WGMMA)
                 position = plgpu.broadcasted_iota(jnp.int32, loaded.shape, 0, layout=WGMMA)
                 position += tile * self.schedule.keys + start

@@ -1,21 +1,17 @@
 """The sizes of the Mosaic GPU kernel of `ragged_attention` and of its schedule. Traces nothing."""
 
 from dataclasses import dataclass
-from dataclasses import fields as dataclass_fields
 from math import ceil, gcd
 
 import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
-from pallas_kernels.device import NUM_MULTIPROCESSORS, SHARED_BYTES_PER_BLOCK
-from pallas_kernels.tuning import tuned
+from pallas_kernels.device import NUM_MULTIPROCESSORS, ROW_TILE, SHARED_BYTES_PER_BLOCK, WGMMA_ROWS
+from pallas_kernels.tuning import choose
 
-# Rows of one wgmma, hence queries times heads that one consumer works on.
-HEIGHT = 64
+# Warpgroups that multiply, each for 64 rows: queries times heads.
 CONSUMERS = 2
-# Rows that a copy into swizzled shared memory starts at and counts in.
-ROW_TILE = 8
 # More blocks than there can be pieces of work.
 ONE_BLOCK_EACH = 2**30
 # Shared memory that no formula counts: barriers, the scratch of reductions, alignment.
@@ -66,14 +62,14 @@ class Geometry:
 
     def leaves_registers(self, window: int | None) -> bool:
         """Tells whether a block can keep in registers what it needs to take one piece of work after another."""
-        odd_pages = self.page_size & (self.page_size - 1) and self.page_size % HEIGHT
+        odd_pages = self.page_size & (self.page_size - 1) and self.page_size % WGMMA_ROWS
         plain = window is None and not self.scaled and not odd_pages
         return plain and self.head_dim < 256 and self.page_size > ROW_TILE
 
     @property
     def pack(self) -> int:
         """Heads of one group that share a tile of queries, so that they share each tile of keys."""
-        return gcd(self.heads // self.kv_heads, HEIGHT // ROW_TILE)
+        return gcd(self.heads // self.kv_heads, WGMMA_ROWS // ROW_TILE)
 
     @property
     def units(self) -> int:
@@ -83,7 +79,7 @@ class Geometry:
     @property
     def tokens_per_consumer(self) -> int:
         """Tokens that one consumer takes at once, with each head of a pack."""
-        return HEIGHT // self.pack
+        return WGMMA_ROWS // self.pack
 
     @property
     def tokens_per_tile(self) -> int:
@@ -97,7 +93,7 @@ class Geometry:
     def shared_bytes(self, schedule: "Schedule") -> int:
         """Returns the shared memory that one block asks for, rounded up."""
         keys_and_values = 2 * schedule.stages * schedule.keys
-        queries = schedule.query_slots * CONSUMERS * HEIGHT
+        queries = schedule.query_slots * CONSUMERS * WGMMA_ROWS
         return 2 * self.head_dim * (keys_and_values + queries) + _OTHER_BYTES
 
 
@@ -127,12 +123,13 @@ class Schedule:
             rows: rows of the call.
             window: keys that a query sees, if fewer than all.
         """
-        fields = tuned("ragged_attention", shape_class(geometry, tokens, rows, window))
-        if fields is not None and fields.keys() == {field.name for field in dataclass_fields(cls)}:
-            schedule = cls(**fields)
-            if schedule.is_possible(geometry, window):
-                return schedule
-        return cls.by_rule(geometry, window)
+        return choose(
+            "ragged_attention",
+            shape_class(geometry, tokens, rows, window),
+            Schedule,
+            is_possible=lambda schedule: schedule.is_possible(geometry, window),
+            by_rule=lambda: Schedule.by_rule(geometry, window),
+        )
 
     @classmethod
     def by_rule(cls, geometry: Geometry, window: int | None) -> "Schedule":
@@ -162,19 +159,6 @@ def shape_class(geometry: Geometry, tokens: int, rows: int, window: int | None) 
         f"queries {per_row} window {reach} heads {geometry.heads}/{geometry.kv_heads}x{geometry.head_dim} "
         f"page {geometry.copy_height(128)} {jnp.dtype(geometry.dtype).name}{' of 8 bits' * geometry.scaled}"
     )
-
-
-def candidates(geometry: Geometry, tokens: int, rows: int, window: int | None) -> list[Schedule]:
-    """Returns the schedules worth timing for such shapes, that of the rules first."""
-    del tokens, rows
-    found = [Schedule.by_rule(geometry, window)]
-    for keys, stages in ((128, 2), (128, 3), (64, 2), (64, 3), (64, 4)):
-        for query_slots in (1, 2):
-            for blocks in (NUM_MULTIPROCESSORS, ONE_BLOCK_EACH):
-                schedule = Schedule(keys, stages, query_slots, blocks)
-                if schedule.is_possible(geometry, window) and schedule not in found:
-                    found.append(schedule)
-    return found
 
 
 def most_tiles(tokens: int, rows: int, tokens_per_tile: int) -> int:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.ragged_attention.mosaic_schedule import ROW_TILE
+from pallas_kernels.device import ROW_TILE
 
 FIELDS = 8
 """Numbers that describe one tile; `Tile` names them."""

@@ -8,8 +8,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
-from pallas_kernels.query_tiles import Tiles, cut_tiles, most_tiles, tile_size_of, unpack_tiles
-from pallas_kernels.tile_attention import attend_tiles
+from pallas_kernels.packed.query_tiles import (
+    Tiles,
+    cut_tiles,
+    most_tiles,
+    tile_size_of,
+    unpack_tiles,
+)
+from pallas_kernels.packed.tile_attention import attend_tiles
 
 LARGEST_TILE = 512
 TEMPORARY_BYTES = 256 << 20

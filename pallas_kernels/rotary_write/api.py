@@ -4,9 +4,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Shaped
 
-from pallas_kernels.byte_formats import LARGEST
-from pallas_kernels.checks import INT32_MAX, check_ids, check_shape
+from pallas_kernels.arguments.checks import INT32_MAX, check_ids, check_shape
 from pallas_kernels.dispatch import choose
+from pallas_kernels.formats.eight_bit import LARGEST
 from pallas_kernels.rotary_write import mosaic_gpu, xla
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial, reduce
 from itertools import pairwise
 from math import gcd
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
@@ -19,14 +19,15 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import DTypeLike
 
-from pallas_kernels.byte_formats import LARGEST
-from pallas_kernels.mosaic_rows import INTERPRETED, LOAD_BYTES, Piece, row_pieces
-from pallas_kernels.quantise import scales_of, stored
+from pallas_kernels.formats.eight_bit import LARGEST
+from pallas_kernels.formats.quantise import scales_of, stored
+from pallas_kernels.mosaic.launch import LANE_PARAMS, interpreter
+from pallas_kernels.mosaic.private_types import Layout, Ref
+from pallas_kernels.mosaic.rows import LOAD_BYTES, Piece, broadcast, load, row_pieces, store_per_row
 
 # Components up to which a token is left to one block, and components of queries that a block takes at most.
 _SMALL, _MOST_QUERIES = 3072, 4096
 
-Ref = Any
 Columns = tuple[int, int]
 """First column and width of a part of a head."""
 
@@ -129,10 +130,8 @@ class Kernel:
             # One axis: of several, all but the last one end at 65535.
             grid=(tokens * self.blocks,),
             grid_names=("block",),
-            compiler_params=plgpu.CompilerParams(
-                lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
-            ),
-            interpret=INTERPRETED if interpret else None,
+            compiler_params=LANE_PARAMS,
+            interpret=interpreter(interpret),
             kernel_name="rotary_write",
         )
 
@@ -198,15 +197,15 @@ class _Block:
         refs, layout = self.refs, job.piece.layout
         rows = pl.ds(job.first + job.piece.start, job.piece.size)
         parts = self.geometry.parts_of(job.kind)
-        heads = [_load(refs["qkv"].at[self.token, rows, pl.ds(*part)], layout) for part in parts]
+        heads = [load(refs["qkv"].at[self.token, rows, pl.ds(*part)], layout) for part in parts]
         if job.kind == "v":
             return Loaded(heads)
         per_column = layout.reduce(0)
-        angles = tuple(_load(refs[name].at[self.token], per_column) for name in ("cos", "sin"))
+        angles = tuple(load(refs[name].at[self.token], per_column) for name in ("cos", "sin"))
         if self.norm_eps is None:
             return Loaded(heads, angles)
         norm = refs["norm"].at[0 if job.kind == "q" else 1]
-        weights = tuple(_load(norm.at[pl.ds(*part)], per_column) for part in parts)
+        weights = tuple(load(norm.at[pl.ds(*part)], per_column) for part in parts)
         return Loaded(heads, angles, weights)
 
     def rotated(self, job: Job, loaded: Loaded) -> list[Array]:
@@ -217,7 +216,7 @@ class _Block:
         if not loaded.angles:
             return heads
         first, second = (part.astype(jnp.float32) for part in heads[:2])
-        cos, sin = (_spread(angle, first.shape, 1, layout) for angle in loaded.angles)
+        cos, sin = (broadcast(angle, first.shape, 1, layout) for angle in loaded.angles)
         turned = [first * cos - second * sin, second * cos + first * sin]
         return [*(part.astype(self.geometry.dtype) for part in turned), *heads[2:]]
 
@@ -225,7 +224,7 @@ class _Block:
         self,
         heads: list[Array],
         norm: tuple[Array, ...],
-        layout: Any,  # noqa: ANN401 - private to JAX
+        layout: Layout,
         eps: float,
     ) -> list[Array]:
         """Scales rows to unit root mean square and rounds, then weighs and rounds."""
@@ -235,8 +234,8 @@ class _Block:
         inverse = lax.rsqrt(squares / self.geometry.head_dim + eps)
         weighed = []
         for part, weight in zip(wide, norm, strict=True):
-            unit = (part * _spread(inverse, part.shape, 0, layout)).astype(dtype)
-            weight = _spread(weight.astype(jnp.float32), part.shape, 1, layout)
+            unit = (part * broadcast(inverse, part.shape, 0, layout)).astype(dtype)
+            weight = broadcast(weight.astype(jnp.float32), part.shape, 1, layout)
             weighed.append((unit.astype(jnp.float32) * weight).astype(dtype))
         return weighed
 
@@ -257,15 +256,12 @@ class _Block:
             rows = pl.ds(job.piece.start, job.piece.size)
             if self.geometry.quantised:
                 heads, scales = self.quantised(heads, job.piece.layout)
-                # A vector of one would be stored as a scalar whose layout nobody knows.
-                alone = job.piece.size == 1
-                where, value = (job.piece.start, jnp.max(scales)) if alone else (rows, scales)
-                self.refs[f"{job.kind}_scales"][*place, where] = value
+                store_per_row(self.refs[f"{job.kind}_scales"], rows, scales, lead=place)
             pool = self.refs[f"{job.kind}_pages"]
             for part, columns in zip(heads, self.geometry.parts_of(job.kind), strict=True):
                 pool[*place, rows, pl.ds(*columns)] = part
 
-    def quantised(self, heads: list[Array], layout: Any) -> tuple[list[Array], Array]:  # noqa: ANN401 - private to JAX
+    def quantised(self, heads: list[Array], layout: Layout) -> tuple[list[Array], Array]:
         """Returns a job's rows in the pools' dtype, and their scales."""
         dtype = self.geometry.stored
         wide = [part.astype(jnp.float32) for part in heads]
@@ -273,17 +269,8 @@ class _Block:
             _over_rows(jnp.maximum, jnp.max, [jnp.abs(part) for part in wide]), dtype
         )
         return [
-            stored(part, _spread(scales, part.shape, 0, layout), dtype) for part in wide
+            stored(part, broadcast(scales, part.shape, 0, layout), dtype) for part in wide
         ], scales
-
-
-def _load(ref: Ref, layout: Any) -> Array:  # noqa: ANN401 - private to JAX
-    return plgpu.load(ref, layout=layout, optimized=False)
-
-
-def _spread(vector: Array, shape: tuple[int, ...], axis: int, layout: Any) -> Array:  # noqa: ANN401 - private to JAX
-    """Repeats one value per row (`axis` 0) or per column (`axis` 1)."""
-    return plgpu.layout_cast(lax.broadcast_in_dim(vector, shape, [axis]), layout)
 
 
 def _over_rows(

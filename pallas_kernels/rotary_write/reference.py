@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
+from pallas_kernels.formats.quantise import quantise
 from pallas_kernels.page_write import reference as writer
-from pallas_kernels.quantise import quantise
 
 
 def rotary_write(

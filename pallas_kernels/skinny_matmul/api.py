@@ -8,9 +8,9 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Shaped
 
-from pallas_kernels.byte_formats import LARGEST
-from pallas_kernels.checks import check_shape
+from pallas_kernels.arguments.checks import check_shape
 from pallas_kernels.dispatch import choose
+from pallas_kernels.formats.eight_bit import LARGEST
 from pallas_kernels.skinny_matmul import mosaic_gpu, xla
 from pallas_kernels.skinny_matmul.reference import ACTIVATIONS
 from pallas_kernels.skinny_matmul.xla import Weighed

@@ -6,7 +6,6 @@ stores are neighbours, and what is added up along a row stays within the warp. E
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -14,13 +13,11 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import DTypeLike
 
-from pallas_kernels.mosaic_rows import Piece, row_pieces
-from pallas_kernels.skinny_matmul.mosaic_activation import activated
+from pallas_kernels.mosaic.activations import activated
+from pallas_kernels.mosaic.private_types import Ref, Slice
+from pallas_kernels.mosaic.rows import Piece, broadcast, load, row_pieces, store_per_row
 from pallas_kernels.skinny_matmul.mosaic_geometry import Geometry
 from pallas_kernels.skinny_matmul.mosaic_schedule import Schedule
-
-Ref = Any
-Slice = Any
 
 _WARP = 32
 
@@ -92,9 +89,11 @@ class End:
             found = []
             for start in range(0, parts, width):
                 share = squares.at[pl.ds(start, width), rows].transpose((1, 0))
-                found.append(jnp.sum(_load(share, piece.layout), axis=1))
+                found.append(jnp.sum(load(share, piece.layout), axis=1))
             total = sum(found[1:], found[0])
-            _put(self.refs["factors"], rows, lax.rsqrt(total / self.geometry.inner + norm_eps))
+            store_per_row(
+                self.refs["factors"], rows, lax.rsqrt(total / self.geometry.inner + norm_eps)
+            )
         plgpu.commit_smem()
 
     def store(
@@ -131,7 +130,7 @@ class End:
             self.put("out", results, rows, places)
             if self.ending.weighs:
                 squares = self.weigh(results, piece, rows, places)
-                _put(refs["squares_out"].at[tile], rows, squares)
+                store_per_row(refs["squares_out"].at[tile], rows, squares)
 
     def put(self, name: str, values: list[Array], rows: Slice, places: list[Slice]) -> None:
         """Stores some rows of neighbouring columns."""
@@ -146,13 +145,13 @@ class End:
             of_fold = pl.ds(fold * s.window(g) + piece.start, piece.size)
             columns = pl.ds((fold * g.parts + part) * s.columns + start, width)
             tile = self.refs["sums"].at[columns, of_fold].transpose((1, 0))
-            found.append(_load(tile, piece.layout))
+            found.append(load(tile, piece.layout))
         total = sum(found[1:], found[0])
         for name in ["factors"] * (self.ending.norm_eps is not None) + [
             "row_factors"
         ] * self.ending.is_scaled:
-            factors = _load(self.refs[name].at[rows], piece.layout.reduce(1))
-            total *= _spread(factors, total.shape, 0, piece.layout)
+            factors = load(self.refs[name].at[rows], piece.layout.reduce(1))
+            total *= broadcast(factors, total.shape, 0, piece.layout)
         return total
 
     def ended(self, sums: list[Array], piece: Piece, rows: Slice, columns: Slice) -> Array:
@@ -161,8 +160,8 @@ class End:
 
         def of_columns(name: str, part: int) -> Array:
             place = pl.ds(columns.start + part * self.geometry.out, columns.size)
-            found = _load(refs[name].at[place], layout.reduce(0)).astype(jnp.float32)
-            return _spread(found, sums[part].shape, 1, layout)
+            found = load(refs[name].at[place], layout.reduce(0)).astype(jnp.float32)
+            return broadcast(found, sums[part].shape, 1, layout)
 
         if ending.is_scaled:
             sums = [found * of_columns("scales", part) for part, found in enumerate(sums)]
@@ -175,7 +174,7 @@ class End:
         for up in ups:
             total *= up
         if ending.has_residual:
-            total += _load(refs["residual"].at[rows, columns], layout).astype(jnp.float32)
+            total += load(refs["residual"].at[rows, columns], layout).astype(jnp.float32)
         return total.astype(ending.result)
 
     def weigh(self, results: list[Array], piece: Piece, rows: Slice, places: list[Slice]) -> Array:
@@ -183,25 +182,8 @@ class End:
         norm, weighed, squares = self.refs["next_norm"].at[self.ending.norm_row], [], []
         for result, columns in zip(results, places, strict=True):
             wide = result.astype(jnp.float32)
-            weights = _load(norm.at[columns], piece.layout.reduce(0)).astype(jnp.float32)
-            weighed.append(wide * _spread(weights, wide.shape, 1, piece.layout))
+            weights = load(norm.at[columns], piece.layout.reduce(0)).astype(jnp.float32)
+            weighed.append(wide * broadcast(weights, wide.shape, 1, piece.layout))
             squares.append(jnp.sum(wide * wide, axis=1))
         self.put("weighed", [found.astype(self.ending.result) for found in weighed], rows, places)
         return sum(squares[1:], squares[0])
-
-
-def _load(ref: Ref, layout: Any) -> Array:  # noqa: ANN401 - private to JAX
-    return plgpu.load(ref, layout=layout, optimized=False)
-
-
-def _put(ref: Ref, rows: Slice, values: Array) -> None:
-    """Stores one value per row; a vector of one would be stored as a scalar whose layout nobody knows."""
-    if values.shape[0] == 1:
-        ref[rows.start] = jnp.max(values)
-    else:
-        ref[rows] = values
-
-
-def _spread(vector: Array, shape: tuple[int, ...], axis: int, layout: Any) -> Array:  # noqa: ANN401 - private to JAX
-    """Repeats one value per row (`axis` 0) or per column (`axis` 1)."""
-    return plgpu.layout_cast(lax.broadcast_in_dim(vector, shape, [axis]), layout)

@@ -7,15 +7,12 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
-from pallas_kernels.byte_formats import LARGEST
+from pallas_kernels.device import ROW_TILE, WGMMA_ROWS
+from pallas_kernels.formats.eight_bit import LARGEST
 
 MOST_ROWS = 64
 # Bytes of a row of the weight in one copy, the widest swizzle; and numbers of x in as many bytes.
 PIECE_BYTES, PIECE = 128, 64
-# Height of one wgmma, whose left operand the weights are.
-HEIGHT = 64
-# Rows that a copy into swizzled shared memory counts in.
-ROW_TILE = 8
 
 
 @dataclass(frozen=True)
@@ -54,8 +51,8 @@ class Geometry:
             return f"at most {MOST_ROWS} rows, got {self.rows}"
         if self.inner % self.piece:
             return f"the inner size must be a multiple of {self.piece}, got {self.inner}"
-        if self.out % ROW_TILE or self.out < HEIGHT:
-            return f"the result's columns must be a multiple of {ROW_TILE} from {HEIGHT} on, got {self.out}"
+        if self.out % ROW_TILE or self.out < WGMMA_ROWS:
+            return f"the result's columns must be a multiple of {ROW_TILE} from {WGMMA_ROWS} on, got {self.out}"
         return None
 
     @property

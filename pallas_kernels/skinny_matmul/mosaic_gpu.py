@@ -1,6 +1,6 @@
 """`skinny_matmul` as a Mosaic GPU kernel for Hopper: what it takes, and what XLA does around it.
 
-The kernel itself is in mosaic_kernel.py; how it cuts the weight is in mosaic_schedule.py.
+The kernel itself is in mosaic_launch.py; how it cuts the weight is in mosaic_schedule.py.
 """
 
 from collections.abc import Mapping
@@ -12,11 +12,11 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Shaped
 
-from pallas_kernels.device import why_not_mosaic
-from pallas_kernels.skinny_matmul.mosaic_activation import ACTIVATIONS, activated
+from pallas_kernels.device import ROW_TILE, why_not_mosaic
+from pallas_kernels.mosaic.activations import ACTIVATIONS, activated
 from pallas_kernels.skinny_matmul.mosaic_ending import Ending
-from pallas_kernels.skinny_matmul.mosaic_geometry import ROW_TILE, Geometry
-from pallas_kernels.skinny_matmul.mosaic_kernel import Kernel
+from pallas_kernels.skinny_matmul.mosaic_geometry import Geometry
+from pallas_kernels.skinny_matmul.mosaic_launch import Kernel
 from pallas_kernels.skinny_matmul.mosaic_packed import prepared
 from pallas_kernels.skinny_matmul.mosaic_schedule import Schedule
 from pallas_kernels.skinny_matmul.xla import Weighed, inverse_root, weigh

@@ -13,11 +13,11 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import Array, lax
 
-from pallas_kernels.paged_attention.mosaic_tile import WGMMA, swizzled
-from pallas_kernels.skinny_matmul.mosaic_geometry import ROW_TILE, Geometry
+from pallas_kernels.device import ROW_TILE
+from pallas_kernels.mosaic.private_types import Ref
+from pallas_kernels.mosaic.tiles import WGMMA, swizzled
+from pallas_kernels.skinny_matmul.mosaic_geometry import Geometry
 from pallas_kernels.skinny_matmul.mosaic_schedule import Schedule
-
-Ref = Any
 
 
 def shared(geometry: Geometry, schedule: Schedule) -> dict[str, Any]:

@@ -4,22 +4,18 @@ A thread of the tensor core's left operand wants two neighbours here and two the
 So products run over the numbers of a piece in another order, for weights and rows of x alike.
 """
 
-from typing import TYPE_CHECKING, Any
-
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float
 
-from pallas_kernels.paged_attention.mosaic_bytes import load_keys
-from pallas_kernels.paged_attention.mosaic_tile import WGMMA
-from pallas_kernels.skinny_matmul.mosaic_geometry import HEIGHT, PIECE, PIECE_BYTES
-
-if TYPE_CHECKING:
-    from pallas_kernels.skinny_matmul.mosaic_kernel import Block
-
-Ref = Any
+from pallas_kernels.device import WGMMA_ROWS
+from pallas_kernels.mosaic.private_types import Ref
+from pallas_kernels.mosaic.tiles import WGMMA
+from pallas_kernels.mosaic.unpack_bytes import load_left_operand
+from pallas_kernels.skinny_matmul.mosaic_block import Block
+from pallas_kernels.skinny_matmul.mosaic_geometry import PIECE, PIECE_BYTES
 
 _EXPONENT = 0x7F800000
 
@@ -27,8 +23,8 @@ _EXPONENT = 0x7F800000
 def reordered(numbers: Float[Array, "rows inner"]) -> Float[Array, "rows inner"]:
     """Returns the numbers of each piece in the order of the products.
 
-    Of number 64 * turn + 16 * warp + 8 * half + 2 * member + second, `load_keys` says which thread holds it and where
-    it lies: at 32 * member + 16 * turn + 4 * warp + 2 * half + second.
+    Number 64 * turn + 16 * warp + 8 * half + 2 * member + second of a product lies at 32 * member + 16 * turn +
+    4 * warp + 2 * half + second of its piece (`load_left_operand`).
     """
     rows, inner = numbers.shape
     member, turn, warp, half, second = 4, 2, 4, 2, 2
@@ -52,11 +48,11 @@ def prepared(
     return reordered(wide * inverse[:, None]).astype(jnp.float16), factors
 
 
-def take_packed(block: "Block", tile: Array, *, interpret: bool) -> list[Array]:
+def take_packed(block: Block, tile: Array, *, interpret: bool) -> list[Array]:
     """Returns the sums of a tile, rows of the weight by rows of x, for each 64 of the former an array."""
     s, g, refs = block.schedule, block.geometry, block.refs
-    shape = (HEIGHT, s.width(g))
-    count = s.height(g) // HEIGHT
+    shape = (WGMMA_ROWS, s.width(g))
+    count = s.height(g) // WGMMA_ROWS
 
     def product(packed: Ref, rows: Ref) -> Array:
         if interpret:
@@ -65,7 +61,9 @@ def take_packed(block: "Block", tile: Array, *, interpret: bool) -> list[Array]:
 
         def multiply(sums: Ref) -> Array:
             for tall in range(s.chunk(g) // PIECE):
-                plgpu.wgmma(sums, load_keys(packed, tall), rows.at[pl.ds(PIECE * tall, PIECE)])
+                plgpu.wgmma(
+                    sums, load_left_operand(packed, tall), rows.at[pl.ds(PIECE * tall, PIECE)]
+                )
             return sums[...]
 
         return pl.run_scoped(multiply, plgpu.ACC(shape, jnp.float32))
@@ -74,7 +72,10 @@ def take_packed(block: "Block", tile: Array, *, interpret: bool) -> list[Array]:
         step = tile * block.turns + turn
         slot = block.arrive(step)
         rows = refs["inputs"].at[slot].transpose((1, 0))
-        tiles = [refs["weights"].at[slot, pl.ds(HEIGHT * index, HEIGHT)] for index in range(count)]
+        tiles = [
+            refs["weights"].at[slot, pl.ds(WGMMA_ROWS * index, WGMMA_ROWS)]
+            for index in range(count)
+        ]
         sums = [total + product(packed, rows) for total, packed in zip(sums, tiles, strict=True)]
         block.refill(step)
         return sums

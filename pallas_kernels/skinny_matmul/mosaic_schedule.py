@@ -4,8 +4,7 @@ Words: a *tile* is as many output columns as a block computes at once, a *chunk*
 that it takes in one turn. What a turn fetches lies in a *slot* of shared memory.
 """
 
-from dataclasses import MISSING, astuple, dataclass, replace
-from dataclasses import fields as dataclass_fields
+from dataclasses import astuple, dataclass, replace
 from math import ceil
 from typing import NamedTuple
 
@@ -14,16 +13,14 @@ import jax.numpy as jnp
 from pallas_kernels.device import (
     NUM_MULTIPROCESSORS,
     RESERVED_BYTES_PER_BLOCK,
+    ROW_TILE,
+    SHARED_ALIGNMENT,
     SHARED_BYTES,
     SHARED_BYTES_PER_BLOCK,
+    WGMMA_ROWS,
 )
-from pallas_kernels.skinny_matmul.mosaic_geometry import (
-    HEIGHT,
-    PIECE_BYTES,
-    ROW_TILE,
-    Geometry,
-)
-from pallas_kernels.tuning import tuned
+from pallas_kernels.skinny_matmul.mosaic_geometry import PIECE_BYTES, Geometry
+from pallas_kernels.tuning import choose
 
 # Widest right operand of one wgmma.
 _MOST_WIDTH = 256
@@ -31,7 +28,6 @@ _MOST_WIDTH = 256
 _MOST_SUMS = 16384
 # Numbers after each row of sums in shared memory, so that a column of them lies in many banks.
 PADDING = 2
-ALIGNMENT = 1024
 # Barriers, and the scratch that Mosaic adds.
 OTHER_BYTES = 2048 + 512
 # Blocks of one cluster; four and eight were slower.
@@ -81,14 +77,13 @@ class Schedule:
     @classmethod
     def of(cls, geometry: Geometry) -> "Schedule":
         """Takes what was measured to be fastest for such shapes on this device, or else what the rules say."""
-        fields = tuned("skinny_matmul", shape_class(geometry))
-        names = {field.name for field in dataclass_fields(cls)}
-        needed = {field.name for field in dataclass_fields(cls) if field.default is MISSING}
-        if fields is not None and needed <= fields.keys() <= names:
-            schedule = cls(**fields)
-            if schedule.refusal(geometry) is None:
-                return schedule
-        return cls.by_rule(geometry)
+        return choose(
+            "skinny_matmul",
+            shape_class(geometry),
+            Schedule,
+            is_possible=lambda schedule: schedule.refusal(geometry) is None,
+            by_rule=lambda: Schedule.by_rule(geometry),
+        )
 
     @classmethod
     def by_rule(cls, geometry: Geometry) -> "Schedule":
@@ -100,7 +95,9 @@ class Schedule:
         cuts = [*_cuts_of_many_rows(geometry), *_cuts(geometry)]
         found = [cls._filled(geometry, cut) for cut in cuts]
         able = [schedule for schedule in found if schedule.refusal(geometry) is None]
-        return able[0] if able else cls(ROW_TILE, HEIGHT // ROW_TILE // geometry.parts, 1, 1, 1, 1)
+        return (
+            able[0] if able else cls(ROW_TILE, WGMMA_ROWS // ROW_TILE // geometry.parts, 1, 1, 1, 1)
+        )
 
     @classmethod
     def _filled(cls, geometry: Geometry, cut: "_Cut") -> "Schedule":
@@ -132,8 +129,8 @@ class Schedule:
             return f"columns must be a power of two from {ROW_TILE} on, got {self.columns}"
         if self.columns > geometry.out:
             return f"a tile of {self.columns} columns is wider than the result, {geometry.out}"
-        if height % HEIGHT:
-            return f"a turn must hold a multiple of {HEIGHT} rows of the weight, got {height}"
+        if height % WGMMA_ROWS:
+            return f"a turn must hold a multiple of {WGMMA_ROWS} rows of the weight, got {height}"
         if width > _MOST_WIDTH or height * width > _MOST_SUMS:
             return f"{height} x {width} sums do not fit a warpgroup's registers"
         chunk = self.chunk(geometry)
@@ -202,7 +199,9 @@ class Schedule:
     def shared_bytes(self, geometry: Geometry) -> int:
         """Returns the shared memory that one block asks for."""
         height, window = self.height(geometry), self.window(geometry)
-        sums = ceil(4 * height * (self.folds * window + PADDING) / ALIGNMENT) * ALIGNMENT
+        sums = (
+            ceil(4 * height * (self.folds * window + PADDING) / SHARED_ALIGNMENT) * SHARED_ALIGNMENT
+        )
         slots = self.stages * self.slot_bytes(geometry)
         received = 4 * self.cluster * height * window if self.cluster > 1 else 0
         return slots + received + sums + OTHER_BYTES
@@ -232,13 +231,13 @@ def _cuts_of_many_rows(geometry: Geometry) -> list[_Cut]:
     """Returns what is better than all other cuts for 33 rows or more, if anything is."""
     if geometry.rows <= _SOME_ROWS or geometry.packed:
         return []
-    tiles = ceil(geometry.out / HEIGHT)
+    tiles = ceil(geometry.out / WGMMA_ROWS)
     if geometry.gated:
         blocks = ceil(tiles / ceil(tiles / NUM_MULTIPROCESSORS))
-        cut = _Cut(HEIGHT, passes=geometry.padded_rows // ROW_TILE)
+        cut = _Cut(WGMMA_ROWS, passes=geometry.padded_rows // ROW_TILE)
     else:
         blocks = MAX_CLUSTER * tiles if geometry.inner >= _LONG else 0
-        cut = _Cut(HEIGHT, cluster=MAX_CLUSTER)
+        cut = _Cut(WGMMA_ROWS, cluster=MAX_CLUSTER)
     return [cut] if _ENOUGH_BLOCKS[2] <= blocks <= NUM_MULTIPROCESSORS else []
 
 
@@ -246,7 +245,7 @@ def _cuts(geometry: Geometry) -> list[_Cut]:
     """Returns the cuts that any shape may have, best first."""
     few = geometry.rows <= _FEW_ROWS
     widths = [width for width in (64, 32, 16, 8) if width <= geometry.out]
-    stacked = [_Cut(width, max(1, HEIGHT // (width * geometry.parts))) for width in widths]
+    stacked = [_Cut(width, max(1, WGMMA_ROWS // (width * geometry.parts))) for width in widths]
     split = [stacked[0]._replace(splits=count) for count in (2, 4, 8)]
     cuts = stacked if few else [*stacked[:2], *split]
     large = geometry.weight_bytes > _LARGE_BYTES and geometry.padded_rows == ROW_TILE

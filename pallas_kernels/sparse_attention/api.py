@@ -6,11 +6,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Shaped
 
-from pallas_kernels.checks import check_ids, check_shape
+from pallas_kernels.arguments.checks import check_ids, check_shape
 from pallas_kernels.dispatch import choose
-from pallas_kernels.record_codec import GROUP, record_bytes
+from pallas_kernels.formats.latent_records import GROUP, record_bytes
+from pallas_kernels.packed.tile_attention import why_not
 from pallas_kernels.sparse_attention import mosaic_gpu, xla
-from pallas_kernels.tile_attention import why_not
 
 
 @overload

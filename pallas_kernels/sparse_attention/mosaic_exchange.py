@@ -8,8 +8,8 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import Array
 
-from pallas_kernels.latent_attention.mosaic_pieces import Ref
-from pallas_kernels.latent_attention.mosaic_schedule import SLOTS
+from pallas_kernels.latent_kernel.schedule import SLOTS
+from pallas_kernels.mosaic.private_types import Ref
 from pallas_kernels.sparse_attention import mosaic_pair
 
 PAIR = 2

@@ -12,9 +12,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
 from pallas_kernels.device import MOST_ON_AN_AXIS, why_not_mosaic
-from pallas_kernels.latent_attention.mosaic_gpu import results
-from pallas_kernels.latent_attention.mosaic_kernel import Kernel, Source
-from pallas_kernels.latent_attention.mosaic_schedule import (
+from pallas_kernels.latent_kernel.kernel import Kernel, Source
+from pallas_kernels.latent_kernel.launch import build
+from pallas_kernels.latent_kernel.results import results
+from pallas_kernels.latent_kernel.schedule import (
     TILE,
     Geometry,
     Schedule,
@@ -131,8 +132,8 @@ def attend(
     kernel = Kernel(
         geometry, scale, schedule, tokens, has_lse, interpret, source, "sparse_attention"
     )
-    outputs = kernel.build(tokens)(rows, records, slots, counts)
-    return results(kernel, outputs, q, want_lse=want_lse)
+    outputs = build(kernel, tokens)(rows, records, slots, counts)
+    return results(geometry, schedule, outputs, q, want_lse=want_lse)
 
 
 def _source(geometry: Geometry, *, packed: bool, interpret: bool) -> Source:

@@ -11,9 +11,8 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
-from pallas_kernels.latent_attention.mosaic_kernel import swizzled
-from pallas_kernels.latent_attention.mosaic_pieces import Ref
-from pallas_kernels.mosaic_dialects import (
+from pallas_kernels.latent_kernel.schedule import COLUMN_TILE
+from pallas_kernels.mosaic.dialects import (
     Value,
     add,
     arith,
@@ -27,8 +26,9 @@ from pallas_kernels.mosaic_dialects import (
     times,
     utils,
 )
-from pallas_kernels.sparse_attention.mosaic_records import PIECE, Place, Rows
-from pallas_kernels.sparse_attention.mosaic_words import (
+from pallas_kernels.mosaic.private_types import Ref
+from pallas_kernels.mosaic.tiles import swizzled
+from pallas_kernels.mosaic.words import (
     at,
     decoded,
     do,
@@ -41,6 +41,7 @@ from pallas_kernels.sparse_attention.mosaic_words import (
     wide,
     words_of,
 )
+from pallas_kernels.sparse_attention.mosaic_records import PIECE, Place, Rows
 
 SHARED_ROWS = 32
 """Records of a tile that each block of a pair gathers."""
@@ -174,7 +175,7 @@ def decode(numbers: Array, scales: Array, dtype: DTypeLike) -> Array:
 
 def store(pieces: Array, tile: Ref, rank: Array, dtype: DTypeLike) -> None:
     """Writes this thread's numbers of 16 bits into the block's tile of this dtype."""
-    types = (plgpu.RefType(swizzled(dtype)), flat(pieces.shape[0]), _SCALAR)
+    types = (plgpu.RefType(swizzled(COLUMN_TILE, dtype)), flat(pieces.shape[0]), _SCALAR)
 
     @inline(arg_types=types)
     def run(_: Value, target: Value, pieces: Value, rank: Value) -> None:
@@ -205,7 +206,7 @@ def expect(came: Ref, barrier: Array, columns: int) -> None:
 
 def send(tile: Ref, came: Ref, rank: Array, barrier: Array, dtype: DTypeLike) -> None:
     """Starts the copy of this block's rows of a tile to the other's; all threads must have written and committed."""
-    types = (plgpu.RefType(swizzled(dtype)), plgpu.RefType(), _SCALAR, _SCALAR)
+    types = (plgpu.RefType(swizzled(COLUMN_TILE, dtype)), plgpu.RefType(), _SCALAR, _SCALAR)
 
     @inline(arg_types=types)
     def run(_: Value, tile: Value, came: Value, *scalars: Value) -> None:

@@ -5,22 +5,20 @@ half is free that they are for, so that what is left to do then is to write them
 """
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import Array, lax
 
-from pallas_kernels.latent_attention.mosaic_pieces import Piece, Ref
-from pallas_kernels.latent_attention.mosaic_producer import fetch_queries
-from pallas_kernels.latent_attention.mosaic_schedule import COLUMN_TILE, SLOTS, TILE
+from pallas_kernels.latent_kernel.kernel import Kernel
+from pallas_kernels.latent_kernel.pieces import Piece, fetch_queries
+from pallas_kernels.latent_kernel.schedule import COLUMN_TILE, SLOTS, TILE
+from pallas_kernels.mosaic.private_types import Ref
 from pallas_kernels.sparse_attention import mosaic_pair
 from pallas_kernels.sparse_attention.mosaic_exchange import number_of
 from pallas_kernels.sparse_attention.mosaic_producer import places_of
 from pallas_kernels.sparse_attention.mosaic_records import Rows
-
-if TYPE_CHECKING:
-    from pallas_kernels.latent_attention.mosaic_kernel import Kernel
 
 Loaded = tuple[Array, Array]
 
@@ -37,14 +35,14 @@ class Ahead(NamedTuple):
 class Sharer:
     """The warpgroup that gathers for both blocks of a pair."""
 
-    def __init__(self, kernel: "Kernel", refs: Mapping[str, Ref], piece: Piece) -> None:
+    def __init__(self, kernel: Kernel, refs: Mapping[str, Ref], piece: Piece) -> None:
         self.kernel, self.geometry, self.refs, self.piece = kernel, kernel.geometry, refs, piece
         self.packed = refs["records"].dtype == jnp.uint8
         self.places = places_of(kernel.geometry, packed=self.packed)
 
     def run(self) -> None:
         """Fetches the queries and the share's tiles."""
-        fetch_queries(self.kernel, self.refs, self.piece)
+        fetch_queries(self.geometry, self.refs, self.piece, interpret=self.kernel.interpret)
         start, stop = SLOTS * self.piece.start, SLOTS * self.piece.stop
         found = self.find(start)
         parts = [self.load(found, part) for part in ("lo", "hi", "rope")]

@@ -1,17 +1,17 @@
 """The producer of the `sparse_attention` kernel: the warpgroup that gathers chosen records and makes tiles of them."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import Array
 
-from pallas_kernels.latent_attention.mosaic_pieces import Piece, Ref
-from pallas_kernels.latent_attention.mosaic_producer import fetch_queries
-from pallas_kernels.latent_attention.mosaic_schedule import COLUMN_TILE, SLOTS, TILE, Geometry
-from pallas_kernels.record_codec import GROUP, record_bytes
+from pallas_kernels.formats.latent_records import GROUP, record_bytes
+from pallas_kernels.latent_kernel.kernel import Kernel
+from pallas_kernels.latent_kernel.pieces import Piece, fetch_queries
+from pallas_kernels.latent_kernel.schedule import COLUMN_TILE, SLOTS, TILE, Geometry
+from pallas_kernels.mosaic.private_types import Ref
 from pallas_kernels.sparse_attention.mosaic_records import (
     Place,
     Rows,
@@ -23,9 +23,6 @@ from pallas_kernels.sparse_attention.mosaic_records import (
     store,
     wait_for_copies,
 )
-
-if TYPE_CHECKING:
-    from pallas_kernels.latent_attention.mosaic_kernel import Kernel
 
 
 def places_of(geometry: Geometry, *, packed: bool) -> dict[str, Place]:
@@ -49,14 +46,14 @@ class Gatherer:
     chosen becomes zeros, so that its weight of zero meets no NaN.
     """
 
-    def __init__(self, kernel: "Kernel", refs: Mapping[str, Ref], piece: Piece) -> None:
+    def __init__(self, kernel: Kernel, refs: Mapping[str, Ref], piece: Piece) -> None:
         self.kernel, self.geometry, self.refs, self.piece = kernel, kernel.geometry, refs, piece
         self.packed = refs["records"].dtype == jnp.uint8
         self.places = places_of(kernel.geometry, packed=self.packed)
 
     def run(self) -> None:
         """Fetches the queries and the share's tiles."""
-        fetch_queries(self.kernel, self.refs, self.piece)
+        fetch_queries(self.geometry, self.refs, self.piece, interpret=self.kernel.interpret)
         start, stop = SLOTS * self.piece.start, SLOTS * self.piece.stop
 
         @pl.loop(start, stop)

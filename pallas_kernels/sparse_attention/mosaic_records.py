@@ -12,10 +12,9 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import DTypeLike
 
-from pallas_kernels.latent_attention.mosaic_kernel import swizzled
-from pallas_kernels.latent_attention.mosaic_pieces import Ref
-from pallas_kernels.latent_attention.mosaic_schedule import TILE
-from pallas_kernels.mosaic_dialects import (
+from pallas_kernels.formats.latent_records import GROUP
+from pallas_kernels.latent_kernel.schedule import COLUMN_TILE, TILE
+from pallas_kernels.mosaic.dialects import (
     Value,
     add,
     arith,
@@ -31,8 +30,9 @@ from pallas_kernels.mosaic_dialects import (
     utils,
     vector,
 )
-from pallas_kernels.record_codec import GROUP
-from pallas_kernels.sparse_attention.mosaic_words import (
+from pallas_kernels.mosaic.private_types import Ref
+from pallas_kernels.mosaic.tiles import swizzled
+from pallas_kernels.mosaic.words import (
     at,
     decoded,
     do,
@@ -106,7 +106,7 @@ def copy(rows: Rows, tile: Ref, place: Place, dtype: DTypeLike) -> None:
     scalar = plgpu.Layout.WG_SPLAT(())
     types = (plgpu.RefType(), plgpu.RefType(), scalar, scalar, scalar)
 
-    @inline(arg_types=(*types, plgpu.RefType(swizzled(dtype))))
+    @inline(arg_types=(*types, plgpu.RefType(swizzled(COLUMN_TILE, dtype))))
     def run(_: Value, records: Value, slots: Value, *others: Value) -> None:
         *scalars, target = others
         token, first, count = (scalar.registers.item() for scalar in scalars)
@@ -168,7 +168,10 @@ def load(rows: Rows, place: Place) -> tuple[Array, Array]:
 
 def store(words: tuple[Array, Array], tile: Ref, place: Place, dtype: DTypeLike) -> None:
     """Decodes what `load` returned into a tile."""
-    types = (plgpu.RefType(swizzled(dtype)), *(flat(array.shape[0]) for array in words))
+    types = (
+        plgpu.RefType(swizzled(COLUMN_TILE, dtype)),
+        *(flat(array.shape[0]) for array in words),
+    )
 
     @inline(arg_types=types)
     def run(_: Value, target: Value, numbers: Value, scales: Value) -> None:

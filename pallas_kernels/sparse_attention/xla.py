@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, Shaped
 
-from pallas_kernels.record_codec import decode_records
+from pallas_kernels.formats.latent_records import decode_records
 
 TEMPORARY_BYTES = 1 << 30
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from pallas_kernels.poisoned_pages import normal
-from pallas_kernels.poisoned_states import Rows, poisoned_pool
+from pallas_kernels.inputs.nan_filled_pages import normal
+from pallas_kernels.inputs.nan_filled_states import Rows, nan_filled_pool
 
 STATE_SCALE = 0.1
 """About as large as the numbers of a state become in a layer of `layer`'s parameters."""
@@ -48,14 +48,16 @@ class Case:
         xbc = activated(rng, (tokens, d_inner + 2 * self.groups * self.d_state), dtype)
         return {
             **layer(rng, self.heads),
-            "states": poisoned_pool(
+            "states": nan_filled_pool(
                 rng, tables["read_states"], num_states, shape, stored, STATE_SCALE
             ),
-            "xbc": self.rows.poisoned(xbc),
-            "dt": self.rows.poisoned(normal(rng, (tokens, self.heads), dtype)),
+            "xbc": self.rows.nan_filled(xbc),
+            "dt": self.rows.nan_filled(normal(rng, (tokens, self.heads), dtype)),
             **tables,
             "chunk_size": self.chunk_size,
-            "z": self.rows.poisoned(normal(rng, (tokens, d_inner), dtype)) if self.gated else None,
+            "z": self.rows.nan_filled(normal(rng, (tokens, d_inner), dtype))
+            if self.gated
+            else None,
             "dt_limits": self.dt_limits,
         }
 

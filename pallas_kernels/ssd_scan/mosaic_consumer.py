@@ -20,19 +20,12 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import Array, lax
 
-from pallas_kernels.mosaic_warps import pause
-from pallas_kernels.ssd_scan.mosaic_multiplier import (
-    LESS,
-    PASSED,
-    PER_COLUMN,
-    PER_ROW,
-    WGMMA,
-    Multiplier,
-    over_rows,
-    vector,
-)
+from pallas_kernels.mosaic.private_types import Ref
+from pallas_kernels.mosaic.rows import broadcast, load
+from pallas_kernels.mosaic.tiles import PER_COLUMN, PER_ROW, WGMMA
+from pallas_kernels.mosaic.warps import pause
+from pallas_kernels.ssd_scan.mosaic_multiplier import LESS, PASSED, SQUARE, Multiplier
 from pallas_kernels.ssd_scan.mosaic_schedule import SIDE
-from pallas_kernels.ssd_scan.mosaic_task import Ref
 
 # Columns that a thread's registers have side by side.
 _EIGHT = 8
@@ -108,7 +101,9 @@ class Consumer(Multiplier):
 
     def factors(self, row: Any) -> Array:  # noqa: ANN401 - a slice of a private type
         """Returns one of the two rows of factors, repeated for all components."""
-        return over_rows(vector(self.refs["factors"].at[self.number, row], PER_COLUMN))
+        return broadcast(
+            load(self.refs["factors"].at[self.number, row], PER_COLUMN), SQUARE, 1, WGMMA
+        )
 
     def put_weights(self, slot: Array, met: Ref) -> None:
         """Puts down what each token reads of each, and what rounding took of it."""
@@ -130,13 +125,13 @@ class Consumer(Multiplier):
 
     def columns_of_weights(self, met: Ref, decay: Ref) -> list[Array]:
         """Returns what each token reads of 8 others, in order; the numbers of 8 columns need no registers."""
-        passed = vector(decay.at[PASSED], PER_ROW)
-        less = over_rows(vector(decay.at[LESS], PER_COLUMN))
+        passed = load(decay.at[PASSED], PER_ROW)
+        less = broadcast(load(decay.at[LESS], PER_COLUMN), SQUARE, 1, WGMMA)
         products = self.result(met, 0)
         shape = (SIDE, _EIGHT)
         row = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=WGMMA)
         distance = row - plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=WGMMA)
-        passed = plgpu.layout_cast(lax.broadcast_in_dim(passed, shape, [0]), WGMMA)
+        passed = broadcast(passed, shape, 0, WGMMA)
         parts = []
         for first in range(0, SIDE, _EIGHT):
             cut = (0, first), (SIDE, first + _EIGHT)

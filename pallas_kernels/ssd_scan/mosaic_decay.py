@@ -17,14 +17,14 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float
 
-from pallas_kernels.attention_scores import LOG2_E
-from pallas_kernels.mosaic_rows import INTERPRETED, LOAD_BYTES, flat_pieces
-from pallas_kernels.mosaic_steps import Limits, step_of
-from pallas_kernels.mosaic_stores import store_side_by_side
-from pallas_kernels.mosaic_warps import meet_all
-from pallas_kernels.packed_rows import Pieces
-
-Ref = Any
+from pallas_kernels.mosaic.activations import Limits, step_of
+from pallas_kernels.mosaic.launch import LANE_PARAMS, interpreter
+from pallas_kernels.mosaic.private_types import Ref
+from pallas_kernels.mosaic.rows import LOAD_BYTES, flat_pieces
+from pallas_kernels.mosaic.scores import LOG2_E
+from pallas_kernels.mosaic.stores import store_side_by_side
+from pallas_kernels.mosaic.warps import meet_all
+from pallas_kernels.packed.rows import Pieces
 
 _THREADS = 128
 # Warpgroups that share the tokens of a piece.
@@ -59,10 +59,8 @@ def decays(
             plgpu.SMEM((_SHARES, _THREADS), jnp.float32),
             plgpu.Barrier(num_arrivals=_SHARES),
         ),
-        compiler_params=plgpu.CompilerParams(
-            lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
-        ),
-        interpret=INTERPRETED if interpret else None,
+        compiler_params=LANE_PARAMS,
+        interpret=interpreter(interpret),
         kernel_name="ssd_decays",
     )(a_log, dt_bias, dt, pieces.start, pieces.length)
 

@@ -1,6 +1,6 @@
 """`ssd_scan` as two Mosaic GPU kernels for Hopper: what they take, and what XLA does around them.
 
-What is left of the state after each token is summed in mosaic_decay.py, the scan itself is in mosaic_block.py and what
+What is left of the state after each token is summed in mosaic_decay.py, the scan itself is in mosaic_launch.py and what
 that imports.
 """
 
@@ -11,10 +11,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.device import why_not_mosaic
-from pallas_kernels.mosaic_steps import Limits
-from pallas_kernels.packed_rows import Pieces, cut, snapshots_at
-from pallas_kernels.ssd_scan.mosaic_block import Kernel
+from pallas_kernels.mosaic.activations import Limits
+from pallas_kernels.packed.rows import Pieces, cut, snapshots_at
 from pallas_kernels.ssd_scan.mosaic_decay import decays
+from pallas_kernels.ssd_scan.mosaic_kernel import Kernel
+from pallas_kernels.ssd_scan.mosaic_launch import build
 from pallas_kernels.ssd_scan.mosaic_schedule import SIDE, Geometry, Schedule
 from pallas_kernels.ssd_scan.mosaic_task import tasks_of
 
@@ -103,7 +104,7 @@ def scan(
     inputs = jnp.pad(xbc, ((0, SIDE), (0, 0))) if interpret else xbc
     kernel = Kernel(Geometry.of(states, xbc), schedule, bool(kept), interpret)
     pool = jax.new_ref(states)
-    out = kernel.build(tokens, len(tasks))(inputs, passed, d, tasks, *kept, pool)
+    out = build(kernel, tokens, len(tasks))(inputs, passed, d, tasks, *kept, pool)
     if z is not None:
         out = _gated(out, z, cu_q_lens)
     return out.reshape(tokens, *states.shape[1:3]), jax.freeze(pool)

@@ -4,21 +4,20 @@ Squares have 64 rows and columns. It does not know in which order a piece's prod
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import Array, lax
 
+from pallas_kernels.mosaic.private_types import Ref
+from pallas_kernels.mosaic.rows import load
+from pallas_kernels.mosaic.tiles import WGMMA
+from pallas_kernels.ssd_scan.mosaic_kernel import Kernel
 from pallas_kernels.ssd_scan.mosaic_schedule import SIDE
-from pallas_kernels.ssd_scan.mosaic_task import Ref, Task, Worker
+from pallas_kernels.ssd_scan.mosaic_task import Task, Worker
 
-if TYPE_CHECKING:
-    from pallas_kernels.ssd_scan.mosaic_block import Kernel
-
-WGMMA = plgpu.Layout.WGMMA
-PER_ROW, PER_COLUMN = WGMMA.reduce(1), WGMMA.reduce(0)
 SQUARE = (SIDE, SIDE)
 # Where the two rows of a piece's decays are.
 PASSED, LESS = pl.ds(0, SIDE), pl.ds(SIDE, SIDE)
@@ -27,7 +26,7 @@ PASSED, LESS = pl.ds(0, SIDE), pl.ds(SIDE, SIDE)
 class Multiplier(Worker):
     """One of the warpgroups that multiply, for 64 components of one head."""
 
-    def __init__(self, kernel: "Kernel", refs: Mapping[str, Ref], number: Array) -> None:
+    def __init__(self, kernel: Kernel, refs: Mapping[str, Ref], number: Array) -> None:
         super().__init__(kernel, refs)
         self.number = number
         self.task = Task(kernel, refs, lax.axis_index("block"))
@@ -87,7 +86,7 @@ class Multiplier(Worker):
         read = self.task.row.read
         known = self.exists(read)
         squares = self.places(jnp.where(known, read, 0))
-        loaded = [plgpu.load(square, layout=WGMMA, optimized=False) for square in squares]
+        loaded = [load(square, WGMMA) for square in squares]
         return [jnp.where(known, part.astype(jnp.float32), 0.0) for part in loaded]
 
     def keep(self, number: Array, state: Sequence[Array]) -> None:
@@ -102,13 +101,3 @@ class Multiplier(Worker):
         def _() -> None:
             for ref, part in zip(self.places(place), state, strict=True):
                 ref[...] = part.astype(self.geometry.state_dtype)
-
-
-def vector(ref: Ref, layout: Any) -> Array:  # noqa: ANN401 - private to JAX
-    """Loads a number for each row or column."""
-    return plgpu.load(ref, layout=layout, optimized=False)
-
-
-def over_rows(vector: Array) -> Array:
-    """Repeats a number per column over the rows."""
-    return plgpu.layout_cast(lax.broadcast_in_dim(vector, SQUARE, [1]), WGMMA)

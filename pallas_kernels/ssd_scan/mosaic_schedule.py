@@ -6,8 +6,8 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
+from pallas_kernels.arguments.ssd import Sizes
 from pallas_kernels.device import NUM_MULTIPROCESSORS
-from pallas_kernels.ssd_shapes import Sizes
 
 SIDE = 64
 """Tokens of a piece, and rows and columns of each square that a warpgroup multiplies."""

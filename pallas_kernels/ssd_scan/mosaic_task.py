@@ -1,20 +1,16 @@
 """What the warpgroups of the `ssd_scan` kernel share: a block's row and units, and the way through its pieces."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Int
 
-from pallas_kernels.packed_rows import counts_of
+from pallas_kernels.mosaic.private_types import Ref
+from pallas_kernels.packed.rows import counts_of
+from pallas_kernels.ssd_scan.mosaic_kernel import Kernel
 from pallas_kernels.ssd_scan.mosaic_schedule import SIDE
-
-if TYPE_CHECKING:
-    from pallas_kernels.ssd_scan.mosaic_block import Kernel
-
-# Refs have types that are private to JAX.
-Ref = Any
 
 
 class Row(NamedTuple):
@@ -72,7 +68,7 @@ def tasks_of(
 class Task:
     """A block's row and units."""
 
-    def __init__(self, kernel: "Kernel", refs: Mapping[str, Ref], block: Array) -> None:
+    def __init__(self, kernel: Kernel, refs: Mapping[str, Ref], block: Array) -> None:
         g = self.geometry = kernel.geometry
         packs = g.packs(kernel.schedule.consumers)
         number, pack = lax.div(block, jnp.int32(packs)), lax.rem(block, jnp.int32(packs))
@@ -99,7 +95,7 @@ class Task:
 class Worker:
     """A warpgroup of the kernel."""
 
-    def __init__(self, kernel: "Kernel", refs: Mapping[str, Ref]) -> None:
+    def __init__(self, kernel: Kernel, refs: Mapping[str, Ref]) -> None:
         self.kernel, self.geometry, self.refs = kernel, kernel.geometry, refs
 
     def slot(self, number: Array) -> Array:

@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.packed_rows import rows_of_tokens, snapshots_at
-from pallas_kernels.ssd_shapes import Sizes, finish, rates, steps
+from pallas_kernels.arguments.ssd import Sizes, finish, rates, steps
+from pallas_kernels.packed.rows import rows_of_tokens, snapshots_at
 
 
 def ssd_scan(

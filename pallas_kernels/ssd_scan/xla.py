@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.packed_rows import Pieces, cut, rows_of_tokens, snapshots_at
-from pallas_kernels.ssd_shapes import Sizes, finish, rates, steps
+from pallas_kernels.arguments.ssd import Sizes, finish, rates, steps
+from pallas_kernels.packed.rows import Pieces, cut, rows_of_tokens, snapshots_at
 
 # Tokens of the pieces that a chunk is cut into: longer ones need larger matrices of weights, shorter ones more states.
 LARGEST_PIECE = 64

@@ -5,11 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Shaped
 
-from pallas_kernels.checks import check_shape
+from pallas_kernels.arguments.checks import check_shape
+from pallas_kernels.arguments.ssd import check_layer
+from pallas_kernels.arguments.states import check_states
 from pallas_kernels.dispatch import choose
-from pallas_kernels.ssd_shapes import check_layer
 from pallas_kernels.ssd_update import mosaic_gpu, xla
-from pallas_kernels.state_checks import check_states
 
 
 def ssd_update(

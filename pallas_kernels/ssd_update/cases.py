@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from pallas_kernels.poisoned_pages import normal
-from pallas_kernels.poisoned_states import Rows, poisoned_pool
+from pallas_kernels.inputs.nan_filled_pages import normal
+from pallas_kernels.inputs.nan_filled_states import Rows, nan_filled_pool
 from pallas_kernels.ssd_scan.cases import STATE_SCALE, activated, layer
 
 
@@ -48,14 +48,16 @@ class Case:
         xbc = activated(rng, (rows.tokens, d_inner + 2 * self.groups * self.d_state), dtype)
         return {
             **layer(rng, self.heads),
-            "states": poisoned_pool(
+            "states": nan_filled_pool(
                 rng, tables["read_states"], num_states, shape, stored, STATE_SCALE
             ),
-            "xbc": rows.poisoned(xbc),
-            "dt": rows.poisoned(normal(rng, (rows.tokens, self.heads), dtype)),
+            "xbc": rows.nan_filled(xbc),
+            "dt": rows.nan_filled(normal(rng, (rows.tokens, self.heads), dtype)),
             "read_states": tables["read_states"],
             "write_states": tables["write_states"],
-            "z": rows.poisoned(normal(rng, (rows.tokens, d_inner), dtype)) if self.gated else None,
+            "z": rows.nan_filled(normal(rng, (rows.tokens, d_inner), dtype))
+            if self.gated
+            else None,
             "dt_limits": self.dt_limits,
         }
 

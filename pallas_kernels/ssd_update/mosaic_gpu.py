@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial, reduce
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
@@ -12,10 +12,12 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float, Int
 
+from pallas_kernels.arguments.ssd import Sizes
 from pallas_kernels.device import why_not_mosaic
-from pallas_kernels.mosaic_rows import INTERPRETED, LOAD_BYTES, Piece, row_pieces
-from pallas_kernels.mosaic_steps import Limits, silu, step_of
-from pallas_kernels.ssd_shapes import Sizes
+from pallas_kernels.mosaic.activations import Limits, silu, step_of
+from pallas_kernels.mosaic.launch import LANE_PARAMS, interpreter
+from pallas_kernels.mosaic.private_types import Layout, Ref
+from pallas_kernels.mosaic.rows import LOAD_BYTES, Piece, broadcast, load, row_pieces
 
 # Numbers of a state that a block holds in registers, 32 for each of its threads; with 64 fewer blocks are at work.
 _NUMBERS = 4096
@@ -24,8 +26,6 @@ _THREADS = 128
 _LEAST_ROWS = 8
 MOST_COLUMNS = 1024
 _DTYPES = ("float32", "bfloat16", "float16")
-
-Ref = Any
 
 
 def why_not(states: Array, xbc: Array) -> str | None:
@@ -100,10 +100,8 @@ def update(
         # One axis: of several, all but the last one end at 65535.
         grid=(len(xbc) * kernel.sizes.heads * kernel.shares,),
         grid_names=("block",),
-        compiler_params=plgpu.CompilerParams(
-            lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
-        ),
-        interpret=INTERPRETED if interpret else None,
+        compiler_params=LANE_PARAMS,
+        interpret=interpreter(interpret),
         kernel_name="ssd_update",
     )(*inputs, pool)
     return out, jax.freeze(pool)
@@ -223,9 +221,9 @@ class _Block:
     ) -> list[Array]:
         """Returns the state after the token, by columns."""
         shape = begun[0].shape
-        added = _spread(parts.x * step, shape, 0, piece.layout)
+        added = broadcast(parts.x * step, shape, 0, piece.layout)
         return [
-            state * kept + added * _spread(b, shape, 1, piece.layout)
+            state * kept + added * broadcast(b, shape, 1, piece.layout)
             for state, b in zip(begun, parts.b, strict=True)
         ]
 
@@ -235,7 +233,7 @@ class _Block:
         """Reads the output from the state and stores it; padding gives zeros."""
         shape = ended[0].shape
         read = [
-            state * _spread(c, shape, 1, piece.layout)
+            state * broadcast(c, shape, 1, piece.layout)
             for state, c in zip(ended, parts.c, strict=True)
         ]
         out = jnp.sum(reduce(jnp.add, read), axis=1) + skip * parts.x
@@ -254,10 +252,5 @@ class _Block:
             pool[write, self.head, rows, columns] = part.astype(pool.dtype)
 
 
-def _load(ref: Ref, layout: Any) -> Array:  # noqa: ANN401 - private to JAX
-    return plgpu.load(ref, layout=layout, optimized=False).astype(jnp.float32)
-
-
-def _spread(vector: Array, shape: tuple[int, ...], axis: int, layout: Any) -> Array:  # noqa: ANN401 - private to JAX
-    """Repeats one value per row (`axis` 0) or per column (`axis` 1)."""
-    return plgpu.layout_cast(lax.broadcast_in_dim(vector, shape, [axis]), layout)
+def _load(ref: Ref, layout: Layout) -> Array:
+    return load(ref, layout).astype(jnp.float32)

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.ssd_shapes import Sizes, finish, rates, steps
+from pallas_kernels.arguments.ssd import Sizes, finish, rates, steps
 
 
 def ssd_update(

@@ -46,14 +46,37 @@ def test_the_example_is_as_long_as_any():
     assert (len(example.prompt), example.params.max_tokens) == (6, 4)
 
 
+BOTH = ("prompt_tokens", "output_tokens")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "limit", "names", "wanted"),
+    [
+        ({}, 2048, BOTH, ((100, 1024), (100, 1024))),
+        ({}, 1024, BOTH, ((100, 512), (100, 512))),
+        ({}, 130, BOTH, ((65, 65), (65, 65))),
+        ({"prompt_tokens": (900, 1000)}, 1024, BOTH[1:], ((900, 1000), (24, 24))),
+        ({"output_tokens": (9, 10)}, 1024, BOTH[:1], ((100, 1014), (9, 10))),
+        ({}, 1024, (), ((100, 1024), (100, 1024))),
+        ({"prompt_tokens": (1, 5000)}, 1024, BOTH[1:], ((1, 5000), (1, 1))),
+    ],
+)
+def test_lengths_are_clipped_to_fit_together_where_they_may_be(sizes, limit, names, wanted):
+    clipped = Workload(**sizes).clipped(limit, *names)
+    assert (clipped.prompt_tokens, clipped.output_tokens) == wanted
+
+
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
         ({"data": "chat"}, "data must be one of random, shared-prefix"),
         ({"requests": 0}, "number of requests"),
         ({"prompt_tokens": (0, 5)}, "the least of prompt_tokens"),
-        ({"output_tokens": (5, 4)}, "the most of output_tokens"),
-        ({"data": "shared-prefix", "prompt_tokens": (8, 9), "prefix_tokens": 8}, "prefix_tokens"),
+        ({"output_tokens": (5, 4)}, "the most of output_tokens .* got 4; the least is 5"),
+        (
+            {"data": "shared-prefix", "prompt_tokens": (8, 9), "prefix_tokens": 8},
+            "prefix_tokens .* got 8; the shortest prompt has 8 tokens",
+        ),
         ({"temperature": -1.0}, "temperature"),
     ],
 )

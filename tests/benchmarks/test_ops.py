@@ -8,7 +8,7 @@ import pytest
 import pallas_kernels
 from benchmarks import ops
 from benchmarks.record import load_record
-from pallas_kernels.subjects import (
+from pallas_kernels.workbench.op_benchmark import (
     KINDS,
     OPS,
     WrongResult,

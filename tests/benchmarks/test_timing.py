@@ -38,7 +38,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch):
     made = Clock()
-    monkeypatch.setattr("pallas_kernels.timing.time", made)
+    monkeypatch.setattr("pallas_kernels.workbench.timing.time", made)
     return made
 
 
@@ -117,7 +117,7 @@ class TestChain:
 
         waited = []
         monkeypatch.setattr(
-            "pallas_kernels.timing.jax.block_until_ready",
+            "pallas_kernels.workbench.timing.jax.block_until_ready",
             lambda tree: waited.append(jax.tree.leaves(tree)),
         )
         chain = Chain(write, {"total": jnp.zeros(3)}, [{"value": jnp.float32(1)}] * 2)

@@ -69,7 +69,7 @@ def a_failed_eviction_evicts(patch):
     def make(reclaim):
         def eager(index, missing, rewritten):
             for name, count in missing.items():
-                pool = index._accounts.pool(name)
+                pool = index._allocator.pool(name)
                 if 0 < pool.num_idle < count:
                     reclaim(index, {name: pool.num_idle}, {})
             return reclaim(index, missing, rewritten)
@@ -111,10 +111,10 @@ def pages_are_kept_before_they_are_computed(patch):
     def make(adopt):
         def early(index, seq, tokens, keys):
             match = adopt(index, seq, tokens, keys)
-            index._accounts.reserve(seq, len(tokens))
-            index._accounts._held[seq].computed = len(tokens)
+            index._allocator.reserve(seq, len(tokens))
+            index._allocator._held[seq].computed = len(tokens)
             index.publish(seq, tokens, keys, len(tokens))
-            index._accounts._held[seq].computed = match.num_tokens
+            index._allocator._held[seq].computed = match.num_tokens
             return match
 
         return early
@@ -128,7 +128,7 @@ def pages_are_kept_before_their_step_is_collected(patch):
 
     def make(publish):
         def early(index, seq, tokens, keys, num_tokens):
-            computed = index._accounts.num_tokens(seq)
+            computed = index._allocator.num_tokens(seq)
             return publish(index, seq, tokens, keys, min(computed, len(tokens)))
 
         return early

@@ -14,7 +14,7 @@ class HostWorld(HybridWorld):
         self.coming = []
         self.landed = 0
         for owner, name in (
-            (self.accounts, "reserve"),
+            (self.allocator, "reserve"),
             (self.index, "snapshot"),
             (self.index, "checkpoint"),
             (self.index, "reclaim"),
@@ -68,14 +68,14 @@ class HostWorld(HybridWorld):
         return True
 
     def _references(self):
-        pools = {name: self.accounts.pool_of(name) for name in (*self.memory, *self.states)}
+        pools = {name: self.allocator.pool(name) for name in (*self.memory, *self.states)}
         return {name: list(pool._references) for name, pool in pools.items()}
 
     def move(self, count):
         """Writes some of what comes into its places."""
         for _, moves, _, _ in self.coming:
             for move in moves[:count]:
-                pool = self.accounts.pool_of(move.group)
+                pool = self.allocator.pool(move.group)
                 assert (pool.references(move.unit), move.unit in pool.kept) == (1, False), (
                     "a place that others may read is filled"
                 )
@@ -92,13 +92,13 @@ class HostWorld(HybridWorld):
             made, _, text, salt = one
             self.coming.remove(one)
             wasted = self.swaps.land(made)
-            assert not self.accounts.is_open(made.number)
+            assert not self.allocator.is_open(made.number)
             if wasted is None:
                 assert not at_once, "a swap-in that nothing came between was refused"
                 continue
             self.landed += 1
             for move in wasted:
-                assert not self.accounts.pool_of(move.group).references(move.unit)
+                assert not self.allocator.pool(move.group).references(move.unit)
             assert self.index.match(text, self.index.keys(salt)).num_tokens >= made.length
             self.check()
 
@@ -221,7 +221,7 @@ class HostWorld(HybridWorld):
     def check(self):
         self.flush()
         if self.coming:
-            self.accounts.check()
+            self.allocator.check()
             self.index.check()
             for seq in self.live:
                 self.check_contents(seq)
@@ -259,7 +259,7 @@ def run_host_program(world, rng, num_operations):
             use(world, rng, rng.choice(sorted(world.live)), operation)
         elif act == "evict":
             for name in [group.name for group in world.groups] + world.recurrent:
-                world.evict(name, rng.randint(0, world.accounts.pool_of(name).num_idle))
+                world.evict(name, rng.randint(0, world.allocator.pool(name).num_idle))
         elif act == "begin" and texts and len(world.coming) < 3:
             world.begin(*rng.choice(texts))
         elif act == "move":

@@ -32,13 +32,13 @@ class HybridWorld(World):
         self.recurrent = [group.name for group in layout.state_groups]
         self.states = {name: [None] * counts[name] for name in self.recurrent}
         self.taken = {}
-        self._commit, self.accounts.commit = self.accounts.commit, self._commit_states
+        self._commit, self.allocator.commit = self.allocator.commit, self._commit_states
 
     # What the device holds.
 
     def kept(self, name):
         tails = set(self.kept_otherwise(name))
-        pool = self.accounts.pool(name)
+        pool = self.allocator.pool(name)
         full, whole = pool.kept - tails, pool._kept
         pool._kept = full
         try:
@@ -91,7 +91,7 @@ class HybridWorld(World):
 
     def _commit_states(self, seq, num_tokens):
         """Plays the step's recurrent layers: reads, writes, and keeps what the index takes states for."""
-        live, computed = self.live[seq], self.accounts.num_tokens(seq)
+        live, computed = self.live[seq], self.allocator.num_tokens(seq)
         text = (self.weights, live.salt, tuple(live.text[:num_tokens]))
         for length in live.keys.places:
             if not computed < length <= num_tokens or live.keys.epoch != self.index._epoch:
@@ -103,13 +103,13 @@ class HybridWorld(World):
                 continue
             assert set(states) == set(self.recurrent)
             for name, state in states.items():
-                pool = self.accounts.pool_of(name)
+                pool = self.allocator.pool(name)
                 assert (pool.references(state), state in pool.kept) == (1, False)
                 self.states[name][state] = (self.weights, live.salt, tuple(live.text[:length]))
             self.taken.setdefault(seq, {})[length] = states
         for name in self.recurrent:
-            read, write = self.accounts.states(seq, name)
-            assert self.accounts.pool_of(name).references(write) == 1, "a shared state is written"
+            read, write = self.allocator.states(seq, name)
+            assert self.allocator.pool(name).references(write) == 1, "a shared state is written"
             self._check_state(name, read, live, computed)
             self.states[name][write] = text
         self._commit(seq, num_tokens)
@@ -124,8 +124,8 @@ class HybridWorld(World):
     def _room(self, seq, num_tokens):
         left = super()._room(seq, num_tokens)
         for name in self.recurrent:
-            pool = self.accounts.pool_of(name)
-            state = self.accounts._held[seq].states[name]
+            pool = self.allocator.pool(name)
+            state = self.allocator.held(seq).states[name]
             needed = state.write in (0, state.read) and (
                 state.read == 0 or pool.references(state.read) > 1
             )
@@ -151,7 +151,7 @@ class HybridWorld(World):
         for length in sorted(one for one in taken if one <= live.collected):
             del taken[length]
             self._copy(self.index.checkpoint(seq, live.text, live.keys, length))
-            assert length not in self.accounts._held[seq].snapshots
+            assert length not in self.allocator.held(seq).snapshots
 
     def end(self, seq, *, good=None):
         """Ends a sequence with the states that it has come to; its last step may be unread, and turn out bad."""
@@ -174,7 +174,7 @@ class HybridWorld(World):
         self.taken.pop(seq, None)
 
     def fail(self, seq):
-        origin = self.accounts._held[seq].origin
+        origin = self.allocator.held(seq).origin
         super().fail(seq)
         for one in self.index._states.kept:
             assert one.maker != seq
@@ -186,7 +186,7 @@ class HybridWorld(World):
         return seq
 
     def evict(self, name, count):
-        pool = self.accounts.pool_of(name)
+        pool = self.allocator.pool(name)
         free, idle = pool.num_free, pool.num_idle
         before = self.all_kept(), set(self.checkpoints())
         if self.index.reclaim({name: count}, {}):
@@ -201,7 +201,6 @@ class HybridWorld(World):
     def reset(self, *, keep_prefix):
         before = set(self.checkpoints())
         super().reset(keep_prefix=keep_prefix)
-        self.taken.clear()
         assert set(self.checkpoints()) == (before if keep_prefix else set())
 
     def clear(self):
@@ -214,7 +213,7 @@ class HybridWorld(World):
         super().check_contents(seq)
         live = self.live[seq]
         for name in self.recurrent:
-            state = self.accounts._held[seq].states[name].read
+            state = self.allocator.held(seq).states[name].read
             self._check_state(name, state, live, live.computed)
 
     def check(self):
@@ -224,15 +223,15 @@ class HybridWorld(World):
         for name in self.recurrent:
             holders = [state for seq in self.live for state in self._states_of(seq, name)]
             saved = [one.states[name] for one in kept.values()]
-            pool = self.accounts.pool_of(name)
+            pool = self.allocator.pool(name)
             assert set(saved) == pool.kept
             for state in {*holders, *saved}:
                 assert pool.references(state) == holders.count(state) + saved.count(state)
             assert pool.num_free == pool.num_total - len({*holders, *saved})
 
     def _states_of(self, seq, name):
-        held = self.accounts._held[seq]
-        return held.states[name].owned() + [one[name] for one in held.snapshots.values()]
+        held = self.allocator.held(seq)
+        return [*held.states[name].owned(), *(one[name] for one in held.snapshots.values())]
 
 
 def run_hybrid_program(world, rng, num_operations):

@@ -38,6 +38,13 @@ def hybrid() -> CacheLayout:
     return group_layers(place([gqa(1, 2, **HALF), odd, MAMBA2, gqa(1, 2, **HALF), sampling(5)]))
 
 
+def slots_of(allocator, group, seq, start, stop) -> list[int]:
+    """Returns where the tokens from `start` to `stop - 1` lie in a paged group: page * page size + offset."""
+    pages, size = allocator.pages(seq, group.name), group.page_size
+    assert allocator.held(seq).unneeded[group.name] * size <= start <= stop <= len(pages) * size
+    return [pages[at // size] * size + at % size for at in range(start, stop)]
+
+
 def counts_of(layout: CacheLayout, count: int) -> dict[str, int]:
     """The same number of pages or states for every group."""
     return {group.name: count for group in layout.groups}

@@ -1,6 +1,6 @@
-"""Accounts and index of one small cache, on which what the index promises is shown step by step."""
+"""Allocator and index of one small cache, on which what the index promises is shown step by step."""
 
-from jaxkv.cache.accounts import Accounts
+from jaxkv.cache.page_allocator import PageAllocator
 from jaxkv.cache.prefix import PrefixIndex
 from tests.cache.prefix_world import layout_of
 
@@ -9,11 +9,11 @@ ONE = layout_of((1, None))
 
 
 class Cache:
-    """Accounts and index, and sequences that are computed in one go."""
+    """Allocator and index, and sequences that are computed in one go."""
 
     def __init__(self, layout, counts, **options):
-        self.accounts = Accounts(layout, counts)
-        self.index = PrefixIndex(layout, self.accounts, **options)
+        self.allocator = PageAllocator(layout, counts)
+        self.index = PrefixIndex(layout, self.allocator, **options)
         self.keys = {}
         self.next_seq = 0
 
@@ -25,12 +25,12 @@ class Cache:
     def compute(self, text, salt=None, *, stay=False):
         """Computes a text, publishes it, and ends the sequence unless it is to stay."""
         seq, _ = self.adopt(text, salt)
-        self.accounts.reserve(seq, len(text))
-        self.accounts.commit(seq, len(text))
+        self.allocator.reserve(seq, len(text))
+        self.allocator.commit(seq, len(text))
         self.index.publish(seq, text, self.keys[seq], len(text))
         self.check()
         if not stay:
-            self.accounts.release(seq)
+            self.allocator.release(seq)
         return seq
 
     def hit(self, text, salt=None):
@@ -42,7 +42,7 @@ class Cache:
         return done
 
     def check(self):
-        self.accounts.check()
+        self.allocator.check()
         self.index.check()
 
 

@@ -6,11 +6,12 @@ which step. What the index keeps is read off the slots of the pages it holds, so
 
 from dataclasses import dataclass, field
 
-from jaxkv.cache.accounts import Accounts
+from jaxkv.cache.page_allocator import PageAllocator
 from jaxkv.cache.prefix import PrefixIndex
 from jaxkv.cache.spec import ArraySpec, PagedSpec, group_layers
 from jaxkv.cache.variants import place, sampling
 from jaxkv.errors import OutOfPages, OutOfStates
+from tests.cache.layouts import slots_of
 
 
 def layout_of(*sizes, states=False):
@@ -45,10 +46,10 @@ class Live:
 
 
 class World:
-    def __init__(self, layout, counts, *, accounts=Accounts, index=PrefixIndex):
+    def __init__(self, layout, counts, *, allocator=PageAllocator, index=PrefixIndex):
         self.layout = layout
-        self.accounts = accounts(layout, counts)
-        self.index = index(layout, self.accounts, identity="tests", secret=b"tests")
+        self.allocator = allocator(layout, counts)
+        self.index = index(layout, self.allocator, identity="tests", secret=b"tests")
         self.groups = layout.paged_groups
         self.memory = {
             g.name: [[None] * g.page_size for _ in range(counts[g.name])] for g in self.groups
@@ -62,12 +63,12 @@ class World:
     # What the device and the books hold.
 
     def free(self):
-        return {g.name: self.accounts.num_free(g.name) for g in self.layout.groups}
+        return {g.name: self.allocator.num_free(g.name) for g in self.layout.groups}
 
     def kept(self, name):
         """Returns (salt, text) -> page for what the index keeps, read from the device."""
         pages = {}
-        for page in sorted(self.accounts.pool(name).kept):
+        for page in sorted(self.allocator.pool(name).kept):
             slots = self.memory[name][page]
             assert None not in slots, f"page {page} of {name} is kept and was not computed"
             (weights, salt, text), _ = slots[-1]
@@ -107,7 +108,7 @@ class World:
         return all(end <= len(text) and (salt, tuple(text[:end])) in kept for end in ends)
 
     def held(self, seq, name):
-        return self.accounts.page_table(seq, name)[self.accounts.num_unneeded(seq, name) :]
+        return self.allocator.pages(seq, name)[self.allocator.held(seq).unneeded[name] :]
 
     # What an engine does.
 
@@ -121,7 +122,7 @@ class World:
         assert match.num_tokens == expected, (
             f"a hit of {match.num_tokens}, expected {expected}: {match.why}"
         )
-        assert self.accounts.num_tokens(seq) == expected
+        assert self.allocator.num_tokens(seq) == expected
         assert self.free() == before
         self.live[seq] = Live(list(text), salt, keys, expected, expected)
         for group in self.groups:
@@ -136,7 +137,7 @@ class World:
         before = self.free(), self.all_kept()
         room = self._room(seq, num_tokens)
         try:
-            reservation = self.accounts.reserve(seq, num_tokens)
+            reservation = self.allocator.reserve(seq, num_tokens)
         except (OutOfPages, OutOfStates):
             assert (self.free(), self.all_kept()) == before, "a failed reserve changed something"
             assert min(room.values()) < 0, f"there was room: {room}"
@@ -145,27 +146,30 @@ class World:
         self._after_reserve(seq, reservation, before)
         step, self.next_step = self.next_step, self.next_step + 1
         for group in self.groups:
-            start = max(live.computed, self.accounts._held[seq].covered.get(group.name, 0))
+            start = max(live.computed, self.allocator.held(seq).covered.get(group.name, 0))
             for position in range(start, num_tokens):
                 page, offset = self._place(seq, group, position)
-                assert self.accounts.pool(group.name).references(page) == 1, (
+                assert self.allocator.pool(group.name).references(page) == 1, (
                     "a page that others hold is written"
                 )
                 content = (self.weights, live.salt, tuple(live.text[: position + 1]))
                 self.memory[group.name][page][offset] = content, step
         live.steps.append((step, num_tokens))
         live.computed = num_tokens
-        self.accounts.commit(seq, num_tokens)
+        self.allocator.commit(seq, num_tokens)
         return True
 
     def _room(self, seq, num_tokens):
         """Pages left over in each group after a step, if the index gives up all that no other sequence holds."""
         left = {}
         for group in self.groups:
-            pool, table = self.accounts.pool(group.name), self.accounts.page_table(seq, group.name)
+            pool, table = (
+                self.allocator.pool(group.name),
+                self.allocator.pages(seq, group.name),
+            )
             idle = sum(pool.references(page) == 1 for page in pool.kept)
             copied = 0
-            start = self.accounts._held[seq].first_written(group.name)
+            start = self.allocator.held(seq).first_written(group.name)
             written = range(start // group.page_size, group.pages_for(num_tokens))
             if num_tokens > start:
                 for page in (table[i] for i in written if i < len(table)):
@@ -173,14 +177,14 @@ class World:
             more = max(0, group.pages_for(num_tokens) - len(table))
             left[group.name] = pool.num_free + idle - more - copied
         if self.layout.in_place_groups:
-            left["sampling"] = self.accounts.num_free("sampling") - 1
+            left["sampling"] = self.allocator.num_free("sampling") - 1
             left["sampling"] += any(s for s in self._owned_states(seq))
         return left
 
     def _owned_states(self, seq):
-        state = self.accounts._held[seq].states["sampling"]
+        state = self.allocator.held(seq).states["sampling"]
         return [
-            one for one in state.owned() if self.accounts._pools["sampling"].references(one) == 1
+            one for one in state.owned() if self.allocator.pool("sampling").references(one) == 1
         ]
 
     def _after_reserve(self, seq, reservation, before):
@@ -190,7 +194,7 @@ class World:
             lost = kept[name].keys() - now.keys()
             assert now.items() <= kept[name].items()
             short = len(reservation.new_pages[name]) - free[name]
-            freed = self.accounts.num_free(name) + len(reservation.new_pages[name]) - free[name]
+            freed = self.allocator.num_free(name) + len(reservation.new_pages[name]) - free[name]
             if lost:
                 assert freed == max(0, short), "more pages were evicted than were missing"
             for page in reservation.new_pages[name]:
@@ -217,26 +221,26 @@ class World:
             added -= len(new)
             for salt, text in new:
                 assert (salt, text) == (live.salt, tuple(live.text[: len(text)]))
-                assert now[salt, text] == self.accounts.page_table(seq, name)[len(text) // size - 1]
+                assert now[salt, text] == self.allocator.pages(seq, name)[len(text) // size - 1]
             filled = any(told // g.page_size < live.collected // g.page_size for g in self.groups)
             if filled and not epoch_is_old:
                 for position in self._seen(group, live.collected // size * size):
                     text = tuple(live.text[: (position // size + 1) * size])
-                    if position // size < self.accounts.num_unneeded(seq, name):
+                    if position // size < self.allocator.held(seq).unneeded[name]:
                         continue  # Given back: it was offered then, and may be evicted by now.
                     assert (live.salt, text) in now, "a page that was computed is not kept"
         assert added == 0
 
-    def let_go(self, seq):
+    def free_out_of_window(self, seq):
         """Gives back what the windows have passed, as far as is known to be good: S2-08, S2-10, S2-19."""
         live, kept = self.live[seq], self.all_kept()
-        before = {group.name: self.accounts.page_table(seq, group.name) for group in self.groups}
-        at = self.accounts.let_go(seq, live.collected)
+        before = {group.name: self.allocator.pages(seq, group.name) for group in self.groups}
+        self.allocator.free_out_of_window(seq, live.collected)
         assert self.all_kept() == kept, "the index lost a page that a sequence gave back"
         for group in self.groups:
-            size, first = group.page_size, self.accounts.num_unneeded(seq, group.name)
-            table = self.accounts.page_table(seq, group.name)
-            assert table == [0] * first + before[group.name][first:]
+            size, first = group.page_size, self.allocator.held(seq).unneeded[group.name]
+            table = self.allocator.pages(seq, group.name)
+            assert table == (0,) * first + before[group.name][first:]
             if group.spec.window is None:
                 assert first == 0
                 continue
@@ -246,20 +250,20 @@ class World:
             passed = sum((page + 1) * size <= oldest for page in range(len(table)))
             assert first == passed, "a page that nobody sees is held"
         again = self.free()
-        assert self.accounts.let_go(seq, live.collected) == at
+        self.allocator.free_out_of_window(seq, live.collected)
         assert self.free() == again, "the second time gave back more"
 
     def fork(self, parent):
         live, seq = self.live[parent], self.next_seq
         self.next_seq += 1
-        self.accounts.fork(parent, seq)
+        self.allocator.fork(parent, seq)
         twin = Live(list(live.text), live.salt, live.keys.copy(), live.computed, live.collected)
         twin.steps = list(live.steps)
         self.live[seq] = twin
         return seq
 
     def release(self, seq):
-        self.accounts.release(seq)
+        self.allocator.release(seq)
         del self.live[seq]
 
     def fail(self, seq):
@@ -273,7 +277,7 @@ class World:
         self.release(seq)
 
     def evict(self, name, count):
-        pool = self.accounts.pool(name)
+        pool = self.allocator.pool(name)
         free, idle, before = pool.num_free, pool.num_idle, self.all_kept()
         if self.index.reclaim({name: count}, {}):
             assert pool.num_free == free + count, "not as many pages were evicted as asked"
@@ -283,17 +287,19 @@ class World:
 
     def reset(self, *, keep_prefix):
         before = self.all_kept()
-        self.accounts.reset(keep_prefix=keep_prefix)
+        for seq in list(self.live):
+            self.release(seq)
+        if not keep_prefix:
+            self.index.clear()
         self.weights += not keep_prefix
-        self.live.clear()
         if keep_prefix:
             assert self.all_kept() == before
         else:
-            assert not any(self.accounts.pool(group.name).kept for group in self.groups)
+            assert not any(self.allocator.pool(group.name).kept for group in self.groups)
 
     def clear(self):
         self.index.clear()
-        assert not any(self.accounts.pool(group.name).kept for group in self.groups)
+        assert not any(self.allocator.pool(group.name).kept for group in self.groups)
 
     # What must hold.
 
@@ -304,8 +310,8 @@ class World:
         )
 
     def _place(self, seq, group, position):
-        (slot,) = self.accounts.slots(seq, group.name, position, position + 1)
-        return divmod(int(slot), group.page_size)
+        (slot,) = slots_of(self.allocator, group, seq, position, position + 1)
+        return divmod(slot, group.page_size)
 
     def _slot(self, seq, group, position):
         page, offset = self._place(seq, group, position)
@@ -320,7 +326,7 @@ class World:
                 assert content == (self.weights, live.salt, tuple(live.text[: position + 1]))
 
     def check(self):
-        self.accounts.check()
+        self.allocator.check()
         self.index.check()
         for seq in self.live:
             self.check_contents(seq)
@@ -332,12 +338,12 @@ class World:
                     holders[page] = holders.get(page, 0) + 1
             kept_pages = {*kept.values(), *self.kept_otherwise(group.name)}
             pages = set(holders) | kept_pages
-            assert self.accounts.num_free(group.name) == self.accounts.pool(
+            assert self.allocator.num_free(group.name) == self.allocator.pool(
                 group.name
             ).num_total - len(pages)
             for page in pages:
                 wanted = holders.get(page, 0) + (page in kept_pages)
-                assert self.accounts.pool(group.name).references(page) == wanted
+                assert self.allocator.pool(group.name).references(page) == wanted
             if group.spec.window is None:
                 for salt, text in kept:
                     parent = text[: -group.page_size]
@@ -388,7 +394,7 @@ def _use(world, rng, seq, operation):
     elif operation == "collect":
         world.collect(seq)
         if rng.random() < 0.5:
-            world.let_go(seq)
+            world.free_out_of_window(seq)
     elif operation == "fork":
         world.fork(seq)
     elif operation == "release":

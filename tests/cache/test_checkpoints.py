@@ -4,9 +4,9 @@ import jaxtyping
 import pytest
 
 from jaxkv import CacheConfig
-from jaxkv.cache.accounts import Match
 from jaxkv.cache.budget import checkpoint_bytes, checkpoints_in, plan_budget
 from jaxkv.cache.checkpoint_policy import CheckpointPolicy
+from jaxkv.cache.page_allocator import Match
 from jaxkv.cache.spec import ArraySpec, StateSpec, group_layers
 from jaxkv.cache.variants import gqa, place
 from jaxkv.errors import OutOfStates
@@ -64,11 +64,11 @@ def test_a_hit_that_no_state_covers_cannot_be_made_up():
     # T-24, S5-38: neither without a state, nor with one that is not kept.
     world = world_of()
     leave(world, [0, 1])
-    page = next(iter(world.accounts.pool("group0").kept))
+    page = next(iter(world.allocator.pool("group0").kept))
     for states in ({}, {"state0": 0}, {"state0": 5}):
         forged = Match(2, {"group0": (page,)}, {"group0": 0}, "", states)
         with pytest.raises(ValueError, match=r"2 tokens would be skipped, but not by \['state0'\]"):
-            world.accounts.adopt(77, forged)
+            world.allocator.adopt(77, forged)
     world.check()
 
 
@@ -104,7 +104,7 @@ def test_when_every_state_is_in_use_nothing_is_taken():
     before = world.free()
     assert (before["state0"], before["state1"]) == (0, 0)
     with pytest.raises(OutOfStates, match=r"asked for 1 states of 'state0'.*only 0 of 3 are free"):
-        world.accounts.reserve(other, 4)
+        world.allocator.reserve(other, 4)
     assert world.free() == before
     world.check()
     world.collect(one)
@@ -117,11 +117,11 @@ def test_two_of_the_same_text_leave_one_checkpoint():
     # S5-10, S5-35: in one step, and one after the other.
     world = world_of()
     seqs = [world.adopt([0, 1, 1]) for _ in range(2)]
-    free = world.accounts.num_free("state0")
+    free = world.allocator.num_free("state0")
     for seq in seqs:
         assert world.step(seq, 3)
     # A state for each, and one for the checkpoint.
-    assert world.accounts.num_free("state0") == free - 3
+    assert world.allocator.num_free("state0") == free - 3
     for seq in seqs:
         world.collect(seq)
         world.release(seq)
@@ -146,12 +146,12 @@ def test_a_page_takes_the_checkpoints_after_it_along():
     # S5-12: and a checkpoint's own page, and its state, are free again.
     world = world_of(pages=6)
     leave(world, [0, 1, 1])
-    assert world.accounts.num_free("state0") == 7
-    assert world.accounts.num_free("group0") == 4
+    assert world.allocator.num_free("state0") == 7
+    assert world.allocator.num_free("group0") == 4
     world.evict("group0", 1)
     assert lengths(world) == []
-    assert world.accounts.num_free("state0") == 8
-    assert world.accounts.num_free("group0") == 6
+    assert world.allocator.num_free("state0") == 8
+    assert world.allocator.num_free("group0") == 6
 
 
 def test_states_go_without_the_pages():

@@ -28,7 +28,7 @@ def places_are_published_before_they_are_filled(patch):
         done = take(swaps, made, wanted)
         for name, key, position, page in made.pages if done else ():
             if swaps._pages.trees[name].add(key, page, position, 10**6):
-                swaps._accounts.pool(name).keep(page)
+                swaps._allocator.pool(name).keep(page)
         return done
 
     patch.setattr(SwapIns, "_take_places", publish)

@@ -3,8 +3,8 @@
 import jaxtyping
 import pytest
 
-from jaxkv.cache.accounts import Accounts
 from jaxkv.cache.host_tier import HostTier
+from jaxkv.cache.page_allocator import PageAllocator
 from jaxkv.cache.prefix import PrefixIndex
 from tests.cache.host_world import HostWorld
 from tests.cache.hybrid_world import hybrid_of
@@ -32,7 +32,7 @@ def serve(world, text, salt=None):
 
 def evict_all(world):
     for name in (*world.memory, *world.states):
-        world.evict(name, world.accounts.pool_of(name).num_idle)
+        world.evict(name, world.allocator.pool(name).num_idle)
     world.flush()
     world.check()
 
@@ -77,7 +77,7 @@ def test_nothing_is_moved_for_a_checkpoint_that_no_room_could_be_made_for():
 
 
 def test_without_a_host_nothing_is_told_of_one():
-    index = PrefixIndex(FULL, Accounts(FULL, {"group0": 4}))
+    index = PrefixIndex(FULL, PageAllocator(FULL, {"group0": 4}))
     assert index.explain(TEXT).num_with_host is None
     assert "host" not in str(index.explain(TEXT))
 
@@ -267,7 +267,7 @@ def test_departures_of_a_lost_cache_are_forgotten():
 
 def test_attaching_a_host_twice_is_attaching_it_once():
     # S4-18.
-    index = PrefixIndex(FULL, Accounts(FULL, {"group0": 4}))
+    index = PrefixIndex(FULL, PageAllocator(FULL, {"group0": 4}))
     with pytest.raises(ValueError, match="at least 1 byte, got 0"):
         index.attach_host(0)
     swaps = index.attach_host(64)

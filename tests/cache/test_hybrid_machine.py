@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
 from jaxkv.cache import state_keeper
-from jaxkv.cache.accounts import Accounts
 from jaxkv.cache.checkpoint_pages import CheckpointPages
 from jaxkv.cache.checkpoint_policy import CheckpointPolicy
 from jaxkv.cache.checkpoints import Checkpoints
+from jaxkv.cache.page_allocator import PageAllocator
 from jaxkv.cache.prefix import PrefixIndex
-from jaxkv.cache.snapshots import Snapshots
+from jaxkv.cache.sequence_pages import State
 from jaxkv.cache.state_keeper import StateKeeper
 from tests.cache.hybrid_world import HybridWorld, hybrid_of, run_hybrid_program
 from tests.cache.test_prefix_machine import PrefixMachine, with_settings
@@ -90,7 +90,7 @@ def test_long_random_programs_keep_every_promise(name):
     world.clear()
     world.check()
     for group in world.layout.groups:
-        pool = world.accounts.pool_of(group.name)
+        pool = world.allocator.pool(group.name)
         assert pool.num_free == pool.num_total
 
 
@@ -168,21 +168,21 @@ def a_tail_is_copied_from_the_page_before(patch):
 @DEFECTS
 def dropping_a_snapshot_leaks_it(patch):
     patch.setattr(
-        Snapshots,
-        "drop",
-        lambda s, seq, length: s._accounts.held([seq])[0].snapshots.pop(length) and None,
+        PageAllocator,
+        "drop_snapshot",
+        lambda allocator, seq, length: allocator._held[seq].snapshots.pop(length) and None,
     )
 
 
 @DEFECTS
 def keeping_a_snapshot_counts_it_twice(patch):
-    def keep(snapshots, seq, length):
-        states = snapshots._accounts.held([seq])[0].snapshots.pop(length)
+    def keep(allocator, seq, length):
+        states = allocator._held[seq].snapshots.pop(length)
         for name, state in states.items():
-            snapshots._pools[name].keep(state)
+            allocator.pool(name).keep(state)
         return states
 
-    patch.setattr(Snapshots, "keep", keep)
+    patch.setattr(PageAllocator, "keep_snapshot", keep)
 
 
 @DEFECTS
@@ -190,17 +190,18 @@ def a_snapshot_takes_the_state_in_use(patch):
     """S5-08: T-25, not all or nothing."""
 
     def make(take):
-        def wrong(snapshots, seq, length):
-            states = take(snapshots, seq, length)
+        def wrong(allocator, seq, length):
+            states = take(allocator, seq, length)
             if states is not None:
-                name, pool = next(iter(snapshots._pools.items()))
-                if pool.num_free:
-                    states[name] = pool.take(1)[0]
+                name = next(iter(states))
+                if allocator.num_free(name):
+                    states = {**states, name: allocator.pool(name).take(1)[0]}
+                    allocator._held[seq].snapshots[length] = states
             return states
 
         return wrong
 
-    wrap(patch, Snapshots, "take", make)
+    wrap(patch, PageAllocator, "take_snapshot", make)
 
 
 @DEFECTS
@@ -230,14 +231,14 @@ def a_restored_state_is_not_pinned(patch):
     """T-26: stolen between look-up and use."""
 
     def make(adopt):
-        def wrong(accounts, seq, match):
-            adopt(accounts, seq, match)
+        def wrong(allocator, seq, match):
+            adopt(allocator, seq, match)
             for name, state in match.states.items():
-                accounts.pool_of(name).release([state])
+                allocator.pool(name).release([state])
 
         return wrong
 
-    wrap(patch, Accounts, "adopt", make)
+    wrap(patch, PageAllocator, "adopt", make)
 
 
 @DEFECTS
@@ -245,15 +246,16 @@ def a_restored_state_is_written_in_place(patch):
     """The checkpoint would become the sequence's own."""
 
     def make(reserve):
-        def wrong(accounts, seq, num_tokens):
-            made = reserve(accounts, seq, num_tokens)
-            for state in accounts.held([seq])[0].states.values():
-                state.write = state.read or state.write
+        def wrong(allocator, seq, num_tokens):
+            made = reserve(allocator, seq, num_tokens)
+            states = allocator._held[seq].states
+            for name, state in states.items():
+                states[name] = State(state.read, state.read or state.write)
             return made
 
         return wrong
 
-    wrap(patch, Accounts, "reserve", make)
+    wrap(patch, PageAllocator, "reserve", make)
 
 
 @DEFECTS
@@ -277,15 +279,15 @@ def the_zero_state_restores(patch):
     """S5-38: Megatron's fallback, a wrong answer without a word."""
 
     def make(adopt):
-        def wrong(accounts, seq, match):
-            adopt(accounts, seq, match)
+        def wrong(allocator, seq, match):
+            adopt(allocator, seq, match)
             for name, state in match.states.items():
-                accounts.pool_of(name).release([state])
-                accounts.held([seq])[0].states[name].read = 0
+                allocator.pool(name).release([state])
+                allocator._held[seq].states[name] = State(0, 0)
 
         return wrong
 
-    wrap(patch, Accounts, "adopt", make)
+    wrap(patch, PageAllocator, "adopt", make)
 
 
 @DEFECTS
@@ -295,7 +297,7 @@ def forgetting_keeps_the_tail(patch):
     def forget(keeper, one, tick):
         keeper.kept.remove(one, tick)
         for name, state in one.states.items():
-            keeper._accounts.pool_of(name).forget(state)
+            keeper._allocator.pool(name).forget(state)
 
     patch.setattr(StateKeeper, "forget", forget)
 

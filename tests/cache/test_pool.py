@@ -2,13 +2,12 @@
 
 from collections import Counter
 
-import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from jaxkv.cache.pool import PagePool, is_real, state_pool
+from jaxkv.cache.pool import PagePool, state_pool
 from jaxkv.errors import OutOfPages, OutOfStates
 
 NUM_PAGES = 7
@@ -108,18 +107,8 @@ def test_check_finds_a_page_that_is_both_free_and_held():
         pool.check()
 
 
-def test_slot_zero_is_real_and_padding_is_not():
-    """T-29, T-03."""
-    assert is_real(0, 4)
-    assert not is_real(4, 4)
-    assert not is_real(-1, 4)
-    np.testing.assert_array_equal(
-        is_real(np.array([-1, 0, 3, 4], np.int32), 4), [False, True, True, False]
-    )
-
-
-def test_the_keeper_holds_one_reference_and_alone_makes_an_id_idle():
-    """T-26: what the keeper alone holds is counted once, and is not free."""
+def test_the_prefix_owner_holds_one_reference_and_alone_makes_an_id_idle():
+    """T-26: what the prefix owner alone holds is counted once, and is not free."""
     pool = PagePool(NUM_PAGES)
     (page,) = pool.take(1)
     pool.keep(page)
@@ -134,8 +123,8 @@ def test_the_keeper_holds_one_reference_and_alone_makes_an_id_idle():
     pool.check()
 
 
-def test_the_keepers_mistakes_and_those_at_its_cost_change_nothing():
-    """reliability 2.1: nobody but the keeper gives up the keeper's reference."""
+def test_the_prefix_owners_mistakes_and_those_at_its_cost_change_nothing():
+    """reliability 2.1: nobody but the prefix owner gives up the prefix owner's reference."""
     pool = PagePool(NUM_PAGES)
     kept, held = pool.take(2)
     pool.keep(kept)
@@ -147,7 +136,7 @@ def test_the_keepers_mistakes_and_those_at_its_cost_change_nothing():
         pool.keep(5)
     pool.release([kept])
     with pytest.raises(
-        ValueError, match=r"cannot release pages \[0\]: the keeper alone holds them"
+        ValueError, match=r"cannot release pages \[0\]: the prefix owner alone holds them"
     ):
         pool.release([held, kept])
     assert (pool.references(held), pool.references(kept)) == (1, 1)
@@ -155,7 +144,7 @@ def test_the_keepers_mistakes_and_those_at_its_cost_change_nothing():
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """Random programs of holders, and of a keeper, against a counter."""
+    """Random programs of holders, and of a prefix owner, against a counter."""
 
     def __init__(self):
         super().__init__()

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxkv.cache.accounts import PageCopy
+from jaxkv.cache.page_allocator import PageCopy
 from tests.cache.prefix_scenes import full
 
 
@@ -24,9 +24,9 @@ def test_a_page_of_a_full_hit_is_copied_before_its_last_token_is_written():
     cache.compute(text)
     seq, match = cache.adopt(text)
     assert (match.num_tokens, match.pages) == (31, {"group0": (0, 1)})
-    reservation = cache.accounts.reserve(seq, 32)
+    reservation = cache.allocator.reserve(seq, 32)
     assert reservation.copies == (PageCopy("group0", 1, 2),)
-    assert cache.accounts.page_table(seq, "group0") == [0, 2]
+    assert cache.allocator.pages(seq, "group0") == (0, 2)
     cache.check()
 
 
@@ -35,18 +35,18 @@ def test_a_longer_text_finds_the_pages_it_shares_and_takes_only_the_others():
     cache.compute(list(range(10)))
     seq, match = cache.adopt([*range(9), 77, 78])
     assert match.num_tokens == 8
-    assert cache.accounts.reserve(seq, 11).new_pages == {"group0": [3]}
-    assert cache.accounts.page_table(seq, "group0") == [0, 1, 3]
+    assert cache.allocator.reserve(seq, 11).new_pages == {"group0": [3]}
+    assert cache.allocator.pages(seq, "group0") == (0, 1, 3)
 
 
 def test_generated_tokens_are_found_by_the_next_turn():
     cache = full(page_size=4)
     seq = cache.compute([1, 2, 3, 4, 5], stay=True)
     text = [1, 2, 3, 4, 5, 6, 7, 8, 9]
-    cache.accounts.reserve(seq, 8)
-    cache.accounts.commit(seq, 8)
+    cache.allocator.reserve(seq, 8)
+    cache.allocator.commit(seq, 8)
     assert cache.index.publish(seq, text, cache.keys[seq], 8) == 1
-    cache.accounts.release(seq)
+    cache.allocator.release(seq)
     assert cache.hit([*text, 10]) == 8
 
 
@@ -55,10 +55,10 @@ def test_nothing_is_published_before_it_is_computed():
     cache = full(page_size=4)
     text = list(range(8))
     seq, _ = cache.adopt(text)
-    cache.accounts.reserve(seq, 8)
+    cache.allocator.reserve(seq, 8)
     with pytest.raises(ValueError, match="sequence 0 has 0 tokens computed of the 8 given, got 8"):
         cache.index.publish(seq, text, cache.keys[seq], 8)
-    cache.accounts.commit(seq, 8)
+    cache.allocator.commit(seq, 8)
     with pytest.raises(ValueError, match="has 8 tokens computed of the 4 given, got 8"):
         cache.index.publish(seq, text[:4], cache.keys[seq], 8)
     with pytest.raises(ValueError, match="by keys that never began a sequence"):
@@ -73,8 +73,8 @@ def test_what_was_evicted_from_a_sequence_in_flight_comes_back_when_it_fills_a_p
     seq = cache.compute([1, 2, 3, 4], stay=True)
     cache.index.withdraw(seq)
     assert cache.hit([1, 2, 3, 4, 5]) == 0
-    cache.accounts.reserve(seq, 6)
-    cache.accounts.commit(seq, 6)
+    cache.allocator.reserve(seq, 6)
+    cache.allocator.commit(seq, 6)
     assert cache.index.publish(seq, [1, 2, 3, 4, 5, 6], cache.keys[seq], 6) == 3
     cache.check()
 
@@ -85,12 +85,12 @@ def test_ten_equal_prompts_share_every_page():
     text = list(range(9))
     for _ in range(10):
         cache.compute(text, stay=True)
-    pool = cache.accounts.pool("group0")
-    assert [pool.references(page) for page in cache.accounts.page_table(0, "group0")[:2]] == [
+    pool = cache.allocator.pool("group0")
+    assert [pool.references(page) for page in cache.allocator.pages(0, "group0")[:2]] == [
         11,
         11,
     ]
-    assert {tuple(cache.accounts.page_table(seq, "group0")[:2]) for seq in range(10)} == {(0, 1)}
+    assert {cache.allocator.pages(seq, "group0")[:2] for seq in range(10)} == {(0, 1)}
 
 
 def test_a_page_is_found_only_after_the_pages_it_was_computed_after():
@@ -99,7 +99,7 @@ def test_a_page_is_found_only_after_the_pages_it_was_computed_after():
     cache.compute([1, 1, 2, 2, 3, 3])
     assert cache.hit([1, 1, 4, 4, 3, 3, 0]) == 2
     cache.compute([1, 1, 4, 4, 3, 3])
-    assert cache.accounts.num_reclaimable("group0") == 5
+    assert cache.allocator.num_reclaimable("group0") == 5
 
 
 def test_the_first_page_of_a_name_stays_and_removing_the_other_leaves_it():
@@ -109,15 +109,15 @@ def test_the_first_page_of_a_name_stays_and_removing_the_other_leaves_it():
     first, _ = cache.adopt(text)
     second, _ = cache.adopt(text)
     for seq in (first, second):
-        cache.accounts.reserve(seq, 5)
-        cache.accounts.commit(seq, 5)
+        cache.allocator.reserve(seq, 5)
+        cache.allocator.commit(seq, 5)
     assert cache.index.publish(first, text, cache.keys[first], 5) == 2
     assert cache.index.publish(first, text, cache.keys[first], 5) == 0
     assert cache.index.publish(second, text, cache.keys[second], 5) == 0
-    cache.accounts.release(second)
+    cache.allocator.release(second)
     cache.check()
     match = cache.index.match(text, cache.index.keys())
-    assert match.pages["group0"] == tuple(cache.accounts.page_table(first, "group0")[:2])
+    assert match.pages["group0"] == cache.allocator.pages(first, "group0")[:2]
 
 
 def test_a_page_cannot_get_a_second_name():

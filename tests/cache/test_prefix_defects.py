@@ -1,4 +1,4 @@
-"""Defects that others shipped, put into pool, accounts and index one at a time: each must be found (reliability 2, A4).
+"""Defects that others shipped, put into pool, allocator and index one at a time: each must be found.
 
 A defect is found when a random engine or one of a few scenes trips over it: the books' own checks, or the comparison
 with what the played device holds.
@@ -10,7 +10,7 @@ import jaxtyping
 import pytest
 
 from tests.cache import (
-    defects_of_accounts,
+    defects_of_allocator,
     defects_of_hits,
     defects_of_keeping,
     test_prefix_ends,
@@ -20,7 +20,7 @@ from tests.cache import (
 )
 from tests.cache.prefix_world import FULL, MIXED, ODD, WINDOW, World, run_program
 
-DEFECTS = defects_of_accounts.DEFECTS | defects_of_keeping.DEFECTS | defects_of_hits.DEFECTS
+DEFECTS = defects_of_allocator.DEFECTS | defects_of_keeping.DEFECTS | defects_of_hits.DEFECTS
 WORLDS = (
     (FULL, {"group0": 9}),
     (MIXED, {"group0": 9, "group1": 14, "sampling": 5}),

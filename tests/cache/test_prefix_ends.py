@@ -14,27 +14,20 @@ def test_a_failed_sequence_takes_its_pages_and_what_follows_them_with_it():
     cache.compute([1, 2, 3])
     cache.compute([7, 8])
     assert cache.index.withdraw(bad) == 3
-    cache.accounts.release(bad)
+    cache.allocator.release(bad)
     cache.check()
     assert [cache.hit([1, 2, 3, 4]), cache.hit([7, 8, 9])] == [0, 2]
 
 
 def test_a_lost_cache_loses_every_page_and_every_sequence():
     cache = full(page_size=2)
-    cache.compute([1, 2, 3, 4], stay=True)
-    cache.accounts.reset(keep_prefix=False)
+    seq = cache.compute([1, 2, 3, 4], stay=True)
+    cache.allocator.release(seq)
+    cache.index.clear()
     cache.check()
-    assert cache.accounts.num_free("group0") == 12
+    assert cache.allocator.num_free("group0") == 12
     assert cache.hit([1, 2, 3, 4]) == 0
     assert cache.index._trees["group0"]._queue == []
-
-
-def test_a_reset_may_keep_the_prefix():
-    cache = full(page_size=2)
-    cache.compute([1, 2, 3, 4], stay=True)
-    cache.accounts.reset(keep_prefix=True)
-    assert cache.hit([1, 2, 3, 4]) == 3
-    assert cache.accounts.num_reclaimable("group0") == 2
 
 
 def test_a_sequence_that_began_before_a_clear_publishes_nothing():
@@ -44,20 +37,20 @@ def test_a_sequence_that_began_before_a_clear_publishes_nothing():
     seq = cache.compute(text, stay=True)
     cache.index.clear()
     cache.check()
-    cache.accounts.reserve(seq, 6)
-    cache.accounts.commit(seq, 6)
+    cache.allocator.reserve(seq, 6)
+    cache.allocator.commit(seq, 6)
     assert cache.index.publish(seq, [*text, 5, 6], cache.keys[seq], 6) == 0
-    cache.accounts.release(seq)
+    cache.allocator.release(seq)
     cache.index.adopt(8, text, cache.keys[seq])
-    cache.accounts.reserve(8, 4)
-    cache.accounts.commit(8, 4)
+    cache.allocator.reserve(8, 4)
+    cache.allocator.commit(8, 4)
     assert cache.index.publish(8, text, cache.keys[seq], 4) == 2
 
 
-def test_accounts_have_one_index():
+def test_an_allocator_has_one_index():
     cache = full()
-    with pytest.raises(ValueError, match="have a keeper already"):
-        PrefixIndex(layout_of((16, None)), cache.accounts)
+    with pytest.raises(ValueError, match="has a prefix owner already"):
+        PrefixIndex(layout_of((16, None)), cache.allocator)
 
 
 @pytest.mark.parametrize(
@@ -72,11 +65,11 @@ def test_accounts_have_one_index():
             r"has the pages \[9\] without a reference",
         ),
         (
-            lambda cache, tree: cache.accounts.pool("group0").forget(1),
+            lambda cache, tree: cache.allocator.pool("group0").forget(1),
             r"the pages \[1\] without a reference",
         ),
         (
-            lambda cache, tree: cache.accounts.pool("group0").keep(2),
+            lambda cache, tree: cache.allocator.pool("group0").keep(2),
             r"references to \[2\] without an entry",
         ),
     ],
@@ -89,17 +82,17 @@ def test_check_finds_contradictions(damage, message):
         cache.index.check()
 
 
-def test_the_accounts_count_the_reference_of_the_index():
+def test_the_allocator_counts_the_reference_of_the_index():
     cache = full(page_size=2)
     cache.compute([1, 2, 3, 4])
     cache.adopt([1, 2, 3, 4, 5])
-    cache.accounts._pools["group0"]._references[1] += 1
-    with pytest.raises(ValueError, match=r"another number of times than the pool says: \{1: 2\}"):
-        cache.accounts.check()
-    cache.accounts._pools["group0"]._references[1] -= 1
-    cache.accounts._pools["group0"]._num_idle += 1
-    with pytest.raises(ValueError, match=r"the keeper alone holds \[\], counted as 1"):
-        cache.accounts.check()
+    cache.allocator.pool("group0")._references[1] += 1
+    with pytest.raises(ValueError, match=r"those held differ: \{1: \(3, 2\)\}"):
+        cache.allocator.check()
+    cache.allocator.pool("group0")._references[1] -= 1
+    cache.allocator.pool("group0")._num_idle += 1
+    with pytest.raises(ValueError, match=r"the prefix owner alone holds \[\], counted as 1"):
+        cache.allocator.check()
 
 
 def test_counts_are_exact_on_a_scripted_trace():
@@ -110,7 +103,7 @@ def test_counts_are_exact_on_a_scripted_trace():
     cache.compute([*range(4), 9, 9])  # Reuses 4, computes 2.
     cache.compute([0, 1, 2])  # Computes 3, and fills no page.
     seq, _ = cache.adopt(list(range(30)))
-    cache.accounts.release(seq)
+    cache.allocator.release(seq)
     cache.compute(
         list(range(50, 64))
     )  # Computes 14; all four pages are needed, two of them are kept.
@@ -169,8 +162,8 @@ def test_publishing_what_fills_no_page_does_nothing():
     cache = full(page_size=4)
     seq = cache.compute(list(range(4)), stay=True)
     tick = cache.index.explain([1]).tick
-    cache.accounts.reserve(seq, 7)
-    cache.accounts.commit(seq, 7)
+    cache.allocator.reserve(seq, 7)
+    cache.allocator.commit(seq, 7)
     assert cache.index.publish(seq, list(range(7)), cache.keys[seq], 7) == 0
     assert cache.index.explain([1]).tick == tick
 

@@ -33,7 +33,7 @@ def test_a_cached_child_of_a_pinned_page_goes_and_the_page_stays():
     assert cache.evict(2)
     assert cache.hit([1, 2, 3]) == 1
     assert not cache.evict(1)
-    cache.accounts.release(seq)
+    cache.allocator.release(seq)
     assert cache.evict(1)
 
 
@@ -51,7 +51,7 @@ def test_a_use_saves_a_page_from_eviction():
     for first in (1, 2, 3):
         cache.compute([first, 5])
     seq, _ = cache.adopt([1, 5, 6])
-    cache.accounts.release(seq)
+    cache.allocator.release(seq)
     assert cache.evict(2)
     assert [cache.hit([first, 5, 6]) for first in (1, 2, 3)] == [2, 0, 2]
 
@@ -62,7 +62,7 @@ def test_a_page_counts_as_used_while_a_sequence_holds_it():
     cache.compute([2])
     cache.compute([3])
     assert cache.evict(1)
-    cache.accounts.release(held)
+    cache.allocator.release(held)
     assert cache.evict(1)
     assert [cache.hit([first, 0]) for first in (1, 2, 3)] == [1, 0, 0]
 
@@ -72,7 +72,7 @@ def test_reserve_evicts_exactly_what_is_missing():
     cache = Cache(ONE, {"group0": 6})
     cache.compute([1, 2, 3, 4])
     seq, _ = cache.adopt([7, 8, 9])
-    assert cache.accounts.reserve(seq, 3).new_pages == {"group0": [4, 5, 3]}
+    assert cache.allocator.reserve(seq, 3).new_pages == {"group0": [4, 5, 3]}
     assert cache.hit([1, 2, 3, 4, 5]) == 3
     assert cache.index.stats.evictions == 1
     cache.check()
@@ -86,9 +86,9 @@ def test_a_reserve_that_fails_evicts_nothing_in_any_group():
     with pytest.raises(
         OutOfPages, match="asked for 5 pages of 'group1' for sequence 1 but only 1 of 4 are free"
     ):
-        cache.accounts.reserve(seq, 5)
+        cache.allocator.reserve(seq, 5)
     assert cache.hit([1, 2, 3, 4]) == 3
-    assert cache.accounts.num_free("group0") == 5
+    assert cache.allocator.num_free("group0") == 5
 
 
 def test_pages_that_a_match_pinned_are_not_counted_as_room():
@@ -97,10 +97,10 @@ def test_pages_that_a_match_pinned_are_not_counted_as_room():
     cache.compute([1, 2, 3, 4])
     seq, match = cache.adopt([1, 2, 3, 4, 5])
     assert match.num_tokens == 4
-    assert cache.accounts.num_reclaimable("group0") == 0
+    assert cache.allocator.num_reclaimable("group0") == 0
     with pytest.raises(OutOfPages):
-        cache.accounts.reserve(seq, 7)
-    assert cache.accounts.reserve(seq, 6).new_pages == {"group0": [4, 5]}
+        cache.allocator.reserve(seq, 7)
+    assert cache.allocator.reserve(seq, 6).new_pages == {"group0": [4, 5]}
 
 
 def test_a_sequence_alone_is_never_kept_waiting_by_its_own_hit():
@@ -109,7 +109,7 @@ def test_a_sequence_alone_is_never_kept_waiting_by_its_own_hit():
     cache.compute([1, 2, 3, 4])
     seq, match = cache.adopt([1, 2, 3, 4])
     assert match.num_tokens == 3
-    assert cache.accounts.reserve(seq, 4).copies == ()
+    assert cache.allocator.reserve(seq, 4).copies == ()
     cache.check()
     assert cache.hit([1, 2, 3, 4, 5]) == 2
 
@@ -120,12 +120,12 @@ def test_a_page_that_only_the_index_holds_is_had_even_if_pages_in_use_follow_it(
     texts = ([1], [1, 2])
     seqs = [cache.adopt(text)[0] for text in texts]
     for seq, text in zip(seqs, texts, strict=True):
-        cache.accounts.reserve(seq, len(text))
-        cache.accounts.commit(seq, len(text))
+        cache.allocator.reserve(seq, len(text))
+        cache.allocator.commit(seq, len(text))
         cache.index.publish(seq, text, cache.keys[seq], len(text))
-    cache.accounts.release(seqs[0])
-    assert cache.accounts.num_free("group0") == 0
-    cache.accounts.reserve(seqs[1], 3)
+    cache.allocator.release(seqs[0])
+    assert cache.allocator.num_free("group0") == 0
+    cache.allocator.reserve(seqs[1], 3)
     cache.check()
     assert cache.index.stats.evictions == 2
 
@@ -134,12 +134,12 @@ def test_of_pages_behind_a_page_in_use_only_as_many_go_as_are_missing():
     cache = full(page_size=1, count=6)
     seqs = [cache.adopt(text)[0] for text in ([1, 2], [1, 2, 3])]
     for seq, text in zip(seqs, ([1, 2], [1, 2, 3]), strict=True):
-        cache.accounts.reserve(seq, len(text))
-        cache.accounts.commit(seq, len(text))
+        cache.allocator.reserve(seq, len(text))
+        cache.allocator.commit(seq, len(text))
         cache.index.publish(seq, text, cache.keys[seq], len(text))
-    cache.accounts.release(seqs[0])
+    cache.allocator.release(seqs[0])
     assert cache.evict(1)
-    assert [cache.hit([1, 2, 3, 4]), cache.accounts.num_free("group0")] == [1, 2]
+    assert [cache.hit([1, 2, 3, 4]), cache.allocator.num_free("group0")] == [1, 2]
 
 
 def test_no_more_entries_in_use_are_given_up_than_needed():
@@ -148,10 +148,10 @@ def test_no_more_entries_in_use_are_given_up_than_needed():
     for texts in (([1], [1, 2]), ([3], [3, 4])):
         seqs = [cache.adopt(text)[0] for text in texts]
         for seq, text in zip(seqs, texts, strict=True):
-            cache.accounts.reserve(seq, len(text))
-            cache.accounts.commit(seq, len(text))
+            cache.allocator.reserve(seq, len(text))
+            cache.allocator.commit(seq, len(text))
             cache.index.publish(seq, text, cache.keys[seq], len(text))
-        cache.accounts.release(seqs[0])
+        cache.allocator.release(seqs[0])
     assert cache.evict(1)
     assert [cache.hit([1, 2, 0]), cache.hit([3, 4, 0])] == [0, 2]
 
@@ -162,10 +162,10 @@ def test_a_page_computed_again_counts_as_used():
     twin, _ = cache.adopt([1, 2])
     cache.compute([1])
     cache.compute([5])
-    cache.accounts.reserve(twin, 1)
-    cache.accounts.commit(twin, 1)
+    cache.allocator.reserve(twin, 1)
+    cache.allocator.commit(twin, 1)
     assert cache.index.publish(twin, [1], cache.keys[twin], 1) == 0
-    cache.accounts.release(twin)
+    cache.allocator.release(twin)
     assert cache.evict(1)
     assert [cache.hit([1, 0]), cache.hit([5, 0])] == [1, 0]
 
@@ -176,7 +176,7 @@ def test_pages_go_in_order_after_any_number_of_uses():
         cache.compute([first])
     for use in range(300):
         seq, _ = cache.adopt([use * 5 % 8, 9])
-        cache.accounts.release(seq)
+        cache.allocator.release(seq)
         cache.index.check()
     assert cache.evict(5)
     # The last three uses were 295, 300 and 305 modulo 8, of 297, 298 and 299 times five.

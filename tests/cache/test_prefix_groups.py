@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from jaxkv.cache.accounts import Match, PageCopy
+from jaxkv.cache.page_allocator import Match, PageCopy
 from jaxkv.cache.prefix_keys import page_key
 from jaxkv.cache.prefix_match import HitRule, Lookup, longest
 from jaxkv.cache.prefix_tree import PrefixTree
@@ -30,7 +30,7 @@ def test_a_hit_that_ends_inside_a_page_shares_it_and_copies_it_when_written():
     cache.evict(1, "group1")
     seq, match = cache.adopt(list(range(13)))
     assert match.pages == {"group0": (0, 1, 2), "group1": (0, 1, 2)}
-    assert cache.accounts.reserve(seq, 10).copies == (PageCopy("group0", 2, 3),)
+    assert cache.allocator.reserve(seq, 10).copies == (PageCopy("group0", 2, 3),)
     cache.check()
 
 
@@ -57,20 +57,18 @@ def test_places_before_the_window_hold_no_page():
     cache = windowed()
     seq, match = cache.adopt(list(range(11)))
     assert match.unneeded == {"group0": 0, "group1": 3}
-    assert cache.accounts.page_table(seq, "group1") == [0, 0, 0, 3, 4]
-    with pytest.raises(ValueError, match="the first for token 6, which do not hold tokens 5 to 7"):
-        cache.accounts.slots(seq, "group1", 5, 7)
-    cache.accounts.fork(seq, 9)
+    assert cache.allocator.pages(seq, "group1") == (0, 0, 0, 3, 4)
+    cache.allocator.fork(seq, 9)
     cache.check()
     for one in (seq, 9):
-        cache.accounts.reserve(one, 13)
-        cache.accounts.commit(one, 13)
+        cache.allocator.reserve(one, 13)
+        cache.allocator.commit(one, 13)
         cache.check()
     text = list(range(13))
     assert cache.index.publish(seq, text, cache.keys[seq], 13) == 2
     cache.check()
-    cache.accounts.release(9)
-    cache.accounts.release(seq)
+    cache.allocator.release(9)
+    cache.allocator.release(seq)
     assert cache.hit([*text, 0]) == 12
 
 
@@ -82,8 +80,8 @@ def test_a_place_without_a_page_is_never_published():
     assert cache.evict(2, "group1")
     seq, match = cache.adopt(list(range(13)))
     assert (match.num_tokens, match.unneeded) == (9, {"group0": 0, "group1": 2})
-    cache.accounts.reserve(seq, 10)
-    cache.accounts.commit(seq, 10)
+    cache.allocator.reserve(seq, 10)
+    cache.allocator.commit(seq, 10)
     assert cache.index.publish(seq, list(range(13)), cache.keys[seq], 10) == 1
     cache.check()
 
@@ -102,8 +100,8 @@ def test_pages_that_the_next_token_sees_are_kept_again():
     cache = Cache(layout_of((1, 4)), {"group0": 12})
     mine, _ = cache.adopt([1, 2, 3, 4, 5])
     cache.compute([1, 2, 3])
-    cache.accounts.reserve(mine, 5)
-    cache.accounts.commit(mine, 5)
+    cache.allocator.reserve(mine, 5)
+    cache.allocator.commit(mine, 5)
     text = [1, 2, 3, 4, 5]
     assert cache.index.publish(mine, text, cache.keys[mine], 4) == 1
     assert cache.evict(3)
@@ -116,10 +114,10 @@ def test_what_a_sequence_saw_last_counts_as_used_when_it_publishes():
     text = [1, 2, 3, 4]
     seq = cache.compute(text[:3], stay=True)
     cache.compute([9])
-    cache.accounts.reserve(seq, 4)
-    cache.accounts.commit(seq, 4)
+    cache.allocator.reserve(seq, 4)
+    cache.allocator.commit(seq, 4)
     assert cache.index.publish(seq, text, cache.keys[seq], 4) == 1
-    cache.accounts.release(seq)
+    cache.allocator.release(seq)
     assert cache.evict(3)
     assert [cache.hit([*text, 0]), cache.hit([9, 0])] == [4, 0]
 
@@ -167,10 +165,10 @@ def test_recurrent_groups_skip_nothing_without_a_checkpoint():
     assert match.num_tokens == 0
     assert "'mamba2' is recurrent and keeps no checkpoint" in match.why
     # S5-02, S5-15: the pages are kept all the same, so that several who compute them again hold them once.
-    assert (cache.accounts.num_free("gqa"), cache.accounts.num_reclaimable("gqa")) == (4, 2)
+    assert (cache.allocator.num_free("gqa"), cache.allocator.num_reclaimable("gqa")) == (4, 2)
     forged = Match(2, {"gqa": (0,), "odd": (0,)}, {"gqa": 0, "odd": 0}, "")
     with pytest.raises(ValueError, match=r"2 tokens would be skipped, but not by \['mamba2'\]"):
-        cache.accounts.adopt(7, forged)
+        cache.allocator.adopt(7, forged)
 
 
 def test_a_cache_without_pages_is_served_without_hits():
@@ -185,7 +183,7 @@ def test_an_adopted_sequence_gets_its_own_sampling_state():
     cache.compute([1, 2, 3])
     seq, match = cache.adopt([1, 2, 3])
     assert match.num_tokens == 2
-    assert cache.accounts.reserve(seq, 3).new_states == {"sampling": 2}
+    assert cache.allocator.reserve(seq, 3).new_states == {"sampling": 2}
 
 
 @pytest.mark.parametrize(("pages", "num_tokens"), [((3,), 2), ((0, 0), 4), ((0,), 4), ((0, 1), 2)])
@@ -194,6 +192,6 @@ def test_a_match_that_is_no_longer_true_is_refused(pages, num_tokens):
     cache = full(page_size=2)
     cache.compute([1, 2, 3, 4])
     with pytest.raises(ValueError, match="look it up again"):
-        cache.accounts.adopt(7, Match(num_tokens, {"group0": pages}, {"group0": 0}, ""))
+        cache.allocator.adopt(7, Match(num_tokens, {"group0": pages}, {"group0": 0}, ""))
     cache.check()
-    cache.accounts.open(7)
+    cache.allocator.open(7)

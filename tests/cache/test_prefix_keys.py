@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from jaxkv.cache.accounts import Accounts
+from jaxkv.cache.page_allocator import PageAllocator
 from jaxkv.cache.prefix import PrefixIndex
 from tests.cache.prefix_scenes import ONE, full
 from tests.cache.prefix_world import layout_of
@@ -21,7 +21,7 @@ def test_texts_under_different_salts_share_nothing(salts):
 def first_key(layout=ONE, text=(1, 2, 3, 4), page_size=2, salt=None, **options):
     options = {"identity": "model", "secret": b"secret"} | options
     counts = {group.name: 9 for group in layout.groups}
-    index = PrefixIndex(layout, Accounts(layout, counts), **options)
+    index = PrefixIndex(layout, PageAllocator(layout, counts), **options)
     return index.keys(salt).pages(text, page_size, len(text))[-1].digest
 
 
@@ -89,8 +89,8 @@ def test_a_key_that_collides_is_a_miss(monkeypatch):
     monkeypatch.setattr("jaxkv.cache.prefix_keys.hash_parts", lambda *parts: b"always the same")
     cache = full(page_size=2)
     seq, _ = cache.adopt([1, 2, 3])
-    cache.accounts.reserve(seq, 3)
-    cache.accounts.commit(seq, 3)
+    cache.allocator.reserve(seq, 3)
+    cache.allocator.commit(seq, 3)
     cache.index.publish(seq, [1, 2, 3], cache.keys[seq], 3)
     assert [cache.hit([1, 2, 3]), cache.hit([4, 5, 6])] == [2, 0]
 

@@ -62,15 +62,15 @@ class PrefixMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.world.live)
     @rule(data=st.data())
-    def let_go(self, data):
-        self.world.let_go(self.choose(data))
+    def free_out_of_window(self, data):
+        self.world.free_out_of_window(self.choose(data))
 
     @precondition(lambda self: self.world.live)
     @rule(data=st.data())
     def fork(self, data):
         seq = self.choose(data)
-        held = self.world.accounts._held[seq]
-        if held.reserved == held.computed:
+        held = self.world.allocator.held(seq)
+        if held.writable == held.computed:
             self.world.fork(seq)
 
     @precondition(lambda self: self.world.live)
@@ -79,7 +79,7 @@ class PrefixMachine(RuleBasedStateMachine):
         seq = self.choose(data)
         before = self.world.free(), self.world.all_kept()
         try:
-            reservation = self.world.accounts.reserve(seq, self.world.live[seq].computed + 1)
+            reservation = self.world.allocator.reserve(seq, self.world.live[seq].computed + 1)
         except RuntimeError:
             assert (self.world.free(), self.world.all_kept()) == before
         else:

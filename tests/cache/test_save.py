@@ -2,6 +2,9 @@
 
 import json
 import os
+import subprocess
+import sys
+from pathlib import Path
 
 import chex
 import jax
@@ -11,12 +14,14 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
+from jaxkv.cache.saved import load_cache, save_cache
 from jaxkv.cache.spec import group_layers
-from jaxkv.cache.state import Cache, init_cache, load_cache, save_cache
+from jaxkv.cache.state import Cache, init_cache
 from jaxkv.cache.variants import gqa, place, sampling
 from jaxkv.errors import BadCheckpoint
 from tests.cache.layouts import HALF, counts_of, every_variant
 
+ROOT = Path(__file__).parents[2]
 LAYOUT = every_variant()
 COUNTS = counts_of(LAYOUT, 3) | {"dsa": 2}
 
@@ -171,6 +176,21 @@ def test_a_file_that_is_not_its_layouts_cache_is_refused_with_the_reason(saved, 
         load_cache(path, LAYOUT)
 
 
+def test_what_a_file_holds_comes_back_clipped_in_an_error(saved):
+    _, path = saved
+    others = {f"other{at}": np.zeros(1, np.uint8) for at in range(5000)}
+    for change in (
+        lambda tensors, metadata: tensors.update(others),
+        lambda tensors, metadata: metadata.update(counts=json.dumps(dict.fromkeys(others, 1))),
+        lambda tensors, metadata: metadata.update(layout=json.dumps([list(others)])),
+        lambda tensors, metadata: metadata.update(format="x" * 10**6),
+    ):
+        rewrite(path, change)
+        with pytest.raises(BadCheckpoint) as caught:
+            load_cache(path, LAYOUT)
+        assert len(str(caught.value)) < 2000
+
+
 @pytest.mark.parametrize("length", [0, 4, 100, -1])
 def test_a_truncated_file_is_refused(saved, length):
     _, path = saved
@@ -192,6 +212,62 @@ def test_a_failed_save_leaves_the_old_file_and_nothing_else(saved, monkeypatch):
         save_cache(cache, LAYOUT, COUNTS, path)
     assert path.read_bytes() == before
     assert list(path.parent.iterdir()) == [path]
+
+
+SPEC = group_layers(place([gqa(2, 8, **HALF)]))
+
+
+def save_small(path):
+    save_cache(init_cache(SPEC, {"gqa": 2}), SPEC, {"gqa": 2}, path)
+
+
+def test_a_symbolic_link_stays_and_its_target_is_written(tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    target, link = tmp_path / "elsewhere" / "cache", tmp_path / "link"
+    link.symlink_to(target)
+    for _ in range(2):
+        save_small(link)
+        assert link.is_symlink()
+        assert not target.is_symlink()
+        load_cache(target, SPEC)
+    assert list(target.parent.iterdir()) == [target]
+
+
+def test_only_a_regular_file_is_replaced(tmp_path):
+    """A device node that was replaced by a file is gone for every program of the machine."""
+    pipe, folder, device = tmp_path / "pipe", tmp_path / "folder", tmp_path / "device"
+    os.mkfifo(pipe)
+    folder.mkdir()
+    device.symlink_to("/dev/null")
+    for path, kind in ((pipe, "a pipe"), (folder, "a directory"), (device, "a device")):
+        with pytest.raises(ValueError, match=f"{path.name} is {kind}.*, not a regular file"):
+            save_small(path)
+    assert pipe.is_fifo()
+    assert os.path.samefile(device, "/dev/null")
+    assert sorted(tmp_path.iterdir()) == [device, folder, pipe]
+
+
+def test_what_a_killed_process_left_of_a_save_is_removed_by_the_next(tmp_path):
+    script = f"""
+import os
+from safetensors import numpy
+from jaxkv.cache import saved
+
+def killed(tensors, path, metadata):
+    path.write_bytes(bytes(1000))
+    os.kill(os.getpid(), 9)
+
+saved.save_file = killed
+from tests.cache.test_save import save_small
+from pathlib import Path
+save_small(Path({str(tmp_path)!r}) / "cache")
+"""
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True)
+    assert done.returncode == -9, done.stderr
+    [left] = tmp_path.iterdir()
+    os.utime(left, (0, 0))
+    save_small(tmp_path / "other")
+    assert list(tmp_path.iterdir()) == [tmp_path / "other"]
 
 
 def test_a_cache_of_other_counts_is_not_saved(saved):

@@ -8,10 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxkv.cache.accounts import Accounts
 from jaxkv.cache.budget import plan_budget
-from jaxkv.cache.roles import ROLE_ORDER, register_role
-from jaxkv.cache.spec import ArraySpec, LayerSpec, PagedSpec, StateSpec, group_layers
+from jaxkv.cache.page_allocator import PageAllocator
+from jaxkv.cache.spec import (
+    ROLE_ORDER,
+    ArraySpec,
+    LayerSpec,
+    PagedSpec,
+    StateSpec,
+    group_layers,
+)
 from jaxkv.cache.variants import gqa, place, sampling, window
 from tests.cache.layouts import HALF, MAMBA2, counts_of, every_variant, hybrid
 
@@ -22,7 +28,7 @@ def layer_specs_of(layout):
 
 def test_host_bookkeeping_never_imports_jax():
     code = (
-        "import sys, jaxkv.cache.accounts, jaxkv.cache.budget, jaxkv.cache.prefix, jaxkv.cache.variants\n"
+        "import sys, jaxkv.cache.page_allocator, jaxkv.cache.budget, jaxkv.cache.prefix, jaxkv.cache.variants\n"
         "sys.exit('jax' in sys.modules or 'flax' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
@@ -32,16 +38,6 @@ def test_an_unknown_role_is_refused_and_the_known_ones_are_named():
     """S4-09."""
     with pytest.raises(ValueError, match=r"unknown role 'keys'.*key, value, key_scale"):
         ArraySpec("keys", (1,), "float32")
-
-
-def test_role_priorities_are_unique():
-    """S4-02: equal priorities would leave an order open."""
-    register_role("key", ROLE_ORDER["key"])
-    with pytest.raises(ValueError, match="'key' cannot get priority 77"):
-        register_role("key", 77)
-    with pytest.raises(ValueError, match="'other' cannot get priority 0"):
-        register_role("other", 0)
-    assert "other" not in ROLE_ORDER
 
 
 @pytest.mark.parametrize("shape", [(0,), (2, -1)])
@@ -164,21 +160,20 @@ def test_layers_may_be_offset_so_that_a_second_model_shares_the_cache():
     assert budget.left_over == 5
 
 
-def test_a_role_that_a_test_invents_needs_no_change_elsewhere():
+def test_a_variant_that_a_test_invents_needs_no_change_elsewhere():
     """S4-01: the controller is agnostic of variants."""
-    register_role("gossip", 1000)
-    spec = PagedSpec("rumour", (ArraySpec("gossip", (3, 5), "float16"),), page_size=4)
+    spec = PagedSpec("rumour", (ArraySpec("ssm", (3, 5), "float16"),), page_size=4)
     layout = group_layers([LayerSpec(0, spec), LayerSpec(1, gqa(1, 2, **HALF))])
     assert [array.name for array in layout.arrays(counts_of(layout, 2))] == [
-        "layer0.gossip",
+        "layer0.ssm",
         "layer1.key",
         "layer1.value",
     ]
     budget = plan_budget(layout, 5000, max_sequences=2, max_tokens=8)
-    accounts = Accounts(layout, budget.counts)
-    accounts.open(1)
-    assert len(accounts.reserve(1, 5).new_pages["rumour"]) == 2
-    accounts.check()
+    allocator = PageAllocator(layout, budget.counts)
+    allocator.open(1)
+    assert len(allocator.reserve(1, 5).new_pages["rumour"]) == 2
+    allocator.check()
 
 
 @pytest.mark.parametrize(
@@ -189,15 +184,9 @@ def test_counts_must_name_each_group(counts):
         hybrid().arrays(counts)
 
 
-def test_lookups_find_arrays_and_groups_or_say_what_there_is():
+def test_a_group_is_found_by_name_or_the_known_names_are_listed():
     layout = group_layers([LayerSpec(0, gqa(1, 2, **HALF)), LayerSpec(0, MAMBA2)])
-    group, array = layout.find(0, "ssm")
-    assert (group.name, array.dtype) == ("mamba2", "float32")
-    assert layout.group_of(0, "page").name == "gqa"
-    with pytest.raises(ValueError, match="layer 0 is in the groups"):
-        layout.group_of(0)
-    with pytest.raises(ValueError, match="no array 'delta'"):
-        layout.find(0, "delta")
+    assert layout.group("gqa").layers == (0,)
     with pytest.raises(ValueError, match="no group 'mla'; this cache has gqa, mamba2"):
         layout.group("mla")
     with pytest.raises(ValueError, match="holds states"):

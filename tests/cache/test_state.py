@@ -9,15 +9,7 @@ import numpy as np
 import pytest
 
 from jaxkv.cache.spec import group_layers
-from jaxkv.cache.state import (
-    PADDING_HEADROOM,
-    as_pages,
-    as_static,
-    copy_pages,
-    copy_states,
-    identity_table,
-    init_cache,
-)
+from jaxkv.cache.state import PADDING_HEADROOM, copy_units, init_cache
 from jaxkv.cache.variants import gqa, place
 from tests.cache.layouts import counts_of, every_variant, hybrid
 
@@ -40,6 +32,10 @@ def units_of(array):
     return flat[:, 0].tolist()
 
 
+def bytes_of(cache):
+    return sum(array.size * array.dtype.itemsize for array in cache.arrays)
+
+
 def pool_copies(compiled):
     """Copy instructions in the optimised HLO that are not of scalars or index vectors."""
     return re.findall(r"= \w+\[\d+,\d+,[\d,]+\]\S* copy\(", compiled.as_text())
@@ -52,7 +48,7 @@ def test_a_new_cache_is_zero_in_the_shapes_and_dtypes_of_its_layout():
     cache = init_cache(layout, counts_of(layout, 3))
     assert [(a.shape, a.dtype.name) for a in cache.arrays] == [(n.shape, n.dtype) for n in named]
     assert all(not np.asarray(array).view(np.uint8).any() for array in cache.arrays)
-    assert cache.nbytes == sum(array.nbytes for array in named)
+    assert bytes_of(cache) == sum(array.nbytes for array in named)
     assert not any(array.weak_type for array in cache.arrays)
 
 
@@ -102,7 +98,7 @@ def test_a_cache_survives_what_jax_does_to_pytrees():
     layout = hybrid()
     cache = jax.eval_shape(lambda: init_cache(layout, counts_of(layout, 2)))
     assert jax.tree.map(lambda leaf: str(leaf.dtype), cache).layer(0)["key"] == "bfloat16"
-    assert cache.nbytes == sum(array.nbytes for array in layout.arrays(counts_of(layout, 2)))
+    assert bytes_of(cache) == sum(array.nbytes for array in layout.arrays(counts_of(layout, 2)))
     jax.jit(lambda cache: cache).lower(cache)
 
 
@@ -133,7 +129,7 @@ def test_the_device_or_sharding_is_the_callers_choice():
 def test_copied_pages_change_their_group_alone():
     layout = hybrid()
     cache = numbered(layout, 5)
-    copied = copy_pages(cache, layout, "gqa", jnp.array([4, 0]), jnp.array([1, 2]))
+    copied = copy_units(cache, layout, "gqa", jnp.array([4, 0]), jnp.array([1, 2]))
     for layer in (0, 3):
         for array in copied.layer(layer).values():
             assert units_of(array) == [1, 5, 1, 4, 5]
@@ -143,7 +139,7 @@ def test_copied_pages_change_their_group_alone():
 
 def test_sources_are_read_before_targets_are_written():
     layout = hybrid()
-    copied = copy_pages(numbered(layout, 3), layout, "gqa", jnp.array([0, 1]), jnp.array([1, 0]))
+    copied = copy_units(numbered(layout, 3), layout, "gqa", jnp.array([0, 1]), jnp.array([1, 0]))
     assert units_of(copied.layer(0)["key"]) == [2, 1, 3]
 
 
@@ -152,30 +148,21 @@ def test_padding_copies_change_nothing():
     layout = hybrid()
     cache = numbered(layout, 3)
     padding = jnp.arange(3, 7, dtype=jnp.int32)
-    for copy, group in ((copy_pages, "gqa"), (copy_states, "mamba2"), (copy_states, "sampling")):
-        chex.assert_trees_all_equal(copy(cache, layout, group, padding, padding), cache)
+    for group in ("gqa", "mamba2", "sampling"):
+        chex.assert_trees_all_equal(copy_units(cache, layout, group, padding, padding), cache)
 
 
 def test_copied_states_change_their_group_alone():
     layout = hybrid()
     cache = numbered(layout, 4)
-    copied = copy_states(cache, layout, "mamba2", jnp.array([3]), jnp.array([1]))
+    copied = copy_units(cache, layout, "mamba2", jnp.array([3]), jnp.array([1]))
     assert [units_of(array) for array in copied.layer(2).values()] == [[1, 4, 3, 4]] * 2
     for layer in (0, 1, 3, 4):
         chex.assert_trees_all_equal(copied.layer(layer), cache.layer(layer))
 
 
-def test_copies_are_of_the_groups_unit():
-    layout = hybrid()
-    cache = numbered(layout, 4)
-    with pytest.raises(ValueError, match="'mamba2' holds states, not pages"):
-        copy_pages(cache, layout, "mamba2", jnp.array([3]), jnp.array([1]))
-    with pytest.raises(ValueError, match="'gqa' holds pages, not states"):
-        copy_states(cache, layout, "gqa", jnp.array([3]), jnp.array([1]))
-
-
-@pytest.mark.parametrize(("copy", "unit"), [(copy_pages, "page"), (copy_states, "state")])
-def test_copies_happen_in_the_donated_memory(copy, unit):
+@pytest.mark.parametrize("unit", ["page", "state"])
+def test_copies_happen_in_the_donated_memory(unit):
     """T-06, T-08: alias bytes equal the cache's, and no pool is copied, for every variant and dtype."""
     layout = every_variant()
     cache = numbered(layout, 16)
@@ -183,13 +170,13 @@ def test_copies_happen_in_the_donated_memory(copy, unit):
     for group in layout.groups:
         if group.unit == unit:
             jitted = jax.jit(
-                lambda cache, source, target, name=group.name: copy(
+                lambda cache, source, target, name=group.name: copy_units(
                     cache, layout, name, source, target
                 ),
                 donate_argnums=0,
             )
             compiled = jitted.lower(cache, ids, ids).compile()
-            assert compiled.memory_analysis().alias_size_in_bytes == cache.nbytes
+            assert compiled.memory_analysis().alias_size_in_bytes == bytes_of(cache)
             assert pool_copies(compiled) == []
 
 
@@ -210,54 +197,3 @@ def test_leaves_alias_their_own_place_after_an_update_of_every_layer():
     assert pool_copies(compiled) == []
     after = compiled(cache)
     assert [array.unsafe_buffer_pointer() for array in after.arrays] == pointers
-
-
-def test_the_static_view_is_the_paged_memory():
-    """S1-04: reading either view moves nothing, under donation, and the donated memory comes back."""
-    layout = group_layers(place([gqa(2, 8, dtype="bfloat16", page_size=4)] * 2))
-    rows, pages_per_row = 3, 4
-    cache = numbered(layout, rows * pages_per_row)
-
-    def append(cache, position):
-        for layer in (0, 1):
-            arrays = cache.layer(layer)
-            views = {role: as_static(pages, rows) for role, pages in arrays.items()}
-            token = jnp.ones((rows, 2, 8), jnp.bfloat16)
-            index = jnp.arange(rows)
-            written = {
-                role: as_pages(view.at[index, position].set(token, mode="drop"), 4)
-                for role, view in views.items()
-            }
-            cache = cache.with_layer(layer, written)
-        return cache
-
-    position = jnp.array([0, 7, 15], jnp.int32)
-    compiled = jax.jit(append, donate_argnums=0).lower(cache, position).compile()
-    assert compiled.memory_analysis().alias_size_in_bytes == cache.nbytes
-    assert pool_copies(compiled) == []
-    assert re.findall(r"= \w+\[[\d,]+\]\S* transpose\(", compiled.as_text()) == []
-
-
-def test_a_static_cache_is_one_page_per_row():
-    """S1-04: when a page holds the longest sequence, the static view and the pages are the same array."""
-    pages = jnp.arange(3 * 8 * 2, dtype=jnp.float32).reshape(3, 8, 2, 1)
-    chex.assert_trees_all_equal(as_static(pages, 3), pages)
-    with pytest.raises(ValueError, match="8 tokens per row are no whole number of pages of 3"):
-        as_pages(pages, 3)
-
-
-def test_reading_through_the_identity_table_equals_the_static_view():
-    """S1-04, S1-05."""
-    pages = jnp.arange(6 * 4 * 2, dtype=jnp.float32).reshape(6, 4, 2, 1)
-    table = identity_table(3, 2)
-    assert table.dtype == jnp.int32
-    np.testing.assert_array_equal(identity_table(3), [[0], [1], [2]])
-    chex.assert_trees_all_equal(pages[table].reshape(3, 8, 2, 1), as_static(pages, 3))
-    chex.assert_trees_all_equal(as_pages(as_static(pages, 3), 4), pages)
-
-
-def test_the_identity_table_is_a_constant_of_the_program():
-    """S1-05: nothing is uploaded for it at each step."""
-    compiled = jax.jit(lambda: identity_table(4)).lower().compile()
-    assert "parameter(" not in compiled.as_text()
-    np.testing.assert_array_equal(compiled(), [[0], [1], [2], [3]])

@@ -4,13 +4,13 @@ import itertools
 
 import pytest
 
-from jaxkv.cache.accounts import Accounts
 from jaxkv.cache.budget import pages_per_sequence, plan_budget
-from jaxkv.cache.pool import is_real
+from jaxkv.cache.page_allocator import PageAllocator
 from jaxkv.cache.spec import group_layers
 from jaxkv.cache.variants import gqa, place, sampling, window
-from jaxkv.cache.windows import first_page, first_seen, lets_go_at, most_ahead, most_pages
+from jaxkv.cache.windows import first_page, first_seen, frees_page_at, most_ahead, most_pages
 from jaxkv.errors import OutOfPages
+from tests.cache.layouts import slots_of
 from tests.cache.prefix_world import World, layout_of
 
 HALF = {"dtype": "bfloat16", "page_size": 4}
@@ -55,88 +55,90 @@ def test_a_sequence_holds_no_more_pages_than_its_bound_and_sometimes_as_many(
     assert most_ahead(group, bound) >= ahead
     assert most_ahead(group, bound - 1) < ahead
     for page in range(5):
-        at = lets_go_at(group, page)
+        at = frees_page_at(group, page)
         assert (first_page(group, at - 1), first_page(group, at)) == (page, page + 1)
 
 
 def test_pages_are_taken_in_every_group_or_in_none():
     """S2-06, S2-07: what can be had is the least of all groups, and a failed reserve takes nothing."""
     for counts in ({"gqa": 2, "window": 4}, {"gqa": 4, "window": 2}):
-        accounts = Accounts(LAYOUT, counts | {"sampling": 3})
-        accounts.open(1)
+        allocator = PageAllocator(LAYOUT, counts | {"sampling": 3})
+        allocator.open(1)
         with pytest.raises(OutOfPages, match="asked for 3 pages"):
-            accounts.reserve(1, 9)
-        assert {name: accounts.num_free(name) for name in counts} == counts
-        accounts.reserve(1, 8)
-        assert {name: accounts.num_free(name) for name in counts} == {
+            allocator.reserve(1, 9)
+        assert {name: allocator.num_free(name) for name in counts} == counts
+        allocator.reserve(1, 8)
+        assert {name: allocator.num_free(name) for name in counts} == {
             name: count - 2 for name, count in counts.items()
         }
 
 
 def test_groups_without_a_window_take_a_whole_text_at_once_and_windows_what_is_next():
-    accounts = Accounts(LAYOUT, {"gqa": 9, "window": 4, "sampling": 3})
-    accounts.open(1)
-    taken = accounts.reserve(1, 5, whole=33)
+    allocator = PageAllocator(LAYOUT, {"gqa": 9, "window": 4, "sampling": 3})
+    allocator.open(1)
+    taken = allocator.reserve(1, 5, whole=33)
     assert {name: len(pages) for name, pages in taken.new_pages.items()} == {"gqa": 9, "window": 2}
     with pytest.raises(ValueError, match="can commit 0 to 5 tokens"):
-        accounts.commit(1, 6)
-    accounts.check()
+        allocator.commit(1, 6)
+    allocator.check()
 
 
 def test_a_pool_smaller_than_a_sequence_serves_it_page_by_page():
     """S2-08, S2-09, S2-10, S2-20, T-29: all pages, the first and the last too, go round, each with one holder."""
-    accounts = Accounts(LAYOUT, {"gqa": 25, "window": 3, "sampling": 3})
-    assert accounts.most_ahead == 4
-    assert (accounts.longest(lets_go=True), accounts.longest(lets_go=False)) == (100, 12)
-    accounts.open(1)
+    allocator = PageAllocator(LAYOUT, {"gqa": 25, "window": 3, "sampling": 3})
+    assert allocator.most_ahead == 4
+    assert (
+        allocator.longest(frees_out_of_window=True),
+        allocator.longest(frees_out_of_window=False),
+    ) == (100, 12)
+    allocator.open(1)
     used = set()
     for stop in range(4, 101, 4):
-        accounts.reserve(1, stop, whole=100)
-        slots = accounts.slots(1, "window", stop - 4, stop)
-        assert is_real(slots, 12).all()
-        used |= set((slots // 4).tolist())
-        accounts.commit(1, stop)
+        allocator.reserve(1, stop, whole=100)
+        used |= {
+            slot // 4 for slot in slots_of(allocator, LAYOUT.group("window"), 1, stop - 4, stop)
+        }
+        allocator.commit(1, stop)
         with pytest.raises(ValueError, match="tokens computed"):
-            accounts.let_go(1, stop + 1)
-        free = accounts.num_free("window")
-        at = accounts.let_go(1, stop)
-        assert accounts.let_go(1, stop) == at
-        assert accounts.num_free("window") <= free + 1
-        accounts.check()
+            allocator.free_out_of_window(1, stop + 1)
+        free = allocator.num_free("window")
+        allocator.free_out_of_window(1, stop)
+        assert allocator.num_free("window") <= free + 1
+        allocator.check()
     assert used == {0, 1, 2}
-    assert accounts.page_table(1, "window")[:-3] == [0] * 22
-    with pytest.raises(ValueError, match="first for token"):
-        accounts.slots(1, "window", 0, 4)
-    accounts.release(1)
-    assert accounts.num_free("window") == 3
+    assert allocator.pages(1, "window")[:-3] == (0,) * 22
+    allocator.release(1)
+    assert allocator.num_free("window") == 3
 
 
 def test_what_a_chunk_under_way_sees_is_not_given_back():
     """S2-19: only what was read counts, so the next chunk's pages are held beside those that the last one reads."""
-    accounts = Accounts(LAYOUT, {"gqa": 25, "window": 9, "sampling": 3})
-    accounts.open(1)
-    accounts.reserve(1, 16)
-    accounts.commit(1, 16)  # Sent, not read.
-    accounts.reserve(1, 32)
-    held = set(accounts.page_table(1, "window"))
-    assert accounts.let_go(1, 0) == 4 + 5
-    assert set(accounts.page_table(1, "window")) == held
-    accounts.let_go(1, 16)
-    assert accounts.num_unneeded(1, "window") == (16 - 5) // 4
+    allocator = PageAllocator(LAYOUT, {"gqa": 25, "window": 9, "sampling": 3})
+    allocator.open(1)
+    allocator.reserve(1, 16)
+    allocator.commit(1, 16)  # Sent, not read.
+    allocator.reserve(1, 32)
+    held = allocator.pages(1, "window")
+    # The first page is full with 4 tokens, and the token after 4 + 5 is the first that does not see it.
+    for read in range(4 + 5):
+        allocator.free_out_of_window(1, read)
+    assert allocator.pages(1, "window") == held
+    allocator.free_out_of_window(1, 16)
+    assert allocator.held(1).unneeded["window"] == (16 - 5) // 4
 
 
 def test_a_fork_shares_what_is_left_of_a_window():
-    accounts = Accounts(LAYOUT, {"gqa": 25, "window": 9, "sampling": 3})
-    accounts.open(1)
-    accounts.reserve(1, 18)
-    accounts.commit(1, 18)
-    accounts.let_go(1, 18)
-    accounts.fork(1, 2)
-    assert accounts.num_unneeded(2, "window") == 3
-    accounts.let_go(1, 18)
-    accounts.release(1)
-    accounts.check()
-    assert accounts.num_free("window") == 7
+    allocator = PageAllocator(LAYOUT, {"gqa": 25, "window": 9, "sampling": 3})
+    allocator.open(1)
+    allocator.reserve(1, 18)
+    allocator.commit(1, 18)
+    allocator.free_out_of_window(1, 18)
+    allocator.fork(1, 2)
+    assert allocator.held(2).unneeded["window"] == 3
+    allocator.free_out_of_window(1, 18)
+    allocator.release(1)
+    allocator.check()
+    assert allocator.num_free("window") == 7
 
 
 def test_the_budget_counts_each_group_by_its_own_heads_and_the_windows_alone():

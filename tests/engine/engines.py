@@ -90,12 +90,12 @@ def fill_free(executor):
     """
     if executor.before_update is not None and not executor.owner.poisoned:
         executor.before_update()
-    owner, accounts = executor.owner, executor.accounts
+    owner, allocator = executor.owner, executor.allocator
     live = owner.take()
     arrays = list(live.arrays)
     for group in executor.layout.groups:
         first = 0 if group.unit == "page" else 1
-        pool = accounts._pools[group.name]
+        pool = allocator.pool(group.name)
         ids = [at for at in range(first, owner.counts[group.name]) if not pool.references(at)]
         for spec in group.spec.arrays:
             if not ids or spec.role.startswith("bias"):
@@ -115,8 +115,8 @@ def engine_for(*, rope="plain", programs=None, free_pages=None, clock=None, **co
     """Returns an engine; of each group all but `free_pages` pages are somebody else's."""
     executor = executor_for(rope=rope, programs=programs)
     if free_pages is not None:
-        executor.accounts.open(NOBODY)
-        executor.accounts.reserve(NOBODY, (ROWS * LONGEST // PAGE - free_pages) * PAGE)
+        executor.allocator.open(NOBODY)
+        executor.allocator.reserve(NOBODY, (ROWS * LONGEST // PAGE - free_pages) * PAGE)
     options = {"token_budget": 16} | config
     clocks = {} if clock is None else {"clock": clock}
     engine = Engine(executor, TOKENIZER, EngineConfig(**options), **clocks)
@@ -127,19 +127,18 @@ def engine_for(*, rope="plain", programs=None, free_pages=None, clock=None, **co
 def keep_junk(engine):
     """Lets every plan find junk in whatever was given back since the last one, and in a cache that was built anew."""
     executor, plan = engine.executor, engine.scheduler.plan
-    release, given_back, filled = executor.accounts.release, count(), [None]
-    let_go = executor.accounts.let_go
+    release, given_back, filled = executor.allocator.release, count(), [None]
+    free_out_of_window = executor.allocator.free_out_of_window
 
     def counted(number):
         release(number)
         next(given_back)
 
     def counted_part(number, num_tokens):
-        held = [executor.accounts.num_free(group.name) for group in executor.layout.groups]
-        more = let_go(number, num_tokens)
-        if held != [executor.accounts.num_free(group.name) for group in executor.layout.groups]:
+        held = [executor.allocator.num_free(group.name) for group in executor.layout.groups]
+        free_out_of_window(number, num_tokens)
+        if held != [executor.allocator.num_free(group.name) for group in executor.layout.groups]:
             next(given_back)
-        return more
 
     def plan_over_junk():
         marks = executor.owner.rebuilds, repr(given_back)
@@ -148,8 +147,8 @@ def keep_junk(engine):
             filled[0] = marks
         return plan()
 
-    executor.accounts.release = counted
-    executor.accounts.let_go = counted_part
+    executor.allocator.release = counted
+    executor.allocator.free_out_of_window = counted_part
     engine.scheduler.plan = plan_over_junk
 
 
@@ -194,14 +193,14 @@ def assert_idle(engine):
         places = {(layer, array.role) for layer in group.layers for array in group.spec.arrays}
         for place, array in zip(live.keys, live.arrays, strict=True):
             assert place not in places or not np.asarray(array[0]).any(), (group.name, place)
-    accounts = engine.executor.accounts
-    if NOBODY in accounts._held:
-        accounts.release(NOBODY)
-    accounts.check()
+    allocator = engine.executor.allocator
+    if allocator.is_open(NOBODY):
+        allocator.release(NOBODY)
+    allocator.check()
     if engine.prefix is not None:
         engine.prefix.check()
     assert not engine.scheduler.running
     assert not engine.scheduler.waiting
     for group in engine.executor.layout.groups:
-        free = accounts.num_free(group.name) + accounts.num_reclaimable(group.name)
+        free = allocator.num_free(group.name) + allocator.num_reclaimable(group.name)
         assert free == engine.executor.owner.counts[group.name] - (group.unit == "state")

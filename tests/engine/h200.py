@@ -114,22 +114,21 @@ def lowerings():
     import jax
     import jax.numpy as jnp
 
-    from jaxkv.engine.fields import StepShape
+    from jaxkv.engine.program_spec import StepSpec
     from jaxkv.engine.programs import Lowering
-    from jaxkv.engine.shapes import Declared
-    from jaxkv.engine.side_programs import COPY
-    from jaxkv.features import Features
+    from jaxkv.engine.side_programs import AdmitSpec, CopySpec
+    from jaxkv.sampling.features import Features
 
     chosen = Features(draws=True, filters=True, penalties=True, min_tokens=True, logprobs=5)
-    step = StepShape(tokens=ROWS, rows=ROWS, table_widths=(WIDTH,), decode=True)
-    many = StepShape(tokens=64, rows=64, table_widths=(WIDTH,), decode=True)
+    step = StepSpec(tokens=ROWS, rows=ROWS, table_widths=(WIDTH,), decode=True)
+    many = StepSpec(tokens=64, rows=64, table_widths=(WIDTH,), decode=True)
     drawn = dataclasses.replace(step, features=Features(draws=True, filters=True))
     weighed = dataclasses.replace(step, features=chosen)
     several = dataclasses.replace(step, steps=4)
-    mixed = StepShape(tokens=512, rows=ROWS, table_widths=(WIDTH,))
-    loop = StepShape(tokens=128, rows=ROWS, table_widths=(WIDTH,), loop=True)
-    alone = StepShape(tokens=1, rows=1, table_widths=(1,), decode=True)
-    decode = executor("xla").step_program(step)
+    mixed = StepSpec(tokens=512, rows=ROWS, table_widths=(WIDTH,))
+    prompt = StepSpec(tokens=128, rows=ROWS, table_widths=(WIDTH,))
+    alone = StepSpec(tokens=1, rows=1, table_widths=(1,), decode=True)
+    decode = executor("xla").program(step)
 
     def swapped(params, cache, *packed):
         cache, out = decode.function(params, cache, *packed)
@@ -160,21 +159,44 @@ def lowerings():
 
     return {
         "decode": lambda: decode,
-        "decode_best": lambda: executor("mosaic_gpu").step_program(step),
-        "generate": lambda: executor("mosaic_gpu").program(Declared("generate", loop, 64)),
-        "decode_32": lambda: executor("mosaic_gpu", pages=16, layers=32).step_program(step),
-        "decode_64_rows": lambda: executor("mosaic_gpu", rows=64).step_program(many),
-        "decode_drawn": lambda: executor("mosaic_gpu", layers=1).step_program(drawn),
-        "decode_weighed": lambda: executor("mosaic_gpu", layers=1).step_program(weighed),
-        "burst": lambda: executor("mosaic_gpu", layers=1).step_program(several),
-        "prefill": lambda: executor("mosaic_gpu").step_program(mixed),
-        "one_page": lambda: executor("xla", pages=1, rows=1).step_program(alone),
-        "copy": lambda: executor("xla").program(COPY),
-        "readmit": lambda: executor("xla").program(Declared("readmit", StepShape(1, 1, ()), 64)),
+        "decode_best": lambda: executor("mosaic_gpu").program(step),
+        "generate": lambda: generated(executor("mosaic_gpu"), prompt),
+        "decode_32": lambda: executor("mosaic_gpu", pages=16, layers=32).program(step),
+        "decode_64_rows": lambda: executor("mosaic_gpu", rows=64).program(many),
+        "decode_drawn": lambda: executor("mosaic_gpu", layers=1).program(drawn),
+        "decode_weighed": lambda: executor("mosaic_gpu", layers=1).program(weighed),
+        "burst": lambda: executor("mosaic_gpu", layers=1).program(several),
+        "prefill": lambda: executor("mosaic_gpu").program(mixed),
+        "one_page": lambda: executor("xla", pages=1, rows=1).program(alone),
+        "copy": lambda: executor("xla").program(CopySpec()),
+        "readmit": lambda: executor("xla").program(AdmitSpec(1, 64, returning=True)),
         "swapped": lambda: dataclasses.replace(decode, function=swapped),
         "read_late": lambda: dataclasses.replace(decode, function=read_late),
         "scanned": scanned,
     }
+
+
+def generated(made, shape):
+    """Returns the lowering of a prompt step and the decode steps after it, as `jaxkv.generate` runs them."""
+    import jax
+    import jax.numpy as jnp
+
+    from jaxkv.engine.programs import Lowering
+    from jaxkv.sampling.fields import STOP_WIDTH
+    from jaxkv.step.loop import Limits, generate_loop
+
+    def ints(*sizes):
+        return jax.ShapeDtypeStruct(sizes, jnp.int32)
+
+    def run(params, cache, limits, packed):
+        batch = made.packer.unpack(shape, packed)
+        sizes = {"page_sizes": (PAGE_SIZE,), "max_tokens": 64}
+        return generate_loop(made.model, params, cache, batch, limits, **sizes)
+
+    rows = shape.rows
+    limits = Limits(max_tokens=ints(rows), min_tokens=ints(rows), stop_ids=ints(rows, STOP_WIDTH))
+    params, cache, packed = made.program(shape).arguments
+    return Lowering(run, (params, cache, limits, packed))
 
 
 @functools.cache
@@ -187,16 +209,23 @@ def device():
     ).devices[0]
 
 
+@dataclasses.dataclass(frozen=True)
+class Named:
+    """Stands for a program's spec, which is asked for its name alone."""
+
+    name: str
+
+
 def report(name, lowering, dump):
     """Compiles one program for the H200 the way the engine does and returns the facts about it."""
     import jax
 
     from jaxkv.engine.audit import read_command_buffers
     from jaxkv.engine.lowering import argument_types, trace
-    from jaxkv.engine.programs import ProgramKey, compile_program
+    from jaxkv.engine.programs import compile_program
     from jaxkv.engine.trace_name import name_traced
 
-    key = ProgramKey(name, ROWS, ROWS, WIDTH)
+    spec = Named(name)
     place = jax.sharding.SingleDeviceSharding(device())
     arguments = jax.tree.map(
         lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=place),
@@ -205,12 +234,12 @@ def report(name, lowering, dump):
     # Kernels ask the default device whether they can run on it.
     with jax.default_device(device()):
         lowering = dataclasses.replace(lowering, arguments=arguments)
-        program = compile_program(key, lowering, audited=False)
-        traced, types = trace(key.name, lowering), argument_types(lowering)
+        program = compile_program(spec, lowering, audited=False)
+        traced, types = trace(spec.name, lowering), argument_types(lowering)
     # The described device belongs to no client that could tell its versions.
-    stored_as = name_traced(key.name, traced, types, jax.devices()[0], {})
+    stored_as = name_traced(spec.name, traced, types, jax.devices()[0], {})
     # XLA writes the sequence after its passes only if they changed it; that name sorts last.
-    thunks = sorted(Path(dump).glob(f"*jit_{key.name}.thunk_sequence*.txt"))[-1]
+    thunks = sorted(Path(dump).glob(f"*jit_{spec.name}.thunk_sequence*.txt"))[-1]
     buffers = read_command_buffers(thunks.read_text().splitlines())
     found = program.report
     return {

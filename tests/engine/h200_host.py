@@ -10,22 +10,22 @@ LAYERS = 32
 
 def lowerings():
     """Returns, by name, functions that describe what to compile."""
-    from jaxkv.engine.host_programs import BUCKETS, SWAP_IN, SWAP_OUT, declare
+    from jaxkv.engine.host_programs import BUCKETS, SwapSpec
 
-    def paged(kind):
+    def paged(out):
         executor = h200.executor("xla", pages=64, layers=LAYERS)
-        return executor.program(declare(kind, executor.layout.group("gqa"), BUCKETS[-1]))
+        return executor.program(SwapSpec(out, executor.layout.group("gqa").index, BUCKETS[-1]))
 
-    def states(kind):
+    def states(out):
         pattern = ("mamba2", "gated"), ("attention", "gated")
         executor = hybrid_executor("xla", *pattern, keeps_outputs=True)
-        return executor.program(declare(kind, executor.layout.group("mamba2"), BUCKETS[0]))
+        return executor.program(SwapSpec(out, executor.layout.group("mamba2").index, BUCKETS[0]))
 
     return {
-        "swap_out": lambda: paged(SWAP_OUT),
-        "swap_in": lambda: paged(SWAP_IN),
-        "states_out": lambda: states(SWAP_OUT),
-        "states_in": lambda: states(SWAP_IN),
+        "swap_out": lambda: paged(True),
+        "swap_in": lambda: paged(False),
+        "states_out": lambda: states(True),
+        "states_in": lambda: states(False),
     }
 
 

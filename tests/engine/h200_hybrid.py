@@ -6,10 +6,10 @@ from tests.engine import h200
 
 
 def _shape(decode, snapshots=0):
-    from jaxkv.engine.fields import StepShape
+    from jaxkv.engine.program_spec import StepSpec
 
     tokens = h200.ROWS if decode else 512
-    return StepShape(
+    return StepSpec(
         tokens=tokens,
         rows=h200.ROWS,
         table_widths=(h200.WIDTH,),
@@ -37,10 +37,10 @@ def lowerings():
     qwen = (("delta", "gated"), ("attention", "gated"))
 
     def step(decode, implementation, *pattern):
-        return lambda: _executor(implementation, *pattern).step_program(_shape(decode))
+        return lambda: _executor(implementation, *pattern).program(_shape(decode))
 
     def keeping(implementation, shape):
-        return lambda: _executor(implementation, *granite, keeps_outputs=True).step_program(shape)
+        return lambda: _executor(implementation, *granite, keeps_outputs=True).program(shape)
 
     made = {
         "keeping_decode_mosaic_gpu": keeping("mosaic_gpu", _shape(True)),

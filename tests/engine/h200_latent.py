@@ -9,7 +9,7 @@ from tests.engine import h200
 def lowerings():
     """Returns, by name, functions that describe what to compile: a model of DeepSeek-V2-Lite's heads and latents."""
     from jaxkv.block_config import IndexConfig, LatentConfig, MixtureConfig
-    from jaxkv.engine.fields import StepShape
+    from jaxkv.engine.program_spec import StepSpec
     from jaxkv.model_config import RopeConfig
 
     options = {
@@ -27,11 +27,11 @@ def lowerings():
     }
 
     def step(implementation, tokens, rows, *, changes=options, dtype="bfloat16", **kind):
-        shape = StepShape(tokens=tokens, rows=rows, table_widths=(h200.WIDTH,), **kind)
+        shape = StepSpec(tokens=tokens, rows=rows, table_widths=(h200.WIDTH,), **kind)
 
         def make():
             made = h200.executor(implementation, rows=rows, cache_dtype=dtype, **changes)
-            return made.step_program(shape)
+            return made.program(shape)
 
         return make
 

@@ -8,7 +8,7 @@ from tests.engine.h200 import PAGE_SIZE, ROWS, WIDTH, executor, main
 def lowerings():
     """Returns, by name, functions that describe what to compile."""
     from jaxkv.block_config import MixtureConfig
-    from jaxkv.engine.fields import StepShape
+    from jaxkv.engine.program_spec import StepSpec
     from jaxkv.model_config import RopeConfig
 
     gemma = {
@@ -37,12 +37,12 @@ def lowerings():
         "wide_norms": True,
         "mixture": MixtureConfig(experts=8, top_k=2, size=512, gated=True, biases=True, clamp=7.0),
     }
-    step = StepShape(tokens=ROWS, rows=ROWS, table_widths=(WIDTH,) * 2, decode=True)
-    mixed = StepShape(tokens=512, rows=ROWS, table_widths=(WIDTH,) * 2)
+    step = StepSpec(tokens=ROWS, rows=ROWS, table_widths=(WIDTH,) * 2, decode=True)
+    mixed = StepSpec(tokens=512, rows=ROWS, table_widths=(WIDTH,) * 2)
     return {
         f"{family}_{kind}": lambda changes=changes, shape=shape: executor(
             "mosaic_gpu", **changes
-        ).step_program(shape)
+        ).program(shape)
         for family, changes in (("gemma", gemma), ("gpt_oss", oss))
         for kind, shape in (("decode", step), ("prefill", mixed))
     }

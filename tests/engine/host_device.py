@@ -14,7 +14,6 @@ from jaxkv.cache.prefix_tree import Node
 from jaxkv.cache.spec import group_layers
 from jaxkv.cache.state import Cache
 from jaxkv.cache.variants import gqa, place, sampling
-from jaxkv.engine.executor import key_of
 from jaxkv.engine.host_memory import HostMemory
 from jaxkv.engine.host_programs import swap_lowering
 from jaxkv.engine.host_transfers import HostTransfers
@@ -50,7 +49,7 @@ class Device:
     def program(self, declared):
         cache, counts = self.owner.handle().cache, self.owner.counts
         return self.programs.get(
-            key_of(self.layout, declared),
+            declared,
             lambda: swap_lowering(self.layout, counts, declared, cache),
         )
 

@@ -29,8 +29,8 @@ def engine_for(*, free_pages=8, host_bytes=MUCH, **config):
     """Returns an engine with a tier on the host; of each group all but `free_pages` pages are somebody else's."""
     executor = executor_for()
     executor.host_bytes = host_bytes
-    executor.accounts.open(NOBODY)
-    executor.accounts.reserve(NOBODY, (ROWS * LONGEST // PAGE - free_pages) * PAGE)
+    executor.allocator.open(NOBODY)
+    executor.allocator.reserve(NOBODY, (ROWS * LONGEST // PAGE - free_pages) * PAGE)
     engine = Engine(executor, TOKENIZER, EngineConfig(**{"token_budget": 16} | config))
     # Two programs serve every test here.
     shapes = engine.shapes
@@ -61,7 +61,7 @@ def serve(engine, prompts, **params):
 
 
 def check(engine):
-    engine.executor.accounts.check()
+    engine.executor.allocator.check()
     engine.prefix.check()
     if engine.host is not None:
         engine.host.tier.check()

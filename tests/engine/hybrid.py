@@ -156,7 +156,7 @@ def run(engine, *prompts, **wishes):
 
 def check(engine):
     """The books of the cache and of the index agree."""
-    engine.executor.accounts.check()
+    engine.executor.allocator.check()
     engine.prefix.check()
 
 

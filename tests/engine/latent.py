@@ -91,8 +91,8 @@ def engine_of(latent=LATENT, *, programs=None, free_pages=None, window=None, **o
         programs=programs or _PROGRAMS.setdefault((latent, window), Programs()),
     )
     if free_pages is not None:
-        executor.accounts.open(NOBODY)
-        executor.accounts.reserve(NOBODY, (ROWS * LONGEST // PAGE - free_pages) * PAGE)
+        executor.allocator.open(NOBODY)
+        executor.allocator.reserve(NOBODY, (ROWS * LONGEST // PAGE - free_pages) * PAGE)
     fill_free(executor)
     engine = Engine(executor, TOKENIZER, EngineConfig(**({"token_budget": TOKENS} | options)))
     # One size of each kind, so that few programs serve all tests.

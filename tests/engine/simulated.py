@@ -9,7 +9,6 @@ from collections import Counter
 
 import numpy as np
 
-from jaxkv.engine.host_programs import SWAP_IN, SWAP_OUT
 from tests.engine.simulated_memory import on_device
 from tests.engine.simulated_text import VOCAB, chains_of, choose, is_finite, link, weigh
 
@@ -40,15 +39,15 @@ class SimulatedDevice:
         """Returns what runs a program, and notes that it was asked for."""
         self.asked[declared] += 1
         self._executor._known.setdefault(declared, None)
-        if declared.kind == SWAP_OUT:
+        if declared.kind == "swap_out":
             return lambda cache, ids: self.read_out(declared, cache, ids)
-        if declared.kind == SWAP_IN:
+        if declared.kind == "swap_in":
             return lambda cache, ids, units: self.write_in(declared, cache, ids, units)
         if declared.kind == "copy":
             return lambda params, cache, ids: self.copy(cache, ids)
         if declared.kind in ("admit", "readmit"):
             return lambda params, cache, *arrays: self.admit(cache, *arrays)
-        return lambda params, cache, *packed: self.run(declared.shape, cache, *packed)
+        return lambda params, cache, *packed: self.run(declared, cache, *packed)
 
     def fill_free(self):
         """Writes junk into all that nobody holds (R-B3); biases stay clean, as the engine promises to keep them."""
@@ -58,7 +57,7 @@ class SimulatedDevice:
             self._executor.before_update()
         arrays = self._by_place(self.owner.handle().cache)
         for group in self.layout.groups:
-            pool, first = self._executor.accounts._pools[group.name], int(group.unit != "page")
+            pool, first = self._executor.allocator.pool(group.name), int(group.unit != "page")
             ids = range(first, self.owner.counts[group.name])
             free = [at for at in ids if not pool.references(at)]
             for spec in group.spec.arrays:
@@ -76,7 +75,7 @@ class SimulatedDevice:
         return cache, ()
 
     def read_out(self, declared, cache, ids):
-        group, arrays = self.layout.groups[declared.width], self._by_place(cache)
+        group, arrays = self.layout.groups[declared.group], self._by_place(cache)
         last = self.owner.counts[group.name] - 1
         return tuple(
             tuple(
@@ -89,7 +88,7 @@ class SimulatedDevice:
         )
 
     def write_in(self, declared, cache, ids, units):
-        group, arrays = self.layout.groups[declared.width], self._by_place(cache)
+        group, arrays = self.layout.groups[declared.group], self._by_place(cache)
         for at, unit in zip(ids.tolist(), units, strict=True):
             for spec, values in zip(group.spec.arrays, unit, strict=True):
                 for layer, value in zip(group.layers, np.asarray(values), strict=True):
@@ -126,7 +125,7 @@ class SimulatedDevice:
         top = shape.features.logprobs
         out = np.zeros((shape.rows, 2 if top is None else 3 + 2 * top), np.int32)
         chosen, states = [], []
-        for row in range(int(fields["num_rows"])):
+        for row in range(np.count_nonzero(fields["seq_lens"])):
             if shape.steps > 1 and turn >= fields["left"][row]:
                 continue
             start, tokens, places = self._tokens(shape, cache, fields, row, turn)
@@ -284,7 +283,7 @@ class SimulatedDevice:
 
     def _check_own(self, group, unit):
         """Raises if a step writes what is free, or what others hold as well."""
-        holders = self._executor.accounts._pools[group.name].references(unit)
+        holders = self._executor.allocator.pool(group.name).references(unit)
         if holders != 1:
             raise WrongUse(f"{group.name}: {group.unit} {unit}, which {holders} hold, is written")
 

@@ -81,7 +81,7 @@ class Setting:
         coarse: one program of each kind, and chunks that fill no bucket.
         fault_rate: how often a step fails.
         broken_every: see `simulated.is_finite`.
-        most_rebuilds: see `EngineConfig`.
+        most_rebuilds, idle_checks: see `EngineConfig`.
     """
 
     kind: str
@@ -98,6 +98,7 @@ class Setting:
     fault_rate: float = 0.0
     broken_every: int = 0
     most_rebuilds: int = 10**6
+    idle_checks: bool = True
 
 
 def draw_setting(draw, kind, **fixed):
@@ -140,6 +141,7 @@ def engine_of(draw, setting):
         prefix_cache=setting.prefix,
         steps_per_launch=setting.steps,
         most_rebuilds=setting.most_rebuilds,
+        idle_checks=setting.idle_checks,
     )
     ahead = tokens_ahead(model, wish, config, LONGEST)
     layout, budget = _planned(

@@ -1,34 +1,30 @@
 """Random programs for engines over a simulated device, with the books checked after every step."""
 
-from jaxkv.engine.sequence import FINISHED
+from jaxkv.engine import integrity
+from jaxkv.engine.request_state import FINISHED
 from tests.engine.simulated_engines import engine_of
 from tests.engine.simulated_requests import Faults, answer, groups_of_requests
 
 
 def check_books(engine):
-    """Raises if accounts, index, host tier and schedule contradict themselves or each other (R-A1)."""
-    accounts = engine.executor.accounts
-    accounts.check()
-    if engine.prefix is not None:
-        engine.prefix.check()
-    if engine.host is not None:
-        engine.host.tier.check()
-    running = engine.scheduler.running
+    """Raises if allocator, index, host tier and schedule contradict themselves or each other (R-A1)."""
+    allocator, running = engine.executor.allocator, engine.scheduler.running
+    # Swap-ins have negative numbers.
+    swap_ins = {number for number in allocator.open_sequences if number < 0}
+    integrity.check_books(allocator, engine.prefix, {one.number for one in running} | swap_ins)
     for sequence in running:
-        held = accounts._held[sequence.number]
+        held = allocator.held(sequence.number)
         assert held.computed == sequence.computed
         assert sequence.writable <= held.reserved
         assert sequence.collected <= sequence.computed
         assert sequence.pending >= 0
         assert sequence.reserved < sequence.longest or sequence.reserved == 0
-    others = set(accounts._held) - {sequence.number for sequence in running}
-    assert all(number < 0 for number in others), f"who does not run holds pages: {others}"
 
 
 def assert_all_is_free(engine):
-    accounts = engine.executor.accounts
+    allocator = engine.executor.allocator
     for group in engine.executor.layout.groups:
-        free = accounts.num_free(group.name) + accounts.num_reclaimable(group.name)
+        free = allocator.num_free(group.name) + allocator.num_reclaimable(group.name)
         assert free == engine.executor.owner.counts[group.name] - (group.unit == "state")
 
 

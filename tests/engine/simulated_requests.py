@@ -70,7 +70,7 @@ def answer(request, broken_every=0):
     """Returns what a request gets if nothing goes wrong: it computes alone, and remembers nothing but a chain."""
     params, tokens, logprobs = request.params, [], []
     chain = chains_of(0, request.prompt)[-1]
-    text = TextStream(TOKENIZER, params.stop) if params.stop else None
+    text = TextStream(TOKENIZER, request.prompt, params) if params.stop else None
     while is_finite(chain, broken_every):
         forbidden = request.stop_ids if len(tokens) < params.min_tokens else ()
         token, logprob = choose(_mixed(request, chain, tokens), forbidden)

@@ -14,7 +14,7 @@ SLOTS = jax.ShapeDtypeStruct((4,), jnp.int32)
 
 
 def audited(function, cache=(POOL, POOL), donated=(1,)):
-    program = jax.jit(function, donate_argnums=donated, keep_unused=True)
+    program = jax.jit(function, donate_argnums=donated)
     return audit(program.lower(WEIGHT, cache, SLOTS).compile(), cache_argument=1)
 
 
@@ -115,13 +115,37 @@ def test_an_array_that_changes_its_dtype_is_refused():
         audited(narrowed).raise_if_bad("step")
 
 
-def test_a_program_whose_unused_arguments_were_dropped_cannot_be_audited():
+def test_arguments_that_a_program_does_not_read_are_left_out_of_count():
     def unused(weight, cache, slots):
         return tuple(pool.at[slots].set(0.0, mode="drop") for pool in cache)
 
-    program = jax.jit(unused, donate_argnums=1).lower(WEIGHT, (POOL, POOL), SLOTS).compile()
-    with pytest.raises(ProgramRefused, match="takes 3 arrays where its arguments have 4"):
-        audit(program, cache_argument=1).raise_if_bad("step")
+    assert audited(unused).problems == ()
+
+    def swapped(weight, cache, slots):
+        return unused(weight, cache, slots)[::-1]
+
+    with pytest.raises(ProgramRefused, match=r"cache\[1\] comes back in the place of cache\[0\]"):
+        audited(swapped).raise_if_bad("step")
+
+
+def test_empty_places_among_the_arguments_are_no_arrays():
+    def run(weight, cache, slots):
+        return in_place(weight["scale"], cache, slots)
+
+    program = jax.jit(run, donate_argnums=1)
+    weight = {"bias": None, "scale": WEIGHT, "unread": WEIGHT}
+    compiled = program.lower(weight, (POOL, POOL), SLOTS).compile()
+    assert audit(compiled, cache_argument=1).problems == ()
+
+
+def test_a_module_with_other_parameters_than_arguments_cannot_be_audited(monkeypatch):
+    program = jax.jit(in_place, donate_argnums=1)
+    compiled = program.lower(WEIGHT, (POOL, POOL), SLOTS).compile()
+    # As if JAX had left out the weight that the module takes.
+    places = ((None, *compiled.input_shardings[0][1:]), {})
+    monkeypatch.setattr(jax.stages.Compiled, "input_shardings", places)
+    with pytest.raises(ProgramRefused, match="takes 4 arrays where its arguments have 3"):
+        audit(compiled, cache_argument=1).raise_if_bad("step")
 
 
 def test_another_donated_argument_is_refused():

@@ -11,14 +11,13 @@ from jaxkv.cache.spec import LayerSpec, group_layers
 from jaxkv.cache.variants import gqa, sampling, window
 from jaxkv.engine.bursts import declare_bursts, settle_steps
 from jaxkv.engine.engine_config import EngineConfig
-from jaxkv.engine.fields import StepShape
 from jaxkv.engine.flight import Flight
+from jaxkv.engine.program_spec import StepSpec
 from jaxkv.engine.programs import Programs
-from jaxkv.engine.rows import features_for
-from jaxkv.engine.sequence import FINISHED
-from jaxkv.engine.shapes import Declared
+from jaxkv.engine.request_state import FINISHED
 from jaxkv.engine.warm_up import declare_served
-from jaxkv.features import Features
+from jaxkv.sampling.features import Features
+from jaxkv.sampling.fields import features_for
 from tests.engine.engines import (
     LONGEST,
     ROWS,
@@ -79,7 +78,7 @@ def serve(engine, requests, aborts=()):
         for at in aborts:
             if at < len(sequences) and turns % 5 == 4 and sequences[at].generated:
                 engine.abort(sequences[at])
-        engine.executor.accounts.check()
+        engine.executor.allocator.check()
     return sequences
 
 
@@ -229,9 +228,9 @@ def test_an_engine_that_was_warmed_up_for_bursts_compiles_none_and_without_them_
         programs._programs |= programs_of("plain")._programs
         engine = engine_for(programs=programs, steps_per_launch=4, prefix_cache=False)
         needed = declare_served(engine, request, 1)
-        assert any(one.shape.steps == 4 for one in needed)
+        assert any(getattr(one, "steps", 1) == 4 for one in needed)
         for one in needed:
-            if declared or one.shape.steps == 1:
+            if declared or getattr(one, "steps", 1) == 1:
                 engine.executor.program(one)
         programs.seal()
         sent = watch(engine)
@@ -249,7 +248,7 @@ def test_left_to_itself_an_engine_sends_bursts_where_the_device_was_seen_to_wait
     monkeypatch.setattr(Flight, "is_done", property(lambda _: idle))
     request = request_of([1, 2, 3], max_tokens=40)
     single = engine.shapes.choose(1, 1, features_for(request.params), total_tokens=43)
-    engine.executor.program(Declared("decode", replace(single.shape, steps=4)))
+    engine.executor.program(replace(single, steps=4))
     sent = watch(engine)
     engine.run(served := engine.add([request]))
     assert_equal(served, oracle([request]))
@@ -271,14 +270,14 @@ def test_bursts_are_chosen_for_small_plain_models_on_a_gpu_alone(monkeypatch):
     assert settle_steps(None, [small], windowed) == 1
     assert settle_steps(2, [large], windowed) == 2
     singles = [
-        Declared("decode", StepShape(rows, rows, (2,), Features(draws=draws), decode=True))
+        StepSpec(rows, rows, (2,), Features(draws=draws), decode=True)
         for rows in (16, 64)
         for draws in (False, True)
     ]
     assert declare_bursts(singles, 1, chosen=True) == []
-    assert [one.shape.steps for one in declare_bursts(singles, 4, chosen=False)] == [4] * 4
+    assert [one.steps for one in declare_bursts(singles, 4, chosen=False)] == [4] * 4
     [only] = declare_bursts(singles, 4, chosen=True)
-    assert (only.shape.rows, only.shape.features) == (16, Features())
+    assert (only.rows, only.features) == (16, Features())
 
 
 @pytest.mark.parametrize("steps", [0, 65])

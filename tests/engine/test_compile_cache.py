@@ -18,7 +18,8 @@ from jaxkv.engine.compile_cache import (
     enable_compile_cache,
     repaired_entries,
 )
-from jaxkv.engine.programs import Lowering, ProgramKey, Programs
+from jaxkv.engine.program_spec import StepSpec
+from jaxkv.engine.programs import Lowering, Programs
 
 OPTIONS = (
     "jax_compilation_cache_dir",
@@ -127,14 +128,14 @@ def compile_step():
         return cache.at[ints].set(1.0, mode="drop"), cache.shape[0] * ints
 
     lowering = Lowering(step, (cache, np.arange(4, dtype=np.int32)), 0)
-    return Programs().get(ProgramKey("step", 4, 4, 1), lambda: lowering)
+    return Programs().get(StepSpec(4, 4, (1,), decode=True), lambda: lowering)
 
 
 @pytest.fixture
 def entries(tmp_path):
     enable_compile_cache({VARIABLE: str(tmp_path)})
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    return lambda: sorted(tmp_path.glob("jit_step_4x4x1-*-cache"))
+    return lambda: sorted(tmp_path.glob("jit_decode_4x4x1-*-cache"))
 
 
 def test_a_program_is_loaded_the_second_time_and_passes_the_same_audit(entries):
@@ -156,7 +157,7 @@ def test_an_entry_cut_short_is_deleted_and_written_again(entries, caplog, size):
         assert not compile_step().loaded
     (record,) = caplog.records
     assert (
-        "Error reading persistent compilation cache entry for 'jit_step_4x4x1'"
+        "Error reading persistent compilation cache entry for 'jit_decode_4x4x1'"
         in record.getMessage()
     )
     assert "deleted the 1 entries" in record.getMessage()

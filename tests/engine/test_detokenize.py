@@ -1,6 +1,7 @@
 """Pieces of text add up to the whole text, and no piece shows half a character."""
 
 import random
+from itertools import chain
 
 import pytest
 from hypothesis import given, settings
@@ -8,7 +9,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from jaxkv import tokenizer as ours
-from jaxkv.engine.detokenize import Detokenizer
+from jaxkv.engine.detokenize import Detokenizer, text_after
 
 CORPUS = [
     "The quick brown fox jumps over the lazy dog.",
@@ -86,12 +87,26 @@ def word_piece():
     return library
 
 
+def end_of_word():
+    """Words end in a mark that is a space, but for the last one's."""
+    words = ["the</w>", "fox</w>", "un", "known</w>", "!</w>"]
+    library = Tokenizer(models.BPE(vocab={word: at for at, word in enumerate(words)}, merges=[]))
+    library.decoder = decoders.BPEDecoder()
+    return library
+
+
+def no_decoder():
+    return Tokenizer(models.WordLevel({f"w{number}": number for number in range(9)}, "w0"))
+
+
 KINDS = {
     "byte level": byte_level,
     "byte fallback": byte_fallback,
     "metaspace": metaspace,
     "wide strip": wide_strip,
     "word piece": word_piece,
+    "end of word": end_of_word,
+    "no decoder": no_decoder,
 }
 TOKENIZERS = {
     name: ours.Tokenizer(build(), model_vocab_size=400 if name == "byte level" else 0)
@@ -107,8 +122,8 @@ USUAL_IDS = {
 }
 
 
-def pieces_of(tokenizer, ids):
-    detokenizer = Detokenizer(tokenizer)
+def pieces_of(tokenizer, ids, prompt=(), *, skip_special_tokens=True):
+    detokenizer = Detokenizer(tokenizer, prompt, skip_special_tokens=skip_special_tokens)
     pieces = [detokenizer.push(token) for token in ids]
     return [*pieces, detokenizer.finish()]
 
@@ -131,6 +146,111 @@ def test_the_pieces_of_long_runs_add_up_to_their_text(kind):
         few = rng.sample(USUAL_IDS[kind], rng.randint(1, 5))
         ids = rng.choices(few, k=rng.randint(1, 300))
         assert "".join(pieces_of(tokenizer, ids)) == tokenizer.decode(ids), ids
+
+
+def texts_of(kind):
+    """Draws ids that have text, and so begin no new text: no special ones, and whole characters if bytes."""
+    tokenizer = TOKENIZERS[kind]
+    alone = [
+        token
+        for token in USUAL_IDS[kind]
+        if not tokenizer.is_special(token) and "\ufffd" not in tokenizer.decode([token])
+    ]
+    euro = [3 + 0xE2, 3 + 0x82, 3 + 0xAC]
+    words = st.sampled_from([[token] for token in alone] + [euro] * (tokenizer.num_ids == 269))
+    return st.lists(words, max_size=40).map(lambda found: [*chain(*found)])
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_behind_a_prompt_the_text_is_that_of_both_less_the_prompts(kind, data):
+    tokenizer = TOKENIZERS[kind]
+    prompt, ids = data.draw(texts_of(kind)), data.draw(texts_of(kind))
+    before, both = tokenizer.decode(prompt), tokenizer.decode([*prompt, *ids])
+    if not both.startswith(before):  # Clean-up, as of "do n't", changes what stands before.
+        return
+    assert text_after(tokenizer, prompt, ids) == both[len(before) :]
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+@pytest.mark.parametrize("skip", [True, False])
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_the_pieces_behind_any_prompt_add_up_to_the_text_behind_it(kind, skip, data):
+    tokenizer = TOKENIZERS[kind]
+    ids = st.lists(st.sampled_from(USUAL_IDS[kind]), max_size=30)
+    prompt, answer = data.draw(ids), data.draw(ids)
+    pieces = pieces_of(tokenizer, answer, prompt, skip_special_tokens=skip)
+    assert "".join(pieces) == text_after(tokenizer, prompt, answer, skip_special_tokens=skip)
+
+
+SPACED = ("byte fallback", "metaspace")
+THE, FOX, TIGHT = 260, 261, 262
+
+
+@pytest.mark.parametrize("kind", SPACED)
+@pytest.mark.parametrize("prompt", [[THE], [FOX, THE], [FOX] * 300, [3 + 0x41], [3 + 0x41] * 300])
+def test_the_space_between_prompt_and_answer_is_kept(kind, prompt):
+    tokenizer = TOKENIZERS[kind]
+    assert text_after(tokenizer, prompt, [FOX, TIGHT]) == " foxthe"
+    assert pieces_of(tokenizer, [FOX, TIGHT], prompt) == [" fox", "the", ""]
+    assert pieces_of(tokenizer, [TIGHT, FOX], prompt) == ["the", " fox", ""]
+
+
+@pytest.mark.parametrize("kind", SPACED)
+@pytest.mark.parametrize("prompt", [[], [1], [THE, 2], [THE, 2, 1]])
+def test_a_special_token_at_the_prompts_end_begins_a_new_text(kind, prompt):
+    """An answer in a chat begins without the space that the decoder strips from a text's first word."""
+    tokenizer = TOKENIZERS[kind]
+    assert text_after(tokenizer, prompt, [FOX, THE]) == "fox the"
+    assert pieces_of(tokenizer, [FOX, THE], prompt) == ["fox", " the", ""]
+
+
+def test_a_character_that_the_prompt_leaves_incomplete_is_the_answers():
+    tokenizer = TOKENIZERS["byte fallback"]
+    for cut in 1, 2:
+        ids = [3 + 0xE2, 3 + 0x82, 3 + 0xAC, FOX]
+        assert text_after(tokenizer, [THE, *ids[:cut]], ids[cut:]) == "€ fox"
+        assert "".join(pieces_of(tokenizer, ids[cut:], [THE, *ids[:cut]])) == "€ fox"
+    tokenizer = TOKENIZERS["byte level"]
+    first, *rest = (tokenizer._library.token_to_id(byte) for byte in "ðŁĺ¶")
+    assert pieces_of(tokenizer, rest, [40, first]) == ["", "", "😶", ""]
+    assert text_after(tokenizer, [40, first], rest) == "😶"
+
+
+def test_a_character_that_never_is_completed_is_the_prompts():
+    tokenizer = TOKENIZERS["byte level"]
+    half, letter = (tokenizer._library.token_to_id(piece) for piece in "ða")
+    for ids, text in ([letter], "a"), ([half, letter], "\ufffda"), ([], ""), ([half], "\ufffd"):
+        assert text_after(tokenizer, [letter, half], ids) == text
+        assert "".join(pieces_of(tokenizer, ids, [letter, half])) == text
+
+
+def test_a_long_run_of_bytes_at_the_prompts_end_is_read_as_a_whole():
+    """Cut within a character, the run would be no valid text, nor would the answer's bytes."""
+    tokenizer = TOKENIZERS["byte fallback"]
+    euro = [3 + 0xE2, 3 + 0x82, 3 + 0xAC]
+    assert text_after(tokenizer, [THE, *euro * 40], [*euro, FOX]) == "€ fox"
+    assert "".join(pieces_of(tokenizer, [*euro, FOX], [THE, *euro * 40])) == "€ fox"
+
+
+def test_special_tokens_show_their_names_if_they_are_not_skipped():
+    tokenizer = TOKENIZERS["metaspace"]
+    ids = [FOX, 2, THE, 2]
+    assert pieces_of(tokenizer, ids, [THE], skip_special_tokens=False) == [
+        " fox",
+        "</s>",
+        " the",
+        "</s>",
+        "",
+    ]
+    assert "".join(pieces_of(tokenizer, ids, [THE])) == " fox the"
+
+
+def test_ids_of_a_prompt_that_only_the_model_has_have_no_text():
+    tokenizer = TOKENIZERS["metaspace"]
+    assert text_after(tokenizer, [THE, 9999], [FOX]) == " fox"
 
 
 @settings(max_examples=200, deadline=None)

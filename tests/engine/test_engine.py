@@ -8,8 +8,8 @@ import pytest
 
 from jaxkv.engine.engine import Engine
 from jaxkv.engine.programs import Programs, compile_count
-from jaxkv.engine.sequence import FINISHED
-from jaxkv.engine.shapes import row_of
+from jaxkv.engine.request_state import FINISHED
+from jaxkv.engine.rows import row_of
 from jaxkv.engine.warm_up import declare_served
 from jaxkv.errors import OutOfPages, ProgramRefused
 from tests.engine.engines import (
@@ -66,7 +66,7 @@ def serve(engine, requests, seed=0, aborts=()):
                 engine.abort(sequences[at])
         if draw.random() < 0.2:
             fill_free(engine.executor)
-        engine.executor.accounts.check()
+        engine.executor.allocator.check()
     return sequences
 
 
@@ -130,7 +130,7 @@ def test_an_abort_may_come_at_any_step_and_twice():
         assert victim.token_ids == truth[0].token_ids[: victim.generated]
         reasons.add(victim.reason)
         assert not engine.scheduler.running
-        engine.executor.accounts.check()
+        engine.executor.allocator.check()
     assert reasons == {"abort", "length"}
     assert_idle(engine)
 
@@ -262,7 +262,7 @@ def test_a_step_moves_two_arrays_to_the_device_and_one_back(monkeypatch):
         executor,
         "_run",
         lambda program, arrays: (
-            sent.append((program.key.kind, sum(bool(a.size) for a in arrays)))
+            sent.append((program.spec.kind, sum(bool(a.size) for a in arrays)))
             or run(program, arrays)
         ),
     )

@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 
 from jaxkv.cache.state import Cache
-from jaxkv.engine.recovery import is_fatal
-from jaxkv.engine.sequence import FINISHED
+from jaxkv.engine.program_spec import StepSpec
+from jaxkv.engine.programs import Programs
+from jaxkv.engine.recovery import STEP_FAILURES, is_fatal
+from jaxkv.engine.request_state import FINISHED
 from jaxkv.errors import CachePoisoned
 from tests.engine.engines import PAGE, assert_equal, assert_idle, engine_for, oracle, request_of
 from tests.engine.oracle import Finished
@@ -35,10 +37,12 @@ class Faults:
         self.message = message
         self.reads, self.steps = set(reads), set(steps)
         self.read_count, self.step_count = count(), count()
-        get, program = jax.device_get, engine.executor.step_program
+        get, program = jax.device_get, engine.executor.program
         monkeypatch.setattr(jax, "device_get", lambda out: self.read(get, out))
         monkeypatch.setattr(
-            engine.executor, "step_program", lambda shape: self.lend(program(shape))
+            engine.executor,
+            "program",
+            lambda spec: self.lend(program(spec)) if isinstance(spec, StepSpec) else program(spec),
         )
 
     def read(self, get, out):
@@ -215,7 +219,7 @@ def two_that_share(engine):
     second = engine.add([requests[1]])[0]
     for _ in range(3):
         engine.step()
-    tables = [engine.executor.accounts.page_table(one.number, "gqa") for one in (first, second)]
+    tables = [engine.executor.allocator.pages(one.number, "gqa") for one in (first, second)]
     assert tables[0][:2] == tables[1][:2]
     assert tables[0][2] != tables[1][2]
     return first, second, tables[0], (*stem, 9)
@@ -265,7 +269,7 @@ def test_logits_that_are_no_numbers_fail_one_request(wanted):
         engine.step()
     assert sequences[3].status != FINISHED
     executor = engine.executor
-    page = executor.accounts.page_table(sequences[3].number, "gqa")[0]
+    page = executor.allocator.pages(sequences[3].number, "gqa")[0]
     assert engine.prefix.explain(long.prompt).num_reused > 0
     spoil(executor, page)
     engine.run(sequences)
@@ -309,7 +313,7 @@ def test_an_interrupt_leaves_the_others_where_they_can_go_on(where, wanted, monk
     mine += engine.add([request_of([4, 5, 6])] * 3)
     with monkeypatch.context() as patched:
         books = where in ("reserve", "fork")
-        owner = engine.executor.accounts if books else engine.executor
+        owner = engine.executor.allocator if books else engine.executor
         calls, usual = count(), getattr(owner, where)
 
         def interrupt(*given, **options):
@@ -359,6 +363,20 @@ def test_a_lost_cache_before_a_step_is_seen_by_the_step(wanted, monkeypatch):
     assert_equal(sequences, [wanted[0]] * 3)
     assert engine.recoveries == 1
     assert_idle(engine)
+
+
+def test_a_lost_cache_is_no_failure_of_a_step():
+    assert not issubclass(CachePoisoned, STEP_FAILURES)
+
+
+def test_a_program_that_was_asked_for_while_the_cache_was_lost_is_not_refused_later():
+    engine = engine_for(programs=Programs())
+    executor = engine.executor
+    executor.owner.poison("injected")
+    shape = StepSpec(16, 4, (8, 8))
+    with pytest.raises(CachePoisoned, match="injected"):
+        executor.program(shape)
+    assert executor.refusal(shape) is None
 
 
 def test_random_faults_change_no_token(wanted, monkeypatch):

@@ -6,12 +6,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from jaxkv.cache.accounts import PageCopy
+from jaxkv.cache.page_allocator import PageCopy
 from jaxkv.config import CacheConfig
 from jaxkv.engine import host_memory
 from jaxkv.engine.engine import Engine
 from jaxkv.engine.engine_config import EngineConfig
-from jaxkv.engine.host_programs import SWAP_IN, SWAP_OUT, declare_swaps
+from jaxkv.engine.host_programs import declare_swaps
 from jaxkv.engine.stats import collect_stats
 from jaxkv.engine.warm_up import declare_served
 from jaxkv.plan import explain_plan
@@ -194,9 +194,9 @@ def test_what_leaves_is_read_before_a_copy_overwrites_it():
     engine = engine_for()
     [prompt] = prompts_of(6, beginnings=1, rounds=1)
     serve(engine, [prompt])
-    accounts, executor = engine.executor.accounts, engine.executor
+    allocator, executor = engine.executor.allocator, engine.executor
     node = next(iter(engine.prefix._trees["gqa"]))
-    pages = sorted(accounts.pool("gqa").kept)
+    pages = sorted(allocator.pool("gqa").kept)
     assert engine.prefix.reclaim({"gqa": len(pages)}, {})
     executor.copy([PageCopy("gqa", node.page, page) for page in pages if page != node.page])
     made = serve(engine, [prompt[:30]])
@@ -210,7 +210,7 @@ def test_the_warm_up_declares_what_moves():
     assert set(declare_swaps(engine.executor.layout)) <= set(needed)
     engine.host = None
     needed = declare_served(engine, request_of([1] * 10), 2)
-    assert not {one.kind for one in needed} & {SWAP_IN, SWAP_OUT}
+    assert not {one.kind for one in needed} & {"swap_in", "swap_out"}
 
 
 def test_the_plan_says_what_the_host_holds():

@@ -6,7 +6,6 @@ import pytest
 
 from jaxkv.engine import host_transfers
 from jaxkv.engine.host_memory import HostMemory
-from jaxkv.engine.host_programs import SWAP_IN, SWAP_OUT
 from jaxkv.engine.stats import collect_stats
 from jaxkv.errors import CachePoisoned
 from tests.engine.engines import (
@@ -48,8 +47,8 @@ def _is(kind):
 
 
 FAULTS = {
-    "reading out": (None, "look", _is(SWAP_OUT)),
-    "writing in": (None, "update", _is(SWAP_IN)),
+    "reading out": (None, "look", _is("swap_out")),
+    "writing in": (None, "update", _is("swap_in")),
     "sending": (HostMemory, "send", lambda *_: True),
     "settling": (HostMemory, "settle", lambda *_: True),
     "bringing": (HostMemory, "bring", lambda *_: True),
@@ -127,7 +126,7 @@ def test_a_cache_that_is_lost_while_a_prefix_is_written_is_replaced(monkeypatch)
     engine = engine_for()
 
     def poison(executor, declared, *_):
-        if declared.kind == SWAP_IN:
+        if declared.kind == "swap_in":
             executor.owner.poison("the write failed")
             return True
         return False

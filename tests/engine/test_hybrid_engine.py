@@ -12,9 +12,9 @@ from jaxkv import SamplingParams, generate
 from jaxkv.block_config import MambaConfig
 from jaxkv.cache.prefix import PrefixIndex
 from jaxkv.cache.prefix_report import NO_CHECKPOINT
-from jaxkv.engine.fields import StepShape
+from jaxkv.engine.program_spec import StepSpec
+from jaxkv.engine.request_state import FINISHED, RequestState
 from jaxkv.engine.rows import Row
-from jaxkv.engine.sequence import FINISHED, Sequence
 from jaxkv.engine.step_plan import align
 from jaxkv.model_config import ModelConfig, RopeConfig
 from jaxkv.models.decoder import Decoder
@@ -130,7 +130,7 @@ def test_arrivals_chunks_and_preemptions_have_the_tokens_of_the_oracle(wanted, f
         engine.step()
         if draw.random() < 0.3:
             fill_free(engine.executor)
-        engine.executor.accounts.check()
+        engine.executor.allocator.check()
     assert [one.token_ids for one in sequences] == truth
     assert (free is None) == all(one.preemptions == 0 for one in sequences)
     assert max(plan.steps for plan in plans) == several
@@ -143,19 +143,19 @@ def test_arrivals_chunks_and_preemptions_have_the_tokens_of_the_oracle(wanted, f
 
 def test_a_state_is_held_by_whoever_runs_and_by_nobody_else():
     engine = hybrid_engine()
-    accounts, total = engine.executor.accounts, engine.executor.accounts.num_free("mamba2")
+    allocator, total = engine.executor.allocator, engine.executor.allocator.num_free("mamba2")
     made = [engine.add([request_of(prompt, max_tokens=25)])[0] for prompt in prompts(4)]
     while not all(one.generated for one in made):
         engine.step()
-    assert accounts.num_free("mamba2") == total - len(made)
+    assert allocator.num_free("mamba2") == total - len(made)
     engine.abort(made[0])
-    assert accounts.num_free("mamba2") == total - len(made) + 1
+    assert allocator.num_free("mamba2") == total - len(made) + 1
     engine.run(made)
     assert_idle(engine)
 
 
 def test_samples_of_one_prompt_go_on_from_its_one_state(wanted):
-    # The followers read the leader's state and write states of their own.
+    # The other samples read the first one's state and write states of their own.
     engine = hybrid_engine()
     requests, truth = wanted
     made = engine.add([requests[1]] * 3)
@@ -198,28 +198,38 @@ def test_no_prefix_is_hit_and_everybody_is_told_why(wanted, caplog):
 def test_a_step_of_a_single_row_updates_its_states_in_place():
     # T-06: one row is one slice to XLA, which would rather copy the pool than read before it writes.
     executor = hybrid_engine().executor
-    shape = StepShape(1, 1, (LONGEST // PAGE,), decode=True)
-    report = executor.step_program(shape).report
+    shape = StepSpec(1, 1, (LONGEST // PAGE,), decode=True)
+    report = executor.program(shape).report
     assert report.problems == ()
     assert report.alias_bytes == report.cache_bytes
 
 
-def test_a_row_may_not_read_what_another_row_writes():
+def test_a_row_may_not_read_what_another_row_writes(monkeypatch):
     # S5-27, T-18: which comes first within a step, nobody says.
     executor = hybrid_engine().executor
     for number in range(2):
-        executor.accounts.open(number)
-        executor.accounts.reserve(number, 4)
+        executor.allocator.open(number)
+        executor.allocator.reserve(number, 4)
     rows = [Row(number, [5], 3, SamplingParams(temperature=0.0)) for number in range(2)]
-    shape = executor.shapes.shape(rows, total_tokens=4, decode=True)
-    executor.packer.pack(shape, rows, executor.accounts)
-    one, other = (executor.accounts._held[number].states["mamba2"] for number in range(2))
-    one.read = other.read = other.write
+    shape = StepSpec(2, 2, (LONGEST // PAGE,), decode=True)
+    executor.packer.pack(shape, rows, executor.allocator)
+    states = executor.allocator.states
+    first, second = (states(number, "mamba2")[1] for number in range(2))
+
+    def give(*pairs):
+        """Lets the rows read and write these states of the recurrent group."""
+        monkeypatch.setattr(
+            executor.allocator,
+            "states",
+            lambda number, group: pairs[number] if group == "mamba2" else states(number, group),
+        )
+
+    give((second, first), (second, second))
     with pytest.raises(ValueError, match=r"mamba2.*read the states"):
-        executor.packer.pack(shape, rows, executor.accounts)
-    one.read, one.write = one.write, other.write
+        executor.packer.pack(shape, rows, executor.allocator)
+    give((first, second), (second, second))
     with pytest.raises(ValueError, match=r"write a state twice"):
-        executor.packer.pack(shape, rows, executor.accounts)
+        executor.packer.pack(shape, rows, executor.allocator)
 
 
 @pytest.mark.parametrize(
@@ -240,7 +250,7 @@ def test_a_row_may_not_read_what_another_row_writes():
 )
 def test_a_prompt_that_goes_on_later_ends_on_the_grid(given, trimmed, left):
     sequences = [
-        Sequence(request=request_of([1]), number=number, tokens=[1] * goal, computed=computed)
+        RequestState(request=request_of([1]), number=number, tokens=[1] * goal, computed=computed)
         for number, (computed, goal, _) in enumerate(given)
     ]
     before = [(one, count) for one, (_, _, count) in zip(sequences, given, strict=True)]

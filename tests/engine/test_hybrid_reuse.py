@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxkv.cache.checkpoint_policy import CheckpointPolicy
-from jaxkv.engine.sequence import FINISHED
+from jaxkv.engine.request_state import FINISHED
 from tests.engine.engines import VOCAB, assert_idle, fill_free
 from tests.engine.hybrid import (
     CHUNK,
@@ -155,12 +155,12 @@ def test_pages_are_shared_even_where_they_must_be_computed_again(checkpoints):
     first = run(engine, prompt)[0]
     for one in engine.prefix._states.kept:
         engine.prefix._states.forget(one, 0)
-    free = engine.executor.accounts.num_free("gqa")
+    free = engine.executor.allocator.num_free("gqa")
     packer, written = engine.executor.packer, []
     pack = packer.pack
 
-    def noting(shape, rows, accounts):
-        packed = pack(shape, rows, accounts)
+    def noting(shape, rows, allocator):
+        packed = pack(shape, rows, allocator)
         written.append(packer.arrangements(shape)[0].split(packed[0])["gqa.write_slots"].copy())
         return packed
 
@@ -171,10 +171,10 @@ def test_pages_are_shared_even_where_they_must_be_computed_again(checkpoints):
     # Three pages are there, so that only the last two tokens are written.
     num_slots = engine.executor.owner.counts["gqa"] * 32
     assert (written[0] < num_slots).nonzero()[0][:2].tolist() == [96, 97]
-    tables = [engine.executor.accounts.page_table(one.number, "gqa") for one in made[:1]]
-    kept = engine.executor.accounts.pool("gqa").kept
+    tables = [engine.executor.allocator.pages(one.number, "gqa") for one in made[:1]]
+    kept = engine.executor.allocator.pool("gqa").kept
     assert set(tables[0][:3]) <= kept
-    assert engine.executor.accounts.num_free("gqa") >= free - 2
+    assert engine.executor.allocator.num_free("gqa") >= free - 2
     engine.run(made)
     assert made[0].cached == 0
     assert_same(
@@ -320,7 +320,7 @@ def test_a_restored_state_is_the_one_that_was_left_bit_for_bit(dtype):
     run(engine, other)
     longer = engine.add([ask(prompt + other[:20], max_tokens=20)])[0]
     engine.scheduler.plan()
-    assert engine.executor.accounts.states(longer.number, "mamba2")[0] == one.states["mamba2"]
+    assert engine.executor.allocator.states(longer.number, "mamba2")[0] == one.states["mamba2"]
     engine.scheduler.requeue_all()
     engine.run([longer])
     for array, again in zip(before, held(one.states["mamba2"]), strict=True):
@@ -332,7 +332,6 @@ def test_a_lost_cache_takes_its_checkpoints_with_it():
     engine = engine_for()
     (prompt,) = texts(14, 70)
     first = run(engine, prompt)[0]
-    engine.executor.accounts.reset(keep_prefix=True)
     assert engine.prefix.explain(prompt).num_reused == 64
     running = engine.add([ask([*prompt, 1, 2, 3])])[0]
     engine.step()
@@ -341,7 +340,7 @@ def test_a_lost_cache_takes_its_checkpoints_with_it():
     assert engine.recoveries == 1
     again = run(engine, prompt)[0]
     assert_same([first, again], 2 * uncached(engine, prompt))
-    engine.executor.accounts.reset(keep_prefix=False)
+    engine.prefix.clear()
     assert engine.prefix.explain(prompt).checkpoints == ()
     assert_idle(engine)
 

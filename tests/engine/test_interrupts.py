@@ -8,7 +8,7 @@ from sys import monitoring
 from types import FunctionType
 
 import jaxkv.engine
-from jaxkv.engine.sequence import FINISHED, WAITING
+from jaxkv.engine.request_state import FINISHED, WAITING
 from tests.engine.engines import assert_idle, engine_for, request_of
 from tests.engine.test_scheduler import Serving, truths
 
@@ -18,7 +18,7 @@ LOOP = (
     "collection",
     "emission",
     "endings",
-    "siblings",
+    "parallel_samples",
     "engine",
     "executor",
     "flight",
@@ -86,7 +86,7 @@ def serve(interrupt):
             serving.scheduler.requeue_all()
             serving.check_books()
             waiting = [*serving.scheduler.waiting]
-            waiting += [one for leader in waiting for one in leader.followers]
+            waiting += [one for first in waiting for one in first.other_samples]
             assert set(waiting) == set(serving.unfinished)
             assert all(one.status == WAITING for one in waiting)
         finally:
@@ -99,17 +99,17 @@ def serve(interrupt):
 
 def test_an_interrupted_fork_leaks_nothing_and_loses_nobody():
     """Every line of it: the samples that had not started follow on, those that had are computed again."""
-    lines = serve(Interrupt(10**9, ["siblings"])).seen
+    lines = serve(Interrupt(10**9, ["parallel_samples"])).seen
     assert lines > 40
     for at in range(1, lines + 1):
-        assert serve(Interrupt(at, ["siblings"])).raised
+        assert serve(Interrupt(at, ["parallel_samples"])).raised
 
 
 def test_a_plan_may_be_interrupted_at_any_line():
-    lines = serve(Interrupt(10**9, ["scheduler", "siblings"])).seen
+    lines = serve(Interrupt(10**9, ["scheduler", "parallel_samples"])).seen
     draw = random.Random(3)
     for at in sorted(draw.sample(range(1, lines + 1), 120)):
-        assert serve(Interrupt(at, ["scheduler", "siblings"])).raised
+        assert serve(Interrupt(at, ["scheduler", "parallel_samples"])).raised
 
 
 def answers(interrupt):
@@ -123,7 +123,7 @@ def answers(interrupt):
             with interrupt:
                 engine.step()
         except KeyboardInterrupt:
-            engine.executor.accounts.check()
+            engine.executor.allocator.check()
     assert_idle(engine)
     return [(one.token_ids, one.reason) for one in made]
 

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from jaxkv.engine.programs import Programs
+from jaxkv.engine.request_state import FINISHED
 from jaxkv.engine.rows import Row
-from jaxkv.engine.sequence import FINISHED
-from jaxkv.engine.shapes import serves
 from jaxkv.engine.warm_up import compile_all, declare_served
 from jaxkv.errors import ProgramRefused
+from tests.cache.layouts import slots_of
 from tests.engine.engines import VOCAB, assert_equal, assert_idle, request_of
 from tests.engine.latent import LATENT, LONGEST, PAGE, ROWS, SPARSE, engine_of, model, watch
 from tests.engine.oracle import generated
@@ -86,7 +86,7 @@ def test_after_the_warm_up_both_ways_are_there_and_nothing_compiles():
     programs = Programs(strict=True)
     engine = engine_of(programs=programs)
     needed = declare_served(engine, request_of(prompt(40), logprobs=0), ROWS)
-    assert {declared.shape.fresh for declared in needed if declared.kind == "prefill"} == {
+    assert {spec.fresh for spec in needed if spec.kind == "prefill"} == {
         False,
         True,
     }
@@ -97,12 +97,11 @@ def test_after_the_warm_up_both_ways_are_there_and_nothing_compiles():
     assert programs.compiled_late == 0
     assert {"expanded", "absorbed", "decode"} == set(ran)
     # S3-13, S3-14: the manifest tells both ways apart, with what each took.
-    made = {program.key.name.split("_")[0]: program for program in programs.manifest()}
+    made = {program.spec.name.split("_")[0]: program for program in programs.manifest()}
     assert {"decode", "fresh", "prefill"} <= made.keys()
     for name in ("decode", "fresh", "prefill"):
         assert made[name].seconds > 0
         assert made[name].report.temp_bytes > 0
-        assert str(made[name].key) in programs.table()
     # S3-11: one that was not declared fails alone, and is told what is missing.
     [drawn] = engine.add([request_of(prompt(5), temperature=1.0, logprobs=0)])
     engine.run([drawn])
@@ -115,13 +114,13 @@ def test_a_program_that_reads_pages_stands_in_for_one_that_does_not_and_never_th
     rows = [Row(0, prompt(20), 0, request_of([1]).params)]
     later = [Row(0, prompt(20), 8, request_of([1]).params)]
     fresh, absorbed = (engine.shapes.declare(each, total_tokens=28) for each in (rows, later))
-    assert (fresh.shape.fresh, absorbed.shape.fresh) == (True, False)
-    assert serves(absorbed, fresh)
-    assert not serves(fresh, absorbed)
+    assert (fresh.fresh, absorbed.fresh) == (True, False)
+    assert absorbed.serves(fresh)
+    assert not fresh.serves(absorbed)
     with engine.executor.reserved(28) as number:
         row = Row(number, prompt(20), 8, request_of([1]).params)
         with pytest.raises(ValueError, match="begin at their first token"):
-            engine.executor.packer.pack(fresh.shape, [row], engine.executor.accounts)
+            engine.executor.packer.pack(fresh, [row], engine.executor.allocator)
 
 
 @pytest.mark.slow
@@ -181,7 +180,7 @@ def test_random_arrivals_have_the_tokens_of_the_oracle_in_a_tight_pool(latent, w
         if waiting and draw.random() < 0.8:
             made += engine.add(waiting.pop(0))
         engine.step()
-        engine.executor.accounts.check()
+        engine.executor.allocator.check()
     assert_equal(made, _answers(latent, requests, window))
     assert any(one.cached for one in made)
     assert any(one.preemptions for one in made)
@@ -210,7 +209,7 @@ def test_a_short_step_after_a_long_one_reads_nothing_of_it_and_writes_only_its_o
     cuts = ((0, 5), (5, 9), (9, 10))
 
     def run(engine, *rows):
-        shape = engine.shapes.declare(rows, total_tokens=LONGEST).shape
+        shape = engine.shapes.declare(rows, total_tokens=LONGEST)
         return engine.executor.read(engine.executor.step(shape, rows))[0]
 
     def rows_of(number):
@@ -230,7 +229,7 @@ def test_a_short_step_after_a_long_one_reads_nothing_of_it_and_writes_only_its_o
             run(busy, *long)
             before = places(executor)
             np.testing.assert_array_equal(run(busy, row), want)
-            own = executor.accounts.slots(number, executor.layout.paged_groups[0].name, begin, end)
+            own = slots_of(executor.allocator, executor.layout.paged_groups[0], number, begin, end)
             for key, after in places(executor).items():
                 changed = np.flatnonzero((before[key] != after).any(axis=1))
                 assert set(changed) == set(own), key

@@ -4,14 +4,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxkv.batch import Features
 from jaxkv.cache.spec import group_layers
 from jaxkv.cache.variants import dsa, mla, place, window
 from jaxkv.config import SamplingParams
 from jaxkv.engine.buckets import LOOSE_TOKENS, MOST_PADDING
 from jaxkv.engine.rows import Row
-from jaxkv.engine.shapes import Shapes
 from jaxkv.engine.step_shapes import COARSE, FINE, StepShapes
+from jaxkv.sampling.features import Features
 
 # As DeepSeek-V3 and V3.2 remember, and a model that has layers with a window beside latents.
 MLA = mla(512, 64, dtype="bfloat16", page_size=64)
@@ -41,11 +40,9 @@ def row(count, start=0, number=0):
 def test_a_prompt_runs_in_the_smallest_program_that_holds_it(kind, start, count):
     """S3-03: whether or not it is expanded; exact sizes are met exactly, and more than the largest is refused."""
     served = shapes(kind, max_tokens=2**14)
-    shape = served.declare([row(count, start)], total_tokens=2**14).shape
+    shape = served.declare([row(count, start)], total_tokens=2**14)
     assert shape.tokens == min(size for size in served.token_buckets if size >= count)
-    assert served.declare([row(shape.tokens, start)], total_tokens=2**14).shape.tokens == (
-        shape.tokens
-    )
+    assert served.declare([row(shape.tokens, start)], total_tokens=2**14).tokens == (shape.tokens)
     with pytest.raises(ValueError, match="largest bucket, 8192"):
         served.declare([row(8193, start)], total_tokens=2**14)
     with pytest.raises(ValueError, match="at least 1"):
@@ -70,7 +67,7 @@ def test_a_step_of_more_than_64_tokens_is_padded_by_a_quarter_at_most(grain, kin
             batch.append(row(min(count, left), 64 if cached else 0, number))
             left -= len(batch[-1].tokens)
     real = sum(len(one.tokens) for one in batch)
-    shape = served.declare(batch, total_tokens=8192).shape
+    shape = served.declare(batch, total_tokens=8192)
     assert shape.decode == (real == len(batch))
     assert real <= shape.tokens <= max(MOST_PADDING * real, LOOSE_TOKENS)
 
@@ -90,7 +87,7 @@ def test_the_largest_step_has_a_program_of_each_way_that_it_can_take(kind):
     """S3-05, S3-17: a budget that is no power of two is a size itself, and what is declared is what runs."""
     served = shapes(kind, token_budget=1000)
     declared = served.declare_all(Features())
-    largest = [one.shape for one in declared if one.shape.tokens == 1000]
+    largest = [one for one in declared if one.tokens == 1000]
     assert {shape.fresh for shape in largest} == {True, False}
     for start in (0, 64):
         for count in (2, 5, 130, 1000):
@@ -103,7 +100,7 @@ def test_5_tokens_run_in_16_where_the_sizes_are_4_and_16(kind, count, start):
     """S3-17: the smallest size may be any number of times too large, since it costs what its weights cost."""
     served = shapes(kind)
     served.token_buckets = (4, 16)
-    assert served.declare([row(count, start)], total_tokens=128).shape.tokens == 16
+    assert served.declare([row(count, start)], total_tokens=128).tokens == 16
 
 
 @pytest.mark.parametrize("kind", LAYOUTS)
@@ -113,7 +110,7 @@ def test_a_short_prompt_is_one_step_of_kernels_however_it_attends(kind, count):
     """S3-15: what would be left of it for a second step would take as long as all of it."""
     served = shapes(kind, grain=COARSE)
     assert served.fill(1, count) == count
-    new, behind = (served.declare([row(count, start)], total_tokens=512).shape for start in (0, 64))
+    new, behind = (served.declare([row(count, start)], total_tokens=512) for start in (0, 64))
     assert (new.tokens, new.fresh) == (behind.tokens, True)
     assert not behind.fresh
 
@@ -130,17 +127,12 @@ def test_a_short_prompt_is_one_step_of_kernels_however_it_attends(kind, count):
 )
 def test_a_step_of_new_prompts_is_expanded_and_no_other(kind, count, expanded):
     """S3-02's choice, which only the host makes: one cached token, or one row that decodes, and pages are read."""
-    for served in (
-        shapes(kind).declare,
-        Shapes(LAYOUTS[kind], max_tokens=8192, max_rows=16).shape,
-    ):
 
-        def fresh(*batch, served=served):
-            made = served(batch, total_tokens=8192)
-            return getattr(made, "shape", made).fresh
+    def fresh(*batch):
+        return shapes(kind).declare(batch, total_tokens=8192).fresh
 
-        assert fresh(row(count)) == expanded
-        assert fresh(row(count - 100), row(100, number=1)) == expanded
-        assert not fresh(row(count - 1, start=1))
-        assert not fresh(row(count - 100), row(1, start=40, number=1))
-    assert not shapes(kind, pinned=True).declare([row(count)], total_tokens=8192).shape.fresh
+    assert fresh(row(count)) == expanded
+    assert fresh(row(count - 100), row(100, number=1)) == expanded
+    assert not fresh(row(count - 1, start=1))
+    assert not fresh(row(count - 100), row(1, start=40, number=1))
+    assert not shapes(kind, pinned=True).declare([row(count)], total_tokens=8192).fresh

@@ -3,6 +3,9 @@
 import logging
 import os
 import stat
+import subprocess
+import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -10,15 +13,18 @@ import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
+from jaxkv.drafts import draft_of, remove_abandoned
 from jaxkv.engine import compilation, lowering, program_store, trace_name
-from jaxkv.engine.compile_cache import why_not_folder
+from jaxkv.engine.compile_cache import VARIABLE, enable_compile_cache, why_not_folder
+from jaxkv.engine.program_spec import StepSpec
 from jaxkv.engine.program_store import ProgramStore, open_store
-from jaxkv.engine.programs import Lowering, ProgramKey, Programs, compile_count
+from jaxkv.engine.programs import Lowering, Programs, compile_count
 from jaxkv.engine.trace_name import name_traced, one_device
 from jaxkv.errors import ProgramRefused
 
+ROOT = Path(__file__).parents[2]
 ROWS, WIDTH = 64, 8
-KEY = ProgramKey("decode", 4, 4, 1)
+KEY = StepSpec(4, 4, (1,), decode=True)
 FACTOR = 2.0
 
 
@@ -197,11 +203,86 @@ def test_no_store_without_jax_s_cache(monkeypatch):
     assert open_store() is None
 
 
+def put(path, size, age):
+    path.parent.mkdir(mode=0o700, exist_ok=True)
+    path.write_bytes(bytes(size))
+    os.utime(path, (1e9 - age, 1e9 - age))
+
+
+def names_in(folder):
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+
+
 def test_the_programs_used_last_are_kept(folder):
     for age, name in enumerate(("new", "middle", "old")):
-        path = folder / f"{name}.program"
-        path.write_bytes(bytes(100))
-        os.utime(path, (1e9 - age, 1e9 - age))
+        put(folder / f"{name}.program", 100, age)
     (folder / "other").write_bytes(bytes(1000))
     ProgramStore(folder).trim(200)
-    assert {path.name for path in folder.iterdir()} == {"new.program", "middle.program", "other"}
+    assert names_in(folder) == {"new.program", "middle.program", "other"}
+
+
+def test_jax_s_entries_count_where_jaxkv_has_turned_its_cache_on(folder):
+    """JAX bounds its cache only with a package that jaxkv does not need, and without the programs beside it."""
+
+    def fill():
+        put(folder / "traced" / "new.program", 100, 0)
+        put(folder / "jit_step-1-cache", 100, 1)
+        put(folder / "traced" / "old.program", 100, 2)
+        put(folder / "jit_step-2-cache", 100, 3)
+        put(folder / "notes", 1000, 4)
+
+    store = open_store()
+    fill()
+    store.trim(100)
+    theirs = {"jit_step-1-cache", "jit_step-2-cache", "notes"}
+    assert names_in(folder) == {"traced/new.program"} | theirs, "the user has turned the cache on"
+    jax.config.update("jax_compilation_cache_dir", None)
+    assert enable_compile_cache({VARIABLE: str(folder)}) == folder
+    fill()
+    store.trim(200)
+    assert names_in(folder) == {"traced/new.program", "jit_step-1-cache", "notes"}
+
+
+def test_the_draft_of_a_killed_process_is_removed_and_one_under_way_counts(folder):
+    store = folder / "traced"
+    store.mkdir(mode=0o700)
+    script = f"""
+import os
+from pathlib import Path
+from jaxkv.drafts import draft_of
+with draft_of(Path({str(store)!r}) / "killed.program") as draft:
+    draft.write_bytes(bytes(1000))
+    os.kill(os.getpid(), 9)
+"""
+    killed = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True)
+    assert killed.returncode == -9, killed.stderr
+    assert [path.stat().st_size for path in store.glob(".killed*/content")] == [1000]
+    put(store / "kept.program", 100, 0)
+    put(store / "old.program", 100, 1)
+    with draft_of(store / "new.program") as draft:
+        draft.write_bytes(bytes(100))
+        for path in store.glob(".*"):
+            os.utime(path, (0, 0))
+        ProgramStore(store).trim(200)
+        assert list(store.glob(".killed*")) == []
+    assert names_in(store) == {"kept.program", "new.program"}
+
+
+def test_the_draft_of_another_user_is_left_alone_and_its_links_are_not_followed(
+    folder, monkeypatch
+):
+    made = folder / ".cache.x.jaxkv-draft"
+    made.mkdir()
+    (made / "lock").symlink_to(folder / "target")
+    os.utime(made, (0, 0))
+    monkeypatch.setattr(os, "geteuid", lambda: made.stat().st_uid + 1)
+    remove_abandoned(folder)
+    assert made.exists()
+    assert not (folder / "target").exists()
+
+
+def test_a_draft_that_was_only_just_made_is_left_alone(folder):
+    made = folder / ".new.program.x.jaxkv-draft"
+    made.mkdir()
+    ProgramStore(folder).trim()
+    assert made.exists()

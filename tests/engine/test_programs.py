@@ -1,12 +1,15 @@
 """Compiled programs: compiled once, from types alone, audited, and never by surprise."""
 
+import gc
 import hashlib
 import logging
 import os
 import subprocess
 import sys
 import threading
+import weakref
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -14,10 +17,12 @@ import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
-from jaxkv.batch import Features
-from jaxkv.engine.lowering import lower
-from jaxkv.engine.programs import Lowering, ProgramKey, Programs, compile_count
+from jaxkv.engine import compilation
+from jaxkv.engine.lowering import lower, trace
+from jaxkv.engine.program_spec import StepSpec
+from jaxkv.engine.programs import Lowering, Programs, compile_count
 from jaxkv.errors import ProgramRefused
+from jaxkv.sampling.features import Features
 
 PAGES, WIDTH = 64, 32
 ROOT = Path(__file__).parents[2]
@@ -48,7 +53,7 @@ def arguments(rows=4):
 
 
 def key(rows=4, kind="decode", **options):
-    return ProgramKey(kind, rows, rows, 1, **options)
+    return StepSpec(rows, rows, (1,), decode=kind == "decode", **options)
 
 
 def test_a_program_is_compiled_once_and_called_often():
@@ -176,12 +181,12 @@ def test_a_program_that_fails_its_audit_is_not_kept():
 
     programs = Programs()
     with pytest.raises(
-        ProgramRefused, match=r"decode\(tokens=4, rows=4, table_width=1\) does not update"
+        ProgramRefused, match=r"decode\(tokens=4, rows=4, table_widths=1\) does not update"
     ):
         programs.get(key(), lambda: Lowering(swapped, arguments()))
     assert programs.manifest() == ()
     programs.get(key(), lambda: Lowering(run, arguments()))
-    assert [program.key for program in programs.manifest()] == [key()]
+    assert [program.spec for program in programs.manifest()] == [key()]
     unaudited = Programs(audit=False).get(key(), lambda: Lowering(swapped, arguments()))
     assert unaudited.report.problems
 
@@ -217,7 +222,7 @@ def test_a_program_may_return_its_cache_alone_or_take_none():
     programs = Programs()
     params, cache, ints, floats = arguments()
     alone = programs.get(
-        key(kind="copy_pages"),
+        key(kind="prefill"),
         lambda: Lowering(
             lambda cache, ints, floats: run(params, cache, ints, floats)[0],
             (cache, ints, floats),
@@ -225,8 +230,26 @@ def test_a_program_may_return_its_cache_alone_or_take_none():
         ),
     )
     assert alone(cache, ints, floats)[0].shape == (PAGES, WIDTH)
-    without = programs.get(key(kind="sum"), lambda: Lowering(jnp.sum, (floats,), None))
+    without = programs.get(key(8, kind="prefill"), lambda: Lowering(jnp.sum, (floats,), None))
     assert without(floats) == 3.0
+
+
+def test_a_program_that_is_dropped_leaves_no_trace_behind(monkeypatch):
+    """JAX's caches are keyed by the trace; an entry that holds its own key stays for the life of the process."""
+    traces = []
+
+    def spied(name, lowering):
+        traced = trace(name, lowering)
+        traces.append(weakref.ref(traced.jaxpr))
+        return traced
+
+    monkeypatch.setattr(compilation, "trace", spied)
+    programs = Programs()
+    programs.get(key(), lambda: Lowering(run, arguments()))
+    programs.get_all({key(8): lambda: Lowering(run, arguments(8))})
+    del programs
+    gc.collect()
+    assert [alive() for alive in traces] == [None, None]
 
 
 def test_an_argument_that_is_not_read_stays_an_argument():
@@ -254,15 +277,24 @@ def test_strict_mode_shows_the_difference_to_the_nearest_program():
     programs.get(key(4), lambda: Lowering(run, arguments(4)))
     programs.get(key(8, features=Features(draws=True)), lambda: Lowering(run, arguments(8)))
     programs.seal()
-    wanted = key(8, features=Features(draws=True, logprobs=0), extra=(("gqa_width", 2),))
+    wanted = key(8, features=Features(draws=True, logprobs=0), snapshots=2)
     with pytest.raises(ProgramRefused) as refused:
         programs.get(wanted, lambda: pytest.fail("strict mode must not build"))
     message = str(refused.value)
     assert message.startswith(
-        "decode(tokens=8, rows=8, table_width=1, draws=True, logprobs=0, gqa_width=2) was not"
+        "decode(tokens=8, rows=8, table_widths=1, draws=True, logprobs=0, snapshots=2) was not"
     )
-    assert "in the nearest one, decode(tokens=8, rows=8, table_width=1, draws=True), " in message
-    assert "logprobs is None, not 0, gqa_width is None, not 2;" in message
+    assert "in the nearest one, decode(tokens=8, rows=8, table_widths=1, draws=True), " in message
+    assert "logprobs is None, not 0, snapshots is None, not 2;" in message
+
+
+def test_the_difference_to_a_program_of_another_kind_and_the_same_sizes_is_its_kind():
+    programs = Programs(strict=True)
+    programs.get(key(4, kind="prefill"), lambda: Lowering(run, arguments(4)))
+    programs.seal()
+    with pytest.raises(ProgramRefused) as refused:
+        programs.get(key(4), lambda: pytest.fail("strict mode must not build"))
+    assert "table_widths=1), kind is prefill, not decode;" in str(refused.value)
 
 
 def test_strict_mode_with_no_program_at_all_says_so():
@@ -282,11 +314,11 @@ def test_a_late_compile_is_counted_and_logged_when_not_strict(caplog):
         programs.get(key(8), lambda: pytest.fail("built twice"))
     assert programs.compiled_late == 1
     (record,) = caplog.records
-    assert "compiling decode(tokens=8, rows=8, table_width=1) while serving" in record.getMessage()
+    assert "compiling decode(tokens=8, rows=8, table_widths=1) while serving" in record.getMessage()
     assert "tokens is 4, not 8, rows is 4, not 8" in record.getMessage()
 
 
-def test_the_manifest_is_sorted_and_lists_time_and_memory():
+def test_the_manifest_is_sorted_and_has_times():
     # S3-13, S3-14
     programs = Programs()
     for features in (Features(logprobs=2), Features()):
@@ -294,15 +326,9 @@ def test_the_manifest_is_sorted_and_lists_time_and_memory():
             programs.get(
                 key(rows, features=features), lambda rows=rows: Lowering(run, arguments(rows))
             )
-    order = [(program.key.rows, program.key.features.logprobs) for program in programs.manifest()]
+    order = [(program.spec.rows, program.spec.features.logprobs) for program in programs.manifest()]
     assert order == [(4, None), (4, 2), (8, None), (8, 2)]
     assert all(program.seconds > 0 and not program.loaded for program in programs.manifest())
-    header, *rows = programs.table().splitlines()
-    assert header.split() == ["program", "seconds", "temporary", "MiB", "in", "place", "MiB"]
-    assert len(rows) == 4
-    assert rows[1].startswith("decode(tokens=4, rows=4, table_width=1, logprobs=2)")
-    assert rows[1].split()[-1] == "0.02"
-    assert len({len(row) for row in (header, *rows)}) == 1
 
 
 def test_programs_can_be_given_xla_options():
@@ -324,13 +350,13 @@ def test_many_programs_are_those_that_each_alone_would_be():
     programs = Programs()
     one = programs.get(key(4), builds(4)[key(4)])
     made = programs.get_all(builds(16, 4, 8))
-    assert [program.key.rows for program in made] == [16, 4, 8]
+    assert [program.spec.rows for program in made] == [16, 4, 8]
     assert made[1] is one
-    assert [program.key.rows for program in programs.manifest()] == [4, 8, 16]
+    assert [program.spec.rows for program in programs.manifest()] == [4, 8, 16]
     for program in made:
-        params, cache, ints, floats = arguments(program.key.rows)
+        params, cache, ints, floats = arguments(program.spec.rows)
         _, out = program(params, cache, ints, floats)
-        assert out.shape == (program.key.rows, WIDTH)
+        assert out.shape == (program.spec.rows, WIDTH)
         assert 0 < program.host_seconds <= program.seconds
 
 
@@ -360,7 +386,7 @@ def test_a_bad_one_among_many_is_told_and_the_others_are_kept():
     programs = Programs()
     with pytest.raises(ProgramRefused, match="in the place of"):
         programs.get_all(builds(4) | builds(8, function=swapped) | builds(16))
-    assert [program.key.rows for program in programs.manifest()] == [4, 16]
+    assert [program.spec.rows for program in programs.manifest()] == [4, 16]
 
 
 def test_a_failure_while_tracing_one_of_many_leaves_the_rest_undone():
@@ -388,3 +414,31 @@ def test_a_bar_shows_how_far_it_is(capsys):
     assert capsys.readouterr().err == ""
     Programs().get_all(builds(4, 8), progress=True)
     assert "2/2" in capsys.readouterr().err
+
+
+def test_compile_seconds_are_wall_time_however_many_are_compiled_side_by_side(monkeypatch):
+    now = iter([10.0, 13.0, 20.0, 21.0])
+    clock = SimpleNamespace(perf_counter=lambda: next(now))
+    monkeypatch.setattr("jaxkv.engine.programs.time", clock)
+    programs = Programs()
+    programs.get_all(builds(4, 8))
+    assert programs.compile_seconds == 3.0
+    programs.get(key(16), builds(16)[key(16)])
+    assert programs.compile_seconds == 4.0
+    programs.get(key(16), builds(16)[key(16)])
+    assert programs.compile_seconds == 4.0
+
+
+def test_a_watcher_hears_of_each_compile_and_of_its_end():
+    def broken(*_):
+        raise ValueError("no such layer")
+
+    programs, heard = Programs(), []
+    with programs.watched(heard.append):
+        programs.get(key(4), builds(4)[key(4)])
+        programs.get(key(4), builds(4)[key(4)])
+        with pytest.raises(ValueError, match="no such layer"):
+            programs.get(key(8), builds(8, function=broken)[key(8)])
+        programs.get_all(builds(16, 32))
+    programs.get(key(64), builds(64)[key(64)])
+    assert heard == [key(4).name, "", key(8).name, "", "2 programs", ""]

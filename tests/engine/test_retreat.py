@@ -6,12 +6,12 @@ from itertools import count
 import jax
 import pytest
 
-from jaxkv.batch import Features
-from jaxkv.engine.fields import StepShape
+from jaxkv.engine.program_spec import StepSpec
 from jaxkv.engine.programs import Programs
+from jaxkv.engine.request_state import RequestState
 from jaxkv.engine.retreat import Retreat
-from jaxkv.engine.sequence import Sequence
 from jaxkv.engine.step_plan import Part, part_of
+from jaxkv.sampling.features import Features
 from tests.engine.engines import assert_equal, assert_idle, engine_for, programs_of, request_of
 from tests.engine.oracle import Finished
 
@@ -38,9 +38,13 @@ class Memory:
     def __init__(self, engine, monkeypatch, refuses, *, loses=False):
         self.refuses, self.loses = refuses, loses
         self.tried = []
-        program = engine.executor.step_program
+        program = engine.executor.program
         monkeypatch.setattr(
-            engine.executor, "step_program", lambda shape: self.lend(shape, program(shape))
+            engine.executor,
+            "program",
+            lambda spec: (
+                self.lend(spec, program(spec)) if isinstance(spec, StepSpec) else program(spec)
+            ),
         )
 
     def lend(self, shape, program):
@@ -225,7 +229,7 @@ def test_a_copy_that_fails_is_charged_to_its_owner(monkeypatch):
 
 
 def shape(tokens, rows, width=4, **options):
-    return StepShape(tokens, rows, (width,), Features(), **options)
+    return StepSpec(tokens, rows, (width,), Features(), **options)
 
 
 def shape_of(parts):
@@ -238,7 +242,7 @@ def parts_of(*counts):
     made = []
     for number, tokens in enumerate(counts):
         request = request_of([1] * 60)
-        sequence = Sequence(request=request, number=number, tokens=[1] * 60, reserved=60)
+        sequence = RequestState(request=request, number=number, tokens=[1] * 60, reserved=60)
         made.append(part_of(sequence, tokens))
     return made
 

@@ -13,15 +13,15 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from jaxkv.cache.accounts import Accounts
+from jaxkv.cache.page_allocator import PageAllocator
 from jaxkv.cache.prefix import PrefixIndex
 from jaxkv.cache.spec import LayerSpec, group_layers
 from jaxkv.cache.variants import gqa, sampling, window
 from jaxkv.config import SamplingParams
 from jaxkv.engine.buckets import LOOSE_TOKENS, MOST_PADDING, bucket, filled, token_buckets
 from jaxkv.engine.request import Request
+from jaxkv.engine.request_state import FINISHED, RUNNING, WAITING, RequestState
 from jaxkv.engine.scheduler import Scheduler
-from jaxkv.engine.sequence import FINISHED, RUNNING, WAITING, Sequence
 from jaxkv.engine.step_plan import single
 
 LAYOUT = group_layers(
@@ -77,17 +77,17 @@ class Device:
         for offset in range(size):
             memory[copy.target * size + offset] = memory.get(copy.source * size + offset)
 
-    def run(self, part, accounts, truth):
+    def run(self, part, allocator, truth):
         """Returns the token chosen for one row."""
         number, stop = part.sequence.number, part.start + part.count
-        entry = accounts.states(number, "sampling")[1]
+        entry = allocator.states(number, "sampling")[1]
         given = part.sequence.tokens[part.start : stop]
         if part.carry:
             given = [self.last[entry]]
         assert given == truth[part.start : stop]
         marks = chain(truth[:stop])
         for name, (size, reach) in PAGED.items():
-            memory, table = self.slots[name], accounts.page_table(number, name)
+            memory, table = self.slots[name], allocator.pages(number, name)
             oldest = 0 if reach is None else max(0, part.start + 1 - reach)
             for position in range(oldest, stop):
                 slot = table[position // size] * size + position % size
@@ -108,12 +108,12 @@ class Serving:
     def __init__(
         self, *, prefix=True, counts=COUNTS, max_rows=MAX_ROWS, budget=BUDGET, whole=False
     ):
-        self.accounts = Accounts(LAYOUT, counts)
-        self.index = PrefixIndex(LAYOUT, self.accounts, identity="test") if prefix else None
+        self.allocator = PageAllocator(LAYOUT, counts)
+        self.index = PrefixIndex(LAYOUT, self.allocator, identity="test") if prefix else None
         self.sizes = token_buckets(LONGEST if whole else budget, per_octave=4 if whole else 2)
         self.counts, self.max_rows, self.budget, self.whole = counts, max_rows, budget, whole
         self.scheduler = Scheduler(
-            self.accounts,
+            self.allocator,
             self.index,
             page_size=2,
             max_rows=max_rows,
@@ -139,11 +139,11 @@ class Serving:
                 priority=priority,
             )
             number = len(self.sequences)
-            sequence = Sequence(request=request, number=number, tokens=list(prompt))
+            sequence = RequestState(request=request, number=number, tokens=list(prompt))
             self.sequences.append(sequence)
             self.truth[number], self.endless[number] = oracle(request)
             if made:
-                self.scheduler.follow(made[0], sequence)
+                self.scheduler.add_sample(made[0], sequence)
             else:
                 self.scheduler.add(sequence)
             made.append(sequence)
@@ -164,7 +164,7 @@ class Serving:
         for part in parts:
             turns = [part] if steps == 1 else list(turns_of(part))
             truth = self.endless[part.sequence.number]
-            tokens = [self.device.run(turn, self.accounts, truth) for turn in turns]
+            tokens = [self.device.run(turn, self.allocator, truth) for turn in turns]
             rows.append((part, part.sequence.epoch, tokens))
         self.scheduler.dispatched(parts)
         if rows:
@@ -199,8 +199,8 @@ class Serving:
                 STOP in tokens or sequence.generated == sequence.request.params.max_tokens
             ):
                 self.scheduler.drop(sequence)
-            elif sequence.collected >= sequence.lets_go_at:
-                sequence.lets_go_at = self.accounts.let_go(sequence.number, sequence.collected)
+            else:
+                self.allocator.free_out_of_window(sequence.number, sequence.collected)
 
     def publish(self, sequence):
         if self.index is not None and sequence.keys is not None:
@@ -232,7 +232,7 @@ class Serving:
         raise AssertionError(f"{len(self.unfinished)} sequences never end")
 
     def check_books(self):
-        self.accounts.check()
+        self.allocator.check()
         scheduler = self.scheduler
         assert len(scheduler.running) <= self.max_rows
         for held in (scheduler.running, scheduler.waiting):
@@ -249,10 +249,10 @@ class Serving:
         assert not self.scheduler.waiting
         for name, count in self.counts.items():
             if name == "sampling":
-                assert self.accounts.num_free(name) == count - 1
+                assert self.allocator.num_free(name) == count - 1
                 continue
-            kept = self.accounts.num_reclaimable(name) if self.index else 0
-            assert self.accounts.num_free(name) + kept == count
+            kept = self.allocator.num_reclaimable(name) if self.index else 0
+            assert self.allocator.num_free(name) + kept == count
 
 
 def turns_of(part):
@@ -435,15 +435,15 @@ def test_the_oldest_gets_on_when_all_want_the_last_page():
 
 def test_the_first_waits_where_it_is_for_pages_that_others_hold():
     serving = Serving(prefix=False)
-    serving.accounts.open(-1)
-    serving.accounts.reserve(-1, 7 * 4)
+    serving.allocator.open(-1)
+    serving.allocator.reserve(-1, 7 * 4)
     [first] = serving.add([0, 1, 0, 1, 0], 12, seed=3)
     for _ in range(10):
         plan = serving.step()
     assert plan.is_empty
     assert serving.scheduler.shortage is not None
     assert (first.status, first.preemptions, first.computed) == (RUNNING, 0, 8)
-    serving.accounts.release(-1)
+    serving.allocator.release(-1)
     serving.finish()
     assert outputs(serving) == truths(serving)
     assert first.preemptions == 0
@@ -489,7 +489,7 @@ def test_samples_start_from_one_computation_of_their_prompt():
 @pytest.mark.parametrize("steps", [0, 1])
 @pytest.mark.parametrize("length", [13, 18, 24])
 def test_samples_that_are_aborted_leave_the_others_alone(victims, steps, length):
-    """vLLM #14326: the leader, a follower or all of them go before the prompt is computed."""
+    """vLLM #14326: the first sample, another one or all of them go before the prompt is computed."""
     serving = Serving(prefix=False)
     prompt = [0, 1] * 12
     samples = serving.add(prompt[:length], 5, samples=4, seed=3)

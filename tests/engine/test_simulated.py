@@ -12,9 +12,8 @@ import jax
 import pytest
 
 from jaxkv.config import SamplingParams
-from jaxkv.engine.host_programs import SWAP_OUT
 from jaxkv.engine.request import Request
-from jaxkv.engine.sequence import FINISHED
+from jaxkv.engine.request_state import FINISHED
 from jaxkv.engine.warm_up import declare_served
 from tests.engine.simulated_engines import KINDS, draw_setting, engine_of
 from tests.engine.simulated_memory import put_caches_on_device
@@ -31,8 +30,8 @@ WISHES = (
 )
 UNDECLARED = {
     "copies": lambda program: program.kind == "copy",
-    "bursts": lambda program: program.shape.steps > 1,
-    "swaps": lambda program: program.kind == SWAP_OUT,
+    "bursts": lambda program: getattr(program, "steps", 1) > 1,
+    "swaps": lambda program: program.kind == "swap_out",
     "readmissions": lambda program: program.kind == "readmit",
     "prompts": lambda program: program.kind == "prefill",
 }
@@ -58,7 +57,9 @@ def play_many(kind, seeds, sizes):
         seen["hits"] += sum(bool(one.cached) for one in sequences)
         seen["aborts"] += sum(one.reason == "abort" for one in sequences)
         seen["bursts"] += sum(
-            times for program, times in play.device.asked.items() if program.shape.steps > 1
+            times
+            for program, times in play.device.asked.items()
+            if getattr(program, "steps", 1) > 1
         )
         seen["rebuilds"] += play.engine.recoveries
         seen["host hits"] += play.engine.host.stats.hits if play.engine.host is not None else 0

@@ -8,10 +8,11 @@ import logging
 import random
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
-from jaxkv.cache import holdings, prefix_hits
-from jaxkv.cache.accounts import Accounts
+from jaxkv.cache import prefix_hits, sequence_pages
+from jaxkv.cache.page_allocator import PageAllocator
 from jaxkv.cache.prefix import PrefixIndex
 from jaxkv.engine.collection import Collector
 from jaxkv.engine.executor import Executor
@@ -53,10 +54,10 @@ def repack(patch, change):
     """Changes the int32 fields of every step that is packed; `change(shape, fields, count)` does it."""
 
     def make(pack):
-        def changed(self, shape, rows, accounts):
-            ints, floats = pack(self, shape, rows, accounts)
+        def changed(self, shape, rows, allocator):
+            ints, floats = pack(self, shape, rows, allocator)
             fields = self.arrangements(shape)[0].split(ints)
-            change(shape, fields, int(fields["num_rows"]))
+            change(shape, fields, np.count_nonzero(fields["seq_lens"]))
             return ints, floats
 
         return changed
@@ -130,7 +131,10 @@ def tokens_in_pages_of_others_are_written_again(patch):
 def a_window_gives_a_page_back_too_early(patch):
     """T-28: the next token still sees it."""
     wrap(
-        patch, holdings, "first_page", lambda first: lambda group, length: first(group, length) + 1
+        patch,
+        sequence_pages,
+        "first_page",
+        lambda first: lambda group, length: first(group, length) + 1,
     )
 
 
@@ -164,7 +168,7 @@ def a_table_is_not_written_anew_when_it_grows(patch):
 
         return unnoticed
 
-    wrap(patch, Accounts, "reserve", make)
+    wrap(patch, PageAllocator, "reserve", make)
 
 
 @defect("full", "hybrid", prefix=True, fault_rate=0.04, host_bytes=0)

@@ -4,7 +4,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxkv.batch import Features
 from jaxkv.cache.spec import LayerSpec, group_layers
 from jaxkv.cache.variants import gqa, sampling
 from jaxkv.config import SamplingParams
@@ -19,6 +18,7 @@ from jaxkv.engine.buckets import (
 )
 from jaxkv.engine.rows import Row
 from jaxkv.engine.step_shapes import COARSE, FINE, StepShapes, grain_of
+from jaxkv.sampling.features import Features
 
 LAYOUT = group_layers(
     (
@@ -114,7 +114,7 @@ def test_no_step_is_padded_by_more_than_a_quarter_above_64_tokens(data, grain, m
                 break
     if not counts:
         return
-    shape = served.declare(rows(*counts), total_tokens=4096).shape
+    shape = served.declare(rows(*counts), total_tokens=4096)
     assert sum(counts) <= shape.tokens <= max(MOST_PADDING * sum(counts), LOOSE_TOKENS)
 
 
@@ -146,7 +146,7 @@ def test_every_step_has_a_declared_program_that_holds_it(counts, total, decode, 
     batch = rows(*([1] * len(counts) if decode else counts[:6]))
     declared = served.declare(batch, total_tokens=total)
     assert declared in served.declare_all(Features())
-    shape = declared.shape
+    shape = declared
     assert shape.rows >= len(batch)
     assert shape.tokens >= sum(len(row.tokens) for row in batch)
     assert shape.table_widths[0] * 16 >= total

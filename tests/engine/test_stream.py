@@ -73,5 +73,5 @@ def test_a_prompt_of_several_chunks_streams_the_tokens_of_the_loop(rope):
     for piece, wanted in zip(streamed, whole.logprobs, strict=True):
         assert piece.logprobs == pytest.approx(wanted, abs=1e-4)
     assert engine.steps == 11 + (1 if executor.model.whole_prompts else 4)
-    executor.accounts.check()
+    executor.allocator.check()
     assert not engine.scheduler.running

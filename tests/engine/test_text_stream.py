@@ -3,6 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxkv.config import SamplingParams
 from jaxkv.engine.text_stream import StopStrings, TextStream
 from tests.engine.engines import TOKENIZER
 
@@ -69,7 +70,7 @@ def test_only_what_may_begin_a_stop_string_is_held_back():
 def test_tokens_become_the_text_up_to_the_stop(text, stop):
     ids = TOKENIZER.encode(text, add_special=False)
     whole = TOKENIZER.decode(ids)
-    shown, met, stream = "", False, TextStream(TOKENIZER, (stop,))
+    shown, met, stream = "", False, TextStream(TOKENIZER, (), SamplingParams(stop=stop))
     for token in ids:
         new, met = stream.push(token)
         shown += new
@@ -80,3 +81,9 @@ def test_tokens_become_the_text_up_to_the_stop(text, stop):
         shown += rest
     assert met == (stop in whole)
     assert shown == whole.split(stop)[0]
+
+
+def test_the_text_may_end_behind_the_stop_string():
+    stream = StopStrings(("END", "ND!"), included=True)
+    assert stream.push("one E") == ("one ", False)
+    assert stream.push("ND! two") == ("END", True)

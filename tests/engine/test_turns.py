@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from jaxkv.engine.turns import Turns
+from jaxkv.engine.turns import CLOSED, Turns
 
 
 def in_thread(work):
@@ -113,3 +113,26 @@ def test_errands_wait_for_the_end_of_a_turn_and_of_each_other():
     turns.when_free(outer)
     turns.take_back()
     assert log[-2:] == ["outer", "nested"]
+
+
+def test_turns_that_were_ended_are_refused_and_errands_are_dropped():
+    turns, log = Turns(), []
+
+    def wait():
+        try:
+            with turns.turn():
+                log.append("turn")
+        except RuntimeError as error:
+            log.append(str(error))
+
+    with turns.turn():
+        thread = in_thread(wait)
+        thread.join(0.1)
+        turns.end()
+        assert turns.is_over
+    thread.join(10)
+    assert log == [CLOSED]
+    with pytest.raises(RuntimeError, match="was closed"):
+        turns.lend()
+    turns.when_free(lambda: log.append("errand"))
+    assert log == [CLOSED]

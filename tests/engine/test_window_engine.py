@@ -16,8 +16,8 @@ from jaxkv.engine.engine import Engine
 from jaxkv.engine.engine_config import EngineConfig
 from jaxkv.engine.executor import Executor
 from jaxkv.engine.programs import Programs
+from jaxkv.engine.request_state import FINISHED
 from jaxkv.engine.scoring import score_texts
-from jaxkv.engine.sequence import FINISHED
 from jaxkv.model_config import ModelConfig, RopeConfig
 from jaxkv.models.decoder import Decoder
 from jaxkv.plan import plan_cache, tokens_ahead
@@ -119,10 +119,10 @@ def serve(engine, requests, seed):
         if waiting and draw.random() < 0.4:
             sequences += engine.add([waiting.pop(0)])
         engine.step()
-        engine.executor.accounts.check()
-        for held in engine.executor.accounts._held.values():
-            for name in held.pages:
-                most[name] = max(most.get(name, 0), len(held.ids(name)))
+        engine.executor.allocator.check()
+        for held in engine.executor.allocator.view().sequences.values():
+            for name, pages in held.pages.items():
+                most[name] = max(most.get(name, 0), len(pages) - held.unneeded[name])
     return sequences, most
 
 
@@ -162,7 +162,7 @@ def test_a_text_longer_than_the_windows_pools_is_scored_in_parts(model, programs
     executor, decoder = engine.executor, model[0]
     draw = random.Random(9)
     text = tuple(draw.randrange(VOCAB) for _ in range(60))
-    assert executor.accounts.most_ahead < 60
+    assert executor.allocator.most_ahead < 60
     [scores] = score_texts(executor, [text])
     driver = Driver(decoder, model[1], page_size=PAGE, max_tokens=LONGEST)
     [logits] = driver.prefill([text])

@@ -7,13 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv.batch import PagedTables, SamplingBatch, StepBatch
+from jaxkv.batch import PagedTables, StepBatch
 from jaxkv.layers.attention import attend, attention
 from jaxkv.layers.norm import rms_norm
 from jaxkv.layers.rope import rope_angles, rotate
 from jaxkv.model_config import RopeConfig
+from jaxkv.sampling.batch import SamplingBatch
 from pallas_kernels import page_write, rotary_write
-from pallas_kernels.quantise import quantise
+from pallas_kernels.formats.quantise import quantise
 
 HEADS, KV_HEADS, HEAD_DIM, HIDDEN = 4, 2, 6, 10
 PAGES, PAGE_SIZE = 5, 4
@@ -55,8 +56,6 @@ def one_row(positions, *, decode=False):
         positions=jnp.asarray(positions, jnp.int32),
         cu_q_lens=jnp.asarray([0, count, count], jnp.int32),
         seq_lens=jnp.asarray([positions[count - 1] + 1, 0], jnp.int32),
-        num_tokens=jnp.int32(count),
-        num_rows=jnp.int32(1),
         paged=(tables,),
         states=(),
         sampling=SamplingBatch(slots=jnp.arange(2), carry=jnp.zeros(2, int)),

@@ -7,10 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv.batch import PagedTables, SamplingBatch, StepBatch
+from jaxkv.batch import PagedTables, StepBatch
 from jaxkv.block_config import LatentConfig
 from jaxkv.layers import sparse_latent
 from jaxkv.layers.latent import attend_absorbed, attend_expanded, own_pages
+from jaxkv.sampling.batch import SamplingBatch
 from tests.tolerances import assert_output
 
 HEADS, PAGE, TOKENS = 3, 8, 48
@@ -46,8 +47,6 @@ def batch_of(**options):
         positions=jnp.zeros(TOKENS, jnp.int32),
         cu_q_lens=jnp.asarray(np.cumsum((0, *LENS)), jnp.int32),
         seq_lens=jnp.asarray(LENS, jnp.int32),
-        num_tokens=jnp.int32(sum(LENS)),
-        num_rows=jnp.int32(len(LENS)),
         paged=(),
         states=(),
         sampling=SamplingBatch(slots=jnp.zeros(len(LENS), int), carry=jnp.zeros(len(LENS), int)),

@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.batch import PagedTables, SamplingBatch, StateTables, StepBatch
+from jaxkv.batch import PagedTables, StateTables, StepBatch
 from jaxkv.cache.spec import group_layers
 from jaxkv.cache.state import init_cache
+from jaxkv.sampling.batch import SamplingBatch
 
 
 @partial(jax.jit, static_argnames=("model",), donate_argnames=("cache",))
@@ -98,8 +99,6 @@ class Driver:
             positions=_padded(positions, size),
             cu_q_lens=jnp.asarray(bounds, jnp.int32),
             seq_lens=jnp.asarray(visible, jnp.int32),
-            num_tokens=jnp.int32(bounds[-1]),
-            num_rows=jnp.int32(np.count_nonzero(counts)),
             paged=tuple(self._tables(table, owner, positions, size) for table in self.tables),
             states=tuple(self._states(states, counts) for states in self.states),
             # Nothing is sampled here: every row's slot lies past the end.

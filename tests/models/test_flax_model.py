@@ -1,5 +1,7 @@
 """A user's own nnx module generates like a built-in family: same tokens as running it densely from scratch."""
 
+import inspect
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,13 +10,14 @@ from flax import nnx
 
 import jaxkv
 from jaxkv import SamplingParams
-from jaxkv.batch import PagedTables, SamplingBatch, StepBatch
+from jaxkv.batch import PagedTables, StepBatch
 from jaxkv.cache.spec import LayerSpec, group_layers
 from jaxkv.cache.state import init_cache
 from jaxkv.cache.variants import gqa, mamba2, place, window
 from jaxkv.examples import flax_nnx_model as example
 from jaxkv.models.flax_model import FlaxModel
 from jaxkv.models.protocol import Model
+from jaxkv.sampling.batch import SamplingBatch
 
 PROMPTS = [[1, 2, 3], [40, 41, 42, 43, 44, 45, 46, 47], [7]]
 NEW = 24
@@ -138,8 +141,6 @@ def test_each_layer_writes_where_its_own_group_says():
         positions=jnp.arange(3, dtype=jnp.int32),
         cu_q_lens=jnp.asarray([0, 3], jnp.int32),
         seq_lens=jnp.asarray([3], jnp.int32),
-        num_tokens=jnp.int32(3),
-        num_rows=jnp.int32(1),
         paged=tables,
         states=(),
         sampling=SamplingBatch(slots=jnp.zeros(1, jnp.int32), carry=jnp.zeros(1, jnp.int32)),
@@ -228,21 +229,86 @@ def test_random_parameters_have_the_modules_shapes(module, model):
     )
 
 
+class Dropping(example.Transformer):
+    """Drops half of the last hidden state, and normalises it over the batch, while it is trained."""
+
+    def __init__(self, rngs, *, training):
+        super().__init__(rngs)
+        self.drop = nnx.Dropout(0.5, deterministic=not training, rngs=rngs)
+        self.scale = nnx.BatchNorm(example.HIDDEN, use_running_average=not training, rngs=rngs)
+        self.deterministic = not training
+
+    def __call__(self, tokens, positions, attend):
+        hidden = self.scale(self.drop(super().__call__(tokens, positions, attend)))
+        # A flag of the module's own, which is no `nnx.Dropout`.
+        return hidden if self.deterministic else -hidden
+
+
 def test_variables_that_are_no_floats_are_carried_along():
-    class WithDropout(example.Transformer):
-        def __init__(self, rngs):
-            super().__init__(rngs)
-            self.drop = nnx.Dropout(0.5, deterministic=True, rngs=rngs)
-
-        def __call__(self, tokens, positions, attend):
-            return self.drop(super().__call__(tokens, positions, attend))
-
-    module = WithDropout(nnx.Rngs(0))
+    module = Dropping(nnx.Rngs(0), training=False)
     model = FlaxModel(module)
     tokens = generated(model, model.params_of(module), new=4)
     assert tokens == greedy_from_scratch(module, PROMPTS, 4)[0]
     random = generated(model, model.init_params(jax.random.key(1), "float32"), new=2)
     assert np.shape(random) == (3, 2)
+
+
+def test_a_module_in_training_mode_generates_in_evaluation_mode_and_keeps_its_own():
+    module, twin = (Dropping(nnx.Rngs(0), training=training) for training in (True, False))
+    model = FlaxModel(module)
+    params = model.params_of(module)
+    tokens = generated(model, params, new=4)
+    assert tokens == greedy_from_scratch(twin, PROMPTS, 4)[0]
+    assert model == FlaxModel(twin)
+    flags = (module.drop.deterministic, module.scale.use_running_average, module.deterministic)
+    assert flags == (False, False, False)
+    assert params["scale"]["mean"] is module.scale.mean[...]
+
+
+@pytest.mark.parametrize(
+    ("call", "changed"),
+    [
+        (lambda self, x: self.drop(x, deterministic=False), "drop.rngs.count"),
+        (lambda self, x: self.scale(x, use_running_average=False), "scale.mean, scale.var"),
+        (lambda self, x: setattr(self, "new", nnx.BatchStat(x.mean())) or x, "new"),
+    ],
+)
+@pytest.mark.parametrize("method", ["__call__", "logits"])
+def test_a_module_that_trains_while_it_generates_is_refused(call, changed, method):
+    def trains(self, x, *rest):
+        if method == "logits":
+            return super(Dropping, self).logits(call(self, x))
+        return call(self, super(Dropping, self).__call__(x, *rest))
+
+    module = type("Trains", (Dropping,), {method: trains})(nnx.Rngs(0), training=True)
+    model = FlaxModel(module)
+    with pytest.raises(ValueError, match=f"the module changes {changed} while it generates"):
+        generated(model, model.params_of(module), new=2)
+
+
+def test_a_state_serves_as_parameters(module, model):
+    assert generated(model, nnx.state(module)) == generated(model, model.params_of(module))
+
+
+def test_a_module_as_model_is_refused_with_the_call_that_works(module, model):
+    call = inspect.unwrap(jaxkv.generate)
+    with pytest.raises(ValueError, match=r"nnx module Transformer; make `model = jaxkv.FlaxModel"):
+        call(model.params_of(module), module, PROMPTS)
+
+
+@pytest.mark.parametrize(
+    ("params_of", "reason"),
+    [
+        (lambda module: module, r"params is the nnx module Transformer; pass model.params_of"),
+        (
+            lambda module: {"norm": module.norm.scale[...]},
+            "params has other entries than the module",
+        ),
+    ],
+)
+def test_params_that_are_not_the_modules_are_refused(module, model, params_of, reason):
+    with pytest.raises(ValueError, match=reason):
+        generated(model, params_of(module), new=2)
 
 
 def test_the_example_prints_what_it_generates(capsys):

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from pallas_kernels.tolerances import OUTPUT
+from pallas_kernels.workbench.tolerances import OUTPUT
 
 
 def rows_of(inputs, num_tokens):

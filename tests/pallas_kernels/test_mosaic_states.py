@@ -11,17 +11,17 @@ import numpy as np
 import pytest
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as interpreter
 
+from pallas_kernels.arguments.ssd import Sizes
 from pallas_kernels.causal_conv import cases as conv_cases
 from pallas_kernels.causal_conv import mosaic_gpu as conv
 from pallas_kernels.device import NEWEST_JAX, gpu_arch
-from pallas_kernels.poisoned_states import Rows
+from pallas_kernels.inputs.nan_filled_states import Rows
 from pallas_kernels.ssd_scan import cases as scan_cases
 from pallas_kernels.ssd_scan import mosaic_gpu as scan
 from pallas_kernels.ssd_scan.mosaic_schedule import Geometry, Schedule
-from pallas_kernels.ssd_shapes import Sizes
 from pallas_kernels.ssd_update import cases as update_cases
 from pallas_kernels.ssd_update import mosaic_gpu as update
-from pallas_kernels.tolerances import OUTPUT
+from pallas_kernels.workbench.tolerances import OUTPUT
 from tests.pallas_kernels import state_oracle
 
 CONV = {case.name: case for case in conv_cases.CASES}

@@ -13,7 +13,7 @@ import pytest
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as interpreter
 
 from pallas_kernels.device import NEWEST_JAX, gpu_arch
-from pallas_kernels.mosaic_rows import flat_pieces, row_pieces
+from pallas_kernels.mosaic.rows import flat_pieces, row_pieces
 from pallas_kernels.page_write import cases as page_cases
 from pallas_kernels.page_write import mosaic_gpu as pages_kernel
 from pallas_kernels.rotary_write import cases as rotary_cases
@@ -21,7 +21,7 @@ from pallas_kernels.rotary_write import mosaic_gpu as rotary_kernel
 from pallas_kernels.rotary_write.cases import Case
 from pallas_kernels.rotary_write.mosaic_block import Geometry
 from tests.pallas_kernels import oracle
-from tests.pallas_kernels.test_rotary_write import assert_is_oracle, real_tokens
+from tests.pallas_kernels.rotary_write.test_rotary_write import assert_is_oracle, real_tokens
 
 PAGES = {case.name: case for case in page_cases.CASES}
 ROTARY = {case.name: case for case in rotary_cases.CASES}

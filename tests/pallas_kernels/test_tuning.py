@@ -77,7 +77,7 @@ def test_a_file_is_read_once(on_card):
 )
 def test_a_damaged_file_says_what_is_wrong_and_what_to_do(on_card, text, told):
     on_card("NVIDIA H200", text)
-    with pytest.raises(ValueError, match=r"pallas_kernels\.tune") as refused:
+    with pytest.raises(ValueError, match=r"pallas_kernels\.workbench\.tune") as refused:
         tuning.tuned("op", "class")
     assert told in str(refused.value)
     assert "nvidia-h200.json is damaged" in str(refused.value)

@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.batch import PagedTables, SamplingBatch, StepBatch
+from jaxkv.batch import PagedTables, StepBatch
 from jaxkv.cache.state import Cache
+from jaxkv.sampling.batch import SamplingBatch
 from jaxkv.step.burst import decode_burst
 from jaxkv.step.loop import NOWHERE
 
@@ -59,8 +60,6 @@ def written_by(starts, left, write_slots):
         positions=starts,
         cu_q_lens=at(0, 1, 2, 3),
         seq_lens=starts + 1,
-        num_tokens=jnp.int32(ROWS),
-        num_rows=jnp.int32(ROWS),
         paged=(tables,),
         states=(),
         sampling=SamplingBatch(slots=at(0, 1, 2), carry=at(0, 0, 0)),

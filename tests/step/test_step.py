@@ -9,18 +9,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv.cache.accounts import Accounts
+from jaxkv.cache.page_allocator import PageAllocator
 from jaxkv.cache.spec import LayerSpec, group_layers
 from jaxkv.cache.state import init_cache
 from jaxkv.cache.variants import sampling
 from jaxkv.config import SamplingParams
-from jaxkv.engine.fields import StepShape
 from jaxkv.engine.packer import Packer
+from jaxkv.engine.program_spec import StepSpec
 from jaxkv.engine.rows import Row
 from jaxkv.model_config import ModelConfig, RopeConfig
 from jaxkv.models.decoder import Decoder
 from jaxkv.step.step import step
 from pallas_kernels import page_write, paged_attention
+from tests.cache.layouts import slots_of
 
 MODEL = Decoder(
     ModelConfig(
@@ -60,7 +61,7 @@ class Runner:
 
     def __init__(self, shape):
         self.params = MODEL.init_params(jax.random.key(3), jnp.float32)
-        self.accounts = Accounts(LAYOUT, COUNTS)
+        self.allocator = PageAllocator(LAYOUT, COUNTS)
         self.packer = Packer(LAYOUT, COUNTS, 50)
         self.cache = junk_cache()
         self.change_program(shape)
@@ -70,20 +71,20 @@ class Runner:
 
         @partial(jax.jit, donate_argnums=1)
         def run(params, cache, ints):
-            return step(MODEL, params, cache, self.packer.unpack(shape, ints)[0])
+            return step(MODEL, params, cache, self.packer.unpack(shape, ints))
 
         self.run = run
 
     def __call__(self, *rows):
         for row in rows:
             if row.start == 0:
-                self.accounts.open(row.sequence)
-            self.accounts.reserve(row.sequence, row.start + len(row.tokens))
-        ints, _ = self.packer.pack(self.shape, rows, self.accounts)
+                self.allocator.open(row.sequence)
+            self.allocator.reserve(row.sequence, row.start + len(row.tokens))
+        ints, _ = self.packer.pack(self.shape, rows, self.allocator)
         self.cache, sampled = self.run(self.params, self.cache, ints)
         assert self.run._cache_size() == 1
         for row in rows:
-            self.accounts.commit(row.sequence, row.start + len(row.tokens))
+            self.allocator.commit(row.sequence, row.start + len(row.tokens))
         return np.asarray(sampled.tokens)[: len(rows)].tolist()
 
     def bits(self):
@@ -91,7 +92,8 @@ class Runner:
 
     def written(self, sequence, start, stop):
         """The (page, offset) of some tokens of a sequence."""
-        return divmod(self.accounts.slots(sequence, "gqa", start, stop), PAGE)
+        group = self.packer.layout.group("gqa")
+        return divmod(np.array(slots_of(self.allocator, group, sequence, start, stop)), PAGE)
 
 
 def test_the_scalar_replay_probe_reads_the_second_key():
@@ -132,21 +134,21 @@ def assert_only_these_changed(run, before, rows):
     for changed in pools:
         np.testing.assert_array_equal(changed.all(axis=(2, 3)), wanted)
         np.testing.assert_array_equal(changed.any(axis=(2, 3)), wanted)
-    slots = {run.accounts.states(row.sequence, "sampling")[1] for row in rows}
+    slots = {run.allocator.states(row.sequence, "sampling")[1] for row in rows}
     assert set(np.flatnonzero(last_tokens).tolist()) <= slots
 
 
 def test_a_step_writes_where_its_own_lengths_say_and_nowhere_else():
     """S1-01, N-01: one executable at lengths [0, 3, 7], then [1, 4, 8], changes the places (row, length) alone."""
-    run = Runner(StepShape(16, 4, (4,)))
+    run = Runner(StepSpec(16, 4, (4,)))
     run(Row(1, [5, 6, 7], 0, GREEDY), Row(2, [8, 9, 10, 11, 12, 13, 14], 0, GREEDY))
-    run.change_program(StepShape(3, 3, (4,), decode=True))
+    run.change_program(StepSpec(3, 3, (4,), decode=True))
     decode = run.run
     for lengths in ([0, 3, 7], [1, 4, 8]):
         before = run.bits()
         rows = [Row(row, [row + 20], length, GREEDY) for row, length in enumerate(lengths)]
         run(*rows)
-        assert [run.accounts.num_tokens(row) - 1 for row in range(3)] == lengths
+        assert [run.allocator.num_tokens(row) - 1 for row in range(3)] == lengths
         assert_only_these_changed(run, before, rows)
     assert run.run is decode
     assert decode._cache_size() == 1
@@ -154,25 +156,25 @@ def test_a_step_writes_where_its_own_lengths_say_and_nowhere_else():
 
 def test_a_row_at_capacity_is_refused_on_the_host_with_the_numbers():
     """S1-07: its two pages are full, so its next token has no place; nothing runs, and the other row goes on."""
-    run = Runner(StepShape(16, 4, (2,)))
+    run = Runner(StepSpec(16, 4, (2,)))
     run(Row(0, [1, 2, 3, 4, 5], 0, GREEDY), Row(1, [8, 9, 10, 11, 12, 13, 14, 15], 0, GREEDY))
-    run.change_program(StepShape(2, 2, (2,), decode=True))
+    run.change_program(StepSpec(2, 2, (2,), decode=True))
     rows, before = [Row(0, [20], 5, GREEDY), Row(1, [21], 8, GREEDY)], run.bits()
-    run.accounts.reserve(0, 6)
+    run.allocator.reserve(0, 6)
     with pytest.raises(
         ValueError, match=r"sequence 1 has 2 pages of 4 tokens .* not hold 9 tokens"
     ):
-        run.packer.pack(run.shape, rows, run.accounts)
-    run.accounts.reserve(1, 9)
+        run.packer.pack(run.shape, rows, run.allocator)
+    run.allocator.reserve(1, 9)
     with pytest.raises(ValueError, match=r"sequence 1 holds 3 pages .* table has 2"):
-        run.packer.pack(run.shape, rows, run.accounts)
+        run.packer.pack(run.shape, rows, run.allocator)
     run(rows[0])
     assert_only_these_changed(run, before, rows[:1])
 
 
 def test_padding_rows_of_a_short_batch_touch_nothing():
     """S2-04, T-02, T-05, S3-06..09: after 8 rows, 3 rows in the same program change 3 places and no others."""
-    run = Runner(StepShape(8, 8, (4,), decode=True))
+    run = Runner(StepSpec(8, 8, (4,), decode=True))
     run(*(Row(sequence, [sequence], 0, GREEDY) for sequence in range(8)))
     before = run.bits()
     rows = [Row(sequence, [0], 1, GREEDY, carry=True) for sequence in (1, 4, 6)]
@@ -182,7 +184,7 @@ def test_padding_rows_of_a_short_batch_touch_nothing():
 
 def test_rows_answer_the_same_in_any_company_and_place():
     """S1-06, T-18: bit for bit, since the program is the same."""
-    shape = StepShape(16, 4, (4,))
+    shape = StepSpec(16, 4, (4,))
     prompts = [[1, 2, 3], [4, 5, 6, 7, 8], [9]]
     together = Runner(shape)(*(Row(n, p, 0, GREEDY) for n, p in enumerate(prompts)))
     backwards = Runner(shape)(*(Row(n, p, 0, GREEDY) for n, p in enumerate(prompts[::-1])))
@@ -193,7 +195,7 @@ def test_rows_answer_the_same_in_any_company_and_place():
 
 def test_a_carried_token_is_the_one_sampled_last():
     """The next step may be sent before the host has read this one's token."""
-    shape = StepShape(8, 2, (4,))
+    shape = StepSpec(8, 2, (4,))
     told, carried = Runner(shape), Runner(shape)
     first = told(Row(0, [3, 1, 4], 0, GREEDY), Row(1, [1, 5], 0, GREEDY))
     carried(Row(0, [3, 1, 4], 0, GREEDY), Row(1, [1, 5], 0, GREEDY))
@@ -204,13 +206,13 @@ def test_a_carried_token_is_the_one_sampled_last():
 
 def test_a_prompt_in_chunks_mixed_with_decode_equals_the_whole():
     """S3-01, S3-12: a chunk with a cached prefix and a decode row share a step and agree with separate runs."""
-    whole = Runner(StepShape(16, 4, (4,)))
+    whole = Runner(StepSpec(16, 4, (4,)))
     wanted = whole(Row(0, list(range(10)), 0, GREEDY))
-    run = Runner(StepShape(16, 4, (4,)))
+    run = Runner(StepSpec(16, 4, (4,)))
     first = run(Row(1, [7, 8], 0, GREEDY), Row(0, list(range(6)), 0, GREEDY, emits=False))
     mixed = run(Row(1, [0], 2, GREEDY, carry=True), Row(0, list(range(6, 10)), 6, GREEDY))
     assert mixed[1] == wanted[0]
-    again = Runner(StepShape(16, 4, (4,)))
+    again = Runner(StepSpec(16, 4, (4,)))
     assert again(Row(1, [7, 8, first[0]], 0, GREEDY))[0] == mixed[0]
 
 

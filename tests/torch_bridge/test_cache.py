@@ -111,7 +111,7 @@ def test_a_fork_and_its_parent_go_on_by_themselves(llama):
     cache = JaxkvCache(llama, max_tokens=512)
     said = greedy(llama, ids, mask, 6, past_key_values=cache)
     twins = (cache, cache.fork(), copy.deepcopy(cache))
-    free = cache._store.accounts.num_free("gqa")
+    free = cache._store.allocator.num_free("gqa")
     for seed, holder in enumerate(twins):
         more, ones = prompts(2, 7, seed=seed + 5)
         longer = torch.cat([said, more], 1)
@@ -120,7 +120,7 @@ def test_a_fork_and_its_parent_go_on_by_themselves(llama):
         assert torch.equal(greedy(llama, longer, shown, 8, past_key_values=holder), wanted)
         assert holder.stats().tokens_reused == 0
     assert twins[1].stats().tokens_computed == 2 * (7 + 1 + 7)
-    assert cache._store.accounts.num_free("gqa") < free
+    assert cache._store.allocator.num_free("gqa") < free
     check(cache)
 
 
@@ -129,13 +129,13 @@ def test_a_cache_takes_its_hooks_and_pages_with_it(llama):
     cache = JaxkvCache(llama, max_tokens=256)
     ids, mask = prompts(1, 20)
     greedy(llama, ids, mask, 3, past_key_values=cache)
-    free = cache._store.accounts.num_free("gqa")
+    free = cache._store.allocator.num_free("gqa")
     child = cache.fork()
     more = torch.cat([ids, ids], 1)
     greedy(llama, more, torch.ones_like(more), 2, past_key_values=child)
-    assert cache._store.accounts.num_free("gqa") < free
+    assert cache._store.allocator.num_free("gqa") < free
     del child
-    assert cache._store.accounts.num_free("gqa") == free
+    assert cache._store.allocator.num_free("gqa") == free
     del cache
     assert (len(llama._forward_hooks), len(llama._forward_pre_hooks)) == hooks
 
@@ -206,15 +206,22 @@ def test_jax_may_move_pages_between_forwards(llama):
     assert torch.equal(got, wanted)
 
 
-def test_the_readme_is_right_about_the_bridge():
+def test_the_readme_is_right_about_the_bridge(capsys):
     text = (Path(__file__).parents[2] / "README.md").read_text()
     blocks = [b for b in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "torch_bridge" in b]
-    input_ids, mask = prompts(1, 40)
-    names = {"model": tiny_model("llama"), "input_ids": input_ids, "mask": mask}
+    names = {}
     for block in blocks:
         exec(block, names)
-    assert names["cache"].stats().tokens_reused == 32
-    said, model, child = names["ids"], names["model"], names["child"]
-    assert greedy(model, said, torch.ones_like(said), 2, past_key_values=child).shape == (1, 74)
+    said, code, tokenizer = names["ids"], names["code"], names["tokenizer"]
+    prompts = [tokenizer(code + end).input_ids for end in ("        self.", "        return ")]
+    alike = next(i for i, (one, other) in enumerate(zip(*prompts, strict=False)) if one != other)
+    assert capsys.readouterr().out.split() == [str(alike // 16 * 16)]
+    assert f"# {alike // 16 * 16} of the {alike} tokens" in text
+    model = names["model"].set_attn_implementation("sdpa") or names["model"]
+    ids = torch.tensor([prompts[1]])
+    assert torch.equal(said, greedy(model, ids, torch.ones_like(ids), 32))
+    model.set_attn_implementation("jaxkv")
+    longer = greedy(model, said, torch.ones_like(said), 2, past_key_values=names["child"])
+    assert longer.shape == (1, said.shape[1] + 2)
     with pytest.raises(ValueError, match=r"before another prompt, call reset\(\)"):
-        greedy(model, input_ids, mask, 2, past_key_values=child)
+        greedy(model, ids, torch.ones_like(ids), 2, past_key_values=names["child"])

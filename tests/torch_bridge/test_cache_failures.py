@@ -1,6 +1,7 @@
 """What a cache says when a forward fails, the pool is full, or it is asked for what pages cannot do."""
 
 import gc
+import re
 
 import pytest
 import torch
@@ -108,7 +109,7 @@ def test_a_full_pool_says_so_loses_nothing_and_gives_prefixes_up_first(llama):
     cache.reset()
     many, shown = prompts(3, 30, seed=4)
     with pytest.raises(
-        OutOfPages, match="90 new tokens in 3 rows; give JaxkvCache a larger max_tokens"
+        OutOfPages, match=r"90 new tokens in 3 rows; give JaxkvCache a larger max_tokens$"
     ):
         greedy(llama, many, shown, 2, past_key_values=cache)
     check(cache)
@@ -118,6 +119,21 @@ def test_a_full_pool_says_so_loses_nothing_and_gives_prefixes_up_first(llama):
     longer = torch.cat([other] * 3, 1)
     with pytest.raises(OutOfPages):
         greedy(llama, longer, torch.ones_like(longer), 2, past_key_values=cache)
+    check(cache)
+
+
+def test_a_pool_that_forks_fill_says_that_resetting_them_helps(llama):
+    cache = JaxkvCache(llama, max_tokens=96)
+    ids, mask = prompts(1, 30)
+    said = greedy(llama, ids, mask, 2, past_key_values=cache)
+    child = cache.fork()
+    longer = torch.cat([said, ids], 1)[:, :60]
+    ones = torch.ones_like(longer)
+    greedy(llama, longer, ones, 1, past_key_values=child)
+    with pytest.raises(OutOfPages, match=r"larger max_tokens, or reset\(\) forks that are done$"):
+        greedy(llama, longer, ones, 1, past_key_values=cache)
+    child.reset(keep_prefix=False)
+    assert greedy(llama, longer, ones, 1, past_key_values=cache).shape == (1, 61)
     check(cache)
 
 
@@ -165,7 +181,9 @@ def test_models_that_remember_otherwise_and_odd_sizes_are_refused(llama):
         num_attention_heads=2, num_key_value_heads=2, n_routed_experts=4, q_lora_rank=8, kv_lora_rank=8,
         qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8, n_group=1, topk_group=1, num_experts_per_tok=2,
     )  # fmt: skip
-    with pytest.raises(Unsupported, match="Use Transformers' DynamicCache"):
+    with pytest.raises(
+        Unsupported, match=r"has latent attention .* Use Transformers' DynamicCache"
+    ):
         JaxkvCache(transformers.DeepseekV3ForCausalLM(config))
     encoder = transformers.T5Config(
         vocab_size=32, d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=4
@@ -201,7 +219,10 @@ def test_rows_that_are_not_there_cannot_be_chosen(llama, order):
     ids, mask = prompts(2, 8)
     cache.reorder_cache(torch.tensor(order, dtype=torch.long))
     said = greedy(llama, ids, mask, 2, past_key_values=cache)
-    with pytest.raises(ValueError, match="chosen by numbers from 0 to 1"):
+    hint = "" if order else r"; reset\(\) forgets them all"
+    with pytest.raises(
+        ValueError, match=rf"chosen by numbers from 0 to 1, .* got {re.escape(str(order))}{hint}$"
+    ):
         cache.batch_select_indices(torch.tensor(order, dtype=torch.long))
     shown = torch.ones(2, 12, dtype=torch.long)
     longer = torch.cat([said, said[:, :2]], 1)

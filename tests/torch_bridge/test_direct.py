@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 import torch
 
-from tests.pallas_kernels.h200_reports import reports_of
+from tests.pallas_kernels.h200.reports import reports_of
 from torch_bridge import direct, launch
 from torch_bridge.direct import Decode
 from torch_bridge.launch import Launch, Lowered, lower_alone, why_not_launch
@@ -128,7 +128,7 @@ def test_on_the_cpu_xla_serves_everything():
 
 @pytest.fixture(scope="module")
 def reports():
-    return reports_of("../torch_bridge/h200_direct.py")
+    return reports_of("../../torch_bridge/h200_direct.py")
 
 
 def test_an_h200_would_launch_kernels_whose_arguments_are_the_tensors(reports):

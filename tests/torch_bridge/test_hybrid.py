@@ -46,7 +46,7 @@ def test_tokens_are_those_of_transformers_own_cache(model, pads):
         assert torch.equal(greedy(model, ids, mask, 14, past_key_values=cache), wanted)
         cache.reset(keep_prefix=True)
     assert len(wanted[:, 21:].unique()) > 5
-    cache._store.accounts.check()
+    cache._store.allocator.check()
     # A recurrent layer has no state for the middle of a text, so its prefixes are computed again.
     assert cache.stats().tokens_reused == 0
 
@@ -75,15 +75,15 @@ def test_beams_and_forks_have_states_of_their_own(model):
         shown = torch.ones_like(longer)
         wanted = greedy(model, longer, shown, 5)
         assert torch.equal(greedy(model, longer, shown, 5, past_key_values=holder), wanted)
-    cache._store.accounts.check()
+    cache._store.allocator.check()
 
 
 def test_too_many_rows_for_the_states_are_refused(model):
     cache = JaxkvCache(model, max_tokens=512, max_sequences=1)
     ids, mask = prompts(3, 5)
-    with pytest.raises(OutOfStates, match="JaxkvCache"):
+    with pytest.raises(OutOfStates, match=r"give JaxkvCache a larger max_sequences$"):
         greedy(model, ids, mask, 2, past_key_values=cache)
-    cache._store.accounts.check()
+    cache._store.allocator.check()
 
 
 def test_recurrent_layers_of_other_kinds_are_refused():

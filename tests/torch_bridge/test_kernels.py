@@ -10,7 +10,7 @@ import torch
 from torch.library import opcheck
 
 import pallas_kernels
-from pallas_kernels.quantise import quantise
+from pallas_kernels.formats.quantise import quantise
 from torch_bridge import NotZeroCopy, calls, from_torch, kernels, to_torch
 
 pytestmark = pytest.mark.torch

@@ -286,3 +286,17 @@ def test_b07_the_probe_says_whether_python_is_called_at_each_run():
     reason = why_not_captured()
     print("captured:", reason or "yes")
     assert reason is None or "called Python" in reason
+
+
+def test_no_key_of_weights_before_a_write_through_data_is_reused():
+    model = tiny_model("llama").to(CUDA)
+    ids, mask = (one.to(CUDA) for one in prompts(1, 40))
+    cache = JaxkvCache(model, max_tokens=256)
+    for reused in (0, 32):
+        greedy(model, ids, mask, 3, past_key_values=cache)
+        cache.reset()
+        assert cache.stats().tokens_reused == reused
+    model.model.layers[0].self_attn.k_proj.weight.data[3, 5] += 4
+    wanted = greedy(model, ids, mask, 8)
+    assert torch.equal(greedy(model, ids, mask, 8, past_key_values=cache), wanted)
+    assert cache.stats().tokens_reused == 32

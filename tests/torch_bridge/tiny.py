@@ -67,7 +67,7 @@ def greedy(model, ids, mask, count, **options):
 
 def check(cache):
     """Says that books, index and pool of a `JaxkvCache` agree, and that nothing is out."""
-    cache._store.accounts.check()
+    cache._store.allocator.check()
     cache._store.index.check()
     assert not cache.owner.poisoned
     assert not cache.owner.borrower

@@ -1,0 +1,147 @@
+"""A cache on disk: every array, bit for bit, in a safetensors file that names its layout."""
+
+import json
+import os
+import stat
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from jaxkv.cache.spec import CacheLayout, NamedArray
+from jaxkv.cache.state import Cache
+from jaxkv.drafts import draft_of, remove_abandoned
+from jaxkv.errors import BadCheckpoint
+from jaxkv.wording import clip, listed, shown
+
+_FORMAT = "jaxkv-cache-1"
+
+
+def _stored_dtype(dtype: str) -> np.dtype:
+    """One-byte floats, which safetensors' numpy side cannot name, are stored as their bits."""
+    stored = np.dtype(dtype)
+    return np.dtype("uint8") if stored.itemsize == 1 and stored.kind not in "iub" else stored
+
+
+def _describe(layout: CacheLayout) -> list[dict[str, Any]]:
+    groups = [asdict(group) for group in layout.groups]
+    for group in groups:
+        del group["spec"]["notes"]
+    return json.loads(json.dumps(groups))
+
+
+def save_cache(
+    cache: Cache, layout: CacheLayout, counts: Mapping[str, int], path: str | Path
+) -> None:
+    """Writes every array, bit for bit, to a safetensors file that names its layout; it appears whole or not at all.
+
+    Args:
+        cache: what to write.
+        layout: that it was made from.
+        counts: pages or states of each group, by name.
+        path: a new file, or a regular file to be replaced; the target of a symbolic link is, and the link stays.
+
+    Raises:
+        ValueError: the cache was not made from these, or a directory, a device or the like has that name.
+    """
+    named = layout.arrays(counts)
+    if [array.shape for array in cache.arrays] != [array.shape for array in named]:
+        raise ValueError(f"the cache was not made from this layout and the counts {dict(counts)}")
+    path = _writable(Path(path))
+    metadata = {
+        "format": _FORMAT,
+        "layout": json.dumps(_describe(layout)),
+        "counts": json.dumps(dict(counts)),
+    }
+    # JAX keeps the host's view of an array it converted, and a viewed array cannot be donated: convert a copy.
+    tensors = {
+        name.name: np.asarray(jnp.copy(array)).view(_stored_dtype(name.dtype))
+        for name, array in zip(named, cache.arrays, strict=True)
+    }
+    remove_abandoned(path.parent)
+    with draft_of(path) as draft:
+        save_file(tensors, draft, metadata=metadata)
+
+
+def _writable(path: Path) -> Path:
+    """Returns where a file is written, after links."""
+    real = Path(os.path.realpath(path))
+    with suppress(FileNotFoundError):
+        mode = real.stat().st_mode
+        if not stat.S_ISREG(mode):
+            kinds = {
+                stat.S_IFDIR: "a directory",
+                stat.S_IFCHR: "a device",
+                stat.S_IFBLK: "a device",
+            }
+            kind = kinds.get(stat.S_IFMT(mode), "a pipe or socket")
+            raise ValueError(
+                f"{path} is {kind}, not a regular file; name a file to write the cache to"
+            )
+    return real
+
+
+def load_cache(path: str | Path, layout: CacheLayout) -> tuple[Cache, dict[str, int]]:
+    """Reads what `save_cache` wrote: the cache, and the pages or states of each group.
+
+    Raises:
+        BadCheckpoint: the file is damaged, was saved with another layout, or an array is missing or wrong.
+    """
+    try:
+        with safe_open(path, framework="numpy") as file:
+            counts = _check_metadata(file.metadata() or {}, layout, path)
+            named = layout.arrays(counts)
+            names = {array.name for array in named}
+            if names != set(file.keys()):
+                others = [repr(name) for name in sorted(names ^ set(file.keys()))]
+                raise BadCheckpoint(
+                    f"{path} holds other arrays than its layout: [{listed(others)}]"
+                )
+            arrays = tuple(_read(array, file.get_tensor(array.name), path) for array in named)
+    except SafetensorError as error:
+        raise BadCheckpoint(f"{path} is damaged or no safetensors file: {clip(error)}") from error
+    return Cache(arrays=arrays, keys=tuple((array.layer, array.role) for array in named)), counts
+
+
+def _check_metadata(
+    metadata: Mapping[str, str], layout: CacheLayout, path: str | Path
+) -> dict[str, int]:
+    if metadata.get("format") != _FORMAT:
+        raise BadCheckpoint(
+            f"{path} has format {shown(metadata.get('format'))}, wanted {_FORMAT!r}"
+        )
+    try:
+        saved, counts = json.loads(metadata["layout"]), json.loads(metadata["counts"])
+    except (KeyError, json.JSONDecodeError) as error:
+        raise BadCheckpoint(f"{path} lacks a readable layout: {error!r}") from error
+    wanted = _describe(layout)
+    differing = [pair for pair in zip(saved, wanted, strict=False) if pair[0] != pair[1]]
+    if saved != wanted:
+        got, want = differing[0] if differing else (f"{len(saved)} groups", f"{len(wanted)} groups")
+        raise BadCheckpoint(
+            f"{path} was saved with another layout: got {clip(got, 600)}, wanted {clip(want, 600)}"
+        )
+    names = {group.name for group in layout.groups}
+    positive = isinstance(counts, dict) and all(type(n) is int and n > 0 for n in counts.values())
+    if not positive or set(counts) != names:
+        raise BadCheckpoint(
+            f"{path} has counts {clip(counts)}, wanted one for each of {sorted(names)}"
+        )
+    return counts
+
+
+def _read(array: NamedArray, stored: np.ndarray, path: str | Path) -> Array:
+    wanted = _stored_dtype(array.dtype)
+    if (stored.shape, stored.dtype) != (array.shape, wanted):
+        raise BadCheckpoint(
+            f"{array.name} in {path} is {stored.dtype}{list(stored.shape)}, wanted {wanted}{list(array.shape)}"
+        )
+    # A copy of its own: memory shared with numpy could not be donated.
+    return jnp.array(stored.view(np.dtype(array.dtype)), copy=True)

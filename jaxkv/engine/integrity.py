@@ -1,0 +1,76 @@
+"""Integrity of the books of an engine: who holds which page or state, checked when no request is left."""
+
+from collections.abc import Callable, Collection
+
+from jaxkv.cache.page_allocator import PageAllocator
+from jaxkv.cache.prefix import PrefixIndex
+from jaxkv.errors import CorruptBooks
+
+_MOST_SHARE = 0.01
+"""Share of an engine's time that checks may take."""
+
+_ADVICE = (
+    "this is a fault of jaxkv, and texts may have been computed from pages of other requests: "
+    "discard the results since the last check, make a new LLM and report the fault"
+)
+
+
+def check_books(
+    allocator: PageAllocator, prefix: PrefixIndex | None, running: Collection[int]
+) -> None:
+    """Compares every reference to a page or state with its holders.
+
+    Args:
+        allocator: pages and states of all sequences.
+        prefix: pages and checkpoints that are kept, and the host tier behind them.
+        running: numbers of the sequences that may hold something.
+
+    Raises:
+        CorruptBooks: with the ids, if two records contradict each other, or another sequence holds something.
+    """
+    try:
+        allocator.check()
+        if prefix is not None:
+            prefix.check()
+    except ValueError as error:
+        raise CorruptBooks(f"{error}; {_ADVICE}") from error
+    leaked = allocator.open_sequences - set(running)
+    if leaked:
+        raise CorruptBooks(
+            f"sequences {sorted(leaked)} hold pages or states and do not run; {_ADVICE}"
+        )
+
+
+class IdleCheck:
+    """Checks the books of one engine in at most one hundredth of its time.
+
+    Sequences that were open before the engine was made belong to others and are no leak.
+
+    Args:
+        allocator: pages and states of all sequences.
+        prefix: pages and checkpoints that are kept.
+        clock: returns seconds; must not jump.
+    """
+
+    def __init__(
+        self, allocator: PageAllocator, prefix: PrefixIndex | None, clock: Callable[[], float]
+    ) -> None:
+        self._allocator = allocator
+        self._prefix = prefix
+        self._clock = clock
+        self._of_others = allocator.open_sequences
+        self._due = clock()
+
+    def run_if_due(self) -> bool:
+        """Checks the books of an idle engine unless the last check is too recent; returns whether it did.
+
+        Raises:
+            CorruptBooks: see `check_books`.
+        """
+        began = self._clock()
+        if began < self._due:
+            return False
+        check_books(self._allocator, self._prefix, self._of_others)
+        ended = self._clock()
+        self._due = ended + (ended - began) / _MOST_SHARE
+        return True

@@ -1,0 +1,151 @@
+"""One sample on its way: what was asked, what is known so far, and what is under way. Knows no arrays and no pages."""
+
+from collections import deque
+from dataclasses import dataclass, field
+from operator import attrgetter
+
+from jaxkv.cache.prefix import PageKeys
+from jaxkv.engine.request import Piece, Request
+from jaxkv.engine.text_stream import TextStream
+from jaxkv.sampling.features import Features
+from jaxkv.sampling.fields import features_for
+from jaxkv.tokenizer import Tokenizer
+
+WAITING, RUNNING, FINISHED = "waiting", "running", "finished"
+
+ORDER = attrgetter("order")
+"""Sorts sequences by who comes first."""
+
+
+@dataclass(eq=False, kw_only=True, slots=True)
+class RequestState:
+    """The progress of one request.
+
+    The host may be a step behind the device: `computed` and `pending` say what was dispatched, `tokens` and
+    `collected` what was read.
+
+    Attributes:
+        request: what was asked.
+        number: its number in the page allocator; later sequences have larger ones.
+        tokens: the prompt and the generated ids that the host has read.
+        status: `WAITING`, `RUNNING` or `FINISHED`.
+        computed: tokens whose keys, values and states dispatched steps compute.
+        collected: those whose step is known to have succeeded.
+        pending: tokens that were chosen on the device and are not read yet.
+        reserved: tokens its pages hold, in groups that keep all.
+        writable: tokens its pages hold in every group: fewer, where layers have windows.
+        epoch: grows when what is under way no longer counts; rows of an older epoch are dropped.
+        other_samples: of the same prompt, which start from this one's pages of it.
+        first_sample: the sample of the same prompt that this one waits for.
+        keys: the names of its pages in the prefix index.
+        tainted: logits were not finite somewhere, so that its pages must not be shared.
+        publishes_at: with so many tokens collected, it has pages to offer to the prefix index, or is new to it.
+        cached: tokens of the first admission that came out of the prefix index.
+        shared: tokens that another sample of the same prompt computed, from whose pages this one started.
+        preemptions: how often it lost its pages and was computed again.
+        fetched: the host was asked for its prefix since it began to wait.
+        retried: its own part in a step ran out of memory once, and it was put off.
+        reason: why it ended; see `SampleOutput`.
+        error: what failed, if its own part in a step or its text did.
+        logprobs: per generated token, if asked for.
+        stream: makes text of its tokens; `None` if nobody reads it as it comes and no string ends it.
+        text: what `stream` has made so far.
+        pieces: what a user has not taken yet; `None` if nobody takes them.
+        features: what a program must be able to do to choose its tokens.
+        prompt_tokens, longest: of its prompt, and of the whole when `max_tokens` are generated.
+        arrived, admitted, started, ended: seconds on the engine's clock: when it was added, first given pages, gave its
+            first token, finished.
+    """
+
+    request: Request
+    number: int
+    tokens: list[int]
+    status: str = WAITING
+    computed: int = 0
+    collected: int = 0
+    pending: int = 0
+    reserved: int = 0
+    writable: int = 0
+    epoch: int = 0
+    other_samples: "list[RequestState]" = field(default_factory=list)
+    first_sample: "RequestState | None" = None
+    keys: PageKeys | None = None
+    tainted: bool = False
+    publishes_at: int = 0
+    cached: int | None = None
+    shared: int = 0
+    preemptions: int = 0
+    fetched: bool = False
+    retried: bool = False
+    reason: str | None = None
+    error: Exception | None = None
+    logprobs: list[dict[int, float]] = field(default_factory=list)
+    stream: TextStream | None = None
+    text: str = ""
+    pieces: deque[Piece] | None = None
+    arrived: float = 0.0
+    admitted: float | None = None
+    started: float | None = None
+    ended: float | None = None
+    features: Features = field(init=False)
+    prompt_tokens: int = field(init=False)
+    longest: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Counts once what every step asks for."""
+        self.features = features_for(self.request.params)
+        self.prompt_tokens = len(self.request.prompt)
+        self.longest = self.prompt_tokens + self.request.max_tokens
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Who comes first: the lower priority number, then the earlier arrival."""
+        return self.request.priority, self.number
+
+    @property
+    def generated(self) -> int:
+        """Generated tokens that the host has read."""
+        return len(self.tokens) - self.prompt_tokens
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The generated ids."""
+        return self.tokens[self.prompt_tokens :]
+
+    @property
+    def goal(self) -> int:
+        """Tokens that must be computed before the next one can be chosen, or before the other samples can start."""
+        return self.prompt_tokens - 1 if self.other_samples else len(self.tokens) + self.pending
+
+    @property
+    def remaining(self) -> int:
+        """Tokens that the next steps compute; 0 when there is nothing to do but wait."""
+        known = len(self.tokens) + self.pending
+        if known >= self.longest:
+            return 0
+        return (self.prompt_tokens - 1 if self.other_samples else known) - self.computed
+
+    @property
+    def is_known(self) -> bool:
+        """Whether all its tokens were found in the cache, so that nothing but the next one is wanted."""
+        known = len(self.tokens) + self.pending
+        return self.computed == known < self.longest and not self.other_samples
+
+    def restart(self) -> None:
+        """Forgets everything but its tokens: its pages are gone, and what is under way no longer counts."""
+        self.computed = self.collected = self.pending = self.reserved = self.publishes_at = 0
+        self.writable = 0
+        self.tainted = self.fetched = False
+        self.epoch += 1
+
+
+def new_request_state(
+    request: Request, *, number: int, tokenizer: Tokenizer | None, streamed: bool, now: float
+) -> RequestState:
+    """Returns a sequence that waits, with text if somebody takes its pieces or a string may end it."""
+    made = RequestState(request=request, number=number, tokens=list(request.prompt), arrived=now)
+    if streamed:
+        made.pieces = deque()
+    if tokenizer is not None and (streamed or request.params.stop):
+        made.stream = TextStream(tokenizer, request.prompt, request.params)
+    return made

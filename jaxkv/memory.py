@@ -1,0 +1,100 @@
+"""How much memory the device has left, and errors that name what to change when it does not suffice."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path, PurePosixPath
+
+import jax
+
+from jaxkv.errors import OutOfMemory
+
+REMEDY = (
+    "use a narrower dtype, a smaller max_model_len, or a CacheConfig with a smaller max_sequences or budget_bytes "
+    "(--cache-bytes), or free memory that other programs use"
+)
+
+_OUT_OF_MEMORY = ("RESOURCE_EXHAUSTED", "OUT_OF_MEMORY", "Out of memory", "out of memory")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory ran out, which may be another's doing and pass, and which a smaller step may not meet."""
+    told = f"{error} {error.__cause__ or ''}"
+    return isinstance(error, MemoryError) or any(sign in told for sign in _OUT_OF_MEMORY)
+
+
+@contextmanager
+def named_exhaustion(doing: str) -> Iterator[None]:
+    """Turns an error of memory that ran out into one that names the options to change.
+
+    Args:
+        doing: what the memory is for, as in "loading the weights".
+
+    Raises:
+        OutOfMemory: memory ran out inside the block. Any other error passes through.
+    """
+    try:
+        yield
+    except (MemoryError, jax.errors.JaxRuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        # The frames of its traceback hold what was allocated before.
+        cause = error.with_traceback(None)
+    else:
+        return
+    told = " ".join(str(cause).split())[:200]
+    raise OutOfMemory(f"out of memory while {doing} ({told}); {REMEDY}") from cause
+
+
+def device_bytes() -> int | None:
+    """Returns the free bytes of JAX's default device; on a CPU `host_bytes`; `None` if the device does not tell."""
+    device = jax.devices()[0]
+    if device.platform == "cpu":
+        return host_bytes()
+    stats = device.memory_stats() or {}
+    return stats["bytes_limit"] - stats["bytes_in_use"] if "bytes_limit" in stats else None
+
+
+def host_bytes(root: Path = Path("/")) -> int:
+    """Returns the bytes of memory that this process may use: the machine's, or less by a control group's limit.
+
+    Limits of enclosing groups count too, of version 1 and 2, as far as a container shows them.
+
+    Args:
+        root: of the file system.
+    """
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    for folder in _group_folders(root):
+        for name in ("memory.max", "memory.limit_in_bytes"):
+            # Without a limit the file is missing, or holds "max".
+            with suppress(OSError, ValueError):
+                limits.append(int((folder / name).read_text()))
+        with suppress(OSError):
+            limits += _hierarchical_limits((folder / "memory.stat").read_text())
+    return min(limit for limit in limits if limit > 0)
+
+
+def _group_folders(root: Path) -> Iterator[Path]:
+    """Yields the folders of the memory groups that this process is in, the innermost first."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        mount = root / "sys/fs/cgroup" / ("memory" if controllers else "")
+        group = PurePosixPath(path.lstrip("/"))
+        # A container may be told the path on the host, which it does not see; its own group is then the mount.
+        inner = [] if ".." in group.parts else [group, *group.parents]
+        yield from (mount / folder for folder in inner)
+        yield mount
+
+
+def _hierarchical_limits(stat: str) -> Iterator[int]:
+    """Yields the limit that a group of version 1 has by itself or by groups around it."""
+    for line in stat.splitlines():
+        name, _, value = line.partition(" ")
+        if name == "hierarchical_memory_limit":
+            yield int(value)

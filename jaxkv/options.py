@@ -1,0 +1,109 @@
+"""Command-line options that several commands share, and how their values are read."""
+
+import argparse
+import re
+from collections.abc import Sequence
+from typing import NoReturn
+
+from jaxkv.config import CacheConfig
+
+SIZES = (
+    "N is a number such as 4096 or 8k: k, M, G and T are powers of 1024, so 8k is 8192. Bytes may be written 512MB or "
+    "1GiB, which are powers of 1024 too."
+)
+"""Explains to users the numbers that `size` reads."""
+
+_SIZE = re.compile(
+    r"([+-]?\d+)(?:\.(\d+)(?=[kmgt]))?(?:([kmgt])(?:i?b)?|b)?", re.IGNORECASE | re.ASCII
+)
+
+
+class Parser(argparse.ArgumentParser):
+    """Raises `ValueError` for wrong arguments; argparse itself would print the usage and exit."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raises for wrong arguments; sub-parsers are of this class too."""
+        raise ValueError(f"{message}; see {self.prog} --help")
+
+
+def with_hyphens(arguments: Sequence[str]) -> list[str]:
+    """Returns the arguments with the names of options in hyphens: `--max_tokens=8` becomes `--max-tokens=8`."""
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    spelled = []
+    for argument in arguments[:end]:
+        name, equals, value = argument.partition("=")
+        if name.startswith("--"):
+            name = name.replace("_", "-")
+        spelled.append(name + equals + value)
+    return [*spelled, *arguments[end:]]
+
+
+def size(text: str) -> int:
+    """Reads a number of tokens, bytes or other units, such as "4096", "8k", "1.5G", "512MB" or "1GiB".
+
+    Raises:
+        argparse.ArgumentTypeError: the text is no such number.
+    """
+    found = _SIZE.fullmatch(text)
+    if found is None:
+        raise argparse.ArgumentTypeError(
+            f"must be a number such as 4096, 8k or 1GB, got {text[:40]!r}"
+        )
+    whole, fraction, unit = found[1], found[2] or "", (found[3] or " ").lower()
+    scale = 1024 ** " kmgt".index(unit)
+    return int(whole + fraction) * scale // 10 ** len(fraction)
+
+
+def add_model_options(parser: argparse.ArgumentParser, *, max_sequences: int | None) -> None:
+    """Adds the options of the model, its cache and what runs it.
+
+    Args:
+        parser: of the command.
+        max_sequences: default of `--max-sequences`; `None` where the command explains its own.
+    """
+    parser.epilog = SIZES
+    parser.add_argument(
+        "--model",
+        metavar="DIR",
+        help="Hugging Face model directory (default: the small model inside the package)",
+    )
+    parser.add_argument(
+        "--dtype",
+        default="auto",
+        metavar="NAME",
+        help="to compute in: auto (the checkpoint's), float32, bfloat16 or float16; fp32, bf16, fp16 and half too "
+        "(default: %(default)s)",
+    )
+    parser.add_argument(
+        "--page-size",
+        type=size,
+        default=CacheConfig.page_size,
+        metavar="N",
+        help="tokens per page of the cache (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--max-sequences",
+        type=size,
+        default=max_sequences,
+        metavar="N",
+        help="sequences in flight at once (default: "
+        f"{max_sequences or 'one for each request, at most 256'})",
+    )
+    parser.add_argument(
+        "--cache-bytes",
+        type=size,
+        metavar="N",
+        help="memory for the cache (default: what the sequences need, at most a share of the free memory)",
+    )
+    parser.add_argument(
+        "--cache-dtype",
+        default="auto",
+        metavar="NAME",
+        help="of keys and values: auto (that of the weights), float32, bfloat16, float16, fp8 or int8 "
+        "(default: %(default)s)",
+    )
+    parser.add_argument(
+        "--implementation",
+        metavar="NAME",
+        help="mosaic_gpu, xla, cudnn or xla_products (default: the fastest that runs the model here)",
+    )

@@ -1,0 +1,173 @@
+"""Every sampling parameter that a step reads, in one table.
+
+The packed layout, the row table, `SamplingBatch`, `jaxkv.generate` and the features of a request derive from `FIELDS`.
+A new parameter is an attribute of `SamplingParams`, a row of the table, and its use in `jaxkv.sampling.sample`.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+
+from jaxkv.config import MAX_EOS_IDS, MAX_LOGPROBS, MAX_STOP_IDS, SamplingParams
+from jaxkv.sampling.features import Features, union
+
+LOGPROB_SIZES = (0, 5, MAX_LOGPROBS)
+"""Numbers of most likely tokens that programs report; a request that asks for fewer is cut on the host."""
+
+STOP_WIDTH = MAX_STOP_IDS + MAX_EOS_IDS
+"""Most stop ids of a row: the request's own and the model's end ids."""
+
+NO_TOKEN = 2**30
+"""Padding of stop ids: past the end of every vocabulary, so that writes at it are dropped and no token equals it."""
+
+
+@runtime_checkable
+class Choice(Protocol):
+    """How a request chooses its tokens: the part of a `Request` that the table reads."""
+
+    @property
+    def params(self) -> SamplingParams:
+        """Sampling parameters."""
+        ...
+
+    @property
+    def seed(self) -> int:
+        """64-bit seed of this sample."""
+        ...
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        """Ids that end the request, those of the model included."""
+        ...
+
+
+@dataclass(frozen=True)
+class SamplingField:
+    """One parameter as the device reads it: a column with one entry, or `width` entries, per row.
+
+    Attributes:
+        name: of the column in the packed array and in `SamplingBatch`.
+        dtype: of the column, `np.int32` or `np.float32`.
+        feature: the attribute of `Features` that a program needs to read the column.
+        read: returns the value, or up to `width` values, of one request.
+        off: the value that changes nothing; also the padding.
+        width: entries per row; 0 for a single number.
+    """
+
+    name: str
+    dtype: type
+    feature: str
+    read: Callable[[Choice], int | float | Sequence[int]]
+    off: int | float = 0
+    width: int = 0
+
+    def shape(self, rows: int) -> tuple[int, ...]:
+        """Returns the shape of the column for so many rows."""
+        return (rows, self.width) if self.width else (rows,)
+
+    def column(self, choices: Sequence[Choice]) -> np.ndarray:
+        """Returns the column of some requests.
+
+        Raises:
+            ValueError: one of them has more values than `width`.
+        """
+        values = np.full(self.shape(len(choices)), self.off, self.dtype)
+        for row, choice in enumerate(choices):
+            self.write(values, row, choice)
+        return values
+
+    def write(self, column: np.ndarray, row: int, choice: Choice) -> None:
+        """Writes one request's value into its row of a column.
+
+        Raises:
+            ValueError: the request has more values than `width`.
+        """
+        value = self.read(choice)
+        if not self.width:
+            column[row] = value
+            return
+        assert isinstance(value, Sequence)
+        if len(value) > self.width:
+            what = self.name.replace("_", " ")
+            raise ValueError(f"a request has {len(value)} {what}, at most {self.width} fit")
+        column[row] = self.off
+        column[row, : len(value)] = value
+
+
+def _attribute(
+    name: str, attribute: str, dtype: type, feature: str, off: int | float = 0
+) -> SamplingField:
+    """Describes a number that is an attribute of `SamplingParams`."""
+    return SamplingField(name, dtype, feature, lambda one: getattr(one.params, attribute), off)
+
+
+_INT, _FLOAT = np.int32, np.float32
+
+FIELDS = (
+    SamplingField("seed_low", _INT, "draws", lambda one: split_seed(one.seed)[0]),
+    SamplingField("seed_high", _INT, "draws", lambda one: split_seed(one.seed)[1]),
+    _attribute("temperature", "temperature", _FLOAT, "draws"),
+    _attribute("top_k", "top_k", _INT, "filters"),
+    _attribute("top_p", "top_p", _FLOAT, "filters", off=1.0),
+    _attribute("min_p", "min_p", _FLOAT, "filters"),
+    _attribute("repetition", "repetition_penalty", _FLOAT, "penalties", off=1.0),
+    _attribute("presence", "presence_penalty", _FLOAT, "penalties"),
+    _attribute("frequency", "frequency_penalty", _FLOAT, "penalties"),
+    SamplingField("stop_ids", _INT, "min_tokens", lambda one: one.stop_ids, NO_TOKEN, STOP_WIDTH),
+)
+
+
+def fields_for(features: Features) -> tuple[SamplingField, ...]:
+    """Returns the fields that a program of these features reads, in the table's order."""
+    return tuple(field for field in FIELDS if getattr(features, field.feature))
+
+
+def split_seed(seed: int) -> tuple[int, int]:
+    """Returns the low and the high half of a 64-bit seed as int32 values; other bits are dropped."""
+    low, high = np.asarray([seed & 0xFFFFFFFFFFFFFFFF], "<u8").view("<i4").tolist()
+    return low, high
+
+
+def features_of(choices: Iterable[Choice]) -> Features:
+    """Returns the least features of a program that serves all of these requests."""
+    return union([features_for(choice.params) for choice in choices])
+
+
+def features_for(params: SamplingParams) -> Features:
+    """Returns the features that one request needs."""
+    # Few sizes, so that few programs serve all requests.
+    top = next((size for size in LOGPROB_SIZES if size >= (params.logprobs or 0)), None)
+    draws = params.temperature > 0
+    return _one_object(
+        Features(
+            draws=draws,
+            filters=draws and _uses(params, "filters"),
+            penalties=_uses(params, "penalties") or bool(params.logit_bias),
+            min_tokens=params.min_tokens > 0,
+            logprobs=None if params.logprobs is None else top,
+        )
+    )
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """A `Choice` by itself, without a request around it."""
+
+    params: SamplingParams
+    seed: int = 0
+    stop_ids: tuple[int, ...] = ()
+
+
+def _uses(params: SamplingParams, feature: str) -> bool:
+    """Returns whether a request sets one of a feature's fields to a value that changes anything."""
+    choice = Fixed(params)
+    return any(field.read(choice) != field.off for field in FIELDS if field.feature == feature)
+
+
+@cache
+def _one_object(features: Features) -> Features:
+    """Returns the same object for equal features, so that comparing those of many rows is fast."""
+    return features

@@ -1,0 +1,120 @@
+"""Option names of vLLM: those accepted beside jaxkv's own, and one sentence for each common one that is not."""
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import fields
+from difflib import get_close_matches
+from functools import wraps
+from typing import Any, NamedTuple
+
+
+class Alias(NamedTuple):
+    """One accepted name.
+
+    Attributes:
+        theirs: the name in vLLM.
+        owner: what has the option here: `LLM`, a configuration class, or "call" for keywords of methods.
+        ours: its name there.
+    """
+
+    theirs: str
+    owner: str
+    ours: str
+
+
+ALIASES = (
+    Alias("max_num_seqs", "CacheConfig", "max_sequences"),
+    Alias("block_size", "CacheConfig", "page_size"),
+    Alias("kv_cache_dtype", "CacheConfig", "dtype"),
+    Alias("kv_cache_memory_bytes", "CacheConfig", "budget_bytes"),
+    Alias("gpu_memory_utilization", "CacheConfig", "memory_share"),
+    Alias("max_num_batched_tokens", "EngineConfig", "token_budget"),
+    Alias("enable_prefix_caching", "EngineConfig", "prefix_cache"),
+    Alias("seed", "LLM", "seed"),
+    Alias("sampling_params", "call", "sampling"),
+    Alias("use_tqdm", "call", "progress"),
+    Alias("cache_salt", "call", "salt"),
+)
+"""In the order of README's table. `dtype`, `max_model_len`, `load_format` and most fields of `SamplingParams` have the
+same name in both."""
+
+_UNSUPPORTED = {
+    "prompt_logprobs": "llm.score(prompts) returns the log-probabilities of given tokens",
+    "best_of": "ask for n samples and choose among them",
+    "use_beam_search": "there is no beam search; ask for n samples",
+    "logits_processors": "logit_bias is the one change of logits that a request can make",
+    "structured_outputs": "tokens cannot be constrained by a grammar",
+    "guided_decoding": "tokens cannot be constrained by a grammar",
+    "priority": "AsyncLLM.generate and AsyncLLM.stream have a priority",
+    "prompt_token_ids": 'give the ids as the prompt, or as {"prompt_token_ids": ids}',
+    "request_id": "jaxkv chooses RequestOutput.request_id",
+    "lora_request": "adapters are not supported; merge them into the weights",
+    "chat_template": "put it into the model directory as chat_template.jinja",
+    "tools": "llm.tokenizer.encode_chat(messages, tools=...) returns ids for generate",
+    "chat_template_kwargs": "llm.tokenizer.encode_chat(messages, options=...) returns ids for generate",
+    "tokenizer": "the tokenizer is tokenizer.json of the model directory; prompts may be token ids",
+    "trust_remote_code": "nothing in a model directory is executed",
+    "tensor_parallel_size": "jaxkv runs on one device",
+    "quantization": "checkpoints in block fp8 and MXFP4 are recognised, and decoded while they load",
+    "enforce_eager": "every step is a compiled program",
+    "swap_space": "cache=CacheConfig(host_bytes=...) keeps evicted prefixes in host memory",
+    "enable_chunked_prefill": "prompts are always computed in chunks; see max_num_batched_tokens",
+}
+
+
+def unknown_option(owner: str, name: str, known: Mapping[str, str]) -> ValueError:
+    """Returns the error for an option that does not exist.
+
+    Args:
+        owner: what it was given to, such as "LLM".
+        name: the option.
+        known: names that come into question -> how each is written.
+    """
+    start = f"{owner} has no option {name!r}"
+    if name in _UNSUPPORTED:
+        return ValueError(f"{start}: {_UNSUPPORTED[name]}")
+    closest = get_close_matches(name, known, n=1)
+    if closest:
+        return ValueError(f"{start}; the closest is {known[closest[0]]}")
+    own = [each for each, written in known.items() if each == written]
+    return ValueError(f"{start}; its options are {', '.join(own)}")
+
+
+def renamed(owner: str, options: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
+    """Returns options under jaxkv's names.
+
+    Args:
+        owner: the configuration class, or "call", that has them.
+        options: name, jaxkv's or vLLM's -> value.
+        known: jaxkv's names.
+
+    Raises:
+        ValueError: an option is unknown, or was given under both names.
+    """
+    ours = {alias.theirs: alias.ours for alias in ALIASES if alias.owner == owner}
+    made: dict[str, Any] = {}
+    for name, value in options.items():
+        target = ours.get(name, name)
+        if target not in known:
+            raise unknown_option(owner, name, {name: name for name in (*known, *ours)})
+        if target in made:
+            both = " and ".join(each for each in options if ours.get(each, each) == target)
+            raise ValueError(f"{both} are one option of {owner}; give one of them")
+        made[target] = value
+    return made
+
+
+def accepts_vllm_names[C: type](config: C) -> C:
+    """Lets a dataclass of keywords be made with vLLM's names too, and names the closest field of an unknown one."""
+    make: Callable[..., None] = config.__init__
+    known = tuple(field.name for field in fields(config))
+
+    @wraps(make)
+    def __init__(self: object, *values: object, **options: object) -> None:
+        if values:
+            raise ValueError(
+                f"{config.__name__} takes its options by name, such as {known[0]}=...; got {values[0]!r}"
+            )
+        make(self, **renamed(config.__name__, options, known))
+
+    config.__init__ = __init__
+    return config

@@ -1,0 +1,97 @@
+"""Refuses wrong arguments at an op's door, from shapes and dtypes alone. Knows no implementation."""
+
+from collections.abc import Mapping
+
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jaxtyping import Array
+
+from pallas_kernels.formats.eight_bit import LARGEST
+
+INT32_MAX = 2**31 - 1
+
+
+def check_ids(name: str, ids: Array | np.ndarray, shape: tuple[int | None, ...]) -> None:
+    """Refuses ids, slots or lengths that are not int32, not of `shape` (`None`: any size), or negative.
+
+    Values are only seen outside a trace; inside one the tables are trusted (they are built and checked on the
+    host). JAX would wrap a negative index around to live data, so -1 can never serve as padding.
+    """
+    if ids.dtype != jnp.int32:
+        raise ValueError(f"{name} must be int32, got {ids.dtype}; cast it where it is built")
+    check_shape(name, ids, shape)
+    if not isinstance(ids, Tracer) and ids.size and int(np.min(np.asarray(ids))) < 0:
+        raise ValueError(
+            f"{name} holds a negative number; pad with a value past the end, not with -1"
+        )
+
+
+def check_shape(name: str, array: Array | np.ndarray, shape: tuple[int | None, ...]) -> None:
+    """Refuses an array whose shape is not `shape`, where `None` stands for any size."""
+    fits = len(array.shape) == len(shape) and all(
+        wanted is None or got == wanted for got, wanted in zip(array.shape, shape, strict=True)
+    )
+    if not fits:
+        wanted = ", ".join("any" if size is None else str(size) for size in shape)
+        raise ValueError(f"{name} must have shape [{wanted}], got {list(array.shape)}")
+
+
+def check_attention(
+    q: Array | np.ndarray,
+    k_pages: Array | np.ndarray,
+    v_pages: Array | np.ndarray,
+    sinks: Array | np.ndarray | None,
+    k_scales: Array | np.ndarray | None,
+    v_scales: Array | np.ndarray | None,
+    *,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
+) -> None:
+    """Refuses queries, pools and options that do not fit one another."""
+    check_shape("q", q, (None, None, None))
+    heads, head_dim = q.shape[1:]
+    check_shape("k_pages", k_pages, (None, None, None, head_dim))
+    check_shape("v_pages", v_pages, tuple(k_pages.shape))
+    _check_dtypes(q, k_pages, v_pages, {"k_scales": k_scales, "v_scales": v_scales})
+    if heads % k_pages.shape[2]:
+        raise ValueError(
+            f"heads must be a multiple of kv_heads, got {heads} and {k_pages.shape[2]}"
+        )
+    if not scale > 0:
+        raise ValueError(f"scale must be positive, got {scale}; usually head_dim ** -0.5")
+    if window is not None and window < 1:
+        raise ValueError(f"window must be at least 1, got {window}; `None` attends to everything")
+    if soft_cap is not None and not soft_cap > 0:
+        raise ValueError(f"soft_cap must be positive, got {soft_cap}; `None` caps nothing")
+    if sinks is not None:
+        check_shape("sinks", sinks, (heads,))
+
+
+def _check_dtypes(
+    q: Array | np.ndarray,
+    k_pages: Array | np.ndarray,
+    v_pages: Array | np.ndarray,
+    scales: Mapping[str, Array | np.ndarray | None],
+) -> None:
+    """Refuses pages that are neither of q's dtype nor 8 bits with scales."""
+    given = {name: pool for name, pool in scales.items() if pool is not None}
+    if not given:
+        if not q.dtype == k_pages.dtype == v_pages.dtype:
+            raise ValueError(
+                f"q, k_pages and v_pages must share one dtype, got {q.dtype}, {k_pages.dtype} and "
+                f"{v_pages.dtype}; cast q to the cache's dtype, or give k_scales and v_scales"
+            )
+        return
+    if len(given) < len(scales):
+        raise ValueError(f"k_scales and v_scales come together, got only {next(iter(given))}")
+    if k_pages.dtype != v_pages.dtype or k_pages.dtype.name not in LARGEST:
+        raise ValueError(
+            f"k_pages and v_pages with scales must both be one of {', '.join(LARGEST)}, got "
+            f"{k_pages.dtype} and {v_pages.dtype}"
+        )
+    for name, pool in given.items():
+        check_shape(name, pool, tuple(k_pages.shape[:3]))
+        if pool.dtype != jnp.float32:
+            raise ValueError(f"{name} must be float32, got {pool.dtype}")

@@ -1,0 +1,99 @@
+"""What the arguments of the gated delta ops have in common: their sizes, and what each token does to the state."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from pallas_kernels.arguments.checks import check_shape
+from pallas_kernels.arguments.states import check_floats
+
+_NORM_EPS = 1e-6
+
+
+class DeltaSizes(NamedTuple):
+    """The sizes of one layer; key head i serves value heads `i * heads // key_heads` onwards."""
+
+    key_heads: int
+    heads: int
+    key_dim: int
+    value_dim: int
+
+    @classmethod
+    def of(cls, states: Array, qkv: Array | np.ndarray) -> "DeltaSizes":
+        """Returns the sizes of these arrays."""
+        _, heads, key_dim, value_dim = states.shape
+        return cls((qkv.shape[1] - heads * value_dim) // (2 * key_dim), heads, key_dim, value_dim)
+
+
+class Tokens(NamedTuple):
+    """Each token's part in the recurrence, per value head, in float32.
+
+    Attributes:
+        q, k: of unit length; queries also scaled by `key_dim ** -0.5`.
+        v: values.
+        decay: logarithm of what the token leaves of the state before it.
+        beta: share of its value that is corrected.
+    """
+
+    q: Float[Array, "tokens heads key_dim"]
+    k: Float[Array, "tokens heads key_dim"]
+    v: Float[Array, "tokens heads value_dim"]
+    decay: Float[Array, "tokens heads"]
+    beta: Float[Array, "tokens heads"]
+
+
+def tokens_of(
+    a_log: Float[Array, " heads"],
+    dt_bias: Float[Array, " heads"],
+    qkv: Float[Array, "tokens wide"],
+    a: Float[Array, "tokens heads"],
+    b: Float[Array, "tokens heads"],
+    sizes: DeltaSizes,
+) -> Tokens:
+    """Takes queries, keys and values apart and computes gates."""
+    keys = sizes.key_heads * sizes.key_dim
+    q, k, v = jnp.split(qkv.astype(jnp.float32), (keys, 2 * keys), axis=1)
+    repeats = sizes.heads // sizes.key_heads
+    q, k = (
+        jnp.repeat(_unit(part.reshape(-1, sizes.key_heads, sizes.key_dim)), repeats, axis=1)
+        for part in (q, k)
+    )
+    step = jax.nn.softplus(a.astype(jnp.float32) + dt_bias.astype(jnp.float32)[None])
+    return Tokens(
+        q=q * sizes.key_dim**-0.5,
+        k=k,
+        v=v.reshape(-1, sizes.heads, sizes.value_dim),
+        decay=-jnp.exp(a_log.astype(jnp.float32))[None] * step,
+        beta=jax.nn.sigmoid(b.astype(jnp.float32)),
+    )
+
+
+def _unit(x: Float[Array, "tokens heads dim"]) -> Float[Array, "tokens heads dim"]:
+    return x * jax.lax.rsqrt(jnp.sum(jnp.square(x), axis=-1, keepdims=True) + _NORM_EPS)
+
+
+def check_delta(
+    a_log: Array | np.ndarray,
+    dt_bias: Array | np.ndarray,
+    states: Array,
+    qkv: Array | np.ndarray,
+    a: Array | np.ndarray,
+    b: Array | np.ndarray,
+) -> None:
+    """Refuses arrays of one layer that do not fit each other."""
+    check_floats(a_log=a_log, dt_bias=dt_bias, states=states, qkv=qkv, a=a, b=b)
+    sizes = DeltaSizes.of(states, qkv)
+    values = sizes.heads * sizes.value_dim
+    wide = 2 * sizes.key_heads * sizes.key_dim + values
+    if sizes.key_heads < 1 or sizes.heads % sizes.key_heads or wide != qkv.shape[1]:
+        raise ValueError(
+            f"qkv has {qkv.shape[1]} columns, of which {values} are values of {sizes.heads} heads; the others must be "
+            f"queries and keys of {sizes.key_dim} components for a number of heads that divides {sizes.heads}"
+        )
+    for name, vector in (("a_log", a_log), ("dt_bias", dt_bias)):
+        check_shape(name, vector, (sizes.heads,))
+    for name, gates in (("a", a), ("b", b)):
+        check_shape(name, gates, (qkv.shape[0], sizes.heads))

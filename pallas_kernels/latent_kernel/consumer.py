@@ -1,0 +1,256 @@
+"""The consumers of the `latent_attention` kernel: the warpgroups that multiply, for 64 rows of queries.
+
+Of each pair of tiles the leader makes the scores of the first, the follower those of the second. Each keeps the weights
+of its own tile in registers and hands them to the other through shared memory, with the running maximum: the
+follower's begins where the leader's ended. `p_tile` holds one tile of weights at a time, first the leader's, then the
+follower's, which writes them only when it has multiplied the leader's.
+
+Names: `m` is the running maximum and `total` the running sum of the softmax (base 2), `p` the weights of a tile; each
+has one row per query, and `total` one column for each of 8, so that only its last sum crosses lanes, and only what a
+consumer's own tiles add. Both products are kept in accumulators, `scores` and `acc`.
+"""
+
+from collections.abc import Mapping
+from functools import partial, reduce
+from typing import Any
+
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import Array, lax
+
+from pallas_kernels.device import ROW_TILE, WGMMA_ROWS
+from pallas_kernels.latent_kernel.join import Join
+from pallas_kernels.latent_kernel.kernel import Kernel
+from pallas_kernels.latent_kernel.pieces import Piece
+from pallas_kernels.latent_kernel.schedule import COLUMN_TILE, SLOTS, TILE
+from pallas_kernels.mosaic.private_types import Ref
+from pallas_kernels.mosaic.rescale import rescale
+from pallas_kernels.mosaic.scores import LOG2_E
+from pallas_kernels.mosaic.tiles import PER_ROW, WGMMA, column_groups, over_columns
+
+State = tuple[Array, Array]
+# How far scores (base 2) may rise above what weights are relative to. Weights up to 256 are as exact as those up to 1.
+_SLACK = 8.0
+
+
+class Consumer:
+    """One of the two warpgroups that multiply; `half` is the half of the values that it multiplies."""
+
+    number: int
+    half: str
+
+    def __init__(self, kernel: Kernel, refs: Mapping[str, Ref], piece: Piece) -> None:
+        self.kernel, self.geometry, self.refs, self.piece = kernel, kernel.geometry, refs, piece
+
+    def take_pair(self, pair: Array, state: State, *, masked: bool) -> State:
+        """Takes a pair of tiles into the softmax and into `acc`."""
+        raise NotImplementedError
+
+    def run(self) -> None:
+        """Attends to the share's keys and delivers what comes of it."""
+        for slot in range(SLOTS):
+            self.release(slot)
+        plgpu.barrier_wait(self.refs["q_arrived"])
+        if self.kernel.interpret:
+            self.scores, self.acc = (self.refs[name].at[self.number] for name in ("scores", "acc"))
+            self.acc[...] = jnp.zeros(self.acc.shape, jnp.float32)
+            m, total, out = self.attend()
+        else:
+            widths = (TILE, self.geometry.half)
+            accumulators = [plgpu.ACC((WGMMA_ROWS, width), jnp.float32) for width in widths]
+            m, total, out = pl.run_scoped(self.attend_in, *accumulators)
+        Join(self.kernel, self.refs, self.piece, self.number).deliver(m, total, out)
+
+    def attend_in(self, scores: Ref, acc: Ref) -> tuple[Array, Array, Array]:
+        """Attends with these accumulators."""
+        self.scores, self.acc = scores, acc
+        return self.attend()
+
+    def attend(self) -> tuple[Array, Array, Array]:
+        """Returns the maximum, the sum of the consumer's own weights, and its half of the output so far."""
+        m = plgpu.layout_cast(jnp.full((WGMMA_ROWS,), -jnp.inf, jnp.float32), PER_ROW)
+        self.hold_queries()
+        total = plgpu.layout_cast(jnp.zeros((WGMMA_ROWS, ROW_TILE), jnp.float32), WGMMA)
+        state, piece = (m, total), self.piece
+        for start, stop, masked in (
+            (piece.start, piece.clear, False),
+            (piece.clear, piece.stop, True),
+        ):
+            state = lax.fori_loop(start, stop, partial(self.take_pair, masked=masked), state)
+        m, total = state
+        return m, jnp.sum(total, axis=1), self.result(self.acc, 0)
+
+    def hold_queries(self) -> None:
+        """Keeps the last columns of queries in registers."""
+        width = self.geometry.width
+        self.first_held = width - self.kernel.source.held * COLUMN_TILE
+        self.held = {
+            start: plgpu.load(self.refs["q_tile"].at[0, :, pl.ds(start, COLUMN_TILE)], layout=WGMMA)
+            for start in range(self.first_held, width, COLUMN_TILE)
+        }
+
+    def opaque(self, slot: int) -> Array:
+        """Returns a slot that the compiler does not know, or it keeps the addresses of all operands in registers."""
+        return lax.optimization_barrier(jnp.int32(slot))
+
+    def start_scores(self, slot: int, pair: Array) -> None:
+        """Starts the product of the queries with the consumer's own tile of a pair."""
+        g, refs = self.geometry, self.refs
+        self.scores[...] = plgpu.layout_cast(jnp.zeros(self.scores.shape, jnp.float32), WGMMA)
+        column = 0
+        for part in ("lo", "hi", "rope"):
+            if part != "rope":
+                self.wait(part, slot, pair)
+            width = g.half if part != "rope" else g.width - g.value_dim
+            held = min(width, max(0, column + width - self.first_held))
+            if width > held:
+                queries = refs["q_tile"].at[self.opaque(0), :, pl.ds(column, width - held)]
+                keys = refs[part].at[self.opaque(slot), :, pl.ds(0, width - held)]
+                self.multiply(self.scores, queries, keys, transposed=True)
+            for start in range(width - held, width, COLUMN_TILE):
+                keys = refs[part].at[self.opaque(slot), :, pl.ds(start, COLUMN_TILE)]
+                self.multiply(self.scores, self.held[column + start], keys, transposed=True)
+            column += width
+
+    def wait(self, half: str, slot: int, pair: Array) -> None:
+        """Waits for a half of a tile."""
+        plgpu.barrier_wait(self.refs[f"{half}_arrived"].at[slot])
+        if self.kernel.source.exchange is not None:
+            self.kernel.source.exchange.wait(self.refs, half, slot, pair - self.piece.start)
+
+    def softmax(
+        self, scores: Array, m: Array, tile: Array, *, masked: bool
+    ) -> tuple[Array, Array, Array]:
+        """Returns the maximum with the tile, the tile's weights, and what all before shrinks by.
+
+        The maximum follows only where scores have risen far above it: outputs are mostly let be.
+        """
+        scale = self.kernel.scale * LOG2_E
+        if masked:
+            scores = self.hide(scores, tile)
+        top = jnp.max(scores, axis=1) * scale
+        m_next = jnp.where(top > m + _SLACK, top, m)
+        finite = self.finite(m_next)
+        p = jnp.exp2(scores * scale - over_columns(finite, TILE))
+        return m_next, p, jnp.exp2(m - finite)
+
+    def finite(self, m: Array) -> Array:
+        """Puts 0 for the maximum of a query that has met no key: -inf minus -inf would be NaN."""
+        return jnp.where(m == -jnp.inf, 0.0, m)
+
+    def hide(self, scores: Array, tile: Array) -> Array:
+        """Puts -inf where a row does not see a key.
+
+        Goes by 8 columns: a comparison of whole tiles would keep all their column numbers in registers.
+        """
+        shape = (WGMMA_ROWS, ROW_TILE)
+        column = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=WGMMA)
+        seen = self.piece.first_keys - tile * TILE - column
+        if self.geometry.packed:
+            row = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=WGMMA)
+            seen += self.token_of(row)
+        pieces = [
+            jnp.where(seen > index * ROW_TILE, part, -jnp.inf)
+            for index, part in enumerate(column_groups(scores))
+        ]
+        return lax.concatenate(pieces, 1)
+
+    def token_of(self, row: Array) -> Array:
+        """Returns which of the piece's tokens a row belongs to."""
+        heads = self.geometry.block_heads
+        if heads & (heads - 1):
+            return lax.div(row, jnp.full_like(row, heads))
+        return lax.shift_right_logical(row, jnp.full_like(row, heads.bit_length() - 1))
+
+    def publish(self, p: Array, m: Array) -> None:
+        """Hands the weights and the maximum to the other consumer."""
+        self.refs["p_tile"][0] = p
+        self.refs["stats"][self.number] = m
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(self.refs["p_ready"].at[self.number])
+
+    def others_maximum(self) -> Array:
+        """Waits for the other consumer's weights and returns its maximum."""
+        other = 1 - self.number
+        plgpu.barrier_wait(self.refs["p_ready"].at[other])
+        return plgpu.load(self.refs["stats"].at[other], layout=PER_ROW, optimized=False)
+
+    def others_weights(self) -> Ref:
+        """Returns where the other consumer's weights lie."""
+        return self.refs["p_tile"].at[self.opaque(0)]
+
+    def multiply_values(self, acc: Array, decay: Array, p: Any, slot: int) -> None:  # noqa: ANN401 - a ref or an array
+        """Starts adding weights times values to what there was, made smaller."""
+        self.acc[...] = rescale(acc, decay, interpret=self.kernel.interpret)
+        self.multiply(self.acc, p, self.refs[self.half].at[self.opaque(slot)])
+
+    def release(self, slot: int) -> None:
+        """Gives this consumer's half of a tile back."""
+        plgpu.barrier_arrive(self.refs[f"{self.half}_free"].at[slot])
+
+    def multiply(self, acc: Ref, left: Any, right: Ref, *, transposed: bool = False) -> None:  # noqa: ANN401 - a ref or an array
+        """Starts adding the product of `left` and `right` to an accumulator."""
+        if not self.kernel.interpret:
+            plgpu.wgmma(acc, left, right.transpose((1, 0)) if transposed else right)
+            return
+        left, right = left[...].astype(jnp.float32), right[...].astype(jnp.float32)
+        acc[...] += lax.dot(left, right.T if transposed else right)
+        plgpu.commit_smem()
+
+    def result(self, acc: Ref, in_flight: int) -> Array:
+        """Returns an accumulator once at most so many products that were started later still run."""
+        if self.kernel.interpret:
+            return acc[...]
+        return plgpu.wgmma_accumulator_load(acc, wait_n=in_flight)
+
+
+class Leader(Consumer):
+    """Makes the scores of the first tile of each pair and multiplies the first half of the values."""
+
+    number, half = 0, "lo"
+
+    def take_pair(self, pair: Array, state: State, *, masked: bool) -> State:
+        """Takes a pair of tiles into the softmax and into `acc`."""
+        m, total = state
+        self.start_scores(0, pair)
+        raw = self.result(self.scores, 0)
+        m, p, decay = self.softmax(raw, m, SLOTS * pair, masked=masked)
+        total = total * over_columns(decay, ROW_TILE) + reduce(jnp.add, column_groups(p))
+        p = p.astype(self.geometry.dtype)
+        self.publish(p, m)
+        self.multiply_values(self.result(self.acc, 0), decay, p, 0)
+        acc = self.result(self.acc, 0)
+        self.release(0)
+        m_next = self.others_maximum()
+        decay = jnp.exp2(m - self.finite(m_next))
+        self.multiply_values(acc, decay, self.others_weights(), 1)
+        self.acc[...] = self.result(self.acc, 0)
+        self.release(1)
+        return m_next, total * over_columns(decay, ROW_TILE)
+
+
+class Follower(Consumer):
+    """Makes the scores of the second tile of each pair and multiplies the second half of the values."""
+
+    number, half = 1, "hi"
+
+    def take_pair(self, pair: Array, state: State, *, masked: bool) -> State:
+        """Takes a pair of tiles into the softmax and into `acc`."""
+        m, total = state
+        self.start_scores(1, pair)
+        m_first = self.others_maximum()
+        first_decay = jnp.exp2(m - self.finite(m_first))
+        self.multiply_values(self.result(self.acc, 1), first_decay, self.others_weights(), 0)
+        raw = self.result(self.scores, 1)
+        m, p, decay = self.softmax(raw, m_first, SLOTS * pair + 1, masked=masked)
+        total *= over_columns(first_decay * decay, ROW_TILE)
+        total += reduce(jnp.add, column_groups(p))
+        acc = self.result(self.acc, 0)
+        self.release(0)
+        p = p.astype(self.geometry.dtype)
+        self.publish(p, m)
+        self.multiply_values(acc, decay, p, 1)
+        self.acc[...] = self.result(self.acc, 0)
+        self.release(1)
+        return m, total

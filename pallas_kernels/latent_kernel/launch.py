@@ -1,0 +1,173 @@
+"""The launch of the Mosaic GPU kernel for latents on Hopper: grid, outputs, shared memory, and the work of warpgroups.
+
+A block has three warpgroups. Two consumers (consumer.py) share 64 rows, which are heads of one query or of a few: each
+computes the scores of every other tile of keys, and each multiplies the weights of all tiles by its half of the values'
+components, since 64 rows of 512 numbers do not fit into the registers of one warpgroup. A producer, which the op
+provides, keeps tiles in flight. A half of a tile is free again as soon as the one consumer that multiplies it is done.
+
+Refs to whole arrays have the arrays' names. `lo` and `hi` are the halves of the values of a tile; `rope` is the rest.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import Array, lax
+
+from pallas_kernels.device import ROW_TILE, WGMMA_ROWS
+from pallas_kernels.latent_kernel.consumer import Follower, Leader
+from pallas_kernels.latent_kernel.kernel import CONSUMERS, Kernel
+from pallas_kernels.latent_kernel.pieces import Piece
+from pallas_kernels.latent_kernel.schedule import COLUMN_TILE, SLOTS, TILE
+from pallas_kernels.mosaic.launch import interpreter
+from pallas_kernels.mosaic.private_types import Ref
+from pallas_kernels.mosaic.tiles import swizzled
+
+# Reductions along a row stay within four lanes and use none of it.
+_REDUCTION_BYTES = 0
+
+
+def build(kernel: Kernel, tokens: int) -> Callable[..., list[Array]]:
+    """Returns the function of arrays that launches the kernel."""
+    return plgpu.kernel(
+        partial(_body, kernel),
+        out_type=_out_type(kernel, tokens),
+        scratch_types=_scratch(kernel),
+        num_threads=CONSUMERS + 1,
+        thread_name="warpgroup",
+        # Each place that needs a barrier between warps says so.
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True,
+            unsafe_no_auto_barriers=True,
+            reduction_scratch_bytes=_REDUCTION_BYTES,
+        ),
+        interpret=interpreter(kernel.interpret),
+        kernel_name=kernel.name,
+        **_grid(kernel),
+    )
+
+
+def _grid(kernel: Kernel) -> dict[str, Any]:
+    blocks, cluster = kernel.geometry.blocks, kernel.schedule.cluster
+    grid = {"piece": kernel.pieces, "part": kernel.schedule.parts}
+    clusters: dict[str, int] = {}
+    if kernel.source.exchange is not None:
+        assert cluster == 1, "blocks that share tiles are a cluster already"
+        clusters = {"block": blocks}
+    else:
+        grid["block"] = blocks
+        clusters = {"share": cluster} if cluster > 1 else {}
+    shape = {"grid": tuple(grid.values()), "grid_names": tuple(grid)}
+    if clusters:
+        shape |= {"cluster": tuple(clusters.values()), "cluster_names": tuple(clusters)}
+    return shape
+
+
+def _out_type(kernel: Kernel, tokens: int) -> list[jax.ShapeDtypeStruct]:
+    g, parts = kernel.geometry, kernel.schedule.parts
+    places = (kernel.pieces, parts, g.blocks, WGMMA_ROWS)
+    out_type = [jax.ShapeDtypeStruct((tokens * g.heads, g.value_dim), g.dtype)]
+    if parts > 1:
+        out_type = [jax.ShapeDtypeStruct((*places, g.value_dim), jnp.float32)]
+    if kernel.has_lse:
+        out_type.append(jax.ShapeDtypeStruct(places, jnp.float32))
+    return out_type
+
+
+def _scratch(kernel: Kernel) -> dict[str, Any]:
+    g = kernel.geometry
+    wide = swizzled(COLUMN_TILE, g.dtype)
+    half = plgpu.SMEM((SLOTS, TILE, g.half), g.dtype, transforms=wide)
+    rope = plgpu.SMEM((SLOTS, TILE, g.width - g.value_dim), g.dtype, transforms=wide)
+    queries = plgpu.SMEM((1, WGMMA_ROWS, g.width), g.dtype, transforms=wide)
+    columns = (g.value_dim // COLUMN_TILE, WGMMA_ROWS, COLUMN_TILE)
+    out = plgpu.SMEM(columns, g.dtype, transforms=wide)
+    scratch = {
+        "p_tile": plgpu.SMEM((1, WGMMA_ROWS, TILE), g.dtype, transforms=wide),
+        # Running maxima of both consumers, and at last their sums.
+        "stats": plgpu.SMEM((2 * CONSUMERS, WGMMA_ROWS), jnp.float32),
+        **_barriers(kernel),
+        **(kernel.source.exchange.scratch() if kernel.source.exchange is not None else {}),
+    }
+    if kernel.interpret:
+        # The interpreter takes two places of a union for the same, and multiplies nothing that is in registers.
+        return scratch | {
+            "lo": half,
+            "hi": half,
+            "rope": rope,
+            "q_tile": queries,
+            "out_tile": out,
+            "scores": plgpu.SMEM((CONSUMERS, WGMMA_ROWS, TILE), jnp.float32),
+            "acc": plgpu.SMEM((CONSUMERS, WGMMA_ROWS, g.half), jnp.float32),
+        }
+    scratch["queries"] = plgpu.RefUnion(queries, out)
+    if kernel.schedule.cluster == 1:
+        return scratch | {"lo": half, "hi": half, "rope": rope}
+    shares = [
+        plgpu.SMEM(
+            (kernel.schedule.cluster, WGMMA_ROWS, width),
+            jnp.float32,
+            transforms=swizzled(piece, jnp.float32),
+        )
+        for width, piece in ((g.value_dim // kernel.schedule.cluster, 32), (ROW_TILE, ROW_TILE))
+    ]
+    return scratch | {"tiles_or_shares": plgpu.RefUnion((half, half, rope), tuple(shares))}
+
+
+def _barriers(kernel: Kernel) -> dict[str, Any]:
+    s = kernel.schedule
+    free = plgpu.Barrier(num_barriers=SLOTS)
+    # The last ones are the producer's own, for values that it has yet to clear.
+    arrived = [
+        plgpu.Barrier(num_arrivals=count, num_barriers=SLOTS + 1)
+        for count in kernel.source.arrivals
+    ]
+    barriers: dict[str, Any] = {
+        "q_arrived": plgpu.Barrier(),
+        "lo_arrived": arrived[0],
+        "hi_arrived": arrived[1],
+        "lo_free": free,
+        "hi_free": free,
+        "p_ready": plgpu.Barrier(num_barriers=CONSUMERS),
+        "done": plgpu.Barrier(num_arrivals=CONSUMERS),
+    }
+    if s.cluster > 1:
+        barriers["all_done"] = plgpu.ClusterBarrier(
+            collective_axes=("share",), num_arrivals=CONSUMERS
+        )
+        barriers["shares_arrived"] = plgpu.Barrier(num_arrivals=2 * s.cluster)
+    return barriers
+
+
+def _body(kernel: Kernel, *refs: Ref, **scratch: Ref) -> None:
+    names = ["q", *kernel.source.arrays, "out", *["lse"] * kernel.has_lse]
+    found = dict(zip(names, refs, strict=True)) | scratch
+    if not kernel.interpret:
+        found["q_tile"], found["out_tile"] = scratch["queries"]
+    if "tiles_or_shares" in scratch:
+        tiles, shares = scratch["tiles_or_shares"]
+        found["lo"], found["hi"], found["rope"] = tiles
+        found["out_shares"], found["lse_shares"] = shares
+    exchange = kernel.source.exchange
+    if exchange is not None:
+        exchange.begin(found)
+    warpgroup = lax.axis_index("warpgroup")
+    most, least = kernel.source.registers
+    for number, consumer in enumerate((Leader, Follower)):
+
+        @pl.when(warpgroup == number)
+        def _(consumer: type[Leader | Follower] = consumer) -> None:
+            plgpu.set_max_registers(most, action="increase")
+            consumer(kernel, found, Piece(kernel.geometry, kernel.schedule, found)).run()
+
+    @pl.when(warpgroup == CONSUMERS)
+    def _() -> None:
+        plgpu.set_max_registers(least, action="decrease")
+        kernel.source.producer(kernel, found, Piece(kernel.geometry, kernel.schedule, found)).run()
+
+    if exchange is not None:
+        exchange.end()

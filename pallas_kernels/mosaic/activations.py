@@ -1,0 +1,63 @@
+"""Activations in float32 in a kernel's registers, from what the hardware has; and the step of a Mamba-2 layer."""
+
+from collections.abc import Callable, Mapping
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from pallas_kernels.mosaic.scores import LOG2_E
+
+Limits = tuple[float, float]
+
+_ROOT = 0.7978845608028654  # sqrt(2 / pi)
+
+
+def softplus(x: Array) -> Array:
+    """Returns log(1 + exp(x)) of float32 numbers to their last bits; the hardware has no log1p."""
+    small = jnp.exp(-jnp.abs(x))
+    above_one = 1.0 + small
+    # What rounding took from `above_one` is made good by the quotient (Kahan).
+    rounded = above_one - 1.0
+    log1p = jnp.where(
+        rounded == 0.0,
+        small,
+        jnp.log(above_one) * (small / jnp.where(rounded == 0.0, 1.0, rounded)),
+    )
+    return jnp.maximum(x, 0.0) + log1p
+
+
+def step_of(dt: Array, dt_bias: Array, limits: Limits) -> Array:
+    """Returns the steps of tokens whose dt and bias these are, in float32."""
+    step = softplus(dt.astype(jnp.float32) + dt_bias.astype(jnp.float32))
+    low, high = limits
+    step = jnp.maximum(step, low) if low > 0 else step
+    return step if high == float("inf") else jnp.minimum(step, high)
+
+
+def silu(x: Array) -> Array:
+    """Returns x / (1 + exp(-x)) of float32 numbers; an inverse root squared is cheaper than a division."""
+    root = lax.rsqrt(1.0 + jnp.exp2(-LOG2_E * x))
+    return x * (root * root)
+
+
+def _gelu_tanh(x: Array) -> Array:
+    """GELU by its tanh, from exp2 and a division; the hardware's approximate tanh is wrong by up to 5e-4."""
+    inner = _ROOT * (x + 0.044715 * (x * x * x))
+    return x * (1.0 - 1.0 / (jnp.exp2((2.0 * LOG2_E) * inner) + 1.0))
+
+
+def _relu2(x: Array) -> Array:
+    positive = jnp.maximum(x, 0.0)
+    return positive * positive
+
+
+ACTIVATIONS: Mapping[str, Callable[[Array], Array]] = {
+    "silu": silu,
+    "gelu_tanh": _gelu_tanh,
+    "relu2": _relu2,
+}
+
+
+def activated(x: Array, activation: str | None) -> Array:
+    """Returns the activation of float32 numbers; `None` leaves them as they are."""
+    return x if activation is None else ACTIVATIONS[activation](x)

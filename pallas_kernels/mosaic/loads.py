@@ -1,0 +1,85 @@
+"""Loads of a Mosaic GPU kernel that Pallas has no words for, number by number. Knows no op; checks no place."""
+
+import jax.experimental.mosaic.gpu as mosaic
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from pallas_kernels.mosaic.dialects import (
+    Value,
+    arith,
+    i32,
+    inline,
+    ir,
+    llvm,
+    memref,
+    utils,
+    vector,
+)
+from pallas_kernels.mosaic.private_types import Layout, Ref
+
+
+def gather(table: Ref, row: Array, columns: Array, *, layout: Layout, interpret: bool) -> Array:
+    """Returns `table[row, columns]` from global memory; nothing is checked.
+
+    Args:
+        table: int32.
+        row: one for all.
+        columns: int32 of any shape.
+        layout: of columns.
+        interpret: whether the interpreter runs this.
+    """
+    if interpret:
+        return table[row, :][columns]
+    scalar = plgpu.Layout.WG_SPLAT(())
+    result = plgpu.ShapeDtypeStruct(columns.shape, jnp.int32, layout=layout)
+
+    @inline(arg_types=(plgpu.RefType(), scalar, layout), return_type=result)
+    def run(_: Value, source: Value, row: Value, columns: Value) -> Value:
+        index = ir.IndexType.get()
+        row = arith.index_cast(index, row.registers.item())
+        registers = columns.registers.copy()
+        for place in np.ndindex(registers.shape):
+            register = registers[place]
+            kind = ir.VectorType(register.type)
+            numbers = [
+                memref.load(
+                    source,
+                    [row, arith.index_cast(index, vector.extract(register, [], [element]))],
+                )
+                for element in range(kind.shape[0])
+            ]
+            registers[place] = vector.from_elements(kind, numbers)
+        return mosaic.FragmentedArray(
+            _registers=registers, _layout=columns.layout, _is_signed=columns.is_signed
+        )
+
+    return run(table, row, columns)
+
+
+def load_floats(octets: Ref, size: int, *, layout: Layout, interpret: bool) -> Array:
+    """Returns the float32 numbers whose bytes lie in shared memory.
+
+    Args:
+        octets: uint8, four times as many.
+        size: how many numbers.
+        layout: of the result, `Layout.WGMMA.reduce(1)`: one number per row.
+        interpret: whether the interpreter runs this.
+    """
+    if interpret:
+        return lax.bitcast_convert_type(octets[...].reshape(size, 4), jnp.float32)
+    result = plgpu.ShapeDtypeStruct((size,), jnp.float32, layout=layout)
+
+    @inline(arg_types=(plgpu.RefType(),), return_type=result)
+    def run(_: Value, source: Value) -> Value:
+        start, of = utils.memref_ptr(source), layout.to_mgpu()
+        registers = np.empty(of.registers_shape((size,)), dtype=object)
+        f32 = ir.F32Type.get()
+        for place, (row,) in zip(np.ndindex(registers.shape), of.thread_idxs((size,)), strict=True):
+            at = utils.getelementptr(start, [arith.index_cast(i32(), row)], f32)
+            number = llvm.load(f32, at)
+            registers[place] = vector.broadcast(ir.VectorType.get((1,), f32), number)
+        return mosaic.FragmentedArray(_registers=registers, _layout=of, _is_signed=None)
+
+    return run(octets)

@@ -1,0 +1,106 @@
+"""The launch of the Mosaic GPU kernel of `ragged_attention` on Hopper: grid, outputs, shared memory, warpgroups.
+
+A block has three warpgroups: two consumers (mosaic_consumer.py), each for 64 rows of queries, and a producer
+(mosaic_producer.py) that keeps tiles of keys and values in flight for both. A piece of work (mosaic_piece.py) is one
+tile of tokens and one pack of heads. The rows of a consumer are its tokens for the pack's first head, then for the
+second, and so on. All three warpgroups go through the same pieces, and in each through the same tiles of keys.
+
+Refs to whole arrays have the arrays' names.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import Array, lax
+
+from pallas_kernels.device import WGMMA_ROWS
+from pallas_kernels.mosaic.launch import interpreter
+from pallas_kernels.mosaic.private_types import Ref
+from pallas_kernels.mosaic.tiles import swizzled
+from pallas_kernels.ragged_attention.mosaic_consumer import Consumer
+from pallas_kernels.ragged_attention.mosaic_kernel import Kernel
+from pallas_kernels.ragged_attention.mosaic_producer import Producer
+from pallas_kernels.ragged_attention.mosaic_schedule import CONSUMERS
+
+# Registers per thread, which start as 168 for each warpgroup: a sum above 504 would wait forever.
+_CONSUMER_REGISTERS, _PRODUCER_REGISTERS = 232, 40
+
+
+def build(kernel: Kernel, tokens: int) -> Callable[..., list[Array]]:
+    """Returns the function of arrays that launches the kernel."""
+    g = kernel.geometry
+    out_type = [jax.ShapeDtypeStruct((tokens, g.heads, g.head_dim), g.dtype)]
+    if kernel.has_lse:
+        shape = (kernel.num_tiles, g.units, CONSUMERS, WGMMA_ROWS)
+        out_type.append(jax.ShapeDtypeStruct(shape, jnp.float32))
+    return plgpu.kernel(
+        partial(_body, kernel),
+        out_type=out_type,
+        scratch_types=_scratch(kernel),
+        grid=(kernel.blocks,),
+        grid_names=("block",),
+        num_threads=CONSUMERS + 1,
+        thread_name="warpgroup",
+        # Each place that needs a barrier between warps says so.
+        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
+        interpret=interpreter(kernel.interpret),
+        kernel_name="ragged_attention",
+    )
+
+
+def _scratch(kernel: Kernel) -> dict[str, Any]:
+    g, s = kernel.geometry, kernel.schedule
+    wide = swizzled(g.head_dim, g.dtype)
+    tiles = plgpu.SMEM((s.stages, s.keys, g.head_dim), g.dtype, transforms=wide)
+    rows = (s.query_slots, CONSUMERS, WGMMA_ROWS, g.head_dim)
+    copies = s.keys // g.copy_height(s.keys)
+    free = plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=s.stages)
+    scratch = {
+        "q_tiles": plgpu.SMEM(rows, g.dtype, transforms=wide),
+        "out_rows": plgpu.SMEM(rows, g.dtype),
+        "k_tiles": tiles,
+        "v_tiles": tiles,
+        "q_arrived": plgpu.Barrier(num_arrivals=CONSUMERS * g.pack, num_barriers=s.query_slots),
+        "q_free": plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=s.query_slots),
+        "k_arrived": plgpu.Barrier(num_arrivals=copies, num_barriers=s.stages),
+        # The last one is the producer's own, for values that it has yet to clear.
+        "v_arrived": plgpu.Barrier(num_arrivals=copies, num_barriers=s.stages + 1),
+        "k_free": free,
+        "v_free": free,
+        "turn": plgpu.Barrier(num_barriers=CONSUMERS),
+    }
+    if not kernel.interpret:
+        # The output leaves from where the queries were, swizzled or, where it goes row by row, as it stands.
+        # The interpreter takes any two places of a union for the same.
+        both = [scratch.pop(name) for name in ("q_tiles", "out_rows")]
+        scratch["queries"] = plgpu.RefUnion(*both)
+    else:
+        # The interpreter multiplies nothing that is in registers.
+        scratch["scores"] = plgpu.SMEM((CONSUMERS, WGMMA_ROWS, s.keys), jnp.float32)
+        scratch["acc"] = plgpu.SMEM((CONSUMERS, WGMMA_ROWS, g.head_dim), jnp.float32)
+    return scratch
+
+
+def _body(kernel: Kernel, *refs: Ref, **scratch: Ref) -> None:
+    names = ["q", "k_pages", "v_pages", "page_table", "tiles", "num_tiles"]
+    names += ["k_scales", "v_scales"] * kernel.geometry.scaled
+    names += ["sinks"] * kernel.has_sinks + ["out"] + ["lse"] * kernel.has_lse
+    found = dict(zip(names, refs, strict=True)) | scratch
+    if not kernel.interpret:
+        found["q_tiles"], found["out_rows"] = scratch["queries"]
+    warpgroup = lax.axis_index("warpgroup")
+
+    @pl.when(warpgroup < CONSUMERS)
+    def _() -> None:
+        plgpu.set_max_registers(_CONSUMER_REGISTERS, action="increase")
+        Consumer(kernel, found, warpgroup).run()
+
+    @pl.when(warpgroup == CONSUMERS)
+    def _() -> None:
+        plgpu.set_max_registers(_PRODUCER_REGISTERS, action="decrease")
+        Producer(kernel, found).run()

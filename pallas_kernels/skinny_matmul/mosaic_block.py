@@ -1,0 +1,118 @@
+"""A block of the `skinny_matmul` kernel: its copies, its turns, and the way of sums from registers to the ending."""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import Array, lax
+
+from pallas_kernels.device import ROW_TILE
+from pallas_kernels.mosaic.private_types import Ref
+from pallas_kernels.skinny_matmul.mosaic_ending import End, Ending
+from pallas_kernels.skinny_matmul.mosaic_geometry import Geometry
+from pallas_kernels.skinny_matmul.mosaic_join import Join, rows_of
+from pallas_kernels.skinny_matmul.mosaic_schedule import Schedule
+
+
+class Block:
+    """One block at work. A *step* counts the turns of all its tiles."""
+
+    def __init__(
+        self, geometry: Geometry, schedule: Schedule, ending: Ending, refs: Mapping[str, Ref]
+    ) -> None:
+        g, s = self.geometry, self.schedule = geometry, schedule
+        self.refs = refs
+        self.block, self.split = lax.axis_index("block"), lax.axis_index("split")
+        self.rank = lax.axis_index("share") if s.cluster > 1 else jnp.int32(0)
+        self.share = self.split * s.cluster + self.rank
+        self.turns, self.tiles = s.turns_per_tile(g), s.tiles_per_block(g)
+        self.steps = self.turns * self.tiles
+        self.end = End(g, s, ending, refs)
+
+    def run(self, take: "Take") -> None:
+        """Works through the block's tiles; copies for the next one are under way while one is stored.
+
+        Args:
+            take: returns the sums of a tile, rows of the weight by rows of x, in arrays of equally many rows.
+        """
+        for step in range(min(self.schedule.stages, self.steps)):
+            self.fetch(jnp.int32(step), step)
+        self.end.prepare()
+        if self.tiles == 1:
+            self.take_tile(take, jnp.int32(0))
+            return
+
+        def body(tile: Array, carry: None) -> None:
+            self.take_tile(take, tile)
+            return carry
+
+        lax.fori_loop(jnp.int32(0), jnp.int32(self.tiles), body, None)
+
+    def first_column(self, tile: Array) -> Array:
+        """Returns where a tile begins."""
+        g, s = self.geometry, self.schedule
+        start = (self.block * self.tiles + tile) * s.columns
+        return pl.multiple_of(jnp.minimum(start, g.out - s.columns), ROW_TILE)
+
+    def fetch(self, step: Array, slot: Array | int) -> None:
+        """Starts the copies of one turn; every warp must have passed a barrier since the slot was last read."""
+        g, s, refs = self.geometry, self.schedule, self.refs
+        tile, turn = lax.div(step, jnp.int32(self.turns)), lax.rem(step, jnp.int32(self.turns))
+        column = self.first_column(tile)
+        arrived = refs["arrived"].at[slot]
+        for fold in range(s.folds):
+            chunk = (self.share * self.turns + turn) * s.folds + fold
+            inner = pl.ds(pl.multiple_of(chunk * s.chunk(g), g.piece), s.chunk(g))
+            for part in range(g.parts):
+                rows = pl.multiple_of(column + part * g.out, ROW_TILE)
+                place = (fold * g.parts + part) * s.columns
+                plgpu.copy_gmem_to_smem(
+                    refs["weight"].at[pl.ds(rows, s.columns), inner],
+                    refs["weights"].at[slot, pl.ds(place, s.columns)],
+                    arrived,
+                )
+            plgpu.copy_gmem_to_smem(
+                refs["x"].at[pl.ds(0, g.padded_rows), inner],
+                refs["inputs"].at[slot, pl.ds(fold * g.padded_rows, g.padded_rows)],
+                arrived,
+            )
+
+    def take_tile(self, take: "Take", tile: Array) -> None:
+        """Computes the sums of one tile and delivers them."""
+        s, g = self.schedule, self.geometry
+        sums = take(self, tile)
+        number = jnp.minimum(self.block * self.tiles + tile, s.tiles(g) - 1)
+        store = partial(self.end.store, number, self.first_column(tile), self.split)
+        if s.cluster > 1:
+            Join(g, s, self.refs, self.rank).deliver(sums[0], store)
+            return
+        height, window = s.height(g) // len(sums), s.window(g)
+        for first in range(0, g.rows, window):
+            for index, found in enumerate(sums):
+                part = found if s.passes == 1 else rows_of(found, first, window)
+                place = pl.ds(index * height, height), pl.ds(0, part.shape[1])
+                self.refs["sums"].at[*place][...] = part
+            plgpu.commit_smem()
+            store(first, min(window, g.rows - first))
+            if self.tiles > 1 or first + window < g.rows:
+                plgpu.commit_smem()
+
+    def arrive(self, step: Array) -> Array:
+        """Waits for a turn's numbers and returns the slot that they lie in."""
+        slot = lax.rem(step, jnp.int32(self.schedule.stages))
+        plgpu.barrier_wait(self.refs["arrived"].at[slot])
+        return slot
+
+    def refill(self, step: Array) -> None:
+        """Sends for what shall lie where a turn's numbers lay, which this warp has read."""
+        later = step + self.schedule.stages
+
+        @pl.when((step >= 0) & (later < self.steps))
+        def _() -> None:
+            plgpu.commit_smem()
+            self.fetch(later, lax.rem(later, jnp.int32(self.schedule.stages)))
+
+
+Take = Callable[[Block, Array], list[Array]]

@@ -1,0 +1,96 @@
+"""The launch of the Mosaic GPU kernel of `skinny_matmul` on Hopper: grid, outputs, shared memory, barriers.
+
+The weight is the left operand of the tensor cores' products and fills its 64 rows whatever the number of rows of x. The
+rows of x are the right operand, whose width is any multiple of 8. One warpgroup fetches, multiplies and stores: between
+two turns it only starts the copy of the next chunk, so the memory is never idle.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import Array
+from jax.typing import DTypeLike
+
+from pallas_kernels.mosaic.launch import LANE_PARAMS, interpreter
+from pallas_kernels.mosaic.private_types import Ref
+from pallas_kernels.mosaic.tiles import swizzled
+from pallas_kernels.skinny_matmul.mosaic_block import Block
+from pallas_kernels.skinny_matmul.mosaic_ending import Ending
+from pallas_kernels.skinny_matmul.mosaic_geometry import Geometry
+from pallas_kernels.skinny_matmul.mosaic_join import shared
+from pallas_kernels.skinny_matmul.mosaic_packed import take_packed
+from pallas_kernels.skinny_matmul.mosaic_schedule import PADDING, Schedule
+from pallas_kernels.skinny_matmul.mosaic_wide import take_wide
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """The kernel for one geometry, one schedule and one ending."""
+
+    geometry: Geometry
+    schedule: Schedule
+    ending: Ending
+
+    def build(self, interpret: bool) -> Callable[..., list[Array]]:
+        """Returns the function of weight, x and what the ending needs that launches the kernel.
+
+        It returns the result, and what `Ending.weighs` says: sums of squares have shape [tiles, rows].
+        """
+        clusters: dict[str, Any] = {}
+        if self.schedule.cluster > 1:
+            clusters = {"cluster": (self.schedule.cluster,), "cluster_names": ("share",)}
+        return plgpu.kernel(
+            partial(self._body, interpret),
+            out_type=self._out_type(),
+            scratch_types=self._scratch(),
+            grid=(self.schedule.grid(self.geometry), self.schedule.splits),
+            grid_names=("block", "split"),
+            **clusters,
+            # `Block` places every barrier between warps itself.
+            compiler_params=LANE_PARAMS,
+            interpret=interpreter(interpret),
+            kernel_name="skinny_matmul",
+        )
+
+    def _out_type(self) -> list[jax.ShapeDtypeStruct]:
+        g, s = self.geometry, self.schedule
+        if s.splits > 1:
+            return [jax.ShapeDtypeStruct((s.splits, g.rows, g.parts * g.out), jnp.float32)]
+        out_type = [jax.ShapeDtypeStruct((g.rows, g.out), self.ending.result)]
+        if self.ending.weighs:
+            squares = jax.ShapeDtypeStruct((s.tiles(g), g.rows), jnp.float32)
+            out_type = [*out_type, *out_type, squares]
+        return out_type
+
+    def _scratch(self) -> dict[str, Any]:
+        g, s = self.geometry, self.schedule
+
+        def slots(rows: int, dtype: DTypeLike) -> Any:  # noqa: ANN401 - private to JAX
+            shape, transforms = (s.stages, rows, s.chunk(g)), swizzled(s.chunk(g), dtype)
+            return plgpu.SMEM(shape, dtype, transforms=transforms)
+
+        copies = s.folds * (g.parts + 1)
+        factors = (
+            {}
+            if self.ending.norm_eps is None
+            else {"factors": plgpu.SMEM((g.padded_rows,), jnp.float32)}
+        )
+        return {
+            **factors,
+            **(shared(g, s) if s.cluster > 1 else {}),
+            "weights": slots(s.height(g), g.stored),
+            "inputs": slots(s.width(g), g.operand),
+            "sums": plgpu.SMEM((s.height(g), s.folds * s.window(g) + PADDING), jnp.float32),
+            "arrived": plgpu.Barrier(num_arrivals=copies, num_barriers=s.stages),
+        }
+
+    def _body(self, interpret: bool, *refs: Ref, **scratch: Ref) -> None:
+        names = ["weight", "x", *self.ending.inputs, *self.ending.outputs]
+        named = dict(zip(names, refs, strict=True))
+        block = Block(self.geometry, self.schedule, self.ending, named | scratch)
+        block.run(partial(take_packed, interpret=interpret) if self.geometry.packed else take_wide)

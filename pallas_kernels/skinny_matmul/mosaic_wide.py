@@ -1,0 +1,33 @@
+"""The turns of the `skinny_matmul` kernel over weights of 16 bits, which products take as they were fetched."""
+
+from functools import partial
+
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import Array, lax
+
+from pallas_kernels.mosaic.private_types import Ref
+from pallas_kernels.skinny_matmul.mosaic_block import Block
+
+
+def take_wide(block: Block, tile: Array) -> list[Array]:
+    """Returns the sums of a tile, rows of the weight by rows of x."""
+    s, refs = block.schedule, block.refs
+
+    def take_turn(sums: Ref, turn: Array, carry: None) -> None:
+        step = tile * block.turns + turn
+        slot = block.arrive(step)
+        plgpu.wgmma(sums, refs["weights"].at[slot], refs["inputs"].at[slot].transpose((1, 0)))
+        # The product of the turn before is done.
+        plgpu.wgmma_wait(1)
+        block.refill(step - 1)
+        return carry
+
+    def multiply(sums: Ref) -> Array:
+        lax.fori_loop(jnp.int32(0), jnp.int32(block.turns), partial(take_turn, sums), None)
+        plgpu.wgmma_wait(0)
+        return sums[...]
+
+    shape = (s.height(block.geometry), s.width(block.geometry))
+    return [pl.run_scoped(multiply, plgpu.ACC(shape, jnp.float32))]

@@ -1,0 +1,107 @@
+"""The launch of the Mosaic GPU kernel of `ssd_scan` on Hopper: grid, shared memory, warpgroups.
+
+A block takes one row and one or two units of one group (a unit is 64 components of a head) through the row's pieces,
+with the state on chip. Its consumers (mosaic_consumer.py) multiply, each for one unit. A producer (mosaic_producer.py)
+keeps the pieces' tokens in flight, B and C once for all units. Rows begin anywhere, but copies into swizzled shared
+memory can do so only where the tile is not divided by rows. So tokens are copied into an undivided view of shared
+memory and multiplied in a divided one; both views are the same bytes.
+
+Refs to whole arrays have the arrays' names.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import Array, lax
+
+from pallas_kernels.mosaic.launch import interpreter
+from pallas_kernels.mosaic.private_types import Ref
+from pallas_kernels.mosaic.tiles import swizzled, untiled_swizzle
+from pallas_kernels.ssd_scan.mosaic_consumer import Consumer
+from pallas_kernels.ssd_scan.mosaic_kernel import Kernel
+from pallas_kernels.ssd_scan.mosaic_producer import Producer
+from pallas_kernels.ssd_scan.mosaic_schedule import REGISTERS, SIDE
+
+# Squares of 16-bit numbers as copies write them, and as products read them.
+_SWIZZLED, _TILED = untiled_swizzle(128), swizzled(SIDE, jnp.bfloat16)
+
+
+def build(kernel: Kernel, tokens: int, num_tasks: int) -> Callable[..., Array]:
+    """Returns the function of arrays and of the pool's ref that launches the kernel."""
+    g, s = kernel.geometry, kernel.schedule
+    return plgpu.kernel(
+        partial(_body, kernel),
+        out_type=jax.ShapeDtypeStruct((tokens, g.sizes.d_inner), g.dtype),
+        scratch_types=_scratch(kernel),
+        grid=(num_tasks * g.packs(s.consumers),),
+        grid_names=("block",),
+        num_threads=s.consumers + 1,
+        thread_name="warpgroup",
+        # Each place that needs a barrier between warps says so.
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True,
+            lowering_semantics=plgpu.LoweringSemantics.Lane,
+            unsafe_no_auto_barriers=True,
+        ),
+        interpret=interpreter(kernel.interpret),
+        kernel_name="ssd_scan",
+    )
+
+
+def _scratch(kernel: Kernel) -> dict[str, Any]:
+    g, s = kernel.geometry, kernel.schedule
+    square = (SIDE, SIDE)
+    copied = {
+        "b": (s.stages, g.blocks, *square),
+        "c": (s.stages, g.blocks, *square),
+        "x": (s.stages, s.consumers, *square),
+        "y": (s.consumers, *square),
+    }
+    scratch: dict[str, Any] = {
+        "weights": plgpu.SMEM((s.consumers, 1 + s.exact, *square), g.dtype, transforms=_TILED),
+        "factors": plgpu.SMEM((s.consumers, 2 * SIDE), jnp.float32),
+        "decay": plgpu.SMEM((s.stages, s.consumers, 2 * SIDE), jnp.float32),
+        "arrived": plgpu.Barrier(num_arrivals=2 * (g.blocks + s.consumers), num_barriers=s.stages),
+        # Where a piece is short, B and x arrive at the producer, which clears what is behind it.
+        "to_clear": plgpu.Barrier(num_arrivals=g.blocks + s.consumers),
+        "free": plgpu.Barrier(num_arrivals=s.consumers, num_barriers=s.stages),
+    }
+    if kernel.interpret:
+        # The interpreter knows no accumulators.
+        sums = (s.consumers, 2 + g.blocks, *square)
+        scratch["sums"] = plgpu.SMEM(sums, jnp.float32)
+    for name, shape in copied.items():
+        if kernel.interpret:
+            # The interpreter takes any two places of a union for the same.
+            scratch[name] = plgpu.SMEM(shape, g.dtype)
+            continue
+        views = [plgpu.SMEM(shape, g.dtype, transforms=form) for form in (_SWIZZLED, _TILED)]
+        views += [plgpu.SMEM(shape, g.dtype)] if name == "y" else []
+        scratch[name] = plgpu.RefUnion(*views)
+    return scratch
+
+
+def _body(kernel: Kernel, *refs: Ref, **scratch: Ref) -> None:
+    names = ["xbc", "decays", "d", "tasks"] + ["kept"] * kernel.has_snapshots
+    found = dict(zip([*names, "states", "out"], refs, strict=True)) | scratch
+    for name in ("b", "c", "x", "y"):
+        views = (found[name],) * 3 if kernel.interpret else tuple(found[name])
+        # Copied in or out whole, multiplied or held in registers, copied out by rows.
+        found |= dict(zip((f"{name}_copied", name, f"{name}_rows"), views, strict=False))
+    warpgroup = lax.axis_index("warpgroup")
+    consumers, registers = kernel.schedule.consumers, REGISTERS[kernel.schedule.consumers]
+
+    @pl.when(warpgroup < consumers)
+    def _() -> None:
+        plgpu.set_max_registers(registers[0], action="increase")
+        Consumer(kernel, found, warpgroup).run()
+
+    @pl.when(warpgroup == consumers)
+    def _() -> None:
+        plgpu.set_max_registers(registers[1], action="decrease")
+        Producer(kernel, found).run()

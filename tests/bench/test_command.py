@@ -1,0 +1,60 @@
+"""What `jaxkv bench` measures when its user leaves the choice to it. Nothing is loaded or run."""
+
+import jax
+import pytest
+
+from jaxkv import cli
+from jaxkv.bench.command import _asked
+from jaxkv.bench.workload import Workload
+from jaxkv.terminal import Screen
+
+
+def asked(*arguments):
+    options = cli._parser().parse_args(["bench", "throughput", *arguments])
+    return _asked(options, Screen())
+
+
+def test_the_defaults_fit_the_model_in_the_package_and_the_user_is_told(capsys):
+    for data in ("random", "shared-prefix"):
+        workload, served = asked("--data", data)
+        assert workload.prompt_tokens == workload.output_tokens == (100, 512)
+        assert served.max_model_len == served.max_positions == 1024
+        told = capsys.readouterr().err
+        assert told.startswith("jaxkv: prompts of up to 512 tokens and outputs of up to 512 are ")
+        assert told.count("\n") == 1
+
+
+def test_the_defaults_are_the_published_benchmark_where_the_model_supports_it(capsys, monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    workload, served = asked("--shape", "tiny")
+    assert workload == Workload()
+    assert (served.max_model_len, served.cache.max_sequences) == (2048, 256)
+    assert capsys.readouterr().err == ""
+
+
+def test_a_cpu_is_asked_for_less():
+    workload, served = asked("--shape", "tiny")
+    assert workload.requests == served.cache.max_sequences == 16
+
+
+def test_given_lengths_are_kept_and_the_others_make_room(capsys):
+    workload, _ = asked("--prompt-tokens", "1000", "--requests", "2", "--max-sequences", "3")
+    assert (workload.prompt_tokens, workload.output_tokens) == ((1000, 1000), (24, 24))
+    workload, served = asked("--prompt-tokens", "8:1k", "--output-tokens", "3", "--shape", "tiny")
+    assert (workload.prompt_tokens, served.max_model_len) == ((8, 1024), 1027)
+
+
+def test_max_model_len_is_an_option_that_bounds_and_sizes_the_cache():
+    workload, served = asked("--max-model-len", "256")
+    assert (workload.longest, served.max_model_len) == (256, 256)
+    workload, served = asked(
+        "--max-model-len", "1k", "--prompt-tokens", "9", "--output-tokens", "9"
+    )
+    assert (workload.longest, served.max_model_len) == (18, 1024)
+    with pytest.raises(ValueError, match=r"exceed max_model_len, 64; lower --prompt-tokens"):
+        asked("--max-model-len", "64", "--prompt-tokens", "60", "--output-tokens", "60")
+
+
+def test_a_cache_for_no_sequence_is_refused():
+    with pytest.raises(ValueError, match=r"max_sequences must be an int in \[1, 65536\], got 0"):
+        asked("--shape", "tiny", "--max-sequences", "0")

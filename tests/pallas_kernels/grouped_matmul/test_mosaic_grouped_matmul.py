@@ -1,0 +1,173 @@
+"""The Mosaic GPU kernel of `grouped_matmul` itself: interpreted, and how it cuts the work. Contract: its own suite."""
+
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as interpreter
+
+from pallas_kernels.device import NEWEST_JAX, ROW_TILE, SHARED_BYTES_PER_BLOCK
+from pallas_kernels.grouped_matmul import mosaic_gpu
+from pallas_kernels.grouped_matmul.cases import CASES, Case
+from pallas_kernels.grouped_matmul.mosaic_schedule import Geometry, Schedule
+from pallas_kernels.grouped_matmul.mosaic_visits import COUNT, FIRST, GROUP, HIGH, LOW, table
+from tests.pallas_kernels.contract import bits
+from tests.pallas_kernels.grouped_matmul.test_grouped_matmul import oracle
+from tests.tolerances import assert_output
+
+pytestmark = pytest.mark.skipif(
+    jax.__version_info__[:2] > NEWEST_JAX, reason="this JAX takes minutes; why_not says so"
+)
+BFLOAT16 = jnp.dtype(jnp.bfloat16)
+
+# Every way of cutting: window, columns, what is on the left, chunk, stages, blocks.
+CUTS = {
+    "several pairs per block, empty groups, groups over several windows": (
+        Case("", (3, 0, 1, 5, 20, 0), 256, 128),
+        (16, 64, "weight", 128, 3, 3),
+    ),
+    "two consumers of the weight, strided matrices": (
+        Case("", (9, 0, 8, 7), 128, 128, group_axis=1, result="float32"),
+        (16, 128, "weight", 64, 2, 9),
+    ),
+    # One block: what two tiles store, one after the other, is a race between blocks, of equal bits.
+    "rows on the left, strided matrices, the last tile early": (
+        Case("", (100, 0, 0, 27, 3), 128, 200, group_axis=1),
+        (128, 128, "rows", 64, 2, 1),
+    ),
+    "one consumer of rows, and fewer rows than a window": (
+        Case("", (5, 0, 12), 64, 64, result="float32"),
+        (64, 64, "rows", 64, 2, 9),
+    ),
+    "one row, the last tile early": (
+        Case("", (0, 0, 0, 1), 64, 72),
+        (16, 64, "weight", 64, 2, 1),
+    ),
+}
+
+
+@pytest.fixture
+def races():
+    """Tells whether the interpreter saw a race, and leaves it as it was found."""
+    yield lambda: interpreter.get_races().races_found
+    interpreter.reset_gpu_interpret_mode_state()
+
+
+def interpreted(inputs, cuts):
+    arrays = {n: jnp.asarray(v) if isinstance(v, np.ndarray) else v for n, v in inputs.items()}
+    return mosaic_gpu.grouped_matmul(**arrays, schedule=Schedule(*cuts), interpret=True)
+
+
+@pytest.mark.parametrize("name", CUTS)
+def test_interpreted_it_equals_the_oracle_without_a_race(name, races):
+    case, cuts = CUTS[name]
+    inputs = case.inputs(1)
+    result = interpreted(inputs, cuts)
+    assert result.dtype == jnp.dtype(case.result or "bfloat16")
+    assert_output(result, oracle(inputs), "bfloat16")
+    assert not races()
+
+
+def test_interpreted_no_row_is_stored_over_a_neighbour(races):
+    """S5-41: rows beside NaN keep their bits, and groups whose weights are NaN spoil no row but their own."""
+    case = Case("", (3, 6, 0, 7, 2), 64, 64)
+    cuts = (16, 64, "weight", 64, 2, 2)
+    inputs = case.inputs(2)
+    first = bits(interpreted(inputs, cuts))
+    groups = np.repeat(np.arange(case.groups), case.sizes)
+    broken = inputs["weight"].copy()
+    broken[1::2] = np.nan
+    spoilt = np.asarray(interpreted(inputs | {"weight": broken}, cuts), np.float32)
+    assert np.isnan(spoilt).all(axis=1).tolist() == (groups % 2 == 1).tolist()
+    poisoned = inputs["x"].copy()
+    poisoned[::2] = np.nan
+    assert bits(interpreted(inputs | {"x": poisoned}, cuts))[1::2] == first[1::2]
+    assert not races()
+
+
+VISITED = [(rows, window) for rows in (5, 96) for window in (8, 16, 64)]
+
+
+@pytest.fixture(scope="module")
+def tables():
+    """What to call, compiled once for each number of rows and window, and its sizes."""
+    found = {}
+    for rows, window in VISITED:
+        geometry = Geometry(rows, 8, 64, 64, 0, BFLOAT16, BFLOAT16)
+        schedule = Schedule(window, 64, "weight", 64, 2, 1)
+        run = jax.jit(partial(table, geometry=geometry, schedule=schedule))
+        found[rows, window] = run, geometry, schedule
+    return found
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    what=st.sampled_from(VISITED), cuts=st.lists(st.floats(0, 1, width=16), min_size=7, max_size=7)
+)
+def test_visits_cover_each_row_once_and_fit_what_was_launched_for(tables, what, cuts):
+    run, geometry, schedule = tables[what]
+    ends = [*sorted(round(cut * geometry.rows) for cut in cuts), geometry.rows]
+    sizes = np.diff(ends, prepend=0).astype(np.int32)
+    visits = np.asarray(run(sizes))
+    count = visits[COUNT, 0]
+    assert count <= schedule.visits(geometry) == visits.shape[1]
+    wanted = np.repeat(np.arange(8), sizes)
+    found = []
+    for group, first, low, high in visits[[GROUP, FIRST, LOW, HIGH], :count].T:
+        assert first % ROW_TILE == 0
+        assert first <= low < high <= first + schedule.window
+        assert first + schedule.window <= schedule.padded_rows(geometry)
+        assert (wanted[low:high] == group).all()
+        found += range(low, high)
+    assert found == list(range(geometry.rows))
+
+
+def test_a_group_of_few_rows_is_visited_once():
+    """So that its weights are fetched once: the rule makes windows wide enough for twice a group's share."""
+    for rows, groups in ((80, 512), (64, 32), (640, 512), (1024, 32)):
+        geometry = Geometry(rows, groups, 1024, 2048, 0, BFLOAT16, BFLOAT16)
+        schedule = Schedule.of(geometry)
+        share = rows // groups
+        if schedule.window < 128:
+            assert schedule.window >= 2 * share + ROW_TILE - 1
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_the_rules_fit_every_case(case):
+    geometry = Geometry(
+        case.rows, case.groups, case.out, case.inner, case.group_axis, BFLOAT16, BFLOAT16
+    )
+    if geometry.refusal() is not None:
+        pytest.skip("the kernel does not take it")
+    for result in (BFLOAT16, jnp.dtype(jnp.float32)):
+        schedule = Schedule.of(replace(geometry, result=result))
+        assert schedule.refusal(replace(geometry, result=result)) is None
+        assert schedule.shared_bytes(replace(geometry, result=result)) <= SHARED_BYTES_PER_BLOCK
+        # Enough is in flight on a multiprocessor for the memory never to wait.
+        resident = schedule.blocks // 132
+        assert resident * (schedule.stages - 1) * schedule.slot_bytes(geometry) >= 80 * 1024
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"left": "x"}, "left must be one of weight, rows"),
+        ({"stages": 1}, "two stages"),
+        ({"window": 24}, "power of two"),
+        ({"columns": 32}, "64 or 128 must stand on the left"),
+        ({"window": 512}, "up to 256"),
+        ({"left": "rows", "window": 64, "columns": 72}, "multiple of 64"),
+        ({"columns": 128}, "wider than the result"),
+        ({"chunk": 96}, "cannot be cut"),
+        ({"stages": 99}, "bytes of shared memory"),
+    ],
+)
+def test_schedules_that_cannot_run_are_refused(change, message):
+    geometry = Geometry(64, 8, 120, 4096, 0, BFLOAT16, BFLOAT16)
+    schedule = replace(Schedule(16, 64, "weight", 128, 2, 264), **change)
+    assert message in (schedule.refusal(geometry) or "")

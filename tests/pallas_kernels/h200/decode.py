@@ -1,0 +1,54 @@
+"""Compiles the decode kernel for an H200 on a machine without a GPU and prints what became of it, as JSON.
+
+Run as a program, like writes.py, whose reports it prints.
+"""
+
+from functools import partial
+
+from tests.pallas_kernels.h200.writes import main
+
+FP8 = "float8_e4m3fn"
+
+
+def programs():
+    """Returns, by name, a function and the shapes of its arguments; q, the first, is donated for nothing."""
+    import jax
+    import jax.numpy as jnp
+
+    from pallas_kernels.mosaic.scores import Options
+    from pallas_kernels.paged_attention import mosaic_gpu
+    from pallas_kernels.paged_attention.mosaic_schedule import Geometry, Schedule
+
+    def attend(
+        rows, keys, heads=32, kv_heads=8, head_dim=128, page=16, stored="bfloat16", **options
+    ):
+        shape = jax.ShapeDtypeStruct
+        width = keys // page
+        pool = (rows * width, page, kv_heads, head_dim)
+        q, pages = shape((rows, heads, head_dim), jnp.bfloat16), shape(pool, stored)
+        tables = shape((rows, width), jnp.int32), shape((rows,), jnp.int32)
+        scales = (shape(pool[:3], jnp.float32),) * 2 if stored != "bfloat16" else ()
+        geometry = Geometry.of(q, pages)
+        schedule = Schedule.by_rule(geometry, rows, keys, options.get("window"))
+
+        def run(q, pages, values, table, lens, *scales):
+            call = partial(mosaic_gpu.attend, options=Options(head_dim**-0.5, **options))
+            scales = scales or (None, None)
+            arrays = (q, pages, values, table, lens, None, *scales)
+            return call(*arrays, schedule=schedule, want_lse=False)
+
+        return run, (q, pages, pages, *tables, *scales)
+
+    return {
+        "batch 1": attend(1, 1152, page=64),
+        "batch 64": attend(64, 4096),
+        "one key head": attend(64, 4096, 32, 1, page=64),
+        "fp8": attend(64, 4096, stored=FP8),
+        "int8": attend(64, 4096, page=64, stored="int8"),
+        "fp8 head_dim 64": attend(64, 4096, 64, 8, 64, stored=FP8),
+        "fp8 head_dim 256": attend(64, 1024, 16, 4, 256, stored=FP8),
+    }
+
+
+if __name__ == "__main__":
+    main(programs)

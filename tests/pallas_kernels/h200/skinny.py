@@ -1,0 +1,50 @@
+"""Compiles `skinny_matmul` for an H200 on a machine without a GPU and prints what became of it, as JSON.
+
+Run as a program, like writes.py, whose reports it prints.
+"""
+
+from functools import partial
+
+from tests.pallas_kernels.h200.writes import main
+
+
+def programs():
+    """Returns, by name, a function and the shapes of its arguments; x, the first, is donated for nothing."""
+    import jax
+    import jax.numpy as jnp
+
+    from pallas_kernels.skinny_matmul import mosaic_gpu
+    from pallas_kernels.skinny_matmul.cases import CASES
+
+    cases = {case.name: case for case in CASES}
+
+    def multiply(name, rows=None):
+        case = cases[name]
+        count = rows or case.rows
+        shape = partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
+        weights = case.out * (2 if case.gated else 1)
+        arrays = shape((count, case.inner)), shape((weights, case.inner))
+        extras = (shape((count, case.out)),) if case.has_residual else ()
+        options = {
+            "activation": case.activation,
+            "gated": case.gated,
+            "result": case.result,
+        }
+
+        def run(x, weight, *residual):
+            found = dict(zip(("residual",), residual, strict=False))
+            return mosaic_gpu.skinny_matmul(weight, x, **found, **options)
+
+        return run, (*arrays, *extras)
+
+    products = ("o", "gate-up", "down", "logits")
+    names = [f"8b-{product}-b{rows}" for product in products for rows in (1, 64)]
+    names += ["0.6b-down-b8", "70b-tp4-qkv-b16"]
+    # Eight rows at a time, and halves of a cluster that end unequal numbers of rows.
+    odd = {f"8b-{product}-b64": 37 for product in ("gate-up", "down")}
+    uneven = {f"{name}, {rows} rows": multiply(name, rows) for name, rows in odd.items()}
+    return {name: multiply(name) for name in names} | uneven
+
+
+if __name__ == "__main__":
+    main(programs)

@@ -1,0 +1,92 @@
+"""Compiles the kernels with recurrent states for an H200 on a machine without a GPU and prints what became of them.
+
+Run as a program, as writes.py is, whose reports these are, with "serialised" added.
+"""
+
+from tests.pallas_kernels.h200.writes import LAYERS, PAGES, main, report
+
+ROWS, HEADS, HEAD_DIM, CHANNELS = 40, 8, 64, 4352
+
+
+def causal_conv(packed, pools, weight, bias, x, ids, bounds, snapshots):
+    from pallas_kernels.causal_conv import mosaic_gpu
+
+    tables = (bounds, *snapshots) if packed else ()
+    return [
+        mosaic_gpu.causal_conv(weight, bias, pool, x, *ids, *tables, first_channel=4096)
+        for pool in pools
+    ]
+
+
+def ssd_update(pools, layer, xbc, dt, ids):
+    from pallas_kernels.ssd_update import mosaic_gpu
+
+    return [mosaic_gpu.ssd_update(*layer, pool, xbc, dt, *ids) for pool in pools]
+
+
+def ssd_scan(pools, layer, xbc, dt, bounds, lengths, ids, snapshots):
+    from pallas_kernels.ssd_scan import mosaic_gpu
+
+    return [
+        mosaic_gpu.ssd_scan(
+            *layer, pool, xbc, dt, bounds, lengths, *ids, *snapshots, chunk_size=256
+        )
+        for pool in pools
+    ]
+
+
+def programs():
+    """Returns, by name, a function whose first argument is the donated pools, and its arguments."""
+    from functools import partial
+
+    import jax
+
+    def array(*shape, dtype="bfloat16"):
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    ints = partial(array, dtype="int32")
+    floats = partial(array, dtype="float32")
+    # Rows enough for two consumers in a block of the scan.
+    ids, bounds, snapshots = (ints(ROWS), ints(ROWS)), ints(ROWS + 1), (ints(12), ints(12))
+    layer = (floats(HEADS),) * 3
+
+    def conv(tokens, packed):
+        pools = [array(PAGES, 3, CHANNELS)] * LAYERS
+        weight, bias, x = array(4, CHANNELS), array(CHANNELS), array(tokens, 2 * 4352)
+        rows = ids if packed else (ints(tokens), ints(tokens))
+        return partial(causal_conv, packed), (pools, weight, bias, x, rows, bounds, snapshots)
+
+    def states(d_state, stored="float32"):
+        wide = HEADS * HEAD_DIM + 2 * d_state
+        return [array(PAGES, HEADS, HEAD_DIM, d_state, dtype=stored)] * LAYERS, wide
+
+    def update(d_state, stored="float32"):
+        pools, wide = states(d_state, stored)
+        rows = (ints(64), ints(64))
+        return ssd_update, (pools, layer, array(64, wide), array(64, HEADS), rows)
+
+    def scan(d_state):
+        pools, wide = states(d_state)
+        inputs = (array(4096, wide), array(4096, HEADS))
+        return ssd_scan, (pools, layer, *inputs, bounds, ints(ROWS), ids, snapshots)
+
+    return {
+        "causal_conv": conv(4096, True),
+        "causal_conv one token each": conv(64, False),
+        "ssd_update": update(128),
+        "ssd_update bfloat16": update(128, "bfloat16"),
+        "ssd_update 256": update(256),
+        "ssd_scan": scan(128),
+        "ssd_scan 256": scan(256),
+    }
+
+
+def audit(function, arguments, dump):
+    """Returns the report, and whether the assembler made products wait for one another."""
+    found = report(function, arguments, dump)
+    assembled = "".join(file.read_text() for file in (dump / "mosaic").glob("*.ptxas"))
+    return found | {"serialised": "serialized" in assembled}
+
+
+if __name__ == "__main__":
+    main(programs, audit)

@@ -1,0 +1,315 @@
+"""The Mosaic GPU kernel of `skinny_matmul` itself: interpreted, and how it cuts weights. Contract: its own suite."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as interpreter
+
+from pallas_kernels.device import NEWEST_JAX, SHARED_BYTES_PER_BLOCK
+from pallas_kernels.skinny_matmul import mosaic_gpu, mosaic_join
+from pallas_kernels.skinny_matmul.cases import CASES, Case
+from pallas_kernels.skinny_matmul.mosaic_geometry import Geometry
+from pallas_kernels.skinny_matmul.mosaic_schedule import Schedule
+from pallas_kernels.tuning import trying
+from tests.pallas_kernels.contract import bits
+from tests.pallas_kernels.skinny_matmul.test_skinny_matmul import oracle, packed
+from tests.tolerances import assert_output
+
+pytestmark = pytest.mark.skipif(
+    jax.__version_info__[:2] > NEWEST_JAX, reason="this JAX takes minutes; why_not says so"
+)
+BFLOAT16 = jnp.dtype(jnp.bfloat16)
+
+# Every way of cutting, alone and with others: columns, folds, depth, stages, splits, blocks.
+CUTS = {
+    "one tile per block": (Case("", 3, 256, 128), (64, 1, 1, 3, 1, 9)),
+    "tiles in turn, the last one early": (
+        Case("", 9, 256, 200, has_bias=True),
+        (64, 1, 1, 3, 1, 2),
+    ),
+    "folds": (Case("", 5, 512, 64, has_residual=True), (16, 4, 1, 2, 1, 9)),
+    "deep chunks": (Case("", 1, 512, 64, activation="relu2"), (32, 2, 2, 9, 1, 9)),
+    "splits": (
+        Case("", 17, 512, 64, True, "silu", 0.5, True, True),
+        (32, 1, 1, 2, 4, 9),
+    ),
+    "gates and folds": (
+        Case("", 2, 512, 72, True, "gelu_tanh", 1.0, True, True),
+        (8, 4, 1, 3, 1, 4),
+    ),
+    "two heights": (Case("", 8, 128, 128, result="float32"), (128, 1, 1, 2, 1, 9)),
+    "passes": (
+        Case("", 21, 128, 200, True, "silu", 0.5, True, True),
+        (64, 1, 1, 2, 1, 2, 1, 2),
+    ),
+    "a pass of one row": (Case("", 17, 128, 128, has_residual=True), (64, 1, 1, 2, 1, 9, 1, 3)),
+    # No interpreter knows a cluster's stores: here XLA adds up its shares, in the same order.
+    "a cluster": (
+        Case("", 17, 256, 64, has_bias=True, has_residual=True),
+        (64, 1, 1, 2, 1, 9, 2),
+    ),
+}
+
+
+@pytest.fixture
+def races():
+    """Tells whether the interpreter saw a race, and leaves it as it was found."""
+    yield lambda: interpreter.get_races().races_found
+    interpreter.reset_gpu_interpret_mode_state()
+
+
+def device(inputs):
+    return {n: jnp.asarray(v) if isinstance(v, np.ndarray) else v for n, v in inputs.items()}
+
+
+@pytest.mark.parametrize("name", CUTS)
+def test_interpreted_it_equals_the_oracle_without_a_race(name, races):
+    case, cuts = CUTS[name]
+    inputs = case.inputs(1)
+    result = mosaic_gpu.skinny_matmul(**device(inputs), schedule=Schedule(*cuts), interpret=True)
+    assert result.dtype == jnp.dtype(case.result or "bfloat16")
+    assert_output(result, oracle(inputs), "bfloat16")
+    assert not races()
+
+
+def test_interpreted_rows_do_not_see_each_other():
+    """S5-41: equal bits for permuted rows, and for a row beside NaN, whatever is stacked with it."""
+    case, cuts = CUTS["folds"]
+    inputs = case.inputs(2)
+    order = np.array([4, 2, 0, 3, 1])
+    poisoned = inputs["x"].copy()
+    poisoned[1::2] = np.nan
+
+    def run(**change):
+        given = device(inputs | change)
+        return bits(mosaic_gpu.skinny_matmul(**given, schedule=Schedule(*cuts), interpret=True))
+
+    first = run()
+    assert run(x=inputs["x"][order], residual=inputs["residual"][order]) == [
+        first[row] for row in order
+    ]
+    assert run(x=poisoned)[::2] == first[::2]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_the_rules_fit_every_case_into_one_wave(case):
+    """All blocks of a real shape are at work at once, and each of them does as much as the others."""
+    geometry = Geometry(case.rows, case.out, case.inner, case.gated, BFLOAT16, BFLOAT16)
+    if geometry.refusal() is not None or not case.rows:
+        pytest.skip("the kernel does not take it")
+    schedule = Schedule.by_rule(geometry)
+    assert schedule.refusal(geometry) is None
+    assert schedule.shared_bytes(geometry) <= SHARED_BYTES_PER_BLOCK
+    blocks = schedule.grid(geometry) * schedule.shares
+    assert blocks <= 132 * schedule.resident(geometry)
+    if not case.ci:
+        assert blocks >= 96
+        done = schedule.grid(geometry) * schedule.tiles_per_block(geometry)
+        assert done <= 1.05 * schedule.tiles(geometry)
+
+
+@pytest.mark.parametrize("rows", [33, 40, 57, 64])
+@pytest.mark.parametrize(
+    ("inner", "out", "gated", "columns", "folds", "depth", "cluster", "eight"),
+    [
+        (4096, 4096, False, 32, 2, 1, 1, False),
+        (4096, 6144, False, 64, 1, 2, 1, False),
+        (14336, 4096, False, 64, 1, 2, 2, False),
+        (4096, 14336, True, 64, 1, 2, 1, True),
+    ],
+)
+def test_many_rows_take_clusters_where_inner_is_long_and_passes_where_gates_are_wide(
+    rows, inner, out, gated, columns, folds, depth, cluster, eight
+):
+    geometry = Geometry(rows, out, inner, gated, BFLOAT16, BFLOAT16)
+    found = Schedule.by_rule(geometry)
+    assert (found.columns, found.folds, found.depth, found.splits) == (columns, folds, depth, 1)
+    assert (found.cluster, found.window(geometry) == 8) == (cluster, eight)
+    few = Schedule.by_rule(replace(geometry, rows=32))
+    assert (few.cluster, few.passes) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("inner", "out", "folds"), [(8192, 2560, 4), (4096, 4096, 4), (3072, 1024, 8), (2048, 8192, 2)]
+)
+def test_a_weight_is_folded_eight_times_only_where_four_leave_the_card_idle(inner, out, folds):
+    found = Schedule.by_rule(Geometry(8, out, inner, False, BFLOAT16, BFLOAT16))
+    assert (found.folds, found.columns, found.splits) == (folds, 64 // folds, 1)
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(33, 64), (40, 64), (57, 32), (64, 32)])
+def test_a_schedule_without_a_second_slot_is_never_chosen(rows, columns):
+    """Passes would leave a third of the card without a block here, and 64 columns of many rows have room for one slot.
+
+    With a single one the second turn would wait for what nobody has sent for.
+    """
+    geometry = Geometry(rows, 17408, 4096, True, BFLOAT16, BFLOAT16)
+    found = Schedule.by_rule(geometry)
+    assert (found.columns, found.cluster, found.passes) == (columns, 1, 1)
+    assert found.stages > 1
+    assert "need two slots" in str(replace(found, stages=1).refusal(geometry))
+
+
+class Numbered:
+    """Of which block of a cluster shared memory is, and which place in it."""
+
+    at = property(lambda self: self)
+
+    def __init__(self, block):
+        self.block = block
+
+    def __getitem__(self, place):
+        return self.block, *place
+
+
+class Sums:
+    """An array of NumPy behind what a kernel does to a reference."""
+
+    at = property(lambda self: self)
+
+    def __init__(self, array):
+        self.array = array
+
+    def __getitem__(self, place):
+        columns, rows = place
+        return self.array[columns, rows.start : rows.start + rows.size]
+
+
+@pytest.mark.parametrize("rows", [9, 16, 17, 33, 40, 57, 64])
+def test_each_block_of_a_cluster_ends_its_rows_once_with_the_sums_of_both(rows, monkeypatch):
+    """In NumPy, since no interpreter knows a cluster's stores; each block's barrier counts all that comes."""
+    geometry = Geometry(rows, 64, 256, False, BFLOAT16, BFLOAT16)
+    schedule = Schedule(64, 1, 1, 2, 1, 1, 2)
+    assert schedule.refusal(geometry) is None
+    arrivals = mosaic_join.shared(geometry, schedule)["shares_arrived"].num_arrivals
+    window = schedule.window(geometry)
+    sums = np.random.default_rng(0).normal(size=(2, 64, geometry.padded_rows)).astype("float32")
+    received = np.full((2, 2, window // 8, 64, 8), np.nan, np.float32)
+    joined = np.full((2, 64, window), np.nan, np.float32)
+    result, counted = np.zeros((64, rows)), [0, 0]
+
+    def send(values, place, barrier, *, cluster_idx, **_):
+        received[int(cluster_idx)][place[1:]] = values
+        counted[int(cluster_idx)] += 1
+
+    for name, fake in {
+        "async_store_smem": send,
+        "barrier_wait": lambda _: None,
+        "commit_smem": lambda: None,
+        "load": lambda place, **_: received[place],
+    }.items():
+        monkeypatch.setattr(mosaic_join.plgpu, name, fake)
+    monkeypatch.setattr(mosaic_join.pl, "when", lambda is_so: lambda run: run() if is_so else None)
+    joins = []
+    for rank in range(2):
+        refs = {"shares": Numbered(rank), "shares_arrived": None, "sums": Sums(joined[rank])}
+        joins.append(mosaic_join.Join(geometry, schedule, refs, jnp.int32(rank)))
+        joins[rank].send(jnp.asarray(sums[rank]))
+    assert counted == [arrivals, arrivals]
+
+    for rank, join in enumerate(joins):
+
+        def store(first, count, rank=rank):
+            result[:, first : first + count] += joined[rank, :, :count]
+
+        join.deliver(jnp.asarray(sums[rank]), store)
+    np.testing.assert_array_equal(result, (sums[0] + sums[1])[:, :rows])
+
+
+def test_a_tuned_schedule_may_leave_out_clusters_and_passes():
+    """Whoever wrote it knew neither; what names another field, or cannot run, is passed over."""
+    geometry = Geometry(64, 4096, 14336, False, BFLOAT16, BFLOAT16)
+    ruled = Schedule.of(geometry)
+    fields = {"columns": 64, "folds": 1, "depth": 1, "stages": 3, "splits": 2, "blocks": 64}
+    given = {
+        Schedule(64, 1, 1, 3, 2, 64): fields,
+        Schedule(64, 1, 1, 3, 1, 64, 2): fields | {"splits": 1, "cluster": 2},
+    }
+    for wanted, entry in given.items():
+        with trying("skinny_matmul", entry):
+            assert Schedule.of(geometry) == wanted
+    for entry in (fields | {"warps": 1}, fields | {"stages": 99}, {"columns": 64}):
+        with trying("skinny_matmul", entry):
+            assert Schedule.of(geometry) == ruled
+
+
+@pytest.mark.parametrize(
+    "cuts",
+    [
+        (32, 2, 1, 3, 1, 9),
+        (64, 1, 1, 3, 1, 1),
+        (64, 1, 1, 2, 2, 9),
+        (64, 1, 1, 3, 1, 1, 1, 2),
+    ],
+)
+def test_interpreted_a_norm_is_left_to_the_product_after_it(cuts, races):
+    """Tiles alone and in turn, and splits: the squares are those of the rows as they were rounded."""
+    case = Case("", 5, 256, 128)
+    inputs = case.inputs(3)
+    squares = np.linspace(0.1, 0.9, 6 * 5, dtype=np.float32).reshape(6, 5) * 256
+    norm = np.linspace(0.5, 2, 128).astype(inputs["x"].dtype)
+    given = inputs | {"squares": squares, "norm_eps": 0.5, "next_norm": norm[None]}
+    result, weighed, found = mosaic_gpu.skinny_matmul(
+        **device(given), schedule=Schedule(*cuts), interpret=True
+    )
+    root = np.sqrt(squares.astype(np.float64).sum(axis=0) / 256 + 0.5)
+    assert_output(result, oracle(inputs) / root[:, None], "bfloat16")
+    wide = np.asarray(result, np.float64)
+    assert_output(weighed, wide * norm.astype(np.float64), "bfloat16")
+    np.testing.assert_allclose(np.sum(found, axis=0), np.sum(wide**2, axis=1), rtol=2e-3)
+    assert not races()
+
+
+@pytest.mark.parametrize(
+    ("stored", "rows", "cuts"),
+    [
+        ("int8", 3, (64, 1, 1, 2, 1, 9)),
+        ("float8_e4m3fn", 9, (32, 2, 2, 2, 1, 9)),
+        ("float8_e4m3fn", 17, (64, 1, 1, 3, 2, 1)),
+    ],
+)
+def test_interpreted_weights_of_8_bits_equal_the_oracle(stored, rows, cuts, races):
+    """Rows may be anything that their dtype holds: products are of float16."""
+    inputs = packed(Case("", rows, 512, 128, has_bias=True, has_residual=True), stored)
+    inputs["x"] *= np.linspace(-5, 5, rows, dtype=np.float32)[:, None].astype(inputs["x"].dtype)
+    inputs["x"][0] = inputs["x"][0] * inputs["x"].dtype.type(2.0**30)
+    inputs["scales"] *= np.float32(2.0**-5)
+    result = mosaic_gpu.skinny_matmul(**device(inputs), schedule=Schedule(*cuts), interpret=True)
+    assert_output(result, oracle(inputs), "bfloat16")
+    assert not races()
+
+
+def test_schedules_depend_on_static_shapes_alone_and_cover_every_row_count():
+    """S1-06: rows that are padded to the same width share a schedule."""
+    geometry = Geometry(1, 4096, 4096, False, BFLOAT16, BFLOAT16)
+    schedules = {Schedule.of(replace(geometry, rows=rows)) for rows in range(1, 9)}
+    assert len(schedules) == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"columns": 24}, "power of two"),
+        ({"columns": 8}, "multiple of 64 rows"),
+        ({"columns": 8192, "folds": 1}, "wider than the result"),
+        ({"folds": 3}, "multiple of 64 rows"),
+        ({"depth": 48}, "cannot be cut"),
+        ({"stages": 99}, "bytes of shared memory"),
+        ({"stages": 1}, "need two slots"),
+        ({"splits": 0}, "at least 1"),
+        ({"columns": 512, "folds": 1}, "registers"),
+        ({"cluster": 2}, "neither folds"),
+        ({"cluster": 4, "folds": 1, "columns": 64}, "at most 2"),
+        ({"cluster": 2, "folds": 1, "columns": 64, "blocks": 32}, "joins one tile"),
+        ({"cluster": 2, "folds": 1, "columns": 64, "splits": 2}, "no splits"),
+        ({"cluster": 2, "folds": 1, "columns": 64, "passes": 2}, "one pass"),
+        ({"passes": 2}, "neither folds"),
+    ],
+)
+def test_schedules_that_cannot_run_are_refused(change, message):
+    geometry = Geometry(64, 4096, 4096, False, BFLOAT16, BFLOAT16)
+    schedule = replace(Schedule(32, 2, 1, 2, 1, 999), **change)
+    assert message in (schedule.refusal(geometry) or "")

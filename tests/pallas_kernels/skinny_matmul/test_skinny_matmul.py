@@ -1,0 +1,226 @@
+"""The contract of `skinny_matmul`, signed by every implementation."""
+
+import math
+import re
+from dataclasses import replace
+from functools import partial
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import skinny_matmul
+from pallas_kernels.dispatch import asking, fallbacks
+from pallas_kernels.formats.eight_bit import LARGEST
+from pallas_kernels.skinny_matmul import mosaic_gpu, reference
+from pallas_kernels.skinny_matmul.cases import CASES
+from tests.pallas_kernels.contract import bits, call, compared, compiled, implementations
+from tests.tolerances import assert_output
+
+SMALL = {case.name: case for case in CASES if case.ci}
+REAL = [case for case in CASES if not case.ci]
+every_implementation = implementations("xla", "mosaic_gpu")
+
+
+def oracle(inputs):
+    """The op in float64, in NumPy alone."""
+    wide = {
+        name: None if inputs.get(name) is None else np.asarray(inputs[name], np.float64)
+        for name in ("weight", "x", "scales", "bias", "residual")
+    }
+    total = wide["x"] @ wide["weight"].T
+    total = total if wide["scales"] is None else total * wide["scales"]
+    total = total if wide["bias"] is None else total + wide["bias"]
+    gates, *ups = np.split(total, 2, axis=1) if inputs["gated"] else [total]
+    gates = gates * inputs["gate_multiplier"]
+    erf = np.vectorize(math.erf, otypes=[np.float64])
+    functions = {
+        None: lambda x: x,
+        "silu": lambda x: x / (1 + np.exp(-x)),
+        "gelu": lambda x: x * (1 + erf(x / 2**0.5)) / 2,
+        "gelu_tanh": lambda x: x * (1 + np.tanh((2 / np.pi) ** 0.5 * (x + 0.044715 * x**3))) / 2,
+        "relu2": lambda x: np.maximum(x, 0) ** 2,
+    }
+    total = functions[inputs["activation"]](gates)
+    for up in ups:
+        total = total * up
+    return total if wide["residual"] is None else total + wide["residual"]
+
+
+def packed(case, stored, seed=7):
+    """A case's inputs with a weight of 8 bits: each row's largest number is the largest that is stored."""
+    inputs = case.inputs(seed)
+    wide = inputs["weight"].astype(np.float32)
+    scales = np.max(np.abs(wide), axis=1) / np.float32(LARGEST[stored])
+    whole = wide / scales[:, None]
+    whole = np.round(whole) if stored == "int8" else whole
+    return inputs | {"weight": whole.astype(stored), "scales": scales}
+
+
+@every_implementation
+@pytest.mark.parametrize("stored", sorted(LARGEST))
+@pytest.mark.parametrize("rows", [1, 16, 40])
+def test_weights_of_8_bits_are_multiplied_by_their_scales(implementation, stored, rows):
+    """One scale for each row of the weight, and equal bits for permuted rows (S5-41)."""
+    case = type(CASES[0])("", rows, 1024, 512, True, "silu", 1.0, True, True)
+    inputs = packed(case, stored)
+    result = call(skinny_matmul, refusal, inputs, implementation)
+    assert_output(result, oracle(inputs), "bfloat16")
+    order = np.random.default_rng(0).permutation(rows)
+    moved = {name: inputs[name][order] for name in ("x", "residual")}
+    permuted = call(skinny_matmul, refusal, inputs | moved, implementation)
+    assert bits(permuted) == [bits(result)[row] for row in order]
+
+
+def refusal(implementation, inputs):
+    if implementation == "xla":
+        return None
+    return mosaic_gpu.why_not(
+        inputs["weight"], inputs["x"], activation=inputs["activation"], gated=inputs["gated"]
+    )
+
+
+@compared(list(SMALL.values()))
+def test_it_equals_the_oracle(implementation, case, dtype):
+    """Summed in float32 whatever the inputs are, and rounded to the dtype asked for."""
+    inputs = case.inputs(1, dtype)
+    result = call(skinny_matmul, refusal, inputs, implementation)
+    assert result.shape == (case.rows, case.out)
+    assert result.dtype == jnp.dtype(case.result or dtype)
+    assert_output(result, oracle(inputs), dtype)
+
+
+@pytest.mark.parametrize("case", SMALL.values(), ids=lambda case: case.name)
+def test_the_reference_equals_the_oracle(case):
+    inputs = case.inputs(2, "float32")
+    assert_output(compiled(reference.skinny_matmul, inputs), oracle(inputs), "float32")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", REAL, ids=lambda case: case.name)
+def test_real_shapes_equal_the_reference_and_repeat_bit_for_bit(case):
+    """S5-41: the order of all sums is fixed."""
+    inputs = {
+        name: jnp.asarray(value) if isinstance(value, np.ndarray) else value
+        for name, value in case.inputs(3).items()
+    }
+    run = partial(call, skinny_matmul, refusal, inputs)
+    result, again = run("mosaic_gpu"), run("mosaic_gpu")
+    wanted = compiled(reference.skinny_matmul, inputs | {"result": "float32"})
+    assert_output(result, np.asarray(wanted, np.float64), "bfloat16")
+    assert bits(result) == bits(again)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["8b-down-b64", "8b-gate-up-b64", "8b-qkv-b64"])
+@pytest.mark.parametrize("rows", [33, 40, 57])
+def test_many_rows_equal_the_reference_where_they_fill_no_window(name, rows):
+    """Under clusters, passes and neither: the rows, what a norm gets of them, and equal bits for permuted ones."""
+    case = next(replace(case, rows=rows) for case in REAL if case.name == name)
+    inputs = case.inputs(8)
+    norm = np.linspace(0.5, 2, case.out).astype(inputs["x"].dtype)
+    run = partial(call, skinny_matmul, refusal, implementation="mosaic_gpu")
+    result, weighed, squares = run(inputs | {"next_norm": norm[None]})
+    wanted = compiled(reference.skinny_matmul, inputs | {"result": "float32"})
+    assert_output(result, np.asarray(wanted, np.float64), "bfloat16")
+    wide = np.asarray(result, np.float64)
+    assert_output(weighed, wide * np.asarray(norm, np.float64), "bfloat16")
+    np.testing.assert_allclose(np.sum(squares, axis=0), np.sum(wide**2, axis=1), rtol=2e-3)
+    order = np.random.default_rng(0).permutation(rows)
+    moved = {key: inputs[key][order] for key in ("x", "residual") if inputs[key] is not None}
+    permuted = run(inputs | moved)
+    assert bits(permuted) == [bits(result)[row] for row in order]
+
+
+@every_implementation
+@pytest.mark.parametrize("rows", [5, 16, 40])
+def test_rows_do_not_see_each_other(implementation, rows):
+    """S5-41: permuted rows have the same bits, whatever the others hold, NaN and infinity included."""
+    inputs = CASES[1].inputs(4) if rows == 5 else _rows(rows)
+    order = np.random.default_rng(0).permutation(rows)
+    first = bits(call(skinny_matmul, refusal, inputs, implementation))
+    moved = {name: inputs[name][order] for name in ("x", "residual")}
+    permuted = bits(call(skinny_matmul, refusal, inputs | moved, implementation))
+    assert permuted == [first[row] for row in order]
+    poisoned = inputs["x"].copy()
+    poisoned[1::2] = np.where(np.arange(poisoned.shape[1]) % 2, np.nan, np.inf)
+    others = bits(call(skinny_matmul, refusal, inputs | {"x": poisoned}, implementation))
+    assert others[::2] == first[::2]
+
+
+def _rows(rows, dtype="bfloat16"):
+    case = SMALL["all-at-the-end"]
+    return type(case)("", rows, 1024, 512, True, "silu", 1.0, True, True).inputs(5, dtype)
+
+
+def test_rows_that_are_many_are_left_to_xla_without_a_fallback():
+    """A-14. That is the op's own choice, so a model of odd sizes keeps its other kernels."""
+    before = sum(fallbacks().values())
+    inputs = SMALL["more-rows"].inputs(1)
+    compiled(skinny_matmul, inputs)
+    assert sum(fallbacks().values()) == before
+    with asking() as questions:
+        compiled(lambda **given: skinny_matmul(**given), inputs)
+    (question,) = questions
+    assert list(question.refusals) == ["xla", "mosaic_gpu"]
+    assert question.refusals["xla"] is None
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("more-rows", "at most 64 rows, got 65"),
+        ("odd", "inner size must be a multiple of 64, got 60"),
+        ("erf", "activation must be one of silu, gelu_tanh, relu2, got 'gelu'"),
+    ],
+)
+def test_the_kernel_says_what_it_cannot_take(name, message):
+    """A-14."""
+    inputs = SMALL[name].inputs(1)
+    inputs = {n: jnp.asarray(v) if isinstance(v, np.ndarray) else v for n, v in inputs.items()}
+    with pytest.raises(ValueError, match=re.escape(message)):
+        mosaic_gpu.skinny_matmul(**inputs)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"x": np.zeros((2, 3), np.float32)}, "weight must have shape [any, 3], got [128, 256]"),
+        ({"bias": np.zeros(7, np.float32)}, "bias must have shape [128], got [7]"),
+        ({"residual": np.zeros((2, 128), np.float32)}, "residual must have shape [1, 128]"),
+        ({"activation": "tanh"}, "activation must be one of silu, gelu, gelu_tanh, relu2"),
+        ({"gated": True}, "residual must have shape [1, 64]"),
+        ({"x": np.zeros((1, 256), np.float16)}, "weight and x must share one dtype"),
+        ({"weight": np.zeros((128, 256), np.int8)}, "int8 without scales"),
+        ({"scales": np.zeros(128, np.float32)}, "float32 with scales"),
+        ({"x": np.zeros((1, 256), np.int32)}, "x must be floating, got int32"),
+    ],
+)
+def test_wrong_arguments_are_refused(change, message, as_in_production):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        skinny_matmul(**SMALL["one-row"].inputs(1, "float32") | change)
+
+
+def test_an_odd_gated_weight_is_refused(as_in_production):
+    with pytest.raises(ValueError, match="two rows for each column, got 65"):
+        skinny_matmul(jnp.zeros((65, 64)), jnp.zeros((1, 64)), gated=True)
+
+
+@every_implementation
+@pytest.mark.parametrize("rows", [1, 9, 40])
+def test_a_norm_between_two_products_equals_one_of_its_own(implementation, rows):
+    """The sums are divided by the root mean square that the rows were to be divided by."""
+    first, second = _rows(rows), type(CASES[0])("", rows, 512, 256).inputs(6)
+    norm = np.linspace(0.5, 2, 512).astype(first["x"].dtype)
+    given = first | {"next_norm": np.stack([norm * 0, norm]), "norm_row": 1}
+    run = partial(call, skinny_matmul, refusal, implementation=implementation)
+    result, weighed, squares = run(given)
+    assert_output(result, oracle(first), "bfloat16")
+    wide = np.asarray(result, np.float64)
+    assert_output(weighed, wide * np.asarray(norm, np.float64), "bfloat16")
+    # A compiler may take squares of what was not rounded yet.
+    assert_output(np.mean(squares, axis=0) * len(squares), np.sum(wide**2, axis=1), "bfloat16")
+    last = run(second | {"x": np.asarray(weighed), "squares": squares, "norm_eps": 1e-5})
+    unit = wide / np.sqrt(np.mean(wide**2, axis=1, keepdims=True) + 1e-5)
+    wanted = oracle(second | {"x": unit * np.asarray(norm, np.float64)})
+    assert_output(last, wanted, "bfloat16")

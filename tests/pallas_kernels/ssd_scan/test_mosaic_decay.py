@@ -1,0 +1,56 @@
+"""The sums in front of the `ssd_scan` kernel, against sums in float64."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as interpreter
+
+from pallas_kernels.packed.rows import cut
+from pallas_kernels.ssd_scan.mosaic_decay import decays
+
+SIDE = 64
+LOG2_E = np.log2(np.e)
+
+
+def summed(heads, *, interpret):
+    """What the kernel makes of rows that begin and end within pieces, and what is right, piece by piece."""
+    rng = np.random.default_rng(heads)
+    bounds = np.array([0, 70, 70, 71, 200], np.int32)
+    positions = np.array([3, 0, 62, 64], np.int32)
+    tokens = int(bounds[-1]) + 5
+    dt = rng.standard_normal((tokens, heads)).astype(np.float32)
+    # No step at all, and one that leaves nothing.
+    dt[5], dt[100] = -np.inf, 900.0
+    a_log = rng.uniform(-1, 2, heads).astype(np.float32)
+    bias = rng.standard_normal(heads).astype(np.float32)
+    pieces = cut(jnp.asarray(bounds), jnp.asarray(positions), tokens=tokens, size=SIDE)
+    options = {"size": SIDE, "dt_limits": (0.0, float("inf")), "interpret": interpret}
+    found = np.asarray(jax.jit(lambda *arrays: decays(*arrays, pieces, **options))(a_log, bias, dt))
+    wanted = []
+    for start, length in zip(np.asarray(pieces.start), np.asarray(pieces.length), strict=True):
+        step = np.logaddexp(0, dt[start : start + length].astype(np.float64) + bias)
+        passed = np.cumsum(-np.exp(a_log.astype(np.float64)) * step * LOG2_E, axis=0)
+        with np.errstate(divide="ignore"):
+            wanted.append((passed, passed - np.log2(step)))
+    return found, wanted
+
+
+@pytest.mark.parametrize("heads", [1, 7, 131])
+@pytest.mark.parametrize("interpret", [True, pytest.param(False, marks=pytest.mark.gpu)])
+def test_each_piece_is_summed_in_the_order_of_its_tokens(heads, interpret):
+    found, wanted = summed(heads, interpret=interpret)
+    lengths = [len(passed) for passed, _ in wanted]
+    # 3 + 70 tokens from a multiple of 64 on, none, one, and 129.
+    assert [length for length in lengths if length] == [61, 9, 1, 64, 64, 1]
+    for (passed, less), pair, length in zip(wanted, found, lengths, strict=True):
+        if not length:
+            continue
+        np.testing.assert_allclose(pair[:, 0, :length].T, passed, rtol=3e-6, atol=1e-6)
+        np.testing.assert_allclose(pair[:, 1, :length].T, less, rtol=3e-6, atol=1e-5)
+        # Behind the last token nothing passes and nothing is added.
+        assert (pair[:, 0, length:] == pair[:, 0, length - 1 : length]).all()
+        assert (pair[:, 1, length:] == np.inf).all()
+    if interpret:
+        assert not interpreter.get_races().races_found
+        interpreter.reset_gpu_interpret_mode_state()

@@ -1,0 +1,18 @@
+"""What an import of the bridge needs."""
+
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = pytest.mark.torch
+
+
+@pytest.mark.parametrize("name", ["torch", "transformers"])
+def test_an_import_without_torch_or_transformers_names_the_extra(name):
+    program = f"import sys; sys.modules[{name!r}] = None; import torch_bridge"
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    last = found.stderr.splitlines()[-1]
+    assert last.startswith("ModuleNotFoundError: torch_bridge needs")
+    assert f"needs {name}, " in last
+    assert "pip install 'jaxkv[torch]'" in last
