@@ -4,9 +4,17 @@ import jax
 from jax import lax
 
 
-@jax.jit(donate_argnums=0)
 def pass_on(arrays: tuple[jax.Array, ...], token: jax.Array) -> tuple[jax.Array, ...]:
-    """Returns the same memory under new handles, once the token exists. Donates the arrays."""
+    """Returns the same memory under new handles, once the token exists. Donates the arrays.
+
+    It runs at once, also while a function is traced: Python's garbage collector may end a lease at any time.
+    """
+    with jax.ensure_compile_time_eval():
+        return _pass_on(arrays, token)
+
+
+@jax.jit(donate_argnums=0)
+def _pass_on(arrays: tuple[jax.Array, ...], token: jax.Array) -> tuple[jax.Array, ...]:
     return lax.optimization_barrier((arrays, token))[0]
 
 

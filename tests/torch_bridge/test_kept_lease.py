@@ -157,6 +157,24 @@ def test_a_lease_commits_when_its_keeper_goes(owner):
     np.testing.assert_array_equal(owner.handle().cache.arrays[2][3], np.full((4, 2, 16), 7.0))
 
 
+def test_a_lease_commits_while_a_function_is_traced(owner):
+    def collected(number):
+        kept = KeptLease(owner)
+        add_in_torch(kept, 2)
+        del kept
+        return number + 1
+
+    def leased(number, _):
+        with lease(owner, write=True) as views:
+            views["layer0.key"].add_(3)
+            views.commit()
+        return number, None
+
+    assert float(jax.jit(collected)(1.0)) == 2
+    jax.lax.scan(leased, 0.0, length=2)
+    assert float(owner.handle().cache.arrays[0].max()) == 5
+
+
 def test_python_may_end_while_a_lease_rests():
     program = (
         "from jaxkv.cache.owner import CacheOwner\n"
