@@ -32,10 +32,11 @@ from benchmarks.timing import refuse_profilers
 from jaxkv.cache.owner import CacheOwner
 from jaxkv.cache.spec import group_layers
 from jaxkv.cache.variants import gqa, place
-from torch_bridge import JaxkvCache, direct, from_torch, kernels, lease, to_torch
-from torch_bridge.direct import decode_kernel
-from torch_bridge.dlpack import fence, jax_device
-from torch_bridge.kept_lease import KeptLease
+from torch_bridge import JaxkvCache, from_torch, kernels, lease, to_torch
+from torch_bridge.ops import direct
+from torch_bridge.ops.direct import decode_kernel
+from torch_bridge.sharing.dlpack import fence, jax_device
+from torch_bridge.sharing.kept_lease import KeptLease
 
 PARTS = ("lease", "kernel", "generate")
 _TOLERANCE = 2e-2

@@ -19,8 +19,8 @@ from benchmarks.report import render
 from jaxkv.cache.budget import Budget, bytes_per_sequence, plan_budget
 from jaxkv.cache.spec import CacheLayout, PagedSpec, StateSpec, group_layers
 from jaxkv.cache.variants import dsa, gqa, mamba2, mla, place, sampling, window
-from jaxkv.config import MAX_BIAS_ENTRIES
-from jaxkv.engine.engine_config import EngineConfig
+from jaxkv.config.engine import EngineConfig
+from jaxkv.config.sampling import MAX_BIAS_ENTRIES
 
 PAGE = 64
 _PAGES: dict[str, Any] = {"dtype": "bfloat16", "page_size": PAGE}

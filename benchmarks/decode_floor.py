@@ -39,11 +39,11 @@ from benchmarks.prompt_floor import prompt_seconds
 from benchmarks.record import save_record
 from benchmarks.steady import Observed, Row, steady_tokens
 from jaxkv.bench.shapes import SHAPES
+from jaxkv.config.engine import EngineConfig
 from jaxkv.engine.engine import Engine
-from jaxkv.engine.engine_config import EngineConfig
-from jaxkv.engine.executor import Executor
-from jaxkv.engine.rows import row_of, tokens_held
 from jaxkv.models.protocol import Params
+from jaxkv.runner.model_runner import Executor
+from jaxkv.runner.rows import row_of, tokens_held
 from jaxkv.sampling.features import Features
 from pallas_kernels.dispatch import Unsupported
 

@@ -34,9 +34,9 @@ from jaxkv.bench.modes import warm
 from jaxkv.bench.serving import Served, serve
 from jaxkv.bench.shapes import SHAPES
 from jaxkv.bench.workload import Workload
-from jaxkv.config import CacheConfig
+from jaxkv.config.engine import EngineConfig
+from jaxkv.config.sampling import CacheConfig
 from jaxkv.engine.engine import Engine
-from jaxkv.engine.engine_config import EngineConfig
 from jaxkv.engine.request import Request
 from jaxkv.engine.warm_up import WarmUp
 from jaxkv.models.protocol import Params

@@ -21,18 +21,18 @@ import numpy as np
 from benchmarks.decode_start import begin, decode_parser, parse
 from benchmarks.record import save_record
 from jaxkv.bench.shapes import SHAPES
-from jaxkv.config import CacheConfig, SamplingParams
-from jaxkv.engine.executor import Executor
-from jaxkv.engine.programs import Programs
+from jaxkv.config.model import ModelConfig
+from jaxkv.config.sampling import CacheConfig, SamplingParams
 from jaxkv.engine.request import Request
-from jaxkv.engine.results import unpack_sampled
-from jaxkv.engine.rows import Row, row_of, tokens_held
-from jaxkv.engine.step_shapes import StepShapes, grain_of, settle_budget
 from jaxkv.generation import generate
-from jaxkv.model_config import ModelConfig
 from jaxkv.models.protocol import Params
 from jaxkv.models.registry import build_model
 from jaxkv.plan import plan_cache
+from jaxkv.programs.manifest import Programs
+from jaxkv.runner.model_runner import Executor
+from jaxkv.runner.rows import Row, row_of, tokens_held
+from jaxkv.runner.sampled_rows import unpack_sampled
+from jaxkv.runner.step_shapes import StepShapes, grain_of, settle_budget
 
 KNOWN_BYTES_PER_SECOND = 4.3e12
 """What a matrix-vector product once read on an H200: the floor that older records and tables compare with."""

@@ -22,8 +22,8 @@ from benchmarks.record import save_record
 from jaxkv.bench.figures import Timeline, figures_of
 from jaxkv.bench.shapes import SHAPES
 from jaxkv.bench.workload import Workload
+from jaxkv.config.model import ModelConfig
 from jaxkv.engine.request import Request
-from jaxkv.model_config import ModelConfig
 
 
 def build(config: ModelConfig, dtype: str, device: str) -> Any:  # noqa: ANN401 - torch is optional

@@ -26,13 +26,13 @@ from benchmarks.report import render
 from benchmarks.timing import refuse_profilers
 from jaxkv.bench.serving import Served
 from jaxkv.bench.shapes import SHAPES
-from jaxkv.config import CacheConfig, SamplingParams
+from jaxkv.config.engine import EngineConfig
+from jaxkv.config.sampling import CacheConfig, SamplingParams
 from jaxkv.engine.engine import Engine
-from jaxkv.engine.engine_config import EngineConfig
-from jaxkv.engine.host_memory import HostMemory
-from jaxkv.engine.host_programs import SwapSpec, pad_ids, unit_shapes
 from jaxkv.engine.request import Request
 from jaxkv.engine.request_state import RequestState
+from jaxkv.offload.memory import HostMemory
+from jaxkv.offload.programs import SwapSpec, pad_ids, unit_shapes
 
 Row = dict[str, Any]
 

@@ -23,16 +23,16 @@ from benchmarks.record import RECORDS, load_record, save_record
 from benchmarks.report import render
 from benchmarks.timing import refuse_profilers
 from jaxkv.bench.shapes import HYBRID_SHAPES
-from jaxkv.cache.checkpoint_policy import CheckpointPolicy
-from jaxkv.config import CacheConfig, SamplingParams
+from jaxkv.cache.kept_states.policy import CheckpointPolicy
+from jaxkv.config.engine import EngineConfig
+from jaxkv.config.sampling import CacheConfig, SamplingParams
 from jaxkv.engine.engine import Engine
-from jaxkv.engine.engine_config import EngineConfig
-from jaxkv.engine.executor import Executor
-from jaxkv.engine.programs import Programs
 from jaxkv.engine.request import Request
 from jaxkv.engine.request_state import RequestState
 from jaxkv.models.registry import build_model
 from jaxkv.plan import plan_cache
+from jaxkv.programs.manifest import Programs
+from jaxkv.runner.model_runner import Executor
 
 Row = dict[str, Any]
 

@@ -6,7 +6,7 @@ import jax
 
 from benchmarks.generate import Setting, decode_bytes
 from benchmarks.timing import CEILINGS
-from jaxkv.model_config import ModelConfig
+from jaxkv.config.model import ModelConfig
 from jaxkv.models.protocol import Params
 
 

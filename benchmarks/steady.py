@@ -11,11 +11,11 @@ import numpy as np
 from benchmarks.generate import Setting, decode_bytes
 from benchmarks.step_profile import by_kernel, covered, record_events
 from benchmarks.stopwatch import Stopwatch, queued_seconds
-from jaxkv.config import SamplingParams
+from jaxkv.config.model import ModelConfig
+from jaxkv.config.sampling import SamplingParams
 from jaxkv.engine.engine import Engine
 from jaxkv.engine.request import Request
 from jaxkv.engine.request_state import FINISHED, RequestState
-from jaxkv.model_config import ModelConfig
 
 Row = dict[str, Any]
 

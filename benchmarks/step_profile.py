@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-from jaxkv.engine.hlo import Instruction, parse_module
+from jaxkv.programs.hlo import Instruction, parse_module
 
 Event = Mapping[str, Any]
 Row = dict[str, Any]

@@ -9,8 +9,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxkv.engine.executor import Executor
-from jaxkv.engine.programs import Program
+from jaxkv.programs.manifest import Program
+from jaxkv.runner.model_runner import Executor
 
 _QUEUED = 48
 """Runs of a program that are timed together."""

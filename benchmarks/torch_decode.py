@@ -18,8 +18,8 @@ from torch.nn.functional import linear, scaled_dot_product_attention, silu
 
 from benchmarks.generate import Setting
 from benchmarks.timing import Effort, Timing, time_launches
+from jaxkv.config.model import ModelConfig
 from jaxkv.layers.rope import FREQUENCIES
-from jaxkv.model_config import ModelConfig
 from jaxkv.models.protocol import Params
 
 Weights = Mapping[str, torch.Tensor]

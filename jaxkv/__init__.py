@@ -8,9 +8,9 @@ from jaxkv.log_messages import VARIABLE, show_messages
 
 if TYPE_CHECKING:
     from jaxkv.async_llm import AsyncLLM
-    from jaxkv.cache.checkpoint_policy import CheckpointPolicy
-    from jaxkv.config import CacheConfig, SamplingParams
-    from jaxkv.engine.engine_config import EngineConfig
+    from jaxkv.cache.kept_states.policy import CheckpointPolicy
+    from jaxkv.config.engine import EngineConfig
+    from jaxkv.config.sampling import CacheConfig, SamplingParams
     from jaxkv.generation import generate
     from jaxkv.llm import LLM
     from jaxkv.models.flax_model import FlaxModel
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "AsyncLLM": "jaxkv.async_llm",
-    "CacheConfig": "jaxkv.config",
-    "CheckpointPolicy": "jaxkv.cache.checkpoint_policy",
-    "EngineConfig": "jaxkv.engine.engine_config",
+    "CacheConfig": "jaxkv.config.sampling",
+    "CheckpointPolicy": "jaxkv.cache.kept_states.policy",
+    "EngineConfig": "jaxkv.config.engine",
     "FlaxModel": "jaxkv.models.flax_model",
     "LLM": "jaxkv.llm",
-    "SamplingParams": "jaxkv.config",
+    "SamplingParams": "jaxkv.config.sampling",
     "generate": "jaxkv.generation",
     "load_model": "jaxkv.models.registry",
 }

@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
 
-from jaxkv.config import SamplingParams
+from jaxkv.config.sampling import SamplingParams
+from jaxkv.engine.drive import output_of, with_figures
 from jaxkv.engine.recovery import STEP_FAILURES
 from jaxkv.engine.request import Piece, Request, RequestOutput
 from jaxkv.engine.request_state import FINISHED, RequestState
-from jaxkv.engine.serve import output_of, with_figures
 from jaxkv.llm import LLM
-from jaxkv.prompts import Prompt, as_call, one_each, one_sample
+from jaxkv.text.prompts import Prompt, as_call, one_each, one_sample
 
 _LOG = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ from collections.abc import Generator, Iterator
 from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING
 
-from jaxkv.config import SamplingParams
+from jaxkv.config.sampling import SamplingParams
 from jaxkv.terminal import Screen
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from jaxkv import __version__
 from jaxkv.bench.command import add_bench
-from jaxkv.config import CacheConfig, SamplingParams
+from jaxkv.config.sampling import CacheConfig, SamplingParams
 from jaxkv.errors import CachePoisoned
 from jaxkv.options import Parser, add_model_options, size, with_hyphens
 from jaxkv.terminal import Screen
@@ -203,7 +203,7 @@ def _chat(options: argparse.Namespace, screen: Screen) -> int:
 def _with_defaults(sampling: SamplingParams, options: argparse.Namespace) -> SamplingParams:
     """Returns the parameters with what generation_config.json sets and the user does not."""
     from jaxkv import default_model
-    from jaxkv.models.generation_json import load_sampling_defaults
+    from jaxkv.models.hf_config.generation_json import load_sampling_defaults
 
     defaults = load_sampling_defaults(options.model or default_model.path())
     return replace(

@@ -18,7 +18,7 @@ from jaxkv.batch import PagedTables, StateTables, StepBatch
 from jaxkv.cache.spec import CacheLayout, LayerSpec, group_layers
 from jaxkv.cache.state import init_cache
 from jaxkv.cache.variants import sampling as sampling_spec
-from jaxkv.config import SamplingParams
+from jaxkv.config.sampling import SamplingParams
 from jaxkv.models.implementation import choose_implementation
 from jaxkv.models.protocol import Model, Params
 from jaxkv.padded_prompts import (
@@ -29,13 +29,13 @@ from jaxkv.padded_prompts import (
     padded_prompts,
     round_up,
 )
-from jaxkv.prompts import one_each
 from jaxkv.row_seeds import Key, Seeds, row_seeds
 from jaxkv.sampling.batch import SamplingBatch
 from jaxkv.sampling.features import Features, union
 from jaxkv.sampling.fields import FIELDS, Fixed, features_for, fields_for
 from jaxkv.sampling.sample import admit
 from jaxkv.step.loop import ERROR, LENGTH, RUNNING, STOP, Generated, Limits, generate_loop
+from jaxkv.text.prompts import one_each
 
 __all__ = ["ERROR", "LENGTH", "RUNNING", "STOP", "Generated", "generate"]
 

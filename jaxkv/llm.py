@@ -15,21 +15,15 @@ import jax
 import numpy as np
 
 from jaxkv import default_model
-from jaxkv.bad_words import forbid_words
-from jaxkv.cache.prefix_report import Explanation
-from jaxkv.config import MAX_EOS_IDS, CacheConfig, SamplingParams, as_int
-from jaxkv.engine.compile_cache import enable_compile_cache
+from jaxkv.cache.prefix.report import Explanation
+from jaxkv.config.engine import EngineConfig, settle_configs
+from jaxkv.config.sampling import MAX_EOS_IDS, CacheConfig, SamplingParams, as_int
+from jaxkv.engine.drive import check_compiled, output_of, serve_all, serve_stream
 from jaxkv.engine.engine import Engine
-from jaxkv.engine.engine_config import EngineConfig, settle_configs
-from jaxkv.engine.executor import Executor
-from jaxkv.engine.programs import Programs
+from jaxkv.engine.engine_lock import Turns, refuse_forked_user
 from jaxkv.engine.recovery import refuse_broken
 from jaxkv.engine.request import Piece, Request, RequestOutput, check_salt, sample_seed
-from jaxkv.engine.rows import Row
-from jaxkv.engine.scoring import score_texts
-from jaxkv.engine.serve import check_compiled, output_of, serve_all, serve_stream
 from jaxkv.engine.stats import Stats, collect_stats
-from jaxkv.engine.turns import Turns, refuse_forked_user
 from jaxkv.engine.warm_up import WarmUp, compile_all, declare_served
 from jaxkv.errors import BadCheckpoint
 from jaxkv.memory import named_exhaustion
@@ -44,7 +38,13 @@ from jaxkv.plan import (
     tokens_ahead,
     weight_bytes,
 )
-from jaxkv.prompts import (
+from jaxkv.programs.jax_cache import enable_compile_cache
+from jaxkv.programs.manifest import Programs
+from jaxkv.runner.model_runner import Executor
+from jaxkv.runner.rows import Row
+from jaxkv.runner.scoring import score_texts
+from jaxkv.text.bad_words import forbid_words
+from jaxkv.text.prompts import (
     NO_TOKENIZER,
     Messages,
     Prompt,
@@ -57,7 +57,7 @@ from jaxkv.prompts import (
     one_sample,
     tokenize,
 )
-from jaxkv.tokenizer import Tokenizer, load_tokenizer
+from jaxkv.text.tokenizer import Tokenizer, load_tokenizer
 from jaxkv.weights.load import load_params
 
 _LOG = logging.getLogger(__name__)
@@ -93,8 +93,8 @@ class LLM:
             `None` for seeds that nobody can foresee.
         load_format: "auto" or "safetensors" read the checkpoint; "dummy" draws random weights instead, so the
             directory needs none.
-        options: fields of `cache` and `engine` under vLLM's names, such as `max_num_seqs`; `jaxkv.vllm_names` lists
-            them. They replace what `cache` and `engine` have.
+        options: fields of `cache` and `engine` under vLLM's names, such as `max_num_seqs`; `jaxkv.config.vllm_names`
+            lists them. They replace what `cache` and `engine` have.
 
     Raises:
         ValueError: an option is unknown or out of range, the cache cannot hold one sequence of `max_model_len`, or

@@ -17,22 +17,22 @@ from jaxkv.cache.budget import (
 from jaxkv.cache.spec import CacheLayout, LayerSpec, group_layers
 from jaxkv.cache.variants import outputs as outputs_spec
 from jaxkv.cache.variants import sampling as sampling_spec
-from jaxkv.config import MAX_BIAS_ENTRIES, CacheConfig, as_int
-from jaxkv.engine.bursts import declare_bursts, settle_steps
-from jaxkv.engine.compile_cache import enable_compile_cache
-from jaxkv.engine.compile_costs import Cost, cost_name, read_costs
-from jaxkv.engine.engine_config import EngineConfig
-from jaxkv.engine.host_programs import declare_swaps
-from jaxkv.engine.program_spec import StepSpec
-from jaxkv.engine.side_programs import CopySpec
-from jaxkv.engine.step_shapes import StepShapes, grain_of, settle_budget
+from jaxkv.config.engine import EngineConfig
+from jaxkv.config.sampling import MAX_BIAS_ENTRIES, CacheConfig, as_int
+from jaxkv.engine.multi_step import declare_bursts, settle_steps
 from jaxkv.engine.warm_up import cost_identity
 from jaxkv.memory import REMEDY, device_bytes, host_bytes
 from jaxkv.models.decoder import Decoder
-from jaxkv.models.generation_json import load_sampling_defaults
+from jaxkv.models.hf_config.generation_json import load_sampling_defaults
 from jaxkv.models.implementation import choose_implementation
 from jaxkv.models.protocol import Model
 from jaxkv.models.registry import build_model, load_config, resolve_dtype
+from jaxkv.offload.programs import declare_swaps
+from jaxkv.programs.costs import Cost, cost_name, read_costs
+from jaxkv.programs.jax_cache import enable_compile_cache
+from jaxkv.runner.cache_programs import CopySpec
+from jaxkv.runner.program_specs import StepSpec
+from jaxkv.runner.step_shapes import StepShapes, grain_of, settle_budget
 from jaxkv.sampling.features import Features
 from pallas_kernels.dispatch import Unsupported
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int, Integer, PRNGKeyArray, Shaped
 
-from jaxkv.config import SamplingParams, as_int
+from jaxkv.config.sampling import SamplingParams, as_int
 from jaxkv.engine.request import sample_seed
 from jaxkv.padded_prompts import host_array
 from jaxkv.sampling.fields import split_seed

@@ -11,11 +11,11 @@ os.environ.setdefault("NPROC", "16")
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 # Imported before the hook: they check what users give them by themselves, and the tests give them nonsense.
-import jaxkv.block_config
-import jaxkv.config
-import jaxkv.engine.engine_config
-import jaxkv.model_config
-import jaxkv.prompts  # noqa: F401
+import jaxkv.config.blocks
+import jaxkv.config.engine
+import jaxkv.config.model
+import jaxkv.config.sampling
+import jaxkv.text.prompts  # noqa: F401
 
 if importlib.util.find_spec("beartype") is not None:
     from jaxtyping import install_import_hook

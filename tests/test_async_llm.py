@@ -10,9 +10,9 @@ import pytest
 
 from jaxkv import LLM, CacheConfig, SamplingParams
 from jaxkv.async_llm import AsyncLLM
-from jaxkv.config import MAX_STOP_STRINGS
-from jaxkv.engine.programs import compile_count
+from jaxkv.config.sampling import MAX_STOP_STRINGS
 from jaxkv.engine.request import Piece
+from jaxkv.programs.manifest import compile_count
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
 PROMPTS = ["def add(", "import os\n", "class Node:\n    ", "def add(a, b", "for x in "]

@@ -11,7 +11,7 @@ import pytest
 
 from jaxkv import __version__, cli
 from jaxkv.cli import main
-from jaxkv.config import CacheConfig, SamplingParams
+from jaxkv.config.sampling import CacheConfig, SamplingParams
 from jaxkv.errors import CachePoisoned
 from tests.fake_llm import FakeLLM
 

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv.config import SamplingParams
+from jaxkv.config.model import ModelConfig, RopeConfig
+from jaxkv.config.sampling import SamplingParams
 from jaxkv.generation import ERROR, LENGTH, STOP, generate
-from jaxkv.model_config import ModelConfig, RopeConfig
 from jaxkv.models.decoder import Decoder
 
 CONFIG = ModelConfig(

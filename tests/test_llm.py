@@ -11,9 +11,9 @@ import pytest
 
 import jaxkv
 from jaxkv import LLM, CacheConfig, EngineConfig, SamplingParams, default_model
-from jaxkv.engine.program_spec import StepSpec
-from jaxkv.engine.programs import compile_count
 from jaxkv.errors import BadCheckpoint, OutOfPages, ProgramRefused
+from jaxkv.programs.manifest import compile_count
+from jaxkv.runner.program_specs import StepSpec
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
 PROMPTS = ["def add(", "import os\n", "class Node:\n    "]

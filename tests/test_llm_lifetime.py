@@ -12,8 +12,10 @@ import jax
 import pytest
 
 from jaxkv import LLM, AsyncLLM, CacheConfig, SamplingParams
-from jaxkv.engine import compilation, programs, turns
-from jaxkv.engine.lowering import trace
+from jaxkv.engine import engine_lock as turns
+from jaxkv.programs import compile as compilation
+from jaxkv.programs import manifest as programs
+from jaxkv.programs.lowering import trace
 
 PROMPT = "def add("
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4)

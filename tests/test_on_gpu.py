@@ -7,18 +7,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv.config import CacheConfig, SamplingParams
+from jaxkv.config.engine import EngineConfig
+from jaxkv.config.model import ModelConfig, RopeConfig
+from jaxkv.config.sampling import CacheConfig, SamplingParams
 from jaxkv.engine.engine import Engine
-from jaxkv.engine.engine_config import EngineConfig
-from jaxkv.engine.executor import Executor
-from jaxkv.engine.program_spec import StepSpec
-from jaxkv.engine.programs import Programs, compile_count
 from jaxkv.engine.request import Request
 from jaxkv.generation import generate
-from jaxkv.model_config import ModelConfig, RopeConfig
 from jaxkv.models.decoder import Decoder
 from jaxkv.models.implementation import Choice
 from jaxkv.plan import plan_cache
+from jaxkv.programs.manifest import Programs, compile_count
+from jaxkv.runner.model_runner import Executor
+from jaxkv.runner.program_specs import StepSpec
 from pallas_kernels import page_write, paged_attention
 from pallas_kernels.dispatch import Unsupported
 

@@ -10,14 +10,14 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from jaxkv import LLM, default_model
 from jaxkv.bench.workload import Workload
-from jaxkv.config import CacheConfig
-from jaxkv.engine.engine_config import EngineConfig
-from jaxkv.engine.program_spec import StepSpec
+from jaxkv.config.engine import EngineConfig
+from jaxkv.config.sampling import CacheConfig
 from jaxkv.engine.warm_up import compile_all, declare_served
 from jaxkv.models.implementation import Choice
 from jaxkv.models.registry import build_model, load_config
 from jaxkv.plan import explain_plan, plan_cache, resolve_dtype
 from jaxkv.plan import resolve_length as checked_resolve_length
+from jaxkv.runner.program_specs import StepSpec
 from jaxkv.weights.load import load_params
 from pallas_kernels.dispatch import Unsupported
 

@@ -12,8 +12,8 @@ import pytest
 import jaxkv
 from jaxkv import LLM, EngineConfig, SamplingParams, default_model
 from jaxkv.cli import main
-from jaxkv.engine.programs import compile_count
 from jaxkv.errors import ProgramRefused
+from jaxkv.programs.manifest import compile_count
 
 README = Path(__file__).parents[1] / "README.md"
 

@@ -10,11 +10,13 @@ except ModuleNotFoundError as error:
     ) from error
 
 from jaxkv.errors import CacheLeased, CachePoisoned
-from torch_bridge import attention  # noqa: F401 - registers "jaxkv" with Transformers
-from torch_bridge.cache import JaxkvCache, JaxkvCacheStats
-from torch_bridge.dlpack import from_torch, to_torch
 from torch_bridge.errors import LeaseLeaked, NotZeroCopy
-from torch_bridge.leases import Lease, lease
+from torch_bridge.sharing.dlpack import from_torch, to_torch
+from torch_bridge.sharing.leases import Lease, lease
+from torch_bridge.transformers_cache import (
+    attention,  # noqa: F401 - registers "jaxkv" with Transformers
+)
+from torch_bridge.transformers_cache.cache import JaxkvCache, JaxkvCacheStats
 
 __all__ = [
     "CacheLeased",

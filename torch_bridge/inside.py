@@ -14,8 +14,8 @@ from jax import ShapeDtypeStruct
 from jax.experimental.buffer_callback import buffer_callback
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from torch_bridge.dlpack import as_bytes
 from torch_bridge.errors import LeaseLeaked
+from torch_bridge.sharing.dlpack import as_bytes
 
 _CPU = 1
 """DLPack's number of it."""

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.library import CustomOpDef, custom_op
 
-from torch_bridge.calls import hand_out, run
-from torch_bridge.direct import Decode, decode_kernel
-from torch_bridge.dlpack import from_torch_all, to_torch
+from torch_bridge.ops.calls import hand_out, run
+from torch_bridge.ops.direct import Decode, decode_kernel
+from torch_bridge.sharing.dlpack import from_torch_all, to_torch
 
 _TAGS = (torch.Tag.cudagraph_unsafe,)
 

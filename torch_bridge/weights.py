@@ -10,8 +10,8 @@ from jaxkv.weights.families import rules_for
 from jaxkv.weights.load import Loadable
 from jaxkv.weights.rules import Recipe, expand
 from jaxkv.wording import listed
-from torch_bridge.dlpack import from_torch, why_not_zero_copy
 from torch_bridge.errors import NotZeroCopy
+from torch_bridge.sharing.dlpack import from_torch, why_not_zero_copy
 
 _SHOWN = 4
 

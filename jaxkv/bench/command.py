@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from jaxkv.config import CacheConfig
+from jaxkv.config.sampling import CacheConfig
 from jaxkv.options import add_model_options, size
 from jaxkv.terminal import Screen
 
@@ -167,7 +167,7 @@ def _asked(options: argparse.Namespace, screen: Screen) -> "tuple[Workload, Serv
     import jax
 
     from jaxkv.bench.serving import Served
-    from jaxkv.engine.engine_config import EngineConfig
+    from jaxkv.config.engine import EngineConfig
     from jaxkv.plan import resolve_length
 
     served = Served(

@@ -10,17 +10,17 @@ import jax
 from jaxkv import default_model
 from jaxkv.bench.figures import Timeline
 from jaxkv.bench.shapes import SHAPES
-from jaxkv.config import CacheConfig
-from jaxkv.engine.compile_cache import enable_compile_cache
+from jaxkv.config.engine import EngineConfig
+from jaxkv.config.sampling import CacheConfig
 from jaxkv.engine.engine import Engine
-from jaxkv.engine.engine_config import EngineConfig
-from jaxkv.engine.executor import Executor
-from jaxkv.engine.programs import Programs
 from jaxkv.engine.request import Request
 from jaxkv.engine.request_state import FINISHED, RequestState
 from jaxkv.llm import LLM
 from jaxkv.models.registry import build_model, load_config, resolve_dtype
 from jaxkv.plan import free_bytes, plan_cache, resolve_length
+from jaxkv.programs.jax_cache import enable_compile_cache
+from jaxkv.programs.manifest import Programs
+from jaxkv.runner.model_runner import Executor
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,7 @@
 """The sizes of models that people know, for measuring with random weights."""
 
-from jaxkv.block_config import MambaConfig
-from jaxkv.model_config import ModelConfig, RopeConfig
+from jaxkv.config.blocks import MambaConfig
+from jaxkv.config.model import ModelConfig, RopeConfig
 
 SHAPES = {
     "llama-3.1-8b": ModelConfig(

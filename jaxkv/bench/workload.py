@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from jaxkv.config import SamplingParams, as_int
+from jaxkv.config.sampling import SamplingParams, as_int
 from jaxkv.engine.request import Request
 
 DATA = ("random", "shared-prefix")

@@ -12,24 +12,24 @@ from collections.abc import Callable, Sequence
 
 import jax
 
-from jaxkv.cache.prefix import PrefixIndex
-from jaxkv.engine.checkpointing import Checkpointing, room_for_checkpoints
-from jaxkv.engine.collection import Collector
+from jaxkv.cache.prefix.index import PrefixIndex
+from jaxkv.config.engine import EngineConfig
+from jaxkv.engine.collect import Collector
+from jaxkv.engine.dispatch import Launcher
 from jaxkv.engine.emission import why_over
-from jaxkv.engine.endings import Endings
-from jaxkv.engine.engine_config import EngineConfig
-from jaxkv.engine.executor import Executor
-from jaxkv.engine.flight import Flight
+from jaxkv.engine.finish import Endings
 from jaxkv.engine.host_cache import open_host
+from jaxkv.engine.in_flight import Flight
 from jaxkv.engine.integrity import IdleCheck
-from jaxkv.engine.launcher import Launcher
 from jaxkv.engine.recovery import STEP_FAILURES, RebuildLimit, is_fatal, refuse_broken
 from jaxkv.engine.request import Request
 from jaxkv.engine.request_state import FINISHED, RequestState, new_request_state
 from jaxkv.engine.scheduler import Scheduler
-from jaxkv.engine.step_shapes import StepShapes, grain_of, settle_budget
+from jaxkv.engine.state_checkpoints import Checkpointing, room_for_checkpoints
 from jaxkv.errors import CachePoisoned
-from jaxkv.tokenizer import Tokenizer
+from jaxkv.runner.model_runner import Executor
+from jaxkv.runner.step_shapes import StepShapes, grain_of, settle_budget
+from jaxkv.text.tokenizer import Tokenizer
 
 _LOG = logging.getLogger(__name__)
 

@@ -4,13 +4,13 @@ import logging
 
 import jax
 
-from jaxkv.cache.host_entry import HostStats
-from jaxkv.cache.host_tier import HostTier
-from jaxkv.cache.prefix import PrefixIndex
-from jaxkv.engine.executor import Executor
-from jaxkv.engine.host_fetches import Fetches
-from jaxkv.engine.host_memory import HostMemory
-from jaxkv.engine.host_transfers import HostTransfers
+from jaxkv.cache.prefix.index import PrefixIndex
+from jaxkv.engine.host_prefetch import Fetches
+from jaxkv.offload.entries import HostStats
+from jaxkv.offload.memory import HostMemory
+from jaxkv.offload.tier import HostTier
+from jaxkv.offload.transfers import HostTransfers
+from jaxkv.runner.model_runner import Executor
 
 _LOG = logging.getLogger(__name__)
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Collection
 
 from jaxkv.cache.page_allocator import PageAllocator
-from jaxkv.cache.prefix import PrefixIndex
+from jaxkv.cache.prefix.index import PrefixIndex
 from jaxkv.errors import CorruptBooks
 
 _MOST_SHARE = 0.01

@@ -4,7 +4,7 @@ import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from jaxkv.config import SamplingParams, as_int
+from jaxkv.config.sampling import SamplingParams, as_int
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,12 +4,12 @@ from collections import deque
 from dataclasses import dataclass, field
 from operator import attrgetter
 
-from jaxkv.cache.prefix import PageKeys
+from jaxkv.cache.prefix.index import PageKeys
 from jaxkv.engine.request import Piece, Request
-from jaxkv.engine.text_stream import TextStream
 from jaxkv.sampling.features import Features
 from jaxkv.sampling.fields import features_for
-from jaxkv.tokenizer import Tokenizer
+from jaxkv.text.text_stream import TextStream
+from jaxkv.text.tokenizer import Tokenizer
 
 WAITING, RUNNING, FINISHED = "waiting", "running", "finished"
 

@@ -8,8 +8,8 @@ from bisect import insort
 from collections.abc import Callable, Iterable
 
 from jaxkv.cache.page_allocator import PageAllocator, PageCopy, Reservation
-from jaxkv.cache.prefix import PrefixIndex
-from jaxkv.engine.host_fetches import Fetches
+from jaxkv.cache.prefix.index import PrefixIndex
+from jaxkv.engine.host_prefetch import Fetches
 from jaxkv.engine.parallel_samples import ParallelSamples
 from jaxkv.engine.request_state import FINISHED, ORDER, RUNNING, WAITING, RequestState
 from jaxkv.engine.step_plan import Part, StepPlan, align, part_of, several, trim

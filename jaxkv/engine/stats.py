@@ -5,12 +5,12 @@ from dataclasses import dataclass
 
 from jax.extend.backend import get_default_device
 
-from jaxkv.cache.host_entry import HostStats
-from jaxkv.cache.prefix_report import PrefixStats
+from jaxkv.cache.prefix.report import PrefixStats
 from jaxkv.cache.spec import Group
 from jaxkv.engine.engine import Engine
-from jaxkv.engine.executor import Executor
 from jaxkv.engine.host_cache import why_no_host
+from jaxkv.offload.entries import HostStats
+from jaxkv.runner.model_runner import Executor
 from pallas_kernels.dispatch import fallbacks
 
 

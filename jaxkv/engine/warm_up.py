@@ -7,16 +7,16 @@ from dataclasses import dataclass
 
 import jax
 
-from jaxkv.engine.buckets import bucket
-from jaxkv.engine.compile_costs import note_costs
 from jaxkv.engine.engine import Engine
-from jaxkv.engine.executor import Executor
-from jaxkv.engine.host_programs import declare_swaps
-from jaxkv.engine.program_spec import ProgramSpec
 from jaxkv.engine.request import Request
-from jaxkv.engine.rows import row_of, tokens_held
-from jaxkv.engine.side_programs import AdmitSpec, CopySpec
 from jaxkv.models.protocol import Model
+from jaxkv.offload.programs import declare_swaps
+from jaxkv.programs.costs import note_costs
+from jaxkv.runner.buckets import bucket
+from jaxkv.runner.cache_programs import AdmitSpec, CopySpec
+from jaxkv.runner.model_runner import Executor
+from jaxkv.runner.program_specs import ProgramSpec
+from jaxkv.runner.rows import row_of, tokens_held
 from jaxkv.sampling.fields import features_for, features_of
 
 _LOG = logging.getLogger(__name__)

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxkv.batch import StateTables, StepBatch
-from jaxkv.block_config import DeltaConfig
+from jaxkv.config.blocks import DeltaConfig
 from jaxkv.layers.linear import linear
 from jaxkv.layers.norm import gated_group_norm
 from pallas_kernels import causal_conv, delta_scan, delta_update

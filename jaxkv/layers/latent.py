@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxkv.batch import PagedTables, StepBatch
-from jaxkv.block_config import LatentConfig
+from jaxkv.config.blocks import LatentConfig
 from jaxkv.layers.linear import linear
 from jaxkv.layers.norm import rms_norm
 from jaxkv.layers.rope import Angles, rotate, rotate_pairs

@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from jaxkv.batch import StateTables, StepBatch
-from jaxkv.block_config import MambaConfig
+from jaxkv.config.blocks import MambaConfig
 from jaxkv.layers.linear import linear
 from jaxkv.layers.norm import gated_group_norm
 from pallas_kernels import causal_conv, ssd_scan, ssd_update

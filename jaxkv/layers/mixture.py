@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxkv.block_config import MixtureConfig
+from jaxkv.config.blocks import MixtureConfig
 from jaxkv.layers.feed_forward import activate, clamped_gate, gate
 from jaxkv.layers.linear import linear, project
 from pallas_kernels import grouped_matmul

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jaxkv.model_config import RopeConfig
+from jaxkv.config.model import RopeConfig
 
 Angles = tuple[Float[Array, "tokens half"], Float[Array, "tokens half"]]
 """Cosine and sine of each token's angle for each pair of components."""

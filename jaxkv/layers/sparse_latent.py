@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Shaped
 
 from jaxkv.batch import PagedTables, StepBatch
-from jaxkv.block_config import IndexConfig, LatentConfig
+from jaxkv.config.blocks import IndexConfig, LatentConfig
 from jaxkv.layers.latent import absorb, attend_expanded, project_latent, raise_values
 from jaxkv.layers.linear import linear, project
 from jaxkv.layers.norm import layer_norm

@@ -8,9 +8,9 @@ from jaxtyping import Array
 
 from jaxkv.batch import PagedTables, StateTables, StepBatch
 from jaxkv.cache.spec import PagedSpec, StateSpec
+from jaxkv.config.model import ModelConfig
 from jaxkv.layers.linear import Joining
 from jaxkv.layers.rope import Angles
-from jaxkv.model_config import ModelConfig
 
 Said = tuple[dict[str, Array], Any]
 """The arrays of a block's memory after the step, by role, and what it adds to the residual stream.

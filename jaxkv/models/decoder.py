@@ -12,11 +12,11 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 from jaxkv.batch import PagedTables, StateTables, StepBatch
 from jaxkv.cache.spec import LayerSpec, group_layers
 from jaxkv.cache.state import Cache
+from jaxkv.config.model import ModelConfig, Multipliers
 from jaxkv.layers.embedding import embed, soft_capped, unembed
 from jaxkv.layers.linear import Joining, Normed, joins_norms, scaled
 from jaxkv.layers.norm import rms_norm
 from jaxkv.layers.rope import Angles, rope_angles
-from jaxkv.model_config import ModelConfig, Multipliers
 from jaxkv.models.block import Leaf, Step
 from jaxkv.models.blocks import BLOCKS
 from jaxkv.models.protocol import Params

@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxkv.block_config import MixtureConfig
+from jaxkv.config.blocks import MixtureConfig
+from jaxkv.config.model import ModelConfig
 from jaxkv.layers.feed_forward import gated_feed_forward, plain_feed_forward
 from jaxkv.layers.linear import Normed, project, scaled
 from jaxkv.layers.mixture import grouped_for, mixture_of_experts
-from jaxkv.model_config import ModelConfig
 from jaxkv.models.block import Block, Leaf, Said, Step
 
 

@@ -6,12 +6,12 @@ from functools import partial
 from jaxtyping import Array, Float
 
 from jaxkv.batch import PagedTables
-from jaxkv.block_config import IndexConfig, LatentConfig
 from jaxkv.cache.spec import PagedSpec
 from jaxkv.cache.variants import QUANTISED, dsa, mla
+from jaxkv.config.blocks import IndexConfig, LatentConfig
+from jaxkv.config.model import ModelConfig
 from jaxkv.layers.latent import latent_mixer
 from jaxkv.layers.sparse_latent import sparse_latent_mixer
-from jaxkv.model_config import ModelConfig
 from jaxkv.models.block import Block, Leaf, Said, Step
 
 

@@ -6,15 +6,15 @@ from typing import Any
 from jaxtyping import Array, Float
 
 from jaxkv.batch import PagedTables, StateTables
-from jaxkv.block_config import DeltaConfig, MambaConfig
 from jaxkv.cache.spec import PagedSpec, StateSpec
 from jaxkv.cache.variants import QUANTISED, gqa, mamba2, window
 from jaxkv.cache.variants import delta as delta_spec
+from jaxkv.config.blocks import DeltaConfig, MambaConfig
+from jaxkv.config.model import ModelConfig
 from jaxkv.layers.attention import attention
 from jaxkv.layers.delta import gated_delta_mixer
 from jaxkv.layers.linear import Normed, scaled
 from jaxkv.layers.mamba import mamba2_mixer
-from jaxkv.model_config import ModelConfig
 from jaxkv.models.block import Block, Leaf, Said, Step
 
 

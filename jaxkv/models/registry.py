@@ -5,10 +5,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from jaxkv import default_model
-from jaxkv.config import dtype_name
+from jaxkv.config.model import ModelConfig
+from jaxkv.config.sampling import dtype_name
 from jaxkv.errors import UnknownConfig
-from jaxkv.model_config import ModelConfig
-from jaxkv.models import (
+from jaxkv.models.decoder import Decoder
+from jaxkv.models.families import (
     bamba,
     deepseek,
     falcon_h1,
@@ -24,8 +25,7 @@ from jaxkv.models import (
     qwen3,
     qwen3_next,
 )
-from jaxkv.models.config_json import ConfigJson
-from jaxkv.models.decoder import Decoder
+from jaxkv.models.hf_config.config_json import ConfigJson
 from jaxkv.models.protocol import Params
 from jaxkv.weights.directory import existing_directory, read_config_json, read_json_if_there
 from jaxkv.weights.load import load_params

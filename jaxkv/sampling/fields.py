@@ -11,7 +11,7 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 
-from jaxkv.config import MAX_EOS_IDS, MAX_LOGPROBS, MAX_STOP_IDS, SamplingParams
+from jaxkv.config.sampling import MAX_EOS_IDS, MAX_LOGPROBS, MAX_STOP_IDS, SamplingParams
 from jaxkv.sampling.features import Features, union
 
 LOGPROB_SIZES = (0, 5, MAX_LOGPROBS)

@@ -5,8 +5,8 @@ A new family is a new `RuleSet`, or a row of `RULES_OF_FAMILY` that points to an
 
 from collections.abc import Mapping
 
+from jaxkv.config.model import ModelConfig
 from jaxkv.errors import UnknownConfig
-from jaxkv.model_config import ModelConfig
 from jaxkv.weights.rule_parts import (
     attention,
     delta,

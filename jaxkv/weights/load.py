@@ -14,8 +14,8 @@ from jax.sharding import Sharding
 from jaxtyping import PyTree
 from tqdm import tqdm
 
+from jaxkv.config.model import ModelConfig
 from jaxkv.errors import BadCheckpoint
-from jaxkv.model_config import ModelConfig
 from jaxkv.weights.block_scaled import BlockScaled, with_scales
 from jaxkv.weights.directory import existing_directory, read_json_if_there
 from jaxkv.weights.families import rules_for

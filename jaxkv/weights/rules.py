@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Literal, NamedTuple
 
-from jaxkv.model_config import ModelConfig
+from jaxkv.config.model import ModelConfig
 
 Combine = Literal[
     "copy",

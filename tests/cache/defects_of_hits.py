@@ -1,7 +1,7 @@
 """Defects of how long a hit is and what it hands out that others shipped."""
 
-from jaxkv.cache import prefix_hits
-from jaxkv.cache.prefix_match import HitRule, Lookup
+from jaxkv.cache.kept_pages.lookup import HitRule, Lookup
+from jaxkv.cache.prefix import hits as prefix_hits
 from tests.defects import Defects, wrap
 
 DEFECTS = Defects()

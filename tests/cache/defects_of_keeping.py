@@ -1,9 +1,10 @@
 """Defects of what the prefix index keeps, names and gives up that others shipped."""
 
-from jaxkv.cache import prefix_keys, prefix_tree
-from jaxkv.cache.prefix import PrefixIndex
-from jaxkv.cache.prefix_keys import PageKeys
-from jaxkv.cache.prefix_tree import PrefixTree
+from jaxkv.cache.kept_pages import keys as prefix_keys
+from jaxkv.cache.kept_pages import tree as prefix_tree
+from jaxkv.cache.kept_pages.keys import PageKeys
+from jaxkv.cache.kept_pages.tree import PrefixTree
+from jaxkv.cache.prefix.index import PrefixIndex
 from tests.defects import Defects, wrap
 
 DEFECTS = Defects()

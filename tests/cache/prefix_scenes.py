@@ -1,7 +1,7 @@
 """Allocator and index of one small cache, on which what the index promises is shown step by step."""
 
 from jaxkv.cache.page_allocator import PageAllocator
-from jaxkv.cache.prefix import PrefixIndex
+from jaxkv.cache.prefix.index import PrefixIndex
 from tests.cache.prefix_world import layout_of
 
 ONE = layout_of((1, None))

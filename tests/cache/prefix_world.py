@@ -7,7 +7,7 @@ which step. What the index keeps is read off the slots of the pages it holds, so
 from dataclasses import dataclass, field
 
 from jaxkv.cache.page_allocator import PageAllocator
-from jaxkv.cache.prefix import PrefixIndex
+from jaxkv.cache.prefix.index import PrefixIndex
 from jaxkv.cache.spec import ArraySpec, PagedSpec, group_layers
 from jaxkv.cache.variants import place, sampling
 from jaxkv.errors import OutOfPages, OutOfStates

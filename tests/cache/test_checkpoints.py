@@ -5,7 +5,7 @@ import pytest
 
 from jaxkv import CacheConfig
 from jaxkv.cache.budget import checkpoint_bytes, checkpoints_in, plan_budget
-from jaxkv.cache.checkpoint_policy import CheckpointPolicy
+from jaxkv.cache.kept_states.policy import CheckpointPolicy
 from jaxkv.cache.page_allocator import Match
 from jaxkv.cache.spec import ArraySpec, StateSpec, group_layers
 from jaxkv.cache.variants import gqa, place

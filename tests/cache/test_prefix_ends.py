@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxkv.cache.prefix import PrefixIndex
+from jaxkv.cache.prefix.index import PrefixIndex
 from tests.cache.prefix_scenes import ONE, Cache, full
 from tests.cache.prefix_world import layout_of
 
@@ -148,7 +148,7 @@ def test_explain_says_which_group_lacks_what_another_has():
 
 def test_evictions_are_remembered_within_bounds(monkeypatch):
     """reliability 2.1: host memory."""
-    monkeypatch.setattr("jaxkv.cache.prefix_tree._REMEMBERED", 2)
+    monkeypatch.setattr("jaxkv.cache.kept_pages.tree._REMEMBERED", 2)
     cache = Cache(ONE, {"group0": 9})
     for first in (1, 2, 3):
         cache.compute([first])

@@ -4,10 +4,10 @@ import itertools
 
 import pytest
 
+from jaxkv.cache.kept_pages.keys import page_key
+from jaxkv.cache.kept_pages.lookup import HitRule, Lookup, longest
+from jaxkv.cache.kept_pages.tree import PrefixTree
 from jaxkv.cache.page_allocator import Match, PageCopy
-from jaxkv.cache.prefix_keys import page_key
-from jaxkv.cache.prefix_match import HitRule, Lookup, longest
-from jaxkv.cache.prefix_tree import PrefixTree
 from tests.cache.layouts import hybrid
 from tests.cache.prefix_scenes import Cache, full
 from tests.cache.prefix_world import MIXED, layout_of

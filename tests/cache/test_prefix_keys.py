@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from jaxkv.cache.page_allocator import PageAllocator
-from jaxkv.cache.prefix import PrefixIndex
+from jaxkv.cache.prefix.index import PrefixIndex
 from tests.cache.prefix_scenes import ONE, full
 from tests.cache.prefix_world import layout_of
 
@@ -86,7 +86,7 @@ def test_different_texts_have_different_keys():
 
 def test_a_key_that_collides_is_a_miss(monkeypatch):
     """T-23: the tokens are compared on every hit."""
-    monkeypatch.setattr("jaxkv.cache.prefix_keys.hash_parts", lambda *parts: b"always the same")
+    monkeypatch.setattr("jaxkv.cache.kept_pages.keys.hash_parts", lambda *parts: b"always the same")
     cache = full(page_size=2)
     seq, _ = cache.adopt([1, 2, 3])
     cache.allocator.reserve(seq, 3)

@@ -10,12 +10,12 @@ from collections import Counter
 import jaxtyping
 import pytest
 
-from tests.cache import test_host_machine as hosts
 from tests.cache import test_hybrid_machine as hybrids
 from tests.cache import test_prefix_machine as prefixes
-from tests.cache.host_world import run_host_program
 from tests.cache.hybrid_world import HybridWorld, run_hybrid_program
 from tests.cache.prefix_world import World, run_program
+from tests.offload import test_machine as hosts
+from tests.offload.host_world import run_host_program
 
 OPERATIONS, SEEDS = 2_000_000, range(20)
 LEAST_VISITS = 1000

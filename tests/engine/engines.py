@@ -9,16 +9,16 @@ import numpy as np
 
 from jaxkv import default_model
 from jaxkv.cache.state import Cache
-from jaxkv.config import CacheConfig, SamplingParams
+from jaxkv.config.engine import EngineConfig
+from jaxkv.config.model import ModelConfig, RopeConfig
+from jaxkv.config.sampling import CacheConfig, SamplingParams
 from jaxkv.engine.engine import Engine
-from jaxkv.engine.engine_config import EngineConfig
-from jaxkv.engine.executor import Executor
-from jaxkv.engine.programs import Programs
 from jaxkv.engine.request import Request
-from jaxkv.model_config import ModelConfig, RopeConfig
 from jaxkv.models.decoder import Decoder
 from jaxkv.plan import plan_cache
-from jaxkv.tokenizer import load_tokenizer
+from jaxkv.programs.manifest import Programs
+from jaxkv.runner.model_runner import Executor
+from jaxkv.text.tokenizer import load_tokenizer
 from tests.engine.oracle import generated
 
 VOCAB, LONGEST, ROWS, PAGE = 61, 64, 4, 8

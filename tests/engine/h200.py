@@ -66,9 +66,9 @@ def executor(
     """
     from jaxkv.cache.spec import LayerSpec, group_layers
     from jaxkv.cache.variants import outputs, sampling
-    from jaxkv.engine.executor import Executor
-    from jaxkv.model_config import ModelConfig, RopeConfig
+    from jaxkv.config.model import ModelConfig, RopeConfig
     from jaxkv.models.registry import build_model
+    from jaxkv.runner.model_runner import Executor
 
     class Recorder:
         def get(self, key, build):
@@ -114,9 +114,9 @@ def lowerings():
     import jax
     import jax.numpy as jnp
 
-    from jaxkv.engine.program_spec import StepSpec
-    from jaxkv.engine.programs import Lowering
-    from jaxkv.engine.side_programs import AdmitSpec, CopySpec
+    from jaxkv.programs.manifest import Lowering
+    from jaxkv.runner.cache_programs import AdmitSpec, CopySpec
+    from jaxkv.runner.program_specs import StepSpec
     from jaxkv.sampling.features import Features
 
     chosen = Features(draws=True, filters=True, penalties=True, min_tokens=True, logprobs=5)
@@ -181,7 +181,7 @@ def generated(made, shape):
     import jax
     import jax.numpy as jnp
 
-    from jaxkv.engine.programs import Lowering
+    from jaxkv.programs.manifest import Lowering
     from jaxkv.sampling.fields import STOP_WIDTH
     from jaxkv.step.loop import Limits, generate_loop
 
@@ -220,10 +220,10 @@ def report(name, lowering, dump):
     """Compiles one program for the H200 the way the engine does and returns the facts about it."""
     import jax
 
-    from jaxkv.engine.audit import read_command_buffers
-    from jaxkv.engine.lowering import argument_types, trace
-    from jaxkv.engine.programs import compile_program
-    from jaxkv.engine.trace_name import name_traced
+    from jaxkv.programs.audit import read_command_buffers
+    from jaxkv.programs.fingerprint import name_traced
+    from jaxkv.programs.lowering import argument_types, trace
+    from jaxkv.programs.manifest import compile_program
 
     spec = Named(name)
     place = jax.sharding.SingleDeviceSharding(device())

@@ -10,7 +10,7 @@ LAYERS = 32
 
 def lowerings():
     """Returns, by name, functions that describe what to compile."""
-    from jaxkv.engine.host_programs import BUCKETS, SwapSpec
+    from jaxkv.offload.programs import BUCKETS, SwapSpec
 
     def paged(out):
         executor = h200.executor("xla", pages=64, layers=LAYERS)

@@ -6,7 +6,7 @@ from tests.engine import h200
 
 
 def _shape(decode, snapshots=0):
-    from jaxkv.engine.program_spec import StepSpec
+    from jaxkv.runner.program_specs import StepSpec
 
     tokens = h200.ROWS if decode else 512
     return StepSpec(
@@ -19,7 +19,7 @@ def _shape(decode, snapshots=0):
 
 
 def _executor(implementation, *pattern, keeps_outputs=False):
-    from jaxkv.block_config import DeltaConfig, MambaConfig, MixtureConfig
+    from jaxkv.config.blocks import DeltaConfig, MambaConfig, MixtureConfig
 
     mamba = MambaConfig(heads=32, head_dim=64, d_state=128, d_conv=4, groups=1, chunk_size=256)
     delta = DeltaConfig(key_heads=8, value_heads=16, key_dim=128, value_dim=128, d_conv=4)

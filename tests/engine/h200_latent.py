@@ -8,9 +8,9 @@ from tests.engine import h200
 
 def lowerings():
     """Returns, by name, functions that describe what to compile: a model of DeepSeek-V2-Lite's heads and latents."""
-    from jaxkv.block_config import IndexConfig, LatentConfig, MixtureConfig
-    from jaxkv.engine.program_spec import StepSpec
-    from jaxkv.model_config import RopeConfig
+    from jaxkv.config.blocks import IndexConfig, LatentConfig, MixtureConfig
+    from jaxkv.config.model import RopeConfig
+    from jaxkv.runner.program_specs import StepSpec
 
     options = {
         "pattern": (("latent", "gated"), ("latent", "mixture+shared")),

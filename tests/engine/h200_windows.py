@@ -7,9 +7,9 @@ from tests.engine.h200 import PAGE_SIZE, ROWS, WIDTH, executor, main
 
 def lowerings():
     """Returns, by name, functions that describe what to compile."""
-    from jaxkv.block_config import MixtureConfig
-    from jaxkv.engine.program_spec import StepSpec
-    from jaxkv.model_config import RopeConfig
+    from jaxkv.config.blocks import MixtureConfig
+    from jaxkv.config.model import RopeConfig
+    from jaxkv.runner.program_specs import StepSpec
 
     gemma = {
         "family": "gemma3_text",

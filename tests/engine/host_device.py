@@ -6,18 +6,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.cache.host_swap import SwapIn
-from jaxkv.cache.host_tier import HostTier
+from jaxkv.cache.kept_pages.keys import page_key
+from jaxkv.cache.kept_pages.tree import Node
 from jaxkv.cache.owner import CacheOwner
-from jaxkv.cache.prefix_keys import page_key
-from jaxkv.cache.prefix_tree import Node
 from jaxkv.cache.spec import group_layers
 from jaxkv.cache.state import Cache
 from jaxkv.cache.variants import gqa, place, sampling
-from jaxkv.engine.host_memory import HostMemory
-from jaxkv.engine.host_programs import swap_lowering
-from jaxkv.engine.host_transfers import HostTransfers
-from jaxkv.engine.programs import Programs
+from jaxkv.offload.memory import HostMemory
+from jaxkv.offload.programs import swap_lowering
+from jaxkv.offload.swap_in import SwapIn
+from jaxkv.offload.tier import HostTier
+from jaxkv.offload.transfers import HostTransfers
+from jaxkv.programs.manifest import Programs
 from tests.cache.layouts import counts_of, every_variant
 
 ALL = every_variant()

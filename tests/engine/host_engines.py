@@ -5,9 +5,9 @@ The device's pool is so small that nearly every prefix that comes back does so f
 
 import numpy as np
 
+from jaxkv.config.engine import EngineConfig
 from jaxkv.engine.engine import Engine
-from jaxkv.engine.engine_config import EngineConfig
-from jaxkv.engine.host_transfers import HostTransfers
+from jaxkv.offload.transfers import HostTransfers
 from tests.engine.engines import (
     LONGEST,
     NOBODY,

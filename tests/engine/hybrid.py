@@ -5,16 +5,16 @@ from dataclasses import replace
 import jax
 import numpy as np
 
-from jaxkv.block_config import MambaConfig
-from jaxkv.cache.checkpoint_policy import CheckpointPolicy
-from jaxkv.config import CacheConfig
+from jaxkv.cache.kept_states.policy import CheckpointPolicy
+from jaxkv.config.blocks import MambaConfig
+from jaxkv.config.engine import EngineConfig
+from jaxkv.config.model import ModelConfig, RopeConfig
+from jaxkv.config.sampling import CacheConfig
 from jaxkv.engine.engine import Engine
-from jaxkv.engine.engine_config import EngineConfig
-from jaxkv.engine.executor import Executor
-from jaxkv.engine.programs import Programs
-from jaxkv.model_config import ModelConfig, RopeConfig
 from jaxkv.models.decoder import Decoder
 from jaxkv.plan import plan_cache
+from jaxkv.programs.manifest import Programs
+from jaxkv.runner.model_runner import Executor
 from tests.engine.engines import TOKENIZER, VOCAB, fill_free, keep_junk, request_of
 
 CHUNK, ROWS, STATES = 16, 5, 12

@@ -7,15 +7,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.block_config import IndexConfig, LatentConfig, MixtureConfig
-from jaxkv.config import CacheConfig
+from jaxkv.config.blocks import IndexConfig, LatentConfig, MixtureConfig
+from jaxkv.config.engine import EngineConfig
+from jaxkv.config.model import ModelConfig, RopeConfig
+from jaxkv.config.sampling import CacheConfig
 from jaxkv.engine.engine import Engine
-from jaxkv.engine.engine_config import EngineConfig
-from jaxkv.engine.executor import Executor
-from jaxkv.engine.programs import Programs
-from jaxkv.model_config import ModelConfig, RopeConfig
 from jaxkv.models.decoder import Decoder
 from jaxkv.plan import plan_cache
+from jaxkv.programs.manifest import Programs
+from jaxkv.runner.model_runner import Executor
 from tests.engine.engines import NOBODY, TOKENIZER, VOCAB, fill_free, keep_junk
 
 ROWS, PAGE, LONGEST, TOKENS = 3, 8, 64, 32

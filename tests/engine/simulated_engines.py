@@ -7,15 +7,15 @@ from itertools import count
 import jax
 import jax.numpy as jnp
 
-from jaxkv.block_config import MambaConfig
-from jaxkv.config import CacheConfig
+from jaxkv.config.blocks import MambaConfig
+from jaxkv.config.engine import EngineConfig
+from jaxkv.config.model import ModelConfig, RopeConfig
+from jaxkv.config.sampling import CacheConfig
 from jaxkv.engine.engine import Engine
-from jaxkv.engine.engine_config import EngineConfig
-from jaxkv.engine.executor import Executor
-from jaxkv.engine.programs import Programs
-from jaxkv.model_config import ModelConfig, RopeConfig
 from jaxkv.models.decoder import Decoder
 from jaxkv.plan import plan_cache, tokens_ahead
+from jaxkv.programs.manifest import Programs
+from jaxkv.runner.model_runner import Executor
 from tests.engine.simulated import SimulatedDevice
 from tests.engine.simulated_memory import SlowMemory
 from tests.engine.simulated_requests import LONGEST, TOKENIZER

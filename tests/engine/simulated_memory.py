@@ -4,7 +4,8 @@ import jax
 import jaxtyping
 import numpy as np
 
-from jaxkv.cache import owner, prefix
+from jaxkv.cache import owner
+from jaxkv.cache.prefix import index as prefix
 from jaxkv.cache.state import Cache
 
 

@@ -7,11 +7,11 @@ import jax
 import numpy as np
 
 from jaxkv import default_model
-from jaxkv.config import SamplingParams
+from jaxkv.config.sampling import SamplingParams
 from jaxkv.engine.request import Request
-from jaxkv.engine.text_stream import TextStream
 from jaxkv.errors import CachePoisoned
-from jaxkv.tokenizer import load_tokenizer
+from jaxkv.text.text_stream import TextStream
+from jaxkv.text.tokenizer import load_tokenizer
 from tests.engine.simulated_text import VOCAB, chains_of, choose, is_finite, link, weigh
 
 LONGEST = 64

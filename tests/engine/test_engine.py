@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 
 from jaxkv.engine.engine import Engine
-from jaxkv.engine.programs import Programs, compile_count
 from jaxkv.engine.request_state import FINISHED
-from jaxkv.engine.rows import row_of
 from jaxkv.engine.warm_up import declare_served
 from jaxkv.errors import OutOfPages, ProgramRefused
+from jaxkv.programs.manifest import Programs, compile_count
+from jaxkv.runner.rows import row_of
 from tests.engine.engines import (
     LONGEST,
     ROWS,

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from jaxkv.cache.state import Cache
-from jaxkv.engine.program_spec import StepSpec
-from jaxkv.engine.programs import Programs
 from jaxkv.engine.recovery import STEP_FAILURES, is_fatal
 from jaxkv.engine.request_state import FINISHED
 from jaxkv.errors import CachePoisoned
+from jaxkv.programs.manifest import Programs
+from jaxkv.runner.program_specs import StepSpec
 from tests.engine.engines import PAGE, assert_equal, assert_idle, engine_for, oracle, request_of
 from tests.engine.oracle import Finished
 

@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 
 from jaxkv.cache.page_allocator import PageCopy
-from jaxkv.config import CacheConfig
-from jaxkv.engine import host_memory
+from jaxkv.config.engine import EngineConfig
+from jaxkv.config.sampling import CacheConfig
 from jaxkv.engine.engine import Engine
-from jaxkv.engine.engine_config import EngineConfig
-from jaxkv.engine.host_programs import declare_swaps
 from jaxkv.engine.stats import collect_stats
 from jaxkv.engine.warm_up import declare_served
+from jaxkv.offload import memory as host_memory
+from jaxkv.offload.programs import declare_swaps
 from jaxkv.plan import explain_plan
 from tests.engine import hybrid
 from tests.engine.engines import (

@@ -4,10 +4,10 @@ import logging
 
 import pytest
 
-from jaxkv.engine import host_transfers
-from jaxkv.engine.host_memory import HostMemory
 from jaxkv.engine.stats import collect_stats
 from jaxkv.errors import CachePoisoned
+from jaxkv.offload import transfers as host_transfers
+from jaxkv.offload.memory import HostMemory
 from tests.engine.engines import (
     assert_equal,
     assert_idle,

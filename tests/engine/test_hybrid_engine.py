@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 
 from jaxkv import SamplingParams, generate
-from jaxkv.block_config import MambaConfig
-from jaxkv.cache.prefix import PrefixIndex
-from jaxkv.cache.prefix_report import NO_CHECKPOINT
-from jaxkv.engine.program_spec import StepSpec
+from jaxkv.cache.prefix.index import PrefixIndex
+from jaxkv.cache.prefix.report import NO_CHECKPOINT
+from jaxkv.config.blocks import MambaConfig
+from jaxkv.config.model import ModelConfig, RopeConfig
 from jaxkv.engine.request_state import FINISHED, RequestState
-from jaxkv.engine.rows import Row
 from jaxkv.engine.step_plan import align
-from jaxkv.model_config import ModelConfig, RopeConfig
 from jaxkv.models.decoder import Decoder
+from jaxkv.runner.program_specs import StepSpec
+from jaxkv.runner.rows import Row
 from tests.engine import engines
 from tests.engine.engines import (
     LONGEST,

@@ -4,9 +4,9 @@ import jax
 import numpy as np
 import pytest
 
-from jaxkv.block_config import MambaConfig
-from jaxkv.cache.checkpoint_policy import CheckpointPolicy
-from jaxkv.model_config import ModelConfig, RopeConfig
+from jaxkv.cache.kept_states.policy import CheckpointPolicy
+from jaxkv.config.blocks import MambaConfig
+from jaxkv.config.model import ModelConfig, RopeConfig
 from jaxkv.models.decoder import Decoder
 from tests.engine.engines import VOCAB, assert_idle
 from tests.engine.hybrid import engine_of, places, run, texts, uncached

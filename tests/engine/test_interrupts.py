@@ -7,26 +7,26 @@ from pathlib import Path
 from sys import monitoring
 from types import FunctionType
 
-import jaxkv.engine
+import jaxkv
 from jaxkv.engine.request_state import FINISHED, WAITING
 from tests.engine.engines import assert_idle, engine_for, request_of
 from tests.engine.test_scheduler import Serving, truths
 
 TOOL = monitoring.OPTIMIZER_ID
-ENGINE = str(Path(jaxkv.engine.__file__).parent)
+PACKAGE = str(Path(jaxkv.__file__).parent)
 LOOP = (
-    "collection",
-    "emission",
-    "endings",
-    "parallel_samples",
-    "engine",
-    "executor",
-    "flight",
-    "launcher",
-    "lines",
-    "packer",
-    "retreat",
-    "scheduler",
+    "engine/collect",
+    "engine/emission",
+    "engine/finish",
+    "engine/parallel_samples",
+    "engine/engine",
+    "runner/model_runner",
+    "engine/in_flight",
+    "engine/dispatch",
+    "runner/row_table",
+    "runner/packer",
+    "engine/oom_backoff",
+    "engine/scheduler",
 )
 
 
@@ -35,7 +35,7 @@ class Interrupt:
 
     def __init__(self, at, modules):
         self.at, self.seen, self.raised = at, 0, False
-        files = {f"{ENGINE}/{name}.py" for name in modules}
+        files = {f"{PACKAGE}/{name}.py" for name in modules}
         self.codes = [code for code in loaded_codes() if code.co_filename in files]
 
     def __enter__(self):
@@ -62,7 +62,7 @@ def loaded_codes():
     return [
         one.__code__
         for one in gc.get_objects()
-        if type(one) is FunctionType and one.__code__.co_filename.startswith(ENGINE)
+        if type(one) is FunctionType and one.__code__.co_filename.startswith(PACKAGE)
     ]
 
 
@@ -99,17 +99,17 @@ def serve(interrupt):
 
 def test_an_interrupted_fork_leaks_nothing_and_loses_nobody():
     """Every line of it: the samples that had not started follow on, those that had are computed again."""
-    lines = serve(Interrupt(10**9, ["parallel_samples"])).seen
+    lines = serve(Interrupt(10**9, ["engine/parallel_samples"])).seen
     assert lines > 40
     for at in range(1, lines + 1):
-        assert serve(Interrupt(at, ["parallel_samples"])).raised
+        assert serve(Interrupt(at, ["engine/parallel_samples"])).raised
 
 
 def test_a_plan_may_be_interrupted_at_any_line():
-    lines = serve(Interrupt(10**9, ["scheduler", "parallel_samples"])).seen
+    lines = serve(Interrupt(10**9, ["engine/scheduler", "engine/parallel_samples"])).seen
     draw = random.Random(3)
     for at in sorted(draw.sample(range(1, lines + 1), 120)):
-        assert serve(Interrupt(at, ["scheduler", "parallel_samples"])).raised
+        assert serve(Interrupt(at, ["engine/scheduler", "engine/parallel_samples"])).raised
 
 
 def answers(interrupt):

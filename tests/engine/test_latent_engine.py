@@ -6,11 +6,11 @@ from functools import cache
 import numpy as np
 import pytest
 
-from jaxkv.engine.programs import Programs
 from jaxkv.engine.request_state import FINISHED
-from jaxkv.engine.rows import Row
 from jaxkv.engine.warm_up import compile_all, declare_served
 from jaxkv.errors import ProgramRefused
+from jaxkv.programs.manifest import Programs
+from jaxkv.runner.rows import Row
 from tests.cache.layouts import slots_of
 from tests.engine.engines import VOCAB, assert_equal, assert_idle, request_of
 from tests.engine.latent import LATENT, LONGEST, PAGE, ROWS, SPARSE, engine_of, model, watch

@@ -6,10 +6,10 @@ from hypothesis import strategies as st
 
 from jaxkv.cache.spec import group_layers
 from jaxkv.cache.variants import dsa, mla, place, window
-from jaxkv.config import SamplingParams
-from jaxkv.engine.buckets import LOOSE_TOKENS, MOST_PADDING
-from jaxkv.engine.rows import Row
-from jaxkv.engine.step_shapes import COARSE, FINE, StepShapes
+from jaxkv.config.sampling import SamplingParams
+from jaxkv.runner.buckets import LOOSE_TOKENS, MOST_PADDING
+from jaxkv.runner.rows import Row
+from jaxkv.runner.step_shapes import COARSE, FINE, StepShapes
 from jaxkv.sampling.features import Features
 
 # As DeepSeek-V3 and V3.2 remember, and a model that has layers with a window beside latents.

@@ -14,15 +14,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from jaxkv.cache.page_allocator import PageAllocator
-from jaxkv.cache.prefix import PrefixIndex
+from jaxkv.cache.prefix.index import PrefixIndex
 from jaxkv.cache.spec import LayerSpec, group_layers
 from jaxkv.cache.variants import gqa, sampling, window
-from jaxkv.config import SamplingParams
-from jaxkv.engine.buckets import LOOSE_TOKENS, MOST_PADDING, bucket, filled, token_buckets
+from jaxkv.config.sampling import SamplingParams
 from jaxkv.engine.request import Request
 from jaxkv.engine.request_state import FINISHED, RUNNING, WAITING, RequestState
 from jaxkv.engine.scheduler import Scheduler
 from jaxkv.engine.step_plan import single
+from jaxkv.runner.buckets import LOOSE_TOKENS, MOST_PADDING, bucket, filled, token_buckets
 
 LAYOUT = group_layers(
     (

@@ -11,7 +11,7 @@ from dataclasses import replace
 import jax
 import pytest
 
-from jaxkv.config import SamplingParams
+from jaxkv.config.sampling import SamplingParams
 from jaxkv.engine.request import Request
 from jaxkv.engine.request_state import FINISHED
 from jaxkv.engine.warm_up import declare_served

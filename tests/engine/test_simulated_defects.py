@@ -11,13 +11,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from jaxkv.cache import prefix_hits, sequence_pages
+from jaxkv.cache import sequence_pages
 from jaxkv.cache.page_allocator import PageAllocator
-from jaxkv.cache.prefix import PrefixIndex
-from jaxkv.engine.collection import Collector
-from jaxkv.engine.executor import Executor
-from jaxkv.engine.host_transfers import HostTransfers
-from jaxkv.engine.packer import Packer
+from jaxkv.cache.prefix import hits as prefix_hits
+from jaxkv.cache.prefix.index import PrefixIndex
+from jaxkv.engine.collect import Collector
+from jaxkv.offload.transfers import HostTransfers
+from jaxkv.runner.model_runner import Executor
+from jaxkv.runner.packer import Packer
 from tests.defects import wrap
 from tests.engine.simulated import SimulatedDevice
 from tests.engine.simulated_engines import KINDS, draw_setting

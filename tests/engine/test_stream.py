@@ -4,17 +4,17 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxkv.config import CacheConfig, SamplingParams
+from jaxkv.config.engine import EngineConfig
+from jaxkv.config.model import ModelConfig, RopeConfig
+from jaxkv.config.sampling import CacheConfig, SamplingParams
+from jaxkv.engine.drive import serve_stream
 from jaxkv.engine.engine import Engine
-from jaxkv.engine.engine_config import EngineConfig
-from jaxkv.engine.executor import Executor
-from jaxkv.engine.programs import Programs
+from jaxkv.engine.engine_lock import Turns
 from jaxkv.engine.request import Request
-from jaxkv.engine.serve import serve_stream
-from jaxkv.engine.turns import Turns
-from jaxkv.model_config import ModelConfig, RopeConfig
 from jaxkv.models.decoder import Decoder
 from jaxkv.plan import plan_cache
+from jaxkv.programs.manifest import Programs
+from jaxkv.runner.model_runner import Executor
 from tests.engine.oracle import generated
 
 

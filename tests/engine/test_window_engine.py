@@ -11,16 +11,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv.config import CacheConfig
+from jaxkv.config.engine import EngineConfig
+from jaxkv.config.model import ModelConfig, RopeConfig
+from jaxkv.config.sampling import CacheConfig
 from jaxkv.engine.engine import Engine
-from jaxkv.engine.engine_config import EngineConfig
-from jaxkv.engine.executor import Executor
-from jaxkv.engine.programs import Programs
 from jaxkv.engine.request_state import FINISHED
-from jaxkv.engine.scoring import score_texts
-from jaxkv.model_config import ModelConfig, RopeConfig
 from jaxkv.models.decoder import Decoder
 from jaxkv.plan import plan_cache, tokens_ahead
+from jaxkv.programs.manifest import Programs
+from jaxkv.runner.model_runner import Executor
+from jaxkv.runner.scoring import score_texts
 from tests.engine.engines import assert_equal, assert_idle, fill_free, keep_junk, request_of
 from tests.engine.oracle import generated
 from tests.models.driver import Driver

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from jaxkv.batch import PagedTables, StepBatch
+from jaxkv.config.model import RopeConfig
 from jaxkv.layers.attention import attend, attention
 from jaxkv.layers.norm import rms_norm
 from jaxkv.layers.rope import rope_angles, rotate
-from jaxkv.model_config import RopeConfig
 from jaxkv.sampling.batch import SamplingBatch
 from pallas_kernels import page_write, rotary_write
 from pallas_kernels.formats.quantise import quantise

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxkv.batch import PagedTables, StepBatch
-from jaxkv.block_config import LatentConfig
+from jaxkv.config.blocks import LatentConfig
 from jaxkv.layers import sparse_latent
 from jaxkv.layers.latent import attend_absorbed, attend_expanded, own_pages
 from jaxkv.sampling.batch import SamplingBatch

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv.block_config import MixtureConfig
+from jaxkv.config.blocks import MixtureConfig
 from jaxkv.layers.mixture import choose_experts, mixture_of_experts
 from jaxkv.layers.norm import gated_group_norm
 

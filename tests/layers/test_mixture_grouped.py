@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv.block_config import MixtureConfig
+from jaxkv.config.blocks import MixtureConfig
 from jaxkv.layers import mixture as layer
 from jaxkv.layers.mixture import grouped_for, mixture_of_experts
 from pallas_kernels.dispatch import Unsupported, fallbacks

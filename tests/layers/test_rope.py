@@ -6,8 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxkv.config.model import RopeConfig
 from jaxkv.layers.rope import FREQUENCIES, attention_factor, rope_angles, rotate
-from jaxkv.model_config import RopeConfig
 
 LLAMA_3_1 = RopeConfig(
     theta=500000.0,

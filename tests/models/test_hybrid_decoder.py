@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv.block_config import MambaConfig
 from jaxkv.cache.state import copy_units
-from jaxkv.model_config import ModelConfig, RopeConfig
+from jaxkv.config.blocks import MambaConfig
+from jaxkv.config.model import ModelConfig, RopeConfig
 from jaxkv.models.decoder import Decoder
 from tests.models.driver import Driver, run_step
 

@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-from jaxkv.block_config import MixtureConfig
 from jaxkv.cache.spec import group_layers
 from jaxkv.cache.state import init_cache
 from jaxkv.cache.variants import gqa, place
-from jaxkv.model_config import ModelConfig, RopeConfig
+from jaxkv.config.blocks import MixtureConfig
+from jaxkv.config.model import ModelConfig, RopeConfig
 from jaxkv.models import feed_forwards, implementation
 from jaxkv.models.flax_model import FlaxModel
 from jaxkv.models.implementation import Choice, ask, best_on_device, choose_implementation

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxkv.block_config import Multipliers
+from jaxkv.config.blocks import Multipliers
 from jaxkv.models import decoder
 from jaxkv.models.registry import build_model, read_config
 from tests.layers.jaxprs import equations

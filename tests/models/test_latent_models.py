@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from jaxkv.block_config import IndexConfig, LatentConfig
 from jaxkv.cache.budget import bytes_per_token, plan_budget
 from jaxkv.cache.spec import group_layers
 from jaxkv.cache.state import Cache, init_cache
 from jaxkv.cache.variants import mla, place
+from jaxkv.config.blocks import IndexConfig, LatentConfig
 from jaxkv.errors import BadCheckpoint, UnknownConfig
 from jaxkv.layers import sparse_latent
 from jaxkv.models.registry import build_model, load_config, read_config

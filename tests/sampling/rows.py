@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.config import SamplingParams
+from jaxkv.config.sampling import SamplingParams
 from jaxkv.sampling.batch import SamplingBatch
 from jaxkv.sampling.features import Features
 from jaxkv.sampling.sample import SamplingState

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 from scipy import stats
 
-from jaxkv.config import SamplingParams
+from jaxkv.config.sampling import SamplingParams
 from jaxkv.sampling.features import Features
 from jaxkv.sampling.sample import adjust, allowed, gumbel_noise, sample
 from tests.sampling import oracle

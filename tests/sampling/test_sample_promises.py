@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv.config import SamplingParams
+from jaxkv.config.sampling import SamplingParams
 from jaxkv.sampling.features import Features
 from jaxkv.sampling.sample import sample
 from tests.sampling.rows import (

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv.config import SamplingParams
+from jaxkv.config.sampling import SamplingParams
 from jaxkv.sampling.features import Features
 from jaxkv.sampling.sample import admit, read_choices, sample, write_choices
 from tests.sampling.rows import GREEDY, PENALTIES, VOCAB, at, batch_of, state_of

@@ -13,12 +13,12 @@ from jaxkv.cache.page_allocator import PageAllocator
 from jaxkv.cache.spec import LayerSpec, group_layers
 from jaxkv.cache.state import init_cache
 from jaxkv.cache.variants import sampling
-from jaxkv.config import SamplingParams
-from jaxkv.engine.packer import Packer
-from jaxkv.engine.program_spec import StepSpec
-from jaxkv.engine.rows import Row
-from jaxkv.model_config import ModelConfig, RopeConfig
+from jaxkv.config.model import ModelConfig, RopeConfig
+from jaxkv.config.sampling import SamplingParams
 from jaxkv.models.decoder import Decoder
+from jaxkv.runner.packer import Packer
+from jaxkv.runner.program_specs import StepSpec
+from jaxkv.runner.rows import Row
 from jaxkv.step.step import step
 from pallas_kernels import page_write, paged_attention
 from tests.cache.layouts import slots_of

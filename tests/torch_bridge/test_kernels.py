@@ -11,7 +11,8 @@ from torch.library import opcheck
 
 import pallas_kernels
 from pallas_kernels.formats.quantise import quantise
-from torch_bridge import NotZeroCopy, calls, from_torch, kernels, to_torch
+from torch_bridge import NotZeroCopy, from_torch, kernels, to_torch
+from torch_bridge.ops import calls
 
 pytestmark = pytest.mark.torch
 

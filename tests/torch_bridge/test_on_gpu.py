@@ -15,9 +15,9 @@ from jaxkv.cache.state import Cache
 from jaxkv.cache.variants import gqa, place
 from tests.torch_bridge.tiny import greedy, prompts, tiny_model
 from torch_bridge import JaxkvCache, LeaseLeaked, from_torch, kernels, lease, to_torch
-from torch_bridge import leases as lease_module
 from torch_bridge.inside import torch_function, why_not_captured
-from torch_bridge.kept_lease import KeptLease
+from torch_bridge.sharing import leases as lease_module
+from torch_bridge.sharing.kept_lease import KeptLease
 
 pytestmark = [pytest.mark.gpu, pytest.mark.torch]
 CUDA = "cuda"

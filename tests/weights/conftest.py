@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from jaxkv.model_config import ModelConfig, RopeConfig
+from jaxkv.config.model import ModelConfig, RopeConfig
 
 VOCAB, HIDDEN, LAYERS, HEADS, KV_HEADS, HEAD_DIM, FFN = 11, 6, 2, 3, 1, 4, 5
 CONFIG = ModelConfig(

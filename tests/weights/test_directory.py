@@ -6,7 +6,7 @@ import pytest
 
 from jaxkv.errors import BadCheckpoint
 from jaxkv.models.registry import load_config
-from jaxkv.tokenizer import load_tokenizer
+from jaxkv.text.tokenizer import load_tokenizer
 from jaxkv.weights.load import load_params
 from jaxkv.weights.safetensors import INDEX, SINGLE
 

@@ -7,8 +7,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from jaxkv.config.model import ModelConfig
 from jaxkv.errors import BadCheckpoint, UnknownConfig
-from jaxkv.model_config import ModelConfig
 from jaxkv.models.decoder import Decoder
 from jaxkv.weights.families import RULES_OF_FAMILY, rules_for
 from jaxkv.weights.load import load_params

@@ -44,10 +44,10 @@ def watch(event, arguments):
 
 import jax
 jax.devices()
-from jaxkv.model_config import ModelConfig, RopeConfig
+from jaxkv.config.model import ModelConfig, RopeConfig
 from jaxkv.models.decoder import Decoder
 from jaxkv.models.registry import load_config
-from jaxkv.tokenizer import load_tokenizer
+from jaxkv.text.tokenizer import load_tokenizer
 from jaxkv.weights.load import load_params
 
 sys.addaudithook(watch)
@@ -108,7 +108,7 @@ def test_a_directory_full_of_code_is_loaded_without_running_any(tmp_path, kit):
     )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == [
-        ["subprocess.Popen", "template_worker.py"],
+        ["subprocess.Popen", "template_process.py"],
         ["chat", [0]],
     ]
     assert not (directory / "CANARY").exists()

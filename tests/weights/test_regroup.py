@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from jaxkv.block_config import DeltaConfig, MixtureConfig
+from jaxkv.config.blocks import DeltaConfig, MixtureConfig
 from jaxkv.weights.load import _fill, _plan
 from jaxkv.weights.rules import Regroup, Rule, RuleSet, expand
 from jaxkv.weights.safetensors import open_checkpoint

@@ -65,7 +65,7 @@ def report(
     """Compiles one program of several layers and returns the facts about it."""
     import jax
 
-    from jaxkv.engine.audit import read_command_buffers
+    from jaxkv.programs.audit import read_command_buffers
 
     for old in dump.iterdir():
         old.unlink()

@@ -69,7 +69,7 @@ def report(function, arguments, dump):
     """Compiles one program and returns the facts about it."""
     import jax
 
-    from jaxkv.engine.audit import read_command_buffers
+    from jaxkv.programs.audit import read_command_buffers
 
     for old in dump.glob("*/*"):
         old.unlink()

@@ -1,0 +1,91 @@
+"""The pages that a checkpoint needs beside its states: full ones that are kept, and its own where it ends inside one.
+
+Knows which pages, never which checkpoints there are.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+
+from jaxkv.cache.kept_pages.keys import PageKeys
+from jaxkv.cache.kept_pages.lookup import HitRule
+from jaxkv.cache.kept_pages.tree import PrefixTree
+from jaxkv.cache.page_allocator import PageAllocator
+
+
+class CheckpointPages:
+    """Takes and finds the pages of checkpoints, over all paged groups.
+
+    Args:
+        allocator: pages and states of the groups.
+        trees: paged group's name -> its kept pages.
+        rules: paged group's name -> what it needs.
+    """
+
+    def __init__(
+        self,
+        allocator: PageAllocator,
+        trees: Mapping[str, PrefixTree],
+        rules: Mapping[str, HitRule],
+    ) -> None:
+        self._allocator = allocator
+        self._trees = trees
+        self._rules = rules
+
+    def take_tails(
+        self, seq: int, length: int, make_room: Callable[[str], bool]
+    ) -> dict[str, int] | None:
+        """Takes a page for the last tokens of a text in each group in which it ends inside one.
+
+        Args:
+            seq: whose text.
+            length: its tokens.
+            make_room: frees a page of a group, if it can.
+
+        Returns:
+            Group name -> page, which the prefix owner holds. `None`, and nothing was taken, if one group has no page
+            left or the sequence has given back the page with those tokens.
+        """
+        tails: dict[str, int] = {}
+        for name, rule in self._rules.items():
+            index, inside = divmod(length, rule.page_size)
+            if not inside:
+                continue
+            pool = self._allocator.pool(name)
+            held = index >= self._allocator.held(seq).unneeded[name]
+            if not held or not (pool.num_free or make_room(name)):
+                self.give_back(tails)
+                return None
+            (tails[name],) = pool.take(1)
+            pool.keep(tails[name])
+            pool.release([tails[name]])
+        return tails
+
+    def give_back(self, tails: Mapping[str, int]) -> None:
+        """Frees pages that were taken."""
+        for name, page in tails.items():
+            self._allocator.pool(name).forget(page)
+
+    def anchors(
+        self, tokens: Sequence[int], keys: PageKeys, length: int
+    ) -> tuple[tuple[str, bytes], ...] | None:
+        """Returns the kept full pages that a sequence after so many tokens needs; `None` if one is not kept.
+
+        In a full-attention group the last stands for those before it, which cannot go before it.
+        """
+        anchors = []
+        for name, rule in self._rules.items():
+            chain = keys.pages(tokens, rule.page_size, length)
+            needed = rule.needs(length)
+            full = range(needed.start, min(needed.stop, len(chain)))
+            for index in full[-1:] if rule.window is None else full:
+                if self._trees[name].find(chain[index]) is None:
+                    return None
+                anchors.append((name, chain[index].digest))
+        return tuple(anchors)
+
+    def is_whole(
+        self, length: int, tails: Mapping[str, int], anchors: Sequence[tuple[str, bytes]]
+    ) -> bool:
+        """Whether a checkpoint's pages are kept, and it has pages of its own just where it ends inside one."""
+        off = {name for name, rule in self._rules.items() if length % rule.page_size}
+        lost = [name for name, digest in anchors if self._trees[name].named(digest) is None]
+        return set(tails) == off and not lost

@@ -1,0 +1,255 @@
+"""What a user may choose, as frozen data that is checked once, when it is made. Knows no arrays."""
+
+import math
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from numbers import Integral, Real
+from typing import Literal
+
+from jaxkv.config.vllm_names import accepts_vllm_names
+from jaxkv.wording import shown
+
+MAX_LOGPROBS = 20
+MAX_STOP_IDS = 64
+MAX_EOS_IDS = 64
+MAX_STOP_STRINGS = 64
+MAX_BAD_WORDS = 256
+MAX_STRING_CHARACTERS = 256
+CACHE_DTYPES = ("auto", "float32", "bfloat16", "float16", "fp8", "int8")
+MAX_BIAS_ENTRIES = 1024
+_DTYPE_ALIASES: Mapping[str, str] = {
+    "fp32": "float32",
+    "float": "float32",
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "half": "float16",
+}
+_INT32_MAX = 2**31 - 1
+
+
+def as_int(name: str, value: int, low: int, high: int, why: str = "") -> int:
+    """Returns an int in [low, high] as a Python int; NumPy ints are accepted, bools are not.
+
+    The error names `name`, the bounds, the value and, if given, the reason for the bounds (`why`).
+    """
+    if isinstance(value, bool) or not isinstance(value, Integral) or not low <= value <= high:
+        reason = why and f"; {why}"
+        raise ValueError(f"{name} must be an int in [{low}, {high}], got {shown(value)}{reason}")
+    return operator.index(value)
+
+
+def as_float(name: str, value: float, low: float, high: float) -> float:
+    """Returns a finite number in [low, high] as a float; a bool is none."""
+    # NaN compares as false, and the bounds are finite.
+    if isinstance(value, bool) or not isinstance(value, Real) or not low <= value <= high:
+        raise ValueError(f"{name} must be a finite number in [{low}, {high}], got {shown(value)}")
+    return float(value)
+
+
+def dtype_name(name: str) -> str:
+    """Returns the full name of a dtype for a short one such as "bf16"; any other name comes back unchanged."""
+    return _DTYPE_ALIASES.get(name, name) if isinstance(name, str) else name
+
+
+def settle[N](new: object, rule: Callable[[str, N, N, N], N], low: N, high: N, *names: str) -> None:
+    """Replaces fields of a new frozen object by what a rule makes of them."""
+    for name in names:
+        object.__setattr__(new, name, rule(name, getattr(new, name), low, high))
+
+
+def _as_strings(name: str, given: str | Iterable[str] | None, most: int) -> tuple[str, ...]:
+    """Returns a tuple of strings; a single one is a list of one, and `None` an empty list."""
+    if not isinstance(given, str | Iterable | None):
+        raise ValueError(f"{name} must be a string or a sequence of strings, got {shown(given)}")
+    strings = (given,) if isinstance(given, str) else tuple(given or ())
+    as_int(f"the number of {name} strings", len(strings), 0, most)
+    for string in strings:
+        if not isinstance(string, str) or not 0 < len(string) <= MAX_STRING_CHARACTERS:
+            raise ValueError(
+                f"{name} must hold strings of 1 to {MAX_STRING_CHARACTERS} characters, got {shown(string)}"
+            )
+    return strings
+
+
+class TokenBias(Mapping[int, float]):
+    """The checked `logit_bias`, which cannot be changed: it can be hashed, copied and pickled."""
+
+    def __init__(self, biases: Mapping[int, float]) -> None:
+        if not isinstance(biases, Mapping):
+            raise ValueError(f"logit_bias must map token ids to numbers, got {shown(biases)}")
+        as_int("the number of logit_bias entries", len(biases), 0, MAX_BIAS_ENTRIES)
+        ids = (as_int("logit_bias token ids", token, 0, _INT32_MAX) for token in biases)
+        values = (
+            -math.inf if bias == -math.inf else as_float("logit_bias values", bias, -100.0, 100.0)
+            for bias in biases.values()
+        )
+        self._values = dict(zip(ids, values, strict=True))
+
+    def __getitem__(self, token: int) -> float:
+        return self._values[token]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __hash__(self) -> int:
+        return hash(frozenset(self._values.items()))
+
+    def __repr__(self) -> str:
+        return repr(self._values)
+
+
+@accepts_vllm_names
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How the tokens of one request are chosen, and when it ends.
+
+    The order of operations on a row's logits: penalties, `logit_bias`, the block on stop ids before
+    `min_tokens`, temperature, `top_k`, `top_p` (over what `top_k` left), `min_p`.
+
+    Attributes:
+        temperature: 0 chooses the most likely token (greedy, ties to the lowest id).
+        top_k: keep the k most likely tokens; 0 and -1 keep all.
+        top_p: keep the smallest set of most likely tokens whose probability reaches this; 1.0 keeps all.
+        min_p: keep tokens at least this times as likely as the most likely one; 0.0 keeps all.
+        repetition_penalty: divides (multiplies, if negative) the logits of tokens seen in prompt or output; 1.0 is off.
+        presence_penalty: subtracted from the logits of tokens in the output; 0.0 is off.
+        frequency_penalty: subtracted once per occurrence in the output; 0.0 is off.
+        logit_bias: token id -> number added to its logit, in [-100, 100], or -inf to forbid the token; any mapping,
+            copied.
+        bad_words: up to 256 words of one token each; that token, at the start of a text and behind a space, gets a bias
+            of -inf. The letters of a word may still come from several other tokens.
+        seed: 64-bit seed of this request's random numbers, which depend on it and the position alone;
+            `None` draws one.
+        n: number of samples of the same prompt.
+        max_tokens: most tokens to generate; `None` for as many as the context has room for.
+        min_tokens: stop ids cannot be chosen before this many tokens.
+        stop_token_ids: ids that end the request, besides the model's own end ids.
+        stop: up to 64 strings that end the text before them; judged once there are `min_tokens` tokens.
+        include_stop_str_in_output: the text ends behind the stop string instead of before it.
+        skip_special_tokens: special tokens add no text; otherwise they add their names, the end id's included.
+        ignore_eos: the model's own end ids do not end the request.
+        logprobs: `None`, or how many of the most likely tokens to report beside the chosen one.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = TokenBias({})
+    bad_words: tuple[str, ...] = ()
+    seed: int | None = None
+    n: int = 1
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    ignore_eos: bool = False
+    logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        """Refuses what cannot be served, naming the field, the value and the range."""
+        settle(self, as_float, 0.0, 100.0, "temperature")
+        settle(self, as_int, -1, _INT32_MAX, "top_k")
+        object.__setattr__(self, "top_k", max(0, self.top_k))
+        settle(self, as_float, 0.0, 1.0, "top_p", "min_p")
+        if self.top_p == 0.0:
+            raise ValueError("top_p must be above 0 (it would keep no token), use temperature=0")
+        settle(self, as_float, 0.01, 100.0, "repetition_penalty")
+        settle(self, as_float, -100.0, 100.0, "presence_penalty", "frequency_penalty")
+        if self.seed is not None:
+            if not isinstance(self.seed, Integral):
+                raise ValueError(
+                    f"seed must be an int, got {self.seed!r}; jaxkv.generate takes arrays and tracers as seeds="
+                )
+            settle(self, as_int, -(2**63), 2**64 - 1, "seed")
+        settle(self, as_int, 1, 1024, "n")
+        if self.max_tokens is not None:
+            settle(self, as_int, 1, _INT32_MAX, "max_tokens")
+        settle(self, as_int, 0, self.max_tokens or _INT32_MAX, "min_tokens")
+        if self.logprobs is not None:
+            settle(self, as_int, 0, MAX_LOGPROBS, "logprobs")
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be a bool, got {getattr(self, name)!r}")
+        self._settle_ids()
+
+    def _settle_ids(self) -> None:
+        try:
+            ids = tuple(self.stop_token_ids)
+        except TypeError:
+            got = shown(self.stop_token_ids)
+            raise ValueError(f"stop_token_ids must be a sequence of ids, got {got}") from None
+        as_int("the number of stop_token_ids", len(ids), 0, MAX_STOP_IDS)
+        ids = tuple(as_int("stop_token_ids", token, 0, _INT32_MAX) for token in ids)
+        object.__setattr__(self, "stop_token_ids", ids)
+        object.__setattr__(self, "logit_bias", TokenBias(self.logit_bias))
+        for name, most in (("stop", MAX_STOP_STRINGS), ("bad_words", MAX_BAD_WORDS)):
+            object.__setattr__(self, name, _as_strings(name, getattr(self, name), most))
+
+    def check_vocab(self, vocab_size: int) -> None:
+        """Raises `ValueError` if an id of this request lies outside the model's logits."""
+        for name, ids in (("stop_token_ids", self.stop_token_ids), ("logit_bias", self.logit_bias)):
+            outside = [token for token in ids if token >= vocab_size]
+            if outside:
+                raise ValueError(f"{name} holds {outside[0]}, the model has {vocab_size} token ids")
+
+
+@accepts_vllm_names
+@dataclass(frozen=True, kw_only=True)
+class CacheConfig:
+    """How much is remembered, and in what units.
+
+    Attributes:
+        page_size: tokens per page.
+        dtype: of keys and values: "float32", "bfloat16", "float16", or "auto" for the parameters' own; "fp8" and
+            "int8" keep a byte per number, with one float32 scale per token and head. "fp32", "float", "bf16", "fp16"
+            and "half" are accepted as short names.
+        max_sequences: sequences in flight at once (entries of the sampling group).
+        budget_bytes: memory for the cache; `None` takes what `max_sequences` sequences of
+            the longest length need, or the share `memory_share` of the device's memory if that is less.
+        memory_share: share of the device's free memory the cache may take.
+        checkpoint_bytes: of that, memory for states of recurrent layers that are kept for prompts that begin alike;
+            without them such a model reuses nothing. "auto" keeps up to four for each sequence in flight, in at most a
+            tenth of `budget_bytes`; `None` or 0 keeps none.
+        host_bytes: memory of the host for prefixes that the cache has to give up; they come back when a prompt begins
+            like them. It is taken as it fills, pinned where the device allows; on a GPU JAX pins 64 GiB, unless
+            XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB says otherwise before it starts. 0 is none.
+        full_hits: keep the last hidden state with each of them, so that a prompt that is known to its end computes
+            nothing before its first token.
+    """
+
+    page_size: int = 64
+    dtype: str = "auto"
+    max_sequences: int = 8
+    budget_bytes: int | None = None
+    memory_share: float = 0.85
+    checkpoint_bytes: int | Literal["auto"] | None = "auto"
+    host_bytes: int = 0
+    full_hits: bool = True
+
+    def __post_init__(self) -> None:
+        """Refuses sizes and types that cannot be served."""
+        object.__setattr__(self, "dtype", dtype_name(self.dtype))
+        if self.dtype not in CACHE_DTYPES:
+            raise ValueError(
+                f"dtype must be one of {', '.join(CACHE_DTYPES)}, got {shown(self.dtype)}"
+            )
+        settle(self, as_int, 1, 2**20, "page_size")
+        settle(self, as_int, 1, 2**16, "max_sequences")
+        settle(self, as_int, 0, 2**62, "host_bytes")
+        settle(self, as_float, 0.01, 1.0, "memory_share")
+        if self.budget_bytes is not None:
+            settle(self, as_int, 1, 2**62, "budget_bytes")
+        if self.checkpoint_bytes not in (None, "auto"):
+            settle(self, as_int, 0, 2**62, "checkpoint_bytes")
+        if not isinstance(self.full_hits, bool):
+            raise ValueError(f"full_hits must be True or False, got {self.full_hits!r}")

@@ -1,0 +1,180 @@
+"""Whole requests over the engine, for callers that wait: all answers at once, or one stream."""
+
+from collections.abc import Generator, Sequence
+from dataclasses import replace
+
+from jaxkv.engine.engine import Engine
+from jaxkv.engine.engine_lock import Turns
+from jaxkv.engine.progress import Progress
+from jaxkv.engine.request import Piece, Request, RequestOutput, SampleOutput, Timing, Usage
+from jaxkv.engine.request_state import RequestState
+from jaxkv.runner.rows import row_of, tokens_held
+from jaxkv.sampling.fields import features_of
+from jaxkv.text.detokenize import text_after
+from jaxkv.text.tokenizer import Tokenizer
+
+
+def check_compiled(engine: Engine, request: Request) -> None:
+    """Raises `ProgramRefused`, with what differs, if strict mode has no program to run a request even alone."""
+    executor = engine.executor
+    if not executor.programs.is_closed:
+        return
+    row, total = row_of(request, 0), tokens_held(request)
+    chunk = replace(row, tokens=row.tokens[: engine.shapes.token_buckets[-1]])
+    for part in (chunk, replace(row, tokens=(0,))):
+        executor.program(executor.fit(engine.shapes.declare([part], total_tokens=total)))
+    if features_of([row]).penalties:
+        executor.program(executor.fit(executor.admit_spec([row])))
+
+
+def serve_all(
+    engine: Engine, prompts: Sequence[Sequence[Request]], *, progress: bool = False
+) -> list[list[RequestState]]:
+    """Returns the samples of each prompt when all have ended; one that failed alone has the reason "error".
+
+    Streams that are under way go on meanwhile.
+
+    Args:
+        engine: serves them; it is the caller's turn to use it.
+        prompts: the samples of each.
+        progress: show a bar on stderr.
+
+    Raises:
+        ValueError: a request can never be served.
+    """
+    bar = None
+    try:
+        _abort_unread(engine)
+        made = [engine.add(samples) for samples in prompts]
+        flat = [sample for samples in made for sample in samples]
+        if not progress:
+            engine.run(flat)
+            return made
+        bar = Progress(flat)
+        with engine.executor.programs.watched(bar.compiling):
+            engine.run(flat, after_step=bar)
+        return made
+    finally:
+        _abort_unread(engine)
+        if bar is not None:
+            bar.close()
+
+
+def _abort_unread(engine: Engine) -> None:
+    """Aborts whoever is nobody's: added just before an interrupt, or left by one that broke off the clearing up.
+
+    Streams stay: somebody takes their pieces.
+    """
+    scheduler = engine.scheduler
+    while left := [s for s in (*scheduler.waiting, *scheduler.running) if s.pieces is None]:
+        for sample in left:
+            engine.abort(sample)
+
+
+def serve_stream(turns: Turns, engine: Engine, request: Request) -> Generator[Piece]:
+    """Yields the pieces of one request, while everybody else's go on too; closing it early aborts the request.
+
+    It takes a turn for each step, and none while its caller works.
+
+    Raises:
+        Exception: what the request failed with, if its own part in a step failed.
+    """
+    with turns.turn():
+        [sample] = engine.add([request], streamed=True)
+    assert sample.pieces is not None, "a streamed sequence keeps its pieces"
+    try:
+        while True:
+            while not sample.pieces:
+                with turns.turn():
+                    engine.step()
+            piece = with_figures(sample.pieces.popleft(), sample)
+            if piece.finish_reason == "error" and sample.error is not None:
+                raise sample.error
+            yield piece
+            if piece.finish_reason is not None:
+                return
+    finally:
+        turns.when_free(lambda: engine.abort(sample))
+
+
+def output_of(samples: Sequence[RequestState], tokenizer: Tokenizer | None) -> RequestOutput:
+    """Returns what a user gets for the ended samples of one prompt."""
+    request = samples[0].request
+    return RequestOutput(
+        request_id=str(samples[0].number),
+        outputs=[_sample_output(sample, tokenizer) for sample in samples],
+        usage=usage_of(samples),
+        prompt=request.text,
+        prompt_token_ids=list(request.prompt),
+    )
+
+
+def with_figures(piece: Piece, sample: RequestState) -> Piece:
+    """Returns a piece as its user gets it: the last one of a sample has its usage, timing and error."""
+    if piece.finish_reason is None:
+        return piece
+    return replace(
+        piece, usage=usage_of([sample]), timing=timing_of(sample), error=error_of(sample)
+    )
+
+
+def error_of(sample: RequestState) -> str | None:
+    """Returns in one line what failed in a sample whose reason is "error"; `None` for any other."""
+    if sample.reason != "error":
+        return None
+    if sample.error is None:
+        return "the model's logits were not finite"
+    return f"{type(sample.error).__name__}: {' '.join(str(sample.error).split())}"
+
+
+def usage_of(samples: Sequence[RequestState]) -> Usage:
+    """Returns what the samples of one prompt took."""
+    return Usage(
+        prompt_tokens=len(samples[0].request.prompt),
+        cached_tokens=samples[0].cached or 0,
+        output_tokens=sum(sample.generated for sample in samples),
+        preemptions=sum(sample.preemptions for sample in samples),
+    )
+
+
+def timing_of(sample: RequestState) -> Timing:
+    """Returns when an ended sample did what."""
+    assert sample.ended is not None, "a sample that has ended knows when"
+    return Timing(
+        arrived=sample.arrived,
+        admitted=sample.admitted,
+        first_token=sample.started,
+        finished=sample.ended,
+        output_tokens=sample.generated,
+    )
+
+
+def _sample_output(sample: RequestState, tokenizer: Tokenizer | None) -> SampleOutput:
+    text, request = sample.text, sample.request
+    if sample.stream is None and tokenizer is not None:
+        skip = request.params.skip_special_tokens
+        text = text_after(tokenizer, request.prompt, sample.token_ids, skip_special_tokens=skip)
+    assert sample.reason is not None, "a sample that has ended has a reason"
+    logprobs = None if request.params.logprobs is None else list(sample.logprobs)
+    return SampleOutput(
+        text=text,
+        token_ids=sample.token_ids,
+        finish_reason=sample.reason,
+        stop_reason=_stop_reason(sample) if sample.reason == "stop" else None,
+        error=error_of(sample),
+        cumulative_logprob=None if logprobs is None else _sum_chosen(sample.token_ids, logprobs),
+        logprobs=logprobs,
+        timing=timing_of(sample),
+    )
+
+
+def _stop_reason(sample: RequestState) -> str | int | None:
+    """Returns the stop string or the request's own stop id that ended a sample; `None` for the model's end ids."""
+    if sample.stream is not None and sample.stream.stop_string is not None:
+        return sample.stream.stop_string
+    last = sample.tokens[-1]
+    return last if last in sample.request.params.stop_token_ids else None
+
+
+def _sum_chosen(token_ids: Sequence[int], logprobs: Sequence[dict[int, float]]) -> float:
+    return sum(table[token] for token, table in zip(token_ids, logprobs, strict=True))

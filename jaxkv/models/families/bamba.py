@@ -1,0 +1,64 @@
+"""Bamba (IBM, Princeton, UIUC): Mamba-2 in most layers, attention that rotates half of each head in the others."""
+
+from collections.abc import Mapping, Sequence
+
+from jaxkv.config.model import ModelConfig
+from jaxkv.errors import UnknownConfig
+from jaxkv.models.families.llama_like import read_llama_like, take_nullable_int, take_num_layers
+from jaxkv.models.hf_config.config_json import ConfigJson
+from jaxkv.models.hf_config.mamba_json import BAMBA_KEYS, read_mamba
+
+_SIZE = 2**31 - 1
+
+
+def from_hf(raw: Mapping[str, object]) -> ModelConfig:
+    """Reads a parsed config.json whose `model_type` is "bamba"."""
+    keys = ConfigJson(raw)
+    keys.ignore("num_logits_to_keep z_loss_coefficient")
+    num_layers = take_num_layers(keys)
+    hidden_size = keys.take_int("hidden_size", high=_SIZE)
+    bias = keys.take_bool("mamba_proj_bias", False)
+    mamba = read_mamba(
+        keys,
+        BAMBA_KEYS,
+        d_inner=keys.take_int("mamba_expand", 2, high=2**16) * hidden_size,
+        in_bias=bias,
+        out_bias=bias,
+    )
+    attends = _attending(keys, num_layers)
+    attention_bias = keys.take_bool("attention_bias", False)
+    mixers = ("attention" if layer in attends else "mamba2" for layer in range(num_layers))
+    rotated = take_nullable_int(keys, "attn_rotary_emb", None)
+    config = read_llama_like(
+        keys,
+        "bamba",
+        architecture="BambaForCausalLM",
+        kv_heads=8,
+        max_positions=262144,
+        windows=(None,) * num_layers,
+        norm_eps=1e-5,
+        partial=0.5,
+        qkv_bias=attention_bias,
+        o_bias=attention_bias,
+        mlp_bias=keys.take_bool("mlp_bias", False),
+        pattern=tuple((mixer, "gated") for mixer in mixers),
+        mamba=mamba,
+    )
+    if rotated not in (None, config.rope.rotary_dim):
+        raise UnknownConfig(
+            f"config.json sets attn_rotary_emb = {rotated}, but its other keys rotate {config.rope.rotary_dim} "
+            "components of each head"
+        )
+    return config
+
+
+def _attending(keys: ConfigJson, num_layers: int) -> set[int]:
+    """Returns the layers that attend."""
+    given = keys.take("attn_layer_indices", None)
+    listed = [] if given is None else given
+    known = range(num_layers)
+    if not isinstance(listed, Sequence) or any(layer not in known for layer in listed):
+        raise UnknownConfig(
+            f"config.json: attn_layer_indices must name layers below {num_layers}, got {str(given)[:80]}"
+        )
+    return set(listed)

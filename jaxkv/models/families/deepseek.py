@@ -1,0 +1,250 @@
+"""DeepSeek-V2 (and V2-Lite), -V3 and -V3.2: latent attention, the last over chosen tokens, and many small experts."""
+
+from collections.abc import Mapping
+
+from jaxkv.config.blocks import IndexConfig, LatentConfig, MixtureConfig
+from jaxkv.config.model import MAX_LAYERS, ModelConfig, RopeConfig
+from jaxkv.errors import UnknownConfig
+from jaxkv.layers.rope import yarn_mscale
+from jaxkv.models.families.llama_like import (
+    ACTIVATIONS,
+    check_architecture,
+    take_dtype,
+    take_nullable_int,
+    take_num_layers,
+)
+from jaxkv.models.hf_config.config_json import ConfigJson
+from jaxkv.models.hf_config.rope_json import read_rope
+
+_SIZE = 2**31 - 1
+_EXPERTS = 2**16
+# What trains a router, and where experts run: nothing of it changes the logits.
+_IGNORED = "aux_loss_alpha seq_aux ep_size router_aux_loss_coef output_router_logits"
+
+
+def from_hf_v2(raw: Mapping[str, object]) -> ModelConfig:
+    """Reads a parsed config.json whose `model_type` is "deepseek_v2"."""
+    keys = ConfigJson(raw)
+    if keys.take("norm_topk_prob", False):
+        raise UnknownConfig(
+            "config.json sets norm_topk_prob, which DeepSeek's own code and Transformers read differently in "
+            "deepseek_v2; published models do not set it"
+        )
+    grouped = keys.take_choice(
+        "topk_method", "greedy", {"greedy": "", "group_limited_greedy": "groups"}
+    )
+    mixture = _mixture(
+        keys,
+        scoring="softmax",
+        shared=keys.take_int("n_shared_experts", 2, high=_EXPERTS),
+        experts=keys.take_int("n_routed_experts", 64, high=_EXPERTS),
+        size=keys.take_int("moe_intermediate_size", 1407, high=_SIZE),
+        scale=keys.take_float("routed_scaling_factor", 1.0),
+        groups=_groups(keys, None, None) if grouped else _no_groups(keys),
+        group_votes=1,
+        renormalise=False,
+    )
+    return _read(
+        keys,
+        "deepseek_v2",
+        architecture="DeepseekV2ForCausalLM",
+        mixture=mixture,
+        dense=keys.take_int("first_k_dense_replace", 0, low=0, high=_SIZE),
+        max_positions=2048,
+        pairs=True,
+    )
+
+
+def from_hf_v3(raw: Mapping[str, object]) -> ModelConfig:
+    """Reads a parsed config.json whose `model_type` is "deepseek_v3"."""
+    keys = ConfigJson(raw)
+    return _read(
+        keys,
+        "deepseek_v3",
+        architecture="DeepseekV3ForCausalLM",
+        mixture=_mixture_v3(keys),
+        dense=keys.take_int("first_k_dense_replace", 3, low=0, high=_SIZE),
+        max_positions=4096,
+        pairs=keys.take_bool("rope_interleave", True),
+        mtp_layers=_mtp_layers(keys),
+    )
+
+
+def from_hf_v32(raw: Mapping[str, object]) -> ModelConfig:
+    """Reads a parsed config.json whose `model_type` is "deepseek_v32"."""
+    keys = ConfigJson(raw)
+    num_layers = take_num_layers(keys)
+    dense = keys.take_int("first_k_dense_replace", 3, low=0, high=_SIZE)
+    named = keys.take("mlp_layer_types", None)
+    if isinstance(named, list) and set(named) <= {"dense", "sparse"}:
+        dense = named.count("dense")
+        named = None if named == _kinds(num_layers, dense) else named
+    if named is not None:
+        raise UnknownConfig(
+            f"config.json: mlp_layer_types must name dense layers, then sparse ones, {num_layers} in all, "
+            f"got {str(named)[:80]}"
+        )
+    attending = keys.take("layer_types", None)
+    if attending not in (None, ["deepseek_sparse_attention"] * num_layers):
+        raise UnknownConfig(
+            f"config.json: layer_types must name deepseek_sparse_attention for each of the {num_layers} layers, "
+            f"got {str(attending)[:80]}"
+        )
+    return _read(
+        keys,
+        "deepseek_v32",
+        architecture="DeepseekV32ForCausalLM",
+        mixture=_mixture_v3(keys),
+        dense=dense,
+        max_positions=163840,
+        pairs=True,
+        mtp_layers=_mtp_layers(keys),
+        index=IndexConfig(
+            heads=keys.take_int("index_n_heads", 64, high=_SIZE),
+            head_dim=keys.take_int("index_head_dim", 128, high=_SIZE),
+            topk=keys.take_int("index_topk", 2048, high=_SIZE),
+        ),
+    )
+
+
+def _kinds(num_layers: int, dense: int) -> list[str]:
+    return ["dense" if layer < dense else "sparse" for layer in range(num_layers)]
+
+
+def _mtp_layers(keys: ConfigJson) -> int:
+    """Returns how many layers guess further tokens, which Transformers 5 and DeepSeek name differently."""
+    count = keys.take_int("num_nextn_predict_layers", 1, low=0, high=MAX_LAYERS)
+    return keys.take_int("num_mtp_layers", count, low=0, high=MAX_LAYERS)
+
+
+def _mixture_v3(keys: ConfigJson) -> MixtureConfig:
+    keys.take_choice("topk_method", "noaux_tc", {"noaux_tc": "noaux_tc"})
+    return _mixture(
+        keys,
+        scoring="sigmoid",
+        shared=keys.take_int("n_shared_experts", 1, high=_EXPERTS),
+        experts=keys.take_int("n_routed_experts", 256, high=_EXPERTS),
+        size=keys.take_int("moe_intermediate_size", 2048, high=_SIZE),
+        scale=keys.take_float("routed_scaling_factor", 2.5),
+        groups=_groups(keys, 8, 4),
+        group_votes=2,
+        renormalise=keys.take_bool("norm_topk_prob", True),
+    )
+
+
+def _mixture(
+    keys: ConfigJson,
+    *,
+    scoring: str,
+    shared: int,
+    experts: int,
+    size: int,
+    scale: float,
+    groups: tuple[int, int],
+    group_votes: int,
+    renormalise: bool,
+) -> MixtureConfig:
+    keys.take_choice("scoring_func", scoring, {scoring: scoring})
+    every = keys.take_int("moe_layer_freq", 1, high=_SIZE)
+    if every != 1:
+        raise UnknownConfig(
+            f"config.json sets moe_layer_freq = {every}; supported is 1, experts in all but the first layers"
+        )
+    return MixtureConfig(
+        experts=experts,
+        top_k=keys.take_int("num_experts_per_tok", 8, high=_EXPERTS),
+        size=size,
+        gated=True,
+        scoring=scoring,
+        correction=scoring == "sigmoid",
+        groups=groups[0],
+        top_groups=groups[1],
+        group_votes=group_votes,
+        renormalise=renormalise,
+        scale=scale,
+        shared_size=shared * size,
+    )
+
+
+def _groups(keys: ConfigJson, groups: int | None, top_groups: int | None) -> tuple[int, int]:
+    return (
+        keys.take_int("n_group", groups, high=_EXPERTS),
+        keys.take_int("topk_group", top_groups, high=_EXPERTS),
+    )
+
+
+def _no_groups(keys: ConfigJson) -> tuple[int, int]:
+    keys.ignore("n_group topk_group")
+    return 1, 1
+
+
+def _read(
+    keys: ConfigJson,
+    family: str,
+    *,
+    architecture: str,
+    mixture: MixtureConfig,
+    dense: int,
+    max_positions: int,
+    pairs: bool,
+    mtp_layers: int = 0,
+    index: IndexConfig | None = None,
+) -> ModelConfig:
+    """Takes the keys that all versions share and refuses those that nobody took."""
+    check_architecture(keys, family, architecture)
+    # Transformers derives these two, whatever the file says.
+    keys.ignore(f"{_IGNORED} head_dim qk_head_dim")
+    heads = keys.take_int("num_attention_heads", high=_SIZE)
+    if take_nullable_int(keys, "num_key_value_heads", None) not in (None, heads):
+        raise UnknownConfig(
+            f"config.json: num_key_value_heads must equal num_attention_heads = {heads} in latent attention"
+        )
+    latent = LatentConfig(
+        kv_lora_rank=keys.take_int("kv_lora_rank", 512, high=_SIZE),
+        rope_dim=keys.take_int("qk_rope_head_dim", 64, high=_SIZE),
+        nope_dim=keys.take_int("qk_nope_head_dim", 128, high=_SIZE),
+        value_dim=keys.take_int("v_head_dim", 128, high=_SIZE),
+        q_lora_rank=take_nullable_int(keys, "q_lora_rank", 1536),
+        pairs=pairs,
+        index=index,
+    )
+    limit = keys.take_int("max_position_embeddings", max_positions, high=_SIZE)
+    rope, longest = read_rope(keys, head_dim=latent.rope_dim, max_positions=limit)
+    vocab_size, num_layers = keys.take_int("vocab_size", high=_SIZE), take_num_layers(keys)
+    mixer = "latent" if index is None else "sparse_latent"
+    config = ModelConfig(
+        family=family,
+        vocab_size=vocab_size,
+        hidden_size=keys.take_int("hidden_size", high=_SIZE),
+        num_layers=num_layers,
+        heads=heads,
+        kv_heads=heads,
+        head_dim=latent.query_dim,
+        ffn_size=keys.take_int("intermediate_size", high=_SIZE),
+        max_positions=longest,
+        rope=rope,
+        windows=(None,) * num_layers,
+        pattern=tuple(
+            (mixer, "gated" if layer < dense else "mixture+shared") for layer in range(num_layers)
+        ),
+        norm_eps=keys.take_float("rms_norm_eps", 1e-6),
+        activation=keys.take_choice("hidden_act", "silu", ACTIVATIONS),
+        tie_embeddings=keys.take_bool("tie_word_embeddings", False),
+        attention_scale=_scale(latent, rope),
+        mixture=mixture,
+        latent=latent,
+        mtp_layers=mtp_layers,
+        eos_ids=keys.take_ids("eos_token_id", vocab_size),
+        bos_id=next(iter(keys.take_ids("bos_token_id", vocab_size)), None),
+        dtype=take_dtype(keys),
+    )
+    keys.finish()
+    return config
+
+
+def _scale(latent: LatentConfig, rope: RopeConfig) -> float:
+    """Returns what scores are multiplied by; yarn's sharpening counts twice, for queries and for keys."""
+    scale = latent.query_dim**-0.5
+    if rope.kind != "yarn" or not rope.mscale_all_dim:
+        return scale
+    return scale * yarn_mscale(rope.factor, rope.mscale_all_dim) ** 2

@@ -1,0 +1,74 @@
+"""Falcon-H1 (TII): attention and Mamba-2 side by side in every layer, with a constant at every turn."""
+
+from collections.abc import Mapping
+
+from jaxkv.config.blocks import Multipliers
+from jaxkv.config.model import ModelConfig
+from jaxkv.errors import UnknownConfig
+from jaxkv.models.families.llama_like import read_llama_like, take_nullable_int, take_num_layers
+from jaxkv.models.hf_config.config_json import ConfigJson
+from jaxkv.models.hf_config.mamba_json import BAMBA_KEYS, read_mamba
+
+_SIZE = 2**31 - 1
+
+
+def from_hf(raw: Mapping[str, object]) -> ModelConfig:
+    """Reads a parsed config.json whose `model_type` is "falcon_h1"."""
+    keys = ConfigJson(raw)
+    keys.ignore("num_logits_to_keep mlp_expansion_factor")
+    keys.ignore("time_step_rank time_step_min time_step_max time_step_floor")
+    if not keys.take_bool("mamba_use_mlp", True):
+        raise UnknownConfig(
+            "config.json sets mamba_use_mlp = False; only layers with one are supported"
+        )
+    num_layers = take_num_layers(keys)
+    hidden_size = keys.take_int("hidden_size", high=_SIZE)
+    heads = keys.take_int("num_attention_heads", high=_SIZE)
+    expanded = keys.take_int("mamba_expand", 2, high=2**16) * hidden_size
+    normalised = keys.take_bool("mamba_rms_norm", False)
+    out_bias = keys.take_bool("projectors_bias", False)
+    mamba = read_mamba(
+        keys,
+        BAMBA_KEYS,
+        d_inner=take_nullable_int(keys, "mamba_d_ssm", 1024) or expanded,
+        in_bias=keys.take_bool("mamba_proj_bias", False),
+        out_bias=out_bias,
+        norm_groups=-1 if normalised else 0,
+        gate_first=not keys.take_bool("mamba_norm_before_gate", True),
+    )
+    gate, down = keys.take_floats("mlp_multipliers", (1.0, 1.0))
+    sections = keys.take_floats("ssm_multipliers", (1.0,) * 5)
+    before = keys.take_float("ssm_in_multiplier", 1.0)
+    attention_bias = keys.take_bool("attention_bias", False)
+    if mamba.in_bias and before != 1.0:
+        raise UnknownConfig(
+            f"config.json sets mamba_proj_bias and ssm_in_multiplier = {before}, whose order with each other is "
+            "not supported"
+        )
+    head_dim = take_nullable_int(keys, "head_dim", None) or hidden_size // heads
+    return read_llama_like(
+        keys,
+        "falcon_h1",
+        architecture="FalconH1ForCausalLM",
+        kv_heads=8,
+        max_positions=8192,
+        windows=(None,) * num_layers,
+        norm_eps=1e-5,
+        qkv_bias=attention_bias,
+        o_bias=attention_bias,
+        mlp_bias=keys.take_bool("mlp_bias", False),
+        # Keys enter scores alone, as a factor, so theirs is one of the scores.
+        attention_scale=head_dim**-0.5 * keys.take_float("key_multiplier", 1.0),
+        pattern=(("mamba2+attention", "gated"),) * num_layers,
+        mamba=mamba,
+        multipliers=Multipliers(
+            embedding=keys.take_float("embedding_multiplier", 1.0),
+            logits=keys.take_float("lm_head_multiplier", 1.0),
+            attention_in=keys.take_float("attention_in_multiplier", 1.0),
+            attention_out=keys.take_float("attention_out_multiplier", 1.0),
+            gate=gate,
+            down=down,
+            ssm_in=tuple(before * section for section in sections),
+            ssm_out=keys.take_float("ssm_out_multiplier", 1.0),
+        ),
+    )

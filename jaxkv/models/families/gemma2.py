@@ -1,0 +1,72 @@
+"""Gemma 2: windows in every other layer, bounded scores and logits, and norms on both sides of each stage."""
+
+from collections.abc import Mapping
+from typing import TypedDict
+
+from jaxkv.config.blocks import Multipliers
+from jaxkv.config.model import ModelConfig
+from jaxkv.errors import UnknownConfig
+from jaxkv.models.families.llama_like import layer_windows, read_llama_like, take_nullable_float
+from jaxkv.models.hf_config.config_json import ConfigJson
+
+_SIZE = 2**31 - 1
+
+
+class Gemma(TypedDict):
+    """The fields of `ModelConfig` that Gemma 2 and 3 set alike."""
+
+    qkv_bias: bool
+    o_bias: bool
+    unit_offset: bool
+    post_norms: bool
+    attention_scale: float | None
+    multipliers: Multipliers
+
+
+def from_hf(raw: Mapping[str, object]) -> ModelConfig:
+    """Reads a parsed config.json whose `model_type` is "gemma2"."""
+    keys = ConfigJson(raw)
+    return read_llama_like(
+        keys,
+        "gemma2",
+        architecture="Gemma2ForCausalLM",
+        kv_heads=4,
+        head_dim=256,
+        max_positions=8192,
+        windows=layer_windows(keys, take_window(keys), full_every=2),
+        activation_key="hidden_activation",
+        activation="gelu_pytorch_tanh",
+        tied=True,
+        attention_cap=take_nullable_float(keys, "attn_logit_softcapping", 50.0),
+        logit_cap=take_nullable_float(keys, "final_logit_softcapping", 30.0),
+        **gemma(keys),
+    )
+
+
+def gemma(keys: ConfigJson) -> Gemma:
+    """Takes what Gemma 2 and 3 have in common.
+
+    Raises:
+        UnknownConfig: the model sees what comes after a token.
+    """
+    # Superseded by hidden_activation, which Transformers reads alone.
+    keys.ignore("hidden_act")
+    if keys.take("use_bidirectional_attention", None):
+        raise UnknownConfig(
+            "config.json sets use_bidirectional_attention, but a text is generated from left to right"
+        )
+    biases = keys.take_bool("attention_bias", False)
+    width = keys.take_int("hidden_size", high=_SIZE)
+    return {
+        "qkv_bias": biases,
+        "o_bias": biases,
+        "unit_offset": True,
+        "post_norms": True,
+        "attention_scale": keys.take_float("query_pre_attn_scalar", 256) ** -0.5,
+        "multipliers": Multipliers(embedding=width**0.5),
+    }
+
+
+def take_window(keys: ConfigJson) -> int:
+    """Returns the window of those layers that have one."""
+    return keys.take_int("sliding_window", 4096, high=_SIZE)

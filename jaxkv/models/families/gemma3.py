@@ -1,0 +1,72 @@
+"""Gemma 3, its text models: a window in five of six layers, whose angles are others, and norms on queries and keys."""
+
+from collections.abc import Mapping
+
+from jaxkv.config.model import ModelConfig, RopeConfig
+from jaxkv.errors import UnknownConfig
+from jaxkv.models.families.gemma2 import gemma, take_window
+from jaxkv.models.families.llama_like import layer_windows, read_llama_like, take_nullable_float
+from jaxkv.models.hf_config.config_json import ConfigJson
+from jaxkv.models.hf_config.rope_json import read_rope
+from jaxkv.wording import listed
+
+_SIZE = 2**31 - 1
+_POSITIONS = 131072
+
+
+def from_hf(raw: Mapping[str, object]) -> ModelConfig:
+    """Reads a parsed config.json whose `model_type` is "gemma3_text"."""
+    keys = ConfigJson(raw)
+    if keys.take("attn_logit_softcapping", None) is not None:
+        raise UnknownConfig(
+            "config.json sets attn_logit_softcapping, which Transformers does not apply in this family, so that it is "
+            "not known what the model was made for; if it goes without, set it to null"
+        )
+    # What Transformers notes beside layer_types, and does not read.
+    keys.ignore("_sliding_window_pattern")
+    every = keys.take_int("sliding_window_pattern", 6, high=_SIZE)
+    everywhere, windowed = _ropes(keys)
+    return read_llama_like(
+        keys,
+        "gemma3_text",
+        architecture="Gemma3ForCausalLM",
+        kv_heads=4,
+        head_dim=256,
+        max_positions=_POSITIONS,
+        windows=layer_windows(keys, take_window(keys), full_every=every),
+        rope=everywhere,
+        window_rope=windowed,
+        activation_key="hidden_activation",
+        activation="gelu_pytorch_tanh",
+        tied=True,
+        qk_norm=True,
+        logit_cap=take_nullable_float(keys, "final_logit_softcapping", None),
+        **gemma(keys),
+    )
+
+
+def _ropes(keys: ConfigJson) -> tuple[RopeConfig, RopeConfig]:
+    """Returns the angles of layers that see everything, and of those with a window.
+
+    Transformers 5 names both in `rope_parameters`; before, `rope_scaling` concerned the first alone.
+    """
+    head_dim = keys.take_int("head_dim", 256, high=2**16)
+    positions = keys.take_int("max_position_embeddings", _POSITIONS, high=_SIZE)
+    theta = keys.take_float("rope_theta", 1e6)
+    local = keys.take_float("rope_local_base_freq", 1e4)
+    both, scaling = keys.take_object("rope_parameters"), keys.take_object("rope_scaling")
+    parts = {
+        "full_attention": {"rope_theta": theta, "rope_scaling": scaling},
+        "sliding_attention": {"rope_theta": local},
+    }
+    if both and not scaling:
+        if both.keys() != parts.keys():
+            raise UnknownConfig(
+                f"config.json: rope_parameters must name {' and '.join(parts)}, got {listed(both)}"
+            )
+        parts = {kind: {"rope_parameters": both[kind]} for kind in parts}
+    ropes = {
+        kind: read_rope(ConfigJson(part), head_dim=head_dim, max_positions=positions)[0]
+        for kind, part in parts.items()
+    }
+    return ropes["full_attention"], ropes["sliding_attention"]

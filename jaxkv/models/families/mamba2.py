@@ -1,0 +1,73 @@
+"""Mamba-2 without attention (Dao and Gu): one mixer per layer and nothing else."""
+
+from collections.abc import Mapping
+
+from jaxkv.config.model import ModelConfig, RopeConfig
+from jaxkv.errors import UnknownConfig
+from jaxkv.models.families.llama_like import check_architecture, take_dtype, take_num_layers
+from jaxkv.models.hf_config.config_json import ConfigJson
+from jaxkv.models.hf_config.mamba_json import MambaKeys, read_mamba
+
+MAX_POSITIONS = 2**20
+"""Nothing in the model counts positions; this bounds what is promised of one sequence."""
+
+_KEYS = MambaKeys(
+    heads=("num_heads", 128),
+    head_dim=("head_dim", 64),
+    d_state=("state_size", 128),
+    d_conv=("conv_kernel", 4),
+    groups=("n_groups", 8),
+    chunk_size=("chunk_size", 256),
+    conv_bias=("use_conv_bias", True),
+    activation=("hidden_act", "silu"),
+)
+_SIZE = 2**31 - 1
+
+
+def from_hf(raw: Mapping[str, object]) -> ModelConfig:
+    """Reads a parsed config.json whose `model_type` is "mamba2"."""
+    keys = ConfigJson(raw)
+    check_architecture(keys, "mamba2", "Mamba2ForCausalLM")
+    if not keys.take_bool("rms_norm", True):
+        raise UnknownConfig(
+            "config.json sets rms_norm = False; mixers without a norm are not supported"
+        )
+    # Transformers gates before the norm whatever this says.
+    keys.ignore("norm_before_gate")
+    # How weights were first drawn.
+    keys.ignore(
+        "time_step_rank time_step_min time_step_max time_step_floor rescale_prenorm_residual"
+    )
+    hidden_size = keys.take_int("hidden_size", 4096, high=_SIZE)
+    vocab_size = keys.take_int("vocab_size", 32768, high=_SIZE)
+    num_layers = take_num_layers(keys)
+    bias = keys.take_bool("use_bias", False)
+    config = ModelConfig(
+        family="mamba2",
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        num_layers=num_layers,
+        heads=1,
+        kv_heads=1,
+        head_dim=2,
+        ffn_size=1,
+        max_positions=MAX_POSITIONS,
+        rope=RopeConfig(rotary_dim=2, kind="none"),
+        windows=(None,) * num_layers,
+        pattern=(("mamba2",),) * num_layers,
+        norm_eps=keys.take_float("layer_norm_epsilon", 1e-5),
+        tie_embeddings=keys.take_bool("tie_word_embeddings", False),
+        wide_residual=keys.take_bool("residual_in_fp32", True),
+        mamba=read_mamba(
+            keys,
+            _KEYS,
+            d_inner=keys.take_int("expand", 2, high=2**16) * hidden_size,
+            in_bias=bias,
+            out_bias=bias,
+        ),
+        eos_ids=keys.take_ids("eos_token_id", vocab_size),
+        bos_id=next(iter(keys.take_ids("bos_token_id", vocab_size)), None),
+        dtype=take_dtype(keys),
+    )
+    keys.finish()
+    return config

@@ -1,0 +1,27 @@
+"""Mistral: Llama with a sliding window in every layer, unless the file says null."""
+
+from collections.abc import Mapping
+
+from jaxkv.config.model import ModelConfig
+from jaxkv.errors import UnknownConfig
+from jaxkv.models.families.llama_like import layer_windows, read_llama_like, take_nullable_int
+from jaxkv.models.hf_config.config_json import ConfigJson
+
+
+def from_hf(raw: Mapping[str, object]) -> ModelConfig:
+    """Reads a parsed config.json whose `model_type` is "mistral"."""
+    keys = ConfigJson(raw)
+    window = take_nullable_int(keys, "sliding_window", 4096)
+    windows = layer_windows(keys, window)
+    if any(reach != window for reach in windows):
+        raise UnknownConfig(
+            "config.json: layer_types mixes windows; every layer of mistral has the same"
+        )
+    return read_llama_like(
+        keys,
+        "mistral",
+        architecture="MistralForCausalLM",
+        kv_heads=8,
+        max_positions=4096 * 32,
+        windows=windows,
+    )

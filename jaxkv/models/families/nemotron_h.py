@@ -1,0 +1,125 @@
+"""Nemotron-H and Nemotron 3 (NVIDIA): layers of one block each: Mamba-2, attention without positions, or experts."""
+
+from collections.abc import Mapping
+
+from jaxkv.config.blocks import MixtureConfig
+from jaxkv.config.model import ModelConfig, RopeConfig
+from jaxkv.errors import UnknownConfig
+from jaxkv.models.families.llama_like import (
+    ACTIVATIONS,
+    check_architecture,
+    take_dtype,
+    take_nullable_int,
+)
+from jaxkv.models.hf_config.config_json import ConfigJson
+from jaxkv.models.hf_config.mamba_json import MambaKeys, read_mamba, take_layer_kinds
+
+_SIZE = 2**31 - 1
+_KEYS = MambaKeys(
+    heads=("mamba_num_heads", 128),
+    head_dim=("mamba_head_dim", 64),
+    d_state=("ssm_state_size", 128),
+    d_conv=("conv_kernel", 4),
+    groups=("n_groups", 8),
+    chunk_size=("chunk_size", 128),
+    conv_bias=("use_conv_bias", True),
+    activation=("mamba_hidden_act", "silu"),
+)
+_STAGES = {
+    "mamba": ("mamba2",),
+    "attention": ("attention",),
+    "mlp": ("plain",),
+    "moe": ("mixture+shared",),
+}
+_KINDS = _STAGES | {
+    "linear_attention": _STAGES["mamba"],
+    "full_attention": _STAGES["attention"],
+    "M": _STAGES["mamba"],
+    "*": _STAGES["attention"],
+    "-": _STAGES["mlp"],
+    "E": _STAGES["moe"],
+}
+"""Layers by the names and the letters that files give them."""
+
+
+def from_hf(raw: Mapping[str, object]) -> ModelConfig:
+    """Reads a parsed config.json whose `model_type` is "nemotron_h".
+
+    Step sizes are bounded by `time_step_limit` alone, in prefill and decode alike, as the models were trained.
+    Transformers also raises them to `time_step_min`, but in prefill only.
+    """
+    keys = ConfigJson(raw)
+    check_architecture(keys, "nemotron_h", "NemotronHForCausalLM")
+    keys.ignore("num_logits_to_keep use_mamba_kernels rescale_prenorm_residual hidden_dropout")
+    keys.ignore("time_step_rank time_step_min time_step_max time_step_floor expand mamba_proj_bias")
+    # Layers that guess further tokens are left out, and so are their weights.
+    keys.ignore("num_nextn_predict_layers mtp_layers_block_type mtp_hybrid_override_pattern")
+    keys.ignore("n_shared_experts moe_shared_expert_overlap mamba_ssm_cache_dtype residual_in_fp32")
+    # Said by the pattern, or unused by Transformers too.
+    keys.ignore("num_hidden_layers attention_bias tie_word_embeddings")
+    vocab_size = keys.take_int("vocab_size", 131072, high=_SIZE)
+    letters = keys.take("hybrid_override_pattern", None)
+    named = keys.take("layers_block_type", None) or keys.take("layer_types", None) or letters
+    pattern = take_layer_kinds(named, None, _KINDS)
+    if keys.take("sliding_window", None) is not None:
+        raise UnknownConfig(
+            "config.json sets sliding_window, which attention of nemotron_h has no use for"
+        )
+    heads = keys.take_int("num_attention_heads", 32, high=_SIZE)
+    head_dim = keys.take_int(
+        "head_dim", take_nullable_int(keys, "attention_head_dim", 128), high=_SIZE
+    )
+    bias = keys.take_bool("use_bias", False)
+    config = ModelConfig(
+        family="nemotron_h",
+        vocab_size=vocab_size,
+        hidden_size=keys.take_int("hidden_size", 4096, high=_SIZE),
+        num_layers=len(pattern),
+        heads=heads,
+        kv_heads=take_nullable_int(keys, "num_key_value_heads", 8) or heads,
+        head_dim=head_dim,
+        ffn_size=keys.take_int("intermediate_size", 21504, high=_SIZE),
+        max_positions=keys.take_int("max_position_embeddings", 4096, high=_SIZE),
+        rope=RopeConfig(rotary_dim=head_dim - head_dim % 2, kind="none"),
+        windows=(None,) * len(pattern),
+        pattern=pattern,
+        norm_eps=keys.take_float("layer_norm_epsilon", 1e-5),
+        activation=keys.take_choice("mlp_hidden_act", "relu2", ACTIVATIONS),
+        mlp_bias=keys.take_bool("mlp_bias", False),
+        mamba=read_mamba(keys, _KEYS, d_inner=None, in_bias=bias, out_bias=bias, norm_groups=-1),
+        mixture=_mixture(keys, used=("mixture+shared",) in pattern),
+        eos_ids=keys.take_ids("eos_token_id", vocab_size),
+        bos_id=next(iter(keys.take_ids("bos_token_id", vocab_size)), None),
+        dtype=take_dtype(keys),
+    )
+    if config.mixture is not None and config.mlp_bias:
+        raise UnknownConfig("config.json sets mlp_bias, which experts are not supported with")
+    keys.finish()
+    return config
+
+
+def _mixture(keys: ConfigJson, *, used: bool) -> MixtureConfig | None:
+    """Takes the keys of the experts, which files of models without any hold too."""
+    sizes = {
+        "experts": keys.take_int("n_routed_experts", 8, low=0, high=2**16),
+        "top_k": keys.take_int("num_experts_per_tok", 2, low=0, high=2**16),
+        "size": keys.take_int("moe_intermediate_size", 7688, low=0, high=_SIZE),
+        "shared_size": keys.take_int(
+            "moe_shared_expert_intermediate_size", 7688, low=0, high=_SIZE
+        ),
+        "groups": keys.take_int("n_group", 1, low=0, high=2**16),
+        "top_groups": keys.take_int("topk_group", 1, low=0, high=2**16),
+        "latent_size": take_nullable_int(keys, "moe_latent_size", None),
+    }
+    renormalise = keys.take_bool("norm_topk_prob", True)
+    scale = keys.take_float("routed_scaling_factor", 1.0)
+    if not used:
+        return None
+    return MixtureConfig(
+        **sizes,
+        gated=False,
+        scoring="sigmoid",
+        correction=True,
+        renormalise=renormalise,
+        scale=scale,
+    )

@@ -1,0 +1,26 @@
+"""Qwen3 (dense): Qwen2 with norms on queries and keys instead of biases."""
+
+from collections.abc import Mapping
+
+from jaxkv.config.model import ModelConfig
+from jaxkv.models.families.llama_like import read_llama_like
+from jaxkv.models.families.qwen2 import qwen_windows
+from jaxkv.models.hf_config.config_json import ConfigJson
+
+
+def from_hf(raw: Mapping[str, object]) -> ModelConfig:
+    """Reads a parsed config.json whose `model_type` is "qwen3"."""
+    keys = ConfigJson(raw)
+    attention_bias = keys.take_bool("attention_bias", False)
+    return read_llama_like(
+        keys,
+        "qwen3",
+        architecture="Qwen3ForCausalLM",
+        kv_heads=32,
+        max_positions=32768,
+        head_dim=128,
+        windows=qwen_windows(keys),
+        qkv_bias=attention_bias,
+        o_bias=attention_bias,
+        qk_norm=True,
+    )

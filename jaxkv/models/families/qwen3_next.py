@@ -1,0 +1,77 @@
+"""Qwen3-Next: gated delta mixers, gated attention in every fourth layer, and many small experts beside a shared one."""
+
+from collections.abc import Mapping
+
+from jaxkv.config.blocks import DeltaConfig, MixtureConfig
+from jaxkv.config.model import ModelConfig
+from jaxkv.errors import UnknownConfig
+from jaxkv.models.families.llama_like import read_llama_like, take_num_layers
+from jaxkv.models.hf_config.config_json import ConfigJson
+from jaxkv.models.hf_config.mamba_json import take_layer_kinds
+
+_SIZE = 2**31 - 1
+_MIXERS = {"linear_attention": ("delta",), "full_attention": ("attention",)}
+
+
+def from_hf(raw: Mapping[str, object]) -> ModelConfig:
+    """Reads a parsed config.json whose `model_type` is "qwen3_next"."""
+    keys = ConfigJson(raw)
+    keys.ignore("output_router_logits router_aux_loss_coef num_nextn_predict_layers")
+    num_layers = take_num_layers(keys)
+    if keys.take_bool("attention_bias", False):
+        raise UnknownConfig(
+            "config.json sets attention_bias, which gated attention is not supported with"
+        )
+    interval = keys.take_int("full_attention_interval", 4, high=_SIZE)
+    kinds = keys.take("layer_types", None)
+    if kinds is None:
+        every = range(1, num_layers + 1)
+        kinds = ["linear_attention" if layer % interval else "full_attention" for layer in every]
+    mixers = take_layer_kinds(kinds, num_layers, _MIXERS)
+    return read_llama_like(
+        keys,
+        "qwen3_next",
+        architecture="Qwen3NextForCausalLM",
+        kv_heads=2,
+        max_positions=32768,
+        windows=(None,) * num_layers,
+        head_dim=256,
+        partial=0.25,
+        qk_norm=True,
+        attention_gate=True,
+        unit_offset=True,
+        pattern=tuple(
+            (*mixer, feed_forward)
+            for mixer, feed_forward in zip(mixers, _feed_forwards(keys, num_layers), strict=True)
+        ),
+        delta=DeltaConfig(
+            key_heads=keys.take_int("linear_num_key_heads", 16, high=_SIZE),
+            value_heads=keys.take_int("linear_num_value_heads", 32, high=_SIZE),
+            key_dim=keys.take_int("linear_key_head_dim", 128, high=_SIZE),
+            value_dim=keys.take_int("linear_value_head_dim", 128, high=_SIZE),
+            d_conv=keys.take_int("linear_conv_kernel_dim", 4, low=2, high=64),
+        ),
+        mixture=MixtureConfig(
+            experts=keys.take_int("num_experts", 512, high=2**16),
+            top_k=keys.take_int("num_experts_per_tok", 10, high=2**16),
+            size=keys.take_int("moe_intermediate_size", 512, high=_SIZE),
+            gated=True,
+            renormalise=keys.take_bool("norm_topk_prob", True),
+            shared_size=keys.take_int("shared_expert_intermediate_size", 512, high=_SIZE),
+            shared_gate=True,
+        ),
+    )
+
+
+def _feed_forwards(keys: ConfigJson, num_layers: int) -> list[str]:
+    """Returns what follows each layer's mixer: experts in every `decoder_sparse_step`-th, unless it is named dense."""
+    step = keys.take_int("decoder_sparse_step", 1, high=_SIZE)
+    dense = keys.take("mlp_only_layers", None) or []
+    if not isinstance(dense, list) or any(layer not in range(num_layers) for layer in dense):
+        raise UnknownConfig(
+            f"config.json: mlp_only_layers must name layers below {num_layers}, got {str(dense)[:80]}"
+        )
+    return [
+        "gated" if layer in dense or (layer + 1) % step else "mixture+shared"
+        for layer in range(num_layers)
+    ]

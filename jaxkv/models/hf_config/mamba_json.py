@@ -1,0 +1,141 @@
+"""Reads the sizes of Mamba-2 mixers from `config.json`, whatever a family calls them."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from jaxkv.config.blocks import MambaConfig
+from jaxkv.errors import UnknownConfig
+from jaxkv.models.hf_config.config_json import ConfigJson
+
+_SIZE = 2**31 - 1
+_SILU = {"silu": "silu", "swish": "silu"}
+
+
+@dataclass(frozen=True)
+class MambaKeys:
+    """What a family calls the sizes, and what Transformers assumes where the file says nothing.
+
+    Attributes:
+        heads, head_dim, d_state, d_conv, groups, chunk_size, conv_bias, activation: (key, default).
+    """
+
+    heads: tuple[str, int]
+    head_dim: tuple[str, int | str]
+    d_state: tuple[str, int]
+    d_conv: tuple[str, int]
+    groups: tuple[str, int]
+    chunk_size: tuple[str, int]
+    conv_bias: tuple[str, bool]
+    activation: tuple[str, str]
+
+
+BAMBA_KEYS = MambaKeys(
+    heads=("mamba_n_heads", 128),
+    head_dim=("mamba_d_head", "auto"),
+    d_state=("mamba_d_state", 256),
+    d_conv=("mamba_d_conv", 4),
+    groups=("mamba_n_groups", 1),
+    chunk_size=("mamba_chunk_size", 256),
+    conv_bias=("mamba_conv_bias", True),
+    activation=("hidden_act", "silu"),
+)
+"""Of Bamba, and of Granite 4 and Falcon-H1 after it."""
+
+
+def read_mamba(
+    keys: ConfigJson,
+    names: MambaKeys,
+    *,
+    d_inner: int | None,
+    in_bias: bool,
+    out_bias: bool,
+    norm_groups: int = 1,
+    gate_first: bool = True,
+) -> MambaConfig:
+    """Takes the mixer's keys.
+
+    Args:
+        keys: the file.
+        names: what the family calls them.
+        d_inner: what the heads must come to, together; `None` if they alone decide.
+        in_bias: whether the input projection carries a bias.
+        out_bias: whether the output projection does.
+        norm_groups: see `MambaConfig`; -1 for as many as there are groups.
+        gate_first: see `MambaConfig`.
+
+    Raises:
+        UnknownConfig: the convolution's activation is no SiLU.
+        ValueError: a size is out of range, or the heads do not come to `d_inner`.
+    """
+    heads = keys.take_int(*names.heads, high=_SIZE)
+    named = keys.take(*names.head_dim)
+    if named == "auto" and d_inner is not None:
+        head_dim = d_inner // heads
+    else:
+        head_dim = keys.take_int(*names.head_dim, high=_SIZE)
+    if d_inner is not None and heads * head_dim != d_inner:
+        raise ValueError(
+            f"config.json: {heads} mamba heads of {head_dim} are not {d_inner} wide, as the other sizes say"
+        )
+    keys.take_choice(*names.activation, _SILU)
+    groups = keys.take_int(*names.groups, high=_SIZE)
+    return MambaConfig(
+        heads=heads,
+        head_dim=head_dim,
+        d_state=keys.take_int(*names.d_state, high=_SIZE),
+        d_conv=keys.take_int(*names.d_conv, low=2, high=64),
+        groups=groups,
+        chunk_size=keys.take_int(*names.chunk_size, high=_SIZE),
+        conv_bias=keys.take_bool(*names.conv_bias),
+        in_bias=in_bias,
+        out_bias=out_bias,
+        norm_groups=groups if norm_groups == -1 else norm_groups,
+        gate_first=gate_first,
+        dt_limit=_take_limits(keys),
+    )
+
+
+def take_layer_kinds(
+    kinds: object, num_layers: int | None, choices: Mapping[str, tuple[str, ...]]
+) -> tuple[tuple[str, ...], ...]:
+    """Returns the stages of each layer by the name of its kind.
+
+    Args:
+        kinds: a list of names, or a string with a letter for each layer.
+        num_layers: how many there must be; `None` for any number.
+        choices: the stages of each kind.
+
+    Raises:
+        UnknownConfig: a name is not among the choices, or there are too many or too few.
+    """
+    given = list(kinds) if isinstance(kinds, Sequence) else []
+    known = [kind for kind in given if isinstance(kind, str) and kind in choices]
+    if not given or known != given or (num_layers is not None and len(given) != num_layers):
+        count = "" if num_layers is None else f" {num_layers}"
+        raise UnknownConfig(
+            f"config.json must name the kind of each of its{count} layers, one of {', '.join(choices)}; "
+            f"got {str(kinds)[:80]}"
+        )
+    return tuple(choices[kind] for kind in known)
+
+
+def _take_limits(keys: ConfigJson) -> tuple[float, float]:
+    """Returns the bounds of the step size, which may be infinite and then have two spellings."""
+    given = keys.take("time_step_limit", None)
+    if given is None:
+        return 0.0, math.inf
+    if not isinstance(given, Sequence) or len(given) != 2:
+        raise ValueError(f"config.json: time_step_limit must be a pair, got {str(given)[:80]}")
+    low, high = (_as_bound(bound) for bound in given)
+    return low, high
+
+
+def _as_bound(value: object) -> float:
+    if isinstance(value, Mapping) and value.get("__float__") == "Infinity":
+        return math.inf
+    if isinstance(value, int | float) and not isinstance(value, bool) and value >= 0:
+        return float(value)
+    raise ValueError(
+        f"config.json: time_step_limit must hold numbers from 0 on or Infinity, got {str(value)[:80]}"
+    )

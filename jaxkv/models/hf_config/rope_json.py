@@ -1,0 +1,104 @@
+"""Reads the rotary part of `config.json`, as Transformers 4 (`rope_scaling`) and 5 (`rope_parameters`) spell it."""
+
+from collections.abc import Mapping
+
+from jaxkv.config.model import RopeConfig
+from jaxkv.errors import UnknownConfig
+from jaxkv.models.hf_config.config_json import ConfigJson
+from jaxkv.wording import shown
+
+_KINDS = {kind: kind for kind in ("default", "linear", "dynamic", "llama3", "yarn")}
+_MAX_POSITIONS = 2**31 - 1
+
+
+def read_rope(
+    config: ConfigJson, *, head_dim: int, max_positions: int, partial: float | None = None
+) -> tuple[RopeConfig, int]:
+    """Returns the rotary embedding, and the longest sequence that it is stretched to.
+
+    Args:
+        config: the whole file, from which the rotary keys are taken.
+        head_dim: components of a head.
+        max_positions: `max_position_embeddings`; for "linear" and "dynamic" the length before stretching.
+        partial: share of them that is rotated where the file does not say; `None` if the family rotates all.
+    """
+    # Where both are given, Transformers takes the older one.
+    newer, older = config.take_object("rope_parameters"), config.take_object("rope_scaling")
+    place = "config.json: rope_scaling" if older else "config.json: rope_parameters"
+    keys = ConfigJson(_with_kind(older or newer), place=place)
+    theta = config.take_float("rope_theta", 10000.0)
+    theta = keys.take_float("rope_theta", theta)
+    kind = keys.take_choice("rope_type", "default", _KINDS)
+    options, longest = _READERS[kind](keys, max_positions)
+    rotary_dim = head_dim
+    if partial is not None:
+        share = config.take_float("partial_rotary_factor", partial)
+        rotary_dim = int(head_dim * keys.take_float("partial_rotary_factor", share))
+    keys.finish()
+    rope = RopeConfig(theta=theta, rotary_dim=rotary_dim, kind=kind, **options)
+    return rope, min(longest, _MAX_POSITIONS)
+
+
+def _with_kind(keys: Mapping[str, object]) -> Mapping[str, object]:
+    """Returns the keys with the oldest spelling `type` replaced by `rope_type`, without nulls."""
+    named = {key: value for key, value in keys.items() if value is not None}
+    old = named.pop("type", None)
+    return named if old is None else {"rope_type": old} | named
+
+
+def _read_default(keys: ConfigJson, max_positions: int) -> tuple[dict, int]:
+    return {}, max_positions
+
+
+def _read_linear(keys: ConfigJson, max_positions: int) -> tuple[dict, int]:
+    factor = keys.take_float("factor")
+    return {"factor": factor}, int(max_positions * factor)
+
+
+def _read_dynamic(keys: ConfigJson, max_positions: int) -> tuple[dict, int]:
+    factor = keys.take_float("factor")
+    original = keys.take("original_max_position_embeddings", max_positions)
+    if original != max_positions:
+        raise UnknownConfig(
+            f"config.json: dynamic rope sets original_max_position_embeddings = {shown(original)} beside "
+            f"max_position_embeddings = {max_positions}; it stretches from the latter"
+        )
+    return {"factor": factor, "original_max_positions": max_positions}, int(max_positions * factor)
+
+
+def _read_llama3(keys: ConfigJson, max_positions: int) -> tuple[dict, int]:
+    options = {
+        "factor": keys.take_float("factor"),
+        "low_freq_factor": keys.take_float("low_freq_factor"),
+        "high_freq_factor": keys.take_float("high_freq_factor"),
+        "original_max_positions": _original(keys, max_positions),
+    }
+    return options, max_positions
+
+
+def _read_yarn(keys: ConfigJson, max_positions: int) -> tuple[dict, int]:
+    original = _original(keys, max_positions)
+    # A null factor was dropped with the other nulls; it means the ratio of the two lengths.
+    factor = keys.take_float("factor", max_positions / original)
+    options: dict[str, object] = {"factor": factor, "original_max_positions": original}
+    # Transformers reads 0 as "not given" here.
+    options["beta_fast"] = keys.take_float("beta_fast", 32.0) or 32.0
+    options["beta_slow"] = keys.take_float("beta_slow", 1.0) or 1.0
+    options["truncate"] = keys.take_bool("truncate", True)
+    for name in ("attention_factor", "mscale", "mscale_all_dim"):
+        given = keys.take(name, None) is not None
+        options[name] = keys.take_float(name) if given else None
+    return options, max(max_positions, int(original * factor))
+
+
+def _original(keys: ConfigJson, max_positions: int) -> int:
+    return keys.take_int("original_max_position_embeddings", max_positions, high=_MAX_POSITIONS)
+
+
+_READERS = {
+    "default": _read_default,
+    "linear": _read_linear,
+    "dynamic": _read_dynamic,
+    "llama3": _read_llama3,
+    "yarn": _read_yarn,
+}

@@ -1,0 +1,211 @@
+"""Proves that a compiled program updates its cache in place. Reads the program only; runs nothing.
+
+What is demanded depends on the backend. Everywhere each donated array must come back in its own memory, and no
+copy of one may be made. On a GPU a pool must also not be laid out anew, converted or swept through
+arithmetic, which costs as much as a copy. That is noted and not refused where reading a pool comes to the same:
+for XLA on the CPU, which does it of its own accord before matrix products, and for a pool of a single page or state.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count
+from math import prod
+
+import jax
+
+from jaxkv.errors import ProgramRefused
+from jaxkv.programs.alias_flow import PoolCopy, follow_pools
+from jaxkv.programs.hlo import Module, parse_module
+
+SMALL_BYTES = 4096
+"""Arrays up to this size may be copied: that costs less than launching the kernel that does it."""
+
+
+@dataclass(frozen=True)
+class AuditReport:
+    """What a compiled program does with its cache.
+
+    Attributes:
+        backend: "cpu" or "gpu".
+        cache_bytes, alias_bytes: bytes of the cache, and of the memory that outputs share with donated inputs.
+        argument_bytes, temp_bytes: bytes of all inputs, and of the memory the program uses meanwhile.
+        copies: every second array the size of a pool, allowed or not; `pool` counts the cache's arrays.
+        problems: why the program must not be served; empty if it may.
+    """
+
+    backend: str
+    cache_bytes: int
+    alias_bytes: int
+    argument_bytes: int
+    temp_bytes: int
+    copies: tuple[PoolCopy, ...]
+    problems: tuple[str, ...]
+
+    def raise_if_bad(self, program: str) -> None:
+        """Raises `ProgramRefused` with every problem, if there is one."""
+        if self.problems:
+            told = "\n  ".join(self.problems)
+            raise ProgramRefused(
+                f"{program} does not update its cache in place:\n  {told}\n"
+                f"Donate the cache, return its arrays in the order, shapes and dtypes they came in, update them by "
+                f"scatters alone, and let what is read from one feed what is written to the next."
+            )
+
+
+@dataclass(frozen=True)
+class _Pools:
+    """The cache's arrays as the program sees them: the first of its outputs, some of its inputs.
+
+    Attributes:
+        names: for messages.
+        num_bytes, num_units: of each array.
+        inputs: the parameter of the module that each array is; `None` if the program does not read it.
+        num_inputs: parameters of the module. JAX leaves arguments out that the program does not read.
+    """
+
+    names: tuple[str, ...]
+    num_bytes: tuple[int, ...]
+    num_units: tuple[int, ...]
+    inputs: tuple[int | None, ...]
+    num_inputs: int
+
+
+def audit(compiled: jax.stages.Compiled, *, cache_argument: int | None) -> AuditReport:
+    """Audits a program that returns its cache, or a tuple that starts with it.
+
+    Args:
+        compiled: the program.
+        cache_argument: position of the donated cache among its arguments; `None` if it takes none.
+    """
+    pools = _find_pools(compiled, cache_argument)
+    memory = compiled.memory_analysis()
+    assert memory is not None, "every backend we compile for reports its memory"
+    module = parse_module(compiled.as_text() or "")
+    backend = next(iter(jax.tree.leaves(compiled.input_shardings)[0].device_set)).platform
+    problems = _alias_problems(pools, module, memory.alias_size_in_bytes)
+    copies: tuple[PoolCopy, ...] = ()
+    if module.num_parameters == pools.num_inputs:
+        large = [at for at, size in enumerate(pools.num_bytes) if size > SMALL_BYTES]
+        followed = {pools.inputs[at]: at for at in large}
+        flow = follow_pools(
+            module, {place: at for place, at in followed.items() if place is not None}
+        )
+        copies = flow.copies
+        problems += _pairing_problems(pools, {at: flow.outputs.get(at) for at in large})
+        problems += [
+            f"{pools.names[copy.pool]} ({pools.num_bytes[copy.pool]} bytes) is copied by {copy.line}"
+            for copy in copies
+            if copy.exact or (backend != "cpu" and pools.num_units[copy.pool] > 1)
+        ]
+    return AuditReport(
+        backend=backend,
+        cache_bytes=sum(pools.num_bytes),
+        alias_bytes=memory.alias_size_in_bytes,
+        argument_bytes=memory.argument_size_in_bytes,
+        temp_bytes=memory.temp_size_in_bytes,
+        copies=copies,
+        problems=tuple(problems),
+    )
+
+
+def _find_pools(compiled: jax.stages.Compiled, cache_argument: int | None) -> _Pools:
+    arguments = compiled.args_info[0]
+    numbers = count()
+    # Arguments that are not read have no sharding.
+    shardings = jax.tree.structure(arguments).flatten_up_to(compiled.input_shardings[0])
+    places = [None if sharding is None else next(numbers) for sharding in shardings]
+    num_inputs = next(numbers)
+    if cache_argument is None:
+        return _Pools((), (), (), (), num_inputs)
+    leaves, _ = jax.tree_util.tree_flatten_with_path(arguments[cache_argument])
+    first = len(jax.tree.leaves(arguments[:cache_argument]))
+    return _Pools(
+        names=tuple(f"cache{jax.tree_util.keystr(path)}" for path, _ in leaves),
+        num_bytes=tuple(prod(leaf.shape) * leaf.dtype.itemsize for _, leaf in leaves),
+        num_units=tuple(leaf.shape[0] if leaf.shape else 1 for _, leaf in leaves),
+        inputs=tuple(places[first : first + len(leaves)]),
+        num_inputs=num_inputs,
+    )
+
+
+def _alias_problems(pools: _Pools, module: Module, alias_bytes: int) -> list[str]:
+    """Array i of the cache must come back as output i, in the same memory."""
+    if module.num_parameters != pools.num_inputs:
+        return [
+            f"it takes {module.num_parameters} arrays where its arguments have {pools.num_inputs}, so they "
+            f"cannot be told apart; pass every array as an argument"
+        ]
+    problems = []
+    for at, name in enumerate(pools.names):
+        came_from = module.aliases.get(at)
+        if came_from is None:
+            problems.append(
+                f"{name} ({pools.num_bytes[at]} bytes) does not come back in its own memory"
+            )
+        elif pools.inputs[at] is None:
+            problems.append(
+                f"{name} comes back as a new array, and the one that went in is not read"
+            )
+        elif came_from != pools.inputs[at]:
+            problems.append(
+                f"{name} comes back in the memory of input {came_from}, not of its own, "
+                f"{pools.inputs[at]}"
+            )
+    if not problems and alias_bytes != sum(pools.num_bytes):
+        problems.append(
+            f"{alias_bytes} bytes are updated in place, but the cache has {sum(pools.num_bytes)}"
+        )
+    return problems
+
+
+def _pairing_problems(pools: _Pools, outputs: Mapping[int, int | None]) -> list[str]:
+    """Donation pairs arrays by shape alone, so only what an output is made of tells whether it is the right one."""
+    problems = []
+    for at, pool in outputs.items():
+        if pool is None:
+            problems.append(
+                f"{pools.names[at]} comes back as a new array, not as the one that went in, updated"
+            )
+        elif pool != at:
+            problems.append(f"{pools.names[pool]} comes back in the place of {pools.names[at]}")
+    return problems
+
+
+@dataclass(frozen=True)
+class CommandBuffers:
+    """How a GPU program is launched, from XLA's dump of its thunks.
+
+    Attributes:
+        count: command buffers (CUDA graphs).
+        captured: thunks inside them.
+        outside: kinds of the thunks that run on their own, in order.
+    """
+
+    count: int
+    captured: int
+    outside: tuple[str, ...]
+
+
+def read_command_buffers(lines: Sequence[str]) -> CommandBuffers:
+    """Reads the lines of `*.thunk_sequence_after_thunk_passes.txt`, where nesting is indentation.
+
+    XLA writes it with `--xla_dump_to` in `XLA_FLAGS`. Loops and sequences count by what they hold.
+    """
+    count, captured, outside = 0, 0, []
+    graph_depth = None
+    for line in lines:
+        found = re.match(r"( *)\d+: (k\w+)", line)
+        if found is None:
+            continue
+        depth, kind = len(found.group(1)), found.group(2)
+        if graph_depth is not None and depth <= graph_depth:
+            graph_depth = None
+        if graph_depth is not None:
+            captured += 1
+        elif kind == "kCommandBuffer":
+            count += 1
+            graph_depth = depth
+        elif kind != "kSequential":
+            outside.append(kind)
+    return CommandBuffers(count, captured, tuple(outside))

@@ -1,0 +1,203 @@
+"""What is done to the cache between steps: pages and states are copied, entries of the sampling group are given away.
+
+Each is a small program with arrays of its own. Knows how to fill and to run them; decides nothing.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int
+
+from jaxkv.cache.page_allocator import PageCopy
+from jaxkv.cache.spec import CacheLayout
+from jaxkv.cache.state import Cache, copy_units
+from jaxkv.models.protocol import Model, Params
+from jaxkv.programs.lowering import Lowering
+from jaxkv.runner.program_specs import ProgramSpec, Runner, lower_update
+from jaxkv.runner.rows import Row
+from jaxkv.sampling.sample import admit
+
+COPIES = 16
+"""Copies of each group that one run of the program makes."""
+
+
+@dataclass(frozen=True)
+class CopySpec(ProgramSpec):
+    """The program that copies pages and states, in all groups at once."""
+
+    copies: int = COPIES
+
+    @property
+    def kind(self) -> str:
+        """Always "copy"."""
+        return "copy"
+
+    @property
+    def name(self) -> str:
+        """Kind, and copies of each group."""
+        return f"copy_{self.copies}"
+
+    def lowering(self, runner: Runner) -> Lowering:
+        """Returns `cache, () = run(params, cache, ids)`, which donates the cache."""
+        ids = pack_copies(runner.layout, runner.counts, ())
+        return lower_update(runner, run_copies(runner.layout), (ids,))
+
+
+@dataclass(frozen=True)
+class AdmitSpec(ProgramSpec):
+    """A program that gives sequences clean entries of the sampling group.
+
+    Attributes:
+        rows: most sequences.
+        width: most tokens of a prompt.
+        returning: sequences may have generated tokens already, at most `width` of them.
+    """
+
+    rows: int
+    width: int
+    returning: bool = False
+
+    @property
+    def kind(self) -> str:
+        """Whether sequences may have generated tokens already."""
+        return "readmit" if self.returning else "admit"
+
+    @property
+    def name(self) -> str:
+        """Kind, sequences and tokens."""
+        return f"{self.kind}_{self.rows}x{self.width}"
+
+    def serves(self, needed: ProgramSpec) -> bool:
+        """Returns whether it takes as many sequences and tokens, with or without generated ones as the other."""
+        return (
+            isinstance(needed, AdmitSpec)
+            and self.returning == needed.returning
+            and self.rows >= needed.rows
+            and self.width >= needed.width
+        )
+
+    def costs_like(self, needed: ProgramSpec) -> bool:
+        """Returns True: each of these programs only writes a few entries."""
+        return isinstance(needed, AdmitSpec)
+
+    @property
+    def order_of_cost(self) -> tuple[int, ...]:
+        """Fewer sequences, then fewer tokens."""
+        return self.rows, self.width
+
+    def lowering(self, runner: Runner) -> Lowering:
+        """Returns `cache, () = run(params, cache, *arrays)`, which donates the cache."""
+        admission = Admission(runner.layout, runner.counts, runner.model)
+        return lower_update(runner, admission.run, admission.blank(self))
+
+
+def copy_batches(copies: Sequence[PageCopy]) -> list[list[PageCopy]]:
+    """Cuts a list of copies into runs of the program, in order."""
+    batches: list[list[PageCopy]] = [[]]
+    for copy in copies:
+        if sum(copy.group == other.group for other in batches[-1]) == COPIES:
+            batches.append([])
+        batches[-1].append(copy)
+    return batches if copies else []
+
+
+def pack_copies(
+    layout: CacheLayout, counts: Mapping[str, int], copies: Sequence[PageCopy]
+) -> np.ndarray:
+    """Returns sources and targets as int32 [groups, 2, copies]; padding has targets out of range, which are dropped."""
+    ids = np.zeros((len(layout.groups), 2, COPIES), np.int32)
+    for group, (sources, targets) in zip(layout.groups, ids, strict=True):
+        mine = [copy for copy in copies if copy.group == group.name]
+        targets[...] = counts[group.name] + np.arange(COPIES, dtype=np.int32)
+        sources[: len(mine)] = [copy.source for copy in mine]
+        targets[: len(mine)] = [copy.target for copy in mine]
+    return ids
+
+
+def run_copies(
+    layout: CacheLayout,
+) -> Callable[[Params, Cache, Int[Array, "groups 2 copies"]], tuple[Cache, tuple[()]]]:
+    """Returns the program that makes the copies of all groups. Donates the cache."""
+
+    def run(
+        params: Params, cache: Cache, ids: Int[Array, "groups 2 copies"]
+    ) -> tuple[Cache, tuple[()]]:
+        del params
+        for group, (sources, targets) in zip(layout.groups, ids, strict=True):
+            cache = copy_units(cache, layout, group.name, sources, targets)
+        return cache, ()
+
+    return run
+
+
+class Admission:
+    """Gives entries of the sampling group to sequences, clean of whatever their former owners left.
+
+    Args:
+        layout: the cache's groups.
+        counts: entries of the sampling group among them.
+        model: the sampling group is the layer after its last.
+    """
+
+    def __init__(self, layout: CacheLayout, counts: Mapping[str, int], model: Model) -> None:
+        self._entries = counts["sampling"]
+        self._layer = num_layers = model.num_layers
+        self._vocab = model.vocab_size
+        widths = [
+            array.shape[0]
+            for group in layout.in_place_groups
+            if num_layers in group.layers
+            for array in group.spec.arrays
+            if array.role == "bias_ids"
+        ]
+        self._bias_width = widths[0] if widths else 0
+
+    def blank(self, spec: AdmitSpec) -> tuple[np.ndarray, ...]:
+        """Returns slots, prompts, outputs, bias ids and values of an admission of nobody: all out of range.
+
+        An "admit" program, for sequences that have generated nothing, has no outputs.
+        """
+        rows = spec.rows
+        output_width = spec.width if spec.returning else 0
+        slots = self._entries + np.arange(rows, dtype=np.int32)
+        prompts = np.full((rows, spec.width), self._vocab, np.int32)
+        outputs = np.full((rows, output_width), self._vocab, np.int32)
+        bias_ids = np.full((rows, self._bias_width), self._vocab, np.int32)
+        return slots, prompts, outputs, bias_ids, np.zeros((rows, self._bias_width), np.float32)
+
+    def pack(
+        self,
+        spec: AdmitSpec,
+        rows: Sequence[Row],
+        generated: Sequence[Sequence[int]],
+        entries: Sequence[int],
+    ) -> tuple[np.ndarray, ...]:
+        """Fills the arrays for rows whose `tokens` are whole prompts, and for what they have generated since."""
+        arrays = self.blank(spec)
+        slots, prompts, outputs, bias_ids, bias_values = arrays
+        slots[: len(entries)] = entries
+        for index, row in enumerate(rows):
+            prompts[index, : len(row.tokens)] = row.tokens
+            bias = row.params.logit_bias
+            if len(bias) > self._bias_width:
+                raise ValueError(
+                    f"logit_bias has {len(bias)} entries, but the cache holds {self._bias_width}"
+                )
+            bias_ids[index, : len(bias)] = list(bias.keys())
+            bias_values[index, : len(bias)] = list(bias.values())
+        for index, tokens in enumerate(generated):
+            outputs[index, : len(tokens)] = tokens
+        return arrays
+
+    def run(
+        self, params: Params, cache: Cache, slots: Array, prompts: Array, *others: Array
+    ) -> tuple[Cache, tuple[()]]:
+        """Is the program. Empty arrays are left out, so outputs come third only if they have a width."""
+        del params
+        bias = others[-2:] if self._bias_width else ()
+        rest = others[: len(others) - len(bias)]
+        outputs = rest[0] if rest else jnp.zeros((slots.shape[0], 0), jnp.int32)
+        choices = admit(cache.layer(self._layer), slots, prompts, outputs, *bias)
+        return cache.with_layer(self._layer, choices), ()

@@ -1,0 +1,281 @@
+"""Turns what the host knows about a step into one int32 and one float32 array, and back into names in the trace.
+
+Each field is written fresh for every step, so nothing of an earlier, longer batch can be read again. The packer
+checks ids and widths; it decides nothing.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from jaxkv.batch import PagedTables, StateTables, StepBatch
+from jaxkv.cache.page_allocator import PageAllocator
+from jaxkv.cache.spec import CacheLayout, Group
+from jaxkv.runner.packed_layout import Arrangement, float_fields, int_fields
+from jaxkv.runner.program_specs import StepSpec
+from jaxkv.runner.row_table import Lines
+from jaxkv.runner.rows import Columns, Row, columns_of
+from jaxkv.sampling.batch import SamplingBatch
+from jaxkv.sampling.fields import fields_for
+
+
+class Packer:
+    """Packs steps for one cache layout.
+
+    Args:
+        layout: the cache's groups.
+        counts: pages or states of each group.
+        vocab_size: token ids lie below it.
+    """
+
+    def __init__(self, layout: CacheLayout, counts: Mapping[str, int], vocab_size: int) -> None:
+        self.layout = layout
+        self.counts = dict(counts)
+        self.vocab_size = vocab_size
+        self._paged, self._recurrent = layout.paged_groups, layout.state_groups
+        self._recalls = layout.keeps_outputs
+        self._lines = Lines(layout, counts)
+        self._arrangements: dict[StepSpec, tuple[Arrangement, Arrangement]] = {}
+
+    def pack(
+        self, shape: StepSpec, rows: Columns | Sequence[Row], allocator: PageAllocator
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the int32 and the float32 array of a step.
+
+        Raises:
+            ValueError: the rows exceed the shape or their pages, or a token id is not one of the model's.
+        """
+        told = rows if isinstance(rows, Columns) else columns_of(rows)
+        self._check(shape, told)
+        places, float_places = self.arrangements(shape)
+        ints, floats = places.blank.copy(), float_places.blank.copy()
+        lines = self._lines.find(told.sequences, told.wishes, allocator)
+        count, num_tokens = len(lines), len(told.tokens)
+        tokens, starts = _ints(told.tokens), _ints(told.starts)
+        self._check_values(tokens, starts)
+        if num_tokens == count and min(told.lens) == 1:
+            owner, bounds = np.arange(count), np.arange(count + 1)
+            positions, seq_lens = starts, starts + 1
+        else:
+            lens = _ints(told.lens)
+            owner, bounds = np.repeat(np.arange(count), lens), np.concatenate([[0], lens.cumsum()])
+            positions, seq_lens = (
+                np.arange(num_tokens) + (starts - bounds[:-1])[owner],
+                starts + lens,
+            )
+        fields = places.split(ints)
+        fields["tokens"][:num_tokens] = tokens
+        fields["positions"][:num_tokens] = positions
+        fields["cu_q_lens"][:] = num_tokens
+        fields["cu_q_lens"][: count + 1] = bounds
+        fields["seq_lens"][:count] = seq_lens
+        fields["carry"][:count] = told.carry
+        np.copyto(fields["slots"][:count], lines, where=told.emits, casting="same_kind")
+        last_lens = seq_lens
+        if shape.steps > 1:
+            fields["left"][:count] = told.left
+            last_lens = seq_lens + _ints(told.left) - 1
+        for group in self._paged:
+            self._fill_pages(group, fields, told, lines, owner, positions, last_lens)
+        self._fill_states(fields, told, allocator, bounds)
+        self._fill_choices(fields | float_places.split(floats), told, lines)
+        return ints, floats
+
+    def arrangements(self, shape: StepSpec) -> tuple[Arrangement, Arrangement]:
+        """Returns where the int32 and the float32 fields of a shape lie."""
+        known = self._arrangements.get(shape)
+        if known is None:
+            ints = int_fields(self.layout, self.counts, shape)
+            known = (Arrangement(ints, np.int32), Arrangement(float_fields(shape), np.float32))
+            self._arrangements[shape] = known
+        return known
+
+    def blank(self, shape: StepSpec) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the arrays of a step without rows: what a program is compiled for."""
+        ints, floats = self.arrangements(shape)
+        return ints.blank.copy(), floats.blank.copy()
+
+    def _check(self, shape: StepSpec, told: Columns) -> None:
+        """Refuses what the program has no room for."""
+        lens, num_tokens = told.lens, len(told.tokens)
+        if len(lens) > shape.rows or num_tokens > shape.tokens:
+            raise ValueError(
+                f"a step of {len(lens)} rows and {num_tokens} tokens does not fit a program of "
+                f"{shape.rows} rows and {shape.tokens} tokens; choose a larger bucket"
+            )
+        least = 0 if self._recalls and not shape.decode else 1
+        if not lens or min(lens) < least or (shape.decode and max(lens) > 1):
+            wanted = "exactly one" if shape.decode else "at least one"
+            raise ValueError(f"a step needs rows of {wanted} new token ids, got {lens}")
+        if shape.fresh and any(told.starts):
+            raise ValueError(
+                f"a program for rows that begin at their first token got rows that begin at {told.starts}"
+            )
+        if shape.steps > 1 and not (
+            len(told.left) == len(lens) and 1 <= min(told.left) <= max(told.left) <= shape.steps
+        ):
+            raise ValueError(
+                f"a program of {shape.steps} steps needs rows that take part in 1 to {shape.steps} of them, "
+                f"got {told.left} for {len(lens)} rows"
+            )
+        if len(told.snapshots) > shape.snapshots:
+            raise ValueError(
+                f"a step that keeps {len(told.snapshots)} states does not fit a program that keeps {shape.snapshots}"
+            )
+
+    def _check_values(self, tokens: np.ndarray, starts: np.ndarray) -> None:
+        least, most = (int(tokens.min()), int(tokens.max())) if tokens.size else (0, 0)
+        if least < 0 or most >= self.vocab_size:
+            raise ValueError(f"token ids must lie in [0, {self.vocab_size}), got {least} to {most}")
+        if starts.min() < 0:
+            raise ValueError(f"positions count from 0, but a row starts at {starts.min()}")
+
+    def _fill_pages(
+        self,
+        group: Group,
+        fields: Mapping[str, np.ndarray],
+        told: Columns,
+        lines: np.ndarray,
+        owner: np.ndarray,
+        positions: np.ndarray,
+        seq_lens: np.ndarray,
+    ) -> None:
+        """Fills one group's page table and the slot of each new token; pages must hold `seq_lens` tokens."""
+        name, size = group.name, group.page_size
+        table, pages = self._lines.tables[name], self._lines.pages[name][lines]
+        target = fields[f"{name}.page_table"]
+        width = target.shape[1]
+        if pages.max() > width:
+            row = int(pages.argmax())
+            raise ValueError(
+                f"sequence {told.sequences[row]} holds {pages[row]} pages of group {name}, but the "
+                f"program's table has {width}; choose a wider bucket"
+            )
+        lacking = seq_lens > pages * size
+        if lacking.any():
+            row = int(lacking.argmax())
+            raise ValueError(
+                f"sequence {told.sequences[row]} has {pages[row]} pages of {size} tokens in "
+                f"{name}, which do not hold {seq_lens[row]} tokens; reserve first"
+            )
+        lost = np.less(told.starts, self._lines.first[name][lines])
+        if lost.any():
+            row = int(lost.argmax())
+            raise ValueError(
+                f"sequence {told.sequences[row]} starts at position {told.starts[row]}, but its pages of {name} "
+                f"before position {self._lines.first[name][lines[row]]} were given back; begin it anew"
+            )
+        used = int(pages.max())
+        target[: len(lines), :used] = table[lines, :used]
+        page, offset = np.divmod(positions, size)
+        slots = table[lines[owner], page] * size + offset
+        covered = self._lines.covered[name][lines]
+        if covered.any():
+            nowhere = self.counts[name] * size + np.arange(len(positions))
+            slots = np.where(positions < covered[owner], nowhere, slots)
+        fields[f"{name}.write_slots"][: len(positions)] = slots
+
+    def _fill_states(
+        self,
+        fields: Mapping[str, np.ndarray],
+        told: Columns,
+        allocator: PageAllocator,
+        bounds: np.ndarray,
+    ) -> None:
+        kept = told.snapshots
+        if kept:
+            ends = [bounds[row] + length - told.starts[row] for row, length, _ in kept]
+            fields["snapshot_ends"][: len(kept)] = ends
+        for group in self._recurrent:
+            pairs = [allocator.states(number, group.name) for number in told.sequences]
+            reads, writes = np.asarray(pairs, np.int32).T
+            aside = np.asarray([states[group.name] for _, _, states in kept], np.int32)
+            _refuse_crossed(group.name, reads, writes, aside)
+            if kept:
+                fields[f"{group.name}.snapshot_states"][: len(kept)] = aside
+            fields[f"{group.name}.read_states"][: len(pairs)] = reads
+            fields[f"{group.name}.write_states"][: len(pairs)] = writes
+
+    def _fill_choices(
+        self, fields: Mapping[str, np.ndarray], told: Columns, lines: np.ndarray
+    ) -> None:
+        """Fills those fields that say how tokens are chosen, as far as the program has them."""
+        count = len(lines)
+        for name, values in self._lines.choices.items():
+            if name in fields:
+                fields[name][:count] = values[lines]
+        if "block_stop" in fields:
+            least = [choice.params.min_tokens for choice in told.wishes]
+            fields["block_stop"][:count] = np.less(told.generated, least)
+
+    def left(self, shape: StepSpec, ints: Int[Array, " packed"]) -> Int[Array, " rows"]:
+        """Names the field that says in how many of its steps each row takes part, inside the trace of several."""
+        return self.arrangements(shape)[0].split(ints)["left"]
+
+    def unpack(
+        self,
+        shape: StepSpec,
+        ints: Int[Array, " packed"],
+        floats: Float[Array, " packed_floats"] | None = None,
+    ) -> StepBatch:
+        """Names the fields again, inside the trace.
+
+        A greedy program has no floats, and may be given none.
+        """
+        int_places, float_places = self.arrangements(shape)
+        fields = int_places.split(ints) | float_places.split(floats)
+        paged = tuple(
+            PagedTables(
+                # Without the barrier XLA hands kernels a slice of the packed array, by a kind of fusion that no
+                # command buffer can hold: the step would fall apart into several graphs.
+                page_table=lax.optimization_barrier(fields[f"{group.name}.page_table"]),
+                write_slots=fields[f"{group.name}.write_slots"],
+            )
+            for group in self.layout.paged_groups
+        )
+        states = tuple(
+            StateTables(
+                read_states=fields[f"{group.name}.read_states"],
+                write_states=fields[f"{group.name}.write_states"],
+                snapshot_ends=fields.get("snapshot_ends"),
+                snapshot_states=fields.get(f"{group.name}.snapshot_states"),
+            )
+            for group in self.layout.state_groups
+        )
+        chosen = [field.name for field in fields_for(shape.features)]
+        if shape.features.min_tokens:
+            chosen.append("block_stop")
+        return StepBatch(
+            **{name: fields[name] for name in _BATCH_FIELDS},
+            paged=paged,
+            states=states,
+            sampling=SamplingBatch(
+                slots=fields["slots"],
+                carry=fields["carry"],
+                values={name: fields[name] for name in chosen},
+                features=shape.features,
+            ),
+            decode=shape.decode,
+            fresh=shape.fresh,
+        )
+
+
+def _refuse_crossed(name: str, reads: np.ndarray, writes: np.ndarray, kept: np.ndarray) -> None:
+    """Raises if a row would write the state that another row reads: which comes first, nobody says."""
+    moved = reads != writes
+    written = np.concatenate([writes, kept])
+    crossed = [*np.intersect1d(reads[moved], writes), *np.intersect1d(reads, kept)]
+    if crossed or np.unique(written).size < written.size:
+        raise ValueError(
+            f"in group {name!r}, rows read the states {reads.tolist()}, write {writes.tolist()} and keep "
+            f"{kept.tolist()}: a step may not read what another of its rows writes, nor write a state twice"
+        )
+
+
+def _ints(values: Sequence[int]) -> np.ndarray:
+    return np.asarray(values, np.int64)
+
+
+_BATCH_FIELDS = ("tokens", "positions", "cu_q_lens", "seq_lens")

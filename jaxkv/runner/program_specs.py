@@ -1,0 +1,300 @@
+"""What a program is compiled for. A spec is the key of its program in the manifest and lowers itself.
+
+Programs that are no steps have their specs beside what they compute: `side_programs` and `host_programs`.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Protocol, runtime_checkable
+
+import jax
+import numpy as np
+from jaxtyping import Array
+
+from jaxkv.batch import StepBatch
+from jaxkv.cache.spec import CacheLayout
+from jaxkv.cache.state import Cache
+from jaxkv.models.protocol import Model, Params
+from jaxkv.programs.lowering import Lowering
+from jaxkv.runner.buckets import LOOSE_TOKENS
+from jaxkv.runner.sampled_rows import pack_sampled
+from jaxkv.sampling.features import Features
+from jaxkv.step.burst import decode_burst
+from jaxkv.step.score import score_tokens
+from jaxkv.step.step import step
+
+_SPARE_ROWS = 8
+"""A compiled program of up to this many times the rows runs a step rather than compiling another program."""
+
+Size = int | bool | None | tuple[int, ...]
+
+
+@runtime_checkable
+class StepPacker(Protocol):
+    """Names the fields of packed arrays; a `Packer` does."""
+
+    def blank(self, shape: "StepSpec", /) -> tuple[np.ndarray, ...]:
+        """Returns the packed arrays of a step without rows."""
+        ...
+
+    def unpack(self, shape: "StepSpec", ints: Array, floats: Array | None = None, /) -> StepBatch:
+        """Returns the batch that packed arrays hold, inside a trace; a greedy step has no floats."""
+        ...
+
+    def left(self, shape: "StepSpec", ints: Array, /) -> Array:
+        """Returns in how many of the program's steps each row takes part, inside a trace."""
+        ...
+
+
+@runtime_checkable
+class Runner(Protocol):
+    """What a spec lowers its program for: a model, its parameters and one cache."""
+
+    @property
+    def model(self) -> Model:
+        """What to compute."""
+        ...
+
+    @property
+    def params(self) -> Params:
+        """Parameters on the device, or their types."""
+        ...
+
+    @property
+    def layout(self) -> CacheLayout:
+        """Groups of the cache."""
+        ...
+
+    @property
+    def counts(self) -> Mapping[str, int]:
+        """Pages or states of each group."""
+        ...
+
+    @property
+    def cache(self) -> Cache:
+        """The live cache; only its types are read."""
+        ...
+
+    @property
+    def packer(self) -> StepPacker:
+        """Lays out the packed arrays of steps."""
+        ...
+
+
+@dataclass(frozen=True)
+class ProgramSpec(ABC):
+    """What one program is compiled for. Equal specs are one program; specs sort by kind, then by size."""
+
+    @property
+    @abstractmethod
+    def kind(self) -> str:
+        """What the program does: "decode", "prefill", "score", "admit", "readmit", "copy", "swap_out" or "swap_in"."""
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """The name of the program in XLA, in profiles and in the compilation cache."""
+
+    @abstractmethod
+    def lowering(self, runner: Runner) -> Lowering:
+        """Returns what to compile."""
+
+    def sizes(self) -> dict[str, Size]:
+        """Returns every size of the program by name, those of its features included."""
+        return {part.name: getattr(self, part.name) for part in fields(self)}
+
+    def serves(self, needed: "ProgramSpec") -> bool:
+        """Returns whether this program can run in the place of another."""
+        return self == needed
+
+    def costs_like(self, needed: "ProgramSpec") -> bool:
+        """Returns whether this program, which serves as well, takes about as long as the other would."""
+        return self == needed
+
+    @property
+    def order_of_cost(self) -> tuple[int, ...]:
+        """Sorts programs that serve alike: the cheapest first."""
+        return ()
+
+    def __str__(self) -> str:
+        shown = {
+            name: size
+            for name, size in self.sizes().items()
+            if size is not None and size is not False
+        }
+        told = (f"{name}={_size_text(size)}" for name, size in shown.items())
+        return f"{self.kind}({', '.join(told)})"
+
+    def __lt__(self, other: "ProgramSpec") -> bool:
+        return self._rank < other._rank
+
+    @property
+    def _rank(self) -> tuple:
+        sizes = tuple(
+            (size is not None, 0 if size is None else size) for size in self.sizes().values()
+        )
+        return self.kind, sizes
+
+
+def _size_text(size: Size) -> str:
+    return "/".join(map(str, size)) if isinstance(size, tuple) else str(size)
+
+
+@dataclass(frozen=True)
+class StepSpec(ProgramSpec):
+    """The padded sizes of a program that runs one step, or several decode steps, and what it can do.
+
+    Attributes:
+        tokens, rows: most new tokens and most sequences.
+        table_widths: pages per row, for each paged group.
+        features: how it can choose tokens.
+        decode: one query per row.
+        snapshots: most states of each recurrent group that it can keep on its way.
+        fresh: all rows begin at their first token; programs differ by it where the cache's layout `expands`.
+        steps: decode steps that it runs one after the other.
+    """
+
+    tokens: int
+    rows: int
+    table_widths: tuple[int, ...]
+    features: Features = Features()
+    decode: bool = False
+    snapshots: int = 0
+    fresh: bool = False
+    steps: int = 1
+
+    @property
+    def kind(self) -> str:
+        """Whether every row has one query."""
+        return "decode" if self.decode else "prefill"
+
+    @property
+    def name(self) -> str:
+        """Kind, tokens, rows, and pages of the widest table."""
+        sizes = f"{self.tokens}x{self.rows}x{max(self.table_widths, default=0)}"
+        several = f"_{self.steps}_steps" if self.steps > 1 else ""
+        return f"{'fresh_' * self.fresh}{self.kind}_{sizes}{several}"
+
+    def sizes(self) -> dict[str, Size]:
+        """Returns sizes and features by name; those that most programs lack, only where they are set."""
+        sizes: dict[str, Size] = {"tokens": self.tokens, "rows": self.rows}
+        sizes |= {"table_widths": self.table_widths}
+        sizes |= {part.name: getattr(self.features, part.name) for part in fields(self.features)}
+        return sizes | {
+            "snapshots": self.snapshots or None,
+            "fresh": self.fresh,
+            "steps": self.steps if self.steps > 1 else None,
+        }
+
+    def serves(self, needed: ProgramSpec) -> bool:
+        """Returns whether it is as large in every size, with features that cover the other's."""
+        return (
+            isinstance(needed, StepSpec)
+            and self.decode == needed.decode
+            and self.tokens >= needed.tokens
+            and self.rows >= needed.rows
+            and self.snapshots >= needed.snapshots
+            and self.steps == needed.steps
+            # A program that reads pages does so whether or not there is anything in them.
+            and (needed.fresh or not self.fresh)
+            and len(self.table_widths) == len(needed.table_widths)
+            and all(map(int.__ge__, self.table_widths, needed.table_widths))
+            and self.features.covers(needed.features)
+        )
+
+    def costs_like(self, needed: ProgramSpec) -> bool:
+        """Returns whether it has few rows, not many more than the other, and is the same in all else."""
+        return (
+            isinstance(needed, StepSpec)
+            and self.tokens <= LOOSE_TOKENS
+            and self.rows <= _SPARE_ROWS * needed.rows
+            and self.table_widths == needed.table_widths
+            and self.features == needed.features
+            and self.fresh == needed.fresh
+        )
+
+    @property
+    def order_of_cost(self) -> tuple[int, ...]:
+        """Fewer tokens, then fewer rows; one that reads no pages before one that does."""
+        return self.tokens, self.rows, not self.fresh
+
+    def lowering(self, runner: Runner) -> Lowering:
+        """Returns the step: `cache, packed choices = run(params, cache, *packed)`, which donates the cache."""
+        model, packer = runner.model, runner.packer
+        page_sizes = tuple(group.page_size for group in runner.layout.paged_groups)
+
+        def run(params: Params, cache: Cache, *packed: Array) -> tuple[Cache, Array]:
+            batch = packer.unpack(self, *packed)
+            if self.steps == 1:
+                cache, sampled = step(model, params, cache, batch)
+                return cache, pack_sampled(sampled)
+            cache, several = decode_burst(
+                model,
+                params,
+                cache,
+                batch,
+                packer.left(self, packed[0]),
+                page_sizes=page_sizes,
+                steps=self.steps,
+            )
+            return cache, jax.vmap(pack_sampled)(several)
+
+        return lower_update(runner, run, packer.blank(self))
+
+
+@dataclass(frozen=True)
+class ScoreSpec(ProgramSpec):
+    """A program that returns, at each packed token, the log-probability of the token packed after it.
+
+    Attributes:
+        step: sizes of the step that computes the texts; nothing is chosen.
+    """
+
+    step: StepSpec
+
+    @property
+    def kind(self) -> str:
+        """Always "score"."""
+        return "score"
+
+    @property
+    def name(self) -> str:
+        """The name of the step, with the kind in front."""
+        return f"score_{self.step.name}"
+
+    def sizes(self) -> dict[str, Size]:
+        """Returns the sizes of the step."""
+        return self.step.sizes()
+
+    def serves(self, needed: ProgramSpec) -> bool:
+        """Returns whether its step serves for the other's."""
+        return isinstance(needed, ScoreSpec) and self.step.serves(needed.step)
+
+    def costs_like(self, needed: ProgramSpec) -> bool:
+        """Returns whether its step costs like the other's."""
+        return isinstance(needed, ScoreSpec) and self.step.costs_like(needed.step)
+
+    @property
+    def order_of_cost(self) -> tuple[int, ...]:
+        """That of the step."""
+        return self.step.order_of_cost
+
+    def lowering(self, runner: Runner) -> Lowering:
+        """Returns `cache, log-probabilities = run(params, cache, *packed)`, which donates the cache."""
+        model, packer = runner.model, runner.packer
+
+        def run(params: Params, cache: Cache, *packed: Array) -> tuple[Cache, Array]:
+            return score_tokens(model, params, cache, packer.unpack(self.step, *packed))
+
+        return lower_update(runner, run, packer.blank(self.step))
+
+
+def lower_update(runner: Runner, run: Any, arrays: Sequence[np.ndarray]) -> Lowering:  # noqa: ANN401 - a function
+    """Returns the lowering of a function of parameters, cache and host arrays that updates the cache."""
+    return Lowering(run, (runner.params, runner.cache, *present(arrays)), cache_argument=1)
+
+
+def present(arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Returns the arrays that are not empty: each argument costs a transfer, an empty one too."""
+    return [array for array in arrays if array.size]

@@ -1,0 +1,256 @@
+"""What a user may give as prompts, conversations and parameters, made uniform and checked. Knows no model."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+
+from jaxkv.config.sampling import SamplingParams
+from jaxkv.config.vllm_names import ALIASES, unknown_option
+from jaxkv.wording import clip, listed, shown
+
+Ids = Sequence[int | np.integer] | np.ndarray | jax.Array
+Prompt = str | Ids | Mapping[str, Any]
+"""A text, token ids, or a dict with "prompt" or "prompt_token_ids", and perhaps "cache_salt"."""
+
+Messages = str | Sequence[Mapping[str, Any]]
+"""One conversation: dicts with "role" and "content", or the text of the user's one message."""
+
+NO_TOKENIZER = (
+    "this model directory has no tokenizer.json, and a tokenizer.model or vocab.json alone is not read; write one with "
+    "Transformers: AutoTokenizer.from_pretrained(directory).save_pretrained(directory)"
+)
+"""Begins the error about a text where only token ids can be understood."""
+
+_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
+
+
+class TextEncoder(Protocol):
+    """The part of a tokenizer that prompts need."""
+
+    def encode(self, text: str, *, max_tokens: int | None = None) -> list[int]:
+        """Returns the ids of a text; refuses one that is sure to have more than `max_tokens`."""
+        ...
+
+
+@dataclass(frozen=True)
+class TokenizedPrompt:
+    """One prompt as the model sees it.
+
+    Attributes:
+        ids: its tokens.
+        text: what it was made from; `None` if it was given as ids.
+        salt: only prompts of the same salt share cached pages.
+    """
+
+    ids: tuple[int, ...]
+    text: str | None = None
+    salt: str | bytes | None = None
+
+
+def tokenize(
+    prompt: Prompt,
+    tokenizer: TextEncoder | None,
+    vocab_size: int,
+    *,
+    max_tokens: int | None = None,
+) -> TokenizedPrompt:
+    """Returns the tokens of a prompt in any of its forms.
+
+    Args:
+        prompt: a text, ids in [0, `vocab_size`), or a dict with either.
+        tokenizer: encodes a text.
+        vocab_size: ids that the model has.
+        max_tokens: refuse a text that is sure to have more ids, before it is encoded.
+
+    Raises:
+        ValueError: it has none of these forms, is empty or sure to be too long, or has ids outside the vocabulary.
+    """
+    if not isinstance(prompt, Mapping):
+        text = prompt if isinstance(prompt, str) else None
+        ids = prompt_ids(prompt, tokenizer, vocab_size, max_tokens=max_tokens)
+        return TokenizedPrompt(ids, text)
+    unknown = [key for key in prompt if key not in _KEYS]
+    text = prompt.get("prompt")
+    given = text if prompt.get("prompt_token_ids") is None else prompt["prompt_token_ids"]
+    if unknown or given is None or not isinstance(text, str | None):
+        raise ValueError(
+            f'a prompt that is a dict has "prompt", a text, or "prompt_token_ids", and perhaps "cache_salt"; '
+            f"got the keys {listed([repr(key) for key in prompt])}"
+        )
+    ids = prompt_ids(given, tokenizer, vocab_size, max_tokens=max_tokens)
+    return TokenizedPrompt(ids, text, prompt.get("cache_salt"))
+
+
+def prompt_ids(
+    prompt: str | Ids,
+    tokenizer: TextEncoder | None,
+    vocab_size: int,
+    *,
+    max_tokens: int | None = None,
+) -> tuple[int, ...]:
+    """Returns the token ids of a text, or of a list or an array of ids; the arguments are those of `tokenize`.
+
+    Raises:
+        ValueError: it is empty, is neither text nor ids, is sure to be too long, or has ids outside the vocabulary.
+    """
+    if isinstance(prompt, str):
+        if tokenizer is None:
+            raise ValueError(f"{NO_TOKENIZER}; or give token ids")
+        prompt = tokenizer.encode(prompt, max_tokens=max_tokens)
+    listed = _listed(prompt)
+    if listed is None:
+        raise ValueError(f"a prompt is a text or a list of token ids, got {type(prompt).__name__}")
+    ids = tuple(listed)
+    if not ids:
+        raise ValueError("a prompt needs at least one token, got none")
+    for token in ids:
+        if not _is_id(token):
+            raise ValueError(
+                f"token ids must be ints, got {shown(token)}; several prompts are for LLM.generate, messages for "
+                f"LLM.chat"
+            )
+        if not 0 <= token < vocab_size:
+            raise ValueError(f"token id {token} is outside the model's [0, {vocab_size})")
+    return tuple(int(token) for token in ids)
+
+
+def as_prompts(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
+    """Makes a list of one of a single text, a single dict, or a single list or array of ids."""
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    listed = _listed(prompts)
+    if listed is None:
+        raise ValueError(
+            f"prompts are a text, a list of token ids, or a list of these, got {type(prompts).__name__}"
+        )
+    ids = [item for item in listed if isinstance(item, int | np.integer)]
+    others = [item for item in listed if not isinstance(item, int | np.integer)]
+    if ids and others:
+        raise ValueError(
+            "a list of prompts holds texts or lists of token ids, not bare token ids too"
+        )
+    return [listed] if ids else others
+
+
+def as_conversations(
+    messages: Messages | Sequence[Messages],
+) -> tuple[list[list[Mapping[str, Any]]], bool]:
+    """Returns the conversations, and whether a list of them was given rather than one.
+
+    Raises:
+        ValueError: it is neither a conversation nor a list of these.
+    """
+    one = _messages(messages)
+    if one is not None:
+        return [one], False
+    listed = messages if isinstance(messages, Sequence) else ()
+    several = [found for item in listed if (found := _messages(item)) is not None]
+    if not several or len(several) < len(listed):
+        raise ValueError(
+            f'a conversation is a text or a non-empty list of {{"role": ..., "content": ...}}, and several are a '
+            f"list of these; got {clip(repr(messages), 60)}"
+        )
+    return several, True
+
+
+def as_call(owner: str, options: Mapping[str, Any], **given: Any) -> dict[str, Any]:  # noqa: ANN401
+    """Returns the arguments of a call under jaxkv's names; fields of `SamplingParams` become its `sampling`.
+
+    Args:
+        owner: what was called, for errors.
+        options: keywords that the call does not name: vLLM's names, and fields of `SamplingParams`.
+        given: the arguments that it names -> what was given; `None` for nothing.
+
+    Raises:
+        ValueError: a keyword is unknown, or says again what another one says.
+    """
+    if not options:
+        return given
+    ours = {a.theirs: a.ours for a in ALIASES if a.owner == "call" and a.ours in given}
+    chosen = [field.name for field in fields(SamplingParams)] if "sampling" in given else []
+    sampling = {name: value for name, value in options.items() if name in chosen}
+    for name, value in options.items():
+        if name in sampling:
+            continue
+        if name not in ours:
+            raise unknown_option(owner, name, {each: each for each in (*given, *ours, *chosen)})
+        if given[ours[name]] is not None:
+            raise ValueError(f"{ours[name]} and {name} are one option of {owner}; give one of them")
+        given[ours[name]] = value
+    if sampling:
+        if given["sampling"] is not None:
+            raise ValueError(
+                f"{owner} got SamplingParams, and {', '.join(sampling)} beside them; write "
+                f"SamplingParams({next(iter(sampling))}=...) or give no SamplingParams"
+            )
+        given["sampling"] = SamplingParams(**sampling)
+    return given
+
+
+def one_each(
+    sampling: SamplingParams | Sequence[SamplingParams] | None, count: int
+) -> list[SamplingParams]:
+    """Returns one `SamplingParams` per prompt."""
+    if sampling is None or isinstance(sampling, SamplingParams):
+        return [sampling or SamplingParams()] * count
+    listed = isinstance(sampling, Sequence) and all(isinstance(w, SamplingParams) for w in sampling)
+    if not listed:
+        raise ValueError(
+            f"sampling is one SamplingParams or a list of them, got {clip(repr(sampling), 60)}"
+        )
+    if len(sampling) != count:
+        raise ValueError(
+            f"got {len(sampling)} SamplingParams for {count} prompts; give one, or one each"
+        )
+    return list(sampling)
+
+
+def one_sample(sampling: SamplingParams | None) -> SamplingParams:
+    """Returns the parameters of a stream.
+
+    Raises:
+        ValueError: they are none, or ask for several samples.
+    """
+    [params] = one_each(sampling, 1)
+    if params.n != 1:
+        raise ValueError(f"a stream is one sample, got n={params.n}; use generate")
+    return params
+
+
+@contextmanager
+def named(kind: str, place: int, count: int) -> Iterator[None]:
+    """Begins errors of one item of a list with its place; where there is one item alone, they stay as they are."""
+    try:
+        yield
+    except ValueError as error:
+        if count == 1:
+            raise
+        raise ValueError(f"{kind} {place}: {error}") from error
+
+
+def _listed(prompt: object) -> Sequence[Any] | np.ndarray | None:
+    """Returns a list or an array of at least one dimension as the host has it; `None` for anything else."""
+    if isinstance(prompt, jax.Array):
+        prompt = np.asarray(prompt)
+    if isinstance(prompt, np.ndarray):
+        return prompt if prompt.ndim else None
+    if isinstance(prompt, Sequence) and not isinstance(prompt, str | bytes | bytearray):
+        return prompt
+    return None
+
+
+def _is_id(token: object) -> bool:
+    return isinstance(token, int | np.integer) and not isinstance(token, bool)
+
+
+def _messages(messages: object) -> list[Mapping[str, Any]] | None:
+    """Returns the messages of one conversation; `None` if it is not one."""
+    if isinstance(messages, str):
+        return [{"role": "user", "content": messages}]
+    if not isinstance(messages, Sequence) or not messages:
+        return None
+    return list(messages) if all(isinstance(each, Mapping) for each in messages) else None

@@ -1,0 +1,60 @@
+"""Whole requests over the engine: what they took is counted once, whoever gives way, fails or leaves."""
+
+import pytest
+
+from jaxkv.engine.drive import output_of, serve_all, serve_stream
+from jaxkv.engine.engine_lock import Turns
+from jaxkv.errors import ProgramRefused
+from tests.engine.engines import TOKENIZER, assert_idle, engine_for, oracle, request_of
+
+REQUESTS = [request_of([7, at, 3 * at % 61, 9] * 4, max_tokens=24) for at in range(4)]
+
+
+def test_whoever_gives_way_says_so_and_counts_its_tokens_once():
+    engine = engine_for(free_pages=10, prefix_cache=False)
+    outputs = [
+        output_of(samples, TOKENIZER)
+        for samples in serve_all(engine, [[request] for request in REQUESTS])
+    ]
+    assert [tuple(output.token_ids) for output in outputs] == [
+        wanted.token_ids for wanted in oracle(REQUESTS)
+    ]
+    assert sum(output.usage.preemptions for output in outputs) > 0
+    for output in outputs:
+        assert (output.usage.prompt_tokens, output.usage.cached_tokens) == (16, 0)
+        assert output.usage.output_tokens == len(output.token_ids)
+        # The first admission and the first token count, not those after a preemption.
+        times = output.timing
+        assert times.arrived <= times.admitted <= times.first_token <= times.finished
+    assert_idle(engine)
+
+
+def test_a_stream_goes_on_while_others_are_served_and_is_not_cleared_up_with_them():
+    engine, turns = engine_for(), Turns()
+    pieces = serve_stream(turns, engine, REQUESTS[0])
+    tokens = [next(pieces).token_id]
+    [[other]] = serve_all(engine, [[REQUESTS[1]]])
+    tokens += [piece.token_id for piece in pieces]
+    wanted = oracle(REQUESTS)
+    assert (tuple(tokens), tuple(other.token_ids)) == (wanted[0].token_ids, wanted[1].token_ids)
+    assert_idle(engine)
+
+
+def test_a_request_that_can_never_be_served_leaves_nothing_of_the_others_behind():
+    engine = engine_for()
+    with pytest.raises(ValueError, match="needs room for"):
+        serve_all(engine, [[REQUESTS[0]], [request_of([1] * 60, max_tokens=60)]])
+    assert_idle(engine)
+
+
+def test_a_program_that_is_refused_ends_a_stream_with_the_reason(monkeypatch):
+    engine = engine_for()
+    monkeypatch.setattr(engine.executor, "fit", lambda declared: declared)
+
+    def refuse(declared):
+        raise ProgramRefused("injected")
+
+    monkeypatch.setattr(engine.executor, "program", refuse)
+    with pytest.raises(ProgramRefused, match="injected"):
+        list(serve_stream(Turns(), engine, REQUESTS[0]))
+    assert_idle(engine)

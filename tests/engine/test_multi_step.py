@@ -1,0 +1,286 @@
+"""Several decode steps per launch change no token, and end where a step would have been sent alone."""
+
+import random
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+
+from jaxkv.cache.spec import LayerSpec, group_layers
+from jaxkv.cache.variants import gqa, sampling, window
+from jaxkv.config.engine import EngineConfig
+from jaxkv.engine.in_flight import Flight
+from jaxkv.engine.multi_step import declare_bursts, settle_steps
+from jaxkv.engine.request_state import FINISHED
+from jaxkv.engine.warm_up import declare_served
+from jaxkv.programs.manifest import Programs
+from jaxkv.runner.program_specs import StepSpec
+from jaxkv.sampling.features import Features
+from jaxkv.sampling.fields import features_for
+from tests.engine.engines import (
+    LONGEST,
+    ROWS,
+    assert_equal,
+    assert_idle,
+    engine_for,
+    oracle,
+    programs_of,
+    request_of,
+)
+
+SAMPLING = LayerSpec(1, sampling(50, penalties=False, bias_entries=0))
+GREEDY = {}
+CHOOSY = {
+    "temperature": 0.7,
+    "top_p": 0.9,
+    "repetition_penalty": 1.3,
+    "logit_bias": {3: 1.0, 17: -4.0},
+    "logprobs": 2,
+}
+
+
+def requests_of(wish, count=8, seed=5):
+    """Draws requests of which some begin alike, and some end with a stop id."""
+    draw = random.Random(seed)
+    stem, made = [draw.randrange(61) for _ in range(16)], []
+    for number in range(count):
+        prompt = draw.choice([[], stem]) + [draw.randrange(61) for _ in range(draw.randrange(2, 9))]
+        stop_ids = tuple(draw.sample(range(61), 9)) if number % 2 else ()
+        most = draw.randrange(9, LONGEST - len(prompt))
+        made.append(request_of(prompt, seed=number, stop_ids=stop_ids, max_tokens=most, **wish))
+    return made
+
+
+def watch(engine):
+    """Returns a list that grows by the number of steps of each launch."""
+    launcher = engine._launcher
+    sent, send = [], launcher._send
+
+    def noting(parts, shape):
+        sent.append(shape.steps)
+        return send(parts, shape)
+
+    launcher._send = noting
+    return sent
+
+
+def serve(engine, requests, aborts=()):
+    """Lets requests come two at a time while others generate, and aborts some in the middle."""
+    sequences, waiting, turns = [], list(requests), 0
+    while waiting or any(one.status != FINISHED for one in sequences):
+        running = sum(one.status != FINISHED for one in sequences)
+        if waiting and (running == 0 or (turns % 7 == 0 and running < ROWS - 1)):
+            for _ in range(min(2, len(waiting))):
+                sequences += engine.add([waiting.pop(0)])
+        engine.step()
+        turns += 1
+        for at in aborts:
+            if at < len(sequences) and turns % 5 == 4 and sequences[at].generated:
+                engine.abort(sequences[at])
+        engine.executor.allocator.check()
+    return sequences
+
+
+@pytest.mark.parametrize(
+    ("steps", "wish", "overlap"),
+    [
+        (2, GREEDY, True),
+        (4, GREEDY, False),
+        (8, GREEDY, True),
+        pytest.param(4, CHOOSY, True, marks=pytest.mark.slow),
+    ],
+    ids=["2", "4, in turn", "8", "4, choosy"],
+)
+def test_tokens_are_those_of_the_oracle_however_many_steps_are_sent_at_once(steps, wish, overlap):
+    """A1: stops in the middle, limits in the middle, arrivals and prefix hits between bursts."""
+    requests = requests_of(wish)
+    engine = engine_for(steps_per_launch=steps, overlap=overlap)
+    sent = watch(engine)
+    sequences = serve(engine, requests)
+    assert_equal(sequences, oracle(requests))
+    assert set(sent) == {1, steps}
+    assert engine.steps == sum(sent)
+    assert {"stop", "length"} == {one.reason for one in sequences}
+    assert any(one.cached for one in sequences)
+    assert_idle(engine)
+
+
+def test_a_tight_pool_ends_bursts_before_anybody_gives_way():
+    requests = requests_of(GREEDY, count=5)
+    engine = engine_for(steps_per_launch=4, free_pages=9)
+    sent = watch(engine)
+    assert_equal(serve(engine, requests), oracle(requests))
+    assert set(sent) == {1, 4}
+    assert_idle(engine)
+
+
+def test_a_stop_at_any_place_of_a_burst_ends_the_request_there():
+    """What was computed in vain is not handed out, and its keys are not offered to those who begin alike."""
+    plain = request_of(range(3, 14), max_tokens=24)
+    [whole] = oracle([plain])
+    for at in range(4, 12):
+        stop = whole.token_ids[at]
+        first = whole.token_ids.index(stop)
+        engine = engine_for(steps_per_launch=4)
+        engine.run(stopped := engine.add([replace(plain, stop_ids=(stop,))]))
+        assert tuple(stopped[0].token_ids) == whole.token_ids[: first + 1]
+        assert stopped[0].reason == "stop"
+        engine.step()
+        # A text that begins alike and goes on otherwise.
+        longer = request_of([*plain.prompt, *stopped[0].token_ids, 60, 59], max_tokens=6)
+        engine.run(after := engine.add([longer]))
+        assert after[0].cached
+        assert_equal(after, oracle([longer]))
+        assert_idle(engine)
+
+
+def test_an_abort_while_a_burst_is_under_way_leaves_the_others_alone():
+    """Reliability row 12."""
+    requests = requests_of(GREEDY)
+    wanted = oracle(requests)
+    engine = engine_for(steps_per_launch=4)
+    gone = [1, 2, 5]
+    for at, (sequence, want) in enumerate(
+        zip(serve(engine, requests, aborts=gone), wanted, strict=True)
+    ):
+        if at in gone:
+            assert tuple(sequence.token_ids) == want.token_ids[: sequence.generated]
+        else:
+            assert_equal([sequence], [want])
+    assert_idle(engine)
+
+
+def test_a_request_that_waits_ends_the_bursts_until_it_generates():
+    engine = engine_for(steps_per_launch=8, prefix_cache=False)
+    sent = watch(engine)
+    first = engine.add([request_of([1, 2, 3], max_tokens=50)])
+    while first[0].generated < 10:
+        engine.step()
+    assert sent[-1] == 8
+    before = len(sent)
+    second = engine.add([request_of([4, 5, 6], max_tokens=30)])
+    engine.step()
+    assert sent[before:] == [1]
+    engine.run([*first, *second])
+    assert 8 in sent[before:]
+    assert_equal(first + second, oracle([one.request for one in first + second]))
+
+
+def test_rows_whose_stop_ids_are_blocked_take_one_step_at_a_time():
+    engine = engine_for(steps_per_launch=4)
+    for least, most in ((0, 4), (5, 1)):
+        request = request_of([1, 2, 3], max_tokens=9, min_tokens=least)
+        [sequence] = engine.add([request])
+        engine.scheduler.dispatched(engine.scheduler.plan().parts)
+        plan = engine.scheduler.plan()
+        shape = engine.bursts.shape(plan.parts)
+        assert (1 if shape is None else shape.steps) == most
+        assert [part.count for part in plan.parts] == [plan.steps] == [4]
+        engine.abort(sequence)
+    assert_idle(engine)
+
+
+def test_a_burst_without_memory_is_not_sent_again_and_costs_no_token():
+    """Reliability D1: single steps, which need less, go on."""
+    engine = engine_for(steps_per_launch=4)
+    sent, step = watch(engine), engine.executor.step
+
+    def exhausted(shape, rows):
+        if shape.steps > 1:
+            raise MemoryError("no room")
+        return step(shape, rows)
+
+    engine.executor.step = exhausted
+    request = request_of([1, 2, 3], max_tokens=20)
+    engine.run(served := engine.add([request]))
+    assert_equal(served, oracle([request]))
+    assert sent.count(4) == 2
+    assert engine.retreat.too_large[0].steps == 4
+    assert_idle(engine)
+
+
+def test_a_burst_that_fails_is_sent_step_by_step_and_costs_nobody_a_request():
+    """As reliability row 1: a program of several steps that cannot run is no fault of whoever happened to be in it."""
+    engine = engine_for(steps_per_launch=4)
+    sent, step = watch(engine), engine.executor.step
+
+    def broken(shape, rows):
+        if shape.steps > 1:
+            raise RuntimeError("INTERNAL: no such graph")
+        return step(shape, rows)
+
+    engine.executor.step = broken
+    request = request_of([1, 2, 3], max_tokens=20)
+    engine.run(served := engine.add([request]))
+    assert_equal(served, oracle([request]))
+    assert sent.count(4) == 1
+    assert engine.retreat.too_large == ()
+    assert_idle(engine)
+
+
+def test_an_engine_that_was_warmed_up_for_bursts_compiles_none_and_without_them_sends_none():
+    """S3-10, T-12."""
+    request = request_of([1] * 20, max_tokens=20)
+    wanted = oracle([request])
+    for declared in (True, False):
+        programs = Programs(strict=True)
+        programs._programs |= programs_of("plain")._programs
+        engine = engine_for(programs=programs, steps_per_launch=4, prefix_cache=False)
+        needed = declare_served(engine, request, 1)
+        assert any(getattr(one, "steps", 1) == 4 for one in needed)
+        for one in needed:
+            if declared or getattr(one, "steps", 1) == 1:
+                engine.executor.program(one)
+        programs.seal()
+        sent = watch(engine)
+        engine.run(served := engine.add([request]))
+        assert_equal(served, wanted)
+        assert set(sent) == ({1, 4} if declared else {1})
+        assert programs.compiled_late == 0
+
+
+@pytest.mark.parametrize("idle", [True, False])
+def test_left_to_itself_an_engine_sends_bursts_where_the_device_was_seen_to_wait(idle, monkeypatch):
+    engine = engine_for(prefix_cache=False)
+    assert engine.bursts.most == 1, "on a CPU a step takes longer than the host needs to send it"
+    engine.bursts.most = engine.scheduler.most_steps = 4
+    monkeypatch.setattr(Flight, "is_done", property(lambda _: idle))
+    request = request_of([1, 2, 3], max_tokens=40)
+    single = engine.shapes.choose(1, 1, features_for(request.params), total_tokens=43)
+    engine.executor.program(replace(single, steps=4))
+    sent = watch(engine)
+    engine.run(served := engine.add([request]))
+    assert_equal(served, oracle([request]))
+    assert (4 in sent) is idle
+    assert 4 not in sent[:8]
+
+
+def test_bursts_are_chosen_for_small_plain_models_on_a_gpu_alone(monkeypatch):
+    """What no GPU has shown is not chosen: windows, states, large models, and whoever draws at random."""
+    plain = group_layers((LayerSpec(0, gqa(1, 8, dtype="float32", page_size=4)), SAMPLING))
+    windowed = group_layers(
+        (LayerSpec(0, window(1, 8, window=5, dtype="float32", page_size=2)), SAMPLING)
+    )
+    small, large = (jax.ShapeDtypeStruct((size, 2**20), np.float32) for size in (1, 2000))
+    assert settle_steps(None, [small], plain) == 1
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert settle_steps(None, [small], plain) == 4
+    assert settle_steps(None, [large], plain) == 1
+    assert settle_steps(None, [small], windowed) == 1
+    assert settle_steps(2, [large], windowed) == 2
+    singles = [
+        StepSpec(rows, rows, (2,), Features(draws=draws), decode=True)
+        for rows in (16, 64)
+        for draws in (False, True)
+    ]
+    assert declare_bursts(singles, 1, chosen=True) == []
+    assert [one.steps for one in declare_bursts(singles, 4, chosen=False)] == [4] * 4
+    [only] = declare_bursts(singles, 4, chosen=True)
+    assert (only.rows, only.features) == (16, Features())
+
+
+@pytest.mark.parametrize("steps", [0, 65])
+def test_other_numbers_of_steps_are_refused(steps):
+    with pytest.raises(ValueError, match="steps_per_launch"):
+        EngineConfig(steps_per_launch=steps)

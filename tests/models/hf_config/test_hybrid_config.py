@@ -1,0 +1,278 @@
+"""The config.json of families with recurrent layers, as the Hub has it and as Transformers 5 writes it."""
+
+import math
+
+import jax
+import pytest
+
+from jaxkv.config.blocks import DeltaConfig, MambaConfig, MixtureConfig
+from jaxkv.config.model import ModelConfig, RopeConfig
+from jaxkv.errors import UnknownConfig
+from jaxkv.models.registry import build_model, read_config
+from jaxkv.weights.families import rules_for
+from jaxkv.weights.rules import expand
+
+# Keys as the models on the Hub name them; sizes are made up.
+MAMBA2 = {
+    "architectures": ["Mamba2ForCausalLM"],
+    "chunk_size": 256,
+    "conv_kernel": 4,
+    "eos_token_id": 0,
+    "expand": 2,
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "hidden_size": 128,
+    "layer_norm_epsilon": 1e-05,
+    "model_type": "mamba2",
+    "n_groups": 2,
+    "norm_before_gate": True,
+    "num_heads": 4,
+    "num_hidden_layers": 3,
+    "rescale_prenorm_residual": False,
+    "residual_in_fp32": True,
+    "rms_norm": True,
+    "state_size": 32,
+    "time_step_limit": [0.0, math.inf],
+    "time_step_max": 0.1,
+    "time_step_rank": 8,
+    "use_bias": False,
+    "use_cache": True,
+    "use_conv_bias": True,
+    "vocab_size": 300,
+}
+ATTENDING = {
+    "hidden_size": 128,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 3,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-05,
+    "vocab_size": 300,
+    "mamba_chunk_size": 64,
+    "mamba_d_head": 64,
+    "mamba_d_state": 32,
+    "mamba_expand": 2,
+    "mamba_n_heads": 4,
+}
+BAMBA = ATTENDING | {
+    "model_type": "bamba",
+    "attn_layer_indices": [1],
+    "attn_rotary_emb": 16,
+    "num_logits_to_keep": 1,
+    "rope_scaling": None,
+    "rope_theta": 20000.0,
+}
+GRANITE = ATTENDING | {
+    "model_type": "granitemoehybrid",
+    "attention_multiplier": 0.0078125,
+    "embedding_multiplier": 12,
+    "init_method": "mup",
+    "layer_types": ["mamba", "attention", "mamba"],
+    "logits_scaling": 4,
+    "normalization_function": "rmsnorm",
+    "num_experts_per_tok": 2,
+    "num_local_experts": 8,
+    "position_embedding_type": "nope",
+    "residual_multiplier": 0.22,
+    "shared_intermediate_size": 48,
+}
+NEMOTRON = {
+    "model_type": "nemotron_h",
+    "chunk_size": 128,
+    "attention_head_dim": 32,
+    "hidden_size": 128,
+    "hybrid_override_pattern": "M-M*E",
+    "intermediate_size": 96,
+    "layer_norm_epsilon": 1e-05,
+    "mamba_head_dim": 64,
+    "mamba_num_heads": 2,
+    "n_groups": 2,
+    "n_routed_experts": 8,
+    "moe_intermediate_size": 24,
+    "moe_shared_expert_intermediate_size": 40,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 5,
+    "num_key_value_heads": 2,
+    "ssm_state_size": 32,
+    "vocab_size": 300,
+}
+FALCON = ATTENDING | {
+    "model_type": "falcon_h1",
+    "attn_layer_indices": None,
+    "key_multiplier": 0.5,
+    "mamba_d_ssm": 256,
+    "mamba_use_mlp": True,
+    "mlp_expansion_factor": 8,
+    "mlp_multipliers": [0.9, 0.3],
+    "rope_theta": 100000000000.0,
+    "ssm_in_multiplier": 2.0,
+    "ssm_multipliers": [0.5, 0.25, 1.0, 2.0, 3.0],
+}
+QWEN3_NEXT = {
+    "model_type": "qwen3_next",
+    "decoder_sparse_step": 1,
+    "full_attention_interval": 2,
+    "head_dim": 32,
+    "hidden_size": 128,
+    "intermediate_size": 96,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_value_head_dim": 24,
+    "max_position_embeddings": 512,
+    "mlp_only_layers": [1],
+    "moe_intermediate_size": 24,
+    "norm_topk_prob": True,
+    "num_attention_heads": 4,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "num_hidden_layers": 4,
+    "num_key_value_heads": 2,
+    "partial_rotary_factor": 0.25,
+    "rope_scaling": None,
+    "rope_theta": 10000000,
+    "shared_expert_intermediate_size": 40,
+    "vocab_size": 300,
+}
+ALL = {"mamba2": MAMBA2, "bamba": BAMBA, "granite": GRANITE, "nemotron": NEMOTRON, "falcon": FALCON}
+ALL["qwen3-next"] = QWEN3_NEXT
+
+
+def test_each_family_is_a_pattern_of_blocks():
+    assert read_config(MAMBA2).pattern == (("mamba2",),) * 3
+    assert read_config(BAMBA).pattern[0] == ("mamba2", "gated")
+    assert read_config(BAMBA).pattern[1] == ("attention", "gated")
+    assert read_config(GRANITE).pattern[1] == ("attention", "mixture+shared")
+    assert read_config(GRANITE | {"num_local_experts": 0}).pattern[2] == ("mamba2", "gated")
+    alone = [("mamba2",), ("plain",), ("mamba2",), ("attention",), ("mixture+shared",)]
+    assert list(read_config(NEMOTRON).pattern) == alone
+    assert read_config(FALCON).pattern == (("mamba2+attention", "gated"),) * 3
+    expert = "mixture+shared"
+    mixed = [("delta", expert), ("attention", "gated"), ("delta", expert), ("attention", expert)]
+    assert list(read_config(QWEN3_NEXT).pattern) == mixed
+
+
+def test_sizes_come_from_where_each_family_keeps_them():
+    mamba2 = read_config(MAMBA2)
+    assert mamba2.mamba == MambaConfig(
+        heads=4, head_dim=64, d_state=32, d_conv=4, groups=2, chunk_size=256
+    )
+    assert (mamba2.wide_residual, mamba2.eos_ids) == (True, (0,))
+    bamba = read_config(BAMBA)
+    assert (bamba.rope.rotary_dim, bamba.rope.theta, bamba.head_dim) == (16, 20000.0, 32)
+    granite = read_config(GRANITE)
+    assert (granite.rope.kind, granite.attention_scale) == ("none", 0.0078125)
+    assert granite.mixture == MixtureConfig(experts=8, top_k=2, size=96, gated=True, shared_size=48)
+    assert (granite.multipliers.logits, granite.multipliers.residual) == (0.25, 0.22)
+    assert read_config(GRANITE | {"num_local_experts": 0}).ffn_size == 48
+    nemotron = read_config(NEMOTRON)
+    assert (nemotron.head_dim, nemotron.activation, nemotron.rope.kind) == (32, "relu2", "none")
+    assert nemotron.mamba.norm_groups == 2
+    assert nemotron.mixture.correction
+    assert read_config(NEMOTRON | {"hybrid_override_pattern": "M-"}).mixture is None
+    qwen = read_config(QWEN3_NEXT)
+    assert (qwen.rope.rotary_dim, qwen.attention_gate, qwen.unit_offset) == (8, True, True)
+    assert qwen.delta == DeltaConfig(key_heads=2, value_heads=4, key_dim=16, value_dim=24, d_conv=4)
+    falcon = read_config(FALCON)
+    assert falcon.attention_scale == pytest.approx(0.5 * 32**-0.5)
+    assert falcon.multipliers.ssm_in == (1.0, 0.5, 2.0, 4.0, 6.0)
+    assert falcon.mamba.norm_groups == 0
+
+
+@pytest.mark.parametrize("family", ALL)
+def test_a_config_describes_a_model_with_memory_and_parameters(family):
+    model = build_model(read_config(ALL[family]))
+    specs = model.cache_specs(page_size=8, dtype="bfloat16")
+    part = model.config.mamba or model.config.delta
+    chunks = {entry.spec.chunk_size for entry in specs if entry.spec.kind in ("mamba2", "delta")}
+    assert chunks == {part.chunk_size}
+    states = {array.role: array for entry in specs for array in entry.spec.arrays}
+    # S5-39: the state in float32, whatever the model is in.
+    recurrent = states.get("ssm") or states["delta"]
+    assert (states["conv"].dtype, recurrent.dtype) == ("bfloat16", "float32")
+    quantised = model.cache_specs(page_size=8, dtype="int8")
+    kept = {a.role: a.dtype for entry in quantised for a in entry.spec.arrays}
+    assert (kept["conv"], kept.get("key", "int8")) == (model.config.dtype, "int8")
+
+
+@pytest.mark.parametrize("family", ALL)
+def test_the_weight_rules_cover_exactly_the_parameters(family):
+    model = build_model(read_config(ALL[family]))
+    recipes = expand(rules_for(model.config), model.config)
+    paths = jax.tree_util.tree_flatten_with_path(model.param_shapes("float32"))[0]
+    shapes = {
+        jax.tree_util.keystr(at, simple=True, separator="."): leaf.shape for at, leaf in paths
+    }
+    assert shapes.keys() == recipes.keys()
+    for target, recipe in recipes.items():
+        sizes = [math.prod(shape) for shape in recipe.source_shapes(shapes[target])]
+        assert (len(sizes), sum(sizes)) == (len(recipe.sources), math.prod(shapes[target]))
+
+
+@pytest.mark.parametrize(
+    ("family", "change"),
+    [
+        ("mamba2", {"hidden_act": "gelu"}),
+        ("mamba2", {"rms_norm": False}),
+        ("mamba2", {"d_model": 5}),
+        ("bamba", {"attn_layer_indices": [3]}),
+        ("bamba", {"attn_rotary_emb": 32}),
+        ("granite", {"layer_types": ["mamba", "attention", "mlp"]}),
+        ("granite", {"layer_types": ["mamba"]}),
+        ("granite", {"position_embedding_type": "alibi"}),
+        ("granite", {"normalization_function": "layernorm"}),
+        ("nemotron", {"hybrid_override_pattern": "MX"}),
+        ("nemotron", {"hybrid_override_pattern": ""}),
+        ("nemotron", {"sliding_window": 64}),
+        ("nemotron", {"mlp_bias": True}),
+        ("falcon", {"mamba_use_mlp": False}),
+        ("falcon", {"mamba_proj_bias": True}),
+        ("falcon", {"attn_layer_indices": [1]}),
+        ("qwen3-next", {"attention_bias": True}),
+        ("qwen3-next", {"mlp_only_layers": [4]}),
+        ("qwen3-next", {"layer_types": ["linear_attention"]}),
+    ],
+)
+def test_what_is_not_understood_is_refused_by_name(family, change):
+    said = {"hybrid_override_pattern": "kind of each", "layer_types": "kind of each"}
+    [key] = change
+    with pytest.raises(UnknownConfig, match=said.get(key, key)):
+        read_config(ALL[family] | change)
+
+
+@pytest.mark.parametrize(
+    ("family", "change"),
+    [
+        ("mamba2", {"num_heads": 3}),
+        ("mamba2", {"n_groups": 3}),
+        ("mamba2", {"time_step_limit": [0.1]}),
+        ("mamba2", {"time_step_limit": [0.2, 0.1]}),
+        ("mamba2", {"time_step_limit": [0.0, "much"]}),
+        ("bamba", {"mamba_d_head": 63}),
+        ("granite", {"num_experts_per_tok": 9}),
+        ("nemotron", {"n_group": 3}),
+        ("falcon", {"ssm_multipliers": [1.0]}),
+        ("falcon", {"mlp_multipliers": [1.0, math.nan]}),
+        ("qwen3-next", {"linear_num_value_heads": 3}),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused(family, change):
+    with pytest.raises(ValueError):
+        read_config(ALL[family] | change)
+
+
+def test_infinity_has_two_spellings():
+    both = [[0.001, math.inf], [0.001, {"__float__": "Infinity"}]]
+    limits = {read_config(MAMBA2 | {"time_step_limit": pair}).mamba.dt_limit for pair in both}
+    assert limits == {(0.001, math.inf)}
+
+
+def test_blocks_whose_sizes_are_missing_are_refused():
+    shape = {"hidden_size": 8, "num_layers": 1, "heads": 2, "kv_heads": 1, "head_dim": 4}
+    shape |= {"family": "x", "vocab_size": 9, "ffn_size": 8, "max_positions": 16}
+    rope = RopeConfig(rotary_dim=4, kind="none")
+    for stage in ("mamba2", "attention+mamba2", "mixture"):
+        with pytest.raises(ValueError, match="sizes are missing"):
+            ModelConfig(**shape, rope=rope, windows=(None,), pattern=((stage,),))

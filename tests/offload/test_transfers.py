@@ -1,0 +1,131 @@
+"""Bytes on their way between a cache and the host: S4-16, S4-17, T-21, T-37."""
+
+import numpy as np
+import pytest
+
+from jaxkv.cache.spec import group_layers
+from jaxkv.cache.variants import gqa, place, sampling
+from jaxkv.offload.entries import Move
+from jaxkv.offload.memory import HostMemory
+from jaxkv.offload.programs import BUCKETS, declare_swaps, pad_ids, unit_shapes
+from jaxkv.offload.transfers import Transfer
+from tests.cache.layouts import counts_of
+from tests.engine.host_device import ALL, PAGED, Device, Host
+
+
+def test_every_array_of_every_variant_comes_back_bit_for_bit():
+    # S4-16: shuffled ids, other places, and nothing else is touched.
+    device = Device(ALL, 9)
+    host = Host(device)
+    draw, before, moves = np.random.default_rng(1), {}, []
+    for group in (*ALL.paged_groups, *ALL.state_groups):
+        ids = draw.permutation(np.arange(1, 9))[:4].tolist()
+        before[group.name] = device.units(group.name), ids
+        targets = draw.permutation(np.arange(1, 9))[:4].tolist()
+        handles = host.leave(group.name, ids)
+        moves += [Move(group.name, *pair) for pair in zip(targets, handles, strict=True)]
+    host.transfers.flush()
+    device.scramble(2)
+    after = {name: device.units(name) for name in before}
+    assert host.back(moves)
+    for name, (units, ids) in before.items():
+        mine = [move for move in moves if move.group == name]
+        for source, move in zip(ids, mine, strict=True):
+            after[name][move.unit] = units[source]
+        assert device.units(name) == after[name]
+    counts = host.tier.counts
+    assert (counts.written, counts.read) == (len(moves), len(moves))
+    assert counts.written_bytes == counts.read_bytes == host.tier.used
+    assert host.tier.used == sum(ALL.group(move.group).bytes_per_unit for move in moves)
+
+
+@pytest.mark.slow
+def test_64_layers_of_256_pages_come_back_bit_for_bit():
+    # S4-16, FastDeploy's own case.
+    layout = group_layers(place([gqa(1, 8, dtype="bfloat16", page_size=8)] * 64 + [sampling(5)]))
+    device = Device(layout, 256)
+    host = Host(device)
+    ids, targets = (np.random.default_rng(seed).permutation(256).tolist() for seed in (3, 4))
+    before = device.units("gqa")
+    handles = host.leave("gqa", ids)
+    host.transfers.flush()
+    device.scramble(5)
+    pairs = zip(targets, handles, strict=True)
+    assert host.back([Move("gqa", target, handle) for target, handle in pairs])
+    after = device.units("gqa")
+    assert [after[target] for target in targets] == [before[source] for source in ids]
+
+
+def test_host_and_device_have_the_same_arrays_in_the_same_order():
+    # S4-16, T-21: one list of specs for both.
+    for group in ALL.groups:
+        named = [array for array in ALL.arrays(counts_of(ALL, 2)) if array.group == group.name]
+        shapes = unit_shapes(group)
+        first = [array for array in named if array.layer == group.layers[0]]
+        assert [array.dtype for array in first] == [one.dtype.name for one in shapes]
+        assert [array.shape[1:] for array in first] == [one.shape[1:] for one in shapes]
+        assert all(one.shape[0] == len(group.layers) for one in shapes)
+        assert sum(one.size * one.dtype.itemsize for one in shapes) == group.bytes_per_unit
+
+
+def test_each_group_and_bucket_has_its_programs():
+    wanted = 2 * len(BUCKETS) * len((*ALL.paged_groups, *ALL.state_groups))
+    assert len(set(declare_swaps(ALL))) == len(declare_swaps(ALL)) == wanted
+
+
+def test_a_place_is_read_before_anything_is_written_there():
+    # S4-20: the read of what left is enqueued first, though a program writes the same page at once.
+    device = Device(PAGED, 6)
+    host = Host(device)
+    before = device.units("gqa")
+    (old,) = host.leave("gqa", [2])
+    host.transfers.flush()
+    (new,) = host.leave("gqa", [3])
+    assert host.back([Move("gqa", 3, old)])
+    assert device.unit("gqa", 3) == before[2]
+    assert host.back([Move("gqa", 4, new)])
+    assert device.unit("gqa", 4) == before[3]
+
+
+def test_nothing_and_mixtures_are_no_transfers():
+    # S4-20: an empty set of ids is refused.
+    with pytest.raises(ValueError, match=r"one group, at least one; got \[\]"):
+        Transfer(True, (), 0)
+    with pytest.raises(ValueError, match="of one group"):
+        Transfer(True, (Move("a", 0, 0), Move("b", 0, 1)), 2)
+    with pytest.raises(ValueError, match="up to 4 pages or states cannot move 0"):
+        pad_ids([], 4, 9)
+    with pytest.raises(ValueError, match="cannot move 5"):
+        pad_ids([0] * 5, 4, 9)
+
+
+def test_each_transfer_has_its_own_counters_and_its_own_failure(monkeypatch):
+    # S4-20: the failure is on the transfer that failed, and costs nobody else.
+    device = Device(PAGED, 24)
+    host = Host(device)
+    send, calls = HostMemory.send, []
+
+    def fails_second(memory, units):
+        calls.append(len(units))
+        if len(calls) == 2:
+            raise RuntimeError("no more pinned memory")
+        return send(memory, units)
+
+    monkeypatch.setattr(HostMemory, "send", fails_second)
+    before = device.units("gqa")
+    handles = host.leave("gqa", range(20))
+    host.leave("gqa", [23])
+    host.transfers.flush()
+    host.transfers.lose_device()
+    one, two = host.transfers.transfers
+    assert (len(one.moves), len(two.moves)) == (16, 5)
+    assert (one.done, one.error, two.done) == (True, None, False)
+    assert str(two.error) == "no more pinned memory"
+    assert one.num_bytes == 16 * PAGED.group("gqa").bytes_per_unit
+    counts = host.tier.counts
+    assert (counts.written, counts.failures, len(host.tier)) == (16, 1, 16)
+    assert host.back([Move("gqa", 22, handles[15])])
+    assert device.unit("gqa", 22) == before[15]
+    # What was lost is missed, and not made up.
+    assert not host.back([Move("gqa", 21, handles[16])])
+    assert device.unit("gqa", 21) == before[21]

@@ -1,0 +1,291 @@
+"""Programs on disk by what was traced: a warm start lowers nothing, and never runs what is not the same."""
+
+import logging
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.compilation_cache import compilation_cache
+
+from jaxkv.drafts import draft_of, remove_abandoned
+from jaxkv.errors import ProgramRefused
+from jaxkv.programs import compile as compilation
+from jaxkv.programs import fingerprint as trace_name
+from jaxkv.programs import lowering
+from jaxkv.programs import store as program_store
+from jaxkv.programs.fingerprint import name_traced, one_device
+from jaxkv.programs.jax_cache import VARIABLE, enable_compile_cache, why_not_folder
+from jaxkv.programs.manifest import Lowering, Programs, compile_count
+from jaxkv.programs.store import ProgramStore, open_store
+from jaxkv.runner.program_specs import StepSpec
+
+ROOT = Path(__file__).parents[2]
+ROWS, WIDTH = 64, 8
+KEY = StepSpec(4, 4, (1,), decode=True)
+FACTOR = 2.0
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    """JAX's cache is on in a fresh private folder, and keeps nothing itself."""
+    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
+    before = {name: getattr(jax.config, name) for name in names}
+    made = tmp_path / "programs"
+    made.mkdir(mode=0o700)
+    jax.config.update("jax_compilation_cache_dir", str(made))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 1e9)
+    compilation_cache.reset_cache()
+    monkeypatch.setattr(compilation, "MIN_COMPILE_SECONDS", 0.0)
+    monkeypatch.setattr(compilation, "_KEPT_ON", ("cpu",))
+    yield made
+    for name, value in before.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+
+
+def add(params, cache, ids):
+    """Adds to the named rows of the cache and reads them."""
+    cache = cache.at[ids].add(params["scale"] * FACTOR, mode="drop", unique_indices=True)
+    return cache, cache[ids]
+
+
+def arguments(rows=ROWS):
+    cache = jnp.ones((rows, WIDTH))
+    return {"scale": jnp.full(WIDTH, 3.0, jnp.float32)}, cache, np.arange(4, dtype=np.int32)
+
+
+def build(function=add, **options):
+    """Compiles as a process of its own would, which has traced nothing yet."""
+    jax.clear_caches()
+    return Programs().get(KEY, lambda: Lowering(function, jax.eval_shape(arguments), **options))
+
+
+def stored(folder):
+    return sorted((folder / "traced").glob("*"))
+
+
+def refuse_to_lower(monkeypatch):
+    def lower(*_, **__):
+        raise AssertionError("a stored program was lowered")
+
+    monkeypatch.setattr(jax.stages.Traced, "lower", lower)
+
+
+def test_a_stored_program_is_neither_lowered_nor_compiled_and_does_the_same(folder, monkeypatch):
+    """S3-14."""
+    first = build()
+    cold = [np.asarray(out) for out in first(*arguments())]
+    assert not first.loaded
+    assert len(stored(folder)) == 1
+    refuse_to_lower(monkeypatch)
+    before = compile_count()
+    again = build()
+    assert again.loaded
+    assert again.report == first.report
+    assert compile_count() == before + 1
+    for one, other in zip(cold, again(*arguments()), strict=True):
+        np.testing.assert_array_equal(one, np.asarray(other))
+
+
+def test_a_kernel_whose_text_has_changed_is_another_program(folder, monkeypatch):
+    """What `inline_mgpu` puts into a kernel shows in no trace."""
+    build()
+    monkeypatch.setattr(trace_name, "_kernel_sources", lambda: "edited")
+    assert not build().loaded
+    assert len(stored(folder)) == 2
+
+
+def test_a_loaded_program_donates_its_cache_and_checks_its_dtypes():
+    build()
+    again = build()
+    assert again.loaded
+    params, cache, ids = arguments()
+    with pytest.raises(ValueError, match=r"argument 2 .* must be int32"):
+        again(params, cache, ids.astype(np.int64))
+    again(params, cache, ids)
+    assert cache.is_deleted()
+
+
+def test_whoever_changes_a_function_gets_another_program(monkeypatch):
+    """What was traced counts, not where it was written: a patched constant is a different program."""
+    build()
+    monkeypatch.setitem(globals(), "FACTOR", 5.0)
+    changed = build()
+    assert not changed.loaded
+    assert np.asarray(changed(*arguments())[1])[0, 0] == 1 + 3 * 5
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_arrays_in_the_code_count_by_their_values(nested):
+    def scaled(by):
+        table = np.arange(WIDTH, dtype=np.float32) * by
+
+        def inner(x):
+            return x * jnp.asarray(table)
+
+        def run(params, cache, ids):
+            values = (jax.jit(inner) if nested else inner)(params["scale"])
+            cache = cache.at[ids].add(values, mode="drop", unique_indices=True)
+            return cache, cache[ids]
+
+        return run
+
+    assert not build(scaled(1.0)).loaded
+    other = build(scaled(2.0))
+    assert not other.loaded
+    assert np.asarray(other(*arguments())[1])[0, 1] == 1 + 3 * 2
+    assert build(scaled(2.0)).loaded
+
+
+def test_types_options_and_settings_make_the_name():
+    def name(rows=ROWS, options=(), **settings):
+        work = Lowering(add, jax.eval_shape(lambda: arguments(rows)))
+        specs = lowering.argument_types(work)
+        device = one_device(specs)
+        jax.clear_caches()
+        return name_traced("decode", lowering.trace("decode", work), specs, device, dict(options))
+
+    names = [name(), name(rows=ROWS + 1), name(options=(("xla_cpu_enable_fast_math", True),))]
+    with jax.default_matmul_precision("highest"):
+        names.append(name())
+    assert len(set(names)) == 4
+    assert name() == names[0]
+    assert all(one.startswith("decode-") for one in names)
+
+
+def test_the_environment_of_xla_makes_the_name(monkeypatch):
+    assert not build().loaded
+    monkeypatch.setenv("XLA_FLAGS", "--xla_nothing_that_this_process_has_read")
+    assert not build().loaded
+    monkeypatch.delenv("XLA_FLAGS")
+    assert build().loaded
+
+
+@pytest.mark.parametrize("size", [0, 20, 1000])
+def test_a_damaged_file_is_replaced_and_told_of(folder, caplog, size):
+    build()
+    (path,) = stored(folder)
+    whole = path.stat().st_size
+    os.truncate(path, size)
+    with caplog.at_level(logging.WARNING):
+        assert not build().loaded
+    assert "damaged" in caplog.text
+    assert path.stat().st_size >= whole - 64
+    assert build().loaded
+
+
+def test_a_program_that_was_refused_is_not_kept(folder):
+    def swapped(params, cache, ids):
+        return (cache[1], cache[0]), cache[0][ids]
+
+    params, pool, ids = jax.eval_shape(lambda: arguments(1024))
+    with pytest.raises(ProgramRefused, match="in the place of"):
+        Programs().get(KEY, lambda: Lowering(swapped, (params, (pool, pool), ids)))
+    assert stored(folder) == []
+
+
+def test_a_folder_that_others_can_write_to_is_not_used(folder):
+    assert why_not_folder(folder) is None
+    os.chmod(folder, stat.S_IRWXU | stat.S_IRWXG)
+    program_store._is_ours.cache_clear()
+    assert open_store() is None
+    assert not build().loaded
+    os.chmod(folder, stat.S_IRWXU)
+    program_store._is_ours.cache_clear()
+    assert open_store() is not None
+
+
+def test_no_store_without_jax_s_cache(monkeypatch):
+    jax.config.update("jax_compilation_cache_dir", None)
+    assert open_store() is None
+
+
+def put(path, size, age):
+    path.parent.mkdir(mode=0o700, exist_ok=True)
+    path.write_bytes(bytes(size))
+    os.utime(path, (1e9 - age, 1e9 - age))
+
+
+def names_in(folder):
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+
+
+def test_the_programs_used_last_are_kept(folder):
+    for age, name in enumerate(("new", "middle", "old")):
+        put(folder / f"{name}.program", 100, age)
+    (folder / "other").write_bytes(bytes(1000))
+    ProgramStore(folder).trim(200)
+    assert names_in(folder) == {"new.program", "middle.program", "other"}
+
+
+def test_jax_s_entries_count_where_jaxkv_has_turned_its_cache_on(folder):
+    """JAX bounds its cache only with a package that jaxkv does not need, and without the programs beside it."""
+
+    def fill():
+        put(folder / "traced" / "new.program", 100, 0)
+        put(folder / "jit_step-1-cache", 100, 1)
+        put(folder / "traced" / "old.program", 100, 2)
+        put(folder / "jit_step-2-cache", 100, 3)
+        put(folder / "notes", 1000, 4)
+
+    store = open_store()
+    fill()
+    store.trim(100)
+    theirs = {"jit_step-1-cache", "jit_step-2-cache", "notes"}
+    assert names_in(folder) == {"traced/new.program"} | theirs, "the user has turned the cache on"
+    jax.config.update("jax_compilation_cache_dir", None)
+    assert enable_compile_cache({VARIABLE: str(folder)}) == folder
+    fill()
+    store.trim(200)
+    assert names_in(folder) == {"traced/new.program", "jit_step-1-cache", "notes"}
+
+
+def test_the_draft_of_a_killed_process_is_removed_and_one_under_way_counts(folder):
+    store = folder / "traced"
+    store.mkdir(mode=0o700)
+    script = f"""
+import os
+from pathlib import Path
+from jaxkv.drafts import draft_of
+with draft_of(Path({str(store)!r}) / "killed.program") as draft:
+    draft.write_bytes(bytes(1000))
+    os.kill(os.getpid(), 9)
+"""
+    killed = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True)
+    assert killed.returncode == -9, killed.stderr
+    assert [path.stat().st_size for path in store.glob(".killed*/content")] == [1000]
+    put(store / "kept.program", 100, 0)
+    put(store / "old.program", 100, 1)
+    with draft_of(store / "new.program") as draft:
+        draft.write_bytes(bytes(100))
+        for path in store.glob(".*"):
+            os.utime(path, (0, 0))
+        ProgramStore(store).trim(200)
+        assert list(store.glob(".killed*")) == []
+    assert names_in(store) == {"kept.program", "new.program"}
+
+
+def test_the_draft_of_another_user_is_left_alone_and_its_links_are_not_followed(
+    folder, monkeypatch
+):
+    made = folder / ".cache.x.jaxkv-draft"
+    made.mkdir()
+    (made / "lock").symlink_to(folder / "target")
+    os.utime(made, (0, 0))
+    monkeypatch.setattr(os, "geteuid", lambda: made.stat().st_uid + 1)
+    remove_abandoned(folder)
+    assert made.exists()
+    assert not (folder / "target").exists()
+
+
+def test_a_draft_that_was_only_just_made_is_left_alone(folder):
+    made = folder / ".new.program.x.jaxkv-draft"
+    made.mkdir()
+    ProgramStore(folder).trim()
+    assert made.exists()

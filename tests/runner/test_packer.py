@@ -1,0 +1,349 @@
+"""The packer's promise: what goes in on the host comes out by name in the trace, and padding is inert."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxkv.cache.page_allocator import PageAllocator
+from jaxkv.cache.spec import LayerSpec, group_layers
+from jaxkv.cache.variants import gqa, mamba2, sampling, window
+from jaxkv.config.sampling import SamplingParams
+from jaxkv.runner.packer import Packer
+from jaxkv.runner.program_specs import StepSpec
+from jaxkv.runner.rows import Row, columns_of
+from jaxkv.sampling.features import Features
+from jaxkv.sampling.fields import STOP_WIDTH, features_of, split_seed
+from tests.cache.layouts import slots_of
+
+VOCAB = 100
+LAYOUT = group_layers(
+    (
+        LayerSpec(0, gqa(2, 8, dtype="float32", page_size=4)),
+        LayerSpec(1, window(2, 8, window=6, dtype="float32", page_size=2)),
+        LayerSpec(2, mamba2(heads=2, head_dim=4, d_state=4, d_conv=4, groups=1, dtype="float32")),
+        LayerSpec(3, sampling(VOCAB, penalties=True, bias_entries=4)),
+    )
+)
+COUNTS = {"gqa": 12, "window": 24, "mamba2": 5, "sampling": 5}
+GREEDY = SamplingParams(temperature=0.0)
+
+
+@pytest.fixture
+def packer():
+    return Packer(LAYOUT, COUNTS, VOCAB)
+
+
+def opened(allocator, sequence, num_tokens):
+    allocator.open(sequence)
+    allocator.reserve(sequence, num_tokens)
+
+
+def round_trip(packer, rows, allocator):
+    packed = [jnp.asarray(array) for array in packer.pack(shape_for(rows), rows, allocator)]
+    return packer.unpack(shape_for(rows), *packed)
+
+
+def shape_for(rows, tokens=16, count=4, **options):
+    return StepSpec(tokens, count, (4, 8), features_of(rows), **options)
+
+
+def test_every_field_comes_back_under_its_own_name(packer):
+    allocator = PageAllocator(LAYOUT, COUNTS)
+    opened(allocator, 7, 5)
+    opened(allocator, 8, 3)
+    rows = [Row(7, [1, 2, 3, 4, 5], 0, GREEDY), Row(8, [9, 8, 7], 0, GREEDY)]
+    batch = round_trip(packer, rows, allocator)
+    np.testing.assert_array_equal(batch.tokens[:8], [1, 2, 3, 4, 5, 9, 8, 7])
+    np.testing.assert_array_equal(batch.positions[:8], [0, 1, 2, 3, 4, 0, 1, 2])
+    np.testing.assert_array_equal(batch.cu_q_lens, [0, 5, 8, 8, 8])
+    np.testing.assert_array_equal(batch.seq_lens, [5, 3, 0, 0])
+    np.testing.assert_array_equal(batch.paged[0].page_table[0, :2], allocator.pages(7, "gqa"))
+    np.testing.assert_array_equal(
+        batch.paged[1].write_slots[5:8], slots_of(allocator, LAYOUT.group("window"), 8, 0, 3)
+    )
+    assert int(batch.states[0].write_states[1]) == allocator.states(8, "mamba2")[1]
+    assert int(batch.sampling.slots[0]) == allocator.states(7, "sampling")[1]
+
+
+def test_padding_lies_past_the_end_and_no_two_rows_share_it(packer):
+    """T-03, T-05, T-31: padding writes nowhere, at places of its own, and is never negative."""
+    allocator = PageAllocator(LAYOUT, COUNTS)
+    opened(allocator, 1, 3)
+    rows = [Row(1, [1, 2, 3], 0, GREEDY)]
+    batch = round_trip(packer, rows, allocator)
+    np.testing.assert_array_equal(batch.paged[0].write_slots[3:], 12 * 4 + np.arange(3, 16))
+    np.testing.assert_array_equal(batch.paged[1].write_slots[3:], 24 * 2 + np.arange(3, 16))
+    np.testing.assert_array_equal(batch.states[0].write_states[1:], 5 + np.arange(1, 4))
+    np.testing.assert_array_equal(batch.sampling.slots[1:], 5 + np.arange(1, 4))
+    assert int(batch.states[0].read_states[1]) == 0
+    assert all(int(leaf.min()) >= 0 for leaf in jax.tree.leaves(batch.paged))
+
+
+def test_a_long_batch_leaves_nothing_behind_for_a_short_one(packer):
+    """T-02, S2-04, S3-09: the short batch packs to the same bytes before and after a long one."""
+    allocator = PageAllocator(LAYOUT, COUNTS)
+    for sequence in range(4):
+        opened(allocator, sequence, 4)
+    long = [Row(sequence, [5, 6, 7, 8], 0, GREEDY) for sequence in range(4)]
+    short = [Row(2, [9], 3, GREEDY)]
+    shape = shape_for(long)
+    before = packer.pack(shape, short, allocator)
+    packer.pack(shape, long, allocator)
+    after = packer.pack(shape, short, allocator)
+    for first, second in zip(before, after, strict=True):
+        np.testing.assert_array_equal(first, second)
+
+
+def test_a_row_whose_prompt_goes_on_leaves_no_trace_in_the_sampling_group(packer):
+    allocator = PageAllocator(LAYOUT, COUNTS)
+    opened(allocator, 1, 8)
+    rows = [Row(1, [1, 2, 3, 4], 0, GREEDY, emits=False)]
+    batch = round_trip(packer, rows, allocator)
+    assert int(batch.sampling.slots[0]) >= COUNTS["sampling"]
+
+
+def test_a_greedy_step_sends_one_array(packer):
+    """A-21: metadata crosses to the device in one int32 array; floats only if a row draws or penalises."""
+    allocator = PageAllocator(LAYOUT, COUNTS)
+    opened(allocator, 1, 1)
+    ints, floats = packer.pack(
+        shape_for([Row(1, [1], 0, GREEDY)]), [Row(1, [1], 0, GREEDY)], allocator
+    )
+    assert ints.dtype == np.int32
+    assert ints.ndim == 1
+    assert floats.dtype == np.float32
+    assert floats.size == 0
+
+
+@pytest.mark.parametrize(
+    ("row", "shape", "message"),
+    [
+        (Row(1, [VOCAB], 0, GREEDY), (16, 4), "token ids"),
+        (Row(1, [-1], 0, GREEDY), (16, 4), "token ids"),
+        (Row(1, [2**40], 0, GREEDY), (16, 4), "token ids"),
+        (Row(1, [], 0, GREEDY), (16, 4), "token ids"),
+        (Row(1, [1, 2, 3], 0, GREEDY), (2, 4), "larger bucket"),
+        (Row(1, [1], 8, GREEDY), (16, 4), "reserve first"),
+        (Row(1, [1], -1, GREEDY), (16, 4), "starts at -1"),
+        (Row(2, [1], 0, GREEDY), (16, 4), "not open"),
+    ],
+)
+@pytest.mark.parametrize("decode", [False, True])
+def test_what_does_not_fit_is_refused_on_the_host(packer, row, shape, message, decode):
+    """S1-15: nothing is cut off; T-03: no id and no position reaches the device unchecked."""
+    allocator = PageAllocator(LAYOUT, COUNTS)
+    opened(allocator, 1, 8)
+    with pytest.raises(ValueError, match=message):
+        packer.pack(StepSpec(*shape, (4, 8), decode=decode), [row], allocator)
+
+
+def test_a_decode_step_refuses_two_tokens_of_a_row_and_more_rows_than_it_has(packer):
+    allocator = PageAllocator(LAYOUT, COUNTS)
+    opened(allocator, 1, 8)
+    shape = StepSpec(4, 4, (4, 8), decode=True)
+    with pytest.raises(ValueError, match="exactly one new token"):
+        packer.pack(shape, [Row(1, [1, 2], 0, GREEDY)], allocator)
+    with pytest.raises(ValueError, match="5 rows and 5 tokens"):
+        packer.pack(shape, [Row(1, [1], 0, GREEDY)] * 5, allocator)
+    with pytest.raises(ValueError, match="exactly one new token"):
+        packer.pack(shape, [], allocator)
+
+
+def test_several_steps_need_pages_for_all_tokens_and_say_who_takes_part_in_how_many(packer):
+    allocator = PageAllocator(LAYOUT, COUNTS)
+    for sequence in (1, 2):
+        opened(allocator, sequence, 8)
+    shape = StepSpec(4, 4, (4, 8), decode=True, steps=3)
+    told = columns_of([Row(1, [5], 5, GREEDY), Row(2, [6], 7, GREEDY)])
+    ints, _ = packer.pack(shape, told._replace(left=[3, 1]), allocator)
+    np.testing.assert_array_equal(packer.left(shape, jnp.asarray(ints)), [3, 1, 0, 0])
+    batch = packer.unpack(shape, jnp.asarray(ints))
+    np.testing.assert_array_equal(batch.seq_lens, [6, 8, 0, 0])
+    with pytest.raises(ValueError, match="do not hold 9 tokens"):
+        packer.pack(shape, told._replace(left=[3, 2]), allocator)
+    for left in ([], [3], [0, 1], [4, 1]):
+        with pytest.raises(ValueError, match="in 1 to 3 of them"):
+            packer.pack(shape, told._replace(left=left), allocator)
+
+
+@pytest.mark.parametrize("decode", [False, True])
+def test_more_stop_ids_than_fit_are_refused(packer, decode):
+    allocator = PageAllocator(LAYOUT, COUNTS)
+    opened(allocator, 1, 8)
+    row = Row(1, [1], 0, GREEDY, stop_ids=tuple(range(STOP_WIDTH + 1)))
+    shape = StepSpec(16, 4, (4, 8), Features(min_tokens=True), decode=decode)
+    with pytest.raises(ValueError, match="stop ids"):
+        packer.pack(shape, [row], allocator)
+
+
+@pytest.mark.parametrize("decode", [False, True])
+def test_a_table_wider_than_the_program_is_refused(packer, decode):
+    allocator = PageAllocator(LAYOUT, COUNTS)
+    opened(allocator, 1, 9)
+    with pytest.raises(ValueError, match="wider bucket"):
+        packer.pack(StepSpec(16, 4, (2, 8), decode=decode), [Row(1, [1], 8, GREEDY)], allocator)
+
+
+def test_a_program_is_only_as_able_as_its_rows_need():
+    rows = [
+        Row(0, [1], 0, GREEDY),
+        Row(1, [1], 0, SamplingParams(temperature=0.5, top_k=3)),
+        Row(2, [1], 0, SamplingParams(temperature=0.0, presence_penalty=1.0, logprobs=2)),
+    ]
+    assert features_of(rows[:1]) == Features()
+    assert features_of(rows[:2]) == Features(draws=True, filters=True)
+    assert features_of(rows) == Features(draws=True, filters=True, penalties=True, logprobs=5)
+
+
+def test_packing_changes_nothing_of_the_allocator(packer):
+    allocator = PageAllocator(LAYOUT, COUNTS)
+    opened(allocator, 1, 7)
+    before = {name: allocator.pages(1, name) for name in ("gqa", "window")}
+    for decode in (True, False):
+        shape = StepSpec(4, 4, (4, 8), decode=decode)
+        ints, _ = packer.pack(shape, [Row(1, [1], 6, GREEDY)], allocator)
+        ints[...] = 99
+    assert {name: allocator.pages(1, name) for name in before} == before
+    allocator.check()
+
+
+def test_pages_are_asked_for_by_an_open_sequence_and_a_paged_group():
+    allocator = PageAllocator(LAYOUT, COUNTS)
+    opened(allocator, 1, 7)
+    for sequence, name, message in (
+        (2, "gqa", "not open"),
+        (1, "mamba2", "holds states"),
+        (1, "mla", "no group 'mla'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            allocator.pages(sequence, name)
+
+
+WISHES = st.builds(
+    SamplingParams,
+    temperature=st.sampled_from([0.0, 0.3, 1.0]),
+    top_k=st.integers(1, 50),
+    top_p=st.floats(0.1, 1.0),
+    presence_penalty=st.sampled_from([0.0, 0.5]),
+    repetition_penalty=st.sampled_from([1.0, 1.3]),
+    min_tokens=st.integers(0, 4),
+)
+
+
+CHOICES = st.fixed_dictionaries(
+    {
+        "tokens": st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=1),
+        "start": st.integers(0, 11),
+        "params": WISHES,
+        "seed": st.integers(-1, 2**65),
+        "emits": st.booleans(),
+        "carry": st.booleans(),
+        "generated": st.integers(0, 5),
+        "stop_ids": st.lists(st.integers(0, VOCAB - 1), max_size=3).map(tuple),
+    }
+)
+
+
+@given(
+    order=st.permutations(range(4)),
+    drawn=st.lists(CHOICES, min_size=1, max_size=4),
+)
+@settings(max_examples=150, deadline=None)
+def test_rows_of_one_token_pack_to_the_same_bytes_by_either_path(order, drawn):
+    """The path of decode steps is another only for speed; a third way to the slots and seeds agrees with both."""
+    rows = [Row(sequence=order[index], **fields) for index, fields in enumerate(drawn)]
+    packer, allocator = Packer(LAYOUT, COUNTS, VOCAB), PageAllocator(LAYOUT, COUNTS)
+    for row in rows:
+        allocator.open(row.sequence)
+    for tokens_of in (lambda row: row.start, lambda row: row.start + 1):
+        for row in sorted(rows, key=lambda row: row.sequence):
+            allocator.reserve(row.sequence, tokens_of(row))
+            if tokens_of(row) == row.start:
+                allocator.commit(row.sequence, row.start)
+    shape = StepSpec(5, 5, (4, 8), features_of(rows), decode=True)
+    fast = packer.pack(shape, rows, allocator)
+    general = packer.pack(replace(shape, decode=False), rows, allocator)
+    for one, other in zip(fast, general, strict=True):
+        assert one.dtype == other.dtype
+        assert one.tobytes() == other.tobytes()
+    fields = packer.arrangements(shape)[0].split(fast[0])
+    for index, row in enumerate(rows):
+        (slot,) = slots_of(
+            allocator, LAYOUT.group("window"), row.sequence, row.start, row.start + 1
+        )
+        assert fields["window.write_slots"][index] == slot
+        if "seed_low" in fields:
+            halves = (fields["seed_low"][index], fields["seed_high"][index])
+            assert halves == split_seed(row.seed)
+
+
+VERBS = st.lists(
+    st.tuples(st.sampled_from(["grow", "grow", "fork", "end", "pack", "pack"]), st.integers(0, 3)),
+    min_size=5,
+    max_size=30,
+)
+
+
+@given(VERBS)
+@settings(max_examples=150, deadline=None)
+def test_what_a_packer_remembers_of_earlier_steps_never_shows(verbs):
+    """T-02: pages that grew, were copied or changed hands, and entries with a new owner; a new packer says the same."""
+    old, allocator = Packer(LAYOUT, COUNTS, VOCAB), PageAllocator(LAYOUT, COUNTS)
+    numbers, tokens, wishes = list(range(4)), {}, {}
+    for verb, at in verbs:
+        number = numbers[at]
+        if verb == "end" and number in tokens:
+            allocator.release(number)
+            del tokens[number]
+            numbers[at] = max(numbers) + 1
+        elif verb == "fork" and number in tokens and numbers[at - 1] not in tokens:
+            child = numbers[at - 1]
+            allocator.fork(number, child)
+            tokens[child], wishes[child] = tokens[number], wishes[number]
+        elif verb == "grow" and tokens.get(number, 0) < 13:
+            if number not in tokens:
+                allocator.open(number)
+                wishes[number] = SamplingParams(temperature=0.5, top_k=number % 50 + 1, seed=number)
+                tokens[number] = 0
+            try:
+                allocator.reserve(number, tokens[number] + 3)
+            except RuntimeError:
+                continue
+            allocator.commit(number, tokens[number] + 3)
+            tokens[number] += 3
+        rows = []
+        for one in tokens:
+            try:
+                allocator.reserve(one, tokens[one] + 1)
+            except RuntimeError:
+                continue
+            rows.append(Row(one, [one % VOCAB], tokens[one], wishes[one], seed=one))
+        if rows and verb == "pack":
+            shape = StepSpec(4, 4, (12, 24), features_of(rows), decode=at % 2 == 0)
+            fresh = Packer(LAYOUT, COUNTS, VOCAB).pack(shape, rows, allocator)
+            for one, other in zip(old.pack(shape, rows, allocator), fresh, strict=True):
+                assert one.tobytes() == other.tobytes()
+        for row in rows:
+            allocator.commit(row.sequence, tokens[row.sequence] + 1)
+            tokens[row.sequence] += 1
+
+
+@given(seed=st.integers(0, 2**64 - 1))
+@settings(max_examples=50)
+def test_a_seed_survives_its_two_halves(seed):
+    low, high = np.asarray(split_seed(seed), np.int32).view(np.uint32).tolist()
+    assert (high << 32) | low == seed
+
+
+def test_every_field_begins_where_a_kernel_may_read_it(packer):
+    """A Mosaic kernel refused a page table that XLA had passed as an unaligned piece of the packed array."""
+    shape = StepSpec(3, 3, (5, 7), Features(draws=True, filters=True))
+    for packed, places in zip(packer.blank(shape), packer.arrangements(shape), strict=True):
+        for piece in places.split(packed).values():
+            offset = piece.__array_interface__["data"][0] - packed.__array_interface__["data"][0]
+            assert offset % 256 == 0

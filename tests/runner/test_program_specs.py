@@ -1,0 +1,85 @@
+"""Program specs: no request is cut off, and a program runs in the place of another only where it serves as well."""
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxkv.cache.spec import LayerSpec, group_layers
+from jaxkv.cache.variants import gqa, sampling
+from jaxkv.config.sampling import SamplingParams
+from jaxkv.engine.request import Request
+from jaxkv.runner.cache_programs import AdmitSpec, CopySpec
+from jaxkv.runner.program_specs import ScoreSpec
+from jaxkv.runner.rows import row_of, tokens_held
+from jaxkv.runner.step_shapes import StepShapes
+
+LAYOUT = group_layers(
+    (
+        LayerSpec(0, gqa(1, 8, dtype="float32", page_size=16)),
+        LayerSpec(1, sampling(50, penalties=True, bias_entries=4)),
+    )
+)
+SHAPES = StepShapes(LAYOUT, max_tokens=4096, max_rows=128, token_budget=1000, whole_prompts=False)
+
+
+def request(prompt_tokens, max_tokens=8, **wish):
+    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, **wish)
+    return Request(prompt=(1,) * prompt_tokens, params=params, seed=0, stop_ids=())
+
+
+@given(st.integers(1, 900), st.integers(1, 100))
+@settings(max_examples=100)
+def test_a_table_holds_every_token_that_will_be_written(prompt, new):
+    """The program is at least as wide as the sequence, and never wider than the longest one."""
+    one = request(prompt, new)
+    spec = SHAPES.declare([row_of(one, 0)], total_tokens=tokens_held(one))
+    assert spec.table_widths[0] * 16 >= tokens_held(one)
+    assert spec.table_widths[0] <= 4096 // 16
+
+
+def test_few_programs_serve_all_numbers_of_logprobs():
+    rows = [row_of(request(4, logprobs=number), 0) for number in range(21)]
+    assert len({SHAPES.declare([row], total_tokens=8).features for row in rows}) == 3
+
+
+def test_only_a_program_that_is_larger_and_abler_in_everything_stands_in_for_another():
+    def prefill(prompt, new=8, **wish):
+        one = request(prompt, new, **wish)
+        return SHAPES.declare([row_of(one, 0)], total_tokens=tokens_held(one))
+
+    small, large = prefill(10), prefill(300, 700)
+    assert large.serves(small)
+    assert not small.serves(large)
+    assert not prefill(300, 700, presence_penalty=1.0).serves(small)
+    assert prefill(300, 700, logprobs=5).serves(small)
+    assert not large.serves(prefill(10, logprobs=0))
+
+
+def test_programs_of_different_kinds_never_stand_in_for_each_other():
+    step = SHAPES.declare([row_of(request(10), 0)], total_tokens=20)
+    kinds = [step, ScoreSpec(step), AdmitSpec(1, 16), AdmitSpec(1, 16, returning=True), CopySpec()]
+    for one in kinds:
+        assert [one.serves(other) for other in kinds] == [one is other for other in kinds]
+        assert all(
+            one is other or not one.costs_like(other) or one.kind[-5:] == "admit" for other in kinds
+        )
+    assert len({one.name for one in kinds}) == len({str(one) for one in kinds}) == len(kinds)
+    assert [one.kind for one in sorted(kinds)] == ["admit", "copy", "prefill", "readmit", "score"]
+
+
+def test_without_strict_mode_only_a_few_more_rows_are_better_than_a_compilation():
+    def step(count, total=100, **wish):
+        rows = [row_of(request(1, **wish), 0)] * count
+        return SHAPES.declare(rows, total_tokens=total)
+
+    assert step(8).serves(step(1))
+    assert step(8).costs_like(step(1))
+    assert step(64).costs_like(step(8))
+    # Each of these serves as well, but takes longer.
+    for able, needed in (
+        (step(16), step(1)),
+        (step(128), step(64)),
+        (step(1, 3000), step(1)),
+        (step(1, logprobs=5), step(1)),
+    ):
+        assert able.serves(needed)
+        assert not able.costs_like(needed)

@@ -1,0 +1,165 @@
+"""The engine's shapes: few of them, each of them declared, and none padded by more than is promised."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxkv.cache.spec import LayerSpec, group_layers
+from jaxkv.cache.variants import gqa, sampling
+from jaxkv.config.sampling import SamplingParams
+from jaxkv.runner.buckets import (
+    LOOSE_TOKENS,
+    MOST_PADDING,
+    bucket,
+    coarse_buckets,
+    filled,
+    row_buckets,
+    token_buckets,
+)
+from jaxkv.runner.rows import Row
+from jaxkv.runner.step_shapes import COARSE, FINE, StepShapes, grain_of
+from jaxkv.sampling.features import Features
+
+LAYOUT = group_layers(
+    (
+        LayerSpec(0, gqa(1, 8, dtype="float32", page_size=16)),
+        LayerSpec(1, sampling(50, penalties=True, bias_entries=4)),
+    )
+)
+
+
+def shapes(**options):
+    limits = {"max_tokens": 4096, "max_rows": 100, "token_budget": 2048, "whole_prompts": False}
+    return StepShapes(LAYOUT, **limits | options)
+
+
+def rows(*counts):
+    params = SamplingParams(temperature=0.0)
+    return [Row(number, (1,) * count, 0, params) for number, count in enumerate(counts)]
+
+
+@given(st.integers(1, 5000), st.integers(1, 8))
+def test_the_maximum_is_a_bucket_and_sizes_ascend(maximum, per_octave):
+    """S3-05."""
+    sizes = token_buckets(maximum, per_octave=per_octave)
+    assert sizes[-1] == maximum
+    assert list(sizes) == sorted(set(sizes))
+
+
+@given(st.integers(1, 3000), st.integers(1, 3000))
+def test_four_sizes_per_octave_pad_little(maximum, size):
+    """S3-04, for prompts that cannot be cut."""
+    size = min(size, maximum)
+    held = bucket(size, token_buckets(maximum, per_octave=4))
+    assert held <= max(MOST_PADDING * size, LOOSE_TOKENS)
+
+
+@given(st.integers(LOOSE_TOKENS, 4000), st.integers(1, 4000), st.integers(0, 300))
+@settings(max_examples=300)
+def test_any_number_of_tokens_is_served_by_steps_that_pad_little(maximum, tokens, decoding):
+    """S3-03, S3-04: whatever is left goes on in the next step, and a step of its own always fits something."""
+    sizes = token_buckets(maximum, per_octave=2)
+    left = tokens
+    while left:
+        most = min(left, maximum)
+        step = filled(1, most, sizes)
+        assert step is not None
+        assert step <= LOOSE_TOKENS or bucket(step, sizes) <= MOST_PADDING * step
+        left -= step
+    together = min(decoding + tokens, maximum)
+    if decoding < together:
+        step = filled(decoding + 1, together, sizes)
+        assert step is None or decoding < step <= together
+
+
+def test_the_example_of_the_behaviours_is_cut():
+    """S3-04: 3208 tokens are never padded to 8192."""
+    assert filled(1, 3208, (2816, 3072, 8192)) == 3072
+    assert filled(1, 136, (128, 144, 2816, 3072, 8192)) == 136
+    assert filled(1, 136, (2816, 3072, 8192)) is None
+
+
+def test_coarse_sizes_end_in_the_maximum():
+    assert coarse_buckets(512, 40960, 4) == (640, 2560, 10240, 40960)
+    assert coarse_buckets(512, 100, 4) == (100,)
+
+
+@given(st.integers(1, 1024), st.integers(1, 1024), st.integers(2, 8))
+def test_rows_that_generate_are_padded_little(maximum, rows, factor):
+    """S3-04, S3-05: nobody can be left out of a step for the sake of its size, so there are sizes enough."""
+    sizes = row_buckets(maximum, factor)
+    assert sizes[-1] == maximum
+    assert list(sizes) == sorted(set(sizes))
+    rows = min(rows, maximum)
+    assert bucket(rows, sizes) <= max(MOST_PADDING * rows, LOOSE_TOKENS)
+
+
+@given(st.data(), st.sampled_from([FINE, COARSE]), st.sampled_from([100, 256]))
+@settings(max_examples=300, deadline=None)
+def test_no_step_is_padded_by_more_than_a_quarter_above_64_tokens(data, grain, max_rows):
+    """S3-04, over whatever a step may consist of: rows that generate, and prompts cut as the scheduler cuts them."""
+    served = shapes(max_rows=max_rows, grain=grain)
+    decoding = data.draw(st.integers(0, max_rows))
+    prompts = data.draw(st.lists(st.integers(2, 1500), max_size=min(8, max_rows - decoding)))
+    counts = [1] * decoding
+    if prompts:
+        most = min(2048, decoding + sum(prompts))
+        fits = served.fill(decoding + 1, most)
+        if fits is None:
+            counts, fits = [], served.fill(1, min(2048, sum(prompts)))
+        assert fits is not None
+        for prompt in prompts:
+            counts.append(min(prompt, fits - sum(counts)))
+            if sum(counts) == fits:
+                break
+    if not counts:
+        return
+    shape = served.declare(rows(*counts), total_tokens=4096)
+    assert sum(counts) <= shape.tokens <= max(MOST_PADDING * sum(counts), LOOSE_TOKENS)
+
+
+@given(st.integers(2, COARSE.whole_up_to))
+def test_short_prompts_that_are_alone_are_not_cut_for_kernels(tokens):
+    """S3-15: the rest of a prompt of 100 tokens would take a second step as long as the first."""
+    assert shapes(grain=COARSE).fill(1, tokens) == tokens
+
+
+def test_kernels_that_skip_padding_get_fewer_programs():
+    assert grain_of("xla") == FINE
+    assert grain_of("mosaic_gpu") == grain_of("cudnn") == COARSE
+    limits = {"max_tokens": 2048, "max_rows": 256}
+    fine, coarse = (len(shapes(grain=g, **limits).declare_all(Features())) for g in (FINE, COARSE))
+    assert coarse <= 30 < fine
+
+
+@given(
+    st.lists(st.integers(1, 300), min_size=1, max_size=100),
+    st.integers(300, 4096),
+    st.booleans(),
+    st.booleans(),
+    st.sampled_from([FINE, COARSE]),
+)
+@settings(max_examples=200, deadline=None)
+def test_every_step_has_a_declared_program_that_holds_it(counts, total, decode, pinned, grain):
+    """S3-10, S3-17: what is declared is what runs, also with every shape pinned."""
+    served = shapes(pinned=pinned, grain=grain)
+    batch = rows(*([1] * len(counts) if decode else counts[:6]))
+    declared = served.declare(batch, total_tokens=total)
+    assert declared in served.declare_all(Features())
+    shape = declared
+    assert shape.rows >= len(batch)
+    assert shape.tokens >= sum(len(row.tokens) for row in batch)
+    assert shape.table_widths[0] * 16 >= total
+    assert shape.decode == (not pinned and all(len(row.tokens) == 1 for row in batch))
+
+
+def test_the_number_of_programs_is_bounded():
+    assert len(shapes().declare_all(Features())) <= 80
+    assert len(shapes(pinned=True).declare_all(Features())) == 1
+    many = shapes(max_tokens=32768, max_rows=256)
+    assert len(many.declare_all(Features())) <= 200
+
+
+def test_too_many_tokens_are_refused():
+    with pytest.raises(ValueError, match="largest bucket"):
+        shapes().declare(rows(2049), total_tokens=4096)

@@ -1,0 +1,153 @@
+"""Launches without XLA as far as they can be seen without a GPU: which kernels, which pointers, what JAX must offer."""
+
+import ctypes
+import math
+
+import jax
+import jax.numpy as jnp
+import pytest
+import torch
+
+from tests.pallas_kernels.h200.reports import reports_of
+from torch_bridge.ops import direct, launch
+from torch_bridge.ops.direct import Decode
+from torch_bridge.ops.launch import Launch, Lowered, lower_alone, why_not_launch
+
+pytestmark = pytest.mark.torch
+
+
+def test_this_jax_launches_kernels_for_torch_as_we_do():
+    """Fails with a JAX whose compiler for torch has changed; calls then go through XLA until `launch.py` follows."""
+    assert why_not_launch() is None
+
+
+def test_another_jax_is_told_from_this_one(monkeypatch):
+    def compile_otherwise(module):
+        def launch(pointers, device):
+            return module
+
+        return launch, None
+
+    monkeypatch.setattr(launch.core, "_compile_as_torch_gpu_kernel", compile_otherwise)
+    assert "in another way" in str(why_not_launch.__wrapped__())
+    monkeypatch.delattr(launch.core, "_compile_as_torch_gpu_kernel")
+    assert "has no compiler" in str(why_not_launch.__wrapped__())
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """Lets launches run nothing, and returns what they would have been given."""
+    calls = []
+    kind = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.POINTER(ctypes.c_void_p))
+    launch_c = kind(lambda function, stream, args: calls.append((function, stream, args[:4])))
+
+    def compile_nothing(module):
+        function = len(module)
+
+        def launch(pointers, device):
+            launch_c(function, None, pointers)
+
+        return launch, None
+
+    monkeypatch.setattr(launch.core, "_compile_as_torch_gpu_kernel", compile_nothing)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 77, raising=False)
+    return calls
+
+
+def test_a_launch_is_given_arguments_then_results_on_the_current_stream(launched):
+    out = (jax.ShapeDtypeStruct((2, 3), jnp.bfloat16), jax.ShapeDtypeStruct((5,), jnp.float32))
+    made = Launch(Lowered(b"twelve bytes", ()), out, torch.device("cpu"))
+    tensors = torch.zeros(4), torch.zeros(2)
+    first, second = made(*tensors)
+    assert (first.shape, first.dtype) == ((2, 3), torch.bfloat16)
+    assert (second.shape, second.dtype) == ((5,), torch.float32)
+    pointers = [tensor.data_ptr() for tensor in (*tensors, first, second)]
+    assert launched == [(12, 77, pointers)]
+
+
+def test_results_in_place_are_the_arguments_own_memory(launched):
+    made = Launch(Lowered(b"", (1, 0)), (), torch.device("cpu"))
+    left, right = torch.zeros(4), torch.zeros(4)
+    assert made(left, right) == []
+    pointers = [left.data_ptr(), right.data_ptr()]
+    assert launched[0][2] == [*pointers, *reversed(pointers)]
+
+
+def test_a_function_that_does_more_than_launch_a_kernel_is_not_launched():
+    assert lower_alone(lambda x: x + 1, [jax.ShapeDtypeStruct((4,), jnp.float32)]) is None
+    assert lower_alone(lambda x: x, [jax.ShapeDtypeStruct((4,), jnp.float32)]) is None
+
+
+def test_shares_of_a_row_are_joined_by_their_sums():
+    """Against float64; one share has no keys, and one row has none at all."""
+    rows, parts, kv_heads, dim, width = 3, 4, 2, 16, 8
+    generator = torch.Generator().manual_seed(0)
+    out = torch.randn(rows, parts, kv_heads, dim, width, generator=generator)
+    lse = 9 * torch.randn(rows, parts, kv_heads, width, generator=generator)
+    lse[0, 2], lse[1] = -math.inf, -math.inf
+    out[0, 2], out[1] = 0, 0
+    columns = torch.tensor([0, 1, 2, 8, 9, 10])
+    got = Decode(lambda *_: [out, lse], 0, columns.numpy(), torch.device("cpu"))(torch.zeros(1))
+    for row in range(rows):
+        for head, column in enumerate(columns.tolist()):
+            kv, at = divmod(column, width)
+            weight = torch.exp2(lse[row, :, kv, at].double())
+            total = (weight[:, None] * out[row, :, kv, :, at].double()).sum(0)
+            wanted = total / weight.sum() if weight.sum() else total
+            torch.testing.assert_close(got[row, head].double(), wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_heads_that_a_kernel_wants_more_are_zeros():
+    seen = []
+    decode = Decode(lambda *tensors: [seen.append(tensors) or tensors[0]], 3, None, None)
+    q = torch.ones(2, 5, 4)
+    assert decode(q, q).shape == (2, 8, 4)
+    assert torch.equal(seen[0][0][:, :5], q)
+    assert not seen[0][0][:, 5:].any()
+
+
+def test_what_lies_otherwise_than_kernels_read_is_copied():
+    whole = torch.arange(48, dtype=torch.float32).view(6, 8)
+    assert direct.fitted(whole) is whole
+    for odd in (whole.T, whole[:, :4], whole.view(-1)[1:]):
+        copy = direct.fitted(odd)
+        assert direct.fits(copy)
+        assert not direct.fits(odd)
+        assert torch.equal(copy, odd)
+
+
+def test_on_the_cpu_xla_serves_everything():
+    q, pool = torch.zeros(2, 4, 16), torch.zeros(4, 4, 2, 16)
+    table, lengths = torch.zeros(2, 2, dtype=torch.int32), torch.ones(2, dtype=torch.int32)
+    options = {"scale": 1.0, "window": None, "soft_cap": None}
+    assert direct.decode_kernel(q, pool, pool, table, lengths, **options) is None
+    bounds = torch.arange(3, dtype=torch.int32)
+    assert direct.ragged_kernel(q, pool, pool, table, lengths, bounds, **options) is None
+    assert direct.write_kernel(lengths, q[:, :2], q[:, :2], pool, pool) is None
+
+
+@pytest.fixture(scope="module")
+def reports():
+    return reports_of("../../torch_bridge/ops/h200_direct.py")
+
+
+def test_an_h200_would_launch_kernels_whose_arguments_are_the_tensors(reports):
+    assert reports["decode"] == {
+        "in_place": [], "out": [[[8, 32, 128], "bfloat16"]], "missing": 0, "columns": None
+    }  # fmt: skip
+    assert reports["ragged"] == {"in_place": [], "out": [[[64, 32, 128], "bfloat16"]]}
+    assert reports["write"] == {"in_place": [3, 4], "out": []}
+    # Copies take whole tiles of 8 tokens.
+    assert reports["ragged odd"] is None
+
+
+def test_an_h200_would_split_long_rows_and_pad_odd_groups(reports):
+    split = reports["decode split"]
+    (rows, parts, kv_heads, dim, width), dtype = split["out"][0]
+    assert (rows, kv_heads, dim, dtype) == (1, 8, 128, "float32")
+    assert parts > 1
+    assert split["out"][1] == [[1, parts, 8, width], "float32"]
+    assert split["columns"] == [
+        head // 4 * width + head // 4 * 4 % 8 + head % 4 for head in range(32)
+    ]
+    assert reports["decode odd group"]["missing"] == 4

@@ -1,0 +1,310 @@
+"""Lends a cache's buffers to torch for one step: named views, given back in order, with none left behind.
+
+JAX owns the memory. A lease begins and ends with a program that copies nothing and is given the buffers as donations:
+the handles of before die with it, it waits on the device for JAX's readers, and at the end for torch's writers.
+"""
+
+import gc
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from types import TracebackType
+from typing import Protocol, Self, runtime_checkable
+
+import jax
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from jaxkv.cache.owner import CacheOwner
+from jaxkv.cache.state import Cache
+from jaxkv.errors import CachePoisoned
+from torch_bridge.errors import LeaseLeaked
+from torch_bridge.sharing.dlpack import as_bytes, fence, to_torch_all, torch_device
+from torch_bridge.sharing.exchange import moved, pass_on
+
+_OURS = ("torch_bridge", "torch", "transformers", "contextlib")
+
+
+@runtime_checkable
+class Leasable(Protocol):
+    """Anything that keeps its cache with an owner; `JaxkvCache` does."""
+
+    @property
+    def owner(self) -> CacheOwner:
+        """Who holds the live cache."""
+        ...
+
+
+def lease(cache: CacheOwner | Leasable, *, write: bool = True) -> "Lease":
+    """Borrows every buffer of a cache; use it as a context, or end it by hand.
+
+    ```python
+    with lease(owner) as views:
+        views["layer0.key"][page, offset] = keys
+        views.commit()
+    ```
+
+    Args:
+        cache: who owns the buffers, or a `JaxkvCache`.
+        write: torch may write. Such a lease ends in `commit`; one that ends otherwise poisons the cache, since what
+            torch wrote is in it already. One that only reads ends in `release`, or with its context, in an error too.
+
+    Raises:
+        CacheLeased: another lease is out.
+        CachePoisoned: the cache is lost.
+        LeaseLeaked: somebody holds a view of a buffer already, such as a NumPy array on the CPU.
+    """
+    return Lease(cache if isinstance(cache, CacheOwner) else cache.owner, write=write)
+
+
+class Lease(Mapping[str, torch.Tensor]):
+    """Torch views of a cache's buffers by name, such as "layer3.key", in the shapes and dtypes that JAX has.
+
+    8-bit floats come as uint8, since torch computes little with them; `view(torch.float8_e4m3fn)` is the way back.
+    Work on streams beside torch's current one must be waited for before the lease ends.
+
+    Args:
+        owner: of the cache.
+        write: whether torch may write.
+
+    Attributes:
+        where: file and line that asked for it.
+        device: of all buffers.
+    """
+
+    _open = False
+
+    def __init__(self, owner: CacheOwner, *, write: bool) -> None:
+        self.where = _asked_from()
+        self._owner = owner
+        self._write = write
+        cache = owner.take(borrower=f"torch, at {self.where}")
+        self._epoch = owner.epoch
+        self._keys = cache.keys
+        self._names = tuple(f"layer{layer}.{role}" for layer, role in cache.keys)
+        self._arrays: tuple[jax.Array, ...] = ()
+        self._views: dict[str, torch.Tensor] = {}
+        self._storages: tuple[StorageWeakRef, ...] = ()
+        try:
+            self._acquire(cache)
+        except BaseException as error:
+            self._views.clear()
+            if owner.borrower and owner.epoch == self._epoch:
+                owner.poison(f"lending it to torch at {self.where} failed: {error!r}", cause=error)
+            raise
+        self._open = True
+
+    def _acquire(self, cache: Cache) -> None:
+        self.device = torch_device(cache.arrays[0])
+        pointers = [array.unsafe_buffer_pointer() for array in cache.arrays]
+        try:
+            arrays = pass_on(cache.arrays, fence(self.device))
+        except (ValueError, jax.errors.JaxRuntimeError) as error:
+            if "external reference" not in str(error):
+                raise
+            # A GPU refuses before anything runs, and the buffers stay alive.
+            self._owner.put(cache)
+            raise LeaseLeaked(self._held_elsewhere(())) from error
+        self._arrays, held = arrays, moved(self._names, arrays, pointers)
+        if held:
+            # On the CPU XLA copied what it could not donate: the numbers are right, and the view sees them no more.
+            self._arrays = ()
+            self._owner.put(Cache(arrays=arrays, keys=cache.keys))
+            raise LeaseLeaked(self._held_elsewhere(held))
+        views = map(as_bytes, to_torch_all(arrays))
+        self._views = dict(zip(self._names, views, strict=True))
+        self._storages = tuple(
+            StorageWeakRef(view.untyped_storage()) for view in self._views.values()
+        )
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        self._check_open()
+        if name in self._names and not self._views:
+            raise ValueError(
+                f"the lease taken at {self.where} gave its views up when it was to end; drop what is kept of them, "
+                f"then end it again"
+            )
+        if name not in self._views:
+            raise KeyError(f"the cache has no {name!r}; it has {', '.join(self._names)}")
+        return self._views[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it was neither committed, nor given back, nor abandoned."""
+        return self._open
+
+    @property
+    def is_current(self) -> bool:
+        """Whether it is open and the cache was neither replaced nor lost meanwhile."""
+        return self._open and self._is_ours()
+
+    def array(self, name: str) -> jax.Array:
+        """Returns a buffer as JAX has it, for programs that only read it.
+
+        A program sees torch's writes if it also takes something imported from torch after them. Keep no reference to
+        the array, and donate it to nobody.
+        """
+        self._check_open()
+        return self._arrays[self._names.index(name)]
+
+    def commit(self) -> None:
+        """Makes what torch wrote the cache's new value, and ends the lease. The host waits for nothing.
+
+        Raises:
+            LeaseLeaked: a view, or a tensor that shares its memory, is still alive. The lease stays open: drop the
+                tensor and commit again.
+            CachePoisoned: the cache was replaced or lost while it was leased.
+        """
+        self._check_open()
+        self._check_ours()
+        if not self._write:
+            raise ValueError(
+                "this lease only reads; end it by release(), or lease(..., write=True)"
+            )
+        self._give_back()
+
+    def release(self) -> None:
+        """Ends a lease that only reads.
+
+        Raises:
+            LeaseLeaked: as `commit`.
+            CachePoisoned: torch wrote through it, so the cache is lost.
+        """
+        self._check_open()
+        self._check_ours()
+        if self._write:
+            raise ValueError("this lease may have been written to; end it by commit() or abandon()")
+        written = [name for name, view in self._views.items() if view._version]
+        if written:
+            self.abandon(f"was written to ({', '.join(written)}), though it only reads")
+            raise CachePoisoned(
+                f"torch wrote to {', '.join(written)} through the lease taken at {self.where} with write=False, so the "
+                f"cache is lost; rebuild it, and ask for write=True"
+            )
+        self._give_back()
+
+    def abandon(self, reason: str, cause: BaseException | None = None) -> None:
+        """Ends the lease and declares the cache lost."""
+        if not self._open:
+            return
+        self._open = False
+        self._views.clear()
+        if self.device.type == "cuda":
+            # Nothing orders what torch still writes before what JAX will put into this memory.
+            torch.cuda.synchronize(self.device)
+        self._arrays = ()
+        if self._is_ours():
+            self._owner.poison(f"the lease taken at {self.where} {reason}", cause=cause)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if not self._open:
+            return
+        if not self._write:
+            try:
+                self.release()
+            except (LeaseLeaked, CachePoisoned):
+                # Whoever made the error sees that one; what it holds of the views keeps the lease open.
+                if error is None:
+                    raise
+            return
+        self.abandon(
+            "ended without commit()" if error is None else f"ended in {error!r}", cause=error
+        )
+        if error is None:
+            raise CachePoisoned(
+                f"the lease taken at {self.where} ended without commit(), and torch's writes are in the cache already; "
+                f"rebuild the cache, and call commit() at the end of the lease"
+            )
+
+    # Bound here, since names of modules may be gone when Python ends.
+    def __del__(self, is_ending: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not self._open or is_ending():
+            return
+        if not self._write:
+            with suppress(LeaseLeaked, CachePoisoned):
+                self.release()
+        self.abandon(
+            "was dropped without commit()" if self._write else "was dropped before its views"
+        )
+
+    def _give_back(self) -> None:
+        # Imported before the views go: it covers what torch has queued, and their memory lives until it is used.
+        token = fence(self.device)
+        leaked = self._drop_views()
+        if leaked:
+            raise LeaseLeaked(
+                f"tensors outlive the lease taken at {self.where}: {', '.join(leaked)}. Drop every view, slice and "
+                f"NumPy array made from them, then end the lease again; clone what shall be kept"
+            )
+        pointers = [array.unsafe_buffer_pointer() for array in self._arrays]
+        arrays, self._arrays = self._arrays, ()
+        try:
+            arrays = pass_on(arrays, token)
+        except BaseException as error:
+            self._arrays = arrays
+            self.abandon(f"could not be ended: {error!r}", cause=error)
+            raise
+        held = moved(self._names, arrays, pointers)
+        self._open = False
+        self._owner.put(Cache(arrays=arrays, keys=self._keys))
+        if held:
+            raise LeaseLeaked(
+                f"XLA copied {', '.join(held)} when the lease taken at {self.where} ended, since somebody holds the "
+                f"memory by other means; the cache is whole, in other memory"
+            )
+
+    def _drop_views(self) -> list[str]:
+        """Forgets the views, and returns the names of those whose memory torch still refers to."""
+        self._views.clear()
+        if all(storage.expired() for storage in self._storages):
+            return []
+        gc.collect()
+        pairs = zip(self._names, self._storages, strict=True)
+        return [name for name, storage in pairs if not storage.expired()]
+
+    def _held_elsewhere(self, names: tuple[str, ...] | list[str]) -> str:
+        which = f"of {', '.join(names)} " if names else ""
+        return (
+            f"the cache cannot be leased at {self.where}: somebody holds a view {which}made outside of a lease, such "
+            f"as a NumPy array or a DLPack tensor; drop it, and copy what shall be kept"
+        )
+
+    def _is_ours(self) -> bool:
+        return bool(self._owner.borrower) and self._owner.epoch == self._epoch
+
+    def _check_ours(self) -> None:
+        if not self._is_ours():
+            self.abandon("was overtaken")
+            raise CachePoisoned(
+                f"the cache was replaced or lost while it was leased at {self.where}; what was written is gone"
+            )
+
+    def _check_open(self) -> None:
+        if not self._open:
+            raise ValueError(f"the lease taken at {self.where} has ended; take a new one")
+
+
+def _asked_from() -> str:
+    """Returns file and line of the call that led here from outside the bridge and the frameworks."""
+    frame = sys._getframe(1)
+    last = frame
+    while frame is not None:
+        last = frame
+        if frame.f_globals.get("__name__", "").partition(".")[0] not in _OURS:
+            break
+        frame = frame.f_back
+    return f"{last.f_code.co_filename}:{last.f_lineno}"

@@ -1,0 +1,196 @@
+"""The attention implementation "jaxkv" of Transformers: our paged kernels on the pages of a `JaxkvCache`.
+
+Importing `torch_bridge` registers it; `model.set_attn_implementation("jaxkv")` chooses it.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.masking_utils import AttentionMaskInterface, causal_mask_function
+
+from pallas_kernels.dispatch import Unsupported
+from torch_bridge.ops.calls import hand_out, run
+from torch_bridge.ops.direct import decode_kernel, fitted, ragged_kernel
+from torch_bridge.sharing.dlpack import from_torch
+from torch_bridge.transformers_cache.gradients import refuse_gradient
+from torch_bridge.transformers_cache.step import Step, active
+from torch_bridge.transformers_cache.tables import padded
+from torch_bridge.transformers_cache.uncompiled import uncompiled
+
+NAME = "jaxkv"
+_SMALLEST_PACKING = 16
+_REWRITES = (
+    f'attends to other keys or values than it gave the cache, which attention "{NAME}" would read in the pages; use '
+    f'model.set_attn_implementation("sdpa"), which works with JaxkvCache too'
+)
+_REWRITING = ("diffllama", "hrm_text", "jetmoe")
+"""Types of models that repeat or split what they have kept, or keep it under other numbers than their layers'."""
+
+
+def attends_pages(model: PreTrainedModel) -> bool:
+    """Whether a model's attention is "jaxkv".
+
+    Raises:
+        Unsupported: it is, but does not attend to what the pages hold.
+    """
+    config = model.config.get_text_config(decoder=True)
+    if config._attn_implementation != NAME:
+        return False
+    if config.model_type in _REWRITING:
+        raise Unsupported(f"{type(model).__name__} {_REWRITES}")
+    return True
+
+
+@uncompiled
+def paged_attention_forward(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **kwargs: Any,  # noqa: ANN401 - Transformers passes more than attention needs
+) -> tuple[torch.Tensor, None]:
+    """Attends causally from the step's queries to their rows' pages, which hold the step's keys already.
+
+    Args:
+        module: the attention layer; its `layer_idx` names the pages.
+        query: [rows, heads, queries, head_dim], rotated.
+        key: the step's keys, the very tensor that was given to the cache; attention reads them in the pages.
+        value: likewise.
+        attention_mask: must be `None`; padding and windows are known from the cache.
+        scaling: factor on the scores; `None` for `head_dim ** -0.5`.
+        dropout: must be 0.
+        sliding_window: tokens a query sees; must be what the cache has for the layer, where it is given.
+        softcap: bound of the scores.
+        s_aux: one logit per head that joins the softmax's denominator.
+        **kwargs: unused.
+
+    Returns:
+        [rows, queries, heads, head_dim] in the query's dtype, zero for padding, and no weights.
+
+    Raises:
+        ValueError: the forward has no `JaxkvCache`, or asks for something the kernels cannot do.
+    """
+    step = active()
+    layer: int = module.layer_idx  # pyright: ignore[reportAssignmentType]
+    if step is not None and not step.keeps(layer):
+        raise ValueError(
+            f'layer {layer} of {type(module).__name__} has no keys of its own, so attention "{NAME}" has no pages for '
+            f'it; use model.set_attn_implementation("sdpa"), which works with JaxkvCache too'
+        )
+    written = None if step is None else step.take_written(layer)
+    if step is None or written is None:
+        raise ValueError(
+            f'attention "{NAME}" reads the pages of a JaxkvCache, and this forward has none: pass '
+            f"past_key_values=JaxkvCache(model), to the model it was made for, or "
+            f'model.set_attn_implementation("sdpa")'
+        )
+    if written[0] is not key or written[1] is not value:
+        raise ValueError(f"{type(module).__name__} {_REWRITES}")
+    window = step.window(layer)
+    if attention_mask is not None:
+        raise ValueError(
+            f'attention "{NAME}" takes 2-D masks of padding alone, got {list(attention_mask.shape)}; use "sdpa"'
+        )
+    if dropout or not getattr(module, "is_causal", True):
+        raise ValueError(
+            f'attention "{NAME}" is causal and has no dropout; call model.eval(), or use "sdpa"'
+        )
+    if sliding_window is not None and sliding_window != window:
+        raise ValueError(
+            f"layer {layer} wants a window of {sliding_window}, the cache was made for {window}"
+        )
+    scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    given = query.detach() if query.requires_grad else query
+    out = None
+    if s_aux is None:
+        out = _launch(step, layer, given, scale, softcap)
+    if out is None:
+        sinks = None if s_aux is None else from_torch(s_aux.detach().to(query.dtype))
+        options = {"scale": scale, "window": window, "soft_cap": softcap, "sinks": sinks}
+        out = _run(step, layer, given, options)
+    out = out if out.dtype == query.dtype else out.to(query.dtype)
+    return refuse_gradient(out, query), None
+
+
+def _launch(
+    step: Step, layer: int, query: torch.Tensor, scale: float, soft_cap: float | None
+) -> torch.Tensor | None:
+    """Attends without XLA: returns [rows, queries, heads, head_dim], or `None` where that cannot be.
+
+    What has to be known of a kernel is asked once per step for all layers that are alike.
+    """
+    pools = step.pools(layer)
+    packed = fitted(_packed(step, query, pools[0].dtype))
+    kind = (step.group(layer), packed.shape, scale, soft_cap)
+    if kind not in step.launches:
+        numbers = {"scale": scale, "window": step.window(layer), "soft_cap": soft_cap}
+        step.launches[kind] = _find_launch(step, layer, packed, numbers)
+    launch = step.launches[kind]
+    return None if launch is None else _unpacked(step, launch(packed, *pools))
+
+
+def _find_launch(
+    step: Step, layer: int, packed: torch.Tensor, numbers: dict[str, Any]
+) -> Callable[..., torch.Tensor] | None:
+    """Returns what launches a kernel on the step's queries and a layer's pools."""
+    table, pools = step.tables(layer).page_table, step.pools(layer)
+    if step.decodes:
+        decode = decode_kernel(packed, *pools, table, step.seq_lens, **numbers)
+        if decode is None:
+            return None
+        return lambda *tensors: decode(*tensors, table, step.seq_lens)
+    found = ragged_kernel(packed, *pools, table, step.seq_lens, step.cu_q_lens, **numbers)
+    if found is None:
+        return None
+    launch, plan = found
+    tiles = [hand_out(array) for array in plan(step.seq_lens_array, from_torch(step.cu_q_lens))]
+    return lambda *tensors: launch(*tensors, table, *tiles)[0]
+
+
+def _packed(step: Step, query: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Returns the step's queries row after row, [tokens, heads, head_dim].
+
+    Programs are compiled for padded lengths; what lies past the last row's end is not read.
+    """
+    packed = step.pack(query)
+    packed = packed if packed.dtype == dtype else packed.to(dtype)
+    if step.decodes:
+        return packed
+    room = padded(step.num_tokens, _SMALLEST_PACKING)
+    return torch.nn.functional.pad(packed, (0, 0, 0, 0, 0, room - step.num_tokens))
+
+
+def _unpacked(step: Step, out: torch.Tensor) -> torch.Tensor:
+    return step.unpack(out if step.decodes else out[: step.num_tokens])
+
+
+def _run(step: Step, layer: int, query: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
+    """Attends through XLA: returns [rows, queries, heads, head_dim]."""
+    packed = _packed(step, query, step.pools(layer)[0].dtype).contiguous()
+    pages = [step.lease.array(f"layer{layer}.{role}") for role in ("key", "value")]
+    arrays = [from_torch(packed), *pages, step.tables(layer).page_table_array, step.seq_lens_array]
+    if not step.decodes:
+        arrays.append(from_torch(step.cu_q_lens))
+    op = "paged_attention" if step.decodes else "ragged_attention"
+    return _unpacked(step, hand_out(run(op, *arrays, **options)))
+
+
+def no_mask(*args: Any, mask_function: Any = None, use_vmap: bool = False, **kwargs: Any) -> None:  # noqa: ANN401
+    """Makes no mask: the cache knows padding and windows. Refuses masks that hide or show anything else."""
+    windowed = kwargs.get("local_size") is not None
+    if use_vmap or (not windowed and mask_function is not causal_mask_function):
+        raise ValueError(
+            f'attention "{NAME}" is causal, with windows and padding; this model asks for another mask, use "sdpa"'
+        )
+
+
+AttentionInterface.register(NAME, paged_attention_forward)
+AttentionMaskInterface.register(NAME, no_mask)

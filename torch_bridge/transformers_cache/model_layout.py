@@ -1,0 +1,197 @@
+"""What a Transformers model remembers, layer by layer, as specs of our cache. Reads its config and modules alone."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from inspect import signature
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.cache_utils import get_layer_types_and_kwargs
+
+from jaxkv.cache.spec import ArraySpec, LayerSpec, PagedSpec, StateSpec
+from jaxkv.cache.variants import gqa, window
+from pallas_kernels.dispatch import Unsupported
+from torch_bridge.transformers_cache.forward_call import CACHE_NAMES
+
+_DTYPES = ("float32", "bfloat16", "float16")
+_ATTENTION = ("full_attention", "sliding_attention")
+_STATES = "linear_attention"
+_NOTHING = ("mlp", "moe")
+_UNFIT = {
+    "cpmant": "puts a prompt of its own before the tokens, which takes columns of the cache",
+    "doge": "attends to later tokens where no mask is made, as with sdpa and without padding",
+    "gpt_neox_japanese": "takes keys as one contiguous array, which those gathered from pages are not",
+    "prophetnet": "keeps the keys of several streams of tokens",
+    "recurrent_gemma": "keeps the states of its recurrent layers in its modules, where no cache reaches them",
+}
+"""Model type -> why it cannot use pages, where neither config nor modules show it."""
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """One layer of the model, as its cache sees it.
+
+    Attributes:
+        kind: Transformers' name of the layer's type.
+        specs: what it remembers; nothing for layers that are feed-forward alone.
+        window: tokens a query sees, itself included; `None` for all.
+    """
+
+    kind: str
+    specs: tuple[PagedSpec | StateSpec, ...]
+    window: int | None = None
+
+
+def plan_layers(model: PreTrainedModel, *, page_size: int) -> tuple[LayerPlan, ...]:
+    """Returns what each layer remembers.
+
+    Raises:
+        Unsupported: the model has layers that remember something else, or lies on several devices.
+    """
+    name = type(model).__name__
+    if model.config.is_encoder_decoder:
+        raise Unsupported(
+            f"{name} has an encoder, and JaxkvCache is for decoders alone; use Transformers' EncoderDecoderCache"
+        )
+    if why := _why_unfit(model):
+        raise Unsupported(f"{name} {why}; generate without a JaxkvCache")
+    devices = {parameter.device for parameter in model.parameters()}
+    if len(devices) != 1:
+        raise Unsupported(
+            f"JaxkvCache needs a model on one device, this one is on {sorted(map(str, devices))}"
+        )
+    dtype = str(model.dtype)[6:]
+    if dtype not in _DTYPES:
+        raise Unsupported(f"JaxkvCache keeps {', '.join(_DTYPES)}, the model computes in {dtype}")
+    config = model.config.get_text_config(decoder=True)
+    kinds, options = get_layer_types_and_kwargs(config)
+    heads = _heads_by_layer(model)
+    return tuple(
+        _plan(kind, layer, config, options, heads, dtype, page_size)
+        for layer, kind in enumerate(kinds)
+    )
+
+
+def layer_specs(plans: tuple[LayerPlan, ...]) -> tuple[LayerSpec, ...]:
+    """Returns the specs of all layers, at their places."""
+    return tuple(LayerSpec(layer, spec) for layer, plan in enumerate(plans) for spec in plan.specs)
+
+
+def _plan(
+    kind: str,
+    layer: int,
+    config: Any,  # noqa: ANN401 - every family has a class of its own
+    options: Mapping[str, Any],
+    heads: Mapping[int, tuple[int, int]],
+    dtype: str,
+    page_size: int,
+) -> LayerPlan:
+    if kind in _NOTHING:
+        return LayerPlan(kind, ())
+    if kind == _STATES:
+        return LayerPlan(kind, (_gated_delta(config, dtype),))
+    if getattr(config, "kv_lora_rank", None) is not None:
+        raise Unsupported(
+            f"{type(config).__name__} has latent attention (kv_lora_rank); JaxkvCache keeps keys and values per head. "
+            f"Use Transformers' DynamicCache for this model"
+        )
+    if kind not in _ATTENTION:
+        raise Unsupported(
+            f"layer {layer} is {kind} of {type(config).__name__}; JaxkvCache knows {', '.join(_ATTENTION)} with keys "
+            f"and values per head, and gated delta layers. Use Transformers' DynamicCache for this model"
+        )
+    kv_heads, head_dim = heads.get(layer) or _heads_of(config)
+    if kind == "full_attention":
+        spec = gqa(kv_heads, head_dim, dtype=dtype, page_size=page_size)
+        return LayerPlan(kind, (spec,))
+    seen = int(options["sliding_window"])
+    spec = window(kv_heads, head_dim, window=seen, dtype=dtype, page_size=page_size)
+    return LayerPlan(kind, (spec,), seen)
+
+
+def _why_unfit(model: PreTrainedModel) -> str | None:
+    """Returns why pages of keys cannot serve a model, whatever its layers remember, or `None`."""
+    names = signature(model.forward).parameters
+    if "input_ids" in names and not any(name in names for name in CACHE_NAMES):
+        return f"takes no cache: its forward has none of the arguments {', '.join(CACHE_NAMES)}"
+    config = model.config.get_text_config(decoder=True)
+    if config.model_type in _UNFIT:
+        return _UNFIT[config.model_type]
+    setting = _non_causal_setting(model, config)
+    if setting:
+        return f"is not causal ({setting}), so its keys depend on later tokens and cannot be kept"
+    return None
+
+
+def _non_causal_setting(model: PreTrainedModel, config: Any) -> str | None:  # noqa: ANN401
+    """Returns what makes the decoder attend to tokens after a query's, or `None`."""
+    if not getattr(config, "is_causal", True):
+        return "is_causal=False in its config"
+    both_ways = getattr(config, "use_bidirectional_attention", None)
+    # Others than these are for pictures, whose forwards are told of them by tensors.
+    if both_ways in (True, "all"):
+        return f"use_bidirectional_attention={both_ways!r} in its config"
+    for module in model.get_decoder().modules():
+        name, is_decoder = type(module).__name__, getattr(module, "is_decoder", None)
+        if is_decoder is False:
+            return f"is_decoder=False in {name}"
+        # A decoder's attention to an encoder is not causal either, nor are towers, whose layers have no number.
+        numbered = isinstance(getattr(module, "layer_idx", None), int)
+        if is_decoder is None and numbered and getattr(module, "is_causal", True) is False:
+            return f"is_causal=False in {name}"
+    return None
+
+
+def _heads_by_layer(model: torch.nn.Module) -> dict[int, tuple[int, int]]:
+    """Returns heads of keys and their components where a layer's own projection says so."""
+    found = {}
+    for module in model.modules():
+        projection, head_dim = getattr(module, "k_proj", None), getattr(module, "head_dim", None)
+        layer = getattr(module, "layer_idx", None)
+        if (
+            isinstance(projection, torch.nn.Linear)
+            and isinstance(head_dim, int)
+            and layer is not None
+        ):
+            found[layer] = (projection.out_features // head_dim, head_dim)
+    return found
+
+
+def _heads_of(config: Any) -> tuple[int, int]:  # noqa: ANN401
+    heads = getattr(config, "num_attention_heads", None)
+    if heads is None:
+        raise Unsupported(
+            f"{type(config).__name__} has no num_attention_heads, so JaxkvCache does not know what its layers keep; "
+            f"use Transformers' DynamicCache for this model"
+        )
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    # Falcon shares one head of keys; in its later form it repeats them for all heads before they are kept.
+    if getattr(config, "multi_query", False) and not getattr(
+        config, "new_decoder_architecture", False
+    ):
+        return 1, head_dim
+    return getattr(config, "num_key_value_heads", None) or heads, head_dim
+
+
+def _gated_delta(config: Any, dtype: str) -> StateSpec:  # noqa: ANN401
+    """Returns the state of a gated delta layer in Transformers' shapes: as many inputs as the convolution is wide."""
+    names = (
+        "linear_num_key_heads",
+        "linear_num_value_heads",
+        "linear_key_head_dim",
+        "linear_value_head_dim",
+        "linear_conv_kernel_dim",
+    )
+    if any(not hasattr(config, name) for name in names):
+        raise Unsupported(
+            f"{type(config).__name__} has recurrent layers that JaxkvCache does not know (it knows gated delta, as in "
+            f"Qwen3-Next); use Transformers' DynamicCache for this model"
+        )
+    key_heads, value_heads, key_dim, value_dim, width = (getattr(config, name) for name in names)
+    channels = 2 * key_heads * key_dim + value_heads * value_dim
+    arrays = (
+        ArraySpec("conv", (channels, width), dtype),
+        ArraySpec("delta", (value_heads, key_dim, value_dim), "float32"),
+    )
+    return StateSpec("delta", arrays)

@@ -1,0 +1,256 @@
+"""The rows of a batch as sequences of real tokens: what each has said, where its columns point, what it holds.
+
+A row's padding takes columns of the batch and no place in the cache. All of this is bookkeeping on the host.
+"""
+
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+
+from jaxkv.cache.kept_pages.keys import PageKeys
+from jaxkv.cache.page_allocator import PageCopy
+from jaxkv.errors import CachePoisoned, OutOfPages, OutOfStates
+from torch_bridge.sharing.leases import Lease
+from torch_bridge.transformers_cache.store import Store
+
+
+@dataclass
+class Sequence:
+    """One row.
+
+    Attributes:
+        number: its number in the books.
+        text: its tokens as far as they were read; `None` once it is known that they do not name what was computed.
+        keys: the names of its pages, if it has a text.
+        num_tokens: its real tokens, computed ones and those of the step on its way.
+    """
+
+    number: int
+    text: list[int] | None
+    keys: PageKeys | None
+    num_tokens: int = 0
+
+
+@dataclass
+class Unread:
+    """Tokens of one step that are still on the device.
+
+    Attributes:
+        ids: [rows, queries].
+        positions: [rows or 1, queries], or `None` where Transformers counts columns.
+        real: [rows, queries].
+        first_column: of the queries.
+    """
+
+    ids: torch.Tensor | None
+    positions: torch.Tensor | None
+    real: np.ndarray
+    first_column: int
+
+    def own(self) -> "Unread":
+        """Returns it with tensors of its own, since callers write their next tokens into the same ones."""
+        ids, positions = (one if one is None else one.clone() for one in (self.ids, self.positions))
+        return replace(self, ids=ids, positions=positions)
+
+
+@dataclass
+class Sequences:
+    """All rows of one cache.
+
+    Attributes:
+        store: where their pages are.
+        rows: in the batch's order; empty until the first forward.
+        real: [rows, columns] which columns hold tokens.
+        rebuilds: of the owner when the rows began; what they remember is gone when it has grown.
+    """
+
+    store: Store
+    rows: list[Sequence] = field(default_factory=list)
+    real: np.ndarray = field(default_factory=lambda: np.zeros((0, 0), bool))
+    rebuilds: int = 0
+    _unread: list[Unread] = field(default_factory=list)
+    _fresh: bool = False
+
+    @property
+    def num_columns(self) -> int:
+        """Columns of the batch that are remembered, padding included."""
+        return self.real.shape[1]
+
+    def begin(self, texts: list[list[int] | None], real: np.ndarray, most_columns: int) -> int:
+        """Opens a row for each text and returns how many leading columns the cache holds already.
+
+        Columns can be left out only for all rows at once, so the row with the shortest hit decides.
+
+        Args:
+            texts: the tokens of each row; `None` where they do not name what is computed.
+            real: [rows, columns] which columns hold them.
+            most_columns: no more than these are left out.
+        """
+        index = self.store.index
+        keys = [None if text is None else index.keys() for text in texts]
+        counted = real.cumsum(axis=1)
+        columns = self._held_columns(texts, keys, counted, most_columns)
+        self.rebuilds = self.store.owner.rebuilds
+        for text, key, count in zip(texts, keys, counted, strict=True):
+            number, length = self.store.new_number(), int(count[columns - 1]) if columns else 0
+            if text is None or key is None:
+                self.store.allocator.open(number)
+            else:
+                index.adopt(number, text, key, most=length)
+            self.rows.append(Sequence(number, text, key, length))
+        self.real = real[:, :columns]
+        self._fresh = True
+        return columns
+
+    def _held_columns(
+        self,
+        texts: list[list[int] | None],
+        keys: list[PageKeys | None],
+        counted: np.ndarray,
+        columns: int,
+    ) -> int:
+        """Returns the most leading columns, up to a limit, whose tokens the index has for every row."""
+        while columns:
+            shorter = columns
+            for text, key, count in zip(texts, keys, counted, strict=True):
+                length, hit = int(count[columns - 1]), 0
+                if text and key is not None:
+                    hit = self.store.index.match(text, key, most=length).num_tokens
+                if hit < length:
+                    shorter = min(shorter, int(np.searchsorted(count, hit, side="right")))
+            if shorter == columns:
+                break
+            columns = shorter
+        return columns
+
+    def grow(self, real: np.ndarray, lease: Lease) -> None:
+        """Appends columns, reserves places for their tokens, and copies shared pages that they will be written to.
+
+        Raises:
+            OutOfPages: the pool is too small (`OutOfStates` for states). Rows that began with these columns are gone;
+                others are as they were.
+        """
+        copies: list[PageCopy] = []
+        new = real.sum(axis=1)
+        try:
+            for row, count in zip(self.rows, new, strict=True):
+                held = self.store.allocator.reserve(row.number, row.num_tokens + int(count))
+                copies += held.copies
+        except (OutOfPages, OutOfStates) as error:
+            size = "max_tokens" if isinstance(error, OutOfPages) else "max_sequences"
+            others = self.store.allocator.open_sequences - {row.number for row in self.rows}
+            if self._fresh:
+                self.release()
+            else:
+                # The rows before hold their new pages already.
+                self.store.copy(lease, copies)
+            raise type(error)(
+                f"{error}. This forward has {int(new.sum())} new tokens in {len(new)} rows; give JaxkvCache a larger "
+                f"{size}{', or reset() forks that are done' if others else ''}"
+            ) from error
+        self.store.copy(lease, copies)
+        for row, count in zip(self.rows, new, strict=True):
+            row.num_tokens += int(count)
+        self.real = np.concatenate([self.real, real], axis=1)
+
+    def commit(self, unread: Unread) -> None:
+        """Counts the step's tokens as computed, and remembers where to read them; those it began with are known."""
+        self.store.allocator.commit_all((row.number, row.num_tokens) for row in self.rows)
+        if not self._fresh:
+            self._unread.append(unread.own())
+            return
+        self._fresh = False
+        self.publish()
+
+    def publish(self) -> None:
+        """Reads what is still on the device and offers full pages to the prefix index."""
+        for unread in self._unread:
+            self._read(unread)
+        self._unread.clear()
+        for row in self.rows:
+            if row.text is not None and row.keys is not None:
+                computed = min(len(row.text), self.store.allocator.num_tokens(row.number))
+                self.store.index.publish(row.number, row.text, row.keys, computed)
+
+    def fork(self, order: list[int] | None = None) -> "Sequences":
+        """Returns rows that go on from these, in this order; pages are shared until one of two writes."""
+        self.check()
+        self.publish()
+        chosen = list(range(len(self.rows))) if order is None else order
+        child = Sequences(self.store, rebuilds=self.rebuilds, real=self.real[chosen])
+        for index in chosen:
+            row, number = self.rows[index], self.store.new_number()
+            self.store.allocator.fork(row.number, number)
+            text = None if row.text is None else list(row.text)
+            keys = None if row.keys is None else row.keys.copy()
+            child.rows.append(Sequence(number, text, keys, row.num_tokens))
+        return child
+
+    def reorder(self, order: list[int]) -> None:
+        """Makes row i go on from what is row `order[i]` now; does nothing before the first forward.
+
+        Raises:
+            ValueError: there is no such row, or none would be left.
+        """
+        if not self.rows or order == list(range(len(self.rows))):
+            return
+        if not order or any(not 0 <= index < len(self.rows) for index in order):
+            raise ValueError(
+                f"rows must be chosen by numbers from 0 to {len(self.rows) - 1}, at least one, got {order}"
+                f"{'' if order else '; reset() forgets them all'}"
+            )
+        twin = self.fork(order)
+        self.release()
+        self.rows, self.real = twin.rows, twin.real
+
+    def release(self) -> None:
+        """Ends all rows. Pages that the index keeps stay."""
+        for row in self.rows:
+            if self.store.allocator.is_open(row.number):
+                self.store.allocator.release(row.number)
+        self.rows = []
+        self.real = np.zeros((0, 0), bool)
+        self._unread.clear()
+
+    def check(self) -> None:
+        """Raises `CachePoisoned` if the pool was lost, or was replaced since the rows began."""
+        if self.store.owner.poisoned or (self.rows and self.store.owner.rebuilds != self.rebuilds):
+            raise CachePoisoned(
+                "what this cache remembered is lost: a forward failed, here or in a fork, after it had begun to write. "
+                "Call reset() and compute the sequences again"
+            ) from self.store.owner.cause
+
+    def _read(self, unread: Unread) -> None:
+        """Adds one step's tokens to the texts, and ends the texts of rows that were computed at odd positions."""
+        if unread.ids is None:
+            for row in self.rows:
+                row.text = None
+            return
+        ids = unread.ids.to("cpu").numpy()
+        usual = usual_positions(self.real, unread.positions, unread.first_column, ids.shape[1])
+        for row, tokens, real, fits in zip(self.rows, ids, unread.real, usual, strict=True):
+            if row.text is not None:
+                row.text = [*row.text, *tokens[real].tolist()] if fits else None
+
+
+def usual_positions(
+    real: np.ndarray, positions: torch.Tensor | None, first_column: int, num_queries: int
+) -> np.ndarray:
+    """Returns for each row whether its i-th token is at position i, for the tokens of some columns.
+
+    Args:
+        real: [rows, columns] which columns hold tokens, from the first one on.
+        positions: [rows or 1, queries]; `None` where each column's number is its position.
+        first_column: of the queries.
+        num_queries: how many columns are asked about.
+    """
+    stop = first_column + num_queries
+    expected = (real[:, :stop].cumsum(axis=1) - 1)[:, first_column:]
+    if positions is None:
+        given = np.arange(first_column, stop)[None]
+    elif positions.ndim == 2:
+        given = positions.to("cpu").numpy()
+    else:  # Several coordinates per token, as in models of pictures.
+        return np.zeros(len(real), bool)
+    return np.where(real[:, first_column:stop], given == expected, True).all(axis=1)

@@ -1,0 +1,271 @@
+"""One forward on leased pages: where its tokens go, how layers write and gather them, and what our ops are told.
+
+Made before the model runs and ended after it. Index tables go to the device once per group of layers, when first used.
+"""
+
+import threading
+import weakref
+from collections.abc import Callable, Hashable, Sequence
+from contextvars import ContextVar
+from functools import cached_property
+from typing import Any
+
+import jax
+import numpy as np
+import torch
+from transformers.cache_utils import LinearAttentionLayer
+
+from jaxkv.cache.spec import Group, PagedSpec
+from torch_bridge.ops.direct import fitted, write_kernel
+from torch_bridge.sharing.dlpack import from_torch
+from torch_bridge.sharing.leases import Lease
+from torch_bridge.transformers_cache.sequences import Sequences
+from torch_bridge.transformers_cache.tables import GroupTables, upload
+
+_ACTIVE: ContextVar["weakref.ref[Step] | None"] = ContextVar("active_step", default=None)
+
+
+def active() -> "Step | None":
+    """Returns the step of the forward on its way in this thread, for attention, which Transformers tells of no cache.
+
+    An interrupt leaves its step behind here, so attention also asks `Step.take_written`.
+    """
+    found = _ACTIVE.get()
+    return None if found is None else found()
+
+
+class Step:
+    """What one forward writes and reads.
+
+    Args:
+        sequences: the rows, which count the step's tokens already.
+        lease: of the whole cache.
+        real: [rows, queries] which of the step's columns hold tokens.
+        attends_pages: attention reads the pages by itself, so that nothing is gathered for it.
+
+    Attributes:
+        lease, attends_pages: as given.
+        num_rows, num_queries: of the batch that the model sees.
+        num_tokens: new real tokens.
+        num_columns: remembered columns before the step.
+        is_dense: every row brings a token in every column.
+        decodes: every row brings one token.
+        launches: kernels that were found for this step's layers, by what tells them apart.
+        thread: which one made it.
+        unwritten: layers with pages that have not brought their keys and values yet.
+    """
+
+    def __init__(
+        self, sequences: Sequences, lease: Lease, real: np.ndarray, *, attends_pages: bool
+    ) -> None:
+        self._sequences = sequences
+        self._real = real
+        self._device = sequences.store.device
+        self._tables: dict[str, GroupTables] = {}
+        self._places: dict[str, torch.Tensor] = {}
+        self.lease = lease
+        self.attends_pages = attends_pages
+        self.num_rows, self.num_queries = real.shape
+        self.num_tokens = int(real.sum())
+        self.is_dense = self.num_tokens == real.size
+        self.decodes = self.is_dense and self.num_queries == 1
+        self.launches: dict[Hashable, Callable[..., Any] | None] = {}
+        self.thread = threading.get_ident()
+        self.num_columns = sequences.num_columns - self.num_queries
+        layout = sequences.store.layout
+        self._group_of = {layer: group for group in layout.paged_groups for layer in group.layers}
+        self._states = [(group, layer) for group in layout.state_groups for layer in group.layers]
+        self.unwritten = set(self._group_of)
+        self._unattended: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._outer: weakref.ref[Step] | None = None
+
+    def enter(self) -> None:
+        """Makes this the active step, until `leave`."""
+        self._outer = _ACTIVE.get()
+        _ACTIVE.set(weakref.ref(self))
+
+    def leave(self) -> None:
+        """Makes the step active again inside of which this one was entered, if this one is active here."""
+        if active() is self:
+            _ACTIVE.set(self._outer)
+
+    def check_complete(self) -> None:
+        """Raises `RuntimeError` if a layer has computed without the cache."""
+        if self.unwritten:
+            raise RuntimeError(
+                f"layers {sorted(self.unwritten)} took no notice of the JaxkvCache that the forward was given, as with "
+                f"gradient checkpointing in training mode, which drops caches. Call model.eval(), or pass no cache"
+            )
+
+    def keeps(self, layer: int) -> bool:
+        """Whether a layer has pages; those that attend to another layer's keys have none."""
+        return layer in self._group_of
+
+    def take_written(self, layer: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Returns the keys and values that a layer has written and not attended to yet; it attends to them once."""
+        return self._unattended.pop(layer, None)
+
+    def group(self, layer: int) -> str:
+        """Returns the name of the layers that are stored like this one."""
+        return self._group_of[layer].name
+
+    def tables(self, layer: int) -> GroupTables:
+        """Returns where a layer's group writes and reads."""
+        group = self._group_of[layer]
+        found = self._tables.get(group.name)
+        if found is None:
+            new = self._real.sum(axis=1)
+            found = self._tables[group.name] = GroupTables(group, self._sequences, new)
+        return found
+
+    def pools(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns a layer's pages of keys and of values, leased: keep none."""
+        return self.lease[f"layer{layer}.key"], self.lease[f"layer{layer}.value"]
+
+    def window(self, layer: int) -> int | None:
+        """Returns how many tokens a layer's queries see; `None` for all."""
+        spec = self._group_of[layer].spec
+        assert isinstance(spec, PagedSpec)
+        return spec.window
+
+    @cached_property
+    def tokens(self) -> torch.Tensor:
+        """Which of the `rows * queries` places hold real tokens, int64 [tokens]."""
+        return upload(np.flatnonzero(self._real), self._device)
+
+    @cached_property
+    def seq_lens(self) -> torch.Tensor:
+        """Tokens of each row, the step's included, int32 [rows]."""
+        lengths = np.array([row.num_tokens for row in self._sequences.rows], np.int32)
+        return torch.from_numpy(lengths).to(self._device, copy=True)
+
+    @cached_property
+    def seq_lens_array(self) -> jax.Array:
+        """The same for JAX."""
+        return from_torch(self.seq_lens)
+
+    @cached_property
+    def cu_q_lens(self) -> torch.Tensor:
+        """Bounds of each row's tokens among the step's real ones, int32 [rows + 1]."""
+        bounds = np.zeros(self.num_rows + 1, np.int32)
+        np.cumsum(self._real.sum(axis=1), out=bounds[1:])
+        return torch.from_numpy(bounds).to(self._device, copy=True)
+
+    @cached_property
+    def _token_of_column(self) -> torch.Tensor:
+        """The row's token in each column; padding, which masks hide, reads the row's first one."""
+        counted = self._sequences.real.cumsum(axis=1) - 1
+        return upload(np.maximum(counted, 0), self._device)
+
+    def pack(self, values: torch.Tensor) -> torch.Tensor:
+        """Returns the real tokens of [rows, heads, queries, head_dim], row after row, [tokens, heads, head_dim]."""
+        if self.decodes:
+            return values.squeeze(2)
+        flat = values.transpose(1, 2).reshape(-1, values.shape[1], values.shape[3])
+        return flat if self.is_dense else flat[self.tokens]
+
+    def unpack(self, values: torch.Tensor) -> torch.Tensor:
+        """Returns [tokens, heads, head_dim] as [rows, queries, heads, head_dim], zero where there is padding."""
+        if self.decodes:
+            return values.unsqueeze(1)
+        shape = (self.num_rows, self.num_queries, *values.shape[1:])
+        if self.is_dense:
+            return values.reshape(shape)
+        out = values.new_zeros(shape)
+        out.view(-1, *values.shape[1:])[self.tokens] = values
+        return out
+
+    def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Puts a layer's new keys and values, [rows, kv_heads, queries, head_dim], into its pages.
+
+        Raises:
+            ValueError: the layer has brought them already in this step, or their heads or dtype are not the pages'.
+        """
+        if layer not in self.unwritten:
+            raise ValueError(
+                f"layer {layer} updated the cache twice in one forward; is an inner module called on its own inside it?"
+            )
+        self.unwritten.remove(layer)
+        if self.attends_pages:
+            self._unattended[layer] = keys, values
+        pools = self.pools(layer)
+        packed = [self.pack(new.detach() if new.requires_grad else new) for new in (keys, values)]
+        # What has to be known of a kernel is asked once per step for all layers that are alike.
+        kind = (self.group(layer), keys.shape, values.shape, keys.dtype, values.dtype)
+        if kind not in self.launches:
+            self._check_heads(layer, packed, pools)
+            self.launches[kind] = self._find_write(layer, packed, pools)
+        launch = self.launches[kind]
+        if launch is not None:
+            launch(self.tables(layer).narrow_slots, *map(fitted, packed), *pools)
+            return
+        slots = self.tables(layer).slots
+        for pages, rows in zip(pools, packed, strict=True):
+            pages.flatten(0, 1).index_copy_(0, slots, rows.to(pages.dtype))
+
+    def _check_heads(
+        self, layer: int, packed: list[torch.Tensor], pools: tuple[torch.Tensor, ...]
+    ) -> None:
+        for role, pages, rows in zip(("key", "value"), pools, packed, strict=True):
+            if rows.shape[1:] != pages.shape[2:]:
+                raise ValueError(
+                    f"layer {layer} has {role}s of {rows.shape[1]} heads of {rows.shape[2]}, but the cache was made "
+                    f"for {pages.shape[2]} of {pages.shape[3]}; JaxkvCache does not know this model's attention"
+                )
+            if torch.promote_types(rows.dtype, pages.dtype) != pages.dtype:
+                raise ValueError(
+                    f"layer {layer} has {role}s in {rows.dtype}, which pages in {pages.dtype} would round; make the "
+                    f"cache of a model in one dtype, by model.to(...)"
+                )
+
+    def _find_write(
+        self, layer: int, packed: list[torch.Tensor], pools: tuple[torch.Tensor, ...]
+    ) -> Callable[..., Any] | None:
+        """Returns our kernel, which writes both at once, for the steps of one token per row, which come again."""
+        if not self.decodes or any(
+            rows.dtype != pages.dtype for rows, pages in zip(packed, pools, strict=True)
+        ):
+            return None
+        return write_kernel(self.tables(layer).narrow_slots, *map(fitted, packed), *pools)
+
+    def gather(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns copies of a layer's keys and values of all columns, [rows, kv_heads, columns, head_dim]."""
+        name = self._group_of[layer].name
+        if name not in self._places:
+            self._places[name] = self.tables(layer).places(self._token_of_column)
+        places = self._places[name]
+        keys, values = (pool.flatten(0, 1)[places].transpose(1, 2) for pool in self.pools(layer))
+        return keys, values
+
+    def bind_states(self, layers: Sequence[object]) -> None:
+        """Gives recurrent layers their rows' states, which the model then updates as it likes."""
+        for group, layer in self._states:
+            read, _ = self._state_ids(group)
+            held = layers[layer]
+            assert isinstance(held, LinearAttentionLayer)
+            conv = self.lease[f"layer{layer}.conv"][read]
+            held.conv_states[0], held.conv_kernel_size[0] = conv, conv.shape[-1]
+            held.recurrent_states[0] = self.lease[f"layer{layer}.delta"][read]
+            held.is_conv_states_initialized[0] = held.is_recurrent_states_initialized[0] = True
+            held.has_previous_state[0] = self.num_columns > 0
+            held.dtype, held.device = conv.dtype, conv.device
+
+    def keep_states(self, layers: Sequence[object]) -> None:
+        """Puts the states of recurrent layers back, and leaves the layers as if nothing had been computed."""
+        for group, layer in self._states:
+            _, write = self._state_ids(group)
+            held = layers[layer]
+            assert isinstance(held, LinearAttentionLayer)
+            for role, states in (("conv", held.conv_states), ("delta", held.recurrent_states)):
+                new = states[0]
+                assert new is not None
+                self.lease[f"layer{layer}.{role}"][write] = new.detach()
+                states[0] = None
+            held.is_conv_states_initialized[0] = held.is_recurrent_states_initialized[0] = False
+            held.has_previous_state[0] = False
+
+    def _state_ids(self, group: Group) -> tuple[torch.Tensor, torch.Tensor]:
+        allocator = self._sequences.store.allocator
+        ids = [allocator.states(row.number, group.name) for row in self._sequences.rows]
+        read, write = np.array(ids, np.int64).T
+        return upload(read, self._device), upload(write, self._device)

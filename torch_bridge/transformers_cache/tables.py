@@ -1,0 +1,82 @@
+"""Where the tokens of one forward lie in the pages of one group of layers, as torch and our ops are told."""
+
+from functools import cached_property
+
+import jax
+import numpy as np
+import torch
+
+from jaxkv.cache.spec import Group
+from torch_bridge.sharing.dlpack import from_torch
+from torch_bridge.transformers_cache.sequences import Sequences
+
+_SMALLEST_TABLE = 8
+
+
+class GroupTables:
+    """Where one paged group's layers write and read.
+
+    Args:
+        group: the layers.
+        sequences: the rows, which count the step's tokens already.
+        new: [rows] new tokens.
+    """
+
+    def __init__(self, group: Group, sequences: Sequences, new: np.ndarray) -> None:
+        allocator, rows = sequences.store.allocator, sequences.rows
+        self._device = sequences.store.device
+        self._page_size = group.page_size
+        pages = [allocator.pages(row.number, group.name) for row in rows]
+        # Page 0 pads the table; masks and lengths keep it unread.
+        self._pages = np.zeros((len(rows), max(1, *map(len, pages))), np.int32)
+        for line, held in zip(self._pages, pages, strict=True):
+            line[: len(held)] = held
+        self._slots = self._slots_of_last(np.array([row.num_tokens for row in rows]), new)
+
+    def _slots_of_last(self, lengths: np.ndarray, new: np.ndarray) -> np.ndarray:
+        """Returns the slots of each row's last tokens, row after row; of all rows at once, since there may be many."""
+        row = np.repeat(np.arange(len(new)), new)
+        before = np.cumsum(new) - new
+        token = np.arange(len(row)) + np.repeat(lengths - new - before, new)
+        return self._pages[row, token // self._page_size] * self._page_size + (
+            token % self._page_size
+        )
+
+    @cached_property
+    def slots(self) -> torch.Tensor:
+        """Where each new token is written, row after row, int64 [tokens]."""
+        return upload(self._slots, self._device)
+
+    @cached_property
+    def narrow_slots(self) -> torch.Tensor:
+        """The same for our ops, int32."""
+        return torch.from_numpy(self._slots.astype(np.int32)).to(self._device, copy=True)
+
+    def places(self, token_of_column: torch.Tensor) -> torch.Tensor:
+        """Returns the slot of each column's token, int64 [rows, columns]."""
+        pages = upload(self._pages, self._device)
+        page = pages.gather(1, token_of_column // self._page_size)
+        return page * self._page_size + token_of_column % self._page_size
+
+    @cached_property
+    def page_table(self) -> torch.Tensor:
+        """The table for our ops: int32, of a width that many steps share, so that few programs are compiled."""
+        rows, width = self._pages.shape
+        wide = np.zeros((rows, padded(width, _SMALLEST_TABLE)), np.int32)
+        wide[:, :width] = self._pages
+        return torch.from_numpy(wide).to(self._device, copy=True)
+
+    @cached_property
+    def page_table_array(self) -> jax.Array:
+        """The same for JAX."""
+        return from_torch(self.page_table)
+
+
+def upload(indices: np.ndarray, device: torch.device) -> torch.Tensor:
+    """Returns indices as int64, which torch indexes with, on the device."""
+    return torch.from_numpy(indices.astype(np.int64)).to(device, non_blocking=True)
+
+
+def padded(size: int, smallest: int) -> int:
+    """Returns the power of two, at least `smallest`, that programs for `size` are compiled for."""
+    return max(smallest, 1 << (size - 1).bit_length())
