@@ -43,7 +43,6 @@ from jaxkv.config.engine import EngineConfig
 from jaxkv.engine.engine import Engine
 from jaxkv.models.protocol import Params
 from jaxkv.runner.model_runner import Executor
-from jaxkv.runner.rows import row_of, tokens_held
 from jaxkv.sampling.features import Features
 from pallas_kernels.dispatch import Unsupported
 
@@ -119,8 +118,8 @@ class Floor:
         """Calls a clock of `benchmarks.generate` with rows that are reserved, and returns what it says."""
         requests = make_requests(self.config, self.setting, **sampling)
         with ExitStack() as held:
-            places = [held.enter_context(executor.reserved(tokens_held(one))) for one in requests]
-            rows = [row_of(*pair) for pair in zip(requests, places, strict=True)]
+            places = [held.enter_context(executor.reserved(one.tokens_held)) for one in requests]
+            rows = [one.row(place) for one, place in zip(requests, places, strict=True)]
             return clock(executor, rows, requests, self.setting)
 
     def _steps(self, executor: Executor, form: str, **sampling: Any) -> Row:  # noqa: ANN401 - options

@@ -34,8 +34,8 @@ from jaxkv.bench.modes import warm
 from jaxkv.bench.serving import Served, serve
 from jaxkv.bench.shapes import SHAPES
 from jaxkv.bench.workload import Workload
+from jaxkv.config.cache import CacheConfig
 from jaxkv.config.engine import EngineConfig
-from jaxkv.config.sampling import CacheConfig
 from jaxkv.engine.engine import Engine
 from jaxkv.engine.request import Request
 from jaxkv.engine.warm_up import WarmUp

@@ -21,8 +21,9 @@ import numpy as np
 from benchmarks.decode_start import begin, decode_parser, parse
 from benchmarks.record import save_record
 from jaxkv.bench.shapes import SHAPES
+from jaxkv.config.cache import CacheConfig
 from jaxkv.config.model import ModelConfig
-from jaxkv.config.sampling import CacheConfig, SamplingParams
+from jaxkv.config.sampling import SamplingParams
 from jaxkv.engine.request import Request
 from jaxkv.generation import generate
 from jaxkv.models.protocol import Params
@@ -30,7 +31,7 @@ from jaxkv.models.registry import build_model
 from jaxkv.plan import plan_cache
 from jaxkv.programs.manifest import Programs
 from jaxkv.runner.model_runner import Executor
-from jaxkv.runner.rows import Row, row_of, tokens_held
+from jaxkv.runner.rows import Row
 from jaxkv.runner.sampled_rows import unpack_sampled
 from jaxkv.runner.step_shapes import StepShapes, grain_of, settle_budget
 
@@ -126,7 +127,7 @@ def time_steps(
     overlapped: bool,
 ) -> dict[str, float]:
     """Times the per-step form, whose metadata comes from the host at every step."""
-    total = max(tokens_held(request) for request in requests)
+    total = max(request.tokens_held for request in requests)
     sizes = {"max_tokens": executor.length_buckets[-1], "max_rows": setting.batch}
     shapes = StepShapes(
         executor.layout,
@@ -211,8 +212,8 @@ def measure(
     sizes = asdict(setting)
     results = []
     with ExitStack() as held:
-        sequences = [held.enter_context(executor.reserved(tokens_held(r))) for r in requests]
-        rows = [row_of(*pair) for pair in zip(requests, sequences, strict=True)]
+        sequences = [held.enter_context(executor.reserved(r.tokens_held)) for r in requests]
+        rows = [one.row(place) for one, place in zip(requests, sequences, strict=True)]
         work = (executor, rows, requests, setting)
         forms = {
             "loop": lambda: time_loop(*work),

@@ -26,8 +26,9 @@ from benchmarks.report import render
 from benchmarks.timing import refuse_profilers
 from jaxkv.bench.serving import Served
 from jaxkv.bench.shapes import SHAPES
+from jaxkv.config.cache import CacheConfig
 from jaxkv.config.engine import EngineConfig
-from jaxkv.config.sampling import CacheConfig, SamplingParams
+from jaxkv.config.sampling import SamplingParams
 from jaxkv.engine.engine import Engine
 from jaxkv.engine.request import Request
 from jaxkv.engine.request_state import RequestState

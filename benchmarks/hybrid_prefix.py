@@ -23,9 +23,10 @@ from benchmarks.record import RECORDS, load_record, save_record
 from benchmarks.report import render
 from benchmarks.timing import refuse_profilers
 from jaxkv.bench.shapes import HYBRID_SHAPES
-from jaxkv.cache.kept_states.policy import CheckpointPolicy
+from jaxkv.config.cache import CacheConfig
+from jaxkv.config.checkpoint_policy import CheckpointPolicy
 from jaxkv.config.engine import EngineConfig
-from jaxkv.config.sampling import CacheConfig, SamplingParams
+from jaxkv.config.sampling import SamplingParams
 from jaxkv.engine.engine import Engine
 from jaxkv.engine.request import Request
 from jaxkv.engine.request_state import RequestState

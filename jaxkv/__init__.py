@@ -8,9 +8,10 @@ from jaxkv.log_messages import VARIABLE, show_messages
 
 if TYPE_CHECKING:
     from jaxkv.async_llm import AsyncLLM
-    from jaxkv.cache.kept_states.policy import CheckpointPolicy
+    from jaxkv.config.cache import CacheConfig
+    from jaxkv.config.checkpoint_policy import CheckpointPolicy
     from jaxkv.config.engine import EngineConfig
-    from jaxkv.config.sampling import CacheConfig, SamplingParams
+    from jaxkv.config.sampling import SamplingParams
     from jaxkv.generation import generate
     from jaxkv.llm import LLM
     from jaxkv.models.flax_model import FlaxModel
@@ -18,8 +19,8 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "AsyncLLM": "jaxkv.async_llm",
-    "CacheConfig": "jaxkv.config.sampling",
-    "CheckpointPolicy": "jaxkv.cache.kept_states.policy",
+    "CacheConfig": "jaxkv.config.cache",
+    "CheckpointPolicy": "jaxkv.config.checkpoint_policy",
     "EngineConfig": "jaxkv.config.engine",
     "FlaxModel": "jaxkv.models.flax_model",
     "LLM": "jaxkv.llm",

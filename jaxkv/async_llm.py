@@ -14,9 +14,9 @@ from typing import Self
 
 from jaxkv.config.sampling import SamplingParams
 from jaxkv.engine.drive import output_of, with_figures
-from jaxkv.engine.recovery import STEP_FAILURES
 from jaxkv.engine.request import Piece, Request, RequestOutput
 from jaxkv.engine.request_state import FINISHED, RequestState
+from jaxkv.errors import STEP_FAILURES
 from jaxkv.llm import LLM
 from jaxkv.text.prompts import Prompt, as_call, one_each, one_sample
 

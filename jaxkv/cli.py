@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 from jaxkv import __version__
 from jaxkv.bench.command import add_bench
-from jaxkv.config.sampling import CacheConfig, SamplingParams
+from jaxkv.config.cache import CacheConfig
+from jaxkv.config.sampling import SamplingParams
 from jaxkv.errors import CachePoisoned
 from jaxkv.options import Parser, add_model_options, size, with_hyphens
 from jaxkv.terminal import Screen

@@ -41,3 +41,10 @@ class BadCheckpoint(ValueError):
 
 class ProgramRefused(RuntimeError):
     """A compiled program failed its audit, or strict mode met a program that was not warmed up."""
+
+
+STEP_FAILURES = (RuntimeError, ValueError, TypeError, LookupError, ArithmeticError, MemoryError)
+"""Errors of one step, or of one request in it, after which the cache and the process can be used further.
+
+`CachePoisoned` is none of them: it passes to the engine, which rebuilds the cache.
+"""

@@ -16,8 +16,10 @@ import numpy as np
 
 from jaxkv import default_model
 from jaxkv.cache.prefix.report import Explanation
+from jaxkv.config.cache import CacheConfig
+from jaxkv.config.checks import as_int
 from jaxkv.config.engine import EngineConfig, settle_configs
-from jaxkv.config.sampling import MAX_EOS_IDS, CacheConfig, SamplingParams, as_int
+from jaxkv.config.sampling import MAX_EOS_IDS, SamplingParams
 from jaxkv.engine.drive import check_compiled, output_of, serve_all, serve_stream
 from jaxkv.engine.engine import Engine
 from jaxkv.engine.engine_lock import Turns, refuse_forked_user

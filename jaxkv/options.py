@@ -5,7 +5,7 @@ import re
 from collections.abc import Sequence
 from typing import NoReturn
 
-from jaxkv.config.sampling import CacheConfig
+from jaxkv.config.cache import CacheConfig
 
 SIZES = (
     "N is a number such as 4096 or 8k: k, M, G and T are powers of 1024, so 8k is 8192. Bytes may be written 512MB or "

@@ -17,8 +17,10 @@ from jaxkv.cache.budget import (
 from jaxkv.cache.spec import CacheLayout, LayerSpec, group_layers
 from jaxkv.cache.variants import outputs as outputs_spec
 from jaxkv.cache.variants import sampling as sampling_spec
+from jaxkv.config.cache import CacheConfig
+from jaxkv.config.checks import as_int
 from jaxkv.config.engine import EngineConfig
-from jaxkv.config.sampling import MAX_BIAS_ENTRIES, CacheConfig, as_int
+from jaxkv.config.sampling import MAX_BIAS_ENTRIES
 from jaxkv.engine.multi_step import declare_bursts, settle_steps
 from jaxkv.engine.warm_up import cost_identity
 from jaxkv.memory import REMEDY, device_bytes, host_bytes

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int, Integer, PRNGKeyArray, Shaped
 
-from jaxkv.config.sampling import SamplingParams, as_int
+from jaxkv.config.checks import as_int
+from jaxkv.config.sampling import SamplingParams
 from jaxkv.engine.request import sample_seed
 from jaxkv.padded_prompts import host_array
 from jaxkv.sampling.fields import split_seed

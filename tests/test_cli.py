@@ -11,7 +11,8 @@ import pytest
 
 from jaxkv import __version__, cli
 from jaxkv.cli import main
-from jaxkv.config.sampling import CacheConfig, SamplingParams
+from jaxkv.config.cache import CacheConfig
+from jaxkv.config.sampling import SamplingParams
 from jaxkv.errors import CachePoisoned
 from tests.fake_llm import FakeLLM
 

@@ -10,8 +10,8 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from jaxkv import LLM, default_model
 from jaxkv.bench.workload import Workload
+from jaxkv.config.cache import CacheConfig
 from jaxkv.config.engine import EngineConfig
-from jaxkv.config.sampling import CacheConfig
 from jaxkv.engine.warm_up import compile_all, declare_served
 from jaxkv.models.implementation import Choice
 from jaxkv.models.registry import build_model, load_config

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from jaxkv.config.sampling import CacheConfig
+from jaxkv.config.cache import CacheConfig
 from jaxkv.options import add_model_options, size
 from jaxkv.terminal import Screen
 

@@ -10,8 +10,8 @@ import jax
 from jaxkv import default_model
 from jaxkv.bench.figures import Timeline
 from jaxkv.bench.shapes import SHAPES
+from jaxkv.config.cache import CacheConfig
 from jaxkv.config.engine import EngineConfig
-from jaxkv.config.sampling import CacheConfig
 from jaxkv.engine.engine import Engine
 from jaxkv.engine.request import Request
 from jaxkv.engine.request_state import FINISHED, RequestState

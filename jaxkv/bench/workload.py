@@ -5,7 +5,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from jaxkv.config.sampling import SamplingParams, as_int
+from jaxkv.config.checks import as_int
+from jaxkv.config.sampling import SamplingParams
 from jaxkv.engine.request import Request
 
 DATA = ("random", "shared-prefix")

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from jaxkv.config.sampling import as_float, as_int, settle
+from jaxkv.config.checks import as_float, as_int, settle
 
 SCORINGS = ("softmax", "sigmoid")
 

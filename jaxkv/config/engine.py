@@ -4,8 +4,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from jaxkv.cache.kept_states.policy import CheckpointPolicy
-from jaxkv.config.sampling import CacheConfig, SamplingParams, as_float, as_int, settle
+from jaxkv.config.cache import CacheConfig
+from jaxkv.config.checkpoint_policy import CheckpointPolicy
+from jaxkv.config.checks import as_float, as_int, settle
+from jaxkv.config.sampling import SamplingParams
 from jaxkv.config.vllm_names import ALIASES, accepts_vllm_names, unknown_option
 
 

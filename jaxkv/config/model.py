@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from jaxkv.config.blocks import DeltaConfig, LatentConfig, MambaConfig, MixtureConfig, Multipliers
-from jaxkv.config.sampling import as_float, as_int, settle
+from jaxkv.config.checks import as_float, as_int, settle
 
 ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "none")
 MAX_LAYERS = 4096

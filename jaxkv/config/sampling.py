@@ -1,12 +1,11 @@
-"""What a user may choose, as frozen data that is checked once, when it is made. Knows no arrays."""
+"""How the tokens of one request are chosen and when it ends, as frozen data that is checked once."""
 
 import math
-import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from numbers import Integral, Real
-from typing import Literal
+from numbers import Integral
 
+from jaxkv.config.checks import INT32_MAX, as_float, as_int, settle
 from jaxkv.config.vllm_names import accepts_vllm_names
 from jaxkv.wording import shown
 
@@ -16,46 +15,7 @@ MAX_EOS_IDS = 64
 MAX_STOP_STRINGS = 64
 MAX_BAD_WORDS = 256
 MAX_STRING_CHARACTERS = 256
-CACHE_DTYPES = ("auto", "float32", "bfloat16", "float16", "fp8", "int8")
 MAX_BIAS_ENTRIES = 1024
-_DTYPE_ALIASES: Mapping[str, str] = {
-    "fp32": "float32",
-    "float": "float32",
-    "bf16": "bfloat16",
-    "fp16": "float16",
-    "half": "float16",
-}
-_INT32_MAX = 2**31 - 1
-
-
-def as_int(name: str, value: int, low: int, high: int, why: str = "") -> int:
-    """Returns an int in [low, high] as a Python int; NumPy ints are accepted, bools are not.
-
-    The error names `name`, the bounds, the value and, if given, the reason for the bounds (`why`).
-    """
-    if isinstance(value, bool) or not isinstance(value, Integral) or not low <= value <= high:
-        reason = why and f"; {why}"
-        raise ValueError(f"{name} must be an int in [{low}, {high}], got {shown(value)}{reason}")
-    return operator.index(value)
-
-
-def as_float(name: str, value: float, low: float, high: float) -> float:
-    """Returns a finite number in [low, high] as a float; a bool is none."""
-    # NaN compares as false, and the bounds are finite.
-    if isinstance(value, bool) or not isinstance(value, Real) or not low <= value <= high:
-        raise ValueError(f"{name} must be a finite number in [{low}, {high}], got {shown(value)}")
-    return float(value)
-
-
-def dtype_name(name: str) -> str:
-    """Returns the full name of a dtype for a short one such as "bf16"; any other name comes back unchanged."""
-    return _DTYPE_ALIASES.get(name, name) if isinstance(name, str) else name
-
-
-def settle[N](new: object, rule: Callable[[str, N, N, N], N], low: N, high: N, *names: str) -> None:
-    """Replaces fields of a new frozen object by what a rule makes of them."""
-    for name in names:
-        object.__setattr__(new, name, rule(name, getattr(new, name), low, high))
 
 
 def _as_strings(name: str, given: str | Iterable[str] | None, most: int) -> tuple[str, ...]:
@@ -79,7 +39,7 @@ class TokenBias(Mapping[int, float]):
         if not isinstance(biases, Mapping):
             raise ValueError(f"logit_bias must map token ids to numbers, got {shown(biases)}")
         as_int("the number of logit_bias entries", len(biases), 0, MAX_BIAS_ENTRIES)
-        ids = (as_int("logit_bias token ids", token, 0, _INT32_MAX) for token in biases)
+        ids = (as_int("logit_bias token ids", token, 0, INT32_MAX) for token in biases)
         values = (
             -math.inf if bias == -math.inf else as_float("logit_bias values", bias, -100.0, 100.0)
             for bias in biases.values()
@@ -158,7 +118,7 @@ class SamplingParams:
     def __post_init__(self) -> None:
         """Refuses what cannot be served, naming the field, the value and the range."""
         settle(self, as_float, 0.0, 100.0, "temperature")
-        settle(self, as_int, -1, _INT32_MAX, "top_k")
+        settle(self, as_int, -1, INT32_MAX, "top_k")
         object.__setattr__(self, "top_k", max(0, self.top_k))
         settle(self, as_float, 0.0, 1.0, "top_p", "min_p")
         if self.top_p == 0.0:
@@ -173,8 +133,8 @@ class SamplingParams:
             settle(self, as_int, -(2**63), 2**64 - 1, "seed")
         settle(self, as_int, 1, 1024, "n")
         if self.max_tokens is not None:
-            settle(self, as_int, 1, _INT32_MAX, "max_tokens")
-        settle(self, as_int, 0, self.max_tokens or _INT32_MAX, "min_tokens")
+            settle(self, as_int, 1, INT32_MAX, "max_tokens")
+        settle(self, as_int, 0, self.max_tokens or INT32_MAX, "min_tokens")
         if self.logprobs is not None:
             settle(self, as_int, 0, MAX_LOGPROBS, "logprobs")
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
@@ -189,7 +149,7 @@ class SamplingParams:
             got = shown(self.stop_token_ids)
             raise ValueError(f"stop_token_ids must be a sequence of ids, got {got}") from None
         as_int("the number of stop_token_ids", len(ids), 0, MAX_STOP_IDS)
-        ids = tuple(as_int("stop_token_ids", token, 0, _INT32_MAX) for token in ids)
+        ids = tuple(as_int("stop_token_ids", token, 0, INT32_MAX) for token in ids)
         object.__setattr__(self, "stop_token_ids", ids)
         object.__setattr__(self, "logit_bias", TokenBias(self.logit_bias))
         for name, most in (("stop", MAX_STOP_STRINGS), ("bad_words", MAX_BAD_WORDS)):
@@ -201,55 +161,3 @@ class SamplingParams:
             outside = [token for token in ids if token >= vocab_size]
             if outside:
                 raise ValueError(f"{name} holds {outside[0]}, the model has {vocab_size} token ids")
-
-
-@accepts_vllm_names
-@dataclass(frozen=True, kw_only=True)
-class CacheConfig:
-    """How much is remembered, and in what units.
-
-    Attributes:
-        page_size: tokens per page.
-        dtype: of keys and values: "float32", "bfloat16", "float16", or "auto" for the parameters' own; "fp8" and
-            "int8" keep a byte per number, with one float32 scale per token and head. "fp32", "float", "bf16", "fp16"
-            and "half" are accepted as short names.
-        max_sequences: sequences in flight at once (entries of the sampling group).
-        budget_bytes: memory for the cache; `None` takes what `max_sequences` sequences of
-            the longest length need, or the share `memory_share` of the device's memory if that is less.
-        memory_share: share of the device's free memory the cache may take.
-        checkpoint_bytes: of that, memory for states of recurrent layers that are kept for prompts that begin alike;
-            without them such a model reuses nothing. "auto" keeps up to four for each sequence in flight, in at most a
-            tenth of `budget_bytes`; `None` or 0 keeps none.
-        host_bytes: memory of the host for prefixes that the cache has to give up; they come back when a prompt begins
-            like them. It is taken as it fills, pinned where the device allows; on a GPU JAX pins 64 GiB, unless
-            XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB says otherwise before it starts. 0 is none.
-        full_hits: keep the last hidden state with each of them, so that a prompt that is known to its end computes
-            nothing before its first token.
-    """
-
-    page_size: int = 64
-    dtype: str = "auto"
-    max_sequences: int = 8
-    budget_bytes: int | None = None
-    memory_share: float = 0.85
-    checkpoint_bytes: int | Literal["auto"] | None = "auto"
-    host_bytes: int = 0
-    full_hits: bool = True
-
-    def __post_init__(self) -> None:
-        """Refuses sizes and types that cannot be served."""
-        object.__setattr__(self, "dtype", dtype_name(self.dtype))
-        if self.dtype not in CACHE_DTYPES:
-            raise ValueError(
-                f"dtype must be one of {', '.join(CACHE_DTYPES)}, got {shown(self.dtype)}"
-            )
-        settle(self, as_int, 1, 2**20, "page_size")
-        settle(self, as_int, 1, 2**16, "max_sequences")
-        settle(self, as_int, 0, 2**62, "host_bytes")
-        settle(self, as_float, 0.01, 1.0, "memory_share")
-        if self.budget_bytes is not None:
-            settle(self, as_int, 1, 2**62, "budget_bytes")
-        if self.checkpoint_bytes not in (None, "auto"):
-            settle(self, as_int, 0, 2**62, "checkpoint_bytes")
-        if not isinstance(self.full_hits, bool):
-            raise ValueError(f"full_hits must be True or False, got {self.full_hits!r}")

@@ -12,9 +12,9 @@ from jaxkv.cache.page_allocator import PageAllocator
 from jaxkv.cache.prefix.index import PrefixIndex
 from jaxkv.engine.emission import accept
 from jaxkv.engine.in_flight import Flight, report
-from jaxkv.engine.recovery import STEP_FAILURES
 from jaxkv.engine.request_state import RequestState
 from jaxkv.engine.state_checkpoints import Checkpointing
+from jaxkv.errors import STEP_FAILURES
 from jaxkv.runner.sampled_rows import SampledRows
 
 _LOG = logging.getLogger(__name__)

@@ -9,12 +9,12 @@ from jaxkv.engine.in_flight import Flight, columns_of_parts
 from jaxkv.engine.multi_step import Bursts
 from jaxkv.engine.oom_backoff import Retreat
 from jaxkv.engine.prepare import prepare
-from jaxkv.engine.recovery import STEP_FAILURES, is_fatal
+from jaxkv.engine.recovery import is_fatal
 from jaxkv.engine.request_state import RUNNING
 from jaxkv.engine.scheduler import Scheduler
 from jaxkv.engine.state_checkpoints import Checkpointing
 from jaxkv.engine.step_plan import Part, StepPlan, single
-from jaxkv.errors import CachePoisoned
+from jaxkv.errors import STEP_FAILURES, CachePoisoned
 from jaxkv.runner.model_runner import Executor
 from jaxkv.runner.program_specs import StepSpec
 from jaxkv.runner.step_shapes import StepShapes

@@ -8,7 +8,6 @@ from jaxkv.engine.engine_lock import Turns
 from jaxkv.engine.progress import Progress
 from jaxkv.engine.request import Piece, Request, RequestOutput, SampleOutput, Timing, Usage
 from jaxkv.engine.request_state import RequestState
-from jaxkv.runner.rows import row_of, tokens_held
 from jaxkv.sampling.fields import features_of
 from jaxkv.text.detokenize import text_after
 from jaxkv.text.tokenizer import Tokenizer
@@ -19,7 +18,7 @@ def check_compiled(engine: Engine, request: Request) -> None:
     executor = engine.executor
     if not executor.programs.is_closed:
         return
-    row, total = row_of(request, 0), tokens_held(request)
+    row, total = request.row(0), request.tokens_held
     chunk = replace(row, tokens=row.tokens[: engine.shapes.token_buckets[-1]])
     for part in (chunk, replace(row, tokens=(0,))):
         executor.program(executor.fit(engine.shapes.declare([part], total_tokens=total)))

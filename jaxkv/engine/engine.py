@@ -21,12 +21,12 @@ from jaxkv.engine.finish import Endings
 from jaxkv.engine.host_cache import open_host
 from jaxkv.engine.in_flight import Flight
 from jaxkv.engine.integrity import IdleCheck
-from jaxkv.engine.recovery import STEP_FAILURES, RebuildLimit, is_fatal, refuse_broken
+from jaxkv.engine.recovery import RebuildLimit, is_fatal, refuse_broken
 from jaxkv.engine.request import Request
 from jaxkv.engine.request_state import FINISHED, RequestState, new_request_state
 from jaxkv.engine.scheduler import Scheduler
 from jaxkv.engine.state_checkpoints import Checkpointing, room_for_checkpoints
-from jaxkv.errors import CachePoisoned
+from jaxkv.errors import STEP_FAILURES, CachePoisoned
 from jaxkv.runner.model_runner import Executor
 from jaxkv.runner.step_shapes import StepShapes, grain_of, settle_budget
 from jaxkv.text.tokenizer import Tokenizer

@@ -5,9 +5,9 @@ from collections.abc import Callable, Iterable
 
 from jaxkv.cache.prefix.index import PrefixIndex
 from jaxkv.engine.emission import end
-from jaxkv.engine.recovery import STEP_FAILURES
 from jaxkv.engine.request_state import RUNNING, RequestState
 from jaxkv.engine.scheduler import Scheduler
+from jaxkv.errors import STEP_FAILURES
 from jaxkv.memory import is_out_of_memory
 
 _LOG = logging.getLogger(__name__)

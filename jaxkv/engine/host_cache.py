@@ -8,6 +8,7 @@ from jaxkv.cache.prefix.index import PrefixIndex
 from jaxkv.engine.host_prefetch import Fetches
 from jaxkv.offload.entries import HostStats
 from jaxkv.offload.memory import HostMemory
+from jaxkv.offload.swap_in import attach_host
 from jaxkv.offload.tier import HostTier
 from jaxkv.offload.transfers import HostTransfers
 from jaxkv.runner.model_runner import Executor
@@ -32,7 +33,7 @@ class HostCache:
         [device] = jax.tree.leaves(executor.owner.handle().cache)[0].devices()
         self._prefix = prefix
         self._executor = executor
-        swap_ins = prefix.attach_host(executor.host_bytes)
+        swap_ins = attach_host(prefix, executor.host_bytes)
         self.tier: HostTier = swap_ins.tier
         self.transfers = HostTransfers(executor, self.tier, HostMemory(device))
         self.fetches = Fetches(prefix, swap_ins, self.transfers)
@@ -69,7 +70,7 @@ class HostCache:
             What could not be freed.
         """
         self.fetches.give_way()
-        self._prefix.detach_host()
+        self._prefix.detach_lower_tier()
         self._executor.before_update = None
         self.disabled = self.disabled or reason
         return self.transfers.close()

@@ -14,8 +14,9 @@ from jaxkv.cache.spec import CacheLayout
 from jaxkv.engine.oom_backoff import Retreat
 from jaxkv.engine.step_plan import Part
 from jaxkv.models.protocol import Params
+from jaxkv.programs.spec import ProgramSpec
 from jaxkv.runner.model_runner import Executor
-from jaxkv.runner.program_specs import ProgramSpec, StepSpec
+from jaxkv.runner.program_specs import StepSpec
 from jaxkv.runner.step_shapes import StepShapes
 from jaxkv.sampling.features import Features, union
 

@@ -12,12 +12,6 @@ _FATAL = (
     "MISALIGNED_ADDRESS",
 )
 
-STEP_FAILURES = (RuntimeError, ValueError, TypeError, LookupError, ArithmeticError, MemoryError)
-"""Errors of one step, or of one request in it, after which the cache and the process can be used further.
-
-`CachePoisoned` is none of them: it passes to the engine, which rebuilds the cache.
-"""
-
 
 def is_fatal(error: BaseException) -> bool:
     """Whether the device's context is broken, so that nothing computed in this process can be trusted any more."""

@@ -4,7 +4,9 @@ import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from jaxkv.config.sampling import SamplingParams, as_int
+from jaxkv.config.checks import as_int
+from jaxkv.config.sampling import SamplingParams
+from jaxkv.runner.rows import Row
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +44,22 @@ class Request:
         """Most tokens to generate."""
         assert self.params.max_tokens is not None, "a request's max_tokens fits the context"
         return self.params.max_tokens
+
+    @property
+    def tokens_held(self) -> int:
+        """Most tokens whose keys and values it needs pages for: those of the last generated one are never written."""
+        return len(self.prompt) + self.max_tokens - 1
+
+    def row(self, sequence: int) -> Row:
+        """Returns the whole prompt as one row of a step, for a sequence of this number in the page allocator."""
+        return Row(
+            sequence=sequence,
+            tokens=self.prompt,
+            start=0,
+            params=self.params,
+            seed=self.seed,
+            stop_ids=self.stop_ids,
+        )
 
 
 def check_salt(salt: object) -> None:

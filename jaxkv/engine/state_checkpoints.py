@@ -7,9 +7,9 @@ import logging
 from collections.abc import Sequence
 
 from jaxkv.cache.prefix.index import PrefixIndex
-from jaxkv.engine.recovery import STEP_FAILURES
 from jaxkv.engine.request_state import RequestState
 from jaxkv.engine.step_plan import Part
+from jaxkv.errors import STEP_FAILURES
 from jaxkv.runner.model_runner import Executor
 from jaxkv.runner.program_specs import StepSpec
 from jaxkv.runner.rows import Snapshot

@@ -12,11 +12,10 @@ from jaxkv.engine.request import Request
 from jaxkv.models.protocol import Model
 from jaxkv.offload.programs import declare_swaps
 from jaxkv.programs.costs import note_costs
+from jaxkv.programs.spec import ProgramSpec
 from jaxkv.runner.buckets import bucket
 from jaxkv.runner.cache_programs import AdmitSpec, CopySpec
 from jaxkv.runner.model_runner import Executor
-from jaxkv.runner.program_specs import ProgramSpec
-from jaxkv.runner.rows import row_of, tokens_held
 from jaxkv.sampling.fields import features_for, features_of
 
 _LOG = logging.getLogger(__name__)
@@ -101,11 +100,11 @@ def declare_served(engine: Engine, request: Request, count: int) -> list[Program
         request: an example with the longest prompt and the most tokens.
         count: requests at once.
     """
-    held, rows = tokens_held(request), min(count, engine.shapes.decode_rows[-1])
+    held, rows = request.tokens_held, min(count, engine.shapes.decode_rows[-1])
     returns = _may_return(engine, held, rows)
     needed: list[ProgramSpec] = [
         *engine.shapes.declare_all(
-            features_of([row_of(request, 0)]),
+            features_of([request.row(0)]),
             rows=rows,
             new_tokens=rows * (1 + (held if returns else len(request.prompt))),
             total_tokens=held,

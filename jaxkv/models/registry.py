@@ -5,8 +5,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from jaxkv import default_model
+from jaxkv.config.checks import dtype_name
 from jaxkv.config.model import ModelConfig
-from jaxkv.config.sampling import dtype_name
 from jaxkv.errors import UnknownConfig
 from jaxkv.models.decoder import Decoder
 from jaxkv.models.families import (

@@ -15,7 +15,8 @@ from jaxtyping import Array, Int
 from jaxkv.cache.spec import CacheLayout, Group
 from jaxkv.cache.state import Cache
 from jaxkv.programs.lowering import Lowering
-from jaxkv.runner.program_specs import ProgramSpec, Runner
+from jaxkv.programs.spec import ProgramSpec
+from jaxkv.runner.program_specs import Runner
 
 BUCKETS = (4, 16)
 """Pages or states of one run; fewer are padded."""
@@ -30,7 +31,7 @@ def bucket_of(count: int) -> int:
 
 
 @dataclass(frozen=True)
-class SwapSpec(ProgramSpec):
+class SwapSpec(ProgramSpec[Runner]):
     """A program that reads pages or states of one group, in all its layers, or writes them.
 
     Attributes:

@@ -15,6 +15,7 @@ from jaxkv.cache.kept_pages.tree import Node, PrefixTree
 from jaxkv.cache.kept_states.checkpoints import Checkpoint
 from jaxkv.cache.kept_states.keeper import StateKeeper
 from jaxkv.cache.page_allocator import PageAllocator
+from jaxkv.cache.prefix.index import PrefixIndex
 from jaxkv.errors import OutOfPages, OutOfStates
 from jaxkv.offload.entries import Entry, Move
 from jaxkv.offload.tier import HostTier
@@ -45,6 +46,18 @@ class SwapIn:
     entries: list[Entry] = field(default_factory=list)
     checkpoint: Checkpoint | None = None
     beside: Checkpoint | None = None
+
+
+def attach_host(index: PrefixIndex, num_bytes: int) -> "SwapIns":
+    """Lets what an index evicts go to the host, in at most so many bytes; returns what brings it back.
+
+    Raises:
+        ValueError: fewer than 1 byte, or the index has a lower tier already.
+    """
+    tier = HostTier(index.layout, num_bytes, page_size=index.kept_states.kept.page_size)
+    swap_ins = SwapIns(index.advance, index.allocator, index.kept_pages, index.kept_states, tier)
+    index.attach_lower_tier(tier, swap_ins)
+    return swap_ins
 
 
 class SwapIns:

@@ -17,8 +17,7 @@ import numpy as np
 
 from jaxkv.cache.owner import CacheOwner
 from jaxkv.cache.spec import CacheLayout
-from jaxkv.engine.recovery import STEP_FAILURES
-from jaxkv.errors import CachePoisoned
+from jaxkv.errors import STEP_FAILURES, CachePoisoned
 from jaxkv.memory import is_out_of_memory
 from jaxkv.offload.entries import Move
 from jaxkv.offload.memory import HostMemory, Stored, is_ready

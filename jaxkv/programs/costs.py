@@ -9,8 +9,8 @@ from pathlib import Path
 
 from jaxkv.drafts import draft_of
 from jaxkv.programs.manifest import Program
+from jaxkv.programs.spec import ProgramSpec
 from jaxkv.programs.store import store_folder
-from jaxkv.runner.program_specs import ProgramSpec
 
 _LOG = logging.getLogger(__name__)
 

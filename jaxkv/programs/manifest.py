@@ -21,7 +21,7 @@ from jaxkv.errors import ProgramRefused
 from jaxkv.programs.compile import Built, begin, compile_count
 from jaxkv.programs.jax_cache import repaired_entries
 from jaxkv.programs.lowering import Lowering
-from jaxkv.runner.program_specs import ProgramSpec
+from jaxkv.programs.spec import ProgramSpec
 
 __all__ = ["Lowering", "Program", "Programs", "compile_count", "compile_program"]
 

@@ -15,7 +15,8 @@ from jaxkv.cache.spec import CacheLayout
 from jaxkv.cache.state import Cache, copy_units
 from jaxkv.models.protocol import Model, Params
 from jaxkv.programs.lowering import Lowering
-from jaxkv.runner.program_specs import ProgramSpec, Runner, lower_update
+from jaxkv.programs.spec import ProgramSpec
+from jaxkv.runner.program_specs import Runner, lower_update
 from jaxkv.runner.rows import Row
 from jaxkv.sampling.sample import admit
 
@@ -24,7 +25,7 @@ COPIES = 16
 
 
 @dataclass(frozen=True)
-class CopySpec(ProgramSpec):
+class CopySpec(ProgramSpec[Runner]):
     """The program that copies pages and states, in all groups at once."""
 
     copies: int = COPIES
@@ -46,7 +47,7 @@ class CopySpec(ProgramSpec):
 
 
 @dataclass(frozen=True)
-class AdmitSpec(ProgramSpec):
+class AdmitSpec(ProgramSpec[Runner]):
     """A program that gives sequences clean entries of the sampling group.
 
     Attributes:

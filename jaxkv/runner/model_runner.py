@@ -17,14 +17,15 @@ from jaxkv.cache.owner import CacheOwner
 from jaxkv.cache.page_allocator import PageAllocator, PageCopy
 from jaxkv.cache.spec import CacheLayout
 from jaxkv.cache.state import Cache
-from jaxkv.engine.recovery import STEP_FAILURES
+from jaxkv.errors import STEP_FAILURES
 from jaxkv.models.implementation import choose_implementation
 from jaxkv.models.protocol import Model, Params
 from jaxkv.programs.manifest import Program, Programs
+from jaxkv.programs.spec import ProgramSpec
 from jaxkv.runner.buckets import bucket, power_of_two_buckets
 from jaxkv.runner.cache_programs import Admission, AdmitSpec, CopySpec, copy_batches, pack_copies
 from jaxkv.runner.packer import Packer
-from jaxkv.runner.program_specs import ProgramSpec, ScoreSpec, StepSpec, present
+from jaxkv.runner.program_specs import ScoreSpec, StepSpec, present
 from jaxkv.runner.rows import Columns, Row
 
 

@@ -3,7 +3,6 @@
 Programs that are no steps have their specs beside what they compute: `side_programs` and `host_programs`.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Protocol, runtime_checkable
@@ -17,6 +16,7 @@ from jaxkv.cache.spec import CacheLayout
 from jaxkv.cache.state import Cache
 from jaxkv.models.protocol import Model, Params
 from jaxkv.programs.lowering import Lowering
+from jaxkv.programs.spec import ProgramSpec, Size
 from jaxkv.runner.buckets import LOOSE_TOKENS
 from jaxkv.runner.sampled_rows import pack_sampled
 from jaxkv.sampling.features import Features
@@ -26,8 +26,6 @@ from jaxkv.step.step import step
 
 _SPARE_ROWS = 8
 """A compiled program of up to this many times the rows runs a step rather than compiling another program."""
-
-Size = int | bool | None | tuple[int, ...]
 
 
 @runtime_checkable
@@ -83,66 +81,7 @@ class Runner(Protocol):
 
 
 @dataclass(frozen=True)
-class ProgramSpec(ABC):
-    """What one program is compiled for. Equal specs are one program; specs sort by kind, then by size."""
-
-    @property
-    @abstractmethod
-    def kind(self) -> str:
-        """What the program does: "decode", "prefill", "score", "admit", "readmit", "copy", "swap_out" or "swap_in"."""
-
-    @property
-    @abstractmethod
-    def name(self) -> str:
-        """The name of the program in XLA, in profiles and in the compilation cache."""
-
-    @abstractmethod
-    def lowering(self, runner: Runner) -> Lowering:
-        """Returns what to compile."""
-
-    def sizes(self) -> dict[str, Size]:
-        """Returns every size of the program by name, those of its features included."""
-        return {part.name: getattr(self, part.name) for part in fields(self)}
-
-    def serves(self, needed: "ProgramSpec") -> bool:
-        """Returns whether this program can run in the place of another."""
-        return self == needed
-
-    def costs_like(self, needed: "ProgramSpec") -> bool:
-        """Returns whether this program, which serves as well, takes about as long as the other would."""
-        return self == needed
-
-    @property
-    def order_of_cost(self) -> tuple[int, ...]:
-        """Sorts programs that serve alike: the cheapest first."""
-        return ()
-
-    def __str__(self) -> str:
-        shown = {
-            name: size
-            for name, size in self.sizes().items()
-            if size is not None and size is not False
-        }
-        told = (f"{name}={_size_text(size)}" for name, size in shown.items())
-        return f"{self.kind}({', '.join(told)})"
-
-    def __lt__(self, other: "ProgramSpec") -> bool:
-        return self._rank < other._rank
-
-    @property
-    def _rank(self) -> tuple:
-        sizes = tuple(
-            (size is not None, 0 if size is None else size) for size in self.sizes().values()
-        )
-        return self.kind, sizes
-
-
-def _size_text(size: Size) -> str:
-    return "/".join(map(str, size)) if isinstance(size, tuple) else str(size)
-
-
-@dataclass(frozen=True)
-class StepSpec(ProgramSpec):
+class StepSpec(ProgramSpec["Runner"]):
     """The padded sizes of a program that runs one step, or several decode steps, and what it can do.
 
     Attributes:
@@ -244,7 +183,7 @@ class StepSpec(ProgramSpec):
 
 
 @dataclass(frozen=True)
-class ScoreSpec(ProgramSpec):
+class ScoreSpec(ProgramSpec["Runner"]):
     """A program that returns, at each packed token, the log-probability of the token packed after it.
 
     Attributes:

@@ -6,7 +6,6 @@ from itertools import chain
 from typing import NamedTuple
 
 from jaxkv.config.sampling import SamplingParams
-from jaxkv.engine.request import Request
 from jaxkv.sampling.fields import Choice
 
 
@@ -87,21 +86,4 @@ def columns_of(rows: Sequence[Row]) -> Columns:
         carry=[row.carry for row in rows],
         generated=[row.generated for row in rows],
         wishes=rows,
-    )
-
-
-def tokens_held(request: Request) -> int:
-    """Returns how many tokens a request's pages must hold: the last generated one is never written."""
-    return len(request.prompt) + request.max_tokens - 1
-
-
-def row_of(request: Request, sequence: int) -> Row:
-    """Describes a request's whole prompt as one row."""
-    return Row(
-        sequence=sequence,
-        tokens=request.prompt,
-        start=0,
-        params=request.params,
-        seed=request.seed,
-        stop_ids=request.stop_ids,
     )

@@ -6,8 +6,8 @@ from jaxkv.bench.modes import StartUp, measure_serving, measure_startup
 from jaxkv.bench.serving import Served, serve
 from jaxkv.bench.shapes import SHAPES
 from jaxkv.bench.workload import Workload
+from jaxkv.config.cache import CacheConfig
 from jaxkv.config.engine import EngineConfig
-from jaxkv.config.sampling import CacheConfig
 from jaxkv.models.registry import build_model
 
 WORKLOAD = Workload(

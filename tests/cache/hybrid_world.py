@@ -5,10 +5,10 @@ A checkpoint is believed only as far as the states and slots say that it has.
 
 from functools import partial
 
-from jaxkv.cache.kept_states.policy import CheckpointPolicy
 from jaxkv.cache.prefix.index import PrefixIndex
 from jaxkv.cache.spec import ArraySpec, PagedSpec, StateSpec, group_layers
 from jaxkv.cache.variants import place, sampling
+from jaxkv.config.checkpoint_policy import CheckpointPolicy
 from tests.cache.prefix_world import World
 
 

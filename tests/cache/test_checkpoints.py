@@ -5,10 +5,10 @@ import pytest
 
 from jaxkv import CacheConfig
 from jaxkv.cache.budget import checkpoint_bytes, checkpoints_in, plan_budget
-from jaxkv.cache.kept_states.policy import CheckpointPolicy
 from jaxkv.cache.page_allocator import Match
 from jaxkv.cache.spec import ArraySpec, StateSpec, group_layers
 from jaxkv.cache.variants import gqa, place
+from jaxkv.config.checkpoint_policy import CheckpointPolicy
 from jaxkv.errors import OutOfStates
 from tests.cache.hybrid_world import HybridWorld, hybrid_of
 

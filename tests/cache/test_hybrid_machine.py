@@ -14,10 +14,10 @@ from jaxkv.cache.kept_states import keeper as state_keeper
 from jaxkv.cache.kept_states.checkpoints import Checkpoints
 from jaxkv.cache.kept_states.keeper import StateKeeper
 from jaxkv.cache.kept_states.pages import CheckpointPages
-from jaxkv.cache.kept_states.policy import CheckpointPolicy
 from jaxkv.cache.page_allocator import PageAllocator
 from jaxkv.cache.prefix.index import PrefixIndex
 from jaxkv.cache.sequence_pages import State
+from jaxkv.config.checkpoint_policy import CheckpointPolicy
 from tests.cache.hybrid_world import HybridWorld, hybrid_of, run_hybrid_program
 from tests.cache.test_prefix_machine import PrefixMachine, with_settings
 from tests.defects import Defects, wrap

@@ -10,7 +10,8 @@ from types import MappingProxyType
 import numpy as np
 import pytest
 
-from jaxkv.config.sampling import CacheConfig, SamplingParams
+from jaxkv.config.cache import CacheConfig
+from jaxkv.config.sampling import SamplingParams
 
 BAD_NUMBERS = [float("nan"), float("inf"), -float("inf"), True, "7", None, 10**400]
 

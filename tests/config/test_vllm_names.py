@@ -9,7 +9,7 @@ from jaxkv import LLM, CacheConfig, EngineConfig, SamplingParams
 from jaxkv.config.engine import settle_configs
 from jaxkv.config.vllm_names import ALIASES
 
-README = Path(__file__).parents[1] / "README.md"
+README = Path(__file__).parents[2] / "README.md"
 CONFIGS = {"CacheConfig": CacheConfig, "EngineConfig": EngineConfig}
 VALUES = {"kv_cache_dtype": "int8", "gpu_memory_utilization": 0.5, "enable_prefix_caching": False}
 

@@ -9,9 +9,10 @@ import numpy as np
 
 from jaxkv import default_model
 from jaxkv.cache.state import Cache
+from jaxkv.config.cache import CacheConfig
 from jaxkv.config.engine import EngineConfig
 from jaxkv.config.model import ModelConfig, RopeConfig
-from jaxkv.config.sampling import CacheConfig, SamplingParams
+from jaxkv.config.sampling import SamplingParams
 from jaxkv.engine.engine import Engine
 from jaxkv.engine.request import Request
 from jaxkv.models.decoder import Decoder

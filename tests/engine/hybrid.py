@@ -5,11 +5,11 @@ from dataclasses import replace
 import jax
 import numpy as np
 
-from jaxkv.cache.kept_states.policy import CheckpointPolicy
 from jaxkv.config.blocks import MambaConfig
+from jaxkv.config.cache import CacheConfig
+from jaxkv.config.checkpoint_policy import CheckpointPolicy
 from jaxkv.config.engine import EngineConfig
 from jaxkv.config.model import ModelConfig, RopeConfig
-from jaxkv.config.sampling import CacheConfig
 from jaxkv.engine.engine import Engine
 from jaxkv.models.decoder import Decoder
 from jaxkv.plan import plan_cache

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.config.blocks import IndexConfig, LatentConfig, MixtureConfig
+from jaxkv.config.cache import CacheConfig
 from jaxkv.config.engine import EngineConfig
 from jaxkv.config.model import ModelConfig, RopeConfig
-from jaxkv.config.sampling import CacheConfig
 from jaxkv.engine.engine import Engine
 from jaxkv.models.decoder import Decoder
 from jaxkv.plan import plan_cache

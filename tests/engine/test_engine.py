@@ -11,7 +11,6 @@ from jaxkv.engine.request_state import FINISHED
 from jaxkv.engine.warm_up import declare_served
 from jaxkv.errors import OutOfPages, ProgramRefused
 from jaxkv.programs.manifest import Programs, compile_count
-from jaxkv.runner.rows import row_of
 from tests.engine.engines import (
     LONGEST,
     ROWS,
@@ -201,7 +200,7 @@ def test_a_biased_row_leaves_no_trace_for_its_successor(by_wave):
         with ExitStack() as held:
             for one in biased:
                 sequence = held.enter_context(engine.executor.reserved(2))
-                engine.executor.admit([row_of(one, sequence)])
+                engine.executor.admit([one.row(sequence)])
     else:
         engine.run([engine.add([one])[0] for one in biased])
     assert engine.executor.is_biased(1)

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from jaxkv.cache.state import Cache
-from jaxkv.engine.recovery import STEP_FAILURES, is_fatal
+from jaxkv.engine.recovery import is_fatal
 from jaxkv.engine.request_state import FINISHED
-from jaxkv.errors import CachePoisoned
+from jaxkv.errors import STEP_FAILURES, CachePoisoned
 from jaxkv.programs.manifest import Programs
 from jaxkv.runner.program_specs import StepSpec
 from tests.engine.engines import PAGE, assert_equal, assert_idle, engine_for, oracle, request_of

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from jaxkv.cache.page_allocator import PageCopy
+from jaxkv.config.cache import CacheConfig
 from jaxkv.config.engine import EngineConfig
-from jaxkv.config.sampling import CacheConfig
 from jaxkv.engine.engine import Engine
 from jaxkv.engine.stats import collect_stats
 from jaxkv.engine.warm_up import declare_served

@@ -4,8 +4,8 @@ import jax
 import numpy as np
 import pytest
 
-from jaxkv.cache.kept_states.policy import CheckpointPolicy
 from jaxkv.config.blocks import MambaConfig
+from jaxkv.config.checkpoint_policy import CheckpointPolicy
 from jaxkv.config.model import ModelConfig, RopeConfig
 from jaxkv.models.decoder import Decoder
 from tests.engine.engines import VOCAB, assert_idle

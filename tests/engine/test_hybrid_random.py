@@ -8,7 +8,7 @@ import random
 
 import pytest
 
-from jaxkv.cache.kept_states.policy import CheckpointPolicy
+from jaxkv.config.checkpoint_policy import CheckpointPolicy
 from jaxkv.engine.request_state import FINISHED
 from tests.engine.engines import VOCAB, assert_idle
 from tests.engine.hybrid import CHUNK, ask, assert_same, check, engine_of, uncached

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from jaxkv.cache.kept_states.policy import CheckpointPolicy
+from jaxkv.config.checkpoint_policy import CheckpointPolicy
 from jaxkv.engine.request_state import FINISHED
 from tests.engine.engines import VOCAB, assert_idle, fill_free
 from tests.engine.hybrid import (

@@ -4,9 +4,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from jaxkv.config.cache import CacheConfig
 from jaxkv.config.engine import EngineConfig
 from jaxkv.config.model import ModelConfig, RopeConfig
-from jaxkv.config.sampling import CacheConfig, SamplingParams
+from jaxkv.config.sampling import SamplingParams
 from jaxkv.engine.drive import serve_stream
 from jaxkv.engine.engine import Engine
 from jaxkv.engine.engine_lock import Turns

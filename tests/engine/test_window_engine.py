@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxkv.config.cache import CacheConfig
 from jaxkv.config.engine import EngineConfig
 from jaxkv.config.model import ModelConfig, RopeConfig
-from jaxkv.config.sampling import CacheConfig
 from jaxkv.engine.engine import Engine
 from jaxkv.engine.request_state import FINISHED
 from jaxkv.models.decoder import Decoder

@@ -5,7 +5,7 @@ import copy
 import numpy as np
 import pytest
 
-from jaxkv.cache.kept_states.policy import CheckpointPolicy
+from jaxkv.config.checkpoint_policy import CheckpointPolicy
 from jaxkv.weights.load import load_params
 from tests.engine.hybrid import engine_of, run
 from tests.models.driver import Driver

@@ -1,6 +1,7 @@
 """The played device of `hybrid_world` with a host beside it: what lies there is read off what was copied, by handle."""
 
 from jaxkv.cache.kept_states.checkpoints import Checkpoint
+from jaxkv.offload.swap_in import attach_host
 from tests.cache.hybrid_world import HybridWorld
 from tests.cache.hybrid_world import _use as use
 
@@ -8,7 +9,7 @@ from tests.cache.hybrid_world import _use as use
 class HostWorld(HybridWorld):
     def __init__(self, layout, counts, *, host_bytes, **parts):
         super().__init__(layout, counts, **parts)
-        self.swaps = self.index.attach_host(host_bytes)
+        self.swaps = attach_host(self.index, host_bytes)
         self.tier = self.swaps.tier
         self.host = {}
         self.coming = []

@@ -5,6 +5,7 @@ import pytest
 
 from jaxkv.cache.page_allocator import PageAllocator
 from jaxkv.cache.prefix.index import PrefixIndex
+from jaxkv.offload.swap_in import attach_host
 from jaxkv.offload.tier import HostTier
 from tests.cache.hybrid_world import hybrid_of
 from tests.cache.prefix_world import FULL
@@ -265,18 +266,16 @@ def test_departures_of_a_lost_cache_are_forgotten():
     assert (len(tier), tier.departures(), tier.freed()) == (0, [], [])
 
 
-def test_attaching_a_host_twice_is_attaching_it_once():
-    # S4-18.
+def test_an_index_has_one_lower_tier_until_it_is_detached():
     index = PrefixIndex(FULL, PageAllocator(FULL, {"group0": 4}))
     with pytest.raises(ValueError, match="at least 1 byte, got 0"):
-        index.attach_host(0)
-    swaps = index.attach_host(64)
-    assert index.attach_host(64) is swaps
-    with pytest.raises(ValueError, match="64 bytes on the host, which cannot become 65"):
-        index.attach_host(65)
-    index.detach_host()
-    index.detach_host()
-    assert index.attach_host(65) is not swaps
+        attach_host(index, 0)
+    swaps = attach_host(index, 64)
+    with pytest.raises(ValueError, match="has a lower tier already; detach it first"):
+        attach_host(index, 65)
+    index.detach_lower_tier()
+    index.detach_lower_tier()
+    assert attach_host(index, 65) is not swaps
 
 
 def test_corrupt_books_are_noticed():

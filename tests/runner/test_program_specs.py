@@ -9,7 +9,6 @@ from jaxkv.config.sampling import SamplingParams
 from jaxkv.engine.request import Request
 from jaxkv.runner.cache_programs import AdmitSpec, CopySpec
 from jaxkv.runner.program_specs import ScoreSpec
-from jaxkv.runner.rows import row_of, tokens_held
 from jaxkv.runner.step_shapes import StepShapes
 
 LAYOUT = group_layers(
@@ -31,20 +30,20 @@ def request(prompt_tokens, max_tokens=8, **wish):
 def test_a_table_holds_every_token_that_will_be_written(prompt, new):
     """The program is at least as wide as the sequence, and never wider than the longest one."""
     one = request(prompt, new)
-    spec = SHAPES.declare([row_of(one, 0)], total_tokens=tokens_held(one))
-    assert spec.table_widths[0] * 16 >= tokens_held(one)
+    spec = SHAPES.declare([one.row(0)], total_tokens=one.tokens_held)
+    assert spec.table_widths[0] * 16 >= one.tokens_held
     assert spec.table_widths[0] <= 4096 // 16
 
 
 def test_few_programs_serve_all_numbers_of_logprobs():
-    rows = [row_of(request(4, logprobs=number), 0) for number in range(21)]
+    rows = [request(4, logprobs=number).row(0) for number in range(21)]
     assert len({SHAPES.declare([row], total_tokens=8).features for row in rows}) == 3
 
 
 def test_only_a_program_that_is_larger_and_abler_in_everything_stands_in_for_another():
     def prefill(prompt, new=8, **wish):
         one = request(prompt, new, **wish)
-        return SHAPES.declare([row_of(one, 0)], total_tokens=tokens_held(one))
+        return SHAPES.declare([one.row(0)], total_tokens=one.tokens_held)
 
     small, large = prefill(10), prefill(300, 700)
     assert large.serves(small)
@@ -55,7 +54,7 @@ def test_only_a_program_that_is_larger_and_abler_in_everything_stands_in_for_ano
 
 
 def test_programs_of_different_kinds_never_stand_in_for_each_other():
-    step = SHAPES.declare([row_of(request(10), 0)], total_tokens=20)
+    step = SHAPES.declare([request(10).row(0)], total_tokens=20)
     kinds = [step, ScoreSpec(step), AdmitSpec(1, 16), AdmitSpec(1, 16, returning=True), CopySpec()]
     for one in kinds:
         assert [one.serves(other) for other in kinds] == [one is other for other in kinds]
@@ -68,7 +67,7 @@ def test_programs_of_different_kinds_never_stand_in_for_each_other():
 
 def test_without_strict_mode_only_a_few_more_rows_are_better_than_a_compilation():
     def step(count, total=100, **wish):
-        rows = [row_of(request(1, **wish), 0)] * count
+        rows = [request(1, **wish).row(0)] * count
         return SHAPES.declare(rows, total_tokens=total)
 
     assert step(8).serves(step(1))

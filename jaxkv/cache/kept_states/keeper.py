@@ -17,11 +17,12 @@ from jaxkv.cache.kept_states.checkpoints import (
 )
 from jaxkv.cache.kept_states.pages import CheckpointPages
 from jaxkv.cache.kept_states.plans import Plans
-from jaxkv.cache.kept_states.policy import CheckpointPolicy, SeenTexts
+from jaxkv.cache.kept_states.seen_texts import SeenTexts
+from jaxkv.cache.lower_tier import LowerTier
 from jaxkv.cache.page_allocator import PageAllocator, PageCopy
 from jaxkv.cache.prefix.report import PrefixStats
 from jaxkv.cache.spec import CacheLayout
-from jaxkv.offload.tier import HostTier
+from jaxkv.config.checkpoint_policy import CheckpointPolicy
 
 _UNPAGED = 64
 """Tokens per name where no group is paged."""
@@ -59,7 +60,7 @@ class StateKeeper:
         self.groups = tuple(group.name for group in layout.state_groups)
         self.policy = policy
         self.kept = Checkpoints(size)
-        self.host: HostTier | None = None
+        self.lower: LowerTier | None = None
         """Takes what is given up for room, if there is one."""
         self._chunk = layout.chunk_size
         self._allocator = allocator
@@ -254,9 +255,9 @@ class StateKeeper:
         doomed = [one for one in self.kept if one.maker == seq or one.key.digest == held.origin]
         for one in doomed:
             self.forget(one, tick)
-        if self.host is not None:
-            self.host.forget([("", held.origin)] if held.origin is not None else [])
-            self.host.forget_made(seq)
+        if self.lower is not None:
+            self.lower.forget([("", held.origin)] if held.origin is not None else [])
+            self.lower.forget_made(seq)
         return len(doomed)
 
     def withdraw_made(self, seq: int, tick: int) -> None:
@@ -341,7 +342,7 @@ class StateKeeper:
         return False
 
     def _evict(self, one: Checkpoint) -> None:
-        if self.host is not None:
-            self.host.offer_checkpoint(one)
+        if self.lower is not None:
+            self.lower.offer_checkpoint(one)
         self.forget(one, self._tick)
         self._stats.checkpoint_evictions += 1

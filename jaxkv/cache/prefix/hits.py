@@ -6,6 +6,7 @@ from jaxkv.cache.kept_pages.keeper import PageKeeper
 from jaxkv.cache.kept_pages.keys import PageKeys
 from jaxkv.cache.kept_pages.lookup import Lookup, longest
 from jaxkv.cache.kept_states.keeper import StateKeeper
+from jaxkv.cache.lower_tier import SwapIns
 from jaxkv.cache.page_allocator import Match
 from jaxkv.cache.prefix.report import (
     NO_CHECKPOINT,
@@ -17,7 +18,6 @@ from jaxkv.cache.prefix.report import (
     window_limited,
 )
 from jaxkv.cache.spec import CacheLayout
-from jaxkv.offload.swap_in import SwapIns
 
 
 class Hits:

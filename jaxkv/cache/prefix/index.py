@@ -15,13 +15,12 @@ from jaxkv.cache.kept_pages.keys import PageKeys, cache_root
 from jaxkv.cache.kept_pages.lookup import longest
 from jaxkv.cache.kept_pages.tree import HIT, Node
 from jaxkv.cache.kept_states.keeper import StateKeeper
-from jaxkv.cache.kept_states.policy import CheckpointPolicy
+from jaxkv.cache.lower_tier import LowerTier, SwapIns
 from jaxkv.cache.page_allocator import Match, PageAllocator, PageCopy
 from jaxkv.cache.prefix.hits import Hits
 from jaxkv.cache.prefix.report import Explanation, PrefixStats
 from jaxkv.cache.spec import CacheLayout
-from jaxkv.offload.swap_in import SwapIns
-from jaxkv.offload.tier import HostTier
+from jaxkv.config.checkpoint_policy import CheckpointPolicy
 
 _LOG = logging.getLogger(__name__)
 
@@ -52,7 +51,7 @@ class PrefixIndex:
     ) -> None:
         self._layout = layout
         self._allocator = allocator
-        self._host: HostTier | None = None
+        self._lower: LowerTier | None = None
         self._swap_ins: SwapIns | None = None
         self._root = cache_root(
             secrets.token_bytes(32) if secret is None else secret, layout, identity
@@ -82,37 +81,47 @@ class PrefixIndex:
         return replace(self._stats)
 
     @property
+    def layout(self) -> CacheLayout:
+        """The groups of the cache."""
+        return self._layout
+
+    @property
+    def allocator(self) -> PageAllocator:
+        """Pages and states of the device."""
+        return self._allocator
+
+    @property
+    def kept_pages(self) -> PageKeeper:
+        """The pages that the index keeps."""
+        return self._pages
+
+    @property
+    def kept_states(self) -> StateKeeper:
+        """The checkpoints of recurrent layers that the index keeps."""
+        return self._states
+
+    @property
     def why_never(self) -> str:
         """Why no prefix will ever be found again; empty if some may be."""
         return self._hits.never
 
-    def attach_host(self, num_bytes: int) -> SwapIns:
-        """Lets what is evicted go to the host, in at most so many bytes; returns what brings it back.
-
-        Asking again for the same changes nothing.
+    def attach_lower_tier(self, tier: LowerTier, swap_ins: SwapIns) -> None:
+        """Offers what is evicted from now on to another tier, whose swap-ins end when what they need is lost.
 
         Raises:
-            ValueError: fewer than 1 byte, or another number than before.
+            ValueError: there is such a tier already.
         """
-        if self._host is None:
-            size = self._states.kept.page_size
-            self._host = self._states.host = HostTier(self._layout, num_bytes, page_size=size)
-            self._swap_ins = SwapIns(
-                self.advance, self._allocator, self._pages, self._states, self._host
-            )
-        elif self._host.num_bytes != num_bytes:
-            raise ValueError(
-                f"the index has a tier of {self._host.num_bytes:,} bytes on the host, which cannot become {num_bytes:,}"
-            )
-        assert self._swap_ins is not None, "made with the tier"
-        return self._swap_ins
+        if self._lower is not None:
+            raise ValueError("the index has a lower tier already; detach it first")
+        self._lower = self._states.lower = tier
+        self._swap_ins = swap_ins
 
-    def detach_host(self) -> None:
-        """Makes evicted pages be lost from now on; what lies on the host is forgotten."""
-        if self._host is not None and self._swap_ins is not None:
+    def detach_lower_tier(self) -> None:
+        """Makes evicted pages be lost from now on; what lies in the lower tier is forgotten."""
+        if self._lower is not None and self._swap_ins is not None:
             self._swap_ins.drop_all()
-            self._host.clear()
-        self._host = self._states.host = self._swap_ins = None
+            self._lower.clear()
+        self._lower = self._states.lower = self._swap_ins = None
 
     def advance(self) -> int:
         """Moves the clock of uses on and returns it."""
@@ -298,8 +307,8 @@ class PrefixIndex:
         count = 0
         for name in self._trees:
             doomed = self._pages.held_by(seq, name)
-            if self._host is not None:
-                self._host.forget((name, node.key.digest) for node in doomed)
+            if self._lower is not None:
+                self._lower.forget((name, node.key.digest) for node in doomed)
             for node in doomed:
                 self._remove(name, node)
             count += len(doomed)
@@ -330,14 +339,14 @@ class PrefixIndex:
     def clear(self) -> None:
         """Forgets every page and state. Sequences in flight keep theirs, and will not publish what they hold."""
         self.lose_device()
-        if self._host is not None:
-            self._host.clear()
+        if self._lower is not None:
+            self._lower.clear()
 
     def lose_device(self) -> None:
         """Does what `clear` does when the cache is lost: what has reached the host is as good as before."""
-        if self._host is not None and self._swap_ins is not None:
+        if self._lower is not None and self._swap_ins is not None:
             self._swap_ins.drop_all()
-            self._host.lose_device()
+            self._lower.lose_device()
         self._states.clear()
         self._pages.clear()
         self._epoch += 1
@@ -352,8 +361,8 @@ class PrefixIndex:
         for name in self._trees:
             self._pages.check(name, self._states.tails(name))
         self._states.check()
-        if self._host is not None:
-            self._host.check()
+        if self._lower is not None:
+            self._lower.check()
 
     def _reclaim_pages(self, name: str, count: int, spared_copies: set[int]) -> None:
         """Evicts pages of one group, and only then those that checkpoints have of their own."""
@@ -386,10 +395,10 @@ class PrefixIndex:
         return {page for page in pages if page in pool.kept and pool.references(page) == 2}
 
     def _evict(self, name: str, node: Node) -> None:
-        if self._host is not None:
+        if self._lower is not None:
             for checkpoint in self._states.kept.resting_on(name, node.key.digest):
-                self._host.offer_checkpoint(checkpoint)
-            self._host.offer_page(name, node)
+                self._lower.offer_checkpoint(checkpoint)
+            self._lower.offer_page(name, node)
         self._remove(name, node)
         self._stats.evictions += 1
 

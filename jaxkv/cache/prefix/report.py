@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from jaxkv.cache.kept_pages.lookup import Lookup, longest, next_longer
 from jaxkv.cache.kept_pages.tree import PrefixTree
-from jaxkv.offload.tier import HostTier
+from jaxkv.cache.lower_tier import LowerTier
 
 NO_CHECKPOINT = (
     "group {!r} is recurrent and keeps no checkpoint to begin from: the cache has no room for any"
@@ -136,7 +136,7 @@ def reason_for(lookup: Lookup, tree: PrefixTree, position: int) -> str:
 
 
 def report_group(
-    lookup: Lookup, tree: PrefixTree, limit: int, host: HostTier | None = None
+    lookup: Lookup, tree: PrefixTree, limit: int, host: LowerTier | None = None
 ) -> GroupReport:
     """Reports on one group; `limit` is the prompt's length less the token that is always computed."""
     alone = longest([lookup], limit)

@@ -1,0 +1,70 @@
+"""The key of a compiled program, which lowers itself."""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, fields
+
+from jaxkv.programs.lowering import Lowering
+
+Size = int | bool | None | tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class ProgramSpec[Target](ABC):
+    """What one program is compiled for: its key in the manifest. Specs sort by kind, then by size.
+
+    The kinds are in `jaxkv.runner.program_specs`, `jaxkv.runner.cache_programs` and `jaxkv.offload.programs`.
+    """
+
+    @property
+    @abstractmethod
+    def kind(self) -> str:
+        """What the program does: "decode", "prefill", "score", "admit", "readmit", "copy", "swap_out" or "swap_in"."""
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """The name of the program in XLA, in profiles and in the compilation cache."""
+
+    @abstractmethod
+    def lowering(self, target: Target, /) -> Lowering:
+        """Returns what to compile, given the model, parameters and cache to compile it for."""
+
+    def sizes(self) -> dict[str, Size]:
+        """Returns every size of the program by name, those of its features included."""
+        return {part.name: getattr(self, part.name) for part in fields(self)}
+
+    def serves(self, needed: "ProgramSpec") -> bool:
+        """Returns whether this program can run in the place of another."""
+        return self == needed
+
+    def costs_like(self, needed: "ProgramSpec") -> bool:
+        """Returns whether this program, which serves as well, takes about as long as the other would."""
+        return self == needed
+
+    @property
+    def order_of_cost(self) -> tuple[int, ...]:
+        """Sorts programs that serve alike: the cheapest first."""
+        return ()
+
+    def __str__(self) -> str:
+        shown = {
+            name: size
+            for name, size in self.sizes().items()
+            if size is not None and size is not False
+        }
+        told = (f"{name}={_size_text(size)}" for name, size in shown.items())
+        return f"{self.kind}({', '.join(told)})"
+
+    def __lt__(self, other: "ProgramSpec") -> bool:
+        return self._rank < other._rank
+
+    @property
+    def _rank(self) -> tuple:
+        sizes = tuple(
+            (size is not None, 0 if size is None else size) for size in self.sizes().values()
+        )
+        return self.kind, sizes
+
+
+def _size_text(size: Size) -> str:
+    return "/".join(map(str, size)) if isinstance(size, tuple) else str(size)
