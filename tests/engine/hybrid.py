@@ -166,7 +166,7 @@ def places(engine, prompt, salt=None):
 
 
 def assert_same(made, truth):
-    """Tokens are equal, and their log-probabilities within 1e-5 (A-06)."""
+    """Tokens are equal, and their log-probabilities within 1e-5."""
     for one, other in zip(made, truth, strict=True):
         assert one.token_ids == other.token_ids
         for got, want in zip(one.logprobs, other.logprobs, strict=True):

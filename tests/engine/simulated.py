@@ -50,7 +50,7 @@ class SimulatedDevice:
         return lambda params, cache, *packed: self.run(declared, cache, *packed)
 
     def fill_free(self):
-        """Writes junk into all that nobody holds (R-B3); biases stay clean, as the engine promises to keep them."""
+        """Writes junk into every free page and state. Biases stay clean, as the engine promises to keep them."""
         if self.owner.poisoned:
             return
         if self._executor.before_update is not None:

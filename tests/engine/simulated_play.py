@@ -7,7 +7,7 @@ from tests.engine.simulated_requests import Faults, answer, groups_of_requests
 
 
 def check_books(engine):
-    """Raises if allocator, index, host tier and schedule contradict themselves or each other (R-A1)."""
+    """Raises if allocator, index, host tier and schedule contradict themselves or each other."""
     allocator, running = engine.executor.allocator, engine.scheduler.running
     # Swap-ins have negative numbers.
     swap_ins = {number for number in allocator.open_sequences if number < 0}

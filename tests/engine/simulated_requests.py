@@ -109,7 +109,7 @@ def _why_over(request, tokens, text):
 
 
 class Faults:
-    """Lets the device of an engine fail now and then, before a step, after it, or when it is read (R-D1, T-09).
+    """Lets the device of an engine fail now and then, before a step, after it, or when it is read.
 
     Args:
         engine: whose.

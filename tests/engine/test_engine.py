@@ -96,7 +96,7 @@ def test_the_cut_of_prompts_changes_no_token(budget):
 
 
 def test_aborts_leave_the_others_alone():
-    """Reliability row 12: aborted in any state, twice, and by number of those that have ended."""
+    """Requests are aborted in any state, twice, and by their number after they have ended."""
     requests = requests_of(PLAIN)
     wanted = oracle(requests)
     for seed in range(4):
@@ -113,7 +113,7 @@ def test_aborts_leave_the_others_alone():
 
 
 def test_an_abort_may_come_at_any_step_and_twice():
-    """Reliability row 12: queued, in the middle of a prompt, with its last token under way, and when it has ended."""
+    """A request is aborted queued, in the middle of its prompt, with its last token in flight, and after its end."""
     requests = [request_of([at, 5, 9] * 8, max_tokens=4) for at in range(2)]
     engine = engine_for(prefix_cache=False)
     engine.run(truth := [engine.add([one])[0] for one in requests])
@@ -193,7 +193,7 @@ def test_samples_survive_that_their_leader_goes():
 
 @pytest.mark.parametrize("by_wave", [False, True])
 def test_a_biased_row_leaves_no_trace_for_its_successor(by_wave):
-    """T-02: entries of the sampling group are clean for whoever meets a program with penalties."""
+    """A later request that meets a program with penalties finds the entries of the sampling group clean."""
     biased = [request_of([at], **RICH | {"logit_bias": {9: 100.0}}) for at in range(4)]
     engine = engine_for()
     if by_wave:
@@ -229,7 +229,7 @@ def test_pinned_shapes_make_every_result_equal_bit_for_bit():
 
 
 def test_what_can_never_fit_is_refused_with_the_numbers():
-    """Reliability row 13."""
+    """A request larger than the pool or the longest sequence is refused by `add`."""
     engine = engine_for()
     with pytest.raises(ValueError, match="needs room for 67 tokens, but one sequence can have 64"):
         engine.add([request_of([1] * 60)])
@@ -252,7 +252,7 @@ def test_pages_that_others_hold_are_reported_and_nothing_is_lost():
 
 
 def test_a_step_moves_two_arrays_to_the_device_and_one_back(monkeypatch):
-    """T-16, must show: at most 2 copies to the device and 1 to the host per step, prepared steps apart."""
+    """A step makes at most 2 copies to the device and 1 to the host, not counting its preparation."""
     engine = engine_for()
     sent, read = [], []
     executor = engine.executor
@@ -289,7 +289,7 @@ def test_the_next_step_is_sent_before_the_last_one_is_read(monkeypatch):
 
 
 def test_a_warm_engine_compiles_nothing():
-    """S3-10: random traffic needs no program but those that were declared for it."""
+    """Random traffic needs only the programs that were declared for it."""
     programs = Programs(strict=True)
     programs._programs |= programs_of("plain")._programs
     engine = engine_for(programs=programs)
@@ -310,7 +310,7 @@ def test_a_warm_engine_compiles_nothing():
     [plain] = engine.add([requests[0]])
     engine.run([drawn, plain])
     assert isinstance(drawn.error, ProgramRefused)
-    # S3-11: the error names what was not declared.
+    # The error names what was not declared.
     [told] = engine.add([request_of([1, 2], logprobs=3)])
     engine.run([told])
     assert isinstance(told.error, ProgramRefused)
@@ -342,7 +342,7 @@ def test_stop_strings_end_the_text_and_the_request():
 
 
 def test_what_is_declared_for_a_request_serves_it_alone_or_with_its_like():
-    """S3-10, with penalties, samples, chunks, preemption and prefix hits, in a strict engine."""
+    """A strict engine compiles nothing for penalties, samples, chunks, preemptions and prefix hits."""
     programs = Programs(strict=True)
     programs._programs |= programs_of("plain")._programs
     engine = engine_for(programs=programs, free_pages=9)

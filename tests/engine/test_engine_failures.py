@@ -73,7 +73,7 @@ def start(engine, requests=REQUESTS):
     "faults", [{"reads": [0]}, {"reads": [3, 4]}, {"steps": [2]}, {"steps": [0], "reads": [5]}]
 )
 def test_a_lost_cache_costs_time_and_no_token(faults, message, wanted, monkeypatch):
-    """T-09, reliability rows 2, 3 and 5: at the dispatch, and at the read with one step more in flight."""
+    """Steps fail at their dispatch, and at their read with one more step in flight."""
     engine = engine_for()
     Faults(engine, monkeypatch, message=message, **faults)
     sequences = start(engine)
@@ -112,7 +112,7 @@ def test_losses_that_are_far_apart_are_survived_for_ever(wanted, monkeypatch):
 
 
 def test_a_row_that_gives_way_in_a_step_of_its_own_waits_and_the_others_go_on():
-    """T-09: after a fault rows run alone; that one of them finds no page is no reason to give up on all."""
+    """After a fault rows run alone. One of them that finds no page does not fail the others."""
     engine = engine_for(free_pages=3, overlap=False, prefix_cache=False)
     served = start(engine, [request_of(range(at, at + PAGE), max_tokens=6) for at in (3, 20)])
     engine.step()
@@ -125,7 +125,7 @@ def test_a_row_that_gives_way_in_a_step_of_its_own_waits_and_the_others_go_on():
 
 
 def test_too_many_losses_in_too_short_a_time_are_raised(wanted, monkeypatch):
-    """Reliability row 4: three are repaired, the fourth is not; the next call begins afresh."""
+    """Three losses are repaired and the fourth is raised. The next call begins to count anew."""
     engine = engine_for(clock=lambda: 0.0)
     with monkeypatch.context() as patched:
         Faults(engine, patched, reads=range(100))
@@ -138,7 +138,7 @@ def test_too_many_losses_in_too_short_a_time_are_raised(wanted, monkeypatch):
 
 
 def test_a_broken_device_is_not_used_again(monkeypatch):
-    """Reliability row 6."""
+    """An illegal address ends the engine: the context of the device is not used again."""
     engine = engine_for()
     Faults(engine, monkeypatch, reads=[1], message="CUDA_ERROR_ILLEGAL_ADDRESS: an illegal ...")
     with pytest.raises(jax.errors.JaxRuntimeError, match="ILLEGAL"):
@@ -169,7 +169,7 @@ def test_a_device_that_breaks_at_a_dispatch_is_not_used_again(wanted, monkeypatc
 
 
 def test_a_request_that_breaks_its_step_fails_alone(wanted):
-    """Reliability row 1: an id that the packer refuses, among five good requests."""
+    """The packer refuses a token id of one request among five good ones."""
     engine = engine_for()
     bad = request_of([3, 999, 4])
     requests = [*REQUESTS[:3], bad, *REQUESTS[3:]]
@@ -226,7 +226,7 @@ def two_that_share(engine):
 
 
 def test_pages_that_a_neighbour_withdrew_come_back_when_a_sharer_has_read_them(monkeypatch):
-    """Reliability row 8: all pages of whoever failed go, and those that another's finite tokens prove good return."""
+    """All pages of the failed request leave the index; those that another's finite tokens prove good return."""
     engine = engine_for()
     first, second, pages, prompt = two_that_share(engine)
     spoil(engine.executor, pages[2])
@@ -247,7 +247,7 @@ def test_pages_that_a_neighbour_withdrew_come_back_when_a_sharer_has_read_them(m
 
 
 def test_a_page_that_is_bad_itself_fails_all_who_share_it_and_never_comes_back():
-    """Reliability row 8: reading it makes no finite token, so that nobody can prove it good."""
+    """No request that reads the page has finite logits, so that none proves it good."""
     engine = engine_for()
     first, second, pages, prompt = two_that_share(engine)
     spoil(engine.executor, pages[0])
@@ -261,7 +261,7 @@ def test_a_page_that_is_bad_itself_fails_all_who_share_it_and_never_comes_back()
 
 
 def test_logits_that_are_no_numbers_fail_one_request(wanted):
-    """Reliability row 8: its pages are not shared, and are clean for whoever gets them next."""
+    """Pages of the failed request are not shared, and are clean for the next one that gets them."""
     engine = engine_for()
     long = request_of(range(1, 2 * PAGE + 5), max_tokens=12)
     sequences = start(engine, [*REQUESTS[:3], long])
@@ -293,7 +293,7 @@ class Broken:
 
 
 def test_a_broken_stop_string_fails_one_request(wanted):
-    """Reliability row 9."""
+    """An exception in the matching of stop strings fails that request and no other."""
     engine = engine_for()
     sequences = start(engine)
     sequences[2].stream = Broken()
@@ -332,7 +332,7 @@ def test_an_interrupt_leaves_the_others_where_they_can_go_on(where, wanted, monk
 
 
 def test_a_cache_that_others_lost_or_replaced_is_noticed(wanted):
-    """Reliability row 33: whatever was computed before means nothing in the new cache."""
+    """After that, what was computed before means nothing: it is computed again in the new cache."""
     engine = engine_for()
     sequences = start(engine)
     for _ in range(3):

@@ -32,7 +32,7 @@ def reports():
 
 @pytest.mark.parametrize("name", [*GOOD, *BESIDE])
 def test_a_program_updates_its_cache_in_place_on_an_h200(reports, name):
-    # T-06, T-08
+    # Every leaf of the cache is its own output, and no pool is copied.
     report = reports[name]
     assert report["backend"] == "gpu"
     assert report["problems"] == []
@@ -41,7 +41,7 @@ def test_a_program_updates_its_cache_in_place_on_an_h200(reports, name):
 
 
 def test_programs_of_our_kernels_have_names_on_disk(reports):
-    """S3-14: a kernel's trace holds variables of what is around it, which have no values to be told apart by."""
+    """A trace holds variables of the code around the kernel. They have no value, and no part in the name."""
     names = {reports[name]["stored_as"] for name in ("decode", "decode_best", "prefill")}
     assert len(names) == 3
     assert all(len(name.rpartition("-")[2]) == 64 for name in names)
@@ -55,7 +55,6 @@ def test_a_cache_of_one_page_may_be_swept_by_whoever_reads_it(reports):
 
 @pytest.mark.parametrize("name", STEPS)
 def test_a_step_is_one_command_buffer(reports, name):
-    # T-15
     report = reports[name]
     assert report["command_buffers"] == 1
     assert report["outside"] == []
@@ -87,7 +86,7 @@ def test_a_layer_takes_few_nodes_of_the_graph(reports):
 
 
 def test_several_steps_are_one_graph_that_is_launched_so_often_without_the_host(reports):
-    # T-15: one graph prepares, one is a step. Since the number of turns is known, nobody asks the device for it.
+    # One graph prepares, one is a step. The number of turns is known to the host, so it is not read from the device.
     report = reports["burst"]
     assert report["command_buffers"] == 2
     assert report["outside"].count("kWhile") == 1

@@ -1,4 +1,4 @@
-"""What XLA makes of the programs between cache and host on an H200, seen without a GPU; T-06, T-08."""
+"""What XLA makes of the programs between cache and host on an H200, seen without a GPU: updates in place."""
 
 from tests.engine.h200_host import LAYERS
 from tests.engine.test_h200_hybrid import compiled

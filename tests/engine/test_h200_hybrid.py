@@ -27,7 +27,7 @@ def compiled(names, program="h200_hybrid.py"):
 
 
 def assert_in_place(report):
-    # T-06, T-08: states are read and written where they lie, like pages.
+    # States are read and written in place, like pages.
     assert report["backend"] == "gpu"
     assert report["problems"] == []
     assert report["copies"] == []
@@ -35,7 +35,6 @@ def assert_in_place(report):
 
 
 def test_a_decode_step_with_states_and_experts_is_one_command_buffer_in_place():
-    # T-15
     reports = compiled(DECODE)
     for name in DECODE:
         assert_in_place(reports[name])
@@ -47,7 +46,7 @@ def test_a_decode_step_with_states_and_experts_is_one_command_buffer_in_place():
 
 @pytest.mark.slow
 def test_steps_that_keep_checkpoints_and_outputs_write_them_where_they_lie():
-    """T-08, T-15: snapshots and last hidden states cost no copy of a pool and no second graph."""
+    """Snapshots and last hidden states cost no copy of a pool and no second graph."""
     reports = compiled(KEEPING)
     for name in KEEPING:
         assert_in_place(reports[name])

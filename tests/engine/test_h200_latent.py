@@ -16,7 +16,7 @@ MORE = (
 
 
 def assert_one_graph_in_place(names):
-    # T-06, T-08, T-15: latents, records and index keys are written where they lie, and a step is one graph.
+    # Latents, records and index keys are written in place, and a step is one graph.
     reports = compiled(names, "h200_latent.py")
     for name in names:
         assert_in_place(reports[name])

@@ -12,7 +12,7 @@ KERNELS = {"gemma_decode": 13, "gpt_oss_decode": 13, "gemma_prefill": 5, "gpt_os
 
 @pytest.mark.parametrize("names", [DECODE, pytest.param(PREFILL, marks=pytest.mark.slow)])
 def test_a_step_with_windows_is_one_command_buffer_in_place_of_our_kernels(names):
-    """T-06, T-08, T-15, S2-01: nothing is left outside the graph, so no host work translates slots between layers."""
+    """Nothing is left outside the graph, so the host does not translate slots between layers."""
     reports = compiled(names, "h200_windows.py")
     for name in names:
         assert_in_place(reports[name])

@@ -1,4 +1,4 @@
-"""Engines whose prefixes go through the host: the oracle's tokens all the same; A-17, S4-17..21."""
+"""Engines whose prefixes go through the host make the oracle's tokens."""
 
 import logging
 from dataclasses import replace
@@ -139,7 +139,7 @@ def test_a_host_too_small_for_a_prefix_is_no_help_and_no_harm():
 
 
 def test_pageable_memory_serves_as_well(monkeypatch):
-    # S4-17.
+    # Without pinned memory the tier copies through pageable memory and reports it.
     monkeypatch.setattr(host_memory, "_why_not_pinned", lambda device: "it is Tuesday")
     engine = engine_for()
     made = serve(engine, prompts_of(0))
@@ -149,7 +149,6 @@ def test_pageable_memory_serves_as_well(monkeypatch):
 
 
 def test_no_bytes_are_no_tier():
-    # S4-18.
     engine = engine_for(host_bytes=0)
     stats = collect_stats(engine)
     assert (engine.host, stats.host, stats.host_cache) == (None, None, "off")
@@ -160,7 +159,7 @@ def test_no_bytes_are_no_tier():
 
 
 def test_where_nothing_could_be_found_again_the_tier_is_off_and_says_why(caplog):
-    # S4-17.
+    # A tier that cannot help is disabled with a reason; the engine works.
     with caplog.at_level(logging.WARNING):
         engine = engine_for(prefix_cache=False)
     assert engine.host is None
@@ -178,7 +177,7 @@ def test_where_prompts_share_nothing_the_tier_is_off_and_says_why():
 
 
 def test_a_tier_that_was_closed_is_gone_and_serving_goes_on():
-    # S4-19.
+    # The second close does nothing.
     engine = engine_for()
     prompts = prompts_of(0)
     serve(engine, prompts[:4])
@@ -190,7 +189,7 @@ def test_a_tier_that_was_closed_is_gone_and_serving_goes_on():
 
 
 def test_what_leaves_is_read_before_a_copy_overwrites_it():
-    # S4-20: no step in between, and the copy runs at once.
+    # No step runs in between, and the copy runs at once.
     engine = engine_for()
     [prompt] = prompts_of(6, beginnings=1, rounds=1)
     serve(engine, [prompt])

@@ -1,4 +1,4 @@
-"""Engines whose prefixes go through the host, when that fails: the oracle's tokens all the same; A-17, S4-17, S4-20."""
+"""Engines whose prefixes go through the host make the oracle's tokens when a transfer fails."""
 
 import logging
 
@@ -57,7 +57,7 @@ FAULTS = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_transfer_that_fails_costs_only_its_prefix(fault, monkeypatch, caplog):
-    """S4-17, S4-20: recorded on the transfer, the prefix is a miss, and the answer is right."""
+    """The failure is recorded on the transfer, the prefix is a miss, and the answer is right."""
     engine = engine_for()
     owner, name, when = FAULTS[fault]
     left = fails(
@@ -97,7 +97,7 @@ def test_transfers_that_fail_again_and_again_end_the_tier(monkeypatch, caplog):
 def test_a_tier_that_ends_while_a_prefix_is_written_costs_its_prefixes_and_nothing_else(
     monkeypatch,
 ):
-    # S4-20: that transfers failed too often is noticed before the very program that writes what has come.
+    # The tier gives up after too many failures, just before the program that writes the units that arrived.
     engine = engine_for()
     other, one, held = waits_for_host(engine, monkeypatch)
     monkeypatch.setattr(host_transfers, "is_ready", lambda units: True)

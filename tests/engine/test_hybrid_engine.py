@@ -119,7 +119,7 @@ def wanted(hybrid):
     ids=["roomy", "tight", "bursts"],
 )
 def test_arrivals_chunks_and_preemptions_have_the_tokens_of_the_oracle(wanted, free, several):
-    # S5-24, S5-25: continuing chunks, fresh prompts and rows that generate share steps; junk is in every free state.
+    # Continuing chunks, fresh prompts and rows that generate share steps; every free state holds junk.
     requests, truth = wanted
     engine = hybrid_engine(free_pages=free, steps_per_launch=several)
     plans, sequences, waiting, draw = watched(engine), [], list(requests), random.Random(1)
@@ -136,7 +136,7 @@ def test_arrivals_chunks_and_preemptions_have_the_tokens_of_the_oracle(wanted, f
     assert max(plan.steps for plan in plans) == several
     parts = [part for plan in plans if plan.steps == 1 for part in plan.parts if part.count > 1]
     assert any(not part.emits for part in parts)
-    # T-32: cuts lie on the grid of the scan, counted from token 0.
+    # Cuts lie on the grid of the scan, counted from token 0.
     assert all(part.emits or (part.start + part.count) % CHUNK == 0 for part in parts)
     assert_idle(engine)
 
@@ -178,7 +178,7 @@ def test_a_lost_cache_is_computed_again_states_and_all(wanted):
 
 
 def test_no_prefix_is_hit_and_everybody_is_told_why(wanted, caplog):
-    # T-24: pages without the state at their end are no hit.
+    # Pages without the state at their end are no hit.
     requests, truth = wanted
     with caplog.at_level(logging.INFO):
         engine = hybrid_engine()
@@ -196,7 +196,7 @@ def test_no_prefix_is_hit_and_everybody_is_told_why(wanted, caplog):
 
 
 def test_a_step_of_a_single_row_updates_its_states_in_place():
-    # T-06: one row is one slice to XLA, which would rather copy the pool than read before it writes.
+    # XLA sees one row as one slice, and would copy the pool rather than read before it writes.
     executor = hybrid_engine().executor
     shape = StepSpec(1, 1, (LONGEST // PAGE,), decode=True)
     report = executor.program(shape).report
@@ -205,7 +205,7 @@ def test_a_step_of_a_single_row_updates_its_states_in_place():
 
 
 def test_a_row_may_not_read_what_another_row_writes(monkeypatch):
-    # S5-27, T-18: which comes first within a step, nobody says.
+    # The order of reads and writes within a step is not defined.
     executor = hybrid_engine().executor
     for number in range(2):
         executor.allocator.open(number)

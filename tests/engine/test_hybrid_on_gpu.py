@@ -82,7 +82,7 @@ def assert_close(made, truth):
 
 
 def test_prompts_that_begin_from_kept_states_are_answered_as_if_all_were_computed(engine):
-    # S5-03, S5-17, S5-23, S5-39, A-18: a turn, a branch, a repeat that computes nothing, and all of them at once.
+    # A further turn, a branch, a repeat that computes nothing, and all of them at once.
     assert engine.executor.implementation.name == "mosaic_gpu"
     base, more, other = texts(1, 200, 30, 70)
     [first] = run(engine, base, max_tokens=12, logprobs=2)
@@ -100,7 +100,7 @@ def test_prompts_that_begin_from_kept_states_are_answered_as_if_all_were_compute
 
 
 def test_a_snapshot_is_the_state_of_a_run_that_ends_there(engine):
-    # S5-18, S5-32: within a step of 200 tokens, and at the end of one of 192; the first layer's have the same bits.
+    # Taken within a step of 200 tokens, and at the end of one of 192. The first layer's states have the same bits.
     (prompt,) = texts(2, 200)
     run(engine, prompt, salt="through", max_tokens=1)
     run(engine, prompt[:192], salt="ends", max_tokens=1)

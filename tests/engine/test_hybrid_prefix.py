@@ -1,6 +1,6 @@
 """The prefix cache of a model with Mamba-2 and attention layers: scripted traces, exact counts, outputs as uncached.
 
-S5-17..22 run under the policy divergence + last aligned + penultimate, with the grid at the page size.
+Checkpoints are left where prompts diverge, at the last aligned place and at the one before; the grid is the page size.
 """
 
 from dataclasses import replace
@@ -42,7 +42,7 @@ def start(engine, *prompts, **wishes):
 
 
 def test_a_checkpoint_is_left_where_prompts_diverge():
-    # S5-17: A 64 tokens, B 128 of which the first 64 are A's, C the first 96 of B.
+    # A has 64 tokens, B 128 of which the first 64 are A's, C the first 96 of B.
     engine = small()
     base, more = texts(1, 64, 64)
     prompts = [base, base + more, base + more[:32]]
@@ -59,7 +59,7 @@ def test_a_checkpoint_is_left_where_prompts_diverge():
 
 
 def test_a_checkpoint_is_left_at_the_last_place_on_the_grid():
-    # S5-18: 80 tokens, a snapshot at 64; the other 16 go on from the live state.
+    # Of 80 tokens a snapshot is taken at 64; the other 16 go on from the live state.
     engine = small()
     (prompt,) = texts(2, 80)
     steps = watch(engine)
@@ -71,7 +71,7 @@ def test_a_checkpoint_is_left_at_the_last_place_on_the_grid():
 
 
 def test_prompts_that_end_on_the_grid_go_back_one_place_when_repeated():
-    # S5-19, N-17: 1536 tokens without the index, 1024 with it, as each full hit goes back one page.
+    # 1536 tokens without the index, 1024 with it, as each full hit goes back one page.
     engine = large()
     half, rest = texts(3, 256, 256)
     steps, made = watch(engine), []
@@ -82,7 +82,7 @@ def test_prompts_that_end_on_the_grid_go_back_one_place_when_repeated():
 
 
 def test_a_prompt_that_is_known_to_its_end_computes_nothing():
-    # S5-19 with outputs kept, A-18: 256 and 0, then 256 more and 0.
+    # With last hidden states kept, 256 tokens are computed and then 0; then 256 more and 0.
     engine = large(full_hits=True)
     half, rest = texts(3, 256, 256)
     steps, made = watch(engine), []
@@ -96,8 +96,8 @@ def test_a_prompt_that_is_known_to_its_end_computes_nothing():
 
 
 def test_the_reference_trace_computes_2008_tokens():
-    # S5-20, N-16, A-15: 300, then 800 over its first 256, then 800 over the first 512 of that beside 1100 over its
-    # first 768, then 800 over the first 512: 3800 tokens without the index.
+    # 300, then 800 over its first 256, then 800 over the first 512 of that beside 1100 over its first 768, then 800
+    # over the first 512: 3800 tokens without the index.
     engine = large()
     first, second, third, fourth, fifth = texts(4, 300, 544, 288, 332, 288)
     a = first
@@ -122,7 +122,7 @@ def test_the_reference_trace_computes_2008_tokens():
 
 
 def test_a_checkpoint_is_left_in_whichever_chunk_it_falls():
-    # S5-21: 800 tokens, 300 per step.
+    # 800 tokens, 300 per step.
     engine = large(budget=300)
     (prompt,) = texts(5, 800)
     steps = watch(engine)
@@ -136,7 +136,7 @@ def test_a_checkpoint_is_left_in_whichever_chunk_it_falls():
 
 
 def test_what_was_evicted_is_computed_again():
-    # S5-22: 300-token E, F, E, and room for one of them; no page is kept of what does not fill it.
+    # E, F and E of 300 tokens, with room for one of them; a page that is not full is not kept.
     engine = large(pages=2)
     e, f = texts(6, 300, 300)
     made = [run(engine, prompt)[0] for prompt in (e, f, e)]
@@ -146,7 +146,7 @@ def test_what_was_evicted_is_computed_again():
 
 
 def test_restores_share_a_step():
-    # S5-23: A of 128 tokens; then B and C, 64 of them A's and 32 their own, at once.
+    # A of 128 tokens; then B and C, 64 of them A's and 32 their own, at once.
     engine = small()
     base, one, other = texts(7, 128, 32, 32)
     b, c = base[:64] + one, base[:64] + other

@@ -1,7 +1,7 @@
 """Conversations at random over models with recurrent layers and too little of everything: tokens as if each were alone.
 
 Turns that go on, branch off or come again, samples, stops, aborts, preemptions, lost caches and evictions, over few
-checkpoints and pages. The books are checked after every step (S5-02, S5-09, S5-24..26, S5-38, S5-41, T-25, T-40).
+checkpoints and pages. The books are checked after every step.
 """
 
 import random

@@ -134,7 +134,7 @@ def test_a_turn_whose_last_step_was_never_read_is_kept_when_it_comes_again(monke
 
 @pytest.mark.parametrize("checkpoints", [0, 1, 2])
 def test_outputs_do_not_depend_on_the_room_for_checkpoints(checkpoints):
-    # S5-02, S5-09, S5-26, T-40: A, A, B, A over a tiny pool; whoever finds no room goes on without.
+    # A, A, B, A over a tiny pool; a request that finds no room for a checkpoint goes on without one.
     engine = engine_for(checkpoints=checkpoints)
     a, tail = texts(5, 90, 30)
     b = a[:48] + tail
@@ -149,7 +149,7 @@ def test_outputs_do_not_depend_on_the_room_for_checkpoints(checkpoints):
 
 @pytest.mark.parametrize("checkpoints", [0, 12])
 def test_pages_are_shared_even_where_they_must_be_computed_again(checkpoints):
-    # S5-02, S5-13, S5-36: without a state nothing is skipped, but nothing is kept twice.
+    # Without a state nothing is skipped, but nothing is kept twice.
     engine = engine_for(checkpoints=checkpoints)
     (prompt,) = texts(19, 100)
     first = run(engine, prompt)[0]
@@ -184,7 +184,7 @@ def test_pages_are_shared_even_where_they_must_be_computed_again(checkpoints):
 
 
 def test_one_step_of_a_chunk_a_fresh_prompt_a_restored_one_and_a_row_that_generates():
-    # S5-24: as separate runs give.
+    # The outputs are those of separate runs.
     engine = engine_for(budget=64)
     warm, long, fresh, tail, other = texts(6, 64, 100, 3, 8, 10)
     restored = warm + tail
@@ -213,7 +213,7 @@ def test_one_step_of_a_chunk_a_fresh_prompt_a_restored_one_and_a_row_that_genera
 
 @pytest.mark.parametrize("budget", [32, 48, 128])
 def test_chunks_prefixes_and_neighbours_change_nothing(budget):
-    # S5-25, S5-41: arrivals at random, prompts that share and cross chunks, junk in whatever is free.
+    # Random arrivals, prompts that share prefixes and cross chunks, and junk in every free page and state.
     engine = engine_for(budget=budget)
     draw = random.Random(budget)
     (stem,) = texts(9, 130)
@@ -235,7 +235,7 @@ def test_chunks_prefixes_and_neighbours_change_nothing(budget):
 
 
 def test_equal_cold_prompts_wait_for_one_another():
-    # S5-42: the second is computed once the first has left its checkpoint; both are counted once.
+    # The second is computed once the first has left its checkpoint; both are counted once.
     engine = engine_for()
     (prompt,) = texts(10, 70)
     made = run(engine, prompt, prompt)
@@ -245,7 +245,7 @@ def test_equal_cold_prompts_wait_for_one_another():
 
 
 def test_nobody_waits_for_a_checkpoint_that_will_not_be():
-    # S5-42, T-40: without room, and when the first one is gone.
+    # There is no room for one; later, the request that would leave it is gone.
     engine = engine_for(checkpoints=0)
     (prompt,) = texts(10, 70)
     made = run(engine, prompt, prompt)
@@ -262,7 +262,7 @@ def test_nobody_waits_for_a_checkpoint_that_will_not_be():
 
 
 def test_prompts_shorter_than_the_convolution_are_kept_and_found():
-    # S5-33: up to three tokens, of which the convolution sees the zero state's as well.
+    # The convolution of up to three tokens also sees those of the zero state.
     engine = engine_for()
     for length in (1, 2, 3, 4):
         short, more = texts(length, length, 7)
@@ -276,7 +276,7 @@ def test_prompts_shorter_than_the_convolution_are_kept_and_found():
 
 
 def test_a_lost_checkpoint_falls_back_to_the_one_before():
-    # S5-13, S5-38: never the zero state; pages stay when states go.
+    # It never falls back to the zero state; pages stay when states are evicted.
     engine = engine_for()
     (prompt,) = texts(12, 100)
     run(engine, prompt[:40])
@@ -299,8 +299,8 @@ def test_a_lost_checkpoint_falls_back_to_the_one_before():
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_restored_state_is_the_one_that_was_left_bit_for_bit(dtype):
-    # S5-03, S5-39: restored by its id into another request, and unchanged by whatever ran in between. What the
-    # recurrence has come to is float32, whatever the model and its convolution are in.
+    # It is restored by its id into another request, and unchanged by the requests that ran in between. The state of
+    # the recurrence is float32 in every dtype of the model and its convolution.
     engine = engine_for(dtype=dtype)
     prompt, other = texts(13, 64, 90)
 
@@ -328,7 +328,6 @@ def test_a_restored_state_is_the_one_that_was_left_bit_for_bit(dtype):
 
 
 def test_a_lost_cache_takes_its_checkpoints_with_it():
-    # S5-14, S5-43, A-19.
     engine = engine_for()
     (prompt,) = texts(14, 70)
     first = run(engine, prompt)[0]
@@ -346,7 +345,7 @@ def test_a_lost_cache_takes_its_checkpoints_with_it():
 
 
 def test_no_hit_and_no_snapshot_compiles_anything():
-    # S5-40: prompts that hit, diverge and leave checkpoints run in the programs there are.
+    # Prompts that hit, diverge and leave checkpoints run in the programs there are.
     engine = engine_for()
     base, tail = texts(15, 100, 20)
     run(engine, base)
@@ -362,7 +361,7 @@ def test_no_hit_and_no_snapshot_compiles_anything():
 
 
 def test_every_count_of_a_scripted_trace():
-    # S5-44: B misses though its first pages are there, leaves a checkpoint where it diverged; C finds it.
+    # B misses though its first pages are there, and leaves a checkpoint where it diverged; C finds it.
     engine = engine_for(policy=CheckpointPolicy(end_of_prompt=False, end_of_generation=False))
     base, *tails = texts(16, 64, 30, 30, 30)
     for number, tail in enumerate(tails):
@@ -399,7 +398,7 @@ def test_samples_of_a_prompt_begin_from_a_checkpoint():
 
 @pytest.mark.parametrize("budget", [32, 128])
 def test_known_prompts_share_steps_with_all_others(budget):
-    # with rows that generate, chunks of prompts and each other; off page ends, and drawn at random.
+    # With rows that generate, chunks of prompts and each other; off page ends, and drawn at random.
     engine = engine_for(budget=budget, full_hits=True)
     known = texts(20, 70, 64, 33)
     cold = texts(21, 40, 90)
@@ -421,7 +420,7 @@ def test_known_prompts_share_steps_with_all_others(budget):
 
 
 def test_equal_cold_prompts_are_computed_once():
-    # S5-42 with outputs kept: ten at once, one of which computes.
+    # Last hidden states are kept: of ten prompts at once, one computes.
     engine = engine_for(full_hits=True)
     (prompt,) = texts(22, 70)
     made = run(engine, *[prompt] * 10)
@@ -445,7 +444,7 @@ def test_a_known_prompt_that_lost_its_cache_is_computed_again():
 
 
 def test_a_step_keeps_no_more_states_than_its_program_can():
-    # S5-32: bounded, and the rest is counted and left out.
+    # The number is bounded; the other states are counted and left out.
     engine = engine_for()
     made = [engine.add([ask(prompt)])[0] for prompt in texts(24, 40, 50)]
     parts = engine.scheduler.plan().parts
@@ -462,7 +461,7 @@ def test_a_step_keeps_no_more_states_than_its_program_can():
 
 
 def test_a_step_or_a_copy_that_fails_leaks_no_state(monkeypatch):
-    # T-25: what was taken for a step that was not sent comes back; a checkpoint whose page was not copied is none.
+    # States taken for a step that was not sent come back; a checkpoint whose page was not copied does not exist.
     engine = engine_for()
     (prompt,) = texts(25, 70)
     step, copy, failed = engine.executor.step, engine.executor.copy, []

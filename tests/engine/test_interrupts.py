@@ -129,7 +129,7 @@ def answers(interrupt):
 
 
 def test_a_step_may_be_interrupted_at_any_line_of_the_loop():
-    """Fault row 24 as a library meets it: whoever was not interrupted has the tokens of a calm run."""
+    """Requests that were not interrupted have the tokens of a calm run."""
     wanted = answers(Interrupt(10**9, LOOP))  # Compiles, which later runs do not.
     calm = Interrupt(10**9, LOOP)
     assert answers(calm) == wanted

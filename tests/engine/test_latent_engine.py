@@ -1,4 +1,4 @@
-"""The engine chooses how latents are attended to, step by step, and nobody sees the difference (S3-01, S3-02)."""
+"""The engine chooses for each step how latents are attended to, and the tokens do not depend on it."""
 
 import random
 from functools import cache
@@ -42,7 +42,7 @@ def serve(engine, *prompts, latent=LATENT):
     [(0, 30, 0), (PAGE, 30, PAGE), (3 * PAGE, 30, 3 * PAGE), (3 * PAGE, 3 * PAGE, 3 * PAGE - 1)],
 )
 def test_a_prompt_attends_expanded_unless_some_of_it_is_cached(known, length, cached):
-    # S3-01, A-12: no prefix, one page, several, and one that ends within a page, which is copied.
+    # The prefix has no page, one, several, or ends within a page, which is copied.
     engine, text = engine_of(), prompt(length)
     if known:
         engine.run(engine.add([request_of(text[:known], logprobs=0)]))
@@ -56,7 +56,7 @@ def test_a_prompt_attends_expanded_unless_some_of_it_is_cached(known, length, ca
 
 
 def test_one_prompt_in_chunks_begins_expanded_and_goes_on_absorbed():
-    # S3-02: what one path wrote the other one reads.
+    # The absorbed path reads what the expanded one wrote.
     engine = engine_of(token_budget=16)
     ran = watch(engine)
     serve(engine, prompt(45))
@@ -65,7 +65,7 @@ def test_one_prompt_in_chunks_begins_expanded_and_goes_on_absorbed():
 
 
 def test_rows_with_and_without_a_prefix_share_an_absorbed_step():
-    # S3-01 (mixed in one batch), S3-12: a row that decodes, one behind a cached prefix and a new one.
+    # One step has a row that decodes, one behind a cached prefix and a new one.
     engine = engine_of()
     long, new = prompt(20, seed=1), prompt(7, seed=2)
     engine.run(engine.add([request_of(long[:16], logprobs=0)]))
@@ -82,7 +82,7 @@ def test_rows_with_and_without_a_prefix_share_an_absorbed_step():
 
 
 def test_after_the_warm_up_both_ways_are_there_and_nothing_compiles():
-    # S3-10, S3-16: programs that were compiled in another order, and none while serving.
+    # The order of compilation does not matter, and nothing is compiled while serving.
     programs = Programs(strict=True)
     engine = engine_of(programs=programs)
     needed = declare_served(engine, request_of(prompt(40), logprobs=0), ROWS)
@@ -96,13 +96,13 @@ def test_after_the_warm_up_both_ways_are_there_and_nothing_compiles():
     serve(engine, prompt(30)[:24] + prompt(5, seed=5))
     assert programs.compiled_late == 0
     assert {"expanded", "absorbed", "decode"} == set(ran)
-    # S3-13, S3-14: the manifest tells both ways apart, with what each took.
+    # The manifest has seconds and bytes of each way.
     made = {program.spec.name.split("_")[0]: program for program in programs.manifest()}
     assert {"decode", "fresh", "prefill"} <= made.keys()
     for name in ("decode", "fresh", "prefill"):
         assert made[name].seconds > 0
         assert made[name].report.temp_bytes > 0
-    # S3-11: one that was not declared fails alone, and is told what is missing.
+    # A request whose program was not declared fails alone, and its error names what is missing.
     [drawn] = engine.add([request_of(prompt(5), temperature=1.0, logprobs=0)])
     engine.run([drawn])
     assert isinstance(drawn.error, ProgramRefused)
@@ -125,7 +125,7 @@ def test_a_program_that_reads_pages_stands_in_for_one_that_does_not_and_never_th
 
 @pytest.mark.slow
 def test_pinned_programs_give_equal_bits_with_and_without_a_prefix():
-    # S3-06: one absorbed program, whatever is cached and whoever is beside.
+    # One absorbed program serves every cached length and every neighbour.
     engine, text = engine_of(pinned_shapes=True), prompt(30)
     ran = watch(engine)
     alone = engine.add([request_of(text, logprobs=0)])[0]
@@ -140,7 +140,7 @@ def test_pinned_programs_give_equal_bits_with_and_without_a_prefix():
 
 
 def test_chosen_tokens_are_the_same_however_a_text_comes_to_be_cached():
-    # S3-01, S3-12 for sparse attention: index keys share pages with latents, and move with them.
+    # Index keys of sparse attention share pages with latents, and move with them.
     engine = engine_of(SPARSE)
     long, other = prompt(40, seed=7), prompt(33, seed=8)
     serve(engine, long, prompt(21, seed=9), latent=SPARSE)
@@ -170,7 +170,7 @@ def arriving(seed, count):
     ids=["dense", "beside-window", "sparse"],
 )
 def test_random_arrivals_have_the_tokens_of_the_oracle_in_a_tight_pool(latent, window):
-    """S3-12, S2-16 beside latents: prefix hits, forks, cut prompts and preemptions change no token."""
+    """Prefix hits, forks, cut prompts and preemptions change no token."""
     engine = engine_of(latent, free_pages=8, window=window)
     ran, draw = watch(engine), random.Random(1)
     waiting = arriving(seed=10, count=9)
@@ -204,7 +204,7 @@ def places(executor):
 
 @pytest.mark.parametrize("latent", [LATENT, SPARSE], ids=["dense", "sparse"])
 def test_a_short_step_after_a_long_one_reads_nothing_of_it_and_writes_only_its_own(latent):
-    """S3-08, S3-09, S3-06: after 32 tokens, 5, then 4, then 1 of one row, each in the one program of its kind."""
+    """After 32 tokens run 5, then 4, then 1 of one row, each in the one program of its kind."""
     text, params = prompt(10, seed=11), request_of([1], logprobs=0).params
     cuts = ((0, 5), (5, 9), (9, 10))
 

@@ -38,7 +38,7 @@ def row(count, start=0, number=0):
 @given(count=st.integers(2, 8192))
 @settings(max_examples=60, deadline=None)
 def test_a_prompt_runs_in_the_smallest_program_that_holds_it(kind, start, count):
-    """S3-03: whether or not it is expanded; exact sizes are met exactly, and more than the largest is refused."""
+    """This holds expanded and absorbed. Exact sizes are met exactly, and more than the largest is refused."""
     served = shapes(kind, max_tokens=2**14)
     shape = served.declare([row(count, start)], total_tokens=2**14)
     assert shape.tokens == min(size for size in served.token_buckets if size >= count)
@@ -57,7 +57,7 @@ def test_a_prompt_runs_in_the_smallest_program_that_holds_it(kind, start, count)
 )
 @settings(max_examples=100, deadline=None)
 def test_a_step_of_more_than_64_tokens_is_padded_by_a_quarter_at_most(grain, kind, counts, cached):
-    """S3-04: once its last prompt was cut as the scheduler cuts it; 3208 tokens do not run as 8192."""
+    """This holds after the last prompt of the step was cut as the scheduler cuts it."""
     served = shapes(kind, grain=grain)
     left = served.fill(1, min(sum(counts), 8192))
     assert left is not None
@@ -74,7 +74,7 @@ def test_a_step_of_more_than_64_tokens_is_padded_by_a_quarter_at_most(grain, kin
 
 @pytest.mark.parametrize("kind", LAYOUTS)
 def test_3208_tokens_do_not_run_as_8192(kind):
-    """S3-04, the example of the behaviours, cut by the sizes that a budget of 8192 makes."""
+    """They are cut by the sizes that a budget of 8192 makes."""
     served, left, cuts = shapes(kind), 3208, []
     while left:
         cuts.append(served.fill(1, left))
@@ -84,7 +84,7 @@ def test_3208_tokens_do_not_run_as_8192(kind):
 
 @pytest.mark.parametrize("kind", LAYOUTS)
 def test_the_largest_step_has_a_program_of_each_way_that_it_can_take(kind):
-    """S3-05, S3-17: a budget that is no power of two is a size itself, and what is declared is what runs."""
+    """A budget that is no power of two is a size itself, and the declared programs are those that run."""
     served = shapes(kind, token_budget=1000)
     declared = served.declare_all(Features())
     largest = [one for one in declared if one.tokens == 1000]
@@ -97,7 +97,7 @@ def test_the_largest_step_has_a_program_of_each_way_that_it_can_take(kind):
 @pytest.mark.parametrize("kind", LAYOUTS)
 @pytest.mark.parametrize(("count", "start"), [(5, 0), (5, 64)])
 def test_5_tokens_run_in_16_where_the_sizes_are_4_and_16(kind, count, start):
-    """S3-17: the smallest size may be any number of times too large, since it costs what its weights cost."""
+    """The smallest size has no bound on its padding, since its time is that of reading the weights."""
     served = shapes(kind)
     served.token_buckets = (4, 16)
     assert served.declare([row(count, start)], total_tokens=128).tokens == 16
@@ -107,7 +107,7 @@ def test_5_tokens_run_in_16_where_the_sizes_are_4_and_16(kind, count, start):
 @given(count=st.integers(2, COARSE.whole_up_to))
 @settings(max_examples=40, deadline=None)
 def test_a_short_prompt_is_one_step_of_kernels_however_it_attends(kind, count):
-    """S3-15: what would be left of it for a second step would take as long as all of it."""
+    """A second step for the rest of it would take as long as all of it."""
     served = shapes(kind, grain=COARSE)
     assert served.fill(1, count) == count
     new, behind = (served.declare([row(count, start)], total_tokens=512) for start in (0, 64))
@@ -126,7 +126,7 @@ def test_a_short_prompt_is_one_step_of_kernels_however_it_attends(kind, count):
     ],
 )
 def test_a_step_of_new_prompts_is_expanded_and_no_other(kind, count, expanded):
-    """S3-02's choice, which only the host makes: one cached token, or one row that decodes, and pages are read."""
+    """The host alone makes this choice. With one cached token or one row that decodes, the step reads pages."""
 
     def fresh(*batch):
         return shapes(kind).declare(batch, total_tokens=8192).fresh

@@ -136,7 +136,6 @@ def test_a_stop_at_any_place_of_a_burst_ends_the_request_there():
 
 
 def test_an_abort_while_a_burst_is_under_way_leaves_the_others_alone():
-    """Reliability row 12."""
     requests = requests_of(GREEDY)
     wanted = oracle(requests)
     engine = engine_for(steps_per_launch=4)
@@ -201,7 +200,7 @@ def test_a_burst_without_memory_is_not_sent_again_and_costs_no_token():
 
 
 def test_a_burst_that_fails_is_sent_step_by_step_and_costs_nobody_a_request():
-    """As reliability row 1: a program of several steps that cannot run is no fault of whoever happened to be in it."""
+    """A program of several steps that cannot run fails none of its requests."""
     engine = engine_for(steps_per_launch=4)
     sent, step = watch(engine), engine.executor.step
 
@@ -220,7 +219,6 @@ def test_a_burst_that_fails_is_sent_step_by_step_and_costs_nobody_a_request():
 
 
 def test_an_engine_that_was_warmed_up_for_bursts_compiles_none_and_without_them_sends_none():
-    """S3-10, T-12."""
     request = request_of([1] * 20, max_tokens=20)
     wanted = oracle([request])
     for declared in (True, False):

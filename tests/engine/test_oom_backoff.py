@@ -68,7 +68,7 @@ class Memory:
 def test_steps_shrink_until_they_fit_and_what_never_fits_is_not_tried_again(
     most, loses, wanted, monkeypatch
 ):
-    """Reliability row 2: a smaller batch, and nothing but latency; each shape fails twice at most."""
+    """The batch gets smaller and the user sees latency only; each shape fails twice at most."""
     engine = engine_for(most_rebuilds=100)
     memory = Memory(
         engine,
@@ -89,7 +89,7 @@ def test_steps_shrink_until_they_fit_and_what_never_fits_is_not_tried_again(
 
 
 def test_a_lone_row_is_tried_twice_and_then_fails_with_the_numbers(wanted, monkeypatch):
-    """Reliability rows 2 and 13: nobody else is to blame, and the next request finds the memory that is back."""
+    """No other request could free memory for it. The next request finds the memory that is back."""
     engine = engine_for()
     with monkeypatch.context() as patched:
         memory = Memory(engine, patched, lambda shape: True)
@@ -120,7 +120,7 @@ def test_memory_that_is_short_for_a_moment_costs_no_request(wanted, monkeypatch)
 
 
 def test_a_shape_that_cannot_be_compiled_is_asked_for_once(wanted, monkeypatch):
-    """Reliability row 1: the cache lives, smaller steps run, and nobody fails."""
+    """The cache lives, smaller steps run, and no request fails."""
     programs = Programs()
     programs._programs |= programs_of("plain")._programs
     engine = engine_for(programs=programs)
@@ -143,7 +143,7 @@ def test_a_shape_that_cannot_be_compiled_is_asked_for_once(wanted, monkeypatch):
 
 
 def test_whose_program_cannot_be_had_in_any_size_fails_alone(wanted, monkeypatch):
-    """Reliability row 1: only the request that needs it."""
+    """Only the request that needs the program fails."""
     programs = Programs()
     programs._programs |= programs_of("plain")._programs
     engine = engine_for(programs=programs)
@@ -311,7 +311,7 @@ def test_whole_prompts_are_left_out_but_never_cut():
 
 
 def test_losses_of_the_cache_are_not_held_against_the_smallest_step():
-    """Reliability row 4: how many of them there may be is the engine's limit."""
+    """The limit on their number is the engine's."""
     kept, [part] = retreat(), parts_of(1)
     for _ in range(5):
         kept.note_failure(shape(1, 1), ERROR, lost=True)

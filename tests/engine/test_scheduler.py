@@ -419,7 +419,7 @@ def test_fifty_thousand_random_steps_lose_nobody_and_no_page():
 
 
 def test_the_oldest_gets_on_when_all_want_the_last_page():
-    """Reliability row 14: with room for little more than one, everybody ends, in order of arrival."""
+    """With room for little more than one request, all of them end, in order of arrival."""
     serving = Serving(counts={"gqa": 7, "window": 14, "sampling": 5}, prefix=False)
     for seed in range(6):
         serving.add([0, 1, 0, 1], 20, seed=seed)
@@ -463,7 +463,7 @@ def test_the_more_urgent_goes_first_and_equals_in_order_of_arrival():
 
 
 def test_a_long_prompt_does_not_stop_those_that_generate():
-    """T-04: every step of a long prompt also advances the rows that generate."""
+    """Every step of a long prompt also advances the rows that generate."""
     serving = Serving(counts={"gqa": 40, "window": 80, "sampling": 5})
     [talker] = serving.add([0], 30, seed=3)
     serving.step()
@@ -505,7 +505,7 @@ def test_samples_that_are_aborted_leave_the_others_alone(victims, steps, length)
 
 
 def test_a_second_prompt_computes_only_what_the_first_has_not():
-    """S1-18: of two whole pages all but the last token is skipped."""
+    """Of two whole pages all but the last token is skipped."""
     serving = Serving()
     serving.add([0, 1] * 4, 1)
     serving.finish()
@@ -538,7 +538,7 @@ def test_whole_prompts_are_neither_cut_nor_starved_nor_shared(pages):
 
 
 def test_steps_fill_their_buckets():
-    """S3-04: whatever arrives, a step of more than 64 tokens is padded by at most a quarter."""
+    """A step of more than 64 tokens is padded by at most a quarter."""
     counts = {"gqa": 2000, "window": 4000, "sampling": 31}
     serving = Serving(counts=counts, max_rows=30, budget=256)
     for seed in range(60):

@@ -1,7 +1,7 @@
 """Random programs over a device of NumPy: every row reads its own text, and gets the tokens it would get alone.
 
 Bursts, preemption, tiny pools, samples, stops, penalties, aborts, faults and interrupts, the host tier, and junk in
-whatever is free; the books are checked after every step (R-A1, R-A2, R-B3, R-D1, T-09; what R-B1 asks of the host).
+every free page and state. The books are checked after every step.
 """
 
 import logging
@@ -153,7 +153,7 @@ def assert_declared(kind, seeds):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_program_is_asked_for_that_was_not_declared(kind):
-    """S3-10: what a warm-up declares is all that serving needs, whatever the schedule and the cache do."""
+    """Serving needs only what a warm-up declares, for every schedule and every state of the cache."""
     assert_declared(kind, range(4))
 
 

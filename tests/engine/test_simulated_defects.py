@@ -1,4 +1,4 @@
-"""Defects put into the engine, the cache's books and the packer one at a time: the simulated device finds each (R-A4).
+"""Defects put into the engine, the cache's books and the packer one at a time: the simulated device finds each.
 
 A defect is found when a random program reads the text of another, gets other tokens than the oracle's, or has books
 that contradict themselves.
@@ -106,7 +106,7 @@ def a_row_takes_the_token_that_the_host_last_knew(patch):
 
 @defect("hybrid", prefix=True)
 def a_state_is_kept_a_token_early(patch):
-    """S5-24: the checkpoint and its pages are of different texts."""
+    """The checkpoint and its pages then are of different texts."""
 
     def change(shape, fields, count):
         if shape.snapshots:
@@ -130,7 +130,7 @@ def tokens_in_pages_of_others_are_written_again(patch):
 
 @defect("windows", "all windows", page=4)
 def a_window_gives_a_page_back_too_early(patch):
-    """T-28: the next token still sees it."""
+    """The next token still sees it."""
     wrap(
         patch,
         sequence_pages,
@@ -141,7 +141,7 @@ def a_window_gives_a_page_back_too_early(patch):
 
 @defect("windows", prefix=True)
 def a_hit_is_a_token_too_long(patch):
-    """S1-18."""
+    """The skipped tokens include one that is not cached."""
 
     def make(longest):
         return lambda lookups, limit: min(limit, longest(lookups, limit) + 1)
@@ -174,13 +174,13 @@ def a_table_is_not_written_anew_when_it_grows(patch):
 
 @defect("full", "hybrid", prefix=True, fault_rate=0.04, host_bytes=0)
 def the_index_survives_a_lost_cache(patch):
-    """Fault row 33: what it names is gone."""
+    """The pages that it names are gone."""
     patch.setattr(PrefixIndex, "clear", lambda index: None)
 
 
 @defect("hybrid", prefix=True, checkpoint_bytes=2**22)
 def rows_begin_from_the_state_of_another(patch):
-    """T-24: how much was skipped, and the state after it, are of different lengths."""
+    """The skipped prefix and the restored state are of different lengths."""
 
     def change(shape, fields, count):
         for name in fields:

@@ -58,7 +58,7 @@ def engine_for(rope):
     ids=lambda rope: rope.kind,
 )
 def test_a_prompt_of_several_chunks_streams_the_tokens_of_the_loop(rope):
-    """S3-01, S5-21's plain half: chunks of 8 of a prompt of 30 tokens, past the original context."""
+    """A prompt of 30 tokens runs in chunks of 8, past the original context."""
     engine = engine_for(rope)
     request = Request(
         prompt=tuple((7 * place) % 61 for place in range(30)),

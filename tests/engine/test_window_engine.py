@@ -140,7 +140,7 @@ CASES = {
     "case", [*list(CASES)[:3], pytest.param("planned", marks=pytest.mark.slow)]
 )
 def test_random_arrivals_have_the_tokens_of_the_oracle(model, programs, case):
-    """S2-16, S2-19, T-28, must show: bounded memory, hits and preemptions change no token, and no page leaks."""
+    """Memory is bounded, hits and preemptions change no token, and no page leaks."""
     engine = engine_of(model, programs, **CASES[case])
     requests = requests_of(3, 14)
     sequences, most = serve(engine, requests, 5)
