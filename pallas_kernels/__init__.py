@@ -1,10 +1,17 @@
-"""Pure functions of arrays for inference on NVIDIA GPUs. Knows no model, no request and no owner of pages.
+"""Kernels for LLM inference on NVIDIA GPUs, as pure functions of JAX arrays.
 
-Attention (`paged_attention`, `ragged_attention`, `latent_attention`, `index_topk`, `sparse_attention`), its writes
-(`page_write`, `rotary_write`), state-space layers (`causal_conv`, `ssd_scan`, `ssd_update`), products of few rows
-(`skinny_matmul`) and of rows sorted by their matrices (`grouped_matmul`) are loaded on first use, so that importing a
-host module such as `pallas_kernels.dispatch` does not import JAX. They are functions: their files are reached with
-`from pallas_kernels.<op> import <file>`.
+Rule for every file here: no models, no requests, no page allocation. Callers pass page tables and index arrays.
+
+- Attention: `paged_attention` (one query per row), `ragged_attention` (packed queries), `latent_attention` (MLA),
+  `index_topk` and `sparse_attention` (DeepSeek sparse attention).
+- Cache writes: `page_write`, `rotary_write` (RoPE fused with the write).
+- Recurrent layers: `causal_conv`, `ssd_scan` and `ssd_update` (Mamba-2), `delta_scan` and `delta_update` (gated
+  DeltaNet).
+- Matrix products: `skinny_matmul` (few rows), `grouped_matmul` (rows sorted by expert).
+- Sampling: `filter_bounds` (top-k and top-p thresholds).
+
+The ops are loaded on first use, so importing a host module such as `pallas_kernels.dispatch` does not import JAX.
+`pallas_kernels.<op>` is the function. Import an op's files with `from pallas_kernels.<op> import <file>`.
 """
 
 import sys
@@ -49,7 +56,7 @@ _OPS = (
 
 
 class _Package(ModuleType):
-    """Keeps an op's name for its function: the import system would bind it to the subpackage of that name."""
+    """Keeps `pallas_kernels.<op>` bound to the function; the import system would rebind it to the subpackage."""
 
     def __setattr__(self, name: str, value: object) -> None:
         if not (name in _OPS and isinstance(value, ModuleType)):

@@ -1,33 +1,33 @@
-"""What the device that JAX compiles for can do. Knows no kernel."""
+"""Limits of Hopper SMs, and whether the device that JAX compiles for can run Mosaic GPU kernels."""
 
 import jax
 from jax.extend.backend import get_default_device
 
-# A Hopper SM has 228 KB of shared memory, of which each resident block costs 1 KB besides what it asks for; one
-# block may ask for at most 227 KB.
+# A Hopper SM has 228 KB of shared memory. One block may request at most 227 KB, and each resident block costs 1 KB
+# more than it requests.
 SHARED_BYTES = 228 * 1024
 SHARED_BYTES_PER_BLOCK = 227 * 1024
 RESERVED_BYTES_PER_BLOCK = 1024
 HOPPER = 90
 NUM_MULTIPROCESSORS = 132
-# Bytes that the address of each array in shared memory is a multiple of.
+# Alignment in bytes of each array in shared memory.
 SHARED_ALIGNMENT = 1024
-# Rows of the left operand of one tensor-core product (wgmma).
+# M of one wgmma instruction: rows of its left operand.
 WGMMA_ROWS = 64
-# Rows of a tile of swizzled shared memory; copies into it begin at a multiple of them.
+# Rows of one swizzle atom in shared memory; a copy into a swizzled tile starts at a multiple of these rows.
 ROW_TILE = 8
-# Blocks along one of several axes of a grid; only the last one goes further.
+# Most blocks along a grid axis other than the last. The last axis becomes CUDA's x axis, which allows more.
 MOST_ON_AN_AXIS = 2**16 - 1
 
 NEWEST_JAX = (0, 11)
-"""Newest JAX under which Mosaic GPU kernels are known to compile."""
+"""Newest JAX version (major, minor) with which the Mosaic GPU kernels were tested."""
 
 
 def gpu_arch() -> int | None:
-    """Returns the default device's compute capability as 10 * major + minor, `None` if it is no NVIDIA GPU.
+    """Returns the default device's compute capability as 10 * major + minor, or `None` if it is not an NVIDIA GPU.
 
-    The default device is the one set by `jax.default_device`, which may be a topology's device that is only
-    compiled for, and otherwise the first device of the default backend.
+    The default device is the one set by `jax.default_device`, or else the first device of the default backend. It may
+    be the device of a topology description, for ahead-of-time compilation without a GPU.
     """
     device = get_default_device()
     capability = getattr(device, "compute_capability", None)
@@ -49,9 +49,10 @@ def why_not_hopper() -> str | None:
 def why_not_mosaic() -> str | None:
     """Returns why Mosaic GPU kernels cannot run on the default device under this JAX, or `None` if they can.
 
-    Under JAX 0.12 inferring a kernel's layouts did not end within minutes; under 0.11.2 it takes a second.
+    JAX newer than `NEWEST_JAX` is refused: with JAX 0.12 Mosaic's layout inference did not finish within minutes for
+    these kernels; with 0.11.2 it takes a second.
     """
     hopper = why_not_hopper()
     if hopper is not None or jax.__version_info__[:2] <= NEWEST_JAX:
         return hopper
-    return f"was made for jax 0.11, and jax {jax.__version__} takes minutes to infer its layouts"
+    return f"needs jax 0.11, since jax {jax.__version__} takes minutes to infer its layouts"

@@ -1,4 +1,4 @@
-"""Chooses one implementation of an op, or says why none can run. Knows no op in particular."""
+"""Choice among the implementations of an op, with the reason for each refusal and a count of fallbacks."""
 
 import logging
 from collections import Counter
@@ -13,12 +13,12 @@ _FALLBACKS: Counter[tuple[str, str, str]] = Counter()
 
 @dataclass(frozen=True)
 class Question:
-    """A choice that came up while ops were traced.
+    """One choice of an implementation, recorded while an op was traced inside `asking()`.
 
     Attributes:
         op: the op's name.
-        place: where in a model, such as "layer 3"; empty outside of `at`.
-        refusals: why each implementation cannot run, `None` if it can; the one that the op likes best comes first.
+        place: where in the model the op was traced, such as "layer 3"; empty outside of `at`.
+        refusals: implementation name -> why it cannot run, `None` if it can; in the op's order of preference.
     """
 
     op: str
@@ -32,10 +32,10 @@ _PLACE: ContextVar[str] = ContextVar("place", default="")
 
 @contextmanager
 def asking() -> Iterator[list[Question]]:
-    """Collects the choices that ops traced inside would make.
+    """Records the choice that each op traced inside would make.
 
-    What is traced inside serves to learn its choices: it takes whatever runs everywhere, and no fallback is
-    counted. An op that JAX finds already traced is not asked.
+    Discard the traces made inside: their ops take the most general implementation, and no fallback is counted. A
+    function whose trace JAX has cached is not traced again, so its choices are not recorded.
     """
     questions: list[Question] = []
     token = _ASKED.set(questions)
@@ -47,7 +47,7 @@ def asking() -> Iterator[list[Question]]:
 
 @contextmanager
 def at(place: str) -> Iterator[None]:
-    """Names the place of the ops traced inside, for questions; it has no other effect."""
+    """Sets `Question.place` for the ops traced inside; it has no other effect."""
     token = _PLACE.set(place)
     try:
         yield
@@ -56,7 +56,7 @@ def at(place: str) -> Iterator[None]:
 
 
 def fallbacks() -> dict[tuple[str, str, str], int]:
-    """Returns how often tracing an op passed over a better implementation: (op, implementation, reason) -> times."""
+    """Returns how often each fallback happened: (op, implementation passed over, reason) -> number of traces."""
     return dict(_FALLBACKS)
 
 
@@ -75,13 +75,13 @@ def choose(
 
     Args:
         op: the op's name, for the message.
-        reasons: implementation name -> function giving why it cannot run (`None` if it can), best first.
-        implementation: a name the caller insists on, or `None` to take the best that can run.
-        by_name: implementations that run only when they are named.
+        reasons: implementation name -> function that returns why it cannot run, or `None` if it can; best first.
+        implementation: the only implementation allowed, or `None` to take the best that can run.
+        by_name: implementations that run only when `implementation` names them.
 
     Raises:
-        Unsupported: the named implementation, or every one, refuses; the message carries each reason.
-        ValueError: the name is not one of this op's implementations.
+        Unsupported: the requested implementation, or every implementation, refuses; the message lists the reasons.
+        ValueError: `implementation` is not one of this op's implementations.
     """
     if implementation is not None and implementation not in reasons:
         raise ValueError(
@@ -108,7 +108,7 @@ def _answer(
     reasons: Mapping[str, Callable[[], str | None]],
     by_name: Collection[str],
 ) -> str:
-    """Notes what each implementation says and returns the last one that can run, which is the plainest."""
+    """Records every refusal and returns the last implementation that can run, which is the most general one."""
     refusals = {name: reason() for name, reason in reasons.items()}
     asked.append(Question(op, _PLACE.get(), refusals))
     able = [name for name, refusal in refusals.items() if refusal is None and name not in by_name]
@@ -118,12 +118,15 @@ def _answer(
 
 
 def _unsupported(op: str, refusals: Mapping[str, str]) -> Unsupported:
-    told = "; ".join(f"{name}: {refusal}" for name, refusal in refusals.items())
-    return Unsupported(f"no implementation of {op} can run here: {told}")
+    listed = "; ".join(f"{name}: {refusal}" for name, refusal in refusals.items())
+    return Unsupported(f"no implementation of {op} can run here: {listed}")
 
 
 def note_fallback(op: str, passed_over: str, reason: str, chosen: str) -> None:
-    """Counts a fallback, and logs it the first time; ops tell of calls that their implementation hands on."""
+    """Counts a fallback and logs its first occurrence.
+
+    An op whose implementation runs `chosen` for some calls reports those calls here.
+    """
     key = (op, passed_over, reason)
     if not _FALLBACKS[key]:
         _LOG.info("%s runs as %s, since %s cannot: %s", op, chosen, passed_over, reason)

@@ -1,14 +1,13 @@
-"""What one choice of implementation for a whole model means for each op. Knows no model."""
+"""Families of implementations: one name that selects an implementation for every op of a model."""
 
 FAMILIES = ("mosaic_gpu", "xla", "cudnn", "xla_products")
-"""What a model may be told to run on; without a word it takes the first that all of its layers can."""
+"""Valid names of a family, best first. By default a model runs in the first family that all its layers support."""
 
-# Ops that must run a certain implementation. The others take the first that can run. An implementation from elsewhere
-# replaces single ops.
+# Family -> the ops whose implementation it fixes. Every other op takes the first implementation that can run.
 _MEMBERS = {
     "mosaic_gpu": {"paged_attention": "mosaic_gpu", "ragged_attention": "mosaic_gpu"},
     "cudnn": {"paged_attention": "cudnn"},
-    # Our kernels but for products of few rows, and of experts, to see what those are worth.
+    # For measurements of the product kernels: Mosaic attention with XLA's matrix products.
     "xla_products": {
         "paged_attention": "mosaic_gpu",
         "ragged_attention": "mosaic_gpu",
@@ -18,5 +17,5 @@ _MEMBERS = {
 
 
 def member(family: str | None, op: str) -> str | None:
-    """Returns which implementation an op must run in a family; `None` leaves it to the op."""
+    """Returns the implementation that a family fixes for an op, or `None` if the op chooses for itself."""
     return _MEMBERS[family].get(op) if family in _MEMBERS else family

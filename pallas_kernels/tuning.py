@@ -1,7 +1,8 @@
-"""The fastest measured schedules of each device, read from `tuned/<device>.json`.
+"""The fastest measured schedules of each kind of device, read from `tuned/<device>.json`.
 
-A file maps op -> shape class -> the fields of the op's schedule and "us", the measured time. The file is written by
-`pallas_kernels.workbench.tune`. For a shape class without an entry, the op's own rules choose the schedule.
+A file maps op -> shape class -> the fields of the op's schedule, and "us", the measured time in microseconds.
+`pallas_kernels.workbench.tune` writes the file. For a shape class without an entry, the op's own rules choose the
+schedule.
 """
 
 import json
@@ -18,19 +19,19 @@ from typing import Any
 from jax.extend.backend import get_default_device
 
 FOLDER = Path(__file__).parent / "tuned"
-# What a schedule took when it was chosen; the one entry that is no field of it.
+# Key of the measured time in microseconds. Every other key is a field of the schedule.
 TIME = "us"
 
 _TRIAL: ContextVar[tuple[str, Mapping[str, int] | None] | None] = ContextVar("trial", default=None)
 
 
 def tuned(op: str, shape_class: str) -> Mapping[str, int] | None:
-    """Returns the fields of the fastest schedule measured on the default device's kind, `None` if none was.
+    """Returns the fields of the fastest schedule measured on the default device's kind, or `None` without an entry.
 
-    The default device may be a topology's, which is only compiled for; it gets what its kind would get.
+    A device of a topology description gets the schedules of its device kind, like a real one.
 
     Raises:
-        ValueError: the device's file is damaged.
+        ValueError: the device's file is malformed.
     """
     trial = _TRIAL.get()
     if trial is not None and trial[0] == op:
@@ -47,18 +48,18 @@ def choose[Schedule](
     is_possible: Callable[[Schedule], bool],
     by_rule: Callable[[], Schedule],
 ) -> Schedule:
-    """Returns the tuned schedule of a shape class, or that of the op's rules if there is none or it cannot run.
+    """Returns the tuned schedule of a shape class, or the schedule of the op's rules if no tuned one can run.
 
     Args:
         op: the op's name.
         shape_class: the class of the call's shapes.
-        schedules: the op's dataclass of schedules. A file's entry that lacks a field without default, or that has
-            another field, was written for an older form of the dataclass and is passed over.
+        schedules: the op's dataclass of schedules. An entry of the file that lacks a field without default, or has an
+            unknown field, was written for an older version of the dataclass and is ignored.
         is_possible: whether the kernel can run under a schedule.
         by_rule: chooses a schedule without measurements.
 
     Raises:
-        ValueError: the device's file is damaged.
+        ValueError: the device's file is malformed.
     """
     found = tuned(op, shape_class)
     declared: Any = schedules
@@ -73,7 +74,7 @@ def choose[Schedule](
 
 @contextmanager
 def trying(op: str, fields: Mapping[str, int] | None) -> Iterator[None]:
-    """Lets an op that is traced inside run under this schedule, or under its heuristic for `None`."""
+    """Makes `op`, when traced inside, use a schedule of these fields, or its own rules if `fields` is `None`."""
     token = _TRIAL.set((op, fields))
     try:
         yield
@@ -82,7 +83,7 @@ def trying(op: str, fields: Mapping[str, int] | None) -> Iterator[None]:
 
 
 def tuned_path(device: Any, folder: Path | None = None) -> Path | None:  # noqa: ANN401 - JAX's type is private
-    """Returns where schedules for a kind of device lie, `None` for a CPU, on which kernels only interpret."""
+    """Returns the path of the schedules for a device's kind, or `None` for a CPU, where kernels are interpreted."""
     if device.platform == "cpu":
         return None
     name = re.sub(r"[^a-z0-9]+", "-", device.device_kind.lower()).strip("-")
@@ -91,10 +92,10 @@ def tuned_path(device: Any, folder: Path | None = None) -> Path | None:  # noqa:
 
 @cache
 def load_tuned(path: Path) -> Mapping[str, Mapping[str, Mapping[str, int]]]:
-    """Returns op -> shape class -> fields, empty where there is no file. Reads each file once in a process.
+    """Returns op -> shape class -> fields, empty without a file. Each file is read once per process.
 
     Raises:
-        ValueError: the file is not what `pallas_kernels.workbench.tune` writes; the message says where.
+        ValueError: the file does not have the format of `pallas_kernels.workbench.tune`; the message names the entry.
     """
     if not path.is_file():
         return MappingProxyType({})

@@ -1,4 +1,4 @@
-"""Activations in float32 in a kernel's registers, from what the hardware has; and the step of a Mamba-2 layer."""
+"""Activations in float32 for arrays in registers, and the discretisation step (dt) of a Mamba-2 layer."""
 
 from collections.abc import Callable, Mapping
 
@@ -13,10 +13,10 @@ _ROOT = 0.7978845608028654  # sqrt(2 / pi)
 
 
 def softplus(x: Array) -> Array:
-    """Returns log(1 + exp(x)) of float32 numbers to their last bits; the hardware has no log1p."""
+    """Returns log(1 + exp(x)) of float32 values, accurate to the last bits; the hardware has no log1p."""
     small = jnp.exp(-jnp.abs(x))
     above_one = 1.0 + small
-    # What rounding took from `above_one` is made good by the quotient (Kahan).
+    # Kahan's log1p: the quotient small / (above_one - 1) corrects the rounding of `above_one`.
     rounded = above_one - 1.0
     log1p = jnp.where(
         rounded == 0.0,
@@ -27,7 +27,7 @@ def softplus(x: Array) -> Array:
 
 
 def step_of(dt: Array, dt_bias: Array, limits: Limits) -> Array:
-    """Returns the steps of tokens whose dt and bias these are, in float32."""
+    """Returns the discretisation steps softplus(dt + dt_bias) in float32, clamped to `limits` (low, high)."""
     step = softplus(dt.astype(jnp.float32) + dt_bias.astype(jnp.float32))
     low, high = limits
     step = jnp.maximum(step, low) if low > 0 else step
@@ -35,13 +35,13 @@ def step_of(dt: Array, dt_bias: Array, limits: Limits) -> Array:
 
 
 def silu(x: Array) -> Array:
-    """Returns x / (1 + exp(-x)) of float32 numbers; an inverse root squared is cheaper than a division."""
+    """Returns x / (1 + exp(-x)) of float32 values; a squared reciprocal square root is cheaper than a division."""
     root = lax.rsqrt(1.0 + jnp.exp2(-LOG2_E * x))
     return x * (root * root)
 
 
 def _gelu_tanh(x: Array) -> Array:
-    """GELU by its tanh, from exp2 and a division; the hardware's approximate tanh is wrong by up to 5e-4."""
+    """Returns the tanh form of GELU, from exp2 and a division; the hardware's `tanh.approx` errs by up to 5e-4."""
     inner = _ROOT * (x + 0.044715 * (x * x * x))
     return x * (1.0 - 1.0 / (jnp.exp2((2.0 * LOG2_E) * inner) + 1.0))
 
@@ -59,5 +59,5 @@ ACTIVATIONS: Mapping[str, Callable[[Array], Array]] = {
 
 
 def activated(x: Array, activation: str | None) -> Array:
-    """Returns the activation of float32 numbers; `None` leaves them as they are."""
+    """Returns the named activation of float32 values; `None` is the identity."""
     return x if activation is None else ACTIVATIONS[activation](x)

@@ -1,12 +1,13 @@
-"""Selection within a row of numbers by bisection, without sorting: the bound of the k largest, or of a sum of weights.
+"""Selection within a row of float32 values by bisection, without sorting: a threshold for top-k or for a weight sum.
 
-Cuts are found by bisecting integers that order as floats do (`ordered_floats.py`). Each step counts the numbers that
-are no less than a bound, or sums the weight below it. A step over a whole row takes microseconds, so one pass first
-lists the numbers above a guessed bound in shared memory, and later steps read the list. The row is read again only if
-the guess was too high, or so low that the list overflowed, until few enough numbers are left between the bounds.
+One block selects in one row. Bisection runs on integers that order as floats do (`ordered_floats.py`). Each step counts
+the values >= a bound, or sums the weights below it. A step over a whole row takes microseconds. Therefore one pass
+first appends the values above a guessed bound to a list in shared memory, and later steps read the list. The row is
+read again only if the guess was too high, or so low that the list overflowed; the bracket then shrinks until its values
+fit the list.
 
-All threads of a block hold the same scalars and take the same branches. The order of every sum depends on shapes alone.
-Numbers must not be NaN.
+All threads of a block hold the same scalars and take the same branches. The order of every sum depends on shapes alone,
+so results are deterministic. Values must not be NaN.
 """
 
 from abc import ABC, abstractmethod
@@ -27,7 +28,7 @@ from pallas_kernels.mosaic.teams import PIECE, Team
 from pallas_kernels.mosaic.warps import WARPS, meet_all, store_warp_sums, sum_of_warps
 
 _ENOUGH = 1.2
-"""How many more samples than wanted may reach a guess."""
+"""`reached_by` stops once at most this multiple of the wanted samples reaches its bound."""
 
 LOWEST = np.float32(-np.inf)
 HIGHEST = np.float32(np.inf)
@@ -39,14 +40,14 @@ def midpoint(low: Array, high: Array) -> Array:
 
 
 class Bracket(NamedTuple):
-    """Where the largest bound that holds lies.
+    """State of a bisection: the largest bound that satisfies the condition lies in [low, high).
 
     Attributes:
-        low: integer of a bound that holds.
-        high: integer of a larger one that does not.
-        above: how many numbers are no less than `low`.
-        over: how many are no less than `high`.
-        below: weight of those between the floor and `low`.
+        low: a bound that satisfies the condition, as an ordered integer.
+        high: a larger bound that does not, as an ordered integer.
+        above: number of values >= `low`.
+        over: number of values >= `high`.
+        below: total weight of the values from the floor up to, but excluding, `low`.
     """
 
     low: Array
@@ -57,21 +58,21 @@ class Bracket(NamedTuple):
 
     @property
     def is_settled(self) -> Array:
-        """Whether one number is left, or one value of several numbers."""
+        """Whether the bracket holds a single element, or several elements of one value."""
         return self.is_one_value | (self.above - self.over == 1)
 
     @property
     def is_one_value(self) -> Array:
-        """Whether no number lies between the bounds."""
+        """Whether `low` is the only float in [low, high)."""
         return self.high - self.low == 1
 
     @property
     def middle(self) -> Array:
-        """The integer in the middle."""
+        """The midpoint of the bracket, as an ordered integer."""
         return midpoint(self.low, self.high)
 
     def narrowed(self, middle: Array, holds: Array, count: Array, mass: Array) -> "Bracket":
-        """What is left when the bound in the middle holds or not."""
+        """Returns the half of the bracket that remains: the upper half if `middle` satisfies the condition."""
         return Bracket(
             jnp.where(holds, middle, self.low),
             jnp.where(holds, self.high, middle),
@@ -82,11 +83,11 @@ class Bracket(NamedTuple):
 
 
 class Listed(NamedTuple):
-    """What is known of the numbers that are not in the list.
+    """Totals over the values of the row that are outside the list.
 
     Attributes:
-        over: how many lie above it.
-        below: weight of those below it.
+        over: number of values above the listed range.
+        below: total weight of the values below the listed range.
     """
 
     over: Array
@@ -94,13 +95,13 @@ class Listed(NamedTuple):
 
 
 class Pass(NamedTuple):
-    """What one pass over the row has found.
+    """Result of one pass over the row that fills the list.
 
     Attributes:
-        above: how many numbers are no less than the bound.
-        below: weight of those that are less.
-        total: weight of all.
-        fits: whether the list holds all that it was to hold.
+        above: number of values >= the bound.
+        below: total weight of the values < the bound.
+        total: total weight of the row.
+        fits: whether the list did not overflow.
     """
 
     above: Array
@@ -110,14 +111,14 @@ class Pass(NamedTuple):
 
 
 class Bisection(ABC):
-    """One block at work on its row.
+    """One block's selection in its row; a subclass reads the row and defines the weights.
 
     Attributes:
-        refs: what the kernel was given, and the team's `scratch`.
+        refs: the kernel's refs by name, including the team's `scratch`.
         team: the block's warpgroups.
-        shape: of the arrays that `visit_row` hands out, 4 numbers per thread.
-        layout: of these.
-        has_weights: whether weights are asked for; without them they are 0.
+        shape: shape of the arrays that `visit_row` passes to its callback, 4 elements per thread.
+        layout: register layout of these arrays.
+        has_weights: whether weights are summed; if not, every weight sum is 0.
     """
 
     shape: tuple[int, ...] = (PIECE,)
@@ -131,11 +132,11 @@ class Bisection(ABC):
 
     @abstractmethod
     def visit_row(self, visit: Callable[[Array, Any], Any], state: Any) -> Any:  # noqa: ANN401 - a pytree
-        """Folds over the warpgroup's share of the row; places without a number hold -inf."""
+        """Folds `visit(values, state)` over the warpgroup's share of the row; elements past the end are -inf."""
 
     @abstractmethod
     def weights(self, x: Array) -> Array:
-        """Returns the numbers' weights, 0 for -inf."""
+        """Returns the weight of each value, 0 for -inf."""
 
     def settle(
         self,
@@ -145,14 +146,14 @@ class Bisection(ABC):
         listed: Listed,
         is_listed: Array,
     ) -> tuple[Array, Bracket]:
-        """Returns the largest bound that holds, which is one of the numbers, and the bracket that holds no other.
+        """Returns the largest value of the row that satisfies a condition, and the bracket that isolates it.
 
         Args:
-            bracket: where it lies.
-            holds: whether a bound with that count from it on, and that weight below it, holds.
-            floor: weights of numbers below it do not count.
-            listed: what is known of the numbers that are not in the list.
-            is_listed: whether all numbers in the bracket are in the list.
+            bracket: the range to search.
+            holds: the condition, given the number of values >= a bound and the weight from `floor` up to the bound.
+            floor: values below it contribute no weight.
+            listed: totals over the values outside the list.
+            is_listed: whether the list holds all values in the bracket.
         """
 
         def narrow(ask: Callable[[Array], tuple[Array, Array]], bracket: Bracket) -> Bracket:
@@ -173,7 +174,7 @@ class Bisection(ABC):
                 lambda now: narrow(in_row, now),
                 bracket,
             )
-            # A number that many numbers share needs no list.
+            # A bracket of one value needs no list, however many elements share that value.
             found = self.list_from(from_ordered(bracket.low), from_ordered(bracket.high))
             return (
                 bracket,
@@ -182,7 +183,7 @@ class Bisection(ABC):
                 found.fits | bracket.is_one_value,
             )
 
-        # So many are listed without fear that one warp has most of them.
+        # Half of the capacity: the warps' parts of the list may fill unevenly.
         few = jnp.int32(self.team.listed // 2)
         state = (bracket, listed, few, is_listed)
         bracket, listed, _, _ = lax.while_loop(is_unlisted, list_it, state)
@@ -202,7 +203,7 @@ class Bisection(ABC):
         return bound, bracket
 
     def list_from(self, low: Array, high: Array) -> Pass:
-        """Lists the numbers in [low, high), and counts and weighs all by `low`."""
+        """Fills the list with the values in [low, high); counts and weighs the whole row against `low`."""
         room = WARPS * self.team.room
         first = self.warpgroup * room
         for start in range(0, room, PIECE):
@@ -242,7 +243,8 @@ class Bisection(ABC):
         longest = self.refs["ints"][0, 1]
         for warp in range(1, self.team.warps):
             longest = jnp.maximum(longest, self.refs["ints"][warp, 1])
-        # Each place of a warp's share of the array says how long its list is; the interpreter has one warp for four.
+        # `lengths` holds a warp's list length once per element of the warp, so its sum is a multiple of the length.
+        # The interpreter keeps one list per warpgroup.
         most = PIECE * room if self.interpret else PIECE // WARPS * self.team.room
         columns = (("ints", 0), ("floats", 0), ("floats", 1))
         above, below, total = (self.gather(*column) for column in columns)
@@ -251,7 +253,7 @@ class Bisection(ABC):
         return found
 
     def ask_row(self, bound: Array, floor: Array) -> tuple[Array, Array]:
-        """Returns how many of the row's numbers are no less than a bound, and the weight from the floor up to it."""
+        """Returns the number of values of the row >= `bound`, and the weight of those in [floor, bound)."""
 
         def visit(x: Array, state: tuple[Array, Array]) -> tuple[Array, Array]:
             return self.asked(x, state, bound, floor)
@@ -260,7 +262,7 @@ class Bisection(ABC):
         return self.summed(self.visit_row(visit, state), self.layout)
 
     def ask_list(self, bound: Array, floor: Array) -> tuple[Array, Array]:
-        """Asks the list the same."""
+        """Returns the same over the list instead of the row."""
         state = (self.flat_zeros(jnp.int32), self.flat_zeros(jnp.float32))
         for x in self.load_list():
             state = self.asked(x, state, bound, floor)
@@ -269,7 +271,7 @@ class Bisection(ABC):
     def asked(
         self, x: Array, state: tuple[Array, Array], bound: Array, floor: Array
     ) -> tuple[Array, Array]:
-        """Adds some numbers to an answer."""
+        """Adds the values `x` to each thread's partial count and weight."""
         count, mass = state
         is_above = x >= bound
         if self.has_weights:
@@ -282,7 +284,7 @@ class Bisection(ABC):
         state: tuple[Array, Array],
         layout: Layout,
     ) -> tuple[Array, Array]:
-        """Returns the sums of an answer over all threads of the block."""
+        """Returns a count and a weight summed over all threads of the block."""
         count, mass = state
         self.store("ints", 0, count, layout)
         if self.has_weights:
@@ -294,7 +296,7 @@ class Bisection(ABC):
         return found
 
     def only(self, low: Array, high: Array) -> Array:
-        """Returns the only number of the list in [low, high)."""
+        """Returns the only value of the list in [low, high)."""
         total = self.flat_zeros(jnp.float32)
         for x in self.load_list():
             total += jnp.where((x >= low) & (x < high), x, 0.0)
@@ -305,7 +307,7 @@ class Bisection(ABC):
         return found
 
     def load_list(self) -> list[Array]:
-        """Returns the warpgroup's part of the list; places without a number hold -inf."""
+        """Returns the warpgroup's part of the list; unused entries are -inf."""
         room = WARPS * self.team.room
         first = self.warpgroup * room
         parts = [pl.ds(first + start, PIECE) for start in range(0, room, PIECE)]
@@ -315,7 +317,7 @@ class Bisection(ABC):
         ]
 
     def store(self, table: str, column: int, array: Array, layout: Layout = None) -> None:
-        """Shows each warp's sum to the other threads, once they have met."""
+        """Stores each warp's sum in shared memory; other threads may read it after `meet`."""
         store_warp_sums(
             self.refs[table],
             self.warpgroup * WARPS,
@@ -326,19 +328,19 @@ class Bisection(ABC):
         )
 
     def gather(self, table: str, column: int) -> Array:
-        """Returns the sum of what the warps have shown."""
+        """Returns the sum over the block of what its warps have stored."""
         return sum_of_warps(self.refs[table], column, interpret=self.interpret)
 
     def meet(self) -> None:
-        """Waits until all threads of the block have come here."""
+        """Waits at a barrier of all threads of the block."""
         meet_all(self.refs["met"], interpret=self.interpret)
 
     def reached_by(self, samples: list[Array], wanted: Array) -> Array:
-        """Returns a number that about `wanted` of the samples reach, or somewhat more; they hold -inf where they end.
+        """Returns a bound that at least `wanted` samples reach, and few more than that (`_ENOUGH`).
 
         Args:
-            samples: flat pieces.
-            wanted: float32.
+            samples: float32 arrays in the flat layout, padded with -inf.
+            wanted: number of samples, float32.
         """
 
         def ask(middle: Array) -> Array:
@@ -373,9 +375,9 @@ class Bisection(ABC):
         return from_ordered(low)
 
     def zeros(self, dtype: Any) -> Array:  # noqa: ANN401 - a dtype
-        """One zero for each place of what `visit_row` hands out."""
+        """Returns zeros with the shape and layout of the arrays of `visit_row`."""
         return plgpu.layout_cast(jnp.zeros(self.shape, dtype), self.layout)
 
     def flat_zeros(self, dtype: Any) -> Array:  # noqa: ANN401 - a dtype
-        """One zero for each place of a part of the list."""
+        """Returns zeros with the shape and layout of the arrays of `load_list`."""
         return plgpu.layout_cast(jnp.zeros((PIECE,), dtype), self.flat)

@@ -1,6 +1,6 @@
-"""MLIR's dialects, and numbers of 32 bits in them, for what Pallas has no words for in a Mosaic GPU kernel.
+"""MLIR dialects and 32-bit integer arithmetic for inline MLIR in Mosaic GPU kernels.
 
-Most of it is private to JAX, and so without types. Knows no op.
+Kernels use inline MLIR where Pallas has no primitive. Most of these modules are private to JAX and have no types.
 """
 
 from typing import Any
@@ -25,17 +25,17 @@ inline: Any = plgpu.inline_mgpu
 
 
 def i32() -> Value:
-    """Returns the type of all numbers here."""
+    """Returns the 32-bit integer type, which all integers here have."""
     return ir.IntegerType.get_signless(32)
 
 
 def constant(number: int) -> Value:
-    """Returns a number that is known when the kernel is compiled."""
+    """Returns a compile-time constant of 32 bits."""
     return utils.c(number, i32())
 
 
 def divide(value: Value, by: int) -> tuple[Value, Value]:
-    """Returns the quotient, and what is left."""
+    """Returns the unsigned quotient and remainder."""
     divisor = constant(by)
     return arith.divui(value, divisor), arith.remui(value, divisor)
 
@@ -51,7 +51,7 @@ def add(value: Value, other: Value | int) -> Value:
 
 
 def elements(array: Value) -> list[Value]:
-    """Returns a thread's numbers of an array whose registers are vectors."""
+    """Returns this thread's elements of an array as scalars."""
     numbers = []
     for register in array.registers.flat:
         size = ir.VectorType(register.type).shape[0]

@@ -1,7 +1,7 @@
-"""Lists in shared memory of what the warps of a Mosaic GPU kernel have found, for which Pallas has no words.
+"""Stream compaction in shared memory: each warp appends the values it selects to its own list (inline PTX).
 
-Arrays may have any layout that gives each thread whole vectors. Knows no op. The interpreter, which takes neither,
-gets the plain way: there a warpgroup's first warp has the list of all.
+Array arguments may have any layout that gives each thread whole vectors. The interpreter knows neither layouts nor
+inline PTX; there a warpgroup has one list, which spans the memory of its four.
 """
 
 import jax.experimental.mosaic.gpu as mosaic
@@ -24,7 +24,8 @@ from pallas_kernels.mosaic.dialects import (
 from pallas_kernels.mosaic.private_types import Layout, Ref
 from pallas_kernels.mosaic.warps import WARPS, own_warp
 
-# $0 and $5 are the count after and before; the rest are the number, the bounds [low, high), the list and its room.
+# Operands: $0 count after, $1 value, $2 and $3 bounds [low, high), $4 address of the list, $5 count before, $6
+# capacity.
 _APPEND = """{
     .reg .pred is_kept, has_room;
     .reg .b32 kept, place, lanes;
@@ -42,7 +43,7 @@ _APPEND = """{
     add.u32 $0, $5, kept;
 }"""
 
-# Of the bits that lanes give, how many are set in lanes below and in all.
+# Operands: $0 number of lower lanes with a set bit, $1 number of all lanes with a set bit, $2 this lane's bit.
 _COUNT = """{
     .reg .pred is_set;
     .reg .b32 bits, lanes;
@@ -54,7 +55,7 @@ _COUNT = """{
     popc.b32 $1, bits;
 }"""
 
-# The table, the place in it, the number, and whether to store it.
+# Operands: $0 address of the table, $1 index, $2 value, $3 whether to store it.
 _STORE = """{
     .reg .pred is_chosen;
     .reg .b32 at;
@@ -76,18 +77,18 @@ def append(
     layout: Layout,
     interpret: bool,
 ) -> Array:
-    """Appends what lies in [low, high) to the list of the warp that holds it; the order depends on shapes alone.
+    """Appends each warp's values in [low, high) to that warp's list; the order depends on shapes alone.
 
     Args:
-        found: float32 in shared memory; warp w of the warpgroup has `room` places from `first + w * room` on. What
-            finds no place is counted and dropped.
-        first: place of the first warp's list.
-        counts: int32 of the numbers' shape; each says how long the list of its warp is.
-        numbers: float32, none of them NaN.
+        found: float32 in shared memory. The list of the warpgroup's warp w is `found[first + w * room:][:room]`.
+            Values beyond its capacity are counted and dropped.
+        first: index of the first warp's list.
+        counts: int32, same shape as `numbers`; every element of a warp holds the length of the warp's list.
+        numbers: the values, float32, without NaN.
         low: float32.
         high: float32.
-        room: places per warp.
-        layout: of counts and numbers.
+        room: capacity of each warp's list.
+        layout: register layout of counts and numbers.
         interpret: whether the interpreter runs this.
 
     Returns:
@@ -140,22 +141,23 @@ def place_chosen(
     *,
     layout: Layout,
 ) -> tuple[Array, Array]:
-    """Writes the positions of numbers above a bound, and of the first `ties` that equal it, each to its place.
+    """Compacts the positions of all values above a bound and of the first `ties` values equal to it.
 
-    The i-th chosen position goes to `places[i]`. Each warp has one row of the numbers, four neighbours per thread.
-    What is NaN is not chosen. There is no way for the interpreter.
+    The i-th selected position goes to `places[i]`. Each warp holds one row of `numbers`, four adjacent values per
+    thread. NaN is never selected. The interpreter cannot run this function.
 
     Args:
-        places: int32 in shared memory.
-        numbers: float32.
-        positions: int32 of the same shape.
-        bound: what is compared with.
-        ties: how many of the numbers that equal the bound are chosen.
-        before: of the numbers' shape, the same in all of a warp: how many greater and equal numbers precede the row.
-        layout: of all these arrays.
+        places: the output, int32 in shared memory.
+        numbers: the values, float32.
+        positions: int32, same shape.
+        bound: float32 scalar.
+        ties: number of values equal to the bound that are selected.
+        before: (greater, equal), each int32 of the same shape and uniform in a warp: number of values above and equal
+            to the bound that precede the warp's row.
+        layout: register layout of all these arrays.
 
     Returns:
-        `before`, for the numbers that follow.
+        `before` for the values that follow.
     """
     scalar = plgpu.Layout.WG_SPLAT(())
     types = (plgpu.RefType(), layout, layout, scalar, scalar, layout, layout)
@@ -202,7 +204,7 @@ def place_chosen(
 
 
 def _below_and_all(bits: list[Value]) -> tuple[Value, Value]:
-    """Returns how many of a warp's bits are set in lanes below this one, and in all of them."""
+    """Returns the number of set bits in the warp's lower lanes, and in the whole warp."""
     below = every = constant(0)
     for bit in bits:
         pair = llvm.StructType.get_literal([i32(), i32()])

@@ -1,4 +1,4 @@
-"""Loads of a Mosaic GPU kernel that Pallas has no words for, number by number. Knows no op; checks no place."""
+"""Element-wise gathers for Mosaic GPU kernels, as inline MLIR. No function here checks its indices."""
 
 import jax.experimental.mosaic.gpu as mosaic
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -21,13 +21,13 @@ from pallas_kernels.mosaic.private_types import Layout, Ref
 
 
 def gather(table: Ref, row: Array, columns: Array, *, layout: Layout, interpret: bool) -> Array:
-    """Returns `table[row, columns]` from global memory; nothing is checked.
+    """Returns `table[row, columns]` from global memory; indices are not checked.
 
     Args:
-        table: int32.
-        row: one for all.
+        table: int32 of two axes.
+        row: scalar.
         columns: int32 of any shape.
-        layout: of columns.
+        layout: register layout of columns and of the result.
         interpret: whether the interpreter runs this.
     """
     if interpret:
@@ -59,12 +59,12 @@ def gather(table: Ref, row: Array, columns: Array, *, layout: Layout, interpret:
 
 
 def load_floats(octets: Ref, size: int, *, layout: Layout, interpret: bool) -> Array:
-    """Returns the float32 numbers whose bytes lie in shared memory.
+    """Returns the float32 values that bytes in shared memory encode.
 
     Args:
-        octets: uint8, four times as many.
-        size: how many numbers.
-        layout: of the result, `Layout.WGMMA.reduce(1)`: one number per row.
+        octets: uint8 [4 * size] in shared memory.
+        size: number of values.
+        layout: register layout of the result, `Layout.WGMMA.reduce(1)`: one value per row.
         interpret: whether the interpreter runs this.
     """
     if interpret:

@@ -6,7 +6,7 @@ Ref = Any
 """A reference to an array in global or shared memory, to a barrier, or to an accumulator."""
 
 Layout = Any
-"""Which thread of a warpgroup holds which number of an array."""
+"""A register layout: which thread of a warpgroup holds which element of an array."""
 
 Slice = Any
-"""What `pl.ds` returns: neighbouring indices with a start that may be an array."""
+"""A dynamic slice, as `pl.ds` returns it; its start may be an array."""

@@ -1,8 +1,9 @@
-"""Products of 8-bit floats that keep more digits than Hopper's tensor cores would, for which Pallas has no words.
+"""Products of float8 operands with higher accumulation precision than one chain of FP8 wgmma instructions.
 
-These cores add what they multiply to some 14 bits of the largest number at hand, the sum so far included
-(DeepSeek-V3, arXiv:2412.19437, sections 3.3.2 and 3.5.2). A sum that begins anew for each part of the contracted
-dimension stays smaller, and so loses less; the parts are added in float32. Knows no op.
+Hopper's tensor cores align FP8 products to the largest addend, the running sum included, and keep about 14 bits
+(DeepSeek-V3, arXiv:2412.19437, sections 3.3.2 and 3.5.2). Here each part of the contracted dimension has its own
+accumulator, which stays smaller and loses less; the caller adds the parts in float32. Pallas's `wgmma` always continues
+one accumulator, so the instructions are inline PTX.
 """
 
 from typing import Any
@@ -24,21 +25,22 @@ nvvm: Any = mlir_nvvm
 _fragments: Any = fragmented_array
 
 ROWS = 64
-"""Rows of the left operand."""
+"""M of the product: rows of the left operand."""
 
 WIDTH = 128
-"""Numbers in a row of either operand, which are as many bytes."""
+"""K of the product: float8 elements, and so bytes, in a row of either operand."""
 
 TRANSFORMS = swizzled(WIDTH, jnp.float8_e4m3fn)
-"""How both operands lie in shared memory."""
+"""Transforms (tiling and swizzle) of both operands in shared memory."""
 
-# Numbers of the contracted dimension that one instruction multiplies.
+# K of one wgmma instruction.
 _STEP = 32
-# A descriptor has places in units of 16 bytes: where an operand begins, how far its tiles of eight rows are apart, and
-# how they are swizzled.
+# Fields of a wgmma matrix descriptor: the operand's address and the stride between its tiles of eight rows, both in
+# units of 16 bytes, and the swizzle mode.
 _UNIT_BITS, _STRIDE_BIT, _SWIZZLE_BIT = 4, 32, 62
 _ADDRESSES, _SWIZZLED_BY_128 = 2**18, 1
-# Whether it adds to a sum or begins anew, the columns, a thread's numbers of the sum, and the operands.
+# Format fields: whether to add to the accumulator (0 overwrites it), the columns, the accumulator's registers of this
+# thread, and the operands' descriptors.
 _MULTIPLY = """{{
     .reg .pred adds;
     setp.ne.b32 adds, {adds}, 0;
@@ -47,13 +49,13 @@ _MULTIPLY = """{{
 
 
 def start_product(left: Ref, right: Ref, part: int, parts: int, *, interpret: bool) -> Array:
-    """Sends for the product of two operands' equal parts; it must not be looked at before `wait_for`.
+    """Issues `left @ right.T` over one part of the contracted dimension; the result is valid only after `wait_for`.
 
     Args:
         left: float8_e4m3fn [64, 128] in shared memory, with `TRANSFORMS`.
-        right: the same, [columns, 128]; a multiple of 8 columns.
-        part: which part of the 128.
-        parts: how many there are; 1, 2 or 4.
+        right: float8_e4m3fn [columns, 128], likewise; `columns` is a multiple of 8.
+        part: index of the part.
+        parts: number of equal parts that the 128 are cut into: 1, 2 or 4.
         interpret: whether the interpreter runs this.
 
     Returns:
@@ -80,7 +82,7 @@ def start_product(left: Ref, right: Ref, part: int, parts: int, *, interpret: bo
 
 
 def wait_for(*products: Array, interpret: bool) -> tuple[Array, ...]:
-    """Returns products once they are there, as whatever was sent for is then."""
+    """Waits for all issued wgmma groups and returns the products, now valid."""
     if interpret:
         return products
     result = tuple(
@@ -90,14 +92,14 @@ def wait_for(*products: Array, interpret: bool) -> tuple[Array, ...]:
     @inline(arg_types=(WGMMA,) * len(products), return_type=result)
     def run(_: Value, *products: Value) -> Value:
         nvvm.wgmma_wait_group_sync_aligned(0)
-        # Nobody looks at them before that.
+        # The barrier keeps the compiler from moving uses of the registers above the wait.
         return tuple(_fragments.optimization_barrier(product) for product in products)
 
     return run(*products)
 
 
 def _descriptor(operand: Value, step: int) -> Value:
-    """Returns where an instruction finds its columns of an operand."""
+    """Returns the matrix descriptor of an operand's columns for one instruction."""
     i64 = ir.IntegerType.get_signless(64)
     start = llvm.ptrtoint(i64, utils.memref_ptr(operand))
     flags = llvm.IntegerOverflowFlags.none
@@ -109,7 +111,7 @@ def _descriptor(operand: Value, step: int) -> Value:
 
 
 def _multiply(sums: list[Value], operands: list[Value], columns: int) -> list[Value]:
-    """Returns a thread's numbers of a product, added to those of `sums` if there are any."""
+    """Issues one wgmma and returns the accumulator's registers; it adds to `sums` unless they are empty."""
     f32, count = ir.F32Type.get(), columns // 2
     text = _MULTIPLY.format(
         adds=int(bool(sums)),
@@ -118,7 +120,7 @@ def _multiply(sums: list[Value], operands: list[Value], columns: int) -> list[Va
         left=count + len(sums),
         right=count + len(sums) + 1,
     )
-    # What is added to lies where the result does.
+    # Accumulator inputs are tied to the output registers.
     kinds = ",".join(["=f"] * count + [str(place) for place in range(len(sums))] + ["l", "l"])
     struct = llvm.StructType.get_literal([f32] * count)
     found = llvm.inline_asm(struct, [*sums, *operands], text, kinds, has_side_effects=True)
@@ -126,7 +128,7 @@ def _multiply(sums: list[Value], operands: list[Value], columns: int) -> list[Va
 
 
 def _in_layout(numbers: list[Value], columns: int) -> Value:
-    """Returns an array of what each thread has, in the order in which an instruction gives it."""
+    """Returns an array of the accumulator's registers, given in the order of the wgmma instruction."""
     layout = _fragments.WGMMA_LAYOUT_ACC_32BIT
     kind = ir.VectorType.get((1,), ir.F32Type.get())
     registers = np.array([vector.broadcast(kind, number) for number in numbers], dtype=object)

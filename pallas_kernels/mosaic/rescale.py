@@ -26,7 +26,7 @@ _ANY = """{
 
 
 def rescale(tile: Array, decay: Array, *, interpret: bool) -> Array:
-    """Returns `tile` with each row multiplied by its factor; skipping factors of 1 changes no bit."""
+    """Returns `tile` with each row multiplied by its factor; skipping factors of 1 changes no bit of the result."""
     if interpret:
         return tile * over_columns(decay, tile.shape[1])
     result = plgpu.ShapeDtypeStruct(tile.shape, tile.dtype, layout=WGMMA)
@@ -49,7 +49,7 @@ def rescale(tile: Array, decay: Array, *, interpret: bool) -> Array:
 
 
 def _is_any_other_than_1(array: Value) -> Value:
-    """Returns whether any of a warp's numbers is not 1."""
+    """Returns whether any element that the warp holds is not 1."""
     changed, one = constant(0), utils.c(1.0, ir.F32Type.get())
     for number in elements(array):
         is_other = arith.cmpf(arith.CmpFPredicate.UNE, number, one)

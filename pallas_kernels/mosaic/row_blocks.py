@@ -1,4 +1,4 @@
-"""Kernels of one block per row of numbers, which its warpgroups read by turns. Knows no op."""
+"""Launch of a kernel with one block per row, and a fold with the loads of the next iteration in flight."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -23,15 +23,16 @@ def run_blocks(
     shared: Mapping[str, Any] | None = None,
     interpret: bool,
 ) -> Array:
-    """Runs a kernel with a block for each row of its result, which finds its own as `axis_index("row")`.
+    """Runs a kernel with one block per row of its result; `axis_index("row")` is the block's row.
 
     Args:
-        name: the kernel's.
-        run: does a block's work, given the arrays, the result as "out" and shared memory by their names.
-        arrays: in global memory.
-        out: the result's shape and dtype.
+        name: the kernel's name.
+        run: the kernel's body. Its argument maps the names in `arrays`, "out" and the names of the shared memory to
+            refs.
+        arrays: inputs in global memory, by name.
+        out: shape and dtype of the result.
         team: the warpgroups of a block.
-        shared: what a block needs in shared memory, beside what its team does.
+        shared: shared memory by name, in addition to the team's `scratch`.
         interpret: run on the CPU, slowly.
     """
     own = team.scratch() | dict(shared or {})
@@ -59,18 +60,18 @@ def fold_ahead[Fetched, State](
     look: Callable[[Array, Fetched, State], State],
     state: State,
 ) -> State:
-    """Folds over turns, each of which is sent for while the one before is looked at.
+    """Folds `look` over iterations, with the loads of iteration i + 1 issued before iteration i is processed.
 
     Args:
-        turns: how many; may be none.
-        fetch: sends for what a turn looks at.
-        look: returns the state after a turn, given its number, what was sent for and the state before.
-        state: a pytree.
+        turns: number of iterations, may be 0.
+        fetch: issues the loads of an iteration, given its index, and returns the loaded arrays.
+        look: returns the state after an iteration, given its index, its loaded arrays and the state before.
+        state: the initial state, a pytree.
     """
 
     def turn(index: Array, carried: tuple[Fetched, State]) -> tuple[Fetched, State]:
         fetched, state = carried
-        # Behind the last turn it is the last one that is sent for once more.
+        # The last iteration loads its own data again instead of reading past the end.
         after = fetch(jnp.minimum(index + 1, jnp.maximum(turns - 1, 0)))
         return after, look(index, fetched, state)
 

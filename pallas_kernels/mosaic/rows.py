@@ -1,6 +1,6 @@
-"""How a warpgroup's 128 threads share out rows of numbers in global memory, in loads of up to 16 bytes each.
+"""Register layouts for rows in global memory: a warpgroup's 128 threads load up to 16 bytes each at a time.
 
-Knows no op. Rows and lengths that are no power of two are cut into pieces that are.
+Numbers of rows and lengths that are not powers of two are cut into pieces that are.
 """
 
 from dataclasses import dataclass
@@ -22,12 +22,12 @@ _THREADS = _WARPS * _LANES
 
 @dataclass(frozen=True)
 class Piece:
-    """Neighbouring rows, or neighbouring numbers of one row, that are read and written at once.
+    """Adjacent rows, or adjacent elements of one row, that one load or store covers.
 
     Attributes:
-        start: the first.
-        size: how many, a multiple of what `layout` holds.
-        layout: which thread has which of them.
+        start: index of the first.
+        size: how many, a multiple of the extent of `layout`.
+        layout: register layout of the piece.
     """
 
     start: int
@@ -36,7 +36,7 @@ class Piece:
 
 
 def load(ref: Ref, layout: Layout) -> Array:
-    """Loads an array with one plain load per vector of a thread; places need not be aligned."""
+    """Loads an array with one plain load per vector of a thread; the row's start need not be aligned."""
     return plgpu.load(ref, layout=layout, optimized=False)
 
 
@@ -48,7 +48,10 @@ def broadcast(vector: Array, shape: tuple[int, ...], axis: int, layout: Layout) 
 def store_per_row(
     ref: Ref, rows: Slice, values: Array, *, lead: tuple[Array | int, ...] = ()
 ) -> None:
-    """Stores one value per row at `ref[*lead, rows]`; one alone as a scalar, since Mosaic infers no layout for it."""
+    """Stores one value per row at `ref[*lead, rows]`.
+
+    A single row is stored as a scalar, because Mosaic infers no layout for a vector of one element.
+    """
     if values.shape[0] == 1:
         ref[*lead, rows.start] = jnp.max(values)
     else:
@@ -57,12 +60,12 @@ def store_per_row(
 
 @cache
 def row_pieces(rows: int, columns: int, vector: int) -> tuple[Piece, ...]:
-    """Cuts `rows` rows so that each lies within one warp and no thread is idle if that can be.
+    """Cuts rows into pieces in which one warp holds a whole row, with as few idle threads as possible.
 
     Args:
-        rows: how many; neither they nor the rows' distance in memory need be powers of two.
-        columns: numbers per row that one step covers, a power of two; the rows' width is a multiple of it.
-        vector: most neighbouring numbers per thread, a power of two.
+        rows: number of rows. Neither it nor the rows' stride in memory need be a power of two.
+        columns: elements per row that one step covers, a power of two that divides the rows' width.
+        vector: most adjacent elements per thread, a power of two.
     """
     vector = min(vector, columns)
     step = _THREADS * vector // columns
@@ -77,7 +80,7 @@ def row_pieces(rows: int, columns: int, vector: int) -> tuple[Piece, ...]:
 
 
 def _rows_layout(rows: int, columns: int, vector: int) -> Any:  # noqa: ANN401 - private to JAX
-    """Fewer rows than the threads could take get shorter vectors, and one that is still too few is read by several."""
+    """Builds the layout of a piece; few rows get shorter vectors first, then several threads per element."""
     vector = max(min(vector, rows * columns // _THREADS), columns // _LANES, 1)
     lanes = columns // vector
     rows_per_warp = min(rows, _LANES // lanes)
@@ -93,7 +96,7 @@ def _rows_layout(rows: int, columns: int, vector: int) -> Any:  # noqa: ANN401 -
 
 @cache
 def flat_pieces(length: int, itemsize: int) -> tuple[Piece, ...]:
-    """Cuts one row of `length` numbers, which begins at a multiple of its own size in bytes."""
+    """Cuts one row of `length` elements of `itemsize` bytes; its address must be a multiple of its size in bytes."""
     vector = gcd(LOAD_BYTES // itemsize, length)
     step = _THREADS * vector
     sizes = [length // step * step] if length >= step else []
@@ -107,7 +110,7 @@ def flat_pieces(length: int, itemsize: int) -> tuple[Piece, ...]:
 
 
 def flat_registers(length: int, itemsize: int) -> int:
-    """Returns the registers of each thread that such a row takes; no two vectors share one."""
+    """Returns the registers per thread that a row in `flat_pieces` takes; two vectors never share a register."""
     vector = gcd(LOAD_BYTES // itemsize, length)
     vectors = sum(ceil(piece.size / (_THREADS * vector)) for piece in flat_pieces(length, itemsize))
     return vectors * ceil(vector * itemsize / 4)
@@ -122,7 +125,7 @@ def _flat_layout(length: int, vector: int) -> Any:  # noqa: ANN401 - private to 
 
 
 def _layout(tiles: tuple[tuple[int, ...], ...], warps: tuple, lanes: tuple) -> Any:  # noqa: ANN401 - private to JAX
-    """Builds the layout of these tiles; a bare number in `warps` or `lanes` says how many hold the same."""
+    """Builds a tiled layout; a bare integer n in `warps` or `lanes` means that n of them hold the same elements."""
 
     def dims(parts: tuple) -> tuple:
         return tuple(
@@ -131,7 +134,7 @@ def _layout(tiles: tuple[tuple[int, ...], ...], warps: tuple, lanes: tuple) -> A
             if part != 1
         )
 
-    # Only canonical layouts are taken, and which one that is only JAX knows.
+    # Pallas accepts canonical layouts only.
     found = mosaic.TiledLayout(
         plgpu.Tiling(tiles), dims(warps), dims(lanes), -1, _check_canonical=False
     ).canonicalize()

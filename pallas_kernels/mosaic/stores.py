@@ -1,4 +1,4 @@
-"""Stores of a Mosaic GPU kernel that Pallas has no words for. Knows no op; checks no place."""
+"""Vectorised stores for Mosaic GPU kernels, as inline MLIR. No function here checks its indices."""
 
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
@@ -20,13 +20,13 @@ def store_side_by_side(
 ) -> None:
     """Writes `columns[c][i]` to `target[p, f + i, r, t + c]` in global memory, where `place` is (p, f, r, t).
 
-    A thread has all numbers of a row, and writes them 16 bytes at a time.
+    Each thread holds a whole row (one element of each column) and writes it 16 bytes at a time.
 
     Args:
-        target: float32, of four axes; a multiple of 4 numbers along the last one.
-        place: of the first number; its last part is a multiple of 4.
-        columns: float32 of one axis; a multiple of 4 of them.
-        layout: of each column, one number per thread.
+        target: float32 of four axes; the last has a multiple of 4 elements.
+        place: index of the first element; its last component is a multiple of 4.
+        columns: float32 arrays of one axis; their number is a multiple of 4.
+        layout: register layout of each column, one element per thread.
         interpret: whether the interpreter runs this.
     """
     first, count = place[1], len(columns[0])

@@ -1,4 +1,4 @@
-"""The warpgroups of a block that has a row of numbers to itself, and what they have in shared memory. Knows no op."""
+"""Block configurations of the selection kernels (one block per row): warpgroups and capacity of the list."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from pallas_kernels.mosaic.warps import WARPS
 
 PIECE = 512
-"""Numbers that a warpgroup loads at once: four for each thread."""
+"""Elements that a warpgroup loads at once: four per thread."""
 
 
 @dataclass(frozen=True)
@@ -17,8 +17,8 @@ class Team:
     """The warpgroups of a block.
 
     Attributes:
-        warpgroups: how many; 2 or 4.
-        listed: numbers that the block can list in shared memory, in equal parts for its warps.
+        warpgroups: number of warpgroups, 2 or 4.
+        listed: capacity of the block's list in shared memory, in float32 elements, split equally among its warps.
     """
 
     warpgroups: int
@@ -31,11 +31,11 @@ class Team:
 
     @property
     def room(self) -> int:
-        """Numbers that the list holds for each warp."""
+        """Capacity of each warp's part of the list."""
         return self.listed // self.warps
 
     def scratch(self) -> dict[str, Any]:
-        """Returns what a block needs in shared memory, by the names that a `Bisection` knows it by."""
+        """Returns the shared memory that `Bisection` uses, by the names in `Bisection.refs`."""
         return {
             "found": plgpu.SMEM((self.listed,), jnp.float32),
             "ints": plgpu.SMEM((self.warps, 2), jnp.int32),
@@ -48,7 +48,7 @@ LARGE = Team(4, 8192)
 """For long lists."""
 
 MEDIUM = Team(4, 4096)
-"""For few rows: each is done as soon as can be."""
+"""For few rows: the lowest latency per row."""
 
 SMALL = Team(2, 4096)
-"""For many rows: blocks share a multiprocessor, and some work while others wait."""
+"""For many rows: several blocks are resident on one SM and hide each other's latency."""

@@ -1,4 +1,4 @@
-"""Tiles of tensor-core products: layouts in registers, transforms in shared memory, broadcasts, one product."""
+"""Operand tiles of wgmma: register layouts, shared-memory transforms, broadcasts, and one blocking product."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,31 +12,31 @@ from jax.typing import DTypeLike
 from pallas_kernels.device import ROW_TILE
 from pallas_kernels.mosaic.private_types import Layout, Ref
 
-# The classes of transforms are private to JAX.
+# The transform classes are private to JAX, so they have no types.
 _transform: Any = plgpu
 
 WGMMA: Layout = plgpu.Layout.WGMMA
-"""Registers of a product [64 n, 8 m]."""
+"""Register layout of a wgmma accumulator [64 n, 8 m]."""
 PER_ROW: Layout = WGMMA.reduce(1)
-"""Registers of one number per row of a product."""
+"""Register layout of one value per row of an accumulator."""
 PER_COLUMN: Layout = WGMMA.reduce(0)
-"""Registers of one number per column of a product."""
+"""Register layout of one value per column of an accumulator."""
 
 
 def swizzled(width: int, dtype: DTypeLike, largest: int = 128) -> tuple[Any, ...]:
-    """Returns the transforms of a tile in shared memory whose rows hold `width` elements."""
+    """Returns the transforms (tiling, swizzle of at most `largest` bytes) of a tile of rows of `width` elements."""
     itemsize = jnp.dtype(dtype).itemsize
     swizzle = swizzle_of(width * itemsize, largest)
     return _transform.TilingTransform((ROW_TILE, swizzle // itemsize)), *untiled_swizzle(swizzle)
 
 
 def untiled_swizzle(swizzle: int) -> tuple[Any, ...]:
-    """Returns the transforms of an array that is swizzled in pieces of so many bytes, and not tiled."""
+    """Returns the transforms of an array that is swizzled by `swizzle` bytes and not tiled."""
     return (_transform.SwizzleTransform(swizzle),)
 
 
 def swizzle_of(row_bytes: int, largest: int = 128) -> int:
-    """Returns the widest swizzle in bytes, at most `largest`, that divides rows of so many bytes."""
+    """Returns the widest swizzle in bytes, at most `largest`, that divides `row_bytes`."""
     return largest if row_bytes % largest == 0 else swizzle_of(row_bytes, largest // 2)
 
 
@@ -59,7 +59,7 @@ def column_groups(tile: Array) -> list[Array]:
 
 
 def multiply(left: Ref, right: Ref, *, meanwhile: Callable[[], None]) -> Array:
-    """Returns the product of two tiles in shared memory, in float32; `meanwhile` runs while it is computed."""
+    """Returns the float32 product of two tiles in shared memory; `meanwhile` runs between its issue and the wait."""
 
     def product(accumulator: Ref) -> Array:
         plgpu.wgmma(accumulator, left, right)

@@ -1,9 +1,11 @@
-"""Keys and values of 8 bits on their way to products of 16 bits: what Mosaic GPU's own loads and casts do too slowly.
+"""Loads of 8-bit keys and values as float16 operands of wgmma; Mosaic GPU's own loads and casts are too slow.
 
-A thread of the tensor core's left operand wants two neighbours of a row here and two there; it gets 16 in a row from
-one load. So products run over the components of a head in another order, `_component`, for keys and queries alike.
-Tiles lie in shared memory as (rows / 8, width / swizzle, 8, swizzle), where each row's pieces of 16 bytes are swapped
-by exclusive or with the row's number. The interpreter takes the plain way.
+In wgmma's left-operand fragment a thread holds pairs of adjacent elements from several places of a row, while one
+16-byte load gives it 16 adjacent elements. Therefore products contract the components of a head in a permuted order,
+`_component`, the same for keys and queries.
+
+Tiles lie in shared memory as (rows / 8, width / swizzle, 8, swizzle) with the usual XOR swizzle of 16-byte pieces. The
+interpreter computes the same with plain indexing.
 """
 
 from collections.abc import Callable
@@ -37,7 +39,7 @@ from pallas_kernels.mosaic.tiles import PER_ROW, WGMMA, swizzle_of, swizzled
 
 _PIECE = 16
 
-# Each makes two registers of two float16 numbers from one of four bytes.
+# Each converts one register of four bytes to two registers of two float16 values.
 _UNPACK = {
     "float8_e4m3fn": """{
         .reg .b16 low, high;
@@ -45,7 +47,7 @@ _UNPACK = {
         cvt.rn.f16x2.e4m3x2 $0, low;
         cvt.rn.f16x2.e4m3x2 $1, high;
     }""",
-    # 1024 + 128 + x is a float16 whose last byte is x with its sign bit turned.
+    # The float16 value 1024 + 128 + x has x with its sign bit flipped as its low byte.
     "int8": """{
         .reg .b32 turned, low, high, base;
         xor.b32 turned, $2, 0x80808080;
@@ -59,9 +61,9 @@ _UNPACK = {
 
 
 def gather_rows(ref: Ref, indices: tuple[Array, ...], *, interpret: bool) -> Array:
-    """Returns `ref[indices]` from global memory, for one index per row in each place or one for all rows.
+    """Returns `ref[indices]` from global memory; each index is one value per row or a scalar for all rows.
 
-    Nothing is checked. Each thread loads what its rows need, and waits for it where it is used.
+    Indices are not checked. Each thread loads the elements of its rows; it waits for a load only at its first use.
     """
     shape = next(index.shape for index in indices if index.shape)
     if interpret:
@@ -82,7 +84,7 @@ def gather_rows(ref: Ref, indices: tuple[Array, ...], *, interpret: bool) -> Arr
 
 
 def load_right_operand(tile: Ref, stored: DTypeLike) -> Array:
-    """Returns queries [columns, head_dim] transposed, as a right operand's columns, in the order of `_component`."""
+    """Returns the transpose of queries [columns, head_dim], its rows in the order of `_component`."""
     columns, head_dim = tile.shape
     result = plgpu.ShapeDtypeStruct((head_dim, columns), tile.dtype, layout=WGMMA)
     swizzle = swizzle_of(head_dim * jnp.dtype(stored).itemsize)
@@ -111,7 +113,7 @@ def load_right_operand(tile: Ref, stored: DTypeLike) -> Array:
 
 
 def load_left_operand(tile: Ref, tall: int) -> Array:
-    """Returns 64 components of 8-bit keys as a left operand of float16, in the order of `_component`."""
+    """Returns 64 components of 8-bit keys as a float16 left operand in registers, in the order of `_component`."""
     head_dim = tile.shape[1]
     swizzle = swizzle_of(head_dim)
     result = plgpu.ShapeDtypeStruct((WGMMA_ROWS, 64), jnp.float16, layout=WGMMA)
@@ -141,10 +143,10 @@ def load_left_operand(tile: Ref, tall: int) -> Array:
 
 
 def unpack_values(packed: Ref, wide: Ref, first: Array, stop: Array) -> None:
-    """Makes float16 values in shared memory from a tile [64, head_dim] of 8 bits, zeros outside rows [first, stop).
+    """Converts an 8-bit tile [64, head_dim] in shared memory to float16; rows outside [first, stop) become zeros.
 
-    Eight threads that are served at once take half of two rows whose numbers differ in their first and third bit, so
-    that no two of them meet in a bank, neither when they load nor when they store.
+    Without bank conflicts: each group of eight threads that the hardware serves together takes half of two rows whose
+    numbers differ in bits 0 and 2, so its loads and its stores go to different banks.
     """
     head_dim = packed.shape[1]
     swizzle = swizzle_of(head_dim)
@@ -189,7 +191,7 @@ def unpack_values(packed: Ref, wide: Ref, first: Array, stop: Array) -> None:
 
 
 def _component(group: Value, warp: Value, tall: int, half: int, swizzle: int) -> Value:
-    """Returns which component of a head row `64 * tall + 16 * warp + 8 * half + group` of the operands is."""
+    """Returns the head component that row `64 * tall + 16 * warp + 8 * half + group` of the operands holds."""
     per_member = swizzle // _PIECE // 4
     tile_of, turn = divmod(tall, per_member)
     member, rest = divide(group, 2)
@@ -205,7 +207,7 @@ def _fragments(
     *,
     is_signed: bool | None = None,
 ) -> Value:
-    """Returns an array from what each of a thread's registers is to hold."""
+    """Builds an array; `element` returns the value of one of this thread's registers."""
     layout = layout.to_mgpu()
     registers = np.empty(layout.registers_shape(shape), dtype=object)
     for register in np.ndindex(registers.shape):
@@ -217,7 +219,7 @@ def _fragments(
 
 
 def _index(place: Value, register: tuple[int, ...]) -> Value:
-    """Returns the index that one register holds, or the one that holds for all."""
+    """Returns the index in one register of a vector of indices, or a scalar index."""
     if not place.shape:
         return arith.index_cast(ir.IndexType.get(), place.registers.item())
     value = vector.extract(place.registers[register], [], [0])
@@ -225,7 +227,7 @@ def _index(place: Value, register: tuple[int, ...]) -> Value:
 
 
 def _unpack(word: Value, dtype: DTypeLike) -> list[Value]:
-    """Returns two pairs of float16 numbers from four bytes."""
+    """Returns four bytes as two pairs of float16 values."""
     pair = llvm.StructType.get_literal([i32(), i32()])
     both = llvm.inline_asm(pair, [word], _UNPACK[jnp.dtype(dtype).name], "=r,=r,r")
     two = ir.VectorType.get((2,), ir.F16Type.get())
@@ -251,7 +253,7 @@ def _warp_and_lane() -> tuple[Value, Value]:
 
 
 def _turned(row: Value, swizzle: int) -> Value:
-    """Returns what the pieces of a row are swapped by: the row's address in units of 128 bytes."""
+    """Returns the XOR mask of a row's 16-byte pieces: the row's address in units of 128 bytes."""
     return row if swizzle == 128 else divide(row, 128 // swizzle)[0]
 
 

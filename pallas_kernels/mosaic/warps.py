@@ -1,7 +1,7 @@
-"""Sums over the warps of a Mosaic GPU kernel, for which Pallas has no words, and where its warps meet or pause.
+"""Reductions across warps through shared memory, a block-wide barrier, nanosleep and per-warp jobs (inline PTX).
 
-Arrays may have any layout that gives each thread whole vectors. Knows no op. The interpreter, which takes neither,
-gets the plain way: there a warpgroup's first warp does all, so that whoever reads must not care which warp did.
+Array arguments may have any layout that gives each thread whole vectors. The interpreter knows neither layouts nor
+warps: there the whole sum of a warpgroup is stored as its first warp's, so readers must only use sums over all warps.
 """
 
 from collections.abc import Callable
@@ -40,14 +40,14 @@ def store_warp_sums(
     layout: Layout,
     interpret: bool,
 ) -> None:
-    """Writes each warp's sum to `table[first + warp, column]`; the order of adding depends on shapes alone.
+    """Writes each warp's sum to `table[first + warp, column]`; the order of addition depends on shapes alone.
 
     Args:
-        table: in shared memory, of the array's dtype, with one row per warp.
-        first: the row of the warpgroup's first warp.
-        column: where in the rows.
+        table: in shared memory, of the array's dtype, one row per warp of the block.
+        first: row of the warpgroup's first warp.
+        column: column of the table.
         array: int32 or float32.
-        layout: of the array.
+        layout: register layout of the array.
         interpret: whether the interpreter runs this.
     """
     if interpret:
@@ -68,7 +68,7 @@ def store_warp_sums(
 
 
 def sum_of_warps(table: Ref, column: int, *, interpret: bool) -> Array:
-    """Returns the sum of a column, which has one number from each warp of the block, in one order for all threads."""
+    """Returns the sum of a column of `store_warp_sums`; all threads add in the same order."""
     if interpret:
         return jnp.sum(table[:, column], dtype=table.dtype)
     rows, columns = table.shape
@@ -96,7 +96,7 @@ def sums_before(
     *,
     layout: Layout,
 ) -> Array:
-    """Returns, the same for all of a warp, what the warps before it have stored (`store_warp_sums`)."""
+    """Returns the sum of what the preceding warps stored (`store_warp_sums`): an exclusive prefix, uniform per warp."""
     rows, columns = table.shape
     result = plgpu.ShapeDtypeStruct(shape, jnp.int32, layout=layout)
 
@@ -123,9 +123,10 @@ def sums_before(
 
 
 def meet_all(barrier: Ref, *, interpret: bool) -> None:
-    """Waits until all threads of the block have come here, and sees what they have stored.
+    """Waits at a barrier of all threads of the block (`bar.sync 0`); their earlier stores are then visible.
 
-    Half a thousand arrivals at a barrier in shared memory, which the interpreter takes, would come one by one.
+    The interpreter uses `barrier`, an mbarrier. The compiled kernel does not, because its up to 512 arrivals would be
+    serialised.
     """
     if interpret:
         plgpu.barrier_arrive(barrier)
@@ -140,7 +141,7 @@ def meet_all(barrier: Ref, *, interpret: bool) -> None:
 
 
 def pause(nanoseconds: int, *, interpret: bool) -> None:
-    """Lets a warpgroup wait for about so long, at most for twice as long."""
+    """Suspends the calling threads for between 0 and twice `nanoseconds` (PTX `nanosleep`)."""
     if interpret:
         return
 
@@ -152,7 +153,7 @@ def pause(nanoseconds: int, *, interpret: bool) -> None:
 
 
 def on_warps(*jobs: Callable[[], None], interpret: bool) -> None:
-    """Runs each job on a warp of its own, so that the other warps' issue slots stay free for other warpgroups."""
+    """Runs job i on warp i of the warpgroup; idle warps leave their issue slots to other warpgroups."""
     if interpret:
         for job in jobs:
             job()
@@ -165,7 +166,7 @@ def on_warps(*jobs: Callable[[], None], interpret: bool) -> None:
 
 
 def own_warp() -> Value:
-    """The warp's number in its warpgroup."""
+    """Returns the warp's index in its warpgroup."""
     return arith.remui(arith.divui(utils.thread_idx(), constant(32)), constant(WARPS))
 
 
@@ -177,7 +178,7 @@ def _thread_sum(array: Value) -> Value:
 
 
 def _lanes_sum(total: Value, lanes: int = 32) -> Value:
-    """Returns the sum over neighbouring lanes; integers of a whole warp take one instruction."""
+    """Returns the sum over groups of `lanes` lanes; a whole warp's integers take one `redux` instruction."""
     if lanes == 32 and not isinstance(total.type, ir.F32Type):
         return llvm.inline_asm(
             i32(), [total], "redux.sync.add.s32 $0, $1, 0xffffffff;", "=r,r", has_side_effects=True

@@ -1,4 +1,4 @@
-"""Words of a thread in a Mosaic GPU kernel, and places of bytes, for which Pallas has no words. Knows no op."""
+"""32-bit words in registers and byte addresses in Mosaic GPU kernels, as inline MLIR and PTX."""
 
 from typing import Any
 
@@ -22,8 +22,8 @@ from pallas_kernels.mosaic.rows import flat_pieces
 
 _THREADS = 128
 _KINDS = {"bfloat16": "bf16x2", "float16": "f16x2"}
-# Two registers of two numbers of 16 bits from one of four e4m3 and a scale. A product is rounded once to float32 and
-# once more, as the codec has it.
+# Converts one register of four e4m3 values to two registers of two 16-bit values, times a float32 scale. A product is
+# rounded to float32 and then to 16 bits, as in the reference decoder of `formats/`.
 _DECODE = """{{
     .reg .b16 low, high, h0, h1, h2, h3;
     .reg .b32 first, second;
@@ -47,9 +47,14 @@ _DECODE = """{{
 
 
 def decoded(words: list[Value], scale: Value, dtype: DTypeLike) -> tuple[Value, Value]:
-    """Returns 16 numbers of 16 bits, eight and eight, from 16 e4m3 in four words, and the bits of their float32 scale.
+    """Returns 16 dequantised 16-bit values as two vectors of four words.
 
-    They are made where this stands: the compiler may not put it off until they are written.
+    The inline assembly has side effects, so the compiler cannot move the conversion down to the later store.
+
+    Args:
+        words: four words of 16 e4m3 values.
+        scale: the bits of their float32 scale.
+        dtype: bfloat16 or float16.
     """
     pair = llvm.StructType.get_literal([i32(), i32()])
     code = _DECODE.format(kind=_KINDS[jnp.dtype(dtype).name])
@@ -62,7 +67,7 @@ def decoded(words: list[Value], scale: Value, dtype: DTypeLike) -> tuple[Value, 
 
 
 def load_words(place: Value, chosen: Value, count: int) -> list[Value]:
-    """Starts loading 1, 2 or 4 words from global memory; they are zeros, and nothing is read, where `chosen` is 0."""
+    """Loads `count` (1, 2 or 4) words from global memory, or returns zeros without a read where `chosen` is 0."""
     outs = [f"${number}" for number in range(count)]
     zeros = " ".join(f"mov.b32 {out}, 0;" for out in outs)
     kind, target = ("b32", outs[0]) if count == 1 else (f"v{count}.b32", f"{{{', '.join(outs)}}}")
@@ -70,8 +75,8 @@ def load_words(place: Value, chosen: Value, count: int) -> list[Value]:
         f"{{ .reg .pred is_chosen; setp.ne.b32 is_chosen, ${count + 1}, 0; {zeros} "
         f"@is_chosen ld.global.{kind} {target}, [${count}]; }}"
     )
-    # Results are written before arguments are read. What keeps its order with other accesses is not moved before a
-    # fence, which might wait for it.
+    # "=&r": results are written before the arguments are read. "~{memory}" keeps the load in order with other accesses,
+    # so that the compiler does not move it before a fence that would then wait for it.
     kinds = ",".join([*["=&r"] * count, "l", "r", "~{memory}"])
     address = llvm.ptrtoint(i64(), place)
     if count == 1:
@@ -82,7 +87,7 @@ def load_words(place: Value, chosen: Value, count: int) -> list[Value]:
 
 
 def do(code: str, kinds: str, *arguments: Value) -> None:
-    """Does what an instruction says that returns nothing."""
+    """Emits inline PTX that returns no value; `kinds` are the operand constraints."""
     nothing = ir.Type.parse("!llvm.void")
     llvm.inline_asm(nothing, list(arguments), code, kinds, has_side_effects=True)
 
@@ -103,13 +108,13 @@ def words_of(piece: Value) -> list[Value]:
 
 
 def flat(length: int) -> Any:  # noqa: ANN401 - private to JAX
-    """Returns the layout of words of which each thread has as many, in fours."""
+    """Returns the register layout of `length` words in vectors of four, the same number for each thread."""
     (piece,) = flat_pieces(length, 4)
     return piece.layout
 
 
 def fragments(registers: list[Value]) -> Value:
-    """Returns the array that these vectors of four words are a thread's part of."""
+    """Returns the array whose registers in this thread are these vectors of four words."""
     length = 4 * _THREADS * len(registers)
     layout = flat(length).to_mgpu()
     held = np.empty(layout.registers_shape((length,)), dtype=object)
@@ -119,27 +124,27 @@ def fragments(registers: list[Value]) -> Value:
 
 
 def at(start: Value, offset: Value | int) -> Value:
-    """Returns the place so many bytes further."""
+    """Returns the address `offset` bytes after `start`."""
     if isinstance(offset, int):
         offset = arith.constant(i64(), offset)
     return utils.getelementptr(start, [offset], ir.IntegerType.get_signless(8))
 
 
 def thread() -> Value:
-    """Returns the thread's number in its warpgroup."""
+    """Returns the thread's index in its warpgroup."""
     return divide(utils.thread_idx(), _THREADS)[1]
 
 
 def wide(value: Value) -> Value:
-    """Returns a number of 64 bits that is not negative."""
+    """Zero-extends a 32-bit integer to 64 bits."""
     return arith.extui(i64(), value)
 
 
 def i64() -> Value:
-    """Returns the type of places."""
+    """Returns the 64-bit integer type, which addresses have."""
     return ir.IntegerType.get_signless(64)
 
 
 def of_bytes(value: Value, size: int) -> Value:
-    """Returns where the element of that number is, in bytes."""
+    """Returns the byte offset of element `value` of an array of elements of `size` bytes."""
     return arith.muli(wide(value), wide(constant(size)))
