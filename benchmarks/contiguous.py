@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from pallas_kernels.workbench.op_benchmark import Subject
+from pallas_kernels.workbench.op_benchmark import BenchInputs
 
 # Kinds of rows that a peer may be called for, one after the other.
 _MOST_KINDS = 4
@@ -38,9 +38,9 @@ class Contiguous:
 
 
 @lru_cache(maxsize=1)
-def lay_out(subject: Subject) -> list[Contiguous]:
+def lay_out(bench: BenchInputs) -> list[Contiguous]:
     """Gathers an attention case's keys and values, once for all peers; raises `NoPeer` where none could use them."""
-    inputs = subject.inputs
+    inputs = bench.inputs
     if "latent_pages" in inputs:
         return [_latents_alike(inputs)]
     if inputs["soft_cap"] is not None or inputs["sinks"] is not None:
@@ -99,10 +99,10 @@ def _latents_alike(inputs: Mapping[str, Any]) -> Contiguous:
 
 
 def in_order(
-    subject: Subject, cases: Sequence[Contiguous], answers: Sequence[np.ndarray]
+    bench: BenchInputs, cases: Sequence[Contiguous], answers: Sequence[np.ndarray]
 ) -> np.ndarray:
     """Puts the outputs of all kinds of rows, into the case's order of queries."""
     together = np.concatenate([answer.reshape(-1, *answer.shape[2:]) for answer in answers])
     out = np.empty_like(together)
     out[np.concatenate([case.tokens for case in cases])] = together
-    return out.reshape(*subject.inputs["q"].shape[:2], -1)
+    return out.reshape(*bench.inputs["q"].shape[:2], -1)

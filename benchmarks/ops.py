@@ -33,7 +33,7 @@ from benchmarks.timing import (
 from pallas_kernels.dispatch import Unsupported
 from pallas_kernels.workbench.op_benchmark import (
     OPS,
-    Subject,
+    BenchInputs,
     WrongResult,
     implementations,
     load_cases,
@@ -46,14 +46,14 @@ _LAUNCH_US = 3000.0
 _MOST_CALLS = 512
 
 
-def time_implementation(subject: Subject, implementation: str, effort: Effort) -> Timing:
+def time_implementation(bench: BenchInputs, implementation: str, effort: Effort) -> Timing:
     """Times one implementation of ours.
 
     Raises:
         Unsupported: it cannot run this case here.
         WrongResult: it does not give the reference's answer.
     """
-    return time_chain(subject.chain(subject.call(implementation)), effort)
+    return time_chain(bench.chain(bench.call(implementation)), effort)
 
 
 def measure(
@@ -71,19 +71,19 @@ def measure(
     """
     on_gpu = jax.default_backend() == "gpu"
     ceilings = CEILINGS.get(device_name())
-    subject = prepare(op, case, dtype, ROTATION_BYTES if on_gpu else 0)
+    bench = prepare(op, case, dtype, ROTATION_BYTES if on_gpu else 0)
     num_bytes, flops = case.bytes_moved(dtype), case.flops()
     # What is multiplied may be narrower than the rest of a call.
     multiplied = getattr(case, "queries", None) or dtype
     floor = None if ceilings is None else ceilings.floor_us(num_bytes, flops, multiplied)
     # Enough work per launch to hide what sending it costs the host.
     calls = min(_MOST_CALLS, math.ceil(_LAUNCH_US / max(floor, 1.0))) if floor else 1
-    effort = Effort(rounds=math.ceil(calls / len(subject.own)), seconds=seconds)
+    effort = Effort(rounds=math.ceil(calls / len(bench.own)), seconds=seconds)
     times: dict[str, Callable[[], Timing]] = {
-        name: partial(time_implementation, subject, name, effort) for name in chosen
+        name: partial(time_implementation, bench, name, effort) for name in chosen
     }
-    times |= {name: partial(time_peer, subject, effort) for name, time_peer in PEERS.items()}
-    arrays = jax.tree.leaves((subject.shared, subject.own))
+    times |= {name: partial(time_peer, bench, effort) for name, time_peer in PEERS.items()}
+    arrays = jax.tree.leaves((bench.shared, bench.own))
     memory = {"memory_mib": sum(array.nbytes for array in arrays) / 2**20}
     rows = []
     for name, time_it in times.items():

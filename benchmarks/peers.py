@@ -14,7 +14,7 @@ import numpy as np
 from benchmarks import torch_calls
 from benchmarks.contiguous import NoPeer, in_order, lay_out
 from benchmarks.timing import Chain, Effort, Timing, time_chain, time_launches
-from pallas_kernels.workbench.op_benchmark import KINDS, Subject
+from pallas_kernels.workbench.op_benchmark import KINDS, BenchInputs
 
 __all__ = ["PEERS", "NoPeer", "time_cudnn", "time_torch"]
 
@@ -22,13 +22,13 @@ _HALF = ("bfloat16", "float16")
 _ATTENTION = ("paged_attention", "ragged_attention", "latent_attention")
 
 
-def time_cudnn(subject: Subject, effort: Effort) -> Timing:
+def time_cudnn(bench: BenchInputs, effort: Effort) -> Timing:
     """Times cuDNN's fused attention as JAX offers it."""
-    if subject.op not in _ATTENTION:
+    if bench.op not in _ATTENTION:
         raise NoPeer("attends to contiguous keys, and nothing else")
-    if jax.default_backend() != "gpu" or subject.dtype not in _HALF:
+    if jax.default_backend() != "gpu" or bench.dtype not in _HALF:
         raise NoPeer("needs an NVIDIA GPU and bfloat16 or float16")
-    cases = lay_out(subject)
+    cases = lay_out(bench)
     if len(cases) > 1:
         raise NoPeer("needs rows of equal length")
     case = cases[0]
@@ -48,30 +48,30 @@ def time_cudnn(subject: Subject, effort: Effort) -> Timing:
         )
 
     first = {"k": jnp.asarray(case.k), "v": jnp.asarray(case.v)}
-    own = [first, *(jax.tree.map(jnp.copy, first) for _ in subject.own[1:])]
+    own = [first, *(jax.tree.map(jnp.copy, first) for _ in bench.own[1:])]
     chain = Chain(run, jnp.asarray(case.q), own)
     try:
         answer = np.asarray(chain.launch()[-1])
     except (NotImplementedError, ValueError, jax.errors.JaxRuntimeError) as error:
         raise NoPeer(_first_line(error)) from error
-    subject.compare([in_order(subject, cases, [answer])])
+    bench.compare([in_order(bench, cases, [answer])])
     return time_chain(chain, effort)
 
 
-def time_torch(subject: Subject, effort: Effort) -> Timing:
+def time_torch(bench: BenchInputs, effort: Effort) -> Timing:
     """Times what one would write in torch (torch_calls.py), in a CUDA graph where there is a GPU."""
     if importlib.util.find_spec("torch") is None:
         raise NoPeer("torch is not installed")
     import torch
 
-    if subject.op == "rotary_write":
+    if bench.op == "rotary_write":
         raise NoPeer("does not rotate and write in one call")
-    if KINDS[subject.op].pool == "states":
+    if KINDS[bench.op].pool == "states":
         raise NoPeer("has no op that carries such states")
-    if subject.op in _ATTENTION:
-        calls, answer = torch_calls.attention(lay_out(subject), subject)
+    if bench.op in _ATTENTION:
+        calls, answer = torch_calls.attention(lay_out(bench), bench)
     else:
-        calls, answer = torch_calls.BUILDERS[subject.op](subject)
+        calls, answer = torch_calls.BUILDERS[bench.op](bench)
     calls *= effort.rounds
 
     def launch() -> list[Any]:
@@ -81,7 +81,7 @@ def time_torch(subject: Subject, effort: Effort) -> Timing:
         launch()
     except RuntimeError as error:
         raise NoPeer(_first_line(error)) from error
-    subject.compare(answer())
+    bench.compare(answer())
     if not torch.cuda.is_available():
         return time_launches(launch, calls=len(calls), effort=effort, wait=lambda _: None)
     # Capturing needs a stream other than the default one, on which everything has run before.
@@ -108,7 +108,7 @@ def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
 
 
-PEERS: dict[str, Callable[[Subject, Effort], Timing]] = {
+PEERS: dict[str, Callable[[BenchInputs, Effort], Timing]] = {
     "cudnn-contiguous": time_cudnn,
     "torch": time_torch,
 }

@@ -13,7 +13,7 @@ import numpy as np
 from benchmarks.contiguous import Contiguous, NoPeer, in_order
 from pallas_kernels.formats.index_keys import split_index_pages
 from pallas_kernels.formats.latent_records import decode_records
-from pallas_kernels.workbench.op_benchmark import Subject
+from pallas_kernels.workbench.op_benchmark import BenchInputs
 
 Calls = tuple[list[Callable[[], Any]], Callable[[], list[np.ndarray]]]
 """One call per copy of what is read, and what makes the answer of the last one."""
@@ -38,12 +38,12 @@ def _array(tensor: Any) -> np.ndarray:  # noqa: ANN401 - torch is optional
     return tensor.contiguous().view(torch.uint8).cpu().numpy()
 
 
-def attention(cases: Sequence[Contiguous], subject: Subject) -> Calls:
+def attention(cases: Sequence[Contiguous], bench: BenchInputs) -> Calls:
     """`scaled_dot_product_attention`: a call per copy of the keys, each of one kernel per kind of rows."""
     if any(case.window is not None for case in cases):
         raise NoPeer("has no window for more than one query")
     first = [[_tensor(part).transpose(1, 2) for part in (case.q, case.k, case.v)] for case in cases]
-    copies = [[(q, k.clone(), v.clone()) for q, k, v in first] for _ in subject.own[1:]]
+    copies = [[(q, k.clone(), v.clone()) for q, k, v in first] for _ in bench.own[1:]]
     attends = [_attend(case) for case in cases]
 
     def call(sets: Any) -> list[Any]:  # noqa: ANN401 - torch is optional
@@ -53,7 +53,7 @@ def attention(cases: Sequence[Contiguous], subject: Subject) -> Calls:
 
     def answer() -> list[np.ndarray]:
         outs = [out.transpose(1, 2).float().cpu().numpy() for out in calls[-1]()]
-        return [in_order(subject, cases, outs)]
+        return [in_order(bench, cases, outs)]
 
     return calls, answer
 
@@ -73,17 +73,17 @@ def _attend(case: Contiguous) -> Callable[..., Any]:
     )
 
 
-def _write(subject: Subject) -> Calls:
+def _write(bench: BenchInputs) -> Calls:
     """`index_copy_`: one call per set of slots; padding is left out, since torch would refuse it."""
     import torch
 
-    num_slots = int(np.prod(subject.inputs["pages"][0].shape[:2]))
-    real = np.flatnonzero(subject.inputs["slots"] < num_slots)
-    values = [_tensor(value[real]) for value in subject.inputs["values"]]
-    pools = [_tensor(page.copy()).flatten(0, 1) for page in subject.inputs["pages"]]
+    num_slots = int(np.prod(bench.inputs["pages"][0].shape[:2]))
+    real = np.flatnonzero(bench.inputs["slots"] < num_slots)
+    values = [_tensor(value[real]) for value in bench.inputs["values"]]
+    pools = [_tensor(page.copy()).flatten(0, 1) for page in bench.inputs["pages"]]
     slots = [
         torch.from_numpy(np.asarray(own["slots"])[real].astype(np.int64)).to(pools[0].device)
-        for own in subject.own
+        for own in bench.own
     ]
 
     def call(where: Any, into: list[Any]) -> None:  # noqa: ANN401 - torch is optional
@@ -91,23 +91,23 @@ def _write(subject: Subject) -> Calls:
             pool.index_copy_(0, where, value)
 
     def answer() -> list[np.ndarray]:
-        fresh = [_tensor(page.copy()).flatten(0, 1) for page in subject.inputs["pages"]]
+        fresh = [_tensor(page.copy()).flatten(0, 1) for page in bench.inputs["pages"]]
         call(slots[0], fresh)
         return [_array(pool[slots[0]]) for pool in fresh]
 
     return [lambda where=where: call(where, pools) for where in slots], answer
 
 
-def _product(subject: Subject) -> Calls:
+def _product(bench: BenchInputs) -> Calls:
     """`linear` of torch, and what follows it in operations of their own."""
     import torch
 
-    inputs = subject.inputs
+    inputs = bench.inputs
     x = _tensor(inputs["x"])
     bias, residual = (
         None if inputs[name] is None else _tensor(inputs[name]) for name in ("bias", "residual")
     )
-    weights = _copies(_tensor(inputs["weight"]), subject)
+    weights = _copies(_tensor(inputs["weight"]), bench)
     functions: dict[str, Callable[[Any], Any]] = {
         "silu": torch.nn.functional.silu,
         "gelu": torch.nn.functional.gelu,
@@ -130,11 +130,11 @@ def _product(subject: Subject) -> Calls:
     return _calls(call, weights, lambda out: [out.float().cpu().numpy()])
 
 
-def _top_keys(subject: Subject) -> Calls:
+def _top_keys(bench: BenchInputs) -> Calls:
     """Products in bfloat16 summed in float32, `topk`, and a sort of the positions; of one row, or of equal ones."""
     import torch
 
-    inputs = subject.inputs
+    inputs = bench.inputs
     lengths, table = inputs["seq_lens"], inputs["page_table"]
     bounds = inputs.get("cu_q_lens", np.arange(len(lengths) + 1))
     queries, seen = bounds[1:] - bounds[:-1], int(lengths[0])
@@ -149,7 +149,7 @@ def _top_keys(subject: Subject) -> Calls:
     q = np.asarray(inputs["q"], np.float32).reshape(len(lengths), -1, keys.shape[-1])
     weights = _tensor(inputs["weights"])
     on_gpu = weights.is_cuda
-    halves = torch.bfloat16 if on_gpu and subject.dtype != "float32" else torch.float32
+    halves = torch.bfloat16 if on_gpu and bench.dtype != "float32" else torch.float32
     q, first = _tensor(q).to(halves), _tensor(keys).to(halves)
     scales = _tensor(scales)[:, None]
     mask = torch.ones(queries[0], seen, dtype=torch.bool, device=q.device).triu(
@@ -169,7 +169,7 @@ def _top_keys(subject: Subject) -> Calls:
         chosen = np.take_along_axis(slots[:, None], found, axis=2).reshape(len(weights), -1)
         return [chosen, np.full(len(chosen), inputs["topk"])]
 
-    return _calls(call, _copies(first, subject), answer)
+    return _calls(call, _copies(first, bench), answer)
 
 
 def _keys(pages: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -180,11 +180,11 @@ def _keys(pages: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return np.asarray(numbers.astype(jnp.float32)), np.asarray(scales)
 
 
-def _chosen_records(subject: Subject) -> Calls:
+def _chosen_records(bench: BenchInputs) -> Calls:
     """Records as plain numbers are gathered, then `scaled_dot_product_attention` with heads as queries."""
     import torch
 
-    inputs = subject.inputs
+    inputs = bench.inputs
     if (inputs["counts"] != inputs["slots"].shape[1]).any():
         raise NoPeer("needs tokens that choose equally many")
     records, rank = jnp.asarray(inputs["records"]), inputs["value_dim"]
@@ -199,15 +199,15 @@ def _chosen_records(subject: Subject) -> Calls:
             q, keys, keys[..., :rank], scale=inputs["scale"]
         )
 
-    return _calls(call, _copies(first, subject), lambda out: [out[:, 0].float().cpu().numpy()])
+    return _calls(call, _copies(first, bench), lambda out: [out[:, 0].float().cpu().numpy()])
 
 
-def _bounds(subject: Subject) -> Calls:
+def _bounds(bench: BenchInputs) -> Calls:
     """A sort, a running sum of probabilities, and the first that crosses p."""
     import torch
 
     names = ("logits", "top_k", "top_p", "min_p", "temperature")
-    first, top_k, *columns = (_tensor(subject.inputs[name]) for name in names)
+    first, top_k, *columns = (_tensor(bench.inputs[name]) for name in names)
     top_p, min_p, temperature = (column[:, None] for column in columns)
     vocab = first.shape[1]
     rank = torch.where((top_k > 0) & (top_k < vocab), top_k, vocab).long()[:, None] - 1
@@ -222,12 +222,12 @@ def _bounds(subject: Subject) -> Calls:
         least = best + temperature * min_p.log()
         return torch.maximum(torch.maximum(kth, nucleus), least)[:, 0]
 
-    return _calls(call, _copies(first, subject), lambda out: [out.cpu().numpy()])
+    return _calls(call, _copies(first, bench), lambda out: [out.cpu().numpy()])
 
 
-def _copies(first: Any, subject: Subject) -> list[Any]:  # noqa: ANN401 - torch is optional
-    """Returns as many copies of a tensor as the subject has calls, so that each reads memory of its own."""
-    return [first, *(first.clone() for _ in subject.own[1:])]
+def _copies(first: Any, bench: BenchInputs) -> list[Any]:  # noqa: ANN401 - torch is optional
+    """Returns as many copies of a tensor as the bench has calls, so that each reads memory of its own."""
+    return [first, *(first.clone() for _ in bench.own[1:])]
 
 
 def _calls(
@@ -237,11 +237,11 @@ def _calls(
     return [partial(call, tensor) for tensor in own], lambda: read(call(own[-1]))
 
 
-BUILDERS: Mapping[str, Callable[[Subject], Calls]] = {
+BUILDERS: Mapping[str, Callable[[BenchInputs], Calls]] = {
     "page_write": _write,
     "skinny_matmul": _product,
     "index_topk": _top_keys,
     "sparse_attention": _chosen_records,
     "filter_bounds": _bounds,
 }
-"""How torch does an op's work on a subject; attention is `attention`, and what is not here torch has no calls for."""
+"""How torch does an op's work on a bench; attention is `attention`, and what is not here torch has no calls for."""

@@ -1,4 +1,4 @@
-"""Refuses wrong arguments at an op's door, from shapes and dtypes alone. Knows no implementation."""
+"""Argument checks that the ops' `api.py` files share. They raise `ValueError`."""
 
 from collections.abc import Mapping
 
@@ -13,22 +13,23 @@ INT32_MAX = 2**31 - 1
 
 
 def check_ids(name: str, ids: Array | np.ndarray, shape: tuple[int | None, ...]) -> None:
-    """Refuses ids, slots or lengths that are not int32, not of `shape` (`None`: any size), or negative.
+    """Raises `ValueError` for ids, slots or lengths that are not int32, not of `shape`, or negative.
 
-    Values are only seen outside a trace; inside one the tables are trusted (they are built and checked on the
-    host). JAX would wrap a negative index around to live data, so -1 can never serve as padding.
+    `None` in `shape` stands for any size. Values are checked for concrete arrays only, not under a trace; the host
+    code that builds a table checks its values there. Negative indices are refused because JAX wraps them around to
+    live data; padding is one past the end.
     """
     if ids.dtype != jnp.int32:
         raise ValueError(f"{name} must be int32, got {ids.dtype}; cast it where it is built")
     check_shape(name, ids, shape)
     if not isinstance(ids, Tracer) and ids.size and int(np.min(np.asarray(ids))) < 0:
         raise ValueError(
-            f"{name} holds a negative number; pad with a value past the end, not with -1"
+            f"{name} holds a negative number; pad with a value past the end instead of -1"
         )
 
 
 def check_shape(name: str, array: Array | np.ndarray, shape: tuple[int | None, ...]) -> None:
-    """Refuses an array whose shape is not `shape`, where `None` stands for any size."""
+    """Raises `ValueError` if the array's shape is not `shape`, where `None` stands for any size."""
     fits = len(array.shape) == len(shape) and all(
         wanted is None or got == wanted for got, wanted in zip(array.shape, shape, strict=True)
     )
@@ -49,7 +50,7 @@ def check_attention(
     window: int | None,
     soft_cap: float | None,
 ) -> None:
-    """Refuses queries, pools and options that do not fit one another."""
+    """Raises `ValueError` for queries, pools and options of paged attention that do not fit each other."""
     check_shape("q", q, (None, None, None))
     heads, head_dim = q.shape[1:]
     check_shape("k_pages", k_pages, (None, None, None, head_dim))
@@ -57,7 +58,7 @@ def check_attention(
     _check_dtypes(q, k_pages, v_pages, {"k_scales": k_scales, "v_scales": v_scales})
     if heads % k_pages.shape[2]:
         raise ValueError(
-            f"heads must be a multiple of kv_heads, got {heads} and {k_pages.shape[2]}"
+            f"heads must be a multiple of kv_heads, got {heads} heads and {k_pages.shape[2]} kv_heads"
         )
     if not scale > 0:
         raise ValueError(f"scale must be positive, got {scale}; usually head_dim ** -0.5")
@@ -75,7 +76,7 @@ def _check_dtypes(
     v_pages: Array | np.ndarray,
     scales: Mapping[str, Array | np.ndarray | None],
 ) -> None:
-    """Refuses pages that are neither of q's dtype nor 8 bits with scales."""
+    """Raises `ValueError` unless the pages have q's dtype, or 8 bits and scales."""
     given = {name: pool for name, pool in scales.items() if pool is not None}
     if not given:
         if not q.dtype == k_pages.dtype == v_pages.dtype:
@@ -85,7 +86,9 @@ def _check_dtypes(
             )
         return
     if len(given) < len(scales):
-        raise ValueError(f"k_scales and v_scales come together, got only {next(iter(given))}")
+        raise ValueError(
+            f"give both k_scales and v_scales or neither, got only {next(iter(given))}"
+        )
     if k_pages.dtype != v_pages.dtype or k_pages.dtype.name not in LARGEST:
         raise ValueError(
             f"k_pages and v_pages with scales must both be one of {', '.join(LARGEST)}, got "
@@ -94,4 +97,4 @@ def _check_dtypes(
     for name, pool in given.items():
         check_shape(name, pool, tuple(k_pages.shape[:3]))
         if pool.dtype != jnp.float32:
-            raise ValueError(f"{name} must be float32, got {pool.dtype}")
+            raise ValueError(f"{name} must be float32, got {pool.dtype}; cast it where it is built")

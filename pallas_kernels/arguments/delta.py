@@ -1,4 +1,7 @@
-"""What the arguments of the gated delta ops have in common: their sizes, and what each token does to the state."""
+"""Arguments that `delta_scan` and `delta_update` share: sizes, checks, and each token's inputs to the recurrence.
+
+The recurrence is Gated DeltaNet (Yang et al., arXiv:2412.06464), as in Qwen3-Next.
+"""
 
 from typing import NamedTuple
 
@@ -14,7 +17,15 @@ _NORM_EPS = 1e-6
 
 
 class DeltaSizes(NamedTuple):
-    """The sizes of one layer; key head i serves value heads `i * heads // key_heads` onwards."""
+    """Sizes of one layer.
+
+    Attributes:
+        key_heads: heads of queries and keys; divides `heads`. Key head i serves the value heads from
+            `i * heads // key_heads` on, `heads // key_heads` of them.
+        heads: heads of values.
+        key_dim: components of a key.
+        value_dim: components of a value.
+    """
 
     key_heads: int
     heads: int
@@ -23,19 +34,20 @@ class DeltaSizes(NamedTuple):
 
     @classmethod
     def of(cls, states: Array, qkv: Array | np.ndarray) -> "DeltaSizes":
-        """Returns the sizes of these arrays."""
+        """Returns the sizes of a layer from its state pool and packed projections."""
         _, heads, key_dim, value_dim = states.shape
         return cls((qkv.shape[1] - heads * value_dim) // (2 * key_dim), heads, key_dim, value_dim)
 
 
 class Tokens(NamedTuple):
-    """Each token's part in the recurrence, per value head, in float32.
+    """Each token's inputs to the recurrence, per value head, in float32.
 
     Attributes:
-        q, k: of unit length; queries also scaled by `key_dim ** -0.5`.
+        q: queries, L2-normalised and scaled by `key_dim ** -0.5`.
+        k: keys, L2-normalised.
         v: values.
-        decay: logarithm of what the token leaves of the state before it.
-        beta: share of its value that is corrected.
+        decay: logarithm of the factor by which the state decays at the token.
+        beta: strength of the delta rule's correction, in (0, 1).
     """
 
     q: Float[Array, "tokens heads key_dim"]
@@ -53,7 +65,7 @@ def tokens_of(
     b: Float[Array, "tokens heads"],
     sizes: DeltaSizes,
 ) -> Tokens:
-    """Takes queries, keys and values apart and computes gates."""
+    """Splits qkv into normalised queries and keys, and values, and computes the gates."""
     keys = sizes.key_heads * sizes.key_dim
     q, k, v = jnp.split(qkv.astype(jnp.float32), (keys, 2 * keys), axis=1)
     repeats = sizes.heads // sizes.key_heads
@@ -83,15 +95,15 @@ def check_delta(
     a: Array | np.ndarray,
     b: Array | np.ndarray,
 ) -> None:
-    """Refuses arrays of one layer that do not fit each other."""
+    """Raises `ValueError` for arrays of one layer that do not fit each other."""
     check_floats(a_log=a_log, dt_bias=dt_bias, states=states, qkv=qkv, a=a, b=b)
     sizes = DeltaSizes.of(states, qkv)
     values = sizes.heads * sizes.value_dim
     wide = 2 * sizes.key_heads * sizes.key_dim + values
     if sizes.key_heads < 1 or sizes.heads % sizes.key_heads or wide != qkv.shape[1]:
         raise ValueError(
-            f"qkv has {qkv.shape[1]} columns, of which {values} are values of {sizes.heads} heads; the others must be "
-            f"queries and keys of {sizes.key_dim} components for a number of heads that divides {sizes.heads}"
+            f"qkv has {qkv.shape[1]} columns, of which {values} are the values of {sizes.heads} heads; the others must "
+            f"be queries and keys of {sizes.key_dim} components each, for a number of heads that divides {sizes.heads}"
         )
     for name, vector in (("a_log", a_log), ("dt_bias", dt_bias)):
         check_shape(name, vector, (sizes.heads,))

@@ -1,4 +1,4 @@
-"""What the arguments of the Mamba-2 ops have in common: their sizes, and the step of a token."""
+"""Arguments that the Mamba-2 ops share: sizes, checks, discretisation steps, and the output gate."""
 
 from typing import NamedTuple
 
@@ -12,7 +12,15 @@ from pallas_kernels.arguments.states import check_floats
 
 
 class Sizes(NamedTuple):
-    """The sizes of one layer; group g serves heads `g * heads // groups` onwards."""
+    """Sizes of one layer.
+
+    Attributes:
+        heads: heads of x.
+        head_dim: components of a head of x.
+        d_state: components of B and C.
+        groups: number of distinct B and C. Group g serves the heads from `g * heads // groups` on,
+            `heads // groups` of them.
+    """
 
     heads: int
     head_dim: int
@@ -21,18 +29,18 @@ class Sizes(NamedTuple):
 
     @classmethod
     def of(cls, states: Array, xbc: Array | np.ndarray) -> "Sizes":
-        """Returns the sizes of these arrays."""
+        """Returns the sizes of a layer from its state pool and packed projections."""
         _, heads, head_dim, d_state = states.shape
         return cls(heads, head_dim, d_state, (xbc.shape[1] - heads * head_dim) // (2 * d_state))
 
     @property
     def d_inner(self) -> int:
-        """Columns of x, after which those of B begin."""
+        """Number of columns of x, and so the first column of B."""
         return self.heads * self.head_dim
 
     @property
     def first_c(self) -> int:
-        """The first column of C."""
+        """First column of C."""
         return self.d_inner + self.groups * self.d_state
 
     def split(
@@ -42,7 +50,7 @@ class Sizes(NamedTuple):
         Float[Array, "tokens groups d_state"],
         Float[Array, "tokens groups d_state"],
     ]:
-        """Returns x, B and C."""
+        """Splits the packed projections into x, B and C."""
         x, b, c = jnp.split(xbc, (self.d_inner, self.first_c), axis=1)
         shape = (len(xbc), self.groups, self.d_state)
         return x.reshape(len(xbc), self.heads, self.head_dim), b.reshape(shape), c.reshape(shape)
@@ -53,13 +61,13 @@ def steps(
     dt_bias: Float[Array, " heads"],
     dt_limits: tuple[float, float],
 ) -> Float[Array, "tokens heads"]:
-    """Returns each token's step in float32."""
+    """Returns each token's discretisation step, softplus(dt + dt_bias) clamped to `dt_limits`, in float32."""
     wide = dt.astype(jnp.float32) + dt_bias.astype(jnp.float32)[None]
     return jnp.clip(jax.nn.softplus(wide), *dt_limits)
 
 
 def rates(a_log: Float[Array, " heads"]) -> Float[Array, " heads"]:
-    """Returns the logarithm of what a step of 1 leaves of the state."""
+    """Returns A = -exp(a_log) in float32: a step dt multiplies the state by exp(dt * A)."""
     return -jnp.exp(a_log.astype(jnp.float32))
 
 
@@ -69,7 +77,7 @@ def finish(
     d: Float[Array, " heads"],
     z: Float[Array, "tokens d_inner"] | None,
 ) -> Float[Array, "tokens heads head_dim"]:
-    """Adds what passes the state by, and gates, in float32."""
+    """Adds the skip connection `d * x` and multiplies by silu(z), in float32."""
     out += d.astype(jnp.float32)[None, :, None] * x.astype(jnp.float32)
     return out if z is None else out * jax.nn.silu(z.astype(jnp.float32)).reshape(out.shape)
 
@@ -84,7 +92,7 @@ def check_layer(
     z: Array | np.ndarray | None,
     dt_limits: tuple[float, float],
 ) -> None:
-    """Refuses arrays and options that do not fit one another."""
+    """Raises `ValueError` for arrays and options of one layer that do not fit each other."""
     check_shape("states", states, (None, None, None, None))
     _, heads, head_dim, d_state = states.shape
     check_shape("xbc", xbc, (None, None))
@@ -103,4 +111,4 @@ def check_layer(
     check_floats(a_log=a_log, d=d, dt_bias=dt_bias, states=states, xbc=xbc, dt=dt, z=z)
     low, high = dt_limits
     if not 0 <= low <= high:
-        raise ValueError(f"dt_limits must be 0 <= least <= greatest, got {dt_limits}")
+        raise ValueError(f"dt_limits must be (low, high) with 0 <= low <= high, got {dt_limits}")

@@ -1,4 +1,4 @@
-"""Refuses wrong tables of recurrent states at an op's door. Knows no implementation."""
+"""Checks of the index tables of ops with recurrent states. They raise `ValueError`."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -17,20 +17,27 @@ def check_states(
     snapshot_ends: Table | None = None,
     snapshot_states: Table | None = None,
 ) -> None:
-    """Refuses tables whose shapes or dtypes are wrong and, where their values are known, ids that would race.
+    """Checks shapes and dtypes of state tables and, for concrete arrays, that no two rows race on a state.
 
-    One call reads all states that rows start from while it writes those that they end in, in any order; so
-    nothing that one row reads may be written for another.
+    A kernel reads the rows' initial states and writes their final states and snapshots in any order. So a state that
+    one row reads must not be written for another row, and no state may be written twice.
+
+    Args:
+        num_states: states in the pool; ids from there on are padding.
+        read_states: int32 [rows], the state that each row starts from.
+        write_states: int32 [rows], the state that each row ends in.
+        snapshot_ends: int32 [snapshots], number of packed tokens before each snapshot, ascending; or `None`.
+        snapshot_states: int32 [snapshots], the state that each snapshot is written to; `None` with `snapshot_ends`.
 
     Raises:
-        ValueError: what was got, what was wanted.
+        ValueError: a table has the wrong shape or dtype, names a state twice, or its snapshots do not ascend.
     """
     check_ids("read_states", read_states, (None,))
     rows = read_states.shape[0]
     check_ids("write_states", write_states, (rows,))
     if (snapshot_ends is None) != (snapshot_states is None):
         raise ValueError(
-            "snapshot_ends and snapshot_states come together, got only one; give both or none"
+            "snapshot_ends and snapshot_states belong together, got only one; give both or neither"
         )
     tables = [read_states, write_states]
     if snapshot_ends is not None and snapshot_states is not None:
@@ -54,22 +61,22 @@ def _check_hazards(
             continue
         if state in writer:
             raise ValueError(
-                f"write_states names state {state} for rows {writer[state]} and {row}; each row "
-                "needs a state of its own"
+                f"write_states names state {state} for rows {writer[state]} and {row}; give each row "
+                "its own state"
             )
         writer[int(state)] = row
     for row, state in enumerate(read):
         if writer.get(int(state), row) != row:
             raise ValueError(
                 f"row {row} reads state {state}, which row {writer[int(state)]} writes in the same "
-                "call; write it elsewhere, or in a later call"
+                "call; write another state, or write it in a later call"
             )
     taken = {int(state) for state in read if state < num_states} | set(writer)
     for state in () if snapshots is None else snapshots:
         if state < num_states and int(state) in taken:
             raise ValueError(
-                f"snapshot_states names state {state}, which this call reads or writes for "
-                "something else; a snapshot needs a state of its own"
+                f"snapshot_states names state {state}, which this call also reads or writes; give each "
+                "snapshot its own state"
             )
         taken.add(int(state))
 
@@ -83,7 +90,7 @@ def _check_order(num_states: int, ends: np.ndarray, states: np.ndarray) -> None:
 
 
 def check_bounds(cu_q_lens: Table, rows: int, tokens: int) -> None:
-    """Refuses bounds of packed rows that are not `rows + 1` rising numbers up to `tokens`."""
+    """Raises `ValueError` unless `cu_q_lens` is int32 [rows + 1] and, if concrete, rises from 0 to at most `tokens`."""
     check_ids("cu_q_lens", cu_q_lens, (rows + 1,))
     if isinstance(cu_q_lens, Tracer):
         return
@@ -95,7 +102,7 @@ def check_bounds(cu_q_lens: Table, rows: int, tokens: int) -> None:
 
 
 def check_floats(**arrays: Table | None) -> None:
-    """Refuses arrays that are not floating."""
+    """Raises `ValueError` for arrays, given by name, whose dtype is not floating; `None` is skipped."""
     for name, array in arrays.items():
         if array is not None and not jnp.issubdtype(array.dtype, jnp.floating):
-            raise ValueError(f"{name} must be floating, got {array.dtype}")
+            raise ValueError(f"{name} must have a floating dtype, got {array.dtype}")

@@ -1,4 +1,4 @@
-"""The formats that keys and values are stored in with one byte per number. Host only."""
+"""The 8-bit formats of stored keys and values. Imports no JAX."""
 
 LARGEST = {"float8_e4m3fn": 448.0, "int8": 127.0}
-"""By dtype, the number that a row's largest component is stored as."""
+"""Dtype -> the stored value of a row's largest component, which defines the row's scale."""

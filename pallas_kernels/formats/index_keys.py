@@ -1,8 +1,8 @@
-"""Pages of indexer keys: one byte per number and planar within a page, as DeepGEMM reads them, or plain numbers.
+"""Pages of indexer keys (DeepSeek sparse attention), in DeepGEMM's planar float8 format or in a floating dtype.
 
-A page of bytes holds the float8_e4m3fn keys of its tokens, one behind the other, then their float32 scales. Its shape
-`[page_size, index_dim + 4]` only counts: byte d of token t lies at `t * index_dim + d` of the page, its scale at
-`page_size * index_dim + 4 * t`.
+A uint8 page holds the float8_e4m3fn keys of all its tokens, then their float32 scales. Its shape
+`[page_size, index_dim + 4]` gives only its size. Within the page, byte d of token t's key is at `t * index_dim + d`,
+and the token's scale starts at `page_size * index_dim + 4 * t`.
 """
 
 from typing import NamedTuple
@@ -18,12 +18,12 @@ from pallas_kernels.page_write.xla import page_write, two_at_least
 
 SCALE_BYTES = 4
 
-# DeepGEMM bounds a key's largest magnitude by 1e-4 before it is divided by 448.
+# DeepGEMM's lower bound of a key's largest magnitude, which it divides by 448 for the scale.
 _SMALLEST_AMAX = np.float32(1e-4)
 
 
 class IndexKeys(NamedTuple):
-    """Keys as they are stored: float8_e4m3fn numbers and one float32 scale for all of a key's numbers."""
+    """Quantised keys: float8_e4m3fn values and one float32 scale per key."""
 
     numbers: Shaped[Array, "*keys index_dim"]
     scales: Float[Array, "*keys"]
@@ -32,13 +32,13 @@ class IndexKeys(NamedTuple):
 def quantise_keys(
     keys: Float[Array, "*keys index_dim"], *, power_of_two: bool = False
 ) -> IndexKeys:
-    """Rounds each key to the nearest multiples of its scale, ties to even.
+    """Quantises keys to float8_e4m3fn, rounding to nearest, ties to even.
 
-    A key that holds NaN or infinity gets NaN as its scale and zeros as its numbers, so that its score is NaN.
+    A key that holds NaN or infinity gets a NaN scale and zero values, so that its score is NaN.
 
     Args:
-        keys: computed with in float32.
-        power_of_two: scales are rounded up to powers of two.
+        keys: any floating dtype; the computation is in float32.
+        power_of_two: whether scales are rounded up to powers of two.
     """
     wide = keys.astype(jnp.float32)
     scales = scales_of(jnp.maximum(largest_of(wide), _SMALLEST_AMAX), jnp.float8_e4m3fn)
@@ -47,7 +47,7 @@ def quantise_keys(
 
 
 def split_index_pages(index_pages: UInt8[Array, "*pages page_size bytes"]) -> IndexKeys:
-    """Takes pages of bytes apart; every bit stays what it is."""
+    """Splits uint8 pages into keys and scales, bit for bit."""
     *lead, page_size, width = index_pages.shape
     dim = width - SCALE_BYTES
     flat = index_pages.reshape(*lead, page_size * width)
@@ -59,7 +59,7 @@ def split_index_pages(index_pages: UInt8[Array, "*pages page_size bytes"]) -> In
 
 
 def join_index_pages(keys: IndexKeys) -> UInt8[Array, "*pages page_size bytes"]:
-    """Packs pages of bytes; every bit stays what it is."""
+    """Joins keys and scales into uint8 pages, bit for bit; inverts `split_index_pages`."""
     *lead, page_size, dim = keys.numbers.shape
     numbers = lax.bitcast_convert_type(keys.numbers, jnp.uint8).reshape(*lead, page_size * dim)
     scales = lax.bitcast_convert_type(keys.scales, jnp.uint8).reshape(*lead, page_size * 4)
@@ -70,7 +70,7 @@ def join_index_pages(keys: IndexKeys) -> UInt8[Array, "*pages page_size bytes"]:
 def read_index_keys(
     index_pages: Shaped[Array, "*pages page_size width"],
 ) -> Float[Array, "*pages page_size index_dim"]:
-    """Returns the keys in float32, of pages of bytes or of plain numbers."""
+    """Returns the keys of uint8 or floating pages in float32."""
     if index_pages.dtype != jnp.uint8:
         return index_pages.astype(jnp.float32)
     return dequantise(*split_index_pages(index_pages))
@@ -83,25 +83,25 @@ def write_index_keys(
     *,
     power_of_two: bool = False,
 ) -> Shaped[Array, "pages page_size width"]:
-    """Returns the pages with each token's key at its slot, in place when the pages are donated.
+    """Returns the pages with each token's key written at its slot, in place if `index_pages` is donated.
 
-    Of a page of bytes only the token's own numbers and its scale are touched.
+    In a uint8 page only the bytes of the token's key and scale change.
 
     Args:
-        index_pages: uint8 of width `index_dim + 4`, or floating numbers of width `index_dim`, to which keys are cast.
-        keys: one per token.
-        slots: int32 `page * page_size + offset`, all distinct; those from `pages * page_size` on write nothing.
-        power_of_two: see `quantise_keys`; has no meaning for plain numbers.
+        index_pages: uint8 of width `index_dim + 4`, or a floating dtype of width `index_dim`.
+        keys: one per token; cast to the dtype of floating pages.
+        slots: int32 `page * page_size + offset`, all distinct; slots >= `pages * page_size` write nothing.
+        power_of_two: see `quantise_keys`; ignored for floating pages.
 
     Raises:
-        ValueError: keys and pages do not fit.
+        ValueError: the width of the keys does not fit the pages.
     """
     num_pages, page_size, width = index_pages.shape
     is_bytes = index_pages.dtype == jnp.uint8
     dim = width - SCALE_BYTES if is_bytes else width
     if keys.shape[-1] != dim:
         raise ValueError(
-            f"pages of width {width} and {index_pages.dtype} hold keys of {dim} numbers, got {keys.shape[-1]}"
+            f"{index_pages.dtype} pages of width {width} hold keys of {dim} components, got {keys.shape[-1]}"
         )
     if not is_bytes:
         return page_write((index_pages,), (keys,), slots)[0]
@@ -122,7 +122,7 @@ def _scatter(
     page: Int[Array, " tokens"],
     start: Int[Array, " tokens"],
 ) -> UInt8[Array, "pages page_bytes"]:
-    """Writes each run of bytes from `start` of its page on; runs outside of the pool are dropped."""
+    """Writes each run of bytes at byte `start` of its page; runs outside of the pool are dropped."""
     numbers = lax.ScatterDimensionNumbers(
         update_window_dims=(1,), inserted_window_dims=(0,), scatter_dims_to_operand_dims=(0, 1)
     )

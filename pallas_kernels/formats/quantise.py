@@ -1,4 +1,4 @@
-"""Keys and values in one byte per number, with one float32 scale per token and head. Knows no page."""
+"""Quantisation of keys and values to float8_e4m3fn or int8, with one float32 scale per token and head."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -8,23 +8,26 @@ from jaxtyping import Array, Float, Shaped
 from pallas_kernels.formats.eight_bit import LARGEST
 
 SMALLEST_SCALE = float(np.finfo(np.float32).smallest_normal)
-"""Scale of a row of zeros: dividing by a smaller one could overflow, or meet a device that flushes it to 0."""
+"""Smallest scale, used for rows of zeros. Division by a smaller one could overflow, or the device may flush it to 0."""
 
 
 def quantise(
     values: Float[Array, "tokens heads head_dim"], dtype: DTypeLike
 ) -> tuple[Shaped[Array, "tokens heads head_dim"], Float[Array, "tokens heads"]]:
-    """Rounds each row to the nearest multiples of its scale that `dtype` holds, ties to even.
+    """Quantises each row (one token, one head), rounding to nearest, ties to even.
 
-    A row that holds NaN or infinity gets NaN as its scale and zeros in its place, so that whatever reads it turns
-    into NaN instead of looking like an answer.
+    A row that holds NaN or infinity gets a NaN scale and zero values, so that every result computed from it is NaN
+    instead of a plausible number.
 
     Args:
-        values: what to store; computed with in float32.
+        values: any floating dtype; the computation is in float32.
         dtype: float8_e4m3fn or int8.
 
     Returns:
-        The stored numbers and their scales: `value = stored * scale`.
+        The stored values in `dtype` and their scales: `value = stored * scale`.
+
+    Raises:
+        ValueError: `dtype` is neither of the two.
     """
     wide = values.astype(jnp.float32)
     scales = scales_of(largest_of(wide), dtype)
@@ -34,14 +37,15 @@ def quantise(
 def dequantise(
     stored: Shaped[Array, "... head_dim"], scales: Float[Array, "..."]
 ) -> Float[Array, "... head_dim"]:
-    """Returns the stored numbers times their scales, in float32."""
+    """Returns the stored values times their scales, in float32."""
     return stored.astype(jnp.float32) * scales[..., None]
 
 
 def largest_of(wide: Float[Array, "... head_dim"]) -> Float[Array, "..."]:
-    """Returns each row's largest magnitude, NaN if it holds NaN or infinity.
+    """Returns each row's largest magnitude, or NaN if the row holds NaN or infinity.
 
-    Asked for in words: the largest of a row that holds NaN is a number where XLA compiles for CPUs (jax 0.11.2).
+    The check for finite values is explicit because `jnp.max` of a row with NaN can return a number on XLA's CPU
+    backend (jax 0.11.2).
     """
     magnitudes = jnp.abs(wide)
     is_finite = jnp.all(magnitudes < jnp.inf, axis=-1)
@@ -49,9 +53,10 @@ def largest_of(wide: Float[Array, "... head_dim"]) -> Float[Array, "..."]:
 
 
 def scales_of(largest: Float[Array, "..."], dtype: DTypeLike) -> Float[Array, "..."]:
-    """Returns the scales of rows whose components reach up to `largest` in magnitude.
+    """Returns the scales of rows whose largest magnitudes are `largest`.
 
-    The factor is a constant and not a division, which compilers would turn into one only sometimes.
+    The code multiplies by a constant reciprocal. A compiler may or may not turn a division into that product, and the
+    result must not depend on it.
     """
     factor = np.float32(1 / _largest(dtype))
     scales = jnp.maximum(largest * factor, np.float32(SMALLEST_SCALE))
@@ -61,9 +66,10 @@ def scales_of(largest: Float[Array, "..."], dtype: DTypeLike) -> Float[Array, ".
 def stored(
     wide: Float[Array, "..."], scales: Float[Array, "..."], dtype: DTypeLike
 ) -> Shaped[Array, "..."]:
-    """Rounds float32 numbers to `dtype`, given scales of a shape that broadcasts to theirs.
+    """Divides float32 values by scales that broadcast to their shape, and rounds to `dtype`.
 
-    Clamped first: the cast turns what is too large into NaN, which rounding can reach by one part in 2**23.
+    The quotient is clamped before the cast. Rounding can bring it one part in 2**23 above the largest value of the
+    dtype, which the cast would turn into NaN.
     """
     largest = np.float32(_largest(dtype))
     scaled = jnp.clip(wide / scales, -largest, largest)

@@ -1,4 +1,4 @@
-"""What the cases of the attention ops share: sizes and options, inputs, the work they are. Host only."""
+"""Base class of the attention ops' test cases: sizes, options, inputs, bytes moved, FLOPs. Imports no JAX."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -14,11 +14,13 @@ class AttentionCase(ABC):
     """Sizes and options of one call of an attention op; the defaults are those of Llama-3.1-8B.
 
     Attributes:
-        table_width: columns of the page table; `None` for as many as the longest row needs.
-        sinks: whether heads have sinks.
-        quantised: dtype of keys and values with a scale per token and head, "float8_e4m3fn" or "int8";
-            `None` for that of the queries.
-        ci: small enough to run everywhere.
+        table_width: columns of the page table; `None` for the number of pages of the longest row.
+        window: sliding window in tokens; `None` for none.
+        soft_cap: soft cap of scores; `None` for none.
+        sinks: whether heads have attention sinks.
+        quantised: dtype of keys and values with a scale per token and head, "float8_e4m3fn" or "int8"; `None` for
+            the dtype of the queries, without scales.
+        ci: whether the case is small enough for the CPU tests.
     """
 
     heads: int = 32
@@ -35,18 +37,18 @@ class AttentionCase(ABC):
     @property
     @abstractmethod
     def lengths(self) -> list[tuple[int, int]]:
-        """Queries and keys of each row."""
+        """Number of queries and number of keys of each row."""
 
     @abstractmethod
     def tables(self) -> dict[str, np.ndarray]:
-        """Returns the op's lengths and bounds by name."""
+        """Returns the op's int32 tables of lengths (`seq_lens`, `cu_q_lens`) by name."""
 
     @abstractmethod
     def owned(self) -> np.ndarray:
-        """Returns for each of the packed queries whether some row owns it."""
+        """Returns for each packed query whether it belongs to a row; the others are padding."""
 
     def inputs(self, seed: int = 0, dtype: str = "bfloat16") -> dict[str, Any]:
-        """Returns the arguments by name, as NumPy arrays; whatever must not be read holds NaN."""
+        """Returns the op's arguments by name, as NumPy arrays; elements that it must not read are NaN."""
         rng = np.random.default_rng(seed)
         pages = nan_filled_pages(
             rng,
@@ -76,7 +78,7 @@ class AttentionCase(ABC):
         }
 
     def bytes_moved(self, dtype: str = "bfloat16") -> int:
-        """Counts the bytes that must be read and written once: readable keys and values, queries, output."""
+        """Returns the minimum traffic in bytes: visible keys and values and queries read, output written, once each."""
         keys = sum(stop - start for start, stop in self._readable())
         per_head = self.head_dim * np.dtype(self.quantised or dtype).itemsize
         if self.quantised:
@@ -85,7 +87,7 @@ class AttentionCase(ABC):
         return 2 * keys * self.kv_heads * per_head + int(self.owned().sum()) * per_query
 
     def flops(self) -> int:
-        """Counts the two products over the keys that each query sees."""
+        """Returns the FLOPs of the two products, over the keys that each query sees."""
         pairs = 0
         for queries, keys in self.lengths:
             seen = np.arange(keys - queries + 1, keys + 1)
@@ -93,7 +95,7 @@ class AttentionCase(ABC):
         return 4 * pairs * self.heads * self.head_dim
 
     def _readable(self) -> list[tuple[int, int]]:
-        """The positions that each row's queries see between them; none for a row without queries."""
+        """Returns per row the range [start, stop) of positions that any of its queries sees; empty without queries."""
         reach = 2**31 if self.window is None else self.window
         return [
             (max(0, keys - queries + 1 - reach) if queries else keys, keys)

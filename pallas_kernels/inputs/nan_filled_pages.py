@@ -1,4 +1,4 @@
-"""Inputs for the cases of paged ops: shuffled pages whose unused places hold NaN. Knows no op. Host only."""
+"""Test inputs of paged ops: pages in random order, NaN in every slot that no row may read. Imports no JAX."""
 
 import math
 from dataclasses import dataclass
@@ -9,19 +9,19 @@ from jaxtyping import Float, Int, Shaped
 
 from pallas_kernels.formats.eight_bit import LARGEST
 
-# Primes, so that no two pages are alike.
+# Periods with which random values repeat. They are primes, so that no two pages are equal.
 _MOST_DRAWN = 2**22 - 3
 _MOST_TOKENS = 2**13 - 1
 
 
 @dataclass(frozen=True)
 class NanFilledPages:
-    """Pools in which only the places that some row may read hold numbers.
+    """Pools in which every slot that no row may read is NaN.
 
     Attributes:
-        page_table: ids of each row's pages in order, padded with ids of other pages, in use or not.
-        pools: one pool per value kept for a token.
-        scales: for pools of 8 bits, one scale per token and head.
+        page_table: ids of each row's pages in order, padded with random valid page ids.
+        pools: one pool per kind of value, such as keys and values.
+        scales: for 8-bit pools, one float32 pool of scales each; empty otherwise.
     """
 
     page_table: Int[np.ndarray, "rows table_width"]
@@ -30,7 +30,7 @@ class NanFilledPages:
 
 
 def normal(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) -> np.ndarray:
-    """Draws standard normal numbers, rounded to `dtype`; large arrays repeat the first `_MOST_DRAWN` of them."""
+    """Draws standard normal values, rounded to `dtype`; large arrays repeat their first `_MOST_DRAWN` values."""
     count = min(math.prod(shape), _MOST_DRAWN)
     return np.resize(rng.standard_normal(count, dtype=np.float32).astype(dtype), shape)
 
@@ -38,7 +38,7 @@ def normal(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) -> np.n
 def quantised(
     values: Float[np.ndarray, "*places head_dim"], dtype: str
 ) -> tuple[Shaped[np.ndarray, "*places head_dim"], Float[np.ndarray, "*places"]]:
-    """Returns 8-bit numbers and the float32 scales that give the values back: `stored * scale`."""
+    """Quantises to 8 bits; returns stored values and float32 scales with `value = stored * scale`."""
     scales = np.abs(values).max(axis=-1) / np.float32(LARGEST[dtype])
     exact = values / np.where(scales > 0, scales, np.float32(1))[..., None]
     stored = (np.rint(exact) if dtype == "int8" else exact).astype(dtype)
@@ -56,17 +56,17 @@ def nan_filled_pages(
     dtype: str,
     spare_pages: int = 3,
 ) -> NanFilledPages:
-    """Gives each row random pages and fills the positions `[start, stop)` that it may read.
+    """Gives each row random pages and fills its readable positions with random values.
 
     Args:
         rng: source of all randomness.
-        readable: the first position that the row may read and the position after its last one.
-        shape: what one token keeps in a pool.
+        readable: per row, the range [start, stop) of positions that it may read.
+        shape: shape of one token's entry in a pool.
         pools: number of pools.
         page_size: tokens per page.
-        table_width: columns of the page table; `None` for as many as the longest row needs.
-        dtype: of the pools; floating, or 8 bits with scales.
-        spare_pages: pages that no row owns.
+        table_width: columns of the page table; `None` for the number of pages of the longest row.
+        dtype: dtype of the pools: floating, or "float8_e4m3fn" or "int8" with scales.
+        spare_pages: number of pages that belong to no row.
     """
     owned = [-(-stop // page_size) for _, stop in readable]
     num_pages = sum(owned) + spare_pages
@@ -84,13 +84,13 @@ def nan_filled_pages(
         drawn = (min(tokens.size, _MOST_TOKENS), *shape)
         pool = normal(rng, drawn, dtype if dtype not in LARGEST else "f4")
         if dtype in LARGEST:
-            # Heads and tokens of very different sizes, so that a scale taken from another place shows.
+            # Magnitudes differ between heads and tokens, so that a scale read from a wrong slot gives a wrong result.
             pool *= 2.0 ** rng.integers(-3, 2, pool.shape[:-1])[..., None].astype(np.float32)
             pool, scale = quantised(pool, dtype)
             scale = scale[tokens]
             scale[unread] = np.nan
             scales.append(scale)
-        # NumPy copies numbers that it does not know one by one.
+        # View as integers: NumPy copies dtypes of ml_dtypes element by element.
         bits = pool.view(f"u{pool.itemsize}")[tokens]
         pool = bits.view(pool.dtype)
         pool[unread] = -128 if dtype == "int8" else np.nan

@@ -1,7 +1,4 @@
-"""Inputs for the cases of ops with recurrent states: ids in any order, and NaN in every state that no row reads.
-
-Knows no op. Host only.
-"""
+"""Test inputs of ops with recurrent states: random state ids, NaN in every state that no row reads. Imports no JAX."""
 
 from dataclasses import dataclass
 
@@ -13,14 +10,15 @@ from pallas_kernels.inputs.nan_filled_pages import normal
 
 @dataclass(frozen=True)
 class Rows:
-    """Packed rows that start from states and end in others.
+    """Lengths and positions of packed rows, from which the state tables are made.
 
     Attributes:
         lengths: tokens of each row in this call.
-        positions: of each row's first token; rows at 0 read the zero state, state 0.
-        padding_rows: further rows without tokens.
-        padding_tokens: tokens behind all rows.
-        snapshots: keep the state at each multiple of a chunk inside a row, and where a row ends if its number is odd.
+        positions: position of each row's first token; empty for all 0. Rows at 0 read state 0, the zero state.
+        padding_rows: additional rows without tokens.
+        padding_tokens: tokens after all rows.
+        snapshots: whether to snapshot the state at each multiple of the chunk size inside a row, and at the end of
+            rows with an odd index.
     """
 
     lengths: tuple[int, ...]
@@ -31,11 +29,11 @@ class Rows:
 
     @property
     def tokens(self) -> int:
-        """Packed tokens, padding included."""
+        """Number of packed tokens, padding included."""
         return sum(self.lengths) + self.padding_tokens
 
     def ends(self, chunk_size: int) -> list[int]:
-        """Returns the packed tokens whose state before is kept."""
+        """Returns the `snapshot_ends`: the number of packed tokens before each snapshot."""
         found, start = [], 0
         positions = self.positions or (0,) * len(self.lengths)
         for row, (length, position) in enumerate(zip(self.lengths, positions, strict=True)):
@@ -49,9 +47,9 @@ class Rows:
     def tables(
         self, rng: np.random.Generator, chunk_size: int
     ) -> tuple[dict[str, np.ndarray], int]:
-        """Returns the tables by name and how many states there must be.
+        """Returns the tables by name and the number of states in the pool.
 
-        Every other row that continues ends in the state that it starts from.
+        Every second row that continues a sequence updates its state in place; the others write another state.
         """
         positions = self.positions or (0,) * len(self.lengths)
         ends = self.ends(chunk_size)
@@ -80,7 +78,7 @@ class Rows:
     def nan_filled(
         self, values: Float[np.ndarray, "tokens wide"]
     ) -> Float[np.ndarray, "tokens wide"]:
-        """Returns what tokens hold, with NaN in those of no row."""
+        """Returns `values` with NaN in the padding tokens."""
         values[sum(self.lengths) :] = np.nan
         return values
 
@@ -93,7 +91,7 @@ def nan_filled_pool(
     dtype: str,
     scale: float = 1.0,
 ) -> Float[np.ndarray, "states ..."]:
-    """Returns a pool with numbers of size `scale` in the states that are read, zeros in state 0 and NaN elsewhere."""
+    """Returns a pool: normal values times `scale` in the states that are read, zeros in state 0, NaN elsewhere."""
     pool = np.full((num_states, *shape), np.nan, np.dtype(dtype))
     used = np.unique(read_states[read_states < num_states])
     drawn = normal(rng, (len(used), *shape), "float32") * np.float32(scale)

@@ -1,4 +1,4 @@
-"""Packed queries cut into tiles of one row each, as the "xla" implementations take them, and put back in order."""
+"""Cuts packed queries into fixed-size tiles, each of one row, for the "xla" implementations, and unpacks results."""
 
 from typing import NamedTuple
 
@@ -8,7 +8,7 @@ from jaxtyping import Array, Int, PyTree
 
 
 class Tiles(NamedTuple):
-    """Runs of consecutive queries of one row. Tiles past the last one of the last row hold no queries."""
+    """Runs of consecutive queries of one row; unused tiles at the end have no queries."""
 
     row: Int[Array, " tiles"]
     first_token: Int[Array, " tiles"]
@@ -17,27 +17,30 @@ class Tiles(NamedTuple):
 
 
 def tile_size_of(tokens: int, rows: int, largest: int) -> int:
-    """Twice the average row at most, so that padding at the ends of rows at most doubles the work."""
+    """Returns the average row length, rounded up to a power of two within [8, largest].
+
+    So padding at the ends of rows at most doubles the work.
+    """
     average = -(-tokens // rows)
     return min(tokens, largest, max(8, 1 << (average - 1).bit_length()))
 
 
 def most_tiles(tokens: int, rows: int, tile_size: int) -> int:
-    """Returns how many tiles any such rows can be cut into."""
+    """Returns the most tiles that `rows` rows of `tokens` tokens in total can need, whatever their lengths."""
     return min(-(-tokens // tile_size) + rows, tokens)
 
 
 def _tiles_before(
     cu_q_lens: Int[Array, " row_bounds"], tile_size: int
 ) -> Int[Array, " row_bounds"]:
-    """Counts the tiles of all rows before each row; the last number is the count of all tiles."""
+    """Returns the exclusive prefix sum of tiles per row; its last element is the total."""
     q_lens = cu_q_lens[1:] - cu_q_lens[:-1]
     tiles_of_row = (q_lens + (tile_size - 1)) // tile_size
     return jnp.pad(jnp.cumsum(tiles_of_row, dtype=jnp.int32), (1, 0))
 
 
 def _owner(bounds: Int[Array, " row_bounds"], items: int) -> Int[Array, " items"]:
-    """Finds the row of each of so many items when row r owns `bounds[r]:bounds[r + 1]`; `rows` when none does."""
+    """Returns the row of each item, where row r owns items `bounds[r]:bounds[r + 1]`; `rows` for items of no row."""
     item = jnp.arange(items, dtype=jnp.int32)
     return jnp.sum(bounds[None, 1:] <= item[:, None], axis=1, dtype=jnp.int32)
 
@@ -48,7 +51,10 @@ def cut_tiles(
     tile_size: int,
     num_tiles: int,
 ) -> Tiles:
-    """Cuts each row from its first query on; `seq_lens` are the rows' keys, those of their queries included."""
+    """Cuts each row into tiles, starting at its first query.
+
+    `seq_lens` counts each row's keys, including those of its queries.
+    """
     before = _tiles_before(cu_q_lens, tile_size)
     row = jnp.minimum(_owner(before, num_tiles), seq_lens.shape[0] - 1)
     tile = jnp.arange(num_tiles, dtype=jnp.int32)
@@ -65,10 +71,9 @@ def cut_tiles(
 def unpack_tiles(
     results: PyTree[Array], tokens: int, cu_q_lens: Int[Array, " row_bounds"], tile_size: int
 ) -> PyTree[Array]:
-    """Brings results of `[tiles * tile_size, ...]` back into the order of tokens.
+    """Returns results of shape `[tiles * tile_size, ...]` in the order of the packed tokens.
 
-    Tokens that no row owns are sought behind the last row's queries. There is room for them, and it holds what
-    tiles give where they have no query.
+    Padding tokens get the results of tile entries that hold no query, after the last row's queries.
     """
     row = jnp.minimum(_owner(cu_q_lens, tokens), cu_q_lens.shape[0] - 2)
     token = jnp.arange(tokens, dtype=jnp.int32)

@@ -1,4 +1,4 @@
-"""Packed rows of tokens, cut into pieces of one row each. A few small fusions that the layers of a step share."""
+"""Cuts packed rows into pieces, each of one row, and maps tokens to rows and snapshots. Small XLA fusions."""
 
 from typing import NamedTuple
 
@@ -7,14 +7,14 @@ from jaxtyping import Array, Bool, Int
 
 
 class Pieces(NamedTuple):
-    """Runs of neighbouring tokens of one row, in the order of tokens; unused ones at the end have length 0.
+    """Runs of consecutive tokens of one row, in the order of tokens; unused pieces at the end have length 0.
 
     Attributes:
-        row: the row that a piece belongs to.
-        start: its first packed token.
-        length: its tokens.
-        first: it is the first one of its row.
-        last: it is the last one of its row.
+        row: the piece's row.
+        start: index of its first packed token.
+        length: number of its tokens.
+        first: whether it is the first piece of its row.
+        last: whether it is the last piece of its row.
     """
 
     row: Int[Array, " pieces"]
@@ -25,7 +25,7 @@ class Pieces(NamedTuple):
 
 
 def most_pieces(tokens: int, rows: int, size: int) -> int:
-    """Returns how many pieces any rows of so many tokens can be cut into: a row may begin and end within one."""
+    """Returns the most pieces that `rows` rows of `tokens` tokens need: each may start and end with a partial one."""
     return max(1, min(tokens, tokens // size + 2 * rows))
 
 
@@ -40,8 +40,8 @@ def cut(
 
     Args:
         cu_q_lens: row r's tokens are `cu_q_lens[r]:cu_q_lens[r + 1]`.
-        positions: of each row's first token in its sequence.
-        tokens: packed tokens, those of no row included; says how many pieces are made.
+        positions: position of each row's first token in its sequence.
+        tokens: number of packed tokens, padding included; it determines the number of pieces in the result.
         size: most tokens of a piece.
     """
     lengths = cu_q_lens[1:] - cu_q_lens[:-1]
@@ -66,13 +66,16 @@ def cut(
 def counts_of(
     cu_q_lens: Int[Array, " row_bounds"], positions: Int[Array, " rows"], size: int
 ) -> Int[Array, " rows"]:
-    """Returns how many pieces each row is cut into."""
+    """Returns the number of pieces of each row."""
     lengths = cu_q_lens[1:] - cu_q_lens[:-1]
     return jnp.where(lengths > 0, (positions % size + lengths + size - 1) // size, 0)
 
 
 def owners(stops: Int[Array, " rows"], places: Int[Array, " places"]) -> Int[Array, " places"]:
-    """Returns which row each place belongs to, the last one for those behind all; `searchsorted` would be a loop."""
+    """Returns the row of each index, given the rows' ends; indices past all rows get the last row.
+
+    It compares all pairs, because `searchsorted` would lower to a loop.
+    """
     row = jnp.sum(stops[None, :] <= places[:, None], axis=1, dtype=jnp.int32)
     return jnp.minimum(row, len(stops) - 1)
 
@@ -80,7 +83,7 @@ def owners(stops: Int[Array, " rows"], places: Int[Array, " places"]) -> Int[Arr
 def rows_of_tokens(
     cu_q_lens: Int[Array, " row_bounds"], tokens: int
 ) -> tuple[Int[Array, " tokens"], Int[Array, " tokens"]]:
-    """Returns the row of each token and its place in that row, -1 for tokens of no row."""
+    """Returns the row of each token and its index in that row; the index of padding tokens is -1."""
     token = jnp.arange(tokens, dtype=jnp.int32)
     row = owners(cu_q_lens[1:], token)
     return row, jnp.where(token < cu_q_lens[-1], token - cu_q_lens[row], -1)
@@ -92,7 +95,7 @@ def snapshots_at(
     snapshot_states: Int[Array, " snapshots"] | None,
     nowhere: int,
 ) -> Int[Array, " places"]:
-    """Returns the state that is to keep what is known at each end, `nowhere + place` if none is."""
+    """Returns the state to which each end is snapshotted; the i-th end without a snapshot gets `nowhere + i`."""
     place = jnp.arange(len(ends), dtype=jnp.int32)
     if snapshot_ends is None or snapshot_states is None or not len(snapshot_ends):
         return nowhere + place

@@ -1,4 +1,4 @@
-"""Writes states into their pool, those of a scan's pieces among them. Knows no recurrence."""
+"""Scatters the results of a scan over pieces: final states and snapshots into the pool, outputs to tokens."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -11,7 +11,7 @@ def put_states(
     places: Int[Array, " values"],
     values: Float[Array, "values ..."],
 ) -> Float[Array, "states ..."]:
-    """Writes each value that has a place in the pool; the others get distinct ones past the end, and are dropped."""
+    """Writes each value at its index of the pool; indices past the end are made distinct and dropped."""
     number = jnp.arange(len(places), dtype=jnp.int32)
     places = jnp.where(places < len(pool), places, len(pool) + number)
     return pool.at[places].set(
@@ -31,17 +31,17 @@ def put_pieces(
     *,
     chunk_size: int,
 ) -> Float[Array, "states ..."]:
-    """Writes where each row ends, and what snapshots ask for at the ends of chunks and rows.
+    """Returns the pool with each row's final state, and with the snapshots at ends of chunks and rows.
 
     Args:
-        pool: the states; its successor is returned.
+        pool: the states.
         after: the state after each piece.
-        pieces: cut at least wherever a chunk ends.
-        cu_q_lens: as the scans take them, like the tables that follow.
-        seq_lens: tokens of each row, those before the call included.
-        write_states: where each row ends.
-        snapshot_ends: packed tokens before which a state is asked for.
-        snapshot_states: where each of these is kept.
+        pieces: the rows' pieces, cut at least wherever a chunk ends.
+        cu_q_lens: row r's tokens are `cu_q_lens[r]:cu_q_lens[r + 1]`.
+        seq_lens: tokens of each row, including those before this call.
+        write_states: index of each row's final state.
+        snapshot_ends: number of packed tokens before each snapshot, or `None`.
+        snapshot_states: index of each snapshot's state, or `None`.
         chunk_size: tokens of a chunk.
     """
     pool = put_states(pool, jnp.where(pieces.last, write_states[pieces.row], len(pool)), after)
@@ -61,14 +61,14 @@ def by_token(
     place: Int[Array, " tokens"],
     positions: Int[Array, " rows"],
 ) -> Float[Array, "tokens ..."]:
-    """Returns each token's value; any one for tokens of no row.
+    """Returns the values of pieces in the order of tokens; padding tokens get an arbitrary value.
 
     Args:
-        values: of the tokens of each piece.
-        pieces: of `values.shape[1]` tokens at most, cut wherever a position is a multiple of that.
+        values: values of each piece's tokens.
+        pieces: pieces of at most `size = values.shape[1]` tokens, cut wherever a position is a multiple of `size`.
         row: each token's row.
-        place: each token's place in its row.
-        positions: of each row's first token in its sequence.
+        place: each token's index in its row.
+        positions: position of each row's first token in its sequence.
     """
     size, count = values.shape[1], len(pieces.row)
     number = jnp.arange(count, dtype=jnp.int32)
@@ -76,6 +76,6 @@ def by_token(
         jnp.zeros(len(positions), jnp.int32).at[pieces.row].add(jnp.where(pieces.first, number, 0))
     )
     offset = (positions % size)[row] + place
-    # A row's first piece begins with its first token, wherever in a chunk that is.
+    # A row's first piece starts with the row's first token, at any offset in a chunk.
     inside = jnp.where(offset < size, place, offset % size)
     return values[jnp.minimum(first[row] + offset // size, count - 1), inside]

@@ -1,6 +1,6 @@
-"""Attention of small tiles of queries over pages in plain XLA: the core of the "xla" implementations.
+"""Paged attention of query tiles in plain XLA with an online softmax: the core of the "xla" implementations.
 
-A tile is a run of consecutive queries of one sequence. Knows nothing about how tiles are cut from a batch.
+A tile is a run of consecutive queries of one sequence.
 """
 
 from functools import partial
@@ -24,12 +24,12 @@ def why_not(q: Array | np.ndarray) -> str | None:
 def nothing(
     q: Float[Array, "queries heads head_dim"],
 ) -> tuple[Float[Array, "queries heads head_dim"], Float[Array, "queries heads"]]:
-    """Returns output and log-sum-exp of queries that see no key."""
+    """Returns the output (zeros) and log-sum-exp (-inf) of queries that see no key."""
     return jnp.zeros_like(q), jnp.full(q.shape[:2], -jnp.inf, jnp.float32)
 
 
 class Running(NamedTuple):
-    """A softmax over the keys met so far, not yet divided by its denominator."""
+    """State of the online softmax over the keys so far; `values` is not yet divided by the denominator."""
 
     maximum: Float[Array, "tiles kv_heads queries group"]
     denominator: Float[Array, "tiles kv_heads queries group"]
@@ -37,7 +37,7 @@ class Running(NamedTuple):
 
 
 class Keys(NamedTuple):
-    """Keys and values, as pools or gathered; pools of 8 bits have scales per token and head."""
+    """Keys and values, as pools or gathered; 8-bit ones have scales per token and head."""
 
     k: Shaped[Array, "... kv_heads head_dim"]
     v: Shaped[Array, "... kv_heads head_dim"]
@@ -63,8 +63,8 @@ def attend_tiles(
 ) -> tuple[Float[Array, "tiles queries heads head_dim"], Float[Array, "tiles queries heads"]]:
     """Returns the outputs in float32 and their log-sum-exp; queries from `num_queries` on give zeros and `-inf`.
 
-    Query j of a tile is at position `first_position + j`. When the gathered keys and scores would take more
-    than about `temporary_bytes`, keys are visited in blocks, as many as the longest tile needs.
+    Query j of a tile is at position `first_position + j`. If the gathered keys and the scores would take more than
+    about `temporary_bytes` bytes, a loop visits the keys in blocks, as many as the longest tile needs.
     """
     tiles, queries, heads, head_dim = q.shape
     kv_heads = k_pages.shape[2]
@@ -104,7 +104,7 @@ def attend_tiles(
 
 
 def _with_small_pages(pools: Keys, page_table: Array, largest: int = 256) -> tuple[Keys, Array]:
-    """Views pages of a static cache, which are as long as a sequence, as several small ones: a bitcast."""
+    """Reshapes large pages, such as a static cache's one page per sequence, to several small ones: a bitcast."""
     pages, page_size = pools.k.shape[:2]
     small = next(size for size in range(min(page_size, largest), 0, -1) if page_size % size == 0)
     parts = page_size // small
@@ -120,7 +120,7 @@ def _with_small_pages(pools: Keys, page_table: Array, largest: int = 256) -> tup
 def _narrow(
     page_table: Array, first_position: Array, queries: int, page_size: int, window: int | None
 ) -> tuple[Array, Array]:
-    """Keeps only as many pages as a window can touch; returns them and the position of their first key."""
+    """Cuts the page table to the columns that a window can reach; returns it and the position of its first key."""
     tiles, width = page_table.shape
     start = jnp.zeros(tiles, jnp.int32)
     if window is None:
@@ -165,7 +165,7 @@ def _add_keys(
     scale: float,
     soft_cap: float | None,
 ) -> Running:
-    """Joins a block of keys to the softmax. Keys that no query of a tile sees may hold junk or NaN."""
+    """Adds a block of keys to the online softmax. Keys that no query of a tile sees may be NaN."""
     precision = jax.lax.Precision.HIGHEST if grouped.dtype == jnp.float32 else None
     multiply = partial(jnp.einsum, precision=precision, preferred_element_type=jnp.float32)
     product = multiply("bqkgd,btkd->bkqgt", grouped, keys.k.astype(grouped.dtype))
@@ -176,17 +176,17 @@ def _add_keys(
     )
     scores = jnp.where(visible[:, None, :, None, :], scores, -jnp.inf)
     maximum = jnp.maximum(running.maximum, jnp.max(scores, axis=-1))
-    # A query that has met no key has the maximum -inf, and -inf minus -inf would be NaN.
+    # The maximum of a query without keys so far is -inf, and -inf - -inf would be NaN.
     finite = jnp.where(maximum == -jnp.inf, 0.0, maximum)
     weights = jnp.exp(scores - finite[..., None])
     decay = jnp.exp(running.maximum - finite)
     denominator = running.denominator * decay + jnp.sum(weights, axis=-1)
-    # A weight of zero does not silence NaN, so the values that no query sees are cleared too.
+    # 0 * NaN is NaN, so values that no query sees are cleared as well.
     seen = jnp.any(visible, axis=1)[:, :, None]
     v, dtype = keys.v, grouped.dtype
     if keys.v_scales is not None:
         weights *= _beside_scores(jnp.where(seen, keys.v_scales, 0.0))
-        # Weights times scales may be smaller than float16 can hold; 8 bits fit into bfloat16 as well.
+        # Weights times scales may underflow in float16. bfloat16 represents 8-bit values exactly, too.
         dtype = jnp.bfloat16 if dtype == jnp.float16 else dtype
     v = jnp.where(seen[..., None], v, jnp.zeros((), v.dtype)).astype(dtype)
     values = multiply("bkqgt,btkd->bkqgd", weights.astype(dtype), v)
@@ -206,7 +206,7 @@ def _beside_scores(
 def _finish(
     running: Running, sinks: Float[Array, " heads"] | None
 ) -> tuple[Float[Array, "tiles queries heads head_dim"], Float[Array, "tiles queries heads"]]:
-    """Divides by the denominator, which a head's sink joins as one more exponential without a value."""
+    """Divides by the denominator; a head's sink adds its exponential to the denominator and has no value."""
     tiles, kv_heads, queries, group = running.maximum.shape
     empty = running.denominator == 0
     lse = jnp.where(empty, -jnp.inf, running.maximum + jnp.log(running.denominator))

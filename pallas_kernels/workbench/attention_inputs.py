@@ -1,4 +1,4 @@
-"""How benchmarks call the attention ops over and over, and what is right of them. Times nothing."""
+"""Benchmark inputs of the attention ops: rotated page pools, and the reference's results for sampled queries."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -19,7 +19,10 @@ _POOLS = ("k_pages", "v_pages", "k_scales", "v_scales", "latent_pages", "index_p
 
 
 def repeat_pages(inputs: Mapping[str, Any], copies: int) -> tuple[dict, list[dict]]:
-    """Each call reads its own copy of the pages, all of them in one larger pool, as a cache would hold them."""
+    """Returns shared arrays and per-call arrays; each call reads its own copy of the pages.
+
+    All copies are in one larger pool, as in a cache; a call's page table points to its copy.
+    """
     arrays = {
         name: jnp.asarray(value) for name, value in inputs.items() if isinstance(value, np.ndarray)
     }
@@ -32,22 +35,22 @@ def repeat_pages(inputs: Mapping[str, Any], copies: int) -> tuple[dict, list[dic
 
 
 def answer(inputs: Mapping[str, Any]) -> list[np.ndarray]:
-    """Returns the reference's outputs of `paged_attention` or `ragged_attention` for some queries."""
+    """Returns the reference's outputs of `paged_attention` or `ragged_attention` for the sampled queries."""
     names = ("k_pages", "v_pages", "sinks", "k_scales", "v_scales")
     arrays = {name: jnp.asarray(inputs[name]) for name in names if inputs[name] is not None}
     options = {name: inputs[name] for name in ("scale", "window", "soft_cap")}
     attend = jax.jit(partial(attention_reference.paged_attention, **options))
-    # The reference repeats keys for each head.
+    # The reference repeats the keys for each head.
     per_key = inputs["q"].shape[1] * inputs["q"].shape[2]
     return _by_queries(inputs, partial(attend, **arrays), inputs["k_pages"].shape[1], per_key)
 
 
 def latent_answer(inputs: Mapping[str, Any]) -> list[np.ndarray]:
-    """Returns the reference's outputs of `latent_attention` for some queries."""
+    """Returns the reference's outputs of `latent_attention` for the sampled queries."""
     options = {name: inputs[name] for name in ("scale", "value_dim")}
     attend = jax.jit(partial(latent_reference.latent_attention, **options))
     pages = jnp.asarray(inputs["latent_pages"])
-    # Scores and weights beside the latents themselves.
+    # The latents themselves, and scores and weights of all heads.
     per_key = inputs["q"].shape[2] + 2 * inputs["q"].shape[1]
     return _by_queries(inputs, partial(attend, latent_pages=pages), pages.shape[1], per_key)
 
@@ -58,7 +61,10 @@ def _by_queries(
     page_size: int,
     numbers_per_key: int,
 ) -> list[np.ndarray]:
-    """Answers some queries a few at a time, each as a row of its own: the reference gathers all keys of each query."""
+    """Runs the reference on the sampled queries in parts, each query as a row of its own.
+
+    The reference gathers all keys of each query, so a part's size is limited by memory.
+    """
     q, page_table, seq_lens = (inputs[name] for name in ("q", "page_table", "seq_lens"))
     rows, visible = np.arange(len(seq_lens)), seq_lens
     if "cu_q_lens" in inputs:
@@ -76,17 +82,20 @@ def _by_queries(
 def in_parts(
     queries: np.ndarray, step: int, run: Callable[[np.ndarray], tuple[Array, ...]]
 ) -> list[np.ndarray]:
-    """Returns what `run` gives for queries, at most `step` of them at a time (one, if that is less)."""
+    """Returns the concatenated results of `run` on at most `max(1, step)` queries at a time."""
     step, parts = max(1, step), []
     for start in range(0, len(queries), step):
-        # Every part has the same size, so that one program serves all; the last one repeats queries.
+        # Every part has the same size, so that one compiled program serves all; the last part repeats queries.
         part = np.resize(queries[start : start + step], min(step, len(queries)))
         parts.append([np.asarray(result) for result in run(part)])
     return [np.concatenate(of_all)[: len(queries)] for of_all in zip(*parts, strict=True)]
 
 
 def some_queries(inputs: Mapping[str, Any]) -> np.ndarray:
-    """The first and last query of each row, and others spread evenly: the reference takes milliseconds for each."""
+    """Returns indices of sampled queries: each row's first and last, and at most `_MOST_QUERIES` spread evenly.
+
+    The reference takes milliseconds per query, too long for all of them.
+    """
     tokens = len(inputs["q"])
     spread = np.linspace(0, tokens - 1, min(tokens, _MOST_QUERIES)).astype(np.int64)
     bounds = inputs.get("cu_q_lens", np.zeros(0, np.int64)).astype(np.int64)
@@ -97,7 +106,7 @@ def some_queries(inputs: Mapping[str, Any]) -> np.ndarray:
 def _rows_of_tokens(
     cu_q_lens: np.ndarray, seq_lens: np.ndarray, tokens: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """For each packed token, its row and the keys that it sees; padding tokens see none of row 0's."""
+    """Returns the row of each packed token and the number of keys it sees; padding tokens have row 0 and no keys."""
     q_lens = np.diff(cu_q_lens)
     rows = np.repeat(np.arange(len(q_lens)), q_lens)
     visible = seq_lens[rows] - (cu_q_lens[rows + 1] - np.arange(len(rows)) - 1)

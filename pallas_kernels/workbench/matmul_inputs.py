@@ -1,4 +1,4 @@
-"""How benchmarks call products of few rows over and over, and what is right. Times nothing."""
+"""Benchmark inputs of `skinny_matmul`: one copy of the weight per call, and the reference's result."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -14,7 +14,7 @@ _MOST_BYTES = 8 * 2**30
 
 
 def repeat_weights(inputs: Mapping[str, Any], copies: int) -> tuple[dict, list[dict]]:
-    """Each call has a weight of its own, and shares the rest."""
+    """Returns shared arrays and per-call arrays; each call has its own copy of the weight."""
     arrays = {
         name: jnp.asarray(value) for name, value in inputs.items() if isinstance(value, np.ndarray)
     }
@@ -24,7 +24,7 @@ def repeat_weights(inputs: Mapping[str, Any], copies: int) -> tuple[dict, list[d
 
 
 def answer(inputs: Mapping[str, Any]) -> list[np.ndarray]:
-    """Returns the reference's rows in float32, as nothing has rounded them."""
+    """Returns the reference's result in float32, not rounded to the op's result dtype."""
     arrays = {
         name: jnp.asarray(value) for name, value in inputs.items() if isinstance(value, np.ndarray)
     }

@@ -1,6 +1,6 @@
-"""The ops as benchmarks and tuning see them: their cases, their calls over rotating inputs, and the right answer.
+"""The ops for benchmarks and tuning: cases, calls over rotating inputs, and the comparison with the reference.
 
-It does not time anything.
+`timing.py` has the measurements.
 """
 
 import math
@@ -28,12 +28,12 @@ from pallas_kernels.workbench.timing import Chain
 from pallas_kernels.workbench.tolerances import OUTPUT
 
 _MOST_COPIES = 32
-# What the next number of 8 bits is away, absolute and relative: values on the edge between two round either way.
+# Dtype -> absolute and relative distance of neighbouring 8-bit values. A value halfway between two may round to either.
 _ONE_STEP = {"int8": (1.0, 0.0), "float8_e4m3fn": (2.0**-9, 2.0**-3)}
 
 
 class WrongResult(RuntimeError):
-    """An implementation does not compute what the reference does, so its time means nothing."""
+    """An implementation's result differs from the reference's, so its time is not reported."""
 
 
 def load_cases(op: str) -> dict[str, Any]:
@@ -42,7 +42,7 @@ def load_cases(op: str) -> dict[str, Any]:
 
 
 def implementations(op: str) -> list[str]:
-    """Returns the names of the op's implementations: files that hold a function of the op's own name."""
+    """Returns the names of the op's implementations: the modules that define a function of the op's name."""
     package = import_module(f"pallas_kernels.{op}")
     names = [file.name for file in pkgutil.iter_modules(package.__path__)]
     return [
@@ -53,15 +53,16 @@ def implementations(op: str) -> list[str]:
 
 
 class Kind(NamedTuple):
-    """How one op is called over and over.
+    """How benchmarks call one op repeatedly and check it.
 
     Attributes:
-        spread: makes, of a case's inputs and a number of copies, the arrays that all calls share and those of each.
-        answer: the right answer to the call on the inputs, as a list of arrays.
-        pool: the argument that comes back written, alone or after other results; `None` if the op only reads.
-        exact: the answer has one right value, to the bit.
-        agree: says of inputs, results and the answer what is wrong with the results, `None` if nothing is; where it is
-            `None`, results are the answer but for rounding.
+        spread: (case inputs, number of copies) -> (arrays that all calls share, per-call arrays of each call).
+        answer: inputs -> the reference's results as a list of arrays.
+        pool: name of the argument that the op updates and returns, alone or as its last result; `None` if the op only
+            reads.
+        exact: whether results must equal the reference's bit for bit.
+        agree: (inputs, results, reference) -> a description of the first error, or `None` if the results are right.
+            Without `agree`, results must equal the reference's up to rounding.
     """
 
     spread: Callable[[Mapping[str, Any], int], tuple[dict[str, Any], list[dict[str, Any]]]]
@@ -74,19 +75,21 @@ class Kind(NamedTuple):
 
     @property
     def writes(self) -> bool:
-        """Whether the op returns a pool."""
+        """Whether the op updates and returns a pool."""
         return self.pool is not None
 
 
 @dataclass(frozen=True, eq=False)
-class Subject:
-    """One op on one case.
+class BenchInputs:
+    """The inputs of one op on one case, for repeated calls, and the expected result.
 
     Attributes:
+        op: the op's name.
+        dtype: dtype of the inputs.
         inputs: the op's arguments by name, on the host.
-        shared: the arrays that all calls use, on the device.
-        own: for each call, the arrays that make it read other memory than the call before.
-        expected: the right answer to the call on `inputs`; for pools, what they hold at the slots afterwards.
+        shared: arrays that all calls use, on the device.
+        own: per call, the arrays that make it read other memory than the previous call.
+        expected: the reference's results on `inputs`; for a pool, its values at the written slots.
     """
 
     op: str
@@ -97,7 +100,7 @@ class Subject:
     expected: list[np.ndarray]
 
     def call(self, implementation: str | None) -> Callable[[Any, Any], tuple[Any, Any]]:
-        """Returns the op as a function of shared and own arrays, which gives both the shared arrays and its result."""
+        """Returns the op as a function (shared, own) -> (shared, results), with the updated pool in `shared`."""
         function = getattr(pallas_kernels, self.op)
         given = {*self.shared, *self.own[0]}
         options = {name: value for name, value in self.inputs.items() if name not in given}
@@ -114,14 +117,18 @@ class Subject:
         return run
 
     def check(self, function: Callable[[Any, Any], tuple[Any, Any]]) -> None:
-        """Raises `WrongResult` unless one call of `function` gives the right answer."""
+        """Raises `WrongResult` unless one call of `function` gives the expected result."""
         shared, results = jax.jit(function)(self.shared, self.own[0])
         pool = KINDS[self.op].pool
         written = () if pool is None else self._written(pool, shared[pool])
         self.compare([*results, *written])
 
     def _written(self, pool: str, after: Any) -> list[np.ndarray]:  # noqa: ANN401 - a pool or several
-        """Returns what stands at the case's slots or states; raises `WrongResult` if anything else was written."""
+        """Returns the pool's values at the case's slots or states.
+
+        Raises:
+            WrongResult: the call changed another slot or state.
+        """
         before = self.shared[pool]
         if pool == "states":
             values, is_changed = state_inputs.states_at(self.inputs, before, after)
@@ -131,22 +138,22 @@ class Subject:
             values = [np.asarray(value)[_real(self.inputs)] for value, _ in found]
             is_changed = any(bool(changed) for _, changed in found)
         if is_changed:
-            raise WrongResult("it wrote where nothing says so")
+            raise WrongResult("it changed a slot or state that the call does not name")
         return values
 
     def chain(self, function: Callable[[Any, Any], tuple[Any, Any]]) -> Chain:
-        """Returns the calls in one program, whose answer was compared already; raises as `check` does."""
-        # A launch donates its arrays; others need them too.
+        """Returns all calls as one program, after comparing its results; raises `WrongResult` as `check` does."""
+        # A launch donates its arrays, so the chain gets a copy.
         chain = Chain(function, jax.tree.map(jnp.copy, self.shared), self.own)
         if KINDS[self.op].writes:
-            # After a launch the pages have been written by every call.
+            # A launch leaves the writes of every call in the pool, so one call is checked by itself.
             self.check(function)
         else:
             self.compare(chain.launch()[0])
         return chain
 
     def compare(self, results: Sequence[Any]) -> None:
-        """Raises `WrongResult` unless these are the right answer; of an attention's, some queries are looked at."""
+        """Raises `WrongResult` unless `results` are right; of attention ops only the sampled queries are compared."""
         agree = KINDS[self.op].agree
         if agree is not None:
             problem = agree(self.inputs, results, self.expected)
@@ -162,7 +169,10 @@ class Subject:
 
 
 def compare(results: Any, wanted: Any, *, tolerance: float = 0.0, exact: bool = False) -> None:  # noqa: ANN401 - sequences of arrays
-    """Raises `WrongResult` where results differ: NaN is always wrong, unless equal bits are asked for."""
+    """Raises `WrongResult` if results differ by more than the tolerance, or in a bit if `exact`.
+
+    NaN in a result is an error, except under `exact`, where the reference's NaN must be reproduced.
+    """
     for result, right in zip(results, wanted, strict=True):
         got, want = np.asarray(result), np.asarray(right)
         if exact:
@@ -174,20 +184,20 @@ def compare(results: Any, wanted: Any, *, tolerance: float = 0.0, exact: bool = 
         error = np.abs(got - want) - relative * np.abs(want)
         if not bool((error <= absolute).all()):
             raise WrongResult(
-                f"it differs from the reference by {np.max(error):.3g}, NaN counts as wrong"
+                f"it differs from the reference by {np.max(error):.3g} (a NaN is an error, too)"
             )
 
 
-def prepare(op: str, case: Any, dtype: str, rotation_bytes: int) -> Subject:  # noqa: ANN401 - each op has its own Case
-    """Makes a case's inputs, enough further calls to cover `rotation_bytes`, and its right answer."""
+def prepare(op: str, case: Any, dtype: str, rotation_bytes: int) -> BenchInputs:  # noqa: ANN401 - each op has its own Case
+    """Makes a case's inputs, as many calls as it takes to read `rotation_bytes`, and the reference's results."""
     inputs = case.inputs(seed=0, dtype=dtype)
     copies = min(max(2, math.ceil(rotation_bytes / max(1, case.bytes_moved(dtype)))), _MOST_COPIES)
     shared, own = KINDS[op].spread(inputs, copies)
-    return Subject(op, dtype, inputs, shared, own, KINDS[op].answer(inputs))
+    return BenchInputs(op, dtype, inputs, shared, own, KINDS[op].answer(inputs))
 
 
 def _shift_slots(inputs: Mapping[str, Any], copies: int) -> tuple[dict, list[dict]]:
-    """Each call writes to other slots of the same pools; padding slots stay out of range."""
+    """Returns shared and per-call arrays; each call writes other slots of the same pools, padding stays padding."""
     num_slots = int(np.prod(inputs["pages"][0].shape[:2]))
     slots = inputs["slots"]
     own = []
@@ -204,18 +214,21 @@ def _is_array(value: object) -> bool:
 
 
 def _written(inputs: Mapping[str, Any]) -> list[np.ndarray]:
-    """What each pool holds at the slots afterwards."""
+    """Returns the values that `page_write` must leave at the slots of each pool."""
     pairs = zip(inputs["pages"], inputs["values"], strict=True)
     return [value[_real(inputs)].astype(pool.dtype) for pool, value in pairs]
 
 
 def _rotated_and_written(inputs: Mapping[str, Any]) -> list[np.ndarray]:
-    """The reference's queries and values; its pools are small, since it visits a whole pool for each token."""
+    """Returns the reference's rotated queries and written values.
+
+    It runs on small pools with one slot per token, because the reference copies a whole pool for each token.
+    """
     tokens = len(inputs["slots"])
     small = tuple(jnp.zeros((tokens, 1, *pool.shape[2:]), pool.dtype) for pool in inputs["pages"])
     others = {name: value for name, value in inputs.items() if name != "pages"}
     order = jnp.arange(tokens, dtype=jnp.int32)
-    # A compiler that kept more digits between two roundings would be right in another way.
+    # Excess precision between two roundings would give other, equally valid bits.
     rounding = {"xla_allow_excess_precision": False}
     run = jax.jit(rotary_reference.rotary_write, compiler_options=rounding)
     queries, pools = run(small, **{**others, "slots": order})
@@ -224,13 +237,13 @@ def _rotated_and_written(inputs: Mapping[str, Any]) -> list[np.ndarray]:
 
 
 def _real(inputs: Mapping[str, Any]) -> np.ndarray:
-    """Which tokens are written; slots past the end are padding."""
+    """Returns for each token whether it is written; slots past the end are padding."""
     return inputs["slots"] < np.prod(inputs["pages"][0].shape[:2])
 
 
 @jax.jit
 def _look_up(before: Array, after: Array, slots: Array) -> tuple[Array, Array]:
-    """Returns what a pool holds at the slots, and whether any other place has changed."""
+    """Returns the pool's values at the slots, and whether any other slot has changed."""
     num_slots = before.shape[0] * before.shape[1]
     flat = after.reshape(num_slots, *after.shape[2:])
     changed = jnp.any((before != after).reshape(num_slots, -1), axis=1)

@@ -1,13 +1,14 @@
-"""Runs each op's kernel on small hostile cases under NVIDIA's compute-sanitizer, and sums up what it found.
+"""Runs each op's kernel on small edge cases under NVIDIA's compute-sanitizer and summarises the findings.
 
     python -m pallas_kernels.workbench.sanitize
     python -m pallas_kernels.workbench.sanitize paged_attention --tool memcheck
 
-memcheck finds accesses outside of an allocation, initcheck reads of memory that nobody wrote. Each array is an
-allocation of its own here, as it is not otherwise. Both tools also watch the kernels of XLA that run in between, and
-every finding counts, whoever's kernel it is in: what a kernel of ours left unwritten is found when XLA reads it.
-initcheck does not see what asynchronous copies (TMA) store: where a kernel's result leaves that way, whatever reads it
-next is reported (ragged_attention, ssd_scan). That such results are whole is for the contract tests to say.
+memcheck finds accesses outside of an allocation; initcheck finds reads of memory that was never written. The runs use
+XLA's "platform" allocator, so that each array is its own allocation. Findings in XLA's kernels count as well, because
+memory that one of our kernels left unwritten is reported where XLA reads it.
+
+initcheck does not track stores by TMA. It therefore reports the first reader of a result that a kernel stores by TMA
+(ragged_attention, ssd_scan). The contract tests check that such results are complete.
 """
 
 import argparse
@@ -46,13 +47,15 @@ _KERNEL = re.compile(r"^=+ +at (?P<name>[^\s(+]+)", re.MULTILINE)
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one tool said of one op.
+    """Result of one tool on one op.
 
     Attributes:
-        cases: how many ran.
-        findings: how many things were wrong.
-        kernels: those in which they were seen, as far as that was told.
-        broken: the last lines of a run that did not end well; empty otherwise.
+        op: the op's name.
+        tool: the tool's name.
+        cases: number of cases that ran.
+        findings: number of errors that the tool counted.
+        kernels: names of the kernels in the tool's reports.
+        broken: the last lines of output if the run failed; empty otherwise.
     """
 
     op: str
@@ -64,12 +67,12 @@ class Outcome:
 
     @property
     def is_clean(self) -> bool:
-        """Whether the tool watched at least one case to its end and found nothing."""
+        """Whether at least one case ran, the run completed, and the tool counted no error."""
         return self.cases > 0 and not self.findings and not self.broken
 
 
 def find_tool() -> str | None:
-    """Returns compute-sanitizer's path, also where CUDA's folder is not on the PATH."""
+    """Returns the path of compute-sanitizer, from the PATH or from /usr/local/cuda*/bin; `None` if not installed."""
     folders = sorted(Path("/usr/local").glob("cuda*/bin"))
     return shutil.which("compute-sanitizer") or next(
         (found for folder in folders if (found := shutil.which("compute-sanitizer", path=folder))),
@@ -78,7 +81,7 @@ def find_tool() -> str | None:
 
 
 def watch(program: str, op: str, tool: str) -> Outcome:
-    """Runs an op's cases in a process of their own, under a tool."""
+    """Runs an op's cases under a tool, in a separate process."""
     environment = os.environ | {
         "XLA_PYTHON_CLIENT_ALLOCATOR": "platform",
         "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_enable_command_buffer=",
@@ -95,7 +98,7 @@ def watch(program: str, op: str, tool: str) -> Outcome:
 
 
 def read_outcome(op: str, tool: str, text: str, status: int = 0) -> Outcome:
-    """Counts the findings in what a tool and the cases under it printed."""
+    """Parses the output of a tool and of the cases that ran under it."""
     total = _TOTAL.search(text)
     whole = total is not None and status == 0 and "ran all cases" in text
     return Outcome(
@@ -109,7 +112,7 @@ def read_outcome(op: str, tool: str, text: str, status: int = 0) -> Outcome:
 
 
 def hostile(case: Any) -> Iterator[Any]:  # noqa: ANN401 - each op has its own Case
-    """Yields a case as it is, and with sizes that the kernels take."""
+    """Yields the case unchanged, then with sizes that the kernels support."""
     yield case
     known = {field.name for field in fields(case)}
     pages = {"head_dim": 64, "heads": 8, "kv_heads": 2, "half": 32}
@@ -120,13 +123,13 @@ def hostile(case: Any) -> Iterator[Any]:  # noqa: ANN401 - each op has its own C
     if "page_size" not in known:
         yield replace(case, **able)
         return
-    # Pages of a write must hold the case's slots.
+    # A write case names slots, so its page size must not change.
     for page_size in (16, 64) if "table_width" in known else (case.page_size,):
         yield replace(case, **able, page_size=page_size)
 
 
 def run_cases(op: str) -> None:
-    """Runs the kernel on each small case that it takes, one by one: memcheck does not survive several compilers."""
+    """Runs the kernel on each small case that it supports, one by one: memcheck crashes with parallel compilation."""
     import jax
 
     from pallas_kernels.workbench.op_benchmark import load_cases
@@ -141,7 +144,7 @@ def run_cases(op: str) -> None:
 
 
 def _first_that_runs(op: str, small: Any) -> tuple[Any, Callable[[], Any]] | None:  # noqa: ANN401
-    """Returns the case, or one like it with sizes that the kernel takes, and its compiled call."""
+    """Returns the first of `hostile(small)` that the kernel supports, and its compiled call; `None` if none."""
     import jax
     import numpy as np
 
@@ -166,10 +169,14 @@ def _first_that_runs(op: str, small: Any) -> tuple[Any, Callable[[], Any]] | Non
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Watches all ops with all tools at once; returns 1 if one is not clean, 2 without the tool."""
-    parser = argparse.ArgumentParser(description="Looks for wrong accesses in the kernels.")
+    """Runs the tools on the ops in parallel; returns 0 if all are clean, 1 if not, 2 without compute-sanitizer."""
+    parser = argparse.ArgumentParser(
+        description="Runs the kernels under NVIDIA's compute-sanitizer."
+    )
     parser.add_argument("ops", nargs="*", metavar="op", help=", ".join(OPS))
-    parser.add_argument("--tool", action="append", choices=TOOLS, help="memcheck and initcheck")
+    parser.add_argument(
+        "--tool", action="append", choices=TOOLS, help="default: memcheck and initcheck"
+    )
     parser.add_argument("--run", choices=OPS, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.run:
@@ -177,7 +184,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     program = find_tool()
     if program is None:
-        print("compute-sanitizer is not installed; it comes with CUDA's toolkit", file=sys.stderr)
+        print("compute-sanitizer is not installed; it comes with the CUDA toolkit", file=sys.stderr)
         return 2
     wanted = [(op, tool) for op in options.ops or OPS for tool in options.tool or TOOLS[:2]]
     outcomes: list[Outcome] = []

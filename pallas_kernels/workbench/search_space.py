@@ -1,4 +1,4 @@
-"""The schedules worth timing for a call of each op that has tuned schedules."""
+"""The tuning search space: candidate schedules for a call of each op that has tuned schedules."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -16,11 +16,11 @@ Fields = Mapping[str, int]
 
 @dataclass(frozen=True)
 class Space:
-    """What there is to choose from for one call.
+    """The candidates for one call.
 
     Attributes:
-        shape_class: the class that the call belongs to.
-        candidates: schedules worth a try; the first runs if nothing was tuned.
+        shape_class: the call's shape class.
+        candidates: schedules to time; the first is that of the op's rules, which runs without tuning.
     """
 
     shape_class: str
@@ -30,7 +30,7 @@ class Space:
 def decode_candidates(
     geometry: decode.Geometry, rows: int, capacity: int, window: int | None
 ) -> list[decode.Schedule]:
-    """Returns the schedules of `paged_attention` worth timing for such shapes, that of the rules first."""
+    """Returns the candidate schedules of `paged_attention` for these shapes, that of the rules first."""
     tiles, pairs = decode.tiles_of(capacity, window), rows * geometry.kv_heads
     found = [decode.Schedule.by_rule(geometry, rows, capacity, window)]
     for cluster in (1, 2, 3, 4, 8):
@@ -38,7 +38,7 @@ def decode_candidates(
             blocks = pairs * cluster * parts
             if blocks > 8 * NUM_MULTIPROCESSORS and cluster * parts > 1:
                 continue
-            # A second launch is worth it only for what would leave multiprocessors idle.
+            # `parts` > 1 costs a second launch, which pays only if SMs would be idle otherwise.
             if parts > 1 and (blocks > 4 * NUM_MULTIPROCESSORS or cluster in (3, 4)):
                 continue
             for stages in (2, 3, 4, 6):
@@ -52,7 +52,7 @@ def decode_candidates(
 def prefill_candidates(
     geometry: ragged.Geometry, tokens: int, rows: int, window: int | None
 ) -> list[ragged.Schedule]:
-    """Returns the schedules of `ragged_attention` worth timing for such shapes, that of the rules first."""
+    """Returns the candidate schedules of `ragged_attention` for these shapes, that of the rules first."""
     del tokens, rows
     found = [ragged.Schedule.by_rule(geometry, window)]
     for keys, stages in ((128, 2), (128, 3), (64, 2), (64, 3), (64, 4)):
@@ -67,7 +67,7 @@ def prefill_candidates(
 def latent_candidates(
     geometry: latent.Geometry, pieces: int, capacity: int
 ) -> list[latent.Schedule]:
-    """Returns the schedules of `latent_attention` worth timing for such shapes, that of the rules first."""
+    """Returns the candidate schedules of `latent_attention` for these shapes, that of the rules first."""
     found = [latent.Schedule.by_rule(geometry, pieces, capacity)]
     shares = [(cluster, 1) for cluster in latent.CLUSTERS]
     shares += [(1, parts) for parts in (2, 3, 4, 6, 8, 12, 16, 32)]
@@ -81,20 +81,20 @@ def latent_candidates(
 
 
 def decode_arguments(inputs: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Returns what a schedule of `paged_attention` depends on."""
+    """Returns the arguments of `decode_candidates` for a call."""
     geometry = decode.Geometry.of(inputs["q"], inputs["k_pages"])
     capacity = inputs["page_table"].shape[1] * inputs["k_pages"].shape[1]
     return geometry, inputs["q"].shape[0], capacity, inputs["window"]
 
 
 def prefill_arguments(inputs: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Returns what a schedule of `ragged_attention` depends on."""
+    """Returns the arguments of `prefill_candidates` for a call."""
     geometry = ragged.Geometry.of(inputs["q"], inputs["k_pages"])
     return geometry, inputs["q"].shape[0], inputs["seq_lens"].shape[0], inputs["window"]
 
 
 def latent_arguments(inputs: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Returns what a schedule of `latent_attention` depends on."""
+    """Returns the arguments of `latent_candidates` for a call."""
     q, pages, table = (inputs[name] for name in ("q", "latent_pages", "page_table"))
     geometry = latent.Geometry.of(q, pages, inputs["value_dim"], packed="cu_q_lens" in inputs)
     pieces = latent_launch.pieces_of(geometry, q.shape[0], table.shape[0])
@@ -102,7 +102,7 @@ def latent_arguments(inputs: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 class _Op(NamedTuple):
-    """How an op's schedules are found; the functions take what `arguments` returns of a call's inputs."""
+    """An op's functions; `shape_class` and `candidates` take the tuple that `arguments` returns."""
 
     arguments: Callable[[Mapping[str, Any]], tuple[Any, ...]]
     shape_class: Callable[..., str]
@@ -119,7 +119,7 @@ TUNED_OPS = tuple(_OPS)
 
 
 def find_space(op: str, inputs: Mapping[str, Any]) -> Space:
-    """Returns what an op's kernel could run under for a call with these inputs, arrays of JAX among them."""
+    """Returns the search space of a call with these inputs, whose arrays are JAX arrays."""
     found = _OPS[op]
     arguments = found.arguments(inputs)
     candidates = found.candidates(*arguments)

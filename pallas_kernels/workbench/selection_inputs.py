@@ -1,7 +1,7 @@
-"""How benchmarks call the ops that choose keys or tokens over and over, and what is right of them. Times nothing.
+"""Benchmark inputs and checks of the selection ops: `index_topk`, `sparse_attention`, `filter_bounds`.
 
-What these ops choose may differ where scores or sums are equal but for rounding. So the right answer says what any
-choice must hold, and `agree_on_keys` and `agree_on_bounds` ask a result whether it does.
+Two correct selections may differ where scores or sums are equal up to rounding. So `key_scores` and `bounds_between`
+return conditions for a correct result, and `agree_on_keys` and `agree_on_bounds` check a result against them.
 """
 
 import math
@@ -21,12 +21,15 @@ from pallas_kernels.workbench.tolerances import SCORE
 
 _MOST_BYTES = 8 * 2**30
 _REFERENCE_BYTES = 512 * 2**20
-# Of a row's probability: what sums in float32 may be off.
+# Allowed error of a row's cumulative probability, from sums in float32.
 _MASS_SLACK = 2e-6
 
 
 def repeat_records(inputs: Mapping[str, Any], copies: int) -> tuple[dict, list[dict]]:
-    """Each call of `sparse_attention` chooses from its own copy of the records, all of them in one larger pool."""
+    """Returns shared and per-call arrays of `sparse_attention`; each call reads its own copy of the records.
+
+    All copies are in one larger pool; a call's slots point to its copy.
+    """
     arrays = {
         name: jnp.asarray(value) for name, value in inputs.items() if isinstance(value, np.ndarray)
     }
@@ -43,14 +46,14 @@ def repeat_records(inputs: Mapping[str, Any], copies: int) -> tuple[dict, list[d
 
 
 def repeat_logits(inputs: Mapping[str, Any], copies: int) -> tuple[dict, list[dict]]:
-    """Each call of `filter_bounds` has logits of its own."""
+    """Returns shared and per-call arrays of `filter_bounds`; each call has its own copy of the logits."""
     arrays = {name: jnp.asarray(value) for name, value in inputs.items()}
     logits = arrays.pop("logits")
     return arrays, [{"logits": jnp.copy(logits)} for _ in range(copies)]
 
 
 def sparse_answer(inputs: Mapping[str, Any]) -> list[np.ndarray]:
-    """Returns the reference's outputs of `sparse_attention` for some queries."""
+    """Returns the reference's outputs of `sparse_attention` for the sampled queries."""
     options = {name: inputs[name] for name in ("scale", "value_dim")}
     attend = jax.jit(partial(sparse_reference.sparse_attention, **options))
     records = jnp.asarray(inputs["records"])
@@ -59,13 +62,13 @@ def sparse_answer(inputs: Mapping[str, Any]) -> list[np.ndarray]:
         q, slots, counts = (jnp.asarray(inputs[name][part]) for name in ("q", "slots", "counts"))
         return attend(q, records, slots, counts)[:1]
 
-    # Keys as bytes, as numbers and as float32, beside scores of all heads.
+    # Keys as bytes, decoded and as float32, and scores and weights of all heads.
     per_query = inputs["slots"].shape[1] * 4 * (3 * inputs["q"].shape[2] + 2 * inputs["q"].shape[1])
     return in_parts(some_queries(inputs), _REFERENCE_BYTES // max(1, per_query), run)
 
 
 def key_scores(inputs: Mapping[str, Any]) -> list[np.ndarray]:
-    """Returns for some queries the float32 scores of their row's keys, the keys' slots, and how many keys are seen."""
+    """Returns for the sampled queries the float32 scores and slots of their row's keys, and how many keys they see."""
     names = ("q", "weights", "index_pages", "page_table", "seq_lens", "cu_q_lens")
     arrays = {name: jnp.asarray(inputs[name]) for name in names if name in inputs}
     q, pages, table = (arrays[name] for name in ("q", "index_pages", "page_table"))
@@ -91,10 +94,10 @@ def key_scores(inputs: Mapping[str, Any]) -> list[np.ndarray]:
 def agree_on_keys(
     inputs: Mapping[str, Any], results: Sequence[Any], wanted: Sequence[np.ndarray]
 ) -> str | None:
-    """Returns what is wrong with the slots and counts that `index_topk` gave, `None` if they are a right choice.
+    """Returns the first error in the slots and counts of `index_topk`, or `None` if they are correct.
 
-    A right choice is as many keys as there may be, in order of position, none of which scores less than one left
-    out, up to rounding.
+    A correct selection has min(seen, topk) keys in ascending order of position, and up to rounding no selected key
+    scores less than a key left out.
     """
     queries = some_queries(inputs)
     slots, counts = (np.asarray(result)[queries] for result in results)
@@ -117,9 +120,9 @@ def agree_on_keys(
 
 
 def bounds_between(inputs: Mapping[str, Any]) -> list[np.ndarray]:
-    """Returns for each row two logits: a right bound is above the first one and not above the second.
+    """Returns for each row two logits, computed in float64: a correct bound lies in (first, second].
 
-    The first is the largest that must be left out, the second the smallest that must stay; computed in float64.
+    The first is the largest logit that must be filtered out, the second the smallest that must be kept.
     """
     columns = [inputs[name].tolist() for name in ("top_k", "top_p", "min_p", "temperature")]
     pairs = [_bounds_of(*row) for row in zip(inputs["logits"], *columns, strict=True)]
@@ -132,7 +135,7 @@ def _bounds_of(
     falling = np.sort(row.astype(np.float64))[::-1]
     best, kept = falling[0], len(falling)
     if 0 < top_k < kept:
-        # Whatever equals the k-th stays, too.
+        # Logits equal to the k-th largest are kept, too.
         kept = int(np.searchsorted(-falling, -falling[top_k - 1], side="right"))
     sides = []
     for slack in (_MASS_SLACK, -_MASS_SLACK):
@@ -154,12 +157,12 @@ def _bounds_of(
 def agree_on_bounds(
     inputs: Mapping[str, Any], results: Sequence[Any], wanted: Sequence[np.ndarray]
 ) -> str | None:
-    """Returns what is wrong with the bounds that `filter_bounds` gave, `None` if they cut where they should."""
+    """Returns the first error in the bounds of `filter_bounds`, or `None` if they are correct."""
     [bounds], (left_out, smallest) = results, wanted
     got = np.asarray(bounds).astype(np.float64)
-    # Logits of -inf are never drawn, so that a bound of -inf leaves them out as well.
+    # Logits of -inf are never sampled, so a bound of -inf filters them out as well.
     is_right = ((got > left_out) | (left_out == -np.inf)) & (got <= smallest)
     if is_right.all():
         return None
     row = int(np.flatnonzero(~is_right)[0])
-    return f"row {row}'s bound is {got[row]}, not above {left_out[row]} and up to {smallest[row]}"
+    return f"the bound of row {row} is {got[row]}, outside of ({left_out[row]}, {smallest[row]}]"

@@ -1,4 +1,4 @@
-"""How benchmarks call the ops with recurrent states over and over, and what is right. Times nothing."""
+"""Benchmark inputs of the ops with recurrent states: rotated state pools, and the reference's results."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -11,13 +11,16 @@ import numpy as np
 from jax import Array
 
 _MOST_BYTES = 8 * 2**30
-# Ids of states, which move with a call's own part of the pool.
+# Tables of state ids, which are offset to a call's own part of the pool.
 _IDS = ("read_states", "write_states", "snapshot_states")
 _TOKENS = ("x", "xbc", "dt", "z")
 
 
 def repeat_states(inputs: Mapping[str, Any], copies: int) -> tuple[dict, list[dict]]:
-    """Each call has states and tokens of its own; all states are one larger pool, as a cache would hold them."""
+    """Returns shared and per-call arrays; each call has its own states and tokens.
+
+    All states are in one larger pool, as in a cache.
+    """
     num_states = len(inputs["states"])
     copies = max(2, min(copies, _MOST_BYTES // inputs["states"].nbytes))
     arrays = {
@@ -40,7 +43,7 @@ def repeat_states(inputs: Mapping[str, Any], copies: int) -> tuple[dict, list[di
 
 
 def answer(op: str, inputs: Mapping[str, Any]) -> list[np.ndarray]:
-    """Returns the reference's outputs, and the states that it wrote."""
+    """Returns the reference's outputs and the states that it writes."""
     reference = getattr(import_module(f"pallas_kernels.{op}.reference"), op)
     arrays = {
         name: jnp.asarray(value) for name, value in inputs.items() if isinstance(value, np.ndarray)
@@ -53,7 +56,7 @@ def answer(op: str, inputs: Mapping[str, Any]) -> list[np.ndarray]:
 def states_at(
     inputs: Mapping[str, Any], before: Array, after: Array
 ) -> tuple[list[np.ndarray], bool]:
-    """Returns what the first call has written, and whether any other state has changed."""
+    """Returns the states that the first call writes, and whether any other state has changed."""
     written = _written(inputs)
     bits = {2: jnp.uint16, 4: jnp.uint32}[before.dtype.itemsize]
     same = [
@@ -64,7 +67,7 @@ def states_at(
 
 
 def _written(inputs: Mapping[str, Any]) -> np.ndarray:
-    """Returns the states that a call writes: those of rows with tokens, and the snapshots."""
+    """Returns the ids of the states that a call writes: final states of rows with tokens, and snapshots."""
     lengths = np.diff(inputs["cu_q_lens"]) if "cu_q_lens" in inputs else 1
     ids = np.where(lengths > 0, inputs["write_states"], len(inputs["states"]))
     ids = np.concatenate([ids, inputs.get("snapshot_states", ids[:0])])

@@ -1,6 +1,6 @@
-"""Times device work: chains of calls over rotating inputs, medians with their spread.
+"""Timing of device work: chains of calls over rotating inputs, medians and spreads.
 
-It does not know what is timed, nor whether it is right, nor what a device could do at best.
+Results are not checked here; see `op_benchmark.py`.
 """
 
 import math
@@ -17,9 +17,9 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 ROTATION_BYTES = 256 * 2**20
-"""Inputs are rotated through at least this much memory: several times the 60 MB of an H200's L2."""
+"""Bytes of inputs that the calls rotate through: several times the 60 MB of an H200's L2 cache."""
 
-# The loop and all calls are one CUDA graph, which would run calls that do not need one another side by side.
+# These options put the loop and all calls into one CUDA graph. SERIALIZE keeps independent calls from overlapping.
 _IN_ONE_GRAPH = {
     "xla_gpu_enable_command_buffer": (
         "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,CONDITIONAL,DYNAMIC_SLICE_FUSION,WHILE"
@@ -41,11 +41,11 @@ class Timing:
     """The time of one call.
 
     Attributes:
-        us: median over the trials.
-        spread: slowest minus fastest trial, over the median.
+        us: median over the trials, in microseconds.
+        spread: slowest minus fastest trial, divided by the median.
         calls: calls per trial.
-        host_bound: the host took longer to send the calls than the device to run them, so that `us` is the
-            host's time; never so in a chain, where sending cancels out.
+        host_bound: whether the host took longer to enqueue the calls than the device to run them, so that `us` is
+            the host's time. Always `False` for a chain, where the time of a launch cancels out.
     """
 
     us: float
@@ -59,9 +59,9 @@ class Effort:
     """How long to measure.
 
     Attributes:
-        rounds: how often one launch repeats its calls, for those that cannot find it out as a chain does.
-        trials: number of measurements that the median is taken of.
-        seconds: least duration of a trial.
+        rounds: how often one launch repeats its calls, for measurements that do not adapt it as `time_chain` does.
+        trials: number of measurements for the median.
+        seconds: least duration of a trial, in seconds.
     """
 
     rounds: int = 1
@@ -70,8 +70,8 @@ class Effort:
 
 
 def refuse_profilers() -> None:
-    """Raises `RuntimeError` under a profiler: XLA runs other programs there (no command buffers) and slower ones."""
-    # JAX has no public way to ask.
+    """Raises `RuntimeError` under a profiler: XLA then runs without command buffers, and slower."""
+    # JAX has no public API for this.
     from jax._src.profiler import _profile_state
 
     found = [name for name in _PROFILER_VARIABLES if os.environ.get(name)]
@@ -82,19 +82,19 @@ def refuse_profilers() -> None:
         found.append("torch.profiler")
     if found:
         raise RuntimeError(
-            f"refusing to time under a profiler ({', '.join(found)}): it changes what runs; "
-            f"stop it, or profile without timing"
+            f"refusing to time under a profiler ({', '.join(found)}), which changes what runs; "
+            f"stop the profiler, or profile without timing"
         )
 
 
 class Chain:
-    """One program that makes many calls, so that the host stays out of short measurements.
+    """Many calls as one program, so that short measurements contain no host time.
 
-    Each of `own` is served in order, `rounds` times over in a loop on the device. No call is merged with, moved before
-    or run beside another.
+    The program calls the function on each element of `own` in order, `rounds` times in a loop on the device. Calls are
+    neither merged, nor reordered, nor run concurrently.
 
     Attributes:
-        shared: arrays of all calls; donated to each launch and replaced by what comes back.
+        shared: arrays of all calls; donated to each launch and replaced by its result.
         rounds: how often a launch repeats the calls; may be changed between launches.
     """
 
@@ -106,14 +106,13 @@ class Chain:
         *,
         rounds: int = 1,
     ) -> None:
-        """Prepares the program; the first launch compiles it.
+        """Prepares the program; `compile` or the first launch compiles it.
 
         Args:
-            function: takes the shared arrays and one call's own; returns the shared arrays, updated in place
-                or not, and a result.
+            function: (shared, own) -> (shared, result); it may update the shared arrays.
             shared: arrays of all calls.
-            own: for each call, the arrays that only it reads.
-            rounds: how often the calls are repeated.
+            own: per call, the arrays that only this call reads.
+            rounds: how often a launch repeats the calls.
         """
         self.shared = shared
         self.rounds = rounds
@@ -122,7 +121,7 @@ class Chain:
         def run_round(state: tuple[Any, list[Any]], own: list[Any]) -> tuple[Any, list[Any]]:
             shared, results = state
             for index, arguments in enumerate(own):
-                # Keeps XLA from merging calls that read the same arrays, and from moving them out of the loop.
+                # The barrier keeps XLA from merging calls on the same arrays and from hoisting them out of the loop.
                 shared, arguments, results = lax.optimization_barrier((shared, arguments, results))
                 shared, result = function(shared, arguments)
                 results = [*results[:index], result, *results[index + 1 :]]
@@ -141,40 +140,44 @@ class Chain:
 
     @property
     def calls(self) -> int:
-        """Calls in one launch."""
+        """Number of calls in one launch."""
         return len(self._own) * self.rounds
 
     def compile(self) -> None:
-        """Compiles now what the first launch would compile; several chains may do so at once, in threads."""
+        """Compiles the program before the first launch; safe to call for several chains in parallel threads."""
         self._run = self._run.lower(jnp.int32(self.rounds), self.shared, self._own).compile()
 
     def launch(self) -> list[Any]:
-        """Sends all calls and returns the results of the last round without waiting for them."""
+        """Launches the program and returns the last round's results without waiting for them."""
         self.shared, results = self._run(jnp.int32(self.rounds), self.shared, self._own)
         return results
 
 
 def time_chain(chain: Chain, effort: Effort) -> Timing:
-    """Times calls on the device: what two thirds of a long launch take, so that sending and waiting cancel out."""
+    """Times calls on the device.
+
+    A trial is the difference of a launch of 3n rounds and one of n rounds, so the costs of launching and waiting
+    cancel out.
+    """
     refuse_profilers()
 
     def seconds_of(rounds: int) -> float:
         chain.rounds = rounds
         start = time.perf_counter()
         results = chain.launch()
-        # A call that only writes has no result to wait for.
+        # An op that only updates a pool has no other result to wait for.
         jax.block_until_ready((chain.shared, results))
         return time.perf_counter() - start
 
     seconds_of(1)
     rounds = 1
-    # Doubling, since the times of two short launches may not tell which is the longer.
+    # Double instead of extrapolating: the times of two short launches are dominated by noise.
     while seconds_of(rounds) < effort.seconds / 4:
         rounds *= 2
     pairs = [(seconds_of(rounds), seconds_of(3 * rounds)) for _ in range(effort.trials)]
     durations = [long - short for short, long in pairs]
     if min(durations) <= 0:
-        # Times vary by more than the calls take, as on a busy CPU.
+        # Times vary by more than the duration of the calls, as on a busy CPU.
         durations = [long * 2 / 3 for _, long in pairs]
     chain.rounds = rounds
     median = statistics.median(durations)
@@ -193,13 +196,13 @@ def time_launches(
     effort: Effort,
     wait: Callable[[Any], Any] = jax.block_until_ready,
 ) -> Timing:
-    """Times a launch of `calls` calls, sent back to back and waited for once per trial.
+    """Times launches of `calls` calls that are enqueued back to back, with one wait per trial.
 
     Args:
-        launch: sends the work and returns at once.
+        launch: enqueues the work and returns without waiting.
         calls: calls in one launch.
         effort: how long to measure.
-        wait: blocks until what the last launch returned is there.
+        wait: blocks until the results of the last launch are ready.
     """
     refuse_profilers()
     for _ in range(2):
@@ -220,7 +223,7 @@ def time_launches(
         wait(launch())
         durations.append((time.perf_counter() - start) / launches)
     median = statistics.median(durations)
-    # A CPU runs the work on the calling thread, so sending it takes as long as the work.
+    # On a CPU the calling thread runs the work, so enqueueing takes as long as the work.
     device_waits = jax.default_backend() != "cpu"
     return Timing(
         us=median / calls * 1e6,

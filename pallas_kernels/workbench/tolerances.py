@@ -1,7 +1,7 @@
-"""How far an op's output may be from the exact answer. They are never loosened for a kernel."""
+"""Tolerances of the ops' outputs against the exact result. They are never loosened for a kernel."""
 
 SCORE = 1e-4
-"""Of the largest score of a row: how much more a key that is left out may score than one that was chosen."""
+"""By how much a key left out may outscore a selected key, relative to the row's largest score."""
 
-# By the dtype that the op's inputs were rounded to before the oracle saw them: absolute and relative.
+# Dtype of the inputs -> absolute and relative tolerance. The oracle gets inputs that are already rounded to it.
 OUTPUT = {"float32": 1e-5, "float16": 3e-3, "bfloat16": 2e-2}

@@ -1,12 +1,15 @@
-"""Times the schedules that an op's kernel could run under, on this machine's card, and writes down the fastest.
+"""Tunes the schedules of the ops' kernels on this machine's GPU and writes the fastest ones to a file.
 
     python -m pallas_kernels.workbench.tune
     python -m pallas_kernels.workbench.tune paged_attention --case llama-b64-ctx4096 --all
 
-From the schedule that the op's own rules choose, it goes on to whatever is faster and differs in one field, until
-nothing is; with --all it times every schedule there is, which takes some minutes for each case.
-A schedule is timed only after its answer was compared with the reference's. Schedules are compared per shape class:
-that of an op's real cases. The file is tuned/<device>.json in this package; other classes and ops in it stay.
+By default the search is a hill climb: it starts at the schedule of the op's own rules and times the candidates that
+differ from the fastest one in a single field, until none is faster. With --all it times every candidate, which takes
+some minutes per case.
+
+A schedule is timed only after its result was compared with the reference's. The fastest schedule is chosen per shape
+class, over the cases of that class. The file is tuned/<device>.json in this package; entries of other classes and ops
+in it are kept.
 """
 
 import argparse
@@ -24,7 +27,7 @@ import jax.numpy as jnp
 from jax.extend.backend import get_default_device
 
 from pallas_kernels.tuning import TIME, load_tuned, trying, tuned_path
-from pallas_kernels.workbench.op_benchmark import Subject, WrongResult, load_cases, prepare
+from pallas_kernels.workbench.op_benchmark import BenchInputs, WrongResult, load_cases, prepare
 from pallas_kernels.workbench.search_space import TUNED_OPS, Fields, Space, find_space
 from pallas_kernels.workbench.timing import (
     ROTATION_BYTES,
@@ -35,13 +38,13 @@ from pallas_kernels.workbench.timing import (
 )
 
 KERNEL = "mosaic_gpu"
-# A schedule takes the place of the rule's only if it is faster by more than times vary.
+# A schedule replaces that of the op's rules only if it is faster by more than this share, the noise of the timings.
 _MARGIN = 0.02
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One schedule on one case; `us` is `None` where it failed, and `problem` says how."""
+    """The time of one schedule on one case in microseconds; if it failed, `us` is `None` and `problem` the error."""
 
     case: str
     space: Space
@@ -51,39 +54,39 @@ class Trial:
 
 
 def time_schedules(
-    subject: Subject, candidates: Sequence[Fields], seconds: float
+    bench: BenchInputs, candidates: Sequence[Fields], seconds: float
 ) -> Iterator[tuple[float | None, str]]:
-    """Yields for each schedule the microseconds of one call, or `None` and why there are none.
+    """Yields for each schedule the microseconds of one call and "", or `None` and the error.
 
-    Programs are compiled in threads, and run one after the other over the same memory.
+    Programs are compiled in parallel threads and run one after the other on the same memory.
     """
-    chains = [_chain(subject, fields) for fields in candidates]
+    chains = [_chain(bench, fields) for fields in candidates]
     with ThreadPoolExecutor(os.cpu_count()) as threads:
         compiling = [threads.submit(chain.compile) for chain in chains]
-    shared = jax.tree.map(jnp.copy, subject.shared)
+    shared = jax.tree.map(jnp.copy, bench.shared)
     for chain, compiled in zip(chains, compiling, strict=True):
         try:
             compiled.result()
             chain.shared = shared
-            # The pages of an op that writes have been written by every call of a launch.
-            subject.compare(chain.launch()[0])
+            # Only results are compared: the pool of an op that writes has the writes of every call of the launch.
+            bench.compare(chain.launch()[0])
             timing = time_chain(chain, Effort(seconds=seconds))
             shared = chain.shared
             yield timing.us, ""
         except (WrongResult, ValueError, jax.errors.JaxRuntimeError) as error:
-            shared = jax.tree.map(jnp.copy, subject.shared)
+            shared = jax.tree.map(jnp.copy, bench.shared)
             yield None, f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
 
 
-def _chain(subject: Subject, fields: Fields) -> Chain:
-    """Returns the calls of an op under one schedule."""
-    call = subject.call(KERNEL)
+def _chain(bench: BenchInputs, fields: Fields) -> Chain:
+    """Returns the chain of the op's calls under one schedule."""
+    call = bench.call(KERNEL)
 
     def run(shared: Any, own: Any) -> tuple[Any, Any]:  # noqa: ANN401 - trees of arrays
-        with trying(subject.op, fields):
+        with trying(bench.op, fields):
             return call(shared, own)
 
-    return Chain(run, subject.shared, subject.own)
+    return Chain(run, bench.shared, bench.own)
 
 
 def try_schedules(
@@ -95,13 +98,13 @@ def try_schedules(
     rotation_bytes: int = ROTATION_BYTES,
     everything: bool = False,
 ) -> list[Trial]:
-    """Times schedules for a case; prints each at once, so that a run cut short has told what it knew."""
-    subject = prepare(op, case, dtype, rotation_bytes)
-    space = find_space(op, {**subject.inputs, **subject.shared, **subject.own[0]})
+    """Times schedules for a case and prints each result at once, so that an interrupted run shows what it measured."""
+    bench = prepare(op, case, dtype, rotation_bytes)
+    space = find_space(op, {**bench.inputs, **bench.shared, **bench.own[0]})
     trials: list[Trial] = []
     pending = space.candidates if everything else space.candidates[:1]
     while pending:
-        times = time_schedules(subject, pending, seconds)
+        times = time_schedules(bench, pending, seconds)
         for fields, (us, problem) in zip(pending, times, strict=True):
             trials.append(Trial(case.name, space, fields, us, problem))
             print(_line(op, trials[-1]), flush=True)
@@ -110,7 +113,7 @@ def try_schedules(
 
 
 def _next_to_the_best(trials: Sequence[Trial]) -> tuple[Fields, ...]:
-    """Returns the schedules not tried yet that differ from the fastest one in a single field."""
+    """Returns the untried candidates that differ from the fastest schedule in a single field."""
     ran = [trial for trial in trials if trial.us is not None]
     if not ran:
         return ()
@@ -124,9 +127,9 @@ def _next_to_the_best(trials: Sequence[Trial]) -> tuple[Fields, ...]:
 
 
 def fastest(trials: Iterable[Trial]) -> dict[str, dict[str, Any]]:
-    """Returns for each shape class the fields of the schedule that did best on all of its cases, and its time.
+    """Returns for each shape class the fields of the best schedule over its cases, and its time.
 
-    The time is that of the class's first case. A class none of whose schedules ran on all its cases is left out.
+    The time is that of the class's first case. A class without a schedule that ran on all its cases is left out.
     """
     classes: dict[str, list[Trial]] = {}
     for trial in trials:
@@ -136,7 +139,7 @@ def fastest(trials: Iterable[Trial]) -> dict[str, dict[str, Any]]:
 
 
 def _best(trials: list[Trial]) -> dict[str, Any] | None:
-    """Compares schedules by the product of their times on the cases of one class."""
+    """Returns the schedule with the least geometric mean of its times on the cases of one class."""
     cases = dict.fromkeys(trial.case for trial in trials)
     by_rule = [trial.space.candidates[0] for trial in trials]
     costs: list[tuple[float, float, Fields]] = []
@@ -164,7 +167,7 @@ def _distinct(all_fields: Iterable[Fields]) -> list[Fields]:
 
 
 def write_tuned(path: Path, found: Mapping[str, Mapping[str, Any]]) -> None:
-    """Puts new classes beside those that the file already has."""
+    """Merges new entries into the file; other classes and ops keep theirs."""
     known = json.loads(path.read_text()) if path.is_file() else {}
     for op, classes in found.items():
         known[op] = dict(sorted({**known.get(op, {}), **classes}.items()))
@@ -174,28 +177,28 @@ def write_tuned(path: Path, found: Mapping[str, Mapping[str, Any]]) -> None:
 
 
 def _line(op: str, trial: Trial) -> str:
-    told = " ".join(f"{name}={value}" for name, value in trial.fields.items())
+    settings = " ".join(f"{name}={value}" for name, value in trial.fields.items())
     first = "  (by rule)" if trial.fields == trial.space.candidates[0] else ""
     time = trial.problem if trial.us is None else f"{trial.us:9.2f} us"
-    return f"{op} {trial.case:32s} {time}  {told}{first}"
+    return f"{op} {trial.case:32s} {time}  {settings}{first}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Tunes, prints and writes."""
-    parser = argparse.ArgumentParser(description="Finds the fastest schedules on this card.")
+    """Runs the command: times schedules, prints each result and writes the file after each case."""
+    parser = argparse.ArgumentParser(description="Finds the fastest schedules on this GPU.")
     parser.add_argument("ops", nargs="*", metavar="op", help=", ".join(TUNED_OPS))
-    parser.add_argument("--case", action="append", help="a case by name; all real shapes if none")
+    parser.add_argument("--case", action="append", help="name of a case; default: all real shapes")
     parser.add_argument("--seconds", type=float, default=0.01, help="least duration of a trial")
-    parser.add_argument("--all", action="store_true", help="time every schedule there is")
-    parser.add_argument("--out", type=Path, help="the file; that of this kind of device if none")
+    parser.add_argument("--all", action="store_true", help="time every candidate")
+    parser.add_argument("--out", type=Path, help="the file; default: tuned/<device>.json")
     options = parser.parse_args(arguments)
     unknown = [op for op in options.ops if op not in TUNED_OPS]
     path = options.out or tuned_path(get_default_device())
     if unknown or path is None:
         parser.error(
-            f"{unknown[0]} has no schedules; choose from {', '.join(TUNED_OPS)}"
+            f"{unknown[0]} has no tuned schedules; choose from {', '.join(TUNED_OPS)}"
             if unknown
-            else "there is no GPU here, and kernels have no other schedules to choose from"
+            else "tuning needs a GPU, and JAX's default device is none"
         )
     refuse_profilers()
     for op in options.ops or TUNED_OPS:
@@ -203,7 +206,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for case in load_cases(op).values():
             if case.name in options.case if options.case else not case.ci:
                 trials += try_schedules(op, case, seconds=options.seconds, everything=options.all)
-                # After each case, since a run that is cut short should leave what it had.
+                # Write after each case, so that an interrupted run keeps its results.
                 write_tuned(path, {op: fastest(trials)})
     print(f"written to {path}")
     return 0

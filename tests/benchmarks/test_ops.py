@@ -144,43 +144,43 @@ def test_an_implementation_that_cannot_run_here_says_why():
 def test_calls_of_a_launch_use_memory_of_their_own(op):
     """Inputs larger than the L2 cache: the next call reads or writes other pages than the one before."""
     case = load_cases(op)[SMALL[op]]
-    subject = prepare(op, case, "float32", rotation_bytes=4 * case.bytes_moved("float32"))
-    assert len(subject.own) == 4
+    bench = prepare(op, case, "float32", rotation_bytes=4 * case.bytes_moved("float32"))
+    assert len(bench.own) == 4
     if KINDS[op].pool == "states":
-        num_states = len(subject.inputs["states"])
-        assert len(subject.shared["states"]) == 4 * num_states
-        for copy, own in enumerate(subject.own):
-            real = subject.inputs["write_states"] < num_states
-            moved = subject.inputs["write_states"][real] + copy * num_states
+        num_states = len(bench.inputs["states"])
+        assert len(bench.shared["states"]) == 4 * num_states
+        for copy, own in enumerate(bench.own):
+            real = bench.inputs["write_states"] < num_states
+            moved = bench.inputs["write_states"][real] + copy * num_states
             np.testing.assert_array_equal(np.asarray(own["write_states"])[real], moved)
         return
     if KINDS[op].writes:
-        num_slots = int(np.prod(subject.inputs["pages"][0].shape[:2]))
-        per_call = [np.asarray(own["slots"]) for own in subject.own]
+        num_slots = int(np.prod(bench.inputs["pages"][0].shape[:2]))
+        per_call = [np.asarray(own["slots"]) for own in bench.own]
         real = [slots[slots < num_slots] for slots in per_call]
         assert len({tuple(slots) for slots in real}) == 4
         assert all(len(set(slots)) == case.tokens for slots in real)
         return
     if op == "sparse_attention":
-        num_slots = int(np.prod(subject.inputs["records"].shape[:2]))
-        assert np.prod(subject.shared["records"].shape[:2]) == 4 * num_slots
-        real = subject.inputs["slots"] < num_slots
-        for copy, own in enumerate(subject.own):
-            moved = np.where(real, subject.inputs["slots"] + copy * num_slots, 4 * num_slots)
+        num_slots = int(np.prod(bench.inputs["records"].shape[:2]))
+        assert np.prod(bench.shared["records"].shape[:2]) == 4 * num_slots
+        real = bench.inputs["slots"] < num_slots
+        for copy, own in enumerate(bench.own):
+            moved = np.where(real, bench.inputs["slots"] + copy * num_slots, 4 * num_slots)
             np.testing.assert_array_equal(own["slots"], moved)
         return
     if op in ("skinny_matmul", "filter_bounds"):
         name = "weight" if op == "skinny_matmul" else "logits"
-        places = {own[name].unsafe_buffer_pointer() for own in subject.own}
+        places = {own[name].unsafe_buffer_pointer() for own in bench.own}
         assert len(places) == 4
         return
     pools = ("latent_pages", "index_pages", "k_pages")
-    pool = next(name for name in pools if name in subject.inputs)
-    num_pages = subject.inputs[pool].shape[0]
-    assert subject.shared[pool].shape[0] == 4 * num_pages
-    for copy, own in enumerate(subject.own):
+    pool = next(name for name in pools if name in bench.inputs)
+    num_pages = bench.inputs[pool].shape[0]
+    assert bench.shared[pool].shape[0] == 4 * num_pages
+    for copy, own in enumerate(bench.own):
         np.testing.assert_array_equal(
-            own["page_table"], subject.inputs["page_table"] + copy * num_pages
+            own["page_table"], bench.inputs["page_table"] + copy * num_pages
         )
 
 

@@ -61,7 +61,7 @@ def test_arrays_that_do_not_fit_are_refused(op):
     half = np.zeros((3, 5, 2, 8), np.float16)
     refused(op, "must share one dtype", k_pages=half, v_pages=half)
     three = np.zeros((3, 5, 3, 8), np.float32)
-    refused(op, "multiple of kv_heads, got 4 and 3", k_pages=three, v_pages=three)
+    refused(op, "multiple of kv_heads, got 4 heads and 3 kv_heads", k_pages=three, v_pages=three)
 
 
 @OPS
@@ -71,7 +71,12 @@ def test_scales_that_do_not_fit_are_refused(op):
     scales = {name: np.ones((3, 5, 2), np.float32) for name in ("k_scales", "v_scales")}
     refused(op, "or give k_scales and v_scales", **pages)
     refused(op, "must both be one of float8_e4m3fn, int8, got float32 and float32", **scales)
-    refused(op, "come together, got only k_scales", **pages, k_scales=scales["k_scales"])
+    refused(
+        op,
+        "give both k_scales and v_scales or neither, got only k_scales",
+        **pages,
+        k_scales=scales["k_scales"],
+    )
     mixed = pages | {"v_pages": pages["v_pages"].astype("float8_e4m3fn")}
     refused(op, "must both be one of .*, got int8 and float8_e4m3fn", **mixed, **scales)
     wide = scales | {"v_scales": np.ones((3, 5, 2), np.float64)}

@@ -180,4 +180,4 @@ def test_what_does_not_fit_is_refused_with_what_was_got(as_in_production):
     refused(r"rise from 0 to at most 5 tokens, got \[0, 4, 3\]", cu_q_lens=ids([0, 4, 3]))
     refused(r"rise from 0 to at most 5 tokens, got \[0, 4, 6\]", cu_q_lens=ids([0, 4, 6]))
     refused("without cu_q_lens every row has one token, got 2 rows and 5", cu_q_lens=None)
-    refused("come together", snapshot_states=None)
+    refused("belong together, got only one", snapshot_states=None)

@@ -196,11 +196,13 @@ def test_indexer_keys_come_back():
 
 
 def test_what_is_no_record_is_refused():
-    with pytest.raises(ValueError, match=r"multiple of 128 numbers, got 100; keep it in a plain"):
+    with pytest.raises(
+        ValueError, match=r"multiple of 128 components, got 100; store it in a floating"
+    ):
         encode_records(jnp.zeros((1, 100)), jnp.zeros((1, 64)))
-    with pytest.raises(ValueError, match="528 bytes and 2 per rotary number; got uint8 of 527"):
+    with pytest.raises(ValueError, match="528 bytes and 2 per rotary component; got uint8 of 527"):
         split_records(jnp.zeros((1, 527), jnp.uint8), rank=512)
-    with pytest.raises(ValueError, match="hold keys of 128 numbers, got 64"):
+    with pytest.raises(ValueError, match="hold keys of 128 components, got 64"):
         write_index_keys(
             jnp.zeros((1, 8, 132), jnp.uint8), jnp.zeros((1, 64)), jnp.zeros(1, jnp.int32)
         )

@@ -193,7 +193,7 @@ def test_the_kernel_says_what_it_cannot_take(name, message):
         ({"x": np.zeros((1, 256), np.float16)}, "weight and x must share one dtype"),
         ({"weight": np.zeros((128, 256), np.int8)}, "int8 without scales"),
         ({"scales": np.zeros(128, np.float32)}, "float32 with scales"),
-        ({"x": np.zeros((1, 256), np.int32)}, "x must be floating, got int32"),
+        ({"x": np.zeros((1, 256), np.int32)}, "x must have a floating dtype, got int32"),
     ],
 )
 def test_wrong_arguments_are_refused(change, message, as_in_production):

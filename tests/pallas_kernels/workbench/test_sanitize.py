@@ -71,7 +71,7 @@ def test_without_cases_nothing_was_shown():
 def test_without_the_tool_it_says_where_to_get_it(monkeypatch, capsys):
     monkeypatch.setattr(sanitize, "find_tool", lambda: None)
     assert sanitize.main([]) == 2
-    assert "CUDA's toolkit" in capsys.readouterr().err
+    assert "comes with the CUDA toolkit" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("outcomes", "status"), [((CLEAN, CLEAN), 0), ((CLEAN, OURS), 1)])

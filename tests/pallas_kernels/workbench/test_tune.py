@@ -25,7 +25,7 @@ class FakeCase:
 
 
 @dataclass(frozen=True)
-class FakeSubject:
+class FakeBenchInputs:
     inputs: dict
     shared: dict = field(default_factory=dict)
     own: tuple = ({}, {})
@@ -51,15 +51,15 @@ def fake_op(monkeypatch):
     cases = {name: FakeCase(name, ci=name == "small") for name in ("short", "long", "small")}
     times = {"short": (5.0, 4.0, 9.0), "long": (50.0, 90.0, None)}
 
-    def clock(subject, candidates, seconds):
+    def clock(bench, candidates, seconds):
         for fields in candidates:
-            us = times[subject.inputs["case"]][SPACE.candidates.index(fields)]
+            us = times[bench.inputs["case"]][SPACE.candidates.index(fields)]
             yield us, "" if us else "WrongResult: it differs from the reference by 3"
 
     monkeypatch.setattr(tune, "load_cases", lambda op: cases)
     monkeypatch.setattr(tune, "TUNED_OPS", {"fake": None})
     monkeypatch.setattr(tune, "find_space", lambda op, inputs: SPACE)
-    monkeypatch.setattr(tune, "prepare", lambda op, case, *_: FakeSubject({"case": case.name}))
+    monkeypatch.setattr(tune, "prepare", lambda op, case, *_: FakeBenchInputs({"case": case.name}))
     monkeypatch.setattr(tune, "refuse_profilers", lambda: None)
     monkeypatch.setattr(tune, "time_schedules", clock)
 
@@ -117,13 +117,13 @@ def test_it_goes_from_the_rules_schedule_to_faster_ones_that_differ_in_one_field
     costs = {(1, 1): 9.0, (1, 2): 8.0, (2, 1): 7.0, (3, 1): 7.5, (2, 2): 5.0, (2, 3): None}
     asked = []
 
-    def clock(subject, candidates, seconds):
+    def clock(bench, candidates, seconds):
         asked.append(candidates)
         yield from ((costs.get(tuple(each.values()), 8.5), "") for each in candidates)
 
     monkeypatch.setattr(tune, "time_schedules", clock)
     monkeypatch.setattr(tune, "find_space", lambda op, inputs: Space("x", candidates))
-    monkeypatch.setattr(tune, "prepare", lambda op, case, *_: FakeSubject({}))
+    monkeypatch.setattr(tune, "prepare", lambda op, case, *_: FakeBenchInputs({}))
     found = tune.try_schedules("fake", FakeCase("any"))
     assert fastest(found)["x"] == {"a": 2, "b": 2, "us": 5.0}
     assert asked[0] == (fields(1, 1),)
@@ -133,7 +133,8 @@ def test_it_goes_from_the_rules_schedule_to_faster_ones_that_differ_in_one_field
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"), [(["nonesuch"], "nonesuch has no schedules"), ([], "there is no GPU")]
+    ("arguments", "told"),
+    [(["nonesuch"], "nonesuch has no tuned schedules"), ([], "tuning needs a GPU")],
 )
 def test_the_command_refuses_what_it_cannot_tune(arguments, told, capsys, monkeypatch):
     monkeypatch.setattr(tune, "tuned_path", lambda device: None)
@@ -169,10 +170,10 @@ def test_the_clock_checks_the_answer_before_it_times(monkeypatch):
     """On a CPU with the plain implementation, which knows no schedules: all take alike."""
     monkeypatch.setattr(tune, "KERNEL", "xla")
     case = next(case for case in CASES if case.name == "one-row")
-    subject = prepare("paged_attention", case, "float32", 0)
-    timed = list(tune.time_schedules(subject, [RULE, DEEP], 0.001))
+    bench = prepare("paged_attention", case, "float32", 0)
+    timed = list(tune.time_schedules(bench, [RULE, DEEP], 0.001))
     assert all(us is not None and us > 0 for us, _ in timed)
-    subject.expected[0][:] += 1
-    timed = list(tune.time_schedules(subject, [RULE], 0.001))
+    bench.expected[0][:] += 1
+    timed = list(tune.time_schedules(bench, [RULE], 0.001))
     assert timed[0][0] is None
     assert "WrongResult" in timed[0][1]
