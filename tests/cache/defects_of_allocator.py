@@ -3,12 +3,13 @@
 from jaxkv.cache.page_allocator import PageAllocator
 from jaxkv.cache.pool import PagePool
 from jaxkv.cache.sequence_pages import SequencePages
+from jaxkv.errors import CorruptBooks
 from tests.defects import Defects, wrap
 
 DEFECTS = Defects()
 
 
-@DEFECTS
+@DEFECTS(CorruptBooks)
 def release_frees_what_others_hold(patch):
     """Double free: vLLM #1556."""
 
@@ -22,7 +23,7 @@ def release_frees_what_others_hold(patch):
     patch.setattr(PagePool, "release", release)
 
 
-@DEFECTS
+@DEFECTS(CorruptBooks)
 def release_takes_a_page_twice(patch):
     """vLLM #42571: the same block twice in one call."""
 
@@ -32,13 +33,13 @@ def release_takes_a_page_twice(patch):
     wrap(patch, PagePool, "release", make)
 
 
-@DEFECTS
+@DEFECTS(CorruptBooks)
 def share_counts_nobody(patch):
     """Counter drift: SGLang #35270."""
     patch.setattr(PagePool, "share", lambda pool, pages: None)
 
 
-@DEFECTS
+@DEFECTS(CorruptBooks)
 def share_forgets_the_last_page(patch):
     """Counter drift."""
     wrap(
@@ -46,7 +47,7 @@ def share_forgets_the_last_page(patch):
     )
 
 
-@DEFECTS
+@DEFECTS(CorruptBooks)
 def idle_pages_are_counted_twice(patch):
     """Counter drift: SGLang #35270 counted evictable pages twice."""
 
@@ -62,7 +63,7 @@ def idle_pages_are_counted_twice(patch):
     wrap(patch, PagePool, "share", make)
 
 
-@DEFECTS
+@DEFECTS(AssertionError, "not as many pages were evicted|a failed reserve changed")
 def forgetting_keeps_the_reference(patch):
     """Leak of every evicted page."""
 
@@ -73,13 +74,13 @@ def forgetting_keeps_the_reference(patch):
     patch.setattr(PagePool, "forget", forget)
 
 
-@DEFECTS
+@DEFECTS(CorruptBooks)
 def keeping_takes_no_reference(patch):
     """The index refers to pages that are free."""
     patch.setattr(PagePool, "keep", lambda pool, page: pool._kept.add(page))
 
 
-@DEFECTS
+@DEFECTS(CorruptBooks)
 def an_end_leaks_the_last_page(patch):
     """Leak on abort: vLLM #14326, SGLang #20182."""
 
@@ -94,7 +95,7 @@ def an_end_leaks_the_last_page(patch):
     wrap(patch, PageAllocator, "release", make)
 
 
-@DEFECTS
+@DEFECTS(CorruptBooks)
 def an_end_gives_back_one_group_only(patch):
     """Leak on abort, in a cache of several groups."""
 
@@ -107,7 +108,7 @@ def an_end_gives_back_one_group_only(patch):
     patch.setattr(PageAllocator, "release", release)
 
 
-@DEFECTS
+@DEFECTS(CorruptBooks)
 def a_hit_is_not_pinned(patch):
     """vLLM #37164: a cached block is stolen between look-up and use."""
 
@@ -122,19 +123,19 @@ def a_hit_is_not_pinned(patch):
     wrap(patch, PageAllocator, "adopt", make)
 
 
-@DEFECTS
+@DEFECTS(AssertionError, "a page that others hold is written")
 def shared_pages_are_written_without_a_copy(patch):
     """Cross-request leakage: vLLM #39146."""
     patch.setattr(SequencePages, "shared_positions", lambda *_: [])
 
 
-@DEFECTS
+@DEFECTS(AssertionError, "was not computed|holds another text")
 def the_copy_is_never_asked_for(patch):
     """Cross-request leakage: the page is replaced, its contents are not."""
     wrap(patch, SequencePages, "_place_pages", lambda place: lambda *rest: place(*rest) and [])
 
 
-@DEFECTS
+@DEFECTS(AssertionError, "a failed reserve changed something|more pages were evicted")
 def a_failed_reserve_keeps_what_it_took(patch):
     """T-25: Megatron #6091."""
 
@@ -152,7 +153,7 @@ def a_failed_reserve_keeps_what_it_took(patch):
     wrap(patch, PageAllocator, "reserve", make)
 
 
-@DEFECTS
+@DEFECTS(CorruptBooks)
 def a_fork_shares_without_counting(patch):
     """Refcount drift: n samples of one prompt (vLLM #14326)."""
 
@@ -166,7 +167,7 @@ def a_fork_shares_without_counting(patch):
     patch.setattr(PageAllocator, "fork", fork)
 
 
-@DEFECTS
+@DEFECTS(CorruptBooks)
 def places_before_the_window_count_as_pages(patch):
     """The filler id is released like a page that was held."""
     patch.setattr(

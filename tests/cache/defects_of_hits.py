@@ -7,7 +7,7 @@ from tests.defects import Defects, wrap
 DEFECTS = Defects()
 
 
-@DEFECTS
+@DEFECTS(AssertionError, "a page holds another text")
 def one_group_gets_the_pages_of_another(patch):
     """Page ids of the first group in every table."""
 
@@ -30,18 +30,18 @@ def wrong_hits(patch, make):
     patch.setattr(prefix_hits, "why_no_more", lambda *_: "")
 
 
-@DEFECTS
+@DEFECTS(AssertionError, "a hit of")
 def a_hit_covers_the_last_token_too(patch):
     """S1-18: vLLM #3239, an empty step."""
     wrong_hits(patch, lambda best: lambda lookups, limit: best(lookups, limit + 1))
 
 
-@DEFECTS
+@DEFECTS(AssertionError, "a hit of")
 def a_hit_is_one_token_short(patch):
     wrong_hits(patch, lambda best: lambda *rest: max(0, best(*rest) - 1))
 
 
-@DEFECTS
+@DEFECTS(ValueError, "a match of .* not kept; look it up again")
 def a_hit_is_one_token_long(patch):
     wrong_hits(
         patch,
@@ -49,19 +49,19 @@ def a_hit_is_one_token_long(patch):
     )
 
 
-@DEFECTS
+@DEFECTS(AssertionError, "a hit of")
 def a_hit_is_rounded_down_to_pages(patch):
     """Recomputes a whole page where one token would do."""
     wrong_hits(patch, lambda best: lambda lookups, limit: best(lookups, limit) // 2 * 2)
 
 
-@DEFECTS
+@DEFECTS(AssertionError, "a hit of")
 def one_group_decides_for_all(patch):
     """T-24's cause: the first group's hit is taken for everyone's."""
     wrong_hits(patch, lambda best: lambda lookups, limit: best(lookups[:1], limit))
 
 
-@DEFECTS
+@DEFECTS(AssertionError, "have no page|a hit of")
 def a_window_is_one_token_narrower(patch):
     """S2-11."""
 
@@ -72,12 +72,12 @@ def a_window_is_one_token_narrower(patch):
     patch.setattr(HitRule, "needs", needs)
 
 
-@DEFECTS
+@DEFECTS(AssertionError, "a hit of")
 def a_window_needs_every_page(patch):
     patch.setattr(HitRule, "needs", lambda rule, length: range(-(-length // rule.page_size)))
 
 
-@DEFECTS
+@DEFECTS(AssertionError, "a hit of")
 def a_page_that_is_missing_in_the_middle_is_not_noticed(patch):
     """A hit is judged by its last page."""
 

@@ -5,12 +5,14 @@ from jaxkv.cache.kept_pages import tree as prefix_tree
 from jaxkv.cache.kept_pages.keys import PageKeys
 from jaxkv.cache.kept_pages.tree import PrefixTree
 from jaxkv.cache.prefix.index import PrefixIndex
+from jaxkv.errors import CorruptBooks, OutOfPages
+from tests.cache import test_prefix_ends, test_prefix_eviction, test_prefix_groups, test_prefix_keys
 from tests.defects import Defects, wrap
 
 DEFECTS = Defects()
 
 
-@DEFECTS
+@DEFECTS(AssertionError, "a page is kept without the one before it")
 def any_page_may_be_evicted(patch):
     """T-27: Megatron #5822 evicted parents before children."""
     wrap(
@@ -21,7 +23,7 @@ def any_page_may_be_evicted(patch):
     )
 
 
-@DEFECTS
+@DEFECTS(scene=test_prefix_groups.test_pages_before_every_window_go_first)
 def only_leaves_go_even_before_a_window(patch):
     """vLLM #48435: the ends of windows go first and no hit is left."""
     wrap(
@@ -32,7 +34,7 @@ def only_leaves_go_even_before_a_window(patch):
     )
 
 
-@DEFECTS
+@DEFECTS(AssertionError, "a failed reserve changed something")
 def pages_in_use_are_evicted(patch):
     """T-26: pinned pages count as room."""
     wrap(
@@ -43,7 +45,7 @@ def pages_in_use_are_evicted(patch):
     )
 
 
-@DEFECTS
+@DEFECTS(AssertionError, "more pages were evicted|not as many pages were evicted")
 def one_page_too_many_is_evicted(patch):
     wrap(
         patch,
@@ -53,7 +55,7 @@ def one_page_too_many_is_evicted(patch):
     )
 
 
-@DEFECTS
+@DEFECTS(AssertionError, "there was room|not as many pages were evicted")
 def one_page_too_few_is_evicted(patch):
     wrap(
         patch,
@@ -63,7 +65,7 @@ def one_page_too_few_is_evicted(patch):
     )
 
 
-@DEFECTS
+@DEFECTS(AssertionError, "a failed eviction evicted|a failed reserve changed")
 def a_failed_eviction_evicts(patch):
     """T-25: partially consumed on failure."""
 
@@ -80,32 +82,41 @@ def a_failed_eviction_evicts(patch):
     wrap(patch, PrefixIndex, "reclaim", make)
 
 
-@DEFECTS
+@DEFECTS(
+    OutOfPages,
+    scene=test_prefix_eviction.test_a_page_that_only_the_index_holds_is_had_even_if_pages_in_use_follow_it,
+)
 def pages_behind_pages_in_use_are_out_of_reach(patch):
     """A sequence alone waits for ever for pages that nobody holds."""
     patch.setattr(PrefixTree, "_with_followers", lambda tree, count, worth: [])
 
 
-@DEFECTS
+@DEFECTS(
+    OutOfPages,
+    scene=test_prefix_eviction.test_a_sequence_alone_is_never_kept_waiting_by_its_own_hit,
+)
 def a_hit_keeps_its_own_sequence_waiting(patch):
     """A full hit in a full pool: no room for the copy, for ever."""
     patch.setattr(PrefixIndex, "_sole", lambda index, name, pages: set())
 
 
-@DEFECTS
+@DEFECTS(scene=test_prefix_eviction.test_only_leaves_go_the_longest_unused_first)
 def the_most_used_goes_first(patch):
     wrap(
-        patch, PrefixTree, "touch", lambda touch: lambda tree, node, tick: touch(tree, node, -tick)
+        patch,
+        PrefixTree,
+        "touch",
+        lambda touch: lambda tree, node, tick, **tail: touch(tree, node, -tick, **tail),
     )
 
 
-@DEFECTS
+@DEFECTS(scene=test_prefix_eviction.test_a_use_saves_a_page_from_eviction)
 def a_use_does_not_count(patch):
     """First in, first out."""
-    patch.setattr(PrefixTree, "touch", lambda tree, node, tick: None)
+    patch.setattr(PrefixTree, "touch", lambda tree, node, tick, **tail: None)
 
 
-@DEFECTS
+@DEFECTS(AssertionError, "a hit took or gave back pages")
 def pages_are_kept_before_they_are_computed(patch):
     """vLLM #38715, #37152: hittable at dispatch."""
 
@@ -123,7 +134,7 @@ def pages_are_kept_before_they_are_computed(patch):
     wrap(patch, PrefixIndex, "adopt", make)
 
 
-@DEFECTS
+@DEFECTS(AssertionError, "kept before its step was collected")
 def pages_are_kept_before_their_step_is_collected(patch):
     """vLLM #45357: what was dispatched counts as computed."""
 
@@ -137,7 +148,7 @@ def pages_are_kept_before_their_step_is_collected(patch):
     wrap(patch, PrefixIndex, "publish", make)
 
 
-@DEFECTS
+@DEFECTS(AssertionError, "is kept and was not computed")
 def a_page_that_is_not_full_is_kept(patch):
     def pages(keys, tokens, page_size, num_tokens):
         padded = [*tokens[:num_tokens], *[0] * (-num_tokens % page_size)]
@@ -147,27 +158,27 @@ def a_page_that_is_not_full_is_kept(patch):
     patch.setattr(PageKeys, "pages", pages)
 
 
-@DEFECTS
+@DEFECTS(scene=test_prefix_keys.test_different_texts_have_different_keys)
 def keys_are_cut_short(patch):
     """T-23: collisions of short hashes (vLLM #12621, Megatron #4158)."""
     for module in (prefix_keys,):
         wrap(patch, module, "hash_parts", lambda whole: lambda *parts: whole(*parts)[:1])
 
 
-@DEFECTS
+@DEFECTS(scene=test_prefix_keys.test_different_texts_have_different_keys)
 def keys_hash_the_sum_of_their_tokens(patch):
     """T-23: Megatron #4158, +31 and -1."""
     patch.setattr(prefix_keys, "encode_tokens", lambda tokens: bytes([sum(tokens) % 256]))
 
 
-@DEFECTS
+@DEFECTS(scene=test_prefix_keys.test_different_texts_have_different_keys)
 def keys_do_not_chain(patch):
     """S5-36: a page is found whatever came before it."""
     for module in (prefix_keys, prefix_tree):
         wrap(patch, module, "page_key", lambda make: lambda parent, tokens: make(b"", tokens))
 
 
-@DEFECTS
+@DEFECTS(AssertionError, "a hit of|a page that was computed is not kept")
 def the_salt_is_ignored(patch):
     """reliability S5, vLLM #51899."""
     wrap(
@@ -178,7 +189,7 @@ def the_salt_is_ignored(patch):
     )
 
 
-@DEFECTS
+@DEFECTS(scene=test_prefix_keys.test_different_texts_have_different_keys)
 def keys_ignore_the_page_size(patch):
     """T-23: one chain of keys for groups of different pages."""
     wrap(
@@ -189,7 +200,7 @@ def keys_ignore_the_page_size(patch):
     )
 
 
-@DEFECTS
+@DEFECTS(AssertionError, "a hit of|a page that was computed is not kept")
 def the_tokens_are_not_compared(patch):
     """T-23: a hit on the digest alone, of one byte."""
 
@@ -200,7 +211,7 @@ def the_tokens_are_not_compared(patch):
     patch.setattr(PrefixTree, "find", find)
 
 
-@DEFECTS
+@DEFECTS(CorruptBooks)
 def the_last_page_of_a_name_replaces_the_first(patch):
     """S5-35: registration is not idempotent."""
 
@@ -216,18 +227,20 @@ def the_last_page_of_a_name_replaces_the_first(patch):
     wrap(patch, PrefixTree, "add", make)
 
 
-@DEFECTS
+@DEFECTS(AssertionError, "a hit of")
 def every_page_of_a_sequence_is_kept_again(patch):
     """S5-35: a duplicate gets an entry of its own."""
     patch.setattr(PrefixTree, "find", lambda tree, key: None)
 
 
-@DEFECTS
+@DEFECTS(CorruptBooks)
 def removing_a_page_removes_its_equals(patch):
     """T-22: the entry of another page with the same tokens goes too."""
 
     def make(remove):
         def greedy(tree, node, tick):
+            if tree.find(node.key) is None:
+                return
             remove(tree, node, tick)
             for other in [
                 one for one in tree if one.key.tokens == node.key.tokens and not one.children
@@ -239,18 +252,18 @@ def removing_a_page_removes_its_equals(patch):
     wrap(patch, PrefixTree, "remove", make)
 
 
-@DEFECTS
+@DEFECTS(CorruptBooks)
 def removing_a_page_leaves_its_entry(patch):
     """The entry of an evicted page is still hit."""
     patch.setattr(PrefixTree, "remove", lambda tree, node, tick: None)
 
 
-@DEFECTS
+@DEFECTS(CorruptBooks)
 def a_clear_leaves_the_entries(patch):
     patch.setattr(PrefixTree, "clear", lambda tree: [node.page for node in tree])
 
 
-@DEFECTS
+@DEFECTS(AssertionError, "pages are kept after a clear")
 def a_clear_leaves_the_references(patch):
     """Leak of the whole cache at a reset."""
 
@@ -262,7 +275,7 @@ def a_clear_leaves_the_references(patch):
     patch.setattr(PrefixIndex, "clear", clear)
 
 
-@DEFECTS
+@DEFECTS(scene=test_prefix_ends.test_a_sequence_that_began_before_a_clear_publishes_nothing)
 def a_clear_begins_no_epoch(patch):
     """Fault row 33: stale pages are published after the weights changed."""
 
@@ -276,19 +289,23 @@ def a_clear_begins_no_epoch(patch):
     wrap(patch, PrefixIndex, "clear", make)
 
 
-@DEFECTS
+@DEFECTS(AssertionError, "a page of a failed sequence is still kept")
 def a_failed_sequence_leaves_its_pages(patch):
     """Fault row 8: NaN is served to others (vLLM #50283)."""
     patch.setattr(PrefixIndex, "withdraw", lambda index, seq: 0)
 
 
-@DEFECTS
+@DEFECTS(
+    ValueError,
+    "pages that follow it",
+    scene=test_prefix_eviction.test_a_page_that_only_the_index_holds_is_had_even_if_pages_in_use_follow_it,
+)
 def what_follows_a_failed_page_stays(patch):
     """Orphans of a withdrawn page."""
     patch.setattr(prefix_tree, "_branches", lambda roots, followers: list(roots))
 
 
-@DEFECTS
+@DEFECTS(scene=test_prefix_groups.test_recurrent_groups_skip_nothing_without_a_checkpoint)
 def recurrent_groups_are_skipped(patch):
     """T-24: vLLM #47491."""
 

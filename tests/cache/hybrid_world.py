@@ -65,7 +65,7 @@ class HybridWorld(World):
                 for offset in range(inside):
                     slot = self.memory[group.name][one.tails[group.name]][offset]
                     wanted = text[: one.length - inside + offset + 1]
-                    assert slot is not None
+                    assert slot is not None, "a tail was not copied"
                     assert slot[0] == (self.weights, salt, wanted), "a tail holds other tokens"
         return found
 
@@ -177,8 +177,10 @@ class HybridWorld(World):
         origin = self.allocator.held(seq).origin
         super().fail(seq)
         for one in self.index._states.kept:
-            assert one.maker != seq
-            assert one.key.digest != origin
+            assert one.maker != seq, "a checkpoint of a failed sequence is still kept"
+            assert one.key.digest != origin, (
+                "the checkpoint that a failed sequence read is still kept"
+            )
 
     def fork(self, parent):
         seq = super().fork(parent)
@@ -205,7 +207,7 @@ class HybridWorld(World):
 
     def clear(self):
         super().clear()
-        assert not self.checkpoints()
+        assert not self.checkpoints(), "checkpoints are kept after a clear"
 
     # What must hold.
 

@@ -41,7 +41,8 @@ def hybrid() -> CacheLayout:
 def slots_of(allocator, group, seq, start, stop) -> list[int]:
     """Returns where the tokens from `start` to `stop - 1` lie in a paged group: page * page size + offset."""
     pages, size = allocator.pages(seq, group.name), group.page_size
-    assert allocator.held(seq).unneeded[group.name] * size <= start <= stop <= len(pages) * size
+    first = allocator.held(seq).unneeded[group.name] * size
+    assert first <= start <= stop <= len(pages) * size, f"tokens {start} to {stop} have no page"
     return [pages[at // size] * size + at % size for at in range(start, stop)]
 
 

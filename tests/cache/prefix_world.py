@@ -10,6 +10,7 @@ from jaxkv.cache.page_allocator import PageAllocator
 from jaxkv.cache.prefix.index import PrefixIndex
 from jaxkv.cache.spec import ArraySpec, PagedSpec, group_layers
 from jaxkv.cache.variants import place, sampling
+from jaxkv.engine.integrity import check_books
 from jaxkv.errors import OutOfPages, OutOfStates
 from tests.cache.layouts import slots_of
 
@@ -123,7 +124,7 @@ class World:
             f"a hit of {match.num_tokens}, expected {expected}: {match.why}"
         )
         assert self.allocator.num_tokens(seq) == expected
-        assert self.free() == before
+        assert self.free() == before, "a hit took or gave back pages"
         self.live[seq] = Live(list(text), salt, keys, expected, expected)
         for group in self.groups:
             for position in self._seen(group, expected):
@@ -295,11 +296,15 @@ class World:
         if keep_prefix:
             assert self.all_kept() == before
         else:
-            assert not any(self.allocator.pool(group.name).kept for group in self.groups)
+            self._check_cleared()
 
     def clear(self):
         self.index.clear()
-        assert not any(self.allocator.pool(group.name).kept for group in self.groups)
+        self._check_cleared()
+
+    def _check_cleared(self):
+        kept = any(self.allocator.pool(group.name).kept for group in self.groups)
+        assert not kept, "pages are kept after a clear"
 
     # What must hold.
 
@@ -322,12 +327,15 @@ class World:
         live = self.live[seq]
         for group in self.groups:
             for position in self._seen(group, live.computed):
-                content, _ = self._slot(seq, group, position)
-                assert content == (self.weights, live.salt, tuple(live.text[: position + 1]))
+                content, _ = self._slot(seq, group, position) or (None, None)
+                wanted = self.weights, live.salt, tuple(live.text[: position + 1])
+                assert content == wanted, "a page holds another text than its sequence's"
+
+    def check_books(self):
+        check_books(self.allocator, self.index, self.allocator.open_sequences)
 
     def check(self):
-        self.allocator.check()
-        self.index.check()
+        self.check_books()
         for seq in self.live:
             self.check_contents(seq)
         for group in self.groups:
@@ -338,12 +346,11 @@ class World:
                     holders[page] = holders.get(page, 0) + 1
             kept_pages = {*kept.values(), *self.kept_otherwise(group.name)}
             pages = set(holders) | kept_pages
-            assert self.allocator.num_free(group.name) == self.allocator.pool(
-                group.name
-            ).num_total - len(pages)
+            pool = self.allocator.pool(group.name)
+            assert pool.num_free == pool.num_total - len(pages), "a page is neither free nor held"
             for page in pages:
                 wanted = holders.get(page, 0) + (page in kept_pages)
-                assert self.allocator.pool(group.name).references(page) == wanted
+                assert pool.references(page) == wanted
             if group.spec.window is None:
                 for salt, text in kept:
                     parent = text[: -group.page_size]
@@ -354,7 +361,10 @@ class World:
     def check_matches(self, texts):
         for salt, text in texts:
             match = self.index.match(text, self.index.keys(salt))
-            assert match.num_tokens == self.best(text, salt), (text, salt, match)
+            expected = self.best(text, salt)
+            assert match.num_tokens == expected, (
+                f"a hit of {match.num_tokens}, expected {expected}: {text}, {salt}, {match}"
+            )
             told = self.index.explain(text, salt)
             assert (told.num_reused, told.num_tokens) == (match.num_tokens, len(text))
 

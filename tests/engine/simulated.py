@@ -185,7 +185,7 @@ class SimulatedDevice:
         before = range(max(0, start - 1), start)
         chain = int(self._seen(group, arrays, table, before)[-1, 2]) if start else 0
         chains = chains_of(chain, tokens)
-        slots = self.write_slots(
+        slots = self._write_slots(
             fields, group, row, range(start, start + len(tokens)), places, turn
         )
         for position, token, chain, slot in zip(
@@ -209,14 +209,11 @@ class SimulatedDevice:
             raise WrongUse(f"{group.name}: row {row} reads another beginning")
         return chains
 
-    def write_slots(self, fields, group, row, positions, places, turn):
-        """Returns where a row's tokens are written: in later turns of several, where the table says."""
+    @staticmethod
+    def _write_slots(fields, group, row, positions, places, turn):
+        """Returns where a row's tokens are written: in later turns of several, as the page table has it."""
         if not turn:
             return fields[f"{group.name}.write_slots"][places.start : places.stop].tolist()
-        return self.slots_by_table(fields, group, row, positions)
-
-    @staticmethod
-    def slots_by_table(fields, group, row, positions):
         table, size = fields[f"{group.name}.page_table"][row], group.page_size
         return [int(table[at // size]) * size + at % size for at in positions]
 
@@ -232,7 +229,9 @@ class SimulatedDevice:
         )
         # Junk is not a number, so it differs from everything.
         if not (np.array_equal(one, other) and np.array_equal(one[:, 1], at)):
-            raise WrongUse(f"{group.name}: at {at} the pages {pages} hold {one} and {other}")
+            raise WrongUse(
+                f"{group.name}: other records are read at {at}: the pages {pages} hold {one} and {other}"
+            )
         return np.asarray(one).astype(np.int64)
 
     def _written(self, shape, fields, row, start, chains, places):

@@ -6,6 +6,14 @@ from tests.engine.simulated_engines import engine_of
 from tests.engine.simulated_requests import Faults, answer, groups_of_requests
 
 
+class WrongOutput(AssertionError):
+    """A request got other tokens, another end or other log-probabilities than the oracle's."""
+
+
+class WrongProgress(AssertionError):
+    """The schedule and the allocator have counted different tokens."""
+
+
 def check_books(engine):
     """Raises if allocator, index, host tier and schedule contradict themselves or each other."""
     allocator, running = engine.executor.allocator, engine.scheduler.running
@@ -14,11 +22,17 @@ def check_books(engine):
     integrity.check_books(allocator, engine.prefix, {one.number for one in running} | swap_ins)
     for sequence in running:
         held = allocator.held(sequence.number)
-        assert held.computed == sequence.computed
-        assert sequence.writable <= held.reserved
-        assert sequence.collected <= sequence.computed
-        assert sequence.pending >= 0
-        assert sequence.reserved < sequence.longest or sequence.reserved == 0
+        if not (
+            held.computed == sequence.computed
+            and sequence.writable <= held.reserved
+            and sequence.collected <= sequence.computed
+            and sequence.pending >= 0
+            and (sequence.reserved < sequence.longest or sequence.reserved == 0)
+        ):
+            raise WrongProgress(
+                f"sequence {sequence.number}: computed {sequence.computed}, but the allocator has {held.computed}; "
+                f"collected {sequence.collected}, writable {sequence.writable} of {held.reserved} reserved"
+            )
 
 
 def assert_all_is_free(engine):
@@ -101,18 +115,24 @@ class Play:
 
     def _compare(self, sequence, wanted):
         got = tuple(sequence.token_ids)
-        if sequence in self._aborted:
-            assert got == wanted.token_ids[: sequence.generated]
+        aborted = sequence in self._aborted
+        if sequence.error is not None and not (aborted or self._setting.fault_rate):
+            raise sequence.error
+        if sequence.error is not None or aborted:
+            _require_equal(got, wanted.token_ids[: sequence.generated])
             return
-        if sequence.error is not None:
-            assert self._setting.fault_rate, sequence.error
-            assert got == wanted.token_ids[: sequence.generated]
-            return
-        assert (got, sequence.reason) == (wanted.token_ids, wanted.reason)
+        _require_equal((got, sequence.reason), (wanted.token_ids, wanted.reason))
         if sequence.request.params.logprobs is not None:
             for told, (token, logprob) in zip(sequence.logprobs, wanted.logprobs, strict=True):
-                assert abs(told[token] - logprob) < 1e-6
+                if not abs(told[token] - logprob) < 1e-6:
+                    raise WrongOutput(f"log-probability {told[token]}, expected {logprob}")
         if sequence.pieces is not None:
             ids = [piece.token_id for piece in sequence.pieces if piece.token_id is not None]
-            assert ids == sequence.token_ids
-            assert sum(piece.finish_reason is not None for piece in sequence.pieces) == 1
+            _require_equal(ids, sequence.token_ids)
+            ends = sum(piece.finish_reason is not None for piece in sequence.pieces)
+            _require_equal(ends, 1)
+
+
+def _require_equal(got, wanted):
+    if got != wanted:
+        raise WrongOutput(f"got {got}, expected {wanted}")

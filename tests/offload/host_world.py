@@ -54,13 +54,14 @@ class HostWorld(HybridWorld):
         keys = self.index.keys(salt)
         limit = self.index.limit(text, None)
         length, _ = self.swaps.find(text, keys, limit)
-        assert length == self.best_of_both(text, salt)
+        expected = self.best_of_both(text, salt)
+        assert length == expected, f"both tiers find {length} tokens, expected {expected}"
         reused = self.index.match(text, keys).num_tokens
         before = self.free(), self.all_kept(), set(self.checkpoints()), self._references()
         made = self.swaps.begin(text, keys, limit, reused, len(text))
         if made is None:
             after = self.free(), self.all_kept(), set(self.checkpoints()), self._references()
-            assert after == before, "a swap-in that was refused changed something (S4-21, T-25)"
+            assert after == before, "a swap-in that was refused changed something"
             return False
         assert length > reused
         assert (made.length, made.gained) == (length, length - reused)
@@ -93,7 +94,7 @@ class HostWorld(HybridWorld):
             made, _, text, salt = one
             self.coming.remove(one)
             wasted = self.swaps.land(made)
-            assert not self.allocator.is_open(made.number)
+            assert not self.allocator.is_open(made.number), "a swap-in that ended holds its places"
             if wasted is None:
                 assert not at_once, "a swap-in that nothing came between was refused"
                 continue
@@ -144,11 +145,16 @@ class HostWorld(HybridWorld):
                 (group.name, set(self.held(seq, group.name))) for group in self.groups
             )
         }
+        chained = {group.name for group in self.groups if group.spec.window is None}
         super().fail(seq)
         self.flush()
         for name, pages in self.host_pages().items():
             left = {text for salt, text in pages if salt == live.salt}
             assert not held[name] & left, "a page of a failed sequence is still on the host"
+            if name in chained:
+                assert not any(text[: len(bad)] == bad for text in left for bad in held[name]), (
+                    "a page that follows one of a failed sequence is still on the host"
+                )
 
     def reset(self, *, keep_prefix):
         super().reset(keep_prefix=keep_prefix)
@@ -222,8 +228,7 @@ class HostWorld(HybridWorld):
     def check(self):
         self.flush()
         if self.coming:
-            self.allocator.check()
-            self.index.check()
+            self.check_books()
             for seq in self.live:
                 self.check_contents(seq)
         else:
@@ -235,7 +240,7 @@ class HostWorld(HybridWorld):
         # One that was lost while it came may have come again: then nobody waits for the new one.
         pinned = {id(entry) for made, *_ in self.coming for entry in made.entries}
         for entry in self.tier._entries.values():
-            assert (entry.pins > 0) == (id(entry) in pinned)
+            assert (entry.pins > 0) == (id(entry) in pinned), "pins and swap-ins do not agree"
 
     def best(self, text, salt):
         if not self.recurrent:
