@@ -95,7 +95,7 @@ def test_the_decode_program_uses_the_kernel(params):
 
 def test_cudnn_that_was_asked_for_attends_in_decode_steps(params):
     """S1-12: by name alone, and for models without windows; it rounds as the kernel does but for the order of sums."""
-    with pytest.raises(Unsupported, match="paged_attention in layer 1: has no window"):
+    with pytest.raises(Unsupported, match="paged_attention in layer 1: does not support window"):
         executor_of(MODEL.running("cudnn"), params)
     model = replace(MODEL, config=replace(MODEL.config, windows=(None,) * 3))
     executor = executor_of(model.running("cudnn"), params)

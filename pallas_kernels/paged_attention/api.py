@@ -1,4 +1,4 @@
-"""The door to `paged_attention`: one query per row over that row's pages."""
+"""Public entry point of `paged_attention`: decode attention, one query per row over that row's pages."""
 
 from typing import Literal, overload
 
@@ -70,40 +70,43 @@ def paged_attention(
     Float[Array, "rows heads head_dim"]
     | tuple[Float[Array, "rows heads head_dim"], Float[Array, "rows heads"]]
 ):
-    """Attends from one query per row, at position `seq_lens - 1`, to the keys in the row's pages.
+    """Computes softmax attention of one query per row, at position `seq_lens - 1`, over the keys in the row's pages.
+
+    Paged attention is vLLM's (Kwon et al., arXiv:2309.06180); grouped queries, windows, soft caps and sinks as in
+    Llama, Mistral, Gemma 2 and gpt-oss.
 
     Args:
         q: queries after rotary embedding.
-        k_pages: key pool; query head h reads key head `h // (heads // kv_heads)`. Places that no row can see
-            may hold anything, NaN included.
+        k_pages: key pool; query head h reads key head `h // (heads // kv_heads)`. Slots that no row can see may hold
+            any value, NaN included.
         v_pages: value pool, addressed like `k_pages`.
         page_table: int32 page ids of each row in order, padded with any valid id.
-        seq_lens: int32 keys of each row, the query's own included; 0 for a row that has no query.
-        scale: factor on the scores, usually `head_dim ** -0.5`.
-        window: number of keys that a query sees, counted back from itself; `None` for all.
-        soft_cap: bound of the scores by `soft_cap * tanh(scores / soft_cap)`; `None` for none.
-        sinks: one logit per head that joins the softmax's denominator and brings no value.
-        k_scales: for pages of float8_e4m3fn or int8, what each token's and head's keys are multiplied by; then q
-            may be of any floating dtype, which it otherwise shares with the pages.
+        seq_lens: int32 number of keys of each row, the query's own included; 0 for a row without a query.
+        scale: factor of the scores, usually `head_dim ** -0.5`.
+        window: number of most recent keys that a query sees, its own included; `None` for all.
+        soft_cap: replaces scores by `soft_cap * tanh(scores / soft_cap)`; `None` for no cap.
+        sinks: one logit per head that joins the softmax's denominator and has no value; `None` for none.
+        k_scales: float32 factor of each token's and head's keys, for pages of float8_e4m3fn or int8. With scales q
+            may have any floating dtype; without, q and the pages share one.
         v_scales: the same for values.
-        return_lse: also return the natural log of the denominator, sink included.
-        implementation: "mosaic_gpu", "xla", or `None` for the better one that can run; or "cudnn", NVIDIA's, whose
-            last bits differ now and then from run to run.
+        return_lse: whether to also return the natural logarithm of the denominator, sink included.
+        implementation: "mosaic_gpu", "xla", or `None` for the first of them that can run. "cudnn" (NVIDIA's cuDNN) runs
+            only when named; the last bits of its results vary from run to run.
 
     Returns:
-        The output in q's dtype, zeros for empty rows; with `return_lse`, also the log-sum-exp in float32,
-        `-inf` for empty rows.
+        The output in q's dtype, zeros for empty rows; with `return_lse`, also the log-sum-exp in float32, `-inf` for
+        empty rows.
 
     Raises:
         ValueError: shapes, dtypes or options do not fit.
-        Unsupported: the implementation asked for, or every one, cannot run; the message carries each reason.
+        Unsupported: the requested implementation, or every implementation, cannot run; the message lists the reasons.
     """
     options = {"window": window, "soft_cap": soft_cap}
     check_attention(q, k_pages, v_pages, sinks, k_scales, v_scales, scale=scale, **options)
     check_ids("page_table", page_table, (q.shape[0], None))
     check_ids("seq_lens", seq_lens, (q.shape[0],))
     arrays = tuple(map(jnp.asarray, (q, k_pages, v_pages, page_table, seq_lens)))
-    # To JAX `None` is a tree without leaves.
+    # `None` is an empty pytree, so absent options stay `None`.
     optional = {"sinks": sinks, "k_scales": k_scales, "v_scales": v_scales}
     options |= jax.tree.map(jnp.asarray, optional)
     reasons = {
@@ -112,7 +115,8 @@ def paged_attention(
         "cudnn": lambda: cudnn.why_not(*arrays, **options),
     }
     chosen = choose("paged_attention", reasons, implementation, by_name=["cudnn"])
-    # A window of all that a row can hold hides nothing, and what is counted with a larger one could pass 32 bits.
+    # A window of at least a row's capacity hides no key, and position arithmetic with a larger one could overflow
+    # int32.
     if window is not None and window >= page_table.shape[1] * k_pages.shape[1]:
         options["window"] = None
     if not q.size or not page_table.size:

@@ -1,4 +1,4 @@
-"""Shapes on which `paged_attention` is tested, measured and tuned. Host only."""
+"""Shapes on which `paged_attention` is tested, measured and tuned. Imports no JAX."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -13,8 +13,8 @@ class Case(AttentionCase):
     """One call of `paged_attention`.
 
     Attributes:
-        name: how tests and records call it.
-        seq_lens: keys of each row; 0 for an empty row.
+        name: the case's name in tests and benchmark records.
+        seq_lens: number of keys of each row; 0 for an empty row.
     """
 
     name: str
@@ -22,15 +22,15 @@ class Case(AttentionCase):
 
     @property
     def lengths(self) -> list[tuple[int, int]]:
-        """Queries and keys of each row; an empty row has none of either."""
+        """Number of queries and number of keys of each row; an empty row has none of either."""
         return [(min(1, seq_len), seq_len) for seq_len in self.seq_lens]
 
     def tables(self) -> dict[str, np.ndarray]:
-        """Returns the keys of each row."""
+        """Returns the int32 table of lengths by name."""
         return {"seq_lens": np.array(self.seq_lens, np.int32)}
 
     def owned(self) -> np.ndarray:
-        """Returns for each row's query whether the row has one."""
+        """Returns for each row whether it has a query."""
         return np.array(self.seq_lens) > 0
 
 

@@ -1,8 +1,8 @@
-"""`paged_attention` by NVIDIA's cuDNN, through what JAX keeps private of it. It runs only when it is named.
+"""`paged_attention` by NVIDIA's cuDNN, through a private module of JAX. It runs only when it is named.
 
-It keeps what the contract asks for but one promise: now and then the last bits of a row differ from run to run, by no
-more than rounding (NOTES.md). Its programs must not be compiled in several threads at once, since cuDNN captures a CUDA
-graph meanwhile.
+It meets the op's contract except for reproducibility: the last bits of a row sometimes differ from run to run, within
+rounding (NOTES.md). Its programs must not be compiled in parallel threads, because cuDNN captures a CUDA graph during
+compilation.
 """
 
 import importlib
@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.device import NEWEST_JAX, gpu_arch
 
 _MODULE = "jax._src.cudnn.fused_attention_stablehlo"
-# Older ones have no paged attention.
+# The first cuDNN version with paged attention, as major * 10000 + minor * 100.
 _OLDEST_VERSION = 90500
 _OLDEST_ARCH = 80
 
@@ -39,12 +39,12 @@ def why_not(
 
 
 def _refusal(q: Array, k_pages: Array, options: dict[str, object]) -> str | None:
-    """Returns what cuDNN lacks for such arguments."""
+    """Returns why cuDNN cannot run with these arguments, or `None` if it can."""
     head_dim, page_size = q.shape[-1], k_pages.shape[1]
-    # JAX would hand it a window, which it counts from another end: the answers are wrong.
+    # JAX would pass a window on, but cuDNN aligns it differently and the results are wrong.
     for name, given in options.items():
         if given is not None:
-            return f"has no {name} for one query over pages"
+            return f"does not support {name} in decode over pages"
     if q.dtype not in (jnp.bfloat16, jnp.float16):
         return f"q and the pages must be bfloat16 or float16, got {q.dtype}"
     if head_dim % 8 or head_dim > 256:
@@ -55,15 +55,13 @@ def _refusal(q: Array, k_pages: Array, options: dict[str, object]) -> str | None
 
 
 def _why_not_here() -> str | None:
-    """Returns what this machine or this JAX lacks."""
+    """Returns why cuDNN cannot run on this device with this JAX, or `None` if it can."""
     arch = gpu_arch()
     if arch is None or arch < _OLDEST_ARCH:
         found = "no NVIDIA GPU" if arch is None else f"sm{arch}"
         return f"needs an sm{_OLDEST_ARCH} GPU or newer, found {found}"
     if jax.__version_info__[:2] != NEWEST_JAX:
-        return (
-            f"uses what jax {'.'.join(map(str, NEWEST_JAX))} keeps private, found {jax.__version__}"
-        )
+        return f"uses a private module of jax {'.'.join(map(str, NEWEST_JAX))}, found {jax.__version__}"
     versions = importlib.import_module(_MODULE).cuda_versions
     if versions is None:
         return "needs cuDNN, which JAX did not find"
@@ -86,11 +84,11 @@ def paged_attention(
     Float[Array, "rows heads head_dim"]
     | tuple[Float[Array, "rows heads head_dim"], Float[Array, "rows heads"]]
 ):
-    """Attends from one query per row to the keys in the row's pages, as `api.paged_attention` says."""
+    """Implements `api.paged_attention` without window, soft cap, sinks and scales."""
     fused = importlib.import_module(_MODULE)
     nothing = jnp.zeros(0, q.dtype)
     table = page_table[:, None, :, None]
-    # JAX's own door, `paged_attention`, insists on pools of exactly rows * table_width pages.
+    # JAX's public function requires pools of exactly rows * table_width pages, so the private one below it is called.
     result = fused._dot_product_attention(
         q[:, None],
         k_pages,

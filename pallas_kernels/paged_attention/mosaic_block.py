@@ -1,11 +1,12 @@
-"""The Mosaic GPU kernel of `paged_attention` for Hopper: what one block does, from its page ids to its output.
+"""One block of the Mosaic GPU decode kernel of `paged_attention` for Hopper: TMA copies, online softmax, output.
 
-One block of one warpgroup serves one row, one key head and one share of the row's keys. Scores are computed
-transposed, keys by queries: a query group is far narrower than the 64 rows that wgmma wants on its left side, and
-keys fill them. The shares of a row are joined inside a cluster through shared memory, so no second kernel runs.
+A block has one warpgroup. It computes one row, one key head and one share of the row's keys (flash-decoding split-K,
+Dao et al., 2023). Scores are computed transposed, keys x queries: wgmma needs 64 rows on its left side, which a tile of
+keys fills and a group of queries would not. The blocks of a cluster combine their shares through distributed shared
+memory, so this needs no second kernel.
 
-Names: `m` is the running maximum and `total` the running sum of the softmax (base 2), `acc` the output so far, all
-with one column per query fetched. Refs to whole arrays are named like the arrays.
+Names: `m` is the running maximum and `total` the running sum of the softmax (base 2), `acc` the unnormalised output,
+each with one column per fetched query. Refs to whole arrays have the names of the arrays.
 """
 
 from collections.abc import Callable, Mapping
@@ -24,7 +25,7 @@ from pallas_kernels.paged_attention.mosaic_schedule import TILE, Geometry, Sched
 
 
 class Block:
-    """One block at work: its place in the grid, its share of the row's keys, and what it does with them."""
+    """One block: its indices in the grid, its range of key tiles [start, stop), and the steps of the kernel."""
 
     def __init__(
         self,
@@ -35,7 +36,7 @@ class Block:
     ) -> None:
         self.geometry, self.options, self.schedule = geometry, options, schedule
         self.refs = refs
-        # Unpacked queries leave their tile to the output.
+        # With 8-bit pages `q_tile` is free once the queries are converted, and holds the output.
         self.out_tile = refs["out_tile" if "out_tile" in refs else "q_tile"]
         self.row, self.kv_head = lax.axis_index("row"), lax.axis_index("kv_head")
         self.part = lax.axis_index("part")
@@ -53,7 +54,7 @@ class Block:
         self.stop = self.start_key // TILE + tiles * (self.share + 1) // shares
 
     def begin(self) -> None:
-        """Fetches the queries and as many tiles as there are slots."""
+        """Starts the copies of the queries and of the first `stages` tiles, and waits for the queries."""
         refs = self.refs
         queries = refs["q"].at[self.row, pl.ds(self.first_query, self.geometry.columns)]
         plgpu.copy_gmem_to_smem(queries, refs["q_tile"], refs["q_arrived"])
@@ -63,7 +64,7 @@ class Block:
         plgpu.barrier_wait(refs["q_arrived"])
 
     def end(self, m: Array, total: Array, acc: Array) -> None:
-        """Delivers the result of the block's share of the keys."""
+        """Normalises the share's result and writes it, or sends it to the cluster's first block."""
         out, lse = self.normalise(m, total, acc)
         if self.schedule.cluster == 1:
             self.write(out, lse)
@@ -71,21 +72,21 @@ class Block:
             self.join_shares(out, lse)
 
     def slot(self, tile: Array) -> Array:
-        """Returns the slot that a tile lies in."""
+        """Returns the pipeline stage that holds a tile."""
         return lax.rem(tile - self.start, jnp.int32(self.schedule.stages))
 
     def is_edge(self, tile: Array) -> Array:
-        """Tells whether a tile holds keys that the row must not see."""
+        """Returns whether a tile holds keys outside of the row's visible range."""
         return (tile * TILE < self.start_key) | ((tile + 1) * TILE > self.stop_key)
 
     def fetch_both(self, tile: Array, slot: Array | int) -> None:
-        """Starts the copies of a tile of keys and of values."""
+        """Starts the TMA copies of a tile of keys and of values."""
         pages = self.pages(tile)
         self.fetch("k", tile, slot, pages)
         self.fetch("v", tile, slot, pages)
 
     def pages(self, tile: Array) -> tuple[Array, ...]:
-        """Returns the ids of one tile's pages; in the place of one that holds no key to see stands one that does."""
+        """Returns the page ids of one tile; pages without a visible key are replaced by the nearest one with any."""
         page_size = self.geometry.page_size
         first, last = self.start_key // page_size, (self.stop_key - 1) // page_size
         entries = [tile * TILE // page_size + copy for copy in range(self.geometry.copies_per_tile)]
@@ -94,9 +95,9 @@ class Block:
         )
 
     def fetch(self, pool: str, tile: Array, slot: Array | int, pages: tuple[Array, ...]) -> None:
-        """Starts the copies of one tile from the "k" or "v" pool.
+        """Starts the TMA copies of one tile from the "k" or "v" pool into a stage.
 
-        Every warp must have passed a barrier since the slot was last read.
+        All warps must have passed a barrier since the last read of the stage.
         """
         refs, page_size = self.refs, self.geometry.page_size
         height = min(page_size, TILE)
@@ -109,10 +110,10 @@ class Block:
             )
 
     def initial_state(self, sink_scale: float = 0.0) -> tuple[Array, Array, Array]:
-        """Returns `m`, `total` and `acc` before any key; the first share counts the sinks as a key without value.
+        """Returns the initial `m`, `total` and `acc`; in the first share a sink counts as a key without value.
 
-        `total` keeps one sum per position in the tile, so that only its last sum crosses warps. A sink raises `m`
-        to `sink_scale` above itself, in units of log2.
+        `total` keeps one partial sum per position of the tile, so that the sums are reduced across warps only once, at
+        the end. With a sink, `m` starts at the sink plus `sink_scale`, in units of log2.
         """
         columns = self.geometry.columns
         m = plgpu.layout_cast(jnp.full((columns,), -jnp.inf, jnp.float32), PER_COLUMN)
@@ -128,25 +129,25 @@ class Block:
         return m, total, plgpu.layout_cast(acc, WGMMA)
 
     def positions(self, tile: Array, shape: tuple[int, ...], layout: Layout) -> Array:
-        """Returns the position in the sequence of each row of a tile."""
+        """Returns the position in the sequence of each key of a tile, along axis 0 of `shape`."""
         return plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=layout) + tile * TILE
 
     def shape_scores(self, scores: Array) -> Array:
-        """Scales and caps scores, in units of log2(e)."""
+        """Scales and caps scores, and multiplies them by log2(e) for exp2."""
         scale, cap = self.options.scale, self.options.soft_cap
         if cap is None:
             return scores * (scale * LOG2_E)
-        # The hardware's approximate tanh is wrong by up to 5e-4; this is as exact as its exp2 and division.
+        # tanh from exp2 and a division; the hardware's `tanh.approx` errs by up to 5e-4.
         scores = 1.0 - 2.0 / (jnp.exp2(scores * (2.0 * LOG2_E * scale / cap)) + 1.0)
         return scores * (cap * LOG2_E)
 
     def soften(
         self, m: Array, total: Array, scores: Array, tops: Array
     ) -> tuple[Array, Array, Array, Array]:
-        """Joins scores to the softmax; `tops` raise the maximum.
+        """Adds a tile's scores to the online softmax; the new maximum is over `m` and `tops`.
 
         Returns:
-            `m` and `total` with the tile, the weights of its keys, and what `acc` is to be multiplied by.
+            The new `m` and `total`, the weights of the tile's keys, and the factor of `acc`.
         """
         m_next = jnp.maximum(m, jnp.max(tops, axis=0))
         decay = jnp.exp2(m - m_next)
@@ -155,14 +156,14 @@ class Block:
         return m_next, total, p, over_rows(decay, self.geometry.head_dim)
 
     def multiply_values(self, values: Ref, p: Array, *, meanwhile: Callable[[], None]) -> Array:
-        """Returns the tile's values times their weights."""
+        """Returns the product of the tile's values with their weights; `meanwhile` runs while wgmma does."""
         weights = self.refs["p_tile"].transpose((1, 0))
         weights[...] = p.astype(self.geometry.operand)
         plgpu.commit_smem()
         return multiply(values.transpose((1, 0)), weights, meanwhile=meanwhile)
 
     def visible(self, tile: Array, shape: tuple[int, ...], layout: Layout = WGMMA) -> Array:
-        """Returns, for each row of the tile, whether the row of the call sees that key."""
+        """Returns for each key of the tile, along axis 0 of `shape`, whether the row sees it."""
         position = self.positions(tile, shape, layout)
         return (position >= self.start_key) & (position < self.stop_key)
 
@@ -174,7 +175,7 @@ class Block:
         return acc * over_rows(inverse, self.geometry.head_dim), lse
 
     def join_shares(self, out: Array, lse: Array) -> None:
-        """Sends the share to the first block of the cluster, which weighs all of them and writes the row's result."""
+        """Sends the share to the cluster's first block, which combines all shares and writes the row's result."""
         refs = self.refs
         for name, value in (("out", out), ("lse", over_rows(lse, TILE))):
             plgpu.async_store_smem(
@@ -189,7 +190,7 @@ class Block:
         pl.when(self.rank == 0)(self.write_joined)
 
     def write_joined(self) -> None:
-        """Weighs the cluster's shares and writes the row's result."""
+        """Waits for the cluster's shares, combines them by their log-sum-exps and writes the row's result."""
         refs, cluster = self.refs, range(self.schedule.cluster)
         plgpu.barrier_wait(refs["shares_arrived"])
         load = partial(plgpu.load, layout=WGMMA, optimized=False)
@@ -207,7 +208,7 @@ class Block:
         self.write(sum(outs[1:], outs[0]), jnp.max(top + jnp.log2(total), axis=0))
 
     def write(self, out: Array, lse: Array) -> None:
-        """Stores the group's queries, or all columns as they are if XLA joins them with other parts."""
+        """Stores the result: the group's heads, or with several parts all columns in float32 for XLA to combine."""
         refs, group = self.refs, self.geometry.group
         if "lse" in refs:
             refs["lse"][self.row, self.part, self.kv_head] = lse

@@ -1,6 +1,6 @@
-"""`paged_attention` as a Mosaic GPU kernel for Hopper: what it takes, and what XLA does around it.
+"""`paged_attention` on Hopper with a Mosaic GPU kernel: limits, padding before it and the split-K reduction after it.
 
-The kernel itself begins in mosaic_launch.py; how it shares out the keys is in mosaic_schedule.py.
+The kernel's launch is in mosaic_launch.py, its schedule in mosaic_schedule.py.
 """
 
 from collections.abc import Callable
@@ -55,13 +55,13 @@ def paged_attention(
     Float[Array, "rows heads head_dim"]
     | tuple[Float[Array, "rows heads head_dim"], Float[Array, "rows heads"]]
 ):
-    """Attends from one query per row to the keys in the row's pages, as `api.paged_attention` says.
+    """Implements `api.paged_attention`.
 
-    Page ids past a row's last page, or before its window, may be any number. With `interpret` it runs on the CPU,
-    slowly; reads out of bounds raise, and races are recorded.
+    Page ids past a row's last page, or before its window, may have any value. With `interpret` the kernel runs in
+    Pallas's interpreter on the CPU, slowly; reads out of bounds raise, and races are recorded.
 
     Raises:
-        ValueError: this kernel cannot take the shapes or dtypes.
+        ValueError: the kernel does not support the shapes or dtypes.
     """
     geometry = Geometry.of(q, k_pages)
     refusal = geometry.refusal()
@@ -96,15 +96,16 @@ def paged_attention(
 
 @dataclass(frozen=True)
 class Alone:
-    """The launch by itself, for a runtime other than XLA.
+    """The kernel's launch without XLA operations around it, for a caller such as the torch bridge.
 
     Attributes:
-        launch: of `(q, k_pages, v_pages, page_table, seq_lens)`, where q has `padded_heads` heads, zeros after its own.
-        padded_heads: of q.
-        columns: `None` if rows are not split; then the launch writes the output. Otherwise it writes shares of it,
-            float32 [rows, parts, kv_heads, head_dim, columns], and, in base 2, their log-sum-exps, [rows, parts,
-            kv_heads, columns], -inf where a part has no keys; and this says where the heads are among
-            `kv_heads * columns`, [heads].
+        launch: function of `(q, k_pages, v_pages, page_table, seq_lens)`. q has `padded_heads` heads; those after its
+            own are zeros.
+        padded_heads: number of heads that `launch` expects.
+        columns: `None` if rows are not split; then the launch returns the output. Otherwise it returns the parts'
+            outputs, float32 [rows, parts, kv_heads, head_dim, columns], and their log-sum-exps in base 2, float32
+            [rows, parts, kv_heads, columns], -inf for a part without keys. `columns`, [heads], is then the index of
+            each head in the flattened axes `kv_heads * columns`.
     """
 
     launch: Callable[..., list[Array]]
@@ -121,15 +122,18 @@ def alone(
     window: int | None = None,
     soft_cap: float | None = None,
 ) -> Alone | None:
-    """Returns the launch by itself, or `None` if this kernel does not run here, or needs its groups filled.
+    """Returns the launch without XLA operations around it.
+
+    The result is `None` if the kernel cannot run here, for 8-bit pages, and for shapes whose groups of heads XLA would
+    have to pad.
 
     Args:
         q: the queries, or their `jax.ShapeDtypeStruct`.
-        k_pages: likewise for the key pool, which the value pool is like.
-        table_width: pages that a row may have.
+        k_pages: the key pool, or its `jax.ShapeDtypeStruct`; the value pool has the same shape and dtype.
+        table_width: columns of the page table.
         scale: as in `paged_attention`.
-        window: likewise.
-        soft_cap: likewise.
+        window: as in `paged_attention`.
+        soft_cap: as in `paged_attention`.
     """
     geometry = Geometry.of(q, k_pages)
     if why_not_mosaic() or geometry.refusal() or geometry.stored is not None:
@@ -149,14 +153,14 @@ def alone(
 
 
 def _fill_groups(of_heads: Shaped[Array, "rows heads ..."], group: int, filled: int) -> Array:
-    """Appends zeros to each group of heads."""
+    """Pads each group of heads with zeros from `group` to `filled` heads."""
     rows, heads, *rest = of_heads.shape
     groups = of_heads.reshape(rows, heads // group, group, *rest)
     missing = [(0, 0), (0, 0), (0, filled - group), *[(0, 0)] * len(rest)]
     return jnp.pad(groups, missing).reshape(rows, heads // group * filled, *rest)
 
 
-# The layers of a model call this many times with equal shapes: under its own jit the kernel is lowered once.
+# A model's layers call this with equal shapes; under its own jit the kernel is lowered once for all of them.
 @partial(jax.jit, static_argnames=("options", "schedule", "want_lse", "interpret"))
 def attend(
     q: Float[Array, "rows heads head_dim"],
@@ -173,7 +177,7 @@ def attend(
     want_lse: bool,
     interpret: bool = False,
 ) -> tuple[Float[Array, "rows heads head_dim"], Float[Array, "rows heads"] | None]:
-    """Runs the kernel under a given schedule, then joins the parts if there are several."""
+    """Runs the kernel under a schedule, then combines the parts if there are several."""
     geometry = Geometry.of(q, k_pages)
     missing = geometry.padded_heads - geometry.heads
     operands = [jnp.pad(q, ((0, 0), (0, missing), (0, 0))), k_pages, v_pages, page_table, seq_lens]
@@ -196,7 +200,7 @@ def attend(
 def _heads_of_columns(
     stats: Float[Array, "rows parts kv_heads columns"], geometry: Geometry
 ) -> Float[Array, "rows parts heads"]:
-    """Drops the columns around each group."""
+    """Selects the heads' columns and drops the padding columns around each group."""
     rows, parts = stats.shape[:2]
     return stats.reshape(rows, parts, -1)[:, :, _columns_of_heads(geometry)]
 
@@ -212,7 +216,7 @@ def _join_parts(
     lse: Float[Array, "rows parts heads"],
     geometry: Geometry,
 ) -> tuple[Float[Array, "rows heads head_dim"], Float[Array, "rows heads"]]:
-    """Joins the shares of each row in float32; a share without keys has -inf in `lse` (base 2) and adds nothing."""
+    """Combines the parts of each row in float32; a part without keys has -inf in `lse` (base 2) and weight 0."""
     rows, parts = out.shape[:2]
     by_column = out.swapaxes(3, 4).reshape(rows, parts, -1, geometry.head_dim)
     by_head = by_column[:, :, _columns_of_heads(geometry)]

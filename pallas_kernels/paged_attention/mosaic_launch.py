@@ -1,4 +1,4 @@
-"""The Mosaic GPU kernel of `paged_attention` for Hopper as it is launched: grid, outputs, shared memory, barriers."""
+"""Launch of the Mosaic GPU kernel of `paged_attention`: grid, cluster, outputs, shared memory and mbarriers."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,7 +21,16 @@ from pallas_kernels.paged_attention.mosaic_wide import WideTiles
 
 @dataclass(frozen=True)
 class Kernel:
-    """The kernel for one geometry, one set of options and one schedule."""
+    """The kernel for one geometry, one set of options and one schedule.
+
+    Attributes:
+        geometry: sizes of heads and pages.
+        options: scale, window and soft cap.
+        schedule: clusters, parts and stages.
+        has_lse: whether the log-sum-exp is an output.
+        has_sinks: whether sinks are an input.
+        interpret: whether Pallas's interpreter runs the kernel on the CPU.
+    """
 
     geometry: Geometry
     options: Options
@@ -31,7 +40,7 @@ class Kernel:
     interpret: bool = False
 
     def build(self, rows: int) -> Callable[..., list[Array]]:
-        """Returns the function of arrays that launches the kernel."""
+        """Returns the function of arrays that launches the kernel for `rows` rows."""
         cluster = self.schedule.cluster
         clusters = {"cluster": (cluster,), "cluster_names": ("share",)} if cluster > 1 else {}
         return plgpu.kernel(
@@ -40,7 +49,7 @@ class Kernel:
             scratch_types=self._scratch(),
             grid=(rows, self.geometry.kv_heads, self.schedule.parts),
             grid_names=("row", "kv_head", "part"),
-            # `attend` and `fetch` say which barriers take the place of those that would be added.
+            # The kernel places its barriers itself; the tile loops and `Block.fetch` state which ones they rely on.
             compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
             interpret=interpreter(self.interpret),
             kernel_name="paged_attention",

@@ -1,4 +1,4 @@
-"""The sizes of the Mosaic GPU kernel of `paged_attention`, and how it shares out a row's keys. Traces nothing."""
+"""Geometry (sizes, limits) and schedule (clusters, split-K parts, stages) of `paged_attention`'s kernel; host code."""
 
 from dataclasses import dataclass, replace
 from math import ceil
@@ -17,30 +17,34 @@ from pallas_kernels.device import (
 )
 from pallas_kernels.tuning import choose
 
-# Keys that a block takes at once: the height of one wgmma.
+# Keys per tile: M of one wgmma.
 TILE = 64
-# Larger clusters need the driver's leave, and took twice as long to start.
+# Larger clusters are non-portable in CUDA, and took twice as long to start.
 MAX_CLUSTER = 8
-# Blocks at which clusters of four and more still start all at once: half of the multiprocessors.
+# Most blocks with which clusters of four and more all start at once: half of the SMs.
 _FEW_BLOCKS = 66
-# Elements of the output that a block can keep in registers: 32 a thread, among all else that it keeps.
+# Most elements of a block's accumulator: 32 registers per thread.
 MAX_ACCUMULATOR = 4096
-# The scratch of reductions, and barriers.
+# Shared memory of Mosaic's reductions, and of mbarriers.
 _OTHER_BYTES = 2048 + 256
-# Blocks whose registers a multiprocessor can hold: 128 of each thread.
+# Most resident blocks per SM: each thread has up to 128 registers.
 _MOST_RESIDENT = 4
-# Tiles of a share from which on a second launch, which joins more shares, takes less time than it saves; with 8 bits
-# a tile takes a block longer.
+# Least tiles per share for which a second launch, which combines more shares, saves more time than it costs. An 8-bit
+# tile takes longer, so its bound is lower.
 _LONG_SHARE, _LONG_PACKED_SHARE = 48, 24
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """The sizes that the kernel is built from.
+    """Sizes and dtypes that the kernel is specialised for.
 
     Attributes:
-        dtype: of queries and output.
-        stored: 8-bit dtype of keys and values that have scales; `None` if they are of `dtype`.
+        heads: query heads.
+        kv_heads: key heads.
+        head_dim: components of a head.
+        page_size: tokens per page.
+        dtype: dtype of queries and output.
+        stored: 8-bit dtype of keys and values with scales; `None` if they have `dtype`.
     """
 
     heads: int
@@ -52,7 +56,7 @@ class Geometry:
 
     @classmethod
     def of(cls, q: Array, k_pages: Array) -> "Geometry":
-        """Returns the sizes of these queries and pages."""
+        """Returns the geometry of these queries and pages."""
         stored = None if k_pages.dtype == q.dtype else k_pages.dtype
         return cls(q.shape[1], k_pages.shape[2], q.shape[2], k_pages.shape[1], q.dtype, stored)
 
@@ -66,21 +70,22 @@ class Geometry:
             return f"page_size must be 8, 16, 32 or a multiple of {TILE}, got {self.page_size}"
         if self.filled_group > self._most_columns:
             return (
-                f"at most {self._most_columns} queries of {self.head_dim} can share a key head, "
+                f"at most {self._most_columns} query heads of {self.head_dim} can share a key head, "
                 f"got {self.group}"
             )
         return None
 
     @property
     def group(self) -> int:
-        """Queries that share a key head."""
+        """Query heads that share a key head."""
         return self.heads // self.kv_heads
 
     @property
     def filled_group(self) -> int:
-        """Queries for each key head that the kernel is given: the group, or whole tiles where it could not hold more.
+        """Query heads per key head after padding by XLA; the group's own size if no padding is needed.
 
-        Groups that begin within a tile take parts of one tile more.
+        A group that does not start at a multiple of 8 heads spans one more tile of 8. If the accumulator has no
+        registers for that tile, XLA pads the groups to multiples of 8.
         """
         return self.group if self.columns <= self._most_columns else _whole_tiles(self.group)
 
@@ -90,36 +95,36 @@ class Geometry:
 
     @property
     def columns(self) -> int:
-        """Queries fetched for one key head: whole tiles of 8 around the group, wherever it starts."""
+        """Query heads fetched for one key head: the whole tiles of 8 that the group spans."""
         ends = [head * self.group % ROW_TILE + self.group for head in range(self.kv_heads)]
         return _whole_tiles(max(ends))
 
     @property
     def padded_heads(self) -> int:
-        """Heads after which no fetch leaves the array."""
+        """Number of heads to which q is padded, so that every fetch is within bounds."""
         last = (self.kv_heads - 1) * self.group // ROW_TILE * ROW_TILE
         return max(last + self.columns, _whole_tiles(self.heads))
 
     @property
     def pages_dtype(self) -> DTypeLike:
-        """Dtype of keys and values in memory."""
+        """Dtype of the pools."""
         return self.dtype if self.stored is None else self.stored
 
     @property
     def operand(self) -> DTypeLike:
-        """Dtype that products take; one instruction makes float16 of two numbers of 8 bits, none makes bfloat16."""
+        """Dtype of wgmma operands. 8-bit values become float16, since no instruction converts them to bfloat16."""
         return self.dtype if self.stored is None else jnp.float16
 
     @property
     def copies_per_tile(self) -> int:
-        """Pages that one tile of keys lies in."""
+        """Pages, and so TMA copies, per tile of keys."""
         return max(1, TILE // self.page_size)
 
     def shared_bytes(self, schedule: "Schedule") -> int:
-        """Returns the shared memory that one block asks for."""
+        """Returns the shared memory of one block in bytes."""
         tile, queries = TILE * self.head_dim, self.columns * self.head_dim
         arrays = [tile * jnp.dtype(self.pages_dtype).itemsize * schedule.stages] * 2
-        # Queries and output, or queries of both dtypes; weights.
+        # Queries and output (or queries in both dtypes), and weights.
         arrays += [2 * queries, 2 * queries, 2 * self.columns * TILE]
         if self.stored is not None:
             arrays.append(2 * tile)
@@ -132,12 +137,14 @@ class Geometry:
 
 @dataclass(frozen=True)
 class Schedule:
-    """How a row's keys are shared out: a function of static shapes only, so that rows never see each other.
+    """How a row's keys are split among blocks: `cluster * parts` shares.
+
+    It depends on static shapes only, so a row's result does not depend on the other rows.
 
     Attributes:
-        cluster: blocks that join their shares in shared memory.
-        parts: times as many shares, which XLA joins.
-        stages: tiles of keys and of values in flight in each block.
+        cluster: blocks of a cluster, which combine their shares in shared memory.
+        parts: clusters per row and key head, whose results XLA combines in a second launch.
+        stages: pipeline stages: tiles of keys and of values in flight per block.
     """
 
     cluster: int
@@ -146,13 +153,13 @@ class Schedule:
 
     @classmethod
     def of(cls, geometry: Geometry, rows: int, capacity: int, window: int | None) -> "Schedule":
-        """Takes what was measured to be fastest for such shapes on this device, or else what the rules say.
+        """Returns the tuned schedule for these shapes on this device, or else that of `by_rule`.
 
         Args:
             geometry: the sizes of heads and pages.
             rows: rows of the call.
-            capacity: keys that a row of the page table can hold.
-            window: keys that a row sees, if fewer.
+            capacity: most keys of a row: page table columns * page size.
+            window: sliding window in keys, or `None`.
         """
         return choose(
             "paged_attention",
@@ -166,11 +173,11 @@ class Schedule:
     def by_rule(
         cls, geometry: Geometry, rows: int, capacity: int, window: int | None
     ) -> "Schedule":
-        """Chooses what was fastest on an H200 for shapes like these (NOTES.md); arguments as in `of`."""
+        """Returns a schedule by rules fitted to measurements on an H200 (NOTES.md); arguments as in `of`."""
         tiles, pairs = tiles_of(capacity, window), rows * geometry.kv_heads
         cluster, parts = _fastest_cluster(geometry, pairs, tiles), 1
         wide = geometry.stored is None
-        # Blocks that unpack 8 bits wait for themselves more than for the memory.
+        # Blocks that convert 8-bit tiles are bound by latency rather than bandwidth, so all resident blocks are used.
         wanted = NUM_MULTIPROCESSORS * (1 if wide else _resident(geometry, cls(1, 1, 2)))
         long_share = _LONG_SHARE if wide else _LONG_PACKED_SHARE
         if 2 * pairs * cluster <= wanted and tiles >= long_share * cluster:
@@ -180,19 +187,22 @@ class Schedule:
         return cls(cluster, parts, stages)
 
     def is_possible(self, geometry: Geometry, tiles: int) -> bool:
-        """Tells whether the hardware can run it, and no share of a full row is empty."""
+        """Returns whether the schedule fits the hardware and leaves no share of a full row empty."""
         if min(self.cluster, self.parts, self.stages) < 1 or self.cluster > MAX_CLUSTER:
             return False
         shares = self.cluster * self.parts
         return (shares == 1 or shares <= tiles) and _fits(geometry, self)
 
     def without_clusters(self) -> "Schedule":
-        """The same shares for the interpreter, which has no stores into another block's shared memory."""
+        """Returns the schedule with parts instead of clusters, for the interpreter.
+
+        The interpreter has no stores into another block's shared memory.
+        """
         return replace(self, cluster=1, parts=self.cluster * self.parts)
 
 
 def shape_class(geometry: Geometry, rows: int, capacity: int, window: int | None) -> str:
-    """Returns the name of the shapes that share a tuned schedule: rows and reach are rounded up to powers of two."""
+    """Returns the shape class, the key of tuned schedules; rows and keys are rounded up to powers of two."""
     keys = _round_up_to_power(tiles_of(capacity, window) * TILE)
     return (
         f"rows {_round_up_to_power(rows)} keys {keys} heads {geometry.heads}/{geometry.kv_heads}x"
@@ -201,7 +211,7 @@ def shape_class(geometry: Geometry, rows: int, capacity: int, window: int | None
 
 
 def _whole_tiles(rows: int) -> int:
-    """Rounds rows up to whole tiles."""
+    """Rounds up to a multiple of 8."""
     return ceil(rows / ROW_TILE) * ROW_TILE
 
 
@@ -215,10 +225,10 @@ def _round_up_to_power(number: int) -> int:
 
 
 def _fastest_cluster(geometry: Geometry, pairs: int, tiles: int) -> int:
-    """Returns how many blocks share a row's keys without a second launch.
+    """Returns the cluster size: the number of blocks that split a row's keys without a second launch.
 
-    Clusters of four and more leave some multiprocessors without a block, and a grid of them that fills the GPU runs
-    in two waves; a batch that fills the GPU anyway has its longest rows cut, so that none ends long after the rest.
+    Clusters of four and more leave some SMs without a block, and a grid of them that fills the GPU runs in two waves.
+    In a batch that fills the GPU with single blocks, long rows are split in two to shorten the tail.
     """
     cluster = 1
     while 2 * cluster <= min(MAX_CLUSTER, tiles):
@@ -233,9 +243,9 @@ def _fastest_cluster(geometry: Geometry, pairs: int, tiles: int) -> int:
 
 
 def _best_stages(geometry: Geometry, shares: Schedule, pairs: int, tiles: int) -> int:
-    """Returns how many tiles to keep in flight: three, or two if then the last wave of blocks is fuller.
+    """Returns the number of stages: three, or two if the last wave of blocks is then fuller.
 
-    Two are enough where a tile takes longer to be worked on than to be fetched.
+    For 8-bit pages two are enough, since computing on a tile takes longer than fetching it.
     """
     blocks = pairs * shares.cluster * shares.parts
     most = min(3 if geometry.stored is None else 2, ceil(tiles / (shares.cluster * shares.parts)))
@@ -254,11 +264,11 @@ def _best_stages(geometry: Geometry, shares: Schedule, pairs: int, tiles: int) -
 
 
 def _resident(geometry: Geometry, schedule: Schedule) -> int:
-    """Returns how many blocks a multiprocessor works on at once."""
+    """Returns the number of resident blocks per SM."""
     per_block = geometry.shared_bytes(schedule) + RESERVED_BYTES_PER_BLOCK
     return max(1, min(_MOST_RESIDENT, SHARED_BYTES // per_block))
 
 
 def _fits(geometry: Geometry, schedule: Schedule) -> bool:
-    """Tells whether a block finds the shared memory that it asks for."""
+    """Returns whether a block's shared memory is within the limit."""
     return geometry.shared_bytes(schedule) <= SHARED_BYTES_PER_BLOCK

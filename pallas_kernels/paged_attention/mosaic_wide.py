@@ -1,4 +1,4 @@
-"""The loop of the decode kernel over keys and values of 16 bits, which products take as they were fetched."""
+"""The decode kernel's loop over tiles of 16-bit keys and values, which wgmma reads directly from their stages."""
 
 from functools import partial
 from typing import Any
@@ -14,24 +14,25 @@ from pallas_kernels.paged_attention.mosaic_block import Block
 
 
 class WideTiles:
-    """The tiles of a block's share."""
+    """The loop over the tiles of a block's share."""
 
     def __init__(self, block: Block) -> None:
         self.block = block
 
     def attend(self) -> tuple[Array, Array, Array]:
-        """Takes all tiles into the softmax; returns `m`, `total` and `acc`."""
+        """Runs the online softmax over all tiles; returns `m`, `total` and `acc`."""
         block = self.block
         no_pages = (jnp.int32(0),) * block.geometry.copies_per_tile
         state = (*block.initial_state(), no_pages)
-        m, total, acc, _ = lax.fori_loop(block.start, block.stop, self._take, state)
+        m, total, acc, _ = lax.fori_loop(block.start, block.stop, self._process_tile, state)
         return m, total, acc
 
-    def _take(self, tile: Array, state: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Takes one tile.
+    def _process_tile(self, tile: Array, state: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Processes one tile and refills its stages while products run.
 
-        Copies into the slots that it frees start while a product runs, from page ids read long before: for keys
-        at once, behind the maximum, which crosses warps; for values in the next call, behind a barrier of its own.
+        Page ids for the refill are loaded at the top, long before their use. Keys are refilled during the second
+        product: the maximum's reduction across warps has already synchronised all reads of them. Values are refilled
+        during the first product of the next iteration, after a barrier of their own.
         """
         block, refs = self.block, self.block.refs
         m, total, acc, pages_before = state
@@ -45,11 +46,11 @@ class WideTiles:
             meanwhile=partial(self._refill_values, tile, pages_before),
         )
         scores = block.shape_scores(scores)
-        scores = lax.cond(at_edge, partial(self._hide, tile, scores), lambda: scores)
+        scores = lax.cond(at_edge, partial(self._mask_hidden, tile, scores), lambda: scores)
         m, total, p, decay = block.soften(m, total, scores, scores)
         plgpu.barrier_wait(refs["v_arrived"].at[slot])
         values = refs["v_tiles"].at[slot]
-        pl.when(at_edge)(partial(self._clear_hidden, tile, values))
+        pl.when(at_edge)(partial(self._zero_hidden, tile, values))
 
         def refill_keys() -> None:
             pl.when(later < block.stop)(partial(block.fetch, "k", later, slot, pages))
@@ -58,7 +59,7 @@ class WideTiles:
         return m, total, acc * decay + update, pages
 
     def _refill_values(self, tile: Array, pages: tuple[Array, ...]) -> None:
-        """Starts the copy of values into the slot of the tile before."""
+        """Starts the copy of values into the stage of the previous tile."""
         block = self.block
         later = tile - 1 + block.schedule.stages
 
@@ -67,11 +68,11 @@ class WideTiles:
             plgpu.commit_smem()
             block.fetch("v", later, block.slot(later), pages)
 
-    def _hide(self, tile: Array, scores: Array) -> Array:
+    def _mask_hidden(self, tile: Array, scores: Array) -> Array:
         return jnp.where(self.block.visible(tile, scores.shape), scores, -jnp.inf)
 
-    def _clear_hidden(self, tile: Array, values: Ref) -> None:
-        """Zeroes values that the row must not see: a weight of zero does not silence a NaN."""
+    def _zero_hidden(self, tile: Array, values: Ref) -> None:
+        """Zeroes hidden values, because 0 * NaN is NaN."""
         loaded = plgpu.load(values, layout=WGMMA)
         visible = self.block.visible(tile, loaded.shape)
         values[...] = jnp.where(visible, loaded, jnp.zeros_like(loaded))

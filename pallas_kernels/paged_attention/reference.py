@@ -1,4 +1,4 @@
-"""What `paged_attention` means: softmax attention of one query per row over that row's pages, in float32."""
+"""Reference of `paged_attention`: softmax attention of one query per row over that row's pages, in float32."""
 
 import jax
 import jax.numpy as jnp
@@ -19,11 +19,10 @@ def paged_attention(
     k_scales: Float[Array, "pages page_size kv_heads"] | None = None,
     v_scales: Float[Array, "pages page_size kv_heads"] | None = None,
 ) -> tuple[Float[Array, "rows heads head_dim"], Float[Array, "rows heads"]]:
-    """Returns the output and the natural log of the softmax's denominator, both in float32.
+    """Returns the output and the natural logarithm of the softmax's denominator, both in float32.
 
-    The query of row r is at position `seq_lens[r] - 1` and sees that position and those before it, the last
-    `window` of them if there is a window. A head's sink is one more logit in the denominator, with no value.
-    An empty row gives zeros and `-inf`.
+    The query of row r is at position `seq_lens[r] - 1`. It sees that position and all before it, or the last `window`
+    of them. A head's sink is one more logit of the denominator, without a value. An empty row gives zeros and `-inf`.
     """
     rows, heads, _ = q.shape
     group = heads // k_pages.shape[2]

@@ -1,12 +1,13 @@
-"""`paged_attention` in plain XLA: gathers each row's pages and lets two batched products do the rest."""
+"""`paged_attention` in plain XLA: gathers each row's pages, then two batched products and a softmax."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
 from pallas_kernels.packed.tile_attention import attend_tiles
 
-# Decode is worth one straight run of kernels (one CUDA graph) up to this much temporary memory; beyond, keys
-# are visited in blocks.
+# Up to this much temporary memory, decode is one sequence of kernels (one CUDA graph). Beyond it, a loop visits the
+# keys
+# in blocks.
 TEMPORARY_BYTES = 2 << 30
 
 
@@ -25,7 +26,7 @@ def paged_attention(
     v_scales: Float[Array, "pages page_size kv_heads"] | None = None,
     temporary_bytes: int = TEMPORARY_BYTES,
 ) -> tuple[Float[Array, "rows heads head_dim"], Float[Array, "rows heads"]]:
-    """Returns the output in q's dtype and the log-sum-exp in float32: one tile of one query per row."""
+    """Implements `api.paged_attention` with one query tile per row; returns output and float32 log-sum-exp."""
     out, lse = attend_tiles(
         q[:, None],
         k_pages,

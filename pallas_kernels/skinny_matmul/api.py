@@ -121,7 +121,7 @@ def _check(
         if array is not None:
             check_shape(name, array, wanted[name])
     if not jnp.issubdtype(x.dtype, jnp.floating):
-        raise ValueError(f"x must be floating, got {x.dtype}")
+        raise ValueError(f"x must have a floating dtype, got {x.dtype}")
     packed = jnp.dtype(weight.dtype).name in LARGEST
     if packed != (scales is not None):
         raise ValueError(

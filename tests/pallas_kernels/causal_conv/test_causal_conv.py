@@ -161,8 +161,8 @@ def test_tables_that_would_race_are_refused(as_in_production):
     )
     refused("state 3 for rows 0 and 1", read_states=ids([0, 0]), write_states=ids([3, 3]))
     kept = {"snapshot_ends": ids([2, 3]), "read_states": ids([1, 0]), "write_states": ids([2, 3])}
-    refused("names state 1, which this call reads", **kept, snapshot_states=ids([4, 1]))
-    refused("names state 4, which this call reads", **kept, snapshot_states=ids([4, 4]))
+    refused("names state 1, which this call also reads", **kept, snapshot_states=ids([4, 1]))
+    refused("names state 4, which this call also reads", **kept, snapshot_states=ids([4, 4]))
     kept["snapshot_ends"] = ids([3, 2])
     refused(r"must increase .* \[3, 2\]", **kept, snapshot_states=ids([4, 5]))
 

@@ -150,7 +150,7 @@ def test_it_takes_every_group_up_to_sixteen():
                 assert geometry.refusal() is None
                 filled = dataclasses.replace(geometry, heads=kv_heads * geometry.filled_group)
                 assert filled.columns * head_dim <= MAX_ACCUMULATOR
-    assert "at most 16 queries of 256" in Geometry(17, 1, 256, 16, jnp.bfloat16).refusal()
+    assert "at most 16 query heads of 256" in Geometry(17, 1, 256, 16, jnp.bfloat16).refusal()
 
 
 LOWERED = {
