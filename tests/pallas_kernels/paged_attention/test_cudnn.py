@@ -47,7 +47,11 @@ def test_it_takes_what_it_was_seen_to_do_right(on_gpu):
         ({}, {"window": 4}, "does not support window"),
         ({}, {"soft_cap": 4.0}, "does not support soft cap"),
         ({}, {"sinks": jnp.zeros(4)}, "does not support sinks"),
-        ({}, {"k_scales": jnp.zeros((3, 16, 2)), "v_scales": jnp.zeros((3, 16, 2))}, "no scales"),
+        (
+            {},
+            {"k_scales": jnp.zeros((3, 16, 2)), "v_scales": jnp.zeros((3, 16, 2))},
+            "does not support scales",
+        ),
         ({"head_dim": 68}, {}, "multiple of 8 up to 256, got 68"),
         ({"head_dim": 264}, {}, "multiple of 8 up to 256, got 264"),
         ({"page_size": 48}, {}, "power of two, got 48"),
