@@ -137,7 +137,7 @@ def the_copy_is_never_asked_for(patch):
 
 @DEFECTS(AssertionError, "a failed reserve changed something|more pages were evicted")
 def a_failed_reserve_keeps_what_it_took(patch):
-    """T-25: Megatron #6091."""
+    """Megatron #6091: an allocation that fails is partially consumed."""
 
     def make(reserve):
         def partial(books, seq, num_tokens):

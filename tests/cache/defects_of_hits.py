@@ -32,7 +32,7 @@ def wrong_hits(patch, make):
 
 @DEFECTS(AssertionError, "a hit of")
 def a_hit_covers_the_last_token_too(patch):
-    """S1-18: vLLM #3239, an empty step."""
+    """vLLM #3239: the step is empty."""
     wrong_hits(patch, lambda best: lambda lookups, limit: best(lookups, limit + 1))
 
 
@@ -57,13 +57,12 @@ def a_hit_is_rounded_down_to_pages(patch):
 
 @DEFECTS(AssertionError, "a hit of")
 def one_group_decides_for_all(patch):
-    """T-24's cause: the first group's hit is taken for everyone's."""
+    """The hit of the first group is taken for the hit of all."""
     wrong_hits(patch, lambda best: lambda lookups, limit: best(lookups[:1], limit))
 
 
 @DEFECTS(AssertionError, "have no page|a hit of")
 def a_window_is_one_token_narrower(patch):
-    """S2-11."""
 
     def needs(rule, length):
         first = 0 if rule.window is None else max(0, length - max(1, rule.window - 2))
@@ -79,7 +78,7 @@ def a_window_needs_every_page(patch):
 
 @DEFECTS(AssertionError, "a hit of")
 def a_page_that_is_missing_in_the_middle_is_not_noticed(patch):
-    """A hit is judged by its last page."""
+    """The last page alone decides whether a hit is complete."""
 
     def accepts(lookup, length):
         needed = lookup.rule.needs(length)

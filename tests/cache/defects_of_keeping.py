@@ -14,7 +14,7 @@ DEFECTS = Defects()
 
 @DEFECTS(AssertionError, "a page is kept without the one before it")
 def any_page_may_be_evicted(patch):
-    """T-27: Megatron #5822 evicted parents before children."""
+    """Megatron #5822 evicted parents before children."""
     wrap(
         patch,
         PrefixTree,
@@ -36,7 +36,7 @@ def only_leaves_go_even_before_a_window(patch):
 
 @DEFECTS(AssertionError, "a failed reserve changed something")
 def pages_in_use_are_evicted(patch):
-    """T-26: pinned pages count as room."""
+    """Pinned pages count as room."""
     wrap(
         patch,
         PrefixTree,
@@ -67,7 +67,7 @@ def one_page_too_few_is_evicted(patch):
 
 @DEFECTS(AssertionError, "a failed eviction evicted|a failed reserve changed")
 def a_failed_eviction_evicts(patch):
-    """T-25: partially consumed on failure."""
+    """An eviction that fails is partially consumed."""
 
     def make(reclaim):
         def eager(index, missing, rewritten):
@@ -160,27 +160,27 @@ def a_page_that_is_not_full_is_kept(patch):
 
 @DEFECTS(scene=test_prefix_keys.test_different_texts_have_different_keys)
 def keys_are_cut_short(patch):
-    """T-23: collisions of short hashes (vLLM #12621, Megatron #4158)."""
+    """Short hashes collide (vLLM #12621, Megatron #4158)."""
     for module in (prefix_keys,):
         wrap(patch, module, "hash_parts", lambda whole: lambda *parts: whole(*parts)[:1])
 
 
 @DEFECTS(scene=test_prefix_keys.test_different_texts_have_different_keys)
 def keys_hash_the_sum_of_their_tokens(patch):
-    """T-23: Megatron #4158, +31 and -1."""
+    """Megatron #4158: +31 in one token and -1 in the next give the same key."""
     patch.setattr(prefix_keys, "encode_tokens", lambda tokens: bytes([sum(tokens) % 256]))
 
 
 @DEFECTS(scene=test_prefix_keys.test_different_texts_have_different_keys)
 def keys_do_not_chain(patch):
-    """S5-36: a page is found whatever came before it."""
+    """A page is found after any other page."""
     for module in (prefix_keys, prefix_tree):
         wrap(patch, module, "page_key", lambda make: lambda parent, tokens: make(b"", tokens))
 
 
 @DEFECTS(AssertionError, "a hit of|a page that was computed is not kept")
 def the_salt_is_ignored(patch):
-    """reliability S5, vLLM #51899."""
+    """vLLM #51899."""
     wrap(
         patch,
         PageKeys,
@@ -191,7 +191,7 @@ def the_salt_is_ignored(patch):
 
 @DEFECTS(scene=test_prefix_keys.test_different_texts_have_different_keys)
 def keys_ignore_the_page_size(patch):
-    """T-23: one chain of keys for groups of different pages."""
+    """Groups of different page sizes have one chain of keys."""
     wrap(
         patch,
         PageKeys,
@@ -202,7 +202,7 @@ def keys_ignore_the_page_size(patch):
 
 @DEFECTS(AssertionError, "a hit of|a page that was computed is not kept")
 def the_tokens_are_not_compared(patch):
-    """T-23: a hit on the digest alone, of one byte."""
+    """A hit on the digest alone, of one byte."""
 
     def find(tree, key):
         return tree._nodes.get(key.digest)
@@ -213,7 +213,7 @@ def the_tokens_are_not_compared(patch):
 
 @DEFECTS(CorruptBooks)
 def the_last_page_of_a_name_replaces_the_first(patch):
-    """S5-35: registration is not idempotent."""
+    """Registration is not idempotent."""
 
     def make(add):
         def replace(tree, key, page, index, tick):
@@ -229,13 +229,13 @@ def the_last_page_of_a_name_replaces_the_first(patch):
 
 @DEFECTS(AssertionError, "a hit of")
 def every_page_of_a_sequence_is_kept_again(patch):
-    """S5-35: a duplicate gets an entry of its own."""
+    """A duplicate gets an entry of its own."""
     patch.setattr(PrefixTree, "find", lambda tree, key: None)
 
 
 @DEFECTS(CorruptBooks)
 def removing_a_page_removes_its_equals(patch):
-    """T-22: the entry of another page with the same tokens goes too."""
+    """The entry of another page with the same tokens goes too."""
 
     def make(remove):
         def greedy(tree, node, tick):
@@ -277,7 +277,7 @@ def a_clear_leaves_the_references(patch):
 
 @DEFECTS(scene=test_prefix_ends.test_a_sequence_that_began_before_a_clear_publishes_nothing)
 def a_clear_begins_no_epoch(patch):
-    """Fault row 33: stale pages are published after the weights changed."""
+    """Stale pages are published after the weights changed."""
 
     def make(clear):
         def same(index):
@@ -291,7 +291,7 @@ def a_clear_begins_no_epoch(patch):
 
 @DEFECTS(AssertionError, "a page of a failed sequence is still kept")
 def a_failed_sequence_leaves_its_pages(patch):
-    """Fault row 8: NaN is served to others (vLLM #50283)."""
+    """NaN is served to others (vLLM #50283)."""
     patch.setattr(PrefixIndex, "withdraw", lambda index, seq: 0)
 
 
@@ -307,7 +307,7 @@ def what_follows_a_failed_page_stays(patch):
 
 @DEFECTS(scene=test_prefix_groups.test_recurrent_groups_skip_nothing_without_a_checkpoint)
 def recurrent_groups_are_skipped(patch):
-    """T-24: vLLM #47491."""
+    """vLLM #47491: pages make a hit though the state is missing."""
 
     def make(init):
         def bold(index, layout, books, **options):

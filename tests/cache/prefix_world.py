@@ -233,7 +233,7 @@ class World:
         assert added == 0
 
     def free_out_of_window(self, seq):
-        """Gives back what the windows have passed, as far as is known to be good: S2-08, S2-10, S2-19."""
+        """Gives back the pages before every window, as far as their steps were collected."""
         live, kept = self.live[seq], self.all_kept()
         before = {group.name: self.allocator.pages(seq, group.name) for group in self.groups}
         self.allocator.free_out_of_window(seq, live.collected)

@@ -26,7 +26,6 @@ def plan(budget_bytes, layout=None, max_sequences=3):
 
 @pytest.mark.parametrize("bundles", [1, 2, 17])
 def test_pages_are_exact_at_the_boundary_of_a_byte(bundles):
-    """S4-11."""
     boundary = states_of(3) + bundles * BUNDLE
     exact, more = plan(boundary), plan(boundary + 1)
     assert exact.counts == {"gqa": bundles, "odd": 2 * bundles, "mamba2": 4, "sampling": 4}
@@ -39,7 +38,7 @@ def test_pages_are_exact_at_the_boundary_of_a_byte(bundles):
 
 
 def test_a_budget_short_of_one_page_is_refused_with_the_numbers():
-    """S4-11: one byte short of the least."""
+    """The budget is one byte short of the least."""
     least = states_of(3) + BUNDLE
     message = f"at least {least:,} bytes .* but the budget is {least - 1:,}"
     with pytest.raises(ValueError, match=message):
@@ -52,7 +51,7 @@ def test_a_budget_short_of_one_page_is_refused_with_the_numbers():
     page_sizes=st.lists(st.sampled_from([1, 2, 3, 8, 16]), min_size=1, max_size=3),
 )
 def test_the_arrays_take_the_bytes_that_the_budget_says(budget, max_sequences, page_sizes):
-    """S4-11: the sum over specs equals the sum over arrays, and one more bundle would not fit."""
+    """The bytes of the specs are those of the arrays, and one more bundle would not fit."""
     specs = [
         gqa(heads + 1, 2, dtype="bfloat16", page_size=size) for heads, size in enumerate(page_sizes)
     ]

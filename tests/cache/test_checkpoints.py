@@ -1,4 +1,4 @@
-"""Checkpoints of recurrent groups, one scene each: who goes first, what goes with what, what they cost (S5)."""
+"""Checkpoints of recurrent groups, one scene each: who goes first, what goes with what, what they cost."""
 
 import jaxtyping
 import pytest
@@ -48,7 +48,7 @@ def lengths(world):
 
 
 def test_pages_and_states_are_matched_apart_and_the_states_decide():
-    # S5-01, T-24: three pages and a state after the first: one page is skipped.
+    # Three pages and a state after the first: one page is skipped.
     world = world_of()
     leave(world, [0, 1], [0, 1, 0, 1, 1, 1])
     (one,) = [one for one in world.index._states.kept if one.length == 6]
@@ -61,7 +61,7 @@ def test_pages_and_states_are_matched_apart_and_the_states_decide():
 
 
 def test_a_hit_that_no_state_covers_cannot_be_made_up():
-    # T-24, S5-38: neither without a state, nor with one that is not kept.
+    # A match is refused without a state, and with one that is not kept.
     world = world_of()
     leave(world, [0, 1])
     page = next(iter(world.allocator.pool("group0").kept))
@@ -73,7 +73,7 @@ def test_a_hit_that_no_state_covers_cannot_be_made_up():
 
 
 def test_the_longest_unused_that_nobody_reads_goes_first():
-    # S5-06: of three, the first is read, the second was used last.
+    # Of three, the first is read, the second was used last.
     world = world_of()
     leave(world, [0, 0], [0, 1], [1, 1])
     world.adopt([0, 0, 1, 1])
@@ -84,7 +84,7 @@ def test_the_longest_unused_that_nobody_reads_goes_first():
 
 
 def test_as_many_go_as_are_asked_for():
-    # S5-07: of four, used in the order 3, 0, 2, 1, two go.
+    # Of four, used in the order 3, 0, 2, 1, two go.
     world = world_of(checkpoints=4)
     texts = [[0, 0], [0, 1], [1, 0], [1, 1]]
     leave(world, *texts)
@@ -95,7 +95,7 @@ def test_as_many_go_as_are_asked_for():
 
 
 def test_when_every_state_is_in_use_nothing_is_taken():
-    # S5-08, S5-37, T-25, T-26: what a match pins is no room, in any of two groups.
+    # Units that a match pins do not count as room, in either of two groups.
     world = world_of(states=4, groups=2)
     leave(world, [0, 0, 1])
     one, other = (world.adopt([0, 0, 1, index]) for index in range(2))
@@ -114,7 +114,7 @@ def test_when_every_state_is_in_use_nothing_is_taken():
 
 
 def test_two_of_the_same_text_leave_one_checkpoint():
-    # S5-10, S5-35: in one step, and one after the other.
+    # They end in one step, and one after the other.
     world = world_of()
     seqs = [world.adopt([0, 1, 1]) for _ in range(2)]
     free = world.allocator.num_free("state0")
@@ -131,7 +131,7 @@ def test_two_of_the_same_text_leave_one_checkpoint():
 
 
 def test_checkpoints_come_and_go_without_a_trace():
-    # S5-04, S5-05, S5-11: a hundred times; what is found is what was left last.
+    # A hundred times, the checkpoint that is found is the one that was left last.
     world = world_of()
     free = world.free()
     for _ in range(100):
@@ -143,7 +143,7 @@ def test_checkpoints_come_and_go_without_a_trace():
 
 
 def test_a_page_takes_the_checkpoints_after_it_along():
-    # S5-12: and a checkpoint's own page, and its state, are free again.
+    # The checkpoint's own page and its state are free again.
     world = world_of(pages=6)
     leave(world, [0, 1, 1])
     assert world.allocator.num_free("state0") == 7
@@ -155,7 +155,6 @@ def test_a_page_takes_the_checkpoints_after_it_along():
 
 
 def test_states_go_without_the_pages():
-    # S5-13
     world = world_of()
     leave(world, [0, 1, 1, 0])
     world.evict("state0", 1)
@@ -165,7 +164,7 @@ def test_states_go_without_the_pages():
 
 @pytest.mark.parametrize(("most", "wanted"), [(8, 8), (7, 5), (5, 5), (4, 2), (1, 0)])
 def test_a_shorter_hit_is_the_least_that_all_groups_allow(most, wanted):
-    # S5-45: whoever drops tokens goes back to where pages and states are both there, never to one of them.
+    # A sequence that drops tokens goes back to a place that has both pages and states.
     world = world_of(checkpoints=4)
     text = [0, 1, 1, 0, 0, 1, 0, 1]
     leave(world, text[:2], text[:5], text)
@@ -174,7 +173,7 @@ def test_a_shorter_hit_is_the_least_that_all_groups_allow(most, wanted):
 
 
 def test_what_a_sequence_makes_never_costs_it_what_it_made_before():
-    # S5-09: places in the order of a prompt, as many as there is room for.
+    # Places come in the order of a prompt, as many as there is room for.
     policy = CheckpointPolicy(grid=2, end_of_generation=False)
     world = world_of(checkpoints=1, policy=policy)
     leave(world, [0, 1, 1])
@@ -189,7 +188,6 @@ def test_the_policy_is_data():
     assert everything.places(3, 0, 4) == (3,)
     assert ENDS.places(13, 6, 4) == (13,)
     assert CheckpointPolicy(end_of_prompt=False).places(13, 6, 3) == (6, 12)
-    # S5-32
     assert CheckpointPolicy(end_of_prompt=False).places(65, 0, 64) == (64,)
     assert CheckpointPolicy(end_of_prompt=False).places(257, 0, 64) == (256,)
     with pytest.raises(ValueError, match="multiple of the model's chunk of 4 tokens, got 6"):
@@ -222,7 +220,6 @@ def megatron():
     ],
 )
 def test_a_budget_of_bytes_buys_whole_checkpoints(budget, count):
-    # S5-15
     layout = megatron()
     assert checkpoint_bytes(layout) == 41472
     assert checkpoints_in(layout, budget) == count
@@ -231,7 +228,6 @@ def test_a_budget_of_bytes_buys_whole_checkpoints(budget, count):
 
 
 def test_budgets_that_keep_nothing_are_refused_with_the_bytes_that_would():
-    # S5-15
     with pytest.raises(ValueError, match="a checkpoint takes 41,472 bytes, so a budget of 1 keeps"):
         checkpoints_in(megatron(), 1)
     with pytest.raises(ValueError, match=r"checkpoint_bytes must be an int in \[0, .*got -5"):
@@ -239,7 +235,6 @@ def test_budgets_that_keep_nothing_are_refused_with_the_bytes_that_would():
 
 
 def test_a_cache_without_recurrent_groups_is_as_it_was():
-    # S5-16
     layout = group_layers(place([gqa(2, 8, dtype="float32", page_size=32)]))
     assert checkpoints_in(layout, 10**6) == 0
     counts = {"max_sequences": 4, "max_tokens": 64}

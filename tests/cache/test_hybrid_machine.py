@@ -1,6 +1,6 @@
 """Random programs over recurrent groups: hits are as long as checkpoints, true and pinned; defects are found.
 
-`hybrid_world` says what must hold (S5-01..14, S5-25, S5-34..38, T-22..27, T-40, A-07).
+`hybrid_world` checks what must hold after each operation.
 """
 
 import random
@@ -85,7 +85,7 @@ def test_long_random_programs_keep_every_promise(name):
     run_hybrid_program(world, random.Random(3), 1500)
     stats = world.index.stats
     assert min(stats.hits, stats.misses, stats.checkpoints, stats.checkpoint_evictions) >= 5
-    # S5-11: everything can be had back.
+    # All pages and states come back.
     for seq in list(world.live):
         world.release(seq)
     world.clear()
@@ -100,7 +100,7 @@ DEFECTS = Defects()
 
 @DEFECTS(AssertionError, "a hit of")
 def pages_alone_make_a_hit(patch):
-    """T-24: vLLM #47491."""
+    """vLLM #47491: pages make a hit though the state is missing."""
     patch.setattr(StateKeeper, "groups", (), raising=False)
     wrap(
         patch,
@@ -128,7 +128,6 @@ def a_tail_matches_whatever_its_tokens(patch):
 
 @DEFECTS(CorruptBooks)
 def pages_go_without_their_checkpoints(patch):
-    """S5-12."""
     patch.setattr(Checkpoints, "resting_on", lambda *_: [])
 
 
@@ -188,7 +187,7 @@ def keeping_a_snapshot_counts_it_twice(patch):
 
 @DEFECTS(CorruptBooks)
 def a_snapshot_takes_the_state_in_use(patch):
-    """S5-08: T-25, not all or nothing."""
+    """A snapshot is taken in some groups and not in others."""
 
     def make(take):
         def wrong(allocator, seq, length):
@@ -207,7 +206,6 @@ def a_snapshot_takes_the_state_in_use(patch):
 
 @DEFECTS(AssertionError, "more states were given up than asked")
 def one_state_too_many_is_given_up(patch):
-    """S5-07."""
 
     def make(reclaim):
         return lambda keeper, missing, tick: reclaim(
@@ -229,7 +227,7 @@ def clearing_leaves_checkpoints(patch):
 
 @DEFECTS(CorruptBooks)
 def a_restored_state_is_not_pinned(patch):
-    """T-26: stolen between look-up and use."""
+    """The state is taken by another sequence between look-up and use."""
 
     def make(adopt):
         def wrong(allocator, seq, match):
@@ -277,7 +275,7 @@ def more_are_kept_than_allowed(patch):
 
 @DEFECTS(AssertionError, "a state comes after another text")
 def the_zero_state_restores(patch):
-    """S5-38: Megatron's fallback, a wrong answer without a word."""
+    """Megatron's fallback, a wrong answer without a word."""
 
     def make(adopt):
         def wrong(allocator, seq, match):

@@ -64,7 +64,7 @@ def test_a_step_donates_the_cache_and_its_successor_is_kept(owner, form):
 
 
 def test_each_step_begins_an_epoch_and_old_handles_are_refused(owner):
-    """T-09: before JAX's own 'Array has been deleted'."""
+    """Our error comes before JAX's own 'Array has been deleted'."""
     epoch = owner.epoch
     old = owner.handle()
     owner.run(donating_add, ONE)
@@ -76,7 +76,7 @@ def test_each_step_begins_an_epoch_and_old_handles_are_refused(owner):
 
 
 def test_a_step_that_fails_before_the_donation_leaves_the_cache(owner):
-    """S1-13: a bad argument is the caller's error and nothing is lost."""
+    """A bad argument is the caller's error and nothing is lost."""
     step = compiled_add(owner)
     handle = owner.handle()
     with pytest.raises(TypeError):
@@ -88,7 +88,7 @@ def test_a_step_that_fails_before_the_donation_leaves_the_cache(owner):
 
 @pytest.mark.filterwarnings("ignore")  # JAX logs the callback's error itself
 def test_a_step_that_fails_after_the_donation_poisons_the_cache(owner):
-    """S1-13, T-09: the error is told, the next use says what to do, and rebuild recovers."""
+    """The error is raised, the next use names the remedy, and `rebuild` recovers."""
     owner.run(donating_add, ONE)
     burst_step = jax.jit(add_then_burst, donate_argnums=0)
 
@@ -138,7 +138,7 @@ def test_one_deleted_leaf_is_enough_to_lose_the_cache(owner):
 
 
 def test_a_failure_learned_at_the_host_read_poisons_the_cache(owner):
-    """reliability 2.5: an asynchronous failure shows only when the results are read."""
+    """An asynchronous failure shows only when the results are read."""
     cause = RuntimeError("RESOURCE_EXHAUSTED")
     handle = owner.handle()
     owner.poison("the step's tokens could not be read", cause=cause)
@@ -163,7 +163,7 @@ def test_what_is_taken_must_be_put_back(owner):
 
 
 def test_put_accepts_only_the_successor_of_what_was_taken(owner):
-    """T-06: a cache in another order would be paired wrongly by the next donation."""
+    """A cache in another order would be paired wrongly by the next donation."""
     with pytest.raises(ValueError, match="without take"):
         owner.put(owner.handle().cache)
     cache = owner.take()
@@ -177,7 +177,7 @@ def test_put_accepts_only_the_successor_of_what_was_taken(owner):
 
 
 def test_steps_are_traced_once_across_epochs_and_rebuilds(owner):
-    """S1-14: executables remain valid when the cache is rebuilt."""
+    """Executables remain valid when the cache is rebuilt."""
     chex.clear_trace_counter()
     step = jax.jit(chex.assert_max_traces(add, n=1), donate_argnums=0)
     for _ in range(3):
@@ -188,7 +188,7 @@ def test_steps_are_traced_once_across_epochs_and_rebuilds(owner):
 
 
 def test_compiling_leaves_the_cache_as_it_is(owner):
-    """T-17, S1-09: programs are compiled from shapes."""
+    """Programs are compiled from shapes, so nothing runs."""
     owner.run(donating_add, ONE)
     before = jax.tree.map(np.asarray, owner.handle().cache)
     pointers = [array.unsafe_buffer_pointer() for array in owner.handle().cache.arrays]
@@ -200,7 +200,7 @@ def test_compiling_leaves_the_cache_as_it_is(owner):
 def test_a_rebuild_without_memory_leaves_the_owner_poisoned_and_a_later_one_heals_it(
     owner, monkeypatch
 ):
-    """D1: out of memory is likeliest while rebuilding after an out-of-memory."""
+    """Out of memory is likeliest while rebuilding after an out-of-memory."""
 
     def exhausted(*args, **options):
         raise MemoryError("no room")
@@ -228,7 +228,7 @@ def test_a_successor_of_other_sizes_is_refused(owner):
 
 
 def test_a_successor_of_another_dtype_is_refused_after_good_ones(owner):
-    """S1-13: what was accepted once is recognised without a look at each array, and nothing else is."""
+    """A successor that was accepted once is recognised without a look at each array; another one is not."""
 
     def widen(cache, amount):
         changed = tuple(array.astype(jnp.float32) for array in cache.arrays)

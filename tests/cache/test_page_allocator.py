@@ -62,7 +62,7 @@ def test_a_second_reserve_takes_only_what_is_missing(allocator):
     ],
 )
 def test_reserve_is_all_or_nothing_over_the_groups(scarce, counts, message):
-    """T-25: whichever group is short, none gives anything."""
+    """If one group is short, none gives anything."""
     allocator = PageAllocator(hybrid(), counts)
     allocator.open(7)
     allocator.reserve(7, 1)
@@ -74,7 +74,6 @@ def test_reserve_is_all_or_nothing_over_the_groups(scarce, counts, message):
 
 
 def test_too_few_states_take_no_pages():
-    """T-25."""
     allocator = PageAllocator(hybrid(), COUNTS | {"sampling": 2})
     computed(allocator, 1, 1)
     allocator.open(2)
@@ -205,7 +204,7 @@ def test_release_gives_everything_back(allocator):
 
 
 def test_a_sequence_that_is_not_open_is_refused_by_every_verb(allocator):
-    """reliability 2.1: a second release raises."""
+    """The second release of a sequence raises."""
     computed(allocator, 1, 1)
     allocator.release(1)
     for use in (

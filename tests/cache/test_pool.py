@@ -18,7 +18,6 @@ def snapshot(pool):
 
 
 def test_take_is_all_or_nothing():
-    """T-25."""
     pool = PagePool(NUM_PAGES)
     pool.take(5)
     with pytest.raises(OutOfPages, match="asked for 3 pages but only 2 of 7 are free"):
@@ -48,7 +47,7 @@ def test_ids_are_handed_out_in_an_order_that_depends_on_the_calls_alone():
     ],
 )
 def test_a_mistake_names_the_ids_and_changes_nothing(verb, pages, message):
-    """reliability 2.1: double free, duplicate ids in one call; T-03: -1 is refused."""
+    """Double free, duplicate ids in one call and -1 are refused."""
     pool = PagePool(NUM_PAGES)
     pool.take(3)
     before = snapshot(pool)
@@ -76,7 +75,7 @@ def test_an_id_is_free_when_its_last_reference_goes():
 
 
 def test_a_state_pool_never_hands_out_the_zero_state():
-    """T-05: state 0 is read by fresh sequences and written by none."""
+    """Fresh sequences read state 0, and none writes it."""
     pool = state_pool(3)
     assert pool.num_total == 2
     assert pool.take(2) == [1, 2]
@@ -108,7 +107,7 @@ def test_check_finds_a_page_that_is_both_free_and_held():
 
 
 def test_the_prefix_owner_holds_one_reference_and_alone_makes_an_id_idle():
-    """T-26: what the prefix owner alone holds is counted once, and is not free."""
+    """An id that the prefix owner alone holds is counted once, and is not free."""
     pool = PagePool(NUM_PAGES)
     (page,) = pool.take(1)
     pool.keep(page)
@@ -124,7 +123,7 @@ def test_the_prefix_owner_holds_one_reference_and_alone_makes_an_id_idle():
 
 
 def test_the_prefix_owners_mistakes_and_those_at_its_cost_change_nothing():
-    """reliability 2.1: nobody but the prefix owner gives up the prefix owner's reference."""
+    """Only the prefix owner gives up its own reference."""
     pool = PagePool(NUM_PAGES)
     kept, held = pool.take(2)
     pool.keep(kept)

@@ -8,7 +8,7 @@ from tests.cache.prefix_scenes import full
 
 @pytest.mark.parametrize("page_size", [1, 2, 16])
 def test_a_hit_leaves_the_last_token_to_compute(page_size):
-    """S1-18 and reliability 2.3: prompts around a page's end; a prompt of two whole pages of 16 skips 31."""
+    """The prompts end around a page's end. One of two whole pages of 16 tokens skips 31."""
     for length in (1, max(1, page_size - 1), page_size, page_size + 1, 2 * page_size):
         cache = full(page_size)
         text = list(range(length))
@@ -18,7 +18,7 @@ def test_a_hit_leaves_the_last_token_to_compute(page_size):
 
 
 def test_a_page_of_a_full_hit_is_copied_before_its_last_token_is_written():
-    """S1-18: the copy is the caller's to run."""
+    """The caller runs the copy."""
     cache = full()
     text = list(range(32))
     cache.compute(text)
@@ -51,7 +51,7 @@ def test_generated_tokens_are_found_by_the_next_turn():
 
 
 def test_nothing_is_published_before_it_is_computed():
-    """reliability 2.1: vLLM #38715; S5-36's pages may be shared only from then on."""
+    """vLLM #38715: pages may be shared only once they are computed."""
     cache = full(page_size=4)
     text = list(range(8))
     seq, _ = cache.adopt(text)
@@ -80,7 +80,7 @@ def test_what_was_evicted_from_a_sequence_in_flight_comes_back_when_it_fills_a_p
 
 
 def test_ten_equal_prompts_share_every_page():
-    """S5-36: ten sequences and the index hold each."""
+    """Ten sequences and the index hold each page."""
     cache = full(page_size=4)
     text = list(range(9))
     for _ in range(10):
@@ -94,7 +94,7 @@ def test_ten_equal_prompts_share_every_page():
 
 
 def test_a_page_is_found_only_after_the_pages_it_was_computed_after():
-    """S5-36: [X, W, Z] and [X, Y, Z] share X alone."""
+    """[X, W, Z] and [X, Y, Z] share X alone."""
     cache = full(page_size=2)
     cache.compute([1, 1, 2, 2, 3, 3])
     assert cache.hit([1, 1, 4, 4, 3, 3, 0]) == 2
@@ -103,7 +103,7 @@ def test_a_page_is_found_only_after_the_pages_it_was_computed_after():
 
 
 def test_the_first_page_of_a_name_stays_and_removing_the_other_leaves_it():
-    """S5-35, T-22: registration is idempotent, and a duplicate that goes takes no entry with it."""
+    """Registration is idempotent, and a duplicate that goes takes no entry with it."""
     cache = full(page_size=2)
     text = [1, 2, 3, 4, 5]
     first, _ = cache.adopt(text)
@@ -121,7 +121,7 @@ def test_the_first_page_of_a_name_stays_and_removing_the_other_leaves_it():
 
 
 def test_a_page_cannot_get_a_second_name():
-    """S5-35: changing the name of a kept page is an error."""
+    """Changing the name of a kept page is an error."""
     cache = full(page_size=2)
     seq = cache.compute([1, 2], stay=True)
     other = cache.index.keys("other")

@@ -8,7 +8,7 @@ from tests.cache.prefix_world import layout_of
 
 
 def test_a_failed_sequence_takes_its_pages_and_what_follows_them_with_it():
-    """Fault row 8: nobody begins from numbers that went wrong."""
+    """No later sequence begins from its values, which are not finite."""
     cache = Cache(ONE, {"group0": 9})
     bad = cache.compute([1, 2], stay=True)
     cache.compute([1, 2, 3])
@@ -31,7 +31,7 @@ def test_a_lost_cache_loses_every_page_and_every_sequence():
 
 
 def test_a_sequence_that_began_before_a_clear_publishes_nothing():
-    """Fault row 33: weights may have been swapped; the next adoption of the same text publishes again."""
+    """Weights may have been swapped; the next adoption of the same text publishes again."""
     cache = full(page_size=2)
     text = [1, 2, 3, 4]
     seq = cache.compute(text, stay=True)
@@ -96,7 +96,7 @@ def test_the_allocator_counts_the_reference_of_the_index():
 
 
 def test_counts_are_exact_on_a_scripted_trace():
-    """A-15. A sequence that was adopted and given up for want of room does not count."""
+    """A sequence that was adopted and given up for want of room does not count."""
     cache = full(page_size=4, count=4)
     cache.compute(list(range(10)))  # Computes 10.
     cache.compute(list(range(10)))  # Reuses 8, computes 2.
@@ -147,7 +147,7 @@ def test_explain_says_which_group_lacks_what_another_has():
 
 
 def test_evictions_are_remembered_within_bounds(monkeypatch):
-    """reliability 2.1: host memory."""
+    """The memory of the host is bounded."""
     monkeypatch.setattr("jaxkv.cache.kept_pages.tree._REMEMBERED", 2)
     cache = Cache(ONE, {"group0": 9})
     for first in (1, 2, 3):

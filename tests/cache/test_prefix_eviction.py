@@ -8,7 +8,7 @@ from tests.cache.prefix_world import layout_of
 
 
 def test_only_leaves_go_the_longest_unused_first():
-    """S5-34, T-27: A -> B -> {C, F} and A -> D -> E, used in the order F, C, E: three evictions keep A, D, E."""
+    """Of A -> B -> {C, F} and A -> D -> E, used in the order F, C, E, three evictions keep A, D and E."""
     cache = Cache(ONE, {"group0": 9})
     for path in ("ABF", "ABC", "ADE"):
         cache.compute([ord(letter) for letter in path])
@@ -17,7 +17,7 @@ def test_only_leaves_go_the_longest_unused_first():
 
 
 def test_the_hottest_leaf_goes_before_a_cold_page_that_others_follow():
-    """S5-34, T-27: there is never an orphan."""
+    """No page is kept without the one before it."""
     cache = Cache(ONE, {"group0": 9})
     cache.compute([1, 2, 3])
     cache.compute([1, 2, 3, 4])
@@ -26,7 +26,6 @@ def test_the_hottest_leaf_goes_before_a_cold_page_that_others_follow():
 
 
 def test_a_cached_child_of_a_pinned_page_goes_and_the_page_stays():
-    """S5-34."""
     cache = Cache(ONE, {"group0": 9})
     seq = cache.compute([1], stay=True)
     cache.compute([1, 2, 3])
@@ -38,7 +37,6 @@ def test_a_cached_child_of_a_pinned_page_goes_and_the_page_stays():
 
 
 def test_too_few_to_evict_evicts_none():
-    """S5-34, T-25."""
     cache = Cache(layout_of((1, None), (1, None)), {"group0": 9, "group1": 9})
     cache.compute([1, 2, 3])
     assert not cache.index.reclaim({"group0": 2, "group1": 4}, {})
@@ -68,7 +66,6 @@ def test_a_page_counts_as_used_while_a_sequence_holds_it():
 
 
 def test_reserve_evicts_exactly_what_is_missing():
-    """T-25, T-26."""
     cache = Cache(ONE, {"group0": 6})
     cache.compute([1, 2, 3, 4])
     seq, _ = cache.adopt([7, 8, 9])
@@ -79,7 +76,6 @@ def test_reserve_evicts_exactly_what_is_missing():
 
 
 def test_a_reserve_that_fails_evicts_nothing_in_any_group():
-    """T-25."""
     cache = Cache(layout_of((1, None), (1, None)), {"group0": 8, "group1": 4})
     cache.compute([1, 2, 3])
     seq, _ = cache.adopt([7, 8])
@@ -92,7 +88,7 @@ def test_a_reserve_that_fails_evicts_nothing_in_any_group():
 
 
 def test_pages_that_a_match_pinned_are_not_counted_as_room():
-    """S5-37, T-26: of six pages the sequence matched four, so that two are left, not six."""
+    """The sequence matched four of six pages, so that two are left."""
     cache = Cache(ONE, {"group0": 6})
     cache.compute([1, 2, 3, 4])
     seq, match = cache.adopt([1, 2, 3, 4, 5])
@@ -186,7 +182,7 @@ def test_pages_go_in_order_after_any_number_of_uses():
 
 
 def test_the_queue_of_candidates_does_not_grow_with_use():
-    """reliability 2.1: host memory."""
+    """The memory of the host is bounded."""
     cache = Cache(layout_of((1, None), (1, 3)), {"group0": 9, "group1": 9})
     for turn in range(500):
         cache.compute([turn % 3, 1, 2])

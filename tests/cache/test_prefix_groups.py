@@ -87,7 +87,7 @@ def test_a_place_without_a_page_is_never_published():
 
 
 def test_pages_before_every_window_go_first():
-    """reliability 2.1: if the ends of windows went first, no hit would be left."""
+    """If the ends of windows went first, no hit would be left."""
     cache = Cache(layout_of((1, 3)), {"group0": 20})
     for seq_length in (4, 8, 8):
         cache.compute(list(range(seq_length)))
@@ -158,13 +158,13 @@ def test_a_window_of_one_token_still_needs_a_page_to_show():
 
 
 def test_recurrent_groups_skip_nothing_without_a_checkpoint():
-    """T-24: a state cannot be skipped because keys match."""
+    """Equal keys are no reason to skip the tokens of a state."""
     cache = Cache(hybrid(), {"gqa": 6, "odd": 12, "mamba2": 5, "sampling": 5})
     cache.compute(list(range(9)))
     match = cache.index.match(list(range(9)), cache.index.keys())
     assert match.num_tokens == 0
     assert "'mamba2' is recurrent and keeps no checkpoint" in match.why
-    # S5-02, S5-15: the pages are kept all the same, so that several who compute them again hold them once.
+    # The pages are still kept, so that several sequences that compute them again share them.
     assert (cache.allocator.num_free("gqa"), cache.allocator.num_reclaimable("gqa")) == (4, 2)
     forged = Match(2, {"gqa": (0,), "odd": (0,)}, {"gqa": 0, "odd": 0}, "")
     with pytest.raises(ValueError, match=r"2 tokens would be skipped, but not by \['mamba2'\]"):
@@ -188,7 +188,7 @@ def test_an_adopted_sequence_gets_its_own_sampling_state():
 
 @pytest.mark.parametrize(("pages", "num_tokens"), [((3,), 2), ((0, 0), 4), ((0,), 4), ((0, 1), 2)])
 def test_a_match_that_is_no_longer_true_is_refused(pages, num_tokens):
-    """reliability 2.1: a page stolen between look-up and pin (vLLM #37164), or a made-up match."""
+    """The page was evicted between look-up and pin (vLLM #37164), or the match was made up."""
     cache = full(page_size=2)
     cache.compute([1, 2, 3, 4])
     with pytest.raises(ValueError, match="look it up again"):

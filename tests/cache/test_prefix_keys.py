@@ -12,7 +12,7 @@ from tests.cache.prefix_world import layout_of
 
 @pytest.mark.parametrize("salts", [(None, ""), ("", b""), ("a", b"a"), ("a", "b"), (None, "None")])
 def test_texts_under_different_salts_share_nothing(salts):
-    """T-23, reliability S5: and under the same one they do."""
+    """Under the same salt they share their pages."""
     cache = full(page_size=2)
     cache.compute([1, 2, 3], salts[0])
     assert [cache.hit([1, 2, 3], salt) for salt in salts] == [2, 0]
@@ -40,14 +40,13 @@ def first_key(layout=ONE, text=(1, 2, 3, 4), page_size=2, salt=None, **options):
     ],
 )
 def test_everything_that_changes_a_page_changes_its_key(other):
-    """T-23."""
     assert first_key() == first_key()
     assert len(first_key()) == 32
     assert first_key(**other) != first_key()
 
 
 def test_keys_differ_between_processes():
-    """T-23, reliability 2.3: the root is random, and is not Python's hash(None)."""
+    """The root is random. Python's hash(None) is the same in each process."""
     assert first_key(secret=None) != first_key(secret=None)
 
 
@@ -62,19 +61,19 @@ def test_keys_differ_between_processes():
     ],
 )
 def test_texts_that_collide_elsewhere_have_different_keys(one, other):
-    """T-23, reliability S6: Python's hash of -1 and -2, Megatron's +31 and -1, digits run together."""
+    """Collisions of others: Python's hash of -1 and -2, Megatron's +31 and -1, digits without a separator."""
     assert first_key(text=one) != first_key(text=other)
 
 
 @pytest.mark.parametrize("token", [2**31, 5 + 2**61 - 1, -(2**31) - 1])
 def test_ids_that_are_no_int32_are_refused_rather_than_wrapped(token):
-    """T-23: hash(5) == hash(5 + 2**61 - 1)."""
+    """In Python, hash(5) == hash(5 + 2**61 - 1)."""
     with pytest.raises(ValueError, match="token ids must be integers that fit int32"):
         first_key(text=(5, token))
 
 
 def test_different_texts_have_different_keys():
-    """T-23, S6: all texts of up to 12 bits, and of three distant ids; 256 bits leave no room for a collision."""
+    """The texts are all of 12 tokens of two ids, and all of 4 tokens of four distant ids."""
     cache = full(page_size=4, count=2)
     texts = list(itertools.product((0, 1), repeat=12)) + list(
         itertools.product((0, 31, 2**31 - 1, -1), repeat=4)
@@ -85,7 +84,7 @@ def test_different_texts_have_different_keys():
 
 
 def test_a_key_that_collides_is_a_miss(monkeypatch):
-    """T-23: the tokens are compared on every hit."""
+    """The tokens are compared on every hit."""
     monkeypatch.setattr("jaxkv.cache.kept_pages.keys.hash_parts", lambda *parts: b"always the same")
     cache = full(page_size=2)
     seq, _ = cache.adopt([1, 2, 3])

@@ -162,7 +162,7 @@ TestInside = with_settings(InsideMachine)
     "machine", [PrefixMachine, WindowMachine, MixedMachine, OddMachine, InsideMachine]
 )
 def test_long_random_programs_keep_every_promise(machine, seed):
-    """S5-34..37, T-25..27, reliability A1: hits, evictions and failures in numbers, checked after each operation."""
+    """The books are checked after each operation, with many hits, evictions and failures."""
     world = World(machine.layout, machine.counts)
     run_program(world, random.Random(seed), 800)
     stats = world.index.stats
@@ -176,7 +176,7 @@ TEXTS = [text for length in range(1, 7) for text in itertools.product((0, 1), re
     "sizes", [[(2, None)], [(2, 3)], [(2, None), (3, None)], [(2, None), (1, 3)]]
 )
 def test_every_short_text_finds_just_what_it_shares_with_every_other(sizes):
-    """T-23, S1-18, exhaustively: all pairs of texts over two tokens of up to three pages."""
+    """The pairs are all texts over two tokens of up to three pages."""
     layout = layout_of(*sizes)
     world = World(layout, {group.name: 6 for group in layout.groups})
     for first in TEXTS:
@@ -207,7 +207,7 @@ def operations(world):
 
 
 def test_every_short_program_keeps_every_promise():
-    """Reliability A3: all interleavings of up to five operations of three sequences over three pages."""
+    """The interleavings are all of up to five operations of three sequences over three pages."""
     programs, todo = 0, [()]
     while todo:
         choices = todo.pop()

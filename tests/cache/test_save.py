@@ -80,7 +80,7 @@ def test_the_file_names_its_layout_and_its_arrays(saved):
 
 
 def test_saving_and_loading_leave_caches_that_can_be_donated(saved):
-    """T-37: a view kept on the host would make the next step copy the cache."""
+    """A view kept on the host would make the next step copy the cache."""
     cache, path = saved
     step = jax.jit(
         lambda cache: Cache(arrays=tuple(a.at[0].set(a[1]) for a in cache.arrays), keys=cache.keys),

@@ -35,7 +35,6 @@ def test_host_bookkeeping_never_imports_jax():
 
 
 def test_an_unknown_role_is_refused_and_the_known_ones_are_named():
-    """S4-09."""
     with pytest.raises(ValueError, match=r"unknown role 'keys'.*key, value, key_scale"):
         ArraySpec("keys", (1,), "float32")
 
@@ -71,7 +70,6 @@ def test_page_size_and_window_are_at_least_one(sizes):
 
 @given(st.randoms(use_true_random=False))
 def test_the_layout_does_not_depend_on_the_order_given(shuffler: random.Random):
-    """S4-02, T-39."""
     layout = every_variant()
     specs = layer_specs_of(layout)
     shuffler.shuffle(specs)
@@ -80,7 +78,7 @@ def test_the_layout_does_not_depend_on_the_order_given(shuffler: random.Random):
 
 
 def test_the_total_order_is_layer_then_role_priority():
-    """S4-02: arrays declared in any order, in interleaved groups, come out sorted."""
+    """Arrays declared in any order, in interleaved groups, are sorted."""
     spec = PagedSpec(
         "reversed",
         tuple(
@@ -103,7 +101,7 @@ def test_the_total_order_is_layer_then_role_priority():
     )
 )
 def test_names_are_unique_and_stable(places):
-    """S4-10: a name says (layer, role) and nothing else, whatever else is in the cache."""
+    """A name depends on layer and role alone."""
     specs = [
         LayerSpec(layer, PagedSpec(role, (ArraySpec(role, (1,), "uint8"),), page_size=1))
         for layer, role in places
@@ -142,7 +140,6 @@ def test_notes_do_not_split_groups():
 
 
 def test_two_arrays_of_one_role_in_one_layer_are_refused():
-    """S4-07."""
     main = place([gqa(1, 2, **HALF)] * 2, layer_offset=10)
     assert [entry.layer for entry in main] == [10, 11]
     with pytest.raises(ValueError, match="layer 11 already has 'key' from gqa, and window brings"):
@@ -150,7 +147,7 @@ def test_two_arrays_of_one_role_in_one_layer_are_refused():
 
 
 def test_layers_may_be_offset_so_that_a_second_model_shares_the_cache():
-    """S4-07, S4-08: 61 layers and a multi-token-prediction layer behind them, in one budget."""
+    """61 layers and a multi-token-prediction layer behind them share one budget."""
     spec = gqa(1, 2, **HALF)
     main, extra = place([spec] * 61), place([spec], layer_offset=61)
     layout = group_layers([*main, *extra, LayerSpec(62, sampling(7))])
@@ -161,7 +158,7 @@ def test_layers_may_be_offset_so_that_a_second_model_shares_the_cache():
 
 
 def test_a_variant_that_a_test_invents_needs_no_change_elsewhere():
-    """S4-01: the controller is agnostic of variants."""
+    """The code of the cache knows no variant by name."""
     spec = PagedSpec("rumour", (ArraySpec("ssm", (3, 5), "float16"),), page_size=4)
     layout = group_layers([LayerSpec(0, spec), LayerSpec(1, gqa(1, 2, **HALF))])
     assert [array.name for array in layout.arrays(counts_of(layout, 2))] == [

@@ -42,7 +42,6 @@ def pool_copies(compiled):
 
 
 def test_a_new_cache_is_zero_in_the_shapes_and_dtypes_of_its_layout():
-    """S4-03, T-19, S4-11."""
     layout = every_variant()
     named = layout.arrays(counts_of(layout, 3))
     cache = init_cache(layout, counts_of(layout, 3))
@@ -53,7 +52,7 @@ def test_a_new_cache_is_zero_in_the_shapes_and_dtypes_of_its_layout():
 
 
 def test_flattening_order_is_the_total_order():
-    """S4-02, T-06: the order in which donation pairs leaves is the layout's."""
+    """Donation pairs leaves in the order of the layout."""
     layout = every_variant()
     cache = init_cache(layout, counts_of(layout, 2))
     named = layout.arrays(counts_of(layout, 2))
@@ -65,7 +64,7 @@ def test_flattening_order_is_the_total_order():
 
 
 def test_replacing_arrays_of_a_layer_keeps_the_order():
-    """T-06: whatever the order of the updates."""
+    """The order of the updates does not matter."""
     layout = hybrid()
     cache = init_cache(layout, counts_of(layout, 2))
     old = cache.layer(3)
@@ -103,7 +102,7 @@ def test_a_cache_survives_what_jax_does_to_pytrees():
 
 
 def test_slots_that_int32_cannot_name_are_refused():
-    """T-30, T-31: padding past the end must fit too. Nothing is allocated to find out."""
+    """Padding past the end must fit too. The check allocates nothing."""
     layout = group_layers(place([gqa(1, 1, dtype="uint8", page_size=64)]))
     most = (2**31 - PADDING_HEADROOM) // 64
     jax.eval_shape(lambda: init_cache(layout, {"gqa": most}))
@@ -112,7 +111,7 @@ def test_slots_that_int32_cannot_name_are_refused():
 
 
 def test_leaves_of_more_than_two_to_the_31_elements_are_fine():
-    """S1-17: ids and offsets index them, never a flat element number."""
+    """They are indexed by ids and offsets, never by a flat element number."""
     layout = group_layers(place([gqa(8, 128, dtype="uint8", page_size=64)]))
     cache = jax.eval_shape(lambda: init_cache(layout, {"gqa": 2**16}))
     assert cache.arrays[0].size > 2**31
@@ -144,7 +143,7 @@ def test_sources_are_read_before_targets_are_written():
 
 
 def test_padding_copies_change_nothing():
-    """T-03, T-31: distinct targets past the end are dropped, the last page is not clamped onto."""
+    """Distinct targets past the end are dropped, the last page is not clamped onto."""
     layout = hybrid()
     cache = numbered(layout, 3)
     padding = jnp.arange(3, 7, dtype=jnp.int32)
@@ -163,7 +162,7 @@ def test_copied_states_change_their_group_alone():
 
 @pytest.mark.parametrize("unit", ["page", "state"])
 def test_copies_happen_in_the_donated_memory(unit):
-    """T-06, T-08: alias bytes equal the cache's, and no pool is copied, for every variant and dtype."""
+    """The aliased bytes are those of the cache, and no pool is copied, for every variant and dtype."""
     layout = every_variant()
     cache = numbered(layout, 16)
     ids = jnp.array([3, 1], jnp.int32)
@@ -181,7 +180,7 @@ def test_copies_happen_in_the_donated_memory(unit):
 
 
 def test_leaves_alias_their_own_place_after_an_update_of_every_layer():
-    """T-06: the pairing of inputs and outputs is the identity, though all pools have one shape."""
+    """The pairing of inputs and outputs is the identity, though all pools have one shape."""
     layout = group_layers(place([gqa(1, 2, dtype="float32", page_size=4)] * 3))
     cache = numbered(layout, 2)
 

@@ -13,7 +13,7 @@ def arrays_of(specs, counts):
 
 
 def test_gqa_keeps_keys_and_values_per_layer():
-    """S4-03: two layers, four buffers, in our axis order."""
+    """Two layers have four buffers, in our axis order."""
     spec = gqa(2, 32, dtype="bfloat16", page_size=8)
     shape = (5, 8, 2, 32)
     pair = [("key", shape, "bfloat16"), ("value", shape, "bfloat16")]
@@ -22,7 +22,7 @@ def test_gqa_keeps_keys_and_values_per_layer():
 
 @pytest.mark.parametrize(("name", "stored"), [("fp8", "float8_e4m3fn"), ("int8", "int8")])
 def test_a_byte_per_number_adds_one_float32_scale_per_token_and_head(name, stored):
-    """S4-04, T-21: the scales' dtype is in the spec."""
+    """The spec has the dtype of the scales."""
     spec = gqa(2, 16, dtype="bfloat16", page_size=8, quantised=name)
     assert spec.codec == name
     assert arrays_of([spec], {"gqa": 3}) == [
@@ -55,14 +55,14 @@ def test_window_is_gqa_with_a_window():
 
 @pytest.mark.parametrize("quantised", [None, "fp8"])
 def test_mla_keeps_one_latent_and_no_value_or_scale(quantised):
-    """S4-05: even when fp8 is asked for, which a note records."""
+    """This holds when fp8 is asked for as well, which a note records."""
     spec = mla(512, 64, dtype="bfloat16", page_size=16, quantised=quantised)
     assert arrays_of([spec], {"mla": 3}) == [("key", (3, 16, 1, 576), "bfloat16")]
     assert len(spec.notes) == (quantised is not None)
 
 
 def test_dsa_keeps_byte_records_whatever_dtype_is_asked_for():
-    """S4-06: 656 and 132 bytes per token; the dtype is ignored, with a note."""
+    """They take 656 and 132 bytes per token. The dtype is ignored, which a note records."""
     spec = dsa(512, 64, 128, page_size=32, dtype="bfloat16")
     assert arrays_of([spec], {"dsa": 7}) == [
         ("key", (7, 32, 1, 656), "uint8"),

@@ -23,13 +23,13 @@ def group_of(page_size, reach):
 
 
 def attended(reach, position):
-    """S2-11: the token at a position sees (position - window, position]."""
+    """Returns what the token at a position sees: (position - window, position]."""
     return range(max(0, position - reach + 1), position + 1)
 
 
 @pytest.mark.parametrize(("page_size", "reach"), SIZES)
 def test_a_page_goes_just_when_nobody_to_come_sees_a_token_of_it(page_size, reach):
-    """S2-10, S2-11, T-28: also where a page is longer than the window."""
+    """This holds for pages longer than the window too."""
     group = group_of(page_size, reach)
     for length in range(60):
         seen = set().union(*(attended(reach, position) for position in range(length, 80)))
@@ -60,7 +60,7 @@ def test_a_sequence_holds_no_more_pages_than_its_bound_and_sometimes_as_many(
 
 
 def test_pages_are_taken_in_every_group_or_in_none():
-    """S2-06, S2-07: what can be had is the least of all groups, and a failed reserve takes nothing."""
+    """The scarcest group limits a reserve, and a failed reserve takes nothing."""
     for counts in ({"gqa": 2, "window": 4}, {"gqa": 4, "window": 2}):
         allocator = PageAllocator(LAYOUT, counts | {"sampling": 3})
         allocator.open(1)
@@ -84,7 +84,7 @@ def test_groups_without_a_window_take_a_whole_text_at_once_and_windows_what_is_n
 
 
 def test_a_pool_smaller_than_a_sequence_serves_it_page_by_page():
-    """S2-08, S2-09, S2-10, S2-20, T-29: all pages, the first and the last too, go round, each with one holder."""
+    """Every page is used in turn, the first and the last too, each with one holder."""
     allocator = PageAllocator(LAYOUT, {"gqa": 25, "window": 3, "sampling": 3})
     assert allocator.most_ahead == 4
     assert (
@@ -112,7 +112,7 @@ def test_a_pool_smaller_than_a_sequence_serves_it_page_by_page():
 
 
 def test_what_a_chunk_under_way_sees_is_not_given_back():
-    """S2-19: only what was read counts, so the next chunk's pages are held beside those that the last one reads."""
+    """Only collected tokens count, so the next chunk's pages are held beside those that the last one reads."""
     allocator = PageAllocator(LAYOUT, {"gqa": 25, "window": 9, "sampling": 3})
     allocator.open(1)
     allocator.reserve(1, 16)
@@ -142,7 +142,7 @@ def test_a_fork_shares_what_is_left_of_a_window():
 
 
 def test_the_budget_counts_each_group_by_its_own_heads_and_the_windows_alone():
-    """S2-15: the bytes are those of the arrays, with another head size in each group."""
+    """The bytes are those of the arrays; each group has another head size."""
     specs = [window(2, 8, window=16, **HALF), gqa(4, 16, **HALF)]
     layout = group_layers(place([*specs, *specs, sampling(5)]))
     for budget_bytes in (None, 50_000, 200_000, 900_000, 9_000_000):
@@ -206,7 +206,7 @@ def hit(world, text):
 
 
 def test_a_hit_needs_just_the_window_before_it():
-    """S2-12: any page before the window may be gone, one in it may not, and a shorter hit is found instead."""
+    """Pages before the window may be gone. If one within it is gone, a shorter hit is found."""
     text = list(range(1, 9))
     for missing in range(8):
         world = world_of((1, None), (1, 4))
@@ -223,7 +223,7 @@ def test_a_hit_needs_just_the_window_before_it():
 
 
 def test_the_texts_of_the_sglang_test_are_hit_as_far_as_their_windows_are_kept():
-    """S2-12: its four texts over a window of 4; whatever is evicted, each hit is the longest that is valid."""
+    """Of its four texts over a window of 4, each hit is the longest that is valid after any eviction."""
     texts = [[1, 2, 3], [1, 2, 3, 4, 5, 6, 7], [10, 11, 12], [1, 2, 3, 4, 5, 60, 70]]
     world = world_of((1, None), (1, 4))
     computed(world, *texts)
@@ -264,7 +264,7 @@ def test_where_a_text_went_on_is_no_tail_unless_others_began_there():
 
 
 def test_what_was_evicted_of_a_window_is_kept_again_when_it_is_computed_again():
-    """S2-14: the boundary at the start, inside and at the end of what is missing; a page is never kept twice."""
+    """The boundary lies at the start, inside and at the end of the missing part. No page is kept twice."""
     text = list(range(1, 9))
     for gone in itertools.combinations(range(8), 3):
         world = world_of((1, None), (1, 4))
