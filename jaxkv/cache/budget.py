@@ -1,4 +1,4 @@
-"""From bytes of memory to pages and states per group, exact to the byte, and explained. Allocates nothing."""
+"""Divides a memory budget into pages and states per group, exact to the byte, and explains the result."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -10,16 +10,16 @@ from jaxkv.cache.windows import most_pages
 
 @dataclass(frozen=True)
 class Budget:
-    """How a cache's memory is divided.
+    """The division of a cache's memory among its groups.
 
     Attributes:
         layout: the groups.
-        counts: pages or states of each group, by name.
-        budget_bytes: the memory that was given.
+        counts: group name -> number of pages or states.
+        budget_bytes: bytes available for the cache.
         max_sequences: sequences in flight at once.
-        max_tokens: tokens of the longest sequence meant.
-        ahead: tokens of steps under way, all sequences together, whose pages a window group needs beside those that
-            its windows see; `None` if pages before a window are given back at a sequence's end alone.
+        max_tokens: tokens of the longest sequence to plan for.
+        ahead: tokens that in-flight steps write, over all sequences. A window group has pages for these tokens beside
+            the pages of its windows. `None` if pages outside a window are freed only when their sequence ends.
     """
 
     layout: CacheLayout
@@ -31,17 +31,20 @@ class Budget:
 
     @property
     def bytes(self) -> int:
-        """Bytes the cache takes; never more than `budget_bytes`."""
+        """Bytes that the cache takes, at most `budget_bytes`."""
         return sum(self.counts[group.name] * group.bytes_per_unit for group in self.layout.groups)
 
     @property
     def left_over(self) -> int:
-        """Bytes too few for one more page, or for one more bundle of pages where groups have several page sizes."""
+        """Unused bytes: too few for one more page, or one more bundle of pages where groups differ in page size."""
         return self.budget_bytes - self.bytes
 
     @property
     def num_tokens(self) -> int | None:
-        """Tokens that fit, over all sequences, where nothing is given back; `None` when nothing is paged."""
+        """Tokens that fit over all sequences; `None` if no group is paged.
+
+        A window group that frees pages outside its window does not limit the number, unless all groups are such.
+        """
         paged = self.layout.paged_groups
         whole = paged if self.ahead is None else [g for g in paged if g.window is None] or paged
         return min((group.page_size * self.counts[group.name] for group in whole), default=None)
@@ -56,11 +59,11 @@ class Budget:
         whole = pages // group.pages_for(self.max_tokens)
         if self.ahead is None or group.window is None:
             return whole
-        beside = pages - _pages_ahead(group, self.ahead)
-        return max(whole, beside // pages_per_sequence(group, self.max_tokens, self.ahead))
+        for_windows = pages - _pages_ahead(group, self.ahead)
+        return max(whole, for_windows // pages_per_sequence(group, self.max_tokens, self.ahead))
 
     def explain(self) -> str:
-        """Returns a table for people: bytes per token, per sequence and in all, for each group."""
+        """Returns a printable table of bytes per token, per sequence and in total, one line per group."""
         header = ("group", "layers", "count", "bytes/token", "bytes/sequence", "bytes")
         rows = [header, *(self._row(group) for group in self.layout.groups)]
         widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
@@ -73,8 +76,8 @@ class Budget:
         for group in self.layout.paged_groups if self.ahead is not None else ():
             if group.window is not None:
                 lines.append(
-                    f"{group.name}: a sequence holds the last {group.window:,} tokens it sees and what steps under "
-                    f"way write, up to {self.ahead:,} tokens over all sequences"
+                    f"{group.name}: a sequence holds the last {group.window:,} tokens and those that steps in flight "
+                    f"write, up to {self.ahead:,} tokens over all sequences"
                 )
         notes = {f"{g.name}: {note}": None for g in self.layout.groups for note in g.spec.notes}
         return "\n".join([*lines, *notes])
@@ -92,50 +95,50 @@ class Budget:
 
 
 def bytes_per_token(group: Group) -> int:
-    """Returns what one more token costs in all the group's layers; 0 for states."""
+    """Returns the bytes of one token over all layers of a group; 0 for a group of states."""
     return group.bytes_per_unit // group.page_size if group.unit == "page" else 0
 
 
 def pages_per_sequence(group: Group, num_tokens: int, ahead: int | None = None) -> int:
-    """Returns the most pages that a sequence of up to `num_tokens` holds in a group while it generates.
+    """Returns the most pages that a sequence holds in a group while it generates.
 
     Args:
         group: a paged group.
-        num_tokens: its tokens.
-        ahead: `None` if pages before a window stay until its end.
+        num_tokens: tokens of the sequence at its end.
+        ahead: `None` if pages outside the window are freed only when the sequence ends.
     """
     return most_pages(group, num_tokens, None if ahead is None else 1)
 
 
 def bytes_per_sequence(group: Group, num_tokens: int, ahead: int | None = None) -> int:
-    """Returns what a sequence of `num_tokens` holds in all the group's layers: whole pages, or one state."""
+    """Returns the bytes that a sequence of `num_tokens` holds in a group, over all layers: whole pages, or a state."""
     units = pages_per_sequence(group, num_tokens, ahead) if group.unit == "page" else 1
     return units * group.bytes_per_unit
 
 
 def _pages_ahead(group: Group, ahead: int) -> int:
-    """Returns the pages that steps under way write in a window group, over all sequences."""
+    """Returns the pages of a window group that `ahead` tokens of in-flight steps may touch, over all sequences."""
     return group.pages_for(ahead) + 1
 
 
 def checkpoint_bytes(layout: CacheLayout) -> int:
-    """Returns what one checkpoint takes: a state of each recurrent group, over all layers."""
+    """Returns the bytes of one checkpoint: one state of each recurrent group, over all layers."""
     return sum(group.bytes_per_unit for group in layout.state_groups)
 
 
 def checkpoints_in(layout: CacheLayout, budget_bytes: int | None) -> int:
-    """Returns how many checkpoints fit; `None` and 0 bytes keep none, and neither does a cache without such groups.
+    """Returns how many checkpoints fit in a budget; 0 without a budget or without recurrent groups.
 
     Raises:
-        ValueError: the bytes are negative, or too few for one.
+        ValueError: the budget is negative, or smaller than one checkpoint.
     """
     each = checkpoint_bytes(layout)
     if not budget_bytes or not each:
         return 0
     if budget_bytes < each:
         raise ValueError(
-            f"a checkpoint takes {each:,} bytes, so a budget of {budget_bytes:,} keeps none; give at least that, "
-            f"or 0 to keep none on purpose"
+            f"a checkpoint takes {each:,} bytes, got a budget of {budget_bytes:,}; give at least the bytes of one "
+            f"checkpoint, or 0 to keep none"
         )
     return budget_bytes // each
 
@@ -151,21 +154,22 @@ def plan_budget(
 ) -> Budget:
     """Divides memory among the groups so that all paged groups hold the same number of tokens.
 
-    State groups get one state per sequence and the zero state, and recurrent ones one more per checkpoint. What
-    remains is pages, as many as fit. Where pages before a window are given back (`ahead`), a group with a window gets
-    what its windows need instead, see `_windows_first`.
+    Each group of states gets one state per sequence and the zero state. A recurrent group also gets one state per
+    checkpoint. The remaining bytes become pages. If `ahead` is given, a window group gets only the pages that its
+    windows need, see `_windows_first`.
 
     Args:
         layout: the groups, the sampling group included.
-        budget_bytes: memory for the cache; `None` takes just what `max_sequences` sequences of `max_tokens` need.
+        budget_bytes: bytes for the cache; `None` allocates what `max_sequences` sequences of `max_tokens` need.
         max_sequences: sequences in flight at once.
-        max_tokens: tokens of the longest sequence meant.
-        checkpoints: states that outlive their sequences, for prompts that begin alike.
-        ahead: tokens of steps under way, all sequences together, that a window group holds beside what its windows see;
-            `None` if pages are given back at the end of a sequence alone.
+        max_tokens: tokens of the longest sequence to plan for.
+        checkpoints: states to keep after their sequences end, for later prompts with the same prefix.
+        ahead: tokens that in-flight steps write, over all sequences, for which a window group has pages beside those
+            of its windows; `None` if pages outside a window are freed only when their sequence ends.
 
     Raises:
-        ValueError: the states and one page of each paged group do not fit.
+        ValueError: `max_sequences` or `max_tokens` is below 1, or the budget is too small for the states and one bundle
+            of pages.
     """
     if max_sequences < 1 or max_tokens < 1:
         raise ValueError(
@@ -176,7 +180,7 @@ def plan_budget(
     for group in layout.state_groups:
         counts[group.name] += checkpoints
     state_bytes = sum(g.bytes_per_unit * counts[g.name] for g in layout.groups if g.name in counts)
-    # Pages come in the smallest bundles that hold equally many tokens in every group.
+    # A bundle is the smallest set of pages that holds equally many tokens in every group.
     bundle_tokens = math.lcm(*(group.page_size for group in paged))
     bundle_bytes = sum(bundle_tokens * bytes_per_token(group) for group in paged)
     if ahead is not None:
@@ -209,21 +213,21 @@ def _windows_first(
     max_tokens: int,
     ahead: int,
 ) -> dict[str, int] | None:
-    """Divides memory for pages where window groups hold no more than their windows and what steps under way write.
+    """Divides memory for pages where window groups hold only their windows and the tokens of in-flight steps.
 
-    All `max_sequences` sequences get their windows as long as these take no more than half the memory. Where they
-    would take more, as many get them as whole sequences of `max_tokens` fit, or as half the memory is enough for. What
-    is left over once everything wanted fits is divided equally, for kept prefixes.
+    All `max_sequences` sequences get their windows while these take at most half the memory. Otherwise the number of
+    sequences with windows is the larger of: the whole sequences of `max_tokens` that fit, and the windows that fit in
+    half the memory. If everything fits, the spare memory is divided equally; it holds cached prefixes.
 
     Returns:
-        Pages of each group, by name; `None` if no group would be smaller for its window, or memory is short for one
+        Group name -> number of pages. `None` if no window makes a group smaller, or the memory is too small for one
         sequence.
     """
     most = {g.name: max_sequences * g.pages_for(max_tokens) for g in paged}
     each = {g.name: pages_per_sequence(g, max_tokens, ahead) for g in paged}
-    beside = {g.name: 0 if g.window is None else _pages_ahead(g, ahead) for g in paged}
+    in_flight = {g.name: 0 if g.window is None else _pages_ahead(g, ahead) for g in paged}
     wanted = {
-        g.name: min(most[g.name], max_sequences * each[g.name] + beside[g.name]) for g in paged
+        g.name: min(most[g.name], max_sequences * each[g.name] + in_flight[g.name]) for g in paged
     }
     if wanted == most:
         return None
@@ -233,12 +237,13 @@ def _windows_first(
         bundle = math.lcm(*(g.page_size for g in paged))
         more = spare // sum(bundle * bytes_per_token(g) for g in paged)
         return {g.name: wanted[g.name] + more * (bundle // g.page_size) for g in paged}
-    rest = budget_bytes - _bytes(beside, sizes)
+    rest = budget_bytes - _bytes(in_flight, sizes)
     rolling = {g.name: each[g.name] if g.window is not None else 0 for g in paged}
     for_windows, for_all = _bytes(rolling, sizes), _bytes(each, sizes)
     if rest < for_all:
         return None
-    most_rows = (rest - (for_all - for_windows)) // for_windows  # One sequence is kept whole.
+    # At least one sequence keeps its pages in the groups without a window.
+    most_rows = (rest - (for_all - for_windows)) // for_windows
     rows = max(rest // for_all, min(rest // 2 // for_windows, most_rows))
     rows, full = min(max_sequences, rows), [g for g in paged if g.window is None]
     left = rest - rows * for_windows
@@ -247,7 +252,7 @@ def _windows_first(
     return {
         g.name: bundles * (bundle // g.page_size)
         if g.window is None
-        else rows * each[g.name] + beside[g.name]
+        else rows * each[g.name] + in_flight[g.name]
         for g in paged
     }
 

@@ -1,4 +1,4 @@
-"""What the prefix index asks of a tier below it, such as host memory, that keeps what the index evicts."""
+"""The interfaces between the prefix index and a lower tier, such as host memory, that stores evicted pages."""
 
 from collections.abc import Iterable, Sequence
 from typing import Protocol, runtime_checkable
@@ -10,56 +10,56 @@ from jaxkv.cache.kept_states.checkpoints import Checkpoint
 
 @runtime_checkable
 class LowerTier(Protocol):
-    """Keeps pages and checkpoints by name; `jaxkv.offload.tier.HostTier` is one."""
+    """Stores pages and checkpoints by key; `jaxkv.offload.tier.HostTier` implements it."""
 
     def find(self, group: str, key: PageKey) -> Node | None:
-        """Returns the page of this name that holds these very tokens."""
+        """Returns the page with this key, tokens included; `None` if there is none."""
         ...
 
     def offer_page(self, group: str, node: Node) -> bool:
-        """Takes over a page that is being evicted; returns whether there was room."""
+        """Stores a page that is being evicted; returns whether there was room."""
         ...
 
     def offer_checkpoint(self, checkpoint: Checkpoint) -> bool:
-        """Takes over a checkpoint that is being evicted; returns whether there was room."""
+        """Stores a checkpoint that is being evicted; returns whether there was room."""
         ...
 
     def forget(self, places: Iterable[tuple[str, bytes]]) -> None:
-        """Drops the pages and checkpoints of these groups and digests."""
+        """Drops the pages and checkpoints with these (group name, digest) pairs; the group of a checkpoint is ""."""
         ...
 
     def forget_made(self, seq: int) -> None:
-        """Drops the checkpoints that a sequence made."""
+        """Drops the checkpoints that sequence `seq` made."""
         ...
 
     def lose_device(self) -> None:
-        """Drops what has not left the device yet."""
+        """Drops entries whose copy from the device has not completed, because the device's cache is lost."""
         ...
 
     def clear(self) -> None:
-        """Drops everything."""
+        """Drops all pages and checkpoints."""
         ...
 
     def check(self) -> None:
-        """Raises `ValueError` if its books contradict themselves."""
+        """Raises `ValueError` if its records contradict each other."""
         ...
 
 
 @runtime_checkable
 class SwapIns(Protocol):
-    """Brings back what the lower tier keeps; `jaxkv.offload.swap_in.SwapIns` does."""
+    """Copies pages and checkpoints from a lower tier to the device; implemented by `offload.swap_in.SwapIns`."""
 
     @property
     def tier(self) -> LowerTier:
-        """Where it comes from."""
+        """The tier to copy from."""
         ...
 
     def find(
         self, tokens: Sequence[int], keys: PageKeys, limit: int
     ) -> tuple[int, Checkpoint | None]:
-        """Returns the longest beginning up to `limit` tokens that both tiers have together, and its checkpoint."""
+        """Returns the longest prefix, up to `limit` tokens, that both tiers hold together, and its checkpoint."""
         ...
 
     def drop_all(self) -> None:
-        """Gives up every swap-in that has not ended."""
+        """Cancels every unfinished swap-in."""
         ...

@@ -1,4 +1,4 @@
-"""How much of a text the cache has already, and whether that is still so. Finds nothing; the prefix index does."""
+"""`Match`, the result of a prefix lookup, and its check against the pools."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -9,17 +9,18 @@ from jaxkv.cache.spec import CacheLayout
 
 @dataclass(frozen=True)
 class Match:
-    """How much of a text is in the cache already. It pins nothing, so it is good until the next verb.
+    """The cached prefix of a token sequence. It holds no references, so it is valid until the next allocator call.
 
     Attributes:
-        num_tokens: tokens that need not be computed, from the first one on.
-        pages: paged group's name -> the pages that hold them, from table position `unneeded` on.
-        unneeded: paged group's name -> leading table positions that no token to come can see.
-        why: what ended the match, for people.
-        states: recurrent group's name -> the state after these very tokens, if there are any.
-        origin: name of the checkpoint that has the states.
-        covered: paged group's name -> tokens that its pages hold, where they are more than may be skipped for want of
-            states: those beyond are computed again and not written.
+        num_tokens: leading tokens that are not computed again.
+        pages: paged group name -> page ids of these tokens, from table position `unneeded` on.
+        unneeded: paged group name -> leading table positions that no later token sees.
+        why: the reason why the match is not longer, for people.
+        states: recurrent group name -> id of the state after `num_tokens` tokens; empty without recurrent groups.
+        origin: digest of the checkpoint that holds the states.
+        covered: paged group name -> tokens whose pages are cached, where these are more than `num_tokens` because the
+            recurrent groups have no checkpoint there. The tokens beyond `num_tokens` are computed again, but their
+            pages are not written.
     """
 
     num_tokens: int
@@ -32,7 +33,7 @@ class Match:
 
 
 def check_match(match: Match, layout: CacheLayout, pools: Mapping[str, PagePool]) -> None:
-    """Raises `ValueError` if a sequence could not begin with a match: see `PageAllocator.adopt`."""
+    """Raises `ValueError` if a sequence cannot begin with a match; see `PageAllocator.adopt`."""
     lacking = [
         group.name
         for group in layout.state_groups
@@ -40,7 +41,8 @@ def check_match(match: Match, layout: CacheLayout, pools: Mapping[str, PagePool]
     ]
     if lacking:
         raise ValueError(
-            f"{match.num_tokens} tokens would be skipped, but not by {lacking}, of which no state is kept"
+            f"the match skips {match.num_tokens} tokens, but the groups {lacking} have no cached state after them; "
+            f"look it up again"
         )
     for group in layout.paged_groups:
         pages = set(match.pages[group.name])
@@ -49,6 +51,7 @@ def check_match(match: Match, layout: CacheLayout, pools: Mapping[str, PagePool]
         covered = max(match.num_tokens, match.covered.get(group.name, 0))
         if loose or length != group.pages_for(covered):
             raise ValueError(
-                f"a match of {covered} tokens fills {length} places in {group.name!r} "
-                f"with the pages {match.pages[group.name]}, of which {sorted(loose)} are not kept; look it up again"
+                f"a match of {covered} tokens has {length} pages in {group.name!r}, wanted "
+                f"{group.pages_for(covered)}; of its pages {match.pages[group.name]}, {sorted(loose)} are not cached; "
+                f"look it up again"
             )

@@ -1,4 +1,4 @@
-"""Holds the one live cache of a program, and knows when its buffers are gone. Knows nothing of what steps do."""
+"""The owner of the cache's arrays between steps, which knows whether a failed step has deleted them."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -14,12 +14,15 @@ from jaxkv.memory import named_exhaustion
 
 
 class CacheOwner:
-    """The one place that refers to the cache between steps, since a step deletes the buffers it is given.
+    """Holds the only reference to the cache between steps, because a step deletes the buffers that are donated to it.
 
     Args:
         layout: the groups.
-        counts: pages or states of each group, by name.
-        device: where the arrays live; `None` for JAX's default device.
+        counts: group name -> number of pages or states.
+        device: device or sharding of the arrays; `None` for JAX's default device.
+
+    Raises:
+        ValueError: `counts` does not fit the layout, see `init_cache`.
     """
 
     def __init__(
@@ -38,7 +41,7 @@ class CacheOwner:
             ((array.layer, array.role), array.shape, array.dtype) for array in layout.arrays(counts)
         ]
         self._accepted: tuple[tuple, list] = ((), [])
-        """Keys and abstract values of the cache that was last found to be of these kinds."""
+        """Keys and abstract values of the last cache that passed the comparison with `_kinds`."""
         self._cache: Cache | None = None
         self._lost = ""
         self._cause: BaseException | None = None
@@ -48,35 +51,37 @@ class CacheOwner:
 
     @property
     def epoch(self) -> int:
-        """Grows by one whenever other buffers become the cache."""
+        """Number of times that new buffers became the cache."""
         return self._epoch
 
     @property
     def rebuilds(self) -> int:
-        """Grows by one at each `rebuild`: sequences begun before the last one have lost what they remembered."""
+        """Number of calls of `rebuild`; the cached tokens of sequences that began before the last one are lost."""
         return self._rebuilds
 
     @property
     def poisoned(self) -> bool:
-        """Whether the cache is lost, so that `rebuild` is the only way on."""
+        """Whether the cache is lost; then only `rebuild` makes the owner usable."""
         return bool(self._lost)
 
     @property
     def borrower(self) -> str:
-        """Who has borrowed the cache, as said to `take`; empty when nobody has, or gives it back when asked."""
+        """The `borrower` given to `take`; empty if the cache is not borrowed, or the borrower returns it on recall."""
         return "" if self._recall is not None else self._borrower
 
     @property
     def cause(self) -> BaseException | None:
-        """The error that cost the cache, while it is lost and if there was one."""
+        """The error that lost the cache; `None` if it is not lost or no error was involved."""
         return self._cause if self._lost else None
 
     def run(self, step: Callable[..., tuple[Cache, Any]], *args: Any) -> Any:  # noqa: ANN401 - the step's own types
         """Calls `cache, out = step(cache, *args)`, keeps the cache and returns `out`. The step may donate the cache.
 
+        An error of a step that left the buffers alive is raised unchanged, and the cache is kept.
+
         Raises:
-            CachePoisoned: the cache is lost: by this step, which failed after the donation (its error is the cause),
-                or earlier. An error of a step that left the buffers alive passes through, and the cache is kept.
+            CachePoisoned: this step failed after the donation (its error is the cause), or the cache was lost before.
+            CacheLeased: the cache is borrowed.
         """
         cache = self._live()
         try:
@@ -96,16 +101,21 @@ class CacheOwner:
         return out
 
     def handle(self) -> "Handle":
-        """Returns a reference to the cache as it is now, good until the next step."""
+        """Returns a reference to the current cache, valid until the next step.
+
+        Raises:
+            CachePoisoned: the cache is lost.
+            CacheLeased: the cache is borrowed.
+        """
         self._live()
         return Handle(self, self._epoch)
 
     def take(self, *, borrower: str = "") -> Cache:
-        """Hands the cache out; until `put`, `rebuild` or `poison`, any other use raises `CachePoisoned`.
+        """Hands out the cache. Until `put`, `rebuild` or `poison`, any other use raises `CachePoisoned`.
 
         Args:
-            borrower: who keeps it for longer than a call, and where it was taken; any other use then raises
-                `CacheLeased`, which names it.
+            borrower: the holder's name and the place of the call, for a holder that keeps the cache for longer than
+                this call. Any other use then raises `CacheLeased`, which names it.
         """
         cache = self._live()
         self._cache = None
@@ -113,14 +123,16 @@ class CacheOwner:
         return cache
 
     def put(self, cache: Cache) -> None:
-        """Accepts the successor of the cache that was taken.
+        """Accepts the successor of the cache that `take` handed out.
 
         Raises:
-            ValueError: nothing was taken, or the successor's arrays are others, or in another order.
+            ValueError: nothing was taken, or keys, shapes, dtypes or order of the arrays differ from the layout's.
         """
         if self._cache is not None or self._lost:
-            raise ValueError("put() without take(): the cache was not handed out, or it was lost")
-        # A program's outputs keep their abstract values from call to call, so this costs no look at shapes and dtypes.
+            raise ValueError(
+                "put() without take(): the cache was not handed out, or it was lost; call take() first"
+            )
+        # The outputs of one compiled program have the same abstract values at each call, so this comparison is cheap.
         given = (cache.keys, [array.aval for array in cache.arrays])
         if given != self._accepted:
             if _kinds(cache) != self._kinds:
@@ -134,16 +146,16 @@ class CacheOwner:
         self._epoch += 1
 
     def lend_until_asked(self, recall: Callable[[], None] | None) -> None:
-        """Lets a borrower keep the cache until somebody else uses it.
+        """Lets a borrower keep the cache until the owner is used for anything else.
 
         Args:
-            recall: called then, before anything else; it calls `put`, or drops a cache that is lost. `None` for a
-                borrower that goes on with its work.
+            recall: called before that use; it calls `put`, or drops a cache that is lost. `None` if the borrower cannot
+                return the cache now.
         """
         self._recall = recall
 
     def poison(self, reason: str, *, cause: BaseException | None = None) -> None:
-        """Declares the cache lost, for instance when reading a step's results shows that the step failed."""
+        """Marks the cache as lost, for instance when reading a step's results raises."""
         self._cache = None
         self._borrower = ""
         self._lost = reason
@@ -151,7 +163,7 @@ class CacheOwner:
         self._ask_back()
 
     def close(self) -> None:
-        """Frees the cache at once, whoever refers to its arrays; `rebuild` makes another."""
+        """Deletes the cache's buffers at once, also if other objects refer to them; `rebuild` makes a new cache."""
         self._ask_back()
         cache = self._cache
         self.poison("it was freed")
@@ -159,9 +171,10 @@ class CacheOwner:
             array.delete()
 
     def rebuild(self) -> None:
-        """Replaces the cache, lost or not, by one full of zeros. Old buffers are dropped first."""
+        """Replaces the cache, lost or not, by one filled with zeros. The old buffers are dropped first."""
         self._ask_back()
-        # A cause's traceback may hold buffers too. If there is no room, the cache stays lost and says why.
+        # `poison` also drops the previous cause, whose traceback may hold buffers. If the allocation fails, the cache
+        # stays lost for this reason.
         self.poison("there was no memory for a new one, or making it was interrupted")
         num_bytes = sum(array.nbytes for array in self.layout.arrays(self.counts))
         with named_exhaustion(f"making a cache of {num_bytes:,} bytes"):
@@ -179,8 +192,8 @@ class CacheOwner:
         self._ask_back()
         if self._borrower:
             raise CacheLeased(
-                f"the cache is leased to {self._borrower}; commit that lease (or give back what it only reads) before "
-                f"anyone else steps, reads or donates the cache"
+                f"the cache is leased to {self._borrower}; commit that lease (or release it, if it only reads) before "
+                f"any other code steps, reads or donates the cache"
             )
         if self._cache is None:
             raise self._loss() from self._cause
@@ -195,7 +208,7 @@ class CacheOwner:
 
 
 def _kinds(cache: Cache) -> list[tuple]:
-    """Says which arrays a cache has, and of what shape and type."""
+    """Returns key, shape and dtype name of each array of a cache."""
     return [
         (key, array.shape, str(array.dtype))
         for key, array in zip(cache.keys, cache.arrays, strict=True)
@@ -204,7 +217,7 @@ def _kinds(cache: Cache) -> list[tuple]:
 
 @dataclass(frozen=True)
 class Handle:
-    """A reference to the cache of one epoch, for those who read it between steps."""
+    """A reference to the cache of one epoch, for reading between two steps."""
 
     owner: CacheOwner
     epoch: int
@@ -215,11 +228,12 @@ class Handle:
 
         Raises:
             CachePoisoned: a step has run since, so these buffers were donated, or the cache is lost.
+            CacheLeased: the cache is borrowed.
         """
         cache = self.owner._live()
         if self.owner.epoch != self.epoch:
             raise CachePoisoned(
-                f"this handle is of epoch {self.epoch} but the cache is at {self.owner.epoch}; "
-                f"its buffers were donated, ask the owner for a new handle"
+                f"this handle is of epoch {self.epoch} but the cache is at epoch {self.owner.epoch}: its buffers "
+                f"were donated; ask the owner for a new handle"
             )
         return cache

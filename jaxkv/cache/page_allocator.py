@@ -1,4 +1,4 @@
-"""Allocates pages and states to sequences, in all groups at once. Knows groups and counts, no variant of a cache."""
+"""Allocates pages and states to sequences, in all groups at once."""
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -17,13 +17,14 @@ __all__ = ["Match", "PageAllocator", "PageCopy", "Reservation", "SequenceView"]
 
 @dataclass(frozen=True)
 class Reservation:
-    """What one `reserve` took.
+    """The result of one `PageAllocator.reserve`.
 
     Attributes:
-        new_pages: group name -> pages taken, copies of shared pages included.
-        new_states: group name -> state taken, if one was. An in-place one holds its last owner's, unless copied.
-        copies: what the caller copies on the device, in this order, before the step that writes. If they never run,
-            the sequence must be released.
+        new_pages: group name -> ids of the pages taken, targets of copies included.
+        new_states: group name -> id of the state taken, where one was. An in-place state still holds its last owner's
+            values unless it is the target of a copy.
+        copies: copies to make on the device, in this order, before the step that writes. If they are not made, the
+            sequence must be released.
     """
 
     new_pages: Mapping[str, list[int]]
@@ -33,12 +34,12 @@ class Reservation:
 
 @dataclass(frozen=True)
 class AllocatorView:
-    """Who holds what, read-only.
+    """A read-only view of all pages and states.
 
     Attributes:
-        sequences: number -> what an open sequence holds; always up to date.
-        references: group's name -> page or state -> how many hold it; of the moment of the call.
-        kept: group's name -> pages or states that the prefix owner holds; of the moment of the call.
+        sequences: sequence number -> pages and states of an open sequence; always current.
+        references: group name -> page or state id -> number of references; as of the call.
+        kept: group name -> pages or states that the prefix owner holds; as of the call.
     """
 
     sequences: Mapping[int, SequenceView]
@@ -48,15 +49,15 @@ class AllocatorView:
 
 @runtime_checkable
 class PrefixOwner(Protocol):
-    """Keeps pages and states beyond the sequences that filled them; the prefix index is one."""
+    """Holds pages and states after the sequences that filled them have ended; the prefix index is one."""
 
     def reclaim(self, missing: Mapping[str, int], rewritten: Mapping[str, Collection[int]]) -> bool:
-        """Forgets pages and states until each group lacks none, or returns False and forgets nothing.
+        """Frees the missing pages and states, or returns False and frees nothing if it holds too few.
 
         Args:
-            missing: group name -> pages or states that are too few.
-            rewritten: group name -> shared pages about to be copied by a sequence that will write them. To forget one
-                that no other sequence holds saves the copy, hence a page.
+            missing: group name -> number of pages or states to free.
+            rewritten: group name -> shared pages that a sequence is about to copy before writing. Dropping such a page
+                that no other sequence holds makes the copy unnecessary, which gains a page.
         """
         ...
 
@@ -64,49 +65,52 @@ class PrefixOwner(Protocol):
 class PageAllocator:
     """Allocates pages and states to all sequences in flight.
 
-    A sequence's life is `open`, `adopt` or `fork`, then `reserve` and `commit` for each step, then `release`. With
-    `free_out_of_window` it gives back pages before its windows while it goes on.
-    A prefix owner may hold pages beyond the sequences that filled them, until a `reserve` needs them.
-    Each verb happens in every group, or raises and changes nothing.
+    A sequence begins with `open`, `adopt` or `fork`. Each step calls `reserve` and `commit`. `release` ends it.
+    `free_out_of_window` frees pages that its windows have passed while it runs.
+    A prefix owner may hold pages after the sequences that filled them have ended; `reserve` reclaims them when needed.
+    Each method acts on all groups, or raises and changes nothing.
 
     Args:
         layout: the groups.
-        counts: pages or states of each group, by name.
+        counts: group name -> number of pages or states.
+
+    Raises:
+        ValueError: `counts` does not name exactly the groups of the layout, or has one below 1.
     """
 
     def __init__(self, layout: CacheLayout, counts: Mapping[str, int]) -> None:
-        layout.arrays(counts)  # refuses counts that do not fit the layout
+        layout.arrays(counts)  # Raises if the counts do not fit the layout.
         self._layout = layout
         self._pools = {
             g.name: (PagePool if g.unit == "page" else state_pool)(counts[g.name])
             for g in layout.groups
         }
-        self._books = GroupPools(layout.groups, self._pools)
+        self._groups = GroupPools(layout.groups, self._pools)
         self._held: dict[int, SequencePages] = {}
         self._views: dict[int, SequenceView] = {}
         self._prefix_owner: PrefixOwner | None = None
 
     @property
     def max_tokens(self) -> int | None:
-        """Tokens of the longest sequence that could be held whole, alone; `None` when nothing is paged."""
+        """Tokens of the longest sequence whose pages all fit, if it ran alone; `None` if no group is paged."""
         paged = self._layout.paged_groups
         return min((g.page_size * self._pools[g.name].num_total for g in paged), default=None)
 
     @property
     def most_ahead(self) -> int | None:
-        """Tokens that a sequence could write, alone, before it gives back what they push out of its windows.
+        """Tokens that a sequence that runs alone can write before it frees pages out of its windows.
 
-        `None` if no group has a window; less than 1 if a pool is too small for its window, so that no sequence can be
+        `None` if no group has a window. Less than 1 if a pool is smaller than its window; then no sequence can be
         longer than `max_tokens`.
         """
-        rooms = (most_ahead(g, self._pools[g.name].num_total) for g in self._books.windowed)
-        return min(rooms, default=None)
+        each = (most_ahead(g, self._pools[g.name].num_total) for g in self._groups.windowed)
+        return min(each, default=None)
 
     def longest(self, *, frees_out_of_window: bool) -> int | None:
-        """Returns the tokens of the longest sequence that could be held, alone; `None` for no limit.
+        """Returns the tokens of the longest sequence that fits, if it ran alone; `None` for no limit.
 
         Args:
-            frees_out_of_window: it gives back what its windows have passed, see `free_out_of_window`.
+            frees_out_of_window: whether the sequence calls `free_out_of_window`.
         """
         if not frees_out_of_window or self.most_ahead is None or self.most_ahead < 1:
             return self.max_tokens
@@ -115,38 +119,43 @@ class PageAllocator:
 
     @property
     def has_windows(self) -> bool:
-        """Whether `free_out_of_window` may ever free anything."""
-        return bool(self._books.windowed)
+        """Whether a group has a window, so that `free_out_of_window` can free pages."""
+        return bool(self._groups.windowed)
 
     def num_free(self, group_name: str) -> int:
-        """Returns the free pages or states of a group."""
+        """Returns the number of free pages or states of a group."""
         return self.pool(group_name).num_free
 
     def num_reclaimable(self, group_name: str) -> int:
-        """Returns how many pages or states the prefix owner alone holds; `reserve` takes them when none is free."""
+        """Returns the number of pages or states that only the prefix owner holds, which `reserve` can reclaim."""
         return self.pool(group_name).num_idle
 
     def num_tokens(self, seq: int) -> int:
-        """Returns how many tokens of a sequence are computed."""
+        """Returns the number of computed tokens of a sequence."""
         return self._find(seq).computed
 
-    # A sequence from its begin to its end.
+    # The life of a sequence.
 
     def open(self, seq: int) -> None:
-        """Begins a sequence that holds nothing yet."""
+        """Begins a sequence that holds no page and no state.
+
+        Raises:
+            ValueError: the number belongs to an open sequence.
+        """
         if seq in self._held:
             raise ValueError(f"sequence {seq} is open already; release it or choose another number")
-        held = SequencePages(self._books)
+        held = SequencePages(self._groups)
         self._held[seq], self._views[seq] = held, held.view()
 
     def adopt(self, seq: int, match: Match) -> None:
-        """Begins a sequence whose first tokens are in kept pages, and in a checkpoint's states, which it shares.
+        """Begins a sequence that shares the pages and states of a cached prefix.
 
-        `PrefixIndex.adopt` looks up and adopts in one call: between the two, a `reserve` could take the pages away.
+        Use `PrefixIndex.adopt`, which looks up and adopts in one call: a `reserve` between the two could reclaim the
+        pages.
 
         Raises:
-            ValueError: the match covers another number of tokens than it says, holds a page or state that is not kept,
-                or skips tokens of a recurrent group, whose state nobody has.
+            ValueError: the match's pages do not cover its tokens, a page or state of it is not cached, or it skips
+                tokens of a recurrent group without a cached state.
         """
         check_match(match, self._layout, self._pools)
         self.open(seq)
@@ -155,22 +164,27 @@ class PageAllocator:
     def reserve(self, seq: int, num_tokens: int, *, whole: int = 0) -> Reservation:
         """Makes the tokens from the first uncomputed one up to `num_tokens` writable in every group.
 
-        Groups without a window take pages for `whole` tokens at once, if those are more, so that a sequence that was
-        begun has them; those of a window group can be had again and again, see `free_out_of_window`.
-        Pages and in-place states that the step would write but another sequence also holds are replaced by copies.
-        A recurrent group gets another state to write if the one it reads is shared or the zero state.
-        When pages or states are too few, the prefix owner forgets as many as are missing.
+        Groups without a window take pages for `whole` tokens, if that is more, so that a sequence has the pages of its
+        whole prompt once it begins. Window groups take pages step by step, because `free_out_of_window` frees others.
+        A page or in-place state that the step writes and another sequence shares is replaced by a copy.
+        A recurrent group takes a new state to write if the one it reads is shared or the zero state.
+        When pages or states are too few, the prefix owner frees the missing number.
+
+        Args:
+            seq: number of the sequence.
+            num_tokens: tokens, from the first one of the sequence, that the step may write.
+            whole: tokens for which groups without a window take pages now.
 
         Raises:
-            OutOfPages: a group has too few pages, those the prefix owner could forget included; nothing was taken or
-                forgotten in any group.
+            OutOfPages: a group has too few pages, reclaimable ones included; nothing is taken or reclaimed anywhere.
             OutOfStates: likewise for states.
-            ValueError: fewer tokens than are computed already.
+            ValueError: `num_tokens` is less than the number of computed tokens.
         """
         held = self._find(seq)
         if num_tokens < held.computed:
             raise ValueError(
-                f"sequence {seq} has {held.computed} computed tokens, got {num_tokens} to reserve"
+                f"sequence {seq} has {held.computed} computed tokens, got {num_tokens} to reserve; reserve at least "
+                f"the computed ones"
             )
         counts = held.count_needed(num_tokens, whole)
         missing = self._missing(counts)
@@ -185,21 +199,25 @@ class PageAllocator:
         )
 
     def commit(self, seq: int, num_tokens: int) -> None:
-        """Records that the tokens up to `num_tokens` are computed, so that the next step reads the states just written.
+        """Records that tokens up to `num_tokens` are computed; the next step reads the states that their step wrote.
 
-        To plan a step before the last one is known to have succeeded, commit when the last one is dispatched.
+        To plan a step before the previous one is collected, commit when the previous one is dispatched.
+
+        Raises:
+            ValueError: `num_tokens` is less than the computed or more than the writable tokens.
         """
         held = self._find(seq)
         if not held.computed <= num_tokens <= held.writable:
             raise ValueError(
-                f"sequence {seq} can commit {held.computed} to {held.writable} tokens, got {num_tokens}"
+                f"sequence {seq} can commit {held.computed} to {held.writable} tokens, got {num_tokens}; "
+                f"reserve them first"
             )
-        if num_tokens != held.computed:  # Else nothing was computed, and no state was written.
+        if num_tokens != held.computed:  # An empty step writes no state.
             held.commit(num_tokens)
 
     def commit_all(self, num_tokens: Iterable[tuple[int, int]]) -> None:
-        """Commits one step of many sequences, each with its number of tokens; see `commit`."""
-        recurrent = bool(self._books.recurrent)
+        """Commits one step of many sequences, given as (sequence, tokens); see `commit`."""
+        recurrent = bool(self._groups.recurrent)
         for seq, count in num_tokens:
             held = self._held.get(seq)
             if held is None or recurrent or not held.computed < count <= held.writable:
@@ -210,26 +228,27 @@ class PageAllocator:
     def free_out_of_window(self, seq: int, num_tokens: int) -> None:
         """Releases the pages that no token from position `num_tokens` on sees.
 
-        Steps that were sent before may still read them: a later step must write them first.
+        In-flight steps may still read them. This is safe because programs run in order on the device, so any write to
+        these pages comes from a later step.
 
         Args:
-            seq: whose pages.
-            num_tokens: tokens whose steps were read; none of them is computed again.
+            seq: number of the sequence.
+            num_tokens: tokens whose steps are collected; none of them will be computed again.
 
         Raises:
-            ValueError: fewer are computed.
+            ValueError: fewer tokens are computed.
         """
         held = self._find(seq)
         if num_tokens > held.computed:
             raise ValueError(
-                f"sequence {seq} has {held.computed} tokens computed, so what {num_tokens} of them no longer see "
-                f"is not known yet"
+                f"sequence {seq} has {held.computed} computed tokens, got {num_tokens}; free pages only for computed "
+                f"tokens"
             )
         if held.frees_page_at is not None and num_tokens >= held.frees_page_at:
             held.free_out_of_window(num_tokens)
 
     def fork(self, parent: int, child: int) -> None:
-        """Begins `child` with the parent's computed tokens; pages and states are shared until one of them writes.
+        """Begins `child` with the parent's computed tokens; both share pages and states until one of them writes.
 
         Raises:
             ValueError: the parent has writable tokens that are not committed, so a step may be writing its states.
@@ -244,39 +263,40 @@ class PageAllocator:
         self._held[child].fork(source)
 
     def is_open(self, seq: int) -> bool:
-        """Returns whether a sequence was begun and not released."""
+        """Returns whether a sequence has begun and is not released."""
         return seq in self._held
 
     @property
     def open_sequences(self) -> frozenset[int]:
-        """Numbers of all sequences that were begun and not released."""
+        """Numbers of all sequences that have begun and are not released."""
         return frozenset(self._held)
 
     def release(self, seq: int) -> None:
-        """Ends a sequence and drops everything it holds."""
+        """Ends a sequence and drops all its references."""
         self._find(seq).release()
         del self._held[seq], self._views[seq]
 
-    # Sequences that compute nothing: they hold what comes back from the host.
+    # Sequences without steps, which hold the pages and states of a swap-in.
 
     def hold(self, seq: int, group_name: str, units: Sequence[int]) -> None:
-        """Shares pages or a state that others hold: pages at the end of the table, a state as the one to read."""
+        """Shares held pages or a held state: pages are appended to the table, the state becomes the one to read."""
         held = self._find(seq)
         self.pool(group_name).share(units)
         held.append(group_name, units)
 
     def place(self, seq: int, counts: Mapping[str, int]) -> Mapping[str, Sequence[int]]:
-        """Takes free pages and states: pages at the end of the tables, states as those to read.
+        """Takes free pages and states: pages are appended to the tables, states become the ones to read.
 
         Args:
-            seq: whose they become.
-            counts: group name -> how many; of a group of states, at most one.
+            seq: number of the sequence that gets them.
+            counts: group name -> number to take; at most 1 in a group of states.
 
         Returns:
-            Group name -> the pages or the state taken.
+            Group name -> ids of the pages or of the state taken.
 
         Raises:
-            OutOfPages, OutOfStates: as `reserve` does; nothing was taken or forgotten.
+            OutOfPages: a group has too few pages, reclaimable ones included. Nothing is taken or reclaimed.
+            OutOfStates: likewise for states.
         """
         held = self._find(seq)
         missing = self._missing(counts)
@@ -287,57 +307,66 @@ class PageAllocator:
             held.append(name, units)
         return taken
 
-    # States that a step writes beside those of its rows, for checkpoints.
+    # Pending checkpoints: states that a step writes in the middle of its tokens.
 
-    def take_snapshot(self, seq: int, num_tokens: int) -> Mapping[str, int] | None:
-        """Takes a state of every recurrent group for what a sequence is after `num_tokens`; `None` if one lacks any.
+    def take_pending_checkpoint(self, seq: int, num_tokens: int) -> Mapping[str, int] | None:
+        """Takes a free state of each recurrent group for a sequence's checkpoint after `num_tokens` tokens.
 
-        The states belong to the sequence, and are released with it.
+        The states belong to the sequence and are released with it.
+
+        Returns:
+            Recurrent group name -> state id; `None`, and nothing is taken, if a group has no free state.
 
         Raises:
-            ValueError: the sequence has a snapshot of this length already.
+            ValueError: the sequence has a pending checkpoint of this length already.
         """
         held = self._find(seq)
-        if num_tokens in held.snapshots:
-            raise ValueError(f"sequence {seq} has a snapshot after {num_tokens} tokens already")
-        pools = {group.name: self._pools[group.name] for group in self._books.recurrent}
+        if num_tokens in held.pending_checkpoints:
+            raise ValueError(
+                f"sequence {seq} has a pending checkpoint after {num_tokens} tokens already; drop or keep it first"
+            )
+        pools = {group.name: self._pools[group.name] for group in self._groups.recurrent}
         if not all(pool.num_free for pool in pools.values()):
             return None
         states = MappingProxyType({name: pool.take(1)[0] for name, pool in pools.items()})
-        held.snapshots[num_tokens] = states
+        held.pending_checkpoints[num_tokens] = states
         return states
 
-    def drop_snapshot(self, seq: int, num_tokens: int) -> None:
-        """Releases the states of a snapshot."""
-        for name, state in self._find(seq).snapshots.pop(num_tokens).items():
+    def drop_pending_checkpoint(self, seq: int, num_tokens: int) -> None:
+        """Releases the states of a pending checkpoint."""
+        for name, state in self._find(seq).pending_checkpoints.pop(num_tokens).items():
             self._pools[name].release([state])
 
-    def keep_snapshot(self, seq: int, num_tokens: int) -> Mapping[str, int]:
-        """Passes a snapshot from its sequence to the prefix owner, and returns its states."""
-        states = self._find(seq).snapshots.pop(num_tokens)
+    def keep_pending_checkpoint(self, seq: int, num_tokens: int) -> Mapping[str, int]:
+        """Moves a pending checkpoint from its sequence to the prefix owner; returns group name -> state id."""
+        states = self._find(seq).pending_checkpoints.pop(num_tokens)
         for name, state in states.items():
             self._pools[name].keep(state)
             self._pools[name].release([state])
         return states
 
-    def keep_states(self, seq: int) -> Mapping[str, int] | None:
-        """Lets the prefix owner hold the states that a sequence reads next.
+    def keep_current_states(self, seq: int) -> Mapping[str, int] | None:
+        """Adds the prefix owner's reference to the states that a sequence reads next.
 
         Returns:
-            The states; `None` if there are none, or the prefix owner holds one already.
+            Recurrent group name -> state id; `None` if one is the zero state or the prefix owner holds one already.
         """
         held = self._find(seq)
-        states = {group.name: held.states[group.name].read for group in self._books.recurrent}
+        states = {group.name: held.states[group.name].read for group in self._groups.recurrent}
         if any(not state or state in self._pools[name].kept for name, state in states.items()):
             return None
         for name, state in states.items():
             self._pools[name].keep(state)
         return states
 
-    # What is held.
+    # Read access, and the prefix owner.
 
     def attach(self, owner: PrefixOwner) -> None:
-        """Lets one prefix owner hold pages, and asks it for them when they are short."""
+        """Sets the prefix owner, from which `reserve` and `place` reclaim pages and states.
+
+        Raises:
+            ValueError: there is a prefix owner already.
+        """
         if self._prefix_owner is not None:
             raise ValueError(
                 "this allocator has a prefix owner already; one index serves all sequences"
@@ -345,23 +374,25 @@ class PageAllocator:
         self._prefix_owner = owner
 
     def pool(self, group_name: str) -> PagePool:
-        """Returns the pool of a group. The prefix owner keeps and forgets in it, everyone else only reads."""
+        """Returns the pool of a group. Only the prefix owner may change it, with `keep` and `forget`."""
         return self._pools[self._layout.group(group_name).name]
 
     def held(self, seq: int) -> SequenceView:
-        """Returns what a sequence holds, read-only and always up to date."""
+        """Returns a read-only view of a sequence's pages and states, always current."""
         self._find(seq)
         return self._views[seq]
 
     def held_by(self, seqs: Sequence[int]) -> list[SequenceView]:
-        """Returns what each of some sequences holds; see `held`."""
+        """Returns the views of several sequences; see `held`."""
         try:
             return [self._views[seq] for seq in seqs]
         except KeyError:
-            return [self.held(seq) for seq in seqs]  # Raises, and names the one that is not open.
+            return [
+                self.held(seq) for seq in seqs
+            ]  # Raises and names the sequence that is not open.
 
     def view(self) -> AllocatorView:
-        """Returns who holds what in all groups, read-only."""
+        """Returns a read-only view of all sequences, references and cached pages."""
         return AllocatorView(
             sequences=MappingProxyType(self._views),
             references={name: pool.taken() for name, pool in self._pools.items()},
@@ -369,19 +400,18 @@ class PageAllocator:
         )
 
     def pages(self, seq: int, group_name: str) -> tuple[int, ...]:
-        """Returns the page table of a sequence, first token first. Positions out of its window hold 0."""
+        """Returns the page ids of a sequence in table order. Positions out of its window hold 0."""
         pages = self._find(seq).pages.get(group_name)
         if pages is None:
-            self._group(
-                group_name, "page"
-            )  # Raises, and names what is wrong: the name or the unit.
+            # Raises with the reason: an unknown group, or a group of states.
+            self._group(group_name, "page")
             raise AssertionError("every paged group has a table")
         return pages
 
     def states(self, seq: int, group_name: str) -> tuple[int, int]:
-        """Returns the state the next step reads (0, the zero state, if fresh) and the one it writes.
+        """Returns the ids of the state that the next step reads (0, the zero state, at the beginning) and writes.
 
-        They are the same in groups updated in place.
+        Both are equal in groups that are updated in place.
         """
         state = self._find(seq).states[self._group(group_name, "state").name]
         if not state.write:
@@ -391,14 +421,14 @@ class PageAllocator:
         return state
 
     def check(self) -> None:
-        """Raises `ValueError` with the ids if the records contradict each other."""
+        """Raises `ValueError` with the ids if pools, sequences and prefix owner contradict each other."""
         for group in self._layout.groups:
             self._check_group(group)
         for seq, held in self._held.items():
             held.check(seq)
 
     def _check_group(self, group: Group) -> None:
-        """Raises `ValueError` if references are not those of the sequences and of the prefix owner."""
+        """Raises `ValueError` if the references of a group differ from those of its sequences and the prefix owner."""
         pool = self._pools[group.name]
         pool.check()
         held = Counter(unit for one in self._held.values() for unit in one.ids(group.name))
@@ -411,7 +441,7 @@ class PageAllocator:
                 if counted.get(unit, 0) != held[unit]
             }
             raise ValueError(
-                f"group {group.name!r}: for these {group.unit}s the references counted and those held differ: {wrong}"
+                f"group {group.name!r}: the counted and the actual references of these {group.unit}s differ: {wrong}"
             )
 
     def _find(self, seq: int) -> SequencePages:
@@ -427,12 +457,12 @@ class PageAllocator:
         return group
 
     def _missing(self, counts: Mapping[str, int]) -> dict[str, int]:
-        """Returns, by group, how many more pages or states are wanted than are free."""
+        """Returns group name -> number of wanted pages or states beyond the free ones, where there are any."""
         free = {name: self._pools[name].num_free for name in counts}
         return {name: count - free[name] for name, count in counts.items() if count > free[name]}
 
     def _reclaim(self, missing: Mapping[str, int], rewritten: Mapping[str, list[int]]) -> bool:
-        """Asks the prefix owner for what is missing; returns whether it forgot any."""
+        """Lets the prefix owner free what is missing; returns whether it did."""
         in_place = {group.name for group in self._layout.in_place_groups}
         if self._prefix_owner is None or missing.keys() & in_place:
             return False
@@ -441,12 +471,12 @@ class PageAllocator:
     def _rewritten(
         self, held: SequencePages, missing: Mapping[str, int], num_tokens: int
     ) -> dict[str, list[int]]:
-        """Returns, by group, the shared pages that a step up to `num_tokens` would copy."""
+        """Returns group name -> the shared pages that a step up to `num_tokens` would copy."""
         groups = [group for group in self._layout.paged_groups if group.name in missing]
         return {group.name: held.shared_pages(group, num_tokens) for group in groups}
 
     def _take(self, seq: int, counts: Mapping[str, int]) -> dict[str, list[int]]:
-        """Takes so many pages or states of each group, or raises and takes none."""
+        """Takes `counts` pages or states of each group, or raises and takes none."""
         for name, count in counts.items():
             if count > self._pools[name].num_free:
                 raise self._pools[name].exhausted(count, f" of {name!r} for sequence {seq}")

@@ -1,4 +1,4 @@
-"""A cache on disk: every array, bit for bit, in a safetensors file that names its layout."""
+"""Saving and loading a cache: a safetensors file with every array, bit for bit, and the layout as metadata."""
 
 import json
 import os
@@ -25,7 +25,7 @@ _FORMAT = "jaxkv-cache-1"
 
 
 def _stored_dtype(dtype: str) -> np.dtype:
-    """One-byte floats, which safetensors' numpy side cannot name, are stored as their bits."""
+    """Returns the dtype on disk: uint8 for one-byte floats, which safetensors cannot store from numpy."""
     stored = np.dtype(dtype)
     return np.dtype("uint8") if stored.itemsize == 1 and stored.kind not in "iub" else stored
 
@@ -40,27 +40,30 @@ def _describe(layout: CacheLayout) -> list[dict[str, Any]]:
 def save_cache(
     cache: Cache, layout: CacheLayout, counts: Mapping[str, int], path: str | Path
 ) -> None:
-    """Writes every array, bit for bit, to a safetensors file that names its layout; it appears whole or not at all.
+    """Writes every array, bit for bit, and the layout to a safetensors file, atomically.
 
     Args:
-        cache: what to write.
-        layout: that it was made from.
-        counts: pages or states of each group, by name.
-        path: a new file, or a regular file to be replaced; the target of a symbolic link is, and the link stays.
+        cache: the cache to write.
+        layout: its layout.
+        counts: group name -> its number of pages or states.
+        path: a new file, or a regular file to replace. Of a symbolic link, the target is replaced and the link stays.
 
     Raises:
-        ValueError: the cache was not made from these, or a directory, a device or the like has that name.
+        ValueError: the cache was not made from this layout and these counts, or `path` exists and is no regular file.
     """
     named = layout.arrays(counts)
     if [array.shape for array in cache.arrays] != [array.shape for array in named]:
-        raise ValueError(f"the cache was not made from this layout and the counts {dict(counts)}")
+        raise ValueError(
+            f"the cache's arrays are not those of this layout with the counts {dict(counts)}; "
+            f"give the layout and counts that the cache was made from"
+        )
     path = _writable(Path(path))
     metadata = {
         "format": _FORMAT,
         "layout": json.dumps(_describe(layout)),
         "counts": json.dumps(dict(counts)),
     }
-    # JAX keeps the host's view of an array it converted, and a viewed array cannot be donated: convert a copy.
+    # `np.asarray` of a JAX array leaves a host view of it alive, and a viewed array cannot be donated.
     tensors = {
         name.name: np.asarray(jnp.copy(array)).view(_stored_dtype(name.dtype))
         for name, array in zip(named, cache.arrays, strict=True)
@@ -71,7 +74,7 @@ def save_cache(
 
 
 def _writable(path: Path) -> Path:
-    """Returns where a file is written, after links."""
+    """Returns the path after following links; raises `ValueError` if it exists and is no regular file."""
     real = Path(os.path.realpath(path))
     with suppress(FileNotFoundError):
         mode = real.stat().st_mode
@@ -89,10 +92,11 @@ def _writable(path: Path) -> Path:
 
 
 def load_cache(path: str | Path, layout: CacheLayout) -> tuple[Cache, dict[str, int]]:
-    """Reads what `save_cache` wrote: the cache, and the pages or states of each group.
+    """Reads a file that `save_cache` wrote; returns the cache, and group name -> number of pages or states.
 
     Raises:
-        BadCheckpoint: the file is damaged, was saved with another layout, or an array is missing or wrong.
+        BadCheckpoint: the file is damaged, was saved with another layout, or lacks an array or has a wrong one.
+        FileNotFoundError: there is no such file.
     """
     try:
         with safe_open(path, framework="numpy") as file:
@@ -102,7 +106,7 @@ def load_cache(path: str | Path, layout: CacheLayout) -> tuple[Cache, dict[str, 
             if names != set(file.keys()):
                 others = [repr(name) for name in sorted(names ^ set(file.keys()))]
                 raise BadCheckpoint(
-                    f"{path} holds other arrays than its layout: [{listed(others)}]"
+                    f"{path} does not hold exactly the arrays of its layout; missing or extra: [{listed(others)}]"
                 )
             arrays = tuple(_read(array, file.get_tensor(array.name), path) for array in named)
     except SafetensorError as error:
@@ -120,7 +124,7 @@ def _check_metadata(
     try:
         saved, counts = json.loads(metadata["layout"]), json.loads(metadata["counts"])
     except (KeyError, json.JSONDecodeError) as error:
-        raise BadCheckpoint(f"{path} lacks a readable layout: {error!r}") from error
+        raise BadCheckpoint(f"{path} has no readable layout: {error!r}") from error
     wanted = _describe(layout)
     differing = [pair for pair in zip(saved, wanted, strict=False) if pair[0] != pair[1]]
     if saved != wanted:
@@ -143,5 +147,5 @@ def _read(array: NamedArray, stored: np.ndarray, path: str | Path) -> Array:
         raise BadCheckpoint(
             f"{array.name} in {path} is {stored.dtype}{list(stored.shape)}, wanted {wanted}{list(array.shape)}"
         )
-    # A copy of its own: memory shared with numpy could not be donated.
+    # Copied, because memory shared with numpy cannot be donated.
     return jnp.array(stored.view(np.dtype(array.dtype)), copy=True)

@@ -1,4 +1,4 @@
-"""What one sequence holds: pages and states of every group, and how far its tokens are computed."""
+"""The pages and states of one sequence in every group, and the number of its computed tokens."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from jaxkv.cache.windows import first_page, frees_page_at
 
 @dataclass(frozen=True)
 class PageCopy:
-    """A page or in-place state of a group that must be copied before the next step."""
+    """A copy of a page or in-place state, from id `source` to id `target`, to make before the next step."""
 
     group: str
     source: int
@@ -21,23 +21,23 @@ class PageCopy:
 
 
 class State(NamedTuple):
-    """The state a sequence reads (0: the zero state, which nobody owns) and the one it writes (0: none yet)."""
+    """The id of the state that a sequence reads (0: the zero state, not counted) and of the one it writes (0: none)."""
 
     read: int = 0
     write: int = 0
 
     def owned(self) -> tuple[int, ...]:
-        """Returns the states it holds a reference to."""
+        """Returns the state ids that the sequence holds a reference to."""
         return tuple(sorted({self.read, self.write} - {0}))
 
 
 class GroupPools:
-    """All groups of a cache, each with its pool.
+    """The groups of a cache and their pools.
 
     Attributes:
         groups: every group.
-        pools: group's name -> its pool.
-        recurrent: groups in which a step reads one state and writes another.
+        pools: group name -> its pool.
+        recurrent: groups of states in which a step reads one state and writes another.
         windowed: paged groups with a window.
     """
 
@@ -49,32 +49,32 @@ class GroupPools:
 
 
 class SequencePages:
-    """The pages and states of one sequence, with one reference to each. Only `PageAllocator` has it; others get a view.
+    """The pages and states of one sequence, with one reference to each. Other modules get a `SequenceView`.
 
     Its tokens, as half-open ranges:
 
-        [0, computed)          computed by steps that were sent
-        [computed, writable)   the next steps may write them in every group
-        [writable, reserved)   have pages in groups without a window, and none yet in the others
+        [0, computed)          computed by dispatched steps
+        [computed, writable)   have pages in every group; the next steps may write them
+        [writable, reserved)   have pages in groups without a window only
 
     Args:
-        books: the groups and their pools.
+        groups: the groups and their pools.
 
     Attributes:
-        computed, writable, reserved: see above.
-        pages: paged group's name -> page table.
-        unneeded: paged group's name -> leading positions of the table that hold no page but the id 0.
-        states: state group's name -> its state.
-        snapshots: number of tokens -> recurrent group's name -> the state that a step keeps after so many tokens.
-        origin: name of the checkpoint it began from.
-        covered: paged group's name -> tokens whose keys and values lie in pages that others filled. The sequence writes
-            none of them, though it may have to compute them for other groups.
-        changes: how often pages or states were put in; a copy of the tables is up to date while this is the same.
-        frees_page_at: with so many tokens computed and read, the next page leaves a window; `None` without windows.
+        computed, writable, reserved: ends of the ranges above, in tokens.
+        pages: paged group name -> page table.
+        unneeded: paged group name -> leading table positions that are out of the window and hold the id 0.
+        states: state group name -> its state ids.
+        pending_checkpoints: length in tokens -> recurrent group name -> id of the state that a step writes there.
+        origin: digest of the checkpoint that the sequence began from; `None` if there is none.
+        covered: paged group name -> leading tokens whose pages come from the prefix cache. The sequence never writes
+            these pages, even if it computes some of the tokens again for other groups.
+        changes: number of additions of pages or states. A copy of the tables is current while this is the same.
+        frees_page_at: number of collected tokens at which the next page leaves a window; `None` without windows.
     """
 
     __slots__ = (
-        "_books",
+        "_groups",
         "_pools",
         "changes",
         "computed",
@@ -82,50 +82,50 @@ class SequencePages:
         "frees_page_at",
         "origin",
         "pages",
+        "pending_checkpoints",
         "reserved",
-        "snapshots",
         "states",
         "unneeded",
         "writable",
     )
 
-    def __init__(self, books: GroupPools) -> None:
-        self._books = books
-        self._pools = books.pools
+    def __init__(self, groups: GroupPools) -> None:
+        self._groups = groups
+        self._pools = groups.pools
         self.computed = self.writable = self.reserved = self.changes = 0
-        paged = [group.name for group in books.groups if group.unit == "page"]
+        paged = [group.name for group in groups.groups if group.unit == "page"]
         self.pages: dict[str, tuple[int, ...]] = dict.fromkeys(paged, ())
         self.unneeded = dict.fromkeys(paged, 0)
-        self.states = {group.name: State() for group in books.groups if group.unit == "state"}
-        self.snapshots: dict[int, Mapping[str, int]] = {}
+        self.states = {group.name: State() for group in groups.groups if group.unit == "state"}
+        self.pending_checkpoints: dict[int, Mapping[str, int]] = {}
         self.origin: bytes | None = None
         self.covered: dict[str, int] = {}
         self.frees_page_at = self._next_free()
 
     def view(self) -> "SequenceView":
-        """Returns what it holds, read-only."""
+        """Returns a read-only view, always current."""
         return SequenceView(
             pages=MappingProxyType(self.pages),
             unneeded=MappingProxyType(self.unneeded),
             states=MappingProxyType(self.states),
-            snapshots=MappingProxyType(self.snapshots),
+            pending_checkpoints=MappingProxyType(self.pending_checkpoints),
             covered=MappingProxyType(self.covered),
             _of=self,
         )
 
     def first_written(self, name: str) -> int:
-        """Returns the first token that the next step writes to the pages of a group."""
+        """Returns the position of the first token that the next step writes to the pages of a group."""
         return max(self.computed, self.covered.get(name, 0))
 
     def ids(self, name: str) -> tuple[int, ...]:
-        """Returns the pages or states of a group it holds a reference to."""
+        """Returns the ids of a group's pages or states to which the sequence holds a reference."""
         if name in self.pages:
             return self.pages[name][self.unneeded[name] :]
-        pending = (states[name] for states in self.snapshots.values() if name in states)
+        pending = (states[name] for states in self.pending_checkpoints.values() if name in states)
         return (*self.states[name].owned(), *pending)
 
     def shared_positions(self, group: Group, num_tokens: int) -> list[int]:
-        """Returns positions in the page table that a step up to `num_tokens` writes though another holds them too."""
+        """Returns the table positions of shared pages that a step up to `num_tokens` would write."""
         if num_tokens == self.computed:
             return []
         pool, table = self._pools[group.name], self.pages[group.name]
@@ -136,19 +136,19 @@ class SequencePages:
         return [i for i in written if i < len(table) and pool.references(table[i]) > 1]
 
     def shared_pages(self, group: Group, num_tokens: int) -> list[int]:
-        """Returns the pages at `shared_positions`."""
+        """Returns the page ids at `shared_positions`."""
         table = self.pages[group.name]
         return [table[index] for index in self.shared_positions(group, num_tokens)]
 
     def count_needed(self, num_tokens: int, whole: int) -> dict[str, int]:
-        """Returns how many pages or states of each group a step up to `num_tokens` takes, with copies of shared ones.
+        """Returns group name -> pages or states to take for a step up to `num_tokens`, copies of shared ones included.
 
-        A group without a window takes pages for `whole` tokens, if those are more.
+        A group without a window takes pages for `whole` tokens, if that is more.
         """
-        return {group.name: self._needed(group, num_tokens, whole) for group in self._books.groups}
+        return {group.name: self._needed(group, num_tokens, whole) for group in self._groups.groups}
 
     def adopt(self, match: Match) -> None:
-        """Shares the pages and states of a match, whose tokens count as computed."""
+        """Shares the pages and states of a match, and counts its tokens as computed."""
         self.computed = self.writable = self.reserved = match.num_tokens
         for name in self.pages:
             self._pools[name].share(match.pages[name])
@@ -162,7 +162,7 @@ class SequencePages:
         self.frees_page_at = self._next_free()
 
     def fork(self, source: "SequencePages") -> None:
-        """Shares all pages of another sequence, and the states that it reads."""
+        """Shares all pages of another sequence and the states that it reads next."""
         self.computed = self.writable = self.reserved = source.computed
         self.pages.update(source.pages)
         self.unneeded.update(source.unneeded)
@@ -174,16 +174,16 @@ class SequencePages:
             pool.share(self.ids(name))
 
     def append(self, name: str, units: Iterable[int]) -> None:
-        """Puts pages at the end of a table, or makes a state the one to read; their references are the sequence's."""
+        """Appends pages to a table, or sets the state to read; their references pass to the sequence."""
         if name in self.pages:
             self.pages[name] += tuple(units)
         else:
             (self.states[name],) = (State(read=unit) for unit in units)
 
     def place(self, num_tokens: int, whole: int, taken: Mapping[str, list[int]]) -> list[PageCopy]:
-        """Puts in what was taken for a step up to `num_tokens`, see `count_needed`; returns the copies it needs."""
+        """Adds the ids taken for a step up to `num_tokens`, see `count_needed`; returns the copies to make."""
         copies: list[PageCopy] = []
-        for group in self._books.groups:
+        for group in self._groups.groups:
             if group.unit == "page":
                 copies += self._place_pages(group, num_tokens, taken[group.name])
             else:
@@ -196,7 +196,7 @@ class SequencePages:
     def commit(self, num_tokens: int) -> None:
         """Counts tokens as computed; the next step reads the states that their step writes."""
         self.computed = num_tokens
-        for group in self._books.recurrent:
+        for group in self._groups.recurrent:
             read, write = self.states[group.name]
             if read == write:
                 continue
@@ -205,8 +205,8 @@ class SequencePages:
             self.states[group.name] = State(write, write)
 
     def free_out_of_window(self, num_tokens: int) -> None:
-        """Releases the pages that no token from position `num_tokens` on sees; their positions hold the id 0 then."""
-        for group in self._books.windowed:
+        """Releases the pages that no token from position `num_tokens` on sees, and sets their table positions to 0."""
+        for group in self._groups.windowed:
             table, first = self.pages[group.name], self.unneeded[group.name]
             stop = min(first_page(group, num_tokens), len(table))
             if stop > first:
@@ -216,18 +216,21 @@ class SequencePages:
         self.frees_page_at = self._next_free()
 
     def release(self) -> None:
-        """Releases everything it holds."""
+        """Drops the references to all pages and states."""
         for name, pool in self._pools.items():
             pool.release(self.ids(name))
 
     def check(self, seq: int) -> None:
-        """Raises `ValueError` if it lacks pages for what it reserved, or may write what others hold.
+        """Checks the sequence.
 
         Args:
             seq: its number, for the message.
+
+        Raises:
+            ValueError: pages are missing for reserved tokens, or a page or state that it may write is shared.
         """
         lacking, shared = {}, {}
-        for group in self._books.groups:
+        for group in self._groups.groups:
             name = group.name
             if group.unit == "page":
                 wanted = self.writable if group.window is not None else self.reserved
@@ -242,11 +245,11 @@ class SequencePages:
         if lacking or shared or not self.computed <= self.writable <= self.reserved:
             raise ValueError(
                 f"sequence {seq} has {self.computed} tokens computed, {self.writable} writable and {self.reserved} "
-                f"reserved, but too few pages: {lacking}, or may write what others hold: {shared}"
+                f"reserved, but too few pages: {lacking}, or may write shared ones: {shared}"
             )
 
     def _next_free(self) -> int | None:
-        ends = (frees_page_at(group, self.unneeded[group.name]) for group in self._books.windowed)
+        ends = (frees_page_at(group, self.unneeded[group.name]) for group in self._groups.windowed)
         return min(ends, default=None)
 
     def _needed(self, group: Group, num_tokens: int, whole: int) -> int:
@@ -260,7 +263,7 @@ class SequencePages:
         return int(state.read == 0 or self._pools[group.name].references(state.read) > 1)
 
     def _place_pages(self, group: Group, num_tokens: int, taken: list[int]) -> list[PageCopy]:
-        """Puts pages into the table; those replaced by copies are released."""
+        """Puts the taken pages into the table: first as copies of shared pages, which are released, then at the end."""
         table = list(self.pages[group.name])
         shared = self.shared_positions(group, num_tokens)
         copies = []
@@ -272,7 +275,7 @@ class SequencePages:
         return copies
 
     def _place_state(self, group: Group, taken: list[int]) -> list[PageCopy]:
-        """Makes the state that was taken, if any, the one to write; an in-place one that is replaced is released."""
+        """Sets the state to write, to the taken one if any. A replaced in-place state is copied and released."""
         name, source = group.name, self.states[group.name].read
         write = taken[0] if taken else self.states[name].write or source
         if not (taken and group.in_place):
@@ -287,40 +290,40 @@ class SequencePages:
 
 @dataclass(frozen=True, eq=False)
 class SequenceView:
-    """What one sequence holds, read-only and always up to date; see `SequencePages` for the attributes."""
+    """A read-only view of one sequence, always current; `SequencePages` documents the attributes."""
 
     pages: Mapping[str, tuple[int, ...]]
     unneeded: Mapping[str, int]
     states: Mapping[str, State]
-    snapshots: Mapping[int, Mapping[str, int]]
+    pending_checkpoints: Mapping[int, Mapping[str, int]]
     covered: Mapping[str, int]
     _of: SequencePages
 
     @property
     def computed(self) -> int:
-        """Tokens that sent steps compute."""
+        """Tokens that dispatched steps compute."""
         return self._of.computed
 
     @property
     def writable(self) -> int:
-        """Tokens that are computed or may be written in every group."""
+        """Tokens that are computed or writable."""
         return self._of.writable
 
     @property
     def reserved(self) -> int:
-        """Tokens that groups without a window have pages for."""
+        """Tokens with pages in the groups without a window."""
         return self._of.reserved
 
     @property
     def changes(self) -> int:
-        """How often pages or states were put in."""
+        """Number of additions of pages or states."""
         return self._of.changes
 
     @property
     def origin(self) -> bytes | None:
-        """Name of the checkpoint it began from."""
+        """Digest of the checkpoint that the sequence began from; `None` if there is none."""
         return self._of.origin
 
     def first_written(self, name: str) -> int:
-        """Returns the first token that the next step writes to the pages of a group."""
+        """Returns the position of the first token that the next step writes to the pages of a group."""
         return self._of.first_written(name)

@@ -1,11 +1,11 @@
-"""Cache memory as data: arrays, groups and their total order. Knows no variant and allocates nothing."""
+"""The layout of cache memory as data: arrays, groups of layers, and the order of all arrays. Allocates nothing."""
 
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-import ml_dtypes  # noqa: F401 - importing it teaches numpy the names bfloat16, float8_e4m3fn, ...
+import ml_dtypes  # noqa: F401 - registers the numpy dtypes bfloat16, float8_e4m3fn and others
 import numpy as np
 
 _ROLES = (
@@ -25,7 +25,7 @@ _ROLES = (
     "hidden",
 )
 ROLE_ORDER: Mapping[str, int] = MappingProxyType({role: at for at, role in enumerate(_ROLES)})
-"""Role -> place in the order of a layer's arrays."""
+"""Role -> position in the order of a layer's arrays."""
 
 
 @dataclass(frozen=True)
@@ -33,9 +33,12 @@ class ArraySpec:
     """One array of one layer.
 
     Attributes:
-        role: what it holds; one of `ROLE_ORDER`.
-        shape: per token (paged) or per state.
-        dtype: a numpy or ml_dtypes name, such as "bfloat16".
+        role: the kind of its contents, one of `ROLE_ORDER`.
+        shape: shape per token (paged) or per state.
+        dtype: name of a numpy or ml_dtypes dtype, such as "bfloat16".
+
+    Raises:
+        ValueError: an unknown role or dtype, or a size below 1.
     """
 
     role: str
@@ -43,7 +46,7 @@ class ArraySpec:
     dtype: str
 
     def __post_init__(self) -> None:
-        """Refuses unknown roles, unknown dtypes and empty shapes."""
+        """Checks role, shape and dtype."""
         if self.role not in ROLE_ORDER:
             raise ValueError(f"unknown role {self.role!r}; known are {', '.join(ROLE_ORDER)}")
         if any(size < 1 for size in self.shape):
@@ -51,7 +54,9 @@ class ArraySpec:
         try:
             canonical = np.dtype(self.dtype).name
         except TypeError as error:
-            raise ValueError(f"{self.role} has the unknown dtype {self.dtype!r}") from error
+            raise ValueError(
+                f"{self.role} has the unknown dtype {self.dtype!r}; give a name of numpy or ml_dtypes"
+            ) from error
         object.__setattr__(self, "dtype", canonical)
 
     @property
@@ -73,14 +78,17 @@ class PagedSpec:
     """Memory that grows with the sequence, in pages: each array is `[pages, page_size, *shape]`.
 
     Attributes:
-        kind: the variant's name; it names groups and nothing depends on it.
-        arrays: in role order.
+        kind: name of the variant; a part of group names only.
+        arrays: sorted by role.
         page_size: tokens per page.
-        window: tokens a query sees, itself included; `None` for all.
-        codec: name of the byte format of quantised records; `None` for plain numbers.
-        expands: steps of up to so many tokens, none of which comes from before, are cheaper without reading what is
-            stored, which is smaller than what it stands for; 0 for none.
-        notes: what a person should know, such as a wish that was ignored; no part of equality.
+        window: tokens that a query sees, its own included; `None` for all.
+        codec: name of the byte format of quantised records; `None` for unquantised arrays.
+        expands: MLA only. A prefill step of at most this many tokens with no cached prefix expands keys and values from
+            its own latents instead of reading pages; 0 disables this.
+        notes: remarks for people, such as an option that was ignored; not compared.
+
+    Raises:
+        ValueError: a size below 1, no array, or a role twice.
     """
 
     kind: str
@@ -92,7 +100,7 @@ class PagedSpec:
     notes: tuple[str, ...] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
-        """Sorts the arrays and refuses sizes below 1."""
+        """Sorts the arrays and checks the sizes."""
         object.__setattr__(self, "arrays", _in_role_order(self.kind, self.arrays))
         for name, size in (("page_size", self.page_size), ("window", self.window)):
             if size is not None and size < 1:
@@ -100,22 +108,25 @@ class PagedSpec:
 
     @property
     def leading(self) -> tuple[int, ...]:
-        """Axes between the page axis and an array's own shape."""
+        """Sizes of the axes between the page axis and an array's own shape."""
         return (self.page_size,)
 
 
 @dataclass(frozen=True)
 class StateSpec:
-    """Memory of fixed size per sequence: each array is `[states, *shape]`, and state 0 stays zero for ever.
+    """Memory of fixed size per sequence: each array is `[states, *shape]`; state 0 is the zero state.
 
     Attributes:
-        kind: the variant's name; it names groups and nothing depends on it.
-        arrays: in role order.
-        in_place: a step updates a sequence's state where it is, so a fork must copy it. Otherwise a step reads
-            one state and writes another (often the same), and fresh or forked sequences need no copy.
-        chunk_size: tokens at whose multiples, counted from the first, a prompt is cut, so that a state does not
-            depend on the cuts even in the last bit.
-        notes: what a person should know; no part of equality.
+        kind: name of the variant; a part of group names only.
+        arrays: sorted by role.
+        in_place: a step updates a sequence's state in place, so a fork must copy it. Otherwise a step reads one state
+            and writes another (often the same one), and new or forked sequences need no copy.
+        chunk_size: tokens of a scan's chunk. Prompts are split at multiples of it, counted from the first token, so
+            that a state does not depend on the split, bit for bit.
+        notes: remarks for people; not compared.
+
+    Raises:
+        ValueError: a chunk size below 1, no array, or a role twice.
     """
 
     kind: str
@@ -125,40 +136,41 @@ class StateSpec:
     notes: tuple[str, ...] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
-        """Sorts the arrays and refuses chunks below 1."""
+        """Sorts the arrays and checks the chunk size."""
         object.__setattr__(self, "arrays", _in_role_order(self.kind, self.arrays))
         if self.chunk_size < 1:
             raise ValueError(f"chunk_size of {self.kind} must be at least 1, got {self.chunk_size}")
 
     @property
     def leading(self) -> tuple[int, ...]:
-        """Axes between the state axis and an array's own shape: none."""
+        """Sizes of the axes between the state axis and an array's own shape: none."""
         return ()
 
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """A spec at an absolute layer. A layer may appear more than once, with different roles."""
+    """The spec of one layer, by absolute number. A layer may have several specs with different roles."""
 
     layer: int
     spec: PagedSpec | StateSpec
 
     def __post_init__(self) -> None:
-        """Refuses negative layers."""
+        """Raises `ValueError` if the layer is negative."""
         if self.layer < 0:
             raise ValueError(f"layers count from 0, got {self.layer}")
 
 
 @dataclass(frozen=True)
 class Group:
-    """Layers with equal specs: one pool of ids, one table row per sequence.
+    """Layers with equal specs. They share one pool of ids and one page table or state per sequence.
 
     Attributes:
         index: position among all groups of the layout.
-        rank: position among `CacheLayout.paged_groups`, `.state_groups` or `.in_place_groups`, whichever holds it;
-            for the first two that is its position in `StepBatch.paged` or `StepBatch.states`.
+        rank: position among the groups of its sort: `CacheLayout.paged_groups` (also in `StepBatch.paged`),
+            `CacheLayout.state_groups` (also in `StepBatch.states`) or `CacheLayout.in_place_groups`.
         name: unique and stable, such as "gqa" or "window-2".
-        layers: ascending.
+        spec: the spec of each layer.
+        layers: absolute layer numbers, ascending.
     """
 
     index: int
@@ -169,40 +181,40 @@ class Group:
 
     @property
     def unit(self) -> str:
-        """What its pool hands out: "page" or "state"."""
+        """What an id of its pool stands for: "page" or "state"."""
         return "page" if isinstance(self.spec, PagedSpec) else "state"
 
     @property
     def in_place(self) -> bool:
-        """Whether a step updates its states where they are."""
+        """Whether a step updates its states in place."""
         return isinstance(self.spec, StateSpec) and self.spec.in_place
 
     @property
     def page_size(self) -> int:
-        """Tokens per page, for paged groups alone."""
+        """Tokens per page; raises `ValueError` for a group of states."""
         if not isinstance(self.spec, PagedSpec):
             raise ValueError(f"group {self.name!r} holds states, which have no page_size")
         return self.spec.page_size
 
     @property
     def window(self) -> int | None:
-        """Tokens that a query of a paged group sees, itself included; `None` for all, and for groups of states."""
+        """Tokens that a query sees, its own included; `None` for all tokens, and for a group of states."""
         return self.spec.window if isinstance(self.spec, PagedSpec) else None
 
     @property
     def bytes_per_unit(self) -> int:
-        """Bytes of one page or state, over all its layers."""
+        """Bytes of one page or state, over all layers of the group."""
         per_layer = sum(array.nbytes for array in self.spec.arrays)
         return math.prod(self.spec.leading) * per_layer * len(self.layers)
 
     def pages_for(self, num_tokens: int) -> int:
-        """Pages that the first `num_tokens` tokens of a sequence fill or begin."""
+        """Returns the number of pages for `num_tokens` tokens, the last one possibly not full."""
         return -(-num_tokens // self.page_size)
 
 
 @dataclass(frozen=True)
 class NamedArray:
-    """One leaf of the cache: what it is called, where it belongs and how large it is."""
+    """One array of the cache: name, layer, role, group name, whole shape, dtype name, and bytes."""
 
     name: str
     layer: int
@@ -215,55 +227,55 @@ class NamedArray:
 
 @dataclass(frozen=True)
 class CacheLayout:
-    """All groups of a cache. Made by `group_layers`; device, save file and budget read this one list."""
+    """All groups of a cache, made by `group_layers`. Device arrays, saved files and budgets all follow it."""
 
     groups: tuple[Group, ...]
 
     @property
     def paged_groups(self) -> tuple[Group, ...]:
-        """Groups that grow by pages, in the order of `StepBatch.paged`."""
+        """Paged groups, in the order of `StepBatch.paged`."""
         return tuple(group for group in self.groups if group.unit == "page")
 
     @property
     def state_groups(self) -> tuple[Group, ...]:
-        """Recurrent groups (a state is read, a state is written), in the order of `StepBatch.states`."""
+        """Recurrent groups (a step reads one state and writes another), in the order of `StepBatch.states`."""
         return tuple(group for group in self.groups if group.unit == "state" and not group.in_place)
 
     @property
     def keeps_outputs(self) -> bool:
-        """Whether a state holds what a sequence's next token is chosen from, so that choosing it computes nothing."""
+        """Whether states include the last hidden state, so that the next token is sampled without computing a token."""
         return any(array.role == "hidden" for g in self.state_groups for array in g.spec.arrays)
 
     @property
     def expands(self) -> int:
-        """Most tokens of a step without tokens from before that is worth a program of its own; 0 if none is."""
+        """Most tokens of a prefill step without cached prefix that expands latents, see `PagedSpec`; 0 if none does."""
         most = [group.spec.expands for group in self.groups if isinstance(group.spec, PagedSpec)]
         return min(filter(None, most), default=0)
 
     @property
     def in_place_groups(self) -> tuple[Group, ...]:
-        """Groups whose states a step updates where they are; the sampling group is one."""
+        """Groups whose states a step updates in place; the sampling group is one."""
         return tuple(group for group in self.groups if group.in_place)
 
     @property
     def chunk_size(self) -> int:
-        """Tokens at whose multiples prompts are best cut: the chunks of all recurrent groups."""
+        """Prompts are split at multiples of this many tokens: the least common multiple of the groups' chunk sizes."""
         specs = (group.spec for group in self.groups)
         return math.lcm(*(spec.chunk_size for spec in specs if isinstance(spec, StateSpec)))
 
     def group(self, name: str) -> Group:
-        """Returns the group of this name."""
+        """Returns the group with this name; raises `ValueError` if there is none."""
         for group in self.groups:
             if group.name == name:
                 return group
         names = ", ".join(group.name for group in self.groups)
-        raise ValueError(f"there is no group {name!r}; this cache has {names}")
+        raise ValueError(f"there is no group {name!r}; the groups of this cache are {names}")
 
     def arrays(self, counts: Mapping[str, int]) -> tuple[NamedArray, ...]:
-        """Lists every array in the total order (layer, role priority): flattening, donation and save order.
+        """Lists every array, ordered by layer and role. This is the order of flattening, donation and saving.
 
         Args:
-            counts: pages or states of each group, by name.
+            counts: group name -> number of pages or states.
 
         Raises:
             ValueError: `counts` does not name exactly the groups, or has one below 1.
@@ -288,10 +300,10 @@ def _named_array(layer: int, array: ArraySpec, group: Group, count: int) -> Name
 
 
 def group_layers(layer_specs: Iterable[LayerSpec]) -> CacheLayout:
-    """Gathers layers with equal specs into groups; the result does not depend on the order given.
+    """Gathers layers with equal specs into groups, independently of the order of `layer_specs`.
 
     Raises:
-        ValueError: a role appears twice in one layer, or there is no layer at all.
+        ValueError: a role appears twice in one layer, or there is no layer.
     """
     owners: dict[tuple[int, str], str] = {}
     layers_of: dict[PagedSpec | StateSpec, list[int]] = {}
@@ -301,7 +313,7 @@ def group_layers(layer_specs: Iterable[LayerSpec]) -> CacheLayout:
             if place in owners:
                 raise ValueError(
                     f"layer {entry.layer} already has {array.role!r} from {owners[place]}, "
-                    f"and {entry.spec.kind} brings it again; check the layer offsets"
+                    f"and {entry.spec.kind} has it too; check the layer offsets"
                 )
             owners[place] = entry.spec.kind
         layers_of.setdefault(entry.spec, []).append(entry.layer)
@@ -319,10 +331,10 @@ def _number(ordered: list[tuple[PagedSpec | StateSpec, list[int]]]) -> tuple[Gro
         alike = sum(group.spec.kind == spec.kind for group in groups)
         name = f"{spec.kind}-{alike + 1}" if alike else spec.kind
         group = Group(len(groups), 0, name, spec, tuple(sorted(layers)))
-        rank = sum(_sort(other) == _sort(group) for other in groups)
+        rank = sum(_group_sort(other) == _group_sort(group) for other in groups)
         groups.append(Group(group.index, rank, name, spec, group.layers))
     return tuple(groups)
 
 
-def _sort(group: Group) -> tuple[str, bool]:
+def _group_sort(group: Group) -> tuple[str, bool]:
     return group.unit, group.in_place

@@ -1,6 +1,6 @@
-"""The cache on the device: a pytree of arrays in the layout's total order, and pure functions on it.
+"""The cache on the device: a pytree of arrays in the layout's order, and pure functions on it.
 
-It knows no sequences; `page_allocator.py` records which ids are in use.
+`page_allocator.py` records which page and state ids are in use.
 """
 
 from collections.abc import Mapping
@@ -15,43 +15,53 @@ from jaxkv._pytree import pytree, static_field
 from jaxkv.cache.spec import CacheLayout
 
 PADDING_HEADROOM = 2**20
-"""Slots past the end of a pool that padding may name, as int32, without wrapping."""
+"""Slot numbers past the end of a pool that padding may use without overflow of int32."""
 
 
 @pytree
 class Cache:
-    """Everything the model remembers. Donate it to each step and keep only what comes back.
+    """All pages and states of a model. Donate it to each step, and keep only the cache that the step returns.
 
     Attributes:
-        arrays: one array per key, in the total order (layer, role priority).
-        keys: static; (layer, role) of each array.
+        arrays: one array per key, in the layout's order, see `CacheLayout.arrays`.
+        keys: (layer, role) of each array; static.
     """
 
     arrays: tuple[Array, ...]
     keys: tuple[tuple[int, str], ...] = static_field()
 
     def layer(self, layer: int) -> dict[str, Array]:
-        """Returns the layer's arrays by role, in role order."""
-        held = {
+        """Returns role -> array of one layer, in role order; raises `ValueError` if there is no such layer."""
+        by_role = {
             role: array
             for (number, role), array in zip(self.keys, self.arrays, strict=True)
             if number == layer
         }
-        if not held:
+        if not by_role:
             raise ValueError(f"the cache has no layer {layer}; it has {self._layers()}")
-        return held
+        return by_role
 
     def with_layer(self, layer: int, updates: Mapping[str, Array]) -> "Cache":
-        """Returns the cache with some of a layer's arrays replaced, each in its place, so that donation pairs up."""
+        """Returns the cache with some arrays of a layer replaced. Their order stays the same, so donation still works.
+
+        Args:
+            layer: absolute number of the layer.
+            updates: role -> new array.
+
+        Raises:
+            ValueError: the layer lacks a role, or a new array differs in shape or dtype.
+        """
         arrays = list(self.arrays)
         for role, new in updates.items():
             if (layer, role) not in self.keys:
-                raise ValueError(f"layer {layer} has {list(self.layer(layer))}, not {role!r}")
+                raise ValueError(
+                    f"layer {layer} has the arrays {list(self.layer(layer))}, got {role!r}"
+                )
             index = self.keys.index((layer, role))
             old = arrays[index]
             if (new.shape, new.dtype) != (old.shape, old.dtype):
                 raise ValueError(
-                    f"layer {layer} {role} is {old.dtype}{list(old.shape)} and must stay so, "
+                    f"layer {layer} {role} must stay {old.dtype}{list(old.shape)}, "
                     f"got {new.dtype}{list(new.shape)}"
                 )
             arrays[index] = new
@@ -71,11 +81,12 @@ def init_cache(
 
     Args:
         layout: the groups.
-        counts: pages or states of each group, by name.
-        device: where to put the arrays; `None` for JAX's default device.
+        counts: group name -> number of pages or states.
+        device: device or sharding of the arrays; `None` for JAX's default device.
 
     Raises:
-        ValueError: a group has so many slots that int32 could not name them and their padding.
+        ValueError: a group has more slots than int32 can number with padding, `counts` does not fit the layout, or
+            a dtype needs JAX's 64-bit mode.
     """
     for group in layout.groups:
         per_unit = group.page_size if group.unit == "page" else 1
@@ -89,7 +100,8 @@ def init_cache(
     for array in named:
         if jax.dtypes.canonicalize_dtype(array.dtype) != np.dtype(array.dtype):
             raise ValueError(
-                f"{array.name} would be {array.dtype}, which JAX narrows without a word; choose a narrower dtype"
+                f"{array.name} would be {array.dtype}, which JAX silently narrows without its 64-bit mode; "
+                f"choose a narrower dtype"
             )
     arrays = tuple(jnp.zeros(array.shape, array.dtype, device=device) for array in named)
     return Cache(arrays=arrays, keys=tuple((array.layer, array.role) for array in named))
@@ -102,16 +114,23 @@ def copy_units(
     source_ids: Int[Array, " copies"],
     target_ids: Int[Array, " copies"],
 ) -> Cache:
-    """Copies whole pages or states of one group in all its layers; every source is read before any target is written.
+    """Copies whole pages or states of one group in all its layers. All sources are read before a target is written.
 
-    Donate `cache` when jitting. Targets must differ. Padding copy r has target `num_units + r`, which is dropped,
-    and any source that is not negative. Source 0 of a group of states, the zero state, clears the target.
+    The caller donates `cache` when it jits this function. Padding copy r has the target `num_units + r`, which is
+    dropped, and any source that is not negative. Copying state 0, the zero state, clears the target.
+
+    Args:
+        cache: the cache.
+        layout: its layout.
+        group_name: the group.
+        source_ids: page or state ids to read.
+        target_ids: page or state ids to write, all different.
     """
     group = layout.group(group_name)
-    places = {(layer, array.role) for layer in group.layers for array in group.spec.arrays}
+    keys = {(layer, array.role) for layer in group.layers for array in group.spec.arrays}
     arrays = tuple(
         array.at[target_ids].set(array.at[source_ids].get(mode="clip"), mode="drop")
-        if key in places
+        if key in keys
         else array
         for key, array in zip(cache.keys, cache.arrays, strict=True)
     )

@@ -1,6 +1,7 @@
-"""One spec per way of remembering, and the only place that knows how a token's or a state's axes are ordered.
+"""The kinds of caches: one function per kind that returns its spec, with the order of the axes per token or state.
 
-Keys and values lie in pages `[pages, page_size, kv_heads, head_dim]`. Byte formats are named here, not coded.
+Pages of keys and of values are `[pages, page_size, kv_heads, head_dim]`. The code of byte formats is in
+`pallas_kernels/formats`; here are only their names.
 """
 
 from collections.abc import Iterable
@@ -8,16 +9,16 @@ from collections.abc import Iterable
 from jaxkv.cache.spec import ArraySpec, LayerSpec, PagedSpec, StateSpec
 
 QUANTISED = {"fp8": "float8_e4m3fn", "int8": "int8"}
-"""Byte formats of keys and values by name, and the dtype of what they store beside their scales."""
+"""Byte formats of keys and values: name -> dtype of the stored numbers, which have float32 scales beside them."""
 
 _ANY_NUMBER = 2**31 - 1
-_GROUP = 128  # values that share one float32 scale in the quantised records
+_GROUP = 128  # Values that share one float32 scale in the quantised records.
 
 
 def place(
     specs: Iterable[PagedSpec | StateSpec], *, layer_offset: int = 0
 ) -> tuple[LayerSpec, ...]:
-    """Puts the i-th spec at the absolute layer `layer_offset + i`."""
+    """Returns the specs with absolute layer numbers: the i-th one is at layer `layer_offset + i`."""
     return tuple(LayerSpec(layer_offset + index, spec) for index, spec in enumerate(specs))
 
 
@@ -38,14 +39,17 @@ def _key_value(
 def gqa(
     kv_heads: int, head_dim: int, *, dtype: str, page_size: int, quantised: str | None = None
 ) -> PagedSpec:
-    """Keys and values of every token, for multi-head, multi-query and grouped-query attention.
+    """Returns the spec of keys and values for multi-head, multi-query and grouped-query attention.
 
     Args:
-        kv_heads: heads that keys and values have (fewer than query heads when grouped).
+        kv_heads: number of key and value heads.
         head_dim: components per head.
-        dtype: dtype name of keys and values; ignored when quantised. A name of `QUANTISED` asks for that.
+        dtype: dtype name of keys and values, ignored if quantised; a name of `QUANTISED` acts as `quantised`.
         page_size: tokens per page.
-        quantised: "fp8" stores float8_e4m3fn, "int8" int8, each with one float32 scale per token and head.
+        quantised: "fp8" stores float8_e4m3fn and "int8" stores int8, with one float32 scale per token and head.
+
+    Raises:
+        ValueError: an unknown format, or a size below 1.
     """
     quantised = dtype if dtype in QUANTISED else quantised
     arrays = _key_value(kv_heads, head_dim, dtype, quantised)
@@ -61,7 +65,7 @@ def window(
     page_size: int,
     quantised: str | None = None,
 ) -> PagedSpec:
-    """Like `gqa`, for layers whose queries see only the last `window` tokens, their own included."""
+    """Returns the spec of `gqa` for queries that see only the last `window` tokens, their own included."""
     quantised = dtype if dtype in QUANTISED else quantised
     arrays = _key_value(kv_heads, head_dim, dtype, quantised)
     return PagedSpec("window", arrays, page_size, window=window, codec=quantised)
@@ -70,14 +74,14 @@ def window(
 def mla(
     kv_lora_rank: int, rope_dim: int, *, dtype: str, page_size: int, quantised: str | None = None
 ) -> PagedSpec:
-    """The latent of multi-head latent attention and its rotary key, one head wide; values are read from the latent.
+    """Returns the spec of multi-head latent attention: per token the latent and the rotary key, as one head.
 
     Args:
-        kv_lora_rank: components of the latent, which come first.
-        rope_dim: components of the rotary key, which follow.
+        kv_lora_rank: components of the latent, which come first; values are read from them.
+        rope_dim: components of the rotary key, after the latent.
         dtype: dtype name.
         page_size: tokens per page.
-        quantised: has no effect but a note; `dsa` has the quantised record.
+        quantised: ignored, with a note in the spec; only `dsa` has a quantised record.
     """
     notes = () if quantised is None else (f"quantised={quantised!r} was ignored: kept as {dtype}",)
     arrays = (ArraySpec("key", (1, kv_lora_rank + rope_dim), dtype),)
@@ -95,20 +99,23 @@ def dsa(
     power_of_two: bool = False,
     topk: int = 0,
 ) -> PagedSpec:
-    """Quantised latent records and indexer keys of DeepSeek sparse attention, all bytes.
+    """Returns the spec of DeepSeek sparse attention: quantised latent records and indexer keys, both uint8.
 
-    A record is the latent in fp8, a float32 scale per 128 of it, and the rotary key in bfloat16. The indexer's
-    bytes are planar in a page: `page_size * index_head_dim` fp8 keys, then one float32 scale per token.
+    A record is the latent in fp8, one float32 scale per 128 of its values, and the rotary key in bfloat16. A page of
+    the indexer is planar: `page_size * index_head_dim` fp8 keys, then one float32 scale per token.
 
     Args:
         kv_lora_rank: components of the latent, a multiple of 128 unless plain.
         rope_dim: components of the rotary key.
         index_head_dim: components of an indexer key, a multiple of 128 unless plain.
         page_size: tokens per page.
-        dtype: of the plain layout. The records are uint8 whatever is asked for, and a note says so.
-        plain: keep latents, rotary keys and indexer keys unquantised in `dtype`, as Transformers does.
-        power_of_two: scales are powers of two, as FlashMLA's quantiser has them, instead of amax / 448.
-        topk: tokens that a query attends to; among so few it attends to all, and needs no indexer.
+        dtype: dtype name of the plain layout; ignored otherwise, with a note in the spec.
+        plain: store latents, rotary keys and indexer keys unquantised in `dtype`, as Transformers does.
+        power_of_two: round scales to powers of two, as FlashMLA's quantiser does, instead of amax / 448.
+        topk: tokens that a query attends to. With at most this many tokens it attends to all, without the indexer.
+
+    Raises:
+        ValueError: a plain layout without dtype or with `power_of_two`, or sizes that are no multiples of 128.
     """
     if plain:
         if dtype is None or power_of_two:
@@ -144,14 +151,14 @@ def mamba2(
     state_dtype: str = "float32",
     chunk_size: int = 1,
 ) -> StateSpec:
-    """Mamba-2: the last `d_conv - 1` inputs of the short convolution, and the state-space state.
+    """Returns the spec of Mamba-2: the last `d_conv - 1` inputs of the convolution, and the state-space state.
 
     Args:
-        heads: heads of the state-space layer; `heads * head_dim` is d_inner.
+        heads: heads of the state-space layer; d_inner is `heads * head_dim`.
         head_dim: components per head.
         d_state: size of the state per component.
-        d_conv: width of the convolution.
-        groups: groups that share B and C.
+        d_conv: width of the convolution, in tokens.
+        groups: groups of heads that share B and C.
         dtype: dtype name of the convolution's inputs `[d_conv - 1, d_inner + 2 * groups * d_state]`.
         state_dtype: dtype name of the state `[heads, head_dim, d_state]`.
         chunk_size: tokens that a scan takes at a time.
@@ -175,14 +182,14 @@ def delta(
     state_dtype: str = "float32",
     chunk_size: int = 1,
 ) -> StateSpec:
-    """Gated delta rule: the last inputs of the short convolution over q, k, v, and one matrix per value head.
+    """Returns the spec of the gated delta rule: the last `d_conv - 1` inputs of the convolution, a matrix per head.
 
     Args:
         key_heads: heads of queries and keys.
         value_heads: heads of values.
         key_dim: components per query and key head.
         value_dim: components per value head.
-        d_conv: width of the convolution.
+        d_conv: width of the convolution over queries, keys and values, in tokens.
         dtype: dtype name of the inputs `[d_conv - 1, 2 * key_heads * key_dim + value_heads * value_dim]`.
         state_dtype: dtype name of the matrices `[value_heads, key_dim, value_dim]`.
         chunk_size: tokens that a scan takes at a time.
@@ -196,24 +203,24 @@ def delta(
 
 
 def outputs(hidden_size: int, *, dtype: str) -> StateSpec:
-    """The hidden state of a sequence's last token, from which the next is chosen. Placed after the last layer.
+    """Returns the spec of the last token's hidden state, placed after the model's last layer.
 
-    Only of use beside recurrent groups whose states are kept: whoever begins at such a state may compute nothing.
+    With it, a sequence that begins at a checkpoint of all its tokens samples its next token without computing any.
 
     Args:
-        hidden_size: its components.
+        hidden_size: components of the hidden state.
         dtype: dtype name of the model's hidden states.
     """
     return StateSpec("outputs", (ArraySpec("hidden", (hidden_size,), dtype),))
 
 
 def sampling(vocab_size: int, *, penalties: bool = False, bias_entries: int = 0) -> StateSpec:
-    """What choosing tokens remembers per sequence in flight. It is placed after the model's last layer.
+    """Returns the spec of the sampler's state per sequence in flight, placed after the model's last layer.
 
     Args:
-        vocab_size: token ids that are counted when penalties are on.
-        penalties: keep counts of the output's tokens and marks of the prompt's.
-        bias_entries: most (token id, bias) pairs of a sequence; 0 keeps none.
+        vocab_size: number of token ids.
+        penalties: store `[vocab_size]` int32 counts of output tokens and `[vocab_size]` uint8 marks of prompt tokens.
+        bias_entries: most (token id, bias) pairs of a sequence; 0 for no logit bias.
     """
     arrays = [ArraySpec("last_token", (), "int32")]
     if penalties:

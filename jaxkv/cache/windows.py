@@ -1,53 +1,52 @@
-"""What a sliding window lets go: the first page a sequence still needs, and the most pages it holds. Numbers alone.
+"""Arithmetic of sliding windows: the first page that a sequence needs, and the most pages that it holds.
 
-A token sees the last `window` tokens, its own included. So a sequence of `length` tokens, whose next one lies at
-position `length`, needs those from `length - window + 1` on. A page goes when all of it lies before them, so a page
-longer than the window stays as long as one token in it is seen.
+A token sees the last `window` tokens, its own included. The next token of a sequence of `length` tokens is at position
+`length` and sees the positions from `length - window + 1` on. A page is freed when all its tokens are before that.
 """
 
 from jaxkv.cache.spec import Group
 
 
 def first_seen(window: int | None, length: int) -> int:
-    """Returns the first of `length` tokens that the token after them needs.
+    """Returns the first position that token `length` sees among the `length` tokens before it.
 
-    The last of them is always among those, even if a window of one does not see it.
+    Position `length - 1` always counts as seen, even for a window of 1.
     """
     return 0 if window is None else max(0, length - max(1, window - 1))
 
 
 def first_page(group: Group, length: int) -> int:
-    """Returns the first table position that a sequence of `length` tokens still needs."""
+    """Returns the first page table position that a sequence of `length` tokens still needs."""
     return first_seen(group.window, length) // group.page_size
 
 
 def frees_page_at(group: Group, position: int) -> int:
-    """Returns the least length at which a sequence no longer needs the page at a table position, which has a window."""
-    assert group.window is not None, "where everything is seen, nothing is let go"
+    """Returns the least length, in tokens, at which a sequence no longer needs the page at a table position."""
+    assert group.window is not None, "a group without a window frees no page before the end"
     return (position + 1) * group.page_size + max(1, group.window - 1)
 
 
 def most_pages(group: Group, num_tokens: int, ahead: int | None = None) -> int:
-    """Returns the most pages that a sequence of up to `num_tokens` holds at once.
+    """Returns the most pages that a sequence holds at once.
 
     Args:
         group: a paged group.
         num_tokens: tokens of the sequence at its end.
-        ahead: tokens that are written before the pages they push out of the window are given back; `None` if that
-            happens only at the end of the sequence.
+        ahead: tokens that are written before the pages that leave the window are freed; `None` if pages are freed
+            only at the end of the sequence.
     """
     whole = group.pages_for(num_tokens)
     if group.window is None or ahead is None:
         return whole
-    # Of any stretch of n tokens, a page may begin one token before its end.
+    # n consecutive tokens touch the most pages if the last one begins a page.
     seen = max(1, group.window - 1)
     return min(whole, -(-(seen + ahead - 1) // group.page_size) + 1)
 
 
 def most_ahead(group: Group, num_pages: int) -> int:
-    """Returns how many tokens a sequence that has `num_pages` for itself can write before it gives any back.
+    """Returns how many tokens a sequence with `num_pages` pages can write before it must free one.
 
-    Less than 1 if the window alone needs them: then a sequence can only be as long as they hold.
+    Less than 1 if the window alone needs all pages; then a sequence is limited to the tokens they hold.
     """
-    assert group.window is not None, "where everything is seen, nothing is given back"
+    assert group.window is not None, "a group without a window frees no page before the end"
     return (num_pages - 1) * group.page_size - max(1, group.window - 1) + 1

@@ -309,7 +309,7 @@ class Engine:
         """Forgets what is under way; everybody is computed again, but for those whose end an interrupt delayed."""
         self._flights.clear()
         if self.prefix is not None:
-            self.prefix.forget_unsure()
+            self.prefix.forget_unconfirmed()
         for sequence in list(self.scheduler.running):
             sequence.reason = sequence.reason or why_over(sequence)
             if sequence.reason is not None:

@@ -48,9 +48,11 @@ class Checkpointing:
                 if keys is None or not start < place <= start + count:
                     continue
                 if len(taken) >= shape.snapshots:
-                    self._prefix.skip_snapshot()
+                    self._prefix.count_dropped_checkpoint()
                     continue
-                states = self._prefix.snapshot(sequence.number, sequence.tokens, keys, place)
+                states = self._prefix.begin_checkpoint(
+                    sequence.number, sequence.tokens, keys, place
+                )
                 if states is not None:
                     taken.append(Snapshot(row, place, states))
         return tuple(taken)
@@ -59,7 +61,7 @@ class Checkpointing:
         """Gives up what was taken for a step that was not sent."""
         for row, length, _ in snapshots:
             if self._prefix is not None:
-                self._prefix.drop_snapshot(parts[row].sequence.number, length)
+                self._prefix.drop_pending_checkpoint(parts[row].sequence.number, length)
 
     def settle(self, sequence: RequestState, lengths: Sequence[int]) -> None:
         """Makes checkpoints of what a step has kept of a sequence, now that it was read.
@@ -69,7 +71,7 @@ class Checkpointing:
         """
         for length in lengths:
             if sequence.tainted or sequence.keys is None:
-                self._prefix_of().drop_snapshot(sequence.number, length)
+                self._prefix_of().drop_pending_checkpoint(sequence.number, length)
             else:
                 self._keep(sequence, length)
 
@@ -86,19 +88,19 @@ class Checkpointing:
             return
         # What was sent beyond the last token that was read is of no text.
         if prefix.policy.end_of_generation and sequence.computed <= len(sequence.tokens):
-            self._keep(sequence, sequence.computed, live=True)
+            self._keep(sequence, sequence.computed, current=True)
 
     def confirm(self, sequence: RequestState, *, finite: bool) -> None:
         """Says how the step went that was under way when a sequence ended."""
         if self._prefix is not None:
             self._prefix.confirm(sequence.number, good=finite)
 
-    def _keep(self, sequence: RequestState, length: int, *, live: bool = False) -> None:
+    def _keep(self, sequence: RequestState, length: int, *, current: bool = False) -> None:
         prefix, keys = self._prefix_of(), sequence.keys
         assert keys is not None, "a sequence without keys keeps nothing"
-        sure = length <= sequence.collected
-        copies = prefix.checkpoint(
-            sequence.number, sequence.tokens, keys, length, live=live, sure=sure
+        confirmed = length <= sequence.collected
+        copies = prefix.store_checkpoint(
+            sequence.number, sequence.tokens, keys, length, current=current, confirmed=confirmed
         )
         if not copies:
             return

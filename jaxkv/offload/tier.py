@@ -116,7 +116,7 @@ class HostTier:
     def offer_checkpoint(self, checkpoint: Checkpoint) -> bool:
         """Takes all states and pages of a checkpoint, as `offer_page` does; one that is not sure yet is refused."""
         place = "", checkpoint.key.digest
-        if not checkpoint.sure:
+        if not checkpoint.confirmed:
             return False
         if self._known(place):
             return True

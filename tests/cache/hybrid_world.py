@@ -73,7 +73,7 @@ class HybridWorld(World):
         kept, checkpoints = self.all_kept(), self.checkpoints()
         for length in range(len(text) - 1, 0, -1):
             one = checkpoints.get((salt, tuple(text[:length])))
-            if one is not None and one.sure:
+            if one is not None and one.confirmed:
                 assert all(
                     self._serves(group, kept[group.name], text, salt, length)
                     for group in self.groups
@@ -97,7 +97,7 @@ class HybridWorld(World):
             if not computed < length <= num_tokens or live.keys.epoch != self.index._epoch:
                 continue
             free = self.free()
-            states = self.index.snapshot(seq, live.text, live.keys, length)
+            states = self.index.begin_checkpoint(seq, live.text, live.keys, length)
             if states is None:
                 assert all(self.free()[name] >= free[name] for name in self.recurrent)
                 continue
@@ -150,16 +150,16 @@ class HybridWorld(World):
         taken = self.taken.get(seq, {})
         for length in sorted(one for one in taken if one <= live.collected):
             del taken[length]
-            self._copy(self.index.checkpoint(seq, live.text, live.keys, length))
-            assert length not in self.allocator.held(seq).snapshots
+            self._copy(self.index.store_checkpoint(seq, live.text, live.keys, length))
+            assert length not in self.allocator.held(seq).pending_checkpoints
 
     def end(self, seq, *, good=None):
         """Ends a sequence with the states that it has come to; its last step may be unread, and turn out bad."""
         live = self.live[seq]
         if live.computed and live.keys.epoch is not None:
-            sure = live.collected == live.computed
-            copies = self.index.checkpoint(
-                seq, live.text, live.keys, live.computed, live=True, sure=sure
+            confirmed = live.collected == live.computed
+            copies = self.index.store_checkpoint(
+                seq, live.text, live.keys, live.computed, current=True, confirmed=confirmed
             )
             self._copy(copies)
             self.check()
@@ -233,7 +233,10 @@ class HybridWorld(World):
 
     def _states_of(self, seq, name):
         held = self.allocator.held(seq)
-        return [*held.states[name].owned(), *(one[name] for one in held.snapshots.values())]
+        return [
+            *held.states[name].owned(),
+            *(one[name] for one in held.pending_checkpoints.values()),
+        ]
 
 
 def run_hybrid_program(world, rng, num_operations):

@@ -120,7 +120,7 @@ def a_tail_matches_whatever_its_tokens(patch):
         found = []
         for full in range(len(tokens) // kept.page_size + 1):
             found += kept._after.get(keys.parent(tokens, kept.page_size, full), {}).values()
-        fits = [one for one in found if one.sure and one.length <= len(tokens)]
+        fits = [one for one in found if one.confirmed and one.length <= len(tokens)]
         return sorted(fits, key=lambda one: -one.length)
 
     patch.setattr(Checkpoints, "along", along)
@@ -137,7 +137,7 @@ def what_is_not_sure_is_found(patch):
 
     def make(add):
         def wrong(kept, checkpoint):
-            checkpoint.sure = True
+            checkpoint.confirmed = True
             add(kept, checkpoint)
 
         return wrong
@@ -169,20 +169,22 @@ def a_tail_is_copied_from_the_page_before(patch):
 def dropping_a_snapshot_leaks_it(patch):
     patch.setattr(
         PageAllocator,
-        "drop_snapshot",
-        lambda allocator, seq, length: allocator._held[seq].snapshots.pop(length) and None,
+        "drop_pending_checkpoint",
+        lambda allocator, seq, length: (
+            allocator._held[seq].pending_checkpoints.pop(length) and None
+        ),
     )
 
 
 @DEFECTS(CorruptBooks)
 def keeping_a_snapshot_counts_it_twice(patch):
     def keep(allocator, seq, length):
-        states = allocator._held[seq].snapshots.pop(length)
+        states = allocator._held[seq].pending_checkpoints.pop(length)
         for name, state in states.items():
             allocator.pool(name).keep(state)
         return states
 
-    patch.setattr(PageAllocator, "keep_snapshot", keep)
+    patch.setattr(PageAllocator, "keep_pending_checkpoint", keep)
 
 
 @DEFECTS(CorruptBooks)
@@ -196,12 +198,12 @@ def a_snapshot_takes_the_state_in_use(patch):
                 name = next(iter(states))
                 if allocator.num_free(name):
                     states = {**states, name: allocator.pool(name).take(1)[0]}
-                    allocator._held[seq].snapshots[length] = states
+                    allocator._held[seq].pending_checkpoints[length] = states
             return states
 
         return wrong
 
-    wrap(patch, PageAllocator, "take_snapshot", make)
+    wrap(patch, PageAllocator, "take_pending_checkpoint", make)
 
 
 @DEFECTS(AssertionError, "more states were given up than asked")

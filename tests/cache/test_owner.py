@@ -69,7 +69,7 @@ def test_each_step_begins_an_epoch_and_old_handles_are_refused(owner):
     old = owner.handle()
     owner.run(donating_add, ONE)
     assert owner.epoch == epoch + 1
-    message = f"handle is of epoch {epoch} but the cache is at {epoch + 1}"
+    message = f"handle is of epoch {epoch} but the cache is at epoch {epoch + 1}"
     with pytest.raises(CachePoisoned, match=message):
         old.cache
     assert is_full_of(owner.handle().cache, 1)

@@ -251,12 +251,12 @@ def test_counts_must_fit_the_layout():
 
 def damage_by_a_lost_page(allocator):
     allocator.pool("gqa").take(1)
-    return r"'gqa': for these pages the references counted and those held differ: \{2: \(1, 0\)\}"
+    return r"'gqa': the counted and the actual references of these pages differ: \{2: \(1, 0\)\}"
 
 
 def damage_by_a_forgotten_reference(allocator):
     allocator.pool("gqa").share([1])
-    return r"'gqa': for these pages the references counted and those held differ: \{1: \(2, 1\)\}"
+    return r"'gqa': the counted and the actual references of these pages differ: \{1: \(2, 1\)\}"
 
 
 def damage_by_a_short_table(allocator):
@@ -268,7 +268,7 @@ def damage_by_a_shared_page_about_to_be_written(allocator):
     allocator.fork(1, 2)
     allocator._held[2].writable = allocator._held[2].reserved = 7
     allocator._held[2].pages["odd"] += tuple(allocator.pool("odd").take(1))
-    return r"sequence 2 .* may write what others hold: \{'gqa': \[1\]\}"
+    return r"sequence 2 .* may write shared ones: \{'gqa': \[1\]\}"
 
 
 def damage_by_a_shared_state_about_to_be_written(allocator):
@@ -278,7 +278,7 @@ def damage_by_a_shared_state_about_to_be_written(allocator):
     for name in ("gqa", "odd"):
         held.pages[name] += tuple(allocator.pool(name).take(1))
     held.writable = held.reserved = 8
-    return r"may write what others hold: .*'sampling': \[1\]"
+    return r"may write shared ones: .*'sampling': \[1\]"
 
 
 @pytest.mark.parametrize(
@@ -319,7 +319,7 @@ def test_what_a_sequence_holds_is_read_only_outside_of_the_allocator(allocator):
         with pytest.raises(TypeError):
             view.pages["gqa"] = ()
         with pytest.raises(TypeError):
-            view.snapshots[3] = {}
+            view.pending_checkpoints[3] = {}
         with pytest.raises(AttributeError):
             view.pages["gqa"].append(1)
     with pytest.raises(TypeError):
@@ -363,18 +363,18 @@ def test_a_swap_in_holds_what_is_there_and_takes_what_comes_or_nothing(allocator
 
 def test_a_snapshot_is_kept_or_released_with_its_sequence(allocator):
     computed(allocator, 1, 6)
-    states = allocator.take_snapshot(1, 4)
-    assert allocator.held(1).snapshots == {4: {"mamba2": 2}}
-    with pytest.raises(ValueError, match="has a snapshot after 4 tokens already"):
-        allocator.take_snapshot(1, 4)
-    assert allocator.keep_snapshot(1, 4) == states
+    states = allocator.take_pending_checkpoint(1, 4)
+    assert allocator.held(1).pending_checkpoints == {4: {"mamba2": 2}}
+    with pytest.raises(ValueError, match="has a pending checkpoint after 4 tokens already"):
+        allocator.take_pending_checkpoint(1, 4)
+    assert allocator.keep_pending_checkpoint(1, 4) == states
     assert allocator.view().kept["mamba2"] == {2}
-    allocator.take_snapshot(1, 5)
-    allocator.take_snapshot(1, 6)
-    assert allocator.take_snapshot(1, 2) is None
-    allocator.drop_snapshot(1, 5)
-    assert allocator.keep_states(1) == {"mamba2": 1}
-    assert allocator.keep_states(1) is None
+    allocator.take_pending_checkpoint(1, 5)
+    allocator.take_pending_checkpoint(1, 6)
+    assert allocator.take_pending_checkpoint(1, 2) is None
+    allocator.drop_pending_checkpoint(1, 5)
+    assert allocator.keep_current_states(1) == {"mamba2": 1}
+    assert allocator.keep_current_states(1) is None
     allocator.check()
     allocator.release(1)
     assert allocator.view().references["mamba2"] == {1: 1, 2: 1}

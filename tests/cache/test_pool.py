@@ -42,8 +42,8 @@ def test_ids_are_handed_out_in_an_order_that_depends_on_the_calls_alone():
     [
         ([1, 5], r"pages \[5\]: they are free already"),
         ([1, 2, 1], r"pages \[1\] twice in one call"),
-        ([1, 7], r"pages \[7\] are not of this pool, which has 0 to 6"),
-        ([1, -1], r"pages \[-1\] are not of this pool"),
+        ([1, 7], r"pages \[7\] are not in this pool, which has 0 to 6"),
+        ([1, -1], r"pages \[-1\] are not in this pool"),
     ],
 )
 def test_a_mistake_names_the_ids_and_changes_nothing(verb, pages, message):
@@ -81,7 +81,7 @@ def test_a_state_pool_never_hands_out_the_zero_state():
     assert pool.take(2) == [1, 2]
     with pytest.raises(OutOfStates, match="asked for 1 states but only 0 of 2 are free"):
         pool.take(1)
-    with pytest.raises(ValueError, match=r"states \[0\] are not of this pool, which has 1 to 2"):
+    with pytest.raises(ValueError, match=r"states \[0\] are not in this pool, which has 1 to 2"):
         pool.release([0])
 
 
@@ -102,12 +102,12 @@ def test_check_finds_a_page_that_is_both_free_and_held():
     pool = PagePool(NUM_PAGES)
     pool.take(2)
     pool._free.append(1)
-    with pytest.raises(ValueError, match=r"corrupt: \[1\] are both free and held"):
+    with pytest.raises(ValueError, match=r"corrupt: \[1\] are both free and referenced"):
         pool.check()
 
 
 def test_the_prefix_owner_holds_one_reference_and_alone_makes_an_id_idle():
-    """An id that the prefix owner alone holds is counted once, and is not free."""
+    """An id that only the prefix owner holds is counted once, and is not free."""
     pool = PagePool(NUM_PAGES)
     (page,) = pool.take(1)
     pool.keep(page)
@@ -127,15 +127,15 @@ def test_the_prefix_owners_mistakes_and_those_at_its_cost_change_nothing():
     pool = PagePool(NUM_PAGES)
     kept, held = pool.take(2)
     pool.keep(kept)
-    with pytest.raises(ValueError, match="cannot keep page 0: it is kept already"):
+    with pytest.raises(ValueError, match="cannot keep page 0: the prefix owner holds it already"):
         pool.keep(kept)
-    with pytest.raises(ValueError, match="cannot forget page 1: it is not kept"):
+    with pytest.raises(ValueError, match="cannot forget page 1: the prefix owner does not hold it"):
         pool.forget(held)
     with pytest.raises(ValueError, match=r"cannot share pages \[5\]: they are free already"):
         pool.keep(5)
     pool.release([kept])
     with pytest.raises(
-        ValueError, match=r"cannot release pages \[0\]: the prefix owner alone holds them"
+        ValueError, match=r"cannot release pages \[0\]: only the prefix owner holds them"
     ):
         pool.release([held, kept])
     assert (pool.references(held), pool.references(kept)) == (1, 1)

@@ -126,5 +126,5 @@ def test_a_page_cannot_get_a_second_name():
     seq = cache.compute([1, 2], stay=True)
     other = cache.index.keys("other")
     other.epoch = cache.keys[seq].epoch
-    with pytest.raises(ValueError, match="cannot keep page 0: it is kept already"):
+    with pytest.raises(ValueError, match="cannot keep page 0: the prefix owner holds it already"):
         cache.index.publish(seq, [3, 4], other, 2)

@@ -87,11 +87,13 @@ def test_the_allocator_counts_the_reference_of_the_index():
     cache.compute([1, 2, 3, 4])
     cache.adopt([1, 2, 3, 4, 5])
     cache.allocator.pool("group0")._references[1] += 1
-    with pytest.raises(ValueError, match=r"those held differ: \{1: \(3, 2\)\}"):
+    with pytest.raises(
+        ValueError, match=r"the actual references of these pages differ: \{1: \(3, 2\)\}"
+    ):
         cache.allocator.check()
     cache.allocator.pool("group0")._references[1] -= 1
     cache.allocator.pool("group0")._num_idle += 1
-    with pytest.raises(ValueError, match=r"the prefix owner alone holds \[\], counted as 1"):
+    with pytest.raises(ValueError, match=r"only the prefix owner holds \[\], counted as 1"):
         cache.allocator.check()
 
 
@@ -125,14 +127,14 @@ def test_explain_says_what_hit_and_what_missed_and_why():
     assert [(part.pages_kept, part.longest) for part in told.groups] == [(2, 8), (5, 10)]
     assert cache.index.explain(text[:8]).why == "the last token is always computed"
     never = cache.index.explain([5] * 9)
-    assert "page 0 was never computed after these tokens under this salt" in never.why
+    assert "page 0 was never computed for these tokens and this salt" in never.why
     cache.evict(1, "group0")
     tick = cache.index.explain(text).tick
     assert f"page 1 was evicted at tick {tick}" in cache.index.explain(text).why
     assert str(cache.index.explain(text)).splitlines() == [
         f"4 of 10 tokens are in the cache, 6 are computed: group 'group0': page 1 was evicted at tick {tick}",
-        f"  group0: keeps 1 of 2 full pages of 4 tokens, alone allows 4 tokens; page 1 was evicted at tick {tick}",
-        "  group1: keeps 5 of 5 full pages of 2 tokens, alone allows 9 tokens",
+        f"  group0: 1 of 2 full pages of 4 tokens are cached, alone allows 4 tokens; page 1 was evicted at tick {tick}",
+        "  group1: 5 of 5 full pages of 2 tokens are cached, alone allows 9 tokens",
     ]
 
 
@@ -155,7 +157,7 @@ def test_evictions_are_remembered_within_bounds(monkeypatch):
     cache.evict(3)
     why = [cache.index.explain([first, 0]).why for first in (1, 2, 3)]
     assert ["was evicted" in text for text in why] == [False, True, True]
-    assert "or long forgotten" in why[0]
+    assert "or dropped long ago" in why[0]
 
 
 def test_publishing_what_fills_no_page_does_nothing():

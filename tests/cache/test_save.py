@@ -111,12 +111,12 @@ def test_a_layout_that_goes_on_is_refused(tmp_path):
 
 def without_an_array(tensors, metadata):
     del tensors["layer0.key"]
-    return r"other arrays than its layout: \['layer0.key'\]"
+    return r"does not hold exactly the arrays of its layout; missing or extra: \['layer0.key'\]"
 
 
 def with_one_array_more(tensors, metadata):
     tensors["layer99.key"] = tensors["layer0.key"]
-    return r"other arrays than its layout: \['layer99.key'\]"
+    return r"does not hold exactly the arrays of its layout; missing or extra: \['layer99.key'\]"
 
 
 def with_a_wrong_shape(tensors, metadata):
@@ -136,12 +136,12 @@ def with_another_format(tensors, metadata):
 
 def without_a_layout(tensors, metadata):
     del metadata["layout"]
-    return "lacks a readable layout: KeyError"
+    return "has no readable layout: KeyError"
 
 
 def with_a_broken_layout(tensors, metadata):
     metadata["layout"] = "[{"
-    return "lacks a readable layout: JSONDecodeError"
+    return "has no readable layout: JSONDecodeError"
 
 
 def with_other_counts(tensors, metadata):
@@ -272,5 +272,5 @@ save_small(Path({str(tmp_path)!r}) / "cache")
 
 def test_a_cache_of_other_counts_is_not_saved(saved):
     cache, path = saved
-    with pytest.raises(ValueError, match="not made from this layout and the counts"):
+    with pytest.raises(ValueError, match="are not those of this layout with the counts"):
         save_cache(cache, LAYOUT, COUNTS | {"gqa": 9}, path)

@@ -142,7 +142,9 @@ def test_notes_do_not_split_groups():
 def test_two_arrays_of_one_role_in_one_layer_are_refused():
     main = place([gqa(1, 2, **HALF)] * 2, layer_offset=10)
     assert [entry.layer for entry in main] == [10, 11]
-    with pytest.raises(ValueError, match="layer 11 already has 'key' from gqa, and window brings"):
+    with pytest.raises(
+        ValueError, match="layer 11 already has 'key' from gqa, and window has it too"
+    ):
         group_layers([*main, *place([window(1, 2, window=4, **HALF)], layer_offset=11)])
 
 
@@ -184,7 +186,9 @@ def test_counts_must_name_each_group(counts):
 def test_a_group_is_found_by_name_or_the_known_names_are_listed():
     layout = group_layers([LayerSpec(0, gqa(1, 2, **HALF)), LayerSpec(0, MAMBA2)])
     assert layout.group("gqa").layers == (0,)
-    with pytest.raises(ValueError, match="no group 'mla'; this cache has gqa, mamba2"):
+    with pytest.raises(
+        ValueError, match="no group 'mla'; the groups of this cache are gqa, mamba2"
+    ):
         layout.group("mla")
     with pytest.raises(ValueError, match="holds states"):
         layout.group("mamba2").page_size

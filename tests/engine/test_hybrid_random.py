@@ -107,7 +107,7 @@ def test_random_conversations_have_the_tokens_of_lone_ones(name, requests):
     assert sum(one.preemptions for one in made) > 0
     if engine.host is not None:
         assert engine.host.stats.hits > 0
-    assert all(one.sure for one in engine.prefix._states.kept)
+    assert all(one.confirmed for one in engine.prefix._states.kept)
     assert_idle(engine)
     alone = engine_of(
         longest=LONGEST, budget=48, tokens=48, policy=CheckpointPolicy(), **CASES[name]

@@ -112,7 +112,7 @@ def test_a_turn_whose_last_step_was_never_read_is_kept_when_it_comes_again(monke
     [first] = engine.add([wish])
     while first.status != FINISHED:
         engine.step()
-    assert [one.length for one in engine.prefix._states.kept if not one.sure] == [length]
+    assert [one.length for one in engine.prefix._states.kept if not one.confirmed] == [length]
 
     def interrupt():
         raise KeyboardInterrupt

@@ -16,8 +16,8 @@ class HostWorld(HybridWorld):
         self.landed = 0
         for owner, name in (
             (self.allocator, "reserve"),
-            (self.index, "snapshot"),
-            (self.index, "checkpoint"),
+            (self.index, "begin_checkpoint"),
+            (self.index, "store_checkpoint"),
             (self.index, "reclaim"),
             (self.swaps, "begin"),
             (self.swaps, "land"),
@@ -217,7 +217,7 @@ class HostWorld(HybridWorld):
         states = {**self.host_checkpoints(), **self.checkpoints()}
         for length in range(len(text) - 1, 0, -1):
             one = states.get((salt, tuple(text[:length]))) if self.recurrent else True
-            if self.recurrent and (one is None or not one.sure):
+            if self.recurrent and (one is None or not one.confirmed):
                 continue
             # Not what a checkpoint inside a page has of its own.
             serves = self._serves if self.recurrent else self._accepts

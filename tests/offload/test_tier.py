@@ -49,7 +49,7 @@ def test_evicted_pages_still_match_and_come_back():
     evict_all(world)
     told = world.index.explain(TEXT)
     assert (told.num_reused, told.num_with_host, told.groups[0].pages_on_host) == (0, 7, 4)
-    assert "with what lies on the host: 7 tokens" in str(told)
+    assert "with pages on the host: 7 tokens" in str(told)
     assert "and 4 on the host" in str(told)
     world.fetch(TEXT, None)
     told = world.index.explain(TEXT)
@@ -110,10 +110,10 @@ def test_a_checkpoint_whose_step_was_not_read_does_not_leave():
     world = HostWorld(HYBRID, HYBRID_COUNTS, host_bytes=200)
     serve(world, TEXT[:4])
     for one in world.index._states.kept:
-        assert one.sure
-        one.sure = False
+        assert one.confirmed
+        one.confirmed = False
         assert not world.tier.offer_checkpoint(one)
-        one.sure = True
+        one.confirmed = True
         assert world.tier.offer_checkpoint(one)
 
 

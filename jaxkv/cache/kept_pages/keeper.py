@@ -1,4 +1,4 @@
-"""The paged half of the prefix index: which full pages are kept, and which go first. It holds one reference to each."""
+"""The pages of the prefix index: cached full pages per group and their eviction order, one reference to each."""
 
 from collections.abc import Callable, Collection, Sequence
 
@@ -10,15 +10,15 @@ from jaxkv.cache.spec import CacheLayout
 
 
 class PageKeeper:
-    """The kept pages of all paged groups.
+    """The cached pages of all paged groups.
 
     Args:
         layout: the groups.
         allocator: pages and states of the same groups.
 
     Attributes:
-        rules: group's name -> what a sequence needs of it.
-        trees: group's name -> its kept pages.
+        rules: group name -> which of its pages a hit needs.
+        trees: group name -> its cached pages.
     """
 
     def __init__(self, layout: CacheLayout, allocator: PageAllocator) -> None:
@@ -29,7 +29,7 @@ class PageKeeper:
         }
 
     def look_up(self, tokens: Sequence[int], keys: PageKeys) -> list[Lookup]:
-        """Returns what each group keeps of a text."""
+        """Returns, for each group, the cached pages of these tokens."""
         return [
             Lookup(name, rule, self.trees[name], keys.pages(tokens, rule.page_size, len(tokens)))
             for name, rule in self.rules.items()
@@ -46,19 +46,19 @@ class PageKeeper:
         *,
         before: int = 0,
     ) -> int:
-        """Keeps a sequence's pages in one group after the last that is kept, and those that the next token sees.
+        """Caches the full pages of a sequence in one group that are not cached yet.
 
         Args:
-            name: the group's.
-            seq: whose pages.
-            tokens: its text.
-            keys: its keys.
-            num_tokens: tokens whose steps were good.
-            tick: now.
-            before: so many of them were offered before.
+            name: group name.
+            seq: number of the sequence.
+            tokens: its tokens.
+            keys: its page keys.
+            num_tokens: tokens whose steps have been collected without an error.
+            tick: the current tick.
+            before: `num_tokens` of the previous call for this sequence.
 
         Returns:
-            How many are new.
+            The number of pages added.
         """
         rule, tree, table = self.rules[name], self.trees[name], self._allocator.pages(seq, name)
         chain = keys.pages(tokens, rule.page_size, num_tokens)
@@ -77,19 +77,21 @@ class PageKeeper:
             used = needed[-1:]
         else:
             used = needed
-            self._pass_by(tree, chain, rule.needs(before), needed)
+            self._clear_old_tails(tree, chain, rule.needs(before), needed)
         found = [tree.find(chain[index]) for index in used]
         self.touch(name, [node for node in found if node is not None], tick)
         return added
 
     def touch(self, name: str, nodes: Sequence[Node], tick: int, *, tail: int = ENDED) -> None:
-        """Marks pages as used now. Where only leaves go, the last stands for those before it.
+        """Marks pages as used at `tick`.
+
+        Without a window the last page is enough: only leaves are evicted, so it protects the pages before it.
 
         Args:
-            name: the group's.
-            nodes: what a sequence needs of it.
-            tick: now.
-            tail: why the pages of a window are kept longer than others.
+            name: group name.
+            nodes: the pages that a sequence needs in this group.
+            tick: the current tick.
+            tail: `ENDED` or `HIT`: the reason to evict these pages of a window after others.
         """
         tree = self.trees[name]
         if self.rules[name].window is None:
@@ -100,42 +102,54 @@ class PageKeeper:
                 tree.touch(node, tick, tail=tail)
 
     @staticmethod
-    def _pass_by(tree: PrefixTree, chain: Sequence[PageKey], before: range, needed: range) -> None:
-        """Says of pages that a text needed when it was published last, and needs no more, that it goes on."""
+    def _clear_old_tails(
+        tree: PrefixTree, chain: Sequence[PageKey], before: range, needed: range
+    ) -> None:
+        """Clears the `ENDED` mark of pages that the sequence needed at its last `publish` and needs no more."""
         for index in range(before.start, min(before.stop, needed.start, len(chain))):
             node = tree.find(chain[index])
             if node is not None:
-                tree.pass_by(node)
+                tree.clear_tail(node)
 
     def worth(self, name: str, spared_copies: Collection[int]) -> Callable[[Node], int]:
-        """Returns what says whether to forget a page gains one: it is free then, or need not be copied."""
+        """Returns a function that is 1 for a page whose removal gains a page: it becomes free or needs no copy."""
         pool = self._allocator.pool(name)
         return lambda node: int(pool.references(node.page) == 1 or node.page in spared_copies)
 
     def held_by(self, seq: int, name: str) -> list[Node]:
-        """Returns the kept pages that a sequence holds in one group, and all that follow them, last ones first."""
+        """Returns the cached pages that a sequence holds in a group and all their descendants, last position first."""
         tree, first = self.trees[name], self._allocator.held(seq).unneeded[name]
         pages = set(self._allocator.pages(seq, name)[first:])
         return tree.with_descendants([node for node in tree if node.page in pages])
 
     def remove(self, name: str, node: Node, tick: int) -> None:
-        """Forgets a page."""
+        """Removes a page from the cache and drops its reference."""
         self.trees[name].remove(node, tick)
         self._allocator.pool(name).forget(node.page)
 
     def clear(self) -> None:
-        """Forgets every page."""
+        """Removes all pages and drops their references."""
         for name, tree in self.trees.items():
             for page in tree.clear():
                 self._allocator.pool(name).forget(page)
 
     def check(self, name: str, others: Sequence[int]) -> None:
-        """Raises `ValueError` if a group's entries are not the pages that are kept, but for `others`."""
+        """Checks one group.
+
+        Args:
+            name: group name.
+            others: pages of this group that checkpoints hold.
+
+        Raises:
+            ValueError: the tree is corrupt, or its pages and `others` are not what the prefix owner has.
+        """
         tree, kept = self.trees[name], self._allocator.pool(name).kept
         tree.check()
         pages = {node.page for node in tree} | {*others}
         if len(pages) != len(tree) + len(others):
-            raise ValueError(f"group {name!r}: a page of {list(others)} is kept for two ends")
+            raise ValueError(
+                f"group {name!r}: a page of {list(others)} belongs to two checkpoints, or to a checkpoint and the tree"
+            )
         if pages != kept:
             raise ValueError(
                 f"group {name!r}: the index has the pages {sorted(pages - kept)} without a reference, "

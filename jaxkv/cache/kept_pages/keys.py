@@ -1,6 +1,6 @@
-"""Names for full pages of tokens: hashes chained from a secret, so that equal names mean equal texts from the start.
+"""Keys of full pages: SHA-256 over the parent's key and the page's tokens, chained from a secret root.
 
-Knows no pool and no sequence.
+Two pages have equal keys only if all tokens from the first one to the end of the page are equal.
 """
 
 import hashlib
@@ -14,11 +14,11 @@ _SCHEMA = "jaxkv prefix 1"
 
 
 class PageKey(NamedTuple):
-    """The name of one full page.
+    """The key of one full page.
 
     Attributes:
-        parent: name of the page before it; of the root, for the first.
-        digest: its own name, 256 bits.
+        parent: digest of the page before it; of the root for the first page.
+        digest: its own digest, 256 bits.
         tokens: its tokens as little-endian int32, compared on every hit.
     """
 
@@ -28,7 +28,7 @@ class PageKey(NamedTuple):
 
 
 def hash_parts(*parts: str | bytes | int | None) -> bytes:
-    """Returns SHA-256 over the parts, each with its type and length, so that no two lists of parts read the same."""
+    """Returns SHA-256 over the parts. Each part is prefixed by its type and length, so distinct lists never collide."""
     hasher = hashlib.sha256()
     for part in parts:
         kind = type(part).__name__[0].encode()  # s, b, i or N
@@ -38,12 +38,12 @@ def hash_parts(*parts: str | bytes | int | None) -> bytes:
 
 
 def cache_root(secret: bytes, layout: CacheLayout, identity: str) -> bytes:
-    """Returns what all keys of a cache start from.
+    """Returns the root digest of all keys of a cache.
 
     Args:
-        secret: random per process, so that nobody outside can guess or collide keys.
-        layout: the groups; pages of another layout would mean nothing here.
-        identity: the model, its weights and whatever else changes what a page of given tokens holds.
+        secret: random bytes, one draw per process, so that clients cannot guess keys or construct collisions.
+        layout: the groups of the cache.
+        identity: the model, its weights, and everything else that changes the contents of a page of given tokens.
     """
     return hash_parts(_SCHEMA, secret, identity, repr(layout))
 
@@ -54,7 +54,11 @@ def page_key(parent: bytes, tokens: bytes) -> PageKey:
 
 
 def encode_tokens(tokens: Sequence[int]) -> bytes:
-    """Returns ids as little-endian int32; refuses others, which would collide when wrapped."""
+    """Returns token ids as little-endian int32.
+
+    Raises:
+        ValueError: an id does not fit int32; wrapped ids would collide.
+    """
     try:
         return struct.pack(f"<{len(tokens)}i", *tokens)
     except struct.error as error:
@@ -62,18 +66,19 @@ def encode_tokens(tokens: Sequence[int]) -> bytes:
 
 
 class PageKeys:
-    """The keys of one text that only grows; each page is hashed once.
+    """The page keys of one append-only token sequence; each page is hashed once.
 
-    Made by `PrefixIndex.keys`. Keep it as long as the text, preemptions included, and give it that text alone.
+    Made by `PrefixIndex.keys`. One object serves one sequence for its whole life, preemptions included.
+    The prefix index sets all attributes.
 
     Attributes:
-        epoch: epoch of the index in which the sequence that computes the text began; `None` before. The index sets it.
-        published: tokens of that sequence that the index has been told of.
-        begun: tokens that the sequence found, did not find, and had pages of but no states, until the index has
-            counted them.
-        agreed: tokens that an earlier text began with, too; `None` before the index has looked.
-        places: numbers of tokens after which the sequence leaves a checkpoint behind.
-        deferred: the text has waited for another's checkpoint. The index sets all three.
+        epoch: epoch of the index when the sequence began; `None` before it begins.
+        published: tokens of the sequence that were published to the index.
+        begun: (tokens reused, tokens to compute, tokens whose pages were cached without a checkpoint) until the index
+            has added them to its statistics; then `None`.
+        agreed: leading tokens shared with an earlier prompt; `None` before the index has compared.
+        places: lengths, in tokens, at which the sequence makes a checkpoint.
+        deferred: the request was delayed because another sequence was computing its checkpoint.
     """
 
     def __init__(self, root: bytes, salt: str | bytes | None) -> None:
@@ -88,26 +93,26 @@ class PageKeys:
         self.deferred = False
 
     def pages(self, tokens: Sequence[int], page_size: int, num_tokens: int) -> list[PageKey]:
-        """Returns the key of each full page among the first `num_tokens`; the list is not the caller's to change."""
+        """Returns the keys of the full pages among the first `num_tokens`; the caller must not change the list."""
         count = num_tokens // page_size
         chain = self._chain(tokens, page_size, count)
         return chain if count == len(chain) else chain[:count]
 
     def parent(self, tokens: Sequence[int], page_size: int, full: int) -> bytes:
-        """Returns the name of the last of the first `full` pages; of the root, for none."""
+        """Returns the digest of page `full - 1`; of the root if `full` is 0."""
         if not full:
             return hash_parts(self._root, page_size, self._salt)
         return self._chain(tokens, page_size, full)[full - 1].digest
 
     def copy(self) -> "PageKeys":
-        """Returns the keys of a text that has been the same so far, as a fork's."""
+        """Returns the keys of a fork, whose tokens are equal so far."""
         twin = PageKeys(self._root, self._salt)
         twin._chains = {page_size: list(chain) for page_size, chain in self._chains.items()}
         twin.epoch, twin.published = self.epoch, self.published
         return twin
 
     def _chain(self, tokens: Sequence[int], page_size: int, count: int) -> list[PageKey]:
-        """Returns the keys of all pages that were named so far, at least of the first `count`."""
+        """Returns the keys of all pages hashed so far, extended to at least `count` pages."""
         chain = self._chains.setdefault(page_size, [])
         for index in range(len(chain), count):
             parent = chain[-1].digest if chain else self.parent(tokens, page_size, 0)

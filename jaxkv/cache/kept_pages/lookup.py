@@ -1,4 +1,4 @@
-"""How long a hit each group accepts, one rule per kind of group, and the longest that all accept. Holds nothing."""
+"""The longest prefix hit: which lengths one group accepts, and the longest that all groups accept."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,49 +12,49 @@ from jaxkv.cache.windows import first_seen
 
 @dataclass(frozen=True)
 class HitRule:
-    """What a sequence needs of one paged group to begin after some tokens.
+    """Which pages of one paged group a sequence needs to begin after some tokens.
 
     Attributes:
         page_size: tokens per page.
-        window: tokens a query sees, itself included; `None` for all.
+        window: tokens that a query sees, its own included; `None` for all.
     """
 
     page_size: int
     window: int | None
 
     def needs(self, length: int) -> range:
-        """Returns the table positions that hold what token `length` sees of the tokens before it.
+        """Returns the table positions of the pages whose tokens the token at position `length` sees.
 
-        The page it will be written to is among them if the tokens before it have begun it. The token just before it
-        always is, even if a window of one does not see it, so that every hit has a page to show for itself.
+        They include the page that token `length` is written to, if earlier tokens have begun it. They always include
+        the page of token `length - 1`, even for a window of 1, so that every hit has at least one page.
         """
         first = first_seen(self.window, length)
         return range(first // self.page_size, -(-length // self.page_size))
 
 
 def rule_of(group: Group) -> HitRule:
-    """Returns the rule of a paged group."""
+    """Returns the hit rule of a paged group."""
     assert isinstance(group.spec, PagedSpec)
     return HitRule(group.spec.page_size, group.spec.window)
 
 
 @runtime_checkable
 class Finder(Protocol):
-    """Has the pages of one group by name: a prefix tree, or several tiers as one."""
+    """Finds pages of one group by key: a prefix tree, or several tiers together."""
 
     def find(self, key: PageKey) -> Node | None:
-        """Returns the page of this name that holds these very tokens."""
+        """Returns the page with this key, tokens included."""
         ...
 
 
 class Lookup:
-    """What one group keeps of a text.
+    """The cached pages of one token sequence in one group.
 
     Attributes:
-        name: the group's name.
-        rule: the group's rule.
-        keys: names of the text's full pages.
-        nodes: the kept page of each, or `None`.
+        name: group name.
+        rule: hit rule of the group.
+        keys: keys of the full pages.
+        nodes: for each key, the cached page or `None`.
     """
 
     def __init__(self, name: str, rule: HitRule, tree: Finder, keys: Sequence[PageKey]) -> None:
@@ -62,7 +62,7 @@ class Lookup:
         self.rule = rule
         self.keys = keys
         self.nodes: list[Node | None] = [tree.find(key) for key in keys]
-        self._run: list[int] = []  # Kept pages in a row that end at each position.
+        self._run: list[int] = []  # Consecutive cached pages that end at each position.
         run = 0
         for node in self.nodes:
             run = run + 1 if node is not None else 0
@@ -70,23 +70,23 @@ class Lookup:
 
     @property
     def most(self) -> int:
-        """No more tokens than this can be hit."""
+        """An upper bound of the tokens of a hit."""
         kept = [index for index, run in enumerate(self._run) if run]
         return (kept[-1] + 1) * self.rule.page_size if kept else 0
 
     def full(self, length: int) -> int:
-        """Returns how many of the first tokens lie in full pages that are all kept; none, where a window is enough."""
+        """Returns how many leading tokens, up to `length`, have all their full pages cached; 0 for a window group."""
         if self.rule.window is not None or not self._run:
             return 0
         run = max((n for index, n in enumerate(self._run) if n == index + 1), default=0)
         return min(run, length // self.rule.page_size) * self.rule.page_size
 
     def accepts(self, length: int, *, tail: int | None = None) -> bool:
-        """Whether a sequence may begin after `length` tokens, at least 1, as far as this group is concerned.
+        """Whether this group has the pages that a sequence needs to begin after `length` tokens.
 
         Args:
-            length: at most `most`, or where a checkpoint is.
-            tail: a page with the text's last tokens, where that checkpoint ends inside a page.
+            length: tokens to skip, at least 1; at most `most`, or the length of a checkpoint.
+            tail: a page with the last tokens of a checkpoint that ends inside a page; it replaces the last needed page.
         """
         needed = self.rule.needs(length)
         if tail is not None:
@@ -95,14 +95,14 @@ class Lookup:
         return not needed or (last < len(self._run) and self._run[last] >= len(needed))
 
     def missing(self, length: int) -> int | None:
-        """Returns the first position that is needed for `length` tokens and not kept."""
+        """Returns the first page table position that a hit of `length` tokens needs and that is not cached."""
         for index in self.rule.needs(length):
             if index >= len(self.nodes) or self.nodes[index] is None:
                 return index
         return None
 
     def needed_nodes(self, length: int) -> list[Node]:
-        """Returns the kept pages of a length that is accepted, but for one that is not full and another's."""
+        """Returns the cached full pages that a hit of `length` tokens needs; the groups accept this length."""
         found = [self.nodes[index] for index in self.rule.needs(length) if index < len(self.nodes)]
         return [node for node in found if node is not None]
 
@@ -110,7 +110,7 @@ class Lookup:
 def longest(lookups: Sequence[Lookup], limit: int) -> int:
     """Returns the greatest length up to `limit` that every group accepts.
 
-    Within a page a longer length needs no more, so only the limit and the ends of pages are tried.
+    A longer length within the same page needs no further page, so only the limit and page ends are tried.
     """
     length = min((limit, *(lookup.most for lookup in lookups)))
     while length > 0 and not all(lookup.accepts(length) for lookup in lookups):
@@ -119,12 +119,12 @@ def longest(lookups: Sequence[Lookup], limit: int) -> int:
 
 
 def next_shorter(lookups: Sequence[Lookup], length: int) -> int:
-    """Returns the last end of a page before `length`, over all groups."""
+    """Returns the last page end before `length`, over the page sizes of all groups."""
     sizes = {lookup.rule.page_size for lookup in lookups}
     return max((length - 1) // size * size for size in sizes)
 
 
 def next_longer(lookups: Sequence[Lookup], length: int) -> int:
-    """Returns the first end of a page after `length`, over all groups."""
+    """Returns the first page end after `length`, over the page sizes of all groups."""
     sizes = {lookup.rule.page_size for lookup in lookups}
     return min((length // size + 1) * size for size in sizes)

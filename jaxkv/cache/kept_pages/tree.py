@@ -1,4 +1,4 @@
-"""The pages of one group that are kept for reuse, and which of them goes first. Knows keys and ticks, holds no page."""
+"""The cached pages of one group by key, and their eviction order (least recently used first)."""
 
 import heapq
 from collections import Counter, OrderedDict
@@ -8,27 +8,30 @@ from dataclasses import dataclass
 from jaxkv.cache.kept_pages.keys import PageKey, page_key
 
 _REMEMBERED = 4096
-"""Evictions that can be explained afterwards."""
+"""Number of latest evictions whose tick is recorded, for `explain`."""
 
 ENDED, HIT = 1, 2
-"""Why a page is kept longer than others: one text has come there; others are known to begin like it up to there."""
+"""Reasons to evict a page of a window after other pages, weaker first.
+
+ENDED: a sequence was published up to this page. HIT: a sequence began after this page.
+"""
 
 
 Rank = tuple[bool, int, int, bytes]
-"""Whether a page goes after those of `False`, its tick, its position, its name."""
+"""Sort key of eviction: (is a tail, last use in ticks, page table position, digest). Smallest is evicted first."""
 
 
 @dataclass(slots=True)
 class Node:
-    """One kept page.
+    """One cached page.
 
     Attributes:
-        key: its name.
-        page: its id.
-        index: its position in the page table of whoever uses it.
-        tick: when it was last used.
-        children: kept pages that follow it.
-        tail: it is among the last that a window sees: `ENDED` where a text came to, `HIT` where one began from it.
+        key: its key.
+        page: its page id.
+        index: its position in a page table.
+        tick: tick of its last use.
+        children: number of cached pages directly after it; counted where only leaves are evicted.
+        tail: 0, `ENDED` or `HIT`; see there.
     """
 
     key: PageKey
@@ -40,18 +43,18 @@ class Node:
 
 
 class PrefixTree:
-    """Kept pages by name, the longest unused first to go.
+    """Cached pages by key, evicted least recently used first.
 
     Args:
-        leaf_only: a page is useless without those before it (full attention), so only pages that no kept one
-            follows may go; a page counts as used whenever one after it was. Otherwise (a window) any may go, and tails
-            last: without one page of its tail, all the others of a text are of no use.
+        leaf_only: True for full attention: a page is useless without the pages before it, so only pages without
+            cached successors are evicted, and using a page counts as using all pages before it. False for a window:
+            any page may be evicted, tails last, because a hit needs all pages of its tail.
     """
 
     def __init__(self, *, leaf_only: bool) -> None:
         self._leaf_only = leaf_only
         self._nodes: dict[bytes, Node] = {}
-        # The rank of what may go, see _rank; stale ones among them, see _current.
+        # Heap of the ranks of evictable pages. It may hold outdated ranks, which `_current` skips.
         self._queue: list[Rank] = []
         self._evicted: OrderedDict[bytes, int] = OrderedDict()
 
@@ -62,29 +65,31 @@ class PrefixTree:
         return iter(self._nodes.values())
 
     def find(self, key: PageKey) -> Node | None:
-        """Returns the page of this name that holds these very tokens, if it is kept."""
+        """Returns the cached page with this key, tokens included; `None` if there is none."""
         node = self._nodes.get(key.digest)
         return node if node is not None and node.key == key else None
 
     def named(self, digest: bytes) -> Node | None:
-        """Returns the page of this name, if it is kept."""
+        """Returns the cached page with this digest; `None` if there is none."""
         return self._nodes.get(digest)
 
     def when_evicted(self, key: PageKey) -> int | None:
-        """Returns the tick at which a page was evicted last; `None` if it never was, or too long ago."""
+        """Returns the tick of a page's last eviction; `None` if it is not among the recorded evictions."""
         return self._evicted.get(key.digest)
 
     def add(self, key: PageKey, page: int, index: int, tick: int) -> bool:
-        """Keeps a page under a name; returns False, and keeps the first, if there is one of that name.
+        """Adds a page under a key; returns False and changes nothing if the key has a page already.
 
         Raises:
-            ValueError: the page before it is not kept, but would be needed.
+            ValueError: the page before it is needed (`leaf_only`) and not cached.
         """
         if key.digest in self._nodes:
             return False
         parent = self._nodes.get(key.parent)
         if self._leaf_only and index and parent is None:
-            raise ValueError(f"page {page} at position {index} follows a page that is not kept")
+            raise ValueError(
+                f"page {page} at position {index} follows a page that is not cached; publish pages in order"
+            )
         self._nodes[key.digest] = Node(key, page, index, tick)
         if self._leaf_only and parent is not None:
             parent.children += 1
@@ -92,34 +97,41 @@ class PrefixTree:
         return True
 
     def touch(self, node: Node, tick: int, *, tail: int = 0) -> None:
-        """Says that a page was used, and so, where only leaves go, all before it; and that it is such a tail."""
+        """Records a use at `tick`, and raises the page's tail mark to `tail`."""
         node.tick, node.tail = tick, max(node.tail, tail)
         self._enqueue(node)
 
-    def pass_by(self, node: Node) -> None:
-        """Says that the text that came to an end here goes on: the page is no tail for that any more."""
+    def clear_tail(self, node: Node) -> None:
+        """Clears the `ENDED` mark of a page whose sequence has grown beyond it; a `HIT` mark stays."""
         if node.tail == ENDED:
             node.tail = 0
             self._enqueue(node)
 
     def victims(self, count: int, worth: Callable[[Node], int], tick: int) -> list[Node]:
-        """Returns what to remove, in this order, to gain `count` pages; all that there is may gain fewer.
+        """Returns the pages to remove, in this order, to gain `count` pages, or as many as there are.
 
         Args:
             count: pages to gain.
-            worth: 1 if removing a node frees its page, 0 if a sequence holds it.
-            tick: now; pages that sequences hold count as used, if it comes to looking at them.
+            worth: 1 if removing a page frees it, 0 if a sequence still holds it.
+            tick: the current tick; pages held by sequences that are examined count as used at this tick.
         """
         chosen = self._longest_unused(count, worth, tick)
         if len(chosen) < count:
-            # What the index alone holds must never be out of reach, so pages of sequences that follow it go too.
+            # Pages that only the index holds must always be reclaimable, so their descendants that sequences
+            # hold are removed from the index too.
             chosen = self._with_followers(count, worth)
         return chosen
 
     def remove(self, node: Node, tick: int) -> None:
-        """Forgets one page, but remembers when, for `when_evicted`."""
+        """Removes one page and records the tick for `when_evicted`.
+
+        Raises:
+            ValueError: cached pages follow it.
+        """
         if node.children:
-            raise ValueError(f"page {node.page} goes before {node.children} pages that follow it")
+            raise ValueError(
+                f"page {node.page} has {node.children} cached pages after it; remove those first"
+            )
         del self._nodes[node.key.digest]
         parent = self._nodes.get(node.key.parent)
         if self._leaf_only and parent is not None:
@@ -131,18 +143,18 @@ class PrefixTree:
             self._evicted.popitem(last=False)
 
     def clear(self) -> list[int]:
-        """Forgets every page, and what was evicted; returns the pages."""
+        """Removes all pages and recorded evictions; returns the ids of the pages."""
         pages = [node.page for node in self]
         for store in (self._nodes, self._queue, self._evicted):
             store.clear()
         return pages
 
     def with_descendants(self, nodes: Iterable[Node]) -> list[Node]:
-        """Returns these nodes and all that follow them, last ones first."""
+        """Returns these pages and all their descendants, last position first."""
         return sorted(_branches(nodes, self._followers()), key=lambda node: -node.index)
 
     def check(self) -> None:
-        """Raises `ValueError` if a name does not follow from its tokens, a page has two, or parents or queue err."""
+        """Raises `ValueError` if a key contradicts its tokens, a page has two keys, or parents or heap are wrong."""
         children = Counter(node.key.parent for node in self)
         queued = set(self._queue)
         wrong = [
@@ -158,7 +170,9 @@ class PrefixTree:
             self._queue[(i - 1) // 2] <= self._queue[i] for i in range(1, len(self._queue))
         )
         if wrong or not ordered or len({node.page for node in self}) != len(self):
-            raise ValueError(f"the prefix tree of {len(self)} pages is corrupt at {wrong}")
+            raise ValueError(
+                f"the prefix tree of {len(self)} pages is corrupt: wrong nodes {wrong}, heap in order: {ordered}"
+            )
 
     def _may_go(self, node: Node) -> bool:
         return not (self._leaf_only and node.children)
@@ -171,12 +185,15 @@ class PrefixTree:
             heapq.heapify(self._queue)
 
     def _current(self, rank: Rank) -> Node | None:
-        """Returns the node of a queue entry, unless it is gone, was used since, or is followed by others by now."""
+        """Returns the page of a heap entry; `None` if it was removed or used since, or is no leaf any more."""
         node = self._nodes.get(rank[-1])
         return node if node is not None and _rank(node) == rank and self._may_go(node) else None
 
     def _longest_unused(self, count: int, worth: Callable[[Node], int], tick: int) -> list[Node]:
-        """Chooses among what no sequence holds. A page whose last follower was chosen is a candidate like any other."""
+        """Returns the least recently used pages that no sequence holds.
+
+        A page whose children are all chosen counts as a leaf.
+        """
         chosen: dict[bytes, Node] = {}
         removed: Counter[bytes] = Counter()
         bared: list[Rank] = []
@@ -206,7 +223,7 @@ class PrefixTree:
         return list(chosen.values())
 
     def _with_followers(self, count: int, worth: Callable[[Node], int]) -> list[Node]:
-        """Chooses the longest unused, each after all that follow it, whether sequences hold those or not."""
+        """Returns the least recently used pages, each after all its descendants, which sequences may hold."""
         followers = self._followers()
         chosen: dict[bytes, Node] = {}
         gained = 0
@@ -221,7 +238,7 @@ class PrefixTree:
         return list(chosen.values())
 
     def _followers(self) -> dict[bytes, list[Node]]:
-        """Returns, by digest, the pages right after each page."""
+        """Returns digest -> the cached pages directly after that page."""
         followers: dict[bytes, list[Node]] = {}
         for node in self:
             followers.setdefault(node.key.parent, []).append(node)
@@ -229,12 +246,12 @@ class PrefixTree:
 
 
 def _rank(node: Node) -> Rank:
-    """Returns what sorts nodes by who goes first."""
+    """Returns the page's sort key of eviction."""
     return node.tail > 0, node.tick, node.index, node.key.digest
 
 
 def _branches(roots: Iterable[Node], followers: Mapping[bytes, list[Node]]) -> list[Node]:
-    """Returns the roots and all that follow them, one branch to its end before the next."""
+    """Returns the roots and all their descendants, depth first."""
     found: dict[bytes, Node] = {}
     todo = list(roots)
     while todo:

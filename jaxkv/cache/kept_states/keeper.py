@@ -1,7 +1,6 @@
-"""The recurrent half of the prefix index: which states are kept, for how long, and what each needs to be of use.
+"""The checkpoints of the prefix index: where sequences make them, how many are kept, and which is evicted first.
 
-It holds one reference to each state of a checkpoint, and to the pages that a checkpoint off the ends of pages has of
-its own. It knows tokens and ids, never what a state holds.
+The keeper holds one reference to each state of a checkpoint, and to each page that a checkpoint has of its own.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -25,20 +24,23 @@ from jaxkv.cache.spec import CacheLayout
 from jaxkv.config.checkpoint_policy import CheckpointPolicy
 
 _UNPAGED = 64
-"""Tokens per name where no group is paged."""
+"""Tokens per hashed page where no group is paged."""
 
 
 class StateKeeper:
-    """Checkpoints under a limit, the longest unused given up first. Taking one never takes a state from a sequence.
+    """A bounded number of checkpoints, evicted least recently used first. It never takes a state from a sequence.
 
     Args:
         layout: the groups.
         allocator: pages and states of the same groups.
-        trees: paged group's name -> its kept pages.
-        rules: paged group's name -> what it needs.
-        capacity: most checkpoints, those that are being computed included.
-        policy: where prompts leave them.
-        stats: where they are counted.
+        trees: paged group name -> its cached pages.
+        rules: paged group name -> which pages a hit needs.
+        capacity: most checkpoints, pending ones included.
+        policy: the lengths at which sequences make checkpoints.
+        stats: the counters to update.
+
+    Raises:
+        ValueError: `capacity` is negative, or the policy contradicts the layout's chunk size.
     """
 
     def __init__(
@@ -53,7 +55,9 @@ class StateKeeper:
         stats: PrefixStats,
     ) -> None:
         if capacity < 0:
-            raise ValueError(f"the number of checkpoints must be at least 0, got {capacity}")
+            raise ValueError(
+                f"the number of checkpoints must be at least 0, got {capacity}; give 0 to keep none"
+            )
         policy.grid_for(layout.chunk_size)
         size = min((rule.page_size for rule in rules.values()), default=_UNPAGED)
         self.capacity = capacity if layout.state_groups else 0
@@ -61,7 +65,7 @@ class StateKeeper:
         self.policy = policy
         self.kept = Checkpoints(size)
         self.lower: LowerTier | None = None
-        """Takes what is given up for room, if there is one."""
+        """The tier that is offered evicted checkpoints; `None` if there is none."""
         self._chunk = layout.chunk_size
         self._allocator = allocator
         self._pages = CheckpointPages(allocator, trees, rules)
@@ -74,7 +78,7 @@ class StateKeeper:
     def longest(
         self, lookups: Sequence[Lookup], tokens: Sequence[int], keys: PageKeys, limit: int
     ) -> Checkpoint | None:
-        """Returns the longest checkpoint of a text, up to `limit` tokens, that every paged group accepts."""
+        """Returns the longest checkpoint of a prefix up to `limit` tokens that every paged group accepts."""
         for one in self.kept.along(keys, tokens) if self.capacity else ():
             if one.length <= limit and all(
                 lookup.accepts(one.length, tail=one.tails.get(lookup.name)) for lookup in lookups
@@ -83,11 +87,12 @@ class StateKeeper:
         return None
 
     def begin(self, seq: int, tokens: Sequence[int], keys: PageKeys, skipped: int) -> None:
-        """Decides where a text that a sequence begins to compute leaves checkpoints, in `keys.places`."""
+        """Sets `keys.places`: the lengths at which a sequence that begins now makes checkpoints."""
         keys.places = ()
         if not self.capacity:
             return
-        if keys.agreed is None:  # A text that comes back, preempted, is no earlier one.
+        # A preempted sequence begins again with the same keys; its own tokens are not an earlier prompt.
+        if keys.agreed is None:
             keys.agreed = self._seen.agreed(keys, tokens)
             self._seen.note(keys, tokens)
         wanted = self.policy.places(len(tokens), keys.agreed, self._chunk)
@@ -95,16 +100,16 @@ class StateKeeper:
             key = self._key(tokens, keys, place)
             if place > skipped and self.kept.find(key) is None:
                 keys.places += (place,)
-                self._plans.mean(seq, key)
+                self._plans.add(seq, key)
 
     @property
     def has_plans(self) -> bool:
-        """Whether a sequence is about to leave a checkpoint."""
+        """Whether an open sequence has yet to make a checkpoint."""
         self._plans.forget_idle()
         return len(self._plans) > 0
 
     def awaits(self, tokens: Sequence[int], keys: PageKeys, skipped: int, limit: int) -> bool:
-        """Whether a sequence is about to leave a checkpoint of a text of more than `skipped`, up to `limit` tokens."""
+        """Whether an open sequence has yet to make a checkpoint of these tokens after (`skipped`, `limit`] tokens."""
         return any(
             self._key(tokens, keys, length).digest == digest
             for digest, length in self._plans.between(skipped, limit)
@@ -113,11 +118,11 @@ class StateKeeper:
     def take(
         self, seq: int, tokens: Sequence[int], keys: PageKeys, length: int
     ) -> Mapping[str, int] | None:
-        """Takes states for what a sequence will be after `length` tokens, by recurrent group's name.
+        """Takes free states for a pending checkpoint: a step will write the states after `length` tokens to them.
 
         Returns:
-            The states; `None` if the text has a checkpoint there, or another sequence is making it, or there is no
-            room but what is in use.
+            Recurrent group name -> state id. `None` if the checkpoint exists, another sequence makes it, or all states
+            are in use.
         """
         key = self._key(tokens, keys, length)
         self._plans.forget_idle()
@@ -125,9 +130,9 @@ class StateKeeper:
             return None
         states = None
         if self._make_room(seq):
-            states = self._allocator.take_snapshot(seq, length)
+            states = self._allocator.take_pending_checkpoint(seq, length)
             while states is None and self._evict_one(seq):
-                states = self._allocator.take_snapshot(seq, length)
+                states = self._allocator.take_pending_checkpoint(seq, length)
         if states is None:
             self._plans.end(key)
             self._stats.checkpoints_dropped += 1
@@ -136,8 +141,8 @@ class StateKeeper:
         return states
 
     def drop(self, seq: int, length: int) -> None:
-        """Gives up states that were taken."""
-        self._allocator.drop_snapshot(seq, length)
+        """Releases the states of a pending checkpoint."""
+        self._allocator.drop_pending_checkpoint(seq, length)
 
     def store(
         self,
@@ -148,46 +153,48 @@ class StateKeeper:
         tick: int,
         make_room: Callable[[str], bool],
         *,
-        live: bool = False,
-        sure: bool = True,
+        current: bool = False,
+        confirmed: bool = True,
     ) -> list[PageCopy]:
-        """Makes a checkpoint of states that a step was found to have written well.
+        """Makes a checkpoint of states that a step has written.
 
         Args:
-            seq: whose step it was.
-            tokens: its text.
-            keys: its keys.
+            seq: number of the sequence.
+            tokens: its tokens.
+            keys: its page keys.
             length: tokens after which the states are.
-            tick: now.
-            make_room: frees a page of a group, if it can.
-            live: the states are those that the sequence has come to; else those that it took.
-            sure: the step was read.
+            tick: the current tick.
+            make_room: frees a page of a group; returns whether it could.
+            current: True to keep the sequence's current states; False to keep those of its pending checkpoint.
+            confirmed: the step was collected without an error.
 
         Returns:
-            What must be copied before anything else runs; if that fails, `withdraw_made`.
+            The page copies to make before any other program runs; if they fail, call `withdraw_made`.
         """
         self._tick = tick
         key = self._key(tokens, keys, length)
         wanted = self.kept.find(key) is None and self._plans.may_make(seq, key)
         tails = anchors = None
-        if wanted and (not live or self._make_room(seq)):
+        if wanted and (not current or self._make_room(seq)):
             tails = self._pages.take_tails(seq, length, make_room)
-            # Last, since the room for a page may have cost a page that is needed.
+            # After `take_tails`, because that may evict a page that the checkpoint needs.
             anchors = None if tails is None else self._pages.anchors(tokens, keys, length)
             self._stats.checkpoints_dropped += anchors is None
         if tails is None or anchors is None:
             self._pages.give_back(tails or {})
-            if not live:
+            if not current:
                 self.drop(seq, length)
             return []
         states = (
-            self._allocator.keep_states(seq) if live else self._allocator.keep_snapshot(seq, length)
+            self._allocator.keep_current_states(seq)
+            if current
+            else self._allocator.keep_pending_checkpoint(seq, length)
         )
         if states is None:
             self._pages.give_back(tails)
             return []
         self._plans.end(key)
-        self.kept.add(Checkpoint(key, states, tails, anchors, seq, tick, sure))
+        self.kept.add(Checkpoint(key, states, tails, anchors, seq, tick, confirmed))
         self._stats.checkpoints += 1
         return [
             PageCopy(name, self._allocator.pages(seq, name)[length // self._page_sizes[name]], page)
@@ -195,13 +202,13 @@ class StateKeeper:
         ]
 
     def forget(self, checkpoint: Checkpoint, tick: int) -> None:
-        """Gives up a checkpoint; sequences that read its states keep them."""
+        """Removes a checkpoint and drops its references; sequences that share its states keep them."""
         self.kept.remove(checkpoint, tick)
         for name, state in (*checkpoint.states.items(), *checkpoint.tails.items()):
             self._allocator.pool(name).forget(state)
 
     def could_have_room(self, key: CheckpointKey) -> bool:
-        """Whether a checkpoint could come back from the host if others were given up; gives up none."""
+        """Whether `has_room` would be true; evicts nothing."""
         if self.kept.find(key) is not None:
             return True
         self._plans.forget_idle()
@@ -209,18 +216,18 @@ class StateKeeper:
         return busy + self._plans.num_begun() < self.capacity
 
     def has_room(self, key: CheckpointKey) -> bool:
-        """Whether a checkpoint may come back from the host, for which others may be given up."""
+        """Whether a checkpoint may be swapped in from the host; evicts others to make room."""
         return self.kept.find(key) is not None or self._make_room(None)
 
     def restore(self, checkpoint: Checkpoint, tick: int) -> None:
-        """Keeps a checkpoint whose states and pages somebody holds; see `has_room`."""
+        """Adds a checkpoint that was swapped in, whose states and pages a sequence holds; call `has_room` first."""
         checkpoint.tick = tick
         self.kept.add(checkpoint)
         for name, unit in (*checkpoint.states.items(), *checkpoint.tails.items()):
             self._allocator.pool(name).keep(unit)
 
     def reclaim_states(self, missing: Mapping[str, int], tick: int) -> None:
-        """Gives up checkpoints until the groups have so many more free states, which must be there."""
+        """Evicts checkpoints until each group has `missing` more free states; the caller knows there are enough."""
         self._tick = tick
         goals = {name: self._free(name) + count for name, count in missing.items()}
         for one in self.kept:
@@ -231,7 +238,7 @@ class StateKeeper:
     def reclaim_tails(
         self, name: str, count: int, spared_copies: Collection[int], tick: int
     ) -> None:
-        """Gives up checkpoints for so many of the pages that they have of their own, see `num_tails`."""
+        """Evicts checkpoints until `count` of their own pages are gained, see `num_tails`."""
         self._tick = tick
         goal = self.num_tails(name, spared_copies) - count
         for one in self.kept:
@@ -242,15 +249,15 @@ class StateKeeper:
                 self._evict(one)
 
     def tails(self, name: str) -> list[int]:
-        """Returns the pages of a group that checkpoints have of their own."""
+        """Returns the pages of a group that belong to checkpoints alone."""
         return [one.tails[name] for one in self.kept if name in one.tails]
 
     def num_tails(self, name: str, spared_copies: Collection[int]) -> int:
-        """Returns how many of these could be had: no sequence shares them, or one that need not copy them then."""
+        """Returns how many pages of `tails` can be gained: those no sequence shares, and those in `spared_copies`."""
         return sum(page in spared_copies or self._is_idle(name, page) for page in self.tails(name))
 
     def withdraw(self, seq: int, tick: int) -> int:
-        """Forgets what a sequence made, and what it began from; returns how many."""
+        """Removes the checkpoints that a sequence made and the one it began from; returns their number."""
         held = self._allocator.held(seq)
         doomed = [one for one in self.kept if one.maker == seq or one.key.digest == held.origin]
         for one in doomed:
@@ -261,27 +268,27 @@ class StateKeeper:
         return len(doomed)
 
     def withdraw_made(self, seq: int, tick: int) -> None:
-        """Forgets what a sequence made, whether or not it is still there."""
+        """Removes the checkpoints that a sequence made; the sequence may have ended."""
         for one in self.kept:
             if one.maker == seq:
                 self.forget(one, tick)
 
     def confirm(self, seq: int, tick: int, *, good: bool) -> None:
-        """Says how the step went that wrote what a sequence made and was not sure of."""
+        """Confirms a sequence's unconfirmed checkpoints, or removes them if their step was not `good`."""
         for one in self.kept:
-            if one.maker == seq and not one.sure:
-                one.sure = True
+            if one.maker == seq and not one.confirmed:
+                one.confirmed = True
                 if not good:
                     self.forget(one, tick)
 
-    def forget_unsure(self, tick: int) -> None:
-        """Forgets what waits for a step to be read, since none will be."""
+    def forget_unconfirmed(self, tick: int) -> None:
+        """Removes all unconfirmed checkpoints, whose steps will never be collected."""
         for one in self.kept:
-            if not one.sure:
+            if not one.confirmed:
                 self.forget(one, tick)
 
     def clear(self) -> None:
-        """Forgets every checkpoint, and what was seen."""
+        """Removes all checkpoints, plans and recorded prompts."""
         for one in self.kept.clear():
             for name, page in (*one.states.items(), *one.tails.items()):
                 self._allocator.pool(name).forget(page)
@@ -289,23 +296,26 @@ class StateKeeper:
         self._seen.clear()
 
     def check(self) -> None:
-        """Raises `ValueError` if checkpoints contradict themselves, the kept pages or the allocator."""
+        """Raises `ValueError` if checkpoints contradict each other, the cached pages or the allocator."""
         self.kept.check()
         for name in self.groups:
             states = [one.states[name] for one in self.kept]
             kept = self._allocator.pool(name).kept
             if len(set(states)) != len(states) or set(states) != kept:
                 raise ValueError(
-                    f"group {name!r}: checkpoints have the states {sorted(states)}, kept are {sorted(kept)}"
+                    f"group {name!r}: checkpoints have the states {sorted(states)}, but the prefix owner holds "
+                    f"{sorted(kept)}"
                 )
         for one in self.kept:
             if not self._pages.is_whole(one.length, one.tails, one.anchors):
                 raise ValueError(
-                    f"the checkpoint after {one.length} tokens has lost some of its pages {one.anchors}, "
-                    f"or has pages of its own in other groups than it should: {sorted(one.tails)}"
+                    f"the checkpoint after {one.length} tokens lacks some of its full pages {one.anchors}, "
+                    f"or has pages of its own in the wrong groups: {sorted(one.tails)}"
                 )
         if len(self.kept) > self.capacity:
-            raise ValueError(f"{len(self.kept)} checkpoints are more than {self.capacity}")
+            raise ValueError(
+                f"{len(self.kept)} checkpoints are kept, more than the capacity {self.capacity}"
+            )
 
     def _key(self, tokens: Sequence[int], keys: PageKeys, length: int) -> CheckpointKey:
         return checkpoint_key(keys, tokens, length, self.kept.page_size)
@@ -317,7 +327,11 @@ class StateKeeper:
         return self._allocator.pool(name).references(page) == 1
 
     def _make_room(self, seq: int | None) -> bool:
-        """Gives up checkpoints until a sequence, or nobody's, may make one more; returns whether it may."""
+        """Evicts checkpoints until there is room for one more; returns whether there is.
+
+        Args:
+            seq: the sequence that makes it, whose own checkpoints are not evicted; `None` for a swap-in.
+        """
         if not self.capacity:
             return False
         self._plans.forget_idle()
@@ -331,9 +345,9 @@ class StateKeeper:
         return all(self._is_idle(name, state) for name, state in one.states.items())
 
     def _evict_one(self, seq: int | None) -> bool:
-        """Gives up the longest unused checkpoint whose states no sequence reads, for another one of a sequence.
+        """Evicts the least recently used checkpoint whose states no sequence shares; returns whether there was one.
 
-        Not one that the same sequence made: its first places are shared by the most.
+        Checkpoints that `seq` made itself stay: its earlier ones are the most likely to be shared.
         """
         for one in self.kept:
             if one.maker != seq and self._is_unread(one):

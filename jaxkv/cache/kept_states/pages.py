@@ -1,6 +1,6 @@
-"""The pages that a checkpoint needs beside its states: full ones that are kept, and its own where it ends inside one.
+"""The pages that a checkpoint needs beside its states.
 
-Knows which pages, never which checkpoints there are.
+Anchors are cached full pages. A tail is a page of the checkpoint's own, where its prefix ends inside a page.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -12,12 +12,12 @@ from jaxkv.cache.page_allocator import PageAllocator
 
 
 class CheckpointPages:
-    """Takes and finds the pages of checkpoints, over all paged groups.
+    """Takes and finds the pages of checkpoints in all paged groups.
 
     Args:
         allocator: pages and states of the groups.
-        trees: paged group's name -> its kept pages.
-        rules: paged group's name -> what it needs.
+        trees: paged group name -> its cached pages.
+        rules: paged group name -> which pages a hit needs.
     """
 
     def __init__(
@@ -33,16 +33,16 @@ class CheckpointPages:
     def take_tails(
         self, seq: int, length: int, make_room: Callable[[str], bool]
     ) -> dict[str, int] | None:
-        """Takes a page for the last tokens of a text in each group in which it ends inside one.
+        """Takes a page for the last tokens of a prefix in each group where it ends inside a page.
 
         Args:
-            seq: whose text.
-            length: its tokens.
-            make_room: frees a page of a group, if it can.
+            seq: number of the sequence.
+            length: tokens of the prefix.
+            make_room: frees a page of a group; returns whether it could.
 
         Returns:
-            Group name -> page, which the prefix owner holds. `None`, and nothing was taken, if one group has no page
-            left or the sequence has given back the page with those tokens.
+            Group name -> page id, held by the prefix owner. `None`, and nothing is taken, if a group has no free page
+            or the sequence has freed the page with those tokens.
         """
         tails: dict[str, int] = {}
         for name, rule in self._rules.items():
@@ -60,16 +60,16 @@ class CheckpointPages:
         return tails
 
     def give_back(self, tails: Mapping[str, int]) -> None:
-        """Frees pages that were taken."""
+        """Frees pages that `take_tails` took."""
         for name, page in tails.items():
             self._allocator.pool(name).forget(page)
 
     def anchors(
         self, tokens: Sequence[int], keys: PageKeys, length: int
     ) -> tuple[tuple[str, bytes], ...] | None:
-        """Returns the kept full pages that a sequence after so many tokens needs; `None` if one is not kept.
+        """Returns the cached full pages that a hit of `length` tokens needs; `None` if one is not cached.
 
-        In a full-attention group the last stands for those before it, which cannot go before it.
+        In a full-attention group only the last page is listed: the pages before it are evicted after it.
         """
         anchors = []
         for name, rule in self._rules.items():
@@ -85,7 +85,7 @@ class CheckpointPages:
     def is_whole(
         self, length: int, tails: Mapping[str, int], anchors: Sequence[tuple[str, bytes]]
     ) -> bool:
-        """Whether a checkpoint's pages are kept, and it has pages of its own just where it ends inside one."""
+        """Whether all anchors are cached, and tails are in exactly the groups where the prefix ends inside a page."""
         off = {name for name, rule in self._rules.items() if length % rule.page_size}
         lost = [name for name, digest in anchors if self._trees[name].named(digest) is None]
         return set(tails) == off and not lost

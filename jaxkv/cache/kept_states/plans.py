@@ -1,6 +1,6 @@
-"""Which sequence is about to leave which checkpoint: none is made twice, and a text that begins alike may wait for it.
+"""Which open sequence will make which checkpoint, so that no two sequences make the same one.
 
-Knows names and sequences, never which states a checkpoint has.
+A request with the same prefix may wait for a planned checkpoint.
 """
 
 from jaxkv.cache.kept_states.checkpoints import CheckpointKey
@@ -8,55 +8,61 @@ from jaxkv.cache.page_allocator import PageAllocator
 
 
 class Plans:
-    """The checkpoints that open sequences mean to leave on their way.
+    """The checkpoints that open sequences have yet to make.
 
     Args:
-        allocator: knows how far sequences are, and what their steps keep.
+        allocator: the progress and the pending checkpoints of the sequences.
     """
 
     def __init__(self, allocator: PageAllocator) -> None:
         self._allocator = allocator
-        self._meant: dict[bytes, tuple[int, int]] = {}  # Name -> sequence and tokens.
+        self._planned: dict[bytes, tuple[int, int]] = {}  # Digest -> (sequence, length in tokens).
 
     def __len__(self) -> int:
-        return len(self._meant)
+        return len(self._planned)
 
-    def mean(self, seq: int, key: CheckpointKey) -> None:
-        """Notes that a sequence is to leave a checkpoint, unless another one is."""
-        self._meant.setdefault(key.digest, (seq, key.length))
+    def add(self, seq: int, key: CheckpointKey) -> None:
+        """Plans a checkpoint by a sequence, unless another sequence plans it already."""
+        self._planned.setdefault(key.digest, (seq, key.length))
 
     def begin(self, seq: int, key: CheckpointKey) -> None:
-        """Notes that a sequence has states for a checkpoint that it may make."""
-        self._meant[key.digest] = seq, key.length
+        """Records that a sequence has taken states for a checkpoint, see `may_make`."""
+        self._planned[key.digest] = seq, key.length
 
     def end(self, key: CheckpointKey) -> None:
-        """Forgets what has been made, or will not be."""
-        self._meant.pop(key.digest, None)
+        """Removes a plan that was carried out or dropped."""
+        self._planned.pop(key.digest, None)
 
     def may_make(self, seq: int, key: CheckpointKey) -> bool:
-        """Whether no other sequence is to leave a checkpoint."""
-        mine = seq, key.length
-        return self._meant.get(key.digest, mine) == mine
+        """Whether no other sequence plans this checkpoint."""
+        plan = seq, key.length
+        return self._planned.get(key.digest, plan) == plan
 
     def between(self, low: int, high: int) -> list[tuple[bytes, int]]:
-        """Returns the names and lengths of those to come after more than `low`, up to `high` tokens."""
-        return [(name, at) for name, (_, at) in self._meant.items() if low < at <= high]
+        """Returns the (digest, length) of the planned checkpoints with a length in (`low`, `high`]."""
+        return [
+            (digest, length)
+            for digest, (_, length) in self._planned.items()
+            if low < length <= high
+        ]
 
     def forget_idle(self) -> None:
-        """Forgets plans of sequences that have gone, or have passed the place and left nothing."""
-        for digest, (seq, length) in list(self._meant.items()):
+        """Removes the plans of sequences that have ended, or have passed the length without a pending checkpoint."""
+        for digest, (seq, length) in list(self._planned.items()):
             if self._allocator.is_open(seq):
                 held = self._allocator.held(seq)
-                if held.computed < length or length in held.snapshots:
+                if held.computed < length or length in held.pending_checkpoints:
                     continue
-            del self._meant[digest]
+            del self._planned[digest]
 
     def num_begun(self) -> int:
-        """Returns for how many a sequence holds states; `forget_idle` first."""
-        held = self._allocator.held_by([seq for seq, _ in self._meant.values()])
-        lengths = (length for _, length in self._meant.values())
-        return sum(length in one.snapshots for one, length in zip(held, lengths, strict=True))
+        """Returns the number of plans whose sequence holds states for it; call `forget_idle` first."""
+        held = self._allocator.held_by([seq for seq, _ in self._planned.values()])
+        lengths = (length for _, length in self._planned.values())
+        return sum(
+            length in one.pending_checkpoints for one, length in zip(held, lengths, strict=True)
+        )
 
     def clear(self) -> None:
-        """Forgets all."""
-        self._meant.clear()
+        """Removes all plans."""
+        self._planned.clear()

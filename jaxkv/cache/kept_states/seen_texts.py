@@ -1,4 +1,4 @@
-"""How far a prompt agrees with earlier ones."""
+"""How many leading tokens a prompt shares with earlier prompts."""
 
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from jaxkv.cache.kept_pages.keys import PageKeys
 
 _SEEN = 65536
-"""Pages of earlier prompts that are compared with a new one."""
+"""Most pages of earlier prompts that are recorded."""
 
 _BRANCHES = 8
-"""Pages that are remembered to have followed one page."""
+"""Most recorded successors of one page."""
 
 
 class SeenTexts:
-    """The pages of earlier prompts by what they follow, the longest unseen forgotten first. Only names and tokens.
+    """The pages of earlier prompts, each under the digest of the page before it; the least recently seen are dropped.
 
     Args:
         page_size: tokens per page.
@@ -24,7 +24,7 @@ class SeenTexts:
         self._after: OrderedDict[bytes, OrderedDict[tuple[int, ...], None]] = OrderedDict()
 
     def agreed(self, keys: PageKeys, tokens: Sequence[int]) -> int:
-        """Returns how many of its first tokens a text has in common with an earlier one."""
+        """Returns the length of the longest prefix that `tokens` shares with an earlier prompt."""
         size = self._size
         for full in range(len(tokens) // size + 1):
             page = tuple(tokens[full * size : (full + 1) * size])
@@ -35,7 +35,7 @@ class SeenTexts:
         return len(tokens)
 
     def note(self, keys: PageKeys, tokens: Sequence[int]) -> None:
-        """Remembers a text."""
+        """Records a prompt."""
         size = self._size
         for full in range(-(-len(tokens) // size)):
             parent = keys.parent(tokens, size, full)
@@ -50,12 +50,12 @@ class SeenTexts:
             self._after.popitem(last=False)
 
     def clear(self) -> None:
-        """Forgets all."""
+        """Removes all recorded prompts."""
         self._after.clear()
 
 
 def _common(one: Sequence[int], other: Sequence[int]) -> int:
-    """Returns how many of their first tokens two stretches share."""
+    """Returns the length of the common prefix of two token lists."""
     count = 0
     for a, b in zip(one, other, strict=False):
         if a != b:

@@ -1,4 +1,4 @@
-"""How much of a text the index gives out, and what it says of that. Changes and pins nothing."""
+"""The lookup of a token sequence: its longest cached prefix over all groups, and the explanation of the result."""
 
 from collections.abc import Mapping, Sequence
 
@@ -21,28 +21,28 @@ from jaxkv.cache.spec import CacheLayout
 
 
 class Hits:
-    """Finds the longest beginning of a text that every group has, over the two halves of one index.
+    """Finds the longest prefix that every group has cached, in pages and in checkpoints. It changes nothing.
 
     Args:
         layout: the groups.
-        pages: the kept pages.
+        pages: the cached pages.
         states: the checkpoints.
 
     Attributes:
-        never: why nothing will ever be found; empty if something may be.
+        never: the reason why no lookup can succeed; empty if one may.
     """
 
     def __init__(self, layout: CacheLayout, pages: PageKeeper, states: StateKeeper) -> None:
         self._pages = pages
         self._states = states
-        # Where outputs are kept, even the last token need not be computed.
+        # If the cache keeps the last hidden state, even the last token need not be computed.
         self._spare = 0 if layout.keeps_outputs else 1
         self.never = "" if pages.rules or layout.state_groups else NOT_PAGED
         for group in layout.state_groups if not states.capacity else ():
             self.never = NO_CHECKPOINT.format(group.name)
 
     def limit(self, tokens: Sequence[int], most: int | None) -> int:
-        """Returns the most tokens that a hit may have: all but the last, all, or fewer if that is asked."""
+        """Returns the most tokens of a hit: all but the last, or all if outputs are kept, and at most `most`."""
         limit = max(0, len(tokens) - self._spare)
         return limit if most is None else max(0, min(most, limit))
 
@@ -53,7 +53,14 @@ class Hits:
         keys: PageKeys,
         most: int | None = None,
     ) -> Match:
-        """Returns the longest match of a text, whose pages were looked up."""
+        """Returns the longest match.
+
+        Args:
+            lookups: each group's cached pages of `tokens`.
+            tokens: all tokens.
+            keys: their page keys.
+            most: upper limit of its tokens; `None` for no such limit.
+        """
         limit = self.limit(tokens, most)
         length = 0 if self.never or not lookups else longest(lookups, limit)
         unaided, began = length, None
@@ -85,13 +92,13 @@ class Hits:
     def explain(
         self, tokens: Sequence[int], keys: PageKeys, tick: int, swap_ins: SwapIns | None
     ) -> Explanation:
-        """Returns what of a text is there, group by group, and why not more.
+        """Returns the cached part of a prompt, group by group, and the reason why it is not longer.
 
         Args:
-            tokens: the text.
-            keys: its keys.
-            tick: now.
-            swap_ins: brings back what lies on the host, if anything goes there.
+            tokens: the prompt.
+            keys: its page keys.
+            tick: the current tick.
+            swap_ins: the swap-ins from the host tier; `None` without one.
         """
         lookups = self._pages.look_up(tokens, keys)
         match, limit = self.match(lookups, tokens, keys), len(tokens) - self._spare
@@ -116,15 +123,15 @@ class Hits:
         )
 
     def _why(self, lookups: Sequence[Lookup], length: int, limit: int, paged: int) -> str:
-        """Says what ended a hit, where the pages alone allow `paged` tokens."""
+        """Returns the reason why a hit of `length` tokens is not longer; the pages alone allow `paged` tokens."""
         if length < limit and (paged > length or not lookups):
-            upto = f", though the pages are there up to {paged:,}" if lookups else ""
+            upto = f", though the pages are cached up to {paged:,}" if lookups else ""
             return f"{NO_LATER.format(', '.join(self._states.groups), length)}{upto}"
         return why_no_more(lookups, self._pages.trees, length, limit)
 
 
 def _pages(lookup: Lookup, length: int, tails: Mapping[str, int]) -> tuple[int, ...]:
-    """Returns the pages of a length that is accepted; the last is a checkpoint's own where it ends inside a page."""
+    """Returns the pages of an accepted length; the last is the checkpoint's own where it ends inside a page."""
     if lookup.name not in tails:
         return tuple(node.page for node in lookup.needed_nodes(length))
     full = length // lookup.rule.page_size

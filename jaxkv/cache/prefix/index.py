@@ -1,8 +1,8 @@
-"""The prefix index: full pages that outlive their sequences, found again by the tokens they hold.
+"""The prefix index: full pages that stay cached after their sequences end, found again by their tokens.
 
-A page is kept under a name hashed from all tokens up to its end. The index holds one reference to it; once it is the
-only one, the page may be evicted when a sequence needs room. It knows tokens and pages, never what a page holds.
-Where a cache has recurrent groups, a hit is as long as a checkpoint of their states says, and never longer.
+The key of a page is a hash of all tokens up to its end. The index holds one reference to each cached page. A page with
+no other reference may be evicted when a sequence needs room.
+In a cache with recurrent groups, a hit ends at a checkpoint of their states.
 """
 
 import logging
@@ -26,17 +26,21 @@ _LOG = logging.getLogger(__name__)
 
 
 class PrefixIndex:
-    """Finds the longest beginning of a text that every group still has, and keeps what sequences computed.
+    """Finds the longest cached prefix of a token sequence, and caches the pages and states that sequences compute.
 
-    A sequence begins with `adopt`; what its collected steps computed is `publish`ed. One thread uses it.
+    A sequence begins with `adopt`, and calls `publish` after each collected step. Not thread-safe: one thread uses it.
 
     Args:
         layout: the groups.
-        allocator: pages and states of the same groups; it asks this index for pages when those that are free run out.
-        identity: the model, its weights and whatever else changes what a page of given tokens holds.
-        secret: where keys start from; `None` draws one at random, which nobody outside can know.
-        checkpoints: most checkpoints of recurrent groups; without any there is no hit in a cache that has such groups.
-        policy: after which tokens they are kept.
+        allocator: pages and states of the same groups; it reclaims pages from this index when none is free.
+        identity: the model, its weights, and everything else that changes the contents of a page of given tokens.
+        secret: root of all keys; `None` draws random bytes, so that clients cannot guess keys.
+        checkpoints: most checkpoints of recurrent groups. With 0, a cache with recurrent groups has no hits.
+        policy: the lengths at which sequences make checkpoints; `None` for the default.
+
+    Raises:
+        ValueError: the allocator has a prefix owner already, `checkpoints` is negative, or the policy contradicts the
+            layout.
     """
 
     def __init__(
@@ -70,14 +74,14 @@ class PrefixIndex:
         )
         self._hits = Hits(layout, self._pages, self._states)
         if self._hits.never:
-            _LOG.info("no prefix will be found again: %s", self._hits.never)
+            _LOG.info("prefix reuse is off: %s", self._hits.never)
         self._tick = 0
         self._epoch = 0
         allocator.attach(self)
 
     @property
     def stats(self) -> PrefixStats:
-        """Counts since the index was made. A sequence counts when it publishes first, whether or not a page is full."""
+        """Counts since the index was made; a sequence is counted at its first `publish`."""
         return replace(self._stats)
 
     @property
@@ -87,29 +91,33 @@ class PrefixIndex:
 
     @property
     def allocator(self) -> PageAllocator:
-        """Pages and states of the device."""
+        """The allocator of the device's pages and states."""
         return self._allocator
 
     @property
     def kept_pages(self) -> PageKeeper:
-        """The pages that the index keeps."""
+        """The cached pages."""
         return self._pages
 
     @property
     def kept_states(self) -> StateKeeper:
-        """The checkpoints of recurrent layers that the index keeps."""
+        """The cached checkpoints of recurrent layers."""
         return self._states
 
     @property
     def why_never(self) -> str:
-        """Why no prefix will ever be found again; empty if some may be."""
+        """The reason why no lookup can succeed; empty if one may."""
         return self._hits.never
 
     def attach_lower_tier(self, tier: LowerTier, swap_ins: SwapIns) -> None:
-        """Offers what is evicted from now on to another tier, whose swap-ins end when what they need is lost.
+        """Offers evicted pages and checkpoints to a lower tier from now on.
+
+        Args:
+            tier: the lower tier.
+            swap_ins: its swap-ins, which are cancelled when the device's cache is lost.
 
         Raises:
-            ValueError: there is such a tier already.
+            ValueError: there is a lower tier already.
         """
         if self._lower is not None:
             raise ValueError("the index has a lower tier already; detach it first")
@@ -117,43 +125,49 @@ class PrefixIndex:
         self._swap_ins = swap_ins
 
     def detach_lower_tier(self) -> None:
-        """Makes evicted pages be lost from now on; what lies in the lower tier is forgotten."""
+        """Clears the lower tier and cancels its swap-ins; evicted pages are lost from now on."""
         if self._lower is not None and self._swap_ins is not None:
             self._swap_ins.drop_all()
             self._lower.clear()
         self._lower = self._states.lower = self._swap_ins = None
 
     def advance(self) -> int:
-        """Moves the clock of uses on and returns it."""
+        """Increments the tick, the clock of uses, and returns it."""
         self._tick += 1
         return self._tick
 
     def limit(self, tokens: Sequence[int], most: int | None) -> int:
-        """Returns the most tokens that a hit may have: all but the last, all, or fewer if that is asked."""
+        """Returns the most tokens of a hit: all but the last, or all if outputs are kept, and at most `most`."""
         return self._hits.limit(tokens, most)
 
     def keys(self, salt: str | bytes | None = None) -> PageKeys:
-        """Returns the keys of a new text. Texts under different salts share nothing, not even equal ones."""
+        """Returns the keys of a new token sequence. Sequences with different salts never share pages."""
         return PageKeys(self._root, salt)
 
     def match(self, tokens: Sequence[int], keys: PageKeys, *, most: int | None = None) -> Match:
-        """Returns the longest beginning that a sequence could adopt now: at most all but the last token.
+        """Returns the longest cached prefix: at most all tokens but the last.
 
-        Where the cache keeps outputs beside its recurrent states, even all tokens.
+        If the cache keeps outputs beside its recurrent states, it may be all tokens.
 
         Args:
-            tokens: the whole text so far.
-            keys: its keys, from `keys`.
-            most: no more tokens than this; `None` for no such limit.
+            tokens: all tokens so far.
+            keys: their keys, from `keys`.
+            most: upper limit of its tokens; `None` for no such limit.
         """
         return self._hits.match(self._pages.look_up(tokens, keys), tokens, keys, most)
 
     def adopt(
         self, seq: int, tokens: Sequence[int], keys: PageKeys, *, most: int | None = None
     ) -> Match:
-        """Opens a sequence with the longest match, whose pages it holds from now on. To be used where `open` would be.
+        """Begins a sequence that shares the pages and states of the longest match; it replaces `PageAllocator.open`.
 
-        A match that ends inside a page shares it; `reserve` replaces it by a copy before it is written.
+        A match that ends inside a page shares that page; `reserve` replaces it by a copy before a step writes it.
+
+        Args:
+            seq: number of the new sequence.
+            tokens: all its tokens so far.
+            keys: their keys, from `keys`.
+            most: upper limit of the match's tokens; `None` for no such limit.
         """
         lookups = self._pages.look_up(tokens, keys)
         match = self._hits.match(lookups, tokens, keys, most)
@@ -172,7 +186,7 @@ class PrefixIndex:
         return match
 
     def awaits(self, tokens: Sequence[int], keys: PageKeys) -> bool:
-        """Whether it pays to wait before `adopt`: a sequence is about to leave a longer checkpoint of this text."""
+        """Whether to delay `adopt`: an open sequence is computing a longer checkpoint of these tokens."""
         if not self._states.policy.wait_for_equals or not self._states.has_plans:
             return False
         match = self.match(tokens, keys)
@@ -183,50 +197,52 @@ class PrefixIndex:
         keys.deferred = True
         return True
 
-    def snapshot(
+    def begin_checkpoint(
         self, seq: int, tokens: Sequence[int], keys: PageKeys, length: int
     ) -> Mapping[str, int] | None:
-        """Takes a state of each recurrent group for a step to write, for one of `keys.places`; see `checkpoint`.
+        """Takes a state of each recurrent group for a step to write: a pending checkpoint at one of `keys.places`.
 
-        They belong to the sequence until `checkpoint` or `drop_snapshot`, and go with it.
+        The states belong to the sequence until `store_checkpoint` or `drop_pending_checkpoint`; its release frees them.
 
         Returns:
-            Group name -> state; `None` if the checkpoint is there, or another sequence makes it, or there is no room.
+            Group name -> state id. `None` if the checkpoint exists, another sequence makes it, or there is no room.
         """
         if keys.epoch != self._epoch:
             return None
         return self._states.take(seq, tokens, keys, length)
 
-    def drop_snapshot(self, seq: int, length: int) -> None:
-        """Gives up what `snapshot` took."""
+    def drop_pending_checkpoint(self, seq: int, length: int) -> None:
+        """Releases the states that `begin_checkpoint` took."""
         self._states.drop(seq, length)
 
-    def checkpoint(
+    def store_checkpoint(
         self,
         seq: int,
         tokens: Sequence[int],
         keys: PageKeys,
         length: int,
         *,
-        live: bool = False,
-        sure: bool = True,
+        current: bool = False,
+        confirmed: bool = True,
     ) -> list[PageCopy]:
-        """Keeps the states that a step was found to have written well; `publish` its pages first.
+        """Makes a checkpoint of states that a step has written; call `publish` for its pages first.
 
         Args:
-            seq: whose step it was.
-            tokens: its text.
-            keys: its keys.
+            seq: number of the sequence.
+            tokens: its tokens.
+            keys: its page keys.
             length: tokens after which the states are.
-            live: they are those that the sequence has come to, which will not run on; else those of `snapshot`.
-            sure: the step was read. If not, nobody begins from them before `confirm`.
+            current: True to keep the sequence's current states, which no later step will change; False to keep those of
+                `begin_checkpoint`.
+            confirmed: the step was collected without an error. If False, no sequence begins from the checkpoint before
+                `confirm`.
 
         Returns:
-            What must be copied before anything else runs; if that fails, `withdraw_made`.
+            The page copies to make before any other program runs; if they fail, call `withdraw_made`.
         """
         if keys.epoch != self._epoch or not self._states.capacity:
-            if not live:
-                self.drop_snapshot(seq, length)
+            if not current:
+                self.drop_pending_checkpoint(seq, length)
             return []
         self._tick += 1
         return self._states.store(
@@ -236,50 +252,50 @@ class PrefixIndex:
             length,
             self._tick,
             lambda name: self.reclaim({name: 1}, {}),
-            live=live,
-            sure=sure,
+            current=current,
+            confirmed=confirmed,
         )
 
     def confirm(self, seq: int, *, good: bool) -> None:
-        """Says how the step went that was not read when checkpoints of a sequence were made, which may be gone."""
+        """Confirms a sequence's unconfirmed checkpoints, or removes them if their step was not `good`."""
         self._states.confirm(seq, self._tick, good=good)
 
-    def forget_unsure(self) -> None:
-        """Forgets the checkpoints that wait for `confirm`, since the steps under way will never be read."""
-        self._states.forget_unsure(self._tick)
+    def forget_unconfirmed(self) -> None:
+        """Removes all unconfirmed checkpoints, because the in-flight steps will never be collected."""
+        self._states.forget_unconfirmed(self._tick)
 
     def withdraw_made(self, seq: int) -> None:
-        """Forgets the checkpoints that a sequence has made."""
+        """Removes the checkpoints that a sequence has made."""
         self._states.withdraw_made(seq, self._tick)
 
-    def skip_snapshot(self) -> None:
-        """Counts a place at which a step could not keep states."""
+    def count_dropped_checkpoint(self) -> None:
+        """Counts a checkpoint that a step's program had no room for."""
         self._stats.checkpoints_dropped += 1
 
     @property
     def policy(self) -> CheckpointPolicy:
-        """After which tokens checkpoints are kept."""
+        """The lengths at which sequences make checkpoints."""
         return self._states.policy
 
     @property
     def num_checkpoints(self) -> int:
-        """Checkpoints that are kept."""
+        """Number of checkpoints."""
         return len(self._states.kept)
 
     def publish(self, seq: int, tokens: Sequence[int], keys: PageKeys, num_tokens: int) -> int:
-        """Keeps the full pages of a sequence that are not kept yet, and returns how many.
+        """Caches the full pages of a sequence that are not cached yet; returns their number.
 
-        A page whose name is taken already is not kept twice: the first one stays, this sequence goes on with its own.
-        Nothing is kept of a sequence that began before `clear`. It costs next to nothing while no page was filled.
+        If another page has the same key, that page stays in the index, and the sequence continues with its own.
+        Nothing is cached for a sequence that began before `clear`. The call is cheap while no page was filled.
 
         Args:
             seq: a sequence that began with `adopt`.
-            tokens: its text, at least as far as `num_tokens`.
-            keys: the keys it was adopted with.
-            num_tokens: tokens whose steps were collected and found good.
+            tokens: its tokens, at least `num_tokens`.
+            keys: the keys that were given to `adopt`.
+            num_tokens: tokens whose steps were collected without an error.
 
         Raises:
-            ValueError: fewer tokens are computed, or the sequence did not begin with `adopt`.
+            ValueError: fewer tokens are computed or given, or the keys were never given to `adopt`.
         """
         computed = self._allocator.num_tokens(seq)
         if keys.epoch is None or num_tokens > min(computed, len(tokens)):
@@ -300,9 +316,9 @@ class PrefixIndex:
         )
 
     def withdraw(self, seq: int) -> int:
-        """Forgets every page that a sequence holds, and what follows them; returns how many.
+        """Removes the pages that a sequence holds, their descendants, and its checkpoints; returns how many there were.
 
-        For a sequence whose numbers went wrong: nobody shall begin from its pages.
+        Called for a sequence with wrong values, such as NaN, so that no other sequence begins from them.
         """
         count = 0
         for name in self._trees:
@@ -315,15 +331,15 @@ class PrefixIndex:
         return count + self._states.withdraw(seq, self._tick)
 
     def reclaim(self, missing: Mapping[str, int], rewritten: Mapping[str, Collection[int]]) -> bool:
-        """Gives up just as much as is missing in each group; returns False and gives up nothing if there is too little.
+        """Evicts the missing number of pages and states in each group; returns False and evicts nothing if it cannot.
 
-        The longest unused go first; a page of a full-attention group, after those that follow it. With a page go the
-        checkpoints that are of no use without it, and so, sometimes, more than was missing. Pages of sequences stay
-        theirs, but may be forgotten if pages that nobody holds cannot be had otherwise.
+        The least recently used are evicted first; in a full-attention group, a page after the pages that follow it.
+        Evicting a page also removes the checkpoints that need it, so more may become free than was missing. Pages that
+        sequences hold stay allocated, but may leave the index if unused pages before them cannot be evicted otherwise.
 
         Args:
-            missing: group name -> pages or states to gain.
-            rewritten: group name -> shared pages that will be copied, unless forgetting them leaves one holder.
+            missing: group name -> number of pages or states to gain.
+            rewritten: group name -> shared pages that will be copied unless dropping them leaves one holder.
         """
         gains = {name: self._sole(name, rewritten.get(name, ())) for name in missing}
         for name, count in missing.items():
@@ -337,13 +353,13 @@ class PrefixIndex:
         return True
 
     def clear(self) -> None:
-        """Forgets every page and state. Sequences in flight keep theirs, and will not publish what they hold."""
+        """Removes all pages and checkpoints. Open sequences keep theirs, and `publish` does nothing for them."""
         self.lose_device()
         if self._lower is not None:
             self._lower.clear()
 
     def lose_device(self) -> None:
-        """Does what `clear` does when the cache is lost: what has reached the host is as good as before."""
+        """Does what `clear` does after the device's cache is lost; entries that have reached the lower tier stay."""
         if self._lower is not None and self._swap_ins is not None:
             self._swap_ins.drop_all()
             self._lower.lose_device()
@@ -352,12 +368,12 @@ class PrefixIndex:
         self._epoch += 1
 
     def explain(self, tokens: Sequence[int], salt: str | bytes | None = None) -> Explanation:
-        """Returns what of a prompt is in the cache, group by group, and why not more. Changes and pins nothing."""
+        """Returns the cached part of a prompt, group by group, and why it is not longer. It changes nothing."""
         keys = self.keys(salt)
         return self._hits.explain(tokens, keys, self._tick, self._swap_ins)
 
     def check(self) -> None:
-        """Raises `ValueError` if the index or its host tier contradicts itself, or the index the allocator."""
+        """Raises `ValueError` if the index or its lower tier is inconsistent, or contradicts the allocator."""
         for name in self._trees:
             self._pages.check(name, self._states.tails(name))
         self._states.check()
@@ -365,7 +381,7 @@ class PrefixIndex:
             self._lower.check()
 
     def _reclaim_pages(self, name: str, count: int, spared_copies: set[int]) -> None:
-        """Evicts pages of one group, and only then those that checkpoints have of their own."""
+        """Evicts pages of one group, and if these are too few, checkpoints with pages of their own."""
         worth, idle = self._pages.worth(name, spared_copies), self._allocator.pool(name).num_idle
         tails = self._states.num_tails(name, spared_copies)
         from_tree = min(count, idle + len(spared_copies) - tails)
@@ -378,7 +394,7 @@ class PrefixIndex:
             self._states.reclaim_tails(name, count - gained, spared_copies, self._tick)
 
     def _count_beginning(self, keys: PageKeys) -> None:
-        """Counts a hit or a miss once the sequence has computed something: adoptions may be undone for want of room."""
+        """Counts a hit or a miss at a sequence's first `publish`; an adoption before that may still be undone."""
         if keys.begun is not None:
             reused, computed, stateless = keys.begun
             keys.begun = None
@@ -390,7 +406,7 @@ class PrefixIndex:
             self._stats.short_of_states += stateless > 0
 
     def _sole(self, name: str, pages: Collection[int]) -> set[int]:
-        """Returns those pages that one sequence and the index hold, and nobody else."""
+        """Returns those of `pages` that the index and exactly one sequence hold."""
         pool = self._allocator.pool(name)
         return {page for page in pages if page in pool.kept and pool.references(page) == 2}
 

@@ -1,4 +1,4 @@
-"""What the prefix index says of itself: figures, and for one text what hit, what missed and why."""
+"""Reports of the prefix index: statistics, and for one prompt the hit of each group and the reason for its end."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from jaxkv.cache.kept_pages.tree import PrefixTree
 from jaxkv.cache.lower_tier import LowerTier
 
 NO_CHECKPOINT = (
-    "group {!r} is recurrent and keeps no checkpoint to begin from: the cache has no room for any"
+    "group {!r} is recurrent and the cache has no room for checkpoints; raise checkpoint_bytes"
 )
 NO_LATER = "group {!r} has no checkpoint after more than {:,} of these tokens"
 NOT_PAGED = "no group of this cache is paged"
@@ -20,17 +20,17 @@ class PrefixStats:
     """Counts since the index was made.
 
     Attributes:
-        hits: sequences that began with tokens from the cache.
-        misses: sequences that began without.
-        tokens_reused: tokens that sequences found.
-        tokens_computed: tokens that they did not find and had to compute.
-        evictions: pages forgotten to make room.
-        tokens_without_states: of the tokens computed, those whose pages were there, but no checkpoint after them.
-        short_of_states: sequences that this concerned.
-        checkpoints: that were made.
-        checkpoints_dropped: that were wanted, but there was no room or what they need was gone.
-        checkpoint_evictions: given up to make room.
-        deferrals: sequences that waited for a checkpoint that another one was computing.
+        hits: sequences that began with cached tokens.
+        misses: sequences that began without cached tokens.
+        tokens_reused: cached tokens that sequences skipped.
+        tokens_computed: tokens that sequences computed because they were not cached.
+        evictions: pages evicted.
+        tokens_without_states: of `tokens_computed`, those whose pages were cached without a checkpoint after them.
+        short_of_states: sequences with such tokens.
+        checkpoints: checkpoints made.
+        checkpoints_dropped: checkpoints not made for lack of room or of a page that they need.
+        checkpoint_evictions: checkpoints evicted.
+        deferrals: sequences delayed until another one had made a checkpoint.
     """
 
     hits: int = 0
@@ -48,17 +48,17 @@ class PrefixStats:
 
 @dataclass(frozen=True)
 class GroupReport:
-    """What one group keeps of a text.
+    """The cached pages of one prompt in one group.
 
     Attributes:
-        group: its name.
+        group: group name.
         page_size: tokens per page.
-        pages: full pages of the text.
-        pages_kept: those that are kept.
-        pages_on_host: those that lie on the host and not on the device.
-        longest: tokens it would let a sequence skip, alone.
-        missing: position of the first page that it lacks to allow more; `None` if it lacks none.
-        reason: why it does not allow more; empty if it allows all but the last token.
+        pages: full pages of the prompt.
+        pages_kept: full pages cached on the device.
+        pages_on_host: full pages cached on the host and not on the device.
+        longest: tokens of the longest hit, if this were the only group.
+        missing: table position of the first missing page of a longer hit; `None` if there is none.
+        reason: why that page is missing; empty if there is none.
     """
 
     group: str
@@ -71,7 +71,7 @@ class GroupReport:
     pages_on_host: int = 0
 
     def __str__(self) -> str:
-        kept = f"{self.group}: keeps {self.pages_kept} of {self.pages} full pages of {self.page_size} tokens"
+        kept = f"{self.group}: {self.pages_kept} of {self.pages} full pages of {self.page_size} tokens are cached"
         kept += f" and {self.pages_on_host} on the host" if self.pages_on_host else ""
         blocked = f"; {self.reason}" if self.reason else ""
         return f"{kept}, alone allows {self.longest:,} tokens{blocked}"
@@ -79,19 +79,18 @@ class GroupReport:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What of a prompt is in the cache. `str` gives the same for people.
+    """The cached part of a prompt. `str()` gives a printable report.
 
     Attributes:
         num_tokens: tokens of the prompt.
-        num_reused: those that need not be computed.
-        why: what ended the hit.
-        groups: each paged group's part.
-        tick: uses of the index so far, the clock of its evictions.
+        num_reused: leading tokens that are not computed.
+        why: the reason why the hit is not longer.
+        groups: one report per paged group.
+        tick: the current tick of the index, by which evictions are dated.
         recurrent: names of the recurrent groups.
-        checkpoints: numbers of tokens after which there are states of this text, ascending.
-        window_limited: tokens that groups without windows keep beyond what all groups allow: a page is gone that a
-            window would see.
-        num_with_host: tokens that need not be computed once the host has given back what it has; `None` without one.
+        checkpoints: lengths in tokens of this prompt's checkpoints, ascending.
+        window_limited: tokens by which a hit of the groups without windows alone is longer than the hit of all groups.
+        num_with_host: tokens that are not computed after a swap-in from the host; `None` without a host tier.
     """
 
     num_tokens: int
@@ -110,35 +109,33 @@ class Explanation:
         lines = [f"{head}: {self.why}", *(f"  {group}" for group in self.groups)]
         if self.window_limited:
             lines.append(
-                f"  windows: {self.window_limited:,} tokens more are kept where everything is seen, but not what the "
-                f"windows after them would see"
+                f"  windows: {self.window_limited:,} more tokens are cached in the groups without a window, but not "
+                f"the pages that the windows after them would need"
             )
         if self.num_with_host is not None:
-            lines.append(f"  with what lies on the host: {self.num_with_host:,} tokens")
+            lines.append(f"  with pages on the host: {self.num_with_host:,} tokens")
         if self.recurrent:
             places = ", ".join(f"{place:,}" for place in self.checkpoints) or "none"
             lines.append(
-                f"  {', '.join(self.recurrent)}: tokens after which states are kept: {places}"
+                f"  {', '.join(self.recurrent)}: checkpoints after these numbers of tokens: {places}"
             )
         return "\n".join(lines)
 
 
 def reason_for(lookup: Lookup, tree: PrefixTree, position: int) -> str:
-    """Says why a group does not have the page at a position of a text's table."""
+    """Returns the reason why a group lacks the page at a table position."""
     if position >= len(lookup.keys):
-        return f"page {position} is not full, and only full pages are kept"
+        return f"page {position} is not full, and only full pages are cached"
     evicted = tree.when_evicted(lookup.keys[position])
     if evicted is not None:
         return f"page {position} was evicted at tick {evicted}"
-    return (
-        f"page {position} was never computed after these tokens under this salt, or long forgotten"
-    )
+    return f"page {position} was never computed for these tokens and this salt, or dropped long ago"
 
 
 def report_group(
     lookup: Lookup, tree: PrefixTree, limit: int, host: LowerTier | None = None
 ) -> GroupReport:
-    """Reports on one group; `limit` is the prompt's length less the token that is always computed."""
+    """Returns the report of one group; `limit` is the most tokens that a hit may have."""
     alone = longest([lookup], limit)
     wanted = min(limit, next_longer([lookup], alone))
     missing = lookup.missing(wanted) if alone < limit else None
@@ -152,7 +149,7 @@ def report_group(
 
 
 def window_limited(lookups: Sequence[Lookup], limit: int) -> int:
-    """Returns how much longer a hit of up to `limit` tokens could be if windows saw nothing."""
+    """Returns by how many tokens a hit of up to `limit` tokens would be longer without the window groups."""
     everywhere = [lookup for lookup in lookups if lookup.rule.window is None]
     if not everywhere or len(everywhere) == len(lookups):
         return 0
@@ -162,7 +159,7 @@ def window_limited(lookups: Sequence[Lookup], limit: int) -> int:
 def why_no_more(
     lookups: Sequence[Lookup], trees: dict[str, PrefixTree], length: int, limit: int
 ) -> str:
-    """Says what ended a hit of `length` tokens: the first group that does not allow the next longer one."""
+    """Returns the reason why a hit is not longer than `length` tokens: the first group without the next page."""
     if length == limit:
         return LAST_TOKEN
     wanted = min(limit, next_longer(lookups, length))
