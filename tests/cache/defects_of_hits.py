@@ -41,7 +41,7 @@ def a_hit_is_one_token_short(patch):
     wrong_hits(patch, lambda best: lambda *rest: max(0, best(*rest) - 1))
 
 
-@DEFECTS(ValueError, "a match of .* not kept; look it up again")
+@DEFECTS(ValueError, "a match of .* not cached; look it up again")
 def a_hit_is_one_token_long(patch):
     wrong_hits(
         patch,

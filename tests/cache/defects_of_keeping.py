@@ -297,7 +297,7 @@ def a_failed_sequence_leaves_its_pages(patch):
 
 @DEFECTS(
     ValueError,
-    "pages that follow it",
+    "cached pages after it",
     scene=test_prefix_eviction.test_a_page_that_only_the_index_holds_is_had_even_if_pages_in_use_follow_it,
 )
 def what_follows_a_failed_page_stays(patch):
