@@ -49,7 +49,7 @@ class Kernel:
             scratch_types=self._scratch(),
             grid=(rows, self.geometry.kv_heads, self.schedule.parts),
             grid_names=("row", "kv_head", "part"),
-            # The kernel places its barriers itself; the tile loops and `Block.fetch` state which ones they rely on.
+            # The kernel places its barriers between warps itself.
             compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
             interpret=interpreter(self.interpret),
             kernel_name="paged_attention",

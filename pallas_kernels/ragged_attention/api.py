@@ -1,4 +1,4 @@
-"""The door to `ragged_attention`: packed queries of several rows over those rows' pages."""
+"""Public entry point of `ragged_attention`: causal attention of packed queries of several rows over their pages."""
 
 from typing import Literal, overload
 
@@ -73,35 +73,37 @@ def ragged_attention(
     Float[Array, "tokens heads head_dim"]
     | tuple[Float[Array, "tokens heads head_dim"], Float[Array, "tokens heads"]]
 ):
-    """Attends causally from packed queries: prefill, chunks after a cached prefix and decode, mixed as it comes.
+    """Computes causal attention of packed queries: any mix of prefill, chunks after a cached prefix, and decode rows.
+
+    The interface follows vLLM's and FlashInfer's ragged attention over paged keys and values.
 
     Args:
         q: queries of all rows, one row after the other, after rotary embedding.
-        k_pages: key pool, which holds the keys of the queries too; query head h reads key head
-            `h // (heads // kv_heads)`. Places that no row can see may hold anything, NaN included.
+        k_pages: key pool, which must already hold the queries' own keys; query head h reads key head
+            `h // (heads // kv_heads)`. Slots that no row can see may hold any value, NaN included.
         v_pages: value pool, addressed like `k_pages`.
         page_table: int32 page ids of each row in order, padded with any valid id.
-        seq_lens: int32 keys of each row, those of its queries included; 0 for a padding row.
-        cu_q_lens: int32; row r's queries are `q[cu_q_lens[r]:cu_q_lens[r + 1]]`, the row's last positions.
-        scale: factor on the scores, usually `head_dim ** -0.5`.
-        window: number of keys that a query sees, counted back from itself; `None` for all.
-        soft_cap: bound of the scores by `soft_cap * tanh(scores / soft_cap)`; `None` for none.
-        sinks: one logit per head that joins the softmax's denominator and brings no value.
-        k_scales: for pages of float8_e4m3fn or int8, what each token's and head's keys are multiplied by; then q
-            may be of any floating dtype, which it otherwise shares with the pages.
+        seq_lens: int32 number of keys of each row, those of its queries included; 0 for a padding row.
+        cu_q_lens: int32 bounds: row r's queries are `q[cu_q_lens[r]:cu_q_lens[r + 1]]`, at the row's last positions.
+        scale: factor of the scores, usually `head_dim ** -0.5`.
+        window: number of most recent keys that a query sees, its own included; `None` for all.
+        soft_cap: replaces scores by `soft_cap * tanh(scores / soft_cap)`; `None` for no cap.
+        sinks: one logit per head that joins the softmax's denominator and has no value; `None` for none.
+        k_scales: float32 factor of each token's and head's keys, for pages of float8_e4m3fn or int8. With scales q
+            may have any floating dtype; without, q and the pages share one.
         v_scales: the same for values.
-        return_lse: also return the natural log of the denominator, sink included.
-        implementation: "mosaic_gpu", "xla", or `None` for the best that can run. "mosaic_gpu" hands a call on to XLA,
-            and counts it among the fallbacks, where unpacking pages of 8 bits for the whole page table would take
-            more than 2 GiB.
+        return_lse: whether to also return the natural logarithm of the denominator, sink included.
+        implementation: "mosaic_gpu", "xla", or `None` for the first that can run. Under "mosaic_gpu" a call with 8-bit
+            pages still runs in XLA, and counts as a fallback, if the bfloat16 copies of the pages in its page table
+            would take more than 2 GiB.
 
     Returns:
-        The output in q's dtype, zeros for tokens from `cu_q_lens[rows]` on; with `return_lse`, also the
-        log-sum-exp in float32, `-inf` for those tokens.
+        The output in q's dtype, zeros for the padding tokens from `cu_q_lens[rows]` on; with `return_lse`, also the
+        log-sum-exp in float32, `-inf` for padding tokens.
 
     Raises:
         ValueError: shapes, dtypes or options do not fit.
-        Unsupported: the implementation asked for, or every one, cannot run; the message carries each reason.
+        Unsupported: the requested implementation, or every implementation, cannot run; the message lists the reasons.
     """
     options = {"window": window, "soft_cap": soft_cap}
     check_attention(q, k_pages, v_pages, sinks, k_scales, v_scales, scale=scale, **options)
@@ -109,7 +111,7 @@ def ragged_attention(
     check_ids("seq_lens", seq_lens, (page_table.shape[0],))
     check_ids("cu_q_lens", cu_q_lens, (page_table.shape[0] + 1,))
     arrays = tuple(map(jnp.asarray, (q, k_pages, v_pages, page_table, seq_lens, cu_q_lens)))
-    # To JAX `None` is a tree without leaves.
+    # `None` is an empty pytree, so absent options stay `None`.
     optional = {"sinks": sinks, "k_scales": k_scales, "v_scales": v_scales}
     options |= jax.tree.map(jnp.asarray, optional)
     reasons = {
@@ -117,7 +119,8 @@ def ragged_attention(
         "xla": lambda: why_not(q),
     }
     chosen = choose("ragged_attention", reasons, implementation)
-    # A window of all that a row can hold hides nothing, and what is counted with a larger one could pass 32 bits.
+    # A window of at least a row's capacity hides no key, and position arithmetic with a larger one could overflow
+    # int32.
     if window is not None and window >= page_table.shape[1] * k_pages.shape[1]:
         options["window"] = None
     if not q.size or not page_table.size:

@@ -1,4 +1,4 @@
-"""Shapes on which `ragged_attention` is tested, measured and tuned. Host only."""
+"""Shapes on which `ragged_attention` is tested, measured and tuned. Imports no JAX."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -13,9 +13,9 @@ class Case(AttentionCase):
     """One call of `ragged_attention`.
 
     Attributes:
-        name: how tests and records call it.
-        rows: for each row the number of its queries and of its keys, which include the queries' own.
-        padding_tokens: tokens after those of the last row.
+        name: the case's name in tests and benchmark records.
+        rows: for each row the number of its queries and of its keys, the queries' own included.
+        padding_tokens: number of tokens after those of the last row.
     """
 
     name: str
@@ -24,17 +24,17 @@ class Case(AttentionCase):
 
     @property
     def lengths(self) -> list[tuple[int, int]]:
-        """Queries and keys of each row."""
+        """Number of queries and number of keys of each row."""
         return list(self.rows)
 
     def tables(self) -> dict[str, np.ndarray]:
-        """Returns the keys of each row and the bounds of its queries."""
+        """Returns the int32 tables `seq_lens` and `cu_q_lens`."""
         bounds = np.cumsum([0, *(queries for queries, _ in self.rows)])
         keys = [keys for _, keys in self.rows]
         return {"seq_lens": np.array(keys, np.int32), "cu_q_lens": bounds.astype(np.int32)}
 
     def owned(self) -> np.ndarray:
-        """Returns for each token whether it is no padding."""
+        """Returns for each token whether it belongs to a row; the others are padding."""
         tokens = sum(queries for queries, _ in self.rows)
         return np.arange(tokens + self.padding_tokens) < tokens
 

@@ -1,11 +1,14 @@
-"""A consumer of the `ragged_attention` kernel: the warpgroup that multiplies, for 64 rows of queries.
+"""Consumer warpgroup of the `ragged_attention` kernel: wgmma products and online softmax for 64 query rows.
 
-The product with the next keys starts together with that of the present weights and values, and the consumers take
-turns at starting such pairs, so that the one's softmax hides behind the other's products.
+In each iteration it issues the product with the next tile of keys together with that of the current weights and values.
+The two consumers alternate in issuing such pairs (FlashAttention-3's ping-pong schedule), so that one's softmax
+overlaps
+with the other's products.
 
-Names: `m` is the running maximum and `total` the running sum of the softmax (base 2), `p` the weights of the last
-tile of keys; each has one row per query, and `total` one column for each of 8, so that only its last sum crosses
-lanes. Both products are kept in accumulators, `scores` and `acc`.
+Names: `m` is the running maximum and `total` the running sum of the softmax (base 2), `p` the weights of the latest
+tile
+of keys. Each has one row per query. `total` has 8 columns of partial sums, so that lanes are reduced only once, at the
+end. `scores` and `acc` are the accumulators of the two products.
 """
 
 from collections.abc import Callable, Mapping
@@ -32,19 +35,19 @@ from pallas_kernels.ragged_attention.mosaic_kernel import Kernel
 from pallas_kernels.ragged_attention.mosaic_piece import Piece, Share, Worker
 from pallas_kernels.ragged_attention.mosaic_schedule import CONSUMERS
 
-# Widest heads whose queries fit in registers beside all else, where reading them costs less power.
+# Largest head_dim whose queries are kept in registers, which costs less power than reading them from shared memory.
 QUERIES_IN_REGISTERS = 128
 
 
 class Consumer(Worker):
-    """One of the two warpgroups that multiply."""
+    """One of the two consumer warpgroups."""
 
     def __init__(self, kernel: Kernel, refs: Mapping[str, Ref], number: Array) -> None:
         super().__init__(kernel, refs)
         self.number = number
 
     def run(self) -> None:
-        """Attends to all pieces."""
+        """Processes all pieces of this block."""
         turn = self.refs["turn"].at[0]
         for free in self.free_barriers():
             plgpu.barrier_arrive(free)
@@ -53,7 +56,7 @@ class Consumer(Worker):
         pl.when(self.number == 0)(lambda: plgpu.barrier_wait(turn))
 
     def visit_piece(self, piece: Piece, keys_before: Array, queries_before: Array) -> None:
-        """Attends to one piece; tokens that see no key get zeros."""
+        """Computes one piece; tokens that see no key get zeros."""
         share = Share(piece, self.number, self)
         query_slot = self.query_slot(queries_before)
         skip = partial(self.skip_tiles, keys_before=keys_before - piece.first)
@@ -70,11 +73,11 @@ class Consumer(Worker):
             plgpu.barrier_arrive(self.refs["q_free"].at[query_slot])
 
     def again(self, piece: Piece) -> Piece:
-        """Reads a piece again: what is needed only after the tiles of keys would take registers all the while."""
+        """Loads a piece's description again, so that its fields occupy no registers during the loop over keys."""
         return Piece(self.kernel, self.refs, lax.optimization_barrier(piece.number))
 
     def skip_tiles(self, start: Array, stop: Array, *, keys_before: Array) -> None:
-        """Lets tiles of keys pass that the other consumer needs."""
+        """Waits for and releases tiles of keys that only the other consumer needs."""
         refs = self.refs
 
         @pl.loop(start, stop)
@@ -87,7 +90,7 @@ class Consumer(Worker):
             plgpu.barrier_arrive(refs["v_free"].at[slot])
 
     def take_turn(self, start_products: Callable[[], None]) -> None:
-        """Starts products once the other consumer has started its own."""
+        """Issues products after the other consumer has issued its own, and passes the turn back."""
         plgpu.barrier_wait(self.refs["turn"].at[self.number])
         start_products()
         plgpu.barrier_arrive(self.refs["turn"].at[CONSUMERS - 1 - self.number])
@@ -95,7 +98,7 @@ class Consumer(Worker):
     def attend(
         self, piece: Piece, share: Share, keys_before: Array, query_slot: Array
     ) -> tuple[Array, Array]:
-        """Attends from the share's queries to all keys that they see; returns output and log-sum-exp."""
+        """Returns output and log-sum-exp of the share's queries over all keys that they see."""
 
         def run(scores: Ref, acc: Ref) -> tuple[Array, Array]:
             queries = self.refs["q_tiles"].at[query_slot, self.number]
@@ -144,7 +147,7 @@ class Consumer(Worker):
         scores: Ref,
         acc: Ref,
     ) -> tuple[Array, Array, Array]:
-        """Takes one tile of keys into the softmax, and the values of the tile before into `acc`."""
+        """Adds one tile of keys to the softmax, and the values of the previous tile to `acc`."""
         refs = self.refs
         slot = self.slot(keys_before + tile)
         before = self.slot(keys_before + tile - 1)
@@ -173,7 +176,7 @@ class Consumer(Worker):
         return m, total, p.astype(self.geometry.dtype)
 
     def scales(self, pool: str, piece: Piece, tile: Array) -> Array:
-        """Returns the factors of a tile's "k" or "v", in each row."""
+        """Returns the scales of a tile's "k" or "v", repeated for each query row."""
         scales = self.refs[f"{pool}_scales"].at[piece.tile.row, piece.kv_head, tile]
         loaded = plgpu.load(scales, layout=PER_COLUMN, optimized=False)
         return over_rows(loaded, WGMMA_ROWS)
@@ -187,10 +190,10 @@ class Consumer(Worker):
         *,
         masked: bool,
     ) -> tuple[Array, Array, Array, Array]:
-        """Returns `m`, `total`, the weights, and what the output so far shrinks by."""
+        """Returns the new `m` and `total`, the tile's weights, and the factor of the accumulated output."""
         scale, cap = self.options.scale * LOG2_E, self.options.soft_cap
         if cap is not None:
-            # The hardware's approximate tanh is wrong by up to 5e-4; this is as exact as its exp2 and reciprocal.
+            # tanh from exp2 and a reciprocal; the hardware's `tanh.approx` errs by up to 5e-4.
             scores = 1.0 - 2.0 * (1.0 / (jnp.exp2(scores * (2.0 * scale / cap)) + 1.0))
             scale = cap * LOG2_E
         if masked:
@@ -198,7 +201,7 @@ class Consumer(Worker):
         m = jnp.max(scores, axis=1) * scale
         if old is not None:
             m = jnp.maximum(m, old[0])
-        # A query that has met no key has the maximum -inf, and -inf minus -inf would be NaN.
+        # The maximum of a query without keys so far is -inf, and -inf - -inf would be NaN.
         finite = jnp.where(m == -jnp.inf, 0.0, m)
         p = jnp.exp2(scores * scale - over_columns(finite, self.schedule.keys))
         total = reduce(jnp.add, column_groups(p))
@@ -208,9 +211,9 @@ class Consumer(Worker):
         return m, old[1] * over_columns(decay, ROW_TILE) + total, p, decay
 
     def hide(self, scores: Array, tile: Array, share: Share) -> Array:
-        """Puts -inf where a row does not see a key.
+        """Sets scores of hidden keys to -inf.
 
-        Goes by 8 columns: a comparison of whole tiles would keep all their column numbers in registers.
+        It works on 8 columns at a time: a comparison of whole tiles would keep all column indices in registers.
         """
         shape = (WGMMA_ROWS, ROW_TILE)
         row = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=WGMMA)
@@ -226,7 +229,7 @@ class Consumer(Worker):
         return lax.concatenate(pieces, 1)
 
     def normalise(self, piece: Piece, m: Array, total: Array, out: Array) -> tuple[Array, Array]:
-        """Divides by the sum, which a head's sink joins as one more exponential, and returns the log-sum-exp too."""
+        """Divides by the sum, to which a head's sink adds its exponential; returns output and log-sum-exp."""
         total = jnp.sum(total, axis=1)
         empty = total == 0
         if "sinks" in self.refs:
@@ -243,13 +246,13 @@ class Consumer(Worker):
         return out * over_columns(inverse, self.geometry.head_dim), lse
 
     def nothing(self) -> tuple[Array, Array]:
-        """Returns what queries get that see no key."""
+        """Returns output (zeros) and log-sum-exp (-inf) of queries that see no key."""
         out = jnp.zeros((WGMMA_ROWS, self.geometry.head_dim), jnp.float32)
         lse = jnp.full((WGMMA_ROWS,), -jnp.inf, jnp.float32)
         return plgpu.layout_cast(out, WGMMA), plgpu.layout_cast(lse, PER_ROW)
 
     def write(self, piece: Piece, share: Share, query_slot: Array, out: Array, lse: Array) -> None:
-        """Stores the share's queries: all at once, or one by one where other rows' are among them."""
+        """Stores the share's output: one copy per head, or token by token if the tile also has other rows' tokens."""
         refs, tokens = self.refs, self.geometry.tokens_per_consumer
         if "lse" in refs:
             refs["lse"][piece.tile.place, piece.unit, self.number] = lse
@@ -286,7 +289,7 @@ class Consumer(Worker):
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     def multiply(self, acc: Ref, left: Any, right: Ref, *, transposed: bool = False) -> None:  # noqa: ANN401 - a ref or an array
-        """Starts adding the product of `left` and `right` to an accumulator."""
+        """Issues the wgmma that adds the product of `left` and `right` to an accumulator."""
         if not self.kernel.interpret:
             plgpu.wgmma(acc, left, right.transpose((1, 0)) if transposed else right)
             return
@@ -295,7 +298,7 @@ class Consumer(Worker):
         plgpu.commit_smem()
 
     def result(self, acc: Ref, in_flight: int) -> Array:
-        """Returns an accumulator once at most so many products that were started later still run."""
+        """Returns an accumulator's value after waiting until at most `in_flight` later products are pending."""
         if self.kernel.interpret:
             return acc[...]
         return plgpu.wgmma_accumulator_load(acc, wait_n=in_flight)

@@ -1,7 +1,6 @@
-"""`ragged_attention` as a Mosaic GPU kernel for Hopper: what it takes, and what XLA does around it.
+"""`ragged_attention` on Hopper with a Mosaic GPU kernel: limits, and the XLA operations before and after the kernel.
 
-How queries are cut into tiles is in mosaic_tiles.py, what becomes of 8-bit pages in mosaic_unpack.py, the kernel in
-mosaic_launch.py and what that imports.
+mosaic_tiles.py cuts queries into tiles, mosaic_unpack.py converts 8-bit pages, mosaic_launch.py launches the kernel.
 """
 
 from collections.abc import Callable
@@ -42,9 +41,9 @@ def why_not(
 
 
 def why_hand_on(k_pages: Array, page_table: Array) -> str | None:
-    """Returns why a call with tables as large as these is better run in plain XLA, or `None` if it is not.
+    """Returns why a call with these tables must run in plain XLA instead, or `None` if the kernel can run it.
 
-    It is no refusal: a whole model is told what runs before its tables have a size.
+    This is separate from `why_not`, because a model chooses its implementations before table sizes are known.
     """
     return why_not_unpack(k_pages, page_table) if k_pages.dtype.itemsize == 1 else None
 
@@ -69,13 +68,14 @@ def ragged_attention(
     Float[Array, "tokens heads head_dim"]
     | tuple[Float[Array, "tokens heads head_dim"], Float[Array, "tokens heads"]]
 ):
-    """Attends from packed queries to the keys in their rows' pages, as `api.ragged_attention` says.
+    """Implements `api.ragged_attention`.
 
-    Page ids past a row's last page, or before the first key that any of its queries sees, may be any number. With
-    `interpret` it runs on the CPU, slowly; reads out of bounds raise, and races are recorded.
+    Page ids past a row's last page, or before the first key that any of its queries sees, may have any value. With
+    `interpret` the kernel runs in Pallas's interpreter on the CPU, slowly; reads out of bounds raise, and races are
+    recorded.
 
     Raises:
-        ValueError: this kernel cannot take the shapes or dtypes.
+        ValueError: the kernel does not support the shapes or dtypes.
     """
     refusal = Geometry.of(q, k_pages).refusal()
     if refusal is not None:
@@ -108,19 +108,23 @@ def alone(
     window: int | None = None,
     soft_cap: float | None = None,
 ) -> tuple[Callable[..., Array], Callable[..., tuple[Array, Array]]] | None:
-    """Returns the launch by itself, for a runtime other than XLA, or `None` if XLA has to prepare anything per layer.
+    """Returns the kernel's launch without XLA operations per layer, for a caller such as the torch bridge.
+
+    The result is `None` if the kernel cannot run here, or needs XLA operations in each layer (8-bit pages, a number of
+    tokens that is not a multiple of 8).
 
     Args:
         q: the queries, or their `jax.ShapeDtypeStruct`.
-        k_pages: likewise for the key pool, which the value pool is like.
-        rows: of the page table.
+        k_pages: the key pool, or its `jax.ShapeDtypeStruct`; the value pool has the same shape and dtype.
+        rows: rows of the page table.
         scale: as in `ragged_attention`.
-        window: likewise; `None` rather than one of all that a row can hold, since what is counted with it has 32 bits.
-        soft_cap: likewise.
+        window: as in `ragged_attention`. Pass `None` for a window of at least a row's capacity: position arithmetic is
+            in int32.
+        soft_cap: as in `ragged_attention`.
 
     Returns:
-        A function of `(q, k_pages, v_pages, page_table, tiles, count)`, and one that makes tiles and their count of
-        `(seq_lens, cu_q_lens)`, which all layers of a step share.
+        The launch, a function of `(q, k_pages, v_pages, page_table, tiles, count)`, and a function that computes tiles
+        and count from `(seq_lens, cu_q_lens)`, once per step for all layers.
     """
     geometry, tokens = Geometry.of(q, k_pages), q.shape[0]
     if why_not_mosaic() or geometry.refusal() or geometry.scaled or tokens % ROW_TILE:
@@ -142,7 +146,7 @@ def alone(
     return lambda *arrays: launch(*arrays)[0], plan
 
 
-# The layers of a model call this many times with equal shapes: under its own jit the kernel is lowered once.
+# A model's layers call this with equal shapes; under its own jit the kernel is lowered once for all of them.
 @partial(jax.jit, static_argnames=("options", "schedule", "want_lse", "interpret"))
 def attend(
     q: Float[Array, "tokens heads head_dim"],
@@ -160,7 +164,7 @@ def attend(
     want_lse: bool,
     interpret: bool = False,
 ) -> tuple[Float[Array, "tokens heads head_dim"], Float[Array, "tokens heads"] | None]:
-    """Runs the kernel under a given schedule."""
+    """Runs the kernel under a schedule."""
     geometry, tokens = Geometry.of(q, k_pages), q.shape[0]
     per_tile = geometry.tokens_per_tile
     num_tiles = most_tiles(tokens, seq_lens.shape[0], per_tile)
@@ -173,7 +177,8 @@ def attend(
         keys=schedule.keys,
         window=options.window,
     )
-    # Copies take whole tiles of rows; the last one of queries may reach past the end, if not in the interpreter.
+    # Copies transfer whole tiles of 8 rows. TMA clips the last tile of queries at the array's end; the interpreter does
+    # not, so its array gets one more tile.
     reach = ceil(tokens / ROW_TILE) * ROW_TILE + per_tile * interpret
     scales: list[Array] = []
     if k_scales is not None and v_scales is not None:

@@ -1,4 +1,4 @@
-"""What one build of the kernel of `ragged_attention` is made for: its sizes, its options, its schedule."""
+"""Static parameters of one build of the `ragged_attention` kernel."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,17 @@ from pallas_kernels.ragged_attention.mosaic_schedule import Geometry, Schedule
 
 @dataclass(frozen=True)
 class Kernel:
-    """The kernel for one geometry, one set of options and one schedule."""
+    """The kernel for one geometry, one set of options and one schedule.
+
+    Attributes:
+        geometry: sizes of heads and pages.
+        options: scale, window and soft cap.
+        schedule: tile sizes, stages and blocks.
+        num_tiles: static upper bound of the number of query tiles.
+        has_lse: whether the log-sum-exp is an output.
+        has_sinks: whether sinks are an input.
+        interpret: whether Pallas's interpreter runs the kernel on the CPU.
+    """
 
     geometry: Geometry
     options: Options
@@ -20,10 +30,10 @@ class Kernel:
 
     @property
     def pieces(self) -> int:
-        """Pieces of work, at most."""
+        """Most pieces of work: query tiles x packs of heads."""
         return self.num_tiles * self.geometry.units
 
     @property
     def blocks(self) -> int:
-        """Blocks of the launch; sinks leave no registers for several pieces in one."""
+        """Blocks of the launch; with sinks one per piece, as no registers are left for a loop over pieces."""
         return self.pieces if self.has_sinks else min(self.pieces, self.schedule.blocks)

@@ -1,11 +1,11 @@
-"""The launch of the Mosaic GPU kernel of `ragged_attention` on Hopper: grid, outputs, shared memory, warpgroups.
+"""Launch of the `ragged_attention` kernel on Hopper: grid, outputs, shared memory, mbarriers and warpgroups.
 
-A block has three warpgroups: two consumers (mosaic_consumer.py), each for 64 rows of queries, and a producer
+A block has three warpgroups: two consumers (mosaic_consumer.py) of 64 query rows each, and a producer
 (mosaic_producer.py) that keeps tiles of keys and values in flight for both. A piece of work (mosaic_piece.py) is one
 tile of tokens and one pack of heads. The rows of a consumer are its tokens for the pack's first head, then for the
-second, and so on. All three warpgroups go through the same pieces, and in each through the same tiles of keys.
+second, and so on. All three warpgroups loop over the same pieces, and within a piece over the same tiles of keys.
 
-Refs to whole arrays have the arrays' names.
+Refs to whole arrays have the names of the arrays.
 """
 
 from collections.abc import Callable
@@ -27,7 +27,7 @@ from pallas_kernels.ragged_attention.mosaic_kernel import Kernel
 from pallas_kernels.ragged_attention.mosaic_producer import Producer
 from pallas_kernels.ragged_attention.mosaic_schedule import CONSUMERS
 
-# Registers per thread, which start as 168 for each warpgroup: a sum above 504 would wait forever.
+# Registers per thread (setmaxnreg). Each of the three warpgroups starts with 168; a total above 504 would wait forever.
 _CONSUMER_REGISTERS, _PRODUCER_REGISTERS = 232, 40
 
 
@@ -46,7 +46,7 @@ def build(kernel: Kernel, tokens: int) -> Callable[..., list[Array]]:
         grid_names=("block",),
         num_threads=CONSUMERS + 1,
         thread_name="warpgroup",
-        # Each place that needs a barrier between warps says so.
+        # The kernel places its barriers between warps itself.
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
         interpret=interpreter(kernel.interpret),
         kernel_name="ragged_attention",
@@ -68,19 +68,19 @@ def _scratch(kernel: Kernel) -> dict[str, Any]:
         "q_arrived": plgpu.Barrier(num_arrivals=CONSUMERS * g.pack, num_barriers=s.query_slots),
         "q_free": plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=s.query_slots),
         "k_arrived": plgpu.Barrier(num_arrivals=copies, num_barriers=s.stages),
-        # The last one is the producer's own, for values that it has yet to clear.
+        # The last barrier is the producer's own, for tiles of values with hidden rows that it must zero first.
         "v_arrived": plgpu.Barrier(num_arrivals=copies, num_barriers=s.stages + 1),
         "k_free": free,
         "v_free": free,
         "turn": plgpu.Barrier(num_barriers=CONSUMERS),
     }
     if not kernel.interpret:
-        # The output leaves from where the queries were, swizzled or, where it goes row by row, as it stands.
-        # The interpreter takes any two places of a union for the same.
+        # The output is staged in the queries' memory: swizzled for whole tiles, plain if it is stored row by row. The
+        # interpreter treats the members of a union as one buffer, so it gets separate buffers.
         both = [scratch.pop(name) for name in ("q_tiles", "out_rows")]
         scratch["queries"] = plgpu.RefUnion(*both)
     else:
-        # The interpreter multiplies nothing that is in registers.
+        # The interpreter has no wgmma on registers, so its accumulators are in shared memory.
         scratch["scores"] = plgpu.SMEM((CONSUMERS, WGMMA_ROWS, s.keys), jnp.float32)
         scratch["acc"] = plgpu.SMEM((CONSUMERS, WGMMA_ROWS, g.head_dim), jnp.float32)
     return scratch

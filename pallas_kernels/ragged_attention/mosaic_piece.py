@@ -1,6 +1,6 @@
-"""Pieces of work of the `ragged_attention` kernel, and the way of a block's warpgroups through them.
+"""Pieces of work of the `ragged_attention` kernel, and the loop of a block's warpgroups over them.
 
-A piece is one tile of tokens and one pack of heads; a share is what one of the two consumers has of it.
+A piece is one tile of tokens and one pack of heads. A share is one consumer's half of a piece.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,21 +17,21 @@ from pallas_kernels.ragged_attention.mosaic_tiles import Tile
 
 
 def quotient(number: Array, divisor: int) -> Array:
-    """Divides, rounding down, a number that may be negative only if the divisor is a power of two."""
+    """Returns the floor of `number / divisor`; `number` may be negative only if the divisor is a power of two."""
     if divisor & (divisor - 1):
         return lax.div(number, jnp.int32(divisor))
     return lax.shift_right_arithmetic(number, jnp.int32(divisor.bit_length() - 1))
 
 
 def remainder(number: Array, divisor: int) -> Array:
-    """Returns what `quotient` leaves."""
+    """Returns the remainder that belongs to `quotient`."""
     if divisor & (divisor - 1):
         return lax.rem(number, jnp.int32(divisor))
     return number & (divisor - 1)
 
 
 class Piece:
-    """One tile of tokens and one pack of heads, and the tiles of keys to visit for it."""
+    """One tile of tokens and one pack of heads, and the range [first, stop) of its tiles of keys."""
 
     def __init__(self, kernel: Kernel, refs: Mapping[str, Ref], number: Array) -> None:
         geometry, keys = kernel.geometry, kernel.schedule.keys
@@ -55,7 +55,7 @@ class Piece:
 
 
 class Worker:
-    """What the three warpgroups share: the way through the pieces."""
+    """Base class of the three warpgroups: the loop over pieces and the indices of pipeline stages."""
 
     def __init__(self, kernel: Kernel, refs: Mapping[str, Ref]) -> None:
         self.kernel, self.refs = kernel, refs
@@ -63,10 +63,10 @@ class Worker:
         self.schedule = kernel.schedule
 
     def visit_pieces(self, visit: Callable[[Piece, Array, Array], None]) -> None:
-        """Visits this block's pieces; tells each how many tiles of keys and of queries came before it.
+        """Calls `visit(piece, keys_before, queries_before)` for each piece of this block.
 
-        A round goes through the blocks in one direction and the next one back, so that no block always gets the
-        heavier piece.
+        The counts are the tiles of keys and of queries that the block's pipelines have processed before. Successive
+        rounds assign pieces to blocks in alternating direction, so that no block always gets the longer piece.
         """
         blocks = self.kernel.blocks
         total = self.refs["num_tiles"][0] * self.geometry.units
@@ -88,29 +88,29 @@ class Worker:
         lax.fori_loop(0, pl.cdiv(total, blocks), visit_one, (none, none))
 
     def free_barriers(self) -> list[Ref]:
-        """Returns the barriers at which consumers tell the producer that a slot is free; at first all are."""
+        """Returns the barriers on which consumers signal to the producer that a stage is free; initially all are."""
         stages, queries = self.schedule.stages, self.schedule.query_slots
         counts = {"q_free": queries, "k_free": stages, "v_free": stages}
         return [self.refs[name].at[slot] for name, count in counts.items() for slot in range(count)]
 
     def slot(self, count: Array) -> Array:
-        """Returns where a tile of keys is put that comes after `count` others."""
+        """Returns the pipeline stage of a tile of keys that comes after `count` others."""
         return remainder(count, self.schedule.stages)
 
     def query_slot(self, count: Array) -> Array:
-        """Returns where a tile of queries is put that comes after `count` others."""
+        """Returns the pipeline stage of a tile of queries that comes after `count` others."""
         return remainder(count, self.schedule.query_slots)
 
 
 class Share:
-    """A consumer's part of a piece: its tokens, and the tiles of keys that they see."""
+    """A consumer's half of a piece: its tokens, and the range of key tiles that they see."""
 
     def __init__(self, piece: Piece, consumer: Array, worker: Worker) -> None:
         geometry, keys, window = worker.geometry, worker.schedule.keys, worker.options.window
         tile, tokens = piece.tile, geometry.tokens_per_consumer
         self.token = tile.token + consumer * tokens
         self.position = tile.position + consumer * tokens
-        # Tokens from `start` to before `stop`, counted from `token`, are queries of the row.
+        # The tokens [start, stop), counted from `token`, are queries of the row.
         self.start = jnp.clip(tile.start - self.token, 0, tokens)
         self.stop = jnp.clip(tile.stop - self.token, 0, tokens)
         first_position = self.position + self.start
@@ -127,11 +127,11 @@ class Share:
     def _loops(
         self, first_position: Array, stop_position: Array, worker: Worker
     ) -> list[tuple[Array, Array, bool]]:
-        """Returns the bounds of runs of tiles after the first, each with whether some row does not see all of it."""
+        """Returns the runs (start, stop, masked) of tiles after the first; masked runs are seen in part."""
         keys, window = worker.schedule.keys, worker.options.window
         start, stop = self.first_tile + 1, self.stop_tile
         if window is not None and (window <= 4 * keys or worker.geometry.head_dim == 256):
-            # Few tiles would be seen in full; and wide heads leave no registers for more loops.
+            # Few tiles would be unmasked, and heads of 256 leave no registers for more loops.
             return [(start, stop, True)]
         clear = start
         if window is not None:

@@ -1,4 +1,4 @@
-"""The producer of the `ragged_attention` kernel: the warpgroup that starts all copies into shared memory."""
+"""Producer warpgroup of the `ragged_attention` kernel: it issues all TMA copies and zeroes hidden values."""
 
 from functools import partial
 
@@ -14,13 +14,13 @@ from pallas_kernels.ragged_attention.mosaic_piece import Piece, Worker, quotient
 
 
 class Producer(Worker):
-    """The warpgroup that starts all copies into shared memory."""
+    """The producer warpgroup."""
 
     def run(self) -> None:
         """Fetches the tiles of all pieces."""
         self.visit_pieces(self.fetch_piece)
         if self.kernel.interpret:
-            # The interpreter wants each completion to be waited for.
+            # The interpreter requires a wait for each completion of a barrier.
             for free in self.free_barriers():
                 plgpu.barrier_wait(free)
 
@@ -40,7 +40,7 @@ class Producer(Worker):
             slot = self.slot(keys_before + tile - piece.first)
             at_edge = (tile + 1) * self.schedule.keys > piece.tile.seq_len
             at_edge |= tile * self.schedule.keys < piece.tile.first_key
-            # Values that are yet to be cleared arrive at the producer's own barrier, the last one.
+            # Values with hidden rows signal the producer's own barrier, the last one; it zeroes the rows first.
             arrived = jnp.where(at_edge, self.schedule.stages, slot)
             fetch = partial(
                 self.fetch, piece=piece, tile=tile, slot=slot, offsets=self.offsets(tile)
@@ -50,7 +50,7 @@ class Producer(Worker):
             pl.when(at_edge)(partial(self.clear, piece, tile, slot))
 
     def fetch_queries(self, piece: Piece, tokens: list[Array], slot: Array) -> None:
-        """Starts the copies of the queries of both consumers, from these tokens on, a head at a time."""
+        """Starts the copies of both consumers' queries, one copy per consumer and head."""
         refs, count = self.refs, self.geometry.tokens_per_consumer
         plgpu.barrier_wait(refs["q_free"].at[slot])
         for consumer, token in enumerate(tokens):
@@ -62,7 +62,7 @@ class Producer(Worker):
                 )
 
     def pages(self, piece: Piece, tile: Array) -> tuple[Array, ...]:
-        """Returns the ids of one tile's pages; in the place of one that holds no key to see stands one that does."""
+        """Returns the page ids of one tile; pages without a visible key are replaced by the nearest one with any."""
         page_size, keys = self.geometry.page_size, self.schedule.keys
         height = self.geometry.copy_height(keys)
         first = quotient(piece.tile.first_key, page_size)
@@ -76,7 +76,7 @@ class Producer(Worker):
         )
 
     def offsets(self, tile: Array) -> list[Array | int]:
-        """Returns where in their pages one tile's copies start."""
+        """Returns the offset in its page at which each of one tile's copies starts."""
         keys, page_size = self.schedule.keys, self.geometry.page_size
         height = self.geometry.copy_height(keys)
         if height == page_size:
@@ -94,9 +94,9 @@ class Producer(Worker):
         offsets: list[Array | int],
         arrived: Array,
     ) -> None:
-        """Starts the copies of one tile from the "k" or "v" pool once its slot is free."""
+        """Starts the copies of one tile from the "k" or "v" pool once its stage is free."""
         refs, height = self.refs, self.geometry.copy_height(self.schedule.keys)
-        # Read before the wait, which hides it.
+        # Page ids are loaded before the wait, which hides their latency.
         pages = self.pages(piece, tile)
         plgpu.barrier_wait(refs[f"{pool}_free"].at[slot])
         for copy, (page, offset) in enumerate(zip(pages, offsets, strict=True)):
@@ -107,7 +107,7 @@ class Producer(Worker):
             )
 
     def clear(self, piece: Piece, tile: Array, slot: Array) -> None:
-        """Zeroes values that the row must not see, which a weight of zero would not do: it does not silence a NaN."""
+        """Zeroes hidden values, because 0 * NaN is NaN, and then signals the consumers."""
         arrived = self.refs["v_arrived"]
         plgpu.barrier_wait(arrived.at[self.schedule.stages])
 

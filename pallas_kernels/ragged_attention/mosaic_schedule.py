@@ -1,4 +1,4 @@
-"""The sizes of the Mosaic GPU kernel of `ragged_attention` and of its schedule. Traces nothing."""
+"""Geometry (sizes, limits) and schedule (tiles, stages, blocks) of the `ragged_attention` kernel; host code."""
 
 from dataclasses import dataclass
 from math import ceil, gcd
@@ -10,20 +10,26 @@ from jax.typing import DTypeLike
 from pallas_kernels.device import NUM_MULTIPROCESSORS, ROW_TILE, SHARED_BYTES_PER_BLOCK, WGMMA_ROWS
 from pallas_kernels.tuning import choose
 
-# Warpgroups that multiply, each for 64 rows: queries times heads.
+# Consumer warpgroups, each of 64 rows: tokens x heads of a pack.
 CONSUMERS = 2
-# More blocks than there can be pieces of work.
+# `Schedule.blocks` for one block per piece: larger than any number of pieces.
 ONE_BLOCK_EACH = 2**30
-# Shared memory that no formula counts: barriers, the scratch of reductions, alignment.
+# Bytes of shared memory for mbarriers, Mosaic's reductions and alignment.
 _OTHER_BYTES = 3 * 1024
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """The sizes that the kernel is built from; `scaled` if keys and values have scales.
+    """Sizes and dtypes that the kernel is specialised for.
 
-    Scores and weights are then multiplied by them: the numbers of 8-bit pages are exact in bfloat16, but their
-    products with scales would not be.
+    Attributes:
+        heads: query heads.
+        kv_heads: key heads.
+        head_dim: components of a head.
+        page_size: tokens per page.
+        dtype: dtype of queries, output and the pages that the kernel reads.
+        scaled: whether keys and values have scales. Scores and weights are then multiplied by them: 8-bit values are
+            exact in bfloat16, their products with scales are not.
     """
 
     heads: int
@@ -35,7 +41,7 @@ class Geometry:
 
     @classmethod
     def of(cls, q: Array, k_pages: Array) -> "Geometry":
-        """Returns the sizes of these queries and pages."""
+        """Returns the geometry of these queries and pages."""
         return cls(
             q.shape[1],
             k_pages.shape[2],
@@ -51,9 +57,9 @@ class Geometry:
         if name not in ("bfloat16", "float16"):
             return f"q must be bfloat16 or float16, got {name}"
         if self.scaled and name != "bfloat16":
-            return f"with pages of 8 bits q must be bfloat16, got {name}"
+            return f"with 8-bit pages q must be bfloat16, got {name}"
         if self.scaled and self.head_dim == 256:
-            return "with pages of 8 bits head_dim must be less than 256"
+            return "with 8-bit pages head_dim must be less than 256"
         if self.head_dim not in (64, 128, 192, 256):
             return f"head_dim must be 64, 128, 192 or 256, got {self.head_dim}"
         if self.page_size % ROW_TILE:
@@ -61,37 +67,37 @@ class Geometry:
         return None
 
     def leaves_registers(self, window: int | None) -> bool:
-        """Tells whether a block can keep in registers what it needs to take one piece of work after another."""
+        """Returns whether a persistent block's loop over pieces fits in registers."""
         odd_pages = self.page_size & (self.page_size - 1) and self.page_size % WGMMA_ROWS
         plain = window is None and not self.scaled and not odd_pages
         return plain and self.head_dim < 256 and self.page_size > ROW_TILE
 
     @property
     def pack(self) -> int:
-        """Heads of one group that share a tile of queries, so that they share each tile of keys."""
+        """Heads of one group in a tile of queries; they share each tile of keys."""
         return gcd(self.heads // self.kv_heads, WGMMA_ROWS // ROW_TILE)
 
     @property
     def units(self) -> int:
-        """Packs of heads; those of one key head are neighbours."""
+        """Number of packs of heads; the packs of one key head are adjacent."""
         return self.heads // self.pack
 
     @property
     def tokens_per_consumer(self) -> int:
-        """Tokens that one consumer takes at once, with each head of a pack."""
+        """Tokens in one consumer's 64 rows."""
         return WGMMA_ROWS // self.pack
 
     @property
     def tokens_per_tile(self) -> int:
-        """Tokens that one block takes at once."""
+        """Tokens in a block's tile of queries."""
         return CONSUMERS * self.tokens_per_consumer
 
     def copy_height(self, keys: int) -> int:
-        """Keys that one copy brings: the most that a page and a tile of `keys` keys can both be cut into."""
+        """Returns the keys per TMA copy: the largest number that divides both a page and a tile of `keys` keys."""
         return gcd(self.page_size, keys)
 
     def shared_bytes(self, schedule: "Schedule") -> int:
-        """Returns the shared memory that one block asks for, rounded up."""
+        """Returns an upper bound of one block's shared memory in bytes."""
         keys_and_values = 2 * schedule.stages * schedule.keys
         queries = schedule.query_slots * CONSUMERS * WGMMA_ROWS
         return 2 * self.head_dim * (keys_and_values + queries) + _OTHER_BYTES
@@ -99,13 +105,13 @@ class Geometry:
 
 @dataclass(frozen=True)
 class Schedule:
-    """How the work is laid out over a block and over the device: a function of static shapes only.
+    """Tile sizes, pipeline stages and number of blocks; they depend on static shapes only.
 
     Attributes:
-        keys: keys per turn.
+        keys: keys per tile.
         stages: tiles of keys and of values in flight in each block.
-        query_slots: tiles of queries in each block; with two, the next one arrives while this one is worked on.
-        blocks: most blocks of the launch; if there are more pieces of work, each takes one after another.
+        query_slots: tiles of queries in each block; with two, the next one is copied during the current one's work.
+        blocks: most blocks of the launch; with more pieces than blocks, each block loops over several pieces.
     """
 
     keys: int
@@ -115,13 +121,13 @@ class Schedule:
 
     @classmethod
     def of(cls, geometry: Geometry, tokens: int, rows: int, window: int | None) -> "Schedule":
-        """Chooses the schedule that was tuned for shapes like these, or else one by rule.
+        """Returns the tuned schedule for these shapes on this device, or else that of `by_rule`.
 
         Args:
             geometry: the sizes of heads and pages.
             tokens: queries of the call, padding included.
             rows: rows of the call.
-            window: keys that a query sees, if fewer than all.
+            window: sliding window in keys, or `None`.
         """
         return choose(
             "ragged_attention",
@@ -133,7 +139,7 @@ class Schedule:
 
     @classmethod
     def by_rule(cls, geometry: Geometry, window: int | None) -> "Schedule":
-        """Chooses what was fastest on an H200 for shapes like these (NOTES.md); arguments as in `of`."""
+        """Returns a schedule by rules fitted to measurements on an H200 (NOTES.md); arguments as in `of`."""
         keys = 128 if geometry.head_dim <= 128 else 64
         blocks = NUM_MULTIPROCESSORS if geometry.leaves_registers(window) else ONE_BLOCK_EACH
         for query_slots in (2, 1):
@@ -143,7 +149,7 @@ class Schedule:
         return schedule
 
     def is_possible(self, geometry: Geometry, window: int | None) -> bool:
-        """Tells whether a block with this schedule finds room, in shared memory and in registers."""
+        """Returns whether a block with this schedule fits in shared memory and registers."""
         widest = 128 if geometry.head_dim <= 128 else 64
         loops = self.blocks >= ONE_BLOCK_EACH or geometry.leaves_registers(window)
         fits = geometry.shared_bytes(self) <= SHARED_BYTES_PER_BLOCK
@@ -152,7 +158,7 @@ class Schedule:
 
 
 def shape_class(geometry: Geometry, tokens: int, rows: int, window: int | None) -> str:
-    """Returns the name of the shapes that share a tuned schedule: tokens per row are rounded up to powers of two."""
+    """Returns the shape class, the key of tuned schedules; tokens per row are rounded up to powers of two."""
     per_row = 1 << (ceil(tokens / rows) - 1).bit_length()
     reach = "all" if window is None else 1 << (window - 1).bit_length()
     return (
@@ -162,9 +168,9 @@ def shape_class(geometry: Geometry, tokens: int, rows: int, window: int | None) 
 
 
 def most_tiles(tokens: int, rows: int, tokens_per_tile: int) -> int:
-    """Returns how many tiles cover `tokens` tokens, however they are shared out over `rows` rows and padding.
+    """Returns an upper bound of the tiles that cover `tokens` tokens, for any lengths of `rows` rows and padding.
 
-    Each row's first tile starts at a multiple of 8 tokens at or before the row.
+    Each row's first tile starts at a multiple of 8 tokens at or before the row's first token.
     """
     runs = min(rows + 1, tokens)
     return (tokens + runs * (tokens_per_tile + ROW_TILE - 2)) // tokens_per_tile

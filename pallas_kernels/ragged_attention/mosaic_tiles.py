@@ -1,6 +1,6 @@
-"""Cuts packed queries into tiles for the Mosaic GPU kernel, in the order in which they are worked on.
+"""Cuts packed queries into tiles for the Mosaic GPU kernel and orders them for load balance, in plain XLA.
 
-A few small fusions of XLA's that depend on lengths alone, so that a step computes them once for all its layers.
+The result depends on lengths alone, so a step computes it once for all layers.
 """
 
 from typing import NamedTuple
@@ -11,21 +11,21 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.device import ROW_TILE
 
 FIELDS = 8
-"""Numbers that describe one tile; `Tile` names them."""
+"""Number of int32 fields of a `Tile`."""
 
 
 class Tile(NamedTuple):
-    """A run of neighbouring tokens, some of which are queries of one row.
+    """A run of consecutive tokens, of which [start, stop) are queries of one row.
 
     Attributes:
-        row: of the page table; the last one for tokens that no row owns.
-        token: the first token, a multiple of 8.
-        start: the first token that is a query of the row.
-        stop: the token after the last query of the row.
-        position: where `token` is in the row, were the row to begin before it.
-        seq_len: keys of the row; 0 for tokens that no row owns.
+        row: row of the page table; the last row for padding tokens.
+        token: the first token, a multiple of 8; at most `start`.
+        start: the row's first query in the tile.
+        stop: one past the row's last query in the tile.
+        position: position of `token` in the row's sequence, extrapolated if `token` is before the row.
+        seq_len: number of keys of the row; 0 for padding tokens.
         first_key: the first key of the row that any of its queries sees.
-        place: the tile's number in the order of tokens.
+        place: index of the tile in the order of tokens.
     """
 
     row: Array
@@ -39,7 +39,7 @@ class Tile(NamedTuple):
 
 
 class Runs(NamedTuple):
-    """Neighbouring tokens by owner: each row's, and as one more run those that no row owns."""
+    """Runs of tokens [start, stop) and their tiles: one run per row, then one of the padding tokens."""
 
     start: Int[Array, " runs"]
     stop: Int[Array, " runs"]
@@ -48,7 +48,7 @@ class Runs(NamedTuple):
 
 
 def runs_of(cu_q_lens: Int[Array, " row_bounds"], tokens: int, tokens_per_tile: int) -> Runs:
-    """Returns how many tiles each run of tokens needs, and the place of its first one."""
+    """Returns the runs, each with its number of tiles and the index of its first tile."""
     start = cu_q_lens
     stop = jnp.concatenate([cu_q_lens[1:], jnp.full(1, tokens, jnp.int32)])
     aligned = start // ROW_TILE * ROW_TILE
@@ -69,10 +69,10 @@ def cut(
     keys: int,
     window: int | None,
 ) -> tuple[Int[Array, "num_tiles fields"], Int[Array, "1"]]:
-    """Returns the tiles, heaviest first within a factor of two and otherwise row by row, and how many there are.
+    """Returns the tiles in the order of execution, and their number.
 
-    The heaviest come first so that none is left over at the end; a row's tiles stay together since they read the
-    same keys.
+    Tiles with the most keys come first, up to a factor of two, so that no long tile remains at the end. Within that
+    factor they are in row order, since a row's tiles read the same keys.
     """
     runs = runs_of(cu_q_lens, tokens, tokens_per_tile)
     place = jnp.arange(num_tiles, dtype=jnp.int32)
@@ -130,7 +130,7 @@ def lse_of_tokens(
     tokens_per_tile: int,
     pack: int,
 ) -> Float[Array, "tokens heads"]:
-    """Brings what the kernel wrote tile by tile into the order of tokens and heads."""
+    """Returns the kernel's log-sum-exps, which are in the order of tiles, in the order of tokens and heads."""
     num_tiles, units, consumers, height = lse.shape
     runs = runs_of(cu_q_lens, tokens, tokens_per_tile)
     token = jnp.arange(tokens, dtype=jnp.int32)

@@ -1,8 +1,8 @@
-"""Turns pages of 8 bits into what the Mosaic GPU kernel of `ragged_attention` reads. Plain XLA, in a step of its own.
+"""Conversion of 8-bit pages to bfloat16 for the `ragged_attention` kernel, in plain XLA before the kernel.
 
-The pages that the page table names are copied, as bfloat16, into its order: rows times table width of them, padding and
-pages that rows share included, which is little beside the work of a prefill as long as `why_not` says nothing. Scales
-stay apart: stored numbers are exact in bfloat16, but their products with scales would not be.
+Every page in the page table is copied, rows x table width of them, including padding and pages that rows share. Within
+the limit of `why_not` that is little compared with the work of a prefill. Scales stay separate: stored values are exact
+in bfloat16, their products with scales are not.
 """
 
 from math import prod
@@ -12,11 +12,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
 LARGEST_BYTES = 2 << 30
-"""Most that the copies of keys and values may take together; their scales come on top."""
+"""Most bytes of the copies of keys and values together, without their scales."""
 
 
 class Unpacked(NamedTuple):
-    """Pages of 16 bits with a table of their own, and each row's scales tile by tile."""
+    """bfloat16 pages with a new page table, and each row's scales tile by tile."""
 
     k_pages: Float[Array, "entries page_size kv_heads head_dim"]
     v_pages: Float[Array, "entries page_size kv_heads head_dim"]
@@ -29,13 +29,13 @@ def why_not(
     k_pages: Shaped[Array, "pages page_size kv_heads head_dim"],
     page_table: Int[Array, "rows table_width"],
 ) -> str | None:
-    """Returns why pages of 8 bits cannot be unpacked for this page table, or `None` if they can."""
+    """Returns why 8-bit pages cannot be converted for this page table, or `None` if they can."""
     copied = 2 * page_table.size * prod(k_pages.shape[1:]) * jnp.dtype(jnp.bfloat16).itemsize
     if copied <= LARGEST_BYTES:
         return None
     rows, width = page_table.shape
     return (
-        f"pages of 8 bits for {rows} rows of {width} pages take {copied} bytes unpacked, "
+        f"8-bit pages of {rows} rows of {width} pages take {copied} bytes in bfloat16, "
         f"more than {LARGEST_BYTES}"
     )
 
@@ -52,7 +52,7 @@ def unpack(
     keys: int,
     window: int | None,
 ) -> Unpacked:
-    """Returns the pages of the table, and zeros for the scales of keys that none of a row's queries sees."""
+    """Converts the pages of the page table; scales of keys that no query of a row sees become zeros."""
     position = jnp.arange(page_table.shape[1] * k_pages.shape[1], dtype=jnp.int32)[None, :]
     seen = position < seq_lens[:, None]
     if window is not None:
@@ -68,7 +68,7 @@ def unpack(
 
 
 def _gather(pool: Array, page_table: Array) -> Array:
-    """Returns the pages of all rows in the order of the table, whose unused entries may be any number."""
+    """Returns the pages in the order of the page table, whose unused entries may have any value."""
     return pool.at[page_table.reshape(-1)].get(mode="clip", wrap_negative_indices=False)
 
 

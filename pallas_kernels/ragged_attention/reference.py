@@ -1,4 +1,4 @@
-"""What `ragged_attention` means: each packed token is one query of paged attention over what it may see."""
+"""Reference of `ragged_attention`: each packed token is one row of the reference of `paged_attention`."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
@@ -21,7 +21,7 @@ def ragged_attention(
     k_scales: Float[Array, "pages page_size kv_heads"] | None = None,
     v_scales: Float[Array, "pages page_size kv_heads"] | None = None,
 ) -> tuple[Float[Array, "tokens heads head_dim"], Float[Array, "tokens heads"]]:
-    """Returns the output and its log-sum-exp in float32; tokens past the last row give zeros and `-inf`.
+    """Returns output and log-sum-exp in float32; padding tokens give zeros and `-inf`.
 
     Query j of row r is at position `seq_lens[r] - q_len[r] + j`.
     """

@@ -1,7 +1,7 @@
-"""`ragged_attention` in plain XLA: cuts packed queries into tiles of one row each and attends tile by tile.
+"""`ragged_attention` in plain XLA: cuts packed queries into tiles of one row each and computes tile by tile.
 
-A small step is one piece. A large one loops over batches of tiles, each as many queries as a matmul wants,
-and inside over blocks of keys, as many as the batch needs; both bound the temporary memory.
+A small step is a single batch of tiles. A large one loops over batches, each with enough queries for an efficient
+product, and within a batch over as many blocks of keys as it needs. Both loops bound the temporary memory.
 """
 
 import jax
@@ -38,7 +38,7 @@ def ragged_attention(
     temporary_bytes: int = TEMPORARY_BYTES,
     largest_tile: int = LARGEST_TILE,
 ) -> tuple[Float[Array, "tokens heads head_dim"], Float[Array, "tokens heads"]]:
-    """Returns the output in q's dtype and the log-sum-exp in float32."""
+    """Implements `api.ragged_attention`; returns the output in q's dtype and the log-sum-exp in float32."""
     tokens, rows = q.shape[0], seq_lens.shape[0]
     tile_size = tile_size_of(tokens, rows, largest_tile)
     num_tiles = most_tiles(tokens, rows, tile_size)

@@ -221,7 +221,7 @@ def test_tables_too_large_to_unpack_are_handed_on_to_the_bounded_form(monkeypatc
     assert sum(counted.values()) == times
     for op, passed_over, reason in counted:
         assert (op, passed_over) == ("ragged_attention", "mosaic_gpu")
-        assert f"64 rows of {width} pages take {width << 22} bytes unpacked" in reason
+        assert f"64 rows of {width} pages take {width << 22} bytes in bfloat16" in reason
 
 
 @pytest.mark.parametrize(("tokens", "rows"), [(1, 1), (64, 64), (128, 4), (17, 16)])
