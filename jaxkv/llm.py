@@ -18,7 +18,7 @@ from jaxkv import default_model
 from jaxkv.cache.prefix.report import Explanation
 from jaxkv.config.cache import CacheConfig
 from jaxkv.config.checks import as_int
-from jaxkv.config.engine import EngineConfig, settle_configs
+from jaxkv.config.engine import EngineConfig, merge_configs
 from jaxkv.config.sampling import MAX_EOS_IDS, SamplingParams
 from jaxkv.engine.drive import check_compiled, output_of, serve_all, serve_stream
 from jaxkv.engine.engine import Engine
@@ -122,7 +122,7 @@ class LLM:
         **options: object,
     ) -> None:
         refuse_forked_user()
-        cache, engine = settle_configs(cache, engine, options, inspect.signature(LLM).parameters)
+        cache, engine = merge_configs(cache, engine, options, inspect.signature(LLM).parameters)
         if not isinstance(model, str | Path | None):
             raise ValueError(f"model must be the path of a model directory, got {model!r}")
         if load_format not in _LOAD_FORMATS:

@@ -1,27 +1,27 @@
-"""The sizes of a decoder's blocks, as frozen data that is checked once. Knows no arrays."""
+"""Sizes of a decoder's blocks: frozen dataclasses, checked on construction."""
 
 import math
 from dataclasses import dataclass
 
-from jaxkv.config.checks import as_float, as_int, settle
+from jaxkv.config.checks import as_float, as_int, check_fields
 
 SCORINGS = ("softmax", "sigmoid")
 
 
 @dataclass(frozen=True, kw_only=True)
 class MambaConfig:
-    """A Mamba-2 mixer (Dao and Gu, Transformers are SSMs).
+    """Sizes of a Mamba-2 mixer (Dao and Gu, Transformers are SSMs).
 
     Attributes:
-        heads, head_dim: of the state-space part; their product is the inner width.
+        heads, head_dim: heads of the state-space part and components per head; their product is the inner width.
         d_state: size of the state per component of a head.
-        d_conv: width of the short convolution.
+        d_conv: width of the short convolution, in tokens.
         groups: groups of heads that share B and C.
-        chunk_size: tokens that a scan takes at a time, counted from a sequence's first.
+        chunk_size: tokens of a scan's chunk, counted from the first token of a sequence.
         conv_bias, in_bias, out_bias: whether the convolution and the projections carry a bias.
-        norm_groups: groups whose root mean square is normalised before the output projection; 0 for no norm.
-        gate_first: the gate is applied before that norm, not after it.
-        dt_limit: least and most step size, after the softplus.
+        norm_groups: groups of channels that are RMS-normalised separately before the output projection; 0 for no norm.
+        gate_first: whether the gate is applied before that norm; otherwise after it.
+        dt_limit: bounds of the step size after the softplus.
     """
 
     heads: int
@@ -38,51 +38,55 @@ class MambaConfig:
     dt_limit: tuple[float, float] = (0.0, math.inf)
 
     def __post_init__(self) -> None:
-        """Refuses sizes that do not fit each other."""
-        settle(self, as_int, 1, 2**16, "heads", "head_dim", "d_state", "groups", "chunk_size")
-        settle(self, as_int, 2, 64, "d_conv")
-        settle(self, as_int, 0, 2**16, "norm_groups")
+        """Raises `ValueError` for sizes out of range or sizes that contradict each other."""
+        check_fields(self, as_int, 1, 2**16, "heads", "head_dim", "d_state", "groups", "chunk_size")
+        check_fields(self, as_int, 2, 64, "d_conv")
+        check_fields(self, as_int, 0, 2**16, "norm_groups")
         if self.heads % self.groups:
-            raise ValueError(f"{self.heads} mamba heads cannot share {self.groups} groups evenly")
+            raise ValueError(
+                f"mamba heads must be a multiple of groups, got {self.heads} heads and {self.groups} groups"
+            )
         if self.norm_groups and self.d_inner % self.norm_groups:
             raise ValueError(
-                f"an inner width of {self.d_inner} has no {self.norm_groups} equal groups to normalise"
+                f"the inner width must be a multiple of norm_groups, got {self.d_inner} and {self.norm_groups}"
             )
         low, high = self.dt_limit
         if not 0.0 <= low < high:
-            raise ValueError(f"dt_limit must be a rising pair from 0 on, got {self.dt_limit}")
+            raise ValueError(
+                f"dt_limit must be (low, high) with 0 <= low < high, got {self.dt_limit}"
+            )
 
     @property
     def d_inner(self) -> int:
-        """Width of the state-space part's input and output."""
+        """Width of the state-space part's input and output, in channels."""
         return self.heads * self.head_dim
 
     @property
     def has_norm(self) -> bool:
-        """Whether anything is normalised before the output projection."""
+        """Whether there is a norm before the output projection."""
         return self.norm_groups > 0
 
     @property
     def conv_channels(self) -> int:
-        """Channels of the convolution: the input, then B, then C."""
+        """Channels of the convolution, in this order: input, B, C."""
         return self.d_inner + 2 * self.groups * self.d_state
 
     @property
     def in_channels(self) -> int:
-        """Rows of the input projection: gate, convolution, step sizes."""
+        """Output channels of the input projection, in this order: gate, convolution, step sizes."""
         return self.d_inner + self.conv_channels + self.heads
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeltaConfig:
-    """A gated delta mixer (Yang et al., Gated Delta Networks).
+    """Sizes of a gated delta mixer (Yang et al., Gated Delta Networks).
 
     Attributes:
         key_heads: heads of queries and keys.
-        value_heads: heads of values, each of which has a state; a multiple of the key heads.
+        value_heads: heads of values, with one state each; a multiple of the key heads.
         key_dim, value_dim: components per head.
-        d_conv: width of the short convolution over queries, keys and values.
-        chunk_size: tokens that a scan takes at a time, counted from a sequence's first.
+        d_conv: width of the short convolution over queries, keys and values, in tokens.
+        chunk_size: tokens of a scan's chunk, counted from the first token of a sequence.
     """
 
     key_heads: int
@@ -93,13 +97,13 @@ class DeltaConfig:
     chunk_size: int = 64
 
     def __post_init__(self) -> None:
-        """Refuses sizes that do not fit each other."""
-        settle(self, as_int, 1, 2**16, "key_heads", "value_heads", "key_dim", "value_dim")
-        settle(self, as_int, 1, 2**16, "chunk_size")
-        settle(self, as_int, 2, 64, "d_conv")
+        """Raises `ValueError` for sizes out of range or sizes that contradict each other."""
+        check_fields(self, as_int, 1, 2**16, "key_heads", "value_heads", "key_dim", "value_dim")
+        check_fields(self, as_int, 1, 2**16, "chunk_size")
+        check_fields(self, as_int, 2, 64, "d_conv")
         if self.value_heads % self.key_heads:
             raise ValueError(
-                f"{self.value_heads} value heads cannot share {self.key_heads} key heads evenly"
+                f"value_heads must be a multiple of key_heads, got {self.value_heads} and {self.key_heads}"
             )
 
     @property
@@ -114,17 +118,17 @@ class DeltaConfig:
 
     @property
     def conv_channels(self) -> int:
-        """Channels of the convolution: queries, keys, values."""
+        """Channels of the convolution, in this order: queries, keys, values."""
         return 2 * self.key_heads * self.key_dim + self.width
 
 
 @dataclass(frozen=True, kw_only=True)
 class IndexConfig:
-    """The indexer of sparse attention (DeepSeek-AI, DeepSeek-V3.2): it chooses which tokens latent attention reads.
+    """Sizes of the indexer of sparse attention (DeepSeek-AI, DeepSeek-V3.2), which selects the tokens to attend to.
 
     Attributes:
-        heads: its query heads.
-        head_dim: components of each, and of the one key that is kept of a token; the first `rope_dim` are rotated.
+        heads: query heads of the indexer.
+        head_dim: components of each query head and of the one key per token; the first `rope_dim` are rotated.
         topk: most tokens that a query attends to.
     """
 
@@ -133,24 +137,24 @@ class IndexConfig:
     topk: int
 
     def __post_init__(self) -> None:
-        """Refuses sizes that no machine holds."""
-        settle(self, as_int, 1, 2**16, "heads", "head_dim")
-        settle(self, as_int, 1, 2**24, "topk")
+        """Raises `ValueError` for sizes out of range."""
+        check_fields(self, as_int, 1, 2**16, "heads", "head_dim")
+        check_fields(self, as_int, 1, 2**24, "topk")
 
 
 @dataclass(frozen=True, kw_only=True)
 class LatentConfig:
-    """Multi-head latent attention (DeepSeek-AI, DeepSeek-V2), whose keys and values are made of one latent a token.
+    """Sizes of multi-head latent attention (DeepSeek-AI, DeepSeek-V2): keys and values come from one latent per token.
 
     Attributes:
         kv_lora_rank: components of the latent.
-        rope_dim: components of the rotary key, which all heads share, and of each query's part that meets it.
-        nope_dim: components of each head's query and key that carry no position.
+        rope_dim: components of the rotary key, which all heads share, and of the rotary part of each query.
+        nope_dim: components of each head's query and key that are not rotated.
         value_dim: components of each head's value.
-        q_lora_rank: components of the latent that queries are expanded from; `None` if they come straight from the
-            hidden state.
-        pairs: angle i turns components 2i and 2i + 1, not i and i + rope_dim / 2.
-        index: sizes of the indexer of "sparse_latent" blocks; it needs a latent of queries.
+        q_lora_rank: components of the latent that queries are expanded from; `None` if queries are projected directly
+            from the hidden state.
+        pairs: whether angle i rotates the components 2i and 2i + 1; otherwise i and i + rope_dim / 2.
+        index: sizes of the indexer of "sparse_latent" blocks, which needs `q_lora_rank`.
     """
 
     kv_lora_rank: int
@@ -162,13 +166,15 @@ class LatentConfig:
     index: IndexConfig | None = None
 
     def __post_init__(self) -> None:
-        """Refuses sizes that no machine holds."""
-        settle(self, as_int, 1, 2**16, "kv_lora_rank", "nope_dim", "value_dim")
-        settle(self, as_int, 2, 2**16, "rope_dim")
+        """Raises `ValueError` for sizes out of range or sizes that contradict each other."""
+        check_fields(self, as_int, 1, 2**16, "kv_lora_rank", "nope_dim", "value_dim")
+        check_fields(self, as_int, 2, 2**16, "rope_dim")
         if self.q_lora_rank is not None:
-            settle(self, as_int, 1, 2**16, "q_lora_rank")
+            check_fields(self, as_int, 1, 2**16, "q_lora_rank")
         if self.index is not None and self.q_lora_rank is None:
-            raise ValueError("an indexer needs a latent of queries: give q_lora_rank")
+            raise ValueError(
+                "an indexer needs a latent of queries, got q_lora_rank=None; give q_lora_rank"
+            )
         if self.index is not None and self.index.head_dim < self.rope_dim:
             raise ValueError(
                 f"an indexer's head_dim must be at least rope_dim {self.rope_dim}, got {self.index.head_dim}"
@@ -186,31 +192,34 @@ class LatentConfig:
 
     @property
     def stored(self) -> int:
-        """Numbers that are kept of a token: its latent, then its rotary key."""
+        """Components stored per token: the latent, then the rotary key."""
         return self.kv_lora_rank + self.rope_dim
 
 
 @dataclass(frozen=True, kw_only=True)
 class MixtureConfig:
-    """A mixture of experts, of which each token asks a few.
+    """Sizes and routing of a mixture of experts.
 
     Attributes:
-        experts: how many there are.
-        top_k: how many a token asks.
+        experts: number of routed experts.
+        top_k: routed experts per token.
         size: inner width of an expert.
-        gated: experts have a gate, as Llama's feed-forward has; otherwise they are one activation between two maps.
+        gated: experts have a gate, like Llama's feed-forward; otherwise they are one activation between two linear
+            maps.
         scoring: "softmax" or "sigmoid" of the router's logits.
-        correction: a learnt bias is added to the scores for the choice of experts alone (DeepSeek-V3).
-        groups, top_groups: experts are chosen from the best groups alone.
-        group_votes: how many of its best scores a group is judged by; DeepSeek-V2 takes one, DeepSeek-V3 two.
-        renormalise: the chosen experts' weights are made to sum to one.
-        scale: what the weights are multiplied by in the end.
-        latent_size: width that experts work in, between two projections; `None` for the hidden size.
-        shared_size: inner width of the expert that every token asks; 0 if there is none.
-        shared_gate: what it says is multiplied by the sigmoid of a number that each token makes for it.
-        biases: the router and the experts' two maps carry biases (GPT-OSS).
-        clamp: bound of gates from above, and of what they multiply from both sides, in the experts' own activation
-            (GPT-OSS, see `clamped_gate`); `None` for the model's activation.
+        correction: a learned bias is added to the scores for the selection of experts, not for their weights
+            (DeepSeek-V3).
+        groups, top_groups: experts are divided into `groups`; each token selects from its best `top_groups` of them.
+        group_votes: the score of a group is the sum of this many of its best expert scores: 1 in DeepSeek-V2, 2 in
+            DeepSeek-V3.
+        renormalise: the weights of the selected experts are scaled to sum to 1.
+        scale: factor of the weights after that.
+        latent_size: width of the experts' input and output, between two projections; `None` for the hidden size.
+        shared_size: inner width of the shared expert, which every token uses; 0 if there is none.
+        shared_gate: the shared expert's output is multiplied by the sigmoid of a learned linear map of each token.
+        biases: the router and the experts' two linear maps have biases (GPT-OSS).
+        clamp: upper bound of gates, and bound of the magnitude of their factors, in GPT-OSS's activation (see
+            `clamped_gate`); `None` for the model's activation.
     """
 
     experts: int
@@ -231,46 +240,46 @@ class MixtureConfig:
     clamp: float | None = None
 
     def __post_init__(self) -> None:
-        """Refuses sizes that do not fit each other."""
+        """Raises `ValueError` for sizes out of range or sizes that contradict each other."""
         if self.clamp is not None:
-            settle(self, as_float, 1e-3, 1e6, "clamp")
-        settle(self, as_int, 1, 2**16, "experts", "groups")
-        settle(self, as_int, 1, self.experts, "top_k")
-        settle(self, as_int, 1, self.groups, "top_groups")
-        settle(self, as_int, 1, 2**24, "size")
-        settle(self, as_int, 0, 2**24, "shared_size")
-        settle(self, as_float, 0.0, 1e6, "scale")
+            check_fields(self, as_float, 1e-3, 1e6, "clamp")
+        check_fields(self, as_int, 1, 2**16, "experts", "groups")
+        check_fields(self, as_int, 1, self.experts, "top_k")
+        check_fields(self, as_int, 1, self.groups, "top_groups")
+        check_fields(self, as_int, 1, 2**24, "size")
+        check_fields(self, as_int, 0, 2**24, "shared_size")
+        check_fields(self, as_float, 0.0, 1e6, "scale")
         if self.scoring not in SCORINGS:
             raise ValueError(f"scoring must be one of {', '.join(SCORINGS)}, got {self.scoring!r}")
         if self.latent_size is not None:
-            settle(self, as_int, 1, 2**20, "latent_size")
-        settle(self, as_int, 1, 2, "group_votes")
+            check_fields(self, as_int, 1, 2**20, "latent_size")
+        check_fields(self, as_int, 1, 2, "group_votes")
         per_group, rest = divmod(self.experts, self.groups)
         too_small = self.groups > 1 and per_group < self.group_votes
         if rest or self.top_k > self.top_groups * per_group or too_small:
             raise ValueError(
-                f"{self.top_k} of {self.experts} experts cannot be chosen from {self.top_groups} of "
-                f"{self.groups} equal groups of {self.group_votes} or more"
+                f"cannot select {self.top_k} of {self.experts} experts from {self.top_groups} of {self.groups} "
+                f"equal groups with at least {self.group_votes} experts each"
             )
 
     @property
     def has_latent(self) -> bool:
-        """Whether experts work in a width of their own."""
+        """Whether experts have an input width of their own."""
         return self.latent_size is not None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Multipliers:
-    """Constants that a family multiplies its activations by (Granite; Falcon-H1, after Yang et al., Tensor Programs V).
+    """Constant factors of activations (Granite; Falcon-H1, after Yang et al., Tensor Programs V).
 
     Attributes:
-        embedding: of the embeddings.
-        residual: of what each stage adds to the residual stream.
-        logits: of the logits.
-        attention_in, attention_out: before the projections of attention and after the last of them.
-        gate, down: of the feed-forward's gate before its activation, and of its output.
-        ssm_in: of what a Mamba-2 mixer is given, by what it becomes: gate, input, B, C, step sizes.
-        ssm_out: of its output.
+        embedding: factor of the embeddings.
+        residual: factor of each stage's output before it is added to the residual stream.
+        logits: factor of the logits.
+        attention_in, attention_out: factors of attention's input and output.
+        gate, down: factors of the feed-forward's gate before its activation, and of its output.
+        ssm_in: factors of the five parts of a Mamba-2 input projection: gate, input, B, C, step sizes.
+        ssm_out: factor of the Mamba-2 output.
     """
 
     embedding: float = 1.0
@@ -284,6 +293,6 @@ class Multipliers:
     ssm_out: float = 1.0
 
     def __post_init__(self) -> None:
-        """Refuses another number of parts than a Mamba-2 projection has."""
+        """Raises `ValueError` unless `ssm_in` has five factors."""
         if len(self.ssm_in) != 5:
             raise ValueError(f"ssm_in must hold five numbers, got {self.ssm_in}")

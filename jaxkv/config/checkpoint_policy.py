@@ -1,6 +1,6 @@
-"""After which tokens of a prompt states of recurrent layers are kept, as frozen data.
+"""`CheckpointPolicy`: the lengths at which sequences make checkpoints of their recurrent states.
 
-Sources of the places: Megatron-LM #3225 (divergence, last aligned, penultimate) and vLLM #45238.
+Sources of these lengths: Megatron-LM #3225 (divergence, last aligned, penultimate) and vLLM #45238.
 """
 
 from dataclasses import dataclass, fields
@@ -8,20 +8,21 @@ from dataclasses import dataclass, fields
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class CheckpointPolicy:
-    """Where a prompt leaves a checkpoint behind. Each takes a state of every recurrent group, if there is room.
+    """The lengths at which a sequence makes a checkpoint: one state of every recurrent group, if there is room.
 
     Attributes:
-        divergence: where the prompt stops agreeing with any earlier one, rounded down to the grid: what several
-            prompts share, others will begin with, too.
-        last_aligned: the prompt's last place on the grid, for prompts that go on from here.
-        penultimate: the place before, for a prompt that ends on the grid and came before: no repeat can begin at its
-            end, since its last token is always computed.
-        end_of_prompt: the prompt's end, on the grid or not, for the next turn of a conversation. There is none if the
-            last token is computed alone, in a decode step: after a hit up to there, or for the second of `n` samples.
-        end_of_generation: what a sequence had computed when it ended, for the next turn; costs no state of its own.
-            There is none if the text ended just at the end of a page while another step was under way.
-        wait_for_equals: a prompt that begins like one that is being computed waits for its checkpoint.
-        grid: tokens between the places of the grid, a multiple of the model's chunk; `None` is the chunk itself.
+        divergence: the length of the longest prefix shared with an earlier prompt, rounded down to the grid. Later
+            prompts are likely to share it too.
+        last_aligned: the prompt's last multiple of the grid, for prompts that continue this one.
+        penultimate: the multiple of the grid before the prompt's last token, if an earlier prompt begins with this
+            one. A repetition of the prompt cannot begin at its end, because its last token is always computed.
+        end_of_prompt: the end of the prompt, on the grid or not, for the next turn of a conversation. It is left out
+            if the last token is computed alone in a decode step: after a hit up to there, or for the second of `n`
+            samples.
+        end_of_generation: the tokens that a sequence had computed at its end, for the next turn; this needs no extra
+            state. It is left out if the sequence ends exactly at a page end while another step is in flight.
+        wait_for_equals: delay a request while another sequence computes a checkpoint of the same prefix.
+        grid: tokens between two multiples, itself a multiple of the model's chunk size; `None` for the chunk size.
     """
 
     divergence: bool = True
@@ -33,16 +34,16 @@ class CheckpointPolicy:
     grid: int | None = None
 
     def __repr__(self) -> str:
-        """Names what is not as by default."""
+        """Returns the constructor call with the fields that differ from their defaults."""
         changed = [one for one in fields(self) if getattr(self, one.name) != one.default]
-        told = (f"{one.name}={getattr(self, one.name)!r}" for one in changed)
-        return f"CheckpointPolicy({', '.join(told)})"
+        arguments = (f"{one.name}={getattr(self, one.name)!r}" for one in changed)
+        return f"CheckpointPolicy({', '.join(arguments)})"
 
     def grid_for(self, chunk_size: int) -> int:
-        """Returns the tokens between places.
+        """Returns the number of tokens between two multiples of the grid.
 
         Raises:
-            ValueError: scans do not stop there.
+            ValueError: `grid` is no multiple of `chunk_size`, so scans do not stop there.
         """
         grid = chunk_size if self.grid is None else self.grid
         if grid < 1 or grid % chunk_size:
@@ -52,12 +53,12 @@ class CheckpointPolicy:
         return grid
 
     def places(self, num_tokens: int, agreed: int, chunk_size: int) -> tuple[int, ...]:
-        """Returns after how many tokens a prompt leaves a checkpoint, ascending.
+        """Returns the lengths, in tokens and ascending, at which a prompt makes checkpoints.
 
         Args:
-            num_tokens: of the prompt.
-            agreed: tokens that an earlier prompt began with, too.
-            chunk_size: the model's.
+            num_tokens: tokens of the prompt.
+            agreed: tokens of the longest prefix shared with an earlier prompt.
+            chunk_size: chunk size of the model's scans, in tokens.
         """
         grid = self.grid_for(chunk_size)
         places = set()

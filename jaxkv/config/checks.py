@@ -1,4 +1,4 @@
-"""Checks that frozen configurations share: a bounded number, the name of a dtype."""
+"""Checks shared by the configurations: bounded numbers and dtype names."""
 
 import operator
 from collections.abc import Callable, Mapping
@@ -17,9 +17,17 @@ _DTYPE_ALIASES: Mapping[str, str] = {
 
 
 def as_int(name: str, value: int, low: int, high: int, why: str = "") -> int:
-    """Returns an int in [low, high] as a Python int; NumPy ints are accepted, bools are not.
+    """Returns `value` as a Python int; NumPy ints are accepted, bools are not.
 
-    The error names `name`, the bounds, the value and, if given, the reason for the bounds (`why`).
+    Args:
+        name: name of the option, for the message.
+        value: the given value.
+        low: smallest allowed value.
+        high: largest allowed value.
+        why: reason for the bounds, for the message.
+
+    Raises:
+        ValueError: `value` is no int or out of bounds.
     """
     if isinstance(value, bool) or not isinstance(value, Integral) or not low <= value <= high:
         reason = why and f"; {why}"
@@ -28,19 +36,21 @@ def as_int(name: str, value: int, low: int, high: int, why: str = "") -> int:
 
 
 def as_float(name: str, value: float, low: float, high: float) -> float:
-    """Returns a finite number in [low, high] as a float; a bool is none."""
-    # NaN compares as false, and the bounds are finite.
+    """Returns `value` as a Python float; raises `ValueError` for a bool, NaN, or a number out of [low, high]."""
+    # Comparisons with NaN are false, and the bounds are finite.
     if isinstance(value, bool) or not isinstance(value, Real) or not low <= value <= high:
         raise ValueError(f"{name} must be a finite number in [{low}, {high}], got {shown(value)}")
     return float(value)
 
 
 def dtype_name(name: str) -> str:
-    """Returns the full name of a dtype for a short one such as "bf16"; any other name comes back unchanged."""
+    """Returns the full name of a dtype for a short one such as "bf16", and any other name unchanged."""
     return _DTYPE_ALIASES.get(name, name) if isinstance(name, str) else name
 
 
-def settle[N](new: object, rule: Callable[[str, N, N, N], N], low: N, high: N, *names: str) -> None:
-    """Replaces fields of a new frozen object by what a rule makes of them."""
+def check_fields[N](
+    new: object, rule: Callable[[str, N, N, N], N], low: N, high: N, *names: str
+) -> None:
+    """Replaces the named fields of a frozen dataclass under construction by `rule(name, value, low, high)`."""
     for name in names:
         object.__setattr__(new, name, rule(name, getattr(new, name), low, high))

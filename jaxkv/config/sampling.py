@@ -1,11 +1,11 @@
-"""How the tokens of one request are chosen and when it ends, as frozen data that is checked once."""
+"""`SamplingParams`: how the tokens of one request are sampled, and when it ends."""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from numbers import Integral
 
-from jaxkv.config.checks import INT32_MAX, as_float, as_int, settle
+from jaxkv.config.checks import INT32_MAX, as_float, as_int, check_fields
 from jaxkv.config.vllm_names import accepts_vllm_names
 from jaxkv.wording import shown
 
@@ -19,7 +19,7 @@ MAX_BIAS_ENTRIES = 1024
 
 
 def _as_strings(name: str, given: str | Iterable[str] | None, most: int) -> tuple[str, ...]:
-    """Returns a tuple of strings; a single one is a list of one, and `None` an empty list."""
+    """Returns the strings as a tuple; a single string counts as a list of one, and `None` as an empty list."""
     if not isinstance(given, str | Iterable | None):
         raise ValueError(f"{name} must be a string or a sequence of strings, got {shown(given)}")
     strings = (given,) if isinstance(given, str) else tuple(given or ())
@@ -33,7 +33,7 @@ def _as_strings(name: str, given: str | Iterable[str] | None, most: int) -> tupl
 
 
 class TokenBias(Mapping[int, float]):
-    """The checked `logit_bias`, which cannot be changed: it can be hashed, copied and pickled."""
+    """A checked and immutable `logit_bias`: token id -> bias. It can be hashed, copied and pickled."""
 
     def __init__(self, biases: Mapping[int, float]) -> None:
         if not isinstance(biases, Mapping):
@@ -65,34 +65,36 @@ class TokenBias(Mapping[int, float]):
 @accepts_vllm_names
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How the tokens of one request are chosen, and when it ends.
+    """How the tokens of one request are sampled, and when it ends. Checked on construction.
 
-    The order of operations on a row's logits: penalties, `logit_bias`, the block on stop ids before
-    `min_tokens`, temperature, `top_k`, `top_p` (over what `top_k` left), `min_p`.
+    Operations on a row's logits, in this order: penalties, `logit_bias`, masking of stop ids before `min_tokens`,
+    temperature, `top_k`, `top_p` (over the tokens that `top_k` keeps), `min_p`.
 
     Attributes:
-        temperature: 0 chooses the most likely token (greedy, ties to the lowest id).
+        temperature: divides the logits; 0 takes the most likely token (greedy, ties to the lowest id).
         top_k: keep the k most likely tokens; 0 and -1 keep all.
         top_p: keep the smallest set of most likely tokens whose probability reaches this; 1.0 keeps all.
-        min_p: keep tokens at least this times as likely as the most likely one; 0.0 keeps all.
-        repetition_penalty: divides (multiplies, if negative) the logits of tokens seen in prompt or output; 1.0 is off.
+        min_p: keep tokens with at least this fraction of the most likely token's probability; 0.0 keeps all.
+        repetition_penalty: divides positive and multiplies negative logits of tokens in prompt or output; 1.0 is off.
         presence_penalty: subtracted from the logits of tokens in the output; 0.0 is off.
         frequency_penalty: subtracted once per occurrence in the output; 0.0 is off.
-        logit_bias: token id -> number added to its logit, in [-100, 100], or -inf to forbid the token; any mapping,
+        logit_bias: token id -> number added to its logit, in [-100, 100], or -inf to forbid the token. The mapping is
             copied.
-        bad_words: up to 256 words of one token each; that token, at the start of a text and behind a space, gets a bias
-            of -inf. The letters of a word may still come from several other tokens.
-        seed: 64-bit seed of this request's random numbers, which depend on it and the position alone;
-            `None` draws one.
+        bad_words: up to 256 words of one token each. The token of the word, at the start of a text and after a space,
+            gets a bias of -inf. The same letters may still be generated as several other tokens.
+        seed: 64-bit seed of this request's random numbers, which depend only on the seed and the position; `None` draws
+            a random seed.
         n: number of samples of the same prompt.
         max_tokens: most tokens to generate; `None` for as many as the context has room for.
-        min_tokens: stop ids cannot be chosen before this many tokens.
-        stop_token_ids: ids that end the request, besides the model's own end ids.
-        stop: up to 64 strings that end the text before them; judged once there are `min_tokens` tokens.
-        include_stop_str_in_output: the text ends behind the stop string instead of before it.
-        skip_special_tokens: special tokens add no text; otherwise they add their names, the end id's included.
+        min_tokens: stop ids cannot be sampled before this many tokens.
+        stop_token_ids: up to 64 ids that end the request, besides the model's own end ids.
+        stop: up to 64 strings that end the request; the text ends before the string. Checked from `min_tokens` tokens
+            on.
+        include_stop_str_in_output: the text ends after the stop string instead of before it.
+        skip_special_tokens: special tokens add no text; otherwise they add their names, the end id included.
         ignore_eos: the model's own end ids do not end the request.
-        logprobs: `None`, or how many of the most likely tokens to report beside the chosen one.
+        logprobs: number of most likely tokens, up to 20, whose log-probabilities are reported beside the sampled
+            token's; `None` for no log-probabilities.
     """
 
     temperature: float = 1.0
@@ -116,33 +118,33 @@ class SamplingParams:
     logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        """Refuses what cannot be served, naming the field, the value and the range."""
-        settle(self, as_float, 0.0, 100.0, "temperature")
-        settle(self, as_int, -1, INT32_MAX, "top_k")
+        """Raises `ValueError` for values out of range or of the wrong type."""
+        check_fields(self, as_float, 0.0, 100.0, "temperature")
+        check_fields(self, as_int, -1, INT32_MAX, "top_k")
         object.__setattr__(self, "top_k", max(0, self.top_k))
-        settle(self, as_float, 0.0, 1.0, "top_p", "min_p")
+        check_fields(self, as_float, 0.0, 1.0, "top_p", "min_p")
         if self.top_p == 0.0:
             raise ValueError("top_p must be above 0 (it would keep no token), use temperature=0")
-        settle(self, as_float, 0.01, 100.0, "repetition_penalty")
-        settle(self, as_float, -100.0, 100.0, "presence_penalty", "frequency_penalty")
+        check_fields(self, as_float, 0.01, 100.0, "repetition_penalty")
+        check_fields(self, as_float, -100.0, 100.0, "presence_penalty", "frequency_penalty")
         if self.seed is not None:
             if not isinstance(self.seed, Integral):
                 raise ValueError(
                     f"seed must be an int, got {self.seed!r}; jaxkv.generate takes arrays and tracers as seeds="
                 )
-            settle(self, as_int, -(2**63), 2**64 - 1, "seed")
-        settle(self, as_int, 1, 1024, "n")
+            check_fields(self, as_int, -(2**63), 2**64 - 1, "seed")
+        check_fields(self, as_int, 1, 1024, "n")
         if self.max_tokens is not None:
-            settle(self, as_int, 1, INT32_MAX, "max_tokens")
-        settle(self, as_int, 0, self.max_tokens or INT32_MAX, "min_tokens")
+            check_fields(self, as_int, 1, INT32_MAX, "max_tokens")
+        check_fields(self, as_int, 0, self.max_tokens or INT32_MAX, "min_tokens")
         if self.logprobs is not None:
-            settle(self, as_int, 0, MAX_LOGPROBS, "logprobs")
+            check_fields(self, as_int, 0, MAX_LOGPROBS, "logprobs")
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be a bool, got {getattr(self, name)!r}")
-        self._settle_ids()
+        self._check_ids()
 
-    def _settle_ids(self) -> None:
+    def _check_ids(self) -> None:
         try:
             ids = tuple(self.stop_token_ids)
         except TypeError:
@@ -156,8 +158,10 @@ class SamplingParams:
             object.__setattr__(self, name, _as_strings(name, getattr(self, name), most))
 
     def check_vocab(self, vocab_size: int) -> None:
-        """Raises `ValueError` if an id of this request lies outside the model's logits."""
+        """Raises `ValueError` if a stop id or biased id of this request is not below `vocab_size`."""
         for name, ids in (("stop_token_ids", self.stop_token_ids), ("logit_bias", self.logit_bias)):
             outside = [token for token in ids if token >= vocab_size]
             if outside:
-                raise ValueError(f"{name} holds {outside[0]}, the model has {vocab_size} token ids")
+                raise ValueError(
+                    f"{name} must be below {vocab_size}, the model's number of token ids, got {outside[0]}"
+                )

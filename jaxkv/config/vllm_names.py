@@ -1,4 +1,4 @@
-"""Option names of vLLM: those accepted beside jaxkv's own, and one sentence for each common one that is not."""
+"""vLLM's option names: those accepted as aliases, and for common others a sentence about the alternative."""
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import fields
@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 
 
 class Alias(NamedTuple):
-    """One accepted name.
+    """One alias.
 
     Attributes:
-        theirs: the name in vLLM.
-        owner: what has the option here: `LLM`, a configuration class, or "call" for keywords of methods.
-        ours: its name there.
+        theirs: the option's name in vLLM.
+        owner: who has the option in jaxkv: "LLM", the name of a configuration class, or "call" for method arguments.
+        ours: its name in jaxkv.
     """
 
     theirs: str
@@ -34,8 +34,8 @@ ALIASES = (
     Alias("use_tqdm", "call", "progress"),
     Alias("cache_salt", "call", "salt"),
 )
-"""In the order of README's table. `dtype`, `max_model_len`, `load_format` and most fields of `SamplingParams` have the
-same name in both."""
+"""In the order of README's table. `dtype`, `max_model_len`, `load_format` and most fields of `SamplingParams` have
+equal names in both."""
 
 _UNSUPPORTED = {
     "prompt_logprobs": "llm.score(prompts) returns the log-probabilities of given tokens",
@@ -62,12 +62,12 @@ _UNSUPPORTED = {
 
 
 def unknown_option(owner: str, name: str, known: Mapping[str, str]) -> ValueError:
-    """Returns the error for an option that does not exist.
+    """Returns the error for an unknown option.
 
     Args:
-        owner: what it was given to, such as "LLM".
+        owner: the class or function that got it, such as "LLM".
         name: the option.
-        known: names that come into question -> how each is written.
+        known: name of a valid option -> how a user writes it.
     """
     start = f"{owner} has no option {name!r}"
     if name in _UNSUPPORTED:
@@ -80,15 +80,15 @@ def unknown_option(owner: str, name: str, known: Mapping[str, str]) -> ValueErro
 
 
 def renamed(owner: str, options: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
-    """Returns options under jaxkv's names.
+    """Returns the options under jaxkv's names.
 
     Args:
-        owner: the configuration class, or "call", that has them.
-        options: name, jaxkv's or vLLM's -> value.
+        owner: name of the configuration class that has them, or "call".
+        options: jaxkv's or vLLM's name -> value.
         known: jaxkv's names.
 
     Raises:
-        ValueError: an option is unknown, or was given under both names.
+        ValueError: an option is unknown, or is given under both names.
     """
     ours = {alias.theirs: alias.ours for alias in ALIASES if alias.owner == owner}
     made: dict[str, Any] = {}
@@ -104,7 +104,7 @@ def renamed(owner: str, options: Mapping[str, Any], known: Collection[str]) -> d
 
 
 def accepts_vllm_names[C: type](config: C) -> C:
-    """Lets a dataclass of keywords be made with vLLM's names too, and names the closest field of an unknown one."""
+    """Lets a keyword-only dataclass accept vLLM's names, and name the closest field of an unknown option."""
     make: Callable[..., None] = config.__init__
     known = tuple(field.name for field in fields(config))
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from jaxkv import LLM, CacheConfig, EngineConfig, SamplingParams
-from jaxkv.config.engine import settle_configs
+from jaxkv.config.engine import merge_configs
 from jaxkv.config.vllm_names import ALIASES
 
 README = Path(__file__).parents[2] / "README.md"
@@ -18,7 +18,7 @@ VALUES = {"kv_cache_dtype": "int8", "gpu_memory_utilization": 0.5, "enable_prefi
 def test_a_name_of_vllm_sets_the_field_of_ours(alias):
     kind, value = CONFIGS[alias.owner], VALUES.get(alias.theirs, 32)
     assert kind(**{alias.theirs: value}) == kind(**{alias.ours: value})
-    cache, engine = settle_configs(
+    cache, engine = merge_configs(
         CacheConfig(full_hits=False), EngineConfig(overlap=False), {alias.theirs: value}, ()
     )
     assert getattr({"CacheConfig": cache, "EngineConfig": engine}[alias.owner], alias.ours) == value
