@@ -1,4 +1,4 @@
-"""The door to `latent_attention`: multi-head latent attention in its absorbed form, over pages of latents."""
+"""Public entry point of `latent_attention`: multi-head latent attention (MLA), absorbed form, over paged latents."""
 
 from typing import Literal, overload
 
@@ -58,32 +58,32 @@ def latent_attention(
     Float[Array, "tokens heads value_dim"]
     | tuple[Float[Array, "tokens heads value_dim"], Float[Array, "tokens heads"]]
 ):
-    """Attends from all heads of each query to one latent per token, whose beginning is the value too.
+    """Computes causal attention of all heads of each query over one latent per token, which is both key and value.
 
-    This is DeepSeek-V2's multi-head latent attention with the up-projections absorbed into the queries and into what
-    reads the output (arXiv:2405.04434): keys are whole latents, the compressed part and the rotary part side by
-    side, and values are their first `value_dim` numbers.
+    This is DeepSeek-V2's multi-head latent attention (arXiv:2405.04434) with the up-projections absorbed into the
+    queries and the output projection. A key is a whole latent: the compressed part, then the rotary part. Its value is
+    the latent's first `value_dim` components.
 
     Args:
-        q: absorbed queries, their rotary parts last; one per row, or packed as `cu_q_lens` says.
-        latent_pages: pool of latents, which holds those of the queries too. Places that no row can see may hold
-            anything, NaN included.
+        q: absorbed queries, their rotary parts last; one per row, or packed with bounds `cu_q_lens`.
+        latent_pages: pool of latents, which must already hold the queries' own. Slots that no row can see may hold any
+            value, NaN included.
         page_table: int32 page ids of each row in order, padded with any valid id.
-        seq_lens: int32 latents of each row, those of its queries included; 0 for a row that has none.
-        cu_q_lens: int32; row r's queries are `q[cu_q_lens[r]:cu_q_lens[r + 1]]`, the row's last positions, and see
-            no later ones. `None` for one query per row, at position `seq_lens - 1`.
-        value_dim: how many numbers of a latent are its value, usually 512 of 576.
-        scale: factor on the scores: of the head dim before absorption, usually `192 ** -0.5`.
-        return_lse: also return the natural log of the softmax's denominator.
-        implementation: "mosaic_gpu", "xla", or `None` for the better one that can run.
+        seq_lens: int32 number of latents of each row, those of its queries included; 0 for an empty row.
+        cu_q_lens: int32 bounds: row r's queries are `q[cu_q_lens[r]:cu_q_lens[r + 1]]`, at the row's last positions.
+            `None` for one query per row, at position `seq_lens - 1`.
+        value_dim: components of a latent that are its value, usually 512 of 576.
+        scale: factor of the scores, from the head dimension before absorption; usually `192 ** -0.5`.
+        return_lse: whether to also return the natural logarithm of the softmax's denominator.
+        implementation: "mosaic_gpu", "xla", or `None` for the first that can run.
 
     Returns:
-        The output in q's dtype, zeros for empty rows and for tokens from `cu_q_lens[rows]` on; with `return_lse`, also
-        the log-sum-exp in float32, `-inf` for those.
+        The output in q's dtype, zeros for empty rows and for padding tokens from `cu_q_lens[rows]` on; with
+        `return_lse`, also the log-sum-exp in float32, `-inf` for those.
 
     Raises:
         ValueError: shapes, dtypes or options do not fit.
-        Unsupported: the implementation asked for, or every one, cannot run; the message carries each reason.
+        Unsupported: the requested implementation, or every implementation, cannot run; the message lists the reasons.
     """
     _check(q, latent_pages, value_dim=value_dim, scale=scale)
     check_ids("page_table", page_table, (None if cu_q_lens is not None else q.shape[0], None))
@@ -91,7 +91,7 @@ def latent_attention(
     check_ids("seq_lens", seq_lens, (rows,))
     if cu_q_lens is not None:
         check_ids("cu_q_lens", cu_q_lens, (rows + 1,))
-    # To JAX `None` is a tree without leaves.
+    # `None` is an empty pytree, so absent bounds stay `None`.
     arrays = jax.tree.map(jnp.asarray, (q, latent_pages, page_table, seq_lens, cu_q_lens))
     reasons = {
         "mosaic_gpu": lambda: mosaic_gpu.why_not(*arrays, value_dim=value_dim),
@@ -111,7 +111,7 @@ def latent_attention(
 def _check(
     q: Array | np.ndarray, latent_pages: Array | np.ndarray, *, value_dim: int, scale: float
 ) -> None:
-    """Refuses queries, pool and options that do not fit one another."""
+    """Raises `ValueError` for queries, pool and options that do not fit each other."""
     check_shape("q", q, (None, None, None))
     check_shape("latent_pages", latent_pages, (None, None, 1, q.shape[2]))
     if q.dtype != latent_pages.dtype:
@@ -121,7 +121,7 @@ def _check(
         )
     if not 1 <= value_dim <= q.shape[2]:
         raise ValueError(
-            f"value_dim must be at least 1 and at most the {q.shape[2]} numbers of a latent, "
+            f"value_dim must be at least 1 and at most the {q.shape[2]} components of a latent, "
             f"got {value_dim}"
         )
     if not scale > 0:

@@ -1,4 +1,4 @@
-"""Shapes on which `latent_attention` is tested, measured and tuned. Host only."""
+"""Shapes on which `latent_attention` is tested, measured and tuned. Imports no JAX."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -13,13 +13,16 @@ class Case:
     """One call of `latent_attention`; the defaults are those of DeepSeek-V3.
 
     Attributes:
-        name: how tests and records call it.
-        rows: for each row the number of its queries and of its latents, which include the queries' own.
-        packed: queries are packed, several of a row; or else each row has one, an empty one included.
-        padding_tokens: packed tokens after those of the last row.
-        rope_dim: numbers of a latent behind its value.
-        table_width: columns of the page table; `None` for as many as the longest row needs.
-        ci: small enough to run everywhere.
+        name: the case's name in tests and benchmark records.
+        rows: for each row the number of its queries and of its latents, the queries' own included.
+        packed: whether queries are packed, any number per row; otherwise each row, also an empty one, has one.
+        padding_tokens: number of packed tokens after those of the last row.
+        heads: heads of a query.
+        value_dim: components of a latent that are its value.
+        rope_dim: components of a latent after its value.
+        page_size: tokens per page.
+        table_width: columns of the page table; `None` for the number of pages of the longest row.
+        ci: whether the case is small enough for the CPU tests.
     """
 
     name: str
@@ -34,7 +37,7 @@ class Case:
     ci: bool = False
 
     def inputs(self, seed: int = 0, dtype: str = "bfloat16") -> dict[str, Any]:
-        """Returns the arguments by name, as NumPy arrays; whatever must not be read holds NaN."""
+        """Returns the op's arguments by name, as NumPy arrays; elements that it must not read are NaN."""
         rng = np.random.default_rng(seed)
         width = self.value_dim + self.rope_dim
         pages = nan_filled_pages(
@@ -62,14 +65,14 @@ class Case:
         }
 
     def owned(self) -> np.ndarray:
-        """Returns for each query whether some row owns it."""
+        """Returns for each query whether it belongs to a row; the others are padding."""
         queries = [queries for queries, _ in self.rows]
         if not self.packed:
             return np.array(queries) > 0
         return np.arange(sum(queries) + self.padding_tokens) < sum(queries)
 
     def bytes_moved(self, dtype: str = "bfloat16") -> int:
-        """Counts the bytes that must be read and written once: readable latents, queries, output."""
+        """Returns the minimum traffic in bytes: visible latents and queries read, output written, once each."""
         itemsize = np.dtype(dtype).itemsize
         width = self.value_dim + self.rope_dim
         latents = sum(keys for queries, keys in self.rows if queries) * width
@@ -77,7 +80,7 @@ class Case:
         return (latents + queries) * itemsize
 
     def flops(self) -> int:
-        """Counts the two products over the latents that each query sees."""
+        """Returns the FLOPs of the two products, over the latents that each query sees."""
         pairs = sum(
             int(np.arange(keys - queries + 1, keys + 1).sum()) for queries, keys in self.rows
         )

@@ -1,7 +1,7 @@
-"""`latent_attention` as a Mosaic GPU kernel for Hopper: what it takes, and what XLA does around it.
+"""`latent_attention` on Hopper with Mosaic GPU kernels: limits, and the XLA operations before and after the kernel.
 
-There are two kernels: one for a query of few heads per row (mosaic_keys_launch.py), and one for everything else
-(latent_kernel/launch.py). Both divide the keys of a row as latent_kernel/schedule.py describes.
+There are two kernels: one for one query per row with few heads (mosaic_keys_launch.py), and one for all other calls
+(latent_kernel/launch.py). latent_kernel/schedule.py has the schedules of both.
 """
 
 from functools import partial
@@ -37,7 +37,7 @@ def why_not(
 
 
 def _refusal(geometry: Geometry, q: Array, seq_lens: Array) -> str | None:
-    """Returns why the kernel cannot take these sizes on any device, or `None` if it can."""
+    """Returns why the kernel does not support these sizes on any device, or `None` if it does."""
     refusal = geometry.refusal()
     if refusal is not None:
         return refusal
@@ -62,13 +62,13 @@ def latent_attention(
     Float[Array, "tokens heads value_dim"]
     | tuple[Float[Array, "tokens heads value_dim"], Float[Array, "tokens heads"]]
 ):
-    """Attends from all heads of each query to the latents in its row's pages, as `api.latent_attention` says.
+    """Implements `api.latent_attention`.
 
-    Page ids past a row's last page may be any number. With `interpret` it runs on the CPU, slowly; reads out of
-    bounds raise, and races are recorded.
+    Page ids past a row's last page may have any value. With `interpret` the kernel runs in Pallas's interpreter on the
+    CPU, slowly; reads out of bounds raise, and races are recorded.
 
     Raises:
-        ValueError: this kernel cannot take the shapes or dtypes.
+        ValueError: the kernel does not support the shapes or dtypes.
     """
     geometry = Geometry.of(q, latent_pages, value_dim, packed=cu_q_lens is not None)
     refusal = _refusal(geometry, q, seq_lens)
@@ -93,11 +93,11 @@ def latent_attention(
 
 
 def pieces_of(geometry: Geometry, tokens: int, rows: int) -> int:
-    """Returns how many pieces of work a call has."""
+    """Returns the number of pieces of work of a call."""
     return most_pieces(tokens, rows, geometry.tokens_per_piece) if geometry.packed else rows
 
 
-# The layers of a model call this many times with equal shapes: under its own jit the kernel is lowered once.
+# A model's layers call this with equal shapes; under its own jit the kernel is lowered once for all of them.
 @partial(jax.jit, static_argnames=("value_dim", "scale", "schedule", "want_lse", "interpret"))
 def attend(
     q: Float[Array, "tokens heads latent_and_rope"],
@@ -112,11 +112,11 @@ def attend(
     want_lse: bool,
     interpret: bool = False,
 ) -> tuple[Float[Array, "tokens heads value_dim"], Float[Array, "tokens heads"] | None]:
-    """Runs the kernel under a given schedule, then joins the parts if there are several."""
+    """Runs the kernel under a schedule, then combines the parts if there are several."""
     tokens, heads, width = q.shape
     geometry = Geometry.of(q, latent_pages, value_dim, packed=cu_q_lens is not None)
     pieces = pieces_of(geometry, tokens, len(seq_lens))
-    # The copy of the last rows may reach past the end, if not in the interpreter.
+    # TMA clips the copy of the last rows at the array's end; the interpreter does not, so its array gets more rows.
     more = geometry.tokens_per_piece * interpret
     rows = jnp.pad(q, ((0, more), (0, geometry.heads - heads), (0, 0))).reshape(-1, width)
     lengths = seq_lens
@@ -142,9 +142,9 @@ def attend(
 
 
 def _pages(geometry: Geometry) -> Source:
-    """Returns the source that copies tiles from the pages of a row."""
+    """Returns the source whose producer copies tiles from the pages of a row."""
     copies = geometry.copies_per_tile
     arrays = ("latent_pages", "page_table", "pieces" if geometry.packed else "seq_lens")
-    # A second held column is spilled where the producer has several pages to remember.
+    # With several pages per tile a second held piece of query columns would be spilled.
     held = 2 if copies == 1 else 1
     return Source(arrays, Producer, (copies, 2 * copies), (232, 40), held)

@@ -1,8 +1,9 @@
-"""The consumer of the kernel in mosaic_keys.py: the warpgroup that multiplies, for all heads of one query.
+"""Consumer warpgroup of the kernel in mosaic_keys.py: wgmma products and online softmax for all heads of one query.
 
-Names: `m` is the running maximum and `total` the running sum of the softmax (base 2), `p` the weights of a tile; each
-has one column per head, and `total` one row per place in a tile, so that only its last sum crosses warps. `scores` are
-keys by heads and `acc` components by heads, in one accumulator per piece of a tile.
+Names: `m` is the running maximum and `total` the running sum of the softmax (base 2), `p` the weights of a tile. Each
+has one column per head. `total` has one row of partial sums per position in a tile, so that warps are reduced only
+once,
+at the end. `scores` is keys x heads and `acc` components x heads, in one accumulator per piece of a tile.
 """
 
 from collections.abc import Mapping
@@ -27,11 +28,11 @@ State = tuple[Array, Array]
 
 
 class KeysConsumer:
-    """The warpgroup that multiplies."""
+    """The consumer warpgroup."""
 
     def __init__(self, kernel: KeysKernel, refs: Mapping[str, Ref], piece: Piece) -> None:
         self.kernel, self.geometry, self.refs, self.piece = kernel, kernel.geometry, refs, piece
-        # Components of the value in each piece of a tile; the last one ends with the rotary part.
+        # Number of value components in each piece of a tile; the last piece ends with the rotary part.
         starts = [number * kernel.widths[0] for number in range(len(kernel.widths))]
         left = [self.geometry.value_dim - start for start in starts]
         self.values = [
@@ -39,7 +40,7 @@ class KeysConsumer:
         ]
 
     def run(self) -> None:
-        """Attends to the share's keys and delivers what comes of it."""
+        """Processes the share's keys, then combines and writes the result."""
         for slot in range(self.kernel.ring):
             plgpu.barrier_arrive(self.refs["free"].at[slot])
         plgpu.barrier_wait(self.refs["q_arrived"])
@@ -58,7 +59,7 @@ class KeysConsumer:
         KeysJoin(self.kernel, self.refs, self.piece).deliver(m, total, outs)
 
     def attend(self, scores: Ref, *accs: Ref) -> tuple[Array, Array, tuple[Array, ...]]:
-        """Returns the maximum, the sum of weights by place in a tile, and the pieces of the output so far."""
+        """Returns the maximum, the partial sums of weights, and the pieces of the unnormalised output."""
         self.scores, self.accs = scores, accs
         heads = self.geometry.heads
         m = plgpu.layout_cast(jnp.full((heads,), -jnp.inf, jnp.float32), PER_COLUMN)
@@ -71,7 +72,7 @@ class KeysConsumer:
         return m, total, tuple(self.result(acc) for acc in accs)
 
     def take(self, tile: Array, state: State, *, masked: bool) -> State:
-        """Takes a tile into the softmax and into `acc`."""
+        """Adds a tile to the softmax and to `acc`."""
         m, total = state
         numbers = range(len(self.kernel.widths))
         slots = [slot_of(self.kernel, self.piece, tile, number) for number in numbers]
@@ -94,11 +95,11 @@ class KeysConsumer:
         return m, total
 
     def opaque(self, slot: int) -> Array:
-        """Returns a slot that the compiler does not know, or it keeps the addresses of all operands in registers."""
+        """Returns a constant index hidden from the compiler, which else keeps all operands' addresses in registers."""
         return lax.optimization_barrier(jnp.int32(slot))
 
     def start_scores(self, slots: list[Array]) -> None:
-        """Starts the product of a tile with the queries."""
+        """Issues the product of a tile's keys with the queries."""
         refs = self.refs
         self.scores[...] = plgpu.layout_cast(jnp.zeros(self.scores.shape, jnp.float32), WGMMA)
         column = 0
@@ -111,7 +112,7 @@ class KeysConsumer:
     def softmax(
         self, scores: Array, m: Array, tile: Array, *, masked: bool
     ) -> tuple[Array, Array, Array]:
-        """Returns the maximum with the tile, the tile's weights, and what all before shrinks by."""
+        """Returns the new maximum, the tile's weights, and the factor of the previous sums and outputs."""
         scale = self.kernel.scale * LOG2_E
         if masked:
             position = plgpu.broadcasted_iota(jnp.int32, scores.shape, 0, layout=WGMMA)
@@ -121,7 +122,7 @@ class KeysConsumer:
         return m_next, p, jnp.exp2(m - m_next)
 
     def multiply(self, acc: Ref, left: Ref, right: Ref) -> None:
-        """Starts adding the product of `left` and `right` to an accumulator."""
+        """Issues the wgmma that adds the product of `left` and `right` to an accumulator."""
         if not self.kernel.interpret:
             plgpu.wgmma(acc, left, right)
             return
@@ -130,5 +131,5 @@ class KeysConsumer:
         plgpu.commit_smem()
 
     def result(self, acc: Any) -> Array:  # noqa: ANN401 - a ref
-        """Returns an accumulator once no product runs."""
+        """Returns an accumulator's value after waiting for all issued products."""
         return acc[...] if self.kernel.interpret else plgpu.wgmma_accumulator_load(acc, wait_n=0)

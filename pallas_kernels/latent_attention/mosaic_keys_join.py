@@ -1,4 +1,4 @@
-"""What a block of the kernel in mosaic_keys.py does at last: the join with its cluster's shares, and output."""
+"""Epilogue of the kernel in mosaic_keys.py: normalisation, combination of a cluster's shares, and output."""
 
 from collections.abc import Mapping
 from functools import partial, reduce
@@ -16,14 +16,14 @@ from pallas_kernels.mosaic.tiles import WGMMA, over_rows
 
 
 class KeysJoin:
-    """The end of a block's work; outputs are components by heads until they are staged."""
+    """A block's epilogue; outputs are components x heads until they are staged for the copy."""
 
     def __init__(self, kernel: KeysKernel, refs: Mapping[str, Ref], piece: Piece) -> None:
         self.kernel, self.geometry, self.schedule = kernel, kernel.geometry, kernel.schedule
         self.refs, self.piece = refs, piece
 
     def deliver(self, m: Array, total: Array, outs: tuple[Array, ...]) -> None:
-        """Writes the share's result, given its maximum, its sums of weights and the pieces of its output."""
+        """Writes the share's result, given its maximum, its sums of weights and its unnormalised output."""
         total = jnp.sum(total, axis=0)
         inverse = jnp.where(total > 0, 1.0 / total, 0.0)
         lse = jnp.where(total > 0, m + jnp.log2(total), -jnp.inf)
@@ -49,23 +49,26 @@ class KeysJoin:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     def stage(self, chunk: int, out: Array) -> None:
-        """Puts 64 components of the output where copies take them from."""
+        """Stores 64 components of the output in shared memory for the copy."""
         staged = self.refs["out_tile"].at[chunk].transpose((1, 0))
         staged[...] = out.astype(self.geometry.dtype)
 
     def write(self, chunk: int, column: Array | int) -> None:
-        """Copies 64 components to their place."""
+        """Starts the copy of 64 staged components to the output."""
         rows = pl.ds(self.piece.first_row(self.geometry), self.geometry.heads)
         out = self.refs["out"].at[rows, pl.ds(column, COLUMN_TILE)]
         plgpu.copy_smem_to_gmem(self.refs["out_tile"].at[chunk], out)
 
     def write_lse(self, lse: Array) -> None:
-        """Writes the log-sum-exp in base 2, if it is wanted."""
+        """Writes the log-sum-exp in base 2, if it is an output."""
         if "lse" in self.refs:
             self.refs["lse"][self.piece.index, self.piece.part, self.piece.block] = lse
 
     def send(self, outs: tuple[Array, ...], lse: Array) -> None:
-        """Sends each block of the cluster the components that it joins, once none of them reads its tiles."""
+        """Sends each block of the cluster the components that it combines.
+
+        The shares overwrite the tiles, so a cluster barrier first waits until no block reads its tiles.
+        """
         refs, cluster = self.refs, self.schedule.cluster
         plgpu.commit_smem()
         plgpu.barrier_arrive(refs["all_done"])
@@ -87,7 +90,7 @@ class KeysJoin:
             send(over_rows(lse, TILE), share, cluster_idx=jnp.int32(rank))
 
     def write_joined(self) -> None:
-        """Weighs the shares in a fixed order and writes the components that this block joins."""
+        """Combines the shares of this block's components in a fixed order and writes them."""
         refs, cluster = self.refs, range(self.schedule.cluster)
         plgpu.barrier_wait(refs["shares_arrived"])
         load = partial(plgpu.load, layout=WGMMA, optimized=False)
@@ -115,7 +118,7 @@ class KeysJoin:
 
 
 def chunks_of(outs: tuple[Array, ...]) -> list[Array]:
-    """Cuts pieces of the output into 64 components each."""
+    """Cuts the pieces of the output into chunks of 64 components."""
     return [
         lax.slice(out, (row, 0), (row + COLUMN_TILE, out.shape[1]))
         for out in outs

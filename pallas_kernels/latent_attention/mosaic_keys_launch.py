@@ -1,11 +1,11 @@
-"""The launch of the Mosaic GPU kernel of `latent_attention` for one query of few heads per row.
+"""Launch of the Mosaic GPU kernel of `latent_attention` for one query per row with few heads.
 
-The left operand of wgmma has 64 rows, of which 16 heads would fill a quarter. So keys, and components of values, stand
-on the left, and queries on the right. A block has two warpgroups: one multiplies (mosaic_keys_consumer.py), the other
-keeps copies in flight (mosaic_keys_producer.py). A tile of 64 keys lies in pieces of columns. As many pieces as fit
-form a ring, so that each piece makes room as soon as it is multiplied.
+The left operand of wgmma has 64 rows, of which 16 heads would fill a quarter. So keys, and components of values, are on
+the left, and queries on the right. A block has a consumer warpgroup (mosaic_keys_consumer.py) and a producer warpgroup
+(mosaic_keys_producer.py). A tile of 64 keys is split into pieces of columns. As many pieces as fit form a ring buffer,
+so that each piece is released as soon as it is multiplied.
 
-Refs to whole arrays have the arrays' names; `tiles` are the pieces.
+Refs to whole arrays have the names of the arrays; `tiles` is the ring of pieces.
 """
 
 from collections.abc import Callable
@@ -28,7 +28,7 @@ from pallas_kernels.mosaic.launch import interpreter
 from pallas_kernels.mosaic.private_types import Ref
 from pallas_kernels.mosaic.tiles import swizzled
 
-# A maximum over rows crosses warps.
+# Shared memory for the maximum over rows, which is a reduction across warps.
 _REDUCTION_BYTES = 2048
 _ARRAYS = ("latent_pages", "page_table", "seq_lens")
 
@@ -47,7 +47,7 @@ def build(kernel: KeysKernel, tokens: int) -> Callable[..., list[Array]]:
         grid_names=("piece", "part", "block"),
         num_threads=2,
         thread_name="warpgroup",
-        # Each place that needs a barrier between warps says so.
+        # The kernel places its barriers between warps itself.
         compiler_params=plgpu.CompilerParams(
             approx_math=True,
             unsafe_no_auto_barriers=True,
@@ -80,7 +80,7 @@ def _scratch(kernel: KeysKernel) -> dict[str, Any]:
     p_tile = plgpu.SMEM((1, g.heads, TILE), g.dtype, transforms=wide)
     scratch = {"p_tile": p_tile, **_barriers(kernel)}
     if kernel.interpret:
-        # The interpreter takes two places of a union for the same, and multiplies nothing that is in registers.
+        # The interpreter treats the members of a union as one buffer, and has no wgmma on registers.
         return scratch | {
             "tiles": tiles,
             "q_tile": queries,
@@ -103,7 +103,7 @@ def _scratch(kernel: KeysKernel) -> dict[str, Any]:
 
 def _barriers(kernel: KeysKernel) -> dict[str, Any]:
     cluster, copies = kernel.schedule.cluster, kernel.geometry.copies_per_tile
-    # The last ones are the producer's own, for values that it has yet to clear.
+    # The last barriers are the producer's own, for pieces with hidden rows that it must zero first.
     arrived = kernel.ring + len(kernel.widths)
     barriers: dict[str, Any] = {
         "q_arrived": plgpu.Barrier(),

@@ -1,4 +1,4 @@
-"""The producer of the kernel in mosaic_keys.py: the warpgroup that starts all copies into shared memory."""
+"""Producer warpgroup of the kernel in mosaic_keys.py: it issues all TMA copies and zeroes hidden values."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -18,19 +18,19 @@ from pallas_kernels.mosaic.warps import on_warps
 
 
 def tiles_of(piece: Piece) -> tuple[Array, Array, Array]:
-    """Returns the share's first tile, the first of which some key is not seen, and the one after the last."""
+    """Returns the share's first tile, its first tile with a hidden key, and the one past its last tile."""
     stop = jnp.minimum(SLOTS * piece.stop, pl.cdiv(piece.keys, TILE))
     return SLOTS * piece.start, jnp.clip(piece.keys // TILE, SLOTS * piece.start, stop), stop
 
 
 def slot_of(kernel: KeysKernel, piece: Piece, tile: Array, number: int) -> Array:
-    """Returns where in the ring a piece of a tile lies."""
+    """Returns the index in the ring of piece `number` of a tile."""
     place = (tile - SLOTS * piece.start) * len(kernel.widths) + number
     return lax.rem(place, jnp.int32(kernel.ring))
 
 
 class KeysProducer:
-    """The warpgroup that starts all copies into shared memory."""
+    """The producer warpgroup."""
 
     def __init__(self, kernel: KeysKernel, refs: Mapping[str, Ref], piece: Piece) -> None:
         self.kernel, self.geometry, self.refs, self.piece = kernel, kernel.geometry, refs, piece
@@ -54,23 +54,23 @@ class KeysProducer:
             pl.when(at_edge)(partial(self.clear, tile, slots))
 
         if kernel.interpret:
-            # The interpreter wants each completion to be waited for.
+            # The interpreter requires a wait for each completion of a barrier.
             on_warps(self.drain, interpret=True)
 
     def drain(self) -> None:
-        """Waits until all of the ring is given back."""
+        """Waits until all pieces of the ring are released."""
         for slot in range(self.kernel.ring):
             plgpu.barrier_wait(self.refs["free"].at[slot])
 
     def fetch(
         self, slots: list[Array], at_edge: Array, pages: tuple[Array, ...], offset: Array | int
     ) -> None:
-        """Starts the copies of each piece of a tile once its place in the ring is free."""
+        """Starts the copies of each piece of a tile once its slot of the ring is free."""
         refs, height = self.refs, min(self.geometry.page_size, TILE)
         column = 0
         for number, (slot, width) in enumerate(zip(slots, self.kernel.widths, strict=True)):
             plgpu.barrier_wait(refs["free"].at[slot])
-            # Pieces that are yet to be cleared arrive at the producer's own barriers, the last ones.
+            # Pieces with hidden rows signal the producer's own barriers, the last ones; it zeroes the rows first.
             arrived = jnp.where(at_edge, self.kernel.ring + number, slot)
             for copy, page in enumerate(pages):
                 plgpu.copy_gmem_to_smem(
@@ -81,7 +81,7 @@ class KeysProducer:
             column += width
 
     def clear(self, tile: Array, slots: list[Array]) -> None:
-        """Zeroes what no query sees, which a weight of zero would not do: it does not silence a NaN."""
+        """Zeroes hidden values, because 0 * NaN is NaN, and then signals the consumer."""
         arrived = self.refs["arrived"]
         for number, (slot, width) in enumerate(zip(slots, self.kernel.widths, strict=True)):
             plgpu.barrier_wait(arrived.at[self.kernel.ring + number])

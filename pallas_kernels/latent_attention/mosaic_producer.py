@@ -1,4 +1,4 @@
-"""The producer of the `latent_attention` kernel: the warpgroup that starts all copies into shared memory."""
+"""Producer warpgroup of the `latent_attention` kernel: it issues all TMA copies and zeroes hidden values."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -18,7 +18,7 @@ from pallas_kernels.mosaic.warps import on_warps
 
 
 class Producer:
-    """The warpgroup that starts all copies into shared memory."""
+    """The producer warpgroup."""
 
     def __init__(self, kernel: Kernel | KeysKernel, refs: Mapping[str, Ref], piece: Piece) -> None:
         self.kernel, self.geometry, self.refs, self.piece = kernel, kernel.geometry, refs, piece
@@ -32,7 +32,7 @@ class Producer:
         def _(tile: Array) -> None:
             slot = tile % SLOTS
             at_edge = (tile + 1) * TILE > self.piece.keys
-            # Values that are yet to be cleared arrive at the producer's own barrier, the last one.
+            # Values with hidden rows signal the producer's own barrier, the last one; it zeroes the rows first.
             arrived = jnp.where(at_edge, SLOTS, slot)
             pages = self.pages(tile)
             places = {"slot": slot, "arrived": arrived, "pages": pages, "offset": self.offset(tile)}
@@ -43,16 +43,16 @@ class Producer:
             pl.when(at_edge)(partial(self.clear, tile, slot))
 
         if interpret:
-            # The interpreter wants each completion to be waited for.
+            # The interpreter requires a wait for each completion of a barrier.
             on_warps(partial(self.drain, "lo"), partial(self.drain, "hi"), interpret=interpret)
 
     def drain(self, half: str) -> None:
-        """Waits until all of a half's slots are given back."""
+        """Waits until all stages of a half are released."""
         for slot in range(SLOTS):
             plgpu.barrier_wait(self.refs[f"{half}_free"].at[slot])
 
     def pages(self, tile: Array) -> tuple[Array, ...]:
-        """Returns the ids of one tile's pages; in the place of one that holds no key to see stands one that does."""
+        """Returns the page ids of one tile; pages past the row's last page are replaced by the last one."""
         page_size = self.geometry.page_size
         last = (self.piece.keys - 1) // page_size
         entries = [tile * TILE // page_size + copy for copy in range(self.geometry.copies_per_tile)]
@@ -61,7 +61,7 @@ class Producer:
         )
 
     def offset(self, tile: Array) -> Array | int:
-        """Returns where in its page a tile begins."""
+        """Returns the offset in its page at which a tile starts."""
         page_size = self.geometry.page_size
         return pl.multiple_of(tile * TILE % page_size, TILE) if page_size > TILE else 0
 
@@ -74,7 +74,7 @@ class Producer:
         pages: tuple[Array, ...],
         offset: Array | int,
     ) -> None:
-        """Starts the copies of parts of one tile once the half that they are counted to is free."""
+        """Starts the copies of the parts of one half of a tile once that half's stage is free."""
         refs, height = self.refs, min(self.geometry.page_size, TILE)
         plgpu.barrier_wait(refs[f"{half}_free"].at[slot])
         for copy, page in enumerate(pages):
@@ -87,12 +87,12 @@ class Producer:
                 )
 
     def columns(self, part: str) -> tuple[int, int]:
-        """Returns the first component of a part of the latents, and how many it has."""
+        """Returns the first column and the number of columns of a part of the latents."""
         g = self.geometry
         return {"lo": (0, g.half), "hi": (g.half, g.half), "rope": (g.value_dim, COLUMN_TILE)}[part]
 
     def clear(self, tile: Array, slot: Array) -> None:
-        """Zeroes values that no query sees, which a weight of zero would not do: it does not silence a NaN."""
+        """Zeroes hidden values, because 0 * NaN is NaN, and then signals the consumers."""
         for half, arrivals in (("lo", 1), ("hi", 2)):
             arrived = self.refs[f"{half}_arrived"]
             plgpu.barrier_wait(arrived.at[SLOTS])

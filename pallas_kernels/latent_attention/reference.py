@@ -1,4 +1,4 @@
-"""What `latent_attention` means: attention to one key head whose values are the beginning of its keys, in float32."""
+"""Reference of `latent_attention`: attention over one key head whose values are prefixes of its keys, in float32."""
 
 import jax
 import jax.numpy as jnp
@@ -15,10 +15,10 @@ def latent_attention(
     value_dim: int,
     scale: float,
 ) -> tuple[Float[Array, "tokens heads value_dim"], Float[Array, "tokens heads"]]:
-    """Returns the output and the natural log of the softmax's denominator, both in float32.
+    """Returns the output and the natural logarithm of the softmax's denominator, both in float32.
 
-    Query j of row r is at position `seq_lens[r] - q_len[r] + j` and sees that position and those before it; without
-    `cu_q_lens` each row has one query. Queries that see no key, such as those past the last row, give zeros and `-inf`.
+    Query j of row r is at position `seq_lens[r] - q_len[r] + j` and sees that position and all before it. Without
+    `cu_q_lens` each row has one query. Queries that see no key, such as padding tokens, give zeros and `-inf`.
     """
     row, sees = jnp.arange(q.shape[0], dtype=jnp.int32), seq_lens
     if cu_q_lens is not None:

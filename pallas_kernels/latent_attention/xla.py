@@ -1,4 +1,4 @@
-"""`latent_attention` in plain XLA: gathers each row's pages once, and drops what products with them say of no value."""
+"""`latent_attention` in plain XLA: paged attention with latents as keys and values, cut to `value_dim` components."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ def latent_attention(
     value_dim: int,
     scale: float,
 ) -> tuple[Float[Array, "tokens heads value_dim"], Float[Array, "tokens heads"]]:
-    """Returns the output in q's dtype and the log-sum-exp in float32."""
+    """Implements `api.latent_attention`; returns the output in q's dtype and the log-sum-exp in float32."""
     pools = (latent_pages, latent_pages, page_table, seq_lens)
     plain: dict[str, Any] = {"window": None, "soft_cap": None, "sinks": None}
     if cu_q_lens is None:

@@ -1,13 +1,13 @@
-"""The consumers of the `latent_attention` kernel: the warpgroups that multiply, for 64 rows of queries.
+"""Consumer warpgroups of the `latent_attention` kernel: wgmma products and online softmax for 64 query rows.
 
-Of each pair of tiles the leader makes the scores of the first, the follower those of the second. Each keeps the weights
-of its own tile in registers and hands them to the other through shared memory, with the running maximum: the
-follower's begins where the leader's ended. `p_tile` holds one tile of weights at a time, first the leader's, then the
-follower's, which writes them only when it has multiplied the leader's.
+The schedule is FlashMLA's. In each pair of tiles the leader computes the scores of the first tile and the follower
+those of the second. Each keeps its own tile's weights in registers and passes them to the other through shared memory,
+with the running maximum, from which the other one continues. `p_tile` holds one tile of weights at a time: first the
+leader's, then the follower's, which the follower writes after it has multiplied the leader's.
 
-Names: `m` is the running maximum and `total` the running sum of the softmax (base 2), `p` the weights of a tile; each
-has one row per query, and `total` one column for each of 8, so that only its last sum crosses lanes, and only what a
-consumer's own tiles add. Both products are kept in accumulators, `scores` and `acc`.
+Names: `m` is the running maximum and `total` the running sum of the softmax (base 2), `p` the weights of a tile. Each
+has one row per query. `total` has 8 columns of partial sums of the consumer's own tiles, so that lanes are reduced only
+once, at the end. `scores` and `acc` are the accumulators of the two products.
 """
 
 from collections.abc import Mapping
@@ -30,12 +30,13 @@ from pallas_kernels.mosaic.scores import LOG2_E
 from pallas_kernels.mosaic.tiles import PER_ROW, WGMMA, column_groups, over_columns
 
 State = tuple[Array, Array]
-# How far scores (base 2) may rise above what weights are relative to. Weights up to 256 are as exact as those up to 1.
+# How far scores (base 2) may exceed the running maximum before it is raised. Weights then reach 256, which floating
+# point represents with the same relative precision.
 _SLACK = 8.0
 
 
 class Consumer:
-    """One of the two warpgroups that multiply; `half` is the half of the values that it multiplies."""
+    """One of the two consumer warpgroups; `half` names the half of the values' columns that it multiplies."""
 
     number: int
     half: str
@@ -44,11 +45,11 @@ class Consumer:
         self.kernel, self.geometry, self.refs, self.piece = kernel, kernel.geometry, refs, piece
 
     def take_pair(self, pair: Array, state: State, *, masked: bool) -> State:
-        """Takes a pair of tiles into the softmax and into `acc`."""
+        """Adds a pair of tiles to the softmax and to `acc`."""
         raise NotImplementedError
 
     def run(self) -> None:
-        """Attends to the share's keys and delivers what comes of it."""
+        """Processes the share's keys, then combines and writes the result."""
         for slot in range(SLOTS):
             self.release(slot)
         plgpu.barrier_wait(self.refs["q_arrived"])
@@ -63,12 +64,12 @@ class Consumer:
         Join(self.kernel, self.refs, self.piece, self.number).deliver(m, total, out)
 
     def attend_in(self, scores: Ref, acc: Ref) -> tuple[Array, Array, Array]:
-        """Attends with these accumulators."""
+        """Runs `attend` with these accumulators."""
         self.scores, self.acc = scores, acc
         return self.attend()
 
     def attend(self) -> tuple[Array, Array, Array]:
-        """Returns the maximum, the sum of the consumer's own weights, and its half of the output so far."""
+        """Returns the maximum, the sum of the consumer's own weights, and its half of the unnormalised output."""
         m = plgpu.layout_cast(jnp.full((WGMMA_ROWS,), -jnp.inf, jnp.float32), PER_ROW)
         self.hold_queries()
         total = plgpu.layout_cast(jnp.zeros((WGMMA_ROWS, ROW_TILE), jnp.float32), WGMMA)
@@ -82,7 +83,7 @@ class Consumer:
         return m, jnp.sum(total, axis=1), self.result(self.acc, 0)
 
     def hold_queries(self) -> None:
-        """Keeps the last columns of queries in registers."""
+        """Loads the last columns of queries into registers."""
         width = self.geometry.width
         self.first_held = width - self.kernel.source.held * COLUMN_TILE
         self.held = {
@@ -91,11 +92,11 @@ class Consumer:
         }
 
     def opaque(self, slot: int) -> Array:
-        """Returns a slot that the compiler does not know, or it keeps the addresses of all operands in registers."""
+        """Returns a constant index hidden from the compiler, which else keeps all operands' addresses in registers."""
         return lax.optimization_barrier(jnp.int32(slot))
 
     def start_scores(self, slot: int, pair: Array) -> None:
-        """Starts the product of the queries with the consumer's own tile of a pair."""
+        """Issues the product of the queries with the consumer's own tile of a pair."""
         g, refs = self.geometry, self.refs
         self.scores[...] = plgpu.layout_cast(jnp.zeros(self.scores.shape, jnp.float32), WGMMA)
         column = 0
@@ -114,7 +115,7 @@ class Consumer:
             column += width
 
     def wait(self, half: str, slot: int, pair: Array) -> None:
-        """Waits for a half of a tile."""
+        """Waits until a half of a tile has arrived."""
         plgpu.barrier_wait(self.refs[f"{half}_arrived"].at[slot])
         if self.kernel.source.exchange is not None:
             self.kernel.source.exchange.wait(self.refs, half, slot, pair - self.piece.start)
@@ -122,9 +123,10 @@ class Consumer:
     def softmax(
         self, scores: Array, m: Array, tile: Array, *, masked: bool
     ) -> tuple[Array, Array, Array]:
-        """Returns the maximum with the tile, the tile's weights, and what all before shrinks by.
+        """Returns the new maximum, the tile's weights, and the factor of the previous sums and outputs.
 
-        The maximum follows only where scores have risen far above it: outputs are mostly let be.
+        The maximum is raised only where scores exceed it by more than `_SLACK`, so most factors are 1 and the rescale
+        of the outputs is skipped.
         """
         scale = self.kernel.scale * LOG2_E
         if masked:
@@ -136,13 +138,13 @@ class Consumer:
         return m_next, p, jnp.exp2(m - finite)
 
     def finite(self, m: Array) -> Array:
-        """Puts 0 for the maximum of a query that has met no key: -inf minus -inf would be NaN."""
+        """Replaces a maximum of -inf (a query without keys so far) by 0, since -inf - -inf would be NaN."""
         return jnp.where(m == -jnp.inf, 0.0, m)
 
     def hide(self, scores: Array, tile: Array) -> Array:
-        """Puts -inf where a row does not see a key.
+        """Sets scores of hidden keys to -inf.
 
-        Goes by 8 columns: a comparison of whole tiles would keep all their column numbers in registers.
+        It works on 8 columns at a time: a comparison of whole tiles would keep all column indices in registers.
         """
         shape = (WGMMA_ROWS, ROW_TILE)
         column = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=WGMMA)
@@ -157,14 +159,14 @@ class Consumer:
         return lax.concatenate(pieces, 1)
 
     def token_of(self, row: Array) -> Array:
-        """Returns which of the piece's tokens a row belongs to."""
+        """Returns the index in the piece of a row's token."""
         heads = self.geometry.block_heads
         if heads & (heads - 1):
             return lax.div(row, jnp.full_like(row, heads))
         return lax.shift_right_logical(row, jnp.full_like(row, heads.bit_length() - 1))
 
     def publish(self, p: Array, m: Array) -> None:
-        """Hands the weights and the maximum to the other consumer."""
+        """Stores the weights and the maximum in shared memory and signals the other consumer."""
         self.refs["p_tile"][0] = p
         self.refs["stats"][self.number] = m
         plgpu.commit_smem()
@@ -177,20 +179,20 @@ class Consumer:
         return plgpu.load(self.refs["stats"].at[other], layout=PER_ROW, optimized=False)
 
     def others_weights(self) -> Ref:
-        """Returns where the other consumer's weights lie."""
+        """Returns the ref to the other consumer's weights."""
         return self.refs["p_tile"].at[self.opaque(0)]
 
     def multiply_values(self, acc: Array, decay: Array, p: Any, slot: int) -> None:  # noqa: ANN401 - a ref or an array
-        """Starts adding weights times values to what there was, made smaller."""
+        """Rescales the accumulator by `decay` and issues the product of weights and values that adds to it."""
         self.acc[...] = rescale(acc, decay, interpret=self.kernel.interpret)
         self.multiply(self.acc, p, self.refs[self.half].at[self.opaque(slot)])
 
     def release(self, slot: int) -> None:
-        """Gives this consumer's half of a tile back."""
+        """Releases this consumer's half of a tile to the producer."""
         plgpu.barrier_arrive(self.refs[f"{self.half}_free"].at[slot])
 
     def multiply(self, acc: Ref, left: Any, right: Ref, *, transposed: bool = False) -> None:  # noqa: ANN401 - a ref or an array
-        """Starts adding the product of `left` and `right` to an accumulator."""
+        """Issues the wgmma that adds the product of `left` and `right` to an accumulator."""
         if not self.kernel.interpret:
             plgpu.wgmma(acc, left, right.transpose((1, 0)) if transposed else right)
             return
@@ -199,19 +201,19 @@ class Consumer:
         plgpu.commit_smem()
 
     def result(self, acc: Ref, in_flight: int) -> Array:
-        """Returns an accumulator once at most so many products that were started later still run."""
+        """Returns an accumulator's value after waiting until at most `in_flight` later products are pending."""
         if self.kernel.interpret:
             return acc[...]
         return plgpu.wgmma_accumulator_load(acc, wait_n=in_flight)
 
 
 class Leader(Consumer):
-    """Makes the scores of the first tile of each pair and multiplies the first half of the values."""
+    """Computes the scores of the first tile of each pair and multiplies the first half of the values' columns."""
 
     number, half = 0, "lo"
 
     def take_pair(self, pair: Array, state: State, *, masked: bool) -> State:
-        """Takes a pair of tiles into the softmax and into `acc`."""
+        """Adds a pair of tiles to the softmax and to `acc`."""
         m, total = state
         self.start_scores(0, pair)
         raw = self.result(self.scores, 0)
@@ -231,12 +233,12 @@ class Leader(Consumer):
 
 
 class Follower(Consumer):
-    """Makes the scores of the second tile of each pair and multiplies the second half of the values."""
+    """Computes the scores of the second tile of each pair and multiplies the second half of the values' columns."""
 
     number, half = 1, "hi"
 
     def take_pair(self, pair: Array, state: State, *, masked: bool) -> State:
-        """Takes a pair of tiles into the softmax and into `acc`."""
+        """Adds a pair of tiles to the softmax and to `acc`."""
         m, total = state
         self.start_scores(1, pair)
         m_first = self.others_maximum()

@@ -1,4 +1,4 @@
-"""What a block of the `latent_attention` kernel does at last: sums, the join with its cluster's shares, and output."""
+"""Epilogue of the `latent_attention` kernel: normalisation, combination of a cluster's shares, and output."""
 
 from collections.abc import Mapping
 from functools import partial, reduce
@@ -17,14 +17,14 @@ from pallas_kernels.mosaic.tiles import PER_ROW, WGMMA, over_columns
 
 
 class Join:
-    """The end of one consumer's work; `number` says which half of the output it has."""
+    """One consumer's epilogue; `number` (0 or 1) is the half of the output's columns that it has."""
 
     def __init__(self, kernel: Kernel, refs: Mapping[str, Ref], piece: Piece, number: int) -> None:
         self.kernel, self.geometry, self.schedule = kernel, kernel.geometry, kernel.schedule
         self.refs, self.piece, self.number = refs, piece, number
 
     def deliver(self, m: Array, total: Array, out: Array) -> None:
-        """Writes the share's result, given its maximum, this consumer's sum of weights and its half of the output."""
+        """Writes the share's result, given the maximum, this consumer's sum of weights and its half of the output."""
         g = self.geometry
         total = self.sum_of_both(total)
         inverse = jnp.where(total > 0, 1.0 / total, 0.0)
@@ -52,7 +52,10 @@ class Join:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     def sum_of_both(self, total: Array) -> Array:
-        """Adds both consumers' sums, in the same order in both; each then knows that the other multiplies no more."""
+        """Returns the sum over both consumers, in the same order in both.
+
+        Its barrier also guarantees that the other consumer has finished its products.
+        """
         stats = self.refs["stats"]
         stats[2 + self.number] = total
         plgpu.barrier_arrive(self.refs["done"])
@@ -61,11 +64,11 @@ class Join:
         return load(stats.at[2]) + load(stats.at[3])
 
     def stage(self, chunk: int, out: Array) -> None:
-        """Puts 64 columns of the output where copies take them from."""
+        """Stores 64 columns of the output in shared memory for the copy."""
         self.refs["out_tile"].at[chunk][...] = out.astype(self.geometry.dtype)
 
     def write(self, chunk: int, column: Array | int) -> None:
-        """Copies 64 columns to their place: at once, or token by token where rows stand for none."""
+        """Starts the copy of 64 staged columns to the output; token by token if some rows hold no token."""
         g, piece = self.geometry, self.piece
         staged, heads = self.refs["out_tile"].at[chunk], g.block_heads
         first, columns = piece.first_row(g), pl.ds(column, COLUMN_TILE)
@@ -86,12 +89,15 @@ class Join:
             plgpu.copy_smem_to_gmem(rows, self.refs["out"].at[place, columns])
 
     def write_lse(self, lse: Array) -> None:
-        """Writes the log-sum-exp in base 2, if it is wanted."""
+        """Writes the log-sum-exp in base 2, if it is an output."""
         if "lse" in self.refs:
             self.refs["lse"][self.piece.index, self.piece.part, self.piece.block] = lse
 
     def send(self, out: Array, lse: Array) -> None:
-        """Sends the columns of this share that each block of the cluster joins, once none of them reads its tiles."""
+        """Sends each block of the cluster the columns that it combines.
+
+        The shares overwrite the tiles, so a cluster barrier first waits until no block reads its tiles.
+        """
         refs, cluster = self.refs, self.schedule.cluster
         plgpu.commit_smem()
         plgpu.barrier_arrive(refs["all_done"])
@@ -114,7 +120,7 @@ class Join:
                 send(over_columns(lse, ROW_TILE), share, cluster_idx=jnp.int32(rank))
 
     def write_joined(self) -> None:
-        """Weighs the shares in a fixed order and writes the columns that this block joins."""
+        """Combines the shares of this block's columns in a fixed order and writes them."""
         refs, cluster = self.refs, range(self.schedule.cluster)
         plgpu.barrier_wait(refs["shares_arrived"])
         load = partial(plgpu.load, layout=WGMMA, optimized=False)
@@ -144,5 +150,5 @@ class Join:
 
 
 def columns_of(tile: Array, start: int, width: int) -> Array:
-    """Returns so many columns from `start` on."""
+    """Returns the columns [start, start + width)."""
     return lax.slice(tile, (0, start), (tile.shape[0], start + width))

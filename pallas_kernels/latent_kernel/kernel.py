@@ -1,4 +1,4 @@
-"""What one build of the kernel for latents is made for: its sizes, its schedule, and the source of its tiles."""
+"""Static parameters of one build of the MLA kernel: geometry, schedule, and the source (producer) of its tiles."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -14,38 +14,39 @@ CONSUMERS = 2
 
 @runtime_checkable
 class Exchange(Protocol):
-    """How the blocks of a piece's heads hand each other tiles: what a kernel does for it beside its own work."""
+    """Hooks for kernels in which the blocks of one piece form a cluster and send each other tiles."""
 
     def scratch(self) -> dict[str, Any]:
-        """Returns the scratch buffers that it needs."""
+        """Returns the shared memory and barriers of the exchange, by name."""
         ...
 
     def begin(self, refs: Mapping[str, Ref]) -> None:
-        """Gets ready, before any warpgroup of the blocks does anything else."""
+        """Initialises the exchange; all warpgroups call it first."""
         ...
 
     def wait(self, refs: Mapping[str, Ref], half: str, slot: int, turn: Array) -> None:
-        """Waits for what other blocks send of a half of a tile; `turn` counts how often the slot has been used."""
+        """Waits for the other blocks' part of a half of a tile; `turn` counts the previous uses of the stage."""
         ...
 
     def end(self) -> None:
-        """Waits until the blocks need nothing more of each other."""
+        """Waits until no block accesses another block's shared memory any more."""
         ...
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where tiles come from.
+    """The producer side of the kernel: where tiles of latents come from.
 
     Attributes:
-        arrays: names of the arrays that say so, in the order of arguments; the last one tells a piece what it is.
-        producer: what fetches them.
-        arrivals: how often a `lo` and a `hi` with its `rope` are said to have arrived.
-        registers: of each thread of consumers and producer. They start as 168 for each of three warpgroups: twice the
-            first and the second may not be more than 504, or the block would wait for ever.
-        held: the last columns of queries that consumers keep in registers, in 64; products read less of shared
-            memory then, which gives no more than they ask for.
-        exchange: makes a cluster of the blocks that share a piece's heads; `None` where they share nothing.
+        arrays: names of the input arrays that the producer reads, in the order of arguments; the last one describes the
+            pieces.
+        producer: class of the producer warpgroup.
+        arrivals: number of arrivals that complete the barrier of `lo`, and that of `hi` with its `rope`.
+        registers: registers per thread of a consumer and of the producer. Each of the three warpgroups starts with 168;
+            if twice the first plus the second exceeded 504, the block would wait forever.
+        held: number of pieces of 64 query columns, the last ones, that consumers keep in registers. This reduces the
+            reads of shared memory, whose bandwidth the products saturate.
+        exchange: the exchange of tiles among the blocks of a piece, which then form a cluster; `None` for none.
     """
 
     arrays: tuple[str, ...]
@@ -58,7 +59,18 @@ class Source:
 
 @dataclass(frozen=True)
 class Kernel:
-    """The kernel for one geometry, one scale, one schedule and one source of tiles."""
+    """The kernel for one geometry, one scale, one schedule and one source of tiles.
+
+    Attributes:
+        geometry: sizes of heads, latents and pages.
+        scale: factor of the scores.
+        schedule: clusters and parts.
+        pieces: number of pieces of work.
+        has_lse: whether the log-sum-exp is an output.
+        interpret: whether Pallas's interpreter runs the kernel on the CPU.
+        source: the producer side.
+        name: the kernel's name in profiles.
+    """
 
     geometry: Geometry
     scale: float

@@ -1,11 +1,12 @@
-"""The launch of the Mosaic GPU kernel for latents on Hopper: grid, outputs, shared memory, and the work of warpgroups.
+"""Launch of the MLA kernel on Hopper: grid, outputs, shared memory, mbarriers and warpgroups.
 
-A block has three warpgroups. Two consumers (consumer.py) share 64 rows, which are heads of one query or of a few: each
-computes the scores of every other tile of keys, and each multiplies the weights of all tiles by its half of the values'
-components, since 64 rows of 512 numbers do not fit into the registers of one warpgroup. A producer, which the op
-provides, keeps tiles in flight. A half of a tile is free again as soon as the one consumer that multiplies it is done.
+A block has three warpgroups. Two consumers (consumer.py) share 64 rows, which are heads of one or a few queries. Each
+consumer computes the scores of every second tile of keys. Each multiplies the weights of all tiles by its half of the
+values' columns, since 64 rows of 512 float32 outputs exceed the registers of one warpgroup. The producer, which the op
+provides, keeps tiles in flight. A half of a tile is free as soon as the one consumer that multiplies it is done.
 
-Refs to whole arrays have the arrays' names. `lo` and `hi` are the halves of the values of a tile; `rope` is the rest.
+Refs to whole arrays have the names of the arrays. `lo` and `hi` are the halves of a tile's values; `rope` is its rotary
+part.
 """
 
 from collections.abc import Callable
@@ -27,7 +28,7 @@ from pallas_kernels.mosaic.launch import interpreter
 from pallas_kernels.mosaic.private_types import Ref
 from pallas_kernels.mosaic.tiles import swizzled
 
-# Reductions along a row stay within four lanes and use none of it.
+# Reductions along a row stay within four lanes and need no shared memory.
 _REDUCTION_BYTES = 0
 
 
@@ -39,7 +40,7 @@ def build(kernel: Kernel, tokens: int) -> Callable[..., list[Array]]:
         scratch_types=_scratch(kernel),
         num_threads=CONSUMERS + 1,
         thread_name="warpgroup",
-        # Each place that needs a barrier between warps says so.
+        # The kernel places its barriers between warps itself.
         compiler_params=plgpu.CompilerParams(
             approx_math=True,
             unsafe_no_auto_barriers=True,
@@ -88,13 +89,13 @@ def _scratch(kernel: Kernel) -> dict[str, Any]:
     out = plgpu.SMEM(columns, g.dtype, transforms=wide)
     scratch = {
         "p_tile": plgpu.SMEM((1, WGMMA_ROWS, TILE), g.dtype, transforms=wide),
-        # Running maxima of both consumers, and at last their sums.
+        # Running maxima of both consumers, then their final sums.
         "stats": plgpu.SMEM((2 * CONSUMERS, WGMMA_ROWS), jnp.float32),
         **_barriers(kernel),
         **(kernel.source.exchange.scratch() if kernel.source.exchange is not None else {}),
     }
     if kernel.interpret:
-        # The interpreter takes two places of a union for the same, and multiplies nothing that is in registers.
+        # The interpreter treats the members of a union as one buffer, and has no wgmma on registers.
         return scratch | {
             "lo": half,
             "hi": half,
@@ -121,7 +122,7 @@ def _scratch(kernel: Kernel) -> dict[str, Any]:
 def _barriers(kernel: Kernel) -> dict[str, Any]:
     s = kernel.schedule
     free = plgpu.Barrier(num_barriers=SLOTS)
-    # The last ones are the producer's own, for values that it has yet to clear.
+    # The last barrier of each is the producer's own, for values with hidden rows that it must zero first.
     arrived = [
         plgpu.Barrier(num_arrivals=count, num_barriers=SLOTS + 1)
         for count in kernel.source.arrivals

@@ -1,6 +1,6 @@
-"""Pieces of work of the `latent_attention` kernel: how packed queries are cut, and what a block makes of its piece.
+"""Pieces of work of the `latent_attention` kernel: cutting of packed queries (XLA), and a block's piece (kernel).
 
-A piece is one query, or a few neighbouring ones of a row that fill the 64 rows of a block between them. A share is a
+A piece is one query, or a few adjacent queries of a row whose heads together fill the 64 rows of a block. A share is a
 block's part of the piece's keys, in pairs of tiles.
 """
 
@@ -19,11 +19,11 @@ from pallas_kernels.mosaic.warps import on_warps
 from pallas_kernels.packed import rows as packed_rows
 
 FIELDS = 4
-"""Numbers that describe a piece: its row, first token, tokens, and the keys that its first token sees."""
+"""Number of int32 fields of a piece: row, first token, number of tokens, number of keys that the first token sees."""
 
 
 def most_pieces(tokens: int, rows: int, tokens_per_piece: int) -> int:
-    """Returns how many pieces any rows of so many tokens are cut into, those of tokens of no row included."""
+    """Returns the number of pieces for `tokens` tokens, an upper bound for any lengths of rows and padding."""
     return packed_rows.most_pieces(tokens, rows + 1, tokens_per_piece)
 
 
@@ -34,9 +34,9 @@ def cut(
     tokens: int,
     tokens_per_piece: int,
 ) -> Int[Array, "pieces fields"]:
-    """Cuts packed queries into pieces, a row's last ones first: they have most keys, and should not end last.
+    """Cuts packed queries into pieces, in reverse order: a row's last queries see the most keys and start first.
 
-    Tokens that no row owns are one more row, of no keys. A few small fusions, which the layers of a step share.
+    Padding tokens form one more row, without keys. This is a few small XLA fusions, shared by all layers of a step.
     """
     bounds = jnp.append(cu_q_lens, jnp.int32(tokens))
     pieces = packed_rows.cut(
@@ -57,7 +57,7 @@ def lse_of_tokens(
     tokens: int,
     heads: int,
 ) -> Float[Array, "tokens heads"]:
-    """Brings what the kernel wrote piece by piece into the order of tokens and heads."""
+    """Returns the kernel's log-sum-exps, which are in the order of pieces, in the order of tokens and heads."""
     pieces, blocks, height = lse.shape
     per_piece = max(1, height // heads)
     bounds = jnp.append(cu_q_lens, jnp.int32(tokens))
@@ -75,13 +75,13 @@ class Piece:
     """A block's piece, and its share of the keys.
 
     Attributes:
-        token: the first token.
-        count: its tokens.
-        first_keys: keys that the first token sees; each later one sees one more.
-        keys: keys that the last token sees.
+        token: index of the first token.
+        count: number of tokens.
+        first_keys: number of keys that the first token sees; each later token sees one more.
+        keys: number of keys that the last token sees.
         start: the first pair of tiles of the share.
-        clear: the first pair of which some token does not see every key.
-        stop: the pair after the last one.
+        clear: the first pair of tiles that needs a mask: some token does not see all of it.
+        stop: one past the last pair of tiles.
     """
 
     def __init__(self, geometry: Geometry, schedule: Schedule, refs: Mapping[str, Ref]) -> None:
@@ -103,7 +103,7 @@ class Piece:
         self.clear = jnp.clip(self.first_keys // (SLOTS * TILE), self.start, self.stop)
 
     def first_row(self, geometry: Geometry) -> Array:
-        """Returns where the piece's first token and the block's first head are among all tokens' heads."""
+        """Returns the row of the piece's first token and the block's first head in an array [tokens * heads, ...]."""
         row = self.token * geometry.heads + self.block * WGMMA_ROWS
         return pl.multiple_of(row, ROW_TILE)
 
@@ -111,9 +111,9 @@ class Piece:
 def fetch_queries(
     geometry: Geometry, refs: Mapping[str, Ref], piece: Piece, *, interpret: bool
 ) -> None:
-    """Starts the copy of the block's rows of queries; a row with one query copies no others."""
+    """Starts the copy of the block's rows of queries; without packing only the piece's own heads are copied."""
     rows = WGMMA_ROWS if geometry.packed else geometry.block_heads
-    # A single warp cannot compute what is known to be a multiple, so the places are computed outside.
+    # `pl.multiple_of` is not supported on a single warp, so the slices are made outside of `on_warps`.
     queries = refs["q"].at[pl.ds(piece.first_row(geometry), rows)]
     tile = refs["q_tile"].at[0, pl.ds(0, rows)]
     on_warps(lambda: plgpu.copy_gmem_to_smem(queries, tile, refs["q_arrived"]), interpret=interpret)

@@ -1,4 +1,4 @@
-"""What XLA does after the kernel for latents: the join of parts, and outputs in the shape that callers get."""
+"""XLA operations after the MLA kernel: combination of parts, and outputs in the shape of the op's results."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -15,15 +15,15 @@ def results(
     *,
     want_lse: bool,
 ) -> tuple[Float[Array, "tokens heads value_dim"], Float[Array, "tokens heads"] | None]:
-    """Returns output and log-sum-exp of a kernel that had one query per piece; joins the parts if there are several.
+    """Returns output and log-sum-exp of a kernel with one query per piece; combines the parts if there are several.
 
     Args:
-        geometry: the kernel's.
-        schedule: the kernel's.
-        outputs: what the kernel wrote: [tokens * heads, value_dim]; or, for several parts, float32
+        geometry: the kernel's geometry.
+        schedule: the kernel's schedule.
+        outputs: the kernel's outputs: [tokens * heads, value_dim]; or, for several parts, float32
             [tokens, parts, blocks, rows, value_dim] and the log-sum-exps in base 2, [tokens, parts, blocks, rows].
-        q: the queries, before heads were filled up.
-        want_lse: whether the log-sum-exp is asked for.
+        q: the queries, before heads were padded.
+        want_lse: whether to return the log-sum-exp.
     """
     tokens, heads, _ = q.shape
     if schedule.parts > 1:
@@ -41,7 +41,7 @@ def _join_parts(
     out: Float[Array, "rows parts blocks height value_dim"],
     lse: Float[Array, "rows parts blocks height"],
 ) -> tuple[Float[Array, "rows blocks height value_dim"], Float[Array, "rows blocks height"]]:
-    """Joins the shares of each row in float32; a share without keys has -inf in `lse` (base 2) and adds nothing."""
+    """Combines the parts of each row in float32; a part without keys has -inf in `lse` (base 2) and weight 0."""
     top = jnp.max(lse, axis=1)
     top = jnp.where(top == -jnp.inf, 0.0, top)
     weight = jnp.exp2(lse - top[:, None])

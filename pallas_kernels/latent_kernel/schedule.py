@@ -1,4 +1,4 @@
-"""The sizes of the Mosaic GPU kernel of `latent_attention`, and how it shares out the keys. Traces nothing."""
+"""Geometry (sizes, limits) and schedule (clusters, split-K parts) of the `latent_attention` kernels; host code."""
 
 from dataclasses import dataclass
 from math import ceil
@@ -10,28 +10,30 @@ from jax.typing import DTypeLike
 from pallas_kernels.device import NUM_MULTIPROCESSORS, ROW_TILE, WGMMA_ROWS
 from pallas_kernels.tuning import choose
 
-# Keys that a block takes at once. Its rows are queries times heads, as many as one wgmma takes.
+# Keys per tile. A block's 64 rows, M of one wgmma, are queries x heads.
 TILE = 64
-# Tiles that a block holds; its two consumers own every other one.
+# Pipeline stages: tiles in a block's shared memory. Each of its two consumers computes the scores of one of them.
 SLOTS = 2
-# Columns of one swizzled piece.
+# Columns of a 128-byte swizzled piece of 16-bit elements.
 COLUMN_TILE = 64
 CLUSTERS = (1, 2, 4, 8)
-# Heads up to which keys stand on the left: all components of their outputs must fit into registers.
+# Most heads for the kernel with keys on the left: all components of their outputs must fit in registers.
 MOST_LEFT_HEADS = 32
-# Pairs of tiles below which a share is not worth its part of the join.
+# Least pairs of tiles per share; fewer do not pay for the combination.
 _FEWEST_PAIRS = 2
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """The sizes that the kernel is built from.
+    """Sizes and dtypes that the kernel is specialised for.
 
     Attributes:
-        heads: a multiple of 8 up to 64, or of 64; `filled_heads` says which.
-        width: numbers of a latent, the rotary ones included.
-        value_dim: those of them that are the value.
-        packed: queries are packed, several of a row; or else each row has one.
+        heads: number of heads after padding (`filled_heads`): a multiple of 8 up to 64, or a multiple of 64.
+        width: components of a latent, the rotary ones included.
+        value_dim: components of a latent that are its value.
+        page_size: tokens per page.
+        dtype: dtype of queries, latents and output.
+        packed: whether queries are packed, any number per row; otherwise each row has one.
     """
 
     heads: int
@@ -43,7 +45,7 @@ class Geometry:
 
     @classmethod
     def of(cls, q: Array, latent_pages: Array, value_dim: int, *, packed: bool) -> "Geometry":
-        """Returns the sizes of these queries and pages."""
+        """Returns the geometry of these queries and pages."""
         heads = filled_heads(q.shape[1])
         return cls(heads, q.shape[2], value_dim, latent_pages.shape[1], q.dtype, packed)
 
@@ -56,7 +58,7 @@ class Geometry:
             return f"value_dim must be 128, 256, 384 or 512, got {self.value_dim}"
         if self.width - self.value_dim != COLUMN_TILE:
             return (
-                f"a latent must be {COLUMN_TILE} numbers wider than value_dim, got {self.width} "
+                f"a latent must have {COLUMN_TILE} components more than value_dim, got {self.width} "
                 f"and {self.value_dim}"
             )
         if self.page_size % TILE and self.page_size not in (8, 16, 32):
@@ -65,42 +67,44 @@ class Geometry:
 
     @property
     def block_heads(self) -> int:
-        """Heads that a block works on."""
+        """Heads per block."""
         return min(self.heads, WGMMA_ROWS)
 
     @property
     def blocks(self) -> int:
-        """Blocks that share the heads of a query."""
+        """Blocks among which the heads of a query are divided."""
         return self.heads // self.block_heads
 
     @property
     def tokens_per_piece(self) -> int:
-        """Queries that a block works on at once."""
+        """Most queries of a piece."""
         return WGMMA_ROWS // self.block_heads if self.packed else 1
 
     @property
     def keys_are_left(self) -> bool:
-        """Whether keys and values stand on the left of products, and queries on the right."""
+        """Whether keys and values are the left operands of wgmma, and queries the right ones."""
         return not self.packed and self.heads <= MOST_LEFT_HEADS
 
     @property
     def half(self) -> int:
-        """Components of the value that one consumer multiplies."""
+        """Columns of the values that one consumer multiplies."""
         return self.value_dim // 2
 
     @property
     def copies_per_tile(self) -> int:
-        """Pages that one tile of keys lies in."""
+        """Pages, and so TMA copies, per tile of keys."""
         return max(1, TILE // self.page_size)
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """How a row's keys are shared out: a function of static shapes only, so that rows never see each other.
+    """How a row's keys are split among blocks.
+
+    It depends on static shapes only, so a row's result does not depend on the other rows.
 
     Attributes:
-        cluster: blocks that join their shares in shared memory.
-        parts: shares that XLA joins, where they are not joined so.
+        cluster: blocks of a cluster, which combine their shares in distributed shared memory.
+        parts: shares that XLA combines in a second launch; more than 1 only without clusters.
     """
 
     cluster: int
@@ -108,12 +112,12 @@ class Schedule:
 
     @classmethod
     def of(cls, geometry: Geometry, pieces: int, capacity: int) -> "Schedule":
-        """Takes what was measured to be fastest for such shapes on this device, or else what the rules say.
+        """Returns the tuned schedule for these shapes on this device, or else that of `by_rule`.
 
         Args:
             geometry: the sizes of heads and pages.
-            pieces: pieces of work, each of a query or a few of one row.
-            capacity: keys that a row of the page table can hold.
+            pieces: number of pieces of work.
+            capacity: most keys of a row: page table columns * page size.
         """
         return choose(
             "latent_attention",
@@ -125,27 +129,27 @@ class Schedule:
 
     @classmethod
     def by_rule(cls, geometry: Geometry, pieces: int, capacity: int) -> "Schedule":
-        """Chooses what was fastest on an H200 for shapes like these (NOTES.md); arguments as in `of`."""
+        """Returns a schedule by rules fitted to measurements on an H200 (NOTES.md); arguments as in `of`."""
         blocks = pieces * geometry.blocks
         wanted = shares_that_fit(blocks, capacity)
         if wanted > 2 and not geometry.packed:
             return cls(1, wanted)
-        # Large clusters leave some multiprocessors without a block where the grid would fill them all.
+        # In a grid that fills the GPU, large clusters leave some SMs without a block.
         most = CLUSTERS[-1] if 2 * blocks * CLUSTERS[-1] <= NUM_MULTIPROCESSORS else 2
         found = [cls(cluster, 1) for cluster in CLUSTERS if cluster <= max(1, min(wanted, most))]
         return [schedule for schedule in found if schedule.divides(geometry)][-1]
 
     @property
     def shares(self) -> int:
-        """Shares that a row's keys are cut into."""
+        """Number of shares that a row's keys are cut into."""
         return self.cluster * self.parts
 
     def divides(self, geometry: Geometry) -> bool:
-        """Tells whether each block of a cluster gets whole pieces of columns to join."""
+        """Returns whether each block of a cluster combines whole pieces of 64 columns."""
         return geometry.value_dim % (self.cluster * COLUMN_TILE) == 0
 
     def is_possible(self, geometry: Geometry, capacity: int) -> bool:
-        """Tells whether the hardware can run it, and no share of a full row is empty."""
+        """Returns whether the schedule fits the hardware and leaves no share of a full row empty."""
         if self.cluster not in CLUSTERS or self.parts < 1:
             return False
         if self.parts > 1 and (geometry.packed or self.cluster > 1):
@@ -153,28 +157,32 @@ class Schedule:
         return self.divides(geometry) and self.shares <= max(1, pairs_of(capacity))
 
     def without_clusters(self, geometry: Geometry) -> "Schedule":
-        """As many shares for the interpreter, if XLA can join them: it has no stores into another block's memory."""
+        """Returns the schedule with parts instead of clusters, for the interpreter.
+
+        The interpreter has no stores into another block's shared memory. Packed queries cannot have parts, so they
+        get one share.
+        """
         return Schedule(1, 1 if geometry.packed else self.shares)
 
 
 def filled_heads(heads: int) -> int:
-    """Returns how many heads the kernel is given for so many: whole tiles of rows, or whole blocks of 64."""
+    """Returns the number of heads after padding: a multiple of 8 up to 64, or a multiple of 64."""
     unit = ROW_TILE if heads <= WGMMA_ROWS else WGMMA_ROWS
     return ceil(heads / unit) * unit
 
 
 def pairs_of(capacity: int) -> int:
-    """Returns the most pairs of tiles, one for each consumer, that a row has."""
+    """Returns the number of pairs of tiles of a full row."""
     return ceil(capacity / (SLOTS * TILE))
 
 
 def shares_that_fit(blocks: int, capacity: int) -> int:
-    """Returns into how many shares the keys of each block may be cut; 0 where the blocks alone fill the card."""
+    """Returns the number of shares per row that fill the GPU's SMs; 0 if the blocks fill them without a split."""
     return min(NUM_MULTIPROCESSORS // blocks, pairs_of(capacity) // _FEWEST_PAIRS)
 
 
 def shape_class(geometry: Geometry, pieces: int, capacity: int) -> str:
-    """Returns the name of the shapes that share a tuned schedule: pieces and reach are rounded up to powers of two."""
+    """Returns the shape class, the key of tuned schedules; pieces and keys are rounded up to powers of two."""
     queries = "packed" if geometry.packed else "rows"
     return (
         f"{queries} {_round_up_to_power(pieces)} keys {_round_up_to_power(capacity)} heads {geometry.heads}x"

@@ -131,8 +131,8 @@ def test_an_empty_call_returns_empty_arrays_or_nothing_seen(implementation, empt
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"value_dim": 0}, "at most the 192 numbers of a latent, got 0"),
-        ({"value_dim": 193}, "at most the 192 numbers of a latent, got 193"),
+        ({"value_dim": 0}, "at most the 192 components of a latent, got 0"),
+        ({"value_dim": 193}, "at most the 192 components of a latent, got 193"),
         ({"scale": 0.0}, "scale must be positive, got 0.0"),
         ({"q": np.zeros((2, 8, 192), np.float32)}, "cast q to the cache's dtype"),
         ({"latent_pages": np.zeros((3, 8, 2, 192), "bfloat16")}, r"shape \[any, any, 1, 192\]"),
