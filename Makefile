@@ -1,8 +1,8 @@
 # Every target makes or refreshes .venv/ itself; `.ci/install` does nothing when it is ready.
 PYTHON_IN_VENV := .venv/bin/python
-PACKAGES := jaxkv pallas_kernels torch_bridge benchmarks tests
+PACKAGES := jaxkv pallas_kernels torch_bridge benchmarks tests docs
 
-.PHONY: run test test-all lint format clean core dev
+.PHONY: run test test-all lint docs format clean core dev
 
 run: core
 	.venv/bin/jaxkv generate --temperature 0.7 --seed 2 "def "
@@ -19,6 +19,11 @@ lint: dev
 	$(PYTHON_IN_VENV) -m ruff format --check $(PACKAGES)
 	$(PYTHON_IN_VENV) -m pyright
 	.venv/bin/lint-imports
+	$(PYTHON_IN_VENV) -m mkdocs build --quiet
+
+# A broken link, an unknown anchor or a docstring that does not fit its signature is an error (mkdocs.yml: strict).
+docs: dev
+	$(PYTHON_IN_VENV) -m mkdocs build
 
 format: dev
 	$(PYTHON_IN_VENV) -m ruff check --fix $(PACKAGES)

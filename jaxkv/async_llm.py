@@ -58,7 +58,7 @@ class _Call:
 class AsyncLLM:
     """Serves an `LLM` to many asynchronous users; until it is closed, the `LLM` itself refuses to run anything.
 
-    Example:
+    Examples:
         >>> async with AsyncLLM(LLM()) as served:
         ...     async for piece in served.stream("def ", SamplingParams(max_tokens=64)):
         ...         print(piece.text, end="")

@@ -70,7 +70,7 @@ _LOAD_FORMATS = ("auto", "safetensors", "dummy")
 class LLM:
     """A model ready to generate.
 
-    Example:
+    Examples:
         >>> from jaxkv import LLM, SamplingParams
         >>> llm = LLM()  # the small model inside the package
         >>> llm.generate("def ", SamplingParams(temperature=0.0, max_tokens=8))[0].token_ids

@@ -85,7 +85,7 @@ class FlaxModel:
     keeps its mode. A call that draws random numbers or changes batch statistics all the same is refused while it is
     traced. Other values that a call assigns to the module's variables are dropped.
 
-    Example:
+    Examples:
         >>> model = FlaxModel(module)
         >>> jaxkv.generate(model.params_of(module), model, [[1, 2, 3]])
 

@@ -103,7 +103,7 @@ def load_model(
 ) -> tuple[Params, Decoder]:
     """Reads a model directory for `jaxkv.generate`; a cache, a tokenizer and an engine are what `LLM` adds.
 
-    Example:
+    Examples:
         >>> params, model = jaxkv.load_model()
         >>> jaxkv.generate(params, model, [[1, 2, 3]], eos_ids=model.config.eos_ids).tokens
 

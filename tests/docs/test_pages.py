@@ -1,0 +1,160 @@
+"""Every code block of the README and of the documentation runs as shown, and prints what is shown."""
+
+import importlib.util
+import io
+import re
+import sys
+
+import pytest
+
+from jaxkv import SamplingParams, default_model
+from jaxkv.programs.manifest import compile_count
+from tests.docs.blocks import (
+    LANGUAGES,
+    PAGES,
+    ROOT,
+    assert_shown,
+    blocks_of,
+    commands_of,
+    run_command,
+    run_python,
+    steps_of,
+)
+
+# Page -> what it shows -> what the tests run instead, since compiling for the sizes shown takes minutes on a CPU.
+SMALLER = {
+    "docs/how-to/serve.md": {
+        "max_model_len=4096": "max_model_len=192",
+        "batch=8, prompt_tokens=1024": "batch=2, prompt_tokens=16",
+        "max_tokens=128": "max_tokens=8",
+    }
+}
+# Page -> command -> options that are added, for the same reason.
+MORE_OPTIONS = {
+    "docs/how-to/command-line.md": {
+        "generate": "--max-model-len 64 --max-tokens 4",
+        "chat": "--max-model-len 64 --max-tokens 4",
+        "bench": "--requests 3 --prompt-tokens 8:15 --output-tokens 2:4 --prefix-tokens 4 "
+        "--max-sequences 1 --token-budget 16 --cache-bytes 32MB",
+    }
+}
+# (page, reason) -> blocks that no test runs.
+NOT_RUN = {("CONTRIBUTING.md", "needs a GPU"): 1}
+NEEDS_TORCH = ("docs/how-to/transformers.md",)
+# Page -> a word of blocks that another test runs: tests/torch_bridge/transformers_cache/test_cache.py.
+RUN_ELSEWHERE = {"README.md": "torch_bridge"}
+
+
+def nothing_compiles_after_the_warm_up(names):
+    llm, before = names["llm"], compile_count()
+    assert llm.stats().programs > 0
+    llm.generate([[1] * 16, "def "], SamplingParams(temperature=0.0, max_tokens=8))
+    assert compile_count() == before
+
+
+def all_rows_differ(names):
+    assert len({tuple(row) for row in names["out"].tokens.tolist()}) == 8
+
+
+# Page -> what is checked once its blocks have run.
+AFTERWARDS = {
+    "docs/how-to/serve.md": nothing_compiles_after_the_warm_up,
+    "docs/how-to/trainer.md": all_rows_differ,
+}
+
+
+def name_of(page):
+    return page.relative_to(ROOT).as_posix()
+
+
+def marked(page):
+    marks = [pytest.mark.torch] if name_of(page) in NEEDS_TORCH else []
+    return pytest.param(page, id=name_of(page), marks=marks)
+
+
+@pytest.fixture
+def directory(tmp_path):
+    """The small model inside the package, with a chat template."""
+    directory = tmp_path / "model"
+    directory.mkdir()
+    for file in default_model.path().iterdir():
+        if file.is_file():
+            (directory / file.name).write_bytes(file.read_bytes())
+    template = "{% for m in messages %}# {{ m.role }}: {{ m.content }}\n{% endfor %}"
+    (directory / "chat_template.jinja").write_text(template)
+    return directory
+
+
+@pytest.mark.parametrize("page", [marked(page) for page in PAGES if steps_of(page)])
+def test_the_blocks_of_a_page_run_in_order_and_print_what_is_shown(
+    page, directory, capsys, monkeypatch
+):
+    name, names = name_of(page), {}
+    replaced = {'"path/to/hf_dir"': repr(str(directory))} | SMALLER.get(name, {})
+    for shown in SMALLER.get(name, {}):
+        assert shown in page.read_text(), shown
+    for block, shown in steps_of(page):
+        if block.language == "console":
+            follow(block, directory, capsys, monkeypatch, MORE_OPTIONS.get(name, {}))
+        elif RUN_ELSEWHERE.get(name, "\0") not in block.text:
+            run_python(block, names, replaced)
+            printed = capsys.readouterr().out
+            if shown is not None:
+                assert_shown(block, shown, printed)
+    if name in AFTERWARDS:
+        AFTERWARDS[name](names)
+
+
+def follow(block, directory, capsys, monkeypatch, more):
+    """Runs the commands of a block, with the user's message on stdin."""
+    for words, output in commands_of(block):
+        monkeypatch.setattr(sys, "stdin", io.StringIO("hi\n"))
+        run_command(words, directory, more.get(words[1], "").split())
+        printed = capsys.readouterr().out
+        assert words[0] == "make" or printed.strip(), words
+        if output:
+            assert_shown(block, output, printed)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_the_commands_run_as_shown_without_other_options(directory, capsys, monkeypatch):
+    blocks = blocks_of(ROOT / "docs" / "how-to" / "command-line.md")
+    assert [words[1] for block in blocks for words, _ in commands_of(block)].count("bench") == 4
+    for block in blocks:
+        follow(block, directory, capsys, monkeypatch, {})
+
+
+def test_pages_have_blocks_of_three_languages_and_no_others():
+    for page in PAGES:
+        blocks = blocks_of(page)
+        fences = re.findall(r"^.*(?:```|~~~).*$", page.read_text(), re.MULTILINE)
+        assert len(fences) == 2 * len(blocks), name_of(page)
+        assert {block.language for block in blocks} <= set(LANGUAGES), name_of(page)
+        for block in blocks:
+            if block.language == "console":
+                assert block.text.startswith("$ "), f"{block.page}:{block.line}"
+
+
+def test_the_blocks_that_are_not_run_are_these():
+    left_out: dict[tuple[str, str], int] = {}
+    for page in PAGES:
+        assert page.read_text().count("<!-- not run") == sum(
+            b.reason is not None for b in blocks_of(page)
+        )
+        for block in blocks_of(page):
+            if block.reason is not None:
+                key = (block.page, block.reason)
+                left_out[key] = left_out.get(key, 0) + 1
+                check_without_running(block)
+    assert left_out == NOT_RUN
+
+
+def check_without_running(block):
+    """Checks of a block that is not run what can be checked: its syntax, and that its programs exist."""
+    if block.language == "python":
+        compile(block.text, block.page, "exec")
+        return
+    for words, _ in commands_of(block):
+        assert words[:2] == ["python3", "-m"], words
+        assert importlib.util.find_spec(words[2]) is not None, words
