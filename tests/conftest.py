@@ -10,21 +10,12 @@ from pathlib import Path
 os.environ.setdefault("NPROC", "16")
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
-# Imported before the hook: they check what users give them by themselves, and the tests give them nonsense.
-import jaxkv.config.blocks
-import jaxkv.config.engine
-import jaxkv.config.model
-import jaxkv.config.sampling
-import jaxkv.text.prompts  # noqa: F401
-
-if importlib.util.find_spec("beartype") is not None:
-    from jaxtyping import install_import_hook
-
-    install_import_hook(["jaxkv", "pallas_kernels"], "beartype.beartype")
-
 import jax
 import pytest
 
+from tests.shape_checks import check_shapes
+
+check_shapes()
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 

@@ -12,6 +12,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.arguments.checks import check_shape
 from pallas_kernels.arguments.states import check_floats
+from pallas_kernels.arrays import ArrayOrStruct
 
 _NORM_EPS = 1e-6
 
@@ -33,7 +34,7 @@ class DeltaSizes(NamedTuple):
     value_dim: int
 
     @classmethod
-    def of(cls, states: Array, qkv: Array | np.ndarray) -> "DeltaSizes":
+    def of(cls, states: ArrayOrStruct, qkv: ArrayOrStruct) -> "DeltaSizes":
         """Returns the sizes of a layer from its state pool and packed projections."""
         _, heads, key_dim, value_dim = states.shape
         return cls((qkv.shape[1] - heads * value_dim) // (2 * key_dim), heads, key_dim, value_dim)

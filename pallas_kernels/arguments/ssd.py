@@ -9,6 +9,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.arguments.checks import check_shape
 from pallas_kernels.arguments.states import check_floats
+from pallas_kernels.arrays import ArrayOrStruct
 
 
 class Sizes(NamedTuple):
@@ -28,7 +29,7 @@ class Sizes(NamedTuple):
     groups: int
 
     @classmethod
-    def of(cls, states: Array, xbc: Array | np.ndarray) -> "Sizes":
+    def of(cls, states: ArrayOrStruct, xbc: ArrayOrStruct) -> "Sizes":
         """Returns the sizes of a layer from its state pool and packed projections."""
         _, heads, head_dim, d_state = states.shape
         return cls(heads, head_dim, d_state, (xbc.shape[1] - heads * head_dim) // (2 * d_state))

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import DTypeLike
 
+from pallas_kernels.arrays import ArrayOrStruct
 from pallas_kernels.mosaic.activations import silu
 from pallas_kernels.mosaic.launch import interpreter
 from pallas_kernels.mosaic.private_types import Ref
@@ -50,7 +51,9 @@ class Geometry:
     vector: int = 4
 
     @classmethod
-    def of(cls, weight: Array, x: Array, first_channel: int, activated: bool) -> "Geometry":
+    def of(
+        cls, weight: ArrayOrStruct, x: ArrayOrStruct, first_channel: int, activated: bool
+    ) -> "Geometry":
         """Returns the sizes of these arrays."""
         d_conv, channels = weight.shape
         return cls(d_conv, channels, first_channel, activated, jnp.dtype(x.dtype))

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.arrays import ArrayOrStruct
 from pallas_kernels.causal_conv.mosaic_block import Geometry, Kernel
 from pallas_kernels.device import why_not_mosaic
 from pallas_kernels.packed.rows import cut
@@ -19,14 +20,20 @@ _ALIGNED = 8
 
 
 def why_not(
-    weight: Float[Array, "d_conv channels"], x: Float[Array, "tokens wide"], *, first_channel: int
+    weight: Float[ArrayOrStruct, "d_conv channels"],
+    x: Float[ArrayOrStruct, "tokens wide"],
+    *,
+    first_channel: int,
 ) -> str | None:
     """Returns why this kernel cannot run, or `None` if it can."""
     return why_not_mosaic() or refusal(weight, x, first_channel=first_channel)
 
 
 def refusal(
-    weight: Float[Array, "d_conv channels"], x: Float[Array, "tokens wide"], *, first_channel: int
+    weight: Float[ArrayOrStruct, "d_conv channels"],
+    x: Float[ArrayOrStruct, "tokens wide"],
+    *,
+    first_channel: int,
 ) -> str | None:
     """Returns why the kernel cannot be built for these arrays, or `None` if it can."""
     if x.dtype.name not in _DTYPES:

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float32, Int
 
+from pallas_kernels.arrays import ArrayOrStruct
 from pallas_kernels.device import why_not_mosaic
 from pallas_kernels.filter_bounds.mosaic_block import CHUNK, Block
 from pallas_kernels.filter_bounds.near_best import near_best
@@ -15,12 +16,12 @@ from pallas_kernels.mosaic.scores import LOG2_E
 from pallas_kernels.mosaic.teams import LARGE
 
 
-def why_not(logits: Array) -> str | None:
+def why_not(logits: ArrayOrStruct) -> str | None:
     """Returns why this kernel cannot run, or `None` if it can."""
     return why_not_mosaic() or refusal(logits)
 
 
-def refusal(logits: Array) -> str | None:
+def refusal(logits: ArrayOrStruct) -> str | None:
     """Returns why the kernel cannot be built for these logits, or `None` if it can."""
     vocab = logits.shape[1]
     if vocab < CHUNK or vocab % 4:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Shaped
 
+from pallas_kernels.arrays import ArrayOrStruct
 from pallas_kernels.device import why_not_mosaic
 from pallas_kernels.grouped_matmul.mosaic_kernel import Kernel
 from pallas_kernels.grouped_matmul.mosaic_schedule import Geometry, Schedule
@@ -17,8 +18,8 @@ from pallas_kernels.grouped_matmul.mosaic_visits import table
 
 
 def why_not(
-    weight: Array | jax.ShapeDtypeStruct,
-    x: Array | jax.ShapeDtypeStruct,
+    weight: ArrayOrStruct,
+    x: ArrayOrStruct,
     *,
     group_axis: int = 0,
     result: DTypeLike | None = None,
@@ -28,8 +29,8 @@ def why_not(
 
 
 def refusal(
-    weight: Array | jax.ShapeDtypeStruct,
-    x: Array | jax.ShapeDtypeStruct,
+    weight: ArrayOrStruct,
+    x: ArrayOrStruct,
     *,
     group_axis: int = 0,
     result: DTypeLike | None = None,

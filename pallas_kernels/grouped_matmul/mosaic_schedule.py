@@ -8,11 +8,10 @@ it takes in one turn. What a turn fetches lies in a *slot* of shared memory.
 from dataclasses import dataclass
 from math import ceil
 
-import jax
 import jax.numpy as jnp
-from jax import Array
 from jax.typing import DTypeLike
 
+from pallas_kernels.arrays import ArrayOrStruct
 from pallas_kernels.device import (
     NUM_MULTIPROCESSORS,
     RESERVED_BYTES_PER_BLOCK,
@@ -68,8 +67,8 @@ class Geometry:
     @classmethod
     def of(
         cls,
-        weight: Array | jax.ShapeDtypeStruct,
-        x: Array | jax.ShapeDtypeStruct,
+        weight: ArrayOrStruct,
+        x: ArrayOrStruct,
         *,
         group_axis: int,
         result: DTypeLike | None,

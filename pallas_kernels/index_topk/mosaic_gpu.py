@@ -4,6 +4,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int, Shaped
 
+from pallas_kernels.arrays import ArrayOrStruct
 from pallas_kernels.device import why_not_mosaic
 from pallas_kernels.dispatch import note_fallback
 from pallas_kernels.index_topk import mosaic_scores
@@ -17,12 +18,16 @@ MOST_SCORES = 2**30
 MOST_CHOSEN = 2**14
 
 
-def why_not(q: Array, index_pages: Array, page_table: Array, topk: int) -> str | None:
+def why_not(
+    q: ArrayOrStruct, index_pages: ArrayOrStruct, page_table: ArrayOrStruct, topk: int
+) -> str | None:
     """Returns why this kernel cannot run, or `None` if it can."""
     return why_not_mosaic() or refusal(q, index_pages, page_table, topk)
 
 
-def refusal(q: Array, index_pages: Array, page_table: Array, topk: int) -> str | None:
+def refusal(
+    q: ArrayOrStruct, index_pages: ArrayOrStruct, page_table: ArrayOrStruct, topk: int
+) -> str | None:
     """Returns why the kernel cannot be built for these arrays, or `None` if it can."""
     page_size = index_pages.shape[1]
     if page_size & (page_size - 1):

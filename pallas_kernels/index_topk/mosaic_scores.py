@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float32, Int, Shaped, UInt8
 
+from pallas_kernels.arrays import ArrayOrStruct
 from pallas_kernels.device import MOST_ON_AN_AXIS, NUM_MULTIPROCESSORS
 from pallas_kernels.index_topk.scoring import tiles_of
 from pallas_kernels.mosaic.launch import LANE_PARAMS, interpreter
@@ -41,7 +42,7 @@ _STAGES = 4
 _NARROW, _BLOCKS, _WARPGROUPS = 64, 4, 3
 
 
-def refusal(q: Array, index_pages: Array) -> str | None:
+def refusal(q: ArrayOrStruct, index_pages: ArrayOrStruct) -> str | None:
     """Returns why the kernel cannot be built for these arrays, or `None` if it can."""
     if q.dtype != jnp.float8_e4m3fn or index_pages.dtype != jnp.uint8:
         return (

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.arrays import ArrayOrStruct
 from pallas_kernels.device import MOST_ON_AN_AXIS, why_not_mosaic
 from pallas_kernels.latent_attention import mosaic_keys_launch
 from pallas_kernels.latent_attention.mosaic_keys import KeysKernel
@@ -23,11 +24,11 @@ from pallas_kernels.mosaic.scores import LOG2_E
 
 
 def why_not(
-    q: Array,
-    latent_pages: Array,
-    page_table: Array,
-    seq_lens: Array,
-    cu_q_lens: Array | None = None,
+    q: ArrayOrStruct,
+    latent_pages: ArrayOrStruct,
+    page_table: ArrayOrStruct,
+    seq_lens: ArrayOrStruct,
+    cu_q_lens: ArrayOrStruct | None = None,
     *,
     value_dim: int,
 ) -> str | None:
@@ -36,7 +37,7 @@ def why_not(
     return why_not_mosaic() or _refusal(geometry, q, seq_lens)
 
 
-def _refusal(geometry: Geometry, q: Array, seq_lens: Array) -> str | None:
+def _refusal(geometry: Geometry, q: ArrayOrStruct, seq_lens: ArrayOrStruct) -> str | None:
     """Returns why the kernel does not support these sizes on any device, or `None` if it does."""
     refusal = geometry.refusal()
     if refusal is not None:

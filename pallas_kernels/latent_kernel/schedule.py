@@ -4,9 +4,9 @@ from dataclasses import dataclass
 from math import ceil
 
 import jax.numpy as jnp
-from jax import Array
 from jax.typing import DTypeLike
 
+from pallas_kernels.arrays import ArrayOrStruct
 from pallas_kernels.device import NUM_MULTIPROCESSORS, ROW_TILE, WGMMA_ROWS
 from pallas_kernels.tuning import choose
 
@@ -44,7 +44,9 @@ class Geometry:
     packed: bool
 
     @classmethod
-    def of(cls, q: Array, latent_pages: Array, value_dim: int, *, packed: bool) -> "Geometry":
+    def of(
+        cls, q: ArrayOrStruct, latent_pages: ArrayOrStruct, value_dim: int, *, packed: bool
+    ) -> "Geometry":
         """Returns the geometry of these queries and pages."""
         heads = filled_heads(q.shape[1])
         return cls(heads, q.shape[2], value_dim, latent_pages.shape[1], q.dtype, packed)

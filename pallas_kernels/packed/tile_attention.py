@@ -8,13 +8,14 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Shaped
+
+from pallas_kernels.arrays import ArrayOrStruct
 
 DTYPES = ("float32", "bfloat16", "float16")
 
 
-def why_not(q: Array | np.ndarray) -> str | None:
+def why_not(q: ArrayOrStruct) -> str | None:
     """Returns why plain XLA cannot attend in q's dtype, or `None` if it can."""
     if q.dtype.name in DTYPES:
         return None

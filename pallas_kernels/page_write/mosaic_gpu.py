@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int, Shaped
 
+from pallas_kernels.arrays import ArrayOrStruct
 from pallas_kernels.device import why_not_mosaic
 from pallas_kernels.mosaic.launch import LANE_PARAMS, interpreter
 from pallas_kernels.mosaic.private_types import Ref
@@ -22,14 +23,16 @@ MOST_REGISTERS = 128
 
 
 def why_not(
-    pages: tuple[Array, ...], values: tuple[Array, ...], slots: Int[Array, " tokens"]
+    pages: tuple[ArrayOrStruct, ...],
+    values: tuple[ArrayOrStruct, ...],
+    slots: Int[ArrayOrStruct, " tokens"],
 ) -> str | None:
     """Returns why this kernel cannot run, or `None` if it can."""
     del values, slots  # Values are cast to the pools' dtypes, and any number of slots will do.
     return why_not_mosaic() or refusal(pages)
 
 
-def refusal(pages: tuple[Array, ...]) -> str | None:
+def refusal(pages: tuple[ArrayOrStruct, ...]) -> str | None:
     """Returns why the kernel cannot be built for these pools, or `None` if it can."""
     for pool in pages:
         if pool.dtype.itemsize > 4 or pool.dtype == jnp.bool_:

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.arrays import ArrayOrStruct
 from pallas_kernels.device import NEWEST_JAX, gpu_arch
 
 _MODULE = "jax._src.cudnn.fused_attention_stablehlo"
@@ -20,17 +21,17 @@ _OLDEST_ARCH = 80
 
 
 def why_not(
-    q: Array,
-    k_pages: Array,
-    v_pages: Array,
-    page_table: Array,
-    seq_lens: Array,
+    q: ArrayOrStruct,
+    k_pages: ArrayOrStruct,
+    v_pages: ArrayOrStruct,
+    page_table: ArrayOrStruct,
+    seq_lens: ArrayOrStruct,
     *,
     window: int | None = None,
     soft_cap: float | None = None,
-    sinks: Array | None = None,
-    k_scales: Array | None = None,
-    v_scales: Array | None = None,
+    sinks: ArrayOrStruct | None = None,
+    k_scales: ArrayOrStruct | None = None,
+    v_scales: ArrayOrStruct | None = None,
 ) -> str | None:
     """Returns why cuDNN cannot run, or `None` if it can."""
     return _why_not_here() or _refusal(
@@ -38,7 +39,7 @@ def why_not(
     )
 
 
-def _refusal(q: Array, k_pages: Array, options: dict[str, object]) -> str | None:
+def _refusal(q: ArrayOrStruct, k_pages: ArrayOrStruct, options: dict[str, object]) -> str | None:
     """Returns why cuDNN cannot run with these arguments, or `None` if it can."""
     head_dim, page_size = q.shape[-1], k_pages.shape[1]
     # JAX would pass a window on, but cuDNN aligns it differently and the results are wrong.

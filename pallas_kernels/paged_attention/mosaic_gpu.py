@@ -6,13 +6,13 @@ The kernel's launch is in mosaic_launch.py, its schedule in mosaic_schedule.py.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Shaped
 
+from pallas_kernels.arrays import ArrayOrStruct
 from pallas_kernels.device import ROW_TILE, why_not_mosaic
 from pallas_kernels.mosaic.scores import LOG2_E, Options
 from pallas_kernels.paged_attention.mosaic_launch import Kernel
@@ -20,17 +20,17 @@ from pallas_kernels.paged_attention.mosaic_schedule import Geometry, Schedule
 
 
 def why_not(
-    q: Array,
-    k_pages: Array,
-    v_pages: Array,
-    page_table: Array,
-    seq_lens: Array,
+    q: ArrayOrStruct,
+    k_pages: ArrayOrStruct,
+    v_pages: ArrayOrStruct,
+    page_table: ArrayOrStruct,
+    seq_lens: ArrayOrStruct,
     *,
     window: int | None = None,
     soft_cap: float | None = None,
-    sinks: Array | None = None,
-    k_scales: Array | None = None,
-    v_scales: Array | None = None,
+    sinks: ArrayOrStruct | None = None,
+    k_scales: ArrayOrStruct | None = None,
+    v_scales: ArrayOrStruct | None = None,
 ) -> str | None:
     """Returns why this kernel cannot run, or `None` if it can."""
     return why_not_mosaic() or Geometry.of(q, k_pages).refusal()
@@ -114,8 +114,8 @@ class Alone:
 
 
 def alone(
-    q: Any,  # noqa: ANN401
-    k_pages: Any,  # noqa: ANN401
+    q: ArrayOrStruct,
+    k_pages: ArrayOrStruct,
     table_width: int,
     *,
     scale: float,

@@ -4,9 +4,9 @@ from dataclasses import dataclass, replace
 from math import ceil
 
 import jax.numpy as jnp
-from jax import Array
 from jax.typing import DTypeLike
 
+from pallas_kernels.arrays import ArrayOrStruct
 from pallas_kernels.device import (
     NUM_MULTIPROCESSORS,
     RESERVED_BYTES_PER_BLOCK,
@@ -55,7 +55,7 @@ class Geometry:
     stored: DTypeLike | None = None
 
     @classmethod
-    def of(cls, q: Array, k_pages: Array) -> "Geometry":
+    def of(cls, q: ArrayOrStruct, k_pages: ArrayOrStruct) -> "Geometry":
         """Returns the geometry of these queries and pages."""
         stored = None if k_pages.dtype == q.dtype else k_pages.dtype
         return cls(q.shape[1], k_pages.shape[2], q.shape[2], k_pages.shape[1], q.dtype, stored)

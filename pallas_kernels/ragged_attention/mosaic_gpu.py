@@ -6,12 +6,12 @@ mosaic_tiles.py cuts queries into tiles, mosaic_unpack.py converts 8-bit pages, 
 from collections.abc import Callable
 from functools import partial
 from math import ceil
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
+from pallas_kernels.arrays import ArrayOrStruct
 from pallas_kernels.device import ROW_TILE, why_not_mosaic
 from pallas_kernels.mosaic.scores import Options
 from pallas_kernels.ragged_attention.mosaic_kernel import Kernel
@@ -23,24 +23,24 @@ from pallas_kernels.ragged_attention.mosaic_unpack import why_not as why_not_unp
 
 
 def why_not(
-    q: Array,
-    k_pages: Array,
-    v_pages: Array,
-    page_table: Array,
-    seq_lens: Array,
-    cu_q_lens: Array,
+    q: ArrayOrStruct,
+    k_pages: ArrayOrStruct,
+    v_pages: ArrayOrStruct,
+    page_table: ArrayOrStruct,
+    seq_lens: ArrayOrStruct,
+    cu_q_lens: ArrayOrStruct,
     *,
     window: int | None = None,
     soft_cap: float | None = None,
-    sinks: Array | None = None,
-    k_scales: Array | None = None,
-    v_scales: Array | None = None,
+    sinks: ArrayOrStruct | None = None,
+    k_scales: ArrayOrStruct | None = None,
+    v_scales: ArrayOrStruct | None = None,
 ) -> str | None:
     """Returns why this kernel cannot run, or `None` if it can."""
     return why_not_mosaic() or Geometry.of(q, k_pages).refusal()
 
 
-def why_hand_on(k_pages: Array, page_table: Array) -> str | None:
+def why_hand_on(k_pages: ArrayOrStruct, page_table: ArrayOrStruct) -> str | None:
     """Returns why a call with these tables must run in plain XLA instead, or `None` if the kernel can run it.
 
     This is separate from `why_not`, because a model chooses its implementations before table sizes are known.
@@ -100,8 +100,8 @@ def ragged_attention(
 
 
 def alone(
-    q: Any,  # noqa: ANN401
-    k_pages: Any,  # noqa: ANN401
+    q: ArrayOrStruct,
+    k_pages: ArrayOrStruct,
     rows: int,
     *,
     scale: float,

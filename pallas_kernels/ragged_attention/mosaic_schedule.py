@@ -4,9 +4,9 @@ from dataclasses import dataclass
 from math import ceil, gcd
 
 import jax.numpy as jnp
-from jax import Array
 from jax.typing import DTypeLike
 
+from pallas_kernels.arrays import ArrayOrStruct
 from pallas_kernels.device import NUM_MULTIPROCESSORS, ROW_TILE, SHARED_BYTES_PER_BLOCK, WGMMA_ROWS
 from pallas_kernels.tuning import choose
 
@@ -40,7 +40,7 @@ class Geometry:
     scaled: bool = False
 
     @classmethod
-    def of(cls, q: Array, k_pages: Array) -> "Geometry":
+    def of(cls, q: ArrayOrStruct, k_pages: ArrayOrStruct) -> "Geometry":
         """Returns the geometry of these queries and pages."""
         return cls(
             q.shape[1],

@@ -11,6 +11,8 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
+from pallas_kernels.arrays import ArrayOrStruct
+
 LARGEST_BYTES = 2 << 30
 """Most bytes of the copies of keys and values together, without their scales."""
 
@@ -26,8 +28,8 @@ class Unpacked(NamedTuple):
 
 
 def why_not(
-    k_pages: Shaped[Array, "pages page_size kv_heads head_dim"],
-    page_table: Int[Array, "rows table_width"],
+    k_pages: Shaped[ArrayOrStruct, "pages page_size kv_heads head_dim"],
+    page_table: Int[ArrayOrStruct, "rows table_width"],
 ) -> str | None:
     """Returns why 8-bit pages cannot be converted for this page table, or `None` if they can."""
     copied = 2 * page_table.size * prod(k_pages.shape[1:]) * jnp.dtype(jnp.bfloat16).itemsize

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import DTypeLike
 
+from pallas_kernels.arrays import ArrayOrStruct
 from pallas_kernels.formats.eight_bit import LARGEST
 from pallas_kernels.formats.quantise import scales_of, stored
 from pallas_kernels.mosaic.launch import LANE_PARAMS, interpreter
@@ -44,7 +45,9 @@ class Geometry:
     stored: DTypeLike
 
     @classmethod
-    def of(cls, pages: tuple[Array, ...], qkv: Array, cos: Array) -> "Geometry":
+    def of(
+        cls, pages: tuple[ArrayOrStruct, ...], qkv: ArrayOrStruct, cos: ArrayOrStruct
+    ) -> "Geometry":
         """Returns the sizes of these arrays."""
         kv_heads, head_dim = pages[0].shape[2:]
         heads = qkv.shape[1] - 2 * kv_heads

@@ -8,18 +8,19 @@ from functools import partial
 import jax
 from jaxtyping import Array, Float, Int, Shaped
 
+from pallas_kernels.arrays import ArrayOrStruct
 from pallas_kernels.device import why_not_mosaic
 from pallas_kernels.rotary_write.mosaic_block import Geometry, Kernel
 
 
 def why_not(
-    pages: tuple[Array, ...],
-    qkv: Array,
-    cos: Array,
-    sin: Array,
-    slots: Array,
+    pages: tuple[ArrayOrStruct, ...],
+    qkv: ArrayOrStruct,
+    cos: ArrayOrStruct,
+    sin: ArrayOrStruct,
+    slots: ArrayOrStruct,
     *,
-    norm: Array | None = None,
+    norm: ArrayOrStruct | None = None,
 ) -> str | None:
     """Returns why this kernel cannot run, or `None` if it can."""
     del sin, slots, norm  # Their shapes follow from the others'.

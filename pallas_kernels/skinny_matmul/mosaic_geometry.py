@@ -4,9 +4,9 @@ from dataclasses import dataclass
 from math import ceil
 
 import jax.numpy as jnp
-from jax import Array
 from jax.typing import DTypeLike
 
+from pallas_kernels.arrays import ArrayOrStruct
 from pallas_kernels.device import ROW_TILE, WGMMA_ROWS
 from pallas_kernels.formats.eight_bit import LARGEST
 
@@ -36,7 +36,7 @@ class Geometry:
     stored: DTypeLike
 
     @classmethod
-    def of(cls, weight: Array, x: Array, *, gated: bool) -> "Geometry":
+    def of(cls, weight: ArrayOrStruct, x: ArrayOrStruct, *, gated: bool) -> "Geometry":
         """Returns the sizes of these arrays."""
         out = weight.shape[0] // (2 if gated else 1)
         return cls(x.shape[0], out, x.shape[1], gated, x.dtype, weight.dtype)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Shaped
 
+from pallas_kernels.arrays import ArrayOrStruct
 from pallas_kernels.device import ROW_TILE, why_not_mosaic
 from pallas_kernels.mosaic.activations import ACTIVATIONS, activated
 from pallas_kernels.skinny_matmul.mosaic_ending import Ending
@@ -23,14 +24,14 @@ from pallas_kernels.skinny_matmul.xla import Weighed, inverse_root, weigh
 
 
 def why_not(
-    weight: Array, x: Array, *, activation: str | None = None, gated: bool = False
+    weight: ArrayOrStruct, x: ArrayOrStruct, *, activation: str | None = None, gated: bool = False
 ) -> str | None:
     """Returns why this kernel cannot run, or `None` if it can."""
     return why_not_mosaic() or refusal(weight, x, activation=activation, gated=gated)
 
 
 def refusal(
-    weight: Array, x: Array, *, activation: str | None = None, gated: bool = False
+    weight: ArrayOrStruct, x: ArrayOrStruct, *, activation: str | None = None, gated: bool = False
 ) -> str | None:
     """Returns why the kernel cannot take these arrays on any device, or `None` if it can."""
     if activation is not None and activation not in ACTIVATIONS:

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
+from pallas_kernels.arrays import ArrayOrStruct
 from pallas_kernels.device import MOST_ON_AN_AXIS, why_not_mosaic
 from pallas_kernels.latent_kernel.kernel import Kernel, Source
 from pallas_kernels.latent_kernel.launch import build
@@ -33,12 +34,19 @@ _REGISTERS = {"bytes": (208, 88), "numbers": (216, 72)}
 _PAIR_REGISTERS = {"bytes": (208, 88), "numbers": (200, 104)}
 
 
-def why_not(q: Array, records: Array, slots: Array, counts: Array, *, value_dim: int) -> str | None:
+def why_not(
+    q: ArrayOrStruct,
+    records: ArrayOrStruct,
+    slots: ArrayOrStruct,
+    counts: ArrayOrStruct,
+    *,
+    value_dim: int,
+) -> str | None:
     """Returns why this kernel cannot run, or `None` if it can."""
     return why_not_mosaic() or _refusal(q, records, value_dim)
 
 
-def _refusal(q: Array, records: Array, value_dim: int) -> str | None:
+def _refusal(q: ArrayOrStruct, records: ArrayOrStruct, value_dim: int) -> str | None:
     if value_dim not in (256, 512):
         return f"value_dim must be 256 or 512, got {value_dim}"
     size = records.shape[-1] * records.dtype.itemsize
@@ -51,7 +59,7 @@ def _refusal(q: Array, records: Array, value_dim: int) -> str | None:
     return _geometry(q, value_dim).refusal()
 
 
-def _geometry(q: Array, value_dim: int) -> Geometry:
+def _geometry(q: ArrayOrStruct, value_dim: int) -> Geometry:
     """Returns the sizes; pages mean nothing where tokens are gathered one by one."""
     heads = filled_heads(q.shape[1])
     return Geometry(heads, q.shape[2], value_dim, TILE, q.dtype, packed=False)

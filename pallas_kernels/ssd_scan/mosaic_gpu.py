@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.arrays import ArrayOrStruct
 from pallas_kernels.device import why_not_mosaic
 from pallas_kernels.mosaic.activations import Limits
 from pallas_kernels.packed.rows import Pieces, cut, snapshots_at
@@ -20,12 +21,12 @@ from pallas_kernels.ssd_scan.mosaic_schedule import SIDE, Geometry, Schedule
 from pallas_kernels.ssd_scan.mosaic_task import tasks_of
 
 
-def why_not(states: Array, xbc: Array, *, chunk_size: int) -> str | None:
+def why_not(states: ArrayOrStruct, xbc: ArrayOrStruct, *, chunk_size: int) -> str | None:
     """Returns why this kernel cannot run, or `None` if it can."""
     return why_not_mosaic() or refusal(states, xbc, chunk_size=chunk_size)
 
 
-def refusal(states: Array, xbc: Array, *, chunk_size: int) -> str | None:
+def refusal(states: ArrayOrStruct, xbc: ArrayOrStruct, *, chunk_size: int) -> str | None:
     """Returns why the kernel cannot be built for these arrays, or `None` if it can."""
     return Geometry.of(states, xbc).refusal(chunk_size)
 

@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 
 import jax.numpy as jnp
-from jax import Array
 from jax.typing import DTypeLike
 
 from pallas_kernels.arguments.ssd import Sizes
+from pallas_kernels.arrays import ArrayOrStruct
 from pallas_kernels.device import NUM_MULTIPROCESSORS
 
 SIDE = 64
@@ -42,7 +42,7 @@ class Geometry:
     state_dtype: DTypeLike
 
     @classmethod
-    def of(cls, states: Array, xbc: Array) -> "Geometry":
+    def of(cls, states: ArrayOrStruct, xbc: ArrayOrStruct) -> "Geometry":
         """Returns the sizes of these arrays."""
         return cls(Sizes.of(states, xbc), jnp.dtype(xbc.dtype), jnp.dtype(states.dtype))
 

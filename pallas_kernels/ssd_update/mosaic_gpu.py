@@ -13,6 +13,7 @@ from jax import Array, lax
 from jaxtyping import Float, Int
 
 from pallas_kernels.arguments.ssd import Sizes
+from pallas_kernels.arrays import ArrayOrStruct
 from pallas_kernels.device import why_not_mosaic
 from pallas_kernels.mosaic.activations import Limits, silu, step_of
 from pallas_kernels.mosaic.launch import LANE_PARAMS, interpreter
@@ -28,12 +29,12 @@ MOST_COLUMNS = 1024
 _DTYPES = ("float32", "bfloat16", "float16")
 
 
-def why_not(states: Array, xbc: Array) -> str | None:
+def why_not(states: ArrayOrStruct, xbc: ArrayOrStruct) -> str | None:
     """Returns why this kernel cannot run, or `None` if it can."""
     return why_not_mosaic() or refusal(states, xbc)
 
 
-def refusal(states: Array, xbc: Array) -> str | None:
+def refusal(states: ArrayOrStruct, xbc: ArrayOrStruct) -> str | None:
     """Returns why the kernel cannot be built for these arrays, or `None` if it can."""
     for name, array in {"states": states, "xbc": xbc}.items():
         if array.dtype.name not in _DTYPES:

@@ -6,7 +6,6 @@
 from collections.abc import Callable
 from functools import lru_cache, partial
 from math import log, prod
-from typing import Any
 
 import jax
 import numpy as np
@@ -187,9 +186,8 @@ def _write(device: torch.device, like: tuple[Like, ...]) -> Launch | None:
         for kept, ones in ((1, values), (2, pools))
         for one in ones
     ]
-    reads: Any = page_write.why_not
     with jax.default_device(jax_device(device)):
-        if reads(tuple(pools), tuple(values), slots) is not None:
+        if page_write.why_not(tuple(pools), tuple(values), slots) is not None:
             return None
         return load(page_write.alone, [slots, *flat], device)
 

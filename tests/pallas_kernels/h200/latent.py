@@ -13,6 +13,7 @@ from pathlib import Path
 
 from tests.engine.h200 import device, has_plugin
 from tests.pallas_kernels.h200.ragged import printed
+from tests.shape_checks import check_shapes
 
 
 def programs():
@@ -74,6 +75,7 @@ def main():
         os.environ["JAX_PLATFORMS"] = "cpu"
         os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
         os.environ["MOSAIC_GPU_DUMP_PTXAS"] = "1"
+        check_shapes()
         dump = Path(folder)
         print(json.dumps({name: report(dump, **what) for name, what in programs().items()}))
 

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from tests.engine.h200 import device, has_plugin
+from tests.shape_checks import check_shapes
 
 LAYERS = 6  # as many kernels as XLA wants to see before it makes a graph
 PAGES, PAGE_SIZE = 2**16 + 1, 64
@@ -114,6 +115,7 @@ def main(described=programs, look=report):
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_dump_to={dump / 'xla'}"
         os.environ["MOSAIC_GPU_DUMP_TO"] = str(dump / "mosaic")
         os.environ["MOSAIC_GPU_DUMP_PTXAS"] = "1"
+        check_shapes()
         print(json.dumps({name: look(*what, dump) for name, what in described().items()}))
 
 

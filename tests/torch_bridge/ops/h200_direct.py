@@ -1,22 +1,27 @@
-"""Lowers what torch launches for an H200 that is not there, and prints what the launches would be told, as JSON.
+"""Compiles what torch launches for an H200 that is not there, and prints what the launches would be told, as JSON.
 
-Run as a program, because it must set up JAX before anything imports it. Nothing is compiled or executed.
+Run as a program, because it must set up JAX before anything imports it. Launches are made from shapes and dtypes, as
+torch's tensors have them, with the checks of annotations switched on. Nothing is executed.
 """
 
 import json
 import os
+import re
 
 from tests.engine.h200 import device, has_plugin
+from tests.shape_checks import check_shapes
 
 
 def main():
-    """Prints, by name, what a launch is given: results written in place, and shapes of new ones."""
+    """Prints, by name, what a launch is given: results written in place, and shapes of new ones; and what it runs."""
     if not has_plugin():
-        reason = "needs jax-cuda13-plugin and jax-cuda13-pjrt, which lower for CUDA"
+        reason = "needs jax-cuda13-plugin and jax-cuda13-pjrt, which compile for CUDA"
         print(json.dumps({"skipped": reason}))
         return
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
+    check_shapes()
+    import jax
     import torch
 
     from torch_bridge.ops import direct, launch
@@ -27,43 +32,73 @@ def main():
             self.out = [[list(one.shape), one.dtype.name] for one in out]
 
     h200 = device()
+    place = jax.sharding.SingleDeviceSharding(h200)
     launch.Launch = Described
     direct.jax_device = lambda on: h200
     torch.cuda.is_current_stream_capturing = lambda: False
     cuda, half, short = torch.device("cuda", 0), torch.bfloat16, torch.int32
+    compiled = []
 
-    def tensors(rows, width, heads, kv_heads):
-        pool = ((2048, 16, kv_heads, 128), half)
-        return ((rows, heads, 128), half), pool, pool, ((rows, width), short), ((rows,), short)
+    def load(kernel, structs, on):
+        """Compiles the whole function too, and keeps the custom calls in it."""
+        found = launch.load(kernel, structs, on)
+        if found is not None:
+            placed = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place) for a in structs]
+            lowered = jax.jit(kernel).trace(*placed).lower(lowering_platforms=("cuda",))
+            text = lowered.compile().as_text()
+            compiled.append(re.findall(r'custom_call_target="([^"]+)"', text))
+        return found
 
-    def decode(*sizes):
+    direct.load = load
+
+    def tensors(rows, width, heads=32, kv_heads=8, dtype=half):
+        pool = ((2048, 16, kv_heads, 128), dtype)
+        return ((rows, heads, 128), dtype), pool, pool, ((rows, width), short), ((rows,), short)
+
+    def decode(*sizes, window=None, soft_cap=None, **options):
         # Where heads lie is kept on the device, and there is none.
-        found = direct._decode(torch.device("cpu"), tensors(*sizes), 0.1, None, None)
+        like = tensors(*sizes, **options)
+        found = direct._decode(torch.device("cpu"), like, 0.1, window, soft_cap)
         return found and {
             "in_place": found._launch.in_place,
             "out": found._launch.out,
             "missing": found._missing,
             "columns": None if found._columns is None else found._columns.tolist(),
+            "runs": compiled[-1],
         }
 
-    def ragged(tokens):
-        q, *others = tensors(1, 64, 32, 8)
-        like = (((tokens, *q[0][1:]), half), *others, ((2,), short))
-        found = direct._ragged(cuda, like, 0.1, None, None)
-        return found and {"in_place": found[0].in_place, "out": found[0].out}
+    def ragged(tokens, rows=1, width=64, window=None, soft_cap=None):
+        q, *others = tensors(rows, width)
+        like = (((tokens, *q[0][1:]), half), *others, ((rows + 1,), short))
+        found = direct._ragged(cuda, like, 0.1, window, soft_cap)
+        return found and {
+            "in_place": found[0].in_place, "out": found[0].out, "runs": compiled[-1]
+        }  # fmt: skip
 
-    def write():
-        rows, pool = ((5, 8, 128), half), ((2048, 16, 8, 128), half)
-        found = direct._write(cuda, (((5,), short), rows, rows, pool, pool))
-        return found and {"in_place": found.in_place, "out": found.out}
+    def write(tokens, dtype, pools=2):
+        rows, pool = ((tokens, 8, 128), dtype), ((64, 16, 8, 128), dtype)
+        found = direct._write(cuda, (((tokens,), short), *[rows] * pools, *[pool] * pools))
+        return found and {"in_place": found.in_place, "out": found.out, "runs": compiled[-1]}
 
     reports = {
-        "decode": decode(8, 64, 32, 8),
-        "decode split": decode(1, 2048, 32, 8),
+        "decode": decode(8, 64),
+        "decode split": decode(1, 2048),
         "decode odd group": decode(8, 64, 28, 4),
+        "decode split, odd group": decode(1, 512, 28, 4),
+        "decode window": decode(64, 16, window=100),
+        "decode wide window": decode(8, 64, window=2**20),
+        "decode cap": decode(8, 64, soft_cap=30.0),
+        "decode float16": decode(8, 64, dtype=torch.float16),
+        "decode float32": decode(8, 64, dtype=torch.float32),
         "ragged": ragged(64),
+        "ragged rows": ragged(256, 3, 32),
+        "ragged window": ragged(256, 3, 32, window=100),
         "ragged odd": ragged(63),
-        "write": write(),
+        "write": write(5, half),
+        "write one": write(1, torch.float32),
+        "write bytes": write(40, torch.uint8),
+        "write one pool": write(40, half, pools=1),
+        "write float64": write(5, torch.float64),
     }
     print(json.dumps(reports))
 

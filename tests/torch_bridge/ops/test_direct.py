@@ -132,13 +132,21 @@ def reports():
 
 
 def test_an_h200_would_launch_kernels_whose_arguments_are_the_tensors(reports):
-    assert reports["decode"] == {
-        "in_place": [], "out": [[[8, 32, 128], "bfloat16"]], "missing": 0, "columns": None
-    }  # fmt: skip
-    assert reports["ragged"] == {"in_place": [], "out": [[[64, 32, 128], "bfloat16"]]}
-    assert reports["write"] == {"in_place": [3, 4], "out": []}
+    kernel = {"runs": ["mosaic_gpu_v2"]}
+    out = {"in_place": [], "out": [[[8, 32, 128], "bfloat16"]], "missing": 0, "columns": None}
+    assert reports["decode"] == out | kernel
+    assert reports["ragged"] == {"in_place": [], "out": [[[64, 32, 128], "bfloat16"]]} | kernel
+    assert reports["write"] == {"in_place": [3, 4], "out": []} | kernel
     # Copies take whole tiles of 8 tokens.
     assert reports["ragged odd"] is None
+
+
+def test_every_launch_compiles_into_one_kernel_or_is_left_to_xla(reports):
+    """From shapes and dtypes, under the checks of annotations, at the sizes that the tests on a GPU launch."""
+    left = {name for name, report in reports.items() if report is None}
+    assert left == {"ragged odd", "decode float32", "write float64"}
+    for name in reports.keys() - left:
+        assert reports[name]["runs"] == ["mosaic_gpu_v2"], name
 
 
 def test_an_h200_would_split_long_rows_and_pad_odd_groups(reports):
