@@ -4,8 +4,8 @@
     python -m benchmarks.hybrid_prefix --shape tiny-hybrid --dtype float32 --tokens 768    # to try it on a CPU
 
 Weights are random. `hybrid-first-token` has a prompt of which nothing, nine tenths or everything is kept.
-`hybrid-computed-tokens` has the traces of S5-19 and S5-20, whose counts are right or wrong at any depth; so that their
-many programs compile soon, the model has its first layers alone.
+`hybrid-computed-tokens` has two traces: "repeated", two prompts that come twice each, and "branching", five prompts
+that share beginnings. Their counts do not depend on the depth, so the model has its first layers alone and compiles sooner.
 """
 
 import argparse
@@ -156,14 +156,14 @@ def first_tokens(bench: _Bench) -> list[Row]:
 
 
 def computed_tokens(bench: _Bench) -> list[Row]:
-    """Counts the prompt tokens that are computed in the traces of S5-19, twice, and of S5-20."""
+    """Counts the computed prompt tokens of repeated prompts, without and with outputs kept, and of branching ones."""
 
     def count(trace: str, steps: Sequence[Sequence[tuple[int, ...]]], full_hits: bool) -> Row:
         engine = bench.engine(
             rows=6, longest=1280, budget=1200, policy=_POLICY, page=_PAGE, full_hits=full_hits
         )
-        # What has begun stays until the trace is over, as in S5-20; S5-19 comes one after the other.
-        holds = trace == "S5-20"
+        # Requests of the branching trace run until its end; those of the other one come one after the other.
+        holds = trace == "branching"
         for prompts in steps:
             made = [bench.begin(engine, prompt, 100 if holds else 1) for prompt in prompts]
             while not all(one.generated for one in made):
@@ -192,9 +192,9 @@ def computed_tokens(bench: _Bench) -> list[Row]:
         [branch[:512] + fifth],
     ]
     return [
-        count("S5-19", equal, full_hits=False),
-        count("S5-19", equal, full_hits=True),
-        count("S5-20", branches, full_hits=False),
+        count("repeated", equal, full_hits=False),
+        count("repeated", equal, full_hits=True),
+        count("branching", branches, full_hits=False),
     ]
 
 

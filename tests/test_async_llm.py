@@ -100,7 +100,7 @@ def test_fields_of_sampling_params_and_names_of_vllm_are_understood(llm, wanted)
 
 
 def test_whoever_leaves_takes_nothing_along(llm, wanted):
-    """Reliability row 10: a loop left early, a task cancelled, and others that do not notice."""
+    """One loop is left early and one task is cancelled; the other requests go on."""
 
     async def leave(served):
         async for _ in served.stream(PROMPTS[1], GREEDY):

@@ -1,4 +1,4 @@
-"""What can run code or read pickles does not occur in the packages, by their syntax trees (R-S1)."""
+"""The packages hold nothing that runs code or reads pickles, by their syntax trees."""
 
 import ast
 from pathlib import Path

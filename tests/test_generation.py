@@ -46,7 +46,7 @@ def params():
 @pytest.mark.torch
 @pytest.mark.parametrize("name", ["llama3", "mistral-window", "qwen2", "qwen3-bias-window-tied"])
 def test_tokens_of_unequal_prompts_equal_transformers(name, tmp_path):
-    """S1-19, B4: greedy tokens of a batch equal those of each prompt alone in Transformers."""
+    """The greedy tokens of a batch are those of each prompt alone in Transformers."""
     families = pytest.importorskip("tests.models.families")
     from jaxkv.models.registry import build_model, load_config
     from jaxkv.weights.load import load_params
@@ -69,7 +69,7 @@ def test_tokens_of_unequal_prompts_equal_transformers(name, tmp_path):
 
 
 def test_a_row_does_not_see_its_neighbours(params):
-    """S1-06: alone or in company, a row generates the same tokens; draws depend on seed and position alone."""
+    """Alone or in a batch, a row generates the same tokens; draws depend on seed and position alone."""
     wishes = [SamplingParams(temperature=0.9, seed=row, max_tokens=12) for row in range(3)]
     together = generate(params, MODEL, PROMPTS, sampling=wishes)
     for row in range(3):
@@ -242,7 +242,7 @@ def test_eos_ends_a_row_unless_it_is_ignored_or_too_early(params):
 
 
 def test_a_row_of_nan_fails_alone(params):
-    """Reliability row 8: the broken row says so; the others have the tokens they would have had."""
+    """The broken row reports an error; the others have the tokens of a run without it."""
     embed = params["embed"].at[60].set(jnp.nan)
     broken = {**params, "embed": embed}
     out = generate(broken, MODEL, [[1, 2, 3], [1, 60]], sampling=GREEDY)

@@ -84,7 +84,7 @@ def test_a_single_text_and_a_single_list_of_ids_are_lists_of_one(llm):
     ids=["greedy", "drawn"],
 )
 def test_tokens_are_those_of_generate_in_one_executable(llm, wish):
-    """S3-16: one step per token, in whatever batch, or a loop on the device: the same tokens for the same seeds."""
+    """One step per token, any batch, or a loop on the device: the tokens are the same for the same seeds."""
     ids = [llm.tokenizer.encode(prompt) for prompt in PROMPTS]
     out = jaxkv.generate(llm.executor.params, llm.model, ids, sampling=wish, eos_ids=llm.eos_ids)
     wanted = [row[:length].tolist() for row, length in zip(out.tokens, out.lengths, strict=True)]
@@ -93,7 +93,7 @@ def test_tokens_are_those_of_generate_in_one_executable(llm, wish):
 
 
 def test_a_stream_joins_to_the_text_of_generate(llm):
-    """S3-16: alone or in a batch, and whether or not the prompt is cached; also with draws and penalties."""
+    """This holds alone and in a batch, with and without cached prompts, and with draws and penalties."""
     for wish in (
         GREEDY,
         SamplingParams(temperature=0.8, top_p=0.9, seed=5, max_tokens=12, logprobs=2),
@@ -133,7 +133,7 @@ def test_more_prompts_than_run_at_once_have_the_same_answers(llm):
 
 
 def test_each_prompt_has_its_own_parameters_and_old_ones_leave_no_trace(llm):
-    """T-02: a biased request's entry in the sampling group is clean again for its successor."""
+    """A biased request's entry in the sampling group is clean again for its successor."""
     wishes = [
         SamplingParams(temperature=0.0, max_tokens=4, logit_bias={77: 100.0}),
         SamplingParams(temperature=0.0, max_tokens=2),
@@ -300,7 +300,7 @@ def test_a_model_with_more_end_ids_than_fit_is_refused_and_one_with_fewer_serves
 
 
 def test_the_end_of_the_context_ends_the_text(llm):
-    """S1-07: 120 of 128 tokens leave room for 8, whatever max_tokens says."""
+    """120 of 128 tokens leave room for 8, also if max_tokens is larger."""
     output = llm.generate(
         [[7] * 120], SamplingParams(temperature=0.0, max_tokens=99, ignore_eos=True)
     )
@@ -323,13 +323,13 @@ def test_the_end_of_the_context_ends_the_text(llm):
     ],
 )
 def test_a_prompt_that_cannot_be_served_is_refused_with_the_numbers(llm, prompt, message):
-    """S1-08, reliability rows 13, 17, 19: refused before anything is taken."""
+    """The prompt is refused before anything is taken for it."""
     with pytest.raises(ValueError, match=message):
         llm.generate([prompt], GREEDY)
 
 
 def test_repeating_a_request_compiles_nothing(llm):
-    """S3-10: the second time, and for other lengths in the same buckets, nothing is compiled."""
+    """The second time, and for other lengths in the same buckets, nothing is compiled."""
     llm.generate(PROMPTS, GREEDY)
     list(llm.stream(PROMPTS[0], GREEDY))
     before = compile_count()
@@ -362,7 +362,7 @@ def test_strict_mode_refuses_what_was_not_warmed_up():
     list(llm.stream([5] * 22, replace(penalised, n=1)))
     llm.score([[5] * 22])
     assert compile_count() == before
-    # S1-09: compiling ran nothing, so the cache was still all zeros when the first request came.
+    # Compilation ran nothing, so the cache was still all zeros when the first request came.
     assert all(not array.any() for array in cold)
 
 
@@ -400,7 +400,7 @@ def test_pinned_shapes_make_bfloat16_tokens_independent_of_the_batch():
 
 
 def test_prompts_in_chunks_and_without_prefix_cache_have_the_same_answers(llm):
-    """S5-21's plain half: a budget of 8 tokens cuts a prompt of 30 into chunks, beside tokens of others."""
+    """A budget of 8 tokens cuts a prompt of 30 into chunks, beside tokens of other requests."""
     prompts = [list(range(100, 130)), list(range(100, 131)), [7]]
     wanted = [output.token_ids for output in llm.generate(prompts, GREEDY)]
     other = LLM(
@@ -475,7 +475,7 @@ def test_weights_are_loaded_with_a_bar_on_a_terminal_alone(capsys, monkeypatch):
 
 
 def test_stats_say_what_runs_and_why(llm):
-    """S1-12: the model in the package has heads that no kernel takes, on a GPU too."""
+    """The model in the package has heads that no kernel takes, on a GPU too."""
     stats = llm.stats()
     assert stats.implementation == "xla"
     assert stats.implementation_reasons == llm.executor.implementation.reasons

@@ -35,7 +35,7 @@ def nothing_leaks(llm):
 
 
 def test_an_error_at_the_host_read_costs_a_rebuild_and_no_answer(llm, monkeypatch):
-    """T-09, S1-13, D1: an out-of-memory is heard of at the read; everybody still gets its tokens, in the same call."""
+    """An out-of-memory shows at the read; every request still gets its tokens, in the same call."""
     wanted = [output.token_ids for output in llm.generate(PROMPTS, GREEDY)]
     read, failures = jax.device_get, ["RESOURCE_EXHAUSTED: injected"]
 
@@ -52,7 +52,7 @@ def test_an_error_at_the_host_read_costs_a_rebuild_and_no_answer(llm, monkeypatc
 
 
 def test_a_cache_that_is_lost_again_and_again_ends_the_call_but_not_the_next(llm, monkeypatch):
-    """T-09: a new call is a new chance, and begins with an empty cache."""
+    """A new call begins with an empty cache."""
     wanted = [output.token_ids for output in llm.generate(PROMPTS, GREEDY)]
 
     def fail(out):
@@ -67,7 +67,7 @@ def test_a_cache_that_is_lost_again_and_again_ends_the_call_but_not_the_next(llm
 
 
 def test_a_broken_device_is_not_used_again(llm, monkeypatch):
-    """Reliability row 6: neither by the next call nor by a stream."""
+    """Neither the next call nor a stream uses it."""
 
     def fail(out):
         raise jax.errors.JaxRuntimeError("CUDA_ERROR_ILLEGAL_ADDRESS: injected")
@@ -91,7 +91,7 @@ def test_a_stream_with_stop_strings_is_refused_at_the_call(llm, monkeypatch):
 
 
 def test_one_failed_request_leaves_the_others_their_answers(llm, monkeypatch, caplog):
-    """Reliability row 9: the log says why, once."""
+    """The log has the reason, once."""
     wish = replace(GREEDY, stop="never met")
     wanted = [output.token_ids for output in llm.generate(PROMPTS, wish)]
     add, broken = llm.engine.add, []

@@ -83,7 +83,7 @@ def tokens_of(executor, asked=None):
 
 
 def test_the_decode_program_uses_the_kernel(params):
-    """S1-12: on this card the best implementation is the kernel, and it is what the step runs."""
+    """On this card the best implementation is the kernel, and the step runs it."""
     executor = executor_of(MODEL, params)
     widths = tuple(group.pages_for(256) for group in executor.layout.paged_groups)
     shape = StepSpec(4, 4, widths, decode=True)
@@ -94,7 +94,7 @@ def test_the_decode_program_uses_the_kernel(params):
 
 
 def test_cudnn_that_was_asked_for_attends_in_decode_steps(params):
-    """S1-12: by name alone, and for models without windows; it rounds as the kernel does but for the order of sums."""
+    """It is chosen by name alone, for models without windows. Only the order of its sums differs from the kernel's."""
     with pytest.raises(Unsupported, match="paged_attention in layer 1: does not support window"):
         executor_of(MODEL.running("cudnn"), params)
     model = replace(MODEL, config=replace(MODEL.config, windows=(None,) * 3))
@@ -109,7 +109,7 @@ def test_cudnn_that_was_asked_for_attends_in_decode_steps(params):
 
 @pytest.mark.parametrize("page_size", [16, 64])
 def test_the_engine_and_generate_agree_and_equal_xla_up_to_close_calls(params, page_size):
-    """S3-16: in one batch, alone, or all in one program: the same tokens, but where two are nearly equal."""
+    """In one batch, alone, or in one program, the tokens are the same except where two are nearly equal."""
     executor = executor_of(MODEL, params, page_size)
     together = tokens_of(executor)
     out = generate(params, MODEL, [one.prompt for one in requests()], sampling=GREEDY)
@@ -150,7 +150,7 @@ def test_the_same_programs_give_the_same_bits_again_and_compile_nothing(params):
 
 
 def test_a_pool_of_more_than_two_to_the_31_elements_reaches_its_last_page():
-    """T-30, B5, S1-17: the top pages of an 8.6 GB pool hold what was written to them."""
+    """The top pages of an 8.6 GB pool hold the values that were written to them."""
     heads, dim, page_size = 8, 128, 64
     pages = 2**32 // (heads * dim * page_size) + 5
     draw = np.random.default_rng(0)

@@ -129,7 +129,7 @@ def listed(text):
 
 
 def test_the_programs_are_those_that_an_engine_compiles():
-    """S3-17: what `jaxkv plan` lists is what warming up for the longest requests makes."""
+    """`jaxkv plan` lists the programs that warming up for the longest requests makes."""
     engine_config = EngineConfig(token_budget=64)
     text = plan(None, engine=engine_config)
     llm = LLM(max_model_len=256, cache=CACHE, engine=engine_config, progress=False)
@@ -158,7 +158,7 @@ def nothing_is_known(tmp_path):
 
 @pytest.mark.usefixtures("nothing_is_known")
 def test_what_compiling_took_is_told_once_it_is_known():
-    """S3-14: seconds and bytes of the programs that were compiled on this machine."""
+    """They are the seconds and bytes of the programs that were compiled on this machine."""
     small = EngineConfig(token_budget=16)
     assert "is known once they were compiled" in plan(None, engine=small)
     llm = LLM(max_model_len=256, cache=CACHE, engine=small, progress=False)

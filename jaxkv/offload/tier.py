@@ -1,7 +1,7 @@
 """What of the prefix index lies on the host: names, handles and bytes, and who goes first. Knows no array, no device.
 
 An entry is what is of use as one: a full page of one group, or a checkpoint with all its states and pages of its own.
-The idea of tiers under one tree of prefixes: SGLang's hierarchical cache and FastDeploy #7787 (S4-16..21).
+The idea of tiers under one tree of prefixes: SGLang's hierarchical cache and FastDeploy #7787.
 """
 
 from collections import OrderedDict

@@ -48,7 +48,7 @@ def test_every_token_that_was_asked_for_is_counted(result):
 
 
 def test_nothing_is_compiled_while_it_serves(result):
-    """S3-10, B-07: what `warm` declares is all that the workload needs."""
+    """What `warm` declares is all that the workload needs."""
     assert result.about["compiled_while_serving"] == 0
     assert "0 programs compiled while serving" in str(result)
 

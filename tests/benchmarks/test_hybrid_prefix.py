@@ -9,7 +9,7 @@ from benchmarks.hybrid_prefix import main
 
 @pytest.mark.slow
 def test_both_parts_are_recorded_and_the_counts_are_the_traces_own(tmp_path):
-    """S5-19 with and without outputs, S5-20."""
+    """The traces are repeated prompts, without and with outputs kept, and branching prompts."""
     given = "--shape tiny-hybrid --dtype float32 --tokens 768 --repeats 1"
     main([*given.split(), "--folder", str(tmp_path)])
 
@@ -17,7 +17,7 @@ def test_both_parts_are_recorded_and_the_counts_are_the_traces_own(tmp_path):
         return json.loads((tmp_path / f"{name}.json").read_text())["rows"]
 
     counts = [(row["trace"], row["computed_tokens"]) for row in rows("hybrid-computed-tokens")]
-    assert counts == [("S5-19", 1024), ("S5-19", 512), ("S5-20", 2008)]
+    assert counts == [("repeated", 1024), ("repeated", 512), ("branching", 2008)]
     assert [row["cached_tokens"] for row in rows("hybrid-first-token")] == [0, 512, 512]
 
 

@@ -44,7 +44,6 @@ def clock(monkeypatch):
 
 class TestProfilers:
     def test_it_refuses_under_jax_profiler(self, tmp_path):
-        """T-35."""
         with jax.profiler.trace(str(tmp_path)), pytest.raises(RuntimeError, match=r"jax\.profiler"):
             time_launches(lambda: None, calls=1, effort=QUICK)
         refuse_profilers()

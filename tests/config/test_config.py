@@ -1,4 +1,4 @@
-"""Wishes out of range are refused when they are made, by name and with the range (reliability rows 18 and 19)."""
+"""Options out of range are refused when they are made, by name and with the range."""
 
 import copy
 import dataclasses

@@ -76,7 +76,7 @@ def serve(engine, requests, seed=0, aborts=()):
 )
 @pytest.mark.parametrize("free", [None, 9], ids=["roomy", "tight"])
 def test_random_arrivals_have_the_tokens_of_the_oracle(wish, free):
-    """A1, D-free half of A2: prefix hits, chunks of 16 and, in a tight pool, preemptions change no token."""
+    """Prefix hits, chunks of 16 and, in a tight pool, preemptions change no token."""
     requests = requests_of(wish)
     wanted = oracle(requests)
     engine = engine_for(free_pages=free)
@@ -212,7 +212,7 @@ def test_a_biased_row_leaves_no_trace_for_its_successor(by_wave):
 
 
 def test_pinned_shapes_make_every_result_equal_bit_for_bit():
-    """B1: neighbours, chunks, preemptions and prefix hits change no bit of any log-probability."""
+    """Neighbours, chunks, preemptions and prefix hits change no bit of any log-probability."""
     requests = requests_of(RICH)
     lonely = engine_for(pinned_shapes=True, prefix_cache=False)
     wanted = []

@@ -84,7 +84,7 @@ def test_a_lost_cache_costs_time_and_no_token(faults, message, wanted, monkeypat
 
 
 def test_a_hundred_losses_in_a_row_are_survived(wanted, monkeypatch):
-    """D1: a hundred steps one after the other run out of memory, and every request still has its tokens."""
+    """A hundred steps in a row run out of memory, and every request still has its tokens."""
     engine = engine_for(most_rebuilds=100)
     Faults(engine, monkeypatch, reads=range(100))
     sequences = start(engine)
@@ -99,7 +99,7 @@ def test_a_hundred_losses_in_a_row_are_survived(wanted, monkeypatch):
 
 
 def test_losses_that_are_far_apart_are_survived_for_ever(wanted, monkeypatch):
-    """D1, with a clock that leaves time between them."""
+    """The clock leaves time between the losses."""
     ticks = count(step=200)
     engine = engine_for(clock=lambda: float(next(ticks)))
     Faults(engine, monkeypatch, reads=range(0, 100, 9))

@@ -137,7 +137,7 @@ def traces(examples):
 
 @traces(120)
 def test_a_trace_changes_no_bit_of_any_result(together, truths, trace, taken, losses, junk):
-    """B1, A2: hits, chunks, preemptions, aborts, neighbours, rows, lost caches: log-probabilities equal bit for bit."""
+    """Hits, chunks, preemptions, aborts, neighbours, rows and lost caches change no bit of a log-probability."""
     check(together, truths, trace, taken, losses, junk)
 
 

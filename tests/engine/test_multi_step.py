@@ -93,7 +93,7 @@ def serve(engine, requests, aborts=()):
     ids=["2", "4, in turn", "8", "4, choosy"],
 )
 def test_tokens_are_those_of_the_oracle_however_many_steps_are_sent_at_once(steps, wish, overlap):
-    """A1: stops in the middle, limits in the middle, arrivals and prefix hits between bursts."""
+    """Rows stop or reach their limit in the middle of a burst; requests arrive and hit prefixes between bursts."""
     requests = requests_of(wish)
     engine = engine_for(steps_per_launch=steps, overlap=overlap)
     sent = watch(engine)
@@ -181,7 +181,7 @@ def test_rows_whose_stop_ids_are_blocked_take_one_step_at_a_time():
 
 
 def test_a_burst_without_memory_is_not_sent_again_and_costs_no_token():
-    """Reliability D1: single steps, which need less, go on."""
+    """Single steps, which need less, go on."""
     engine = engine_for(steps_per_launch=4)
     sent, step = watch(engine), engine.executor.step
 

@@ -354,7 +354,7 @@ TestSchedulerMachine.settings = settings(
 
 
 def test_several_steps_at_once_read_and_write_what_single_ones_would():
-    """A2: beside arrivals, aborts, losses and tiny pools; what was planned at once may be sent one by one."""
+    """Requests arrive, abort and lose caches in tiny pools. Steps that were planned together may be sent one by one."""
     draw, bursts = random.Random(4), 0
     for _ in range(40):
         serving = Serving(prefix=draw.random() < 0.8)

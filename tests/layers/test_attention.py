@@ -107,7 +107,7 @@ def test_a_chunk_and_a_decode_step_equal_dense_attention(window):
 
 
 def test_only_the_new_tokens_slots_change():
-    # S1-01, T-05: every other element stays bit-identical, padding writes nothing.
+    # Every other element stays bit-identical, padding writes nothing.
     before = pages()
     batch, tables = one_row([2, 3, 4])
     after, _ = run(parameters(), before, normal(8, 4, HIDDEN), batch, tables)
@@ -129,7 +129,7 @@ def test_pages_may_be_narrower_than_the_parameters():
 
 @pytest.mark.parametrize("decode", [False, True])
 def test_the_implementation_is_handed_to_the_ops(decode):
-    # S1-12: one choice for the whole model; a name the ops do not know is refused by them.
+    # The whole model has one implementation. The ops refuse a name that they do not know.
     batch, tables = one_row([5], decode=decode)
     x = normal(8, 2, HIDDEN)
     _, wanted = run(parameters(), pages(), x, batch, tables)

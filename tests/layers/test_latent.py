@@ -1,4 +1,4 @@
-"""The two ways to attend to latents agree, and each reads only what it may (S3-01, S3-02, S3-06)."""
+"""The two ways to attend to latents agree, and each reads only what it may."""
 
 from functools import partial
 
@@ -75,7 +75,7 @@ def oracle(params, q, key, latent):
 
 @pytest.mark.parametrize(("dtype", "value_dim"), [("float32", 28), ("bfloat16", 12)])
 def test_both_ways_equal_attention_over_keys_and_values_written_out(dtype, value_dim):
-    # S3-02. Values are narrower than keys, or wider; rows are ragged, and one is empty.
+    # Values are narrower than keys, or wider; rows are ragged, and one is empty.
     latent = LatentConfig(kv_lora_rank=32, rope_dim=8, nope_dim=16, value_dim=value_dim)
     params, q, key, pages, table = case(latent, dtype)
     tables = PagedTables(page_table=table, write_slots=jnp.arange(TOKENS))
@@ -90,7 +90,7 @@ def test_both_ways_equal_attention_over_keys_and_values_written_out(dtype, value
 
 
 def test_rows_of_a_step_do_not_see_each_other_expanded():
-    # S3-06, S3-07: neighbours and padding full of NaN change no bit.
+    # Neighbours and padding full of NaN change no bit.
     latent = LatentConfig(kv_lora_rank=32, rope_dim=8, nope_dim=16, value_dim=12)
     params, q, key, _, _ = case(latent, "float32")
     attend = jax.jit(partial(attend_expanded, latent=latent, scale=SCALE))

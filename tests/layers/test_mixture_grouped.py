@@ -53,7 +53,7 @@ def test_many_tokens_are_asked_for_in_blocks(monkeypatch):
 
 
 def test_tokens_do_not_see_each_other_not_even_broken_ones():
-    """S5-41, as far as this layer goes: the places of a token's rows change with its neighbours, and no bit else."""
+    """The places of a token's rows change with its neighbours. No bit of its result does."""
     mixture = CASES["nemotron"]
     params, x = drawn(mixture)
     run = jax.jit(
@@ -65,7 +65,7 @@ def test_tokens_do_not_see_each_other_not_even_broken_ones():
 
 
 def test_a_kernel_that_cannot_run_is_not_replaced():
-    """A-14: it was asked for by name."""
+    """An implementation that was asked for by name has no fallback."""
     mixture = CASES["granite"]
     params, x = drawn(mixture)
     with pytest.raises(Unsupported, match="grouped_matmul"):
@@ -75,7 +75,7 @@ def test_a_kernel_that_cannot_run_is_not_replaced():
 
 
 def test_models_on_our_kernels_take_it_and_others_do_not(monkeypatch):
-    """A-14: sizes that the kernel does not take are told of as a fallback."""
+    """Sizes that the kernel does not take are recorded as a fallback."""
     monkeypatch.setattr(mosaic_gpu, "why_not", mosaic_gpu.refusal)
     mixture = MixtureConfig(experts=6, top_k=2, size=64, gated=True)
 
@@ -99,7 +99,7 @@ def test_models_on_our_kernels_take_it_and_others_do_not(monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [1, 9, 40, 300])
 def test_the_kernel_says_what_the_experts_say(tokens):
-    """Windows of 16, 32 and 128 rows; a token beside broken ones, whose rows lie elsewhere, keeps its bits (S5-41)."""
+    """With windows of 16, 32 and 128 rows, a token beside broken ones, whose rows lie elsewhere, keeps its bits."""
     mixture = MixtureConfig(experts=16, top_k=4, size=192, gated=True)
     draw = np.random.default_rng(3)
     shapes = {"router": (16, 128), "experts_up": (16, 384, 128), "experts_down": (128, 16, 192)}

@@ -72,7 +72,7 @@ def test_norm_takes_any_leading_axes_and_zeros_stay_zero():
 
 @pytest.mark.parametrize("token", [-1, 11, 2**31 - 1])
 def test_an_id_outside_the_table_gives_zeros_and_no_neighbours_row(token):
-    # T-03: -1 would wrap around to the last row.
+    # -1 would wrap around to the last row.
     table = normal(11, 8)
     got = embed(table, jnp.asarray([3, token], jnp.int32))
     np.testing.assert_array_equal(got[0], table[3])

@@ -89,7 +89,7 @@ def test_dynamic_angles_equal_transformers_below_and_beyond_the_original_context
 
 
 def test_dynamic_angles_depend_on_the_tokens_own_row_alone():
-    # S1-06: the second token's row is far longer; the first token must not notice.
+    # The second token's row is far longer, which must not change the first token.
     alone = angles_of(DYNAMIC, [30], [31])
     beside = angles_of(DYNAMIC, [30, 500], [31, 501])
     long = angles_of(DYNAMIC, [30], [501])

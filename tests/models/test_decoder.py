@@ -1,4 +1,4 @@
-"""What must be true of the traced and compiled forward pass, whatever the family (T-01, T-04, T-05, T-06, S1-06)."""
+"""The traced and compiled forward pass of every family: no host value in it, updates in place, rows independent."""
 
 import re
 from dataclasses import replace
@@ -88,7 +88,7 @@ def test_random_parameters_have_the_promised_tree_in_and_out_of_a_jit(model):
 
 
 def test_one_trace_serves_all_lengths_and_pages(model, params):
-    # T-01: nothing that a host knows about lengths, slots or pages is baked into the program.
+    # The program holds no length, slot or page as a constant.
     traced = chex.assert_max_traces(n=1)(run_step.__wrapped__)
     step = jax.jit(traced, static_argnums=0)
     for seed, lengths in enumerate([(3, 7, 1), (1, 0, 0), (9, 2, 5)]):
@@ -101,7 +101,7 @@ def test_one_trace_serves_all_lengths_and_pages(model, params):
 
 @pytest.mark.parametrize("decode", [False, True])
 def test_a_donated_cache_is_updated_in_its_own_memory(model, params, decode):
-    # T-06: every leaf of the cache goes out in the place it came in by.
+    # Every leaf of the cache is the output in the place of its input.
     driver = Driver(model, params, **SMALL)
     batch = driver.batch([[1], [2], [3]], decode=decode)
     compiled = run_step.lower(model, params, driver.cache, batch).compile()
@@ -117,7 +117,7 @@ def test_a_donated_cache_is_updated_in_its_own_memory(model, params, decode):
 
 @pytest.mark.parametrize("decode", [False, True])
 def test_no_write_to_the_cache_can_be_clamped(model, params, decode):
-    # T-04: dynamic_update_slice would move an out-of-range write onto the last slot.
+    # dynamic_update_slice would move an out-of-range write onto the last slot.
     driver = Driver(model, params, **SMALL)
     batch = driver.batch([[1], [2], [3]], decode=decode)
     found = equations(model.forward, params, driver.cache, batch)
@@ -150,7 +150,7 @@ def test_each_layer_writes_the_pages_of_its_own_group(model, params):
 
 
 def test_rows_do_not_see_each_other(model, params):
-    # S1-06: the same bits whatever the other rows hold.
+    # The bits of a row do not depend on the other rows.
     def run(neighbours):
         driver = Driver(model, params, **SMALL)
         prefilled = driver.prefill([neighbours[0], prompt(4), neighbours[1]])[1]
@@ -164,7 +164,7 @@ def test_rows_do_not_see_each_other(model, params):
 
 
 def test_padding_and_foreign_pages_never_reach_an_answer(model, params):
-    # T-05: junk in every slot that is not the rows' own leaves the answer as it is, bit for bit.
+    # Junk in every slot that is not the rows' own changes no bit of the result.
     clean, dirty = (Driver(model, params, **SMALL) for _ in range(2))
     dirty.cache = jax.tree.map(lambda array: jnp.full_like(array, jnp.nan), dirty.cache)
     for driver in (clean, dirty):
@@ -173,7 +173,7 @@ def test_padding_and_foreign_pages_never_reach_an_answer(model, params):
 
 
 def test_the_page_size_changes_nothing_but_the_pages(model, params):
-    # S1-04: one page per row is the static cache.
+    # A static cache is a paged one with one page per row.
     wanted = Driver(model, params, **SMALL).prefill([prompt(9), prompt(6)])
     got = Driver(model, params, **SMALL | {"page_size": 32}).prefill([prompt(9), prompt(6)])
     for one, other in zip(got, wanted, strict=True):
@@ -204,7 +204,7 @@ def test_bfloat16_stays_near_float32(model, params):
 
 
 def test_the_models_implementation_reaches_the_ops(model, params):
-    # S1-12: one choice for the whole model.
+    # The whole model has one implementation.
     named = replace(model, implementation="xla")
     [wanted], [got] = (Driver(m, params, **SMALL).prefill([prompt(5)]) for m in (model, named))
     np.testing.assert_array_equal(got, wanted)

@@ -1,4 +1,4 @@
-"""What must be true of a forward pass with states beside pages, whatever the family (T-05, T-06, S5-29, S5-31)."""
+"""Forward passes of every family with states beside pages: updates in place, rows independent, padding inert."""
 
 import re
 from dataclasses import replace
@@ -61,7 +61,7 @@ def test_layers_share_states_and_pages_by_what_they_remember(model):
 
 @pytest.mark.parametrize("decode", [False, True])
 def test_a_donated_cache_is_updated_in_its_own_memory(model, params, decode):
-    # T-06: states too go out in the place they came in by.
+    # Each array of states too is the output in the place of its input.
     driver = Driver(model, params, **SMALL)
     batch = driver.batch([[1], [2], [3]], decode=decode)
     compiled = run_step.lower(model, params, driver.cache, batch).compile()
@@ -75,7 +75,7 @@ def test_a_donated_cache_is_updated_in_its_own_memory(model, params, decode):
 
 
 def test_padding_and_foreign_states_never_reach_an_answer(model, params):
-    # T-05, S5-31: junk in every state and page but the zero state leaves the answer as it is, bit for bit.
+    # Junk in every state and page but the zero state changes no bit of the result.
     clean, dirty = (Driver(model, params, **SMALL) for _ in range(2))
     junk = [
         jnp.full_like(array, jnp.nan).at[0].set(0 if role in ("conv", "ssm") else jnp.nan)
@@ -90,7 +90,7 @@ def test_padding_and_foreign_states_never_reach_an_answer(model, params):
 
 
 def test_a_row_without_tokens_and_padding_change_no_state(model, params):
-    # S5-29, S5-31: the zero state stays zero, and nobody else's state is touched.
+    # The zero state stays zero, and no other row's state is written.
     driver = Driver(model, params, **SMALL)
     driver.prefill([prompt(5), prompt(6, 1), prompt(3, 2)])
     before = {
@@ -108,7 +108,7 @@ def test_a_row_without_tokens_and_padding_change_no_state(model, params):
 
 
 def test_rows_do_not_see_each_other(model, params):
-    # S1-06, S5-41: the same bits whatever the other rows hold.
+    # The bits of a row do not depend on the other rows.
     def run(neighbours):
         driver = Driver(model, params, **SMALL)
         prefilled = driver.prefill([neighbours[0], prompt(4), neighbours[1]])[1]
@@ -121,7 +121,7 @@ def test_rows_do_not_see_each_other(model, params):
 
 
 def test_a_split_on_the_grid_changes_no_bit_of_a_state(model, params):
-    # T-32: both runs scan chunks 0-3, 4-7, 8-11, so what the third layer hands on is the same.
+    # Both runs scan the chunks 0-3, 4-7 and 8-11, so the output of the third layer is the same.
     whole, split = (Driver(model, params, **SMALL) for _ in range(2))
     tokens = prompt(11)
     whole.prefill([tokens])
@@ -138,7 +138,7 @@ def test_a_split_on_the_grid_changes_no_bit_of_a_state(model, params):
 
 
 def test_a_copied_state_goes_on_as_the_original_does(model, params):
-    # S5-03: bit-exact in another row's place.
+    # The state is restored bit-exactly for another row.
     driver = Driver(model, params, **SMALL)
     driver.prefill([prompt(6), prompt(6)])
     [states] = driver.states
@@ -154,7 +154,7 @@ def test_a_copied_state_goes_on_as_the_original_does(model, params):
 
 
 def test_a_state_kept_on_the_way_is_one_to_go_on_from(model, params):
-    # S5-32: kept at a boundary of the scan's chunks in the middle of a step, and read again by its id (S5-23).
+    # The state is kept at a boundary of the scan's chunks in the middle of a step, and read again by its id.
     driver = Driver(model, params, **SMALL)
     tokens, [states] = prompt(11), driver.states
     # The state of a row that takes no part.

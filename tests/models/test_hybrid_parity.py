@@ -71,7 +71,7 @@ def test_greedy_tokens_equal_transformers_and_states_stepped_equal_states_scanne
 
 @pytest.mark.parametrize("name", THOROUGH)
 def test_a_prompt_in_pieces_gives_the_logits_of_transformers(made, name):
-    # On the grid of the scan's chunks and off it, with pieces shorter than the convolution (S5-28, S5-33).
+    # The cuts lie on the grid of the scan's chunks and off it; some pieces are shorter than the convolution.
     case, theirs, model, params = made(name)
     tokens = case.prompt(PROMPT)
     wanted = families.logits(theirs, tokens)
@@ -86,7 +86,7 @@ def test_a_prompt_in_pieces_gives_the_logits_of_transformers(made, name):
 
 @pytest.mark.parametrize("name", THOROUGH)
 def test_rows_of_unequal_lengths_equal_runs_of_their_own(made, name):
-    # S1-02, S1-06, S5-24: a fresh row, one that goes on and one that ended share a step.
+    # A fresh row, a continued one and one without tokens share a step.
     case, theirs, model, params = made(name)
     rows = [case.prompt(length, offset=length) for length in (3, 37, 19)]
     driver = driver_of(model, params)
@@ -98,7 +98,7 @@ def test_rows_of_unequal_lengths_equal_runs_of_their_own(made, name):
 
 @pytest.mark.parametrize("name", SERVED)
 def test_conversations_that_begin_from_kept_states_have_the_tokens_of_transformers(made, name):
-    # S5-03, S5-17, S5-18: at the end of a turn, where two prompts diverge and in a repeated prompt, off page ends.
+    # States are restored at the end of a turn, where two prompts diverge and in a repeated prompt, off page ends.
     case, theirs, model, params = made(name)
     engine = engine_of(
         network=(model, params),

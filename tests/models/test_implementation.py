@@ -1,4 +1,4 @@
-"""S1-12: one implementation for a whole model, decided before anything runs, with reasons that are told once."""
+"""A whole model has one implementation, chosen before anything runs, and its reasons are logged once."""
 
 import logging
 from dataclasses import replace

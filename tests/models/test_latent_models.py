@@ -53,7 +53,7 @@ def prompt(length, seed=0):
     ("latent", "rows", "decode"), [(RECORDS, 3, False), (RECORDS, 1, True), (LATENT, 1, True)]
 )
 def test_a_donated_cache_is_updated_in_its_own_memory_and_copied_nowhere(latent, rows, decode):
-    # T-06, T-08; the engine's tests audit steps of several rows over latents and over plain numbers.
+    # The engine's tests audit steps of several rows over latents and over plain numbers.
     network, params = model(latent, layers=2 if decode else 1)
     dtype = "fp8" if latent is RECORDS else "float32"
     driver = Driver(network, params, rows=rows, step_tokens=14, max_tokens=512, cache_dtype=dtype)
@@ -67,7 +67,7 @@ def test_a_donated_cache_is_updated_in_its_own_memory_and_copied_nowhere(latent,
 
 
 def test_latents_are_remembered_alone_whatever_is_asked_of_keys_and_values():
-    # S4-05: one array per layer, of kv_lora_rank + rope numbers.
+    # Each layer has one array, of kv_lora_rank + rope numbers.
     network, _ = model()
     [layer] = network.cache_specs(page_size=8, dtype="fp8")
     assert [(a.role, a.shape, a.dtype) for a in layer.spec.arrays] == [("key", (1, 32), "float32")]
@@ -75,7 +75,7 @@ def test_latents_are_remembered_alone_whatever_is_asked_of_keys_and_values():
 
 
 def test_layers_that_guess_further_tokens_share_the_map_and_the_budget():
-    # S4-07, S4-08: 61 layers and one more behind them.
+    # The model has 61 layers, and one more behind them.
     spec = mla(512, 64, dtype="bfloat16", page_size=64)
     main, guess = place([spec] * 61), place([spec], layer_offset=61)
     layout = group_layers((*main, *guess))
@@ -88,7 +88,7 @@ def test_layers_that_guess_further_tokens_share_the_map_and_the_budget():
 
 
 def test_a_model_at_a_layer_offset_lives_in_the_same_cache_and_disturbs_nobody():
-    # S4-08: what guesses further tokens uses the tables of the model that it guesses for.
+    # The layer that predicts further tokens uses the page tables of the model.
     (main, params), (guess, guess_params) = model(layers=2), model(layer_offset=2)
     assert [entry.layer for entry in guess.cache_specs(page_size=8, dtype="float32")] == [2]
     driver = Driver(main, params, max_tokens=32, step_tokens=16)
@@ -159,7 +159,7 @@ def rounded(queries):
 
 @pytest.mark.slow
 def test_records_say_the_same_to_an_expanded_step_and_to_its_readers():
-    # S3-02: an expanded step rounds its own tokens as the records do.
+    # An expanded step rounds its own tokens as the records do.
     wide = replace(RECORDS, index=replace(RECORDS.index, topk=64))
     network, params = model(wide)
     texts = [prompt(30), prompt(7, seed=1)]

@@ -28,7 +28,7 @@ def made(tmp_path_factory):
 
 @pytest.mark.parametrize("name", EVERY)
 def test_logits_of_all_positions_equal_transformers_absorbed_and_expanded(made, name):
-    # S3-02: the path may differ, the results agree.
+    # The two paths give the same results.
     case, theirs, model, params = made(name)
     tokens = case.prompt(PROMPT)
     wanted = families.logits(theirs, tokens)
@@ -44,7 +44,7 @@ def test_logits_of_all_positions_equal_transformers_absorbed_and_expanded(made, 
     [("v2-lite", True), pytest.param("v3", False, marks=pytest.mark.slow), ("v32", True)],
 )
 def test_greedy_tokens_equal_transformers_for_64_steps(made, name, fresh):
-    # S3-02: what an expanded prefill leaves in the pages serves the decode steps, which are absorbed.
+    # Decode steps, which are absorbed, read the pages that an expanded prefill wrote.
     case, theirs, model, params = made(name)
     tokens = case.prompt(PROMPT)
     wanted, lead = families.greedy(theirs, tokens, STEPS)
@@ -60,7 +60,7 @@ def test_greedy_tokens_equal_transformers_for_64_steps(made, name, fresh):
 @pytest.mark.parametrize("name", THOROUGH)
 @pytest.mark.parametrize("cut", [1, 8, 23])
 def test_a_prompt_behind_a_cached_prefix_gives_the_logits_of_transformers(made, name, cut):
-    # S3-01, A-12: part of a page, one page and several, written by an expanded step and read by an absorbed one.
+    # An expanded step writes part of a page, one page or several, and an absorbed step reads them.
     case, theirs, model, params = made(name)
     tokens = case.prompt(PROMPT)
     wanted = families.logits(theirs, tokens)
@@ -72,7 +72,7 @@ def test_a_prompt_behind_a_cached_prefix_gives_the_logits_of_transformers(made, 
 
 @pytest.mark.parametrize("name", THOROUGH)
 def test_rows_with_and_without_a_prefix_share_a_step(made, name):
-    # S3-01 (mixed in one batch), S3-12, S1-06: one row goes on, one decodes, one begins.
+    # One row continues, one decodes, one begins.
     case, theirs, model, params = made(name)
     rows = [case.prompt(length, offset=length) for length in (37, 9, 3)]
     driver = Driver(model, params, fresh=True)

@@ -56,7 +56,7 @@ def test_a_prompt_in_two_chunks_gives_the_logits_of_transformers(pair):
 
 
 def test_rows_of_unequal_lengths_equal_runs_of_their_own(pair):
-    # S1-02, S1-06: lengths are per row. The middle row is past the original context where rope is stretched.
+    # Each row has its own length. The middle row is past the original context where rope is stretched.
     case, theirs, model, params = pair
     rows = [case.prompt(length, offset=length) for length in (3, 37, 9)]
     driver = Driver(model, params)

@@ -26,7 +26,7 @@ def pair(tmp_path_factory):
 
 
 def test_one_program_serves_texts_on_both_sides_of_a_window(pair):
-    """S2-16, S2-11: lengths W - 1, W, W + 1 and 3 W, with and without tokens in the cache, through one executable."""
+    """One executable serves the lengths W - 1, W, W + 1 and 3 W, with and without tokens in the cache."""
     case, theirs, model, params = pair
     driver = Driver(model, params)
     lengths = (WINDOW - 1, WINDOW, WINDOW + 1)
@@ -41,7 +41,7 @@ def test_one_program_serves_texts_on_both_sides_of_a_window(pair):
 
 @pytest.mark.parametrize("more", [-1, 1])
 def test_another_window_gives_other_logits(pair, more):
-    """S2-11: the bound is exact: a token more or less is seen, and noticed by what the other tests compare."""
+    """The comparison of the other tests notices a window that is one token wider or narrower."""
     case, theirs, model, params = pair
     windows = tuple(None if reach is None else reach + more for reach in model.config.windows)
     wrong = build_model(replace(model.config, windows=windows))
@@ -63,7 +63,7 @@ def written(driver, before):
 
 
 def test_a_short_batch_after_a_long_one_writes_its_own_slots_alone(pair):
-    """S2-04, T-02 (SGLang #24743): padding writes nothing, in groups with windows and without."""
+    """SGLang #24743: padding writes nothing, in groups with windows and without."""
     _, _, model, params = pair
     driver = Driver(model, params, rows=8, max_tokens=16)
     driver.prefill([[row + 1, row + 2] for row in range(8)])
@@ -78,7 +78,7 @@ def test_a_short_batch_after_a_long_one_writes_its_own_slots_alone(pair):
 
 
 def test_each_layer_writes_where_its_own_group_says(pair):
-    """S2-03: slots of the windows move what their layers write, and nothing of the layers without."""
+    """The slots of a window's group move the writes of its layers, and none of the other layers."""
     _, _, model, params = pair
     group = next(g for g in Driver(model, params).layout.paged_groups if g.window is not None)
     results = []
@@ -96,7 +96,7 @@ def test_each_layer_writes_where_its_own_group_says(pair):
 
 
 def test_a_step_translates_no_slot(pair):
-    """S2-01, S2-02: the host says each group's slots in 32 bits, so no program gathers them or counts in 64."""
+    """The host gives each group's slots in 32 bits, so no program gathers them or uses 64-bit indices."""
     _, _, model, params = pair
     driver = Driver(model, params)
     batch = driver.batch([[1], [2], [3]], decode=True)

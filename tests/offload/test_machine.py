@@ -1,6 +1,6 @@
 """Random programs over two tiers: what the host has is true and whole, comes back whole or not at all, and in budget.
 
-`host_world` says what must hold (S4-20, S4-21, T-21, T-25, reliability 2.1).
+`host_world` checks what must hold after each operation.
 """
 
 import random

@@ -1,4 +1,4 @@
-"""Memory of the host, pinned or not: how it is had, what it costs, and that it is given back; S4-19, S4-20."""
+"""Memory of the host, pinned or not: how it is allocated, how many bytes it takes, and that it is freed."""
 
 import gc
 import logging
@@ -28,7 +28,6 @@ def test_memory_is_pinned_where_the_device_offers_it():
 
 
 def test_without_pinned_memory_copies_go_through_numpy_with_one_warning(monkeypatch, caplog):
-    # S4-17, T-37.
     monkeypatch.setattr(host_memory, "_why_not_pinned", lambda device: "it is Tuesday")
     with caplog.at_level(logging.WARNING):
         device = Device(PAGED, 6)
@@ -102,7 +101,7 @@ def test_where_memory_ends_before_the_budget_the_tier_grows_no_more(monkeypatch)
 
 
 def test_a_step_that_ran_out_of_memory_with_its_cache_does_not_shrink_the_tier(monkeypatch):
-    """Reliability row 2: what was read out of a lost cache tells the step's error, and the host has room as before."""
+    """A read from a lost cache raises the step's error, and the host has room as before."""
     host = Host(Device(PAGED, 24))
     room = host.tier.limit
     host.leave("gqa", range(4))
@@ -157,7 +156,6 @@ def test_memory_of_what_is_forgotten_is_given_back():
 
 
 def test_closing_frees_everything_goes_on_past_a_failure_and_may_be_repeated(monkeypatch):
-    # S4-19.
     host = Host(Device(PAGED, 6))
     host.leave("gqa", [1, 2, 3])
     host.transfers.flush()
@@ -180,7 +178,6 @@ def test_closing_frees_everything_goes_on_past_a_failure_and_may_be_repeated(mon
 
 
 def test_nothing_refers_to_memory_that_was_freed():
-    # S4-19.
     host = Host(Device(PAGED, 6))
     host.leave("gqa", [1, 2])
     host.transfers.flush()

@@ -1,4 +1,4 @@
-"""The books of the tier on the host, case by case: S4-18, S4-20, S4-21, T-25."""
+"""The books of the tier on the host, case by case."""
 
 import jaxtyping
 import pytest
@@ -43,7 +43,7 @@ def full_world(pages=4, host_bytes=60):
 
 
 def test_evicted_pages_still_match_and_come_back():
-    # S4-21: device, host, device.
+    # A page goes from the device to the host and back.
     world = full_world()
     serve(world, TEXT)
     evict_all(world)
@@ -59,7 +59,7 @@ def test_evicted_pages_still_match_and_come_back():
 
 
 def test_nothing_is_moved_for_a_checkpoint_that_no_room_could_be_made_for():
-    """S4-21, found by two million operations: as many checkpoints as there may be were on their way."""
+    """Two million random operations found this: the largest number of checkpoints was in transfer."""
     counts = {"group0": 12, "state0": 9, "sampling": 7}
     world = HostWorld(HYBRID, counts, host_bytes=120, checkpoints=1)
     serve(world, TEXT)
@@ -128,7 +128,7 @@ def test_what_lies_on_the_host_is_not_written_there_twice():
 
 
 def test_a_swap_in_for_which_there_is_no_room_changes_nothing():
-    # S4-21, T-25: None, and no mutation.
+    # The result is None, and nothing changes.
     world = full_world()
     serve(world, TEXT)
     evict_all(world)
@@ -143,7 +143,7 @@ def test_a_swap_in_for_which_there_is_no_room_changes_nothing():
 
 
 def test_pages_that_another_computed_meanwhile_are_wasted_and_free_again():
-    # S4-21: whoever inserts hears which ids are duplicates.
+    # The caller learns which ids are duplicates.
     world = full_world(pages=12, host_bytes=100)
     serve(world, TEXT)
     evict_all(world)

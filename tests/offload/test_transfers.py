@@ -1,4 +1,4 @@
-"""Bytes on their way between a cache and the host: S4-16, S4-17, T-21, T-37."""
+"""Bytes on their way between a cache and the host."""
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ from tests.engine.host_device import ALL, PAGED, Device, Host
 
 
 def test_every_array_of_every_variant_comes_back_bit_for_bit():
-    # S4-16: shuffled ids, other places, and nothing else is touched.
+    # The ids are shuffled, the targets are other places, and nothing else is written.
     device = Device(ALL, 9)
     host = Host(device)
     draw, before, moves = np.random.default_rng(1), {}, []
@@ -41,7 +41,7 @@ def test_every_array_of_every_variant_comes_back_bit_for_bit():
 
 @pytest.mark.slow
 def test_64_layers_of_256_pages_come_back_bit_for_bit():
-    # S4-16, FastDeploy's own case.
+    # This is FastDeploy's own case.
     layout = group_layers(place([gqa(1, 8, dtype="bfloat16", page_size=8)] * 64 + [sampling(5)]))
     device = Device(layout, 256)
     host = Host(device)
@@ -57,7 +57,7 @@ def test_64_layers_of_256_pages_come_back_bit_for_bit():
 
 
 def test_host_and_device_have_the_same_arrays_in_the_same_order():
-    # S4-16, T-21: one list of specs for both.
+    # Device and host have one list of specs.
     for group in ALL.groups:
         named = [array for array in ALL.arrays(counts_of(ALL, 2)) if array.group == group.name]
         shapes = unit_shapes(group)
@@ -74,7 +74,7 @@ def test_each_group_and_bucket_has_its_programs():
 
 
 def test_a_place_is_read_before_anything_is_written_there():
-    # S4-20: the read of what left is enqueued first, though a program writes the same page at once.
+    # The read of an evicted page is enqueued before a program that writes the page at once.
     device = Device(PAGED, 6)
     host = Host(device)
     before = device.units("gqa")
@@ -88,7 +88,7 @@ def test_a_place_is_read_before_anything_is_written_there():
 
 
 def test_nothing_and_mixtures_are_no_transfers():
-    # S4-20: an empty set of ids is refused.
+    # An empty set of ids is refused.
     with pytest.raises(ValueError, match=r"one group, at least one; got \[\]"):
         Transfer(True, (), 0)
     with pytest.raises(ValueError, match="of one group"):
@@ -100,7 +100,7 @@ def test_nothing_and_mixtures_are_no_transfers():
 
 
 def test_each_transfer_has_its_own_counters_and_its_own_failure(monkeypatch):
-    # S4-20: the failure is on the transfer that failed, and costs nobody else.
+    # The failure is recorded on its own transfer, and the others succeed.
     device = Device(PAGED, 24)
     host = Host(device)
     send, calls = HostMemory.send, []

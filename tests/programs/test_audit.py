@@ -72,7 +72,7 @@ def test_a_cache_that_is_not_donated_is_refused():
 
 
 def test_swapped_pools_are_refused():
-    # T-06: donation pairs equal shapes in order, so the aliases look right and only the data flow tells.
+    # Donation pairs equal shapes in order, so the aliases look right. Only the data flow shows the mistake.
     def swapped(weight, cache, slots):
         (keys, values), out = in_place(weight, cache, slots)
         return (values, keys), out
@@ -84,7 +84,7 @@ def test_swapped_pools_are_refused():
 
 
 def test_a_read_that_must_outlive_the_write_is_refused_as_a_copy():
-    # T-08: the old keys are read at places that the new values decide, so both must exist at once.
+    # The new values decide where the old keys are read, so both must exist at once.
     def read_late(weight, cache, slots):
         old_keys = cache[0]
         cache, out = in_place(weight, cache, slots)
@@ -184,7 +184,6 @@ def test_a_pool_laid_out_anew_is_noted_on_the_cpu_and_refused_elsewhere():
 
 
 def test_command_buffers_and_what_runs_outside_them_are_read_from_the_thunks():
-    # T-15
     lines = [
         "000: kCustomKernel [source] loop_gather_fusion",
         "001: kWhile [prev=000 (1)]",

@@ -66,7 +66,7 @@ def test_a_program_is_compiled_once_and_called_often():
         again = programs.get(key(), lambda: pytest.fail("built twice"))
         cache, out = again(params, cache, (ints * 7 + step) % PAGES, floats + step)
         assert again is program
-    assert compile_count() == before, "S3-10: nothing compiles while serving"
+    assert compile_count() == before, "nothing compiles while serving"
     np.testing.assert_array_equal(out, np.full((4, WIDTH), 2 * 15.0))
 
 
@@ -77,7 +77,6 @@ def test_the_counter_sees_a_compile():
 
 
 def test_compiling_leaves_the_cache_as_it_was():
-    # S1-09, T-17
     given = arguments()
     before = [np.asarray(pool).tobytes() for pool in given[1]]
     Programs().get(key(), lambda: Lowering(run, given))
@@ -103,7 +102,7 @@ def test_shapes_are_enough_to_compile():
 
 
 def test_the_lowered_program_is_the_same_in_every_process():
-    # S1-10: dict and hash order must not reach the program.
+    # The order of dicts and of hashes must not change the program.
     def digest(seed):
         here = str(Path(__file__).parent)
         script = (
@@ -136,7 +135,6 @@ def print_digest():
     ],
 )
 def test_a_call_refuses_dtypes_that_jax_would_cast(position, wrong, message):
-    # T-11, S1-11
     given = list(arguments())
     program = Programs().get(key(), lambda: Lowering(run, tuple(given)))
     given[position] = wrong
@@ -165,7 +163,6 @@ def test_a_call_with_another_shape_fails_before_the_cache_is_given_away():
     ],
 )
 def test_a_program_takes_typed_arrays_alone(position, wrong, message):
-    # T-14
     given = list(arguments())
     given[position] = wrong
     programs = Programs()
@@ -261,7 +258,7 @@ def test_an_argument_that_is_not_read_stays_an_argument():
 
 
 def test_weights_in_the_code_of_a_program_are_refused():
-    # T-01: a closure over the parameters would keep a second copy of them in the executable.
+    # A closure over the parameters would keep a second copy of them in the executable.
     weights = jnp.ones((600, 600))
 
     def closed(params, cache, ints, floats):
@@ -272,7 +269,6 @@ def test_weights_in_the_code_of_a_program_are_refused():
 
 
 def test_strict_mode_shows_the_difference_to_the_nearest_program():
-    # T-12
     programs = Programs(strict=True)
     programs.get(key(4), lambda: Lowering(run, arguments(4)))
     programs.get(key(8, features=Features(draws=True)), lambda: Lowering(run, arguments(8)))
@@ -319,7 +315,6 @@ def test_a_late_compile_is_counted_and_logged_when_not_strict(caplog):
 
 
 def test_the_manifest_is_sorted_and_has_times():
-    # S3-13, S3-14
     programs = Programs()
     for features in (Features(logprobs=2), Features()):
         for rows in (8, 4):
@@ -346,7 +341,6 @@ def builds(*sizes, function=run):
 
 
 def test_many_programs_are_those_that_each_alone_would_be():
-    """S3-16."""
     programs = Programs()
     one = programs.get(key(4), builds(4)[key(4)])
     made = programs.get_all(builds(16, 4, 8))

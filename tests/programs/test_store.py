@@ -78,7 +78,6 @@ def refuse_to_lower(monkeypatch):
 
 
 def test_a_stored_program_is_neither_lowered_nor_compiled_and_does_the_same(folder, monkeypatch):
-    """S3-14."""
     first = build()
     cold = [np.asarray(out) for out in first(*arguments())]
     assert not first.loaded

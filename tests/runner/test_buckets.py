@@ -8,7 +8,6 @@ from jaxkv.runner.buckets import bucket, power_of_two_buckets
 
 
 def test_the_maximum_is_always_a_bucket():
-    # S3-05
     assert power_of_two_buckets(1, 1000)[-1] == 1000
     assert power_of_two_buckets(1, 1000)[:-1] == (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
     assert power_of_two_buckets(16, 64) == (16, 32, 64)
@@ -25,7 +24,6 @@ def test_buckets_ascend_and_start_at_the_minimum_or_above(minimum, maximum):
 
 @given(st.integers(1, 2000), st.integers(1, 2000))
 def test_a_bucket_is_the_smallest_that_holds_the_size(size, maximum):
-    # S3-03
     sizes = power_of_two_buckets(1, maximum)
     if size > maximum:
         with pytest.raises(ValueError, match=f"{size} is more than the largest bucket, {maximum}"):
@@ -35,7 +33,7 @@ def test_a_bucket_is_the_smallest_that_holds_the_size(size, maximum):
 
 
 def test_nothing_has_no_bucket():
-    # S3-03: a step of no tokens is refused, not padded to one.
+    # A step of no tokens is refused, not padded to one.
     with pytest.raises(ValueError, match="no bucket for 0"):
         bucket(0, (1, 2))
     with pytest.raises(ValueError, match="at least 1"):
@@ -43,6 +41,5 @@ def test_nothing_has_no_bucket():
 
 
 def test_more_than_the_largest_bucket_is_an_error_with_the_numbers():
-    # S1-15
     with pytest.raises(ValueError, match="9 is more than the largest bucket, 8"):
         bucket(9, (2, 8))

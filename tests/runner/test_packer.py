@@ -71,7 +71,7 @@ def test_every_field_comes_back_under_its_own_name(packer):
 
 
 def test_padding_lies_past_the_end_and_no_two_rows_share_it(packer):
-    """T-03, T-05, T-31: padding writes nowhere, at places of its own, and is never negative."""
+    """The slots of padding are distinct, past the end, and never negative."""
     allocator = PageAllocator(LAYOUT, COUNTS)
     opened(allocator, 1, 3)
     rows = [Row(1, [1, 2, 3], 0, GREEDY)]
@@ -85,7 +85,7 @@ def test_padding_lies_past_the_end_and_no_two_rows_share_it(packer):
 
 
 def test_a_long_batch_leaves_nothing_behind_for_a_short_one(packer):
-    """T-02, S2-04, S3-09: the short batch packs to the same bytes before and after a long one."""
+    """The short batch packs to the same bytes before and after a long one."""
     allocator = PageAllocator(LAYOUT, COUNTS)
     for sequence in range(4):
         opened(allocator, sequence, 4)
@@ -108,7 +108,7 @@ def test_a_row_whose_prompt_goes_on_leaves_no_trace_in_the_sampling_group(packer
 
 
 def test_a_greedy_step_sends_one_array(packer):
-    """A-21: metadata crosses to the device in one int32 array; floats only if a row draws or penalises."""
+    """The metadata of a step is one int32 array; a float array is added only if a row draws or has penalties."""
     allocator = PageAllocator(LAYOUT, COUNTS)
     opened(allocator, 1, 1)
     ints, floats = packer.pack(
@@ -135,7 +135,7 @@ def test_a_greedy_step_sends_one_array(packer):
 )
 @pytest.mark.parametrize("decode", [False, True])
 def test_what_does_not_fit_is_refused_on_the_host(packer, row, shape, message, decode):
-    """S1-15: nothing is cut off; T-03: no id and no position reaches the device unchecked."""
+    """Nothing is cut off, and no id or position reaches the device unchecked."""
     allocator = PageAllocator(LAYOUT, COUNTS)
     opened(allocator, 1, 8)
     with pytest.raises(ValueError, match=message):
@@ -292,7 +292,7 @@ VERBS = st.lists(
 @given(VERBS)
 @settings(max_examples=150, deadline=None)
 def test_what_a_packer_remembers_of_earlier_steps_never_shows(verbs):
-    """T-02: pages that grew, were copied or changed hands, and entries with a new owner; a new packer says the same."""
+    """Pages grow, are copied or get another holder, and entries get another owner; a new packer packs the same."""
     old, allocator = Packer(LAYOUT, COUNTS, VOCAB), PageAllocator(LAYOUT, COUNTS)
     numbers, tokens, wishes = list(range(4)), {}, {}
     for verb, at in verbs:

@@ -40,7 +40,6 @@ def rows(*counts):
 
 @given(st.integers(1, 5000), st.integers(1, 8))
 def test_the_maximum_is_a_bucket_and_sizes_ascend(maximum, per_octave):
-    """S3-05."""
     sizes = token_buckets(maximum, per_octave=per_octave)
     assert sizes[-1] == maximum
     assert list(sizes) == sorted(set(sizes))
@@ -48,7 +47,7 @@ def test_the_maximum_is_a_bucket_and_sizes_ascend(maximum, per_octave):
 
 @given(st.integers(1, 3000), st.integers(1, 3000))
 def test_four_sizes_per_octave_pad_little(maximum, size):
-    """S3-04, for prompts that cannot be cut."""
+    """This holds for prompts that cannot be cut."""
     size = min(size, maximum)
     held = bucket(size, token_buckets(maximum, per_octave=4))
     assert held <= max(MOST_PADDING * size, LOOSE_TOKENS)
@@ -57,7 +56,7 @@ def test_four_sizes_per_octave_pad_little(maximum, size):
 @given(st.integers(LOOSE_TOKENS, 4000), st.integers(1, 4000), st.integers(0, 300))
 @settings(max_examples=300)
 def test_any_number_of_tokens_is_served_by_steps_that_pad_little(maximum, tokens, decoding):
-    """S3-03, S3-04: whatever is left goes on in the next step, and a step of its own always fits something."""
+    """The rest goes on in the next step, and a step of one prompt always has room for some of it."""
     sizes = token_buckets(maximum, per_octave=2)
     left = tokens
     while left:
@@ -72,8 +71,7 @@ def test_any_number_of_tokens_is_served_by_steps_that_pad_little(maximum, tokens
         assert step is None or decoding < step <= together
 
 
-def test_the_example_of_the_behaviours_is_cut():
-    """S3-04: 3208 tokens are never padded to 8192."""
+def test_3208_tokens_are_never_padded_to_8192():
     assert filled(1, 3208, (2816, 3072, 8192)) == 3072
     assert filled(1, 136, (128, 144, 2816, 3072, 8192)) == 136
     assert filled(1, 136, (2816, 3072, 8192)) is None
@@ -86,7 +84,7 @@ def test_coarse_sizes_end_in_the_maximum():
 
 @given(st.integers(1, 1024), st.integers(1, 1024), st.integers(2, 8))
 def test_rows_that_generate_are_padded_little(maximum, rows, factor):
-    """S3-04, S3-05: nobody can be left out of a step for the sake of its size, so there are sizes enough."""
+    """No row that generates is left out to fit a smaller program, so there are enough sizes."""
     sizes = row_buckets(maximum, factor)
     assert sizes[-1] == maximum
     assert list(sizes) == sorted(set(sizes))
@@ -97,7 +95,7 @@ def test_rows_that_generate_are_padded_little(maximum, rows, factor):
 @given(st.data(), st.sampled_from([FINE, COARSE]), st.sampled_from([100, 256]))
 @settings(max_examples=300, deadline=None)
 def test_no_step_is_padded_by_more_than_a_quarter_above_64_tokens(data, grain, max_rows):
-    """S3-04, over whatever a step may consist of: rows that generate, and prompts cut as the scheduler cuts them."""
+    """The steps have rows that generate, and prompts cut as the scheduler cuts them."""
     served = shapes(max_rows=max_rows, grain=grain)
     decoding = data.draw(st.integers(0, max_rows))
     prompts = data.draw(st.lists(st.integers(2, 1500), max_size=min(8, max_rows - decoding)))
@@ -120,7 +118,7 @@ def test_no_step_is_padded_by_more_than_a_quarter_above_64_tokens(data, grain, m
 
 @given(st.integers(2, COARSE.whole_up_to))
 def test_short_prompts_that_are_alone_are_not_cut_for_kernels(tokens):
-    """S3-15: the rest of a prompt of 100 tokens would take a second step as long as the first."""
+    """The rest of a prompt of 100 tokens would take a second step as long as the first."""
     assert shapes(grain=COARSE).fill(1, tokens) == tokens
 
 
@@ -141,7 +139,7 @@ def test_kernels_that_skip_padding_get_fewer_programs():
 )
 @settings(max_examples=200, deadline=None)
 def test_every_step_has_a_declared_program_that_holds_it(counts, total, decode, pinned, grain):
-    """S3-10, S3-17: what is declared is what runs, also with every shape pinned."""
+    """The declared programs are those that run, also with every shape pinned."""
     served = shapes(pinned=pinned, grain=grain)
     batch = rows(*([1] * len(counts) if decode else counts[:6]))
     declared = served.declare(batch, total_tokens=total)

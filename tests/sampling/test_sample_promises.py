@@ -40,7 +40,7 @@ def primitives(jaxpr):
 class TestRows:
     @pytest.mark.parametrize("rows", [1, 2, 3, 5, 8, 16, 33])
     def test_neither_neighbours_nor_place_nor_bucket_change_a_row(self, rows):
-        """S1-06 and S1-05 for the sampler: rows are permuted, removed and padded; equal bits, not nearly equal."""
+        """Rows are permuted, removed and padded. The bits of the others stay equal."""
         total, vocab = 33, 1000
         rng = np.random.default_rng(1)
         logits = np.asarray(random_logits(total, vocab))
@@ -79,7 +79,7 @@ class TestFailure:
     @pytest.mark.parametrize("bad", [np.nan, -np.nan, np.inf])
     @pytest.mark.parametrize("features", [Features(), DRAWS, FILTERS, ALL])
     def test_a_row_that_is_not_finite_fails_alone(self, features, bad):
-        """reliability 2.4: NaN must not become a plausible token, and never touches the neighbours."""
+        """NaN must not become a plausible token, and changes nothing for the neighbours."""
         rows, vocab = 6, 131
         logits = np.array(random_logits(rows, vocab))
         broken = logits.copy()
@@ -159,7 +159,7 @@ class TestPrograms:
         assert text.count(" top_k[") == 1
 
     def test_one_serves_all_values(self):
-        """T-01, T-13: seeds, options, slots and positions are arrays, so nothing is traced again."""
+        """Seeds, options, slots and positions are arrays, so nothing is traced again."""
         chex.clear_trace_counter()
         traced = jax.jit(chex.assert_max_traces(sample, n=1))
         for seed in range(3):
@@ -175,7 +175,7 @@ class TestPrograms:
             traced(random_logits(ROWS, seed=seed), batch, state, at(seed, 1, 2, 3))
 
     def test_results_are_typed(self):
-        """T-14: a weakly typed result would split the key of the next step's program."""
+        """A weakly typed result would split the key of the next step's program."""
         for features in (Features(), ALL):
             for aval in self.program(features).out_avals:
                 assert not aval.weak_type

@@ -81,6 +81,6 @@ def test_each_row_writes_as_many_tokens_as_it_takes_part_in_and_goes_on_to_its_n
 
 
 def test_a_token_that_lies_in_anothers_page_already_is_not_written_again():
-    """S5-24: a recurrent model computes it for its states alone; the page may be read by others with other bits."""
+    """A recurrent model computes the token for its states alone. Others may read the page, and would get other bits."""
     slots, _ = written_by(at(3, 3, 0), at(3, 2, 1), at(NOWHERE, 11, 16))
     assert slots[:8].tolist() == [0, 0, 0, 0, 12, 13, 0, 0]

@@ -47,7 +47,7 @@ GREEDY = SamplingParams(temperature=0.0)
 
 
 def junk_cache():
-    """A cache whose free places hold NaN (B3): whatever reads one of them fails loudly."""
+    """Returns a cache whose free places hold NaN, so that reading one of them shows."""
     cache = init_cache(LAYOUT, COUNTS)
     junk = tuple(
         jnp.full_like(array, jnp.nan) if array.dtype == jnp.float32 else array
@@ -97,7 +97,7 @@ class Runner:
 
 
 def test_the_scalar_replay_probe_reads_the_second_key():
-    """S1-03, N-02, T-01: replayed at length 2, keys read [1, 3]; a program that froze length 1 would read [3, 0]."""
+    """Replayed at length 2, keys read [1, 3]; a program that froze length 1 would read [3, 0]."""
 
     @jax.jit
     @partial(chex.assert_max_traces, n=1)
@@ -139,7 +139,7 @@ def assert_only_these_changed(run, before, rows):
 
 
 def test_a_step_writes_where_its_own_lengths_say_and_nowhere_else():
-    """S1-01, N-01: one executable at lengths [0, 3, 7], then [1, 4, 8], changes the places (row, length) alone."""
+    """One executable at lengths [0, 3, 7], then [1, 4, 8], changes the places (row, length) alone."""
     run = Runner(StepSpec(16, 4, (4,)))
     run(Row(1, [5, 6, 7], 0, GREEDY), Row(2, [8, 9, 10, 11, 12, 13, 14], 0, GREEDY))
     run.change_program(StepSpec(3, 3, (4,), decode=True))
@@ -155,7 +155,7 @@ def test_a_step_writes_where_its_own_lengths_say_and_nowhere_else():
 
 
 def test_a_row_at_capacity_is_refused_on_the_host_with_the_numbers():
-    """S1-07: its two pages are full, so its next token has no place; nothing runs, and the other row goes on."""
+    """Its two pages are full, so its next token has no place; nothing runs, and the other row goes on."""
     run = Runner(StepSpec(16, 4, (2,)))
     run(Row(0, [1, 2, 3, 4, 5], 0, GREEDY), Row(1, [8, 9, 10, 11, 12, 13, 14, 15], 0, GREEDY))
     run.change_program(StepSpec(2, 2, (2,), decode=True))
@@ -173,7 +173,7 @@ def test_a_row_at_capacity_is_refused_on_the_host_with_the_numbers():
 
 
 def test_padding_rows_of_a_short_batch_touch_nothing():
-    """S2-04, T-02, T-05, S3-06..09: after 8 rows, 3 rows in the same program change 3 places and no others."""
+    """After 8 rows, 3 rows in the same program change 3 places and no others."""
     run = Runner(StepSpec(8, 8, (4,), decode=True))
     run(*(Row(sequence, [sequence], 0, GREEDY) for sequence in range(8)))
     before = run.bits()
@@ -183,7 +183,7 @@ def test_padding_rows_of_a_short_batch_touch_nothing():
 
 
 def test_rows_answer_the_same_in_any_company_and_place():
-    """S1-06, T-18: bit for bit, since the program is the same."""
+    """The bits are equal, since the program is the same."""
     shape = StepSpec(16, 4, (4,))
     prompts = [[1, 2, 3], [4, 5, 6, 7, 8], [9]]
     together = Runner(shape)(*(Row(n, p, 0, GREEDY) for n, p in enumerate(prompts)))
@@ -205,7 +205,7 @@ def test_a_carried_token_is_the_one_sampled_last():
 
 
 def test_a_prompt_in_chunks_mixed_with_decode_equals_the_whole():
-    """S3-01, S3-12: a chunk with a cached prefix and a decode row share a step and agree with separate runs."""
+    """A chunk with a cached prefix and a decode row share a step and agree with separate runs."""
     whole = Runner(StepSpec(16, 4, (4,)))
     wanted = whole(Row(0, list(range(10)), 0, GREEDY))
     run = Runner(StepSpec(16, 4, (4,)))
@@ -217,7 +217,7 @@ def test_a_prompt_in_chunks_mixed_with_decode_equals_the_whole():
 
 
 def test_layers_keep_leaves_of_their_own():
-    """T-07: no stacked pool whose slices an update could copy; one leaf per layer and role."""
+    """Each layer and role has one leaf: an update of a slice of a stacked pool could copy the pool."""
     cache = init_cache(LAYOUT, COUNTS)
     assert cache.keys == (
         (0, "key"),

@@ -1,4 +1,4 @@
-"""Torch inside a jitted program: equal to the same in JAX, in place, and nothing kept (B-07)."""
+"""Torch inside a jitted program: equal to the same in JAX, in place, and nothing kept."""
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ from torch_bridge.inside import torch_function, torch_layer, why_not_captured
 pytestmark = pytest.mark.torch
 
 
-def test_b07_a_module_is_a_layer_of_a_jitted_step():
+def test_a_module_is_a_layer_of_a_jitted_step():
     torch.manual_seed(0)
     layer = torch.nn.Linear(8, 8)
     weight, bias = (p.detach().numpy() for p in layer.parameters())
@@ -27,7 +27,7 @@ def test_b07_a_module_is_a_layer_of_a_jitted_step():
     )
 
 
-def test_b07_arrays_are_updated_where_they_lie_and_results_come_first():
+def test_arrays_are_updated_where_they_lie_and_results_come_first():
     def remember(total, pages, new):
         pages[1] = new
         total.copy_(pages.sum())
@@ -44,7 +44,7 @@ def test_b07_arrays_are_updated_where_they_lie_and_results_come_first():
     assert float(pages[0].sum() + pages[2:].sum()) == 0.0
 
 
-def test_b08_bytes_come_as_bytes_inside_too():
+def test_bytes_come_as_bytes_inside_too():
     seen = []
 
     def look(out, numbers):
@@ -80,6 +80,6 @@ def test_positions_that_are_no_arguments_are_refused():
         torch_function(lambda x: None, in_place=[1])(jnp.ones(16))
 
 
-def test_b07_the_probe_says_why_nothing_is_captured_here():
+def test_the_probe_says_why_nothing_is_captured_here():
     if jax.default_backend() != "gpu":
         assert "no CUDA graphs" in why_not_captured()

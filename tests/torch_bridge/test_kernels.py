@@ -1,4 +1,4 @@
-"""Our ops on torch tensors: attention as it is defined, pools written, one graph under torch.compile (B-09, B-11)."""
+"""Our ops on torch tensors: attention as it is defined, pools written, one graph under torch.compile."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""Two allocators and two runtimes in one process, whichever comes first (B-10), and examples that run."""
+"""Two allocators and two runtimes in one process, whichever comes first, and examples that run."""
 
 import os
 import subprocess
@@ -46,14 +46,14 @@ def run(*command):
 
 
 @pytest.mark.parametrize("first", ["jax", "torch"])
-def test_b10_either_may_be_imported_first(first):
+def test_either_may_be_imported_first(first):
     code = EITHER_ORDER.format(first=first, second="torch" if first == "jax" else "jax")
     done = run("-c", code)
     assert done.stdout == "refused\n", done.stderr
 
 
 @pytest.mark.parametrize("shares", [(0.0, 0.5), (0.6, 0.6), (1.0, None), (0.96, None)])
-def test_b10_shares_that_do_not_fit_are_refused(shares):
+def test_shares_that_do_not_fit_are_refused(shares):
     with pytest.raises(ValueError, match="add up to at most 1"):
         memory.share_memory(*shares)
 

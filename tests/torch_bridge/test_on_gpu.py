@@ -61,13 +61,13 @@ def race(owner, iterations, cycles=SLEEP):
     return jax_saw, [tuple(pair) for pair in by_torch.tolist()]
 
 
-def test_b06_both_sides_see_each_others_writes_a_thousand_times():
+def test_both_sides_see_each_others_writes_a_thousand_times():
     jax_saw, torch_saw = race(owner(), 1000)
     assert jax_saw == [(i, i) for i in range(1000)]
     assert torch_saw == [(i + 0.5, i + 0.5) for i in range(1000)]
 
 
-def test_b06_the_race_is_lost_without_the_fence(monkeypatch):
+def test_the_race_is_lost_without_the_fence(monkeypatch):
     done = jnp.zeros(64).block_until_ready()
     monkeypatch.setattr(lease_module, "fence", lambda device: done)
     # Long enough for a host that is busy with other things.
@@ -75,7 +75,7 @@ def test_b06_the_race_is_lost_without_the_fence(monkeypatch):
     assert jax_saw != [(i, i) for i in range(20)]
 
 
-def test_b06_torch_waits_for_jax_to_have_read():
+def test_torch_waits_for_jax_to_have_read():
     held = owner()
     read = jax.jit(lambda cache, busy: cache.arrays[0].max() + 0 * busy[0, 0])
     grind = jax.jit(lambda x: jax.lax.fori_loop(0, 200, lambda _, y: jnp.tanh(y @ y), x))
@@ -92,7 +92,7 @@ def test_b06_torch_waits_for_jax_to_have_read():
     assert [float(x) for x in out] == list(range(20))
 
 
-def test_b01_a_lease_does_not_make_the_host_wait():
+def test_a_lease_does_not_make_the_host_wait():
     held = owner()
     with lease(held) as views:  # compiles
         views.commit()
@@ -106,7 +106,7 @@ def test_b01_a_lease_does_not_make_the_host_wait():
     torch.cuda.synchronize()
 
 
-def test_b02_b03_xla_would_refuse_a_donation_while_a_view_lives():
+def test_xla_would_refuse_a_donation_while_a_view_lives():
     held = owner()
     views = lease(held)
     kept = views["layer0.key"][1]
@@ -123,14 +123,14 @@ def test_b02_b03_xla_would_refuse_a_donation_while_a_view_lives():
 
 
 @pytest.mark.parametrize("offset", [1, 2, 4, 8])
-def test_b05_misaligned_memory_is_refused_before_xla_sees_it(offset):
+def test_misaligned_memory_is_refused_before_xla_sees_it(offset):
     tensor = torch.zeros(64, dtype=torch.uint8, device=CUDA)[offset:]
     with pytest.raises(ValueError, match="begins"):
         from_torch(tensor)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, inside inductor
-def test_b11_kernels_write_into_torchs_own_memory_and_agree_with_jax():
+def test_kernels_write_into_torchs_own_memory_and_agree_with_jax():
     pools = [torch.zeros(32, 16, 8, 128, dtype=torch.bfloat16, device=CUDA) for _ in range(2)]
     pointers = [pool.data_ptr() for pool in pools]
     new = [torch.randn(24, 8, 128, dtype=torch.bfloat16, device=CUDA) for _ in range(2)]
@@ -155,7 +155,7 @@ def test_b11_kernels_write_into_torchs_own_memory_and_agree_with_jax():
 
 
 @pytest.mark.parametrize("is_other", [False, True])
-def test_b06_a_lease_that_rests_is_ordered_whatever_streams_torch_uses(is_other):
+def test_a_lease_that_rests_is_ordered_whatever_streams_torch_uses(is_other):
     held = owner()
     kept = KeptLease(held)
     first = torch.cuda.Stream()
@@ -269,7 +269,7 @@ def test_generation_on_our_kernels_in_bfloat16_gives_sdpas_logits():
     torch.testing.assert_close(got[0], wanted[0], rtol=2e-2, atol=2e-2)
 
 
-def test_b07_torch_runs_inside_a_program_on_xlas_stream_and_in_place():
+def test_torch_runs_inside_a_program_on_xlas_stream_and_in_place():
     def double(pages):
         torch.cuda._sleep(SLEEP)
         pages.mul_(2)
@@ -282,7 +282,7 @@ def test_b07_torch_runs_inside_a_program_on_xlas_stream_and_in_place():
     assert float(pages.min()) == float(pages.max()) == 2.0 * (2**10 - 1)
 
 
-def test_b07_the_probe_says_whether_python_is_called_at_each_run():
+def test_the_probe_says_whether_python_is_called_at_each_run():
     reason = why_not_captured()
     print("captured:", reason or "yes")
     assert reason is None or "called Python" in reason

@@ -1,4 +1,4 @@
-"""Hostile model directories end in one line that names the file and the reason (R-S2, fault rows 26 and 27)."""
+"""Hostile model directories end in one line that names the file and the reason."""
 
 import json
 import os
@@ -366,7 +366,7 @@ def test_numbers_too_large_for_the_wished_dtype_are_refused(tmp_path, kit):
 def test_a_file_that_shrinks_after_its_header_was_read_is_an_error_not_a_signal(
     tmp_path, kit, monkeypatch
 ):
-    # Fault row 27. A mapped file would kill the process with SIGBUS here.
+    # A mapped file would kill the process with SIGBUS here.
     tensor_case(lambda tensors: None)(tmp_path, kit)
     original = jax.tree_util.keystr
     once = []

@@ -1,4 +1,4 @@
-"""Loading a model directory runs no code from it, unpickles nothing and opens no socket (R-S1)."""
+"""Loading a model directory runs no code from it, unpickles nothing and opens no socket."""
 
 import json
 import os

@@ -189,7 +189,7 @@ def test_a_config_describes_a_model_with_memory_and_parameters(family):
     chunks = {entry.spec.chunk_size for entry in specs if entry.spec.kind in ("mamba2", "delta")}
     assert chunks == {part.chunk_size}
     states = {array.role: array for entry in specs for array in entry.spec.arrays}
-    # S5-39: the state in float32, whatever the model is in.
+    # The state is float32 in every dtype of the model.
     recurrent = states.get("ssm") or states["delta"]
     assert (states["conv"].dtype, recurrent.dtype) == ("bfloat16", "float32")
     quantised = model.cache_specs(page_size=8, dtype="int8")

@@ -1,4 +1,4 @@
-"""Kernels that torch launches without XLA: XLA's numbers, on torch's streams, in torch's graphs (B-11)."""
+"""Kernels that torch launches without XLA: XLA's numbers, on torch's streams, in torch's graphs."""
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ def through_xla(tensors, **options):
 
 @pytest.mark.parametrize("window", [None, 100])
 @pytest.mark.parametrize(("rows", "width"), [(1, 64), (64, 16)])
-def test_b11_the_kernel_launched_by_torch_equals_the_kernel_launched_by_xla(rows, width, window):
+def test_the_kernel_launched_by_torch_equals_the_kernel_launched_by_xla(rows, width, window):
     tensors = decode_case(rows, width)
     options = {"scale": 0.1, "window": window, "soft_cap": None}
     launch = decode_kernel(*tensors, **options)
@@ -45,7 +45,7 @@ def test_b11_the_kernel_launched_by_torch_equals_the_kernel_launched_by_xla(rows
 
 
 @pytest.mark.parametrize(("rows", "width", "heads"), [(2, 1024, 32), (1, 512, 28), (16, 8, 28)])
-def test_b11_split_rows_and_odd_groups_need_no_xla(rows, width, heads):
+def test_split_rows_and_odd_groups_need_no_xla(rows, width, heads):
     kv_heads = 8 if heads == 32 else 4
     pool = torch.randn(2, 2048, 16, kv_heads, 128, device=CUDA)
     table = torch.randperm(2048, device=CUDA)[: rows * width].to(torch.int32).view(rows, width)
@@ -73,7 +73,7 @@ def test_b11_split_rows_and_odd_groups_need_no_xla(rows, width, heads):
 
 
 @pytest.mark.parametrize("window", [None, 100])
-def test_b11_packed_queries_need_no_xla(window):
+def test_packed_queries_need_no_xla(window):
     _, keys, values, table, _ = decode_case(3, 32)
     q = torch.randn(256, 32, 128, dtype=torch.bfloat16, device=CUDA)
     lengths = torch.tensor([100, 512, 31], dtype=torch.int32, device=CUDA)
@@ -89,7 +89,7 @@ def test_b11_packed_queries_need_no_xla(window):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.uint8])
 @pytest.mark.parametrize("tokens", [1, 40])
-def test_b11_rows_are_written_without_xla_and_nothing_else_is(dtype, tokens):
+def test_rows_are_written_without_xla_and_nothing_else_is(dtype, tokens):
     pools = [torch.randint(256, (64, 16, 8, 128), device=CUDA).to(dtype) for _ in range(2)]
     values = [torch.randint(256, (tokens, 8, 128), device=CUDA).to(dtype) for _ in range(2)]
     slots = torch.randperm(1024, device=CUDA)[:tokens]

@@ -1,4 +1,4 @@
-"""One memory under two names: what crosses without a copy, and what is refused, by name (B-05, B-08, B-09)."""
+"""One memory under two names: what crosses without a copy, and what is refused, by name."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -28,7 +28,7 @@ SHARED = [
 
 
 @pytest.mark.parametrize("dtype", SHARED)
-def test_b05_every_shared_dtype_crosses_both_ways_at_one_address(dtype):
+def test_every_shared_dtype_crosses_both_ways_at_one_address(dtype):
     array = jnp.arange(64).reshape(4, 16).astype(dtype)
     tensor = to_torch(array)
     assert str(tensor.dtype) == f"torch.{dtype}"
@@ -43,7 +43,7 @@ def test_b05_every_shared_dtype_crosses_both_ways_at_one_address(dtype):
 
 
 @pytest.mark.parametrize("dtype", SHARED)
-def test_b05_empty_tensors_cross(dtype):
+def test_empty_tensors_cross(dtype):
     assert from_torch(torch.zeros(0, 3, dtype=getattr(torch, dtype))).shape == (0, 3)
     assert to_torch(jnp.zeros((0, 3), dtype)).shape == (0, 3)
 
@@ -63,14 +63,14 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_b05_what_jax_would_copy_is_refused_by_name(name):
+def test_what_jax_would_copy_is_refused_by_name(name):
     make, message = REFUSED[name]
     with pytest.raises(NotZeroCopy, match=message):
         from_torch(make())
 
 
 @pytest.mark.parametrize("name", sorted(REFUSED.keys() - {"another device"}))
-def test_b05_a_copy_can_be_asked_for_and_shares_nothing(name):
+def test_a_copy_can_be_asked_for_and_shares_nothing(name):
     tensor = REFUSED[name][0]()
     array = from_torch(tensor, copy=True)
     wanted = tensor.detach().to_dense() if tensor.is_sparse else tensor.detach().resolve_conj()
@@ -79,12 +79,12 @@ def test_b05_a_copy_can_be_asked_for_and_shares_nothing(name):
         assert array.unsafe_buffer_pointer() != tensor.data_ptr()
 
 
-def test_b05_numbers_that_do_not_fit_are_not_narrowed_even_into_a_copy():
+def test_numbers_that_do_not_fit_are_not_narrowed_even_into_a_copy():
     with pytest.raises(ValueError, match=r"do not fit torch\.int32"):
         from_torch(torch.tensor([2**40]), copy=True)
 
 
-def test_b05_permuted_but_compact_tensors_are_shared():
+def test_permuted_but_compact_tensors_are_shared():
     tensor = torch.arange(64.0).reshape(2, 4, 8).transpose(0, 2)
     array = from_torch(tensor)
     assert array.unsafe_buffer_pointer() == tensor.data_ptr()
@@ -106,7 +106,7 @@ def test_what_torch_cannot_name_is_refused_on_the_way_out(dtype):
         to_torch(jnp.zeros((4, 4), dtype))
 
 
-def test_b08_bytes_and_back_is_no_conversion():
+def test_bytes_and_back_is_no_conversion():
     numbers = jnp.asarray([0.5, -2.0, 448.0, 0.0], "float8_e4m3fn")
     raw = as_bytes(to_torch(numbers))
     assert raw.dtype == torch.uint8

@@ -1,4 +1,4 @@
-"""A lease kept from forward to forward: one exchange while JAX does nothing, no promise less (B-01..B-04)."""
+"""A lease kept from forward to forward: one exchange while JAX does nothing, with all promises of a lease."""
 
 import subprocess
 import sys
@@ -55,7 +55,7 @@ def read_in_torch(owner):
 
 
 @pytest.mark.parametrize("use", USES)
-def test_b04_whoever_asks_has_what_torch_wrote_and_the_cache_again(owner, kept, use):
+def test_whoever_asks_has_what_torch_wrote_and_the_cache_again(owner, kept, use):
     old, before = owner.handle(), [a.unsafe_buffer_pointer() for a in owner.handle().cache.arrays]
     for _ in range(3):
         add_in_torch(kept, 2)
@@ -70,7 +70,7 @@ def test_b04_whoever_asks_has_what_torch_wrote_and_the_cache_again(owner, kept, 
     assert float(owner.handle().cache.arrays[0].max()) == 6.5 + (use == "run")
 
 
-def test_b01_views_are_the_same_from_forward_to_forward(kept):
+def test_views_are_the_same_from_forward_to_forward(kept):
     first = kept.borrow()
     pointers = [view.data_ptr() for view in first.values()]
     kept.put_down(first)
@@ -81,7 +81,7 @@ def test_b01_views_are_the_same_from_forward_to_forward(kept):
 
 
 @pytest.mark.parametrize("use", USES)
-def test_b02_any_use_between_borrow_and_put_down_names_the_lease(owner, kept, use):
+def test_any_use_between_borrow_and_put_down_names_the_lease(owner, kept, use):
     for _ in range(2):
         views = kept.borrow()
         with pytest.raises(CacheLeased, match=r"torch, at .*test_kept_lease\.py:\d+"):
@@ -98,7 +98,7 @@ KEEPING = {
 
 
 @pytest.mark.parametrize("keep", KEEPING)
-def test_b03_what_torch_keeps_is_found_when_it_is_put_down(owner, kept, keep):
+def test_what_torch_keeps_is_found_when_it_is_put_down(owner, kept, keep):
     add_in_torch(kept, 1)
     views = kept.borrow()
     held = KEEPING[keep](views["layer1.value"])
@@ -111,7 +111,7 @@ def test_b03_what_torch_keeps_is_found_when_it_is_put_down(owner, kept, keep):
     assert float(owner.run(add_one)) == 1
 
 
-def test_b03_what_torch_took_while_nobody_looked_is_found_when_jax_asks(owner, kept):
+def test_what_torch_took_while_nobody_looked_is_found_when_jax_asks(owner, kept):
     add_in_torch(kept, 1)
     held = kept._lease["layer0.key"][0]
     for use in (lambda: owner.run(add_one), kept.borrow, owner.handle):

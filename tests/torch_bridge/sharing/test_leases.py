@@ -1,4 +1,4 @@
-"""JAX owns, torch borrows: one lease at a time, no view beyond it, no write that JAX is not told of (B-01..B-04)."""
+"""JAX owns, torch borrows: one lease at a time, no view after its end, and writes count once they are committed."""
 
 import gc
 
@@ -39,7 +39,7 @@ def pointers(owner):
     return [array.unsafe_buffer_pointer() for array in owner.handle().cache.arrays]
 
 
-def test_b01_views_are_the_buffers_themselves_by_name(owner):
+def test_views_are_the_buffers_themselves_by_name(owner):
     owner.run(add_one)
     before = pointers(owner)
     with lease(owner) as views:
@@ -59,7 +59,7 @@ def test_b01_views_are_the_buffers_themselves_by_name(owner):
     assert pointers(owner) == before
 
 
-def test_b04_a_commit_makes_writes_the_caches_value_in_place_and_grows_the_epoch(owner):
+def test_a_commit_makes_writes_the_caches_value_in_place_and_grows_the_epoch(owner):
     before, epoch, old = pointers(owner), owner.epoch, owner.handle()
     printed = str(old.cache.arrays[0][0, 0, 0, 0])
     with lease(owner) as views:
@@ -76,7 +76,7 @@ def test_b04_a_commit_makes_writes_the_caches_value_in_place_and_grows_the_epoch
         old.cache
 
 
-def test_b04_handles_of_before_are_deleted_so_nothing_stale_is_read(owner):
+def test_handles_of_before_are_deleted_so_nothing_stale_is_read(owner):
     array = owner.handle().cache.arrays[0]
     with lease(owner) as views:
         views["layer0.key"].fill_(3.0)
@@ -87,7 +87,7 @@ def test_b04_handles_of_before_are_deleted_so_nothing_stale_is_read(owner):
 
 
 @pytest.mark.parametrize("use", ["run", "take", "handle", "lease"])
-def test_b02_any_use_while_leased_names_the_place_of_the_lease(owner, use):
+def test_any_use_while_leased_names_the_place_of_the_lease(owner, use):
     views = lease(owner)
     uses = {
         "run": lambda: owner.run(add_one),
@@ -110,7 +110,7 @@ KEEPING = {
 }
 
 
-def test_b02_a_handle_of_before_cannot_be_read_while_leased(owner):
+def test_a_handle_of_before_cannot_be_read_while_leased(owner):
     handle = owner.handle()
     with lease(owner) as views:
         with pytest.raises(CacheLeased):
@@ -119,7 +119,7 @@ def test_b02_a_handle_of_before_cannot_be_read_while_leased(owner):
 
 
 @pytest.mark.parametrize("keep", KEEPING)
-def test_b03_whatever_torch_keeps_is_found_and_named(owner, keep):
+def test_whatever_torch_keeps_is_found_and_named(owner, keep):
     views = lease(owner)
     kept = KEEPING[keep](views["layer1.key"])
     with pytest.raises(LeaseLeaked, match=r"outlive the lease .*: layer1\.key\. Drop"):
@@ -131,7 +131,7 @@ def test_b03_whatever_torch_keeps_is_found_and_named(owner, keep):
     owner.run(add_one)
 
 
-def test_b03_a_cycle_that_python_has_not_collected_is_no_leak(owner):
+def test_a_cycle_that_python_has_not_collected_is_no_leak(owner):
     with lease(owner) as views:
         ring = [views["layer0.key"]]
         ring.append(ring)
@@ -139,7 +139,7 @@ def test_b03_a_cycle_that_python_has_not_collected_is_no_leak(owner):
         views.commit()
 
 
-def test_b03_a_numpy_view_of_before_blocks_the_lease_and_costs_nothing(owner):
+def test_a_numpy_view_of_before_blocks_the_lease_and_costs_nothing(owner):
     with lease(owner) as views:
         views["layer0.value"].fill_(2.0)
         views.commit()
@@ -153,7 +153,7 @@ def test_b03_a_numpy_view_of_before_blocks_the_lease_and_costs_nothing(owner):
         views.commit()
 
 
-def test_b04_a_write_lease_that_ends_otherwise_poisons(owner):
+def test_a_write_lease_that_ends_otherwise_poisons(owner):
     with pytest.raises(CachePoisoned, match="ended without commit"), lease(owner) as views:
         views["layer0.key"].zero_()
     assert owner.poisoned
@@ -277,7 +277,7 @@ def test_programs_may_read_leased_buffers_after_what_they_are_given(owner):
         views.commit()
 
 
-def test_t10_a_hundred_leases_move_no_buffer_and_allocate_no_other(owner):
+def test_a_hundred_leases_move_no_buffer_and_allocate_no_other(owner):
     before = pointers(owner)
     live = len(jax.live_arrays())
     for _ in range(100):
@@ -290,7 +290,7 @@ def test_t10_a_hundred_leases_move_no_buffer_and_allocate_no_other(owner):
     assert len(jax.live_arrays()) <= live + 4
 
 
-def test_b08_bytes_come_as_bytes():
+def test_bytes_come_as_bytes():
     layout = group_layers(
         place(
             [
