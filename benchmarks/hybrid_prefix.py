@@ -5,7 +5,8 @@
 
 Weights are random. `hybrid-first-token` has a prompt of which nothing, nine tenths or everything is kept.
 `hybrid-computed-tokens` has two traces: "repeated", two prompts that come twice each, and "branching", five prompts
-that share beginnings. Their counts do not depend on the depth, so the model has its first layers alone and compiles sooner.
+that share beginnings. Their counts do not depend on the depth, so the model has its first layers alone, which compile
+sooner.
 """
 
 import argparse

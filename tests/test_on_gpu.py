@@ -128,7 +128,7 @@ def test_the_engine_and_generate_agree_and_equal_xla_up_to_close_calls(params, p
 
 
 def test_float32_on_the_card_equals_float32_on_the_processor():
-    """B4's yardstick: TF32 would miss it by far."""
+    """Products in TF32 would exceed the tolerance by far."""
     params = MODEL.init_params(jax.random.key(2), jnp.float32)
     prompts = [list(range(20)), [5] * 7]
     wish = SamplingParams(temperature=0.0, max_tokens=8, logprobs=5)

@@ -93,7 +93,7 @@ def activated(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) -> n
 
 
 _RAGGED = Rows((3071, 512, 2049, 1024, 4096, 1536, 2048, 2048), (256, 0, 512, 0, 1024, 768, 0, 256))
-# Lengths 1, chunk - 1, chunk, chunk + 1 and 2 * chunk + 17 for chunks of 16 (S5-30), from positions in a chunk.
+# Lengths 1, chunk - 1, chunk, chunk + 1 and 2 * chunk + 17 for chunks of 16, from positions in a chunk.
 _CHUNKS = Rows((1, 15, 16, 17, 49, 0, 30), (0, 3, 16, 0, 15, 4, 17), 2, 5, snapshots=True)
 _CHUNKS_64 = Rows((1, 63, 64, 65, 145, 0, 90), (0, 3, 64, 0, 63, 4, 1), 1, 6, snapshots=True)
 

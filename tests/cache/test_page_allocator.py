@@ -307,7 +307,7 @@ def test_gqa_alone_needs_no_states():
 
 
 def test_what_a_sequence_holds_is_read_only_outside_of_the_allocator(allocator):
-    """F4 of the review: other files changed the records of the books."""
+    """Other code cannot change the records of the books."""
     computed(allocator, 1, 6)
     for view in (allocator.held(1), allocator.held_by([1])[0], allocator.view().sequences[1]):
         with pytest.raises(AttributeError):

@@ -1,4 +1,4 @@
-"""Reliability A1 at the size of tier C: two million operations, and everything that must hold checked after each.
+"""Two million random operations on allocator and index, and every promise checked after each.
 
 Eleven configurations (page sizes, windows, several groups, recurrent states, two tiers), each from twenty seeds. The
 worlds, and what must hold in them, are those of the short machines beside this file.

@@ -1,4 +1,4 @@
-"""B1 and A2 with arrays: through the same programs every result is equal bit for bit, whatever happened around it.
+"""Through the same programs every result is equal bit for bit, in every schedule and beside every neighbour.
 
 One engine serves trace after trace, so that prefix hits, evictions and pages full of another's numbers pile up.
 """
@@ -146,7 +146,6 @@ def test_a_trace_changes_no_bit_of_any_result(together, truths, trace, taken, lo
 def test_a_thousand_traces_change_no_bit_of_any_result(
     together, truths, trace, taken, losses, junk
 ):
-    """B1 at the size of tier C."""
     check(together, truths, trace, taken, losses, junk)
 
 

@@ -49,7 +49,7 @@ def test_prefixes_come_back_from_the_host_and_tokens_are_the_oracles():
 
 @pytest.mark.parametrize("seed", range(2))
 def test_many_at_once_get_the_oracles_tokens(seed):
-    """Reliability B1 under load: arrivals at random, preemptions, and a host that forgets too."""
+    """Requests arrive at random, are preempted, and the host evicts as well."""
     engine = engine_for(free_pages=14, host_bytes=12_000)
     draw = np.random.default_rng(seed)
     prompts = prompts_of(seed, beginnings=3, rounds=5, shared=24)

@@ -383,7 +383,7 @@ def test_several_steps_at_once_read_and_write_what_single_ones_would():
 
 @pytest.mark.slow
 def test_fifty_thousand_random_steps_lose_nobody_and_no_page():
-    """A2 at the size of tier C: arrivals, aborts, losses, suspects, and steps that had to leave some out."""
+    """Requests arrive, abort, lose caches and run alone after faults; some steps have no room for all."""
     draw, steps = random.Random(2), 0
     while steps < 50_000:
         serving = Serving(prefix=draw.random() < 0.8, budget=draw.choice([5, 12]))

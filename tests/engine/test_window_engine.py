@@ -90,7 +90,7 @@ def engine_of(model, programs, *, overlap=True, prefix_cache=True, **pages):
 
 
 def test_pools_have_room_for_all_tokens_of_the_bursts_under_way():
-    """S2: else windows that are as tight as the plan makes them would never leave pages for several steps at once."""
+    """Else windows that are as tight as the plan makes them would never leave pages for several steps at once."""
     decoder = Decoder(CONFIG)
     cache = CacheConfig(max_sequences=ROWS, page_size=PAGE)
     for steps, ahead in ((None, BUDGET), (2, BUDGET), (8, 8 * ROWS)):

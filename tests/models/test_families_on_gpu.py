@@ -98,7 +98,7 @@ def scores(model, params, cache_dtype):
 
 @pytest.mark.parametrize("name", CASES)
 def test_our_kernels_are_as_near_to_float32_as_xla(name):
-    """B4's yardstick for bfloat16: what both round costs them alike, and experts or keys that were close calls."""
+    """In bfloat16 both round alike, and may choose another expert or key where two are nearly equal."""
     family, options, cache_dtype = CASES[name]
     config = getattr(transformers, f"{family}Config")(**options).to_dict()
     model = build_model(read_config(config | {"torch_dtype": "bfloat16"}))

@@ -1,4 +1,4 @@
-"""No fallback is silent (S1-12): it has a reason, a count, and one line in the log."""
+"""No fallback is silent: it has a reason, a count, and one line in the log."""
 
 import logging
 

@@ -46,7 +46,7 @@ def races():
 
 @pytest.mark.parametrize("name", ["carries", "mixed", "five-taps", "decode-padding"])
 def test_interpreted_the_convolution_equals_the_oracle_without_a_race(name, races):
-    """S5-27, S5-28: states are read before they are written; ids below 0 are ids past the end."""
+    """States are read before they are written; ids below 0 count as ids past the end."""
     inputs = CONV[name].inputs(1)
     inputs["write_states"][-1] = -1
     if "cu_q_lens" not in inputs:
@@ -91,7 +91,7 @@ SCHEDULES = [Schedule(2, 3), Schedule(2, 2, exact=False), Schedule(1, 2)]
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_interpreted_the_scan_equals_the_oracle_without_a_race(schedule, races):
-    """S5-27, S5-30, S5-31, T-18: from a position inside a chunk, over its end, with snapshots and padding."""
+    """Rows begin inside a chunk and pass its end, with snapshots and padding."""
     inputs = SMALL_SCAN.inputs(3)
     result = under(schedule, inputs, interpret=True)
     state_oracle.assert_is_ssd(result, inputs, "bfloat16")
@@ -203,7 +203,6 @@ def test_they_lower_for_cuda_without_a_gpu(op, case):
 
 
 def test_what_they_cannot_take_is_refused_with_the_number_that_they_got():
-    """S1-12."""
 
     def refused(op, named, case, dtype="bfloat16", **changes):
         given = device(case.inputs(0, dtype)) | changes
@@ -263,7 +262,7 @@ def changed_states(pool):
 @pytest.mark.gpu
 @pytest.mark.parametrize("op", KERNELS)
 def test_states_past_two_to_the_31_elements_are_written_where_they_lie(op):
-    """T-30: the last state is stepped, and no other one is touched."""
+    """The last state is stepped, and no other one is written."""
     if op == "causal_conv":
         case = replace(CONV["b1-c4352"], rows=Rows((1,), (5,)))
         states = jnp.ones((2**18 + 1, 3, 4352), jnp.bfloat16)

@@ -86,7 +86,6 @@ INTERPRETED = {
 
 @pytest.mark.parametrize(("name", "blocks"), INTERPRETED.items(), ids=INTERPRETED)
 def test_interpreted_it_equals_the_oracle_without_a_race(name, blocks, races):
-    """T-18, T-20, T-33."""
     inputs = ROTARY[name].inputs(4)
     padding = np.flatnonzero(~real_tokens(inputs))
     inputs["slots"][padding[:1]] = -1
@@ -178,7 +177,6 @@ def test_a_row_of_any_length_is_cut_into_pieces_that_begin_where_a_load_may(leng
 
 
 def test_what_they_cannot_take_is_refused_with_the_number_that_they_got():
-    """S1-12."""
     fine = Geometry(8, 1, 64, 32, jnp.bfloat16, jnp.bfloat16)
     assert fine.refusal() is None
     for changes, named in (
@@ -245,7 +243,7 @@ def ones_in_the_last_page(pool):
 @pytest.mark.gpu
 @pytest.mark.parametrize("kernel", ["page_write", "rotary_write"])
 def test_slots_past_two_to_the_31_elements_are_written_where_they_lie(kernel):
-    """T-30, S1-17: 4.3 billion elements."""
+    """The pools have 4.3 billion elements."""
     pools = tuple(jnp.zeros((2**16 + 1, 64, 8, 128), jnp.bfloat16) for _ in "kv")
     slots = jnp.asarray([LAST + 63, LAST + 5], jnp.int32)
     if kernel == "page_write":

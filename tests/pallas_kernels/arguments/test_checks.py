@@ -29,14 +29,13 @@ def refused(op, message, **changes):
 @pytest.mark.parametrize("dtype", ["int64", "uint32", "float32"])
 @pytest.mark.parametrize("name", ["page_table", "seq_lens"])
 def test_tables_and_lengths_of_another_dtype_are_refused(op, name, dtype):
-    """S1-11: JAX would cast int64 in silence, and trace a second time elsewhere."""
+    """JAX would cast int64 in silence, and trace a second time elsewhere."""
     shape = (2, 1) if name == "page_table" else (2,)
     refused(op, f"{name} must be int32, got {dtype}", **{name: np.ones(shape, dtype)})
 
 
 @OPS
 def test_negative_ids_and_lengths_are_refused(op):
-    """T-03."""
     refused(op, "page_table holds a negative", page_table=np.array([[0], [-1]], np.int32))
     refused(op, "seq_lens holds a negative", seq_lens=np.array([1, -1], np.int32))
 
@@ -103,7 +102,6 @@ def test_the_first_implementation_without_a_reason_is_chosen():
 
 
 def test_a_refusal_carries_each_reason():
-    """S1-12."""
     reasons = {"fast": lambda: "needs sm90", "plain": lambda: "wants bfloat16"}
     with pytest.raises(Unsupported, match="op can run here: fast: needs sm90; plain: wants bfl"):
         choose("op", reasons, None)

@@ -33,7 +33,7 @@ def assert_is_oracle(result, inputs, dtype):
 
 @compared(COMPARED)
 def test_it_equals_the_oracle(implementation, case, dtype):
-    """S5-27, S5-28, S5-29, S5-31, S5-33, T-03, T-05: rows shorter than the window, none, padding, NaN elsewhere."""
+    """There are rows shorter than the window, rows without tokens and padding; unused places hold NaN."""
     inputs = case.inputs(1, dtype)
     result = compiled(partial(causal_conv, implementation=implementation), inputs)
     assert_is_oracle(result, inputs, dtype)
@@ -47,7 +47,7 @@ def test_the_reference_equals_the_oracle(case):
 
 @every_implementation
 def test_a_history_is_kept_by_a_row_shorter_than_the_window(implementation):
-    """S5-28: [e f] after [a b c d] keeps [c d e f]'s last three."""
+    """[e f] after [a b c d] keeps [c d e f]'s last three."""
     states = jnp.arange(1.0, 5.0, dtype=jnp.bfloat16)[None, 1:, None] * jnp.ones(
         (2, 1, 8), jnp.bfloat16
     )
@@ -65,7 +65,7 @@ def test_a_history_is_kept_by_a_row_shorter_than_the_window(implementation):
 @every_implementation
 @pytest.mark.parametrize("split", [1, 2, 3, 16, 37])
 def test_a_split_run_has_the_same_bits(implementation, split):
-    """S5-25: the second part starts from what the first one kept."""
+    """The second part starts from what the first one kept."""
     rows = Rows((40, 50), (0, 3))
     inputs = Case("", rows, 136, chunk_size=16).inputs(3)
     op = partial(causal_conv, implementation=implementation)
@@ -101,7 +101,7 @@ def test_one_token_each_has_the_bits_of_packed_rows(implementation):
 
 @every_implementation
 def test_rows_do_not_see_each_other(implementation):
-    """S5-41: the bits of a row do not depend on its neighbours or on its place."""
+    """The bits of a row do not depend on its neighbours or on its place."""
     inputs = Case("", Rows((33, 2, 20), (4, 1, 0), padding_tokens=3), 136).inputs(5)
     op = partial(causal_conv, implementation=implementation)
     out, _ = compiled(op, inputs)
@@ -130,7 +130,7 @@ def test_a_read_id_past_the_end_reads_zeros(implementation):
 @every_implementation
 @pytest.mark.parametrize("packed", [True, False])
 def test_a_donated_pool_is_written_in_place(implementation, packed):
-    """A-05: all bytes alias and nothing of the pool's size is copied."""
+    """All bytes alias, and no copy is as large as the pool."""
     case = Case("", Rows((1,) * 8, (3,) * 8), 136, packed=packed)
     inputs = case.inputs(7)
     arrays = {name: jnp.asarray(v) for name, v in inputs.items() if isinstance(v, np.ndarray)}
@@ -154,7 +154,6 @@ def refused(message, **changes):
 
 
 def test_tables_that_would_race_are_refused(as_in_production):
-    """S5-27, T-18."""
     ids = partial(np.array, dtype=np.int32)
     refused(
         "row 1 reads state 3, which row 0 writes", read_states=ids([1, 3]), write_states=ids([3, 2])
@@ -168,7 +167,6 @@ def test_tables_that_would_race_are_refused(as_in_production):
 
 
 def test_what_does_not_fit_is_refused_with_what_was_got(as_in_production):
-    """S1-11, T-03."""
     ids = partial(np.array, dtype=np.int32)
     refused("weight must have at least 2 taps, got 1", weight=np.zeros((1, 8), np.float32))
     refused(r"states must have shape \[any, 3, 8\]", states=np.zeros((9, 2, 8), np.float32))

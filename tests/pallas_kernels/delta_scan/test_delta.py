@@ -19,7 +19,7 @@ CHUNK, KEY_HEADS, HEADS, KEY_DIM, VALUE_DIM = 8, 2, 4, 8, 6
 CLOSE = {"rtol": 2e-5, "atol": 2e-5}
 CASES = {
     "fresh": Rows((19,)),
-    # S5-28, S5-29, S5-30: nothing, one token, a chunk, one more, several; some go on in the middle of a chunk.
+    # Rows have no token, one, a chunk, one more or several chunks; some continue in the middle of a chunk.
     "hostile": Rows(
         (0, 1, 8, 9, 7, 33, 0, 3),
         (5, 0, 8, 3, 0, 13, 0, 1),
@@ -101,7 +101,6 @@ def test_a_scan_is_the_recurrence_token_by_token(name, form):
 
 
 def test_a_split_at_a_chunk_has_the_same_bits():
-    # T-32
     inputs = inputs_of(CASES["fresh"])
     first, second = ({**inputs} for _ in range(2))
     tokens = ("qkv", "a", "b")
@@ -129,7 +128,7 @@ def test_an_update_is_a_scan_of_one_token():
 
 @pytest.mark.parametrize("rows", [1, 3])
 def test_an_update_writes_its_donated_pool_in_place(rows):
-    # T-06, T-08: also for a single row, which is one slice to XLA.
+    # This holds for a single row too, which XLA sees as one slice.
     inputs = inputs_of(Rows((1,) * rows, (3,) * rows))
     names = [name for name in inputs if name not in ("cu_q_lens", "seq_lens")]
     place = names.index("states")

@@ -71,7 +71,7 @@ def test_the_reference_keeps_it_too(case):
 
 @every_implementation
 def test_rows_do_not_see_each_other(implementation):
-    """S1-06 for the filters: permuted rows give permuted bounds, bit by bit."""
+    """Permuted rows give permuted bounds, bit by bit."""
     inputs = CASES[0].inputs(4)
     order = np.random.default_rng(0).permutation(CASES[0].rows)
     moved = {name: value[order] for name, value in inputs.items()}

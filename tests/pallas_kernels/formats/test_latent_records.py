@@ -68,7 +68,7 @@ def encode(latent, rope, **options):
 
 @both_scales
 def test_a_record_is_what_struct_packs(power_of_two):
-    """S4-06, S4-12: 656 bytes, latent, scales, rotary key, little-endian."""
+    """A record has 656 bytes: latent, scales and rotary key, little-endian."""
     latent, rope = latents(), ropes()
     latent[0] = 0
     latent[1, 3], latent[1, 128:256] = 448, np.linspace(-448, 448, 128)
@@ -80,7 +80,7 @@ def test_a_record_is_what_struct_packs(power_of_two):
 
 
 def test_known_bytes_of_known_tokens():
-    """S4-12: written down by hand, so that encoder and NumPy cannot be wrong together."""
+    """The bytes are written by hand, so that encoder and NumPy cannot be wrong together."""
     latent, rope = np.zeros((2, RANK), np.float32), np.zeros((2, ROPE), ml_dtypes.bfloat16)
     latent[1, :3], rope[1, 0] = (448, -1, 0.5), 1.0
     records = encode(latent, rope)
@@ -93,7 +93,7 @@ def test_known_bytes_of_known_tokens():
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @both_scales
 def test_a_group_that_is_no_number_says_so_to_every_reader(bad, power_of_two):
-    """S4-12: it never comes back as a number, and other groups and tokens do not notice."""
+    """It is never decoded as a number, and changes no other group or token."""
     latent, rope = latents(), ropes()
     clean = encode(latent, rope, power_of_two=power_of_two)
     latent[3, 200] = bad
@@ -106,7 +106,7 @@ def test_a_group_that_is_no_number_says_so_to_every_reader(bad, power_of_two):
 
 
 def test_what_is_too_large_for_fp8_saturates_before_the_cast():
-    """T-20: XLA casts what is above 464 to NaN; a quotient may round up to just above 448."""
+    """XLA casts what is above 464 to NaN; a quotient may round up to just above 448."""
     rng = np.random.default_rng(5)
     largest = rng.uniform(1, 2, 4096).astype(np.float32) * np.float32(1e6)
     latent = np.zeros((4096, 128), np.float32)
@@ -119,7 +119,7 @@ def test_what_is_too_large_for_fp8_saturates_before_the_cast():
 
 @both_scales
 def test_the_error_is_at_most_half_a_step(power_of_two):
-    """S4-15: of e4m3 times the scale; the rotary key comes back bit by bit."""
+    """The unit is that of e4m3 times the scale. The rotary key is decoded bit by bit."""
     latent, rope = latents(2), ropes(2)
     records = jnp.asarray(encode(latent, rope, power_of_two=power_of_two))
     planar = split_records(records, rank=RANK)
@@ -145,7 +145,7 @@ def test_packed_and_planar_are_the_same_bits():
 
 
 def test_records_are_written_at_real_slots_only():
-    """S4-14: padding slots change no byte."""
+    """Padding slots change no byte."""
     rng = np.random.default_rng(6)
     pool = rng.integers(0, 256, (4, 8, 1, 656)).astype(np.uint8)
     records = encode(latents(tokens=5), ropes(tokens=5))[:, None, :]
@@ -158,7 +158,7 @@ def test_records_are_written_at_real_slots_only():
 
 @both_scales
 def test_an_indexer_key_touches_its_own_bytes_and_its_scale(power_of_two):
-    """S4-13, S4-14: byte d of token t at `t * 128 + d` of a page, its scale behind all keys."""
+    """Byte d of token t lies at `t * 128 + d` of a page, its scale behind all keys."""
     rng = np.random.default_rng(7)
     pages = rng.integers(0, 256, (5, 16, 132)).astype(np.uint8)
     keys = rng.standard_normal((4, DIM)).astype(np.float32)

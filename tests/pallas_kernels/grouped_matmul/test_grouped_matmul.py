@@ -73,7 +73,7 @@ def test_any_sizes_that_add_up_are_right(ends):
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", REAL, ids=lambda case: case.name)
 def test_real_shapes_equal_the_oracle_and_repeat_bit_for_bit(case):
-    """S5-41: the order of all sums is fixed."""
+    """The order of all sums is fixed."""
     inputs = case.inputs(3)
     run = partial(call, grouped_matmul, refusal, inputs, "mosaic_gpu")
     result, again = run(), run()
@@ -84,7 +84,7 @@ def test_real_shapes_equal_the_oracle_and_repeat_bit_for_bit(case):
 @every_implementation
 @pytest.mark.parametrize("sizes", [(3, 0, 21, 9), (3, 0, 201, 90)], ids=["few", "many"])
 def test_rows_do_not_see_each_other(implementation, sizes):
-    """S5-41: equal bits beside NaN and infinity, in another order within a group, and in other company."""
+    """The bits are equal beside NaN and infinity, in another order within a group, and beside other rows."""
     case = Case("", sizes, 128, 128)
     inputs = case.inputs(4)
     run = partial(call, grouped_matmul, refusal, implementation=implementation)
@@ -106,7 +106,7 @@ def test_rows_do_not_see_each_other(implementation, sizes):
 
 
 def test_the_kernel_runs_unasked_where_it_can(monkeypatch):
-    """A-14: where it cannot, that is counted."""
+    """A fallback to XLA is counted."""
     inputs = SMALL["ragged"].inputs(1)
     with asking() as questions:
         compiled(lambda **given: grouped_matmul(**given), inputs)
@@ -133,7 +133,6 @@ def test_the_kernel_runs_unasked_where_it_can(monkeypatch):
     ],
 )
 def test_the_kernel_says_what_it_cannot_take(change, message):
-    """A-14."""
     sizes = {"rows": 29, "inner": 64, "out": 64} | change
     weight = jnp.zeros((6, sizes["out"], sizes["inner"]), jnp.bfloat16)
     x = change.get("x", jnp.zeros((sizes["rows"], sizes["inner"]), jnp.bfloat16))

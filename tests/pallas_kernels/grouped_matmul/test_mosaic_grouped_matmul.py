@@ -74,7 +74,7 @@ def test_interpreted_it_equals_the_oracle_without_a_race(name, races):
 
 
 def test_interpreted_no_row_is_stored_over_a_neighbour(races):
-    """S5-41: rows beside NaN keep their bits, and groups whose weights are NaN spoil no row but their own."""
+    """Rows beside NaN keep their bits, and a group whose weights are NaN changes its own rows alone."""
     case = Case("", (3, 6, 0, 7, 2), 64, 64)
     cuts = (16, 64, "weight", 64, 2, 2)
     inputs = case.inputs(2)

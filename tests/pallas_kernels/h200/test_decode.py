@@ -32,6 +32,5 @@ def test_keys_of_8_bits_leave_room_for_four_blocks_on_a_multiprocessor(reports):
 
 
 def test_no_pool_is_copied(reports):
-    """S1-17."""
     for name in ("batch 64", "fp8", "int8"):
         assert reports[name]["temp_bytes"] < 2**20, name

@@ -35,7 +35,7 @@ def test_the_scans_fit_their_warpgroups_and_no_products_are_serialised(reports):
 
 
 def test_donated_pools_are_neither_copied_nor_returned_elsewhere(reports):
-    """A-05, T-30: pools of up to 26 billion elements."""
+    """The pools have up to 26 billion elements."""
     for name, report in reports.items():
         assert report["alias_bytes"] == report["pool_bytes"], name
         assert report["copies"] == [], name

@@ -29,7 +29,7 @@ def test_they_spill_no_register_and_leave_room_for_several_blocks(reports):
 
 
 def test_donated_pools_are_neither_copied_nor_returned_elsewhere(reports):
-    """T-30, T-31: pools of 4.3 billion elements."""
+    """The pools have 4.3 billion elements."""
     for name, report in reports.items():
         assert report["alias_bytes"] == report["pool_bytes"], name
         assert report["copies"] == [], name
@@ -37,7 +37,7 @@ def test_donated_pools_are_neither_copied_nor_returned_elsewhere(reports):
 
 
 def test_they_join_one_command_buffer(reports):
-    """T-15: six layers are six launches of one graph."""
+    """The launches of six layers are nodes of one graph."""
     for name, report in reports.items():
         assert (report["command_buffers"], report["captured"]) == (1, 6), name
         assert report["outside"] == [], name

@@ -123,7 +123,7 @@ def test_a_broken_key_is_always_chosen(implementation):
 
 @every_implementation
 def test_rows_do_not_see_each_other(implementation):
-    """S1-06's rule: permuted rows give permuted results, bit by bit."""
+    """Permuted rows give permuted results, bit by bit."""
     case = next(case for case in CASES if case.name == "decode")
     inputs = case.inputs(5, "bfloat16")
     op = partial(index_topk, implementation=implementation)

@@ -39,7 +39,7 @@ def run(inputs, implementation):
 
 @compared(SMALL)
 def test_it_equals_the_oracle_and_reads_nothing_else(implementation, case, dtype):
-    """T-19: places that must not be read hold NaN; rows and tokens without keys come back as zeros."""
+    """Places that must not be read hold NaN; rows and tokens without keys give zeros."""
     inputs = case.inputs(1, dtype)
     assert_is_oracle(run(inputs, implementation), inputs, dtype)
 
@@ -63,7 +63,7 @@ def test_the_reference_equals_the_oracle(case):
 @every_implementation
 @pytest.mark.parametrize("packed", [False, True])
 def test_rows_do_not_see_each_other(implementation, packed):
-    """S1-06: the same rows in another order give the same bits."""
+    """The same rows in another order give the same bits."""
     rows = MIXED if packed else tuple((min(1, keys), keys) for _, keys in MIXED)
     case = Case(name="", rows=rows, packed=packed, padding_tokens=3 * packed, **KERNEL)
     inputs = case.inputs(5)
@@ -83,7 +83,7 @@ def test_rows_do_not_see_each_other(implementation, packed):
 
 @every_implementation
 def test_one_executable_serves_all_batches(implementation):
-    """S1-02: prefill, a chunk after a prefix and decode, in one trace."""
+    """One trace serves a prefill, a chunk after a prefix and decode."""
     case = Case(name="", rows=((10, 12), (1, 12), (1, 12)), packed=True, **KERNEL)
     base = case.inputs(6)
     chex.clear_trace_counter()  # it knows functions by their source, which the parametrisation repeats
@@ -139,7 +139,6 @@ def test_an_empty_call_returns_empty_arrays_or_nothing_seen(implementation, empt
     ],
 )
 def test_arguments_that_do_not_fit_are_refused_in_words(changes, message):
-    """S1-12."""
     inputs = Case(name="", rows=((1, 9), (1, 30)), **KERNEL).inputs() | changes
     with pytest.raises(ValueError, match=message):
         latent_attention(**inputs)

@@ -102,7 +102,7 @@ INTERPRETED_CASES = [
 
 @pytest.mark.parametrize(("case", "schedule", "factor"), INTERPRETED_CASES)
 def test_interpreted_it_equals_the_oracle_without_a_race(case, schedule, factor, races):
-    """T-33, T-19: whatever must not be read holds NaN, and a read out of bounds raises."""
+    """Places that must not be read hold NaN, and a read out of bounds raises."""
     inputs = case.inputs(1)
     inputs["q"] *= factor
     hide_unseen_pages(case, inputs)
@@ -149,7 +149,6 @@ def test_it_spills_no_register_and_its_products_overlap(reports):
 
 @pytest.mark.slow
 def test_no_pool_is_copied(reports):
-    """S1-17."""
     for name, report in reports.items():
         assert report["temp_bytes"] < 2**22, name
 
@@ -239,7 +238,6 @@ def test_pieces_cover_every_token_once_and_know_what_it_sees(seed, size):
 
 
 def test_what_it_cannot_take_is_refused_with_the_number_that_it_got():
-    """S1-12."""
     fine = Geometry(16, 576, 512, 16, jnp.bfloat16, False)
     assert fine.refusal() is None
     for changes, named in (
@@ -329,7 +327,7 @@ HOSTILE = {
 @pytest.mark.parametrize(("case", "schedule"), HOSTILE.values(), ids=HOSTILE)
 @pytest.mark.parametrize("factor", [1, 8])
 def test_it_equals_the_oracle_whatever_lies_in_unseen_places(case, schedule, factor):
-    """T-19, T-33; each time with the same bits; scores rise far, or hardly."""
+    """The bits are the same each time, for scores that rise far and for scores that hardly rise."""
     inputs = case.inputs(1)
     inputs["q"] *= factor
     hide_unseen_pages(case, inputs)
@@ -341,7 +339,7 @@ def test_it_equals_the_oracle_whatever_lies_in_unseen_places(case, schedule, fac
 
 @pytest.mark.gpu
 def test_pages_past_two_to_the_31_elements_are_read_where_they_lie():
-    """T-30: 2.4 billion numbers; the last page of a pool of zeros holds the only keys."""
+    """The pool has 2.4 billion elements, and its last page holds the only keys."""
     pool = jnp.zeros((2**16 + 1, 64, 1, 576), jnp.bfloat16)
     pool = jax.jit(lambda pool: pool.at[-1].set(1), donate_argnums=0)(pool)
     q = jnp.zeros((1, 16, 576), jnp.bfloat16)

@@ -29,7 +29,7 @@ def assert_same_bytes(pages, wanted):
 @every_implementation
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_it_writes_exactly_its_slots(implementation, case, dtype):
-    """S1-16 with tolerance 0; T-05: padding writes nothing, live or not."""
+    """The written values are bit-exact. Padding writes nothing, whether its values are finite or not."""
     inputs = case.inputs(1, dtype)
     program = jax.jit(page_write, static_argnames="implementation")
     written = program(**inputs, implementation=implementation)
@@ -44,7 +44,7 @@ def test_the_reference_equals_the_oracle(case):
 
 @every_implementation
 def test_any_slot_past_the_end_writes_nothing(implementation):
-    """T-04, T-05: nothing is clamped onto the last slot, however far out the slot is."""
+    """A slot far past the end is not clamped to the last one."""
     pages = (jnp.ones((2, 4, 3)),)
     slots = jnp.array([8, 9, 2**31 - 1], jnp.int32)
     written = page_write(pages, (jnp.zeros((3, 3)),), slots, implementation=implementation)
@@ -53,7 +53,7 @@ def test_any_slot_past_the_end_writes_nothing(implementation):
 
 @every_implementation
 def test_a_negative_slot_inside_a_trace_writes_nothing(implementation):
-    """T-03: JAX alone would wrap -1 to the last slot."""
+    """Plain JAX indexing would wrap -1 to the last slot."""
     pages = (jnp.ones((2, 4, 3)),)
     program = jax.jit(page_write, static_argnames="implementation")
     slots = jnp.array([-1, -4, -8, -9], jnp.int32)
@@ -63,7 +63,6 @@ def test_a_negative_slot_inside_a_trace_writes_nothing(implementation):
 
 @every_implementation
 def test_slot_zero_is_a_slot_like_any_other(implementation):
-    """T-29."""
     slots = jnp.array([0], jnp.int32)
     (pool,) = page_write((jnp.ones((2, 4)),), (jnp.zeros(1),), slots, implementation=implementation)
     np.testing.assert_array_equal(np.flatnonzero(pool == 0), [0])
@@ -80,7 +79,7 @@ def test_values_are_cast_to_the_pool(implementation):
 
 @every_implementation
 def test_donated_pools_are_written_in_place(implementation):
-    """T-31, T-30: all bytes alias, nothing of a pool's size is copied, and the addresses stay."""
+    """All bytes alias, no copy is as large as a pool, and the addresses stay."""
     inputs = device(SMALL[2].inputs(3, "bfloat16"))
 
     def write(pages, values, slots):
@@ -99,7 +98,7 @@ def test_donated_pools_are_written_in_place(implementation):
 
 
 def test_a_pool_beyond_32_bit_offsets_is_addressed_by_page_and_offset():
-    """S1-17, T-30, T-04: 2**36 elements; one scatter whose indices count pages and offsets, never elements."""
+    """The pool has 2**36 elements. One scatter writes it, whose indices are pages and offsets, never elements."""
     pool = jax.ShapeDtypeStruct((2**20, 64, 8, 128), jnp.bfloat16)
     values = jax.ShapeDtypeStruct((5, 8, 128), jnp.bfloat16)
     slots = jax.ShapeDtypeStruct((5,), jnp.int32)
@@ -126,12 +125,10 @@ def refused(message, **changes):
 
 @pytest.mark.parametrize("dtype", ["int64", "uint32", "int16", "float32"])
 def test_slots_of_another_dtype_are_refused(as_in_production, dtype):
-    """S1-11, S2-02."""
     refused(f"slots must be int32, got {dtype}", slots=np.arange(5).astype(dtype))
 
 
 def test_negative_slots_are_refused(as_in_production):
-    """T-03."""
     refused("slots holds a negative number", slots=np.array([0, 1, 2, 3, -1], np.int32))
 
 
@@ -143,7 +140,7 @@ def test_values_that_do_not_fit_the_pools_are_refused(as_in_production):
 
 
 def test_a_pool_that_leaves_no_padding_slots_is_refused():
-    """T-31: padding slots must stay distinct int32 numbers."""
+    """Padding slots must stay distinct int32 numbers."""
     pool = jax.ShapeDtypeStruct((2**21, 1024, 1), jnp.uint8)
     values = jax.ShapeDtypeStruct((5, 1), jnp.uint8)
     with pytest.raises(ValueError, match="leave no int32 numbers"):

@@ -90,7 +90,7 @@ INTERPRETED = {
 
 @pytest.mark.parametrize(("case", "schedule"), INTERPRETED.values(), ids=INTERPRETED)
 def test_interpreted_it_equals_the_oracle_without_a_race(case, schedule, races):
-    """T-33, S2-11: whatever must not be read holds NaN, and a read out of bounds raises."""
+    """Places that must not be read hold NaN, and a read out of bounds raises."""
     inputs = case.inputs(1)
     assert_is_oracle(attend(case, schedule, inputs, interpret=True), inputs, "bfloat16")
     assert not races()
@@ -131,7 +131,7 @@ def test_the_door_of_the_kernel_interprets_its_own_schedule(case, races):
 
 
 def test_one_process_runs_it_over_several_grids(races):
-    """T-36: a kernel that was traced for one number of rows says nothing to the next."""
+    """The trace for one number of rows is not used for another."""
     for seq_lens in ((30,), (30, 70, 5), (30,), (30, 70)):
         case = small(*seq_lens, table_width=5)
         inputs = case.inputs(1)
@@ -200,7 +200,6 @@ def test_it_lowers_for_cuda_without_a_gpu(case):
 
 
 def test_what_it_cannot_take_is_refused_with_the_number_that_it_got():
-    """S1-12."""
     fine = Geometry(8, 1, 64, 16, jnp.bfloat16)
     assert fine.refusal() is None
     for changes, named in (
@@ -244,7 +243,7 @@ SCHEDULES = [(1, 1, 1), (1, 1, 2), (2, 1, 4), (4, 1, 2), (8, 1, 3), (1, 3, 2), (
     ids=["page 16", "static", "window", "fp8", "int8", "groups of 7"],
 )
 def test_any_schedule_gives_the_answer_always_and_whoever_is_in_the_batch(case, schedule):
-    """S1-06: shares are joined in one order, so that repeats and permuted rows give equal bits."""
+    """Splits are combined in one order, so that repeats and permuted rows give equal bits."""
     inputs = case.inputs(4)
     run = partial(attend, case, Schedule(*schedule))
     out, lse = run(inputs)
@@ -259,7 +258,7 @@ def test_any_schedule_gives_the_answer_always_and_whoever_is_in_the_batch(case, 
 @pytest.mark.gpu
 @pytest.mark.parametrize("stored", ["bfloat16", "int8"])
 def test_pages_past_two_to_the_31_elements_are_read_where_they_lie(stored):
-    """T-30: 4.3 billion elements; the last page of a pool of zeros holds the only key."""
+    """The pool has 4.3 billion elements, and its last page holds the only key."""
     pool = jnp.zeros((2**16 + 1, 64, 8, 128), stored)
     pool = jax.jit(lambda pool: pool.at[-1].set(1), donate_argnums=0)(pool)
     scales = None if stored == "bfloat16" else jnp.ones(pool.shape[:3], jnp.float32)

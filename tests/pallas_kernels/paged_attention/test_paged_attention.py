@@ -55,7 +55,7 @@ def assert_is_oracle(result, inputs, dtype):
 @every_implementation
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_it_equals_the_oracle_and_reads_nothing_else(implementation, case, dtype):
-    """S1-02, T-19: every place that must not be read holds NaN, queries of empty rows too."""
+    """Every place that must not be read holds NaN, as do the queries of empty rows."""
     inputs = case.inputs(1, dtype)
     assert_is_oracle(run(inputs, implementation), inputs, dtype)
 
@@ -92,7 +92,7 @@ def test_the_reference_equals_the_oracle(case):
 
 @cases(SMALL)
 def test_keys_visited_in_blocks_give_the_same_answer(case):
-    """T-33: partial softmaxes are kept in float32, and one without keys contributes nothing."""
+    """Partial softmaxes are kept in float32, and one without keys contributes nothing."""
     inputs = case.inputs(3, "float32")
     result = compiled(partial(xla.paged_attention, temporary_bytes=20_000), inputs)
     assert_is_oracle(result, inputs, "float32")
@@ -107,7 +107,7 @@ def test_a_block_is_visited_for_its_first_key_alone(longest):
 
 @every_implementation
 def test_a_window_sees_exactly_its_width(implementation):
-    """S2-11: below, at and above the bound; a window one wider must be told apart."""
+    """Lengths lie below, at and above the bound. The comparison notices a window one token wider."""
     for prefix_lens in ((1, 2, 3), (7, 8, 9)):
         inputs = Case("", prefix_lens, **KERNEL, window=4).inputs(4)
         assert_is_oracle(run(inputs, implementation), inputs, "bfloat16")
@@ -143,7 +143,7 @@ def test_an_empty_call_returns_empty_arrays_or_nothing_seen(implementation, empt
 @every_implementation
 @cases([BY_NAME[name] for name in ("window-edges", *KERNEL_CASES)])
 def test_rows_do_not_see_each_other(implementation, case):
-    """S1-06: permuted rows give permuted bits, and another row's query and length change nothing."""
+    """Permuted rows give permuted bits, and another row's query and length change nothing."""
     inputs = case.inputs(5)
     rows = ("q", "page_table", "seq_lens")
     order = np.random.default_rng(0).permutation(len(case.seq_lens))
@@ -170,7 +170,7 @@ def test_rows_do_not_see_each_other(implementation, case):
 @every_implementation
 @pytest.mark.parametrize("name", ["k_scales", "v_scales"])
 def test_a_token_that_could_not_be_quantised_is_an_error_of_its_row_alone(implementation, name):
-    """T-20: its scale is NaN, and so is what its row makes of it; another row does not hear of it."""
+    """Its scale is NaN, and so is the result of its row; no other row changes."""
     inputs = Case("", (40, 30, 0), **KERNEL, quantised="float8_e4m3fn").inputs(5)
     page, head = inputs["page_table"][1, 2], 1
     inputs[name][page, 3, head] = np.nan
@@ -183,7 +183,7 @@ def test_a_token_that_could_not_be_quantised_is_an_error_of_its_row_alone(implem
 
 @every_implementation
 def test_scales_of_any_size_are_taken(implementation):
-    """T-20: float16 holds neither such weights nor such values; tokens of 0 have the smallest scale there is."""
+    """float16 holds neither such weights nor such values; tokens of 0 have the smallest scale there is."""
     inputs = Case("", (100, 70, 9), **KERNEL, quantised="int8", sinks=True).inputs(6)
     rng = np.random.default_rng(0)
     powers = rng.integers(-30, 30, inputs["v_scales"].shape).astype(np.float32)
@@ -202,7 +202,7 @@ def test_scales_of_any_size_are_taken(implementation):
 
 @every_implementation
 def test_one_executable_serves_all_lengths(implementation):
-    """S1-02: totals (1, 4, 8) and then (2, 5, 9) in one trace."""
+    """One trace serves the lengths (1, 4, 8) and then (2, 5, 9)."""
     base = Case("", (12, 12, 12), **KERNEL).inputs(6)
     chex.clear_trace_counter()  # it knows functions by their source, which the parametrisation repeats
 
@@ -228,7 +228,7 @@ def test_one_executable_serves_all_lengths(implementation):
 
 @every_implementation
 def test_the_static_view_equals_pages_and_dense_attention(implementation):
-    """S1-04, S1-05: a static cache is pages as long as a sequence, with an identity table."""
+    """A static cache is pages as long as a sequence, with an identity table."""
     rng = np.random.default_rng(7)
     rows, length, page_size = 3, 128, 8
     q = normal(rng, (rows, 8, 64), "bfloat16")
@@ -258,7 +258,7 @@ def test_the_static_view_equals_pages_and_dense_attention(implementation):
 
 @every_implementation
 def test_sums_over_many_keys_are_float32(implementation):
-    """T-33: 4001 equal weights; a bfloat16 sum would stop growing at 256, or round to 4000."""
+    """The sum is of 4001 equal weights. A bfloat16 sum would stop growing at 256, or round to 4000."""
     inputs = Case("", (4001, 3), **KERNEL).inputs(8)
     inputs["q"] = np.zeros_like(inputs["q"])
     inputs["v_pages"] = np.where(np.isnan(inputs["v_pages"]), inputs["v_pages"], 1)
@@ -276,7 +276,7 @@ def test_the_log_sum_exp_is_returned_only_when_asked_for(implementation):
 
 
 def test_a_kernel_that_cannot_run_says_why_and_is_passed_over():
-    """S1-12: kernels take no float32, here or on a GPU."""
+    """The kernels take no float32, on the CPU and on a GPU."""
     inputs = BY_NAME["page-edges"].inputs(10, "float32")
     reason = refusal("mosaic_gpu", inputs)
     assert reason is not None
@@ -287,14 +287,13 @@ def test_a_kernel_that_cannot_run_says_why_and_is_passed_over():
 
 
 def test_a_dtype_that_nothing_takes_is_refused_with_every_reason():
-    """S1-12."""
     inputs = BY_NAME["page-edges"].inputs(10, "float8_e5m2")
     with pytest.raises(Unsupported, match=r"mosaic_gpu: .*; xla: q must be one of .*float8_e5m2"):
         compiled(paged_attention, inputs)
 
 
 def test_a_pool_beyond_32_bit_offsets_is_addressed_by_page():
-    """S1-17, T-30: 2**36 elements; the gathers index whole pages, so no number counts elements."""
+    """The pool has 2**36 elements. The gathers index whole pages, so no index counts elements."""
     pool = jax.ShapeDtypeStruct((2**20, 64, 8, 128), jnp.bfloat16)
     q = jax.ShapeDtypeStruct((2, 32, 128), jnp.bfloat16)
     table, lens = jax.ShapeDtypeStruct((2, 4), jnp.int32), jax.ShapeDtypeStruct((2,), jnp.int32)

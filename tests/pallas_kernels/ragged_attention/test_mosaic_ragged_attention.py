@@ -91,7 +91,7 @@ INTERPRETED = {
 
 @pytest.mark.parametrize(("case", "schedule"), INTERPRETED.values(), ids=INTERPRETED)
 def test_interpreted_it_equals_the_oracle_without_a_race(case, schedule, races):
-    """T-33, S2-11: whatever must not be read holds NaN, and a read out of bounds raises."""
+    """Places that must not be read hold NaN, and a read out of bounds raises."""
     inputs = case.inputs(1)
     hide_unseen_pages(case, inputs)
     assert_is_oracle(attend(case, schedule, inputs, interpret=True), inputs, "bfloat16")
@@ -254,7 +254,6 @@ def test_a_window_bounds_the_keys_that_a_row_reads():
 
 
 def test_what_it_cannot_take_is_refused_with_the_number_that_it_got():
-    """S1-12."""
     fine = Geometry(8, 1, 64, 16, jnp.bfloat16)
     assert fine.refusal() is None
     for changes, named in (
@@ -315,7 +314,7 @@ FLOAT16 = [("page 16", "float16"), ("gpt-oss", "float16")]
 @pytest.mark.gpu
 @pytest.mark.parametrize(("name", "dtype"), [*((name, "bfloat16") for name in HOSTILE), *FLOAT16])
 def test_it_equals_the_oracle_whatever_lies_in_unseen_places(name, dtype):
-    """S1-02, T-19, T-33; each time with the same bits."""
+    """The bits are the same each time."""
     case = HOSTILE[name]
     inputs = case.inputs(1, dtype)
     hide_unseen_pages(case, inputs)
@@ -331,7 +330,7 @@ def test_it_equals_the_oracle_whatever_lies_in_unseen_places(name, dtype):
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", [HOSTILE["page 16"], HOSTILE["window, cap, sinks"]], ids=str)
 def test_rows_that_start_at_any_token_get_the_same_bits(case):
-    """S1-06: where a row lies among the others decides how it is cut into tiles, and nothing else."""
+    """The place of a row among the others decides how it is cut into tiles, and changes no bit."""
     inputs = case.inputs(2)
     order = np.random.default_rng(3).permutation(len(case.rows))
     bounds = inputs["cu_q_lens"]
@@ -364,7 +363,7 @@ def test_other_schedules_give_the_answer_too(name, schedule):
 
 @pytest.mark.gpu
 def test_pages_past_two_to_the_31_elements_are_read_where_they_lie():
-    """T-30: 4.3 billion elements; the last page of a pool of zeros holds the only keys."""
+    """The pool has 4.3 billion elements, and its last page holds the only keys."""
     pool = jnp.zeros((2**16 + 1, 64, 8, 128), jnp.bfloat16)
     pool = jax.jit(lambda pool: pool.at[-1].set(1), donate_argnums=0)(pool)
     q = jnp.zeros((3, 32, 128), jnp.bfloat16)

@@ -50,7 +50,7 @@ def assert_is_oracle(result, inputs, dtype):
 @every_implementation
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_it_equals_the_oracle_and_reads_nothing_else(implementation, case, dtype):
-    """S1-02, T-19: places that must not be read hold NaN; tokens past the last row come back as zeros."""
+    """Places that must not be read hold NaN; tokens past the last row give zeros."""
     inputs = case.inputs(1, dtype)
     assert_is_oracle(run(inputs, implementation), inputs, dtype)
 
@@ -84,7 +84,7 @@ def test_the_reference_equals_the_oracle(case):
 
 @cases(SMALL)
 def test_small_tiles_and_blocks_of_keys_give_the_same_answer(case):
-    """T-33: partial softmaxes are kept in float32, and one without keys contributes nothing."""
+    """Partial softmaxes are kept in float32, and one without keys contributes nothing."""
     inputs = case.inputs(3, "float32")
     result = compiled(
         partial(xla.ragged_attention, temporary_bytes=40_000, largest_tile=16),
@@ -95,7 +95,7 @@ def test_small_tiles_and_blocks_of_keys_give_the_same_answer(case):
 
 @every_implementation
 def test_a_window_sees_exactly_its_width(implementation):
-    """S2-11: below, at and above the bound; a window one wider must be told apart."""
+    """Lengths lie below, at and above the bound. The comparison notices a window one token wider."""
     for prefix_lens in ((1, 2, 3), (7, 8, 9)):
         rows = tuple((min(n, 3), n) for n in prefix_lens)
         case = Case("", rows, **KERNEL, window=4)
@@ -135,7 +135,7 @@ def test_an_empty_call_returns_empty_arrays_or_nothing_seen(implementation, empt
 
 @every_implementation
 def test_rows_do_not_see_each_other(implementation):
-    """S1-06: the same rows in another order, and beside other rows, give the same bits."""
+    """The same rows in another order, and beside other rows, give the same bits."""
     case = next(case for case in SMALL if case.name == "mixed")
     case = dataclasses.replace(case, **KERNEL)
     inputs = case.inputs(5, "bfloat16")
@@ -162,7 +162,7 @@ def test_rows_do_not_see_each_other(implementation):
 
 @every_implementation
 def test_one_executable_serves_all_batches(implementation):
-    """S1-02: prefill, a chunk after a prefix and decode, in one trace."""
+    """One trace serves a prefill, a chunk after a prefix and decode."""
     base = Case("", ((10, 12), (1, 12), (1, 12)), 4, **KERNEL).inputs(6)
     base["q"] = np.nan_to_num(base["q"].astype(np.float32)).astype(base["q"].dtype)
     chex.clear_trace_counter()  # it knows functions by their source, which the parametrisation repeats

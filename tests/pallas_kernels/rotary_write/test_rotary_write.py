@@ -113,7 +113,7 @@ def assert_is_quantised(stored, scales, wanted, dtype):
 @every_implementation
 @every_dtype
 def test_it_equals_the_oracle_and_writes_exactly_its_slots(implementation, case, dtype):
-    """S1-16, T-05, T-20: values are written bit by bit, padding writes nothing, live or not."""
+    """The written values are bit-exact. Padding writes nothing, whether its values are finite or not."""
     inputs = case.inputs(1, dtype)
     assert_is_oracle(run(inputs, implementation), inputs, dtype)
 
@@ -141,7 +141,7 @@ def test_real_shapes_equal_what_xla_gives(implementation, case):
 @every_implementation
 @pytest.mark.parametrize("name", ["norm", "int8-norm"])
 def test_permuted_tokens_give_the_same_bits(implementation, name):
-    """S1-06: a token's place in the batch changes nothing."""
+    """The place of a token in the batch changes no bit."""
     inputs = BY_NAME[name].inputs(4)
     q, pools = run(inputs, implementation)
     order = np.random.default_rng(0).permutation(len(inputs["slots"]))
@@ -155,7 +155,7 @@ def test_permuted_tokens_give_the_same_bits(implementation, name):
 @every_implementation
 @pytest.mark.parametrize("name", ["norm", "fp8"])
 def test_padding_tokens_touch_nothing_whatever_they_hold(implementation, name):
-    """T-03, T-04, T-05: NaN in them, and slots that are negative or far out."""
+    """They hold NaN, and their slots are negative or far past the end."""
     inputs = BY_NAME[name].inputs(5)
     q, pools = run(inputs, implementation)
     padding = ~real_tokens(inputs)
@@ -187,7 +187,7 @@ def test_a_broken_row_is_marked_by_its_scale(implementation, bad):
 
 @every_implementation
 def test_donated_pools_are_written_in_place(implementation):
-    """T-31: all bytes alias and the addresses stay."""
+    """All bytes alias and the addresses stay."""
     inputs = device(BY_NAME["fp8"].inputs(7))
     if implementation == "mosaic_gpu" and mosaic_gpu.why_not(**inputs):
         pytest.skip("tested where it runs")
@@ -229,7 +229,6 @@ def test_arrays_that_do_not_fit_are_refused(as_in_production):
 
 
 def test_slots_are_checked_as_those_of_page_write(as_in_production):
-    """S1-11, T-03."""
     refused("slots must be int32, got int64", slots=np.arange(8))
     refused("slots holds a negative number", slots=np.arange(8, dtype=np.int32) - 1)
 

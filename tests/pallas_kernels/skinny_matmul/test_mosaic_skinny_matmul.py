@@ -76,7 +76,7 @@ def test_interpreted_it_equals_the_oracle_without_a_race(name, races):
 
 
 def test_interpreted_rows_do_not_see_each_other():
-    """S5-41: equal bits for permuted rows, and for a row beside NaN, whatever is stacked with it."""
+    """Permuted rows, and a row beside NaN, have equal bits, for every weight that is stacked with theirs."""
     case, cuts = CUTS["folds"]
     inputs = case.inputs(2)
     order = np.array([4, 2, 0, 3, 1])
@@ -283,7 +283,7 @@ def test_interpreted_weights_of_8_bits_equal_the_oracle(stored, rows, cuts, race
 
 
 def test_schedules_depend_on_static_shapes_alone_and_cover_every_row_count():
-    """S1-06: rows that are padded to the same width share a schedule."""
+    """Rows that are padded to the same width share a schedule."""
     geometry = Geometry(1, 4096, 4096, False, BFLOAT16, BFLOAT16)
     schedules = {Schedule.of(replace(geometry, rows=rows)) for rows in range(1, 9)}
     assert len(schedules) == 1

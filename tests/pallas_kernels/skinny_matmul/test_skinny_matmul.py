@@ -61,7 +61,7 @@ def packed(case, stored, seed=7):
 @pytest.mark.parametrize("stored", sorted(LARGEST))
 @pytest.mark.parametrize("rows", [1, 16, 40])
 def test_weights_of_8_bits_are_multiplied_by_their_scales(implementation, stored, rows):
-    """One scale for each row of the weight, and equal bits for permuted rows (S5-41)."""
+    """One scale for each row of the weight, and equal bits for permuted rows."""
     case = type(CASES[0])("", rows, 1024, 512, True, "silu", 1.0, True, True)
     inputs = packed(case, stored)
     result = call(skinny_matmul, refusal, inputs, implementation)
@@ -99,7 +99,7 @@ def test_the_reference_equals_the_oracle(case):
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", REAL, ids=lambda case: case.name)
 def test_real_shapes_equal_the_reference_and_repeat_bit_for_bit(case):
-    """S5-41: the order of all sums is fixed."""
+    """The order of all sums is fixed."""
     inputs = {
         name: jnp.asarray(value) if isinstance(value, np.ndarray) else value
         for name, value in case.inputs(3).items()
@@ -135,7 +135,7 @@ def test_many_rows_equal_the_reference_where_they_fill_no_window(name, rows):
 @every_implementation
 @pytest.mark.parametrize("rows", [5, 16, 40])
 def test_rows_do_not_see_each_other(implementation, rows):
-    """S5-41: permuted rows have the same bits, whatever the others hold, NaN and infinity included."""
+    """Permuted rows have the same bits, also beside NaN and infinity."""
     inputs = CASES[1].inputs(4) if rows == 5 else _rows(rows)
     order = np.random.default_rng(0).permutation(rows)
     first = bits(call(skinny_matmul, refusal, inputs, implementation))
@@ -154,7 +154,7 @@ def _rows(rows, dtype="bfloat16"):
 
 
 def test_rows_that_are_many_are_left_to_xla_without_a_fallback():
-    """A-14. That is the op's own choice, so a model of odd sizes keeps its other kernels."""
+    """The op itself makes this choice, so a model of odd sizes keeps its other kernels."""
     before = sum(fallbacks().values())
     inputs = SMALL["more-rows"].inputs(1)
     compiled(skinny_matmul, inputs)
@@ -175,7 +175,6 @@ def test_rows_that_are_many_are_left_to_xla_without_a_fallback():
     ],
 )
 def test_the_kernel_says_what_it_cannot_take(name, message):
-    """A-14."""
     inputs = SMALL[name].inputs(1)
     inputs = {n: jnp.asarray(v) if isinstance(v, np.ndarray) else v for n, v in inputs.items()}
     with pytest.raises(ValueError, match=re.escape(message)):

@@ -65,7 +65,7 @@ INTERPRETED = {
 
 @pytest.mark.parametrize(("case", "schedule"), INTERPRETED.values(), ids=INTERPRETED)
 def test_interpreted_it_equals_the_reference_without_a_race(case, schedule, races):
-    """T-33, T-19: records that nobody chose hold NaN."""
+    """Records that no token chose hold NaN."""
     inputs = case.inputs(1)
     assert_is_reference(attend(inputs, schedule, interpret=True), inputs)
     assert not races()
@@ -93,7 +93,6 @@ def test_it_lowers_for_cuda_without_a_gpu(plain, heads, schedule):
 
 
 def test_what_it_cannot_take_is_refused_with_the_number_that_it_got():
-    """S1-12."""
     inputs = dataclasses.replace(SMALL, rank=384).inputs()
     arrays = {name: jnp.asarray(inputs[name]) for name in ARRAYS}
     with pytest.raises(ValueError, match="value_dim must be 256 or 512, got 384"):
@@ -172,7 +171,7 @@ HOSTILE = {
 @pytest.mark.parametrize(("case", "schedule"), HOSTILE.values(), ids=HOSTILE)
 @pytest.mark.parametrize("factor", [1, 8])
 def test_it_equals_the_reference_whatever_lies_in_unseen_places(case, schedule, factor):
-    """T-19, T-33; each time with the same bits, and with those that tokens in another order get (S1-06)."""
+    """The bits are the same each time, and for tokens in another order."""
     inputs = case.inputs(1)
     inputs["q"] *= factor
     out, lse = attend(inputs, schedule)

@@ -29,7 +29,7 @@ def refusal(implementation, inputs):
 
 @compared(SMALL)
 def test_it_equals_the_oracle(implementation, case, dtype):
-    """S5-27, S5-29, S5-30, S5-31, S5-32, S5-39, T-05, A-08: sequential recurrence in float64, NaN in unused places."""
+    """The oracle is the sequential recurrence in float64. Unused places hold NaN."""
     inputs = case.inputs(1, dtype)
     state_oracle.assert_is_ssd(call(ssd_scan, refusal, inputs, implementation), inputs, dtype)
 
@@ -74,7 +74,7 @@ def parts_of(inputs, splits, op):
 
 @every_implementation
 def test_a_run_split_at_chunks_has_the_same_bits(implementation):
-    """T-32, S5-25: the grid is that of positions, wherever the parts begin in the packed tokens."""
+    """The grid of chunks is that of positions, and does not depend on where the parts begin in the packed tokens."""
     inputs = kernel_case(Rows((150, 200, 90), (0, 40, 64))).inputs(3)
     op = partial(ssd_scan, implementation=implementation)
     out, pool = compiled(op, inputs)
@@ -87,7 +87,7 @@ def test_a_run_split_at_chunks_has_the_same_bits(implementation):
 
 
 def test_other_splits_agree_to_rounding():
-    """T-32: 1e-5 in float32."""
+    """In float32 the difference is at most 1e-5."""
     inputs = Case("", Rows((50, 30), (3, 0)), 2, 8, 16, chunk_size=16).inputs(4, "float32")
     out, pool = compiled(ssd_scan, inputs)
     joined, states = parts_of(inputs, [7, 21], ssd_scan)
@@ -98,7 +98,7 @@ def test_other_splits_agree_to_rounding():
 
 @every_implementation
 def test_snapshots_are_the_states_that_a_run_up_to_there_ends_in(implementation):
-    """S5-18, S5-32: the same bits as a run that ends at the snapshot."""
+    """Its bits are those of a run that ends at the snapshot."""
     inputs = kernel_case(Rows((200, 70), (64, 0), snapshots=True)).inputs(5)
     op = partial(ssd_scan, implementation=implementation)
     _, pool = compiled(op, inputs)
@@ -131,7 +131,7 @@ def test_what_passes_the_state_by_is_rounded_once(implementation):
 
 @every_implementation
 def test_rows_do_not_see_each_other(implementation):
-    """S5-41: the bits of a row do not depend on its neighbours or on its place among the tokens."""
+    """The bits of a row do not depend on its neighbours or on its place among the tokens."""
     inputs = kernel_case(Rows((33, 2, 90), (4, 1, 0), padding_tokens=3)).inputs(6)
     op = partial(ssd_scan, implementation=implementation)
     out, pool = compiled(op, inputs)
@@ -179,7 +179,7 @@ def test_steps_of_any_size_stay_numbers(implementation):
 
 @every_implementation
 def test_a_donated_pool_is_written_in_place(implementation):
-    """A-05: all bytes alias and nothing of the pool's size is copied."""
+    """All bytes alias, and no copy is as large as the pool."""
     inputs = kernel_case(Rows((70, 9), (64, 0), snapshots=True)).inputs(9)
     arrays = {name: jnp.asarray(v) for name, v in inputs.items() if isinstance(v, np.ndarray)}
     states = jnp.zeros((999, *arrays.pop("states").shape[1:]), jnp.float32)
@@ -201,7 +201,6 @@ def refused(message, **changes):
 
 
 def test_what_does_not_fit_is_refused_with_what_was_got(as_in_production):
-    """S1-11, S5-27."""
     ids = partial(np.array, dtype=np.int32)
     refused(
         "row 1 reads state 3, which row 0 writes", read_states=ids([1, 3]), write_states=ids([3, 2])

@@ -22,7 +22,7 @@ every_implementation = implementations("xla", "mosaic_gpu")
 
 @compared(SMALL)
 def test_it_equals_the_oracle(implementation, case, dtype):
-    """S5-27, S5-31, S5-39, T-05, A-08: padding rows give zeros and write nothing, NaN in unused places."""
+    """Padding rows give zeros and write nothing. Unused places hold NaN."""
     inputs = case.inputs(1, dtype)
     result = compiled(partial(ssd_update, implementation=implementation), inputs)
     state_oracle.assert_is_ssd(result, inputs, dtype)
@@ -58,7 +58,6 @@ def test_steps_equal_a_scan_of_the_same_tokens():
 
 @every_implementation
 def test_rows_do_not_see_each_other(implementation):
-    """S5-41."""
     inputs = Case("", 5, 2, 64, 128, groups=1).inputs(4)
     op = partial(ssd_update, implementation=implementation)
     out, pool = compiled(op, inputs)
@@ -81,7 +80,7 @@ def test_a_read_id_past_the_end_reads_zeros(implementation):
 
 @every_implementation
 def test_a_donated_pool_is_written_in_place(implementation):
-    """A-05: all bytes alias and nothing of the pool's size is copied."""
+    """All bytes alias, and no copy is as large as the pool."""
     inputs = Case("", 4, 2, 64, 128, groups=1).inputs(6)
     arrays = {name: jnp.asarray(v) for name, v in inputs.items() if isinstance(v, np.ndarray)}
     states = jnp.zeros((999, *arrays.pop("states").shape[1:]), jnp.float32)
@@ -95,7 +94,7 @@ def test_a_donated_pool_is_written_in_place(implementation):
 
 
 def test_what_does_not_fit_is_refused_with_what_was_got(as_in_production):
-    """S1-11, S5-27: the op's own tables; what it shares with `ssd_scan` is tested there."""
+    """These are the op's own tables; the checks that it shares with `ssd_scan` are tested there."""
     good = Case("", 2, 2, 8, 16, groups=1).inputs(7, "float32")
     good["states"] = jnp.asarray(good["states"])
     ids = partial(np.array, dtype=np.int32)
