@@ -1,4 +1,4 @@
-"""The door to `filter_bounds`: where top-k, top-p and min-p cut a row of logits."""
+"""Public entry point of `filter_bounds`: the logit threshold of top-k, top-p and min-p filtering."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -18,27 +18,31 @@ def filter_bounds(
     *,
     implementation: str | None = None,
 ) -> Float32[Array, " rows"]:
-    """Returns each row's smallest allowed logit: a token may be drawn if its logit is no less, ties included.
+    """Returns each row's threshold: the filters allow a token if its logit is >= the threshold, ties included.
 
     - Top-k: the k-th largest logit.
     - Top-p (Holtzman et al., The Curious Case of Neural Text Degeneration, 2020): the smallest set of most likely
       tokens whose probability, renormalised over what top-k left, reaches p; the token that crosses p is kept.
-    - Min-p (Nguyen et al., Turning Up the Heat, 2024): min_p times the probability of the most likely token.
+    - Min-p (Nguyen et al., Turning Up the Heat, 2024): tokens at least min_p times as likely as the most likely one.
 
-    Implementations may differ in which token crosses p where the sum equals p but for rounding in float32.
+    Where the sum of probabilities equals p up to float32 rounding, implementations may differ in the token that crosses
+    p.
 
     Args:
-        logits: float32. Those of -inf cannot be drawn. The bound of a row that holds NaN or +inf, or nothing but -inf,
-            means nothing.
-        top_k: int32; 0, or as much as there are tokens, for no bound.
-        top_p: float32; 1 for no bound.
-        min_p: float32; 0 for no bound.
-        temperature: float32, positive and normal, by which logits are divided for probabilities.
-        implementation: "mosaic_gpu", "xla", or `None` for the best that can run.
+        logits: float32. Tokens with -inf are never allowed. The threshold is undefined for a row that holds NaN or
+            +inf, or only -inf.
+        top_k: int32; 0, or at least the size of the vocabulary, for no filter.
+        top_p: float32; 1 for no filter.
+        min_p: float32; 0 for no filter.
+        temperature: float32, positive and normal; probabilities are the softmax of logits / temperature.
+        implementation: "mosaic_gpu", "xla", or `None` for the first that can run.
+
+    Returns:
+        The thresholds, float32 [rows].
 
     Raises:
         ValueError: shapes or dtypes do not fit.
-        Unsupported: the implementation asked for, or every one, cannot run; the message carries each reason.
+        Unsupported: the requested implementation, or every implementation, cannot run; the message lists the reasons.
     """
     check_shape("logits", logits, (None, None))
     check_ids("top_k", top_k, (logits.shape[0],))
@@ -47,7 +51,9 @@ def filter_bounds(
         check_shape(name, array, (logits.shape[0],))
     for name, array in {"logits": logits, **floats}.items():
         if array.dtype != jnp.float32:
-            raise ValueError(f"{name} must be float32, got {array.dtype}")
+            raise ValueError(
+                f"{name} must be float32, got {array.dtype}; cast it where it is built"
+            )
     arrays = tuple(map(jnp.asarray, (logits, top_k, top_p, min_p, temperature)))
     reasons = {"mosaic_gpu": lambda: mosaic_gpu.why_not(arrays[0]), "xla": lambda: None}
     chosen = choose("filter_bounds", reasons, implementation)

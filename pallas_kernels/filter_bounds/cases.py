@@ -1,4 +1,4 @@
-"""Shapes on which `filter_bounds` is tested, measured and tuned. Host only."""
+"""Shapes on which `filter_bounds` is tested, measured and tuned. Imports no JAX."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -13,15 +13,15 @@ class Case:
     """One call of `filter_bounds`.
 
     Attributes:
-        name: how tests and records call it.
-        rows: rows of logits.
+        name: the case's name in tests and benchmark records.
+        rows: number of rows of logits.
         vocab: logits per row.
-        top_k: of the rows in turn.
-        top_p: of the rows in turn.
-        min_p: of the rows in turn.
+        top_k: values of the rows, repeated cyclically.
+        top_p: values of the rows, repeated cyclically.
+        min_p: values of the rows, repeated cyclically.
         spread: standard deviation of the logits.
         kind: "normal"; "ties", few different values; "masked", most are -inf; or "heavy", some are far above the rest.
-        ci: small enough to run everywhere.
+        ci: whether the case is small enough for the CPU tests.
     """
 
     name: str
@@ -35,7 +35,7 @@ class Case:
     ci: bool = False
 
     def inputs(self, seed: int = 0, dtype: str = "float32") -> dict[str, Any]:
-        """Returns the arguments by name, as NumPy arrays; whatever `dtype` says, they are float32 and int32."""
+        """Returns the op's arguments by name, as NumPy arrays in float32 and int32; `dtype` is ignored."""
         rng = np.random.default_rng(seed)
         logits = self.spread * normal(rng, (self.rows, self.vocab), "float32")
         if self.kind == "ties":
@@ -55,11 +55,11 @@ class Case:
         return {"logits": logits.astype(np.float32), **made, "temperature": temperature}
 
     def bytes_moved(self, dtype: str = "float32") -> int:
-        """Counts the bytes of the logits, read once."""
+        """Returns the bytes of the logits, read once."""
         return 4 * self.rows * self.vocab
 
     def flops(self) -> int:
-        """Counts one comparison per logit."""
+        """Returns one operation (a comparison) per logit."""
         return self.rows * self.vocab
 
 

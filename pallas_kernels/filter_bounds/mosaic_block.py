@@ -1,4 +1,4 @@
-"""What one block of `filter_bounds` does with its row: bisecting for the k-th logit, then for the nucleus."""
+"""One block of the `filter_bounds` kernel: bisection in its row for the k-th logit, then for the nucleus (top-p)."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -26,11 +26,11 @@ CHUNK = PIECE * PIECES
 
 SAMPLES = 4
 LISTED = 1536
-"""Logits that the first list is to hold: more than usual filters leave, and few enough for the list."""
+"""Wanted length of the first list: more logits than usual filters keep, and few enough for the list's capacity."""
 
 
 class Block(Bisection):
-    """One block at work on its row."""
+    """One block's search in its row."""
 
     def __init__(self, refs: Mapping[str, Ref], *, team: Team, interpret: bool) -> None:
         super().__init__(refs, team=team, interpret=interpret)
@@ -40,7 +40,7 @@ class Block(Bisection):
         self.factor = refs["factor"][self.row]
 
     def run(self) -> None:
-        """Writes the row's bound; of rows without a filter, or of logits that are no numbers, it is -inf."""
+        """Writes the row's bound; it is -inf for rows without top-k and top-p and rows whose maximum is not finite."""
         top_k, top_p = self.refs["top_k"][self.row], self.refs["top_p"][self.row]
         by_count = (top_k > 0) & (top_k < self.vocab)
         by_mass = top_p < 1.0
@@ -63,7 +63,7 @@ class Block(Bisection):
             self.refs["out"][self.row] = bound
 
     def bound(self, top_k: Array, top_p: Array, by_count: Array, by_mass: Array) -> Array:
-        """Returns the larger of both bounds."""
+        """Returns the bound of top-p within top-k, or of the only active filter."""
         guess = self.guess()
         seen = self.list_from(guess, jnp.float32(HIGHEST))
         guess = ordered(guess)
@@ -88,7 +88,7 @@ class Block(Bisection):
         )
 
     def around(self, guess: Array, seen: Pass, holds: Array) -> Bracket:
-        """Returns the bracket above the guess if that holds, else the one below it."""
+        """Returns the bracket above the guess if the guess satisfies the condition, else the one below it."""
         none, nothing = jnp.int32(0), jnp.float32(0)
         return Bracket(
             jnp.where(holds, guess, ordered(jnp.float32(LOWEST))),
@@ -108,7 +108,7 @@ class Block(Bisection):
         count: Array,
         is_listed: Array,
     ) -> Array:
-        """Returns the bound of top-p over the `count` logits from `floor` on, which are all if top-k is off."""
+        """Returns the bound of top-p over the `count` logits >= `floor`, which are all logits without top-k."""
         total = lax.cond(by_count, lambda: self.weight_from(floor, is_listed), lambda: seen.total)
         rest = (1.0 - top_p) * total
         holds = seen.below <= rest
@@ -128,7 +128,7 @@ class Block(Bisection):
         return found
 
     def weight_from(self, floor: Array, is_listed: Array) -> Array:
-        """Returns the weight of the logits from a bound on, which may all be in the list."""
+        """Returns the weight of the logits >= `floor`; `is_listed` means that the list holds all of them."""
         end = jnp.float32(HIGHEST)
         return lax.cond(
             is_listed,
@@ -137,7 +137,7 @@ class Block(Bisection):
         )
 
     def guess(self) -> Array:
-        """Returns a number that about `LISTED` of the row's logits reach, judging by some of them."""
+        """Returns a bound that about `LISTED` of the row's logits reach, estimated from a sample."""
         step = (self.vocab - PIECE) // (self.team.warpgroups * SAMPLES - 1) // 4 * 4
         starts = [(self.warpgroup * SAMPLES + sample) * step for sample in range(SAMPLES)]
         samples = [self.load(start) for start in starts]
@@ -145,11 +145,11 @@ class Block(Bisection):
         return jnp.minimum(self.reached_by(samples, jnp.float32(wanted)), self.best)
 
     def weights(self, x: Array) -> Array:
-        """Returns probabilities, but for a factor that makes the best token's 1."""
+        """Returns unnormalised probabilities; that of the most likely token is 1."""
         return jnp.exp2((x - self.best) * self.factor)
 
     def visit_row(self, visit: Callable[[Array, Any], Any], state: Any) -> Any:  # noqa: ANN401 - a pytree
-        """Folds over the warpgroup's share of the chunks of the row; places that another chunk has hold -inf."""
+        """Folds over the warpgroup's share of the row's chunks; elements that overlap another chunk are -inf."""
         chunks = -(-self.vocab // CHUNK)
         turns = lax.div(chunks - self.warpgroup + self.team.warpgroups - 1, self.team.warpgroups)
         place = plgpu.broadcasted_iota(jnp.int32, (PIECE,), 0, layout=self.layout)
@@ -169,6 +169,6 @@ class Block(Bisection):
         return fold_ahead(turns, fetch, look, state)
 
     def load(self, start: Array) -> Array:
-        """Sends for a piece of the row."""
+        """Issues the load of a piece of the row."""
         source = self.refs["logits"].at[self.row, pl.ds(start, PIECE)]
         return plgpu.load(source, layout=self.layout, optimized=False)

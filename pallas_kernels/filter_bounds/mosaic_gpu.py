@@ -1,4 +1,4 @@
-"""`filter_bounds` as a Mosaic GPU kernel for Hopper: a block bisects one row's logits, without sorting them."""
+"""`filter_bounds` on Hopper with a Mosaic GPU kernel: one block per row bisects for the bounds, without a sort."""
 
 from functools import partial
 
@@ -38,10 +38,10 @@ def filter_bounds(
     *,
     interpret: bool = False,
 ) -> Float32[Array, " rows"]:
-    """Returns the bounds as `api.filter_bounds` says. With `interpret` it runs on the CPU, slowly.
+    """Implements `api.filter_bounds`. With `interpret` the kernel runs in Pallas's interpreter on the CPU, slowly.
 
     Raises:
-        ValueError: this kernel cannot take the vocabulary.
+        ValueError: the kernel does not support the vocabulary.
     """
     reason = refusal(logits)
     if reason is not None:
@@ -62,7 +62,7 @@ def search(
     *,
     interpret: bool,
 ) -> Float32[Array, " rows"]:
-    """Runs the kernel, which knows top-k and top-p."""
+    """Runs the kernel for top-k and top-p; `factor` is log2(e) / temperature."""
     return run_blocks(
         "filter_bounds",
         lambda refs: Block(refs, team=LARGE, interpret=interpret).run(),

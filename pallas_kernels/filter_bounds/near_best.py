@@ -1,4 +1,4 @@
-"""The bound that needs no search."""
+"""The threshold of min-p, which needs no search."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float32

@@ -1,4 +1,4 @@
-"""What `filter_bounds` means: token by token from the most likely one on."""
+"""Reference of `filter_bounds`: a sort and cumulative sums, in float32."""
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ def filter_bounds(
     min_p: Float32[Array, " rows"],
     temperature: Float32[Array, " rows"],
 ) -> Float32[Array, " rows"]:
-    """Computes in float32; sums begin at the least likely token."""
+    """Returns the thresholds; sums start at the least likely token."""
 
     def bound(row: Array, k: Array, p: Array, share: Array, divisor: Array) -> Array:
         falling = -jnp.sort(-row)

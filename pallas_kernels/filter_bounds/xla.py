@@ -14,9 +14,9 @@ def filter_bounds(
     min_p: Float32[Array, " rows"],
     temperature: Float32[Array, " rows"],
 ) -> Float32[Array, " rows"]:
-    """Returns the bounds as `api.filter_bounds` says."""
+    """Implements `api.filter_bounds`."""
     vocab = logits.shape[1]
-    # A stable sort would carry the ids along for nothing.
+    # A stable sort would also carry the ids, which are not needed.
     ascending = lax.sort(logits, dimension=1, is_stable=False)
     best = ascending[:, -1:]
     has_k = (top_k > 0) & (top_k < vocab)
@@ -25,10 +25,10 @@ def filter_bounds(
     kth = jnp.where(has_k[:, None], kth, -jnp.inf)
     divisor, wanted = temperature[:, None], top_p[:, None]
     weights = jnp.where(ascending >= kth, jnp.exp((ascending - best) / divisor), 0.0)
-    # Summed from the least likely up, so that small weights are not lost in large sums.
+    # Sum from the least likely token up, so that small weights are not lost in large sums.
     mass = jnp.cumsum(weights, axis=1)
-    # A token belongs to the set if those before it fall short of p, that is if the mass up to and including it
-    # from below exceeds the rest. The best token always belongs, whatever the rounding.
+    # A token is in the nucleus if the more likely tokens have less than p, that is if the mass of this and all less
+    # likely tokens exceeds 1 - p. The best token is always kept, despite rounding.
     kept = mass > (1.0 - wanted) * mass[:, -1:]
     nucleus = jnp.min(jnp.where(kept, ascending, best), axis=1)
     nucleus = jnp.where(top_p < 1.0, nucleus, -jnp.inf)

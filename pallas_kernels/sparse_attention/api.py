@@ -1,4 +1,4 @@
-"""The door to `sparse_attention`: latent attention to chosen tokens alone."""
+"""Public entry point of `sparse_attention`: latent attention (MLA) over the tokens that an indexer has selected."""
 
 from typing import Literal, overload
 
@@ -55,29 +55,29 @@ def sparse_attention(
     Float[Array, "tokens heads value_dim"]
     | tuple[Float[Array, "tokens heads value_dim"], Float[Array, "tokens heads"]]
 ):
-    """Attends from all heads of a token to the records at its slots (DeepSeek-V3.2, 2025).
+    """Computes attention of all heads of each token over the records at its slots.
 
-    It knows no rows and no positions: which tokens a query may see is settled by what was chosen. Where all of them
-    were, the result is that of `latent_attention`.
+    This is the attention of DeepSeek-V3.2's sparse attention (2025). There is no causal mask: the slots alone decide
+    which tokens a query sees. With all visible tokens selected the result is that of `latent_attention`.
 
     Args:
-        q: absorbed queries, the part for the latent and then the rotary part; float32, bfloat16 or float16.
-        records: the cache's array of role "key": uint8 records as `record_codec` has them, of rank `value_dim`, which
-            are rounded to q's dtype when they are decoded; or latents and rotary keys side by side in q's dtype.
-        slots: int32 `page * page_size + offset` of the chosen tokens, as `index_topk` returns them.
-        counts: int32; of token t, `slots[t, :counts[t]]` are attended to, and the others are not read.
-        value_dim: numbers at the beginning of a record that are its value: the latent.
-        scale: factor on the scores.
-        return_lse: also return the natural log of the denominator.
-        implementation: "mosaic_gpu", "xla", or `None` for the better one that can run.
+        q: absorbed queries, the latent part and then the rotary part; float32, bfloat16 or float16.
+        records: pool of records of rank `value_dim`: uint8 records (`formats/latent_records.py`), which are rounded to
+            q's dtype when decoded; or latents followed by rotary keys in q's dtype.
+        slots: int32 `page * page_size + offset` of the selected tokens, as `index_topk` returns them.
+        counts: int32; token t attends to `slots[t, :counts[t]]`. Later slots are not read.
+        value_dim: components of a record that are its value: the latent, which comes first.
+        scale: factor of the scores.
+        return_lse: whether to also return the natural logarithm of the denominator.
+        implementation: "mosaic_gpu", "xla", or `None` for the first that can run.
 
     Returns:
-        The output in q's dtype, zeros for tokens that chose nothing; with `return_lse`, also the log-sum-exp in
-        float32, `-inf` for those tokens.
+        The output in q's dtype, zeros for tokens with count 0; with `return_lse`, also the log-sum-exp in float32,
+        `-inf` for those tokens.
 
     Raises:
         ValueError: shapes, dtypes or options do not fit.
-        Unsupported: the implementation asked for, or every one, cannot run; the message carries each reason.
+        Unsupported: the requested implementation, or every implementation, cannot run; the message lists the reasons.
     """
     _check(q, records, value_dim, scale)
     check_ids("slots", slots, (q.shape[0], None))
@@ -115,7 +115,5 @@ def _check(
             )
         width = record_bytes(value_dim, width - value_dim)
     elif records.dtype != q.dtype:
-        raise ValueError(
-            f"records must be uint8 or of q's dtype, got {records.dtype} and {q.dtype}"
-        )
+        raise ValueError(f"records must be uint8 or have q's dtype {q.dtype}, got {records.dtype}")
     check_shape("records", records, (None, None, 1, width))

@@ -1,4 +1,4 @@
-"""Shapes on which `sparse_attention` is tested, measured and tuned. Host only."""
+"""Shapes on which `sparse_attention` is tested, measured and tuned. Imports no JAX."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -13,12 +13,18 @@ class Case:
     """One call of `sparse_attention`; the defaults are those of DeepSeek-V3.2.
 
     Attributes:
-        name: how tests and records call it.
-        counts: slots that each token attends to.
-        keys: tokens of each sequence in the pool.
-        sequences: that the tokens belong to, in equal shares; each has records of its own, of the same numbers.
-        plain: records are plain numbers of the call's dtype.
-        ci: small enough to run everywhere.
+        name: the case's name in tests and benchmark records.
+        counts: number of slots that each token attends to.
+        keys: number of tokens of each sequence in the pool.
+        topk: columns of the slots.
+        heads: heads of a query.
+        rank: components of a latent.
+        rope_dim: components of a rotary key.
+        page_size: tokens per page.
+        sequences: number of sequences among which the tokens are divided equally. Each has its own copy of the same
+            records.
+        plain: whether records are floating, in the call's dtype, instead of uint8.
+        ci: whether the case is small enough for the CPU tests.
     """
 
     name: str
@@ -34,7 +40,7 @@ class Case:
     ci: bool = False
 
     def inputs(self, seed: int = 0, dtype: str = "bfloat16") -> dict[str, Any]:
-        """Returns the arguments by name, as NumPy arrays; whatever no token chose holds NaN."""
+        """Returns the op's arguments by name, as NumPy arrays; records that no token selects are NaN."""
         rng = np.random.default_rng(seed)
         pages = -(-self.keys // self.page_size) + 2
         per_sequence, tokens = pages * self.page_size, len(self.counts)
@@ -47,7 +53,7 @@ class Case:
         chosen = np.zeros(num_slots, bool)
         chosen[slots[slots < num_slots]] = True
         records = np.tile(self._records(rng, per_sequence, dtype), (self.sequences, 1))
-        # Those that nobody chose are NaN from end to end.
+        # Byte 0xFF is NaN in float8_e4m3fn, float32 and bfloat16.
         records[~chosen] = np.nan if self.plain else 0xFF
         return {
             "q": normal(rng, (tokens, self.heads, self.rank + self.rope_dim), dtype),
@@ -59,7 +65,7 @@ class Case:
         }
 
     def _records(self, rng: np.random.Generator, num_slots: int, dtype: str) -> np.ndarray:
-        """Returns records of bytes or numbers."""
+        """Returns the records [slots, width], uint8 or floating."""
         latent = normal(rng, (num_slots, self.rank), "float32")
         rope = normal(rng, (num_slots, self.rope_dim), "bfloat16")
         if self.plain:
@@ -71,7 +77,7 @@ class Case:
         return np.concatenate([part.view(np.uint8) for part in parts], axis=1)
 
     def bytes_moved(self, dtype: str = "bfloat16") -> int:
-        """Counts the bytes of the chosen records, of queries and of outputs."""
+        """Returns the traffic in bytes: selected records and their slots, queries and outputs."""
         size = np.dtype(dtype).itemsize
         packed = self.rank + self.rank // 32 + 2 * self.rope_dim
         record = size * (self.rank + self.rope_dim) if self.plain else packed
@@ -79,7 +85,7 @@ class Case:
         return sum(self.counts) * (record + 4) + len(self.counts) * per_token
 
     def flops(self) -> int:
-        """Counts the two products over the records that each token chose."""
+        """Returns the FLOPs of the two products over the selected records."""
         return 2 * sum(self.counts) * self.heads * (2 * self.rank + self.rope_dim)
 
 
@@ -92,7 +98,7 @@ CASES = (
     Case("sequences", (9, 4, 10, 0), 20, topk=10, sequences=2, **SMALL),
     Case("alike", (6, 6, 6), 20, topk=6, **SMALL),
     Case("nothing", (0, 0), 8, topk=4, **SMALL),
-    # Rows that decode have a sequence each; a prompt's tokens share theirs.
+    # Decode rows have one sequence each; the tokens of a prompt share one.
     Case("b32", (2048,) * 32, 32768, sequences=32),
     Case("b128", (2048,) * 128, 16384, sequences=128),
     Case("s2048-bf16", (2048,) * 2048, 8192, plain=True),

@@ -1,8 +1,8 @@
-"""`sparse_attention` as a Mosaic GPU kernel for Hopper: what it takes, and what XLA does around it.
+"""`sparse_attention` on Hopper with a Mosaic GPU kernel: limits, and the XLA operations before and after the kernel.
 
-The kernel is that of `latent_attention` with another producer: a token is a row of one query, and its tiles are
-gathered from the records at its slots instead of copied from pages: by each block for itself (mosaic_producer.py), or
-by the two blocks of 128 heads for each other (mosaic_pair_producer.py).
+The kernel is that of `latent_kernel/` with another producer: a token is a row of one query, and its tiles are gathered
+from the records at its slots. Each block gathers for itself (mosaic_producer.py), or the two blocks of 65 to 128 heads
+gather for each other (mosaic_pair_producer.py).
 """
 
 from functools import partial
@@ -28,9 +28,9 @@ from pallas_kernels.sparse_attention.mosaic_pair_producer import Sharer
 from pallas_kernels.sparse_attention.mosaic_producer import Gatherer
 from pallas_kernels.sparse_attention.mosaic_records import PIECE
 
-# Registers of each thread of consumers and producer, which holds half a tile of bytes between loading and storing it.
+# Registers per thread of consumers and producer. The producer holds half a tile of bytes between its load and store.
 _REGISTERS = {"bytes": (208, 88), "numbers": (216, 72)}
-# Those of blocks in pairs, whose producer holds what both blocks get of the next tile.
+# The same for pairs of blocks, whose producer holds its part of the next tile, for both blocks.
 _PAIR_REGISTERS = {"bytes": (208, 88), "numbers": (200, 104)}
 
 
@@ -53,20 +53,20 @@ def _refusal(q: ArrayOrStruct, records: ArrayOrStruct, value_dim: int) -> str | 
     if size % PIECE:
         return f"a record must be a multiple of {PIECE} bytes, got {size}"
     if records.dtype == jnp.uint8 and q.dtype != jnp.bfloat16:
-        return f"records of bytes hold rotary parts in bfloat16, so q must be that, got {q.dtype}"
+        return f"with uint8 records, whose rotary parts are bfloat16, q must be bfloat16, got {q.dtype}"
     if q.shape[0] > MOST_ON_AN_AXIS:
         return f"at most {MOST_ON_AN_AXIS} tokens in a call, got {q.shape[0]}"
     return _geometry(q, value_dim).refusal()
 
 
 def _geometry(q: ArrayOrStruct, value_dim: int) -> Geometry:
-    """Returns the sizes; pages mean nothing where tokens are gathered one by one."""
+    """Returns the geometry; its page size is nominal, since records are gathered one by one."""
     heads = filled_heads(q.shape[1])
     return Geometry(heads, q.shape[2], value_dim, TILE, q.dtype, packed=False)
 
 
 def schedule_of(geometry: Geometry, tokens: int, topk: int) -> Schedule:
-    """Chooses how keys are shared out: a function of static shapes only; blocks in pairs are no other clusters."""
+    """Returns the split-K schedule, from static shapes only; a pair is already a cluster, so it has parts only."""
     if geometry.blocks != PAIR:
         return Schedule.by_rule(geometry, tokens, topk)
     return Schedule(1, max(1, shares_that_fit(PAIR * tokens, topk)))
@@ -86,13 +86,13 @@ def sparse_attention(
     Float[Array, "tokens heads value_dim"]
     | tuple[Float[Array, "tokens heads value_dim"], Float[Array, "tokens heads"]]
 ):
-    """Attends from all heads of a token to the records at its slots, as `api.sparse_attention` says.
+    """Implements `api.sparse_attention`.
 
-    Slots past a token's count may be any number. With `interpret` it runs on the CPU, slowly; reads out of bounds
-    raise, and races are recorded.
+    Slots past a token's count may have any value. With `interpret` the kernel runs in Pallas's interpreter on the CPU,
+    slowly; reads out of bounds raise, and races are recorded.
 
     Raises:
-        ValueError: this kernel cannot take the shapes or dtypes.
+        ValueError: the kernel does not support the shapes or dtypes.
     """
     refusal = _refusal(q, records, value_dim)
     if refusal is not None:
@@ -113,7 +113,7 @@ def sparse_attention(
     return out if lse is None else (out, lse)
 
 
-# The layers of a model call this many times with equal shapes: under its own jit the kernel is lowered once.
+# A model's layers call this with equal shapes; under its own jit the kernel is lowered once for all of them.
 @partial(jax.jit, static_argnames=("value_dim", "scale", "schedule", "want_lse", "interpret"))
 def attend(
     q: Float[Array, "tokens heads latent_and_rope"],
@@ -127,14 +127,14 @@ def attend(
     want_lse: bool,
     interpret: bool = False,
 ) -> tuple[Float[Array, "tokens heads value_dim"], Float[Array, "tokens heads"] | None]:
-    """Runs the kernel under a given schedule, then joins the parts if there are several."""
+    """Runs the kernel under a schedule, then combines the parts if there are several."""
     tokens, heads, width = q.shape
     geometry = _geometry(q, value_dim)
     rows = jnp.pad(q, ((0, 0), (0, geometry.heads - heads), (0, 0))).reshape(-1, width)
     source = _source(geometry, packed=records.dtype == jnp.uint8, interpret=interpret)
     if source.exchange is not None and schedule.cluster > 1:
         raise ValueError(
-            f"blocks in pairs share keys in parts, got a cluster of {schedule.cluster}"
+            f"a pair of blocks is already a cluster, got a schedule with clusters of {schedule.cluster}; use parts"
         )
     has_lse = want_lse or schedule.parts > 1
     kernel = Kernel(
@@ -145,7 +145,7 @@ def attend(
 
 
 def _source(geometry: Geometry, *, packed: bool, interpret: bool) -> Source:
-    """Returns who gathers records, of bytes if they are `packed`; the interpreter lets no blocks share anything."""
+    """Returns the source of tiles; `packed` means uint8 records. The interpreter does not support pairs."""
     arrays, kind = ("records", "slots", "seq_lens"), "bytes" if packed else "numbers"
     if geometry.blocks != PAIR or interpret:
         return Source(arrays, Gatherer, (1, 1), _REGISTERS[kind])

@@ -1,9 +1,9 @@
-"""What the two blocks of a pair hand each other in the `sparse_attention` kernel, which Pallas has no words for.
+"""Gather by a pair of blocks in the `sparse_attention` kernel (inline PTX): loads, decoding, barriers, DSMEM copies.
 
-A tile's records are shared out: each block gathers 32 of 64, four threads to a record, writes them into its own shared
-memory, and copies what was written into the other's. Each half of a tile has a barrier in shared memory (`came`) that
-counts the block's own threads and the bytes that come from the other block. Tiles lie as mosaic_records.py says; of
-each 64 columns a thread has 16, which are two pieces of 16 bytes. The interpreter knows nothing of this.
+Each block gathers 32 of a tile's 64 records, four threads per record, writes them into its own shared memory, and
+copies the result to the other block. Each half of a tile has an mbarrier in shared memory (`came`) that counts the
+block's own threads and the bytes from the other block. mosaic_records.py describes the layout of tiles. Of each 64
+columns a thread has 16, two pieces of 16 bytes. The interpreter does not support this file's functions.
 """
 
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -44,7 +44,7 @@ from pallas_kernels.mosaic.words import (
 from pallas_kernels.sparse_attention.mosaic_records import PIECE, Place, Rows
 
 SHARED_ROWS = 32
-"""Records of a tile that each block of a pair gathers."""
+"""Records of a tile that each block gathers."""
 _THREADS = 128
 _THREADS_PER_ROW = 4
 _ATOM = 64
@@ -66,7 +66,7 @@ _SEND = (
 
 
 def begin(came: Ref) -> None:
-    """Makes the barriers of halves of tiles, before any block of the pair uses one."""
+    """Initialises the mbarriers of halves of tiles and waits for the whole cluster."""
 
     @inline(arg_types=(plgpu.RefType(),))
     def run(_: Value, came: Value) -> None:
@@ -81,7 +81,7 @@ def begin(came: Ref) -> None:
 
 
 def end() -> None:
-    """Waits until both blocks of a pair need nothing more of each other."""
+    """Waits for both blocks of the cluster."""
 
     @inline()
     def run(_: Value) -> None:
@@ -91,7 +91,7 @@ def end() -> None:
 
 
 def wait(came: Ref, number: int, parity: Array) -> None:
-    """Waits for what the other block sends of a half."""
+    """Waits until the mbarrier of a half completes the phase of this parity."""
 
     @inline(arg_types=(plgpu.RefType(), _SCALAR))
     def run(_: Value, came: Value, parity: Value) -> None:
@@ -102,7 +102,7 @@ def wait(came: Ref, number: int, parity: Array) -> None:
 
 
 def find(rows: Rows, rank: Array) -> Array:
-    """Starts loading the slot of this thread's record; returns words that only `load` can read."""
+    """Issues the load of the slot of this thread's record; the result is only meant for `load`."""
     types = (plgpu.RefType(), *[_SCALAR] * 4)
     result = plgpu.ShapeDtypeStruct((4 * _THREADS,), jnp.int32, layout=flat(4 * _THREADS))
 
@@ -123,9 +123,9 @@ def find(rows: Rows, rank: Array) -> Array:
 
 
 def load(records: Ref, found: Array, place: Place) -> tuple[Array, Array]:
-    """Starts loading this thread's part of one place of its record; returns numbers and scales as words.
+    """Issues the loads of this thread's part of one place of its record; returns elements and scales as words.
 
-    Where no record is chosen they are zeros, and nothing is read.
+    For slots past the count the words are zeros and nothing is read.
     """
     per_atom = 1 if place.scales is not None else 2
     loads = place.columns // _ATOM * per_atom
@@ -156,7 +156,7 @@ def load(records: Ref, found: Array, place: Place) -> tuple[Array, Array]:
 
 
 def decode(numbers: Array, scales: Array, dtype: DTypeLike) -> Array:
-    """Returns what the codec says of numbers of 8 bits that `load` returned, as numbers of 16."""
+    """Decodes the 8-bit elements and scales of `load` to 16-bit elements."""
     size = 2 * numbers.shape[0]
     types = (flat(numbers.shape[0]), flat(4 * _THREADS))
     result = plgpu.ShapeDtypeStruct((size,), jnp.int32, layout=flat(size))
@@ -174,7 +174,7 @@ def decode(numbers: Array, scales: Array, dtype: DTypeLike) -> Array:
 
 
 def store(pieces: Array, tile: Ref, rank: Array, dtype: DTypeLike) -> None:
-    """Writes this thread's numbers of 16 bits into the block's tile of this dtype."""
+    """Writes this thread's 16-bit elements into the block's tile."""
     types = (plgpu.RefType(swizzled(COLUMN_TILE, dtype)), flat(pieces.shape[0]), _SCALAR)
 
     @inline(arg_types=types)
@@ -191,7 +191,7 @@ def store(pieces: Array, tile: Ref, rank: Array, dtype: DTypeLike) -> None:
 
 
 def expect(came: Ref, barrier: Array, columns: int) -> None:
-    """Says that this thread has written its part of a half, and that the other block sends as many bytes."""
+    """Arrives on a half's mbarrier after this thread's writes, and expects as many bytes from the other block."""
     num_bytes = 2 * columns * SHARED_ROWS // _THREADS
 
     @inline(arg_types=(plgpu.RefType(), _SCALAR))
@@ -205,7 +205,10 @@ def expect(came: Ref, barrier: Array, columns: int) -> None:
 
 
 def send(tile: Ref, came: Ref, rank: Array, barrier: Array, dtype: DTypeLike) -> None:
-    """Starts the copy of this block's rows of a tile to the other's; all threads must have written and committed."""
+    """Starts the copy of this block's rows of a tile to the other block.
+
+    All threads must have written their part and committed it (`commit_smem`).
+    """
     types = (plgpu.RefType(swizzled(COLUMN_TILE, dtype)), plgpu.RefType(), _SCALAR, _SCALAR)
 
     @inline(arg_types=types)
@@ -223,13 +226,13 @@ def send(tile: Ref, came: Ref, rank: Array, barrier: Array, dtype: DTypeLike) ->
 
 
 def _own(rank: Value) -> tuple[Value, Value]:
-    """Returns which row of a tile is this thread's, and which of the row's threads it is."""
+    """Returns the row of a tile that this thread writes, and the thread's index among the row's threads."""
     row, member = divide(thread(), _THREADS_PER_ROW)
     return add(row, times(rank, SHARED_ROWS)), member
 
 
 def _piece_place(tile: Value, rank: Value, atoms: int, half: int) -> Value:
-    """Returns where one of this thread's two pieces of the first 64 columns lies."""
+    """Returns the address of one of this thread's two pieces of the first 64 columns."""
     row, member = _own(rank)
     eight, turned = divide(row, 8)
     piece = arith.xori(add(times(member, 2), half), turned)
@@ -238,7 +241,7 @@ def _piece_place(tile: Value, rank: Value, atoms: int, half: int) -> Value:
 
 
 def _of_other(address: Value, rank: Value) -> Value:
-    """Returns where the same place of the other block is."""
+    """Maps a shared-memory address to the same address in the other block of the cluster."""
     other = arith.xori(rank, constant(1))
     return llvm.inline_asm(
         i32(), [address, other], "mapa.shared::cluster.u32 $0, $1, $2;", "=r,r,r"

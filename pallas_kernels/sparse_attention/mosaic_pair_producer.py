@@ -1,7 +1,7 @@
-"""The producer of a block in a pair: it gathers half of the records of each tile for both blocks.
+"""Producer warpgroup of a block in a pair: it gathers half of the records of each tile for both blocks.
 
-Numbers of the next tile are on their way into registers while this one's are written. Bytes are decoded before the
-half is free that they are for, so that what is left to do then is to write them.
+Loads of the next tile into registers are in flight while this tile is written. Bytes are decoded before their half of
+the tile is free, so that only the stores remain then.
 """
 
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ Loaded = tuple[Array, Array]
 
 
 class Ahead(NamedTuple):
-    """What is on its way: the slots of the tile after the next, and the next one's numbers with their scales."""
+    """Loads in flight: the slots of the tile after the next, and the next tile's elements with their scales."""
 
     found: Array
     lo: Loaded
@@ -33,7 +33,7 @@ class Ahead(NamedTuple):
 
 
 class Sharer:
-    """The warpgroup that gathers for both blocks of a pair."""
+    """The producer warpgroup of one block of a pair."""
 
     def __init__(self, kernel: Kernel, refs: Mapping[str, Ref], piece: Piece) -> None:
         self.kernel, self.geometry, self.refs, self.piece = kernel, kernel.geometry, refs, piece
@@ -50,7 +50,7 @@ class Sharer:
         lax.fori_loop(start, stop, self.make, ahead)
 
     def find(self, tile: Array) -> Array:
-        """Starts loading the slots of a tile's records, or the last one's again."""
+        """Issues the loads of a tile's slots; past the last tile, those of the last one."""
         piece, refs = self.piece, self.refs
         last = jnp.maximum(SLOTS * piece.stop - 1, 0)
         first = jnp.minimum(tile, last) * TILE
@@ -58,33 +58,33 @@ class Sharer:
         return mosaic_pair.find(rows, piece.block)
 
     def load(self, found: Array, part: str) -> Loaded:
-        """Starts loading one part of the records that were found."""
+        """Issues the loads of one part of the records at the found slots."""
         return mosaic_pair.load(self.refs["records"], found, self.places[part])
 
     def make(self, tile: Array, ahead: Ahead) -> Ahead:
-        """Makes a tile of what was loaded, and starts loading the next."""
+        """Writes a tile from its loaded elements, and issues the loads of the next."""
         slot, found = tile % SLOTS, ahead.found
         numbers = self.decode(ahead.lo)
         self.offer("lo", slot)
         self.write("lo", slot, lo=numbers)
         lo = self.load(found, "lo")
-        # That the other block learns of it takes as long as to decode.
+        # The decoding below overlaps with the latency of this signal to the other block.
         self.offer("hi", slot)
         self.write("hi", slot, rope=ahead.rope[0], hi=self.decode(ahead.hi))
         hi, rope = self.load(found, "hi"), self.load(found, "rope")
         return Ahead(self.find(tile + 2), lo, hi, rope)
 
     def decode(self, loaded: Loaded) -> Array:
-        """Returns numbers as tiles have them."""
+        """Returns loaded elements in the tiles' dtype."""
         return mosaic_pair.decode(*loaded, self.geometry.dtype) if self.packed else loaded[0]
 
     def offer(self, half: str, slot: Array) -> None:
-        """Tells both blocks' producers when this block needs a half no more."""
+        """Waits until this block's consumers release a half, and signals that to both blocks' producers."""
         plgpu.barrier_wait(self.refs[f"{half}_free"].at[slot])
         plgpu.barrier_arrive(self.refs[f"{half}_free_in_both"].at[slot])
 
     def write(self, half: str, slot: Array, **parts: Array) -> None:
-        """Writes parts of a tile for both blocks, once neither needs what stands there."""
+        """Writes parts of a tile for both blocks, after both have released the half."""
         refs, dtype, block = self.refs, self.geometry.dtype, self.piece.block
         came, barrier = refs["came"], number_of(half, slot)
         plgpu.barrier_wait(refs[f"{half}_free_in_both"].at[slot])

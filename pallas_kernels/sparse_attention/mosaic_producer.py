@@ -1,4 +1,4 @@
-"""The producer of the `sparse_attention` kernel: the warpgroup that gathers chosen records and makes tiles of them."""
+"""Producer warpgroup of the `sparse_attention` kernel: it gathers the selected records into tiles."""
 
 from collections.abc import Mapping
 
@@ -26,7 +26,7 @@ from pallas_kernels.sparse_attention.mosaic_records import (
 
 
 def places_of(geometry: Geometry, *, packed: bool) -> dict[str, Place]:
-    """Returns where in a record, of bytes if it is `packed`, the parts of a tile are."""
+    """Returns the place in a record of each part of a tile; `packed` means uint8 records."""
     half, value_dim = geometry.half, geometry.value_dim
     if not packed:
         starts = {"lo": 0, "hi": half, "rope": value_dim}
@@ -40,10 +40,10 @@ def places_of(geometry: Geometry, *, packed: bool) -> dict[str, Place]:
 
 
 class Gatherer:
-    """The warpgroup that gathers, a half of a tile at a time.
+    """The producer warpgroup; it gathers half a tile at a time.
 
-    Bytes are on their way into registers before the half is free that they are decoded into. A record that is not
-    chosen becomes zeros, so that its weight of zero meets no NaN.
+    Loads of bytes into registers are issued before the half is free. Rows past the token's count become zeros, because
+    0 * NaN is NaN.
     """
 
     def __init__(self, kernel: Kernel, refs: Mapping[str, Ref], piece: Piece) -> None:
@@ -66,22 +66,22 @@ class Gatherer:
             self.fill("hi", ("hi", "rope"), rows, slot)
 
         if self.kernel.interpret:
-            # The interpreter wants each completion to be waited for.
+            # The interpreter requires a wait for each completion of a barrier.
             for half in ("lo", "hi"):
                 for slot in range(SLOTS):
                     plgpu.barrier_wait(self.refs[f"{half}_free"].at[slot])
 
     def rows(self, tile: Array) -> Rows:
-        """Returns which records a tile is made of."""
+        """Returns the records of a tile."""
         refs, piece = self.refs, self.piece
         return Rows(refs["records"], refs["slots"], piece.row, tile * TILE, piece.keys)
 
     def fill(self, half: str, parts: tuple[str, ...], rows: Rows, slot: Array) -> None:
-        """Makes parts of a tile once the half that they are counted to is free."""
-        refs, dtype, plainly = self.refs, self.geometry.dtype, self.kernel.interpret
-        chosen = gather_plainly(rows) if plainly else None
+        """Writes the parts of one half of a tile once the half is free."""
+        refs, dtype, interpret = self.refs, self.geometry.dtype, self.kernel.interpret
+        chosen = gather_plainly(rows) if interpret else None
         first = self.places[half]
-        words = None if plainly or first.scales is None else load(rows, first)
+        words = None if interpret or first.scales is None else load(rows, first)
         plgpu.barrier_wait(refs[f"{half}_free"].at[slot])
         for part in reversed(parts):
             tile, place = refs[part].at[slot], self.places[part]
@@ -91,7 +91,7 @@ class Gatherer:
                 store(words, tile, place, dtype)
             else:
                 copy(rows, tile, place, dtype)
-        if not plainly:
+        if not interpret:
             wait_for_copies()
         plgpu.commit_smem()
         plgpu.barrier_arrive(refs[f"{half}_arrived"].at[slot])

@@ -1,8 +1,8 @@
-"""Chosen records on their way into tiles of shared memory, which Pallas has no words for: a gather of rows.
+"""Gather of records from global memory into tiles in shared memory: cp.async, loads, decoding, prefetch (inline PTX).
 
-Eight threads take a row, 16 bytes each at a time, and a warpgroup 16 rows at once. Tiles lie in shared memory as
-(rows / 8, columns / 64, 8, 64) numbers of 16 bits, where each row's pieces of 16 bytes are swapped by exclusive or with
-the row's number. The interpreter takes the plain way.
+Eight threads load a row, 16 bytes each at a time; a warpgroup loads 16 rows at once. Tiles lie in shared memory as
+(rows / 8, columns / 64, 8, 64) 16-bit elements with the usual XOR swizzle of 16-byte pieces. For the interpreter there
+are `gather_plainly` and `decode_plainly`.
 """
 
 from dataclasses import dataclass
@@ -59,12 +59,12 @@ _SWIZZLED_BYTES = 8 * _SWIZZLED_ROW
 
 @dataclass(frozen=True)
 class Place:
-    """Where numbers that become columns of a tile are in a record.
+    """Location in a record of the elements that become columns of a tile.
 
     Attributes:
-        start: their first byte.
-        columns: how many they are.
-        scales: the first byte of their scales, of which each group of 128 has one; `None` for numbers of 16 bits.
+        start: offset of their first byte.
+        columns: number of elements.
+        scales: offset of the first byte of their scales, one per group of 128; `None` for 16-bit elements.
     """
 
     start: int
@@ -73,25 +73,25 @@ class Place:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of the numbers in a record."""
+        """Bytes of the elements in a record."""
         return self.columns * (2 if self.scales is None else 1)
 
     @property
     def pieces(self) -> int:
-        """Pieces of 16 bytes that a thread moves of each of its rows."""
+        """Pieces of 16 bytes per thread and row."""
         return self.row_bytes // _AT_ONCE
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Which records a tile is made of.
+    """The records of one tile.
 
     Attributes:
-        records: all of them, in global memory.
+        records: the pool of records, in global memory.
         slots: [tokens, topk], in global memory.
         token: the row of `slots`.
-        first: the tile's first place in that row.
-        count: places of that row that are chosen; the tile's other rows are zeros, and read nothing of their own.
+        first: the tile's first column of that row.
+        count: number of valid columns of that row; rows of the tile past it become zeros.
     """
 
     records: Ref
@@ -102,7 +102,7 @@ class Rows:
 
 
 def copy(rows: Rows, tile: Ref, place: Place, dtype: DTypeLike) -> None:
-    """Starts copying numbers of 16 bits into a tile; `wait_for_copies` says when they have arrived."""
+    """Issues `cp.async` copies of 16-bit elements into a tile; `wait_for_copies` waits for their arrival."""
     scalar = plgpu.Layout.WG_SPLAT(())
     types = (plgpu.RefType(), plgpu.RefType(), scalar, scalar, scalar)
 
@@ -127,7 +127,7 @@ def copy(rows: Rows, tile: Ref, place: Place, dtype: DTypeLike) -> None:
 
 
 def wait_for_copies() -> None:
-    """Waits for all copies that this thread has started."""
+    """Waits for all `cp.async` copies of this thread."""
 
     @inline()
     def run(_: Value) -> None:
@@ -137,7 +137,7 @@ def wait_for_copies() -> None:
 
 
 def load(rows: Rows, place: Place) -> tuple[Array, Array]:
-    """Starts loading numbers of 8 bits and their scales; returns them as words that only `store` can tell apart."""
+    """Issues the loads of 8-bit elements and their scales; the result is only meant for `store`."""
     loads = _TURNS * place.pieces
     scalar = plgpu.Layout.WG_SPLAT(())
     types = (plgpu.RefType(), plgpu.RefType(), scalar, scalar, scalar)
@@ -167,7 +167,7 @@ def load(rows: Rows, place: Place) -> tuple[Array, Array]:
 
 
 def store(words: tuple[Array, Array], tile: Ref, place: Place, dtype: DTypeLike) -> None:
-    """Decodes what `load` returned into a tile."""
+    """Decodes the words of `load` into a tile."""
     types = (
         plgpu.RefType(swizzled(COLUMN_TILE, dtype)),
         *(flat(array.shape[0]) for array in words),
@@ -178,7 +178,7 @@ def store(words: tuple[Array, Array], tile: Ref, place: Place, dtype: DTypeLike)
         target = utils.memref_ptr(target)
         numbers, scales = list(numbers.registers.flat), elements(scales)
         member = divide(thread(), _THREADS_PER_ROW)[1]
-        # Threads of the second half of a row begin with their other piece, or they would meet the first in a bank.
+        # Threads of the second half of a row store their pieces in the other order, which avoids bank conflicts.
         late = arith.cmpi(arith.CmpIPredicate.uge, member, constant(_THREADS_PER_ROW // 2))
         column, inside = divide(member, 4)
         starts = []
@@ -198,7 +198,7 @@ def store(words: tuple[Array, Array], tile: Ref, place: Place, dtype: DTypeLike)
 
 
 def prefetch(rows: Rows, *, record_bytes: int) -> None:
-    """Asks for the records of a tile to be brought near."""
+    """Prefetches the records of a tile to L2."""
     scalar = plgpu.Layout.WG_SPLAT(())
     types = (plgpu.RefType(), plgpu.RefType(), scalar, scalar, scalar)
 
@@ -216,7 +216,7 @@ def prefetch(rows: Rows, *, record_bytes: int) -> None:
 
 
 def gather_plainly(rows: Rows) -> Array:
-    """Returns the tile's records as the interpreter can; those that are not chosen are zeros."""
+    """Returns the tile's records, for the interpreter; rows past the count are zeros."""
     records = rows.records[...]
     records = records.reshape(-1, records.shape[-1])
     place = rows.first + jnp.arange(TILE, dtype=jnp.int32)
@@ -227,7 +227,7 @@ def gather_plainly(rows: Rows) -> Array:
 
 
 def decode_plainly(chosen: Array, place: Place, dtype: DTypeLike) -> Array:
-    """Returns the numbers in one place of records, as `store` would write them."""
+    """Returns the elements in one place of records as `store` would write them, for the interpreter."""
     size = chosen.dtype.itemsize
     numbers = chosen[:, place.start // size : (place.start + place.row_bytes) // size]
     if size > 1:
@@ -244,7 +244,10 @@ def decode_plainly(chosen: Array, place: Place, dtype: DTypeLike) -> Array:
 def _start_of_row(
     records: Value, slots: Value, token: Value, first: Value, count: Value, turn: int
 ) -> tuple[Value, Value]:
-    """Returns where the record of this thread's row begins, and whether it is chosen; else it is the first of all."""
+    """Returns the address of the record of this thread's row, and whether the row is within the count.
+
+    Rows past the count get the address of the pool's first record.
+    """
     index = ir.IndexType.get()
     row = add(divide(thread(), _THREADS_PER_ROW)[0], turn * _ROWS_AT_ONCE)
     place = arith.addi(first, row)
@@ -258,7 +261,7 @@ def _start_of_row(
 
 
 def _in_tile(place: Place, column: Value, piece: Value) -> Value:
-    """Returns where in a tile a piece of the first of this thread's rows lies, in 64 columns, in bytes."""
+    """Returns the byte offset in a tile of a piece of this thread's first row, in a given group of 64 columns."""
     row = divide(thread(), _THREADS_PER_ROW)[0]
     eight, turned = divide(row, 8)
     start = times(arith.addi(times(eight, place.columns // 64), column), _SWIZZLED_BYTES)
@@ -267,7 +270,7 @@ def _in_tile(place: Place, column: Value, piece: Value) -> Value:
 
 
 def _further(place: Place, turn: int, number: int) -> int:
-    """Returns how much further the same thread's piece of another of its rows, and of other columns, lies."""
+    """Returns the byte distance from the thread's first piece to the one of a later row and of later columns."""
     rows = turn * _ROWS_AT_ONCE // 8 * (place.columns // 64)
     columns = number if place.scales is None else 2 * number
     return (rows + columns) * _SWIZZLED_BYTES

@@ -1,4 +1,4 @@
-"""What `sparse_attention` means: a softmax over the chosen records of each token, in float32."""
+"""Reference of `sparse_attention`: softmax attention over the selected records of each token, in float32."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
@@ -15,9 +15,9 @@ def sparse_attention(
     value_dim: int,
     scale: float,
 ) -> tuple[Float[Array, "tokens heads value_dim"], Float[Array, "tokens heads"]]:
-    """Returns the output and its log-sum-exp in float32; tokens that chose nothing give zeros and `-inf`.
+    """Returns output and log-sum-exp in float32; tokens with count 0 give zeros and `-inf`.
 
-    Records of bytes are rounded to q's dtype when they are decoded.
+    uint8 records are rounded to q's dtype when decoded.
     """
     flat = records.reshape(-1, records.shape[-1])
     is_bytes = flat.dtype == jnp.uint8

@@ -1,4 +1,4 @@
-"""`sparse_attention` in plain XLA: gathers each token's records and lets two batched products do the rest."""
+"""`sparse_attention` in plain XLA: gathers each token's records, then two batched products and a softmax."""
 
 from functools import partial
 
@@ -22,7 +22,10 @@ def sparse_attention(
     scale: float,
     temporary_bytes: int = TEMPORARY_BYTES,
 ) -> tuple[Float[Array, "tokens heads value_dim"], Float[Array, "tokens heads"]]:
-    """Returns the output in q's dtype and the log-sum-exp in float32; tokens take turns where memory asks for it."""
+    """Implements `api.sparse_attention`; returns the output in q's dtype and the log-sum-exp in float32.
+
+    Tokens are processed in batches of about `temporary_bytes` of temporary memory.
+    """
     tokens, heads, width = q.shape
     per_token = slots.shape[1] * (width * (4 + q.dtype.itemsize) + 8 * heads)
     batch = max(1, temporary_bytes // per_token)
@@ -41,7 +44,7 @@ def _attend(
     value_dim: int,
     scale: float,
 ) -> tuple[Float[Array, "heads value_dim"], Float[Array, " heads"]]:
-    """Attends from one token; places past its count may name any record, of any numbers."""
+    """Computes one token; slots past its count may name any record, NaN included."""
     page_size = records.shape[1]
     page, offset = lax.div(slots, page_size), lax.rem(slots, page_size)
     keys = records.at[page, offset, 0].get(mode="clip", wrap_negative_indices=False)
@@ -53,7 +56,7 @@ def _attend(
     multiply = partial(jnp.einsum, precision=precision, preferred_element_type=jnp.float32)
     scores = jnp.where(chosen[None, :], multiply("hd,kd->hk", q, keys) * scale, -jnp.inf)
     largest = jnp.max(scores, axis=-1, keepdims=True)
-    # A token that chose nothing has the maximum -inf, and -inf minus -inf would be NaN.
+    # The maximum of a token with count 0 is -inf, and -inf - -inf would be NaN.
     weights = jnp.exp(scores - jnp.where(largest == -jnp.inf, 0.0, largest))
     total = jnp.sum(weights, axis=-1, keepdims=True)
     out = multiply("hk,kd->hd", weights.astype(q.dtype), keys[:, :value_dim])

@@ -112,7 +112,7 @@ def test_bytes_want_queries_in_the_dtype_of_their_rotary_parts():
     inputs = SMALL.inputs()
     arrays = {name: jnp.asarray(inputs[name]) for name in ARRAYS}
     arrays["q"] = arrays["q"].astype(jnp.float16)
-    with pytest.raises(ValueError, match="must be that, got float16"):
+    with pytest.raises(ValueError, match="q must be bfloat16, got float16"):
         mosaic_gpu.sparse_attention(**arrays, value_dim=512, scale=1.0)
 
 
@@ -129,7 +129,7 @@ def test_blocks_in_pairs_are_in_no_other_clusters():
     inputs = dataclasses.replace(SMALL, heads=128).inputs()
     arrays = {name: jnp.asarray(inputs[name]) for name in ARRAYS}
     options = {"value_dim": 512, "scale": 1.0, "want_lse": False}
-    with pytest.raises(ValueError, match="in parts, got a cluster of 2"):
+    with pytest.raises(ValueError, match="got a schedule with clusters of 2; use parts"):
         mosaic_gpu.attend(**arrays, schedule=Schedule(2, 1), **options)
 
 

@@ -145,7 +145,10 @@ def test_turns_of_tokens_change_nothing():
         ({"value_dim": 100}, "value_dim of uint8 records must be a multiple of 128, got 100"),
         ({"value_dim": 500}, "value_dim must be 1 to 144"),
         ({"scale": 0.0}, "scale must be positive, got 0.0"),
-        ({"records": np.zeros((2, 8, 1, 144), np.float32)}, "uint8 or of q's dtype, got float32"),
+        (
+            {"records": np.zeros((2, 8, 1, 144), np.float32)},
+            "uint8 or have q's dtype bfloat16, got float32",
+        ),
         ({"records": np.zeros((2, 8, 1, 165), np.uint8)}, r"\[any, any, 1, 164\]"),
         ({"counts": np.zeros(3, np.int32)}, r"counts must have shape \[4\]"),
     ],
