@@ -1,4 +1,4 @@
-"""Words that must not be generated, as biases of their tokens."""
+"""`bad_words` of a request as logit biases of -inf."""
 
 import math
 from dataclasses import replace
@@ -9,12 +9,12 @@ from jaxkv.text.tokenizer import Tokenizer
 
 
 def forbid_words(params: SamplingParams, tokenizer: Tokenizer | None) -> SamplingParams:
-    """Returns parameters whose `bad_words` have become entries of `logit_bias`.
+    """Returns the parameters with `bad_words` turned into entries of `logit_bias`.
 
-    The token of a word at the start of a text is forbidden, and the one behind a space if that is one token too.
+    The token of a word at the start of a text is forbidden, and its token after a space if that is a single one too.
 
     Raises:
-        ValueError: a word has several tokens, there is no tokenizer, or the biases are too many.
+        ValueError: a word has several tokens, there is no tokenizer, or there are too many biases.
     """
     if not params.bad_words:
         return params

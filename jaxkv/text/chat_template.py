@@ -1,4 +1,4 @@
-"""A model's chat template: messages to prompt text, within limits of time, memory and length. Knows no tokens."""
+"""A model's chat template: messages to prompt text, within limits of time, memory and length."""
 
 import json
 import os
@@ -28,11 +28,11 @@ _KEPT_ENVIRONMENT = ("PATH", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH", "LAN
 class ChatTemplate:
     """Renders messages in a sandbox inside a worker process, which is started at the first use.
 
-    A worker that exceeds its limits is killed and the next use starts another. Safe to use from several threads.
+    A worker that exceeds its limits is killed, and the next use starts another. Thread-safe.
 
     Attributes:
-        templates: by name; "default" is used unless there are tools and a "tool_use".
-        special_tokens: such as `bos_token`, visible to the template.
+        templates: name -> Jinja source. "tool_use" is used for calls with tools if there is one, otherwise "default".
+        special_tokens: name -> text of special tokens such as `bos_token`, as variables of the template.
     """
 
     def __init__(self, templates: Mapping[str, str], special_tokens: Mapping[str, str]) -> None:
@@ -49,16 +49,16 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         options: Mapping[str, object] | None = None,
     ) -> str:
-        """Returns the prompt.
+        """Returns the text of the prompt.
 
         Args:
             messages: JSON objects with a "role" and usually a "content".
             tools: JSON schemas of the functions that the model may call.
-            add_generation_prompt: end with the words that open the assistant's turn.
-            options: more variables for the template, such as `enable_thinking`.
+            add_generation_prompt: end the text with the beginning of the assistant's turn.
+            options: further variables of the template, such as `enable_thinking`.
 
         Raises:
-            ValueError: the template refuses the messages, fails, or exceeds a limit.
+            ValueError: an argument is malformed, or the template rejects the messages, fails or exceeds a limit.
         """
         if not messages or not all(
             isinstance(message, Mapping) and isinstance(message.get("role"), str)
@@ -69,7 +69,7 @@ class ChatTemplate:
         for name in options:
             if name in _RESERVED or not name.isidentifier():
                 raise ValueError(
-                    f"the template option {clip(repr(name))} is not one a caller may set"
+                    f"the template option {clip(repr(name))} is reserved or no identifier; choose another name"
                 )
         variables = {
             "messages": list(messages),
@@ -86,7 +86,7 @@ class ChatTemplate:
         return answer["text"]
 
     def close(self) -> None:
-        """Ends the worker process, if there is one; a later `render` starts another."""
+        """Ends the worker process if there is one; a later `render` starts another."""
         with self._lock:
             self._stop()
 
@@ -119,19 +119,19 @@ class ChatTemplate:
 
 
 class _Worker:
-    """The process, and a conversation with it in JSON lines."""
+    """The worker process, which gets one JSON line per request and answers with one."""
 
     def __init__(self) -> None:
         limits = (MAX_MEMORY_BYTES, MAX_SECONDS, MAX_CHARACTERS)
         process = subprocess.Popen(
-            # The worker is run as a file, so that it imports neither jaxkv nor anything next to it.
+            # Run as a file, so that the worker imports neither jaxkv nor a module beside the file.
             [sys.executable, "-P", _PROGRAM, *map(str, limits)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             bufsize=0,
             env={key: os.environ[key] for key in _KEPT_ENVIRONMENT if key in os.environ},
-            # An interrupt typed at the terminal is meant for us, not for it.
+            # In a session of its own, so that Ctrl-C at the terminal does not reach the worker.
             start_new_session=True,
         )
         self._process = process
@@ -141,11 +141,11 @@ class _Worker:
             raise RuntimeError(f"{sys.executable} cannot run {_PROGRAM}")
 
     def is_alive(self) -> bool:
-        """Whether the process still runs."""
+        """Whether the process is running."""
         return self._process.poll() is None
 
     def ask(self, request: bytes) -> dict[str, str] | None:
-        """Returns the answer, or `None` if the worker died or took too long."""
+        """Returns the answer; `None` if the worker died or exceeded `MAX_SECONDS`."""
         assert self._process.stdin is not None
         unsent = memoryview(request)
         try:
@@ -190,10 +190,13 @@ def _to_json(request: Mapping[str, object]) -> bytes:
 
 
 def read_templates(directory: Path, tokenizer_config: Mapping[str, object]) -> dict[str, str]:
-    """Returns a directory's templates by name; none if it has none.
+    """Returns name -> Jinja source of a directory's chat templates; empty if there are none.
 
-    `chat_template.jinja` wins over `chat_template` in tokenizer_config.json, which is a text or a list of
+    `chat_template.jinja` takes precedence over `chat_template` in tokenizer_config.json, which is a text or a list of
     `{"name": ..., "template": ...}`.
+
+    Raises:
+        BadCheckpoint: `chat_template` is malformed or too long.
     """
     where = directory / "tokenizer_config.json"
     if has_file(directory, "chat_template.jinja"):
@@ -210,10 +213,13 @@ def read_templates(directory: Path, tokenizer_config: Mapping[str, object]) -> d
             (item.get("name"), item.get("template")) if isinstance(item, dict) else (None, None)
         )
         if not isinstance(name, str) or not isinstance(template, str) or name in templates:
-            raise BadCheckpoint(f"{where}: chat_template is neither text nor a list of named ones")
+            raise BadCheckpoint(
+                f'{where}: chat_template is neither text nor a list of {{"name": ..., "template": ...}}'
+            )
         if len(template) > MAX_TEMPLATE_BYTES:
             raise BadCheckpoint(
-                f"{where}: the chat template is too long ({len(template)} characters)"
+                f"{where}: the chat template is too long ({len(template)} characters), at most "
+                f"{MAX_TEMPLATE_BYTES} are allowed"
             )
         templates[name] = template
     return templates

@@ -1,4 +1,4 @@
-"""Generated ids to text, behind the text of their prompt: all at once, or piece by piece without broken characters."""
+"""Detokenisation of generated ids after their prompt: all at once, or incrementally without broken characters."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -7,13 +7,19 @@ from weakref import WeakKeyDictionary
 from jaxkv.text.tokenizer import Tokenizer
 
 REPLACEMENT = "\ufffd"
-# An incomplete character is at most 3 bytes, so at most 3 tokens; a longer context changes nothing, only its start.
-_LONGEST_WINDOW = 64
+# An incomplete UTF-8 character has at most 3 bytes, so at most 3 tokens. More context does not change later text.
+_MAX_WINDOW = 64
 _CONTEXT = 16
 
 
 class _Token(NamedTuple):
-    """What is true of an id wherever it stands: it adds no text; it is one of several bytes; its text when alone."""
+    """Properties of a token id.
+
+    Attributes:
+        silent: it adds no text.
+        byte: it is one byte of a character, decoded together with adjacent bytes.
+        alone: its text when decoded alone.
+    """
 
     silent: bool
     byte: bool
@@ -21,24 +27,24 @@ class _Token(NamedTuple):
 
 
 class _Tokens:
-    """Looks up each id of a tokenizer once: most texts are made of few ids, and a step of many rows asks for all."""
+    """A cache of `_Token` per id of one tokenizer."""
 
     def __init__(self, skip_special_tokens: bool) -> None:
-        self._known: dict[int, _Token] = {}
+        self._by_id: dict[int, _Token] = {}
         self._skip = skip_special_tokens
 
     def of(self, tokenizer: Tokenizer, token_id: int) -> _Token:
-        token = self._known.get(token_id)
+        token = self._by_id.get(token_id)
         if token is None:
             silent = tokenizer.is_silent(token_id, skip_special_tokens=self._skip)
             alone = "" if silent else tokenizer.decode([token_id], skip_special_tokens=self._skip)
             token = _Token(silent, not silent and tokenizer.is_byte(token_id), alone)
-            self._known[token_id] = token
+            self._by_id[token_id] = token
         return token
 
 
 _TOKENS: WeakKeyDictionary[Tokenizer, tuple[_Tokens, _Tokens]] = WeakKeyDictionary()
-"""Per tokenizer: its ids where special tokens show, and where they are skipped."""
+"""Tokenizer -> its cached tokens, without and with `skip_special_tokens`."""
 
 
 def _tokens_of(tokenizer: Tokenizer, skip_special_tokens: bool) -> _Tokens:
@@ -54,14 +60,14 @@ def text_after(
 ) -> str:
     """Returns the text that generated ids add to the text of their prompt.
 
-    The first generated token is decoded in its place behind the prompt, because decoders in the manner of
-    SentencePiece strip the space in front of a text's first word. A special token at the end of the prompt begins a
-    new text. A character that the prompt leaves incomplete is part of the added text.
+    The ids are decoded together with the end of the prompt, because SentencePiece decoders strip the space before the
+    first word of a text. A special token at the end of the prompt begins a new text. A character that the prompt leaves
+    incomplete belongs to the added text.
 
     Args:
-        tokenizer: turns ids to text.
+        tokenizer: the tokenizer.
         prompt: ids of the prompt; may be empty.
-        ids: the generated ids.
+        ids: generated ids.
         skip_special_tokens: special tokens among `ids` add no text.
 
     Raises:
@@ -74,10 +80,10 @@ def text_after(
 
 
 def _context(tokenizer: Tokenizer, prompt: Sequence[int]) -> list[int]:
-    """Returns the last ids of a prompt that decide how the text behind it begins.
+    """Returns the last ids of a prompt, as the context of the text after it.
 
-    They begin behind the last special token, hold a token with text if there is one, and do not begin within a run
-    of bytes, which is text only as a whole.
+    The context begins after the last special token, contains a token with text if there is one, and does not begin
+    inside a run of byte tokens, which can only be decoded as a whole.
     """
     tokens = _tokens_of(tokenizer, skip_special_tokens=True)
     context: list[int] = []
@@ -98,7 +104,7 @@ def _context(tokenizer: Tokenizer, prompt: Sequence[int]) -> list[int]:
 
 
 def _shared(before: str, text: str) -> int:
-    """Returns how many characters two texts have in common from their start."""
+    """Returns the length of the common prefix of two texts, in characters."""
     if text.startswith(before):
         return len(before)
     pairs = enumerate(zip(before, text, strict=False))
@@ -106,14 +112,14 @@ def _shared(before: str, text: str) -> int:
 
 
 class Detokenizer:
-    """Turns one sequence's ids into pieces of text whose concatenation is `text_after` of all ids.
+    """Decodes one sequence incrementally, into pieces of text whose concatenation is `text_after` of all ids.
 
-    A few tokens before the newest ones are decoded again with them, because the text of a token depends on its
-    neighbours: characters may be spread over tokens, and the first token of a text may lose its leading space.
+    The latest tokens are decoded again together with each new one, because the text of a token depends on its
+    neighbours: a character may span several tokens, and the first token of a text may lose its leading space.
 
     Args:
-        tokenizer: turns ids to text.
-        prompt: ids that the sequence follows.
+        tokenizer: the tokenizer.
+        prompt: ids before the sequence.
         skip_special_tokens: special tokens among the pushed ids add no text.
     """
 
@@ -124,37 +130,37 @@ class Detokenizer:
         self._skip = skip_special_tokens
         self._tokens = _tokens_of(tokenizer, skip_special_tokens)
         self._window = _context(tokenizer, prompt)
-        # The prompt's part of the window's text, until text is known that follows it.
+        # The prompt's part of the window's text; empty once text after the prompt was returned.
         self._before = self._decode(self._window)
         self._shown = 0
 
     def push(self, token_id: int) -> str:
-        """Returns the text that is certain now and was not before; often that of `token_id`, sometimes none.
+        """Adds a token and returns the text that has become final: often the token's own, sometimes none.
 
         Raises:
-            ValueError: the id is outside the model's range; the text so far stays as it was.
+            ValueError: the id is outside the model's range; the state is unchanged.
         """
         token = self._tokens.of(self._tokenizer, token_id)
         if token.silent:
             return ""
         self._window.append(token_id)
         if token.byte:
-            # A run of bytes is text only as a whole: one more byte can make all of it invalid.
+            # A run of byte tokens is decoded as a whole, because one more byte can make all of it invalid.
             return ""
         text = self._decode(self._window)
-        certain = text[:-1] if text.endswith(REPLACEMENT) else text
+        final = text[:-1] if text.endswith(REPLACEMENT) else text
         if self._before:
-            self._skip_prompt(certain, is_whole=certain == text)
-        piece = certain[self._shown :]
-        self._shown = max(self._shown, len(certain))
-        if certain == text and token.alone:
+            self._skip_prompt(final, is_whole=final == text)
+        piece = final[self._shown :]
+        self._shown = max(self._shown, len(final))
+        if final == text and token.alone:
             self._window, self._shown = [token_id], len(token.alone)
         else:
-            self._shorten(is_whole=certain == text)
+            self._shorten(is_whole=final == text)
         return piece
 
     def finish(self) -> str:
-        """Returns what was held back; broken characters come out as U+FFFD. Call it once, at the end."""
+        """Returns the remaining text, with U+FFFD for broken characters. Call it once, at the end."""
         text = self._decode(self._window)
         self._skip_prompt(text, is_whole=True)
         piece = text[self._shown :]
@@ -164,28 +170,28 @@ class Detokenizer:
     def _decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=self._skip)
 
-    def _skip_prompt(self, certain: str, *, is_whole: bool) -> None:
-        """Counts as shown what the window's text has of the prompt's text."""
-        self._shown = max(self._shown, _shared(self._before, certain))
-        if is_whole or self._shown < len(certain):
+    def _skip_prompt(self, final: str, *, is_whole: bool) -> None:
+        """Counts the prompt's part of the window's text as returned already."""
+        self._shown = max(self._shown, _shared(self._before, final))
+        if is_whole or self._shown < len(final):
             self._before = ""
 
     def _shorten(self, *, is_whole: bool) -> None:
-        """Drops tokens that can no longer matter, keeping enough for the next one to be decoded in context.
+        """Drops the window's first tokens, and keeps enough context to decode the next token.
 
-        The kept tokens must have text by themselves: then whatever happens to the start of a text happens within it.
+        The kept tokens must have text by themselves, because decoders may change the start of a text.
         """
-        held = 0 if is_whole else 1
+        withheld = 0 if is_whole else 1
         if is_whole:
             start = len(self._window) - 1
-        elif len(self._window) > _LONGEST_WINDOW:
+        elif len(self._window) > _MAX_WINDOW:
             start = len(self._window) - _CONTEXT
         else:
             return
         kept = self._decode(self._window[start:])
-        while start > 0 and len(kept) <= held:
+        while start > 0 and len(kept) <= withheld:
             start -= 1
             kept = self._decode(self._window[start:])
         self._window = self._window[start:]
-        self._shown = len(kept) - held
+        self._shown = len(kept) - withheld
         self._before = ""

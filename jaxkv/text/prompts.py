@@ -1,4 +1,4 @@
-"""What a user may give as prompts, conversations and parameters, made uniform and checked. Knows no model."""
+"""Normalises and checks the prompts, conversations and sampling parameters that users pass in."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,36 +14,36 @@ from jaxkv.wording import clip, listed, shown
 
 Ids = Sequence[int | np.integer] | np.ndarray | jax.Array
 Prompt = str | Ids | Mapping[str, Any]
-"""A text, token ids, or a dict with "prompt" or "prompt_token_ids", and perhaps "cache_salt"."""
+"""A text, token ids, or a dict with "prompt" or "prompt_token_ids", and optionally "cache_salt"."""
 
 Messages = str | Sequence[Mapping[str, Any]]
-"""One conversation: dicts with "role" and "content", or the text of the user's one message."""
+"""One conversation: dicts with "role" and "content", or the text of a single user message."""
 
 NO_TOKENIZER = (
     "this model directory has no tokenizer.json, and a tokenizer.model or vocab.json alone is not read; write one with "
     "Transformers: AutoTokenizer.from_pretrained(directory).save_pretrained(directory)"
 )
-"""Begins the error about a text where only token ids can be understood."""
+"""Beginning of the error for a text prompt without a tokenizer."""
 
 _KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 
 
 class TextEncoder(Protocol):
-    """The part of a tokenizer that prompts need."""
+    """The tokenizer's method that prompts need."""
 
     def encode(self, text: str, *, max_tokens: int | None = None) -> list[int]:
-        """Returns the ids of a text; refuses one that is sure to have more than `max_tokens`."""
+        """Returns the ids of a text; raises `ValueError` if it certainly has more than `max_tokens`."""
         ...
 
 
 @dataclass(frozen=True)
 class TokenizedPrompt:
-    """One prompt as the model sees it.
+    """One tokenized prompt.
 
     Attributes:
-        ids: its tokens.
-        text: what it was made from; `None` if it was given as ids.
-        salt: only prompts of the same salt share cached pages.
+        ids: its token ids.
+        text: its text; `None` if it was given as ids.
+        salt: prompts share cached pages only if their salts are equal.
     """
 
     ids: tuple[int, ...]
@@ -58,16 +58,16 @@ def tokenize(
     *,
     max_tokens: int | None = None,
 ) -> TokenizedPrompt:
-    """Returns the tokens of a prompt in any of its forms.
+    """Returns the tokens of a prompt given in any form.
 
     Args:
         prompt: a text, ids in [0, `vocab_size`), or a dict with either.
-        tokenizer: encodes a text.
-        vocab_size: ids that the model has.
-        max_tokens: refuse a text that is sure to have more ids, before it is encoded.
+        tokenizer: the tokenizer of texts; `None` if there is none.
+        vocab_size: number of the model's token ids.
+        max_tokens: reject a text that certainly has more ids, before it is encoded; `None` for no limit.
 
     Raises:
-        ValueError: it has none of these forms, is empty or sure to be too long, or has ids outside the vocabulary.
+        ValueError: the prompt has none of these forms, is empty, is certainly too long, or has ids out of range.
     """
     if not isinstance(prompt, Mapping):
         text = prompt if isinstance(prompt, str) else None
@@ -78,7 +78,7 @@ def tokenize(
     given = text if prompt.get("prompt_token_ids") is None else prompt["prompt_token_ids"]
     if unknown or given is None or not isinstance(text, str | None):
         raise ValueError(
-            f'a prompt that is a dict has "prompt", a text, or "prompt_token_ids", and perhaps "cache_salt"; '
+            f'a dict prompt must have "prompt" (a text) or "prompt_token_ids", and may have "cache_salt"; '
             f"got the keys {listed([repr(key) for key in prompt])}"
         )
     ids = prompt_ids(given, tokenizer, vocab_size, max_tokens=max_tokens)
@@ -92,10 +92,10 @@ def prompt_ids(
     *,
     max_tokens: int | None = None,
 ) -> tuple[int, ...]:
-    """Returns the token ids of a text, or of a list or an array of ids; the arguments are those of `tokenize`.
+    """Returns the token ids of a text, or of a list or array of ids; the arguments are those of `tokenize`.
 
     Raises:
-        ValueError: it is empty, is neither text nor ids, is sure to be too long, or has ids outside the vocabulary.
+        ValueError: the prompt is empty, is neither text nor ids, is certainly too long, or has ids out of range.
     """
     if isinstance(prompt, str):
         if tokenizer is None:
@@ -103,14 +103,16 @@ def prompt_ids(
         prompt = tokenizer.encode(prompt, max_tokens=max_tokens)
     listed = _listed(prompt)
     if listed is None:
-        raise ValueError(f"a prompt is a text or a list of token ids, got {type(prompt).__name__}")
+        raise ValueError(
+            f"a prompt must be a text or a list of token ids, got {type(prompt).__name__}"
+        )
     ids = tuple(listed)
     if not ids:
         raise ValueError("a prompt needs at least one token, got none")
     for token in ids:
         if not _is_id(token):
             raise ValueError(
-                f"token ids must be ints, got {shown(token)}; several prompts are for LLM.generate, messages for "
+                f"token ids must be ints, got {shown(token)}; give several prompts to LLM.generate, and messages to "
                 f"LLM.chat"
             )
         if not 0 <= token < vocab_size:
@@ -119,19 +121,23 @@ def prompt_ids(
 
 
 def as_prompts(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
-    """Makes a list of one of a single text, a single dict, or a single list or array of ids."""
+    """Returns a list of prompts; a single text, dict, list or array of ids becomes a list of one.
+
+    Raises:
+        ValueError: `prompts` has another type, or mixes ids with other prompts.
+    """
     if isinstance(prompts, str | Mapping):
         return [prompts]
     listed = _listed(prompts)
     if listed is None:
         raise ValueError(
-            f"prompts are a text, a list of token ids, or a list of these, got {type(prompts).__name__}"
+            f"prompts must be a text, a list of token ids, or a list of these, got {type(prompts).__name__}"
         )
     ids = [item for item in listed if isinstance(item, int | np.integer)]
     others = [item for item in listed if not isinstance(item, int | np.integer)]
     if ids and others:
         raise ValueError(
-            "a list of prompts holds texts or lists of token ids, not bare token ids too"
+            "a list of prompts must hold texts or lists of token ids, got token ids beside them"
         )
     return [listed] if ids else others
 
@@ -139,10 +145,10 @@ def as_prompts(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
 def as_conversations(
     messages: Messages | Sequence[Messages],
 ) -> tuple[list[list[Mapping[str, Any]]], bool]:
-    """Returns the conversations, and whether a list of them was given rather than one.
+    """Returns a list of conversations, and whether `messages` was a list of them rather than one.
 
     Raises:
-        ValueError: it is neither a conversation nor a list of these.
+        ValueError: `messages` is neither a conversation nor a list of conversations.
     """
     one = _messages(messages)
     if one is not None:
@@ -158,15 +164,15 @@ def as_conversations(
 
 
 def as_call(owner: str, options: Mapping[str, Any], **given: Any) -> dict[str, Any]:  # noqa: ANN401
-    """Returns the arguments of a call under jaxkv's names; fields of `SamplingParams` become its `sampling`.
+    """Returns the arguments of a call under jaxkv's names; fields of `SamplingParams` are gathered in `sampling`.
 
     Args:
-        owner: what was called, for errors.
-        options: keywords that the call does not name: vLLM's names, and fields of `SamplingParams`.
-        given: the arguments that it names -> what was given; `None` for nothing.
+        owner: name of the called method, for messages.
+        options: further keywords of the call: vLLM's names, and fields of `SamplingParams`.
+        given: named arguments of the call; `None` for those that were not given.
 
     Raises:
-        ValueError: a keyword is unknown, or says again what another one says.
+        ValueError: a keyword is unknown, or the same option is given twice.
     """
     if not options:
         return given
@@ -184,7 +190,7 @@ def as_call(owner: str, options: Mapping[str, Any], **given: Any) -> dict[str, A
     if sampling:
         if given["sampling"] is not None:
             raise ValueError(
-                f"{owner} got SamplingParams, and {', '.join(sampling)} beside them; write "
+                f"{owner} got SamplingParams and also {', '.join(sampling)}; write "
                 f"SamplingParams({next(iter(sampling))}=...) or give no SamplingParams"
             )
         given["sampling"] = SamplingParams(**sampling)
@@ -194,46 +200,50 @@ def as_call(owner: str, options: Mapping[str, Any], **given: Any) -> dict[str, A
 def one_each(
     sampling: SamplingParams | Sequence[SamplingParams] | None, count: int
 ) -> list[SamplingParams]:
-    """Returns one `SamplingParams` per prompt."""
+    """Returns one `SamplingParams` per prompt.
+
+    Raises:
+        ValueError: `sampling` has another type, or is a list of another length than `count`.
+    """
     if sampling is None or isinstance(sampling, SamplingParams):
         return [sampling or SamplingParams()] * count
     listed = isinstance(sampling, Sequence) and all(isinstance(w, SamplingParams) for w in sampling)
     if not listed:
         raise ValueError(
-            f"sampling is one SamplingParams or a list of them, got {clip(repr(sampling), 60)}"
+            f"sampling must be one SamplingParams or a list of them, got {clip(repr(sampling), 60)}"
         )
     if len(sampling) != count:
         raise ValueError(
-            f"got {len(sampling)} SamplingParams for {count} prompts; give one, or one each"
+            f"got {len(sampling)} SamplingParams for {count} prompts; give one, or one per prompt"
         )
     return list(sampling)
 
 
 def one_sample(sampling: SamplingParams | None) -> SamplingParams:
-    """Returns the parameters of a stream.
+    """Returns the sampling parameters of a stream.
 
     Raises:
-        ValueError: they are none, or ask for several samples.
+        ValueError: they have another type, or ask for several samples.
     """
     [params] = one_each(sampling, 1)
     if params.n != 1:
-        raise ValueError(f"a stream is one sample, got n={params.n}; use generate")
+        raise ValueError(f"a stream has one sample, got n={params.n}; use generate")
     return params
 
 
 @contextmanager
-def named(kind: str, place: int, count: int) -> Iterator[None]:
-    """Begins errors of one item of a list with its place; where there is one item alone, they stay as they are."""
+def named(kind: str, index: int, count: int) -> Iterator[None]:
+    """Prefixes the `ValueError`s of one item of a list with its kind and index, unless it is the only item."""
     try:
         yield
     except ValueError as error:
         if count == 1:
             raise
-        raise ValueError(f"{kind} {place}: {error}") from error
+        raise ValueError(f"{kind} {index}: {error}") from error
 
 
 def _listed(prompt: object) -> Sequence[Any] | np.ndarray | None:
-    """Returns a list or an array of at least one dimension as the host has it; `None` for anything else."""
+    """Returns a sequence, or an array of at least one dimension as NumPy array; `None` for any other value."""
     if isinstance(prompt, jax.Array):
         prompt = np.asarray(prompt)
     if isinstance(prompt, np.ndarray):
@@ -248,7 +258,7 @@ def _is_id(token: object) -> bool:
 
 
 def _messages(messages: object) -> list[Mapping[str, Any]] | None:
-    """Returns the messages of one conversation; `None` if it is not one."""
+    """Returns the messages of one conversation; `None` if `messages` is no conversation."""
     if isinstance(messages, str):
         return [{"role": "user", "content": messages}]
     if not isinstance(messages, Sequence) or not messages:

@@ -1,4 +1,4 @@
-"""Generated ids to text as it becomes certain, up to the first stop string."""
+"""Incremental text of one sequence, up to the first stop string."""
 
 from collections.abc import Sequence
 
@@ -8,69 +8,69 @@ from jaxkv.text.tokenizer import Tokenizer
 
 
 class StopStrings:
-    """Finds the first of some strings in a text that comes in pieces, however it is cut.
+    """Finds the first stop string in a text that arrives in pieces; the result does not depend on the pieces.
 
-    The first is the one that ends first; of several that end together, the longest. The text ends before it.
+    The first stop string is the one that ends first; among several with the same end, the longest.
 
     Args:
-        stops: the strings; none of them empty.
-        included: the text ends behind the stop string instead.
+        stops: the stop strings, none of them empty.
+        included: whether the text ends after the stop string; otherwise it ends before.
 
     Attributes:
-        met: the one that was met; `None` so far.
+        met: the stop string that was found; `None` before.
     """
 
     def __init__(self, stops: tuple[str, ...], *, included: bool = False) -> None:
         self.met: str | None = None
         self._stops = stops
         self._included = included
-        self._beginnings = {stop[:length] for stop in stops for length in range(1, len(stop))}
+        self._prefixes = {stop[:length] for stop in stops for length in range(1, len(stop))}
         self._longest = max(map(len, stops), default=0)
-        self._held = ""
+        self._pending = ""
 
     def push(self, piece: str, *, may_stop: bool = True) -> tuple[str, bool]:
-        """Returns what of the text is certain not to belong to a stop string, and whether one was met.
+        """Adds a piece; returns the text that has become final, and whether a stop string was found.
 
         Args:
-            piece: the next piece.
-            may_stop: what ends within this piece counts.
+            piece: the next piece of the text.
+            may_stop: whether stop strings that end within this piece count.
         """
         if not self._stops:
             return piece, False
-        before, self._held = len(self._held), self._held + piece
+        before, self._pending = len(self._pending), self._pending + piece
         if may_stop:
             ends = [
                 (at + len(stop), at)
                 for stop in self._stops
-                if (at := self._held.find(stop, max(0, before - len(stop) + 1))) >= 0
+                if (at := self._pending.find(stop, max(0, before - len(stop) + 1))) >= 0
             ]
             if ends:
                 end, start = min(ends)
-                self.met = self._held[start:end]
-                text, self._held = self._held[: end if self._included else start], ""
+                self.met = self._pending[start:end]
+                text, self._pending = self._pending[: end if self._included else start], ""
                 return text, True
-        certain = len(self._held) - self._suspected()
-        text, self._held = self._held[:certain], self._held[certain:]
+        final = len(self._pending) - self._possible_beginning()
+        text, self._pending = self._pending[:final], self._pending[final:]
         return text, False
 
     def finish(self) -> str:
-        """Returns what was held back, at the end of the text."""
-        text, self._held = self._held, ""
+        """Returns the remaining text at the end of the sequence."""
+        text, self._pending = self._pending, ""
         return text
 
-    def _suspected(self) -> int:
-        """Returns how many of the last characters may begin a stop string."""
-        lengths = range(min(self._longest - 1, len(self._held)), 0, -1)
-        return next((n for n in lengths if self._held[-n:] in self._beginnings), 0)
+    def _possible_beginning(self) -> int:
+        """Returns how many of the last characters may be the beginning of a stop string."""
+        lengths = range(min(self._longest - 1, len(self._pending)), 0, -1)
+        return next((n for n in lengths if self._pending[-n:] in self._prefixes), 0)
 
 
 class TextStream:
-    """One sequence's text.
+    """The text of one sequence, decoded incrementally and ended by its stop strings.
 
     Args:
-        tokenizer: turns ids to text.
-        prompt: ids that the sequence follows.
-        params: its stop strings, and what its text includes.
+        tokenizer: the tokenizer.
+        prompt: ids before the sequence.
+        params: its stop strings and text options.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], params: SamplingParams) -> None:
@@ -81,18 +81,18 @@ class TextStream:
 
     @property
     def stop_string(self) -> str | None:
-        """The stop string that ended the text; `None` if none has."""
+        """The stop string that ended the text; `None` if there is none."""
         return self._stops.met
 
     def push(self, token_id: int, *, may_stop: bool = True) -> tuple[str, bool]:
-        """Returns the text that is certain now and was not before, and whether a stop string ended it.
+        """Adds a token; returns the text that has become final, and whether a stop string ended it.
 
         Raises:
-            ValueError: the id is none of the model's.
+            ValueError: the id is outside the model's range.
         """
         return self._stops.push(self._detokenizer.push(token_id), may_stop=may_stop)
 
     def finish(self, *, may_stop: bool = True) -> tuple[str, bool]:
-        """Returns the rest of the text, and whether a stop string was found in it. Call it once, at the end."""
+        """Returns the remaining text, and whether a stop string was found in it. Call it once, at the end."""
         text, met = self._stops.push(self._detokenizer.finish(), may_stop=may_stop)
         return (text, True) if met else (text + self._stops.finish(), False)

@@ -1,4 +1,4 @@
-"""Text to token ids and back, from a model directory's tokenizer.json. Never runs the directory's code."""
+"""`Tokenizer`, read from a model directory's tokenizer.json. Code in the directory is never executed."""
 
 import operator
 import os
@@ -36,7 +36,7 @@ _BYTE_PIECE = re.compile(r"<0x..>")
 
 
 class _ReportedAs:
-    """A context that turns the library's errors into ours; it raises `Exception` itself, or what Rust panics become."""
+    """A context manager that converts the library's errors: bare `Exception`s and Rust panics."""
 
     def __init__(self, error_class: type[ValueError], prefix: str) -> None:
         self._error_class = error_class
@@ -60,19 +60,19 @@ _DECODING = _ReportedAs(ValueError, "the tokenizer cannot decode the ids")
 
 
 class Tokenizer:
-    """A tokenizer.json with the ids that mean something to generation.
+    """Encodes and decodes text, with the special ids of generation.
 
     Attributes:
-        eos_ids: ids that end a text.
-        bos_id: id that begins a text, if one is named.
-        num_ids: ids lie below it; those that only the model's logits have stand for no text.
-        chat_template: renders messages, if the directory has a template.
+        eos_ids: ids that end a sequence.
+        bos_id: id that begins a text; `None` if there is none.
+        num_ids: upper bound of all ids, exclusive. Ids that only the model's logits have stand for no text.
+        chat_template: the model's chat template; `None` if there is none.
 
     Args:
-        library: encodes and decodes.
+        library: the tokenizer of the `tokenizers` library.
         eos_ids, bos_id, chat_template: see above.
-        model_vocab_size: ids that the model's logits have.
-        bounds: refuses texts that are too long; `None` refuses none.
+        model_vocab_size: number of the model's logits.
+        bounds: bounds on lengths, by which too long texts are rejected; `None` rejects none.
     """
 
     def __init__(
@@ -100,13 +100,13 @@ class Tokenizer:
         """Returns the ids of a text.
 
         Args:
-            text: names of special tokens in it are understood as such.
-            add_special: let tokenizer.json's post-processor add what it adds, such as a BOS.
-            max_tokens: refuse a text that is sure to have more ids, before the work of finding them; a text with
-                more ids that is not sure to have them is encoded.
+            text: the text. Names of special tokens in it become these tokens.
+            add_special: whether tokenizer.json's post-processor adds its special tokens, such as a BOS.
+            max_tokens: reject a text that certainly has more ids before it is encoded. Other texts are encoded, even if
+                they turn out to have more.
 
         Raises:
-            ValueError: the text is sure to be too long, or holds half of a surrogate pair, which has no UTF-8.
+            ValueError: the text is certainly too long, or contains a lone surrogate, which has no UTF-8.
         """
         if self._bounds is not None and max_tokens is not None:
             least = self._bounds.least_tokens(text)
@@ -120,7 +120,8 @@ class Tokenizer:
         except UnicodeEncodeError as error:
             shown = hex(ord(text[error.start]))
             raise ValueError(
-                f"the text holds the lone surrogate {shown} at index {error.start}; it is no valid Unicode"
+                f"the text holds the lone surrogate {shown} at index {error.start}, which is no valid Unicode; "
+                f"remove it"
             ) from None
         with _ENCODING:
             if self._bounds is not None:
@@ -128,7 +129,7 @@ class Tokenizer:
             return self._library.encode(text, add_special_tokens=add_special).ids
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
-        """Returns the text of ids.
+        """Returns the text of token ids.
 
         Args:
             ids: token ids in [0, `num_ids`).
@@ -150,9 +151,12 @@ class Tokenizer:
         options: Mapping[str, object] | None = None,
         max_tokens: int | None = None,
     ) -> list[int]:
-        """Returns the ids of a conversation; `ChatTemplate.render` and `encode` describe the arguments.
+        """Returns the ids of a conversation. `ChatTemplate.render` and `encode` document the arguments.
 
-        Nothing is added to what the template writes: a BOS is the template's business.
+        No special token is added: the template writes its own BOS.
+
+        Raises:
+            ValueError: there is no chat template, or see `ChatTemplate.render` and `encode`.
         """
         if self.chat_template is None:
             raise ValueError("the model directory has no chat template; use generate with a prompt")
@@ -162,20 +166,20 @@ class Tokenizer:
         return self.encode(text, add_special=False, max_tokens=max_tokens)
 
     def is_special(self, token: int) -> bool:
-        """Whether an id is a special token, such as the mark of an end or of a turn."""
+        """Whether an id is a special token, such as the end of a text or of a turn."""
         return self._checked(token) in self._special
 
     def is_silent(self, token: int, *, skip_special_tokens: bool = True) -> bool:
-        """Whether an id adds no text: it is special and those are skipped, or only the model's logits have it."""
+        """Whether an id adds no text: a special token that is skipped, or an id that only the model's logits have."""
         skipped = skip_special_tokens and self.is_special(token)
         return skipped or self._library.id_to_token(self._checked(token)) is None
 
     def is_byte(self, token: int) -> bool:
-        """Whether an id is a byte that is decoded along with the bytes next to it (`<0x0A>`)."""
+        """Whether an id is one byte, such as `<0x0A>`, that is decoded together with adjacent bytes."""
         piece = self._library.id_to_token(token)
         if piece is None or not _BYTE_PIECE.fullmatch(piece):
             return False
-        # Without byte fallback the piece is a text like any other.
+        # Without byte fallback, the piece is ordinary text.
         return self.decode([token], skip_special_tokens=False) != piece
 
     def _checked(self, token: int) -> int:
@@ -186,13 +190,13 @@ class Tokenizer:
 
 
 def load_tokenizer(directory: str | os.PathLike[str]) -> Tokenizer | None:
-    """Reads the tokenizer of a model directory; `None` if it has no tokenizer.json.
+    """Reads the tokenizer of a model directory; returns `None` if it has no tokenizer.json.
 
-    The end and begin ids are those of the first file that names any: generation_config.json, then
-    config.json, then tokenizer_config.json.
+    EOS and BOS ids come from the first file that has any: generation_config.json, config.json,
+    tokenizer_config.json.
 
     Raises:
-        BadCheckpoint: one line that names the file and what is wrong with it.
+        BadCheckpoint: a file is malformed; the message names the file and the reason in one line.
     """
     folder = existing_directory(directory)
     if not has_file(folder, "tokenizer.json"):
@@ -223,16 +227,16 @@ def load_tokenizer(directory: str | os.PathLike[str]) -> Tokenizer | None:
 
 
 def _read_library(folder: Path) -> tuple[tokenizers.Tokenizer, TextBounds]:
-    """Reads tokenizer.json twice: here, to bound what it can do to texts, and in the library, which has no bounds."""
+    """Returns the library's tokenizer and our bounds on its texts, both read from tokenizer.json."""
     where = f"{folder / 'tokenizer.json'}"
     text = read_text(folder, "tokenizer.json", max_bytes=MAX_TOKENIZER_BYTES)
     bounds = read_bounds(parse_json_object(text, where), where)
     with _ReportedAs(BadCheckpoint, f"{where} is malformed"):
         library = tokenizers.Tokenizer.from_str(text)
-        # Some files carry the truncation and padding of their training.
+        # Some files still have the truncation and padding of training.
         library.no_truncation()
         library.no_padding()
-        # Some mistakes, such as a post-processor that adds a token nobody defined, show only in use.
+        # Some errors, such as a post-processor that adds an undefined token, appear only in use.
         added = library.encode("").ids
     nameless = [token for token in added if library.id_to_token(token) is None]
     if nameless:
@@ -245,7 +249,7 @@ def _is_id(value: object) -> TypeGuard[int]:
 
 
 def _ids(values: Mapping[str, object], kind: str, path: Path) -> tuple[int, ...]:
-    """Returns `eos_token_id` or `bos_token_id`, which may be one id, several or null."""
+    """Returns the ids of `eos_token_id` or `bos_token_id`, which may be one id, a list or null."""
     found = values.get(f"{kind}_token_id")
     ids = found if isinstance(found, list) else [] if found is None else [found]
     known = tuple(token for token in ids if _is_id(token))
@@ -260,9 +264,9 @@ def _id_of(library: tokenizers.Tokenizer, text: str | None) -> tuple[int, ...]:
 
 
 def _content(value: object, name: str, path: Path) -> str | None:
-    """Returns the text of a special token, which is text or an object with a "content"."""
+    """Returns the text of a special token, given as text or as an object with a "content"."""
     if isinstance(value, dict):
         value = value.get("content")
     if value is not None and not isinstance(value, str):
-        raise BadCheckpoint(f"{path}: {name} is neither text nor has it a content")
+        raise BadCheckpoint(f'{path}: {name} is neither text nor an object with a "content" text')
     return value

@@ -1,4 +1,4 @@
-"""How far a tokenizer.json can lengthen a text, and how few tokens a text can have, read from its JSON."""
+"""Bounds of a tokenizer.json, read from its JSON: how much longer a text can become, and how few tokens it can have."""
 
 import base64
 import binascii
@@ -22,12 +22,13 @@ _Tree = Mapping[str, object]
 
 @dataclass(frozen=True, slots=True)
 class _Effect:
-    """What a component, or several in a row, can do to the length of a text.
+    """The effect of a component, or of several in a row, on the length of a text.
 
     Attributes:
-        growth: most bytes that it makes of one byte (ids of one id, for a post-processor).
-        added: most bytes that it adds to each token, or ids to a prompt; on the way to tokens they count as growth.
-        merged: most characters that it makes one of; infinite if it can drop characters.
+        growth: most bytes of output per byte of input; for a post-processor, ids per id.
+        added: most bytes added to each token, or ids added to a prompt. For normalizers and pre-tokenizers, additions
+            are part of `growth`.
+        merged: most characters of input per character of output; infinite if it can drop characters.
     """
 
     growth: float = 1.0
@@ -35,7 +36,7 @@ class _Effect:
     merged: float = 1.0
 
     def then(self, other: "_Effect") -> "_Effect":
-        """Returns the effect of this component and then another."""
+        """Returns the effect of this component followed by another."""
         return _Effect(
             self.growth * other.growth,
             self.added * other.growth + other.added,
@@ -45,8 +46,8 @@ class _Effect:
 
 _NONE = _Effect()
 _DROPS = _Effect(merged=math.inf)
-# In UTF-8 the composed forms of Unicode take up to 3 times the bytes, the compatible ones 11 times (UAX #15), and one
-# character is composed of at most 4. Lower case takes half as many again.
+# In UTF-8, Unicode's canonical normal forms take up to 3 times the bytes, the compatibility forms up to 11 times
+# (UAX #15), and one character is composed of at most 4. Lower case takes up to 1.5 times the bytes.
 _FIXED = {
     "normalizer": {
         "NFC": _Effect(3.0, merged=4.0),
@@ -68,7 +69,7 @@ _FIXED = {
         "Digits": _NONE,
         "FixedLength": _NONE,
         "UnicodeScripts": _NONE,
-        # The mark has up to 4 bytes and stands for each space and before each piece.
+        # The replacement mark has up to 4 bytes, replaces each space, and precedes each piece.
         "Metaspace": _Effect(5.0),
     },
     "post_processor": {
@@ -79,7 +80,7 @@ _FIXED = {
     "decoder": {
         "BPEDecoder": _Effect(2.0, added=1.0),
         "ByteFallback": _NONE,
-        # A byte that is no text becomes U+FFFD.
+        # A byte that is no valid UTF-8 becomes U+FFFD, which has 3 bytes.
         "ByteLevel": _Effect(3.0),
         "CTC": _Effect(2.0, added=1.0),
         "Fuse": _NONE,
@@ -101,10 +102,10 @@ class TextBounds:
     """Bounds on the lengths of texts before and after they are encoded.
 
     Attributes:
-        growth: a text of n bytes is cut into tokens as one of at most `growth * n` bytes.
-        normalizer: growth by the normalizer alone.
+        growth: a text of n bytes has at most `growth * n` bytes before it is split into tokens.
+        normalizer: the normalizer's part of that factor.
         characters: most characters of a text that one token stands for; infinite if there is no bound.
-        swallows_space: some tokens take any number of spaces beside them.
+        swallows_space: whether some token absorbs any number of adjacent spaces.
     """
 
     growth: float
@@ -113,16 +114,16 @@ class TextBounds:
     swallows_space: bool
 
     def least_tokens(self, text: str) -> int:
-        """Returns a number of tokens that the text is sure to have at least."""
+        """Returns a lower bound of the text's number of tokens."""
         if math.isinf(self.characters):
             return 0
         counted = sum(map(len, text.split())) if self.swallows_space else len(text)
         return math.ceil(counted / self.characters)
 
     def check_growth(self, text: bytes, library: tokenizers.Tokenizer) -> None:
-        """Raises `ValueError` if the text takes too much memory on its way to tokens.
+        """Raises `ValueError` if encoding the text takes too much memory.
 
-        A text that could exceed the limit is normalized in slices, each of which cannot, and its length counted.
+        A text that may exceed the limit is normalized in slices that cannot, and their lengths are added.
         """
         limit = max(MAX_GROWN_BYTES, _USUAL_GROWTH * len(text))
         if self.growth * len(text) <= limit:
@@ -142,21 +143,21 @@ class TextBounds:
 
 
 def read_bounds(tree: _Tree, where: str) -> TextBounds:
-    """Returns the bounds of a tokenizer, before the library reads it.
+    """Returns the bounds of a tokenizer before the library reads it.
 
     Args:
         tree: the JSON of tokenizer.json.
-        where: what to call the file in an error.
+        where: name of the file in messages.
 
     Raises:
-        BadCheckpoint: a component is of no known kind, or a text or a token could grow beyond the limits.
+        BadCheckpoint: a component is of an unknown type, or a text or token could grow beyond the limits.
     """
     read = _Reader(where)
-    normalizer, cutting, template, decoder = (
+    normalizer, pre_tokenizer, template, decoder = (
         read.effect(kind, tree.get(kind))
         for kind in ("normalizer", "pre_tokenizer", "post_processor", "decoder")
     )
-    encoding = normalizer.then(cutting)
+    encoding = normalizer.then(pre_tokenizer)
     growth = encoding.growth * template.growth
     read.check("can make a text {} times as long", growth, MAX_GROWTH)
     read.check("adds {} ids to a prompt", template.added, MAX_ADDED_IDS)
@@ -180,14 +181,14 @@ class _Reader:
     """Reads the components of one tokenizer.json.
 
     Args:
-        where: what to call the file in an error.
+        where: name of the file in messages.
     """
 
     def __init__(self, where: str) -> None:
         self._where = where
 
     def effect(self, kind: str, found: object, depth: int = 0) -> _Effect:
-        """Returns the effect of a component; `kind` is its key in the file."""
+        """Returns the effect of a component; `kind` is its key in tokenizer.json."""
         if found is None:
             return _Effect(added=1.0) if kind == "decoder" and depth == 0 else _NONE
         if not isinstance(found, Mapping) or depth > _MAX_DEPTH:
@@ -201,14 +202,14 @@ class _Reader:
         if name == "Replace" and kind in ("normalizer", "decoder"):
             return self._replaced(found)
         if name == "Prepend" and kind == "normalizer":
-            # An added token may stand before each byte, and the text goes before what follows a token.
+            # The text is inserted after each added token, and each byte may follow an added token.
             return _Effect(1.0 + _bytes(self._text(found, "prepend")))
         if name == "Precompiled" and kind == "normalizer":
             return self._precompiled(self._text(found, "precompiled_charsmap"))
         if name == "TemplateProcessing" and kind == "post_processor":
             return self._template(found)
         if name == "ByteLevel" and kind == "pre_tokenizer":
-            # Each byte becomes a character of at most 2; the space is added to each piece.
+            # Each byte becomes a character of at most 2 bytes; a space is added to each piece.
             return _Effect(2.0 if found.get("add_prefix_space") is False else 4.0)
         if name in ("Split", "Punctuation") and kind == "pre_tokenizer":
             return _DROPS if found.get("behavior") == "Removed" else _NONE
@@ -218,9 +219,9 @@ class _Reader:
         return effect
 
     def pieces(self, model: object) -> Sequence[str]:
-        """Returns the texts in a model's vocabulary."""
+        """Returns the texts of a model's vocabulary."""
         found = model.get("vocab") if isinstance(model, Mapping) else None
-        if found is None:  # The library refuses such a file in its own words.
+        if found is None:  # The library rejects such a file with its own message.
             return []
         if isinstance(found, Mapping):
             return list(found)
@@ -231,7 +232,7 @@ class _Reader:
         return pieces
 
     def added_tokens(self, tree: _Tree) -> list[_Tree]:
-        """Returns the objects in "added_tokens"."""
+        """Returns the objects of "added_tokens"."""
         added = self._list(tree.get("added_tokens", []), "added_tokens")
         if not all(
             isinstance(token, Mapping) and isinstance(token.get("content"), str) for token in added
@@ -240,7 +241,7 @@ class _Reader:
         return [token for token in added if isinstance(token, Mapping)]
 
     def check(self, what: str, value: float, limit: int) -> None:
-        """Refuses a file whose worst case exceeds a limit; `what` has a place for the value."""
+        """Raises `BadCheckpoint` if a value exceeds a limit; `what` is the message with `{}` for the value."""
         if value > limit:
             raise BadCheckpoint(
                 f"{self._where} {what.format(f'{value:.6g}')}; the limit is {limit}"
@@ -253,7 +254,7 @@ class _Reader:
             pattern.get("String") if isinstance(pattern, Mapping) and len(pattern) == 1 else None
         )
         if not isinstance(wanted, str) or not wanted:
-            # An expression may match a whole text, or the empty text before and behind any character.
+            # A regular expression may match a whole text, or the empty text before and after any character.
             return _Effect(1.0 + 2.0 * _bytes(content), merged=math.inf)
         return _Effect(
             max(1.0, _bytes(content) / _bytes(wanted)),
@@ -261,7 +262,7 @@ class _Reader:
         )
 
     def _precompiled(self, charsmap: str) -> _Effect:
-        """Reads SentencePiece's table: the size of a trie, the trie, and the texts it leads to, which end in zeros."""
+        """Reads SentencePiece's table: the size of a trie, the trie, and its replacement texts, which end in zeros."""
         try:
             table = base64.b64decode(charsmap, validate=True)
         except (binascii.Error, ValueError) as error:
@@ -312,9 +313,9 @@ def _characters(
 ) -> float:
     """Returns the most characters of a text that one token stands for.
 
-    There is a bound only if no component drops characters and no token stands for unknown text of any length.
+    The result is infinite if a component drops characters or a token stands for unknown text of any length.
     """
-    # In normalized text, spaces may stand for other characters.
+    # In normalized text, a space may stand for several other characters.
     swallows = any(
         token.get("normalized") and (token.get("lstrip") or token.get("rstrip")) for token in added
     )
@@ -323,14 +324,14 @@ def _characters(
     longest = float(max(map(len, pieces), default=0))
     for token in added:
         content = str(token["content"])
-        # One that is normalized is found in the normalized text, where it may be longer.
+        # A normalized added token is matched in the normalized text, where it may be longer.
         grown = _bytes(content) * normalizer.growth
         longest = max(longest, len(content), grown if token.get("normalized") else 0.0)
     return merged * longest if longest else math.inf
 
 
 def _covers_all_text(tree: _Tree, pieces: set[str]) -> bool:
-    """Whether every character of every text is part of a token that is named by it, or is a byte of it."""
+    """Whether every character of any text is encoded as part of a token with that text, or as bytes."""
     model = tree.get("model")
     if not isinstance(model, Mapping):
         return False
@@ -353,7 +354,7 @@ def _covers_all_text(tree: _Tree, pieces: set[str]) -> bool:
 
 
 def _pre_tokenizers(found: object) -> Iterator[object]:
-    """Yields the types of a pre-tokenizer's parts in order."""
+    """Yields the types of a pre-tokenizer's components in order."""
     if not isinstance(found, Mapping):
         return
     parts = found.get("pretokenizers")
