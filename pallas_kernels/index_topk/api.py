@@ -1,4 +1,4 @@
-"""The door to `index_topk`: which cached tokens a query of DeepSeek sparse attention attends to."""
+"""Public entry point of `index_topk`: the selection of cached tokens in DeepSeek sparse attention."""
 
 import jax
 import jax.numpy as jnp
@@ -25,32 +25,32 @@ def index_topk(
     topk: int,
     implementation: str | None = None,
 ) -> tuple[Int[Array, "tokens topk"], Int[Array, " tokens"]]:
-    """Chooses the keys with the largest scores, which is the lightning indexer of DeepSeek-V3.2 (2025).
+    """Selects the `topk` keys with the largest scores for each query: the lightning indexer of DeepSeek-V3.2 (2025).
 
-    The score of a key k for a query q is `sum over heads of weights * relu(q . k)`, in float32. Of equal scores the
-    lower position is chosen. A score that is no number counts as +inf: whoever sees a token that was
-    broken when it was written reads it, and fails, instead of answering without it.
+    The score of a key k for a query q is the sum over heads of `weight * relu(q . k)`, in float32. Among equal scores
+    the lower position is selected. A NaN score counts as +inf, so that a query that sees a corrupted token reads it and
+    fails, instead of giving a plausible result without it.
 
     Args:
-        q: index queries after rotary embedding; float32, bfloat16 or float8_e4m3fn. The scales of 8-bit queries,
-            being positive, are multiplied into `weights`.
-        weights: float32 weight of each head; constant factors on the scores are the caller's to multiply in.
-        index_pages: the cache's array of role "indexer": uint8 pages as `index_codec` has them, `index_dim + 4` wide,
-            or keys in float32 or bfloat16. Places that no query sees may hold anything.
+        q: index queries after rotary embedding; float32, bfloat16 or float8_e4m3fn. The caller multiplies the scales of
+            8-bit queries, which are positive, into `weights`.
+        weights: float32 weight of each head, with any constant factor of the scores multiplied in.
+        index_pages: pool of indexer keys: uint8 pages of width `index_dim + 4` (`formats/index_keys.py`), or keys in
+            float32 or bfloat16. Slots that no query sees may hold any value.
         page_table: int32 page ids of each row in order, padded with any valid id.
-        seq_lens: int32 keys of each row, those of its queries included; 0 for a padding row.
-        cu_q_lens: int32; row r's queries are `q[cu_q_lens[r]:cu_q_lens[r + 1]]`, the row's last positions. `None`
-            for one query per row.
+        seq_lens: int32 number of keys of each row, those of its queries included; 0 for a padding row.
+        cu_q_lens: int32 bounds: row r's queries are `q[cu_q_lens[r]:cu_q_lens[r + 1]]`, at the row's last positions.
+            `None` for one query per row.
         topk: most keys per query.
-        implementation: "mosaic_gpu" or "xla"; `None` takes the first that can run.
+        implementation: "mosaic_gpu", "xla", or `None` for the first that can run.
 
     Returns:
-        int32 slots, `page * page_size + offset`, in ascending order of position and padded with the number of slots of
-        the pool; and how many of them are real: `topk`, or all keys that the query sees if these are fewer.
+        The selected slots, int32 `page * page_size + offset`, in ascending order of position and padded with the pool's
+        number of slots; and the number of selected keys, int32: `topk`, or all visible keys if there are fewer.
 
     Raises:
         ValueError: shapes, dtypes or options do not fit.
-        Unsupported: the implementation asked for, or every one, cannot run; the message carries each reason.
+        Unsupported: the requested implementation, or every implementation, cannot run; the message lists the reasons.
     """
     _check(q, weights, index_pages, topk)
     tokens = q.shape[0]
@@ -60,7 +60,7 @@ def index_topk(
     if cu_q_lens is not None:
         check_ids("cu_q_lens", cu_q_lens, (page_table.shape[0] + 1,))
     given = (q, weights, index_pages, page_table, seq_lens, cu_q_lens)
-    # To JAX `None` is a tree without leaves.
+    # `None` is an empty pytree, so absent bounds stay `None`.
     arrays = jax.tree.map(jnp.asarray, given)
     shapes = (arrays[0], arrays[2], arrays[3], topk)
     reasons = {"mosaic_gpu": lambda: mosaic_gpu.why_not(*shapes), "xla": lambda: None}
@@ -87,9 +87,9 @@ def _check(
     width = q.shape[2] + SCALE_BYTES * (index_pages.dtype == jnp.uint8)
     check_shape("index_pages", index_pages, (None, None, width))
     if topk < 1:
-        raise ValueError(f"topk must be at least 1, got {topk}; DeepSeek-V3.2 chooses 2048")
+        raise ValueError(f"topk must be at least 1, got {topk}; DeepSeek-V3.2 uses 2048")
     if index_pages.shape[0] * index_pages.shape[1] > INT32_MAX:
         raise ValueError(
-            f"{index_pages.shape[0]} pages of {index_pages.shape[1]} have more slots than int32 counts; "
+            f"{index_pages.shape[0]} pages of {index_pages.shape[1]} have more slots than an int32 index can address; "
             "use a smaller pool"
         )

@@ -1,4 +1,4 @@
-"""Shapes on which `index_topk` is tested, measured and tuned. Host only."""
+"""Shapes on which `index_topk` is tested, measured and tuned. Imports no JAX."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -13,13 +13,17 @@ class Case:
     """One call of `index_topk`; the defaults are those of DeepSeek-V3.2.
 
     Attributes:
-        name: how tests and records call it.
-        rows: (queries, keys) of each row; `queries` of `None` in all of them means one query per row.
-        padding_tokens: further queries that no row owns.
-        plain: keys are plain numbers of the call's dtype.
-        queries: dtype of the queries; the call's if `None`.
-        few_values: keys are drawn from a few values, so that many scores are equal.
-        ci: small enough to run everywhere.
+        name: the case's name in tests and benchmark records.
+        rows: (queries, keys) of each row; if `queries` is `None` in all of them, each row has one query.
+        topk: most keys per query.
+        index_heads: heads of a query.
+        index_dim: components of a key.
+        page_size: tokens per page.
+        padding_tokens: number of queries after those of the last row.
+        plain: whether keys are floating, in the call's dtype, instead of uint8 pages.
+        queries: dtype of the queries; `None` for the call's dtype.
+        few_values: whether keys take few distinct values, so that many scores are equal.
+        ci: whether the case is small enough for the CPU tests.
     """
 
     name: str
@@ -35,7 +39,7 @@ class Case:
     ci: bool = False
 
     def inputs(self, seed: int = 0, dtype: str = "bfloat16") -> dict[str, Any]:
-        """Returns the arguments by name, as NumPy arrays; whatever must not be read holds NaN."""
+        """Returns the op's arguments by name, as NumPy arrays; elements that it must not read are NaN."""
         rng = np.random.default_rng(seed)
         lengths = [keys for _, keys in self.rows]
         decode = all(queries is None for queries, _ in self.rows)
@@ -60,7 +64,7 @@ class Case:
     def _pages(
         self, rng: np.random.Generator, lengths: list[int], dtype: str
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Returns pages of bytes or numbers, and their table."""
+        """Returns the pool, uint8 or floating, and the page table."""
         made = nan_filled_pages(
             rng,
             [(0, keys) for keys in lengths],
@@ -86,14 +90,14 @@ class Case:
         return joined.reshape(*keys.shape[:2], self.index_dim + 4), made.page_table
 
     def bytes_moved(self, dtype: str = "bfloat16") -> int:
-        """Counts the bytes of the keys and queries, read once, and of the slots."""
+        """Returns the minimum traffic in bytes: keys and queries read once, and slots written."""
         per_key = self.index_dim * np.dtype(dtype).itemsize if self.plain else self.index_dim + 4
         keys = sum(keys for _, keys in self.rows)
         per_head = self.index_dim * np.dtype(self.queries or dtype).itemsize + 4
         return keys * per_key + self._queries() * (self.index_heads * per_head + 4 * self.topk)
 
     def flops(self) -> int:
-        """Counts the products of queries and keys."""
+        """Returns the FLOPs of the products of queries and keys."""
         pairs = 0
         for queries, keys in self.rows:
             seen = np.arange(keys - (1 if queries is None else queries) + 1, keys + 1)
@@ -106,7 +110,7 @@ class Case:
 
 SMALL = {"index_heads": 4, "index_dim": 128, "page_size": 8, "ci": True}
 
-# What the kernel takes; XLA takes all.
+# The kernel supports only this dtype of queries; XLA supports all.
 _FP8 = "float8_e4m3fn"
 
 CASES = (

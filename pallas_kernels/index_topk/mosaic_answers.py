@@ -1,6 +1,7 @@
-"""What the warps of a block tell one another: integers in shared memory, a row of a table for each thing asked.
+"""Integer reductions across the warps of a block through a table in shared memory, one row per reduction.
 
-A row must not be asked for twice in a row, since nothing but the next meeting says that all have read it.
+Two successive reductions must use different rows: only the block barrier of the next reduction guarantees that all
+threads have read a row.
 """
 
 import jax.experimental.mosaic.gpu as mosaic
@@ -35,7 +36,17 @@ def show(
     layout: Layout,
     interpret: bool,
 ) -> None:
-    """Writes each warp's "sum" or "max" of an int32 array, or its "same" number, to `table[column, first + warp]`."""
+    """Writes each warp's reduction of an int32 array to `table[column, first + warp]`.
+
+    Args:
+        table: int32 in shared memory, one row per reduction, one element per warp.
+        column: row of the table.
+        first: index of the warpgroup's first warp.
+        array: int32.
+        kind: "sum", "max", or "same" for an array whose elements are equal in each warp.
+        layout: register layout of the array.
+        interpret: whether the interpreter runs this.
+    """
     if interpret:
         flat = array.reshape(-1)
         total = {"sum": jnp.sum(flat, dtype=jnp.int32), "max": jnp.max(flat), "same": flat[0]}[kind]
@@ -63,14 +74,14 @@ def show(
 def of_warps(
     table: Ref, column: int, *, kind: str, interpret: bool, before: Array | None = None
 ) -> Array:
-    """Returns the "sum" or "max" of what the block's warps have shown; with `before` of those before that one's warp.
+    """Returns the reduction over the warps of the block, or over the warps that precede the calling one.
 
     Args:
-        table: one row per column, one number per warp.
-        column: which.
+        table: as in `show`.
+        column: row of the table.
         kind: "sum" or "max".
-        interpret: whether the interpreter runs this, which knows no `before`.
-        before: the first warp of this warpgroup.
+        interpret: whether the interpreter runs this; it does not support `before`.
+        before: index of this warpgroup's first warp, for the reduction over preceding warps only.
     """
     if interpret:
         return (jnp.sum if kind == "sum" else jnp.max)(table[column, :])

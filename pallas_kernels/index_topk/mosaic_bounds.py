@@ -1,4 +1,4 @@
-"""Two bounds between which the one that is sought lies, and where to ask next. Knows no kernel."""
+"""A bracket around the sought bound, and interpolation for the next step of the search."""
 
 from typing import NamedTuple
 
@@ -9,13 +9,13 @@ from pallas_kernels.mosaic.bisection import midpoint
 
 
 class Bounds(NamedTuple):
-    """Where the bound lies, as integers in the order of floats.
+    """The sought bound lies in [low, high); both are integers that order as floats do.
 
     Attributes:
-        low: enough numbers are no less than this one.
-        high: too few are no less than this one.
-        above: how many are no less than `low`.
-        over: how many are no less than `high`.
+        low: a bound that enough values reach.
+        high: a bound that too few values reach.
+        above: number of values >= `low`.
+        over: number of values >= `high`.
     """
 
     low: Array
@@ -24,7 +24,7 @@ class Bounds(NamedTuple):
     over: Array
 
     def narrowed(self, middle: Array, count: Array, wanted: Array) -> "Bounds":
-        """What is left when `count` numbers are no less than the middle."""
+        """Returns the part of the bracket that remains, given that `count` values are >= `middle`."""
         holds = count.astype(jnp.float32) >= wanted
         return Bounds(
             jnp.where(holds, middle, self.low),
@@ -34,12 +34,12 @@ class Bounds(NamedTuple):
         )
 
     def likely(self, wanted: Array) -> Array:
-        """Where the bound lies if numbers are spread evenly between both ends."""
+        """Returns the bound by linear interpolation between both ends (regula falsi)."""
         distance = self.high - self.low
         share = (self.above.astype(jnp.float32) - wanted + 0.5) / jnp.maximum(
             self.above - self.over, 1
         ).astype(jnp.float32)
         step = (jnp.maximum(distance, 1).astype(jnp.float32) * share).astype(jnp.int32)
         likely = jnp.minimum(jnp.maximum(self.low + step, self.low + 1), self.high - 1)
-        # The distance of far ends overflows.
+        # If `high - low` overflows int32, take the midpoint.
         return jnp.where(distance > 1, likely, midpoint(self.low, self.high))

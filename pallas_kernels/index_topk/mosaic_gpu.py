@@ -1,4 +1,7 @@
-"""`index_topk` as two Mosaic GPU kernels for Hopper: one scores, one chooses; XLA scores what the first cannot take."""
+"""`index_topk` on Hopper with two Mosaic GPU kernels, for scores and selection.
+
+XLA computes the scores if the first kernel does not support the queries or pages.
+"""
 
 import jax.numpy as jnp
 from jax import Array
@@ -13,7 +16,7 @@ from pallas_kernels.index_topk.mosaic_select import select
 from pallas_kernels.index_topk.scoring import Scored, rows_and_seen, visit_tiles
 
 MOST_SCORES = 2**30
-"""Scores of one call, which are written to memory: 4 GiB."""
+"""Most scores of one call; they are written to global memory, 4 GiB."""
 
 MOST_CHOSEN = 2**14
 
@@ -51,10 +54,10 @@ def index_topk(
     topk: int,
     interpret: bool = False,
 ) -> tuple[Int[Array, "tokens topk"], Int[Array, " tokens"]]:
-    """Chooses as `api.index_topk` says. With `interpret` it runs on the CPU, slowly.
+    """Implements `api.index_topk`. With `interpret` the kernels run in Pallas's interpreter on the CPU, slowly.
 
     Raises:
-        ValueError: this kernel cannot take the arrays.
+        ValueError: the selection kernel does not support the arrays.
     """
     reason = refusal(q, index_pages, page_table, topk)
     if reason is not None:
@@ -85,7 +88,10 @@ def _scores(
     *,
     interpret: bool,
 ) -> Array:
-    """Returns the scores of each query, a multiple of `CHUNK`, from the kernel or else from XLA, which is counted."""
+    """Returns the scores of each query, padded to a multiple of `CHUNK`.
+
+    The kernel computes them, or else XLA, which counts as a fallback.
+    """
     arrays = (q, weights, index_pages, page_table, seq_lens, cu_q_lens)
     keys = page_table.shape[1] * index_pages.shape[1]
     padding = -keys % CHUNK

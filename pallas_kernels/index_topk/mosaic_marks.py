@@ -1,7 +1,7 @@
-"""Lists of numbers with their positions, and marks on positions of a row, a byte each in shared memory. For Hopper.
+"""Lists of values with their positions, and one mark byte per position of a row, in shared memory (inline PTX, Hopper).
 
-A warp appends what it finds to its own list, with positions; marks bring chosen positions back into order, whoever
-found them. The interpreter, which takes no PTX, gets the plain way where there is one.
+Each warp appends values and positions to its own list, so the lists are not in the order of positions. Marks restore
+that order. The interpreter does not support inline PTX; only `append_placed` has a version for it.
 """
 
 import jax.experimental.mosaic.gpu as mosaic
@@ -26,7 +26,8 @@ from pallas_kernels.mosaic.warps import WARPS, own_warp
 
 _SCALAR = plgpu.Layout.WG_SPLAT(())
 
-# $0 and $6 are the count after and before; the rest: number, bound, position, both lists, room.
+# Operands: $0 count after, $1 value, $2 bound, $3 position, $4 and $5 addresses of both lists, $6 count before,
+# $7 capacity.
 _APPEND = """{
     .reg .pred is_kept, has_room;
     .reg .b32 kept, place, at, lanes;
@@ -45,7 +46,7 @@ _APPEND = """{
     add.u32 $0, $6, kept;
 }"""
 
-# The marks, number, position, and the bounds of ties and of what is above them.
+# Operands: $0 address of the marks, $1 value, $2 position, $3 bound of ties, $4 bound of values above the ties.
 _MARK = """{
     .reg .pred is_above, is_chosen;
     .reg .b32 mark, at;
@@ -56,7 +57,7 @@ _MARK = """{
     @is_chosen st.shared.u8 [at], mark;
 }"""
 
-# What lanes below give, what all give, and what this lane gives.
+# Operands: $0 sum over lower lanes, $1 sum over the warp, $2 this lane's addend.
 _SCAN = """{
     .reg .pred has;
     .reg .b32 total, got, every;
@@ -77,7 +78,8 @@ _SCAN = """{
     mov.b32 $1, every;
 }"""
 
-# How many are above and equal, after and before; then four marks, their first position, the ties and the places.
+# Operands: $0 and $1 numbers of marks above and equal after, $2 and $3 the same before, $4 four marks, $5 position of
+# the first mark, $6 ties to select, $7 address of the output.
 _PLACE = """{
     .reg .pred is_done, is_equal, is_chosen;
     .reg .b32 left, bit, at, kind, above, equal;
@@ -121,19 +123,19 @@ def append_placed(
     layout: Layout,
     interpret: bool,
 ) -> Array:
-    """Appends numbers from `low` on and their positions to their warp's list; returns the new counts.
+    """Appends each warp's values >= `low`, with their positions, to the warp's list; returns the new counts.
 
     Args:
-        lists: float32 numbers and int32 positions; warp w of the warpgroup has `room` places from `first + w * room`
-            on. What finds no place is counted and dropped.
-        first: place of the first warp's list.
-        counts: int32 of the numbers' shape; each says how long the list of its warp is.
-        numbers: float32; NaN is not kept.
-        positions: int32 of the same shape.
+        lists: float32 values and int32 positions in shared memory. The list of the warpgroup's warp w is
+            `[first + w * room:][:room]`. Values beyond its capacity are counted and dropped.
+        first: index of the first warp's list.
+        counts: int32, same shape as `numbers`; every element of a warp holds the length of the warp's list.
+        numbers: the values, float32; NaN is not appended.
+        positions: int32, same shape.
         low: float32.
-        room: places per warp.
-        layout: of these arrays.
-        interpret: whether the interpreter runs this, which has one list for the warpgroup.
+        room: capacity of each warp's list.
+        layout: register layout of these arrays.
+        interpret: whether the interpreter runs this; it keeps one list per warpgroup.
     """
     if interpret:
         numbers, positions = numbers.reshape(-1), positions.reshape(-1)
@@ -174,7 +176,7 @@ def mark(
     *,
     layout: Layout,
 ) -> None:
-    """Writes 1 at the positions of numbers from `high` on, and 16 at those of the others from `low` on."""
+    """Writes mark 1 at the positions of values >= `high`, and mark 16 at those of values in [low, high)."""
 
     @inline(arg_types=(plgpu.RefType(), layout, layout, _SCALAR, _SCALAR))
     def run(_: Value, marks: Value, numbers: Value, positions: Value, *bounds: Value) -> None:
@@ -187,7 +189,7 @@ def mark(
 
 
 def count_marks(words: Array, *, layout: Layout) -> Array:
-    """Returns for each four marks how many are 1, and 65536 times how many are 16."""
+    """Returns for each word of four marks the number of 1s plus 65536 times the number of 16s."""
     result = plgpu.ShapeDtypeStruct(words.shape, jnp.int32, layout=layout)
 
     @inline(arg_types=(layout,), return_type=result)
@@ -211,18 +213,18 @@ def place_marked(
     *,
     layout: Layout,
 ) -> Array:
-    """Writes the positions marked 1, and those marked 16 of which fewer than `ties` precede, each to its place.
+    """Compacts the positions of all marks of 1 and of the first `ties` marks of 16, in order.
 
     Args:
-        places: int32 in shared memory.
-        words: int32, four marks each; each warp has one row, four neighbouring words per thread.
-        position: int32 of the same shape: that of each word's first mark.
-        ties: how many marks of 16 are chosen.
-        before: int32 of the same shape, the same in all of a warp: marks before the row, as `count_marks` counts.
-        layout: of these arrays.
+        places: the output, int32 in shared memory; the i-th selected position goes to `places[i]`.
+        words: int32, four marks each; each warp holds one row, four adjacent words per thread.
+        position: int32, same shape: the position of each word's first mark.
+        ties: number of marks of 16 to select.
+        before: int32, same shape, uniform in a warp: the marks before the warp's row, in the form of `count_marks`.
+        layout: register layout of these arrays.
 
     Returns:
-        `before`, for the words that follow.
+        `before` for the words that follow.
     """
     types = (plgpu.RefType(), layout, layout, _SCALAR, layout)
     result = plgpu.ShapeDtypeStruct(words.shape, jnp.int32, layout=layout)

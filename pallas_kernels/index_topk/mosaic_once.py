@@ -1,7 +1,7 @@
-"""Choosing the largest scores in one pass over a row: what may be chosen goes into lists with its position.
+"""Selection of the largest scores in one pass over a row: candidates go into lists with their positions.
 
-The lists are then searched for the bound, and marks bring what is chosen back into order. Where the first guess was
-wrong, or a list too short, the block chooses in the longer way. Knows neither queries nor pages.
+The lists are then searched for the bound, and marks restore the order of positions. If the first guess was wrong or a
+list overflowed, the block runs the slower path (mosaic/bisection.py, mosaic_places.py) instead.
 """
 
 from collections.abc import Callable
@@ -31,34 +31,34 @@ from pallas_kernels.mosaic.teams import LARGE, PIECE, Team
 from pallas_kernels.mosaic.warps import WARPS
 
 MOST_KEYS = 2**17
-"""Keys of a row that there are marks for."""
+"""Most keys of a row: capacity of the marks."""
 
 MOST_CHOSEN = LARGE.listed // 2
-"""Keys that may be chosen; shared memory has no room for longer lists beside the marks."""
+"""Largest topk; shared memory has no room for longer lists next to the marks."""
 
 SAMPLES = 16
-"""Pieces that a guess is made from."""
+"""Pieces of a row in the sample for the guess."""
 
 _WORDS, _TOGETHER = 128, 4
-# What the guess is to let through, as a multiple of what is chosen, and how much more of that it may: where the lists
-# hold four times what is chosen, and where they hold less.
+# (Wanted length of the lists as a multiple of topk, tolerated excess over it), for lists of at least 4 * topk entries
+# and for shorter lists.
 _LOOSE, _TIGHT = (1.3, 1.4), (1.25, 1.15)
-# Rows of the table: two for questions in turn, and one for each other thing that is asked.
+# Rows of the table of reductions: rows 0 and 1 alternate between search steps, the others have one use each.
 _ABOVE, _LARGEST, _MARKED, _ROWS = 2, 3, 4, 5
 
 
 def suits(keys: int, topk: int) -> bool:
-    """Whether rows of so many keys can be chosen from in this way."""
+    """Returns whether the one-pass selection supports rows of `keys` keys and this topk."""
     return keys <= MOST_KEYS and topk <= MOST_CHOSEN
 
 
 def shared_bytes(keys: int, team: Team) -> int:
-    """Returns how many bytes of shared memory both lists and the marks take."""
+    """Returns the bytes of shared memory of both lists and the marks."""
     return 8 * team.listed + keys
 
 
 def scratch_once(keys: int, team: Team) -> dict[str, Any]:
-    """Returns what this way needs in shared memory, beside what its team does."""
+    """Returns the shared memory of the one-pass selection, in addition to the team's `scratch`."""
     return {
         "where": plgpu.SMEM((team.listed,), jnp.int32),
         "answers": plgpu.SMEM((_ROWS, team.warps), jnp.int32),
@@ -67,7 +67,7 @@ def scratch_once(keys: int, team: Team) -> dict[str, Any]:
 
 
 class Once:
-    """One block at work on its row."""
+    """One block's one-pass selection in its row."""
 
     def __init__(self, block: Any) -> None:  # noqa: ANN401 - its own kernel's block
         self.block, self.refs = block, block.refs
@@ -77,7 +77,7 @@ class Once:
         self.by_row = piece.layout
 
     def choose(self, otherwise: Callable[[Array, Array], None]) -> None:
-        """Writes the positions of what is chosen in order, or lets `otherwise` do it, given a guess and its count."""
+        """Writes the selected positions in order; if a list overflowed, calls `otherwise(guess, count)` instead."""
         guess = self.guess()
         self.clear()
         above, longest = self.list_from(guess)
@@ -87,16 +87,16 @@ class Once:
         pl.when(jnp.logical_not(is_listed))(partial(otherwise, guess, above))
 
     def start_of(self, turn: Array | int) -> Array:
-        """Returns where a piece of the warpgroup begins."""
+        """Returns the start of the warpgroup's `turn`-th piece."""
         return (turn * self.warpgroups + self.warpgroup) * PIECE
 
     def fetch(self, start: Array) -> Array:
-        """Sends for a piece."""
+        """Loads a piece; keys that the token does not see become NaN."""
         is_seen = self.block.place + start < self.block.seen
         return jnp.where(is_seen, self.block.load(start), np.float32(np.nan))
 
     def guess(self) -> Array:
-        """Returns a score that somewhat more than `topk` reach, judging by some of them."""
+        """Returns a bound that somewhat more than `topk` scores reach, estimated from a sample."""
         seen, samples = self.block.seen, []
         last = jnp.maximum(seen - PIECE, 0)
         own = SAMPLES // self.warpgroups
@@ -127,7 +127,10 @@ class Once:
         *,
         is_even: bool,
     ) -> Bounds:
-        """Asks the block's pieces how many numbers reach a bound, two questions a turn; some go by the likely place."""
+        """Narrows the bracket by counting the values that reach a bound, two steps per iteration.
+
+        With `is_even` every second step uses interpolation, the others bisection.
+        """
 
         def turn(bounds: Bounds) -> Bounds:
             for question in range(2):
@@ -142,13 +145,13 @@ class Once:
         return lax.while_loop(is_open, turn, bounds)
 
     def ask(self, row: int, array: Array, kind: str) -> Array:
-        """Returns the sum or maximum of all threads' numbers. Rows of the table must not be used twice in a row."""
+        """Returns the sum or maximum over the block; two successive calls must use different rows of the table."""
         self.show(row, array, kind)
         self.block.meet()
         return of_warps(self.refs["answers"], row, kind=kind, interpret=self.interpret)
 
     def show(self, row: int, array: Array, kind: str, layout: Layout = None) -> None:
-        """Shows each warp's to the others, once they have met."""
+        """Stores each warp's reduction; other warps may read it after the block barrier."""
         show(
             self.refs["answers"],
             row,
@@ -160,7 +163,7 @@ class Once:
         )
 
     def clear(self) -> None:
-        """Empties the warpgroup's lists, and its share of the marks."""
+        """Clears the warpgroup's lists and its share of the marks."""
         room = WARPS * self.room
         first = self.warpgroup * room
         for start in range(0, room, PIECE):
@@ -173,7 +176,7 @@ class Once:
         self.block.meet()
 
     def list_from(self, low: Array) -> tuple[Array, Array]:
-        """Lists what reaches a bound; returns how many these are and the length of the longest list."""
+        """Fills the lists with the scores >= `low`; returns their number and the length of the longest list."""
 
         def visit(x: Array, start: Array, lengths: Array) -> Array:
             return append_placed(
@@ -195,7 +198,7 @@ class Once:
         return find(kind="sum"), find(kind="max")
 
     def stream(self, visit: Callable[[Array, Array, Array], Array], lengths: Array) -> Array:
-        """Folds over the warpgroup's share of what the token sees; the next pieces are on their way meanwhile."""
+        """Folds over the warpgroup's share of the visible scores, with the next pieces' loads in flight."""
         pieces = lax.div(self.block.seen + PIECE - 1, PIECE)
         turns = lax.div(pieces + _TOGETHER * self.warpgroups - 1, _TOGETHER * self.warpgroups)
 
@@ -214,7 +217,7 @@ class Once:
         return fold_ahead(turns, fetch, look, lengths)
 
     def finish(self, guess: Array, above: Array) -> None:
-        """Finds the bound among what is listed, and writes what is chosen in order."""
+        """Searches the lists for the exact bound, and writes the selected positions in order."""
         listed = self.block.load_list()
         largest = listed[0]
         for x in listed[1:]:
@@ -234,10 +237,10 @@ class Once:
         self.block.meet()
 
     def write(self, listed: list[Array], low: Array, high: Array, ties: Array) -> None:
-        """Marks what is chosen, counts the marks before each warp's share, and writes positions."""
+        """Marks the selected positions, counts the marks before each warp's share, and writes the positions."""
         self.mark(listed, low, high)
         row, width = self.warpgroup * WARPS, self.refs["marks"].shape[1]
-        # Warps of a warpgroup go together as far as its first one must.
+        # All warps of a warpgroup loop as far as its first one needs to.
         needed = jnp.clip(self.block.seen - row * width * 4, 0, width * 4)
         turns = lax.div(needed + 4 * _WORDS - 1, 4 * _WORDS)
         before = self.marks_before(row, turns)
@@ -254,7 +257,7 @@ class Once:
         lax.fori_loop(jnp.int32(0), turns, place_them, before)
 
     def marks_before(self, row: Array, turns: Array) -> Array:
-        """Returns for each warp, whose row of marks has so many turns, how many marks precede its row."""
+        """Returns for each warp the number of marks before its row; a row is read in `turns` iterations."""
 
         def count(turn: Array, total: Array) -> Array:
             return total + count_marks(self.load_marks(row, turn), layout=self.by_row)
@@ -267,12 +270,12 @@ class Once:
         return zero + of_warps(answers, _MARKED, kind="sum", interpret=False, before=row)
 
     def load_marks(self, row: Array, turn: Array) -> Array:
-        """Returns some marks of the warpgroup's rows, four in a word."""
+        """Loads one iteration's marks of the warpgroup's rows, four in a word."""
         part = self.refs["marks"].at[pl.ds(row, WARPS), pl.ds(turn * _WORDS, _WORDS)]
         return plgpu.load(part, layout=self.by_row, optimized=False)
 
     def mark(self, listed: list[Array], low: Array, high: Array) -> None:
-        """Marks what is chosen."""
+        """Marks the positions of the listed scores: 1 for scores >= `high`, 16 for ties."""
         first = self.warpgroup * (WARPS * self.room)
         for part, x in enumerate(listed):
             own = self.refs["where"].at[pl.ds(first + part * PIECE, PIECE)]
@@ -281,7 +284,7 @@ class Once:
         self.block.meet()
 
     def write_plainly(self, listed: list[Array], low: Array, high: Array, ties: Array) -> None:
-        """Does the same for the interpreter, by the first warpgroup alone."""
+        """Does the same as `write`, for the interpreter, in the first warpgroup only."""
         del listed
 
         @pl.when(self.warpgroup == 0)

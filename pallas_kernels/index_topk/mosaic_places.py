@@ -1,6 +1,6 @@
-"""Writing the positions of what is chosen in order, by counting a row of scores first; two passes over it.
+"""Writes the selected positions in order, in two passes over a row of scores: count, then write.
 
-Each warp has an equal part of the row, so that what precedes it needs no search.
+Each warp has an equal part of the row, so the counts of the preceding warps give the index of its first position.
 """
 
 from functools import partial
@@ -18,7 +18,7 @@ from pallas_kernels.mosaic.teams import LARGE
 from pallas_kernels.mosaic.warps import WARPS, store_warp_sums, sums_before
 
 CHUNK = 8192
-"""Scores are a multiple of this: `STEP` for each of four warpgroups, and `_TOGETHER` pieces for each of 16 warps."""
+"""The length of a row of scores is a multiple of this: 4 warpgroups * `STEP` = 16 warps * `_TOGETHER` pieces."""
 
 _COLUMNS = 128
 _TOGETHER = CHUNK // LARGE.warps // _COLUMNS
@@ -26,7 +26,7 @@ _LARGEST = float(np.finfo(np.float32).max)
 
 
 def write_places(block: Any, bound: Array, ties: Array) -> None:  # noqa: ANN401 - its own kernel's block
-    """Writes positions of scores above the bound and of the first `ties` that equal it, in order."""
+    """Writes the positions of all scores above the bound and of the first `ties` equal to it, in order."""
     if block.interpret:
         write_places_plainly(block, bound, ties)
         block.meet()
@@ -46,7 +46,7 @@ def write_places(block: Any, bound: Array, ties: Array) -> None:  # noqa: ANN401
 
 
 class _Shares:
-    """What the warps of a warpgroup have of a row, a part of each at a time."""
+    """The parts of a row that the warps of a warpgroup have, read piece by piece."""
 
     def __init__(self, block: Any) -> None:  # noqa: ANN401 - its own kernel's block
         self.block, self.row = block, block.warpgroup * WARPS
@@ -55,12 +55,12 @@ class _Shares:
         columns = block.refs["by_warp"].shape[2]
         iota = partial(plgpu.broadcasted_iota, jnp.int32, (WARPS, _COLUMNS), layout=self.layout)
         self.place = (self.row + iota(0)) * columns + iota(1)
-        # Warps of a warpgroup go together as far as its first one must.
+        # All warps of a warpgroup loop as far as its first one needs to.
         needed = jnp.clip(block.seen - self.row * columns, 0, columns)
         self.turns = lax.div(needed + _COLUMNS * _TOGETHER - 1, _COLUMNS * _TOGETHER)
 
     def load(self, turn: Array) -> list[tuple[Array, Array]]:
-        """Returns scores and their positions; what the token does not see is NaN."""
+        """Returns scores and their positions; scores of keys that the token does not see are NaN."""
         loaded = []
         for part in range(_TOGETHER):
             column = (turn * _TOGETHER + part) * _COLUMNS
@@ -74,7 +74,7 @@ class _Shares:
         ]
 
     def counts_before(self, bound: Array) -> tuple[Array, Array]:
-        """Returns for each warp how many scores before its share are above a bound, and how many equal it."""
+        """Returns for each warp the numbers of scores before its part that are above a bound and equal to it."""
 
         def count(turn: Array, state: tuple[Array, Array]) -> tuple[Array, Array]:
             above, equal = state
@@ -96,7 +96,7 @@ class _Shares:
 
 
 def write_places_plainly(block: Any, bound: Array, ties: Array) -> None:  # noqa: ANN401 - its own kernel's block
-    """Does the same for the interpreter, by the first warpgroup alone."""
+    """Does the same as `write_places`, for the interpreter, in the first warpgroup only."""
 
     @pl.when(block.warpgroup == 0)
     def _() -> None:
@@ -112,5 +112,5 @@ def write_places_plainly(block: Any, bound: Array, ties: Array) -> None:  # noqa
 
 
 def bounded(x: Array) -> Array:
-    """Infinite scores count as the largest number."""
+    """Returns scores with +inf replaced by the largest finite float32."""
     return jnp.minimum(x, _LARGEST)

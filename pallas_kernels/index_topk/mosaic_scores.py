@@ -1,8 +1,7 @@
-"""The Mosaic GPU kernel that scores keys of 8 bits: a block multiplies a run of a row's pages with one tile of queries.
+"""The Mosaic GPU kernel for scores of float8 keys: a block multiplies a run of a row's pages with one tile of queries.
 
-Keys are the left operand, 64 at a time, and the heads of a tile's queries the right one, so that what a key scores is a
-sum along a row of the product, most of which lies in one thread. What a key scores does not depend on how queries are
-packed, to the bit.
+Keys are the left operand, 64 at a time, and the heads of a tile's queries the right one. So a key's score is a sum
+along a row of the product, most of which is in one thread. A score has the same bits however queries are packed.
 """
 
 from collections.abc import Mapping
@@ -28,17 +27,18 @@ from pallas_kernels.mosaic.tiles import WGMMA
 TILE, DIM = ROWS, WIDTH
 _SCALE_BYTES = 4
 
-# Columns of a product at most: more of them, and registers spill.
+# Most columns of a product; with more, registers spill.
 _COLUMNS = 128
-# Packed queries that share what is read of the keys.
+# Most packed queries per tile; they share the keys that are read.
 _TOGETHER = 2
-# Products that are added up in float32 (`mosaic/products.py`).
+# Parts of the contracted dimension, which are added in float32 (`mosaic/products.py`).
 _PARTS = 2
-# Tiles of keys on their way to a warpgroup. Six leave no room for four blocks of a multiprocessor, and the last ones
-# then wait for a second wave.
+# Pipeline stages: tiles of keys in flight per warpgroup. With six, fewer than four blocks fit on an SM, and the grid
+# takes a second wave.
 _STAGES = 4
-# Up to so many columns a block is one warpgroup, and a multiprocessor has four blocks. For more it is three warpgroups
-# and alone there: told of one, the compiler would take more registers for it than three can have.
+# Up to `_NARROW` columns a block has one warpgroup, and `_BLOCKS` blocks are resident per SM. With more columns a block
+# has three warpgroups and an SM to itself. (In blocks of one warpgroup the compiler would assign more registers per
+# thread than three resident blocks can have.)
 _NARROW, _BLOCKS, _WARPGROUPS = 64, 4, 3
 
 
@@ -69,17 +69,17 @@ def score(
     keys: int,
     interpret: bool = False,
 ) -> Float32[Array, "tokens keys"]:
-    """Returns the scores of the keys that each query sees, NaN as +inf; the others may hold anything.
+    """Returns the scores of the keys that each query sees, with NaN as +inf; the scores of other keys are undefined.
 
     Args:
         q: float8_e4m3fn.
-        weights: of the heads.
-        index_pages: pages of bytes.
-        page_table: int32.
-        seq_lens: keys of each row.
+        weights: weight of each head.
+        index_pages: uint8 pages.
+        page_table: int32 page ids of each row.
+        seq_lens: number of keys of each row.
         cu_q_lens: bounds of each row's queries; `None` for one query per row.
-        keys: width of the result, at least that of the page table in keys.
-        interpret: run on the CPU, slowly.
+        keys: columns of the result, at least the capacity of the page table in keys.
+        interpret: whether to run in Pallas's interpreter on the CPU, slowly.
     """
     arrays = _queries(q, weights, seq_lens, cu_q_lens)
     arrays |= _pages(index_pages, interpret=interpret) | {"page_table": page_table}
@@ -111,9 +111,9 @@ def score(
 def _queries(
     q: Array, weights: Array, seq_lens: Array, cu_q_lens: Array | None
 ) -> dict[str, Array]:
-    """Returns the queries and weights of each tile, which queries these are, and how many keys they need."""
+    """Returns by name the queries and weights of each tile, its row and tokens, and the number of keys to score."""
     if cu_q_lens is None:
-        # Each row is a tile of one query, which is read where it lies.
+        # Each row is a tile of one query, which is read in place.
         return {"q": q, "weights": weights, "needed": seq_lens}
     tokens, heads, _ = q.shape
     tile_size = min(_TOGETHER, _COLUMNS // heads, tokens)
@@ -131,18 +131,19 @@ def _queries(
 
 
 def _pages(index_pages: Array, *, interpret: bool) -> dict[str, Array]:
-    """Returns the pool as rows of 128 bytes, the keys' numbers and behind them the scales, and as plain bytes."""
+    """Returns two views of the pool: "numbers", rows of 128 float8 elements (keys, then scales), and "bytes"."""
     num_pages, page_size, width = index_pages.shape
     flat = index_pages.reshape(num_pages, page_size * width)
     numbers = lax.bitcast_convert_type(flat, jnp.float8_e4m3fn)
     rows = page_size * width // DIM
-    # A page's rows are no multiple of the eight that a tile of an operand has. As pairs they lie where its rows do.
+    # The number of a page's rows is not a multiple of the operand tile's eight rows. Pairs of rows land in shared
+    # memory in the layout of the tile's rows.
     by_twos = (rows,) if interpret else (rows // 2, 2)
     return {"numbers": numbers.reshape(num_pages, *by_twos, DIM), "bytes": flat}
 
 
 def _shared(columns: int, warpgroups: int, *, interpret: bool) -> dict[str, Any]:
-    """Returns what a block needs in shared memory; tiles of keys have a second view, where pairs of rows land."""
+    """Returns a block's shared memory; tiles of keys have a second view, into which TMA copies pairs of rows."""
     fp8, slots = jnp.float8_e4m3fn, warpgroups * _STAGES
     keys = plgpu.SMEM((slots, TILE, DIM), fp8, transforms=TRANSFORMS)
     pairs = plgpu.SMEM((slots, TILE // 2, 2, DIM), fp8, transforms=TRANSFORMS[1:])
@@ -157,26 +158,26 @@ def _shared(columns: int, warpgroups: int, *, interpret: bool) -> dict[str, Any]
 
 
 class _Block:
-    """One block at work on its share of a tile's keys, of which each warpgroup has an equal part."""
+    """One block, which scores its share of the keys for one tile of queries; warpgroups have equal parts."""
 
     def __init__(
         self, refs: Mapping[str, Ref], *, heads: int, page_size: int, interpret: bool
     ) -> None:
         self.refs, self.interpret = refs, interpret
-        # The interpreter has no unions.
+        # The interpreter does not support unions.
         self.keys, self.landing = [refs["keys"]] * 2 if interpret else refs["keys"]
         self.heads, self.page_size = heads, page_size
         self.num_queries = refs["weights"].shape[1] // heads
         self.tile, self.warpgroup = lax.axis_index("tile"), lax.axis_index("warpgroup")
         self.first_slot = self.warpgroup * _STAGES
-        # Without these, each row is a tile of one query.
+        # Without these arrays each row is a tile of one query.
         self.row, self.first = (
             refs[name][self.tile] if name in refs else self.tile for name in ("row", "first")
         )
         self.count: Any = refs["count"][self.tile] if "count" in refs else 1
 
     def run(self) -> None:
-        """Scores the warpgroup's tiles of keys, one after the other; some are on their way meanwhile."""
+        """Scores the warpgroup's tiles of keys, with the next tiles in flight."""
         count = lax.div(self.refs["needed"][self.tile] + TILE - 1, TILE)
         warpgroups = lax.axis_size("warpgroup")
         shares = lax.axis_size("share") * warpgroups
@@ -186,10 +187,10 @@ class _Block:
         pl.when(start < stop)(partial(self.score_from, start, stop))
 
     def score_from(self, start: Array, stop: Array) -> None:
-        """Scores some tiles of keys, at least one."""
+        """Scores the tiles of keys [start, stop), at least one."""
         refs, q_arrived = self.refs, self.refs["q_arrived"]
 
-        # It has tiles of keys if any other warpgroup has.
+        # Warpgroup 0 has tiles of keys if any other warpgroup has.
         @pl.when(self.warpgroup == 0)
         def _() -> None:
             plgpu.copy_gmem_to_smem(refs["q"].at[self.tile], refs["queries"], q_arrived)
@@ -211,7 +212,7 @@ class _Block:
         lax.fori_loop(start, stop, visit, weights)
 
     def fetch(self, tile: Array, slot: Array | int) -> None:
-        """Sends for a tile of keys and its scales."""
+        """Starts the TMA copies of a tile of keys and its scales into a stage."""
         refs, per_page = self.refs, self.page_size // TILE
         page = refs["page_table"][self.row, lax.div(tile, per_page)]
         part = lax.rem(tile, per_page)
@@ -223,16 +224,16 @@ class _Block:
         plgpu.copy_gmem_to_smem(refs["bytes"].at[page, place], refs["scales"].at[slot], arrived)
 
     def visit(self, tile: Array, slot: Array, stop: Array, weights: list[Array]) -> None:
-        """Scores one tile of keys for all queries, and sends for the one that takes its slot."""
+        """Scores one tile of keys for all queries, and refills its stage."""
         refs = self.refs
         plgpu.barrier_wait(refs["arrived"].at[slot])
         scales = load_floats(
             refs["scales"].at[slot], TILE, layout=WGMMA.reduce(1), interpret=self.interpret
         )
         scores = [sums * scales for sums in self.sums(self.keys.at[slot], weights)]
-        # The scales were read by threads, and what takes their place comes by another way.
+        # Threads have read the scales through the generic proxy; TMA overwrites them through the async proxy.
         plgpu.commit_smem()
-        # The fence lets a warpgroup's threads meet, too; but prompts take 4% longer with that alone.
+        # The fence also synchronises the warpgroup's threads, but with it alone prompts take 4% longer.
         read = refs["read"].at[self.warpgroup]
         plgpu.barrier_arrive(read)
         plgpu.barrier_wait(read)
@@ -242,11 +243,11 @@ class _Block:
             pl.when(query < self.count)(partial(self.store, self.first + query, tile, known))
 
     def store(self, token: Array, tile: Array, found: Array) -> None:
-        """Writes what a tile of keys scores."""
+        """Writes the scores of a tile of keys for one query."""
         self.refs["scores"][token, pl.ds(tile * TILE, TILE)] = found
 
     def sums(self, keys: Ref, weights: list[Array]) -> list[Array]:
-        """Returns the sum over the heads of each query, before scales."""
+        """Returns the weighted sum over heads for each query, without the keys' scales."""
         started = [
             start_product(keys, self.refs["queries"], part, _PARTS, interpret=self.interpret)
             for part in range(_PARTS)
@@ -260,7 +261,7 @@ class _Block:
 
 
 def _weighed(products: Array, weights: Array) -> Array:
-    """Returns the sum of what is positive, weighed."""
+    """Returns the weighted sum along each row of relu(products)."""
     wide = lax.broadcast_in_dim(weights, products.shape, [1])
     wide = plgpu.layout_cast(wide, WGMMA)
     return jnp.sum(jnp.maximum(products, 0.0) * wide, axis=1)

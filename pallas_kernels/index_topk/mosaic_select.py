@@ -1,7 +1,7 @@
-"""The Mosaic GPU kernel that chooses the largest scores: a block bisects one token's, and writes slots in order.
+"""The Mosaic GPU kernel that selects the largest scores: one block per token finds the bound and writes slots in order.
 
-It tries to do so in one pass (`mosaic_once`). Else a row of scores is read three times: to list what may be chosen, to
-count how much of it each warp has, and to write, for which each warp has an equal part of the row.
+It first tries the one-pass selection (`mosaic_once`). Otherwise it reads a row of scores three times: to list the
+candidates, to count the selected scores in each warp's equal part of the row, and to write.
 """
 
 from collections.abc import Callable, Mapping
@@ -37,9 +37,9 @@ from pallas_kernels.mosaic.teams import LARGE, MEDIUM, PIECE, SMALL, Team
 
 STEP = 2048
 
-# Of shared memory, for what is as large for any row.
+# Bytes of shared memory that do not depend on the shapes.
 _OTHER_BYTES = 3072
-# The first list is to hold somewhat more scores than are chosen.
+# Wanted length of the first list, as a multiple of topk.
 _MARGIN = 1.3
 
 
@@ -55,17 +55,17 @@ def select(
     num_slots: int,
     interpret: bool = False,
 ) -> Int[Array, "tokens topk"]:
-    """Returns the slots of the `topk` largest of each token's first `seen` scores, as `api.index_topk` orders them.
+    """Returns the slots of the `topk` largest of each token's first `seen` scores, in the order of `api.index_topk`.
 
     Args:
-        scores: a multiple of `CHUNK` per token, none of the first `seen` NaN; the others may be anything.
-        seen: keys that each token sees.
-        rows: of the page table, one per token; `None` where they are the same.
-        page_table: ids of pages.
-        topk: how many are chosen.
+        scores: a multiple of `CHUNK` per token. The first `seen` must not be NaN; the others may have any value.
+        seen: number of keys that each token sees.
+        rows: row of the page table of each token; `None` if token t has row t.
+        page_table: int32 page ids of each row.
+        topk: number of selected keys.
         page_size: tokens per page, a power of two.
-        num_slots: what unused places hold.
-        interpret: run on the CPU, slowly.
+        num_slots: padding value of unused entries.
+        interpret: whether to run in Pallas's interpreter on the CPU, slowly.
     """
     tokens, keys = scores.shape
     room = _room(topk)
@@ -95,12 +95,12 @@ def select(
 
 
 def _room(topk: int) -> int:
-    """Returns how many places there are for what is chosen."""
+    """Returns the padded number of output entries per token."""
     return -(-topk // PIECE) * PIECE
 
 
 def _team_for(tokens: int, keys: int, topk: int) -> Team:
-    """Returns what was fastest: short lists, and small teams where multiprocessors have rows and room for two."""
+    """Returns the fastest block configuration: short lists if possible, and small blocks if two fit on an SM."""
     if not suits(keys, topk) or 2 * topk > SMALL.listed:
         return LARGE
     needed = shared_bytes(keys, SMALL) + 4 * _room(topk) + _OTHER_BYTES + RESERVED_BYTES_PER_BLOCK
@@ -108,7 +108,7 @@ def _team_for(tokens: int, keys: int, topk: int) -> Team:
 
 
 class _Block(Bisection):
-    """One block at work on its token."""
+    """One block, which selects for one token."""
 
     has_weights = False
 
@@ -129,14 +129,14 @@ class _Block(Bisection):
         self.place = plgpu.broadcasted_iota(jnp.int32, (PIECE,), 0, layout=self.flat)
 
     def run(self) -> None:
-        """Writes the token's slots; where all keys are chosen they need no search."""
+        """Writes the token's slots; if all keys are selected there is no search."""
         is_all = self.seen <= self.topk
         pl.when(jnp.logical_not(is_all))(self.choose)
         for start in range(0, self.refs["out"].shape[1], PIECE * self.team.warpgroups):
             self.write(start + self.warpgroup * PIECE, is_all)
 
     def write(self, start: Array, is_all: Array) -> None:
-        """Turns a piece of the places into slots."""
+        """Converts a piece of the selected positions to slots."""
         out = self.refs["out"]
 
         @pl.when(start < out.shape[1])
@@ -145,7 +145,7 @@ class _Block(Bisection):
             chosen = plgpu.load(self.refs["places"].at[piece], layout=self.flat, optimized=False)
             count = start + self.place
             is_real = count < jnp.minimum(self.seen, self.topk)
-            # Unused places must not lead outside of the page table.
+            # Unused entries must not index outside of the page table.
             position = jnp.where(is_real, jnp.where(is_all, count, chosen), 0)
             bits = self.page_size.bit_length() - 1
             page = lax.shift_right_logical(position, jnp.full_like(position, bits))
@@ -157,7 +157,7 @@ class _Block(Bisection):
             out[self.token, piece] = jnp.where(is_real, slot, self.num_slots)
 
     def choose(self) -> None:
-        """Finds the smallest score that is chosen, and writes the positions of all that are."""
+        """Finds the smallest selected score, and writes the positions of all selected scores."""
         if suits(self.refs["scores"].shape[1], self.topk):
             Once(self).choose(partial(self.search, fits=jnp.bool_(False)))
             return
@@ -166,7 +166,7 @@ class _Block(Bisection):
         self.search(guess, met.above, met.fits)
 
     def search(self, guess: Array, above: Array, fits: Array) -> None:
-        """Does so from a guess on: how many reach it, and whether these are listed."""
+        """Runs the slower path from a guess; `above` scores reach it, and `fits` is whether the list holds them."""
         holds = above >= self.topk
         guess, none = ordered(guess), jnp.int32(0)
         nothing = jnp.float32(0)
@@ -184,11 +184,11 @@ class _Block(Bisection):
             Listed(none, nothing),
             holds & fits,
         )
-        # No score lies between the bound and the bracket's other end.
+        # No score lies between the bound and the bracket's upper end, so `over` scores are above the bound.
         write_places(self, bound, self.topk - bracket.over)
 
     def guess(self) -> Array:
-        """Returns a score that somewhat more than `topk` reach, judging by some of them."""
+        """Returns a bound that somewhat more than `topk` scores reach, estimated from a sample."""
         last = jnp.maximum(self.seen - PIECE, 0)
         samples, count = [], self.zeros(jnp.int32)
         share = SAMPLES // self.team.warpgroups
@@ -205,11 +205,11 @@ class _Block(Bisection):
         return self.reached_by(samples, _MARGIN * self.topk * share)
 
     def weights(self, x: Array) -> Array:
-        """Nobody asks for weights."""
+        """Returns zeros; this selection has no weights."""
         return jnp.zeros_like(x)
 
     def visit_row(self, visit: Callable[[Array, Any], Any], state: Any) -> Any:  # noqa: ANN401 - a pytree
-        """Folds over the warpgroup's share of the chunks of what the token sees."""
+        """Folds over the warpgroup's share of the visible scores."""
         chunks = lax.div(self.seen + STEP - 1, STEP)
         warpgroups = self.team.warpgroups
         turns = lax.div(chunks - self.warpgroup + warpgroups - 1, warpgroups)
@@ -228,6 +228,6 @@ class _Block(Bisection):
         return fold_ahead(turns, fetch, look, state)
 
     def load(self, start: Array) -> Array:
-        """Sends for a piece of the row."""
+        """Issues the load of a piece of the row."""
         source = self.refs["scores"].at[self.token, pl.ds(start, PIECE)]
         return bounded(plgpu.load(source, layout=self.flat, optimized=False))

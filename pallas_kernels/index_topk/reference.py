@@ -1,4 +1,4 @@
-"""What `index_topk` means: scores all keys that a query sees, sorts them, and takes the first."""
+"""Reference of `index_topk`: scores all keys that a query sees, sorts them, and takes the first `topk`."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
@@ -17,7 +17,7 @@ def index_topk(
     *,
     topk: int,
 ) -> tuple[Int[Array, "tokens topk"], Int[Array, " tokens"]]:
-    """Sorts by falling score, NaN as +inf, equal scores by position; computes in float32."""
+    """Returns slots and counts; sorts by descending score with NaN as +inf, then by position, in float32."""
     tokens, page_size = q.shape[0], index_pages.shape[1]
     num_slots = index_pages.shape[0] * page_size
     if cu_q_lens is None:

@@ -1,4 +1,4 @@
-"""Scores of the indexer in plain XLA, tile by tile. Does not know what they are for."""
+"""Scores of the indexer in plain XLA, tile by tile."""
 
 from collections.abc import Callable
 from functools import partial
@@ -24,12 +24,13 @@ TEMPORARY_BYTES = 1 << 30
 
 
 class Scored(NamedTuple):
-    """The queries of one tile.
+    """Scores of the queries of one tile.
 
     Attributes:
-        scores: of all keys in the row's pages; those that a query does not see are anything. None is NaN.
-        seen: keys that each query sees, 0 for those of no row.
-        page_ids: the row's pages.
+        scores: scores of all keys in the row's pages, without NaN; those of keys that a query does not see are
+            undefined.
+        seen: number of keys that each query sees, 0 for padding.
+        page_ids: page ids of the row.
     """
 
     scores: Float[Array, "queries keys"]
@@ -48,12 +49,12 @@ def visit_tiles(
     *,
     temporary_bytes: int = TEMPORARY_BYTES,
 ) -> PyTree[Array]:
-    """Returns what `visit` makes of each tile's queries, in the order of tokens.
+    """Returns the results of `visit` on each tile's scores, in the order of tokens.
 
-    Where the products of all tiles would take too much memory, tiles take turns.
+    If the products of all tiles would take more than `temporary_bytes`, tiles are processed in batches.
     """
     tokens, rows = q.shape[0], seq_lens.shape[0]
-    # Products, and what a sort needs.
+    # Bytes of the products, and of a sort.
     per_query = page_table.shape[1] * index_pages.shape[1] * 4 * (q.shape[1] + 4)
     most = max(1, temporary_bytes // per_query)
     is_packed = cu_q_lens is not None
@@ -85,7 +86,7 @@ def tiles_of(
     cu_q_lens: Int[Array, " row_bounds"] | None,
     tile_size: int,
 ) -> Tiles:
-    """Returns the tiles of packed queries, or one for each row where each has one query."""
+    """Returns the tiles of packed queries, or without `cu_q_lens` one tile per row."""
     if cu_q_lens is None:
         token = jnp.arange(len(seq_lens), dtype=jnp.int32)
         return Tiles(token, token, seq_lens - 1, jnp.minimum(seq_lens, 1))
@@ -96,7 +97,7 @@ def tiles_of(
 def rows_and_seen(
     tokens: int, seq_lens: Int[Array, " rows"], cu_q_lens: Int[Array, " row_bounds"] | None
 ) -> tuple[Int[Array, " tokens"], Int[Array, " tokens"]]:
-    """Returns each query's row and the keys that it sees, 0 for queries of no row."""
+    """Returns each query's row and the number of keys that it sees, 0 for padding."""
     if cu_q_lens is None:
         return jnp.arange(tokens, dtype=jnp.int32), seq_lens
     row, place = rows_of_tokens(cu_q_lens, tokens)
@@ -109,14 +110,15 @@ def _scores(
     weights: Float[Array, "queries index_heads"],
     pages: Shaped[Array, "pages page_size width"],
 ) -> Float[Array, "queries keys"]:
-    """Returns the sums over heads; a key's scale, which is positive, is multiplied in at the end. NaN becomes +inf."""
+    """Returns the scores, with NaN as +inf; a key's scale, which is positive, is multiplied in after the sum."""
     is_bytes = pages.dtype == jnp.uint8
     numbers, scales = split_index_pages(pages) if is_bytes else (pages, None)
     numbers = numbers.reshape(-1, q.shape[-1])
-    # Numbers of 8 bits are exact in bfloat16.
+    # float8 values are exact in bfloat16.
     dtype = jnp.float32 if jnp.float32 in (q.dtype, numbers.dtype) else jnp.bfloat16
     multiply = partial(jnp.einsum, precision="highest", preferred_element_type=jnp.float32)
-    # Else XLA sees that both were of 8 bits, and multiplies these, which keeps some 14 bits of the sums.
+    # Without the barrier XLA sees that both operands were float8 and multiplies those, which keeps some 14 bits of the
+    # sums.
     wide = lax.optimization_barrier(q.astype(dtype))
     products = multiply("qhd,cd->qhc", wide, numbers.astype(dtype))
     sums = multiply("qh,qhc->qc", weights, jnp.maximum(products, 0.0))

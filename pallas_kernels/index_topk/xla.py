@@ -1,4 +1,4 @@
-"""`index_topk` in plain XLA: `lax.top_k`, which sorts, of each tile's scores."""
+"""`index_topk` in plain XLA: `lax.top_k` (a sort) of each tile's scores."""
 
 from functools import partial
 
@@ -21,7 +21,7 @@ def index_topk(
     topk: int,
     temporary_bytes: int = TEMPORARY_BYTES,
 ) -> tuple[Int[Array, "tokens topk"], Int[Array, " tokens"]]:
-    """Chooses as `api.index_topk` says."""
+    """Implements `api.index_topk`."""
     return visit_tiles(
         partial(_choose, num_pages=index_pages.shape[0], page_size=index_pages.shape[1], topk=topk),
         q,
@@ -37,7 +37,7 @@ def index_topk(
 def _choose(
     scored: Scored, *, num_pages: int, page_size: int, topk: int
 ) -> tuple[Int[Array, "queries topk"], Int[Array, " queries"]]:
-    """Chooses for the queries of one tile."""
+    """Returns slots and counts of the queries of one tile."""
     keys = scored.scores.shape[1]
     seen = scored.seen[:, None]
     position = jnp.arange(keys, dtype=jnp.int32)[None, :]
