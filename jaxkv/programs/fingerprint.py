@@ -1,7 +1,8 @@
 """The name of a compiled program: a hash of what was traced, and of whatever else its compiler depends on.
 
-A trace is all that a program does, whoever wrote or patched the functions it came from; but for what our kernels put
-into a program while it is lowered (`inline_mgpu`), so their source counts too. Nothing is lowered for it.
+The trace holds the whole program except for what is decided while our kernels are lowered: code that they inline
+(`inline_mgpu`) and parameters that JAX does not print. The source of our kernels therefore counts too, and so do the
+tuned schedules, which that code may read. Nothing is lowered to find a name.
 """
 
 import hashlib
@@ -23,6 +24,10 @@ import pallas_kernels
 # Settings that change where something is kept or told, and no program.
 _HARMLESS = ("cache", "dump", "log", "traceback", "pprint", "transfer_guard", "source", "visible")
 _VARIABLES = ("XLA_", "MOSAIC_", "LIBTPU_")
+
+_KERNELS = Path(pallas_kernels.__file__).parent
+# Cases, references, inputs and benchmarks of the kernels.
+_NEVER_LOWERED = {"cases.py", "reference.py", "inputs", "workbench"}
 
 
 def one_device(specs: object) -> Device | None:
@@ -105,13 +110,27 @@ def _environment(device: Device) -> list[object]:
     return [versions, device.device_kind, _host_processor(), _kernel_sources(), settings, variables]
 
 
+def kernel_files(folder: Path = _KERNELS) -> list[Path]:
+    """Returns the files of `pallas_kernels` on which a lowered program may depend, in a fixed order.
+
+    These are the Python files and the tuned schedules, without the files and folders named in `_NEVER_LOWERED`. Leaving
+    those out is safe because no op imports them, directly or through other files, so nothing in them can run while a
+    program is lowered. `tests/programs/test_fingerprint.py` checks this on the graph of imports. A new file counts
+    unless it has one of these names.
+
+    Args:
+        folder: the package's folder.
+    """
+    files = [*folder.rglob("*.py"), *folder.glob("tuned/*.json")]
+    return sorted(path for path in files if not _NEVER_LOWERED & {*path.relative_to(folder).parts})
+
+
 @cache
 def _kernel_sources() -> str:
-    """Returns a hash of the text of all kernels."""
+    """Returns a hash of the files on which lowered programs may depend."""
     digest = hashlib.sha256()
-    folder = Path(pallas_kernels.__file__).parent
-    for path in sorted(folder.rglob("*.py")):
-        digest.update(str(path.relative_to(folder)).encode() + b"\0" + path.read_bytes() + b"\0")
+    for path in kernel_files(_KERNELS):
+        digest.update(str(path.relative_to(_KERNELS)).encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()
 
 

@@ -12,7 +12,7 @@ from pallas_kernels.arguments.checks import check_shape
 from pallas_kernels.dispatch import choose
 from pallas_kernels.formats.eight_bit import LARGEST
 from pallas_kernels.skinny_matmul import mosaic_gpu, xla
-from pallas_kernels.skinny_matmul.reference import ACTIVATIONS
+from pallas_kernels.skinny_matmul.activations import ACTIVATIONS
 from pallas_kernels.skinny_matmul.xla import Weighed
 
 

@@ -1,18 +1,11 @@
 """What `skinny_matmul` means, in float32: a product, and what a layer does with its columns right away."""
 
-from collections.abc import Callable, Mapping
-
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Shaped
 
-ACTIVATIONS: Mapping[str, Callable[[Array], Array]] = {
-    "silu": jax.nn.silu,
-    "gelu": lambda x: jax.nn.gelu(x, approximate=False),
-    "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
-    "relu2": lambda x: jnp.square(jax.nn.relu(x)),
-}
+from pallas_kernels.skinny_matmul.activations import ACTIVATIONS
 
 
 def skinny_matmul(

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Shaped
 
-from pallas_kernels.skinny_matmul.reference import ACTIVATIONS
+from pallas_kernels.skinny_matmul.activations import ACTIVATIONS
 
 
 class Weighed(NamedTuple):
