@@ -7,6 +7,7 @@ from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING
 
 from jaxkv.config.sampling import SamplingParams
+from jaxkv.options import with_command_options
 from jaxkv.terminal import Screen
 
 if TYPE_CHECKING:
@@ -89,7 +90,7 @@ class Conversation:
             return self._llm.stream(self._llm.chat_prompt(messages), self._sampling)
         except ValueError as error:
             hint = "; /reset begins a new conversation" if self.messages else ""
-            told = " ".join(str(error).split())
+            told = with_command_options(error)
             self._screen.note(f"jaxkv: {told}{hint} (this message is forgotten)")
             return None
 

@@ -13,7 +13,13 @@ from jaxkv.bench.command import add_bench
 from jaxkv.config.cache import CacheConfig
 from jaxkv.config.sampling import SamplingParams
 from jaxkv.errors import CachePoisoned
-from jaxkv.options import Parser, add_model_options, size, with_hyphens
+from jaxkv.options import (
+    Parser,
+    add_model_options,
+    size,
+    with_command_options,
+    with_hyphens,
+)
 from jaxkv.terminal import Screen
 
 # The rest is imported late, so that --help and mistakes answer at once.
@@ -34,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         return 0
     except (ValueError, OSError, RuntimeError, MemoryError, CachePoisoned) as error:
-        screen.note(f"jaxkv: {' '.join(str(error).split())}")
+        screen.note(f"jaxkv: {with_command_options(error)}")
         return 2
 
 

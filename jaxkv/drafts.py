@@ -22,8 +22,17 @@ def draft_of(path: Path) -> Iterator[Path]:
 
     The draft has a folder of its own, for the temporary files of those who write it, and is locked until then. A
     process that is killed leaves the folder behind without a lock; see `remove_abandoned`.
+
+    Raises:
+        OSError: names the folder of `path` if no draft can be made there.
     """
-    folder = Path(tempfile.mkdtemp(prefix=f".{path.name[:100]}.", suffix=_ENDING, dir=path.parent))
+    try:
+        made = tempfile.mkdtemp(prefix=f".{path.name[:100]}.", suffix=_ENDING, dir=path.parent)
+    except OSError as error:
+        # The name of the draft would mean nothing to the user.
+        error.filename = str(path.parent)
+        raise
+    folder = Path(made)
     try:
         with (folder / _LOCK).open("wb") as lock:
             # Some network file systems have no locks; drafts there are never taken for abandoned.

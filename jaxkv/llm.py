@@ -9,9 +9,10 @@ from collections.abc import Generator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, NoReturn, overload
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxkv import default_model
@@ -20,6 +21,7 @@ from jaxkv.config.cache import CacheConfig
 from jaxkv.config.checks import as_int
 from jaxkv.config.engine import EngineConfig, merge_configs
 from jaxkv.config.sampling import MAX_EOS_IDS, SamplingParams
+from jaxkv.config.vllm_names import unknown_attribute
 from jaxkv.engine.drive import check_compiled, output_of, serve_all, serve_stream
 from jaxkv.engine.engine import Engine
 from jaxkv.engine.engine_lock import Turns, refuse_forked_user
@@ -65,6 +67,12 @@ from jaxkv.weights.load import load_params
 _LOG = logging.getLogger(__name__)
 
 _LOAD_FORMATS = ("auto", "safetensors", "dummy")
+
+
+def _key(seed: int) -> jax.Array:
+    """Returns the PRNG key of 64 bits of a seed. `jax.random.key` drops those above 32."""
+    words = np.asarray([seed >> 32 & 0xFFFFFFFF, seed & 0xFFFFFFFF], np.uint32)
+    return jax.random.wrap_key_data(jnp.asarray(words), impl="threefry2x32")
 
 
 class LLM:
@@ -168,8 +176,7 @@ class LLM:
         params: Params
         with named_exhaustion(f"loading weights of {weights:,} bytes"):
             if load_format == "dummy":
-                # JAX drops the bits of a seed above 32, and refuses those above 63.
-                params = self.model.init_params(jax.random.key((seed or 0) % 2**32), dtype)
+                params = self.model.init_params(_key(seed or 0), dtype)
             else:
                 params = load_params(directory, self.model, dtype=dtype, progress=bar)
         self.executor = Executor(
@@ -185,6 +192,13 @@ class LLM:
         self.engine = Engine(self.executor, self.tokenizer, engine)
         self.turns = Turns()
         self._progress = progress
+
+    # Hidden from type checkers, for which every attribute would exist.
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> NoReturn:
+            """Raises `AttributeError`, with the alternative to a method that only vLLM has."""
+            raise unknown_attribute(self, name)
 
     def __enter__(self) -> "LLM":
         """Returns itself."""
@@ -411,7 +425,8 @@ class LLM:
             options: as for `generate`.
 
         Returns:
-            One output for a conversation; a list of outputs for a list of conversations.
+            One output for a conversation, where vLLM returns a list of one; a list of outputs for a list of
+            conversations, also if it has one.
 
         Raises:
             ValueError: the model has no tokenizer or no chat template, or the template refuses the messages.

@@ -10,8 +10,8 @@ import jax
 from jaxkv.errors import OutOfMemory
 
 REMEDY = (
-    "use a narrower dtype, a smaller max_model_len, or a CacheConfig with a smaller max_sequences or budget_bytes "
-    "(--cache-bytes), or free memory that other programs use"
+    "use a narrower dtype, a smaller max_model_len, or a CacheConfig with a smaller max_sequences or budget_bytes, "
+    "or free memory that other programs use"
 )
 
 _OUT_OF_MEMORY = ("RESOURCE_EXHAUSTED", "OUT_OF_MEMORY", "Out of memory", "out of memory")

@@ -17,6 +17,30 @@ _SIZE = re.compile(
     r"([+-]?\d+)(?:\.(\d+)(?=[kmgt]))?(?:([kmgt])(?:i?b)?|b)?", re.IGNORECASE | re.ASCII
 )
 
+_SPELLED = {
+    "budget_bytes": "--cache-bytes",
+    "host_bytes": "--host-bytes",
+    "max_model_len": "--max-model-len",
+    "max_sequences": "--max-sequences",
+    "max_tokens": "--max-tokens",
+    "min_p": "--min-p",
+    "output_tokens": "--output-tokens",
+    "page_size": "--page-size",
+    "prefix_tokens": "--prefix-tokens",
+    "prompt_tokens": "--prompt-tokens",
+    "token_budget": "--token-budget",
+    "top_k": "--top-k",
+    "top_p": "--top-p",
+}
+"""Names of options in Python -> the command's options that set them."""
+
+_SPELLED_NAMES = re.compile(rf"(?<![\w./=-])(?:{'|'.join(_SPELLED)})(?![\w/=-])")
+
+
+def with_command_options(error: BaseException) -> str:
+    """Returns an error's message as one line in which options have the names that the command has for them."""
+    return _SPELLED_NAMES.sub(lambda name: _SPELLED[name[0]], " ".join(str(error).split()))
+
 
 class Parser(argparse.ArgumentParser):
     """Raises `ValueError` for wrong arguments; argparse itself would print the usage and exit."""

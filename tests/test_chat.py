@@ -70,6 +70,17 @@ def test_chat_forgets_a_message_that_outgrows_the_context_and_names_reset(capsys
     assert capsys.readouterr().err == f"jaxkv: a prompt leaves no room; {hint}\n" * 2
 
 
+def test_chat_names_the_option_of_the_command_for_a_longer_context(capsys, monkeypatch):
+    llm = FakeLLM()
+
+    def stream(prompt, sampling):
+        raise ValueError("a prompt leaves no room; shorten it or raise max_model_len")
+
+    llm.stream = stream
+    assert talk(monkeypatch, llm, "one") == 0
+    assert "shorten it or raise --max-model-len (this message" in capsys.readouterr().err
+
+
 def test_reset_begins_a_new_conversation_in_which_there_is_room(capsys, monkeypatch):
     llm = FakeLLM(context=3)
     assert talk(monkeypatch, llm, "one", "two", "three", "/reset", "four") == 0

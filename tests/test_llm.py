@@ -212,6 +212,20 @@ def test_a_seed_of_the_llm_may_have_64_bits():
     assert len(llm.generate([[1, 2]], max_tokens=2)[0].token_ids) == 2
 
 
+def test_every_bit_of_a_seed_of_the_llm_changes_dummy_weights():
+    def embedding(seed):
+        options = {"load_format": "dummy", "max_num_seqs": 1, "max_model_len": 32}
+        with LLM(seed=seed, progress=False, **options) as llm:
+            weights = np.asarray(llm.executor.params["embed"], np.float32)
+            small = llm.model.init_params(jax.random.key(seed % 2**32), jnp.bfloat16)
+            return weights, np.asarray(small["embed"], np.float32)
+
+    weights, of_32_bits = embedding(5)
+    np.testing.assert_array_equal(weights, of_32_bits)
+    for seed in (5 + 2**32, 5 + 2**63, 5 - 2**63):
+        assert np.any(embedding(seed)[0] != weights)
+
+
 def test_seeds_of_the_llm_that_differ_in_their_sign_give_requests_other_seeds():
     texts = []
     for seed in (1, -1):

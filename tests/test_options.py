@@ -4,7 +4,8 @@ import argparse
 
 import pytest
 
-from jaxkv.options import size, with_hyphens
+from jaxkv.cli import main
+from jaxkv.options import size, with_command_options, with_hyphens
 
 
 @pytest.mark.parametrize(
@@ -52,3 +53,42 @@ def test_underscores_in_names_of_options_are_hyphens_and_elsewhere_stay():
         "--",
         "--g_h",
     ]
+
+
+@pytest.mark.parametrize(
+    ("message", "shown"),
+    [
+        ("shorten it or raise max_model_len", "shorten it or raise --max-model-len"),
+        ("max_model_len is 64; lower it", "--max-model-len is 64; lower it"),
+        ("exceed max_model_len, 1,024", "exceed --max-model-len, 1,024"),
+        ("budget_bytes must be\nat least 1", "--cache-bytes must be at least 1"),
+        ("no such folder: /models/max_tokens/x", "no such folder: /models/max_tokens/x"),
+        ("CacheConfig(max_sequences=4)", "CacheConfig(max_sequences=4)"),
+        ("my_max_tokens, --max_tokens", "my_max_tokens, --max_tokens"),
+    ],
+)
+def test_errors_of_commands_name_the_options_of_commands(message, shown):
+    assert with_command_options(ValueError(message)) == shown
+
+
+@pytest.mark.parametrize("command", [["generate"], ["chat"], ["plan"], ["bench", "throughput"]])
+def test_the_names_that_errors_have_for_options_are_those_that_help_shows(command, capsys):
+    own = {
+        "generate": "max_tokens top_p top_k min_p host_bytes",
+        "chat": "max_tokens top_p top_k min_p host_bytes",
+        "plan": "host_bytes",
+        "bench": "token_budget prompt_tokens output_tokens prefix_tokens",
+    }
+    with pytest.raises(SystemExit):
+        main([*command, "--help"])
+    told = capsys.readouterr().out
+    for name in [
+        "max_model_len",
+        "max_sequences",
+        "page_size",
+        "budget_bytes",
+        *own[command[0]].split(),
+    ]:
+        spelled = with_command_options(ValueError(name))
+        assert spelled.startswith("--")
+        assert f"{spelled} " in told

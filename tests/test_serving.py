@@ -9,7 +9,7 @@ import pytest
 from jaxkv import LLM, CacheConfig, SamplingParams
 from jaxkv.async_llm import AsyncLLM
 from jaxkv.engine.progress import Progress
-from jaxkv.engine.request import Request, Timing, Usage
+from jaxkv.engine.request import Request, SampleOutput, Timing, Usage
 from jaxkv.engine.request_state import FINISHED, new_request_state
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
@@ -77,6 +77,18 @@ def test_timing_divides_by_the_tokens_after_the_first():
     assert (one.ttft, one.tpot) == (2, None)
     never = Timing(arrived=1.0, admitted=None, first_token=None, finished=4.0, output_tokens=0)
     assert (never.queue_seconds, never.ttft, never.tpot) == (3, None, None)
+
+
+def test_outputs_show_durations_and_no_times_of_a_clock_without_a_meaning():
+    times = Timing(
+        arrived=1e6, admitted=1e6 + 0.5, first_token=1e6 + 2, finished=1e6 + 6, output_tokens=5
+    )
+    wanted = "Timing(queue_seconds=0.5, ttft=2, tpot=1, total_seconds=6, output_tokens=5)"
+    assert repr(times) == wanted
+    sample = SampleOutput(text="ab", token_ids=[1, 2], finish_reason="length", timing=times)
+    assert str(sample).endswith(f"timing={wanted})")
+    never = Timing(arrived=1e6, admitted=None, first_token=None, finished=1e6 + 3, output_tokens=0)
+    assert repr(never).startswith("Timing(queue_seconds=3, ttft=None, tpot=None, total_seconds=3,")
 
 
 def test_the_last_piece_of_a_stream_says_what_it_took(llm):

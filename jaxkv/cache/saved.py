@@ -50,6 +50,7 @@ def save_cache(
 
     Raises:
         ValueError: the cache was not made from this layout and these counts, or `path` exists and is no regular file.
+        FileNotFoundError: the folder of `path` does not exist.
     """
     named = layout.arrays(counts)
     if [array.shape for array in cache.arrays] != [array.shape for array in named]:
@@ -74,7 +75,7 @@ def save_cache(
 
 
 def _writable(path: Path) -> Path:
-    """Returns the path after following links; raises `ValueError` if it exists and is no regular file."""
+    """Returns the path after following links; raises an error if no regular file can be there."""
     real = Path(os.path.realpath(path))
     with suppress(FileNotFoundError):
         mode = real.stat().st_mode
@@ -88,6 +89,11 @@ def _writable(path: Path) -> Path:
             raise ValueError(
                 f"{path} is {kind}, not a regular file; name a file to write the cache to"
             )
+    if not real.parent.is_dir():
+        folder = real.parent if path.parent.is_dir() else path.parent
+        raise FileNotFoundError(
+            f"there is no folder {folder} to save {path.name} in; make it first"
+        )
     return real
 
 

@@ -45,6 +45,10 @@ _UNSUPPORTED = {
     "structured_outputs": "tokens cannot be constrained by a grammar",
     "guided_decoding": "tokens cannot be constrained by a grammar",
     "priority": "AsyncLLM.generate and AsyncLLM.stream have a priority",
+    "allowed_token_ids": "give each of a few ids a logit_bias of 100",
+    "detokenize": "outputs have text and token_ids; the text is empty if the model has no tokenizer",
+    "output_kind": "generate returns whole outputs, stream yields what is new",
+    "truncate_prompt_tokens": "prompts are never cut; give the last ids of llm.tokenizer.encode(text)",
     "prompt_token_ids": 'give the ids as the prompt, or as {"prompt_token_ids": ids}',
     "request_id": "jaxkv chooses RequestOutput.request_id",
     "lora_request": "adapters are not supported; merge them into the weights",
@@ -52,6 +56,8 @@ _UNSUPPORTED = {
     "tools": "llm.tokenizer.encode_chat(messages, tools=...) returns ids for generate",
     "chat_template_kwargs": "llm.tokenizer.encode_chat(messages, options=...) returns ids for generate",
     "tokenizer": "the tokenizer is tokenizer.json of the model directory; prompts may be token ids",
+    "revision": "nothing is downloaded; model is the path of a directory",
+    "download_dir": "nothing is downloaded; model is the path of a directory",
     "trust_remote_code": "nothing in a model directory is executed",
     "tensor_parallel_size": "jaxkv runs on one device",
     "quantization": "checkpoints in block fp8 and MXFP4 are recognised, and decoded while they load",
@@ -59,6 +65,19 @@ _UNSUPPORTED = {
     "swap_space": "cache=CacheConfig(host_bytes=...) keeps evicted prefixes in host memory",
     "enable_chunked_prefill": "prompts are always computed in chunks; see max_num_batched_tokens",
 }
+
+_NO_METHODS = {
+    "encode": "there are no pooling models; llm.tokenizer.encode(text) returns token ids",
+    "beam_search": "there is no beam search; generate with SamplingParams(n=...) returns n samples",
+}
+"""Methods of vLLM's `LLM` that have no counterpart."""
+
+
+def unknown_attribute(owner: object, name: str) -> AttributeError:
+    """Returns the error for an attribute that an object has not."""
+    message = f"{type(owner).__name__!r} object has no attribute {name!r}"
+    hint = _NO_METHODS.get(name)
+    return AttributeError(f"{message}: {hint}" if hint else message, name=name, obj=owner)
 
 
 def unknown_option(owner: str, name: str, known: Mapping[str, str]) -> ValueError:

@@ -107,9 +107,11 @@ class Usage:
         return self.prompt_tokens - self.cached_tokens
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Timing:
     """When things happened to one sample, in seconds of `time.monotonic`. What never happened is `None`.
+
+    It is shown as durations, since the origin of that clock means nothing.
 
     Attributes:
         arrived: the request was queued.
@@ -146,6 +148,16 @@ class Timing:
     def total_seconds(self) -> float:
         """Seconds from its arrival to its end."""
         return self.finished - self.arrived
+
+    def __repr__(self) -> str:
+        """Returns the durations in seconds, to three digits."""
+        names = ("queue_seconds", "ttft", "tpot", "total_seconds")
+        spans = {name: getattr(self, name) for name in names}
+        told = [
+            f"{name}={span if span is None else format(span, '.3g')}"
+            for name, span in spans.items()
+        ]
+        return f"Timing({', '.join(told)}, output_tokens={self.output_tokens})"
 
 
 @dataclass(frozen=True, kw_only=True)

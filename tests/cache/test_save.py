@@ -233,6 +233,16 @@ def test_a_symbolic_link_stays_and_its_target_is_written(tmp_path):
     assert list(target.parent.iterdir()) == [target]
 
 
+def test_a_missing_folder_is_named_as_it_was_given(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere" / "cache")
+    for path, folder in (("no/such/cache", "no/such"), ("link", str(tmp_path / "elsewhere"))):
+        with pytest.raises(FileNotFoundError) as refused:
+            save_small(Path(path))
+        assert f"there is no folder {folder} to save" in str(refused.value)
+        assert ".jaxkv-draft" not in str(refused.value)
+
+
 def test_only_a_regular_file_is_replaced(tmp_path):
     """A device node that was replaced by a file is gone for every program of the machine."""
     pipe, folder, device = tmp_path / "pipe", tmp_path / "folder", tmp_path / "device"

@@ -50,6 +50,12 @@ def test_the_table_in_the_readme_is_the_table_in_code():
         (lambda: LLM(seed=2**64), "seed must be an int"),
         (lambda: SamplingParams(max_new_tokens=4), "the closest is max_tokens"),
         (lambda: SamplingParams(prompt_logprobs=1), r"llm\.score"),
+        (lambda: LLM(revision="main"), "model is the path of a directory"),
+        (lambda: LLM(download_dir="/models"), "nothing is downloaded"),
+        (lambda: SamplingParams(allowed_token_ids=[1]), "a logit_bias of 100"),
+        (lambda: SamplingParams(detokenize=False), "outputs have text and token_ids"),
+        (lambda: SamplingParams(output_kind="delta"), "stream yields what is new"),
+        (lambda: SamplingParams(truncate_prompt_tokens=9), "prompts are never cut"),
         (lambda: SamplingParams(zzz=1), "its options are temperature, top_k"),
         (lambda: SamplingParams(0.5), r"by name, such as temperature=\.\.\.; got 0\.5"),
         (lambda: CacheConfig(blocksize=4), "the closest is block_size"),
@@ -61,3 +67,16 @@ def test_what_has_no_meaning_here_is_refused_in_a_sentence_that_names_ours(make,
     with pytest.raises(ValueError, match=message) as refused:
         make()
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [("encode", r"llm\.tokenizer\.encode\(text\)"), ("beam_search", "n=.* returns n samples")],
+)
+def test_a_method_that_only_vllm_has_is_answered_with_ours(name, hint):
+    llm = object.__new__(LLM)
+    with pytest.raises(AttributeError, match=f"'LLM' object has no attribute '{name}': .*{hint}"):
+        getattr(llm, name)
+    assert not hasattr(llm, name)
+    with pytest.raises(AttributeError, match=r"'LLM' object has no attribute 'zzz'$"):
+        _ = llm.zzz

@@ -245,6 +245,13 @@ def test_jax_s_entries_count_where_jaxkv_has_turned_its_cache_on(folder):
     assert names_in(folder) == {"traced/new.program", "jit_step-1-cache", "notes"}
 
 
+def test_a_draft_that_cannot_be_made_is_reported_by_its_folder(folder):
+    with pytest.raises(FileNotFoundError) as refused, draft_of(folder / "none" / "new.program"):
+        pass
+    assert refused.value.filename == str(folder / "none")
+    assert ".jaxkv-draft" not in str(refused.value)
+
+
 def test_the_draft_of_a_killed_process_is_removed_and_one_under_way_counts(folder):
     store = folder / "traced"
     store.mkdir(mode=0o700)
