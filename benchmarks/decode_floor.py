@@ -30,8 +30,8 @@ from benchmarks.decode_start import begin, decode_parser, parse
 from benchmarks.generate import (
     Setting,
     decode_bytes,
-    make_executor,
     make_requests,
+    make_sequence_runner,
     time_loop,
     time_steps,
 )
@@ -42,7 +42,7 @@ from jaxkv.bench.shapes import SHAPES
 from jaxkv.config.engine import EngineConfig
 from jaxkv.engine.engine import Engine
 from jaxkv.models.protocol import Params
-from jaxkv.runner.model_runner import Executor
+from jaxkv.runner.sequence_runner import SequenceRunner
 from jaxkv.sampling.features import Features
 from pallas_kernels.dispatch import Unsupported
 
@@ -82,7 +82,9 @@ class Floor:
         steady = steady_tokens(batch, options.context, options.steps, budget)
         length = options.context + max(options.new_tokens, steady)
         chosen = options.implementation
-        self.executor = make_executor(self.config, self.setting, params, chosen, length)
+        self.sequence_runner = make_sequence_runner(
+            self.config, self.setting, params, chosen, length
+        )
 
     def rows(self, part: str) -> Iterator[Row]:
         """Yields the rows of one part, each as soon as it is measured."""
@@ -114,48 +116,57 @@ class Floor:
             **more,
         }
 
-    def _timed(self, executor: Executor, clock: Clock, **sampling: Any) -> dict[str, float]:  # noqa: ANN401 - options
+    def _timed(
+        self,
+        sequence_runner: SequenceRunner,
+        clock: Clock,
+        **sampling: Any,  # noqa: ANN401 - options
+    ) -> dict[str, float]:
         """Calls a clock of `benchmarks.generate` with rows that are reserved, and returns what it says."""
         requests = make_requests(self.config, self.setting, **sampling)
         with ExitStack() as held:
-            places = [held.enter_context(executor.reserved(one.tokens_held)) for one in requests]
+            places = [
+                held.enter_context(sequence_runner.reserved(one.tokens_held)) for one in requests
+            ]
             rows = [one.row(place) for one, place in zip(requests, places, strict=True)]
-            return clock(executor, rows, requests, self.setting)
+            return clock(sequence_runner, rows, requests, self.setting)
 
-    def _steps(self, executor: Executor, form: str, **sampling: Any) -> Row:  # noqa: ANN401 - options
-        timed = self._timed(executor, partial(time_steps, overlapped=True), **sampling)
+    def _steps(self, sequence_runner: SequenceRunner, form: str, **sampling: Any) -> Row:  # noqa: ANN401 - options
+        timed = self._timed(sequence_runner, partial(time_steps, overlapped=True), **sampling)
         told = {"host_ms": timed["enqueue_ms"], "spread_ms": timed["spread_ms"]}
         return self._row(form, timed["ms_per_token"], **told)
 
     def _forms(self) -> Iterator[Row]:
-        timed = self._timed(self.executor, time_loop)
+        timed = self._timed(self.sequence_runner, time_loop)
         yield self._row("generate", timed["ms_per_token"], spread_ms=timed["spread_ms"])
-        yield self._steps(self.executor, _STEPS)
-        timed = self._timed(self.executor, partial(time_steps, overlapped=False))
+        yield self._steps(self.sequence_runner, _STEPS)
+        timed = self._timed(self.sequence_runner, partial(time_steps, overlapped=False))
         told = {"host_ms": timed["enqueue_ms"], "spread_ms": timed["spread_ms"]}
         yield self._row("steps, in turn", timed["ms_per_token"], **told)
         self._first_row("all prompts in one step", timed["prompt_ms"], timed["prompt_ms"])
 
     def _sampled(self) -> Iterator[Row]:
-        greedy = self._steps(self.executor, "greedy, again")
+        greedy = self._steps(self.sequence_runner, "greedy, again")
         yield greedy
         for name, sampling in SAMPLED.items():
-            row = self._steps(self.executor, name, temperature=0.8, **sampling)
+            row = self._steps(self.sequence_runner, name, temperature=0.8, **sampling)
             over = 100 * (row["ms_per_step"] / greedy["ms_per_step"] - 1)
             yield row | {"over_greedy_percent": over}
 
     def _products(self) -> Iterator[Row]:
         form = f"{_STEPS}, XLA's products"
         try:
-            executor = make_executor(self.config, self.setting, self.params, "xla_products")
+            sequence_runner = make_sequence_runner(
+                self.config, self.setting, self.params, "xla_products"
+            )
         except Unsupported as reason:
             yield self._row(form, None, refused=str(reason))
             return
-        yield self._steps(executor, form)
+        yield self._steps(sequence_runner, form)
 
     def _observed(self, steps: int | None) -> Observed:
         config = EngineConfig(prefix_cache=False, steps_per_launch=steps)
-        return Observed(Engine(self.executor, None, config), self.config)
+        return Observed(Engine(self.sequence_runner, None, config), self.config)
 
     def _engine(self) -> Iterator[Row]:
         """Times the engine as its programs let it be, and also one step at a time where it sends several."""
@@ -175,7 +186,7 @@ class Floor:
             for generated in range(output + 1)
         }
         several = engine.bursts.declare(list(singles))
-        engine.executor.compile_all(several)
+        engine.runner.compile_all(several)
         return bool(several)
 
     def _engine_row(self, form: str, seen: Observed) -> Row:

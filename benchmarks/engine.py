@@ -142,7 +142,7 @@ class Bench:
         self.seen.watch.reset()
         figures = figures_of(serve(self.engine, requests, [0.0] * len(requests)))
         steps = self.engine.steps - steps
-        params = self.engine.executor.params
+        params = self.engine.runner.params
         floor = workload_floor(self.options.shape, requests, bandwidth, params)
         flat = {
             f"{name}_{which}": number
@@ -157,7 +157,7 @@ class Bench:
             "floor_s": floor,
             "share_of_floor_percent": 100 * floor / figures.seconds,
             **{f"{k}_s": seconds for k, seconds in self.seen.watch.seconds.items()},
-            "compiled_while_serving": self.engine.executor.programs.compiled_late,
+            "compiled_while_serving": self.engine.runner.programs.compiled_late,
             **flat,
         }
 

@@ -30,9 +30,10 @@ from jaxkv.models.protocol import Params
 from jaxkv.models.registry import build_model
 from jaxkv.plan import plan_cache
 from jaxkv.programs.manifest import Programs
-from jaxkv.runner.model_runner import Executor
+from jaxkv.runner.model_runner import ModelRunner
 from jaxkv.runner.rows import Row
 from jaxkv.runner.sampled_rows import unpack_sampled
+from jaxkv.runner.sequence_runner import SequenceRunner
 from jaxkv.runner.step_shapes import StepShapes, grain_of, settle_budget
 
 KNOWN_BYTES_PER_SECOND = 4.3e12
@@ -41,7 +42,7 @@ KNOWN_BYTES_PER_SECOND = 4.3e12
 
 @dataclass(frozen=True)
 class Setting:
-    """What one executor is timed at: how many sequences, how long, how often."""
+    """What one runner is timed at: how many sequences, how long, how often."""
 
     batch: int
     context: int
@@ -91,7 +92,10 @@ def _time_packing(pack: Callable[[], Any], repeats: int) -> float:
 
 
 def time_loop(
-    executor: Executor, rows: Sequence[Row], requests: Sequence[Request], setting: Setting
+    sequence_runner: SequenceRunner,
+    rows: Sequence[Row],
+    requests: Sequence[Request],
+    setting: Setting,
 ) -> dict[str, float]:
     """Times `jaxkv.generate`, which makes its own static cache; a run of one token is the prompt's share."""
     del rows
@@ -100,7 +104,9 @@ def time_loop(
     def run(tokens: int) -> float:
         sampling = [replace(request.params, max_tokens=tokens) for request in requests]
         start = time.perf_counter()
-        out = generate(executor.params, executor.model, prompts, sampling=sampling)
+        out = generate(
+            sequence_runner.runner.params, sequence_runner.runner.model, prompts, sampling=sampling
+        )
         lengths = np.asarray(out.lengths)
         seconds = time.perf_counter() - start
         assert (lengths == tokens).all(), "a row ended early"
@@ -119,7 +125,7 @@ def time_loop(
 
 
 def time_steps(
-    executor: Executor,
+    sequence_runner: SequenceRunner,
     rows: Sequence[Row],
     requests: Sequence[Request],
     setting: Setting,
@@ -128,14 +134,14 @@ def time_steps(
 ) -> dict[str, float]:
     """Times the per-step form, whose metadata comes from the host at every step."""
     total = max(request.tokens_held for request in requests)
-    sizes = {"max_tokens": executor.length_buckets[-1], "max_rows": setting.batch}
+    sizes = {"max_tokens": sequence_runner.length_buckets[-1], "max_rows": setting.batch}
     shapes = StepShapes(
-        executor.layout,
+        sequence_runner.runner.layout,
         max_tokens=sizes["max_tokens"],
         max_rows=sizes["max_rows"],
         token_budget=settle_budget(setting.batch * setting.context, **sizes),
         whole_prompts=True,
-        grain=grain_of(executor.implementation.name),
+        grain=grain_of(sequence_runner.runner.implementation.name),
     )
     prefill = shapes.declare(rows, total_tokens=total)
     one = [replace(row, tokens=(0,), carry=True) for row in rows]
@@ -148,16 +154,18 @@ def time_steps(
     def generate() -> tuple[float, float, float]:
         """Returns the seconds of the prompt, and per token all in all and in sending alone."""
         start = time.perf_counter()
-        packed = executor.step(prefill, rows)
-        executor.read(packed)
+        packed = sequence_runner.step(prefill, rows)
+        sequence_runner.runner.read(packed)
         sending, begin = 0.0, time.perf_counter()
         for done in range(steps):
             before = time.perf_counter()
-            following = executor.step(decode, next_rows(done))
+            following = sequence_runner.step(decode, next_rows(done))
             sending += time.perf_counter() - before
-            unpack_sampled(executor.read(packed if overlapped else following), decode.features)
+            unpack_sampled(
+                sequence_runner.runner.read(packed if overlapped else following), decode.features
+            )
             packed = following
-        executor.read(packed)
+        sequence_runner.runner.read(packed)
         return begin - start, (time.perf_counter() - begin) / steps, sending / steps
 
     generate()
@@ -169,26 +177,27 @@ def time_steps(
         "spread_ms": (max(per_token) - min(per_token)) * 1e3,
         "enqueue_ms": _median_ms(enqueue),
         "pack_ms": _time_packing(
-            lambda: executor.packer.pack(decode, last, executor.allocator), 20 * setting.repeats
+            lambda: sequence_runner.packer.pack(decode, last, sequence_runner.allocator),
+            20 * setting.repeats,
         ),
     }
 
 
-def make_executor(
+def make_sequence_runner(
     config: ModelConfig,
     setting: Setting,
     params: Params,
     implementation: str | None,
     length: int | None = None,
-) -> Executor:
-    """Returns an executor whose cache just holds the setting's sequences, or as many of `length` tokens."""
+) -> SequenceRunner:
+    """Returns a runner whose cache just holds the setting's sequences, or as many of `length` tokens."""
     model = replace(build_model(config), implementation=implementation)
     dtype = str(jax.tree.leaves(params)[0].dtype)
     length = length or setting.context + setting.new_tokens
     cache = CacheConfig(max_sequences=setting.batch)
     layout, budget = plan_cache(model, cache, dtype=dtype, max_model_len=length, free_bytes=None)
     limits = {"max_tokens": length, "max_rows": setting.batch}
-    return Executor(model, params, layout, budget.counts, programs=Programs(), **limits)
+    return SequenceRunner(ModelRunner(model, params, layout, budget.counts, Programs()), **limits)
 
 
 def measure(
@@ -200,7 +209,7 @@ def measure(
     bandwidth: float,
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Returns one result per form, and one per program that they needed, for one batch size."""
-    executor = make_executor(config, setting, params, implementation)
+    sequence_runner = make_sequence_runner(config, setting, params, implementation)
     requests = make_requests(config, setting)
     itemsize = jax.tree.leaves(params)[0].dtype.itemsize
     num_bytes = decode_bytes(config, params, setting, itemsize)
@@ -212,9 +221,9 @@ def measure(
     sizes = asdict(setting)
     results = []
     with ExitStack() as held:
-        sequences = [held.enter_context(executor.reserved(r.tokens_held)) for r in requests]
+        sequences = [held.enter_context(sequence_runner.reserved(r.tokens_held)) for r in requests]
         rows = [one.row(place) for one, place in zip(requests, sequences, strict=True)]
-        work = (executor, rows, requests, setting)
+        work = (sequence_runner, rows, requests, setting)
         forms = {
             "loop": lambda: time_loop(*work),
             "step, overlapped": lambda: time_steps(*work, overlapped=True),
@@ -225,7 +234,7 @@ def measure(
             ratio = {"ratio_to_floor": timed["ms_per_token"] / floors["floor_ms"]}
             results.append(sizes | {"form": form} | floors | timed | ratio)
             print(_line(results[-1]), flush=True)
-    return results, [sizes | row for row in _program_rows(executor.programs)]
+    return results, [sizes | row for row in _program_rows(sequence_runner.runner.programs)]
 
 
 def _program_rows(programs: Programs) -> list[dict[str, Any]]:

@@ -54,7 +54,7 @@ def median_ms(run: Callable[[], object], repeats: int = _REPEATS) -> tuple[float
 
 def transfers(engine: Engine) -> list[Row]:
     """Times the copies of some pages of the first group, as an engine makes them."""
-    group = engine.executor.layout.paged_groups[0]
+    group = engine.runner.layout.paged_groups[0]
     device = jax.devices()[0]
     memory = HostMemory(device)
     shapes = unit_shapes(group)
@@ -173,17 +173,17 @@ class _Bench:
 
     def contents(self, prompt: tuple[int, ...]) -> list[str]:
         """Returns a digest of each kept page of a prompt, in order."""
-        index, executor = self.engine.prefix, self.engine.executor
+        index, sequence_runner = self.engine.prefix, self.engine.sequence_runner
         assert index is not None, "the engine keeps prefixes"
-        group = executor.layout.paged_groups[0]
+        group = sequence_runner.runner.layout.paged_groups[0]
         tree, digests = index._trees[group.name], []
         keys = index.keys()
         for key in keys.pages(prompt, group.page_size, len(prompt)):
             node = tree.find(key)
             if node is None:
                 raise RuntimeError("a page that was just used is not kept")
-            ids = pad_ids([node.page], 4, executor.owner.counts[group.name])
-            unit = executor.look(SwapSpec(True, group.index, 4), ids)[0]
+            ids = pad_ids([node.page], 4, sequence_runner.runner.owner.counts[group.name])
+            unit = sequence_runner.runner.look(SwapSpec(True, group.index, 4), ids)[0]
             digests.append(hashlib.md5(b"".join(np.asarray(a).tobytes() for a in unit)).hexdigest())
         return digests
 

@@ -34,7 +34,8 @@ from jaxkv.engine.request_state import RequestState
 from jaxkv.models.registry import build_model
 from jaxkv.plan import plan_cache
 from jaxkv.programs.manifest import Programs
-from jaxkv.runner.model_runner import Executor
+from jaxkv.runner.model_runner import ModelRunner
+from jaxkv.runner.sequence_runner import SequenceRunner
 
 Row = dict[str, Any]
 
@@ -88,16 +89,18 @@ class _Bench:
         layout, plan = plan_cache(
             self.model, wish, dtype=self.options.dtype, max_model_len=longest, free_bytes=None
         )
-        executor = Executor(
-            self.model,
-            self.params,
-            layout,
-            plan.counts,
+        sequence_runner = SequenceRunner(
+            ModelRunner(
+                self.model,
+                self.params,
+                layout,
+                plan.counts,
+                self.programs.setdefault((longest, full_hits), Programs()),
+            ),
             max_tokens=longest,
             max_rows=rows,
-            programs=self.programs.setdefault((longest, full_hits), Programs()),
         )
-        return Engine(executor, None, EngineConfig(token_budget=budget, checkpoints=policy))
+        return Engine(sequence_runner, None, EngineConfig(token_budget=budget, checkpoints=policy))
 
     def text(self, count: int) -> tuple[int, ...]:
         """Draws a prompt's tokens."""

@@ -40,18 +40,18 @@ class Observed:
         self.engine, self.config = engine, config
         self.kernels: list[Row] = []
         self.last: Any = None
-        executor, self.watch = engine.executor, Stopwatch()
+        runner, self.watch = engine.runner, Stopwatch()
         self.watch.watch(engine.scheduler, "plan", "plan")
-        self.watch.watch(executor.packer, "pack", "pack")
-        run = executor._run
+        self.watch.watch(engine.sequence_runner.packer, "pack", "pack")
+        run = runner.run
 
-        def keep(program: Any, arrays: Any) -> Any:  # noqa: ANN401 - passed through
-            self.last = program, arrays
-            return run(program, arrays)
+        def keep(spec: Any, arrays: Any) -> Any:  # noqa: ANN401 - passed through
+            self.last = runner.program(spec), arrays
+            return run(spec, arrays)
 
-        executor._run = keep
-        self.watch.watch(executor, "_run", "enqueue")
-        self.watch.watch(executor, "read", "wait")
+        runner.run = keep
+        self.watch.watch(runner, "run", "enqueue")
+        self.watch.watch(runner, "read", "wait")
         self.watch.watch(engine, "_collect", "collect")
 
     def requests(self, count: int, prompt: int, output: int, seed: int = 0) -> list[Request]:
@@ -89,14 +89,14 @@ class Observed:
         host = {label: seconds / made for label, seconds in self.watch.seconds.items()}
         busy = self._profile(lambda: self._generate(samples[0], steps // 4))
         per_launch = getattr(self.last[0].spec, "steps", 1)
-        queued = queued_seconds(self.engine.executor, *self.last) / per_launch
+        queued = queued_seconds(self.engine.runner, *self.last) / per_launch
         length = round(statistics.mean(len(sample.tokens) for sample in samples) - 0.75 * steps)
         if any(sample.status == FINISHED for sample in samples):
             raise RuntimeError("a sequence ended while steps were timed; this is no steady decode")
         self.end(samples)
-        itemsize = jax.tree.leaves(self.engine.executor.params)[0].dtype.itemsize
+        itemsize = jax.tree.leaves(self.engine.runner.params)[0].dtype.itemsize
         at_middle = Setting(batch, length, 0, 0)
-        num_bytes = decode_bytes(self.config, self.engine.executor.params, at_middle, itemsize)
+        num_bytes = decode_bytes(self.config, self.engine.runner.params, at_middle, itemsize)
         host["collect"] -= host["wait"]
         return {
             "batch": batch,

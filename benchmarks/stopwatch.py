@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from jaxkv.programs.manifest import Program
-from jaxkv.runner.model_runner import Executor
+from jaxkv.runner.model_runner import ModelRunner
 
 _QUEUED = 48
 """Runs of a program that are timed together."""
@@ -44,11 +44,11 @@ class Stopwatch:
         self.calls = dict.fromkeys(self.calls, 0)
 
 
-def queued_seconds(executor: Executor, program: Program, arrays: Sequence[np.ndarray]) -> float:
+def queued_seconds(runner: ModelRunner, program: Program, arrays: Sequence[np.ndarray]) -> float:
     """Returns the seconds per run of a program that is queued again and again, with nothing packed and nothing read.
 
     Args:
-        executor: owns the cache, which is updated in place.
+        runner: owns the cache, which is updated in place.
         program: runs with the same arguments each time.
         arrays: these, besides parameters and cache.
     """
@@ -57,7 +57,7 @@ def queued_seconds(executor: Executor, program: Program, arrays: Sequence[np.nda
     def run(count: int) -> float:
         start, out = time.perf_counter(), None
         for _ in range(count):
-            out = executor.owner.run(lambda cache: program(executor.params, cache, *there))
+            out = runner.owner.run(lambda cache: program(runner.params, cache, *there))
         jax.block_until_ready(out)
         return time.perf_counter() - start
 

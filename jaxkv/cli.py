@@ -165,7 +165,7 @@ def _llm(options: argparse.Namespace, screen: Screen) -> "LLM":
 
 
 def _compiling_shown(llm: "LLM", screen: Screen) -> AbstractContextManager[None]:
-    return llm.executor.programs.watched(
+    return llm.engine.runner.programs.watched(
         lambda program: screen.status(program and f"compiling {program}")
     )
 

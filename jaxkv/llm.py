@@ -44,9 +44,10 @@ from jaxkv.plan import (
 )
 from jaxkv.programs.jax_cache import enable_compile_cache
 from jaxkv.programs.manifest import Programs
-from jaxkv.runner.model_runner import Executor
+from jaxkv.runner.model_runner import ModelRunner
 from jaxkv.runner.rows import Row
 from jaxkv.runner.scoring import score_texts
+from jaxkv.runner.sequence_runner import SequenceRunner
 from jaxkv.text.bad_words import forbid_words
 from jaxkv.text.prompts import (
     NO_TOKENIZER,
@@ -179,17 +180,15 @@ class LLM:
                 params = self.model.init_params(_key(seed or 0), dtype)
             else:
                 params = load_params(directory, self.model, dtype=dtype, progress=bar)
-        self.executor = Executor(
-            self.model,
-            params,
-            self.layout,
-            self.budget.counts,
-            max_tokens=self.max_model_len,
-            max_rows=cache.max_sequences,
-            programs=Programs(strict=strict),
+        runner = ModelRunner(
+            self.model, params, self.layout, self.budget.counts, Programs(strict=strict)
+        )
+        self.engine = Engine(
+            SequenceRunner(runner, max_tokens=self.max_model_len, max_rows=cache.max_sequences),
+            self.tokenizer,
+            engine,
             host_bytes=cache.host_bytes,
         )
-        self.engine = Engine(self.executor, self.tokenizer, engine)
         self.turns = Turns()
         self._progress = progress
 
@@ -265,9 +264,9 @@ class LLM:
             needed = declare_served(self.engine, request, batch * wish.n)
             if score:
                 row = Row(0, request.prompt, 0, SamplingParams(temperature=0.0))
-                needed.append(self.executor.score_spec(row))
+                needed.append(self.engine.sequence_runner.score_spec(row))
             return compile_all(
-                self.executor, needed, progress=self._progress and sys.stderr.isatty()
+                self.engine.runner, needed, progress=self._progress and sys.stderr.isatty()
             )
 
     def stats(self) -> Stats:
@@ -354,7 +353,7 @@ class LLM:
 
     def _recover(self) -> None:
         """Replaces a cache that an earlier failure has cost, however often that happened: the user asks again."""
-        owner = self.executor.owner
+        owner = self.engine.runner.owner
         if owner.poisoned:
             refuse_broken(owner.cause)
             _LOG.warning("the cache was lost, an empty one takes its place")
@@ -466,7 +465,7 @@ class LLM:
                     )
         with self.turns.turn(), named_exhaustion("scoring texts"):
             self._recover()
-            return list(score_texts(self.executor, ids))
+            return list(score_texts(self.engine.sequence_runner, ids))
 
     def _tokenize(self, prompt: Prompt, salt: str | bytes | None = None) -> TokenizedPrompt:
         self.turns.refuse_if_over()

@@ -48,7 +48,7 @@ def in_service(llm, users):
     result = asyncio.run(serve())
     assert not llm.engine.scheduler.running
     assert not llm.engine.scheduler.waiting
-    llm.executor.allocator.check()
+    llm.engine.sequence_runner.allocator.check()
     llm.engine.prefix.check()
     return result
 
@@ -228,7 +228,7 @@ def test_a_closed_service_says_so(llm):
             await waiting
 
     asyncio.run(users())
-    llm.executor.allocator.check()
+    llm.engine.sequence_runner.allocator.check()
 
 
 def test_stop_strings_end_texts_before_them(llm):

@@ -35,7 +35,7 @@ def nothing_leaks(request):
     yield
     if "llm" in request.fixturenames:
         llm = request.getfixturevalue("llm")
-        llm.executor.allocator.check()
+        llm.engine.sequence_runner.allocator.check()
         llm.engine.prefix.check()
         stats = llm.stats()
         assert (stats.running, stats.waiting) == (0, 0)
@@ -86,7 +86,9 @@ def test_a_single_text_and_a_single_list_of_ids_are_lists_of_one(llm):
 def test_tokens_are_those_of_generate_in_one_executable(llm, wish):
     """One step per token, any batch, or a loop on the device: the tokens are the same for the same seeds."""
     ids = [llm.tokenizer.encode(prompt) for prompt in PROMPTS]
-    out = jaxkv.generate(llm.executor.params, llm.model, ids, sampling=wish, eos_ids=llm.eos_ids)
+    out = jaxkv.generate(
+        llm.engine.runner.params, llm.model, ids, sampling=wish, eos_ids=llm.eos_ids
+    )
     wanted = [row[:length].tolist() for row, length in zip(out.tokens, out.lengths, strict=True)]
     made = [sample for output in llm.generate(PROMPTS, wish) for sample in output.outputs]
     assert [sample.token_ids for sample in made] == wanted
@@ -238,7 +240,7 @@ def test_a_seed_of_the_llm_repeats_dummy_weights_and_the_texts_of_requests_witho
     texts = []
     for _ in range(2):
         llm = LLM(load_format="dummy", max_num_seqs=1, seed=5, max_model_len=32, progress=False)
-        assert llm.executor.owner.counts["sampling"] == 2
+        assert llm.engine.runner.owner.counts["sampling"] == 2
         texts.append([output.token_ids for output in llm.generate([[1], [1]], max_tokens=4)])
     assert texts[0] == texts[1]
     assert texts[0][0] != texts[0][1]
@@ -361,7 +363,7 @@ def test_strict_mode_refuses_what_was_not_warmed_up():
         progress=False,
     )
     llm.warm_up(batch=1, prompt_tokens=8, sampling_params=GREEDY)
-    cold = [array.copy() for array in llm.executor.owner.handle().cache.arrays]
+    cold = [array.copy() for array in llm.engine.runner.owner.handle().cache.arrays]
     before = compile_count()
     assert len(llm.generate([[1, 2, 3]], GREEDY)[0].token_ids) == 12
     assert len(list(llm.stream([1, 2, 3], GREEDY))) == 12
@@ -430,7 +432,7 @@ def test_prompts_in_chunks_and_without_prefix_cache_have_the_same_answers(llm):
         assert [output.usage.cached_tokens for output in outputs] == [0, 0, 0]
     assert [group.kept for group in other.stats().cache] == [0, 0]
     assert other.stats().prefix is None
-    specs = [program.spec for program in other.executor.programs.manifest()]
+    specs = [program.spec for program in other.runner.programs.manifest()]
     assert max(spec.tokens for spec in specs if isinstance(spec, StepSpec)) == 8
     with pytest.raises(ValueError, match="prefix cache is off"):
         other.explain(prompts[0])
@@ -443,21 +445,23 @@ def test_pages_run_out_with_the_numbers_and_nothing_is_consumed():
         cache=CacheConfig(max_sequences=2, page_size=16),
         progress=False,
     )
-    llm.executor.allocator.open(10**6)
-    llm.executor.allocator.reserve(10**6, 64)
-    llm.executor.allocator.open(10**6 + 1)
-    llm.executor.allocator.reserve(10**6 + 1, 40)
+    llm.engine.sequence_runner.allocator.open(10**6)
+    llm.engine.sequence_runner.allocator.reserve(10**6, 64)
+    llm.engine.sequence_runner.allocator.open(10**6 + 1)
+    llm.engine.sequence_runner.allocator.reserve(10**6 + 1, 40)
     with pytest.raises(OutOfPages, match="asked for"):
         llm.generate([[1] * 40], GREEDY)
-    llm.executor.allocator.check()
-    assert llm.executor.allocator.num_free("gqa") == 1
+    llm.engine.sequence_runner.allocator.check()
+    assert llm.engine.sequence_runner.allocator.num_free("gqa") == 1
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "auto"])
 def test_every_dtype_serves(dtype):
     llm = LLM(dtype=dtype, max_model_len=64, cache=CacheConfig(max_sequences=1), progress=False)
     assert len(llm.generate(PROMPTS[0], SamplingParams(temperature=0.0, max_tokens=4))) == 1
-    assert str(llm.executor.params["embed"].dtype) == ("bfloat16" if dtype == "auto" else dtype)
+    assert str(llm.engine.runner.params["embed"].dtype) == (
+        "bfloat16" if dtype == "auto" else dtype
+    )
 
 
 @pytest.mark.parametrize(
@@ -492,7 +496,7 @@ def test_stats_say_what_runs_and_why(llm):
     """The model in the package has heads that no kernel takes, on a GPU too."""
     stats = llm.stats()
     assert stats.implementation == "xla"
-    assert stats.implementation_reasons == llm.executor.implementation.reasons
+    assert stats.implementation_reasons == llm.engine.runner.implementation.reasons
     assert stats.implementation_reasons
     assert stats.device == jax.devices()[0].device_kind
 
@@ -503,11 +507,11 @@ def test_stats_count_pages_bytes_and_programs(llm):
     assert [group.name for group in before.cache] == [group.name for group in llm.layout.groups]
     assert before.cache_bytes == llm.budget.bytes
     assert all(group.used == 0 for group in before.cache)
-    with llm.executor.reserved(40):
+    with llm.engine.sequence_runner.reserved(40):
         [paged] = [group for group in llm.stats().cache if group.name == "gqa"]
         assert (paged.unit, paged.used) == ("page", 3)
         assert paged.used + paged.kept + paged.free == paged.total
-    assert before.programs == len(llm.executor.programs.manifest()) > 0
+    assert before.programs == len(llm.engine.runner.programs.manifest()) > 0
     assert before.compile_seconds > 0
     assert before.compiled_late == 0
 

@@ -26,7 +26,7 @@ def llm():
 def nothing_leaks(llm):
     """After each test nobody but the prefix index holds a page, nobody waits, and the books agree."""
     yield
-    llm.executor.allocator.check()
+    llm.engine.sequence_runner.allocator.check()
     llm.engine.prefix.check()
     stats = llm.stats()
     assert (stats.running, stats.waiting) == (0, 0)
@@ -62,7 +62,7 @@ def test_a_cache_that_is_lost_again_and_again_ends_the_call_but_not_the_next(llm
         patched.setattr(jax, "device_get", fail)
         with pytest.raises(jax.errors.JaxRuntimeError, match="injected"):
             llm.generate(PROMPTS, GREEDY)
-    assert llm.executor.owner.poisoned
+    assert llm.engine.runner.owner.poisoned
     assert [output.token_ids for output in llm.generate(PROMPTS, GREEDY)] == wanted
 
 
@@ -79,9 +79,9 @@ def test_a_broken_device_is_not_used_again(llm, monkeypatch):
     for again in (lambda: llm.generate(PROMPTS, GREEDY), lambda: next(llm.stream("x", GREEDY))):
         with pytest.raises(jax.errors.JaxRuntimeError, match="ILLEGAL"):
             again()
-    assert llm.executor.owner.poisoned
+    assert llm.engine.runner.owner.poisoned
     # This one was not really broken.
-    llm.executor.owner.rebuild()
+    llm.engine.runner.owner.rebuild()
 
 
 def test_a_stream_with_stop_strings_is_refused_at_the_call(llm, monkeypatch):
@@ -118,8 +118,8 @@ def test_one_failed_request_leaves_the_others_their_answers(llm, monkeypatch, ca
 def test_a_request_whose_logits_are_not_finite_says_so_in_its_output_and_its_last_piece(
     llm, monkeypatch
 ):
-    broken = jax.tree.map(lambda leaf: leaf * jnp.nan, llm.executor.params)
-    monkeypatch.setattr(llm.executor, "params", broken)
+    broken = jax.tree.map(lambda leaf: leaf * jnp.nan, llm.engine.runner.params)
+    monkeypatch.setattr(llm.engine.runner, "params", broken)
     output = llm.generate(PROMPTS[0], GREEDY)[0]
     assert (output.finish_reason, output.error) == ("error", "the model's logits were not finite")
     last = list(llm.stream(PROMPTS[0], GREEDY))[-1]
@@ -129,9 +129,9 @@ def test_a_request_whose_logits_are_not_finite_says_so_in_its_output_and_its_las
 def test_explain_knows_of_lost_and_rebuilt_caches(llm):
     prompt = list(range(2, 42))
     for lose in (
-        llm.executor.owner.rebuild,
-        lambda: llm.executor.owner.poison("injected"),
-        lambda: (llm.executor.owner.poison("injected"), llm.generate([[1]], GREEDY)),
+        llm.engine.runner.owner.rebuild,
+        lambda: llm.engine.runner.owner.poison("injected"),
+        lambda: (llm.engine.runner.owner.poison("injected"), llm.generate([[1]], GREEDY)),
     ):
         llm.generate([prompt], GREEDY)
         assert llm.explain(prompt).num_reused > 0
@@ -143,7 +143,7 @@ def test_a_stream_that_outlives_a_rebuild_is_computed_again_and_goes_on(llm):
     wanted = llm.generate(PROMPTS[0], GREEDY)[0].token_ids
     pieces = llm.stream(PROMPTS[0], GREEDY)
     first = next(pieces)
-    llm.executor.owner.rebuild()
+    llm.engine.runner.owner.rebuild()
     assert [first.token_id, *(piece.token_id for piece in pieces)] == wanted
 
 
@@ -166,9 +166,9 @@ def test_an_interrupt_in_the_middle_gives_everything_back(llm, monkeypatch):
         return run
 
     for owner, name in (
-        (llm.executor, "program"),
-        (llm.executor, "read"),
-        (llm.executor.allocator, "reserve"),
+        (llm.engine.runner, "program"),
+        (llm.engine.runner, "read"),
+        (llm.engine.sequence_runner.allocator, "reserve"),
         (llm.engine.scheduler, "add"),
     ):
         for calls in (0, 2):

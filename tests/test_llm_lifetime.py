@@ -43,8 +43,10 @@ def test_a_dropped_llm_leaves_neither_programs_nor_traces_nor_arrays(monkeypatch
     before = device_bytes()
     llm = make()
     llm.generate([PROMPT, "import os"], GREEDY)
-    programs = [weakref.ref(program) for program in llm.executor.programs.manifest()]
-    held = [weakref.ref(part) for part in (llm, llm.engine, llm.executor, llm.tokenizer)]
+    programs = [weakref.ref(program) for program in llm.engine.runner.programs.manifest()]
+    held = [
+        weakref.ref(part) for part in (llm, llm.engine, llm.engine.sequence_runner, llm.tokenizer)
+    ]
     assert programs
     assert device_bytes() > before
     del llm
@@ -60,7 +62,7 @@ def test_close_frees_the_devices_memory_at_once_while_the_llm_is_referred_to():
     llm.generate(PROMPT, GREEDY)
     stream = llm.stream("import os", SamplingParams(temperature=0.0, max_tokens=32))
     next(stream)
-    cache = llm.executor.owner.handle().cache
+    cache = llm.engine.runner.owner.handle().cache
     gc.disable()
     try:
         llm.close()
@@ -69,7 +71,7 @@ def test_close_frees_the_devices_memory_at_once_while_the_llm_is_referred_to():
         gc.enable()
     assert left <= before
     assert all(array.is_deleted() for array in cache.arrays)
-    assert llm.executor.programs.manifest() == ()
+    assert llm.engine.runner.programs.manifest() == ()
     assert list(stream)[-1].finish_reason == "abort"
 
 

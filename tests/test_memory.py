@@ -178,7 +178,7 @@ def test_exhausted_memory_while_scoring_names_the_options(monkeypatch):
     def exhausted(*_):
         raise jax.errors.JaxRuntimeError(EXHAUSTED)
 
-    monkeypatch.setattr(llm.executor, "read", exhausted)
+    monkeypatch.setattr(llm.engine.runner, "read", exhausted)
     with pytest.raises(OutOfMemory, match="while scoring texts"):
         llm.score("def add(")
     monkeypatch.undo()

@@ -18,8 +18,9 @@ from jaxkv.models.decoder import Decoder
 from jaxkv.models.implementation import Choice
 from jaxkv.plan import plan_cache
 from jaxkv.programs.manifest import Programs, compile_count
-from jaxkv.runner.model_runner import Executor
+from jaxkv.runner.model_runner import ModelRunner
 from jaxkv.runner.program_specs import StepSpec
+from jaxkv.runner.sequence_runner import SequenceRunner
 from pallas_kernels import page_write, paged_attention
 from pallas_kernels.dispatch import Unsupported
 
@@ -51,7 +52,7 @@ def params():
     )
 
 
-def executor_of(model, params, page_size=16):
+def sequence_runner_of(model, params, page_size=16):
     layout, budget = plan_cache(
         model,
         CacheConfig(max_sequences=4, page_size=page_size),
@@ -59,8 +60,8 @@ def executor_of(model, params, page_size=16):
         max_model_len=256,
         free_bytes=None,
     )
-    return Executor(
-        model, params, layout, budget.counts, max_tokens=256, max_rows=4, programs=Programs()
+    return SequenceRunner(
+        ModelRunner(model, params, layout, budget.counts, Programs()), max_tokens=256, max_rows=4
     )
 
 
@@ -74,9 +75,9 @@ def requests():
     ]
 
 
-def tokens_of(executor, asked=None):
+def tokens_of(sequence_runner, asked=None):
     """Returns what an engine without kept pages generates for these requests, all at once."""
-    engine = Engine(executor, config=EngineConfig(prefix_cache=False))
+    engine = Engine(sequence_runner, config=EngineConfig(prefix_cache=False))
     sequences = [engine.add([request])[0] for request in asked or requests()]
     engine.run(sequences)
     return [sequence.token_ids for sequence in sequences]
@@ -84,11 +85,11 @@ def tokens_of(executor, asked=None):
 
 def test_the_decode_program_uses_the_kernel(params):
     """On this card the best implementation is the kernel, and the step runs it."""
-    executor = executor_of(MODEL, params)
-    widths = tuple(group.pages_for(256) for group in executor.layout.paged_groups)
+    sequence_runner = sequence_runner_of(MODEL, params)
+    widths = tuple(group.pages_for(256) for group in sequence_runner.runner.layout.paged_groups)
     shape = StepSpec(4, 4, widths, decode=True)
-    program = executor.program(shape)
-    assert executor.implementation == Choice("mosaic_gpu")
+    program = sequence_runner.runner.program(shape)
+    assert sequence_runner.runner.implementation == Choice("mosaic_gpu")
     assert program.report.problems == ()
     assert "mosaic_gpu" in program.compiled.as_text()
 
@@ -96,31 +97,31 @@ def test_the_decode_program_uses_the_kernel(params):
 def test_cudnn_that_was_asked_for_attends_in_decode_steps(params):
     """It is chosen by name alone, for models without windows. Only the order of its sums differs from the kernel's."""
     with pytest.raises(Unsupported, match="paged_attention in layer 1: does not support window"):
-        executor_of(MODEL.running("cudnn"), params)
+        sequence_runner_of(MODEL.running("cudnn"), params)
     model = replace(MODEL, config=replace(MODEL.config, windows=(None,) * 3))
-    executor = executor_of(model.running("cudnn"), params)
-    assert executor.implementation == Choice("cudnn")
-    both = [tokens_of(each) for each in (executor, executor_of(model, params))]
+    sequence_runner = sequence_runner_of(model.running("cudnn"), params)
+    assert sequence_runner.runner.implementation == Choice("cudnn")
+    both = [tokens_of(each) for each in (sequence_runner, sequence_runner_of(model, params))]
     agreed = [a == b for x, y in zip(*both, strict=True) for a, b in zip(x, y, strict=True)]
     assert np.mean(agreed) > 0.5
-    programs = executor.programs.manifest()
+    programs = sequence_runner.runner.programs.manifest()
     assert any("cudnn$fmha" in program.compiled.as_text() for program in programs)
 
 
 @pytest.mark.parametrize("page_size", [16, 64])
 def test_the_engine_and_generate_agree_and_equal_xla_up_to_close_calls(params, page_size):
     """In one batch, alone, or in one program, the tokens are the same except where two are nearly equal."""
-    executor = executor_of(MODEL, params, page_size)
-    together = tokens_of(executor)
+    sequence_runner = sequence_runner_of(MODEL, params, page_size)
+    together = tokens_of(sequence_runner)
     out = generate(params, MODEL, [one.prompt for one in requests()], sampling=GREEDY)
     looped = [row.tolist() for row in np.asarray(out.tokens)]
-    alone = [tokens_of(executor, [request])[0] for request in requests()]
+    alone = [tokens_of(sequence_runner, [request])[0] for request in requests()]
     for other in (looped, alone):
         for tokens, wanted in zip(other, together, strict=True):
             pairs = enumerate(zip(tokens, wanted, strict=True))
             same = next((at for at, (a, b) in pairs if a != b), 40)
             assert same >= 5, "the forms part at once; that is no rounding"
-    xla = tokens_of(executor_of(replace(MODEL, implementation="xla"), params, page_size))
+    xla = tokens_of(sequence_runner_of(replace(MODEL, implementation="xla"), params, page_size))
     agreed = np.mean(
         [a == b for x, y in zip(together, xla, strict=True) for a, b in zip(x, y, strict=True)]
     )
@@ -141,11 +142,11 @@ def test_float32_on_the_card_equals_float32_on_the_processor():
 
 
 def test_the_same_programs_give_the_same_bits_again_and_compile_nothing(params):
-    executor = executor_of(MODEL, params)
-    first = tokens_of(executor)
+    sequence_runner = sequence_runner_of(MODEL, params)
+    first = tokens_of(sequence_runner)
     before = compile_count()
     for _ in range(3):
-        assert tokens_of(executor) == first
+        assert tokens_of(sequence_runner) == first
     assert compile_count() == before
 
 

@@ -163,11 +163,11 @@ def test_what_compiling_took_is_told_once_it_is_known():
     assert "is known once they were compiled" in plan(None, engine=small)
     llm = LLM(max_model_len=256, cache=CACHE, engine=small, progress=False)
     request = Workload(prompt_tokens=(1, 4), output_tokens=(1, 4)).example()
-    warm_up = compile_all(llm.executor, declare_served(llm.engine, request, 1)[:1])
+    warm_up = compile_all(llm.engine.runner, declare_served(llm.engine, request, 1)[:1])
     text = plan(None, engine=small)
     assert re.search(rf"1 of \d+ were .* up to {warm_up.temp_bytes:,} bytes of temporary", text)
     [line] = [line for line in text.splitlines() if line.endswith("MiB")]
-    [program] = llm.executor.programs.manifest()
+    [program] = llm.engine.runner.programs.manifest()
     assert line.startswith(f"  {program.spec.name} ")
     assert float(line.split()[-4]) == round(program.seconds, 1)
 

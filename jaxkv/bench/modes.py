@@ -79,11 +79,11 @@ def measure_serving(
     due = arrivals(workload.requests, rate, workload.seed)
     engine = served.build()
     warm(engine, workload, progress=progress)
-    timelines = serve(engine, workload.draw(engine.executor.model.vocab_size), due)
+    timelines = serve(engine, workload.draw(engine.runner.model.vocab_size), due)
     about = _about(served, workload, engine) | {
         "request_rate": rate,
         "steps": engine.steps,
-        "compiled_while_serving": engine.executor.programs.compiled_late,
+        "compiled_while_serving": engine.runner.programs.compiled_late,
     }
     return Result(about, figures_of(timelines))
 
@@ -107,7 +107,7 @@ def measure_startup(
     built = time.perf_counter()
     warm_up = warm(engine, workload, progress=progress)
     ready = time.perf_counter()
-    [timeline] = serve(engine, workload.draw(engine.executor.model.vocab_size)[:1], [0.0])
+    [timeline] = serve(engine, workload.draw(engine.runner.model.vocab_size)[:1], [0.0])
     outcome = StartUp(
         import_seconds=imported - began,
         load_seconds=built - imported,
@@ -121,16 +121,16 @@ def measure_startup(
 def warm(engine: Engine, workload: Workload, *, progress: bool = False) -> WarmUp:
     """Compiles whatever the workload can need."""
     needed = declare_served(engine, workload.example(), workload.requests)
-    return compile_all(engine.executor, needed, progress=progress)
+    return compile_all(engine.runner, needed, progress=progress)
 
 
 def _about(served: Served, workload: Workload, engine: Engine) -> dict[str, Any]:
-    leaf = jax.tree.leaves(engine.executor.params)[0]
+    leaf = jax.tree.leaves(engine.runner.params)[0]
     return {
         "model": served.name,
         "dtype": str(leaf.dtype),
         "device": jax.devices()[0].device_kind,
-        "implementation": str(engine.executor.implementation),
+        "implementation": str(engine.runner.implementation),
         "max_sequences": served.cache.max_sequences,
         "token_budget": served.engine.token_budget,
         "workload": asdict(workload),

@@ -20,7 +20,8 @@ from jaxkv.models.registry import build_model, load_config, resolve_dtype
 from jaxkv.plan import free_bytes, plan_cache, resolve_length
 from jaxkv.programs.jax_cache import enable_compile_cache
 from jaxkv.programs.manifest import Programs
-from jaxkv.runner.model_runner import Executor
+from jaxkv.runner.model_runner import ModelRunner
+from jaxkv.runner.sequence_runner import SequenceRunner
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,17 +93,12 @@ class Served:
         layout, budget = plan_cache(
             model, self.cache, dtype=dtype, max_model_len=length, free_bytes=room
         )
-        executor = Executor(
-            model,
-            params,
-            layout,
-            budget.counts,
+        sequence_runner = SequenceRunner(
+            ModelRunner(model, params, layout, budget.counts, Programs()),
             max_tokens=length,
             max_rows=self.cache.max_sequences,
-            programs=Programs(),
-            host_bytes=self.cache.host_bytes,
         )
-        return Engine(executor, None, self.engine)
+        return Engine(sequence_runner, None, self.engine, host_bytes=self.cache.host_bytes)
 
 
 def serve(engine: Engine, requests: Sequence[Request], due: Sequence[float]) -> list[Timeline]:

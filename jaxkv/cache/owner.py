@@ -47,6 +47,7 @@ class CacheOwner:
         self._cause: BaseException | None = None
         self._borrower = ""
         self._recall: Callable[[], None] | None = None
+        self._observers: list[Callable[[], None]] = []
         self.rebuild()
 
     @property
@@ -74,6 +75,25 @@ class CacheOwner:
         """The error that lost the cache; `None` if it is not lost or no error was involved."""
         return self._cause if self._lost else None
 
+    def before_donation(self, observer: Callable[[], None]) -> Callable[[], None]:
+        """Has an observer called before each use that may overwrite the cache, to read what it would lose.
+
+        Returns:
+            What ends that.
+        """
+        self._observers.append(observer)
+
+        def end() -> None:
+            if observer in self._observers:
+                self._observers.remove(observer)
+
+        return end
+
+    def announce_donation(self) -> None:
+        """Calls the observers, as `run` and `take` do before they hand the cache out."""
+        for observer in tuple(self._observers):
+            observer()
+
     def run(self, step: Callable[..., tuple[Cache, Any]], *args: Any) -> Any:  # noqa: ANN401 - the step's own types
         """Calls `cache, out = step(cache, *args)`, keeps the cache and returns `out`. The step may donate the cache.
 
@@ -83,7 +103,7 @@ class CacheOwner:
             CachePoisoned: this step failed after the donation (its error is the cause), or the cache was lost before.
             CacheLeased: the cache is borrowed.
         """
-        cache = self._live()
+        cache = self._live_after_announcing()
         try:
             self._cache = None
             successor, out = step(cache, *args)
@@ -117,7 +137,7 @@ class CacheOwner:
             borrower: the holder's name and the place of the call, for a holder that keeps the cache for longer than
                 this call. Any other use then raises `CacheLeased`, which names it.
         """
-        cache = self._live()
+        cache = self._live_after_announcing()
         self._cache = None
         self._borrower = borrower
         return cache
@@ -187,6 +207,13 @@ class CacheOwner:
         recall, self._recall = self._recall, None
         if recall is not None:
             recall()
+
+    def _live_after_announcing(self) -> Cache:
+        cache = self._live()
+        if self._observers:
+            self.announce_donation()
+            cache = self._live()
+        return cache
 
     def _live(self) -> Cache:
         self._ask_back()

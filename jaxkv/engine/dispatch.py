@@ -15,8 +15,8 @@ from jaxkv.engine.scheduler import Scheduler
 from jaxkv.engine.state_checkpoints import Checkpointing
 from jaxkv.engine.step_plan import Part, StepPlan, single
 from jaxkv.errors import STEP_FAILURES, CachePoisoned
-from jaxkv.runner.model_runner import Executor
 from jaxkv.runner.program_specs import StepSpec
+from jaxkv.runner.sequence_runner import SequenceRunner
 from jaxkv.runner.step_shapes import StepShapes
 from jaxkv.sampling.features import union
 
@@ -27,7 +27,7 @@ class Launcher:
     """Sends the steps of one engine, and has them until they are read.
 
     Args:
-        executor: runs them.
+        sequence_runner: runs them.
         scheduler: hears what was sent, and what has to wait.
         endings: of whoever fits into no step.
         shapes: padded shapes of single steps.
@@ -37,22 +37,22 @@ class Launcher:
 
     def __init__(
         self,
-        executor: Executor,
+        sequence_runner: SequenceRunner,
         scheduler: Scheduler,
         endings: Endings,
         shapes: StepShapes,
         steps: int | None,
         checkpointing: Checkpointing | None,
     ) -> None:
-        self._executor, self._scheduler, self._endings = executor, scheduler, endings
+        self._sequence_runner, self._scheduler, self._endings = sequence_runner, scheduler, endings
         self._shapes, self._checkpointing = shapes, checkpointing
         self.retreat = Retreat(
             shapes.token_buckets,
             shapes.decode_rows,
-            whole=executor.model.whole_prompts,
-            refusal=executor.refusal,
+            whole=sequence_runner.runner.model.whole_prompts,
+            refusal=sequence_runner.runner.refusal,
         )
-        self.bursts = Bursts(executor, shapes, self.retreat, steps)
+        self.bursts = Bursts(sequence_runner.runner, shapes, self.retreat, steps)
         self.flights: deque[Flight] = deque()
         """What was sent and not read, the oldest first."""
         self.steps = 0
@@ -65,7 +65,7 @@ class Launcher:
             CachePoisoned: the cache is lost.
             STEP_FAILURES: the step failed before it began, and not for its size.
         """
-        for sequence, error in prepare(self._executor, plan):
+        for sequence, error in prepare(self._sequence_runner, plan):
             self._endings.put_off(sequence, error)
         parts = [part for part in plan.parts if part.sequence.status == RUNNING]
         if parts:
@@ -84,9 +84,9 @@ class Launcher:
             mixed=any(part.count == 0 for part in parts),
             fresh=not any(part.start for part in parts),
         )
-        fitting = self._executor.fit(needed)
+        fitting = self._sequence_runner.runner.fit(needed)
         # A larger program that is compiled already is no help where that one was too large.
-        if self.retreat.avoids(fitting) and not self._executor.programs.strict:
+        if self.retreat.avoids(fitting) and not self._sequence_runner.runner.programs.strict:
             return needed
         return fitting
 
@@ -142,7 +142,7 @@ class Launcher:
         keeps = self._checkpointing
         snapshots = () if keeps is None else keeps.take(parts, shape)
         try:
-            out = self._executor.step(shape, columns_of_parts(parts, shape, snapshots))
+            out = self._sequence_runner.step(shape, columns_of_parts(parts, shape, snapshots))
         except BaseException:
             if keeps is not None:
                 keeps.drop(snapshots, parts)

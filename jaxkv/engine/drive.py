@@ -15,15 +15,15 @@ from jaxkv.text.tokenizer import Tokenizer
 
 def check_compiled(engine: Engine, request: Request) -> None:
     """Raises `ProgramRefused`, with what differs, if strict mode has no program to run a request even alone."""
-    executor = engine.executor
-    if not executor.programs.is_closed:
+    runner = engine.runner
+    if not runner.programs.is_closed:
         return
     row, total = request.row(0), request.tokens_held
     chunk = replace(row, tokens=row.tokens[: engine.shapes.token_buckets[-1]])
     for part in (chunk, replace(row, tokens=(0,))):
-        executor.program(executor.fit(engine.shapes.declare([part], total_tokens=total)))
+        runner.program(runner.fit(engine.shapes.declare([part], total_tokens=total)))
     if features_of([row]).penalties:
-        executor.program(executor.fit(executor.admit_spec([row])))
+        runner.program(runner.fit(engine.sequence_runner.admit_spec([row])))
 
 
 def serve_all(
@@ -50,7 +50,7 @@ def serve_all(
             engine.run(flat)
             return made
         bar = Progress(flat)
-        with engine.executor.programs.watched(bar.compiling):
+        with engine.runner.programs.watched(bar.compiling):
             engine.run(flat, after_step=bar)
         return made
     finally:

@@ -18,7 +18,7 @@ from jaxkv.engine.collect import Collector
 from jaxkv.engine.dispatch import Launcher
 from jaxkv.engine.emission import why_over
 from jaxkv.engine.finish import Endings
-from jaxkv.engine.host_cache import open_host
+from jaxkv.engine.host_cache import open_host, why_no_host
 from jaxkv.engine.in_flight import Flight
 from jaxkv.engine.integrity import IdleCheck
 from jaxkv.engine.recovery import RebuildLimit, is_fatal, refuse_broken
@@ -27,7 +27,7 @@ from jaxkv.engine.request_state import FINISHED, RequestState, new_request_state
 from jaxkv.engine.scheduler import Scheduler
 from jaxkv.engine.state_checkpoints import Checkpointing, room_for_checkpoints
 from jaxkv.errors import STEP_FAILURES, CachePoisoned
-from jaxkv.runner.model_runner import Executor
+from jaxkv.runner.sequence_runner import SequenceRunner
 from jaxkv.runner.step_shapes import StepShapes, grain_of, settle_budget
 from jaxkv.text.tokenizer import Tokenizer
 
@@ -35,81 +35,91 @@ _LOG = logging.getLogger(__name__)
 
 
 class Engine:
-    """Serves requests that come and go over one executor. One thread uses it.
+    """Serves requests that come and go over one cache. One thread uses it.
 
     Args:
-        executor: runs the steps; its cache should be used by nobody else for long.
+        sequence_runner: runs the steps.
         tokenizer: for stop strings, and for text that is read as it comes.
         config: how to serve.
+        host_bytes: memory of the host for prefixes that the cache has to give up; 0 is none.
         clock: returns seconds; must not jump.
     """
 
     def __init__(
         self,
-        executor: Executor,
+        sequence_runner: SequenceRunner,
         tokenizer: Tokenizer | None = None,
         config: EngineConfig | None = None,
         *,
+        host_bytes: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.config = config = config or EngineConfig()
-        self.executor = executor
-        layout = executor.layout
-        whole = executor.model.whole_prompts
-        sizes = {"max_tokens": executor.length_buckets[-1], "max_rows": executor.max_rows}
+        self.sequence_runner = sequence_runner
+        self.runner = runner = sequence_runner.runner
+        layout = runner.layout
+        whole = runner.model.whole_prompts
+        sizes = {
+            "max_tokens": sequence_runner.length_buckets[-1],
+            "max_rows": sequence_runner.max_rows,
+        }
         budget = settle_budget(config.token_budget, **sizes)
-        checkpoints = room_for_checkpoints(executor) if config.prefix_cache and not whole else 0
+        checkpoints = (
+            room_for_checkpoints(sequence_runner) if config.prefix_cache and not whole else 0
+        )
         self.shapes = StepShapes(
             layout,
             **sizes,
             token_budget=budget,
             whole_prompts=whole,
             pinned=config.pinned_shapes,
-            grain=grain_of(executor.implementation.name),
+            grain=grain_of(runner.implementation.name),
             checkpoints=checkpoints > 0,
         )
         self.prefix = None
         if config.prefix_cache:
             self.prefix = PrefixIndex(
                 layout,
-                executor.allocator,
-                identity=repr(executor.model),
+                sequence_runner.allocator,
+                identity=repr(runner.model),
                 checkpoints=checkpoints,
                 policy=config.checkpoints,
             )
         page_sizes = {group.page_size for group in layout.paged_groups}
         self.scheduler = Scheduler(
-            executor.allocator,
+            sequence_runner.allocator,
             self.prefix,
             page_size=min(page_sizes, default=64),
-            max_rows=executor.max_rows,
+            max_rows=sequence_runner.max_rows,
             token_budget=budget,
             whole_prompts=whole,
             fill=self.shapes.fill,
             chunk_size=layout.chunk_size,
         )
-        self.host = open_host(executor, self.prefix)
+        self.host = open_host(runner, self.prefix, host_bytes)
+        self.why_no_host = why_no_host(runner.model, self.prefix, host_bytes)
+        """Why there is no host tier; empty if there is one."""
         self.scheduler.fetches = None if self.host is None else self.host.fetches
         self.recoveries = 0
         """Caches lost and replaced."""
         self._tokenizer = tokenizer
         self._clock = clock
         self._endings = Endings(self.scheduler, self.prefix, clock)
-        checkpointing = Checkpointing(self.prefix, executor) if checkpoints else None
+        checkpointing = Checkpointing(self.prefix, sequence_runner) if checkpoints else None
         self._collector = Collector(
-            executor.allocator, self.prefix, page_sizes, clock, checkpointing
+            sequence_runner.allocator, self.prefix, page_sizes, clock, checkpointing
         )
         steps = 1 if config.pinned_shapes or checkpoints else config.steps_per_launch
         self._launcher = launcher = Launcher(
-            executor, self.scheduler, self._endings, self.shapes, steps, checkpointing
+            sequence_runner, self.scheduler, self._endings, self.shapes, steps, checkpointing
         )
         self.retreat, self.bursts = launcher.retreat, launcher.bursts
         self._flights = launcher.flights
         self.scheduler.most_steps = self.bursts.most
         self._limit = RebuildLimit(config.most_rebuilds, config.rebuild_seconds, clock)
         self._stepping = threading.Lock()
-        self._rebuilds = executor.owner.rebuilds
-        self._idle_check = IdleCheck(executor.allocator, self.prefix, clock)
+        self._rebuilds = runner.owner.rebuilds
+        self._idle_check = IdleCheck(sequence_runner.allocator, self.prefix, clock)
 
     @property
     def steps(self) -> int:
@@ -136,7 +146,7 @@ class Engine:
         made = [
             new_request_state(
                 request,
-                number=self.executor.new_number(),
+                number=self.sequence_runner.new_number(),
                 tokenizer=self._tokenizer,
                 streamed=streamed,
                 now=self._clock(),
@@ -154,13 +164,13 @@ class Engine:
             self._endings.finish(sequence, "abort")
 
     def close(self) -> None:
-        """Aborts every sequence and frees all that the executor and the host tier hold; nothing is served after it."""
+        """Aborts every sequence and frees all that the runner and the host tier hold; nothing is served after it."""
         for sequence in (*self.scheduler.waiting, *self.scheduler.running):
             self.abort(sequence)
         self._flights.clear()
         if self.host is not None:
             self.host.close()
-        self.executor.close()
+        self.runner.close()
 
     def step(self) -> None:
         """Dispatches the next step, then reads the one before.
@@ -212,8 +222,8 @@ class Engine:
         """Raises `ValueError` with the numbers if a request can never be served."""
         params = request.params
         needed = len(request.prompt) + request.max_tokens - 1
-        held = self.executor.allocator.longest(
-            frees_out_of_window=not self.executor.model.whole_prompts
+        held = self.sequence_runner.allocator.longest(
+            frees_out_of_window=not self.runner.model.whole_prompts
         )
         most = min(self.shapes.lengths[-1], self.shapes.lengths[-1] if held is None else held)
         if needed > most:
@@ -258,7 +268,7 @@ class Engine:
 
     def _collect(self, flight: Flight) -> None:
         try:
-            packed = self.executor.read(flight.out)
+            packed = self.runner.read(flight.out)
         except jax.errors.JaxRuntimeError as error:
             self.retreat.note_failure(flight.shape, error, lost=True)
             self._recover(error)
@@ -277,7 +287,7 @@ class Engine:
         Raises:
             CachePoisoned, JaxRuntimeError: the cache was lost too often, or the device is broken.
         """
-        owner = self.executor.owner
+        owner = self.runner.owner
         if owner.poisoned:
             refuse_broken(owner.cause)
             self._recover(CachePoisoned("the cache was lost by another use of it"))
@@ -286,7 +296,7 @@ class Engine:
 
     def _recover(self, error: Exception) -> None:
         """Replaces a lost cache; everybody is computed again from the tokens the host has."""
-        owner = self.executor.owner
+        owner = self.runner.owner
         if is_fatal(error) and not owner.poisoned:
             owner.poison(f"the device is broken: {error}", cause=error)
         if is_fatal(error) or not self._limit.allows():
@@ -303,7 +313,7 @@ class Engine:
             self.host.lose_device()
         elif self.prefix is not None:
             self.prefix.clear()
-        self._rebuilds = self.executor.owner.rebuilds
+        self._rebuilds = self.runner.owner.rebuilds
 
     def _requeue(self) -> None:
         """Forgets what is under way; everybody is computed again, but for those whose end an interrupt delayed."""

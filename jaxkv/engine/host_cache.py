@@ -6,12 +6,13 @@ import jax
 
 from jaxkv.cache.prefix.index import PrefixIndex
 from jaxkv.engine.host_prefetch import Fetches
+from jaxkv.models.protocol import Model
 from jaxkv.offload.entries import HostStats
 from jaxkv.offload.memory import HostMemory
 from jaxkv.offload.swap_in import attach_host
 from jaxkv.offload.tier import HostTier
 from jaxkv.offload.transfers import HostTransfers
-from jaxkv.runner.model_runner import Executor
+from jaxkv.runner.model_runner import ModelRunner
 
 _LOG = logging.getLogger(__name__)
 
@@ -20,8 +21,9 @@ class HostCache:
     """What an engine has of the host's memory.
 
     Args:
-        executor: has the device's cache, and how many bytes of the host to take.
-        prefix: the index whose evicted pages and checkpoints go there.
+        runner: has the device's cache.
+        prefix: the index whose evicted pages and checkpoints go to the host.
+        num_bytes: memory of the host to take.
 
     Attributes:
         fetches: brings them back.
@@ -29,16 +31,15 @@ class HostCache:
         disabled: why it was taken down; empty while it works.
     """
 
-    def __init__(self, executor: Executor, prefix: PrefixIndex) -> None:
-        [device] = jax.tree.leaves(executor.owner.handle().cache)[0].devices()
+    def __init__(self, runner: ModelRunner, prefix: PrefixIndex, num_bytes: int) -> None:
+        [device] = jax.tree.leaves(runner.cache)[0].devices()
         self._prefix = prefix
-        self._executor = executor
-        swap_ins = attach_host(prefix, executor.host_bytes)
+        swap_ins = attach_host(prefix, num_bytes)
         self.tier: HostTier = swap_ins.tier
-        self.transfers = HostTransfers(executor, self.tier, HostMemory(device))
+        self.transfers = HostTransfers(runner, self.tier, HostMemory(device))
         self.fetches = Fetches(prefix, swap_ins, self.transfers)
         self.disabled = ""
-        executor.before_update = self._before_update
+        self._end_observing = runner.owner.before_donation(self._before_donation)
 
     @property
     def kind(self) -> str:
@@ -71,11 +72,11 @@ class HostCache:
         """
         self.fetches.give_way()
         self._prefix.detach_lower_tier()
-        self._executor.before_update = None
+        self._end_observing()
         self.disabled = self.disabled or reason
         return self.transfers.close()
 
-    def _before_update(self) -> None:
+    def _before_donation(self) -> None:
         self.transfers.flush()
         hopeless = self.transfers.why_hopeless()
         if hopeless:
@@ -83,21 +84,21 @@ class HostCache:
             self.close(hopeless)
 
 
-def why_no_host(executor: Executor, prefix: PrefixIndex | None) -> str:
+def why_no_host(model: Model, prefix: PrefixIndex | None, num_bytes: int) -> str:
     """Returns "off" if no bytes were given, "disabled: " and why if they would be of no use, and nothing otherwise."""
-    if not executor.host_bytes:
+    if not num_bytes:
         return "off"
     why_never = "the prefix cache is off" if prefix is None else prefix.why_never
-    if executor.model.whole_prompts:
+    if model.whole_prompts:
         why_never = "prompts of this model share nothing"
     return f"disabled: {why_never}" if why_never else ""
 
 
-def open_host(executor: Executor, prefix: PrefixIndex | None) -> HostCache | None:
+def open_host(runner: ModelRunner, prefix: PrefixIndex | None, num_bytes: int) -> HostCache | None:
     """Returns the host tier of an engine; `None` if it has no bytes, or nothing could be found again there."""
-    why_not = why_no_host(executor, prefix)
+    why_not = why_no_host(runner.model, prefix, num_bytes)
     if prefix is not None and not why_not:
-        return HostCache(executor, prefix)
-    if executor.host_bytes:
+        return HostCache(runner, prefix, num_bytes)
+    if num_bytes:
         _LOG.warning("nothing will be kept on the host, %s", why_not)
     return None

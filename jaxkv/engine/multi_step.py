@@ -15,7 +15,7 @@ from jaxkv.engine.oom_backoff import Retreat
 from jaxkv.engine.step_plan import Part
 from jaxkv.models.protocol import Params
 from jaxkv.programs.spec import ProgramSpec
-from jaxkv.runner.model_runner import Executor
+from jaxkv.runner.model_runner import ModelRunner
 from jaxkv.runner.program_specs import StepSpec
 from jaxkv.runner.step_shapes import StepShapes
 from jaxkv.sampling.features import Features, union
@@ -34,7 +34,7 @@ class Bursts:
     """The bursts of one engine.
 
     Args:
-        executor: runs them.
+        runner: runs them.
         shapes: padded shapes of single steps.
         retreat: shapes that are not run.
         steps: of each burst; 1 for none. `None` lets them be of several where the device was seen to wait for the host:
@@ -43,11 +43,11 @@ class Bursts:
     """
 
     def __init__(
-        self, executor: Executor, shapes: StepShapes, retreat: Retreat, steps: int | None
+        self, runner: ModelRunner, shapes: StepShapes, retreat: Retreat, steps: int | None
     ) -> None:
-        self._executor, self._shapes, self._retreat = executor, shapes, retreat
+        self._runner, self._shapes, self._retreat = runner, shapes, retreat
         self._looks = steps is None
-        self.most = settle_steps(steps, executor.params, executor.layout)
+        self.most = settle_steps(steps, runner.params, runner.layout)
         """How many steps a burst has."""
         self._seen: dict[StepSpec, tuple[int, int]] = {}
         self._given_up: set[StepSpec] = set()
@@ -76,9 +76,9 @@ class Bursts:
         )
         if not single.decode or (self._looks and not self._waits(single)):
             return None
-        needed = self._executor.fit(_several(single, self.most))
-        must_be_there = self._looks or self._executor.programs.is_closed
-        if must_be_there and not self._executor.has(needed):
+        needed = self._runner.fit(_several(single, self.most))
+        must_be_there = self._looks or self._runner.programs.is_closed
+        if must_be_there and not self._runner.has(needed):
             return None
         avoided = needed in self._given_up or self._retreat.avoids(needed)
         return None if avoided else needed
@@ -93,7 +93,7 @@ class Bursts:
         return declare_bursts(needed, self.most, chosen=self._looks)
 
     def _waits(self, single: StepSpec) -> bool:
-        seen, waited = self._seen.get(self._executor.fit(single), (0, 0))
+        seen, waited = self._seen.get(self._runner.fit(single), (0, 0))
         return seen >= _SAMPLES and 2 * waited > seen
 
 

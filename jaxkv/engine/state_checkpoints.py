@@ -10,18 +10,20 @@ from jaxkv.cache.prefix.index import PrefixIndex
 from jaxkv.engine.request_state import RequestState
 from jaxkv.engine.step_plan import Part
 from jaxkv.errors import STEP_FAILURES
-from jaxkv.runner.model_runner import Executor
 from jaxkv.runner.program_specs import StepSpec
 from jaxkv.runner.rows import Snapshot
+from jaxkv.runner.sequence_runner import SequenceRunner
 
 _LOG = logging.getLogger(__name__)
 
 
-def room_for_checkpoints(executor: Executor) -> int:
+def room_for_checkpoints(sequence_runner: SequenceRunner) -> int:
     """Returns how many checkpoints a cache has room for beside one state for each sequence that may run."""
-    groups = executor.layout.state_groups
-    states = min((executor.owner.counts[group.name] - 1 for group in groups), default=0)
-    return max(0, states - executor.max_rows)
+    groups = sequence_runner.runner.layout.state_groups
+    states = min(
+        (sequence_runner.runner.owner.counts[group.name] - 1 for group in groups), default=0
+    )
+    return max(0, states - sequence_runner.max_rows)
 
 
 class Checkpointing:
@@ -29,12 +31,12 @@ class Checkpointing:
 
     Args:
         prefix: the index; `None` if there is none, or nothing recurrent.
-        executor: makes the copies that a checkpoint needs.
+        sequence_runner: makes the copies that a checkpoint needs.
     """
 
-    def __init__(self, prefix: PrefixIndex | None, executor: Executor) -> None:
+    def __init__(self, prefix: PrefixIndex | None, sequence_runner: SequenceRunner) -> None:
         self._prefix = prefix
-        self._executor = executor
+        self._sequence_runner = sequence_runner
 
     def take(self, parts: Sequence[Part], shape: StepSpec) -> tuple[Snapshot, ...]:
         """Takes the states that a step of these parts keeps on its way, as many as its program and the cache allow."""
@@ -105,7 +107,7 @@ class Checkpointing:
         if not copies:
             return
         try:
-            self._executor.copy(copies)
+            self._sequence_runner.copy(copies)
         except STEP_FAILURES as error:
             _LOG.warning("a checkpoint after %d tokens is left out: %r", length, error)
             prefix.withdraw_made(sequence.number)

@@ -8,9 +8,8 @@ from jax.extend.backend import get_default_device
 from jaxkv.cache.prefix.report import PrefixStats
 from jaxkv.cache.spec import Group
 from jaxkv.engine.engine import Engine
-from jaxkv.engine.host_cache import why_no_host
 from jaxkv.offload.entries import HostStats
-from jaxkv.runner.model_runner import Executor
+from jaxkv.runner.sequence_runner import SequenceRunner
 from pallas_kernels.dispatch import fallbacks
 
 
@@ -80,35 +79,36 @@ class Stats:
 
 def collect_stats(engine: Engine) -> Stats:
     """Returns the numbers of this moment."""
-    executor = engine.executor
-    programs = executor.programs.manifest()
-    groups = tuple(_group(executor, group) for group in executor.layout.groups)
+    runner = engine.runner
+    programs = runner.programs.manifest()
+    groups = tuple(_group(engine.sequence_runner, group) for group in runner.layout.groups)
     return Stats(
-        implementation=executor.implementation.name,
-        implementation_reasons=executor.implementation.reasons,
+        implementation=runner.implementation.name,
+        implementation_reasons=runner.implementation.reasons,
         device=get_default_device().device_kind,
         cache=groups,
         cache_bytes=sum(group.num_bytes for group in groups),
         programs=len(programs),
-        compile_seconds=executor.programs.compile_seconds,
-        compiled_late=executor.programs.compiled_late,
+        compile_seconds=runner.programs.compile_seconds,
+        compiled_late=runner.programs.compiled_late,
         running=len(engine.scheduler.running),
         waiting=len(engine.scheduler.waiting),
         steps=engine.steps,
         recoveries=engine.recoveries,
         prefix=None if engine.prefix is None else engine.prefix.stats,
-        host_cache=why_no_host(executor, engine.prefix)
-        if engine.host is None
-        else engine.host.kind,
+        host_cache=engine.why_no_host if engine.host is None else engine.host.kind,
         host=None if engine.host is None else engine.host.stats,
         fallbacks=fallbacks(),
     )
 
 
-def _group(executor: Executor, group: Group) -> GroupStats:
-    count, free = executor.owner.counts[group.name], executor.allocator.num_free(group.name)
+def _group(sequence_runner: SequenceRunner, group: Group) -> GroupStats:
+    count, free = (
+        sequence_runner.runner.owner.counts[group.name],
+        sequence_runner.allocator.num_free(group.name),
+    )
     total = count - (group.unit == "state")
-    kept = executor.allocator.num_reclaimable(group.name)
+    kept = sequence_runner.allocator.num_reclaimable(group.name)
     return GroupStats(
         name=group.name,
         unit=group.unit,

@@ -15,7 +15,7 @@ from jaxkv.programs.costs import note_costs
 from jaxkv.programs.spec import ProgramSpec
 from jaxkv.runner.buckets import bucket
 from jaxkv.runner.cache_programs import AdmitSpec, CopySpec
-from jaxkv.runner.model_runner import Executor
+from jaxkv.runner.model_runner import ModelRunner
 from jaxkv.sampling.fields import features_for, features_of
 
 _LOG = logging.getLogger(__name__)
@@ -47,12 +47,12 @@ class WarmUp:
 
 
 def compile_all(
-    executor: Executor, needed: Sequence[ProgramSpec], *, progress: bool = False
+    runner: ModelRunner, needed: Sequence[ProgramSpec], *, progress: bool = False
 ) -> WarmUp:
     """Compiles programs side by side, or loads them from disk; then the manifest is sealed.
 
     Args:
-        executor: will run them.
+        runner: will run them.
         needed: which; those that are compiled already cost nothing.
         progress: show a bar on stderr.
 
@@ -60,15 +60,15 @@ def compile_all(
         ProgramRefused: one does not update its cache in place; the good ones are kept.
     """
     start = time.perf_counter()
-    known = set(executor.programs.manifest())
-    executor.programs.unseal()
+    known = set(runner.programs.manifest())
+    runner.programs.unseal()
     try:
-        made = executor.compile_all(needed, progress=progress)
+        made = runner.compile_all(needed, progress=progress)
     finally:
-        executor.programs.seal()
+        runner.programs.seal()
     new = [program for program in made if program not in known]
-    params = jax.tree.leaves(executor.params)
-    note_costs(cost_identity(executor.model, str(params[0].dtype)), new)
+    params = jax.tree.leaves(runner.params)
+    note_costs(cost_identity(runner.model, str(params[0].dtype)), new)
     told = WarmUp(
         programs=len(new),
         loaded=sum(program.loaded for program in new),
@@ -114,7 +114,7 @@ def declare_served(engine: Engine, request: Request, count: int) -> list[Program
     if engine.prefix is not None or count > 1:
         needed.append(CopySpec())
     if engine.host is not None:
-        needed += declare_swaps(engine.executor.layout)
+        needed += declare_swaps(engine.runner.layout)
     if features_for(request.params).penalties:
         needed += _admissions(engine, request, returns=returns)
     return needed
@@ -127,14 +127,14 @@ def _may_return(engine: Engine, held: int, rows: int) -> bool:
     """
     if engine.config.most_rebuilds:
         return True
-    groups = engine.executor.layout.paged_groups
-    counts = engine.executor.owner.counts
+    groups = engine.runner.layout.paged_groups
+    counts = engine.runner.owner.counts
     return any(rows * group.pages_for(held) > counts[group.name] for group in groups)
 
 
 def _admissions(engine: Engine, request: Request, *, returns: bool) -> list[AdmitSpec]:
     """Lists what gives one sequence its entry: when it is new, and when it comes back with what it has generated."""
-    widths = engine.executor.length_buckets
+    widths = engine.sequence_runner.length_buckets
     longest = bucket(max(len(request.prompt), request.max_tokens), widths)
     prompt = bucket(len(request.prompt), widths)
     new = [AdmitSpec(1, width) for width in widths if width <= prompt]

@@ -36,7 +36,7 @@ _MOST_FAILURES = 3
 
 @runtime_checkable
 class Device(Protocol):
-    """Has a cache and runs programs on it; an executor does."""
+    """Has a cache and runs programs on it; an sequence_runner does."""
 
     layout: CacheLayout
     owner: CacheOwner

@@ -1,4 +1,4 @@
-"""The pieces of a packed step, each with its shape and its padding, for one padded shape. Fills nothing."""
+"""The packed arrays of a step: where each field lies, with its shape and padding, and its name inside the trace."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -6,9 +6,13 @@ from itertools import accumulate
 from typing import Any
 
 import numpy as np
+from jax import lax
+from jaxtyping import Array, Float, Int
 
+from jaxkv.batch import PagedTables, StateTables, StepBatch
 from jaxkv.cache.spec import CacheLayout
 from jaxkv.runner.program_specs import StepSpec
+from jaxkv.sampling.batch import SamplingBatch
 from jaxkv.sampling.fields import fields_for
 
 
@@ -119,3 +123,85 @@ class Arrangement:
         return {
             name: packed[start:stop].reshape(shape) for name, start, stop, shape in self._places
         }
+
+
+class PackedLayout:
+    """Lays out the packed arrays of all steps over one cache.
+
+    Args:
+        layout: the cache's groups.
+        counts: pages or states of each group.
+    """
+
+    def __init__(self, layout: CacheLayout, counts: Mapping[str, int]) -> None:
+        self.layout = layout
+        self.counts = dict(counts)
+        self._arrangements: dict[StepSpec, tuple[Arrangement, Arrangement]] = {}
+
+    def arrangements(self, shape: StepSpec) -> tuple[Arrangement, Arrangement]:
+        """Returns where the int32 and the float32 fields of a shape lie."""
+        known = self._arrangements.get(shape)
+        if known is None:
+            ints = int_fields(self.layout, self.counts, shape)
+            known = (Arrangement(ints, np.int32), Arrangement(float_fields(shape), np.float32))
+            self._arrangements[shape] = known
+        return known
+
+    def blank(self, shape: StepSpec) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the arrays of a step without rows: what a program is compiled for."""
+        ints, floats = self.arrangements(shape)
+        return ints.blank.copy(), floats.blank.copy()
+
+    def left(self, shape: StepSpec, ints: Int[Array, " packed"]) -> Int[Array, " rows"]:
+        """Names the field that says in how many of its steps each row takes part, inside the trace of several."""
+        return self.arrangements(shape)[0].split(ints)["left"]
+
+    def unpack(
+        self,
+        shape: StepSpec,
+        ints: Int[Array, " packed"],
+        floats: Float[Array, " packed_floats"] | None = None,
+    ) -> StepBatch:
+        """Names the fields again, inside the trace.
+
+        A greedy program has no floats, and may be given none.
+        """
+        int_places, float_places = self.arrangements(shape)
+        fields = int_places.split(ints) | float_places.split(floats)
+        paged = tuple(
+            PagedTables(
+                # Without the barrier XLA hands kernels a slice of the packed array, by a kind of fusion that no
+                # command buffer can hold: the step would fall apart into several graphs.
+                page_table=lax.optimization_barrier(fields[f"{group.name}.page_table"]),
+                write_slots=fields[f"{group.name}.write_slots"],
+            )
+            for group in self.layout.paged_groups
+        )
+        states = tuple(
+            StateTables(
+                read_states=fields[f"{group.name}.read_states"],
+                write_states=fields[f"{group.name}.write_states"],
+                snapshot_ends=fields.get("snapshot_ends"),
+                snapshot_states=fields.get(f"{group.name}.snapshot_states"),
+            )
+            for group in self.layout.state_groups
+        )
+        chosen = [field.name for field in fields_for(shape.features)]
+        if shape.features.min_tokens:
+            chosen.append("block_stop")
+        return StepBatch(
+            **{name: fields[name] for name in _BATCH_FIELDS},
+            paged=paged,
+            states=states,
+            sampling=SamplingBatch(
+                slots=fields["slots"],
+                carry=fields["carry"],
+                values={name: fields[name] for name in chosen},
+                features=shape.features,
+            ),
+            decode=shape.decode,
+            fresh=shape.fresh,
+        )
+
+
+_BATCH_FIELDS = ("tokens", "positions", "cu_q_lens", "seq_lens")

@@ -1,4 +1,4 @@
-"""Turns what the host knows about a step into one int32 and one float32 array, and back into names in the trace.
+"""Packs the rows of a step into one int32 and one float32 array.
 
 Each field is written fresh for every step, so nothing of an earlier, longer batch can be read again. The packer
 checks ids and widths; it decides nothing.
@@ -7,37 +7,31 @@ checks ids and widths; it decides nothing.
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-from jax import lax
-from jaxtyping import Array, Float, Int
 
-from jaxkv.batch import PagedTables, StateTables, StepBatch
 from jaxkv.cache.page_allocator import PageAllocator
-from jaxkv.cache.spec import CacheLayout, Group
-from jaxkv.runner.packed_layout import Arrangement, float_fields, int_fields
+from jaxkv.cache.spec import Group
+from jaxkv.runner.packed_layout import PackedLayout
 from jaxkv.runner.program_specs import StepSpec
 from jaxkv.runner.row_table import Lines
 from jaxkv.runner.rows import Columns, Row, columns_of
-from jaxkv.sampling.batch import SamplingBatch
-from jaxkv.sampling.fields import fields_for
 
 
 class Packer:
-    """Packs steps for one cache layout.
+    """Packs the steps of one cache.
 
     Args:
-        layout: the cache's groups.
-        counts: pages or states of each group.
+        packed_layout: where each field lies.
         vocab_size: token ids lie below it.
     """
 
-    def __init__(self, layout: CacheLayout, counts: Mapping[str, int], vocab_size: int) -> None:
-        self.layout = layout
-        self.counts = dict(counts)
+    def __init__(self, packed_layout: PackedLayout, vocab_size: int) -> None:
+        layout = packed_layout.layout
+        self.packed_layout = packed_layout
+        self.counts = packed_layout.counts
         self.vocab_size = vocab_size
         self._paged, self._recurrent = layout.paged_groups, layout.state_groups
         self._recalls = layout.keeps_outputs
-        self._lines = Lines(layout, counts)
-        self._arrangements: dict[StepSpec, tuple[Arrangement, Arrangement]] = {}
+        self._lines = Lines(layout, self.counts)
 
     def pack(
         self, shape: StepSpec, rows: Columns | Sequence[Row], allocator: PageAllocator
@@ -49,7 +43,7 @@ class Packer:
         """
         told = rows if isinstance(rows, Columns) else columns_of(rows)
         self._check(shape, told)
-        places, float_places = self.arrangements(shape)
+        places, float_places = self.packed_layout.arrangements(shape)
         ints, floats = places.blank.copy(), float_places.blank.copy()
         lines = self._lines.find(told.sequences, told.wishes, allocator)
         count, num_tokens = len(lines), len(told.tokens)
@@ -82,20 +76,6 @@ class Packer:
         self._fill_states(fields, told, allocator, bounds)
         self._fill_choices(fields | float_places.split(floats), told, lines)
         return ints, floats
-
-    def arrangements(self, shape: StepSpec) -> tuple[Arrangement, Arrangement]:
-        """Returns where the int32 and the float32 fields of a shape lie."""
-        known = self._arrangements.get(shape)
-        if known is None:
-            ints = int_fields(self.layout, self.counts, shape)
-            known = (Arrangement(ints, np.int32), Arrangement(float_fields(shape), np.float32))
-            self._arrangements[shape] = known
-        return known
-
-    def blank(self, shape: StepSpec) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the arrays of a step without rows: what a program is compiled for."""
-        ints, floats = self.arrangements(shape)
-        return ints.blank.copy(), floats.blank.copy()
 
     def _check(self, shape: StepSpec, told: Columns) -> None:
         """Refuses what the program has no room for."""
@@ -210,57 +190,6 @@ class Packer:
             least = [choice.params.min_tokens for choice in told.wishes]
             fields["block_stop"][:count] = np.less(told.generated, least)
 
-    def left(self, shape: StepSpec, ints: Int[Array, " packed"]) -> Int[Array, " rows"]:
-        """Names the field that says in how many of its steps each row takes part, inside the trace of several."""
-        return self.arrangements(shape)[0].split(ints)["left"]
-
-    def unpack(
-        self,
-        shape: StepSpec,
-        ints: Int[Array, " packed"],
-        floats: Float[Array, " packed_floats"] | None = None,
-    ) -> StepBatch:
-        """Names the fields again, inside the trace.
-
-        A greedy program has no floats, and may be given none.
-        """
-        int_places, float_places = self.arrangements(shape)
-        fields = int_places.split(ints) | float_places.split(floats)
-        paged = tuple(
-            PagedTables(
-                # Without the barrier XLA hands kernels a slice of the packed array, by a kind of fusion that no
-                # command buffer can hold: the step would fall apart into several graphs.
-                page_table=lax.optimization_barrier(fields[f"{group.name}.page_table"]),
-                write_slots=fields[f"{group.name}.write_slots"],
-            )
-            for group in self.layout.paged_groups
-        )
-        states = tuple(
-            StateTables(
-                read_states=fields[f"{group.name}.read_states"],
-                write_states=fields[f"{group.name}.write_states"],
-                snapshot_ends=fields.get("snapshot_ends"),
-                snapshot_states=fields.get(f"{group.name}.snapshot_states"),
-            )
-            for group in self.layout.state_groups
-        )
-        chosen = [field.name for field in fields_for(shape.features)]
-        if shape.features.min_tokens:
-            chosen.append("block_stop")
-        return StepBatch(
-            **{name: fields[name] for name in _BATCH_FIELDS},
-            paged=paged,
-            states=states,
-            sampling=SamplingBatch(
-                slots=fields["slots"],
-                carry=fields["carry"],
-                values={name: fields[name] for name in chosen},
-                features=shape.features,
-            ),
-            decode=shape.decode,
-            fresh=shape.fresh,
-        )
-
 
 def _refuse_crossed(name: str, reads: np.ndarray, writes: np.ndarray, kept: np.ndarray) -> None:
     """Raises if a row would write the state that another row reads: which comes first, nobody says."""
@@ -276,6 +205,3 @@ def _refuse_crossed(name: str, reads: np.ndarray, writes: np.ndarray, kept: np.n
 
 def _ints(values: Sequence[int]) -> np.ndarray:
     return np.asarray(values, np.int64)
-
-
-_BATCH_FIELDS = ("tokens", "positions", "cu_q_lens", "seq_lens")

@@ -29,8 +29,8 @@ _SPARE_ROWS = 8
 
 
 @runtime_checkable
-class StepPacker(Protocol):
-    """Names the fields of packed arrays; a `Packer` does."""
+class StepFields(Protocol):
+    """Names the fields of packed arrays; `jaxkv.runner.packed_layout.PackedLayout` does."""
 
     def blank(self, shape: "StepSpec", /) -> tuple[np.ndarray, ...]:
         """Returns the packed arrays of a step without rows."""
@@ -75,7 +75,7 @@ class Runner(Protocol):
         ...
 
     @property
-    def packer(self) -> StepPacker:
+    def packed_layout(self) -> StepFields:
         """Lays out the packed arrays of steps."""
         ...
 
@@ -160,11 +160,11 @@ class StepSpec(ProgramSpec["Runner"]):
 
     def lowering(self, runner: Runner) -> Lowering:
         """Returns the step: `cache, packed choices = run(params, cache, *packed)`, which donates the cache."""
-        model, packer = runner.model, runner.packer
+        model, packed_layout = runner.model, runner.packed_layout
         page_sizes = tuple(group.page_size for group in runner.layout.paged_groups)
 
         def run(params: Params, cache: Cache, *packed: Array) -> tuple[Cache, Array]:
-            batch = packer.unpack(self, *packed)
+            batch = packed_layout.unpack(self, *packed)
             if self.steps == 1:
                 cache, sampled = step(model, params, cache, batch)
                 return cache, pack_sampled(sampled)
@@ -173,13 +173,13 @@ class StepSpec(ProgramSpec["Runner"]):
                 params,
                 cache,
                 batch,
-                packer.left(self, packed[0]),
+                packed_layout.left(self, packed[0]),
                 page_sizes=page_sizes,
                 steps=self.steps,
             )
             return cache, jax.vmap(pack_sampled)(several)
 
-        return lower_update(runner, run, packer.blank(self))
+        return lower_update(runner, run, packed_layout.blank(self))
 
 
 @dataclass(frozen=True)
@@ -221,12 +221,12 @@ class ScoreSpec(ProgramSpec["Runner"]):
 
     def lowering(self, runner: Runner) -> Lowering:
         """Returns `cache, log-probabilities = run(params, cache, *packed)`, which donates the cache."""
-        model, packer = runner.model, runner.packer
+        model, packed_layout = runner.model, runner.packed_layout
 
         def run(params: Params, cache: Cache, *packed: Array) -> tuple[Cache, Array]:
-            return score_tokens(model, params, cache, packer.unpack(self.step, *packed))
+            return score_tokens(model, params, cache, packed_layout.unpack(self.step, *packed))
 
-        return lower_update(runner, run, packer.blank(self.step))
+        return lower_update(runner, run, packed_layout.blank(self.step))
 
 
 def lower_update(runner: Runner, run: Any, arrays: Sequence[np.ndarray]) -> Lowering:  # noqa: ANN401 - a function

@@ -9,30 +9,32 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from jaxkv.config.sampling import SamplingParams
-from jaxkv.runner.model_runner import Executor
 from jaxkv.runner.rows import Row
+from jaxkv.runner.sequence_runner import SequenceRunner
 
 
-def score_texts(executor: Executor, texts: Sequence[tuple[int, ...]]) -> Iterator[np.ndarray]:
+def score_texts(
+    sequence_runner: SequenceRunner, texts: Sequence[tuple[int, ...]]
+) -> Iterator[np.ndarray]:
     """Yields, per text, the float32 log-probability of each token after the first, given those before it.
 
     Raises:
         OutOfPages: a text needs more pages than are free; nothing was consumed.
     """
     for text in texts:
-        stride = _stride(executor, len(text))
-        with executor.reserved(min(len(text), stride)) as sequence:
-            parts = [_score(executor, sequence, text, 0, stride)]
+        stride = _stride(sequence_runner, len(text))
+        with sequence_runner.reserved(min(len(text), stride)) as sequence:
+            parts = [_score(sequence_runner, sequence, text, 0, stride)]
             while (start := sum(map(len, parts))) < len(text) - 1:
-                executor.allocator.commit(sequence, start)
-                executor.allocator.free_out_of_window(sequence, start)
-                executor.allocator.reserve(sequence, min(len(text), start + stride))
-                parts.append(_score(executor, sequence, text, start, stride))
+                sequence_runner.allocator.commit(sequence, start)
+                sequence_runner.allocator.free_out_of_window(sequence, start)
+                sequence_runner.allocator.reserve(sequence, min(len(text), start + stride))
+                parts.append(_score(sequence_runner, sequence, text, start, stride))
         yield np.concatenate(parts)
 
 
 def _score(
-    executor: Executor, sequence: int, text: tuple[int, ...], start: int, stride: int
+    sequence_runner: SequenceRunner, sequence: int, text: tuple[int, ...], start: int, stride: int
 ) -> np.ndarray:
     """Returns how likely the tokens are that follow those at `start` and after, but for the last of the step.
 
@@ -40,16 +42,21 @@ def _score(
     """
     part = text[start : start + stride]
     row = Row(sequence, part, start, SamplingParams(temperature=0.0), emits=False)
-    spec = executor.fit(executor.score_spec(row))
-    return executor.read(executor.score(spec, [row]))[: len(part) - 1]
+    spec = sequence_runner.runner.fit(sequence_runner.score_spec(row))
+    return sequence_runner.runner.read(sequence_runner.score(spec, [row]))[: len(part) - 1]
 
 
-def _stride(executor: Executor, length: int) -> int:
+def _stride(sequence_runner: SequenceRunner, length: int) -> int:
     """Returns the tokens of a step: all of them, unless a window group is too small for that.
 
     States of recurrent layers cannot take a token twice, and angles may depend on the whole text.
     """
-    most = executor.allocator.most_ahead
-    if most is None or most < 2 or executor.layout.state_groups or executor.model.whole_prompts:
+    most = sequence_runner.allocator.most_ahead
+    if (
+        most is None
+        or most < 2
+        or sequence_runner.runner.layout.state_groups
+        or sequence_runner.runner.model.whole_prompts
+    ):
         return length
     return min(length, most)

@@ -18,7 +18,8 @@ from jaxkv.engine.request import Request
 from jaxkv.models.decoder import Decoder
 from jaxkv.plan import plan_cache
 from jaxkv.programs.manifest import Programs
-from jaxkv.runner.model_runner import Executor
+from jaxkv.runner.model_runner import ModelRunner
+from jaxkv.runner.sequence_runner import SequenceRunner
 from jaxkv.text.tokenizer import load_tokenizer
 from tests.engine.oracle import generated
 
@@ -60,41 +61,36 @@ def model_of(rope):
 
 
 def programs_of(rope):
-    """Returns the programs that all executors of a model share."""
+    """Returns the programs that all runners of a model share."""
     return _PROGRAMS.setdefault(rope, Programs())
 
 
-def executor_for(*, rope="plain", programs=None, **counts):
-    """Returns an executor with a new cache; those of equal pools share their compiled programs."""
+def sequence_runner_for(*, rope="plain", programs=None, **counts):
+    """Returns an sequence_runner with a new cache; those of equal pools share their compiled programs."""
     model, params = model_of(rope)
     wish = CacheConfig(max_sequences=ROWS, page_size=PAGE, checkpoint_bytes=None)
     limits = {"dtype": "float32", "max_model_len": LONGEST, "free_bytes": None}
     layout, budget = plan_cache(model, wish, **limits)
-    executor = Executor(
-        model,
-        params,
-        layout,
-        dict(budget.counts) | counts,
+    sequence_runner = SequenceRunner(
+        ModelRunner(
+            model, params, layout, dict(budget.counts) | counts, programs or programs_of(rope)
+        ),
         max_tokens=LONGEST,
         max_rows=ROWS,
-        programs=programs or programs_of(rope),
     )
-    fill_free(executor)
-    return executor
+    fill_free(sequence_runner)
+    return sequence_runner
 
 
-def fill_free(executor):
+def fill_free(sequence_runner):
     """Writes junk where nothing is kept: NaN, or all bits set, in pages and states that nobody holds.
 
-    Biases of the sampling group stay clean, as the engine promises to keep them. What is about to go to the host is
-    read first, as before any program.
+    Biases of the sampling group stay clean, as the engine promises to keep them.
     """
-    if executor.before_update is not None and not executor.owner.poisoned:
-        executor.before_update()
-    owner, allocator = executor.owner, executor.allocator
+    owner, allocator = sequence_runner.runner.owner, sequence_runner.allocator
     live = owner.take()
     arrays = list(live.arrays)
-    for group in executor.layout.groups:
+    for group in sequence_runner.runner.layout.groups:
         first = 0 if group.unit == "page" else 1
         pool = allocator.pool(group.name)
         ids = [at for at in range(first, owner.counts[group.name]) if not pool.references(at)]
@@ -114,42 +110,48 @@ def fill_free(executor):
 
 def engine_for(*, rope="plain", programs=None, free_pages=None, clock=None, **config):
     """Returns an engine; of each group all but `free_pages` pages are somebody else's."""
-    executor = executor_for(rope=rope, programs=programs)
+    sequence_runner = sequence_runner_for(rope=rope, programs=programs)
     if free_pages is not None:
-        executor.allocator.open(NOBODY)
-        executor.allocator.reserve(NOBODY, (ROWS * LONGEST // PAGE - free_pages) * PAGE)
+        sequence_runner.allocator.open(NOBODY)
+        sequence_runner.allocator.reserve(NOBODY, (ROWS * LONGEST // PAGE - free_pages) * PAGE)
     options = {"token_budget": 16} | config
     clocks = {} if clock is None else {"clock": clock}
-    engine = Engine(executor, TOKENIZER, EngineConfig(**options), **clocks)
+    engine = Engine(sequence_runner, TOKENIZER, EngineConfig(**options), **clocks)
     keep_junk(engine)
     return engine
 
 
 def keep_junk(engine):
     """Lets every plan find junk in whatever was given back since the last one, and in a cache that was built anew."""
-    executor, plan = engine.executor, engine.scheduler.plan
-    release, given_back, filled = executor.allocator.release, count(), [None]
-    free_out_of_window = executor.allocator.free_out_of_window
+    sequence_runner, plan = engine.sequence_runner, engine.scheduler.plan
+    release, given_back, filled = sequence_runner.allocator.release, count(), [None]
+    free_out_of_window = sequence_runner.allocator.free_out_of_window
 
     def counted(number):
         release(number)
         next(given_back)
 
     def counted_part(number, num_tokens):
-        held = [executor.allocator.num_free(group.name) for group in executor.layout.groups]
+        held = [
+            sequence_runner.allocator.num_free(group.name)
+            for group in sequence_runner.runner.layout.groups
+        ]
         free_out_of_window(number, num_tokens)
-        if held != [executor.allocator.num_free(group.name) for group in executor.layout.groups]:
+        if held != [
+            sequence_runner.allocator.num_free(group.name)
+            for group in sequence_runner.runner.layout.groups
+        ]:
             next(given_back)
 
     def plan_over_junk():
-        marks = executor.owner.rebuilds, repr(given_back)
+        marks = sequence_runner.runner.owner.rebuilds, repr(given_back)
         if marks != filled[0]:
-            fill_free(executor)
+            fill_free(sequence_runner)
             filled[0] = marks
         return plan()
 
-    executor.allocator.release = counted
-    executor.allocator.free_out_of_window = counted_part
+    sequence_runner.allocator.release = counted
+    sequence_runner.allocator.free_out_of_window = counted_part
     engine.scheduler.plan = plan_over_junk
 
 
@@ -187,14 +189,14 @@ def assert_equal(sequences, finished):
 
 def assert_idle(engine):
     """Nobody holds a page or a state but the index, the books agree, and nobody wrote the states that are reserved."""
-    owner = engine.executor.owner
-    states = [group for group in engine.executor.layout.groups if group.unit == "state"]
+    owner = engine.runner.owner
+    states = [group for group in engine.runner.layout.groups if group.unit == "state"]
     for group in [] if owner.poisoned else states:
         live = owner.handle().cache
         places = {(layer, array.role) for layer in group.layers for array in group.spec.arrays}
         for place, array in zip(live.keys, live.arrays, strict=True):
             assert place not in places or not np.asarray(array[0]).any(), (group.name, place)
-    allocator = engine.executor.allocator
+    allocator = engine.sequence_runner.allocator
     if allocator.is_open(NOBODY):
         allocator.release(NOBODY)
     allocator.check()
@@ -202,6 +204,6 @@ def assert_idle(engine):
         engine.prefix.check()
     assert not engine.scheduler.running
     assert not engine.scheduler.waiting
-    for group in engine.executor.layout.groups:
+    for group in engine.runner.layout.groups:
         free = allocator.num_free(group.name) + allocator.num_reclaimable(group.name)
-        assert free == engine.executor.owner.counts[group.name] - (group.unit == "state")
+        assert free == engine.runner.owner.counts[group.name] - (group.unit == "state")

@@ -48,7 +48,7 @@ gpu_device_info {
 ROWS, PAGES, PAGE_SIZE, WIDTH, LAYERS = 8, 128, 64, 8, 2
 
 
-def executor(
+def sequence_runner(
     implementation,
     pages=PAGES,
     rows=ROWS,
@@ -68,7 +68,8 @@ def executor(
     from jaxkv.cache.variants import outputs, sampling
     from jaxkv.config.model import ModelConfig, RopeConfig
     from jaxkv.models.registry import build_model
-    from jaxkv.runner.model_runner import Executor
+    from jaxkv.runner.model_runner import ModelRunner
+    from jaxkv.runner.sequence_runner import SequenceRunner
 
     class Recorder:
         def get(self, key, build):
@@ -96,16 +97,12 @@ def executor(
         specs.append(LayerSpec(layers, outputs(config.hidden_size, dtype="bfloat16")))
     layout = group_layers(specs)
     counts = {group.name: pages if group.unit == "page" else rows + 1 for group in layout.groups}
-    made = Executor(
-        model,
-        model.param_shapes("bfloat16"),
-        layout,
-        counts,
+    made = SequenceRunner(
+        ModelRunner(model, model.param_shapes("bfloat16"), layout, counts, Recorder()),
         max_tokens=WIDTH * PAGE_SIZE,
         max_rows=rows,
-        programs=Recorder(),
     )
-    made.model = model.running(implementation)
+    made.runner.model = model.running(implementation)
     return made
 
 
@@ -128,7 +125,7 @@ def lowerings():
     mixed = StepSpec(tokens=512, rows=ROWS, table_widths=(WIDTH,))
     prompt = StepSpec(tokens=128, rows=ROWS, table_widths=(WIDTH,))
     alone = StepSpec(tokens=1, rows=1, table_widths=(1,), decode=True)
-    decode = executor("xla").program(step)
+    decode = sequence_runner("xla").runner.program(step)
 
     def swapped(params, cache, *packed):
         cache, out = decode.function(params, cache, *packed)
@@ -159,17 +156,19 @@ def lowerings():
 
     return {
         "decode": lambda: decode,
-        "decode_best": lambda: executor("mosaic_gpu").program(step),
-        "generate": lambda: generated(executor("mosaic_gpu"), prompt),
-        "decode_32": lambda: executor("mosaic_gpu", pages=16, layers=32).program(step),
-        "decode_64_rows": lambda: executor("mosaic_gpu", rows=64).program(many),
-        "decode_drawn": lambda: executor("mosaic_gpu", layers=1).program(drawn),
-        "decode_weighed": lambda: executor("mosaic_gpu", layers=1).program(weighed),
-        "burst": lambda: executor("mosaic_gpu", layers=1).program(several),
-        "prefill": lambda: executor("mosaic_gpu").program(mixed),
-        "one_page": lambda: executor("xla", pages=1, rows=1).program(alone),
-        "copy": lambda: executor("xla").program(CopySpec()),
-        "readmit": lambda: executor("xla").program(AdmitSpec(1, 64, returning=True)),
+        "decode_best": lambda: sequence_runner("mosaic_gpu").runner.program(step),
+        "generate": lambda: generated(sequence_runner("mosaic_gpu"), prompt),
+        "decode_32": lambda: sequence_runner("mosaic_gpu", pages=16, layers=32).runner.program(
+            step
+        ),
+        "decode_64_rows": lambda: sequence_runner("mosaic_gpu", rows=64).runner.program(many),
+        "decode_drawn": lambda: sequence_runner("mosaic_gpu", layers=1).runner.program(drawn),
+        "decode_weighed": lambda: sequence_runner("mosaic_gpu", layers=1).runner.program(weighed),
+        "burst": lambda: sequence_runner("mosaic_gpu", layers=1).runner.program(several),
+        "prefill": lambda: sequence_runner("mosaic_gpu").runner.program(mixed),
+        "one_page": lambda: sequence_runner("xla", pages=1, rows=1).runner.program(alone),
+        "copy": lambda: sequence_runner("xla").runner.program(CopySpec()),
+        "readmit": lambda: sequence_runner("xla").runner.program(AdmitSpec(1, 64, returning=True)),
         "swapped": lambda: dataclasses.replace(decode, function=swapped),
         "read_late": lambda: dataclasses.replace(decode, function=read_late),
         "scanned": scanned,
@@ -189,13 +188,13 @@ def generated(made, shape):
         return jax.ShapeDtypeStruct(sizes, jnp.int32)
 
     def run(params, cache, limits, packed):
-        batch = made.packer.unpack(shape, packed)
+        batch = made.runner.packed_layout.unpack(shape, packed)
         sizes = {"page_sizes": (PAGE_SIZE,), "max_tokens": 64}
-        return generate_loop(made.model, params, cache, batch, limits, **sizes)
+        return generate_loop(made.runner.model, params, cache, batch, limits, **sizes)
 
     rows = shape.rows
     limits = Limits(max_tokens=ints(rows), min_tokens=ints(rows), stop_ids=ints(rows, STOP_WIDTH))
-    params, cache, packed = made.program(shape).arguments
+    params, cache, packed = made.runner.program(shape).arguments
     return Lowering(run, (params, cache, limits, packed))
 
 

@@ -3,7 +3,7 @@
 import sys
 
 from tests.engine import h200
-from tests.engine.h200_hybrid import _executor as hybrid_executor
+from tests.engine.h200_hybrid import _sequence_runner as hybrid_sequence_runner
 
 LAYERS = 32
 
@@ -13,13 +13,13 @@ def lowerings():
     from jaxkv.offload.programs import BUCKETS, SwapSpec
 
     def paged(out):
-        executor = h200.executor("xla", pages=64, layers=LAYERS)
-        return executor.program(SwapSpec(out, executor.layout.group("gqa").index, BUCKETS[-1]))
+        runner = h200.sequence_runner("xla", pages=64, layers=LAYERS).runner
+        return runner.program(SwapSpec(out, runner.layout.group("gqa").index, BUCKETS[-1]))
 
     def states(out):
         pattern = ("mamba2", "gated"), ("attention", "gated")
-        executor = hybrid_executor("xla", *pattern, keeps_outputs=True)
-        return executor.program(SwapSpec(out, executor.layout.group("mamba2").index, BUCKETS[0]))
+        runner = hybrid_sequence_runner("xla", *pattern, keeps_outputs=True).runner
+        return runner.program(SwapSpec(out, runner.layout.group("mamba2").index, BUCKETS[0]))
 
     return {
         "swap_out": lambda: paged(True),

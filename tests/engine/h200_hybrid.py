@@ -18,14 +18,14 @@ def _shape(decode, snapshots=0):
     )
 
 
-def _executor(implementation, *pattern, keeps_outputs=False):
+def _sequence_runner(implementation, *pattern, keeps_outputs=False):
     from jaxkv.config.blocks import DeltaConfig, MambaConfig, MixtureConfig
 
     mamba = MambaConfig(heads=32, head_dim=64, d_state=128, d_conv=4, groups=1, chunk_size=256)
     delta = DeltaConfig(key_heads=8, value_heads=16, key_dim=128, value_dim=128, d_conv=4)
     mixture = MixtureConfig(experts=16, top_k=4, size=512, gated=True, shared_size=512)
     parts = {"mamba": mamba, "delta": delta, "mixture": mixture}
-    return h200.executor(
+    return h200.sequence_runner(
         implementation, layers=len(pattern), keeps_outputs=keeps_outputs, pattern=pattern, **parts
     )
 
@@ -37,10 +37,12 @@ def lowerings():
     qwen = (("delta", "gated"), ("attention", "gated"))
 
     def step(decode, implementation, *pattern):
-        return lambda: _executor(implementation, *pattern).program(_shape(decode))
+        return lambda: _sequence_runner(implementation, *pattern).runner.program(_shape(decode))
 
     def keeping(implementation, shape):
-        return lambda: _executor(implementation, *granite, keeps_outputs=True).program(shape)
+        return lambda: _sequence_runner(
+            implementation, *granite, keeps_outputs=True
+        ).runner.program(shape)
 
     made = {
         "keeping_decode_mosaic_gpu": keeping("mosaic_gpu", _shape(True)),

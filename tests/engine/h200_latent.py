@@ -30,8 +30,8 @@ def lowerings():
         shape = StepSpec(tokens=tokens, rows=rows, table_widths=(h200.WIDTH,), **kind)
 
         def make():
-            made = h200.executor(implementation, rows=rows, cache_dtype=dtype, **changes)
-            return made.program(shape)
+            made = h200.sequence_runner(implementation, rows=rows, cache_dtype=dtype, **changes)
+            return made.runner.program(shape)
 
         return make
 

@@ -2,7 +2,7 @@
 
 import sys
 
-from tests.engine.h200 import PAGE_SIZE, ROWS, WIDTH, executor, main
+from tests.engine.h200 import PAGE_SIZE, ROWS, WIDTH, main, sequence_runner
 
 
 def lowerings():
@@ -40,9 +40,9 @@ def lowerings():
     step = StepSpec(tokens=ROWS, rows=ROWS, table_widths=(WIDTH,) * 2, decode=True)
     mixed = StepSpec(tokens=512, rows=ROWS, table_widths=(WIDTH,) * 2)
     return {
-        f"{family}_{kind}": lambda changes=changes, shape=shape: executor(
+        f"{family}_{kind}": lambda changes=changes, shape=shape: sequence_runner(
             "mosaic_gpu", **changes
-        ).program(shape)
+        ).runner.program(shape)
         for family, changes in (("gemma", gemma), ("gpt_oss", oss))
         for kind, shape in (("decode", step), ("prefill", mixed))
     }

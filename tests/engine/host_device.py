@@ -26,13 +26,12 @@ _PROGRAMS = {}
 
 
 class Device:
-    """A cache full of random bytes, and the part of an executor that moves them."""
+    """A cache full of random bytes, and the part of a runner that moves them."""
 
     def __init__(self, layout, count, seed=0):
         self.layout = layout
         self.owner = CacheOwner(layout, counts_of(layout, count))
         self.programs = _PROGRAMS.setdefault((repr(layout), count), Programs())
-        self.before_update = None
         self.scramble(seed)
 
     def scramble(self, seed):
@@ -58,8 +57,6 @@ class Device:
 
     def update(self, declared, *arguments):
         program = self.program(declared)
-        if self.before_update is not None:
-            self.before_update()
         return self.owner.run(lambda cache: program(cache, *arguments))
 
     def unit(self, name, unit):
@@ -87,7 +84,7 @@ class Host:
         self.device = device
         self.tier = HostTier(device.layout, num_bytes, page_size=4)
         self.transfers = HostTransfers(device, self.tier, HostMemory(jax.devices()[0]))
-        device.before_update = self.transfers.flush
+        device.owner.before_donation(self.transfers.flush)
 
     def leave(self, name, ids):
         """Lets pages go; returns their handles."""

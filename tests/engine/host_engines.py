@@ -16,10 +16,10 @@ from tests.engine.engines import (
     TOKENIZER,
     VOCAB,
     assert_equal,
-    executor_for,
     keep_junk,
     oracle,
     request_of,
+    sequence_runner_for,
 )
 
 MUCH = 2**22
@@ -27,11 +27,11 @@ MUCH = 2**22
 
 def engine_for(*, free_pages=8, host_bytes=MUCH, **config):
     """Returns an engine with a tier on the host; of each group all but `free_pages` pages are somebody else's."""
-    executor = executor_for()
-    executor.host_bytes = host_bytes
-    executor.allocator.open(NOBODY)
-    executor.allocator.reserve(NOBODY, (ROWS * LONGEST // PAGE - free_pages) * PAGE)
-    engine = Engine(executor, TOKENIZER, EngineConfig(**{"token_budget": 16} | config))
+    sequence_runner = sequence_runner_for()
+    sequence_runner.allocator.open(NOBODY)
+    sequence_runner.allocator.reserve(NOBODY, (ROWS * LONGEST // PAGE - free_pages) * PAGE)
+    settings = EngineConfig(**{"token_budget": 16} | config)
+    engine = Engine(sequence_runner, TOKENIZER, settings, host_bytes=host_bytes)
     # Two programs serve every test here.
     shapes = engine.shapes
     shapes.decode_rows, shapes.token_buckets, shapes.lengths = (ROWS,), (16,), (LONGEST,)
@@ -61,7 +61,7 @@ def serve(engine, prompts, **params):
 
 
 def check(engine):
-    engine.executor.allocator.check()
+    engine.sequence_runner.allocator.check()
     engine.prefix.check()
     if engine.host is not None:
         engine.host.tier.check()

@@ -14,7 +14,8 @@ from jaxkv.engine.engine import Engine
 from jaxkv.models.decoder import Decoder
 from jaxkv.plan import plan_cache
 from jaxkv.programs.manifest import Programs
-from jaxkv.runner.model_runner import Executor
+from jaxkv.runner.model_runner import ModelRunner
+from jaxkv.runner.sequence_runner import SequenceRunner
 from tests.engine.engines import TOKENIZER, VOCAB, fill_free, keep_junk, request_of
 
 CHUNK, ROWS, STATES = 16, 5, 12
@@ -97,19 +98,12 @@ def engine_of(
     counts |= {g.name: pages or counts[g.name] + 8 for g in layout.paged_groups}
     key = repr(network), repr(counts), page, longest, dtype
     programs = _PROGRAMS.setdefault(key, Programs())
-    executor = Executor(
-        network,
-        params,
-        layout,
-        counts,
-        max_tokens=longest,
-        max_rows=ROWS,
-        programs=programs,
-        host_bytes=host_bytes,
+    sequence_runner = SequenceRunner(
+        ModelRunner(network, params, layout, counts, programs), max_tokens=longest, max_rows=ROWS
     )
-    fill_free(executor)
+    fill_free(sequence_runner)
     config = EngineConfig(token_budget=budget, checkpoints=policy, **options)
-    engine = Engine(executor, TOKENIZER, config)
+    engine = Engine(sequence_runner, TOKENIZER, config, host_bytes=host_bytes)
     shapes = engine.shapes
     shapes.decode_rows, shapes.token_buckets, shapes.lengths = (ROWS,), (tokens,), (longest,)
     engine.scheduler._fill = lambda least, most: most
@@ -156,7 +150,7 @@ def run(engine, *prompts, **wishes):
 
 def check(engine):
     """The books of the cache and of the index agree."""
-    engine.executor.allocator.check()
+    engine.sequence_runner.allocator.check()
     engine.prefix.check()
 
 

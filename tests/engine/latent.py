@@ -15,7 +15,8 @@ from jaxkv.engine.engine import Engine
 from jaxkv.models.decoder import Decoder
 from jaxkv.plan import plan_cache
 from jaxkv.programs.manifest import Programs
-from jaxkv.runner.model_runner import Executor
+from jaxkv.runner.model_runner import ModelRunner
+from jaxkv.runner.sequence_runner import SequenceRunner
 from tests.engine.engines import NOBODY, TOKENIZER, VOCAB, fill_free, keep_junk
 
 ROWS, PAGE, LONGEST, TOKENS = 3, 8, 64, 32
@@ -81,20 +82,24 @@ def engine_of(latent=LATENT, *, programs=None, free_pages=None, window=None, **o
     wish = CacheConfig(max_sequences=ROWS, page_size=PAGE)
     limits = {"dtype": "float32", "max_model_len": LONGEST, "free_bytes": None}
     layout, budget = plan_cache(network, wish, **limits)
-    executor = Executor(
-        network,
-        params,
-        layout,
-        budget.counts,
+    sequence_runner = SequenceRunner(
+        ModelRunner(
+            network,
+            params,
+            layout,
+            budget.counts,
+            programs or _PROGRAMS.setdefault((latent, window), Programs()),
+        ),
         max_tokens=LONGEST,
         max_rows=ROWS,
-        programs=programs or _PROGRAMS.setdefault((latent, window), Programs()),
     )
     if free_pages is not None:
-        executor.allocator.open(NOBODY)
-        executor.allocator.reserve(NOBODY, (ROWS * LONGEST // PAGE - free_pages) * PAGE)
-    fill_free(executor)
-    engine = Engine(executor, TOKENIZER, EngineConfig(**({"token_budget": TOKENS} | options)))
+        sequence_runner.allocator.open(NOBODY)
+        sequence_runner.allocator.reserve(NOBODY, (ROWS * LONGEST // PAGE - free_pages) * PAGE)
+    fill_free(sequence_runner)
+    engine = Engine(
+        sequence_runner, TOKENIZER, EngineConfig(**({"token_budget": TOKENS} | options))
+    )
     # One size of each kind, so that few programs serve all tests.
     engine.shapes.decode_rows, engine.shapes.token_buckets = (ROWS,), (TOKENS,)
     engine.scheduler._fill = lambda least, most: most
@@ -104,11 +109,11 @@ def engine_of(latent=LATENT, *, programs=None, free_pages=None, window=None, **o
 
 def watch(engine):
     """Returns a list that grows by one word for each step: "decode", "expanded" or "absorbed"."""
-    ran, step = [], engine.executor.step
+    ran, step = [], engine.sequence_runner.step
 
     def noting(shape, rows):
         ran.append("decode" if shape.decode else "expanded" if shape.fresh else "absorbed")
         return step(shape, rows)
 
-    engine.executor.step = noting
+    engine.sequence_runner.step = noting
     return ran

@@ -18,27 +18,31 @@ class WrongUse(AssertionError):
 
 
 class SimulatedDevice:
-    """Stands in for the programs of an executor whose cache is `put_caches_on_device`.
+    """Stands in for the programs of an sequence_runner whose cache is `put_caches_on_device`.
 
     Args:
-        executor: whose; it compiles nothing any more.
+        sequence_runner: whose; it compiles nothing any more.
         broken_every: see `is_finite`.
 
     Attributes:
         asked: how often each program was asked for.
     """
 
-    def __init__(self, executor, *, broken_every=0):
-        self.layout, self.owner, self.packer = executor.layout, executor.owner, executor.packer
+    def __init__(self, sequence_runner, *, broken_every=0):
+        self.layout, self.owner, self.packer = (
+            sequence_runner.runner.layout,
+            sequence_runner.runner.owner,
+            sequence_runner.packer,
+        )
         self.asked = Counter()
-        self._executor, self._broken_every = executor, broken_every
-        self._num_layers = executor.model.num_layers
-        executor.program, executor.read = self.program, np.asarray
+        self._sequence_runner, self._broken_every = sequence_runner, broken_every
+        self._num_layers = sequence_runner.runner.model.num_layers
+        sequence_runner.runner.program, sequence_runner.runner.read = self.program, np.asarray
 
     def program(self, declared):
         """Returns what runs a program, and notes that it was asked for."""
         self.asked[declared] += 1
-        self._executor._known.setdefault(declared, None)
+        self._sequence_runner.runner._known.setdefault(declared, None)
         if declared.kind == "swap_out":
             return lambda cache, ids: self.read_out(declared, cache, ids)
         if declared.kind == "swap_in":
@@ -53,11 +57,13 @@ class SimulatedDevice:
         """Writes junk into every free page and state. Biases stay clean, as the engine promises to keep them."""
         if self.owner.poisoned:
             return
-        if self._executor.before_update is not None:
-            self._executor.before_update()
+        self.owner.announce_donation()
         arrays = self._by_place(self.owner.handle().cache)
         for group in self.layout.groups:
-            pool, first = self._executor.allocator.pool(group.name), int(group.unit != "page")
+            pool, first = (
+                self._sequence_runner.allocator.pool(group.name),
+                int(group.unit != "page"),
+            )
             ids = range(first, self.owner.counts[group.name])
             free = [at for at in ids if not pool.references(at)]
             for spec in group.spec.arrays:
@@ -115,7 +121,7 @@ class SimulatedDevice:
 
     def run(self, shape, cache, ints, floats=None):
         """Runs a step, or several, and returns the cache and the packed choices."""
-        places, float_places = self.packer.arrangements(shape)
+        places, float_places = self.packer.packed_layout.arrangements(shape)
         fields = places.split(np.array(ints))
         fields |= {} if floats is None else float_places.split(np.array(floats))
         turns = [self._turn(shape, cache, fields, turn) for turn in range(shape.steps)]
@@ -282,7 +288,7 @@ class SimulatedDevice:
 
     def _check_own(self, group, unit):
         """Raises if a step writes what is free, or what others hold as well."""
-        holders = self._executor.allocator.pool(group.name).references(unit)
+        holders = self._sequence_runner.allocator.pool(group.name).references(unit)
         if holders != 1:
             raise WrongUse(f"{group.name}: {group.unit} {unit}, which {holders} hold, is written")
 

@@ -15,7 +15,8 @@ from jaxkv.engine.engine import Engine
 from jaxkv.models.decoder import Decoder
 from jaxkv.plan import plan_cache, tokens_ahead
 from jaxkv.programs.manifest import Programs
-from jaxkv.runner.model_runner import Executor
+from jaxkv.runner.model_runner import ModelRunner
+from jaxkv.runner.sequence_runner import SequenceRunner
 from tests.engine.simulated import SimulatedDevice
 from tests.engine.simulated_memory import SlowMemory
 from tests.engine.simulated_requests import LONGEST, TOKENIZER
@@ -147,18 +148,15 @@ def engine_of(draw, setting):
     layout, budget = _planned(
         setting.kind, setting.rows, setting.page, setting.checkpoint_bytes, ahead
     )
-    executor = Executor(
-        model,
-        params,
-        layout,
-        _few(draw, setting, layout, budget.counts),
+    sequence_runner = SequenceRunner(
+        ModelRunner(model, params, layout, _few(draw, setting, layout, budget.counts), Programs()),
         max_tokens=LONGEST,
         max_rows=setting.rows,
-        programs=Programs(),
-        host_bytes=setting.host_bytes,
     )
-    device = SimulatedDevice(executor, broken_every=setting.broken_every)
-    engine = Engine(executor, TOKENIZER, config, clock=count().__next__)
+    device = SimulatedDevice(sequence_runner, broken_every=setting.broken_every)
+    engine = Engine(
+        sequence_runner, TOKENIZER, config, host_bytes=setting.host_bytes, clock=count().__next__
+    )
     if engine.host is not None:
         engine.host.transfers.memory = SlowMemory(draw)
     if setting.coarse:

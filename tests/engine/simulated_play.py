@@ -16,7 +16,7 @@ class WrongProgress(AssertionError):
 
 def check_books(engine):
     """Raises if allocator, index, host tier and schedule contradict themselves or each other."""
-    allocator, running = engine.executor.allocator, engine.scheduler.running
+    allocator, running = engine.sequence_runner.allocator, engine.scheduler.running
     # Swap-ins have negative numbers.
     swap_ins = {number for number in allocator.open_sequences if number < 0}
     integrity.check_books(allocator, engine.prefix, {one.number for one in running} | swap_ins)
@@ -36,10 +36,10 @@ def check_books(engine):
 
 
 def assert_all_is_free(engine):
-    allocator = engine.executor.allocator
-    for group in engine.executor.layout.groups:
+    allocator = engine.sequence_runner.allocator
+    for group in engine.runner.layout.groups:
         free = allocator.num_free(group.name) + allocator.num_reclaimable(group.name)
-        assert free == engine.executor.owner.counts[group.name] - (group.unit == "state")
+        assert free == engine.runner.owner.counts[group.name] - (group.unit == "state")
 
 
 class Play:

@@ -118,19 +118,25 @@ class Faults:
     """
 
     def __init__(self, engine, draw, rate):
-        self._draw, self._rate, self._owner = draw, rate, engine.executor.owner
-        executor = engine.executor
-        executor.read = self._before(executor.read, (1.0, self._lose_at_read))
-        executor.step = self._before(
-            self._after(executor.step),
+        self._draw, self._rate, self._owner = draw, rate, engine.runner.owner
+        sequence_runner = engine.sequence_runner
+        sequence_runner.runner.read = self._before(
+            sequence_runner.runner.read, (1.0, self._lose_at_read)
+        )
+        sequence_runner.step = self._before(
+            self._after(sequence_runner.step),
             (1.0, _raiser(MemoryError)),
             (0.2, _raiser(RuntimeError)),
             (0.5, _raiser(KeyboardInterrupt)),
         )
-        executor.update = self._before(executor.update, (3.0, _raiser(RuntimeError)))
-        executor.look = self._before(executor.look, (3.0, _raiser(RuntimeError)))
-        executor.copy = self._before(executor.copy, (1.0, _raiser(MemoryError)))
-        executor.admit = self._before(executor.admit, (1.0, _raiser(MemoryError)))
+        sequence_runner.runner.update = self._before(
+            sequence_runner.runner.update, (3.0, _raiser(RuntimeError))
+        )
+        sequence_runner.runner.look = self._before(
+            sequence_runner.runner.look, (3.0, _raiser(RuntimeError))
+        )
+        sequence_runner.copy = self._before(sequence_runner.copy, (1.0, _raiser(MemoryError)))
+        sequence_runner.admit = self._before(sequence_runner.admit, (1.0, _raiser(MemoryError)))
 
     def end(self):
         self._rate = 0

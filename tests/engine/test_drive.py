@@ -49,12 +49,12 @@ def test_a_request_that_can_never_be_served_leaves_nothing_of_the_others_behind(
 
 def test_a_program_that_is_refused_ends_a_stream_with_the_reason(monkeypatch):
     engine = engine_for()
-    monkeypatch.setattr(engine.executor, "fit", lambda declared: declared)
+    monkeypatch.setattr(engine.runner, "fit", lambda declared: declared)
 
     def refuse(declared):
         raise ProgramRefused("injected")
 
-    monkeypatch.setattr(engine.executor, "program", refuse)
+    monkeypatch.setattr(engine.runner, "program", refuse)
     with pytest.raises(ProgramRefused, match="injected"):
         list(serve_stream(Turns(), engine, REQUESTS[0]))
     assert_idle(engine)

@@ -18,11 +18,11 @@ from tests.engine.engines import (
     assert_equal,
     assert_idle,
     engine_for,
-    executor_for,
     fill_free,
     oracle,
     programs_of,
     request_of,
+    sequence_runner_for,
 )
 
 PLAIN = {}
@@ -64,8 +64,8 @@ def serve(engine, requests, seed=0, aborts=()):
             if at < len(sequences) and draw.random() < 0.3:
                 engine.abort(sequences[at])
         if draw.random() < 0.2:
-            fill_free(engine.executor)
-        engine.executor.allocator.check()
+            fill_free(engine.sequence_runner)
+        engine.sequence_runner.allocator.check()
     return sequences
 
 
@@ -129,7 +129,7 @@ def test_an_abort_may_come_at_any_step_and_twice():
         assert victim.token_ids == truth[0].token_ids[: victim.generated]
         reasons.add(victim.reason)
         assert not engine.scheduler.running
-        engine.executor.allocator.check()
+        engine.sequence_runner.allocator.check()
     assert reasons == {"abort", "length"}
     assert_idle(engine)
 
@@ -199,11 +199,11 @@ def test_a_biased_row_leaves_no_trace_for_its_successor(by_wave):
     if by_wave:
         with ExitStack() as held:
             for one in biased:
-                sequence = held.enter_context(engine.executor.reserved(2))
-                engine.executor.admit([one.row(sequence)])
+                sequence = held.enter_context(engine.sequence_runner.reserved(2))
+                engine.sequence_runner.admit([one.row(sequence)])
     else:
         engine.run([engine.add([one])[0] for one in biased])
-    assert engine.executor.is_biased(1)
+    assert engine.sequence_runner.is_biased(1)
     requests = [requests_of(RICH)[0], *requests_of(PLAIN)[:5]]
     sequences = [engine.add([one])[0] for one in requests]
     engine.run(sequences)
@@ -233,7 +233,7 @@ def test_what_can_never_fit_is_refused_with_the_numbers():
     engine = engine_for()
     with pytest.raises(ValueError, match="needs room for 67 tokens, but one sequence can have 64"):
         engine.add([request_of([1] * 60)])
-    small = Engine(executor_for(gqa=5))
+    small = Engine(sequence_runner_for(gqa=5))
     with pytest.raises(ValueError, match="needs room for 41 tokens, but one sequence can have 40"):
         small.add([request_of([1] * 34)])
     with pytest.raises(ValueError, match="tokenizer"):
@@ -255,17 +255,15 @@ def test_a_step_moves_two_arrays_to_the_device_and_one_back(monkeypatch):
     """A step makes at most 2 copies to the device and 1 to the host, not counting its preparation."""
     engine = engine_for()
     sent, read = [], []
-    executor = engine.executor
-    run, take = executor._run, executor.read
+    run, take = engine.runner.run, engine.runner.read
     monkeypatch.setattr(
-        executor,
-        "_run",
-        lambda program, arrays: (
-            sent.append((program.spec.kind, sum(bool(a.size) for a in arrays)))
-            or run(program, arrays)
+        engine.runner,
+        "run",
+        lambda spec, arrays: (
+            sent.append((spec.kind, sum(bool(a.size) for a in arrays))) or run(spec, arrays)
         ),
     )
-    monkeypatch.setattr(executor, "read", lambda out: read.append(1) or take(out))
+    monkeypatch.setattr(engine.runner, "read", lambda out: read.append(1) or take(out))
     requests = requests_of(RICH)[:6]
     serve(engine, requests)
     steps = [arrays for kind, arrays in sent if kind in ("prefill", "decode")]
@@ -278,11 +276,11 @@ def test_a_step_moves_two_arrays_to_the_device_and_one_back(monkeypatch):
 def test_the_next_step_is_sent_before_the_last_one_is_read(monkeypatch):
     engine = engine_for()
     order = []
-    step, read = engine.executor.step, engine.executor.read
+    step, read = engine.sequence_runner.step, engine.runner.read
     monkeypatch.setattr(
-        engine.executor, "step", lambda *given: order.append("send") or step(*given)
+        engine.sequence_runner, "step", lambda *given: order.append("send") or step(*given)
     )
-    monkeypatch.setattr(engine.executor, "read", lambda out: order.append("read") or read(out))
+    monkeypatch.setattr(engine.runner, "read", lambda out: order.append("read") or read(out))
     engine.run(engine.add([request_of([1, 2, 3], max_tokens=6)]))
     assert order[:4] == ["send", "send", "read", "send"]
     assert order.count("send") == order.count("read") == 6
@@ -293,13 +291,13 @@ def test_a_warm_engine_compiles_nothing():
     programs = Programs(strict=True)
     programs._programs |= programs_of("plain")._programs
     engine = engine_for(programs=programs)
-    executor = engine.executor
+    sequence_runner = engine.sequence_runner
     for declared in declare_served(engine, request_of([1] * 44, max_tokens=20), 4):
-        executor.program(declared)
-    executor.programs.seal()
+        sequence_runner.runner.program(declared)
+    sequence_runner.runner.programs.seal()
     requests = requests_of(PLAIN)
     wanted = oracle(requests)
-    fill_free(executor)
+    fill_free(sequence_runner)
     before = compile_count()
     sequences = [engine.add([one])[0] for one in requests]
     engine.run(sequences)
@@ -348,7 +346,7 @@ def test_what_is_declared_for_a_request_serves_it_alone_or_with_its_like():
     engine = engine_for(programs=programs, free_pages=9)
     for count in (1, 4):
         for declared in declare_served(engine, request_of([1] * 44, max_tokens=20, **RICH), count):
-            engine.executor.program(declared)
+            engine.runner.program(declared)
         programs.seal()
         sequences = serve(engine, requests_of(RICH)[: 12 if count > 1 else 1], seed=1)
         assert [one.error for one in sequences] == [None] * len(sequences)
@@ -363,12 +361,12 @@ def test_a_strict_engine_survives_a_lost_cache():
     programs._programs |= programs_of("plain")._programs
     engine = engine_for(programs=programs)
     for declared in declare_served(engine, request_of([1] * 44, max_tokens=20, **RICH), 4):
-        engine.executor.program(declared)
+        engine.runner.program(declared)
     programs.seal()
     sequences = [engine.add([one])[0] for one in requests_of(RICH)[:4]]
     while not all(one.generated for one in sequences):
         engine.step()
-    engine.executor.owner.poison("injected")
+    engine.runner.owner.poison("injected")
     engine.run(sequences)
     assert engine.recoveries == 1
     assert_equal(sequences, oracle(requests_of(RICH))[:4])

@@ -37,10 +37,10 @@ class Faults:
         self.message = message
         self.reads, self.steps = set(reads), set(steps)
         self.read_count, self.step_count = count(), count()
-        get, program = jax.device_get, engine.executor.program
+        get, program = jax.device_get, engine.runner.program
         monkeypatch.setattr(jax, "device_get", lambda out: self.read(get, out))
         monkeypatch.setattr(
-            engine.executor,
+            engine.runner,
             "program",
             lambda spec: self.lend(program(spec)) if isinstance(spec, StepSpec) else program(spec),
         )
@@ -146,7 +146,7 @@ def test_a_broken_device_is_not_used_again(monkeypatch):
     with pytest.raises(jax.errors.JaxRuntimeError, match="ILLEGAL"):
         engine.run(start(engine))
     assert engine.recoveries == 0
-    assert engine.executor.owner.rebuilds == 1
+    assert engine.runner.owner.rebuilds == 1
     assert is_fatal(RuntimeError("unspecified launch failure"))
     assert not is_fatal(jax.errors.JaxRuntimeError(OUT_OF_MEMORY))
 
@@ -159,7 +159,7 @@ def test_a_device_that_breaks_at_a_dispatch_is_not_used_again(wanted, monkeypatc
         raise jax.errors.JaxRuntimeError("CUDA_ERROR_LAUNCH_FAILED")
 
     with monkeypatch.context() as patched:
-        patched.setattr(engine.executor, "step", fail)
+        patched.setattr(engine.sequence_runner, "step", fail)
         with pytest.raises(jax.errors.JaxRuntimeError, match="LAUNCH_FAILED"):
             engine.run(start(engine))
     sequences = start(engine)
@@ -184,29 +184,29 @@ def test_a_request_that_breaks_its_step_fails_alone(wanted):
 
 def test_a_step_that_fails_once_is_tried_again_row_by_row(wanted, monkeypatch):
     engine = engine_for()
-    step, calls = engine.executor.step, count()
+    step, calls = engine.sequence_runner.step, count()
 
     def fail_once(shape, rows):
         if next(calls) == 3:
             raise ValueError("injected")
         return step(shape, rows)
 
-    monkeypatch.setattr(engine.executor, "step", fail_once)
+    monkeypatch.setattr(engine.sequence_runner, "step", fail_once)
     sequences = start(engine)
     engine.run(sequences)
     assert_equal(sequences, wanted)
     assert engine.recoveries == 0
 
 
-def spoil(executor, page):
+def spoil(sequence_runner, page):
     """Makes the keys of one page of the full-attention layers no numbers."""
-    live = executor.owner.take()
+    live = sequence_runner.runner.owner.take()
     arrays = list(live.arrays)
     place = live.keys.index((0, "key"))
     values = np.array(arrays[place])
     values[page] = np.nan
     arrays[place] = jax.numpy.array(values)
-    executor.owner.put(Cache(arrays=tuple(arrays), keys=live.keys))
+    sequence_runner.runner.owner.put(Cache(arrays=tuple(arrays), keys=live.keys))
 
 
 def two_that_share(engine):
@@ -219,7 +219,7 @@ def two_that_share(engine):
     second = engine.add([requests[1]])[0]
     for _ in range(3):
         engine.step()
-    tables = [engine.executor.allocator.pages(one.number, "gqa") for one in (first, second)]
+    tables = [engine.sequence_runner.allocator.pages(one.number, "gqa") for one in (first, second)]
     assert tables[0][:2] == tables[1][:2]
     assert tables[0][2] != tables[1][2]
     return first, second, tables[0], (*stem, 9)
@@ -229,7 +229,7 @@ def test_pages_that_a_neighbour_withdrew_come_back_when_a_sharer_has_read_them(m
     """All pages of the failed request leave the index; those that another's finite tokens prove good return."""
     engine = engine_for()
     first, second, pages, prompt = two_that_share(engine)
-    spoil(engine.executor, pages[2])
+    spoil(engine.sequence_runner, pages[2])
     engine.run([first])
     assert first.reason == "error"
     assert engine.prefix.explain(prompt).num_reused == 0
@@ -250,7 +250,7 @@ def test_a_page_that_is_bad_itself_fails_all_who_share_it_and_never_comes_back()
     """No request that reads the page has finite logits, so that none proves it good."""
     engine = engine_for()
     first, second, pages, prompt = two_that_share(engine)
-    spoil(engine.executor, pages[0])
+    spoil(engine.sequence_runner, pages[0])
     engine.run([first, second])
     assert {first.reason, second.reason} == {"error"}
     assert engine.prefix.explain(prompt).num_reused == 0
@@ -268,10 +268,10 @@ def test_logits_that_are_no_numbers_fail_one_request(wanted):
     for _ in range(6):
         engine.step()
     assert sequences[3].status != FINISHED
-    executor = engine.executor
-    page = executor.allocator.pages(sequences[3].number, "gqa")[0]
+    sequence_runner = engine.sequence_runner
+    page = sequence_runner.allocator.pages(sequences[3].number, "gqa")[0]
     assert engine.prefix.explain(long.prompt).num_reused > 0
-    spoil(executor, page)
+    spoil(sequence_runner, page)
     engine.run(sequences)
     assert sequences[3].reason == "error"
     assert engine.prefix.explain(long.prompt).num_reused == 0
@@ -313,7 +313,7 @@ def test_an_interrupt_leaves_the_others_where_they_can_go_on(where, wanted, monk
     mine += engine.add([request_of([4, 5, 6])] * 3)
     with monkeypatch.context() as patched:
         books = where in ("reserve", "fork")
-        owner = engine.executor.allocator if books else engine.executor
+        owner = engine.sequence_runner.allocator if books else engine.sequence_runner
         calls, usual = count(), getattr(owner, where)
 
         def interrupt(*given, **options):
@@ -337,10 +337,10 @@ def test_a_cache_that_others_lost_or_replaced_is_noticed(wanted):
     sequences = start(engine)
     for _ in range(3):
         engine.step()
-    engine.executor.owner.rebuild()
+    engine.runner.owner.rebuild()
     for _ in range(3):
         engine.step()
-    engine.executor.owner.poison("injected")
+    engine.runner.owner.poison("injected")
     engine.run(sequences)
     assert_equal(sequences, wanted)
     assert_idle(engine)
@@ -349,15 +349,15 @@ def test_a_cache_that_others_lost_or_replaced_is_noticed(wanted):
 def test_a_lost_cache_before_a_step_is_seen_by_the_step(wanted, monkeypatch):
     """The copies that samples need may be what loses the cache."""
     engine = engine_for()
-    run, calls = engine.executor.copy, count()
+    run, calls = engine.sequence_runner.copy, count()
 
     def lose(copies):
         if next(calls) == 0:
-            engine.executor.owner.poison("injected")
+            engine.runner.owner.poison("injected")
             raise CachePoisoned("injected")
         run(copies)
 
-    monkeypatch.setattr(engine.executor, "copy", lose)
+    monkeypatch.setattr(engine.sequence_runner, "copy", lose)
     sequences = engine.add([REQUESTS[0]] * 3)
     engine.run(sequences)
     assert_equal(sequences, [wanted[0]] * 3)
@@ -371,12 +371,12 @@ def test_a_lost_cache_is_no_failure_of_a_step():
 
 def test_a_program_that_was_asked_for_while_the_cache_was_lost_is_not_refused_later():
     engine = engine_for(programs=Programs())
-    executor = engine.executor
-    executor.owner.poison("injected")
+    sequence_runner = engine.sequence_runner
+    sequence_runner.runner.owner.poison("injected")
     shape = StepSpec(16, 4, (8, 8))
     with pytest.raises(CachePoisoned, match="injected"):
-        executor.program(shape)
-    assert executor.refusal(shape) is None
+        sequence_runner.runner.program(shape)
+    assert sequence_runner.runner.refusal(shape) is None
 
 
 def test_random_faults_change_no_token(wanted, monkeypatch):

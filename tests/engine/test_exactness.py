@@ -79,11 +79,11 @@ TRACES = st.lists(
 
 def run_trace(engine, truths, trace, taken, losses, junk):
     """Serves one trace with some pages taken away, and the cache lost before some steps."""
-    allocator, steps = engine.executor.allocator, count()
+    allocator, steps = engine.sequence_runner.allocator, count()
     allocator.open(NOBODY)
     allocator.reserve(NOBODY, taken * PAGE)
     if junk:
-        fill_free(engine.executor)
+        fill_free(engine.sequence_runner)
     made, due = [], {}
 
     def step():
@@ -91,7 +91,7 @@ def run_trace(engine, truths, trace, taken, losses, junk):
         for sequence in due.pop(now, ()):
             engine.abort(sequence)
         if now in losses:
-            engine.executor.owner.poison("injected")
+            engine.runner.owner.poison("injected")
         engine.step()
 
     for at, pause, abort, priority in trace:

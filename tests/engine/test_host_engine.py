@@ -21,9 +21,9 @@ from tests.engine.engines import (
     TOKENIZER,
     assert_equal,
     assert_idle,
-    executor_for,
     oracle,
     request_of,
+    sequence_runner_for,
 )
 from tests.engine.host_engines import (
     MUCH,
@@ -152,7 +152,7 @@ def test_no_bytes_are_no_tier():
     engine = engine_for(host_bytes=0)
     stats = collect_stats(engine)
     assert (engine.host, stats.host, stats.host_cache) == (None, None, "off")
-    assert engine.executor.before_update is None
+    assert engine.runner.owner._observers == []
     assert CacheConfig().host_bytes == 0
     with pytest.raises(ValueError, match=r"host_bytes must be an int in .*got -1"):
         CacheConfig(host_bytes=-1)
@@ -168,9 +168,9 @@ def test_where_nothing_could_be_found_again_the_tier_is_off_and_says_why(caplog)
 
 
 def test_where_prompts_share_nothing_the_tier_is_off_and_says_why():
-    executor = executor_for(rope="dynamic")
-    executor.host_bytes = MUCH
-    engine = Engine(executor, TOKENIZER, EngineConfig(token_budget=LONGEST))
+    sequence_runner = sequence_runner_for(rope="dynamic")
+    config = EngineConfig(token_budget=LONGEST)
+    engine = Engine(sequence_runner, TOKENIZER, config, host_bytes=MUCH)
     assert engine.host is None
     told = "disabled: prompts of this model share nothing"
     assert collect_stats(engine).host_cache == told
@@ -193,11 +193,11 @@ def test_what_leaves_is_read_before_a_copy_overwrites_it():
     engine = engine_for()
     [prompt] = prompts_of(6, beginnings=1, rounds=1)
     serve(engine, [prompt])
-    allocator, executor = engine.executor.allocator, engine.executor
+    allocator, sequence_runner = engine.sequence_runner.allocator, engine.sequence_runner
     node = next(iter(engine.prefix._trees["gqa"]))
     pages = sorted(allocator.pool("gqa").kept)
     assert engine.prefix.reclaim({"gqa": len(pages)}, {})
-    executor.copy([PageCopy("gqa", node.page, page) for page in pages if page != node.page])
+    sequence_runner.copy([PageCopy("gqa", node.page, page) for page in pages if page != node.page])
     made = serve(engine, [prompt[:30]])
     assert cached(made) == [24]
     assert engine.host.stats.hits == 1
@@ -206,7 +206,7 @@ def test_what_leaves_is_read_before_a_copy_overwrites_it():
 def test_the_warm_up_declares_what_moves():
     engine = engine_for()
     needed = declare_served(engine, request_of([1] * 10), 2)
-    assert set(declare_swaps(engine.executor.layout)) <= set(needed)
+    assert set(declare_swaps(engine.runner.layout)) <= set(needed)
     engine.host = None
     needed = declare_served(engine, request_of([1] * 10), 2)
     assert not {one.kind for one in needed} & {"swap_in", "swap_out"}

@@ -62,7 +62,7 @@ def test_a_transfer_that_fails_costs_only_its_prefix(fault, monkeypatch, caplog)
     owner, name, when = FAULTS[fault]
     left = fails(
         monkeypatch,
-        owner or type(engine.executor),
+        owner or type(engine.sequence_runner),
         name,
         # Not for want of memory: then the tier would keep to the bytes that it had by then, which is a matter of time.
         RuntimeError("gone"),
@@ -114,7 +114,7 @@ def test_what_is_on_the_host_outlives_a_lost_cache():
     engine = engine_for()
     prompts = prompts_of(2)
     serve(engine, prompts[:4])
-    engine.executor.owner.poison("a test")
+    engine.runner.owner.poison("a test")
     made = serve(engine, prompts[4:])
     # The others were on the device alone, at least in part.
     assert cached(made)[:2] == [40, 40]
@@ -125,15 +125,17 @@ def test_what_is_on_the_host_outlives_a_lost_cache():
 def test_a_cache_that_is_lost_while_a_prefix_is_written_is_replaced(monkeypatch):
     engine = engine_for()
 
-    def poison(executor, declared, *_):
+    def poison(sequence_runner, declared, *_):
         if declared.kind == "swap_in":
-            executor.owner.poison("the write failed")
+            sequence_runner.runner.owner.poison("the write failed")
             return True
         return False
 
     prompts = prompts_of(2)
     serve(engine, prompts[:4])
-    left = fails(monkeypatch, type(engine.executor), "update", CachePoisoned("lost"), when=poison)
+    left = fails(
+        monkeypatch, type(engine.sequence_runner), "update", CachePoisoned("lost"), when=poison
+    )
     made = serve(engine, prompts[4:])
     assert left == [0]
     assert engine.recoveries == 1
@@ -145,16 +147,16 @@ def test_a_step_that_was_lost_sends_nothing_false_to_the_host(monkeypatch):
     engine = engine_for()
     prompts = prompts_of(3)
     serve(engine, prompts[:2])
-    read, failed = type(engine.executor).read, []
+    read, failed = type(engine.sequence_runner).read, []
 
-    def lose(executor, out):
+    def lose(sequence_runner, out):
         if not failed:
             failed.append(True)
-            executor.owner.poison("a step failed while it ran")
+            sequence_runner.runner.owner.poison("a step failed while it ran")
             raise host_failure()
-        return read(executor, out)
+        return read(sequence_runner, out)
 
-    monkeypatch.setattr(type(engine.executor), "read", lose)
+    monkeypatch.setattr(type(engine.runner), "read", lose)
     serve(engine, prompts[2:])
     assert engine.recoveries == 1
     assert_idle(engine)

@@ -129,8 +129,8 @@ def test_arrivals_chunks_and_preemptions_have_the_tokens_of_the_oracle(wanted, f
                 sequences += engine.add([waiting.pop(0)])
         engine.step()
         if draw.random() < 0.3:
-            fill_free(engine.executor)
-        engine.executor.allocator.check()
+            fill_free(engine.sequence_runner)
+        engine.sequence_runner.allocator.check()
     assert [one.token_ids for one in sequences] == truth
     assert (free is None) == all(one.preemptions == 0 for one in sequences)
     assert max(plan.steps for plan in plans) == several
@@ -143,7 +143,10 @@ def test_arrivals_chunks_and_preemptions_have_the_tokens_of_the_oracle(wanted, f
 
 def test_a_state_is_held_by_whoever_runs_and_by_nobody_else():
     engine = hybrid_engine()
-    allocator, total = engine.executor.allocator, engine.executor.allocator.num_free("mamba2")
+    allocator, total = (
+        engine.sequence_runner.allocator,
+        engine.sequence_runner.allocator.num_free("mamba2"),
+    )
     made = [engine.add([request_of(prompt, max_tokens=25)])[0] for prompt in prompts(4)]
     while not all(one.generated for one in made):
         engine.step()
@@ -170,7 +173,7 @@ def test_a_lost_cache_is_computed_again_states_and_all(wanted):
     made = [engine.add([request])[0] for request in requests[:3]]
     for _ in range(4):
         engine.step()
-    engine.executor.owner.poison("the test says so")
+    engine.runner.owner.poison("the test says so")
     engine.run(made)
     assert [one.token_ids for one in made] == truth[:3]
     assert engine.recoveries == 1
@@ -197,39 +200,39 @@ def test_no_prefix_is_hit_and_everybody_is_told_why(wanted, caplog):
 
 def test_a_step_of_a_single_row_updates_its_states_in_place():
     # XLA sees one row as one slice, and would copy the pool rather than read before it writes.
-    executor = hybrid_engine().executor
+    sequence_runner = hybrid_engine().sequence_runner
     shape = StepSpec(1, 1, (LONGEST // PAGE,), decode=True)
-    report = executor.program(shape).report
+    report = sequence_runner.runner.program(shape).report
     assert report.problems == ()
     assert report.alias_bytes == report.cache_bytes
 
 
 def test_a_row_may_not_read_what_another_row_writes(monkeypatch):
     # The order of reads and writes within a step is not defined.
-    executor = hybrid_engine().executor
+    sequence_runner = hybrid_engine().sequence_runner
     for number in range(2):
-        executor.allocator.open(number)
-        executor.allocator.reserve(number, 4)
+        sequence_runner.allocator.open(number)
+        sequence_runner.allocator.reserve(number, 4)
     rows = [Row(number, [5], 3, SamplingParams(temperature=0.0)) for number in range(2)]
     shape = StepSpec(2, 2, (LONGEST // PAGE,), decode=True)
-    executor.packer.pack(shape, rows, executor.allocator)
-    states = executor.allocator.states
+    sequence_runner.packer.pack(shape, rows, sequence_runner.allocator)
+    states = sequence_runner.allocator.states
     first, second = (states(number, "mamba2")[1] for number in range(2))
 
     def give(*pairs):
         """Lets the rows read and write these states of the recurrent group."""
         monkeypatch.setattr(
-            executor.allocator,
+            sequence_runner.allocator,
             "states",
             lambda number, group: pairs[number] if group == "mamba2" else states(number, group),
         )
 
     give((second, first), (second, second))
     with pytest.raises(ValueError, match=r"mamba2.*read the states"):
-        executor.packer.pack(shape, rows, executor.allocator)
+        sequence_runner.packer.pack(shape, rows, sequence_runner.allocator)
     give((first, second), (second, second))
     with pytest.raises(ValueError, match=r"write a state twice"):
-        executor.packer.pack(shape, rows, executor.allocator)
+        sequence_runner.packer.pack(shape, rows, sequence_runner.allocator)
 
 
 @pytest.mark.parametrize(

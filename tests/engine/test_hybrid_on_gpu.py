@@ -58,7 +58,7 @@ def states_of(engine, prompt, length, salt):
     """Returns what a checkpoint of a prompt holds, by layer and role."""
     assert length in places(engine, prompt, salt)
     found = engine.prefix.match([*prompt[:length], 0], engine.prefix.keys(salt))
-    live, group = engine.executor.owner.handle().cache, engine.executor.layout.group("mamba2")
+    live, group = engine.runner.owner.handle().cache, engine.runner.layout.group("mamba2")
     return {
         (layer, array.role): np.asarray(live.layer(layer)[array.role][found.states["mamba2"]])
         for layer in group.layers
@@ -83,7 +83,7 @@ def assert_close(made, truth):
 
 def test_prompts_that_begin_from_kept_states_are_answered_as_if_all_were_computed(engine):
     # A further turn, a branch, a repeat that computes nothing, and all of them at once.
-    assert engine.executor.implementation.name == "mosaic_gpu"
+    assert engine.runner.implementation.name == "mosaic_gpu"
     base, more, other = texts(1, 200, 30, 70)
     [first] = run(engine, base, max_tokens=12, logprobs=2)
     turn, branch = first.tokens + more, base[:150] + other

@@ -107,8 +107,8 @@ def test_the_reference_trace_computes_2008_tokens():
     for prompts, kept, holders in (([a], 1, 1), ([b], 2, 2), ([c, d], 5, 4), ([e], 6, 5)):
         alive += start(engine, *prompts)
         assert engine.prefix.num_checkpoints == kept
-        page = engine.executor.allocator.pages(alive[-1].number, "gqa")[0]
-        assert engine.executor.allocator.pool("gqa").references(page) == holders + 1
+        page = engine.sequence_runner.allocator.pages(alive[-1].number, "gqa")[0]
+        assert engine.sequence_runner.allocator.pool("gqa").references(page) == holders + 1
     assert steps == [300, 544, 876, 288]
     assert sum(steps) == 2008
     assert engine.prefix.stats.tokens_computed == 2008

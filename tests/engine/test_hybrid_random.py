@@ -73,9 +73,9 @@ def happen(engine, draw, live):
     if draw.random() < 0.03:
         engine.scheduler.requeue_all()
     if draw.random() < 0.01:
-        engine.executor.owner.poison("the test says so")
+        engine.runner.owner.poison("the test says so")
     if draw.random() < 0.03:
-        groups = [group for group in engine.executor.layout.groups if not group.in_place]
+        groups = [group for group in engine.runner.layout.groups if not group.in_place]
         engine.prefix.reclaim({draw.choice(groups).name: draw.randrange(1, 4)}, {})
     check(engine)
 
@@ -103,7 +103,7 @@ def test_random_conversations_have_the_tokens_of_lone_ones(name, requests):
     stats = engine.prefix.stats
     # What the test is about did happen.
     assert min(stats.hits, stats.checkpoint_evictions) > 3
-    assert (stats.evictions > 0) == bool(engine.executor.layout.paged_groups)
+    assert (stats.evictions > 0) == bool(engine.runner.layout.paged_groups)
     assert sum(one.preemptions for one in made) > 0
     if engine.host is not None:
         assert engine.host.stats.hits > 0

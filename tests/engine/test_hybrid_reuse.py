@@ -155,8 +155,8 @@ def test_pages_are_shared_even_where_they_must_be_computed_again(checkpoints):
     first = run(engine, prompt)[0]
     for one in engine.prefix._states.kept:
         engine.prefix._states.forget(one, 0)
-    free = engine.executor.allocator.num_free("gqa")
-    packer, written = engine.executor.packer, []
+    free = engine.sequence_runner.allocator.num_free("gqa")
+    packer, written = engine.sequence_runner.packer, []
     pack = packer.pack
 
     def noting(shape, rows, allocator):
@@ -169,12 +169,12 @@ def test_pages_are_shared_even_where_they_must_be_computed_again(checkpoints):
     engine.step()
     check(engine)
     # Three pages are there, so that only the last two tokens are written.
-    num_slots = engine.executor.owner.counts["gqa"] * 32
+    num_slots = engine.runner.owner.counts["gqa"] * 32
     assert (written[0] < num_slots).nonzero()[0][:2].tolist() == [96, 97]
-    tables = [engine.executor.allocator.pages(one.number, "gqa") for one in made[:1]]
-    kept = engine.executor.allocator.pool("gqa").kept
+    tables = [engine.sequence_runner.allocator.pages(one.number, "gqa") for one in made[:1]]
+    kept = engine.sequence_runner.allocator.pool("gqa").kept
     assert set(tables[0][:3]) <= kept
-    assert engine.executor.allocator.num_free("gqa") >= free - 2
+    assert engine.sequence_runner.allocator.num_free("gqa") >= free - 2
     engine.run(made)
     assert made[0].cached == 0
     assert_same(
@@ -227,7 +227,7 @@ def test_chunks_prefixes_and_neighbours_change_nothing(budget):
             made += engine.add([ask(waiting.pop(0))])
         engine.step()
         if draw.random() < 0.3:
-            fill_free(engine.executor)
+            fill_free(engine.sequence_runner)
         check(engine)
     assert sum(one.cached for one in made) > 0
     assert_same(made, uncached(engine, *prompts))
@@ -305,7 +305,7 @@ def test_a_restored_state_is_the_one_that_was_left_bit_for_bit(dtype):
     prompt, other = texts(13, 64, 90)
 
     def held(ids):
-        live, group = engine.executor.owner.handle().cache, engine.executor.layout.group("mamba2")
+        live, group = engine.runner.owner.handle().cache, engine.runner.layout.group("mamba2")
         return [
             np.array(live.layer(layer)[array.role][ids])
             for layer in group.layers
@@ -320,7 +320,9 @@ def test_a_restored_state_is_the_one_that_was_left_bit_for_bit(dtype):
     run(engine, other)
     longer = engine.add([ask(prompt + other[:20], max_tokens=20)])[0]
     engine.scheduler.plan()
-    assert engine.executor.allocator.states(longer.number, "mamba2")[0] == one.states["mamba2"]
+    assert (
+        engine.sequence_runner.allocator.states(longer.number, "mamba2")[0] == one.states["mamba2"]
+    )
     engine.scheduler.requeue_all()
     engine.run([longer])
     for array, again in zip(before, held(one.states["mamba2"]), strict=True):
@@ -334,7 +336,7 @@ def test_a_lost_cache_takes_its_checkpoints_with_it():
     assert engine.prefix.explain(prompt).num_reused == 64
     running = engine.add([ask([*prompt, 1, 2, 3])])[0]
     engine.step()
-    engine.executor.owner.poison("the test says so")
+    engine.runner.owner.poison("the test says so")
     engine.run([running])
     assert engine.recoveries == 1
     again = run(engine, prompt)[0]
@@ -351,12 +353,12 @@ def test_no_hit_and_no_snapshot_compiles_anything():
     run(engine, base)
     run(engine, base + tail)
     run(engine, base[:70] + tail)
-    known = set(engine.executor.programs.manifest())
+    known = set(engine.runner.programs.manifest())
     draw = random.Random(0)
     for number in range(20):
         prompt = base[: draw.randrange(1, 100)] + texts(number, draw.randrange(1, 30))[0]
         run(engine, prompt)
-    assert set(engine.executor.programs.manifest()) == known
+    assert set(engine.runner.programs.manifest()) == known
     assert engine.prefix.stats.hits > 10
 
 
@@ -436,7 +438,7 @@ def test_a_known_prompt_that_lost_its_cache_is_computed_again():
     again = engine.add([ask(prompt, max_tokens=8)])[0]
     engine.step()
     assert again.cached == 70
-    engine.executor.owner.poison("the test says so")
+    engine.runner.owner.poison("the test says so")
     engine.run([again])
     check(engine)
     assert_same([again], uncached(engine, prompt, max_tokens=8))
@@ -464,7 +466,7 @@ def test_a_step_or_a_copy_that_fails_leaks_no_state(monkeypatch):
     # States taken for a step that was not sent come back; a checkpoint whose page was not copied does not exist.
     engine = engine_for()
     (prompt,) = texts(25, 70)
-    step, copy, failed = engine.executor.step, engine.executor.copy, []
+    step, copy, failed = engine.sequence_runner.step, engine.sequence_runner.copy, []
 
     def failing(shape, rows):
         if not failed:
@@ -476,8 +478,8 @@ def test_a_step_or_a_copy_that_fails_leaks_no_state(monkeypatch):
         failed.append("copy")
         raise ValueError("the test says so")
 
-    monkeypatch.setattr(engine.executor, "step", failing)
-    monkeypatch.setattr(engine.executor, "copy", failing_copy)
+    monkeypatch.setattr(engine.sequence_runner, "step", failing)
+    monkeypatch.setattr(engine.sequence_runner, "copy", failing_copy)
     lost = engine.add([ask(prompt)])[0]
     engine.run([lost])
     assert lost.reason == "error"
@@ -487,6 +489,6 @@ def test_a_step_or_a_copy_that_fails_leaks_no_state(monkeypatch):
     assert failed[:2] == ["step", "copy"]
     # Only the one at the end of a page needed no copy; it went with the others that its sequence made.
     assert engine.prefix.num_checkpoints <= 1
-    monkeypatch.setattr(engine.executor, "copy", copy)
+    monkeypatch.setattr(engine.sequence_runner, "copy", copy)
     assert_same([first], uncached(engine, prompt))
     assert_idle(engine)

@@ -16,16 +16,16 @@ REQUEST, OTHER = request_of(range(1, 20), max_tokens=3), request_of([60, 2], max
 
 
 def lose_a_page(engine):
-    engine.executor.allocator.pool("gqa").take(1)
+    engine.sequence_runner.allocator.pool("gqa").take(1)
 
 
 def leave_a_sequence(engine):
-    engine.executor.allocator.open(10**6)
-    engine.executor.allocator.reserve(10**6, 1)
+    engine.sequence_runner.allocator.open(10**6)
+    engine.sequence_runner.allocator.reserve(10**6, 1)
 
 
 def forget_a_kept_page(engine):
-    pool = engine.executor.allocator.pool("gqa")
+    pool = engine.sequence_runner.allocator.pool("gqa")
     pool.forget(min(pool.kept))
 
 
@@ -74,19 +74,19 @@ def test_idle_checks_can_be_turned_off():
     engine = engine_for(idle_checks=False)
     leave_a_sequence(engine)
     serve(engine, REQUEST)
-    assert engine.executor.allocator.is_open(10**6)
+    assert engine.sequence_runner.allocator.is_open(10**6)
 
 
 def test_a_sequence_that_was_open_before_the_engine_was_made_is_no_leak():
     engine = engine_for()
     leave_a_sequence(engine)
-    allocator = engine.executor.allocator
+    allocator = engine.sequence_runner.allocator
     assert IdleCheck(allocator, engine.prefix, count().__next__).run_if_due()
     allocator.release(10**6)
 
 
 def test_checks_take_at_most_a_hundredth_of_the_time():
-    allocator = engine_for().executor.allocator
+    allocator = engine_for().sequence_runner.allocator
     now, spent = 0.0, 0.0
 
     def clock():

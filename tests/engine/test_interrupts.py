@@ -123,7 +123,7 @@ def answers(interrupt):
             with interrupt:
                 engine.step()
         except KeyboardInterrupt:
-            engine.executor.allocator.check()
+            engine.sequence_runner.allocator.check()
     assert_idle(engine)
     return [(one.token_ids, one.reason) for one in made]
 

@@ -90,7 +90,7 @@ def test_after_the_warm_up_both_ways_are_there_and_nothing_compiles():
         False,
         True,
     }
-    compile_all(engine.executor, list(reversed(needed)))
+    compile_all(engine.runner, list(reversed(needed)))
     ran = watch(engine)
     serve(engine, prompt(30), prompt(12, seed=4))
     serve(engine, prompt(30)[:24] + prompt(5, seed=5))
@@ -117,10 +117,10 @@ def test_a_program_that_reads_pages_stands_in_for_one_that_does_not_and_never_th
     assert (fresh.fresh, absorbed.fresh) == (True, False)
     assert absorbed.serves(fresh)
     assert not fresh.serves(absorbed)
-    with engine.executor.reserved(28) as number:
+    with engine.sequence_runner.reserved(28) as number:
         row = Row(number, prompt(20), 8, request_of([1]).params)
         with pytest.raises(ValueError, match="begin at their first token"):
-            engine.executor.packer.pack(fresh, [row], engine.executor.allocator)
+            engine.sequence_runner.packer.pack(fresh, [row], engine.sequence_runner.allocator)
 
 
 @pytest.mark.slow
@@ -180,7 +180,7 @@ def test_random_arrivals_have_the_tokens_of_the_oracle_in_a_tight_pool(latent, w
         if waiting and draw.random() < 0.8:
             made += engine.add(waiting.pop(0))
         engine.step()
-        engine.executor.allocator.check()
+        engine.sequence_runner.allocator.check()
     assert_equal(made, _answers(latent, requests, window))
     assert any(one.cached for one in made)
     assert any(one.preemptions for one in made)
@@ -192,9 +192,9 @@ def test_random_arrivals_have_the_tokens_of_the_oracle_in_a_tight_pool(latent, w
     assert_idle(engine)
 
 
-def places(executor):
+def places(sequence_runner):
     """Returns what every token's place holds [pages * page size, bytes], by layer and role."""
-    cache = executor.owner.handle().cache
+    cache = sequence_runner.runner.owner.handle().cache
     return {
         key: np.array(array).view(np.uint8).reshape(array.shape[0] * PAGE, -1)
         for key, array in zip(cache.keys, cache.arrays, strict=True)
@@ -210,26 +210,32 @@ def test_a_short_step_after_a_long_one_reads_nothing_of_it_and_writes_only_its_o
 
     def run(engine, *rows):
         shape = engine.shapes.declare(rows, total_tokens=LONGEST)
-        return engine.executor.read(engine.executor.step(shape, rows))[0]
+        return engine.runner.read(engine.sequence_runner.step(shape, rows))[0]
 
     def rows_of(number):
         return [Row(number, text[begin:end], begin, params) for begin, end in cuts]
 
     quiet, busy = engine_of(latent), engine_of(latent)
-    with quiet.executor.reserved(len(text)) as number:
+    with quiet.sequence_runner.reserved(len(text)) as number:
         wanted = [run(quiet, row) for row in rows_of(number)]
-    executor = busy.executor
+    sequence_runner = busy.sequence_runner
     with (
-        executor.reserved(20) as first,
-        executor.reserved(12) as second,
-        executor.reserved(len(text)) as number,
+        sequence_runner.reserved(20) as first,
+        sequence_runner.reserved(12) as second,
+        sequence_runner.reserved(len(text)) as number,
     ):
         long = [Row(first, prompt(20), 0, params), Row(second, prompt(12, seed=1), 0, params)]
         for row, (begin, end), want in zip(rows_of(number), cuts, wanted, strict=True):
             run(busy, *long)
-            before = places(executor)
+            before = places(sequence_runner)
             np.testing.assert_array_equal(run(busy, row), want)
-            own = slots_of(executor.allocator, executor.layout.paged_groups[0], number, begin, end)
-            for key, after in places(executor).items():
+            own = slots_of(
+                sequence_runner.allocator,
+                sequence_runner.runner.layout.paged_groups[0],
+                number,
+                begin,
+                end,
+            )
+            for key, after in places(sequence_runner).items():
                 changed = np.flatnonzero((before[key] != after).any(axis=1))
                 assert set(changed) == set(own), key

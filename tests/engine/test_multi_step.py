@@ -78,7 +78,7 @@ def serve(engine, requests, aborts=()):
         for at in aborts:
             if at < len(sequences) and turns % 5 == 4 and sequences[at].generated:
                 engine.abort(sequences[at])
-        engine.executor.allocator.check()
+        engine.sequence_runner.allocator.check()
     return sequences
 
 
@@ -183,14 +183,14 @@ def test_rows_whose_stop_ids_are_blocked_take_one_step_at_a_time():
 def test_a_burst_without_memory_is_not_sent_again_and_costs_no_token():
     """Single steps, which need less, go on."""
     engine = engine_for(steps_per_launch=4)
-    sent, step = watch(engine), engine.executor.step
+    sent, step = watch(engine), engine.sequence_runner.step
 
     def exhausted(shape, rows):
         if shape.steps > 1:
             raise MemoryError("no room")
         return step(shape, rows)
 
-    engine.executor.step = exhausted
+    engine.sequence_runner.step = exhausted
     request = request_of([1, 2, 3], max_tokens=20)
     engine.run(served := engine.add([request]))
     assert_equal(served, oracle([request]))
@@ -202,14 +202,14 @@ def test_a_burst_without_memory_is_not_sent_again_and_costs_no_token():
 def test_a_burst_that_fails_is_sent_step_by_step_and_costs_nobody_a_request():
     """A program of several steps that cannot run fails none of its requests."""
     engine = engine_for(steps_per_launch=4)
-    sent, step = watch(engine), engine.executor.step
+    sent, step = watch(engine), engine.sequence_runner.step
 
     def broken(shape, rows):
         if shape.steps > 1:
             raise RuntimeError("INTERNAL: no such graph")
         return step(shape, rows)
 
-    engine.executor.step = broken
+    engine.sequence_runner.step = broken
     request = request_of([1, 2, 3], max_tokens=20)
     engine.run(served := engine.add([request]))
     assert_equal(served, oracle([request]))
@@ -229,7 +229,7 @@ def test_an_engine_that_was_warmed_up_for_bursts_compiles_none_and_without_them_
         assert any(getattr(one, "steps", 1) == 4 for one in needed)
         for one in needed:
             if declared or getattr(one, "steps", 1) == 1:
-                engine.executor.program(one)
+                engine.runner.program(one)
         programs.seal()
         sent = watch(engine)
         engine.run(served := engine.add([request]))
@@ -246,7 +246,7 @@ def test_left_to_itself_an_engine_sends_bursts_where_the_device_was_seen_to_wait
     monkeypatch.setattr(Flight, "is_done", property(lambda _: idle))
     request = request_of([1, 2, 3], max_tokens=40)
     single = engine.shapes.choose(1, 1, features_for(request.params), total_tokens=43)
-    engine.executor.program(replace(single, steps=4))
+    engine.runner.program(replace(single, steps=4))
     sent = watch(engine)
     engine.run(served := engine.add([request]))
     assert_equal(served, oracle([request]))

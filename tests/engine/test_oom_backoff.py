@@ -38,9 +38,9 @@ class Memory:
     def __init__(self, engine, monkeypatch, refuses, *, loses=False):
         self.refuses, self.loses = refuses, loses
         self.tried = []
-        program = engine.executor.program
+        program = engine.runner.program
         monkeypatch.setattr(
-            engine.executor,
+            engine.runner,
             "program",
             lambda spec: (
                 self.lend(spec, program(spec)) if isinstance(spec, StepSpec) else program(spec)
@@ -138,7 +138,7 @@ def test_a_shape_that_cannot_be_compiled_is_asked_for_once(wanted, monkeypatch):
     engine.run(sequences)
     assert_equal(sequences, wanted)
     assert sum(key.rows == 4 and key.kind == "decode" for key in asked) == 1
-    assert engine.executor.owner.rebuilds == 1
+    assert engine.runner.owner.rebuilds == 1
     assert_idle(engine)
 
 
@@ -171,7 +171,7 @@ def test_what_a_request_needs_first_is_tried_twice_if_memory_is_short(
 ):
     """A clean entry for its penalties, or the copy of a page it shares: only its owner waits, or fails."""
     engine = engine_for()
-    run, calls = getattr(engine.executor, what), count()
+    run, calls = getattr(engine.sequence_runner, what), count()
 
     def fail(*given):
         # The copies fail together and then alone: two attempts of one owner.
@@ -186,7 +186,7 @@ def test_what_a_request_needs_first_is_tried_twice_if_memory_is_short(
         mine = request_of(range(16))
     else:
         mine = request_of([1, 2, 3], repetition_penalty=1.5)
-    monkeypatch.setattr(engine.executor, what, fail)
+    monkeypatch.setattr(engine.sequence_runner, what, fail)
     [owner] = start(engine, [mine])
     engine.run([owner, *others])
     assert_equal(others, wanted[:2])
@@ -207,7 +207,7 @@ def test_a_copy_that_fails_is_charged_to_its_owner(monkeypatch):
     calm = engine_for()
     calm.run(truth := calm.add(samples))
     engine = engine_for()
-    run, victims = engine.executor.copy, []
+    run, victims = engine.sequence_runner.copy, []
 
     def refuse_one(copies):
         if any(one.target in victims and one.group == "gqa" for one in copies):
@@ -218,7 +218,7 @@ def test_a_copy_that_fails_is_charged_to_its_owner(monkeypatch):
             raise ValueError("injected")
         return run(copies)
 
-    monkeypatch.setattr(engine.executor, "copy", refuse_one)
+    monkeypatch.setattr(engine.sequence_runner, "copy", refuse_one)
     sequences = engine.add(samples)
     engine.run(sequences)
     assert [one.reason for one in sequences].count("error") == 1

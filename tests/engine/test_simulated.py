@@ -106,8 +106,8 @@ def serve_declared(draw, kind, declare=declare_served):
     except ValueError:
         return None
     declared = declare(engine, example, at_once)
-    engine.executor._known |= dict.fromkeys(declared)
-    engine.executor.programs.strict = True
+    engine.runner._known |= dict.fromkeys(declared)
+    engine.runner.programs.strict = True
     stem = [draw.randrange(VOCAB) for _ in range(longest)]
     made, left = [], 10
     while left or engine.has_work:
@@ -118,7 +118,7 @@ def serve_declared(draw, kind, declare=declare_served):
             request = _ask(prompt, draw.choice((most, draw.randint(1, most))), wish)
             made += engine.add([replace(request, seed=number) for number in range(samples)])
         if setting.most_rebuilds and draw.random() < 0.02:
-            engine.executor.owner.poison("the test says so")
+            engine.runner.owner.poison("the test says so")
         if engine.has_work:
             engine.step()
         check_books(engine)
@@ -185,4 +185,4 @@ def test_an_engine_over_the_device_compiles_nothing(monkeypatch):
     play = Play(draw, draw_setting(draw, "hybrid", host_bytes=2**22), 3)
     play.run()
     assert play.device.asked
-    assert not play.engine.executor.programs.manifest()
+    assert not play.engine.runner.programs.manifest()

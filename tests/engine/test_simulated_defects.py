@@ -12,13 +12,14 @@ import numpy as np
 import pytest
 
 from jaxkv.cache import sequence_pages
+from jaxkv.cache.owner import CacheOwner
 from jaxkv.cache.page_allocator import PageAllocator
 from jaxkv.cache.prefix import hits as prefix_hits
 from jaxkv.cache.prefix.index import PrefixIndex
 from jaxkv.engine.collect import Collector
 from jaxkv.offload.transfers import HostTransfers
-from jaxkv.runner.model_runner import Executor
 from jaxkv.runner.packer import Packer
+from jaxkv.runner.sequence_runner import SequenceRunner
 from tests.defects import Defects, wrap
 from tests.engine.simulated import WrongUse
 from tests.engine.simulated_engines import KINDS, draw_setting
@@ -156,7 +157,7 @@ def a_hit_is_a_token_too_long(patch):
 @defect(WrongUse, OTHERS, caches=["full"], prefix=True)
 def shared_pages_are_not_copied(patch):
     """The page is replaced, its contents are not."""
-    patch.setattr(Executor, "copy", lambda executor, copies: None)
+    patch.setattr(SequenceRunner, "copy", lambda sequence_runner, copies: None)
 
 
 @defect(ValueError, "do not hold .* reserve first", caches=["full"])
@@ -227,7 +228,7 @@ def a_swap_in_lands_before_its_bytes(patch):
     page=4,
 )
 def a_page_goes_to_the_host_after_it_was_written_over(patch):
-    patch.setattr(Executor, "_flush", lambda executor: None)
+    patch.setattr(CacheOwner, "announce_donation", lambda owner: None)
 
 
 # Results.
@@ -250,7 +251,12 @@ def results_of_an_old_epoch_count(patch):
 @defect(WrongOutput, caches=["full"], rows=5, spare=0, page=4, budget=16)
 def who_comes_back_forgets_what_it_has_generated(patch):
     """Penalties count the output of before a preemption."""
-    wrap(patch, Executor, "admit", lambda admit: lambda executor, rows, _=(): admit(executor, rows))
+    wrap(
+        patch,
+        SequenceRunner,
+        "admit",
+        lambda admit: lambda sequence_runner, rows, _=(): admit(sequence_runner, rows),
+    )
 
 
 @pytest.mark.parametrize("name", DEFECTS)

@@ -15,7 +15,8 @@ from jaxkv.engine.request import Request
 from jaxkv.models.decoder import Decoder
 from jaxkv.plan import plan_cache
 from jaxkv.programs.manifest import Programs
-from jaxkv.runner.model_runner import Executor
+from jaxkv.runner.model_runner import ModelRunner
+from jaxkv.runner.sequence_runner import SequenceRunner
 from tests.engine.oracle import generated
 
 
@@ -43,8 +44,10 @@ def engine_for(rope):
     wish = CacheConfig(max_sequences=2, page_size=8)
     layout, budget = plan_cache(model, wish, dtype="float32", max_model_len=64, free_bytes=None)
     limits = {"max_tokens": 64, "max_rows": 2}
-    executor = Executor(model, params, layout, budget.counts, programs=Programs(), **limits)
-    return Engine(executor, config=EngineConfig(token_budget=8))
+    sequence_runner = SequenceRunner(
+        ModelRunner(model, params, layout, budget.counts, Programs()), **limits
+    )
+    return Engine(sequence_runner, config=EngineConfig(token_budget=8))
 
 
 @pytest.mark.parametrize(
@@ -66,13 +69,15 @@ def test_a_prompt_of_several_chunks_streams_the_tokens_of_the_loop(rope):
         seed=0,
         stop_ids=(),
     )
-    executor = engine.executor
-    [whole] = generated(executor.model, executor.params, [request], rows=1)
+    sequence_runner = engine.sequence_runner
+    [whole] = generated(
+        sequence_runner.runner.model, sequence_runner.runner.params, [request], rows=1
+    )
     streamed = list(serve_stream(Turns(), engine, request))
     assert tuple(piece.token_id for piece in streamed) == whole.token_ids
     # Equal tokens may be luck; the numbers behind them are not.
     for piece, wanted in zip(streamed, whole.logprobs, strict=True):
         assert piece.logprobs == pytest.approx(wanted, abs=1e-4)
-    assert engine.steps == 11 + (1 if executor.model.whole_prompts else 4)
-    executor.allocator.check()
+    assert engine.steps == 11 + (1 if sequence_runner.runner.model.whole_prompts else 4)
+    sequence_runner.allocator.check()
     assert not engine.scheduler.running

@@ -19,8 +19,9 @@ from jaxkv.engine.request_state import FINISHED
 from jaxkv.models.decoder import Decoder
 from jaxkv.plan import plan_cache, tokens_ahead
 from jaxkv.programs.manifest import Programs
-from jaxkv.runner.model_runner import Executor
+from jaxkv.runner.model_runner import ModelRunner
 from jaxkv.runner.scoring import score_texts
+from jaxkv.runner.sequence_runner import SequenceRunner
 from tests.engine.engines import assert_equal, assert_idle, fill_free, keep_junk, request_of
 from tests.engine.oracle import generated
 from tests.models.driver import Driver
@@ -74,17 +75,13 @@ def engine_of(model, programs, *, overlap=True, prefix_cache=True, **pages):
     assert ahead == BUDGET * (1 + overlap)
     limits = {"dtype": "float32", "max_model_len": LONGEST, "free_bytes": None}
     layout, budget = plan_cache(decoder, wish, **limits, ahead=ahead)
-    executor = Executor(
-        decoder,
-        params,
-        layout,
-        dict(budget.counts) | pages,
+    sequence_runner = SequenceRunner(
+        ModelRunner(decoder, params, layout, dict(budget.counts) | pages, programs[repr(pages)]),
         max_tokens=LONGEST,
         max_rows=ROWS,
-        programs=programs[repr(pages)],
     )
-    fill_free(executor)
-    engine = Engine(executor, None, config)
+    fill_free(sequence_runner)
+    engine = Engine(sequence_runner, None, config)
     keep_junk(engine)
     return engine
 
@@ -119,8 +116,8 @@ def serve(engine, requests, seed):
         if waiting and draw.random() < 0.4:
             sequences += engine.add([waiting.pop(0)])
         engine.step()
-        engine.executor.allocator.check()
-        for held in engine.executor.allocator.view().sequences.values():
+        engine.sequence_runner.allocator.check()
+        for held in engine.sequence_runner.allocator.view().sequences.values():
             for name, pages in held.pages.items():
                 most[name] = max(most.get(name, 0), len(pages) - held.unneeded[name])
     return sequences, most
@@ -147,7 +144,7 @@ def test_random_arrivals_have_the_tokens_of_the_oracle(model, programs, case):
     assert_equal(sequences, generated(*model, requests, rows=ROWS))
     assert most["gqa"] > 10, "some texts are longer than every window and step"
     steps = 2 if engine.config.overlap else 1
-    for group in engine.executor.layout.paged_groups:
+    for group in engine.runner.layout.paged_groups:
         if group.window is not None:
             assert most[group.name] <= -(-(group.window + steps * BUDGET) // PAGE) + 1
     if engine.prefix is not None:
@@ -159,11 +156,11 @@ def test_random_arrivals_have_the_tokens_of_the_oracle(model, programs, case):
 
 def test_a_text_longer_than_the_windows_pools_is_scored_in_parts(model, programs):
     engine = engine_of(model, programs, **TIGHT)
-    executor, decoder = engine.executor, model[0]
+    sequence_runner, decoder = engine.sequence_runner, model[0]
     draw = random.Random(9)
     text = tuple(draw.randrange(VOCAB) for _ in range(60))
-    assert executor.allocator.most_ahead < 60
-    [scores] = score_texts(executor, [text])
+    assert sequence_runner.allocator.most_ahead < 60
+    [scores] = score_texts(sequence_runner, [text])
     driver = Driver(decoder, model[1], page_size=PAGE, max_tokens=LONGEST)
     [logits] = driver.prefill([text])
     wanted = jax.nn.log_softmax(logits, axis=1)[np.arange(59), np.asarray(text[1:])]

@@ -86,7 +86,7 @@ def test_a_model_serves_text_from_a_third_of_the_bytes():
         cache = CacheConfig(dtype=name, max_sequences=1, page_size=16)
         llm = LLM(dtype="float32", max_model_len=64, cache=cache, progress=False)
         texts[name] = llm.generate("def add(", params)[0].text
-        sizes[name] = bytes_per_token(llm.executor.layout.groups[0])
+        sizes[name] = bytes_per_token(llm.engine.runner.layout.groups[0])
     assert texts["int8"] == texts["float32"]
     assert sizes["int8"] < 0.32 * sizes["float32"]
 

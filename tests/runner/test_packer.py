@@ -13,6 +13,7 @@ from jaxkv.cache.page_allocator import PageAllocator
 from jaxkv.cache.spec import LayerSpec, group_layers
 from jaxkv.cache.variants import gqa, mamba2, sampling, window
 from jaxkv.config.sampling import SamplingParams
+from jaxkv.runner.packed_layout import PackedLayout
 from jaxkv.runner.packer import Packer
 from jaxkv.runner.program_specs import StepSpec
 from jaxkv.runner.rows import Row, columns_of
@@ -35,7 +36,7 @@ GREEDY = SamplingParams(temperature=0.0)
 
 @pytest.fixture
 def packer():
-    return Packer(LAYOUT, COUNTS, VOCAB)
+    return Packer(PackedLayout(LAYOUT, COUNTS), VOCAB)
 
 
 def opened(allocator, sequence, num_tokens):
@@ -257,7 +258,7 @@ CHOICES = st.fixed_dictionaries(
 def test_rows_of_one_token_pack_to_the_same_bytes_by_either_path(order, drawn):
     """The path of decode steps is another only for speed; a third way to the slots and seeds agrees with both."""
     rows = [Row(sequence=order[index], **fields) for index, fields in enumerate(drawn)]
-    packer, allocator = Packer(LAYOUT, COUNTS, VOCAB), PageAllocator(LAYOUT, COUNTS)
+    packer, allocator = Packer(PackedLayout(LAYOUT, COUNTS), VOCAB), PageAllocator(LAYOUT, COUNTS)
     for row in rows:
         allocator.open(row.sequence)
     for tokens_of in (lambda row: row.start, lambda row: row.start + 1):
@@ -293,7 +294,7 @@ VERBS = st.lists(
 @settings(max_examples=150, deadline=None)
 def test_what_a_packer_remembers_of_earlier_steps_never_shows(verbs):
     """Pages grow, are copied or get another holder, and entries get another owner; a new packer packs the same."""
-    old, allocator = Packer(LAYOUT, COUNTS, VOCAB), PageAllocator(LAYOUT, COUNTS)
+    old, allocator = Packer(PackedLayout(LAYOUT, COUNTS), VOCAB), PageAllocator(LAYOUT, COUNTS)
     numbers, tokens, wishes = list(range(4)), {}, {}
     for verb, at in verbs:
         number = numbers[at]
@@ -325,7 +326,7 @@ def test_what_a_packer_remembers_of_earlier_steps_never_shows(verbs):
             rows.append(Row(one, [one % VOCAB], tokens[one], wishes[one], seed=one))
         if rows and verb == "pack":
             shape = StepSpec(4, 4, (12, 24), features_of(rows), decode=at % 2 == 0)
-            fresh = Packer(LAYOUT, COUNTS, VOCAB).pack(shape, rows, allocator)
+            fresh = Packer(PackedLayout(LAYOUT, COUNTS), VOCAB).pack(shape, rows, allocator)
             for one, other in zip(old.pack(shape, rows, allocator), fresh, strict=True):
                 assert one.tobytes() == other.tobytes()
         for row in rows:

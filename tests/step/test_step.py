@@ -16,6 +16,7 @@ from jaxkv.cache.variants import sampling
 from jaxkv.config.model import ModelConfig, RopeConfig
 from jaxkv.config.sampling import SamplingParams
 from jaxkv.models.decoder import Decoder
+from jaxkv.runner.packed_layout import PackedLayout
 from jaxkv.runner.packer import Packer
 from jaxkv.runner.program_specs import StepSpec
 from jaxkv.runner.rows import Row
@@ -62,7 +63,7 @@ class Runner:
     def __init__(self, shape):
         self.params = MODEL.init_params(jax.random.key(3), jnp.float32)
         self.allocator = PageAllocator(LAYOUT, COUNTS)
-        self.packer = Packer(LAYOUT, COUNTS, 50)
+        self.packer = Packer(PackedLayout(LAYOUT, COUNTS), 50)
         self.cache = junk_cache()
         self.change_program(shape)
 
@@ -71,7 +72,7 @@ class Runner:
 
         @partial(jax.jit, donate_argnums=1)
         def run(params, cache, ints):
-            return step(MODEL, params, cache, self.packer.unpack(shape, ints))
+            return step(MODEL, params, cache, self.packer.packed_layout.unpack(shape, ints))
 
         self.run = run
 
@@ -92,7 +93,7 @@ class Runner:
 
     def written(self, sequence, start, stop):
         """The (page, offset) of some tokens of a sequence."""
-        group = self.packer.layout.group("gqa")
+        group = self.packer.packed_layout.layout.group("gqa")
         return divmod(np.array(slots_of(self.allocator, group, sequence, start, stop)), PAGE)
 
 

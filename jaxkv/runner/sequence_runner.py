@@ -1,0 +1,122 @@
+"""Runs steps of sequences: takes their pages, packs their rows, and keeps their entries of the sampling group clean."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import count
+
+from jaxtyping import Array
+
+from jaxkv.cache.page_allocator import PageAllocator, PageCopy
+from jaxkv.runner.buckets import bucket, power_of_two_buckets
+from jaxkv.runner.cache_programs import Admission, AdmitSpec, CopySpec, copy_batches, pack_copies
+from jaxkv.runner.model_runner import ModelRunner
+from jaxkv.runner.packer import Packer
+from jaxkv.runner.program_specs import ScoreSpec, StepSpec
+from jaxkv.runner.rows import Columns, Row
+
+
+class SequenceRunner:
+    """The host's side of one cache: which sequence holds which pages, and programs on rows of sequences.
+
+    Which sequences run, with how many tokens, is decided by its callers.
+
+    Args:
+        runner: runs the programs.
+        max_tokens: longest sequence.
+        max_rows: most rows of a step.
+
+    Attributes:
+        allocator: allocates the cache's pages and states.
+        packer: packs rows.
+        length_buckets: padded lengths of prompts and texts, ascending.
+    """
+
+    def __init__(self, runner: ModelRunner, *, max_tokens: int, max_rows: int) -> None:
+        self.runner = runner
+        self.max_rows = max_rows
+        self.length_buckets = power_of_two_buckets(16, max_tokens)
+        self.allocator = PageAllocator(runner.layout, runner.counts)
+        self.packer = Packer(runner.packed_layout, runner.model.vocab_size)
+        self._admission = Admission(runner.layout, runner.counts, runner.model)
+        self._numbers = count()
+        self._biased: set[tuple[int, int]] = set()
+
+    def new_number(self) -> int:
+        """Returns a number for a sequence that the page allocator does not know yet."""
+        return next(self._numbers)
+
+    @contextmanager
+    def reserved(self, num_tokens: int) -> Iterator[int]:
+        """Holds pages and states for a new sequence and yields its number; gives them back whatever happens.
+
+        Raises:
+            OutOfPages: too few are free; nothing was taken (`OutOfStates` likewise).
+        """
+        sequence = self.new_number()
+        self.allocator.open(sequence)
+        try:
+            reservation = self.allocator.reserve(sequence, num_tokens)
+            assert not reservation.copies, "a sequence that shares nothing needs no copies"
+            yield sequence
+        finally:
+            self.allocator.release(sequence)
+
+    def step(self, shape: StepSpec, rows: Columns | Sequence[Row]) -> Array:
+        """Dispatches one step and returns its packed tokens, which may not be computed yet.
+
+        A program of several steps returns those of each, along a first axis. Get them with `ModelRunner.read`, and name
+        them with `jaxkv.runner.sampled_rows.unpack_sampled`.
+        """
+        return self.runner.run(shape, self.packer.pack(shape, rows, self.allocator))
+
+    def score(self, spec: ScoreSpec, rows: Sequence[Row]) -> Array:
+        """Returns, for each packed token, the log-probability of the token packed after it."""
+        return self.runner.run(spec, self.packer.pack(spec.step, rows, self.allocator))
+
+    def admit(self, rows: Sequence[Row], generated: Sequence[Sequence[int]] = ()) -> None:
+        """Gives rows that penalties may concern clean entries in the sampling group; `tokens` are whole prompts.
+
+        Args:
+            rows: who gets an entry.
+            generated: per row, what it has generated already, if any of them has.
+        """
+        spec = self.runner.fit(self.admit_spec(rows, generated))
+        entries = [self.allocator.states(row.sequence, "sampling")[1] for row in rows]
+        arrays = self._admission.pack(spec, rows, generated, entries)
+        self.runner.run(spec, arrays)
+        for row, entry in zip(rows, entries, strict=True):
+            self._note_bias(entry, biased=bool(row.params.logit_bias))
+
+    def admit_spec(self, rows: Sequence[Row], generated: Sequence[Sequence[int]] = ()) -> AdmitSpec:
+        """Returns the program that `admit` runs."""
+        count = bucket(len(rows), power_of_two_buckets(1, self.max_rows))
+        outputs = max((len(tokens) for tokens in generated), default=0)
+        longest = max(outputs, *(len(row.tokens) for row in rows))
+        return AdmitSpec(count, bucket(longest, self.length_buckets), returning=outputs > 0)
+
+    def score_spec(self, row: Row) -> ScoreSpec:
+        """Returns the program that scores one text, or a part of it."""
+        length = bucket(row.start + len(row.tokens), self.length_buckets)
+        tokens = bucket(len(row.tokens), self.length_buckets)
+        groups = self.runner.layout.paged_groups
+        widths = tuple(group.pages_for(length) for group in groups)
+        fresh = row.start == 0 and tokens <= self.runner.layout.expands
+        return ScoreSpec(StepSpec(tokens, 1, widths, fresh=fresh))
+
+    def is_biased(self, entry: int) -> bool:
+        """Whether an entry of the sampling group holds a bias, which programs with penalties would add for anybody."""
+        return (self.runner.owner.rebuilds, entry) in self._biased
+
+    def copy(self, copies: Sequence[PageCopy]) -> None:
+        """Makes the copies that reservations ask for, in order."""
+        for batch in copy_batches(copies):
+            ids = pack_copies(self.runner.layout, self.runner.owner.counts, batch)
+            self.runner.run(CopySpec(), (ids,))
+            for copy in batch:
+                if copy.group == "sampling":
+                    self._note_bias(copy.target, biased=self.is_biased(copy.source))
+
+    def _note_bias(self, entry: int, *, biased: bool) -> None:
+        # A new cache is clean, so what was noted of the one before it does not count.
+        note = self._biased.add if biased else self._biased.discard
+        note((self.runner.owner.rebuilds, entry))
