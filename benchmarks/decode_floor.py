@@ -185,7 +185,7 @@ class Floor:
             engine.shapes.choose(batch, batch, Features(), total_tokens=context + generated)
             for generated in range(output + 1)
         }
-        several = engine.bursts.declare(list(singles))
+        several = engine.multi_step.declare(list(singles))
         engine.runner.compile_all(several)
         return bool(several)
 

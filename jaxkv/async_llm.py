@@ -74,7 +74,7 @@ class AsyncLLM:
     def __init__(self, llm: LLM) -> None:
         if not isinstance(llm, LLM):
             raise ValueError(f"llm must be an LLM, such as AsyncLLM(LLM(...)), got {llm!r}")
-        llm.turns.lend()
+        llm.lock.lend()
         self._llm = llm
         self._engine = llm.engine
         self._orders: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -196,7 +196,7 @@ class AsyncLLM:
     def _serve(self) -> None:
         try:
             while self._take_orders():
-                self._llm.turns.run_errands()
+                self._llm.lock.run_deferred()
                 self._engine.step()
                 self._deliver()
         except BaseException as error:
@@ -204,7 +204,7 @@ class AsyncLLM:
             self._failure = error
         finally:
             self._end_all()
-            self._llm.turns.take_back()
+            self._llm.lock.take_back()
 
     def _take_orders(self) -> bool:
         """Follows all orders, and waits for one if there is nothing else to do; returns whether to go on."""

@@ -24,7 +24,7 @@ from jaxkv.config.sampling import MAX_EOS_IDS, SamplingParams
 from jaxkv.config.vllm_names import unknown_attribute
 from jaxkv.engine.drive import check_compiled, output_of, serve_all, serve_stream
 from jaxkv.engine.engine import Engine
-from jaxkv.engine.engine_lock import Turns, refuse_forked_user
+from jaxkv.engine.engine_lock import EngineLock, refuse_forked_user
 from jaxkv.engine.recovery import refuse_broken
 from jaxkv.engine.request import Piece, Request, RequestOutput, check_salt, sample_seed
 from jaxkv.engine.stats import Stats, collect_stats
@@ -189,7 +189,7 @@ class LLM:
             engine,
             host_bytes=cache.host_bytes,
         )
-        self.turns = Turns()
+        self.lock = EngineLock()
         self._progress = progress
 
     # Hidden from type checkers, for which every attribute would exist.
@@ -221,10 +221,10 @@ class LLM:
         Raises:
             RuntimeError: an `AsyncLLM` serves it; close that first.
         """
-        if self.turns.is_over:
+        if self.lock.is_over:
             return
-        with self.turns.turn():
-            self.turns.end()
+        with self.lock.held():
+            self.lock.end()
             self.engine.close()
 
     def warm_up(
@@ -260,7 +260,7 @@ class LLM:
         # The programs do not depend on the seed, and no seed is drawn for a request that is not served.
         wish = forbid_words(replace(wish, seed=0), self.tokenizer)
         request = self._request(TokenizedPrompt((0,) * prompt_tokens), wish, 0)
-        with self.turns.turn():
+        with self.lock.held():
             needed = declare_served(self.engine, request, batch * wish.n)
             if score:
                 row = Row(0, request.prompt, 0, SamplingParams(temperature=0.0))
@@ -271,7 +271,7 @@ class LLM:
 
     def stats(self) -> Stats:
         """Returns what runs the model and why, how full its cache is, what was served, and what was compiled."""
-        self.turns.refuse_if_over()
+        self.lock.refuse_if_over()
         return collect_stats(self.engine)
 
     def get_tokenizer(self) -> Tokenizer | None:
@@ -320,7 +320,7 @@ class LLM:
                 asked.append(self._checked(prompt, params))
         bar = call["progress"]
         shown = self._progress and sys.stderr.isatty() if bar is None else bool(bar)
-        with self.turns.turn():
+        with self.lock.held():
             self._recover()
             made = serve_all(self.engine, asked, progress=shown)
         return [output_of(samples, self.tokenizer) for samples in made]
@@ -343,13 +343,13 @@ class LLM:
         """
         call = as_call("LLM.stream", options, sampling=sampling)
         [request] = self._checked(prompt, one_sample(call["sampling"]))
-        self.turns.refuse_if_lent()
+        self.lock.refuse_if_lent()
         return self._stream(request)
 
     def _stream(self, request: Request) -> Generator[Piece]:
-        with self.turns.turn():
+        with self.lock.held():
             self._recover()
-        yield from serve_stream(self.turns, self.engine, request)
+        yield from serve_stream(self.lock, self.engine, request)
 
     def _recover(self) -> None:
         """Replaces a cache that an earlier failure has cost, however often that happened: the user asks again."""
@@ -381,9 +381,9 @@ class LLM:
             raise ValueError(
                 "the prefix cache is off; make the LLM with EngineConfig(prefix_cache=True)"
             )
-        if self.turns.lent:
+        if self.lock.lent:
             return index.explain(ids, salt)
-        with self.turns.turn():
+        with self.lock.held():
             self._recover()
             return index.explain(ids, salt)
 
@@ -442,7 +442,7 @@ class LLM:
 
     def chat_prompt(self, messages: Messages) -> list[int]:
         """Returns the token ids of one conversation, ready for the answer."""
-        self.turns.refuse_if_over()
+        self.lock.refuse_if_over()
         if self.tokenizer is None:
             raise ValueError(f"chat needs a tokenizer: {NO_TOKENIZER}")
         [conversation], _ = as_conversations(messages)
@@ -463,12 +463,12 @@ class LLM:
                     raise ValueError(
                         f"a text of {len(ids[-1])} tokens exceeds max_model_len, {self.max_model_len}"
                     )
-        with self.turns.turn(), named_exhaustion("scoring texts"):
+        with self.lock.held(), named_exhaustion("scoring texts"):
             self._recover()
             return list(score_texts(self.engine.sequence_runner, ids))
 
     def _tokenize(self, prompt: Prompt, salt: str | bytes | None = None) -> TokenizedPrompt:
-        self.turns.refuse_if_over()
+        self.lock.refuse_if_over()
         made = tokenize(
             prompt, self.tokenizer, self.model.vocab_size, max_tokens=self.max_model_len
         )

@@ -21,7 +21,7 @@ from jaxkv.config.cache import CacheConfig
 from jaxkv.config.checks import as_int
 from jaxkv.config.engine import EngineConfig
 from jaxkv.config.sampling import MAX_BIAS_ENTRIES
-from jaxkv.engine.multi_step import declare_bursts, settle_steps
+from jaxkv.engine.multi_step import declare_multi_steps, settle_steps
 from jaxkv.engine.warm_up import cost_identity
 from jaxkv.memory import REMEDY, device_bytes, host_bytes
 from jaxkv.models.decoder import Decoder
@@ -287,7 +287,7 @@ def _programs(
     steps = settle_steps(engine.steps_per_launch, model.param_shapes(dtype), layout)
     one_by_one = _keeps_states(layout, model, cache, engine)
     chosen = engine.steps_per_launch is None
-    bursts = [] if one_by_one else declare_bursts(singles, steps, chosen=chosen)
+    bursts = [] if one_by_one else declare_multi_steps(singles, steps, chosen=chosen)
     swaps = declare_swaps(layout) if cache.host_bytes and engine.prefix_cache else []
     specs = (*singles, *bursts, CopySpec(), *swaps)
     enable_compile_cache()

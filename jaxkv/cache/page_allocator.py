@@ -276,6 +276,11 @@ class PageAllocator:
         self._find(seq).release()
         del self._held[seq], self._views[seq]
 
+    def release_if_open(self, seq: int) -> None:
+        """Ends a sequence and releases everything it holds, if it is open."""
+        if seq in self._held:
+            self.release(seq)
+
     # Sequences without steps, which hold the pages and states of a swap-in.
 
     def hold(self, seq: int, group_name: str, units: Sequence[int]) -> None:

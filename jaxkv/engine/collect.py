@@ -10,10 +10,9 @@ from typing import NamedTuple
 
 from jaxkv.cache.page_allocator import PageAllocator
 from jaxkv.cache.prefix.index import PrefixIndex
-from jaxkv.engine.emission import accept
-from jaxkv.engine.in_flight import Flight, report
+from jaxkv.engine.in_flight import InFlightStep, report
 from jaxkv.engine.request_state import RequestState
-from jaxkv.engine.state_checkpoints import Checkpointing
+from jaxkv.engine.state_checkpoints import StateCheckpoints
 from jaxkv.errors import STEP_FAILURES
 from jaxkv.runner.sampled_rows import SampledRows
 
@@ -23,7 +22,7 @@ Ended = tuple[RequestState, Exception | None]
 """A sequence that is done, with its `reason`, or that failed: with an error, or with logits that are no numbers."""
 
 
-class _Turn(NamedTuple):
+class _Choices(NamedTuple):
     """What one step chose, as lists where every row is looked at."""
 
     rows: SampledRows
@@ -39,7 +38,7 @@ class Collector:
         prefix: pages of earlier prompts, if they are kept.
         page_sizes: of all paged groups.
         clock: returns seconds.
-        checkpointing: keeps states of recurrent layers for the index, where a model has them.
+        state_checkpoints: keeps states of recurrent layers for the index, where a model has them.
     """
 
     def __init__(
@@ -48,33 +47,33 @@ class Collector:
         prefix: PrefixIndex | None,
         page_sizes: Collection[int],
         clock: Callable[[], float],
-        checkpointing: Checkpointing | None = None,
+        state_checkpoints: StateCheckpoints | None = None,
     ) -> None:
         self._allocator = allocator
         self._prefix = prefix
-        self._checkpointing = checkpointing
+        self._state_checkpoints = state_checkpoints
         self._page_sizes = page_sizes
         self._clock = clock
 
-    def collect(self, flight: Flight, steps: Sequence[SampledRows]) -> list[Ended]:
+    def collect(self, step: InFlightStep, choices: Sequence[SampledRows]) -> list[Ended]:
         """Takes the results of every row that still counts, and returns who has ended or failed.
 
         Args:
-            flight: a step, or several at once.
-            steps: what each of its steps chose.
+            step: a step, or several at once.
+            choices: what each of its steps chose.
 
         Raises:
             CachePoisoned: copying for a checkpoint cost the cache.
         """
         ended: list[Ended] = []
-        now, reports = self._clock(), flight.shape.features.logprobs is not None
-        turns = [_Turn(rows, rows.tokens.tolist(), rows.finite.tolist()) for rows in steps]
-        finite = turns[0].finite
-        for index, (part, epoch) in enumerate(zip(flight.parts, flight.epochs, strict=True)):
+        now, reports = self._clock(), step.shape.features.logprobs is not None
+        listed = [_Choices(rows, rows.tokens.tolist(), rows.finite.tolist()) for rows in choices]
+        finite = listed[0].finite
+        for index, (part, epoch) in enumerate(zip(step.parts, step.epochs, strict=True)):
             sequence, start, count, emits, _ = part
             if sequence.epoch != epoch:
-                if self._checkpointing is not None:
-                    self._checkpointing.confirm(sequence, finite=finite[index])
+                if self._state_checkpoints is not None:
+                    self._state_checkpoints.confirm(sequence, finite=finite[index])
                 continue
             sequence.collected = start + count
             if not emits and not finite[index]:
@@ -82,7 +81,7 @@ class Collector:
             if emits:
                 sequence.pending -= emits
                 try:
-                    taken = _accept(sequence, index, turns[:emits], reports=reports)
+                    taken = _accept(sequence, index, listed[:emits], reports=reports)
                 except STEP_FAILURES as error:
                     ended.append((sequence, error))
                     continue
@@ -96,11 +95,11 @@ class Collector:
                     continue
             if sequence.keys is not None and sequence.collected >= sequence.publishes_at:
                 self._publish(sequence)
-            if self._checkpointing is not None:
-                kept = [length for row, length, _ in flight.snapshots if row == index]
-                self._checkpointing.settle(sequence, kept)
+            if self._state_checkpoints is not None:
+                kept = [length for row, length, _ in step.snapshots if row == index]
+                self._state_checkpoints.settle(sequence, kept)
                 if sequence.reason is not None:
-                    self._checkpointing.settle_end(sequence)
+                    self._state_checkpoints.settle_end(sequence)
             if sequence.reason is not None:
                 ended.append((sequence, None))
             elif self._allocator.has_windows:
@@ -123,11 +122,13 @@ class Collector:
         sequence.publishes_at = min(ends, default=sys.maxsize)
 
 
-def _accept(sequence: RequestState, index: int, turns: Sequence[_Turn], *, reports: bool) -> int:
+def _accept(
+    sequence: RequestState, index: int, listed: Sequence[_Choices], *, reports: bool
+) -> int:
     """Takes a row's tokens up to the last of its sequence, or to logits that are no numbers; returns how many."""
-    for taken, (rows, tokens, finite) in enumerate(turns):
+    for taken, (rows, tokens, finite) in enumerate(listed):
         if (taken and sequence.reason is not None) or not finite[index]:
             return taken
         token = tokens[index]
-        accept(sequence, token, report(sequence, token, index, rows) if reports else None)
-    return len(turns)
+        sequence.accept(token, report(sequence, token, index, rows) if reports else None)
+    return len(listed)

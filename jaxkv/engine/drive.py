@@ -4,7 +4,7 @@ from collections.abc import Generator, Sequence
 from dataclasses import replace
 
 from jaxkv.engine.engine import Engine
-from jaxkv.engine.engine_lock import Turns
+from jaxkv.engine.engine_lock import EngineLock
 from jaxkv.engine.progress import Progress
 from jaxkv.engine.request import Piece, Request, RequestOutput, SampleOutput, Timing, Usage
 from jaxkv.engine.request_state import RequestState
@@ -70,7 +70,7 @@ def _abort_unread(engine: Engine) -> None:
             engine.abort(sample)
 
 
-def serve_stream(turns: Turns, engine: Engine, request: Request) -> Generator[Piece]:
+def serve_stream(lock: EngineLock, engine: Engine, request: Request) -> Generator[Piece]:
     """Yields the pieces of one request, while everybody else's go on too; closing it early aborts the request.
 
     It takes a turn for each step, and none while its caller works.
@@ -78,13 +78,13 @@ def serve_stream(turns: Turns, engine: Engine, request: Request) -> Generator[Pi
     Raises:
         Exception: what the request failed with, if its own part in a step failed.
     """
-    with turns.turn():
+    with lock.held():
         [sample] = engine.add([request], streamed=True)
     assert sample.pieces is not None, "a streamed sequence keeps its pieces"
     try:
         while True:
             while not sample.pieces:
-                with turns.turn():
+                with lock.held():
                     engine.step()
             piece = with_figures(sample.pieces.popleft(), sample)
             if piece.finish_reason == "error" and sample.error is not None:
@@ -93,7 +93,7 @@ def serve_stream(turns: Turns, engine: Engine, request: Request) -> Generator[Pi
             if piece.finish_reason is not None:
                 return
     finally:
-        turns.when_free(lambda: engine.abort(sample))
+        lock.defer(lambda: engine.abort(sample))
 
 
 def output_of(samples: Sequence[RequestState], tokenizer: Tokenizer | None) -> RequestOutput:

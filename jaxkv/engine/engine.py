@@ -15,17 +15,17 @@ import jax
 from jaxkv.cache.prefix.index import PrefixIndex
 from jaxkv.config.engine import EngineConfig
 from jaxkv.engine.collect import Collector
-from jaxkv.engine.dispatch import Launcher
-from jaxkv.engine.emission import why_over
-from jaxkv.engine.finish import Endings
+from jaxkv.engine.finish import Finisher
 from jaxkv.engine.host_cache import open_host, why_no_host
-from jaxkv.engine.in_flight import Flight
 from jaxkv.engine.integrity import IdleCheck
+from jaxkv.engine.multi_step import MultiStep
+from jaxkv.engine.oom_backoff import OomBackoff
 from jaxkv.engine.recovery import RebuildLimit, is_fatal, refuse_broken
 from jaxkv.engine.request import Request
 from jaxkv.engine.request_state import FINISHED, RequestState, new_request_state
 from jaxkv.engine.scheduler import Scheduler
-from jaxkv.engine.state_checkpoints import Checkpointing, room_for_checkpoints
+from jaxkv.engine.state_checkpoints import StateCheckpoints, room_for_checkpoints
+from jaxkv.engine.step_pipeline import StepPipeline
 from jaxkv.errors import STEP_FAILURES, CachePoisoned
 from jaxkv.runner.sequence_runner import SequenceRunner
 from jaxkv.runner.step_shapes import StepShapes, grain_of, settle_budget
@@ -57,79 +57,77 @@ class Engine:
         self.config = config = config or EngineConfig()
         self.sequence_runner = sequence_runner
         self.runner = runner = sequence_runner.runner
-        layout = runner.layout
+        allocator, layout = sequence_runner.allocator, runner.layout
         whole = runner.model.whole_prompts
-        sizes = {
-            "max_tokens": sequence_runner.length_buckets[-1],
-            "max_rows": sequence_runner.max_rows,
-        }
-        budget = settle_budget(config.token_budget, **sizes)
-        checkpoints = (
-            room_for_checkpoints(sequence_runner) if config.prefix_cache and not whole else 0
-        )
-        self.shapes = StepShapes(
-            layout,
-            **sizes,
-            token_budget=budget,
-            whole_prompts=whole,
-            pinned=config.pinned_shapes,
-            grain=grain_of(runner.implementation.name),
-            checkpoints=checkpoints > 0,
-        )
+        checkpoints = 0
+        if config.prefix_cache and not whole:
+            checkpoints = room_for_checkpoints(sequence_runner)
+        self.shapes = _step_shapes(sequence_runner, config, checkpoints=checkpoints > 0)
         self.prefix = None
         if config.prefix_cache:
             self.prefix = PrefixIndex(
                 layout,
-                sequence_runner.allocator,
+                allocator,
                 identity=repr(runner.model),
                 checkpoints=checkpoints,
                 policy=config.checkpoints,
             )
-        page_sizes = {group.page_size for group in layout.paged_groups}
-        self.scheduler = Scheduler(
-            sequence_runner.allocator,
-            self.prefix,
-            page_size=min(page_sizes, default=64),
-            max_rows=sequence_runner.max_rows,
-            token_budget=budget,
-            whole_prompts=whole,
-            fill=self.shapes.fill,
-            chunk_size=layout.chunk_size,
-        )
         self.host = open_host(runner, self.prefix, host_bytes)
         self.why_no_host = why_no_host(runner.model, self.prefix, host_bytes)
         """Why there is no host tier; empty if there is one."""
-        self.scheduler.fetches = None if self.host is None else self.host.fetches
-        self.recoveries = 0
-        """Caches lost and replaced."""
-        self._tokenizer = tokenizer
-        self._clock = clock
-        self._endings = Endings(self.scheduler, self.prefix, clock)
-        checkpointing = Checkpointing(self.prefix, sequence_runner) if checkpoints else None
-        self._collector = Collector(
-            sequence_runner.allocator, self.prefix, page_sizes, clock, checkpointing
+        self.oom_backoff = OomBackoff(
+            self.shapes.token_buckets,
+            self.shapes.decode_rows,
+            whole=whole,
+            refusal=runner.refusal,
         )
         steps = 1 if config.pinned_shapes or checkpoints else config.steps_per_launch
-        self._launcher = launcher = Launcher(
-            sequence_runner, self.scheduler, self._endings, self.shapes, steps, checkpointing
+        self.multi_step = MultiStep(runner, self.shapes, self.oom_backoff, steps)
+        page_sizes = {group.page_size for group in layout.paged_groups}
+        self.scheduler = Scheduler(
+            allocator,
+            self.prefix,
+            page_size=min(page_sizes, default=64),
+            max_rows=sequence_runner.max_rows,
+            token_budget=self.shapes.token_budget,
+            whole_prompts=whole,
+            fill=self.shapes.fill,
+            chunk_size=layout.chunk_size,
+            most_steps=self.multi_step.most,
+            prefetch=None if self.host is None else self.host.prefetch,
         )
-        self.retreat, self.bursts = launcher.retreat, launcher.bursts
-        self._flights = launcher.flights
-        self.scheduler.most_steps = self.bursts.most
+        state_checkpoints = StateCheckpoints(self.prefix, sequence_runner) if checkpoints else None
+        self._finisher = Finisher(self.scheduler, self.prefix, clock)
+        self._pipeline = StepPipeline(
+            sequence_runner,
+            self.scheduler,
+            self._finisher,
+            self.shapes,
+            self.multi_step,
+            self.oom_backoff,
+            state_checkpoints,
+        )
+        self._collector = Collector(allocator, self.prefix, page_sizes, clock, state_checkpoints)
+        self._tokenizer = tokenizer
+        self._clock = clock
         self._limit = RebuildLimit(config.most_rebuilds, config.rebuild_seconds, clock)
         self._stepping = threading.Lock()
         self._rebuilds = runner.owner.rebuilds
-        self._idle_check = IdleCheck(sequence_runner.allocator, self.prefix, clock)
+        self._idle_check = IdleCheck(allocator, self.prefix, clock)
+        self.recoveries = 0
+        """Caches lost and replaced."""
 
     @property
     def steps(self) -> int:
         """Steps dispatched."""
-        return self._launcher.steps
+        return self._pipeline.steps
 
     @property
     def has_work(self) -> bool:
         """Whether there is anything to plan, or to read."""
-        return bool(self.scheduler.waiting or self.scheduler.running or self._flights)
+        return bool(
+            self.scheduler.waiting or self.scheduler.running or self._pipeline.num_in_flight
+        )
 
     def add(self, samples: Sequence[Request], *, streamed: bool = False) -> list[RequestState]:
         """Queues the samples of one prompt, and returns one sequence for each, which fill as `step` is called.
@@ -161,13 +159,13 @@ class Engine:
     def abort(self, sequence: RequestState) -> None:
         """Ends a sequence now, in whatever state it is; one that has ended already stays as it is."""
         if sequence.status != FINISHED:
-            self._endings.finish(sequence, "abort")
+            self._finisher.finish(sequence, "abort")
 
     def close(self) -> None:
         """Aborts every sequence and frees all that the runner and the host tier hold; nothing is served after it."""
         for sequence in (*self.scheduler.waiting, *self.scheduler.running):
             self.abort(sequence)
-        self._flights.clear()
+        self._pipeline.clear()
         if self.host is not None:
             self.host.close()
         self.runner.close()
@@ -187,8 +185,8 @@ class Engine:
             self.refresh()
             launched = self._launch()
             ahead = 1 if self.config.overlap and launched else 0
-            while len(self._flights) > ahead:
-                self._collect(self._flights.popleft())
+            while self._pipeline.num_in_flight > ahead:
+                self._collect()
                 launched = True
             launched = launched or self._bring(wait=True)
         except BaseException:
@@ -247,18 +245,18 @@ class Engine:
             if sequence.admitted is None:
                 sequence.admitted = self._clock()
         try:
-            self._launcher.launch(plan)
+            self._pipeline.send(plan)
         except CachePoisoned as error:
             self._recover(error)
         except STEP_FAILURES as error:
             if is_fatal(error):
                 self._recover(error)
-            self._endings.blame([part.sequence for part in plan.parts], error)
+            self._finisher.blame([part.sequence for part in plan.parts], error)
         return True
 
     def _bring(self, *, wait: bool = False) -> bool:
         """Goes on with what comes back from the host; returns whether anything does."""
-        if self.host is None or not self.host.fetches.under_way:
+        if self.host is None or not self.host.prefetch.under_way:
             return False
         try:
             self.host.advance(wait=wait)
@@ -266,20 +264,19 @@ class Engine:
             self._recover(error)
         return True
 
-    def _collect(self, flight: Flight) -> None:
+    def _collect(self) -> None:
+        """Receives the oldest program in flight, and takes its results."""
         try:
-            packed = self.runner.read(flight.out)
+            step, choices = self._pipeline.receive()
         except jax.errors.JaxRuntimeError as error:
-            self.retreat.note_failure(flight.shape, error, lost=True)
             self._recover(error)
             return
-        self.retreat.note_success(flight.shape)
         try:
-            ended = self._collector.collect(flight, flight.choices(packed))
+            ended = self._collector.collect(step, choices)
         except CachePoisoned as error:
             self._recover(error)
             return
-        self._endings.settle(ended)
+        self._finisher.settle(ended)
 
     def refresh(self) -> None:
         """Notices that others lost or replaced the cache, and forgets what was in it; `step` begins with this.
@@ -317,11 +314,28 @@ class Engine:
 
     def _requeue(self) -> None:
         """Forgets what is under way; everybody is computed again, but for those whose end an interrupt delayed."""
-        self._flights.clear()
+        self._pipeline.clear()
         if self.prefix is not None:
             self.prefix.forget_unconfirmed()
         for sequence in list(self.scheduler.running):
-            sequence.reason = sequence.reason or why_over(sequence)
+            sequence.reason = sequence.reason or sequence.stop_reason()
             if sequence.reason is not None:
-                self._endings.finish(sequence, sequence.reason)
+                self._finisher.finish(sequence, sequence.reason)
         self.scheduler.requeue_all()
+
+
+def _step_shapes(
+    sequence_runner: SequenceRunner, config: EngineConfig, *, checkpoints: bool
+) -> StepShapes:
+    """Returns the padded shapes of an engine's steps."""
+    runner = sequence_runner.runner
+    sizes = {"max_tokens": sequence_runner.length_buckets[-1], "max_rows": sequence_runner.max_rows}
+    return StepShapes(
+        runner.layout,
+        **sizes,
+        token_budget=settle_budget(config.token_budget, **sizes),
+        whole_prompts=runner.model.whole_prompts,
+        pinned=config.pinned_shapes,
+        grain=grain_of(runner.implementation.name),
+        checkpoints=checkpoints,
+    )

@@ -35,7 +35,7 @@ def _refuse_child_of(process: int) -> None:
         )
 
 
-class Turns:
+class EngineLock:
     """Lets one thread at a time have a turn, in no particular order.
 
     A thread that asks for a turn in the middle of its own gets it, as an interrupt could otherwise leave behind a turn
@@ -49,7 +49,7 @@ class Turns:
         self._lent = False
         self._ended = False
         self._process = os.getpid()
-        self._errands: deque[Callable[[], None]] = deque()
+        self._deferred: deque[Callable[[], None]] = deque()
 
     @property
     def lent(self) -> bool:
@@ -62,7 +62,7 @@ class Turns:
         return self._ended or self._process != os.getpid()
 
     @contextmanager
-    def turn(self) -> Iterator[None]:
+    def held(self) -> Iterator[None]:
         """Waits until no other thread has a turn, and holds it.
 
         Raises:
@@ -121,7 +121,7 @@ class Turns:
         if self._lent:
             raise RuntimeError(LENT)
 
-    def when_free(self, errand: Callable[[], None]) -> None:
+    def defer(self, errand: Callable[[], None]) -> None:
         """Does something now if nobody has a turn, and else when the turn ends; for finalizers, which must not wait.
 
         Nothing is done any more when turns are over.
@@ -129,20 +129,20 @@ class Turns:
         if self.is_over:
             return
         with self._changed:
-            self._errands.append(errand)
+            self._deferred.append(errand)
             if self._thread is None and not self._lent:
                 self._thread = threading.get_ident()
                 self._end()
 
-    def run_errands(self) -> None:
+    def run_deferred(self) -> None:
         """Does what waits for the end of the turn; for whoever has it, at a moment that suits."""
-        while self._errands:
-            self._errands.popleft()()
+        while self._deferred:
+            self._deferred.popleft()()
 
     def _end(self) -> None:
         with self._changed:
             try:
-                self.run_errands()
+                self.run_deferred()
             finally:
                 self._thread = None
                 self._changed.notify_all()

@@ -4,7 +4,6 @@ import logging
 from collections.abc import Callable, Iterable
 
 from jaxkv.cache.prefix.index import PrefixIndex
-from jaxkv.engine.emission import end
 from jaxkv.engine.request_state import RUNNING, RequestState
 from jaxkv.engine.scheduler import Scheduler
 from jaxkv.errors import STEP_FAILURES
@@ -13,7 +12,7 @@ from jaxkv.memory import is_out_of_memory
 _LOG = logging.getLogger(__name__)
 
 
-class Endings:
+class Finisher:
     """Ends the sequences of one engine.
 
     Args:
@@ -34,11 +33,11 @@ class Endings:
         if sequence.tainted and self._prefix is not None and sequence.status == RUNNING:
             self._prefix.withdraw(sequence.number)
         try:
-            end(sequence, reason)
+            sequence.end(reason)
         except STEP_FAILURES as error:
             _LOG.error("the last text of a request is lost: %r", error)
             sequence.stream = None
-            end(sequence, reason)
+            sequence.end(reason)
         self.drop(sequence)
 
     def drop(self, sequence: RequestState) -> None:

@@ -5,7 +5,7 @@ import logging
 import jax
 
 from jaxkv.cache.prefix.index import PrefixIndex
-from jaxkv.engine.host_prefetch import Fetches
+from jaxkv.engine.host_prefetch import HostPrefetch
 from jaxkv.models.protocol import Model
 from jaxkv.offload.entries import HostStats
 from jaxkv.offload.memory import HostMemory
@@ -26,7 +26,7 @@ class HostCache:
         num_bytes: memory of the host to take.
 
     Attributes:
-        fetches: brings them back.
+        prefetch: brings them back.
         transfers: moves the bytes.
         disabled: why it was taken down; empty while it works.
     """
@@ -37,7 +37,7 @@ class HostCache:
         swap_ins = attach_host(prefix, num_bytes)
         self.tier: HostTier = swap_ins.tier
         self.transfers = HostTransfers(runner, self.tier, HostMemory(device))
-        self.fetches = Fetches(prefix, swap_ins, self.transfers)
+        self.prefetch = HostPrefetch(prefix, swap_ins, self.transfers)
         self.disabled = ""
         self._end_observing = runner.owner.before_donation(self._before_donation)
 
@@ -52,12 +52,12 @@ class HostCache:
         return self.tier.stats
 
     def advance(self, *, wait: bool = False) -> None:
-        """Goes on with what comes back; see `Fetches.advance`."""
-        self.fetches.advance(wait=wait)
+        """Goes on with what comes back; see `HostPrefetch.advance`."""
+        self.prefetch.advance(wait=wait)
 
     def lose_device(self) -> None:
         """Forgets what the index had in a cache that is lost; what has reached the host will be found again."""
-        self.fetches.give_way()
+        self.prefetch.give_way()
         self.transfers.lose_device()
         self._prefix.lose_device()
 
@@ -70,7 +70,7 @@ class HostCache:
         Returns:
             What could not be freed.
         """
-        self.fetches.give_way()
+        self.prefetch.give_way()
         self._prefix.detach_lower_tier()
         self._end_observing()
         self.disabled = self.disabled or reason

@@ -31,7 +31,7 @@ class Mover[T: Inbound](Protocol):
         ...
 
 
-class Fetches[T: Inbound]:
+class HostPrefetch[T: Inbound]:
     """Brings prefixes back for those who wait.
 
     Args:

@@ -11,12 +11,12 @@ from jaxtyping import Array
 from jaxkv.engine.request_state import RequestState
 from jaxkv.engine.step_plan import Part, single
 from jaxkv.runner.program_specs import StepSpec
-from jaxkv.runner.rows import Columns, Snapshot
+from jaxkv.runner.rows import Snapshot, StepRows
 from jaxkv.runner.sampled_rows import SampledRows, report_logprobs, unpack_sampled
 
 
 @dataclass(frozen=True)
-class Flight:
+class InFlightStep:
     """A step, or several in one program, that was dispatched and not read.
 
     Attributes:
@@ -33,15 +33,15 @@ class Flight:
     out: Array
     snapshots: tuple[Snapshot, ...] = ()
 
-    def ask(self) -> None:
-        """Has its choices copied to the host as soon as they are there, and `is_done` told."""
-        # Of a step that failed one hears when it is read.
+    def start_copy_to_host(self) -> None:
+        """Copies its choices to the host as soon as they are computed. Needed before `is_done`."""
+        # A step that failed raises when it is read, not here.
         with suppress(jax.errors.JaxRuntimeError):
             self.out.copy_to_host_async()
 
     @property
     def is_done(self) -> bool:
-        """Whether the device has computed its choices; `ask` before."""
+        """Whether the device has computed its choices; call `start_copy_to_host` before."""
         return self.out.is_ready()  # pyright: ignore[reportAttributeAccessIssue] - JAX does not declare it
 
     def choices(self, packed: np.ndarray) -> list[SampledRows]:
@@ -52,7 +52,7 @@ class Flight:
 
 def columns_of_parts(
     parts: Sequence[Part], shape: StepSpec, snapshots: Sequence[Snapshot] = ()
-) -> Columns:
+) -> StepRows:
     """Describes parts to the packer; a token that the host has not read yet is read on the device.
 
     Args:
@@ -75,7 +75,7 @@ def columns_of_parts(
     generated: list[int] = []
     if shape.features.min_tokens:
         generated = [part.sequence.generated + part.sequence.pending for part in parts]
-    return Columns(
+    return StepRows(
         sequences=[part.sequence.number for part in parts],
         tokens=tokens,
         lens=[part.count for part in parts],
@@ -83,7 +83,7 @@ def columns_of_parts(
         emits=[part.emits > 0 for part in parts],
         carry=[part.carry for part in parts],
         generated=generated,
-        wishes=[part.sequence.request for part in parts],
+        choices=[part.sequence.request for part in parts],
         snapshots=snapshots,
         left=left,
     )

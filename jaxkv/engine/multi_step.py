@@ -11,7 +11,7 @@ from dataclasses import replace
 import jax
 
 from jaxkv.cache.spec import CacheLayout
-from jaxkv.engine.oom_backoff import Retreat
+from jaxkv.engine.oom_backoff import OomBackoff
 from jaxkv.engine.step_plan import Part
 from jaxkv.models.protocol import Params
 from jaxkv.programs.spec import ProgramSpec
@@ -30,25 +30,25 @@ _SAMPLES = 8
 """Steps that are sent one by one before it is known whether the device waits for the host."""
 
 
-class Bursts:
-    """The bursts of one engine.
+class MultiStep:
+    """Decides when the decode steps of one engine are sent several at a time.
 
     Args:
         runner: runs them.
         shapes: padded shapes of single steps.
-        retreat: shapes that are not run.
-        steps: of each burst; 1 for none. `None` lets them be of several where the device was seen to wait for the host:
-            for models and batches so small that it may, only in programs that are compiled already, and only where that
-            was measured on a GPU: greedy requests, and full attention in every layer.
+        oom_backoff: shapes that are not run.
+        steps: of each program; 1 sends every step alone. `None` sends several where the device was seen to wait for the
+            host: only for models and batches so small that it may, in programs that are compiled already, and where
+            that was measured on a GPU, which is greedy requests with full attention in every layer.
     """
 
     def __init__(
-        self, runner: ModelRunner, shapes: StepShapes, retreat: Retreat, steps: int | None
+        self, runner: ModelRunner, shapes: StepShapes, oom_backoff: OomBackoff, steps: int | None
     ) -> None:
-        self._runner, self._shapes, self._retreat = runner, shapes, retreat
+        self._runner, self._shapes, self._oom_backoff = runner, shapes, oom_backoff
         self._looks = steps is None
         self.most = settle_steps(steps, runner.params, runner.layout)
-        """How many steps a burst has."""
+        """How many steps a program has."""
         self._seen: dict[StepSpec, tuple[int, int]] = {}
         self._given_up: set[StepSpec] = set()
 
@@ -80,7 +80,7 @@ class Bursts:
         must_be_there = self._looks or self._runner.programs.is_closed
         if must_be_there and not self._runner.has(needed):
             return None
-        avoided = needed in self._given_up or self._retreat.avoids(needed)
+        avoided = needed in self._given_up or self._oom_backoff.avoids(needed)
         return None if avoided else needed
 
     def give_up(self, shape: StepSpec, error: Exception) -> None:
@@ -90,7 +90,7 @@ class Bursts:
 
     def declare(self, needed: Sequence[ProgramSpec]) -> list[StepSpec]:
         """Lists the programs of several steps that go with those of single ones."""
-        return declare_bursts(needed, self.most, chosen=self._looks)
+        return declare_multi_steps(needed, self.most, chosen=self._looks)
 
     def _waits(self, single: StepSpec) -> bool:
         seen, waited = self._seen.get(self._runner.fit(single), (0, 0))
@@ -98,7 +98,7 @@ class Bursts:
 
 
 def settle_steps(wish: int | None, params: Params, layout: CacheLayout) -> int:
-    """Returns the most steps of a burst: what was asked for, or else several for a small model on a GPU.
+    """Returns the most steps of a program: what was asked for, or else several for a small model on a GPU.
 
     Args:
         wish: `EngineConfig.steps_per_launch`.
@@ -114,13 +114,15 @@ def settle_steps(wish: int | None, params: Params, layout: CacheLayout) -> int:
     return _STEPS if jax.default_backend() == "gpu" and num_bytes <= _SMALL_BYTES else 1
 
 
-def declare_bursts(needed: Sequence[ProgramSpec], steps: int, *, chosen: bool) -> list[StepSpec]:
+def declare_multi_steps(
+    needed: Sequence[ProgramSpec], steps: int, *, chosen: bool
+) -> list[StepSpec]:
     """Lists the programs of several steps that go with those of single ones.
 
     Args:
         needed: programs of single steps, among others.
-        steps: of each burst.
-        chosen: nobody asked for bursts, so that only small batches of greedy requests have them.
+        steps: of each program.
+        chosen: the number was not asked for, so only small batches of greedy requests have such programs.
     """
     return [
         _several(single, steps)
@@ -134,7 +136,7 @@ def declare_bursts(needed: Sequence[ProgramSpec], steps: int, *, chosen: bool) -
 
 
 def _is_measured(shape: StepSpec) -> bool:
-    """Whether bursts of such steps were seen to pay on a GPU, and to choose the same tokens."""
+    """Whether sending several such steps at once was measured to pay on a GPU, and to choose the same tokens."""
     return shape.decode and shape.rows <= _FEW_ROWS and shape.features == Features()
 
 

@@ -18,7 +18,7 @@ _MOST_FAILURES = 2
 """A shape that ran out of memory so often, and never ran in between, always does."""
 
 
-class Retreat:
+class OomBackoff:
     """Remembers the shapes that failed, and cuts a step until it has one that did not.
 
     After a step ran out of memory, only smaller ones run until one of them has been read: memory may have been short

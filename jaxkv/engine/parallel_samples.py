@@ -1,55 +1,44 @@
-"""Samples of one prompt: the first computes it, and the others start from its pages of it. Touches no arrays.
+"""Several samples of one prompt: the first computes the prompt, and the others start from its pages.
 
-`RequestState.first_sample` decides which sample another one waits for; an interrupt may leave it in the list
+`RequestState.first_sample` decides which sample another one waits for. An interrupt may leave a sample in the list
 `other_samples` of one that it no longer waits for.
 """
 
-from bisect import insort
-from collections.abc import Callable
-
 from jaxkv.cache.page_allocator import PageAllocator
-from jaxkv.engine.request_state import ORDER, RUNNING, WAITING, RequestState
+from jaxkv.engine.request_queues import RequestQueues
+from jaxkv.engine.request_state import WAITING, RequestState
 
 
 class ParallelSamples:
-    """Starts the other samples of prompts, within the lists of one scheduler.
+    """Starts the other samples of prompts.
 
     Args:
         allocator: holds the pages.
-        waiting, running: the scheduler's own lists, in order.
-        release: gives back what a sequence holds, if it holds anything.
+        queues: the requests of one scheduler.
     """
 
-    def __init__(
-        self,
-        allocator: PageAllocator,
-        waiting: list[RequestState],
-        running: list[RequestState],
-        release: Callable[[RequestState], None],
-    ) -> None:
+    def __init__(self, allocator: PageAllocator, queues: RequestQueues) -> None:
         self._allocator = allocator
-        self._waiting = waiting
-        self._running = running
-        self._release = release
+        self._queues = queues
 
     def start(self, max_rows: int) -> None:
-        """Starts the other samples of prompts that are computed but for their last token, as far as there are rows."""
-        for first in [one for one in self._running if one.other_samples and not one.remaining]:
+        """Starts the other samples of prompts that are computed but for their last token, up to `max_rows` in all."""
+        running = self._queues.running
+        for first in [one for one in running if one.other_samples and not one.remaining]:
             first.other_samples = self._waiting_for(first)
-            while first.other_samples and len(self._running) < max_rows:
+            while first.other_samples and len(running) < max_rows:
                 self._fork(first, first.other_samples[0])
             self.detach(first)
 
     def detach(self, first: RequestState) -> None:
-        """Makes the next sample of a prompt, if there is one, wait for itself and the others wait for it."""
+        """Makes the next sample of a prompt, if there is one, compute it, and the others wait for that one."""
         waiting = self._waiting_for(first)
         if waiting:
             following, *others = waiting
             following.other_samples += [one for one in others if one not in following.other_samples]
             for other in others:
                 other.first_sample = following
-            if following not in self._waiting:
-                insort(self._waiting, following, key=ORDER)
+            self._queues.wait(following)
             following.first_sample = None
         first.other_samples = []
 
@@ -57,13 +46,8 @@ class ParallelSamples:
         """Starts one sample from the pages of the first one, or leaves it waiting for it."""
         try:
             self._allocator.fork(first.number, other.number)
-            other.computed = other.collected = first.computed
-            other.reserved = other.writable = first.computed
-            other.shared, other.cached = first.computed, 0
-            other.keys = first.keys and first.keys.copy()
-            other.admitted = first.admitted
-            other.status = RUNNING
-            insort(self._running, other, key=ORDER)
+            other.begin_from(first, self._allocator.held(other.number))
+            self._queues.run(other)
             first.other_samples.remove(other)
             other.first_sample = None
         except BaseException:
@@ -71,11 +55,11 @@ class ParallelSamples:
             raise
 
     def _undo(self, first: RequestState, other: RequestState) -> None:
-        self._release(other)
-        if other in self._running:
-            self._running.remove(other)
+        self._allocator.release_if_open(other.number)
+        if other in self._queues.running:
+            self._queues.running.remove(other)
         other.restart()
-        other.cached, other.shared, other.keys, other.admitted = None, 0, None, None
+        other.forget_admission()
         other.status, other.first_sample = WAITING, first
         if other not in first.other_samples:
             first.other_samples.insert(0, other)
@@ -85,5 +69,7 @@ class ParallelSamples:
         return [
             one
             for one in first.other_samples
-            if one.first_sample is first and one.status == WAITING and one not in self._waiting
+            if one.first_sample is first
+            and one.status == WAITING
+            and one not in self._queues.waiting
         ]

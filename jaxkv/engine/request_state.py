@@ -1,9 +1,10 @@
-"""One sample on its way: what was asked, what is known so far, and what is under way. Knows no arrays and no pages."""
+"""The state of one request: what was asked, what was generated so far, and what is in flight."""
 
 from collections import deque
 from dataclasses import dataclass, field
 from operator import attrgetter
 
+from jaxkv.cache.page_allocator import SequenceView
 from jaxkv.cache.prefix.index import PageKeys
 from jaxkv.engine.request import Piece, Request
 from jaxkv.sampling.features import Features
@@ -21,19 +22,24 @@ ORDER = attrgetter("order")
 class RequestState:
     """The progress of one request.
 
-    The host may be a step behind the device: `computed` and `pending` say what was dispatched, `tokens` and
-    `collected` what was read.
+    The host may be a step behind the device. Its tokens, as half-open ranges:
+
+        [0, collected)               the steps that compute them were read and found good
+        [collected, computed)        the steps that compute them are in flight
+        [computed, known + pending)  later steps compute them
+        known = len(tokens): the prompt and the generated tokens that the host has read; `pending` more were chosen on
+        the device
+
+    `computed`, `writable` and `reserved` are those of its pages, see `SequencePages`; 0 while it holds none.
 
     Attributes:
         request: what was asked.
         number: its number in the page allocator; later sequences have larger ones.
         tokens: the prompt and the generated ids that the host has read.
         status: `WAITING`, `RUNNING` or `FINISHED`.
-        computed: tokens whose keys, values and states dispatched steps compute.
-        collected: those whose step is known to have succeeded.
+        pages: what it holds in the cache, read-only; `None` before it begins.
+        collected: see above.
         pending: tokens that were chosen on the device and are not read yet.
-        reserved: tokens its pages hold, in groups that keep all.
-        writable: tokens its pages hold in every group: fewer, where layers have windows.
         epoch: grows when what is under way no longer counts; rows of an older epoch are dropped.
         other_samples: of the same prompt, which start from this one's pages of it.
         first_sample: the sample of the same prompt that this one waits for.
@@ -61,11 +67,9 @@ class RequestState:
     number: int
     tokens: list[int]
     status: str = WAITING
-    computed: int = 0
+    pages: SequenceView | None = None
     collected: int = 0
     pending: int = 0
-    reserved: int = 0
-    writable: int = 0
     epoch: int = 0
     other_samples: "list[RequestState]" = field(default_factory=list)
     first_sample: "RequestState | None" = None
@@ -103,6 +107,21 @@ class RequestState:
         return self.request.priority, self.number
 
     @property
+    def computed(self) -> int:
+        """Tokens whose keys, values and states dispatched steps compute."""
+        return 0 if self.pages is None else self.pages.computed
+
+    @property
+    def writable(self) -> int:
+        """Tokens that its pages hold in every group; fewer than `reserved` where layers have windows."""
+        return 0 if self.pages is None else self.pages.writable
+
+    @property
+    def reserved(self) -> int:
+        """Tokens that its pages hold in groups that keep all."""
+        return 0 if self.pages is None else self.pages.reserved
+
+    @property
     def generated(self) -> int:
         """Generated tokens that the host has read."""
         return len(self.tokens) - self.prompt_tokens
@@ -131,12 +150,76 @@ class RequestState:
         known = len(self.tokens) + self.pending
         return self.computed == known < self.longest and not self.other_samples
 
+    # What happens to it, in order.
+
+    def begin(self, pages: SequenceView) -> None:
+        """Starts from pages whose computed tokens came out of the prefix index."""
+        self.pages = pages
+        self.collected = pages.computed
+
+    def begin_from(self, first: "RequestState", pages: SequenceView) -> None:
+        """Starts from the pages of another sample of the same prompt."""
+        self.begin(pages)
+        self.shared, self.cached = self.collected, 0
+        self.keys = first.keys and first.keys.copy()
+        self.admitted = first.admitted
+
+    def accept(self, token: int, logprobs: dict[int, float] | None) -> None:
+        """Appends a generated token that the host has read, and sets `reason` if it is the last.
+
+        Raises:
+            Exception: whatever the tokenizer raises.
+        """
+        if logprobs is not None:
+            self.logprobs.append(logprobs)
+        self.tokens.append(token)
+        self.reason = self.stop_reason()
+        if self.stream is None and self.pieces is None:
+            return
+        text = "" if self.stream is None else self._push(self.stream, token)
+        self.text += text
+        if self.pieces is not None:
+            self.pieces.append(
+                Piece(text=text, token_id=token, finish_reason=self.reason, logprobs=logprobs)
+            )
+
+    def stop_reason(self) -> str | None:
+        """Returns why the last token ends the request; `None` if it does not."""
+        if self.tokens[-1] in self.request.stop_ids and self.generated:
+            return "stop"
+        return "length" if len(self.tokens) == self.longest else None
+
+    def end(self, reason: str) -> None:
+        """Ends after the last token that was accepted, or before any was, with the text that is left."""
+        self.reason = reason
+        text = ""
+        if self.stream is not None:
+            text, _ = self.stream.finish(may_stop=False)
+            self.text += text
+        if self.pieces is not None:
+            self.pieces.append(Piece(text=text, token_id=None, finish_reason=reason))
+
     def restart(self) -> None:
-        """Forgets everything but its tokens: its pages are gone, and what is under way no longer counts."""
-        self.computed = self.collected = self.pending = self.reserved = self.publishes_at = 0
-        self.writable = 0
+        """Forgets everything but its tokens: its pages are gone, and steps in flight no longer count."""
+        self.pages = None
+        self.collected = self.pending = self.publishes_at = 0
         self.tainted = self.fetched = False
         self.epoch += 1
+
+    def forget_admission(self) -> None:
+        """Forgets what `begin_from` recorded of the first admission, which did not take place."""
+        self.cached, self.shared, self.keys, self.admitted = None, 0, None, None
+
+    def _push(self, stream: TextStream, token: int) -> str:
+        """Returns the text that a token adds, which may end the request too."""
+        may_stop = self.generated >= self.request.params.min_tokens
+        text, met = stream.push(token, may_stop=may_stop)
+        if not met and self.reason is not None:
+            rest, met = stream.finish(may_stop=may_stop)
+            text += rest
+        if met:
+            self.reason = "stop"
+        return text
 
 
 def new_request_state(

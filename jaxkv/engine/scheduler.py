@@ -4,14 +4,14 @@ Waiting and running sequences are ordered by (priority, arrival). Whoever comes 
 it always gets on; and nobody is admitted past another who waits, so everybody becomes the first.
 """
 
-from bisect import insort
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from jaxkv.cache.page_allocator import PageAllocator, PageCopy, Reservation
 from jaxkv.cache.prefix.index import PrefixIndex
-from jaxkv.engine.host_prefetch import Fetches
+from jaxkv.engine.host_prefetch import HostPrefetch
 from jaxkv.engine.parallel_samples import ParallelSamples
-from jaxkv.engine.request_state import FINISHED, ORDER, RUNNING, WAITING, RequestState
+from jaxkv.engine.request_queues import RequestQueues
+from jaxkv.engine.request_state import FINISHED, RUNNING, RequestState
 from jaxkv.engine.step_plan import Part, StepPlan, align, part_of, several, trim
 from jaxkv.errors import OutOfPages, OutOfStates
 
@@ -31,6 +31,8 @@ class Scheduler:
         fill: given a least and a most, returns how many tokens a step should have so as not to be padded
             much, or `None` if no number will do.
         chunk_size: tokens at whose multiples prompts are cut, since recurrent layers scan them so.
+        most_steps: decode steps that are planned at once, where every request generates and pages are free.
+        prefetch: brings prefixes back from the host; `None` if none go there.
     """
 
     def __init__(
@@ -44,23 +46,20 @@ class Scheduler:
         whole_prompts: bool,
         fill: Callable[[int, int], int | None],
         chunk_size: int = 1,
+        most_steps: int = 1,
+        prefetch: HostPrefetch | None = None,
     ) -> None:
         if token_budget < max_rows:
             raise ValueError(
                 f"a step of {max_rows} sequences needs a budget of as many tokens, got {token_budget}"
             )
-        self.waiting: list[RequestState] = []
-        self.running: list[RequestState] = []
+        self.most_steps = most_steps
         self.shortage: OutOfPages | OutOfStates | None = None
         """Why the last plan left somebody out, if it did."""
-        self.most_steps = 1
-        """How many decode steps are planned at once, where everybody who is there generates and pages are free."""
-        self.fetches: Fetches | None = None
-        """Brings prefixes back from the host, if they go there."""
+        self._queues = RequestQueues()
+        self._prefetch = prefetch
         self._allocator = allocator
-        self._parallel_samples = ParallelSamples(
-            allocator, self.waiting, self.running, self._release
-        )
+        self._parallel_samples = ParallelSamples(allocator, self._queues)
         self._prefix = None if whole_prompts else prefix
         self._page_size = page_size
         self._max_rows = max_rows
@@ -75,9 +74,19 @@ class Scheduler:
         self._owes_decode = False
         self._reset_plan()
 
+    @property
+    def waiting(self) -> Sequence[RequestState]:
+        """Requests that hold no pages, first come first."""
+        return self._queues.waiting
+
+    @property
+    def running(self) -> Sequence[RequestState]:
+        """Requests that hold pages, first come first."""
+        return self._queues.running
+
     def add(self, sequence: RequestState) -> None:
-        """Lets a sequence wait for its turn; the other samples of its prompt wait for it."""
-        insort(self.waiting, sequence, key=ORDER)
+        """Queues a request; the other samples of its prompt wait for it."""
+        self._queues.wait(sequence)
 
     def add_sample(self, first: RequestState, other: RequestState) -> None:
         """Lets another sample of the same prompt wait until the first has computed it."""
@@ -91,21 +100,16 @@ class Scheduler:
         """Ends a sequence, in whatever state it is, and gives its pages back. Twice is once."""
         if sequence.status == FINISHED and sequence not in self.running:
             return
-        self._release(sequence)
-        if self.fetches is not None:
-            self.fetches.cancel(sequence)
+        self._allocator.release_if_open(sequence.number)
+        if self._prefetch is not None:
+            self._prefetch.cancel(sequence)
         self._parallel_samples.detach(sequence)
         first = sequence.first_sample
-        samples = [] if first is None else [first.other_samples]
-        for held in (self.waiting, *samples):
-            if sequence in held:
-                held.remove(sequence)
+        if first is not None and sequence in first.other_samples:
+            first.other_samples.remove(sequence)
         sequence.first_sample = None
         sequence.epoch += 1
-        sequence.status = FINISHED
-        # Last, so that whoever is interrupted above finds it here and does it again.
-        if sequence in self.running:
-            self.running.remove(sequence)
+        self._queues.end(sequence)
 
     def isolate(self, sequences: list[RequestState]) -> None:
         """Makes each of these run in a step of its own next, to find the one whose step fails."""
@@ -149,12 +153,11 @@ class Scheduler:
 
     def dispatched(self, parts: Iterable[Part]) -> None:
         """Records that a step of these is under way."""
+        ends: list[tuple[int, int]] = []
         for sequence, start, count, emits, _ in parts:
-            sequence.computed = start + count
             sequence.pending += emits
-        self._allocator.commit_all(
-            [(part.sequence.number, part.start + part.count) for part in parts]
-        )
+            ends.append((sequence.number, start + count))
+        self._allocator.commit_all(ends)
 
     def _stretch(self, parts: list[Part]) -> bool:
         """Takes the pages that several steps of these write; returns whether all generate and there were enough."""
@@ -177,8 +180,6 @@ class Scheduler:
             reservation = self._allocator.reserve(sequence.number, num_tokens)
         except (OutOfPages, OutOfStates):
             return False
-        sequence.reserved = max(sequence.reserved, num_tokens)
-        sequence.writable = num_tokens
         self._note(sequence, reservation)
         return True
 
@@ -268,9 +269,7 @@ class Scheduler:
         try:
             if not self._take_pages(sequence, left):
                 return False
-            self.waiting.remove(sequence)
-            insort(self.running, sequence, key=ORDER)
-            sequence.status = RUNNING
+            self._queues.run(sequence)
         except BaseException:
             # An interrupt, say: the next try must not find the sequence open.
             self._put_back(sequence)
@@ -279,18 +278,9 @@ class Scheduler:
 
     def _put_back(self, sequence: RequestState) -> None:
         """Undoes an admission, wherever it was broken off."""
-        self._release(sequence)
+        self._allocator.release_if_open(sequence.number)
         sequence.restart()
-        sequence.status = WAITING
-        if sequence not in self.waiting:
-            self.add(sequence)
-        # Last, so that whoever is interrupted above finds it here and does it again.
-        if sequence in self.running:
-            self.running.remove(sequence)
-
-    def _release(self, sequence: RequestState) -> None:
-        if self._allocator.is_open(sequence.number):
-            self._allocator.release(sequence.number)
+        self._queues.wait(sequence)
 
     def _take_pages(self, sequence: RequestState, left: int) -> bool:
         """Takes the pages of all tokens that are known, of window groups those for the next step alone; or none."""
@@ -302,14 +292,14 @@ class Scheduler:
             if self._prefix.awaits(sequence.tokens, sequence.keys):
                 return False
             most = sequence.prompt_tokens - 1 if sequence.other_samples else None
-            if self.fetches is not None and self.fetches.holds_back(sequence, most):
+            if self._prefetch is not None and self._prefetch.holds_back(sequence, most):
                 return False
             adopted = self._prefix.adopt(number, sequence.tokens, sequence.keys, most=most)
             found = adopted.num_tokens
-        sequence.computed = sequence.collected = found
+        sequence.begin(self._allocator.held(number))
         if not self._reserve(sequence, max(found, sequence.goal), left):
             self._allocator.release(number)
-            sequence.computed = sequence.collected = 0
+            sequence.pages, sequence.collected = None, 0
             return False
         if sequence.cached is None:
             sequence.cached = found
@@ -341,11 +331,10 @@ class Scheduler:
         try:
             reservation = self._allocator.reserve(sequence.number, near, whole=num_tokens)
         except (OutOfPages, OutOfStates) as error:
-            if self.fetches is not None and self.fetches.give_way():
+            if self._prefetch is not None and self._prefetch.give_way():
                 return self._reserve(sequence, num_tokens, left)
             self.shortage = error
             return False
-        sequence.reserved, sequence.writable = max(sequence.reserved, num_tokens), near
         self._note(sequence, reservation)
         return True
 

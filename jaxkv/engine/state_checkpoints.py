@@ -26,7 +26,7 @@ def room_for_checkpoints(sequence_runner: SequenceRunner) -> int:
     return max(0, states - sequence_runner.max_rows)
 
 
-class Checkpointing:
+class StateCheckpoints:
     """Keeps the checkpoints of one engine's steps.
 
     Args:

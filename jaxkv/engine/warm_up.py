@@ -110,7 +110,7 @@ def declare_served(engine: Engine, request: Request, count: int) -> list[Program
             total_tokens=held,
         )
     ]
-    needed += engine.bursts.declare(needed)
+    needed += engine.multi_step.declare(needed)
     if engine.prefix is not None or count > 1:
         needed.append(CopySpec())
     if engine.host is not None:

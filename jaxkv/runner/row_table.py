@@ -1,7 +1,7 @@
-"""What steps are told of a sequence that is the same from one to the next, in NumPy: one line for each that may run.
+"""A persistent table of what steps need of each sequence: its page tables and its sampling parameters.
 
-A step gathers the lines of its rows, so that its cost hardly grows with their number. A line is written when its
-sequence runs first and whenever its pages changed. Knows no packed array.
+A step gathers its rows from the table by index, so its cost hardly grows with the number of rows. A row is written when
+its sequence first runs and whenever its pages changed. vLLM calls the same idea a persistent batch.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,8 +15,8 @@ from jaxkv.sampling.fields import FIELDS, Choice
 _FEWEST_PAGES = 16
 
 
-class Lines:
-    """The lines of one cache; a sequence has that of its entry in the sampling group.
+class RowTable:
+    """The rows of all sequences that may run; the row of a sequence is its entry in the sampling group.
 
     Args:
         layout: the cache's groups.
@@ -24,9 +24,9 @@ class Lines:
 
     Attributes:
         tables: paged group's name -> pages, int32 [entries, width], 0 past a row's end; wide enough for all so far.
-        pages: paged group's name -> how many pages a line has, int32 [entries].
-        first: paged group's name -> tokens before a line's first page: a window has passed them, int32 [entries].
-        covered: paged group's name -> tokens that lie in others' pages and are not written, int32 [entries].
+        pages: paged group's name -> how many pages a row has, int32 [entries].
+        first: paged group's name -> tokens before a row's first page, which its window has passed, int32 [entries].
+        covered: paged group's name -> tokens in shared pages, which are not written, int32 [entries].
         choices: field -> how the row chooses its tokens, [entries] or [entries, width].
     """
 
@@ -35,7 +35,7 @@ class Lines:
         names = [group.name for group in layout.paged_groups]
         self._owners: list[SequenceView | None] = [None] * entries
         self._changes = [0] * entries
-        self._wishes: list[object] = [None] * entries
+        self._params: list[object] = [None] * entries
         self.tables: dict[str, np.ndarray] = {
             name: np.zeros((entries, _FEWEST_PAGES), np.int32) for name in names
         }
@@ -48,31 +48,31 @@ class Lines:
         }
 
     def find(
-        self, sequences: Sequence[int], wishes: Sequence[Choice], allocator: PageAllocator
+        self, sequences: Sequence[int], choices: Sequence[Choice], allocator: PageAllocator
     ) -> np.ndarray:
-        """Returns the lines of some sequences, int64, all of them up to date.
+        """Returns the rows of some sequences as indices, int64, after bringing them up to date.
 
         Args:
             sequences: their numbers in the allocator.
-            wishes: what each was asked for; the same object at each of its steps, or the line is written anew.
+            choices: how each chooses its tokens; the row is written anew when `params` is another object.
             allocator: holds their pages.
 
         Raises:
             ValueError: one is not open or has reserved nothing, or has more stop ids than fit.
         """
-        owners, changes, seen = self._owners, self._changes, self._wishes
+        owners, changes, seen = self._owners, self._changes, self._params
         everything = allocator.held_by(sequences)
         entries = [held.states["sampling"].write for held in everything]
-        for entry, held, wish in zip(entries, everything, wishes, strict=True):
-            known = owners[entry] is held and seen[entry] is wish.params
+        for entry, held, choice in zip(entries, everything, choices, strict=True):
+            known = owners[entry] is held and seen[entry] is choice.params
             if not known or changes[entry] != held.changes:
-                self._write(entry, held, wish)
+                self._write(entry, held, choice)
         if 0 in entries:
-            allocator.states(sequences[entries.index(0)], "sampling")  # Says that it has none.
+            allocator.states(sequences[entries.index(0)], "sampling")  # Raises: it has none.
         return np.asarray(entries, np.int64)
 
-    def _write(self, entry: int, held: SequenceView, wish: Choice) -> None:
-        known = self._owners[entry] is held and self._wishes[entry] is wish.params
+    def _write(self, entry: int, held: SequenceView, choice: Choice) -> None:
+        known = self._owners[entry] is held and self._params[entry] is choice.params
         self._owners[entry] = None  # Until all is written, whatever happens.
         for name, count in self.pages.items():
             pages = held.pages[name]
@@ -83,14 +83,14 @@ class Lines:
             self.first[name][entry] = held.unneeded[name] * self._page_sizes[name]
             self.covered[name][entry] = held.covered.get(name, 0)
         if not known:
-            self._choose(entry, wish)
+            self._choose(entry, choice)
         self._changes[entry] = held.changes
         self._owners[entry] = held
 
     def _choose(self, entry: int, choice: Choice) -> None:
         for field in FIELDS:
             field.write(self.choices[field.name], entry, choice)
-        self._wishes[entry] = choice.params
+        self._params[entry] = choice.params
 
     def _table(self, name: str, width: int) -> np.ndarray:
         """Returns a group's table, at least so wide."""

@@ -1,4 +1,4 @@
-"""One sequence's part in a step, as the host decided it. Knows no arrays."""
+"""The rows of a step as the host decided them: one by one, or as columns."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -51,14 +51,14 @@ class Snapshot(NamedTuple):
     states: Mapping[str, int]
 
 
-class Columns(NamedTuple):
-    """The rows of one step, side by side: what may be another in each step, and their wishes.
+class StepRows(NamedTuple):
+    """The rows of one step as columns, which is what the packer takes.
 
     Attributes:
         sequences, tokens, starts, emits, carry: see `Row`; the tokens of all rows, one row after the other.
         lens: new tokens of each row.
         generated: see `Row`; may be empty if no row has `min_tokens`.
-        wishes: what each was asked for, the same object at each of its steps.
+        choices: how each row chooses its tokens, the same object at each of its steps.
         snapshots: what the step keeps on its way, by row, then by length.
         left: in how many of a program's steps each row takes part; empty for programs of one step.
     """
@@ -70,20 +70,20 @@ class Columns(NamedTuple):
     emits: Sequence[bool]
     carry: Sequence[bool]
     generated: Sequence[int]
-    wishes: Sequence[Choice]
+    choices: Sequence[Choice]
     snapshots: Sequence[Snapshot] = ()
     left: Sequence[int] = ()
 
-
-def columns_of(rows: Sequence[Row]) -> Columns:
-    """Lays rows side by side."""
-    return Columns(
-        sequences=[row.sequence for row in rows],
-        tokens=list(chain.from_iterable(row.tokens for row in rows)),
-        lens=[len(row.tokens) for row in rows],
-        starts=[row.start for row in rows],
-        emits=[row.emits for row in rows],
-        carry=[row.carry for row in rows],
-        generated=[row.generated for row in rows],
-        wishes=rows,
-    )
+    @classmethod
+    def of(cls, rows: Sequence[Row]) -> "StepRows":
+        """Lays rows side by side."""
+        return cls(
+            sequences=[row.sequence for row in rows],
+            tokens=list(chain.from_iterable(row.tokens for row in rows)),
+            lens=[len(row.tokens) for row in rows],
+            starts=[row.start for row in rows],
+            emits=[row.emits for row in rows],
+            carry=[row.carry for row in rows],
+            generated=[row.generated for row in rows],
+            choices=rows,
+        )

@@ -12,7 +12,7 @@ from jaxkv.runner.cache_programs import Admission, AdmitSpec, CopySpec, copy_bat
 from jaxkv.runner.model_runner import ModelRunner
 from jaxkv.runner.packer import Packer
 from jaxkv.runner.program_specs import ScoreSpec, StepSpec
-from jaxkv.runner.rows import Columns, Row
+from jaxkv.runner.rows import Row, StepRows
 
 
 class SequenceRunner:
@@ -61,7 +61,7 @@ class SequenceRunner:
         finally:
             self.allocator.release(sequence)
 
-    def step(self, shape: StepSpec, rows: Columns | Sequence[Row]) -> Array:
+    def step(self, shape: StepSpec, rows: StepRows | Sequence[Row]) -> Array:
         """Dispatches one step and returns its packed tokens, which may not be computed yet.
 
         A program of several steps returns those of each, along a first axis. Get them with `ModelRunner.read`, and name

@@ -108,6 +108,8 @@ class StepShapes:
         )
         self.decode_rows = row_buckets(max_rows, grain.row_factor)
         self._max_rows = max_rows
+        self.token_budget = token_budget
+        """Most tokens of a step."""
         self.lengths = coarse_buckets(grain.shortest_table, max_tokens, grain.table_factor)
 
     def fill(self, least: int, most: int) -> int | None:

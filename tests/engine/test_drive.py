@@ -3,7 +3,7 @@
 import pytest
 
 from jaxkv.engine.drive import output_of, serve_all, serve_stream
-from jaxkv.engine.engine_lock import Turns
+from jaxkv.engine.engine_lock import EngineLock
 from jaxkv.errors import ProgramRefused
 from tests.engine.engines import TOKENIZER, assert_idle, engine_for, oracle, request_of
 
@@ -30,8 +30,8 @@ def test_whoever_gives_way_says_so_and_counts_its_tokens_once():
 
 
 def test_a_stream_goes_on_while_others_are_served_and_is_not_cleared_up_with_them():
-    engine, turns = engine_for(), Turns()
-    pieces = serve_stream(turns, engine, REQUESTS[0])
+    engine, lock = engine_for(), EngineLock()
+    pieces = serve_stream(lock, engine, REQUESTS[0])
     tokens = [next(pieces).token_id]
     [[other]] = serve_all(engine, [[REQUESTS[1]]])
     tokens += [piece.token_id for piece in pieces]
@@ -56,5 +56,5 @@ def test_a_program_that_is_refused_ends_a_stream_with_the_reason(monkeypatch):
 
     monkeypatch.setattr(engine.runner, "program", refuse)
     with pytest.raises(ProgramRefused, match="injected"):
-        list(serve_stream(Turns(), engine, REQUESTS[0]))
+        list(serve_stream(EngineLock(), engine, REQUESTS[0]))
     assert_idle(engine)

@@ -1,10 +1,10 @@
-"""Turns: one thread at a time, a borrower alone, and errands of finalizers in between."""
+"""The engine's lock: one thread at a time, a borrower alone, and deferred work of finalizers in between."""
 
 import threading
 
 import pytest
 
-from jaxkv.engine.engine_lock import CLOSED, Turns
+from jaxkv.engine.engine_lock import CLOSED, EngineLock
 
 
 def in_thread(work):
@@ -14,13 +14,13 @@ def in_thread(work):
 
 
 def test_a_thread_waits_until_another_ends_its_turn():
-    turns, log = Turns(), []
+    lock, log = EngineLock(), []
 
     def wait():
-        with turns.turn():
+        with lock.held():
             log.append("second")
 
-    with turns.turn():
+    with lock.held():
         thread = in_thread(wait)
         thread.join(0.1)
         assert thread.is_alive()
@@ -30,109 +30,109 @@ def test_a_thread_waits_until_another_ends_its_turn():
 
 
 def test_a_turn_ends_when_its_work_fails():
-    turns = Turns()
-    with pytest.raises(KeyboardInterrupt), turns.turn():
+    lock = EngineLock()
+    with pytest.raises(KeyboardInterrupt), lock.held():
         raise KeyboardInterrupt
-    thread = in_thread(lambda: turns.turn().__enter__())
+    thread = in_thread(lambda: lock.held().__enter__())
     thread.join(10)
     assert not thread.is_alive()
 
 
 def test_a_turn_that_an_interrupt_left_behind_locks_nobody_out_for_long():
     """An interrupt between taking the turn and using it: the next call of that thread goes on, and ends it."""
-    turns = Turns()
-    left_behind = turns.turn()
+    lock = EngineLock()
+    left_behind = lock.held()
     left_behind.__enter__()
-    with turns.turn():
+    with lock.held():
         pass
-    thread = in_thread(lambda: turns.turn().__enter__())
+    thread = in_thread(lambda: lock.held().__enter__())
     thread.join(10)
     assert not thread.is_alive()
 
 
-def test_lent_turns_are_refused_until_they_are_taken_back_and_whoever_waits_is_told():
-    turns, told = Turns(), []
-    turns.lend()
-    assert turns.lent
+def test_a_lent_lock_refuses_callers_until_it_is_taken_back():
+    lock, told = EngineLock(), []
+    lock.lend()
+    assert lock.lent
     with pytest.raises(RuntimeError, match="AsyncLLM serves"):
-        turns.lend()
-    with pytest.raises(RuntimeError, match="AsyncLLM serves"), turns.turn():
+        lock.lend()
+    with pytest.raises(RuntimeError, match="AsyncLLM serves"), lock.held():
         pass
-    in_thread(turns.take_back).join(10)
-    assert not turns.lent
+    in_thread(lock.take_back).join(10)
+    assert not lock.lent
 
     def wait():
         try:
-            with turns.turn():
+            with lock.held():
                 told.append("turn")
         except RuntimeError:
             told.append("refused")
 
-    with turns.turn():
+    with lock.held():
         thread = in_thread(wait)
         thread.join(0.1)
-        turns.lend()
+        lock.lend()
     thread.join(10)
     assert told == ["refused"]
 
 
-def test_turns_are_not_lent_while_another_thread_has_one():
-    turns, begun, end = Turns(), threading.Event(), threading.Event()
+def test_the_lock_is_not_lent_while_another_thread_holds_it():
+    lock, begun, end = EngineLock(), threading.Event(), threading.Event()
 
     def hold():
-        with turns.turn():
+        with lock.held():
             begun.set()
             end.wait(10)
 
     thread = in_thread(hold)
     begun.wait(10)
     with pytest.raises(RuntimeError, match="another thread"):
-        turns.lend()
+        lock.lend()
     end.set()
     thread.join(10)
-    turns.lend()
+    lock.lend()
 
 
 def test_errands_wait_for_the_end_of_a_turn_and_of_each_other():
-    turns, log = Turns(), []
-    turns.when_free(lambda: log.append("at once"))
+    lock, log = EngineLock(), []
+    lock.defer(lambda: log.append("at once"))
 
     def outer():
-        turns.when_free(lambda: log.append("nested"))
+        lock.defer(lambda: log.append("nested"))
         log.append("outer")
 
-    with turns.turn():
-        turns.when_free(outer)
+    with lock.held():
+        lock.defer(outer)
         assert log == ["at once"]
     assert log == ["at once", "outer", "nested"]
-    turns.lend()
-    turns.when_free(lambda: log.append("lent"))
+    lock.lend()
+    lock.defer(lambda: log.append("lent"))
     assert log[-1] == "nested"
-    turns.run_errands()
+    lock.run_deferred()
     assert log[-1] == "lent"
-    turns.when_free(outer)
-    turns.take_back()
+    lock.defer(outer)
+    lock.take_back()
     assert log[-2:] == ["outer", "nested"]
 
 
-def test_turns_that_were_ended_are_refused_and_errands_are_dropped():
-    turns, log = Turns(), []
+def test_an_ended_lock_refuses_callers_and_drops_deferred_work():
+    lock, log = EngineLock(), []
 
     def wait():
         try:
-            with turns.turn():
+            with lock.held():
                 log.append("turn")
         except RuntimeError as error:
             log.append(str(error))
 
-    with turns.turn():
+    with lock.held():
         thread = in_thread(wait)
         thread.join(0.1)
-        turns.end()
-        assert turns.is_over
+        lock.end()
+        assert lock.is_over
     thread.join(10)
     assert log == [CLOSED]
     with pytest.raises(RuntimeError, match="was closed"):
-        turns.lend()
-    turns.when_free(lambda: log.append("errand"))
+        lock.lend()
+    lock.defer(lambda: log.append("errand"))
     assert log == [CLOSED]

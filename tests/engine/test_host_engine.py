@@ -104,7 +104,7 @@ def test_a_request_that_is_aborted_while_its_prefix_comes_leaves_nothing(monkeyp
     engine = engine_for()
     other, one, held = waits_for_host(engine, monkeypatch)
     engine.abort(one)
-    assert engine.host.fetches.under_way == 0
+    assert engine.host.prefetch.under_way == 0
     check(engine)
     held.clear()
     engine.run([other])
@@ -117,8 +117,8 @@ def test_whoever_runs_takes_the_places_of_what_comes(monkeypatch):
     engine = engine_for(free_pages=6)
     other, one, held = waits_for_host(engine, monkeypatch, output=36)
     given = []
-    give_way = engine.host.fetches.give_way
-    engine.host.fetches.give_way = lambda: given.append(give_way()) or given[-1]
+    give_way = engine.host.prefetch.give_way
+    engine.host.prefetch.give_way = lambda: given.append(give_way()) or given[-1]
     engine.run([other])
     assert True in given
     assert other.preemptions == 0

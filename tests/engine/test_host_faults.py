@@ -105,7 +105,7 @@ def test_a_tier_that_ends_while_a_prefix_is_written_costs_its_prefixes_and_nothi
     held.clear()
     engine.run([one, other])
     assert engine.host.kind == "disabled: a test"
-    assert engine.host.fetches.under_way == one.cached == 0
+    assert engine.host.prefetch.under_way == one.cached == 0
     assert_equal([one, other], oracle([one.request, other.request]))
     assert_idle(engine)
 

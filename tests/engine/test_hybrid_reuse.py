@@ -161,7 +161,9 @@ def test_pages_are_shared_even_where_they_must_be_computed_again(checkpoints):
 
     def noting(shape, rows, allocator):
         packed = pack(shape, rows, allocator)
-        written.append(packer.arrangements(shape)[0].split(packed[0])["gqa.write_slots"].copy())
+        written.append(
+            packer.packed_layout.arrangements(shape)[0].split(packed[0])["gqa.write_slots"].copy()
+        )
         return packed
 
     packer.pack = noting
@@ -450,12 +452,12 @@ def test_a_step_keeps_no_more_states_than_its_program_can():
     engine = engine_for()
     made = [engine.add([ask(prompt)])[0] for prompt in texts(24, 40, 50)]
     parts = engine.scheduler.plan().parts
-    launcher = engine._launcher
-    shape = replace(launcher.shape(parts), snapshots=1)
-    taken = launcher._checkpointing.take(parts, shape)
+    pipeline = engine._pipeline
+    shape = replace(pipeline.shape(parts), snapshots=1)
+    taken = pipeline._state_checkpoints.take(parts, shape)
     assert [(one.row, one.length) for one in taken] == [(0, 32)]
     assert engine.prefix.stats.checkpoints_dropped == 3
-    launcher._checkpointing.drop(taken, parts)
+    pipeline._state_checkpoints.drop(taken, parts)
     engine.scheduler.requeue_all()
     check(engine)
     engine.run(made)

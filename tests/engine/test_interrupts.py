@@ -16,13 +16,14 @@ TOOL = monitoring.OPTIMIZER_ID
 PACKAGE = str(Path(jaxkv.__file__).parent)
 LOOP = (
     "engine/collect",
-    "engine/emission",
+    "engine/request_state",
+    "engine/request_queues",
     "engine/finish",
     "engine/parallel_samples",
     "engine/engine",
     "runner/model_runner",
     "engine/in_flight",
-    "engine/dispatch",
+    "engine/step_pipeline",
     "runner/row_table",
     "runner/packer",
     "engine/oom_backoff",

@@ -10,8 +10,8 @@ import pytest
 from jaxkv.cache.spec import LayerSpec, group_layers
 from jaxkv.cache.variants import gqa, sampling, window
 from jaxkv.config.engine import EngineConfig
-from jaxkv.engine.in_flight import Flight
-from jaxkv.engine.multi_step import declare_bursts, settle_steps
+from jaxkv.engine.in_flight import InFlightStep
+from jaxkv.engine.multi_step import declare_multi_steps, settle_steps
 from jaxkv.engine.request_state import FINISHED
 from jaxkv.engine.warm_up import declare_served
 from jaxkv.programs.manifest import Programs
@@ -54,14 +54,14 @@ def requests_of(wish, count=8, seed=5):
 
 def watch(engine):
     """Returns a list that grows by the number of steps of each launch."""
-    launcher = engine._launcher
-    sent, send = [], launcher._send
+    pipeline = engine._pipeline
+    sent, send = [], pipeline._send
 
     def noting(parts, shape):
         sent.append(shape.steps)
         return send(parts, shape)
 
-    launcher._send = noting
+    pipeline._send = noting
     return sent
 
 
@@ -173,7 +173,7 @@ def test_rows_whose_stop_ids_are_blocked_take_one_step_at_a_time():
         [sequence] = engine.add([request])
         engine.scheduler.dispatched(engine.scheduler.plan().parts)
         plan = engine.scheduler.plan()
-        shape = engine.bursts.shape(plan.parts)
+        shape = engine.multi_step.shape(plan.parts)
         assert (1 if shape is None else shape.steps) == most
         assert [part.count for part in plan.parts] == [plan.steps] == [4]
         engine.abort(sequence)
@@ -195,7 +195,7 @@ def test_a_burst_without_memory_is_not_sent_again_and_costs_no_token():
     engine.run(served := engine.add([request]))
     assert_equal(served, oracle([request]))
     assert sent.count(4) == 2
-    assert engine.retreat.too_large[0].steps == 4
+    assert engine.oom_backoff.too_large[0].steps == 4
     assert_idle(engine)
 
 
@@ -214,7 +214,7 @@ def test_a_burst_that_fails_is_sent_step_by_step_and_costs_nobody_a_request():
     engine.run(served := engine.add([request]))
     assert_equal(served, oracle([request]))
     assert sent.count(4) == 1
-    assert engine.retreat.too_large == ()
+    assert engine.oom_backoff.too_large == ()
     assert_idle(engine)
 
 
@@ -241,9 +241,11 @@ def test_an_engine_that_was_warmed_up_for_bursts_compiles_none_and_without_them_
 @pytest.mark.parametrize("idle", [True, False])
 def test_left_to_itself_an_engine_sends_bursts_where_the_device_was_seen_to_wait(idle, monkeypatch):
     engine = engine_for(prefix_cache=False)
-    assert engine.bursts.most == 1, "on a CPU a step takes longer than the host needs to send it"
-    engine.bursts.most = engine.scheduler.most_steps = 4
-    monkeypatch.setattr(Flight, "is_done", property(lambda _: idle))
+    assert engine.multi_step.most == 1, (
+        "on a CPU a step takes longer than the host needs to send it"
+    )
+    engine.multi_step.most = engine.scheduler.most_steps = 4
+    monkeypatch.setattr(InFlightStep, "is_done", property(lambda _: idle))
     request = request_of([1, 2, 3], max_tokens=40)
     single = engine.shapes.choose(1, 1, features_for(request.params), total_tokens=43)
     engine.runner.program(replace(single, steps=4))
@@ -272,9 +274,9 @@ def test_bursts_are_chosen_for_small_plain_models_on_a_gpu_alone(monkeypatch):
         for rows in (16, 64)
         for draws in (False, True)
     ]
-    assert declare_bursts(singles, 1, chosen=True) == []
-    assert [one.steps for one in declare_bursts(singles, 4, chosen=False)] == [4] * 4
-    [only] = declare_bursts(singles, 4, chosen=True)
+    assert declare_multi_steps(singles, 1, chosen=True) == []
+    assert [one.steps for one in declare_multi_steps(singles, 4, chosen=False)] == [4] * 4
+    [only] = declare_multi_steps(singles, 4, chosen=True)
     assert (only.rows, only.features) == (16, Features())
 
 

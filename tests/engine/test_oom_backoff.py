@@ -6,7 +6,7 @@ from itertools import count
 import jax
 import pytest
 
-from jaxkv.engine.oom_backoff import Retreat
+from jaxkv.engine.oom_backoff import OomBackoff
 from jaxkv.engine.request_state import RequestState
 from jaxkv.engine.step_plan import Part, part_of
 from jaxkv.programs.manifest import Programs
@@ -84,7 +84,7 @@ def test_steps_shrink_until_they_fit_and_what_never_fits_is_not_tried_again(
     assert failed
     assert max(failed.count(shape) for shape in failed) <= 2
     assert engine.recoveries == (len(failed) if loses else 0)
-    assert set(engine.retreat.too_large) <= set(failed)
+    assert set(engine.oom_backoff.too_large) <= set(failed)
     assert_idle(engine)
 
 
@@ -114,7 +114,7 @@ def test_memory_that_is_short_for_a_moment_costs_no_request(wanted, monkeypatch)
     sequences = start(engine)
     engine.run(sequences)
     assert_equal(sequences, wanted)
-    assert engine.retreat.too_large == ()
+    assert engine.oom_backoff.too_large == ()
     assert len(memory.tried) > 8
     assert_idle(engine)
 
@@ -248,7 +248,7 @@ def parts_of(*counts):
 
 
 def retreat(*, whole=False, refused=()):
-    return Retreat(
+    return OomBackoff(
         (16, 64),
         (1, 2, 4),
         whole=whole,

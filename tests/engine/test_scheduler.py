@@ -124,7 +124,7 @@ class Serving:
         self.device = Device()
         self.flights = deque()
         self.sequences, self.truth, self.endless = [], {}, {}
-        self.preempted_first = self.bursts = 0
+        self.preempted_first = self.multi_step = 0
         self.refuses_bursts = False
 
     def add(self, prompt, max_tokens=6, *, seed=0, priority=0, samples=1):
@@ -160,7 +160,7 @@ class Serving:
         parts, steps = plan.parts, plan.steps
         if steps > 1 and self.refuses_bursts:
             parts, steps = [single(part) for part in parts], 1
-        self.bursts += steps > 1
+        self.multi_step += steps > 1
         for part in parts:
             turns = [part] if steps == 1 else list(turns_of(part))
             truth = self.endless[part.sequence.number]
@@ -374,7 +374,7 @@ def test_several_steps_at_once_read_and_write_what_single_ones_would():
             serving.check_books()
         serving.finish()
         serving.check_idle()
-        bursts += serving.bursts
+        bursts += serving.multi_step
         for one in serving.sequences:
             truth = serving.truth[one.number]
             assert one.tokens == (truth[: len(one.tokens)] if one.number in aborted else truth)

@@ -1,7 +1,7 @@
 """Random programs over a device of NumPy: every row reads its own text, and gets the tokens it would get alone.
 
-Bursts, preemption, tiny pools, samples, stops, penalties, aborts, faults and interrupts, the host tier, and junk in
-every free page and state. The books are checked after every step.
+Several steps at once, preemption, tiny pools, samples, stops, penalties, aborts, faults and interrupts, the host tier,
+and junk in every free page and state. The books are checked after every step.
 """
 
 import logging
@@ -78,7 +78,7 @@ def test_everybody_reads_its_own_text_and_gets_its_own_tokens(kind):
 def test_everybody_reads_its_own_text_for_long(kind):
     seen = play_many(kind, range(100, 180), (4, 10, 20))
     assert min(times for what, times in seen.items() if what != "bursts") > 10, seen
-    # Bursts leave out models whose prefixes are checkpoints; without those they are rarer.
+    # Several steps at once leave out models whose prefixes are checkpoints; without those they are rarer.
     assert seen["bursts"] > 0, seen
 
 

@@ -10,7 +10,7 @@ from jaxkv.config.model import ModelConfig, RopeConfig
 from jaxkv.config.sampling import SamplingParams
 from jaxkv.engine.drive import serve_stream
 from jaxkv.engine.engine import Engine
-from jaxkv.engine.engine_lock import Turns
+from jaxkv.engine.engine_lock import EngineLock
 from jaxkv.engine.request import Request
 from jaxkv.models.decoder import Decoder
 from jaxkv.plan import plan_cache
@@ -73,7 +73,7 @@ def test_a_prompt_of_several_chunks_streams_the_tokens_of_the_loop(rope):
     [whole] = generated(
         sequence_runner.runner.model, sequence_runner.runner.params, [request], rows=1
     )
-    streamed = list(serve_stream(Turns(), engine, request))
+    streamed = list(serve_stream(EngineLock(), engine, request))
     assert tuple(piece.token_id for piece in streamed) == whole.token_ids
     # Equal tokens may be luck; the numbers behind them are not.
     for piece, wanted in zip(streamed, whole.logprobs, strict=True):

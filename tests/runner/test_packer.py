@@ -16,7 +16,7 @@ from jaxkv.config.sampling import SamplingParams
 from jaxkv.runner.packed_layout import PackedLayout
 from jaxkv.runner.packer import Packer
 from jaxkv.runner.program_specs import StepSpec
-from jaxkv.runner.rows import Row, columns_of
+from jaxkv.runner.rows import Row, StepRows
 from jaxkv.sampling.features import Features
 from jaxkv.sampling.fields import STOP_WIDTH, features_of, split_seed
 from tests.cache.layouts import slots_of
@@ -46,7 +46,7 @@ def opened(allocator, sequence, num_tokens):
 
 def round_trip(packer, rows, allocator):
     packed = [jnp.asarray(array) for array in packer.pack(shape_for(rows), rows, allocator)]
-    return packer.unpack(shape_for(rows), *packed)
+    return packer.packed_layout.unpack(shape_for(rows), *packed)
 
 
 def shape_for(rows, tokens=16, count=4, **options):
@@ -160,10 +160,10 @@ def test_several_steps_need_pages_for_all_tokens_and_say_who_takes_part_in_how_m
     for sequence in (1, 2):
         opened(allocator, sequence, 8)
     shape = StepSpec(4, 4, (4, 8), decode=True, steps=3)
-    told = columns_of([Row(1, [5], 5, GREEDY), Row(2, [6], 7, GREEDY)])
+    told = StepRows.of([Row(1, [5], 5, GREEDY), Row(2, [6], 7, GREEDY)])
     ints, _ = packer.pack(shape, told._replace(left=[3, 1]), allocator)
-    np.testing.assert_array_equal(packer.left(shape, jnp.asarray(ints)), [3, 1, 0, 0])
-    batch = packer.unpack(shape, jnp.asarray(ints))
+    np.testing.assert_array_equal(packer.packed_layout.left(shape, jnp.asarray(ints)), [3, 1, 0, 0])
+    batch = packer.packed_layout.unpack(shape, jnp.asarray(ints))
     np.testing.assert_array_equal(batch.seq_lens, [6, 8, 0, 0])
     with pytest.raises(ValueError, match="do not hold 9 tokens"):
         packer.pack(shape, told._replace(left=[3, 2]), allocator)
@@ -272,7 +272,7 @@ def test_rows_of_one_token_pack_to_the_same_bytes_by_either_path(order, drawn):
     for one, other in zip(fast, general, strict=True):
         assert one.dtype == other.dtype
         assert one.tobytes() == other.tobytes()
-    fields = packer.arrangements(shape)[0].split(fast[0])
+    fields = packer.packed_layout.arrangements(shape)[0].split(fast[0])
     for index, row in enumerate(rows):
         (slot,) = slots_of(
             allocator, LAYOUT.group("window"), row.sequence, row.start, row.start + 1
@@ -344,7 +344,9 @@ def test_a_seed_survives_its_two_halves(seed):
 def test_every_field_begins_where_a_kernel_may_read_it(packer):
     """A Mosaic kernel refused a page table that XLA had passed as an unaligned piece of the packed array."""
     shape = StepSpec(3, 3, (5, 7), Features(draws=True, filters=True))
-    for packed, places in zip(packer.blank(shape), packer.arrangements(shape), strict=True):
+    for packed, places in zip(
+        packer.packed_layout.blank(shape), packer.packed_layout.arrangements(shape), strict=True
+    ):
         for piece in places.split(packed).values():
             offset = piece.__array_interface__["data"][0] - packed.__array_interface__["data"][0]
             assert offset % 256 == 0

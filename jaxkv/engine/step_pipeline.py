@@ -1,0 +1,177 @@
+"""The steps in flight: sends planned steps to the device and receives what they chose, in order.
+
+A plan goes out as several steps at once, as one, or as a smaller one after the memory ran out.
+"""
+
+import logging
+from collections import deque
+from collections.abc import Sequence
+
+import jax
+
+from jaxkv.engine.finish import Finisher
+from jaxkv.engine.in_flight import InFlightStep, columns_of_parts
+from jaxkv.engine.multi_step import MultiStep
+from jaxkv.engine.oom_backoff import OomBackoff
+from jaxkv.engine.prepare import prepare
+from jaxkv.engine.recovery import is_fatal
+from jaxkv.engine.request_state import RUNNING
+from jaxkv.engine.scheduler import Scheduler
+from jaxkv.engine.state_checkpoints import StateCheckpoints
+from jaxkv.engine.step_plan import Part, StepPlan, single
+from jaxkv.errors import STEP_FAILURES, CachePoisoned
+from jaxkv.runner.program_specs import StepSpec
+from jaxkv.runner.sampled_rows import SampledRows
+from jaxkv.runner.sequence_runner import SequenceRunner
+from jaxkv.runner.step_shapes import StepShapes
+from jaxkv.sampling.features import union
+
+_LOG = logging.getLogger(__name__)
+
+
+class StepPipeline:
+    """Sends the steps of one engine, and holds them until they are received.
+
+    Args:
+        sequence_runner: runs them.
+        scheduler: is told which parts were sent, and which have to wait.
+        finisher: ends requests that fit into no step.
+        shapes: padded shapes of single steps.
+        multi_step: when decode steps are sent several at a time.
+        oom_backoff: which shapes are not run any more.
+        state_checkpoints: which states a step keeps; `None` if none.
+    """
+
+    def __init__(
+        self,
+        sequence_runner: SequenceRunner,
+        scheduler: Scheduler,
+        finisher: Finisher,
+        shapes: StepShapes,
+        multi_step: MultiStep,
+        oom_backoff: OomBackoff,
+        state_checkpoints: StateCheckpoints | None,
+    ) -> None:
+        self._sequence_runner, self._runner = sequence_runner, sequence_runner.runner
+        self._scheduler, self._finisher, self._shapes = scheduler, finisher, shapes
+        self._multi_step, self._oom_backoff = multi_step, oom_backoff
+        self._state_checkpoints = state_checkpoints
+        self._in_flight: deque[InFlightStep] = deque()
+        self.steps = 0
+        """Steps sent so far."""
+
+    @property
+    def num_in_flight(self) -> int:
+        """Programs that were sent and not received."""
+        return len(self._in_flight)
+
+    def receive(self) -> tuple[InFlightStep, list[SampledRows]]:
+        """Waits for the oldest program in flight, and returns it with what each of its steps chose.
+
+        Raises:
+            JaxRuntimeError: it failed while it ran, and the cache is lost with it.
+        """
+        step = self._in_flight.popleft()
+        try:
+            packed = self._runner.read(step.out)
+        except jax.errors.JaxRuntimeError as error:
+            self._oom_backoff.note_failure(step.shape, error, lost=True)
+            raise
+        self._oom_backoff.note_success(step.shape)
+        return step, step.choices(packed)
+
+    def clear(self) -> None:
+        """Forgets what is in flight: its results count no more."""
+        self._in_flight.clear()
+
+    def send(self, plan: StepPlan) -> None:
+        """Prepares the cache for a plan, and sends a step of whom nothing failed for.
+
+        Raises:
+            CachePoisoned: the cache is lost.
+            STEP_FAILURES: the step failed before it began, and not for its size.
+        """
+        for sequence, error in prepare(self._sequence_runner, plan):
+            self._finisher.put_off(sequence, error)
+        parts = [part for part in plan.parts if part.sequence.status == RUNNING]
+        if parts:
+            self._dispatch(parts, plan.steps)
+
+    def shape(self, parts: Sequence[Part]) -> StepSpec:
+        """Returns the shape of the program that runs one step of these parts."""
+        total = max(part.sequence.reserved for part in parts)
+        features = union([part.sequence.features for part in parts])
+        new_tokens = sum(part.count for part in parts)
+        needed = self._shapes.choose(
+            len(parts),
+            new_tokens,
+            features,
+            total_tokens=total,
+            mixed=any(part.count == 0 for part in parts),
+            fresh=not any(part.start for part in parts),
+        )
+        fitting = self._runner.fit(needed)
+        # A larger program that is compiled already is no help where that one was too large.
+        if self._oom_backoff.avoids(fitting) and not self._runner.programs.strict:
+            return needed
+        return fitting
+
+    def _dispatch(self, planned: list[Part], steps: int) -> None:
+        """Sends a step of these to the device, or several, or one of some of them if all would be too many."""
+        shape = self._multi_step.shape(planned) if steps > 1 else None
+        if shape is not None and self._try_several(planned, shape):
+            return
+        if steps > 1:
+            planned = [single(part) for part in planned]
+        parts, shape = self._oom_backoff.cut(planned, self.shape)
+        if len(parts) < len(planned):
+            self._scheduler.postpone([part.sequence for part in planned[len(parts) :]])
+        if self._oom_backoff.avoids(shape):
+            error = self._oom_backoff.give_up(parts[0], shape)
+            if error is not None:
+                self._finisher.fail(parts[0].sequence, error)
+                return
+        self._try(parts, shape)
+        if self._in_flight and self._multi_step.looks_at(shape):
+            self._in_flight[-1].start_copy_to_host()
+            if len(self._in_flight) > 1 and self._in_flight[-2].shape == shape:
+                self._multi_step.note(shape, idle=self._in_flight[-2].is_done)
+
+    def _try_several(self, parts: Sequence[Part], shape: StepSpec) -> bool:
+        """Sends several steps as one; returns False if they must go one by one, for whose fault it is shows there."""
+        try:
+            self._try(parts, shape)
+        except STEP_FAILURES as error:
+            if is_fatal(error):
+                raise
+            self._multi_step.give_up(shape, error)
+            return False
+        return True
+
+    def _try(self, parts: Sequence[Part], shape: StepSpec) -> None:
+        """Sends a step, or notes that its shape was too much for the memory."""
+        try:
+            step = self._send(parts, shape)
+        except CachePoisoned as error:
+            self._oom_backoff.note_failure(shape, error, lost=True)
+            raise
+        except STEP_FAILURES as error:
+            if is_fatal(error) or not self._oom_backoff.note_failure(shape, error, lost=False):
+                raise
+            _LOG.warning("a step of %d rows failed, a smaller one is next: %r", len(parts), error)
+            return
+        self._scheduler.dispatched(parts)
+        self._in_flight.append(step)
+        self.steps += shape.steps
+
+    def _send(self, parts: Sequence[Part], shape: StepSpec) -> InFlightStep:
+        keeps = self._state_checkpoints
+        snapshots = () if keeps is None else keeps.take(parts, shape)
+        try:
+            out = self._sequence_runner.step(shape, columns_of_parts(parts, shape, snapshots))
+        except BaseException:
+            if keeps is not None:
+                keeps.drop(snapshots, parts)
+            raise
+        epochs = tuple(part.sequence.epoch for part in parts)
+        return InFlightStep(tuple(parts), epochs, shape, out, snapshots)
