@@ -312,8 +312,10 @@ def test_an_interrupt_leaves_the_others_where_they_can_go_on(where, wanted, monk
     mine = start(engine, [request_of([1, 2], repetition_penalty=1.5), *REQUESTS[1:]])
     mine += engine.add([request_of([4, 5, 6])] * 3)
     with monkeypatch.context() as patched:
-        books = where in ("reserve", "fork")
-        owner = engine.sequence_runner.allocator if books else engine.sequence_runner
+        owner = engine.sequence_runner
+        owner = {"reserve": owner.allocator, "fork": owner.allocator, "read": engine.runner}.get(
+            where, owner
+        )
         calls, usual = count(), getattr(owner, where)
 
         def interrupt(*given, **options):

@@ -62,7 +62,7 @@ def test_a_transfer_that_fails_costs_only_its_prefix(fault, monkeypatch, caplog)
     owner, name, when = FAULTS[fault]
     left = fails(
         monkeypatch,
-        owner or type(engine.sequence_runner),
+        owner or type(engine.runner),
         name,
         # Not for want of memory: then the tier would keep to the bytes that it had by then, which is a matter of time.
         RuntimeError("gone"),
@@ -125,17 +125,15 @@ def test_what_is_on_the_host_outlives_a_lost_cache():
 def test_a_cache_that_is_lost_while_a_prefix_is_written_is_replaced(monkeypatch):
     engine = engine_for()
 
-    def poison(sequence_runner, declared, *_):
+    def poison(runner, declared, *_):
         if declared.kind == "swap_in":
-            sequence_runner.runner.owner.poison("the write failed")
+            runner.owner.poison("the write failed")
             return True
         return False
 
     prompts = prompts_of(2)
     serve(engine, prompts[:4])
-    left = fails(
-        monkeypatch, type(engine.sequence_runner), "update", CachePoisoned("lost"), when=poison
-    )
+    left = fails(monkeypatch, type(engine.runner), "update", CachePoisoned("lost"), when=poison)
     made = serve(engine, prompts[4:])
     assert left == [0]
     assert engine.recoveries == 1
@@ -147,14 +145,14 @@ def test_a_step_that_was_lost_sends_nothing_false_to_the_host(monkeypatch):
     engine = engine_for()
     prompts = prompts_of(3)
     serve(engine, prompts[:2])
-    read, failed = type(engine.sequence_runner).read, []
+    read, failed = type(engine.runner).read, []
 
-    def lose(sequence_runner, out):
+    def lose(runner, out):
         if not failed:
             failed.append(True)
-            sequence_runner.runner.owner.poison("a step failed while it ran")
+            runner.owner.poison("a step failed while it ran")
             raise host_failure()
-        return read(sequence_runner, out)
+        return read(runner, out)
 
     monkeypatch.setattr(type(engine.runner), "read", lose)
     serve(engine, prompts[2:])
