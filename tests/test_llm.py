@@ -432,7 +432,7 @@ def test_prompts_in_chunks_and_without_prefix_cache_have_the_same_answers(llm):
         assert [output.usage.cached_tokens for output in outputs] == [0, 0, 0]
     assert [group.kept for group in other.stats().cache] == [0, 0]
     assert other.stats().prefix is None
-    specs = [program.spec for program in other.runner.programs.manifest()]
+    specs = [program.spec for program in other.engine.runner.programs.manifest()]
     assert max(spec.tokens for spec in specs if isinstance(spec, StepSpec)) == 8
     with pytest.raises(ValueError, match="prefix cache is off"):
         other.explain(prompts[0])

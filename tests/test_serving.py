@@ -3,6 +3,7 @@
 import asyncio
 import sys
 import threading
+from types import SimpleNamespace
 
 import pytest
 
@@ -137,10 +138,11 @@ def test_the_bar_says_that_a_program_is_compiled(llm, capsys):
     assert shown.rindex("generating") > shown.rindex("compiling")
 
 
-def sample_of(prompt, *, generated=0, **progress):
+def sample_of(prompt, *, generated=0, computed=0, **progress):
     request = Request(prompt=(1,) * prompt, params=GREEDY, seed=0, stop_ids=())
     made = new_request_state(request, number=0, tokenizer=None, streamed=False, now=0.0)
     made.tokens += [1] * generated
+    made.pages = SimpleNamespace(computed=computed)
     for name, value in progress.items():
         setattr(made, name, value)
     return made
@@ -162,7 +164,7 @@ def test_the_bar_counts_computed_prompts_and_tokens_per_second(capsys):
     bar()
     assert "prefill 21 tok/s, decode 4 tok/s" in capsys.readouterr().err
     # Who gives way loses what was computed, and rates are not negative.
-    samples[0].computed = 20
+    samples[0].pages.computed = 20
     now[0] = 4.0
     bar.close()
     shown = capsys.readouterr().err

@@ -176,7 +176,7 @@ class RequestState:
         self.reason = self.stop_reason()
         if self.stream is None and self.pieces is None:
             return
-        text = "" if self.stream is None else self._push(self.stream, token)
+        text = self._push(token)
         self.text += text
         if self.pieces is not None:
             self.pieces.append(
@@ -210,8 +210,11 @@ class RequestState:
         """Forgets what `begin_from` recorded of the first admission, which did not take place."""
         self.cached, self.shared, self.keys, self.admitted = None, 0, None, None
 
-    def _push(self, stream: TextStream, token: int) -> str:
+    def _push(self, token: int) -> str:
         """Returns the text that a token adds, which may end the request too."""
+        stream = self.stream
+        if stream is None:
+            return ""
         may_stop = self.generated >= self.request.params.min_tokens
         text, met = stream.push(token, may_stop=may_stop)
         if not met and self.reason is not None:

@@ -2,6 +2,7 @@
 
 from copy import copy
 from itertools import count
+from types import SimpleNamespace
 
 import jax
 import pytest
@@ -242,7 +243,8 @@ def parts_of(*counts):
     made = []
     for number, tokens in enumerate(counts):
         request = request_of([1] * 60)
-        sequence = RequestState(request=request, number=number, tokens=[1] * 60, reserved=60)
+        sequence = RequestState(request=request, number=number, tokens=[1] * 60)
+        sequence.pages = SimpleNamespace(computed=0, reserved=60)
         made.append(part_of(sequence, tokens))
     return made
 

@@ -57,7 +57,7 @@ def repack(patch, change):
     def make(pack):
         def changed(self, shape, rows, allocator):
             ints, floats = pack(self, shape, rows, allocator)
-            fields = self.arrangements(shape)[0].split(ints)
+            fields = self.packed_layout.arrangements(shape)[0].split(ints)
             change(shape, fields, np.count_nonzero(fields["seq_lens"]))
             return ints, floats
 
@@ -122,7 +122,7 @@ def tokens_in_pages_of_others_are_written_again(patch):
 
     def make(fill):
         def everywhere(packer, group, *step):
-            packer._lines.covered[group.name][:] = 0
+            packer._row_table.covered[group.name][:] = 0
             fill(packer, group, *step)
 
         return everywhere
