@@ -1,4 +1,4 @@
-"""The door to `causal_conv`: the short convolution before a state-space layer, over packed rows or one token each."""
+"""Public entry point of `causal_conv`: the short causal convolution before a state-space layer."""
 
 from functools import partial
 
@@ -30,43 +30,43 @@ def causal_conv(
     activation: str | None = "silu",
     implementation: str | None = None,
 ) -> tuple[Float[Array, "tokens channels"], Float[Array, "states tail channels"]]:
-    """Convolves each channel with the inputs before it, and keeps the last `d_conv - 1` of them as the state.
+    """Computes a depthwise causal convolution over rows, whose last `d_conv - 1` inputs are kept as the state.
 
-    A row reads its state before it writes one, so that both may be the same. Rows without tokens change nothing,
-    and a row shorter than the window keeps what it must of the state that it started from. In one call no state may
-    be read by one row and written by another, and a snapshot's state belongs to it alone; that is checked where ids
-    are known.
+    This is the convolution of Mamba (causal-conv1d), with a pool of states. A row reads its state before it writes one,
+    so both may be the same. Rows without tokens change nothing. A row shorter than the window keeps the newest inputs
+    of its initial state. In one call, no state may be read by one row and written by another, and a snapshot's state
+    must not be used otherwise; this is checked for concrete ids.
 
     Args:
-        weight: one tap per earlier input and channel; the last tap is the token's own.
-        bias: one number per channel, or `None`.
-        states: the pool of states, the oldest input first, in x's dtype. Donate it: it is written in place.
-        x: inputs of all rows, one row after the other, in columns `first_channel : first_channel + channels`; the
-            others are not read, so that a projection's whole output can be given. Tokens of no row may hold anything.
-        read_states: int32 state that each row starts from; one past the end reads zeros.
-        write_states: int32 state that each row ends in; one past the end writes nothing.
-        cu_q_lens: int32; row r's tokens are `x[cu_q_lens[r]:cu_q_lens[r + 1]]`. `None`: row r has token r alone, and
-            a row that writes nothing is padding.
-        snapshot_ends: int32 packed tokens, rising; the state before each is kept, which is that of the row that the
-            token before it belongs to. Ends past the last row's keep nothing.
-        snapshot_states: int32 state that each of these is kept in; one past the end writes nothing.
+        weight: one tap per input of the window and channel; the last tap is that of the token itself.
+        bias: one value per channel, or `None`.
+        states: the pool of states, the oldest input first, in x's dtype. Donate it for an update in place.
+        x: inputs of all rows, one row after the other, in columns `first_channel : first_channel + channels`. Other
+            columns are not read, so x can be a projection's whole output. Padding tokens may hold any value.
+        read_states: int32 initial state of each row; an id past the end means zeros.
+        write_states: int32 final state of each row; an id past the end writes nothing.
+        cu_q_lens: int32 bounds: row r's tokens are `x[cu_q_lens[r]:cu_q_lens[r + 1]]`. With `None` row r has only token
+            r, and a row that writes nothing is padding.
+        snapshot_ends: int32, ascending: for each snapshot the number of packed tokens before it. It is the state of the
+            row of the last of these tokens, after that token. Ends past the last row's are ignored.
+        snapshot_states: int32 state that each snapshot is written to; an id past the end writes nothing.
         first_channel: first column of x that is an input.
         activation: "silu", or `None` for none.
-        implementation: "mosaic_gpu", "xla", or `None` for the best that can run.
+        implementation: "mosaic_gpu", "xla", or `None` for the first that can run.
 
     Returns:
-        The outputs in x's dtype, computed in float32, zeros for tokens of no row; and the pool.
+        The outputs in x's dtype, computed in float32, zeros for padding tokens; and the updated pool.
 
     Raises:
-        ValueError: shapes, dtypes, options or known ids do not fit.
-        Unsupported: the implementation asked for, or every one, cannot run; the message carries each reason.
+        ValueError: shapes, dtypes, options or concrete ids do not fit.
+        Unsupported: the requested implementation, or every implementation, cannot run; the message lists the reasons.
     """
     options = {"first_channel": first_channel, "activation": activation}
     _check(weight, bias, states, x, **options)
     check_states(states.shape[0], read_states, write_states, snapshot_ends, snapshot_states)
     _check_rows(x.shape[0], read_states.shape[0], cu_q_lens, snapshot_ends)
     tables = (read_states, write_states, cu_q_lens, snapshot_ends, snapshot_states)
-    # To JAX `None` is a tree without leaves.
+    # `None` is an empty pytree, so absent arguments stay `None`.
     arrays = jax.tree.map(jnp.asarray, (weight, bias, states, x, *tables))
     refuses = partial(mosaic_gpu.why_not, arrays[0], arrays[3], first_channel=first_channel)
     reasons = {"mosaic_gpu": refuses, "xla": lambda: None}
@@ -86,11 +86,13 @@ def _check(
     first_channel: int,
     activation: str | None,
 ) -> None:
-    """Refuses arrays and options that do not fit one another."""
+    """Raises `ValueError` for arrays and options that do not fit each other."""
     check_shape("weight", weight, (None, None))
     d_conv, channels = weight.shape
     if d_conv < 2:
-        raise ValueError(f"weight must have at least 2 taps, got {d_conv}; one tap is a product")
+        raise ValueError(
+            f"weight must have at least 2 taps, got {d_conv}; for one tap multiply x by it instead"
+        )
     check_shape("states", states, (None, d_conv - 1, channels))
     check_shape("x", x, (None, None))
     if bias is not None:
@@ -122,6 +124,6 @@ def _check_rows(
         )
     if snapshot_ends is not None:
         raise ValueError(
-            "without cu_q_lens a row's only state is the one that it ends in; name it in "
-            "write_states instead of snapshot_states"
+            "got snapshot_ends without cu_q_lens, where each row has one token and its final state only; "
+            "name that state in write_states"
         )

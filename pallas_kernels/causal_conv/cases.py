@@ -1,4 +1,4 @@
-"""Shapes on which `causal_conv` is tested, measured and tuned. Host only."""
+"""Shapes on which `causal_conv` is tested, measured and tuned. Imports no JAX."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -14,16 +14,16 @@ class Case:
     """One call of `causal_conv`.
 
     Attributes:
-        name: how tests and records call it.
-        rows: the packed rows; without `packed` each has one token, and those of no token are padding.
+        name: the case's name in tests and benchmark records.
+        rows: the packed rows; without `packed` each has one token, and rows without tokens are padding.
         channels: channels of the convolution.
-        d_conv: its width.
-        beside: columns of x before and behind the channels.
-        biased: there is a bias.
-        activation: of the output.
-        packed: rows come with their bounds.
-        chunk_size: where snapshots are taken.
-        ci: small enough to run everywhere.
+        d_conv: number of taps.
+        beside: numbers of columns of x before and after the channels.
+        biased: whether there is a bias.
+        activation: activation of the output, or `None`.
+        packed: whether rows have bounds (`cu_q_lens`).
+        chunk_size: positions at multiples of this get snapshots.
+        ci: whether the case is small enough for the CPU tests.
     """
 
     name: str
@@ -38,7 +38,7 @@ class Case:
     ci: bool = False
 
     def inputs(self, seed: int = 0, dtype: str = "bfloat16") -> dict[str, Any]:
-        """Returns the arguments by name, as NumPy arrays."""
+        """Returns the op's arguments by name, as NumPy arrays."""
         rng = np.random.default_rng(seed)
         tables, num_states = self.rows.tables(rng, self.chunk_size)
         before, behind = self.beside
@@ -57,18 +57,18 @@ class Case:
         }
         del inputs["seq_lens"]
         if not self.packed:
-            # Padding rows are those whose tokens are padding.
+            # Each padding row gets one of the padding tokens.
             del inputs["cu_q_lens"]
         return inputs
 
     def bytes_moved(self, dtype: str = "bfloat16") -> int:
-        """Counts the bytes of inputs and outputs, and of the states read and written."""
+        """Returns the bytes of inputs and outputs, and of the states read and written."""
         states = len(self.rows.lengths) * 2 + len(self.rows.ends(self.chunk_size))
         numbers = 2 * sum(self.rows.lengths) + states * (self.d_conv - 1)
         return numbers * self.channels * np.dtype(dtype).itemsize
 
     def flops(self) -> int:
-        """Counts products and sums."""
+        """Returns the FLOPs of the convolution."""
         return 2 * sum(self.rows.lengths) * self.channels * self.d_conv
 
 

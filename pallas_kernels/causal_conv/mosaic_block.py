@@ -1,8 +1,8 @@
-"""The Mosaic GPU kernel of `causal_conv` for Hopper: what one block does with a run of tokens and of channels.
+"""The Mosaic GPU kernel of `causal_conv` for Hopper: geometry, launch, and the work of one block.
 
-A thread has up to 8 neighbouring channels and goes through the tokens, the last inputs in registers; nothing is
-shared, so shared memory would only add latency. Only the block of a row's first tokens touches states: it reads the
-one that the row starts from before it writes any. Refs to whole arrays are named like the arrays.
+A thread processes up to 8 adjacent channels and loops over the tokens with the last inputs in registers. Threads share
+nothing, so shared memory would only add latency. Only the block of a row's first tokens accesses states; it reads the
+row's initial state before it writes any. Refs to whole arrays have the names of the arrays.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -28,17 +28,17 @@ _THREADS = 128
 
 @dataclass(frozen=True)
 class Geometry:
-    """The sizes that the kernel is built from.
+    """Sizes and dtypes that the kernel is specialised for.
 
     Attributes:
-        d_conv: taps.
-        channels: of the convolution.
-        first_channel: where they begin in a row of x.
-        activated: outputs go through silu.
-        dtype: of x, states and outputs.
+        d_conv: number of taps.
+        channels: channels of the convolution.
+        first_channel: first column of x that is an input.
+        activated: whether silu is applied to the output.
+        dtype: dtype of x, states and outputs.
         tile: most tokens of one block.
-        batch: tokens whose inputs are sent for together.
-        vector: most neighbouring channels of a thread, a power of two up to 8.
+        batch: number of tokens whose inputs are loaded at once.
+        vector: most adjacent channels per thread, a power of two up to 8.
     """
 
     d_conv: int
@@ -54,18 +54,18 @@ class Geometry:
     def of(
         cls, weight: ArrayOrStruct, x: ArrayOrStruct, first_channel: int, activated: bool
     ) -> "Geometry":
-        """Returns the sizes of these arrays."""
+        """Returns the geometry of these arrays."""
         d_conv, channels = weight.shape
         return cls(d_conv, channels, first_channel, activated, jnp.dtype(x.dtype))
 
     @property
     def tail(self) -> int:
-        """Earlier inputs that a token sees."""
+        """Number of earlier inputs in a token's window."""
         return self.d_conv - 1
 
     @property
     def spans(self) -> tuple[tuple[int, int], ...]:
-        """First channel and width of each block: as wide as all threads can be busy, then powers of two."""
+        """First channel and width of each block: the full width of 128 threads, then powers of two for the rest."""
         whole = _THREADS * self.vector
         widths = [whole] * (self.channels // whole)
         rest = self.channels % whole
@@ -74,7 +74,7 @@ class Geometry:
 
 
 class Tile(NamedTuple):
-    """A run of tokens of one row."""
+    """A run of tokens of one row; `first` is 1 for the row's first run."""
 
     row: Array
     start: Array
@@ -84,7 +84,7 @@ class Tile(NamedTuple):
 
 @dataclass(frozen=True)
 class Kernel:
-    """The kernel for one geometry and the arrays that it is given, by name."""
+    """The kernel for one geometry; `names` are the names of its input arrays in order."""
 
     geometry: Geometry
     names: tuple[str, ...]
@@ -95,7 +95,7 @@ class Kernel:
         return plgpu.kernel(
             self._body,
             out_type=jax.ShapeDtypeStruct((tokens, g.channels), g.dtype),
-            # One axis: of several, all but the last one end at 65535.
+            # All blocks are on one axis: grid axes other than the last are limited to 65535.
             grid=(num_tiles * len(g.spans),),
             grid_names=("block",),
             compiler_params=plgpu.CompilerParams(
@@ -112,7 +112,7 @@ class Kernel:
         spans = self.geometry.spans
         block, count = lax.axis_index("block"), jnp.int32(len(spans))
         tile, place = lax.div(block, count), lax.rem(block, count)
-        # Blocks of equal width differ in a number only.
+        # Blocks of equal width share one branch; their first channel is computed.
         for width in sorted({width for _, width in spans}, reverse=True):
             same = [index for index, span in enumerate(spans) if span[1] == width]
             start = spans[same[0]][0] + (place - same[0]) * width
@@ -124,7 +124,7 @@ class Kernel:
 
 
 class _Block:
-    """One block at work on `width` channels."""
+    """One block, which processes `width` channels from `start` on."""
 
     def __init__(self, kernel: Kernel, refs: Mapping[str, Ref], start: Array, width: int) -> None:
         self.geometry, self.refs = kernel.geometry, refs
@@ -133,7 +133,7 @@ class _Block:
         self.columns = pl.ds(start, width)
 
     def run(self, number: Array) -> None:
-        """Does one tile of tokens, or one row's only token."""
+        """Processes one tile of tokens, or without tiles one row's only token."""
         if "tiles" not in self.refs:
             self.update(number)
             return
@@ -143,7 +143,7 @@ class _Block:
         pl.when((tile.length > 0) & (tile.row >= rows))(partial(self.clear, tile))
 
     def update(self, row: Array) -> None:
-        """Does a row's only token; a row that writes nothing is padding."""
+        """Processes a row's only token; a row that writes nothing is padding."""
         write = self.refs["write_states"][row]
         real = self.exists(write)
         window = [*self.state(row), self.input(row)]
@@ -152,7 +152,7 @@ class _Block:
         pl.when(real)(partial(self.write_state, write, window[1:]))
 
     def clear(self, tile: Tile) -> None:
-        """Gives zeros to tokens of no row."""
+        """Writes zeros as the outputs of padding tokens."""
         zeros = plgpu.layout_cast(jnp.zeros((self.width,), self.geometry.dtype), self.piece.layout)
 
         @pl.loop(0, tile.length)
@@ -160,7 +160,7 @@ class _Block:
             self.refs["out"][tile.start + index, self.columns] = zeros
 
     def convolve(self, tile: Tile) -> None:
-        """Goes through a tile's tokens; that of a row's first ones writes the row's states as well."""
+        """Processes a tile's tokens; the row's first tile also writes the row's states."""
         tail, batch = self.geometry.tail, self.geometry.batch
         taps = self.taps()
         window = lax.cond(
@@ -187,7 +187,7 @@ class _Block:
         lax.fori_loop(batches * batch, tile.length, visit_token, window)
 
     def write_states(self, row: Array, begun: Sequence[Array]) -> None:
-        """Writes the state that a row ends in, and those that are kept on the way."""
+        """Writes a row's final state and snapshots; `begun` is its initial state."""
         refs = self.refs
         first, stop = refs["cu_q_lens"][row], refs["cu_q_lens"][row + 1]
         self.write_state_before(stop, refs["write_states"][row], first, begun)
@@ -202,7 +202,7 @@ class _Block:
     def write_state_before(
         self, end: Array, state: Array, first: Array, begun: Sequence[Array]
     ) -> None:
-        """Writes the last inputs before a token, of which the state that the row started from may be some."""
+        """Writes the last inputs before a token as a state; near the row's start some come from `begun`."""
         tail = self.geometry.tail
         seen = end - first
 
@@ -215,11 +215,11 @@ class _Block:
             self.write_state(state, values)
 
     def exists(self, state: Array) -> Array:
-        """Whether this is a state of the pool."""
+        """Returns whether the id is a state of the pool."""
         return (state >= 0) & (state < self.refs["states"].shape[0])
 
     def state(self, row: Array) -> list[Array]:
-        """Returns the inputs that a row starts from."""
+        """Returns a row's initial state, zeros for an id past the end."""
         read = self.refs["read_states"][row]
         known = self.exists(read)
         place = jnp.where(known, read, 0)
@@ -240,11 +240,11 @@ class _Block:
         return self.load(self.refs["x"].at[token, columns])
 
     def load(self, ref: Ref) -> Array:
-        """Sends for a row of numbers."""
+        """Issues the load of this block's channels of a row."""
         return plgpu.load(ref, layout=self.piece.layout, optimized=False)
 
     def taps(self) -> list[Array]:
-        """Returns what each input is multiplied by, in float32, and the bias if there is one."""
+        """Returns the taps in float32, followed by the bias if there is one."""
         rows = [
             self.refs["weight"].at[index, self.columns] for index in range(self.geometry.d_conv)
         ]
@@ -252,7 +252,7 @@ class _Block:
         return [self.load(row).astype(jnp.float32) for row in rows]
 
     def weighed(self, taps: Sequence[Array], window: Sequence[Array]) -> Array:
-        """Returns a token's outputs in float32: sums of the oldest input first, as plain XLA has them."""
+        """Returns a token's outputs in float32; it adds the oldest input first, as the XLA implementation does."""
         total = taps[0] * window[0].astype(jnp.float32)
         for tap, value in zip(taps[1 : len(window)], window[1:], strict=True):
             total += tap * value.astype(jnp.float32)

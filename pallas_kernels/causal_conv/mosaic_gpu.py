@@ -1,7 +1,4 @@
-"""`causal_conv` as one Mosaic GPU kernel for Hopper: what it takes, and how XLA calls it.
-
-The kernel itself is in mosaic_block.py.
-"""
+"""`causal_conv` on Hopper with a Mosaic GPU kernel: limits and the call. The kernel is in mosaic_block.py."""
 
 from functools import partial
 
@@ -15,7 +12,7 @@ from pallas_kernels.device import why_not_mosaic
 from pallas_kernels.packed.rows import cut
 
 _DTYPES = ("float32", "bfloat16", "float16")
-# Inputs begin where a load of 16 bytes may, whatever their dtype.
+# Alignment of the inputs in elements, for loads of up to 16 bytes in any dtype.
 _ALIGNED = 8
 
 
@@ -64,12 +61,12 @@ def causal_conv(
     activation: str | None = "silu",
     interpret: bool = False,
 ) -> tuple[Float[Array, "tokens channels"], Float[Array, "states tail channels"]]:
-    """Convolves as `api.causal_conv` says, in place where the pool is donated.
+    """Implements `api.causal_conv`; negative ids are treated as past the end.
 
-    Negative ids are ids past the end. With `interpret` it runs on the CPU, slowly; races are recorded.
+    With `interpret` the kernel runs in Pallas's interpreter on the CPU, slowly; races are recorded.
 
     Raises:
-        ValueError: this kernel cannot take the shapes or dtypes.
+        ValueError: the kernel does not support the shapes or dtypes.
     """
     reason = refusal(weight, x, first_channel=first_channel)
     if reason is not None:
@@ -79,7 +76,7 @@ def causal_conv(
     return convolve(weight, bias, states, x, *tables, geometry=geometry, interpret=interpret)
 
 
-# The layers of a model call this many times with equal shapes: under its own jit the kernel is lowered once.
+# A model's layers call this with equal shapes; under its own jit the kernel is lowered once for all of them.
 @partial(jax.jit, static_argnames=("geometry", "interpret"))
 def convolve(
     weight: Float[Array, "d_conv channels"],
@@ -95,7 +92,7 @@ def convolve(
     geometry: Geometry,
     interpret: bool = False,
 ) -> tuple[Float[Array, "tokens channels"], Float[Array, "states tail channels"]]:
-    """Runs the kernel for one geometry, its tile included."""
+    """Runs the kernel for one geometry."""
     named = {"weight": weight, "x": x, "read_states": read_states, "write_states": write_states}
     named |= {} if bias is None else {"bias": bias}
     num_tiles = len(x)
@@ -117,16 +114,16 @@ def _tables(
     tokens: int,
     tile: int,
 ) -> dict[str, Int[Array, "..."]]:
-    """Returns the tiles (row, first token, tokens, whether it is the row's first) and each row's snapshots.
+    """Returns the tables "tiles" (row, first token, number of tokens, whether it is the row's first) and "snapshots".
 
-    Tokens of no row are one more row.
+    "snapshots" has the bounds of each row's snapshots. Padding tokens are one more row.
     """
     bounds = jnp.append(cu_q_lens, jnp.int32(tokens))
     pieces = cut(bounds, jnp.zeros(len(cu_q_lens), jnp.int32), tokens=tokens, size=tile)
     fields = (pieces.row, pieces.start, pieces.length, pieces.first.astype(jnp.int32))
     tables = {"tiles": jnp.stack(fields, axis=1)}
     if snapshot_ends is not None:
-        # Those before which row r's tokens end have the numbers `bounds[r]:bounds[r + 1]`.
+        # Row r's snapshots are `snapshots[r]:snapshots[r + 1]`.
         behind = snapshot_ends[None, :] <= cu_q_lens[:, None]
         tables["snapshots"] = jnp.sum(behind, axis=1, dtype=jnp.int32)
     return tables

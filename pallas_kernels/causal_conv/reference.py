@@ -1,4 +1,4 @@
-"""What `causal_conv` means: token by token, a window that slides from the state over the row."""
+"""Reference of `causal_conv`: a scan over tokens with a sliding window that starts as the row's state."""
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ def causal_conv(
     first_channel: int = 0,
     activation: str | None = "silu",
 ) -> tuple[Float[Array, "tokens channels"], Float[Array, "states tail channels"]]:
-    """Computes in float32 and reads all states before it writes any."""
+    """Computes in float32; reads all states before it writes any."""
     tokens, (num_states, tail, channels) = x.shape[0], states.shape
     token = jnp.arange(tokens, dtype=jnp.int32)
     if cu_q_lens is None:

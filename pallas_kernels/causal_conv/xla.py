@@ -1,4 +1,4 @@
-"""`causal_conv` in plain XLA: rows are laid out behind their states, so that a window is a slice like any other."""
+"""`causal_conv` in plain XLA: each row is copied directly after its state, so that every window is a slice."""
 
 import jax
 import jax.numpy as jnp
@@ -21,11 +21,11 @@ def causal_conv(
     first_channel: int = 0,
     activation: str | None = "silu",
 ) -> tuple[Float[Array, "tokens channels"], Float[Array, "states tail channels"]]:
-    """Convolves as `api.causal_conv` says, in place where the pool is donated."""
+    """Implements `api.causal_conv`."""
     tokens, (num_states, tail, channels) = x.shape[0], states.shape
     inputs = jax.lax.slice_in_dim(x, first_channel, first_channel + channels, axis=1)
-    # What is read is read before anything is written. For a single row XLA would otherwise read again behind the
-    # write, from a copy of the pool.
+    # The barrier orders all reads before the writes. For a single row XLA would otherwise read again after the write,
+    # from a copy of the pool.
     begun = jax.lax.optimization_barrier(_get(states, read_states))
     if cu_q_lens is None:
         window = jnp.concatenate([begun, inputs[:, None]], axis=1)
@@ -34,7 +34,7 @@ def causal_conv(
         out = jnp.where(real[:, None], out, 0.0)
         return out.astype(x.dtype), _put(states, write_states, window[:, 1:], real)
     row, place = rows_of_tokens(cu_q_lens, tokens)
-    # Row r's tokens move (r + 1) * tail places back, and its state lies right before them.
+    # Row r's tokens are shifted by (r + 1) * tail, and its state is directly before them.
     first = cu_q_lens[:-1] + tail * jnp.arange(len(read_states), dtype=jnp.int32)
     behind = jnp.arange(tail, dtype=jnp.int32)
     token = jnp.arange(tokens, dtype=jnp.int32) + tail * (row + 1)
@@ -59,7 +59,7 @@ def _get(array: Array, index: Array) -> Array:
 
 
 def _put(states: Array, index: Array, values: Array, real: Array) -> Array:
-    """Writes the real ones; places past the end stay distinct."""
+    """Writes the values where `real`; indices past the end are made distinct and dropped."""
     number = jnp.arange(len(index), dtype=jnp.int32)
     index = jnp.where(real & (index < len(states)), index, len(states) + number)
     return states.at[index].set(
@@ -70,7 +70,7 @@ def _put(states: Array, index: Array, values: Array, real: Array) -> Array:
 def _weighed(
     weight: Array, bias: Array | None, taps: list[Array], activation: str | None
 ) -> Float[Array, "tokens channels"]:
-    """Sums in float32, the oldest input first."""
+    """Returns the convolution in float32; it adds the oldest input first."""
     wide = weight.astype(jnp.float32)
     total = jnp.zeros(taps[0].shape, jnp.float32)
     for factor, tap in zip(wide, taps, strict=True):

@@ -1,4 +1,4 @@
-"""The door to `page_write`: puts new tokens' values into pages, in place when the pages are donated."""
+"""Public entry point of `page_write`: writes new tokens' values into pages, in place if the pages are donated."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -19,18 +19,24 @@ def page_write(
     """Returns the pages with one value per token written at the token's slot, cast to the pages' dtype.
 
     Args:
-        pages: pools that share page ids, such as keys and values; each may have its own shape per token.
+        pages: pools that share page ids, such as keys and values; each may have its own shape per token and its own
+            dtype. Donate them for a write in place.
         values: for each pool, one value per token.
-        slots: int32 `page * page_size + offset` of each token, all distinct. Padding token r has
-            `num_slots + r`, and any slot from `num_slots` on writes nothing.
-        implementation: "mosaic_gpu", "xla", or `None` for the best that can run.
+        slots: int32 `page * page_size + offset` of each token, all distinct. Slots >= `num_slots` (pages * page_size)
+            write nothing; give padding token r the slot `num_slots + r`.
+        implementation: "mosaic_gpu", "xla", or `None` for the first that can run.
+
+    Returns:
+        The updated pools, in the order of `pages`.
 
     Raises:
-        ValueError: shapes do not fit, slots are not int32, or a slot known outside a trace is negative.
-        Unsupported: the implementation asked for, or every one, cannot run; the message carries each reason.
+        ValueError: shapes do not fit, slots are not int32, or a concrete slot is negative.
+        Unsupported: the requested implementation, or every implementation, cannot run; the message lists the reasons.
     """
     if not pages or len(pages) != len(values):
-        raise ValueError(f"got {len(pages)} pools and values for {len(values)}; give one of each")
+        raise ValueError(
+            f"values must have one array per pool, got {len(pages)} pools and {len(values)} arrays of values"
+        )
     num_pages, page_size = pages[0].shape[:2]
     for index, (pool, value) in enumerate(zip(pages, values, strict=True)):
         check_shape(f"pages[{index}]", pool, (num_pages, page_size, *pool.shape[2:]))

@@ -1,4 +1,4 @@
-"""Shapes on which `page_write` is tested, measured and tuned. Host only."""
+"""Shapes on which `page_write` is tested, measured and tuned. Imports no JAX."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -13,12 +13,14 @@ class Case:
     """One call of `page_write`; the defaults are those of Llama-3.1-8B.
 
     Attributes:
-        name: how tests and records call it.
-        tokens: tokens that are written, each at a random slot.
-        shape: what one token keeps in each pool.
+        name: the case's name in tests and benchmark records.
+        tokens: number of tokens that are written, each at a random slot.
+        pages: pages of each pool.
+        page_size: tokens per page.
+        shape: shape of one token's entry in each pool.
         pools: number of pools that share slots.
-        padding_tokens: further tokens that write nothing, mixed among the others.
-        ci: small enough to run everywhere.
+        padding_tokens: number of additional tokens that write nothing, at random positions among the others.
+        ci: whether the case is small enough for the CPU tests.
     """
 
     name: str
@@ -31,7 +33,7 @@ class Case:
     ci: bool = False
 
     def inputs(self, seed: int = 0, dtype: str = "bfloat16") -> dict[str, Any]:
-        """Returns the arguments by name, as NumPy arrays."""
+        """Returns the op's arguments by name, as NumPy arrays."""
         rng = np.random.default_rng(seed)
         num_slots = self.pages * self.page_size
         slots = np.concatenate(
@@ -50,11 +52,11 @@ class Case:
         }
 
     def bytes_moved(self, dtype: str = "bfloat16") -> int:
-        """Counts the bytes of the values, read once and written once."""
+        """Returns the bytes of the values, read once and written once."""
         return 2 * self.pools * self.tokens * int(np.prod(self.shape)) * np.dtype(dtype).itemsize
 
     def flops(self) -> int:
-        """A write computes nothing."""
+        """Returns 0: a write has no arithmetic."""
         return 0
 
 

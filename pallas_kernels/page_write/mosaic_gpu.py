@@ -1,4 +1,4 @@
-"""`page_write` as one Mosaic GPU kernel for Hopper: a block copies one token's rows, of every pool."""
+"""`page_write` on Hopper with a Mosaic GPU kernel: a block copies one token's row of every pool through registers."""
 
 from collections.abc import Callable
 from functools import partial
@@ -18,7 +18,7 @@ from pallas_kernels.mosaic.launch import LANE_PARAMS, interpreter
 from pallas_kernels.mosaic.private_types import Ref
 from pallas_kernels.mosaic.rows import Piece, flat_pieces, flat_registers
 
-# Registers of a thread that hold rows on their way; the rest of 255 is for addresses.
+# Most registers per thread for the copied rows; the rest of 255 is for addresses.
 MOST_REGISTERS = 128
 
 
@@ -36,14 +36,14 @@ def refusal(pages: tuple[ArrayOrStruct, ...]) -> str | None:
     """Returns why the kernel cannot be built for these pools, or `None` if it can."""
     for pool in pages:
         if pool.dtype.itemsize > 4 or pool.dtype == jnp.bool_:
-            return f"numbers must have 1, 2 or 4 bytes, got {pool.dtype}"
+            return f"elements must have 1, 2 or 4 bytes, got {pool.dtype}"
         if pool.size == 0:
-            return f"pools must hold something, got shape {list(pool.shape)}"
+            return f"pools must not be empty, got shape {list(pool.shape)}"
     registers = sum(flat_registers(prod(pool.shape[2:]), pool.dtype.itemsize) for pool in pages)
     if registers > MOST_REGISTERS:
         return (
-            f"a token's rows may take {MOST_REGISTERS} registers of each thread (4 bytes each; odd "
-            f"rows 1 number each), got {registers}"
+            f"a token's rows may take {MOST_REGISTERS} registers per thread (4 bytes each, or 1 element each in "
+            f"rows of odd length), got {registers}"
         )
     return None
 
@@ -55,12 +55,12 @@ def page_write(
     *,
     interpret: bool = False,
 ) -> tuple[Shaped[Array, "pages page_size ..."], ...]:
-    """Writes as `api.page_write` says, in place where the pages are donated; negative slots write nothing either.
+    """Implements `api.page_write`; negative slots write nothing, too.
 
-    With `interpret` it runs on the CPU, slowly; races are recorded.
+    With `interpret` the kernel runs in Pallas's interpreter on the CPU, slowly; races are recorded.
 
     Raises:
-        ValueError: this kernel cannot take the pools.
+        ValueError: the kernel does not support the pools.
     """
     reason = refusal(pages)
     if reason is not None:
@@ -68,7 +68,7 @@ def page_write(
     return write(pages, values, slots, interpret=interpret) if len(slots) else pages
 
 
-# The layers of a model call this many times with equal shapes: under its own jit the kernel is lowered once.
+# A model's layers call this with equal shapes; under its own jit the kernel is lowered once for all of them.
 @partial(jax.jit, static_argnames="interpret")
 def write(
     pages: tuple[Shaped[Array, "pages page_size ..."], ...],
@@ -79,7 +79,7 @@ def write(
 ) -> tuple[Shaped[Array, "pages page_size ..."], ...]:
     """Runs the kernel."""
     tokens = slots.shape[0]
-    # A row of whatever shape is a row of numbers.
+    # Flatten each token's entry to one row.
     refs = [jax.new_ref(pool.reshape(*pool.shape[:2], -1)) for pool in pages]
     rows = [
         value.reshape(tokens, -1).astype(pool.dtype)
@@ -90,12 +90,14 @@ def write(
 
 
 def alone(slots: Int[Array, " tokens"], *rows_and_pools: Array) -> tuple[Array, ...]:
-    """Launches the kernel by itself, for a runtime other than XLA, which writes into the pools that it is given.
+    """Launches the kernel without XLA operations around it, for a caller such as the torch bridge.
+
+    The caller passes its own buffers, and the kernel writes into the pools in place.
 
     Args:
         slots: as in `page_write`.
-        *rows_and_pools: the values of each pool, [tokens, numbers], of its dtype, and then the pools,
-            [pages, page_size, numbers].
+        *rows_and_pools: each pool's values, [tokens, elements] in the pool's dtype, then the pools,
+            [pages, page_size, elements].
     """
     count = len(rows_and_pools) // 2
     refs = [jax.new_ref(pool) for pool in rows_and_pools[count:]]
@@ -116,7 +118,7 @@ def _kernel(tokens: int, *, interpret: bool) -> Callable[..., None]:
 
 
 def _copy_rows(slots: Ref, *rows_and_pools: Ref) -> None:
-    """Copies the rows of one token; all loads are sent before the first store waits for one."""
+    """Copies the rows of one token; all loads are issued before the first store."""
     count = len(rows_and_pools) // 2
     rows, pools = rows_and_pools[:count], rows_and_pools[count:]
     num_pages, page_size = pools[0].shape[:2]
@@ -143,5 +145,5 @@ def _load(row: Ref, piece: Piece) -> Array:
 
 
 def _where(piece: Piece) -> Any:  # noqa: ANN401 - an index or a private type of JAX
-    """A single number is stored as a scalar: vectors of one are taken for scalars whose layout nobody knows."""
+    """Returns a piece's index; a single element is a scalar index, since Mosaic infers no layout for vectors of one."""
     return piece.start if piece.size == 1 else pl.ds(piece.start, piece.size)

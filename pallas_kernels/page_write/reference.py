@@ -1,4 +1,4 @@
-"""What `page_write` means: a loop over tokens, each writing one slot if that slot exists."""
+"""Reference of `page_write`: a loop over tokens, each of which writes its slot if the slot exists."""
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ def page_write(
     values: tuple[Shaped[Array, "tokens ..."], ...],
     slots: Int[Array, " tokens"],
 ) -> tuple[Shaped[Array, "pages page_size ..."], ...]:
-    """Writes one token after the other; a slot past the last page writes nothing."""
+    """Writes the tokens in order; a slot past the last page writes nothing."""
 
     def write(token: Int[Array, ""], flat: tuple[Array, ...]) -> tuple[Array, ...]:
         slot = slots[token]

@@ -1,4 +1,4 @@
-"""`page_write` as one XLA scatter per pool, copy-free under donation. Knows nothing about what a page holds."""
+"""`page_write` in plain XLA: one scatter per pool, in place under donation."""
 
 import jax
 import jax.numpy as jnp
@@ -10,10 +10,10 @@ def page_write(
     values: tuple[Shaped[Array, "tokens ..."], ...],
     slots: Int[Array, " tokens"],
 ) -> tuple[Shaped[Array, "pages page_size ..."], ...]:
-    """Scatters by (page, offset), so that no index ever counts elements and 32 bits are always enough.
+    """Implements `api.page_write` by a scatter at (page, offset).
 
-    Truncating division sends a negative slot to a negative page or offset, and without JAX's wrapping of
-    negative indices those are dropped like any other slot outside the pool.
+    Indices never count elements, so 32 bits always suffice. Truncating division maps a negative slot to a negative page
+    or offset; with JAX's wrapping of negative indices disabled it is dropped like any other slot outside of the pool.
     """
     values, slots = two_at_least(values, slots, pages[0].shape[0] * pages[0].shape[1])
     page_size = slots.dtype.type(pages[0].shape[1])
@@ -32,9 +32,9 @@ def page_write(
 def two_at_least(
     values: tuple[Shaped[Array, "tokens ..."], ...], slots: Int[Array, " tokens"], num_slots: int
 ) -> tuple[tuple[Shaped[Array, "tokens_and_one ..."], ...], Int[Array, " tokens_and_one"]]:
-    """Puts a token that is dropped beside one that is alone.
+    """Appends a token with an invalid slot if there is only one token.
 
-    On CPUs XLA makes a scatter of one token a slice under a condition, and copies some pools for it.
+    On CPUs XLA rewrites a scatter of one token to a conditional slice update, and copies some pools for it.
     """
     if slots.shape[0] != 1:
         return values, slots

@@ -1,4 +1,4 @@
-"""The door to `rotary_write`: all that lies between the projection of queries, keys and values, and attention."""
+"""Public entry point of `rotary_write`: QK norm, rotary embedding, quantisation and cache write, fused."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -21,29 +21,31 @@ def rotary_write(
     norm_eps: float = 1e-6,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "tokens heads head_dim"], tuple[Shaped[Array, "pages page_size ..."], ...]]:
-    """Normalises and rotates queries and keys, and writes keys and values at their tokens' slots.
+    """Normalises (RMSNorm) and rotates (RoPE) queries and keys, and writes keys and values at their tokens' slots.
 
-    Component i of a head is turned with component i + half, in float32; components from 2 * half on stay as they
-    are. The written keys are those that were rounded to qkv's dtype.
+    The rotation (Su et al., RoFormer, arXiv:2104.09864) pairs component i of a head with component i + half, in
+    float32. Components from 2 * half on are not rotated. Keys are rounded to qkv's dtype before they are written or
+    quantised.
 
     Args:
-        pages: the pools of keys and of values, [pages, page_size, kv_heads, head_dim]. Those of float8_e4m3fn or
-            int8 are followed by the pools of their scales, float32 [pages, page_size, kv_heads] each.
-        qkv: each token's heads of queries, then of keys, then of values; the pools say how many are keys.
-        cos: float32 cosines of each token's angle for each pair.
+        pages: the pools of keys and of values, [pages, page_size, kv_heads, head_dim]. For float8_e4m3fn and int8
+            they are followed by the two pools of scales, float32 [pages, page_size, kv_heads]. Donate them for a write
+            in place.
+        qkv: each token's query heads, then key heads, then value heads; the pools determine the number of key heads.
+        cos: float32 cosines of each token's angles, one per pair.
         sin: float32 sines of the same angles.
-        slots: int32 `page * page_size + offset` of each token, all distinct. Padding token r has
-            `num_slots + r`, and any slot from `num_slots` on writes nothing.
-        norm: weights of the norms on queries and on keys, in qkv's dtype; `None` for no norm.
-        norm_eps: what a norm adds to the mean square.
-        implementation: "mosaic_gpu", "xla", or `None` for the best that can run.
+        slots: int32 `page * page_size + offset` of each token, all distinct. Slots >= `num_slots` (pages * page_size)
+            write nothing; give padding token r the slot `num_slots + r`.
+        norm: weights of the norms of queries and of keys, in qkv's dtype; `None` for no norm.
+        norm_eps: epsilon that a norm adds to the mean square.
+        implementation: "mosaic_gpu", "xla", or `None` for the first that can run.
 
     Returns:
-        The queries in qkv's dtype (those of padding tokens hold whatever their input gives) and the pools.
+        The queries in qkv's dtype, those of padding tokens included, and the updated pools.
 
     Raises:
-        ValueError: shapes or dtypes do not fit, or a slot known outside a trace is negative.
-        Unsupported: the implementation asked for, or every one, cannot run; the message carries each reason.
+        ValueError: shapes or dtypes do not fit, or a concrete slot is negative.
+        Unsupported: the requested implementation, or every implementation, cannot run; the message lists the reasons.
     """
     _check(pages, qkv, cos, sin, slots, norm)
     arrays = tuple(jnp.asarray(array) for array in (qkv, cos, sin, slots))
@@ -65,15 +67,15 @@ def _check(
     slots: Array | np.ndarray,
     norm: Array | np.ndarray | None,
 ) -> None:
-    """Refuses arrays that do not fit one another."""
+    """Raises `ValueError` for arrays that do not fit each other."""
     _check_pages(pages)
     num_pages, page_size, kv_heads, head_dim = pages[0].shape
     check_shape("qkv", qkv, (None, None, head_dim))
     tokens, all_heads, _ = qkv.shape
     if all_heads <= 2 * kv_heads or (all_heads - 2 * kv_heads) % kv_heads:
         raise ValueError(
-            f"qkv must hold the {kv_heads} heads of keys and of values after a multiple of as many "
-            f"heads of queries, got {all_heads} heads in all"
+            f"qkv must hold query heads, a multiple of {kv_heads}, then {kv_heads} key heads and {kv_heads} "
+            f"value heads, got {all_heads} heads in total"
         )
     check_shape("cos", cos, (tokens, None))
     check_shape("sin", sin, tuple(cos.shape))
@@ -97,10 +99,10 @@ def _check(
 
 
 def _check_pages(pages: tuple[Array, ...]) -> None:
-    """Refuses pools that are not those of keys, values and, where they are quantised, scales."""
+    """Raises `ValueError` unless the pools are keys and values, with scales if and only if these have 8 bits."""
     if len(pages) not in (2, 4):
         raise ValueError(
-            f"pages must be keys and values, or those and their two scales, got {len(pages)}"
+            f"pages must be 2 pools (keys, values) or 4 (keys, values and their scales), got {len(pages)}"
         )
     check_shape("pages[0]", pages[0], (None, None, None, None))
     check_shape("pages[1]", pages[1], tuple(pages[0].shape))
@@ -109,8 +111,8 @@ def _check_pages(pages: tuple[Array, ...]) -> None:
     wanted = [dtypes[0]] * 2 + ["float32"] * 2 * quantised
     if dtypes != wanted:
         raise ValueError(
-            f"pages must have dtypes {', '.join(wanted)}, got {', '.join(dtypes)}; pools of "
-            f"{' and '.join(LARGEST)} have scales, and no others do"
+            f"pages must have dtypes {', '.join(wanted)}, got {', '.join(dtypes)}; give scales with pools of "
+            f"{' and '.join(LARGEST)} only"
         )
     for index in range(2, len(pages)):
         check_shape(f"pages[{index}]", pages[index], tuple(pages[0].shape[:3]))

@@ -1,4 +1,4 @@
-"""Shapes on which `rotary_write` is tested, measured and tuned. Host only."""
+"""Shapes on which `rotary_write` is tested, measured and tuned. Imports no JAX."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -13,13 +13,18 @@ class Case:
     """One call of `rotary_write`; the defaults are those of Llama-3.1-8B.
 
     Attributes:
-        name: how tests and records call it.
-        tokens: tokens that are written, each at a random slot.
-        half: pairs of components that are turned.
-        norm: queries and keys are normalised.
-        quantised: dtype of the pools if it is not that of the call.
-        padding_tokens: further tokens that write nothing, mixed among the others.
-        ci: small enough to run everywhere.
+        name: the case's name in tests and benchmark records.
+        tokens: number of tokens that are written, each at a random slot.
+        pages: pages of each pool.
+        page_size: tokens per page.
+        heads: query heads.
+        kv_heads: key heads.
+        head_dim: components of a head.
+        half: number of rotated pairs of components.
+        norm: whether queries and keys are normalised.
+        quantised: 8-bit dtype of the pools; `None` for the call's dtype.
+        padding_tokens: number of additional tokens that write nothing, at random positions among the others.
+        ci: whether the case is small enough for the CPU tests.
     """
 
     name: str
@@ -36,7 +41,7 @@ class Case:
     ci: bool = False
 
     def inputs(self, seed: int = 0, dtype: str = "bfloat16") -> dict[str, Any]:
-        """Returns the arguments by name, as NumPy arrays."""
+        """Returns the op's arguments by name, as NumPy arrays."""
         rng = np.random.default_rng(seed)
         num_slots = self.pages * self.page_size
         slots = np.concatenate(
@@ -64,7 +69,7 @@ class Case:
         return tuple(pools)
 
     def bytes_moved(self, dtype: str = "bfloat16") -> int:
-        """Counts the bytes of heads and angles, read once, and of queries and pools' rows, written once."""
+        """Returns the minimum traffic in bytes: heads and angles read, queries and rows of the pools written, once."""
         wide, angles = np.dtype(dtype).itemsize, 2 * 4 * self.half
         stored = np.dtype(self.quantised or dtype).itemsize
         read = (self.heads + 2 * self.kv_heads) * self.head_dim * wide + angles
@@ -74,7 +79,7 @@ class Case:
         return self.tokens * (read + written)
 
     def flops(self) -> int:
-        """Counts the products and sums of the rotation."""
+        """Returns the FLOPs of the rotation."""
         return self.tokens * (self.heads + self.kv_heads) * self.half * 6
 
 

@@ -1,8 +1,8 @@
-"""The Mosaic GPU kernel of `rotary_write` for Hopper: what one block does with its tokens.
+"""The Mosaic GPU kernel of `rotary_write` for Hopper: geometry, launch, and the work of one block.
 
-A block of one warpgroup takes a token, or its share of one, straight from memory into registers and back: there is
-nothing to share, so shared memory would only add latency. A row of a head lies within one warp, so that norms and
-scales are sums and maxima over lanes. Refs to whole arrays are named like the arrays.
+A block of one warpgroup moves one token, or a part of it, from global memory through registers and back. Warps share
+nothing, so shared memory would only add latency. A head's row is within one warp, so norms and scales are reductions
+over lanes. Refs to whole arrays have the names of the arrays.
 """
 
 from collections.abc import Callable, Mapping
@@ -26,7 +26,7 @@ from pallas_kernels.mosaic.launch import LANE_PARAMS, interpreter
 from pallas_kernels.mosaic.private_types import Layout, Ref
 from pallas_kernels.mosaic.rows import LOAD_BYTES, Piece, broadcast, load, row_pieces, store_per_row
 
-# Components up to which a token is left to one block, and components of queries that a block takes at most.
+# Most components of a token that one block processes alone, and most components of queries per block otherwise.
 _SMALL, _MOST_QUERIES = 3072, 4096
 
 Columns = tuple[int, int]
@@ -35,7 +35,16 @@ Columns = tuple[int, int]
 
 @dataclass(frozen=True)
 class Geometry:
-    """The sizes that the kernel is built from; `stored` is the dtype of the pools."""
+    """Sizes and dtypes that the kernel is specialised for.
+
+    Attributes:
+        heads: query heads.
+        kv_heads: key heads.
+        head_dim: components of a head.
+        half: number of rotated pairs of components.
+        dtype: dtype of qkv.
+        stored: dtype of the pools of keys and values.
+    """
 
     heads: int
     kv_heads: int
@@ -48,7 +57,7 @@ class Geometry:
     def of(
         cls, pages: tuple[ArrayOrStruct, ...], qkv: ArrayOrStruct, cos: ArrayOrStruct
     ) -> "Geometry":
-        """Returns the sizes of these arrays."""
+        """Returns the geometry of these arrays."""
         kv_heads, head_dim = pages[0].shape[2:]
         heads = qkv.shape[1] - 2 * kv_heads
         return cls(heads, kv_heads, head_dim, cos.shape[1], qkv.dtype, pages[0].dtype)
@@ -58,7 +67,7 @@ class Geometry:
         if self.dtype not in (jnp.bfloat16, jnp.float16):
             return f"qkv must be bfloat16 or float16, got {self.dtype}"
         if self.stored != self.dtype and not self.quantised:
-            return f"pages must have qkv's dtype or be quantised, got {self.stored}"
+            return f"pages must have qkv's dtype or 8 bits with scales, got {self.stored}"
         least = LOAD_BYTES // 2
         if self.half % least or self.head_dim % least:
             return (
@@ -76,32 +85,32 @@ class Geometry:
 
     @property
     def parts(self) -> list[Columns]:
-        """The columns of a head that are turned with one another, and those that are left as they are."""
+        """The two column ranges of a head that are rotated with each other, and the rest if there is any."""
         turned = [(0, self.half), (self.half, self.half)]
         rest = self.head_dim - 2 * self.half
         return [*turned, (2 * self.half, rest)] if rest else turned
 
     def parts_of(self, kind: str) -> list[Columns]:
-        """The columns of a head that are read at once: values are not turned."""
+        """Returns the column ranges in which heads of this kind are loaded; values are not rotated, so one range."""
         return [(0, self.head_dim)] if kind == "v" else self.parts
 
     @property
     def blocks(self) -> int:
-        """Blocks that share a token (NOTES.md): a small one is left to one, else the last takes keys and values."""
+        """Blocks per token (NOTES.md): one for a small token, else the last one processes keys and values."""
         everything = (self.heads + 2 * self.kv_heads) * self.head_dim
         if everything <= _SMALL:
             return 1
         return 1 + -(-self.heads * self.head_dim // _MOST_QUERIES)
 
     def pieces(self, rows: int, parts: list[Columns]) -> tuple[Piece, ...]:
-        """Cuts rows for loads of these parts of them."""
+        """Cuts rows for loads of these column ranges."""
         common = gcd(*(size for part in parts for size in part))
         columns = common & -common
         return row_pieces(rows, min(columns, 32 * LOAD_BYTES // 2), LOAD_BYTES // 2)
 
 
 class Loaded(NamedTuple):
-    """What a job reads: parts of heads, and per column cosines and sines, and weights of the norm."""
+    """A job's loaded arrays: column ranges of heads, and per column (cosines, sines) and weights of the norm."""
 
     heads: list[Array]
     angles: tuple[Array, ...] = ()
@@ -109,7 +118,13 @@ class Loaded(NamedTuple):
 
 
 class Job(NamedTuple):
-    """Some neighbouring heads of one token, and what becomes of them."""
+    """A run of adjacent heads of one token.
+
+    Attributes:
+        kind: "q", "k" or "v".
+        piece: the run's rows and register layout.
+        first: index in qkv of the head that the piece counts from.
+    """
 
     kind: str
     piece: Piece
@@ -118,7 +133,7 @@ class Job(NamedTuple):
 
 @dataclass(frozen=True)
 class Kernel:
-    """The kernel for one geometry and a number of blocks per token; `norm_eps` is `None` where there is no norm."""
+    """The kernel for one geometry and a number of blocks per token; `norm_eps` is `None` without norms."""
 
     geometry: Geometry
     blocks: int
@@ -130,7 +145,7 @@ class Kernel:
         return plgpu.kernel(
             self._body,
             out_type=jax.ShapeDtypeStruct((tokens, g.heads, g.head_dim), g.dtype),
-            # One axis: of several, all but the last one end at 65535.
+            # All blocks are on one axis: grid axes other than the last are limited to 65535.
             grid=(tokens * self.blocks,),
             grid_names=("block",),
             compiler_params=LANE_PARAMS,
@@ -172,14 +187,14 @@ def _jobs(kind: str, pieces: tuple[Piece, ...], first: int) -> list[Job]:
 
 
 class _Block:
-    """One block at work on a token."""
+    """One block, which processes a token or a part of it."""
 
     def __init__(self, kernel: Kernel, refs: Mapping[str, Ref], token: Array) -> None:
         self.geometry, self.norm_eps, self.refs = kernel.geometry, kernel.norm_eps, refs
         self.token = token
 
     def run(self, jobs: list[Job]) -> None:
-        """Does its jobs; all loads are sent before the first store waits for one."""
+        """Runs its jobs; all loads are issued before the first store."""
         slot = self.refs["slots"][self.token]
         loaded = [self.load(job) for job in jobs]
         for job, rows in zip(jobs, loaded, strict=True):
@@ -191,12 +206,12 @@ class _Block:
 
     @property
     def num_slots(self) -> int:
-        """Slots of the pools."""
+        """Number of slots of a pool."""
         num_pages, page_size = self.refs["k_pages"].shape[:2]
         return num_pages * page_size
 
     def load(self, job: Job) -> Loaded:
-        """Sends for all that a job needs."""
+        """Issues all loads of a job."""
         refs, layout = self.refs, job.piece.layout
         rows = pl.ds(job.first + job.piece.start, job.piece.size)
         parts = self.geometry.parts_of(job.kind)
@@ -212,7 +227,7 @@ class _Block:
         return Loaded(heads, angles, weights)
 
     def rotated(self, job: Job, loaded: Loaded) -> list[Array]:
-        """Returns the parts of a job's rows as attention is to see them; values stay as they are."""
+        """Returns a job's rows after norm and rotation; values are unchanged."""
         heads, layout = loaded.heads, job.piece.layout
         if self.norm_eps is not None and loaded.norm:
             heads = self.normalised(heads, loaded.norm, layout, self.norm_eps)
@@ -230,7 +245,7 @@ class _Block:
         layout: Layout,
         eps: float,
     ) -> list[Array]:
-        """Scales rows to unit root mean square and rounds, then weighs and rounds."""
+        """Divides rows by their root mean square and rounds, then multiplies by the weights and rounds."""
         dtype = self.geometry.dtype
         wide = [part.astype(jnp.float32) for part in heads]
         squares = _over_rows(jnp.add, jnp.sum, [part * part for part in wide])
@@ -243,13 +258,13 @@ class _Block:
         return weighed
 
     def write_queries(self, job: Job, heads: list[Array]) -> None:
-        """Stores the rows of one job."""
+        """Stores the query rows of one job."""
         rows = pl.ds(job.first + job.piece.start, job.piece.size)
         for part, columns in zip(heads, self.geometry.parts, strict=True):
             self.refs["q"][self.token, rows, pl.ds(*columns)] = part
 
     def write_pages(self, slot: Array, jobs: list[Job], loaded: list[Loaded]) -> None:
-        """Stores keys and values."""
+        """Stores the jobs' keys and values at the slot."""
         page_size = self.refs["k_pages"].shape[1]
         place = lax.div(slot, page_size), lax.rem(slot, page_size)
         for job, parts in zip(jobs, loaded, strict=True):
@@ -281,7 +296,7 @@ def _over_rows(
     along: Callable[..., Array],
     parts: list[Array],
 ) -> Array:
-    """Reduces rows that lie in parts; parts of equal width are joined first, because lanes then talk once."""
+    """Reduces rows that are split into parts; parts of equal width are combined first, which saves lane shuffles."""
     same = [part for part in parts if part.shape == parts[0].shape]
     other = [part for part in parts if part.shape != parts[0].shape]
     return reduce(both, [along(part, axis=1) for part in (reduce(both, same), *other)])

@@ -1,7 +1,4 @@
-"""`rotary_write` as one Mosaic GPU kernel for Hopper: what it takes, and how XLA calls it.
-
-The kernel itself is in mosaic_block.py.
-"""
+"""`rotary_write` on Hopper with a Mosaic GPU kernel: limits and the call. The kernel is in mosaic_block.py."""
 
 from functools import partial
 
@@ -38,12 +35,12 @@ def rotary_write(
     norm_eps: float = 1e-6,
     interpret: bool = False,
 ) -> tuple[Float[Array, "tokens heads head_dim"], tuple[Shaped[Array, "pages page_size ..."], ...]]:
-    """Rotates and writes as `api.rotary_write` says, in place where the pages are donated.
+    """Implements `api.rotary_write`; negative slots write nothing, too.
 
-    Negative slots write nothing either. With `interpret` it runs on the CPU, slowly; races are recorded.
+    With `interpret` the kernel runs in Pallas's interpreter on the CPU, slowly; races are recorded.
 
     Raises:
-        ValueError: this kernel cannot take the shapes or dtypes.
+        ValueError: the kernel does not support the shapes or dtypes.
     """
     geometry = Geometry.of(pages, qkv, cos)
     refusal = geometry.refusal()
@@ -55,7 +52,7 @@ def rotary_write(
     return write(pages, qkv, cos, sin, slots, norm, **options)
 
 
-# The layers of a model call this many times with equal shapes: under its own jit the kernel is lowered once.
+# A model's layers call this with equal shapes; under its own jit the kernel is lowered once for all of them.
 @partial(jax.jit, static_argnames=("norm_eps", "blocks", "interpret"))
 def write(
     pages: tuple[Shaped[Array, "pages page_size ..."], ...],
@@ -69,7 +66,7 @@ def write(
     blocks: int,
     interpret: bool = False,
 ) -> tuple[Float[Array, "tokens heads head_dim"], tuple[Shaped[Array, "pages page_size ..."], ...]]:
-    """Runs the kernel with a given number of blocks for each token."""
+    """Runs the kernel with `blocks` blocks per token."""
     geometry = Geometry.of(pages, qkv, cos)
     refs = [jax.new_ref(pool) for pool in pages]
     kernel = Kernel(geometry, blocks, None if norm is None else norm_eps)

@@ -1,4 +1,4 @@
-"""What `rotary_write` means: each head by itself, its pairs as complex numbers, written by `page_write`'s reference."""
+"""Reference of `rotary_write`: rotates each head's pairs as complex numbers, then `page_write`'s reference."""
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ def rotary_write(
     norm: Float[Array, "2 head_dim"] | None = None,
     norm_eps: float = 1e-6,
 ) -> tuple[Float[Array, "tokens heads head_dim"], tuple[Shaped[Array, "pages page_size ..."], ...]]:
-    """Computes in float32 and rounds to qkv's dtype after the norm, after its weight, and after the rotation."""
+    """Computes in float32; rounds to qkv's dtype after the norm, after its weight, and after the rotation."""
     kv_heads = pages[0].shape[2]
     heads = qkv.shape[1] - 2 * kv_heads
     rows = [qkv[:, head] for head in range(qkv.shape[1])]

@@ -1,4 +1,4 @@
-"""`rotary_write` as the ops that it stands for, one after the other: XLA makes of them about six launches."""
+"""`rotary_write` in plain XLA: norm, rotation, quantisation and scatter one after the other, in about six launches."""
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ def rotary_write(
     norm: Float[Array, "2 head_dim"] | None = None,
     norm_eps: float = 1e-6,
 ) -> tuple[Float[Array, "tokens heads head_dim"], tuple[Shaped[Array, "pages page_size ..."], ...]]:
-    """Splits, normalises, rotates, quantises if there are pools for scales, and scatters."""
+    """Implements `api.rotary_write`; it quantises if there are pools of scales."""
     kv_heads = pages[0].shape[2]
     heads = qkv.shape[1] - 2 * kv_heads
     q, k, v = jnp.split(qkv, (heads, heads + kv_heads), axis=1)
@@ -35,7 +35,7 @@ def rotary_write(
 def _normalise(
     weight: Float[Array, " head_dim"], x: Float[Array, "tokens heads head_dim"], eps: float
 ) -> Float[Array, "tokens heads head_dim"]:
-    """Scales rows to unit root mean square in float32, casts to the dtype of `x`, then weighs."""
+    """Divides rows by their root mean square in float32, casts to the dtype of `x`, then multiplies by the weight."""
     wide = x.astype(jnp.float32)
     mean_square = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
     unit = (wide * jax.lax.rsqrt(mean_square + eps)).astype(x.dtype)
@@ -47,7 +47,7 @@ def _rotate(
     sin: Float[Array, "tokens half"],
     x: Float[Array, "tokens heads head_dim"],
 ) -> Float[Array, "tokens heads head_dim"]:
-    """Turns component i with component i + half in float32; components past 2 * half stay as they are."""
+    """Rotates component i with component i + half in float32; components from 2 * half on are unchanged."""
     cos, sin, half = cos[:, None], sin[:, None], cos.shape[1]
     wide = x[..., : 2 * half].astype(jnp.float32)
     first, second = wide[..., :half], wide[..., half:]

@@ -133,7 +133,7 @@ def test_negative_slots_are_refused(as_in_production):
 
 
 def test_values_that_do_not_fit_the_pools_are_refused(as_in_production):
-    refused("got 2 pools and values for 1", values=(np.zeros((5, 3), np.float32),))
+    refused("got 2 pools and 1 arrays of values", values=(np.zeros((5, 3), np.float32),))
     refused(r"values\[1\] must have shape \[5, 3\]", values=(np.zeros((5, 3)), np.zeros((5, 4))))
     pools = (np.zeros((2, 4, 3), np.float32), np.zeros((3, 4, 3), np.float32))
     refused(r"pages\[1\] must have shape \[2, 4, 3\]", pages=pools)

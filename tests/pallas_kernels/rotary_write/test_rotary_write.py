@@ -216,9 +216,9 @@ def zeros(*shape, dtype="float32"):
 
 def test_arrays_that_do_not_fit_are_refused(as_in_production):
     pool = zeros(3, 8, 2, 128)
-    refused("or those and their two scales, got 3", pages=(pool,) * 3)
+    refused(r"4 \(keys, values and their scales\), got 3", pages=(pool,) * 3)
     refused(r"pages\[1\] must have shape", pages=(pool, zeros(3, 8, 2, 64)))
-    refused("multiple of as many heads of queries, got 7 heads", qkv=zeros(8, 7, 128))
+    refused("2 key heads and 2 value heads, got 7 heads in total", qkv=zeros(8, 7, 128))
     refused(r"qkv must have shape \[any, any, 128\]", qkv=zeros(8, 8, 64))
     refused(r"cos must have shape \[8, any\]", cos=zeros(7, 64))
     refused(r"sin must have shape \[8, 64\]", sin=zeros(8, 32))
