@@ -218,7 +218,7 @@ def test_every_bit_of_a_seed_of_the_llm_changes_dummy_weights():
     def embedding(seed):
         options = {"load_format": "dummy", "max_num_seqs": 1, "max_model_len": 32}
         with LLM(seed=seed, progress=False, **options) as llm:
-            weights = np.asarray(llm.executor.params["embed"], np.float32)
+            weights = np.asarray(llm.engine.runner.params["embed"], np.float32)
             small = llm.model.init_params(jax.random.key(seed % 2**32), jnp.bfloat16)
             return weights, np.asarray(small["embed"], np.float32)
 
