@@ -20,6 +20,7 @@ from jaxkv.cache.prefix.report import Explanation
 from jaxkv.config.cache import CacheConfig
 from jaxkv.config.checks import as_int
 from jaxkv.config.engine import EngineConfig, merge_configs
+from jaxkv.config.model import ModelConfig
 from jaxkv.config.sampling import MAX_EOS_IDS, SamplingParams
 from jaxkv.config.vllm_names import unknown_attribute
 from jaxkv.engine.drive import check_compiled, output_of, serve_all, serve_stream
@@ -68,6 +69,36 @@ from jaxkv.weights.load import load_params
 _LOG = logging.getLogger(__name__)
 
 _LOAD_FORMATS = ("auto", "safetensors", "dummy")
+
+
+def _check_options(model: object, load_format: str, *, strict: object, progress: object) -> None:
+    """Raises `ValueError` for an option of `LLM` of the wrong type or value."""
+    if not isinstance(model, str | Path | None):
+        raise ValueError(f"model must be the path of a model directory, got {model!r}")
+    if load_format not in _LOAD_FORMATS:
+        raise ValueError(
+            f"load_format must be one of {', '.join(_LOAD_FORMATS)}, got {load_format!r}"
+        )
+    for name, flag in (("strict", strict), ("progress", progress)):
+        if not isinstance(flag, bool):
+            raise ValueError(f"{name} must be True or False, got {flag!r}")
+
+
+def _end_ids(directory: Path, config: ModelConfig, tokenizer: Tokenizer | None) -> tuple[int, ...]:
+    """Returns the ids that end a text: those of the configuration, or else of the tokenizer.
+
+    Raises:
+        BadCheckpoint: there are more than `MAX_EOS_IDS`.
+    """
+    named = tokenizer.eos_ids if tokenizer else ()
+    named = config.eos_ids or (token for token in named if token < config.vocab_size)
+    found = tuple(dict.fromkeys(named))
+    if len(found) > MAX_EOS_IDS:
+        raise BadCheckpoint(
+            f"{directory} names {len(found)} end ids, at most {MAX_EOS_IDS} can be used; "
+            f"shorten eos_token_id in generation_config.json or config.json"
+        )
+    return found
 
 
 def _key(seed: int) -> jax.Array:
@@ -132,15 +163,7 @@ class LLM:
     ) -> None:
         refuse_forked_user()
         cache, engine = merge_configs(cache, engine, options, inspect.signature(LLM).parameters)
-        if not isinstance(model, str | Path | None):
-            raise ValueError(f"model must be the path of a model directory, got {model!r}")
-        if load_format not in _LOAD_FORMATS:
-            raise ValueError(
-                f"load_format must be one of {', '.join(_LOAD_FORMATS)}, got {load_format!r}"
-            )
-        for name, flag in (("strict", strict), ("progress", progress)):
-            if not isinstance(flag, bool):
-                raise ValueError(f"{name} must be True or False, got {flag!r}")
+        _check_options(model, load_format, strict=strict, progress=progress)
         if seed is not None:
             seed = as_int("seed", seed, -(2**63), 2**64 - 1)
         # Requests without a seed take theirs from here. Python's generator drops the sign of its seed.
@@ -153,14 +176,7 @@ class LLM:
         enable_compile_cache()
         self.model: Decoder = build_model(config, implementation=implementation)
         self.tokenizer: Tokenizer | None = load_tokenizer(directory)
-        named = self.tokenizer.eos_ids if self.tokenizer else ()
-        named = config.eos_ids or (token for token in named if token < self.model.vocab_size)
-        self.eos_ids = tuple(dict.fromkeys(named))
-        if len(self.eos_ids) > MAX_EOS_IDS:
-            raise BadCheckpoint(
-                f"{directory} names {len(self.eos_ids)} end ids, at most {MAX_EOS_IDS} can be used; "
-                f"shorten eos_token_id in generation_config.json or config.json"
-            )
+        self.eos_ids = _end_ids(directory, config, self.tokenizer)
         self.max_model_len = resolve_length(max_model_len, self.model.max_positions)
         # All of it is planned before anything is read, so that what cannot fit is refused at once.
         weights = weight_bytes(self.model, dtype)
@@ -173,13 +189,14 @@ class LLM:
             ahead=tokens_ahead(self.model, cache, engine, self.max_model_len),
         )
         check_room(weights, self.budget.bytes)
-        bar = progress and sys.stderr.isatty()
-        params: Params
         with named_exhaustion(f"loading weights of {weights:,} bytes"):
-            if load_format == "dummy":
-                params = self.model.init_params(_key(seed or 0), dtype)
-            else:
-                params = load_params(directory, self.model, dtype=dtype, progress=bar)
+            params: Params = (
+                self.model.init_params(_key(seed or 0), dtype)
+                if load_format == "dummy"
+                else load_params(
+                    directory, self.model, dtype=dtype, progress=progress and sys.stderr.isatty()
+                )
+            )
         runner = ModelRunner(
             self.model, params, self.layout, self.budget.counts, Programs(strict=strict)
         )

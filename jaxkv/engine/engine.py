@@ -59,19 +59,9 @@ class Engine:
         self.runner = runner = sequence_runner.runner
         allocator, layout = sequence_runner.allocator, runner.layout
         whole = runner.model.whole_prompts
-        checkpoints = 0
-        if config.prefix_cache and not whole:
-            checkpoints = room_for_checkpoints(sequence_runner)
+        checkpoints = room_for_checkpoints(sequence_runner, config)
         self.shapes = _step_shapes(sequence_runner, config, checkpoints=checkpoints > 0)
-        self.prefix = None
-        if config.prefix_cache:
-            self.prefix = PrefixIndex(
-                layout,
-                allocator,
-                identity=repr(runner.model),
-                checkpoints=checkpoints,
-                policy=config.checkpoints,
-            )
+        self.prefix = _prefix_index(sequence_runner, config, checkpoints=checkpoints)
         self.host = open_host(runner, self.prefix, host_bytes)
         self.why_no_host = why_no_host(runner.model, self.prefix, host_bytes)
         """Why there is no host tier; empty if there is one."""
@@ -338,4 +328,19 @@ def _step_shapes(
         pinned=config.pinned_shapes,
         grain=grain_of(runner.implementation.name),
         checkpoints=checkpoints,
+    )
+
+
+def _prefix_index(
+    sequence_runner: SequenceRunner, config: EngineConfig, *, checkpoints: int
+) -> PrefixIndex | None:
+    """Returns the prefix index of an engine; `None` if the prefix cache is off."""
+    if not config.prefix_cache:
+        return None
+    return PrefixIndex(
+        sequence_runner.runner.layout,
+        sequence_runner.allocator,
+        identity=repr(sequence_runner.runner.model),
+        checkpoints=checkpoints,
+        policy=config.checkpoints,
     )

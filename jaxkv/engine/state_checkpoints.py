@@ -7,6 +7,7 @@ import logging
 from collections.abc import Sequence
 
 from jaxkv.cache.prefix.index import PrefixIndex
+from jaxkv.config.engine import EngineConfig
 from jaxkv.engine.request_state import RequestState
 from jaxkv.engine.step_plan import Part
 from jaxkv.errors import STEP_FAILURES
@@ -17,12 +18,16 @@ from jaxkv.runner.sequence_runner import SequenceRunner
 _LOG = logging.getLogger(__name__)
 
 
-def room_for_checkpoints(sequence_runner: SequenceRunner) -> int:
-    """Returns how many checkpoints a cache has room for beside one state for each sequence that may run."""
-    groups = sequence_runner.runner.layout.state_groups
-    states = min(
-        (sequence_runner.runner.owner.counts[group.name] - 1 for group in groups), default=0
-    )
+def room_for_checkpoints(sequence_runner: SequenceRunner, config: EngineConfig) -> int:
+    """Returns how many checkpoints a cache has room for beside one state for each sequence that may run.
+
+    There are none without a prefix cache, nor for a model whose prompts are computed whole.
+    """
+    runner = sequence_runner.runner
+    if not config.prefix_cache or runner.model.whole_prompts:
+        return 0
+    groups = runner.layout.state_groups
+    states = min((runner.counts[group.name] - 1 for group in groups), default=0)
     return max(0, states - sequence_runner.max_rows)
 
 

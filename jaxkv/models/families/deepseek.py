@@ -194,11 +194,7 @@ def _read(
     check_architecture(keys, family, architecture)
     # Transformers derives these two, whatever the file says.
     keys.ignore(f"{_IGNORED} head_dim qk_head_dim")
-    heads = keys.take_int("num_attention_heads", high=_SIZE)
-    if take_nullable_int(keys, "num_key_value_heads", None) not in (None, heads):
-        raise UnknownConfig(
-            f"config.json: num_key_value_heads must equal num_attention_heads = {heads} in latent attention"
-        )
+    heads = _take_heads(keys)
     latent = LatentConfig(
         kv_lora_rank=keys.take_int("kv_lora_rank", 512, high=_SIZE),
         rope_dim=keys.take_int("qk_rope_head_dim", 64, high=_SIZE),
@@ -240,6 +236,15 @@ def _read(
     )
     keys.finish()
     return config
+
+
+def _take_heads(keys: ConfigJson) -> int:
+    heads = keys.take_int("num_attention_heads", high=_SIZE)
+    if take_nullable_int(keys, "num_key_value_heads", None) not in (None, heads):
+        raise UnknownConfig(
+            f"config.json: num_key_value_heads must equal num_attention_heads = {heads} in latent attention"
+        )
+    return heads
 
 
 def _scale(latent: LatentConfig, rope: RopeConfig) -> float:
