@@ -19,9 +19,10 @@ lint: dev
 	$(PYTHON_IN_VENV) -m ruff format --check $(PACKAGES)
 	$(PYTHON_IN_VENV) -m pyright
 	.venv/bin/lint-imports
-	$(PYTHON_IN_VENV) -m mkdocs build --quiet
+	$(PYTHON_IN_VENV) -m mkdocs build
 
 # A broken link, an unknown anchor or a docstring that does not fit its signature is an error (mkdocs.yml: strict).
+# Not with --quiet: strict mode then counts no warnings.
 docs: dev
 	$(PYTHON_IN_VENV) -m mkdocs build
 
