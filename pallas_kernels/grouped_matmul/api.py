@@ -1,4 +1,4 @@
-"""The door to `grouped_matmul`: rows sorted by group, each times its group's matrix."""
+"""Public entry point of `grouped_matmul`: rows sorted by group, each times its group's matrix."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -20,27 +20,27 @@ def grouped_matmul(
     result: DTypeLike | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "rows out"]:
-    """Computes `x[r] @ weight[group of r].T`, summed in float32: the products of a mixture of experts.
+    """Computes `x[r] @ weight[group of r].T`, accumulated in float32: the products of a mixture of experts.
 
-    Rows of a group lie together and groups in their order, so sizes say all. They may be anything that adds up to the
-    number of rows: no rows, or all of them. What a row becomes depends on no other row, to the bit, nor on the sizes;
-    but by `jax.lax.ragged_dot` ("xla") a NaN or infinity in the weights reaches rows of other groups.
+    Rows are sorted by group, so the groups' sizes define the group of each row. Sizes may be 0, and must add up to the
+    number of rows. A row's bits depend neither on other rows nor on the sizes. In "xla" (`jax.lax.ragged_dot`),
+    however, a NaN or infinity in a group's weights also affects rows of other groups.
 
     Args:
-        weight: [groups, out, inner], one row for each column of the result, as Hugging Face has it; or
-            [out, groups, inner] with `group_axis` 1.
-        x: rows of weight's dtype, which is a floating one.
-        group_sizes: int32, how many rows each group has. Inside a trace their sum is trusted.
-        group_axis: which axis of the weight counts its matrices.
+        weight: [groups, out, inner], one row for each column of the result, as in Hugging Face checkpoints; or
+            [out, groups, inner] with `group_axis` 1. Any floating dtype.
+        x: [rows, inner], in the weight's dtype.
+        group_sizes: int32 number of rows of each group. Their sum is not checked under a trace.
+        group_axis: axis of the weight that counts its matrices, 0 or 1.
         result: dtype of the result; x's if `None`.
-        implementation: "mosaic_gpu", "xla", or `None` for the better one that can run.
+        implementation: "mosaic_gpu", "xla", or `None` for the first that can run.
 
     Returns:
-        The rows, rounded once.
+        [rows, out], rounded once.
 
     Raises:
         ValueError: shapes, dtypes or options do not fit.
-        Unsupported: the implementation asked for cannot run; the message says why.
+        Unsupported: the requested implementation cannot run; the message gives the reason.
     """
     _check(weight, x, group_sizes, group_axis)
     arrays = tuple(map(jnp.asarray, (weight, x, group_sizes)))
@@ -63,10 +63,10 @@ def _check(
     group_sizes: Array | np.ndarray,
     group_axis: int,
 ) -> None:
-    """Refuses what does not fit."""
+    """Raises `ValueError` for arguments that do not fit each other."""
     if group_axis not in (0, 1):
         raise ValueError(
-            f"group_axis must be 0 or 1, since the last axis is summed, got {group_axis}"
+            f"group_axis must be 0 or 1, since the last axis is contracted, got {group_axis}"
         )
     check_shape("x", x, (None, None))
     check_shape("weight", weight, (None, None, x.shape[1]))
@@ -80,5 +80,5 @@ def _check(
     total = int(np.sum(np.asarray(group_sizes)))
     if total != x.shape[0]:
         raise ValueError(
-            f"group_sizes must add up to the {x.shape[0]} rows of x, got {total}; leave out rows of no group"
+            f"group_sizes must add up to the {x.shape[0]} rows of x, got {total}; drop rows without a group from x"
         )

@@ -1,7 +1,7 @@
-"""Shapes on which `grouped_matmul` is tested and measured. Host only.
+"""Shapes on which `grouped_matmul` is tested and measured. Imports no JAX.
 
-The floor of a real case is what the weights of the groups that have rows take at 4.2 TB/s, or its products at 800
-TFLOP/s, whichever is longer.
+The floor of a real case is the longer of two times: reading the weights of all groups with rows at 4.2 TB/s, and its
+products at 800 TFLOP/s.
 """
 
 from dataclasses import dataclass
@@ -17,13 +17,13 @@ class Case:
     """One call of `grouped_matmul`.
 
     Attributes:
-        name: how tests and records call it.
-        sizes: rows of each group.
-        inner: numbers that each sum is over.
+        name: the case's name in tests and benchmark records.
+        sizes: number of rows of each group.
+        inner: size of the contraction.
         out: columns of the result.
-        group_axis: which axis of the weight counts its matrices.
-        result: dtype of the result; that of the call if `None`.
-        ci: small enough to run everywhere.
+        group_axis: axis of the weight that counts its matrices.
+        result: dtype of the result; `None` for the call's dtype.
+        ci: whether the case is small enough for the CPU tests.
     """
 
     name: str
@@ -36,12 +36,12 @@ class Case:
 
     @property
     def rows(self) -> int:
-        """Rows of x."""
+        """Number of rows of x."""
         return sum(self.sizes)
 
     @property
     def groups(self) -> int:
-        """Matrices of the weight."""
+        """Number of matrices of the weight."""
         return len(self.sizes)
 
     @property
@@ -51,7 +51,7 @@ class Case:
         return (*lead, self.inner)
 
     def inputs(self, seed: int = 0, dtype: str = "bfloat16") -> dict[str, Any]:
-        """Returns the arguments by name, as NumPy arrays; results are around 1."""
+        """Returns the op's arguments by name, as NumPy arrays; results have magnitudes around 1."""
         rng = np.random.default_rng(seed)
         x = normal(rng, (self.rows, self.inner), dtype)
         weight = normal(rng, self.weight_shape, "float32") / np.float32(self.inner**0.5)
@@ -64,19 +64,19 @@ class Case:
         }
 
     def bytes_moved(self, dtype: str = "bfloat16") -> int:
-        """Counts the bytes of x, the result and the weights of groups that have rows."""
+        """Returns the bytes of x, the result and the weights of groups with rows."""
         itemsize = 4 if dtype == "float32" else 2
         asked = sum(size > 0 for size in self.sizes)
         numbers = asked * self.out * self.inner + self.rows * (self.inner + self.out)
         return numbers * itemsize
 
     def flops(self) -> int:
-        """Counts products and sums."""
+        """Returns the FLOPs of the products."""
         return 2 * self.rows * self.inner * self.out
 
 
 def drawn_sizes(tokens: int, groups: int, top_k: int, seed: int = 0) -> tuple[int, ...]:
-    """Returns how many rows each group has when each token asks `top_k` different groups at random."""
+    """Returns the groups' sizes when each token is routed to `top_k` different groups at random."""
     rng = np.random.default_rng(seed)
     asked = np.argsort(rng.random((tokens, groups)), axis=1)[:, :top_k]
     return tuple(int(size) for size in np.bincount(asked.reshape(-1), minlength=groups))
@@ -94,7 +94,7 @@ _SMALL = (
     Case("no-rows", (0, 0), 64, 64, ci=True),
 )
 
-# Sizes about those of windows, for either of which stands on the left.
+# Sizes around those of windows, for the narrow and the wide shape.
 _EDGES = (128, 127, 129, 1, 0, 255, 8, 7, 9, 0, 0, 120, 16, 15, 17, 64)
 _HOSTILE = (
     Case("edges", _EDGES, 512, 576),
@@ -104,7 +104,7 @@ _HOSTILE = (
     Case("all-in-one-of-many", (*(0,) * 40, 300, *(0,) * 23), 512, 576),
 )
 
-# Experts, those that a token asks, the model's width, an expert's; and what "up" has two of, gate and rest.
+# (experts, experts per token, the model's width, an expert's inner size). "up" has two products, gate and up.
 _MODELS = {
     "granite-4-tiny": (64, 6, 1536, 512),
     "qwen3-next": (512, 10, 2048, 512),

@@ -1,6 +1,6 @@
-"""`grouped_matmul` as a Mosaic GPU kernel for Hopper: what it takes, and what XLA does around it.
+"""`grouped_matmul` on Hopper with a Mosaic GPU kernel: limits, and the XLA operations before the kernel.
 
-The kernel itself is in mosaic_kernel.py, how it cuts the work in mosaic_schedule.py and mosaic_visits.py.
+The kernel is in mosaic_kernel.py, its schedule in mosaic_schedule.py and mosaic_visits.py.
 """
 
 from functools import partial
@@ -35,7 +35,7 @@ def refusal(
     group_axis: int = 0,
     result: DTypeLike | None = None,
 ) -> str | None:
-    """Returns why the kernel cannot take these arrays on any device, or `None` if it can."""
+    """Returns why the kernel does not support these arrays on any device, or `None` if it does."""
     return Geometry.of(weight, x, group_axis=group_axis, result=result).refusal()
 
 
@@ -49,12 +49,13 @@ def grouped_matmul(
     schedule: Schedule | None = None,
     interpret: bool = False,
 ) -> Float[Array, "rows out"]:
-    """Computes the product as `api.grouped_matmul` says, under the schedule for its shapes unless one is given.
+    """Implements `api.grouped_matmul`, with the schedule for its shapes unless one is given.
 
-    With `interpret` it runs on the CPU, slowly; reads out of bounds raise, and races are recorded.
+    With `interpret` the kernel runs in Pallas's interpreter on the CPU, slowly; reads out of bounds raise, and races
+    are recorded.
 
     Raises:
-        ValueError: this kernel cannot take the shapes or dtypes, or not under the given schedule.
+        ValueError: the kernel does not support the shapes or dtypes, or the given schedule does not fit them.
     """
     geometry = Geometry.of(weight, x, group_axis=group_axis, result=result)
     problem = geometry.refusal()
@@ -66,7 +67,7 @@ def grouped_matmul(
     return _multiply(weight, x, group_sizes, **options)
 
 
-# The layers of a model call this many times with equal shapes: under its own jit the kernel is lowered once.
+# A model's layers call this with equal shapes; under its own jit the kernel is lowered once for all of them.
 @partial(jax.jit, static_argnames=("geometry", "schedule", "interpret"))
 def _multiply(
     weight: Shaped[Array, "some others inner"],

@@ -1,11 +1,12 @@
-"""The Mosaic GPU kernel of `grouped_matmul` for Hopper: what a block's warpgroups do.
+"""The Mosaic GPU kernel of `grouped_matmul` for Hopper: launch, producer and consumer warpgroups.
 
-A producer keeps chunks of a weight and of a window of rows on their way into a ring of slots; one or two consumers
-multiply them, 64 rows of what stands on the left each. Blocks stay: each takes pairs of visit and tile in turn, whose
-number only the device knows, and the producer is at the next pair while the consumers store.
+The producer copies chunks of a weight and of a window of rows into pipeline stages (slots). One or two consumers
+multiply them, 64 rows of the left operand each. Blocks are persistent: each loops over pairs of visit and tile, whose
+number is known only on the device. The producer proceeds to the next pair while the consumers store.
 
-With few rows a group the weight stands on the left and fills the tensor cores' height of 64; rows stand on the right,
-where 16 are as many as 16. With many, rows stand on the left, and a tile is as wide as registers allow.
+With few rows per group the weight is the left operand and fills wgmma's 64 rows, and the rows of x are the right one,
+whose width can be as small as 16. With many rows per group, rows of x are the left operand, and a tile is as wide as
+registers allow.
 """
 
 from collections.abc import Callable, Mapping
@@ -27,7 +28,7 @@ from pallas_kernels.mosaic.launch import LANE_PARAMS, interpreter
 from pallas_kernels.mosaic.private_types import Ref
 from pallas_kernels.mosaic.tiles import swizzled
 
-# Of each thread of two consumers and a producer, which start with 168: twice the first and the second are 504.
+# Registers per thread (setmaxnreg) of two consumers and a producer, 504 in total; each warpgroup starts with 168.
 _CONSUMER_REGISTERS, _PRODUCER_REGISTERS = 232, 40
 
 
@@ -49,7 +50,7 @@ class Kernel:
             grid_names=("block",),
             num_threads=s.consumers + 1,
             thread_name="warpgroup",
-            # Each place that needs a barrier between warps says so.
+            # The kernel places its barriers between warps itself.
             compiler_params=LANE_PARAMS,
             interpret=interpreter(interpret),
             kernel_name="grouped_matmul",
@@ -74,7 +75,7 @@ class Kernel:
         refs = {"weight": weight, "x": x, "visits": visits, "out": out} | scratch
         warpgroup, consumers = lax.axis_index("warpgroup"), self.schedule.consumers
         block = Block(self, refs)
-        # Blocks of narrow windows need few registers, and two share a multiprocessor.
+        # Blocks of narrow windows need few registers, and two are resident per SM.
         is_wide = self.schedule.left == "rows" and consumers > 1
 
         @pl.when(warpgroup < consumers)
@@ -91,7 +92,7 @@ class Kernel:
 
 
 class Block:
-    """One block at work. A *pair* is a visit and a tile, a *step* counts the turns of all its pairs."""
+    """One block. A *pair* is a visit and a tile; a *step* counts the turns (iterations) of all its pairs."""
 
     def __init__(self, kernel: Kernel, refs: Mapping[str, Ref]) -> None:
         g, s = kernel.geometry, kernel.schedule
@@ -99,11 +100,11 @@ class Block:
         self.turns, self.tiles, self.grid = s.turns(g), s.tiles(g), s.grid(g)
         self.number = lax.axis_index("block")
         pairs = refs["visits"][COUNT, 0] * self.tiles
-        # Those of the pairs number, number + grid, ... that there are.
+        # Number of this block's pairs: number, number + grid, ... below `pairs`.
         self.pairs = lax.div(pairs - self.number + (self.grid - 1), jnp.int32(self.grid))
 
     def find(self, pair: Array) -> tuple[Array, Array]:
-        """Returns the visit and the first column of the block's so many-th pair."""
+        """Returns the visit and the first column of the block's `pair`-th pair."""
         number = self.number + pair * self.grid
         visit, tile = lax.div(number, jnp.int32(self.tiles)), lax.rem(number, jnp.int32(self.tiles))
         column = jnp.minimum(
@@ -112,11 +113,11 @@ class Block:
         return visit, pl.multiple_of(column, ROW_TILE)
 
     def slot(self, step: Array) -> Array:
-        """Returns where the numbers of a step lie."""
+        """Returns the pipeline stage of a step."""
         return lax.rem(step, jnp.int32(self.schedule.stages))
 
     def produce(self) -> None:
-        """Fetches chunk after chunk, each into a slot that all consumers have given back."""
+        """Runs the producer: copies each chunk into a stage that all consumers have released."""
         stages = self.schedule.stages
 
         def take_pair(pair: Array, carry: None) -> None:
@@ -135,7 +136,7 @@ class Block:
             return carry
 
         lax.fori_loop(jnp.int32(0), self.pairs, take_pair, None)
-        # A barrier must not be left before what arrived at it was waited for.
+        # All arrivals at a barrier must be waited for before the block exits.
         steps = self.pairs * self.turns
 
         def drain(step: Array, carry: None) -> None:
@@ -147,7 +148,8 @@ class Block:
     def fetch(self, slot: Array, group: Array, first: Array, column: Array, turn: Array) -> None:
         """Starts the copies of one chunk.
 
-        All threads arrive with a copy that one of them starts, so none can be two turns of the ring behind another.
+        All threads arrive on the barrier of a copy that one of them starts, so no thread can lag two rounds of the
+        pipeline behind another.
         """
         g, s, refs = self.geometry, self.schedule, self.refs
         inner = pl.ds(pl.multiple_of(turn * s.chunk, PIECE), s.chunk)
@@ -161,7 +163,7 @@ class Block:
         plgpu.copy_gmem_to_smem(rows, refs["rows"].at[slot], arrived)
 
     def consume(self, warpgroup: Array) -> None:
-        """Multiplies 64 rows of what stands on the left, and stores the visits' own rows of them."""
+        """Runs a consumer: multiplies its 64 rows of the left operand, and stores the visits' own rows."""
 
         def take_pair(pair: Array, carry: None) -> None:
             visit, column = self.find(pair)
@@ -179,7 +181,7 @@ class Block:
         lax.fori_loop(jnp.int32(0), self.pairs, take_pair, None)
 
     def multiply(self, warpgroup: Array, pair: Array) -> Array:
-        """Returns the sums of a pair, 64 rows of the left by all columns of the right."""
+        """Returns the sums of a pair, 64 rows of the left operand x all columns of the right one."""
         s, refs = self.schedule, self.refs
         own = pl.ds(pl.multiple_of(warpgroup * WGMMA_ROWS, WGMMA_ROWS), WGMMA_ROWS)
         names = ("weights", "rows") if s.left == "weight" else ("rows", "weights")
@@ -190,7 +192,7 @@ class Block:
             plgpu.barrier_wait(refs["arrived"].at[slot])
             left, right = (refs[name].at[slot] for name in names)
             plgpu.wgmma(sums, left.at[own], right.transpose((1, 0)))
-            # The product of the turn before is done.
+            # Wait for the previous turn's product, then release its stage.
             plgpu.wgmma_wait(1)
 
             @pl.when(turn > 0)

@@ -1,8 +1,8 @@
-"""The sizes of the Mosaic GPU kernel of `grouped_matmul`, and how it cuts the work. Traces nothing.
+"""Geometry (sizes, limits) and schedule (windows, tiles, stages) of the `grouped_matmul` kernel; host code.
 
-Words: a *window* is a run of rows of x that is multiplied at once, a *visit* a window and the group it is visited for,
-a *tile* as many columns of the result as a block computes of a visit, a *chunk* the numbers along the contraction that
-it takes in one turn. What a turn fetches lies in a *slot* of shared memory.
+Terms: a *window* is a run of rows of x that is multiplied at once. A *visit* is a window and one group with rows in it.
+A *tile* is the columns of the result that a block computes of a visit. A *turn* is one iteration over the contraction,
+and a *chunk* its elements. A *slot* is a pipeline stage in shared memory, which holds one turn.
 """
 
 from dataclasses import dataclass
@@ -22,38 +22,38 @@ from pallas_kernels.device import (
     WGMMA_ROWS,
 )
 
-# Numbers of 16 bits in the widest swizzle.
+# 16-bit elements in the widest swizzle.
 PIECE = 64
-# Columns that are staged at once for the rows of a result, when they stand on the left.
+# Columns that are staged at once if rows of x are the left operand.
 STAGED = 64
-# Numbers after each staged row, so that neighbours down a column lie in different banks.
+# Left operand -> padding elements after each staged row, against bank conflicts along a column.
 PADDING = {"weight": 2, "rows": 8}
-# Widest right operand of one wgmma.
+# Most columns (N) of one wgmma.
 _MOST_WIDTH = 256
 _MOST_CONSUMERS = 2
-# Barriers, and the scratch that Mosaic adds.
+# Shared memory of mbarriers, and of Mosaic's own scratch.
 _OTHER_BYTES = 2048 + 512
-# Most slots: more than these hold nothing that the memory would wait for.
+# Most pipeline stages; more do not increase the bandwidth.
 _MOST_STAGES = 8
-# Windows of few rows: with one of them the weight stands on the left.
+# Windows of few rows, with which the weight is the left operand.
 _NARROW_WINDOWS = (16, 32, 64)
 _WIDE_WINDOW, _WIDE_COLUMNS = 128, (256, 192, 128)
-# Rows by which a group may miss the beginning of its first window.
+# Most rows between the start of a group's first window and its first row.
 _MOST_OFFSET = ROW_TILE - 1
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """The sizes that the kernel is built from.
+    """Sizes and dtypes that the kernel is specialised for.
 
     Attributes:
-        rows: of x, over all groups.
-        groups: how many matrices the weight holds.
+        rows: rows of x, over all groups.
+        groups: number of matrices of the weight.
         out: columns of the result.
-        inner: numbers that each of them is a sum over.
-        group_axis: axis of the weight that counts its matrices: 0, or 1 if each of their rows lies among the others'.
-        dtype: of x and the weight.
-        result: of the result.
+        inner: size of the contraction.
+        group_axis: axis of the weight that counts its matrices: 0, or 1 if the matrices' rows are interleaved.
+        dtype: dtype of x and the weight.
+        result: dtype of the result.
     """
 
     rows: int
@@ -73,7 +73,7 @@ class Geometry:
         group_axis: int,
         result: DTypeLike | None,
     ) -> "Geometry":
-        """Returns the sizes of these arrays."""
+        """Returns the geometry of these arrays."""
         groups, out = weight.shape[group_axis], weight.shape[1 - group_axis]
         result = jnp.dtype(x.dtype if result is None else result)
         return cls(x.shape[0], groups, out, x.shape[1], group_axis, x.dtype, result)
@@ -87,23 +87,25 @@ class Geometry:
         if not self.inner or self.inner % PIECE:
             return f"the inner size must be a multiple of {PIECE}, got {self.inner}"
         if self.out < WGMMA_ROWS or self.out % ROW_TILE:
-            return f"the weight must have {WGMMA_ROWS} rows or more, a multiple of {ROW_TILE}, got {self.out}"
+            return f"the weight must have a multiple of {ROW_TILE} rows, at least {WGMMA_ROWS}, got {self.out}"
         if not self.rows or not self.groups:
-            return f"there must be rows and groups, got {self.rows} and {self.groups}"
+            return f"there must be rows and groups, got {self.rows} rows and {self.groups} groups"
         return None
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """How the work is cut: a function of static shapes only, so that rows never see each other.
+    """How the work is divided.
+
+    It depends on static shapes only, so a row's result does not depend on the other rows.
 
     Attributes:
         window: rows of x that are multiplied at once.
-        columns: of the result per tile.
-        left: what stands on the left of the products, "weight" or "rows"; each 64 of it are a warpgroup's.
-        chunk: numbers along the contraction per turn.
-        stages: slots, the turns that are in flight.
-        blocks: most blocks; each takes every so many-th pair of visit and tile.
+        columns: columns of the result per tile.
+        left: left operand of the products, "weight" or "rows"; each consumer warpgroup has 64 rows of it.
+        chunk: elements along the contraction per turn.
+        stages: pipeline stages (slots), the turns in flight.
+        blocks: most persistent blocks; block b processes the pairs of visit and tile b, b + blocks, ...
     """
 
     window: int
@@ -115,10 +117,11 @@ class Schedule:
 
     @classmethod
     def of(cls, geometry: Geometry) -> "Schedule":
-        """Chooses the window that holds twice a group's share of the rows wherever it begins, or else the widest.
+        """Returns the schedule for these sizes.
 
-        As long as windows are narrow a group's weights are the work, and they are fetched once. With wide ones the
-        tensor cores are busy, and tiles are as large as the registers of two warpgroups hold.
+        The window is the narrowest that holds twice a group's mean number of rows at any alignment, or else the wide
+        one. With narrow windows reading the weights dominates, and each is fetched about once. With the wide window
+        the tensor cores dominate, and tiles are as large as the registers of two warpgroups allow.
         """
         wanted = 2 * geometry.rows / geometry.groups + _MOST_OFFSET
         window = next((width for width in _NARROW_WINDOWS if width >= wanted), _WIDE_WINDOW)
@@ -144,20 +147,22 @@ class Schedule:
         if self.left not in PADDING:
             return f"left must be one of {', '.join(PADDING)}, got {self.left!r}"
         if min(self.window, self.columns, self.chunk, self.blocks) < 1 or self.stages < 2:
-            return f"a schedule needs two stages and at least 1 of everything else, got {self}"
+            return f"a schedule needs at least two stages, and at least 1 in all other fields, got {self}"
         if self.window % ROW_TILE or self.window & (self.window - 1):
-            return f"a window must be a power of two from {ROW_TILE} on, got {self.window}"
+            return f"a window must be a power of two and at least {ROW_TILE}, got {self.window}"
         height, width = self.height, self.width
         if height % WGMMA_ROWS or height > _MOST_CONSUMERS * WGMMA_ROWS:
-            return f"{WGMMA_ROWS} or {_MOST_CONSUMERS * WGMMA_ROWS} must stand on the left, got {height}"
+            return f"the left operand must have {WGMMA_ROWS} or {_MOST_CONSUMERS * WGMMA_ROWS} rows, got {height}"
         if width % ROW_TILE or width > _MOST_WIDTH:
-            return f"up to {_MOST_WIDTH} in steps of {ROW_TILE} may stand on the right, got {width}"
+            return f"the right operand must have a multiple of {ROW_TILE} columns up to {_MOST_WIDTH}, got {width}"
         if self.left == "rows" and self.columns % STAGED:
-            return f"columns on the right must be a multiple of {STAGED}, got {self.columns}"
+            return (
+                f"with rows on the left, columns must be a multiple of {STAGED}, got {self.columns}"
+            )
         if self.columns > geometry.out:
             return f"a tile of {self.columns} columns is wider than the result, {geometry.out}"
         if self.chunk % PIECE or geometry.inner % self.chunk:
-            return f"{geometry.inner} numbers cannot be cut into chunks of {self.chunk}"
+            return f"a contraction of {geometry.inner} is not a multiple of chunks of {self.chunk}"
         if self.shared_bytes(geometry) > SHARED_BYTES_PER_BLOCK:
             return f"it needs {self.shared_bytes(geometry)} bytes of shared memory"
         return None
@@ -174,52 +179,53 @@ class Schedule:
 
     @property
     def consumers(self) -> int:
-        """Warpgroups that multiply."""
+        """Number of consumer warpgroups."""
         return self.height // WGMMA_ROWS
 
     def turns(self, geometry: Geometry) -> int:
-        """Returns how many chunks a sum takes."""
+        """Returns the number of turns per pair."""
         return geometry.inner // self.chunk
 
     def tiles(self, geometry: Geometry) -> int:
-        """Returns how many tiles a visit has.
+        """Returns the number of tiles per visit.
 
-        The last one begins early, so that it is whole, and two of them store the same bits where they meet.
+        The last tile is shifted left so that it is whole; where two tiles overlap, both store the same bits.
         """
         return ceil(geometry.out / self.columns)
 
     def padded_rows(self, geometry: Geometry) -> int:
-        """Returns the rows of x with what a window needs past the end."""
+        """Returns the rows of x after padding, so that every window is within bounds."""
         return max(self.window, ceil(geometry.rows / ROW_TILE) * ROW_TILE)
 
     def visits(self, geometry: Geometry) -> int:
-        """Returns how many visits there are at most, whatever the sizes of groups.
+        """Returns the most visits for any sizes of groups.
 
-        One for each group that has rows; one more takes as many rows as a window holds wherever a group begins.
+        Each group with rows has one visit, and each further visit needs at least the rows that a window holds at the
+        worst alignment.
         """
         whole = max(1, self.window - _MOST_OFFSET + 1)
         return min(geometry.groups, geometry.rows) + geometry.rows // whole
 
     def grid(self, geometry: Geometry) -> int:
-        """Returns how many blocks are launched."""
+        """Returns the number of blocks of the launch."""
         return min(self.blocks, self.visits(geometry) * self.tiles(geometry))
 
     def slot_bytes(self, geometry: Geometry) -> int:
-        """Returns the bytes of one slot."""
+        """Returns the bytes of one stage."""
         itemsize = jnp.dtype(geometry.dtype).itemsize
         return (self.columns + self.window) * self.chunk * itemsize
 
     def staged_shape(self) -> tuple[int, int, int]:
-        """Returns the shape of what each warpgroup stages of its sums: rows of the left by columns of the right."""
+        """Returns the shape of the staged sums: consumers x rows of the left operand x columns with padding."""
         width = self.width if self.left == "weight" else STAGED
         return self.consumers, WGMMA_ROWS, width + PADDING[self.left]
 
     def staged_dtype(self, geometry: Geometry) -> DTypeLike:
-        """Returns the dtype of staged sums; what is read by columns is read number by number, as it is."""
+        """Returns the dtype of staged sums; those read along columns, one element at a time, stay float32."""
         return jnp.dtype(jnp.float32) if self.left == "weight" else geometry.result
 
     def shared_bytes(self, geometry: Geometry) -> int:
-        """Returns the shared memory that one block asks for."""
+        """Returns the shared memory of one block in bytes."""
         consumers, rows, width = self.staged_shape()
         staged = consumers * rows * width * jnp.dtype(self.staged_dtype(geometry)).itemsize
         staged = ceil(staged / SHARED_ALIGNMENT) * SHARED_ALIGNMENT

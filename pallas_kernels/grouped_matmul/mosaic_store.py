@@ -1,7 +1,7 @@
-"""How the `grouped_matmul` kernel stores some rows of a warpgroup's sums: through shared memory, by powers of two.
+"""Stores of a dynamic number of rows of a warpgroup's sums, through shared memory.
 
-How many rows are a visit's own only the device knows, and no store may touch a neighbour's. So their number is taken
-apart into powers of two, each of which has a store of its own that runs or does not.
+The number of a visit's own rows is known only on the device, and no store may touch rows of other groups. So the number
+is decomposed into powers of two, each of which has its own conditional store.
 """
 
 from collections.abc import Callable
@@ -14,23 +14,23 @@ from jax import Array
 from pallas_kernels.mosaic.private_types import Ref
 from pallas_kernels.mosaic.rows import LOAD_BYTES, row_pieces
 
-# Columns of a row that a warp takes number by number.
+# Columns of a row that a warp stores, one element per lane.
 _WARP = 32
 
 
 def store_right_rows(
     out: Ref, sums: Array, staged: Ref, first: Array, low: Array, high: Array, column: Array
 ) -> None:
-    """Stores rows that stand on the right, the columns of `sums`.
+    """Stores rows of x that were the right operand, which are the columns of `sums`.
 
     Args:
         out: [rows, columns] in global memory.
-        sums: [columns, window], from a column and from the row `first` on.
-        staged: float32 in shared memory, one column wider at least, this warpgroup's own.
-        first: the window's first row.
-        low: the first row to store.
-        high: the row after the last.
-        column: the first column.
+        sums: [columns, window]; element [0, 0] belongs at `out[first, column]`.
+        staged: this warpgroup's float32 buffer in shared memory, at least one column wider than `sums`.
+        first: first row of the window.
+        low: first row to store.
+        high: one past the last row to store.
+        column: first column of `sums` in `out`.
     """
     height, window = sums.shape
     _stage(staged.at[:, pl.ds(0, window)], sums)
@@ -57,17 +57,17 @@ def store_left_rows(
     column: Array,
     width: int,
 ) -> None:
-    """Stores rows that stand on the left, those of `sums`, so many columns at a time.
+    """Stores rows of x that were the left operand, which are the rows of `sums`, `width` columns at a time.
 
     Args:
         out: [rows, columns] in global memory.
-        sums: [rows, columns], from the row `first` and from a column on.
-        staged: [rows, at least `width`] of out's dtype in shared memory, this warpgroup's own.
-        first: the row of the result that the first of `sums` is.
-        low: the first row to store, which may lie outside of `sums`, like the next.
-        high: the row after the last.
-        column: the first column.
-        width: columns at a time.
+        sums: [rows, columns]; element [0, 0] belongs at `out[first, column]`.
+        staged: this warpgroup's buffer in shared memory, [rows, at least `width`] in out's dtype.
+        first: first row of `sums` in `out`.
+        low: first row to store; may be outside of `sums`.
+        high: one past the last row to store; may be outside of `sums`.
+        column: first column of `sums` in `out`.
+        width: columns that are staged at a time.
     """
     height, columns = sums.shape
     low, high = jnp.maximum(low, first), jnp.minimum(high, first + height)
@@ -86,13 +86,13 @@ def store_left_rows(
 
 
 def _stage(staged: Ref, sums: Array) -> None:
-    """Puts sums where all threads of the warpgroup see them."""
+    """Writes sums to shared memory and makes them visible to all threads of the warpgroup."""
     staged[...] = sums
     plgpu.commit_smem()
 
 
 def _by_powers(most: int, low: Array, high: Array, store: Callable[[Array, int], None]) -> None:
-    """Calls `store` of a row and a power of two for runs of rows that together are low to high, at most `most`."""
+    """Calls `store(start, size)` for runs of power-of-two sizes that cover the rows [low, high), at most `most`."""
     count = high - low
     size = 1 << most.bit_length() - 1
     while size:

@@ -1,7 +1,7 @@
-"""Which windows of rows the `grouped_matmul` kernel visits for which groups, found on the device from their sizes.
+"""The table of visits (pairs of window and group) of the `grouped_matmul` kernel, computed on the device.
 
-Windows begin at multiples of eight rows, as copies want them, and groups do not: a window may hold rows of neighbours,
-which are multiplied and not stored.
+Windows start at multiples of eight rows, as TMA copies into swizzled memory require; groups start anywhere. So a window
+may contain rows of neighbouring groups, which are multiplied and not stored.
 """
 
 import jax.numpy as jnp
@@ -10,17 +10,16 @@ from jaxtyping import Array, Int
 from pallas_kernels.device import ROW_TILE
 from pallas_kernels.grouped_matmul.mosaic_schedule import Geometry, Schedule
 
-# Rows of the table, and the place where it says how many visits there are.
+# Rows of the table; row COUNT holds the number of visits.
 GROUP, FIRST, LOW, HIGH, COUNT = range(5)
 
 
 def table(
     group_sizes: Int[Array, " groups"], geometry: Geometry, schedule: Schedule
 ) -> Int[Array, "facts visits"]:
-    """Returns of each visit its group, the window's first row, the first row to store and the one after the last.
+    """Returns for each visit its group, the window's first row, the first row to store and one past the last.
 
-    Groups come in their order, and windows of a group in theirs. How many visits there are stands at [COUNT, 0]; what
-    is said of the others is for nobody.
+    Visits are in the order of groups, then of windows. Their number is at [COUNT, 0]; later columns are unused.
     """
     window, sizes = schedule.window, group_sizes.astype(jnp.int32)
     ends = _running(sizes)
@@ -34,7 +33,7 @@ def table(
     begin = first[group] + (visit - (last - counts)[group]) * window
     facts = {
         GROUP: group,
-        # The last windows begin early, so that they are whole.
+        # The last windows are shifted so that they are whole.
         FIRST: jnp.clip(begin, 0, schedule.padded_rows(geometry) - window),
         LOW: jnp.maximum(begin, starts[group]),
         HIGH: jnp.minimum(begin + window, ends[group]),
@@ -44,6 +43,6 @@ def table(
 
 
 def _running(sizes: Int[Array, " groups"]) -> Int[Array, " groups"]:
-    """Returns each group's sum with all before it: one fusion, where a scan over few numbers is several."""
+    """Returns the inclusive prefix sum over groups, as one fusion; `jnp.cumsum` would be several kernels."""
     number = jnp.arange(sizes.shape[0])
     return jnp.sum(jnp.where(number[None, :] <= number[:, None], sizes[None, :], 0), axis=1)

@@ -1,4 +1,4 @@
-"""What `grouped_matmul` means, in float32: each row times the matrix of the group that it lies in."""
+"""Reference of `grouped_matmul`: each row times its group's matrix, in float32."""
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ def grouped_matmul(
     group_axis: int = 0,
     result: DTypeLike | None = None,
 ) -> Float[Array, "rows out"]:
-    """Computes the product as `api.grouped_matmul` says, rounding nothing before the end."""
+    """Implements `api.grouped_matmul`, rounded once, at the end."""
     ends = jnp.cumsum(group_sizes)
     groups = jnp.searchsorted(ends, jnp.arange(x.shape[0]), side="right")
     matrices = jnp.moveaxis(weight, group_axis, 0)[groups]

@@ -1,4 +1,4 @@
-"""`grouped_matmul` as XLA does it: `jax.lax.ragged_dot`. Takes any sizes and floating dtypes."""
+"""`grouped_matmul` in plain XLA: `jax.lax.ragged_dot`, for any sizes and floating dtypes."""
 
 import jax
 import jax.numpy as jnp
@@ -14,12 +14,13 @@ def grouped_matmul(
     group_axis: int = 0,
     result: DTypeLike | None = None,
 ) -> Float[Array, "rows out"]:
-    """Computes the product as `api.grouped_matmul` says.
+    """Implements `api.grouped_matmul`.
 
-    On CPUs and GPUs every row meets every matrix: XLA lays each row out once per group, zeros but in its own, and for
-    an H200 it copies the whole weight transposed before one dense product (seen in what it compiles).
+    On CPUs and GPUs XLA multiplies every row with every matrix: it expands each row once per group, with zeros in all
+    but its own. For an H200 it copies the whole weight transposed before one dense product (seen in the compiled
+    program).
 
-    A float32 weight asks for float32 products: on NVIDIA GPUs the default would round its inputs to TF32.
+    float32 inputs are multiplied at the highest precision: on NVIDIA GPUs the default would round them to TF32.
     """
     dimensions = jax.lax.RaggedDotDimensionNumbers(
         dot_dimension_numbers=(((1,), (2,)), ((), ())),

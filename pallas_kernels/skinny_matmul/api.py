@@ -1,4 +1,4 @@
-"""The door to `skinny_matmul`: few rows times a large weight, and what follows from it."""
+"""Public entry point of `skinny_matmul`: few rows times a large weight, fused with the operations around it."""
 
 from collections.abc import Mapping
 
@@ -33,44 +33,46 @@ def skinny_matmul(
     result: DTypeLike | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "rows out"] | Weighed:
-    """Computes `activation(x @ weight.T * scales + bias) + residual`, summed in float32.
+    """Computes `activation(x @ weight.T * scales + bias) + residual`, accumulated in float32.
 
-    A decode step is as fast as it reads its weights. The kernel takes up to 64 rows and reads each weight once; more
-    rows, or sizes that it does not take, are XLA's. What a row becomes depends on no other row, to the bit.
+    A decode step is bound by reading its weights. The kernel supports up to 64 rows and reads each weight once. Calls
+    with more rows or unsupported sizes run in XLA. A row's bits do not depend on the other rows.
 
-    An RMSNorm between two products needs no pass of its own: the first is given the norm's weights (`next_norm`) and
-    returns `Weighed`; the second one gets its `weighed` as x, and divides its sums by the root mean square that it
-    finds from `squares`.
+    An RMSNorm between two products needs no pass over the rows. Give the first product the norm's weights
+    (`next_norm`); it returns a `Weighed`. Give the second product its `weighed` as x and its `squares`; it divides its
+    sums by the root mean square.
 
     Args:
-        weight: one row for each column of the result, as Hugging Face has it; with `gated` those of all gates, then
-            as many more. Of x's dtype, or 8 bits with `scales`.
+        weight: [out, inner], one row for each column of the result, as in Hugging Face checkpoints. With `gated` the
+            rows of all gates, then as many others. In x's dtype, or float8_e4m3fn or int8 with `scales`.
         x: rows of any floating dtype.
-        scales: for a weight of float8_e4m3fn or int8, what each of its rows is multiplied by.
-        bias: added to each row's sums.
-        residual: added to the result, after everything else.
-        squares: of a `Weighed` whose `weighed` is x: float32 sums of the squares of each row before it was weighed.
-        norm_eps: added to the mean square; only with `squares`.
-        next_norm: weights of norms, of which the result goes into one. They come together, since XLA would copy one.
-        norm_row: which one.
-        activation: "silu", "gelu", "gelu_tanh" or "relu2", in float32; `None` for none.
-        gated: the result is `activation(gates) * rest`, half as wide as the weight has rows.
-        gate_multiplier: of gates, or of all sums without gates, before the activation.
+        scales: factor of each row of an 8-bit weight.
+        bias: one value per row of the weight, added before the activation.
+        residual: added last.
+        squares: `squares` of the `Weighed` whose `weighed` is x: float32 sums of the squares of each row before the
+            norm's weights.
+        norm_eps: epsilon that is added to the mean square; used only with `squares`.
+        next_norm: [norms, out], weights of norms, one of which is applied to the result. They are given together,
+            because XLA would copy a single row.
+        norm_row: row of `next_norm`.
+        activation: "silu", "gelu", "gelu_tanh" or "relu2", computed in float32; `None` for none.
+        gated: whether the result is `activation(gates) * others`, with half as many columns as the weight has rows.
+        gate_multiplier: factor of the gates, or without gates of all sums, before the activation.
         result: dtype of the result; x's if `None`.
-        implementation: "mosaic_gpu", "xla", or `None` for the better one that can run.
+        implementation: "mosaic_gpu", "xla", or `None` for the preferred one that can run.
 
     Returns:
-        The rows. With 16 bits, XLA rounds sums to the result's dtype before bias, activation and residual; the kernel
-        rounds once, at the end. With `next_norm` a `Weighed`.
+        The rows, or with `next_norm` a `Weighed`. In 16-bit dtypes XLA rounds the sums to the result's dtype before
+        bias, activation and residual; the kernel rounds once, at the end.
 
     Raises:
         ValueError: shapes, dtypes or options do not fit.
-        Unsupported: the implementation asked for cannot run; the message says why.
+        Unsupported: the requested implementation cannot run; the message gives the reason.
     """
     extras = {"bias": bias, "residual": residual, "squares": squares, "next_norm": next_norm}
     _check(weight, x, extras, scales, activation, gated=gated)
     arrays = tuple(map(jnp.asarray, (weight, x)))
-    # To JAX `None` is a tree without leaves.
+    # `None` is an empty pytree, so absent arguments stay `None`.
     optional = jax.tree.map(jnp.asarray, extras | {"scales": scales})
     options = {
         "activation": activation,
@@ -83,7 +85,7 @@ def skinny_matmul(
     able = {"activation": activation, "gated": gated}
     reasons = {"mosaic_gpu": lambda: mosaic_gpu.why_not(*arrays, **able), "xla": lambda: None}
     if mosaic_gpu.refusal(*arrays, **able) is not None:
-        # Nothing is passed over: for such sizes and dtypes a library's product is the form to take.
+        # For these sizes and dtypes XLA is preferred, so its choice must not count as a fallback.
         reasons = dict(reversed(reasons.items()))
     chosen = choose("skinny_matmul", reasons, implementation)
     if chosen == "mosaic_gpu" and x.shape[0]:
@@ -100,12 +102,12 @@ def _check(
     *,
     gated: bool,
 ) -> None:
-    """Refuses what does not fit."""
+    """Raises `ValueError` for arguments that do not fit each other."""
     check_shape("x", x, (None, None))
     check_shape("weight", weight, (None, x.shape[1]))
     if gated and weight.shape[0] % 2:
         raise ValueError(
-            f"a gated weight holds two rows for each column, got {weight.shape[0]} rows"
+            f"a gated weight must have two rows for each column, got {weight.shape[0]} rows"
         )
     if activation is not None and activation not in ACTIVATIONS:
         raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
@@ -125,7 +127,7 @@ def _check(
     packed = jnp.dtype(weight.dtype).name in LARGEST
     if packed != (scales is not None):
         raise ValueError(
-            f"a weight of {' or '.join(LARGEST)} comes with scales and no other does, got {weight.dtype} "
+            f"give scales with a weight of {' or '.join(LARGEST)} and with no other, got {weight.dtype} "
             f"with{'out' if scales is None else ''} scales"
         )
     if not packed and weight.dtype != x.dtype:

@@ -1,6 +1,6 @@
-"""Shapes on which `skinny_matmul` is tested, measured and tuned. Host only.
+"""Shapes on which `skinny_matmul` is tested, measured and tuned. Imports no JAX.
 
-The floor of a real case is what its weight takes at 4.2 TB/s: an H200 reads 4.3 to 4.57.
+The floor of a real case is the time to read its weight at 4.2 TB/s; an H200 reads 4.3 to 4.57.
 """
 
 from dataclasses import dataclass
@@ -16,17 +16,17 @@ class Case:
     """One call of `skinny_matmul`.
 
     Attributes:
-        name: how tests and records call it.
-        rows: of x.
-        inner: numbers that each sum is over.
+        name: the case's name in tests and benchmark records.
+        rows: rows of x.
+        inner: size of the contraction.
         out: columns of the result.
-        gated: the weight holds gates, too.
-        activation: of gates, or of all sums.
-        gate_multiplier: before the activation.
-        has_bias: a bias is added.
-        has_residual: a residual is added.
-        result: dtype of the result; that of the call if `None`.
-        ci: small enough to run everywhere.
+        gated: whether the weight also has rows for gates.
+        activation: activation of the gates, or without gates of all sums; `None` for none.
+        gate_multiplier: factor before the activation.
+        has_bias: whether a bias is added.
+        has_residual: whether a residual is added.
+        result: dtype of the result; `None` for the call's dtype.
+        ci: whether the case is small enough for the CPU tests.
     """
 
     name: str
@@ -42,7 +42,7 @@ class Case:
     ci: bool = False
 
     def inputs(self, seed: int = 0, dtype: str = "bfloat16") -> dict[str, Any]:
-        """Returns the arguments by name, as NumPy arrays; results are around 1."""
+        """Returns the op's arguments by name, as NumPy arrays; results have magnitudes around 1."""
         rng = np.random.default_rng(seed)
         weights = self.out * (2 if self.gated else 1)
         weight = normal(rng, (weights, self.inner), "float32") / np.float32(self.inner**0.5)
@@ -61,7 +61,7 @@ class Case:
         }
 
     def bytes_moved(self, dtype: str = "bfloat16") -> int:
-        """Counts the bytes of weight, x, residual and result."""
+        """Returns the bytes of weight, x, residual and result."""
         itemsize = 4 if dtype == "float32" else 2
         weights = self.out * (2 if self.gated else 1)
         numbers = weights * self.inner + self.rows * self.inner
@@ -69,7 +69,7 @@ class Case:
         return numbers * itemsize
 
     def flops(self) -> int:
-        """Counts products and sums."""
+        """Returns the FLOPs of the product."""
         return 2 * self.rows * self.inner * self.out * (2 if self.gated else 1)
 
 
@@ -86,7 +86,7 @@ _SMALL = (
     Case("no-rows", 0, 64, 64, ci=True),
 )
 
-# The products of a layer, and the logits: inner size, columns.
+# Model -> product of a layer, or the logits -> (size of the contraction, columns).
 _MODELS = {
     "0.6b": {
         "qkv": (1024, 4096),

@@ -1,4 +1,4 @@
-"""A block of the `skinny_matmul` kernel: its copies, its turns, and the way of sums from registers to the ending."""
+"""One block of the `skinny_matmul` kernel: TMA copies, the loop over tiles, and staging of sums."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -17,7 +17,7 @@ from pallas_kernels.skinny_matmul.mosaic_schedule import Schedule
 
 
 class Block:
-    """One block at work. A *step* counts the turns of all its tiles."""
+    """One block. A *turn* is an iteration over a tile's contraction; a *step* counts the turns of all its tiles."""
 
     def __init__(
         self, geometry: Geometry, schedule: Schedule, ending: Ending, refs: Mapping[str, Ref]
@@ -32,10 +32,10 @@ class Block:
         self.end = End(g, s, ending, refs)
 
     def run(self, take: "Take") -> None:
-        """Works through the block's tiles; copies for the next one are under way while one is stored.
+        """Processes the block's tiles; copies for the next tile are in flight while one is stored.
 
         Args:
-            take: returns the sums of a tile, rows of the weight by rows of x, in arrays of equally many rows.
+            take: returns the sums of a tile, rows of the weight x rows of x, as arrays of equal height.
         """
         for step in range(min(self.schedule.stages, self.steps)):
             self.fetch(jnp.int32(step), step)
@@ -51,13 +51,13 @@ class Block:
         lax.fori_loop(jnp.int32(0), jnp.int32(self.tiles), body, None)
 
     def first_column(self, tile: Array) -> Array:
-        """Returns where a tile begins."""
+        """Returns the first column of a tile; the last tile is shifted left so that it is whole."""
         g, s = self.geometry, self.schedule
         start = (self.block * self.tiles + tile) * s.columns
         return pl.multiple_of(jnp.minimum(start, g.out - s.columns), ROW_TILE)
 
     def fetch(self, step: Array, slot: Array | int) -> None:
-        """Starts the copies of one turn; every warp must have passed a barrier since the slot was last read."""
+        """Starts the copies of one turn into a stage; all warps must have passed a barrier since its last read."""
         g, s, refs = self.geometry, self.schedule, self.refs
         tile, turn = lax.div(step, jnp.int32(self.turns)), lax.rem(step, jnp.int32(self.turns))
         column = self.first_column(tile)
@@ -80,7 +80,7 @@ class Block:
             )
 
     def take_tile(self, take: "Take", tile: Array) -> None:
-        """Computes the sums of one tile and delivers them."""
+        """Computes the sums of one tile and runs the epilogue on them."""
         s, g = self.schedule, self.geometry
         sums = take(self, tile)
         number = jnp.minimum(self.block * self.tiles + tile, s.tiles(g) - 1)
@@ -100,13 +100,13 @@ class Block:
                 plgpu.commit_smem()
 
     def arrive(self, step: Array) -> Array:
-        """Waits for a turn's numbers and returns the slot that they lie in."""
+        """Waits until a turn's copies have arrived, and returns their stage."""
         slot = lax.rem(step, jnp.int32(self.schedule.stages))
         plgpu.barrier_wait(self.refs["arrived"].at[slot])
         return slot
 
     def refill(self, step: Array) -> None:
-        """Sends for what shall lie where a turn's numbers lay, which this warp has read."""
+        """Refills the stage of a turn, which this warp has read, with the copies of a later turn."""
         later = step + self.schedule.stages
 
         @pl.when((step >= 0) & (later < self.steps))

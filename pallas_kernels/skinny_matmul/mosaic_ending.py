@@ -1,7 +1,7 @@
-"""What the `skinny_matmul` kernel for Hopper does with the sums of a tile: from shared memory to the result.
+"""Epilogue of the `skinny_matmul` kernel: from a tile's sums in shared memory to the stored result.
 
-Sums lie in shared memory as columns by rows. Each warp takes up to 32 columns of a row, so that what it loads and
-stores are neighbours, and what is added up along a row stays within the warp. Each sum has one place in one order.
+Sums are in shared memory as columns x rows. Each warp processes up to 32 columns of a row, so that its loads and stores
+are contiguous and sums along a row stay within the warp. All additions have a fixed order.
 """
 
 from collections.abc import Mapping
@@ -24,19 +24,18 @@ _WARP = 32
 
 @dataclass(frozen=True)
 class Ending:
-    """What becomes of the sums of a tile before they are stored; nothing for parts that XLA adds up.
+    """The operations on a tile's sums before they are stored; the defaults, none, serve splits that XLA adds up.
 
     Attributes:
         result: dtype of the result.
-        activation: name of the function that gates, or all sums, go through; `None` for none.
-        gate_multiplier: of gates, before their activation.
-        norm_eps: rows of x are divided by their root mean square, for which the sums of their squares are given;
-            `None` if they are not.
-        is_scaled: rows and columns have factors, with which a weight of 8 bits comes.
-        has_bias: a bias is added.
-        has_residual: what the rows held before is added, last.
-        weighs: besides the result come the result times weights, and the sums of its squares.
-        norm_row: which row of the array of weights that is.
+        activation: name of the activation of gates, or without gates of all sums; `None` for none.
+        gate_multiplier: factor of the gates before their activation.
+        norm_eps: epsilon of the norm before the product, whose sums of squares are an input; `None` without that norm.
+        is_scaled: whether rows and columns have factors, for an 8-bit weight.
+        has_bias: whether a bias is added.
+        has_residual: whether a residual is added, last.
+        weighs: whether the result times the next norm's weights, and the sums of its squares, are outputs as well.
+        norm_row: row of the array of norms' weights.
     """
 
     result: DTypeLike
@@ -51,7 +50,7 @@ class Ending:
 
     @property
     def inputs(self) -> list[str]:
-        """Names of the arrays that it needs, in order."""
+        """Names of its input arrays, in order."""
         names = {
             "row_factors": self.is_scaled,
             "scales": self.is_scaled,
@@ -64,12 +63,12 @@ class Ending:
 
     @property
     def outputs(self) -> list[str]:
-        """Names of what it stores, in order."""
+        """Names of its outputs, in order."""
         return ["out", "weighed", "squares_out"] if self.weighs else ["out"]
 
 
 class End:
-    """The end of a block's tiles: `prepare` once, then `store` each tile whose sums all warps have written."""
+    """A block's epilogue: `prepare` once, then `store` for each tile after all warps have written its sums."""
 
     def __init__(
         self, geometry: Geometry, schedule: Schedule, ending: Ending, refs: Mapping[str, Ref]
@@ -77,7 +76,7 @@ class End:
         self.geometry, self.schedule, self.ending, self.refs = geometry, schedule, ending, refs
 
     def prepare(self) -> None:
-        """Puts what each row is to be multiplied by into shared memory, while the first copies are under way."""
+        """Computes each row's reciprocal root mean square into shared memory, while the first copies are in flight."""
         norm_eps = self.ending.norm_eps
         if norm_eps is None:
             return
@@ -99,14 +98,14 @@ class End:
     def store(
         self, tile: Array, column: Array, split: Array, first: Array | int, count: int
     ) -> None:
-        """Stores what becomes of some rows of a tile, or their sums if XLA adds up splits.
+        """Stores the results of some rows of a tile, or their sums if XLA adds up splits.
 
         Args:
-            tile: its number.
-            column: where it begins.
-            split: whose sums they are.
-            first: the first of the rows whose sums lie in shared memory.
-            count: how many they are.
+            tile: index of the tile.
+            column: its first column.
+            split: index of the split.
+            first: the first row of x whose sums are in shared memory.
+            count: number of these rows.
         """
         g, s, refs = self.geometry, self.schedule, self.refs
         width = min(s.columns, _WARP)
@@ -123,7 +122,7 @@ class End:
                         place = pl.ds(column + (part * g.out + start), width)
                         refs["out"][split, rows, place] = found
                 continue
-            # All that is read is read before anything is stored: a load does not overtake a store.
+            # Issue all loads before the first store: the compiler does not move loads above stores.
             places = [pl.ds(column + start, width) for start in starts]
             both = zip(sums, places, strict=True)
             results = [self.ended(found, piece, rows, columns) for found, columns in both]
@@ -133,12 +132,12 @@ class End:
                 store_per_row(refs["squares_out"].at[tile], rows, squares)
 
     def put(self, name: str, values: list[Array], rows: Slice, places: list[Slice]) -> None:
-        """Stores some rows of neighbouring columns."""
+        """Stores some rows of several column ranges."""
         for value, columns in zip(values, places, strict=True):
             self.refs[name][rows, columns] = value
 
     def joined(self, piece: Piece, rows: Slice, start: int, width: int, part: int) -> Array:
-        """Returns some rows' sums, added up over the folds in their order."""
+        """Returns some rows' sums over all folds, in order, times the rows' factors."""
         g, s = self.geometry, self.schedule
         found = []
         for fold in range(s.folds):
@@ -155,7 +154,7 @@ class End:
         return total
 
     def ended(self, sums: list[Array], piece: Piece, rows: Slice, columns: Slice) -> Array:
-        """Returns what is stored of some rows' sums: bias, activation, gate and residual, all in float32."""
+        """Returns some rows' results: bias, activation, gate and residual in float32, then the cast."""
         ending, refs, layout = self.ending, self.refs, piece.layout
 
         def of_columns(name: str, part: int) -> Array:
@@ -178,7 +177,7 @@ class End:
         return total.astype(ending.result)
 
     def weigh(self, results: list[Array], piece: Piece, rows: Slice, places: list[Slice]) -> Array:
-        """Stores the results times their weights, and returns the sums of their squares over all columns."""
+        """Stores the results times the norm's weights, and returns each row's sum of squares over the tile."""
         norm, weighed, squares = self.refs["next_norm"].at[self.ending.norm_row], [], []
         for result, columns in zip(results, places, strict=True):
             wide = result.astype(jnp.float32)

@@ -1,4 +1,4 @@
-"""The sizes that the Mosaic GPU kernel of `skinny_matmul` is built from, and which of them it takes. Traces nothing."""
+"""Geometry of the `skinny_matmul` kernel: sizes, dtypes and limits; host code."""
 
 from dataclasses import dataclass
 from math import ceil
@@ -11,21 +11,21 @@ from pallas_kernels.device import ROW_TILE, WGMMA_ROWS
 from pallas_kernels.formats.eight_bit import LARGEST
 
 MOST_ROWS = 64
-# Bytes of a row of the weight in one copy, the widest swizzle; and numbers of x in as many bytes.
+# Bytes of a row of the weight in one piece, which is the widest swizzle; and 16-bit elements of x in as many bytes.
 PIECE_BYTES, PIECE = 128, 64
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """The sizes that the kernel is built from.
+    """Sizes and dtypes that the kernel is specialised for.
 
     Attributes:
-        rows: of x.
+        rows: rows of x.
         out: columns of the result.
-        inner: numbers that each of them is a sum over.
-        gated: the weight holds two rows for each column, those of the gates first.
-        dtype: of x.
-        stored: of the weight.
+        inner: size of the contraction.
+        gated: whether the weight has two rows for each column, those of the gates first.
+        dtype: dtype of x.
+        stored: dtype of the weight.
     """
 
     rows: int
@@ -37,7 +37,7 @@ class Geometry:
 
     @classmethod
     def of(cls, weight: ArrayOrStruct, x: ArrayOrStruct, *, gated: bool) -> "Geometry":
-        """Returns the sizes of these arrays."""
+        """Returns the geometry of these arrays."""
         out = weight.shape[0] // (2 if gated else 1)
         return cls(x.shape[0], out, x.shape[1], gated, x.dtype, weight.dtype)
 
@@ -52,22 +52,22 @@ class Geometry:
         if self.inner % self.piece:
             return f"the inner size must be a multiple of {self.piece}, got {self.inner}"
         if self.out % ROW_TILE or self.out < WGMMA_ROWS:
-            return f"the result's columns must be a multiple of {ROW_TILE} from {WGMMA_ROWS} on, got {self.out}"
+            return f"the result must have a multiple of {ROW_TILE} columns, at least {WGMMA_ROWS}, got {self.out}"
         return None
 
     @property
     def packed(self) -> bool:
-        """Whether the weight has 8 bits, which are unpacked to float16 on the chip."""
+        """Whether the weight has 8 bits, which the kernel converts to float16 in registers."""
         return jnp.dtype(self.stored).name in LARGEST
 
     @property
     def operand(self) -> DTypeLike:
-        """Dtype of the products' inputs; one instruction makes float16 of two numbers of 8 bits, none bfloat16."""
+        """Dtype of wgmma operands. 8-bit values become float16, since no instruction converts them to bfloat16."""
         return jnp.dtype(jnp.float16) if self.packed else self.dtype
 
     @property
     def piece(self) -> int:
-        """Numbers of a row of the weight in one piece."""
+        """Elements of a row of the weight in one piece."""
         return PIECE_BYTES // jnp.dtype(self.stored).itemsize
 
     @property
@@ -77,7 +77,7 @@ class Geometry:
 
     @property
     def padded_rows(self) -> int:
-        """Rows as the tensor cores take them."""
+        """Rows of x rounded up to a multiple of 8, N of the products."""
         return ceil(self.rows / ROW_TILE) * ROW_TILE
 
     @property

@@ -1,6 +1,6 @@
-"""`skinny_matmul` as a Mosaic GPU kernel for Hopper: what it takes, and what XLA does around it.
+"""`skinny_matmul` on Hopper with a Mosaic GPU kernel: limits, and the XLA operations before and after the kernel.
 
-The kernel itself is in mosaic_launch.py; how it cuts the weight is in mosaic_schedule.py.
+The kernel's launch is in mosaic_launch.py, its schedule in mosaic_schedule.py.
 """
 
 from collections.abc import Mapping
@@ -33,7 +33,7 @@ def why_not(
 def refusal(
     weight: ArrayOrStruct, x: ArrayOrStruct, *, activation: str | None = None, gated: bool = False
 ) -> str | None:
-    """Returns why the kernel cannot take these arrays on any device, or `None` if it can."""
+    """Returns why the kernel does not support these arrays on any device, or `None` if it does."""
     if activation is not None and activation not in ACTIVATIONS:
         return f"activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}"
     return Geometry.of(weight, x, gated=gated).refusal()
@@ -57,20 +57,21 @@ def skinny_matmul(
     schedule: Schedule | None = None,
     interpret: bool = False,
 ) -> Float[Array, "rows out"] | Weighed:
-    """Computes the product as `api.skinny_matmul` says, under the schedule for its shapes unless one is given.
+    """Implements `api.skinny_matmul`, with the schedule for its shapes unless one is given.
 
-    With `interpret` it runs on the CPU, slowly; reads out of bounds raise, and races are recorded.
+    With `interpret` the kernel runs in Pallas's interpreter on the CPU, slowly; reads out of bounds raise, and races
+    are recorded.
 
     Raises:
-        ValueError: this kernel cannot take the shapes or dtypes, or not under the given schedule.
+        ValueError: the kernel does not support the shapes or dtypes, or the given schedule does not fit them.
     """
     geometry = Geometry.of(weight, x, gated=gated)
     problem = refusal(weight, x, activation=activation, gated=gated)
     schedule = _runnable(geometry, schedule, problem)
     if interpret:
-        # No interpreter knows the stores of a cluster: XLA adds up its shares, in the same order.
+        # The interpreter does not support a cluster's stores, so XLA adds up the shares, in the same order.
         schedule = replace(schedule, cluster=1, splits=schedule.shares)
-    # The last tile begins early if they do not fill the columns, and some squares would count twice.
+    # If tiles do not divide the columns, the last one overlaps its neighbour and some squares would count twice.
     whole = schedule.splits == 1 and geometry.out % schedule.columns == 0
     row_factors = None
     if geometry.packed:
@@ -107,7 +108,7 @@ def skinny_matmul(
 
 
 def _runnable(geometry: Geometry, schedule: Schedule | None, problem: str | None) -> Schedule:
-    """Returns the given schedule, or that for these sizes; raises if there is a problem with either."""
+    """Returns the given schedule, or that for these sizes; raises `ValueError` if the kernel cannot run under it."""
     if problem is None:
         schedule = schedule or Schedule.of(geometry)
         problem = schedule.refusal(geometry)
@@ -116,7 +117,7 @@ def _runnable(geometry: Geometry, schedule: Schedule | None, problem: str | None
     raise ValueError(f"the Mosaic GPU kernel cannot take this: {problem}")
 
 
-# The layers of a model call this many times with equal shapes: under its own jit the kernel is lowered once.
+# A model's layers call this with equal shapes; under its own jit the kernel is lowered once for all of them.
 @partial(jax.jit, static_argnames=("schedule", "geometry", "ending", "interpret"))
 def multiply(
     weight: Shaped[Array, "weights inner"],
@@ -128,9 +129,9 @@ def multiply(
     ending: Ending,
     interpret: bool = False,
 ) -> list[Array]:
-    """Runs the kernel under a given schedule, and adds up what its splits found, in their order."""
+    """Runs the kernel under a schedule, and adds up the results of its splits in order."""
     if interpret or geometry.padded_rows > ROW_TILE:
-        # Copies fill what lies past the end with zeros, unless that is in another tile or an interpreter's.
+        # TMA zero-fills rows past the end only within a single tile of 8, and the interpreter not at all.
         x = jnp.pad(x, ((0, geometry.padded_rows - geometry.rows), (0, 0)))
     in_kernel = ending if schedule.splits == 1 else Ending(jnp.float32)
     kernel = Kernel(geometry, schedule, in_kernel).build(interpret)
@@ -148,7 +149,7 @@ def _ended(
     geometry: Geometry,
     ending: Ending,
 ) -> Float[Array, "rows out"]:
-    """Does to the sums what the kernel does where it has them all."""
+    """Runs the epilogue in XLA, for splits."""
     names = ("squares", "bias", "residual", "scales", "row_factors")
     squares, bias, residual, scales, row_factors = (extras[name] for name in names)
     if scales is not None and row_factors is not None:

@@ -1,8 +1,8 @@
-"""How the two blocks of a cluster, each with half of the contraction, add up a tile's sums through shared memory.
+"""Split-K reduction between the two blocks of a cluster through distributed shared memory.
 
-Each block ends the tile for half of the rows of x: the other one sends it its sums of these rows, eight rows at a
-time, right from registers. It adds them in the order of the halves, so that a row's bits do not depend on who comes
-first.
+Each block has half of the contraction, and finishes the tile for half of the rows of x. The other block sends it its
+sums of these rows from registers, eight rows at a time. They are added in the order of the halves, so a row's bits do
+not depend on the order of arrival.
 """
 
 from collections.abc import Callable, Mapping
@@ -21,7 +21,7 @@ from pallas_kernels.skinny_matmul.mosaic_schedule import Schedule
 
 
 def shared(geometry: Geometry, schedule: Schedule) -> dict[str, Any]:
-    """Returns the scratch that a block of a cluster receives sums in."""
+    """Returns the shared memory and barrier with which a block of a cluster receives sums."""
     groups = schedule.window(geometry) // ROW_TILE
     shape = (schedule.cluster, groups, schedule.height(geometry), ROW_TILE)
     return {
@@ -31,13 +31,13 @@ def shared(geometry: Geometry, schedule: Schedule) -> dict[str, Any]:
 
 
 def rows_of(sums: Array, first: int, count: int) -> Array:
-    """Returns the sums of so many rows of x, or of those that there are."""
+    """Returns the sums of at most `count` rows of x from `first` on."""
     stop = min(first + count, sums.shape[1])
     return lax.slice(sums, (0, first), (sums.shape[0], stop))
 
 
 class Join:
-    """The end of one block's share of a tile."""
+    """The reduction of a tile's sums in one block of the cluster."""
 
     def __init__(
         self, geometry: Geometry, schedule: Schedule, refs: Mapping[str, Ref], rank: Array
@@ -46,7 +46,7 @@ class Join:
         self.window = schedule.window(geometry)
 
     def deliver(self, sums: Array, store: Callable[[Array | int, int], None]) -> None:
-        """Sends all sums to the blocks that end their rows, adds up what came for this one, and stores its rows."""
+        """Sends all sums to the blocks that finish their rows, adds up those of this block's rows and stores them."""
         self.send(sums)
         self.add_up()
         rest = self.geometry.rows - self.window
@@ -57,7 +57,7 @@ class Join:
         pl.when(self.rank == 1)(lambda: store(self.window, rest))
 
     def send(self, sums: Array) -> None:
-        """Sends eight rows' sums at a time; where there are no such rows, others' in their place, to be counted."""
+        """Sends sums, eight rows at a time; missing rows are replaced by the last ones, since arrivals are counted."""
         last = self.geometry.padded_rows - ROW_TILE
         for rank in range(self.schedule.cluster):
             for group in range(self.window // ROW_TILE):
@@ -72,7 +72,7 @@ class Join:
                 )
 
     def add_up(self) -> None:
-        """Puts the sums over all shares where the ending takes them from."""
+        """Writes the sums over all shares to shared memory for the epilogue."""
         shares = self.refs["shares"]
         plgpu.barrier_wait(self.refs["shares_arrived"])
         for group in range(self.window // ROW_TILE):

@@ -1,8 +1,8 @@
-"""The launch of the Mosaic GPU kernel of `skinny_matmul` on Hopper: grid, outputs, shared memory, barriers.
+"""Launch of the `skinny_matmul` kernel on Hopper: grid, clusters, outputs, shared memory and mbarriers.
 
-The weight is the left operand of the tensor cores' products and fills its 64 rows whatever the number of rows of x. The
-rows of x are the right operand, whose width is any multiple of 8. One warpgroup fetches, multiplies and stores: between
-two turns it only starts the copy of the next chunk, so the memory is never idle.
+The weight is the left operand of wgmma and fills its 64 rows whatever the number of rows of x. The rows of x are the
+right operand, whose width is any multiple of 8. One warpgroup does everything: between two iterations it only starts
+the TMA copies of a later chunk, so the memory is never idle.
 """
 
 from collections.abc import Callable
@@ -30,16 +30,16 @@ from pallas_kernels.skinny_matmul.mosaic_wide import take_wide
 
 @dataclass(frozen=True)
 class Kernel:
-    """The kernel for one geometry, one schedule and one ending."""
+    """The kernel for one geometry, one schedule and one epilogue."""
 
     geometry: Geometry
     schedule: Schedule
     ending: Ending
 
     def build(self, interpret: bool) -> Callable[..., list[Array]]:
-        """Returns the function of weight, x and what the ending needs that launches the kernel.
+        """Returns the function of weight, x and the epilogue's inputs that launches the kernel.
 
-        It returns the result, and what `Ending.weighs` says: sums of squares have shape [tiles, rows].
+        It returns the outputs of the epilogue (`Ending.outputs`); sums of squares have shape [tiles, rows].
         """
         clusters: dict[str, Any] = {}
         if self.schedule.cluster > 1:

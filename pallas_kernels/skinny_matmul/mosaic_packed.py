@@ -1,7 +1,8 @@
-"""The turns of the `skinny_matmul` kernel over weights of 8 bits, which become float16 in registers.
+"""The `skinny_matmul` kernel's loop over 8-bit weights, which it converts to float16 in registers.
 
-A thread of the tensor core's left operand wants two neighbours here and two there; it gets 16 in a row from one load.
-So products run over the numbers of a piece in another order, for weights and rows of x alike.
+In wgmma's left-operand fragment a thread holds pairs of adjacent elements from several places of a row, while one
+16-byte load gives it 16 adjacent elements. So products contract the elements of a piece in a permuted order, the same
+for weights and x.
 """
 
 import jax.experimental.pallas as pl
@@ -21,9 +22,9 @@ _EXPONENT = 0x7F800000
 
 
 def reordered(numbers: Float[Array, "rows inner"]) -> Float[Array, "rows inner"]:
-    """Returns the numbers of each piece in the order of the products.
+    """Returns the elements of each piece in the order of the products.
 
-    Number 64 * turn + 16 * warp + 8 * half + 2 * member + second of a product lies at 32 * member + 16 * turn +
+    Element 64 * turn + 16 * warp + 8 * half + 2 * member + second of a product is element 32 * member + 16 * turn +
     4 * warp + 2 * half + second of its piece (`load_left_operand`).
     """
     rows, inner = numbers.shape
@@ -35,21 +36,21 @@ def reordered(numbers: Float[Array, "rows inner"]) -> Float[Array, "rows inner"]
 def prepared(
     x: Float[Array, "rows inner"],
 ) -> tuple[Float[Array, "rows inner"], Float[Array, " rows"]]:
-    """Returns float16 rows in the order of the products, and what their sums are to be multiplied by.
+    """Returns float16 rows in the order of the products, and the factors of their sums.
 
-    Each row is divided by the power of two below its largest number, exactly; what is then too small for float16 is
-    2**-24 of the largest.
+    Each row is divided exactly by its largest magnitude rounded down to a power of two. Elements that then underflow in
+    float16 are below 2**-24 of the largest.
     """
     wide = x.astype(jnp.float32)
     bits = lax.bitcast_convert_type(jnp.max(jnp.abs(wide), axis=1), jnp.int32) & _EXPONENT
     factors = lax.bitcast_convert_type(bits, jnp.float32)
-    # One over it; of zeros, infinity and NaN something finite, which changes nothing.
+    # The inverse; finite also for zeros, infinity and NaN, which stay what they are.
     inverse = lax.bitcast_convert_type(jnp.maximum((254 << 23) - bits, 0), jnp.float32)
     return reordered(wide * inverse[:, None]).astype(jnp.float16), factors
 
 
 def take_packed(block: Block, tile: Array, *, interpret: bool) -> list[Array]:
-    """Returns the sums of a tile, rows of the weight by rows of x, for each 64 of the former an array."""
+    """Returns the sums of a tile, rows of the weight x rows of x, one array per 64 rows of the weight."""
     s, g, refs = block.schedule, block.geometry, block.refs
     shape = (WGMMA_ROWS, s.width(g))
     count = s.height(g) // WGMMA_ROWS

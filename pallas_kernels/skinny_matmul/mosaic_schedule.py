@@ -1,7 +1,7 @@
-"""How the Mosaic GPU kernel of `skinny_matmul` cuts weights into pieces. Traces nothing.
+"""Schedule of the `skinny_matmul` kernel: how it divides the weight among blocks and pipeline stages; host code.
 
-Words: a *tile* is as many output columns as a block computes at once, a *chunk* the numbers along the contraction
-that it takes in one turn. What a turn fetches lies in a *slot* of shared memory.
+Terms: a *tile* is the output columns that a block computes at once. A *turn* is one iteration over the contraction, and
+a *chunk* its elements along the contraction. A *slot* is a pipeline stage in shared memory, which holds one turn.
 """
 
 from dataclasses import astuple, dataclass, replace
@@ -22,47 +22,49 @@ from pallas_kernels.device import (
 from pallas_kernels.skinny_matmul.mosaic_geometry import PIECE_BYTES, Geometry
 from pallas_kernels.tuning import choose
 
-# Widest right operand of one wgmma.
+# Most columns (N) of one wgmma.
 _MOST_WIDTH = 256
-# Sums that a warpgroup keeps in registers: 128 of each thread.
+# Most accumulator elements of a warpgroup: 128 registers per thread.
 _MOST_SUMS = 16384
-# Numbers after each row of sums in shared memory, so that a column of them lies in many banks.
+# Padding elements after each row of sums in shared memory, against bank conflicts along a column.
 PADDING = 2
-# Barriers, and the scratch that Mosaic adds.
+# Shared memory of mbarriers, and of Mosaic's own scratch.
 OTHER_BYTES = 2048 + 512
-# Blocks of one cluster; four and eight were slower.
+# Most blocks per cluster; four and eight were slower.
 MAX_CLUSTER = 2
-# Blocks that share a multiprocessor at most before each works on several tiles instead.
+# Most resident blocks per SM; with more, each block processes several tiles instead.
 _MOST_RESIDENT = 3
-# Rows up to which stacked chunks take the tensor cores no time to speak of.
+# Most rows for which folded chunks cost negligible tensor-core time.
 _FEW_ROWS = 16
-# Rows up to which those of x, and their sums, take too little room and traffic for clusters and passes.
+# Most rows for which x and the sums take too little memory and traffic for clusters and passes to pay.
 _SOME_ROWS = 32
-# Numbers along the contraction from which unfolded rows of x save more than a cluster's meeting takes.
+# Least contraction for which avoiding folds of x saves more time than a cluster's exchange costs.
 _LONG = 8192
-# Folds with which eight rows of x are half as much to fetch as the weight.
+# Number of folds at which eight rows of x have half as many bytes as the weight.
 _CHEAP_FOLDS = 4
-# Blocks that are enough: for up to 8 rows of a large weight, else for few rows, and for many rows.
+# Wanted number of blocks: for up to 8 rows of a large weight, otherwise for few rows, and for many rows.
 _ENOUGH_BLOCKS = (200, 128, 96)
 _LARGE_BYTES = 24 * 2**20
-# Slots that a block should have at least before chunks of two pieces, which take fewer copies, are worth it.
+# Least stages with which chunks of two pieces, which take fewer copies, are faster.
 _LEAST_STAGES = 3
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """How the weight is cut: a function of static shapes only, so that rows never see each other.
+    """How the weight is divided.
+
+    It depends on static shapes only, so a row's result does not depend on the other rows.
 
     Attributes:
-        columns: of the result per tile.
-        folds: chunks that lie on top of each other in one turn, so that few columns fill the height of a product;
-            their sums are joined at the end.
+        columns: columns of the result per tile.
+        folds: number of chunks that are stacked in one turn, so that few columns fill the 64 rows of a product; their
+            sums are added at the end.
         depth: pieces of 128 bytes of a row of the weight per chunk.
-        stages: slots, the turns that are in flight.
-        splits: blocks that share a tile's contraction; XLA adds up what each found.
-        blocks: most blocks for each split; with fewer blocks than tiles each works on several.
-        cluster: blocks that share a tile's contraction and add up their sums in shared memory, each for its own rows.
-        passes: times that a tile's sums go through shared memory, each time those of so many rows fewer.
+        stages: pipeline stages (slots), the turns in flight.
+        splits: split-K parts of a tile's contraction that XLA adds up.
+        blocks: most blocks per split; with fewer blocks than tiles each processes several.
+        cluster: blocks that divide a tile's contraction and add up their sums in distributed shared memory.
+        passes: number of groups of rows whose sums go through shared memory one after the other.
     """
 
     columns: int
@@ -76,7 +78,7 @@ class Schedule:
 
     @classmethod
     def of(cls, geometry: Geometry) -> "Schedule":
-        """Takes what was measured to be fastest for such shapes on this device, or else what the rules say."""
+        """Returns the tuned schedule for these shapes on this device, or else that of `by_rule`."""
         return choose(
             "skinny_matmul",
             shape_class(geometry),
@@ -87,10 +89,10 @@ class Schedule:
 
     @classmethod
     def by_rule(cls, geometry: Geometry) -> "Schedule":
-        """Chooses what was fastest on an H200 for shapes like these (NOTES.md).
+        """Returns a schedule by rules fitted to measurements on an H200 (NOTES.md).
 
-        All blocks are at work at once and hold as much in flight as shared memory allows. Tiles narrow enough for that
-        are stacked by folds; splits, which take another launch, come last.
+        All blocks run at once, with as many bytes in flight as shared memory allows. Tiles that are narrow for that
+        reason are folded; splits, which take another launch, come last.
         """
         cuts = [*_cuts_of_many_rows(geometry), *_cuts(geometry)]
         found = [cls._filled(geometry, cut) for cut in cuts]
@@ -101,13 +103,13 @@ class Schedule:
 
     @classmethod
     def _filled(cls, geometry: Geometry, cut: "_Cut") -> "Schedule":
-        """Returns the schedule of these cuts with as many slots as shared memory holds."""
+        """Returns the schedule of a cut with as many stages as shared memory holds."""
         empty = cls(cut.columns, cut.folds, 1, 0, cut.splits, 1, cut.cluster, cut.passes)
         tiles = empty.tiles(geometry)
         resident = ceil(tiles * empty.shares / NUM_MULTIPROCESSORS)
         blocks = tiles
         if resident > (_MOST_RESIDENT if cut.passes == 1 else 1):
-            # Each block works on several tiles.
+            # Each block processes several tiles.
             resident = 2 if geometry.rows <= _FEW_ROWS else 1
             blocks = ceil(tiles / ceil(tiles * empty.shares / (resident * NUM_MULTIPROCESSORS)))
         room = SHARED_BYTES // resident - RESERVED_BYTES_PER_BLOCK
@@ -123,81 +125,81 @@ class Schedule:
     def refusal(self, geometry: Geometry) -> str | None:
         """Returns why the kernel cannot run under this schedule, or `None` if it can."""
         if min(astuple(self)) < 1:
-            return f"all of a schedule must be at least 1, got {self}"
+            return f"all fields of a schedule must be at least 1, got {self}"
         height, width = self.height(geometry), self.width(geometry)
         if self.columns % ROW_TILE or self.columns & (self.columns - 1):
-            return f"columns must be a power of two from {ROW_TILE} on, got {self.columns}"
+            return f"columns must be a power of two and at least {ROW_TILE}, got {self.columns}"
         if self.columns > geometry.out:
             return f"a tile of {self.columns} columns is wider than the result, {geometry.out}"
         if height % WGMMA_ROWS:
             return f"a turn must hold a multiple of {WGMMA_ROWS} rows of the weight, got {height}"
         if width > _MOST_WIDTH or height * width > _MOST_SUMS:
-            return f"{height} x {width} sums do not fit a warpgroup's registers"
+            return f"{height} x {width} sums do not fit in a warpgroup's registers"
         chunk = self.chunk(geometry)
         if geometry.inner % (chunk * self.folds * self.shares):
-            return f"{geometry.inner} numbers cannot be cut into {self.shares} x {self.folds} x {chunk}"
+            return f"a contraction of {geometry.inner} is not a multiple of {self.shares} x {self.folds} x {chunk}"
         turns = self.turns_per_tile(geometry) * self.tiles_per_block(geometry)
         if self.stages == 1 and turns > 1 and not geometry.packed:
-            return f"a slot is sent for again a turn after it was read, so {turns} turns need two slots"
+            return f"a stage is refilled one turn after its read, so {turns} turns need two slots, got one"
         if self.shared_bytes(geometry) > SHARED_BYTES_PER_BLOCK:
             return f"it needs {self.shared_bytes(geometry)} bytes of shared memory"
         return self._refusal_of_windows(geometry)
 
     def _refusal_of_windows(self, geometry: Geometry) -> str | None:
-        """Returns why sums cannot be joined by a cluster, or go through shared memory in several passes."""
+        """Returns why the schedule's clusters or passes are not supported, or `None` if they are."""
         if self.cluster > MAX_CLUSTER or min(self.cluster, max(self.passes, self.splits)) > 1:
             return f"a cluster has at most {MAX_CLUSTER} blocks, one pass and no splits, got {self}"
         if max(self.cluster, self.passes) > 1 and (self.folds > 1 or geometry.packed):
-            return f"clusters and passes take neither folds nor weights of 8 bits, got {self}"
+            return f"clusters and passes support neither folds nor 8-bit weights, got {self}"
         if self.cluster > 1 and (self.tiles_per_block(geometry) > 1 or geometry.rows <= ROW_TILE):
-            return f"a cluster joins one tile of more than {ROW_TILE} rows, got {self}"
+            return f"a cluster needs one tile per block and more than {ROW_TILE} rows, got {self}"
         return None
 
     @property
     def shares(self) -> int:
-        """Blocks among which a tile's contraction is cut, whoever adds up what they found."""
+        """Blocks among which a tile's contraction is divided, by clusters and splits."""
         return self.splits * self.cluster
 
     def window(self, geometry: Geometry) -> int:
-        """Returns of how many rows of x sums lie in shared memory at once."""
+        """Returns the rows of x whose sums are in shared memory at once."""
         groups = geometry.padded_rows // ROW_TILE
         return ROW_TILE * ceil(groups / max(self.cluster, self.passes))
 
     def height(self, geometry: Geometry) -> int:
-        """Returns how many rows of the weight a slot holds."""
+        """Returns the rows of the weight in a stage."""
         return self.folds * geometry.parts * self.columns
 
     def chunk(self, geometry: Geometry) -> int:
-        """Returns the numbers along the contraction in one chunk."""
+        """Returns the elements along the contraction in one chunk."""
         return geometry.piece * self.depth
 
     def width(self, geometry: Geometry) -> int:
-        """Returns how many rows of x a slot holds: all of them, for each fold its own chunk."""
+        """Returns the rows of x in a stage: all of them once per fold."""
         return self.folds * geometry.padded_rows
 
     def tiles(self, geometry: Geometry) -> int:
-        """Returns how many tiles the result has; the last one begins early, so that it is whole."""
+        """Returns the number of tiles; the last one is shifted left so that it is whole."""
         return ceil(geometry.out / self.columns)
 
     def turns_per_tile(self, geometry: Geometry) -> int:
-        """Returns how many chunks a block takes for each tile and fold."""
+        """Returns the number of turns per tile."""
         return geometry.inner // (self.chunk(geometry) * self.folds * self.shares)
 
     def tiles_per_block(self, geometry: Geometry) -> int:
-        """Returns how many tiles each block works on; the last block repeats the last tile instead of having fewer."""
+        """Returns the number of tiles per block; the last block repeats the last tile if there are fewer."""
         return ceil(self.tiles(geometry) / self.blocks)
 
     def grid(self, geometry: Geometry) -> int:
-        """Returns the blocks of each share."""
+        """Returns the number of blocks per share."""
         return ceil(self.tiles(geometry) / self.tiles_per_block(geometry))
 
     def slot_bytes(self, geometry: Geometry) -> int:
-        """Returns the bytes of one slot."""
+        """Returns the bytes of one stage."""
         weights = self.height(geometry) * PIECE_BYTES * self.depth
         return weights + 2 * self.width(geometry) * self.chunk(geometry)
 
     def shared_bytes(self, geometry: Geometry) -> int:
-        """Returns the shared memory that one block asks for."""
+        """Returns the shared memory of one block in bytes."""
         height, window = self.height(geometry), self.window(geometry)
         sums = (
             ceil(4 * height * (self.folds * window + PADDING) / SHARED_ALIGNMENT) * SHARED_ALIGNMENT
@@ -207,18 +209,18 @@ class Schedule:
         return slots + received + sums + OTHER_BYTES
 
     def resident(self, geometry: Geometry) -> int:
-        """Returns how many blocks a multiprocessor works on at once, as far as shared memory goes."""
+        """Returns the number of resident blocks per SM that shared memory allows."""
         return SHARED_BYTES // (self.shared_bytes(geometry) + RESERVED_BYTES_PER_BLOCK)
 
 
 def shape_class(geometry: Geometry) -> str:
-    """Returns the name of the shapes that share a tuned schedule."""
+    """Returns the shape class, the key of tuned schedules."""
     gated = " gated" if geometry.gated else ""
     return f"rows {geometry.padded_rows} {geometry.inner} -> {geometry.out}{gated} {jnp.dtype(geometry.stored).name}"
 
 
 class _Cut(NamedTuple):
-    """What the rules choose from; the rest of a schedule follows. Words as there."""
+    """The fields of a `Schedule` that the rules choose; the others follow from them."""
 
     columns: int
     folds: int = 1
@@ -228,7 +230,7 @@ class _Cut(NamedTuple):
 
 
 def _cuts_of_many_rows(geometry: Geometry) -> list[_Cut]:
-    """Returns what is better than all other cuts for 33 rows or more, if anything is."""
+    """Returns the preferred cut for 33 rows or more, if clusters or passes apply; else an empty list."""
     if geometry.rows <= _SOME_ROWS or geometry.packed:
         return []
     tiles = ceil(geometry.out / WGMMA_ROWS)
@@ -242,7 +244,7 @@ def _cuts_of_many_rows(geometry: Geometry) -> list[_Cut]:
 
 
 def _cuts(geometry: Geometry) -> list[_Cut]:
-    """Returns the cuts that any shape may have, best first."""
+    """Returns the general cuts, best first."""
     few = geometry.rows <= _FEW_ROWS
     widths = [width for width in (64, 32, 16, 8) if width <= geometry.out]
     stacked = [_Cut(width, max(1, WGMMA_ROWS // (width * geometry.parts))) for width in widths]
@@ -251,7 +253,7 @@ def _cuts(geometry: Geometry) -> list[_Cut]:
     large = geometry.weight_bytes > _LARGE_BYTES and geometry.padded_rows == ROW_TILE
     wanted = _ENOUGH_BLOCKS[2 if not few else 0 if large else 1]
     blocks = {cut: ceil(geometry.out / cut.columns) * cut.splits for cut in cuts}
-    # Eight folds fetch as much of x as of the weight; for more blocks that is no bargain.
+    # Eight folds fetch as much of x as of the weight, which costs more than additional blocks gain.
     least = {cut: _ENOUGH_BLOCKS[1] if cut.folds == _CHEAP_FOLDS else wanted for cut in cuts}
     enough = [cut for cut in cuts if blocks[cut] >= min(wanted, least[cut])]
     rest = sorted((cut for cut in cuts if cut not in enough), key=lambda cut: -blocks[cut])

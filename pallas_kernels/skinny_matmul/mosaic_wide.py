@@ -1,4 +1,4 @@
-"""The turns of the `skinny_matmul` kernel over weights of 16 bits, which products take as they were fetched."""
+"""The `skinny_matmul` kernel's loop over 16-bit weights, which wgmma reads directly from their stages."""
 
 from functools import partial
 
@@ -12,14 +12,14 @@ from pallas_kernels.skinny_matmul.mosaic_block import Block
 
 
 def take_wide(block: Block, tile: Array) -> list[Array]:
-    """Returns the sums of a tile, rows of the weight by rows of x."""
+    """Returns the sums of a tile, rows of the weight x rows of x."""
     s, refs = block.schedule, block.refs
 
     def take_turn(sums: Ref, turn: Array, carry: None) -> None:
         step = tile * block.turns + turn
         slot = block.arrive(step)
         plgpu.wgmma(sums, refs["weights"].at[slot], refs["inputs"].at[slot].transpose((1, 0)))
-        # The product of the turn before is done.
+        # Wait for the previous turn's product, so that its stage can be refilled.
         plgpu.wgmma_wait(1)
         block.refill(step - 1)
         return carry

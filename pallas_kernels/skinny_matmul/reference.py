@@ -1,4 +1,4 @@
-"""What `skinny_matmul` means, in float32: a product, and what a layer does with its columns right away."""
+"""Reference of `skinny_matmul`: the product and its epilogue in float32."""
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ def skinny_matmul(
     gate_multiplier: float = 1.0,
     result: DTypeLike | None = None,
 ) -> Float[Array, "rows out"] | tuple[Array, Array, Array]:
-    """Computes the product as `api.skinny_matmul` says, rounding nothing before the end."""
+    """Implements `api.skinny_matmul`, rounded once, at the end."""
     total = jnp.einsum(
         "ri,oi->ro",
         x.astype(jnp.float32),

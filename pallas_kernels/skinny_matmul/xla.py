@@ -1,4 +1,4 @@
-"""`skinny_matmul` as XLA does it: a library's product, and fusions after it. Takes any number of rows."""
+"""`skinny_matmul` in plain XLA: a library product and fused element-wise operations, for any number of rows."""
 
 from typing import NamedTuple
 
@@ -11,12 +11,12 @@ from pallas_kernels.skinny_matmul.activations import ACTIVATIONS
 
 
 class Weighed(NamedTuple):
-    """A result on its way into a norm, whose division by the root mean square is left to what reads it.
+    """A result with an RMSNorm applied except for the division by the root mean square, which its reader does.
 
     Attributes:
         result: the rows.
         weighed: the rows times the weights of the norm.
-        squares: sums of the rows' squares over parts of their columns, in float32.
+        squares: float32 sums of the rows' squares over parts of their columns.
     """
 
     result: Float[Array, "rows out"]
@@ -40,9 +40,9 @@ def skinny_matmul(
     gate_multiplier: float = 1.0,
     result: DTypeLike | None = None,
 ) -> Float[Array, "rows out"] | Weighed:
-    """Computes the product as `api.skinny_matmul` says; sums are rounded to x's dtype where the library hands them on.
+    """Implements `api.skinny_matmul`; the library rounds the product to the result's dtype before the epilogue.
 
-    A float32 weight asks for float32 products: on NVIDIA GPUs the default would round its inputs to TF32.
+    float32 inputs are multiplied at the highest precision: on NVIDIA GPUs the default would round them to TF32.
     """
     wanted = x.dtype if result is None else jnp.dtype(result)
     total = jax.lax.dot_general(
@@ -68,13 +68,13 @@ def skinny_matmul(
 def inverse_root(
     squares: Float[Array, "parts rows"], inner: int, norm_eps: float
 ) -> Float[Array, "rows 1"]:
-    """Returns what rows of `inner` numbers with these sums of squares are to be multiplied by."""
+    """Returns the reciprocal root mean square of rows of `inner` elements with these sums of squares."""
     mean_square = jnp.sum(squares, axis=0) / inner
     return jax.lax.rsqrt(mean_square + norm_eps)[:, None]
 
 
 def weigh(rows: Float[Array, "rows out"], weights: Float[Array, " out"]) -> Weighed:
-    """Returns the rows, the rows times the weights of a norm, and the sums of the rows' squares."""
+    """Returns the `Weighed` of rows and the weights of a norm."""
     wide = rows.astype(jnp.float32)
     weighed = wide * weights.astype(jnp.float32)[None]
     return Weighed(rows, weighed.astype(rows.dtype), jnp.sum(wide * wide, axis=1)[None])
@@ -87,7 +87,7 @@ def _activated(
     gated: bool,
     gate_multiplier: float,
 ) -> Float[Array, "rows out"]:
-    """Activates, in float32, all columns, or the first half, which then multiplies the second."""
+    """Applies the activation in float32 to all columns; if gated, to the first half, which multiplies the second."""
     wide, *ups = jnp.split(total.astype(jnp.float32), 2 if gated else 1, axis=1)
     wide = wide if gate_multiplier == 1.0 else wide * gate_multiplier
     wide = wide if activation is None else ACTIVATIONS[activation](wide)

@@ -128,8 +128,8 @@ def test_the_kernel_runs_unasked_where_it_can(monkeypatch):
         ({"x": np.zeros((29, 64), np.float32)}, "x must be bfloat16 or float16, got float32"),
         ({"result": "float64"}, "the result must be bfloat16, float16 or float32, got float64"),
         ({"inner": 60}, "the inner size must be a multiple of 64, got 60"),
-        ({"out": 60}, "the weight must have 64 rows or more, a multiple of 8, got 60"),
-        ({"rows": 0}, "there must be rows and groups, got 0 and 6"),
+        ({"out": 60}, "the weight must have a multiple of 8 rows, at least 64, got 60"),
+        ({"rows": 0}, "there must be rows and groups, got 0 rows and 6 groups"),
     ],
 )
 def test_the_kernel_says_what_it_cannot_take(change, message):

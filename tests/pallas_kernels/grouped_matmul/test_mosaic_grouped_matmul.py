@@ -159,11 +159,11 @@ def test_the_rules_fit_every_case(case):
         ({"left": "x"}, "left must be one of weight, rows"),
         ({"stages": 1}, "two stages"),
         ({"window": 24}, "power of two"),
-        ({"columns": 32}, "64 or 128 must stand on the left"),
+        ({"columns": 32}, "the left operand must have 64 or 128 rows"),
         ({"window": 512}, "up to 256"),
         ({"left": "rows", "window": 64, "columns": 72}, "multiple of 64"),
         ({"columns": 128}, "wider than the result"),
-        ({"chunk": 96}, "cannot be cut"),
+        ({"chunk": 96}, "is not a multiple of"),
         ({"stages": 99}, "bytes of shared memory"),
     ],
 )
