@@ -1,4 +1,4 @@
-"""Grouped-query attention over pages: fused projection, rotation, write to the cache, attend, project back."""
+"""Grouped-query attention over pages: fused QKV projection, rotation, cache write, attention, output projection."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -15,7 +15,7 @@ from pallas_kernels import page_write, paged_attention, ragged_attention, rotary
 from pallas_kernels.families import member
 from pallas_kernels.formats.quantise import quantise
 
-# What a layer may keep of a token, in the order in which the ops take it.
+# The roles of a layer's pages, in the order of the ops' arguments.
 _ROLES = ("key", "value", "key_scale", "value_scale")
 
 
@@ -38,31 +38,31 @@ def attention(
     joining: Joining | None = None,
     implementation: str | None = None,
 ) -> tuple[dict[str, Array], Any]:
-    """Remembers the new tokens' keys and values and lets each token attend to what it may see.
+    """Writes the new tokens' keys and values to the pages, and attends causally.
 
     Args:
         params: "qkv" [(heads + 2 * kv_heads) * head_dim, hidden_size], queries first, then keys, then values;
-            "o" [hidden_size, heads * head_dim]; where the model has them "qkv_bias", "o_bias" and "qk_norm"
-            [2, head_dim], the weights of the norms on queries and keys; and "sinks" [heads], a logit per head that
-            joins the softmax and brings no value (Xiao et al., Efficient Streaming Language Models).
-        layer_cache: the layer's pages, "key" and "value", and of 8 bits also "key_scale" and "value_scale".
+            "o" [hidden_size, heads * head_dim]. If the model has them: "qkv_bias" and "o_bias"; "qk_norm"
+            [2, head_dim], the weights of the norms on queries and keys; "sinks" [heads], float32, one logit per head
+            that takes part in the softmax and has no value (Xiao et al., Efficient Streaming Language Models).
+        layer_cache: the layer's pages, "key" and "value"; for 8-bit formats also "key_scale" and "value_scale".
         x: normalised hidden states.
         batch: the step's metadata.
-        tables: where the layer's group reads and writes.
+        tables: page table and write slots of the layer's group.
         angles: from `rope_angles`.
         heads: query heads.
         kv_heads: heads of keys and values; each serves `heads / kv_heads` query heads.
         head_dim: components of a head.
-        scale: what scores are multiplied by; `head_dim ** -0.5` if `None`.
-        norm_eps: of the norms on queries and keys.
-        window: tokens each token sees, itself included; `None` for all.
-        soft_cap: bound of the scores by `soft_cap * tanh(scores / soft_cap)`; `None` for none.
-        gated: "qkv" begins with [heads * head_dim] rows of gates, whose sigmoid multiplies what the heads say.
-        joining: what the output's projection adds to; then the sum comes back.
-        implementation: which family of implementations to insist on; `None` takes the best.
+        scale: factor of attention scores; `None` for `head_dim ** -0.5`.
+        norm_eps: epsilon of the norms on queries and keys.
+        window: tokens that each token sees, its own included; `None` for all.
+        soft_cap: soft cap of scores, `soft_cap * tanh(scores / soft_cap)`; `None` for none.
+        gated: "qkv" begins with [heads * head_dim] rows of gates, whose sigmoid multiplies attention's output.
+        joining: the residual stream to which the output projection adds; `None` to return the output alone.
+        implementation: family of implementations that every op must use; `None` for the best.
 
     Returns:
-        The layer's pages after the write, and the attention's output.
+        The layer's pages after the write, and the output [tokens, hidden_size], or the sum with `joining`.
     """
     run = partial(matmul, implementation=implementation)
     qkv = run(params["qkv"], x, bias=params.get("qkv_bias"))
@@ -104,7 +104,7 @@ def attend_projected(
     gated: bool = False,
     implementation: str | None = None,
 ) -> tuple[dict[str, Array], Float[Array, "tokens heads_size"]]:
-    """Does what `attention` does between its two projections, given what the first one said."""
+    """Computes `attention` between its two projections; `qkv` is the output of the first one."""
     gate, qkv = jnp.split(qkv, (heads * head_dim if gated else 0,), axis=1)
     qkv = qkv.reshape(len(qkv), heads + 2 * kv_heads, head_dim)
     roles = [role for role in _ROLES if role in layer_cache]
@@ -131,8 +131,8 @@ def attend_projected(
     )
     mixed = mixed.reshape(len(mixed), -1)
     if gated:
-        opened = jax.nn.sigmoid(gate.astype(jnp.float32))
-        mixed = (mixed.astype(jnp.float32) * opened).astype(mixed.dtype)
+        gate = jax.nn.sigmoid(gate.astype(jnp.float32))
+        mixed = (mixed.astype(jnp.float32) * gate).astype(mixed.dtype)
     return layer_cache, mixed
 
 
@@ -150,10 +150,10 @@ def attend(
     sinks: Float[Array, " heads"] | None = None,
     implementation: str | None = None,
 ) -> tuple[dict[str, Array], Float[Array, "tokens heads head_dim"]]:
-    """Writes keys and values into the layer's pages, then attends over the pages.
+    """Writes keys and values to the layer's pages, then attends over the pages.
 
-    The write comes first, so that a token sees itself and its neighbours of the same step through the pages. `window`,
-    `soft_cap` and `sinks` are those of `attention`.
+    The write comes first, because a token reads itself and earlier tokens of the same step from the pages.
+    `attention` documents `scale`, `window`, `soft_cap`, `sinks` and `implementation`.
     """
     new = {"key": k, "value": v}
     if "key_scale" in layer_cache:
@@ -193,10 +193,10 @@ def _mix(
     sinks: Float[Array, " heads"] | None,
     implementation: str | None,
 ) -> Float[Array, "tokens heads head_dim"]:
-    """Attends over the layer's pages, whatever they are stored as."""
+    """Attends over the layer's pages in any storage format."""
     keys, values = layer_cache["key"], layer_cache["value"]
     k_scales, v_scales = layer_cache.get("key_scale"), layer_cache.get("value_scale")
-    # Pages without scales want queries in their dtype, which may be narrower than the parameters'.
+    # The ops need queries in the pages' dtype, which may be narrower than the parameters'; quantised pages do not.
     queries = q.astype(keys.dtype) if k_scales is None else q
     if batch.decode:
         mixed = paged_attention(

@@ -1,4 +1,4 @@
-"""The gated delta mixer (Yang et al., Gated Delta Networks): projections, short convolution, corrected memory, norm."""
+"""The gated delta mixer (Yang et al., Gated Delta Networks): projections, short convolution, delta rule, gated norm."""
 
 from collections.abc import Mapping
 
@@ -24,20 +24,20 @@ def gated_delta_mixer(
     norm_eps: float,
     implementation: str | None = None,
 ) -> tuple[dict[str, Array], Float[Array, "tokens hidden_size"]]:
-    """Lets each token read what its row has learnt to answer to its query, and remembers the state after it.
+    """Computes the gated delta rule over each row's new tokens, and writes the state after them.
 
     Args:
-        params: "delta_in" [conv_channels + width, hidden_size]: queries, keys, values, gates of the output;
-            "delta_gates" [2 * value_heads, hidden_size]: shares of correction, then step sizes; "conv"
+        params: "delta_in" [conv_channels + width, hidden_size]: queries, keys, values, output gates;
+            "delta_gates" [2 * value_heads, hidden_size]: beta (the share of the correction), then the step size; "conv"
             [d_conv, conv_channels], the last row for the token itself; "a_log" and "dt_bias" [value_heads], float32;
             "delta_norm" [value_dim]; "delta_out" [hidden_size, width].
         layer_cache: the layer's states, "conv" and "delta".
         x: normalised hidden states.
         batch: the step's metadata.
-        tables: which states the layer's group reads and writes.
+        tables: ids of the states that the layer's group reads and writes.
         delta: sizes.
-        norm_eps: of the output's norm.
-        implementation: which family of implementations to insist on; `None` takes the best.
+        norm_eps: epsilon of the output norm.
+        implementation: family of implementations that every op must use; `None` for the best.
 
     Returns:
         The layer's states after the step, and the mixer's output.

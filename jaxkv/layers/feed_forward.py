@@ -1,4 +1,4 @@
-"""Feed-forwards: the gated one of Llama and its relatives (Shazeer, GLU variants), and the plain one."""
+"""Feed-forward layers: gated, as in Llama (Shazeer, GLU Variants Improve Transformer), and plain."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -31,17 +31,20 @@ def gated_feed_forward(
     gate_multiplier: float = 1.0,
     joining: Joining | None = None,
     implementation: str | None = "xla",
-) -> Any:  # noqa: ANN401 - an array, or a `Weighed` for what joins a norm
+) -> Any:  # noqa: ANN401 - an array, or a `Weighed` if a norm follows
     """Computes `down(activation(gate(x)) * up(x))`.
 
     Args:
-        params: "gate_up" [2 * ffn, hidden_size], gate first, "down" [hidden_size, ffn], and their biases
-            "gate_up_bias" and "down_bias" where the model has them.
+        params: "gate_up" [2 * ffn, hidden_size], gate first, "down" [hidden_size, ffn], and if the model has them
+            their biases "gate_up_bias" and "down_bias".
         x: normalised hidden states.
         activation: a name in `ACTIVATIONS`.
-        gate_multiplier: of the gate, before its activation.
-        joining: what the last projection adds to; then the sum comes back instead of what is to be added.
-        implementation: which family of implementations to insist on.
+        gate_multiplier: factor of the gate before its activation.
+        joining: the residual stream to which the last projection adds; `None` to return the output alone.
+        implementation: family of implementations that every op must use; `None` for the best.
+
+    Returns:
+        The output [tokens, hidden_size], or its sum with `joining`.
     """
     if implementation != "xla" or joining is not None or isinstance(x, Normed):
         run = partial(matmul, implementation=implementation)
@@ -65,8 +68,8 @@ def plain_feed_forward(
     """Computes `down(activation(up(x)))`.
 
     Args:
-        params: "up" [ffn, hidden_size], "down" [hidden_size, ffn], and their biases "up_bias" and "down_bias" where the
-            model has them.
+        params: "up" [ffn, hidden_size], "down" [hidden_size, ffn], and if the model has them their biases "up_bias" and
+            "down_bias".
         x: normalised hidden states.
         activation: a name in `ACTIVATIONS`.
     """
@@ -77,7 +80,7 @@ def plain_feed_forward(
 def gate(
     gate_up: Float[Array, "tokens gate_and_up"], *, activation: str, gate_multiplier: float = 1.0
 ) -> Float[Array, "tokens ffn"]:
-    """Multiplies the second half by the activation of the first, in float32."""
+    """Returns `activation(gate_multiplier * gate) * up` for the halves of `gate_up`, computed in float32."""
     gates, up = jnp.split(gate_up.astype(jnp.float32), 2, axis=-1)
     gates = ACTIVATIONS[activation](scaled(gates, gate_multiplier))
     return (gates * up).astype(gate_up.dtype)
@@ -86,9 +89,9 @@ def gate(
 def clamped_gate(
     gate_up: Float[Array, "tokens gate_and_up"], *, limit: float
 ) -> Float[Array, "tokens ffn"]:
-    """Multiplies the second half, and one, by the first through its sigmoid at 1.702 times, in float32 (GPT-OSS).
+    """Returns `(up + 1) * gate * sigmoid(1.702 * gate)` for the halves of `gate_up`, computed in float32 (GPT-OSS).
 
-    Gates are bounded by `limit` from above, what they multiply by it from both sides.
+    `gate` is clamped to at most `limit`, and `up` to [-limit, limit].
     """
     gates, up = jnp.split(gate_up.astype(jnp.float32), 2, axis=-1)
     gates, up = jnp.minimum(gates, limit), jnp.clip(up, -limit, limit)
@@ -96,5 +99,5 @@ def clamped_gate(
 
 
 def activate(x: Float[Array, "tokens ffn"], *, activation: str) -> Float[Array, "tokens ffn"]:
-    """Applies an activation in float32."""
+    """Returns the activation of `x`, computed in float32."""
     return ACTIVATIONS[activation](x.astype(jnp.float32)).astype(x.dtype)

@@ -1,9 +1,9 @@
 """Multi-head latent attention over pages of latents (DeepSeek-AI, DeepSeek-V2): project, rotate, write, attend.
 
-What is kept of a token is one latent and one rotary key for all heads. There are two ways to attend to it, equal but
-for rounding. "Absorbed", queries are taken into the space of the latents, which the heads then read where they lie:
-right where there is much to read and little to compute. "Expanded", keys and values are made of the latents first,
-which are four to five times smaller to multiply; it is for steps whose rows begin with them.
+The cache stores one latent and one rotary key per token, for all heads. There are two ways to attend, equal up to
+rounding. "Absorbed" projects queries into the space of the latents and attends over the pages; it reads least, and is
+used with cached tokens. "Expanded" makes keys and values from the latents first; its products are four to five times
+smaller, and it is used for prefill steps whose rows have no cached tokens.
 """
 
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ from jaxkv.layers.rope import Angles, rotate, rotate_pairs
 from pallas_kernels import latent_attention, page_write, ragged_attention
 from pallas_kernels.families import member
 
-# The norms of latents have it in all published models, whatever the config says of the others.
+# The epsilon of the latents' norms in all published models; it does not follow the config's `norm_eps`.
 _NORM_EPS = 1e-6
 _LARGEST_PAGE, _SMALLEST_PAGE = 64, 8
 
@@ -38,22 +38,22 @@ def latent_mixer(
     scale: float,
     implementation: str | None = None,
 ) -> tuple[dict[str, Array], Float[Array, "tokens hidden_size"]]:
-    """Remembers the new tokens' latents and lets each token attend to what it may see.
+    """Writes the new tokens' latents to the pages, and attends causally.
 
     Args:
-        params: "qkv_down" [queries + stored, hidden_size], where queries are `q_lora_rank` rows if there is a latent of
-            queries and else all heads'; then "q_norm" [q_lora_rank] and "q_up" [heads * query_dim, q_lora_rank];
-            "kv_norm" [kv_lora_rank], "k_up" [heads, nope_dim, kv_lora_rank], "v_up" [heads, value_dim, kv_lora_rank];
-            "o" [hidden_size, heads * value_dim].
+        params: "qkv_down" [queries + stored, hidden_size], where `queries` is `q_lora_rank`, or heads * query_dim
+            without a latent of queries; with it also "q_norm" [q_lora_rank] and "q_up"
+            [heads * query_dim, q_lora_rank]; "kv_norm" [kv_lora_rank], "k_up" [heads, nope_dim, kv_lora_rank],
+            "v_up" [heads, value_dim, kv_lora_rank]; "o" [hidden_size, heads * value_dim].
         layer_cache: the layer's pages, "key" [pages, page_size, 1, stored].
         x: normalised hidden states.
-        batch: the step's metadata; attends expanded if it is `fresh` and no decode step.
-        tables: where the layer's group reads and writes.
+        batch: the step's metadata; the expanded form is used if it is `fresh` and no decode step.
+        tables: page table and write slots of the layer's group.
         angles: from `rope_angles`.
         heads: query heads.
         latent: sizes.
-        scale: what scores are multiplied by.
-        implementation: which family of implementations to insist on; `None` takes the best.
+        scale: factor of attention scores.
+        implementation: family of implementations that every op must use; `None` for the best.
 
     Returns:
         The layer's pages after the write, and the attention's output.
@@ -67,7 +67,7 @@ def latent_mixer(
     )
     options = {"latent": latent, "scale": scale, "implementation": implementation}
     if batch.fresh and not batch.decode:
-        # Rounded as the pages round it, so that a token is the same to those who read it there.
+        # Rounded to the pages' dtype, so that later steps, which read the pages, see the same values.
         key = key.astype(pages.dtype).astype(key.dtype)
         mixed = attend_expanded(params, q, key, batch, **options)
     else:
@@ -85,25 +85,25 @@ def project_latent(
 ) -> tuple[
     Float[Array, "tokens heads query_dim"],
     Float[Array, "tokens stored"],
-    Float[Array, "tokens asked"],
+    Float[Array, "tokens query_latent"],
 ]:
-    """Returns the queries, nope part first, what is kept of each token, and the latents that queries were made of.
+    """Returns rotated queries (nope part first), the stored vector (latent, rotated key), and the latents of queries.
 
-    Queries and what is kept are rotated. Where queries have no latent, the last is the queries before that.
+    Without a latent of queries, the last is the queries before the rotation.
     """
     down = linear(params["qkv_down"], x)
-    asked, compressed, rope_key = jnp.split(
+    query_latent, compressed, rope_key = jnp.split(
         down, (down.shape[1] - latent.stored, down.shape[1] - latent.rope_dim), axis=1
     )
     if latent.has_query_latent:
-        asked = rms_norm(params["q_norm"], asked, eps=_NORM_EPS)
-    queries = linear(params["q_up"], asked) if latent.has_query_latent else asked
-    turn = rotate_pairs if latent.pairs else rotate
+        query_latent = rms_norm(params["q_norm"], query_latent, eps=_NORM_EPS)
+    queries = linear(params["q_up"], query_latent) if latent.has_query_latent else query_latent
+    rotate_rope = rotate_pairs if latent.pairs else rotate
     nope, rope = jnp.split(queries.reshape(x.shape[0], heads, -1), (latent.nope_dim,), axis=2)
-    q = jnp.concatenate((nope, turn(angles, rope)), axis=2)
+    q = jnp.concatenate((nope, rotate_rope(angles, rope)), axis=2)
     compressed = rms_norm(params["kv_norm"], compressed, eps=_NORM_EPS)
-    rope_key = turn(angles, rope_key[:, None, :])[:, 0]
-    return q, jnp.concatenate((compressed, rope_key), axis=1), asked
+    rope_key = rotate_rope(angles, rope_key[:, None, :])[:, 0]
+    return q, jnp.concatenate((compressed, rope_key), axis=1), query_latent
 
 
 def absorb(
@@ -111,7 +111,7 @@ def absorb(
     q: Float[Array, "tokens heads query_dim"],
     latent: LatentConfig,
 ) -> Float[Array, "tokens heads stored"]:
-    """Takes queries into the space of the latents: their product with a latent is that with the key made of it."""
+    """Projects queries into the space of the latents: the product with a latent equals that with its expanded key."""
     nope, rope = jnp.split(q, (latent.nope_dim,), axis=2)
     return jnp.concatenate((_per_head(nope, params["k_up"], contract=1), rope), axis=2)
 
@@ -119,7 +119,7 @@ def absorb(
 def raise_values(
     params: Mapping[str, Array], mixed: Float[Array, "tokens heads kv_lora_rank"]
 ) -> Float[Array, "tokens heads value_dim"]:
-    """Makes values of mixed latents."""
+    """Expands mixed latents to values."""
     return _per_head(mixed, params["v_up"], contract=2)
 
 
@@ -134,7 +134,7 @@ def attend_absorbed(
     scale: float,
     implementation: str | None = None,
 ) -> Float[Array, "tokens heads value_dim"]:
-    """Attends over the pages, which hold the new tokens already."""
+    """Attends over the pages, to which the new tokens were written before."""
     mixed = latent_attention(
         absorb(params, q, latent).astype(pages.dtype),
         pages,
@@ -158,10 +158,10 @@ def attend_expanded(
     scale: float,
     implementation: str | None = None,
 ) -> Float[Array, "tokens heads value_dim"]:
-    """Attends among the tokens of each row, of which none may have come before this step.
+    """Attends among the new tokens of each row; rows must have no cached tokens.
 
-    It is `ragged_attention` over pages that exist for the step alone: latents are gathered so that each row begins a
-    page, which is cheap since they are small, and expanded there. The narrower one of keys and values is filled up.
+    It runs `ragged_attention` over temporary pages: latents are gathered so that each row begins at a page, and then
+    expanded to keys and values. The narrower one of keys and values is padded with zeros.
     """
     tokens, heads, _ = q.shape
     token, table = own_pages(batch.cu_q_lens, tokens)
@@ -193,20 +193,21 @@ def attend_expanded(
 def own_pages(
     cu_q_lens: Int[Array, " row_bounds"], tokens: int
 ) -> tuple[Int[Array, "pages page_size"], Int[Array, "rows table_width"]]:
-    """Lays packed rows out as pages of their own, each row at the beginning of one.
+    """Assigns packed rows to temporary pages; each row begins at a page.
 
     Args:
         cu_q_lens: row r's tokens are `cu_q_lens[r]:cu_q_lens[r + 1]`.
-        tokens: how many there are, padding included.
+        tokens: number of tokens, padding included.
 
     Returns:
-        Which token lies where, any one past a row's end; and each row's pages, any one past its last.
+        The token in each slot of each page (arbitrary after a row's end), and each row's page table (arbitrary after
+        its last page).
     """
     rows = cu_q_lens.shape[0] - 1
     page_size = _page_size(tokens, rows)
     pages = max(1, (tokens + rows * (page_size - 1)) // page_size)
-    held = (cu_q_lens[1:] - cu_q_lens[:-1] + (page_size - 1)) // page_size
-    first = jnp.pad(jnp.cumsum(held, dtype=jnp.int32), (1, 0))
+    pages_of_row = (cu_q_lens[1:] - cu_q_lens[:-1] + (page_size - 1)) // page_size
+    first = jnp.pad(jnp.cumsum(pages_of_row, dtype=jnp.int32), (1, 0))
     page = jnp.arange(pages, dtype=jnp.int32)
     owner = jnp.sum(first[None, 1:] <= page[:, None], axis=1, dtype=jnp.int32)
     owner = jnp.minimum(owner, rows - 1)
@@ -217,7 +218,7 @@ def own_pages(
 
 
 def _page_size(tokens: int, rows: int) -> int:
-    """Returns the largest page by which the rows' ends add at most half as many places as there are tokens."""
+    """Returns the largest page size with which the unused slots are at most half as many as the tokens."""
     size = _LARGEST_PAGE
     while size > _SMALLEST_PAGE and 2 * rows * size > tokens:
         size //= 2
@@ -227,7 +228,7 @@ def _page_size(tokens: int, rows: int) -> int:
 def _per_head(
     x: Float[Array, "tokens heads width"], weight: Float[Array, "heads out in"], *, contract: int
 ) -> Float[Array, "tokens heads result"]:
-    """Multiplies each head by its own matrix, over the matrix's axis `contract`."""
+    """Multiplies each head by its own matrix, contracting the matrix's axis `contract`."""
     product = jax.lax.dot_general(
         x,
         weight,

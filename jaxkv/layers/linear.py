@@ -1,4 +1,4 @@
-"""A projection by a weight in Hugging Face's [out, in] orientation. Nothing is transposed or converted for it."""
+"""Projections by weights in Hugging Face's [out, in] orientation, without transposing or converting them."""
 
 from typing import Any, NamedTuple
 
@@ -13,11 +13,11 @@ from pallas_kernels.skinny_matmul.xla import Weighed
 
 
 class Normed(NamedTuple):
-    """Hidden states behind an RMSNorm whose division is left to the projection that reads them.
+    """Hidden states after an RMSNorm whose division the next projection computes.
 
     Attributes:
-        rows: what the projection before said of them.
-        eps: of the norm.
+        rows: output of the previous projection: the sum times the norm's weight, and the sums of squares.
+        eps: epsilon of the norm.
     """
 
     rows: Weighed
@@ -25,12 +25,12 @@ class Normed(NamedTuple):
 
 
 class Joining(NamedTuple):
-    """What a block's last projection adds to, and what comes next.
+    """The residual stream to which a block's last projection adds its output, and the norm after that.
 
     Attributes:
         hidden: the residual stream.
-        next_norms: weights of norms; `None` if the norm that comes next is not the projection's affair.
-        row: which of them the sum goes into.
+        next_norms: weights of norms; `None` if the projection does not multiply by the next norm's weight.
+        row: row of `next_norms` that is the next norm's weight.
     """
 
     hidden: Float[Array, "tokens hidden_size"]
@@ -47,7 +47,7 @@ def linear(
 ) -> Float[Array, "tokens out"]:
     """Computes `x @ weight.T + bias` in the weight's dtype, accumulated in float32.
 
-    Another family of implementations than "xla" lets few tokens run on our kernel.
+    With another `implementation` than "xla", products of few tokens run on our kernel.
     """
     if implementation != "xla":
         return matmul(weight, x, bias=bias, implementation=implementation)
@@ -56,7 +56,7 @@ def linear(
 
 
 def joins_norms(implementation: str | None, tokens: int) -> bool:
-    """Tells whether norms and the residual stream cost less as parts of projections than as passes of their own."""
+    """Whether it is faster to fuse norms and the residual addition into projections than to compute them separately."""
     return implementation == "mosaic_gpu" and tokens <= MOST_ROWS
 
 
@@ -71,8 +71,23 @@ def matmul(
     gate_multiplier: float = 1.0,
     result: jnp.dtype | type | None = None,
     implementation: str | None = None,
-) -> Any:  # noqa: ANN401 - an array, or a `Weighed` for what joins a norm
-    """Projects with all that comes before and after it, as `skinny_matmul` does."""
+) -> Any:  # noqa: ANN401 - an array, or a `Weighed` if a norm follows
+    """Projects with the fused operations of `skinny_matmul`: norm before it, activation and residual after it.
+
+    Args:
+        weight: weight of the projection; gate and up rows if `gated`.
+        x: the input, `Normed` if the division of a norm is to be fused.
+        bias: bias of the projection.
+        joining: residual stream to add to, and the next norm.
+        activation: name of an activation.
+        gated: whether `weight` has gate rows first and then up rows.
+        gate_multiplier: factor of the gate before its activation.
+        result: dtype of the result; `None` for the weight's.
+        implementation: family of implementations; `None` for the best.
+
+    Returns:
+        The output, its sum with the residual stream, or a `Weighed` if `joining` has the next norm's weights.
+    """
     norm, added = {}, {}
     if isinstance(x, Normed):
         norm = {"squares": x.rows.squares, "norm_eps": x.eps}
@@ -103,9 +118,9 @@ def project(
     *,
     result: jnp.dtype | type | None = None,
 ) -> Float[Array, "tokens out"]:
-    """Contracts the last axes, into the weight's dtype or `result`.
+    """Computes `x @ weight.T` in the dtype `result`; `None` for the weight's dtype.
 
-    A float32 weight asks for float32 products: on NVIDIA GPUs the default would round its inputs to TF32.
+    Products of float32 weights are exact float32: on NVIDIA GPUs the default would round the inputs to TF32.
     """
     exact = weight.dtype == jnp.float32
     return jax.lax.dot_general(
@@ -118,5 +133,5 @@ def project(
 
 
 def scaled(x: Float[Array, "tokens width"], factor: float) -> Float[Array, "tokens width"]:
-    """Multiplies by a constant of the family; most have none, and then nothing is computed."""
+    """Returns `x * factor`, and `x` itself if the factor is 1."""
     return x if factor == 1.0 else x * factor

@@ -27,21 +27,21 @@ def mamba2_mixer(
     multipliers: tuple[float, ...] = (),
     implementation: str | None = None,
 ) -> tuple[dict[str, Array], Float[Array, "tokens hidden_size"]]:
-    """Lets each token see those before it through the state its row has come to, and remembers the state after it.
+    """Computes the state-space layer over each row's new tokens, and writes the state after them.
 
     Args:
         params: "ssm_in" [in_channels, hidden_size]: gate, input, B, C, step sizes; "conv" [d_conv, conv_channels], the
             last row for the token itself; "a_log", "dt_bias" and "skip" [heads], float32; "ssm_out"
-            [hidden_size, d_inner]; where the model has them "ssm_in_bias", "conv_bias", "ssm_norm" [d_inner] and
+            [hidden_size, d_inner]. If the model has them: "ssm_in_bias", "conv_bias", "ssm_norm" [d_inner] and
             "ssm_out_bias".
         layer_cache: the layer's states, "conv" and "ssm".
         x: normalised hidden states.
         batch: the step's metadata.
-        tables: which states the layer's group reads and writes.
+        tables: ids of the states that the layer's group reads and writes.
         mamba: sizes.
-        norm_eps: of the gated norm.
-        multipliers: of gate, input, B, C and step sizes; none if empty.
-        implementation: which family of implementations to insist on; `None` takes the best.
+        norm_eps: epsilon of the gated norm.
+        multipliers: factors of gate, input, B, C and step sizes; empty for none.
+        implementation: family of implementations that every op must use; `None` for the best.
 
     Returns:
         The layer's states after the step, and the mixer's output.
@@ -96,8 +96,8 @@ def _convolve(
     mamba: MambaConfig,
     implementation: str | None,
 ) -> tuple[Float[Array, "tokens channels"], Float[Array, "states history channels"]]:
-    """Runs the short convolution in the dtype in which its last inputs are kept."""
-    # A narrower cache narrows the convolution: it sees old inputs through the cache and new ones beside them.
+    """Runs the short convolution in the dtype of its cached inputs."""
+    # New inputs are rounded to the cache's dtype, so that they equal the cached inputs of later steps.
     stored = states.dtype
     bias = params.get("conv_bias")
     return causal_conv(
@@ -124,8 +124,8 @@ def _gate(
     norm_eps: float,
 ) -> Float[Array, "tokens d_inner"]:
     if not mamba.norm_groups:
-        opened = jax.nn.silu(gate.astype(jnp.float32))
-        return (mixed.astype(jnp.float32) * opened).astype(mixed.dtype)
+        gate = jax.nn.silu(gate.astype(jnp.float32))
+        return (mixed.astype(jnp.float32) * gate).astype(mixed.dtype)
     return gated_group_norm(
         params["ssm_norm"],
         mixed,
@@ -137,7 +137,7 @@ def _gate(
 
 
 def _by_channel(mamba: MambaConfig, multipliers: tuple[float, ...]) -> Float[np.ndarray, " wide"]:
-    """Returns the constant that each channel of the input projection is multiplied by."""
+    """Returns the factor of each channel of the input projection."""
     shared = mamba.groups * mamba.d_state
     widths = (mamba.d_inner, mamba.d_inner, shared, shared, mamba.heads)
     return np.repeat(np.asarray(multipliers, np.float32), widths)

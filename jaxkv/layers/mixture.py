@@ -16,12 +16,12 @@ from pallas_kernels.grouped_matmul import mosaic_gpu
 
 _KERNEL = "mosaic_gpu"
 _FEW_BYTES = 128 * 2**20
-"""Bytes of the chosen experts below which plain products are faster than sorting rows (NOTES.md of grouped_matmul)."""
+"""Bytes of the selected experts below which plain products are faster than sorting rows (grouped_matmul/NOTES.md)."""
 _MOST_SORTED = 2**28
-"""Most elements of hidden states, repeated once per chosen expert, at once: 512 MiB of bfloat16."""
+"""Most elements of hidden states, repeated per selected expert, in one block: 512 MiB of bfloat16."""
 
 _MOST_INNER = 2**26
-"""Most elements of all experts' inner activations at once: 128 MiB of bfloat16."""
+"""Most elements of all experts' inner activations in one block: 128 MiB of bfloat16."""
 
 
 def mixture_of_experts(
@@ -45,9 +45,9 @@ def mixture_of_experts(
     A token's result does not depend on other tokens.
 
     Args:
-        params: "router" [experts, hidden_size]; "experts_up" [experts, size or 2 * size, width], gate first where there
-            is one; "experts_down" [width, experts, size]; "router_correction" [experts], "latent_in"
-            [width, hidden_size] and "latent_out" [hidden_size, width] where the model has them; and the biases
+        params: "router" [experts, hidden_size]; "experts_up" [experts, size or 2 * size, width], gate first if
+            experts are gated; "experts_down" [width, experts, size]. If the model has them: "router_correction"
+            [experts], "latent_in" [width, hidden_size], "latent_out" [hidden_size, width], and the biases
             "router_bias" [experts], "experts_up_bias" [experts, size or 2 * size] and "experts_down_bias"
             [experts, width].
         x: normalised hidden states.
@@ -166,8 +166,8 @@ def _run_sorted(
         inner = activate_rows(inner).astype(x.dtype)
         out = multiply(params["experts_down"], inner, group_axis=1)
         out = with_bias(out, "experts_down_bias")
-        places = jnp.zeros_like(order).at[order].set(jnp.arange(len(order)), unique_indices=True)
-        out = out[places].astype(jnp.float32).reshape(*chosen.shape, -1)
+        inverse = jnp.zeros_like(order).at[order].set(jnp.arange(len(order)), unique_indices=True)
+        out = out[inverse].astype(jnp.float32).reshape(*chosen.shape, -1)
         return jnp.sum(out * weights[:, :, None], axis=1).astype(x.dtype)
 
     return _in_blocks(run, max(1, _MOST_SORTED // (top_k * max(up.shape[1:]))), x, chosen, weights)
@@ -236,7 +236,7 @@ def _run_all(
 def _in_blocks(
     run: Callable[..., Float[Array, "block width"]], block: int, *parts: Array
 ) -> Float[Array, "tokens width"]:
-    """Runs a function over blocks of so many tokens, one after the other; the last block is padded with zeros."""
+    """Runs a function over blocks of `block` tokens sequentially; the last block is padded with zeros."""
     tokens = len(parts[0])
     if tokens <= block:
         return run(*parts)

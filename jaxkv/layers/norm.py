@@ -1,4 +1,4 @@
-"""Root-mean-square normalisation (Zhang and Sennrich) and its relatives, rounded where Hugging Face rounds."""
+"""RMS normalisation (Zhang and Sennrich), layer normalisation and gated norms, rounded where Hugging Face rounds."""
 
 import jax
 import jax.numpy as jnp
@@ -8,9 +8,9 @@ from jaxtyping import Array, Float
 def rms_norm(
     weight: Float[Array, " width"], x: Float[Array, "*rows width"], *, eps: float
 ) -> Float[Array, "*rows width"]:
-    """Scales rows to unit root mean square in float32, casts to the dtype of `x`, then weighs.
+    """Scales rows to unit root mean square in float32, casts to the dtype of `x`, then multiplies by the weight.
 
-    A weight of another dtype than that of `x` weighs first, in float32.
+    If the weight's dtype differs from that of `x`, the multiplication is in float32, before the cast.
     """
     wide = x.astype(jnp.float32)
     mean_square = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
@@ -28,7 +28,7 @@ def layer_norm(
     *,
     eps: float,
 ) -> Float[Array, "*rows width"]:
-    """Takes rows to zero mean and unit variance (Ba et al.), weighs and shifts them, all in float32."""
+    """Scales rows to zero mean and unit variance (Ba et al.), times weight plus bias, computed in float32."""
     wide = x.astype(jnp.float32)
     centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
     variance = jnp.mean(jnp.square(centred), axis=-1, keepdims=True)
@@ -49,20 +49,20 @@ def gated_group_norm(
     gate_first: bool,
     eps: float,
 ) -> Float[Array, "rows width"]:
-    """Gates by a SiLU and scales each group of components to unit root mean square, in float32 (Mamba-2's output norm).
+    """Multiplies by a SiLU gate and scales each group of components to unit RMS, in float32 (Mamba-2's output norm).
 
     Args:
-        weight: weighs the components in the end.
-        x: what the state-space part says.
-        gate: before its activation.
-        groups: equal stretches of components that are normalised by themselves.
-        gate_first: gate, then normalise and weigh; otherwise the other way round.
+        weight: weight of each component.
+        x: output of the state-space part.
+        gate: the gate before its activation.
+        groups: number of equal groups of components, each normalised separately.
+        gate_first: apply the gate before norm and weight; otherwise after them.
         eps: added to the mean square.
     """
-    opened, wide = jax.nn.silu(gate.astype(jnp.float32)), x.astype(jnp.float32)
-    wide = wide * opened if gate_first else wide
+    gate, wide = jax.nn.silu(gate.astype(jnp.float32)), x.astype(jnp.float32)
+    wide = wide * gate if gate_first else wide
     grouped = wide.reshape(x.shape[0], groups, -1)
     mean_square = jnp.mean(jnp.square(grouped), axis=-1, keepdims=True)
     wide = (grouped * jax.lax.rsqrt(mean_square + eps)).reshape(x.shape)
     wide = wide * weight.astype(jnp.float32)[None]
-    return (wide if gate_first else wide * opened).astype(x.dtype)
+    return (wide if gate_first else wide * gate).astype(x.dtype)

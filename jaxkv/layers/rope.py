@@ -1,7 +1,7 @@
-"""Rotary position embedding: the angles of one step's tokens, and turning queries and keys by them.
+"""Rotary position embedding: the angles of one step's tokens, and the rotation of queries and keys.
 
-Frequencies are constants computed on the host in float32, operation by operation as Hugging Face does, because
-a last-bit difference in a frequency grows with the position.
+Frequencies are constants, computed on the host in float32 with the same operations as Hugging Face, because the effect
+of a last-bit difference in a frequency grows with the position.
 """
 
 import math
@@ -14,18 +14,18 @@ from jaxtyping import Array, Float, Int
 from jaxkv.config.model import RopeConfig
 
 Angles = tuple[Float[Array, "tokens half"], Float[Array, "tokens half"]]
-"""Cosine and sine of each token's angle for each pair of components."""
+"""Cosines and sines of each token's angles, float32 [tokens, rotary_dim / 2] each."""
 
 
 def rope_angles(
     rope: RopeConfig, positions: Int[Array, " tokens"], visible: Int[Array, " tokens"]
 ) -> Angles:
-    """Computes every token's cosines and sines, once per step for all layers.
+    """Returns every token's cosines and sines, for all layers of a step.
 
     Args:
-        rope: which frequencies.
+        rope: the rotary embedding.
         positions: each token's position in its sequence.
-        visible: tokens of the token's own sequence after this step; only "dynamic" looks at it.
+        visible: length of each token's sequence after this step; only the kind "dynamic" uses it.
     """
     frequencies = jnp.asarray(FREQUENCIES[rope.kind](rope))[None, :]
     if rope.kind == "dynamic":
@@ -38,9 +38,9 @@ def rope_angles(
 def rotate(
     angles: Angles, x: Float[Array, "tokens heads head_dim"]
 ) -> Float[Array, "tokens heads head_dim"]:
-    """Turns component i with component i + rotary_dim / 2 (Hugging Face's layout) in float32.
+    """Rotates the pairs of components (i, i + rotary_dim / 2) (Hugging Face's layout) in float32.
 
-    Components past the angles' width are left as they are.
+    Components from rotary_dim on are unchanged.
     """
     cos, sin = (part[:, None, :] for part in angles)
     half = cos.shape[-1]
@@ -53,9 +53,10 @@ def rotate(
 def rotate_pairs(
     angles: Angles, x: Float[Array, "tokens heads rotary_dim"]
 ) -> Float[Array, "tokens heads rotary_dim"]:
-    """Turns component 2i with component 2i + 1 (DeepSeek's layout) in float32; all firsts come out before all seconds.
+    """Rotates the pairs of components (2i, 2i + 1) (DeepSeek's layout) in float32.
 
-    Queries and keys that are both laid out anew have the products that they had before.
+    The result has all first components before all second ones. Queries and keys are permuted in the same way, so their
+    products do not change.
     """
     cos, sin = (part[:, None, :] for part in angles)
     wide = x.astype(jnp.float32)
@@ -65,7 +66,7 @@ def rotate_pairs(
 
 
 def attention_factor(rope: RopeConfig) -> float:
-    """Returns what cosines and sines are multiplied by: yarn sharpens attention as the context is stretched."""
+    """Returns the factor of cosines and sines: YaRN increases it with the scaling of the context."""
     if rope.kind != "yarn":
         return 1.0
     if rope.attention_factor is not None:
@@ -76,12 +77,12 @@ def attention_factor(rope: RopeConfig) -> float:
 
 
 def yarn_mscale(factor: float, weight: float) -> float:
-    """Returns how much sharper yarn makes attention for a context stretched `factor` times."""
+    """Returns YaRN's mscale for a context scaled by `factor`: `0.1 * weight * log(factor) + 1`."""
     return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 def _periods(rope: RopeConfig) -> Float[np.ndarray, " half"]:
-    """Returns theta ** (2i / rotary_dim), the reciprocals of the unstretched frequencies."""
+    """Returns theta ** (2i / rotary_dim), the reciprocals of the unscaled frequencies."""
     exponents = np.arange(0, rope.rotary_dim, 2, dtype=np.float32) / np.float32(rope.rotary_dim)
     return np.power(rope.theta, exponents.astype(np.float64)).astype(np.float32)
 
@@ -95,7 +96,7 @@ def _linear(rope: RopeConfig) -> Float[np.ndarray, " half"]:
 
 
 def _llama3(rope: RopeConfig) -> Float[np.ndarray, " half"]:
-    """Stretches waves too long for the original context, keeps short ones, and blends those between."""
+    """Scales wavelengths too long for the original context, keeps short ones, and interpolates between them."""
     assert rope.original_max_positions is not None
     frequencies, factor = _plain(rope), np.float32(rope.factor)
     waves = np.float32(2 * math.pi) / frequencies
@@ -105,22 +106,22 @@ def _llama3(rope: RopeConfig) -> Float[np.ndarray, " half"]:
 
 
 def _yarn(rope: RopeConfig) -> Float[np.ndarray, " half"]:
-    """Stretches components that turn rarely within the original context, keeps fast ones, ramps between."""
+    """Scales components with few rotations within the original context, keeps fast ones, interpolates between them."""
     low, high = (_yarn_component(rope, turns) for turns in (rope.beta_fast, rope.beta_slow))
     if rope.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, rope.rotary_dim - 1)
-    # Equal ends would divide by zero; any small width gives the step that is meant.
+    # If both ends are equal, a small width avoids a division by zero and gives a step function.
     width = np.float32(high - low if high != low else 0.001)
     component = np.arange(rope.rotary_dim // 2, dtype=np.float32)
     keep = 1 - np.clip((component - np.float32(low)) / width, 0, 1)
     periods = _periods(rope)
-    stretched = np.float32(1) / (np.float32(rope.factor) * periods)
-    return stretched * (1 - keep) + np.float32(1) / periods * keep
+    scaled = np.float32(1) / (np.float32(rope.factor) * periods)
+    return scaled * (1 - keep) + np.float32(1) / periods * keep
 
 
 def _yarn_component(rope: RopeConfig, turns: float) -> float:
-    """Returns the (fractional) component that turns this many times within the original context."""
+    """Returns the (fractional) index of the component with `turns` rotations within the original context."""
     assert rope.original_max_positions is not None
     wave = rope.original_max_positions / (turns * 2 * math.pi)
     return rope.rotary_dim * math.log(wave) / (2 * math.log(rope.theta))
@@ -143,7 +144,7 @@ FREQUENCIES: Mapping[str, Callable[[RopeConfig], Float[np.ndarray, " half"]]] = 
 def _dynamic_shrink(
     rope: RopeConfig, visible: Int[Array, " tokens"]
 ) -> Float[Array, "tokens half"]:
-    """Returns what the frequencies of each token shrink by: theta grows with the length of its own sequence."""
+    """Returns the factor of each token's frequencies: theta grows with the length of the token's sequence."""
     assert rope.original_max_positions is not None
     original = float(rope.original_max_positions)
     length = jnp.maximum(visible.astype(jnp.float32), original)

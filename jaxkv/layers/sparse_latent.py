@@ -1,7 +1,7 @@
-"""Sparse attention over latents (DeepSeek-AI, DeepSeek-V3.2): an indexer chooses the tokens that each query reads.
+"""Sparse attention over latents (DeepSeek-AI, DeepSeek-V3.2): an indexer selects the tokens that each query reads.
 
-The reference rotates index queries and keys by a Hadamard matrix before it rounds them to 8 bits. That changes no
-product, only how the rounding falls, and is left out here as in Transformers.
+The reference multiplies index queries and keys by a Hadamard matrix before it rounds them to 8 bits. This changes only
+the rounding errors of their products, and is left out here as in Transformers.
 """
 
 from collections.abc import Mapping
@@ -37,30 +37,30 @@ def sparse_latent_mixer(
     scale: float,
     implementation: str | None = None,
 ) -> tuple[dict[str, Array], Float[Array, "tokens hidden_size"]]:
-    """Remembers the new tokens' latents and index keys, and lets each token attend to the best of what it may see.
+    """Writes the new tokens' latents and index keys to the pages, and lets each token attend to its top-k tokens.
 
     Args:
-        params: as of `latent_mixer`, and the indexer's: "index_q" [index.heads * index.head_dim, q_lora_rank],
+        params: those of `latent_mixer`, and the indexer's: "index_q" [index.heads * index.head_dim, q_lora_rank],
             "index_k" [index.head_dim, hidden_size], "index_norm" and "index_norm_bias" [index.head_dim],
             "index_weights" [index.heads, hidden_size], float32.
-        layer_cache: the layer's pages, "key" and "indexer": records of bytes, or plain numbers (see `variants.dsa`).
-            To index keys of bytes, queries are rounded to 8 bits as well.
+        layer_cache: the layer's pages, "key" and "indexer": quantised records, or plain arrays (see `variants.dsa`).
+            With quantised index keys, index queries are rounded to 8 bits as well.
         x: normalised hidden states.
-        batch: the step's metadata. If it is `fresh`, and no longer than `topk`, everything is chosen, so it attends
-            expanded and asks no indexer.
-        tables: where the layer's group reads and writes.
+        batch: the step's metadata. A `fresh` prefill step of at most `topk` tokens selects all tokens, so it uses the
+            expanded form of `latent_mixer` without the indexer.
+        tables: page table and write slots of the layer's group.
         angles: from `rope_angles`.
         heads: query heads.
         latent: sizes of the attention.
         index: sizes of the indexer.
-        scale: what scores are multiplied by.
-        implementation: which family of implementations to insist on; `None` takes the best.
+        scale: factor of attention scores.
+        implementation: family of implementations that every op must use; `None` for the best.
 
     Returns:
         The layer's pages after the write, and the attention's output.
     """
-    q, key, asked = project_latent(params, x, angles, heads=heads, latent=latent)
-    stored, kept = _as_stored(key, layer_cache["key"], latent)
+    q, key, query_latent = project_latent(params, x, angles, heads=heads, latent=latent)
+    stored, rounded = _as_stored(key, layer_cache["key"], latent)
     (pages,) = page_write(
         (layer_cache["key"],),
         (stored[:, None, :],),
@@ -75,10 +75,10 @@ def sparse_latent_mixer(
     index_pages = write_index_keys(layer_cache["indexer"], index_key, tables.write_slots)
     if batch.fresh and not batch.decode and x.shape[0] <= index.topk:
         mixed = attend_expanded(
-            params, q, kept, batch, latent=latent, scale=scale, implementation=implementation
+            params, q, rounded, batch, latent=latent, scale=scale, implementation=implementation
         )
     else:
-        index_q = linear(params["index_q"], asked).reshape(x.shape[0], index.heads, -1)
+        index_q = linear(params["index_q"], query_latent).reshape(x.shape[0], index.heads, -1)
         compared, weights = _as_compared(
             rotate(angles, index_q), _head_weights(params, x, index), index_pages
         )
@@ -112,7 +112,7 @@ def _as_stored(
     pages: Shaped[Array, "pages page_size 1 width"],
     latent: LatentConfig,
 ) -> tuple[Shaped[Array, "tokens width"], Float[Array, "tokens stored"]]:
-    """Returns what is written of each token, and the key as those read it who find it there."""
+    """Returns what is written to the pages, and the key as it will be read from them."""
     if pages.dtype != jnp.uint8:
         return key, key.astype(pages.dtype).astype(key.dtype)
     compressed, rope = jnp.split(key, (latent.kv_lora_rank,), axis=1)
@@ -125,10 +125,10 @@ def _as_compared(
     weights: Float[Array, "tokens index_heads"],
     index_pages: Shaped[Array, "pages page_size width"],
 ) -> tuple[Shaped[Array, "tokens index_heads index_dim"], Float[Array, "tokens index_heads"]]:
-    """Returns index queries and what their scores count, for keys as they are stored.
+    """Returns index queries and the weights of their scores, in the format of the stored keys.
 
-    To keys of bytes queries are rounded likewise, as in the reference, so that a tensor core can compare them as they
-    lie; their scales, being positive, are moved into the weights.
+    For quantised keys, queries are quantised too, as in the reference, so that tensor cores multiply them directly.
+    The queries' scales are positive and are moved into the weights.
     """
     if index_pages.dtype != jnp.uint8:
         return queries, weights
@@ -139,6 +139,6 @@ def _as_compared(
 def _head_weights(
     params: Mapping[str, Array], x: Float[Array, "tokens hidden_size"], index: IndexConfig
 ) -> Float[Array, "tokens index_heads"]:
-    """Returns what each index head's scores count, in float32, the constants of all of them included."""
+    """Returns the float32 weight of each index head's scores, with the constant factors included."""
     weights = project(params["index_weights"], x.astype(jnp.float32), result=jnp.float32)
     return weights * (index.heads * index.head_dim) ** -0.5

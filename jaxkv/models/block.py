@@ -1,4 +1,4 @@
-"""What a block of a decoder is: its parameters, its memory and its computation. Knows no kind of block."""
+"""The interface of a decoder's blocks: parameters, cache spec and computation."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -12,20 +12,21 @@ from jaxkv.config.model import ModelConfig
 from jaxkv.layers.linear import Joining
 from jaxkv.layers.rope import Angles
 
-Said = tuple[dict[str, Array], Any]
-"""The arrays of a block's memory after the step, by role, and what it adds to the residual stream.
+BlockOutput = tuple[dict[str, Array], Any]
+"""The result of a block: role -> the layer's updated cache arrays, and the output `[tokens, hidden_size]`.
 
-Of a block that adds to it by itself the sum, in a `Weighed` if a norm comes next.
+The output is added to the residual stream by the decoder. If `BlockContext.joining` is given, the block adds it
+itself and returns the sum instead, as a `Weighed` if a norm follows.
 """
 
 
 class Leaf(NamedTuple):
-    """One parameter before it exists; a scale starts as ones, anything else is drawn.
+    """The declaration of one parameter.
 
     Attributes:
         shape: its shape.
-        is_scale: whether it multiplies.
-        dtype: its dtype's name, if that is not the model's.
+        is_scale: whether it is the weight of a norm or the like, which is initialised to ones; others are random.
+        dtype: its dtype name; `None` for the model's dtype.
     """
 
     shape: tuple[int, ...]
@@ -34,16 +35,16 @@ class Leaf(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Step:
-    """What a block is told of one step.
+class BlockContext:
+    """The inputs of a block beside hidden states, parameters and cache.
 
     Attributes:
         batch: the step's metadata.
-        layer: the block's layer.
-        tables: where it reads and writes what it remembers; `None` if it remembers nothing.
-        angles: the tokens' rotary angles.
-        implementation: of the ops; `None` takes the best.
-        joining: the residual stream, for a block that adds to it by itself.
+        layer: number of the layer.
+        tables: page or state tables of the layer's group; `None` for a block without cache.
+        angles: rotary angles of the tokens.
+        implementation: family of implementations that every op must use; `None` for the best.
+        joining: the residual stream, for a block that adds its output to it; otherwise `None`.
     """
 
     batch: StepBatch
@@ -58,12 +59,13 @@ class Block(NamedTuple):
     """One kind of block.
 
     Attributes:
-        leaves: its parameters by name; no two blocks of a layer may share a name.
-        run: called with config, the layer's parameters, the layer's arrays in the cache, normalised hidden states and
-            the step; returns those arrays that it changed.
-        unit: what its memory comes in, "page" or "state"; empty if it remembers nothing. A layer has one block of each.
-        spec: what it remembers, given the layer, the page size and the dtype's name.
-        joins: it may be given `Step.joining`, and `Normed` hidden states; then it returns the sum.
+        leaves: returns name -> declaration of its parameters; names are unique within a layer.
+        run: computes the block, given config, the layer's parameters by name, the layer's cache arrays by role,
+            normalised hidden states `[tokens, hidden_size]` and the context; returns a `BlockOutput`.
+        unit: unit of its cache, "page" or "state"; empty for a block without cache. A layer has at most one block of
+            each.
+        spec: returns its cache spec, given config, layer, page size in tokens and dtype name.
+        joins: whether it accepts `BlockContext.joining` and `Normed` hidden states.
     """
 
     leaves: Callable[[ModelConfig], dict[str, Leaf]]
@@ -73,9 +75,9 @@ class Block(NamedTuple):
             Mapping[str, Array],
             Mapping[str, Array],
             Any,
-            Step,
+            BlockContext,
         ],
-        Said,
+        BlockOutput,
     ]
     unit: str = ""
     spec: Callable[[ModelConfig, int, int, str], PagedSpec | StateSpec] | None = None

@@ -1,4 +1,4 @@
-"""Every kind of block by the name that a decoder's pattern gives it."""
+"""All kinds of blocks, by their names in a decoder's pattern."""
 
 from collections.abc import Mapping
 
@@ -18,4 +18,4 @@ BLOCKS: Mapping[str, Block] = {
     "mixture": MIXTURE,
     "shared": SHARED,
 }
-"""`gated` and `plain` are dense feed-forwards; `shared` is the expert of a mixture that every token asks."""
+"""`gated` and `plain` are dense feed-forwards; `shared` is the shared expert of a mixture."""

@@ -1,4 +1,4 @@
-"""Runs any pattern of blocks. Knows no family: what differs between them is in `ModelConfig`."""
+"""`Decoder`: a model that runs any pattern of blocks. All differences between families are in `ModelConfig`."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -17,7 +17,7 @@ from jaxkv.layers.embedding import embed, soft_capped, unembed
 from jaxkv.layers.linear import Joining, Normed, joins_norms, scaled
 from jaxkv.layers.norm import rms_norm
 from jaxkv.layers.rope import Angles, rope_angles
-from jaxkv.models.block import Leaf, Step
+from jaxkv.models.block import BlockContext, Leaf
 from jaxkv.models.blocks import BLOCKS
 from jaxkv.models.protocol import Params
 from jaxkv.wording import listed
@@ -29,13 +29,16 @@ _INIT_SCALE = 0.02
 
 @dataclass(frozen=True)
 class Decoder:
-    """A pre-norm decoder: stages of blocks, each of which adds to a residual stream.
+    """A pre-norm decoder: a sequence of stages whose outputs are added to a residual stream.
 
     Attributes:
-        config: the model as data.
-        implementation: which family of implementations every op insists on; `None` takes the best.
-        layer_offset: place of its first layer in the cache. Models that share one, such as a model and the layers that
-            guess further tokens for it, lie one behind the other; layers with equal specs share tables.
+        config: architecture and sizes.
+        implementation: family of implementations that every op must use; `None` for the best.
+        layer_offset: number of its first layer in the cache. Models that share a cache, such as a model and the layers
+            that predict further tokens for it, have consecutive layers; layers with equal specs share tables.
+
+    Raises:
+        ValueError: the pattern names an unknown block.
     """
 
     config: ModelConfig
@@ -43,7 +46,7 @@ class Decoder:
     layer_offset: int = 0
 
     def __post_init__(self) -> None:
-        """Refuses a pattern that names an unknown block."""
+        """Checks the pattern."""
         unknown = self.config.blocks - BLOCKS.keys()
         if unknown:
             raise ValueError(
@@ -57,26 +60,31 @@ class Decoder:
 
     @property
     def num_layers(self) -> int:
-        """Layers of the pattern; those without memory are counted too."""
+        """Layers of the pattern, those without cache included."""
         return self.config.num_layers
 
     @property
     def max_positions(self) -> int:
-        """Longest sequence the model is meant for."""
+        """Longest sequence that the model supports, in tokens."""
         return self.config.max_positions
 
     @property
     def whole_prompts(self) -> bool:
-        """Dynamic NTK stretches the angles of all tokens of a step by how many there are so far."""
+        """Whether a prompt must be computed in one step: with dynamic NTK, angles depend on the sequence's length."""
         ropes = (self.config.rope, self.config.window_rope)
         return any(rope is not None and rope.kind == "dynamic" for rope in ropes)
 
     def running(self, implementation: str) -> "Decoder":
-        """Returns the same model insisting on an implementation."""
+        """Returns the same model with another family of implementations."""
         return replace(self, implementation=implementation)
 
     def cache_specs(self, *, page_size: int, dtype: str) -> tuple[LayerSpec, ...]:
-        """Returns what each layer remembers."""
+        """Returns the cache spec of each layer that has a cache.
+
+        Args:
+            page_size: tokens per page.
+            dtype: dtype name of keys and values.
+        """
         return tuple(
             LayerSpec(self.layer_offset + layer, make(self.config, layer, page_size, dtype))
             for layer in range(self.num_layers)
@@ -85,7 +93,7 @@ class Decoder:
         )
 
     def init_params(self, key: PRNGKeyArray, dtype: DTypeLike) -> Params:
-        """Draws random parameters leaf by leaf, on the device; norms start as ones."""
+        """Returns random parameters in `dtype`, drawn leaf by leaf on the device; norm weights are ones."""
         leaves, tree = jax.tree.flatten(self._leaves(), is_leaf=lambda node: isinstance(node, Leaf))
         drawn = [
             _make(jax.random.fold_in(key, index), leaf, jnp.dtype(leaf.dtype or dtype))
@@ -94,13 +102,16 @@ class Decoder:
         return jax.tree.unflatten(tree, drawn)
 
     def param_shapes(self, dtype: DTypeLike) -> Params:
-        """Returns the tree of `init_params` as shapes and dtypes, without drawing anything."""
+        """Returns the tree of `init_params` as `jax.ShapeDtypeStruct`s, without computing it."""
         return jax.eval_shape(lambda: self.init_params(jax.random.key(0), dtype))
 
     def forward(
         self, params: Params, cache: Cache, batch: StepBatch
     ) -> tuple[Cache, Float[Array, "tokens hidden_size"]]:
-        """Runs all layers, unrolled: stacked weights and caches would be copied layer by layer."""
+        """Returns the cache with the new tokens written, and their hidden states after the final norm.
+
+        Layers are unrolled: a scan over stacked weights and caches would copy them layer by layer.
+        """
         config = self.config
         hidden = scaled(embed(params["embed"], batch.tokens), config.multipliers.embedding)
         narrow = hidden.dtype
@@ -108,36 +119,36 @@ class Decoder:
         angles = self._angles(batch)
         tables = self._tables(batch)
         next_norms = self._next_norms(params, batch)
-        behind_norm = None
+        normed = None
         for layer, stages in enumerate(config.pattern):
-            place = self.layer_offset + layer
+            cache_layer = self.layer_offset + layer
             weights = params["layers"][layer]
             post_norms = weights.get("post_norms", (None,) * len(stages))
             for norm, after, stage in zip(weights["norms"], post_norms, stages, strict=True):
-                x = behind_norm
+                x = normed
                 if x is None:
                     x = rms_norm(norm, hidden.astype(narrow), eps=config.norm_eps)
                 joining = Joining(hidden, *next(next_norms)) if next_norms is not None else None
                 added = []
                 for block in (BLOCKS[name] for name in stage.split("+")):
-                    step = Step(
+                    context = BlockContext(
                         batch,
                         layer,
-                        tables.get((place, block.unit)),
+                        tables.get((cache_layer, block.unit)),
                         angles[config.windows[layer] is not None],
                         self.implementation,
                         joining,
                     )
-                    held = cache.layer(place) if block.unit else {}
+                    layer_cache = cache.layer(cache_layer) if block.unit else {}
                     with at(f"layer {layer}"):
-                        updates, y = block.run(config, weights, held, x, step)
-                    cache = cache.with_layer(place, updates)
+                        updates, y = block.run(config, weights, layer_cache, x, context)
+                    cache = cache.with_layer(cache_layer, updates)
                     added.append(y)
                 if joining is not None:
-                    (joined,) = added
-                    is_weighed = isinstance(joined, Weighed)
-                    behind_norm = Normed(joined, config.norm_eps) if is_weighed else None
-                    hidden = joined.result if is_weighed else joined
+                    (total,) = added
+                    is_weighed = isinstance(total, Weighed)
+                    normed = Normed(total, config.norm_eps) if is_weighed else None
+                    hidden = total.result if is_weighed else total
                     continue
                 total = scaled(sum(added[1:], added[0]), config.multipliers.residual)
                 if after is not None:
@@ -149,7 +160,7 @@ class Decoder:
     def logits(
         self, params: Params, hidden: Float[Array, "rows hidden_size"]
     ) -> Float[Array, "rows vocab_size"]:
-        """Scores every token by the output projection, which is the embedding table if they are tied."""
+        """Returns float32 logits: the output projection of hidden states, by the embedding table if they are tied."""
         table = params["embed" if self.config.tie_embeddings else "lm_head"]
         logits = unembed(table, hidden, implementation=self.implementation)
         logits = scaled(logits, self.config.multipliers.logits)
@@ -158,10 +169,10 @@ class Decoder:
     def _next_norms(
         self, params: Params, batch: StepBatch
     ) -> Iterator[tuple[Array | None, int]] | None:
-        """Returns the weights of the norm behind each stage where blocks add to the residual stream by themselves.
+        """Returns the norm weights after each stage if blocks add to the residual stream themselves, else `None`.
 
-        They do so in steps of few tokens on our kernels, if each stage is one block that can and nothing else happens
-        between it and the next. The last norm is left to whoever reads the hidden states.
+        They do so in steps of few tokens on our kernels, if every stage is a single block with `joins` and nothing but
+        an addition and a norm is between two stages. The final norm is not among them: `forward` computes it.
         """
         config, layers = self.config, params["layers"]
         plain = replace(config.multipliers, embedding=1.0, gate=1.0, logits=1.0) == Multipliers()
@@ -178,7 +189,7 @@ class Decoder:
         return iter([*norms[1:], (None, 0)])
 
     def _angles(self, batch: StepBatch) -> tuple[Angles, Angles]:
-        """Returns the angles of layers that see everything, and of those with a window."""
+        """Returns the angles of layers without a window, and of those with one."""
         visible = visible_lengths(batch)
         angles = rope_angles(self.config.rope, batch.positions, visible)
         if self.config.window_rope is None:
@@ -186,9 +197,9 @@ class Decoder:
         return angles, rope_angles(self.config.window_rope, batch.positions, visible)
 
     def _tables(self, batch: StepBatch) -> dict[tuple[int, str], PagedTables | StateTables]:
-        """Returns the tables of each layer that remembers, by its place in the cache and the unit it remembers in.
+        """Returns (layer of the cache, unit) -> the layer's page or state tables.
 
-        Which layers have equal specs, and their order, depends neither on the page size nor on the dtype.
+        The grouping of layers and the order of groups depend neither on the page size nor on the dtype.
         """
         layout = group_layers(self.cache_specs(page_size=1, dtype="float32"))
         tables = {"page": batch.paged, "state": batch.states}
@@ -222,7 +233,8 @@ class Decoder:
             new = BLOCKS[name].leaves(self.config)
             if leaves.keys() & new.keys():
                 raise ValueError(
-                    f"layer {layer} has two blocks with parameters named {', '.join(leaves.keys() & new.keys())}"
+                    f"layer {layer} has two blocks with parameters of the same name: "
+                    f"{', '.join(leaves.keys() & new.keys())}"
                 )
             leaves |= new
         return leaves
@@ -240,7 +252,7 @@ def _draw(key: PRNGKeyArray, *, shape: tuple[int, ...], dtype: jnp.dtype) -> Arr
 
 
 def visible_lengths(batch: StepBatch) -> Int[Array, " tokens"]:
-    """Returns for each token how many tokens of its own row are visible after the step; any number for padding."""
+    """Returns for each token the length of its sequence after the step; the values of padding are arbitrary."""
     if batch.decode:
         return batch.seq_lens
     tokens = jnp.arange(batch.tokens.shape[0], dtype=jnp.int32)

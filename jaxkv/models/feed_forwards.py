@@ -1,4 +1,4 @@
-"""The blocks in which each token computes for itself: dense feed-forwards and mixtures of experts."""
+"""Blocks without cache, which compute each token separately: dense feed-forwards and mixtures of experts."""
 
 from collections.abc import Callable, Mapping
 
@@ -11,7 +11,7 @@ from jaxkv.config.model import ModelConfig
 from jaxkv.layers.feed_forward import gated_feed_forward, plain_feed_forward
 from jaxkv.layers.linear import Normed, project, scaled
 from jaxkv.layers.mixture import grouped_for, mixture_of_experts
-from jaxkv.models.block import Block, Leaf, Said, Step
+from jaxkv.models.block import Block, BlockContext, BlockOutput, Leaf
 
 
 def _block(
@@ -21,17 +21,17 @@ def _block(
         Float[Array, "tokens hidden_size"],
     ],
 ) -> Block:
-    """Makes a block of what remembers nothing and asks for nothing but the tokens and the family of implementations."""
+    """Wraps a stateless function of tokens as a `Block`."""
 
     def run(
         config: ModelConfig,
         params: Mapping[str, Array],
-        held: Mapping[str, Array],
+        layer_cache: Mapping[str, Array],
         x: Float[Array, "tokens hidden_size"],
-        step: Step,
-    ) -> Said:
-        del held
-        return {}, compute(config, params, x, step.implementation)
+        context: BlockContext,
+    ) -> BlockOutput:
+        del layer_cache
+        return {}, compute(config, params, x, context.implementation)
 
     return Block(leaves, run)
 
@@ -50,20 +50,20 @@ def _gated_leaves(config: ModelConfig) -> dict[str, Leaf]:
 def _run_gated(
     config: ModelConfig,
     params: Mapping[str, Array],
-    held: Mapping[str, Array],
+    layer_cache: Mapping[str, Array],
     x: Float[Array, "tokens hidden_size"] | Normed,
-    step: Step,
-) -> Said:
-    del held
+    context: BlockContext,
+) -> BlockOutput:
+    del layer_cache
     mixed = gated_feed_forward(
         params,
         x,
         activation=config.activation,
         gate_multiplier=config.multipliers.gate,
-        joining=step.joining,
-        implementation=step.implementation,
+        joining=context.joining,
+        implementation=context.implementation,
     )
-    return {}, mixed if step.joining is not None else scaled(mixed, config.multipliers.down)
+    return {}, mixed if context.joining is not None else scaled(mixed, config.multipliers.down)
 
 
 def _plain_leaves(config: ModelConfig) -> dict[str, Leaf]:
@@ -146,13 +146,13 @@ def _run_shared(
     del implementation
     up, down = params["shared_up"], params["shared_down"]
     if _mixture(config).gated:
-        said = gated_feed_forward({"gate_up": up, "down": down}, x, activation=config.activation)
+        out = gated_feed_forward({"gate_up": up, "down": down}, x, activation=config.activation)
     else:
-        said = plain_feed_forward({"up": up, "down": down}, x, activation=config.activation)
+        out = plain_feed_forward({"up": up, "down": down}, x, activation=config.activation)
     if "shared_gate" not in params:
-        return said
-    opened = jax.nn.sigmoid(project(params["shared_gate"], x, result=jnp.float32))
-    return (said.astype(jnp.float32) * opened).astype(said.dtype)
+        return out
+    gate = jax.nn.sigmoid(project(params["shared_gate"], x, result=jnp.float32))
+    return (out.astype(jnp.float32) * gate).astype(out.dtype)
 
 
 GATED = Block(_gated_leaves, _run_gated, joins=True)

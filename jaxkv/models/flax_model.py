@@ -1,4 +1,4 @@
-"""Generates from a user's own `flax.nnx` module, made of attention layers, as from a built-in family."""
+"""`FlaxModel`: a user's own `flax.nnx` module with attention layers, as a model of this package."""
 
 from collections.abc import Callable
 from copy import copy
@@ -23,7 +23,7 @@ _INIT_SCALE = 0.02
 
 @runtime_checkable
 class Attend(Protocol):
-    """What a module is given to attend with, once per layer and call."""
+    """The attention function that a module is given; the module calls it once per layer and call."""
 
     def __call__(
         self,
@@ -35,55 +35,55 @@ class Attend(Protocol):
         scale: float,
         window: int | None = None,
     ) -> Float[Array, "tokens heads head_dim"]:
-        """Remembers keys and values of the new tokens and attends, causally, to all of each token's own sequence.
+        """Writes keys and values of the new tokens to the cache, and attends causally within each token's sequence.
 
         Args:
-            layer: the layer's number in `cache_specs`.
-            q: queries, already rotated if the module rotates.
-            k: keys, likewise; `heads` is a multiple of `kv_heads`.
+            layer: number of the layer in `cache_specs`.
+            q: queries, after the rotation if the module has one.
+            k: keys, likewise; `heads` must be a multiple of `kv_heads`.
             v: values.
-            scale: what scores are multiplied by, usually `head_dim ** -0.5`.
-            window: tokens each token sees, itself included; `None` is what the layer's spec says.
+            scale: factor of attention scores, usually `head_dim ** -0.5`.
+            window: tokens that each token sees, its own included; `None` for the window of the layer's spec.
         """
         ...
 
 
 @runtime_checkable
 class CausalModule(Protocol):
-    """What an `nnx.Module` must offer. Tokens of several sequences lie one after the other, without a batch axis."""
+    """The interface of an `nnx.Module`. Tokens of several sequences are packed on one axis, without a batch axis."""
 
     vocab_size: int
     max_positions: int
 
     def cache_specs(self, *, page_size: int, dtype: str) -> tuple[LayerSpec, ...]:
-        """Returns what each layer remembers: `place([gqa(...), window(...), ...])` of `jaxkv.cache.variants`."""
+        """Returns the cache spec of each layer: `place([gqa(...), window(...), ...])` of `jaxkv.cache.variants`."""
         ...
 
     def __call__(
         self, tokens: Int[Array, " tokens"], positions: Int[Array, " tokens"], attend: Attend
     ) -> Float[Array, "tokens hidden_size"]:
-        """Returns each token's hidden state, ready for `logits`.
+        """Returns each token's hidden state, the input of `logits`.
 
-        Everything but `attend` must treat tokens one by one; `positions` are those in their own sequences.
+        All operations but `attend` must treat each token separately. `positions` are positions in the token's sequence.
         """
         ...
 
     def logits(self, hidden: Float[Array, "rows hidden_size"]) -> Float[Array, "rows vocab_size"]:
-        """Returns the float32 score of every token."""
+        """Returns float32 logits."""
         ...
 
 
 @dataclass(frozen=True)
 class FlaxModel:
-    """The computation of a module in evaluation mode, without its arrays: hashable and static to the compiler.
+    """The computation of a module in evaluation mode, without its arrays: hashable, and static under `jax.jit`.
 
-    Make it once. Its arrays are passed to each call as `params`, a plain nested dict: `model.params_of(module)`, which
-    may be taken again whenever training has changed them.
+    Make it once per module. The arrays are passed to each call as `params`, a plain nested dict:
+    `model.params_of(module)`. Call that again after training has changed them.
 
     The module's graph is split here and merged again while a step is traced. Evaluation mode is that of
-    `nnx.Module.eval`: `deterministic=True` and `use_running_average=True` in every part of a copy; the module itself
-    keeps its mode. A call that draws random numbers or changes batch statistics all the same is refused while it is
-    traced. Other values that a call assigns to the module's variables are dropped.
+    `nnx.Module.eval`: `deterministic=True` and `use_running_average=True` in every part of a copy; the module keeps its
+    mode. If a call still draws random numbers or changes batch statistics, tracing it raises. Other assignments to the
+    module's variables are dropped.
 
     Examples:
         >>> model = FlaxModel(module)
@@ -91,11 +91,15 @@ class FlaxModel:
 
     Attributes:
         graph: the module in evaluation mode, without its arrays.
-        implementation: which family of implementations every op insists on; `None` takes the best.
+        implementation: family of implementations that every op must use; `None` for the best.
         vocab_size: width of the logits.
-        max_positions: longest sequence the model is meant for.
-        num_layers: layers that remember something.
-        whole_prompts: always false, since a module sees tokens and positions, not lengths.
+        max_positions: longest sequence that the model supports, in tokens.
+        num_layers: layers with a cache.
+        whole_prompts: always False: a module gets tokens and positions, but no lengths.
+
+    Raises:
+        ValueError: the module lacks a member of `CausalModule`, or its cache specs are not plain attention layers
+            numbered from 0.
     """
 
     graph: nnx.GraphDef
@@ -111,7 +115,9 @@ class FlaxModel:
         if not isinstance(module, CausalModule):
             wanted = ("vocab_size", "max_positions", "cache_specs", "__call__", "logits")
             missing = ", ".join(name for name in wanted if not hasattr(module, name))
-            raise ValueError(f"{type(module).__name__} lacks {missing}; see CausalModule")
+            raise ValueError(
+                f"{type(module).__name__} lacks {missing}; add these members, see CausalModule"
+            )
         graph, state = nnx.split(_in_evaluation_mode(module))
         leaves, structure = jax.tree.flatten(nnx.to_pure_dict(state))
         specs = module.cache_specs(page_size=1, dtype="float32")
@@ -129,37 +135,38 @@ class FlaxModel:
             object.__setattr__(self, name, value)
 
     def params_of(self, module: nnx.Module) -> Params:
-        """Returns the arrays of the module this was made of, or of another one of the same shape, uncopied.
+        """Returns the arrays, not copied, of the module this was made from, or of one with equal structure and shapes.
 
         Raises:
-            ValueError: the module has other parameters than the one this was made of.
+            ValueError: the module's parameters differ in structure or shapes.
         """
         params = nnx.to_pure_dict(nnx.state(module))
         leaves, structure = jax.tree.flatten(params)
         shapes = [leaf.shape for leaf in leaves]
         if structure != self._structure or shapes != [shape.shape for shape in self._shapes]:
             raise ValueError(
-                f"this {type(module).__name__} has other parameters than the module FlaxModel was made of"
+                f"the parameters of this {type(module).__name__} differ in structure or shapes from the module that "
+                f"FlaxModel was made from; make a FlaxModel of this module"
             )
         return params
 
     def running(self, implementation: str) -> "FlaxModel":
-        """Returns the same model insisting on an implementation."""
+        """Returns the same model with another family of implementations."""
         model = copy(self)
         object.__setattr__(model, "implementation", implementation)
         return model
 
     def cache_specs(self, *, page_size: int, dtype: str) -> tuple[LayerSpec, ...]:
-        """Returns what each layer remembers."""
+        """Returns the module's cache specs."""
         shapes = jax.tree.unflatten(self._structure, self._shapes)
         return nnx.merge(self.graph, shapes).cache_specs(page_size=page_size, dtype=dtype)
 
     def param_shapes(self, dtype: DTypeLike) -> Params:
-        """Returns the tree of `init_params` as shapes and dtypes, without drawing anything."""
+        """Returns the tree of `init_params` as `jax.ShapeDtypeStruct`s, without computing it."""
         return jax.eval_shape(lambda: self.init_params(jax.random.key(0), dtype))
 
     def init_params(self, key: PRNGKeyArray, dtype: DTypeLike) -> Params:
-        """Draws random parameters; vectors become ones, and what is no floating-point number zeros."""
+        """Returns random parameters in `dtype`; vectors and scalars are ones, and non-floating-point arrays zeros."""
         drawn = [
             _draw(jax.random.fold_in(key, index), shape, jnp.dtype(dtype))
             for index, shape in enumerate(self._shapes)
@@ -169,16 +176,16 @@ class FlaxModel:
     def forward(
         self, params: Params, cache: Cache, batch: StepBatch
     ) -> tuple[Cache, Float[Array, "tokens hidden_size"]]:
-        """Runs the module once over the packed tokens, remembering on the way."""
-        recorder = _Recorder(self, cache, batch)
-        hidden = self._run(params, lambda module: module(batch.tokens, batch.positions, recorder))
-        recorder.check_all_attended()
-        return recorder.cache, hidden
+        """Returns the cache with the new tokens written, and their hidden states; runs the module once."""
+        attend = _CachedAttend(self, cache, batch)
+        hidden = self._run(params, lambda module: module(batch.tokens, batch.positions, attend))
+        attend.check_all_attended()
+        return attend.cache, hidden
 
     def logits(
         self, params: Params, hidden: Float[Array, "rows hidden_size"]
     ) -> Float[Array, "rows vocab_size"]:
-        """Scores every token by the module's own `logits`."""
+        """Returns the module's logits; raises `ValueError` unless they are float32 `[rows, vocab_size]`."""
         logits = self._run(params, lambda module: module.logits(hidden))
         wanted = (hidden.shape[0], self.vocab_size)
         if logits.shape != wanted or logits.dtype != jnp.float32:
@@ -188,7 +195,7 @@ class FlaxModel:
         return logits
 
     def _run(self, params: Params, call: Callable[[Any], Array]) -> Array:
-        """Calls the module with its parameters put in; raises if the call is one of training."""
+        """Calls the module with these parameters; raises `ValueError` if the call changes training state."""
         if isinstance(params, nnx.Module):
             raise ValueError(
                 f"params is the nnx module {type(params).__name__}; pass model.params_of(module)"
@@ -197,7 +204,8 @@ class FlaxModel:
             params = nnx.to_pure_dict(params)
         if jax.tree.structure(params) != self._structure:
             raise ValueError(
-                "params has other entries than the module FlaxModel was made of; pass model.params_of(module)"
+                "params differs in structure from the module that FlaxModel was made from; pass "
+                "model.params_of(module)"
             )
         module = nnx.merge(self.graph, params)
         before = _training_state(module)
@@ -208,17 +216,17 @@ class FlaxModel:
         if changed:
             raise ValueError(
                 f"the module changes {', '.join(changed)} while it generates: it draws random numbers or updates batch "
-                "statistics although it is in evaluation mode; make both depend on the attributes `deterministic` "
-                "and `use_running_average`, which `nnx.Module.eval` sets"
+                "statistics in evaluation mode; make both depend on the attributes `deterministic` and "
+                "`use_running_average`, which `nnx.Module.eval` sets"
             )
         return result
 
 
-class _Recorder:
-    """The `attend` of one traced call: holds the cache as it goes from layer to layer."""
+class _CachedAttend:
+    """The `attend` of one traced call, with the current cache."""
 
     def __init__(self, model: FlaxModel, cache: Cache, batch: StepBatch) -> None:
-        # Which layers have equal specs depends neither on the page size nor on the dtype.
+        # The grouping of layers depends neither on the page size nor on the dtype.
         layout = group_layers(model.cache_specs(page_size=1, dtype="float32"))
         self.cache = cache
         self._groups = {layer: group for group in layout.groups for layer in group.layers}
@@ -238,21 +246,23 @@ class _Recorder:
     ) -> Float[Array, "tokens heads head_dim"]:
         if layer not in self._groups or layer in self._attended:
             why = (
-                "attended twice in one call" if layer in self._attended else "is not in cache_specs"
+                "attended twice in one call; each layer attends once"
+                if layer in self._attended
+                else f"is not in cache_specs, which has layers {sorted(self._groups)}"
             )
             raise ValueError(f"layer {layer} {why}")
         self._attended.add(layer)
         group = self._groups[layer]
-        held = self.cache.layer(layer)
+        layer_cache = self.cache.layer(layer)
         for name, value in (("key", k), ("value", v)):
-            if value.shape[1:] != held[name].shape[2:]:
+            if value.shape[1:] != layer_cache[name].shape[2:]:
                 raise ValueError(
                     f"layer {layer} {name} has [kv_heads, head_dim] {list(value.shape[1:])}, "
-                    f"its spec {list(held[name].shape[2:])}"
+                    f"its spec {list(layer_cache[name].shape[2:])}"
                 )
         with at(f"layer {layer}"):
             new, mixed = write_and_attend(
-                held,
+                layer_cache,
                 q,
                 k,
                 v,
@@ -266,21 +276,21 @@ class _Recorder:
         return mixed
 
     def check_all_attended(self) -> None:
-        """Raises if a layer was left out: its cache would hold nothing for these tokens."""
+        """Raises `ValueError` if a layer did not attend, because its cache would lack these tokens."""
         missing = sorted(self._groups.keys() - self._attended)
         if missing:
             raise ValueError(f"the module did not attend in layers {missing} of its cache_specs")
 
 
 def _in_evaluation_mode(module: nnx.Module) -> nnx.Module:
-    """Returns a copy in evaluation mode; its variables are those of the module."""
+    """Returns a copy in evaluation mode that shares the module's variables."""
     copied = nnx.view(module)
     copied.eval()
     return copied
 
 
 def _training_state(module: nnx.Module) -> dict[str, Array]:
-    """Returns the states of random numbers and the batch statistics of a module by path."""
+    """Returns path -> array of a module's random-number states and batch statistics."""
     state = nnx.to_pure_dict(nnx.state(module, nnx.Any(nnx.RngState, nnx.BatchStat)))
     paths = jax.tree.leaves_with_path(state)
     return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in paths}
@@ -291,7 +301,9 @@ def _narrower(layer: int, spec: PagedSpec | StateSpec, window: int | None) -> in
     if window is None or spec.window is None:
         return spec.window if window is None else window
     if window > spec.window:
-        raise ValueError(f"layer {layer} attends to {window} tokens but remembers {spec.window}")
+        raise ValueError(
+            f"layer {layer} attends to {window} tokens, but its spec keeps only {spec.window}"
+        )
     return window
 
 
@@ -304,7 +316,7 @@ def _count_layers(specs: tuple[LayerSpec, ...]) -> int:
         if not isinstance(entry.spec, PagedSpec) or roles != ["key", "value"]:
             raise ValueError(
                 f"layer {entry.layer} is of kind {entry.spec.kind!r}; "
-                "a FlaxModel's layers are plain gqa(...) or window(...)"
+                "the layers of a FlaxModel must be gqa(...) or window(...) without quantisation"
             )
     return len(specs)
 

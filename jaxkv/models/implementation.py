@@ -1,6 +1,6 @@
-"""One choice of implementation for a whole model: all ops of all layers from one family, or none of them.
+"""Chooses the family of implementations of a whole model: all ops of all layers use the same one.
 
-It asks the ops themselves, by tracing the model once over shapes, so a question can never differ from the call.
+The model is traced once over shapes, and each op reports which implementations support its arguments.
 """
 
 import logging
@@ -22,19 +22,19 @@ from pallas_kernels.dispatch import Question, Unsupported, asking
 from pallas_kernels.families import FAMILIES, member
 
 _LOG = logging.getLogger(__name__)
-_TOLD: set[str] = set()
+_LOGGED: set[str] = set()
 _BEST, _PLAINEST = "mosaic_gpu", "xla"
-# Rows and tokens of the steps that are asked about; what a kernel takes depends on the layers alone.
+# Rows and tokens of the traced steps. Whether a kernel supports a layer does not depend on them.
 _ROWS, _TOKENS, _TABLE_WIDTH = 2, 32, 4
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What runs a model's ops.
+    """The family of implementations of a model's ops.
 
     Attributes:
         name: one of `FAMILIES`.
-        reasons: why the best one cannot; empty if it runs, or if another was asked for.
+        reasons: why the best family cannot run the model; empty if it does, or if the user named another.
     """
 
     name: str
@@ -47,7 +47,7 @@ class Choice:
 
 
 def best_on_device() -> Choice:
-    """Returns what runs a model whose shapes ask for nothing special on the default device."""
+    """Returns the best family on the default device, for a model whose shapes it supports."""
     refusal = why_not_mosaic()
     return Choice(_BEST) if refusal is None else Choice(_PLAINEST, (refusal,))
 
@@ -55,29 +55,29 @@ def best_on_device() -> Choice:
 def choose_implementation(
     model: Model, params: Params, layout: CacheLayout, counts: Mapping[str, int]
 ) -> Choice:
-    """Returns what runs all of a model's ops over this cache, and logs once why it is not the best.
+    """Returns the family for all of a model's ops on this cache; logs it once with the reasons.
 
     Args:
-        model: what to run; if it names an implementation, that one or none.
+        model: the model; if it names an implementation, only that one is tried.
         params: its parameters, or their shapes.
         layout: the cache's groups.
-        counts: how many pages or states each group has.
+        counts: group name -> number of pages or states.
 
     Raises:
-        Unsupported: the named implementation cannot run an op of a layer; the message has every reason. Or the cache
-            is fp8, and XLA would update it.
+        Unsupported: the named implementation cannot run an op of a layer (the message has every reason), or XLA would
+            have to update an fp8 cache.
         ValueError: the name is unknown.
     """
     choice = _choose(model, params, layout, counts)
     arrays = (array for group in layout.groups for array in group.spec.arrays)
     if choice.name == _PLAINEST and any(array.dtype.startswith("float8") for array in arrays):
-        # XLA computes such bytes as wider floats, a pool at a time.
+        # XLA converts the whole pool to a wider dtype to update fp8 values.
         raise Unsupported(
-            f"an fp8 cache needs our kernels, since XLA copies its pools at every step, and this model runs as "
+            f"an fp8 cache needs our kernels, because XLA copies its pools at every step, but this model runs as "
             f"{choice}; store keys and values as int8 instead"
         )
-    if str(choice) not in _TOLD:
-        _TOLD.add(str(choice))
+    if str(choice) not in _LOGGED:
+        _LOGGED.add(str(choice))
         _LOG.info("the model runs as %s", choice)
     return choice
 
@@ -100,9 +100,9 @@ def _choose(model: Model, params: Params, layout: CacheLayout, counts: Mapping[s
 def ask(
     model: Model, params: Params, layout: CacheLayout, counts: Mapping[str, int]
 ) -> list[Question]:
-    """Returns every choice that the model's ops make in steps of decode and of prefill; computes nothing."""
+    """Returns each op's record of supported implementations in decode and prefill steps; computes nothing."""
     shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), params)
-    # The answers are the same for every family, but a member that an op lacks would be refused by the op.
+    # The records are the same for every family; with "xla" no op raises because it lacks the family's member.
     plain = model.running(_PLAINEST)
 
     def run(decode: bool, fresh: bool, params: Params) -> Array:
@@ -118,7 +118,7 @@ def ask(
 
 
 def _refusals(family: str, questions: Iterable[Question]) -> tuple[str, ...]:
-    """Says once per op and reason which layers a family cannot run."""
+    """Returns one message per op and reason why a family cannot run it, with the layers."""
     places: dict[tuple[str, str], dict[str, None]] = {}
     for question in questions:
         refusal = _refusal(family, question)
@@ -131,7 +131,7 @@ def _refusal(family: str, question: Question) -> str | None:
     wanted = member(family, question.op)
     if wanted is not None:
         return question.refusals.get(wanted, f"has no implementation {wanted!r}")
-    # What an op likes better than the family's kernel, at its sizes, is no refusal of the kernel.
+    # If an op prefers another implementation at these sizes, the family's kernel still supports them.
     for name, refusal in question.refusals.items():
         if refusal is None or name == family:
             return refusal
@@ -146,7 +146,7 @@ def _where(places: list[str]) -> str:
 
 
 def _batch(layout: CacheLayout, tokens: int, *, decode: bool, fresh: bool = False) -> StepBatch:
-    """Returns a small step of padding."""
+    """Returns a small step in which all tokens are padding."""
 
     def ints(*shape: int) -> Array:
         return jnp.zeros(shape, jnp.int32)

@@ -1,4 +1,4 @@
-"""The blocks of multi-head latent attention, over all tokens and over chosen ones: parameters, memory and run."""
+"""Blocks of multi-head latent attention, dense and sparse: parameters, cache specs and computation."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -12,7 +12,7 @@ from jaxkv.config.blocks import IndexConfig, LatentConfig
 from jaxkv.config.model import ModelConfig
 from jaxkv.layers.latent import latent_mixer
 from jaxkv.layers.sparse_latent import sparse_latent_mixer
-from jaxkv.models.block import Block, Leaf, Said, Step
+from jaxkv.models.block import Block, BlockContext, BlockOutput, Leaf
 
 
 def _latent(config: ModelConfig) -> LatentConfig:
@@ -38,13 +38,13 @@ def _leaves(config: ModelConfig) -> dict[str, Leaf]:
 
 def _spec(config: ModelConfig, layer: int, page_size: int, dtype: str) -> PagedSpec:
     del layer
-    latent, wish = _latent(config), dtype if dtype in QUANTISED else None
+    latent, quantised = _latent(config), dtype if dtype in QUANTISED else None
     return mla(
         latent.kv_lora_rank,
         latent.rope_dim,
-        dtype=config.dtype if wish else dtype,
+        dtype=config.dtype if quantised else dtype,
         page_size=page_size,
-        quantised=wish,
+        quantised=quantised,
     )
 
 
@@ -56,24 +56,24 @@ def _scale(config: ModelConfig) -> float:
 def _run(
     config: ModelConfig,
     params: Mapping[str, Array],
-    held: Mapping[str, Array],
+    layer_cache: Mapping[str, Array],
     x: Float[Array, "tokens hidden_size"],
-    step: Step,
+    context: BlockContext,
     *,
-    mixer: Callable[..., Said] = latent_mixer,
-) -> Said:
-    assert isinstance(step.tables, PagedTables)
+    mixer: Callable[..., BlockOutput] = latent_mixer,
+) -> BlockOutput:
+    assert isinstance(context.tables, PagedTables)
     return mixer(
         params,
-        held,
+        layer_cache,
         x,
-        step.batch,
-        step.tables,
-        step.angles,
+        context.batch,
+        context.tables,
+        context.angles,
         heads=config.heads,
         latent=_latent(config),
         scale=_scale(config),
-        implementation=step.implementation,
+        implementation=context.implementation,
     )
 
 
@@ -90,13 +90,13 @@ def _sparse_leaves(config: ModelConfig) -> dict[str, Leaf]:
         "index_k": Leaf((index.head_dim, hidden)),
         "index_norm": Leaf((index.head_dim,), is_scale=True),
         "index_norm_bias": Leaf((index.head_dim,)),
-        # What they weigh decides which tokens are read at all.
+        # In float32, because these weights decide which tokens are read.
         "index_weights": Leaf((index.heads, hidden), dtype="float32"),
     }
 
 
 def _sparse_spec(config: ModelConfig, layer: int, page_size: int, dtype: str) -> PagedSpec:
-    """Keeps records of bytes where 8 bits were asked for, and numbers of that dtype otherwise."""
+    """Returns the spec: quantised records if `dtype` is an 8-bit format, otherwise plain arrays of `dtype`."""
     del layer
     latent, index = _latent(config), _index(config)
     return dsa(
@@ -113,12 +113,12 @@ def _sparse_spec(config: ModelConfig, layer: int, page_size: int, dtype: str) ->
 def _run_sparse(
     config: ModelConfig,
     params: Mapping[str, Array],
-    held: Mapping[str, Array],
+    layer_cache: Mapping[str, Array],
     x: Float[Array, "tokens hidden_size"],
-    step: Step,
-) -> Said:
+    context: BlockContext,
+) -> BlockOutput:
     sparse = partial(sparse_latent_mixer, index=_index(config))
-    return _run(config, params, held, x, step, mixer=sparse)
+    return _run(config, params, layer_cache, x, context, mixer=sparse)
 
 
 LATENT = Block(_leaves, _run, "page", _spec)

@@ -1,4 +1,4 @@
-"""The blocks in which tokens exchange what they know, and which remember: attention, Mamba-2, gated delta."""
+"""Blocks with a cache: attention, Mamba-2 and gated delta mixers."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -15,7 +15,7 @@ from jaxkv.layers.attention import attention
 from jaxkv.layers.delta import gated_delta_mixer
 from jaxkv.layers.linear import Normed, scaled
 from jaxkv.layers.mamba import mamba2_mixer
-from jaxkv.models.block import Block, Leaf, Said, Step
+from jaxkv.models.block import Block, BlockContext, BlockOutput, Leaf
 
 
 def _attention_leaves(config: ModelConfig) -> dict[str, Leaf]:
@@ -44,7 +44,7 @@ def _attention_spec(config: ModelConfig, layer: int, page_size: int, dtype: str)
 
 
 def attention_options(config: ModelConfig, layer: int) -> dict[str, Any]:
-    """Returns what the attention of a layer is told of its model."""
+    """Returns the keyword arguments of `layers.attention.attention` for a layer."""
     return {
         "heads": config.heads,
         "kv_heads": config.kv_heads,
@@ -60,23 +60,23 @@ def attention_options(config: ModelConfig, layer: int) -> dict[str, Any]:
 def _run_attention(
     config: ModelConfig,
     params: Mapping[str, Array],
-    held: Mapping[str, Array],
+    layer_cache: Mapping[str, Array],
     x: Float[Array, "tokens hidden_size"] | Normed,
-    step: Step,
-) -> Said:
-    assert isinstance(step.tables, PagedTables)
+    context: BlockContext,
+) -> BlockOutput:
+    assert isinstance(context.tables, PagedTables)
     new, mixed = attention(
         params,
-        held,
+        layer_cache,
         x if isinstance(x, Normed) else scaled(x, config.multipliers.attention_in),
-        step.batch,
-        step.tables,
-        step.angles,
-        joining=step.joining,
-        implementation=step.implementation,
-        **attention_options(config, step.layer),
+        context.batch,
+        context.tables,
+        context.angles,
+        joining=context.joining,
+        implementation=context.implementation,
+        **attention_options(config, context.layer),
     )
-    if step.joining is not None:
+    if context.joining is not None:
         return new, mixed
     return new, scaled(mixed, config.multipliers.attention_out)
 
@@ -91,7 +91,7 @@ def _mamba_leaves(config: ModelConfig) -> dict[str, Leaf]:
     leaves = {
         "ssm_in": Leaf((mamba.in_channels, hidden)),
         "conv": Leaf((mamba.d_conv, mamba.conv_channels)),
-        # Decay and step size are exponentials of these: an error here is felt again at every token.
+        # In float32: decay and step size are exponentials of these, and errors accumulate over tokens.
         "a_log": Leaf((mamba.heads,), dtype="float32"),
         "dt_bias": Leaf((mamba.heads,), dtype="float32"),
         "skip": Leaf((mamba.heads,), is_scale=True, dtype="float32"),
@@ -118,7 +118,7 @@ def _mamba_spec(config: ModelConfig, layer: int, page_size: int, dtype: str) -> 
         d_conv=mamba.d_conv,
         groups=mamba.groups,
         chunk_size=mamba.chunk_size,
-        # The byte formats are of keys and values; what a state is rounded to would be felt at every token to come.
+        # 8-bit formats apply to keys and values only: the rounding of a state would accumulate over tokens.
         dtype=config.dtype if dtype in QUANTISED else dtype,
     )
 
@@ -126,21 +126,21 @@ def _mamba_spec(config: ModelConfig, layer: int, page_size: int, dtype: str) -> 
 def _run_mamba(
     config: ModelConfig,
     params: Mapping[str, Array],
-    held: Mapping[str, Array],
+    layer_cache: Mapping[str, Array],
     x: Float[Array, "tokens hidden_size"],
-    step: Step,
-) -> Said:
-    assert isinstance(step.tables, StateTables)
+    context: BlockContext,
+) -> BlockOutput:
+    assert isinstance(context.tables, StateTables)
     new, mixed = mamba2_mixer(
         params,
-        held,
+        layer_cache,
         x,
-        step.batch,
-        step.tables,
+        context.batch,
+        context.tables,
         mamba=_mamba(config),
         norm_eps=config.norm_eps,
         multipliers=config.multipliers.ssm_in,
-        implementation=step.implementation,
+        implementation=context.implementation,
     )
     return new, scaled(mixed, config.multipliers.ssm_out)
 
@@ -180,20 +180,20 @@ def _delta_spec(config: ModelConfig, layer: int, page_size: int, dtype: str) -> 
 def _run_delta(
     config: ModelConfig,
     params: Mapping[str, Array],
-    held: Mapping[str, Array],
+    layer_cache: Mapping[str, Array],
     x: Float[Array, "tokens hidden_size"],
-    step: Step,
-) -> Said:
-    assert isinstance(step.tables, StateTables)
+    context: BlockContext,
+) -> BlockOutput:
+    assert isinstance(context.tables, StateTables)
     return gated_delta_mixer(
         params,
-        held,
+        layer_cache,
         x,
-        step.batch,
-        step.tables,
+        context.batch,
+        context.tables,
         delta=_delta(config),
         norm_eps=config.norm_eps,
-        implementation=step.implementation,
+        implementation=context.implementation,
     )
 
 

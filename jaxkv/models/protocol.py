@@ -1,4 +1,4 @@
-"""What the rest of the package asks of a model. A built-in family, or a user's own module, answers it."""
+"""The interface of models, implemented by `Decoder` for built-in families and by `FlaxModel` for users' modules."""
 
 from typing import Any, Protocol, runtime_checkable
 
@@ -10,61 +10,66 @@ from jaxkv.cache.spec import LayerSpec
 from jaxkv.cache.state import Cache
 
 Params = Any
-"""A pytree of arrays that only the model itself looks into."""
+"""A pytree of arrays; only the model knows its structure."""
 
 
 @runtime_checkable
 class Model(Protocol):
-    """A hashable description of a computation: it holds no arrays and is static to the compiler."""
+    """A hashable description of a computation, without arrays, static under `jax.jit`."""
 
     @property
     def vocab_size(self) -> int:
-        """Width of the logits; token ids lie below it."""
+        """Width of the logits; token ids are below it."""
         ...
 
     @property
     def num_layers(self) -> int:
-        """Layers that remember something; they are numbered from 0."""
+        """Number of layers, numbered from 0; those without a cache may be counted."""
         ...
 
     @property
     def max_positions(self) -> int:
-        """Longest sequence the model is meant for."""
+        """Longest sequence that the model supports, in tokens."""
         ...
 
     @property
     def whole_prompts(self) -> bool:
-        """Whether a prompt must not be cut into several steps, because its length changes what a token computes."""
+        """Whether a prompt must be computed in one step, because its tokens' results depend on its length."""
         ...
 
     @property
     def implementation(self) -> str | None:
-        """What every op insists on, one of `pallas_kernels.families.FAMILIES`; `None` takes the best."""
+        """The family that every op must use, one of `pallas_kernels.families.FAMILIES`; `None` for the best."""
         ...
 
     def running(self, implementation: str) -> "Model":
-        """Returns the same model insisting on an implementation."""
+        """Returns the same model with another family of implementations."""
         ...
 
     def cache_specs(self, *, page_size: int, dtype: str) -> tuple[LayerSpec, ...]:
-        """Returns what each layer remembers, keys and values in `dtype`."""
+        """Returns the cache spec of each layer.
+
+        Args:
+            page_size: tokens per page.
+            dtype: dtype name of keys and values.
+        """
         ...
 
     def init_params(self, key: PRNGKeyArray, dtype: DTypeLike) -> Params:
-        """Draws random parameters, for tests and benchmarks."""
+        """Returns random parameters in `dtype`, for tests and benchmarks."""
         ...
 
     def forward(
         self, params: Params, cache: Cache, batch: StepBatch
     ) -> tuple[Cache, Float[Array, "tokens hidden_size"]]:
-        """Remembers the new tokens and returns their hidden states after the final norm.
+        """Returns the cache with the new tokens written, and their hidden states after the final norm.
 
-        The returned cache has the leaves of the given one, in the same order.
+        The returned cache has the same leaves in the same order, so it can be donated.
         """
         ...
 
     def logits(
         self, params: Params, hidden: Float[Array, "rows hidden_size"]
     ) -> Float[Array, "rows vocab_size"]:
-        """Scores every token after each hidden state, in float32."""
+        """Returns the float32 logits of each hidden state."""
         ...

@@ -1,4 +1,4 @@
-"""The built-in family of a model directory, by its `model_type`: config, computation and parameters."""
+"""The built-in families by `model_type`; reads config, model and parameters of a model directory."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -53,11 +53,11 @@ FAMILIES: Mapping[str, Callable[[Mapping[str, object]], ModelConfig]] = {
 
 
 def load_config(directory: str | Path) -> ModelConfig:
-    """Reads `config.json`, and the end ids of `generation_config.json` where there is one.
+    """Reads `config.json`, and the EOS ids of `generation_config.json` if there is one.
 
     Raises:
         BadCheckpoint: a file is missing or is no JSON object.
-        UnknownConfig: the family, or a key that would change the result, is not understood.
+        UnknownConfig: the family, or a key that may change the result, is not supported.
         ValueError: a value has the wrong type or is out of range.
     """
     path = existing_directory(directory)
@@ -70,8 +70,8 @@ def load_config(directory: str | Path) -> ModelConfig:
 
 
 def read_config(raw: Mapping[str, object]) -> ModelConfig:
-    """Reads a parsed `config.json`; raises as `load_config` does."""
-    # Keys that ask for code are refused before anything else is said about the file.
+    """Returns the config of a parsed `config.json`; raises as `load_config` does."""
+    # `ConfigJson` rejects keys that name code before the family is looked up.
     model_type = ConfigJson(raw).take("model_type", None)
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise UnknownConfig(
@@ -82,12 +82,16 @@ def read_config(raw: Mapping[str, object]) -> ModelConfig:
 
 
 def build_model(config: ModelConfig, *, implementation: str | None = None) -> Decoder:
-    """Returns the computation a config describes; `implementation` is of the ops, for the whole model."""
+    """Returns the model of a config; `implementation` is the family of implementations of all its ops."""
     return Decoder(config, implementation)
 
 
 def resolve_dtype(dtype: str, checkpoint: str) -> str:
-    """Returns the dtype to compute in; "auto" is the checkpoint's, and short names such as "bf16" are accepted."""
+    """Returns the parameters' dtype name; "auto" is the checkpoint's, and short names such as "bf16" are accepted.
+
+    Raises:
+        ValueError: the dtype is not supported.
+    """
     dtype = dtype_name(dtype)
     if dtype not in DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
@@ -101,25 +105,26 @@ def load_model(
     implementation: str | None = None,
     progress: bool = False,
 ) -> tuple[Params, Decoder]:
-    """Reads a model directory for `jaxkv.generate`; a cache, a tokenizer and an engine are what `LLM` adds.
+    """Reads a model directory for `jaxkv.generate`. For a tokenizer and an engine with a cache, use `LLM`.
 
     Examples:
         >>> params, model = jaxkv.load_model()
         >>> jaxkv.generate(params, model, [[1, 2, 3]], eos_ids=model.config.eos_ids).tokens
 
     Args:
-        directory: a Hugging Face model directory (config.json, safetensors); the small model inside the package if
-            not given. Nothing in it is executed.
-        dtype: of the parameters: "float32", "bfloat16", "float16", or "auto" for the checkpoint's own.
-        implementation: what every op insists on, see `LLM`; the best if not given.
-        progress: show a bar on stderr.
+        directory: a Hugging Face model directory (config.json, safetensors); `None` for the small model inside the
+            package. Nothing in it is executed.
+        dtype: dtype of the parameters: "float32", "bfloat16", "float16", or "auto" for the checkpoint's own.
+        implementation: family of implementations that every op must use, see `LLM`; `None` for the best.
+        progress: show a progress bar on stderr.
 
     Returns:
-        The parameters on JAX's default device, a nested dict of arrays, and the model, static and hashable.
+        The parameters, a nested dict of arrays on JAX's default device, and the model, static and hashable.
 
     Raises:
-        ValueError: `dtype` is none of these.
-        UnknownConfig, BadCheckpoint: the directory holds something that is not understood, or damaged.
+        ValueError: `dtype` is not one of these.
+        UnknownConfig: the model is not supported.
+        BadCheckpoint: a file is missing or damaged.
     """
     path = default_model.path() if directory is None else Path(directory)
     config = load_config(path)

@@ -302,7 +302,7 @@ def test_a_module_as_model_is_refused_with_the_call_that_works(module, model):
         (lambda module: module, r"params is the nnx module Transformer; pass model.params_of"),
         (
             lambda module: {"norm": module.norm.scale[...]},
-            "params has other entries than the module",
+            "params differs in structure from the module",
         ),
     ],
 )
@@ -355,7 +355,7 @@ def attend_with(**changes):
         ({"cache_specs": specs(layers=())}, "must name layers 0, 1, 2"),
         ({"cache_specs": specs(layers=(0, 2))}, r"once each, got \[0, 2\]"),
         ({"cache_specs": specs(layers=(0, 0, 1))}, r"once each, got \[0, 0, 1\]"),
-        ({"cache_specs": state_specs}, "is of kind 'mamba2'; a FlaxModel's layers are plain"),
+        ({"cache_specs": state_specs}, "is of kind 'mamba2'; the layers of a FlaxModel must be"),
     ],
 )
 def test_specs_that_cannot_be_served_are_refused_when_the_model_is_made(members, reason):
@@ -382,7 +382,7 @@ def test_a_module_that_lacks_the_protocol_is_told_what():
         ),
         (
             {"__call__": attend_with(window=6), "cache_specs": Windowed.cache_specs},
-            "layer 0 attends to 6 tokens but remembers 5",
+            "layer 0 attends to 6 tokens, but its spec keeps only 5",
         ),
         (
             {"logits": lambda self, hidden: hidden.astype(jnp.float32)},
@@ -413,5 +413,5 @@ def test_parameters_of_another_shape_are_refused(model):
             super().__init__(rngs)
             self.norm = nnx.LayerNorm(example.HIDDEN + 1, rngs=rngs)
 
-    with pytest.raises(ValueError, match="Wider has other parameters than the module"):
+    with pytest.raises(ValueError, match="the parameters of this Wider differ"):
         model.params_of(Wider(nnx.Rngs(0)))

@@ -32,7 +32,7 @@ def hopper(monkeypatch):
     """Pretends that JAX compiles for an H200; nothing may run then."""
     monkeypatch.setattr(device, "gpu_arch", lambda: device.HOPPER)
     monkeypatch.setattr(jax, "__version_info__", (0, 11, 2))
-    monkeypatch.setattr(implementation, "_TOLD", set())
+    monkeypatch.setattr(implementation, "_LOGGED", set())
 
 
 def decoder(head_dim, **options):
@@ -103,7 +103,7 @@ def kernels_of(model):
 
 def test_without_a_gpu_a_model_runs_as_xla_and_says_so_once(caplog, monkeypatch):
     monkeypatch.setattr(device, "gpu_arch", lambda: None)
-    monkeypatch.setattr(implementation, "_TOLD", set())
+    monkeypatch.setattr(implementation, "_LOGGED", set())
     with caplog.at_level(logging.INFO, logger="jaxkv"):
         first, again = chosen(decoder(128)), chosen(decoder(128))
     assert first == again == best_on_device()

@@ -1,4 +1,4 @@
-"""Bamba (IBM, Princeton, UIUC): Mamba-2 in most layers, attention that rotates half of each head in the others."""
+"""Bamba (IBM, Princeton, UIUC): Mamba-2 in most layers, attention with partial rotary embedding in the others."""
 
 from collections.abc import Mapping, Sequence
 
@@ -53,7 +53,7 @@ def from_hf(raw: Mapping[str, object]) -> ModelConfig:
 
 
 def _attending(keys: ConfigJson, num_layers: int) -> set[int]:
-    """Returns the layers that attend."""
+    """Returns the numbers of the attention layers."""
     given = keys.take("attn_layer_indices", None)
     listed = [] if given is None else given
     known = range(num_layers)

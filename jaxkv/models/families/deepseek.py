@@ -1,4 +1,4 @@
-"""DeepSeek-V2 (and V2-Lite), -V3 and -V3.2: latent attention, the last over chosen tokens, and many small experts."""
+"""DeepSeek-V2 (and V2-Lite), -V3 and -V3.2: latent attention (sparse in -V3.2) and mixtures of many small experts."""
 
 from collections.abc import Mapping
 
@@ -18,7 +18,7 @@ from jaxkv.models.hf_config.rope_json import read_rope
 
 _SIZE = 2**31 - 1
 _EXPERTS = 2**16
-# What trains a router, and where experts run: nothing of it changes the logits.
+# Options of router training and expert placement; they do not change the logits.
 _IGNORED = "aux_loss_alpha seq_aux ep_size router_aux_loss_coef output_router_logits"
 
 
@@ -27,8 +27,8 @@ def from_hf_v2(raw: Mapping[str, object]) -> ModelConfig:
     keys = ConfigJson(raw)
     if keys.take("norm_topk_prob", False):
         raise UnknownConfig(
-            "config.json sets norm_topk_prob, which DeepSeek's own code and Transformers read differently in "
-            "deepseek_v2; published models do not set it"
+            "config.json sets norm_topk_prob, which DeepSeek's code and Transformers interpret differently for "
+            "deepseek_v2; it is not supported"
         )
     grouped = keys.take_choice(
         "topk_method", "greedy", {"greedy": "", "group_limited_greedy": "groups"}
@@ -81,7 +81,7 @@ def from_hf_v32(raw: Mapping[str, object]) -> ModelConfig:
         named = None if named == _kinds(num_layers, dense) else named
     if named is not None:
         raise UnknownConfig(
-            f"config.json: mlp_layer_types must name dense layers, then sparse ones, {num_layers} in all, "
+            f"config.json: mlp_layer_types must list dense layers, then sparse ones, {num_layers} in all, "
             f"got {str(named)[:80]}"
         )
     attending = keys.take("layer_types", None)
@@ -112,7 +112,7 @@ def _kinds(num_layers: int, dense: int) -> list[str]:
 
 
 def _mtp_layers(keys: ConfigJson) -> int:
-    """Returns how many layers guess further tokens, which Transformers 5 and DeepSeek name differently."""
+    """Returns the number of layers that predict further tokens; Transformers 5 and DeepSeek use different keys."""
     count = keys.take_int("num_nextn_predict_layers", 1, low=0, high=MAX_LAYERS)
     return keys.take_int("num_mtp_layers", count, low=0, high=MAX_LAYERS)
 
@@ -148,7 +148,7 @@ def _mixture(
     every = keys.take_int("moe_layer_freq", 1, high=_SIZE)
     if every != 1:
         raise UnknownConfig(
-            f"config.json sets moe_layer_freq = {every}; supported is 1, experts in all but the first layers"
+            f"config.json sets moe_layer_freq = {every}; only 1 is supported (experts in all but the first layers)"
         )
     return MixtureConfig(
         experts=experts,
@@ -190,9 +190,9 @@ def _read(
     mtp_layers: int = 0,
     index: IndexConfig | None = None,
 ) -> ModelConfig:
-    """Takes the keys that all versions share and refuses those that nobody took."""
+    """Reads the keys that all versions share; raises `UnknownConfig` for keys that were not read."""
     check_architecture(keys, family, architecture)
-    # Transformers derives these two, whatever the file says.
+    # Transformers ignores the file's values of the last two and derives them.
     keys.ignore(f"{_IGNORED} head_dim qk_head_dim")
     heads = _take_heads(keys)
     latent = LatentConfig(
@@ -248,7 +248,7 @@ def _take_heads(keys: ConfigJson) -> int:
 
 
 def _scale(latent: LatentConfig, rope: RopeConfig) -> float:
-    """Returns what scores are multiplied by; yarn's sharpening counts twice, for queries and for keys."""
+    """Returns the factor of attention scores; YaRN's mscale applies twice, to queries and to keys."""
     scale = latent.query_dim**-0.5
     if rope.kind != "yarn" or not rope.mscale_all_dim:
         return scale

@@ -1,4 +1,4 @@
-"""Falcon-H1 (TII): attention and Mamba-2 side by side in every layer, with a constant at every turn."""
+"""Falcon-H1 (TII): attention and Mamba-2 in parallel in every layer, with constant factors of most activations."""
 
 from collections.abc import Mapping
 
@@ -19,7 +19,7 @@ def from_hf(raw: Mapping[str, object]) -> ModelConfig:
     keys.ignore("time_step_rank time_step_min time_step_max time_step_floor")
     if not keys.take_bool("mamba_use_mlp", True):
         raise UnknownConfig(
-            "config.json sets mamba_use_mlp = False; only layers with one are supported"
+            "config.json sets mamba_use_mlp = False; only layers with an MLP are supported"
         )
     num_layers = take_num_layers(keys)
     hidden_size = keys.take_int("hidden_size", high=_SIZE)
@@ -42,8 +42,8 @@ def from_hf(raw: Mapping[str, object]) -> ModelConfig:
     attention_bias = keys.take_bool("attention_bias", False)
     if mamba.in_bias and before != 1.0:
         raise UnknownConfig(
-            f"config.json sets mamba_proj_bias and ssm_in_multiplier = {before}, whose order with each other is "
-            "not supported"
+            f"config.json sets mamba_proj_bias and ssm_in_multiplier = {before}; only one of both is "
+            "supported"
         )
     head_dim = take_nullable_int(keys, "head_dim", None) or hidden_size // heads
     return read_llama_like(
@@ -57,7 +57,7 @@ def from_hf(raw: Mapping[str, object]) -> ModelConfig:
         qkv_bias=attention_bias,
         o_bias=attention_bias,
         mlp_bias=keys.take_bool("mlp_bias", False),
-        # Keys enter scores alone, as a factor, so theirs is one of the scores.
+        # Scores are linear in the keys, so the factor of keys can be applied to the scores.
         attention_scale=head_dim**-0.5 * keys.take_float("key_multiplier", 1.0),
         pattern=(("mamba2+attention", "gated"),) * num_layers,
         mamba=mamba,

@@ -1,4 +1,4 @@
-"""Gemma 2: windows in every other layer, bounded scores and logits, and norms on both sides of each stage."""
+"""Gemma 2: sliding windows in every other layer, soft-capped scores and logits, norms before and after each stage."""
 
 from collections.abc import Mapping
 from typing import TypedDict
@@ -13,7 +13,7 @@ _SIZE = 2**31 - 1
 
 
 class Gemma(TypedDict):
-    """The fields of `ModelConfig` that Gemma 2 and 3 set alike."""
+    """The fields of `ModelConfig` that Gemma 2 and 3 set in the same way."""
 
     qkv_bias: bool
     o_bias: bool
@@ -44,16 +44,16 @@ def from_hf(raw: Mapping[str, object]) -> ModelConfig:
 
 
 def gemma(keys: ConfigJson) -> Gemma:
-    """Takes what Gemma 2 and 3 have in common.
+    """Reads the keys that Gemma 2 and 3 have in common.
 
     Raises:
-        UnknownConfig: the model sees what comes after a token.
+        UnknownConfig: attention is bidirectional.
     """
-    # Superseded by hidden_activation, which Transformers reads alone.
+    # Superseded by hidden_activation; Transformers reads only that.
     keys.ignore("hidden_act")
     if keys.take("use_bidirectional_attention", None):
         raise UnknownConfig(
-            "config.json sets use_bidirectional_attention, but a text is generated from left to right"
+            "config.json sets use_bidirectional_attention; only causal attention is supported"
         )
     biases = keys.take_bool("attention_bias", False)
     width = keys.take_int("hidden_size", high=_SIZE)
@@ -68,5 +68,5 @@ def gemma(keys: ConfigJson) -> Gemma:
 
 
 def take_window(keys: ConfigJson) -> int:
-    """Returns the window of those layers that have one."""
+    """Returns the window of the sliding-window layers, in tokens."""
     return keys.take_int("sliding_window", 4096, high=_SIZE)

@@ -1,4 +1,4 @@
-"""Gemma 3, its text models: a window in five of six layers, whose angles are others, and norms on queries and keys."""
+"""Gemma 3, text models: a window and its own rotary embedding in five of six layers, norms on queries and keys."""
 
 from collections.abc import Mapping
 
@@ -19,13 +19,13 @@ def from_hf(raw: Mapping[str, object]) -> ModelConfig:
     keys = ConfigJson(raw)
     if keys.take("attn_logit_softcapping", None) is not None:
         raise UnknownConfig(
-            "config.json sets attn_logit_softcapping, which Transformers does not apply in this family, so that it is "
-            "not known what the model was made for; if it goes without, set it to null"
+            "config.json sets attn_logit_softcapping, which Transformers does not apply in this family; set it to "
+            "null if the model was trained without it"
         )
-    # What Transformers notes beside layer_types, and does not read.
+    # Transformers writes this beside layer_types and does not read it.
     keys.ignore("_sliding_window_pattern")
     every = keys.take_int("sliding_window_pattern", 6, high=_SIZE)
-    everywhere, windowed = _ropes(keys)
+    full, windowed = _ropes(keys)
     return read_llama_like(
         keys,
         "gemma3_text",
@@ -34,7 +34,7 @@ def from_hf(raw: Mapping[str, object]) -> ModelConfig:
         head_dim=256,
         max_positions=_POSITIONS,
         windows=layer_windows(keys, take_window(keys), full_every=every),
-        rope=everywhere,
+        rope=full,
         window_rope=windowed,
         activation_key="hidden_activation",
         activation="gelu_pytorch_tanh",
@@ -46,9 +46,9 @@ def from_hf(raw: Mapping[str, object]) -> ModelConfig:
 
 
 def _ropes(keys: ConfigJson) -> tuple[RopeConfig, RopeConfig]:
-    """Returns the angles of layers that see everything, and of those with a window.
+    """Returns the rotary embeddings of full-attention layers and of window layers.
 
-    Transformers 5 names both in `rope_parameters`; before, `rope_scaling` concerned the first alone.
+    Transformers 5 has both in `rope_parameters`; before, `rope_scaling` applied to the first only.
     """
     head_dim = keys.take_int("head_dim", 256, high=2**16)
     positions = keys.take_int("max_position_embeddings", _POSITIONS, high=_SIZE)

@@ -1,4 +1,4 @@
-"""GPT-OSS: sinks in every head, a window in every other layer, and experts with biases and a bounded activation."""
+"""GPT-OSS: attention sinks, a window in every other layer, experts with biases and a clamped activation."""
 
 from collections.abc import Mapping
 
@@ -26,13 +26,13 @@ def from_hf(raw: Mapping[str, object]) -> ModelConfig:
     if not (raw.get("rope_parameters") or raw.get("rope_scaling")):
         raw = {**raw, "rope_parameters": _ROPE}
     keys = ConfigJson({"rope_theta": _ROPE["rope_theta"], **raw})
-    # The context before stretching is also said in the rotary part.
+    # initial_context_length repeats a value of the rotary part.
     keys.ignore("output_router_logits router_aux_loss_coef initial_context_length")
     top_k = keys.take_int("num_experts_per_tok", 4, high=2**16)
     for key, wanted in (("experts_per_token", top_k), ("swiglu_limit", _CLAMP)):
         if keys.take(key, wanted) != wanted:
             raise UnknownConfig(
-                f"config.json sets {key} = {str(keys.take(key))[:80]}; of gpt_oss, only {wanted} is supported here"
+                f"config.json sets {key} = {str(keys.take(key))[:80]}; for gpt_oss, only {wanted} is supported"
             )
     biases = keys.take_bool("attention_bias", True)
     window = keys.take_int("sliding_window", 128, high=_SIZE)

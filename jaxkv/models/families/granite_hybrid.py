@@ -1,4 +1,4 @@
-"""Granite 4 (IBM): Mamba-2, and attention mostly without positions, over experts or a dense feed-forward."""
+"""Granite 4 (IBM): Mamba-2 and attention layers, mostly without rotary embedding, with experts or dense MLPs."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -61,15 +61,15 @@ def from_hf(raw: Mapping[str, object]) -> ModelConfig:
 
 
 def _mixture(keys: ConfigJson) -> MixtureConfig | None:
-    """Returns the experts; a model of none is dense, and its shared expert is its feed-forward."""
+    """Returns the mixture; `None` for a dense model, whose feed-forward has the keys of the shared expert."""
     experts = keys.take_int("num_local_experts", 8, low=0, high=2**16)
-    asked = keys.take_int("num_experts_per_tok", 2, low=0, high=2**16)
+    top_k = keys.take_int("num_experts_per_tok", 2, low=0, high=2**16)
     size = keys.take_int("intermediate_size", 11008, low=0, high=_SIZE)
     if not experts:
         return None
     shared = keys.take_int("shared_intermediate_size", 1024, high=_SIZE)
-    # A softmax over the chosen alone is one over all, made to sum to one again.
-    return MixtureConfig(experts=experts, top_k=asked, size=size, gated=True, shared_size=shared)
+    # The family's softmax over the selected experts equals a softmax over all, renormalised.
+    return MixtureConfig(experts=experts, top_k=top_k, size=size, gated=True, shared_size=shared)
 
 
 def _pattern(keys: ConfigJson, num_layers: int, feed_forward: str) -> tuple[tuple[str, ...], ...]:

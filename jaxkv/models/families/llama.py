@@ -1,4 +1,4 @@
-"""Llama 2, 3 and 3.1 onwards: optional biases, and all the ways its rotary embedding has been stretched."""
+"""Llama 2, 3, 3.1 and later: optional biases, and all kinds of rotary scaling."""
 
 from collections.abc import Mapping
 

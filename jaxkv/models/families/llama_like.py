@@ -1,4 +1,4 @@
-"""What the config.json of Llama and its relatives have in common. The family files say where they differ."""
+"""Reads the keys of config.json that Llama and similar families share. Each family's file adds its differences."""
 
 from collections.abc import Sequence
 from typing import TypedDict, Unpack
@@ -23,7 +23,7 @@ _SIZE = 2**31 - 1
 
 
 class Differences(TypedDict, total=False):
-    """The fields of `ModelConfig` a family sets by itself."""
+    """The fields of `ModelConfig` that a family's file sets."""
 
     qkv_bias: bool
     o_bias: bool
@@ -63,24 +63,28 @@ def read_llama_like(
     tied: bool = False,
     **differences: Unpack[Differences],
 ) -> ModelConfig:
-    """Takes the keys all the families share and refuses those that nobody took.
+    """Reads the keys that all these families share, and returns the model's config.
 
     Args:
-        keys: the file, from which the family has taken its own keys.
+        keys: config.json, from which the family has read its own keys.
         family: its `model_type`.
-        architecture: its causal language model in `architectures`.
-        kv_heads: what Transformers assumes where the file says nothing; `None` for as many as heads.
-        max_positions: likewise.
-        windows: per layer.
-        head_dim: likewise; `None` for the hidden size divided by the heads.
-        norm_eps: likewise.
-        ffn_key: what holds the dense feed-forward's width.
-        partial: share of a head that is rotated, likewise; `None` for all of it, whatever the file says.
-        rope: the angles, if the family has read them, which then do not change `max_positions`.
-        activation_key: what names the activation.
-        activation: what it is where the file says nothing.
-        tied: whether embeddings are tied where the file says nothing.
-        **differences: fields the family sets by itself.
+        architecture: name of its causal language model in `architectures`.
+        kv_heads: Transformers' default of this number; `None` for the number of heads.
+        max_positions: Transformers' default.
+        windows: for each layer, its window in tokens, or `None` for all tokens.
+        head_dim: Transformers' default; `None` for the hidden size divided by the heads.
+        norm_eps: Transformers' default.
+        ffn_key: key of the dense feed-forward's width.
+        partial: Transformers' default share of a head that is rotated; `None` if the family always rotates all of it.
+        rope: the rotary embedding, if the family has read it; then it does not change `max_positions`.
+        activation_key: key of the activation.
+        activation: Transformers' default activation.
+        tied: Transformers' default for tied embeddings.
+        **differences: fields that the family sets.
+
+    Raises:
+        UnknownConfig: a key that would change the result was not read, or has an unsupported value.
+        ValueError: a value is missing, of the wrong type or out of range.
     """
     check_architecture(keys, family, architecture)
     vocab_size = keys.take_int("vocab_size", high=_SIZE)
@@ -116,33 +120,37 @@ def read_llama_like(
 
 
 def check_architecture(keys: ConfigJson, family: str, architecture: str) -> None:
-    """Raises `UnknownConfig` if the file says that it is not the family's causal language model."""
+    """Raises `UnknownConfig` if `architectures` is there without the family's causal language model."""
     named = keys.take("architectures", None)
     if named is not None and (not isinstance(named, Sequence) or architecture not in named):
         raise UnknownConfig(
-            f"config.json names architectures = {shown(named)}; of {family}, only {architecture} is supported"
+            f"config.json sets architectures = {shown(named)}; for {family}, only {architecture} is supported"
         )
 
 
 def take_num_layers(keys: ConfigJson) -> int:
-    """Returns the number of layers, checked before anything of that length is built."""
+    """Returns the number of layers, at most `MAX_LAYERS`."""
     return keys.take_int("num_hidden_layers", high=MAX_LAYERS)
 
 
 def take_nullable_int(keys: ConfigJson, key: str, default: int | None) -> int | None:
-    """Returns a positive integer or null."""
+    """Returns a positive integer, or `None` for null."""
     return None if keys.take(key, default) is None else keys.take_int(key, default, high=_SIZE)
 
 
 def layer_windows(
     keys: ConfigJson, window: int | None, *, full_layers: int = 0, full_every: int | None = None
 ) -> tuple[int | None, ...]:
-    """Returns the window of each layer: `None` for the first `full_layers`, `window` for the others.
+    """Returns the window of each layer in tokens, or `None` for all tokens; `layer_types` takes precedence.
 
-    Of those, every `full_every`-th, counted from the first layer of all, has none either.
+    Args:
+        keys: config.json.
+        window: window of the layers that have one; `None` if no layer has one.
+        full_layers: number of first layers without a window.
+        full_every: every so many layers, counted from the first one, a layer has no window.
 
     Raises:
-        UnknownConfig: `layer_types` is there and says something else that needs a window we do not have.
+        UnknownConfig: `layer_types` has an unknown kind, names a window that is not given, or has the wrong length.
     """
     num_layers = take_num_layers(keys)
     windows = tuple(
@@ -165,7 +173,7 @@ def layer_windows(
 
 
 def take_nullable_float(keys: ConfigJson, key: str, default: float | None) -> float | None:
-    """Returns a number or null."""
+    """Returns a finite number, or `None` for null."""
     return None if keys.take(key, default) is None else keys.take_float(key, default)
 
 
@@ -180,9 +188,9 @@ def _head_dim(keys: ConfigJson, hidden_size: int, heads: int, default: int | Non
 
 
 def take_dtype(keys: ConfigJson) -> str:
-    """Returns the checkpoint's dtype; Transformers 4 called it `torch_dtype`.
+    """Returns the checkpoint's dtype name, from `dtype` or Transformers 4's `torch_dtype`.
 
-    Null means float32, or bfloat16 beside quantised weights, whose other tensors are of that dtype (GPT-OSS).
+    Null means float32; for quantised checkpoints bfloat16, the dtype of their other tensors (GPT-OSS).
     """
     older = keys.take("torch_dtype", None)
     newer = keys.take("dtype", None)

@@ -9,7 +9,7 @@ from jaxkv.models.hf_config.config_json import ConfigJson
 from jaxkv.models.hf_config.mamba_json import MambaKeys, read_mamba
 
 MAX_POSITIONS = 2**20
-"""Nothing in the model counts positions; this bounds what is promised of one sequence."""
+"""Longest supported sequence in tokens; the model itself has no limit."""
 
 _KEYS = MambaKeys(
     heads=("num_heads", 128),
@@ -32,9 +32,9 @@ def from_hf(raw: Mapping[str, object]) -> ModelConfig:
         raise UnknownConfig(
             "config.json sets rms_norm = False; mixers without a norm are not supported"
         )
-    # Transformers gates before the norm whatever this says.
+    # Transformers ignores this key and always gates before the norm.
     keys.ignore("norm_before_gate")
-    # How weights were first drawn.
+    # Options of the initialisation of weights.
     keys.ignore(
         "time_step_rank time_step_min time_step_max time_step_floor rescale_prenorm_residual"
     )

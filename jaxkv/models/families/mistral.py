@@ -1,4 +1,4 @@
-"""Mistral: Llama with a sliding window in every layer, unless the file says null."""
+"""Mistral: Llama with a sliding window in every layer, or none if `sliding_window` is null."""
 
 from collections.abc import Mapping
 
@@ -15,7 +15,7 @@ def from_hf(raw: Mapping[str, object]) -> ModelConfig:
     windows = layer_windows(keys, window)
     if any(reach != window for reach in windows):
         raise UnknownConfig(
-            "config.json: layer_types mixes windows; every layer of mistral has the same"
+            "config.json: layer_types mixes windows; for mistral, all layers must have the same one"
         )
     return read_llama_like(
         keys,

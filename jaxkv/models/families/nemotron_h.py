@@ -1,4 +1,4 @@
-"""Nemotron-H and Nemotron 3 (NVIDIA): layers of one block each: Mamba-2, attention without positions, or experts."""
+"""Nemotron-H and Nemotron 3 (NVIDIA): one block per layer: Mamba-2, attention without rotation, an MLP or experts."""
 
 from collections.abc import Mapping
 
@@ -39,23 +39,23 @@ _KINDS = _STAGES | {
     "-": _STAGES["mlp"],
     "E": _STAGES["moe"],
 }
-"""Layers by the names and the letters that files give them."""
+"""Kind of layer, as a name or a letter -> its stages."""
 
 
 def from_hf(raw: Mapping[str, object]) -> ModelConfig:
     """Reads a parsed config.json whose `model_type` is "nemotron_h".
 
-    Step sizes are bounded by `time_step_limit` alone, in prefill and decode alike, as the models were trained.
-    Transformers also raises them to `time_step_min`, but in prefill only.
+    Step sizes are bounded by `time_step_limit` only, in prefill and decode, as in training. Transformers also applies
+    `time_step_min` as a lower bound, but in prefill only.
     """
     keys = ConfigJson(raw)
     check_architecture(keys, "nemotron_h", "NemotronHForCausalLM")
     keys.ignore("num_logits_to_keep use_mamba_kernels rescale_prenorm_residual hidden_dropout")
     keys.ignore("time_step_rank time_step_min time_step_max time_step_floor expand mamba_proj_bias")
-    # Layers that guess further tokens are left out, and so are their weights.
+    # Layers that predict further tokens are not run, and their weights are not loaded.
     keys.ignore("num_nextn_predict_layers mtp_layers_block_type mtp_hybrid_override_pattern")
     keys.ignore("n_shared_experts moe_shared_expert_overlap mamba_ssm_cache_dtype residual_in_fp32")
-    # Said by the pattern, or unused by Transformers too.
+    # Implied by the pattern, or not used by Transformers.
     keys.ignore("num_hidden_layers attention_bias tie_word_embeddings")
     vocab_size = keys.take_int("vocab_size", 131072, high=_SIZE)
     letters = keys.take("hybrid_override_pattern", None)
@@ -63,7 +63,7 @@ def from_hf(raw: Mapping[str, object]) -> ModelConfig:
     pattern = take_layer_kinds(named, None, _KINDS)
     if keys.take("sliding_window", None) is not None:
         raise UnknownConfig(
-            "config.json sets sliding_window, which attention of nemotron_h has no use for"
+            "config.json sets sliding_window, which is not supported for nemotron_h"
         )
     heads = keys.take_int("num_attention_heads", 32, high=_SIZE)
     head_dim = keys.take_int(
@@ -93,13 +93,13 @@ def from_hf(raw: Mapping[str, object]) -> ModelConfig:
         dtype=take_dtype(keys),
     )
     if config.mixture is not None and config.mlp_bias:
-        raise UnknownConfig("config.json sets mlp_bias, which experts are not supported with")
+        raise UnknownConfig("config.json sets mlp_bias, which is not supported with experts")
     keys.finish()
     return config
 
 
 def _mixture(keys: ConfigJson, *, used: bool) -> MixtureConfig | None:
-    """Takes the keys of the experts, which files of models without any hold too."""
+    """Reads the keys of the experts, which models without experts have too; returns `None` if `used` is false."""
     sizes = {
         "experts": keys.take_int("n_routed_experts", 8, low=0, high=2**16),
         "top_k": keys.take_int("num_experts_per_tok", 2, low=0, high=2**16),

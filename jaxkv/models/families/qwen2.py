@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5: biases on queries, keys and values, and a sliding window in the upper layers if it is on."""
+"""Qwen2 and Qwen2.5: biases on queries, keys and values, and optionally a sliding window in the upper layers."""
 
 from collections.abc import Mapping
 
@@ -22,7 +22,7 @@ def from_hf(raw: Mapping[str, object]) -> ModelConfig:
 
 
 def qwen_windows(keys: ConfigJson) -> tuple[int | None, ...]:
-    """Returns the window of each layer: layers below `max_window_layers` see everything."""
+    """Returns the window of each layer; the first `max_window_layers` layers have none."""
     used = keys.take_bool("use_sliding_window", False)
     window = take_nullable_int(keys, "sliding_window", 4096)
     full_layers = keys.take_int("max_window_layers", 28, low=0, high=2**31 - 1)

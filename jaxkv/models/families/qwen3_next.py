@@ -1,4 +1,4 @@
-"""Qwen3-Next: gated delta mixers, gated attention in every fourth layer, and many small experts beside a shared one."""
+"""Qwen3-Next: gated delta mixers, gated attention in every fourth layer, many small experts and a shared one."""
 
 from collections.abc import Mapping
 
@@ -20,7 +20,7 @@ def from_hf(raw: Mapping[str, object]) -> ModelConfig:
     num_layers = take_num_layers(keys)
     if keys.take_bool("attention_bias", False):
         raise UnknownConfig(
-            "config.json sets attention_bias, which gated attention is not supported with"
+            "config.json sets attention_bias, which is not supported with gated attention"
         )
     interval = keys.take_int("full_attention_interval", 4, high=_SIZE)
     kinds = keys.take("layer_types", None)
@@ -64,7 +64,7 @@ def from_hf(raw: Mapping[str, object]) -> ModelConfig:
 
 
 def _feed_forwards(keys: ConfigJson, num_layers: int) -> list[str]:
-    """Returns what follows each layer's mixer: experts in every `decoder_sparse_step`-th, unless it is named dense."""
+    """Returns each layer's feed-forward stage: experts in every `decoder_sparse_step`-th layer that is not dense."""
     step = keys.take_int("decoder_sparse_step", 1, high=_SIZE)
     dense = keys.take("mlp_only_layers", None) or []
     if not isinstance(dense, list) or any(layer not in range(num_layers) for layer in dense):

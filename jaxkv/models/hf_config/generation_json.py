@@ -1,4 +1,4 @@
-"""The sampling that a model's `generation_config.json` asks for."""
+"""Reads the recommended sampling parameters of a model from `generation_config.json`."""
 
 from collections.abc import Mapping
 from dataclasses import replace

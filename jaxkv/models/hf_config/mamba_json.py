@@ -1,4 +1,4 @@
-"""Reads the sizes of Mamba-2 mixers from `config.json`, whatever a family calls them."""
+"""Reads the sizes of Mamba-2 mixers from `config.json`, under each family's own keys."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -14,10 +14,10 @@ _SILU = {"silu": "silu", "swish": "silu"}
 
 @dataclass(frozen=True)
 class MambaKeys:
-    """What a family calls the sizes, and what Transformers assumes where the file says nothing.
+    """A family's keys of the mixer's sizes, and Transformers' defaults.
 
     Attributes:
-        heads, head_dim, d_state, d_conv, groups, chunk_size, conv_bias, activation: (key, default).
+        heads, head_dim, d_state, d_conv, groups, chunk_size, conv_bias, activation: (key, default) each.
     """
 
     heads: tuple[str, int]
@@ -40,7 +40,7 @@ BAMBA_KEYS = MambaKeys(
     conv_bias=("mamba_conv_bias", True),
     activation=("hidden_act", "silu"),
 )
-"""Of Bamba, and of Granite 4 and Falcon-H1 after it."""
+"""The keys of Bamba, Granite 4 and Falcon-H1."""
 
 
 def read_mamba(
@@ -53,20 +53,20 @@ def read_mamba(
     norm_groups: int = 1,
     gate_first: bool = True,
 ) -> MambaConfig:
-    """Takes the mixer's keys.
+    """Reads the mixer's keys.
 
     Args:
-        keys: the file.
-        names: what the family calls them.
-        d_inner: what the heads must come to, together; `None` if they alone decide.
-        in_bias: whether the input projection carries a bias.
-        out_bias: whether the output projection does.
-        norm_groups: see `MambaConfig`; -1 for as many as there are groups.
+        keys: config.json.
+        names: the family's keys.
+        d_inner: required width of all heads together; `None` if there is no such requirement.
+        in_bias: whether the input projection has a bias.
+        out_bias: whether the output projection has a bias.
+        norm_groups: see `MambaConfig`; -1 for the number of groups.
         gate_first: see `MambaConfig`.
 
     Raises:
-        UnknownConfig: the convolution's activation is no SiLU.
-        ValueError: a size is out of range, or the heads do not come to `d_inner`.
+        UnknownConfig: the convolution's activation is not SiLU.
+        ValueError: a size is out of range, or the width of all heads is not `d_inner`.
     """
     heads = keys.take_int(*names.heads, high=_SIZE)
     named = keys.take(*names.head_dim)
@@ -76,7 +76,7 @@ def read_mamba(
         head_dim = keys.take_int(*names.head_dim, high=_SIZE)
     if d_inner is not None and heads * head_dim != d_inner:
         raise ValueError(
-            f"config.json: {heads} mamba heads of {head_dim} are not {d_inner} wide, as the other sizes say"
+            f"config.json: {heads} mamba heads of {head_dim} components must have the width {d_inner} together"
         )
     keys.take_choice(*names.activation, _SILU)
     groups = keys.take_int(*names.groups, high=_SIZE)
@@ -99,15 +99,15 @@ def read_mamba(
 def take_layer_kinds(
     kinds: object, num_layers: int | None, choices: Mapping[str, tuple[str, ...]]
 ) -> tuple[tuple[str, ...], ...]:
-    """Returns the stages of each layer by the name of its kind.
+    """Returns the stages of each layer.
 
     Args:
-        kinds: a list of names, or a string with a letter for each layer.
-        num_layers: how many there must be; `None` for any number.
-        choices: the stages of each kind.
+        kinds: a list with the name of each layer's kind, or a string with a letter for each layer.
+        num_layers: required number of layers; `None` for any.
+        choices: kind -> stages.
 
     Raises:
-        UnknownConfig: a name is not among the choices, or there are too many or too few.
+        UnknownConfig: a kind is not in `choices`, or the number of layers is wrong.
     """
     given = list(kinds) if isinstance(kinds, Sequence) else []
     known = [kind for kind in given if isinstance(kind, str) and kind in choices]
@@ -121,7 +121,7 @@ def take_layer_kinds(
 
 
 def _take_limits(keys: ConfigJson) -> tuple[float, float]:
-    """Returns the bounds of the step size, which may be infinite and then have two spellings."""
+    """Returns the bounds of the step size; infinity may be a number or an object."""
     given = keys.take("time_step_limit", None)
     if given is None:
         return 0.0, math.inf
@@ -137,5 +137,5 @@ def _as_bound(value: object) -> float:
     if isinstance(value, int | float) and not isinstance(value, bool) and value >= 0:
         return float(value)
     raise ValueError(
-        f"config.json: time_step_limit must hold numbers from 0 on or Infinity, got {str(value)[:80]}"
+        f"config.json: time_step_limit must hold non-negative numbers or Infinity, got {str(value)[:80]}"
     )

@@ -1,4 +1,4 @@
-"""Reads the rotary part of `config.json`, as Transformers 4 (`rope_scaling`) and 5 (`rope_parameters`) spell it."""
+"""Reads the rotary part of `config.json`, in the form of Transformers 4 (`rope_scaling`) or 5 (`rope_parameters`)."""
 
 from collections.abc import Mapping
 
@@ -14,15 +14,19 @@ _MAX_POSITIONS = 2**31 - 1
 def read_rope(
     config: ConfigJson, *, head_dim: int, max_positions: int, partial: float | None = None
 ) -> tuple[RopeConfig, int]:
-    """Returns the rotary embedding, and the longest sequence that it is stretched to.
+    """Returns the rotary embedding, and the longest sequence that it supports, in tokens.
 
     Args:
-        config: the whole file, from which the rotary keys are taken.
+        config: config.json, whose rotary keys are read.
         head_dim: components of a head.
-        max_positions: `max_position_embeddings`; for "linear" and "dynamic" the length before stretching.
-        partial: share of them that is rotated where the file does not say; `None` if the family rotates all.
+        max_positions: `max_position_embeddings`; for "linear" and "dynamic", the context length before scaling.
+        partial: default of the share of components that is rotated; `None` if the family always rotates all.
+
+    Raises:
+        UnknownConfig: the kind or a key is not supported.
+        ValueError: a value is missing, of the wrong type or out of range.
     """
-    # Where both are given, Transformers takes the older one.
+    # If both are given, Transformers uses the older one.
     newer, older = config.take_object("rope_parameters"), config.take_object("rope_scaling")
     place = "config.json: rope_scaling" if older else "config.json: rope_parameters"
     keys = ConfigJson(_with_kind(older or newer), place=place)
@@ -60,8 +64,8 @@ def _read_dynamic(keys: ConfigJson, max_positions: int) -> tuple[dict, int]:
     original = keys.take("original_max_position_embeddings", max_positions)
     if original != max_positions:
         raise UnknownConfig(
-            f"config.json: dynamic rope sets original_max_position_embeddings = {shown(original)} beside "
-            f"max_position_embeddings = {max_positions}; it stretches from the latter"
+            f"config.json: dynamic rope sets original_max_position_embeddings = {shown(original)}, which must "
+            f"equal max_position_embeddings = {max_positions}"
         )
     return {"factor": factor, "original_max_positions": max_positions}, int(max_positions * factor)
 
@@ -78,10 +82,10 @@ def _read_llama3(keys: ConfigJson, max_positions: int) -> tuple[dict, int]:
 
 def _read_yarn(keys: ConfigJson, max_positions: int) -> tuple[dict, int]:
     original = _original(keys, max_positions)
-    # A null factor was dropped with the other nulls; it means the ratio of the two lengths.
+    # A null factor, dropped with the other nulls, means the ratio of the two lengths.
     factor = keys.take_float("factor", max_positions / original)
     options: dict[str, object] = {"factor": factor, "original_max_positions": original}
-    # Transformers reads 0 as "not given" here.
+    # Transformers treats 0 as missing here.
     options["beta_fast"] = keys.take_float("beta_fast", 32.0) or 32.0
     options["beta_slow"] = keys.take_float("beta_slow", 1.0) or 1.0
     options["truncate"] = keys.take_bool("truncate", True)

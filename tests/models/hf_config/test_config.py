@@ -238,7 +238,7 @@ def test_what_would_change_the_result_and_is_not_understood_is_refused_by_name(k
 
 
 def test_a_refusal_names_the_value_and_every_key():
-    with pytest.raises(UnknownConfig, match=r"alpha = 1, beta = 'two'.*not understood"):
+    with pytest.raises(UnknownConfig, match=r"alpha = 1, beta = 'two'.*not supported"):
         read_config(TINY | {"alpha": 1, "beta": "two"})
 
 

@@ -151,7 +151,7 @@ def test_gpt_oss_as_its_makers_wrote_it_is_read():
 @pytest.mark.parametrize(
     ("file", "change", "told"),
     [
-        (GEMMA_2, {"use_bidirectional_attention": True}, "from left to right"),
+        (GEMMA_2, {"use_bidirectional_attention": True}, "only causal attention"),
         (GEMMA_2, {"layer_types": ["chunked_attention"] * 26}, "layer_types must name"),
         (GEMMA_3, {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
         (GEMMA_3, {"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "must name"),
