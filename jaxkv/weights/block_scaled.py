@@ -1,6 +1,6 @@
-"""Tensors that a checkpoint holds as numbers of 8 or 4 bits with a scale per block, read as the weights they mean.
+"""Reads block-scaled tensors: 8-bit or 4-bit numbers with one scale per block, dequantised while they are read.
 
-Each number is multiplied by its scale in float32, and the product is rounded once to the dtype that was asked for.
+Each number is multiplied by its scale in float32, and the product is rounded once to the requested dtype.
 """
 
 import math
@@ -18,28 +18,28 @@ from jaxkv.weights.safetensors import FLOAT_DTYPES, StoredTensor, all_finite
 from jaxkv.wording import clip
 
 PIECE = 2**18
-"""How many numbers are decoded at once, if a row has no more: what stays in a core's cache."""
+"""Elements decoded at once, so that they fit in a core's cache; at least one row."""
 
 _BYTES = np.arange(256, dtype=np.uint8)
 _E4M3 = _BYTES.view(ml_dtypes.float8_e4m3fn).astype(np.float32)
-# Exponents alone; the last one stands for no number.
+# 8-bit exponents; the last code is NaN.
 _E8M0 = _BYTES.view(ml_dtypes.float8_e8m0fnu).astype(np.float32)
 _E2M1 = _BYTES[:16].view(ml_dtypes.float4_e2m1fn).astype(np.float32)
-# Two numbers to a byte, the one in its lower half first, looked up as one item of eight bytes.
+# The two numbers of a byte, that of the lower half first, as one table entry of eight bytes.
 _E2M1_PAIRS = np.stack((_E2M1[_BYTES & 15], _E2M1[_BYTES >> 4]), axis=1).view(np.uint64)[:, 0]
 
 
 @dataclass(frozen=True)
 class BlockScaled:
-    """A tensor of numbers with one scale for each block of rows and columns; all axes but the last count as rows.
+    """A quantised tensor with one scale per block of rows and columns; all axes but the last count as rows.
 
     Attributes:
-        name: of the weight that it means.
-        shape: of that weight.
-        numbers: as they are stored, one or two to a byte.
-        scales: as they are stored, row by row of blocks.
-        block: rows and columns that share a scale; blocks at the edges may be cut.
-        turned: the last two axes are those of the weight in the family's rules, exchanged.
+        name: name of the dequantised weight.
+        shape: shape of the dequantised weight.
+        numbers: the stored numbers, one or two per byte.
+        scales: the stored scales, block rows first.
+        block: rows and columns of a block; blocks at the edges may be smaller.
+        transposed: whether the last two axes are exchanged relative to the family's rules.
     """
 
     name: str
@@ -47,23 +47,23 @@ class BlockScaled:
     numbers: StoredTensor
     scales: StoredTensor
     block: tuple[int, int]
-    turned: bool = False
+    transposed: bool = False
 
     @property
     def nbytes(self) -> int:
-        """Length in the file."""
+        """Bytes in the file."""
         return self.numbers.nbytes + self.scales.nbytes
 
     @property
     def path(self) -> Path:
-        """The file's name in error messages."""
+        """Path of the file, for error messages."""
         return self.numbers.path
 
     def read(self, target: Float[np.ndarray, " elements"]) -> None:
-        """Fills `target` with the weight's elements in row order, rounded to the target's dtype.
+        """Fills `target` with the dequantised weight in row order, rounded to the target's dtype.
 
         Raises:
-            BadCheckpoint: the file has shrunk, or an element or a scale is not finite in the target's dtype.
+            BadCheckpoint: the file has become shorter, or an element or scale is not finite in the target's dtype.
         """
         rows, columns = math.prod(self.shape[:-1]), self.shape[-1]
         if target.size == 0:
@@ -82,7 +82,7 @@ class BlockScaled:
                 )
 
     def equals(self, other: object) -> bool:
-        """Whether both hold the same numbers and scales."""
+        """Whether both have the same stored numbers, scales and blocks."""
         return (
             isinstance(other, BlockScaled)
             and self.block == other.block
@@ -91,7 +91,7 @@ class BlockScaled:
         )
 
     def _numbers(self, first: int, count: int) -> Float[np.ndarray, "rows columns"]:
-        """Returns rows before they are scaled."""
+        """Returns `count` rows from row `first` on, as float32 without scales."""
         columns = self.shape[-1]
         if self.numbers.dtype == "F8_E4M3":
             stored = self._bytes(self.numbers, first * columns, count * columns)
@@ -100,7 +100,7 @@ class BlockScaled:
         return np.take(_E2M1_PAIRS, packed, mode="clip").view(np.float32).reshape(count, columns)
 
     def _scale(self, values: Float[np.ndarray, "rows columns"], first: int) -> None:
-        """Multiplies rows, of which the first is row `first` of the tensor, by the scales of their blocks."""
+        """Multiplies rows in place by the scales of their blocks; `first` is the number of the first row."""
         tall, wide = self.block
         count, columns = values.shape
         top, across = first // tall, -(-columns // wide)
@@ -131,12 +131,12 @@ class BlockScaled:
 def with_scales(
     tensors: Mapping[str, StoredTensor], quantised: Quantised | None
 ) -> dict[str, StoredTensor | BlockScaled]:
-    """Returns a checkpoint's tensors with numbers and their scales joined to the weights they mean.
+    """Returns a checkpoint's tensors by name, with each pair of numbers and scales joined to one `BlockScaled`.
 
-    Numbers without scales stay what they are, since nothing may need them.
+    Tensors without scales are returned unchanged.
 
     Raises:
-        BadCheckpoint: a shape or a dtype is not what the format says.
+        BadCheckpoint: a shape or dtype contradicts the format, or a weight is stored twice.
     """
     joined: dict[str, StoredTensor | BlockScaled] = dict(tensors)
     if quantised is None:
@@ -149,7 +149,7 @@ def with_scales(
         del joined[name], joined[made.scales.name]
         if made.name in joined:
             shown = clip(repr(made.name))
-            raise BadCheckpoint(f"{made.path} holds {shown} both in blocks with scales and plainly")
+            raise BadCheckpoint(f"{made.path} holds {shown} twice, with scales and without")
         joined[made.name] = made
     return joined
 
@@ -187,7 +187,7 @@ def _float4(
     experts, outputs, blocks, _ = numbers.shape
     _check_scales(scales, (experts, outputs, blocks), ("U8",))
     shape = (experts, outputs, 32 * blocks)
-    return BlockScaled(name, shape, numbers, scales, (1, 32), turned=True)
+    return BlockScaled(name, shape, numbers, scales, (1, 32), transposed=True)
 
 
 def _check_scales(scales: StoredTensor, shape: tuple[int, ...], dtypes: tuple[str, ...]) -> None:

@@ -1,4 +1,4 @@
-"""Opens the files of a model directory, which may be hostile. Knows no file's meaning but JSON's syntax."""
+"""Opens files and parses JSON of an untrusted model directory."""
 
 import json
 import os
@@ -33,11 +33,11 @@ _FOREIGN = (
         "is a zip archive, as PyTorch writes it; that is never read, as it can run code: convert it to safetensors",
     ),
 )
-"""How files begin that are often found in the place of JSON or safetensors, and what to do."""
+"""(Beginning of a file, message with what to do) of formats often found instead of JSON or safetensors."""
 
 
 def existing_directory(directory: str | os.PathLike[str]) -> Path:
-    """Returns the path of a model directory, or raises if there is none."""
+    """Returns the path of a model directory; raises `BadCheckpoint` if there is none."""
     path = Path(directory)
     if path.is_dir():
         return path
@@ -53,14 +53,14 @@ def existing_directory(directory: str | os.PathLike[str]) -> Path:
 
 
 def read_config_json(directory: Path) -> dict[str, object]:
-    """Returns the JSON object in config.json; the error names what the directory holds instead, if it is lacking."""
+    """Returns the JSON object of config.json; raises `BadCheckpoint`, which says what the directory holds instead."""
     if not has_file(directory, CONFIG):
         raise BadCheckpoint(f"{directory} holds no {CONFIG}{_instead(directory)}")
     return read_json(directory, CONFIG)
 
 
 def _instead(directory: Path) -> str:
-    """Returns what a directory without config.json may be, and what to do."""
+    """Returns what a directory without config.json may be and what to do, or an empty string."""
     names = sorted(entry.name for entry in os.scandir(directory))
     gguf = [name for name in names if name.endswith(".gguf")]
     if gguf:
@@ -79,29 +79,29 @@ def _instead(directory: Path) -> str:
 
 
 def check_format(head: bytes, where: str) -> None:
-    """Raises `BadCheckpoint` if the first bytes of a file are of a format often found in the place of another."""
-    for beginning, told in _FOREIGN:
+    """Raises `BadCheckpoint` if the first bytes of a file are those of a format in `_FOREIGN`."""
+    for beginning, message in _FOREIGN:
         if beginning.match(head[:_HEAD_BYTES]):
-            raise BadCheckpoint(f"{where} {told}")
+            raise BadCheckpoint(f"{where} {message}")
 
 
 def has_file(directory: Path, name: str) -> bool:
-    """Whether the directory lists `name`, be it a file, a broken link or something stranger."""
+    """Whether the directory has an entry `name` of any kind, broken links included."""
     return os.path.lexists(directory / name)
 
 
 def path_inside(directory: Path, name: str) -> Path:
-    """Returns where `name` really lies, after links, having checked that this is inside the directory.
+    """Returns the path of a file after following links, checked to be inside the directory.
 
-    A snapshot of the Hugging Face cache (`<model>/snapshots/<revision>`) consists of links into
-    `<model>/blobs`, so that folder counts as inside for such a directory.
+    A snapshot of the Hugging Face cache (`<model>/snapshots/<revision>`) consists of links into `<model>/blobs`, so
+    that folder counts as inside for such a directory.
 
     Args:
         directory: the model directory.
-        name: a plain file name; often it comes from a file that nobody has vouched for.
+        name: a plain file name, possibly from an untrusted file.
 
     Raises:
-        BadCheckpoint: the name is not plain, leads outside, or is not that of a regular file.
+        BadCheckpoint: the name is no plain file name, leads outside, or is not that of a readable regular file.
     """
     if not _PLAIN_NAME.fullmatch(name):
         raise BadCheckpoint(f"{directory}: {clip(repr(name))} is not a plain file name")
@@ -122,10 +122,14 @@ def path_inside(directory: Path, name: str) -> Path:
 
 
 def open_inside(directory: Path, name: str) -> BinaryIO:
-    """Opens a regular file of the directory for unbuffered reading; never waits, not even for a FIFO."""
+    """Opens a regular file of the directory for unbuffered reading, without ever blocking.
+
+    Raises:
+        BadCheckpoint: as `path_inside`.
+    """
     path = path_inside(directory, name)
     try:
-        # A FIFO put there since the check would block an ordinary open until somebody writes to it.
+        # Without O_NONBLOCK, opening a FIFO that replaced the file after the check would block.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError as error:
         raise BadCheckpoint(f"{directory / name} cannot be read: {error.strerror}") from None
@@ -136,7 +140,7 @@ def open_inside(directory: Path, name: str) -> BinaryIO:
 
 
 def read_text(directory: Path, name: str, *, max_bytes: int) -> str:
-    """Returns the UTF-8 text of a file of at most `max_bytes`."""
+    """Returns the UTF-8 text of a file; raises `BadCheckpoint` if it is unreadable or longer than `max_bytes`."""
     with open_inside(directory, name) as file:
         size = os.fstat(file.fileno()).st_size
         if size > max_bytes:
@@ -146,7 +150,7 @@ def read_text(directory: Path, name: str, *, max_bytes: int) -> str:
 
 
 def decode_utf8(content: bytes, where: str) -> str:
-    """Returns the text of UTF-8 bytes; `where` begins the error."""
+    """Returns the text of UTF-8 bytes; raises `BadCheckpoint`, whose message begins with `where`."""
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -154,14 +158,14 @@ def decode_utf8(content: bytes, where: str) -> str:
 
 
 def parse_json_object(text: str, where: str) -> dict[str, object]:
-    """Returns the JSON object in `text`, refusing duplicate keys, which readers disagree about.
+    """Returns the JSON object in `text`. Duplicate keys are rejected, because JSON readers treat them differently.
 
     Args:
         text: the JSON.
-        where: what to call it in an error.
+        where: its name in messages.
 
     Raises:
-        BadCheckpoint: it is no JSON, no object, nested too deeply or holds a key twice.
+        BadCheckpoint: `text` is no JSON, no object, nested too deeply, or has a key twice.
     """
     check_format(text[:_HEAD_BYTES].encode(), where)
 
@@ -190,7 +194,7 @@ def parse_json_object(text: str, where: str) -> dict[str, object]:
 
 
 def read_json(directory: Path, name: str, *, max_bytes: int = MAX_JSON_BYTES) -> dict[str, object]:
-    """Returns the JSON object in a file of the directory."""
+    """Returns the JSON object in a file of the directory; raises `BadCheckpoint` if there is none."""
     text = read_text(directory, name, max_bytes=max_bytes)
     return parse_json_object(text, f"{directory / name}")
 

@@ -1,6 +1,6 @@
-"""Which checkpoint tensors make up which parameter leaf, family by family.
+"""The weight rules of each family: which checkpoint tensors make up which parameter leaf.
 
-A new family is a new `RuleSet`, or a row of `RULES_OF_FAMILY` that points to an old one.
+A new family needs a new `RuleSet`, or a row of `RULES_OF_FAMILY` with an existing one.
 """
 
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ from jaxkv.weights.rules import Combine, Rule, RuleSet
 _LEAF = "layers.{layer}."
 _LAYER = "model.layers.{layer}."
 _BACKBONE = "backbone.layers.{layer}."
-# Old exports saved the rotary frequencies, which follow from the config.
+# Old checkpoints contain the rotary frequencies, which are computed from the config.
 _ROTARY = r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq"
 _TIED = (("lm_head.weight", "model.embed_tokens.weight"),)
 
@@ -55,7 +55,7 @@ BAMBA_LIKE = RuleSet(
         *mamba2(f"{_LAYER}mamba"),
         *gated(f"{_LAYER}feed_forward"),
     ),
-    # Falcon-H1's multipliers by channel, which follow from the config.
+    # mup_vector: Falcon-H1's multipliers per channel, which are computed from the config.
     ignored=(_ROTARY, r"model\.layers\.\d+\.mamba\.mup_vector"),
     tied=_TIED,
 )
@@ -79,7 +79,7 @@ GRANITE_HYBRID = RuleSet(
         Rule(
             f"{_LEAF}experts_down",
             (f"{_LAYER}block_sparse_moe.output_linear.weight",),
-            combine="turn",
+            combine="transpose",
             block="mixture",
         ),
     ),
@@ -112,14 +112,17 @@ NEMOTRON_H = RuleSet(
         _nemotron("router_correction", "gate.e_score_correction_bias", "mixture"),
         _nemotron("experts_up", "experts.{expert}.up_proj.weight", "mixture", combine="stack"),
         _nemotron(
-            "experts_down", "experts.{expert}.down_proj.weight", "mixture", combine="stack_turn"
+            "experts_down",
+            "experts.{expert}.down_proj.weight",
+            "mixture",
+            combine="stack_transpose",
         ),
         _nemotron("latent_in", "fc1_latent_proj.weight", "mixture", ("mixture.has_latent", True)),
         _nemotron("latent_out", "fc2_latent_proj.weight", "mixture", ("mixture.has_latent", True)),
         _nemotron("shared_up", "shared_experts.up_proj.weight", "shared"),
         _nemotron("shared_down", "shared_experts.down_proj.weight", "shared"),
     ),
-    # Layers that guess further tokens.
+    # Layers that predict further tokens.
     ignored=(r"mtp\..*",),
 )
 
@@ -159,10 +162,10 @@ GPT_OSS = RuleSet(
         *attention(f"{_LAYER}self_attn"),
         _experts("router", "router.weight"),
         _experts("router_bias", "router.bias"),
-        # Gates and what they multiply alternate, and the input's axis comes first.
-        _experts("experts_up", "experts.gate_up_proj", "part_turn"),
-        _experts("experts_up_bias", "experts.gate_up_proj_bias", "part"),
-        _experts("experts_down", "experts.down_proj", "last_first"),
+        # Rows of gate and up alternate, and the input axis comes first.
+        _experts("experts_up", "experts.gate_up_proj", "deinterleave_transpose"),
+        _experts("experts_up_bias", "experts.gate_up_proj_bias", "deinterleave"),
+        _experts("experts_down", "experts.down_proj", "last_axis_first"),
         _experts("experts_down_bias", "experts.down_proj_bias"),
     ),
     ignored=(_ROTARY,),
@@ -190,7 +193,7 @@ QWEN3_NEXT = RuleSet(
         Rule(
             f"{_LEAF}experts_down",
             (f"{_LAYER}mlp.experts.{{expert}}.down_proj.weight",),
-            combine="stack_turn",
+            combine="stack_transpose",
             block="mixture",
         ),
         Rule(
@@ -205,7 +208,7 @@ QWEN3_NEXT = RuleSet(
         ),
         Rule(f"{_LEAF}shared_gate", (f"{_LAYER}mlp.shared_expert_gate.weight",), block="shared"),
     ),
-    # Layers that guess further tokens.
+    # Layers that predict further tokens.
     ignored=(_ROTARY, r"mtp\..*"),
     tied=_TIED,
 )
@@ -246,7 +249,7 @@ DEEPSEEK = RuleSet(
         _deepseek(
             "experts_down",
             "experts.{expert}.down_proj.weight",
-            combine="stack_turn",
+            combine="stack_transpose",
             block="mixture",
         ),
         _deepseek(
@@ -287,7 +290,7 @@ def rules_for(config: ModelConfig) -> RuleSet:
     """Returns the rules of a config's family.
 
     Raises:
-        UnknownConfig: there are none.
+        UnknownConfig: the family has no rules.
     """
     if config.family not in RULES_OF_FAMILY:
         known = ", ".join(RULES_OF_FAMILY)

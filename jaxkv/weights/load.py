@@ -1,4 +1,4 @@
-"""Fills a model's parameters from a checkpoint, leaf by leaf. Knows no file format and no family."""
+"""`load_params`: reads a checkpoint into a model's parameters, leaf by leaf."""
 
 import math
 import os
@@ -33,28 +33,28 @@ DTYPES: Mapping[str, np.dtype] = {
 
 @runtime_checkable
 class Loadable(Protocol):
-    """What the loader asks of a model."""
+    """The members of a model that the loader needs."""
 
     @property
     def config(self) -> ModelConfig:
-        """The model as data."""
+        """Architecture and sizes of the model."""
         ...
 
     def param_shapes(self, dtype: str) -> Any:  # noqa: ANN401 - a pytree
-        """Returns the tree of every parameter leaf's shape and dtype."""
+        """Returns the parameter tree as `jax.ShapeDtypeStruct`s."""
         ...
 
 
 @dataclass(frozen=True)
 class _Leaf:
-    """One parameter leaf and the tensors it is made of, in order, and what is done to them (see `Rule`)."""
+    """One parameter leaf: its tensors in order, and the operations on them (see `Rule`)."""
 
     target: str
     shape: tuple[int, ...]
     dtype: np.dtype
     sources: tuple[StoredTensor | BlockScaled, ...]
-    turned: bool = False
-    picked: bool = False
+    transposed: bool = False
+    selected: bool = False
     arrange: Callable[[np.ndarray], np.ndarray] | None = None
     regroup: Regrouped | None = None
     offset: float = 0.0
@@ -74,23 +74,25 @@ def load_params(
 ) -> PyTree[jax.Array]:
     """Reads a Hugging Face checkpoint into the parameters of a model.
 
-    Every name, shape and dtype is checked before the first number is read. Host memory holds one leaf at a time
-    beyond what the device holds. Numbers of 8 or 4 bits with scales (`jaxkv.weights.quantised`) are multiplied by them
-    on the way, so they take as much room as any others.
+    All names, shapes and dtypes are checked before any data is read. The host holds one leaf at a time. Quantised
+    weights (`jaxkv.weights.quantised`) are dequantised while they are read, so they need as much device memory as
+    others.
 
     Args:
-        directory: holds `model.safetensors`, or shards and their index.
-        model: says what it needs; the built-in decoders do.
+        directory: a directory with `model.safetensors`, or shards and their index.
+        model: the model whose parameters to read.
         dtype: "float32", "bfloat16" or "float16"; the stored numbers are rounded to it.
-        device: where the parameters go; `None` is JAX's default device.
-        progress: show a bar on stderr.
+        device: device or sharding of the parameters; `None` for JAX's default device.
+        progress: show a progress bar on stderr.
 
     Returns:
-        The tree of `model.param_shapes(dtype)`, filled.
+        The tree of `model.param_shapes(dtype)` as arrays.
 
     Raises:
-        BadCheckpoint: one line that names the file, the tensor and what is wrong with it.
-        UnknownConfig: `quantization_config` in config.json describes numbers that cannot be read.
+        ValueError: `dtype` is not one of these.
+        BadCheckpoint: the checkpoint is damaged or does not fit the model; the message names file and tensor in one
+            line.
+        UnknownConfig: `quantization_config` in config.json has an unsupported format.
     """
     if dtype not in DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
@@ -129,7 +131,7 @@ def _plan(
     tensors: Mapping[str, StoredTensor | BlockScaled],
     folder: Path,
 ) -> _Leaf:
-    """Finds the tensors of a leaf and checks their shapes and dtypes."""
+    """Returns the leaf with its tensors; raises `BadCheckpoint` if one is missing or has a wrong shape or dtype."""
     assert target in recipes, f"no weight rule makes the parameter {target}"
     recipe = _of_stored(recipes[target], tensors)
     sources = []
@@ -147,31 +149,32 @@ def _plan(
                 "that quantization_config in config.json describes"
             )
         sources.append(tensor)
-    turned = recipe.combine in ("taps", "turn", "stack_turn")
+    transposed = recipe.combine in ("taps", "transpose", "stack_transpose")
     return _Leaf(
         target,
         wanted.shape,
         np.dtype(wanted.dtype),
         tuple(sources),
-        turned,
-        recipe.combine == "pick",
-        _ARRANGED.get(recipe.combine),
+        transposed,
+        recipe.combine == "select",
+        _REARRANGE.get(recipe.combine),
         recipe.regroup,
         recipe.offset,
     )
 
 
 def _of_stored(recipe: Recipe, tensors: Mapping[str, StoredTensor | BlockScaled]) -> Recipe:
-    """Returns the recipe that fits how the sources are stored."""
-    turned = next(
-        (name for name in recipe.sources if name in tensors and tensors[name].turned), None
+    """Returns the recipe for the orientation in which the sources are stored."""
+    transposed = next(
+        (name for name in recipe.sources if name in tensors and tensors[name].transposed), None
     )
-    if turned is None:
+    if transposed is None:
         return recipe
-    fitting = recipe.of_turned_source()
+    fitting = recipe.of_transposed_source()
     if fitting is None:
         raise BadCheckpoint(
-            f"{tensors[turned].path}: {turned!r} is stored in blocks of 4 bits, which only experts of gpt_oss may be"
+            f"{tensors[transposed].path}: {transposed!r} is stored as 4-bit blocks, which is supported only for "
+            f"experts of gpt_oss"
         )
     return fitting
 
@@ -182,7 +185,7 @@ def _check_unused(
     rules: RuleSet,
     config: ModelConfig,
 ) -> None:
-    """Raises if the checkpoint holds something that the model would silently leave out."""
+    """Raises `BadCheckpoint` if the checkpoint holds a tensor that neither the model uses nor the rules ignore."""
     originals = dict(rules.tied) if config.tie_embeddings else {}
     for name in sorted(tensors.keys() - used):
         tensor = tensors[name]
@@ -203,10 +206,10 @@ def _fill(
     device: jax.Device | Sharding | None,  # pyright: ignore[reportInvalidTypeForm]
     bar: "tqdm[NoReturn]",
 ) -> jax.Array:
-    """Reads one leaf into a host buffer and moves it to the device."""
-    first, second = leaf.shape[:2] if leaf.turned else (0, 0)
-    shape = (second, first, *leaf.shape[2:]) if leaf.turned else leaf.shape
-    shape = leaf.sources[0].shape if leaf.picked or leaf.arrange else shape
+    """Reads one leaf into a host buffer and copies it to the device."""
+    first, second = leaf.shape[:2] if leaf.transposed else (0, 0)
+    shape = (second, first, *leaf.shape[2:]) if leaf.transposed else leaf.shape
+    shape = leaf.sources[0].shape if leaf.selected or leaf.arrange else shape
     buffer = np.empty(shape, leaf.dtype)
     flat, begin = buffer.reshape(-1), 0
     for source in leaf.sources:
@@ -217,7 +220,7 @@ def _fill(
     if leaf.regroup is not None:
         rows = buffer[: leaf.sources[0].shape[0]]
         sections = _sections(rows, leaf.regroup)
-        if leaf.picked:
+        if leaf.selected:
             buffer = sections.reshape(leaf.shape)
         else:
             rows[...] = sections
@@ -225,27 +228,27 @@ def _fill(
         buffer += np.asarray(leaf.offset, buffer.dtype)
     if leaf.arrange is not None:
         buffer = np.ascontiguousarray(leaf.arrange(buffer))
-    if leaf.turned:
+    if leaf.transposed:
         buffer = np.ascontiguousarray(buffer.swapaxes(0, 1))
-    # Waiting keeps the next leaf's buffer from being made while this one's is still being copied.
+    # Blocks until the copy is done, so that only one leaf's buffer exists at a time.
     return jax.block_until_ready(jax.device_put(buffer, device))
 
 
-def _part(buffer: np.ndarray) -> np.ndarray:
-    """Puts even places of the last axis before odd ones."""
+def _deinterleave(buffer: np.ndarray) -> np.ndarray:
+    """Puts the even positions of the last axis before the odd ones."""
     return np.concatenate((buffer[..., ::2], buffer[..., 1::2]), axis=-1)
 
 
-_ARRANGED: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {
-    "part": _part,
-    "part_rows": lambda buffer: np.concatenate((buffer[:, ::2], buffer[:, 1::2]), axis=1),
-    "part_turn": lambda buffer: _part(buffer).swapaxes(1, 2),
-    "last_first": lambda buffer: np.moveaxis(buffer, 2, 0),
+_REARRANGE: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {
+    "deinterleave": _deinterleave,
+    "deinterleave_rows": lambda buffer: np.concatenate((buffer[:, ::2], buffer[:, 1::2]), axis=1),
+    "deinterleave_transpose": lambda buffer: _deinterleave(buffer).swapaxes(1, 2),
+    "last_axis_first": lambda buffer: np.moveaxis(buffer, 2, 0),
 }
 
 
 def _sections(rows: np.ndarray, regroup: Regrouped) -> np.ndarray:
-    """Returns rows section by section, which come group by group."""
+    """Returns the rows ordered section by section; `rows` are ordered group by group."""
     bounds = np.cumsum((0, *regroup.sections))
     assert len(rows) == regroup.groups * bounds[-1], (len(rows), regroup)
     grouped = rows.reshape(regroup.groups, bounds[-1], -1)

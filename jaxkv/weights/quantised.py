@@ -1,6 +1,6 @@
-"""What `quantization_config` in a config.json says about how weights are stored. Reads no weights.
+"""Reads the storage format of weights from `quantization_config` in a config.json.
 
-Only formats that say what every weight is are understood: each number has one scale, and their product is the weight.
+Only weight-only formats are supported: each number has one scale, and the weight is their product.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,7 +10,7 @@ from jaxkv.errors import UnknownConfig
 from jaxkv.wording import clip
 
 PLACE = "config.json: quantization_config"
-# Which weights are stored like this shows in the file, and what else runs them does not concern us.
+# Which weights are quantised follows from the file's tensors; the other keys are hints for other runtimes.
 _HARMLESS = frozenset(
     {"quant_method", "modules_to_not_convert", "modules_to_convert", "ignored_layers", "dequantize"}
 )
@@ -20,13 +20,13 @@ _LARGEST_BLOCK = 2**16
 
 @dataclass(frozen=True)
 class Float8Blocks:
-    """e4m3 numbers `*.weight`, and `*.weight_scale_inv` with what each block of them is multiplied by.
+    """DeepSeek-V3's format: e4m3 numbers `*.weight`, and the factor of each block in `*.weight_scale_inv`.
 
-    DeepSeek-V3's format; the blocks at the lower and right edge may be cut.
+    Blocks at the lower and right edges may be smaller.
 
     Attributes:
-        rows: of a block.
-        columns: of a block.
+        rows: rows of a block.
+        columns: columns of a block.
     """
 
     rows: int
@@ -35,9 +35,9 @@ class Float8Blocks:
 
 @dataclass(frozen=True)
 class Float4Experts:
-    """Experts `*_blocks` of e2m1 numbers, two in a byte, and `*_scales` with an exponent for each 32 of them.
+    """GPT-OSS's form of MXFP4 (OCP Microscaling Formats 1.0), for experts only.
 
-    GPT-OSS's form of MXFP4 (OCP Microscaling Formats 1.0): an expert's numbers lie row by row, by outputs.
+    `*_blocks` holds e2m1 numbers, two per byte, row by row of the outputs; `*_scales` an exponent per 32 numbers.
     """
 
 
@@ -45,28 +45,28 @@ Quantised = Float8Blocks | Float4Experts
 
 
 def read_quantised(raw: Mapping[str, object]) -> Quantised | None:
-    """Returns how the weights beside a parsed config.json are stored, `None` if as plain numbers.
+    """Returns the quantised format of a checkpoint from its parsed config.json; `None` if it is not quantised.
 
-    Activations are not rounded here, whatever the format would have done to them where it runs in 8 bits.
+    Formats that also quantise activations at run time are read, but activations are not quantised here.
 
     Raises:
-        UnknownConfig: in some other way, or with an option that is not understood.
+        UnknownConfig: the format or one of its options is not supported.
     """
-    said = raw.get("quantization_config")
-    if said is None:
+    settings = raw.get("quantization_config")
+    if settings is None:
         return None
-    if not isinstance(said, Mapping):
-        raise UnknownConfig(f"{PLACE} must be an object, got {clip(repr(said), 80)}")
-    method = said.get("quant_method")
+    if not isinstance(settings, Mapping):
+        raise UnknownConfig(f"{PLACE} must be an object, got {clip(repr(settings), 80)}")
+    method = settings.get("quant_method")
     if method == "mxfp4":
-        _refuse_others(said, set())
+        _reject_others(settings, set())
         return Float4Experts()
-    if method == "fp8" and said.get("weight_block_size") is not None:
-        _expect(said, "fmt", (None, "e4m3"))
-        _expect(said, "activation_scheme", (None, "dynamic"))
-        _expect(said, "scale_fmt", _SCALES)
-        _refuse_others(said, {"fmt", "activation_scheme", "scale_fmt", "weight_block_size"})
-        return _blocks(said["weight_block_size"])
+    if method == "fp8" and settings.get("weight_block_size") is not None:
+        _expect(settings, "fmt", (None, "e4m3"))
+        _expect(settings, "activation_scheme", (None, "dynamic"))
+        _expect(settings, "scale_fmt", _SCALES)
+        _reject_others(settings, {"fmt", "activation_scheme", "scale_fmt", "weight_block_size"})
+        return _blocks(settings["weight_block_size"])
     lacking = " without weight_block_size" if method == "fp8" else ""
     raise UnknownConfig(
         f"{PLACE} sets quant_method = {clip(repr(method), 80)}{lacking}; jaxkv reads 'fp8' with weight_block_size, "
@@ -87,15 +87,17 @@ def _blocks(size: object) -> Float8Blocks:
     )
 
 
-def _expect(said: Mapping[str, object], key: str, values: tuple[object, ...]) -> None:
-    if said.get(key) not in values:
+def _expect(settings: Mapping[str, object], key: str, values: tuple[object, ...]) -> None:
+    if settings.get(key) not in values:
         known = ", ".join(repr(value) for value in values if value is not None)
-        raise UnknownConfig(f"{PLACE} sets {key} = {clip(repr(said[key]), 80)}; supported: {known}")
+        raise UnknownConfig(
+            f"{PLACE} sets {key} = {clip(repr(settings[key]), 80)}; supported: {known}"
+        )
 
 
-def _refuse_others(said: Mapping[str, object], taken: set[str]) -> None:
-    for key, value in said.items():
-        if value is not None and key not in taken and key not in _HARMLESS:
+def _reject_others(settings: Mapping[str, object], known: set[str]) -> None:
+    for key, value in settings.items():
+        if value is not None and key not in known and key not in _HARMLESS:
             raise UnknownConfig(
-                f"{PLACE} sets {clip(repr(key), 80)} = {clip(repr(value), 80)}, which is not understood"
+                f"{PLACE} sets {clip(repr(key), 80)} = {clip(repr(value), 80)}, which is not supported"
             )

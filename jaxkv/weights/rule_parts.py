@@ -1,4 +1,4 @@
-"""The rules of the blocks that families share, by where a family's checkpoints keep them."""
+"""The weight rules of blocks that families share, given the prefix of their tensors' names."""
 
 from jaxkv.weights.rules import Regroup, Rule
 
@@ -8,12 +8,12 @@ _GATE_UP_ROWS = (("ffn_size",), ("ffn_size",))
 
 
 def norms(*sources: str, offset: float = 0.0) -> Rule:
-    """Returns the rule of the norms of a layer's stages, in order; `offset` is added to what the file says."""
+    """Returns the rule of the norms of a layer's stages, in order; `offset` is added to the stored weights."""
     return Rule(f"{_LEAF}norms", sources, combine="stack", offset=offset)
 
 
 def embeddings(table: str, final_norm: str, *, offset: float = 0.0) -> tuple[Rule, ...]:
-    """Returns the rules of what lies around the layers; `offset` is that of the norm."""
+    """Returns the rules of embedding, final norm and output head; `offset` is that of the norm."""
     return (
         Rule("embed", (table,)),
         Rule("final_norm", (final_norm,), offset=offset),
@@ -21,11 +21,11 @@ def embeddings(table: str, final_norm: str, *, offset: float = 0.0) -> tuple[Rul
     )
 
 
-def attention(place: str, *, offset: float = 0.0) -> tuple[Rule, ...]:
-    """Returns the rules of attention whose projections lie in `place`; `offset` is that of the norms."""
+def attention(prefix: str, *, offset: float = 0.0) -> tuple[Rule, ...]:
+    """Returns the rules of attention; `offset` is that of the norms on queries and keys."""
 
     def projections(kind: str) -> tuple[str, ...]:
-        return tuple(f"{place}.{name}_proj.{kind}" for name in "qkv")
+        return tuple(f"{prefix}.{name}_proj.{kind}" for name in "qkv")
 
     return (
         Rule(
@@ -45,25 +45,27 @@ def attention(place: str, *, offset: float = 0.0) -> tuple[Rule, ...]:
         ),
         Rule(
             f"{_LEAF}qk_norm",
-            (f"{place}.q_norm.weight", f"{place}.k_norm.weight"),
+            (f"{prefix}.q_norm.weight", f"{prefix}.k_norm.weight"),
             combine="stack",
             when=("qk_norm", True),
             block="attention",
             offset=offset,
         ),
-        Rule(f"{_LEAF}o", (f"{place}.o_proj.weight",), block="attention"),
-        Rule(f"{_LEAF}o_bias", (f"{place}.o_proj.bias",), when=("o_bias", True), block="attention"),
-        Rule(f"{_LEAF}sinks", (f"{place}.sinks",), when=("sinks", True), block="attention"),
+        Rule(f"{_LEAF}o", (f"{prefix}.o_proj.weight",), block="attention"),
+        Rule(
+            f"{_LEAF}o_bias", (f"{prefix}.o_proj.bias",), when=("o_bias", True), block="attention"
+        ),
+        Rule(f"{_LEAF}sinks", (f"{prefix}.sinks",), when=("sinks", True), block="attention"),
     )
 
 
-def gated_attention(place: str, *, offset: float) -> tuple[Rule, ...]:
-    """Returns the rules of attention whose query projection makes each head's query, then its gate."""
+def gated_attention(prefix: str, *, offset: float) -> tuple[Rule, ...]:
+    """Returns the rules of gated attention, whose query projection yields each head's query and then its gate."""
     queries = Regroup(("heads",), (("head_dim",), ("head_dim",)), order=(1, 0))
     return (
         Rule(
             f"{_LEAF}qkv",
-            tuple(f"{place}.{name}_proj.weight" for name in "qkv"),
+            tuple(f"{prefix}.{name}_proj.weight" for name in "qkv"),
             combine="concat",
             rows=(("heads", "query_rows"), *_QUERY_KEY_VALUE_ROWS[1:]),
             block="attention",
@@ -71,22 +73,22 @@ def gated_attention(place: str, *, offset: float) -> tuple[Rule, ...]:
         ),
         Rule(
             f"{_LEAF}qk_norm",
-            (f"{place}.q_norm.weight", f"{place}.k_norm.weight"),
+            (f"{prefix}.q_norm.weight", f"{prefix}.k_norm.weight"),
             combine="stack",
             block="attention",
             offset=offset,
         ),
-        Rule(f"{_LEAF}o", (f"{place}.o_proj.weight",), block="attention"),
+        Rule(f"{_LEAF}o", (f"{prefix}.o_proj.weight",), block="attention"),
     )
 
 
-def latent_attention(place: str, block: str = "latent") -> tuple[Rule, ...]:
-    """Returns the rules of multi-head latent attention, whose last projection makes each head's key, then its value."""
+def latent_attention(prefix: str, block: str = "latent") -> tuple[Rule, ...]:
+    """Returns the rules of latent attention, whose `kv_b_proj` yields each head's key and then its value."""
     stored, queries = ("latent.stored",), ("heads", "latent.query_dim")
     halves = (("latent.nope_dim",), ("latent.value_dim",))
 
     def rule(leaf: str, *names: str, **options: object) -> Rule:
-        sources = tuple(f"{place}.{name}.weight" for name in names)
+        sources = tuple(f"{prefix}.{name}.weight" for name in names)
         return Rule(f"{_LEAF}{leaf}", sources, block=block, **options)  # type: ignore[arg-type]
 
     has, lacks = (("latent.has_query_latent", value) for value in (True, False))
@@ -99,15 +101,15 @@ def latent_attention(place: str, block: str = "latent") -> tuple[Rule, ...]:
         rule("q_up", "q_b_proj", when=has),
         rule("kv_norm", "kv_a_layernorm"),
         *(
-            rule(leaf, "kv_b_proj", combine="pick", regroup=Regroup(("heads",), halves, (half,)))
+            rule(leaf, "kv_b_proj", combine="select", regroup=Regroup(("heads",), halves, (half,)))
             for half, leaf in enumerate(("k_up", "v_up"))
         ),
         rule("o", "o_proj"),
     )
 
 
-def sparse_latent_attention(place: str) -> tuple[Rule, ...]:
-    """Returns the rules of latent attention with an indexer."""
+def sparse_latent_attention(prefix: str) -> tuple[Rule, ...]:
+    """Returns the rules of sparse latent attention, the indexer included."""
     index = {
         "index_q": "wq_b.weight",
         "index_k": "wk.weight",
@@ -115,19 +117,19 @@ def sparse_latent_attention(place: str) -> tuple[Rule, ...]:
         "index_norm_bias": "k_norm.bias",
         "index_weights": "weights_proj.weight",
     }
-    return latent_attention(place, "sparse_latent") + tuple(
-        Rule(f"{_LEAF}{leaf}", (f"{place}.indexer.{name}",), block="sparse_latent")
+    return latent_attention(prefix, "sparse_latent") + tuple(
+        Rule(f"{_LEAF}{leaf}", (f"{prefix}.indexer.{name}",), block="sparse_latent")
         for leaf, name in index.items()
     )
 
 
-def delta(place: str) -> tuple[Rule, ...]:
-    """Returns the rules of a gated delta mixer whose projections go key head by key head."""
+def delta(prefix: str) -> tuple[Rule, ...]:
+    """Returns the rules of a gated delta mixer, whose projections are ordered by key head."""
     key, values = ("delta.key_dim",), ("delta.values_per_key", "delta.value_dim")
     heads, gates = ("delta.key_heads",), ("delta.values_per_key",)
 
     def rule(leaf: str, name: str, **options: object) -> Rule:
-        return Rule(f"{_LEAF}{leaf}", (f"{place}.{name}",), block="delta", **options)  # type: ignore[arg-type]
+        return Rule(f"{_LEAF}{leaf}", (f"{prefix}.{name}",), block="delta", **options)  # type: ignore[arg-type]
 
     return (
         rule(
@@ -144,11 +146,11 @@ def delta(place: str) -> tuple[Rule, ...]:
     )
 
 
-def mamba2(place: str) -> tuple[Rule, ...]:
-    """Returns the rules of a Mamba-2 mixer whose tensors lie in `place`."""
+def mamba2(prefix: str) -> tuple[Rule, ...]:
+    """Returns the rules of a Mamba-2 mixer."""
 
     def rule(leaf: str, name: str, **options: object) -> Rule:
-        return Rule(f"{_LEAF}{leaf}", (f"{place}.{name}",), block="mamba2", **options)  # type: ignore[arg-type]
+        return Rule(f"{_LEAF}{leaf}", (f"{prefix}.{name}",), block="mamba2", **options)  # type: ignore[arg-type]
 
     return (
         rule("ssm_in", "in_proj.weight"),
@@ -164,11 +166,11 @@ def mamba2(place: str) -> tuple[Rule, ...]:
     )
 
 
-def gated(place: str) -> tuple[Rule, ...]:
-    """Returns the rules of a gated feed-forward whose projections lie in `place`."""
+def gated(prefix: str) -> tuple[Rule, ...]:
+    """Returns the rules of a gated feed-forward."""
 
     def halves(kind: str) -> tuple[str, ...]:
-        return f"{place}.gate_proj.{kind}", f"{place}.up_proj.{kind}"
+        return f"{prefix}.gate_proj.{kind}", f"{prefix}.up_proj.{kind}"
 
     return (
         Rule(
@@ -186,10 +188,10 @@ def gated(place: str) -> tuple[Rule, ...]:
             when=("mlp_bias", True),
             block="gated",
         ),
-        Rule(f"{_LEAF}down", (f"{place}.down_proj.weight",), block="gated"),
+        Rule(f"{_LEAF}down", (f"{prefix}.down_proj.weight",), block="gated"),
         Rule(
             f"{_LEAF}down_bias",
-            (f"{place}.down_proj.bias",),
+            (f"{prefix}.down_proj.bias",),
             when=("mlp_bias", True),
             block="gated",
         ),

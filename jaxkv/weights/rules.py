@@ -1,4 +1,4 @@
-"""How a parameter leaf is put together from checkpoint tensors, as data. Knows no file, no array and no family."""
+"""Weight rules as data: how a parameter leaf is assembled from checkpoint tensors."""
 
 import math
 import re
@@ -13,28 +13,32 @@ Combine = Literal[
     "copy",
     "stack",
     "concat",
-    "turn",
-    "stack_turn",
+    "transpose",
+    "stack_transpose",
     "taps",
-    "pick",
-    "part",
-    "part_rows",
-    "part_turn",
-    "last_first",
+    "select",
+    "deinterleave",
+    "deinterleave_rows",
+    "deinterleave_transpose",
+    "last_axis_first",
 ]
 
-_OF_TURNED: Mapping[Combine, Combine] = {"part_turn": "part_rows", "last_first": "turn"}
-"""What makes the same leaf of a source whose last two axes are exchanged."""
+_OF_TRANSPOSED: Mapping[Combine, Combine] = {
+    "deinterleave_transpose": "deinterleave_rows",
+    "last_axis_first": "transpose",
+}
+"""Operation -> the operation with the same result for a source whose last two axes are exchanged."""
 
 
 @dataclass(frozen=True)
 class Regroup:
-    """Rows that a checkpoint keeps group by group, such as each head's query and gate, put section by section.
+    """Reorders rows from group by group, such as each head's query and gate, to section by section.
 
     Attributes:
-        groups: the `ModelConfig` fields whose product is the number of groups.
-        sections: for each section of a group, the fields whose product is its rows; in the checkpoint's order.
-        order: in which order the sections follow each other in the leaf; "pick" takes those that are named alone.
+        groups: `ModelConfig` fields whose product is the number of groups.
+        sections: for each section of a group, the fields whose product is its number of rows; in the checkpoint's
+            order.
+        order: order of the sections in the leaf. With "select", sections that are not named are left out.
     """
 
     groups: tuple[str, ...]
@@ -43,7 +47,7 @@ class Regroup:
 
 
 class Regrouped(NamedTuple):
-    """A `Regroup` of one model: numbers."""
+    """A `Regroup` with the numbers of one model."""
 
     groups: int
     sections: tuple[int, ...]
@@ -52,25 +56,31 @@ class Regrouped(NamedTuple):
 
 @dataclass(frozen=True)
 class Rule:
-    """How one parameter leaf, or one per layer, is put together.
+    """How one parameter leaf, or one per layer, is assembled.
+
+    Operations (`combine`); all but "stack", "stack_transpose" and "concat" have one source:
+        copy: the source unchanged.
+        stack: sources of equal shape along a new first axis; several per position of it are concatenated.
+        concat: sources concatenated along their first axis.
+        transpose: the source with its first two axes exchanged.
+        stack_transpose: "stack" with the first two axes exchanged.
+        taps: [taps, channels] of a depthwise convolution's weight [channels, 1, taps].
+        deinterleave: even positions of the last axis, then odd ones.
+        deinterleave_rows: the same along the second of three axes.
+        deinterleave_transpose: "deinterleave", then the last two of three axes exchanged.
+        last_axis_first: the last of three axes moved to the front.
+        select: some sections of each group of the source's rows (see `regroup`).
 
     Attributes:
-        target: path of the leaf in the parameter tree, dotted; `{layer}` makes it one leaf per layer.
-        sources: names of the tensors in the checkpoint, in order; `{expert}` makes a name one for each expert.
-        combine: "copy" takes the only source as it is. "stack" puts sources of equal shape along a new first axis, or
-            equally many at each place of it, one below the other. "concat" joins them along their first axis. "turn"
-            exchanges the first two axes of the only source, "stack_turn" those of the stack. "taps" makes
-            [taps, channels] of the only source, the weight [channels, 1, taps] of a convolution of each channel by
-            itself. "part" puts the numbers at even places of the only source's last axis before those at odd places,
-            "part_rows" does so along the second of three axes, "part_turn" along the last, and then exchanges the last
-            two; "last_first" makes the last of three axes the first. "pick" takes some sections of each group of the
-            only source's rows (see `regroup`).
-        rows: "concat" only: for each source, the `ModelConfig` fields whose product is its first axis.
-        when: the boolean field of `ModelConfig`, or of a part of it ("mamba.in_bias"), and the value of it that makes
-            the rule apply.
-        block: the rule applies to layers whose pattern names this block; to all if empty.
-        regroup: of the first source's rows.
-        offset: what is added to every number.
+        target: dotted path of the leaf in the parameter tree; with `{layer}` there is one leaf per layer.
+        sources: names of the tensors in the checkpoint, in order; a name with `{expert}` stands for one per expert.
+        combine: the operation.
+        rows: "concat" only: for each source, the `ModelConfig` fields whose product is the size of its first axis.
+        when: a boolean field of `ModelConfig`, or of a part of it ("mamba.in_bias"), and the value for which the rule
+            applies; `None` if it always applies.
+        block: name of the block to whose layers the rule applies; empty for all layers.
+        regroup: reordering of the first source's rows; `None` for none.
+        offset: number that is added to every element.
     """
 
     target: str
@@ -83,7 +93,7 @@ class Rule:
     offset: float = 0.0
 
     def applies(self, config: ModelConfig) -> bool:
-        """Whether a model of this config has the leaf; of one with `{layer}`, whether a layer may have it."""
+        """Whether a model of this config may have the leaf."""
         if self.when is None:
             return True
         name, value = self.when
@@ -92,7 +102,7 @@ class Rule:
         return owner is not None and getattr(owner, field) is value
 
     def layers(self, config: ModelConfig) -> list[int]:
-        """Returns the layers that have the leaf; just 0 if it is not one of a layer."""
+        """Returns the layers that have the leaf; [0] if the leaf belongs to no layer."""
         if "{layer}" not in self.target:
             return [0]
         layers = range(config.num_layers)
@@ -103,14 +113,14 @@ class Rule:
 
 @dataclass(frozen=True)
 class RuleSet:
-    """Everything that a family's checkpoints may hold.
+    """All tensors that a family's checkpoints may hold.
 
     Attributes:
-        rules: the leaves.
-        ignored: patterns of names that hold nothing a model needs.
+        rules: the rules of the leaves.
+        ignored: patterns of tensor names that a model does not need.
         tied: (copy, original) names; with tied embeddings a checkpoint may hold both, if they are equal.
-        further_layers: how names of a layer begin, with its number as a group; those of the config's `mtp_layers`, past
-            the model's last layer, are harmless.
+        further_layers: pattern of the beginning of a layer's tensor names, with the layer's number as a group. Tensors
+            of the config's `mtp_layers` after the model's last layer are ignored.
     """
 
     rules: tuple[Rule, ...]
@@ -119,7 +129,7 @@ class RuleSet:
     further_layers: str | None = None
 
     def ignores(self, name: str, config: ModelConfig) -> bool:
-        """Whether a tensor of this name is known to be harmless in a checkpoint of this config."""
+        """Whether a tensor with this name may be left out for a model of this config."""
         if self.further_layers is not None:
             found = re.match(self.further_layers, name)
             if found is not None and 0 <= int(found[1]) - config.num_layers < config.mtp_layers:
@@ -129,7 +139,7 @@ class RuleSet:
 
 @dataclass(frozen=True)
 class Recipe:
-    """A rule for one leaf of one model: `rows` are numbers, names are complete."""
+    """A rule applied to one leaf of one model, with complete names and numbers of rows."""
 
     target: str
     sources: tuple[str, ...]
@@ -138,9 +148,9 @@ class Recipe:
     regroup: Regrouped | None = None
     offset: float = 0.0
 
-    def of_turned_source(self) -> "Recipe | None":
-        """Returns the recipe of the same leaf if the source's last two axes are exchanged, `None` if there is none."""
-        combine = _OF_TURNED.get(self.combine)
+    def of_transposed_source(self) -> "Recipe | None":
+        """Returns the recipe with the same result for a source with exchanged last axes; `None` if there is none."""
+        combine = _OF_TRANSPOSED.get(self.combine)
         return None if combine is None else replace(self, combine=combine)
 
     def source_shapes(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
@@ -148,26 +158,26 @@ class Recipe:
         if self.combine == "copy":
             assert len(self.sources) == 1, self
             return (shape,)
-        if self.combine == "pick":
+        if self.combine == "select":
             assert len(self.sources) == 1, self
             assert self.regroup is not None, self
             groups, sections, order = self.regroup
-            picked = groups * sum(sections[at] for at in order)
-            assert picked == math.prod(shape[:-1]), (self, shape)
+            selected = groups * sum(sections[at] for at in order)
+            assert selected == math.prod(shape[:-1]), (self, shape)
             return ((groups * sum(sections), shape[-1]),)
         if self.combine == "taps":
             assert len(self.sources) == 1, self
             return ((shape[1], 1, shape[0]),)
-        if self.combine == "turn":
+        if self.combine == "transpose":
             assert len(self.sources) == 1, self
             return ((shape[1], shape[0], *shape[2:]),)
-        if self.combine in ("part", "part_rows"):
+        if self.combine in ("deinterleave", "deinterleave_rows"):
             return (shape,)
-        if self.combine == "part_turn":
+        if self.combine == "deinterleave_transpose":
             return ((shape[0], shape[2], shape[1]),)
-        if self.combine == "last_first":
+        if self.combine == "last_axis_first":
             return ((shape[1], shape[2], shape[0]),)
-        if self.combine == "stack_turn":
+        if self.combine == "stack_transpose":
             assert len(self.sources) == shape[1], (self, shape)
             return ((shape[0], *shape[2:]),) * len(self.sources)
         if self.combine == "stack":
@@ -180,7 +190,7 @@ class Recipe:
 
 
 def expand(rules: RuleSet, config: ModelConfig) -> dict[str, Recipe]:
-    """Returns the recipe of every leaf that a model of this config has, by the leaf's dotted path."""
+    """Returns dotted path -> recipe, for every leaf of a model of this config."""
     recipes = {}
     for rule in rules.rules:
         if not rule.applies(config):
@@ -196,7 +206,7 @@ def expand(rules: RuleSet, config: ModelConfig) -> dict[str, Recipe]:
 
 
 def _sources(rule: Rule, config: ModelConfig, layer: int) -> tuple[str, ...]:
-    """Returns complete names; all those of the first expert come first, where names have a place for one."""
+    """Returns the complete names of the sources, ordered by expert."""
     experts = 0 if config.mixture is None else config.mixture.experts
     every = range(experts) if any("{expert}" in name for name in rule.sources) else (0,)
     return tuple(
@@ -205,7 +215,7 @@ def _sources(rule: Rule, config: ModelConfig, layer: int) -> tuple[str, ...]:
 
 
 def _product(config: ModelConfig, names: tuple[str, ...]) -> int:
-    """Multiplies fields of a config, those of its parts by dotted names."""
+    """Returns the product of fields of a config; dotted names are fields of its parts."""
     return math.prod(attrgetter(name)(config) for name in names)
 
 

@@ -1,6 +1,6 @@
-"""Reads safetensors files, single or sharded, believing nothing they say. Knows no parameter names.
+"""Reads untrusted safetensors files, single or sharded, and checks everything that they declare.
 
-Data are read with `preadv` rather than mapped: a file that shrinks meanwhile is then an error message, not a SIGBUS.
+Data are read with `preadv` rather than mapped, so that a file that becomes shorter raises an error and no SIGBUS.
 """
 
 import contextlib
@@ -40,7 +40,7 @@ _ITEM_BYTES: Mapping[str, int] = {
     **dict.fromkeys(("U32", "I32"), 4),
     **dict.fromkeys(("U64", "I64", "C64"), 8),
 }
-# The bits that are all set in infinities and NaNs and in no other number.
+# The exponent bits; all of them are set in infinities and NaNs only.
 _EXPONENT_BITS: Mapping[np.dtype, np.unsignedinteger] = {
     FLOAT_DTYPES["F64"]: np.uint64(0x7FF0_0000_0000_0000),
     FLOAT_DTYPES["F32"]: np.uint32(0x7F80_0000),
@@ -51,17 +51,17 @@ _EXPONENT_BITS: Mapping[np.dtype, np.unsignedinteger] = {
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Where one tensor lies.
+    """The location of one tensor in a file.
 
     Attributes:
         name: its name in the checkpoint.
-        dtype: the format's name of the dtype, such as "BF16"; it may be one that is no float.
-        shape: as the header has it.
-        start: offset of the first byte in the file.
-        nbytes: length, which agrees with dtype and shape.
+        dtype: safetensors' name of its dtype, such as "BF16"; not necessarily a float.
+        shape: its shape.
+        start: offset of its first byte in the file.
+        nbytes: its size in bytes, checked against dtype and shape.
         file: the open file.
-        path: the file's name in error messages.
-        turned: of a tensor that is what the family's rules say, false; see `BlockScaled`.
+        path: path of the file, for error messages.
+        transposed: always False; see `BlockScaled`.
     """
 
     name: str
@@ -71,13 +71,13 @@ class StoredTensor:
     nbytes: int
     file: BinaryIO
     path: Path
-    turned: bool = False
+    transposed: bool = False
 
     def read(self, target: Float[np.ndarray, " elements"]) -> None:
         """Fills `target` with the tensor's elements in row order, cast to the target's dtype.
 
         Raises:
-            BadCheckpoint: the file has shrunk, or a number is not finite, be it before or after the cast.
+            BadCheckpoint: the file has become shorter, or a number is not finite before or after the cast.
         """
         stored = FLOAT_DTYPES[self.dtype]
         assert target.size * stored.itemsize == self.nbytes, (self, target.size)
@@ -95,7 +95,7 @@ class StoredTensor:
                 self._check_finite(piece, f"holds a number too large for {piece.dtype.name}")
 
     def equals(self, other: object) -> bool:
-        """Whether both hold the same bytes as the same dtype and shape."""
+        """Whether both have the same dtype, shape and bytes."""
         if not isinstance(other, StoredTensor):
             return False
         if (self.dtype, self.shape) != (other.dtype, other.shape):
@@ -110,7 +110,7 @@ class StoredTensor:
         return True
 
     def read_bytes(self, target: Shaped[np.ndarray, " bytes"], offset: int) -> None:
-        """Fills `target` with bytes of the file from `offset` on, as they are stored."""
+        """Fills `target` with the bytes of the file from `offset` on."""
         view = memoryview(target)
         while view.nbytes:
             count = os.preadv(self.file.fileno(), [view], offset)
@@ -124,17 +124,17 @@ class StoredTensor:
 
 
 def all_finite(numbers: Float[np.ndarray, " elements"]) -> bool:
-    """Whether there is neither a NaN nor an infinity among them."""
+    """Whether all numbers are finite."""
     bits = _EXPONENT_BITS[numbers.dtype]
     return not ((numbers.view(bits.dtype) & bits) == bits).any()
 
 
 @contextlib.contextmanager
 def open_checkpoint(directory: Path) -> Iterator[dict[str, StoredTensor]]:
-    """Gives every tensor of a directory's checkpoint by name; the files stay open inside the `with`.
+    """Yields name -> tensor of a directory's checkpoint; the files stay open inside the `with`.
 
-    As Transformers does, takes `model.safetensors` if there is one, else the shards that
-    `model.safetensors.index.json` lists. Reads headers only.
+    Like Transformers, it uses `model.safetensors` if there is one, otherwise the shards that
+    `model.safetensors.index.json` lists. Only headers are read.
 
     Raises:
         BadCheckpoint: there is no safetensors checkpoint, or a file is malformed.
@@ -150,23 +150,23 @@ def open_checkpoint(directory: Path) -> Iterator[dict[str, StoredTensor]]:
     with contextlib.ExitStack() as stack:
         for shard, listed in shards.items():
             file = stack.enter_context(files.open_inside(directory, shard))
-            held = read_header(file, directory / shard)
-            for name in held.keys() & tensors.keys():
+            declared = read_header(file, directory / shard)
+            for name in declared.keys() & tensors.keys():
                 twice = f"{tensors[name].path} and {directory / shard}"
                 raise BadCheckpoint(f"{twice} both hold {clip(repr(name))}")
-            for name in sorted((listed or set()) - held.keys()):
+            for name in sorted((listed or set()) - declared.keys()):
                 name = clip(repr(name))
                 raise BadCheckpoint(f"{directory / shard} lacks {name}, which {INDEX} puts there")
-            tensors.update(held)
+            tensors.update(declared)
         yield tensors
 
 
 def read_header(file: BinaryIO, path: Path) -> dict[str, StoredTensor]:
-    """Returns the tensors that a safetensors file declares, all of whose bytes are really there.
+    """Returns name -> tensor of a safetensors file, with all bytes checked to be in the file.
 
     Args:
-        file: open for unbuffered reading.
-        path: the file's name in errors.
+        file: the file, opened for unbuffered reading.
+        path: its path, for error messages.
 
     Raises:
         BadCheckpoint: the header is malformed, or its tensors do not fill the file exactly.
@@ -240,7 +240,7 @@ def _are_counts(values: object) -> bool:
 def _check_coverage(
     tensors: Mapping[str, StoredTensor], path: Path, data_start: int, size: int
 ) -> None:
-    """Raises unless the tensors lie one after the other, without a gap or an overlap, up to the end."""
+    """Raises `BadCheckpoint` unless the tensors fill the file's data without gaps and overlaps."""
     at = data_start
     for tensor in sorted(tensors.values(), key=lambda tensor: (tensor.start, tensor.nbytes)):
         if tensor.start != at:
@@ -252,7 +252,7 @@ def _check_coverage(
 
 
 def _read_index(directory: Path) -> dict[str, set[str]]:
-    """Returns the names that each shard should hold, shards in order of their names."""
+    """Returns shard -> names of its tensors, shards sorted by name."""
     weight_map = files.read_json(directory, INDEX).get("weight_map")
     where = directory / INDEX
     if not isinstance(weight_map, dict) or not weight_map:
@@ -269,7 +269,7 @@ def _read_index(directory: Path) -> dict[str, set[str]]:
 
 
 def _no_checkpoint(directory: Path) -> str:
-    """Says what is missing, and what to do with what is there."""
+    """Returns the error message for a directory without a safetensors checkpoint."""
     names = sorted(entry.name for entry in os.scandir(directory))
     pickled = [name for name in names if re.search(r"\.(bin|pt|pth|ckpt)$", name)]
     gguf = [name for name in names if name.endswith(".gguf")]

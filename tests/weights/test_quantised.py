@@ -243,7 +243,7 @@ def test_what_the_published_configs_say_is_understood():
         (FP8 | {"weight_block_size": [128]}, "two integers"),
         (FP8 | {"weight_block_size": [128, 0]}, "two integers"),
         (FP8 | {"weight_block_size": [True, 128]}, "two integers"),
-        (FP8 | {"expert_dtype": "fp4"}, "'expert_dtype' = 'fp4', which is not understood"),
+        (FP8 | {"expert_dtype": "fp4"}, "'expert_dtype' = 'fp4', which is not supported"),
         (MXFP4 | {"weight_block_size": [1, 32]}, "weight_block_size"),
         ("fp8", "must be an object"),
     ],
@@ -279,7 +279,10 @@ def with_one(array, value, at=0):
         ({"a_blocks": BLOCKS.astype(np.int8), "a_scales": EXPONENTS}, "is I8"),
         ({"a_blocks": BLOCKS, "a_scales": with_one(EXPONENTS, 255)}, "'a_scales' holds a NaN"),
         ({"a_blocks": BLOCKS + 7, "a_scales": with_one(EXPONENTS, 254)}, "too large for float16"),
-        ({"a_blocks": BLOCKS, "a_scales": EXPONENTS, "a": SCALES}, "both in blocks"),
+        (
+            {"a_blocks": BLOCKS, "a_scales": EXPONENTS, "a": SCALES},
+            "twice, with scales and without",
+        ),
     ],
 )
 def test_malformed_blocks_and_scales_are_refused_by_name(tmp_path, kit, tensors, told):
@@ -309,7 +312,7 @@ def test_only_experts_of_gpt_oss_may_be_of_4_bits(tmp_path, kit):
     extra = {f"{name}_blocks": BLOCKS, f"{name}_scales": EXPONENTS}
     write(tmp_path, kit, tensors | extra)
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": MXFP4}))
-    with pytest.raises(BadCheckpoint, match="only experts of gpt_oss"):
+    with pytest.raises(BadCheckpoint, match="only for experts of gpt_oss"):
         load_params(tmp_path, kit.Toy(kit.CONFIG), dtype="float32", progress=False)
 
 

@@ -71,10 +71,10 @@ def test_experts_stand_behind_the_outputs_they_make(load):
     mixture = MixtureConfig(experts=3, top_k=1, size=2, gated=True)
     config = type(CONFIG)(**(vars(CONFIG) | {"mixture": mixture}))
     one = numbered(3, HIDDEN, 2)
-    got = load(Rule("x", ("a",), combine="turn"), {"a": one}, (HIDDEN, 3, 2), config)
+    got = load(Rule("x", ("a",), combine="transpose"), {"a": one}, (HIDDEN, 3, 2), config)
     np.testing.assert_array_equal(got, one.transpose(1, 0, 2))
     each = {f"e{expert}": one[expert] for expert in range(3)}
-    rule = Rule("x", ("e{expert}",), combine="stack_turn")
+    rule = Rule("x", ("e{expert}",), combine="stack_transpose")
     np.testing.assert_array_equal(load(rule, each, (HIDDEN, 3, 2), config), got)
 
 
