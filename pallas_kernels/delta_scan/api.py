@@ -1,4 +1,4 @@
-"""The door to `delta_scan`: the recurrence of a gated delta layer over packed rows."""
+"""Public entry point of `delta_scan`: the recurrence of a gated delta layer over packed rows."""
 
 import jax
 import jax.numpy as jnp
@@ -29,42 +29,41 @@ def delta_scan(
     chunk_size: int,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "tokens heads value_dim"], Float[Array, "states heads key_dim value_dim"]]:
-    """Steps each row's state through its tokens and reads an output from it at each (Gated DeltaNet, arXiv:2412.06464).
+    """Computes the gated delta rule over each row's tokens (Gated DeltaNet, arXiv:2412.06464).
 
-    With queries q and keys k brought to unit length, q times `key_dim ** -0.5`, and
-    `step = softplus(a + dt_bias)`, head by head:
-    `state = exp(-exp(a_log) * step) * state`, then `state += outer(k, sigmoid(b) * (v - k @ state))` and
+    With L2-normalised queries q and keys k, q scaled by `key_dim ** -0.5`, and `step = softplus(a + dt_bias)`, for each
+    head: `state = exp(-exp(a_log) * step) * state`, then `state += outer(k, sigmoid(b) * (v - k @ state))` and
     `out = q @ state`.
 
-    Rows are cut where a position is a multiple of `chunk_size`, counted from token 0 of the sequence. A row reads its
-    state before it writes one, so that both may be the same. Rows without tokens change nothing. In one call no state
-    may be read by one row and written by another, and a snapshot's state belongs to it alone; that is checked where
-    ids are known.
+    Rows are cut into chunks where a position, counted from token 0 of the sequence, is a multiple of `chunk_size`. A
+    row reads its state before it writes one, so both may be the same. Rows without tokens change nothing. In one call,
+    no state may be read by one row and written by another, and a snapshot's state must not be used otherwise; this is
+    checked for concrete ids.
 
     Args:
-        a_log: log of the rate at which each head forgets.
-        dt_bias: added to a.
-        states: the pool of states, floating, usually float32. Donate it: it is written in place.
-        qkv: what `causal_conv` gives: each token's queries of all key heads, then keys, then values of all heads.
-            Tokens of no row may hold anything.
+        a_log: logarithm of each head's decay rate.
+        dt_bias: bias of a.
+        states: the pool of states, floating, usually float32. Donate it for an update in place.
+        qkv: result of `causal_conv`: each token's queries of all key heads, then keys, then values of all heads.
+            Padding tokens may hold any value.
         a: each token's step per head, before bias and softplus.
-        b: each token's share of correction per head, before the sigmoid.
-        cu_q_lens: int32; row r's tokens are `qkv[cu_q_lens[r]:cu_q_lens[r + 1]]`, the row's last positions.
-        seq_lens: int32 tokens of each row, those before this call included; 0 for a padding row.
-        read_states: int32 state that each row starts from; one past the end reads zeros.
-        write_states: int32 state that each row ends in; one past the end writes nothing.
-        snapshot_ends: int32 packed tokens, rising; the state before each is kept. Only those before which a chunk
-            or a row ends are known; others keep nothing.
-        snapshot_states: int32 state that each of these is kept in; one past the end writes nothing.
+        b: each token's strength of correction per head, before the sigmoid.
+        cu_q_lens: int32 bounds: row r's tokens are `qkv[cu_q_lens[r]:cu_q_lens[r + 1]]`, at the row's last positions.
+        seq_lens: int32 number of tokens of each row, including those before this call; 0 for a padding row.
+        read_states: int32 initial state of each row; an id past the end means zeros.
+        write_states: int32 final state of each row; an id past the end writes nothing.
+        snapshot_ends: int32, ascending: for each snapshot the number of packed tokens before it. Only ends of chunks
+            and of rows are available; others are ignored.
+        snapshot_states: int32 state that each snapshot is written to; an id past the end writes nothing.
         chunk_size: tokens of a chunk.
-        implementation: "xla", or `None` for the best that can run.
+        implementation: "xla", or `None` for the first that can run.
 
     Returns:
-        The outputs in qkv's dtype, zeros for tokens of no row; and the pool.
+        The outputs in qkv's dtype, zeros for padding tokens; and the updated pool.
 
     Raises:
-        ValueError: shapes, dtypes, options or known ids do not fit.
-        Unsupported: the implementation asked for cannot run; the message carries the reason.
+        ValueError: shapes, dtypes, options or concrete ids do not fit.
+        Unsupported: the requested implementation cannot run; the message gives the reason.
     """
     check_delta(a_log, dt_bias, states, qkv, a, b)
     check_states(states.shape[0], read_states, write_states, snapshot_ends, snapshot_states)
@@ -78,5 +77,5 @@ def delta_scan(
         return jnp.zeros(shape, qkv.dtype), jnp.asarray(states)
     layer = (a_log, dt_bias, states, qkv, a, b)
     tables = (cu_q_lens, seq_lens, read_states, write_states, snapshot_ends, snapshot_states)
-    # To JAX `None` is a tree without leaves.
+    # `None` is an empty pytree, so absent tables stay `None`.
     return xla.delta_scan(*jax.tree.map(jnp.asarray, (*layer, *tables)), chunk_size=chunk_size)

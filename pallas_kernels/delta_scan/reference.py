@@ -1,4 +1,4 @@
-"""What `delta_scan` means: the recurrence token by token. `delta_update` is one token of it."""
+"""Reference of `delta_scan`: the recurrence as a scan over tokens. `delta_update` is one token of it."""
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ def delta_scan(
     *,
     chunk_size: int,
 ) -> tuple[Float[Array, "tokens heads value_dim"], Float[Array, "states heads key_dim value_dim"]]:
-    """Computes in float32 and reads all states before it writes any."""
+    """Computes in float32; reads all states before it writes any."""
     tokens, num_states = len(qkv), len(states)
     parts = tokens_of(a_log, dt_bias, qkv, a, b, DeltaSizes.of(states, qkv))
     row, place = rows_of_tokens(cu_q_lens, tokens)

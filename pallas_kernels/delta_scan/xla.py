@@ -1,7 +1,7 @@
-"""`delta_scan` in plain XLA: within a chunk the corrections are one triangular system, and a loop carries the state.
+"""`delta_scan` in plain XLA: a triangular system within each piece of a chunk, and a loop that carries the state.
 
-The system is that of Yang et al. (Parallelizing Linear Transformers with the Delta Rule, arXiv:2406.06484): each token
-corrects what the state and the tokens before it say of its key, so the corrections depend on each other downwards.
+The system is that of Yang et al. (Parallelizing Linear Transformers with the Delta Rule, arXiv:2406.06484): a token's
+correction depends on the state and on the corrections of all earlier tokens of its piece.
 """
 
 from functools import partial
@@ -34,7 +34,7 @@ def delta_scan(
     *,
     chunk_size: int,
 ) -> tuple[Float[Array, "tokens heads value_dim"], Float[Array, "states heads key_dim value_dim"]]:
-    """Scans as `api.delta_scan` says, in place where the pool is donated."""
+    """Implements `api.delta_scan`."""
     tokens = len(qkv)
     size = max(n for n in range(1, min(chunk_size, LARGEST_PIECE) + 1) if chunk_size % n == 0)
     positions = seq_lens - (cu_q_lens[1:] - cu_q_lens[:-1])
@@ -50,7 +50,7 @@ def delta_scan(
 
 
 def _gather(parts: Tokens, pieces: Pieces, size: int) -> Tokens:
-    """Returns each piece's tokens, [pieces, size, heads, ...]; where it has none they do nothing to a state."""
+    """Returns each piece's tokens, [pieces, size, heads, ...], padded with zeros, which leave a state unchanged."""
     inside = jnp.arange(size, dtype=jnp.int32)
     real = inside[None, :] < pieces.length[:, None]
     token = jnp.where(real, pieces.start[:, None] + inside[None, :], 0)
@@ -66,17 +66,17 @@ def _carry(
 ) -> tuple[
     Float[Array, "pieces size heads value_dim"], Float[Array, "pieces heads key_dim value_dim"]
 ]:
-    """Returns what each token reads, and the state after each piece."""
+    """Returns each token's output, and the state after each piece."""
     passed = jnp.cumsum(tokens.decay, axis=1).transpose(0, 2, 1)
     q, k, v = (part.transpose(0, 2, 1, 3) for part in (tokens.q, tokens.k, tokens.v))
     beta = tokens.beta.transpose(0, 2, 1)[..., None]
     size = passed.shape[-1]
     earlier = jnp.tril(jnp.ones((size, size), bool))[None, None]
-    # Masked before the exponential, which would overflow above the diagonal.
+    # Mask before the exponential, which would overflow above the diagonal.
     left = jnp.exp(jnp.where(earlier, passed[..., :, None] - passed[..., None, :], -jnp.inf))
     system = _multiply("phik,phjk->phij", beta * k, k) * left
     wanted = jnp.concatenate((beta * v, beta * k * jnp.exp(passed)[..., None]), axis=-1)
-    # The diagonal is taken as ones: a token's own correction.
+    # `unit_diagonal` ignores the diagonal of `system` and uses ones, for a token's own correction.
     solved = jax.scipy.linalg.solve_triangular(system, wanted, lower=True, unit_diagonal=True)
     fresh, known = jnp.split(solved, (v.shape[-1],), axis=-1)
     reads = _multiply("phik,phjk->phij", q, k) * left

@@ -1,4 +1,4 @@
-"""The door to `delta_update`: one token of a gated delta layer's recurrence for every row."""
+"""Public entry point of `delta_update`: one token of a gated delta layer's recurrence for every row."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -23,29 +23,28 @@ def delta_update(
     *,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "rows heads value_dim"], Float[Array, "states heads key_dim value_dim"]]:
-    """Steps each row's state by one token and reads an output from it, as `delta_scan` does over one token.
+    """Updates each row's state by one token and returns its output, as `delta_scan` does over one token.
 
-    The state is stepped in float32 and rounded to the pool's dtype when it is written; the output is read before
-    that. In one call no state may be read by one row and written by another; that is checked where ids are known.
+    The update is in float32. The output uses the state before it is rounded to the pool's dtype. In one call, no state
+    may be read by one row and written by another; this is checked for concrete ids.
 
     Args:
-        a_log: log of the rate at which each head forgets.
-        dt_bias: added to a.
-        states: the pool of states, floating, usually float32. Donate it: it is written in place.
+        a_log: logarithm of each head's decay rate.
+        dt_bias: bias of a.
+        states: the pool of states, floating, usually float32. Donate it for an update in place.
         qkv: each row's queries of all key heads, then keys, then values of all heads.
         a: each row's step per head, before bias and softplus.
-        b: each row's share of correction per head, before the sigmoid.
-        read_states: int32 state that each row starts from; one past the end reads zeros.
-        write_states: int32 state that each row ends in. A row that writes none, because this is past the end, is
-            padding: it may hold anything.
-        implementation: "xla", or `None` for the best that can run.
+        b: each row's strength of correction per head, before the sigmoid.
+        read_states: int32 initial state of each row; an id past the end means zeros.
+        write_states: int32 final state of each row. A row whose id is past the end is padding and may hold any values.
+        implementation: "xla", or `None` for the first that can run.
 
     Returns:
-        The outputs in qkv's dtype, zeros for padding rows; and the pool.
+        The outputs in qkv's dtype, zeros for padding rows; and the updated pool.
 
     Raises:
-        ValueError: shapes, dtypes or known ids do not fit.
-        Unsupported: the implementation asked for cannot run; the message carries the reason.
+        ValueError: shapes, dtypes or concrete ids do not fit.
+        Unsupported: the requested implementation cannot run; the message gives the reason.
     """
     check_delta(a_log, dt_bias, states, qkv, a, b)
     check_states(states.shape[0], read_states, write_states)

@@ -1,4 +1,4 @@
-"""`delta_update` in plain XLA: gathers the states, steps them, scatters them back."""
+"""`delta_update` in plain XLA: gathers the states, updates them and scatters them back."""
 
 import jax
 import jax.numpy as jnp
@@ -18,11 +18,11 @@ def delta_update(
     read_states: Int[Array, " rows"],
     write_states: Int[Array, " rows"],
 ) -> tuple[Float[Array, "rows heads value_dim"], Float[Array, "states heads key_dim value_dim"]]:
-    """Steps as `api.delta_update` says, in place where the pool is donated."""
+    """Implements `api.delta_update`."""
     now = tokens_of(a_log, dt_bias, qkv, a, b, DeltaSizes.of(states, qkv))
     begun = states.at[read_states].get(mode="fill", fill_value=0, wrap_negative_indices=False)
-    # What is read is read before anything is written. For a single row XLA would otherwise read again behind the
-    # write, from a copy of the pool.
+    # The barrier orders all reads before the writes. For a single row XLA would otherwise read again after the write,
+    # from a copy of the pool.
     begun = jax.lax.optimization_barrier(begun)
     state = begun.astype(jnp.float32) * jnp.exp(now.decay)[:, :, None, None]
     known = jnp.sum(state * now.k[..., None], axis=2)

@@ -1,4 +1,4 @@
-"""The door to `ssd_scan`: the recurrence of a Mamba-2 layer over packed rows."""
+"""Public entry point of `ssd_scan`: the recurrence of a Mamba-2 layer over packed rows."""
 
 from functools import partial
 
@@ -33,43 +33,43 @@ def ssd_scan(
     dt_limits: tuple[float, float] = (0.0, float("inf")),
     implementation: str | None = None,
 ) -> tuple[Float[Array, "tokens heads head_dim"], Float[Array, "states heads head_dim d_state"]]:
-    """Steps each row's state through its tokens and reads an output from it at each (Mamba-2, arXiv:2405.21060).
+    """Computes the state-space recurrence of Mamba-2 over each row's tokens (SSD, arXiv:2405.21060).
 
-    With step = clip(softplus(dt + dt_bias), *dt_limits), head by head:
+    With step = clip(softplus(dt + dt_bias), *dt_limits), for each head:
     `state = exp(-exp(a_log) * step) * state + step * outer(x, B)` and `out = state @ C + d * x`.
 
-    Rows are cut where a position is a multiple of `chunk_size`, counted from token 0 of the sequence, and chunks are
-    matrix products. So a run that is split at such multiples has the same bits as one that is not; other splits agree
-    up to rounding. A row reads its state before it writes one, so that both may be the same. Rows without tokens
-    change nothing. In one call no state may be read by one row and written by another, and a snapshot's state belongs
-    to it alone; that is checked where ids are known.
+    Rows are cut into chunks where a position, counted from token 0 of the sequence, is a multiple of `chunk_size`;
+    chunks are computed as matrix products. So a sequence that is split into calls at such multiples gives the same bits
+    as one that is not; other splits agree up to rounding. A row reads its state before it writes one, so both may be
+    the same. Rows without tokens change nothing. In one call, no state may be read by one row and written by another,
+    and a snapshot's state must not be used otherwise; this is checked for concrete ids.
 
     Args:
-        a_log: log of the rate at which each head forgets.
-        d: what each head adds of its input to its output.
-        dt_bias: added to dt.
-        states: the pool of states, floating, usually float32 whatever xbc is. Donate it: it is written in place.
-        xbc: what `causal_conv` gives: each token's x of all heads, then B of all groups, then C. Head h reads group
-            `h // (heads // groups)`. Tokens of no row may hold anything.
+        a_log: logarithm of each head's decay rate.
+        d: each head's factor of the skip connection from x to the output.
+        dt_bias: bias of dt.
+        states: the pool of states, floating, usually float32 for any dtype of xbc. Donate it for an update in place.
+        xbc: result of `causal_conv`: each token's x of all heads, then B of all groups, then C. Head h uses group
+            `h // (heads // groups)`. Padding tokens may hold any value.
         dt: each token's step per head, before bias and softplus.
-        cu_q_lens: int32; row r's tokens are `xbc[cu_q_lens[r]:cu_q_lens[r + 1]]`, the row's last positions.
-        seq_lens: int32 tokens of each row, those before this call included; 0 for a padding row.
-        read_states: int32 state that each row starts from; one past the end reads zeros.
-        write_states: int32 state that each row ends in; one past the end writes nothing.
-        snapshot_ends: int32 packed tokens, rising; the state before each is kept. Only those before which a chunk
-            or a row ends are known; others keep nothing.
-        snapshot_states: int32 state that each of these is kept in; one past the end writes nothing.
-        chunk_size: tokens of a chunk, the model's.
-        z: gate of each output, which is multiplied by silu(z); `None` for none.
+        cu_q_lens: int32 bounds: row r's tokens are `xbc[cu_q_lens[r]:cu_q_lens[r + 1]]`, at the row's last positions.
+        seq_lens: int32 number of tokens of each row, including those before this call; 0 for a padding row.
+        read_states: int32 initial state of each row; an id past the end means zeros.
+        write_states: int32 final state of each row; an id past the end writes nothing.
+        snapshot_ends: int32, ascending: for each snapshot the number of packed tokens before it. Only ends of chunks
+            and of rows are available; others are ignored.
+        snapshot_states: int32 state that each snapshot is written to; an id past the end writes nothing.
+        chunk_size: tokens of a chunk, from the model's configuration.
+        z: gates of the outputs, which are multiplied by silu(z); `None` for none.
         dt_limits: least and greatest step.
-        implementation: "mosaic_gpu", "xla", or `None` for the best that can run.
+        implementation: "mosaic_gpu", "xla", or `None` for the first that can run.
 
     Returns:
-        The outputs in xbc's dtype, zeros for tokens of no row; and the pool.
+        The outputs in xbc's dtype, zeros for padding tokens; and the updated pool.
 
     Raises:
-        ValueError: shapes, dtypes, options or known ids do not fit.
-        Unsupported: the implementation asked for, or every one, cannot run; the message carries each reason.
+        ValueError: shapes, dtypes, options or concrete ids do not fit.
+        Unsupported: the requested implementation, or every implementation, cannot run; the message lists the reasons.
     """
     check_layer(a_log, d, dt_bias, states, xbc, dt, z, dt_limits)
     check_states(states.shape[0], read_states, write_states, snapshot_ends, snapshot_states)
@@ -79,7 +79,7 @@ def ssd_scan(
         raise ValueError(f"chunk_size must be at least 1, got {chunk_size}")
     layer = (a_log, d, dt_bias, states, xbc, dt)
     tables = (cu_q_lens, seq_lens, read_states, write_states, snapshot_ends, snapshot_states)
-    # To JAX `None` is a tree without leaves.
+    # `None` is an empty pytree, so absent arguments stay `None`.
     arrays, gate = jax.tree.map(jnp.asarray, ((*layer, *tables), z))
     refuses = partial(mosaic_gpu.why_not, arrays[3], arrays[4], chunk_size=chunk_size)
     reasons = {"mosaic_gpu": refuses, "xla": lambda: None}

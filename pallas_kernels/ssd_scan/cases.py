@@ -1,4 +1,4 @@
-"""Shapes on which `ssd_scan` is tested, measured and tuned. Host only."""
+"""Shapes on which `ssd_scan` is tested, measured and tuned. Imports no JAX."""
 
 import math
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from pallas_kernels.inputs.nan_filled_pages import normal
 from pallas_kernels.inputs.nan_filled_states import Rows, nan_filled_pool
 
 STATE_SCALE = 0.1
-"""About as large as the numbers of a state become in a layer of `layer`'s parameters."""
+"""Typical magnitude of a state's elements in a layer with the parameters of `layer`."""
 
 
 @dataclass(frozen=True)
@@ -18,12 +18,17 @@ class Case:
     """One call of `ssd_scan`.
 
     Attributes:
-        name: how tests and records call it.
+        name: the case's name in tests and benchmark records.
         rows: the packed rows.
-        gated: outputs are gated.
+        heads: heads of x.
+        head_dim: components of a head.
+        d_state: components of B and C.
+        groups: number of distinct B and C.
+        chunk_size: tokens of a chunk.
+        gated: whether outputs are gated.
         dt_limits: least and greatest step.
-        state_dtype: of the pool; `None` for that of the call.
-        ci: small enough to run everywhere.
+        state_dtype: dtype of the pool; `None` for the call's dtype.
+        ci: whether the case is small enough for the CPU tests.
     """
 
     name: str
@@ -39,7 +44,7 @@ class Case:
     ci: bool = False
 
     def inputs(self, seed: int = 0, dtype: str = "bfloat16") -> dict[str, Any]:
-        """Returns the arguments by name, as NumPy arrays."""
+        """Returns the op's arguments by name, as NumPy arrays."""
         rng = np.random.default_rng(seed)
         tables, num_states = self.rows.tables(rng, self.chunk_size)
         d_inner, tokens = self.heads * self.head_dim, self.rows.tokens
@@ -62,7 +67,7 @@ class Case:
         }
 
     def bytes_moved(self, dtype: str = "bfloat16") -> int:
-        """Counts the bytes of inputs and outputs, and of the states read and written."""
+        """Returns the bytes of inputs and outputs, and of the states read and written."""
         d_inner = self.heads * self.head_dim
         columns = 2 * d_inner + 2 * self.groups * self.d_state + self.heads + self.gated * d_inner
         states = len(self.rows.lengths) * 2 + len(self.rows.ends(self.chunk_size))
@@ -72,12 +77,12 @@ class Case:
         )
 
     def flops(self) -> int:
-        """Counts products and sums of the recurrence itself."""
+        """Returns the FLOPs of the recurrence itself."""
         return 6 * sum(self.rows.lengths) * self.heads * self.head_dim * self.d_state
 
 
 def layer(rng: np.random.Generator, heads: int) -> dict[str, np.ndarray]:
-    """Returns a layer's parameters as they are initialised: rates of 1 to 16, steps around 0.001 to 0.1."""
+    """Returns a layer's parameters as Mamba-2 initialises them: rates of 1 to 16, steps around 0.001 to 0.1."""
     step = np.exp(rng.uniform(np.log(1e-3), np.log(1e-1), heads))
     return {
         "a_log": np.log(rng.uniform(1, 16, heads)).astype(np.float32),
@@ -87,7 +92,7 @@ def layer(rng: np.random.Generator, heads: int) -> dict[str, np.ndarray]:
 
 
 def activated(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) -> np.ndarray:
-    """Draws what a convolution with silu gives; large arrays repeat the first numbers."""
+    """Draws values distributed like the output of a convolution with silu; large arrays repeat the first ones."""
     numbers = normal(rng, (min(math.prod(shape), 2**20 - 3),), "float32")
     return np.resize((numbers / (1 + np.exp(-numbers))).astype(dtype), shape)
 
@@ -116,7 +121,7 @@ CASES = (
     Case("wide", Rows((70, 3), (0, 130), 1, snapshots=True), 2, 128, 64, chunk_size=128, ci=True),
     Case("large-state", Rows((65,), (5,)), 2, 64, 256, chunk_size=64, gated=True, ci=True),
     Case("only-padding", Rows((0, 0), (0, 9), 1, 8), 2, 64, 128, chunk_size=64, ci=True),
-    # 10 and 9 pieces: enough for consumers that begin apart.
+    # 10 and 9 pieces: enough for the delayed start of the second consumer.
     Case("long", Rows((640, 517), (0, 59)), 4, 64, 128, groups=2, chunk_size=64, ci=True),
     Case("t16384-h128-g8", _RAGGED, 128, groups=8),
     Case(

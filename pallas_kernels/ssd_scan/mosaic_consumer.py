@@ -1,14 +1,14 @@
-"""A consumer of the `ssd_scan` kernel: the warpgroup that multiplies, for 64 components of a head.
+"""Consumer warpgroup of the `ssd_scan` kernel: the scan over a row's pieces for 64 components of a head.
 
-It keeps outputs turned, a row for each component and a column for each token. So x, weighed x and the state that is
-read are multiplied out of registers, and only the tokens' weights go through shared memory, whose bandwidth is short.
+Outputs are kept transposed, a row for each component and a column for each token. So x, weighted x and the state are
+left operands in registers, and only the tokens' weights go through shared memory, whose bandwidth is scarce.
 
-Names: `passed` is the base-2 logarithm of what is left, after each token of a piece, of the state before it; `less` is
-that less the logarithm of the token's step, so that `exp2(passed[i] - less[j])` is the share of token j's input in the
-state after token i.
+Names: `passed` is the base-2 logarithm of the decay of the piece's initial state up to and including each token. `less`
+is `passed` minus the base-2 logarithm of the token's step, so that `exp2(passed[i] - less[j])` is the factor of token
+j's input in the state after token i.
 
-Nothing but the barriers that are written out holds the four warps together. What they put down for one another, weights
-and factors, they read before the outputs of the same piece are stored, and that waits for all of them.
+The four warps synchronise only at the explicit barriers. Weights and factors, which they exchange through shared
+memory, are read before the outputs of the same piece are stored, and that store waits for all warps.
 """
 
 from collections.abc import Sequence
@@ -27,19 +27,19 @@ from pallas_kernels.mosaic.warps import pause
 from pallas_kernels.ssd_scan.mosaic_multiplier import LESS, PASSED, SQUARE, Multiplier
 from pallas_kernels.ssd_scan.mosaic_schedule import SIDE
 
-# Columns that a thread's registers have side by side.
+# Columns of one step of `columns_of_weights`: the granularity of wgmma's register layout.
 _EIGHT = 8
-# How much later other consumers than the first begin, about half of what a piece takes, and from how many pieces on.
+# Delay in nanoseconds of the second consumer's start, about half of a piece's time, and the least pieces for it.
 _LATE_NS, _LONG = 1200, 8
-# Squares of the state that are rounded at a time: more of them fill the registers.
+# Squares of the state that are rounded at a time; more would exceed the registers.
 _ROUNDED = 2
 
 
 class Consumer(Multiplier):
-    """One of the warpgroups that multiply."""
+    """A consumer warpgroup."""
 
     def run(self) -> None:
-        """Takes the state through all pieces; gives zeros to the tokens of no row."""
+        """Processes all pieces of the row; writes zeros for padding tokens."""
         for slot in range(self.kernel.schedule.stages):
             plgpu.barrier_arrive(self.refs["free"].at[slot])
         pl.when(self.task.pieces > 0)(
@@ -48,8 +48,8 @@ class Consumer(Multiplier):
         pl.when(self.task.row.owned == 0)(self.write_zeros)
 
     def scan(self, met: Ref, read: Ref, *state: Ref) -> None:
-        """Goes through the pieces of a row."""
-        # Consumers in step would all want the tensor cores at once, and then all none.
+        """Processes the pieces of a row with accumulators for weights, outputs and state."""
+        # Consumers in phase would compete for the tensor cores, and then leave them idle together.
         is_late = (self.number > 0) & (self.task.pieces >= _LONG)
         pl.when(is_late)(partial(pause, _LATE_NS, interpret=self.kernel.interpret))
         for ref, part in zip(state, self.begun(), strict=True):
@@ -63,16 +63,16 @@ class Consumer(Multiplier):
         self.write_state(self.task.row.write, [self.result(part, 0) for part in state])
 
     def visit(self, number: Array, met: Ref, read: Ref, state: Sequence[Ref]) -> None:
-        """Takes the state through one piece, one product after the other."""
+        """Processes one piece, one product after the other."""
         slot = self.slot(number)
         plgpu.barrier_wait(self.refs["arrived"].at[slot])
         self.put_factors(slot)
         self.put_weights(slot, met)
-        # Factors and weights may be read after this.
+        # Factors and weights are visible to all warps after this barrier.
         plgpu.commit_smem()
         self.read_from(slot, read, state)
         x = self.load_turned(slot)
-        # What passes the state by is added unrounded: as a weight it would lose its last digits.
+        # The skip connection is added in float32: as part of the rounded weights it would lose precision.
         decayed = self.result(read, 0) * self.factors(PASSED)
         read[...] = decayed + x.astype(jnp.float32) * self.skip()
         weights = self.refs["weights"].at[self.number]
@@ -87,7 +87,7 @@ class Consumer(Multiplier):
         self.keep(number, ended)
 
     def put_factors(self, slot: Array) -> None:
-        """Puts down what is left after each token, and what of it reaches the piece's end: one number per thread."""
+        """Stores the decay factors of outputs (exp2(passed)) and of inputs (exp2(end - less)), one per thread."""
         decay = self.refs["decay"].at[slot, self.number]
         if self.kernel.interpret:
             held = decay[...]
@@ -100,13 +100,13 @@ class Consumer(Multiplier):
         self.refs["factors"].at[self.number][...] = jnp.exp2(exponents)
 
     def factors(self, row: Any) -> Array:  # noqa: ANN401 - a slice of a private type
-        """Returns one of the two rows of factors, repeated for all components."""
+        """Loads one of the two rows of factors, broadcast over all components."""
         return broadcast(
             load(self.refs["factors"].at[self.number, row], PER_COLUMN), SQUARE, 1, WGMMA
         )
 
     def put_weights(self, slot: Array, met: Ref) -> None:
-        """Puts down what each token reads of each, and what rounding took of it."""
+        """Stores the tokens' weights in shared memory: rounded, and if exact their rounding errors."""
         met[...] = self.zeros()
         for block in range(self.geometry.blocks):
             c, b = (self.refs[name].at[slot, block] for name in ("c", "b"))
@@ -114,7 +114,7 @@ class Consumer(Multiplier):
         decay = self.refs["decay"].at[slot, self.number]
         columns = self.columns_of_weights(met, decay)
         dtype = self.geometry.dtype
-        # Otherwise a compiler may take what was rounded for what it was before.
+        # Without the barrier the compiler may elide the rounding.
         rounded = [lax.optimization_barrier(column.astype(dtype)) for column in columns]
         weights = self.refs["weights"].at[self.number]
         weights.at[0][...] = lax.concatenate(rounded, 1)
@@ -124,7 +124,7 @@ class Consumer(Multiplier):
             weights.at[1][...] = lax.concatenate(lost, 1)
 
     def columns_of_weights(self, met: Ref, decay: Ref) -> list[Array]:
-        """Returns what each token reads of 8 others, in order; the numbers of 8 columns need no registers."""
+        """Returns the tokens' weights, 8 columns at a time; indices of only 8 columns are constants, not registers."""
         passed = load(decay.at[PASSED], PER_ROW)
         less = broadcast(load(decay.at[LESS], PER_COLUMN), SQUARE, 1, WGMMA)
         products = self.result(met, 0)
@@ -137,12 +137,12 @@ class Consumer(Multiplier):
             cut = (0, first), (SIDE, first + _EIGHT)
             now, ends = (lax.slice(each, *cut) for each in (products, less))
             part = jnp.where(distance >= first, now * jnp.exp2(passed - ends), 0.0)
-            # Otherwise the compiler would round first and take pairs of numbers apart to select.
+            # Without the barrier the compiler would round before the select, and split packed pairs for it.
             parts.append(lax.optimization_barrier(part))
         return parts
 
     def read_from(self, slot: Array, read: Ref, state: Sequence[Ref]) -> None:
-        """Starts reading a piece's outputs from the state before it."""
+        """Issues the products of the state before the piece with C."""
         read[...] = self.zeros()
         for first in range(0, len(state), _ROUNDED):
             some = state[first : first + _ROUNDED]
@@ -151,25 +151,25 @@ class Consumer(Multiplier):
                 self.multiply(read, part, self.refs["c"].at[slot, block], right_transposed=True)
 
     def load_turned(self, slot: Array) -> Array:
-        """Loads x, its columns as rows."""
+        """Loads the transpose of x."""
         square = self.refs["x"].at[slot, self.number]
         if self.kernel.interpret:
             return square[...].T
         return plgpu.load(square.transpose((1, 0)), layout=WGMMA)
 
     def grow(self, slot: Array, state: Sequence[Ref], x: Array) -> None:
-        """Starts adding a piece's inputs to the state."""
+        """Decays the state and issues the products that add the piece's inputs to it."""
         weighed = (x.astype(jnp.float32) * self.factors(LESS)).astype(self.geometry.dtype)
         kept = jnp.exp2(self.refs["decay"][slot, self.number, SIDE - 1])
         for block, part in enumerate(state):
-            # Nothing has been in flight for the state since the last piece.
+            # No product for the state has been in flight since the previous piece.
             part[...] = self.result(part, None) * kept
             self.multiply(part, weighed, self.refs["b"].at[slot, block])
 
     def store(self, out: Array, start: Array, length: Array) -> None:
-        """Stores outputs: all at once, or token by token where other rows' are behind them."""
+        """Stores outputs: with one copy, or token by token for a partial piece."""
         refs, columns = self.refs, pl.ds(self.column, SIDE)
-        # The copy of the piece before reads from the same place.
+        # The copy of the previous piece's outputs reads from the same buffer.
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         self.put(out)
         plgpu.commit_smem()
@@ -190,7 +190,7 @@ class Consumer(Multiplier):
                 plgpu.copy_smem_to_gmem(source, target)
 
     def put(self, out: Array) -> None:
-        """Puts outputs where they are copied from, turned back."""
+        """Writes outputs, transposed back, to shared memory for the copy."""
         square = self.refs["y"].at[self.number]
         if self.kernel.interpret:
             square[...] = out.T
@@ -198,17 +198,17 @@ class Consumer(Multiplier):
         square.transpose((1, 0))[...] = out
 
     def put_rows(self) -> None:
-        """Puts outputs down again, each token's on its own."""
+        """Rewrites outputs in shared memory in plain row order, for copies of single tokens."""
         if self.kernel.interpret:
             return
         held = plgpu.load(self.refs["y"].at[self.number], layout=WGMMA)
-        # All warps have loaded theirs before any puts them down in the same place.
+        # All warps must have loaded their part before any warp overwrites the buffer.
         plgpu.commit_smem()
         self.refs["y_rows"].at[self.number][...] = held
         plgpu.commit_smem()
 
     def write_zeros(self) -> None:
-        """Gives zeros to the tokens of no row."""
+        """Writes zeros as the outputs of padding tokens."""
         row = self.task.row
 
         @pl.loop(0, lax.div(row.stop - row.start + (SIDE - 1), jnp.int32(SIDE)))

@@ -1,8 +1,8 @@
-"""What is left of the state after each token of a piece: the sums that the `ssd_scan` kernel has no time for.
+"""A small Mosaic GPU kernel that computes the prefix sums of log decays within each piece, for the `ssd_scan` kernel.
 
-One small Mosaic GPU kernel. A block has a piece, each of its warpgroups a share of the tokens, and each thread a head:
-it sums its share in the order of tokens, and adds what the shares before came to, in their order, whatever else is in
-the batch. Threads have their results side by side in memory for a whole share, and so write them 16 bytes at a time.
+A block processes a piece, each of its warpgroups a share of the tokens, and each thread one head. A thread sums its
+share in the order of tokens, then adds the totals of the preceding shares in order; so the bits do not depend on the
+rest of the batch. A thread's results of a share are contiguous in memory, so it writes them 16 bytes at a time.
 """
 
 from collections.abc import Mapping
@@ -27,7 +27,7 @@ from pallas_kernels.mosaic.warps import meet_all
 from pallas_kernels.packed.rows import Pieces
 
 _THREADS = 128
-# Warpgroups that share the tokens of a piece.
+# Warpgroups among which the tokens of a piece are divided.
 _SHARES = 4
 
 
@@ -43,8 +43,9 @@ def decays(
 ) -> Float[Array, "pieces heads 2 size"]:
     """Returns base-2 logarithms, two rows per piece and head.
 
-    The first row has what is left, after each token, of the state before the piece; the second one the same less the
-    token's step, infinite where that is 0 or there is no token. `size` is a multiple of 16.
+    The first row is the log decay of the piece's initial state up to and including each token. The second row is the
+    first minus the logarithm of the token's step; it is +inf if the step is 0 or there is no token. `size` is a
+    multiple of 16.
     """
     heads = dt.shape[1]
     body = _Decays(heads, size, dt_limits, interpret)
@@ -76,7 +77,7 @@ class _Decays:
 
     @property
     def spans(self) -> tuple[tuple[int, int], ...]:
-        """First head and heads of each block: one for each thread, then powers of two."""
+        """First head and number of heads of each block: 128, then powers of two for the rest."""
         widths = [_THREADS] * (self.heads // _THREADS)
         rest = self.heads % _THREADS
         widths += [1 << bit for bit in reversed(range(rest.bit_length())) if rest >> bit & 1]
@@ -92,9 +93,9 @@ class _Decays:
             pl.when(used & (place == index))(partial(self.run, named, piece, start, width))
 
     def run(self, refs: Mapping[str, Ref], piece: Array, first: int, width: int) -> None:
-        """Sums for some heads of one piece, each warpgroup its share of the tokens."""
+        """Computes the sums of some heads of one piece; each warpgroup processes its share of the tokens."""
         (cut,) = flat_pieces(width, LOAD_BYTES)
-        # A vector of one would be taken for a scalar whose layout nobody knows.
+        # A single head is indexed as a scalar, since Mosaic infers no layout for vectors of one element.
         heads, own = (pl.ds(first, width), pl.ds(0, width)) if width > 1 else (first, 0)
         start, length = refs["start"][piece], refs["length"][piece]
         share, tokens = lax.axis_index("share"), self.size // _SHARES
@@ -124,7 +125,7 @@ class _Decays:
             known = load(refs["totals"].at[other], own)
             before = jnp.where(other < share, before + known, before)
         passed = [before + part for part in sums]
-        # What is lost without end must not make a number of what has no step.
+        # Keep `less` at +inf for tokens without a step, even if `passed` is -inf.
         less = [
             jnp.where(log > -jnp.inf, left - log, jnp.inf)
             for left, log in zip(passed, logs, strict=True)

@@ -1,7 +1,6 @@
-"""`ssd_scan` as two Mosaic GPU kernels for Hopper: what they take, and what XLA does around them.
+"""`ssd_scan` on Hopper with two Mosaic GPU kernels: limits, and the XLA operations before and after the kernels.
 
-What is left of the state after each token is summed in mosaic_decay.py, the scan itself is in mosaic_launch.py and what
-that imports.
+mosaic_decay.py computes the prefix sums of log decays; mosaic_launch.py launches the scan.
 """
 
 from functools import partial
@@ -50,12 +49,12 @@ def ssd_scan(
     dt_limits: Limits = (0.0, float("inf")),
     interpret: bool = False,
 ) -> tuple[Float[Array, "tokens heads head_dim"], Float[Array, "states heads head_dim d_state"]]:
-    """Scans as `api.ssd_scan` says, in place where the pool is donated.
+    """Implements `api.ssd_scan`; negative ids are treated as past the end.
 
-    Negative ids are ids past the end. With `interpret` it runs on the CPU, slowly; races are recorded.
+    With `interpret` the kernels run in Pallas's interpreter on the CPU, slowly; races are recorded.
 
     Raises:
-        ValueError: this kernel cannot take the shapes or dtypes.
+        ValueError: the kernels do not support the shapes or dtypes.
     """
     geometry = Geometry.of(states, xbc)
     reason = geometry.refusal(chunk_size)
@@ -67,7 +66,7 @@ def ssd_scan(
     return scan(*layer, *tables, z, schedule=geometry.schedule(len(read_states)), **options)
 
 
-# The layers of a model call this many times with equal shapes: under its own jit the kernel is lowered once.
+# A model's layers call this with equal shapes; under its own jit the kernels are lowered once for all of them.
 @partial(jax.jit, static_argnames=("chunk_size", "dt_limits", "schedule", "interpret"))
 def scan(
     a_log: Float[Array, " heads"],
@@ -89,7 +88,7 @@ def scan(
     schedule: Schedule,
     interpret: bool = False,
 ) -> tuple[Float[Array, "tokens heads head_dim"], Float[Array, "states heads head_dim d_state"]]:
-    """Runs the kernels under one schedule."""
+    """Runs the kernels under a schedule."""
     tokens = len(xbc)
     positions = seq_lens - (cu_q_lens[1:] - cu_q_lens[:-1])
     pieces = cut(cu_q_lens, positions, tokens=tokens, size=SIDE)
@@ -101,7 +100,7 @@ def scan(
     if snapshot_ends is not None and len(snapshot_ends):
         snapshots = (snapshot_ends, snapshot_states)
         kept = [_kept(pieces, cu_q_lens, seq_lens, *snapshots, len(states), chunk_size)]
-    # The interpreter refuses copies that reach past the last token, which the hardware fills with zeros.
+    # TMA zero-fills copies that reach past the last token; the interpreter refuses them, so its input is padded.
     inputs = jnp.pad(xbc, ((0, SIDE), (0, 0))) if interpret else xbc
     kernel = Kernel(Geometry.of(states, xbc), schedule, bool(kept), interpret)
     pool = jax.new_ref(states)
@@ -116,7 +115,7 @@ def _gated(
     z: Float[Array, "tokens d_inner"],
     cu_q_lens: Int[Array, " row_bounds"],
 ) -> Float[Array, "tokens d_inner"]:
-    """Multiplies outputs by silu(z), which may be anything for tokens of no row."""
+    """Multiplies outputs by silu(z); z of padding tokens may hold any value."""
     real = (jnp.arange(len(z), dtype=jnp.int32) < cu_q_lens[-1])[:, None]
     gate = jax.nn.silu(jnp.where(real, z, jnp.zeros_like(z)).astype(jnp.float32))
     return (out.astype(jnp.float32) * gate).astype(out.dtype)
@@ -131,7 +130,7 @@ def _kept(
     num_states: int,
     chunk_size: int,
 ) -> Int[Array, " pieces"]:
-    """Returns which state keeps what each piece ends in, one past the end for none."""
+    """Returns the state to which each piece's final state is snapshotted, an id past the end for none."""
     stop = pieces.start + pieces.length
     position = seq_lens[pieces.row] - (cu_q_lens[pieces.row + 1] - stop)
     known = (pieces.length > 0) & (pieces.last | (position % chunk_size == 0))

@@ -1,12 +1,12 @@
-"""The launch of the Mosaic GPU kernel of `ssd_scan` on Hopper: grid, shared memory, warpgroups.
+"""Launch of the `ssd_scan` kernel on Hopper: grid, shared memory, mbarriers and warpgroups.
 
-A block takes one row and one or two units of one group (a unit is 64 components of a head) through the row's pieces,
-with the state on chip. Its consumers (mosaic_consumer.py) multiply, each for one unit. A producer (mosaic_producer.py)
-keeps the pieces' tokens in flight, B and C once for all units. Rows begin anywhere, but copies into swizzled shared
-memory can do so only where the tile is not divided by rows. So tokens are copied into an undivided view of shared
-memory and multiplied in a divided one; both views are the same bytes.
+A block loops over the pieces of one row for one or two units of one group (a unit is 64 components of a head), with the
+state in registers. Each consumer (mosaic_consumer.py) computes one unit. The producer (mosaic_producer.py) keeps the
+pieces' tokens in flight, with B and C once for all units. Rows start anywhere, but copies into tiled shared memory must
+start at a multiple of 8 rows. So tokens are copied into a view that is swizzled and not tiled, and wgmma reads a tiled
+view; both views have the same bytes.
 
-Refs to whole arrays have the arrays' names.
+Refs to whole arrays have the names of the arrays.
 """
 
 from collections.abc import Callable
@@ -27,7 +27,7 @@ from pallas_kernels.ssd_scan.mosaic_kernel import Kernel
 from pallas_kernels.ssd_scan.mosaic_producer import Producer
 from pallas_kernels.ssd_scan.mosaic_schedule import REGISTERS, SIDE
 
-# Squares of 16-bit numbers as copies write them, and as products read them.
+# Transforms of 64 x 64 squares of 16-bit elements: the view for copies, and the view for products.
 _SWIZZLED, _TILED = untiled_swizzle(128), swizzled(SIDE, jnp.bfloat16)
 
 
@@ -42,7 +42,7 @@ def build(kernel: Kernel, tokens: int, num_tasks: int) -> Callable[..., Array]:
         grid_names=("block",),
         num_threads=s.consumers + 1,
         thread_name="warpgroup",
-        # Each place that needs a barrier between warps says so.
+        # The kernel places its barriers between warps itself.
         compiler_params=plgpu.CompilerParams(
             approx_math=True,
             lowering_semantics=plgpu.LoweringSemantics.Lane,
@@ -67,17 +67,17 @@ def _scratch(kernel: Kernel) -> dict[str, Any]:
         "factors": plgpu.SMEM((s.consumers, 2 * SIDE), jnp.float32),
         "decay": plgpu.SMEM((s.stages, s.consumers, 2 * SIDE), jnp.float32),
         "arrived": plgpu.Barrier(num_arrivals=2 * (g.blocks + s.consumers), num_barriers=s.stages),
-        # Where a piece is short, B and x arrive at the producer, which clears what is behind it.
+        # For a partial piece, B and x signal the producer, which zeroes the rows past its end.
         "to_clear": plgpu.Barrier(num_arrivals=g.blocks + s.consumers),
         "free": plgpu.Barrier(num_arrivals=s.consumers, num_barriers=s.stages),
     }
     if kernel.interpret:
-        # The interpreter knows no accumulators.
+        # The interpreter does not support accumulators.
         sums = (s.consumers, 2 + g.blocks, *square)
         scratch["sums"] = plgpu.SMEM(sums, jnp.float32)
     for name, shape in copied.items():
         if kernel.interpret:
-            # The interpreter takes any two places of a union for the same.
+            # The interpreter treats the members of a union as one buffer.
             scratch[name] = plgpu.SMEM(shape, g.dtype)
             continue
         views = [plgpu.SMEM(shape, g.dtype, transforms=form) for form in (_SWIZZLED, _TILED)]
@@ -91,7 +91,7 @@ def _body(kernel: Kernel, *refs: Ref, **scratch: Ref) -> None:
     found = dict(zip([*names, "states", "out"], refs, strict=True)) | scratch
     for name in ("b", "c", "x", "y"):
         views = (found[name],) * 3 if kernel.interpret else tuple(found[name])
-        # Copied in or out whole, multiplied or held in registers, copied out by rows.
+        # The views for whole copies, for products and register loads, and for copies of single rows.
         found |= dict(zip((f"{name}_copied", name, f"{name}_rows"), views, strict=False))
     warpgroup = lax.axis_index("warpgroup")
     consumers, registers = kernel.schedule.consumers, REGISTERS[kernel.schedule.consumers]

@@ -1,7 +1,4 @@
-"""What a consumer of the `ssd_scan` kernel multiplies with, and where it finds and leaves states.
-
-Squares have 64 rows and columns. It does not know in which order a piece's products come.
-"""
+"""Products of 64 x 64 squares, and loads and stores of states, for the consumers of the `ssd_scan` kernel."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -19,12 +16,12 @@ from pallas_kernels.ssd_scan.mosaic_schedule import SIDE
 from pallas_kernels.ssd_scan.mosaic_task import Task, Worker
 
 SQUARE = (SIDE, SIDE)
-# Where the two rows of a piece's decays are.
+# Slices of the two rows of a piece's decays.
 PASSED, LESS = pl.ds(0, SIDE), pl.ds(SIDE, SIDE)
 
 
 class Multiplier(Worker):
-    """One of the warpgroups that multiply, for 64 components of one head."""
+    """Base class of a consumer warpgroup, for 64 components of one head."""
 
     def __init__(self, kernel: Kernel, refs: Mapping[str, Ref], number: Array) -> None:
         super().__init__(kernel, refs)
@@ -33,7 +30,7 @@ class Multiplier(Worker):
         self.head, self.column = self.task.unit(number)
 
     def with_squares(self, run: Callable[..., None], count: int) -> None:
-        """Calls a function with squares that products are added to."""
+        """Calls a function with `count` accumulators."""
         if not self.kernel.interpret:
             pl.run_scoped(run, *[plgpu.ACC(SQUARE, jnp.float32)] * count)
             return
@@ -47,7 +44,7 @@ class Multiplier(Worker):
         *,
         right_transposed: bool = False,
     ) -> None:
-        """Starts adding a product to a square."""
+        """Issues the wgmma that adds a product to an accumulator."""
         if not self.kernel.interpret:
             plgpu.wgmma(total, left, right.transpose((1, 0)) if right_transposed else right)
             return
@@ -55,7 +52,7 @@ class Multiplier(Worker):
         total[...] += lax.dot(left, right.T if right_transposed else right)
 
     def result(self, total: Ref, in_flight: int | None) -> Array:
-        """Returns a square once at most so many products that were started later still run."""
+        """Returns an accumulator's value after waiting until at most `in_flight` later products are pending."""
         if self.kernel.interpret:
             return total[...]
         return plgpu.wgmma_accumulator_load(total, wait_n=in_flight)
@@ -65,11 +62,11 @@ class Multiplier(Worker):
         return plgpu.layout_cast(jnp.zeros(SQUARE, jnp.float32), WGMMA)
 
     def skip(self) -> Array:
-        """Returns what the head adds of its input to its output."""
+        """Returns the head's factor of the skip connection."""
         return self.refs["d"][self.head].astype(jnp.float32)
 
     def places(self, state: Array) -> list[Ref]:
-        """Returns where the squares of a state are in the pool."""
+        """Returns refs to the squares of a state in the pool."""
         rows = pl.ds(self.column - self.head * self.geometry.sizes.head_dim, SIDE)
         pool = self.refs["states"]
         return [
@@ -78,11 +75,11 @@ class Multiplier(Worker):
         ]
 
     def exists(self, state: Array) -> Array:
-        """Whether this is a state of the pool."""
+        """Returns whether the id is a state of the pool."""
         return (state >= 0) & (state < self.refs["states"].shape[0])
 
     def begun(self) -> list[Array]:
-        """Returns the state that the row starts from."""
+        """Returns the row's initial state in float32, zeros for an id past the end."""
         read = self.task.row.read
         known = self.exists(read)
         squares = self.places(jnp.where(known, read, 0))
@@ -90,12 +87,12 @@ class Multiplier(Worker):
         return [jnp.where(known, part.astype(jnp.float32), 0.0) for part in loaded]
 
     def keep(self, number: Array, state: Sequence[Array]) -> None:
-        """Writes the state if it is to be kept as it is after this piece."""
+        """Writes the state after piece `number` as a snapshot, if there is one."""
         if "kept" in self.refs:
             self.write_state(self.refs["kept"][self.task.first_piece + number], state)
 
     def write_state(self, place: Array, state: Sequence[Array]) -> None:
-        """Writes a state of the pool, if it is one."""
+        """Writes a state to the pool, unless the id is past the end."""
 
         @pl.when(self.exists(place))
         def _() -> None:

@@ -1,4 +1,4 @@
-"""The producer of the `ssd_scan` kernel: the warpgroup that starts all copies into shared memory."""
+"""Producer warpgroup of the `ssd_scan` kernel: it issues all TMA copies and zeroes rows past a piece's end."""
 
 from collections.abc import Mapping
 
@@ -15,14 +15,14 @@ from pallas_kernels.ssd_scan.mosaic_task import Task, Worker
 
 
 class Producer(Worker):
-    """The warpgroup that starts all copies into shared memory."""
+    """The producer warpgroup."""
 
     def __init__(self, kernel: Kernel, refs: Mapping[str, Ref]) -> None:
         super().__init__(kernel, refs)
         self.task = Task(kernel, refs, lax.axis_index("block"))
 
     def run(self) -> None:
-        """Fetches all pieces."""
+        """Copies all pieces, each once its stage is free."""
         task, free = self.task, self.refs["free"]
 
         @pl.loop(0, task.pieces)
@@ -34,7 +34,7 @@ class Producer(Worker):
             pl.when(length < SIDE)(lambda: self.clear(slot, length))
 
         if self.kernel.interpret:
-            # The interpreter wants each completion to be waited for.
+            # The interpreter requires a wait for each completion of a barrier.
             for slot in range(self.kernel.schedule.stages):
                 plgpu.barrier_wait(free.at[slot])
 
@@ -53,7 +53,7 @@ class Producer(Worker):
         pl.when(~whole)(lambda: self.fetch_inputs(slot, start, refs["to_clear"]))
 
     def fetch_inputs(self, slot: Array, start: Array, arrived: Ref) -> None:
-        """Starts the copies of what goes into the state: behind a piece's end it must be cleared."""
+        """Starts the copies of B and x, the inputs of the state, whose rows past a piece's end must be zeroed."""
         refs, g, task = self.refs, self.geometry, self.task
         for block in range(g.blocks):
             column = g.sizes.d_inner + task.group * g.sizes.d_state + block * SIDE
@@ -63,12 +63,12 @@ class Producer(Worker):
             self.copy(start, column, refs["x_copied"].at[slot, consumer], arrived)
 
     def copy(self, start: Array, column: Array, square: Ref, arrived: Ref) -> None:
-        """Starts one copy."""
+        """Starts the copy of one 64 x 64 square."""
         source = self.refs["xbc"].at[pl.ds(start, SIDE), pl.ds(column, SIDE)]
         plgpu.copy_gmem_to_smem(source, square, arrived)
 
     def clear(self, slot: Array, length: Array) -> None:
-        """Zeroes other rows' tokens, which a factor of zero would not do: it does not silence a NaN."""
+        """Zeroes rows past the piece's end, because 0 * NaN is NaN, and then signals the consumers."""
         refs, g = self.refs, self.geometry
         plgpu.barrier_wait(refs["to_clear"])
         squares = [refs["b"].at[slot, block] for block in range(g.blocks)]

@@ -1,4 +1,4 @@
-"""How the `ssd_scan` kernel is cut to a layer's sizes, and what it cannot take."""
+"""Geometry (sizes, limits) and schedule (consumers, stages) of the `ssd_scan` kernel; host code."""
 
 from dataclasses import dataclass
 
@@ -10,22 +10,23 @@ from pallas_kernels.arrays import ArrayOrStruct
 from pallas_kernels.device import NUM_MULTIPROCESSORS
 
 SIDE = 64
-"""Tokens of a piece, and rows and columns of each square that a warpgroup multiplies."""
+"""Tokens of a piece, and side of each square that a warpgroup multiplies."""
 
-# Shared memory that a block may ask for, less what Mosaic takes for itself.
+# Bytes of shared memory of a block, without what Mosaic uses itself.
 _MOST_BYTES = 232448 - 4096
-# Registers per thread of consumers and producer, by the number of consumers; all start with 65536 / threads.
+# Number of consumers -> registers per thread (setmaxnreg) of consumers and producer; all start with 65536 / threads.
 REGISTERS = {1: (240, 64), 2: (232, 40)}
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """How a layer is shared out.
+    """How a layer is divided among blocks.
 
     Attributes:
-        consumers: warpgroups of a block that multiply, each for 64 components of one head; they divide a group's units.
+        consumers: consumer warpgroups per block, each for one unit (64 components of one head); it divides the number
+            of a group's units.
         stages: pieces in flight.
-        exact: tokens' weights are multiplied in two parts, so that next to nothing of them is rounded.
+        exact: whether tokens' weights are multiplied in two parts, the rounded weight and its rounding error.
     """
 
     consumers: int
@@ -35,7 +36,13 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Geometry:
-    """The sizes that the kernel is built from; a unit is 64 components of one head."""
+    """Sizes and dtypes that the kernel is specialised for; a unit is 64 components of one head.
+
+    Attributes:
+        sizes: sizes of the layer.
+        dtype: dtype of xbc and outputs.
+        state_dtype: dtype of the pool of states.
+    """
 
     sizes: Sizes
     dtype: DTypeLike
@@ -43,31 +50,31 @@ class Geometry:
 
     @classmethod
     def of(cls, states: ArrayOrStruct, xbc: ArrayOrStruct) -> "Geometry":
-        """Returns the sizes of these arrays."""
+        """Returns the geometry of these arrays."""
         return cls(Sizes.of(states, xbc), jnp.dtype(xbc.dtype), jnp.dtype(states.dtype))
 
     @property
     def units_per_head(self) -> int:
-        """Units of a head."""
+        """Number of units of a head."""
         return self.sizes.head_dim // SIDE
 
     @property
     def units(self) -> int:
-        """Units of all heads."""
+        """Number of units of all heads."""
         return self.sizes.heads * self.units_per_head
 
     @property
     def units_per_group(self) -> int:
-        """Units that read the same B and C."""
+        """Number of units that use the same B and C."""
         return self.units // self.sizes.groups
 
     @property
     def blocks(self) -> int:
-        """Squares of 64 columns that B, C and the state have."""
+        """Number of squares of 64 columns of B, C and the state."""
         return self.sizes.d_state // SIDE
 
     def packs(self, consumers: int) -> int:
-        """Returns how many blocks share the units out; those of a block are of one group."""
+        """Returns the number of blocks per row; the units of a block belong to one group."""
         assert self.units_per_group % consumers == 0, (self.units_per_group, consumers)
         return self.units // consumers
 
@@ -89,17 +96,17 @@ class Geometry:
         return None
 
     def shared_bytes(self, schedule: Schedule) -> int:
-        """Returns the shared memory that a block takes."""
+        """Returns the shared memory of one block in bytes."""
         square = SIDE * SIDE * 2
         stage = (2 * self.blocks + schedule.consumers) * square + schedule.consumers * 2 * SIDE * 4
-        # Weights in one or two parts, outputs; factors for each token.
+        # Weights in one or two parts, and outputs; factors of each token.
         own = (2 + schedule.exact) * square + 2 * SIDE * 4
         return schedule.stages * stage + schedule.consumers * own
 
     def schedule(self, rows: int) -> Schedule:
-        """Returns the schedule that was fastest (NOTES.md).
+        """Returns the schedule that was fastest on an H200 (NOTES.md).
 
-        Two consumers share B and C, if there are registers for both and blocks enough for all multiprocessors.
+        Two consumers share B and C if registers suffice for both and there are enough blocks for all SMs.
         """
         alone = self.blocks > 2 or rows * self.units < 2 * NUM_MULTIPROCESSORS
         able = [

@@ -1,4 +1,4 @@
-"""What the warpgroups of the `ssd_scan` kernel share: a block's row and units, and the way through its pieces."""
+"""The table of rows for the `ssd_scan` kernel (XLA), and a block's row, units and pieces (kernel)."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -14,16 +14,16 @@ from pallas_kernels.ssd_scan.mosaic_schedule import SIDE
 
 
 class Row(NamedTuple):
-    """Where a row's tokens and states are.
+    """The tokens and states of a row.
 
     Attributes:
-        start: its first packed token.
-        stop: the packed token after its last one.
-        offset: how far behind a multiple of 64 its first token is.
-        first_piece: the number of its first piece.
-        read: the state that it starts from, past the end for zeros.
-        write: the state that it ends in, past the end for none.
-        owned: 1; 0 for the tokens of no row, which come last and get zeros.
+        start: index of its first packed token.
+        stop: one past its last packed token.
+        offset: position of its first token modulo 64.
+        first_piece: index of its first piece.
+        read: id of its initial state, past the end for zeros.
+        write: id of its final state, past the end for none.
+        owned: 1; 0 for the padding tokens, which come last and get zeros.
     """
 
     start: Array
@@ -42,7 +42,7 @@ def tasks_of(
     write_states: Int[Array, " rows"],
     tokens: int,
 ) -> Int[Array, "tasks fields"]:
-    """Returns the fields of `Row` for each row and for the tokens of no row, the longest first."""
+    """Returns the fields of `Row` for each row and for the padding tokens, the longest rows first."""
     bounds = jnp.append(cu_q_lens, jnp.int32(tokens))
     none = jnp.zeros(1, jnp.int32)
     counts = jnp.append(counts_of(cu_q_lens, positions, SIDE), none)
@@ -86,18 +86,18 @@ class Task:
         return lax.div(unit, jnp.int32(self.geometry.units_per_head)), unit * SIDE
 
     def piece(self, number: Array) -> tuple[Array, Array]:
-        """Returns a piece's first token and its tokens."""
+        """Returns a piece's first token and its number of tokens."""
         from_start = number * SIDE - self.row.offset
         start = self.row.start + jnp.maximum(from_start, 0)
         return start, jnp.minimum(self.row.start + from_start + SIDE, self.row.stop) - start
 
 
 class Worker:
-    """A warpgroup of the kernel."""
+    """Base class of the kernel's warpgroups."""
 
     def __init__(self, kernel: Kernel, refs: Mapping[str, Ref]) -> None:
         self.kernel, self.geometry, self.refs = kernel, kernel.geometry, refs
 
     def slot(self, number: Array) -> Array:
-        """Returns where a piece is put."""
+        """Returns the pipeline stage of a piece."""
         return lax.rem(number, jnp.int32(self.kernel.schedule.stages))

@@ -1,4 +1,4 @@
-"""What `ssd_scan` means: the recurrence token by token, rows one after the other."""
+"""Reference of `ssd_scan`: the recurrence as a scan over tokens."""
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,7 @@ def ssd_scan(
     z: Float[Array, "tokens d_inner"] | None = None,
     dt_limits: tuple[float, float] = (0.0, float("inf")),
 ) -> tuple[Float[Array, "tokens heads head_dim"], Float[Array, "states heads head_dim d_state"]]:
-    """Computes in float32 and reads all states before it writes any."""
+    """Computes in float32; reads all states before it writes any."""
     sizes, tokens, num_states = Sizes.of(states, xbc), len(xbc), len(states)
     x, b, c = sizes.split(xbc.astype(jnp.float32))
     b, c = (jnp.repeat(part, sizes.heads // sizes.groups, axis=1) for part in (b, c))

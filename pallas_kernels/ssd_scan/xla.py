@@ -1,4 +1,4 @@
-"""`ssd_scan` in plain XLA: chunks as matrix products, all at once, and a loop that carries the state through them."""
+"""`ssd_scan` in plain XLA: batched matrix products within pieces, and a loop that carries the state through them."""
 
 from functools import partial
 from typing import NamedTuple
@@ -10,20 +10,20 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.arguments.ssd import Sizes, finish, rates, steps
 from pallas_kernels.packed.rows import Pieces, cut, rows_of_tokens, snapshots_at
 
-# Tokens of the pieces that a chunk is cut into: longer ones need larger matrices of weights, shorter ones more states.
+# Most tokens of a piece of a chunk: longer pieces need larger matrices of weights, shorter ones more states.
 LARGEST_PIECE = 64
 
 
 def piece_size(chunk_size: int) -> int:
-    """Returns the largest divisor of a chunk that a piece may have."""
+    """Returns the tokens of a piece: the largest divisor of `chunk_size` up to `LARGEST_PIECE`."""
     sizes = range(min(chunk_size, LARGEST_PIECE), 0, -1)
     return next(size for size in sizes if chunk_size % size == 0)
 
 
 class _Chunks(NamedTuple):
-    """The tokens of each piece, zeros where it has no more, in float32.
+    """The inputs of each piece in float32, padded with zeros.
 
-    `passed` is the logarithm of what is left of the state after each token, counted from the piece's start.
+    `passed` is the log decay of the piece's initial state up to and including each token.
     """
 
     x: Float[Array, "pieces size groups heads_per_group head_dim"]
@@ -51,7 +51,7 @@ def ssd_scan(
     z: Float[Array, "tokens d_inner"] | None = None,
     dt_limits: tuple[float, float] = (0.0, float("inf")),
 ) -> tuple[Float[Array, "tokens heads head_dim"], Float[Array, "states heads head_dim d_state"]]:
-    """Scans as `api.ssd_scan` says, in place where the pool is donated."""
+    """Implements `api.ssd_scan`."""
     sizes, tokens, size = Sizes.of(states, xbc), len(xbc), piece_size(chunk_size)
     positions = seq_lens - (cu_q_lens[1:] - cu_q_lens[:-1])
     pieces = cut(cu_q_lens, positions, tokens=tokens, size=size)
@@ -66,7 +66,7 @@ def ssd_scan(
         .at[pieces.row]
         .add(jnp.where(pieces.first, jnp.arange(len(pieces.row), dtype=jnp.int32), 0))
     )
-    # A row's first piece begins with its first token, wherever in a chunk that is.
+    # A row's first piece starts with the row's first token, at any offset in a chunk.
     inside = jnp.where(offset < size, place, offset % size)
     out = out[first[row] + offset // size, inside].reshape(tokens, sizes.heads, sizes.head_dim)
     x, _, _ = sizes.split(xbc)
@@ -85,7 +85,7 @@ def ssd_scan(
 
 
 def _put(states: Array, index: Array, values: Array) -> Array:
-    """Writes what has a place; the others get distinct ones past the end."""
+    """Writes each value at its index of the pool; indices past the end are made distinct and dropped."""
     number = jnp.arange(len(index), dtype=jnp.int32)
     index = jnp.where(index < len(states), index, len(states) + number)
     return states.at[index].set(
@@ -128,10 +128,10 @@ _multiply = partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
 
 
 def _within(chunks: _Chunks) -> Float[Array, "pieces size groups heads_per_group head_dim"]:
-    """What each token reads of the tokens of its own piece."""
+    """Returns each token's output from the tokens of its own piece."""
     size = chunks.x.shape[1]
     earlier = jnp.tril(jnp.ones((size, size), bool))[None, :, :, None, None]
-    # Masked before the exponential, which would overflow above the diagonal.
+    # Mask before the exponential, which would overflow above the diagonal.
     passed = jnp.where(earlier, chunks.passed[:, :, None] - chunks.passed[:, None], -jnp.inf)
     weights = _multiply("pign,pjgn->pijg", chunks.c, chunks.b)[..., None] * jnp.exp(passed)
     return _multiply("pijgh,pjghd->pighd", weights * chunks.step[:, None], chunks.x)
@@ -140,7 +140,7 @@ def _within(chunks: _Chunks) -> Float[Array, "pieces size groups heads_per_group
 def _from_before(
     chunks: _Chunks, before: Float[Array, "pieces heads head_dim d_state"]
 ) -> Float[Array, "pieces size groups heads_per_group head_dim"]:
-    """What each token reads of the state that its piece starts from."""
+    """Returns each token's output from the initial state of its piece."""
     state = before.reshape(len(before), *chunks.x.shape[2:], before.shape[-1])
     read = _multiply("pign,pghdn->pighd", chunks.c, state)
     return read * jnp.exp(chunks.passed)[..., None]

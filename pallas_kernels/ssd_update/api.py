@@ -1,4 +1,4 @@
-"""The door to `ssd_update`: one token of a Mamba-2 layer's recurrence for every row."""
+"""Public entry point of `ssd_update`: one token of a Mamba-2 layer's recurrence for every row."""
 
 import jax
 import jax.numpy as jnp
@@ -26,38 +26,37 @@ def ssd_update(
     dt_limits: tuple[float, float] = (0.0, float("inf")),
     implementation: str | None = None,
 ) -> tuple[Float[Array, "rows heads head_dim"], Float[Array, "states heads head_dim d_state"]]:
-    """Steps each row's state by one token and reads an output from it, as `ssd_scan` does over one token.
+    """Updates each row's state by one token and returns its output, as `ssd_scan` does over one token.
 
-    The state is stepped in float32 and rounded to the pool's dtype when it is written; the output is read before
-    that. In one call no state may be read by one row and written by another; that is checked where ids are known.
+    The update is in float32. The output uses the state before it is rounded to the pool's dtype. In one call, no state
+    may be read by one row and written by another; this is checked for concrete ids.
 
     Args:
-        a_log: log of the rate at which each head forgets.
-        d: what each head adds of its input to its output.
-        dt_bias: added to dt.
-        states: the pool of states, floating, usually float32 whatever xbc is. Donate it: it is written in place.
-        xbc: each row's x of all heads, then B of all groups, then C. Head h reads group `h // (heads // groups)`.
+        a_log: logarithm of each head's decay rate.
+        d: each head's factor of the skip connection from x to the output.
+        dt_bias: bias of dt.
+        states: the pool of states, floating, usually float32 for any dtype of xbc. Donate it for an update in place.
+        xbc: each row's x of all heads, then B of all groups, then C. Head h uses group `h // (heads // groups)`.
         dt: each row's step per head, before bias and softplus.
-        read_states: int32 state that each row starts from; one past the end reads zeros.
-        write_states: int32 state that each row ends in. A row that writes none, because this is past the end, is
-            padding: it may hold anything.
-        z: gate of each output, which is multiplied by silu(z); `None` for none.
+        read_states: int32 initial state of each row; an id past the end means zeros.
+        write_states: int32 final state of each row. A row whose id is past the end is padding and may hold any values.
+        z: gates of the outputs, which are multiplied by silu(z); `None` for none.
         dt_limits: least and greatest step.
-        implementation: "mosaic_gpu", "xla", or `None` for the best that can run.
+        implementation: "mosaic_gpu", "xla", or `None` for the first that can run.
 
     Returns:
-        The outputs in xbc's dtype, zeros for padding rows; and the pool.
+        The outputs in xbc's dtype, zeros for padding rows; and the updated pool.
 
     Raises:
-        ValueError: shapes, dtypes, options or known ids do not fit.
-        Unsupported: the implementation asked for, or every one, cannot run; the message carries each reason.
+        ValueError: shapes, dtypes, options or concrete ids do not fit.
+        Unsupported: the requested implementation, or every implementation, cannot run; the message lists the reasons.
     """
     check_layer(a_log, d, dt_bias, states, xbc, dt, z, dt_limits)
     check_states(states.shape[0], read_states, write_states)
     check_shape("read_states", read_states, (xbc.shape[0],))
     tables = (read_states, write_states)
     layer = (a_log, d, dt_bias, states, xbc, dt)
-    # To JAX `None` is a tree without leaves.
+    # `None` is an empty pytree, so absent arguments stay `None`.
     arrays, gate = jax.tree.map(jnp.asarray, ((*layer, *tables), z))
     reasons = {"mosaic_gpu": lambda: mosaic_gpu.why_not(arrays[3], arrays[4]), "xla": lambda: None}
     chosen = choose("ssd_update", reasons, implementation)

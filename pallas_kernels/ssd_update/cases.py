@@ -1,4 +1,4 @@
-"""Shapes on which `ssd_update` is tested, measured and tuned. Host only."""
+"""Shapes on which `ssd_update` is tested, measured and tuned. Imports no JAX."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -15,13 +15,17 @@ class Case:
     """One call of `ssd_update`.
 
     Attributes:
-        name: how tests and records call it.
-        batch: rows with a token; every fifth one is fresh and reads state 0.
-        padding_rows: further rows, which write nothing.
-        gated: outputs are gated.
+        name: the case's name in tests and benchmark records.
+        batch: number of rows with a token; every fifth one starts a sequence and reads state 0.
+        heads: heads of x.
+        head_dim: components of a head.
+        d_state: components of B and C.
+        groups: number of distinct B and C.
+        padding_rows: number of additional rows, which write nothing.
+        gated: whether outputs are gated.
         dt_limits: least and greatest step.
-        state_dtype: of the pool; `None` for that of the call.
-        ci: small enough to run everywhere.
+        state_dtype: dtype of the pool; `None` for the call's dtype.
+        ci: whether the case is small enough for the CPU tests.
     """
 
     name: str
@@ -37,7 +41,7 @@ class Case:
     ci: bool = False
 
     def inputs(self, seed: int = 0, dtype: str = "bfloat16") -> dict[str, Any]:
-        """Returns the arguments by name, as NumPy arrays."""
+        """Returns the op's arguments by name, as NumPy arrays."""
         rng = np.random.default_rng(seed)
         positions = tuple(int(row % 5 != 1) for row in range(self.batch))
         rows = Rows((1,) * self.batch, positions, self.padding_rows, self.padding_rows)
@@ -62,14 +66,14 @@ class Case:
         }
 
     def bytes_moved(self, dtype: str = "bfloat16") -> int:
-        """Counts the bytes of the states, read and written, and of inputs and outputs."""
+        """Returns the bytes of the states, read and written, and of inputs and outputs."""
         d_inner = self.heads * self.head_dim
         columns = 2 * d_inner + 2 * self.groups * self.d_state + self.heads + self.gated * d_inner
         state = 2 * d_inner * self.d_state * np.dtype(self.state_dtype or dtype).itemsize
         return self.batch * (columns * np.dtype(dtype).itemsize + state)
 
     def flops(self) -> int:
-        """Counts products and sums."""
+        """Returns the FLOPs of the recurrence."""
         return 6 * self.batch * self.heads * self.head_dim * self.d_state
 
 

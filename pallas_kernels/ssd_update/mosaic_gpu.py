@@ -1,4 +1,4 @@
-"""`ssd_update` as one Mosaic GPU kernel for Hopper: a block steps some rows of one head's state of one sequence."""
+"""`ssd_update` on Hopper with a Mosaic GPU kernel: a block updates some rows of one head's state of one sequence."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,10 +20,10 @@ from pallas_kernels.mosaic.launch import LANE_PARAMS, interpreter
 from pallas_kernels.mosaic.private_types import Layout, Ref
 from pallas_kernels.mosaic.rows import LOAD_BYTES, Piece, broadcast, load, row_pieces
 
-# Numbers of a state that a block holds in registers, 32 for each of its threads; with 64 fewer blocks are at work.
+# Elements of a state that a block holds in registers, 32 per thread; with 64 per thread fewer blocks are resident.
 _NUMBERS = 4096
 _THREADS = 128
-# Rows that the layout of a block needs.
+# Least rows of a block, for its register layout.
 _LEAST_ROWS = 8
 MOST_COLUMNS = 1024
 _DTYPES = ("float32", "bfloat16", "float16")
@@ -60,12 +60,12 @@ def ssd_update(
     dt_limits: Limits = (0.0, float("inf")),
     interpret: bool = False,
 ) -> tuple[Float[Array, "rows heads head_dim"], Float[Array, "states heads head_dim d_state"]]:
-    """Steps as `api.ssd_update` says, in place where the pool is donated.
+    """Implements `api.ssd_update`; negative ids are treated as past the end.
 
-    Negative ids are ids past the end. With `interpret` it runs on the CPU, slowly; races are recorded.
+    With `interpret` the kernel runs in Pallas's interpreter on the CPU, slowly; races are recorded.
 
     Raises:
-        ValueError: this kernel cannot take the shapes or dtypes.
+        ValueError: the kernel does not support the shapes or dtypes.
     """
     reason = refusal(states, xbc)
     if reason is not None:
@@ -74,7 +74,7 @@ def ssd_update(
     return update(*layer, z, dt_limits=dt_limits, interpret=interpret)
 
 
-# The layers of a model call this many times with equal shapes: under its own jit the kernel is lowered once.
+# A model's layers call this with equal shapes; under its own jit the kernel is lowered once for all of them.
 @partial(jax.jit, static_argnames=("dt_limits", "interpret"))
 def update(
     a_log: Float[Array, " heads"],
@@ -98,7 +98,7 @@ def update(
     out = plgpu.kernel(
         kernel.body,
         out_type=jax.ShapeDtypeStruct((len(xbc), *states.shape[1:3]), xbc.dtype),
-        # One axis: of several, all but the last one end at 65535.
+        # All blocks are on one axis: grid axes other than the last are limited to 65535.
         grid=(len(xbc) * kernel.sizes.heads * kernel.shares,),
         grid_names=("block",),
         compiler_params=LANE_PARAMS,
@@ -110,7 +110,7 @@ def update(
 
 @dataclass(frozen=True)
 class Kernel:
-    """The kernel for one layer; `itemsize` is that of a state's numbers."""
+    """The kernel for one layer; `itemsize` is the size in bytes of a state's elements."""
 
     sizes: Sizes
     itemsize: int
@@ -119,7 +119,7 @@ class Kernel:
 
     @property
     def rows(self) -> int:
-        """Rows of a head's state that a block steps, if that can be as many as all threads load at once."""
+        """Rows of a head's state per block; if possible a multiple of the rows that all threads load at once."""
         most = max(_LEAST_ROWS, _NUMBERS // self.sizes.d_state)
         at_once = _THREADS * (LOAD_BYTES // self.itemsize) // self.columns
         able = [
@@ -131,22 +131,22 @@ class Kernel:
 
     @property
     def shares(self) -> int:
-        """Blocks that share a head."""
+        """Blocks per head."""
         return self.sizes.head_dim // self.rows
 
     @property
     def columns(self) -> int:
-        """Columns of a state that are read at once, by eight lanes if they are enough."""
+        """Columns of a state that one load covers, 16 bytes per lane over eight lanes at most."""
         lowest_bit = self.sizes.d_state & -self.sizes.d_state
         return min(lowest_bit, 8 * LOAD_BYTES // self.itemsize)
 
     @property
     def pieces(self) -> tuple[Piece, ...]:
-        """How a block's rows are shared out to its threads."""
+        """Register layouts of a block's rows."""
         return row_pieces(self.rows, self.columns, LOAD_BYTES // self.itemsize)
 
     def body(self, *refs: Ref) -> None:
-        """What one block does."""
+        """Runs one block."""
         names = ["a_log", "d", "dt_bias", "xbc", "dt", "read_states", "write_states"]
         names += ["z"] * self.gated
         named = dict(zip([*names, "states", "out"], refs, strict=True))
@@ -157,7 +157,7 @@ class Kernel:
 
 
 class _Loaded(NamedTuple):
-    """What a piece of a state's rows needs: the state by columns, B and C likewise, x and z by rows."""
+    """The loaded arrays of a piece of a state's rows: state, B and C per range of columns, x and z per row."""
 
     state: list[Array]
     b: list[Array]
@@ -167,7 +167,7 @@ class _Loaded(NamedTuple):
 
 
 class _Block:
-    """One block at work on a row's head, from a row of its state on."""
+    """One block, which updates a row's head from row `first` of its state on."""
 
     def __init__(
         self, kernel: Kernel, refs: Mapping[str, Ref], row: Array, head: Array, first: Array
@@ -176,7 +176,7 @@ class _Block:
         self.row, self.head, self.first = row, head, first
 
     def run(self) -> None:
-        """Sends for all that it needs, then steps."""
+        """Issues all loads, then updates the state and stores state and output."""
         refs, row, head = self.refs, self.row, self.head
         num_states = refs["states"].shape[0]
         read, write = refs["read_states"][row], refs["write_states"][row]
@@ -195,7 +195,7 @@ class _Block:
             pl.when(real)(partial(self.write_state, piece, ended, write))
 
     def load(self, piece: Piece, state: Array) -> _Loaded:
-        """Sends for one piece."""
+        """Issues the loads of one piece."""
         refs, sizes, layout = self.refs, self.sizes, piece.layout
         rows = pl.ds(self.first + piece.start, piece.size)
         starts = range(0, sizes.d_state, self.kernel.columns)
@@ -220,7 +220,7 @@ class _Block:
     def stepped(
         self, piece: Piece, begun: list[Array], parts: _Loaded, kept: Array, step: Array
     ) -> list[Array]:
-        """Returns the state after the token, by columns."""
+        """Returns the state after the token, per range of columns."""
         shape = begun[0].shape
         added = broadcast(parts.x * step, shape, 0, piece.layout)
         return [
@@ -231,7 +231,7 @@ class _Block:
     def write_out(
         self, piece: Piece, ended: list[Array], parts: _Loaded, skip: Array, real: Array
     ) -> None:
-        """Reads the output from the state and stores it; padding gives zeros."""
+        """Computes the output from the state and stores it, zeros for padding."""
         shape = ended[0].shape
         read = [
             state * broadcast(c, shape, 1, piece.layout)

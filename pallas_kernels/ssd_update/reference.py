@@ -1,4 +1,4 @@
-"""What `ssd_update` means: one step of the recurrence, row by row, all states read before any is written."""
+"""Reference of `ssd_update`: one step of the recurrence per row; all states are read before any is written."""
 
 import jax
 import jax.numpy as jnp

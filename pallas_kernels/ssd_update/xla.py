@@ -1,4 +1,4 @@
-"""`ssd_update` in plain XLA: gathers the states, steps them, scatters them back."""
+"""`ssd_update` in plain XLA: gathers the states, updates them and scatters them back."""
 
 import jax
 import jax.numpy as jnp
@@ -20,15 +20,15 @@ def ssd_update(
     z: Float[Array, "rows d_inner"] | None = None,
     dt_limits: tuple[float, float] = (0.0, float("inf")),
 ) -> tuple[Float[Array, "rows heads head_dim"], Float[Array, "states heads head_dim d_state"]]:
-    """Steps as `api.ssd_update` says, in place where the pool is donated."""
+    """Implements `api.ssd_update`."""
     sizes = Sizes.of(states, xbc)
     num_states = len(states)
     x, b, c = sizes.split(xbc.astype(jnp.float32))
     b, c = (jnp.repeat(part, sizes.heads // sizes.groups, axis=1) for part in (b, c))
     step = steps(dt, dt_bias, dt_limits)
     begun = states.at[read_states].get(mode="fill", fill_value=0, wrap_negative_indices=False)
-    # What is read is read before anything is written. For a single row XLA would otherwise read again behind the
-    # write, from a copy of the pool.
+    # The barrier orders all reads before the writes. For a single row XLA would otherwise read again after the write,
+    # from a copy of the pool.
     begun = jax.lax.optimization_barrier(begun)
     kept = jnp.exp(step * rates(a_log)[None])
     state = kept[:, :, None, None] * begun.astype(jnp.float32)
