@@ -2,6 +2,7 @@
 
 import logging
 import random
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -253,9 +254,11 @@ def test_a_row_may_not_read_what_another_row_writes(monkeypatch):
 )
 def test_a_prompt_that_goes_on_later_ends_on_the_grid(given, trimmed, left):
     sequences = [
-        RequestState(request=request_of([1]), number=number, tokens=[1] * goal, computed=computed)
-        for number, (computed, goal, _) in enumerate(given)
+        RequestState(request=request_of([1]), number=number, tokens=[1] * goal)
+        for number, (_, goal, _) in enumerate(given)
     ]
+    for sequence, (computed, *_) in zip(sequences, given, strict=True):
+        sequence.pages = SimpleNamespace(computed=computed)
     before = [(one, count) for one, (_, _, count) in zip(sequences, given, strict=True)]
     wanted = list(zip(sequences, trimmed, strict=True))
     align(wanted, before, 8)
