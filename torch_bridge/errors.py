@@ -1,9 +1,9 @@
-"""The conditions of the bridge that a caller may want to tell apart. `CacheLeased` is the cache owner's, in `jaxkv`."""
+"""Exceptions of the bridge. `CacheLeased` and `CachePoisoned` are defined with the cache owner in `jaxkv`."""
 
 
 class LeaseLeaked(RuntimeError):
-    """Someone outside the lease still refers to leased memory, so it cannot be given back or lent."""
+    """A reference to the buffers' memory exists outside of the lease, so they can be neither lent nor returned."""
 
 
 class NotZeroCopy(ValueError):
-    """A tensor or array cannot cross to the other framework without a copy; the message says why."""
+    """A tensor or array cannot be shared with the other framework without a copy; the message gives the reason."""

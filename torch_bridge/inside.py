@@ -1,7 +1,7 @@
-"""Torch inside a jitted JAX program: a function of tensors becomes one operation of the program, on XLA's own buffers.
+"""Torch inside a jitted JAX program: a function of tensors runs as one operation of the program, on XLA's buffers.
 
-XLA orders it by its stream, so no fence is needed, and arrays that it updates in place stay donated. It costs a call of
-Python per run, unless the program's CUDA graph records it.
+The function runs in XLA's stream order, so no fence is needed, and arrays that it updates in place stay donated. It
+costs one call into Python per run, unless the program's CUDA graph records it.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ from torch_bridge.errors import LeaseLeaked
 from torch_bridge.sharing.dlpack import as_bytes
 
 _CPU = 1
-"""DLPack's number of it."""
+"""DLPack's device type of CPUs."""
 
 
 def torch_function(
@@ -31,18 +31,19 @@ def torch_function(
     """Returns a function of arrays, to be used under `jax.jit`, that runs a function of tensors.
 
     Args:
-        function: called as `function(*outs, *tensors)`; it writes every result into its `out`, may write to the tensors
-            named by `in_place` and to no other, and keeps none of them. 8-bit floats come as uint8.
+        function: called as `function(*outs, *tensors)`. It must write every result into its `out`, may also write to
+            the tensors in `in_place`, and must not keep a reference to any tensor. 8-bit floats are passed as uint8.
         results: shapes and dtypes of the outs.
-        in_place: positions of arguments that are updated where they lie. They are returned after the results; donate
+        in_place: positions of arguments that the function updates in place. They are returned after the results. Donate
             them to the jitted function, or XLA copies them first.
-        captured: let the program's CUDA graph record what the function launches, so that Python runs once and not at
-            every run. Then it must do the same at each run, allocate nothing and not wait for the device.
+        captured: whether the program's CUDA graph records the function's launches, so that Python is called only once.
+            The function must then do the same at each run, allocate nothing and not wait for the device.
 
     Returns:
         A function that returns a tuple: the results, then the updated arguments.
 
     Raises:
+        ValueError: `in_place` names a position without an argument.
         LeaseLeaked: (as part of a `JaxRuntimeError`) the function kept a view of a buffer, which XLA will reuse.
     """
     wanted = (results,) if isinstance(results, ShapeDtypeStruct) else tuple(results)
@@ -57,13 +58,15 @@ def torch_function(
             del tensors
         if not all(storage.expired() for storage in storages):
             raise LeaseLeaked(
-                f"{function} kept a tensor that it was given inside a JAX program; XLA reuses that memory, so clone it"
+                f"{function} kept a tensor of a JAX program, whose memory XLA will reuse; keep a clone instead"
             )
 
     def call(*arrays: jax.Array) -> tuple[jax.Array, ...]:
         unknown = [index for index in in_place if not 0 <= index < len(arrays)]
         if unknown:
-            raise ValueError(f"in_place names {unknown} of {len(arrays)} arguments")
+            raise ValueError(
+                f"in_place names {unknown} of {len(arrays)} arguments; give positions from 0 to {len(arrays) - 1}"
+            )
         updated = [ShapeDtypeStruct(arrays[i].shape, arrays[i].dtype) for i in in_place]
         out = buffer_callback(
             run,
@@ -79,11 +82,11 @@ def torch_function(
 def torch_layer(
     module: torch.nn.Module, result: ShapeDtypeStruct | None = None
 ) -> Callable[..., jax.Array]:
-    """Returns a torch module as a function of arrays, for a layer of a jitted step. Its weights stay torch's.
+    """Returns a torch module as a function of arrays, for a layer of a jitted step. Its weights stay in torch.
 
     Args:
-        module: takes tensors and returns one.
-        result: shape and dtype of what it returns; `None` for those of its first argument.
+        module: a module of tensors that returns one tensor.
+        result: shape and dtype of the result; `None` for those of the first argument.
     """
 
     def write(out: torch.Tensor, *tensors: torch.Tensor) -> None:
@@ -97,7 +100,7 @@ def torch_layer(
 
 
 def why_not_captured() -> str | None:
-    """Returns why `captured=True` has no effect here, or `None` if it has: a small program is run and counted."""
+    """Returns why `captured=True` has no effect here, or `None` if it has one; it runs a small program to find out."""
     if jax.default_backend() != "gpu":
         return f"JAX computes on {jax.default_backend()}, which has no CUDA graphs"
     calls = 0
@@ -119,7 +122,7 @@ def why_not_captured() -> str | None:
 
 
 def _on_stream(ctx: Any, buffers: Sequence[Any]) -> Any:  # noqa: ANN401 - a context of torch
-    """Makes torch launch on XLA's stream."""
+    """Returns a context in which torch launches on XLA's stream."""
     kind, index = buffers[0].__dlpack_device__() if buffers else (_CPU, 0)
     if kind == _CPU:
         return nullcontext()

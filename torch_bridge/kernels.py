@@ -1,9 +1,10 @@
-"""Our ops on torch tensors, as `torch.library` custom ops: `torch.compile` keeps them in one graph.
+"""The ops of `pallas_kernels` on torch tensors, as `torch.library` custom ops for use under `torch.compile`.
 
-Each is one jitted call through DLPack; JAX chooses our kernels on Hopper and XLA elsewhere, the CPU included. Decode
-attention that needs nothing around its kernel is launched without XLA (`direct.py`). Pools are written in place: on a
-GPU by the kernel itself, on the CPU by a copy of XLA's result, since XLA does not write into foreign memory there. A
-CUDA graph must not record them (`torch.Tag.cudagraph_unsafe`): JAX launches on its own stream.
+`torch.compile` keeps the ops in one graph. Each op is one jitted call through DLPack. JAX chooses the Mosaic kernels on
+Hopper, and XLA on other devices and the CPU. Decode attention that needs no XLA operations around its kernel is
+launched without XLA (`ops/direct.py`). Pools are updated in place: on a GPU by the kernel itself, on the CPU by a copy
+of XLA's result, since XLA does not write into foreign memory there. A CUDA graph must not record these ops
+(`torch.Tag.cudagraph_unsafe`): JAX launches on its own stream.
 """
 
 from collections.abc import Sequence
@@ -35,24 +36,27 @@ def paged_attention(
     v_scales: Tensor | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attends from one query per row to the row's pages: `pallas_kernels.paged_attention` on tensors.
+    """Computes decode attention of one query per row over its pages: `pallas_kernels.paged_attention` on tensors.
 
     Args:
-        q: [rows, heads, head_dim], rotated.
+        q: [rows, heads, head_dim], after rotary embedding.
         k_pages: [pages, page_size, kv_heads, head_dim].
-        v_pages: likewise.
+        v_pages: [pages, page_size, kv_heads, head_dim].
         page_table: int32 [rows, table_width].
-        seq_lens: int32 [rows] keys of each row, the query's own included.
-        scale: factor on the scores.
-        window: keys a query sees, counted back from itself; `None` for all.
-        soft_cap: bound of the scores; `None` for none.
-        sinks: [heads] logits that join the softmax's denominator.
-        k_scales: float32 [pages, page_size, kv_heads] for pages of 8 bits.
-        v_scales: likewise.
-        return_lse: also return the log-sum-exp, float32 [rows, heads].
+        seq_lens: int32 [rows], number of keys of each row, the query's own included.
+        scale: factor of the scores.
+        window: number of most recent keys that a query sees, its own included; `None` for all.
+        soft_cap: replaces scores by soft_cap * tanh(scores / soft_cap); `None` for no cap.
+        sinks: [heads], logits that join the softmax's denominator.
+        k_scales: float32 [pages, page_size, kv_heads], for 8-bit pages.
+        v_scales: float32 [pages, page_size, kv_heads], for 8-bit pages.
+        return_lse: whether to also return the log-sum-exp, float32 [rows, heads].
+
+    Returns:
+        The output, [rows, heads, head_dim] in q's dtype; with `return_lse`, also the log-sum-exp.
 
     Raises:
-        NotZeroCopy: a tensor cannot be shared with JAX; cast, detach or clone it as the message says.
+        NotZeroCopy: a tensor cannot be shared with JAX; the message tells whether to cast, detach or clone it.
         ValueError: shapes, dtypes or options do not fit.
     """
     arrays = (q, k_pages, v_pages, page_table, seq_lens)
@@ -76,10 +80,10 @@ def ragged_attention(
     v_scales: Tensor | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attends causally from packed queries: `pallas_kernels.ragged_attention` on tensors.
+    """Computes causal attention of packed queries: `pallas_kernels.ragged_attention` on tensors.
 
-    Args and errors are those of `paged_attention`, but q is [tokens, heads, head_dim], row after row, and `cu_q_lens`
-    int32 [rows + 1] says where each row's queries begin.
+    Arguments and errors are those of `paged_attention`, except for two: q is [tokens, heads, head_dim], one row after
+    the other, and `cu_q_lens`, int32 [rows + 1], has the bounds of each row's queries.
     """
     arrays = (q, k_pages, v_pages, page_table, seq_lens, cu_q_lens)
     options = (scale, window, soft_cap, sinks, k_scales, v_scales)
@@ -87,12 +91,12 @@ def ragged_attention(
 
 
 def page_write(pages: Sequence[Tensor], values: Sequence[Tensor], slots: Tensor) -> None:
-    """Writes one value per token into pools at int32 slots, in place: `pallas_kernels.page_write` on tensors.
+    """Writes one value per token into pools, in place: `pallas_kernels.page_write` on tensors.
 
     Args:
         pages: pools that share page ids, [pages, page_size, ...].
-        values: for each pool [tokens, ...].
-        slots: [tokens] `page * page_size + offset`; from `pages * page_size` on, nothing is written.
+        values: for each pool, [tokens, ...].
+        slots: int32 [tokens], `page * page_size + offset`; slots >= `pages * page_size` write nothing.
     """
     _page_write(list(pages), list(values), slots)
 
@@ -110,13 +114,13 @@ def rotary_write(
     """Rotates queries and keys and writes keys and values, in place: `pallas_kernels.rotary_write` on tensors.
 
     Args:
-        pages: pools of keys and of values, and of their scales if they are of 8 bits.
+        pages: pools of keys and of values, followed by those of their scales if they have 8 bits.
         qkv: [tokens, heads + 2 * kv_heads, head_dim].
         cos: float32 [tokens, half].
-        sin: likewise.
-        slots: int32 [tokens].
-        norm: [2, head_dim] weights of the norms on queries and keys.
-        norm_eps: what a norm adds to the mean square.
+        sin: float32 [tokens, half].
+        slots: int32 [tokens], as in `page_write`.
+        norm: [2, head_dim], weights of the norms of queries and keys; `None` for no norm.
+        norm_eps: epsilon that a norm adds to the mean square.
 
     Returns:
         The queries, [tokens, heads, head_dim].
@@ -138,7 +142,7 @@ _NAMES = [option.split()[1] for option in _OPTIONS.split(", ")]
 
 
 def _direct(op: str, tensors: tuple[Tensor, ...], options: dict[str, Any]) -> Decode | None:
-    """Returns the launch without XLA, for decode attention where nothing but its five tensors is given."""
+    """Returns the launch without XLA, for decode attention without optional tensors; `None` otherwise."""
     more = [value for value in options.values() if isinstance(value, Tensor)]
     if op != "paged_attention" or more:
         return None
@@ -147,7 +151,7 @@ def _direct(op: str, tensors: tuple[Tensor, ...], options: dict[str, Any]) -> De
 
 
 def _attention(op: str, arrays: str, *, return_lse: bool) -> CustomOpDef:
-    """Registers an attention op; one with its log-sum-exp is an op of its own, since it returns two tensors."""
+    """Registers an attention op; with `return_lse` it is a separate op, since it returns two tensors."""
     count = arrays.count(",") + 1
 
     def run_op(*args: Any) -> Any:  # noqa: ANN401 - as the schema says
@@ -185,7 +189,7 @@ def _page_write(pages: list[Tensor], values: list[Tensor], slots: Tensor) -> Non
     pools, new = tuple(arrays[: len(pages)]), tuple(arrays[len(pages) :])
     del arrays
     result = run("page_write", pools, new, where, donate=1)
-    _settle(pages, result)
+    _copy_back(pages, result)
 
 
 @custom_op("jaxkv::rotary_write", mutates_args=("pages",), tags=_TAGS)
@@ -201,12 +205,12 @@ def _rotary_write(
     *pools, qkv_, cos_, sin_, slots_, norm_ = _shared(*pages, qkv, cos, sin, slots, norm)
     arrays = (qkv_, cos_, sin_, slots_)
     q, result = run("rotary_write", tuple(pools), *arrays, donate=1, norm=norm_, norm_eps=norm_eps)
-    _settle(pages, result)
+    _copy_back(pages, result)
     return hand_out(q)
 
 
-def _settle(pages: list[Tensor], written: tuple) -> None:
-    """Orders torch after the writes, and copies them where XLA did not write into torch's own memory."""
+def _copy_back(pages: list[Tensor], written: tuple) -> None:
+    """Orders torch after the writes, and copies them if XLA did not write into torch's memory."""
     for pool, array in zip(pages, written, strict=True):
         result = to_torch(array)
         if pool.numel() and result.data_ptr() != pool.data_ptr():

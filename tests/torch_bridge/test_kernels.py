@@ -200,7 +200,7 @@ def test_results_are_kept_until_a_later_call_is_ordered_after_torch(world, monke
     """What a GPU needs (see `hand_out`), shown without one: the list is emptied by the call after the drop."""
     draw, pools, table, lengths = world
     monkeypatch.setattr(calls, "_LENT", [])
-    monkeypatch.setattr(calls, "_runs_behind", lambda tensor: True)
+    monkeypatch.setattr(calls, "_is_asynchronous", lambda tensor: True)
     call = partial(kernels.paged_attention, scale=SCALE)
     first = call(draw(3, HEADS, DIM), *pools, table, lengths)
     second = call(draw(3, HEADS, DIM), *pools, table, lengths)

@@ -24,7 +24,7 @@ assert float(from_torch(torch.ones(64)).sum()) == float(to_torch(jnp.ones(64)).s
 try:
     memory.share_memory(0.5)
 except RuntimeError as error:
-    assert "has begun to use its devices" in str(error)
+    assert "has initialised its devices" in str(error)
     print("refused")
 """
 

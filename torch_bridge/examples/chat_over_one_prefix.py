@@ -1,9 +1,10 @@
-"""A stock Transformers model that answers twice over one prefix, and computes it once.
+"""Answers two questions over one prefix with a stock Transformers model; the prefix is computed once.
 
     python -m torch_bridge.examples.chat_over_one_prefix
 
-It runs offline, on the CPU, with the small model inside the package, which continues Python. The second question
-begins like the first, so its pages are found in the cache; a fork then continues the answer in two ways, sharing them.
+It runs offline on the CPU with the small model in the package, which completes Python code. The second question starts
+like the first, so its first pages are found in the cache. A fork then continues the answer in two ways; both share the
+pages.
 """
 
 import torch
@@ -26,7 +27,7 @@ QUESTIONS = ("    def pop(self):\n", "    def __len__(self):\n")
 
 
 def main() -> None:
-    """Asks both questions and prints what each cost."""
+    """Answers both questions and prints the tokens reused and computed."""
     folder = default_model.path()
     model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
     tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))

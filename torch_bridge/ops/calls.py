@@ -1,7 +1,7 @@
-"""Calls of our ops from torch: compiled by JAX, run on shared memory, ordered between both sides' streams.
+"""Calls of `pallas_kernels` ops through JAX on memory shared with torch, in stream order.
 
-Each call brings something imported from torch's current stream, so that JAX runs after what torch has queued, and
-its results are exported to that stream, so that torch goes on after JAX. The host waits for neither.
+Each call has an argument imported from torch's current stream, so JAX's program runs after torch's queued work. Its
+results are exported to that stream, so torch's later work runs after JAX's program. The host never waits.
 """
 
 import threading
@@ -23,17 +23,18 @@ _LENT_LOCK = threading.Lock()
 
 
 def run(op: str, *arrays: Any, donate: int = 0, **options: Any) -> Any:  # noqa: ANN401 - the ops' own types
-    """Runs an op of `pallas_kernels` on arrays, and returns what it returns.
+    """Runs an op of `pallas_kernels` on arrays and returns its result.
 
     Args:
-        op: its name.
-        *arrays: its array arguments, in order, `None` where an optional one is left out.
-        donate: how many of the first ones are donated.
-        **options: its keyword arguments: numbers by value, arrays as they are.
+        op: the op's name.
+        *arrays: its positional array arguments, `None` for an absent optional one.
+        donate: number of leading arguments that are donated.
+        **options: its keyword arguments; arrays are traced, all other values are static.
     """
     static = tuple((name, value) for name, value in options.items() if not _is_array(value))
     named = {name: value for name, value in options.items() if _is_array(value)}
-    # What torch has dropped by now, it has dropped before what this call will be ordered after.
+    # Release results that torch has dropped by now: the kernels that read them were queued before this call, which runs
+    # after them.
     kept: list[tuple[StorageWeakRef, jax.Array]] = []
     dropped: list[tuple[StorageWeakRef, jax.Array]] = []
     with _LENT_LOCK:
@@ -50,18 +51,18 @@ def run(op: str, *arrays: Any, donate: int = 0, **options: Any) -> Any:  # noqa:
 def hand_out(array: jax.Array) -> torch.Tensor:
     """Returns a result as a tensor.
 
-    JAX knows nothing of torch's kernels that still read a tensor when it is dropped, so the memory is kept until
-    another call runs after them.
+    When torch drops the tensor, its queued kernels may still read the memory, which JAX does not know. So the array is
+    kept until a later call that is ordered after those kernels.
     """
     tensor = to_torch(array)
-    if _runs_behind(tensor):
+    if _is_asynchronous(tensor):
         with _LENT_LOCK:
             _LENT.append((StorageWeakRef(tensor.untyped_storage()), array))
     return tensor
 
 
-def _runs_behind(tensor: torch.Tensor) -> bool:
-    """Whether the host goes on before torch has read a tensor."""
+def _is_asynchronous(tensor: torch.Tensor) -> bool:
+    """Returns whether torch reads a tensor asynchronously to the host."""
     return tensor.is_cuda
 
 
@@ -76,5 +77,5 @@ def _is_array(value: Any) -> bool:  # noqa: ANN401
 
 
 def _computing_on(device: jax.Device) -> AbstractContextManager[Any]:  # pyright: ignore[reportInvalidTypeForm]
-    """Makes ops choose for the device that their arrays are on."""
+    """Returns a context in which ops choose their implementation for the device of their arrays."""
     return nullcontext() if device == get_default_device() else jax.default_device(device)

@@ -1,6 +1,7 @@
-"""Which of our kernels torch launches by itself, without XLA: those that need nothing of XLA's around them.
+"""Kernels that torch launches directly, without XLA: those that need no XLA operations around them.
 
-`calls.py` serves the rest. A CUDA graph of torch's may record such a launch once it has been made outside.
+`calls.py` runs all others. A CUDA graph of torch may record a direct launch after a first launch outside of the
+capture.
 """
 
 from collections.abc import Callable
@@ -19,23 +20,23 @@ from torch_bridge.ops.launch import Launch, load
 from torch_bridge.sharing.dlpack import jax_device
 
 IS_ON = True
-"""Whether calls are launched so; otherwise through XLA, as everywhere but on Hopper."""
+"""Whether direct launches are enabled; otherwise all calls go through XLA, as on all devices except Hopper."""
 
 Like = tuple[tuple[int, ...], torch.dtype]
 """Shape and dtype of a tensor."""
 
 Plan = Callable[..., tuple[jax.Array, jax.Array]]
-"""Makes of `seq_lens` and `cu_q_lens` what a kernel for packed queries is told of its work."""
+"""Computes the query tiles and their count from `seq_lens` and `cu_q_lens`, for the kernel of packed queries."""
 
 
 class Decode:
-    """Decode attention: the launch, and what torch does around it.
+    """Decode attention: the kernel's launch, with padding before it and the split-K reduction after it in torch.
 
     Args:
-        launch: of the kernel.
-        missing: heads of zeros that it wants after those of the queries.
-        columns: where the heads are among what it writes, if it splits rows; `None` otherwise.
-        device: the current one.
+        launch: the kernel's launch.
+        missing: number of zero heads to append to the queries.
+        columns: if the kernel splits rows, the index of each head in its output (`Alone.columns`); `None` otherwise.
+        device: torch's current device.
     """
 
     def __init__(
@@ -45,7 +46,7 @@ class Decode:
         self._columns = None if columns is None else torch.from_numpy(columns).to(device)
 
     def __call__(self, q: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
-        """Returns the output, [rows, heads, head_dim]. Checks nothing.
+        """Returns the output, [rows, heads, head_dim]. Arguments are not checked.
 
         Args:
             q: [rows, heads, head_dim].
@@ -57,7 +58,7 @@ class Decode:
         return out if self._columns is None else self._join(out, *more).to(q.dtype)
 
     def _join(self, out: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
-        """Joins the shares of each row: `Alone` says what they are. Rows without keys give zeros."""
+        """Combines the parts of each row (in the form of `Alone.launch`); rows without keys give zeros."""
         assert self._columns is not None
         by_head = out.transpose(3, 4).flatten(2, 3).index_select(2, self._columns)
         weight = (lse.flatten(2).index_select(2, self._columns) * log(2)).softmax(1).nan_to_num(0.0)
@@ -67,15 +68,15 @@ class Decode:
 def decode_kernel(
     *tensors: torch.Tensor, scale: float, window: int | None, soft_cap: float | None
 ) -> Decode | None:
-    """Returns the launch for tensors like these, or `None`: `q, k_pages, v_pages, page_table, seq_lens`.
+    """Returns the launch for `q, k_pages, v_pages, page_table, seq_lens` of these shapes and dtypes.
 
-    It is `None` where XLA would have to fill groups of heads, where `launches_on` says so, and if `load` refuses.
+    It returns `None` if XLA would have to pad groups of heads, if `launches_on` is false, or if `load` refuses.
 
     Raises:
-        ValueError: shapes, dtypes or options do not fit, as `pallas_kernels.paged_attention` says.
-        RuntimeError: such a kernel would have to be loaded while torch records a CUDA graph.
+        ValueError: shapes, dtypes or options do not fit, as in `pallas_kernels.paged_attention`.
+        RuntimeError: the kernel is not loaded yet, and torch is recording a CUDA graph.
     """
-    # Whoever shares them with JAX says what is wrong with tensors that do not lie as they should.
+    # Tensors with an unsupported memory layout go through `calls.py`, where sharing them with JAX raises the error.
     if not launches_on(*tensors):
         return None
     return _decode(tensors[0].device, _alike(tensors), scale, window, soft_cap)
@@ -84,17 +85,17 @@ def decode_kernel(
 def ragged_kernel(
     *tensors: torch.Tensor, scale: float, window: int | None, soft_cap: float | None
 ) -> tuple[Launch, Plan] | None:
-    """Returns the launch for tensors like these, and what plans it, or `None` as above.
+    """Returns the launch and its plan for tensors of these shapes and dtypes, or `None` as in `decode_kernel`.
 
     Args:
         *tensors: `q, k_pages, v_pages, page_table, seq_lens, cu_q_lens`.
-        scale: as `pallas_kernels.ragged_attention` has it.
-        window: likewise.
-        soft_cap: likewise.
+        scale: as in `pallas_kernels.ragged_attention`.
+        window: as in `pallas_kernels.ragged_attention`.
+        soft_cap: as in `pallas_kernels.ragged_attention`.
 
     Returns:
-        The launch takes `q, k_pages, v_pages, page_table` and the two tensors that the plan, a JAX program, makes of
-        arrays of `seq_lens` and `cu_q_lens`.
+        The launch, of `q, k_pages, v_pages, page_table` and the plan's two results as tensors; and the plan, a JAX
+        program of `seq_lens` and `cu_q_lens`.
     """
     if not launches_on(*tensors):
         return None
@@ -102,9 +103,9 @@ def ragged_kernel(
 
 
 def write_kernel(*tensors: torch.Tensor) -> Launch | None:
-    """Returns the launch for tensors like these, or `None` as above: `slots`, values of each pool, and the pools.
+    """Returns the launch for slots, values of each pool, and pools of these shapes, or `None` as in `decode_kernel`.
 
-    Values are [tokens, ...] of their pool's dtype, pools [pages, page_size, ...]. The kernel writes into the pools.
+    Values are [tokens, ...] in their pool's dtype, pools [pages, page_size, ...]. The kernel writes into the pools.
     """
     if not launches_on(*tensors):
         return None
@@ -112,7 +113,10 @@ def write_kernel(*tensors: torch.Tensor) -> Launch | None:
 
 
 def launches_on(*tensors: torch.Tensor) -> bool:
-    """Whether kernels can be launched on tensors: `IS_ON`, on one GPU, the current device, and as kernels read them."""
+    """Returns whether kernels can be launched on tensors.
+
+    `IS_ON` must be set, all tensors must be on torch's current GPU, contiguous and aligned (`fits`).
+    """
     device = tensors[0].device
     if not IS_ON or device.type != "cuda" or device.index != torch.cuda.current_device():
         return False
@@ -120,12 +124,12 @@ def launches_on(*tensors: torch.Tensor) -> bool:
 
 
 def fits(tensor: torch.Tensor) -> bool:
-    """Whether kernels can read a tensor as it lies."""
+    """Returns whether a tensor is contiguous and aligned, as kernels require."""
     return tensor.is_contiguous() and tensor.data_ptr() % 16 == 0
 
 
 def fitted(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the tensor, or a copy that kernels can read."""
+    """Returns the tensor, or a contiguous and aligned copy."""
     return tensor if fits(tensor) else tensor.clone(memory_format=torch.contiguous_format)
 
 

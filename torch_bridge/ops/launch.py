@@ -1,7 +1,7 @@
-"""A Mosaic kernel of ours launched by torch: on its current stream, on its pointers, without XLA.
+"""Direct launches of Mosaic kernels by torch, on its current stream and pointers, without XLA.
 
-`plgpu.as_torch_kernel` does the same on the default stream alone, and looks at trees, shapes and dtypes at each launch.
-So its compiler is used here, and the launch is our own. JAX knows nothing of such runs.
+`plgpu.as_torch_kernel` does the same on the default stream only, and checks pytrees, shapes and dtypes at each launch.
+So this file uses its compiler with its own launch code. JAX does not track these launches.
 """
 
 import ctypes
@@ -17,16 +17,16 @@ from jax._src.lib.mlir.dialects import hlo
 from jax.experimental.mosaic.gpu import core
 
 _CLOSED_OVER = {"function", "launch_c"}
-"""What JAX's own launch refers to: the loaded kernel, and the C function that is given it, a stream and pointers."""
+"""Free variables of JAX's launch function: the loaded kernel, and the C function of kernel, stream and pointers."""
 
 
 @dataclass(frozen=True)
 class Lowered:
-    """A kernel as JAX lowers it, whose arguments are a function's own, in their order, and then its results.
+    """A kernel as JAX lowers it; its parameters are the function's arguments in order, then its results.
 
     Attributes:
-        module: its code.
-        in_place: for each result, the argument that it is written into; empty for a kernel whose results are all new.
+        module: the serialised MLIR module.
+        in_place: for each result, the index of the argument that it aliases; empty if all results are new buffers.
     """
 
     module: bytes
@@ -34,18 +34,18 @@ class Lowered:
 
 
 class Launch:
-    """A kernel loaded for tensors of certain shapes and dtypes, contiguous and aligned, on one device.
+    """A loaded kernel for contiguous, aligned tensors of certain shapes and dtypes on one device.
 
     Args:
-        kernel: what is launched.
-        out: shapes and dtypes of what it returns; empty for one that writes into its arguments alone.
-        device: the current one.
+        kernel: the lowered kernel.
+        out: shapes and dtypes of its results; empty for a kernel that only writes into its arguments.
+        device: torch's current device.
     """
 
     def __init__(
         self, kernel: Lowered, out: Sequence[jax.ShapeDtypeStruct], device: torch.device
     ) -> None:
-        # Never unloaded: a CUDA graph may launch it as long as the process lives.
+        # The kernel is never unloaded, since a CUDA graph may launch it until the process ends.
         launch, _ = core._compile_as_torch_gpu_kernel(kernel.module)
         inner = inspect.getclosurevars(launch).nonlocals
         self._function, self._launch = inner["function"], inner["launch_c"]
@@ -54,20 +54,20 @@ class Launch:
         self._out = [(one.shape, getattr(torch, one.dtype.name)) for one in out]
 
     def __call__(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
-        """Queues the kernel on torch's current stream and returns what it will write. Checks nothing."""
+        """Queues the kernel on torch's current stream and returns its results. Arguments are not checked."""
         out = [torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype in self._out]
         pointers = [tensor.data_ptr() for tensor in tensors]
         pointers += [pointers[index] for index in self._in_place]
         pointers += [tensor.data_ptr() for tensor in out]
         stream = torch._C._cuda_getCurrentRawStream(self._index)
-        # The kernel's parameters are copied at the launch, so the array of pointers may go then.
+        # The launch copies the kernel's parameters, so the array of pointers may be freed afterwards.
         self._launch(self._function, stream, (ctypes.c_void_p * len(pointers))(*pointers))
         return out
 
 
 @cache
 def why_not_launch() -> str | None:
-    """Returns why kernels cannot be launched without XLA by this JAX, or `None` if they can."""
+    """Returns why this version of JAX cannot launch kernels without XLA, or `None` if it can."""
     make = getattr(core, "_compile_as_torch_gpu_kernel", None)
     if make is None:
         return f"JAX {jax.__version__} has no compiler of Mosaic kernels for torch"
@@ -80,9 +80,9 @@ def why_not_launch() -> str | None:
 def load(
     kernel: Callable[..., Any], structs: Sequence[jax.ShapeDtypeStruct], device: torch.device
 ) -> Launch | None:
-    """Compiles a function of arrays that launches one kernel and does nothing else, for the current device.
+    """Compiles a function of arrays that only launches one kernel, for the current device.
 
-    Returns `None` if it does anything else, or if JAX's compiler for torch is another than the one that was tried.
+    Returns `None` if the function has other operations, or if this version of JAX is not supported.
 
     Raises:
         RuntimeError: torch is recording a CUDA graph.
@@ -91,8 +91,8 @@ def load(
         return None
     if torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
-            "a kernel would be loaded while torch records a CUDA graph; call it once with tensors of these shapes "
-            "before the capture"
+            "a kernel must be loaded, but torch is recording a CUDA graph; call the op once with tensors of these "
+            "shapes before the capture"
         )
     lowered = lower_alone(kernel, structs)
     if lowered is None:
@@ -104,11 +104,11 @@ def load(
 def lower_alone(
     kernel: Callable[..., Any], structs: Sequence[jax.ShapeDtypeStruct]
 ) -> Lowered | None:
-    """Returns the one Mosaic kernel that a function launches, or `None` if it does anything else.
+    """Returns the Mosaic kernel that a function launches, or `None` if the function has other operations.
 
     Args:
         kernel: a function of arrays.
-        structs: their shapes and dtypes.
+        structs: shapes and dtypes of its arguments.
     """
     lowered = jax.jit(kernel).trace(*structs).lower(lowering_platforms=("cuda",))
     module: Any = lowered.compiler_ir()

@@ -1,6 +1,6 @@
-"""Arrays and tensors that share memory: both directions, refused where they would copy. Knows no cache.
+"""Zero-copy exchange of JAX arrays and torch tensors through DLPack; whatever would need a copy is refused.
 
-JAX hands out what torch may write to, and never learns of such writes; who may write when is `leases.py`'s business.
+Torch can write to the memory of a JAX array, and JAX does not notice. `leases.py` decides when torch may write.
 """
 
 import math
@@ -15,7 +15,8 @@ from torch.utils.dlpack import from_dlpack, to_dlpack
 
 from torch_bridge.errors import NotZeroCopy
 
-# XLA reads its buffers with aligned vector instructions. On a GPU a smaller offset imports, and fails when used.
+# Alignment in bytes that XLA's vector instructions require. A GPU tensor at a smaller offset can be imported, but its
+# use fails.
 _ALIGNMENT = {"cpu": 64, "cuda": 16}
 _NARROWED = {
     torch.int64: torch.int32,
@@ -29,29 +30,29 @@ _PLATFORM = {"cpu": "cpu", "cuda": "gpu"}
 
 
 def to_torch(array: jax.Array) -> torch.Tensor:
-    """Returns a tensor in the array's own memory, ordered after what computes it on torch's current stream.
+    """Returns a tensor in the array's own memory.
 
-    The host does not wait. The tensor can be written to, which JAX neither forbids nor notices, and while it or a
-    view of it lives the array cannot be donated.
+    Torch's current stream is ordered after the computation of the array; the host does not wait. The tensor is
+    writable, and JAX does not notice writes. While the tensor or a view of it exists, the array cannot be donated.
 
     Raises:
-        NotZeroCopy: the array lies on several devices, or torch has no such dtype.
+        NotZeroCopy: the array is on several devices, or torch does not have its dtype.
     """
     return to_torch_all([array])[0]
 
 
 def to_torch_all(arrays: Sequence[jax.Array]) -> list[torch.Tensor]:
-    """Returns tensors in the memory of arrays of one device, asking for torch's stream once. Else like `to_torch`."""
+    """Does the same as `to_torch` for arrays on one device, with a single query of torch's stream."""
     if not arrays:
         return []
     stream = _stream_of_torch(arrays[0])
-    # Inside inference_mode a tensor would keep no count of writes, which leases that only read rely on.
+    # In inference_mode a tensor has no version counter, which read-only leases use to detect writes.
     with torch.inference_mode(False):
         return [_exported(array, stream) for array in arrays]
 
 
 def _stream_of_torch(array: jax.Array) -> int | None:
-    """Returns torch's current stream on the array's device, in DLPack's numbers: 1 is the legacy default stream."""
+    """Returns torch's current stream on the array's device for DLPack, where 1 is the legacy default stream."""
     device = torch_device(array)
     if device.type == "cpu":
         return None
@@ -61,13 +62,13 @@ def _stream_of_torch(array: jax.Array) -> int | None:
 
 def _exported(array: jax.Array, stream: int | None) -> torch.Tensor:
     try:
-        # What `array.__dlpack__` calls, after it has asked again what was asked here.
+        # This is the function below `array.__dlpack__`, which would repeat the checks made here.
         tensor = from_dlpack(
             _jax.buffer_to_dlpack_managed_tensor(array.addressable_data(0), stream=stream)
         )
     except (BufferError, RuntimeError, jax.errors.JaxRuntimeError) as error:
         raise NotZeroCopy(
-            f"torch has no view of {array.dtype}{list(array.shape)}: {error}. Store it as uint8"
+            f"torch cannot view {array.dtype}{list(array.shape)}: {error}. Store it as uint8"
         ) from error
     if array.size and tensor.data_ptr() != array.unsafe_buffer_pointer():
         raise NotZeroCopy(f"torch copied {array.dtype}{list(array.shape)}, so nothing is shared")
@@ -75,31 +76,31 @@ def _exported(array: jax.Array, stream: int | None) -> torch.Tensor:
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns an 8-bit float tensor as the uint8 it is stored as, and any other as it is; no byte moves."""
+    """Returns an 8-bit float tensor viewed as uint8, and any other tensor unchanged."""
     return tensor.view(torch.uint8) if str(tensor.dtype)[6:] in _BYTE_FLOATS else tensor
 
 
 def from_torch(tensor: torch.Tensor, *, copy: bool = False) -> jax.Array:
-    """Returns an array in the tensor's own memory, ordered after what torch's current stream holds so far.
+    """Returns an array in the tensor's own memory, ordered after all work queued on torch's current stream.
 
-    The host does not wait. Writing to the tensor afterwards changes an array that JAX takes for constant; import it
-    again after each write, and give it to one owner only: on a GPU a step that is given the array as a donation
+    The host does not wait. A later write to the tensor changes an array that JAX assumes to be constant; import the
+    tensor again after each write. Give the array to one owner only: on a GPU, a step to which the array is donated
     writes into the tensor.
 
     Args:
-        tensor: on the CPU or an NVIDIA GPU that JAX sees too.
-        copy: allow one where it is needed: 64-bit numbers are then narrowed to 32 bits (integers must fit), other
-            strides are made compact, and a tensor that requires gradients is detached.
+        tensor: a tensor on the CPU or on an NVIDIA GPU that JAX sees, too.
+        copy: whether to copy if sharing is impossible. Then 64-bit dtypes are narrowed to 32 bits (integers must fit),
+            other strides are made contiguous, and a tensor that requires gradients is detached.
 
     Raises:
-        NotZeroCopy: it cannot be shared, and `copy` is False; the message says why.
-        ValueError: 64-bit integers that do not fit 32 bits, or a device that JAX does not see.
+        NotZeroCopy: the tensor cannot be shared, and `copy` is False; the message gives the reason.
+        ValueError: 64-bit integers do not fit in 32 bits, or JAX does not see the device.
     """
     return from_torch_all([tensor], copy=copy)[0]
 
 
 def from_torch_all(tensors: Sequence[torch.Tensor], *, copy: bool = False) -> list[jax.Array]:
-    """Returns arrays in the memory of tensors of one device, ordered all at once. Else like `from_torch`."""
+    """Does the same as `from_torch` for tensors on one device, with a single ordering of streams."""
     ready = []
     for tensor in tensors:
         reason = why_not_zero_copy(tensor)
@@ -111,13 +112,13 @@ def from_torch_all(tensors: Sequence[torch.Tensor], *, copy: bool = False) -> li
     device = ready[0].device
     if any(tensor.device != device for tensor in ready):
         raise ValueError(
-            f"tensors lie on {sorted({str(t.device) for t in ready})}; move them to one device"
+            f"tensors are on {sorted({str(t.device) for t in ready})}; move them to one device"
         )
     if device.type == "cpu":
         arrays = [_imported(tensor, None) for tensor in ready]
     else:
         _refuse_capture()
-        # torch exports nothing from a device that is not the current one.
+        # torch exports tensors from its current device only.
         with torch.cuda.device(device):
             stream = _after_torch(device)
             arrays = [_imported(tensor, stream) for tensor in ready]
@@ -131,28 +132,28 @@ def why_not_zero_copy(tensor: torch.Tensor) -> str | None:
     """Returns why JAX cannot use the tensor's memory as it is, or `None` if it can."""
     what = f"a {tensor.dtype} tensor of shape {list(tensor.shape)}"
     if tensor.device.type not in _ALIGNMENT:
-        return f"{what} is on {tensor.device}, and JAX shares memory on cpu and cuda alone; move it"
+        return f"{what} is on {tensor.device}, and JAX shares memory on cpu and cuda only; move it"
     if tensor.layout != torch.strided or tensor.is_quantized:
         return f"{what} is not a plain dense one ({tensor.layout}); make it dense"
     if tensor.requires_grad:
-        return f"{what} requires gradients, which JAX would not record; call .detach()"
+        return f"{what} requires gradients, which JAX does not record; call .detach()"
     if tensor.is_conj() or tensor.is_neg():
         return f"{what} is conjugated or negated lazily; call .resolve_conj().resolve_neg()"
     if tensor.dtype in _NARROWED and not jax.config.jax_enable_x64:  # pyright: ignore[reportAttributeAccessIssue]
-        return f"JAX would narrow {what} into a copy; cast it to {_NARROWED[tensor.dtype]} in torch"
+        return f"JAX would copy {what} to 32 bits; cast it to {_NARROWED[tensor.dtype]} in torch"
     if not is_compact(tensor.shape, tensor.stride()):
-        return f"{what} has the strides {tensor.stride()}, with gaps or repeats; call .contiguous()"
+        return f"{what} has strides {tensor.stride()}, with gaps or repeats; call .contiguous()"
     alignment = _ALIGNMENT[tensor.device.type]
     if tensor.numel() and tensor.data_ptr() % alignment:
         return (
-            f"{what} begins {tensor.data_ptr() % alignment} bytes past a multiple of {alignment}, where XLA "
-            f"cannot use it; call .clone()"
+            f"{what} begins {tensor.data_ptr() % alignment} bytes past a multiple of {alignment}, the alignment that "
+            f"XLA needs; call .clone()"
         )
     return None
 
 
 def is_compact(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether the axes, in some order, fill a stretch of memory without gaps and each number once."""
+    """Returns whether the axes, in some order, cover contiguous memory without gaps or repeated elements."""
     if math.prod(shape) == 0:
         return True
     expected = 1
@@ -167,10 +168,10 @@ def is_compact(shape: Sequence[int], strides: Sequence[int]) -> bool:
 
 @cache
 def jax_device(device: torch.device) -> jax.Device:  # pyright: ignore[reportInvalidTypeForm]
-    """Returns JAX's name of a torch device.
+    """Returns the JAX device of a torch device.
 
     Raises:
-        ValueError: JAX does not see it.
+        ValueError: JAX does not see the device.
     """
     platform = _PLATFORM.get(device.type)
     index = device.index or 0
@@ -189,15 +190,15 @@ def jax_device(device: torch.device) -> jax.Device:  # pyright: ignore[reportInv
 
 
 def torch_device(array: jax.Array) -> torch.device:
-    """Returns torch's name of the device that an array lies on.
+    """Returns the torch device of an array.
 
     Raises:
-        NotZeroCopy: it lies on several.
+        NotZeroCopy: the array is on several devices.
     """
     devices = array.devices()
     if len(devices) != 1:
         raise NotZeroCopy(
-            f"the array lies on {len(devices)} devices; give one of `array.addressable_shards[i].data`"
+            f"the array is on {len(devices)} devices; give one of `array.addressable_shards[i].data`"
         )
     device = next(iter(devices))
     if device.platform == "cpu":
@@ -206,9 +207,9 @@ def torch_device(array: jax.Array) -> torch.device:
 
 
 def fence(device: torch.device) -> jax.Array:
-    """Returns a small array that exists once everything that torch's current stream holds so far is done.
+    """Returns a small array that is ready when all work queued on torch's current stream is done.
 
-    A JAX program that takes it as an operand runs after that, and the host waits for nothing.
+    A JAX program with this operand runs after that work; the host does not wait.
     """
     if device not in _TOKENS:
         with torch.inference_mode(False):
@@ -220,14 +221,14 @@ _TOKENS: dict[torch.device, torch.Tensor] = {}
 
 
 def _imported(tensor: torch.Tensor, stream: int | None) -> jax.Array:
-    """Wraps a tensor that nothing speaks against; `stream` is JAX's and waits for torch's already."""
+    """Imports a checked tensor; `stream` is JAX's stream and already waits for torch's."""
     if not tensor.numel():
         # An empty tensor has no memory to share.
         return jnp.zeros(
             tuple(tensor.shape), str(tensor.dtype)[6:], device=jax_device(tensor.device)
         )
     kind = _DLPACK_KIND[tensor.device.type]
-    # What `jax.dlpack.from_dlpack` calls; that would order each tensor by itself, and ask again what was asked here.
+    # This is the function below `jax.dlpack.from_dlpack`, which would order each tensor separately and repeat checks.
     capsule = to_dlpack(tensor)
     return _jax.dlpack_managed_tensor_to_buffer(
         capsule, jax_device(tensor.device), stream, False, kind
@@ -235,7 +236,7 @@ def _imported(tensor: torch.Tensor, stream: int | None) -> jax.Array:
 
 
 def _after_torch(device: torch.device) -> int | None:
-    """Returns a stream of JAX's, in CUDA's numbers, that waits for what torch's current one holds so far."""
+    """Returns a CUDA stream handle of JAX that waits for all work queued on torch's current stream."""
     if device.type == "cpu":
         return None
     stream: int = jax_device(device).get_stream_for_external_ready_events()
@@ -244,10 +245,10 @@ def _after_torch(device: torch.device) -> int | None:
 
 
 def _copied(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a new compact tensor, in a dtype that JAX keeps."""
+    """Returns a new contiguous tensor in a dtype that JAX supports."""
     if tensor.device.type not in _ALIGNMENT:
         raise ValueError(
-            f"cannot copy from {tensor.device}: JAX shares memory on cpu and cuda alone"
+            f"cannot copy from {tensor.device}: JAX shares memory on cpu and cuda only; move the tensor"
         )
     dense = tensor.detach().to_dense() if tensor.layout != torch.strided else tensor.detach()
     narrow = _NARROWED.get(dense.dtype)
@@ -257,14 +258,14 @@ def _copied(tensor: torch.Tensor) -> torch.Tensor:
         limits = torch.iinfo(narrow)
         if int(dense.min()) < limits.min or int(dense.max()) > limits.max:
             raise ValueError(
-                f"the {tensor.dtype} tensor holds numbers from {int(dense.min())} to {int(dense.max())}, which do not "
-                f"fit {narrow}"
+                f"the {tensor.dtype} tensor has values from {int(dense.min())} to {int(dense.max())}, which do not "
+                f"fit {narrow}; split or rescale them"
             )
     return dense.to(narrow).contiguous()
 
 
 def _refuse_capture() -> None:
-    """JAX allocates and launches on streams of its own, which a graph that torch records would lose."""
+    """Raises `RuntimeError` while torch records a CUDA graph: JAX's own streams would not be part of the graph."""
     if torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             "JAX was called while torch records a CUDA graph; take leases and run our kernels outside of the capture"

@@ -1,13 +1,13 @@
-"""Buffers under new handles, where they lie: what a lease begins and ends with."""
+"""Transfers a cache's buffers in place to new JAX arrays by donation; a lease starts and ends with it."""
 
 import jax
 from jax import lax
 
 
 def pass_on(arrays: tuple[jax.Array, ...], token: jax.Array) -> tuple[jax.Array, ...]:
-    """Returns the same memory under new handles, once the token exists. Donates the arrays.
+    """Returns new arrays in the same memory, ordered after the token. Donates `arrays`.
 
-    It runs at once, also while a function is traced: Python's garbage collector may end a lease at any time.
+    It runs immediately, also while a function is traced, since Python's garbage collector may end a lease at any time.
     """
     with jax.ensure_compile_time_eval():
         return _pass_on(arrays, token)
@@ -19,7 +19,7 @@ def _pass_on(arrays: tuple[jax.Array, ...], token: jax.Array) -> tuple[jax.Array
 
 
 def moved(names: tuple[str, ...], arrays: tuple[jax.Array, ...], pointers: list[int]) -> list[str]:
-    """Returns the names of arrays that do not lie where they lay."""
+    """Returns the names of arrays whose addresses differ from `pointers`."""
     return [
         name
         for name, array, pointer in zip(names, arrays, pointers, strict=True)

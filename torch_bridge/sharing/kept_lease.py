@@ -1,7 +1,7 @@
-"""A lease that torch keeps from forward to forward, until anybody else uses the cache.
+"""A lease that is kept between forwards and committed only when JAX uses the cache.
 
-A lease costs two programs and an exchange of every array. Where JAX does nothing between two forwards, nothing needs
-to be exchanged; where it does, its first use of the cache commits the lease.
+A lease costs two programs and an exchange of every array. If JAX does not use the cache between two forwards, the
+second forward reuses the lease. If it does, its first use commits the lease.
 """
 
 import sys
@@ -17,13 +17,13 @@ from torch_bridge.sharing.leases import Lease
 
 
 class KeptLease:
-    """Lends one cache to one forward at a time.
+    """Leases one cache to one forward at a time.
 
     Args:
-        owner: of the cache.
+        owner: the cache's owner.
 
     Attributes:
-        num_taken: how often the cache was lent anew.
+        num_taken: number of new leases.
     """
 
     def __init__(self, owner: CacheOwner) -> None:
@@ -36,14 +36,14 @@ class KeptLease:
         self._written: torch.cuda.Event | None = None
 
     def borrow(self) -> Lease:
-        """Returns a write lease: the one of before, if nobody else has used the cache since. It goes to `put_down`.
+        """Returns a write lease, to be passed to `put_down`; the kept one if the cache was not used since.
 
-        Torch's current stream may be another one than before; it is ordered after what was written then.
+        Torch's current stream may differ from the previous one; it is ordered after the previous writes.
 
         Raises:
-            CacheLeased: another lease is out.
+            CacheLeased: the cache is leased already.
             CachePoisoned: the cache is lost.
-            LeaseLeaked: somebody holds a view of a buffer already.
+            LeaseLeaked: a view of a buffer exists already.
         """
         if self._lease is not None and self._rests:
             if self._uses:
@@ -59,10 +59,10 @@ class KeptLease:
         return lease
 
     def put_down(self, lease: Lease) -> None:
-        """Keeps a lease until the next forward, or until the cache is used by others. The host waits for nothing.
+        """Keeps a lease until the next forward, or until JAX uses the cache. The host does not wait.
 
         Raises:
-            LeaseLeaked: as `Lease.commit`, which could then not be called later. The lease stays open.
+            LeaseLeaked: a view is still referenced elsewhere, as in `Lease.commit`. The lease stays open.
             CachePoisoned: the cache was replaced or lost while it was leased.
         """
         known = lease is self._lease and lease.is_current
@@ -70,23 +70,23 @@ class KeptLease:
             self._rest(lease)
             return
         self._lease = None
-        # Which finds out what is wrong, if anything is.
+        # `commit` checks the lease and raises the appropriate error.
         lease.commit()
 
     def give_back(self) -> None:
-        """Commits what is kept, if anything is."""
+        """Commits the kept lease, if there is one."""
         lease = self._lease
         if lease is None or not self._rests:
             return
         self._wake(lease)
         if not lease.is_current:
-            # The cache was declared lost.
+            # The cache was declared lost meanwhile.
             lease.abandon("was overtaken")
             return
         try:
             lease.commit()
         except LeaseLeaked:
-            # It has no views any more. The next who asks tries again.
+            # The lease has dropped its views. The next use of the cache tries to commit it again.
             self._uses = []
             if lease.is_open:
                 self._rest(lease)
@@ -97,7 +97,7 @@ class KeptLease:
             self._written = torch.cuda.Event()
             self._written.record(torch.cuda.current_stream(lease.device))
         self._rests = True
-        # The owner may outlive this object, which ends its lease by itself.
+        # A weak reference: the owner may outlive this object, which ends its lease in `__del__`.
         self._owner.lend_until_asked(partial(_give_back, weakref.ref(self)))
 
     def _wake(self, lease: Lease) -> None:
@@ -108,13 +108,13 @@ class KeptLease:
             self._written = None
 
     def _count_uses(self, lease: Lease) -> list[tuple[int, int]]:
-        """Returns how many refer to each view and to its memory: more than at first if anybody keeps one."""
+        """Returns the reference counts of each view and of its storage; they grow if a view is kept elsewhere."""
         return [
             (sys.getrefcount(view), torch._C._storage_Use_Count(storage))
             for view, storage in zip(lease.values(), self._storages, strict=True)
         ]
 
-    # Bound here, since names of modules may be gone when Python ends.
+    # Bound as a default, since module globals may be cleared at interpreter exit.
     def __del__(self, is_ending: Callable[[], bool] = sys.is_finalizing) -> None:
         if self._rests and not is_ending():
             self.give_back()

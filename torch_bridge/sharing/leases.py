@@ -1,7 +1,8 @@
-"""Lends a cache's buffers to torch for one step: named views, given back in order, with none left behind.
+"""Leases: torch views of a cache's buffers for one step, with checks that no view outlives the lease.
 
-JAX owns the memory. A lease begins and ends with a program that copies nothing and is given the buffers as donations:
-the handles of before die with it, it waits on the device for JAX's readers, and at the end for torch's writers.
+JAX owns the memory. A lease starts and ends with a program to which all buffers are donated and which copies nothing.
+The donation invalidates the previous arrays. On the device the first program waits for JAX's readers, the last one for
+torch's writers.
 """
 
 import gc
@@ -27,16 +28,16 @@ _OURS = ("torch_bridge", "torch", "transformers", "contextlib")
 
 @runtime_checkable
 class Leasable(Protocol):
-    """Anything that keeps its cache with an owner; `JaxkvCache` does."""
+    """An object whose cache has an owner, such as `JaxkvCache`."""
 
     @property
     def owner(self) -> CacheOwner:
-        """Who holds the live cache."""
+        """The owner of the live cache."""
         ...
 
 
 def lease(cache: CacheOwner | Leasable, *, write: bool = True) -> "Lease":
-    """Borrows every buffer of a cache; use it as a context, or end it by hand.
+    """Leases every buffer of a cache to torch; use the lease as a context manager, or end it explicitly.
 
     ```python
     with lease(owner) as views:
@@ -45,37 +46,38 @@ def lease(cache: CacheOwner | Leasable, *, write: bool = True) -> "Lease":
     ```
 
     Args:
-        cache: who owns the buffers, or a `JaxkvCache`.
-        write: torch may write. Such a lease ends in `commit`; one that ends otherwise poisons the cache, since what
-            torch wrote is in it already. One that only reads ends in `release`, or with its context, in an error too.
+        cache: the owner of the buffers, or a `JaxkvCache`.
+        write: whether torch may write. A write lease must end with `commit`; if it ends otherwise, the cache is
+            poisoned, since torch's writes are in it already. A read lease ends with `release`, or with its context,
+            also after an exception.
 
     Raises:
-        CacheLeased: another lease is out.
+        CacheLeased: the cache is leased already.
         CachePoisoned: the cache is lost.
-        LeaseLeaked: somebody holds a view of a buffer already, such as a NumPy array on the CPU.
+        LeaseLeaked: a view of a buffer exists already, such as a NumPy array on the CPU.
     """
     return Lease(cache if isinstance(cache, CacheOwner) else cache.owner, write=write)
 
 
 class Lease(Mapping[str, torch.Tensor]):
-    """Torch views of a cache's buffers by name, such as "layer3.key", in the shapes and dtypes that JAX has.
+    """Torch views of a cache's buffers by name, such as "layer3.key", with the shapes and dtypes of the JAX arrays.
 
-    8-bit floats come as uint8, since torch computes little with them; `view(torch.float8_e4m3fn)` is the way back.
-    Work on streams beside torch's current one must be waited for before the lease ends.
+    8-bit floats are uint8, since torch has few operations for them; `view(torch.float8_e4m3fn)` reinterprets them. Work
+    on streams other than torch's current one must be waited for before the lease ends.
 
     Args:
-        owner: of the cache.
+        owner: the cache's owner.
         write: whether torch may write.
 
     Attributes:
-        where: file and line that asked for it.
-        device: of all buffers.
+        where: file and line of the call that took the lease.
+        device: device of all buffers.
     """
 
     _open = False
 
     def __init__(self, owner: CacheOwner, *, write: bool) -> None:
-        self.where = _asked_from()
+        self.where = _calling_line()
         self._owner = owner
         self._write = write
         cache = owner.take(borrower=f"torch, at {self.where}")
@@ -102,12 +104,13 @@ class Lease(Mapping[str, torch.Tensor]):
         except (ValueError, jax.errors.JaxRuntimeError) as error:
             if "external reference" not in str(error):
                 raise
-            # A GPU refuses before anything runs, and the buffers stay alive.
+            # On a GPU the donation is refused before the program runs, and the buffers stay valid.
             self._owner.put(cache)
             raise LeaseLeaked(self._held_elsewhere(())) from error
         self._arrays, held = arrays, moved(self._names, arrays, pointers)
         if held:
-            # On the CPU XLA copied what it could not donate: the numbers are right, and the view sees them no more.
+            # On the CPU XLA copied buffers that it could not donate: the copies are valid, but the foreign view no
+            # longer shares their memory.
             self._arrays = ()
             self._owner.put(Cache(arrays=arrays, keys=cache.keys))
             raise LeaseLeaked(self._held_elsewhere(held))
@@ -121,8 +124,8 @@ class Lease(Mapping[str, torch.Tensor]):
         self._check_open()
         if name in self._names and not self._views:
             raise ValueError(
-                f"the lease taken at {self.where} gave its views up when it was to end; drop what is kept of them, "
-                f"then end it again"
+                f"the lease taken at {self.where} dropped its views when it was ended, but some are still referenced; "
+                f"delete those references, then end the lease again"
             )
         if name not in self._views:
             raise KeyError(f"the cache has no {name!r}; it has {', '.join(self._names)}")
@@ -136,56 +139,60 @@ class Lease(Mapping[str, torch.Tensor]):
 
     @property
     def is_open(self) -> bool:
-        """Whether it was neither committed, nor given back, nor abandoned."""
+        """Whether the lease was neither committed, nor released, nor abandoned."""
         return self._open
 
     @property
     def is_current(self) -> bool:
-        """Whether it is open and the cache was neither replaced nor lost meanwhile."""
+        """Whether the lease is open and the cache was neither replaced nor lost meanwhile."""
         return self._open and self._is_ours()
 
     def array(self, name: str) -> jax.Array:
-        """Returns a buffer as JAX has it, for programs that only read it.
+        """Returns a buffer as a JAX array, for programs that only read it.
 
-        A program sees torch's writes if it also takes something imported from torch after them. Keep no reference to
-        the array, and donate it to nobody.
+        A program sees torch's writes if another of its arguments was imported from torch after them. Do not keep a
+        reference to the array, and do not donate it.
         """
         self._check_open()
         return self._arrays[self._names.index(name)]
 
     def commit(self) -> None:
-        """Makes what torch wrote the cache's new value, and ends the lease. The host waits for nothing.
+        """Ends a write lease; torch's writes become the cache's new value. The host does not wait.
 
         Raises:
-            LeaseLeaked: a view, or a tensor that shares its memory, is still alive. The lease stays open: drop the
+            LeaseLeaked: a view, or a tensor that shares its memory, still exists. The lease stays open: delete the
                 tensor and commit again.
             CachePoisoned: the cache was replaced or lost while it was leased.
+            ValueError: the lease is a read lease, or has ended.
         """
         self._check_open()
         self._check_ours()
         if not self._write:
             raise ValueError(
-                "this lease only reads; end it by release(), or lease(..., write=True)"
+                "this lease only reads; end it with release(), or take it with write=True"
             )
         self._give_back()
 
     def release(self) -> None:
-        """Ends a lease that only reads.
+        """Ends a read lease.
 
         Raises:
-            LeaseLeaked: as `commit`.
-            CachePoisoned: torch wrote through it, so the cache is lost.
+            LeaseLeaked: as in `commit`.
+            CachePoisoned: torch wrote through the lease, so the cache is lost.
+            ValueError: the lease is a write lease, or has ended.
         """
         self._check_open()
         self._check_ours()
         if self._write:
-            raise ValueError("this lease may have been written to; end it by commit() or abandon()")
+            raise ValueError(
+                "this lease may have been written to; end it with commit() or abandon()"
+            )
         written = [name for name, view in self._views.items() if view._version]
         if written:
             self.abandon(f"was written to ({', '.join(written)}), though it only reads")
             raise CachePoisoned(
                 f"torch wrote to {', '.join(written)} through the lease taken at {self.where} with write=False, so the "
-                f"cache is lost; rebuild it, and ask for write=True"
+                f"cache is lost; rebuild it, and take the lease with write=True"
             )
         self._give_back()
 
@@ -196,7 +203,7 @@ class Lease(Mapping[str, torch.Tensor]):
         self._open = False
         self._views.clear()
         if self.device.type == "cuda":
-            # Nothing orders what torch still writes before what JAX will put into this memory.
+            # Wait: torch's queued writes are not ordered before JAX's next use of this memory.
             torch.cuda.synchronize(self.device)
         self._arrays = ()
         if self._is_ours():
@@ -217,7 +224,8 @@ class Lease(Mapping[str, torch.Tensor]):
             try:
                 self.release()
             except (LeaseLeaked, CachePoisoned):
-                # Whoever made the error sees that one; what it holds of the views keeps the lease open.
+                # The exception that is already propagating takes precedence. Views in its traceback keep the lease
+                # open.
                 if error is None:
                     raise
             return
@@ -230,7 +238,7 @@ class Lease(Mapping[str, torch.Tensor]):
                 f"rebuild the cache, and call commit() at the end of the lease"
             )
 
-    # Bound here, since names of modules may be gone when Python ends.
+    # Bound as a default, since module globals may be cleared at interpreter exit.
     def __del__(self, is_ending: Callable[[], bool] = sys.is_finalizing) -> None:
         if not self._open or is_ending():
             return
@@ -242,13 +250,13 @@ class Lease(Mapping[str, torch.Tensor]):
         )
 
     def _give_back(self) -> None:
-        # Imported before the views go: it covers what torch has queued, and their memory lives until it is used.
+        # Import the fence before the views are dropped: it covers torch's queued work on their memory.
         token = fence(self.device)
         leaked = self._drop_views()
         if leaked:
             raise LeaseLeaked(
                 f"tensors outlive the lease taken at {self.where}: {', '.join(leaked)}. Drop every view, slice and "
-                f"NumPy array made from them, then end the lease again; clone what shall be kept"
+                f"NumPy array made from them, then end the lease again; clone tensors that must be kept"
             )
         pointers = [array.unsafe_buffer_pointer() for array in self._arrays]
         arrays, self._arrays = self._arrays, ()
@@ -263,12 +271,12 @@ class Lease(Mapping[str, torch.Tensor]):
         self._owner.put(Cache(arrays=arrays, keys=self._keys))
         if held:
             raise LeaseLeaked(
-                f"XLA copied {', '.join(held)} when the lease taken at {self.where} ended, since somebody holds the "
-                f"memory by other means; the cache is whole, in other memory"
+                f"XLA copied {', '.join(held)} when the lease taken at {self.where} ended, because a reference to the "
+                f"memory exists elsewhere; the cache is valid, in new memory. Drop that reference"
             )
 
     def _drop_views(self) -> list[str]:
-        """Forgets the views, and returns the names of those whose memory torch still refers to."""
+        """Drops the views, and returns the names of those whose storage is still referenced."""
         self._views.clear()
         if all(storage.expired() for storage in self._storages):
             return []
@@ -279,8 +287,8 @@ class Lease(Mapping[str, torch.Tensor]):
     def _held_elsewhere(self, names: tuple[str, ...] | list[str]) -> str:
         which = f"of {', '.join(names)} " if names else ""
         return (
-            f"the cache cannot be leased at {self.where}: somebody holds a view {which}made outside of a lease, such "
-            f"as a NumPy array or a DLPack tensor; drop it, and copy what shall be kept"
+            f"the cache cannot be leased at {self.where}: there is a view {which}made outside of a lease, such as a "
+            f"NumPy array or a DLPack tensor; drop it, and copy data that must be kept"
         )
 
     def _is_ours(self) -> bool:
@@ -290,7 +298,8 @@ class Lease(Mapping[str, torch.Tensor]):
         if not self._is_ours():
             self.abandon("was overtaken")
             raise CachePoisoned(
-                f"the cache was replaced or lost while it was leased at {self.where}; what was written is gone"
+                f"the cache was replaced or lost while it was leased at {self.where}, and torch's writes with it; "
+                f"compute the sequences again"
             )
 
     def _check_open(self) -> None:
@@ -298,8 +307,8 @@ class Lease(Mapping[str, torch.Tensor]):
             raise ValueError(f"the lease taken at {self.where} has ended; take a new one")
 
 
-def _asked_from() -> str:
-    """Returns file and line of the call that led here from outside the bridge and the frameworks."""
+def _calling_line() -> str:
+    """Returns file and line of the innermost caller outside of the bridge and the frameworks."""
     frame = sys._getframe(1)
     last = frame
     while frame is not None:

@@ -133,5 +133,5 @@ def test_an_array_on_several_devices_is_refused():
         def devices(self):
             return {"one", "other"}
 
-    with pytest.raises(NotZeroCopy, match="lies on 2 devices"):
+    with pytest.raises(NotZeroCopy, match="is on 2 devices"):
         to_torch(Spread())

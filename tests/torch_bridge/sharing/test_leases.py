@@ -217,7 +217,7 @@ def test_views_are_gone_after_a_commit_that_failed(owner):
     kept = views["layer0.key"][0]
     with pytest.raises(LeaseLeaked):
         views.commit()
-    with pytest.raises(ValueError, match="gave its views up when it was to end"):
+    with pytest.raises(ValueError, match="dropped its views when it was ended"):
         views["layer0.key"]
     del kept
     views.commit()
