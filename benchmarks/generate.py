@@ -34,7 +34,7 @@ from jaxkv.runner.model_runner import ModelRunner
 from jaxkv.runner.rows import Row
 from jaxkv.runner.sampled_rows import unpack_sampled
 from jaxkv.runner.sequence_runner import SequenceRunner
-from jaxkv.runner.step_shapes import StepShapes, grain_of, settle_budget
+from jaxkv.runner.step_shapes import StepShapes, clamp_token_budget, grain_of
 
 KNOWN_BYTES_PER_SECOND = 4.3e12
 """What a matrix-vector product once read on an H200: the floor that older records and tables compare with."""
@@ -139,7 +139,7 @@ def time_steps(
         sequence_runner.runner.layout,
         max_tokens=sizes["max_tokens"],
         max_rows=sizes["max_rows"],
-        token_budget=settle_budget(setting.batch * setting.context, **sizes),
+        token_budget=clamp_token_budget(setting.batch * setting.context, **sizes),
         whole_prompts=True,
         grain=grain_of(sequence_runner.runner.implementation.name),
     )

@@ -183,7 +183,7 @@ class _Bench:
             if node is None:
                 raise RuntimeError("a page that was just used is not kept")
             ids = pad_ids([node.page], 4, sequence_runner.runner.owner.counts[group.name])
-            unit = sequence_runner.runner.look(SwapSpec(True, group.index, 4), ids)[0]
+            unit = sequence_runner.runner.run_read_only(SwapSpec(True, group.index, 4), ids)[0]
             digests.append(hashlib.md5(b"".join(np.asarray(a).tobytes() for a in unit)).hexdigest())
         return digests
 

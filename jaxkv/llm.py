@@ -238,10 +238,10 @@ class LLM:
         Raises:
             RuntimeError: an `AsyncLLM` serves it; close that first.
         """
-        if self.lock.is_over:
+        if self.lock.is_closed:
             return
         with self.lock.held():
-            self.lock.end()
+            self.lock.close()
             self.engine.close()
 
     def warm_up(
@@ -288,7 +288,7 @@ class LLM:
 
     def stats(self) -> Stats:
         """Returns what runs the model and why, how full its cache is, what was served, and what was compiled."""
-        self.lock.refuse_if_over()
+        self.lock.refuse_if_closed()
         return collect_stats(self.engine)
 
     def get_tokenizer(self) -> Tokenizer | None:
@@ -459,7 +459,7 @@ class LLM:
 
     def chat_prompt(self, messages: Messages) -> list[int]:
         """Returns the token ids of one conversation, ready for the answer."""
-        self.lock.refuse_if_over()
+        self.lock.refuse_if_closed()
         if self.tokenizer is None:
             raise ValueError(f"chat needs a tokenizer: {NO_TOKENIZER}")
         [conversation], _ = as_conversations(messages)
@@ -485,7 +485,7 @@ class LLM:
             return list(score_texts(self.engine.sequence_runner, ids))
 
     def _tokenize(self, prompt: Prompt, salt: str | bytes | None = None) -> TokenizedPrompt:
-        self.lock.refuse_if_over()
+        self.lock.refuse_if_closed()
         made = tokenize(
             prompt, self.tokenizer, self.model.vocab_size, max_tokens=self.max_model_len
         )

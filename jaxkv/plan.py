@@ -21,7 +21,7 @@ from jaxkv.config.cache import CacheConfig
 from jaxkv.config.checks import as_int
 from jaxkv.config.engine import EngineConfig
 from jaxkv.config.sampling import MAX_BIAS_ENTRIES
-from jaxkv.engine.multi_step import declare_multi_steps, settle_steps
+from jaxkv.engine.multi_step import choose_num_steps, declare_multi_steps
 from jaxkv.engine.warm_up import cost_identity
 from jaxkv.memory import REMEDY, device_bytes, host_bytes
 from jaxkv.models.decoder import Decoder
@@ -34,7 +34,7 @@ from jaxkv.programs.costs import Cost, cost_name, read_costs
 from jaxkv.programs.jax_cache import enable_compile_cache
 from jaxkv.runner.cache_programs import CopySpec
 from jaxkv.runner.program_specs import StepSpec
-from jaxkv.runner.step_shapes import StepShapes, grain_of, settle_budget
+from jaxkv.runner.step_shapes import StepShapes, clamp_token_budget, grain_of
 from jaxkv.sampling.features import Features
 from pallas_kernels.dispatch import Unsupported
 
@@ -131,7 +131,7 @@ def tokens_ahead(
     if model.whole_prompts:
         return None
     rows = cache.max_sequences
-    budget = settle_budget(engine.token_budget, max_tokens=max_model_len, max_rows=rows)
+    budget = clamp_token_budget(engine.token_budget, max_tokens=max_model_len, max_rows=rows)
     return (1 + engine.overlap) * max(budget, rows * (engine.steps_per_launch or 1))
 
 
@@ -277,14 +277,14 @@ def _programs(
     shapes = StepShapes(
         layout,
         **sizes,
-        token_budget=settle_budget(engine.token_budget, **sizes),
+        token_budget=clamp_token_budget(engine.token_budget, **sizes),
         whole_prompts=model.whole_prompts,
         pinned=engine.pinned_shapes,
         grain=grain_of(model.implementation),
         checkpoints=_keeps_states(layout, model, cache, engine),
     )
     singles = shapes.declare_all(Features())
-    steps = settle_steps(engine.steps_per_launch, model.param_shapes(dtype), layout)
+    steps = choose_num_steps(engine.steps_per_launch, model.param_shapes(dtype), layout)
     one_by_one = _keeps_states(layout, model, cache, engine)
     chosen = engine.steps_per_launch is None
     bursts = [] if one_by_one else declare_multi_steps(singles, steps, chosen=chosen)

@@ -149,7 +149,7 @@ def told_in_a_forked_child(use):
 
 @pytest.mark.filterwarnings("ignore:.*fork", "ignore:.*multi-threaded")
 def test_a_forked_child_is_refused_at_once_and_its_parent_goes_on(monkeypatch):
-    monkeypatch.setattr(turns, "_users", [])
+    monkeypatch.setattr(turns, "_first_process", [])
     llm = make()
     wanted = llm.generate(PROMPT, GREEDY)[0].outputs[0].token_ids
     stream = llm.stream(PROMPT, GREEDY)
@@ -165,7 +165,7 @@ def test_a_forked_child_is_refused_at_once_and_its_parent_goes_on(monkeypatch):
         told = told_in_a_forked_child(use)
         assert told is not None
         assert told.startswith("RuntimeError: process ")
-        assert f"was forked from {os.getpid()}, which has made an LLM" in told
+        assert f"was forked from process {os.getpid()}, which had made an LLM" in told
     assert told_in_a_forked_child(llm.close) == "nothing was refused"
     assert told_in_a_forked_child(stream.close) == "nothing was refused"
     list(stream)

@@ -1,1 +1,1 @@
-"""From requests to tokens: packing a plan into one array, compiled programs, text."""
+"""The inference engine: requests, scheduling, the step pipeline, and the collection of results."""

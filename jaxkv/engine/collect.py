@@ -1,6 +1,6 @@
-"""What becomes of a step that was read: tokens are handed out, and full pages are offered to the prefix index.
+"""Collects the results of a step: appends tokens to requests, and publishes full pages to the prefix index.
 
-Only then does anything count. Who has ended or failed is told to the caller, which gives their pages back.
+The results of a step take effect only here. The caller ends the requests that `collect` returns.
 """
 
 import logging
@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from jaxkv.cache.page_allocator import PageAllocator
 from jaxkv.cache.prefix.index import PrefixIndex
-from jaxkv.engine.in_flight import InFlightStep, report
+from jaxkv.engine.in_flight import InFlightStep, requested_logprobs
 from jaxkv.engine.request_state import RequestState
 from jaxkv.engine.state_checkpoints import StateCheckpoints
 from jaxkv.errors import STEP_FAILURES
@@ -19,11 +19,11 @@ from jaxkv.runner.sampled_rows import SampledRows
 _LOG = logging.getLogger(__name__)
 
 Ended = tuple[RequestState, Exception | None]
-"""A sequence that is done, with its `reason`, or that failed: with an error, or with logits that are no numbers."""
+"""A request that ended, and its error. Without an error and without a `reason`, its logits were not finite."""
 
 
-class _Choices(NamedTuple):
-    """What one step chose, as lists where every row is looked at."""
+class _StepTokens(NamedTuple):
+    """The sampled rows of one step, with the columns that every row reads as lists."""
 
     rows: SampledRows
     tokens: list[int]
@@ -34,11 +34,11 @@ class Collector:
     """Collects the steps of one engine.
 
     Args:
-        allocator: holds the pages.
-        prefix: pages of earlier prompts, if they are kept.
-        page_sizes: of all paged groups.
+        allocator: allocates the pages.
+        prefix: the prefix index; `None` if the prefix cache is off.
+        page_sizes: page sizes of all paged groups.
         clock: returns seconds.
-        state_checkpoints: keeps states of recurrent layers for the index, where a model has them.
+        state_checkpoints: keeps state checkpoints of recurrent layers; `None` if the engine keeps none.
     """
 
     def __init__(
@@ -55,20 +55,20 @@ class Collector:
         self._page_sizes = page_sizes
         self._clock = clock
 
-    def collect(self, step: InFlightStep, choices: Sequence[SampledRows]) -> list[Ended]:
-        """Takes the results of every row that still counts, and returns who has ended or failed.
+    def collect(self, step: InFlightStep, sampled: Sequence[SampledRows]) -> list[Ended]:
+        """Takes the results of every row whose epoch is current; returns the requests that ended or failed.
 
         Args:
-            step: a step, or several at once.
-            choices: what each of its steps chose.
+            step: a program of one or several steps.
+            sampled: the sampled rows of each of its steps.
 
         Raises:
-            CachePoisoned: copying for a checkpoint cost the cache.
+            CachePoisoned: a copy for a state checkpoint failed and lost the cache.
         """
         ended: list[Ended] = []
         now, reports = self._clock(), step.shape.features.logprobs is not None
-        listed = [_Choices(rows, rows.tokens.tolist(), rows.finite.tolist()) for rows in choices]
-        finite = listed[0].finite
+        steps = [_StepTokens(rows, rows.tokens.tolist(), rows.finite.tolist()) for rows in sampled]
+        finite = steps[0].finite
         for index, (part, epoch) in enumerate(zip(step.parts, step.epochs, strict=True)):
             sequence, start, count, emits, _ = part
             if sequence.epoch != epoch:
@@ -81,11 +81,11 @@ class Collector:
             if emits:
                 sequence.pending -= emits
                 try:
-                    taken = _accept(sequence, index, listed[:emits], reports=reports)
+                    taken = _accept(sequence, index, steps[:emits], reports=reports)
                 except STEP_FAILURES as error:
                     ended.append((sequence, error))
                     continue
-                # Of several steps, those after its last token were computed in vain.
+                # Steps after its last token computed tokens that are not part of the text.
                 sequence.collected -= emits - taken
                 if sequence.started is None and taken:
                     sequence.started = now
@@ -96,23 +96,23 @@ class Collector:
             if sequence.keys is not None and sequence.collected >= sequence.publishes_at:
                 self._publish(sequence)
             if self._state_checkpoints is not None:
-                kept = [length for row, length, _ in step.snapshots if row == index]
-                self._state_checkpoints.settle(sequence, kept)
+                kept = [length for row, length, _ in step.pending_checkpoints if row == index]
+                self._state_checkpoints.keep_collected(sequence, kept)
                 if sequence.reason is not None:
-                    self._state_checkpoints.settle_end(sequence)
+                    self._state_checkpoints.keep_end_of_request(sequence)
             if sequence.reason is not None:
                 ended.append((sequence, None))
             elif self._allocator.has_windows:
-                # Last: the index and checkpoints were offered these pages first.
+                # Last, because the prefix index and the checkpoints above take references to these pages.
                 self._allocator.free_out_of_window(sequence.number, sequence.collected)
         return ended
 
     def _publish(self, sequence: RequestState) -> None:
-        """Offers the pages that are full and known to be good to those that begin alike.
+        """Publishes the full pages of a request to the prefix index.
 
-        They are good because this sequence's own steps have read all of them and chose finite tokens, so pages that a
-        neighbour withdrew when its logits went wrong may come back. The index is also told of what a sequence computes
-        first, to count whether it began with a hit.
+        All of them are good: steps of this request have read them and their logits were finite. So this may publish
+        again what another request withdrew after logits that were not finite. The first call of a request may come
+        before a page is full; the index then counts a hit or a miss.
         """
         if self._prefix is None or sequence.keys is None or sequence.tainted:
             return
@@ -123,12 +123,14 @@ class Collector:
 
 
 def _accept(
-    sequence: RequestState, index: int, listed: Sequence[_Choices], *, reports: bool
+    sequence: RequestState, index: int, steps: Sequence[_StepTokens], *, reports: bool
 ) -> int:
-    """Takes a row's tokens up to the last of its sequence, or to logits that are no numbers; returns how many."""
-    for taken, (rows, tokens, finite) in enumerate(listed):
+    """Appends a row's tokens up to the end of the request or to logits that are not finite; returns how many."""
+    for taken, (rows, tokens, finite) in enumerate(steps):
         if (taken and sequence.reason is not None) or not finite[index]:
             return taken
         token = tokens[index]
-        sequence.accept(token, report(sequence, token, index, rows) if reports else None)
-    return len(listed)
+        sequence.accept(
+            token, requested_logprobs(sequence, token, index, rows) if reports else None
+        )
+    return len(steps)

@@ -1,4 +1,4 @@
-"""Whole requests over the engine, for callers that wait: all answers at once, or one stream."""
+"""Drives the engine for blocking callers: runs a batch of requests to their end, or streams one; builds the outputs."""
 
 from collections.abc import Generator, Sequence
 from dataclasses import replace
@@ -14,7 +14,7 @@ from jaxkv.text.tokenizer import Tokenizer
 
 
 def check_compiled(engine: Engine, request: Request) -> None:
-    """Raises `ProgramRefused`, with what differs, if strict mode has no program to run a request even alone."""
+    """Raises `ProgramRefused`, with the differences, if strict mode has no program that can run a request alone."""
     runner = engine.runner
     if not runner.programs.is_closed:
         return
@@ -29,14 +29,14 @@ def check_compiled(engine: Engine, request: Request) -> None:
 def serve_all(
     engine: Engine, prompts: Sequence[Sequence[Request]], *, progress: bool = False
 ) -> list[list[RequestState]]:
-    """Returns the samples of each prompt when all have ended; one that failed alone has the reason "error".
+    """Runs requests until all have ended; returns their states. A request that failed alone has the reason "error".
 
-    Streams that are under way go on meanwhile.
+    Streams in progress continue meanwhile.
 
     Args:
-        engine: serves them; it is the caller's turn to use it.
-        prompts: the samples of each.
-        progress: show a bar on stderr.
+        engine: serves them; the caller holds its lock.
+        prompts: the samples of each prompt.
+        progress: show a progress bar on stderr.
 
     Raises:
         ValueError: a request can never be served.
@@ -44,15 +44,15 @@ def serve_all(
     bar = None
     try:
         _abort_unread(engine)
-        made = [engine.add(samples) for samples in prompts]
-        flat = [sample for samples in made for sample in samples]
+        results = [engine.add(samples) for samples in prompts]
+        flat = [sample for samples in results for sample in samples]
         if not progress:
             engine.run(flat)
-            return made
+            return results
         bar = Progress(flat)
         with engine.runner.programs.watched(bar.compiling):
             engine.run(flat, after_step=bar)
-        return made
+        return results
     finally:
         _abort_unread(engine)
         if bar is not None:
@@ -60,10 +60,7 @@ def serve_all(
 
 
 def _abort_unread(engine: Engine) -> None:
-    """Aborts whoever is nobody's: added just before an interrupt, or left by one that broke off the clearing up.
-
-    Streams stay: somebody takes their pieces.
-    """
+    """Aborts requests without a caller: an interrupt can leave them in the engine. Streams are kept."""
     scheduler = engine.scheduler
     while left := [s for s in (*scheduler.waiting, *scheduler.running) if s.pieces is None]:
         for sample in left:
@@ -71,12 +68,12 @@ def _abort_unread(engine: Engine) -> None:
 
 
 def serve_stream(lock: EngineLock, engine: Engine, request: Request) -> Generator[Piece]:
-    """Yields the pieces of one request, while everybody else's go on too; closing it early aborts the request.
+    """Yields the pieces of one request; its steps serve all other requests too. Closing it early aborts the request.
 
-    It takes a turn for each step, and none while its caller works.
+    It holds the engine lock during each step, and not while its caller handles a piece.
 
     Raises:
-        Exception: what the request failed with, if its own part in a step failed.
+        Exception: the error that ended the request, if it failed alone.
     """
     with lock.held():
         [sample] = engine.add([request], streamed=True)
@@ -97,7 +94,7 @@ def serve_stream(lock: EngineLock, engine: Engine, request: Request) -> Generato
 
 
 def output_of(samples: Sequence[RequestState], tokenizer: Tokenizer | None) -> RequestOutput:
-    """Returns what a user gets for the ended samples of one prompt."""
+    """Returns the output for the ended samples of one prompt."""
     request = samples[0].request
     return RequestOutput(
         request_id=str(samples[0].number),
@@ -109,7 +106,7 @@ def output_of(samples: Sequence[RequestState], tokenizer: Tokenizer | None) -> R
 
 
 def with_figures(piece: Piece, sample: RequestState) -> Piece:
-    """Returns a piece as its user gets it: the last one of a sample has its usage, timing and error."""
+    """Returns a piece as the user gets it: usage, timing and error are added to the last piece of a sample."""
     if piece.finish_reason is None:
         return piece
     return replace(
@@ -118,7 +115,7 @@ def with_figures(piece: Piece, sample: RequestState) -> Piece:
 
 
 def error_of(sample: RequestState) -> str | None:
-    """Returns in one line what failed in a sample whose reason is "error"; `None` for any other."""
+    """Returns the error message of a sample in one line; `None` if its reason is not "error"."""
     if sample.reason != "error":
         return None
     if sample.error is None:
@@ -127,7 +124,7 @@ def error_of(sample: RequestState) -> str | None:
 
 
 def usage_of(samples: Sequence[RequestState]) -> Usage:
-    """Returns what the samples of one prompt took."""
+    """Returns the token counts of the samples of one prompt."""
     return Usage(
         prompt_tokens=len(samples[0].request.prompt),
         cached_tokens=samples[0].cached or 0,
@@ -137,8 +134,8 @@ def usage_of(samples: Sequence[RequestState]) -> Usage:
 
 
 def timing_of(sample: RequestState) -> Timing:
-    """Returns when an ended sample did what."""
-    assert sample.ended is not None, "a sample that has ended knows when"
+    """Returns the times of an ended sample."""
+    assert sample.ended is not None, "an ended sample has an end time"
     return Timing(
         arrived=sample.arrived,
         admitted=sample.admitted,
@@ -153,7 +150,7 @@ def _sample_output(sample: RequestState, tokenizer: Tokenizer | None) -> SampleO
     if sample.stream is None and tokenizer is not None:
         skip = request.params.skip_special_tokens
         text = text_after(tokenizer, request.prompt, sample.token_ids, skip_special_tokens=skip)
-    assert sample.reason is not None, "a sample that has ended has a reason"
+    assert sample.reason is not None, "an ended sample has a reason"
     logprobs = None if request.params.logprobs is None else list(sample.logprobs)
     return SampleOutput(
         text=text,
@@ -168,7 +165,7 @@ def _sample_output(sample: RequestState, tokenizer: Tokenizer | None) -> SampleO
 
 
 def _stop_reason(sample: RequestState) -> str | int | None:
-    """Returns the stop string or the request's own stop id that ended a sample; `None` for the model's end ids."""
+    """Returns the stop string or the id of `stop_token_ids` that ended a sample; `None` for the model's end ids."""
     if sample.stream is not None and sample.stream.stop_string is not None:
         return sample.stream.stop_string
     last = sample.tokens[-1]

@@ -1,7 +1,7 @@
-"""The loop that serves many requests at once: plan, pack, dispatch, and only then read what the step before chose.
+"""The engine loop: plan a step, dispatch it, then read the results of the step before.
 
-It owns the order of effects. What a step computed counts when its tokens have been read and found good: only then
-are pages offered to others, tokens handed out and pages given back.
+The engine orders all side effects. A step takes effect when the host has read its tokens and its logits were finite:
+only then are tokens returned, pages published to the prefix index and pages released.
 """
 
 import logging
@@ -28,21 +28,34 @@ from jaxkv.engine.state_checkpoints import StateCheckpoints, room_for_checkpoint
 from jaxkv.engine.step_pipeline import StepPipeline
 from jaxkv.errors import STEP_FAILURES, CachePoisoned
 from jaxkv.runner.sequence_runner import SequenceRunner
-from jaxkv.runner.step_shapes import StepShapes, grain_of, settle_budget
+from jaxkv.runner.step_shapes import StepShapes, clamp_token_budget, grain_of
 from jaxkv.text.tokenizer import Tokenizer
 
 _LOG = logging.getLogger(__name__)
 
 
 class Engine:
-    """Serves requests that come and go over one cache. One thread uses it.
+    """Serves requests over one cache with continuous batching. Only one thread may use it at a time.
 
     Args:
         sequence_runner: runs the steps.
-        tokenizer: for stop strings, and for text that is read as it comes.
-        config: how to serve.
-        host_bytes: memory of the host for prefixes that the cache has to give up; 0 is none.
-        clock: returns seconds; must not jump.
+        tokenizer: needed for stop strings and for streamed text.
+        config: engine options.
+        host_bytes: host memory for evicted prefixes, in bytes; 0 for no host tier.
+        clock: returns seconds; must be monotonic.
+
+    Attributes:
+        config: engine options.
+        sequence_runner: runs the steps.
+        runner: runs the programs.
+        shapes: padded shapes of the steps.
+        prefix: the prefix index; `None` if the prefix cache is off.
+        host: the host tier; `None` if there is none.
+        why_no_host: why there is no host tier; empty if there is one.
+        oom_backoff: shapes that ran out of memory.
+        multi_step: decides when several decode steps are sent as one program.
+        scheduler: plans the steps.
+        recoveries: number of lost caches that were replaced.
     """
 
     def __init__(
@@ -64,7 +77,6 @@ class Engine:
         self.prefix = _prefix_index(sequence_runner, config, checkpoints=checkpoints)
         self.host = open_host(runner, self.prefix, host_bytes)
         self.why_no_host = why_no_host(runner.model, self.prefix, host_bytes)
-        """Why there is no host tier; empty if there is one."""
         self.oom_backoff = OomBackoff(
             self.shapes.token_buckets,
             self.shapes.decode_rows,
@@ -100,38 +112,37 @@ class Engine:
         self._collector = Collector(allocator, self.prefix, page_sizes, clock, state_checkpoints)
         self._tokenizer = tokenizer
         self._clock = clock
-        self._limit = RebuildLimit(config.most_rebuilds, config.rebuild_seconds, clock)
+        self._rebuild_limit = RebuildLimit(config.most_rebuilds, config.rebuild_seconds, clock)
         self._stepping = threading.Lock()
         self._rebuilds = runner.owner.rebuilds
         self._idle_check = IdleCheck(allocator, self.prefix, clock)
         self.recoveries = 0
-        """Caches lost and replaced."""
 
     @property
     def steps(self) -> int:
-        """Steps dispatched."""
+        """Number of dispatched steps."""
         return self._pipeline.steps
 
     @property
     def has_work(self) -> bool:
-        """Whether there is anything to plan, or to read."""
+        """Whether a request is waiting or running, or a step is in flight."""
         return bool(
             self.scheduler.waiting or self.scheduler.running or self._pipeline.num_in_flight
         )
 
     def add(self, samples: Sequence[Request], *, streamed: bool = False) -> list[RequestState]:
-        """Queues the samples of one prompt, and returns one sequence for each, which fill as `step` is called.
+        """Queues the samples of one prompt; returns one state for each, which `step` updates.
 
         Args:
             samples: requests of one prompt.
-            streamed: keep `pieces` for somebody who takes them.
+            streamed: keep `pieces` for a caller that reads them.
 
         Raises:
-            ValueError: it can never fit, or stop strings are asked of a model without a tokenizer.
+            ValueError: a request can never fit the cache, or it has stop strings and the model has no tokenizer.
         """
         for request in samples:
             self.check(request)
-        made = [
+        states = [
             new_request_state(
                 request,
                 number=self.sequence_runner.new_number(),
@@ -141,18 +152,18 @@ class Engine:
             )
             for request in samples
         ]
-        for sequence in made[1:]:
-            self.scheduler.add_sample(made[0], sequence)
-        self.scheduler.add(made[0])
-        return made
+        for sequence in states[1:]:
+            self.scheduler.add_sample(states[0], sequence)
+        self.scheduler.add(states[0])
+        return states
 
     def abort(self, sequence: RequestState) -> None:
-        """Ends a sequence now, in whatever state it is; one that has ended already stays as it is."""
+        """Ends a request in any state; does nothing if it has ended."""
         if sequence.status != FINISHED:
             self._finisher.finish(sequence, "abort")
 
     def close(self) -> None:
-        """Aborts every sequence and frees all that the runner and the host tier hold; nothing is served after it."""
+        """Aborts all requests and frees the cache and the host tier. The engine cannot be used afterwards."""
         for sequence in (*self.scheduler.waiting, *self.scheduler.running):
             self.abort(sequence)
         self._pipeline.clear()
@@ -164,27 +175,31 @@ class Engine:
         """Dispatches the next step, then reads the one before.
 
         Raises:
-            OutOfPages: nothing runs and what waits first gets no pages, because others hold them (`OutOfStates`).
+            OutOfPages, OutOfStates: no request runs, and the first waiting one cannot get its pages because other users
+                of the cache hold them.
             CachePoisoned, JaxRuntimeError: the cache was lost too often, or the device is broken.
-            CorruptBooks: no request is left, and the records of who holds what contradict each other.
-            RuntimeError: another thread is in the middle of a step.
+            CorruptBooks: the idle check found records of pages or states that contradict each other.
+            RuntimeError: another thread is inside `step`.
         """
         if not self._stepping.acquire(blocking=False):
-            raise RuntimeError("one thread at a time steps an engine; see jaxkv.AsyncLLM")
+            raise RuntimeError(
+                "two threads called Engine.step at once, but one thread at a time may; use jaxkv.AsyncLLM to serve "
+                "requests of several threads"
+            )
         try:
             self.refresh()
-            launched = self._launch()
-            ahead = 1 if self.config.overlap and launched else 0
+            progressed = self._dispatch_next()
+            ahead = 1 if self.config.overlap and progressed else 0
             while self._pipeline.num_in_flight > ahead:
                 self._collect()
-                launched = True
-            launched = launched or self._bring(wait=True)
+                progressed = True
+            progressed = progressed or self._advance_swap_ins(wait=True)
         except BaseException:
             self._requeue()
             raise
         finally:
             self._stepping.release()
-        if not launched and self.scheduler.shortage is not None:
+        if not progressed and self.scheduler.shortage is not None:
             raise self.scheduler.shortage
         if self.config.idle_checks and not (self.scheduler.waiting or self.scheduler.running):
             self._idle_check.run_if_due()
@@ -192,7 +207,12 @@ class Engine:
     def run(
         self, sequences: Sequence[RequestState], after_step: Callable[[], None] | None = None
     ) -> None:
-        """Steps until all of these have ended; aborts them if that is interrupted."""
+        """Steps until all of these requests have ended; aborts them on an exception.
+
+        Args:
+            sequences: the requests.
+            after_step: called after each step.
+        """
         left = deque(sequences)
         try:
             while left:
@@ -207,7 +227,7 @@ class Engine:
                 self.abort(sequence)
 
     def check(self, request: Request) -> None:
-        """Raises `ValueError` with the numbers if a request can never be served."""
+        """Raises `ValueError` if a request can never be served."""
         params = request.params
         needed = len(request.prompt) + request.max_tokens - 1
         held = self.sequence_runner.allocator.longest(
@@ -224,14 +244,14 @@ class Engine:
                 "stop strings need a tokenizer, which this model directory lacks; use stop_token_ids"
             )
 
-    def _launch(self) -> bool:
-        """Plans and dispatches a step; returns whether there was anything to do."""
-        self._bring()
+    def _dispatch_next(self) -> bool:
+        """Plans and dispatches a step; returns False if there was nothing to do."""
+        self._advance_swap_ins()
         plan = self.scheduler.plan()
         if plan.is_empty:
-            # Whoever gave way in a step of its own has left room for others, who are not short of anything.
+            # A preempted request has freed pages for the next plan, so this is no shortage.
             return bool(plan.preempted)
-        for sequence, _ in plan.fresh:
+        for sequence, _ in plan.new_entries:
             if sequence.admitted is None:
                 sequence.admitted = self._clock()
         try:
@@ -241,12 +261,12 @@ class Engine:
         except STEP_FAILURES as error:
             if is_fatal(error):
                 self._recover(error)
-            self._finisher.blame([part.sequence for part in plan.parts], error)
+            self._finisher.fail_or_isolate([part.sequence for part in plan.parts], error)
         return True
 
-    def _bring(self, *, wait: bool = False) -> bool:
-        """Goes on with what comes back from the host; returns whether anything does."""
-        if self.host is None or not self.host.prefetch.under_way:
+    def _advance_swap_ins(self, *, wait: bool = False) -> bool:
+        """Advances the swap-ins in progress; returns False if there are none."""
+        if self.host is None or not self.host.prefetch.num_in_progress:
             return False
         try:
             self.host.advance(wait=wait)
@@ -255,21 +275,21 @@ class Engine:
         return True
 
     def _collect(self) -> None:
-        """Receives the oldest program in flight, and takes its results."""
+        """Receives the oldest program in flight and collects its results."""
         try:
-            step, choices = self._pipeline.receive()
+            step, sampled = self._pipeline.receive()
         except jax.errors.JaxRuntimeError as error:
             self._recover(error)
             return
         try:
-            ended = self._collector.collect(step, choices)
+            ended = self._collector.collect(step, sampled)
         except CachePoisoned as error:
             self._recover(error)
             return
-        self._finisher.settle(ended)
+        self._finisher.end_all(ended)
 
     def refresh(self) -> None:
-        """Notices that others lost or replaced the cache, and forgets what was in it; `step` begins with this.
+        """Recovers if another user of the cache lost or replaced it; `step` calls this first.
 
         Raises:
             CachePoisoned, JaxRuntimeError: the cache was lost too often, or the device is broken.
@@ -277,24 +297,27 @@ class Engine:
         owner = self.runner.owner
         if owner.poisoned:
             refuse_broken(owner.cause)
-            self._recover(CachePoisoned("the cache was lost by another use of it"))
+            self._recover(CachePoisoned("the cache was lost by another user of it"))
         elif owner.rebuilds != self._rebuilds:
-            self._forget()
+            self._start_over()
 
     def _recover(self, error: Exception) -> None:
-        """Replaces a lost cache; everybody is computed again from the tokens the host has."""
+        """Replaces a lost cache and requeues all requests, which are computed again from their tokens on the host.
+
+        Raises `error` if the device is broken or too many caches were lost.
+        """
         owner = self.runner.owner
         if is_fatal(error) and not owner.poisoned:
             owner.poison(f"the device is broken: {error}", cause=error)
-        if is_fatal(error) or not self._limit.allows():
+        if is_fatal(error) or not self._rebuild_limit.allows():
             raise error
-        _LOG.warning("the cache was lost and is built anew: %r", error)
+        _LOG.warning("the cache was lost and is replaced by an empty one: %r", error)
         owner.rebuild()
-        self._forget()
+        self._start_over()
         self.recoveries += 1
 
-    def _forget(self) -> None:
-        """Begins again with the empty cache that took the place of a lost one."""
+    def _start_over(self) -> None:
+        """Requeues all requests and clears the prefix index, since the cache is new and empty."""
         self._requeue()
         if self.host is not None:
             self.host.lose_device()
@@ -303,7 +326,10 @@ class Engine:
         self._rebuilds = self.runner.owner.rebuilds
 
     def _requeue(self) -> None:
-        """Forgets what is under way; everybody is computed again, but for those whose end an interrupt delayed."""
+        """Drops the steps in flight and requeues all running requests.
+
+        It finishes those whose last token was accepted before an interrupt.
+        """
         self._pipeline.clear()
         if self.prefix is not None:
             self.prefix.forget_unconfirmed()
@@ -323,7 +349,7 @@ def _step_shapes(
     return StepShapes(
         runner.layout,
         **sizes,
-        token_budget=settle_budget(config.token_budget, **sizes),
+        token_budget=clamp_token_budget(config.token_budget, **sizes),
         whole_prompts=runner.model.whole_prompts,
         pinned=config.pinned_shapes,
         grain=grain_of(runner.implementation.name),

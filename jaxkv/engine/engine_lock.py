@@ -1,4 +1,4 @@
-"""Whose turn it is to use an engine: threads wait for one another, or one borrower has it alone. Knows no engine."""
+"""The lock of an engine: threads take turns, or one `AsyncLLM` borrows the engine and keeps all others out."""
 
 import os
 import threading
@@ -7,69 +7,69 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 LENT = (
-    "an AsyncLLM serves this LLM, whose cache and engine only its thread may use; close it first, "
+    "an AsyncLLM serves this LLM, and only its thread may use the engine; close the AsyncLLM first, "
     "or send it the request"
 )
-CLOSED = "this LLM was closed and its memory freed; make another one"
+CLOSED = "this LLM was closed and its memory freed; make another LLM"
 
-_users: list[int] = []
-"""The process that made the first `LLM`; in a forked child that is another one."""
+_first_process: list[int] = []
+"""Id of the process that made the first `LLM`; a forked child inherits its parent's."""
 
 
 def refuse_forked_user() -> None:
-    """Notes that this process uses JAX.
+    """Records that this process uses JAX.
 
     Raises:
-        RuntimeError: it was forked from a process that does, so JAX would wait for threads that it does not have.
+        RuntimeError: it was forked from a process that uses JAX; JAX would wait for threads that exist in the parent.
     """
-    _users[:] = _users or [os.getpid()]
-    _refuse_child_of(_users[0])
+    _first_process[:] = _first_process or [os.getpid()]
+    _refuse_child_of(_first_process[0])
 
 
 def _refuse_child_of(process: int) -> None:
     if os.getpid() != process:
         raise RuntimeError(
-            f"process {os.getpid()} was forked from {process}, which has made an LLM; JAX's threads do not run in a "
-            'forked child, where an LLM would hang. Start the child by multiprocessing\'s "spawn" method and make '
-            "its LLM there, or fork before the first LLM is made"
+            f"process {os.getpid()} was forked from process {process}, which had made an LLM; an LLM hangs in a forked "
+            "child, because JAX's threads do not run there. Start the child with multiprocessing's \"spawn\" method "
+            "and make its LLM there, or fork before the first LLM is made"
         )
 
 
 class EngineLock:
-    """Lets one thread at a time have a turn, in no particular order.
+    """A lock with three states: free, held by one thread, or lent to a borrower. Threads get it in no fixed order.
 
-    A thread that asks for a turn in the middle of its own gets it, as an interrupt could otherwise leave behind a turn
-    that nobody ends.
+    A thread may acquire it again while it holds it; the first release frees it. So an interrupt cannot leave behind a
+    lock that is never released.
     """
 
     def __init__(self) -> None:
-        # Its lock can be taken twice by one thread, since a finalizer may come in the middle of any line.
+        # `Condition` uses a reentrant lock: a finalizer may run on this thread at any line.
         self._changed = threading.Condition()
         self._thread: int | None = None
         self._lent = False
-        self._ended = False
+        self._closed = False
         self._process = os.getpid()
         self._deferred: deque[Callable[[], None]] = deque()
 
     @property
     def lent(self) -> bool:
-        """Whether a borrower has all turns."""
+        """Whether the lock is lent to a borrower."""
         return self._lent
 
     @property
-    def is_over(self) -> bool:
-        """Whether nobody gets a turn any more: they were ended, or this process is a forked child."""
-        return self._ended or self._process != os.getpid()
+    def is_closed(self) -> bool:
+        """Whether no thread can acquire it any more: it was closed, or this process is a forked child."""
+        return self._closed or self._process != os.getpid()
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Waits until no other thread has a turn, and holds it.
+        """Acquires the lock, waiting for another thread if necessary, and releases it at the end.
 
         Raises:
-            RuntimeError: all turns are lent, they were ended, or this process is a forked child.
+            RuntimeError: the lock is lent or closed, or this process is a forked child.
         """
-        # In a forked child the lock may be held by a thread that does not exist there.
-        self.refuse_if_over()
+        # In a forked child, a thread that exists only in the parent may hold the lock.
+        self.refuse_if_closed()
         me = threading.get_ident()
         with self._changed:
             self.refuse_if_lent()
@@ -80,66 +80,67 @@ class EngineLock:
         try:
             yield
         finally:
-            self._end()
+            self._release()
 
     def lend(self) -> None:
-        """Gives all turns away until `take_back`, which any thread may call.
+        """Lends the lock until `take_back`, which any thread may call.
 
         Raises:
-            RuntimeError: they are lent already or were ended, another thread has one, or this is a forked child.
+            RuntimeError: the lock is lent or closed, another thread holds it, or this process is a forked child.
         """
-        self.refuse_if_over()
+        self.refuse_if_closed()
         with self._changed:
             self.refuse_if_lent()
             if self._thread not in (None, threading.get_ident()):
                 raise RuntimeError(
-                    "another thread is in the middle of a call to this LLM; wait for it, then serve the LLM"
+                    "another thread is in the middle of a call to this LLM; wait until the call returns, then make "
+                    "the AsyncLLM"
                 )
             self._lent = True
 
     def take_back(self) -> None:
-        """Ends what `lend` began."""
+        """Ends a loan; see `lend`."""
         with self._changed:
-            self._end()
+            self._release()
             self._lent = False
 
-    def end(self) -> None:
-        """Lets nobody have another turn; for the thread that has one now."""
+    def close(self) -> None:
+        """Closes the lock for good; the thread that holds it calls this."""
         with self._changed:
-            self._ended = True
+            self._closed = True
             self._changed.notify_all()
 
-    def refuse_if_over(self) -> None:
-        """Raises `RuntimeError` if turns were ended, or this process is a forked child."""
+    def refuse_if_closed(self) -> None:
+        """Raises `RuntimeError` if the lock is closed, or this process is a forked child."""
         _refuse_child_of(self._process)
-        if self._ended:
+        if self._closed:
             raise RuntimeError(CLOSED)
 
     def refuse_if_lent(self) -> None:
-        """Raises `RuntimeError` if all turns are lent or over."""
-        self.refuse_if_over()
+        """Raises `RuntimeError` if the lock is lent or closed, or this process is a forked child."""
+        self.refuse_if_closed()
         if self._lent:
             raise RuntimeError(LENT)
 
-    def defer(self, errand: Callable[[], None]) -> None:
-        """Does something now if nobody has a turn, and else when the turn ends; for finalizers, which must not wait.
+    def defer(self, action: Callable[[], None]) -> None:
+        """Calls `action` now if the lock is free, or else when it is released; for finalizers, which must not wait.
 
-        Nothing is done any more when turns are over.
+        After `close`, actions are dropped.
         """
-        if self.is_over:
+        if self.is_closed:
             return
         with self._changed:
-            self._deferred.append(errand)
+            self._deferred.append(action)
             if self._thread is None and not self._lent:
                 self._thread = threading.get_ident()
-                self._end()
+                self._release()
 
     def run_deferred(self) -> None:
-        """Does what waits for the end of the turn; for whoever has it, at a moment that suits."""
+        """Calls the deferred actions; the thread or borrower that has the lock may call this between two steps."""
         while self._deferred:
             self._deferred.popleft()()
 
-    def _end(self) -> None:
+    def _release(self) -> None:
         with self._changed:
             try:
                 self.run_deferred()

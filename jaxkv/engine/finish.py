@@ -1,4 +1,4 @@
-"""How sequences end: done, aborted, failed alone, or put off once more. Gives their pages back; reads no device."""
+"""Ends requests that are done, aborted or failed, and handles failed steps: requeue, fail or isolate."""
 
 import logging
 from collections.abc import Callable, Iterable
@@ -13,11 +13,11 @@ _LOG = logging.getLogger(__name__)
 
 
 class Finisher:
-    """Ends the sequences of one engine.
+    """Ends the requests of one engine.
 
     Args:
-        scheduler: has them.
-        prefix: must not keep pages of whoever's logits went wrong.
+        scheduler: holds the requests.
+        prefix: the prefix index, from which pages of tainted requests are withdrawn; `None` if there is none.
         clock: returns seconds.
     """
 
@@ -29,30 +29,32 @@ class Finisher:
         self._clock = clock
 
     def finish(self, sequence: RequestState, reason: str) -> None:
-        """Ends a sequence for a reason that none of its tokens gave."""
+        """Ends a request for a reason other than its last token, such as "abort" or "error"."""
         if sequence.tainted and self._prefix is not None and sequence.status == RUNNING:
             self._prefix.withdraw(sequence.number)
         try:
             sequence.end(reason)
         except STEP_FAILURES as error:
-            _LOG.error("the last text of a request is lost: %r", error)
+            _LOG.error(
+                "the remaining text of a request could not be decoded and is lost: %r", error
+            )
             sequence.stream = None
             sequence.end(reason)
-        self.drop(sequence)
+        self.release(sequence)
 
-    def drop(self, sequence: RequestState) -> None:
-        """Gives back what a sequence has that was told why it ends."""
-        self._scheduler.drop(sequence)
+    def release(self, sequence: RequestState) -> None:
+        """Releases the pages of a request whose `reason` is set, and records its end time."""
+        self._scheduler.end(sequence)
         sequence.ended = self._clock()
 
     def fail(self, sequence: RequestState, error: Exception) -> None:
-        """Ends a sequence whose own part in a step failed."""
-        _LOG.error("a request failed alone: %r", error)
+        """Ends a request with an error of its own; other requests continue."""
+        _LOG.error("a request failed: %r", error)
         sequence.error = error
         self.finish(sequence, "error")
 
-    def settle(self, ended: Iterable[tuple[RequestState, Exception | None]]) -> None:
-        """Ends those of a step that was read, for whatever reason each has: an error, its tokens, or no numbers."""
+    def end_all(self, ended: Iterable[tuple[RequestState, Exception | None]]) -> None:
+        """Ends the requests that `Collector.collect` returned, each with its error or its reason."""
         for sequence, error in ended:
             if error is not None:
                 self.fail(sequence, error)
@@ -60,22 +62,24 @@ class Finisher:
                 _LOG.error("a request failed: its logits were not finite")
                 self.finish(sequence, "error")
             else:
-                self.drop(sequence)
+                self.release(sequence)
 
-    def put_off(self, sequence: RequestState, error: Exception) -> None:
-        """What a sequence needed before its step failed: it waits once more if memory was short, and else fails."""
+    def requeue_once(self, sequence: RequestState, error: Exception) -> None:
+        """Handles a failed preparation of one request: requeues it once on out-of-memory, otherwise fails it."""
         if is_out_of_memory(error) and not sequence.retried:
-            _LOG.warning("a request is put off, for want of memory: %r", error)
+            _LOG.warning("a request is requeued after an out-of-memory error: %r", error)
             sequence.retried = True
-            self._scheduler.put_off(sequence)
+            self._scheduler.requeue(sequence)
         else:
             self.fail(sequence, error)
 
-    def blame(self, sequences: list[RequestState], error: Exception) -> None:
-        """A step failed before it began: its one row is at fault, or each row must show in a step of its own."""
+    def fail_or_isolate(self, sequences: list[RequestState], error: Exception) -> None:
+        """Handles a step that could not be dispatched: fails its only request, or runs each request alone next."""
         running = [sequence for sequence in sequences if sequence.status == RUNNING]
         if len(running) == 1:
             self.fail(running[0], error)
         else:
-            _LOG.warning("a step of %d rows failed, each runs alone: %r", len(running), error)
+            _LOG.warning(
+                "a step of %d rows failed; each request runs alone next: %r", len(running), error
+            )
             self._scheduler.isolate(running)

@@ -1,4 +1,4 @@
-"""The host tier of one engine: books, memory, transfers and those who wait, put together and taken down."""
+"""The host tier of one engine: its construction from index, memory, transfers and prefetch, and its shutdown."""
 
 import logging
 
@@ -18,17 +18,18 @@ _LOG = logging.getLogger(__name__)
 
 
 class HostCache:
-    """What an engine has of the host's memory.
+    """The host tier: keeps evicted prefixes in host memory and swaps them in again.
 
     Args:
-        runner: has the device's cache.
-        prefix: the index whose evicted pages and checkpoints go to the host.
-        num_bytes: memory of the host to take.
+        runner: owns the device's cache.
+        prefix: the index whose evicted pages and checkpoints move to the host.
+        num_bytes: host memory to use, in bytes.
 
     Attributes:
-        prefetch: brings them back.
+        tier: records of the entries on the host.
+        prefetch: swap-ins for waiting requests.
         transfers: moves the bytes.
-        disabled: why it was taken down; empty while it works.
+        disabled: why the tier was shut down; empty while it works.
     """
 
     def __init__(self, runner: ModelRunner, prefix: PrefixIndex, num_bytes: int) -> None:
@@ -43,34 +44,34 @@ class HostCache:
 
     @property
     def kind(self) -> str:
-        """What the memory is: "pinned_host" or "pageable"; after "disabled: ", why there is none any more."""
+        """Kind of host memory, "pinned_host" or "pageable"; "disabled: " and the reason after a shutdown."""
         return f"disabled: {self.disabled}" if self.disabled else self.transfers.memory.kind
 
     @property
     def stats(self) -> HostStats:
-        """What lies there, and what has moved."""
+        """Entries on the host, and bytes moved."""
         return self.tier.stats
 
     def advance(self, *, wait: bool = False) -> None:
-        """Goes on with what comes back; see `HostPrefetch.advance`."""
+        """Advances the swap-ins; see `HostPrefetch.advance`."""
         self.prefetch.advance(wait=wait)
 
     def lose_device(self) -> None:
-        """Forgets what the index had in a cache that is lost; what has reached the host will be found again."""
-        self.prefetch.give_way()
+        """Removes what a lost cache held from the index; entries on the host stay and can be hit."""
+        self.prefetch.cancel_all()
         self.transfers.lose_device()
         self._prefix.lose_device()
 
     def close(self, reason: str = "closed") -> tuple[Exception, ...]:
-        """Frees the host's memory, and lets evicted pages be lost from now on; a second time does nothing.
+        """Frees the host memory and detaches the tier from the index. A second call does nothing.
 
         Args:
-            reason: for `kind`.
+            reason: shown by `kind`.
 
         Returns:
-            What could not be freed.
+            The errors of buffers that could not be freed.
         """
-        self.prefetch.give_way()
+        self.prefetch.cancel_all()
         self._prefix.detach_lower_tier()
         self._end_observing()
         self.disabled = self.disabled or reason
@@ -80,25 +81,25 @@ class HostCache:
         self.transfers.flush()
         hopeless = self.transfers.why_hopeless()
         if hopeless:
-            _LOG.error("prefixes go to the host no more: %s", hopeless)
+            _LOG.error("the host tier is shut down, evicted prefixes are lost: %s", hopeless)
             self.close(hopeless)
 
 
 def why_no_host(model: Model, prefix: PrefixIndex | None, num_bytes: int) -> str:
-    """Returns "off" if no bytes were given, "disabled: " and why if they would be of no use, and nothing otherwise."""
+    """Returns "off" if `num_bytes` is 0, "disabled: " and the reason if no prefix can be reused, and else ""."""
     if not num_bytes:
         return "off"
     why_never = "the prefix cache is off" if prefix is None else prefix.why_never
     if model.whole_prompts:
-        why_never = "prompts of this model share nothing"
+        why_never = "this model needs whole prompts, which share no prefix"
     return f"disabled: {why_never}" if why_never else ""
 
 
 def open_host(runner: ModelRunner, prefix: PrefixIndex | None, num_bytes: int) -> HostCache | None:
-    """Returns the host tier of an engine; `None` if it has no bytes, or nothing could be found again there."""
+    """Returns the host tier of an engine; `None` if it has no memory, or no prefix can be reused."""
     why_not = why_no_host(runner.model, prefix, num_bytes)
     if prefix is not None and not why_not:
         return HostCache(runner, prefix, num_bytes)
     if num_bytes:
-        _LOG.warning("nothing will be kept on the host, %s", why_not)
+        _LOG.warning("the host tier is off although host_bytes is set: %s", why_not)
     return None

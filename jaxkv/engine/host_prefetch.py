@@ -1,7 +1,7 @@
-"""Which sequences wait for a prefix that comes back from the host, one swap-in each. Moves no bytes, knows no arrays.
+"""Swap-ins of prefixes from the host for waiting requests, at most one for each.
 
-Such a sequence waits like one for which there is no room yet; those that run go on. It asks once each time it waits:
-whatever went wrong, it then computes what it did not get.
+A request stays in the waiting queue during its swap-in, while running requests continue. It tries one swap-in each time
+it waits; afterwards it computes the tokens that it did not get.
 """
 
 from typing import Protocol, runtime_checkable
@@ -12,53 +12,53 @@ from jaxkv.offload.swap_in import SwapIn, SwapIns
 
 
 @runtime_checkable
-class Inbound(Protocol):
-    """A swap-in that somebody moves."""
+class SwapInTransfer(Protocol):
+    """A swap-in whose bytes are moving."""
 
     swap_in: SwapIn
 
 
 @runtime_checkable
-class Mover[T: Inbound](Protocol):
-    """Moves bytes; see `host_transfers`."""
+class Mover[T: SwapInTransfer](Protocol):
+    """Moves the bytes of swap-ins; `jaxkv.offload.transfers.HostTransfers` is one."""
 
     def begin(self, swap_in: SwapIn) -> T:
-        """Begins to bring a prefix back."""
+        """Starts the transfers of a swap-in."""
         ...
 
     def advance(self, inbound: T, *, wait: bool = False) -> bool | None:
-        """Goes on; returns whether all is there, `None` if something failed."""
+        """Continues the transfers; returns whether all are done, or `None` if one failed."""
         ...
 
 
-class HostPrefetch[T: Inbound]:
-    """Brings prefixes back for those who wait.
+class HostPrefetch[T: SwapInTransfer]:
+    """Swaps prefixes in for waiting requests.
 
     Args:
-        prefix: the index, which gives out what has come.
-        swap_ins: places for what comes.
-        mover: moves it.
+        prefix: the prefix index; a request adopts its prefix from it after the swap-in.
+        swap_ins: allocates pages and states for swap-ins.
+        mover: moves the bytes.
     """
 
     def __init__(self, prefix: PrefixIndex, swap_ins: SwapIns, mover: Mover[T]) -> None:
         self._prefix = prefix
         self._swap_ins = swap_ins
         self._mover = mover
-        self._under_way: dict[RequestState, T] = {}
+        self._in_progress: dict[RequestState, T] = {}
 
     @property
-    def under_way(self) -> int:
-        """Sequences that wait for theirs."""
-        return len(self._under_way)
+    def num_in_progress(self) -> int:
+        """Number of swap-ins in progress."""
+        return len(self._in_progress)
 
-    def holds_back(self, sequence: RequestState, most: int | None) -> bool:
-        """Whether a sequence that could begin should wait, since more of its prefix is about to come.
+    def start_swap_in(self, sequence: RequestState, most: int | None) -> bool:
+        """Starts a swap-in if the host has more of the prefix than the device; returns whether the request must wait.
 
         Args:
-            sequence: has its keys.
-            most: no more tokens than this could be reused; `None` for no such limit.
+            sequence: a waiting request with its page keys.
+            most: most tokens that it may reuse; `None` for no limit.
         """
-        if sequence in self._under_way:
+        if sequence in self._in_progress:
             return True
         keys = sequence.keys
         if sequence.fetched or keys is None or not len(self._swap_ins.tier):
@@ -70,28 +70,28 @@ class HostPrefetch[T: Inbound]:
         if swap_in is None:
             return False
         try:
-            self._under_way[sequence] = self._mover.begin(swap_in)
+            self._in_progress[sequence] = self._mover.begin(swap_in)
         except BaseException:
             self._swap_ins.drop(swap_in)
             raise
         return True
 
     def advance(self, *, wait: bool = False) -> None:
-        """Goes on with everything that is under way; what has come can be adopted from now on.
+        """Advances all swap-ins; the prefix index gets the prefixes that have arrived.
 
         Args:
-            wait: until the next part of the first one has come.
+            wait: block until the next transfer of the oldest swap-in is done.
 
         Raises:
-            CachePoisoned: writing it cost the cache.
+            CachePoisoned: a write to the cache failed and lost it.
         """
-        for sequence, inbound in list(self._under_way.items()):
-            # What was moved before this may have ended the tier, and everything that was under way with it.
-            if sequence not in self._under_way:
+        for sequence, inbound in list(self._in_progress.items()):
+            # A failed transfer above may have shut the tier down, which cancels all swap-ins.
+            if sequence not in self._in_progress:
                 continue
             done = self._mover.advance(inbound, wait=wait)
             wait = False
-            if done is False or self._under_way.pop(sequence, None) is None:
+            if done is False or self._in_progress.pop(sequence, None) is None:
                 continue
             sequence.fetched = True
             try:
@@ -101,14 +101,14 @@ class HostPrefetch[T: Inbound]:
                 self._swap_ins.drop(inbound.swap_in)
 
     def cancel(self, sequence: RequestState) -> None:
-        """Gives up what comes for a sequence, if anything does."""
-        inbound = self._under_way.pop(sequence, None)
+        """Cancels the swap-in of a request, if there is one."""
+        inbound = self._in_progress.pop(sequence, None)
         if inbound is not None:
             self._swap_ins.drop(inbound.swap_in)
 
-    def give_way(self) -> bool:
-        """Gives up everything that is under way, since somebody needs the places now; returns whether there was any."""
-        cancelled = list(self._under_way)
+    def cancel_all(self) -> bool:
+        """Cancels all swap-ins, which frees their pages; returns whether there were any."""
+        cancelled = list(self._in_progress)
         for sequence in cancelled:
             self.cancel(sequence)
         return bool(cancelled)

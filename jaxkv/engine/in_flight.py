@@ -1,4 +1,4 @@
-"""A step on its way: what its rows ask of the device, and how its results are found again. Decides nothing."""
+"""A step in flight: its rows, its output on the device, and the unpacking of its results."""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -11,54 +11,56 @@ from jaxtyping import Array
 from jaxkv.engine.request_state import RequestState
 from jaxkv.engine.step_plan import Part, single
 from jaxkv.runner.program_specs import StepSpec
-from jaxkv.runner.rows import Snapshot, StepRows
+from jaxkv.runner.rows import PendingCheckpoint, StepRows
 from jaxkv.runner.sampled_rows import SampledRows, report_logprobs, unpack_sampled
 
 
 @dataclass(frozen=True)
 class InFlightStep:
-    """A step, or several in one program, that was dispatched and not read.
+    """A program of one or several steps that was dispatched and is not read yet.
 
     Attributes:
         parts: its rows, in order.
-        epochs: of their sequences, when it was dispatched.
-        shape: of its program, which says what its choices hold.
-        out: its packed choices.
-        snapshots: states that it keeps on its way.
+        epochs: the epoch of each row's request at dispatch.
+        shape: the spec of its program, which determines the columns of `out`.
+        out: packed sampled tokens on the device.
+        pending_checkpoints: the pending state checkpoints that it writes.
     """
 
     parts: tuple[Part, ...]
     epochs: tuple[int, ...]
     shape: StepSpec
     out: Array
-    snapshots: tuple[Snapshot, ...] = ()
+    pending_checkpoints: tuple[PendingCheckpoint, ...] = ()
 
     def start_copy_to_host(self) -> None:
-        """Copies its choices to the host as soon as they are computed. Needed before `is_done`."""
-        # A step that failed raises when it is read, not here.
+        """Starts the copy of `out` to the host, which `is_done` needs."""
+        # A failed step raises in `ModelRunner.read`, not here.
         with suppress(jax.errors.JaxRuntimeError):
             self.out.copy_to_host_async()
 
     @property
     def is_done(self) -> bool:
-        """Whether the device has computed its choices; call `start_copy_to_host` before."""
+        """Whether the device has computed `out`; call `start_copy_to_host` first."""
         return self.out.is_ready()  # pyright: ignore[reportAttributeAccessIssue] - JAX does not declare it
 
-    def choices(self, packed: np.ndarray) -> list[SampledRows]:
-        """Names what each of its steps chose, out of `out` as it was read."""
+    def unpack(self, packed: np.ndarray) -> list[SampledRows]:
+        """Returns the sampled tokens of each of its steps; `packed` is `out` on the host."""
         several = packed if self.shape.steps > 1 else packed[None]
         return [unpack_sampled(one, self.shape.features) for one in several]
 
 
-def columns_of_parts(
-    parts: Sequence[Part], shape: StepSpec, snapshots: Sequence[Snapshot] = ()
+def step_rows_of(
+    parts: Sequence[Part], shape: StepSpec, pending_checkpoints: Sequence[PendingCheckpoint] = ()
 ) -> StepRows:
-    """Describes parts to the packer; a token that the host has not read yet is read on the device.
+    """Returns the rows of a step as the packer takes them.
+
+    The id of a carried token is 0: the device reads it from the sampling group.
 
     Args:
-        parts: the rows of a step.
-        shape: of its program.
-        snapshots: what it keeps on its way.
+        parts: the parts of the step.
+        shape: the spec of its program.
+        pending_checkpoints: the pending state checkpoints that the step writes.
     """
     left: list[int] = []
     if shape.steps > 1:
@@ -84,15 +86,15 @@ def columns_of_parts(
         carry=[part.carry for part in parts],
         generated=generated,
         choices=[part.sequence.request for part in parts],
-        snapshots=snapshots,
+        pending_checkpoints=pending_checkpoints,
         left=left,
     )
 
 
-def report(
+def requested_logprobs(
     sequence: RequestState, token: int, index: int, rows: SampledRows
 ) -> dict[int, float] | None:
-    """Returns the log-probabilities that a sequence asked for, out of its row of a step's choices."""
+    """Returns the log-probabilities that a request asked for, from row `index` of a step; `None` if it did not."""
     top = sequence.request.params.logprobs
     if top is None:
         return None

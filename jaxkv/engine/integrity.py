@@ -1,4 +1,4 @@
-"""Integrity of the books of an engine: who holds which page or state, checked when no request is left."""
+"""Integrity checks of an engine's records of pages and states, made when no request is left."""
 
 from collections.abc import Callable, Collection
 
@@ -18,15 +18,15 @@ _ADVICE = (
 def check_books(
     allocator: PageAllocator, prefix: PrefixIndex | None, running: Collection[int]
 ) -> None:
-    """Compares every reference to a page or state with its holders.
+    """Compares the reference count of every page and state with its holders.
 
     Args:
-        allocator: pages and states of all sequences.
-        prefix: pages and checkpoints that are kept, and the host tier behind them.
-        running: numbers of the sequences that may hold something.
+        allocator: holds pages and states of all sequences.
+        prefix: holds cached pages and checkpoints, and the host tier; `None` if the prefix cache is off.
+        running: numbers of the sequences that may hold pages or states.
 
     Raises:
-        CorruptBooks: with the ids, if two records contradict each other, or another sequence holds something.
+        CorruptBooks: two records contradict each other, or another sequence holds pages or states; it names the ids.
     """
     try:
         allocator.check()
@@ -42,14 +42,14 @@ def check_books(
 
 
 class IdleCheck:
-    """Checks the books of one engine in at most one hundredth of its time.
+    """Checks the records of one idle engine, in at most 1% of its time.
 
-    Sequences that were open before the engine was made belong to others and are no leak.
+    Sequences that were open before the engine was made belong to other users of the cache and are no leak.
 
     Args:
-        allocator: pages and states of all sequences.
-        prefix: pages and checkpoints that are kept.
-        clock: returns seconds; must not jump.
+        allocator: holds pages and states of all sequences.
+        prefix: holds cached pages and checkpoints; `None` if the prefix cache is off.
+        clock: returns seconds; must be monotonic.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class IdleCheck:
         self._due = clock()
 
     def run_if_due(self) -> bool:
-        """Checks the books of an idle engine unless the last check is too recent; returns whether it did.
+        """Runs a check unless the last one is too recent; returns whether it ran.
 
         Raises:
             CorruptBooks: see `check_books`.

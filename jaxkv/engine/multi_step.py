@@ -1,7 +1,8 @@
-"""When several decode steps are sent as one program, and as which. Sends nothing.
+"""Decides when several decode steps are sent as one program, and which program that is.
 
-The host needs about as long to send a step as a GPU needs for that of a small model. Several at once cost it hardly
-more than one, at the price that tokens come together, and that a row is computed further in vain after a stop.
+For a small model the host needs about as long to dispatch a step as the GPU needs to run it. A program of several steps
+costs the host hardly more than one step. In return its tokens arrive together, and a row that stops early wastes the
+remaining steps.
 """
 
 import logging
@@ -24,89 +25,100 @@ _LOG = logging.getLogger(__name__)
 
 _STEPS = 4
 _SMALL_BYTES = 4 * 2**30
-"""Parameters that a GPU reads in about a millisecond, the time that the host takes for a step."""
+"""Bytes of parameters that a GPU reads in about a millisecond, the time that the host needs to dispatch a step."""
 _FEW_ROWS = 16
 _SAMPLES = 8
-"""Steps that are sent one by one before it is known whether the device waits for the host."""
+"""Single steps to measure before deciding whether the device waits for the host."""
 
 
 class MultiStep:
-    """Decides when the decode steps of one engine are sent several at a time.
+    """Decides when decode steps of one engine are sent several at a time.
 
     Args:
-        runner: runs them.
+        runner: runs the programs.
         shapes: padded shapes of single steps.
-        oom_backoff: shapes that are not run.
-        steps: of each program; 1 sends every step alone. `None` sends several where the device was seen to wait for the
-            host: only for models and batches so small that it may, in programs that are compiled already, and where
-            that was measured on a GPU, which is greedy requests with full attention in every layer.
+        oom_backoff: shapes to avoid.
+        steps: decode steps per program; 1 sends every step alone. `None` decides by measurement: it sends several steps
+            if the device was waiting for the host, the model and the batch are small, the requests are greedy, all
+            layers have full attention, and the program is compiled already.
+
+    Attributes:
+        most: decode steps per program; 1 if steps are always sent alone.
     """
 
     def __init__(
         self, runner: ModelRunner, shapes: StepShapes, oom_backoff: OomBackoff, steps: int | None
     ) -> None:
         self._runner, self._shapes, self._oom_backoff = runner, shapes, oom_backoff
-        self._looks = steps is None
-        self.most = settle_steps(steps, runner.params, runner.layout)
-        """How many steps a program has."""
-        self._seen: dict[StepSpec, tuple[int, int]] = {}
-        self._given_up: set[StepSpec] = set()
+        self._automatic = steps is None
+        self.most = choose_num_steps(steps, runner.params, runner.layout)
+        self._measured: dict[StepSpec, tuple[int, int]] = {}
+        self._sent_singly: set[StepSpec] = set()
 
-    def looks_at(self, shape: StepSpec) -> bool:
-        """Whether steps of a shape are to be noted."""
-        return self._looks and self.most > 1 and _is_measured(shape)
+    def measures(self, shape: StepSpec) -> bool:
+        """Whether `record` should be called for steps of this shape."""
+        return self._automatic and self.most > 1 and _known_to_pay(shape)
 
-    def note(self, shape: StepSpec, *, idle: bool) -> None:
-        """Records whether the device had done all that was sent before, when a single step had been sent."""
-        seen, waited = self._seen.get(shape, (0, 0))
+    def record(self, shape: StepSpec, *, idle: bool) -> None:
+        """Records a measurement of a single step.
+
+        Args:
+            shape: the shape of the step.
+            idle: the device had finished the step before when this one was dispatched.
+        """
+        seen, waited = self._measured.get(shape, (0, 0))
         if seen >= 8 * _SAMPLES:
             seen, waited = seen // 2, waited // 2
-        self._seen[shape] = seen + 1, waited + idle
+        self._measured[shape] = seen + 1, waited + idle
 
     def shape(self, parts: Sequence[Part]) -> StepSpec | None:
-        """Returns the program that runs several steps of these parts; `None` if they should be sent one by one."""
+        """Returns the program that runs several steps of these parts; `None` to send them one by one."""
         features = union([part.sequence.features for part in parts])
         if features.min_tokens:
-            return None  # Whether stop ids are blocked is decided on the host, for each token.
+            return None  # The host decides for each token whether stop ids are blocked.
         single = self._shapes.choose(
             len(parts),
             len(parts),
             features,
             total_tokens=max(part.sequence.reserved for part in parts),
         )
-        if not single.decode or (self._looks and not self._waits(single)):
+        if not single.decode or (self._automatic and not self._device_waits(single)):
             return None
         needed = self._runner.fit(_several(single, self.most))
-        must_be_there = self._looks or self._runner.programs.is_closed
+        must_be_there = self._automatic or self._runner.programs.is_closed
         if must_be_there and not self._runner.has(needed):
             return None
-        avoided = needed in self._given_up or self._oom_backoff.avoids(needed)
+        avoided = needed in self._sent_singly or self._oom_backoff.avoids(needed)
         return None if avoided else needed
 
-    def give_up(self, shape: StepSpec, error: Exception) -> None:
-        """Sends steps of a shape one by one from now on, since several at once failed though memory sufficed."""
-        _LOG.warning("%d steps at once failed, each goes alone from now on: %r", shape.steps, error)
-        self._given_up.add(shape)
+    def send_singly(self, shape: StepSpec, error: Exception) -> None:
+        """Sends steps of this shape one by one from now on, after its program failed with another error than OOM."""
+        _LOG.warning(
+            "a program of %d decode steps failed; such steps are sent one by one from now on: %r",
+            shape.steps,
+            error,
+        )
+        self._sent_singly.add(shape)
 
     def declare(self, needed: Sequence[ProgramSpec]) -> list[StepSpec]:
-        """Lists the programs of several steps that go with those of single ones."""
-        return declare_multi_steps(needed, self.most, chosen=self._looks)
+        """Lists the programs of several steps for the given programs of single steps."""
+        return declare_multi_steps(needed, self.most, chosen=self._automatic)
 
-    def _waits(self, single: StepSpec) -> bool:
-        seen, waited = self._seen.get(self._runner.fit(single), (0, 0))
+    def _device_waits(self, single: StepSpec) -> bool:
+        seen, waited = self._measured.get(self._runner.fit(single), (0, 0))
         return seen >= _SAMPLES and 2 * waited > seen
 
 
-def settle_steps(wish: int | None, params: Params, layout: CacheLayout) -> int:
-    """Returns the most steps of a program: what was asked for, or else several for a small model on a GPU.
+def choose_num_steps(requested: int | None, params: Params, layout: CacheLayout) -> int:
+    """Returns the decode steps per program: `requested`, or if that is `None`, several for a small model on a GPU.
 
     Args:
-        wish: `EngineConfig.steps_per_launch`.
+        requested: `EngineConfig.steps_per_launch`.
         params: the model's parameters, or their types.
         layout: the cache's groups.
     """
-    if wish is not None:
-        return wish
+    if requested is not None:
+        return requested
     paged = layout.paged_groups
     if len(paged) != 1 or paged[0].window is not None or layout.state_groups or layout.expands:
         return 1
@@ -117,12 +129,12 @@ def settle_steps(wish: int | None, params: Params, layout: CacheLayout) -> int:
 def declare_multi_steps(
     needed: Sequence[ProgramSpec], steps: int, *, chosen: bool
 ) -> list[StepSpec]:
-    """Lists the programs of several steps that go with those of single ones.
+    """Lists the programs of several steps for the given programs of single steps.
 
     Args:
-        needed: programs of single steps, among others.
-        steps: of each program.
-        chosen: the number was not asked for, so only small batches of greedy requests have such programs.
+        needed: programs, of which decode steps are used and others skipped.
+        steps: decode steps per program.
+        chosen: `steps` was chosen automatically, so only small batches of greedy requests have such programs.
     """
     return [
         _several(single, steps)
@@ -131,12 +143,12 @@ def declare_multi_steps(
         and steps > 1
         and single.decode
         and not single.features.min_tokens
-        and (not chosen or _is_measured(single))
+        and (not chosen or _known_to_pay(single))
     ]
 
 
-def _is_measured(shape: StepSpec) -> bool:
-    """Whether sending several such steps at once was measured to pay on a GPU, and to choose the same tokens."""
+def _known_to_pay(shape: StepSpec) -> bool:
+    """Whether measurements on a GPU showed that several such steps in one program are faster, with the same tokens."""
     return shape.decode and shape.rows <= _FEW_ROWS and shape.features == Features()
 
 

@@ -1,7 +1,4 @@
-"""Which steps were too large for the memory, or have no program, and what to run in their place.
-
-Knows shapes and counts of failures; runs nothing.
-"""
+"""Backoff after out-of-memory errors: records step shapes that failed, and cuts steps to smaller shapes."""
 
 import logging
 from collections import Counter
@@ -15,23 +12,23 @@ from jaxkv.runner.program_specs import StepSpec
 _LOG = logging.getLogger(__name__)
 
 _MOST_FAILURES = 2
-"""A shape that ran out of memory so often, and never ran in between, always does."""
+"""A shape that runs out of memory this often, without a success in between, is not run again."""
 
 
 class OomBackoff:
-    """Remembers the shapes that failed, and cuts a step until it has one that did not.
+    """Records shapes that failed, and cuts a step until its shape is not one of them.
 
-    After a step ran out of memory, only smaller ones run until one of them has been read: memory may have been short
-    for a moment. Then its shape is tried once more, and if that fails too, neither it nor a larger one ever again,
-    unless there is no smaller one. A shape whose program cannot be had is not asked for twice.
+    After a step ran out of memory, only smaller steps run until one of them was read, since memory may be short for a
+    moment only. Then its shape is tried once more. If it fails again, that shape and larger ones are not run any more,
+    unless no smaller step is possible. A shape whose program was refused is not requested again.
 
-    The smallest step is given up, with its request, when it failed as often and the cache was kept. Failures that cost
-    the cache are another's to limit.
+    A step that cannot be made smaller fails its request after `_MOST_FAILURES` errors that left the cache intact.
+    `RebuildLimit` counts the errors that lost the cache.
 
     Args:
         token_sizes, row_sizes: padded sizes of steps, ascending.
         whole: prompts cannot be cut.
-        refusal: says why there will be no program of a shape, once it was asked for in vain.
+        refusal: returns the error with which the program of a shape was refused; `None` if it was not.
     """
 
     def __init__(
@@ -48,41 +45,43 @@ class OomBackoff:
         self._counts: Counter[StepSpec] = Counter()
         self._harmless: Counter[StepSpec] = Counter()
         self._too_large: list[StepSpec] = []
-        self._wary_of: StepSpec | None = None
+        self._last_failed: StepSpec | None = None
 
     @property
     def too_large(self) -> tuple[StepSpec, ...]:
-        """Shapes that are not run any more, for want of memory."""
+        """Shapes that are not run any more because they ran out of memory."""
         return tuple(self._too_large)
 
     def note_failure(self, shape: StepSpec, error: Exception, *, lost: bool) -> bool:
-        """Records why a step failed; returns False if neither memory nor its program is to blame.
+        """Records a failed step; returns False if the error is neither out-of-memory nor a refused program.
 
         Args:
-            shape: the step's.
-            error: what it raised.
-            lost: it cost the cache.
+            shape: shape of the step.
+            error: the error that it raised.
+            lost: the cache was lost.
         """
         if not is_out_of_memory(error):
             return self._refusal(shape) is not None
         self._counts[shape] += 1
         self._harmless[shape] += not lost
-        self._wary_of = shape
+        self._last_failed = shape
         if self._counts[shape] >= _MOST_FAILURES and shape not in self._too_large:
             self._too_large.append(shape)
-            _LOG.warning("out of memory again: from now on steps are smaller than %s", shape)
+            _LOG.warning("out of memory again: steps are smaller than %s from now on", shape)
         return True
 
     def note_success(self, shape: StepSpec) -> None:
-        """Records that a step was read."""
-        self._wary_of = None
+        """Records that a step was read without an error."""
+        self._last_failed = None
         if self._counts:
             self._counts.pop(shape, None)
             self._harmless.pop(shape, None)
 
     def avoids(self, shape: StepSpec) -> bool:
-        """Whether a smaller step should run in the place of one of this shape."""
-        avoided = self._too_large if self._wary_of is None else [*self._too_large, self._wary_of]
+        """Whether a smaller step should run instead of one of this shape."""
+        avoided = (
+            self._too_large if self._last_failed is None else [*self._too_large, self._last_failed]
+        )
         if any(_is_as_large(shape, other) for other in avoided):
             return True
         return self._refusal(shape) is not None
@@ -90,11 +89,11 @@ class OomBackoff:
     def cut(
         self, parts: Sequence[Part], shape_of: Callable[[Sequence[Part]], StepSpec]
     ) -> tuple[Sequence[Part], StepSpec]:
-        """Returns as many of these parts as may run in one step, and its shape; if none may, the smallest step.
+        """Cuts a planned step to a shape that is not avoided, or to the smallest step; returns its parts and shape.
 
         Args:
-            parts: a step that was planned; those at the end are cut or left out first.
-            shape_of: says in which shape parts would run.
+            parts: the parts of the planned step; those at the end are cut or left out first.
+            shape_of: returns the shape of a step of some parts.
         """
         shape = shape_of(parts)
         while self.avoids(shape):
@@ -105,9 +104,13 @@ class OomBackoff:
         return parts, shape
 
     def give_up(self, part: Part, shape: StepSpec) -> Exception | None:
-        """Returns why a step that cannot be smaller will not run; `None` if it should be tried.
+        """Returns the error for a step that cannot be made smaller and must not run; `None` if it should be tried.
 
-        Memory may be there for the next request, which tries anew.
+        It then forgets the failures of this shape, since memory may suffice for the next request.
+
+        Args:
+            part: the only part of the step.
+            shape: shape of the step.
         """
         refusal = self._refusal(shape)
         if refusal is not None:
@@ -118,14 +121,14 @@ class OomBackoff:
         del self._counts[shape], self._harmless[shape]
         self._too_large.remove(shape)
         return OutOfMemory(
-            f"the memory does not suffice for a step of {part.count} tokens of one sequence that has "
-            f"{part.start + part.count}, padded to {shape.tokens} tokens, {shape.rows} rows and tables of "
-            f"{max(shape.table_widths, default=0)} pages: it ran out {count} times; leave more memory beside the "
-            f"cache by a smaller budget_bytes or memory_share of CacheConfig, or shorten the request"
+            f"out of memory {count} times in a step of {part.count} tokens of one sequence of "
+            f"{part.start + part.count} tokens, padded to {shape.tokens} tokens, {shape.rows} rows and page tables of "
+            f"{max(shape.table_widths, default=0)} pages; leave more memory beside the cache with a smaller "
+            f"budget_bytes or memory_share of CacheConfig, or shorten the request"
         )
 
     def _smaller(self, parts: Sequence[Part]) -> list[Part]:
-        """Returns the parts of the next smaller step; none if there is no smaller one."""
+        """Returns the parts of the next smaller step; an empty list if there is none."""
         total = sum(part.count for part in parts)
         fits = max((size for size in self._sizes if size < total), default=total // 2)
         if self._whole:
@@ -135,13 +138,13 @@ class OomBackoff:
             return kept
         wanted = [(part.sequence, part.count) for part in parts]
         trim(wanted, total - fits)
-        if not total or not wanted:  # Prompts that are known to their end have no tokens to cut.
+        if not total or not wanted:  # Parts that only sample have no tokens to cut.
             return list(parts[:-1])
         return [part_of(sequence, count) for sequence, count in wanted]
 
 
 def _is_as_large(shape: StepSpec, other: StepSpec) -> bool:
-    """Whether a step of one shape needs at least the memory of the other, as far as sizes tell."""
+    """Whether one shape is at least as large as the other in every size."""
     widths = zip(shape.table_widths, other.table_widths, strict=True)
     return (
         shape.tokens >= other.tokens

@@ -1,7 +1,7 @@
-"""Several samples of one prompt: the first computes the prompt, and the others start from its pages.
+"""Parallel samples of one prompt: the first sample computes the prompt, and the others start from its pages.
 
-`RequestState.first_sample` decides which sample another one waits for. An interrupt may leave a sample in the list
-`other_samples` of one that it no longer waits for.
+`RequestState.first_sample` is the sample that another one waits for. `other_samples` may contain more samples than
+those after an interrupt, so readers compare both.
 """
 
 from jaxkv.cache.page_allocator import PageAllocator
@@ -10,10 +10,10 @@ from jaxkv.engine.request_state import WAITING, RequestState
 
 
 class ParallelSamples:
-    """Starts the other samples of prompts.
+    """Starts the other samples of each prompt.
 
     Args:
-        allocator: holds the pages.
+        allocator: allocates and shares the pages.
         queues: the requests of one scheduler.
     """
 
@@ -22,7 +22,11 @@ class ParallelSamples:
         self._queues = queues
 
     def start(self, max_rows: int) -> None:
-        """Starts the other samples of prompts that are computed but for their last token, up to `max_rows` in all."""
+        """Starts the other samples of prompts that are computed up to their last token.
+
+        Args:
+            max_rows: most running requests. Of the samples beyond it one is queued, and the others wait for that one.
+        """
         running = self._queues.running
         for first in [one for one in running if one.other_samples and not one.remaining]:
             first.other_samples = self._waiting_for(first)
@@ -31,7 +35,7 @@ class ParallelSamples:
             self.detach(first)
 
     def detach(self, first: RequestState) -> None:
-        """Makes the next sample of a prompt, if there is one, compute it, and the others wait for that one."""
+        """Queues the next sample as the first one of the samples that still wait for `first`, if there are any."""
         waiting = self._waiting_for(first)
         if waiting:
             following, *others = waiting
@@ -43,7 +47,7 @@ class ParallelSamples:
         first.other_samples = []
 
     def _fork(self, first: RequestState, other: RequestState) -> None:
-        """Starts one sample from the pages of the first one, or leaves it waiting for it."""
+        """Starts one sample from the pages of the first one; if that fails, it waits as before."""
         try:
             self._allocator.fork(first.number, other.number)
             other.begin_from(first, self._allocator.held(other.number))
@@ -65,7 +69,7 @@ class ParallelSamples:
             first.other_samples.insert(0, other)
 
     def _waiting_for(self, first: RequestState) -> list[RequestState]:
-        """Returns the samples that wait for this one, and do not wait for themselves or run by now."""
+        """Returns the samples that wait for this one and are neither queued themselves nor running."""
         return [
             one
             for one in first.other_samples

@@ -1,4 +1,4 @@
-"""What a plan needs done to the cache before its step: clean entries of the sampling group, copies of shared pages."""
+"""Prepares the cache for a step: clears new entries of the sampling group, and copies shared pages."""
 
 import logging
 
@@ -13,19 +13,20 @@ from jaxkv.runner.sequence_runner import SequenceRunner
 _LOG = logging.getLogger(__name__)
 
 Failures = list[tuple[RequestState, Exception]]
+"""Requests whose preparation failed, with the errors."""
 
 
 def prepare(sequence_runner: SequenceRunner, plan: StepPlan) -> Failures:
-    """Prepares a plan; returns whom something failed for, while the cache lives on.
+    """Prepares the cache for a plan; returns the requests whose preparation failed, while the cache is intact.
 
-    A program with penalties reads the entry of every row, but a row without penalties only feels what an entry adds
-    to its logits. So an entry is made clean if its new owner has penalties, or its former one had a bias.
+    An entry of the sampling group keeps the values of its last owner. It is cleared in two cases: the new owner uses
+    penalties, or the last owner had a logit bias. A program with penalties would add that bias to every row's logits.
 
     Raises:
         CachePoisoned: the cache is lost.
     """
     failures: Failures = []
-    for sequence, entry in plan.fresh:
+    for sequence, entry in plan.new_entries:
         if sequence.features.penalties or sequence_runner.is_biased(entry):
             failures += _admit(sequence_runner, sequence)
     return failures + _copy(sequence_runner, plan) if plan.copies else failures
@@ -42,7 +43,7 @@ def _admit(sequence_runner: SequenceRunner, sequence: RequestState) -> Failures:
 
 
 def _copy(sequence_runner: SequenceRunner, plan: StepPlan) -> Failures:
-    """Makes the copies of all in few runs; where one fails, each owner's by themselves, to find whose it is."""
+    """Makes all copies in batches; if a batch fails, makes its copies one by one to find the failing requests."""
     failures: dict[RequestState, Exception] = {}
     rest = list(plan.copies)
     for batch in copy_batches([copy for _, copy in rest]):
@@ -51,7 +52,9 @@ def _copy(sequence_runner: SequenceRunner, plan: StepPlan) -> Failures:
             sequence_runner.copy(batch)
         except STEP_FAILURES as error:
             _LOG.warning(
-                "copies of %d pages and states failed, each runs alone: %r", len(batch), error
+                "a batch of %d page and state copies failed; each is retried alone: %r",
+                len(batch),
+                error,
             )
             failures |= _copy_alone(sequence_runner, owned)
     return list(failures.items())

@@ -1,4 +1,4 @@
-"""A bar for people who wait: samples done, and tokens per second of the last moments. Reads sequences, changes none."""
+"""A progress bar on stderr: finished samples, and prefill and decode tokens per second."""
 
 import time
 from collections import deque
@@ -9,21 +9,21 @@ from tqdm import tqdm
 from jaxkv.engine.request_state import FINISHED, RequestState
 
 _SECONDS = 0.2
-"""Between two looks."""
+"""Least time between two updates."""
 
-_LOOKS = 10
-"""Rates are taken over so many of them."""
+_HISTORY = 10
+"""Number of updates that rates are averaged over."""
 
 _SHARE = 0.01
-"""Of the time, at most, that looking may take: many sequences are looked at less often."""
+"""Largest share of the run time that updates may take; with many samples, updates become rarer."""
 
 
 class Progress:
-    """Shows on stderr how far some sequences are. Call it after each step, and `close` it in the end.
+    """Shows the progress of some samples on stderr. Call it after each step, and `close` it at the end.
 
     Args:
-        samples: what is waited for.
-        clock: returns seconds; must not jump.
+        samples: the samples to show.
+        clock: returns seconds; must be monotonic.
     """
 
     def __init__(
@@ -33,31 +33,31 @@ class Progress:
         self._clock = clock
         self._begun = clock()
         self._due = self._begun + _SECONDS
-        self._looks: deque[tuple[float, int, int]] = deque([(self._begun, 0, 0)], _LOOKS)
+        self._history: deque[tuple[float, int, int]] = deque([(self._begun, 0, 0)], _HISTORY)
         self._bar = tqdm(total=len(samples), desc="generating", unit="sample", dynamic_ncols=True)
 
     def __call__(self) -> None:
-        """Looks, if it is time to."""
+        """Updates the bar if an update is due."""
         now = self._clock()
         if now < self._due:
             return
-        self._show(now, self._looks[0])
+        self._show(now, self._history[0])
         self._due = self._clock() + max(_SECONDS, (self._clock() - now) / _SHARE)
 
     def compiling(self, program: str) -> None:
-        """Shows the name of the program that is being compiled; "" shows that tokens are generated again."""
+        """Shows the name of the program that is being compiled; "" ends that."""
         self._bar.set_description(f"compiling {program}" if program else "generating")
 
     def close(self) -> None:
-        """Leaves the bar with the rates of the whole time."""
+        """Shows the average rates of the whole run and closes the bar."""
         self._show(self._clock(), (self._begun, 0, 0))
         self._bar.close()
 
     def _show(self, now: float, since: tuple[float, int, int]) -> None:
         done, prefill, decode = count_tokens(self._samples)
-        self._looks.append((now, prefill, decode))
+        self._history.append((now, prefill, decode))
         seconds = max(now - since[0], 1e-9)
-        # Whoever gives way is computed again, so that a count can fall.
+        # A preempted sample is computed again, so a count can decrease.
         rates = [
             max(0, count - before) / seconds
             for count, before in ((prefill, since[1]), (decode, since[2]))
@@ -67,7 +67,7 @@ class Progress:
 
 
 def count_tokens(samples: Sequence[RequestState]) -> tuple[int, int, int]:
-    """Returns how many samples have ended, the prompt tokens computed for them, and the tokens generated."""
+    """Returns the numbers of finished samples, of computed prompt tokens and of generated tokens."""
     done = prefill = decode = 0
     for sample in samples:
         prompt, generated = len(sample.request.prompt), sample.generated

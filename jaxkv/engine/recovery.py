@@ -1,4 +1,4 @@
-"""When a lost cache may be replaced and when to give up. Knows nothing of what is in it."""
+"""Decides whether a lost cache may be replaced: not on a broken device, and not too often."""
 
 from collections import deque
 from collections.abc import Callable
@@ -14,24 +14,24 @@ _FATAL = (
 
 
 def is_fatal(error: BaseException) -> bool:
-    """Whether the device's context is broken, so that nothing computed in this process can be trusted any more."""
-    told = f"{error} {error.__cause__ or ''}"
-    return any(sign in told for sign in _FATAL)
+    """Whether the error broke the CUDA context, so that this process can compute nothing correct any more."""
+    text = f"{error} {error.__cause__ or ''}"
+    return any(sign in text for sign in _FATAL)
 
 
 def refuse_broken(cause: BaseException | None) -> None:
-    """Raises what cost a cache once more if it broke the device, where no new cache would be of use."""
+    """Raises `cause`, the error that lost a cache, if it broke the device: a new cache would not help there."""
     if cause is not None and is_fatal(cause):
         raise cause
 
 
 class RebuildLimit:
-    """Allows so many rebuilds in any stretch of time.
+    """Limits how often a cache may be rebuilt in a sliding time window.
 
     Args:
-        most: rebuilds allowed.
-        seconds: length of the stretch.
-        clock: returns seconds; must not jump.
+        most: most rebuilds in the window.
+        seconds: length of the window.
+        clock: returns seconds; must be monotonic.
     """
 
     def __init__(self, most: int, seconds: float, clock: Callable[[], float]) -> None:
@@ -41,7 +41,7 @@ class RebuildLimit:
         self._times: deque[float] = deque()
 
     def allows(self) -> bool:
-        """Counts one more rebuild, if it is allowed."""
+        """Returns whether one more rebuild is allowed, and counts it if so."""
         now = self._clock()
         while self._times and self._times[0] <= now - self._seconds:
             self._times.popleft()

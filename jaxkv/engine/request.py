@@ -1,4 +1,4 @@
-"""A request as the user made it, and what comes back. Knows no arrays and no cache."""
+"""A request, and its results: outputs, stream pieces, usage and timing. Pure data: no arrays, no cache."""
 
 import secrets
 from collections.abc import Callable
@@ -15,15 +15,15 @@ class Request:
 
     Attributes:
         prompt: token ids.
-        text: the text that the prompt was given as; `None` if it was given as ids.
-        params: how its tokens are chosen; `max_tokens` already fits the context.
+        text: the prompt as text; `None` if the user gave ids.
+        params: sampling parameters; `max_tokens` already fits the context.
         seed: the 64-bit seed of this sample.
-        stop_ids: ids that end it, the model's own included unless it ignores them.
-        priority: requests of a lower number are served first; among equals the earlier one.
+        stop_ids: ids that end it; they include the model's end ids unless `ignore_eos` is set.
+        priority: a lower number is served first; among equals, the earlier request.
         salt: only requests of the same salt share pages.
 
     Raises:
-        ValueError: the priority is no int of 64 bits, or the salt cannot be hashed.
+        ValueError: the priority is not a 64-bit int, or the salt cannot be hashed.
     """
 
     prompt: tuple[int, ...]
@@ -35,7 +35,7 @@ class Request:
     text: str | None = None
 
     def __post_init__(self) -> None:
-        """Refuses what the scheduler could not order, or the prefix index not hash."""
+        """Checks the priority, which the scheduler sorts by, and the salt, which the prefix index hashes."""
         object.__setattr__(self, "priority", as_int("priority", self.priority, -(2**63), 2**63 - 1))
         check_salt(self.salt)
 
@@ -47,11 +47,15 @@ class Request:
 
     @property
     def tokens_held(self) -> int:
-        """Most tokens whose keys and values it needs pages for: those of the last generated one are never written."""
+        """Most tokens that it needs pages for: the last generated token's keys and values are never written."""
         return len(self.prompt) + self.max_tokens - 1
 
     def row(self, sequence: int) -> Row:
-        """Returns the whole prompt as one row of a step, for a sequence of this number in the page allocator."""
+        """Returns the whole prompt as one row of a step.
+
+        Args:
+            sequence: its number in the page allocator.
+        """
         return Row(
             sequence=sequence,
             tokens=self.prompt,
@@ -63,7 +67,7 @@ class Request:
 
 
 def check_salt(salt: object) -> None:
-    """Raises `ValueError` for what the prefix index cannot hash."""
+    """Raises `ValueError` if the prefix index cannot hash the salt."""
     if not isinstance(salt, str | bytes | None):
         raise ValueError(f"salt must be a str, bytes or None, got {salt!r}")
     if isinstance(salt, str):
@@ -78,21 +82,24 @@ def check_salt(salt: object) -> None:
 def sample_seed(
     params: SamplingParams, sample: int, draw: Callable[[int], int] = secrets.randbits
 ) -> int:
-    """Returns the seed of the `sample`-th sample: the request's own for the first, then its successors.
+    """Returns the 64-bit seed of one sample: `params.seed + sample`, or a random one if `params.seed` is `None`.
 
-    A sample of a request without a seed gets `draw(64)`, a number of so many bits.
+    Args:
+        params: sampling parameters.
+        sample: index of the sample.
+        draw: returns a random number of so many bits.
     """
     return draw(64) if params.seed is None else (params.seed + sample) % 2**64
 
 
 @dataclass(frozen=True, kw_only=True)
 class Usage:
-    """What one prompt and its samples took, in tokens.
+    """Token counts of one prompt and its samples.
 
     Attributes:
-        prompt_tokens: of the prompt, however many samples it has.
-        cached_tokens: of these, those that the prefix cache had when the first sample began.
-        output_tokens: generated, over all samples.
+        prompt_tokens: length of the prompt, counted once for all samples.
+        cached_tokens: prompt tokens that the prefix cache held when the first sample was admitted.
+        output_tokens: generated tokens of all samples.
         preemptions: how often a sample lost its pages and was computed again.
     """
 
@@ -103,22 +110,22 @@ class Usage:
 
     @property
     def computed_tokens(self) -> int:
-        """Tokens of the prompt that were not cached."""
+        """Prompt tokens that were not cached."""
         return self.prompt_tokens - self.cached_tokens
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Timing:
-    """When things happened to one sample, in seconds of `time.monotonic`. What never happened is `None`.
+    """Times of one sample, in seconds of `time.monotonic`; `None` for an event that did not occur.
 
     It is shown as durations, since the origin of that clock means nothing.
 
     Attributes:
         arrived: the request was queued.
-        admitted: it was given pages and a place in a step.
+        admitted: the request first got pages and took part in a step.
         first_token: the host read its first token.
-        finished: it ended, in whatever way.
-        output_tokens: tokens between the two.
+        finished: it ended, for any reason.
+        output_tokens: number of generated tokens.
     """
 
     arrived: float
@@ -129,7 +136,7 @@ class Timing:
 
     @property
     def queue_seconds(self) -> float:
-        """How long it waited to be admitted, or to be given up."""
+        """Seconds in the queue: until it was admitted, or until it ended without admission."""
         return (self.finished if self.admitted is None else self.admitted) - self.arrived
 
     @property
@@ -139,7 +146,7 @@ class Timing:
 
     @property
     def tpot(self) -> float | None:
-        """Time per output token: mean seconds from one token to the next; `None` for fewer than two."""
+        """Time per output token: mean seconds between two tokens; `None` for fewer than two tokens."""
         if self.first_token is None or self.output_tokens < 2:
             return None
         return (self.finished - self.first_token) / (self.output_tokens - 1)
@@ -165,17 +172,17 @@ class SampleOutput:
     """One generated text.
 
     Attributes:
-        text: the text of the generated tokens behind that of the prompt; empty if the model has no tokenizer.
+        text: the generated text, without the prompt; empty if the model has no tokenizer.
         token_ids: the generated ids, the stop id included.
         finish_reason: "stop" (a stop id or a stop string), "length" (a limit or the context's end), "abort", or
             "error".
-        stop_reason: the stop string, or the id among the request's `stop_token_ids`, that ended it; `None` for the
-            model's own end ids and for every other `finish_reason`.
-        error: what failed, if `finish_reason` is "error"; `None` otherwise.
-        cumulative_logprob: sum of the chosen tokens' log-probabilities; `None` unless `logprobs` was asked for.
-        logprobs: per token, token id -> natural log-probability of the raw logits for the chosen token and the
-            top n; `None` unless asked for.
-        timing: when it was queued, admitted, begun and done.
+        stop_reason: the stop string or the id of `stop_token_ids` that ended it; `None` for the model's end ids and for
+            every other `finish_reason`.
+        error: the error message if `finish_reason` is "error"; `None` otherwise.
+        cumulative_logprob: sum of the sampled tokens' log-probabilities; `None` unless `logprobs` was requested.
+        logprobs: per token, token id -> natural log-probability of the raw logits, for the sampled token and the top n;
+            `None` unless requested.
+        timing: when it was queued, was admitted, gave its first token and ended.
     """
 
     text: str
@@ -190,15 +197,15 @@ class SampleOutput:
 
 @dataclass(frozen=True, kw_only=True)
 class RequestOutput:
-    """What `LLM.generate` returns for one prompt. The names of the first sample are repeated on top.
+    """The result of `LLM.generate` for one prompt. `text`, `token_ids` and so on are those of the first sample.
 
     Attributes:
-        request_id: a number, as text, that no other request to the same `LLM` has.
-        outputs: `n` samples.
-        finished: always true; every sample has ended.
-        usage: tokens of the prompt and of all samples.
-        prompt: the text of the prompt; `None` if it was given as ids or as a conversation.
-        prompt_token_ids: the prompt as the model saw it.
+        request_id: a number, as text, unique within one `LLM`.
+        outputs: the `n` samples.
+        finished: always True: every sample has ended.
+        usage: token counts of the prompt and of all samples.
+        prompt: the prompt as text; `None` if it was given as ids or as a conversation.
+        prompt_token_ids: token ids of the prompt, as the model reads them.
     """
 
     request_id: str
@@ -225,17 +232,17 @@ class RequestOutput:
 
     @property
     def stop_reason(self) -> str | int | None:
-        """The stop string or stop id that ended the first sample."""
+        """Stop string or stop id that ended the first sample."""
         return self.outputs[0].stop_reason
 
     @property
     def error(self) -> str | None:
-        """What failed in the first sample."""
+        """Error message of the first sample."""
         return self.outputs[0].error
 
     @property
     def cumulative_logprob(self) -> float | None:
-        """Sum of the log-probabilities of the first sample's tokens."""
+        """Sum of the log-probabilities of the first sample."""
         return self.outputs[0].cumulative_logprob
 
     @property
@@ -251,15 +258,15 @@ class RequestOutput:
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """One step of a stream.
+    """One item of a stream: a new token and its text.
 
     Attributes:
-        text: new text; may be empty while a character is incomplete.
-        token_id: the new token; `None` on a last piece that no token came with: an abort or an error.
-        finish_reason: set on the last piece.
-        error: what failed, if `finish_reason` is "error".
-        logprobs: token id -> log-probability, if asked for.
-        usage, timing: of the whole stream; set on the last piece.
+        text: new text; empty while a character is incomplete.
+        token_id: the new token; `None` on the last piece of an aborted or failed request.
+        finish_reason: see `SampleOutput`; set on the last piece.
+        error: the error message if `finish_reason` is "error".
+        logprobs: token id -> log-probability, if requested.
+        usage, timing: of the whole request; set on the last piece.
     """
 
     text: str

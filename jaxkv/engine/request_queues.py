@@ -1,4 +1,4 @@
-"""The requests that wait and those that run, each in order of priority and arrival."""
+"""The queues of waiting and of running requests, sorted by priority and arrival."""
 
 from bisect import insort
 
@@ -6,11 +6,11 @@ from jaxkv.engine.request_state import FINISHED, ORDER, RUNNING, WAITING, Reques
 
 
 class RequestQueues:
-    """Two sorted queues. A request is in at most one of them; each verb may be repeated after an interrupt.
+    """Two sorted queues. A request is in at most one of them. Each method may be called again after an interrupt.
 
     Attributes:
-        waiting: requests that hold no pages, first come first. Samples that wait for another sample are not in it.
-        running: requests that hold pages, first come first.
+        waiting: requests without pages, in order. Samples that wait for another sample are not in it.
+        running: requests with pages, in order.
     """
 
     def __init__(self) -> None:
@@ -18,7 +18,7 @@ class RequestQueues:
         self.running: list[RequestState] = []
 
     def wait(self, state: RequestState) -> None:
-        """Queues a request, or returns a running one to the queue."""
+        """Moves a new or running request to the waiting queue."""
         state.status = WAITING
         if state not in self.waiting:
             insort(self.waiting, state, key=ORDER)
@@ -27,14 +27,14 @@ class RequestQueues:
             self.running.remove(state)
 
     def run(self, state: RequestState) -> None:
-        """Makes a request one of those that run."""
+        """Moves a request to the running queue."""
         if state in self.waiting:
             self.waiting.remove(state)
         insort(self.running, state, key=ORDER)
         state.status = RUNNING
 
     def end(self, state: RequestState) -> None:
-        """Removes a request that has ended."""
+        """Removes a request from its queue and marks it finished."""
         if state in self.waiting:
             self.waiting.remove(state)
         state.status = FINISHED

@@ -1,4 +1,4 @@
-"""The state of one request: what was asked, what was generated so far, and what is in flight."""
+"""The state of one request: its tokens, its pages, its status and what is in flight."""
 
 from collections import deque
 from dataclasses import dataclass, field
@@ -15,52 +15,53 @@ from jaxkv.text.tokenizer import Tokenizer
 WAITING, RUNNING, FINISHED = "waiting", "running", "finished"
 
 ORDER = attrgetter("order")
-"""Sorts sequences by who comes first."""
+"""Sort key: lower priority number first, then earlier arrival."""
 
 
 @dataclass(eq=False, kw_only=True, slots=True)
 class RequestState:
-    """The progress of one request.
+    """The state of one request.
 
-    The host may be a step behind the device. Its tokens, as half-open ranges:
+    The host may be a step behind the device. The tokens of a request, as half-open ranges:
 
-        [0, collected)               the steps that compute them were read and found good
-        [collected, computed)        the steps that compute them are in flight
+        [0, collected)               their steps were read by the host, without an error
+        [collected, computed)        their steps are in flight
         [computed, known + pending)  later steps compute them
-        known = len(tokens): the prompt and the generated tokens that the host has read; `pending` more were chosen on
-        the device
+        known = len(tokens): the prompt and the generated tokens that the host has read
+        pending: tokens sampled on the device that the host has not read
 
     `computed`, `writable` and `reserved` are those of its pages, see `SequencePages`; 0 while it holds none.
 
     Attributes:
-        request: what was asked.
-        number: its number in the page allocator; later sequences have larger ones.
-        tokens: the prompt and the generated ids that the host has read.
+        request: prompt and parameters.
+        number: its number in the page allocator; later requests have larger numbers.
+        tokens: ids of the prompt and of the generated tokens that the host has read.
         status: `WAITING`, `RUNNING` or `FINISHED`.
-        pages: what it holds in the cache, read-only; `None` before it begins.
+        pages: read-only view of its pages and states; `None` while it waits.
         collected: see above.
-        pending: tokens that were chosen on the device and are not read yet.
-        epoch: grows when what is under way no longer counts; rows of an older epoch are dropped.
-        other_samples: of the same prompt, which start from this one's pages of it.
+        pending: see above.
+        epoch: incremented when its results in flight become invalid; rows of an older epoch are dropped.
+        other_samples: samples of the same prompt that start from its pages.
         first_sample: the sample of the same prompt that this one waits for.
-        keys: the names of its pages in the prefix index.
-        tainted: logits were not finite somewhere, so that its pages must not be shared.
-        publishes_at: with so many tokens collected, it has pages to offer to the prefix index, or is new to it.
-        cached: tokens of the first admission that came out of the prefix index.
-        shared: tokens that another sample of the same prompt computed, from whose pages this one started.
+        keys: keys of its pages in the prefix index.
+        tainted: some of its logits were not finite, so its pages must not be shared.
+        publishes_at: value of `collected` at which it next publishes to the prefix index; 0 if it never has.
+        cached: prompt tokens found in the prefix index at its first admission; `None` before.
+        shared: tokens in pages that it took over from another sample of the same prompt.
         preemptions: how often it lost its pages and was computed again.
-        fetched: the host was asked for its prefix since it began to wait.
-        retried: its own part in a step ran out of memory once, and it was put off.
+        fetched: a swap-in of its prefix was tried since it began to wait.
+        retried: it was requeued once after an out-of-memory error of its own.
         reason: why it ended; see `SampleOutput`.
-        error: what failed, if its own part in a step or its text did.
-        logprobs: per generated token, if asked for.
-        stream: makes text of its tokens; `None` if nobody reads it as it comes and no string ends it.
-        text: what `stream` has made so far.
-        pieces: what a user has not taken yet; `None` if nobody takes them.
-        features: what a program must be able to do to choose its tokens.
-        prompt_tokens, longest: of its prompt, and of the whole when `max_tokens` are generated.
-        arrived, admitted, started, ended: seconds on the engine's clock: when it was added, first given pages, gave its
-            first token, finished.
+        error: the exception that ended it, if one did.
+        logprobs: per generated token, if requested.
+        stream: incremental detokenizer; `None` if the request is not streamed and has no stop strings.
+        text: output of `stream` so far.
+        pieces: pieces that the user has not read yet; `None` if the request is not streamed.
+        features: sampling features that a program needs to serve it.
+        prompt_tokens: length of the prompt.
+        longest: length of the prompt plus `max_tokens`.
+        arrived, admitted, started, ended: seconds on the engine's clock: when it was queued, was first admitted, gave
+            its first token, ended.
     """
 
     request: Request
@@ -96,29 +97,29 @@ class RequestState:
     longest: int = field(init=False)
 
     def __post_init__(self) -> None:
-        """Counts once what every step asks for."""
+        """Computes the features and lengths once, since every step reads them."""
         self.features = features_for(self.request.params)
         self.prompt_tokens = len(self.request.prompt)
         self.longest = self.prompt_tokens + self.request.max_tokens
 
     @property
     def order(self) -> tuple[int, int]:
-        """Who comes first: the lower priority number, then the earlier arrival."""
+        """Position in the queues: by priority number, then by arrival."""
         return self.request.priority, self.number
 
     @property
     def computed(self) -> int:
-        """Tokens whose keys, values and states dispatched steps compute."""
+        """Tokens whose keys, values and states were computed by dispatched steps."""
         return 0 if self.pages is None else self.pages.computed
 
     @property
     def writable(self) -> int:
-        """Tokens that its pages hold in every group; fewer than `reserved` where layers have windows."""
+        """Tokens that its pages hold in every group; with sliding windows, fewer than `reserved`."""
         return 0 if self.pages is None else self.pages.writable
 
     @property
     def reserved(self) -> int:
-        """Tokens that its pages hold in groups that keep all."""
+        """Tokens that its pages hold in groups without a window."""
         return 0 if self.pages is None else self.pages.reserved
 
     @property
@@ -133,12 +134,12 @@ class RequestState:
 
     @property
     def goal(self) -> int:
-        """Tokens that must be computed before the next one can be chosen, or before the other samples can start."""
+        """Tokens to compute before the next token can be sampled, or before the other samples can start."""
         return self.prompt_tokens - 1 if self.other_samples else len(self.tokens) + self.pending
 
     @property
     def remaining(self) -> int:
-        """Tokens that the next steps compute; 0 when there is nothing to do but wait."""
+        """Tokens left to compute; 0 if the request can only wait."""
         known = len(self.tokens) + self.pending
         if known >= self.longest:
             return 0
@@ -146,14 +147,14 @@ class RequestState:
 
     @property
     def is_known(self) -> bool:
-        """Whether all its tokens were found in the cache, so that nothing but the next one is wanted."""
+        """Whether all its tokens are computed already, so that a step only samples the next token."""
         known = len(self.tokens) + self.pending
         return self.computed == known < self.longest and not self.other_samples
 
-    # What happens to it, in order.
+    # Events in the life of a request, in order.
 
     def begin(self, pages: SequenceView) -> None:
-        """Starts from pages whose computed tokens came out of the prefix index."""
+        """Starts from pages whose computed tokens were found in the prefix index."""
         self.pages = pages
         self.collected = pages.computed
 
@@ -168,7 +169,7 @@ class RequestState:
         """Appends a generated token that the host has read, and sets `reason` if it is the last.
 
         Raises:
-            Exception: whatever the tokenizer raises.
+            Exception: any error of the tokenizer.
         """
         if logprobs is not None:
             self.logprobs.append(logprobs)
@@ -184,13 +185,13 @@ class RequestState:
             )
 
     def stop_reason(self) -> str | None:
-        """Returns why the last token ends the request; `None` if it does not."""
+        """Returns the `finish_reason` if the last token ends the request, else `None`."""
         if self.tokens[-1] in self.request.stop_ids and self.generated:
             return "stop"
         return "length" if len(self.tokens) == self.longest else None
 
     def end(self, reason: str) -> None:
-        """Ends after the last token that was accepted, or before any was, with the text that is left."""
+        """Ends the request without a further token; flushes the remaining text to `text` and `pieces`."""
         self.reason = reason
         text = ""
         if self.stream is not None:
@@ -200,18 +201,18 @@ class RequestState:
             self.pieces.append(Piece(text=text, token_id=None, finish_reason=reason))
 
     def restart(self) -> None:
-        """Forgets everything but its tokens: its pages are gone, and steps in flight no longer count."""
+        """Resets all but its tokens after its pages were released; rows in flight are dropped."""
         self.pages = None
         self.collected = self.pending = self.publishes_at = 0
         self.tainted = self.fetched = False
         self.epoch += 1
 
     def forget_admission(self) -> None:
-        """Forgets what `begin_from` recorded of the first admission, which did not take place."""
+        """Undoes `begin_from` after the admission failed."""
         self.cached, self.shared, self.keys, self.admitted = None, 0, None, None
 
     def _push(self, token: int) -> str:
-        """Returns the text that a token adds, which may end the request too."""
+        """Returns the text that a token adds, and sets `reason` if a stop string ends the request."""
         stream = self.stream
         if stream is None:
             return ""
@@ -228,10 +229,10 @@ class RequestState:
 def new_request_state(
     request: Request, *, number: int, tokenizer: Tokenizer | None, streamed: bool, now: float
 ) -> RequestState:
-    """Returns a sequence that waits, with text if somebody takes its pieces or a string may end it."""
-    made = RequestState(request=request, number=number, tokens=list(request.prompt), arrived=now)
+    """Returns the state of a new request that waits; it detokenizes if it is streamed or has stop strings."""
+    state = RequestState(request=request, number=number, tokens=list(request.prompt), arrived=now)
     if streamed:
-        made.pieces = deque()
+        state.pieces = deque()
     if tokenizer is not None and (streamed or request.params.stop):
-        made.stream = TextStream(tokenizer, request.prompt, request.params)
-    return made
+        state.stream = TextStream(tokenizer, request.prompt, request.params)
+    return state

@@ -1,7 +1,7 @@
-"""Who runs in the next step, with how many tokens, and who has to give way. Touches no arrays and no hashes.
+"""The scheduler: which requests take part in the next step, with how many tokens, and which are preempted.
 
-Waiting and running sequences are ordered by (priority, arrival). Whoever comes first is never made to give way, so
-it always gets on; and nobody is admitted past another who waits, so everybody becomes the first.
+Waiting and running requests are ordered by (priority, arrival). The first running request is never preempted, so it
+always makes progress. Requests are admitted in order, so each of them becomes the first.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -19,20 +19,21 @@ from jaxkv.errors import OutOfPages, OutOfStates
 class Scheduler:
     """Continuous batching under a token budget.
 
-    Every sequence that runs takes part in a step with one token, or with as many of its prompt as the budget leaves.
+    Each running request takes part in a step with one decode token or with a prefill chunk. Decode tokens come first;
+    prefill chunks share the rest of the budget.
 
     Args:
-        allocator: holds the pages.
-        prefix: pages of earlier prompts, if they are kept.
-        page_size: tokens that pages are taken for at a time; the smallest page of any group.
+        allocator: allocates the pages.
+        prefix: the prefix index; `None` if the prefix cache is off.
+        page_size: granularity of page reservations in tokens; the smallest page size of any group.
         max_rows: most sequences of a step.
-        token_budget: most tokens of a step; whole prompts may exceed it.
-        whole_prompts: prompts are not cut: the budget does not split them and no part of them is shared.
-        fill: given a least and a most, returns how many tokens a step should have so as not to be padded
-            much, or `None` if no number will do.
-        chunk_size: tokens at whose multiples prompts are cut, since recurrent layers scan them so.
-        most_steps: decode steps that are planned at once, where every request generates and pages are free.
-        prefetch: brings prefixes back from the host; `None` if none go there.
+        token_budget: most tokens of a step; a whole prompt may exceed it.
+        whole_prompts: prompts are computed in one step and share no prefix.
+        fill: given the least and the most tokens of a step, returns a number between them that needs little padding, or
+            `None` if there is none.
+        chunk_size: prefill chunks end at its multiples: the chunk size of recurrent layers.
+        most_steps: decode steps that are planned at once while all requests generate and pages are free.
+        prefetch: swaps prefixes in from the host; `None` without a host tier.
     """
 
     def __init__(
@@ -51,11 +52,12 @@ class Scheduler:
     ) -> None:
         if token_budget < max_rows:
             raise ValueError(
-                f"a step of {max_rows} sequences needs a budget of as many tokens, got {token_budget}"
+                f"token_budget must be at least the {max_rows} rows of a step, got {token_budget}; "
+                f"raise token_budget or lower max_sequences"
             )
         self.most_steps = most_steps
         self.shortage: OutOfPages | OutOfStates | None = None
-        """Why the last plan left somebody out, if it did."""
+        """The error of a reservation that failed in the last plan; `None` if none did."""
         self._queues = RequestQueues()
         self._prefetch = prefetch
         self._allocator = allocator
@@ -65,7 +67,7 @@ class Scheduler:
         self._max_rows = max_rows
         self._budget = token_budget
         self._whole = whole_prompts
-        # Where layers have windows, a prompt takes their pages from step to step and not all at once.
+        # A prompt reserves pages of window groups step by step, those of other groups at once.
         ahead = None if whole_prompts else allocator.most_ahead
         self._stride = None if ahead is None or ahead < 1 else min(token_budget, ahead)
         self._fill = fill
@@ -76,28 +78,28 @@ class Scheduler:
 
     @property
     def waiting(self) -> Sequence[RequestState]:
-        """Requests that hold no pages, first come first."""
+        """Requests that hold no pages, in order."""
         return self._queues.waiting
 
     @property
     def running(self) -> Sequence[RequestState]:
-        """Requests that hold pages, first come first."""
+        """Requests that hold pages, in order."""
         return self._queues.running
 
     def add(self, sequence: RequestState) -> None:
-        """Queues a request; the other samples of its prompt wait for it."""
+        """Queues a request."""
         self._queues.wait(sequence)
 
     def add_sample(self, first: RequestState, other: RequestState) -> None:
-        """Lets another sample of the same prompt wait until the first has computed it."""
+        """Adds another sample of the same prompt; it waits until the first sample has computed the prompt."""
         if self._whole:
             self.add(other)
         else:
             first.other_samples.append(other)
             other.first_sample = first
 
-    def drop(self, sequence: RequestState) -> None:
-        """Ends a sequence, in whatever state it is, and gives its pages back. Twice is once."""
+    def end(self, sequence: RequestState) -> None:
+        """Removes a request in any state and releases its pages. A second call does nothing."""
         if sequence.status == FINISHED and sequence not in self.running:
             return
         self._allocator.release_if_open(sequence.number)
@@ -112,55 +114,55 @@ class Scheduler:
         self._queues.end(sequence)
 
     def isolate(self, sequences: list[RequestState]) -> None:
-        """Makes each of these run in a step of its own next, to find the one whose step fails."""
+        """Plans the next steps with one of these each, to find the request whose step fails."""
         self._alone = [[sequence] for sequence in sequences]
 
-    def postpone(self, sequences: list[RequestState]) -> None:
-        """Gives the next step to these, whom a step that was planned had to leave out."""
+    def plan_next(self, sequences: list[RequestState]) -> None:
+        """Plans the next step for these, which did not fit in the step that was planned for them."""
         self._alone.insert(0, sequences)
 
-    def put_off(self, sequence: RequestState) -> None:
-        """Makes a running one wait again: what it had computed is given up."""
+    def requeue(self, sequence: RequestState) -> None:
+        """Preempts a running request: it loses its pages and waits again."""
         self._preempt(sequence)
 
     def requeue_all(self) -> None:
-        """Makes all running sequences wait again: what they had computed is lost."""
+        """Preempts all running requests."""
         while self.running:
             self._preempt(self.running[-1])
         self._alone = []
 
     def plan(self) -> StepPlan:
-        """Decides the next step, or the next few, and takes the pages they write."""
+        """Plans the next step, or the next few decode steps, and reserves the pages that they write."""
         self._reset_plan()
         alone = bool(self._alone)
         if self._alone:
-            rows, chunks = self._ready(self._alone.pop(0))
+            rows, chunks = self._with_room(self._alone.pop(0))
         else:
             rows, chunks = self._plan_many()
         counts = self._counts(rows, chunks) + [(sequence, 0) for sequence in self._known]
         parts = [part_of(sequence, count) for sequence, count in counts]
         steps = 1
-        if self.most_steps > 1 and not (alone or self.waiting) and self._stretch(parts):
+        if self.most_steps > 1 and not (alone or self.waiting) and self._reserve_steps(parts):
             steps = self.most_steps
             parts = [several(part, steps) for part in parts]
         return StepPlan(
             steps=steps,
             parts=tuple(parts),
-            fresh=tuple(self._fresh),
+            new_entries=tuple(self._new_entries),
             copies=tuple(self._copies),
             preempted=tuple(self._preempted),
         )
 
     def dispatched(self, parts: Iterable[Part]) -> None:
-        """Records that a step of these is under way."""
+        """Records that a step of these parts was dispatched."""
         ends: list[tuple[int, int]] = []
         for sequence, start, count, emits, _ in parts:
             sequence.pending += emits
             ends.append((sequence.number, start + count))
         self._allocator.commit_all(ends)
 
-    def _stretch(self, parts: list[Part]) -> bool:
-        """Takes the pages that several steps of these write; returns whether all generate and there were enough."""
+    def _reserve_steps(self, parts: list[Part]) -> bool:
+        """Reserves pages for several decode steps; returns False if a part is no decode step or pages run out."""
         if any(part.count != 1 or not part.emits for part in parts):
             return False
         for part in parts:
@@ -170,21 +172,21 @@ class Scheduler:
             rounded = min(-(-needed // self._page_size) * self._page_size, sequence.longest - 1)
             if self._stride is not None:
                 rounded = min(rounded, sequence.computed + self._stride)
-            if rounded < needed or not self._extend(sequence, rounded):
+            if rounded < needed or not self._reserve_without_preempting(sequence, rounded):
                 return False
         return True
 
-    def _extend(self, sequence: RequestState, num_tokens: int) -> bool:
-        """Takes pages for so many tokens if they are to be had; nobody gives way for it."""
+    def _reserve_without_preempting(self, sequence: RequestState, num_tokens: int) -> bool:
+        """Reserves pages for so many tokens if enough are free; preempts no request."""
         try:
             reservation = self._allocator.reserve(sequence.number, num_tokens)
         except (OutOfPages, OutOfStates):
             return False
-        self._note(sequence, reservation)
+        self._record(sequence, reservation)
         return True
 
     def _reset_plan(self) -> None:
-        self._fresh: list[tuple[RequestState, int]] = []
+        self._new_entries: list[tuple[RequestState, int]] = []
         self._copies: list[tuple[RequestState, PageCopy]] = []
         self._preempted: list[RequestState] = []
         self._known: list[RequestState] = []
@@ -192,7 +194,7 @@ class Scheduler:
 
     def _plan_many(self) -> tuple[list[RequestState], list[RequestState]]:
         self._parallel_samples.start(self._max_rows)
-        rows, chunks = self._ready(list(self.running))
+        rows, chunks = self._with_room(list(self.running))
         owed, self._owes_decode = self._owes_decode and bool(rows), False
         if owed:
             return rows, []
@@ -200,10 +202,10 @@ class Scheduler:
             self._admit_waiting(len(rows), chunks)
         return rows, chunks
 
-    def _ready(
+    def _with_room(
         self, candidates: list[RequestState]
     ) -> tuple[list[RequestState], list[RequestState]]:
-        """Returns who has one token to compute, with the room for it, and who has more."""
+        """Reserves pages for running requests; returns those with one token to compute, and those with more."""
         rows, chunks = [], []
         for sequence in candidates:
             remaining = sequence.remaining if sequence.status == RUNNING else 0
@@ -211,7 +213,7 @@ class Scheduler:
                 if sequence.status == RUNNING and sequence.is_known:
                     self._known.append(sequence)
                 continue
-            # Nearly always there is room: pages are taken many tokens at a time.
+            # Most steps find pages reserved: reservations are rounded up to whole pages.
             wanted = remaining if self._stride is None else min(remaining, self._stride)
             if sequence.computed + wanted <= sequence.writable or self._make_room(sequence):
                 (rows if remaining == 1 else chunks).append(sequence)
@@ -220,7 +222,7 @@ class Scheduler:
     def _counts(
         self, rows: list[RequestState], chunks: list[RequestState]
     ) -> list[tuple[RequestState, int]]:
-        """Shares the budget out: one token for each row, then prompts in order, cut to fill a bucket."""
+        """Divides the token budget: one token per decode row, then prefill chunks in order, cut to fill a bucket."""
         left, wanted = self._budget - len(rows), []
         if self._whole and chunks and self._chunk(chunks[0]) > left:
             self._owes_decode, rows = bool(rows), []
@@ -236,23 +238,27 @@ class Scheduler:
         if not self._whole and any(count > 1 for _, count in wanted):
             fits = self._fill(len(rows) + 1, len(rows) + total)
             if fits is None:
-                # The rows would leave the prompts a bucket that is mostly padding: each gets a step of its own.
+                # No bucket holds both without much padding: this step prefills, the next one decodes.
                 self._owes_decode, rows = True, []
                 fits = self._fill(1, total)
-                assert fits is not None, "a few tokens always fit"
+                assert fits is not None, "one or more tokens always fit a bucket"
             before = list(wanted)
             trim(wanted, len(rows) + total - fits)
             align(wanted, before, self._chunk_size)
         return [(sequence, 1) for sequence in rows] + wanted
 
     def _chunk(self, sequence: RequestState) -> int:
-        """Returns how many tokens the sequence could take. A whole prompt comes back token by token after itself."""
+        """Returns how many tokens a request could take in this step.
+
+        A model that needs whole prompts takes the prompt in one step. After a preemption it then takes the generated
+        tokens one by one.
+        """
         if self._whole:
             return 1 if sequence.computed else len(sequence.request.prompt)
         return min(sequence.remaining, sequence.writable - sequence.computed)
 
     def _admit_waiting(self, rows: int, chunks: list[RequestState]) -> None:
-        """Takes sequences in, in order, as long as there are rows, tokens and pages for them."""
+        """Admits waiting requests in order while rows, tokens and pages are left."""
         left = self._budget - rows - sum(self._chunk(sequence) for sequence in chunks)
         while self.waiting and len(self.running) < self._max_rows and left > 0:
             sequence = self.waiting[0]
@@ -265,25 +271,29 @@ class Scheduler:
                 left -= self._chunk(sequence)
 
     def _admit(self, sequence: RequestState, left: int) -> bool:
-        """Takes a sequence in, or leaves it where it was; the step has room for `left` of its tokens."""
+        """Admits a request if it gets its pages; the step has room for `left` of its tokens."""
         try:
             if not self._take_pages(sequence, left):
                 return False
             self._queues.run(sequence)
         except BaseException:
-            # An interrupt, say: the next try must not find the sequence open.
-            self._put_back(sequence)
+            # After an interrupt, for example, the next try must not find the sequence open.
+            self._undo_admission(sequence)
             raise
         return True
 
-    def _put_back(self, sequence: RequestState) -> None:
-        """Undoes an admission, wherever it was broken off."""
+    def _undo_admission(self, sequence: RequestState) -> None:
+        """Releases the pages of a request and queues it again; correct at any point of an admission."""
         self._allocator.release_if_open(sequence.number)
         sequence.restart()
         self._queues.wait(sequence)
 
     def _take_pages(self, sequence: RequestState, left: int) -> bool:
-        """Takes the pages of all tokens that are known, of window groups those for the next step alone; or none."""
+        """Opens a sequence, adopts its cached prefix and reserves pages for its known tokens.
+
+        In window groups it reserves pages for the next step only. It returns False and holds nothing if pages run out,
+        or if the request should wait for its prefix.
+        """
         number, found = sequence.number, 0
         if self._prefix is None:
             self._allocator.open(number)
@@ -292,7 +302,7 @@ class Scheduler:
             if self._prefix.awaits(sequence.tokens, sequence.keys):
                 return False
             most = sequence.prompt_tokens - 1 if sequence.other_samples else None
-            if self._prefetch is not None and self._prefetch.holds_back(sequence, most):
+            if self._prefetch is not None and self._prefetch.start_swap_in(sequence, most):
                 return False
             adopted = self._prefix.adopt(number, sequence.tokens, sequence.keys, most=most)
             found = adopted.num_tokens
@@ -306,15 +316,15 @@ class Scheduler:
         return True
 
     def _make_room(self, sequence: RequestState) -> bool:
-        """Takes the pages of all known tokens of a running one; whoever comes last gives way until there are enough."""
-        # A page at a time, so that most steps need not ask.
+        """Reserves pages for all known tokens of a running request; preempts the last running requests for them."""
+        # Whole pages, so that most steps reserve nothing.
         size = self._page_size
-        # The last token that is generated is never written, and other samples fork from no more than is computed.
+        # The last generated token is never written. Other samples fork from computed tokens only.
         rounded = min(-(-sequence.goal // size) * size, sequence.longest - 1)
         wanted = sequence.goal if sequence.other_samples else rounded
         while not self._reserve(sequence, wanted):
             if self._stride is not None and sequence.computed > sequence.collected + 1:
-                return False  # Once its chunk under way was read, it gives pages back itself.
+                return False  # It frees pages itself once its prefill chunk in flight was read.
             last = self.running[-1]
             if last is self.running[0]:
                 return False
@@ -324,30 +334,30 @@ class Scheduler:
         return True
 
     def _reserve(self, sequence: RequestState, num_tokens: int, left: int | None = None) -> bool:
-        """Takes pages for so many tokens, or none; those of window groups for `left` more tokens than are computed."""
+        """Reserves pages for `num_tokens` tokens or returns False; window groups reserve at most `left` new tokens."""
         near = num_tokens
         if self._stride is not None:
             near = min(num_tokens, sequence.computed + min(self._stride, left or self._stride))
         try:
             reservation = self._allocator.reserve(sequence.number, near, whole=num_tokens)
         except (OutOfPages, OutOfStates) as error:
-            if self._prefetch is not None and self._prefetch.give_way():
+            if self._prefetch is not None and self._prefetch.cancel_all():
                 return self._reserve(sequence, num_tokens, left)
             self.shortage = error
             return False
-        self._note(sequence, reservation)
+        self._record(sequence, reservation)
         return True
 
-    def _note(self, sequence: RequestState, reservation: Reservation) -> None:
+    def _record(self, sequence: RequestState, reservation: Reservation) -> None:
         self._copies += [(sequence, copy) for copy in reservation.copies]
         entry = reservation.new_states.get("sampling")
         if entry is not None and all(copy.group != "sampling" for copy in reservation.copies):
-            self._fresh.append((sequence, entry))
+            self._new_entries.append((sequence, entry))
 
     def _preempt(self, sequence: RequestState) -> None:
-        self._fresh = [one for one in self._fresh if one[0] is not sequence]
+        self._new_entries = [one for one in self._new_entries if one[0] is not sequence]
         self._copies = [one for one in self._copies if one[0] is not sequence]
         self._known = [one for one in self._known if one is not sequence]
         self._preempted.append(sequence)
         sequence.preemptions += 1
-        self._put_back(sequence)
+        self._undo_admission(sequence)

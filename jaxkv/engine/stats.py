@@ -1,4 +1,4 @@
-"""What an engine holds and has done so far, as plain numbers. Reads, and changes nothing."""
+"""Statistics of an engine: pools, programs, queues and caches, as plain numbers."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,12 +19,12 @@ class GroupStats:
 
     Attributes:
         name: such as "gqa", "window-2" or "sampling".
-        unit: what the pool hands out: "page" or "state".
-        total: units; the zero state of a group of states, which nobody gets, is not counted.
-        free: of these, those that hold nothing.
-        used: those that a sequence holds.
-        kept: those that the prefix cache alone holds, and gives up for whoever needs them.
-        num_bytes: memory of all units, free or not, over all layers.
+        unit: "page" or "state".
+        total: units of the pool, without the reserved zero state of a group of states.
+        free: unused units.
+        used: units that a sequence holds.
+        kept: units that only the prefix cache holds; it evicts them when a sequence needs them.
+        num_bytes: memory of all units, free or used, over all layers.
     """
 
     name: str
@@ -38,25 +38,25 @@ class GroupStats:
 
 @dataclass(frozen=True, kw_only=True)
 class Stats:
-    """What runs, where, and what it takes.
+    """Statistics of an engine.
 
     Attributes:
-        implementation: what runs the ops of all layers: "mosaic_gpu", "xla" or "cudnn".
-        implementation_reasons: why nothing better does; empty for the best, or if it was asked for.
-        device: the name of the device that holds the cache.
-        cache: each group's pool.
-        cache_bytes: memory of all of them.
-        programs: compiled so far.
-        compile_seconds: wall time that compiling took, loading from the compilation cache included.
-        compiled_late: how many of them were compiled after the warm-up.
-        running, waiting: sequences in service, and in the queue.
-        steps: dispatched so far.
-        recoveries: caches that were lost in the middle of serving, and replaced.
-        prefix: what the prefix cache has found and evicted; `None` if it is off.
-        host_cache: where evicted prefixes go: "pinned_host", "pageable" (slower), "off", or "disabled: " and why.
-        host: what lies there and has moved; `None` if it is off.
-        fallbacks: (op, implementation, reason) -> how often this process, whichever the model, traced an op that passed
-            over an implementation for another one.
+        implementation: implementation of the ops of all layers: "mosaic_gpu", "xla" or "cudnn".
+        implementation_reasons: why a faster implementation is not used; empty if there is none or the user chose.
+        device: name of the device that holds the cache.
+        cache: statistics of each group's pool.
+        cache_bytes: memory of all pools.
+        programs: number of compiled programs.
+        compile_seconds: wall time of compilation, including loads from the compilation cache.
+        compiled_late: number of programs that were compiled after the warm-up.
+        running, waiting: number of requests in each queue.
+        steps: number of dispatched steps.
+        recoveries: number of lost caches that were replaced.
+        prefix: hits and evictions of the prefix cache; `None` if it is off.
+        host_cache: memory of the host tier: "pinned_host", "pageable" (slower), "off", or "disabled: " and the reason.
+        host: entries and transfers of the host tier; `None` if it is off.
+        fallbacks: (op, implementation, reason) -> how often this process traced the op with another implementation for
+            that reason, over all models.
     """
 
     implementation: str
@@ -78,7 +78,7 @@ class Stats:
 
 
 def collect_stats(engine: Engine) -> Stats:
-    """Returns the numbers of this moment."""
+    """Returns the current statistics."""
     runner = engine.runner
     programs = runner.programs.manifest()
     groups = tuple(_group(engine.sequence_runner, group) for group in runner.layout.groups)

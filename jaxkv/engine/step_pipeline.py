@@ -1,6 +1,6 @@
-"""The steps in flight: sends planned steps to the device and receives what they chose, in order.
+"""The step pipeline: dispatches planned steps to the device and receives their sampled tokens in order.
 
-A plan goes out as several steps at once, as one, or as a smaller one after the memory ran out.
+A plan is sent as several decode steps in one program, as one step, or as a smaller step after an out-of-memory error.
 """
 
 import logging
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import jax
 
 from jaxkv.engine.finish import Finisher
-from jaxkv.engine.in_flight import InFlightStep, columns_of_parts
+from jaxkv.engine.in_flight import InFlightStep, step_rows_of
 from jaxkv.engine.multi_step import MultiStep
 from jaxkv.engine.oom_backoff import OomBackoff
 from jaxkv.engine.prepare import prepare
@@ -33,13 +33,13 @@ class StepPipeline:
     """Sends the steps of one engine, and holds them until they are received.
 
     Args:
-        sequence_runner: runs them.
-        scheduler: is told which parts were sent, and which have to wait.
-        finisher: ends requests that fit into no step.
+        sequence_runner: runs the steps.
+        scheduler: records which parts were dispatched, and plans the others again.
+        finisher: ends requests that fit in no step.
         shapes: padded shapes of single steps.
-        multi_step: when decode steps are sent several at a time.
-        oom_backoff: which shapes are not run any more.
-        state_checkpoints: which states a step keeps; `None` if none.
+        multi_step: decides when several decode steps are sent as one program.
+        oom_backoff: records shapes that ran out of memory, and cuts steps to smaller ones.
+        state_checkpoints: allocates pending state checkpoints; `None` if the engine keeps none.
     """
 
     def __init__(
@@ -62,14 +62,14 @@ class StepPipeline:
 
     @property
     def num_in_flight(self) -> int:
-        """Programs that were sent and not received."""
+        """Programs that were sent and are not received yet."""
         return len(self._in_flight)
 
     def receive(self) -> tuple[InFlightStep, list[SampledRows]]:
-        """Waits for the oldest program in flight, and returns it with what each of its steps chose.
+        """Waits for the oldest program in flight, and returns it with the sampled tokens of each of its steps.
 
         Raises:
-            JaxRuntimeError: it failed while it ran, and the cache is lost with it.
+            JaxRuntimeError: the program failed on the device, and the cache is lost.
         """
         step = self._in_flight.popleft()
         try:
@@ -78,21 +78,21 @@ class StepPipeline:
             self._oom_backoff.note_failure(step.shape, error, lost=True)
             raise
         self._oom_backoff.note_success(step.shape)
-        return step, step.choices(packed)
+        return step, step.unpack(packed)
 
     def clear(self) -> None:
-        """Forgets what is in flight: its results count no more."""
+        """Drops all programs in flight; their results are never read."""
         self._in_flight.clear()
 
     def send(self, plan: StepPlan) -> None:
-        """Prepares the cache for a plan, and sends a step of whom nothing failed for.
+        """Prepares the cache for a plan, and sends a step of the requests whose preparation succeeded.
 
         Raises:
             CachePoisoned: the cache is lost.
-            STEP_FAILURES: the step failed before it began, and not for its size.
+            STEP_FAILURES: the step could not be dispatched, for another reason than its size.
         """
         for sequence, error in prepare(self._sequence_runner, plan):
-            self._finisher.put_off(sequence, error)
+            self._finisher.requeue_once(sequence, error)
         parts = [part for part in plan.parts if part.sequence.status == RUNNING]
         if parts:
             self._dispatch(parts, plan.steps)
@@ -125,31 +125,31 @@ class StepPipeline:
             planned = [single(part) for part in planned]
         parts, shape = self._oom_backoff.cut(planned, self.shape)
         if len(parts) < len(planned):
-            self._scheduler.postpone([part.sequence for part in planned[len(parts) :]])
+            self._scheduler.plan_next([part.sequence for part in planned[len(parts) :]])
         if self._oom_backoff.avoids(shape):
             error = self._oom_backoff.give_up(parts[0], shape)
             if error is not None:
                 self._finisher.fail(parts[0].sequence, error)
                 return
         self._try(parts, shape)
-        if self._in_flight and self._multi_step.looks_at(shape):
+        if self._in_flight and self._multi_step.measures(shape):
             self._in_flight[-1].start_copy_to_host()
             if len(self._in_flight) > 1 and self._in_flight[-2].shape == shape:
-                self._multi_step.note(shape, idle=self._in_flight[-2].is_done)
+                self._multi_step.record(shape, idle=self._in_flight[-2].is_done)
 
     def _try_several(self, parts: Sequence[Part], shape: StepSpec) -> bool:
-        """Sends several steps as one; returns False if they must go one by one, for whose fault it is shows there."""
+        """Sends several steps as one program; returns False if that failed and the steps must be sent one by one."""
         try:
             self._try(parts, shape)
         except STEP_FAILURES as error:
             if is_fatal(error):
                 raise
-            self._multi_step.give_up(shape, error)
+            self._multi_step.send_singly(shape, error)
             return False
         return True
 
     def _try(self, parts: Sequence[Part], shape: StepSpec) -> None:
-        """Sends a step, or notes that its shape was too much for the memory."""
+        """Sends a step; records an out-of-memory error, or a refused program, instead of raising it."""
         try:
             step = self._send(parts, shape)
         except CachePoisoned as error:
@@ -158,20 +158,22 @@ class StepPipeline:
         except STEP_FAILURES as error:
             if is_fatal(error) or not self._oom_backoff.note_failure(shape, error, lost=False):
                 raise
-            _LOG.warning("a step of %d rows failed, a smaller one is next: %r", len(parts), error)
+            _LOG.warning(
+                "a step of %d rows failed; a smaller one is tried next: %r", len(parts), error
+            )
             return
         self._scheduler.dispatched(parts)
         self._in_flight.append(step)
         self.steps += shape.steps
 
     def _send(self, parts: Sequence[Part], shape: StepSpec) -> InFlightStep:
-        keeps = self._state_checkpoints
-        snapshots = () if keeps is None else keeps.take(parts, shape)
+        checkpoints = self._state_checkpoints
+        pending_checkpoints = () if checkpoints is None else checkpoints.take_pending(parts, shape)
         try:
-            out = self._sequence_runner.step(shape, columns_of_parts(parts, shape, snapshots))
+            out = self._sequence_runner.step(shape, step_rows_of(parts, shape, pending_checkpoints))
         except BaseException:
-            if keeps is not None:
-                keeps.drop(snapshots, parts)
+            if checkpoints is not None:
+                checkpoints.drop_pending(pending_checkpoints, parts)
             raise
         epochs = tuple(part.sequence.epoch for part in parts)
-        return InFlightStep(tuple(parts), epochs, shape, out, snapshots)
+        return InFlightStep(tuple(parts), epochs, shape, out, pending_checkpoints)

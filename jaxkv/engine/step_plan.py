@@ -1,4 +1,4 @@
-"""What one step does, as the scheduler decided it: who takes part with which tokens. Knows no arrays."""
+"""The plan of one step: which requests take part, with which tokens, and what the cache needs before."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,71 +9,73 @@ from jaxkv.engine.request_state import RequestState
 
 
 class Part(NamedTuple):
-    """One sequence's part in a step. A tuple, since every row of every step has one.
+    """The part of one request in a step. A tuple, because each row of each step makes one.
 
     Attributes:
-        sequence: whose it is.
-        start, count: its new tokens; none, if all are known and only the next one is to be chosen. In a plan of several
-            steps, those of all that it takes part in, of which all but the first are chosen on the way.
-        emits: how many of the tokens chosen for it count: 1 or 0, and in a plan of several steps as many as `count`.
-        carry: its one new token is the last one chosen for it, which the host has not read.
+        sequence: the request.
+        start, count: its new tokens are [start, start + count). The count is 0 if all tokens are computed and the step
+            only samples the next one. In a plan of several decode steps it is the number of steps that the request
+            takes part in.
+        emits: sampled tokens that count: 1 for a decode step or a last prefill chunk, 0 for any other chunk. In a plan
+            of several steps it equals `count`.
+        carry: its new token was sampled by the step before and is read on the device, not from the host.
     """
 
     sequence: RequestState
     start: int
-    count: int  # pyright: ignore[reportIncompatibleMethodOverride] - hides a method that nobody calls
+    count: int  # pyright: ignore[reportIncompatibleMethodOverride] - hides `tuple.count`, which is not used
     emits: int
     carry: bool
 
 
 @dataclass(frozen=True)
 class StepPlan:
-    """What the next step does, and what has to be done on the device before it.
+    """What the next step computes, and what the cache needs before it.
 
     Attributes:
-        parts: who takes part; may be empty.
-        fresh: sequences that took a new entry of the sampling group, by its id.
-        copies: shared pages and states that are about to be written, and whose they become.
-        preempted: who gave way.
-        steps: how many decode steps are sent as one program; in all but the first, each part takes the token that it
-            chose in the one before.
+        parts: the requests that take part; may be empty.
+        new_entries: requests that were given an entry of the sampling group, each with the id of the entry.
+        copies: copies of shared pages and states before they are written, each with the request that gets the copy.
+        preempted: requests that lost their pages for this plan.
+        steps: decode steps that are sent as one program; from the second on, each row takes the token that it sampled
+            in the step before.
     """
 
     parts: tuple[Part, ...]
-    fresh: tuple[tuple[RequestState, int], ...]
+    new_entries: tuple[tuple[RequestState, int], ...]
     copies: tuple[tuple[RequestState, PageCopy], ...]
     preempted: tuple[RequestState, ...]
     steps: int = 1
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nothing to do at all."""
-        return not (self.parts or self.fresh or self.copies)
+        """Whether the device has nothing to do."""
+        return not (self.parts or self.new_entries or self.copies)
 
 
 def part_of(sequence: RequestState, count: int) -> Part:
-    """Returns the part of a sequence that computes its next `count` tokens."""
+    """Returns the part of a request that computes its next `count` tokens."""
     start, known = sequence.computed, len(sequence.tokens)
     stop = start + count
-    assert stop <= sequence.reserved, "a plan takes the pages before it gives tokens"
+    assert stop <= sequence.reserved, "the scheduler reserves pages before it plans tokens"
     emits = stop == known + sequence.pending and not sequence.other_samples
     return Part(sequence, start, count, int(emits), count > 0 and start >= known)
 
 
 def several(part: Part, steps: int) -> Part:
-    """Returns the part of a sequence that generates, in so many steps at once or as many as it has tokens left."""
+    """Returns a decode part extended to so many steps, or to as many as the request has tokens left."""
     sequence = part.sequence
     left = min(steps, sequence.longest - len(sequence.tokens) - sequence.pending)
     return part._replace(count=left, emits=left)
 
 
 def single(part: Part) -> Part:
-    """Returns the first step of a part that takes part in several."""
+    """Returns the first step of a part of several steps."""
     return part._replace(count=1, emits=1)
 
 
 def trim(wanted: list[tuple[RequestState, int]], excess: int) -> None:
-    """Takes tokens from the last prompts, which go on in a later step."""
+    """Removes `excess` tokens from the end of the list; these prompts continue in a later step."""
     while excess:
         sequence, count = wanted.pop()
         if count > excess:
@@ -84,10 +86,15 @@ def trim(wanted: list[tuple[RequestState, int]], excess: int) -> None:
 def align(
     wanted: list[tuple[RequestState, int]], before: Sequence[tuple[RequestState, int]], chunk: int
 ) -> None:
-    """Ends prompts that go on in a later step at a multiple of `chunk` tokens, so that their states depend on no cut.
+    """Shortens prefill chunks to end at a multiple of `chunk`, so that states do not depend on where prompts are cut.
 
-    A prompt that would get nothing so waits, but the first one gets on: up to the next multiple if it had that
-    many tokens `before` it was trimmed, and else with as many as it had.
+    A prompt's last chunk keeps its end. A prompt with no token left waits for a later step. The first prompt always
+    makes progress: it is extended to the next multiple, or to what it had before it was trimmed if that is less.
+
+    Args:
+        wanted: requests with their numbers of tokens; changed in place.
+        before: the same before `trim`.
+        chunk: tokens per chunk of the recurrent layers.
     """
     for index in reversed(range(len(wanted))):
         sequence, count = wanted[index]

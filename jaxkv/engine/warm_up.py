@@ -1,4 +1,4 @@
-"""Which programs serving will need, and compiling them before the first request."""
+"""Warm-up: lists the programs that serving will need, and compiles them before the first request."""
 
 import logging
 import time
@@ -23,14 +23,14 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class WarmUp:
-    """What compiling some programs took.
+    """Statistics of a warm-up.
 
     Attributes:
-        programs: how many.
-        loaded: those that an earlier process compiled.
+        programs: number of programs that were compiled or loaded.
+        loaded: number of these that were loaded from disk.
         seconds: wall time.
-        host_seconds: of that, in the one thread that traces and lowers.
-        temp_bytes: the most memory that one of them uses besides its arguments.
+        host_seconds: seconds of tracing and lowering, which run in one thread.
+        temp_bytes: the largest temporary memory of one program.
     """
 
     programs: int
@@ -49,56 +49,56 @@ class WarmUp:
 def compile_all(
     runner: ModelRunner, needed: Sequence[ProgramSpec], *, progress: bool = False
 ) -> WarmUp:
-    """Compiles programs side by side, or loads them from disk; then the manifest is sealed.
+    """Compiles programs in parallel, or loads them from disk, and then seals the manifest.
 
     Args:
-        runner: will run them.
-        needed: which; those that are compiled already cost nothing.
-        progress: show a bar on stderr.
+        runner: runs the programs.
+        needed: their specs; programs that are compiled already are skipped.
+        progress: show a progress bar on stderr.
 
     Raises:
-        ProgramRefused: one does not update its cache in place; the good ones are kept.
+        ProgramRefused: a program does not update the cache in place; the other programs are kept.
     """
     start = time.perf_counter()
     known = set(runner.programs.manifest())
     runner.programs.unseal()
     try:
-        made = runner.compile_all(needed, progress=progress)
+        compiled = runner.compile_all(needed, progress=progress)
     finally:
         runner.programs.seal()
-    new = [program for program in made if program not in known]
+    new = [program for program in compiled if program not in known]
     params = jax.tree.leaves(runner.params)
     note_costs(cost_identity(runner.model, str(params[0].dtype)), new)
-    told = WarmUp(
+    warm_up = WarmUp(
         programs=len(new),
         loaded=sum(program.loaded for program in new),
         seconds=time.perf_counter() - start,
         host_seconds=sum(program.host_seconds for program in new),
-        temp_bytes=max((program.report.temp_bytes for program in made), default=0),
+        temp_bytes=max((program.report.temp_bytes for program in compiled), default=0),
     )
-    _LOG.info("warmed up: %s", told)
-    return told
+    _LOG.info("warmed up: %s", warm_up)
+    return warm_up
 
 
 def cost_identity(model: Model, dtype: str) -> str:
-    """Returns what the costs of a model's programs are noted under: the model, its parameters' dtype, the device.
+    """Returns the key for recorded compilation costs: the model, the dtype of its parameters and the device.
 
     Args:
-        model: insists on the implementation that runs it.
-        dtype: of its parameters.
+        model: the model, with its implementation resolved.
+        dtype: dtype of its parameters.
     """
     return f"{model!r} {dtype} {jax.devices()[0].device_kind}"
 
 
 def declare_served(engine: Engine, request: Request, count: int) -> list[ProgramSpec]:
-    """Lists every program that up to `count` requests like this one, or shorter, can need on the engine.
+    """Lists every program that an engine can need for up to `count` requests like this one, or shorter.
 
-    Requests that choose their tokens in another way, and mixtures of several ways, need others.
+    Requests with other sampling features, or a mixture of features, need other programs.
 
     Args:
-        engine: serves them.
-        request: an example with the longest prompt and the most tokens.
-        count: requests at once.
+        engine: serves the requests.
+        request: an example with the longest prompt and the largest `max_tokens`.
+        count: number of concurrent requests.
     """
     held, rows = request.tokens_held, min(count, engine.shapes.decode_rows[-1])
     returns = _may_return(engine, held, rows)
@@ -121,9 +121,10 @@ def declare_served(engine: Engine, request: Request, count: int) -> list[Program
 
 
 def _may_return(engine: Engine, held: int, rows: int) -> bool:
-    """Whether some may come back with what they have generated: when a cache is lost, or pages run out.
+    """Whether requests may be computed again with generated tokens: after a lost cache or a preemption.
 
-    Whole texts are counted, where windows hold less: that may declare programs in vain, and never one too few.
+    It counts pages for whole texts. With sliding windows that is too many: it may list a program that is not needed,
+    but it never misses one.
     """
     if engine.config.most_rebuilds:
         return True
@@ -133,7 +134,7 @@ def _may_return(engine: Engine, held: int, rows: int) -> bool:
 
 
 def _admissions(engine: Engine, request: Request, *, returns: bool) -> list[AdmitSpec]:
-    """Lists what gives one sequence its entry: when it is new, and when it comes back with what it has generated."""
+    """Lists the programs that clear one entry of the sampling group, for new and for returning requests."""
     widths = engine.sequence_runner.length_buckets
     longest = bucket(max(len(request.prompt), request.max_tokens), widths)
     prompt = bucket(len(request.prompt), widths)

@@ -41,7 +41,7 @@ class Device(Protocol):
     layout: CacheLayout
     owner: CacheOwner
 
-    def look(self, spec: SwapSpec, *arrays: np.ndarray) -> Any:  # noqa: ANN401 - the program's own output
+    def run_read_only(self, spec: SwapSpec, *arrays: np.ndarray) -> Any:  # noqa: ANN401 - the program's own output
         """Dispatches a program that only reads the cache."""
         ...
 
@@ -198,7 +198,7 @@ class HostTransfers:
         while self._sending and self._staged(self._sending) + transfer.num_bytes > STAGED_BYTES:
             self._finish(self._sending.popleft())
         try:
-            units = self._device.look(*self._call(moves, out=True))
+            units = self._device.run_read_only(*self._call(moves, out=True))
             transfer.arrays = self.memory.send(units[: len(moves)])
         except STEP_FAILURES as error:
             self._fail(transfer, error)

@@ -1,17 +1,17 @@
-"""The padded sizes we compile for, and which of them serves a given size. Knows nothing of programs or arrays."""
+"""Buckets: the padded sizes that programs are compiled for, and the choice of a bucket for a given size."""
 
 from bisect import bisect_right
 from collections.abc import Sequence
 
 MOST_PADDING = 1.25
-"""Padded tokens per real one in a step of more than `LOOSE_TOKENS`."""
+"""Most padded tokens per real token, in a step of more than `LOOSE_TOKENS` tokens."""
 
 LOOSE_TOKENS = 64
-"""Up to so many tokens a step costs what reading the weights costs, however it is padded."""
+"""Up to this many tokens, reading the weights dominates the cost of a step, so padding costs nothing."""
 
 
 def power_of_two_buckets(minimum: int, maximum: int) -> tuple[int, ...]:
-    """Returns the powers of two from `minimum` (rounded up to one) up to below `maximum`, then `maximum`.
+    """Returns the powers of two from `minimum`, rounded up to a power, to below `maximum`, and then `maximum`.
 
     Raises:
         ValueError: a bound is below 1.
@@ -29,10 +29,16 @@ def power_of_two_buckets(minimum: int, maximum: int) -> tuple[int, ...]:
 def token_buckets(
     maximum: int, *, per_octave: int, minimum: int = 16, fine_up_to: int = LOOSE_TOKENS
 ) -> tuple[int, ...]:
-    """Returns powers of two from `minimum` to 64, from there `per_octave` even sizes per doubling, and `maximum`.
+    """Returns powers of two from `minimum` to 64, then `per_octave` even sizes per doubling, and `maximum`.
 
-    With four or more per octave no size above `LOOSE_TOKENS` is padded by more than `MOST_PADDING`; with fewer, a
-    step must be cut to what `filled` returns. Up to `fine_up_to` there are always four.
+    With at least four sizes per doubling, no size above `LOOSE_TOKENS` is padded by more than `MOST_PADDING`. With
+    fewer, steps must be cut to the size that `filled` returns.
+
+    Args:
+        maximum: the largest bucket.
+        per_octave: sizes per doubling above 64.
+        minimum: the smallest bucket.
+        fine_up_to: up to this size there are at least four sizes per doubling.
     """
     sizes = []
     for power in power_of_two_buckets(minimum, maximum)[:-1]:
@@ -42,7 +48,7 @@ def token_buckets(
 
 
 def row_buckets(maximum: int, factor: int) -> tuple[int, ...]:
-    """Returns the powers of `factor` below 64, from there four sizes for each doubling, and `maximum`.
+    """Returns the powers of `factor` below 64, then four sizes per doubling, and `maximum`.
 
     No size above `LOOSE_TOKENS` is padded by more than `MOST_PADDING`.
     """
@@ -54,7 +60,7 @@ def row_buckets(maximum: int, factor: int) -> tuple[int, ...]:
 
 
 def coarse_buckets(minimum: int, maximum: int, factor: int) -> tuple[int, ...]:
-    """Returns `maximum` and what is left of it by dividing by `factor`, down to `minimum`; ascending."""
+    """Returns `maximum` and its quotients by powers of `factor` down to `minimum`, ascending."""
     sizes = [maximum]
     while sizes[-1] // factor >= minimum:
         sizes.append(sizes[-1] // factor)
@@ -62,24 +68,28 @@ def coarse_buckets(minimum: int, maximum: int, factor: int) -> tuple[int, ...]:
 
 
 def bucket(size: int, sizes: Sequence[int]) -> int:
-    """Returns the smallest of `sizes`, which ascend, that holds `size`; never cuts anything off.
+    """Returns the smallest of `sizes` that is at least `size`.
+
+    Args:
+        size: the size to pad.
+        sizes: the buckets, ascending.
 
     Raises:
         ValueError: `size` is below 1, or above the largest bucket.
     """
     if size < 1:
-        raise ValueError(f"there is no bucket for {size}; at least 1 is needed")
+        raise ValueError(f"there is no bucket for {size}; the size must be at least 1")
     for candidate in sizes:
         if candidate >= size:
             return candidate
     raise ValueError(
-        f"{size} is more than the largest bucket, {max(sizes, default=0)}; split the work, or plan for "
+        f"{size} is more than the largest bucket, {max(sizes, default=0)}; split the batch, or make buckets for "
         f"a larger maximum"
     )
 
 
 def filled(least: int, most: int, sizes: Sequence[int]) -> int | None:
-    """Returns the most tokens in [`least`, `most`] that a bucket holds without padding them too much.
+    """Returns the most tokens in [`least`, `most`] that fit a bucket within `MOST_PADDING`.
 
     That is `most` itself, or a full bucket below it; `None` if that bucket is below `least`.
     """

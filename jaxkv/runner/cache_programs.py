@@ -1,6 +1,6 @@
-"""What is done to the cache between steps: pages and states are copied, entries of the sampling group are given away.
+"""Programs that update the cache between steps: copies of pages and states, and admission to the sampling group.
 
-Each is a small program with arrays of its own. Knows how to fill and to run them; decides nothing.
+Admission clears an entry of the sampling group for a new sequence. Each program has its own small arrays.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -21,12 +21,16 @@ from jaxkv.runner.rows import Row
 from jaxkv.sampling.sample import admit
 
 COPIES = 16
-"""Copies of each group that one run of the program makes."""
+"""Copies per group in one run of the program."""
 
 
 @dataclass(frozen=True)
 class CopySpec(ProgramSpec[Runner]):
-    """The program that copies pages and states, in all groups at once."""
+    """The program that copies pages and states, in all groups at once.
+
+    Attributes:
+        copies: copies per group.
+    """
 
     copies: int = COPIES
 
@@ -37,7 +41,7 @@ class CopySpec(ProgramSpec[Runner]):
 
     @property
     def name(self) -> str:
-        """Kind, and copies of each group."""
+        """Kind, and copies per group."""
         return f"copy_{self.copies}"
 
     def lowering(self, runner: Runner) -> Lowering:
@@ -48,12 +52,12 @@ class CopySpec(ProgramSpec[Runner]):
 
 @dataclass(frozen=True)
 class AdmitSpec(ProgramSpec[Runner]):
-    """A program that gives sequences clean entries of the sampling group.
+    """A program that initializes entries of the sampling group.
 
     Attributes:
         rows: most sequences.
         width: most tokens of a prompt.
-        returning: sequences may have generated tokens already, at most `width` of them.
+        returning: sequences may have generated tokens already, at most `width`.
     """
 
     rows: int
@@ -62,7 +66,7 @@ class AdmitSpec(ProgramSpec[Runner]):
 
     @property
     def kind(self) -> str:
-        """Whether sequences may have generated tokens already."""
+        """Either "readmit" for sequences that may have generated tokens, or "admit"."""
         return "readmit" if self.returning else "admit"
 
     @property
@@ -71,7 +75,7 @@ class AdmitSpec(ProgramSpec[Runner]):
         return f"{self.kind}_{self.rows}x{self.width}"
 
     def serves(self, needed: ProgramSpec) -> bool:
-        """Returns whether it takes as many sequences and tokens, with or without generated ones as the other."""
+        """Returns whether it is as large in rows and width, and equal in `returning`."""
         return (
             isinstance(needed, AdmitSpec)
             and self.returning == needed.returning
@@ -95,7 +99,7 @@ class AdmitSpec(ProgramSpec[Runner]):
 
 
 def copy_batches(copies: Sequence[PageCopy]) -> list[list[PageCopy]]:
-    """Cuts a list of copies into runs of the program, in order."""
+    """Splits copies into batches for one run of the program each, in order."""
     batches: list[list[PageCopy]] = [[]]
     for copy in copies:
         if sum(copy.group == other.group for other in batches[-1]) == COPIES:
@@ -107,7 +111,7 @@ def copy_batches(copies: Sequence[PageCopy]) -> list[list[PageCopy]]:
 def pack_copies(
     layout: CacheLayout, counts: Mapping[str, int], copies: Sequence[PageCopy]
 ) -> np.ndarray:
-    """Returns sources and targets as int32 [groups, 2, copies]; padding has targets out of range, which are dropped."""
+    """Returns sources and targets as int32 [groups, 2, copies]; padding has targets out of range, never written."""
     ids = np.zeros((len(layout.groups), 2, COPIES), np.int32)
     for group, (sources, targets) in zip(layout.groups, ids, strict=True):
         mine = [copy for copy in copies if copy.group == group.name]
@@ -120,7 +124,7 @@ def pack_copies(
 def run_copies(
     layout: CacheLayout,
 ) -> Callable[[Params, Cache, Int[Array, "groups 2 copies"]], tuple[Cache, tuple[()]]]:
-    """Returns the program that makes the copies of all groups. Donates the cache."""
+    """Returns the function of the copy program. Donate its cache where it is compiled."""
 
     def run(
         params: Params, cache: Cache, ids: Int[Array, "groups 2 copies"]
@@ -134,12 +138,12 @@ def run_copies(
 
 
 class Admission:
-    """Gives entries of the sampling group to sequences, clean of whatever their former owners left.
+    """Packs and runs admissions: each initializes the entries of some sequences in the sampling group.
 
     Args:
         layout: the cache's groups.
-        counts: entries of the sampling group among them.
-        model: the sampling group is the layer after its last.
+        counts: group name -> pages or states of that group.
+        model: the model; the sampling group is the layer after its last.
     """
 
     def __init__(self, layout: CacheLayout, counts: Mapping[str, int], model: Model) -> None:
@@ -156,9 +160,9 @@ class Admission:
         self._bias_width = widths[0] if widths else 0
 
     def blank(self, spec: AdmitSpec) -> tuple[np.ndarray, ...]:
-        """Returns slots, prompts, outputs, bias ids and values of an admission of nobody: all out of range.
+        """Returns the arrays of an admission without sequences: slots, prompts, outputs, bias ids and bias values.
 
-        An "admit" program, for sequences that have generated nothing, has no outputs.
+        All ids are out of range. The outputs of an "admit" program have width 0.
         """
         rows = spec.rows
         output_width = spec.width if spec.returning else 0
@@ -175,7 +179,17 @@ class Admission:
         generated: Sequence[Sequence[int]],
         entries: Sequence[int],
     ) -> tuple[np.ndarray, ...]:
-        """Fills the arrays for rows whose `tokens` are whole prompts, and for what they have generated since."""
+        """Returns the arrays of an admission.
+
+        Args:
+            spec: the program.
+            rows: the sequences; their `tokens` are whole prompts.
+            generated: per row, its generated tokens; empty if no row has any.
+            entries: per row, its entry in the sampling group.
+
+        Raises:
+            ValueError: a row has more logit biases than the cache has room for.
+        """
         arrays = self.blank(spec)
         slots, prompts, outputs, bias_ids, bias_values = arrays
         slots[: len(entries)] = entries
@@ -184,7 +198,7 @@ class Admission:
             bias = row.params.logit_bias
             if len(bias) > self._bias_width:
                 raise ValueError(
-                    f"logit_bias has {len(bias)} entries, but the cache holds {self._bias_width}"
+                    f"logit_bias has {len(bias)} entries, but the cache has room for {self._bias_width}; give fewer"
                 )
             bias_ids[index, : len(bias)] = list(bias.keys())
             bias_values[index, : len(bias)] = list(bias.values())
@@ -195,7 +209,7 @@ class Admission:
     def run(
         self, params: Params, cache: Cache, slots: Array, prompts: Array, *others: Array
     ) -> tuple[Cache, tuple[()]]:
-        """Is the program. Empty arrays are left out, so outputs come third only if they have a width."""
+        """Runs on the device. Empty arrays are not passed: outputs come third only if their width is not 0."""
         del params
         bias = others[-2:] if self._bias_width else ()
         rest = others[: len(others) - len(bias)]

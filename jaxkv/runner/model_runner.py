@@ -1,4 +1,4 @@
-"""The device's side of inference: parameters, the one live cache, and the compiled programs that update it."""
+"""The model runner: parameters, the cache on the device, and the compiled programs that update it."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -16,27 +16,27 @@ from jaxkv.models.protocol import Model, Params
 from jaxkv.programs.manifest import Program, Programs
 from jaxkv.programs.spec import ProgramSpec
 from jaxkv.runner.packed_layout import PackedLayout
-from jaxkv.runner.program_specs import StepSpec, present
+from jaxkv.runner.program_specs import StepSpec, without_empty
 
 
 class ModelRunner:
-    """Runs programs over one cache. It knows packed arrays, and neither sequences nor pages.
+    """Runs programs over one cache. It takes packed arrays; `SequenceRunner` handles sequences and pages.
 
     Args:
-        model: what to compute.
+        model: the model.
         params: its parameters, on the device.
         layout: the cache's groups.
-        counts: how many pages or states each group has.
+        counts: group name -> pages or states of that group.
         programs: the compiled programs; several runners may share them.
 
     Attributes:
-        implementation: what runs the ops of all layers, and why not something better.
-        owner: of the cache.
-        packed_layout: lays out the packed arrays of steps.
+        implementation: the implementation of the ops of all layers, and why no faster one is used.
+        owner: owns the cache.
+        packed_layout: layout of the packed arrays of steps.
 
     Raises:
-        Unsupported: the model insists on an implementation that cannot run it here, or the cache is fp8 and would be
-            updated by XLA.
+        Unsupported: the model requires an implementation that cannot run here, or the cache is fp8 and XLA would have
+            to update it.
     """
 
     def __init__(
@@ -54,22 +54,22 @@ class ModelRunner:
         self.programs = programs
         self.owner = CacheOwner(layout, counts)
         self.packed_layout = PackedLayout(layout, counts)
-        # Those that this runner has used.
+        # Compiled programs that this runner has used.
         self._known: dict[ProgramSpec, Program] = {}
         self._refused: dict[ProgramSpec, Exception] = {}
 
     @property
     def counts(self) -> Mapping[str, int]:
-        """Pages or states of each group."""
+        """Group name -> pages or states of that group."""
         return self.owner.counts
 
     @property
     def cache(self) -> Cache:
-        """The live cache; the next program that updates it takes its arrays away."""
+        """The current cache; the next program that updates it donates its arrays."""
         return self.owner.handle().cache
 
     def close(self) -> None:
-        """Frees the cache, and lets go of the parameters and the programs; nothing can be run afterwards."""
+        """Frees the cache and drops the parameters and programs; no program can run afterwards."""
         self.owner.close()
         self.params = ()
         self._known.clear()
@@ -78,10 +78,10 @@ class ModelRunner:
         self.programs.clear()
 
     def fit[S: ProgramSpec](self, spec: S) -> S:
-        """Returns the program to use: if this one is not compiled, the cheapest compiled one that serves as well.
+        """Returns the program to run instead of `spec`: itself if it is compiled, or a compiled one that serves.
 
-        Unless strict, only one that takes hardly longer; where there is none, the program itself, which is compiled
-        when it is first run.
+        Of several it returns the cheapest. Unless strict, only programs that cost about the same qualify. If none does,
+        it returns `spec` itself, which is compiled at its first run.
         """
         if spec in self._known:
             return spec
@@ -93,40 +93,41 @@ class ModelRunner:
         return found
 
     def has(self, spec: ProgramSpec) -> bool:
-        """Returns whether a program is compiled."""
+        """Returns whether a program is compiled and was used by this runner."""
         return spec in self._known
 
     def refusal(self, spec: StepSpec) -> Exception | None:
-        """Returns why the program could not be had when it was asked for last; `None` if it could, or was not."""
+        """Returns the error of the last attempt to get a program; `None` if it succeeded or there was none."""
         return self._refused.get(spec) if self._refused else None
 
     def run(self, spec: ProgramSpec, arrays: Sequence[np.ndarray]) -> Any:  # noqa: ANN401 - the program's own output
-        """Dispatches a program of the parameters, the cache, which it updates, and host arrays; returns its output.
+        """Dispatches a program of parameters, cache and host arrays that updates the cache; returns its output.
 
         Raises:
-            ProgramRefused: there is no such program and none may be compiled; nothing was changed.
-            CachePoisoned: it failed after the cache's donation.
+            ProgramRefused: the program is not compiled and must not be; the cache is unchanged.
+            CachePoisoned: the program failed after the cache was donated.
         """
         program = self.program(spec)
-        return self.owner.run(lambda cache: program(self.params, cache, *present(arrays)))
+        return self.owner.run(lambda cache: program(self.params, cache, *without_empty(arrays)))
 
-    def look(self, spec: ProgramSpec, *arrays: np.ndarray) -> Any:  # noqa: ANN401 - the program's own output
-        """Dispatches a program that only reads the cache, without parameters."""
+    def run_read_only(self, spec: ProgramSpec, *arrays: np.ndarray) -> Any:  # noqa: ANN401 - the program's own output
+        """Dispatches a program without parameters that only reads the cache."""
         return self.program(spec)(self.owner.handle().cache, *arrays)
 
     def update(self, spec: ProgramSpec, *arguments: Any) -> Any:  # noqa: ANN401 - the program's own types
-        """Dispatches a program that updates the cache, without parameters.
+        """Dispatches a program without parameters that updates the cache.
 
         Raises:
-            CachePoisoned: it failed after the cache's donation.
+            CachePoisoned: the program failed after the cache was donated.
         """
         program = self.program(spec)
         return self.owner.run(lambda cache: program(cache, *arguments))
 
     def read(self, out: Any) -> Any:  # noqa: ANN401 - a pytree of device arrays, as NumPy
-        """Waits for a step's output and returns it as NumPy.
+        """Waits for a step's output and returns it as NumPy arrays.
 
-        A step that ran out of memory, say, is heard of only here; its cache is lost with it.
+        Raises:
+            JaxRuntimeError: the step failed on the device, out of memory for example; the cache is lost.
         """
         try:
             return jax.device_get(out)
@@ -138,7 +139,7 @@ class ModelRunner:
         """Returns the compiled form of a program.
 
         Raises:
-            ProgramRefused: as `Programs.get`.
+            ProgramRefused: see `Programs.get`.
         """
         program = self._known.get(spec)
         if program is None:
@@ -154,11 +155,11 @@ class ModelRunner:
     def compile_all(
         self, needed: Sequence[ProgramSpec], *, progress: bool = False
     ) -> list[Program]:
-        """Returns the compiled forms of many programs, which are compiled side by side.
+        """Compiles many programs in parallel and returns them.
 
         Args:
-            needed: which.
-            progress: show a bar on stderr.
+            needed: their specs.
+            progress: show a progress bar on stderr.
         """
         builds = {spec: partial(spec.lowering, self) for spec in needed}
         self.programs.get_all(builds, progress=progress)

@@ -1,4 +1,4 @@
-"""The packed arrays of a step: where each field lies, with its shape and padding, and its name inside the trace."""
+"""The layout of the packed arrays of a step: name, offset, shape and padding of each field."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,12 +18,13 @@ from jaxkv.sampling.fields import fields_for
 
 @dataclass(frozen=True)
 class Field:
-    """One named piece of a packed array.
+    """One named field of a packed array.
 
     Attributes:
+        name: its name.
         shape: its padded shape.
-        pad: the value of unused entries; with `counted` the r-th entry along the first axis is padded
-            with `pad + r`, which makes out-of-range slots distinct.
+        pad: the value of unused entries.
+        counted: the r-th entry along the first axis is padded with `pad + r`, so that out-of-range slots are distinct.
     """
 
     name: str
@@ -37,7 +38,7 @@ class Field:
         return int(np.prod(self.shape, dtype=np.int64))
 
     def blank(self, dtype: type) -> np.ndarray:
-        """Returns the field with nothing but padding."""
+        """Returns the field filled with padding."""
         values = np.full(self.shape, self.pad, dtype)
         if self.counted:
             values += np.arange(self.shape[0], dtype=dtype).reshape(-1, *(1,) * (values.ndim - 1))
@@ -63,23 +64,25 @@ def int_fields(
         num_slots = counts[group.name] * group.page_size
         fields.append(Field(f"{group.name}.page_table", (shape.rows, width)))
         fields.append(Field(f"{group.name}.write_slots", tokens, num_slots, counted=True))
-    if shape.snapshots:
-        # Rising and past the end of every row, so that padding keeps nothing.
-        fields.append(Field("snapshot_ends", (shape.snapshots,), shape.tokens + 1, counted=True))
+    if shape.pending_checkpoints:
+        # Padding ascends past the end of every row, so that it writes no state.
+        fields.append(
+            Field("snapshot_ends", (shape.pending_checkpoints,), shape.tokens + 1, counted=True)
+        )
     for group in layout.state_groups:
         fields.append(Field(f"{group.name}.read_states", rows))
         num_states = counts[group.name]
         fields.append(Field(f"{group.name}.write_states", rows, num_states, counted=True))
-        if shape.snapshots:
-            kept = (shape.snapshots,)
+        if shape.pending_checkpoints:
+            kept = (shape.pending_checkpoints,)
             fields.append(Field(f"{group.name}.snapshot_states", kept, num_states, counted=True))
     if shape.features.min_tokens:
         fields.append(Field("block_stop", rows))
-    return (*fields, *_choice_fields(shape, np.int32))
+    return (*fields, *_sampling_fields(shape, np.int32))
 
 
-def _choice_fields(shape: StepSpec, dtype: type) -> list[Field]:
-    """Returns the columns of `jaxkv.sampling.fields` that lie in the array of a dtype."""
+def _sampling_fields(shape: StepSpec, dtype: type) -> list[Field]:
+    """Returns the sampling parameters of `jaxkv.sampling.fields` that have this dtype."""
     return [
         Field(field.name, field.shape(shape.rows), field.off)
         for field in fields_for(shape.features)
@@ -89,26 +92,30 @@ def _choice_fields(shape: StepSpec, dtype: type) -> list[Field]:
 
 def float_fields(shape: StepSpec) -> tuple[Field, ...]:
     """Returns the fields of the float32 array, in order; empty for a greedy program."""
-    return tuple(_choice_fields(shape, np.float32))
+    return tuple(_sampling_fields(shape, np.float32))
 
 
 ALIGNMENT = 64
-"""Entries at whose multiples fields begin: 256 bytes, the alignment that kernels ask of their arguments.
+"""Fields begin at multiples of this many entries: 256 bytes, the alignment that kernels need.
 
-XLA may hand a kernel a piece of the packed array where it lies.
+XLA may pass a kernel a slice of the packed array without copying it.
 """
 
 
 class Arrangement:
-    """Where each field lies in one packed array. Made once per shape.
+    """The offsets of the fields of one packed array.
+
+    Args:
+        fields: the fields, in order.
+        dtype: dtype of the array.
 
     Attributes:
-        blank: the array with nothing but padding, read-only; every step starts from a copy.
+        blank: the array filled with padding, read-only; each step starts from a copy.
     """
 
     def __init__(self, fields: tuple[Field, ...], dtype: type) -> None:
-        rooms = [-(-field.size // ALIGNMENT) * ALIGNMENT for field in fields]
-        starts = [0, *accumulate(rooms)]
+        sizes = [-(-field.size // ALIGNMENT) * ALIGNMENT for field in fields]
+        starts = [0, *accumulate(sizes)]
         self._places = [
             (field.name, start, start + field.size, field.shape)
             for field, start in zip(fields, starts, strict=False)
@@ -119,18 +126,18 @@ class Arrangement:
         self.blank.flags.writeable = False
 
     def split(self, packed: Any) -> dict[str, Any]:  # noqa: ANN401 - NumPy or JAX
-        """Names the pieces of a packed array; for NumPy they are views, through which it is filled."""
+        """Returns field name -> field of a packed array; for NumPy the fields are views, through which it is filled."""
         return {
             name: packed[start:stop].reshape(shape) for name, start, stop, shape in self._places
         }
 
 
 class PackedLayout:
-    """Lays out the packed arrays of all steps over one cache.
+    """The layouts of the packed arrays of all steps over one cache, computed once per shape.
 
     Args:
         layout: the cache's groups.
-        counts: pages or states of each group.
+        counts: group name -> pages or states of that group.
     """
 
     def __init__(self, layout: CacheLayout, counts: Mapping[str, int]) -> None:
@@ -139,21 +146,24 @@ class PackedLayout:
         self._arrangements: dict[StepSpec, tuple[Arrangement, Arrangement]] = {}
 
     def arrangements(self, shape: StepSpec) -> tuple[Arrangement, Arrangement]:
-        """Returns where the int32 and the float32 fields of a shape lie."""
-        known = self._arrangements.get(shape)
-        if known is None:
+        """Returns the arrangements of the int32 and of the float32 array of a shape."""
+        arrangements = self._arrangements.get(shape)
+        if arrangements is None:
             ints = int_fields(self.layout, self.counts, shape)
-            known = (Arrangement(ints, np.int32), Arrangement(float_fields(shape), np.float32))
-            self._arrangements[shape] = known
-        return known
+            arrangements = (
+                Arrangement(ints, np.int32),
+                Arrangement(float_fields(shape), np.float32),
+            )
+            self._arrangements[shape] = arrangements
+        return arrangements
 
     def blank(self, shape: StepSpec) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the arrays of a step without rows: what a program is compiled for."""
+        """Returns the arrays of a step without rows; a program is compiled for their shapes."""
         ints, floats = self.arrangements(shape)
         return ints.blank.copy(), floats.blank.copy()
 
     def left(self, shape: StepSpec, ints: Int[Array, " packed"]) -> Int[Array, " rows"]:
-        """Names the field that says in how many of its steps each row takes part, inside the trace of several."""
+        """Returns how many of the program's steps each row takes part in, inside the trace of several steps."""
         return self.arrangements(shape)[0].split(ints)["left"]
 
     def unpack(
@@ -162,16 +172,19 @@ class PackedLayout:
         ints: Int[Array, " packed"],
         floats: Float[Array, " packed_floats"] | None = None,
     ) -> StepBatch:
-        """Names the fields again, inside the trace.
+        """Returns the batch that packed arrays hold, inside the trace.
 
-        A greedy program has no floats, and may be given none.
+        Args:
+            shape: the spec of the program.
+            ints: the int32 array.
+            floats: the float32 array; `None` for a greedy program, which has no float fields.
         """
         int_places, float_places = self.arrangements(shape)
         fields = int_places.split(ints) | float_places.split(floats)
         paged = tuple(
             PagedTables(
-                # Without the barrier XLA hands kernels a slice of the packed array, by a kind of fusion that no
-                # command buffer can hold: the step would fall apart into several graphs.
+                # Without the barrier, XLA passes kernels a slice of the packed array by a fusion that command buffers
+                # do not support. The step would then be split into several CUDA graphs.
                 page_table=lax.optimization_barrier(fields[f"{group.name}.page_table"]),
                 write_slots=fields[f"{group.name}.write_slots"],
             )

@@ -1,7 +1,6 @@
-"""Packs the rows of a step into one int32 and one float32 array.
+"""Packs the rows of a step into one int32 and one float32 array, and checks their ids and sizes.
 
-Each field is written fresh for every step, so nothing of an earlier, longer batch can be read again. The packer
-checks ids and widths; it decides nothing.
+Each step starts from arrays filled with padding, so it cannot read entries of an earlier, longer batch.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,8 +19,8 @@ class Packer:
     """Packs the steps of one cache.
 
     Args:
-        packed_layout: where each field lies.
-        vocab_size: token ids lie below it.
+        packed_layout: layout of the arrays.
+        vocab_size: token ids must be below it.
     """
 
     def __init__(self, packed_layout: PackedLayout, vocab_size: int) -> None:
@@ -30,7 +29,7 @@ class Packer:
         self.counts = packed_layout.counts
         self.vocab_size = vocab_size
         self._paged, self._recurrent = layout.paged_groups, layout.state_groups
-        self._recalls = layout.keeps_outputs
+        self._keeps_outputs = layout.keeps_outputs
         self._row_table = RowTable(layout, self.counts)
 
     def pack(
@@ -38,15 +37,20 @@ class Packer:
     ) -> tuple[np.ndarray, np.ndarray]:
         """Returns the int32 and the float32 array of a step.
 
+        Args:
+            shape: the spec of the program.
+            rows: the rows.
+            allocator: holds their pages and states.
+
         Raises:
-            ValueError: the rows exceed the shape or their pages, or a token id is not one of the model's.
+            ValueError: the rows do not fit the shape or their pages, or a token id is not in the vocabulary.
         """
         if not isinstance(rows, StepRows):
             rows = StepRows.of(rows)
         self._check(shape, rows)
         places, float_places = self.packed_layout.arrangements(shape)
         ints, floats = places.blank.copy(), float_places.blank.copy()
-        entries = self._row_table.find(rows.sequences, rows.choices, allocator)
+        entries = self._row_table.update(rows.sequences, rows.choices, allocator)
         count, num_tokens = len(entries), len(rows.tokens)
         tokens, starts = _ints(rows.tokens), _ints(rows.starts)
         self._check_values(tokens, starts)
@@ -79,20 +83,24 @@ class Packer:
         return ints, floats
 
     def _check(self, shape: StepSpec, rows: StepRows) -> None:
-        """Refuses what the program has no room for."""
+        """Raises `ValueError` if the program has no room for the rows."""
         lens, num_tokens = rows.lens, len(rows.tokens)
         if len(lens) > shape.rows or num_tokens > shape.tokens:
             raise ValueError(
                 f"a step of {len(lens)} rows and {num_tokens} tokens does not fit a program of "
                 f"{shape.rows} rows and {shape.tokens} tokens; choose a larger bucket"
             )
-        least = 0 if self._recalls and not shape.decode else 1
+        least = 0 if self._keeps_outputs and not shape.decode else 1
         if not lens or min(lens) < least or (shape.decode and max(lens) > 1):
-            wanted = "exactly one" if shape.decode else "at least one"
-            raise ValueError(f"a step needs rows of {wanted} new token ids, got {lens}")
+            wanted = "exactly one new token id" if shape.decode else "one or more new token ids"
+            raise ValueError(
+                f"each row of a step needs {wanted}, got rows of {lens}; leave out empty rows, or use a prefill "
+                f"program for rows of several tokens"
+            )
         if shape.fresh and any(rows.starts):
             raise ValueError(
-                f"a program for rows that begin at their first token got rows that begin at {rows.starts}"
+                f"a fresh program needs rows that begin at their first token, got rows that start at {rows.starts}; "
+                f"use a program that reads the cache"
             )
         if shape.steps > 1 and not (
             len(rows.left) == len(lens) and 1 <= min(rows.left) <= max(rows.left) <= shape.steps
@@ -101,9 +109,10 @@ class Packer:
                 f"a program of {shape.steps} steps needs rows that take part in 1 to {shape.steps} of them, "
                 f"got {rows.left} for {len(lens)} rows"
             )
-        if len(rows.snapshots) > shape.snapshots:
+        if len(rows.pending_checkpoints) > shape.pending_checkpoints:
             raise ValueError(
-                f"a step that keeps {len(rows.snapshots)} states does not fit a program that keeps {shape.snapshots}"
+                f"a step with {len(rows.pending_checkpoints)} pending checkpoints does not fit a program of "
+                f"{shape.pending_checkpoints}; make fewer, or choose a larger program"
             )
 
     def _check_values(self, tokens: np.ndarray, starts: np.ndarray) -> None:
@@ -111,7 +120,9 @@ class Packer:
         if least < 0 or most >= self.vocab_size:
             raise ValueError(f"token ids must lie in [0, {self.vocab_size}), got {least} to {most}")
         if starts.min() < 0:
-            raise ValueError(f"positions count from 0, but a row starts at {starts.min()}")
+            raise ValueError(
+                f"positions must be at least 0, got a row that starts at {starts.min()}"
+            )
 
     def _fill_pages(
         self,
@@ -123,7 +134,17 @@ class Packer:
         positions: np.ndarray,
         seq_lens: np.ndarray,
     ) -> None:
-        """Fills one group's page table and the slot of each new token; pages must hold `seq_lens` tokens."""
+        """Fills one group's page table and the write slot of each new token.
+
+        Args:
+            group: the paged group.
+            fields: the int32 fields.
+            rows: the rows.
+            entries: per row, its index in the row table.
+            owner: per new token, its row.
+            positions: per new token, its position.
+            seq_lens: per row, tokens that its pages must hold.
+        """
         name, size = group.name, group.page_size
         table, pages = self._row_table.tables[name], self._row_table.pages[name][entries]
         target = fields[f"{name}.page_table"]
@@ -139,14 +160,14 @@ class Packer:
             row = int(lacking.argmax())
             raise ValueError(
                 f"sequence {rows.sequences[row]} has {pages[row]} pages of {size} tokens in "
-                f"{name}, which do not hold {seq_lens[row]} tokens; reserve first"
+                f"{name}, which do not hold {seq_lens[row]} tokens; reserve pages first"
             )
         lost = np.less(rows.starts, self._row_table.first[name][entries])
         if lost.any():
             row = int(lost.argmax())
             raise ValueError(
                 f"sequence {rows.sequences[row]} starts at position {rows.starts[row]}, but its pages of {name} "
-                f"before position {self._row_table.first[name][entries[row]]} were given back; begin it anew"
+                f"before position {self._row_table.first[name][entries[row]]} were freed; restart the sequence"
             )
         used = int(pages.max())
         target[: len(entries), :used] = table[entries, :used]
@@ -165,24 +186,24 @@ class Packer:
         allocator: PageAllocator,
         bounds: np.ndarray,
     ) -> None:
-        kept = rows.snapshots
+        kept = rows.pending_checkpoints
         if kept:
             ends = [bounds[row] + length - rows.starts[row] for row, length, _ in kept]
             fields["snapshot_ends"][: len(kept)] = ends
         for group in self._recurrent:
             pairs = [allocator.states(number, group.name) for number in rows.sequences]
             reads, writes = np.asarray(pairs, np.int32).T
-            aside = np.asarray([states[group.name] for _, _, states in kept], np.int32)
-            _refuse_crossed(group.name, reads, writes, aside)
+            pending = np.asarray([states[group.name] for _, _, states in kept], np.int32)
+            _refuse_conflicts(group.name, reads, writes, pending)
             if kept:
-                fields[f"{group.name}.snapshot_states"][: len(kept)] = aside
+                fields[f"{group.name}.snapshot_states"][: len(kept)] = pending
             fields[f"{group.name}.read_states"][: len(pairs)] = reads
             fields[f"{group.name}.write_states"][: len(pairs)] = writes
 
     def _fill_choices(
         self, fields: Mapping[str, np.ndarray], rows: StepRows, entries: np.ndarray
     ) -> None:
-        """Fills those fields that say how tokens are chosen, as far as the program has them."""
+        """Fills the sampling parameters that the program reads."""
         count = len(entries)
         for name, values in self._row_table.choices.items():
             if name in fields:
@@ -192,15 +213,15 @@ class Packer:
             fields["block_stop"][:count] = np.less(rows.generated, least)
 
 
-def _refuse_crossed(name: str, reads: np.ndarray, writes: np.ndarray, kept: np.ndarray) -> None:
-    """Raises if a row would write the state that another row reads: which comes first, nobody says."""
+def _refuse_conflicts(name: str, reads: np.ndarray, writes: np.ndarray, kept: np.ndarray) -> None:
+    """Raises `ValueError` if a row would write a state that another row reads or writes; their order is undefined."""
     moved = reads != writes
     written = np.concatenate([writes, kept])
     crossed = [*np.intersect1d(reads[moved], writes), *np.intersect1d(reads, kept)]
     if crossed or np.unique(written).size < written.size:
         raise ValueError(
             f"in group {name!r}, rows read the states {reads.tolist()}, write {writes.tolist()} and keep "
-            f"{kept.tolist()}: a step may not read what another of its rows writes, nor write a state twice"
+            f"{kept.tolist()}: a step must not read a state that another row writes, nor write a state twice"
         )
 
 

@@ -1,6 +1,7 @@
-"""What a program is compiled for. A spec is the key of its program in the manifest and lowers itself.
+"""Specs of the step and score programs: padded sizes, lowering, and which program can replace another.
 
-Programs that are no steps have their specs beside what they compute: `side_programs` and `host_programs`.
+A spec is the key of its program in the manifest. The specs of other programs are in `jaxkv.runner.cache_programs` and
+`jaxkv.offload.programs`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,38 +21,38 @@ from jaxkv.programs.spec import ProgramSpec, Size
 from jaxkv.runner.buckets import LOOSE_TOKENS
 from jaxkv.runner.sampled_rows import pack_sampled
 from jaxkv.sampling.features import Features
-from jaxkv.step.burst import decode_burst
+from jaxkv.step.multi_step import decode_steps
 from jaxkv.step.score import score_tokens
 from jaxkv.step.step import step
 
 _SPARE_ROWS = 8
-"""A compiled program of up to this many times the rows runs a step rather than compiling another program."""
+"""A compiled program with up to this many times the rows is used instead of compiling a new one."""
 
 
 @runtime_checkable
 class StepFields(Protocol):
-    """Names the fields of packed arrays; `jaxkv.runner.packed_layout.PackedLayout` does."""
+    """Unpacks the fields of packed arrays; `jaxkv.runner.packed_layout.PackedLayout` is one."""
 
     def blank(self, shape: "StepSpec", /) -> tuple[np.ndarray, ...]:
         """Returns the packed arrays of a step without rows."""
         ...
 
     def unpack(self, shape: "StepSpec", ints: Array, floats: Array | None = None, /) -> StepBatch:
-        """Returns the batch that packed arrays hold, inside a trace; a greedy step has no floats."""
+        """Returns the batch that packed arrays hold, inside a trace; a greedy step has no float fields."""
         ...
 
     def left(self, shape: "StepSpec", ints: Array, /) -> Array:
-        """Returns in how many of the program's steps each row takes part, inside a trace."""
+        """Returns how many of the program's steps each row takes part in, inside a trace."""
         ...
 
 
 @runtime_checkable
 class Runner(Protocol):
-    """What a spec lowers its program for: a model, its parameters and one cache."""
+    """The model, parameters and cache that a spec lowers its program for."""
 
     @property
     def model(self) -> Model:
-        """What to compute."""
+        """The model."""
         ...
 
     @property
@@ -66,32 +67,33 @@ class Runner(Protocol):
 
     @property
     def counts(self) -> Mapping[str, int]:
-        """Pages or states of each group."""
+        """Group name -> pages or states of that group."""
         ...
 
     @property
     def cache(self) -> Cache:
-        """The live cache; only its types are read."""
+        """The current cache; only its types are read."""
         ...
 
     @property
     def packed_layout(self) -> StepFields:
-        """Lays out the packed arrays of steps."""
+        """Layout of the packed arrays of steps."""
         ...
 
 
 @dataclass(frozen=True)
 class StepSpec(ProgramSpec["Runner"]):
-    """The padded sizes of a program that runs one step, or several decode steps, and what it can do.
+    """A program that runs one step, or several decode steps: its padded sizes and its features.
 
     Attributes:
         tokens, rows: most new tokens and most sequences.
         table_widths: pages per row, for each paged group.
-        features: how it can choose tokens.
-        decode: one query per row.
-        snapshots: most states of each recurrent group that it can keep on its way.
-        fresh: all rows begin at their first token; programs differ by it where the cache's layout `expands`.
-        steps: decode steps that it runs one after the other.
+        features: sampling features that it supports.
+        decode: True if each row has exactly one new token.
+        pending_checkpoints: most pending state checkpoints that it can write.
+        fresh: True if all rows begin at their first token, so that no pages are read; used if `CacheLayout.expands` is
+            not 0.
+        steps: decode steps that it runs in sequence.
     """
 
     tokens: int
@@ -99,13 +101,13 @@ class StepSpec(ProgramSpec["Runner"]):
     table_widths: tuple[int, ...]
     features: Features = Features()
     decode: bool = False
-    snapshots: int = 0
+    pending_checkpoints: int = 0
     fresh: bool = False
     steps: int = 1
 
     @property
     def kind(self) -> str:
-        """Whether every row has one query."""
+        """Either "decode" or "prefill"."""
         return "decode" if self.decode else "prefill"
 
     @property
@@ -116,26 +118,26 @@ class StepSpec(ProgramSpec["Runner"]):
         return f"{'fresh_' * self.fresh}{self.kind}_{sizes}{several}"
 
     def sizes(self) -> dict[str, Size]:
-        """Returns sizes and features by name; those that most programs lack, only where they are set."""
+        """Returns sizes and features by name; rare ones are `None` unless set."""
         sizes: dict[str, Size] = {"tokens": self.tokens, "rows": self.rows}
         sizes |= {"table_widths": self.table_widths}
         sizes |= {part.name: getattr(self.features, part.name) for part in fields(self.features)}
         return sizes | {
-            "snapshots": self.snapshots or None,
+            "pending_checkpoints": self.pending_checkpoints or None,
             "fresh": self.fresh,
             "steps": self.steps if self.steps > 1 else None,
         }
 
     def serves(self, needed: ProgramSpec) -> bool:
-        """Returns whether it is as large in every size, with features that cover the other's."""
+        """Returns whether it is at least as large in every size, with features that cover those of `needed`."""
         return (
             isinstance(needed, StepSpec)
             and self.decode == needed.decode
             and self.tokens >= needed.tokens
             and self.rows >= needed.rows
-            and self.snapshots >= needed.snapshots
+            and self.pending_checkpoints >= needed.pending_checkpoints
             and self.steps == needed.steps
-            # A program that reads pages does so whether or not there is anything in them.
+            # A program that reads pages can also run fresh rows, but not the other way round.
             and (needed.fresh or not self.fresh)
             and len(self.table_widths) == len(needed.table_widths)
             and all(map(int.__ge__, self.table_widths, needed.table_widths))
@@ -143,7 +145,7 @@ class StepSpec(ProgramSpec["Runner"]):
         )
 
     def costs_like(self, needed: ProgramSpec) -> bool:
-        """Returns whether it has few rows, not many more than the other, and is the same in all else."""
+        """Returns whether it has few tokens, not many more rows than `needed`, and the same tables and features."""
         return (
             isinstance(needed, StepSpec)
             and self.tokens <= LOOSE_TOKENS
@@ -155,11 +157,11 @@ class StepSpec(ProgramSpec["Runner"]):
 
     @property
     def order_of_cost(self) -> tuple[int, ...]:
-        """Fewer tokens, then fewer rows; one that reads no pages before one that does."""
+        """Sort key: tokens, then rows, then programs that read no pages first."""
         return self.tokens, self.rows, not self.fresh
 
     def lowering(self, runner: Runner) -> Lowering:
-        """Returns the step: `cache, packed choices = run(params, cache, *packed)`, which donates the cache."""
+        """Returns the step: `cache, packed tokens = run(params, cache, *packed)`, which donates the cache."""
         model, packed_layout = runner.model, runner.packed_layout
         page_sizes = tuple(group.page_size for group in runner.layout.paged_groups)
 
@@ -168,7 +170,7 @@ class StepSpec(ProgramSpec["Runner"]):
             if self.steps == 1:
                 cache, sampled = step(model, params, cache, batch)
                 return cache, pack_sampled(sampled)
-            cache, several = decode_burst(
+            cache, several = decode_steps(
                 model,
                 params,
                 cache,
@@ -184,10 +186,10 @@ class StepSpec(ProgramSpec["Runner"]):
 
 @dataclass(frozen=True)
 class ScoreSpec(ProgramSpec["Runner"]):
-    """A program that returns, at each packed token, the log-probability of the token packed after it.
+    """A program that returns, for each packed token, the log-probability of the token packed after it.
 
     Attributes:
-        step: sizes of the step that computes the texts; nothing is chosen.
+        step: sizes of the step that computes the texts; it samples no tokens.
     """
 
     step: StepSpec
@@ -199,7 +201,7 @@ class ScoreSpec(ProgramSpec["Runner"]):
 
     @property
     def name(self) -> str:
-        """The name of the step, with the kind in front."""
+        """The kind, then the name of the step."""
         return f"score_{self.step.name}"
 
     def sizes(self) -> dict[str, Size]:
@@ -207,16 +209,16 @@ class ScoreSpec(ProgramSpec["Runner"]):
         return self.step.sizes()
 
     def serves(self, needed: ProgramSpec) -> bool:
-        """Returns whether its step serves for the other's."""
+        """Returns whether its step can replace the step of `needed`."""
         return isinstance(needed, ScoreSpec) and self.step.serves(needed.step)
 
     def costs_like(self, needed: ProgramSpec) -> bool:
-        """Returns whether its step costs like the other's."""
+        """Returns whether its step costs about as much as the step of `needed`."""
         return isinstance(needed, ScoreSpec) and self.step.costs_like(needed.step)
 
     @property
     def order_of_cost(self) -> tuple[int, ...]:
-        """That of the step."""
+        """Sort key of the step."""
         return self.step.order_of_cost
 
     def lowering(self, runner: Runner) -> Lowering:
@@ -231,9 +233,9 @@ class ScoreSpec(ProgramSpec["Runner"]):
 
 def lower_update(runner: Runner, run: Any, arrays: Sequence[np.ndarray]) -> Lowering:  # noqa: ANN401 - a function
     """Returns the lowering of a function of parameters, cache and host arrays that updates the cache."""
-    return Lowering(run, (runner.params, runner.cache, *present(arrays)), cache_argument=1)
+    return Lowering(run, (runner.params, runner.cache, *without_empty(arrays)), cache_argument=1)
 
 
-def present(arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Returns the arrays that are not empty: each argument costs a transfer, an empty one too."""
+def without_empty(arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Returns the arrays that are not empty; even an empty argument would cost a transfer."""
     return [array for array in arrays if array.size]

@@ -1,7 +1,7 @@
-"""A persistent table of what steps need of each sequence: its page tables and its sampling parameters.
+"""A persistent table of page tables and sampling parameters, one row per running sequence.
 
 A step gathers its rows from the table by index, so its cost hardly grows with the number of rows. A row is written when
-its sequence first runs and whenever its pages changed. vLLM calls the same idea a persistent batch.
+its sequence first runs and when its pages have changed. vLLM calls the same idea a persistent batch.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,18 +16,19 @@ _FEWEST_PAGES = 16
 
 
 class RowTable:
-    """The rows of all sequences that may run; the row of a sequence is its entry in the sampling group.
+    """The table. The row of a sequence has the index of its entry in the sampling group.
 
     Args:
         layout: the cache's groups.
-        counts: pages or states of each group.
+        counts: group name -> pages or states of that group.
 
     Attributes:
-        tables: paged group's name -> pages, int32 [entries, width], 0 past a row's end; wide enough for all so far.
-        pages: paged group's name -> how many pages a row has, int32 [entries].
-        first: paged group's name -> tokens before a row's first page, which its window has passed, int32 [entries].
+        tables: paged group's name -> page table, int32 [entries, width], 0 past a row's end; it grows when needed.
+        pages: paged group's name -> number of pages, int32 [entries].
+        first: paged group's name -> tokens before the first page; their pages were freed out of the window,
+            int32 [entries].
         covered: paged group's name -> tokens in shared pages, which are not written, int32 [entries].
-        choices: field -> how the row chooses its tokens, [entries] or [entries, width].
+        choices: name of a sampling parameter -> its values, [entries] or [entries, width].
     """
 
     def __init__(self, layout: CacheLayout, counts: Mapping[str, int]) -> None:
@@ -47,33 +48,33 @@ class RowTable:
             field.name: np.full(field.shape(entries), field.off, field.dtype) for field in FIELDS
         }
 
-    def find(
+    def update(
         self, sequences: Sequence[int], choices: Sequence[Choice], allocator: PageAllocator
     ) -> np.ndarray:
-        """Returns the rows of some sequences as indices, int64, after bringing them up to date.
+        """Updates the rows of some sequences; returns the indices of the rows, int64.
 
         Args:
             sequences: their numbers in the allocator.
-            choices: how each chooses its tokens; the row is written anew when `params` is another object.
+            choices: their sampling parameters; a row is rewritten when `params` is another object.
             allocator: holds their pages.
 
         Raises:
-            ValueError: one is not open or has reserved nothing, or has more stop ids than fit.
+            ValueError: a sequence is not open, has reserved no pages, or has more stop ids than fit.
         """
         owners, changes, seen = self._owners, self._changes, self._params
-        everything = allocator.held_by(sequences)
-        entries = [held.states["sampling"].write for held in everything]
-        for entry, held, choice in zip(entries, everything, choices, strict=True):
+        all_held = allocator.held_by(sequences)
+        entries = [held.states["sampling"].write for held in all_held]
+        for entry, held, choice in zip(entries, all_held, choices, strict=True):
             known = owners[entry] is held and seen[entry] is choice.params
             if not known or changes[entry] != held.changes:
                 self._write(entry, held, choice)
         if 0 in entries:
-            allocator.states(sequences[entries.index(0)], "sampling")  # Raises: it has none.
+            allocator.states(sequences[entries.index(0)], "sampling")  # Raises: it has no entry.
         return np.asarray(entries, np.int64)
 
     def _write(self, entry: int, held: SequenceView, choice: Choice) -> None:
         known = self._owners[entry] is held and self._params[entry] is choice.params
-        self._owners[entry] = None  # Until all is written, whatever happens.
+        self._owners[entry] = None  # An interrupted write leaves the row without an owner.
         for name, count in self.pages.items():
             pages = held.pages[name]
             table = self._table(name, len(pages))
@@ -83,17 +84,17 @@ class RowTable:
             self.first[name][entry] = held.unneeded[name] * self._page_sizes[name]
             self.covered[name][entry] = held.covered.get(name, 0)
         if not known:
-            self._choose(entry, choice)
+            self._write_sampling(entry, choice)
         self._changes[entry] = held.changes
         self._owners[entry] = held
 
-    def _choose(self, entry: int, choice: Choice) -> None:
+    def _write_sampling(self, entry: int, choice: Choice) -> None:
         for field in FIELDS:
             field.write(self.choices[field.name], entry, choice)
         self._params[entry] = choice.params
 
     def _table(self, name: str, width: int) -> np.ndarray:
-        """Returns a group's table, at least so wide."""
+        """Returns a group's page table, grown to at least `width`."""
         table = self.tables[name]
         if width > table.shape[1]:
             wider = np.zeros((len(table), max(width, 2 * table.shape[1])), np.int32)

@@ -1,4 +1,4 @@
-"""The rows of a step as the host decided them: one by one, or as columns."""
+"""The rows of a step, the input of the packer: one by one, or as columns."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,18 +11,18 @@ from jaxkv.sampling.fields import Choice
 
 @dataclass(frozen=True)
 class Row:
-    """One sequence's part in a step, as the host decided it.
+    """One row of a step: the new tokens of one sequence.
 
     Attributes:
-        sequence: its number in the page allocator, which hold its pages and states.
-        tokens: the new token ids; one, of any value, if `carry`.
-        start: position of the first of them.
-        params: the request's sampling parameters, with `seed` settled.
+        sequence: its number in the page allocator, which holds its pages and states.
+        tokens: the new token ids; with `carry`, one id of any value.
+        start: position of the first new token.
+        params: the request's sampling parameters.
         seed: 64-bit seed of this sample.
-        emits: the step's token for this row counts (the last chunk of a prompt, or a decode step).
-        carry: the new token is the one this row sampled last, read on the device.
-        generated: tokens generated before this step.
-        stop_ids: ids that end the row.
+        emits: the sampled token counts: the row is a decode step or the last prefill chunk of a prompt.
+        carry: the new token is the one that this sequence sampled last; the device reads it from the sampling group.
+        generated: number of tokens generated before this step.
+        stop_ids: ids that end the request.
     """
 
     sequence: int
@@ -36,14 +36,14 @@ class Row:
     stop_ids: tuple[int, ...] = ()
 
 
-class Snapshot(NamedTuple):
-    """States that a step keeps on its way.
+class PendingCheckpoint(NamedTuple):
+    """A pending state checkpoint: the states of one sequence that a step writes in the middle of its tokens.
 
     Attributes:
-        row: whose they are.
-        length: tokens of that sequence after which they are kept: among the row's new ones, at a multiple of the
-            model's chunk or at the row's end.
-        states: recurrent group's name -> where they are kept.
+        row: index of the row.
+        length: tokens of the sequence before the checkpoint. It lies within the row's new tokens, at a multiple of the
+            model's chunk size or at the end of the row.
+        states: recurrent group's name -> id of the state that the step writes.
     """
 
     row: int
@@ -52,15 +52,16 @@ class Snapshot(NamedTuple):
 
 
 class StepRows(NamedTuple):
-    """The rows of one step as columns, which is what the packer takes.
+    """The rows of one step as columns.
 
     Attributes:
-        sequences, tokens, starts, emits, carry: see `Row`; the tokens of all rows, one row after the other.
-        lens: new tokens of each row.
+        sequences, starts, emits, carry: see `Row`.
+        tokens: new token ids of all rows, one row after the other.
+        lens: number of new tokens of each row.
         generated: see `Row`; may be empty if no row has `min_tokens`.
-        choices: how each row chooses its tokens, the same object at each of its steps.
-        snapshots: what the step keeps on its way, by row, then by length.
-        left: in how many of a program's steps each row takes part; empty for programs of one step.
+        choices: sampling parameters of each row; a request passes the same object at each step.
+        pending_checkpoints: the pending state checkpoints of the step, sorted by row, then by length.
+        left: how many of the program's steps each row takes part in; empty for programs of one step.
     """
 
     sequences: Sequence[int]
@@ -71,12 +72,12 @@ class StepRows(NamedTuple):
     carry: Sequence[bool]
     generated: Sequence[int]
     choices: Sequence[Choice]
-    snapshots: Sequence[Snapshot] = ()
+    pending_checkpoints: Sequence[PendingCheckpoint] = ()
     left: Sequence[int] = ()
 
     @classmethod
     def of(cls, rows: Sequence[Row]) -> "StepRows":
-        """Lays rows side by side."""
+        """Returns the columns of some rows."""
         return cls(
             sequences=[row.sequence for row in rows],
             tokens=list(chain.from_iterable(row.tokens for row in rows)),

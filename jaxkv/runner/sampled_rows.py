@@ -1,4 +1,4 @@
-"""A step's choices as one array, so that one copy brings them to the host, and by name again there."""
+"""The sampled tokens of a step, packed on the device into one array for a single copy, and unpacked on the host."""
 
 from dataclasses import dataclass
 
@@ -13,13 +13,13 @@ from jaxkv.sampling.sample import Sampled
 
 @dataclass(frozen=True)
 class SampledRows:
-    """One step's choices as NumPy arrays; see `jaxkv.sampling.sample.Sampled`.
+    """The sampled tokens of one step as NumPy arrays; see `jaxkv.sampling.sample.Sampled`.
 
     Attributes:
-        tokens: chosen ids per row.
-        finite: whether the row's logits were numbers.
-        logprob: log-probability of the chosen token; this and the following are empty unless asked for.
-        top_ids, top_logprobs: the most likely tokens.
+        tokens: sampled id per row.
+        finite: whether the row's logits were finite.
+        logprob: log-probability of the sampled token; empty unless requested.
+        top_ids, top_logprobs: the most likely tokens and their log-probabilities; empty unless requested.
     """
 
     tokens: np.ndarray
@@ -30,7 +30,7 @@ class SampledRows:
 
 
 def pack_sampled(sampled: Sampled) -> Int[Array, "rows columns"]:
-    """Lays a step's choices side by side in one int32 array."""
+    """Packs the sampled tokens of a step as columns of one int32 array; floats keep their bits."""
     columns = [sampled.tokens[:, None], sampled.finite.astype(jnp.int32)[:, None]]
     if sampled.logprob is not None:
         assert sampled.top_ids is not None
@@ -42,7 +42,7 @@ def pack_sampled(sampled: Sampled) -> Int[Array, "rows columns"]:
 
 
 def unpack_sampled(packed: np.ndarray, features: Features) -> SampledRows:
-    """Names the columns again, on the host."""
+    """Returns the columns that `pack_sampled` packed, on the host."""
     tokens, finite = packed[:, 0], packed[:, 1].astype(bool)
     floats, top = packed.view(np.float32), features.logprobs or 0
     logprob = floats[:, 2] if features.logprobs is not None else floats[:, 2:]
@@ -52,6 +52,6 @@ def unpack_sampled(packed: np.ndarray, features: Features) -> SampledRows:
 def report_logprobs(
     token: int, logprob: float, top_ids: np.ndarray, top_logprobs: np.ndarray
 ) -> dict[int, float]:
-    """Returns token id -> log-probability, the most likely first, the chosen one included."""
+    """Returns token id -> log-probability of the most likely tokens, in order, and of the sampled token."""
     report = dict(zip(top_ids.tolist(), top_logprobs.tolist(), strict=True))
     return report | {token: logprob}

@@ -1,7 +1,7 @@
-"""How likely given texts are: one text at a time, in one step, over pages that are given back at once.
+"""Scores given texts: the log-probability of each token, computed one text at a time on pages that are freed after it.
 
-Where layers have windows and their pools are smaller than a text, it takes several steps, and what the windows have
-passed is given back between them.
+A text takes one step. If a window group is smaller than the text, it takes several steps, and pages out of the window
+are freed between them.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,10 +16,10 @@ from jaxkv.runner.sequence_runner import SequenceRunner
 def score_texts(
     sequence_runner: SequenceRunner, texts: Sequence[tuple[int, ...]]
 ) -> Iterator[np.ndarray]:
-    """Yields, per text, the float32 log-probability of each token after the first, given those before it.
+    """Yields, per text, the float32 log-probability of each token after the first, given the tokens before it.
 
     Raises:
-        OutOfPages: a text needs more pages than are free; nothing was consumed.
+        OutOfPages: a text needs more pages than are free; the cache is unchanged.
     """
     for text in texts:
         stride = _stride(sequence_runner, len(text))
@@ -36,9 +36,10 @@ def score_texts(
 def _score(
     sequence_runner: SequenceRunner, sequence: int, text: tuple[int, ...], start: int, stride: int
 ) -> np.ndarray:
-    """Returns how likely the tokens are that follow those at `start` and after, but for the last of the step.
+    """Returns the log-probabilities of the tokens at `start + 1` to the end of one step.
 
-    That one is computed once more at the beginning of the next step, which overwrites it with itself.
+    The next step begins at the last token of this one. It computes that token again and overwrites it with equal
+    values.
     """
     part = text[start : start + stride]
     row = Row(sequence, part, start, SamplingParams(temperature=0.0), emits=False)
@@ -47,9 +48,10 @@ def _score(
 
 
 def _stride(sequence_runner: SequenceRunner, length: int) -> int:
-    """Returns the tokens of a step: all of them, unless a window group is too small for that.
+    """Returns the tokens per step: the whole text, unless a window group is too small for it.
 
-    States of recurrent layers cannot take a token twice, and angles may depend on the whole text.
+    Models with recurrent layers or `whole_prompts` always take the whole text: a state must not take a token twice,
+    and rotary angles may depend on the length of the text.
     """
     most = sequence_runner.allocator.most_ahead
     if (

@@ -1,4 +1,4 @@
-"""Runs steps of sequences: takes their pages, packs their rows, and keeps their entries of the sampling group clean."""
+"""Runs steps of sequences: allocates their pages, packs their rows, and initializes their sampling entries."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,9 +16,9 @@ from jaxkv.runner.rows import Row, StepRows
 
 
 class SequenceRunner:
-    """The host's side of one cache: which sequence holds which pages, and programs on rows of sequences.
+    """The host side of one cache: the page allocator, and programs on rows of sequences.
 
-    Which sequences run, with how many tokens, is decided by its callers.
+    Its callers decide which sequences run, with how many tokens.
 
     Args:
         runner: runs the programs.
@@ -26,7 +26,9 @@ class SequenceRunner:
         max_rows: most rows of a step.
 
     Attributes:
-        allocator: allocates the cache's pages and states.
+        runner: runs the programs.
+        max_rows: most rows of a step.
+        allocator: allocates pages and states.
         packer: packs rows.
         length_buckets: padded lengths of prompts and texts, ascending.
     """
@@ -42,21 +44,21 @@ class SequenceRunner:
         self._biased: set[tuple[int, int]] = set()
 
     def new_number(self) -> int:
-        """Returns a number for a sequence that the page allocator does not know yet."""
+        """Returns an unused sequence number."""
         return next(self._numbers)
 
     @contextmanager
     def reserved(self, num_tokens: int) -> Iterator[int]:
-        """Holds pages and states for a new sequence and yields its number; gives them back whatever happens.
+        """Reserves pages and states for a new sequence and yields its number; releases them at the end.
 
         Raises:
-            OutOfPages: too few are free; nothing was taken (`OutOfStates` likewise).
+            OutOfPages, OutOfStates: too few are free; none was taken.
         """
         sequence = self.new_number()
         self.allocator.open(sequence)
         try:
             reservation = self.allocator.reserve(sequence, num_tokens)
-            assert not reservation.copies, "a sequence that shares nothing needs no copies"
+            assert not reservation.copies, "a new sequence shares no page, so it needs no copy"
             yield sequence
         finally:
             self.allocator.release(sequence)
@@ -64,8 +66,8 @@ class SequenceRunner:
     def step(self, shape: StepSpec, rows: StepRows | Sequence[Row]) -> Array:
         """Dispatches one step and returns its packed tokens, which may not be computed yet.
 
-        A program of several steps returns those of each, along a first axis. Get them with `ModelRunner.read`, and name
-        them with `jaxkv.runner.sampled_rows.unpack_sampled`.
+        A program of several steps returns those of all steps, along a first axis. `ModelRunner.read` waits for them,
+        and `jaxkv.runner.sampled_rows.unpack_sampled` unpacks them.
         """
         return self.runner.run(shape, self.packer.pack(shape, rows, self.allocator))
 
@@ -74,11 +76,11 @@ class SequenceRunner:
         return self.runner.run(spec, self.packer.pack(spec.step, rows, self.allocator))
 
     def admit(self, rows: Sequence[Row], generated: Sequence[Sequence[int]] = ()) -> None:
-        """Gives rows that penalties may concern clean entries in the sampling group; `tokens` are whole prompts.
+        """Initializes the entries of some rows in the sampling group, which penalties and biases read.
 
         Args:
-            rows: who gets an entry.
-            generated: per row, what it has generated already, if any of them has.
+            rows: the rows; their `tokens` are whole prompts.
+            generated: per row, its generated tokens; empty if no row has any.
         """
         spec = self.runner.fit(self.admit_spec(rows, generated))
         entries = [self.allocator.states(row.sequence, "sampling")[1] for row in rows]
@@ -88,7 +90,7 @@ class SequenceRunner:
             self._note_bias(entry, biased=bool(row.params.logit_bias))
 
     def admit_spec(self, rows: Sequence[Row], generated: Sequence[Sequence[int]] = ()) -> AdmitSpec:
-        """Returns the program that `admit` runs."""
+        """Returns the program that `admit` needs for these rows."""
         count = bucket(len(rows), power_of_two_buckets(1, self.max_rows))
         outputs = max((len(tokens) for tokens in generated), default=0)
         longest = max(outputs, *(len(row.tokens) for row in rows))
@@ -104,11 +106,11 @@ class SequenceRunner:
         return ScoreSpec(StepSpec(tokens, 1, widths, fresh=fresh))
 
     def is_biased(self, entry: int) -> bool:
-        """Whether an entry of the sampling group holds a bias, which programs with penalties would add for anybody."""
+        """Whether an entry of the sampling group holds a logit bias; programs with penalties add it to any row."""
         return (self.runner.owner.rebuilds, entry) in self._biased
 
     def copy(self, copies: Sequence[PageCopy]) -> None:
-        """Makes the copies that reservations ask for, in order."""
+        """Makes the copies that reservations need, in order."""
         for batch in copy_batches(copies):
             ids = pack_copies(self.runner.layout, self.runner.owner.counts, batch)
             self.runner.run(CopySpec(), (ids,))
@@ -117,6 +119,6 @@ class SequenceRunner:
                     self._note_bias(copy.target, biased=self.is_biased(copy.source))
 
     def _note_bias(self, entry: int, *, biased: bool) -> None:
-        # A new cache is clean, so what was noted of the one before it does not count.
+        # A rebuilt cache has no biases, so notes of the cache before it are ignored.
         note = self._biased.add if biased else self._biased.discard
         note((self.runner.owner.rebuilds, entry))

@@ -1,8 +1,8 @@
-"""The padded shapes of the engine's steps: few enough to compile all of them, close enough to waste little.
+"""The padded shapes of the engine's steps: few enough to compile all of them, close enough for little padding.
 
-Steps of one token per row are "decode" programs. All others are "prefill" programs, for which the scheduler cuts
-prompts. Neither has more than `MOST_PADDING` padded tokens per real one above `LOOSE_TOKENS`; how fine the sizes are
-where that promises nothing is the `Grain`.
+Steps of one token per row run as "decode" programs, all others as "prefill" programs. The scheduler cuts prompts to
+fill prefill programs. Above `LOOSE_TOKENS` tokens, a step has at most `MOST_PADDING` padded tokens per real one. A
+`Grain` sets how fine the other sizes are.
 """
 
 from collections.abc import Sequence
@@ -22,21 +22,21 @@ from jaxkv.runner.rows import Row
 from jaxkv.sampling.features import Features
 from jaxkv.sampling.fields import LOGPROB_SIZES, features_of
 
-_SNAPSHOTS_PER_ROW = 3
-_MOST_SNAPSHOTS = 16
-"""States that a prefill program can keep on its way; a step that could keep more leaves the others out."""
+_CHECKPOINTS_PER_ROW = 3
+_MOST_CHECKPOINTS = 16
+"""Most pending state checkpoints of a prefill program; further ones of a step are left out."""
 
 
 @dataclass(frozen=True)
 class Grain:
-    """How fine the sizes are where `MOST_PADDING` leaves it open.
+    """How fine those sizes are that `MOST_PADDING` does not determine.
 
     Attributes:
-        fewest_tokens: of a prefill program.
-        whole_up_to: prompts of up to so many tokens that are alone need not be cut to be padded little.
-        row_factor: between the sizes of small decode programs.
-        shortest_table: tokens that the shortest tables cover.
-        table_factor: between the lengths of tables.
+        fewest_tokens: tokens of the smallest prefill program.
+        whole_up_to: up to this many tokens, a single prompt runs in one step with little padding.
+        row_factor: ratio of the rows of successive small decode programs.
+        shortest_table: tokens that the shortest page tables cover.
+        table_factor: ratio of the lengths of successive page tables.
     """
 
     fewest_tokens: int
@@ -49,37 +49,44 @@ class Grain:
 FINE = Grain(
     fewest_tokens=16, whole_up_to=LOOSE_TOKENS, row_factor=2, shortest_table=512, table_factor=4
 )
-"""For XLA alone, which computes whatever is padded, and gathers every page that a table could name."""
+"""For XLA, which computes padding and gathers all pages of a page table."""
 
 COARSE = Grain(fewest_tokens=64, whole_up_to=256, row_factor=4, shortest_table=2048, table_factor=8)
-"""For kernels that skip what is padded, on a GPU that takes as long to read the weights for 64 tokens as for one.
+"""For kernels that skip padding, on a GPU where a step of 64 tokens takes as long as one of a single token.
 
-A second step for the rest of a short prompt would take as long as the first.
+Reading the weights dominates both, so a second step for the rest of a short prompt would cost as much as the first.
 """
 
 
 def grain_of(implementation: str) -> Grain:
-    """Returns the grain that suits what runs a model's ops."""
+    """Returns the grain for an implementation of the model's ops."""
     return FINE if implementation == "xla" else COARSE
 
 
-def settle_budget(token_budget: int, *, max_tokens: int, max_rows: int) -> int:
-    """Returns the most tokens of a step: what was asked for, if so many can come together, and one for every row."""
+def clamp_token_budget(token_budget: int, *, max_tokens: int, max_rows: int) -> int:
+    """Returns the token budget, clamped to [`max_rows`, `max_rows * max_tokens`]."""
     return max(max_rows, min(token_budget, max_rows * max_tokens))
 
 
 class StepShapes:
-    """The buckets of one engine.
+    """The padded shapes of one engine.
 
     Args:
         layout: the cache's groups.
         max_tokens: longest sequence.
         max_rows: most sequences of a step.
         token_budget: most tokens of a step.
-        whole_prompts: prompts cannot be cut, so that more sizes are needed to pad them little.
-        pinned: one program serves every step, so that neighbours and cuts do not change a bit of any result.
+        whole_prompts: prompts cannot be cut, so more sizes are needed for little padding.
+        pinned: one program runs every step, so that results do not depend on the batch, bit for bit.
         grain: how fine the sizes are.
-        checkpoints: prefill programs keep states of recurrent layers on their way.
+        checkpoints: prefill programs write pending state checkpoints.
+
+    Attributes:
+        token_buckets: tokens of prefill programs, ascending.
+        decode_rows: rows of decode programs, ascending.
+        token_budget: most tokens of a step.
+        lengths: tokens that page tables cover, ascending.
+        pinned: see above.
     """
 
     def __init__(
@@ -97,9 +104,9 @@ class StepShapes:
         most = max(token_budget, max_tokens) if whole_prompts else token_budget
         self._paged = layout.paged_groups
         self.pinned = pinned
-        self._keeps = checkpoints
+        self._checkpoints = checkpoints
         self._expands = layout.expands
-        self._everything = _all_features(layout)
+        self._features = _all_features(layout)
         self.token_buckets = token_buckets(
             most,
             per_octave=4 if whole_prompts else 2,
@@ -109,15 +116,14 @@ class StepShapes:
         self.decode_rows = row_buckets(max_rows, grain.row_factor)
         self._max_rows = max_rows
         self.token_budget = token_budget
-        """Most tokens of a step."""
         self.lengths = coarse_buckets(grain.shortest_table, max_tokens, grain.table_factor)
 
     def fill(self, least: int, most: int) -> int | None:
-        """Returns how many tokens a step should have; see `filled`."""
+        """Returns a number of tokens for a step in [`least`, `most`] that needs little padding; see `filled`."""
         return filled(least, most, self.token_buckets)
 
     def declare(self, rows: Sequence[Row], *, total_tokens: int) -> StepSpec:
-        """Returns the program that runs these rows, whose tables cover `total_tokens` tokens each."""
+        """Returns the program that runs these rows, with page tables of `total_tokens` tokens."""
         new_tokens = sum(len(row.tokens) for row in rows)
         return self.choose(
             len(rows),
@@ -137,10 +143,15 @@ class StepShapes:
         mixed: bool = False,
         fresh: bool = False,
     ) -> StepSpec:
-        """Returns the program for so many rows with so many new tokens between them; see `declare`.
+        """Returns the program for a step.
 
-        With `mixed`, some rows have no new token, and so others may have several. With `fresh`, all rows begin at
-        their first token.
+        Args:
+            rows: number of rows.
+            new_tokens: new tokens of all rows together.
+            features: sampling features of the rows.
+            total_tokens: tokens that the page tables must cover.
+            mixed: some rows have no new token, so others may have several.
+            fresh: all rows begin at their first token.
         """
         if self.pinned:
             return self._largest()
@@ -160,13 +171,13 @@ class StepShapes:
         new_tokens: int | None = None,
         total_tokens: int | None = None,
     ) -> list[StepSpec]:
-        """Lists every step program that rows of these features can need.
+        """Lists every step program that rows with these features can need.
 
         Args:
-            features: how rows choose their tokens.
-            rows: most rows at once; as many as may run, if not given.
-            new_tokens: most tokens of a step; the budget, if not given.
-            total_tokens: longest sequence; the longest there may be, if not given.
+            features: sampling features of the rows.
+            rows: most rows of a step; `None` for all rows.
+            new_tokens: most new tokens of a step; `None` for the largest bucket.
+            total_tokens: longest sequence; `None` for the longest possible.
         """
         if self.pinned:
             return [self._largest()]
@@ -185,27 +196,27 @@ class StepShapes:
         )
 
     def _largest(self) -> StepSpec:
-        return self._prefill(self.token_buckets[-1], self.lengths[-1], self._everything)
+        return self._prefill(self.token_buckets[-1], self.lengths[-1], self._features)
 
     def _decode(self, rows: int, length: int, features: Features) -> StepSpec:
         return StepSpec(rows, rows, self._widths(length), features, decode=True)
 
     def _fresh(self, tokens: int, features: Features) -> StepSpec:
-        # Its tables are not read, so that those of the longest sequences cost it nothing.
+        # It does not read its page tables, so the longest tables cost nothing.
         return replace(self._prefill(tokens, self.lengths[-1], features), fresh=True)
 
     def _prefill(self, tokens: int, length: int, features: Features) -> StepSpec:
-        # So few tokens cannot be of more rows, and where there are many, choosing for every row adds little.
+        # A step has at most one row per padded token. In a large step, sampling for the unused rows costs little.
         rows = min(tokens, self._max_rows)
-        kept = min(_SNAPSHOTS_PER_ROW * rows, _MOST_SNAPSHOTS) if self._keeps else 0
-        return StepSpec(tokens, rows, self._widths(length), features, snapshots=kept)
+        kept = min(_CHECKPOINTS_PER_ROW * rows, _MOST_CHECKPOINTS) if self._checkpoints else 0
+        return StepSpec(tokens, rows, self._widths(length), features, pending_checkpoints=kept)
 
     def _widths(self, length: int) -> tuple[int, ...]:
         return tuple(group.pages_for(length) for group in self._paged)
 
 
 def _all_features(layout: CacheLayout) -> Features:
-    """Returns all that rows could ask for, with penalties if the cache has room for their counts."""
+    """Returns all sampling features, with penalties only if the cache stores token counts."""
     specs = [array for group in layout.in_place_groups for array in group.spec.arrays]
     return Features(
         draws=True,
@@ -217,7 +228,7 @@ def _all_features(layout: CacheLayout) -> Features:
 
 
 def _up_to(most: int | None, sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns the sizes that serve up to `most`, or more than the largest holds: all of them."""
+    """Returns the buckets needed for sizes up to `most`; all of them if `most` is `None`."""
     if most is None or most >= sizes[-1]:
         return sizes
     return tuple(size for size in sizes if size <= bucket(most, sizes))

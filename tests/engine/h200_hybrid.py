@@ -5,7 +5,7 @@ import sys
 from tests.engine import h200
 
 
-def _shape(decode, snapshots=0):
+def _shape(decode, checkpoints=0):
     from jaxkv.runner.program_specs import StepSpec
 
     tokens = h200.ROWS if decode else 512
@@ -14,7 +14,7 @@ def _shape(decode, snapshots=0):
         rows=h200.ROWS,
         table_widths=(h200.WIDTH,),
         decode=decode,
-        snapshots=snapshots,
+        pending_checkpoints=checkpoints,
     )
 
 
@@ -46,7 +46,7 @@ def lowerings():
 
     made = {
         "keeping_decode_mosaic_gpu": keeping("mosaic_gpu", _shape(True)),
-        "keeping_prefill_mosaic_gpu": keeping("mosaic_gpu", _shape(False, snapshots=16)),
+        "keeping_prefill_mosaic_gpu": keeping("mosaic_gpu", _shape(False, checkpoints=16)),
     }
     for implementation in ("xla", "mosaic_gpu"):
         made |= {

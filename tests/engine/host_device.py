@@ -52,7 +52,7 @@ class Device:
             lambda: swap_lowering(self.layout, counts, declared, cache),
         )
 
-    def look(self, declared, *arrays):
+    def run_read_only(self, declared, *arrays):
         return self.program(declared)(self.owner.handle().cache, *arrays)
 
     def update(self, declared, *arguments):

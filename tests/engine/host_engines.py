@@ -89,5 +89,5 @@ def waits_for_host(engine, monkeypatch, *, output=12):
     engine.step()
     [one] = engine.add([request_of(prompts[0])])
     engine.step()
-    assert engine.host.prefetch.under_way == 1
+    assert engine.host.prefetch.num_in_progress == 1
     return other, one, held

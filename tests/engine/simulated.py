@@ -247,7 +247,7 @@ class SimulatedDevice:
             state = int(fields[f"{group.name}.write_states"][row])
             if state < self.owner.counts[group.name]:
                 left.append((group, state, chains[-1], start + len(places)))
-            for index in range(shape.snapshots):
+            for index in range(shape.pending_checkpoints):
                 length = int(fields["snapshot_ends"][index]) - places.start
                 if 0 < length <= len(places):
                     state = int(fields[f"{group.name}.snapshot_states"][index])

@@ -132,8 +132,8 @@ class Faults:
         sequence_runner.runner.update = self._before(
             sequence_runner.runner.update, (3.0, _raiser(RuntimeError))
         )
-        sequence_runner.runner.look = self._before(
-            sequence_runner.runner.look, (3.0, _raiser(RuntimeError))
+        sequence_runner.runner.run_read_only = self._before(
+            sequence_runner.runner.run_read_only, (3.0, _raiser(RuntimeError))
         )
         sequence_runner.copy = self._before(sequence_runner.copy, (1.0, _raiser(MemoryError)))
         sequence_runner.admit = self._before(sequence_runner.admit, (1.0, _raiser(MemoryError)))

@@ -128,8 +128,8 @@ def test_an_ended_lock_refuses_callers_and_drops_deferred_work():
     with lock.held():
         thread = in_thread(wait)
         thread.join(0.1)
-        lock.end()
-        assert lock.is_over
+        lock.close()
+        assert lock.is_closed
     thread.join(10)
     assert log == [CLOSED]
     with pytest.raises(RuntimeError, match="was closed"):

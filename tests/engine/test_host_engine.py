@@ -104,7 +104,7 @@ def test_a_request_that_is_aborted_while_its_prefix_comes_leaves_nothing(monkeyp
     engine = engine_for()
     other, one, held = waits_for_host(engine, monkeypatch)
     engine.abort(one)
-    assert engine.host.prefetch.under_way == 0
+    assert engine.host.prefetch.num_in_progress == 0
     check(engine)
     held.clear()
     engine.run([other])
@@ -117,8 +117,8 @@ def test_whoever_runs_takes_the_places_of_what_comes(monkeypatch):
     engine = engine_for(free_pages=6)
     other, one, held = waits_for_host(engine, monkeypatch, output=36)
     given = []
-    give_way = engine.host.prefetch.give_way
-    engine.host.prefetch.give_way = lambda: given.append(give_way()) or given[-1]
+    cancel_all = engine.host.prefetch.cancel_all
+    engine.host.prefetch.cancel_all = lambda: given.append(cancel_all()) or given[-1]
     engine.run([other])
     assert True in given
     assert other.preemptions == 0
@@ -164,7 +164,7 @@ def test_where_nothing_could_be_found_again_the_tier_is_off_and_says_why(caplog)
         engine = engine_for(prefix_cache=False)
     assert engine.host is None
     assert collect_stats(engine).host_cache == "disabled: the prefix cache is off"
-    assert "nothing will be kept on the host" in caplog.text
+    assert "the host tier is off although host_bytes is set" in caplog.text
 
 
 def test_where_prompts_share_nothing_the_tier_is_off_and_says_why():
@@ -172,7 +172,7 @@ def test_where_prompts_share_nothing_the_tier_is_off_and_says_why():
     config = EngineConfig(token_budget=LONGEST)
     engine = Engine(sequence_runner, TOKENIZER, config, host_bytes=MUCH)
     assert engine.host is None
-    told = "disabled: prompts of this model share nothing"
+    told = "disabled: this model needs whole prompts, which share no prefix"
     assert collect_stats(engine).host_cache == told
 
 

@@ -47,7 +47,7 @@ def _is(kind):
 
 
 FAULTS = {
-    "reading out": (None, "look", _is("swap_out")),
+    "reading out": (None, "run_read_only", _is("swap_out")),
     "writing in": (None, "update", _is("swap_in")),
     "sending": (HostMemory, "send", lambda *_: True),
     "settling": (HostMemory, "settle", lambda *_: True),
@@ -89,7 +89,7 @@ def test_transfers_that_fail_again_and_again_end_the_tier(monkeypatch, caplog):
     assert told.host_cache == "disabled: 3 transfers in a row failed, the last with: gone"
     assert told.host.used_bytes == 0
     assert cached(made) == [0] * 8
-    assert sum("go to the host no more" in record.message for record in caplog.records) == 1
+    assert sum("the host tier is shut down" in record.message for record in caplog.records) == 1
     assert engine.prefix.explain([1, 2]).num_with_host is None
     assert_idle(engine)
 
@@ -105,7 +105,7 @@ def test_a_tier_that_ends_while_a_prefix_is_written_costs_its_prefixes_and_nothi
     held.clear()
     engine.run([one, other])
     assert engine.host.kind == "disabled: a test"
-    assert engine.host.prefetch.under_way == one.cached == 0
+    assert engine.host.prefetch.num_in_progress == one.cached == 0
     assert_equal([one, other], oracle([one.request, other.request]))
     assert_idle(engine)
 

@@ -118,7 +118,7 @@ def test_a_turn_whose_last_step_was_never_read_is_kept_when_it_comes_again(monke
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine, "_launch", interrupt)
+        patch.setattr(engine, "_dispatch_next", interrupt)
         with pytest.raises(KeyboardInterrupt):
             engine.step()
     assert not engine.has_work
@@ -453,7 +453,7 @@ def test_a_step_keeps_no_more_states_than_its_program_can():
     made = [engine.add([ask(prompt)])[0] for prompt in texts(24, 40, 50)]
     parts = engine.scheduler.plan().parts
     pipeline = engine._pipeline
-    shape = replace(pipeline.shape(parts), snapshots=1)
+    shape = replace(pipeline.shape(parts), pending_checkpoints=1)
     taken = pipeline._state_checkpoints.take(parts, shape)
     assert [(one.row, one.length) for one in taken] == [(0, 32)]
     assert engine.prefix.stats.checkpoints_dropped == 3

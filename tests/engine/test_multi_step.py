@@ -11,7 +11,7 @@ from jaxkv.cache.spec import LayerSpec, group_layers
 from jaxkv.cache.variants import gqa, sampling, window
 from jaxkv.config.engine import EngineConfig
 from jaxkv.engine.in_flight import InFlightStep
-from jaxkv.engine.multi_step import declare_multi_steps, settle_steps
+from jaxkv.engine.multi_step import choose_num_steps, declare_multi_steps
 from jaxkv.engine.request_state import FINISHED
 from jaxkv.engine.warm_up import declare_served
 from jaxkv.programs.manifest import Programs
@@ -263,12 +263,12 @@ def test_bursts_are_chosen_for_small_plain_models_on_a_gpu_alone(monkeypatch):
         (LayerSpec(0, window(1, 8, window=5, dtype="float32", page_size=2)), SAMPLING)
     )
     small, large = (jax.ShapeDtypeStruct((size, 2**20), np.float32) for size in (1, 2000))
-    assert settle_steps(None, [small], plain) == 1
+    assert choose_num_steps(None, [small], plain) == 1
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    assert settle_steps(None, [small], plain) == 4
-    assert settle_steps(None, [large], plain) == 1
-    assert settle_steps(None, [small], windowed) == 1
-    assert settle_steps(2, [large], windowed) == 2
+    assert choose_num_steps(None, [small], plain) == 4
+    assert choose_num_steps(None, [large], plain) == 1
+    assert choose_num_steps(None, [small], windowed) == 1
+    assert choose_num_steps(2, [large], windowed) == 2
     singles = [
         StepSpec(rows, rows, (2,), Features(draws=draws), decode=True)
         for rows in (16, 64)

@@ -198,7 +198,7 @@ class Serving:
             if part.emits and (
                 STOP in tokens or sequence.generated == sequence.request.params.max_tokens
             ):
-                self.scheduler.drop(sequence)
+                self.scheduler.end(sequence)
             else:
                 self.allocator.free_out_of_window(sequence.number, sequence.collected)
 
@@ -298,8 +298,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def abort(self, data):
         sequence = data.draw(st.sampled_from(self.serving.unfinished))
-        self.serving.scheduler.drop(sequence)
-        self.serving.scheduler.drop(sequence)
+        self.serving.scheduler.end(sequence)
+        self.serving.scheduler.end(sequence)
         self.aborted.add(sequence.number)
 
     @rule()
@@ -320,12 +320,12 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def leave_some_out_of_a_step(self, data):
         running = self.serving.scheduler.running
-        self.serving.scheduler.postpone(running[data.draw(st.integers(0, len(running) - 1)) :])
+        self.serving.scheduler.plan_next(running[data.draw(st.integers(0, len(running) - 1)) :])
 
     @precondition(lambda self: self.serving.scheduler.running)
     @rule(data=st.data())
     def put_off(self, data):
-        self.serving.scheduler.put_off(data.draw(st.sampled_from(self.serving.scheduler.running)))
+        self.serving.scheduler.requeue(data.draw(st.sampled_from(self.serving.scheduler.running)))
 
     @invariant()
     def the_books_agree(self):
@@ -366,7 +366,7 @@ def test_several_steps_at_once_read_and_write_what_single_ones_would():
                 prompt = [draw.randrange(2) for _ in range(draw.randrange(1, 12))]
                 serving.add(prompt, draw.randrange(1, 20), seed=draw.randrange(9))
             if draw.random() < 0.03 and serving.unfinished:
-                scheduler.drop(victim := draw.choice(serving.unfinished))
+                scheduler.end(victim := draw.choice(serving.unfinished))
                 aborted.add(victim.number)
             if draw.random() < 0.02:
                 serving.lose()
@@ -399,14 +399,14 @@ def test_fifty_thousand_random_steps_lose_nobody_and_no_page():
                 serving.add(prompt, draw.randrange(1, 16), seed=seed, samples=samples)
             elif verb == "abort" and serving.unfinished:
                 victim = draw.choice(serving.unfinished)
-                scheduler.drop(victim)
+                scheduler.end(victim)
                 aborted.add(victim.number)
             elif verb == "lose":
                 serving.lose()
             elif verb == "alone" and running:
                 scheduler.isolate(running)
             elif verb == "left" and running:
-                scheduler.postpone(running[draw.randrange(len(running)) :])
+                scheduler.plan_next(running[draw.randrange(len(running)) :])
             serving.step()
             serving.check_books()
             steps += 1
@@ -426,7 +426,7 @@ def test_the_oldest_gets_on_when_all_want_the_last_page():
     while serving.unfinished or serving.flights:
         plan = serving.step()
         # Whoever gave way does not take the pages right back.
-        assert not (plan.preempted and plan.fresh)
+        assert not (plan.preempted and plan.new_entries)
     assert outputs(serving) == truths(serving)
     assert sum(one.preemptions for one in serving.sequences) > 0
     assert serving.sequences[0].preemptions == 0
@@ -496,7 +496,7 @@ def test_samples_that_are_aborted_leave_the_others_alone(victims, steps, length)
     for _ in range(steps):
         serving.step()
     for victim in victims:
-        serving.scheduler.drop(samples[victim])
+        serving.scheduler.end(samples[victim])
     serving.finish()
     assert all(samples[victim].tokens == prompt[:length] for victim in victims)
     samples = [one for at, one in enumerate(samples) if at not in victims]

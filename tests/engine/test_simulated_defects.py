@@ -109,7 +109,7 @@ def a_state_is_kept_a_token_early(patch):
     """The checkpoint and its pages then are of different texts."""
 
     def change(shape, fields, count):
-        if shape.snapshots:
+        if shape.pending_checkpoints:
             ends = fields["snapshot_ends"]
             ends -= (ends > 1) & (ends <= shape.tokens)
 

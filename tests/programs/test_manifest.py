@@ -273,15 +273,15 @@ def test_strict_mode_shows_the_difference_to_the_nearest_program():
     programs.get(key(4), lambda: Lowering(run, arguments(4)))
     programs.get(key(8, features=Features(draws=True)), lambda: Lowering(run, arguments(8)))
     programs.seal()
-    wanted = key(8, features=Features(draws=True, logprobs=0), snapshots=2)
+    wanted = key(8, features=Features(draws=True, logprobs=0), pending_checkpoints=2)
     with pytest.raises(ProgramRefused) as refused:
         programs.get(wanted, lambda: pytest.fail("strict mode must not build"))
     message = str(refused.value)
     assert message.startswith(
-        "decode(tokens=8, rows=8, table_widths=1, draws=True, logprobs=0, snapshots=2) was not"
+        "decode(tokens=8, rows=8, table_widths=1, draws=True, logprobs=0, pending_checkpoints=2) was not"
     )
     assert "in the nearest one, decode(tokens=8, rows=8, table_widths=1, draws=True), " in message
-    assert "logprobs is None, not 0, snapshots is None, not 2;" in message
+    assert "logprobs is None, not 0, pending_checkpoints is None, not 2;" in message
 
 
 def test_the_difference_to_a_program_of_another_kind_and_the_same_sizes_is_its_kind():

@@ -9,8 +9,8 @@ import numpy as np
 from jaxkv.batch import PagedTables, StepBatch
 from jaxkv.cache.state import Cache
 from jaxkv.sampling.batch import SamplingBatch
-from jaxkv.step.burst import decode_burst
 from jaxkv.step.loop import NOWHERE
+from jaxkv.step.multi_step import decode_steps
 
 PAGES, PAGE, ROWS, STEPS = 6, 4, 3, 3
 
@@ -65,7 +65,7 @@ def written_by(starts, left, write_slots):
         sampling=SamplingBatch(slots=at(0, 1, 2), carry=at(0, 0, 0)),
         decode=True,
     )
-    cache, chosen = decode_burst(Scribe(), {}, cache, first, left, page_sizes=(PAGE,), steps=STEPS)
+    cache, chosen = decode_steps(Scribe(), {}, cache, first, left, page_sizes=(PAGE,), steps=STEPS)
     return np.asarray(cache.arrays[0]), np.asarray(chosen.tokens)
 
 

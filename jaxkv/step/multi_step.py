@@ -1,6 +1,6 @@
-"""Several decode steps in one program, so that the host is asked once for all of them.
+"""Several decode steps in one program, so that the host dispatches once for all of them.
 
-Nobody ends here before its time: what a row chose after its last token, the host drops.
+Every row runs all steps that it takes part in. The host drops the tokens that a row sampled after its last one.
 """
 
 from dataclasses import replace
@@ -17,7 +17,7 @@ from jaxkv.step.loop import NOWHERE, slots_at
 from jaxkv.step.step import step
 
 
-def decode_burst(
+def decode_steps(
     model: Model,
     params: Params,
     cache: Cache,
@@ -27,23 +27,22 @@ def decode_burst(
     page_sizes: tuple[int, ...],
     steps: int,
 ) -> tuple[Cache, Sampled]:
-    """Runs decode steps one after the other; each takes the tokens that the one before it chose.
+    """Runs decode steps in sequence; each step takes the tokens that the step before it sampled.
 
-    Donate `cache` where this is compiled. How often the steps run is known to the compiler, so that nothing is asked of
-    the host in between.
+    Donate `cache` where this is compiled. The number of steps is static, so the program runs without the host.
 
     Args:
-        model: what to compute; static.
+        model: the model; static.
         params: its parameters.
-        cache: what is remembered before the first step.
-        first: the first of the steps, which writes where it says; its page tables hold every page that others write.
-        left: how many of the steps each row takes part in; 0 for padding rows.
+        cache: the cache before the first step.
+        first: the batch of the first step; its page tables hold the pages that all steps write.
+        left: number of steps that each row takes part in; 0 for padding rows.
         page_sizes: tokens per page of each paged group; static.
-        steps: how many there are; static.
+        steps: number of steps; static.
 
     Returns:
-        What is remembered after them, and what each chose, with an axis of `steps` before all others. Choices of a row
-        that takes no part in a step mean nothing.
+        The cache after the last step, and the sampled tokens with a leading axis of `steps`. The tokens of a row in a
+        step that it takes no part in are undefined.
     """
 
     def advance(cache: Cache, turn: Int[Array, ""]) -> tuple[Cache, Sampled]:
@@ -58,14 +57,14 @@ def _batch_of(
     running: Bool[Array, " rows"],
     page_sizes: tuple[int, ...],
 ) -> StepBatch:
-    """Describes one of the steps; rows that take no part in it have no tokens and write nowhere."""
+    """Returns the batch of step `turn`; rows that take no part in it have no tokens and write out of range."""
     rows = jnp.arange(running.shape[0], dtype=jnp.int32)
     later = turn > 0
     positions = jnp.where(running, first.positions + turn, 0)
     paged = tuple(
         PagedTables(
             page_table=tables.page_table,
-            # The first step's token may lie in another's page already; those that are chosen here never do.
+            # The first step's token may be in a shared page, which it must not write. Later tokens never are.
             write_slots=jnp.where(
                 later, slots_at(tables, positions, running, page_size), tables.write_slots
             ),
@@ -74,7 +73,7 @@ def _batch_of(
     )
     states = tuple(
         StateTables(
-            # What the first step read may be another's; the others go on from what it wrote.
+            # The first step may read a shared state. Later steps read the state that it wrote.
             read_states=jnp.where(
                 running, jnp.where(later, tables.write_states, tables.read_states), 0
             ),
