@@ -287,9 +287,9 @@ def _programs(
     steps = choose_num_steps(engine.steps_per_launch, model.param_shapes(dtype), layout)
     one_by_one = _keeps_states(layout, model, cache, engine)
     chosen = engine.steps_per_launch is None
-    bursts = [] if one_by_one else declare_multi_steps(singles, steps, chosen=chosen)
+    multi_steps = [] if one_by_one else declare_multi_steps(singles, steps, chosen=chosen)
     swaps = declare_swaps(layout) if cache.host_bytes and engine.prefix_cache else []
-    specs = (*singles, *bursts, CopySpec(), *swaps)
+    specs = (*singles, *multi_steps, CopySpec(), *swaps)
     enable_compile_cache()
     known = read_costs(cost_identity(model, dtype))
     costs = {spec: known[cost_name(spec)] for spec in specs if cost_name(spec) in known}

@@ -92,9 +92,9 @@ class Packer:
             )
         least = 0 if self._keeps_outputs and not shape.decode else 1
         if not lens or min(lens) < least or (shape.decode and max(lens) > 1):
-            wanted = "exactly one new token id" if shape.decode else "one or more new token ids"
+            wanted = "exactly one new token" if shape.decode else "one or more new tokens"
             raise ValueError(
-                f"each row of a step needs {wanted}, got rows of {lens}; leave out empty rows, or use a prefill "
+                f"each row of a step needs {wanted}, got rows of {lens} token ids; leave out empty rows, or use a prefill "
                 f"program for rows of several tokens"
             )
         if shape.fresh and any(rows.starts):

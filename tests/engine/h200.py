@@ -164,7 +164,7 @@ def lowerings():
         "decode_64_rows": lambda: sequence_runner("mosaic_gpu", rows=64).runner.program(many),
         "decode_drawn": lambda: sequence_runner("mosaic_gpu", layers=1).runner.program(drawn),
         "decode_weighed": lambda: sequence_runner("mosaic_gpu", layers=1).runner.program(weighed),
-        "burst": lambda: sequence_runner("mosaic_gpu", layers=1).runner.program(several),
+        "multi_step": lambda: sequence_runner("mosaic_gpu", layers=1).runner.program(several),
         "prefill": lambda: sequence_runner("mosaic_gpu").runner.program(mixed),
         "one_page": lambda: sequence_runner("xla", pages=1, rows=1).runner.program(alone),
         "copy": lambda: sequence_runner("xla").runner.program(CopySpec()),

@@ -10,7 +10,7 @@ import pytest
 
 CHOOSING = ("decode_drawn", "decode_weighed")
 STEPS = ("decode", "decode_best", "decode_64_rows", "decode_32", *CHOOSING, "prefill")
-GOOD = (*STEPS, "burst", "generate")
+GOOD = (*STEPS, "multi_step", "generate")
 BESIDE = ("copy", "readmit")
 ODD = ("one_page",)
 BAD = ("swapped", "read_late", "scanned")
@@ -87,7 +87,7 @@ def test_a_layer_takes_few_nodes_of_the_graph(reports):
 
 def test_several_steps_are_one_graph_that_is_launched_so_often_without_the_host(reports):
     # One graph prepares, one is a step. The number of turns is known to the host, so it is not read from the device.
-    report = reports["burst"]
+    report = reports["multi_step"]
     assert report["command_buffers"] == 2
     assert report["outside"].count("kWhile") == 1
     assert len(report["outside"]) <= 3, report["outside"]

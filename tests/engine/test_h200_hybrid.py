@@ -46,7 +46,7 @@ def test_a_decode_step_with_states_and_experts_is_one_command_buffer_in_place():
 
 @pytest.mark.slow
 def test_steps_that_keep_checkpoints_and_outputs_write_them_where_they_lie():
-    """Snapshots and last hidden states cost no copy of a pool and no second graph."""
+    """Pending checkpoints and last hidden states cost no copy of a pool and no second graph."""
     reports = compiled(KEEPING)
     for name in KEEPING:
         assert_in_place(reports[name])

@@ -117,7 +117,7 @@ def wanted(hybrid):
 @pytest.mark.parametrize(
     ("free", "several"),
     [(None, 1), (8, 1), (None, 3)],
-    ids=["roomy", "tight", "bursts"],
+    ids=["roomy", "tight", "multi-step"],
 )
 def test_arrivals_chunks_and_preemptions_have_the_tokens_of_the_oracle(wanted, free, several):
     # Continuing chunks, fresh prompts and rows that generate share steps; every free state holds junk.

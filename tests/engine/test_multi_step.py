@@ -93,7 +93,7 @@ def serve(engine, requests, aborts=()):
     ids=["2", "4, in turn", "8", "4, choosy"],
 )
 def test_tokens_are_those_of_the_oracle_however_many_steps_are_sent_at_once(steps, wish, overlap):
-    """Rows stop or reach their limit in the middle of a burst; requests arrive and hit prefixes between bursts."""
+    """Rows stop or reach their limit in the middle of a program; requests arrive and hit prefixes between programs."""
     requests = requests_of(wish)
     engine = engine_for(steps_per_launch=steps, overlap=overlap)
     sent = watch(engine)
@@ -106,7 +106,7 @@ def test_tokens_are_those_of_the_oracle_however_many_steps_are_sent_at_once(step
     assert_idle(engine)
 
 
-def test_a_tight_pool_ends_bursts_before_anybody_gives_way():
+def test_a_tight_pool_ends_multi_step_programs_before_a_preemption():
     requests = requests_of(GREEDY, count=5)
     engine = engine_for(steps_per_launch=4, free_pages=9)
     sent = watch(engine)
@@ -115,7 +115,7 @@ def test_a_tight_pool_ends_bursts_before_anybody_gives_way():
     assert_idle(engine)
 
 
-def test_a_stop_at_any_place_of_a_burst_ends_the_request_there():
+def test_a_stop_at_any_of_several_steps_ends_the_request_there():
     """What was computed in vain is not handed out, and its keys are not offered to those who begin alike."""
     plain = request_of(range(3, 14), max_tokens=24)
     [whole] = oracle([plain])
@@ -135,7 +135,7 @@ def test_a_stop_at_any_place_of_a_burst_ends_the_request_there():
         assert_idle(engine)
 
 
-def test_an_abort_while_a_burst_is_under_way_leaves_the_others_alone():
+def test_an_abort_while_several_steps_are_in_flight_leaves_the_others_alone():
     requests = requests_of(GREEDY)
     wanted = oracle(requests)
     engine = engine_for(steps_per_launch=4)
@@ -150,7 +150,7 @@ def test_an_abort_while_a_burst_is_under_way_leaves_the_others_alone():
     assert_idle(engine)
 
 
-def test_a_request_that_waits_ends_the_bursts_until_it_generates():
+def test_a_request_that_waits_ends_multi_step_programs_until_it_generates():
     engine = engine_for(steps_per_launch=8, prefix_cache=False)
     sent = watch(engine)
     first = engine.add([request_of([1, 2, 3], max_tokens=50)])
@@ -180,7 +180,7 @@ def test_rows_whose_stop_ids_are_blocked_take_one_step_at_a_time():
     assert_idle(engine)
 
 
-def test_a_burst_without_memory_is_not_sent_again_and_costs_no_token():
+def test_a_multi_step_program_without_memory_is_not_sent_again_and_costs_no_token():
     """Single steps, which need less, go on."""
     engine = engine_for(steps_per_launch=4)
     sent, step = watch(engine), engine.sequence_runner.step
@@ -199,7 +199,7 @@ def test_a_burst_without_memory_is_not_sent_again_and_costs_no_token():
     assert_idle(engine)
 
 
-def test_a_burst_that_fails_is_sent_step_by_step_and_costs_nobody_a_request():
+def test_a_multi_step_program_that_fails_is_sent_step_by_step_and_costs_no_request():
     """A program of several steps that cannot run fails none of its requests."""
     engine = engine_for(steps_per_launch=4)
     sent, step = watch(engine), engine.sequence_runner.step
@@ -218,7 +218,7 @@ def test_a_burst_that_fails_is_sent_step_by_step_and_costs_nobody_a_request():
     assert_idle(engine)
 
 
-def test_an_engine_that_was_warmed_up_for_bursts_compiles_none_and_without_them_sends_none():
+def test_an_engine_that_was_warmed_up_for_several_steps_compiles_none_and_without_them_sends_none():
     request = request_of([1] * 20, max_tokens=20)
     wanted = oracle([request])
     for declared in (True, False):
@@ -239,7 +239,9 @@ def test_an_engine_that_was_warmed_up_for_bursts_compiles_none_and_without_them_
 
 
 @pytest.mark.parametrize("idle", [True, False])
-def test_left_to_itself_an_engine_sends_bursts_where_the_device_was_seen_to_wait(idle, monkeypatch):
+def test_left_to_itself_an_engine_sends_several_steps_where_the_device_was_seen_to_wait(
+    idle, monkeypatch
+):
     engine = engine_for(prefix_cache=False)
     assert engine.multi_step.most == 1, (
         "on a CPU a step takes longer than the host needs to send it"
@@ -256,7 +258,7 @@ def test_left_to_itself_an_engine_sends_bursts_where_the_device_was_seen_to_wait
     assert 4 not in sent[:8]
 
 
-def test_bursts_are_chosen_for_small_plain_models_on_a_gpu_alone(monkeypatch):
+def test_several_steps_are_chosen_for_small_plain_models_on_a_gpu_alone(monkeypatch):
     """What no GPU has shown is not chosen: windows, states, large models, and whoever draws at random."""
     plain = group_layers((LayerSpec(0, gqa(1, 8, dtype="float32", page_size=4)), SAMPLING))
     windowed = group_layers(

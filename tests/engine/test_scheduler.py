@@ -125,7 +125,7 @@ class Serving:
         self.flights = deque()
         self.sequences, self.truth, self.endless = [], {}, {}
         self.preempted_first = self.multi_step = 0
-        self.refuses_bursts = False
+        self.refuses_multi_step = False
 
     def add(self, prompt, max_tokens=6, *, seed=0, priority=0, samples=1):
         params = SamplingParams(temperature=1.0, max_tokens=max_tokens)
@@ -158,7 +158,7 @@ class Serving:
             self.device.copy(copy)
         rows = []
         parts, steps = plan.parts, plan.steps
-        if steps > 1 and self.refuses_bursts:
+        if steps > 1 and self.refuses_multi_step:
             parts, steps = [single(part) for part in parts], 1
         self.multi_step += steps > 1
         for part in parts:
@@ -309,7 +309,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(steps=st.sampled_from([1, 2, 4, 8]), refuses=st.booleans())
     def plan_several_steps_at_once(self, steps, refuses):
         self.serving.scheduler.most_steps = steps
-        self.serving.refuses_bursts = refuses
+        self.serving.refuses_multi_step = refuses
 
     @precondition(lambda self: self.serving.scheduler.running)
     @rule()
@@ -355,13 +355,13 @@ TestSchedulerMachine.settings = settings(
 
 def test_several_steps_at_once_read_and_write_what_single_ones_would():
     """Requests arrive, abort and lose caches in tiny pools. Steps that were planned together may be sent one by one."""
-    draw, bursts = random.Random(4), 0
+    draw, multi_steps = random.Random(4), 0
     for _ in range(40):
         serving = Serving(prefix=draw.random() < 0.8)
         scheduler, aborted = serving.scheduler, set()
         for _ in range(40):
             scheduler.most_steps = draw.choice([1, 2, 4, 8])
-            serving.refuses_bursts = draw.random() < 0.2
+            serving.refuses_multi_step = draw.random() < 0.2
             if draw.random() < 0.15:
                 prompt = [draw.randrange(2) for _ in range(draw.randrange(1, 12))]
                 serving.add(prompt, draw.randrange(1, 20), seed=draw.randrange(9))
@@ -374,11 +374,11 @@ def test_several_steps_at_once_read_and_write_what_single_ones_would():
             serving.check_books()
         serving.finish()
         serving.check_idle()
-        bursts += serving.multi_step
+        multi_steps += serving.multi_step
         for one in serving.sequences:
             truth = serving.truth[one.number]
             assert one.tokens == (truth[: len(one.tokens)] if one.number in aborted else truth)
-    assert bursts > 100
+    assert multi_steps > 100
 
 
 @pytest.mark.slow

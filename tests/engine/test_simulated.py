@@ -30,7 +30,7 @@ WISHES = (
 )
 UNDECLARED = {
     "copies": lambda program: program.kind == "copy",
-    "bursts": lambda program: getattr(program, "steps", 1) > 1,
+    "multi-step programs": lambda program: getattr(program, "steps", 1) > 1,
     "swaps": lambda program: program.kind == "swap_out",
     "readmissions": lambda program: program.kind == "readmit",
     "prompts": lambda program: program.kind == "prefill",
@@ -47,7 +47,9 @@ def simulated(monkeypatch, caplog):
 
 def play_many(kind, seeds, sizes):
     """Plays some programs, and returns how often that happened which they are about."""
-    seen = dict.fromkeys(("preemptions", "hits", "bursts", "rebuilds", "aborts", "host hits"), 0)
+    seen = dict.fromkeys(
+        ("preemptions", "hits", "multi-step programs", "rebuilds", "aborts", "host hits"), 0
+    )
     for seed in seeds:
         draw = random.Random(f"{kind} {seed}")
         play = Play(draw, draw_setting(draw, kind), draw.choice(sizes))
@@ -56,7 +58,7 @@ def play_many(kind, seeds, sizes):
         seen["preemptions"] += sum(one.preemptions for one in sequences)
         seen["hits"] += sum(bool(one.cached) for one in sequences)
         seen["aborts"] += sum(one.reason == "abort" for one in sequences)
-        seen["bursts"] += sum(
+        seen["multi-step programs"] += sum(
             times
             for program, times in play.device.asked.items()
             if getattr(program, "steps", 1) > 1
@@ -77,9 +79,9 @@ def test_everybody_reads_its_own_text_and_gets_its_own_tokens(kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_everybody_reads_its_own_text_for_long(kind):
     seen = play_many(kind, range(100, 180), (4, 10, 20))
-    assert min(times for what, times in seen.items() if what != "bursts") > 10, seen
+    assert min(times for what, times in seen.items() if what != "multi-step programs") > 10, seen
     # Several steps at once leave out models whose prefixes are checkpoints; without those they are rarer.
-    assert seen["bursts"] > 0, seen
+    assert seen["multi-step programs"] > 0, seen
 
 
 def serve_declared(draw, kind, declare=declare_served):

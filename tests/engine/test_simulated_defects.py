@@ -76,7 +76,7 @@ def simulated(monkeypatch, caplog):
 
 
 @defect(WrongUse, OTHERS + "|is written", caches=["full"], steps=8, page=4, budget=40, prefix=False)
-def a_burst_goes_on_for_a_step_too_long(patch):
+def a_multi_step_program_goes_on_for_a_step_too_long(patch):
     def change(shape, fields, count):
         if shape.steps > 1:
             fields["left"][:count] += 1

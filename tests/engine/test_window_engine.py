@@ -86,7 +86,7 @@ def engine_of(model, programs, *, overlap=True, prefix_cache=True, **pages):
     return engine
 
 
-def test_pools_have_room_for_all_tokens_of_the_bursts_under_way():
+def test_pools_have_room_for_all_tokens_of_the_multi_step_programs_in_flight():
     """Else windows that are as tight as the plan makes them would never leave pages for several steps at once."""
     decoder = Decoder(CONFIG)
     cache = CacheConfig(max_sequences=ROWS, page_size=PAGE)

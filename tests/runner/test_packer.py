@@ -129,7 +129,7 @@ def test_a_greedy_step_sends_one_array(packer):
         (Row(1, [2**40], 0, GREEDY), (16, 4), "token ids"),
         (Row(1, [], 0, GREEDY), (16, 4), "token ids"),
         (Row(1, [1, 2, 3], 0, GREEDY), (2, 4), "larger bucket"),
-        (Row(1, [1], 8, GREEDY), (16, 4), "reserve first"),
+        (Row(1, [1], 8, GREEDY), (16, 4), "reserve pages first"),
         (Row(1, [1], -1, GREEDY), (16, 4), "starts at -1"),
         (Row(2, [1], 0, GREEDY), (16, 4), "not open"),
     ],

@@ -49,7 +49,7 @@ def at(*values):
 
 
 def written_by(starts, left, write_slots):
-    """Returns what the slots hold after a burst of rows whose first token is ten times their number, plus ten."""
+    """Returns the slots after several decode steps; the first token of row r is 10 * r + 10."""
     cache = Cache(
         arrays=(jnp.zeros(PAGES * PAGE, jnp.int32), jnp.zeros(ROWS, jnp.int32)),
         keys=((0, "k"), (1, "last_token")),
