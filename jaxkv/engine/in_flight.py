@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Array
 
 from jaxkv.engine.request_state import RequestState
-from jaxkv.engine.step_plan import Part, single
+from jaxkv.engine.step_plan import Part, first_step
 from jaxkv.runner.program_specs import StepSpec
 from jaxkv.runner.rows import PendingCheckpoint, StepRows
 from jaxkv.runner.sampled_rows import SampledRows, report_logprobs, unpack_sampled
@@ -65,7 +65,7 @@ def step_rows_of(
     left: list[int] = []
     if shape.steps > 1:
         left = [part.count for part in parts]
-        parts = [single(part) for part in parts]
+        parts = [first_step(part) for part in parts]
     tokens: list[int] = []
     for sequence, start, count, _, carry in parts:
         if carry:

@@ -160,11 +160,11 @@ class Timing:
         """Returns the durations in seconds, to three digits."""
         names = ("queue_seconds", "ttft", "tpot", "total_seconds")
         spans = {name: getattr(self, name) for name in names}
-        told = [
+        times = [
             f"{name}={span if span is None else format(span, '.3g')}"
             for name, span in spans.items()
         ]
-        return f"Timing({', '.join(told)}, output_tokens={self.output_tokens})"
+        return f"Timing({', '.join(times)}, output_tokens={self.output_tokens})"
 
 
 @dataclass(frozen=True, kw_only=True)

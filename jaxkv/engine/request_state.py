@@ -146,7 +146,7 @@ class RequestState:
         return (self.prompt_tokens - 1 if self.other_samples else known) - self.computed
 
     @property
-    def is_known(self) -> bool:
+    def is_computed(self) -> bool:
         """Whether all its tokens are computed already, so that a step only samples the next token."""
         known = len(self.tokens) + self.pending
         return self.computed == known < self.longest and not self.other_samples

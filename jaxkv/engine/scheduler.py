@@ -12,7 +12,7 @@ from jaxkv.engine.host_prefetch import HostPrefetch
 from jaxkv.engine.parallel_samples import ParallelSamples
 from jaxkv.engine.request_queues import RequestQueues
 from jaxkv.engine.request_state import FINISHED, RUNNING, RequestState
-from jaxkv.engine.step_plan import Part, StepPlan, align, part_of, several, trim
+from jaxkv.engine.step_plan import Part, StepPlan, align, extended, part_of, trim
 from jaxkv.errors import OutOfPages, OutOfStates
 
 
@@ -72,8 +72,10 @@ class Scheduler:
         self._stride = None if ahead is None or ahead < 1 else min(token_budget, ahead)
         self._fill = fill
         self._chunk_size = chunk_size
-        self._alone: list[list[RequestState]] = []
-        self._owes_decode = False
+        # Requests of the next steps, one list per step, planned before the regular steps.
+        self._next_steps: list[list[RequestState]] = []
+        # Set by a step that left out the decode rows: the next step has no others.
+        self._decode_next = False
         self._reset_plan()
 
     @property
@@ -115,11 +117,11 @@ class Scheduler:
 
     def isolate(self, sequences: list[RequestState]) -> None:
         """Plans the next steps with one of these each, to find the request whose step fails."""
-        self._alone = [[sequence] for sequence in sequences]
+        self._next_steps = [[sequence] for sequence in sequences]
 
     def plan_next(self, sequences: list[RequestState]) -> None:
         """Plans the next step for these, which did not fit in the step that was planned for them."""
-        self._alone.insert(0, sequences)
+        self._next_steps.insert(0, sequences)
 
     def requeue(self, sequence: RequestState) -> None:
         """Preempts a running request: it loses its pages and waits again."""
@@ -129,22 +131,24 @@ class Scheduler:
         """Preempts all running requests."""
         while self.running:
             self._preempt(self.running[-1])
-        self._alone = []
+        self._next_steps = []
 
     def plan(self) -> StepPlan:
         """Plans the next step, or the next few decode steps, and reserves the pages that they write."""
         self._reset_plan()
-        alone = bool(self._alone)
-        if self._alone:
-            rows, chunks = self._with_room(self._alone.pop(0))
+        forced = bool(self._next_steps)
+        if self._next_steps:
+            rows, chunks = self._reserve_running(self._next_steps.pop(0))
         else:
-            rows, chunks = self._plan_many()
-        counts = self._counts(rows, chunks) + [(sequence, 0) for sequence in self._known]
+            rows, chunks = self._plan_all()
+        counts = self._token_counts(rows, chunks) + [
+            (sequence, 0) for sequence in self._sample_only
+        ]
         parts = [part_of(sequence, count) for sequence, count in counts]
         steps = 1
-        if self.most_steps > 1 and not (alone or self.waiting) and self._reserve_steps(parts):
+        if self.most_steps > 1 and not (forced or self.waiting) and self._reserve_steps(parts):
             steps = self.most_steps
-            parts = [several(part, steps) for part in parts]
+            parts = [extended(part, steps) for part in parts]
         return StepPlan(
             steps=steps,
             parts=tuple(parts),
@@ -166,7 +170,7 @@ class Scheduler:
         if any(part.count != 1 or not part.emits for part in parts):
             return False
         for part in parts:
-            sequence, needed = part.sequence, part.start + several(part, self.most_steps).count
+            sequence, needed = part.sequence, part.start + extended(part, self.most_steps).count
             if needed <= sequence.writable:
                 continue
             rounded = min(-(-needed // self._page_size) * self._page_size, sequence.longest - 1)
@@ -189,20 +193,21 @@ class Scheduler:
         self._new_entries: list[tuple[RequestState, int]] = []
         self._copies: list[tuple[RequestState, PageCopy]] = []
         self._preempted: list[RequestState] = []
-        self._known: list[RequestState] = []
+        self._sample_only: list[RequestState] = []
         self.shortage = None
 
-    def _plan_many(self) -> tuple[list[RequestState], list[RequestState]]:
+    def _plan_all(self) -> tuple[list[RequestState], list[RequestState]]:
+        """Starts other samples and admits waiting requests; returns rows and chunks as `_reserve_running` does."""
         self._parallel_samples.start(self._max_rows)
-        rows, chunks = self._with_room(list(self.running))
-        owed, self._owes_decode = self._owes_decode and bool(rows), False
-        if owed:
+        rows, chunks = self._reserve_running(list(self.running))
+        decode_only, self._decode_next = self._decode_next and bool(rows), False
+        if decode_only:
             return rows, []
         if not self._preempted:
             self._admit_waiting(len(rows), chunks)
         return rows, chunks
 
-    def _with_room(
+    def _reserve_running(
         self, candidates: list[RequestState]
     ) -> tuple[list[RequestState], list[RequestState]]:
         """Reserves pages for running requests; returns those with one token to compute, and those with more."""
@@ -210,8 +215,8 @@ class Scheduler:
         for sequence in candidates:
             remaining = sequence.remaining if sequence.status == RUNNING else 0
             if remaining == 0:
-                if sequence.status == RUNNING and sequence.is_known:
-                    self._known.append(sequence)
+                if sequence.status == RUNNING and sequence.is_computed:
+                    self._sample_only.append(sequence)
                 continue
             # Most steps find pages reserved: reservations are rounded up to whole pages.
             wanted = remaining if self._stride is None else min(remaining, self._stride)
@@ -219,16 +224,16 @@ class Scheduler:
                 (rows if remaining == 1 else chunks).append(sequence)
         return rows, chunks
 
-    def _counts(
+    def _token_counts(
         self, rows: list[RequestState], chunks: list[RequestState]
     ) -> list[tuple[RequestState, int]]:
         """Divides the token budget: one token per decode row, then prefill chunks in order, cut to fill a bucket."""
         left, wanted = self._budget - len(rows), []
-        if self._whole and chunks and self._chunk(chunks[0]) > left:
-            self._owes_decode, rows = bool(rows), []
-            left = max(self._budget, self._chunk(chunks[0]))
+        if self._whole and chunks and self._chunk_tokens(chunks[0]) > left:
+            self._decode_next, rows = bool(rows), []
+            left = max(self._budget, self._chunk_tokens(chunks[0]))
         for sequence in chunks:
-            count = self._chunk(sequence)
+            count = self._chunk_tokens(sequence)
             if count > left:
                 count = 0 if self._whole else left
             if count:
@@ -239,7 +244,7 @@ class Scheduler:
             fits = self._fill(len(rows) + 1, len(rows) + total)
             if fits is None:
                 # No bucket holds both without much padding: this step prefills, the next one decodes.
-                self._owes_decode, rows = True, []
+                self._decode_next, rows = True, []
                 fits = self._fill(1, total)
                 assert fits is not None, "one or more tokens always fit a bucket"
             before = list(wanted)
@@ -247,11 +252,10 @@ class Scheduler:
             align(wanted, before, self._chunk_size)
         return [(sequence, 1) for sequence in rows] + wanted
 
-    def _chunk(self, sequence: RequestState) -> int:
+    def _chunk_tokens(self, sequence: RequestState) -> int:
         """Returns how many tokens a request could take in this step.
 
-        A model that needs whole prompts takes the prompt in one step. After a preemption it then takes the generated
-        tokens one by one.
+        With `whole_prompts` it takes the prompt in one step, then generated tokens one by one, also after a preemption.
         """
         if self._whole:
             return 1 if sequence.computed else len(sequence.request.prompt)
@@ -259,16 +263,16 @@ class Scheduler:
 
     def _admit_waiting(self, rows: int, chunks: list[RequestState]) -> None:
         """Admits waiting requests in order while rows, tokens and pages are left."""
-        left = self._budget - rows - sum(self._chunk(sequence) for sequence in chunks)
+        left = self._budget - rows - sum(self._chunk_tokens(sequence) for sequence in chunks)
         while self.waiting and len(self.running) < self._max_rows and left > 0:
             sequence = self.waiting[0]
             if not self._admit(sequence, left):
                 return
-            if sequence.is_known:
-                self._known.append(sequence)
+            if sequence.is_computed:
+                self._sample_only.append(sequence)
             if sequence.remaining:
                 chunks.append(sequence)
-                left -= self._chunk(sequence)
+                left -= self._chunk_tokens(sequence)
 
     def _admit(self, sequence: RequestState, left: int) -> bool:
         """Admits a request if it gets its pages; the step has room for `left` of its tokens."""
@@ -357,7 +361,7 @@ class Scheduler:
     def _preempt(self, sequence: RequestState) -> None:
         self._new_entries = [one for one in self._new_entries if one[0] is not sequence]
         self._copies = [one for one in self._copies if one[0] is not sequence]
-        self._known = [one for one in self._known if one is not sequence]
+        self._sample_only = [one for one in self._sample_only if one is not sequence]
         self._preempted.append(sequence)
         sequence.preemptions += 1
         self._undo_admission(sequence)

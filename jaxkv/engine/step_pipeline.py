@@ -18,7 +18,7 @@ from jaxkv.engine.recovery import is_fatal
 from jaxkv.engine.request_state import RUNNING
 from jaxkv.engine.scheduler import Scheduler
 from jaxkv.engine.state_checkpoints import StateCheckpoints
-from jaxkv.engine.step_plan import Part, StepPlan, single
+from jaxkv.engine.step_plan import Part, StepPlan, first_step
 from jaxkv.errors import STEP_FAILURES, CachePoisoned
 from jaxkv.runner.program_specs import StepSpec
 from jaxkv.runner.sampled_rows import SampledRows
@@ -122,7 +122,7 @@ class StepPipeline:
         if shape is not None and self._try_several(planned, shape):
             return
         if steps > 1:
-            planned = [single(part) for part in planned]
+            planned = [first_step(part) for part in planned]
         parts, shape = self._oom_backoff.cut(planned, self.shape)
         if len(parts) < len(planned):
             self._scheduler.plan_next([part.sequence for part in planned[len(parts) :]])

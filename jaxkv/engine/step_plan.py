@@ -62,14 +62,14 @@ def part_of(sequence: RequestState, count: int) -> Part:
     return Part(sequence, start, count, int(emits), count > 0 and start >= known)
 
 
-def several(part: Part, steps: int) -> Part:
+def extended(part: Part, steps: int) -> Part:
     """Returns a decode part extended to so many steps, or to as many as the request has tokens left."""
     sequence = part.sequence
     left = min(steps, sequence.longest - len(sequence.tokens) - sequence.pending)
     return part._replace(count=left, emits=left)
 
 
-def single(part: Part) -> Part:
+def first_step(part: Part) -> Part:
     """Returns the first step of a part of several steps."""
     return part._replace(count=1, emits=1)
 

@@ -94,8 +94,8 @@ class Packer:
         if not lens or min(lens) < least or (shape.decode and max(lens) > 1):
             wanted = "exactly one new token" if shape.decode else "one or more new tokens"
             raise ValueError(
-                f"each row of a step needs {wanted}, got rows of {lens} token ids; leave out empty rows, or use a prefill "
-                f"program for rows of several tokens"
+                f"each row of a step needs {wanted}, got rows of {lens} token ids; leave out empty rows, or use a "
+                f"prefill program for several tokens"
             )
         if shape.fresh and any(rows.starts):
             raise ValueError(

@@ -99,7 +99,7 @@ def test_a_lone_row_is_tried_twice_and_then_fails_with_the_numbers(wanted, monke
         assert [shape.rows for shape in memory.tried] == [1, 1]
     assert lone.reason == "error"
     assert isinstance(lone.error, MemoryError)
-    assert "a step of 1 tokens of one sequence that has 1, padded to 1 tokens" in str(lone.error)
+    assert "a step of 1 tokens of one sequence of 1 tokens, padded to 1 tokens" in str(lone.error)
     assert engine.recoveries == 0
     sequences = start(engine)
     engine.run(sequences)

@@ -21,7 +21,7 @@ from jaxkv.config.sampling import SamplingParams
 from jaxkv.engine.request import Request
 from jaxkv.engine.request_state import FINISHED, RUNNING, WAITING, RequestState
 from jaxkv.engine.scheduler import Scheduler
-from jaxkv.engine.step_plan import single
+from jaxkv.engine.step_plan import first_step
 from jaxkv.runner.buckets import LOOSE_TOKENS, MOST_PADDING, bucket, filled, token_buckets
 
 LAYOUT = group_layers(
@@ -159,7 +159,7 @@ class Serving:
         rows = []
         parts, steps = plan.parts, plan.steps
         if steps > 1 and self.refuses_multi_step:
-            parts, steps = [single(part) for part in parts], 1
+            parts, steps = [first_step(part) for part in parts], 1
         self.multi_step += steps > 1
         for part in parts:
             turns = [part] if steps == 1 else list(turns_of(part))
