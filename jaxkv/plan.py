@@ -286,8 +286,8 @@ def _programs(
     singles = shapes.declare_all(Features())
     steps = choose_num_steps(engine.steps_per_launch, model.param_shapes(dtype), layout)
     one_by_one = _keeps_states(layout, model, cache, engine)
-    chosen = engine.steps_per_launch is None
-    multi_steps = [] if one_by_one else declare_multi_steps(singles, steps, chosen=chosen)
+    automatic = engine.steps_per_launch is None
+    multi_steps = [] if one_by_one else declare_multi_steps(singles, steps, automatic=automatic)
     swaps = declare_swaps(layout) if cache.host_bytes and engine.prefix_cache else []
     specs = (*singles, *multi_steps, CopySpec(), *swaps)
     enable_compile_cache()

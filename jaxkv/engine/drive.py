@@ -158,7 +158,7 @@ def _sample_output(sample: RequestState, tokenizer: Tokenizer | None) -> SampleO
         finish_reason=sample.reason,
         stop_reason=_stop_reason(sample) if sample.reason == "stop" else None,
         error=error_of(sample),
-        cumulative_logprob=None if logprobs is None else _sum_chosen(sample.token_ids, logprobs),
+        cumulative_logprob=None if logprobs is None else _sum_logprobs(sample.token_ids, logprobs),
         logprobs=logprobs,
         timing=timing_of(sample),
     )
@@ -172,5 +172,5 @@ def _stop_reason(sample: RequestState) -> str | int | None:
     return last if last in sample.request.params.stop_token_ids else None
 
 
-def _sum_chosen(token_ids: Sequence[int], logprobs: Sequence[dict[int, float]]) -> float:
+def _sum_logprobs(token_ids: Sequence[int], logprobs: Sequence[dict[int, float]]) -> float:
     return sum(table[token] for token, table in zip(token_ids, logprobs, strict=True))

@@ -107,7 +107,7 @@ class HostPrefetch[T: SwapInTransfer]:
             self._swap_ins.drop(inbound.swap_in)
 
     def cancel_all(self) -> bool:
-        """Cancels all swap-ins, which frees their pages; returns whether there were any."""
+        """Cancels all swap-ins and frees their pages; returns False if there were none."""
         cancelled = list(self._in_progress)
         for sequence in cancelled:
             self.cancel(sequence)

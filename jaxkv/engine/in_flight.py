@@ -85,7 +85,7 @@ def step_rows_of(
         emits=[part.emits > 0 for part in parts],
         carry=[part.carry for part in parts],
         generated=generated,
-        choices=[part.sequence.request for part in parts],
+        sampling=[part.sequence.request for part in parts],
         pending_checkpoints=pending_checkpoints,
         left=left,
     )

@@ -57,7 +57,7 @@ class MultiStep:
 
     def measures(self, shape: StepSpec) -> bool:
         """Whether `record` should be called for steps of this shape."""
-        return self._automatic and self.most > 1 and _known_to_pay(shape)
+        return self._automatic and self.most > 1 and _benefits(shape)
 
     def record(self, shape: StepSpec, *, idle: bool) -> None:
         """Records a measurement of a single step.
@@ -85,8 +85,8 @@ class MultiStep:
         if not single.decode or (self._automatic and not self._device_waits(single)):
             return None
         needed = self._runner.fit(_several(single, self.most))
-        must_be_there = self._automatic or self._runner.programs.is_closed
-        if must_be_there and not self._runner.has(needed):
+        must_be_compiled = self._automatic or self._runner.programs.is_closed
+        if must_be_compiled and not self._runner.has(needed):
             return None
         avoided = needed in self._sent_singly or self._oom_backoff.avoids(needed)
         return None if avoided else needed
@@ -102,7 +102,7 @@ class MultiStep:
 
     def declare(self, needed: Sequence[ProgramSpec]) -> list[StepSpec]:
         """Lists the programs of several steps for the given programs of single steps."""
-        return declare_multi_steps(needed, self.most, chosen=self._automatic)
+        return declare_multi_steps(needed, self.most, automatic=self._automatic)
 
     def _device_waits(self, single: StepSpec) -> bool:
         seen, waited = self._measured.get(self._runner.fit(single), (0, 0))
@@ -127,14 +127,14 @@ def choose_num_steps(requested: int | None, params: Params, layout: CacheLayout)
 
 
 def declare_multi_steps(
-    needed: Sequence[ProgramSpec], steps: int, *, chosen: bool
+    needed: Sequence[ProgramSpec], steps: int, *, automatic: bool
 ) -> list[StepSpec]:
     """Lists the programs of several steps for the given programs of single steps.
 
     Args:
         needed: programs, of which decode steps are used and others skipped.
         steps: decode steps per program.
-        chosen: `steps` was chosen automatically, so only small batches of greedy requests have such programs.
+        automatic: `steps` was chosen automatically, so only small batches of greedy requests have such programs.
     """
     return [
         _several(single, steps)
@@ -143,11 +143,11 @@ def declare_multi_steps(
         and steps > 1
         and single.decode
         and not single.features.min_tokens
-        and (not chosen or _known_to_pay(single))
+        and (not automatic or _benefits(single))
     ]
 
 
-def _known_to_pay(shape: StepSpec) -> bool:
+def _benefits(shape: StepSpec) -> bool:
     """Whether measurements on a GPU showed that several such steps in one program are faster, with the same tokens."""
     return shape.decode and shape.rows <= _FEW_ROWS and shape.features == Features()
 

@@ -43,8 +43,10 @@ class OomBackoff:
         self._whole = whole
         self._refusal = refusal
         self._counts: Counter[StepSpec] = Counter()
+        # Of these failures, those that left the cache intact.
         self._harmless: Counter[StepSpec] = Counter()
         self._too_large: list[StepSpec] = []
+        # Shape of the last step that ran out of memory; `None` once a later step was read.
         self._last_failed: StepSpec | None = None
 
     @property

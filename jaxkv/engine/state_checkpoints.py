@@ -36,7 +36,7 @@ class StateCheckpoints:
     """Makes the state checkpoints of one engine.
 
     Args:
-        prefix: the prefix index; `None` if there is none, or the model has no recurrent layers.
+        prefix: the prefix index; `None` to make none.
         sequence_runner: makes the page copies that a checkpoint needs.
     """
 

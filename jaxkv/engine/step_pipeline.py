@@ -40,6 +40,9 @@ class StepPipeline:
         multi_step: decides when several decode steps are sent as one program.
         oom_backoff: records shapes that ran out of memory, and cuts steps to smaller ones.
         state_checkpoints: allocates pending state checkpoints; `None` if the engine keeps none.
+
+    Attributes:
+        steps: number of steps sent so far.
     """
 
     def __init__(
@@ -58,7 +61,6 @@ class StepPipeline:
         self._state_checkpoints = state_checkpoints
         self._in_flight: deque[InFlightStep] = deque()
         self.steps = 0
-        """Steps sent so far."""
 
     @property
     def num_in_flight(self) -> int:
@@ -98,7 +100,7 @@ class StepPipeline:
             self._dispatch(parts, plan.steps)
 
     def shape(self, parts: Sequence[Part]) -> StepSpec:
-        """Returns the shape of the program that runs one step of these parts."""
+        """Returns the spec of the program that runs one step of these parts."""
         total = max(part.sequence.reserved for part in parts)
         features = union([part.sequence.features for part in parts])
         new_tokens = sum(part.count for part in parts)
@@ -111,13 +113,16 @@ class StepPipeline:
             fresh=not any(part.start for part in parts),
         )
         fitting = self._runner.fit(needed)
-        # A larger program that is compiled already is no help where that one was too large.
+        # If the compiled program ran out of memory, a smaller one is compiled instead.
         if self._oom_backoff.avoids(fitting) and not self._runner.programs.strict:
             return needed
         return fitting
 
     def _dispatch(self, planned: list[Part], steps: int) -> None:
-        """Sends a step of these to the device, or several, or one of some of them if all would be too many."""
+        """Sends the parts as several steps in one program, as one step, or as the largest step that is not avoided.
+
+        Parts that are left out run in the next step. A request for which even the smallest step is avoided fails.
+        """
         shape = self._multi_step.shape(planned) if steps > 1 else None
         if shape is not None and self._try_several(planned, shape):
             return

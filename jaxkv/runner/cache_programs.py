@@ -214,5 +214,5 @@ class Admission:
         bias = others[-2:] if self._bias_width else ()
         rest = others[: len(others) - len(bias)]
         outputs = rest[0] if rest else jnp.zeros((slots.shape[0], 0), jnp.int32)
-        choices = admit(cache.layer(self._layer), slots, prompts, outputs, *bias)
-        return cache.with_layer(self._layer, choices), ()
+        state = admit(cache.layer(self._layer), slots, prompts, outputs, *bias)
+        return cache.with_layer(self._layer, state), ()

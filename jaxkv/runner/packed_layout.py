@@ -199,9 +199,9 @@ class PackedLayout:
             )
             for group in self.layout.state_groups
         )
-        chosen = [field.name for field in fields_for(shape.features)]
+        names = [field.name for field in fields_for(shape.features)]
         if shape.features.min_tokens:
-            chosen.append("block_stop")
+            names.append("block_stop")
         return StepBatch(
             **{name: fields[name] for name in _BATCH_FIELDS},
             paged=paged,
@@ -209,7 +209,7 @@ class PackedLayout:
             sampling=SamplingBatch(
                 slots=fields["slots"],
                 carry=fields["carry"],
-                values={name: fields[name] for name in chosen},
+                values={name: fields[name] for name in names},
                 features=shape.features,
             ),
             decode=shape.decode,

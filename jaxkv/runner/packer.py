@@ -50,7 +50,7 @@ class Packer:
         self._check(shape, rows)
         places, float_places = self.packed_layout.arrangements(shape)
         ints, floats = places.blank.copy(), float_places.blank.copy()
-        entries = self._row_table.update(rows.sequences, rows.choices, allocator)
+        entries = self._row_table.update(rows.sequences, rows.sampling, allocator)
         count, num_tokens = len(entries), len(rows.tokens)
         tokens, starts = _ints(rows.tokens), _ints(rows.starts)
         self._check_values(tokens, starts)
@@ -79,7 +79,7 @@ class Packer:
         for group in self._paged:
             self._fill_pages(group, fields, rows, entries, owner, positions, last_lens)
         self._fill_states(fields, rows, allocator, bounds)
-        self._fill_choices(fields | float_places.split(floats), rows, entries)
+        self._fill_sampling(fields | float_places.split(floats), rows, entries)
         return ints, floats
 
     def _check(self, shape: StepSpec, rows: StepRows) -> None:
@@ -200,16 +200,16 @@ class Packer:
             fields[f"{group.name}.read_states"][: len(pairs)] = reads
             fields[f"{group.name}.write_states"][: len(pairs)] = writes
 
-    def _fill_choices(
+    def _fill_sampling(
         self, fields: Mapping[str, np.ndarray], rows: StepRows, entries: np.ndarray
     ) -> None:
         """Fills the sampling parameters that the program reads."""
         count = len(entries)
-        for name, values in self._row_table.choices.items():
+        for name, values in self._row_table.sampling.items():
             if name in fields:
                 fields[name][:count] = values[entries]
         if "block_stop" in fields:
-            least = [choice.params.min_tokens for choice in rows.choices]
+            least = [choice.params.min_tokens for choice in rows.sampling]
             fields["block_stop"][:count] = np.less(rows.generated, least)
 
 

@@ -28,7 +28,7 @@ class RowTable:
         first: paged group's name -> tokens before the first page; their pages were freed out of the window,
             int32 [entries].
         covered: paged group's name -> tokens in shared pages, which are not written, int32 [entries].
-        choices: name of a sampling parameter -> its values, [entries] or [entries, width].
+        sampling: name of a sampling parameter -> its values, [entries] or [entries, width].
     """
 
     def __init__(self, layout: CacheLayout, counts: Mapping[str, int]) -> None:
@@ -44,18 +44,18 @@ class RowTable:
         self.first = {name: np.zeros(entries, np.int32) for name in names}
         self.covered = {name: np.zeros(entries, np.int32) for name in names}
         self._page_sizes = {group.name: group.page_size for group in layout.paged_groups}
-        self.choices = {
+        self.sampling = {
             field.name: np.full(field.shape(entries), field.off, field.dtype) for field in FIELDS
         }
 
     def update(
-        self, sequences: Sequence[int], choices: Sequence[Choice], allocator: PageAllocator
+        self, sequences: Sequence[int], sampling: Sequence[Choice], allocator: PageAllocator
     ) -> np.ndarray:
         """Updates the rows of some sequences; returns the indices of the rows, int64.
 
         Args:
             sequences: their numbers in the allocator.
-            choices: their sampling parameters; a row is rewritten when `params` is another object.
+            sampling: their sampling parameters; a row is rewritten when `params` is another object.
             allocator: holds their pages.
 
         Raises:
@@ -64,7 +64,7 @@ class RowTable:
         owners, changes, seen = self._owners, self._changes, self._params
         all_held = allocator.held_by(sequences)
         entries = [held.states["sampling"].write for held in all_held]
-        for entry, held, choice in zip(entries, all_held, choices, strict=True):
+        for entry, held, choice in zip(entries, all_held, sampling, strict=True):
             known = owners[entry] is held and seen[entry] is choice.params
             if not known or changes[entry] != held.changes:
                 self._write(entry, held, choice)
@@ -90,7 +90,7 @@ class RowTable:
 
     def _write_sampling(self, entry: int, choice: Choice) -> None:
         for field in FIELDS:
-            field.write(self.choices[field.name], entry, choice)
+            field.write(self.sampling[field.name], entry, choice)
         self._params[entry] = choice.params
 
     def _table(self, name: str, width: int) -> np.ndarray:

@@ -59,7 +59,7 @@ class StepRows(NamedTuple):
         tokens: new token ids of all rows, one row after the other.
         lens: number of new tokens of each row.
         generated: see `Row`; may be empty if no row has `min_tokens`.
-        choices: sampling parameters of each row; a request passes the same object at each step.
+        sampling: sampling parameters of each row; a request passes the same object at each step.
         pending_checkpoints: the pending state checkpoints of the step, sorted by row, then by length.
         left: how many of the program's steps each row takes part in; empty for programs of one step.
     """
@@ -71,7 +71,7 @@ class StepRows(NamedTuple):
     emits: Sequence[bool]
     carry: Sequence[bool]
     generated: Sequence[int]
-    choices: Sequence[Choice]
+    sampling: Sequence[Choice]
     pending_checkpoints: Sequence[PendingCheckpoint] = ()
     left: Sequence[int] = ()
 
@@ -86,5 +86,5 @@ class StepRows(NamedTuple):
             emits=[row.emits for row in rows],
             carry=[row.carry for row in rows],
             generated=[row.generated for row in rows],
-            choices=rows,
+            sampling=rows,
         )

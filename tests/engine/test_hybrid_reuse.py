@@ -454,10 +454,10 @@ def test_a_step_keeps_no_more_states_than_its_program_can():
     parts = engine.scheduler.plan().parts
     pipeline = engine._pipeline
     shape = replace(pipeline.shape(parts), pending_checkpoints=1)
-    taken = pipeline._state_checkpoints.take(parts, shape)
+    taken = pipeline._state_checkpoints.take_pending(parts, shape)
     assert [(one.row, one.length) for one in taken] == [(0, 32)]
     assert engine.prefix.stats.checkpoints_dropped == 3
-    pipeline._state_checkpoints.drop(taken, parts)
+    pipeline._state_checkpoints.drop_pending(taken, parts)
     engine.scheduler.requeue_all()
     check(engine)
     engine.run(made)

@@ -276,9 +276,9 @@ def test_several_steps_are_chosen_for_small_plain_models_on_a_gpu_alone(monkeypa
         for rows in (16, 64)
         for draws in (False, True)
     ]
-    assert declare_multi_steps(singles, 1, chosen=True) == []
-    assert [one.steps for one in declare_multi_steps(singles, 4, chosen=False)] == [4] * 4
-    [only] = declare_multi_steps(singles, 4, chosen=True)
+    assert declare_multi_steps(singles, 1, automatic=True) == []
+    assert [one.steps for one in declare_multi_steps(singles, 4, automatic=False)] == [4] * 4
+    [only] = declare_multi_steps(singles, 4, automatic=True)
     assert (only.rows, only.features) == (16, Features())
 
 
