@@ -28,8 +28,9 @@ from jaxkv.engine.engine import Engine
 from jaxkv.engine.engine_lock import EngineLock, refuse_forked_user
 from jaxkv.engine.recovery import refuse_broken
 from jaxkv.engine.request import Piece, Request, RequestOutput, check_salt, sample_seed
+from jaxkv.engine.saved_prefixes import PrefixCounts, load_prefixes, save_prefixes
 from jaxkv.engine.stats import Stats, collect_stats
-from jaxkv.engine.warm_up import WarmUp, compile_all, declare_served
+from jaxkv.engine.warm_up import WarmUp, compile_all, declare_saved_prefixes, declare_served
 from jaxkv.errors import BadCheckpoint
 from jaxkv.memory import named_exhaustion
 from jaxkv.models.decoder import Decoder
@@ -251,6 +252,7 @@ class LLM:
         prompt_tokens: int,
         sampling: SamplingParams | None = None,
         score: bool = False,
+        saved_prefixes: bool = False,
         **options: object,
     ) -> WarmUp:
         """Compiles what `generate`, `stream` and `AsyncLLM` need for requests like these, or shorter; runs nothing.
@@ -262,6 +264,7 @@ class LLM:
             prompt_tokens: tokens of the longest prompt.
             sampling: how their tokens are chosen; `max_tokens` and `n` count too.
             score: also what `score` needs for texts of `prompt_tokens`.
+            saved_prefixes: also what `save_prefixes` and `load_prefixes` need.
             options: as for `generate`.
 
         Returns:
@@ -282,6 +285,8 @@ class LLM:
             if score:
                 row = Row(0, request.prompt, 0, SamplingParams(temperature=0.0))
                 needed.append(self.engine.sequence_runner.score_spec(row))
+            if saved_prefixes:
+                needed += declare_saved_prefixes(self.engine)
             return compile_all(
                 self.engine.runner, needed, progress=self._progress and sys.stderr.isatty()
             )
@@ -403,6 +408,71 @@ class LLM:
         with self.lock.held():
             self._recover()
             return index.explain(ids, salt)
+
+    def save_prefixes(
+        self, path: str | Path, prompts: Prompt | Sequence[Prompt] | None = None
+    ) -> PrefixCounts:
+        """Writes the prefix cache to one safetensors file, from which `load_prefixes` of a later process restores it.
+
+        Full pages and state checkpoints are saved, with the tokens that they belong to in plain: the file tells what
+        the prompts were. What was cached under a salt is not saved, since the salt is a secret of its user. The file
+        appears whole or not at all.
+
+        Args:
+            path: a new file, or a file to replace.
+            prompts: save only what is cached of the beginnings of these; in any form that `generate` takes, without a
+                salt. Everything if not given.
+
+        Returns:
+            How many tokens, pages, checkpoints and bytes were saved.
+
+        Raises:
+            ValueError: the prefix cache is off, a prompt is none or has a salt, or `path` is no regular file.
+            ProgramRefused: strict mode was not warmed up with `saved_prefixes=True`.
+            OSError: the file cannot be written; a file that was there is as it was.
+            RuntimeError: an `AsyncLLM` serves this `LLM`.
+        """
+        texts = None if prompts is None else self._texts_to_save(prompts)
+        with self.lock.held():
+            self._recover()
+            return save_prefixes(self.engine, path, texts)
+
+    def load_prefixes(self, path: str | Path) -> PrefixCounts:
+        """Puts as much as fits of a file of `save_prefixes` into the prefix cache; requests that begin alike hit it.
+
+        The cache may have another number of pages than the one that was saved. What the file has more than there is
+        room for is left out: prefixes that more texts share come first, in free pages and in those of prefixes that no
+        request holds. The bytes of the file are believed, like those of a checkpoint.
+
+        Args:
+            path: the file.
+
+        Returns:
+            How much was loaded, was cached already, and was left out.
+
+        Raises:
+            BadCheckpoint: the file is damaged, or was saved with another model, implementation, dtype or cache layout,
+                or with other weights; nothing was changed.
+            FileNotFoundError: there is no such file.
+            ValueError: the prefix cache is off.
+            ProgramRefused: strict mode was not warmed up with `saved_prefixes=True`.
+            RuntimeError: an `AsyncLLM` serves this `LLM`.
+        """
+        with self.lock.held(), named_exhaustion("loading prefixes"):
+            self._recover()
+            return load_prefixes(self.engine, path)
+
+    def _texts_to_save(self, prompts: Prompt | Sequence[Prompt]) -> list[tuple[int, ...]]:
+        """Returns the tokens of prompts without a salt."""
+        texts = []
+        listed = as_prompts(prompts)
+        for place, prompt in enumerate(listed):
+            with named("prompt", place, len(listed)):
+                made = self._tokenize(prompt)
+                if made.salt is not None:
+                    raise ValueError("what is cached under a cache_salt is not saved")
+                texts.append(made.ids)
+        return texts
 
     @overload
     def chat(

@@ -16,6 +16,7 @@ from jaxkv.programs.spec import ProgramSpec
 from jaxkv.runner.buckets import bucket
 from jaxkv.runner.cache_programs import AdmitSpec, CopySpec
 from jaxkv.runner.model_runner import ModelRunner
+from jaxkv.runner.weights_checksum import ChecksumSpec
 from jaxkv.sampling.fields import features_for, features_of
 
 _LOG = logging.getLogger(__name__)
@@ -118,6 +119,11 @@ def declare_served(engine: Engine, request: Request, count: int) -> list[Program
     if features_for(request.params).penalties:
         needed += _admissions(engine, request, returns=returns)
     return needed
+
+
+def declare_saved_prefixes(engine: Engine) -> list[ProgramSpec]:
+    """Lists every program that saving and loading prefixes can need."""
+    return [*declare_swaps(engine.runner.layout), ChecksumSpec()]
 
 
 def _may_return(engine: Engine, held: int, rows: int) -> bool:

@@ -6,7 +6,7 @@ until then, releasing the sequence leaves nothing behind. This file moves no byt
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from jaxkv.cache.kept_pages.keeper import PageKeeper
 from jaxkv.cache.kept_pages.keys import PageKey, PageKeys
@@ -274,7 +274,7 @@ class SwapIns:
                 made.moves.append(Move(name, units[name], handle))
             states = {name: units[name] for name in one.states}
             tails = {name: units[name] for name in one.tails}
-            made.checkpoint = Checkpoint(one.key, states, tails, one.anchors, one.maker, 0)
+            made.checkpoint = replace(one, states=states, tails=tails, tick=0)
         return True
 
     def _still_good(self, made: SwapIn) -> bool:

@@ -5,7 +5,7 @@ The idea of tiers under one tree of prefixes: SGLang's hierarchical cache and Fa
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import count
 
@@ -63,6 +63,9 @@ class HostTier:
 
     def __len__(self) -> int:
         return len(self._entries)
+
+    def __iter__(self) -> Iterator[Entry]:
+        return iter(self._entries.values())
 
     @property
     def stats(self) -> HostStats:

@@ -118,6 +118,16 @@ class HostTransfers:
             self._send(moves)
         self._settle()
 
+    def read(self, handles: Sequence[int]) -> list[tuple[np.ndarray, ...]]:
+        """Returns copies of pages or states on the host; call `flush` before asking the tier what there is.
+
+        Raises:
+            JaxRuntimeError: one of them never arrived on the host.
+        """
+        # Through the device, the one way from pinned memory that `HostMemory` has tried.
+        found = self.memory.bring([self._stored[handle] for handle in handles])
+        return [tuple(np.asarray(array) for array in unit) for unit in found]
+
     def begin(self, swap_in: SwapIn) -> Inbound:
         """Begins to bring a prefix back; see `advance`."""
         self.flush()
@@ -302,10 +312,15 @@ class HostTransfers:
         _LOG.warning("%d pages or states %s the host are lost: %r", len(transfer.moves), way, error)
 
 
+def units_at_once(num_bytes: int) -> int:
+    """Returns how many pages or states of so many bytes one run of a program moves."""
+    return max(1, min(BUCKETS[-1], STAGED_BYTES // 2 // num_bytes))
+
+
 def _batches(moves: Sequence[Move], tier: HostTier) -> Iterator[tuple[Move, ...]]:
     """Cuts moves into runs of the programs: of one group, and of no more bytes than may be staged."""
     for group, found in groupby(sorted(moves, key=lambda move: move.group), lambda one: one.group):
         of_group = list(found)
-        size = max(1, min(BUCKETS[-1], STAGED_BYTES // 2 // tier.bytes_of(group)))
+        size = units_at_once(tier.bytes_of(group))
         for first in range(0, len(of_group), size):
             yield tuple(of_group[first : first + size])

@@ -12,13 +12,17 @@ Size = int | bool | None | tuple[int, ...]
 class ProgramSpec[Target](ABC):
     """What one program is compiled for: its key in the manifest. Specs sort by kind, then by size.
 
-    The kinds are in `jaxkv.runner.program_specs`, `jaxkv.runner.cache_programs` and `jaxkv.offload.programs`.
+    The kinds are in `jaxkv.runner.program_specs`, `jaxkv.runner.cache_programs`, `jaxkv.runner.weights_checksum` and
+    `jaxkv.offload.programs`.
     """
 
     @property
     @abstractmethod
     def kind(self) -> str:
-        """What the program does: "decode", "prefill", "score", "admit", "readmit", "copy", "swap_out" or "swap_in"."""
+        """What the program does.
+
+        One of "decode", "prefill", "score", "admit", "readmit", "copy", "swap_out", "swap_in" and "checksum".
+        """
 
     @property
     @abstractmethod

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from jaxkv.cache.kept_pages.keys import PageKeys, encode_tokens, hash_parts
+from jaxkv.cache.kept_pages.keys import PageKey, PageKeys, encode_tokens, hash_parts
 
 _REMEMBERED = 4096
 """Number of latest evictions whose tick is recorded, for `explain`."""
@@ -50,6 +50,7 @@ class Checkpoint:
         states: recurrent group name -> id of the state after the prefix.
         tails: paged group name -> id of a page of its own with the last tokens, where the prefix ends inside a page.
         anchors: (paged group name, page digest) of the cached full pages that a hit on it needs.
+        chain: keys of the full pages of its prefix. They hold its tokens, which a cache without pages has nowhere else.
         maker: number of the sequence that computed it.
         tick: tick of its last use.
         confirmed: the step that wrote it was collected without an error. No sequence begins from it before.
@@ -59,6 +60,7 @@ class Checkpoint:
     states: Mapping[str, int]
     tails: Mapping[str, int]
     anchors: tuple[tuple[str, bytes], ...]
+    chain: tuple[PageKey, ...]
     maker: int
     tick: int
     confirmed: bool = True

@@ -194,7 +194,8 @@ class StateKeeper:
             self._pages.give_back(tails)
             return []
         self._plans.end(key)
-        self.kept.add(Checkpoint(key, states, tails, anchors, seq, tick, confirmed))
+        chain = tuple(keys.pages(tokens, self.kept.page_size, length))
+        self.kept.add(Checkpoint(key, states, tails, anchors, chain, seq, tick, confirmed))
         self._stats.checkpoints += 1
         return [
             PageCopy(name, self._allocator.pages(seq, name)[length // self._page_sizes[name]], page)
@@ -211,9 +212,13 @@ class StateKeeper:
         """Whether `has_room` would be true; evicts nothing."""
         if self.kept.find(key) is not None:
             return True
+        return self.num_spare() > 0
+
+    def num_spare(self) -> int:
+        """Returns how many checkpoints `has_room` would make room for; evicts nothing."""
         self._plans.forget_idle()
         busy = sum(not self._is_unread(one) for one in self.kept)
-        return busy + self._plans.num_begun() < self.capacity
+        return max(0, self.capacity - busy - self._plans.num_begun())
 
     def has_room(self, key: CheckpointKey) -> bool:
         """Whether a checkpoint may be swapped in from the host; evicts others to make room."""
