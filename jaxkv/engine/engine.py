@@ -237,7 +237,8 @@ class Engine:
         if needed > most:
             raise ValueError(
                 f"a prompt of {len(request.prompt)} tokens with max_tokens={request.max_tokens} needs room for "
-                f"{needed} tokens, but one sequence can have {most}; shorten it or give the cache more memory"
+                f"{needed} tokens, but one sequence can have {most}; shorten the prompt, lower max_tokens, or give the "
+                f"cache more memory"
             )
         if params.stop and self._tokenizer is None:
             raise ValueError(

@@ -25,7 +25,7 @@ class ParallelSamples:
         """Starts the other samples of prompts that are computed up to their last token.
 
         Args:
-            max_rows: most running requests. Of the samples beyond it one is queued, and the others wait for that one.
+            max_rows: most running requests. If more samples remain, one is queued and the others wait for it.
         """
         running = self._queues.running
         for first in [one for one in running if one.other_samples and not one.remaining]:

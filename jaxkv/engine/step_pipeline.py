@@ -124,7 +124,7 @@ class StepPipeline:
         Parts that are left out run in the next step. A request for which even the smallest step is avoided fails.
         """
         shape = self._multi_step.shape(planned) if steps > 1 else None
-        if shape is not None and self._try_several(planned, shape):
+        if shape is not None and self._send_several(planned, shape):
             return
         if steps > 1:
             planned = [first_step(part) for part in planned]
@@ -136,16 +136,16 @@ class StepPipeline:
             if error is not None:
                 self._finisher.fail(parts[0].sequence, error)
                 return
-        self._try(parts, shape)
+        self._send_or_record(parts, shape)
         if self._in_flight and self._multi_step.measures(shape):
             self._in_flight[-1].start_copy_to_host()
             if len(self._in_flight) > 1 and self._in_flight[-2].shape == shape:
                 self._multi_step.record(shape, idle=self._in_flight[-2].is_done)
 
-    def _try_several(self, parts: Sequence[Part], shape: StepSpec) -> bool:
+    def _send_several(self, parts: Sequence[Part], shape: StepSpec) -> bool:
         """Sends several steps as one program; returns False if that failed and the steps must be sent one by one."""
         try:
-            self._try(parts, shape)
+            self._send_or_record(parts, shape)
         except STEP_FAILURES as error:
             if is_fatal(error):
                 raise
@@ -153,10 +153,10 @@ class StepPipeline:
             return False
         return True
 
-    def _try(self, parts: Sequence[Part], shape: StepSpec) -> None:
+    def _send_or_record(self, parts: Sequence[Part], shape: StepSpec) -> None:
         """Sends a step; records an out-of-memory error, or a refused program, instead of raising it."""
         try:
-            step = self._send(parts, shape)
+            step = self._run(parts, shape)
         except CachePoisoned as error:
             self._oom_backoff.note_failure(shape, error, lost=True)
             raise
@@ -171,7 +171,8 @@ class StepPipeline:
         self._in_flight.append(step)
         self.steps += shape.steps
 
-    def _send(self, parts: Sequence[Part], shape: StepSpec) -> InFlightStep:
+    def _run(self, parts: Sequence[Part], shape: StepSpec) -> InFlightStep:
+        """Runs a step on the device with the pending checkpoints that fit; releases them if that fails."""
         checkpoints = self._state_checkpoints
         pending_checkpoints = () if checkpoints is None else checkpoints.take_pending(parts, shape)
         try:

@@ -30,7 +30,7 @@ def forget_a_kept_page(engine):
 
 
 CORRUPTIONS = {
-    lose_a_page: r"group 'gqa': for these pages the references counted and those held differ: \{\d+: \(1, 0\)\}",
+    lose_a_page: r"group 'gqa': the counted and the actual references of these pages differ: \{\d+: \(1, 0\)\}",
     leave_a_sequence: r"sequences \[1000000\] hold pages or states and do not run",
     forget_a_kept_page: r"the index has the pages \[\d+\] without a reference",
 }

@@ -55,13 +55,13 @@ def requests_of(wish, count=8, seed=5):
 def watch(engine):
     """Returns a list that grows by the number of steps of each launch."""
     pipeline = engine._pipeline
-    sent, send = [], pipeline._send
+    sent, send = [], pipeline._run
 
     def noting(parts, shape):
         sent.append(shape.steps)
         return send(parts, shape)
 
-    pipeline._send = noting
+    pipeline._run = noting
     return sent
 
 
