@@ -247,7 +247,7 @@ def _generate(
         columns = jnp.arange(longest, dtype=jnp.int32)[None, :]
         choices = admit(
             cache.layer(model.num_layers),
-            prompt.sampling.slots,
+            prompt.sampling.state_ids,
             jnp.where(columns < lens[:, None], tokens, model.vocab_size + columns),
             jnp.zeros((rows, 0), jnp.int32),
             host["bias_ids"],
@@ -292,7 +292,7 @@ def _pack_on_device(
         paged=tuple(paged),
         states=tuple(states),
         sampling=SamplingBatch(
-            slots=numbers + 1,
+            state_ids=numbers + 1,
             carry=jnp.zeros_like(numbers),
             values={field.name: host[field.name] for field in fields_for(features)},
             features=features,

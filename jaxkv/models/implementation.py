@@ -160,7 +160,7 @@ def _batch(layout: CacheLayout, tokens: int, *, decode: bool, fresh: bool = Fals
         seq_lens=ints(_ROWS),
         paged=(rows,) * len(layout.paged_groups),
         states=(states,) * len(layout.state_groups),
-        sampling=SamplingBatch(slots=ints(_ROWS), carry=ints(_ROWS)),
+        sampling=SamplingBatch(state_ids=ints(_ROWS), carry=ints(_ROWS)),
         decode=decode,
         fresh=fresh,
     )

@@ -160,17 +160,17 @@ class Admission:
         self._bias_width = widths[0] if widths else 0
 
     def blank(self, spec: AdmitSpec) -> tuple[np.ndarray, ...]:
-        """Returns the arrays of an admission without sequences: slots, prompts, outputs, bias ids and bias values.
+        """Returns the arrays of an admission without sequences: state ids, prompts, outputs, bias ids and bias values.
 
         All ids are out of range. The outputs of an "admit" program have width 0.
         """
         rows = spec.rows
         output_width = spec.width if spec.returning else 0
-        slots = self._entries + np.arange(rows, dtype=np.int32)
+        state_ids = self._entries + np.arange(rows, dtype=np.int32)
         prompts = np.full((rows, spec.width), self._vocab, np.int32)
         outputs = np.full((rows, output_width), self._vocab, np.int32)
         bias_ids = np.full((rows, self._bias_width), self._vocab, np.int32)
-        return slots, prompts, outputs, bias_ids, np.zeros((rows, self._bias_width), np.float32)
+        return state_ids, prompts, outputs, bias_ids, np.zeros((rows, self._bias_width), np.float32)
 
     def pack(
         self,
@@ -191,8 +191,8 @@ class Admission:
             ValueError: a row has more logit biases than the cache has room for.
         """
         arrays = self.blank(spec)
-        slots, prompts, outputs, bias_ids, bias_values = arrays
-        slots[: len(entries)] = entries
+        state_ids, prompts, outputs, bias_ids, bias_values = arrays
+        state_ids[: len(entries)] = entries
         for index, row in enumerate(rows):
             prompts[index, : len(row.tokens)] = row.tokens
             bias = row.params.logit_bias
@@ -207,12 +207,12 @@ class Admission:
         return arrays
 
     def run(
-        self, params: Params, cache: Cache, slots: Array, prompts: Array, *others: Array
+        self, params: Params, cache: Cache, state_ids: Array, prompts: Array, *others: Array
     ) -> tuple[Cache, tuple[()]]:
         """Runs on the device. Empty arrays are not passed: outputs come third only if their width is not 0."""
         del params
         bias = others[-2:] if self._bias_width else ()
         rest = others[: len(others) - len(bias)]
-        outputs = rest[0] if rest else jnp.zeros((slots.shape[0], 0), jnp.int32)
-        state = admit(cache.layer(self._layer), slots, prompts, outputs, *bias)
+        outputs = rest[0] if rest else jnp.zeros((state_ids.shape[0], 0), jnp.int32)
+        state = admit(cache.layer(self._layer), state_ids, prompts, outputs, *bias)
         return cache.with_layer(self._layer, state), ()

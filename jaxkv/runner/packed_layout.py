@@ -55,7 +55,7 @@ def int_fields(
         Field("positions", tokens),
         Field("cu_q_lens", (shape.rows + 1,)),
         Field("seq_lens", rows),
-        Field("slots", rows, counts["sampling"], counted=True),
+        Field("sampling_states", rows, counts["sampling"], counted=True),
         Field("carry", rows),
     ]
     if shape.steps > 1:
@@ -207,7 +207,7 @@ class PackedLayout:
             paged=paged,
             states=states,
             sampling=SamplingBatch(
-                slots=fields["slots"],
+                state_ids=fields["sampling_states"],
                 carry=fields["carry"],
                 values={name: fields[name] for name in names},
                 features=shape.features,

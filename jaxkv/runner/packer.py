@@ -71,7 +71,7 @@ class Packer:
         fields["cu_q_lens"][: count + 1] = bounds
         fields["seq_lens"][:count] = seq_lens
         fields["carry"][:count] = rows.carry
-        np.copyto(fields["slots"][:count], entries, where=rows.emits, casting="same_kind")
+        np.copyto(fields["sampling_states"][:count], entries, where=rows.emits, casting="same_kind")
         last_lens = seq_lens
         if shape.steps > 1:
             fields["left"][:count] = rows.left

@@ -1,1 +1,1 @@
-"""How tokens are chosen: the table of parameters, what a program can do with them, and the sampler on the device."""
+"""Sampling: the table of parameters, the features of programs, and the sampler on the device."""

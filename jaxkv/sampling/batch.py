@@ -1,4 +1,4 @@
-"""What one step is given of how its rows choose their tokens."""
+"""`SamplingBatch`: the sampling inputs of one step."""
 
 from dataclasses import field
 
@@ -10,23 +10,24 @@ from jaxkv.sampling.features import Features
 
 @pytree
 class SamplingBatch:
-    """How each row's next token is chosen.
+    """How each row's next token is sampled.
 
     Attributes:
-        slots: the row's entry in the cache's sampling group. Rows whose token does not count (padding,
-            and prompts that go on in a later step) have an out-of-range entry: `num_slots + row`.
-        carry: 1 where the row's one new token is the last token sampled for its slot, which the host may
-            not have read yet; the packed id is then ignored.
-        values: the fields of `jaxkv.sampling.fields` that `features` need, by name: [rows] or [rows, width]; with
-            `min_tokens` also `block_stop`, int32 [rows]: 1 while the row has fewer than `min_tokens` tokens.
-        features: static; what the program was compiled for.
+        state_ids: id of the row's state in the cache's sampling group. Rows whose token is not used (padding, and
+            prompts that continue in a later step) have an id out of range: `num_states + row`.
+        carry: 1 where the row's one new token is the last token sampled for its state, which the host may not have
+            read yet; then the packed token id is ignored.
+        values: field name -> `[rows]` or `[rows, width]`, for the fields of `jaxkv.sampling.fields` that `features`
+            need. With `min_tokens` also `block_stop`, int32 `[rows]`: 1 while the row has fewer than `min_tokens`
+            tokens.
+        features: the features that the program was compiled for; static.
     """
 
-    slots: Int[Array, " rows"]
+    state_ids: Int[Array, " rows"]
     carry: Int[Array, " rows"]
     values: dict[str, Array] = field(default_factory=dict)
     features: Features = static_field(default=Features())
 
     def __getitem__(self, name: str) -> Array:
-        """Returns the field of a name, which the program's features include."""
+        """Returns the values of a field that the program's features need."""
         return self.values[name]

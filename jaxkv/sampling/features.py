@@ -1,4 +1,4 @@
-"""What a step program can do when it chooses tokens. Imports no JAX, so that host bookkeeping can use it."""
+"""`Features`: the sampling operations that a step program contains. Imports no JAX."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,14 +6,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, order=True)
 class Features:
-    """What a program can do when it chooses tokens; a batch runs in the smallest program that serves all its rows.
+    """The sampling operations of a program. A batch runs in the smallest program that covers all its rows.
 
     Attributes:
-        draws: rows may have a temperature above 0 (otherwise every row is greedy).
-        filters: rows may use top-k, top-p or min-p.
-        penalties: rows may use penalties or a logit bias; the cache must hold their counts.
-        min_tokens: rows may block their stop ids.
-        logprobs: `None` reports none, n the chosen token's and those of the n most likely.
+        draws: random sampling; without it every row is greedy.
+        filters: top-k, top-p and min-p.
+        penalties: penalties and logit biases; the cache must hold the token counts.
+        min_tokens: masking of stop ids.
+        logprobs: `None` reports no log-probabilities; n reports the sampled token's and those of the n most likely
+            tokens.
     """
 
     draws: bool = False
@@ -23,9 +24,9 @@ class Features:
     logprobs: int | None = None
 
     def covers(self, needed: "Features") -> bool:
-        """Returns whether a program of these features can run rows that need others.
+        """Returns whether a program with these features can run rows that need `needed`.
 
-        Penalties must match: rows without them would need clean entries in the cache's sampling group.
+        Penalties must be equal, because rows without penalties have no cleared counts in the cache's sampling group.
         """
         return (
             self.penalties == needed.penalties
@@ -37,7 +38,7 @@ class Features:
 
 
 def union(several: Sequence[Features]) -> Features:
-    """Returns the least features that serve all of these, of which there is at least one."""
+    """Returns the smallest features that cover all of `several`, which must not be empty."""
     first = several[0]
     if several.count(first) == len(several):
         return first
@@ -53,5 +54,5 @@ def union(several: Sequence[Features]) -> Features:
 
 
 def _top(features: Features) -> int:
-    """Returns the number of most likely tokens that are reported; -1 if not even the chosen one is."""
+    """Returns the number of most likely tokens that are reported; -1 if no log-probabilities are."""
     return -1 if features.logprobs is None else features.logprobs

@@ -1,7 +1,8 @@
-"""Every sampling parameter that a step reads, in one table.
+"""The table of all sampling parameters that a step reads.
 
-The packed layout, the row table, `SamplingBatch`, `jaxkv.generate` and the features of a request derive from `FIELDS`.
-A new parameter is an attribute of `SamplingParams`, a row of the table, and its use in `jaxkv.sampling.sample`.
+The packed layout, the row table, `SamplingBatch`, `jaxkv.generate` and the features of a request are derived from
+`FIELDS`. A new parameter needs an attribute of `SamplingParams`, a row of this table, and its use in
+`jaxkv.sampling.sample`.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -15,18 +16,18 @@ from jaxkv.config.sampling import MAX_EOS_IDS, MAX_LOGPROBS, MAX_STOP_IDS, Sampl
 from jaxkv.sampling.features import Features, union
 
 LOGPROB_SIZES = (0, 5, MAX_LOGPROBS)
-"""Numbers of most likely tokens that programs report; a request that asks for fewer is cut on the host."""
+"""Numbers of most likely tokens that programs report; the host drops those that a request did not ask for."""
 
 STOP_WIDTH = MAX_STOP_IDS + MAX_EOS_IDS
-"""Most stop ids of a row: the request's own and the model's end ids."""
+"""Most stop ids of a row: the request's own and the model's EOS ids."""
 
 NO_TOKEN = 2**30
-"""Padding of stop ids: past the end of every vocabulary, so that writes at it are dropped and no token equals it."""
+"""Padding of stop ids: beyond every vocabulary, so that no token equals it and writes to it are dropped."""
 
 
 @runtime_checkable
 class Choice(Protocol):
-    """How a request chooses its tokens: the part of a `Request` that the table reads."""
+    """The part of a `Request` that the table reads."""
 
     @property
     def params(self) -> SamplingParams:
@@ -35,26 +36,26 @@ class Choice(Protocol):
 
     @property
     def seed(self) -> int:
-        """64-bit seed of this sample."""
+        """64-bit seed of this sample's random numbers."""
         ...
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
-        """Ids that end the request, those of the model included."""
+        """Ids that end the request, the model's EOS ids included."""
         ...
 
 
 @dataclass(frozen=True)
 class SamplingField:
-    """One parameter as the device reads it: a column with one entry, or `width` entries, per row.
+    """One parameter as the device reads it: a column with one number, or `width` numbers, per row.
 
     Attributes:
-        name: of the column in the packed array and in `SamplingBatch`.
-        dtype: of the column, `np.int32` or `np.float32`.
+        name: name of the column in the packed array and in `SamplingBatch`.
+        dtype: dtype of the column, `np.int32` or `np.float32`.
         feature: the attribute of `Features` that a program needs to read the column.
-        read: returns the value, or up to `width` values, of one request.
-        off: the value that changes nothing; also the padding.
-        width: entries per row; 0 for a single number.
+        read: returns the number, or up to `width` numbers, of one request.
+        off: the value without effect, also used as padding.
+        width: numbers per row; 0 for a single number.
     """
 
     name: str
@@ -65,14 +66,14 @@ class SamplingField:
     width: int = 0
 
     def shape(self, rows: int) -> tuple[int, ...]:
-        """Returns the shape of the column for so many rows."""
+        """Returns the shape of the column for `rows` rows."""
         return (rows, self.width) if self.width else (rows,)
 
     def column(self, choices: Sequence[Choice]) -> np.ndarray:
-        """Returns the column of some requests.
+        """Returns the column of several requests.
 
         Raises:
-            ValueError: one of them has more values than `width`.
+            ValueError: a request has more values than `width`.
         """
         values = np.full(self.shape(len(choices)), self.off, self.dtype)
         for row, choice in enumerate(choices):
@@ -100,7 +101,7 @@ class SamplingField:
 def _attribute(
     name: str, attribute: str, dtype: type, feature: str, off: int | float = 0
 ) -> SamplingField:
-    """Describes a number that is an attribute of `SamplingParams`."""
+    """Returns the field of a single number that is an attribute of `SamplingParams`."""
     return SamplingField(name, dtype, feature, lambda one: getattr(one.params, attribute), off)
 
 
@@ -121,24 +122,24 @@ FIELDS = (
 
 
 def fields_for(features: Features) -> tuple[SamplingField, ...]:
-    """Returns the fields that a program of these features reads, in the table's order."""
+    """Returns the fields that a program with these features reads, in the table's order."""
     return tuple(field for field in FIELDS if getattr(features, field.feature))
 
 
 def split_seed(seed: int) -> tuple[int, int]:
-    """Returns the low and the high half of a 64-bit seed as int32 values; other bits are dropped."""
+    """Returns the low and high halves of a 64-bit seed as int32 values; higher bits are dropped."""
     low, high = np.asarray([seed & 0xFFFFFFFFFFFFFFFF], "<u8").view("<i4").tolist()
     return low, high
 
 
 def features_of(choices: Iterable[Choice]) -> Features:
-    """Returns the least features of a program that serves all of these requests."""
+    """Returns the smallest features that cover all of these requests."""
     return union([features_for(choice.params) for choice in choices])
 
 
 def features_for(params: SamplingParams) -> Features:
     """Returns the features that one request needs."""
-    # Few sizes, so that few programs serve all requests.
+    # Rounded up to few sizes, so that few programs are compiled.
     top = next((size for size in LOGPROB_SIZES if size >= (params.logprobs or 0)), None)
     draws = params.temperature > 0
     return _one_object(
@@ -154,7 +155,7 @@ def features_for(params: SamplingParams) -> Features:
 
 @dataclass(frozen=True)
 class Fixed:
-    """A `Choice` by itself, without a request around it."""
+    """A `Choice` without a request."""
 
     params: SamplingParams
     seed: int = 0
@@ -162,12 +163,12 @@ class Fixed:
 
 
 def _uses(params: SamplingParams, feature: str) -> bool:
-    """Returns whether a request sets one of a feature's fields to a value that changes anything."""
+    """Returns whether a request sets one of a feature's fields to a value with an effect."""
     choice = Fixed(params)
     return any(field.read(choice) != field.off for field in FIELDS if field.feature == feature)
 
 
 @cache
 def _one_object(features: Features) -> Features:
-    """Returns the same object for equal features, so that comparing those of many rows is fast."""
+    """Returns one object for equal features, so that comparisons over many rows are fast."""
     return features

@@ -1,7 +1,4 @@
-"""Chooses each row's next token from its logits, and keeps what the choice depends on in the cache's sampling group.
-
-It does not know where logits come from, which rows are real, or when a request ends.
-"""
+"""The sampler: samples each row's next token from its logits, and reads and writes the cache's sampling group."""
 
 from collections.abc import Mapping
 
@@ -14,20 +11,20 @@ from jaxkv._pytree import pytree
 from jaxkv.sampling.batch import SamplingBatch
 from pallas_kernels import filter_bounds
 
-# A smaller temperature could be flushed to zero by the device, so it counts as zero.
+# The device may flush smaller temperatures to zero, so they count as zero.
 _SMALLEST_TEMPERATURE = float(jnp.finfo(jnp.float32).tiny)
 
 
 @pytree
 class Sampled:
-    """One token per row.
+    """One sampled token per row.
 
     Attributes:
-        tokens: the chosen ids; 0 where `finite` is false.
-        finite: false where the logits held NaN or +inf, overflowed, or left no token to choose: that
-            request has failed and its token means nothing. Logits of -inf are legal.
-        logprob: natural log-probability of the chosen token under the raw logits.
-        top_ids, top_logprobs: the most likely tokens under the raw logits, ties to the lowest id.
+        tokens: the sampled ids; 0 where `finite` is false.
+        finite: false where the logits contain NaN or +inf, overflow, or exclude every token. That request has failed
+            and its token is invalid. Logits of -inf are valid.
+        logprob: natural log-probability of the sampled token under the raw logits.
+        top_ids, top_logprobs: the most likely tokens under the raw logits; ties go to the lowest id.
     """
 
     tokens: Int[Array, " rows"]
@@ -39,12 +36,12 @@ class Sampled:
 
 @pytree
 class SamplingState:
-    """What the rows' slots remember, gathered.
+    """The rows' states of the sampling group.
 
     Attributes:
-        output_counts: how often each token occurs in the output.
-        prompt_seen: 1 where a token occurs in the prompt.
-        bias_ids, bias_values: added to the logits; padded ids are `vocab_size + column`. `None` if the cache has none.
+        output_counts: number of occurrences of each token in the output.
+        prompt_seen: 1 for each token of the prompt.
+        bias_ids, bias_values: biases of logits; padded ids are `vocab_size + column`. `None` if the cache has none.
     """
 
     output_counts: Int[Array, "rows vocab"]
@@ -59,29 +56,29 @@ def sample(
     state: SamplingState | None,
     positions: Int[Array, " rows"],
 ) -> Sampled:
-    """Chooses one token per row; no row's result depends on another row, on its own place or on the batch's size.
+    """Samples one token per row. A row's result depends neither on other rows nor on its position in the batch.
 
-    Order: penalties, bias, blocked stop ids (`adjust`), temperature, top-k, top-p, min-p (`allowed`), and a draw
-    by the Gumbel-max trick. Rows of temperature 0 take the largest adjusted logit, the lowest id on ties. Nothing
-    is traced for a feature that `sampling.features` lacks.
+    Order: penalties, biases, masked stop ids (`adjust`), temperature, top-k, top-p, min-p (`allowed`), and a random
+    sample by the Gumbel-max trick. Rows with temperature 0 take the largest adjusted logit, the lowest id on ties.
+    Operations of features that `sampling.features` lacks are not traced.
 
     Args:
         logits: raw logits of each row's last token.
-        sampling: how to choose.
-        state: what the rows' slots remember; `None` unless the program has penalties.
-        positions: position of the token being chosen: with the seed, all that the random numbers depend on.
+        sampling: the sampling inputs.
+        state: the rows' states from `read_choices`; `None` unless the program has penalties.
+        positions: position of the token to sample. The random numbers depend only on the seed and this position.
     """
     features = sampling.features
     adjusted = adjust(logits, sampling, state)
     best = jnp.max(adjusted, axis=1, keepdims=True)
-    # The maximum is -inf if there is nothing to choose, but it need not show a NaN (XLA for CPUs, jax 0.11.2). Blocking
-    # a stop id may hide its NaN, so the raw logits are asked.
+    # The maximum is -inf if all tokens are excluded, but it may not show a NaN (XLA for CPUs, jax 0.11.2). Masking a
+    # stop id may hide its NaN, so the raw logits are checked.
     are_numbers = jnp.all((logits < jnp.inf) & (adjusted < jnp.inf), axis=1)
     finite = jnp.isfinite(best[:, 0]) & are_numbers
     score = adjusted
     if features.draws:
         noise = gumbel_noise(sampling, positions, logits.shape[1])
-        # Subtracting the maximum first keeps a tiny temperature from overflowing.
+        # The maximum is subtracted first so that the division by a tiny temperature does not overflow.
         drawn = (adjusted - best) / _divisor(sampling) + noise
         if features.filters:
             drawn = jnp.where(allowed(adjusted, sampling), drawn, -jnp.inf)
@@ -95,25 +92,25 @@ def sample(
 def adjust(
     logits: Float32[Array, "rows vocab"], sampling: SamplingBatch, state: SamplingState | None
 ) -> Float32[Array, "rows vocab"]:
-    """Applies penalties, biases and the block on stop ids.
+    """Applies penalties and biases, and masks stop ids.
 
-    - Repetition (Keskar et al., CTRL, 2019, with Hugging Face's sign rule): a token seen in prompt or output
-      has its logit divided by the penalty if positive, multiplied if not.
-    - Presence and frequency (OpenAI's API reference): `presence * (count > 0) + frequency * count` is
-      subtracted, counting the output alone.
-    - The bias is added. Blocked stop ids become -inf.
+    - Repetition (Keskar et al., CTRL, 2019, with Hugging Face's sign rule): the logit of a token in prompt or output
+      is divided by the penalty if positive, and multiplied otherwise.
+    - Presence and frequency (OpenAI's API reference): `presence * (count > 0) + frequency * count` is subtracted,
+      with counts of the output only.
+    - Biases are added. Masked stop ids get -inf.
     """
     if sampling.features.penalties:
         if state is None:
             raise ValueError(
-                "a program with penalties needs the slots' state; pass what `read_choices` returned"
+                "a program with penalties needs the rows' states, got None; pass the result of `read_choices`"
             )
         logits = _penalise(logits, sampling, state)
         if state.bias_ids is not None:
             bias = logits.at[_rows(logits), state.bias_ids]
             logits = bias.add(state.bias_values, mode="drop")
     if sampling.features.min_tokens:
-        # Out of range, and so dropped, in rows that may stop.
+        # Rows that may stop get ids out of range, which are dropped.
         blocks = sampling["block_stop"][:, None] > 0
         blocked = jnp.where(blocks, sampling["stop_ids"], logits.shape[1])
         logits = logits.at[_rows(logits), blocked].set(-jnp.inf, mode="drop")
@@ -135,7 +132,7 @@ def _penalise(
 def allowed(
     logits: Float32[Array, "rows vocab"], sampling: SamplingBatch
 ) -> Bool[Array, "rows vocab"]:
-    """Says which tokens the filters leave: each is a lower bound on the logit, so ties at a bound are kept."""
+    """Returns which tokens the filters keep. Each filter is a lower bound of the logit, so ties at a bound are kept."""
     filters = (sampling["top_k"], sampling["top_p"], sampling["min_p"])
     return logits >= filter_bounds(logits, *filters, _divisor(sampling)[:, 0])[:, None]
 
@@ -149,17 +146,17 @@ def _is_drawn(sampling: SamplingBatch) -> Bool[Array, "rows 1"]:
 
 
 def _divisor(sampling: SamplingBatch) -> Float32[Array, "rows 1"]:
-    """The temperature, or 1 in greedy rows, whose draws are not used."""
+    """Returns the temperature, or 1 for greedy rows, whose random samples are not used."""
     return jnp.where(_is_drawn(sampling), sampling["temperature"][:, None], 1.0)
 
 
 def gumbel_noise(
     sampling: SamplingBatch, positions: Int[Array, " rows"], vocab_size: int
 ) -> Float32[Array, "rows vocab"]:
-    """Draws each row's noise from a counter: Threefry keyed by the request's seed, then by the position.
+    """Returns each row's Gumbel noise, from Threefry keyed by the request's seed and then by the position.
 
-    JAX's ordinary float32 noise cannot exceed 16.6, which would starve tokens of probability below about 1e-7,
-    and a large vocabulary's tail is made of them; the "high" mode reaches 32.
+    JAX's default float32 noise is at most 16.6, so tokens with a probability below about 1e-7, which make up the tail
+    of a large vocabulary, would be sampled too rarely. The mode "high" reaches 32.
     """
 
     def draw(
@@ -182,22 +179,28 @@ def _logprobs(
 
 
 def read_choices(choices: Mapping[str, Array], sampling: SamplingBatch) -> SamplingState | None:
-    """Gathers what the rows' slots remember; rows whose slot is out of range read zeros.
+    """Gathers the rows' states of the sampling group; zeros for state ids out of range.
 
     Args:
-        choices: the arrays of the cache's sampling group by role.
-        sampling: names the slots; without the penalties feature nothing is read.
+        choices: role -> array of the cache's sampling group.
+        sampling: the rows' state ids.
+
+    Returns:
+        The states; `None` if the program has no penalties.
+
+    Raises:
+        ValueError: the program has penalties, but the cache has no counts.
     """
     if not sampling.features.penalties:
         return None
     if "output_counts" not in choices:
         raise ValueError(
-            f"a program with penalties needs output_counts in the cache's sampling group, which holds "
+            f"a program with penalties needs output_counts in the cache's sampling group, got "
             f"{sorted(choices)}; make the cache with penalties"
         )
     roles = ("output_counts", "prompt_seen", "bias_ids", "bias_values")
     gathered = {
-        role: choices[role].at[sampling.slots].get(mode="fill", fill_value=0)
+        role: choices[role].at[sampling.state_ids].get(mode="fill", fill_value=0)
         for role in roles
         if role in choices
     }
@@ -207,51 +210,64 @@ def read_choices(choices: Mapping[str, Array], sampling: SamplingBatch) -> Sampl
 def write_choices(
     choices: Mapping[str, Array], sampling: SamplingBatch, tokens: Int[Array, " rows"]
 ) -> dict[str, Array]:
-    """Remembers the chosen tokens: in place where the cache is donated; rows whose slot is out of range are dropped."""
-    slots = sampling.slots
+    """Returns the sampling group with the sampled tokens written; state ids out of range are dropped.
+
+    The update is in place if the cache is donated.
+    """
+    state_ids = sampling.state_ids
     last = choices["last_token"]
-    written = {"last_token": last.at[slots].set(tokens, mode="drop", unique_indices=True)}
+    written = {"last_token": last.at[state_ids].set(tokens, mode="drop", unique_indices=True)}
     if sampling.features.penalties:
         counts = choices["output_counts"]
-        written["output_counts"] = counts.at[slots, tokens].add(1, mode="drop", unique_indices=True)
+        written["output_counts"] = counts.at[state_ids, tokens].add(
+            1, mode="drop", unique_indices=True
+        )
     return {**choices, **written}
 
 
 def admit(
     choices: Mapping[str, Array],
-    slots: Int[Array, " rows"],
+    state_ids: Int[Array, " rows"],
     prompts: Int[Array, "rows prompt_width"],
     outputs: Int[Array, "rows output_width"],
     bias_ids: Int[Array, "rows bias_width"] | None = None,
     bias_values: Float[Array, "rows bias_width"] | None = None,
 ) -> dict[str, Array]:
-    """Gives slots to new requests: whatever their former owners left is overwritten.
+    """Initialises the sampling states of new requests, and overwrites the values of former owners.
 
-    In place where the cache is donated. All padding is out of range and dropped: ids are padded with
-    `vocab_size + column`, slots with `num_slots + row`.
+    The update is in place if the cache is donated. Padding is out of range and dropped: token ids are padded with
+    `vocab_size + column`, state ids with `num_states + row`.
 
     Args:
-        choices: the arrays of the cache's sampling group by role.
-        slots: distinct slots to fill.
-        prompts: tokens of the prompts.
-        outputs: tokens generated before, for a request that was preempted and comes back.
-        bias_ids: tokens that have a bias, as wide as the cache's own; `None` exactly if it has none.
+        choices: role -> array of the cache's sampling group.
+        state_ids: ids of the states, all different.
+        prompts: token ids of the prompts.
+        outputs: token ids generated before, for a preempted request that resumes.
+        bias_ids: token ids with a bias, of the cache's width; `None` if and only if the cache has none.
         bias_values: their biases.
+
+    Returns:
+        role -> updated array.
+
+    Raises:
+        ValueError: biases are given although the cache has none, or are missing.
     """
-    new = {"last_token": choices["last_token"].at[slots].set(0, mode="drop", unique_indices=True)}
+    new = {
+        "last_token": choices["last_token"].at[state_ids].set(0, mode="drop", unique_indices=True)
+    }
     for role, ids in (("output_counts", outputs), ("prompt_seen", prompts)):
         if role in choices:
-            cleared = choices[role].at[slots].set(0, mode="drop", unique_indices=True)
-            marks = cleared.at[slots[:, None], ids]
+            cleared = choices[role].at[state_ids].set(0, mode="drop", unique_indices=True)
+            marks = cleared.at[state_ids[:, None], ids]
             new[role] = (
                 marks.add(1, mode="drop") if role == "output_counts" else marks.set(1, mode="drop")
             )
     for role, values in (("bias_ids", bias_ids), ("bias_values", bias_values)):
         if (role in choices) != (values is not None):
-            held = sorted(choices)
+            roles = sorted(choices)
             raise ValueError(
-                f"{role} must be given exactly if the cache holds them; it holds {held}"
+                f"{role} must be given if and only if the cache holds them; it holds {roles}"
             )
         if values is not None:
-            new[role] = choices[role].at[slots].set(values, mode="drop", unique_indices=True)
+            new[role] = choices[role].at[state_ids].set(values, mode="drop", unique_indices=True)
     return {**choices, **new}

@@ -1,1 +1,1 @@
-"""What runs on the device: the description of a step, the step itself, the choice of tokens."""
+"""The programs of steps on the device: a step, several decode steps, a whole generation, and scoring."""

@@ -1,7 +1,7 @@
-"""Prompt and decode in one trace: a step over the prompts, then steps in a `while_loop` until every row stopped.
+"""Prefill and decode in one program: a step over the prompts, then a `while_loop` of steps until all rows have ended.
 
-It schedules nothing: the rows are fixed, their pages were taken beforehand. It is the oracle of the engine, and
-what a trainer calls inside its own jitted function.
+The rows are fixed and their pages are allocated beforehand. The engine's tests compare with this loop, and users call
+it inside their own jitted functions.
 """
 
 from dataclasses import replace
@@ -18,17 +18,17 @@ from jaxkv.sampling.sample import Sampled
 from jaxkv.step.step import step
 
 RUNNING, STOP, LENGTH, ERROR = 0, 1, 2, 3
-"""Why a row ended: not yet, a stop id, its limit, logits that were not finite."""
+"""Reasons of a row's end: none yet, a stop id, its limit of tokens, logits that are not finite."""
 
 
 @pytree
 class Limits:
-    """When each row ends.
+    """The conditions of each row's end.
 
     Attributes:
         max_tokens: most tokens to generate; 0 for padding rows.
-        min_tokens: stop ids are blocked before this many.
-        stop_ids: ids that end the row, padded with ids at or past the vocabulary's end.
+        min_tokens: stop ids are masked before this many tokens.
+        stop_ids: ids that end the row, padded with ids out of the vocabulary.
     """
 
     max_tokens: Int[Array, " rows"]
@@ -38,14 +38,14 @@ class Limits:
 
 @pytree
 class Generated:
-    """What a loop produced; columns at or past a row's `lengths` hold 0.
+    """The result of a loop; columns from a row's `lengths` on are 0.
 
     Attributes:
         tokens: generated ids, the stop id included.
-        lengths: generated tokens per row.
+        lengths: number of generated tokens per row.
         reasons: `STOP`, `LENGTH` or `ERROR`; `RUNNING` for padding rows.
-        logprobs: the chosen tokens' natural log-probabilities, if asked for.
-        top_ids, top_logprobs: the most likely tokens at each position, if asked for.
+        logprobs: natural log-probabilities of the tokens; `None` if not requested.
+        top_ids, top_logprobs: the most likely tokens at each position; `None` if not requested.
     """
 
     tokens: Int[Array, "rows max_tokens"]
@@ -58,7 +58,7 @@ class Generated:
 
 @pytree
 class _Progress:
-    """The loop's state: everything one iteration changes."""
+    """The state of the loop."""
 
     cache: Cache
     out: Generated
@@ -79,16 +79,19 @@ def generate_loop(
 ) -> tuple[Cache, Generated]:
     """Generates up to `max_tokens` tokens for each row of `prompt`.
 
-    Donate `cache` where this is compiled.
+    The caller donates `cache` when it compiles this function.
 
     Args:
-        model: what to compute; static.
+        model: the model; static.
         params: its parameters.
-        cache: what is remembered before the prompts.
-        prompt: a step over whole prompts; its page tables already hold every page the rows will need.
-        limits: when each row ends.
+        cache: the cache before the prompts.
+        prompt: a step over whole prompts. Its page tables hold all pages that the rows will need.
+        limits: the conditions of each row's end.
         page_sizes: tokens per page of each paged group; static.
         max_tokens: width of the output; static. A row's own limit may be smaller.
+
+    Returns:
+        The cache after the last step, and the generated tokens.
     """
     cache, sampled = step(
         model, params, cache, _blocked(prompt, limits, jnp.zeros_like(limits.max_tokens))
@@ -121,7 +124,7 @@ def generate_loop(
 
 
 def _blocked(batch: StepBatch, limits: Limits, lengths: Int[Array, " rows"]) -> StepBatch:
-    """Gives the step its stop ids, blocked in rows that are short of `min_tokens`."""
+    """Returns the batch with stop ids, which are masked in rows with fewer than `min_tokens` tokens."""
     if not batch.sampling.features.min_tokens:
         return batch
     block = (lengths < limits.min_tokens).astype(jnp.int32)
@@ -133,7 +136,7 @@ def _blocked(batch: StepBatch, limits: Limits, lengths: Int[Array, " rows"]) -> 
 def _decode_batch(
     prompt: StepBatch, limits: Limits, progress: _Progress, page_sizes: tuple[int, ...]
 ) -> StepBatch:
-    """Describes one decode step; rows that ended have no tokens and write nowhere."""
+    """Returns the batch of one decode step; rows that have ended have no tokens, and their writes are dropped."""
     rows = jnp.arange(prompt.seq_lens.shape[0], dtype=jnp.int32)
     running = (progress.out.reasons == RUNNING) & (limits.max_tokens > 0)
     positions = jnp.where(running, progress.seq_lens - 1, 0)
@@ -144,7 +147,7 @@ def _decode_batch(
         )
         for tables, page_size in zip(prompt.paged, page_sizes, strict=True)
     )
-    # A decode step goes on from the state the prompt ended in.
+    # Decode steps read and write the state that the prompt's step wrote.
     states = tuple(
         StateTables(
             read_states=jnp.where(running, tables.write_states, 0),
@@ -161,7 +164,7 @@ def _decode_batch(
         states=states,
         sampling=replace(
             prompt.sampling,
-            slots=jnp.where(running, prompt.sampling.slots, NOWHERE + rows),
+            state_ids=jnp.where(running, prompt.sampling.state_ids, NOWHERE + rows),
             carry=jnp.zeros_like(rows),
         ),
         decode=True,
@@ -170,7 +173,7 @@ def _decode_batch(
 
 
 NOWHERE = 2**30
-"""Past the end of every pool: a row that ended writes at `NOWHERE + row`, which is dropped."""
+"""An index out of every pool: rows that have ended write at `NOWHERE + row`, which is dropped."""
 
 
 def slots_at(
@@ -179,7 +182,7 @@ def slots_at(
     running: Bool[Array, " rows"],
     page_size: int,
 ) -> Int[Array, " rows"]:
-    """Returns where each row writes its token at a position, out of its page table; nowhere if it does not run."""
+    """Returns the slot of each row's token at a position, from its page table; out of range if it is not running."""
     rows = jnp.arange(positions.shape[0], dtype=jnp.int32)
     pages = tables.page_table[rows, positions // page_size]
     return jnp.where(running, pages * page_size + positions % page_size, NOWHERE + rows)
@@ -202,7 +205,7 @@ def _blank(prompt: StepBatch, max_tokens: int) -> Generated:
 def _record(
     out: Generated, sampled: Sampled, limits: Limits, iteration: Int[Array, ""]
 ) -> Generated:
-    """Writes one column of rows that still run, and ends those that met a stop id or a limit."""
+    """Writes one column for the running rows, and ends those at a stop id, a limit or an error."""
     running = (out.reasons == RUNNING) & (limits.max_tokens > 0)
     kept = running & sampled.finite
     lengths = out.lengths + kept.astype(jnp.int32)

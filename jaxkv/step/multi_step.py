@@ -45,22 +45,22 @@ def decode_steps(
         step that it takes no part in are undefined.
     """
 
-    def advance(cache: Cache, turn: Int[Array, ""]) -> tuple[Cache, Sampled]:
-        return step(model, params, cache, _batch_of(first, turn, turn < left, page_sizes))
+    def advance(cache: Cache, index: Int[Array, ""]) -> tuple[Cache, Sampled]:
+        return step(model, params, cache, _batch_of(first, index, index < left, page_sizes))
 
     return jax.lax.scan(advance, cache, jnp.arange(steps, dtype=jnp.int32))
 
 
 def _batch_of(
     first: StepBatch,
-    turn: Int[Array, ""],
+    index: Int[Array, ""],
     running: Bool[Array, " rows"],
     page_sizes: tuple[int, ...],
 ) -> StepBatch:
-    """Returns the batch of step `turn`; rows that take no part in it have no tokens and write out of range."""
+    """Returns the batch of step `index`; rows that take no part in it have no tokens and write out of range."""
     rows = jnp.arange(running.shape[0], dtype=jnp.int32)
-    later = turn > 0
-    positions = jnp.where(running, first.positions + turn, 0)
+    later = index > 0
+    positions = jnp.where(running, first.positions + index, 0)
     paged = tuple(
         PagedTables(
             page_table=tables.page_table,
@@ -84,12 +84,12 @@ def _batch_of(
     return replace(
         first,
         positions=positions,
-        seq_lens=jnp.where(running, first.seq_lens + turn, 0),
+        seq_lens=jnp.where(running, first.seq_lens + index, 0),
         paged=paged,
         states=states,
         sampling=replace(
             first.sampling,
-            slots=jnp.where(running, first.sampling.slots, NOWHERE + rows),
+            state_ids=jnp.where(running, first.sampling.state_ids, NOWHERE + rows),
             carry=jnp.where(later, jnp.ones_like(rows), first.sampling.carry),
         ),
     )

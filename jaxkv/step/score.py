@@ -1,4 +1,4 @@
-"""Log-probabilities of given tokens: one step over whole texts, without choosing anything."""
+"""Log-probabilities of given tokens: one step over whole texts, without sampling."""
 
 import jax
 import jax.numpy as jnp
@@ -9,15 +9,16 @@ from jaxkv.cache.state import Cache
 from jaxkv.models.protocol import Model, Params
 
 _BLOCK = 256
-"""Tokens whose logits exist at once: 256 rows of a 128k vocabulary take 131 MB."""
+"""Tokens per block of logits: 256 rows of a 128k vocabulary take 131 MB in float32."""
 
 
 def score_tokens(
     model: Model, params: Params, cache: Cache, batch: StepBatch
 ) -> tuple[Cache, Float[Array, " tokens"]]:
-    """Returns, at each packed token, the natural log-probability of the packed token after it.
+    """Returns the cache, and at each packed token the natural log-probability of the packed token after it.
 
-    The entry of a row's last token compares it with the next row's first and means nothing. Donate `cache`.
+    The entry at a row's last token is invalid, because the token after it belongs to the next row. The caller donates
+    `cache` when it compiles this function.
     """
     cache, hidden = model.forward(params, cache, batch)
     following = jnp.roll(batch.tokens, -1)

@@ -137,7 +137,7 @@ class SimulatedDevice:
             start, tokens, places = self._tokens(shape, cache, fields, row, turn)
             chains = self._compute(cache, fields, row, start, tokens, places, turn)
             states += self._written(shape, fields, row, start, chains, places)
-            slot = int(fields["slots"][row])
+            slot = int(fields["sampling_states"][row])
             mixed, forbidden = self._wishes(shape, cache, fields, row, chains[-1])
             token, logprob = choose(mixed, forbidden)
             out[row, :2] = token, is_finite(chains[-1], self._broken_every)
@@ -161,7 +161,7 @@ class SimulatedDevice:
         if positions.tolist() != list(range(start, start + len(tokens))):
             raise WrongUse(f"row {row} has the positions {positions}, but begins at {start}")
         if turn or fields["carry"][row]:
-            slot = int(fields["slots"][row])
+            slot = int(fields["sampling_states"][row])
             if slot >= self.owner.counts["sampling"]:
                 raise WrongUse(f"row {row} carries a token on, but has no slot")
             tokens[0] = int(self._choices(cache)["last_token"][slot])
@@ -256,7 +256,11 @@ class SimulatedDevice:
 
     def _wishes(self, shape, cache, fields, row, chain):
         """Returns what decides a row's token, and the tokens that it may not have."""
-        features, choices, slot = shape.features, self._choices(cache), int(fields["slots"][row])
+        features, choices, slot = (
+            shape.features,
+            self._choices(cache),
+            int(fields["sampling_states"][row]),
+        )
         seed, counts, biases = None, None, ()
         if features.draws and fields["temperature"][row] > 0:
             seed = int(fields["seed_low"][row]), int(fields["seed_high"][row])

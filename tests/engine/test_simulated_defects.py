@@ -89,7 +89,7 @@ def a_slot_is_used_twice(patch):
     """Two rows write their tokens to one entry of the sampling group."""
 
     def change(shape, fields, count):
-        fields["slots"][:count] = fields["slots"][:count].min()
+        fields["sampling_states"][:count] = fields["sampling_states"][:count].min()
 
     repack(patch, change)
 

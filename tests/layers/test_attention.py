@@ -58,7 +58,7 @@ def one_row(positions, *, decode=False):
         seq_lens=jnp.asarray([positions[count - 1] + 1, 0], jnp.int32),
         paged=(tables,),
         states=(),
-        sampling=SamplingBatch(slots=jnp.arange(2), carry=jnp.zeros(2, int)),
+        sampling=SamplingBatch(state_ids=jnp.arange(2), carry=jnp.zeros(2, int)),
         decode=decode,
     )
     return batch, tables

@@ -49,7 +49,9 @@ def batch_of(**options):
         seq_lens=jnp.asarray(LENS, jnp.int32),
         paged=(),
         states=(),
-        sampling=SamplingBatch(slots=jnp.zeros(len(LENS), int), carry=jnp.zeros(len(LENS), int)),
+        sampling=SamplingBatch(
+            state_ids=jnp.zeros(len(LENS), int), carry=jnp.zeros(len(LENS), int)
+        ),
         **options,
     )
 

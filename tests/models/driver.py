@@ -102,7 +102,9 @@ class Driver:
             paged=tuple(self._tables(table, owner, positions, size) for table in self.tables),
             states=tuple(self._states(states, counts) for states in self.states),
             # Nothing is sampled here: every row's slot lies past the end.
-            sampling=SamplingBatch(slots=jnp.arange(self.rows), carry=jnp.zeros(self.rows, int)),
+            sampling=SamplingBatch(
+                state_ids=jnp.arange(self.rows), carry=jnp.zeros(self.rows, int)
+            ),
             decode=decode,
             fresh=self.fresh and not decode and not any(np.array(self.lengths)[counts > 0]),
         )

@@ -143,7 +143,7 @@ def test_each_layer_writes_where_its_own_group_says():
         seq_lens=jnp.asarray([3], jnp.int32),
         paged=tables,
         states=(),
-        sampling=SamplingBatch(slots=jnp.zeros(1, jnp.int32), carry=jnp.zeros(1, jnp.int32)),
+        sampling=SamplingBatch(state_ids=jnp.zeros(1, jnp.int32), carry=jnp.zeros(1, jnp.int32)),
     )
     cache = init_cache(layout, {group.name: 3 for group in layout.groups})
     cache, _ = jax.jit(model.forward)(model.params_of(module), cache, batch)

@@ -68,7 +68,7 @@ def test_every_field_comes_back_under_its_own_name(packer):
         batch.paged[1].write_slots[5:8], slots_of(allocator, LAYOUT.group("window"), 8, 0, 3)
     )
     assert int(batch.states[0].write_states[1]) == allocator.states(8, "mamba2")[1]
-    assert int(batch.sampling.slots[0]) == allocator.states(7, "sampling")[1]
+    assert int(batch.sampling.state_ids[0]) == allocator.states(7, "sampling")[1]
 
 
 def test_padding_lies_past_the_end_and_no_two_rows_share_it(packer):
@@ -80,7 +80,7 @@ def test_padding_lies_past_the_end_and_no_two_rows_share_it(packer):
     np.testing.assert_array_equal(batch.paged[0].write_slots[3:], 12 * 4 + np.arange(3, 16))
     np.testing.assert_array_equal(batch.paged[1].write_slots[3:], 24 * 2 + np.arange(3, 16))
     np.testing.assert_array_equal(batch.states[0].write_states[1:], 5 + np.arange(1, 4))
-    np.testing.assert_array_equal(batch.sampling.slots[1:], 5 + np.arange(1, 4))
+    np.testing.assert_array_equal(batch.sampling.state_ids[1:], 5 + np.arange(1, 4))
     assert int(batch.states[0].read_states[1]) == 0
     assert all(int(leaf.min()) >= 0 for leaf in jax.tree.leaves(batch.paged))
 
@@ -105,7 +105,7 @@ def test_a_row_whose_prompt_goes_on_leaves_no_trace_in_the_sampling_group(packer
     opened(allocator, 1, 8)
     rows = [Row(1, [1, 2, 3, 4], 0, GREEDY, emits=False)]
     batch = round_trip(packer, rows, allocator)
-    assert int(batch.sampling.slots[0]) >= COUNTS["sampling"]
+    assert int(batch.sampling.state_ids[0]) >= COUNTS["sampling"]
 
 
 def test_a_greedy_step_sends_one_array(packer):

@@ -18,7 +18,7 @@ ALL = Features(draws=True, filters=True, penalties=True, min_tokens=True, logpro
 GREEDY = SamplingParams(temperature=0.0)
 
 
-def batch_of(params, features, *, slots=None, stop_ids=None, block=None):
+def batch_of(params, features, *, state_ids=None, stop_ids=None, block=None):
     """The sampling batch of these rows, with the fields that the features need."""
 
     def column(name, dtype=np.float32):
@@ -41,9 +41,9 @@ def batch_of(params, features, *, slots=None, stop_ids=None, block=None):
     if features.min_tokens:
         fields["stop_ids"] = jnp.asarray(stop_ids, jnp.int32)
         fields["block_stop"] = jnp.asarray(block, jnp.int32)
-    slots = jnp.asarray(range(len(params)) if slots is None else slots, jnp.int32)
-    carry = jnp.zeros_like(slots)
-    return SamplingBatch(slots=slots, carry=carry, features=features, values=fields)
+    state_ids = jnp.asarray(range(len(params)) if state_ids is None else state_ids, jnp.int32)
+    carry = jnp.zeros_like(state_ids)
+    return SamplingBatch(state_ids=state_ids, carry=carry, features=features, values=fields)
 
 
 def state_of(prompts, outputs, biases=None, vocab=VOCAB, width=3):

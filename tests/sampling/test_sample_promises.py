@@ -170,7 +170,7 @@ class TestPrograms:
                 for row in range(ROWS)
             ]
             stops, block = np.full((ROWS, 2), seed), np.arange(ROWS) % 2
-            batch = batch_of(params, ALL, slots=[3, 1, 2, 9], stop_ids=stops, block=block)
+            batch = batch_of(params, ALL, state_ids=[3, 1, 2, 9], stop_ids=stops, block=block)
             state = state_of([[seed]] * ROWS, [[seed, 1]] * ROWS)
             traced(random_logits(ROWS, seed=seed), batch, state, at(seed, 1, 2, 3))
 

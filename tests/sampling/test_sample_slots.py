@@ -30,7 +30,7 @@ def choices_of(slots=5, vocab=VOCAB, width=2, *, junk=False):
 class TestSlots:
     def test_reading_follows_the_slots_and_padding_reads_zeros(self):
         choices = choices_of(junk=True) | {"output_counts": jnp.arange(5 * VOCAB).reshape(5, VOCAB)}
-        batch = batch_of([GREEDY] * 3, PENALTIES, slots=[4, 0, 5 + 2])
+        batch = batch_of([GREEDY] * 3, PENALTIES, state_ids=[4, 0, 5 + 2])
         state = read_choices(choices, batch)
         np.testing.assert_array_equal(
             state.output_counts[:2], choices["output_counts"][jnp.asarray([4, 0])]
@@ -45,7 +45,7 @@ class TestSlots:
 
     def test_writing_counts_the_token_and_drops_padding(self):
         choices = choices_of(junk=True)
-        batch = batch_of([GREEDY] * 3, PENALTIES, slots=[3, 1, 5 + 2])
+        batch = batch_of([GREEDY] * 3, PENALTIES, state_ids=[3, 1, 5 + 2])
         written = write_choices(choices, batch, at(8, 0, 2))
         wanted = np.full((5, VOCAB), 6)
         wanted[3, 8] += 1
@@ -57,7 +57,7 @@ class TestSlots:
 
     def test_writing_without_penalties_touches_the_last_token_alone(self):
         choices = choices_of(junk=True)
-        written = write_choices(choices, batch_of([GREEDY], Features(), slots=[2]), at(8))
+        written = write_choices(choices, batch_of([GREEDY], Features(), state_ids=[2]), at(8))
         assert written["last_token"].tolist() == [13, 13, 8, 13, 13]
         assert written["output_counts"] is choices["output_counts"]
 
@@ -76,7 +76,7 @@ class TestSlots:
             np.testing.assert_array_equal(
                 admitted[role][jnp.asarray([1, 2, 4])], old[jnp.asarray([1, 2, 4])]
             )
-        batch = batch_of([GREEDY] * 2, PENALTIES, slots=[3, 0])
+        batch = batch_of([GREEDY] * 2, PENALTIES, state_ids=[3, 0])
         wanted = state_of([[2, 9], [1]], [[], [7, 7]], [{5: -3.0}, {}], width=2)
         chex.assert_trees_all_equal(read_choices(admitted, batch), wanted)
         assert admitted["last_token"].tolist() == [0, 13, 13, 0, 13]
@@ -98,7 +98,7 @@ class TestSlots:
     def test_a_step_of_choices_allocates_no_second_pool(self):
         """Donated, the sampling group is updated in place: every byte aliased, no scratch of its size."""
         choices = choices_of(slots=64, vocab=4096)
-        batch = batch_of([GREEDY] * 2, PENALTIES, slots=[3, 1])
+        batch = batch_of([GREEDY] * 2, PENALTIES, state_ids=[3, 1])
 
         def choose(choices, logits, batch, positions):
             sampled = sample(logits, batch, read_choices(choices, batch), positions)
@@ -123,7 +123,7 @@ class TestSlots:
     def test_generated_tokens_are_penalised_through_the_cache(self):
         """Three steps end to end: the presence penalty drives the row to another token each time."""
         params = SamplingParams(temperature=0.0, presence_penalty=10.0)
-        batch = batch_of([params], PENALTIES, slots=[2])
+        batch = batch_of([params], PENALTIES, state_ids=[2])
         logits = jnp.asarray([np.arange(VOCAB, 0, -1)], jnp.float32)
         choices = choices_of(slots=3)
         nothing = jnp.full((1, 2), VOCAB, jnp.int32)

@@ -62,7 +62,7 @@ def written_by(starts, left, write_slots):
         seq_lens=starts + 1,
         paged=(tables,),
         states=(),
-        sampling=SamplingBatch(slots=at(0, 1, 2), carry=at(0, 0, 0)),
+        sampling=SamplingBatch(state_ids=at(0, 1, 2), carry=at(0, 0, 0)),
         decode=True,
     )
     cache, chosen = decode_steps(Scribe(), {}, cache, first, left, page_sizes=(PAGE,), steps=STEPS)
