@@ -8,8 +8,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels import skinny_matmul
 from pallas_kernels.families import member
-from pallas_kernels.skinny_matmul.mosaic_geometry import MOST_ROWS
-from pallas_kernels.skinny_matmul.xla import Weighed
+from pallas_kernels.skinny_matmul.api import MOST_ROWS, Weighed
 
 
 class Normed(NamedTuple):

@@ -12,7 +12,7 @@ from jaxkv.layers.feed_forward import activate, clamped_gate, gate
 from jaxkv.layers.linear import linear, project
 from pallas_kernels import grouped_matmul
 from pallas_kernels.dispatch import note_fallback
-from pallas_kernels.grouped_matmul import mosaic_gpu
+from pallas_kernels.grouped_matmul.api import why_not_kernel
 
 _KERNEL = "mosaic_gpu"
 _FEW_BYTES = 128 * 2**20
@@ -94,7 +94,7 @@ def grouped_for(
         return None
     for weight, axis in ((up, 0), (down, 1)):
         x = jax.ShapeDtypeStruct((rows, weight.shape[2]), weight.dtype)
-        refusal = mosaic_gpu.why_not(weight, x, group_axis=axis)
+        refusal = why_not_kernel(weight, x, group_axis=axis)
         if refusal is not None:
             note_fallback("grouped_matmul", _KERNEL, refusal, "plain products")
             return None

@@ -22,7 +22,7 @@ from jaxkv.models.blocks import BLOCKS
 from jaxkv.models.protocol import Params
 from jaxkv.wording import listed
 from pallas_kernels.dispatch import at
-from pallas_kernels.skinny_matmul.xla import Weighed
+from pallas_kernels.skinny_matmul.api import Weighed
 
 _INIT_SCALE = 0.02
 

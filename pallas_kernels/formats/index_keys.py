@@ -13,8 +13,8 @@ from jax import lax
 from jaxtyping import Array, Float, Int, Shaped, UInt8
 
 from pallas_kernels.formats.latent_records import round_up
+from pallas_kernels.formats.page_scatter import scatter_tokens, two_at_least
 from pallas_kernels.formats.quantise import dequantise, largest_of, scales_of, stored
-from pallas_kernels.page_write.xla import page_write, two_at_least
 
 SCALE_BYTES = 4
 
@@ -104,7 +104,7 @@ def write_index_keys(
             f"{index_pages.dtype} pages of width {width} hold keys of {dim} components, got {keys.shape[-1]}"
         )
     if not is_bytes:
-        return page_write((index_pages,), (keys,), slots)[0]
+        return scatter_tokens((index_pages,), (keys,), slots)[0]
     (keys,), slots = two_at_least((keys,), slots, num_pages * page_size)
     numbers, scales = quantise_keys(keys, power_of_two=power_of_two)
     page, offset = lax.div(slots, page_size), lax.rem(slots, page_size)

@@ -7,6 +7,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Shaped
 
 from pallas_kernels.arguments.checks import check_ids, check_shape
+from pallas_kernels.arrays import ArrayOrStruct
 from pallas_kernels.dispatch import choose
 from pallas_kernels.grouped_matmul import mosaic_gpu, xla
 
@@ -46,7 +47,7 @@ def grouped_matmul(
     arrays = tuple(map(jnp.asarray, (weight, x, group_sizes)))
     options = {"group_axis": group_axis, "result": result}
     reasons = {
-        "mosaic_gpu": lambda: mosaic_gpu.why_not(*arrays[:2], **options),
+        "mosaic_gpu": lambda: why_not_kernel(*arrays[:2], **options),
         "xla": lambda: None,
     }
     chosen = choose("grouped_matmul", reasons, implementation)
@@ -55,6 +56,26 @@ def grouped_matmul(
         return jnp.zeros((x.shape[0], out), x.dtype if result is None else result)
     run = mosaic_gpu.grouped_matmul if chosen == "mosaic_gpu" else xla.grouped_matmul
     return run(*arrays, **options)
+
+
+def why_not_kernel(
+    weight: ArrayOrStruct,
+    x: ArrayOrStruct,
+    *,
+    group_axis: int = 0,
+    result: DTypeLike | None = None,
+) -> str | None:
+    """Returns why our kernel cannot multiply such arrays on the default device, or `None` if it can.
+
+    Callers that have an alternative to rows sorted by group use it to choose between the two.
+
+    Args:
+        weight: as in `grouped_matmul`, or its `jax.ShapeDtypeStruct`.
+        x: likewise.
+        group_axis: as in `grouped_matmul`.
+        result: as in `grouped_matmul`.
+    """
+    return mosaic_gpu.why_not(weight, x, group_axis=group_axis, result=result)
 
 
 def _check(

@@ -4,8 +4,8 @@ from typing import Any
 
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.paged_attention import xla as decode
-from pallas_kernels.ragged_attention import xla as prefill
+from pallas_kernels.packed.decode_attention import decode_attention
+from pallas_kernels.packed.prefill_attention import prefill_attention
 
 
 def latent_attention(
@@ -22,7 +22,7 @@ def latent_attention(
     pools = (latent_pages, latent_pages, page_table, seq_lens)
     plain: dict[str, Any] = {"window": None, "soft_cap": None, "sinks": None}
     if cu_q_lens is None:
-        out, lse = decode.paged_attention(q, *pools, scale=scale, **plain)
+        out, lse = decode_attention(q, *pools, scale=scale, **plain)
     else:
-        out, lse = prefill.ragged_attention(q, *pools, cu_q_lens, scale=scale, **plain)
+        out, lse = prefill_attention(q, *pools, cu_q_lens, scale=scale, **plain)
     return out[..., :value_dim], lse

@@ -7,6 +7,9 @@ from jaxtyping import Array, Shaped
 from pallas_kernels.arguments.checks import INT32_MAX, check_ids, check_shape
 from pallas_kernels.dispatch import choose
 from pallas_kernels.page_write import mosaic_gpu, xla
+from pallas_kernels.page_write.mosaic_gpu import direct_launch
+
+__all__ = ["direct_launch", "page_write"]
 
 
 def page_write(

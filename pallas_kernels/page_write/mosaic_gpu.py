@@ -89,16 +89,27 @@ def write(
     return tuple(jax.freeze(ref).reshape(pool.shape) for ref, pool in zip(refs, pages, strict=True))
 
 
-def alone(slots: Int[Array, " tokens"], *rows_and_pools: Array) -> tuple[Array, ...]:
-    """Launches the kernel without XLA operations around it, for a caller such as the torch bridge.
-
-    The caller passes its own buffers, and the kernel writes into the pools in place.
+def direct_launch(
+    pages: tuple[ArrayOrStruct, ...],
+    values: tuple[ArrayOrStruct, ...],
+    slots: Int[ArrayOrStruct, " tokens"],
+) -> Callable[..., tuple[Array, ...]] | None:
+    """Returns the kernel's launch without XLA operations around it, or `None` if the kernel cannot run here.
 
     Args:
+        pages: the pools, or their `jax.ShapeDtypeStruct`s.
+        values: each pool's values, in the pool's dtype.
         slots: as in `page_write`.
-        *rows_and_pools: each pool's values, [tokens, elements] in the pool's dtype, then the pools,
-            [pages, page_size, elements].
+
+    Returns:
+        A function of the slots, each pool's values, [tokens, elements], and then the pools, [pages, page_size,
+        elements]. The caller passes its own buffers, and the kernel writes into the pools in place.
     """
+    return None if why_not(pages, values, slots) else _launch
+
+
+def _launch(slots: Int[Array, " tokens"], *rows_and_pools: Array) -> tuple[Array, ...]:
+    """Launches the kernel on flattened values and pools."""
     count = len(rows_and_pools) // 2
     refs = [jax.new_ref(pool) for pool in rows_and_pools[count:]]
     _kernel(slots.shape[0], interpret=False)(slots, *rows_and_pools[:count], *refs)

@@ -11,6 +11,9 @@ from pallas_kernels.arguments.checks import check_attention, check_ids
 from pallas_kernels.dispatch import choose
 from pallas_kernels.packed.tile_attention import nothing, why_not
 from pallas_kernels.paged_attention import cudnn, mosaic_gpu, xla
+from pallas_kernels.paged_attention.mosaic_gpu import DirectLaunch, direct_launch
+
+__all__ = ["DirectLaunch", "direct_launch", "paged_attention"]
 
 
 @overload

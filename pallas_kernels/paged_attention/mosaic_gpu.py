@@ -95,7 +95,7 @@ def paged_attention(
 
 
 @dataclass(frozen=True)
-class Alone:
+class DirectLaunch:
     """The kernel's launch without XLA operations around it, for a caller such as the torch bridge.
 
     Attributes:
@@ -113,7 +113,7 @@ class Alone:
     columns: np.ndarray | None
 
 
-def alone(
+def direct_launch(
     q: ArrayOrStruct,
     k_pages: ArrayOrStruct,
     table_width: int,
@@ -121,7 +121,7 @@ def alone(
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
-) -> Alone | None:
+) -> DirectLaunch | None:
     """Returns the launch without XLA operations around it.
 
     The result is `None` if the kernel cannot run here, for 8-bit pages, and for shapes whose groups of heads XLA would
@@ -145,7 +145,7 @@ def alone(
     schedule = Schedule.of(geometry, q.shape[0], capacity, window)
     is_split = schedule.parts > 1
     options = Options(scale=scale, window=window, soft_cap=soft_cap)
-    return Alone(
+    return DirectLaunch(
         launch=Kernel(geometry, options, schedule, is_split, False).build(q.shape[0]),
         padded_heads=geometry.padded_heads,
         columns=_columns_of_heads(geometry) if is_split else None,

@@ -11,6 +11,9 @@ from pallas_kernels.arguments.checks import check_attention, check_ids
 from pallas_kernels.dispatch import choose, note_fallback
 from pallas_kernels.packed.tile_attention import nothing, why_not
 from pallas_kernels.ragged_attention import mosaic_gpu, xla
+from pallas_kernels.ragged_attention.mosaic_gpu import direct_launch
+
+__all__ = ["direct_launch", "ragged_attention"]
 
 
 @overload

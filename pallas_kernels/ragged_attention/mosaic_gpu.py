@@ -99,7 +99,7 @@ def ragged_attention(
     return out if lse is None else (out, lse)
 
 
-def alone(
+def direct_launch(
     q: ArrayOrStruct,
     k_pages: ArrayOrStruct,
     rows: int,

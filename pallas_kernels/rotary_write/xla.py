@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
+from pallas_kernels.formats.page_scatter import scatter_tokens
 from pallas_kernels.formats.quantise import quantise
-from pallas_kernels.page_write import xla as writer
 
 
 def rotary_write(
@@ -29,7 +29,7 @@ def rotary_write(
     if len(pages) == 4:
         (k, k_scales), (v, v_scales) = (quantise(value, pages[0].dtype) for value in values)
         values = (k, v, k_scales, v_scales)
-    return q, writer.page_write(pages, values, slots)
+    return q, scatter_tokens(pages, values, slots)
 
 
 def _normalise(

@@ -13,7 +13,10 @@ from pallas_kernels.dispatch import choose
 from pallas_kernels.formats.eight_bit import LARGEST
 from pallas_kernels.skinny_matmul import mosaic_gpu, xla
 from pallas_kernels.skinny_matmul.activations import ACTIVATIONS
-from pallas_kernels.skinny_matmul.xla import Weighed
+from pallas_kernels.skinny_matmul.mosaic_geometry import MOST_ROWS
+from pallas_kernels.skinny_matmul.weighed import Weighed
+
+__all__ = ["MOST_ROWS", "Weighed", "skinny_matmul"]
 
 
 def skinny_matmul(

@@ -20,7 +20,7 @@ from pallas_kernels.skinny_matmul.mosaic_geometry import Geometry
 from pallas_kernels.skinny_matmul.mosaic_launch import Kernel
 from pallas_kernels.skinny_matmul.mosaic_packed import prepared
 from pallas_kernels.skinny_matmul.mosaic_schedule import Schedule
-from pallas_kernels.skinny_matmul.xla import Weighed, inverse_root, weigh
+from pallas_kernels.skinny_matmul.weighed import Weighed, inverse_root, weigh
 
 
 def why_not(

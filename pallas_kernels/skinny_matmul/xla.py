@@ -1,27 +1,12 @@
 """`skinny_matmul` in plain XLA: a library product and fused element-wise operations, for any number of rows."""
 
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Shaped
 
 from pallas_kernels.skinny_matmul.activations import ACTIVATIONS
-
-
-class Weighed(NamedTuple):
-    """A result with an RMSNorm applied except for the division by the root mean square, which its reader does.
-
-    Attributes:
-        result: the rows.
-        weighed: the rows times the weights of the norm.
-        squares: float32 sums of the rows' squares over parts of their columns.
-    """
-
-    result: Float[Array, "rows out"]
-    weighed: Float[Array, "rows out"]
-    squares: Float[Array, "parts rows"]
+from pallas_kernels.skinny_matmul.weighed import Weighed, inverse_root, weigh
 
 
 def skinny_matmul(
@@ -63,21 +48,6 @@ def skinny_matmul(
         total = _activated(total, activation, gated=gated, gate_multiplier=gate_multiplier)
     total = total if residual is None else total + residual.astype(wanted)
     return total if next_norm is None else weigh(total, next_norm[norm_row])
-
-
-def inverse_root(
-    squares: Float[Array, "parts rows"], inner: int, norm_eps: float
-) -> Float[Array, "rows 1"]:
-    """Returns the reciprocal root mean square of rows of `inner` elements with these sums of squares."""
-    mean_square = jnp.sum(squares, axis=0) / inner
-    return jax.lax.rsqrt(mean_square + norm_eps)[:, None]
-
-
-def weigh(rows: Float[Array, "rows out"], weights: Float[Array, " out"]) -> Weighed:
-    """Returns the `Weighed` of rows and the weights of a norm."""
-    wide = rows.astype(jnp.float32)
-    weighed = wide * weights.astype(jnp.float32)[None]
-    return Weighed(rows, weighed.astype(rows.dtype), jnp.sum(wide * wide, axis=1)[None])
 
 
 def _activated(

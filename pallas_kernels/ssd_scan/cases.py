@@ -1,16 +1,13 @@
 """Shapes on which `ssd_scan` is tested, measured and tuned. Imports no JAX."""
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from pallas_kernels.inputs.mamba_layer import STATE_SCALE, activated, layer
 from pallas_kernels.inputs.nan_filled_pages import normal
 from pallas_kernels.inputs.nan_filled_states import Rows, nan_filled_pool
-
-STATE_SCALE = 0.1
-"""Typical magnitude of a state's elements in a layer with the parameters of `layer`."""
 
 
 @dataclass(frozen=True)
@@ -79,22 +76,6 @@ class Case:
     def flops(self) -> int:
         """Returns the FLOPs of the recurrence itself."""
         return 6 * sum(self.rows.lengths) * self.heads * self.head_dim * self.d_state
-
-
-def layer(rng: np.random.Generator, heads: int) -> dict[str, np.ndarray]:
-    """Returns a layer's parameters as Mamba-2 initialises them: rates of 1 to 16, steps around 0.001 to 0.1."""
-    step = np.exp(rng.uniform(np.log(1e-3), np.log(1e-1), heads))
-    return {
-        "a_log": np.log(rng.uniform(1, 16, heads)).astype(np.float32),
-        "d": rng.standard_normal(heads).astype(np.float32),
-        "dt_bias": (step + np.log(-np.expm1(-step))).astype(np.float32),
-    }
-
-
-def activated(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) -> np.ndarray:
-    """Draws values distributed like the output of a convolution with silu; large arrays repeat the first ones."""
-    numbers = normal(rng, (min(math.prod(shape), 2**20 - 3),), "float32")
-    return np.resize((numbers / (1 + np.exp(-numbers))).astype(dtype), shape)
 
 
 _RAGGED = Rows((3071, 512, 2049, 1024, 4096, 1536, 2048, 2048), (256, 0, 512, 0, 1024, 768, 0, 256))

@@ -5,9 +5,9 @@ from typing import Any
 
 import numpy as np
 
+from pallas_kernels.inputs.mamba_layer import STATE_SCALE, activated, layer
 from pallas_kernels.inputs.nan_filled_pages import normal
 from pallas_kernels.inputs.nan_filled_states import Rows, nan_filled_pool
-from pallas_kernels.ssd_scan.cases import STATE_SCALE, activated, layer
 
 
 @dataclass(frozen=True)

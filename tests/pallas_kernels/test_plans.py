@@ -65,7 +65,7 @@ def plan_decode(given):
     """Plans the launch that `torch_bridge` makes by itself, too."""
     arrays = [given[name] for name in ("q", "k_pages")]
     options = chosen(given, "scale", "window", "soft_cap")
-    paged.alone(*arrays, given["page_table"].shape[1], **options)
+    paged.direct_launch(*arrays, given["page_table"].shape[1], **options)
     cudnn.why_not(**but(given, "scale"))
     return paged.why_not(**but(given, "scale")), tile_attention.why_not(given["q"])
 
@@ -74,9 +74,15 @@ def plan_prefill(given):
     """Plans the launch that `torch_bridge` makes by itself, too."""
     arrays = [given[name] for name in ("q", "k_pages")]
     options = chosen(given, "scale", "window", "soft_cap")
-    ragged.alone(*arrays, given["page_table"].shape[0], **options)
+    ragged.direct_launch(*arrays, given["page_table"].shape[0], **options)
     ragged.why_hand_on(given["k_pages"], given["page_table"])
     return ragged.why_not(**but(given, "scale")), tile_attention.why_not(given["q"])
+
+
+def plan_write(given):
+    """Plans the launch that `torch_bridge` makes by itself, too."""
+    write.direct_launch(**given)
+    return (write.why_not(**given),)
 
 
 def plan_conv(given):
@@ -113,7 +119,7 @@ PLANS = {
     "index_topk": plan_topk,
     "sparse_attention": lambda given: (sparse.why_not(**but(given, "scale")),),
     "filter_bounds": lambda given: (bounds.why_not(given["logits"]),),
-    "page_write": lambda given: (write.why_not(**given),),
+    "page_write": plan_write,
     "rotary_write": lambda given: (rotary.why_not(**given),),
     "skinny_matmul": lambda given: (
         skinny.why_not(**chosen(given, "weight", "x", "activation", "gated")),

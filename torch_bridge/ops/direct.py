@@ -13,9 +13,9 @@ import numpy as np
 import torch
 
 import pallas_kernels
-from pallas_kernels.page_write import mosaic_gpu as page_write
-from pallas_kernels.paged_attention import mosaic_gpu as paged_attention
-from pallas_kernels.ragged_attention import mosaic_gpu as ragged_attention
+from pallas_kernels.page_write import api as page_write
+from pallas_kernels.paged_attention import api as paged_attention
+from pallas_kernels.ragged_attention import api as ragged_attention
 from torch_bridge.ops.launch import Launch, load
 from torch_bridge.sharing.dlpack import jax_device
 
@@ -35,7 +35,7 @@ class Decode:
     Args:
         launch: the kernel's launch.
         missing: number of zero heads to append to the queries.
-        columns: if the kernel splits rows, the index of each head in its output (`Alone.columns`); `None` otherwise.
+        columns: if the kernel splits rows, the index of each head in its output (`DirectLaunch.columns`); else `None`.
         device: torch's current device.
     """
 
@@ -58,7 +58,7 @@ class Decode:
         return out if self._columns is None else self._join(out, *more).to(q.dtype)
 
     def _join(self, out: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
-        """Combines the parts of each row (in the form of `Alone.launch`); rows without keys give zeros."""
+        """Combines the parts of each row (in the form of `DirectLaunch.launch`); rows without keys give zeros."""
         assert self._columns is not None
         by_head = out.transpose(3, 4).flatten(2, 3).index_select(2, self._columns)
         weight = (lse.flatten(2).index_select(2, self._columns) * log(2)).softmax(1).nan_to_num(0.0)
@@ -146,7 +146,7 @@ def _decode(
     with jax.default_device(jax_device(device)):
         jax.eval_shape(partial(pallas_kernels.paged_attention, **options), *structs)
         q, k_pages, _, page_table, _ = structs
-        kernel = paged_attention.alone(q, k_pages, page_table.shape[1], **options)
+        kernel = paged_attention.direct_launch(q, k_pages, page_table.shape[1], **options)
         if kernel is None:
             return None
         rows, heads, head_dim = q.shape
@@ -171,7 +171,7 @@ def _ragged(
         q, k_pages, _, page_table, *lengths = structs
         if window is not None and window >= page_table.shape[1] * k_pages.shape[1]:
             options["window"] = None
-        found = ragged_attention.alone(q, k_pages, page_table.shape[0], **options)
+        found = ragged_attention.direct_launch(q, k_pages, page_table.shape[0], **options)
         if found is None:
             return None
         kernel, plan = found
@@ -191,9 +191,8 @@ def _write(device: torch.device, like: tuple[Like, ...]) -> Launch | None:
         for one in ones
     ]
     with jax.default_device(jax_device(device)):
-        if page_write.why_not(tuple(pools), tuple(values), slots) is not None:
-            return None
-        return load(page_write.alone, [slots, *flat], device)
+        launch = page_write.direct_launch(tuple(pools), tuple(values), slots)
+        return None if launch is None else load(launch, [slots, *flat], device)
 
 
 def _alike(tensors: tuple[torch.Tensor, ...]) -> tuple[Like, ...]:

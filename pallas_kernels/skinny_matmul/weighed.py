@@ -1,0 +1,36 @@
+"""The result of a product that goes into an RMSNorm, and the two halves of that norm."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+
+class Weighed(NamedTuple):
+    """A result with an RMSNorm applied except for the division by the root mean square, which its reader does.
+
+    Attributes:
+        result: the rows.
+        weighed: the rows times the weights of the norm.
+        squares: float32 sums of the rows' squares over parts of their columns.
+    """
+
+    result: Float[Array, "rows out"]
+    weighed: Float[Array, "rows out"]
+    squares: Float[Array, "parts rows"]
+
+
+def inverse_root(
+    squares: Float[Array, "parts rows"], inner: int, norm_eps: float
+) -> Float[Array, "rows 1"]:
+    """Returns the reciprocal root mean square of rows of `inner` elements with these sums of squares."""
+    mean_square = jnp.sum(squares, axis=0) / inner
+    return jax.lax.rsqrt(mean_square + norm_eps)[:, None]
+
+
+def weigh(rows: Float[Array, "rows out"], weights: Float[Array, " out"]) -> Weighed:
+    """Returns the `Weighed` of rows and the weights of a norm."""
+    wide = rows.astype(jnp.float32)
+    weighed = wide * weights.astype(jnp.float32)[None]
+    return Weighed(rows, weighed.astype(rows.dtype), jnp.sum(wide * wide, axis=1)[None])
