@@ -1,4 +1,4 @@
-"""A torch model's weights as the parameters of our own model, in the same memory where both lay them out alike."""
+"""Parameters of a jaxkv model from a torch model's weights, in the same memory where both have the same layout."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -19,25 +19,25 @@ _SHOWN = 4
 def share_params(
     source: torch.nn.Module | Mapping[str, torch.Tensor], model: Loadable, *, copy: bool = False
 ) -> Any:  # noqa: ANN401 - a pytree, as the model has it
-    """Returns our parameters made of a Transformers model's weights.
+    """Returns jaxkv parameters made of a Transformers model's weights, shared without copies where possible.
 
-    Projections that share an input are one matrix in ours and several in torch, so a whole model is only shared with
-    `copy=True`. Each of those is then joined once, and a module's own weights become parts of the joined matrix: both
-    see one memory again, and no more of it than before.
+    Projections of the same input are one matrix in jaxkv and several in torch, so a whole model needs `copy=True`.
+    Their weights are then concatenated once. If `source` is a module, its parameters become views of the concatenated
+    matrix: both models share memory again and use no more of it than before.
 
     Args:
-        source: a Transformers model, or its `state_dict()`, whose tensors stay as they are.
-        model: ours, of the same config; `jaxkv.models.registry.build_model` makes it.
-        copy: allow a copy of what cannot be shared as it lies.
+        source: a Transformers model, or its `state_dict()`, whose tensors stay unchanged.
+        model: the jaxkv model of the same config, from `jaxkv.models.registry.build_model`.
+        copy: allow copies of weights whose layout differs.
 
     Returns:
-        The tree of `model.param_shapes(dtype)`. Do not donate it: torch has it too. A change that torch makes to its
-        weights afterwards changes arrays that JAX takes for constant; stop our steps before and share again after.
+        A tree like `model.param_shapes(dtype)`. Do not donate it: torch uses the same memory. JAX takes the arrays for
+        constant, so stop jaxkv's steps before torch changes its weights, and share again afterwards.
 
     Raises:
-        NotZeroCopy: some leaves would be copies, and `copy` is False; the message names them and says why.
-        ValueError: a tensor is missing, or has another shape or dtype, or the family's parameters are more than torch's
-            put together.
+        NotZeroCopy: some parameters would be copies, and `copy` is False; the message lists them with the reasons.
+        ValueError: a tensor is missing or has another shape or dtype, or the family computes its parameters by more
+            than concatenation.
     """
     if isinstance(source, torch.nn.Module):
         tensors: Mapping[str, torch.Tensor] = source.state_dict(keep_vars=True)
@@ -59,8 +59,8 @@ def share_params(
     ]
     if refusals and not copy:
         raise NotZeroCopy(
-            f"{len(refusals)} of {len(named)} parameters cannot be shared as they lie: "
-            f"{listed(refusals, separator='; ', most=_SHOWN)}. Give copy=True to copy these alone"
+            f"{len(refusals)} of {len(named)} parameters cannot be shared without a copy: "
+            f"{listed(refusals, separator='; ', most=_SHOWN)}. Pass copy=True to copy only these"
         )
     arrays = [
         _share(recipe, parts, repoint=isinstance(source, torch.nn.Module))
@@ -86,7 +86,7 @@ def _dtype_of(tensors: Mapping[str, torch.Tensor], recipes: Mapping[str, Recipe]
 
 
 def _check_joins(named: list[tuple[Recipe, tuple[int, ...]]]) -> None:
-    """Raises for families whose parameters hold other numbers than torch's, or the same in another order."""
+    """Raises `ValueError` for families whose parameters are not plain copies or concatenations of torch's weights."""
     for recipe, shape in named:
         joined = recipe.combine == "stack" and len(recipe.sources) == shape[0]
         plain = joined or recipe.combine in ("copy", "concat", "taps")
@@ -114,11 +114,11 @@ def _why_not_shared(recipe: Recipe, parts: list[torch.Tensor]) -> str | None:
         return f"{recipe.sources[0]} has its axes in another order in torch"
     if _joined_already(recipe, parts) is not None:
         return None
-    return f"{', '.join(name.rpartition('.')[0] for name in recipe.sources)} are apart in torch and one here"
+    return f"{', '.join(name.rpartition('.')[0] for name in recipe.sources)} are separate in torch and one matrix here"
 
 
 def _joined_already(recipe: Recipe, parts: list[torch.Tensor]) -> torch.Tensor | None:
-    """Returns the tensor that the parts are consecutive pieces of, if they are; an earlier call leaves them so."""
+    """Returns the tensor that the parts are consecutive pieces of, as an earlier call leaves them; else `None`."""
     first = parts[0].detach()
     end = first.data_ptr()
     for part in parts:
@@ -135,7 +135,7 @@ def _joined_already(recipe: Recipe, parts: list[torch.Tensor]) -> torch.Tensor |
 
 
 def _share(recipe: Recipe, parts: list[torch.Tensor], *, repoint: bool) -> jax.Array:
-    """Makes one leaf; joined parts of a module become views of the joint tensor."""
+    """Returns one parameter; with `repoint`, the torch parameters become views of the concatenated tensor."""
     if recipe.combine == "copy":
         return from_torch(parts[0].detach(), copy=True)
     if recipe.combine == "taps":

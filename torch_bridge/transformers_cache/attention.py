@@ -1,4 +1,4 @@
-"""The attention implementation "jaxkv" of Transformers: our paged kernels on the pages of a `JaxkvCache`.
+"""The attention implementation "jaxkv" for Transformers: paged kernels that read the pages of a `JaxkvCache`.
 
 Importing `torch_bridge` registers it; `model.set_attn_implementation("jaxkv")` chooses it.
 """
@@ -26,14 +26,14 @@ _REWRITES = (
     f'model.set_attn_implementation("sdpa"), which works with JaxkvCache too'
 )
 _REWRITING = ("diffllama", "hrm_text", "jetmoe")
-"""Types of models that repeat or split what they have kept, or keep it under other numbers than their layers'."""
+"""Model types that transform cached keys before attention, or whose cache index is not the layer's `layer_idx`."""
 
 
 def attends_pages(model: PreTrainedModel) -> bool:
     """Whether a model's attention is "jaxkv".
 
     Raises:
-        Unsupported: it is, but does not attend to what the pages hold.
+        Unsupported: the attention is "jaxkv", but the model attends to other keys than those it caches.
     """
     config = model.config.get_text_config(decoder=True)
     if config._attn_implementation != NAME:
@@ -57,26 +57,26 @@ def paged_attention_forward(
     s_aux: torch.Tensor | None = None,
     **kwargs: Any,  # noqa: ANN401 - Transformers passes more than attention needs
 ) -> tuple[torch.Tensor, None]:
-    """Attends causally from the step's queries to their rows' pages, which hold the step's keys already.
+    """Causal attention from the step's queries to the pages of their rows, which already hold the step's keys.
 
     Args:
         module: the attention layer; its `layer_idx` names the pages.
         query: [rows, heads, queries, head_dim], rotated.
-        key: the step's keys, the very tensor that was given to the cache; attention reads them in the pages.
-        value: likewise.
+        key: the step's keys, the same tensor object that the cache was given; attention reads them from the pages.
+        value: the step's values, with the same condition.
         attention_mask: must be `None`; padding and windows are known from the cache.
         scaling: factor on the scores; `None` for `head_dim ** -0.5`.
         dropout: must be 0.
-        sliding_window: tokens a query sees; must be what the cache has for the layer, where it is given.
-        softcap: bound of the scores.
-        s_aux: one logit per head that joins the softmax's denominator.
+        sliding_window: tokens a query sees, itself included; if given, must equal the cache's window of the layer.
+        softcap: scores become `softcap * tanh(scores / softcap)`.
+        s_aux: attention sinks: one logit per head, added to the softmax's denominator.
         **kwargs: unused.
 
     Returns:
-        [rows, queries, heads, head_dim] in the query's dtype, zero for padding, and no weights.
+        The output [rows, queries, heads, head_dim] in the query's dtype, zero at padding; and `None` for the weights.
 
     Raises:
-        ValueError: the forward has no `JaxkvCache`, or asks for something the kernels cannot do.
+        ValueError: the forward has no `JaxkvCache`, or needs a mask, dropout or window that the kernels do not support.
     """
     step = active()
     layer: int = module.layer_idx  # pyright: ignore[reportAssignmentType]
@@ -123,9 +123,9 @@ def paged_attention_forward(
 def _launch(
     step: Step, layer: int, query: torch.Tensor, scale: float, soft_cap: float | None
 ) -> torch.Tensor | None:
-    """Attends without XLA: returns [rows, queries, heads, head_dim], or `None` where that cannot be.
+    """Launches a kernel without XLA; returns [rows, queries, heads, head_dim], or `None` if no kernel supports it.
 
-    What has to be known of a kernel is asked once per step for all layers that are alike.
+    The kernel is looked up once per step for all layers of the same group, shape and settings.
     """
     pools = step.pools(layer)
     packed = fitted(_packed(step, query, pools[0].dtype))
@@ -140,7 +140,7 @@ def _launch(
 def _find_launch(
     step: Step, layer: int, packed: torch.Tensor, numbers: dict[str, Any]
 ) -> Callable[..., torch.Tensor] | None:
-    """Returns what launches a kernel on the step's queries and a layer's pools."""
+    """Returns a function that launches a kernel on the step's queries and a layer's pools; `None` without a kernel."""
     table, pools = step.tables(layer).page_table, step.pools(layer)
     if step.decodes:
         decode = decode_kernel(packed, *pools, table, step.seq_lens, **numbers)
@@ -156,9 +156,9 @@ def _find_launch(
 
 
 def _packed(step: Step, query: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Returns the step's queries row after row, [tokens, heads, head_dim].
+    """Returns the step's queries packed row after row, [tokens, heads, head_dim].
 
-    Programs are compiled for padded lengths; what lies past the last row's end is not read.
+    Outside decode, the tokens are padded to a length that programs are compiled for. The padding is not read.
     """
     packed = step.pack(query)
     packed = packed if packed.dtype == dtype else packed.to(dtype)
@@ -184,11 +184,12 @@ def _run(step: Step, layer: int, query: torch.Tensor, options: dict[str, Any]) -
 
 
 def no_mask(*args: Any, mask_function: Any = None, use_vmap: bool = False, **kwargs: Any) -> None:  # noqa: ANN401
-    """Makes no mask: the cache knows padding and windows. Refuses masks that hide or show anything else."""
+    """Returns no mask, since the cache knows padding and windows; raises `ValueError` for any other mask."""
     windowed = kwargs.get("local_size") is not None
     if use_vmap or (not windowed and mask_function is not causal_mask_function):
         raise ValueError(
-            f'attention "{NAME}" is causal, with windows and padding; this model asks for another mask, use "sdpa"'
+            f'attention "{NAME}" supports causal masks with windows and padding; this model asks for another mask, use '
+            f'"sdpa"'
         )
 
 

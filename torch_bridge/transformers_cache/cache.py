@@ -1,7 +1,7 @@
-"""A Transformers cache whose keys, values and states live in our pools: `JaxkvCache`.
+"""`JaxkvCache`: a Transformers cache whose keys, values and recurrent states are stored in jaxkv's pools.
 
-It watches the model's forward. Before it, tokens are looked up in the prefix index, places are reserved and the pool is
-leased; after it, the pool is given back.
+Hooks on the model call it. Before a forward it looks tokens up in the prefix index, reserves pages and states, and
+leases the pool to torch. After the forward it returns the lease.
 """
 
 import sys
@@ -36,13 +36,13 @@ from torch_bridge.transformers_cache.watch import watch
 
 @dataclass(frozen=True)
 class JaxkvCacheStats:
-    """What a cache has done since it was made; its forks count for themselves.
+    """Counters of one cache since it was made; forks have their own.
 
     Attributes:
-        tokens_computed: real tokens that went through the model, over all rows.
-        tokens_reused: tokens that were found in the cache instead.
-        bytes: of the pool, which forks share.
-        leases_taken: how often the pool was lent to torch, forks included; once, as long as JAX does not use it.
+        tokens_computed: tokens that went through the model, over all rows, without padding.
+        tokens_reused: tokens whose keys were found in the prefix index and not computed.
+        bytes: size of the pool, which forks share.
+        leases_taken: how often the pool was leased to torch, by forks too. It stays 1 while JAX does not use the pool.
     """
 
     tokens_computed: int
@@ -52,32 +52,34 @@ class JaxkvCacheStats:
 
 
 class JaxkvCache(Cache):
-    """Keys, values and states of a Transformers model in jaxkv's pools: paged, forked and reused without copies.
+    """Transformers cache in jaxkv's paged pools, with forks and prefix reuse that copy no pages.
 
-    Pass it as `past_key_values` to the model it was made for. After `reset()`, a prompt that begins like an earlier one
-    is computed from where they differ, when the caller asks for the last logits alone, as `generate` does. Tokens are
-    those of Transformers' own cache. One thread uses a cache and its forks; others may use the model with caches of
-    their own. Nothing is reused for models with recurrent layers, or with rope scaling "dynamic" or "longrope".
+    Pass it as `past_key_values` to the model it was made for. Generated tokens are the same as with Transformers' own
+    cache. Pages follow vLLM's PagedAttention. After `reset()`, a prompt that shares a prefix with an earlier one is
+    computed from the first page that differs, if the caller needs only the last logits, as `generate` does. Nothing is
+    reused for models with recurrent layers, or with rope scaling "dynamic" or "longrope". A cache and its forks belong
+    to one thread. Other threads may use the model with caches of their own.
 
-    Kept prefixes are forgotten when the model has changed. Each forward of a prompt, or of several tokens per row,
-    compares the model with the one before: the bits of all parameters, buffers, other tensors and NumPy arrays of its
-    modules, their plain attributes, containers, dataclasses and namespaces of such, configs, hooks, replaced functions,
-    the `forward` of their classes, training mode and autocast. It reads all weights once for that; forwards of one
-    token per row compare nothing. Two changes are not noticed: one inside an object that is none of these, such as a
-    closure or a global setting; and one through `.data` or of an attribute that is undone before the next comparison,
-    though tokens were computed one by one under it. `reset(keep_prefix=False)` forgets all
-    prefixes.
+    Cached prefixes are dropped when the model changes. Each forward of a prompt, or of several tokens per row, compares
+    a fingerprint of the model with the previous one. The fingerprint covers the bits of all parameters, buffers, other
+    tensors and NumPy arrays of its modules; plain attributes, and containers, dataclasses and namespaces of them;
+    configs, hooks, replaced functions, the `forward` of the modules' classes, training mode and autocast. Computing it
+    reads all weights once. Forwards of one token per row compare nothing.
+
+    Two kinds of change are not noticed. One is a change inside any other object, such as a closure or a global setting.
+    The other is a change through `.data`, or of an attribute, that is undone before the next comparison, even if single
+    tokens were computed in between. `reset(keep_prefix=False)` drops all prefixes.
 
     Args:
-        model: on the CPU or one GPU. The hooks on it go with the cache.
-        max_tokens: tokens that fit, over all rows, forks and kept prefixes; rounded up to whole pages.
-        page_size: tokens per page. Each row fills its own pages. Prefixes are found again by whole pages, so a prompt
-            shorter than a page reuses nothing; smaller pages find more, and make longer page tables.
-        max_sequences: rows and forks at once, for models with recurrent layers.
+        model: a causal language model on the CPU or one GPU. The cache's hooks on it are removed with the cache.
+        max_tokens: capacity in tokens over all rows, forks and cached prefixes; rounded up to whole pages.
+        page_size: tokens per page. Each row fills its own pages. Prefixes match in whole pages, so a prompt shorter
+            than a page reuses nothing. Smaller pages match more tokens and make longer page tables.
+        max_sequences: rows at once, those of forks included, for models with recurrent layers.
 
     Raises:
-        Unsupported: the model is not causal, remembers something that the cache does not know, or lies on several
-            devices.
+        Unsupported: the model is not causal, has layers whose state the cache cannot store, or is on several devices.
+        ValueError: a size is not a positive integer.
     """
 
     def __init__(
@@ -98,7 +100,7 @@ class JaxkvCache(Cache):
         plans = plan_layers(model, page_size=page_size)
         attends_pages(model)
         layout = group_layers(layer_specs(plans))
-        # A row of a fork reads one state and writes another; state 0 is nobody's.
+        # A row of a fork reads one state and writes another; state 0 belongs to no row.
         counts = {
             group.name: -(-max_tokens // page_size)
             if group.unit == "page"
@@ -127,20 +129,20 @@ class JaxkvCache(Cache):
         ]
         super().__init__(layers=layers)
         hooks = watch(model, self)
-        weakref.finalize(self, _take_leave, hooks, sequences).atexit = False
+        weakref.finalize(self, _detach, hooks, sequences).atexit = False
 
     @property
     def owner(self) -> CacheOwner:
-        """Who holds the pool in JAX; between forwards anyone may read it, or lease it."""
+        """Owner of the pool's JAX arrays. Between forwards, JAX code may read the pool or lease it."""
         return self._store.owner
 
     @property
     def max_tokens(self) -> int | None:
-        """Tokens that fit, over all rows; `None` for models without attention."""
+        """Capacity in tokens, over all rows; `None` for models without attention."""
         return self._store.allocator.max_tokens
 
     def stats(self) -> JaxkvCacheStats:
-        """Returns what was computed, what was reused and what it takes."""
+        """Returns the counters of computed and reused tokens, the pool's size and its leases."""
         return JaxkvCacheStats(
             tokens_computed=self._num_computed,
             tokens_reused=self._num_reused,
@@ -149,7 +151,7 @@ class JaxkvCache(Cache):
         )
 
     def fork(self) -> "JaxkvCache":
-        """Returns a cache that goes on from here by itself; both share pages until one of them writes."""
+        """Returns an independent copy of this cache's rows; both share pages until one of them writes to a page."""
         self._check_idle("fork()")
         child = object.__new__(type(self))
         child._set_up(self._model, self._plans, self._sequences.fork(), self._dtype)
@@ -163,19 +165,19 @@ class JaxkvCache(Cache):
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
-            "a JaxkvCache cannot be pickled: its rows lie in a pool on the device, which forks share. Keep the token "
+            "a JaxkvCache cannot be pickled: its rows are in a pool on the device, which forks share. Keep the token "
             "ids and compute them again, or use DynamicCache"
         )
 
     def reset(self, keep_prefix: bool = True) -> None:
-        """Forgets the rows, so that the next forward begins anew.
+        """Drops all rows; the next forward starts a new batch.
 
-        It is also the way back after a failure, which costs forks their rows and the index its prefixes.
+        Call it also to recover from a failed forward. The failure also drops the rows of forks and all prefixes.
 
         Args:
-            keep_prefix: full pages can be found again by prompts that begin alike, until their room is needed or the
-                model changes; the class says which changes are noticed. Otherwise all prefixes are forgotten, those of
-                forks too.
+            keep_prefix: keep full pages in the prefix index, for later prompts with the same prefix, until the pages
+                are needed or the model changes (the class docstring lists the changes that are noticed). If False, all
+                prefixes are dropped, those of forks too.
         """
         if self._running.step is not None:
             self._finish(self._running.step, failed=True)
@@ -192,44 +194,45 @@ class JaxkvCache(Cache):
 
     @contextmanager
     def session(self) -> Iterator[Self]:
-        """Keeps JAX from the pool over all forwards inside: using it then is an error, not the end of torch's lease.
+        """Holds torch's lease of the pool over all forwards inside.
 
-        Forks take part.
+        Using the pool from JAX then raises `CacheLeased`; outside a session it ends torch's lease instead. The session
+        holds for forks too.
         """
         self._check_idle("session()")
         with self._store.session():
             yield self
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Makes row i go on from row `beam_idx[i]`: int64 [rows]."""
+        """Makes row i a continuation of row `beam_idx[i]`; int64 [rows]."""
         self._check_idle("reorder_cache()")
         self._sequences.reorder([int(index) for index in beam_idx.tolist()])
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Makes `repeats` neighbouring rows of each row."""
+        """Repeats each row `repeats` times; copies of a row are adjacent."""
         rows = range(len(self._sequences.rows))
         self.reorder_cache(torch.tensor([row for row in rows for _ in range(repeats)]))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keeps some rows, by numbers or by a mask."""
+        """Keeps the given rows: int64 indices, or a bool mask [rows]."""
         numbers = indices.nonzero()[:, 0] if indices.dtype == torch.bool else indices
         self.reorder_cache(numbers)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Refuses: pages are not given back before a row ends, so tokens cannot be taken back."""
+        """Raises `NotImplementedError`: a row frees its pages only when it ends, so tokens cannot be removed."""
         raise NotImplementedError(
-            f"JaxkvCache cannot take tokens back (crop({tokens_to_remove})), so assisted decoding needs DynamicCache; "
-            f"fork() before tokens that may be dropped"
+            f"JaxkvCache cannot remove tokens (crop({tokens_to_remove})), so assisted decoding needs DynamicCache; "
+            f"call fork() before tokens that may be removed"
         )
 
     def begin(self, call: ForwardCall) -> dict[str, Any]:
-        """Makes ready for a forward and returns its arguments, without the columns that need not be computed.
+        """Prepares a forward and returns its arguments, without the leading columns that the prefix index holds.
 
-        For the hooks on the model, as `end` is.
+        Called by the hooks on the model, as is `end`.
         """
         self._refuse_other_threads()
         if self._running.step is not None:
-            # An interrupt ended the forward before this one without a word to its hooks.
+            # The previous forward was interrupted, and its after-hook did not run.
             self._finish(self._running.step, failed=True)
         self._sequences.check()
         self._check_model()
@@ -255,7 +258,7 @@ class JaxkvCache(Cache):
         return call.without_columns(left_out)
 
     def end(self, *, failed: bool) -> None:
-        """Gives the pool back after a forward, if this thread has begun it."""
+        """Ends the forward and returns the lease; does nothing if this thread has begun no forward."""
         step = self._running.step
         if step is not None and step.thread == threading.get_ident():
             self._finish(step, failed=failed)
@@ -279,7 +282,7 @@ class JaxkvCache(Cache):
     def _check_idle(self, verb: str) -> None:
         if self._running.step is not None:
             raise RuntimeError(
-                f"{verb} was called while a forward is on its way; call it after, or reset() first if that forward was "
+                f"{verb} was called during a forward; call it after the forward, or reset() first if that forward was "
                 f"interrupted"
             )
 
@@ -292,7 +295,7 @@ class JaxkvCache(Cache):
             )
 
     def _check_model(self) -> None:
-        """Raises `ValueError` if the model was changed so that it cannot use the pool any more."""
+        """Raises `ValueError` if the model has moved to another device or dtype than the pool's."""
         device, dtype = next(self._model.parameters()).device, self._model.dtype
         if device != self._store.device or dtype != self._dtype:
             raise ValueError(
@@ -301,7 +304,7 @@ class JaxkvCache(Cache):
             )
 
 
-def _take_leave(hooks: tuple[Any, ...], sequences: Sequences) -> None:
+def _detach(hooks: tuple[Any, ...], sequences: Sequences) -> None:
     for hook in hooks:
         hook.remove()
     sequences.release()

@@ -1,4 +1,4 @@
-"""What Transformers sees of one attention layer of our cache. It keeps no tensor; the step on its way does."""
+"""`PagedLayer`: Transformers' interface to one attention layer of a `JaxkvCache`. Its tensors are in the `Step`."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch_bridge.transformers_cache.uncompiled import uncompiled
 
 
 class Running:
-    """The step on its way, if there is one."""
+    """The current step, shared by a cache and its layers; `None` between forwards."""
 
     def __init__(self) -> None:
         self.step: Step | None = None
@@ -22,10 +22,10 @@ class PagedLayer(CacheLayerMixin):
     """Keys and values of one layer in pages.
 
     Args:
-        layer: its number.
-        window: tokens a query sees; `None` for all.
-        sequences: the rows.
-        running: the step on its way.
+        layer: index of the layer.
+        window: tokens a query sees, itself included; `None` for all.
+        sequences: the cache's rows.
+        running: holds the current step.
     """
 
     is_compileable = False
@@ -44,7 +44,7 @@ class PagedLayer(CacheLayerMixin):
         self._updated: Step | None = None
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Does nothing: the pages were there before."""
+        """Does nothing: the pages are allocated when the cache is made."""
 
     @uncompiled
     def update(
@@ -54,13 +54,15 @@ class PagedLayer(CacheLayerMixin):
         *args: Any,  # noqa: ANN401 - Transformers' own signature
         **kwargs: Any,  # noqa: ANN401
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Writes new keys and values and returns those of all columns, or the new ones if attention reads pages.
+        """Writes new keys and values to the pages.
+
+        Returns the keys and values of all columns; or the new ones unchanged, if attention reads the pages.
 
         Args:
             key_states: [rows, kv_heads, queries, head_dim], rotated.
-            value_states: likewise.
-            *args: of Transformers, unused.
-            **kwargs: of Transformers, unused.
+            value_states: [rows, kv_heads, queries, head_dim].
+            *args: passed by Transformers, unused.
+            **kwargs: passed by Transformers, unused.
         """
         step = self._running.step
         if step is None:
@@ -72,13 +74,13 @@ class PagedLayer(CacheLayerMixin):
         self._updated = step
         if step.attends_pages:
             return key_states, value_states
-        # Under autocast pages are wider than what is computed.
+        # Under autocast the pages have a wider dtype than the keys.
         keys, values = (held.to(key_states.dtype) for held in step.gather(self._layer))
         return refuse_gradient(keys, key_states), refuse_gradient(values, value_states)
 
     @uncompiled
     def get_seq_length(self) -> int:
-        """Returns the remembered columns, padding included, this step's once the layer has them."""
+        """Returns the number of cached columns, padding included; this step's count once the layer has written them."""
         step = self._running.step
         if step is None or self._updated is step:
             return self._sequences.num_columns
@@ -86,7 +88,7 @@ class PagedLayer(CacheLayerMixin):
 
     @uncompiled
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Returns how many columns a query may see, and the first of them."""
+        """Returns the number of columns that the mask covers, and the index of the first one."""
         step = self._running.step
         before = self._sequences.num_columns if step is None else step.num_columns
         return before + query_length, 0

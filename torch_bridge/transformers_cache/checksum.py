@@ -1,4 +1,4 @@
-"""Checksums of the bits of tensors, computed where the tensors are."""
+"""Checksums of the bits of tensors, computed on the tensors' devices."""
 
 import zlib
 from collections.abc import Sequence
@@ -9,16 +9,16 @@ import torch
 _FACTORS = 1 << 16
 """Words per sum."""
 _ROWS = 128
-"""Sums per pass, which bounds the products that are held at once to 64 MiB."""
+"""Sums per pass; bounds the temporary products to 64 MiB."""
 
 
 def checksums(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
-    """Returns numbers that differ when any bit of a tensor does, but for a chance of about 2**-32.
+    """Returns integers that change if any bit of a tensor changes, with a collision chance of about 2**-32.
 
-    Every byte is read once. The host waits once per device.
+    Uses CRC-32 on the CPU and `sum_on_device` elsewhere. Every byte is read once. The host waits once per device.
 
     Args:
-        tensors: dense, of any dtype and shape, on any devices. They are not changed.
+        tensors: dense tensors of any dtype and shape, on any devices. They are not changed.
     """
     found: list[int] = []
     sums: dict[torch.device, list[torch.Tensor]] = {}
@@ -33,10 +33,10 @@ def checksums(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
 
 
 def sum_on_device(raw: torch.Tensor) -> torch.Tensor:
-    """Returns sums over 65,536 words of 32 bits each, the last filled up with zeros, int64 [sums].
+    """Returns weighted sums, int64 [sums], each over 65,536 words of 32 bits; the last is padded with zeros.
 
-    Each word is multiplied by a random factor of its place, modulo 2**64, so that no change of signs and no other order
-    of the words cancels out.
+    Each word is multiplied by a random factor of its position, modulo 2**64 (a multilinear hash), so swapped words or
+    flipped signs change the sum.
 
     Args:
         raw: uint8 [bytes].

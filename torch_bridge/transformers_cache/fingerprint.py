@@ -1,4 +1,4 @@
-"""What a model computes with, as far as kept prefixes depend on it. Reads the model and changes nothing."""
+"""Fingerprint of everything in a model that its keys and values depend on; decides if cached prefixes are valid."""
 
 from collections.abc import Iterable, Mapping
 from collections.abc import Set as AbstractSet
@@ -30,12 +30,12 @@ _MACHINERY = set(vars(torch.nn.Module())) - _COMPUTED_WITH
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """What a model computed with at one moment. Two are equal if the same tokens give the same keys.
+    """State of a model at one moment. If two are equal, the same tokens give the same keys.
 
     Attributes:
         values: structure and plain attributes, and the `id` of each object that is compared by identity.
-        sums: of the bits of all tensors.
-        objects: those compared by identity, held so that no other object gets their `id`.
+        sums: checksums of the bits of all tensors.
+        objects: the objects compared by identity, kept alive so that their `id` is not reused.
     """
 
     values: tuple[Any, ...]
@@ -44,13 +44,13 @@ class Fingerprint:
 
 
 def fingerprint(model: torch.nn.Module) -> Fingerprint:
-    """Returns something that differs when the same tokens may give other keys than before.
+    """Returns the model's fingerprint, which changes if the same tokens may give other keys.
 
-    It compares every element of all parameters, buffers, other tensors and NumPy arrays of the modules; their plain
-    attributes, and containers, dataclasses and namespaces of such; their configs, training mode, structure and
-    autocast; and the `forward` of their classes. Hooks, replaced functions and all other objects are compared by
-    identity, so it does not see a change inside such an object, such as in a closure, nor of global state. It reads all
-    weights once; the host waits for that.
+    It covers every element of all parameters, buffers, other tensors and NumPy arrays of the modules; their plain
+    attributes, and containers, dataclasses and namespaces of them; configs, training mode, structure and autocast; and
+    the `forward` of the modules' classes. Hooks, replaced functions and all other objects are compared by identity. A
+    change inside such an object (a closure, for example) or of global state is not seen. All weights are read once, and
+    the host waits for the result.
     """
     reading = _Reading()
     reading.visit(model)
@@ -60,7 +60,7 @@ def fingerprint(model: torch.nn.Module) -> Fingerprint:
 
 
 class _Reading:
-    """What was found so far, in the order of attributes."""
+    """Accumulates the parts of a `Fingerprint` while it walks the model's attributes in order."""
 
     def __init__(self) -> None:
         self.values: list[Any] = []
@@ -80,13 +80,13 @@ class _Reading:
         if isinstance(found, torch.Tensor):
             self._visit_tensor(found)
         elif isinstance(found, torch.nn.Module | PreTrainedConfig):
-            # A list, since another thread may hook the model meanwhile.
+            # A copy, since another thread may add hooks to the model during the walk.
             items = list(vars(found).items())
             self._visit_items(item for item in items if item[0] not in _MACHINERY)
             if isinstance(found, torch.nn.Module):
                 self.visit(type(found).forward)
         elif isinstance(found, Mapping):
-            # Hooks of caches come and go with them, and change no number.
+            # A cache's own hooks do not change what the model computes.
             items = list(found.items())
             self._visit_items(item for item in items if not isinstance(item[1], Hook))
         elif isinstance(found, list | tuple | AbstractSet):
@@ -114,23 +114,23 @@ class _Reading:
             for name in tensor.__tensor_flatten__()[0]:
                 self.visit(getattr(tensor, name))
         elif tensor.is_meta or tensor.is_quantized or tensor.layout is not torch.strided:
-            # Bits that cannot be read count as changed.
+            # The bits cannot be read, so a new object makes the fingerprint differ from every other.
             self.values.append(object())
         else:
             self.tensors.append(tensor)
 
 
 def _is_record(found: object) -> bool:
-    """Whether an object is no more than its attributes."""
+    """Whether an object is a plain record of attributes: a namespace or a dataclass instance."""
     return isinstance(found, SimpleNamespace) or (
         is_dataclass(found) and not isinstance(found, type) and hasattr(found, "__dict__")
     )
 
 
 def turns_with_length(model: PreTrainedModel) -> bool:
-    """Whether angles depend on how long a text is, so that a longer one that begins alike has other keys."""
+    """Whether rotary angles depend on the length of the text, so that a shared prefix does not mean equal keys."""
     config = model.config.get_text_config(decoder=True)
     parameters: Mapping[str, Any] = getattr(config, "rope_parameters", None) or {}
-    # Models whose kinds of layers turn differently have parameters for each kind.
+    # Models with different rotary settings per layer type have one mapping per type.
     kinds = [one for one in parameters.values() if isinstance(one, Mapping)] or [parameters]
     return any(one.get("rope_type") in _TURNS_WITH_LENGTH for one in kinds)

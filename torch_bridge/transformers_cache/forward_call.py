@@ -1,4 +1,4 @@
-"""One call of a model's forward, read by the names of its arguments: tokens, padding, positions, what is asked for."""
+"""`ForwardCall`: the arguments of one call of a model's forward, by name (tokens, padding, positions, outputs)."""
 
 import inspect
 from collections.abc import Mapping
@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-# What neither changes what keys and values hold nor is read here.
+# Arguments that do not change the keys and values, or that this module reads itself.
 _HARMLESS = {
     "input_ids",
     "attention_mask",
@@ -22,7 +22,7 @@ _HARMLESS = {
 }
 CACHE_NAMES = ("past_key_values", "cache_params")
 _PER_COLUMN = ("output_hidden_states", "output_attentions", "output_router_logits")
-"""What a caller may ask for, or a config for all its callers, that tells of every column."""
+"""Outputs with one entry per column, requested by an argument or by the model's config."""
 
 
 def by_name(module: torch.nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -35,10 +35,10 @@ def by_name(module: torch.nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> 
 
 @dataclass(frozen=True)
 class ForwardCall:
-    """What a forward was given.
+    """Arguments of one forward.
 
     Attributes:
-        arguments: all of them by name.
+        arguments: all arguments by name.
         tokens: `input_ids` [rows, queries], or `inputs_embeds` [rows, queries, hidden_size] where there are none.
     """
 
@@ -55,7 +55,7 @@ class ForwardCall:
         if arguments.get("use_cache") is False:
             raise ValueError(
                 "a forward was given a JaxkvCache and use_cache=False, with which generate() repeats all tokens at "
-                "each step; pass use_cache=True to generate(), since the model's config may say False"
+                "each step; pass use_cache=True to generate(), which overrides the model's config"
             )
         tokens = arguments.get("input_ids")
         tokens = arguments.get("inputs_embeds") if tokens is None else tokens
@@ -68,12 +68,12 @@ class ForwardCall:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Rows and queries."""
+        """(rows, queries)."""
         return self.tokens.shape[0], self.tokens.shape[1]
 
     @property
     def ids(self) -> torch.Tensor | None:
-        """The token ids, if they alone say what the model computes."""
+        """The token ids [rows, queries], if the keys depend on no other argument; else `None`."""
         alone = all(
             name in _HARMLESS or not isinstance(value, torch.Tensor)
             for name, value in self.arguments.items()
@@ -88,10 +88,10 @@ class ForwardCall:
         return self.arguments.get("position_ids")
 
     def can_leave_out(self, config: Any) -> int:  # noqa: ANN401 - every family has a class of its own
-        """Returns how many of the first columns could go without changing what the caller is told.
+        """Returns how many leading columns can be left out without changing the outputs that the caller asked for.
 
         Args:
-            config: of the model, which says what is told where the call does not.
+            config: the model's config, for output options that the call leaves unset.
         """
         wanted = self.arguments.get("logits_to_keep")
         if isinstance(wanted, bool) or not isinstance(wanted, int) or wanted < 1:
@@ -106,10 +106,10 @@ class ForwardCall:
         """Returns which of the step's columns hold tokens, bool [rows, queries].
 
         Args:
-            known: [rows, columns] which columns held tokens so far.
+            known: bool [rows, columns], which of the earlier columns hold tokens.
 
         Raises:
-            ValueError: the mask does not fit, or hides or shows other columns than before.
+            ValueError: the mask's shape is wrong, or it differs from the earlier masks on earlier columns.
         """
         rows, queries = self.shape
         mask = self.arguments.get("attention_mask")
@@ -137,7 +137,7 @@ class ForwardCall:
         return shown[:, known.shape[1] :]
 
     def without_columns(self, count: int) -> dict[str, Any]:
-        """Returns the arguments without the first columns; the mask keeps them, since it speaks of the past too."""
+        """Returns the arguments without the first `count` columns; the mask covers past columns and is unchanged."""
         if count == 0:
             return self.arguments
         changed = dict(self.arguments)

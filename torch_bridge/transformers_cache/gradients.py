@@ -1,4 +1,4 @@
-"""What our memory and kernels give torch carries no gradient, and says so when one is asked for."""
+"""Makes a backward pass through tensors from jaxkv's pools and kernels raise, since they carry no gradient."""
 
 from typing import Any
 
@@ -6,9 +6,9 @@ import torch
 
 
 def refuse_gradient(result: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-    """Returns the result, joined to its source's graph if there is one, so that a backward pass fails with a reason.
+    """Returns `result`, attached to the autograd graph of `source`, so that a backward pass raises `RuntimeError`.
 
-    Without it the pass would run and give gradients that lack a term.
+    Without it the pass would run and silently lack the gradient through `result`.
     """
     if torch.is_grad_enabled() and source.requires_grad:
         return _Refusal.apply(result, source)  # pyright: ignore[reportReturnType]
@@ -23,6 +23,6 @@ class _Refusal(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:  # noqa: ANN401
         raise RuntimeError(
-            "jaxkv's caches and kernels have no gradient: pages keep numbers and no graph. Train without a cache and "
+            "jaxkv's caches and kernels have no gradient: pages store no autograd graph. Train without a cache and "
             "with Transformers' own attention, or run the forward under torch.no_grad()"
         )

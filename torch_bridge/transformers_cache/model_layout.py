@@ -1,4 +1,4 @@
-"""What a Transformers model remembers, layer by layer, as specs of our cache. Reads its config and modules alone."""
+"""Cache specs of each layer of a Transformers model, derived from its config and modules."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -25,16 +25,16 @@ _UNFIT = {
     "prophetnet": "keeps the keys of several streams of tokens",
     "recurrent_gemma": "keeps the states of its recurrent layers in its modules, where no cache reaches them",
 }
-"""Model type -> why it cannot use pages, where neither config nor modules show it."""
+"""Model type -> reason why it cannot use pages, for models whose config and modules do not show it."""
 
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """One layer of the model, as its cache sees it.
+    """Cache needs of one layer.
 
     Attributes:
         kind: Transformers' name of the layer's type.
-        specs: what it remembers; nothing for layers that are feed-forward alone.
+        specs: the layer's cache specs; empty for layers that are feed-forward only.
         window: tokens a query sees, itself included; `None` for all.
     """
 
@@ -44,10 +44,11 @@ class LayerPlan:
 
 
 def plan_layers(model: PreTrainedModel, *, page_size: int) -> tuple[LayerPlan, ...]:
-    """Returns what each layer remembers.
+    """Returns the cache plan of each layer.
 
     Raises:
-        Unsupported: the model has layers that remember something else, or lies on several devices.
+        Unsupported: the model has layers whose state the cache cannot store, is not a causal decoder, or is on several
+            devices.
     """
     name = type(model).__name__
     if model.config.is_encoder_decoder:
@@ -74,7 +75,7 @@ def plan_layers(model: PreTrainedModel, *, page_size: int) -> tuple[LayerPlan, .
 
 
 def layer_specs(plans: tuple[LayerPlan, ...]) -> tuple[LayerSpec, ...]:
-    """Returns the specs of all layers, at their places."""
+    """Returns the specs of all layers, each with its layer index."""
     return tuple(LayerSpec(layer, spec) for layer, plan in enumerate(plans) for spec in plan.specs)
 
 
@@ -111,7 +112,7 @@ def _plan(
 
 
 def _why_unfit(model: PreTrainedModel) -> str | None:
-    """Returns why pages of keys cannot serve a model, whatever its layers remember, or `None`."""
+    """Returns why a model cannot use pages of keys, regardless of its layers' types, or `None` if it can."""
     names = signature(model.forward).parameters
     if "input_ids" in names and not any(name in names for name in CACHE_NAMES):
         return f"takes no cache: its forward has none of the arguments {', '.join(CACHE_NAMES)}"
@@ -125,18 +126,18 @@ def _why_unfit(model: PreTrainedModel) -> str | None:
 
 
 def _non_causal_setting(model: PreTrainedModel, config: Any) -> str | None:  # noqa: ANN401
-    """Returns what makes the decoder attend to tokens after a query's, or `None`."""
+    """Returns the setting that makes the decoder attend to later tokens, or `None` if it is causal."""
     if not getattr(config, "is_causal", True):
         return "is_causal=False in its config"
     both_ways = getattr(config, "use_bidirectional_attention", None)
-    # Others than these are for pictures, whose forwards are told of them by tensors.
+    # Other values are for images, whose forwards receive extra tensors.
     if both_ways in (True, "all"):
         return f"use_bidirectional_attention={both_ways!r} in its config"
     for module in model.get_decoder().modules():
         name, is_decoder = type(module).__name__, getattr(module, "is_decoder", None)
         if is_decoder is False:
             return f"is_decoder=False in {name}"
-        # A decoder's attention to an encoder is not causal either, nor are towers, whose layers have no number.
+        # Cross-attention and vision towers are not causal either, but their layers have no `layer_idx`.
         numbered = isinstance(getattr(module, "layer_idx", None), int)
         if is_decoder is None and numbered and getattr(module, "is_causal", True) is False:
             return f"is_causal=False in {name}"
@@ -144,7 +145,7 @@ def _non_causal_setting(model: PreTrainedModel, config: Any) -> str | None:  # n
 
 
 def _heads_by_layer(model: torch.nn.Module) -> dict[int, tuple[int, int]]:
-    """Returns heads of keys and their components where a layer's own projection says so."""
+    """Returns layer -> (kv_heads, head_dim), for layers whose `k_proj` and `head_dim` show them."""
     found = {}
     for module in model.modules():
         projection, head_dim = getattr(module, "k_proj", None), getattr(module, "head_dim", None)
@@ -166,7 +167,7 @@ def _heads_of(config: Any) -> tuple[int, int]:  # noqa: ANN401
             f"use Transformers' DynamicCache for this model"
         )
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    # Falcon shares one head of keys; in its later form it repeats them for all heads before they are kept.
+    # Falcon has one KV head (multi-query); its new decoder architecture repeats it for all heads before caching.
     if getattr(config, "multi_query", False) and not getattr(
         config, "new_decoder_architecture", False
     ):
@@ -175,7 +176,7 @@ def _heads_of(config: Any) -> tuple[int, int]:  # noqa: ANN401
 
 
 def _gated_delta(config: Any, dtype: str) -> StateSpec:  # noqa: ANN401
-    """Returns the state of a gated delta layer in Transformers' shapes: as many inputs as the convolution is wide."""
+    """Returns the state spec of a gated delta layer, in Transformers' shapes: the conv state keeps `width` inputs."""
     names = (
         "linear_num_key_heads",
         "linear_num_value_heads",

@@ -1,4 +1,4 @@
-"""Finds places in the pool for what a forward brings: rows that are new or go on, and what is there already."""
+"""Reserves pages and states for a forward's tokens, and finds the leading columns that the prefix index holds."""
 
 import numpy as np
 from transformers import PreTrainedModel
@@ -12,18 +12,18 @@ from torch_bridge.transformers_cache.sequences import Sequences, usual_positions
 def place(
     call: ForwardCall, model: PreTrainedModel, sequences: Sequences, lease: Lease
 ) -> tuple[np.ndarray, int, int]:
-    """Appends a forward's columns to the rows, which begin with it if there are none.
+    """Appends a forward's columns to the rows; opens the rows if there are none.
 
     Returns:
-        Which of its columns are real, [rows, queries], without those that need not be computed; how many columns those
-        are; and how many real tokens they hold.
+        `(real, left_out, reused)`: which of the computed columns hold tokens, bool [rows, queries]; the number of
+        leading columns that are not computed; and the number of tokens in these.
 
     Raises:
-        ValueError: another number of rows than are remembered, or a mask that does not fit.
+        ValueError: the number of rows differs from the cache's, or the mask does not fit.
         OutOfPages: the pool is too small (`OutOfStates` for states).
     """
     if not sequences.rows or call.shape[1] > 1:
-        # One token after others is within a text that is being generated, where nobody changes the model.
+        # One token after others is a decode step; the model is assumed unchanged since the step before.
         _notice_changes(model, sequences)
     left_out = 0
     if sequences.rows:
@@ -42,9 +42,9 @@ def place(
 
 
 def _notice_changes(model: PreTrainedModel, sequences: Sequences) -> None:
-    """Makes the index forget its prefixes if the model computes other keys than before.
+    """Clears the prefix index if the model's fingerprint has changed.
 
-    Rows that began before a change publish nothing more.
+    Rows that began before the change publish no more pages.
     """
     store = sequences.store
     if not store.index.why_never and not turns_with_length(model):
@@ -54,7 +54,7 @@ def _notice_changes(model: PreTrainedModel, sequences: Sequences) -> None:
 def _begin_rows(
     call: ForwardCall, model: PreTrainedModel, sequences: Sequences, real: np.ndarray
 ) -> int:
-    """Opens a row for each of the batch and returns how many columns are there already."""
+    """Opens the rows of a new batch and returns how many leading columns the prefix index holds."""
     ids = None if turns_with_length(model) else call.ids
     texts: list[list[int] | None] = [None] * len(real)
     if ids is not None:

@@ -1,4 +1,4 @@
-"""The rows of a batch as sequences of real tokens: what each has said, where its columns point, what it holds.
+"""Host bookkeeping of a batch's rows: the tokens of each row, its columns, and its pages and states.
 
 A row's padding takes columns of the batch and no place in the cache. All of this is bookkeeping on the host.
 """
@@ -20,10 +20,10 @@ class Sequence:
     """One row.
 
     Attributes:
-        number: its number in the books.
-        text: its tokens as far as they were read; `None` once it is known that they do not name what was computed.
-        keys: the names of its pages, if it has a text.
-        num_tokens: its real tokens, computed ones and those of the step on its way.
+        number: its id in the allocator.
+        text: its token ids, as far as they were read from the device; `None` once they do not determine its keys.
+        keys: the hash keys of its pages in the prefix index; `None` without a text.
+        num_tokens: its tokens without padding, those of the current step included.
     """
 
     number: int
@@ -34,13 +34,13 @@ class Sequence:
 
 @dataclass
 class Unread:
-    """Tokens of one step that are still on the device.
+    """Token ids of one step that were not yet copied to the host.
 
     Attributes:
-        ids: [rows, queries].
+        ids: [rows, queries]; `None` if they do not determine the keys.
         positions: [rows or 1, queries], or `None` where Transformers counts columns.
-        real: [rows, queries].
-        first_column: of the queries.
+        real: bool [rows, queries], which columns hold tokens.
+        first_column: column of the first query.
     """
 
     ids: torch.Tensor | None
@@ -49,7 +49,7 @@ class Unread:
     first_column: int
 
     def own(self) -> "Unread":
-        """Returns it with tensors of its own, since callers write their next tokens into the same ones."""
+        """Returns a copy with cloned tensors, since callers write their next tokens into the same tensors."""
         ids, positions = (one if one is None else one.clone() for one in (self.ids, self.positions))
         return replace(self, ids=ids, positions=positions)
 
@@ -59,10 +59,10 @@ class Sequences:
     """All rows of one cache.
 
     Attributes:
-        store: where their pages are.
-        rows: in the batch's order; empty until the first forward.
-        real: [rows, columns] which columns hold tokens.
-        rebuilds: of the owner when the rows began; what they remember is gone when it has grown.
+        store: the pool that holds their pages and states.
+        rows: the rows in the batch's order; empty before the first forward.
+        real: bool [rows, columns], which columns hold tokens.
+        rebuilds: the owner's `rebuilds` when the rows began. If the owner's has grown since, the rows' pages are lost.
     """
 
     store: Store
@@ -74,18 +74,18 @@ class Sequences:
 
     @property
     def num_columns(self) -> int:
-        """Columns of the batch that are remembered, padding included."""
+        """Number of cached columns, padding included."""
         return self.real.shape[1]
 
     def begin(self, texts: list[list[int] | None], real: np.ndarray, most_columns: int) -> int:
-        """Opens a row for each text and returns how many leading columns the cache holds already.
+        """Opens a row for each text and returns how many leading columns the prefix index holds.
 
-        Columns can be left out only for all rows at once, so the row with the shortest hit decides.
+        Columns are left out for all rows at once, so the row with the shortest hit decides.
 
         Args:
-            texts: the tokens of each row; `None` where they do not name what is computed.
-            real: [rows, columns] which columns hold them.
-            most_columns: no more than these are left out.
+            texts: the token ids of each row; `None` where they do not determine the keys.
+            real: bool [rows, columns], which columns hold tokens.
+            most_columns: upper bound of the result.
         """
         index = self.store.index
         keys = [None if text is None else index.keys() for text in texts]
@@ -110,7 +110,7 @@ class Sequences:
         counted: np.ndarray,
         columns: int,
     ) -> int:
-        """Returns the most leading columns, up to a limit, whose tokens the index has for every row."""
+        """Returns the largest number of leading columns, up to `columns`, that the index holds for every row."""
         while columns:
             shorter = columns
             for text, key, count in zip(texts, keys, counted, strict=True):
@@ -125,11 +125,15 @@ class Sequences:
         return columns
 
     def grow(self, real: np.ndarray, lease: Lease) -> None:
-        """Appends columns, reserves places for their tokens, and copies shared pages that they will be written to.
+        """Appends columns, reserves pages and states for their tokens, and copies the shared pages they write to.
+
+        Args:
+            real: bool [rows, queries], which of the new columns hold tokens.
+            lease: a write lease of the pool, for the copies.
 
         Raises:
-            OutOfPages: the pool is too small (`OutOfStates` for states). Rows that began with these columns are gone;
-                others are as they were.
+            OutOfPages: the pool is too small (`OutOfStates` for states). Rows that began with these columns are
+                dropped; rows that existed before are unchanged.
         """
         copies: list[PageCopy] = []
         new = real.sum(axis=1)
@@ -143,7 +147,7 @@ class Sequences:
             if self._fresh:
                 self.release()
             else:
-                # The rows before hold their new pages already.
+                # The rows before the failing one already hold their new pages, so the copies are made.
                 self.store.copy(lease, copies)
             raise type(error)(
                 f"{error}. This forward has {int(new.sum())} new tokens in {len(new)} rows; give JaxkvCache a larger "
@@ -155,7 +159,7 @@ class Sequences:
         self.real = np.concatenate([self.real, real], axis=1)
 
     def commit(self, unread: Unread) -> None:
-        """Counts the step's tokens as computed, and remembers where to read them; those it began with are known."""
+        """Marks the step's tokens as computed, and keeps their ids on the device until `publish` reads them."""
         self.store.allocator.commit_all((row.number, row.num_tokens) for row in self.rows)
         if not self._fresh:
             self._unread.append(unread.own())
@@ -164,7 +168,7 @@ class Sequences:
         self.publish()
 
     def publish(self) -> None:
-        """Reads what is still on the device and offers full pages to the prefix index."""
+        """Reads the token ids that are still on the device, and adds full pages to the prefix index."""
         for unread in self._unread:
             self._read(unread)
         self._unread.clear()
@@ -174,7 +178,7 @@ class Sequences:
                 self.store.index.publish(row.number, row.text, row.keys, computed)
 
     def fork(self, order: list[int] | None = None) -> "Sequences":
-        """Returns rows that go on from these, in this order; pages are shared until one of two writes."""
+        """Returns copies of these rows in the given order; pages are shared until one of the rows writes to them."""
         self.check()
         self.publish()
         chosen = list(range(len(self.rows))) if order is None else order
@@ -188,10 +192,10 @@ class Sequences:
         return child
 
     def reorder(self, order: list[int]) -> None:
-        """Makes row i go on from what is row `order[i]` now; does nothing before the first forward.
+        """Makes row i a continuation of the current row `order[i]`; does nothing before the first forward.
 
         Raises:
-            ValueError: there is no such row, or none would be left.
+            ValueError: an index is out of range, or `order` is empty.
         """
         if not self.rows or order == list(range(len(self.rows))):
             return
@@ -205,7 +209,7 @@ class Sequences:
         self.rows, self.real = twin.rows, twin.real
 
     def release(self) -> None:
-        """Ends all rows. Pages that the index keeps stay."""
+        """Ends all rows and frees their pages, except those that the prefix index keeps."""
         for row in self.rows:
             if self.store.allocator.is_open(row.number):
                 self.store.allocator.release(row.number)
@@ -217,12 +221,12 @@ class Sequences:
         """Raises `CachePoisoned` if the pool was lost, or was replaced since the rows began."""
         if self.store.owner.poisoned or (self.rows and self.store.owner.rebuilds != self.rebuilds):
             raise CachePoisoned(
-                "what this cache remembered is lost: a forward failed, here or in a fork, after it had begun to write. "
+                "the contents of this cache are lost: a forward failed, here or in a fork, after its first write. "
                 "Call reset() and compute the sequences again"
             ) from self.store.owner.cause
 
     def _read(self, unread: Unread) -> None:
-        """Adds one step's tokens to the texts, and ends the texts of rows that were computed at odd positions."""
+        """Adds one step's tokens to the rows' texts; a row at unusual positions loses its text."""
         if unread.ids is None:
             for row in self.rows:
                 row.text = None
@@ -237,13 +241,13 @@ class Sequences:
 def usual_positions(
     real: np.ndarray, positions: torch.Tensor | None, first_column: int, num_queries: int
 ) -> np.ndarray:
-    """Returns for each row whether its i-th token is at position i, for the tokens of some columns.
+    """Returns, bool [rows], whether the i-th token of a row is at position i, for the tokens of some columns.
 
     Args:
-        real: [rows, columns] which columns hold tokens, from the first one on.
+        real: bool [rows, columns], which columns hold tokens, from column 0.
         positions: [rows or 1, queries]; `None` where each column's number is its position.
-        first_column: of the queries.
-        num_queries: how many columns are asked about.
+        first_column: first column to check.
+        num_queries: number of columns to check.
     """
     stop = first_column + num_queries
     expected = (real[:, :stop].cumsum(axis=1) - 1)[:, first_column:]
@@ -251,6 +255,6 @@ def usual_positions(
         given = np.arange(first_column, stop)[None]
     elif positions.ndim == 2:
         given = positions.to("cpu").numpy()
-    else:  # Several coordinates per token, as in models of pictures.
+    else:  # Several coordinates per token, as in vision models.
         return np.zeros(len(real), bool)
     return np.where(real[:, first_column:stop], given == expected, True).all(axis=1)

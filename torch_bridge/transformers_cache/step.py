@@ -1,6 +1,6 @@
-"""One forward on leased pages: where its tokens go, how layers write and gather them, and what our ops are told.
+"""`Step`: one forward on leased pages. Writes and gathers the layers' keys and values, and makes the ops' arguments.
 
-Made before the model runs and ended after it. Index tables go to the device once per group of layers, when first used.
+Made before the model runs and ended after it. Index tables go to the device once per group of layers, on first use.
 """
 
 import threading
@@ -26,33 +26,33 @@ _ACTIVE: ContextVar["weakref.ref[Step] | None"] = ContextVar("active_step", defa
 
 
 def active() -> "Step | None":
-    """Returns the step of the forward on its way in this thread, for attention, which Transformers tells of no cache.
+    """Returns the step of this thread's current forward; attention needs it, since Transformers passes it no cache.
 
-    An interrupt leaves its step behind here, so attention also asks `Step.take_written`.
+    An interrupted forward leaves its step here, so attention also checks `Step.take_written`.
     """
     found = _ACTIVE.get()
     return None if found is None else found()
 
 
 class Step:
-    """What one forward writes and reads.
+    """The writes and reads of one forward.
 
     Args:
-        sequences: the rows, which count the step's tokens already.
-        lease: of the whole cache.
-        real: [rows, queries] which of the step's columns hold tokens.
-        attends_pages: attention reads the pages by itself, so that nothing is gathered for it.
+        sequences: the rows, whose counts include the step's tokens.
+        lease: write lease of the whole pool.
+        real: bool [rows, queries], which of the step's columns hold tokens.
+        attends_pages: attention reads the pages itself, so nothing is gathered for it.
 
     Attributes:
         lease, attends_pages: as given.
-        num_rows, num_queries: of the batch that the model sees.
-        num_tokens: new real tokens.
-        num_columns: remembered columns before the step.
-        is_dense: every row brings a token in every column.
-        decodes: every row brings one token.
-        launches: kernels that were found for this step's layers, by what tells them apart.
-        thread: which one made it.
-        unwritten: layers with pages that have not brought their keys and values yet.
+        num_rows, num_queries: shape of the batch that the model receives.
+        num_tokens: new tokens, without padding.
+        num_columns: cached columns before the step.
+        is_dense: the step has no padding.
+        decodes: every row has exactly one new token.
+        launches: kernels found for this step's layers, by group, shapes, dtypes and settings.
+        thread: id of the thread that made the step.
+        unwritten: layers with pages that have not written their keys and values yet.
     """
 
     def __init__(
@@ -80,17 +80,17 @@ class Step:
         self._outer: weakref.ref[Step] | None = None
 
     def enter(self) -> None:
-        """Makes this the active step, until `leave`."""
+        """Makes this the active step of the thread, until `leave`."""
         self._outer = _ACTIVE.get()
         _ACTIVE.set(weakref.ref(self))
 
     def leave(self) -> None:
-        """Makes the step active again inside of which this one was entered, if this one is active here."""
+        """Restores the step that was active before `enter`, if this one is the active step."""
         if active() is self:
             _ACTIVE.set(self._outer)
 
     def check_complete(self) -> None:
-        """Raises `RuntimeError` if a layer has computed without the cache."""
+        """Raises `RuntimeError` if a layer has not written to the cache."""
         if self.unwritten:
             raise RuntimeError(
                 f"layers {sorted(self.unwritten)} took no notice of the JaxkvCache that the forward was given, as with "
@@ -98,19 +98,19 @@ class Step:
             )
 
     def keeps(self, layer: int) -> bool:
-        """Whether a layer has pages; those that attend to another layer's keys have none."""
+        """Whether a layer has pages of its own; a layer that attends to another layer's keys has none."""
         return layer in self._group_of
 
     def take_written(self, layer: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Returns the keys and values that a layer has written and not attended to yet; it attends to them once."""
+        """Returns the keys and values that a layer wrote in this step, once; `None` on later calls."""
         return self._unattended.pop(layer, None)
 
     def group(self, layer: int) -> str:
-        """Returns the name of the layers that are stored like this one."""
+        """Returns the name of the layer's group: the layers with the same storage."""
         return self._group_of[layer].name
 
     def tables(self, layer: int) -> GroupTables:
-        """Returns where a layer's group writes and reads."""
+        """Returns the index tables of a layer's group."""
         group = self._group_of[layer]
         found = self._tables.get(group.name)
         if found is None:
@@ -119,7 +119,7 @@ class Step:
         return found
 
     def pools(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns a layer's pages of keys and of values, leased: keep none."""
+        """Returns a layer's pages of keys and of values; they are leased, so do not keep them."""
         return self.lease[f"layer{layer}.key"], self.lease[f"layer{layer}.value"]
 
     def window(self, layer: int) -> int | None:
@@ -130,7 +130,7 @@ class Step:
 
     @cached_property
     def tokens(self) -> torch.Tensor:
-        """Which of the `rows * queries` places hold real tokens, int64 [tokens]."""
+        """Flat indices into `rows * queries` of the step's tokens, int64 [tokens]."""
         return upload(np.flatnonzero(self._real), self._device)
 
     @cached_property
@@ -141,31 +141,31 @@ class Step:
 
     @cached_property
     def seq_lens_array(self) -> jax.Array:
-        """The same for JAX."""
+        """`seq_lens` as a JAX array."""
         return from_torch(self.seq_lens)
 
     @cached_property
     def cu_q_lens(self) -> torch.Tensor:
-        """Bounds of each row's tokens among the step's real ones, int32 [rows + 1]."""
+        """Offsets of each row's tokens among the step's packed tokens, int32 [rows + 1]."""
         bounds = np.zeros(self.num_rows + 1, np.int32)
         np.cumsum(self._real.sum(axis=1), out=bounds[1:])
         return torch.from_numpy(bounds).to(self._device, copy=True)
 
     @cached_property
     def _token_of_column(self) -> torch.Tensor:
-        """The row's token in each column; padding, which masks hide, reads the row's first one."""
+        """Index of the row's token in each column, int64 [rows, columns]; padding, which masks hide, has index 0."""
         counted = self._sequences.real.cumsum(axis=1) - 1
         return upload(np.maximum(counted, 0), self._device)
 
     def pack(self, values: torch.Tensor) -> torch.Tensor:
-        """Returns the real tokens of [rows, heads, queries, head_dim], row after row, [tokens, heads, head_dim]."""
+        """Packs [rows, heads, queries, head_dim] to [tokens, heads, head_dim], row after row, without padding."""
         if self.decodes:
             return values.squeeze(2)
         flat = values.transpose(1, 2).reshape(-1, values.shape[1], values.shape[3])
         return flat if self.is_dense else flat[self.tokens]
 
     def unpack(self, values: torch.Tensor) -> torch.Tensor:
-        """Returns [tokens, heads, head_dim] as [rows, queries, heads, head_dim], zero where there is padding."""
+        """Unpacks [tokens, heads, head_dim] to [rows, queries, heads, head_dim], with zeros at padding."""
         if self.decodes:
             return values.unsqueeze(1)
         shape = (self.num_rows, self.num_queries, *values.shape[1:])
@@ -176,10 +176,10 @@ class Step:
         return out
 
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Puts a layer's new keys and values, [rows, kv_heads, queries, head_dim], into its pages.
+        """Writes a layer's new keys and values, [rows, kv_heads, queries, head_dim], to its pages.
 
         Raises:
-            ValueError: the layer has brought them already in this step, or their heads or dtype are not the pages'.
+            ValueError: the layer has already written in this step, or the heads or dtype differ from the pages'.
         """
         if layer not in self.unwritten:
             raise ValueError(
@@ -190,7 +190,7 @@ class Step:
             self._unattended[layer] = keys, values
         pools = self.pools(layer)
         packed = [self.pack(new.detach() if new.requires_grad else new) for new in (keys, values)]
-        # What has to be known of a kernel is asked once per step for all layers that are alike.
+        # The kernel is looked up once per step for all layers of the same group, shapes and dtypes.
         kind = (self.group(layer), keys.shape, values.shape, keys.dtype, values.dtype)
         if kind not in self.launches:
             self._check_heads(layer, packed, pools)
@@ -221,7 +221,7 @@ class Step:
     def _find_write(
         self, layer: int, packed: list[torch.Tensor], pools: tuple[torch.Tensor, ...]
     ) -> Callable[..., Any] | None:
-        """Returns our kernel, which writes both at once, for the steps of one token per row, which come again."""
+        """Returns a function that launches the write kernel for keys and values; decode steps only, else `None`."""
         if not self.decodes or any(
             rows.dtype != pages.dtype for rows, pages in zip(packed, pools, strict=True)
         ):
@@ -238,7 +238,7 @@ class Step:
         return keys, values
 
     def bind_states(self, layers: Sequence[object]) -> None:
-        """Gives recurrent layers their rows' states, which the model then updates as it likes."""
+        """Copies the rows' states into the recurrent layers, where the model updates them."""
         for group, layer in self._states:
             read, _ = self._state_ids(group)
             held = layers[layer]
@@ -251,7 +251,7 @@ class Step:
             held.dtype, held.device = conv.dtype, conv.device
 
     def keep_states(self, layers: Sequence[object]) -> None:
-        """Puts the states of recurrent layers back, and leaves the layers as if nothing had been computed."""
+        """Writes the states of recurrent layers back to the pool, and clears the layers."""
         for group, layer in self._states:
             _, write = self._state_ids(group)
             held = layers[layer]

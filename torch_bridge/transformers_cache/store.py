@@ -1,6 +1,6 @@
-"""The pages and states that a `JaxkvCache` and its forks share: who owns them, who holds them, who has borrowed them.
+"""`Store`: the pool of pages and states that a `JaxkvCache` and its forks share.
 
-Knows no model and no text.
+Combines the owner of the arrays, the allocator, the prefix index and the lease. Independent of the model.
 """
 
 from collections.abc import Iterator
@@ -20,19 +20,19 @@ from torch_bridge.transformers_cache.fingerprint import Fingerprint
 
 
 class Store:
-    """One pool of pages and states, its books, and its prefix index.
+    """One pool of pages and states, with its allocator and prefix index.
 
     Args:
-        layout: the groups.
-        counts: pages or states of each, by name.
-        device: where torch computes.
+        layout: the groups of layers.
+        counts: number of pages or states of each group, by name.
+        device: torch's device.
 
     Attributes:
-        owner: of the live cache.
-        allocator: which sequence holds what.
-        index: full pages that outlive their sequences.
-        num_bytes: of all pools.
-        device: where torch computes.
+        owner: owner of the JAX arrays.
+        allocator: assigns pages and states to sequences.
+        index: prefix index of full pages, which outlive their sequences.
+        num_bytes: size of all arrays.
+        device: torch's device.
     """
 
     def __init__(self, layout: CacheLayout, counts: dict[str, int], device: torch.device) -> None:
@@ -50,21 +50,21 @@ class Store:
 
     @property
     def leases_taken(self) -> int:
-        """How often the pool was lent since the beginning."""
+        """How often the pool was leased to torch."""
         return self._kept.num_taken
 
     def new_number(self) -> int:
-        """Returns a number that no sequence has had."""
+        """Returns a new sequence id."""
         return next(self._numbers)
 
     def notice(self, fingerprint: Fingerprint) -> None:
-        """Forgets all prefixes if what computes them is something else than last time."""
+        """Clears the prefix index if the model's fingerprint differs from the last one."""
         if self._fingerprint is not None and fingerprint != self._fingerprint:
             self.index.clear()
         self._fingerprint = fingerprint
 
     def borrow(self) -> Lease:
-        """Returns a write lease for one forward. It goes to `give_back`, or is abandoned."""
+        """Returns a write lease for one forward; pass it to `give_back`, or abandon it."""
         if not self._in_session:
             return self._kept.borrow()
         if self._session is None or not self._session.is_open:
@@ -73,13 +73,13 @@ class Store:
         return self._session
 
     def give_back(self, lease: Lease) -> None:
-        """Lets JAX have the pool as soon as it asks, unless a session keeps it."""
+        """Ends a forward's use of the lease: JAX may take the pool from now on, unless a session is open."""
         if not self._in_session:
             self._kept.put_down(lease)
 
     @contextmanager
     def session(self) -> Iterator[None]:
-        """Keeps one lease over all forwards inside, and JAX out."""
+        """Holds one lease over all forwards inside, so that JAX cannot use the pool."""
         if self._in_session:
             raise ValueError("a session is open already; leave it before the next one")
         self._session = self._kept.borrow()
@@ -88,7 +88,7 @@ class Store:
             yield
         finally:
             lease, self._session, self._in_session = self._session, None, False
-            # A forward that failed has ended it, and the next use of the cache says so.
+            # A failed forward has ended the lease; the next use of the cache raises.
             if lease is not None and lease.is_open:
                 self._kept.put_down(lease)
 

@@ -1,4 +1,4 @@
-"""Where the tokens of one forward lie in the pages of one group of layers, as torch and our ops are told."""
+"""`GroupTables`: page tables and slots of one forward for one group of layers, for torch and for the ops."""
 
 from functools import cached_property
 
@@ -14,12 +14,12 @@ _SMALLEST_TABLE = 8
 
 
 class GroupTables:
-    """Where one paged group's layers write and read.
+    """Page table and slots of one paged group in one step.
 
     Args:
-        group: the layers.
-        sequences: the rows, which count the step's tokens already.
-        new: [rows] new tokens.
+        group: the group of layers.
+        sequences: the rows, whose counts include the step's tokens.
+        new: int [rows], number of new tokens.
     """
 
     def __init__(self, group: Group, sequences: Sequences, new: np.ndarray) -> None:
@@ -27,14 +27,14 @@ class GroupTables:
         self._device = sequences.store.device
         self._page_size = group.page_size
         pages = [allocator.pages(row.number, group.name) for row in rows]
-        # Page 0 pads the table; masks and lengths keep it unread.
+        # The table is padded with page 0; masks and lengths exclude the padding.
         self._pages = np.zeros((len(rows), max(1, *map(len, pages))), np.int32)
         for line, held in zip(self._pages, pages, strict=True):
             line[: len(held)] = held
         self._slots = self._slots_of_last(np.array([row.num_tokens for row in rows]), new)
 
     def _slots_of_last(self, lengths: np.ndarray, new: np.ndarray) -> np.ndarray:
-        """Returns the slots of each row's last tokens, row after row; of all rows at once, since there may be many."""
+        """Returns the slots of each row's last `new` tokens, row after row, int [tokens]."""
         row = np.repeat(np.arange(len(new)), new)
         before = np.cumsum(new) - new
         token = np.arange(len(row)) + np.repeat(lengths - new - before, new)
@@ -44,12 +44,12 @@ class GroupTables:
 
     @cached_property
     def slots(self) -> torch.Tensor:
-        """Where each new token is written, row after row, int64 [tokens]."""
+        """Slot of each new token, row after row, int64 [tokens]."""
         return upload(self._slots, self._device)
 
     @cached_property
     def narrow_slots(self) -> torch.Tensor:
-        """The same for our ops, int32."""
+        """`slots` as int32, for the ops."""
         return torch.from_numpy(self._slots.astype(np.int32)).to(self._device, copy=True)
 
     def places(self, token_of_column: torch.Tensor) -> torch.Tensor:
@@ -60,7 +60,7 @@ class GroupTables:
 
     @cached_property
     def page_table(self) -> torch.Tensor:
-        """The table for our ops: int32, of a width that many steps share, so that few programs are compiled."""
+        """Page table for the ops, int32 [rows, width]; the width is padded, so that few programs are compiled."""
         rows, width = self._pages.shape
         wide = np.zeros((rows, padded(width, _SMALLEST_TABLE)), np.int32)
         wide[:, :width] = self._pages
@@ -68,15 +68,15 @@ class GroupTables:
 
     @cached_property
     def page_table_array(self) -> jax.Array:
-        """The same for JAX."""
+        """`page_table` as a JAX array."""
         return from_torch(self.page_table)
 
 
 def upload(indices: np.ndarray, device: torch.device) -> torch.Tensor:
-    """Returns indices as int64, which torch indexes with, on the device."""
+    """Returns indices as an int64 tensor on the device."""
     return torch.from_numpy(indices.astype(np.int64)).to(device, non_blocking=True)
 
 
 def padded(size: int, smallest: int) -> int:
-    """Returns the power of two, at least `smallest`, that programs for `size` are compiled for."""
+    """Returns `size` rounded up to a power of two, at least `smallest`; programs are compiled for these sizes."""
     return max(smallest, 1 << (size - 1).bit_length())

@@ -1,4 +1,4 @@
-"""The hooks by which a cache learns of its model's forwards: before each that is given it, and after it."""
+"""Hooks that call a cache before and after each forward of its model that is given the cache."""
 
 import weakref
 from collections.abc import Mapping
@@ -12,19 +12,19 @@ from torch_bridge.transformers_cache.uncompiled import uncompiled
 
 
 class Watching(Protocol):
-    """What is told of forwards."""
+    """Interface of an object that the hooks call, such as a cache."""
 
     def begin(self, call: ForwardCall) -> dict[str, Any]:
-        """Makes ready for a forward and returns its arguments by name."""
+        """Prepares a forward and returns its arguments by name."""
         ...
 
     def end(self, *, failed: bool) -> None:
-        """Ends the forward that this thread has begun; does nothing if it has begun none."""
+        """Ends this thread's forward; does nothing if this thread has begun none."""
         ...
 
 
 class Hook:
-    """Knows its cache weakly. In a copy of the model, or when it is pickled, it is a hook that does nothing."""
+    """Holds a weak reference to its cache. Copied or pickled with its model, it becomes a hook that does nothing."""
 
     def __init__(self, cache: Watching | None = None) -> None:
         self._cache = None if cache is None else weakref.ref(cache)
@@ -33,7 +33,7 @@ class Hook:
         return type(self), ()
 
     def _given_in(self, arguments: Mapping[str, Any]) -> Watching | None:
-        """Returns the cache if a forward was given it."""
+        """Returns the cache if it is among the forward's arguments, else `None`."""
         cache = None if self._cache is None else self._cache()
         if cache is None or all(arguments.get(name) is not cache for name in CACHE_NAMES):
             return None
@@ -57,14 +57,14 @@ class _After(Hook):
         kwargs: dict[str, Any],
         out: Any,  # noqa: ANN401
     ) -> None:
-        # Hooks run for every forward of the model: of other caches, in other threads, inside of this one.
+        # Hooks run for every forward of the model: with other caches, in other threads, nested in this one.
         cache = self._given_in(by_name(module, args, kwargs))
         if cache is not None:
             cache.end(failed=out is None)
 
 
 def watch(model: torch.nn.Module, cache: Watching) -> tuple[RemovableHandle, ...]:
-    """Tells a cache of all forwards of a model that are given it, until the handles are removed."""
+    """Registers hooks that call the cache at each forward of the model that is given it; returns their handles."""
     return (
         model.register_forward_pre_hook(_Before(cache), with_kwargs=True),
         model.register_forward_hook(_After(cache), with_kwargs=True, always_call=True),

@@ -196,7 +196,7 @@ def test_models_that_remember_otherwise_and_odd_sizes_are_refused(llama):
     cache = JaxkvCache(llama, max_tokens=64)
     with pytest.raises(
         NotImplementedError,
-        match=r"cannot take tokens back \(crop\(-3\)\), so assisted decoding needs DynamicCache",
+        match=r"cannot remove tokens \(crop\(-3\)\), so assisted decoding needs DynamicCache",
     ):
         cache.crop(-3)
 
