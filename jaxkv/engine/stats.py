@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from jax.extend.backend import get_default_device
 
-from jaxkv.cache.prefix.report import PrefixStats
+from jaxkv.cache.kept_pages.stats import PrefixStats
 from jaxkv.cache.spec import Group
 from jaxkv.engine.engine import Engine
 from jaxkv.offload.entries import HostStats

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 from jaxkv.cache.kept_pages.keys import PageKeys
 from jaxkv.cache.kept_pages.lookup import HitRule, Lookup
+from jaxkv.cache.kept_pages.stats import PrefixStats
 from jaxkv.cache.kept_pages.tree import PrefixTree
 from jaxkv.cache.kept_states.checkpoints import (
     Checkpoint,
@@ -14,12 +15,11 @@ from jaxkv.cache.kept_states.checkpoints import (
     Checkpoints,
     checkpoint_key,
 )
+from jaxkv.cache.kept_states.lower_tier import LowerTier
 from jaxkv.cache.kept_states.pages import CheckpointPages
 from jaxkv.cache.kept_states.plans import Plans
 from jaxkv.cache.kept_states.seen_texts import SeenTexts
-from jaxkv.cache.lower_tier import LowerTier
 from jaxkv.cache.page_allocator import PageAllocator, PageCopy
-from jaxkv.cache.prefix.report import PrefixStats
 from jaxkv.cache.spec import CacheLayout
 from jaxkv.config.checkpoint_policy import CheckpointPolicy
 

@@ -6,7 +6,7 @@ from jaxkv.cache.kept_pages.keeper import PageKeeper
 from jaxkv.cache.kept_pages.keys import PageKeys
 from jaxkv.cache.kept_pages.lookup import Lookup, longest
 from jaxkv.cache.kept_states.keeper import StateKeeper
-from jaxkv.cache.lower_tier import SwapIns
+from jaxkv.cache.kept_states.lower_tier import SwapIns
 from jaxkv.cache.page_allocator import Match
 from jaxkv.cache.prefix.report import (
     NO_CHECKPOINT,

@@ -13,12 +13,13 @@ from dataclasses import replace
 from jaxkv.cache.kept_pages.keeper import PageKeeper
 from jaxkv.cache.kept_pages.keys import PageKeys, cache_root
 from jaxkv.cache.kept_pages.lookup import longest
+from jaxkv.cache.kept_pages.stats import PrefixStats
 from jaxkv.cache.kept_pages.tree import HIT, Node
 from jaxkv.cache.kept_states.keeper import StateKeeper
-from jaxkv.cache.lower_tier import LowerTier, SwapIns
+from jaxkv.cache.kept_states.lower_tier import LowerTier, SwapIns
 from jaxkv.cache.page_allocator import Match, PageAllocator, PageCopy
 from jaxkv.cache.prefix.hits import Hits
-from jaxkv.cache.prefix.report import Explanation, PrefixStats
+from jaxkv.cache.prefix.report import Explanation
 from jaxkv.cache.spec import CacheLayout
 from jaxkv.config.checkpoint_policy import CheckpointPolicy
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from jaxkv.cache.kept_pages.lookup import Lookup, longest, next_longer
 from jaxkv.cache.kept_pages.tree import PrefixTree
-from jaxkv.cache.lower_tier import LowerTier
+from jaxkv.cache.kept_states.lower_tier import LowerTier
 
 NO_CHECKPOINT = (
     "group {!r} is recurrent and the cache has no room for checkpoints; raise checkpoint_bytes"
@@ -13,37 +13,6 @@ NO_CHECKPOINT = (
 NO_LATER = "group {!r} has no checkpoint after more than {:,} of these tokens"
 NOT_PAGED = "no group of this cache is paged"
 LAST_TOKEN = "the last token is always computed"
-
-
-@dataclass
-class PrefixStats:
-    """Counts since the index was made.
-
-    Attributes:
-        hits: sequences that began with cached tokens.
-        misses: sequences that began without cached tokens.
-        tokens_reused: cached tokens that sequences skipped.
-        tokens_computed: tokens that sequences computed because they were not cached.
-        evictions: pages evicted.
-        tokens_without_states: of `tokens_computed`, those whose pages were cached without a checkpoint after them.
-        short_of_states: sequences with such tokens.
-        checkpoints: checkpoints made.
-        checkpoints_dropped: checkpoints not made for lack of room or of a page that they need.
-        checkpoint_evictions: checkpoints evicted.
-        deferrals: sequences delayed until another one had made a checkpoint.
-    """
-
-    hits: int = 0
-    misses: int = 0
-    tokens_reused: int = 0
-    tokens_computed: int = 0
-    evictions: int = 0
-    tokens_without_states: int = 0
-    short_of_states: int = 0
-    checkpoints: int = 0
-    checkpoints_dropped: int = 0
-    checkpoint_evictions: int = 0
-    deferrals: int = 0
 
 
 @dataclass(frozen=True)
