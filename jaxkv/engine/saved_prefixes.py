@@ -167,7 +167,7 @@ def _read(
         if near:
             size = bucket_of(len(near))
             ids = pad_ids([one.unit for one in near], size, runner.counts[group.name])
-            read = runner.look(SwapSpec(True, group.index, size), ids)[: len(near)]
+            read = runner.run_read_only(SwapSpec(True, group.index, size), ids)[: len(near)]
             found |= zip(near, jax.device_get(read), strict=True)
         yield from (found[source] for source in part)
 
