@@ -1,10 +1,10 @@
-"""Times what the bridge to PyTorch costs: a lease, a kernel called from torch, generation with Transformers.
+"""Times the bridge to PyTorch: leases, kernels called from torch, and generation with Transformers.
 
     python -m benchmarks.bridge --part lease,kernel,generate --record bridge
 
-Each part prints its rows; all numbers are microseconds or tokens per second of wall time, the best of several trials
-unless a column says otherwise; of the steps of one generation the median. A call's "launch" is the host's time per
-call in a row of calls without waiting; "total" is the time per call until all are done.
+Each part prints its rows. Units are microseconds, or tokens per second of wall time. A value is the best of several
+trials, and for the steps of one generation their median. "launch" is the host's time per call in a series of calls
+without waiting; "total" is the time per call until all calls are done.
 """
 
 import argparse
@@ -54,7 +54,7 @@ def _wait() -> None:
 
 
 def time_calls(call: Callable[[], Any], *, calls: int, trials: int = 5) -> tuple[float, float]:
-    """Returns microseconds per call: until the host has sent them, and until all are done."""
+    """Returns microseconds per call: until the host has launched all calls, and until all are done."""
     out = call()
     _wait()
     best = (math.inf, math.inf)
@@ -75,7 +75,7 @@ def time_calls(call: Callable[[], Any], *, calls: int, trials: int = 5) -> tuple
 
 
 def time_leases() -> list[Row]:
-    """Times a lease with its commit, and what it is made of."""
+    """Times a lease with its commit, and its parts: DLPack conversions and the fence."""
     rows = []
     device = _device()
     for layers in (1, 4, 32):
@@ -185,9 +185,9 @@ def time_generate(
     """Times `model.generate` with Transformers' caches and ours, on the same prompts.
 
     Args:
-        layers: of the model.
-        settings: rows and prompt tokens of each batch.
-        new_tokens: per row.
+        layers: number of layers.
+        settings: (rows, prompt tokens) of each batch.
+        new_tokens: generated tokens per row.
         compiled: also let Transformers compile the decode step for its static cache, which takes a minute.
     """
     device = _device()
@@ -261,20 +261,20 @@ def _generate(
 
 
 class _Clock:
-    """Notes when tokens are known, as one who streams them: it is given the prompt, then the tokens of each step."""
+    """A Transformers streamer that records the time of each call: the prompt's first, then one per step."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
 
     def put(self, value: torch.Tensor) -> None:
-        """Is called with what was read from the device."""
+        """Records the time; called with the prompt, then with the tokens of each step."""
         self.times.append(time.perf_counter())
 
     def end(self) -> None:
-        """Is called after the last token."""
+        """Does nothing; called after the last token."""
 
     def steps(self) -> list[float]:
-        """Returns the seconds between tokens, those before the first one left out: the prompt's."""
+        """Returns the seconds between tokens, without the prompt's."""
         return [after - before for before, after in pairwise(self.times[1:])]
 
 

@@ -1,11 +1,11 @@
-"""What each way of remembering takes: bytes per token and per sequence, and how many sequences a memory holds.
+"""Cache capacity by format: bytes per token and per sequence, and sequences that fit into a memory budget.
 
     python -m benchmarks.capacity
     python -m benchmarks.capacity --budget-gib 60 --context 4096,131072
 
-It counts, from the caches' layouts alone, and needs no GPU: pages are whole, state and sampling groups are counted, and
-window groups hold what an engine's steps under way need beside the windows. Each row stands against the same model with
-plain pages of bfloat16 keys and values in every layer.
+The numbers are computed from the cache layouts, without a GPU. Pages are counted whole. State and sampling groups are
+included. Window groups include the tokens of the engine's steps in flight. Each row is compared with the same model
+with plain bfloat16 pages of keys and values in every layer.
 """
 
 import argparse
@@ -29,14 +29,14 @@ _MOST_SEQUENCES = 2**16
 
 @dataclass(frozen=True)
 class Case:
-    """A model and one way of remembering it.
+    """A model and one cache format.
 
     Attributes:
-        variant: the way.
-        model: whose sizes.
-        vocab_size: its token ids, which the sampling group counts.
-        specs: what its layers remember.
-        plain: what they would remember as plain pages; `None` for the same.
+        variant: name of the format.
+        model: name of the model whose sizes are used.
+        vocab_size: size of its vocabulary, which determines the sampling group.
+        specs: cache specs of its layers.
+        plain: cache specs of its layers with plain pages; `None` if `specs` are plain.
     """
 
     variant: str
@@ -46,7 +46,7 @@ class Case:
     plain: tuple[PagedSpec | StateSpec, ...] | None = None
 
     def layout(self, specs: tuple[PagedSpec | StateSpec, ...]) -> CacheLayout:
-        """Returns the groups, the sampling group as an `LLM` makes it included."""
+        """Returns the cache layout, with the sampling group of an `LLM`."""
         choice = sampling(self.vocab_size, penalties=True, bias_entries=MAX_BIAS_ENTRIES)
         return group_layers(place([*specs, choice]))
 
@@ -57,7 +57,7 @@ def _llama(**options: Any) -> tuple[PagedSpec, ...]:  # noqa: ANN401 - the optio
 
 _GEMMA = gqa(8, 256, **_PAGES)
 _GEMMA_WINDOW = window(8, 256, window=1024, **_PAGES)
-# 128 heads with keys of 192 and values of 128 components, which take as much as 160 of both.
+# 128 heads with keys of 192 and values of 128 components take as many bytes as 160 components of both.
 _DEEPSEEK = (gqa(128, 160, **_PAGES),) * 61
 _GRANITE = gqa(8, 64, **_PAGES)
 _GRANITE_MAMBA = mamba2(
@@ -94,7 +94,7 @@ CASES = (
 
 
 def most_sequences(layout: CacheLayout, budget_bytes: int, context: int, ahead: int) -> int:
-    """Returns how many sequences of `context` tokens can be in flight at once; 0 if not even one can."""
+    """Returns how many sequences of `context` tokens fit at once; 0 if none fits."""
 
     def fits(count: int) -> bool:
         try:
@@ -145,13 +145,13 @@ def measure(budget_bytes: int, contexts: Sequence[int]) -> list[dict[str, Any]]:
 
 
 def _held(layout: CacheLayout, context: int, ahead: int) -> int:
-    """Returns what one sequence holds at the end of its context, but for the sampling group."""
+    """Returns the bytes of one sequence at the end of its context, without the sampling group."""
     groups = [group for group in layout.groups if not group.in_place]
     return sum(bytes_per_sequence(group, context, ahead) for group in groups)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Counts, prints and records."""
+    """Computes, prints and records the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--budget-gib", type=float, default=100.0, help="memory for the cache")
     parser.add_argument("--context", default="8192,65536", help="tokens of every sequence")

@@ -1,4 +1,4 @@
-"""An attention case without pages, as libraries take it: rows of equal lengths beside one another. Times nothing."""
+"""Converts a paged attention case to contiguous batches of rows with equal lengths, for attention libraries."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,23 +9,24 @@ import numpy as np
 
 from pallas_kernels.workbench.op_benchmark import BenchInputs
 
-# Kinds of rows that a peer may be called for, one after the other.
+# Largest number of distinct (query length, sequence length) pairs; a peer is called once for each.
 _MOST_KINDS = 4
 
 
 class NoPeer(RuntimeError):
-    """A peer cannot do this case here."""
+    """A peer does not support this case on this machine; the message is the reason."""
 
 
 @dataclass(frozen=True)
 class Contiguous:
-    """Rows of equal lengths and the keys that their queries see, laid out without pages.
+    """Contiguous rows of equal lengths: their queries, and the keys and values that these see.
 
     Attributes:
-        tokens: where the rows' queries are among those of the case.
+        tokens: int [rows * queries], indices of the queries in the case.
         q, k, v: [rows, length, heads, head_dim].
-        window: keys that a query sees; `None` for all, also where the cut did it.
-        causal: a query does not see keys after its own; otherwise it sees all.
+        scale: factor on the scores.
+        window: keys that a query sees; `None` for all, or if `k` and `v` are already cut to the window.
+        causal: a query does not see later keys; otherwise it sees all.
     """
 
     tokens: np.ndarray
@@ -39,7 +40,7 @@ class Contiguous:
 
 @lru_cache(maxsize=1)
 def lay_out(bench: BenchInputs) -> list[Contiguous]:
-    """Gathers an attention case's keys and values, once for all peers; raises `NoPeer` where none could use them."""
+    """Gathers an attention case's keys and values, cached for all peers; raises `NoPeer` if no peer supports it."""
     inputs = bench.inputs
     if "latent_pages" in inputs:
         return [_latents_alike(inputs)]
@@ -59,7 +60,7 @@ def lay_out(bench: BenchInputs) -> list[Contiguous]:
 
 
 def _rows_alike(inputs: Mapping[str, Any], bounds: np.ndarray, rows: np.ndarray) -> Contiguous:
-    """Lays out some rows of one length."""
+    """Lays out rows of one query length and one sequence length."""
     q_len, seq_len = int(bounds[rows[0] + 1] - bounds[rows[0]]), int(inputs["seq_lens"][rows[0]])
     start, window = 0, inputs["window"]
     if window is not None:
@@ -79,7 +80,7 @@ def _rows_alike(inputs: Mapping[str, Any], bounds: np.ndarray, rows: np.ndarray)
 
 
 def _latents_alike(inputs: Mapping[str, Any]) -> Contiguous:
-    """Lays out rows of one query over latents; its heads stand as queries that share one head of keys."""
+    """Lays out rows of one query over latents (MLA); the heads become queries that share one KV head."""
     seq_len = int(inputs["seq_lens"][0])
     if "cu_q_lens" in inputs or not (inputs["seq_lens"] == seq_len).all() or not seq_len:
         raise NoPeer("needs rows of one query and equally many keys")
@@ -101,7 +102,7 @@ def _latents_alike(inputs: Mapping[str, Any]) -> Contiguous:
 def in_order(
     bench: BenchInputs, cases: Sequence[Contiguous], answers: Sequence[np.ndarray]
 ) -> np.ndarray:
-    """Puts the outputs of all kinds of rows, into the case's order of queries."""
+    """Returns the outputs of all batches in the case's order of queries."""
     together = np.concatenate([answer.reshape(-1, *answer.shape[2:]) for answer in answers])
     out = np.empty_like(together)
     out[np.concatenate([case.tokens for case in cases])] = together

@@ -1,13 +1,18 @@
-"""Holds every way to a decode step against its floor, in one process and over the same weights.
+"""Compares every form of a decode step with its bandwidth floor, in one process and with the same weights.
 
     python -m benchmarks.decode_floor --shape llama-3.1-8b --batch 1,8,64
     python -m benchmarks.decode_floor --shape qwen3-0.6b --batch 1,16,256 --parts forms,engine
 
-Parts, for each batch size: "forms", the loop on the device (`jaxkv.generate`) and steps fed from the host; "engine",
-the engine's own loop, what its host's share is, and a table of its kernels; "sampled", steps that draw with top-k,
-top-p and min-p; "products", steps whose products are XLA's instead of ours; "first-token", prompts until each has a
-token; "peer", a decoder as gpt-fast writes it (torch_decode.py). Records: decode-floor-SHAPE, and with -kernels and
--first-token behind it the tables of those names. What a part that cannot run here says stands in "refused".
+Parts, for each batch size:
+- "forms": the loop on the device (`jaxkv.generate`), and steps fed from the host
+- "engine": the engine's loop, its host time, and a table of its kernels
+- "sampled": steps that sample with top-k, top-p and min-p
+- "products": steps with XLA's matrix products instead of jaxkv's kernels
+- "first-token": time until every prompt has a token
+- "peer": a decoder in the design of gpt-fast (torch_decode.py)
+
+Records: decode-floor-SHAPE, decode-floor-SHAPE-kernels and decode-floor-SHAPE-first-token. The column "refused" has the
+reason why a part cannot run here.
 """
 
 import argparse
@@ -20,7 +25,7 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
-# The peer needs memory of the same GPU.
+# The torch peer needs memory on the same GPU.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 import jax
@@ -63,10 +68,10 @@ class Floor:
     """One batch size under measurement.
 
     Args:
-        options: of the command line.
-        params: of the shape's model.
-        batch: sequences.
-        bandwidth: bytes per second that the floor is read at.
+        options: options of the command line.
+        params: parameters of the shape's model.
+        batch: number of sequences.
+        bandwidth: read bandwidth of the floor, bytes per second.
     """
 
     def __init__(
@@ -122,7 +127,7 @@ class Floor:
         clock: Clock,
         **sampling: Any,  # noqa: ANN401 - options
     ) -> dict[str, float]:
-        """Calls a clock of `benchmarks.generate` with rows that are reserved, and returns what it says."""
+        """Reserves the rows, and returns the result of a timing function of `benchmarks.generate`."""
         requests = make_requests(self.config, self.setting, **sampling)
         with ExitStack() as held:
             places = [
@@ -169,7 +174,7 @@ class Floor:
         return Observed(Engine(self.sequence_runner, None, config), self.config)
 
     def _engine(self) -> Iterator[Row]:
-        """Times the engine as its programs let it be, and also one step at a time where it sends several."""
+        """Times the engine; if it launches several steps at once, also with one step per launch."""
         seen = self._observed(self.options.steps_per_launch)
         several = self._warm(seen.engine)
         if several:
@@ -178,7 +183,7 @@ class Floor:
         self.kernels += [{"batch": self.setting.batch, **kernel} for kernel in seen.kernels]
 
     def _warm(self, engine: Engine) -> bool:
-        """Compiles what sends several of the steps to come, as `LLM.warm_up` would; returns whether there is such."""
+        """Compiles programs of several steps per launch, as `LLM.warm_up` does; returns whether there are any."""
         batch, context = self.setting.batch, self.options.context
         output = steady_tokens(batch, context, self.options.steps, engine.config.token_budget)
         singles = {

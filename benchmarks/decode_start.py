@@ -1,4 +1,4 @@
-"""How benchmarks of decode steps begin: the options that they share, random weights, and what the floor is read at."""
+"""Shared setup of the decode benchmarks: options, random weights, and the read bandwidth of the floor."""
 
 import argparse
 from collections.abc import Sequence

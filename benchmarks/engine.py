@@ -4,12 +4,12 @@
     JAXKV_COMPILE_CACHE=SAME_FOLDER python -m benchmarks.engine --shape qwen3-0.6b
     python -m benchmarks.hf_serving --shape qwen3-0.6b
 
-The first is a cold start, the second a warm one and all the rest, the third the peer. Every part is printed and
-recorded as soon as it is done.
+The first command measures a cold start, the second a warm start and all other parts, the third the peer. Every part is
+printed and recorded as soon as it is done.
 
-The GPU's idle share in steady decode is one less the time that its streams were busy in steps of the engine, as the
-profiler saw them, over the time that such steps take unprofiled. Beside it stands the time per step of the very same
-program queued again and again, with nothing packed and nothing read.
+The GPU's idle share in steady decode is 1 - busy / step: "busy" is the time per step that its streams are busy under
+the profiler, "step" the time per step without the profiler. The table also has the time per step of the same program
+queued repeatedly, without packing and reading.
 """
 
 import argparse
@@ -165,10 +165,10 @@ class Bench:
 def workload_floor(
     shape: str, requests: Sequence[Request], bandwidth: float, params: Params
 ) -> float:
-    """Returns the least seconds for a workload: products of the prompts at their ceiling, then decode at reading speed.
+    """Returns a lower bound of a workload's seconds: prompts at peak FLOP/s, then decode at peak read bandwidth.
 
-    Decode reads the weights as often as the longest output has tokens, and each token's keys and values once. Where
-    the device's ceiling for products is unknown, the prompts count nothing.
+    Decode reads the weights once per token of the longest output, and each token's keys and values once. If the
+    device's peak FLOP/s is unknown, the prompts count as 0 s.
     """
     config = SHAPES[shape]
     itemsize = jax.tree.leaves(params)[0].dtype.itemsize
@@ -197,7 +197,7 @@ def _sizes(text: str) -> tuple[int, ...]:
 
 
 def parser(description: str) -> argparse.ArgumentParser:
-    """Returns the options that ours and the peer's benchmark have in common."""
+    """Returns the options that this benchmark and the peer's have in common."""
     made = argparse.ArgumentParser(description=description)
     made.add_argument("--shape", choices=sorted(SHAPES), default="qwen3-0.6b")
     made.add_argument("--dtype", default="bfloat16")

@@ -42,7 +42,7 @@ KNOWN_BYTES_PER_SECOND = 4.3e12
 
 @dataclass(frozen=True)
 class Setting:
-    """What one runner is timed at: how many sequences, how long, how often."""
+    """Sizes of one measurement: sequences, tokens and repeats."""
 
     batch: int
     context: int

@@ -2,8 +2,8 @@
 
     python -m benchmarks.hf_serving --shape qwen3-0.6b --seconds 60
 
-Everything is left as Transformers chooses it: attention (flash kernels where they are installed, else torch's SDPA over
-gathered pages), CUDA graphs, batch size. A run that is not done in time is cut, and says what it had done until then.
+All settings are Transformers' defaults: attention (flash kernels where they are installed, else torch's SDPA over
+gathered pages), CUDA graphs, batch size. A run that exceeds its time is stopped, and reports the tokens so far.
 """
 
 import os
@@ -105,7 +105,7 @@ class Server:
                 left.discard(result.request_id)
                 lines[result.request_id].tokens = [at - start for at in result.timestamps or ()]
                 lines[result.request_id].failed = result.error is not None
-        # What had begun counts for what it had given.
+        # Unfinished requests count with the tokens they have produced.
         for name, state in list(self._manager.batch_processor.scheduler.active_requests.items()):
             if name in left:
                 lines[name].tokens = [at - start for at in state.timestamps or ()]
@@ -145,7 +145,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     show(row)
     save_record(f"engine-{options.shape}-transformers", [row], folder=options.folder)
     sys.stdout.flush()
-    # Its threads may be in the middle of a step that nobody waits for.
+    # The manager's threads may still be inside a step.
     os._exit(0)
 
 

@@ -1,4 +1,4 @@
-"""What prefixes on the host save and cost: bytes per second both ways, and times to the first token.
+"""Measures the host tier of the prefix cache: copy bandwidth in both directions, and times to the first token.
 
     python -m benchmarks.host_tier
     python -m benchmarks.host_tier --shape tiny --dtype float32 --tokens 96 --gibibytes 0.01    # to try it on a CPU

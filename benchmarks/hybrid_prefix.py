@@ -1,4 +1,4 @@
-"""What kept prefixes save a hybrid model of a real shape: time to the first token, and tokens that are computed.
+"""Measures prefix reuse in a hybrid model of a real shape: time to the first token, and computed prompt tokens.
 
     python -m benchmarks.hybrid_prefix
     python -m benchmarks.hybrid_prefix --shape tiny-hybrid --dtype float32 --tokens 768    # to try it on a CPU

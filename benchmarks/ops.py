@@ -1,9 +1,9 @@
-"""Times an op over its cases, next to what others offer for the same work.
+"""Times an op over its cases, next to cuDNN and torch (`peers.py`) on the same work.
 
     python -m benchmarks.ops paged_attention ragged_attention page_write rotary_write
     python -m benchmarks.ops ragged_attention --case llama-1x8192 --implementation xla
 
-An implementation is timed only after its answer on that very case was compared with the reference's.
+An implementation is timed only after its result on the same case was compared with the reference's.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-# The peers in torch need memory of the same GPU.
+# The torch peers need memory on the same GPU.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 import jax
@@ -40,18 +40,18 @@ from pallas_kernels.workbench.op_benchmark import (
     prepare,
 )
 
-# Implementations that are somebody else's kernels behind our door.
+# Implementations that call third-party kernels.
 _OTHERS = ("cudnn",)
 _LAUNCH_US = 3000.0
 _MOST_CALLS = 512
 
 
 def time_implementation(bench: BenchInputs, implementation: str, effort: Effort) -> Timing:
-    """Times one implementation of ours.
+    """Times one implementation of the op.
 
     Raises:
-        Unsupported: it cannot run this case here.
-        WrongResult: it does not give the reference's answer.
+        Unsupported: the implementation does not support this case on this device.
+        WrongResult: its result differs from the reference's.
     """
     return time_chain(bench.chain(bench.call(implementation)), effort)
 
@@ -64,10 +64,10 @@ def measure(
     chosen: Sequence[str],
     seconds: float = 0.05,
 ) -> list[dict[str, Any]]:
-    """Times the chosen implementations and all peers on one case; a row that has no time says why.
+    """Times the chosen implementations and all peers on one case; a row without a time has the reason.
 
-    "memory_mib" is what the calls of a launch have between them. For the smallest cases it is less than an L2 cache
-    holds; their times are then those of a warm cache.
+    "memory_mib" is the memory that the calls of one launch use together. For the smallest cases it fits into the L2
+    cache, so their times are those of a warm cache.
     """
     on_gpu = jax.default_backend() == "gpu"
     ceilings = CEILINGS.get(device_name())
@@ -116,7 +116,7 @@ def _numbers(
 
 
 def _with_ratios(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Adds each row's time over that of the fastest peer."""
+    """Adds to each row the ratio of its time to the fastest peer's."""
     peers = [row for row in rows if row["is_peer"] and row["us"] is not None]
     best = min(peers, key=lambda row: row["us"], default=None)
     for row in rows:

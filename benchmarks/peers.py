@@ -1,6 +1,7 @@
-"""What others offer for the same work, on contiguous tensors of the same sizes, timed in the same run.
+"""Peers of the ops: cuDNN and torch on contiguous tensors of the same sizes, timed in the same run.
 
-A peer that cannot do a case says why; one that gives a wrong answer is refused like an implementation of ours.
+A peer that does not support a case raises `NoPeer` with the reason. A wrong result raises, as for jaxkv's own
+implementations.
 """
 
 import importlib.util
@@ -23,7 +24,7 @@ _ATTENTION = ("paged_attention", "ragged_attention", "latent_attention")
 
 
 def time_cudnn(bench: BenchInputs, effort: Effort) -> Timing:
-    """Times cuDNN's fused attention as JAX offers it."""
+    """Times cuDNN's fused attention through JAX."""
     if bench.op not in _ATTENTION:
         raise NoPeer("attends to contiguous keys, and nothing else")
     if jax.default_backend() != "gpu" or bench.dtype not in _HALF:

@@ -1,4 +1,4 @@
-"""The least time that prompts can take: their products and attention at the device's ceiling."""
+"""Lower bound of the time of prompts: the FLOPs of their products and attention at the device's peak."""
 
 from collections.abc import Sequence
 

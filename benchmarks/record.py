@@ -1,6 +1,6 @@
-"""A measurement on disk: what was measured, on which machine, with which versions, by which command.
+"""`Record`: one measurement as JSON, with its machine, versions and command.
 
-It does not know what the rows mean; each benchmark chooses its columns.
+Each benchmark chooses the columns of its rows.
 """
 
 import datetime
@@ -27,17 +27,17 @@ class Record:
     """One run of a benchmark.
 
     Attributes:
-        name: also the file's name, without its ending.
-        device: the accelerator's or the processor's name.
-        platform: JAX's name of it: "gpu" or "cpu".
+        name: name of the record and of its file, without the suffix.
+        device: name of the accelerator or the processor.
+        platform: JAX's name of the platform: "gpu" or "cpu".
         driver: NVIDIA driver version; "none" without a GPU.
         jax, jaxlib: their versions.
         commit: full hash, "unknown" where there is no git history.
         dirty: whether tracked files, the records aside, differed from the commit; `None` where unknown.
         date: when it was saved, UTC.
-        command: what makes it again.
-        rows: the results; all numbers carry their unit in their name.
-        note: what a reader must know beyond that, such as how a record came to be written by hand.
+        command: command line that repeats the measurement.
+        rows: the results; column names include their units.
+        note: further remarks, such as why a record was written by hand.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""An engine that is watched while it serves: how long the parts of its steps take, and its first tokens."""
+"""`Observed`: an engine with timers; measures steady decode, the parts of its steps, and times to first tokens."""
 
 import statistics
 import time
@@ -27,13 +27,13 @@ class Observed:
     """An engine under measurement.
 
     Args:
-        engine: serves; nobody else uses it.
-        config: of its model.
+        engine: the engine, for exclusive use.
+        config: the config of its model.
 
     Attributes:
         watch: seconds and calls of planning, packing, enqueueing, waiting and collecting (which waits, too).
-        last: the program that was run last, and its arguments besides parameters and cache.
-        kernels: what a step of the last steady decode did on a GPU, kernel by kernel; empty without one.
+        last: the last program run, and its arguments besides parameters and cache.
+        kernels: rows of the kernels in a step of the last steady decode; empty without a GPU.
     """
 
     def __init__(self, engine: Engine, config: ModelConfig) -> None:
@@ -68,7 +68,7 @@ class Observed:
         return Request(prompt=(*common, *tokens), params=params, seed=0, stop_ids=())
 
     def steady(self, batch: int, prompt: int, steps: int, bandwidth: float) -> Row:
-        """Times steps in which every one of `batch` sequences generates, and nobody comes or goes.
+        """Times steps in which all of `batch` sequences generate; no sequence starts or ends.
 
         Args:
             batch: sequences.

@@ -1,6 +1,6 @@
-"""What a GPU did while something ran, as JAX's profiler saw its streams: for how long, and in which kernels.
+"""GPU busy time and time per kernel of a function, from the traces of JAX's profiler.
 
-Under the profiler XLA sends kernels one by one instead of as a graph, so gaps between them mean nothing.
+Under the profiler XLA launches kernels one by one instead of as a CUDA graph, so gaps between them are meaningless.
 """
 
 import gzip

@@ -1,4 +1,4 @@
-"""Where the time of an engine's steps goes on the host, and what its programs take without one."""
+"""Host time of the parts of an engine's step, and the time of its programs without the engine."""
 
 import os
 import time
@@ -17,7 +17,7 @@ _QUEUED = 48
 
 
 class Stopwatch:
-    """Adds up the seconds that a host spends in some methods of an engine."""
+    """Accumulates the host's seconds in chosen methods of an engine."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}

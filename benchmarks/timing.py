@@ -1,4 +1,4 @@
-"""What devices do at best, and the clock that times are measured with."""
+"""Measured peak rates of devices, and the lower bounds of times that follow from them."""
 
 import math
 from dataclasses import dataclass, field
@@ -28,7 +28,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What a device was measured to do at best.
+    """Measured peak rates of a device.
 
     Attributes:
         read: bytes per second of a pure read.

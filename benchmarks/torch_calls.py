@@ -1,4 +1,4 @@
-"""An op's work as one would write it in torch: the calls over rotating memory, and the answer of the last.
+"""The ops in plain torch: calls over rotating memory, and the result of the last call.
 
 Nothing is compiled or fused by hand; on a GPU `peers.time_torch` captures the calls in a CUDA graph.
 """

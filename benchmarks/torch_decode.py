@@ -1,9 +1,9 @@
-"""A decoder as gpt-fast writes it, the peer of a decode step: static caches, compiled layers, one CUDA graph.
+"""A torch decoder in the design of gpt-fast, the peer of a decode step: static caches, compiled layers, one CUDA graph.
 
-The design is that of gpt-fast (PyTorch, 2023): plain torch, attention by `scaled_dot_product_attention` over the part
-of a static cache that is in use, and nothing left to the host. Layers are alike, so one is compiled and serves all; the
-whole step, from token to token, is captured in one graph. Weights are those of our own parameters, in the same memory.
-Knows dense decoders with gated feed-forwards and full attention, such as Llama and Qwen3.
+The design is that of gpt-fast (PyTorch, 2023): plain torch, with `scaled_dot_product_attention` over the used part of a
+static cache, and no work on the host. All layers share one compiled function. The whole step is captured in one CUDA
+graph. The weights share memory with jaxkv's parameters. Dense decoders with gated feed-forwards and full attention are
+supported, such as Llama and Qwen3.
 """
 
 import statistics
@@ -29,13 +29,13 @@ class TorchDecoder:
     """A model and its caches.
 
     Args:
-        config: the model as data.
-        params: ours, whose memory is shared; it must outlive this object.
-        batch: sequences.
-        length: tokens that the caches hold of each.
+        config: the model's config.
+        params: jaxkv's parameters, whose memory is shared; they must outlive this object.
+        batch: number of sequences.
+        length: capacity of the caches in tokens, per sequence.
 
     Raises:
-        ValueError: the model has what this does not know.
+        ValueError: the model has a feature that is not supported.
     """
 
     def __init__(self, config: ModelConfig, params: Params, batch: int, length: int) -> None:
@@ -80,7 +80,7 @@ class TorchDecoder:
 
         side = torch.cuda.Stream()
         with torch.inference_mode():
-            # Compiling, and whatever libraries set up at first, must not be captured.
+            # Compilation and the libraries' first-use setup must not be captured.
             side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):
                 for _ in range(3):
