@@ -66,12 +66,12 @@ def transfers(engine: Engine) -> list[Row]:
     size = _PAGES * group.bytes_per_unit
 
     def send() -> list[Any]:
-        return memory.settle(memory.send(units))
+        return memory.wait_for_copies(memory.copy_to_host(units))
 
     stored = send()
 
     def bring() -> None:
-        jax.block_until_ready(memory.bring(stored))
+        jax.block_until_ready(memory.copy_to_device(stored))
 
     rows = []
     for way, run in (("to the host", send), ("to the device", bring)):

@@ -1,4 +1,4 @@
-"""What lies on the host as one, what moves, and what is counted, as records. See `host_tier`, which has the books."""
+"""Records of the host tier: Entry, Move, HostStats."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -6,17 +6,17 @@ from dataclasses import dataclass
 from jaxkv.cache.kept_pages.tree import Node
 from jaxkv.cache.kept_states.checkpoints import Checkpoint
 
-Place = tuple[str, bytes]
-"""Where an entry is found: the group of a page, or "" for a checkpoint, and its name."""
+EntryKey = tuple[str, bytes]
+"""The key of an entry: (group name of a page, or "" for a checkpoint; digest)."""
 
 
 @dataclass(frozen=True)
 class Move:
-    """One page or state on its way between the tiers.
+    """The transfer of one page or state between the device and the host.
 
     Attributes:
-        group: whose it is.
-        unit: its id on the device.
+        group: its group name.
+        unit: its page or state id on the device.
         handle: its number on the host.
     """
 
@@ -27,40 +27,40 @@ class Move:
 
 @dataclass(eq=False, slots=True)
 class Entry:
-    """What comes and goes as one.
+    """A full page of one group, or a checkpoint with its states and its own pages, on the host.
 
     Attributes:
-        place: its group and name.
+        key: its key.
         kept: the page, whose `page` is a handle, or the checkpoint, whose states and tails are handles.
-        parts: group's name -> handle.
-        num_bytes: of all parts, over all layers.
-        rests: places without which it is of no use, on whichever tier they are.
-        pins: swap-ins that need it.
+        parts: group name -> handle.
+        num_bytes: bytes of all parts, over all layers.
+        needs: keys of the entries that a hit on it also needs, on either tier.
+        pins: number of swap-ins that use it.
     """
 
-    place: Place
+    key: EntryKey
     kept: Node | Checkpoint
     parts: Mapping[str, int]
     num_bytes: int
-    rests: tuple[Place, ...]
+    needs: tuple[EntryKey, ...]
     pins: int = 0
 
 
 @dataclass
 class HostStats:
-    """What lies on the host, and what has moved since it was made.
+    """Statistics of a host tier since it was made.
 
     Attributes:
-        limit_bytes, used_bytes: memory that it may take, and takes.
-        entries: pages and checkpoints.
-        written, read: pages and states that went there, and came back.
+        limit_bytes, used_bytes: memory that it may use, and memory that it uses.
+        entries: pages and checkpoints that it holds.
+        written, read: pages and states copied to the host, and back to the device.
         written_bytes, read_bytes: their bytes.
-        evictions: pages and checkpoints forgotten to make room.
-        refused: those that found no room.
-        hits: sequences that began with something that came back.
-        tokens_read: tokens that they need not compute for it.
-        wasted: pages and states that came back when another sequence had computed the same meanwhile.
-        failures: transfers that failed; what they held is forgotten, and computed again by whoever needs it.
+        evictions: entries evicted to make room.
+        refused: entries for which there was no room.
+        hits: sequences that began with tokens from the host.
+        tokens_read: tokens that these sequences did not compute.
+        wasted: pages and states copied back after another sequence had computed the same tokens.
+        failures: failed transfers; their entries are lost and their tokens are computed again when needed.
     """
 
     limit_bytes: int = 0

@@ -154,7 +154,7 @@ def collect(
     host_checkpoints: list[Checkpoint] = []
     for entry in () if tier is None else tier:
         if isinstance(entry.kept, Node):
-            host_pages.append((entry.place[0], entry.kept))
+            host_pages.append((entry.key[0], entry.kept))
         else:
             host_checkpoints.append(entry.kept)
     found: dict[str, dict[bytes, Source]] = {name: {} for name in index.kept_pages.trees}

@@ -1,6 +1,6 @@
-"""The two programs between a cache and the host: pages or states read out one by one, and written where they belong.
+"""The two programs of swaps: one reads pages or states out of the cache, the other writes them to the cache.
 
-Each takes a few units of one group in all its layers; how many, is a bucket. Knows nothing of where they go.
+Each handles a bucket of units of one group, in all its layers.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,25 +19,25 @@ from jaxkv.programs.spec import ProgramSpec
 from jaxkv.runner.program_specs import Runner
 
 BUCKETS = (4, 16)
-"""Pages or states of one run; fewer are padded."""
+"""Numbers of pages or states per launch; smaller numbers are padded."""
 
 Unit = tuple[Array, ...]
-"""A page or state of a group: for each array of its spec, in role order, `[layers, ...]` as the cache has it."""
+"""A page or state of a group: for each array of its spec, in role order, an array `[layers, ...]`."""
 
 
 def bucket_of(count: int) -> int:
-    """Returns the smallest bucket for so many units, of which there must not be more than the largest holds."""
+    """Returns the smallest bucket for `count` units, which must fit the largest bucket."""
     return next(size for size in BUCKETS if size >= count)
 
 
 @dataclass(frozen=True)
 class SwapSpec(ProgramSpec[Runner]):
-    """A program that reads pages or states of one group, in all its layers, or writes them.
+    """The program that reads (swap-out) or writes (swap-in) pages or states of one group in all its layers.
 
     Attributes:
-        out: it reads them, on their way to the host; else it writes them.
+        out: True for a swap-out, False for a swap-in.
         group: index of the group in the cache's layout.
-        units: most pages or states.
+        units: number of pages or states per launch.
     """
 
     out: bool
@@ -46,21 +46,21 @@ class SwapSpec(ProgramSpec[Runner]):
 
     @property
     def kind(self) -> str:
-        """The direction."""
+        """The kind of program: "swap_out" or "swap_in"."""
         return "swap_out" if self.out else "swap_in"
 
     @property
     def name(self) -> str:
-        """Direction, group and units."""
+        """The program's name, with direction, group and units."""
         return f"{self.kind}_{self.group}x{self.units}"
 
     def lowering(self, runner: Runner) -> Lowering:
-        """Returns what to compile: see `swap_lowering`."""
+        """Returns the function and arguments to lower, see `swap_lowering`."""
         return swap_lowering(runner.layout, runner.counts, self, runner.cache)
 
 
 def declare_swaps(layout: CacheLayout) -> list[SwapSpec]:
-    """Lists every program that a tier on the host needs."""
+    """Returns the specs of all programs that a host tier needs."""
     return [
         SwapSpec(out, group.index, size)
         for out in (True, False)
@@ -70,7 +70,7 @@ def declare_swaps(layout: CacheLayout) -> list[SwapSpec]:
 
 
 def unit_shapes(group: Group) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """Returns the shape and type of each array of a unit: those of the same spec that the cache is made from."""
+    """Returns shape and dtype of each array of a unit."""
     layers, leading = len(group.layers), group.spec.leading
     return tuple(
         jax.ShapeDtypeStruct((layers, *leading, *array.shape), np.dtype(array.dtype))
@@ -79,13 +79,15 @@ def unit_shapes(group: Group) -> tuple[jax.ShapeDtypeStruct, ...]:
 
 
 def pad_ids(ids: Sequence[int], size: int, count: int) -> Int[np.ndarray, " size"]:
-    """Returns ids as int32; padding lies past the `count` units that there are, and is read as the last, not written.
+    """Returns ids as int32, padded to `size`.
+
+    Padding ids are out of the pool of `count` units: a read is clipped to the last unit, and a write is dropped.
 
     Raises:
-        ValueError: there are none, or more than fit.
+        ValueError: there is no id, or there are more than `size`.
     """
     if not 0 < len(ids) <= size:
-        raise ValueError(f"a run of up to {size} pages or states cannot move {len(ids)}")
+        raise ValueError(f"a program of up to {size} pages or states cannot move {len(ids)}")
     padded = count + np.arange(size, dtype=np.int32)
     padded[: len(ids)] = ids
     return padded
@@ -94,7 +96,7 @@ def pad_ids(ids: Sequence[int], size: int, count: int) -> Int[np.ndarray, " size
 def swap_lowering(
     layout: CacheLayout, counts: Mapping[str, int], spec: SwapSpec, cache: Cache
 ) -> Lowering:
-    """Returns what to compile: `units = read(cache, ids)`, or `cache, () = write(cache, ids, units)`, which donates."""
+    """Returns the lowering of `units = read(cache, ids)` or `cache, () = write(cache, ids, units)`, which donates."""
     group, size = layout.groups[spec.group], spec.units
     ids = pad_ids([0], size, counts[group.name])
 
@@ -103,7 +105,7 @@ def swap_lowering(
             jnp.stack([array.at[ids].get(mode="clip") for array in arrays], axis=1)
             for _, arrays in _by_role(cache, group)
         ]
-        # Else XLA reads each unit by a kernel part of its own, for which it compiles ten times as long.
+        # Without the barrier, XLA makes a separate kernel for each unit, and compiles ten times as long.
         found = lax.optimization_barrier(found)
         return tuple(tuple(units[at] for units in found) for at in range(size))
 
@@ -111,11 +113,11 @@ def swap_lowering(
         cache: Cache, ids: Int[Array, " size"], units: tuple[Unit, ...]
     ) -> tuple[Cache, tuple[()]]:
         updated = dict(zip(cache.keys, cache.arrays, strict=True))
-        for role, (places, arrays) in enumerate(_by_role(cache, group)):
+        for role, (keys, arrays) in enumerate(_by_role(cache, group)):
             values = jnp.stack([unit[role] for unit in units])
-            for at, (place, array) in enumerate(zip(places, arrays, strict=True)):
-                updated[place] = array.at[ids].set(values[:, at], mode="drop")
-        arrays = tuple(updated[place] for place in cache.keys)
+            for at, (key, array) in enumerate(zip(keys, arrays, strict=True)):
+                updated[key] = array.at[ids].set(values[:, at], mode="drop")
+        arrays = tuple(updated[key] for key in cache.keys)
         return Cache(arrays=arrays, keys=cache.keys), ()
 
     if spec.out:
@@ -124,8 +126,8 @@ def swap_lowering(
 
 
 def _by_role(cache: Cache, group: Group) -> Iterator[tuple[list[tuple[int, str]], list[Array]]]:
-    """Yields, for each array of a group's spec, its places in the cache and the arrays there, layer by layer."""
+    """Yields, for each array of a group's spec, its keys and arrays in the cache, layer by layer."""
     found = dict(zip(cache.keys, cache.arrays, strict=True))
     for spec in group.spec.arrays:
-        places = [(layer, spec.role) for layer in group.layers]
-        yield places, [found[place] for place in places]
+        keys = [(layer, spec.role) for layer in group.layers]
+        yield keys, [found[key] for key in keys]

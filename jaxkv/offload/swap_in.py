@@ -1,8 +1,8 @@
-"""Bringing a prefix back from the host: which parts of it are where, and places for all of them or for none.
+"""Swap-ins: finds a prefix over both tiers, and allocates pages and states for its parts on the host.
 
-A swap-in is a sequence in the page allocator that computes nothing. It holds the places that are being filled, and the
-pages and states on the device that they are of use with. When all bytes are there the index takes its places over;
-until then, releasing the sequence leaves nothing behind. This file moves no bytes.
+A swap-in is a sequence in the page allocator without steps. It holds the pages and states to fill, and those on the
+device that belong to the same prefix. When all copies are complete, the prefix index takes them over. Until then, a
+release of the sequence frees everything. `transfers.py` copies the bytes.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -23,18 +23,18 @@ from jaxkv.offload.tier import HostTier
 
 @dataclass(eq=False)
 class SwapIn:
-    """A prefix on its way back.
+    """One swap-in.
 
     Attributes:
-        number: of the sequence in the page allocator that holds the places.
-        length: tokens that it lets a sequence skip.
-        gained: of these, those that it could not skip without.
-        moves: what must come from the host.
-        pages: (group, key, position, page) of the full pages among them, each after those before it.
-        present: (group, key) of the pages that were on the device.
-        entries: what lies on the host, the first of the text first.
-        checkpoint: the one that comes back, with the ids on the device that its parts are to have.
-        beside: the one on the device that the pages belong to.
+        number: number of its sequence in the page allocator.
+        length: tokens of the prefix.
+        gained: of these, tokens that are not on the device.
+        moves: the copies from the host.
+        pages: (group name, key, table position, page id) of the full pages to fill, each after its predecessors.
+        present: (group name, key) of the prefix's pages that were on the device.
+        entries: the entries on the host, in the order of the prefix.
+        checkpoint: the checkpoint to swap in, with the device ids of its parts; `None` if it is on the device.
+        beside: the prefix's checkpoint that is on the device; `None` if it is swapped in or there is none.
     """
 
     number: int
@@ -49,10 +49,10 @@ class SwapIn:
 
 
 def attach_host(index: PrefixIndex, num_bytes: int) -> "SwapIns":
-    """Lets what an index evicts go to the host, in at most so many bytes; returns what brings it back.
+    """Attaches a host tier of at most `num_bytes` to a prefix index; returns its swap-ins.
 
     Raises:
-        ValueError: fewer than 1 byte, or the index has a lower tier already.
+        ValueError: `num_bytes` is below 1, or the index has a lower tier already.
     """
     tier = HostTier(index.layout, num_bytes, page_size=index.kept_states.kept.page_size)
     swap_ins = SwapIns(index.advance, index.allocator, index.kept_pages, index.kept_states, tier)
@@ -61,14 +61,14 @@ def attach_host(index: PrefixIndex, num_bytes: int) -> "SwapIns":
 
 
 class SwapIns:
-    """Begins, ends and gives up swap-ins over one index.
+    """Begins, finishes and cancels the swap-ins of one prefix index.
 
     Args:
-        advance: moves the clock of uses on and returns it.
+        advance: increments the index's tick and returns it.
         allocator: pages and states of the device.
-        pages: the index's kept pages.
-        states: its checkpoints.
-        tier: the books of the host.
+        pages: the index's cached pages.
+        states: the index's checkpoints.
+        tier: the host tier.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class SwapIns:
     def find(
         self, tokens: Sequence[int], keys: PageKeys, limit: int
     ) -> tuple[int, Checkpoint | None]:
-        """Returns the longest beginning up to `limit` tokens that both tiers have together, and its checkpoint."""
+        """Returns the longest prefix, up to `limit` tokens, that both tiers hold together, and its checkpoint."""
         lookups = self._look_up(tokens, keys)
         if not self._states.groups:
             return (longest(lookups, limit) if lookups else 0), None
@@ -99,7 +99,7 @@ class SwapIns:
             if self._states.capacity
             else ()
         )
-        # A stable sort: of equal lengths the device's comes first.
+        # The sort is stable: for equal lengths, the device's checkpoint comes first.
         for one in sorted(found, key=lambda one: -one.length):
             if one.length <= limit and all(
                 lookup.accepts(one.length, tail=one.tails.get(lookup.name)) for lookup in lookups
@@ -110,17 +110,17 @@ class SwapIns:
     def begin(
         self, tokens: Sequence[int], keys: PageKeys, limit: int, reused: int, goal: int
     ) -> SwapIn | None:
-        """Takes places for what the host has of a text beyond the device.
+        """Begins the swap-in of a prefix, and allocates its pages and states on the device.
 
         Args:
-            tokens: the text.
-            keys: its keys.
-            limit: most tokens to skip.
-            reused: tokens that can be skipped without.
-            goal: tokens that the sequence will need pages for; if they could not be had, nothing is begun.
+            tokens: tokens of the request.
+            keys: their page keys.
+            limit: most tokens of the prefix.
+            reused: tokens of the prefix on the device alone.
+            goal: tokens of the whole sequence; nothing begins if it would not have enough pages.
 
         Returns:
-            What to move; `None`, and nothing has changed, if the host does not help or there is no room.
+            The swap-in. `None`, and nothing has changed, if the host's prefix is not longer or there is no room.
         """
         if not len(self.tier):
             return None
@@ -143,15 +143,15 @@ class SwapIns:
         return None
 
     def land(self, made: SwapIn) -> list[Move] | None:
-        """Gives what has come back to the index; the next `adopt` finds it. Ends the swap-in.
+        """Finishes a swap-in whose copies are complete: passes its pages and states to the prefix index.
 
         Returns:
-            What came in vain, since the same was computed meanwhile, and whose places are free again; `None`, and the
-            index is as it was, if something else that the prefix needs is gone.
+            The wasted moves, whose tokens another sequence has computed meanwhile. `None`, and the index is unchanged,
+            if another part of the prefix has been evicted meanwhile.
         """
         one = made.checkpoint
-        held = made.number in self._open and self._allocator.is_open(made.number)
-        if not (held and self._still_good(made)):
+        is_open = made.number in self._open and self._allocator.is_open(made.number)
+        if not (is_open and self._is_valid(made)):
             self.drop(made)
             return None
         tick, wasted = self._advance(), set()
@@ -174,7 +174,7 @@ class SwapIns:
         return [move for move in made.moves if (move.group, move.unit) in wasted]
 
     def drop(self, made: SwapIn) -> None:
-        """Gives a swap-in up, with all its places; twice is once."""
+        """Releases a swap-in's pages, states and pins; a second call does nothing."""
         if self._open.pop(made.number, None) is None:
             return
         self.tier.unpin(made.entries)
@@ -182,25 +182,25 @@ class SwapIns:
             self._allocator.release(made.number)
 
     def drop_all(self) -> None:
-        """Gives every swap-in up."""
+        """Cancels every unfinished swap-in."""
         for made in list(self._open.values()):
             self.drop(made)
 
     def _fill(
         self, made: SwapIn, lookups: Sequence[Lookup], checkpoint: Checkpoint | None, goal: int
     ) -> bool:
-        """Holds what is there, and takes places for what is to come; returns whether it has them all."""
+        """Shares the parts on the device and takes pages and states for the others; returns whether it has them all."""
         if checkpoint is not None:
             self._hold_checkpoint(made, checkpoint)
         wanted = {one.name: self._hold_pages(made, one, checkpoint) for one in lookups}
-        return self._fits(made, goal) and self._take_places(made, wanted)
+        return self._fits(made, goal) and self._take_units(made, wanted)
 
-    def _need(self, made: SwapIn, entry: Entry) -> None:
+    def _use(self, made: SwapIn, entry: Entry) -> None:
         made.entries.append(entry)
         self.tier.pin([entry])
 
     def _look_up(self, tokens: Sequence[int], keys: PageKeys) -> list[Lookup]:
-        """Returns what both tiers together keep of a text, group by group."""
+        """Returns, for each group, the cached pages of these tokens on both tiers."""
         return [
             Lookup(
                 name,
@@ -212,11 +212,11 @@ class SwapIns:
         ]
 
     def _hold_checkpoint(self, made: SwapIn, one: Checkpoint) -> None:
-        """Notes a checkpoint of the host, or shares what one of the device has."""
+        """Records a checkpoint on the host, or shares the states and pages of one on the device."""
         entry = self.tier.find_checkpoint(one.key)
         if entry is not None and entry.kept is one:
             made.checkpoint = one
-            self._need(made, entry)
+            self._use(made, entry)
             return
         made.beside = one
         for name, unit in (*one.states.items(), *one.tails.items()):
@@ -225,7 +225,7 @@ class SwapIns:
     def _hold_pages(
         self, made: SwapIn, lookup: Lookup, checkpoint: Checkpoint | None
     ) -> list[Node]:
-        """Shares the pages that one group needs and the device has, and returns those that the host has."""
+        """Shares the needed pages of one group that are on the device; returns those on the host."""
         name, missing = lookup.name, []
         tree = self._pages.trees[name]
         inside = checkpoint is not None and name in checkpoint.tails
@@ -239,12 +239,12 @@ class SwapIns:
             else:
                 missing.append(node)
                 entry = self.tier.entry((name, node.key.digest))
-                assert entry is not None, "what a look-up finds is on one of the tiers"
-                self._need(made, entry)
+                assert entry is not None, "a lookup finds only pages of the two tiers"
+                self._use(made, entry)
         return missing
 
     def _fits(self, made: SwapIn, goal: int) -> bool:
-        """Whether the whole sequence could have its pages, as far as one can tell: else it would come back in vain."""
+        """Whether free and reclaimable pages suffice for the whole sequence; otherwise the swap-in would be useless."""
         held = self._allocator.held(made.number)
         for name, rule in self._pages.rules.items():
             pool = self._allocator.pool(name)
@@ -253,23 +253,23 @@ class SwapIns:
                 return False
         return True
 
-    def _take_places(self, made: SwapIn, wanted: Mapping[str, Sequence[Node]]) -> bool:
-        """Takes a page or state for everything that comes, in all groups or in none."""
+    def _take_units(self, made: SwapIn, wanted: Mapping[str, Sequence[Node]]) -> bool:
+        """Takes a page or state for each part on the host; returns False and takes nothing if there are too few."""
         one = made.checkpoint
         counts = {name: len(nodes) for name, nodes in wanted.items()}
         for name in () if one is None else (*one.states, *one.tails):
             counts[name] = counts.get(name, 0) + 1
         try:
-            places = self._allocator.place(made.number, counts)
+            taken = self._allocator.place(made.number, counts)
         except (OutOfPages, OutOfStates):
             return False
         for name, nodes in wanted.items():
-            for node, page in zip(nodes, places[name], strict=False):
+            for node, page in zip(nodes, taken[name], strict=False):
                 made.pages.append((name, node.key, node.index, page))
                 made.moves.append(Move(name, page, node.page))
         if one is not None:
-            # A checkpoint's own page of a group was counted behind the full ones.
-            units = {name: places[name][-1] for name in (*one.states, *one.tails)}
+            # The checkpoint's own page of a group was counted after the full ones, so it is the last one taken.
+            units = {name: taken[name][-1] for name in (*one.states, *one.tails)}
             for name, handle in (*one.states.items(), *one.tails.items()):
                 made.moves.append(Move(name, units[name], handle))
             states = {name: units[name] for name in one.states}
@@ -277,8 +277,8 @@ class SwapIns:
             made.checkpoint = replace(one, states=states, tails=tails, tick=0)
         return True
 
-    def _still_good(self, made: SwapIn) -> bool:
-        """Whether what was needed is where it was, or came to the device meanwhile."""
+    def _is_valid(self, made: SwapIn) -> bool:
+        """Whether all parts of the prefix are still on their tiers, and there is room for its checkpoint."""
         trees = self._pages.trees
         coming = {(name, key.digest) for name, key, _, _ in made.pages}
         one, beside = made.checkpoint, made.beside
@@ -286,14 +286,14 @@ class SwapIns:
         return (
             all(self.tier.has(entry) for entry in made.entries)
             and all(trees[name].find(key) is not None for name, key in made.present)
-            and all(place in coming or trees[place[0]].named(place[1]) for place in anchors)
+            and all(anchor in coming or trees[anchor[0]].named(anchor[1]) for anchor in anchors)
             and (beside is None or self._states.kept.find(beside.key) is beside)
             and (one is None or self._states.has_room(one.key))
         )
 
 
 class _Tiers:
-    """One group's pages on either tier, the device's first."""
+    """Finds one group's pages on either tier, the device's first."""
 
     def __init__(self, tree: PrefixTree, tier: HostTier, name: str) -> None:
         self._tree = tree
@@ -301,5 +301,5 @@ class _Tiers:
         self._name = name
 
     def find(self, key: PageKey) -> Node | None:
-        """Returns the page of this name that holds these very tokens."""
+        """Returns the page with this key, tokens included; `None` if there is none."""
         return self._tree.find(key) or self._tier.find(self._name, key)

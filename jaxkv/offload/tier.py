@@ -1,7 +1,7 @@
-"""What of the prefix index lies on the host: names, handles and bytes, and who goes first. Knows no array, no device.
+"""The accounting of the host tier: its entries by key, their handles and bytes, and their eviction order.
 
-An entry is what is of use as one: a full page of one group, or a checkpoint with all its states and pages of its own.
-The idea of tiers under one tree of prefixes: SGLang's hierarchical cache and FastDeploy #7787.
+An entry is a full page of one group, or a checkpoint with all its states and its own pages. Tiers under one prefix
+tree are modelled on SGLang's hierarchical cache and FastDeploy #7787.
 """
 
 from collections import OrderedDict
@@ -13,33 +13,34 @@ from jaxkv.cache.kept_pages.keys import PageKey, PageKeys
 from jaxkv.cache.kept_pages.tree import Node
 from jaxkv.cache.kept_states.checkpoints import Checkpoint, CheckpointKey, Checkpoints
 from jaxkv.cache.spec import CacheLayout, PagedSpec
-from jaxkv.offload.entries import Entry, HostStats, Move, Place
+from jaxkv.offload.entries import Entry, EntryKey, HostStats, Move
 
 
 class HostTier:
-    """The books of the host's side: the longest unused goes first, but after what rests on it.
+    """Entries on the host, evicted least recently used first, each after the entries that need it.
 
-    What is offered counts as there at once. Whoever moves bytes must do `departures` before anything else runs on the
-    device, and may drop what `freed` names.
+    An offered entry counts as stored at once. The caller must read the units of `departures` before any other program
+    runs on the device, and may drop the arrays of the handles in `freed`.
 
     Args:
         layout: the groups, the same as on the device.
         num_bytes: most bytes of all entries.
-        page_size: of the pages by which checkpoints are named.
+        page_size: tokens per page in the checkpoints' keys.
 
     Attributes:
         num_bytes: as given.
-        limit: most bytes now; less, if there turned out to be less memory.
+        limit: current limit in bytes, lower than `num_bytes` after the host ran out of memory.
         used: bytes of all entries.
+        counts: statistics.
 
     Raises:
-        ValueError: there is no room for a single byte.
+        ValueError: `num_bytes` is below 1.
     """
 
     def __init__(self, layout: CacheLayout, num_bytes: int, *, page_size: int) -> None:
         if num_bytes < 1:
             raise ValueError(
-                f"a tier on the host needs at least 1 byte, got {num_bytes}; 0 in the configuration means none"
+                f"a host tier needs at least 1 byte, got {num_bytes}; set host_bytes=0 for no host tier"
             )
         self.num_bytes = num_bytes
         self.limit = num_bytes
@@ -51,9 +52,9 @@ class HostTier:
             for group in layout.paged_groups
             if isinstance(group.spec, PagedSpec) and group.spec.window is None
         }
-        self._entries: OrderedDict[Place, Entry] = OrderedDict()
+        self._entries: OrderedDict[EntryKey, Entry] = OrderedDict()
         self._owners: dict[int, Entry] = {}
-        self._resting: dict[Place, dict[Place, Entry]] = {}
+        self._dependents: dict[EntryKey, dict[EntryKey, Entry]] = {}
         self._checkpoints = Checkpoints(page_size)
         self._leaving: dict[int, Move] = {}
         self._freed: list[int] = []
@@ -69,7 +70,7 @@ class HostTier:
 
     @property
     def stats(self) -> HostStats:
-        """Counts of this moment."""
+        """The current statistics."""
         return replace(
             self.counts, limit_bytes=self.limit, used_bytes=self.used, entries=len(self._entries)
         )
@@ -79,49 +80,49 @@ class HostTier:
         return self._bytes[group]
 
     def find(self, group: str, key: PageKey) -> Node | None:
-        """Returns the page of this name that holds these very tokens; its `page` is a handle."""
+        """Returns the page with this key, tokens included; its `page` is a handle."""
         entry = self._entries.get((group, key.digest))
         if entry is None or not isinstance(entry.kept, Node) or entry.kept.key != key:
             return None
         return entry.kept
 
-    def entry(self, place: Place) -> Entry | None:
-        """Returns what lies at a place."""
-        return self._entries.get(place)
+    def entry(self, key: EntryKey) -> Entry | None:
+        """Returns the entry with this key; `None` if there is none."""
+        return self._entries.get(key)
 
     def has(self, entry: Entry) -> bool:
-        """Whether an entry is there still."""
-        return self._entries.get(entry.place) is entry
+        """Whether an entry is still stored."""
+        return self._entries.get(entry.key) is entry
 
     def along(self, keys: PageKeys, tokens: Sequence[int]) -> list[Checkpoint]:
-        """Returns the checkpoints that some beginning of a text ends at, the longest first."""
+        """Returns the checkpoints of all prefixes of `tokens`, longest first."""
         return self._checkpoints.along(keys, tokens) if len(self._checkpoints) else []
 
     def find_checkpoint(self, key: CheckpointKey) -> Entry | None:
-        """Returns the checkpoint of this very text."""
+        """Returns the entry of the checkpoint with this key, tokens included; `None` if there is none."""
         return None if self._checkpoints.find(key) is None else self._entries["", key.digest]
 
-    # What comes from the device.
+    # Entries from the device.
 
     def offer_page(self, group: str, node: Node) -> bool:
-        """Takes a page that the device is about to give up; returns whether it is on the host now, or was before."""
-        place = group, node.key.digest
-        if self._known(place):
+        """Stores a page that is being evicted from the device; returns whether it is on the host, now or before."""
+        key = group, node.key.digest
+        if self._known(key):
             return True
         handle = next(self._handles)
         kept = Node(node.key, handle, node.index, 0)
         chained = group in self._chained and node.index > 0
-        rests = ((group, node.key.parent),) if chained else ()
+        needs = ((group, node.key.parent),) if chained else ()
         return self._insert(
-            Entry(place, kept, {group: handle}, self._bytes[group], rests), {group: node.page}
+            Entry(key, kept, {group: handle}, self._bytes[group], needs), {group: node.page}
         )
 
     def offer_checkpoint(self, checkpoint: Checkpoint) -> bool:
-        """Takes all states and pages of a checkpoint, as `offer_page` does; one that is not sure yet is refused."""
-        place = "", checkpoint.key.digest
+        """Stores all states and pages of a checkpoint, like `offer_page`; an unconfirmed checkpoint is refused."""
+        key = "", checkpoint.key.digest
         if not checkpoint.confirmed:
             return False
-        if self._known(place):
+        if self._known(key):
             return True
         units = {**checkpoint.states, **checkpoint.tails}
         parts = {name: next(self._handles) for name in units}
@@ -133,99 +134,101 @@ class HostTier:
             tick=self._tick,
         )
         size = sum(self._bytes[name] for name in units)
-        return self._insert(Entry(place, kept, parts, size, checkpoint.anchors), units)
+        return self._insert(Entry(key, kept, parts, size, checkpoint.anchors), units)
 
     def departures(self) -> list[Move]:
-        """Hands out what must be read from the device before anything else runs there, once."""
+        """Returns, once, the units to read from the device before any other program runs there."""
         moves = list(self._leaving.values())
         self._leaving.clear()
         return moves
 
     def freed(self) -> list[int]:
-        """Hands out handles that nobody will ask for again, once."""
+        """Returns, once, the handles that are no longer used."""
         freed, self._freed = self._freed, []
         return freed
 
-    # What goes.
+    # Removal of entries.
 
     def discard(self, handles: Iterable[int]) -> None:
-        """Forgets the entries of these handles, whose bytes are not to be trusted; those that are gone are ignored."""
+        """Drops the entries of these handles, whose bytes are invalid; unknown handles are ignored."""
         for handle in handles:
             if (entry := self._owners.get(handle)) is not None:
                 self._drop(entry)
 
-    def forget(self, places: Iterable[Place]) -> None:
-        """Forgets what lies at these places, and whatever rests on them, pinned or not."""
-        todo, seen = list(places), set()
+    def forget(self, keys: Iterable[EntryKey]) -> None:
+        """Drops the entries with these keys and all entries that need them, pinned or not."""
+        todo, seen = list(keys), set()
         while todo:
-            place = todo.pop()
-            if place in seen:
+            key = todo.pop()
+            if key in seen:
                 continue
-            seen.add(place)
-            todo += self._resting.get(place, ())
-            if (entry := self._entries.get(place)) is not None:
+            seen.add(key)
+            todo += self._dependents.get(key, ())
+            if (entry := self._entries.get(key)) is not None:
                 self._drop(entry)
 
     def forget_made(self, seq: int) -> None:
-        """Forgets the checkpoints that a sequence has made."""
+        """Drops the checkpoints that a sequence has made."""
         self.forget(
             [
-                place
-                for place, entry in self._entries.items()
+                key
+                for key, entry in self._entries.items()
                 if isinstance(entry.kept, Checkpoint) and entry.kept.maker == seq
             ]
         )
 
     def stop_growing(self) -> bool:
-        """Makes the bytes that are used the most there may be; returns False if there are none."""
+        """Lowers the limit to the bytes in use; returns False and changes nothing if none are."""
         self.limit = self.used or self.limit
         return self.used > 0
 
     def lose_device(self) -> None:
-        """Forgets what has not left the device yet, whose cache is lost."""
+        """Drops entries that have not been read from the device yet, because its cache is lost."""
         self.discard(list(self._leaving))
 
     def clear(self) -> None:
-        """Forgets everything."""
+        """Drops all entries."""
         for entry in list(self._entries.values()):
             self._drop(entry)
 
-    # What is used.
+    # Use of entries.
 
     def pin(self, entries: Iterable[Entry]) -> None:
-        """Keeps entries from being given up for room, until `unpin`."""
+        """Protects entries from eviction until `unpin`."""
         for entry in entries:
             self._pinned += 0 if entry.pins else entry.num_bytes
             entry.pins += 1
 
     def unpin(self, entries: Iterable[Entry]) -> None:
-        """Undoes `pin`."""
+        """Removes the protection of `pin`."""
         for entry in entries:
             entry.pins -= 1
             if not entry.pins and self.has(entry):
                 self._pinned -= entry.num_bytes
 
     def touch(self, entries: Iterable[Entry]) -> None:
-        """Says that entries were used, the first of a text before those that follow it."""
-        # The last of them shall be the first to go.
+        """Records a use of entries, which are given in the order of their prefix."""
+        # In reverse, so that the last entry of the prefix is evicted first.
         for entry in reversed(list(entries)):
-            self._known(entry.place)
+            self._known(entry.key)
 
     def check(self) -> None:
-        """Raises `ValueError` if bytes, handles or rests contradict the entries."""
+        """Raises `ValueError` if bytes, handles or dependencies contradict the entries."""
         used = sum(entry.num_bytes for entry in self._entries.values())
         pinned = sum(entry.num_bytes for entry in self._entries.values() if entry.pins)
         owners = {
             handle: entry for entry in self._entries.values() for handle in entry.parts.values()
         }
-        resting = {(rest, place) for place, entry in self._entries.items() for rest in entry.rests}
-        noted = {(rest, place) for rest, held in self._resting.items() for place in held}
+        dependents = {
+            (needed, key) for key, entry in self._entries.items() for needed in entry.needs
+        }
+        recorded = {(needed, key) for needed, found in self._dependents.items() for key in found}
         wrong = [
-            entry.place
+            entry.key
             for entry in self._entries.values()
             if entry.pins < 0
             or entry.num_bytes != sum(self._bytes[name] for name in entry.parts)
-            or (isinstance(entry.kept, Checkpoint) != (entry.place[0] == ""))
+            or (isinstance(entry.kept, Checkpoint) != (entry.key[0] == ""))
         ]
         checkpoints = sum(isinstance(entry.kept, Checkpoint) for entry in self._entries.values())
         self._checkpoints.check()
@@ -237,21 +240,21 @@ class HostTier:
             or used > self.limit
             or pinned != self._pinned
             or owners != self._owners
-            or resting != noted
+            or dependents != recorded
             or checkpoints != len(self._checkpoints)
         ):
             raise ValueError(
-                f"the host's books are corrupt: {used} bytes are held, counted as {self.used}, limit {self.limit}; "
-                f"wrong entries {wrong}, moves of nobody {sorted(stray)}, {checkpoints} checkpoints, "
-                f"{len(self._checkpoints)} are named"
+                f"the host tier is corrupt: entries have {used} bytes, counted as {self.used}, limit {self.limit}; "
+                f"wrong entries {wrong}, departures without entry {sorted(stray)}, {checkpoints} checkpoints, "
+                f"counted as {len(self._checkpoints)}"
             )
 
-    def _known(self, place: Place) -> bool:
-        """Marks a place as used, if there is something."""
-        entry = self._entries.get(place)
+    def _known(self, key: EntryKey) -> bool:
+        """Records a use of the entry with this key; returns whether there is one."""
+        entry = self._entries.get(key)
         if entry is None:
             return False
-        self._entries.move_to_end(place)
+        self._entries.move_to_end(key)
         if isinstance(entry.kept, Checkpoint):
             self._tick += 1
             self._checkpoints.touch(entry.kept, self._tick)
@@ -261,10 +264,10 @@ class HostTier:
         if not self._make_room(entry.num_bytes):
             self.counts.refused += 1
             return False
-        self._entries[entry.place] = entry
+        self._entries[entry.key] = entry
         self.used += entry.num_bytes
-        for rest in entry.rests:
-            self._resting.setdefault(rest, {})[entry.place] = entry
+        for needed in entry.needs:
+            self._dependents.setdefault(needed, {})[entry.key] = entry
         for group, handle in entry.parts.items():
             self._owners[handle] = entry
             self._leaving[handle] = Move(group, units[group], handle)
@@ -273,13 +276,13 @@ class HostTier:
         return True
 
     def _drop(self, entry: Entry) -> None:
-        del self._entries[entry.place]
+        del self._entries[entry.key]
         self.used -= entry.num_bytes
         self._pinned -= entry.num_bytes if entry.pins else 0
-        for rest in entry.rests:
-            del self._resting[rest][entry.place]
-            if not self._resting[rest]:
-                del self._resting[rest]
+        for needed in entry.needs:
+            del self._dependents[needed][entry.key]
+            if not self._dependents[needed]:
+                del self._dependents[needed]
         for handle in entry.parts.values():
             del self._owners[handle]
             if self._leaving.pop(handle, None) is None:
@@ -288,7 +291,7 @@ class HostTier:
             self._checkpoints.remove(entry.kept, self._tick)
 
     def _make_room(self, num_bytes: int) -> bool:
-        """Gives up entries until so many bytes are free; gives up none if that cannot be."""
+        """Evicts entries until `num_bytes` are free; returns False and evicts none if that is impossible."""
         if self._pinned + num_bytes > self.limit:
             return False
         while self.used + num_bytes > self.limit:
@@ -297,13 +300,13 @@ class HostTier:
         return True
 
     def _victim(self) -> Entry:
-        """Returns the longest unused that nothing rests on; if pins leave none, the longest unused."""
+        """Returns the least recently used entry that no entry needs; if pins leave none, the oldest unpinned one."""
         oldest: Entry | None = None
         for entry in self._entries.values():
             if entry.pins:
                 continue
             oldest = oldest or entry
-            if entry.place not in self._resting:
+            if entry.key not in self._dependents:
                 return entry
-        assert oldest is not None, "room was counted before it is made"
+        assert oldest is not None, "pinned entries leave room for one more"
         return oldest

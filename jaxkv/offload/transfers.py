@@ -1,8 +1,8 @@
-"""Moves pages and states between a cache and the host, and remembers what became of each transfer.
+"""Copies pages and states between the cache and the host.
 
-Reading a page out is dispatched before any program that could overwrite it, and the copy to the host goes on beside
-what the device computes. What comes back is copied to the device first, and written into the cache once it is there,
-so no step waits for it. A transfer that fails costs what it moved, and nothing else.
+Swap-out: pages are read out before any program that could overwrite them is dispatched, and are copied to the host
+concurrently with later steps. Swap-in: units are copied to the device first, and written to the cache once they have
+arrived, so that no step waits. If a transfer fails, only its entries are lost.
 """
 
 import logging
@@ -20,7 +20,7 @@ from jaxkv.cache.spec import CacheLayout
 from jaxkv.errors import STEP_FAILURES, CachePoisoned
 from jaxkv.memory import is_out_of_memory
 from jaxkv.offload.entries import Move
-from jaxkv.offload.memory import HostMemory, Stored, is_ready
+from jaxkv.offload.memory import HostArrays, HostMemory, is_ready
 from jaxkv.offload.programs import BUCKETS, SwapSpec, bucket_of, pad_ids
 from jaxkv.offload.swap_in import SwapIn
 from jaxkv.offload.tier import HostTier
@@ -28,15 +28,15 @@ from jaxkv.offload.tier import HostTier
 _LOG = logging.getLogger(__name__)
 
 STAGED_BYTES = 2**28
-"""Device memory for what is on its way, in each direction; one page or state may take more."""
+"""Most bytes of device memory for transfers in flight, per direction; a single page or state may exceed it."""
 
-_REMEMBERED = 64
-_MOST_FAILURES = 3
+_RECORDED = 64
+_MAX_FAILURES = 3
 
 
 @runtime_checkable
 class Device(Protocol):
-    """Has a cache and runs programs on it; an sequence_runner does."""
+    """Runs programs on a cache; `SequenceRunner` implements it."""
 
     layout: CacheLayout
     owner: CacheOwner
@@ -52,35 +52,38 @@ class Device(Protocol):
 
 @dataclass(eq=False)
 class Transfer:
-    """Some pages or states of one group on their way.
+    """A transfer of pages or states of one group.
 
     Attributes:
-        out: to the host, or else to the device.
-        moves: which.
-        num_bytes: of all of them.
-        arrays: by move, where they come from until `done`, if they are read from the device.
-        done: whether they have arrived.
-        error: why they have not.
+        out: True for a swap-out, False for a swap-in.
+        moves: the pages or states.
+        num_bytes: their bytes.
+        arrays: the arrays of each move while the transfer is in flight.
+        done: whether the transfer is complete.
+        error: why it failed; `None` if it did not.
+
+    Raises:
+        ValueError: there are no moves, or moves of several groups.
     """
 
     out: bool
     moves: tuple[Move, ...]
     num_bytes: int
-    arrays: list[Stored] = field(default_factory=list)
+    arrays: list[HostArrays] = field(default_factory=list)
     done: bool = False
     error: Exception | None = None
 
     def __post_init__(self) -> None:
-        """Refuses to move nothing, and groups that are mixed."""
+        """Checks that all moves are of one group."""
         if len({move.group for move in self.moves}) != 1:
             raise ValueError(
-                f"a transfer moves pages or states of one group, at least one; got {list(self.moves)}"
+                f"a transfer needs at least one page or state, all of one group; got {list(self.moves)}"
             )
 
 
 @dataclass(eq=False)
-class Inbound:
-    """A swap-in, of which some transfers are staged on the device and others have not begun."""
+class StagedSwapIn:
+    """The transfers of one swap-in: those staged on the device, and those that wait for room."""
 
     swap_in: SwapIn
     waiting: deque[tuple[Move, ...]]
@@ -88,35 +91,35 @@ class Inbound:
 
 
 class HostTransfers:
-    """What moves bytes for one tier.
+    """The transfers of one host tier.
 
     Args:
-        device: has the cache, and runs the programs.
-        tier: the books of the host.
-        memory: where the bytes go.
+        device: runs the programs on the cache.
+        tier: the entries on the host.
+        memory: copies arrays between device and host.
 
     Attributes:
-        transfers: the last ones, finished or not.
+        transfers: the latest transfers, complete or not.
     """
 
     def __init__(self, device: Device, tier: HostTier, memory: HostMemory) -> None:
         self.memory = memory
-        self.transfers: deque[Transfer] = deque(maxlen=_REMEMBERED)
+        self.transfers: deque[Transfer] = deque(maxlen=_RECORDED)
         self._device = device
         self._tier = tier
-        self._stored: dict[int, Stored] = {}
+        self._stored: dict[int, HostArrays] = {}
         self._sending: deque[Transfer] = deque()
-        self._row = 0
-        # What the tier might hold before transfers that failed since the last that came made it stop growing.
+        self._failures_in_row = 0
+        # The tier's limit before failed transfers lowered it; `None` if a transfer has succeeded since.
         self._limit: int | None = None
 
     def flush(self) -> None:
-        """Begins to read out whatever has left the index; called before each program that updates the cache."""
+        """Starts swap-outs of evicted entries; must be called before each program that updates the cache."""
         for handle in self._tier.freed():
             self._stored.pop(handle, None)
         for moves in _batches(self._tier.departures(), self._tier):
             self._send(moves)
-        self._settle()
+        self._finish_ready()
 
     def read(self, handles: Sequence[int]) -> list[tuple[np.ndarray, ...]]:
         """Returns copies of pages or states on the host; call `flush` before asking the tier what there is.
@@ -125,28 +128,28 @@ class HostTransfers:
             JaxRuntimeError: one of them never arrived on the host.
         """
         # Through the device, the one way from pinned memory that `HostMemory` has tried.
-        found = self.memory.bring([self._stored[handle] for handle in handles])
+        found = self.memory.copy_to_device([self._stored[handle] for handle in handles])
         return [tuple(np.asarray(array) for array in unit) for unit in found]
 
-    def begin(self, swap_in: SwapIn) -> Inbound:
-        """Begins to bring a prefix back; see `advance`."""
+    def begin(self, swap_in: SwapIn) -> StagedSwapIn:
+        """Starts the transfers of a swap-in; see `advance`."""
         self.flush()
-        inbound = Inbound(swap_in, deque(_batches(swap_in.moves, self._tier)))
+        inbound = StagedSwapIn(swap_in, deque(_batches(swap_in.moves, self._tier)))
         self._stage(inbound)
         return inbound
 
-    def advance(self, inbound: Inbound, *, wait: bool = False) -> bool | None:
-        """Writes what has come into the cache, and begins to bring more.
+    def advance(self, inbound: StagedSwapIn, *, wait: bool = False) -> bool | None:
+        """Writes units that have arrived to the cache, and starts further transfers.
 
         Args:
-            inbound: a prefix on its way.
-            wait: for the next part to come.
+            inbound: a swap-in from `begin`.
+            wait: whether to wait for the next transfer.
 
         Returns:
-            Whether all is there; `None` if something failed, so that the swap-in must be dropped.
+            Whether all units are written; `None` if a transfer failed, so that the swap-in must be dropped.
 
         Raises:
-            CachePoisoned: writing cost the cache.
+            CachePoisoned: a write failed and lost the cache.
         """
         while inbound.staged:
             transfer = inbound.staged[0]
@@ -163,26 +166,26 @@ class HostTransfers:
         return not inbound.waiting
 
     def why_hopeless(self) -> str:
-        """Returns why nothing should go to the host any more; empty while it should."""
-        if self._row < _MOST_FAILURES:
+        """Returns why the host tier should be switched off; empty if it should not."""
+        if self._failures_in_row < _MAX_FAILURES:
             return ""
         errors = [transfer.error for transfer in self.transfers if transfer.error is not None]
-        return f"{self._row} transfers in a row failed, the last with: {errors[-1]}"
+        return f"{self._failures_in_row} transfers in a row failed, the last with: {errors[-1]}"
 
     def lose_device(self) -> None:
-        """Waits for everything that was read out of a cache that is lost now; its failures are no fault of the host."""
+        """Finishes the swap-outs of a lost cache, and resets the counts of failures, which it caused."""
         while self._sending:
             self._finish(self._sending.popleft())
-        self._row = 0
-        # What ran out of memory was the step that cost the cache: whoever read its results has its error.
+        self._failures_in_row = 0
+        # The step that lost the cache ran out of memory, not the host, so the tier's limit is restored.
         if self._limit is not None:
             self._tier.limit, self._limit = self._limit, None
 
     def close(self) -> tuple[Exception, ...]:
-        """Frees all memory on the host, whatever may fail; a second time does nothing.
+        """Frees all memory on the host; a second call does nothing.
 
         Returns:
-            What failed.
+            The errors of arrays that could not be freed.
         """
         failures: list[Exception] = []
         self._tier.clear()
@@ -203,13 +206,13 @@ class HostTransfers:
         return tuple(failures)
 
     def _send(self, moves: tuple[Move, ...]) -> None:
-        """Reads pages or states out of the cache, and begins to copy them to the host."""
+        """Reads pages or states out of the cache, and starts their copies to the host."""
         transfer = self._new(moves, out=True)
         while self._sending and self._staged(self._sending) + transfer.num_bytes > STAGED_BYTES:
             self._finish(self._sending.popleft())
         try:
             units = self._device.run_read_only(*self._call(moves, out=True))
-            transfer.arrays = self.memory.send(units[: len(moves)])
+            transfer.arrays = self.memory.copy_to_host(units[: len(moves)])
         except STEP_FAILURES as error:
             self._fail(transfer, error)
             return
@@ -217,24 +220,24 @@ class HostTransfers:
             self._stored[move.handle] = stored
         self._sending.append(transfer)
 
-    def _settle(self) -> None:
-        """Ends the transfers to the host that have come."""
+    def _finish_ready(self) -> None:
+        """Finishes the swap-outs whose copies are complete, in order."""
         while self._sending and is_ready(self._sending[0].arrays):
             self._finish(self._sending.popleft())
 
     def _finish(self, transfer: Transfer) -> None:
         try:
-            settled = self.memory.settle(transfer.arrays)
+            copied = self.memory.wait_for_copies(transfer.arrays)
         except STEP_FAILURES as error:
             self._fail(transfer, error)
             return
-        for move, stored in zip(transfer.moves, settled, strict=True):
+        for move, stored in zip(transfer.moves, copied, strict=True):
             if move.handle in self._stored:
                 self._stored[move.handle] = stored
         self._succeed(transfer)
 
-    def _stage(self, inbound: Inbound) -> None:
-        """Begins to copy to the device as much as there is room for."""
+    def _stage(self, inbound: StagedSwapIn) -> None:
+        """Starts copies to the device, up to `STAGED_BYTES`."""
         while inbound.waiting:
             transfer = self._new(inbound.waiting[0], out=False)
             if inbound.staged and (
@@ -246,15 +249,15 @@ class HostTransfers:
             inbound.staged.append(transfer)
             try:
                 stored = [self._stored[move.handle] for move in transfer.moves]
-                transfer.arrays = self.memory.bring(stored)
+                transfer.arrays = self.memory.copy_to_device(stored)
             except STEP_FAILURES as error:
                 self._fail(transfer, error)
                 return
 
     def _write(self, transfer: Transfer) -> bool:
-        """Writes what was staged into its places; returns whether that could be dispatched.
+        """Writes a staged transfer to the cache; returns whether the write was dispatched.
 
-        A copy that failed is heard of before it is written, where it would cost the cache.
+        It waits for the copy first, because a failed copy inside the program would lose the cache.
         """
         if transfer.error is not None:
             return False
@@ -290,7 +293,7 @@ class HostTransfers:
 
     def _succeed(self, transfer: Transfer) -> None:
         counts = self._tier.counts
-        transfer.done, transfer.arrays, self._row, self._limit = True, [], 0, None
+        transfer.done, transfer.arrays, self._failures_in_row, self._limit = True, [], 0, None
         if transfer.out:
             counts.written += len(transfer.moves)
             counts.written_bytes += transfer.num_bytes
@@ -299,7 +302,7 @@ class HostTransfers:
             counts.read_bytes += transfer.num_bytes
 
     def _fail(self, transfer: Transfer, error: Exception) -> None:
-        """Notes why a transfer failed, and forgets what it moved."""
+        """Records why a transfer failed, and drops its entries."""
         transfer.error, transfer.arrays = error, []
         self._tier.counts.failures += 1
         self._tier.discard(move.handle for move in transfer.moves)
@@ -307,7 +310,7 @@ class HostTransfers:
         full = transfer.out and is_out_of_memory(error) and self._tier.stop_growing()
         if full and self._limit is None:
             self._limit = limit
-        self._row += not full
+        self._failures_in_row += not full
         way = "to" if transfer.out else "from"
         _LOG.warning("%d pages or states %s the host are lost: %r", len(transfer.moves), way, error)
 
@@ -318,7 +321,7 @@ def units_at_once(num_bytes: int) -> int:
 
 
 def _batches(moves: Sequence[Move], tier: HostTier) -> Iterator[tuple[Move, ...]]:
-    """Cuts moves into runs of the programs: of one group, and of no more bytes than may be staged."""
+    """Splits moves into launches: of one group, at most the largest bucket, and at most half of `STAGED_BYTES`."""
     for group, found in groupby(sorted(moves, key=lambda move: move.group), lambda one: one.group):
         of_group = list(found)
         size = units_at_once(tier.bytes_of(group))

@@ -90,11 +90,11 @@ class SlowMemory:
     def __init__(self, draw):
         self._draw = draw
 
-    def send(self, units):
+    def copy_to_host(self, units):
         return list(units)
 
-    def settle(self, units):
+    def wait_for_copies(self, units):
         return list(units)
 
-    def bring(self, units):
+    def copy_to_device(self, units):
         return [tuple(Late(one, self._draw.choice((0, 0, 1, 4))) for one in unit) for unit in units]

@@ -140,7 +140,7 @@ def test_a_host_too_small_for_a_prefix_is_no_help_and_no_harm():
 
 def test_pageable_memory_serves_as_well(monkeypatch):
     # Without pinned memory the tier copies through pageable memory and reports it.
-    monkeypatch.setattr(host_memory, "_why_not_pinned", lambda device: "it is Tuesday")
+    monkeypatch.setattr(host_memory, "_why_pageable", lambda device: "it is Tuesday")
     engine = engine_for()
     made = serve(engine, prompts_of(0))
     assert cached(made) == [0] * 4 + [40] * 4

@@ -49,9 +49,9 @@ def _is(kind):
 FAULTS = {
     "reading out": (None, "run_read_only", _is("swap_out")),
     "writing in": (None, "update", _is("swap_in")),
-    "sending": (HostMemory, "send", lambda *_: True),
-    "settling": (HostMemory, "settle", lambda *_: True),
-    "bringing": (HostMemory, "bring", lambda *_: True),
+    "sending": (HostMemory, "copy_to_host", lambda *_: True),
+    "settling": (HostMemory, "wait_for_copies", lambda *_: True),
+    "bringing": (HostMemory, "copy_to_device", lambda *_: True),
 }
 
 
@@ -82,7 +82,7 @@ def test_a_transfer_that_fails_costs_only_its_prefix(fault, monkeypatch, caplog)
 
 def test_transfers_that_fail_again_and_again_end_the_tier(monkeypatch, caplog):
     engine = engine_for()
-    fails(monkeypatch, HostMemory, "send", RuntimeError("gone"), times=10**6)
+    fails(monkeypatch, HostMemory, "copy_to_host", RuntimeError("gone"), times=10**6)
     with caplog.at_level(logging.WARNING):
         made = serve(engine, prompts_of(1))
     told = collect_stats(engine)

@@ -25,7 +25,7 @@ def quickly(monkeypatch):
     AssertionError, "a place that others may read is filled|kept before its step|was not computed"
 )
 def places_are_published_before_they_are_filled(patch):
-    take = SwapIns._take_places
+    take = SwapIns._take_units
 
     def publish(swaps, made, wanted):
         done = take(swaps, made, wanted)
@@ -34,12 +34,12 @@ def places_are_published_before_they_are_filled(patch):
                 swaps._allocator.pool(name).keep(page)
         return done
 
-    patch.setattr(SwapIns, "_take_places", publish)
+    patch.setattr(SwapIns, "_take_units", publish)
 
 
 @DEFECTS(CorruptBooks)
 def nobody_looks_again_before_the_index_gets_it(patch):
-    patch.setattr(SwapIns, "_still_good", lambda *_: True)
+    patch.setattr(SwapIns, "_is_valid", lambda *_: True)
 
 
 @DEFECTS(AssertionError, "pins and swap-ins do not agree")

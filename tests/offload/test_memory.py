@@ -24,11 +24,11 @@ def test_memory_is_pinned_where_the_device_offers_it():
     host.transfers.flush()
     stored = host.transfers._stored[handle]
     assert {array.sharding.memory_kind for array in stored} == {"pinned_host"}
-    assert not host_memory._why_not_pinned(device)
+    assert not host_memory._why_pageable(device)
 
 
 def test_without_pinned_memory_copies_go_through_numpy_with_one_warning(monkeypatch, caplog):
-    monkeypatch.setattr(host_memory, "_why_not_pinned", lambda device: "it is Tuesday")
+    monkeypatch.setattr(host_memory, "_why_pageable", lambda device: "it is Tuesday")
     with caplog.at_level(logging.WARNING):
         device = Device(PAGED, 6)
         host = Host(device)
@@ -68,15 +68,15 @@ def test_a_device_without_pinned_memory_says_so(monkeypatch):
         def addressable_memories(self):
             return [type("M", (), {"kind": kind})() for kind in ("device", "pinned_host")]
 
-    told = host_memory._why_not_pinned(Bare())
-    assert told == "bare offers the memories device, and not pinned_host"
-    assert "a copy to pinned_host and back failed on bare" in host_memory._why_not_pinned(Odd())
+    told = host_memory._why_pageable(Bare())
+    assert told == "bare has the memory kinds device, but not pinned_host"
+    assert "a copy to pinned_host and back failed on bare" in host_memory._why_pageable(Odd())
 
 
 def test_where_memory_ends_before_the_budget_the_tier_grows_no_more(monkeypatch):
     device = Device(PAGED, 24)
     host = Host(device)
-    send, calls = HostMemory.send, []
+    send, calls = HostMemory.copy_to_host, []
 
     def ends(memory, units):
         calls.append(len(units))
@@ -84,7 +84,7 @@ def test_where_memory_ends_before_the_budget_the_tier_grows_no_more(monkeypatch)
             raise RuntimeError("RESOURCE_EXHAUSTED: Out of host memory")
         return send(memory, units)
 
-    monkeypatch.setattr(HostMemory, "send", ends)
+    monkeypatch.setattr(HostMemory, "copy_to_host", ends)
     host.leave("gqa", range(16))
     host.transfers.flush()
     host.leave("gqa", [16])
@@ -112,7 +112,7 @@ def test_a_step_that_ran_out_of_memory_with_its_cache_does_not_shrink_the_tier(m
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: the step needed more than there is")
 
     with monkeypatch.context() as patched:
-        patched.setattr(HostMemory, "settle", lost)
+        patched.setattr(HostMemory, "wait_for_copies", lost)
         host.leave("gqa", range(4, 24))
         host.transfers.flush()
         host.transfers.lose_device()

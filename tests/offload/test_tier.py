@@ -221,8 +221,8 @@ def test_a_checkpoint_leaves_with_the_pages_it_rests_on():
     world.evict("group0", 2)
     assert not world.checkpoints()
     world.flush()
-    pages = [entry for entry in world.tier._entries.values() if entry.place[0]]
-    states = [entry for entry in world.tier._entries.values() if not entry.place[0]]
+    pages = [entry for entry in world.tier._entries.values() if entry.key[0]]
+    states = [entry for entry in world.tier._entries.values() if not entry.key[0]]
     assert (len(pages), len(states)) == (2, 1)
 
 
@@ -284,6 +284,6 @@ def test_corrupt_books_are_noticed():
     evict_all(world)
     world.tier.used += 1
     with pytest.raises(
-        ValueError, match="the host's books are corrupt: 24 bytes are held, counted as 25"
+        ValueError, match="the host tier is corrupt: entries have 24 bytes, counted as 25"
     ):
         world.tier.check()

@@ -89,7 +89,7 @@ def test_a_place_is_read_before_anything_is_written_there():
 
 def test_nothing_and_mixtures_are_no_transfers():
     # An empty set of ids is refused.
-    with pytest.raises(ValueError, match=r"one group, at least one; got \[\]"):
+    with pytest.raises(ValueError, match=r"one page or state, all of one group; got \[\]"):
         Transfer(True, (), 0)
     with pytest.raises(ValueError, match="of one group"):
         Transfer(True, (Move("a", 0, 0), Move("b", 0, 1)), 2)
@@ -103,7 +103,7 @@ def test_each_transfer_has_its_own_counters_and_its_own_failure(monkeypatch):
     # The failure is recorded on its own transfer, and the others succeed.
     device = Device(PAGED, 24)
     host = Host(device)
-    send, calls = HostMemory.send, []
+    send, calls = HostMemory.copy_to_host, []
 
     def fails_second(memory, units):
         calls.append(len(units))
@@ -111,7 +111,7 @@ def test_each_transfer_has_its_own_counters_and_its_own_failure(monkeypatch):
             raise RuntimeError("no more pinned memory")
         return send(memory, units)
 
-    monkeypatch.setattr(HostMemory, "send", fails_second)
+    monkeypatch.setattr(HostMemory, "copy_to_host", fails_second)
     before = device.units("gqa")
     handles = host.leave("gqa", range(20))
     host.leave("gqa", [23])

@@ -24,7 +24,7 @@ class LowerTier(Protocol):
         """Stores a checkpoint that is being evicted; returns whether there was room."""
         ...
 
-    def forget(self, places: Iterable[tuple[str, bytes]]) -> None:
+    def forget(self, keys: Iterable[tuple[str, bytes]]) -> None:
         """Drops the pages and checkpoints with these (group name, digest) pairs; the group of a checkpoint is ""."""
         ...
 
@@ -33,7 +33,7 @@ class LowerTier(Protocol):
         ...
 
     def lose_device(self) -> None:
-        """Drops entries whose copy from the device has not completed, because the device's cache is lost."""
+        """Drops entries that have not been read from the device yet, because its cache is lost."""
         ...
 
     def clear(self) -> None:
