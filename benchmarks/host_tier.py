@@ -119,7 +119,7 @@ def _torch(size: int, pieces: int) -> list[Row]:
 
 
 class _Bench:
-    """An engine whose pool holds two prompts, so that a third pushes the first out.
+    """An engine whose pool holds two prompts, so that a third one evicts the first.
 
     Args:
         options: of the command line.
@@ -151,7 +151,7 @@ class _Bench:
         return self.engine.add([Request(prompt=prompt, params=wishes, seed=0, stop_ids=())])[0]
 
     def timed(self, prompt: tuple[int, ...], cached: int) -> float:
-        """Returns the milliseconds to the first token of a prompt of which so many tokens are reused."""
+        """Returns the milliseconds to a prompt's first token; `cached` of its tokens come from the cache."""
         start = time.perf_counter()
         made = self.begin(prompt)
         while not made.generated:

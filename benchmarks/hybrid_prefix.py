@@ -52,7 +52,7 @@ _COUNTED_LAYERS = 6
 
 
 class _Bench:
-    """A model with random weights, and engines over it that share no cache.
+    """A model with random weights, and engines that use it with separate caches.
 
     Args:
         options: of the command line.

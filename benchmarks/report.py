@@ -1,4 +1,4 @@
-"""Turns records into Markdown tables, printed or put between a document's markers.
+"""Renders records as Markdown tables, to print or to insert between a document's markers.
 
     python -m benchmarks.report ops-paged_attention --columns case,implementation,us
     python -m benchmarks.report --into benchmarks/README.md

@@ -23,7 +23,7 @@ _LONGEST_NAME = 60
 
 
 def record_events(run: Callable[[], object]) -> list[Event]:
-    """Runs something under the profiler and returns the events that it saw, in the form that Chrome reads."""
+    """Runs a function under the profiler and returns the recorded events, in Chrome's trace format."""
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0
     with tempfile.TemporaryDirectory() as folder:
