@@ -1,4 +1,4 @@
-"""What the programs of a model cost when they were compiled on this machine, for those who plan to do it again."""
+"""Records of the compile times and memory of a model's programs on this machine, for `jaxkv plan`."""
 
 import hashlib
 import json
@@ -17,7 +17,7 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Cost:
-    """One program's.
+    """The cost of one program.
 
     Attributes:
         seconds: to trace, lower and compile it.
@@ -29,7 +29,7 @@ class Cost:
 
 
 def read_costs(identity: str) -> dict[str, Cost]:
-    """Returns what is known of a model's programs, by `cost_name`; nothing, if nothing was kept."""
+    """Returns `cost_name` -> recorded cost of a model's programs; empty if nothing was recorded."""
     path = _path(identity)
     if path is None or not path.exists():
         return {}

@@ -1,4 +1,4 @@
-"""The name of a compiled program: a hash of what was traced, and of whatever else its compiler depends on.
+"""The name of a stored program: a hash of its trace and of everything else that its compilation depends on.
 
 The trace holds the whole program except for what is decided while our kernels are lowered: code that they inline
 (`inline_mgpu`) and parameters that JAX does not print. The source of our kernels therefore counts too, and so do the
@@ -97,7 +97,7 @@ def _constants(jaxpr: Jaxpr, own: Any, seen: set[int]) -> Iterator[Any]:  # noqa
 
 
 def _environment(device: Device) -> list[object]:
-    """Returns whatever else a compiler's work depends on."""
+    """Returns versions, device, processor, settings and variables that compilation depends on."""
     settings = {
         name: str(getattr(jax.config, name, jax.config.values[name]))
         for name in sorted(jax.config.values)
@@ -136,7 +136,7 @@ def _kernel_sources() -> str:
 
 @cache
 def _host_processor() -> str:
-    """Returns what code for the host's processor was made for."""
+    """Returns model name and feature flags of the host's processor."""
     known = Path("/proc/cpuinfo")
     lines = known.read_text().splitlines() if known.exists() else []
     return "\n".join(

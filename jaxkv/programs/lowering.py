@@ -93,7 +93,7 @@ def _spec(path: tuple, leaf: object) -> jax.ShapeDtypeStruct:
 
 
 def _check_cache_returns(name: str, cache: object, out: object) -> None:
-    """Says which array of the cache changed its type, before donation would silently make a second one."""
+    """Raises `ProgramRefused` if an array of the cache changes shape or dtype, which would prevent its donation."""
     alone = jax.tree.structure(cache) == jax.tree.structure(out)
     returned = out[0] if isinstance(out, tuple) and out and not alone else out
     if jax.tree.structure(cache) != jax.tree.structure(returned):

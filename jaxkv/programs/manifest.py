@@ -1,4 +1,4 @@
-"""Programs compiled ahead of time, and the manifest of them. Knows nothing of what a program computes.
+"""Programs compiled ahead of time, and the manifest that holds them by spec.
 
 A program takes arrays of fixed shapes, one of them the cache, which it donates and returns first. Nothing is
 compiled by calling one, and compiling runs nothing, so warming up leaves every cache as it was.
@@ -148,7 +148,7 @@ class Programs:
         return [self._programs[spec] for spec in builds]
 
     def _collect(self, started: Mapping[ProgramSpec, Future[Built]]) -> None:
-        """Keeps every good program, and then raises what the first bad one failed with."""
+        """Keeps every program that compiled, then raises the error of the first one that failed."""
         failure: BaseException | None = None
         for spec, future in started.items():
             if future.exception() is not None:
@@ -244,7 +244,7 @@ def _program(spec: ProgramSpec, built: Built, *, audited: bool) -> Program:
 
 
 def _difference(spec: ProgramSpec, known: list[ProgramSpec]) -> str:
-    """Says how a spec differs from the one that is most like it."""
+    """Returns how a spec differs from the most similar known one."""
     if not known:
         return "no program is known"
     wanted, others = _parts(spec), [_parts(other) for other in known]

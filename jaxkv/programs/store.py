@@ -49,7 +49,7 @@ class Stored:
 
 @dataclass(frozen=True)
 class Place:
-    """Where one program is kept, or would be.
+    """The file of one program, which may not exist.
 
     Attributes:
         path: its file.
@@ -121,7 +121,7 @@ def _report_of(fields: dict[str, Any]) -> AuditReport:
 
 
 class ProgramStore:
-    """The programs in one folder, which nobody else can write to."""
+    """The programs in one private folder."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
