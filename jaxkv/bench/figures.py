@@ -1,4 +1,4 @@
-"""The conventional figures of serving, from the times at which tokens came. Knows no engine and no clock."""
+"""Serving metrics (throughput, TTFT, TPOT, ITL) computed from the times of tokens."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -38,7 +38,7 @@ class Spread:
 
 @dataclass(frozen=True, kw_only=True)
 class Figures:
-    """What a run came to.
+    """The metrics of one benchmark run.
 
     Attributes:
         requests, failed: that ended with all their tokens, or with an error.

@@ -119,7 +119,7 @@ def measure_startup(
 
 
 def warm(engine: Engine, workload: Workload, *, progress: bool = False) -> WarmUp:
-    """Compiles whatever the workload can need."""
+    """Compiles all programs that the workload can need."""
     needed = declare_served(engine, workload.example(), workload.requests)
     return compile_all(engine.runner, needed, progress=progress)
 

@@ -26,7 +26,7 @@ from jaxkv.runner.sequence_runner import SequenceRunner
 
 @dataclass(frozen=True, kw_only=True)
 class Served:
-    """What is measured.
+    """The model and engine to measure.
 
     Attributes:
         shape: a name of `SHAPES`, with random weights; `None` for a directory.

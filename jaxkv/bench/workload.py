@@ -15,7 +15,7 @@ LENGTHS = ("prompt_tokens", "output_tokens")
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """What is asked; the defaults are nano-vllm's published benchmark.
+    """The requests of a benchmark; the defaults are nano-vllm's published benchmark.
 
     Attributes:
         data: "random" prompts have nothing in common; those of "shared-prefix" begin alike.

@@ -144,7 +144,7 @@ def train(
 def logits_at(
     model: SmallLlama, params: Params, token_ids: Int[Array, "1 tokens"], last: Int[Array, ""]
 ) -> Float[Array, " vocab"]:
-    """The logits after token `last`; what lies past it is room that causality keeps out."""
+    """Returns the logits after token `last`; later tokens are padding, which causal attention ignores."""
     return forward(model, params, token_ids)[0, last]
 
 
