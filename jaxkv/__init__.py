@@ -1,4 +1,7 @@
-"""LLM inference in JAX on NVIDIA GPUs, with caches that PyTorch shares without a copy."""
+"""LLM inference in JAX on NVIDIA GPUs, with caches that PyTorch shares without a copy.
+
+The names in `__all__` are the public API, and `jaxkv.errors` has the exceptions; everything else is private.
+"""
 
 import os
 from importlib import import_module

@@ -11,7 +11,8 @@ Rule for every file here: no models, no requests, no page allocation. Callers pa
 - Sampling: `filter_bounds` (top-k and top-p thresholds).
 
 The ops are loaded on first use, so importing a host module such as `pallas_kernels.dispatch` does not import JAX.
-`pallas_kernels.<op>` is the function. Import an op's files with `from pallas_kernels.<op> import <file>`.
+`pallas_kernels.<op>` is the function. The ops are the public API; everything else is private. An op's files are
+imported with `from pallas_kernels.<op> import <file>`.
 """
 
 import sys
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from pallas_kernels.ssd_scan.api import ssd_scan as ssd_scan
     from pallas_kernels.ssd_update.api import ssd_update as ssd_update
 
-_OPS = (
+__all__ = [
     "causal_conv",
     "delta_scan",
     "delta_update",
@@ -48,18 +49,18 @@ _OPS = (
     "paged_attention",
     "ragged_attention",
     "rotary_write",
-    "sparse_attention",
     "skinny_matmul",
+    "sparse_attention",
     "ssd_scan",
     "ssd_update",
-)
+]
 
 
 class _Package(ModuleType):
     """Keeps `pallas_kernels.<op>` bound to the function; the import system would rebind it to the subpackage."""
 
     def __setattr__(self, name: str, value: object) -> None:
-        if not (name in _OPS and isinstance(value, ModuleType)):
+        if not (name in __all__ and isinstance(value, ModuleType)):
             super().__setattr__(name, value)
 
 
@@ -67,7 +68,7 @@ sys.modules[__name__].__class__ = _Package
 
 
 def __getattr__(name: str) -> object:
-    if name not in _OPS:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     globals()[name] = getattr(import_module(f"{__name__}.{name}.api"), name)
     return globals()[name]

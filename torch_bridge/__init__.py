@@ -1,4 +1,8 @@
-"""PyTorch on jaxkv's memory: leases, Transformers caches, kernels on tensors, torch inside a step."""
+"""PyTorch on jaxkv's memory: leases, Transformers caches, kernels on tensors, torch inside a step.
+
+The names in `__all__` and the modules `kernels`, `inside`, `weights` and `memory` are the public API; everything else
+is private.
+"""
 
 try:
     import torch  # noqa: F401

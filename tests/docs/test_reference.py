@@ -30,7 +30,7 @@ def public_names(sources):
     bridge = sources["torch_bridge"].exports
     yield from (("jaxkv.md", f"jaxkv.{name}") for name in jaxkv.__all__)
     yield from (("torch_bridge.md", f"torch_bridge.{name}") for name in (*bridge, *MODULES))
-    for op in pallas_kernels._OPS:
+    for op in pallas_kernels.__all__:
         yield "pallas_kernels.md", f"pallas_kernels.{op}.api.{op}"
 
 

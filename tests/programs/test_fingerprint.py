@@ -60,7 +60,7 @@ def test_ops_that_are_loaded_and_lowered_load_no_file_that_is_left_out():
     """Imports that are computed while a program runs are in no graph."""
     program = f"""
 import sys, jax, pallas_kernels
-for op in {sorted(pallas_kernels._OPS)}:
+for op in {sorted(pallas_kernels.__all__)}:
     getattr(pallas_kernels, op)
 array = jax.ShapeDtypeStruct
 pool, values = array((8, 16, 2, 128), "bfloat16"), array((4, 2, 128), "bfloat16")
