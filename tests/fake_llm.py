@@ -22,7 +22,7 @@ class FakeLLM:
         self.interrupted = interrupted
         self.conversations, self.sampling, self.closed = [], None, 0
         programs = SimpleNamespace(watched=lambda tell: nullcontext())
-        self.sequence_runner = SimpleNamespace(programs=programs)
+        self.engine = SimpleNamespace(runner=SimpleNamespace(programs=programs))
 
     def chat_prompt(self, messages):
         if not self.can_chat:
