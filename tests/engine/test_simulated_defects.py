@@ -160,7 +160,7 @@ def shared_pages_are_not_copied(patch):
     patch.setattr(SequenceRunner, "copy", lambda sequence_runner, copies: None)
 
 
-@defect(ValueError, "do not hold .* reserve first", caches=["full"])
+@defect(ValueError, "do not hold .* reserve pages first", caches=["full"])
 def a_table_is_not_written_anew_when_it_grows(patch):
     """The packer's own copy of a table is stale."""
 
