@@ -173,8 +173,10 @@ def test_generation_config_json_chooses_the_sampling_that_no_flag_chooses(tmp_pa
 
 
 CHILD = """
-import hashlib, os, sys, termios, time
+import hashlib, os, signal, sys, termios, time
 from fcntl import ioctl
+# A shell that runs the tests in the background has it ignored.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 # The terminal sends its interrupts to this session.
 ioctl(0, termios.TIOCSCTTY, 0)
 from jaxkv import cli
