@@ -43,7 +43,7 @@ class _Call:
     samples: list[RequestState] = field(default_factory=list)
 
     def send(self, arrivals: Sequence[_Arrival]) -> bool:
-        """Hands arrivals over to the user's event loop, from the engine's thread; False if nobody waits any more."""
+        """Hands arrivals over to the user's event loop, from the engine's thread; False if no caller waits any more."""
         try:
             self.loop.call_soon_threadsafe(self._put, arrivals)
         except RuntimeError:  # Its event loop is closed.

@@ -133,7 +133,7 @@ class LLM:
         strict: after `warm_up`, refuse to compile anything more.
         progress: where stderr is a terminal, show bars on it while weights load, programs compile and `generate` works.
         seed: requests without a seed get theirs from a generator with this one, in the order in which they come;
-            `None` for seeds that nobody can foresee.
+            `None` for unpredictable seeds.
         load_format: "auto" or "safetensors" read the checkpoint; "dummy" draws random weights instead, so the
             directory needs none.
         options: fields of `cache` and `engine` under vLLM's names, such as `max_num_seqs`; `jaxkv.config.vllm_names`
@@ -257,7 +257,7 @@ class LLM:
     ) -> WarmUp:
         """Compiles what `generate`, `stream` and `AsyncLLM` need for requests like these, or shorter; runs nothing.
 
-        May be called several times. A strict `LLM` refuses afterwards whatever would have to be compiled.
+        May be called several times. A strict `LLM` refuses afterwards every request that needs another program.
 
         Args:
             batch: most prompts at once.
@@ -330,7 +330,7 @@ class LLM:
             ValueError: a prompt is empty, has ids the model lacks, or leaves no room for a token; or an option is
                 unknown.
             ProgramRefused: strict mode has no program for one of them; nothing was begun.
-            OutOfPages: somebody else, such as a stream, holds the pages that the first in the queue needs.
+            OutOfPages: another caller, such as a stream, holds the pages that the first request in the queue needs.
             CachePoisoned, JaxRuntimeError: the cache was lost too often, or the device is broken.
         """
         call = as_call("LLM.generate", options, sampling=sampling, progress=progress)

@@ -47,7 +47,7 @@ class Served:
     implementation: str | None = None
 
     def __post_init__(self) -> None:
-        """Refuses a shape nobody knows, and a shape and a directory at once."""
+        """Refuses an unknown shape, and a shape together with a directory."""
         if self.shape is not None and self.shape not in SHAPES:
             raise ValueError(f"shape must be one of {', '.join(SHAPES)}, got {self.shape!r}")
         if self.shape is not None and self.model is not None:
@@ -108,7 +108,7 @@ def serve(engine: Engine, requests: Sequence[Request], due: Sequence[float]) -> 
     from when it was due.
 
     Args:
-        engine: serves them; nobody else uses it meanwhile.
+        engine: serves them; it has no other user meanwhile.
         requests: in the order in which they come.
         due: seconds from the start at which each comes, ascending.
 

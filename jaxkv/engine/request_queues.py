@@ -30,7 +30,8 @@ class RequestQueues:
         """Moves a request to the running queue."""
         if state in self.waiting:
             self.waiting.remove(state)
-        insort(self.running, state, key=ORDER)
+        if state not in self.running:
+            insort(self.running, state, key=ORDER)
         state.status = RUNNING
 
     def end(self, state: RequestState) -> None:

@@ -40,7 +40,7 @@ class Selection:
 def begin_restore(
     index: PrefixIndex, catalogue: Catalogue, new_number: Callable[[], int]
 ) -> Iterator["Restore"]:
-    """Yields a restore; whatever it holds at the end of the block is released.
+    """Yields a restore, and at the end of the block releases what it still holds.
 
     Args:
         index: gets the pages and checkpoints.

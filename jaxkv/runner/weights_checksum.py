@@ -42,7 +42,7 @@ def weights_checksum(runner: ModelRunner) -> str:
     """Returns a SHA-256 digest, in hex, of the name, shape, dtype and checksum of every parameter array.
 
     It depends on every bit of every parameter, and on nothing else. It finds other weights and damage; the checksums
-    inside of it are not cryptographic, so it does not stop somebody who constructs weights with equal checksums.
+    inside of it are not cryptographic, so weights that were constructed to have equal checksums pass.
 
     Raises:
         ProgramRefused: strict mode has no program for it.

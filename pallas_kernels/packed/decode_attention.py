@@ -6,8 +6,7 @@ from jaxtyping import Array, Float, Int, Shaped
 from pallas_kernels.packed.tile_attention import attend_tiles
 
 # Up to this much temporary memory, decode is one sequence of kernels (one CUDA graph). Beyond it, a loop visits the
-# keys
-# in blocks.
+# keys in blocks.
 TEMPORARY_BYTES = 2 << 30
 
 

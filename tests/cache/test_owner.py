@@ -75,6 +75,43 @@ def test_each_step_begins_an_epoch_and_old_handles_are_refused(owner):
     assert is_full_of(owner.handle().cache, 1)
 
 
+@pytest.mark.parametrize("use", ["run", "take"])
+def test_an_observer_reads_the_cache_before_each_use_that_may_overwrite_it(owner, use):
+    seen = []
+    end = owner.before_donation(
+        lambda: seen.append(int(jnp.copy(owner.handle().cache.arrays[0]).max()))
+    )
+
+    def add_one():
+        if use == "run":
+            owner.run(donating_add, ONE)
+        else:
+            owner.put(donating_add(owner.take(), ONE)[0])
+
+    add_one()
+    add_one()
+    owner.handle()
+    assert seen == [0, 1]
+    end()
+    end()
+    add_one()
+    assert seen == [0, 1]
+
+
+def test_an_observer_that_fails_costs_nothing(owner):
+    def fail():
+        raise RuntimeError("the observer failed")
+
+    end = owner.before_donation(fail)
+    for use in (lambda: owner.run(donating_add, ONE), owner.take):
+        with pytest.raises(RuntimeError, match="the observer failed"):
+            use()
+    end()
+    assert is_full_of(owner.handle().cache, 0)
+    owner.run(donating_add, ONE)
+    assert is_full_of(owner.handle().cache, 1)
+
+
 def test_a_step_that_fails_before_the_donation_leaves_the_cache(owner):
     """A bad argument is the caller's error and nothing is lost."""
     step = compiled_add(owner)

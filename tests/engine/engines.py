@@ -24,7 +24,7 @@ from jaxkv.text.tokenizer import load_tokenizer
 from tests.engine.oracle import generated
 
 VOCAB, LONGEST, ROWS, PAGE = 61, 64, 4, 8
-NOBODY = 10**9
+OTHER_HOLDER = 10**9
 ROPES = {
     "plain": RopeConfig(rotary_dim=8),
     # The angles of every token depend on how long its prompt is, so prompts stay whole.
@@ -112,8 +112,10 @@ def engine_for(*, rope="plain", programs=None, free_pages=None, clock=None, **co
     """Returns an engine; of each group all but `free_pages` pages are somebody else's."""
     sequence_runner = sequence_runner_for(rope=rope, programs=programs)
     if free_pages is not None:
-        sequence_runner.allocator.open(NOBODY)
-        sequence_runner.allocator.reserve(NOBODY, (ROWS * LONGEST // PAGE - free_pages) * PAGE)
+        sequence_runner.allocator.open(OTHER_HOLDER)
+        sequence_runner.allocator.reserve(
+            OTHER_HOLDER, (ROWS * LONGEST // PAGE - free_pages) * PAGE
+        )
     options = {"token_budget": 16} | config
     clocks = {} if clock is None else {"clock": clock}
     engine = Engine(sequence_runner, TOKENIZER, EngineConfig(**options), **clocks)
@@ -197,8 +199,8 @@ def assert_idle(engine):
         for place, array in zip(live.keys, live.arrays, strict=True):
             assert place not in places or not np.asarray(array[0]).any(), (group.name, place)
     allocator = engine.sequence_runner.allocator
-    if allocator.is_open(NOBODY):
-        allocator.release(NOBODY)
+    if allocator.is_open(OTHER_HOLDER):
+        allocator.release(OTHER_HOLDER)
     allocator.check()
     if engine.prefix is not None:
         engine.prefix.check()

@@ -10,7 +10,7 @@ from jaxkv.engine.engine import Engine
 from jaxkv.offload.transfers import HostTransfers
 from tests.engine.engines import (
     LONGEST,
-    NOBODY,
+    OTHER_HOLDER,
     PAGE,
     ROWS,
     TOKENIZER,
@@ -28,8 +28,8 @@ MUCH = 2**22
 def engine_for(*, free_pages=8, host_bytes=MUCH, **config):
     """Returns an engine with a tier on the host; of each group all but `free_pages` pages are somebody else's."""
     sequence_runner = sequence_runner_for()
-    sequence_runner.allocator.open(NOBODY)
-    sequence_runner.allocator.reserve(NOBODY, (ROWS * LONGEST // PAGE - free_pages) * PAGE)
+    sequence_runner.allocator.open(OTHER_HOLDER)
+    sequence_runner.allocator.reserve(OTHER_HOLDER, (ROWS * LONGEST // PAGE - free_pages) * PAGE)
     settings = EngineConfig(**{"token_budget": 16} | config)
     engine = Engine(sequence_runner, TOKENIZER, settings, host_bytes=host_bytes)
     # Two programs serve every test here.

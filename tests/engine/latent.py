@@ -17,7 +17,7 @@ from jaxkv.plan import plan_cache
 from jaxkv.programs.manifest import Programs
 from jaxkv.runner.model_runner import ModelRunner
 from jaxkv.runner.sequence_runner import SequenceRunner
-from tests.engine.engines import NOBODY, TOKENIZER, VOCAB, fill_free, keep_junk
+from tests.engine.engines import OTHER_HOLDER, TOKENIZER, VOCAB, fill_free, keep_junk
 
 ROWS, PAGE, LONGEST, TOKENS = 3, 8, 64, 32
 LATENT = LatentConfig(kv_lora_rank=24, rope_dim=8, nope_dim=12, value_dim=10, q_lora_rank=20)
@@ -94,8 +94,10 @@ def engine_of(latent=LATENT, *, programs=None, free_pages=None, window=None, **o
         max_rows=ROWS,
     )
     if free_pages is not None:
-        sequence_runner.allocator.open(NOBODY)
-        sequence_runner.allocator.reserve(NOBODY, (ROWS * LONGEST // PAGE - free_pages) * PAGE)
+        sequence_runner.allocator.open(OTHER_HOLDER)
+        sequence_runner.allocator.reserve(
+            OTHER_HOLDER, (ROWS * LONGEST // PAGE - free_pages) * PAGE
+        )
     fill_free(sequence_runner)
     engine = Engine(
         sequence_runner, TOKENIZER, EngineConfig(**({"token_budget": TOKENS} | options))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from jaxkv.engine.request_state import FINISHED
 from tests.engine.engines import (
-    NOBODY,
+    OTHER_HOLDER,
     PAGE,
     ROWS,
     assert_equal,
@@ -80,8 +80,8 @@ TRACES = st.lists(
 def run_trace(engine, truths, trace, taken, losses, junk):
     """Serves one trace with some pages taken away, and the cache lost before some steps."""
     allocator, steps = engine.sequence_runner.allocator, count()
-    allocator.open(NOBODY)
-    allocator.reserve(NOBODY, taken * PAGE)
+    allocator.open(OTHER_HOLDER)
+    allocator.reserve(OTHER_HOLDER, taken * PAGE)
     if junk:
         fill_free(engine.sequence_runner)
     made, due = [], {}

@@ -299,8 +299,8 @@ def test_random_prompts_survive_a_chain_of_files(tmp_path):
         engine = hybrid_engine(checkpoints=draw.choice([2, 5, 12]), idle_checks=False)
         if draw.random() < 0.5:
             # All but 14 pages are somebody else's.
-            engine.sequence_runner.allocator.open(engines.NOBODY)
-            engine.sequence_runner.allocator.reserve(engines.NOBODY, 34 * 8)
+            engine.sequence_runner.allocator.open(engines.OTHER_HOLDER)
+            engine.sequence_runner.allocator.reserve(engines.OTHER_HOLDER, 34 * 8)
         if turn:
             load_prefixes(engine, path)
             check(engine)

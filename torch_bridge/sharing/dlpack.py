@@ -1,4 +1,4 @@
-"""Zero-copy exchange of JAX arrays and torch tensors through DLPack; whatever would need a copy is refused.
+"""Zero-copy exchange of JAX arrays and torch tensors through DLPack; an exchange that needs a copy is refused.
 
 Torch can write to the memory of a JAX array, and JAX does not notice. `leases.py` decides when torch may write.
 """
