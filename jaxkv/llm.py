@@ -35,7 +35,7 @@ from jaxkv.errors import BadCheckpoint
 from jaxkv.memory import named_exhaustion
 from jaxkv.models.decoder import Decoder
 from jaxkv.models.protocol import Params
-from jaxkv.models.registry import build_model, load_config, resolve_dtype
+from jaxkv.models.registry import build_model, load_config, load_params, resolve_dtype
 from jaxkv.plan import (
     check_room,
     free_bytes,
@@ -65,7 +65,6 @@ from jaxkv.text.prompts import (
     tokenize,
 )
 from jaxkv.text.tokenizer import Tokenizer, load_tokenizer
-from jaxkv.weights.load import load_params
 
 _LOG = logging.getLogger(__name__)
 

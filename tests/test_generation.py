@@ -48,8 +48,7 @@ def params():
 def test_tokens_of_unequal_prompts_equal_transformers(name, tmp_path):
     """The greedy tokens of a batch are those of each prompt alone in Transformers."""
     families = pytest.importorskip("tests.models.families")
-    from jaxkv.models.registry import build_model, load_config
-    from jaxkv.weights.load import load_params
+    from jaxkv.models.registry import build_model, load_config, load_params
 
     case = families.CASES[name]
     theirs = case.build()

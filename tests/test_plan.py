@@ -14,11 +14,10 @@ from jaxkv.config.cache import CacheConfig
 from jaxkv.config.engine import EngineConfig
 from jaxkv.engine.warm_up import compile_all, declare_served
 from jaxkv.models.implementation import Choice
-from jaxkv.models.registry import build_model, load_config
+from jaxkv.models.registry import build_model, load_config, load_params
 from jaxkv.plan import explain_plan, plan_cache, resolve_dtype
 from jaxkv.plan import resolve_length as checked_resolve_length
 from jaxkv.runner.program_specs import StepSpec
-from jaxkv.weights.load import load_params
 from pallas_kernels.dispatch import Unsupported
 
 # Users have no shape checker before it, which refuses other types by itself.

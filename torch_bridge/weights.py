@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import torch
 
-from jaxkv.weights.families import rules_for
+from jaxkv.models.registry import rules_for
 from jaxkv.weights.load import Loadable
 from jaxkv.weights.rules import Recipe, expand
 from jaxkv.wording import listed
@@ -93,7 +93,7 @@ def _check_joins(named: list[tuple[Recipe, tuple[int, ...]]]) -> None:
         if not plain or recipe.offset or recipe.regroup is not None:
             raise ValueError(
                 f"{recipe.target} is made of {recipe.sources[0]!r} by more than putting weights together, so this "
-                "family cannot be shared; save the model and read it with jaxkv.weights.load.load_params"
+                "family cannot be shared; save the model and read it with jaxkv.models.registry.load_params"
             )
 
 

@@ -1,8 +1,13 @@
 """The built-in families by `model_type`; reads config, model and parameters of a model directory."""
 
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+
+import jax
+from jax.sharding import Sharding
+from jaxtyping import PyTree
 
 from jaxkv import default_model
 from jaxkv.config.checks import dtype_name
@@ -25,31 +30,35 @@ from jaxkv.models.families import (
     qwen3,
     qwen3_next,
 )
+from jaxkv.models.families.family import Family
 from jaxkv.models.hf_config.config_json import ConfigJson
 from jaxkv.models.protocol import Params
 from jaxkv.weights.directory import existing_directory, read_config_json, read_json_if_there
-from jaxkv.weights.load import load_params
+from jaxkv.weights.load import Loadable, load_by_rules
+from jaxkv.weights.rules import RuleSet
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
-FAMILIES: Mapping[str, Callable[[Mapping[str, object]], ModelConfig]] = {
-    "llama": llama.from_hf,
-    "mistral": mistral.from_hf,
-    "qwen2": qwen2.from_hf,
-    "qwen3": qwen3.from_hf,
-    "gemma2": gemma2.from_hf,
-    "gemma3_text": gemma3.from_hf,
-    "gpt_oss": gpt_oss.from_hf,
-    "mamba2": mamba2.from_hf,
-    "bamba": bamba.from_hf,
-    "granitemoehybrid": granite_hybrid.from_hf,
-    "nemotron_h": nemotron_h.from_hf,
-    "falcon_h1": falcon_h1.from_hf,
-    "qwen3_next": qwen3_next.from_hf,
-    "deepseek_v2": deepseek.from_hf_v2,
-    "deepseek_v3": deepseek.from_hf_v3,
-    "deepseek_v32": deepseek.from_hf_v32,
+FAMILIES: Mapping[str, Family] = {
+    family.model_type: family
+    for family in (
+        llama.FAMILY,
+        mistral.FAMILY,
+        qwen2.FAMILY,
+        qwen3.FAMILY,
+        gemma2.FAMILY,
+        gemma3.FAMILY,
+        gpt_oss.FAMILY,
+        mamba2.FAMILY,
+        bamba.FAMILY,
+        granite_hybrid.FAMILY,
+        nemotron_h.FAMILY,
+        falcon_h1.FAMILY,
+        qwen3_next.FAMILY,
+        *deepseek.FAMILIES,
+    )
 }
+"""`model_type` -> family."""
 
 
 def load_config(directory: str | Path) -> ModelConfig:
@@ -78,12 +87,37 @@ def read_config(raw: Mapping[str, object]) -> ModelConfig:
             f"config.json: model_type {str(model_type)[:80]!r} is not supported; "
             f"supported are {', '.join(FAMILIES)}"
         )
-    return FAMILIES[model_type](raw)
+    return FAMILIES[model_type].read(raw)
 
 
 def build_model(config: ModelConfig, *, implementation: str | None = None) -> Decoder:
     """Returns the model of a config; `implementation` is the family of implementations of all its ops."""
     return Decoder(config, implementation)
+
+
+def rules_for(config: ModelConfig) -> RuleSet:
+    """Returns the weight rules of a config's family.
+
+    Raises:
+        UnknownConfig: the family is none of `FAMILIES`.
+    """
+    if config.family not in FAMILIES:
+        known = ", ".join(FAMILIES)
+        raise UnknownConfig(f"no weight rules for the family {config.family!r}; known are {known}")
+    return FAMILIES[config.family].rules
+
+
+def load_params(
+    directory: str | os.PathLike[str],
+    model: Loadable,
+    *,
+    dtype: str,
+    device: jax.Device | Sharding | None = None,  # pyright: ignore[reportInvalidTypeForm]
+    progress: bool = True,
+) -> PyTree[jax.Array]:
+    """Reads a checkpoint into the parameters of a model by the rules of its family; see `load_by_rules`."""
+    rules = rules_for(model.config)
+    return load_by_rules(directory, model, rules, dtype=dtype, device=device, progress=progress)
 
 
 def resolve_dtype(dtype: str, checkpoint: str) -> str:

@@ -1,4 +1,4 @@
-"""`load_params`: reads a checkpoint into a model's parameters, leaf by leaf."""
+"""`load_by_rules`: reads a checkpoint into a model's parameters, leaf by leaf."""
 
 import math
 import os
@@ -18,7 +18,6 @@ from jaxkv.config.model import ModelConfig
 from jaxkv.errors import BadCheckpoint
 from jaxkv.weights.block_scaled import BlockScaled, with_scales
 from jaxkv.weights.directory import existing_directory, read_json_if_there
-from jaxkv.weights.families import rules_for
 from jaxkv.weights.quantised import read_quantised
 from jaxkv.weights.rules import Recipe, Regrouped, RuleSet, expand
 from jaxkv.weights.safetensors import FLOAT_DTYPES, StoredTensor, open_checkpoint
@@ -64,9 +63,10 @@ class _Leaf:
         return sum(source.nbytes for source in self.sources)
 
 
-def load_params(
+def load_by_rules(
     directory: str | os.PathLike[str],
     model: Loadable,
+    rules: RuleSet,
     *,
     dtype: str,
     device: jax.Device | Sharding | None = None,  # pyright: ignore[reportInvalidTypeForm]
@@ -81,6 +81,7 @@ def load_params(
     Args:
         directory: a directory with `model.safetensors`, or shards and their index.
         model: the model whose parameters to read.
+        rules: which tensors make up which parameter.
         dtype: "float32", "bfloat16" or "float16"; the stored numbers are rounded to it.
         device: device or sharding of the parameters; `None` for JAX's default device.
         progress: show a progress bar on stderr.
@@ -97,7 +98,6 @@ def load_params(
     if dtype not in DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
     folder = existing_directory(directory)
-    rules = rules_for(model.config)
     shapes, structure = jax.tree_util.tree_flatten_with_path(model.param_shapes(dtype))
     quantised = read_quantised(read_json_if_there(folder, "config.json"))
     with open_checkpoint(folder) as stored:

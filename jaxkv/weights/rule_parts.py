@@ -2,14 +2,18 @@
 
 from jaxkv.weights.rules import Regroup, Rule
 
-_LEAF = "layers.{layer}."
+LEAF = "layers.{layer}."
+LAYER = "model.layers.{layer}."
+BACKBONE = "backbone.layers.{layer}."
+"""Beginnings of names: of a layer's parameters, and of its tensors in checkpoints (`BACKBONE` in Mamba's)."""
+
 _QUERY_KEY_VALUE_ROWS = (("heads", "head_dim"), ("kv_heads", "head_dim"), ("kv_heads", "head_dim"))
 _GATE_UP_ROWS = (("ffn_size",), ("ffn_size",))
 
 
 def norms(*sources: str, offset: float = 0.0) -> Rule:
     """Returns the rule of the norms of a layer's stages, in order; `offset` is added to the stored weights."""
-    return Rule(f"{_LEAF}norms", sources, combine="stack", offset=offset)
+    return Rule(f"{LEAF}norms", sources, combine="stack", offset=offset)
 
 
 def embeddings(table: str, final_norm: str, *, offset: float = 0.0) -> tuple[Rule, ...]:
@@ -29,14 +33,14 @@ def attention(prefix: str, *, offset: float = 0.0) -> tuple[Rule, ...]:
 
     return (
         Rule(
-            f"{_LEAF}qkv",
+            f"{LEAF}qkv",
             projections("weight"),
             combine="concat",
             rows=_QUERY_KEY_VALUE_ROWS,
             block="attention",
         ),
         Rule(
-            f"{_LEAF}qkv_bias",
+            f"{LEAF}qkv_bias",
             projections("bias"),
             combine="concat",
             rows=_QUERY_KEY_VALUE_ROWS,
@@ -44,18 +48,16 @@ def attention(prefix: str, *, offset: float = 0.0) -> tuple[Rule, ...]:
             block="attention",
         ),
         Rule(
-            f"{_LEAF}qk_norm",
+            f"{LEAF}qk_norm",
             (f"{prefix}.q_norm.weight", f"{prefix}.k_norm.weight"),
             combine="stack",
             when=("qk_norm", True),
             block="attention",
             offset=offset,
         ),
-        Rule(f"{_LEAF}o", (f"{prefix}.o_proj.weight",), block="attention"),
-        Rule(
-            f"{_LEAF}o_bias", (f"{prefix}.o_proj.bias",), when=("o_bias", True), block="attention"
-        ),
-        Rule(f"{_LEAF}sinks", (f"{prefix}.sinks",), when=("sinks", True), block="attention"),
+        Rule(f"{LEAF}o", (f"{prefix}.o_proj.weight",), block="attention"),
+        Rule(f"{LEAF}o_bias", (f"{prefix}.o_proj.bias",), when=("o_bias", True), block="attention"),
+        Rule(f"{LEAF}sinks", (f"{prefix}.sinks",), when=("sinks", True), block="attention"),
     )
 
 
@@ -64,7 +66,7 @@ def gated_attention(prefix: str, *, offset: float) -> tuple[Rule, ...]:
     queries = Regroup(("heads",), (("head_dim",), ("head_dim",)), order=(1, 0))
     return (
         Rule(
-            f"{_LEAF}qkv",
+            f"{LEAF}qkv",
             tuple(f"{prefix}.{name}_proj.weight" for name in "qkv"),
             combine="concat",
             rows=(("heads", "query_rows"), *_QUERY_KEY_VALUE_ROWS[1:]),
@@ -72,13 +74,13 @@ def gated_attention(prefix: str, *, offset: float) -> tuple[Rule, ...]:
             regroup=queries,
         ),
         Rule(
-            f"{_LEAF}qk_norm",
+            f"{LEAF}qk_norm",
             (f"{prefix}.q_norm.weight", f"{prefix}.k_norm.weight"),
             combine="stack",
             block="attention",
             offset=offset,
         ),
-        Rule(f"{_LEAF}o", (f"{prefix}.o_proj.weight",), block="attention"),
+        Rule(f"{LEAF}o", (f"{prefix}.o_proj.weight",), block="attention"),
     )
 
 
@@ -89,7 +91,7 @@ def latent_attention(prefix: str, block: str = "latent") -> tuple[Rule, ...]:
 
     def rule(leaf: str, *names: str, **options: object) -> Rule:
         sources = tuple(f"{prefix}.{name}.weight" for name in names)
-        return Rule(f"{_LEAF}{leaf}", sources, block=block, **options)  # type: ignore[arg-type]
+        return Rule(f"{LEAF}{leaf}", sources, block=block, **options)  # type: ignore[arg-type]
 
     has, lacks = (("latent.has_query_latent", value) for value in (True, False))
     down = {"combine": "concat", "rows": (("latent.q_lora_rank",), stored), "when": has}
@@ -118,7 +120,7 @@ def sparse_latent_attention(prefix: str) -> tuple[Rule, ...]:
         "index_weights": "weights_proj.weight",
     }
     return latent_attention(prefix, "sparse_latent") + tuple(
-        Rule(f"{_LEAF}{leaf}", (f"{prefix}.indexer.{name}",), block="sparse_latent")
+        Rule(f"{LEAF}{leaf}", (f"{prefix}.indexer.{name}",), block="sparse_latent")
         for leaf, name in index.items()
     )
 
@@ -129,7 +131,7 @@ def delta(prefix: str) -> tuple[Rule, ...]:
     heads, gates = ("delta.key_heads",), ("delta.values_per_key",)
 
     def rule(leaf: str, name: str, **options: object) -> Rule:
-        return Rule(f"{_LEAF}{leaf}", (f"{prefix}.{name}",), block="delta", **options)  # type: ignore[arg-type]
+        return Rule(f"{LEAF}{leaf}", (f"{prefix}.{name}",), block="delta", **options)  # type: ignore[arg-type]
 
     return (
         rule(
@@ -150,7 +152,7 @@ def mamba2(prefix: str) -> tuple[Rule, ...]:
     """Returns the rules of a Mamba-2 mixer."""
 
     def rule(leaf: str, name: str, **options: object) -> Rule:
-        return Rule(f"{_LEAF}{leaf}", (f"{prefix}.{name}",), block="mamba2", **options)  # type: ignore[arg-type]
+        return Rule(f"{LEAF}{leaf}", (f"{prefix}.{name}",), block="mamba2", **options)  # type: ignore[arg-type]
 
     return (
         rule("ssm_in", "in_proj.weight"),
@@ -174,25 +176,59 @@ def gated(prefix: str) -> tuple[Rule, ...]:
 
     return (
         Rule(
-            f"{_LEAF}gate_up",
+            f"{LEAF}gate_up",
             halves("weight"),
             combine="concat",
             rows=_GATE_UP_ROWS,
             block="gated",
         ),
         Rule(
-            f"{_LEAF}gate_up_bias",
+            f"{LEAF}gate_up_bias",
             halves("bias"),
             combine="concat",
             rows=_GATE_UP_ROWS,
             when=("mlp_bias", True),
             block="gated",
         ),
-        Rule(f"{_LEAF}down", (f"{prefix}.down_proj.weight",), block="gated"),
+        Rule(f"{LEAF}down", (f"{prefix}.down_proj.weight",), block="gated"),
         Rule(
-            f"{_LEAF}down_bias",
+            f"{LEAF}down_bias",
             (f"{prefix}.down_proj.bias",),
             when=("mlp_bias", True),
             block="gated",
         ),
+    )
+
+
+def gated_experts(prefix: str) -> tuple[Rule, ...]:
+    """Returns the rules of a router and of gated experts, one tensor per expert and projection."""
+    experts = f"{prefix}.experts.{{expert}}"
+    return (
+        Rule(f"{LEAF}router", (f"{prefix}.gate.weight",), block="mixture"),
+        Rule(
+            f"{LEAF}experts_up",
+            (f"{experts}.gate_proj.weight", f"{experts}.up_proj.weight"),
+            combine="stack",
+            block="mixture",
+        ),
+        Rule(
+            f"{LEAF}experts_down",
+            (f"{experts}.down_proj.weight",),
+            combine="stack_transpose",
+            block="mixture",
+        ),
+    )
+
+
+def shared_expert(prefix: str) -> tuple[Rule, ...]:
+    """Returns the rules of a gated expert that runs on all tokens."""
+    return (
+        Rule(
+            f"{LEAF}shared_up",
+            (f"{prefix}.gate_proj.weight", f"{prefix}.up_proj.weight"),
+            combine="concat",
+            rows=(("mixture.shared_size",), ("mixture.shared_size",)),
+            block="shared",
+        ),
+        Rule(f"{LEAF}shared_down", (f"{prefix}.down_proj.weight",), block="shared"),
     )

@@ -7,8 +7,7 @@ import numpy as np
 import torch
 import transformers
 
-from jaxkv.models.registry import build_model, load_config
-from jaxkv.weights.load import load_params
+from jaxkv.models.registry import build_model, load_config, load_params
 
 SHAPE = {
     "vocab_size": 199,

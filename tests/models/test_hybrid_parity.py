@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxkv.config.checkpoint_policy import CheckpointPolicy
-from jaxkv.weights.load import load_params
+from jaxkv.models.registry import load_params
 from tests.engine.hybrid import engine_of, run
 from tests.models.driver import Driver
 

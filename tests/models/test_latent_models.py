@@ -17,8 +17,7 @@ from jaxkv.cache.variants import mla, place
 from jaxkv.config.blocks import IndexConfig, LatentConfig
 from jaxkv.errors import BadCheckpoint, UnknownConfig
 from jaxkv.layers import sparse_latent
-from jaxkv.models.registry import build_model, load_config, read_config
-from jaxkv.weights.load import load_params
+from jaxkv.models.registry import build_model, load_config, load_params, read_config
 from pallas_kernels.formats.index_keys import read_index_keys
 from pallas_kernels.formats.latent_records import decode_records
 from tests.engine.latent import LATENT, SPARSE, model

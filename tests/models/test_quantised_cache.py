@@ -5,8 +5,7 @@ import pytest
 
 from jaxkv import LLM, CacheConfig, SamplingParams
 from jaxkv.cache.budget import bytes_per_token
-from jaxkv.models.registry import build_model, load_config
-from jaxkv.weights.load import load_params
+from jaxkv.models.registry import build_model, load_config, load_params
 from pallas_kernels.device import gpu_arch
 from tests.models.driver import Driver
 

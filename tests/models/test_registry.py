@@ -6,8 +6,7 @@ import pytest
 
 import jaxkv
 from jaxkv import default_model
-from jaxkv.models.registry import build_model, load_config
-from jaxkv.weights.load import load_params
+from jaxkv.models.registry import build_model, load_config, load_params
 
 
 def test_a_directory_gives_the_parameters_of_its_checkpoint_and_its_model():

@@ -5,9 +5,8 @@ import re
 import pytest
 
 from jaxkv.errors import BadCheckpoint
-from jaxkv.models.registry import load_config
+from jaxkv.models.registry import load_config, load_params
 from jaxkv.text.tokenizer import load_tokenizer
-from jaxkv.weights.load import load_params
 from jaxkv.weights.safetensors import INDEX, SINGLE
 
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab2935c943f9e0ff69d22e\nsize 12\n"

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxkv.errors import BadCheckpoint
-from jaxkv.weights.load import load_params
+from jaxkv.models.registry import load_params
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

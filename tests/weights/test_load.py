@@ -10,8 +10,7 @@ import pytest
 from jaxkv.config.model import ModelConfig
 from jaxkv.errors import BadCheckpoint, UnknownConfig
 from jaxkv.models.decoder import Decoder
-from jaxkv.weights.families import RULES_OF_FAMILY, rules_for
-from jaxkv.weights.load import load_params
+from jaxkv.models.registry import FAMILIES, load_params, rules_for
 from jaxkv.weights.rules import Recipe, expand
 
 OPTIONS = [
@@ -201,7 +200,7 @@ def test_a_family_without_rules_and_a_dtype_nobody_knows_are_named(tmp_path, kit
 
 
 def test_all_families_of_issue_2_have_rules():
-    assert {"llama", "mistral", "qwen2", "qwen3"} <= RULES_OF_FAMILY.keys()
+    assert {"llama", "mistral", "qwen2", "qwen3"} <= FAMILIES.keys()
 
 
 def test_a_recipe_splits_a_leaf_by_its_rows():

@@ -48,7 +48,7 @@ from jaxkv.config.model import ModelConfig, RopeConfig
 from jaxkv.models.decoder import Decoder
 from jaxkv.models.registry import load_config
 from jaxkv.text.tokenizer import load_tokenizer
-from jaxkv.weights.load import load_params
+from jaxkv.models.registry import load_params
 
 sys.addaudithook(watch)
 config = load_config(directory)

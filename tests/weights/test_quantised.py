@@ -11,9 +11,8 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jaxkv.errors import BadCheckpoint, UnknownConfig
-from jaxkv.models.registry import build_model, load_config
+from jaxkv.models.registry import build_model, load_config, load_params
 from jaxkv.weights.block_scaled import with_scales
-from jaxkv.weights.load import load_params
 from jaxkv.weights.quantised import Float4Experts, Float8Blocks, read_quantised
 from jaxkv.weights.safetensors import open_checkpoint
 

@@ -4,9 +4,18 @@ from collections.abc import Mapping, Sequence
 
 from jaxkv.config.model import ModelConfig
 from jaxkv.errors import UnknownConfig
-from jaxkv.models.families.llama_like import read_llama_like, take_nullable_int, take_num_layers
+from jaxkv.models.families.family import Family
+from jaxkv.models.families.llama_like import (
+    ROTARY_TABLES,
+    TIED,
+    read_llama_like,
+    take_nullable_int,
+    take_num_layers,
+)
 from jaxkv.models.hf_config.config_json import ConfigJson
 from jaxkv.models.hf_config.mamba_json import BAMBA_KEYS, read_mamba
+from jaxkv.weights.rule_parts import LAYER, attention, embeddings, gated, mamba2, norms
+from jaxkv.weights.rules import RuleSet
 
 _SIZE = 2**31 - 1
 
@@ -62,3 +71,20 @@ def _attending(keys: ConfigJson, num_layers: int) -> set[int]:
             f"config.json: attn_layer_indices must name layers below {num_layers}, got {str(given)[:80]}"
         )
     return set(listed)
+
+
+BAMBA_RULES = RuleSet(
+    rules=(
+        *embeddings("model.embed_tokens.weight", "model.final_layernorm.weight"),
+        norms(f"{LAYER}input_layernorm.weight", f"{LAYER}pre_ff_layernorm.weight"),
+        *attention(f"{LAYER}self_attn"),
+        *mamba2(f"{LAYER}mamba"),
+        *gated(f"{LAYER}feed_forward"),
+    ),
+    # mup_vector: Falcon-H1's multipliers per channel, which are computed from the config.
+    ignored=(ROTARY_TABLES, r"model\.layers\.\d+\.mamba\.mup_vector"),
+    tied=TIED,
+)
+"""The weights of Bamba and Falcon-H1."""
+
+FAMILY = Family("bamba", from_hf, BAMBA_RULES)

@@ -6,8 +6,11 @@ from jaxkv.config.blocks import IndexConfig, LatentConfig, MixtureConfig
 from jaxkv.config.model import MAX_LAYERS, ModelConfig, RopeConfig
 from jaxkv.errors import UnknownConfig
 from jaxkv.layers.rope import yarn_mscale
+from jaxkv.models.families.family import Family
 from jaxkv.models.families.llama_like import (
     ACTIVATIONS,
+    ROTARY_TABLES,
+    TIED,
     check_architecture,
     take_dtype,
     take_nullable_int,
@@ -15,6 +18,18 @@ from jaxkv.models.families.llama_like import (
 )
 from jaxkv.models.hf_config.config_json import ConfigJson
 from jaxkv.models.hf_config.rope_json import read_rope
+from jaxkv.weights.rule_parts import (
+    LAYER,
+    LEAF,
+    embeddings,
+    gated,
+    gated_experts,
+    latent_attention,
+    norms,
+    shared_expert,
+    sparse_latent_attention,
+)
+from jaxkv.weights.rules import Rule, RuleSet
 
 _SIZE = 2**31 - 1
 _EXPERTS = 2**16
@@ -253,3 +268,31 @@ def _scale(latent: LatentConfig, rope: RopeConfig) -> float:
     if rope.kind != "yarn" or not rope.mscale_all_dim:
         return scale
     return scale * yarn_mscale(rope.factor, rope.mscale_all_dim) ** 2
+
+
+_RULES = RuleSet(
+    rules=(
+        *embeddings("model.embed_tokens.weight", "model.norm.weight"),
+        norms(f"{LAYER}input_layernorm.weight", f"{LAYER}post_attention_layernorm.weight"),
+        *latent_attention(f"{LAYER}self_attn"),
+        *sparse_latent_attention(f"{LAYER}self_attn"),
+        *gated(f"{LAYER}mlp"),
+        *gated_experts(f"{LAYER}mlp"),
+        Rule(
+            f"{LEAF}router_correction",
+            (f"{LAYER}mlp.gate.e_score_correction_bias",),
+            when=("mixture.correction", True),
+            block="mixture",
+        ),
+        *shared_expert(f"{LAYER}mlp.shared_experts"),
+    ),
+    ignored=(ROTARY_TABLES,),
+    tied=TIED,
+    further_layers=r"model\.layers\.(\d+)\.",
+)
+
+FAMILIES = (
+    Family("deepseek_v2", from_hf_v2, _RULES),
+    Family("deepseek_v3", from_hf_v3, _RULES),
+    Family("deepseek_v32", from_hf_v32, _RULES),
+)

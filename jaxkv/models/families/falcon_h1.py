@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from jaxkv.config.blocks import Multipliers
 from jaxkv.config.model import ModelConfig
 from jaxkv.errors import UnknownConfig
+from jaxkv.models.families.bamba import BAMBA_RULES
+from jaxkv.models.families.family import Family
 from jaxkv.models.families.llama_like import read_llama_like, take_nullable_int, take_num_layers
 from jaxkv.models.hf_config.config_json import ConfigJson
 from jaxkv.models.hf_config.mamba_json import BAMBA_KEYS, read_mamba
@@ -72,3 +74,6 @@ def from_hf(raw: Mapping[str, object]) -> ModelConfig:
             ssm_out=keys.take_float("ssm_out_multiplier", 1.0),
         ),
     )
+
+
+FAMILY = Family("falcon_h1", from_hf, BAMBA_RULES)

@@ -6,8 +6,17 @@ from typing import TypedDict
 from jaxkv.config.blocks import Multipliers
 from jaxkv.config.model import ModelConfig
 from jaxkv.errors import UnknownConfig
-from jaxkv.models.families.llama_like import layer_windows, read_llama_like, take_nullable_float
+from jaxkv.models.families.family import Family
+from jaxkv.models.families.llama_like import (
+    ROTARY_TABLES,
+    TIED,
+    layer_windows,
+    read_llama_like,
+    take_nullable_float,
+)
 from jaxkv.models.hf_config.config_json import ConfigJson
+from jaxkv.weights.rule_parts import LAYER, LEAF, attention, embeddings, gated, norms
+from jaxkv.weights.rules import Rule, RuleSet
 
 _SIZE = 2**31 - 1
 
@@ -70,3 +79,30 @@ def gemma(keys: ConfigJson) -> Gemma:
 def take_window(keys: ConfigJson) -> int:
     """Returns the window of the sliding-window layers, in tokens."""
     return keys.take_int("sliding_window", 4096, high=_SIZE)
+
+
+GEMMA_RULES = RuleSet(
+    rules=(
+        *embeddings("model.embed_tokens.weight", "model.norm.weight", offset=1.0),
+        norms(
+            f"{LAYER}input_layernorm.weight",
+            f"{LAYER}pre_feedforward_layernorm.weight",
+            offset=1.0,
+        ),
+        Rule(
+            f"{LEAF}post_norms",
+            (
+                f"{LAYER}post_attention_layernorm.weight",
+                f"{LAYER}post_feedforward_layernorm.weight",
+            ),
+            combine="stack",
+            offset=1.0,
+        ),
+        *attention(f"{LAYER}self_attn", offset=1.0),
+        *gated(f"{LAYER}mlp"),
+    ),
+    ignored=(ROTARY_TABLES,),
+    tied=TIED,
+)
+
+FAMILY = Family("gemma2", from_hf, GEMMA_RULES)

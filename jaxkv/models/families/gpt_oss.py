@@ -5,8 +5,17 @@ from collections.abc import Mapping
 from jaxkv.config.blocks import MixtureConfig
 from jaxkv.config.model import ModelConfig
 from jaxkv.errors import UnknownConfig
-from jaxkv.models.families.llama_like import layer_windows, read_llama_like, take_num_layers
+from jaxkv.models.families.family import Family
+from jaxkv.models.families.llama_like import (
+    ROTARY_TABLES,
+    TIED,
+    layer_windows,
+    read_llama_like,
+    take_num_layers,
+)
 from jaxkv.models.hf_config.config_json import ConfigJson
+from jaxkv.weights.rule_parts import LAYER, LEAF, attention, embeddings, norms
+from jaxkv.weights.rules import Combine, Rule, RuleSet
 
 _SIZE = 2**31 - 1
 _CLAMP = 7.0
@@ -59,3 +68,27 @@ def from_hf(raw: Mapping[str, object]) -> ModelConfig:
             clamp=_CLAMP,
         ),
     )
+
+
+def _experts(leaf: str, name: str, combine: Combine = "copy") -> Rule:
+    return Rule(f"{LEAF}{leaf}", (f"{LAYER}mlp.{name}",), combine, block="mixture")
+
+
+_RULES = RuleSet(
+    rules=(
+        *embeddings("model.embed_tokens.weight", "model.norm.weight"),
+        norms(f"{LAYER}input_layernorm.weight", f"{LAYER}post_attention_layernorm.weight"),
+        *attention(f"{LAYER}self_attn"),
+        _experts("router", "router.weight"),
+        _experts("router_bias", "router.bias"),
+        # Rows of gate and up alternate, and the input axis comes first.
+        _experts("experts_up", "experts.gate_up_proj", "deinterleave_transpose"),
+        _experts("experts_up_bias", "experts.gate_up_proj_bias", "deinterleave"),
+        _experts("experts_down", "experts.down_proj", "last_axis_first"),
+        _experts("experts_down_bias", "experts.down_proj_bias"),
+    ),
+    ignored=(ROTARY_TABLES,),
+    tied=TIED,
+)
+
+FAMILY = Family("gpt_oss", from_hf, _RULES)

@@ -6,9 +6,12 @@ from dataclasses import replace
 from jaxkv.config.blocks import MixtureConfig, Multipliers
 from jaxkv.config.model import ModelConfig, RopeConfig
 from jaxkv.errors import UnknownConfig
-from jaxkv.models.families.llama_like import read_llama_like, take_num_layers
+from jaxkv.models.families.family import Family
+from jaxkv.models.families.llama_like import ROTARY_TABLES, TIED, read_llama_like, take_num_layers
 from jaxkv.models.hf_config.config_json import ConfigJson
 from jaxkv.models.hf_config.mamba_json import BAMBA_KEYS, read_mamba, take_layer_kinds
+from jaxkv.weights.rule_parts import LAYER, LEAF, attention, embeddings, mamba2, norms
+from jaxkv.weights.rules import Rule, RuleSet
 
 _SIZE = 2**31 - 1
 
@@ -80,3 +83,33 @@ def _pattern(keys: ConfigJson, num_layers: int, feed_forward: str) -> tuple[tupl
     names = {"mamba": mamba, "linear_attention": mamba}
     names |= {"attention": attention, "full_attention": attention}
     return take_layer_kinds(kinds, num_layers, names)
+
+
+_RULES = RuleSet(
+    rules=(
+        *embeddings("model.embed_tokens.weight", "model.norm.weight"),
+        norms(f"{LAYER}input_layernorm.weight", f"{LAYER}post_attention_layernorm.weight"),
+        *attention(f"{LAYER}self_attn"),
+        *mamba2(f"{LAYER}mamba"),
+        Rule(f"{LEAF}gate_up", (f"{LAYER}shared_mlp.input_linear.weight",), block="gated"),
+        Rule(f"{LEAF}down", (f"{LAYER}shared_mlp.output_linear.weight",), block="gated"),
+        Rule(f"{LEAF}shared_up", (f"{LAYER}shared_mlp.input_linear.weight",), block="shared"),
+        Rule(f"{LEAF}shared_down", (f"{LAYER}shared_mlp.output_linear.weight",), block="shared"),
+        Rule(f"{LEAF}router", (f"{LAYER}block_sparse_moe.router.layer.weight",), block="mixture"),
+        Rule(
+            f"{LEAF}experts_up",
+            (f"{LAYER}block_sparse_moe.input_linear.weight",),
+            block="mixture",
+        ),
+        Rule(
+            f"{LEAF}experts_down",
+            (f"{LAYER}block_sparse_moe.output_linear.weight",),
+            combine="transpose",
+            block="mixture",
+        ),
+    ),
+    ignored=(ROTARY_TABLES,),
+    tied=TIED,
+)
+
+FAMILY = Family("granitemoehybrid", from_hf, _RULES)

@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 
 from jaxkv.config.model import ModelConfig
-from jaxkv.models.families.llama_like import layer_windows, read_llama_like
+from jaxkv.models.families.family import Family
+from jaxkv.models.families.llama_like import LLAMA_RULES, layer_windows, read_llama_like
 from jaxkv.models.hf_config.config_json import ConfigJson
 
 
@@ -22,3 +23,6 @@ def from_hf(raw: Mapping[str, object]) -> ModelConfig:
         o_bias=attention_bias,
         mlp_bias=keys.take_bool("mlp_bias", False),
     )
+
+
+FAMILY = Family("llama", from_hf, LLAMA_RULES)

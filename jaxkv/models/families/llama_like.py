@@ -1,4 +1,4 @@
-"""Reads the keys of config.json that Llama and similar families share. Each family's file adds its differences."""
+"""What Llama and similar families share: keys of config.json and weights. Each family's file adds its differences."""
 
 from collections.abc import Sequence
 from typing import TypedDict, Unpack
@@ -8,6 +8,8 @@ from jaxkv.config.model import MAX_LAYERS, ModelConfig, RopeConfig
 from jaxkv.errors import UnknownConfig
 from jaxkv.models.hf_config.config_json import ConfigJson
 from jaxkv.models.hf_config.rope_json import read_rope
+from jaxkv.weights.rule_parts import LAYER, attention, embeddings, gated, norms
+from jaxkv.weights.rules import RuleSet
 from jaxkv.wording import shown
 
 ACTIVATIONS = {
@@ -18,6 +20,22 @@ ACTIVATIONS = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "relu2": "relu2",
 }
+# Old checkpoints contain the rotary frequencies, which are computed from the config.
+ROTARY_TABLES = r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq"
+TIED = (("lm_head.weight", "model.embed_tokens.weight"),)
+
+LLAMA_RULES = RuleSet(
+    rules=(
+        *embeddings("model.embed_tokens.weight", "model.norm.weight"),
+        norms(f"{LAYER}input_layernorm.weight", f"{LAYER}post_attention_layernorm.weight"),
+        *attention(f"{LAYER}self_attn"),
+        *gated(f"{LAYER}mlp"),
+    ),
+    ignored=(ROTARY_TABLES,),
+    tied=TIED,
+)
+"""The weights of Llama, which other families have under the same names."""
+
 _DTYPES = {name: name for name in ("float32", "bfloat16", "float16")}
 _SIZE = 2**31 - 1
 

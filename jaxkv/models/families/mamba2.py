@@ -4,9 +4,12 @@ from collections.abc import Mapping
 
 from jaxkv.config.model import ModelConfig, RopeConfig
 from jaxkv.errors import UnknownConfig
+from jaxkv.models.families.family import Family
 from jaxkv.models.families.llama_like import check_architecture, take_dtype, take_num_layers
 from jaxkv.models.hf_config.config_json import ConfigJson
 from jaxkv.models.hf_config.mamba_json import MambaKeys, read_mamba
+from jaxkv.weights.rule_parts import BACKBONE, embeddings, mamba2, norms
+from jaxkv.weights.rules import RuleSet
 
 MAX_POSITIONS = 2**20
 """Longest supported sequence in tokens; the model itself has no limit."""
@@ -71,3 +74,15 @@ def from_hf(raw: Mapping[str, object]) -> ModelConfig:
     )
     keys.finish()
     return config
+
+
+_RULES = RuleSet(
+    rules=(
+        *embeddings("backbone.embeddings.weight", "backbone.norm_f.weight"),
+        norms(f"{BACKBONE}norm.weight"),
+        *mamba2(f"{BACKBONE}mixer"),
+    ),
+    tied=(("lm_head.weight", "backbone.embeddings.weight"),),
+)
+
+FAMILY = Family("mamba2", from_hf, _RULES)

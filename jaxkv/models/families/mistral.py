@@ -4,7 +4,13 @@ from collections.abc import Mapping
 
 from jaxkv.config.model import ModelConfig
 from jaxkv.errors import UnknownConfig
-from jaxkv.models.families.llama_like import layer_windows, read_llama_like, take_nullable_int
+from jaxkv.models.families.family import Family
+from jaxkv.models.families.llama_like import (
+    LLAMA_RULES,
+    layer_windows,
+    read_llama_like,
+    take_nullable_int,
+)
 from jaxkv.models.hf_config.config_json import ConfigJson
 
 
@@ -25,3 +31,6 @@ def from_hf(raw: Mapping[str, object]) -> ModelConfig:
         max_positions=4096 * 32,
         windows=windows,
     )
+
+
+FAMILY = Family("mistral", from_hf, LLAMA_RULES)

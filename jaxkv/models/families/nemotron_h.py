@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from jaxkv.config.blocks import MixtureConfig
 from jaxkv.config.model import ModelConfig, RopeConfig
 from jaxkv.errors import UnknownConfig
+from jaxkv.models.families.family import Family
 from jaxkv.models.families.llama_like import (
     ACTIVATIONS,
     check_architecture,
@@ -13,6 +14,8 @@ from jaxkv.models.families.llama_like import (
 )
 from jaxkv.models.hf_config.config_json import ConfigJson
 from jaxkv.models.hf_config.mamba_json import MambaKeys, read_mamba, take_layer_kinds
+from jaxkv.weights.rule_parts import BACKBONE, LEAF, attention, embeddings, mamba2, norms
+from jaxkv.weights.rules import Combine, Rule, RuleSet
 
 _SIZE = 2**31 - 1
 _KEYS = MambaKeys(
@@ -123,3 +126,44 @@ def _mixture(keys: ConfigJson, *, used: bool) -> MixtureConfig | None:
         renormalise=renormalise,
         scale=scale,
     )
+
+
+def _rule(
+    leaf: str,
+    name: str,
+    block: str,
+    when: tuple[str, bool] | None = None,
+    combine: Combine = "copy",
+) -> Rule:
+    return Rule(f"{LEAF}{leaf}", (f"{BACKBONE}mixer.{name}",), combine, when=when, block=block)
+
+
+_RULES = RuleSet(
+    rules=(
+        *embeddings("backbone.embeddings.weight", "backbone.norm_f.weight"),
+        norms(f"{BACKBONE}norm.weight"),
+        *attention(f"{BACKBONE}mixer"),
+        *mamba2(f"{BACKBONE}mixer"),
+        _rule("up", "up_proj.weight", "plain"),
+        _rule("up_bias", "up_proj.bias", "plain", ("mlp_bias", True)),
+        _rule("down", "down_proj.weight", "plain"),
+        _rule("down_bias", "down_proj.bias", "plain", ("mlp_bias", True)),
+        _rule("router", "gate.weight", "mixture"),
+        _rule("router_correction", "gate.e_score_correction_bias", "mixture"),
+        _rule("experts_up", "experts.{expert}.up_proj.weight", "mixture", combine="stack"),
+        _rule(
+            "experts_down",
+            "experts.{expert}.down_proj.weight",
+            "mixture",
+            combine="stack_transpose",
+        ),
+        _rule("latent_in", "fc1_latent_proj.weight", "mixture", ("mixture.has_latent", True)),
+        _rule("latent_out", "fc2_latent_proj.weight", "mixture", ("mixture.has_latent", True)),
+        _rule("shared_up", "shared_experts.up_proj.weight", "shared"),
+        _rule("shared_down", "shared_experts.down_proj.weight", "shared"),
+    ),
+    # Layers that predict further tokens.
+    ignored=(r"mtp\..*",),
+)
+
+FAMILY = Family("nemotron_h", from_hf, _RULES)

@@ -3,7 +3,13 @@
 from collections.abc import Mapping
 
 from jaxkv.config.model import ModelConfig
-from jaxkv.models.families.llama_like import layer_windows, read_llama_like, take_nullable_int
+from jaxkv.models.families.family import Family
+from jaxkv.models.families.llama_like import (
+    LLAMA_RULES,
+    layer_windows,
+    read_llama_like,
+    take_nullable_int,
+)
 from jaxkv.models.hf_config.config_json import ConfigJson
 
 
@@ -27,3 +33,6 @@ def qwen_windows(keys: ConfigJson) -> tuple[int | None, ...]:
     window = take_nullable_int(keys, "sliding_window", 4096)
     full_layers = keys.take_int("max_window_layers", 28, low=0, high=2**31 - 1)
     return layer_windows(keys, window if used else None, full_layers=full_layers)
+
+
+FAMILY = Family("qwen2", from_hf, LLAMA_RULES)

@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 
 from jaxkv.config.model import ModelConfig
-from jaxkv.models.families.llama_like import read_llama_like
+from jaxkv.models.families.family import Family
+from jaxkv.models.families.llama_like import LLAMA_RULES, read_llama_like
 from jaxkv.models.families.qwen2 import qwen_windows
 from jaxkv.models.hf_config.config_json import ConfigJson
 
@@ -24,3 +25,6 @@ def from_hf(raw: Mapping[str, object]) -> ModelConfig:
         o_bias=attention_bias,
         qk_norm=True,
     )
+
+
+FAMILY = Family("qwen3", from_hf, LLAMA_RULES)

@@ -5,9 +5,22 @@ from collections.abc import Mapping
 from jaxkv.config.blocks import DeltaConfig, MixtureConfig
 from jaxkv.config.model import ModelConfig
 from jaxkv.errors import UnknownConfig
-from jaxkv.models.families.llama_like import read_llama_like, take_num_layers
+from jaxkv.models.families.family import Family
+from jaxkv.models.families.llama_like import ROTARY_TABLES, TIED, read_llama_like, take_num_layers
 from jaxkv.models.hf_config.config_json import ConfigJson
 from jaxkv.models.hf_config.mamba_json import take_layer_kinds
+from jaxkv.weights.rule_parts import (
+    LAYER,
+    LEAF,
+    delta,
+    embeddings,
+    gated,
+    gated_attention,
+    gated_experts,
+    norms,
+    shared_expert,
+)
+from jaxkv.weights.rules import Rule, RuleSet
 
 _SIZE = 2**31 - 1
 _MIXERS = {"linear_attention": ("delta",), "full_attention": ("attention",)}
@@ -75,3 +88,26 @@ def _feed_forwards(keys: ConfigJson, num_layers: int) -> list[str]:
         "gated" if layer in dense or (layer + 1) % step else "mixture+shared"
         for layer in range(num_layers)
     ]
+
+
+_RULES = RuleSet(
+    rules=(
+        *embeddings("model.embed_tokens.weight", "model.norm.weight", offset=1.0),
+        norms(
+            f"{LAYER}input_layernorm.weight",
+            f"{LAYER}post_attention_layernorm.weight",
+            offset=1.0,
+        ),
+        *gated_attention(f"{LAYER}self_attn", offset=1.0),
+        *delta(f"{LAYER}linear_attn"),
+        *gated(f"{LAYER}mlp"),
+        *gated_experts(f"{LAYER}mlp"),
+        *shared_expert(f"{LAYER}mlp.shared_expert"),
+        Rule(f"{LEAF}shared_gate", (f"{LAYER}mlp.shared_expert_gate.weight",), block="shared"),
+    ),
+    # Layers that predict further tokens.
+    ignored=(ROTARY_TABLES, r"mtp\..*"),
+    tied=TIED,
+)
+
+FAMILY = Family("qwen3_next", from_hf, _RULES)

@@ -8,8 +8,7 @@ import pytest
 from jaxkv.config.blocks import DeltaConfig, MambaConfig, MixtureConfig
 from jaxkv.config.model import ModelConfig, RopeConfig
 from jaxkv.errors import UnknownConfig
-from jaxkv.models.registry import build_model, read_config
-from jaxkv.weights.families import rules_for
+from jaxkv.models.registry import build_model, read_config, rules_for
 from jaxkv.weights.rules import expand
 
 # Keys as the models on the Hub name them; sizes are made up.
