@@ -71,7 +71,7 @@ class Block(Bisection):
         lowest, everything = jnp.float32(LOWEST), jnp.int32(self.vocab)
 
         def kth() -> tuple[Array, Array]:
-            found, bracket = self.settle(
+            found, bracket = self.find_largest(
                 self.around(guess, seen, seen.above >= top_k),
                 lambda count, _: count >= top_k,
                 lowest,
@@ -118,7 +118,7 @@ class Block(Bisection):
         bracket = Bracket(
             *(jnp.where(by_count, *pair) for pair in zip(above_floor, anywhere, strict=True))
         )
-        found, _ = self.settle(
+        found, _ = self.find_largest(
             bracket,
             lambda _, mass: mass <= rest,
             floor,
@@ -132,8 +132,8 @@ class Block(Bisection):
         end = jnp.float32(HIGHEST)
         return lax.cond(
             is_listed,
-            lambda: self.ask_list(end, floor)[1],
-            lambda: self.ask_row(end, floor)[1],
+            lambda: self.count_list(end, floor)[1],
+            lambda: self.count_row(end, floor)[1],
         )
 
     def guess(self) -> Array:

@@ -120,22 +120,22 @@ class Block:
         """Runs the producer: copies each chunk into a stage that all consumers have released."""
         stages = self.schedule.stages
 
-        def take_pair(pair: Array, carry: None) -> None:
+        def process_pair(pair: Array, carry: None) -> None:
             visit, column = self.find(pair)
             group = self.refs["visits"][GROUP, visit]
             first = pl.multiple_of(self.refs["visits"][FIRST, visit], ROW_TILE)
 
-            def take_turn(turn: Array, carry: None) -> None:
+            def process_turn(turn: Array, carry: None) -> None:
                 step = pair * self.turns + turn
                 slot = self.slot(step)
                 pl.when(step >= stages)(partial(plgpu.barrier_wait, self.refs["free"].at[slot]))
                 self.fetch(slot, group, first, column, turn)
                 return carry
 
-            lax.fori_loop(jnp.int32(0), jnp.int32(self.turns), take_turn, None)
+            lax.fori_loop(jnp.int32(0), jnp.int32(self.turns), process_turn, None)
             return carry
 
-        lax.fori_loop(jnp.int32(0), self.pairs, take_pair, None)
+        lax.fori_loop(jnp.int32(0), self.pairs, process_pair, None)
         # All arrivals at a barrier must be waited for before the block exits.
         steps = self.pairs * self.turns
 
@@ -165,7 +165,7 @@ class Block:
     def consume(self, warpgroup: Array) -> None:
         """Runs a consumer: multiplies its 64 rows of the left operand, and stores the visits' own rows."""
 
-        def take_pair(pair: Array, carry: None) -> None:
+        def process_pair(pair: Array, carry: None) -> None:
             visit, column = self.find(pair)
             first, low, high = (self.refs["visits"][fact, visit] for fact in (FIRST, LOW, HIGH))
             sums = self.multiply(warpgroup, pair)
@@ -178,7 +178,7 @@ class Block:
                 store_left_rows(self.refs["out"], sums, staged, own, low, high, column, STAGED)
             return carry
 
-        lax.fori_loop(jnp.int32(0), self.pairs, take_pair, None)
+        lax.fori_loop(jnp.int32(0), self.pairs, process_pair, None)
 
     def multiply(self, warpgroup: Array, pair: Array) -> Array:
         """Returns the sums of a pair, 64 rows of the left operand x all columns of the right one."""
@@ -186,7 +186,7 @@ class Block:
         own = pl.ds(pl.multiple_of(warpgroup * WGMMA_ROWS, WGMMA_ROWS), WGMMA_ROWS)
         names = ("weights", "rows") if s.left == "weight" else ("rows", "weights")
 
-        def take_turn(sums: Ref, turn: Array, carry: None) -> None:
+        def process_turn(sums: Ref, turn: Array, carry: None) -> None:
             step = pair * self.turns + turn
             slot = self.slot(step)
             plgpu.barrier_wait(refs["arrived"].at[slot])
@@ -202,7 +202,7 @@ class Block:
             return carry
 
         def run(sums: Ref) -> Array:
-            lax.fori_loop(jnp.int32(0), jnp.int32(self.turns), partial(take_turn, sums), None)
+            lax.fori_loop(jnp.int32(0), jnp.int32(self.turns), partial(process_turn, sums), None)
             plgpu.wgmma_wait(0)
             plgpu.barrier_arrive(refs["free"].at[self.slot((pair + 1) * self.turns - 1)])
             return sums[...]

@@ -33,13 +33,13 @@ class Bounds(NamedTuple):
             jnp.where(holds, self.over, count),
         )
 
-    def likely(self, wanted: Array) -> Array:
+    def interpolated(self, wanted: Array) -> Array:
         """Returns the bound by linear interpolation between both ends (regula falsi)."""
         distance = self.high - self.low
         share = (self.above.astype(jnp.float32) - wanted + 0.5) / jnp.maximum(
             self.above - self.over, 1
         ).astype(jnp.float32)
         step = (jnp.maximum(distance, 1).astype(jnp.float32) * share).astype(jnp.int32)
-        likely = jnp.minimum(jnp.maximum(self.low + step, self.low + 1), self.high - 1)
+        interpolated = jnp.minimum(jnp.maximum(self.low + step, self.low + 1), self.high - 1)
         # If `high - low` overflows int32, take the midpoint.
-        return jnp.where(distance > 1, likely, midpoint(self.low, self.high))
+        return jnp.where(distance > 1, interpolated, midpoint(self.low, self.high))

@@ -29,7 +29,7 @@ def write_places(block: Any, bound: Array, ties: Array) -> None:  # noqa: ANN401
     """Writes the positions of all scores above the bound and of the first `ties` equal to it, in order."""
     if block.interpret:
         write_places_plainly(block, bound, ties)
-        block.meet()
+        block.sync()
         return
     shares = _Shares(block)
     before = shares.counts_before(bound)
@@ -42,7 +42,7 @@ def write_places(block: Any, bound: Array, ties: Array) -> None:  # noqa: ANN401
         return before
 
     lax.fori_loop(jnp.int32(0), shares.turns, write, before)
-    block.meet()
+    block.sync()
 
 
 class _Shares:
@@ -88,7 +88,7 @@ class _Shares:
         counts = lax.fori_loop(jnp.int32(0), self.turns, count, (zero, zero))
         for column, array in enumerate(counts):
             store_warp_sums(table, self.row, column, array, layout=layout, interpret=False)
-        self.block.meet()
+        self.block.sync()
         above, equal = (
             sums_before(table, self.row, column, shape, layout=layout) for column in (0, 1)
         )

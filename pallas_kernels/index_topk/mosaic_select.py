@@ -1,6 +1,6 @@
 """The Mosaic GPU kernel that selects the largest scores: one block per token finds the bound and writes slots in order.
 
-It first tries the one-pass selection (`mosaic_once`). Otherwise it reads a row of scores three times: to list the
+It first tries the one-pass selection (`mosaic_one_pass`). Otherwise it reads a row of scores three times: to list the
 candidates, to count the selected scores in each warp's equal part of the row, and to write.
 """
 
@@ -20,7 +20,13 @@ from pallas_kernels.device import (
     RESERVED_BYTES_PER_BLOCK,
     SHARED_BYTES,
 )
-from pallas_kernels.index_topk.mosaic_once import SAMPLES, Once, scratch_once, shared_bytes, suits
+from pallas_kernels.index_topk.mosaic_one_pass import (
+    SAMPLES,
+    OnePass,
+    scratch_of_one_pass,
+    shared_bytes,
+    supports,
+)
 from pallas_kernels.index_topk.mosaic_places import bounded, write_places
 from pallas_kernels.mosaic.bisection import (
     HIGHEST,
@@ -71,8 +77,8 @@ def select(
     room = _room(topk)
     team = _team_for(tokens, keys, topk)
     shared = {"places": plgpu.SMEM((room,), jnp.int32)}
-    if suits(keys, topk):
-        shared |= scratch_once(keys, team)
+    if supports(keys, topk):
+        shared |= scratch_of_one_pass(keys, team)
     arrays = {
         "scores": scores,
         "by_warp": scores.reshape(tokens, team.warps, keys // team.warps),
@@ -101,7 +107,7 @@ def _room(topk: int) -> int:
 
 def _team_for(tokens: int, keys: int, topk: int) -> Team:
     """Returns the fastest block configuration: short lists if possible, and small blocks if two fit on an SM."""
-    if not suits(keys, topk) or 2 * topk > SMALL.listed:
+    if not supports(keys, topk) or 2 * topk > SMALL.listed:
         return LARGE
     needed = shared_bytes(keys, SMALL) + 4 * _room(topk) + _OTHER_BYTES + RESERVED_BYTES_PER_BLOCK
     return SMALL if tokens > NUM_MULTIPROCESSORS and 2 * needed <= SHARED_BYTES else MEDIUM
@@ -158,8 +164,8 @@ class _Block(Bisection):
 
     def choose(self) -> None:
         """Finds the smallest selected score, and writes the positions of all selected scores."""
-        if suits(self.refs["scores"].shape[1], self.topk):
-            Once(self).choose(partial(self.search, fits=jnp.bool_(False)))
+        if supports(self.refs["scores"].shape[1], self.topk):
+            OnePass(self).choose(partial(self.search, fits=jnp.bool_(False)))
             return
         guess = self.guess()
         met = self.list_from(guess, jnp.float32(HIGHEST))
@@ -177,7 +183,7 @@ class _Block(Bisection):
             jnp.where(holds, none, above),
             nothing,
         )
-        bound, bracket = self.settle(
+        bound, bracket = self.find_largest(
             bracket,
             lambda count, _: count >= self.topk,
             jnp.float32(LOWEST),
@@ -199,9 +205,9 @@ class _Block(Bisection):
             samples.append(jnp.where(is_seen, self.load(start), LOWEST))
             count += is_seen.astype(jnp.int32)
         self.store("ints", 0, count)
-        self.meet()
+        self.sync()
         share = self.gather("ints", 0).astype(jnp.float32) / self.seen.astype(jnp.float32)
-        self.meet()
+        self.sync()
         return self.reached_by(samples, _MARGIN * self.topk * share)
 
     def weights(self, x: Array) -> Array:

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Shaped
 from pallas_kernels.arguments.checks import check_ids, check_shape
 from pallas_kernels.dispatch import choose
 from pallas_kernels.latent_attention import mosaic_gpu, xla
-from pallas_kernels.packed.tile_attention import nothing, why_not
+from pallas_kernels.packed.tile_attention import output_without_keys, why_not
 
 
 @overload
@@ -99,7 +99,7 @@ def latent_attention(
     }
     chosen = choose("latent_attention", reasons, implementation)
     if not q.size or not page_table.size:
-        out, lse = nothing(arrays[0][..., :value_dim])
+        out, lse = output_without_keys(arrays[0][..., :value_dim])
         return (out, lse) if return_lse else out
     options = {"value_dim": value_dim, "scale": scale}
     if chosen == "mosaic_gpu":

@@ -44,7 +44,7 @@ class Consumer:
     def __init__(self, kernel: Kernel, refs: Mapping[str, Ref], piece: Piece) -> None:
         self.kernel, self.geometry, self.refs, self.piece = kernel, kernel.geometry, refs, piece
 
-    def take_pair(self, pair: Array, state: State, *, masked: bool) -> State:
+    def process_pair(self, pair: Array, state: State, *, masked: bool) -> State:
         """Adds a pair of tiles to the softmax and to `acc`."""
         raise NotImplementedError
 
@@ -78,7 +78,7 @@ class Consumer:
             (piece.start, piece.clear, False),
             (piece.clear, piece.stop, True),
         ):
-            state = lax.fori_loop(start, stop, partial(self.take_pair, masked=masked), state)
+            state = lax.fori_loop(start, stop, partial(self.process_pair, masked=masked), state)
         m, total = state
         return m, jnp.sum(total, axis=1), self.result(self.acc, 0)
 
@@ -130,7 +130,7 @@ class Consumer:
         """
         scale = self.kernel.scale * LOG2_E
         if masked:
-            scores = self.hide(scores, tile)
+            scores = self.mask(scores, tile)
         top = jnp.max(scores, axis=1) * scale
         m_next = jnp.where(top > m + _SLACK, top, m)
         finite = self.finite(m_next)
@@ -141,7 +141,7 @@ class Consumer:
         """Replaces a maximum of -inf (a query without keys so far) by 0, since -inf - -inf would be NaN."""
         return jnp.where(m == -jnp.inf, 0.0, m)
 
-    def hide(self, scores: Array, tile: Array) -> Array:
+    def mask(self, scores: Array, tile: Array) -> Array:
         """Sets scores of hidden keys to -inf.
 
         It works on 8 columns at a time: a comparison of whole tiles would keep all column indices in registers.
@@ -212,7 +212,7 @@ class Leader(Consumer):
 
     number, half = 0, "lo"
 
-    def take_pair(self, pair: Array, state: State, *, masked: bool) -> State:
+    def process_pair(self, pair: Array, state: State, *, masked: bool) -> State:
         """Adds a pair of tiles to the softmax and to `acc`."""
         m, total = state
         self.start_scores(0, pair)
@@ -237,7 +237,7 @@ class Follower(Consumer):
 
     number, half = 1, "hi"
 
-    def take_pair(self, pair: Array, state: State, *, masked: bool) -> State:
+    def process_pair(self, pair: Array, state: State, *, masked: bool) -> State:
         """Adds a pair of tiles to the softmax and to `acc`."""
         m, total = state
         self.start_scores(1, pair)

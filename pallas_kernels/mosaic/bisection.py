@@ -25,7 +25,7 @@ from pallas_kernels.mosaic.ordered_floats import from_ordered, ordered
 from pallas_kernels.mosaic.private_types import Layout, Ref
 from pallas_kernels.mosaic.rows import flat_pieces
 from pallas_kernels.mosaic.teams import PIECE, Team
-from pallas_kernels.mosaic.warps import WARPS, meet_all, store_warp_sums, sum_of_warps
+from pallas_kernels.mosaic.warps import WARPS, store_warp_sums, sum_of_warps, sync_block
 
 _ENOUGH = 1.2
 """`reached_by` stops once at most this multiple of the wanted samples reaches its bound."""
@@ -57,7 +57,7 @@ class Bracket(NamedTuple):
     below: Array
 
     @property
-    def is_settled(self) -> Array:
+    def is_isolated(self) -> Array:
         """Whether the bracket holds a single element, or several elements of one value."""
         return self.is_one_value | (self.above - self.over == 1)
 
@@ -138,7 +138,7 @@ class Bisection(ABC):
     def weights(self, x: Array) -> Array:
         """Returns the weight of each value, 0 for -inf."""
 
-    def settle(
+    def find_largest(
         self,
         bracket: Bracket,
         holds: Callable[[Array, Array], Array],
@@ -156,13 +156,13 @@ class Bisection(ABC):
             is_listed: whether the list holds all values in the bracket.
         """
 
-        def narrow(ask: Callable[[Array], tuple[Array, Array]], bracket: Bracket) -> Bracket:
+        def narrow(count_from: Callable[[Array], tuple[Array, Array]], bracket: Bracket) -> Bracket:
             middle = bracket.middle
-            count, mass = ask(from_ordered(middle))
+            count, mass = count_from(from_ordered(middle))
             return bracket.narrowed(middle, holds(count, mass), count, mass)
 
         def in_row(bound: Array) -> tuple[Array, Array]:
-            return self.ask_row(bound, floor)
+            return self.count_row(bound, floor)
 
         def is_unlisted(state: tuple) -> Array:
             return jnp.logical_not(state[3])
@@ -170,7 +170,7 @@ class Bisection(ABC):
         def list_it(state: tuple) -> tuple:
             bracket, _, few, _ = state
             bracket = lax.while_loop(
-                lambda now: jnp.logical_not(now.is_settled) & (now.above - now.over > few),
+                lambda now: jnp.logical_not(now.is_isolated) & (now.above - now.over > few),
                 lambda now: narrow(in_row, now),
                 bracket,
             )
@@ -189,16 +189,16 @@ class Bisection(ABC):
         bracket, listed, _, _ = lax.while_loop(is_unlisted, list_it, state)
 
         def in_list(bound: Array) -> tuple[Array, Array]:
-            count, mass = self.ask_list(bound, floor)
+            count, mass = self.count_list(bound, floor)
             return listed.over + count, listed.below + mass
 
         bracket = lax.while_loop(
-            lambda now: jnp.logical_not(now.is_settled), lambda now: narrow(in_list, now), bracket
+            lambda now: jnp.logical_not(now.is_isolated), lambda now: narrow(in_list, now), bracket
         )
         bound = lax.cond(
             bracket.is_one_value,
             lambda: from_ordered(bracket.low),
-            lambda: self.only(from_ordered(bracket.low), from_ordered(bracket.high)),
+            lambda: self.single_value(from_ordered(bracket.low), from_ordered(bracket.high)),
         )
         return bound, bracket
 
@@ -210,7 +210,7 @@ class Bisection(ABC):
             empty = jnp.full((PIECE,), LOWEST, jnp.float32)
             place = pl.ds(first + start, PIECE)
             self.refs["found"][place] = plgpu.layout_cast(empty, self.flat)
-        self.meet()
+        self.sync()
 
         def visit(x: Array, state: tuple) -> tuple:
             lengths, above, below, total = state
@@ -239,7 +239,7 @@ class Bisection(ABC):
         self.store("ints", 1, lengths)
         self.store("floats", 0, below)
         self.store("floats", 1, total)
-        self.meet()
+        self.sync()
         longest = self.refs["ints"][0, 1]
         for warp in range(1, self.team.warps):
             longest = jnp.maximum(longest, self.refs["ints"][warp, 1])
@@ -249,26 +249,26 @@ class Bisection(ABC):
         columns = (("ints", 0), ("floats", 0), ("floats", 1))
         above, below, total = (self.gather(*column) for column in columns)
         found = Pass(above, below, total, longest <= most)
-        self.meet()
+        self.sync()
         return found
 
-    def ask_row(self, bound: Array, floor: Array) -> tuple[Array, Array]:
+    def count_row(self, bound: Array, floor: Array) -> tuple[Array, Array]:
         """Returns the number of values of the row >= `bound`, and the weight of those in [floor, bound)."""
 
         def visit(x: Array, state: tuple[Array, Array]) -> tuple[Array, Array]:
-            return self.asked(x, state, bound, floor)
+            return self.add_values(x, state, bound, floor)
 
         state = (self.zeros(jnp.int32), self.zeros(jnp.float32))
         return self.summed(self.visit_row(visit, state), self.layout)
 
-    def ask_list(self, bound: Array, floor: Array) -> tuple[Array, Array]:
+    def count_list(self, bound: Array, floor: Array) -> tuple[Array, Array]:
         """Returns the same over the list instead of the row."""
         state = (self.flat_zeros(jnp.int32), self.flat_zeros(jnp.float32))
         for x in self.load_list():
-            state = self.asked(x, state, bound, floor)
+            state = self.add_values(x, state, bound, floor)
         return self.summed(state, self.flat)
 
-    def asked(
+    def add_values(
         self, x: Array, state: tuple[Array, Array], bound: Array, floor: Array
     ) -> tuple[Array, Array]:
         """Adds the values `x` to each thread's partial count and weight."""
@@ -289,21 +289,21 @@ class Bisection(ABC):
         self.store("ints", 0, count, layout)
         if self.has_weights:
             self.store("floats", 0, mass, layout)
-        self.meet()
+        self.sync()
         weight = self.gather("floats", 0) if self.has_weights else jnp.float32(0)
         found = self.gather("ints", 0), weight
-        self.meet()
+        self.sync()
         return found
 
-    def only(self, low: Array, high: Array) -> Array:
+    def single_value(self, low: Array, high: Array) -> Array:
         """Returns the only value of the list in [low, high)."""
         total = self.flat_zeros(jnp.float32)
         for x in self.load_list():
             total += jnp.where((x >= low) & (x < high), x, 0.0)
         self.store("floats", 0, total, self.flat)
-        self.meet()
+        self.sync()
         found = self.gather("floats", 0)
-        self.meet()
+        self.sync()
         return found
 
     def load_list(self) -> list[Array]:
@@ -317,7 +317,7 @@ class Bisection(ABC):
         ]
 
     def store(self, table: str, column: int, array: Array, layout: Layout = None) -> None:
-        """Stores each warp's sum in shared memory; other threads may read it after `meet`."""
+        """Stores each warp's sum in shared memory; other threads may read it after `sync`."""
         store_warp_sums(
             self.refs[table],
             self.warpgroup * WARPS,
@@ -331,9 +331,9 @@ class Bisection(ABC):
         """Returns the sum over the block of what its warps have stored."""
         return sum_of_warps(self.refs[table], column, interpret=self.interpret)
 
-    def meet(self) -> None:
+    def sync(self) -> None:
         """Waits at a barrier of all threads of the block."""
-        meet_all(self.refs["met"], interpret=self.interpret)
+        sync_block(self.refs["all_arrived"], interpret=self.interpret)
 
     def reached_by(self, samples: list[Array], wanted: Array) -> Array:
         """Returns a bound that at least `wanted` samples reach, and few more than that (`_ENOUGH`).
@@ -343,15 +343,15 @@ class Bisection(ABC):
             wanted: number of samples, float32.
         """
 
-        def ask(middle: Array) -> Array:
+        def count_samples(middle: Array) -> Array:
             bound = from_ordered(middle)
             count = self.flat_zeros(jnp.int32)
             for x in samples:
                 count += (x >= bound).astype(jnp.int32)
             self.store("ints", 0, count, self.flat)
-            self.meet()
+            self.sync()
             found = self.gather("ints", 0)
-            self.meet()
+            self.sync()
             return found
 
         def is_open(state: tuple[Array, Array, Array]) -> Array:
@@ -361,7 +361,7 @@ class Bisection(ABC):
         def narrow(state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
             low, high, above = state
             middle = midpoint(low, high)
-            count = ask(middle)
+            count = count_samples(middle)
             holds = count.astype(jnp.float32) >= wanted
             return (
                 jnp.where(holds, middle, low),

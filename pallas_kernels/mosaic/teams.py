@@ -40,7 +40,7 @@ class Team:
             "found": plgpu.SMEM((self.listed,), jnp.float32),
             "ints": plgpu.SMEM((self.warps, 2), jnp.int32),
             "floats": plgpu.SMEM((self.warps, 2), jnp.float32),
-            "met": plgpu.Barrier(num_arrivals=self.warpgroups),
+            "all_arrived": plgpu.Barrier(num_arrivals=self.warpgroups),
         }
 
 

@@ -122,7 +122,7 @@ def sums_before(
     return run(table, first)
 
 
-def meet_all(barrier: Ref, *, interpret: bool) -> None:
+def sync_block(barrier: Ref, *, interpret: bool) -> None:
     """Waits at a barrier of all threads of the block (`bar.sync 0`); their earlier stores are then visible.
 
     The interpreter uses `barrier`, an mbarrier. The compiled kernel does not, because its up to 512 arrivals would be

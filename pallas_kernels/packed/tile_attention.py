@@ -22,7 +22,7 @@ def why_not(q: ArrayOrStruct) -> str | None:
     return f"q must be one of {', '.join(DTYPES)}, got {q.dtype.name}"
 
 
-def nothing(
+def output_without_keys(
     q: Float[Array, "queries heads head_dim"],
 ) -> tuple[Float[Array, "queries heads head_dim"], Float[Array, "queries heads"]]:
     """Returns the output (zeros) and log-sum-exp (-inf) of queries that see no key."""

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Shaped
 
 from pallas_kernels.arguments.checks import check_attention, check_ids
 from pallas_kernels.dispatch import choose
-from pallas_kernels.packed.tile_attention import nothing, why_not
+from pallas_kernels.packed.tile_attention import output_without_keys, why_not
 from pallas_kernels.paged_attention import cudnn, mosaic_gpu, xla
 from pallas_kernels.paged_attention.mosaic_gpu import DirectLaunch, direct_launch
 
@@ -123,7 +123,7 @@ def paged_attention(
     if window is not None and window >= page_table.shape[1] * k_pages.shape[1]:
         options["window"] = None
     if not q.size or not page_table.size:
-        out, lse = nothing(arrays[0])
+        out, lse = output_without_keys(arrays[0])
         return (out, lse) if return_lse else out
     if chosen == "mosaic_gpu":
         return mosaic_gpu.paged_attention(*arrays, scale=scale, return_lse=return_lse, **options)

@@ -141,7 +141,7 @@ class Block:
         scores = 1.0 - 2.0 / (jnp.exp2(scores * (2.0 * LOG2_E * scale / cap)) + 1.0)
         return scores * (cap * LOG2_E)
 
-    def soften(
+    def update_softmax(
         self, m: Array, total: Array, scores: Array, tops: Array
     ) -> tuple[Array, Array, Array, Array]:
         """Adds a tile's scores to the online softmax; the new maximum is over `m` and `tops`.

@@ -70,7 +70,7 @@ class PackedTiles:
         scores, v_scales = lax.cond(block.is_edge(tile), mask, lambda: (scores, v_scales))
         sizes = jnp.maximum(jnp.log2(jnp.abs(v_scales)), _LEAST_SCALE)
         tops = scores + over_columns(sizes, scores.shape[1])
-        m, total, p, decay = block.soften(m, total, scores, tops)
+        m, total, p, decay = block.update_softmax(m, total, scores, tops)
         p *= over_columns(v_scales, p.shape[1])
         self._unpack_values(tile, refs["v_tiles"].at[slot])
 

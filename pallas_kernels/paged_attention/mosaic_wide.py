@@ -47,7 +47,7 @@ class WideTiles:
         )
         scores = block.shape_scores(scores)
         scores = lax.cond(at_edge, partial(self._mask_hidden, tile, scores), lambda: scores)
-        m, total, p, decay = block.soften(m, total, scores, scores)
+        m, total, p, decay = block.update_softmax(m, total, scores, scores)
         plgpu.barrier_wait(refs["v_arrived"].at[slot])
         values = refs["v_tiles"].at[slot]
         pl.when(at_edge)(partial(self._zero_hidden, tile, values))

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Shaped
 
 from pallas_kernels.arguments.checks import check_attention, check_ids
 from pallas_kernels.dispatch import choose, note_fallback
-from pallas_kernels.packed.tile_attention import nothing, why_not
+from pallas_kernels.packed.tile_attention import output_without_keys, why_not
 from pallas_kernels.ragged_attention import mosaic_gpu, xla
 from pallas_kernels.ragged_attention.mosaic_gpu import direct_launch
 
@@ -127,10 +127,10 @@ def ragged_attention(
     if window is not None and window >= page_table.shape[1] * k_pages.shape[1]:
         options["window"] = None
     if not q.size or not page_table.size:
-        out, lse = nothing(arrays[0])
+        out, lse = output_without_keys(arrays[0])
         return (out, lse) if return_lse else out
     if chosen == "mosaic_gpu":
-        large = mosaic_gpu.why_hand_on(arrays[1], arrays[3])
+        large = mosaic_gpu.why_fall_back(arrays[1], arrays[3])
         if large is None:
             return mosaic_gpu.ragged_attention(
                 *arrays, scale=scale, return_lse=return_lse, **options

@@ -66,13 +66,13 @@ class Consumer(Worker):
             plgpu.barrier_wait(self.refs["q_arrived"].at[query_slot])
             skip(piece.first, share.first_tile)
             attend = partial(self.attend, piece, share, keys_before - piece.first, query_slot)
-            out, lse = lax.cond(share.sees, attend, self.nothing)
+            out, lse = lax.cond(share.sees, attend, self.output_without_keys)
             skip(share.stop_tile, piece.stop)
-            again = self.again(piece)
-            self.write(again, Share(again, self.number, self), query_slot, out, lse)
+            reloaded = self.reload(piece)
+            self.write(reloaded, Share(reloaded, self.number, self), query_slot, out, lse)
             plgpu.barrier_arrive(self.refs["q_free"].at[query_slot])
 
-    def again(self, piece: Piece) -> Piece:
+    def reload(self, piece: Piece) -> Piece:
         """Loads a piece's description again, so that its fields occupy no registers during the loop over keys."""
         return Piece(self.kernel, self.refs, lax.optimization_barrier(piece.number))
 
@@ -84,12 +84,12 @@ class Consumer(Worker):
         def _(tile: Array) -> None:
             slot = self.slot(keys_before + tile)
             plgpu.barrier_wait(refs["k_arrived"].at[slot])
-            self.take_turn(lambda: None)
+            self.issue_in_turn(lambda: None)
             plgpu.barrier_arrive(refs["k_free"].at[slot])
             plgpu.barrier_wait(refs["v_arrived"].at[slot])
             plgpu.barrier_arrive(refs["v_free"].at[slot])
 
-    def take_turn(self, start_products: Callable[[], None]) -> None:
+    def issue_in_turn(self, start_products: Callable[[], None]) -> None:
         """Issues products after the other consumer has issued its own, and passes the turn back."""
         plgpu.barrier_wait(self.refs["turn"].at[self.number])
         start_products()
@@ -160,7 +160,7 @@ class Consumer(Worker):
                 plgpu.barrier_wait(refs["v_arrived"].at[before])
                 self.multiply(acc, state[2], refs["v_tiles"].at[before])
 
-        self.take_turn(start_products)
+        self.issue_in_turn(start_products)
         raw = self.result(scores, 0 if state is None else 1)
         plgpu.barrier_arrive(refs["k_free"].at[slot])
         if self.geometry.scaled:
@@ -197,7 +197,7 @@ class Consumer(Worker):
             scores = 1.0 - 2.0 * (1.0 / (jnp.exp2(scores * (2.0 * scale / cap)) + 1.0))
             scale = cap * LOG2_E
         if masked:
-            scores = self.hide(scores, tile, share)
+            scores = self.mask(scores, tile, share)
         m = jnp.max(scores, axis=1) * scale
         if old is not None:
             m = jnp.maximum(m, old[0])
@@ -210,7 +210,7 @@ class Consumer(Worker):
         decay = jnp.exp2(old[0] - finite)
         return m, old[1] * over_columns(decay, ROW_TILE) + total, p, decay
 
-    def hide(self, scores: Array, tile: Array, share: Share) -> Array:
+    def mask(self, scores: Array, tile: Array, share: Share) -> Array:
         """Sets scores of hidden keys to -inf.
 
         It works on 8 columns at a time: a comparison of whole tiles would keep all column indices in registers.
@@ -233,7 +233,7 @@ class Consumer(Worker):
         total = jnp.sum(total, axis=1)
         empty = total == 0
         if "sinks" in self.refs:
-            sinks = self.refs["sinks"].at[self.again(piece).unit]
+            sinks = self.refs["sinks"].at[self.reload(piece).unit]
             sink = plgpu.load(sinks, layout=PER_ROW, optimized=False) * LOG2_E
             top = jnp.maximum(m, sink)
             shrink = jnp.exp2(m - top)
@@ -245,7 +245,7 @@ class Consumer(Worker):
         lse = jnp.where(empty, -jnp.inf, m + jnp.log2(total)) * (1 / LOG2_E)
         return out * over_columns(inverse, self.geometry.head_dim), lse
 
-    def nothing(self) -> tuple[Array, Array]:
+    def output_without_keys(self) -> tuple[Array, Array]:
         """Returns output (zeros) and log-sum-exp (-inf) of queries that see no key."""
         out = jnp.zeros((WGMMA_ROWS, self.geometry.head_dim), jnp.float32)
         lse = jnp.full((WGMMA_ROWS,), -jnp.inf, jnp.float32)

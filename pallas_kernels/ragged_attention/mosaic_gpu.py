@@ -40,7 +40,7 @@ def why_not(
     return why_not_mosaic() or Geometry.of(q, k_pages).refusal()
 
 
-def why_hand_on(k_pages: ArrayOrStruct, page_table: ArrayOrStruct) -> str | None:
+def why_fall_back(k_pages: ArrayOrStruct, page_table: ArrayOrStruct) -> str | None:
     """Returns why a call with these tables must run in plain XLA instead, or `None` if the kernel can run it.
 
     This is separate from `why_not`, because a model chooses its implementations before table sizes are known.

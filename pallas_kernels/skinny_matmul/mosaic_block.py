@@ -31,21 +31,21 @@ class Block:
         self.steps = self.turns * self.tiles
         self.end = End(g, s, ending, refs)
 
-    def run(self, take: "Take") -> None:
+    def run(self, multiply: "Multiply") -> None:
         """Processes the block's tiles; copies for the next tile are in flight while one is stored.
 
         Args:
-            take: returns the sums of a tile, rows of the weight x rows of x, as arrays of equal height.
+            multiply: returns the sums of a tile, rows of the weight x rows of x, as arrays of equal height.
         """
         for step in range(min(self.schedule.stages, self.steps)):
             self.fetch(jnp.int32(step), step)
         self.end.prepare()
         if self.tiles == 1:
-            self.take_tile(take, jnp.int32(0))
+            self.process_tile(multiply, jnp.int32(0))
             return
 
         def body(tile: Array, carry: None) -> None:
-            self.take_tile(take, tile)
+            self.process_tile(multiply, tile)
             return carry
 
         lax.fori_loop(jnp.int32(0), jnp.int32(self.tiles), body, None)
@@ -79,10 +79,10 @@ class Block:
                 arrived,
             )
 
-    def take_tile(self, take: "Take", tile: Array) -> None:
+    def process_tile(self, multiply: "Multiply", tile: Array) -> None:
         """Computes the sums of one tile and runs the epilogue on them."""
         s, g = self.schedule, self.geometry
-        sums = take(self, tile)
+        sums = multiply(self, tile)
         number = jnp.minimum(self.block * self.tiles + tile, s.tiles(g) - 1)
         store = partial(self.end.store, number, self.first_column(tile), self.split)
         if s.cluster > 1:
@@ -115,4 +115,4 @@ class Block:
             self.fetch(later, lax.rem(later, jnp.int32(self.schedule.stages)))
 
 
-Take = Callable[[Block, Array], list[Array]]
+Multiply = Callable[[Block, Array], list[Array]]

@@ -23,9 +23,9 @@ from pallas_kernels.skinny_matmul.mosaic_block import Block
 from pallas_kernels.skinny_matmul.mosaic_ending import Ending
 from pallas_kernels.skinny_matmul.mosaic_geometry import Geometry
 from pallas_kernels.skinny_matmul.mosaic_join import shared
-from pallas_kernels.skinny_matmul.mosaic_packed import take_packed
+from pallas_kernels.skinny_matmul.mosaic_packed import multiply_packed
 from pallas_kernels.skinny_matmul.mosaic_schedule import PADDING, Schedule
-from pallas_kernels.skinny_matmul.mosaic_wide import take_wide
+from pallas_kernels.skinny_matmul.mosaic_wide import multiply_wide
 
 
 @dataclass(frozen=True)
@@ -93,4 +93,6 @@ class Kernel:
         names = ["weight", "x", *self.ending.inputs, *self.ending.outputs]
         named = dict(zip(names, refs, strict=True))
         block = Block(self.geometry, self.schedule, self.ending, named | scratch)
-        block.run(partial(take_packed, interpret=interpret) if self.geometry.packed else take_wide)
+        block.run(
+            partial(multiply_packed, interpret=interpret) if self.geometry.packed else multiply_wide
+        )

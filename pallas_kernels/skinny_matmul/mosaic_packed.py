@@ -49,7 +49,7 @@ def prepared(
     return reordered(wide * inverse[:, None]).astype(jnp.float16), factors
 
 
-def take_packed(block: Block, tile: Array, *, interpret: bool) -> list[Array]:
+def multiply_packed(block: Block, tile: Array, *, interpret: bool) -> list[Array]:
     """Returns the sums of a tile, rows of the weight x rows of x, one array per 64 rows of the weight."""
     s, g, refs = block.schedule, block.geometry, block.refs
     shape = (WGMMA_ROWS, s.width(g))
@@ -69,7 +69,7 @@ def take_packed(block: Block, tile: Array, *, interpret: bool) -> list[Array]:
 
         return pl.run_scoped(multiply, plgpu.ACC(shape, jnp.float32))
 
-    def take_turn(turn: Array, sums: list[Array]) -> list[Array]:
+    def process_turn(turn: Array, sums: list[Array]) -> list[Array]:
         step = tile * block.turns + turn
         slot = block.arrive(step)
         rows = refs["inputs"].at[slot].transpose((1, 0))
@@ -82,4 +82,4 @@ def take_packed(block: Block, tile: Array, *, interpret: bool) -> list[Array]:
         return sums
 
     zeros = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), WGMMA)
-    return lax.fori_loop(jnp.int32(0), jnp.int32(block.turns), take_turn, [zeros] * count)
+    return lax.fori_loop(jnp.int32(0), jnp.int32(block.turns), process_turn, [zeros] * count)

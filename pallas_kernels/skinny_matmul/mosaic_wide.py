@@ -11,11 +11,11 @@ from pallas_kernels.mosaic.private_types import Ref
 from pallas_kernels.skinny_matmul.mosaic_block import Block
 
 
-def take_wide(block: Block, tile: Array) -> list[Array]:
+def multiply_wide(block: Block, tile: Array) -> list[Array]:
     """Returns the sums of a tile, rows of the weight x rows of x."""
     s, refs = block.schedule, block.refs
 
-    def take_turn(sums: Ref, turn: Array, carry: None) -> None:
+    def process_turn(sums: Ref, turn: Array, carry: None) -> None:
         step = tile * block.turns + turn
         slot = block.arrive(step)
         plgpu.wgmma(sums, refs["weights"].at[slot], refs["inputs"].at[slot].transpose((1, 0)))
@@ -25,7 +25,7 @@ def take_wide(block: Block, tile: Array) -> list[Array]:
         return carry
 
     def multiply(sums: Ref) -> Array:
-        lax.fori_loop(jnp.int32(0), jnp.int32(block.turns), partial(take_turn, sums), None)
+        lax.fori_loop(jnp.int32(0), jnp.int32(block.turns), partial(process_turn, sums), None)
         plgpu.wgmma_wait(0)
         return sums[...]
 

@@ -24,7 +24,7 @@ from pallas_kernels.latent_kernel.schedule import (
     shares_that_fit,
 )
 from pallas_kernels.sparse_attention.mosaic_exchange import PAIR, PairExchange
-from pallas_kernels.sparse_attention.mosaic_pair_producer import Sharer
+from pallas_kernels.sparse_attention.mosaic_pair_producer import PairProducer
 from pallas_kernels.sparse_attention.mosaic_producer import Gatherer
 from pallas_kernels.sparse_attention.mosaic_records import PIECE
 
@@ -149,4 +149,4 @@ def _source(geometry: Geometry, *, packed: bool, interpret: bool) -> Source:
     arrays, kind = ("records", "slots", "seq_lens"), "bytes" if packed else "numbers"
     if geometry.blocks != PAIR or interpret:
         return Source(arrays, Gatherer, (1, 1), _REGISTERS[kind])
-    return Source(arrays, Sharer, (1, 1), _PAIR_REGISTERS[kind], exchange=PairExchange())
+    return Source(arrays, PairProducer, (1, 1), _PAIR_REGISTERS[kind], exchange=PairExchange())

@@ -32,7 +32,7 @@ class Ahead(NamedTuple):
     rope: Loaded
 
 
-class Sharer:
+class PairProducer:
     """The producer warpgroup of one block of a pair."""
 
     def __init__(self, kernel: Kernel, refs: Mapping[str, Ref], piece: Piece) -> None:
@@ -65,11 +65,11 @@ class Sharer:
         """Writes a tile from its loaded elements, and issues the loads of the next."""
         slot, found = tile % SLOTS, ahead.found
         numbers = self.decode(ahead.lo)
-        self.offer("lo", slot)
+        self.signal_free("lo", slot)
         self.write("lo", slot, lo=numbers)
         lo = self.load(found, "lo")
         # The decoding below overlaps with the latency of this signal to the other block.
-        self.offer("hi", slot)
+        self.signal_free("hi", slot)
         self.write("hi", slot, rope=ahead.rope[0], hi=self.decode(ahead.hi))
         hi, rope = self.load(found, "hi"), self.load(found, "rope")
         return Ahead(self.find(tile + 2), lo, hi, rope)
@@ -78,7 +78,7 @@ class Sharer:
         """Returns loaded elements in the tiles' dtype."""
         return mosaic_pair.decode(*loaded, self.geometry.dtype) if self.packed else loaded[0]
 
-    def offer(self, half: str, slot: Array) -> None:
+    def signal_free(self, half: str, slot: Array) -> None:
         """Waits until this block's consumers release a half, and signals that to both blocks' producers."""
         plgpu.barrier_wait(self.refs[f"{half}_free"].at[slot])
         plgpu.barrier_arrive(self.refs[f"{half}_free_in_both"].at[slot])

@@ -78,7 +78,7 @@ class Consumer(Multiplier):
         weights = self.refs["weights"].at[self.number]
         for part in range(weights.shape[0]):
             self.multiply(read, x, weights.at[part], right_transposed=True)
-        self.grow(slot, state, x)
+        self.update_state(slot, state, x)
         out = self.result(read, len(state)).astype(self.geometry.dtype)
         start, length = self.task.piece(number)
         self.store(out, start, length)
@@ -157,7 +157,7 @@ class Consumer(Multiplier):
             return square[...].T
         return plgpu.load(square.transpose((1, 0)), layout=WGMMA)
 
-    def grow(self, slot: Array, state: Sequence[Ref], x: Array) -> None:
+    def update_state(self, slot: Array, state: Sequence[Ref], x: Array) -> None:
         """Decays the state and issues the products that add the piece's inputs to it."""
         weighed = (x.astype(jnp.float32) * self.factors(LESS)).astype(self.geometry.dtype)
         kept = jnp.exp2(self.refs["decay"][slot, self.number, SIDE - 1])

@@ -23,7 +23,7 @@ from pallas_kernels.mosaic.private_types import Ref
 from pallas_kernels.mosaic.rows import LOAD_BYTES, flat_pieces
 from pallas_kernels.mosaic.scores import LOG2_E
 from pallas_kernels.mosaic.stores import store_side_by_side
-from pallas_kernels.mosaic.warps import meet_all
+from pallas_kernels.mosaic.warps import sync_block
 from pallas_kernels.packed.rows import Pieces
 
 _THREADS = 128
@@ -84,7 +84,7 @@ class _Decays:
         return tuple((sum(widths[:index]), width) for index, width in enumerate(widths))
 
     def __call__(self, *refs: Ref) -> None:
-        names = ["a_log", "dt_bias", "dt", "start", "length", "out", "totals", "met"]
+        names = ["a_log", "dt_bias", "dt", "start", "length", "out", "totals", "all_arrived"]
         named = dict(zip(names, refs, strict=True))
         block, count = lax.axis_index("block"), jnp.int32(len(self.spans))
         piece, place = lax.div(block, count), lax.rem(block, count)
@@ -119,7 +119,7 @@ class _Decays:
             sums.append(total)
             logs.append(jnp.where((at < length) & (step > 0.0), jnp.log(step) * LOG2_E, -jnp.inf))
         refs["totals"][share, own] = total
-        meet_all(refs["met"], interpret=self.interpret)
+        sync_block(refs["all_arrived"], interpret=self.interpret)
         before = nothing
         for other in range(_SHARES - 1):
             known = load(refs["totals"].at[other], own)

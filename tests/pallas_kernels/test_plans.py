@@ -75,7 +75,7 @@ def plan_prefill(given):
     arrays = [given[name] for name in ("q", "k_pages")]
     options = chosen(given, "scale", "window", "soft_cap")
     ragged.direct_launch(*arrays, given["page_table"].shape[0], **options)
-    ragged.why_hand_on(given["k_pages"], given["page_table"])
+    ragged.why_fall_back(given["k_pages"], given["page_table"])
     return ragged.why_not(**but(given, "scale")), tile_attention.why_not(given["q"])
 
 
@@ -185,7 +185,7 @@ def holds_structs(value):
 
 
 # Those that are asked with structs, whatever op they belong to.
-ASKED = ("of", "why_not", "refusal", "why_hand_on")
+ASKED = ("of", "why_not", "refusal", "why_fall_back")
 
 
 def parameters():

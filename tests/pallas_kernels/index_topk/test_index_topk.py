@@ -16,7 +16,7 @@ from pallas_kernels import dispatch, index_topk
 from pallas_kernels.formats.index_keys import read_index_keys, write_index_keys
 from pallas_kernels.index_topk import (
     mosaic_gpu,
-    mosaic_once,
+    mosaic_one_pass,
     mosaic_scores,
     mosaic_select,
     reference,
@@ -160,7 +160,7 @@ def ways(monkeypatch):
     select: Any = mosaic_select.select
 
     def say(in_one_pass, team):
-        monkeypatch.setattr(mosaic_select, "suits", lambda keys, topk: in_one_pass)
+        monkeypatch.setattr(mosaic_select, "supports", lambda keys, topk: in_one_pass)
         monkeypatch.setattr(mosaic_select, "_team_for", lambda tokens, keys, topk: team)
         select.clear_cache()
 
@@ -267,10 +267,10 @@ def test_lists_are_short_and_teams_small_where_that_was_fastest(tokens, keys, to
 
 
 def test_rows_and_lists_that_shared_memory_cannot_hold_go_the_longer_way():
-    assert mosaic_once.suits(2**17, 2048)
-    assert mosaic_once.suits(2**13, mosaic_once.MOST_CHOSEN)
-    assert not mosaic_once.suits(2**17 + CHUNK, 2048)
-    assert not mosaic_once.suits(2**13, mosaic_once.MOST_CHOSEN + 1)
+    assert mosaic_one_pass.supports(2**17, 2048)
+    assert mosaic_one_pass.supports(2**13, mosaic_one_pass.MOST_CHOSEN)
+    assert not mosaic_one_pass.supports(2**17 + CHUNK, 2048)
+    assert not mosaic_one_pass.supports(2**13, mosaic_one_pass.MOST_CHOSEN + 1)
 
 
 @pytest.mark.parametrize(

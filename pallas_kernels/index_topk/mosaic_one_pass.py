@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from pallas_kernels.index_topk.mosaic_answers import of_warps, show
 from pallas_kernels.index_topk.mosaic_bounds import Bounds
 from pallas_kernels.index_topk.mosaic_marks import (
     append_placed,
@@ -22,6 +21,7 @@ from pallas_kernels.index_topk.mosaic_marks import (
     mark,
     place_marked,
 )
+from pallas_kernels.index_topk.mosaic_reductions import reduction_of_warps, store_reductions
 from pallas_kernels.mosaic.bisection import HIGHEST, LOWEST, midpoint
 from pallas_kernels.mosaic.ordered_floats import from_ordered, ordered
 from pallas_kernels.mosaic.private_types import Layout
@@ -47,7 +47,7 @@ _LOOSE, _TIGHT = (1.3, 1.4), (1.25, 1.15)
 _ABOVE, _LARGEST, _MARKED, _ROWS = 2, 3, 4, 5
 
 
-def suits(keys: int, topk: int) -> bool:
+def supports(keys: int, topk: int) -> bool:
     """Returns whether the one-pass selection supports rows of `keys` keys and this topk."""
     return keys <= MOST_KEYS and topk <= MOST_CHOSEN
 
@@ -57,16 +57,16 @@ def shared_bytes(keys: int, team: Team) -> int:
     return 8 * team.listed + keys
 
 
-def scratch_once(keys: int, team: Team) -> dict[str, Any]:
+def scratch_of_one_pass(keys: int, team: Team) -> dict[str, Any]:
     """Returns the shared memory of the one-pass selection, in addition to the team's `scratch`."""
     return {
         "where": plgpu.SMEM((team.listed,), jnp.int32),
-        "answers": plgpu.SMEM((_ROWS, team.warps), jnp.int32),
+        "reductions": plgpu.SMEM((_ROWS, team.warps), jnp.int32),
         "marks": plgpu.SMEM((team.warps, keys // team.warps // 4), jnp.int32),
     }
 
 
-class Once:
+class OnePass:
     """One block's one-pass selection in its row."""
 
     def __init__(self, block: Any) -> None:  # noqa: ANN401 - its own kernel's block
@@ -133,27 +133,31 @@ class Once:
         """
 
         def turn(bounds: Bounds) -> Bounds:
-            for question in range(2):
-                is_likely = is_even and question == 0
-                middle = bounds.likely(wanted) if is_likely else midpoint(bounds.low, bounds.high)
+            for half in range(2):
+                interpolates = is_even and half == 0
+                middle = (
+                    bounds.interpolated(wanted)
+                    if interpolates
+                    else midpoint(bounds.low, bounds.high)
+                )
                 bound, count = from_ordered(middle), self.block.flat_zeros(jnp.int32)
                 for x in pieces:
                     count += (x >= bound).astype(jnp.int32)
-                bounds = bounds.narrowed(middle, self.ask(question, count, "sum"), wanted)
+                bounds = bounds.narrowed(middle, self.reduce(half, count, "sum"), wanted)
             return bounds
 
         return lax.while_loop(is_open, turn, bounds)
 
-    def ask(self, row: int, array: Array, kind: str) -> Array:
+    def reduce(self, row: int, array: Array, kind: str) -> Array:
         """Returns the sum or maximum over the block; two successive calls must use different rows of the table."""
-        self.show(row, array, kind)
-        self.block.meet()
-        return of_warps(self.refs["answers"], row, kind=kind, interpret=self.interpret)
+        self.store_reductions(row, array, kind)
+        self.block.sync()
+        return reduction_of_warps(self.refs["reductions"], row, kind=kind, interpret=self.interpret)
 
-    def show(self, row: int, array: Array, kind: str, layout: Layout = None) -> None:
+    def store_reductions(self, row: int, array: Array, kind: str, layout: Layout = None) -> None:
         """Stores each warp's reduction; other warps may read it after the block barrier."""
-        show(
-            self.refs["answers"],
+        store_reductions(
+            self.refs["reductions"],
             row,
             self.warpgroup * WARPS,
             array,
@@ -173,7 +177,7 @@ class Once:
         nothing = plgpu.layout_cast(jnp.zeros((WARPS, _WORDS), jnp.int32), self.by_row)
         for column in range(0, self.refs["marks"].shape[1], _WORDS):
             self.refs["marks"][rows, pl.ds(column, _WORDS)] = nothing
-        self.block.meet()
+        self.block.sync()
 
     def list_from(self, low: Array) -> tuple[Array, Array]:
         """Fills the lists with the scores >= `low`; returns their number and the length of the longest list."""
@@ -192,9 +196,11 @@ class Once:
             )
 
         lengths = self.stream(visit, self.block.flat_zeros(jnp.int32))
-        self.show(_ABOVE, lengths, "same")
-        self.block.meet()
-        find = partial(of_warps, self.refs["answers"], _ABOVE, interpret=self.interpret)
+        self.store_reductions(_ABOVE, lengths, "same")
+        self.block.sync()
+        find = partial(
+            reduction_of_warps, self.refs["reductions"], _ABOVE, interpret=self.interpret
+        )
         return find(kind="sum"), find(kind="max")
 
     def stream(self, visit: Callable[[Array, Array, Array], Array], lengths: Array) -> Array:
@@ -222,7 +228,7 @@ class Once:
         largest = listed[0]
         for x in listed[1:]:
             largest = jnp.maximum(largest, x)
-        high = self.ask(_LARGEST, ordered(largest), "max") + 1
+        high = self.reduce(_LARGEST, ordered(largest), "max") + 1
         topk = self.block.topk
         found = self.search(
             listed,
@@ -234,7 +240,7 @@ class Once:
         low, high = from_ordered(found.low), from_ordered(found.high)
         write = self.write_plainly if self.interpret else self.write
         write(listed, low, high, topk - found.over)
-        self.block.meet()
+        self.block.sync()
 
     def write(self, listed: list[Array], low: Array, high: Array, ties: Array) -> None:
         """Marks the selected positions, counts the marks before each warp's share, and writes the positions."""
@@ -264,10 +270,12 @@ class Once:
 
         zero = plgpu.layout_cast(jnp.zeros((WARPS, _WORDS), jnp.int32), self.by_row)
         total = lax.fori_loop(jnp.int32(0), turns, count, zero)
-        self.show(_MARKED, total, "sum", self.by_row)
-        self.block.meet()
-        answers = self.refs["answers"]
-        return zero + of_warps(answers, _MARKED, kind="sum", interpret=False, before=row)
+        self.store_reductions(_MARKED, total, "sum", self.by_row)
+        self.block.sync()
+        reductions = self.refs["reductions"]
+        return zero + reduction_of_warps(
+            reductions, _MARKED, kind="sum", interpret=False, before=row
+        )
 
     def load_marks(self, row: Array, turn: Array) -> Array:
         """Loads one iteration's marks of the warpgroup's rows, four in a word."""
@@ -281,7 +289,7 @@ class Once:
             own = self.refs["where"].at[pl.ds(first + part * PIECE, PIECE)]
             positions = plgpu.load(own, layout=self.flat, optimized=False)
             mark(self.refs["marks"], x, positions, low, high, layout=self.flat)
-        self.block.meet()
+        self.block.sync()
 
     def write_plainly(self, listed: list[Array], low: Array, high: Array, ties: Array) -> None:
         """Does the same as `write`, for the interpreter, in the first warpgroup only."""

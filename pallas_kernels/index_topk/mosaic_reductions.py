@@ -26,7 +26,7 @@ _SCALAR = plgpu.Layout.WG_SPLAT(())
 _NONE = -(2**31)
 
 
-def show(
+def store_reductions(
     table: Ref,
     column: int,
     first: Array,
@@ -71,13 +71,13 @@ def show(
     run(table, first, array)
 
 
-def of_warps(
+def reduction_of_warps(
     table: Ref, column: int, *, kind: str, interpret: bool, before: Array | None = None
 ) -> Array:
     """Returns the reduction over the warps of the block, or over the warps that precede the calling one.
 
     Args:
-        table: as in `show`.
+        table: as in `store_reductions`.
         column: row of the table.
         kind: "sum" or "max".
         interpret: whether the interpreter runs this; it does not support `before`.
