@@ -47,10 +47,10 @@ def params():
 @pytest.mark.parametrize("name", ["llama3", "mistral-window", "qwen2", "qwen3-bias-window-tied"])
 def test_tokens_of_unequal_prompts_equal_transformers(name, tmp_path):
     """The greedy tokens of a batch are those of each prompt alone in Transformers."""
-    families = pytest.importorskip("tests.models.families")
+    cases = pytest.importorskip("tests.models.cases")
     from jaxkv.models.registry import build_model, load_config, load_params
 
-    case = families.CASES[name]
+    case = cases.CASES[name]
     theirs = case.build()
     theirs.save_pretrained(tmp_path)
     model = build_model(load_config(tmp_path))
@@ -59,7 +59,7 @@ def test_tokens_of_unequal_prompts_equal_transformers(name, tmp_path):
     for length in (3, 17, 30):
         # Where two tokens are as good as equal, float32 may choose either: take a prompt with clear winners.
         drawn = (case.prompt(length, offset=offset) for offset in range(length, length + 20))
-        told = ((prompt, *families.greedy(theirs, prompt, 24)) for prompt in drawn)
+        told = ((prompt, *cases.greedy(theirs, prompt, 24)) for prompt in drawn)
         prompt, tokens, _ = next(item for item in told if item[2] > 1e-3)
         prompts.append(prompt)
         wanted.append(tokens)

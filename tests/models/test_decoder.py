@@ -1,4 +1,4 @@
-"""The traced and compiled forward pass of every family: no host value in it, updates in place, rows independent."""
+"""The traced and compiled forward pass of every family: one program for all lengths, in place, rows independent."""
 
 import re
 from dataclasses import replace

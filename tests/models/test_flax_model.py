@@ -1,4 +1,4 @@
-"""A user's own nnx module generates like a built-in family: same tokens as running it densely from scratch."""
+"""A user's nnx module generates the tokens that it gives when run over the whole text without a cache."""
 
 import inspect
 

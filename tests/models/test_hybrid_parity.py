@@ -11,9 +11,9 @@ from tests.engine.hybrid import engine_of, run
 from tests.models.driver import Driver
 
 pytest.importorskip("torch")
-families = pytest.importorskip("tests.models.families")
-hybrids = pytest.importorskip("tests.models.hybrid_families")
-far = families.far
+cases = pytest.importorskip("tests.models.cases")
+hybrid_cases = pytest.importorskip("tests.models.hybrid_cases")
+far = cases.far
 
 pytestmark = pytest.mark.torch
 
@@ -28,12 +28,14 @@ SLOW = ("nemotron-latent", "falcon-h1-norm")
 SERVED = [
     pytest.param(name, marks=[pytest.mark.slow] * (name != "qwen3-next")) for name in THOROUGH
 ]
-EVERY = [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in hybrids.CASES]
+EVERY = [
+    pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in hybrid_cases.CASES
+]
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    return families.maker(hybrids.CASES, tmp_path_factory)
+    return cases.maker(hybrid_cases.CASES, tmp_path_factory)
 
 
 def driver_of(model, params):
@@ -44,7 +46,7 @@ def driver_of(model, params):
 def test_prefill_logits_of_all_positions_equal_transformers(made, name):
     case, theirs, model, params = made(name)
     tokens = case.prompt(PROMPT)
-    wanted = families.logits(theirs, tokens)
+    wanted = cases.logits(theirs, tokens)
     # The bound means something only where logits differ by much more.
     assert np.std(wanted) > 0.3
     [got] = driver_of(model, params).prefill([tokens])
@@ -55,7 +57,7 @@ def test_prefill_logits_of_all_positions_equal_transformers(made, name):
 def test_greedy_tokens_equal_transformers_and_states_stepped_equal_states_scanned(made, name):
     case, theirs, model, params = made(name)
     tokens = case.prompt(PROMPT)
-    wanted, lead = families.greedy(theirs, tokens, STEPS)
+    wanted, lead = cases.greedy(theirs, tokens, STEPS)
     assert lead > 1e-3, f"seed {case.seed} has a near tie: choose another"
     driver = driver_of(model, params)
     logits = driver.prefill([tokens])[0][-1:]
@@ -74,7 +76,7 @@ def test_a_prompt_in_pieces_gives_the_logits_of_transformers(made, name):
     # The cuts lie on the grid of the scan's chunks and off it; some pieces are shorter than the convolution.
     case, theirs, model, params = made(name)
     tokens = case.prompt(PROMPT)
-    wanted = families.logits(theirs, tokens)
+    wanted = cases.logits(theirs, tokens)
     [whole] = driver_of(model, params).prefill([tokens])
     for cuts in ((16,), (32, 39), (2, 5, 23), (1, 17)):
         driver, pieces = driver_of(model, params), []
@@ -93,7 +95,7 @@ def test_rows_of_unequal_lengths_equal_runs_of_their_own(made, name):
     begun = driver.prefill([[], rows[1][:21], rows[2]])
     ended = driver.prefill([rows[0], rows[1][21:], []])
     for row, *got in zip(rows, begun, ended, strict=True):
-        assert far(np.concatenate(got), families.logits(theirs, row)) < TOLERANCE
+        assert far(np.concatenate(got), cases.logits(theirs, row)) < TOLERANCE
 
 
 @pytest.mark.parametrize("name", SERVED)
@@ -111,7 +113,7 @@ def test_conversations_that_begin_from_kept_states_have_the_tokens_of_transforme
 
     def ask(tokens, cached):
         [one] = run(engine, tokens, max_tokens=12)
-        wanted, lead = families.greedy(theirs, tokens, 12)
+        wanted, lead = cases.greedy(theirs, tokens, 12)
         assert lead > 1e-3, f"seed {case.seed} has a near tie: choose another"
         assert one.token_ids == wanted
         assert one.cached == cached
@@ -131,11 +133,11 @@ def test_bfloat16_is_as_near_to_float32_as_that_of_transformers(made, tmp_path):
     theirs.save_pretrained(tmp_path)
     params = load_params(tmp_path, model, dtype="bfloat16", progress=False)
     tokens = case.prompt(PROMPT)
-    truth = families.logits(theirs, tokens)
+    truth = cases.logits(theirs, tokens)
     narrow = copy.deepcopy(theirs).bfloat16()
     narrow.config.dtype = "bfloat16"
     driver = Driver(model, params, step_tokens=PROMPT + STEPS, cache_dtype="bfloat16")
     [got] = driver.prefill([tokens])
     error = np.sqrt(np.mean((got - truth) ** 2))
-    theirs_error = np.sqrt(np.mean((families.logits(narrow, tokens) - truth) ** 2))
+    theirs_error = np.sqrt(np.mean((cases.logits(narrow, tokens) - truth) ** 2))
     assert 0 < error < 1.25 * theirs_error

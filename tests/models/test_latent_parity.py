@@ -6,9 +6,9 @@ import pytest
 from tests.models.driver import Driver
 
 pytest.importorskip("torch")
-families = pytest.importorskip("tests.models.families")
-latents = pytest.importorskip("tests.models.latent_families")
-far = families.far
+cases = pytest.importorskip("tests.models.cases")
+latent_cases = pytest.importorskip("tests.models.latent_cases")
+far = cases.far
 
 pytestmark = pytest.mark.torch
 
@@ -18,12 +18,14 @@ STEPS = 64
 # Between them every option; the others have one that a single step shows.
 THOROUGH = ("v2-lite", "v3", "v32")
 SLOW = ("v3-halves",)
-EVERY = [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in latents.CASES]
+EVERY = [
+    pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in latent_cases.CASES
+]
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    return families.maker(latents.CASES, tmp_path_factory)
+    return cases.maker(latent_cases.CASES, tmp_path_factory)
 
 
 @pytest.mark.parametrize("name", EVERY)
@@ -31,7 +33,7 @@ def test_logits_of_all_positions_equal_transformers_absorbed_and_expanded(made, 
     # The two paths give the same results.
     case, theirs, model, params = made(name)
     tokens = case.prompt(PROMPT)
-    wanted = families.logits(theirs, tokens)
+    wanted = cases.logits(theirs, tokens)
     # The bound means something only where logits differ by much more.
     assert np.std(wanted) > 0.3
     for fresh in (False, True) if name in THOROUGH else (True,):
@@ -47,7 +49,7 @@ def test_greedy_tokens_equal_transformers_for_64_steps(made, name, fresh):
     # Decode steps, which are absorbed, read the pages that an expanded prefill wrote.
     case, theirs, model, params = made(name)
     tokens = case.prompt(PROMPT)
-    wanted, lead = families.greedy(theirs, tokens, STEPS)
+    wanted, lead = cases.greedy(theirs, tokens, STEPS)
     assert lead > 1e-3, f"seed {case.seed} has a near tie: choose another"
     driver = Driver(model, params, fresh=fresh)
     [got] = driver.prefill([tokens])
@@ -63,7 +65,7 @@ def test_a_prompt_behind_a_cached_prefix_gives_the_logits_of_transformers(made, 
     # An expanded step writes part of a page, one page or several, and an absorbed step reads them.
     case, theirs, model, params = made(name)
     tokens = case.prompt(PROMPT)
-    wanted = families.logits(theirs, tokens)
+    wanted = cases.logits(theirs, tokens)
     driver = Driver(model, params, fresh=True)
     [first] = driver.prefill([tokens[:cut]])
     [second] = driver.prefill([tokens[cut:]])
@@ -79,4 +81,4 @@ def test_rows_with_and_without_a_prefix_share_a_step(made, name):
     begun = driver.prefill([rows[0][:20], rows[1][:-1], []])
     ended = driver.prefill([rows[0][20:], rows[1][-1:], rows[2]])
     for row, *got in zip(rows, begun, ended, strict=True):
-        assert far(np.concatenate(got), families.logits(theirs, row)) < TOLERANCE
+        assert far(np.concatenate(got), cases.logits(theirs, row)) < TOLERANCE

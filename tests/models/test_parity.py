@@ -6,8 +6,8 @@ import pytest
 from tests.models.driver import Driver
 
 pytest.importorskip("torch")
-families = pytest.importorskip("tests.models.families")
-far = families.far
+cases = pytest.importorskip("tests.models.cases")
+far = cases.far
 
 pytestmark = pytest.mark.torch
 
@@ -16,16 +16,16 @@ PROMPT = 40
 STEPS = 64
 
 
-@pytest.fixture(scope="module", params=families.CASES)
+@pytest.fixture(scope="module", params=cases.CASES)
 def pair(request, tmp_path_factory):
     """A case, its Hugging Face model, and our model with its parameters read from the saved directory."""
-    return families.maker(families.CASES, tmp_path_factory)(request.param)
+    return cases.maker(cases.CASES, tmp_path_factory)(request.param)
 
 
 def test_prefill_logits_of_all_positions_equal_transformers(pair):
     case, theirs, model, params = pair
     tokens = case.prompt(PROMPT)
-    wanted = families.logits(theirs, tokens)
+    wanted = cases.logits(theirs, tokens)
     # The bound means something only where logits differ by much more.
     assert np.std(wanted) > 0.3
     [got] = Driver(model, params).prefill([tokens])
@@ -35,7 +35,7 @@ def test_prefill_logits_of_all_positions_equal_transformers(pair):
 def test_greedy_tokens_equal_transformers_for_64_steps(pair):
     case, theirs, model, params = pair
     tokens = case.prompt(PROMPT)
-    wanted, lead = families.greedy(theirs, tokens, STEPS)
+    wanted, lead = cases.greedy(theirs, tokens, STEPS)
     assert lead > 1e-3, f"seed {case.seed} has a near tie: choose another"
     driver = Driver(model, params)
     [got] = driver.prefill([tokens])
@@ -48,7 +48,7 @@ def test_greedy_tokens_equal_transformers_for_64_steps(pair):
 def test_a_prompt_in_two_chunks_gives_the_logits_of_transformers(pair):
     case, theirs, model, params = pair
     tokens = case.prompt(PROMPT)
-    wanted = families.logits(theirs, tokens, chunks=(23, PROMPT - 23))
+    wanted = cases.logits(theirs, tokens, chunks=(23, PROMPT - 23))
     driver = Driver(model, params)
     [first] = driver.prefill([tokens[:23]])
     [second] = driver.prefill([tokens[23:]])
@@ -63,5 +63,5 @@ def test_rows_of_unequal_lengths_equal_runs_of_their_own(pair):
     together = driver.prefill([row[:-1] for row in rows])
     last = driver.decode([row[-1] for row in rows])
     for row, got, end in zip(rows, together, last, strict=True):
-        wanted = families.logits(theirs, row, chunks=(len(row) - 1, 1))
+        wanted = cases.logits(theirs, row, chunks=(len(row) - 1, 1))
         assert far(np.concatenate((got, end[None])), wanted) < TOLERANCE

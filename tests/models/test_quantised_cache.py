@@ -1,4 +1,4 @@
-"""A cache of one byte per number: models compute what Transformers does over keys and values rounded alike."""
+"""A KV cache of float8 or int8 gives the logits that Transformers computes from keys and values rounded alike."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ from tests.models.driver import Driver
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
-families = pytest.importorskip("tests.models.families")
+cases = pytest.importorskip("tests.models.cases")
 
 pytestmark = pytest.mark.torch
 
@@ -30,7 +30,7 @@ def rounded(values, name):
 
 
 class RoundedCache(transformers.DynamicCache):
-    """Transformers' own cache, which forgets what a byte does not hold."""
+    """Transformers' cache with every key and value rounded to one byte."""
 
     def __init__(self, name):
         super().__init__()
@@ -56,14 +56,14 @@ def greedy(model, tokens, name):
 
 @pytest.mark.parametrize(("family", "name"), [("llama", "fp8"), ("mistral-window", "int8")])
 def test_logits_and_greedy_tokens_equal_transformers_over_rounded_keys(family, name, tmp_path):
-    case = families.CASES[family]
+    case = cases.CASES[family]
     theirs = case.build()
     theirs.save_pretrained(tmp_path)
     model = build_model(load_config(tmp_path))
     params = load_params(tmp_path, model, dtype="float32", progress=False)
     tokens = case.prompt(PROMPT)
     wanted, chosen = greedy(theirs, tokens, name)
-    exact = families.logits(theirs, tokens + chosen[:-1])
+    exact = cases.logits(theirs, tokens + chosen[:-1])
     driver = Driver(model, params, cache_dtype=name)
     logits = [driver.prefill([tokens])[0]]
     logits += [driver.decode([token]) for token in chosen[:-1]]

@@ -1,4 +1,4 @@
-"""A model directory becomes the parameters and the model that `jaxkv.generate` takes."""
+"""`load_config`, `build_model` and `load_params` turn a model directory into the arguments of `jaxkv.generate`."""
 
 import jax
 import numpy as np

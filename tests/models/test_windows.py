@@ -1,4 +1,4 @@
-"""Windows in models: what a token sees is exact, whatever the length, and nothing of another group is touched."""
+"""Sliding windows in models: each token attends to exactly its window, at every length and in every cache group."""
 
 from dataclasses import replace
 
@@ -10,8 +10,8 @@ from tests.layers.jaxprs import equations
 from tests.models.driver import Driver, run_step
 
 pytest.importorskip("torch")
-families = pytest.importorskip("tests.models.families")
-far = families.far
+cases = pytest.importorskip("tests.models.cases")
+far = cases.far
 
 pytestmark = pytest.mark.torch
 
@@ -22,7 +22,7 @@ WINDOW = 6
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):
     """Gemma 3 with five windows of 6 tokens in six layers: Hugging Face's model, ours, and its parameters."""
-    return families.maker(families.CASES, tmp_path_factory)("gemma3")
+    return cases.maker(cases.CASES, tmp_path_factory)("gemma3")
 
 
 def test_one_program_serves_texts_on_both_sides_of_a_window(pair):
@@ -36,7 +36,7 @@ def test_one_program_serves_texts_on_both_sides_of_a_window(pair):
     second = driver.prefill([row[length:] for row, length in zip(rows, lengths, strict=True)])
     assert run_step._cache_size() == compiled
     for row, *halves in zip(rows, first, second, strict=True):
-        assert far(np.concatenate(halves), families.logits(theirs, row)) < TOLERANCE
+        assert far(np.concatenate(halves), cases.logits(theirs, row)) < TOLERANCE
 
 
 @pytest.mark.parametrize("more", [-1, 1])
@@ -46,7 +46,7 @@ def test_another_window_gives_other_logits(pair, more):
     windows = tuple(None if reach is None else reach + more for reach in model.config.windows)
     wrong = build_model(replace(model.config, windows=windows))
     tokens = case.prompt(WINDOW + 1)
-    wanted = families.logits(theirs, tokens)
+    wanted = cases.logits(theirs, tokens)
     [got] = Driver(wrong, params).prefill([tokens])
     assert far(got[-1], wanted[-1]) > 100 * TOLERANCE
     assert far(got[: WINDOW - 1], wanted[: WINDOW - 1]) < TOLERANCE

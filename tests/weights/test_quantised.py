@@ -82,10 +82,10 @@ def test_a_published_deepseek_directory_gives_the_logits_of_its_dequantised_weig
     tmp_path, kit, name, scale_dtype, scale_fmt
 ):
     torch = pytest.importorskip("torch")
-    from tests.models import families, latent_families
+    from tests.models import cases, latent_cases
     from tests.models.driver import Driver
 
-    case = latent_families.CASES[name]
+    case = latent_cases.CASES[name]
     theirs = case.build()
     theirs.save_pretrained(tmp_path)
     family = type(theirs).__name__.removesuffix("ForCausalLM")
@@ -118,7 +118,7 @@ def test_a_published_deepseek_directory_gives_the_logits_of_its_dequantised_weig
         )
     tokens = case.prompt(40)
     [got] = Driver(network, params, fresh=True).prefill([tokens])
-    np.testing.assert_allclose(got, families.logits(theirs, tokens), atol=1e-4)
+    np.testing.assert_allclose(got, cases.logits(theirs, tokens), atol=1e-4)
 
 
 def pack(codes):
@@ -134,10 +134,10 @@ def test_a_published_gpt_oss_directory_gives_the_logits_of_transformers_own_conv
     torch = pytest.importorskip("torch")
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-    from tests.models import families
+    from tests.models import cases
     from tests.models.driver import Driver
 
-    case = families.CASES["gpt-oss"]
+    case = cases.CASES["gpt-oss"]
     theirs = case.build()
     theirs.save_pretrained(tmp_path)
     tensors, draw = load_file(tmp_path / "model.safetensors"), np.random.default_rng(5)
@@ -156,7 +156,7 @@ def test_a_published_gpt_oss_directory_gives_the_logits_of_transformers_own_conv
     network, params = load(tmp_path)
     assert network.config.dtype == "bfloat16"
     tokens = case.prompt(40)
-    wanted = families.logits(theirs, tokens)
+    wanted = cases.logits(theirs, tokens)
     assert np.std(wanted) > 0.3
     [got] = Driver(network, params).prefill([tokens])
     np.testing.assert_allclose(got, wanted, atol=1e-4)

@@ -5,29 +5,29 @@ import pytest
 from jaxkv.errors import UnknownConfig
 from jaxkv.models.registry import read_config
 from tests.models.hf_config import (
-    test_config,
-    test_hybrid_config,
-    test_latent_config,
-    test_window_config,
+    test_config_json,
+    test_config_json_hybrid,
+    test_config_json_latent,
+    test_config_json_window,
 )
 
 BASES = {
-    "llama": test_config.LLAMA_3_1,
-    "mistral": test_config.MISTRAL,
-    "qwen2": test_config.QWEN_2_5,
-    "qwen3": test_config.QWEN_3,
-    "mamba2": test_hybrid_config.MAMBA2,
-    "bamba": test_hybrid_config.BAMBA,
-    "granite": test_hybrid_config.GRANITE,
-    "nemotron": test_hybrid_config.NEMOTRON,
-    "falcon": test_hybrid_config.FALCON,
-    "qwen3_next": test_hybrid_config.QWEN3_NEXT,
-    "gemma2": test_window_config.GEMMA_2,
-    "gemma3": test_window_config.GEMMA_3,
-    "gpt_oss": test_window_config.GPT_OSS,
-    "deepseek_v2": test_latent_config.V2_LITE,
-    "deepseek_v3": test_latent_config.V3,
-    "deepseek_v32": test_latent_config.V32,
+    "llama": test_config_json.LLAMA_3_1,
+    "mistral": test_config_json.MISTRAL,
+    "qwen2": test_config_json.QWEN_2_5,
+    "qwen3": test_config_json.QWEN_3,
+    "mamba2": test_config_json_hybrid.MAMBA2,
+    "bamba": test_config_json_hybrid.BAMBA,
+    "granite": test_config_json_hybrid.GRANITE,
+    "nemotron": test_config_json_hybrid.NEMOTRON,
+    "falcon": test_config_json_hybrid.FALCON,
+    "qwen3_next": test_config_json_hybrid.QWEN3_NEXT,
+    "gemma2": test_config_json_window.GEMMA_2,
+    "gemma3": test_config_json_window.GEMMA_3,
+    "gpt_oss": test_config_json_window.GPT_OSS,
+    "deepseek_v2": test_config_json_latent.V2_LITE,
+    "deepseek_v3": test_config_json_latent.V3,
+    "deepseek_v32": test_config_json_latent.V32,
 }
 LARGE = ("x" * 9000, ["y"] * 3000, {f"z{at}": at for at in range(3000)}, 10**4000)
 LONGEST = 1500
@@ -46,7 +46,7 @@ def test_many_unknown_keys_are_counted_and_the_first_are_named():
     """200,000 of them were a line of 3.4 MB."""
     unknown = {f"key_{at}": at for at in range(200_000)}
     with pytest.raises(UnknownConfig) as caught:
-        read_config(test_config.LLAMA_2 | unknown)
+        read_config(test_config_json.LLAMA_2 | unknown)
     told = str(caught.value)
     assert "key_0 = 0, key_1 = 1, " in told
     assert "and 199,994 more" in told
@@ -55,7 +55,7 @@ def test_many_unknown_keys_are_counted_and_the_first_are_named():
 
 @pytest.mark.parametrize("key", ["n" * 10**6, "auto_map" + "n" * 10**6])
 def test_a_long_key_is_clipped(key):
-    told = refusal(test_config.LLAMA_2 | {key: "v" * 10**6})
+    told = refusal(test_config_json.LLAMA_2 | {key: "v" * 10**6})
     assert "nnn..." in told
     assert len(told) < 600
 

@@ -1,6 +1,6 @@
-"""What only a GPU can show of families: on our kernels, in bfloat16, they are as near to float32 as on XLA's products.
+"""Families on the GPU kernels in bfloat16 are as near to float32 as on XLA's products.
 
-Sizes are those that the kernels take; depth and width are small.
+Head sizes are those that the kernels support; depth and width are small.
 """
 
 import jax

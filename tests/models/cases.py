@@ -1,4 +1,4 @@
-"""Tiny random Hugging Face models, one for each family and each option, and what they compute."""
+"""Tiny random Hugging Face models, one for each family and each option, with their logits and greedy tokens."""
 
 from dataclasses import dataclass, field
 from functools import cache
@@ -33,8 +33,8 @@ class Case:
         options: config keys beside `shape`.
         seed: draws weights and prompt; chosen so that greedy decoding has clear winners.
         shape: config keys that cases share.
-        around_zero: what the names of norms hold that weigh by one more than their weights.
-        model: its class, if that is not `name` with "ForCausalLM".
+        around_zero: substrings of the names of norms that multiply by one plus their weight.
+        model: name of its class in transformers; `None` for `name` with "ForCausalLM" appended.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Steps of few tokens on our kernels: blocks add to the residual stream and norms are left to what reads them."""
+"""Steps of few tokens on the GPU kernels: projections compute the norms and the residual additions between them."""
 
 from dataclasses import replace
 
@@ -30,7 +30,7 @@ def answers(model, params):
 
 @pytest.fixture
 def joined(monkeypatch):
-    """What our kernels would be asked for, asked of XLA."""
+    """Makes XLA compute the fused norms that the GPU kernels compute; returns the token counts of its calls."""
     asked = []
 
     def joins(implementation, tokens):
@@ -57,7 +57,7 @@ def test_logits_are_those_of_norms_on_their_own(family, joined, monkeypatch):
 
 
 def test_a_step_then_divides_by_no_root_before_a_projection(joined):
-    """One norm at the beginning, whose rows nobody has weighed yet, and one at the end; no pass of its own between."""
+    """One norm comes first, before any projection, and one last; projections compute all others."""
     model = build_model(read_config(PLAIN | LLAMA), implementation="xla")
     driver = Driver(model, drawn(model), **SMALL)
     batch = driver.batch([[1], [2], [3]], decode=True)
