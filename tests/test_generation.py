@@ -47,7 +47,7 @@ def params():
 @pytest.mark.parametrize("name", ["llama3", "mistral-window", "qwen2", "qwen3-bias-window-tied"])
 def test_tokens_of_unequal_prompts_equal_transformers(name, tmp_path):
     """The greedy tokens of a batch are those of each prompt alone in Transformers."""
-    cases = pytest.importorskip("tests.models.cases")
+    cases = pytest.importorskip("tests.models.families.cases")
     from jaxkv.models.registry import build_model, load_config, load_params
 
     case = cases.CASES[name]

@@ -202,7 +202,7 @@ def test_layers_of_another_order_are_refused():
 
 def test_weights_of_layers_that_guess_are_left_out_and_no_others(tmp_path):
     pytest.importorskip("torch")
-    from tests.models.latent_cases import CASES
+    from tests.models.families.latent_cases import CASES
 
     CASES["v3"].build().save_pretrained(tmp_path)
     network = build_model(load_config(tmp_path))
@@ -220,7 +220,7 @@ def test_weights_of_layers_that_guess_are_left_out_and_no_others(tmp_path):
 
 def test_the_keys_of_the_matrices_are_told_from_those_of_the_values(tmp_path):
     pytest.importorskip("torch")
-    from tests.models.latent_cases import CASES
+    from tests.models.families.latent_cases import CASES
 
     CASES["v2-lite"].build().save_pretrained(tmp_path)
     network = build_model(load_config(tmp_path))
@@ -236,7 +236,7 @@ def test_the_keys_of_the_matrices_are_told_from_those_of_the_values(tmp_path):
 
 def test_a_directory_without_index_keys_is_refused(tmp_path):
     pytest.importorskip("torch")
-    from tests.models.latent_cases import CASES
+    from tests.models.families.latent_cases import CASES
 
     CASES["v32"].build().save_pretrained(tmp_path)
     file = tmp_path / "model.safetensors"

@@ -82,8 +82,8 @@ def test_a_published_deepseek_directory_gives_the_logits_of_its_dequantised_weig
     tmp_path, kit, name, scale_dtype, scale_fmt
 ):
     torch = pytest.importorskip("torch")
-    from tests.models import cases, latent_cases
     from tests.models.driver import Driver
+    from tests.models.families import cases, latent_cases
 
     case = latent_cases.CASES[name]
     theirs = case.build()
@@ -134,8 +134,8 @@ def test_a_published_gpt_oss_directory_gives_the_logits_of_transformers_own_conv
     torch = pytest.importorskip("torch")
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-    from tests.models import cases
     from tests.models.driver import Driver
+    from tests.models.families import cases
 
     case = cases.CASES["gpt-oss"]
     theirs = case.build()

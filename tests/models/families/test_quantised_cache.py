@@ -11,7 +11,7 @@ from tests.models.driver import Driver
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
-cases = pytest.importorskip("tests.models.cases")
+cases = pytest.importorskip("tests.models.families.cases")
 
 pytestmark = pytest.mark.torch
 

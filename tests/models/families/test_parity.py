@@ -6,7 +6,7 @@ import pytest
 from tests.models.driver import Driver
 
 pytest.importorskip("torch")
-cases = pytest.importorskip("tests.models.cases")
+cases = pytest.importorskip("tests.models.families.cases")
 far = cases.far
 
 pytestmark = pytest.mark.torch

@@ -6,8 +6,8 @@ import pytest
 from tests.models.driver import Driver
 
 pytest.importorskip("torch")
-cases = pytest.importorskip("tests.models.cases")
-latent_cases = pytest.importorskip("tests.models.latent_cases")
+cases = pytest.importorskip("tests.models.families.cases")
+latent_cases = pytest.importorskip("tests.models.families.latent_cases")
 far = cases.far
 
 pytestmark = pytest.mark.torch

@@ -10,7 +10,7 @@ from tests.layers.jaxprs import equations
 from tests.models.driver import Driver, run_step
 
 pytest.importorskip("torch")
-cases = pytest.importorskip("tests.models.cases")
+cases = pytest.importorskip("tests.models.families.cases")
 far = cases.far
 
 pytestmark = pytest.mark.torch

@@ -11,8 +11,8 @@ from tests.engine.hybrid import engine_of, run
 from tests.models.driver import Driver
 
 pytest.importorskip("torch")
-cases = pytest.importorskip("tests.models.cases")
-hybrid_cases = pytest.importorskip("tests.models.hybrid_cases")
+cases = pytest.importorskip("tests.models.families.cases")
+hybrid_cases = pytest.importorskip("tests.models.families.hybrid_cases")
 far = cases.far
 
 pytestmark = pytest.mark.torch

@@ -1,6 +1,6 @@
 """Tiny random Hugging Face models with recurrent layers, for each family and each option that changes the sum."""
 
-from tests.models.cases import SHAPE, Case
+from tests.models.families.cases import SHAPE, Case
 
 CHUNK = 16
 _NAMES = ("vocab_size", "hidden_size", "initializer_range", "bos_token_id", "eos_token_id")

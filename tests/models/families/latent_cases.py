@@ -1,6 +1,6 @@
 """Tiny random Hugging Face models with latent attention, for each version and each option that changes the sum."""
 
-from tests.models.cases import SHAPE, STRETCHED, Case, rope
+from tests.models.families.cases import SHAPE, STRETCHED, Case, rope
 
 ATTENDING = {name: value for name, value in SHAPE.items() if name != "num_key_value_heads"} | {
     "num_key_value_heads": 4,
