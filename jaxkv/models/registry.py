@@ -25,9 +25,11 @@ from jaxkv.models.families import (
     llama,
     mamba2,
     mistral,
+    mixtral,
     nemotron_h,
     qwen2,
     qwen3,
+    qwen3_moe,
     qwen3_next,
 )
 from jaxkv.models.families.family import Family
@@ -49,6 +51,8 @@ FAMILIES: Mapping[str, Family] = {
         gemma2.FAMILY,
         gemma3.FAMILY,
         gpt_oss.FAMILY,
+        mixtral.FAMILY,
+        qwen3_moe.FAMILY,
         mamba2.FAMILY,
         bamba.FAMILY,
         granite_hybrid.FAMILY,

@@ -164,7 +164,9 @@ def _plan(
 
 
 def _of_stored(recipe: Recipe, tensors: Mapping[str, StoredTensor | BlockScaled]) -> Recipe:
-    """Returns the recipe for the orientation in which the sources are stored."""
+    """Returns the recipe for the form and the orientation in which the sources are stored."""
+    if recipe.fused in tensors and recipe.sources[0] not in tensors:
+        recipe = recipe.of_fused_source()
     transposed = next(
         (name for name in recipe.sources if name in tensors and tensors[name].transposed), None
     )

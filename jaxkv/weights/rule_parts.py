@@ -200,22 +200,41 @@ def gated(prefix: str) -> tuple[Rule, ...]:
     )
 
 
-def gated_experts(prefix: str) -> tuple[Rule, ...]:
-    """Returns the rules of a router and of gated experts, one tensor per expert and projection."""
-    experts = f"{prefix}.experts.{{expert}}"
+def gated_experts(
+    prefix: str,
+    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+    *,
+    fused: str = "",
+) -> tuple[Rule, ...]:
+    """Returns the rules of a router and of gated experts, one tensor per expert and projection, or all experts in one.
+
+    Args:
+        prefix: beginning of the names.
+        names: an expert's gate, its factor and the projection of their product.
+        fused: beginning of the names where all experts are in one tensor; empty for `prefix`.
+    """
+    experts, fused = f"{prefix}.experts.{{expert}}", fused or prefix
+    gate, up, down = names
     return (
-        Rule(f"{LEAF}router", (f"{prefix}.gate.weight",), block="mixture"),
+        Rule(
+            f"{LEAF}router",
+            (f"{prefix}.gate.weight",),
+            block="mixture",
+            fused=f"{fused}.gate.weight",
+        ),
         Rule(
             f"{LEAF}experts_up",
-            (f"{experts}.gate_proj.weight", f"{experts}.up_proj.weight"),
+            (f"{experts}.{gate}.weight", f"{experts}.{up}.weight"),
             combine="stack",
             block="mixture",
+            fused=f"{fused}.experts.gate_up_proj",
         ),
         Rule(
             f"{LEAF}experts_down",
-            (f"{experts}.down_proj.weight",),
+            (f"{experts}.{down}.weight",),
             combine="stack_transpose",
             block="mixture",
+            fused=f"{fused}.experts.down_proj",
         ),
     )
 

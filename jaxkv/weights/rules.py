@@ -29,6 +29,14 @@ _OF_TRANSPOSED: Mapping[Combine, Combine] = {
 }
 """Operation -> the operation with the same result for a source whose last two axes are exchanged."""
 
+_OF_FUSED: Mapping[Combine, Combine] = {
+    "copy": "copy",
+    "transpose": "transpose",
+    "stack": "copy",
+    "stack_transpose": "transpose",
+}
+"""Operation -> the operation with the same result for one source with a leading axis of experts."""
+
 
 @dataclass(frozen=True)
 class Regroup:
@@ -81,6 +89,8 @@ class Rule:
         block: name of the block to whose layers the rule applies; empty for all layers.
         regroup: reordering of the first source's rows; `None` for none.
         offset: number that is added to every element.
+        fused: name of one tensor that a checkpoint may hold instead of the sources: Transformers 5 has all experts of a
+            layer in one tensor, and saves it so on request. Empty for none.
     """
 
     target: str
@@ -91,6 +101,7 @@ class Rule:
     block: str = ""
     regroup: Regroup | None = None
     offset: float = 0.0
+    fused: str = ""
 
     def applies(self, config: ModelConfig) -> bool:
         """Whether a model of this config may have the leaf."""
@@ -147,6 +158,11 @@ class Recipe:
     rows: tuple[int, ...]
     regroup: Regrouped | None = None
     offset: float = 0.0
+    fused: str = ""
+
+    def of_fused_source(self) -> "Recipe":
+        """Returns the recipe with the same result for the tensor `fused`, which must have a name."""
+        return replace(self, sources=(self.fused,), combine=_OF_FUSED[self.combine], fused="")
 
     def of_transposed_source(self) -> "Recipe | None":
         """Returns the recipe with the same result for a source with exchanged last axes; `None` if there is none."""
@@ -201,7 +217,10 @@ def expand(rules: RuleSet, config: ModelConfig) -> dict[str, Recipe]:
             target = rule.target.format(layer=layer)
             assert target not in recipes, f"two rules make {target}"
             sources = _sources(rule, config, layer)
-            recipes[target] = Recipe(target, sources, rule.combine, rows, regroup, rule.offset)
+            fused = rule.fused.format(layer=layer)
+            recipes[target] = Recipe(
+                target, sources, rule.combine, rows, regroup, rule.offset, fused
+            )
     return recipes
 
 

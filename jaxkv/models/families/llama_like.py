@@ -190,6 +190,16 @@ def layer_windows(
     return tuple(choices[kind] for kind in named)
 
 
+def equal_windows(keys: ConfigJson, window: int | None, family: str) -> tuple[int | None, ...]:
+    """Returns the same window for every layer; raises `UnknownConfig` if `layer_types` mixes windows."""
+    windows = layer_windows(keys, window)
+    if any(reach != window for reach in windows):
+        raise UnknownConfig(
+            f"config.json: layer_types mixes windows; for {family}, all layers must have the same one"
+        )
+    return windows
+
+
 def take_nullable_float(keys: ConfigJson, key: str, default: float | None) -> float | None:
     """Returns a finite number, or `None` for null."""
     return None if keys.take(key, default) is None else keys.take_float(key, default)

@@ -3,11 +3,10 @@
 from collections.abc import Mapping
 
 from jaxkv.config.model import ModelConfig
-from jaxkv.errors import UnknownConfig
 from jaxkv.models.families.family import Family
 from jaxkv.models.families.llama_like import (
     LLAMA_RULES,
-    layer_windows,
+    equal_windows,
     read_llama_like,
     take_nullable_int,
 )
@@ -18,18 +17,13 @@ def from_hf(raw: Mapping[str, object]) -> ModelConfig:
     """Reads a parsed config.json whose `model_type` is "mistral"."""
     keys = ConfigJson(raw)
     window = take_nullable_int(keys, "sliding_window", 4096)
-    windows = layer_windows(keys, window)
-    if any(reach != window for reach in windows):
-        raise UnknownConfig(
-            "config.json: layer_types mixes windows; for mistral, all layers must have the same one"
-        )
     return read_llama_like(
         keys,
         "mistral",
         architecture="MistralForCausalLM",
         kv_heads=8,
         max_positions=4096 * 32,
-        windows=windows,
+        windows=equal_windows(keys, window, "mistral"),
     )
 
 

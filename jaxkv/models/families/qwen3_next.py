@@ -7,6 +7,7 @@ from jaxkv.config.model import ModelConfig
 from jaxkv.errors import UnknownConfig
 from jaxkv.models.families.family import Family
 from jaxkv.models.families.llama_like import ROTARY_TABLES, TIED, read_llama_like, take_num_layers
+from jaxkv.models.families.qwen3_moe import qwen_feed_forwards
 from jaxkv.models.hf_config.config_json import ConfigJson
 from jaxkv.models.hf_config.mamba_json import take_layer_kinds
 from jaxkv.weights.rule_parts import (
@@ -41,6 +42,7 @@ def from_hf(raw: Mapping[str, object]) -> ModelConfig:
         every = range(1, num_layers + 1)
         kinds = ["linear_attention" if layer % interval else "full_attention" for layer in every]
     mixers = take_layer_kinds(kinds, num_layers, _MIXERS)
+    feed_forwards = qwen_feed_forwards(keys, num_layers, "mixture+shared")
     return read_llama_like(
         keys,
         "qwen3_next",
@@ -55,7 +57,7 @@ def from_hf(raw: Mapping[str, object]) -> ModelConfig:
         unit_offset=True,
         pattern=tuple(
             (*mixer, feed_forward)
-            for mixer, feed_forward in zip(mixers, _feed_forwards(keys, num_layers), strict=True)
+            for mixer, feed_forward in zip(mixers, feed_forwards, strict=True)
         ),
         delta=DeltaConfig(
             key_heads=keys.take_int("linear_num_key_heads", 16, high=_SIZE),
@@ -74,20 +76,6 @@ def from_hf(raw: Mapping[str, object]) -> ModelConfig:
             shared_gate=True,
         ),
     )
-
-
-def _feed_forwards(keys: ConfigJson, num_layers: int) -> list[str]:
-    """Returns each layer's feed-forward stage: experts in every `decoder_sparse_step`-th layer that is not dense."""
-    step = keys.take_int("decoder_sparse_step", 1, high=_SIZE)
-    dense = keys.take("mlp_only_layers", None) or []
-    if not isinstance(dense, list) or any(layer not in range(num_layers) for layer in dense):
-        raise UnknownConfig(
-            f"config.json: mlp_only_layers must name layers below {num_layers}, got {str(dense)[:80]}"
-        )
-    return [
-        "gated" if layer in dense or (layer + 1) % step else "mixture+shared"
-        for layer in range(num_layers)
-    ]
 
 
 _RULES = RuleSet(

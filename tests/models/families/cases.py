@@ -73,6 +73,18 @@ def rope(kind, **keys):
 
 
 GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 24, "rope_parameters": None}
+MIXTRAL = {
+    "num_hidden_layers": 2,
+    "num_local_experts": 5,
+    "num_experts_per_tok": 3,
+    "intermediate_size": 24,
+}
+QWEN_EXPERTS = {
+    "num_hidden_layers": 2,
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+}
 STRETCHED = {"original_max_position_embeddings": 32, "factor": 4.0}
 
 CASES = {
@@ -166,7 +178,27 @@ CASES = {
             "intermediate_size": 32,
         },
     ),
+    "mixtral": Case("Mixtral", MIXTRAL),
+    "mixtral-window-tied": Case(
+        "Mixtral", MIXTRAL | {"sliding_window": 7, "head_dim": 20, "tie_word_embeddings": True}
+    ),
+    "qwen3-moe": Case("Qwen3Moe", QWEN_EXPERTS | {"norm_topk_prob": True, "mlp_only_layers": [0]}),
+    "qwen3-moe-step-window": Case(
+        "Qwen3Moe",
+        QWEN_EXPERTS
+        | {
+            "num_hidden_layers": 3,
+            "decoder_sparse_step": 2,
+            "head_dim": 12,
+            "attention_bias": True,
+            "use_sliding_window": True,
+            "sliding_window": 9,
+            "tie_word_embeddings": True,
+        },
+    ),
 }
+SLOW = ("mixtral-window-tied", "qwen3-moe-step-window")
+"""Cases with a further option of a family that has another case."""
 
 
 @torch.no_grad()

@@ -58,6 +58,18 @@ CASES = {
         | {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 128},
         "bfloat16",
     ),
+    "mixtral": (
+        "Mixtral",
+        SHAPE | {"num_local_experts": 8, "num_experts_per_tok": 2, "head_dim": 64},
+        "bfloat16",
+    ),
+    "qwen3-moe": (
+        "Qwen3Moe",
+        SHAPE
+        | {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 128}
+        | {"head_dim": 64, "norm_topk_prob": True, "mlp_only_layers": [0]},
+        "bfloat16",
+    ),
     "deepseek-v2-lite": ("DeepseekV2", LATENT | {"q_lora_rank": None}, "bfloat16"),
     "deepseek-v3, 128 heads": (
         "DeepseekV3",

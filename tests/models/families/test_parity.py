@@ -14,9 +14,12 @@ pytestmark = pytest.mark.torch
 TOLERANCE = 1e-4
 PROMPT = 40
 STEPS = 64
+EVERY = [
+    pytest.param(name, marks=[pytest.mark.slow] * (name in cases.SLOW)) for name in cases.CASES
+]
 
 
-@pytest.fixture(scope="module", params=cases.CASES)
+@pytest.fixture(scope="module", params=EVERY)
 def pair(request, tmp_path_factory):
     """A case, its Hugging Face model, and our model with its parameters read from the saved directory."""
     return cases.maker(cases.CASES, tmp_path_factory)(request.param)

@@ -1,0 +1,52 @@
+"""Mixtral: Mistral whose feed-forward is a mixture of eight large experts in every layer."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from jaxkv.config.blocks import MixtureConfig
+from jaxkv.config.model import ModelConfig
+from jaxkv.models.families.family import Family
+from jaxkv.models.families.llama_like import (
+    LLAMA_RULES,
+    equal_windows,
+    read_llama_like,
+    take_nullable_int,
+    take_num_layers,
+)
+from jaxkv.models.hf_config.config_json import ConfigJson
+from jaxkv.weights.rule_parts import LAYER, gated_experts
+
+_SIZE = 2**31 - 1
+_EXPERTS = 2**16
+_THETA = 1e6
+
+
+def from_hf(raw: Mapping[str, object]) -> ModelConfig:
+    """Reads a parsed config.json whose `model_type` is "mixtral"."""
+    keys = ConfigJson({"rope_theta": _THETA, **raw})
+    # The router's noise is added in training only.
+    keys.ignore("output_router_logits router_aux_loss_coef router_jitter_noise")
+    window = take_nullable_int(keys, "sliding_window", None)
+    return read_llama_like(
+        keys,
+        "mixtral",
+        architecture="MixtralForCausalLM",
+        kv_heads=8,
+        max_positions=4096 * 32,
+        norm_eps=1e-5,
+        windows=equal_windows(keys, window, "mixtral"),
+        pattern=(("attention", "mixture"),) * take_num_layers(keys),
+        mixture=MixtureConfig(
+            experts=keys.take_int("num_local_experts", 8, high=_EXPERTS),
+            top_k=keys.take_int("num_experts_per_tok", 2, high=_EXPERTS),
+            size=keys.take_int("intermediate_size", high=_SIZE),
+            gated=True,
+        ),
+    )
+
+
+_EXPERT_RULES = gated_experts(f"{LAYER}block_sparse_moe", ("w1", "w3", "w2"), fused=f"{LAYER}mlp")
+
+FAMILY = Family(
+    "mixtral", from_hf, replace(LLAMA_RULES, rules=(*LLAMA_RULES.rules, *_EXPERT_RULES))
+)

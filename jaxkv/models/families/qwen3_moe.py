@@ -1,0 +1,92 @@
+"""Qwen3 with experts: Qwen3 whose feed-forward is a mixture of many small experts in all or some layers."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from jaxkv.config.blocks import MixtureConfig
+from jaxkv.config.model import ModelConfig
+from jaxkv.errors import UnknownConfig
+from jaxkv.models.families.family import Family
+from jaxkv.models.families.llama_like import (
+    LLAMA_RULES,
+    equal_windows,
+    read_llama_like,
+    take_nullable_int,
+    take_num_layers,
+)
+from jaxkv.models.hf_config.config_json import ConfigJson
+from jaxkv.weights.rule_parts import LAYER, gated_experts
+from jaxkv.wording import shown
+
+_SIZE = 2**31 - 1
+_EXPERTS = 2**16
+
+
+def from_hf(raw: Mapping[str, object]) -> ModelConfig:
+    """Reads a parsed config.json whose `model_type` is "qwen3_moe"."""
+    keys = ConfigJson(raw)
+    # Transformers gives a window to every layer or to none, whatever max_window_layers is.
+    keys.ignore("output_router_logits router_aux_loss_coef max_window_layers")
+    num_layers = take_num_layers(keys)
+    attention_bias = keys.take_bool("attention_bias", False)
+    used = keys.take_bool("use_sliding_window", False)
+    window = take_nullable_int(keys, "sliding_window", 4096)
+    feed_forwards = qwen_feed_forwards(keys, num_layers, "mixture")
+    return read_llama_like(
+        keys,
+        "qwen3_moe",
+        architecture="Qwen3MoeForCausalLM",
+        kv_heads=4,
+        max_positions=32768,
+        windows=equal_windows(keys, window if used else None, "qwen3_moe"),
+        qkv_bias=attention_bias,
+        o_bias=attention_bias,
+        qk_norm=True,
+        pattern=tuple(("attention", feed_forward) for feed_forward in feed_forwards),
+        mixture=MixtureConfig(
+            experts=take_experts(keys, 128),
+            top_k=keys.take_int("num_experts_per_tok", 8, high=_EXPERTS),
+            size=keys.take_int("moe_intermediate_size", 768, high=_SIZE),
+            gated=True,
+            renormalise=keys.take_bool("norm_topk_prob", False),
+        ),
+    )
+
+
+def qwen_feed_forwards(keys: ConfigJson, num_layers: int, experts: str) -> list[str]:
+    """Returns each layer's feed-forward stage.
+
+    Args:
+        keys: config.json.
+        num_layers: number of layers.
+        experts: the stage of every `decoder_sparse_step`-th layer, unless `mlp_only_layers` names it.
+    """
+    step = keys.take_int("decoder_sparse_step", 1, high=_SIZE)
+    dense = keys.take("mlp_only_layers", None) or []
+    if not isinstance(dense, list) or any(layer not in range(num_layers) for layer in dense):
+        raise UnknownConfig(
+            f"config.json: mlp_only_layers must name layers below {num_layers}, got {str(dense)[:80]}"
+        )
+    return [
+        "gated" if layer in dense or (layer + 1) % step else experts for layer in range(num_layers)
+    ]
+
+
+def take_experts(keys: ConfigJson, default: int) -> int:
+    """Returns the number of experts: `num_experts`, or Transformers 5's `num_local_experts`."""
+    number = keys.take_int("num_local_experts", default, high=_EXPERTS)
+    older = keys.take("num_experts", None)
+    if older is None:
+        return number
+    if keys.take("num_local_experts", older) != older:
+        raise UnknownConfig(
+            f"config.json sets num_experts = {shown(older)} and num_local_experts = {number}; they must be equal"
+        )
+    return keys.take_int("num_experts", high=_EXPERTS)
+
+
+FAMILY = Family(
+    "qwen3_moe",
+    from_hf,
+    replace(LLAMA_RULES, rules=(*LLAMA_RULES.rules, *gated_experts(f"{LAYER}mlp"))),
+)

@@ -1,0 +1,142 @@
+"""The config.json of families with experts, as the hub has it; keys that are missing mean what Transformers assumes."""
+
+import math
+
+import jax
+import pytest
+
+from jaxkv.config.blocks import MixtureConfig
+from jaxkv.errors import UnknownConfig
+from jaxkv.models.registry import build_model, read_config, rules_for
+from jaxkv.weights.rules import expand
+
+# Keys as the hub's files have them; sizes are made up.
+ATTENDING = {
+    "attention_dropout": 0.0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "hidden_act": "silu",
+    "hidden_size": 64,
+    "initializer_range": 0.02,
+    "intermediate_size": 96,
+    "max_position_embeddings": 4096,
+    "num_attention_heads": 8,
+    "num_hidden_layers": 4,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 1000000.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "vocab_size": 320,
+}
+MIXTRAL = ATTENDING | {
+    "architectures": ["MixtralForCausalLM"],
+    "model_type": "mixtral",
+    "num_experts_per_tok": 2,
+    "num_local_experts": 8,
+    "output_router_logits": False,
+    "router_aux_loss_coef": 0.02,
+    "sliding_window": None,
+}
+QWEN3_MOE = ATTENDING | {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "attention_bias": False,
+    "decoder_sparse_step": 1,
+    "head_dim": 16,
+    "max_window_layers": 4,
+    "mlp_only_layers": [],
+    "model_type": "qwen3_moe",
+    "moe_intermediate_size": 24,
+    "norm_topk_prob": True,
+    "num_experts": 16,
+    "num_experts_per_tok": 4,
+    "output_router_logits": False,
+    "rope_scaling": None,
+    "router_aux_loss_coef": 0.001,
+    "sliding_window": None,
+    "use_sliding_window": False,
+}
+ALL = {"mixtral": MIXTRAL, "qwen3-moe": QWEN3_MOE}
+CLASSES = {"mixtral": "Mixtral", "qwen3-moe": "Qwen3Moe"}
+# Keys without which a file is refused.
+SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers")
+NEEDED = (*SIZES, "model_type", "vocab_size")
+
+
+def test_mixtral_has_experts_in_every_layer_and_qwen3_as_many_as_its_file_says():
+    mixtral, qwen = read_config(MIXTRAL), read_config(QWEN3_MOE)
+    assert mixtral.pattern == qwen.pattern == (("attention", "mixture"),) * 4
+    assert mixtral.mixture == MixtureConfig(experts=8, top_k=2, size=96, gated=True)
+    assert qwen.mixture == MixtureConfig(experts=16, top_k=4, size=24, gated=True)
+    assert (mixtral.qk_norm, qwen.qk_norm, qwen.head_dim) == (False, True, 16)
+    assert mixtral.windows == qwen.windows == (None,) * 4
+
+
+def test_qwen3_moe_has_experts_in_every_second_layer_or_all_but_some():
+    second = read_config(QWEN3_MOE | {"decoder_sparse_step": 2})
+    assert [stages[1] for stages in second.pattern] == ["gated", "mixture"] * 2
+    some = read_config(QWEN3_MOE | {"mlp_only_layers": [0, 3], "norm_topk_prob": False})
+    assert [stages[1] for stages in some.pattern] == ["gated", "mixture", "mixture", "gated"]
+    assert not some.mixture.renormalise
+
+
+def test_a_window_is_that_of_every_layer():
+    assert read_config(MIXTRAL | {"sliding_window": 64}).windows == (64,) * 4
+    used = {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 2}
+    assert read_config(QWEN3_MOE | used).windows == (64,) * 4
+    assert read_config(QWEN3_MOE | used | {"use_sliding_window": False}).windows == (None,) * 4
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("family", ALL)
+def test_keys_that_the_file_leaves_out_mean_what_transformers_assumes(family):
+    transformers = pytest.importorskip("transformers")
+    file = {key: ALL[family][key] for key in NEEDED} | {"num_attention_heads": 32}
+    sizes = {key: value for key, value in file.items() if key != "model_type"}
+    full = getattr(transformers, f"{CLASSES[family]}Config")(**sizes).to_dict()
+    assert full.keys() > file.keys()
+    # Ends and beginnings of texts are defaults there, which change no logit.
+    ends = {"bos_token_id": None, "eos_token_id": None}
+    assert read_config(file) == read_config(full | ends)
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("family", ALL)
+def test_what_transformers_saves_again_means_the_same(family):
+    transformers = pytest.importorskip("transformers")
+    file = ALL[family]
+    saved = getattr(transformers, f"{CLASSES[family]}Config").from_dict(dict(file)).to_dict()
+    assert "rope_parameters" in saved
+    assert read_config(saved) == read_config(file)
+
+
+@pytest.mark.parametrize("family", ALL)
+def test_the_weight_rules_cover_exactly_the_parameters(family):
+    model = build_model(read_config(ALL[family]))
+    recipes = expand(rules_for(model.config), model.config)
+    paths = jax.tree_util.tree_flatten_with_path(model.param_shapes("float32"))[0]
+    shapes = {
+        jax.tree_util.keystr(at, simple=True, separator="."): leaf.shape for at, leaf in paths
+    }
+    assert shapes.keys() == recipes.keys()
+    for target, recipe in recipes.items():
+        sizes = [math.prod(shape) for shape in recipe.source_shapes(shapes[target])]
+        assert (len(sizes), sum(sizes)) == (len(recipe.sources), math.prod(shapes[target]))
+
+
+@pytest.mark.parametrize(
+    ("family", "change"),
+    [
+        ("mixtral", {"layer_types": ["sliding_attention"] * 2 + ["full_attention"] * 2}),
+        ("mixtral", {"n_shared_experts": 1}),
+        ("qwen3-moe", {"mlp_only_layers": [4]}),
+        ("qwen3-moe", {"num_local_experts": 8}),
+        ("qwen3-moe", {"shared_expert_intermediate_size": 64}),
+        ("qwen3-moe", {"architectures": ["Qwen3MoeForSequenceClassification"]}),
+    ],
+)
+def test_what_would_change_the_result_and_is_not_understood_is_refused_by_name(family, change):
+    [key] = change
+    with pytest.raises(UnknownConfig, match=key):
+        read_config(ALL[family] | change)
