@@ -58,7 +58,7 @@ SHAPES = {
 # Sizes alone: the multipliers, which change no time, are left at one.
 HYBRID_SHAPES = {
     "granite-4.0-h-micro": ModelConfig(
-        family="granite_hybrid",
+        family="granitemoehybrid",
         vocab_size=100352,
         hidden_size=2048,
         num_layers=40,
@@ -77,7 +77,7 @@ HYBRID_SHAPES = {
     ),
     # For trying the benchmark on a CPU.
     "tiny-hybrid": ModelConfig(
-        family="granite_hybrid",
+        family="granitemoehybrid",
         vocab_size=256,
         hidden_size=64,
         num_layers=2,

@@ -2,7 +2,9 @@
 
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, Protocol, runtime_checkable
@@ -28,6 +30,11 @@ DTYPES: Mapping[str, np.dtype] = {
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
     "float16": np.dtype(np.float16),
 }
+
+MOST_IN_FLIGHT = 2 * 2**30
+"""Bytes of leaves that are read at once, unless a single leaf is larger."""
+
+_READERS = 8
 
 
 @runtime_checkable
@@ -62,6 +69,12 @@ class _Leaf:
     def stored_bytes(self) -> int:
         return sum(source.nbytes for source in self.sources)
 
+    @property
+    def host_bytes(self) -> int:
+        """Bytes that reading it takes on the host; rearranging needs a second buffer."""
+        rearranged = self.transposed or self.selected or self.arrange is not None
+        return math.prod(self.shape) * self.dtype.itemsize * (2 if rearranged else 1)
+
 
 def load_by_rules(
     directory: str | os.PathLike[str],
@@ -74,9 +87,10 @@ def load_by_rules(
 ) -> PyTree[jax.Array]:
     """Reads a Hugging Face checkpoint into the parameters of a model.
 
-    All names, shapes and dtypes are checked before any data is read. The host holds one leaf at a time. Quantised
-    weights (`jaxkv.weights.quantised`) are dequantised while they are read, so they need as much device memory as
-    others.
+    All names, shapes and dtypes are checked before any data is read. Threads read several leaves at once while
+    earlier ones are copied to the device; the host holds at most `MOST_IN_FLIGHT` bytes of them, or one leaf.
+    Quantised weights (`jaxkv.weights.quantised`) are dequantised while they are read, so they need as much device
+    memory as others.
 
     Args:
         directory: a directory with `model.safetensors`, or shards and their index.
@@ -117,7 +131,7 @@ def load_by_rules(
             disable=not progress,
         )
         with bar:
-            return structure.unflatten([_fill(leaf, device, bar) for leaf in leaves])
+            return structure.unflatten(_fill_all(leaves, device, bar))
 
 
 def _dotted(path: tuple[Any, ...]) -> str:
@@ -203,12 +217,43 @@ def _check_unused(
             )
 
 
-def _fill(
-    leaf: _Leaf,
+def _fill_all(
+    leaves: Iterable[_Leaf],
     device: jax.Device | Sharding | None,  # pyright: ignore[reportInvalidTypeForm]
     bar: "tqdm[NoReturn]",
-) -> jax.Array:
-    """Reads one leaf into a host buffer and copies it to the device."""
+) -> list[jax.Array]:
+    """Returns all leaves on the device, in order; the first error ends the loading.
+
+    Threads read leaves into host buffers, and this one copies them to the device, one at a time.
+    """
+    filled: list[jax.Array] = []
+    in_flight: deque[tuple[_Leaf, Future[np.ndarray]]] = deque()
+    held = 0
+
+    def copy_oldest() -> int:
+        leaf, buffer = in_flight.popleft()
+        # Blocks until the copy is done, since the buffer counts as held until then.
+        filled.append(jax.block_until_ready(jax.device_put(buffer.result(), device)))
+        bar.update(leaf.stored_bytes)
+        return leaf.host_bytes
+
+    pool = ThreadPoolExecutor(_READERS, thread_name_prefix="jaxkv-load")
+    try:
+        for leaf in leaves:
+            while in_flight and held + leaf.host_bytes > MOST_IN_FLIGHT:
+                held -= copy_oldest()
+            in_flight.append((leaf, pool.submit(_read, leaf)))
+            held += leaf.host_bytes
+        while in_flight:
+            copy_oldest()
+    finally:
+        # After an error, leaves that wait are not read, and the files stay open until those under way are.
+        pool.shutdown(wait=True, cancel_futures=True)
+    return filled
+
+
+def _read(leaf: _Leaf) -> np.ndarray:
+    """Reads one leaf into a host buffer."""
     first, second = leaf.shape[:2] if leaf.transposed else (0, 0)
     shape = (second, first, *leaf.shape[2:]) if leaf.transposed else leaf.shape
     shape = leaf.sources[0].shape if leaf.selected or leaf.arrange else shape
@@ -218,7 +263,6 @@ def _fill(
         count = math.prod(source.shape)
         source.read(flat[begin : begin + count])
         begin += count
-        bar.update(source.nbytes)
     if leaf.regroup is not None:
         rows = buffer[: leaf.sources[0].shape[0]]
         sections = _sections(rows, leaf.regroup)
@@ -232,8 +276,7 @@ def _fill(
         buffer = np.ascontiguousarray(leaf.arrange(buffer))
     if leaf.transposed:
         buffer = np.ascontiguousarray(buffer.swapaxes(0, 1))
-    # Blocks until the copy is done, so that only one leaf's buffer exists at a time.
-    return jax.block_until_ready(jax.device_put(buffer, device))
+    return buffer
 
 
 def _deinterleave(buffer: np.ndarray) -> np.ndarray:

@@ -1,5 +1,7 @@
 """A checkpoint becomes the parameter tree: right numbers, right dtype, little memory, everything odd refused."""
 
+import re
+import threading
 import tracemalloc
 
 import jax
@@ -174,6 +176,7 @@ def test_reading_holds_one_leaf_beside_the_parameters(tmp_path, kit, monkeypatch
     tensors = kit.checkpoint_tensors(config)
     kit.save_file(tensors, tmp_path / "model.safetensors")
     largest = 2 * 16384 * config.hidden_size * 4
+    monkeypatch.setattr("jaxkv.weights.load.MOST_IN_FLIGHT", largest)
     assert sum(tensor.nbytes for tensor in tensors.values()) > 40 * largest
     del tensors
     load_params(tmp_path, kit.Toy(config), dtype="float32", progress=False)
@@ -188,6 +191,20 @@ def test_reading_holds_one_leaf_beside_the_parameters(tmp_path, kit, monkeypatch
     # On a busy machine JAX gives buffers back later; what the loading itself holds is the least of a few.
     peaks = [peak() for _ in range(3)]
     assert min(peaks) < 8 * largest, (peaks, largest)
+
+
+def test_the_first_damaged_leaf_is_named_and_ends_the_loading(tmp_path, kit, monkeypatch):
+    tensors = kit.checkpoint_tensors(kit.CONFIG)
+    names = [name for name in tensors if name.endswith("o_proj.weight")]
+    for name in names:
+        tensors[name] = np.full_like(tensors[name], np.nan)
+    kit.save_file(tensors, tmp_path / "model.safetensors")
+    before = {thread.name for thread in threading.enumerate()}
+    for room in (1, 2**30):
+        monkeypatch.setattr("jaxkv.weights.load.MOST_IN_FLIGHT", room)
+        with pytest.raises(BadCheckpoint, match=re.escape(min(names)) + ".*NaN"):
+            load_params(tmp_path, kit.Toy(kit.CONFIG), dtype="float32", progress=False)
+    assert {thread.name for thread in threading.enumerate()} <= before
 
 
 def test_a_family_without_rules_and_a_dtype_nobody_knows_are_named(tmp_path, kit):

@@ -334,6 +334,7 @@ def test_decoding_holds_one_leaf_beside_the_parameters(tmp_path, kit, monkeypatc
     del tensors
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": FP8}))
     largest = 2 * 16384 * config.hidden_size * 4
+    monkeypatch.setattr("jaxkv.weights.load.MOST_IN_FLIGHT", largest)
     load_params(tmp_path, kit.Toy(config), dtype="float32", progress=False)
     tracemalloc.start()
     load_params(tmp_path, kit.Toy(config), dtype="float32", progress=False)

@@ -5,7 +5,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from jaxkv.config.blocks import DeltaConfig, MixtureConfig
-from jaxkv.weights.load import _fill, _plan
+from jaxkv.weights.load import _plan, _read
 from jaxkv.weights.rules import Regroup, Rule, RuleSet, expand
 from jaxkv.weights.safetensors import open_checkpoint
 from tests.weights.conftest import CONFIG, HEAD_DIM, HEADS, HIDDEN
@@ -15,15 +15,14 @@ from tests.weights.conftest import CONFIG, HEAD_DIM, HEADS, HIDDEN
 def load(tmp_path):
     """Returns what fills the one leaf of a rule from tensors, given the leaf's shape."""
     jax = pytest.importorskip("jax")
-    tqdm = pytest.importorskip("tqdm").tqdm
 
     def fill(rule, tensors, shape, config=CONFIG):
         save_file(tensors, tmp_path / "model.safetensors")
         recipes = expand(RuleSet((rule,)), config)
         wanted = jax.ShapeDtypeStruct(shape, np.float32)
-        with open_checkpoint(tmp_path) as stored, tqdm(disable=True) as bar:
+        with open_checkpoint(tmp_path) as stored:
             leaf = _plan(rule.target, wanted, recipes, stored, tmp_path)
-            return np.asarray(_fill(leaf, None, bar))
+            return _read(leaf)
 
     return fill
 
