@@ -3,10 +3,11 @@
 from collections.abc import Mapping
 from dataclasses import replace
 
-from jaxkv.config.blocks import MixtureConfig, Multipliers
+from jaxkv.config.blocks import MixtureConfig
 from jaxkv.config.model import ModelConfig, RopeConfig
 from jaxkv.errors import UnknownConfig
 from jaxkv.models.families.family import Family
+from jaxkv.models.families.granite_moe import GRANITE_EXPERTS, granite_factors
 from jaxkv.models.families.llama_like import ROTARY_TABLES, TIED, read_llama_like, take_num_layers
 from jaxkv.models.hf_config.config_json import ConfigJson
 from jaxkv.models.hf_config.mamba_json import BAMBA_KEYS, read_mamba, take_layer_kinds
@@ -48,15 +49,10 @@ def from_hf(raw: Mapping[str, object]) -> ModelConfig:
         ffn_key="shared_intermediate_size",
         qkv_bias=attention_bias,
         o_bias=attention_bias,
-        attention_scale=keys.take_float("attention_multiplier", 1.0),
         pattern=_pattern(keys, num_layers, "gated" if mixture is None else "mixture+shared"),
         mamba=mamba,
         mixture=mixture,
-        multipliers=Multipliers(
-            embedding=keys.take_float("embedding_multiplier", 1.0),
-            residual=keys.take_float("residual_multiplier", 1.0),
-            logits=1.0 / keys.take_float("logits_scaling", 1.0),
-        ),
+        **granite_factors(keys),
     )
     if positions == "rope":
         return config
@@ -93,20 +89,7 @@ _RULES = RuleSet(
         *mamba2(f"{LAYER}mamba"),
         Rule(f"{LEAF}gate_up", (f"{LAYER}shared_mlp.input_linear.weight",), block="gated"),
         Rule(f"{LEAF}down", (f"{LAYER}shared_mlp.output_linear.weight",), block="gated"),
-        Rule(f"{LEAF}shared_up", (f"{LAYER}shared_mlp.input_linear.weight",), block="shared"),
-        Rule(f"{LEAF}shared_down", (f"{LAYER}shared_mlp.output_linear.weight",), block="shared"),
-        Rule(f"{LEAF}router", (f"{LAYER}block_sparse_moe.router.layer.weight",), block="mixture"),
-        Rule(
-            f"{LEAF}experts_up",
-            (f"{LAYER}block_sparse_moe.input_linear.weight",),
-            block="mixture",
-        ),
-        Rule(
-            f"{LEAF}experts_down",
-            (f"{LAYER}block_sparse_moe.output_linear.weight",),
-            combine="transpose",
-            block="mixture",
-        ),
+        *GRANITE_EXPERTS,
     ),
     ignored=(ROTARY_TABLES,),
     tied=TIED,

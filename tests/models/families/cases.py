@@ -73,6 +73,12 @@ def rope(kind, **keys):
 
 
 GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 24, "rope_parameters": None}
+GRANITE_FACTORS = {
+    "embedding_multiplier": 2.0,
+    "residual_multiplier": 0.7,
+    "logits_scaling": 0.5,
+    "attention_multiplier": 0.2,
+}
 MIXTRAL = {
     "num_hidden_layers": 2,
     "num_local_experts": 5,
@@ -196,8 +202,13 @@ CASES = {
             "tie_word_embeddings": True,
         },
     ),
+    "granite-moe": Case("GraniteMoe", MIXTRAL | GRANITE_FACTORS | {"tie_word_embeddings": True}),
+    "granite-moe-shared": Case(
+        "GraniteMoeShared",
+        MIXTRAL | GRANITE_FACTORS | {"shared_intermediate_size": 40, "attention_bias": True},
+    ),
 }
-SLOW = ("mixtral-window-tied", "qwen3-moe-step-window")
+SLOW = ("granite-moe-shared", "mixtral-window-tied", "qwen3-moe-step-window")
 """Cases with a further option of a family that has another case."""
 
 

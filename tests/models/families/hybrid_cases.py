@@ -1,6 +1,6 @@
 """Tiny random Hugging Face models with recurrent layers, for each family and each option that changes the sum."""
 
-from tests.models.families.cases import SHAPE, Case
+from tests.models.families.cases import GRANITE_FACTORS, SHAPE, Case
 
 CHUNK = 16
 _NAMES = ("vocab_size", "hidden_size", "initializer_range", "bos_token_id", "eos_token_id")
@@ -28,12 +28,6 @@ NEMOTRON = ATTENDING | {
     "chunk_size": CHUNK,
     # Transformers bounds step sizes in prefill but not in decode; see jaxkv/models/families/nemotron_h.py.
     "time_step_min": 1e-9,
-}
-GRANITE_MULTIPLIERS = {
-    "embedding_multiplier": 2.0,
-    "residual_multiplier": 0.7,
-    "logits_scaling": 0.5,
-    "attention_multiplier": 0.2,
 }
 FALCON_MULTIPLIERS = {
     "key_multiplier": 0.5,
@@ -65,7 +59,7 @@ CASES = {
     "bamba": Case("Bamba", {"attn_layer_indices": [1]}, shape=ATTENDING | MAMBA),
     "granite": Case(
         "GraniteMoeHybrid",
-        GRANITE_MULTIPLIERS
+        GRANITE_FACTORS
         | {
             "layer_types": ["mamba", "attention"],
             "num_local_experts": 6,

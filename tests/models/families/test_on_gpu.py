@@ -70,6 +70,13 @@ CASES = {
         | {"head_dim": 64, "norm_topk_prob": True, "mlp_only_layers": [0]},
         "bfloat16",
     ),
+    "granite-moe": (
+        "GraniteMoe",
+        SHAPE
+        | {"num_local_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 128}
+        | {"attention_multiplier": 0.1, "residual_multiplier": 0.5, "logits_scaling": 2.0},
+        "bfloat16",
+    ),
     "deepseek-v2-lite": ("DeepseekV2", LATENT | {"q_lora_rank": None}, "bfloat16"),
     "deepseek-v3, 128 heads": (
         "DeepseekV3",

@@ -1,11 +1,12 @@
 """The config.json of families with experts, as the hub has it; keys that are missing mean what Transformers assumes."""
 
 import math
+from dataclasses import replace
 
 import jax
 import pytest
 
-from jaxkv.config.blocks import MixtureConfig
+from jaxkv.config.blocks import MixtureConfig, Multipliers
 from jaxkv.errors import UnknownConfig
 from jaxkv.models.registry import build_model, read_config, rules_for
 from jaxkv.weights.rules import expand
@@ -57,8 +58,38 @@ QWEN3_MOE = ATTENDING | {
     "sliding_window": None,
     "use_sliding_window": False,
 }
-ALL = {"mixtral": MIXTRAL, "qwen3-moe": QWEN3_MOE}
-CLASSES = {"mixtral": "Mixtral", "qwen3-moe": "Qwen3Moe"}
+GRANITE_MOE = ATTENDING | {
+    "architectures": ["GraniteMoeForCausalLM"],
+    "attention_bias": False,
+    "attention_multiplier": 0.015625,
+    "embedding_multiplier": 12.0,
+    "logits_scaling": 6.0,
+    "model_type": "granitemoe",
+    "num_experts_per_tok": 4,
+    "num_local_experts": 8,
+    "output_router_logits": False,
+    "residual_multiplier": 0.22,
+    "rope_scaling": None,
+    "router_aux_loss_coef": 0.0,
+    "tie_word_embeddings": True,
+}
+GRANITE_SHARED = GRANITE_MOE | {
+    "architectures": ["GraniteMoeSharedForCausalLM"],
+    "model_type": "granitemoeshared",
+    "shared_intermediate_size": 48,
+}
+ALL = {
+    "mixtral": MIXTRAL,
+    "qwen3-moe": QWEN3_MOE,
+    "granite-moe": GRANITE_MOE,
+    "granite-shared": GRANITE_SHARED,
+}
+CLASSES = {
+    "mixtral": "Mixtral",
+    "qwen3-moe": "Qwen3Moe",
+    "granite-moe": "GraniteMoe",
+    "granite-shared": "GraniteMoeShared",
+}
 # Keys without which a file is refused.
 SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers")
 NEEDED = (*SIZES, "model_type", "vocab_size")
@@ -79,6 +110,16 @@ def test_qwen3_moe_has_experts_in_every_second_layer_or_all_but_some():
     some = read_config(QWEN3_MOE | {"mlp_only_layers": [0, 3], "norm_topk_prob": False})
     assert [stages[1] for stages in some.pattern] == ["gated", "mixture", "mixture", "gated"]
     assert not some.mixture.renormalise
+
+
+def test_granite_has_factors_and_perhaps_a_shared_expert():
+    config, shared = read_config(GRANITE_MOE), read_config(GRANITE_SHARED)
+    assert config.multipliers == Multipliers(embedding=12.0, residual=0.22, logits=1 / 6)
+    assert config.attention_scale == 0.015625
+    assert config.mixture == MixtureConfig(experts=8, top_k=4, size=96, gated=True)
+    assert config.pattern == (("attention", "mixture"),) * 4
+    assert shared.pattern == (("attention", "mixture+shared"),) * 4
+    assert shared.mixture == replace(config.mixture, shared_size=48)
 
 
 def test_a_window_is_that_of_every_layer():
@@ -133,6 +174,8 @@ def test_the_weight_rules_cover_exactly_the_parameters(family):
         ("qwen3-moe", {"mlp_only_layers": [4]}),
         ("qwen3-moe", {"num_local_experts": 8}),
         ("qwen3-moe", {"shared_expert_intermediate_size": 64}),
+        ("granite-moe", {"shared_intermediate_size": 48}),
+        ("granite-moe", {"position_embedding_type": "nope"}),
         ("qwen3-moe", {"architectures": ["Qwen3MoeForSequenceClassification"]}),
     ],
 )
