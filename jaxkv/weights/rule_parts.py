@@ -223,6 +223,12 @@ def gated_experts(
             fused=f"{fused}.gate.weight",
         ),
         Rule(
+            f"{LEAF}router_correction",
+            (f"{prefix}.gate.e_score_correction_bias",),
+            when=("mixture.correction", True),
+            block="mixture",
+        ),
+        Rule(
             f"{LEAF}experts_up",
             (f"{experts}.{gate}.weight", f"{experts}.{up}.weight"),
             combine="stack",

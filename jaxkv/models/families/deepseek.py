@@ -1,9 +1,13 @@
-"""DeepSeek-V2 (and V2-Lite), -V3 and -V3.2: latent attention (sparse in -V3.2) and mixtures of many small experts."""
+"""DeepSeek-V2 (and V2-Lite), -V3 and -V3.2: latent attention (sparse in -V3.2) and mixtures of many small experts.
+
+Kimi-K2 is DeepSeek-V3 under a `model_type` of its own, and Moonlight is one under its name.
+"""
 
 from collections.abc import Mapping
+from functools import partial
 
 from jaxkv.config.blocks import IndexConfig, LatentConfig, MixtureConfig
-from jaxkv.config.model import MAX_LAYERS, ModelConfig, RopeConfig
+from jaxkv.config.model import ModelConfig, RopeConfig
 from jaxkv.errors import UnknownConfig
 from jaxkv.layers.rope import yarn_mscale
 from jaxkv.models.families.family import Family
@@ -13,6 +17,7 @@ from jaxkv.models.families.llama_like import (
     TIED,
     check_architecture,
     take_dtype,
+    take_mtp_layers,
     take_nullable_int,
     take_num_layers,
 )
@@ -20,7 +25,6 @@ from jaxkv.models.hf_config.config_json import ConfigJson
 from jaxkv.models.hf_config.rope_json import read_rope
 from jaxkv.weights.rule_parts import (
     LAYER,
-    LEAF,
     embeddings,
     gated,
     gated_experts,
@@ -29,7 +33,7 @@ from jaxkv.weights.rule_parts import (
     shared_expert,
     sparse_latent_attention,
 )
-from jaxkv.weights.rules import Rule, RuleSet
+from jaxkv.weights.rules import RuleSet
 
 _SIZE = 2**31 - 1
 _EXPERTS = 2**16
@@ -70,18 +74,18 @@ def from_hf_v2(raw: Mapping[str, object]) -> ModelConfig:
     )
 
 
-def from_hf_v3(raw: Mapping[str, object]) -> ModelConfig:
-    """Reads a parsed config.json whose `model_type` is "deepseek_v3"."""
+def from_hf_v3(raw: Mapping[str, object], family: str = "deepseek_v3") -> ModelConfig:
+    """Reads a parsed config.json whose `model_type` is "deepseek_v3", or `family`, another name of it."""
     keys = ConfigJson(raw)
     return _read(
         keys,
-        "deepseek_v3",
+        family,
         architecture="DeepseekV3ForCausalLM",
         mixture=_mixture_v3(keys),
         dense=keys.take_int("first_k_dense_replace", 3, low=0, high=_SIZE),
         max_positions=4096,
         pairs=keys.take_bool("rope_interleave", True),
-        mtp_layers=_mtp_layers(keys),
+        mtp_layers=take_mtp_layers(keys),
     )
 
 
@@ -113,7 +117,7 @@ def from_hf_v32(raw: Mapping[str, object]) -> ModelConfig:
         dense=dense,
         max_positions=163840,
         pairs=True,
-        mtp_layers=_mtp_layers(keys),
+        mtp_layers=take_mtp_layers(keys),
         index=IndexConfig(
             heads=keys.take_int("index_n_heads", 64, high=_SIZE),
             head_dim=keys.take_int("index_head_dim", 128, high=_SIZE),
@@ -124,12 +128,6 @@ def from_hf_v32(raw: Mapping[str, object]) -> ModelConfig:
 
 def _kinds(num_layers: int, dense: int) -> list[str]:
     return ["dense" if layer < dense else "sparse" for layer in range(num_layers)]
-
-
-def _mtp_layers(keys: ConfigJson) -> int:
-    """Returns the number of layers that predict further tokens; Transformers 5 and DeepSeek use different keys."""
-    count = keys.take_int("num_nextn_predict_layers", 1, low=0, high=MAX_LAYERS)
-    return keys.take_int("num_mtp_layers", count, low=0, high=MAX_LAYERS)
 
 
 def _mixture_v3(keys: ConfigJson) -> MixtureConfig:
@@ -278,12 +276,6 @@ _RULES = RuleSet(
         *sparse_latent_attention(f"{LAYER}self_attn"),
         *gated(f"{LAYER}mlp"),
         *gated_experts(f"{LAYER}mlp"),
-        Rule(
-            f"{LEAF}router_correction",
-            (f"{LAYER}mlp.gate.e_score_correction_bias",),
-            when=("mixture.correction", True),
-            block="mixture",
-        ),
         *shared_expert(f"{LAYER}mlp.shared_experts"),
     ),
     ignored=(ROTARY_TABLES,),
@@ -294,5 +286,6 @@ _RULES = RuleSet(
 FAMILIES = (
     Family("deepseek_v2", from_hf_v2, _RULES),
     Family("deepseek_v3", from_hf_v3, _RULES),
+    Family("kimi_k2", partial(from_hf_v3, family="kimi_k2"), _RULES),
     Family("deepseek_v32", from_hf_v32, _RULES),
 )

@@ -60,6 +60,7 @@ class Differences(TypedDict, total=False):
     pattern: tuple[tuple[str, ...], ...]
     mamba: MambaConfig | None
     mixture: MixtureConfig | None
+    mtp_layers: int
     multipliers: Multipliers
 
 
@@ -149,6 +150,12 @@ def check_architecture(keys: ConfigJson, family: str, architecture: str) -> None
 def take_num_layers(keys: ConfigJson) -> int:
     """Returns the number of layers, at most `MAX_LAYERS`."""
     return keys.take_int("num_hidden_layers", high=MAX_LAYERS)
+
+
+def take_mtp_layers(keys: ConfigJson) -> int:
+    """Returns the number of layers that predict further tokens; Transformers 5 and DeepSeek use different keys."""
+    count = keys.take_int("num_nextn_predict_layers", 1, low=0, high=MAX_LAYERS)
+    return keys.take_int("num_mtp_layers", count, low=0, high=MAX_LAYERS)
 
 
 def take_nullable_int(keys: ConfigJson, key: str, default: int | None) -> int | None:

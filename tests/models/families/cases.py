@@ -91,6 +91,14 @@ QWEN_EXPERTS = {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 24,
 }
+GLM_EXPERTS = {
+    "num_hidden_layers": 2,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "routed_scaling_factor": 1.7,
+}
 STRETCHED = {"original_max_position_embeddings": 32, "factor": 4.0}
 
 CASES = {
@@ -207,8 +215,25 @@ CASES = {
         "GraniteMoeShared",
         MIXTRAL | GRANITE_FACTORS | {"shared_intermediate_size": 40, "attention_bias": True},
     ),
+    "glm4-moe": Case(
+        "Glm4Moe",
+        GLM_EXPERTS
+        | {
+            "use_qk_norm": True,
+            "attention_bias": True,
+            "n_group": 4,
+            "topk_group": 2,
+            "head_dim": 20,
+        },
+    ),
+    "glm4-moe-plain": Case(
+        "Glm4Moe",
+        GLM_EXPERTS
+        | rope("default", partial_rotary_factor=0.25)
+        | {"n_shared_experts": 2, "norm_topk_prob": False, "tie_word_embeddings": True},
+    ),
 }
-SLOW = ("granite-moe-shared", "mixtral-window-tied", "qwen3-moe-step-window")
+SLOW = ("glm4-moe-plain", "granite-moe-shared", "mixtral-window-tied", "qwen3-moe-step-window")
 """Cases with a further option of a family that has another case."""
 
 

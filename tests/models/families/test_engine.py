@@ -19,8 +19,8 @@ pytestmark = pytest.mark.torch
 
 ROWS, PAGE, LONGEST, TOKENS, STEPS = 3, 8, 64, 32, 8
 # One case of each family whose layers all have pages; those with states are in test_hybrid_parity.
-SERVED = ("mixtral", "qwen3-moe", "granite-moe")
-SLOW = ("mixtral", "granite-moe")
+SERVED = ("mixtral", "qwen3-moe", "granite-moe", "glm4-moe")
+SLOW = ("mixtral", "granite-moe", "glm4-moe")
 EVERY = [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in SERVED]
 
 

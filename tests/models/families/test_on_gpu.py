@@ -77,6 +77,20 @@ CASES = {
         | {"attention_multiplier": 0.1, "residual_multiplier": 0.5, "logits_scaling": 2.0},
         "bfloat16",
     ),
+    "glm-4.5": (
+        "Glm4Moe",
+        SHAPE
+        | {"head_dim": 128, "use_qk_norm": True, "attention_bias": True}
+        | {"n_routed_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 128},
+        "bfloat16",
+    ),
+    "kimi-k2, 64 heads": (
+        "DeepseekV3",
+        LATENT
+        | {"num_attention_heads": 64, "num_key_value_heads": 64, "q_lora_rank": 128}
+        | {"n_group": 1, "topk_group": 1},
+        "bfloat16",
+    ),
     "deepseek-v2-lite": ("DeepseekV2", LATENT | {"q_lora_rank": None}, "bfloat16"),
     "deepseek-v3, 128 heads": (
         "DeepseekV3",

@@ -17,11 +17,11 @@ ATTENDING = {
     "bos_token_id": 1,
     "eos_token_id": 2,
     "hidden_act": "silu",
-    "hidden_size": 64,
+    "hidden_size": 128,
     "initializer_range": 0.02,
     "intermediate_size": 96,
     "max_position_embeddings": 4096,
-    "num_attention_heads": 8,
+    "num_attention_heads": 32,
     "num_hidden_layers": 4,
     "num_key_value_heads": 2,
     "rms_norm_eps": 1e-05,
@@ -78,13 +78,34 @@ GRANITE_SHARED = GRANITE_MOE | {
     "model_type": "granitemoeshared",
     "shared_intermediate_size": 48,
 }
+GLM_4_5 = ATTENDING | {
+    "architectures": ["Glm4MoeForCausalLM"],
+    "attention_bias": True,
+    "first_k_dense_replace": 3,
+    "head_dim": 16,
+    "model_type": "glm4_moe",
+    "moe_intermediate_size": 24,
+    "n_group": 1,
+    "n_routed_experts": 16,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_experts_per_tok": 4,
+    "num_nextn_predict_layers": 1,
+    "partial_rotary_factor": 0.5,
+    "rope_scaling": None,
+    "routed_scaling_factor": 2.5,
+    "topk_group": 1,
+    "use_qk_norm": True,
+}
 ALL = {
+    "glm-4.5": GLM_4_5,
     "mixtral": MIXTRAL,
     "qwen3-moe": QWEN3_MOE,
     "granite-moe": GRANITE_MOE,
     "granite-shared": GRANITE_SHARED,
 }
 CLASSES = {
+    "glm-4.5": "Glm4Moe",
     "mixtral": "Mixtral",
     "qwen3-moe": "Qwen3Moe",
     "granite-moe": "GraniteMoe",
@@ -122,6 +143,26 @@ def test_granite_has_factors_and_perhaps_a_shared_expert():
     assert shared.mixture == replace(config.mixture, shared_size=48)
 
 
+def test_glm_has_dense_layers_first_and_leaves_out_the_layer_of_further_tokens():
+    config = read_config(GLM_4_5)
+    assert [stages[1] for stages in config.pattern] == ["gated"] * 3 + ["mixture+shared"]
+    assert (config.qkv_bias, config.o_bias, config.qk_norm) == (True, False, True)
+    assert (config.rope.rotary_dim, config.head_dim, config.mtp_layers) == (8, 16, 1)
+    assert config.mixture == MixtureConfig(
+        experts=16,
+        top_k=4,
+        size=24,
+        gated=True,
+        scoring="sigmoid",
+        correction=True,
+        scale=2.5,
+        shared_size=24,
+    )
+    rules = rules_for(config)
+    assert rules.ignores("model.layers.4.eh_proj.weight", config)
+    assert not rules.ignores("model.layers.5.eh_proj.weight", config)
+
+
 def test_a_window_is_that_of_every_layer():
     assert read_config(MIXTRAL | {"sliding_window": 64}).windows == (64,) * 4
     used = {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 2}
@@ -133,7 +174,7 @@ def test_a_window_is_that_of_every_layer():
 @pytest.mark.parametrize("family", ALL)
 def test_keys_that_the_file_leaves_out_mean_what_transformers_assumes(family):
     transformers = pytest.importorskip("transformers")
-    file = {key: ALL[family][key] for key in NEEDED} | {"num_attention_heads": 32}
+    file = {key: ALL[family][key] for key in NEEDED}
     sizes = {key: value for key, value in file.items() if key != "model_type"}
     full = getattr(transformers, f"{CLASSES[family]}Config")(**sizes).to_dict()
     assert full.keys() > file.keys()
@@ -176,6 +217,7 @@ def test_the_weight_rules_cover_exactly_the_parameters(family):
         ("qwen3-moe", {"shared_expert_intermediate_size": 64}),
         ("granite-moe", {"shared_intermediate_size": 48}),
         ("granite-moe", {"position_embedding_type": "nope"}),
+        ("glm-4.5", {"scoring_func": "softmax"}),
         ("qwen3-moe", {"architectures": ["Qwen3MoeForSequenceClassification"]}),
     ],
 )

@@ -1,9 +1,11 @@
 """The config.json that DeepSeek publishes is read, although it names code and quantised weights."""
 
+from dataclasses import replace
+
 import pytest
 
 from jaxkv.errors import UnknownConfig
-from jaxkv.models.registry import read_config
+from jaxkv.models.registry import read_config, rules_for
 
 YARN = {"beta_fast": 32, "beta_slow": 1, "factor": 40, "type": "yarn"} | {
     "original_max_position_embeddings": 4096
@@ -105,6 +107,38 @@ V3 = published(
     topk_method="noaux_tc",
     vocab_size=129280,
 )
+# Keys as Moonshot publishes them, after DeepSeek-V3's code.
+KIMI_K2 = V3 | {
+    "aux_loss_alpha": 0.001,
+    "first_k_dense_replace": 1,
+    "model_type": "kimi_k2",
+    "n_group": 1,
+    "n_routed_experts": 384,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 64,
+    "num_nextn_predict_layers": 0,
+    "rope_scaling": YARN | {"beta_fast": 1, "factor": 32, "mscale": 1.0, "mscale_all_dim": 1.0},
+    "rope_theta": 50000.0,
+    "routed_scaling_factor": 2.827,
+    "seq_aux": True,
+    "topk_group": 1,
+    "vocab_size": 163840,
+}
+MOONLIGHT = KIMI_K2 | {
+    "hidden_size": 2048,
+    "intermediate_size": 11264,
+    "model_type": "deepseek_v3",
+    "moe_intermediate_size": 1408,
+    "n_routed_experts": 64,
+    "n_shared_experts": 2,
+    "num_attention_heads": 16,
+    "num_experts_per_tok": 6,
+    "num_hidden_layers": 27,
+    "num_key_value_heads": 16,
+    "q_lora_rank": None,
+    "quantization_config": None,
+    "rope_scaling": None,
+}
 V32 = {key: value for key, value in V3.items() if key != "auto_map"} | {
     "architectures": ["DeepseekV32ForCausalLM"],
     "model_type": "deepseek_v32",
@@ -117,8 +151,14 @@ V32 = {key: value for key, value in V3.items() if key != "auto_map"} | {
 
 @pytest.mark.parametrize(
     ("file", "layers", "experts", "further"),
-    [(V2_LITE, 27, 64, 0), (V3, 61, 256, 1), (V32, 61, 256, 1)],
-    ids=["v2-lite", "v3", "v3.2"],
+    [
+        (V2_LITE, 27, 64, 0),
+        (V3, 61, 256, 1),
+        (V32, 61, 256, 1),
+        (KIMI_K2, 61, 384, 0),
+        (MOONLIGHT, 27, 64, 0),
+    ],
+    ids=["v2-lite", "v3", "v3.2", "kimi-k2", "moonlight"],
 )
 def test_what_deepseek_publishes_is_read(file, layers, experts, further):
     config = read_config(file)
@@ -131,6 +171,14 @@ def test_what_deepseek_publishes_is_read(file, layers, experts, further):
     assert (config.mixture.experts, config.dtype) == (experts, "bfloat16")
     assert config.latent is not None
     assert (config.latent.stored, config.latent.index is not None) == (576, file is V32)
+
+
+def test_kimi_k2_is_deepseek_v3_by_another_name():
+    renamed = read_config(KIMI_K2 | {"model_type": "deepseek_v3"})
+    config = read_config(KIMI_K2)
+    assert config == replace(renamed, family="kimi_k2")
+    assert rules_for(config) == rules_for(renamed)
+    assert (config.mixture.groups, config.mixture.top_groups, config.mixture.scale) == (1, 1, 2.827)
 
 
 def test_quantised_weights_and_code_that_is_not_run_change_no_config():
