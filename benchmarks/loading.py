@@ -157,14 +157,14 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="llama-3.1-8b")
     parser.add_argument("--folder", type=Path, help="where to write the checkpoint for a while")
     parser.add_argument("--once", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--out", type=Path, default=RECORDS, help="folder of the record")
+    parser.add_argument("--records", type=Path, default=RECORDS, help="where records are written")
     options = parser.parse_args()
     if options.once:
         print(json.dumps(load_once(options.shape, options.once)))
         return
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         rows = measure(options.shape, Path(folder))
-    path = save_record(f"loading-{options.shape}", rows, folder=options.out)
+    path = save_record(f"loading-{options.shape}", rows, folder=options.records)
     print(render(load_record(path)))
 
 
