@@ -7,6 +7,7 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array
 
+from pallas_kernels.arguments.attention import ScoreOptions
 from pallas_kernels.formats.eight_bit import LARGEST
 
 INT32_MAX = 2**31 - 1
@@ -45,10 +46,7 @@ def check_attention(
     sinks: Array | np.ndarray | None,
     k_scales: Array | np.ndarray | None,
     v_scales: Array | np.ndarray | None,
-    *,
-    scale: float,
-    window: int | None,
-    soft_cap: float | None,
+    options: ScoreOptions,
 ) -> None:
     """Raises `ValueError` for queries, pools and options of paged attention that do not fit each other."""
     check_shape("q", q, (None, None, None))
@@ -60,8 +58,9 @@ def check_attention(
         raise ValueError(
             f"heads must be a multiple of kv_heads, got {heads} heads and {k_pages.shape[2]} kv_heads"
         )
-    if not scale > 0:
-        raise ValueError(f"scale must be positive, got {scale}; usually head_dim ** -0.5")
+    window, soft_cap = options.window, options.soft_cap
+    if not options.scale > 0:
+        raise ValueError(f"scale must be positive, got {options.scale}; usually head_dim ** -0.5")
     if window is not None and window < 1:
         raise ValueError(f"window must be at least 1, got {window}; `None` attends to everything")
     if soft_cap is not None and not soft_cap > 0:

@@ -1,9 +1,8 @@
 """`latent_attention` in plain XLA: paged attention with latents as keys and values, cut to `value_dim` components."""
 
-from typing import Any
-
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.arguments.attention import AttentionArrays, ScoreOptions
 from pallas_kernels.packed.decode_attention import decode_attention
 from pallas_kernels.packed.prefill_attention import prefill_attention
 
@@ -19,10 +18,7 @@ def latent_attention(
     scale: float,
 ) -> tuple[Float[Array, "tokens heads value_dim"], Float[Array, "tokens heads"]]:
     """Implements `api.latent_attention`; returns the output in q's dtype and the log-sum-exp in float32."""
-    pools = (latent_pages, latent_pages, page_table, seq_lens)
-    plain: dict[str, Any] = {"window": None, "soft_cap": None, "sinks": None}
-    if cu_q_lens is None:
-        out, lse = decode_attention(q, *pools, scale=scale, **plain)
-    else:
-        out, lse = prefill_attention(q, *pools, cu_q_lens, scale=scale, **plain)
+    arrays = AttentionArrays(q, latent_pages, latent_pages, page_table, seq_lens, cu_q_lens)
+    attend = decode_attention if cu_q_lens is None else prefill_attention
+    out, lse = attend(arrays, ScoreOptions(scale))
     return out[..., :value_dim], lse

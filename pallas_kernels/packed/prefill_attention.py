@@ -6,8 +6,9 @@ product, and within a batch over as many blocks of keys as it needs. Both loops 
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Shaped
+from jaxtyping import Array, Float
 
+from pallas_kernels.arguments.attention import AttentionArrays, ScoreOptions
 from pallas_kernels.packed.query_tiles import (
     Tiles,
     cut_tiles,
@@ -15,30 +16,22 @@ from pallas_kernels.packed.query_tiles import (
     tile_size_of,
     unpack_tiles,
 )
-from pallas_kernels.packed.tile_attention import attend_tiles
+from pallas_kernels.packed.tile_attention import QueryTiles, attend_tiles, pools_of
 
 LARGEST_TILE = 512
 TEMPORARY_BYTES = 256 << 20
 
 
 def prefill_attention(
-    q: Float[Array, "tokens heads head_dim"],
-    k_pages: Shaped[Array, "pages page_size kv_heads head_dim"],
-    v_pages: Shaped[Array, "pages page_size kv_heads head_dim"],
-    page_table: Int[Array, "rows table_width"],
-    seq_lens: Int[Array, " rows"],
-    cu_q_lens: Int[Array, " row_bounds"],
+    arrays: AttentionArrays,
+    options: ScoreOptions,
     *,
-    scale: float,
-    window: int | None,
-    soft_cap: float | None,
-    sinks: Float[Array, " heads"] | None,
-    k_scales: Float[Array, "pages page_size kv_heads"] | None = None,
-    v_scales: Float[Array, "pages page_size kv_heads"] | None = None,
     temporary_bytes: int = TEMPORARY_BYTES,
     largest_tile: int = LARGEST_TILE,
 ) -> tuple[Float[Array, "tokens heads head_dim"], Float[Array, "tokens heads"]]:
     """Returns output in q's dtype and float32 log-sum-exp; arguments as in `ragged_attention`."""
+    q, seq_lens, cu_q_lens = arrays.q, arrays.seq_lens, arrays.cu_q_lens
+    assert cu_q_lens is not None
     tokens, rows = q.shape[0], seq_lens.shape[0]
     tile_size = tile_size_of(tokens, rows, largest_tile)
     num_tiles = most_tiles(tokens, rows, tile_size)
@@ -48,20 +41,14 @@ def prefill_attention(
 
     def attend(tiles: Tiles) -> tuple[Array, Array]:
         token = tiles.first_token[:, None] + jnp.arange(tile_size, dtype=jnp.int32)[None, :]
-        out, lse = attend_tiles(
+        queries = QueryTiles(
             q.at[token].get(mode="clip", wrap_negative_indices=False),
-            k_pages,
-            v_pages,
-            page_table[tiles.row],
+            arrays.page_table[tiles.row],
             tiles.first_position,
             tiles.num_queries,
-            scale=scale,
-            window=window,
-            soft_cap=soft_cap,
-            sinks=sinks,
-            k_scales=k_scales,
-            v_scales=v_scales,
-            temporary_bytes=temporary_bytes,
+        )
+        out, lse = attend_tiles(
+            queries, pools_of(arrays), arrays.sinks, options, temporary_bytes=temporary_bytes
         )
         return out.astype(q.dtype), lse
 

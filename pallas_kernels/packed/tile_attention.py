@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
+from pallas_kernels.arguments.attention import AttentionArrays, ScoreOptions
 from pallas_kernels.arrays import ArrayOrStruct
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -46,20 +47,26 @@ class Keys(NamedTuple):
     v_scales: Float[Array, "... kv_heads"] | None
 
 
+def pools_of(arrays: AttentionArrays) -> Keys:
+    """Returns the pools of keys and values of a call."""
+    return Keys(arrays.k_pages, arrays.v_pages, arrays.k_scales, arrays.v_scales)
+
+
+class QueryTiles(NamedTuple):
+    """Tiles of queries, each with the page ids of its row, its first position and its number of real queries."""
+
+    q: Float[Array, "tiles queries heads head_dim"]
+    page_table: Int[Array, "tiles table_width"]
+    first_position: Int[Array, " tiles"]
+    num_queries: Int[Array, " tiles"]
+
+
 def attend_tiles(
-    q: Float[Array, "tiles queries heads head_dim"],
-    k_pages: Shaped[Array, "pages page_size kv_heads head_dim"],
-    v_pages: Shaped[Array, "pages page_size kv_heads head_dim"],
-    page_table: Int[Array, "tiles table_width"],
-    first_position: Int[Array, " tiles"],
-    num_queries: Int[Array, " tiles"],
-    *,
-    scale: float,
-    window: int | None,
-    soft_cap: float | None,
+    tiled: QueryTiles,
+    pools: Keys,
     sinks: Float[Array, " heads"] | None,
-    k_scales: Float[Array, "pages page_size kv_heads"] | None,
-    v_scales: Float[Array, "pages page_size kv_heads"] | None,
+    options: ScoreOptions,
+    *,
     temporary_bytes: int,
 ) -> tuple[Float[Array, "tiles queries heads head_dim"], Float[Array, "tiles queries heads"]]:
     """Returns the outputs in float32 and their log-sum-exp; queries from `num_queries` on give zeros and `-inf`.
@@ -67,9 +74,10 @@ def attend_tiles(
     Query j of a tile is at position `first_position + j`. If the gathered keys and the scores would take more than
     about `temporary_bytes` bytes, a loop visits the keys in blocks, as many as the longest tile needs.
     """
+    q, page_table, first_position, num_queries = tiled
+    window = options.window
     tiles, queries, heads, head_dim = q.shape
-    kv_heads = k_pages.shape[2]
-    pools = Keys(k_pages, v_pages, k_scales, v_scales)
+    kv_heads = pools.k.shape[2]
     pools, page_table = _with_small_pages(pools, page_table)
     page_size = pools.k.shape[1]
     page_table, first_key = _narrow(page_table, first_position, queries, page_size, window)
@@ -86,7 +94,7 @@ def attend_tiles(
         if window is not None:
             visible &= key[:, None, :] > position[:, :, None] - window
         keys = jax.tree.map(partial(_gather, page_ids=page_ids), pools)
-        return _add_keys(running, grouped, keys, visible, scale=scale, soft_cap=soft_cap)
+        return _add_keys(running, grouped, keys, visible, options)
 
     running = _nothing_yet(grouped)
     width = page_table.shape[1]
@@ -162,11 +170,10 @@ def _add_keys(
     grouped: Float[Array, "tiles queries kv_heads group head_dim"],
     keys: Keys,
     visible: Bool[Array, "tiles queries keys"],
-    *,
-    scale: float,
-    soft_cap: float | None,
+    options: ScoreOptions,
 ) -> Running:
     """Adds a block of keys to the online softmax. Keys that no query of a tile sees may be NaN."""
+    scale, soft_cap = options.scale, options.soft_cap
     precision = jax.lax.Precision.HIGHEST if grouped.dtype == jnp.float32 else None
     multiply = partial(jnp.einsum, precision=precision, preferred_element_type=jnp.float32)
     product = multiply("bqkgd,btkd->bkqgt", grouped, keys.k.astype(grouped.dtype))

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Shaped
 
+from pallas_kernels.arguments.attention import AttentionArrays, ScoreOptions
 from pallas_kernels.arguments.checks import check_attention, check_ids
 from pallas_kernels.dispatch import choose
 from pallas_kernels.packed.tile_attention import output_without_keys, why_not
@@ -104,30 +105,26 @@ def paged_attention(
         ValueError: shapes, dtypes or options do not fit.
         Unsupported: the requested implementation, or every implementation, cannot run; the message lists the reasons.
     """
-    options = {"window": window, "soft_cap": soft_cap}
-    check_attention(q, k_pages, v_pages, sinks, k_scales, v_scales, scale=scale, **options)
+    options = ScoreOptions(scale, window, soft_cap)
+    check_attention(q, k_pages, v_pages, sinks, k_scales, v_scales, options)
     check_ids("page_table", page_table, (q.shape[0], None))
     check_ids("seq_lens", seq_lens, (q.shape[0],))
-    arrays = tuple(map(jnp.asarray, (q, k_pages, v_pages, page_table, seq_lens)))
-    # `None` is an empty pytree, so absent options stay `None`.
-    optional = {"sinks": sinks, "k_scales": k_scales, "v_scales": v_scales}
-    options |= jax.tree.map(jnp.asarray, optional)
+    given = (q, k_pages, v_pages, page_table, seq_lens, None, sinks, k_scales, v_scales)
+    # `None` is an empty pytree, so absent arrays stay `None`.
+    arrays = AttentionArrays(*jax.tree.map(jnp.asarray, given))
     reasons = {
-        "mosaic_gpu": lambda: mosaic_gpu.why_not(*arrays, **options),
+        "mosaic_gpu": lambda: mosaic_gpu.why_not(arrays.q, arrays.k_pages),
         "xla": lambda: why_not(q),
-        "cudnn": lambda: cudnn.why_not(*arrays, **options),
+        "cudnn": lambda: cudnn.why_not(arrays, options),
     }
     chosen = choose("paged_attention", reasons, implementation, by_name=["cudnn"])
-    # A window of at least a row's capacity hides no key, and position arithmetic with a larger one could overflow
-    # int32.
-    if window is not None and window >= page_table.shape[1] * k_pages.shape[1]:
-        options["window"] = None
+    options = options.within(arrays.capacity)
     if not q.size or not page_table.size:
-        out, lse = output_without_keys(arrays[0])
+        out, lse = output_without_keys(arrays.q)
         return (out, lse) if return_lse else out
     if chosen == "mosaic_gpu":
-        return mosaic_gpu.paged_attention(*arrays, scale=scale, return_lse=return_lse, **options)
+        return mosaic_gpu.paged_attention(arrays, options, return_lse=return_lse)
     if chosen == "cudnn":
-        return cudnn.paged_attention(*arrays, scale=scale, return_lse=return_lse)
-    out, lse = xla.paged_attention(*arrays, scale=scale, **options)
+        return cudnn.paged_attention(arrays, options, return_lse=return_lse)
+    out, lse = xla.paged_attention(arrays, options)
     return (out, lse) if return_lse else out

@@ -9,9 +9,9 @@ import importlib
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
-from pallas_kernels.arrays import ArrayOrStruct
+from pallas_kernels.arguments.attention import AttentionArrays, ScoreOptions
 from pallas_kernels.device import NEWEST_JAX, gpu_arch
 
 _MODULE = "jax._src.cudnn.fused_attention_stablehlo"
@@ -20,30 +20,21 @@ _OLDEST_VERSION = 90500
 _OLDEST_ARCH = 80
 
 
-def why_not(
-    q: ArrayOrStruct,
-    k_pages: ArrayOrStruct,
-    v_pages: ArrayOrStruct,
-    page_table: ArrayOrStruct,
-    seq_lens: ArrayOrStruct,
-    *,
-    window: int | None = None,
-    soft_cap: float | None = None,
-    sinks: ArrayOrStruct | None = None,
-    k_scales: ArrayOrStruct | None = None,
-    v_scales: ArrayOrStruct | None = None,
-) -> str | None:
-    """Returns why cuDNN cannot run, or `None` if it can."""
-    return _why_not_here() or _refusal(
-        q, k_pages, {"window": window, "soft cap": soft_cap, "sinks": sinks, "scales": k_scales}
-    )
+def why_not(arrays: AttentionArrays, options: ScoreOptions) -> str | None:
+    """Returns why cuDNN cannot run, or `None` if it can; structs may stand for arrays."""
+    return _why_not_here() or _refusal(arrays, options)
 
 
-def _refusal(q: ArrayOrStruct, k_pages: ArrayOrStruct, options: dict[str, object]) -> str | None:
+def _refusal(arrays: AttentionArrays, options: ScoreOptions) -> str | None:
     """Returns why cuDNN cannot run with these arguments, or `None` if it can."""
-    head_dim, page_size = q.shape[-1], k_pages.shape[1]
+    q, head_dim, page_size = arrays.q, arrays.q.shape[-1], arrays.k_pages.shape[1]
     # JAX would pass a window on, but cuDNN aligns it differently and the results are wrong.
-    for name, given in options.items():
+    for name, given in (
+        ("window", options.window),
+        ("soft cap", options.soft_cap),
+        ("sinks", arrays.sinks),
+        ("scales", arrays.k_scales),
+    ):
         if given is not None:
             return f"does not support {name} in decode over pages"
     if q.dtype not in (jnp.bfloat16, jnp.float16):
@@ -73,13 +64,9 @@ def _why_not_here() -> str | None:
 
 
 def paged_attention(
-    q: Float[Array, "rows heads head_dim"],
-    k_pages: Float[Array, "pages page_size kv_heads head_dim"],
-    v_pages: Float[Array, "pages page_size kv_heads head_dim"],
-    page_table: Int[Array, "rows table_width"],
-    seq_lens: Int[Array, " rows"],
+    arrays: AttentionArrays,
+    options: ScoreOptions,
     *,
-    scale: float,
     return_lse: bool = False,
 ) -> (
     Float[Array, "rows heads head_dim"]
@@ -87,21 +74,22 @@ def paged_attention(
 ):
     """Implements `api.paged_attention` without window, soft cap, sinks and scales."""
     fused = importlib.import_module(_MODULE)
-    nothing = jnp.zeros(0, q.dtype)
+    q, k_pages, v_pages, page_table, seq_lens, *_ = arrays
+    absent = jnp.zeros(0, q.dtype)
     table = page_table[:, None, :, None]
     # JAX's public function requires pools of exactly rows * table_width pages, so the private one below it is called.
     result = fused._dot_product_attention(
         q[:, None],
         k_pages,
         v_pages,
-        nothing,  # bias
+        absent,  # bias
         jnp.ones_like(seq_lens),
         seq_lens,
-        nothing,  # offsets of queries and keys
-        nothing,
+        absent,  # offsets of queries and keys
+        absent,
         table,
         table,
-        scale,
+        options.scale,
         0,  # seed
         0.0,  # dropout
         (False, False),  # no bias, no gradient of one

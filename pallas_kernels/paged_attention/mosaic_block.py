@@ -17,9 +17,10 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import Array, lax
 
+from pallas_kernels.arguments.attention import ScoreOptions
 from pallas_kernels.device import ROW_TILE
 from pallas_kernels.mosaic.private_types import Layout, Ref
-from pallas_kernels.mosaic.scores import LOG2_E, Options
+from pallas_kernels.mosaic.scores import LOG2_E
 from pallas_kernels.mosaic.tiles import PER_COLUMN, WGMMA, multiply, over_rows
 from pallas_kernels.paged_attention.mosaic_schedule import TILE, Geometry, Schedule
 
@@ -30,7 +31,7 @@ class Block:
     def __init__(
         self,
         geometry: Geometry,
-        options: Options,
+        options: ScoreOptions,
         schedule: Schedule,
         refs: Mapping[str, Ref],
     ) -> None:

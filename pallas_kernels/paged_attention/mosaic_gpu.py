@@ -10,45 +10,25 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, Shaped
+from jaxtyping import Array, Float, Shaped
 
+from pallas_kernels.arguments.attention import AttentionArrays, ScoreOptions
 from pallas_kernels.arrays import ArrayOrStruct
 from pallas_kernels.device import ROW_TILE, why_not_mosaic
-from pallas_kernels.mosaic.scores import LOG2_E, Options
+from pallas_kernels.mosaic.scores import LOG2_E
 from pallas_kernels.paged_attention.mosaic_launch import Kernel
 from pallas_kernels.paged_attention.mosaic_schedule import Geometry, Schedule
 
 
-def why_not(
-    q: ArrayOrStruct,
-    k_pages: ArrayOrStruct,
-    v_pages: ArrayOrStruct,
-    page_table: ArrayOrStruct,
-    seq_lens: ArrayOrStruct,
-    *,
-    window: int | None = None,
-    soft_cap: float | None = None,
-    sinks: ArrayOrStruct | None = None,
-    k_scales: ArrayOrStruct | None = None,
-    v_scales: ArrayOrStruct | None = None,
-) -> str | None:
+def why_not(q: ArrayOrStruct, k_pages: ArrayOrStruct) -> str | None:
     """Returns why this kernel cannot run, or `None` if it can."""
     return why_not_mosaic() or Geometry.of(q, k_pages).refusal()
 
 
 def paged_attention(
-    q: Float[Array, "rows heads head_dim"],
-    k_pages: Shaped[Array, "pages page_size kv_heads head_dim"],
-    v_pages: Shaped[Array, "pages page_size kv_heads head_dim"],
-    page_table: Int[Array, "rows table_width"],
-    seq_lens: Int[Array, " rows"],
+    arrays: AttentionArrays,
+    options: ScoreOptions,
     *,
-    scale: float,
-    window: int | None = None,
-    soft_cap: float | None = None,
-    sinks: Float[Array, " heads"] | None = None,
-    k_scales: Float[Array, "pages page_size kv_heads"] | None = None,
-    v_scales: Float[Array, "pages page_size kv_heads"] | None = None,
     return_lse: bool = False,
     interpret: bool = False,
 ) -> (
@@ -63,27 +43,19 @@ def paged_attention(
     Raises:
         ValueError: the kernel does not support the shapes or dtypes.
     """
-    geometry = Geometry.of(q, k_pages)
+    geometry = Geometry.of(arrays.q, arrays.k_pages)
     refusal = geometry.refusal()
     if refusal is not None:
         raise ValueError(f"the Mosaic GPU kernel cannot take this: {refusal}")
-    heads, group = q.shape[1], geometry.group
-    q = _fill_groups(q, group, geometry.filled_group)
+    heads, group = geometry.heads, geometry.group
+    q, sinks = _fill_groups(arrays.q, group, geometry.filled_group), arrays.sinks
     if sinks is not None:
         sinks = _fill_groups(sinks[None], group, geometry.filled_group)[0]
-    geometry = Geometry.of(q, k_pages)
-    capacity = page_table.shape[1] * k_pages.shape[1]
-    schedule = Schedule.of(geometry, q.shape[0], capacity, window)
+    geometry = Geometry.of(q, arrays.k_pages)
+    schedule = Schedule.of(geometry, q.shape[0], arrays.capacity, options.window)
     out, lse = attend(
-        q,
-        k_pages,
-        v_pages,
-        page_table,
-        seq_lens,
-        sinks,
-        k_scales,
-        v_scales,
-        options=Options(scale=scale, window=window, soft_cap=soft_cap),
+        arrays._replace(q=q, sinks=sinks),
+        options=options,
         schedule=schedule.without_clusters() if interpret else schedule,
         want_lse=return_lse,
         interpret=interpret,
@@ -141,10 +113,9 @@ def direct_launch(
     if geometry.filled_group > geometry.group:
         return None
     capacity = table_width * k_pages.shape[1]
-    window = None if window is None or window >= capacity else window
-    schedule = Schedule.of(geometry, q.shape[0], capacity, window)
+    options = ScoreOptions(scale, window, soft_cap).within(capacity)
+    schedule = Schedule.of(geometry, q.shape[0], capacity, options.window)
     is_split = schedule.parts > 1
-    options = Options(scale=scale, window=window, soft_cap=soft_cap)
     return DirectLaunch(
         launch=Kernel(geometry, options, schedule, is_split, False).build(q.shape[0]),
         padded_heads=geometry.padded_heads,
@@ -163,27 +134,21 @@ def _fill_groups(of_heads: Shaped[Array, "rows heads ..."], group: int, filled: 
 # A model's layers call this with equal shapes; under its own jit the kernel is lowered once for all of them.
 @partial(jax.jit, static_argnames=("options", "schedule", "want_lse", "interpret"))
 def attend(
-    q: Float[Array, "rows heads head_dim"],
-    k_pages: Shaped[Array, "pages page_size kv_heads head_dim"],
-    v_pages: Shaped[Array, "pages page_size kv_heads head_dim"],
-    page_table: Int[Array, "rows table_width"],
-    seq_lens: Int[Array, " rows"],
-    sinks: Float[Array, " heads"] | None,
-    k_scales: Float[Array, "pages page_size kv_heads"] | None = None,
-    v_scales: Float[Array, "pages page_size kv_heads"] | None = None,
+    arrays: AttentionArrays,
     *,
-    options: Options,
+    options: ScoreOptions,
     schedule: Schedule,
     want_lse: bool,
     interpret: bool = False,
 ) -> tuple[Float[Array, "rows heads head_dim"], Float[Array, "rows heads"] | None]:
     """Runs the kernel under a schedule, then combines the parts if there are several."""
+    q, k_pages, v_pages, page_table, seq_lens, _, sinks, *scales = arrays
     geometry = Geometry.of(q, k_pages)
     missing = geometry.padded_heads - geometry.heads
     operands = [jnp.pad(q, ((0, 0), (0, missing), (0, 0))), k_pages, v_pages, page_table, seq_lens]
     if sinks is not None:
         operands.append(jnp.pad(sinks.astype(jnp.float32), (0, missing)))
-    operands += [scales for scales in (k_scales, v_scales) if scales is not None]
+    operands += [factors for factors in scales if factors is not None]
     has_lse = want_lse or schedule.parts > 1
     kernel = Kernel(geometry, options, schedule, has_lse, sinks is not None, interpret)
     outputs = kernel.build(q.shape[0])(*operands)

@@ -9,9 +9,9 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import Array
 
+from pallas_kernels.arguments.attention import ScoreOptions
 from pallas_kernels.mosaic.launch import interpreter
 from pallas_kernels.mosaic.private_types import Ref
-from pallas_kernels.mosaic.scores import Options
 from pallas_kernels.mosaic.tiles import swizzled
 from pallas_kernels.paged_attention.mosaic_block import Block
 from pallas_kernels.paged_attention.mosaic_packed import PackedTiles
@@ -33,7 +33,7 @@ class Kernel:
     """
 
     geometry: Geometry
-    options: Options
+    options: ScoreOptions
     schedule: Schedule
     has_lse: bool
     has_sinks: bool

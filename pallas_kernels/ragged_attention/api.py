@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Shaped
 
+from pallas_kernels.arguments.attention import AttentionArrays, ScoreOptions
 from pallas_kernels.arguments.checks import check_attention, check_ids
 from pallas_kernels.dispatch import choose, note_fallback
 from pallas_kernels.packed.tile_attention import output_without_keys, why_not
@@ -108,33 +109,27 @@ def ragged_attention(
         ValueError: shapes, dtypes or options do not fit.
         Unsupported: the requested implementation, or every implementation, cannot run; the message lists the reasons.
     """
-    options = {"window": window, "soft_cap": soft_cap}
-    check_attention(q, k_pages, v_pages, sinks, k_scales, v_scales, scale=scale, **options)
+    options = ScoreOptions(scale, window, soft_cap)
+    check_attention(q, k_pages, v_pages, sinks, k_scales, v_scales, options)
     check_ids("page_table", page_table, (None, None))
     check_ids("seq_lens", seq_lens, (page_table.shape[0],))
     check_ids("cu_q_lens", cu_q_lens, (page_table.shape[0] + 1,))
-    arrays = tuple(map(jnp.asarray, (q, k_pages, v_pages, page_table, seq_lens, cu_q_lens)))
-    # `None` is an empty pytree, so absent options stay `None`.
-    optional = {"sinks": sinks, "k_scales": k_scales, "v_scales": v_scales}
-    options |= jax.tree.map(jnp.asarray, optional)
+    given = (q, k_pages, v_pages, page_table, seq_lens, cu_q_lens, sinks, k_scales, v_scales)
+    # `None` is an empty pytree, so absent arrays stay `None`.
+    arrays = AttentionArrays(*jax.tree.map(jnp.asarray, given))
     reasons = {
-        "mosaic_gpu": lambda: mosaic_gpu.why_not(*arrays, **options),
+        "mosaic_gpu": lambda: mosaic_gpu.why_not(arrays.q, arrays.k_pages),
         "xla": lambda: why_not(q),
     }
     chosen = choose("ragged_attention", reasons, implementation)
-    # A window of at least a row's capacity hides no key, and position arithmetic with a larger one could overflow
-    # int32.
-    if window is not None and window >= page_table.shape[1] * k_pages.shape[1]:
-        options["window"] = None
+    options = options.within(arrays.capacity)
     if not q.size or not page_table.size:
-        out, lse = output_without_keys(arrays[0])
+        out, lse = output_without_keys(arrays.q)
         return (out, lse) if return_lse else out
     if chosen == "mosaic_gpu":
-        large = mosaic_gpu.why_fall_back(arrays[1], arrays[3])
+        large = mosaic_gpu.why_fall_back(arrays.k_pages, arrays.page_table)
         if large is None:
-            return mosaic_gpu.ragged_attention(
-                *arrays, scale=scale, return_lse=return_lse, **options
-            )
+            return mosaic_gpu.ragged_attention(arrays, options, return_lse=return_lse)
         note_fallback("ragged_attention", chosen, large, "xla")
-    out, lse = xla.ragged_attention(*arrays, scale=scale, **options)
+    out, lse = xla.ragged_attention(arrays, options)
     return (out, lse) if return_lse else out

@@ -9,11 +9,11 @@ from math import ceil
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Shaped
+from jaxtyping import Array, Float
 
+from pallas_kernels.arguments.attention import AttentionArrays, ScoreOptions
 from pallas_kernels.arrays import ArrayOrStruct
 from pallas_kernels.device import ROW_TILE, why_not_mosaic
-from pallas_kernels.mosaic.scores import Options
 from pallas_kernels.ragged_attention.mosaic_kernel import Kernel
 from pallas_kernels.ragged_attention.mosaic_launch import build
 from pallas_kernels.ragged_attention.mosaic_schedule import Geometry, Schedule, most_tiles
@@ -22,20 +22,7 @@ from pallas_kernels.ragged_attention.mosaic_unpack import unpack
 from pallas_kernels.ragged_attention.mosaic_unpack import why_not as why_not_unpack
 
 
-def why_not(
-    q: ArrayOrStruct,
-    k_pages: ArrayOrStruct,
-    v_pages: ArrayOrStruct,
-    page_table: ArrayOrStruct,
-    seq_lens: ArrayOrStruct,
-    cu_q_lens: ArrayOrStruct,
-    *,
-    window: int | None = None,
-    soft_cap: float | None = None,
-    sinks: ArrayOrStruct | None = None,
-    k_scales: ArrayOrStruct | None = None,
-    v_scales: ArrayOrStruct | None = None,
-) -> str | None:
+def why_not(q: ArrayOrStruct, k_pages: ArrayOrStruct) -> str | None:
     """Returns why this kernel cannot run, or `None` if it can."""
     return why_not_mosaic() or Geometry.of(q, k_pages).refusal()
 
@@ -49,19 +36,9 @@ def why_fall_back(k_pages: ArrayOrStruct, page_table: ArrayOrStruct) -> str | No
 
 
 def ragged_attention(
-    q: Float[Array, "tokens heads head_dim"],
-    k_pages: Shaped[Array, "pages page_size kv_heads head_dim"],
-    v_pages: Shaped[Array, "pages page_size kv_heads head_dim"],
-    page_table: Int[Array, "rows table_width"],
-    seq_lens: Int[Array, " rows"],
-    cu_q_lens: Int[Array, " row_bounds"],
+    arrays: AttentionArrays,
+    options: ScoreOptions,
     *,
-    scale: float,
-    window: int | None = None,
-    soft_cap: float | None = None,
-    sinks: Float[Array, " heads"] | None = None,
-    k_scales: Float[Array, "pages page_size kv_heads"] | None = None,
-    v_scales: Float[Array, "pages page_size kv_heads"] | None = None,
     return_lse: bool = False,
     interpret: bool = False,
 ) -> (
@@ -77,22 +54,15 @@ def ragged_attention(
     Raises:
         ValueError: the kernel does not support the shapes or dtypes.
     """
-    refusal = Geometry.of(q, k_pages).refusal()
+    geometry = Geometry.of(arrays.q, arrays.k_pages)
+    refusal = geometry.refusal()
     if refusal is not None:
         raise ValueError(f"the Mosaic GPU kernel cannot take this: {refusal}")
-    geometry = Geometry.of(q, k_pages)
+    tokens, rows = arrays.q.shape[0], arrays.seq_lens.shape[0]
     out, lse = attend(
-        q,
-        k_pages,
-        v_pages,
-        page_table,
-        seq_lens,
-        cu_q_lens,
-        sinks,
-        k_scales,
-        v_scales,
-        options=Options(scale=scale, window=window, soft_cap=soft_cap),
-        schedule=Schedule.of(geometry, q.shape[0], seq_lens.shape[0], window),
+        arrays,
+        options=options,
+        schedule=Schedule.of(geometry, tokens, rows, options.window),
         want_lse=return_lse,
         interpret=interpret,
     )
@@ -140,7 +110,7 @@ def direct_launch(
         keys=schedule.keys,
         window=window,
     )
-    options = Options(scale=scale, window=window, soft_cap=soft_cap)
+    options = ScoreOptions(scale, window, soft_cap)
     kernel = Kernel(geometry, options, schedule, num_tiles, False, False, False)
     launch = build(kernel, tokens)
     return lambda *arrays: launch(*arrays)[0], plan
@@ -149,22 +119,16 @@ def direct_launch(
 # A model's layers call this with equal shapes; under its own jit the kernel is lowered once for all of them.
 @partial(jax.jit, static_argnames=("options", "schedule", "want_lse", "interpret"))
 def attend(
-    q: Float[Array, "tokens heads head_dim"],
-    k_pages: Shaped[Array, "pages page_size kv_heads head_dim"],
-    v_pages: Shaped[Array, "pages page_size kv_heads head_dim"],
-    page_table: Int[Array, "rows table_width"],
-    seq_lens: Int[Array, " rows"],
-    cu_q_lens: Int[Array, " row_bounds"],
-    sinks: Float[Array, " heads"] | None,
-    k_scales: Float[Array, "pages page_size kv_heads"] | None = None,
-    v_scales: Float[Array, "pages page_size kv_heads"] | None = None,
+    arrays: AttentionArrays,
     *,
-    options: Options,
+    options: ScoreOptions,
     schedule: Schedule,
     want_lse: bool,
     interpret: bool = False,
 ) -> tuple[Float[Array, "tokens heads head_dim"], Float[Array, "tokens heads"] | None]:
     """Runs the kernel under a schedule."""
+    q, k_pages, v_pages, page_table, seq_lens, cu_q_lens, sinks, k_scales, v_scales = arrays
+    assert cu_q_lens is not None
     geometry, tokens = Geometry.of(q, k_pages), q.shape[0]
     per_tile = geometry.tokens_per_tile
     num_tiles = most_tiles(tokens, seq_lens.shape[0], per_tile)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from pallas_kernels.mosaic.scores import Options
+from pallas_kernels.arguments.attention import ScoreOptions
 from pallas_kernels.ragged_attention.mosaic_schedule import Geometry, Schedule
 
 
@@ -21,7 +21,7 @@ class Kernel:
     """
 
     geometry: Geometry
-    options: Options
+    options: ScoreOptions
     schedule: Schedule
     num_tiles: int
     has_lse: bool

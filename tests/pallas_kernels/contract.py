@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels.arguments.attention import AttentionArrays, ScoreOptions
 from pallas_kernels.dispatch import Unsupported
 
 # Every implementation signs the same contract; one that needs a GPU joins with that mark.
@@ -69,18 +70,29 @@ def call(op, refusal, inputs, implementation):
     pytest.skip(f"{implementation} refuses: {reason}")
 
 
-def refuses_arrays(**kernels):
-    """Returns the refusals of kernels, by implementation, that are told every array and option but the scale."""
+def by_name(implementation):
+    """Returns a function of `AttentionArrays` and `ScoreOptions` as one of the op's arguments by name."""
+
+    def run(*, scale, window=None, soft_cap=None, **given):
+        arrays = {name: given.pop(name) for name in AttentionArrays._fields if name in given}
+        return implementation(
+            AttentionArrays(**arrays), ScoreOptions(scale, window, soft_cap), **given
+        )
+
+    return run
+
+
+def refusals(**kernels):
+    """Returns the refusal of an implementation, given a function of the op's arguments by name for each kernel."""
 
     def refusal(implementation, inputs):
         if implementation not in kernels:
             return None
-        told = {
+        given = {
             name: jnp.asarray(value) if isinstance(value, np.ndarray) else value
             for name, value in inputs.items()
-            if name != "scale"
         }
-        return kernels[implementation].why_not(**told)
+        return kernels[implementation](**given)
 
     return refusal
 

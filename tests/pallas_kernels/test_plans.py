@@ -38,6 +38,7 @@ from pallas_kernels.ssd_scan import mosaic_gpu as scan
 from pallas_kernels.ssd_scan import mosaic_schedule as scan_schedule
 from pallas_kernels.ssd_update import mosaic_gpu as update
 from pallas_kernels.workbench.search_space import TUNED_OPS, find_space
+from tests.pallas_kernels.contract import by_name
 from tests.pallas_kernels.structs import MAKERS, cases_of, floats, of_arrays, structs_of
 
 OPS = tuple(MAKERS)
@@ -66,8 +67,8 @@ def plan_decode(given):
     arrays = [given[name] for name in ("q", "k_pages")]
     options = chosen(given, "scale", "window", "soft_cap")
     paged.direct_launch(*arrays, given["page_table"].shape[1], **options)
-    cudnn.why_not(**but(given, "scale"))
-    return paged.why_not(**but(given, "scale")), tile_attention.why_not(given["q"])
+    by_name(cudnn.why_not)(**given)
+    return paged.why_not(*arrays), tile_attention.why_not(given["q"])
 
 
 def plan_prefill(given):
@@ -76,7 +77,7 @@ def plan_prefill(given):
     options = chosen(given, "scale", "window", "soft_cap")
     ragged.direct_launch(*arrays, given["page_table"].shape[0], **options)
     ragged.why_fall_back(given["k_pages"], given["page_table"])
-    return ragged.why_not(**but(given, "scale")), tile_attention.why_not(given["q"])
+    return ragged.why_not(*arrays), tile_attention.why_not(given["q"])
 
 
 def plan_write(given):

@@ -15,7 +15,7 @@ def programs():
     import jax
     import jax.numpy as jnp
 
-    from pallas_kernels.mosaic.scores import Options
+    from pallas_kernels.arguments.attention import AttentionArrays, ScoreOptions
     from pallas_kernels.paged_attention import mosaic_gpu
     from pallas_kernels.paged_attention.mosaic_schedule import Geometry, Schedule
 
@@ -32,10 +32,10 @@ def programs():
         schedule = Schedule.by_rule(geometry, rows, keys, options.get("window"))
 
         def run(q, pages, values, table, lens, *scales):
-            call = partial(mosaic_gpu.attend, options=Options(head_dim**-0.5, **options))
+            call = partial(mosaic_gpu.attend, options=ScoreOptions(head_dim**-0.5, **options))
             scales = scales or (None, None)
-            arrays = (q, pages, values, table, lens, None, *scales)
-            return call(*arrays, schedule=schedule, want_lse=False)
+            arrays = AttentionArrays(q, pages, values, table, lens, None, None, *scales)
+            return call(arrays, schedule=schedule, want_lse=False)
 
         return run, (q, pages, pages, *tables, *scales)
 

@@ -30,12 +30,12 @@ def programs():
 
 
 def step(options, lse, q, pools, page_table, seq_lens, cu_q_lens, sinks, scales):
+    from pallas_kernels.arguments.attention import AttentionArrays, ScoreOptions
     from pallas_kernels.ragged_attention import mosaic_gpu
 
-    arrays = page_table, seq_lens, cu_q_lens
-    options = options | {"sinks": sinks, "k_scales": scales, "v_scales": scales}
-    attend = partial(mosaic_gpu.ragged_attention, scale=0.1, return_lse=lse, **options)
-    return [attend(q, pool, pool, *arrays) for pool in pools]
+    tables, options = (page_table, seq_lens, cu_q_lens), ScoreOptions(0.1, **options)
+    calls = [AttentionArrays(q, pool, pool, *tables, sinks, scales, scales) for pool in pools]
+    return [mosaic_gpu.ragged_attention(call, options, return_lse=lse) for call in calls]
 
 
 @contextlib.contextmanager

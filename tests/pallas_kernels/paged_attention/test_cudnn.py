@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 from pallas_kernels import paged_attention
+from pallas_kernels.arguments.attention import AttentionArrays, ScoreOptions
 from pallas_kernels.dispatch import Unsupported
 from pallas_kernels.paged_attention import cudnn
 
@@ -35,10 +36,14 @@ def arguments(*, head_dim=64, page_size=16, dtype=jnp.bfloat16):
     return q, pool, pool, jnp.zeros((2, 1), jnp.int32), jnp.ones(2, jnp.int32)
 
 
+def why_not(*arrays, window=None, soft_cap=None, **others):
+    return cudnn.why_not(AttentionArrays(*arrays, **others), ScoreOptions(1.0, window, soft_cap))
+
+
 def test_it_takes_what_it_was_seen_to_do_right(on_gpu):
     on_gpu()
-    assert cudnn.why_not(*arguments()) is None
-    assert cudnn.why_not(*arguments(head_dim=80, page_size=1, dtype=jnp.float16)) is None
+    assert why_not(*arguments()) is None
+    assert why_not(*arguments(head_dim=80, page_size=1, dtype=jnp.float16)) is None
 
 
 @pytest.mark.parametrize(
@@ -60,7 +65,7 @@ def test_it_takes_what_it_was_seen_to_do_right(on_gpu):
 )
 def test_it_says_what_it_lacks(on_gpu, sizes, options, told):
     on_gpu()
-    assert told in cudnn.why_not(*arguments(**sizes), **options)
+    assert told in why_not(*arguments(**sizes), **options)
 
 
 @pytest.mark.parametrize(
@@ -74,13 +79,13 @@ def test_it_says_what_it_lacks(on_gpu, sizes, options, told):
 )
 def test_it_says_what_the_machine_lacks(on_gpu, machine, told):
     on_gpu(**machine)
-    assert told in cudnn.why_not(*arguments())
+    assert told in why_not(*arguments())
 
 
 def test_another_jax_may_have_another_private_door(on_gpu, monkeypatch):
     on_gpu()
     monkeypatch.setattr(jax, "__version_info__", (0, 12, 0))
-    assert "uses a private module" in cudnn.why_not(*arguments())
+    assert "uses a private module" in why_not(*arguments())
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="says what happens without a GPU")

@@ -13,16 +13,16 @@ import pytest
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as interpreter
 
 from pallas_kernels import device
+from pallas_kernels.arguments.attention import AttentionArrays, ScoreOptions
 from pallas_kernels.device import NEWEST_JAX, gpu_arch
-from pallas_kernels.mosaic.scores import Options
 from pallas_kernels.paged_attention import mosaic_gpu
 from pallas_kernels.paged_attention.cases import Case
 from pallas_kernels.paged_attention.mosaic_schedule import MAX_ACCUMULATOR, Geometry, Schedule
 from tests.pallas_kernels import oracle
-from tests.pallas_kernels.contract import bits
+from tests.pallas_kernels.contract import bits, by_name
 from tests.tolerances import assert_lse, assert_output
 
-ARRAYS = ("q", "k_pages", "v_pages", "page_table", "seq_lens", "sinks", "k_scales", "v_scales")
+ARRAYS = AttentionArrays._fields
 SMALL = Case("", (), heads=8, kv_heads=2, head_dim=64)
 
 
@@ -32,10 +32,10 @@ def small(*seq_lens, **changes):
 
 def attend(case, schedule, inputs, *, interpret=False):
     """Runs the kernel under a schedule of our choice."""
-    arrays = [inputs[name] for name in ARRAYS]
+    arrays = AttentionArrays(*(inputs.get(name) for name in ARRAYS))
     return mosaic_gpu.attend(
-        *(array if array is None else jnp.asarray(array) for array in arrays),
-        options=Options(scale=inputs["scale"], window=case.window, soft_cap=case.soft_cap),
+        jax.tree.map(jnp.asarray, arrays),
+        options=ScoreOptions(scale=inputs["scale"], window=case.window, soft_cap=case.soft_cap),
         schedule=schedule,
         want_lse=True,
         interpret=interpret,
@@ -119,10 +119,10 @@ def test_page_ids_that_hold_no_visible_key_are_not_used(races):
 )
 def test_the_door_of_the_kernel_interprets_its_own_schedule(case, races):
     inputs = case.inputs(3)
-    arrays = {name: inputs[name] for name in ARRAYS if inputs[name] is not None}
+    arrays = AttentionArrays(*(inputs.get(name) for name in ARRAYS))
     out, lse = mosaic_gpu.paged_attention(
-        **jax.tree.map(jnp.asarray, arrays),
-        scale=inputs["scale"],
+        jax.tree.map(jnp.asarray, arrays),
+        ScoreOptions(inputs["scale"]),
         return_lse=True,
         interpret=True,
     )
@@ -194,7 +194,7 @@ def test_it_lowers_for_cuda_without_a_gpu(case):
         shapes |= dict.fromkeys(("k_scales", "v_scales"), (pool[:3], "float32"))
     arguments = {name: jax.ShapeDtypeStruct(*shape) for name, shape in shapes.items()}
     options = {"window": case.window, "soft_cap": case.soft_cap}
-    run = partial(mosaic_gpu.paged_attention, scale=1.0, **options)
+    run = partial(by_name(mosaic_gpu.paged_attention), scale=1.0, **options)
     lowered = jax.jit(run).trace(**arguments).lower(lowering_platforms=("cuda",))
     assert "mosaic_gpu" in lowered.as_text()
 
@@ -216,12 +216,12 @@ def test_what_it_cannot_take_is_refused_with_the_number_that_it_got():
 
 def attend_as_called(inputs):
     arrays = {name: jnp.asarray(inputs[name]) for name in ARRAYS[:5]}
-    return mosaic_gpu.paged_attention(**arrays, scale=1.0)
+    return by_name(mosaic_gpu.paged_attention)(**arrays, scale=1.0)
 
 
 @pytest.mark.skipif(gpu_arch() == 90, reason="the GPU here is the one it needs")
 def test_it_refuses_devices_that_are_not_hopper():
-    arrays = [jnp.asarray(small(5).inputs()[name]) for name in ARRAYS[:5]]
+    arrays = [jnp.asarray(small(5).inputs()[name]) for name in ARRAYS[:2]]
     assert "needs an sm90 GPU, found" in mosaic_gpu.why_not(*arrays)
 
 
@@ -264,8 +264,8 @@ def test_pages_past_two_to_the_31_elements_are_read_where_they_lie(stored):
     scales = None if stored == "bfloat16" else jnp.ones(pool.shape[:3], jnp.float32)
     q = jnp.zeros((1, 32, 128), jnp.bfloat16)
     table, lens = jnp.full((1, 1), 2**16, jnp.int32), jnp.ones(1, jnp.int32)
-    options = {"scale": 1.0, "k_scales": scales, "v_scales": scales}
-    out = mosaic_gpu.paged_attention(q, pool, pool, table, lens, **options)
+    arrays = AttentionArrays(q, pool, pool, table, lens, k_scales=scales, v_scales=scales)
+    out = mosaic_gpu.paged_attention(arrays, ScoreOptions(1.0))
     np.testing.assert_array_equal(np.asarray(out, np.float32), 1.0)
 
 
@@ -273,7 +273,6 @@ def test_a_jax_it_was_not_made_for_is_refused_with_the_reason(monkeypatch):
     monkeypatch.setattr(device, "why_not_hopper", lambda: None)
     monkeypatch.setattr(jax, "__version_info__", (0, 12, 0))
     q, pages = jnp.zeros((1, 8, 64), jnp.bfloat16), jnp.zeros((2, 16, 2, 64), jnp.bfloat16)
-    table, lens = jnp.zeros((1, 2), jnp.int32), jnp.ones(1, jnp.int32)
-    assert "jax 0.11" in mosaic_gpu.why_not(q, pages, pages, table, lens)
+    assert "jax 0.11" in mosaic_gpu.why_not(q, pages)
     monkeypatch.setattr(jax, "__version_info__", (0, 11, 2))
-    assert mosaic_gpu.why_not(q, pages, pages, table, lens) is None
+    assert mosaic_gpu.why_not(q, pages) is None

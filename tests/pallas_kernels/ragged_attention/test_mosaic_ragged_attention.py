@@ -13,8 +13,8 @@ import pytest
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as interpreter
 
 from pallas_kernels import ragged_attention, tuning
+from pallas_kernels.arguments.attention import AttentionArrays, ScoreOptions
 from pallas_kernels.device import NEWEST_JAX, SHARED_BYTES_PER_BLOCK, gpu_arch
-from pallas_kernels.mosaic.scores import Options
 from pallas_kernels.ragged_attention import mosaic_gpu
 from pallas_kernels.ragged_attention.cases import Case
 from pallas_kernels.ragged_attention.mosaic_schedule import (
@@ -31,18 +31,17 @@ from tests.pallas_kernels.contract import bits
 from tests.pallas_kernels.h200.reports import reports_of
 from tests.tolerances import assert_lse, assert_output
 
-ARRAYS = ("q", "k_pages", "v_pages", "page_table", "seq_lens", "cu_q_lens", "sinks")
-SCALES = ("k_scales", "v_scales")
+ARRAYS = AttentionArrays._fields
 SMALL = {"heads": 4, "kv_heads": 2, "head_dim": 64}
 FEW = Schedule(64, 2, 1, 2)
 
 
 def attend(case, schedule, inputs, *, interpret=False):
     """Runs the kernel under a schedule of our choice."""
-    arrays = [inputs.get(name) for name in ARRAYS + SCALES]
+    arrays = AttentionArrays(*(inputs.get(name) for name in ARRAYS))
     return mosaic_gpu.attend(
-        *(array if array is None else jnp.asarray(array) for array in arrays),
-        options=Options(scale=inputs["scale"], window=case.window, soft_cap=case.soft_cap),
+        jax.tree.map(jnp.asarray, arrays),
+        options=ScoreOptions(scale=inputs["scale"], window=case.window, soft_cap=case.soft_cap),
         schedule=schedule,
         want_lse=True,
         interpret=interpret,
@@ -147,7 +146,7 @@ def test_it_lowers_for_cuda_without_a_gpu():
     arguments = [jax.ShapeDtypeStruct(*pair) for pair in zip(shapes, dtypes, strict=True)]
 
     def run(*arrays):
-        return mosaic_gpu.ragged_attention(*arrays, scale=1.0)
+        return mosaic_gpu.ragged_attention(AttentionArrays(*arrays), ScoreOptions(1.0))
 
     lowered = jax.jit(run).trace(*arguments).lower(lowering_platforms=("cuda",))
     assert "mosaic_gpu" in lowered.as_text()
@@ -270,14 +269,14 @@ def test_what_it_cannot_take_is_refused_with_the_number_that_it_got():
 
 
 def attend_as_called(inputs):
-    arrays = {name: jnp.asarray(inputs[name]) for name in ARRAYS[:-1]}
-    return mosaic_gpu.ragged_attention(**arrays, scale=1.0)
+    arrays = {name: jnp.asarray(inputs[name]) for name in ARRAYS[:6]}
+    return mosaic_gpu.ragged_attention(AttentionArrays(**arrays), ScoreOptions(1.0))
 
 
 @pytest.mark.skipif(gpu_arch() == 90, reason="the GPU here is the one it needs")
 def test_it_refuses_devices_that_are_not_hopper():
     inputs = Case("", ((2, 5),), **SMALL).inputs()
-    arrays = [jnp.asarray(inputs[name]) for name in ARRAYS[:-1]]
+    arrays = [jnp.asarray(inputs[name]) for name in ARRAYS[:2]]
     assert "needs an sm90 GPU, found" in mosaic_gpu.why_not(*arrays)
 
 
@@ -369,7 +368,8 @@ def test_pages_past_two_to_the_31_elements_are_read_where_they_lie():
     q = jnp.zeros((3, 32, 128), jnp.bfloat16)
     table, lens = jnp.full((1, 1), 2**16, jnp.int32), jnp.full(1, 3, jnp.int32)
     bounds = jnp.array([0, 3], jnp.int32)
-    out = mosaic_gpu.ragged_attention(q, pool, pool, table, lens, bounds, scale=1.0)
+    arrays = AttentionArrays(q, pool, pool, table, lens, bounds)
+    out = mosaic_gpu.ragged_attention(arrays, ScoreOptions(1.0))
     np.testing.assert_array_equal(np.asarray(out, np.float32), 1.0)
 
 

@@ -16,11 +16,12 @@ from pallas_kernels.ragged_attention.cases import CASES, Case
 from tests.pallas_kernels import oracle
 from tests.pallas_kernels.contract import (
     bits,
+    by_name,
     call,
     cases,
     compiled,
     implementations,
-    refuses_arrays,
+    refusals,
 )
 from tests.tolerances import assert_lse, assert_output
 
@@ -30,7 +31,7 @@ KERNEL = {"heads": 8, "kv_heads": 2, "head_dim": 64, "page_size": 8}
 every_implementation = implementations("mosaic_gpu", "xla")
 
 
-refusal = refuses_arrays(mosaic_gpu=mosaic_gpu)
+refusal = refusals(mosaic_gpu=lambda *, q, k_pages, **_: mosaic_gpu.why_not(q, k_pages))
 
 
 def run(inputs, implementation):
@@ -87,7 +88,7 @@ def test_small_tiles_and_blocks_of_keys_give_the_same_answer(case):
     """Partial softmaxes are kept in float32, and one without keys contributes nothing."""
     inputs = case.inputs(3, "float32")
     result = compiled(
-        partial(xla.ragged_attention, temporary_bytes=40_000, largest_tile=16),
+        partial(by_name(xla.ragged_attention), temporary_bytes=40_000, largest_tile=16),
         inputs,
     )
     assert_is_oracle(result, inputs, "float32")
@@ -207,7 +208,7 @@ def test_temporary_memory_is_bounded_by_tiles_and_blocks():
 def test_tables_too_large_to_unpack_are_handed_on_to_the_bounded_form(monkeypatch, width, times):
     """64 rows of 8192 keys are 2 GiB as bfloat16; at 8192 pages a row it would be 32."""
     monkeypatch.setattr(mosaic_gpu, "why_not", lambda *_, **__: None)
-    monkeypatch.setattr(mosaic_gpu, "ragged_attention", lambda q, *_, **__: 2 * q)
+    monkeypatch.setattr(mosaic_gpu, "ragged_attention", lambda arrays, *_, **__: 2 * arrays.q)
     q = jax.ShapeDtypeStruct((64, 32, 128), jnp.bfloat16)
     pool = jax.ShapeDtypeStruct((1024, 16, 8, 128), jnp.int8)
     scales = jax.ShapeDtypeStruct(pool.shape[:3], jnp.float32)
