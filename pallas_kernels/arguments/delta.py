@@ -17,6 +17,17 @@ from pallas_kernels.arrays import ArrayOrStruct
 _NORM_EPS = 1e-6
 
 
+class DeltaArrays(NamedTuple):
+    """The arrays of one layer, described in the ops' `api.py`; a token of `delta_update` is its row."""
+
+    a_log: Float[Array, " heads"]
+    dt_bias: Float[Array, " heads"]
+    states: Float[Array, "states heads key_dim value_dim"]
+    qkv: Float[Array, "tokens wide"]
+    a: Float[Array, "tokens heads"]
+    b: Float[Array, "tokens heads"]
+
+
 class DeltaSizes(NamedTuple):
     """Sizes of one layer.
 

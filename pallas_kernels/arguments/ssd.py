@@ -12,6 +12,17 @@ from pallas_kernels.arguments.states import check_floats
 from pallas_kernels.arrays import ArrayOrStruct
 
 
+class SsdArrays(NamedTuple):
+    """The arrays of one layer, described in the ops' `api.py`; a token of `ssd_update` is its row."""
+
+    a_log: Float[Array, " heads"]
+    d: Float[Array, " heads"]
+    dt_bias: Float[Array, " heads"]
+    states: Float[Array, "states heads head_dim d_state"]
+    xbc: Float[Array, "tokens wide"]
+    dt: Float[Array, "tokens heads"]
+
+
 class Sizes(NamedTuple):
     """Sizes of one layer.
 

@@ -1,13 +1,26 @@
-"""Checks of the index tables of ops with recurrent states. They raise `ValueError`."""
+"""The index tables of ops with recurrent states, and their checks, which raise `ValueError`."""
+
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jaxtyping import Array
+from jaxtyping import Array, Int
 
 from pallas_kernels.arguments.checks import check_ids
 
 Table = Array | np.ndarray
+
+
+class StateTables(NamedTuple):
+    """The tables of a scan over packed rows, described in the ops' `api.py`; without snapshots the last are `None`."""
+
+    cu_q_lens: Int[Array, " row_bounds"]
+    seq_lens: Int[Array, " rows"]
+    read_states: Int[Array, " rows"]
+    write_states: Int[Array, " rows"]
+    snapshot_ends: Int[Array, " snapshots"] | None = None
+    snapshot_states: Int[Array, " snapshots"] | None = None
 
 
 def check_states(

@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Shaped
 from pallas_kernels.arguments.checks import check_shape
 from pallas_kernels.arguments.states import check_bounds, check_floats, check_states
 from pallas_kernels.causal_conv import mosaic_gpu, xla
+from pallas_kernels.causal_conv.arguments import ConvArrays
 from pallas_kernels.dispatch import choose
 
 ACTIVATIONS = ("silu", None)
@@ -67,14 +68,14 @@ def causal_conv(
     _check_rows(x.shape[0], read_states.shape[0], cu_q_lens, snapshot_ends)
     tables = (read_states, write_states, cu_q_lens, snapshot_ends, snapshot_states)
     # `None` is an empty pytree, so absent arguments stay `None`.
-    arrays = jax.tree.map(jnp.asarray, (weight, bias, states, x, *tables))
-    refuses = partial(mosaic_gpu.why_not, arrays[0], arrays[3], first_channel=first_channel)
+    arrays = ConvArrays(*jax.tree.map(jnp.asarray, (weight, bias, states, x, *tables)))
+    refuses = partial(mosaic_gpu.why_not, arrays.weight, arrays.x, first_channel=first_channel)
     reasons = {"mosaic_gpu": refuses, "xla": lambda: None}
     chosen = choose("causal_conv", reasons, implementation)
     if not len(read_states) or not x.shape[0]:
-        return jnp.zeros((x.shape[0], weight.shape[1]), x.dtype), arrays[2]
+        return jnp.zeros((x.shape[0], weight.shape[1]), x.dtype), arrays.states
     function = mosaic_gpu.causal_conv if chosen == "mosaic_gpu" else xla.causal_conv
-    return function(*arrays, **options)
+    return function(arrays, **options)
 
 
 def _check(

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.arrays import ArrayOrStruct
+from pallas_kernels.causal_conv.arguments import ConvArrays
 from pallas_kernels.causal_conv.mosaic_block import Geometry, Kernel
 from pallas_kernels.device import why_not_mosaic
 from pallas_kernels.packed.rows import cut
@@ -47,15 +48,7 @@ def refusal(
 
 
 def causal_conv(
-    weight: Float[Array, "d_conv channels"],
-    bias: Float[Array, " channels"] | None,
-    states: Float[Array, "states tail channels"],
-    x: Float[Array, "tokens wide"],
-    read_states: Int[Array, " rows"],
-    write_states: Int[Array, " rows"],
-    cu_q_lens: Int[Array, " row_bounds"] | None = None,
-    snapshot_ends: Int[Array, " snapshots"] | None = None,
-    snapshot_states: Int[Array, " snapshots"] | None = None,
+    arrays: ConvArrays,
     *,
     first_channel: int = 0,
     activation: str | None = "silu",
@@ -68,31 +61,25 @@ def causal_conv(
     Raises:
         ValueError: the kernel does not support the shapes or dtypes.
     """
+    weight, x = arrays.weight, arrays.x
     reason = refusal(weight, x, first_channel=first_channel)
     if reason is not None:
         raise ValueError(f"the Mosaic GPU kernel cannot take this: {reason}")
-    tables = (read_states, write_states, cu_q_lens, snapshot_ends, snapshot_states)
     geometry = Geometry.of(weight, x, first_channel, activation == "silu")
-    return convolve(weight, bias, states, x, *tables, geometry=geometry, interpret=interpret)
+    return convolve(arrays, geometry=geometry, interpret=interpret)
 
 
 # A model's layers call this with equal shapes; under its own jit the kernel is lowered once for all of them.
 @partial(jax.jit, static_argnames=("geometry", "interpret"))
 def convolve(
-    weight: Float[Array, "d_conv channels"],
-    bias: Float[Array, " channels"] | None,
-    states: Float[Array, "states tail channels"],
-    x: Float[Array, "tokens wide"],
-    read_states: Int[Array, " rows"],
-    write_states: Int[Array, " rows"],
-    cu_q_lens: Int[Array, " row_bounds"] | None,
-    snapshot_ends: Int[Array, " snapshots"] | None,
-    snapshot_states: Int[Array, " snapshots"] | None,
+    arrays: ConvArrays,
     *,
     geometry: Geometry,
     interpret: bool = False,
 ) -> tuple[Float[Array, "tokens channels"], Float[Array, "states tail channels"]]:
     """Runs the kernel for one geometry."""
+    weight, bias, states, x, read_states, write_states = arrays[:6]
+    cu_q_lens, snapshot_ends, snapshot_states = arrays[6:]
     named = {"weight": weight, "x": x, "read_states": read_states, "write_states": write_states}
     named |= {} if bias is None else {"bias": bias}
     num_tiles = len(x)

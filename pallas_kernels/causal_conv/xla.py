@@ -2,26 +2,21 @@
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
+from pallas_kernels.causal_conv.arguments import ConvArrays
 from pallas_kernels.packed.rows import owners, rows_of_tokens
 
 
 def causal_conv(
-    weight: Float[Array, "d_conv channels"],
-    bias: Float[Array, " channels"] | None,
-    states: Float[Array, "states tail channels"],
-    x: Float[Array, "tokens wide"],
-    read_states: Int[Array, " rows"],
-    write_states: Int[Array, " rows"],
-    cu_q_lens: Int[Array, " row_bounds"] | None = None,
-    snapshot_ends: Int[Array, " snapshots"] | None = None,
-    snapshot_states: Int[Array, " snapshots"] | None = None,
+    arrays: ConvArrays,
     *,
     first_channel: int = 0,
     activation: str | None = "silu",
 ) -> tuple[Float[Array, "tokens channels"], Float[Array, "states tail channels"]]:
     """Implements `api.causal_conv`."""
+    weight, bias, states, x, read_states, write_states = arrays[:6]
+    cu_q_lens, snapshot_ends, snapshot_states = arrays[6:]
     tokens, (num_states, tail, channels) = x.shape[0], states.shape
     inputs = jax.lax.slice_in_dim(x, first_channel, first_channel + channels, axis=1)
     # The barrier orders all reads before the writes. For a single row XLA would otherwise read again after the write,

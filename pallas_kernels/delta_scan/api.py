@@ -6,8 +6,8 @@ import numpy as np
 from jaxtyping import Array, Float, Shaped
 
 from pallas_kernels.arguments.checks import check_ids
-from pallas_kernels.arguments.delta import check_delta
-from pallas_kernels.arguments.states import check_bounds, check_states
+from pallas_kernels.arguments.delta import DeltaArrays, check_delta
+from pallas_kernels.arguments.states import StateTables, check_bounds, check_states
 from pallas_kernels.delta_scan import xla
 from pallas_kernels.dispatch import choose
 
@@ -75,7 +75,8 @@ def delta_scan(
     if not qkv.shape[0] or not len(read_states):
         shape = (qkv.shape[0], states.shape[1], states.shape[3])
         return jnp.zeros(shape, qkv.dtype), jnp.asarray(states)
-    layer = (a_log, dt_bias, states, qkv, a, b)
-    tables = (cu_q_lens, seq_lens, read_states, write_states, snapshot_ends, snapshot_states)
+    given = (a_log, dt_bias, states, qkv, a, b)
+    of_rows = (cu_q_lens, seq_lens, read_states, write_states, snapshot_ends, snapshot_states)
     # `None` is an empty pytree, so absent tables stay `None`.
-    return xla.delta_scan(*jax.tree.map(jnp.asarray, (*layer, *tables)), chunk_size=chunk_size)
+    given, of_rows = jax.tree.map(jnp.asarray, (given, of_rows))
+    return xla.delta_scan(DeltaArrays(*given), StateTables(*of_rows), chunk_size=chunk_size)

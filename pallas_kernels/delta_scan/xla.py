@@ -8,9 +8,10 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
-from pallas_kernels.arguments.delta import DeltaSizes, Tokens, tokens_of
+from pallas_kernels.arguments.delta import DeltaArrays, DeltaSizes, Tokens, tokens_of
+from pallas_kernels.arguments.states import StateTables
 from pallas_kernels.packed.rows import Pieces, cut, rows_of_tokens
 from pallas_kernels.packed.states import by_token, put_pieces
 
@@ -19,22 +20,14 @@ _multiply = partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
 
 
 def delta_scan(
-    a_log: Float[Array, " heads"],
-    dt_bias: Float[Array, " heads"],
-    states: Float[Array, "states heads key_dim value_dim"],
-    qkv: Float[Array, "tokens wide"],
-    a: Float[Array, "tokens heads"],
-    b: Float[Array, "tokens heads"],
-    cu_q_lens: Int[Array, " row_bounds"],
-    seq_lens: Int[Array, " rows"],
-    read_states: Int[Array, " rows"],
-    write_states: Int[Array, " rows"],
-    snapshot_ends: Int[Array, " snapshots"] | None = None,
-    snapshot_states: Int[Array, " snapshots"] | None = None,
+    layer: DeltaArrays,
+    tables: StateTables,
     *,
     chunk_size: int,
 ) -> tuple[Float[Array, "tokens heads value_dim"], Float[Array, "states heads key_dim value_dim"]]:
     """Implements `api.delta_scan`."""
+    a_log, dt_bias, states, qkv, a, b = layer
+    cu_q_lens, seq_lens, read_states, *_ = tables
     tokens = len(qkv)
     size = max(n for n in range(1, min(chunk_size, LARGEST_PIECE) + 1) if chunk_size % n == 0)
     positions = seq_lens - (cu_q_lens[1:] - cu_q_lens[:-1])
@@ -45,8 +38,7 @@ def delta_scan(
     row, place = rows_of_tokens(cu_q_lens, tokens)
     out = by_token(out, pieces, row, place, positions)
     out = jnp.where((place >= 0)[:, None, None], out, 0.0).astype(qkv.dtype)
-    tables = (cu_q_lens, seq_lens, write_states, snapshot_ends, snapshot_states)
-    return out, put_pieces(states, after, pieces, *tables, chunk_size=chunk_size)
+    return out, put_pieces(states, after, pieces, tables, chunk_size=chunk_size)
 
 
 def _gather(parts: Tokens, pieces: Pieces, size: int) -> Tokens:

@@ -1,11 +1,12 @@
 """Public entry point of `delta_update`: one token of a gated delta layer's recurrence for every row."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Shaped
 
 from pallas_kernels.arguments.checks import check_shape
-from pallas_kernels.arguments.delta import check_delta
+from pallas_kernels.arguments.delta import DeltaArrays, check_delta
 from pallas_kernels.arguments.states import check_states
 from pallas_kernels.delta_update import xla
 from pallas_kernels.dispatch import choose
@@ -50,5 +51,7 @@ def delta_update(
     check_states(states.shape[0], read_states, write_states)
     check_shape("read_states", read_states, (qkv.shape[0],))
     choose("delta_update", {"xla": lambda: None}, implementation)
-    arrays = (a_log, dt_bias, states, qkv, a, b, read_states, write_states)
-    return xla.delta_update(*(jnp.asarray(array) for array in arrays))
+    given, *ids = jax.tree.map(
+        jnp.asarray, ((a_log, dt_bias, states, qkv, a, b), read_states, write_states)
+    )
+    return xla.delta_update(DeltaArrays(*given), *ids)

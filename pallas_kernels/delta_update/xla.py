@@ -4,21 +4,17 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.arguments.delta import DeltaSizes, tokens_of
+from pallas_kernels.arguments.delta import DeltaArrays, DeltaSizes, tokens_of
 from pallas_kernels.packed.states import put_states
 
 
 def delta_update(
-    a_log: Float[Array, " heads"],
-    dt_bias: Float[Array, " heads"],
-    states: Float[Array, "states heads key_dim value_dim"],
-    qkv: Float[Array, "rows wide"],
-    a: Float[Array, "rows heads"],
-    b: Float[Array, "rows heads"],
+    layer: DeltaArrays,
     read_states: Int[Array, " rows"],
     write_states: Int[Array, " rows"],
 ) -> tuple[Float[Array, "rows heads value_dim"], Float[Array, "states heads key_dim value_dim"]]:
     """Implements `api.delta_update`."""
+    a_log, dt_bias, states, qkv, a, b = layer
     now = tokens_of(a_log, dt_bias, qkv, a, b, DeltaSizes.of(states, qkv))
     begun = states.at[read_states].get(mode="fill", fill_value=0, wrap_negative_indices=False)
     # The barrier orders all reads before the writes. For a single row XLA would otherwise read again after the write,

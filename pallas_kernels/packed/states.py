@@ -3,6 +3,7 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.arguments.states import StateTables
 from pallas_kernels.packed.rows import Pieces, snapshots_at
 
 
@@ -23,11 +24,7 @@ def put_pieces(
     pool: Float[Array, "states ..."],
     after: Float[Array, "pieces ..."],
     pieces: Pieces,
-    cu_q_lens: Int[Array, " row_bounds"],
-    seq_lens: Int[Array, " rows"],
-    write_states: Int[Array, " rows"],
-    snapshot_ends: Int[Array, " snapshots"] | None,
-    snapshot_states: Int[Array, " snapshots"] | None,
+    tables: StateTables,
     *,
     chunk_size: int,
 ) -> Float[Array, "states ..."]:
@@ -37,21 +34,25 @@ def put_pieces(
         pool: the states.
         after: the state after each piece.
         pieces: the rows' pieces, cut at least wherever a chunk ends.
-        cu_q_lens: row r's tokens are `cu_q_lens[r]:cu_q_lens[r + 1]`.
-        seq_lens: tokens of each row, including those before this call.
-        write_states: index of each row's final state.
-        snapshot_ends: number of packed tokens before each snapshot, or `None`.
-        snapshot_states: index of each snapshot's state, or `None`.
+        tables: the rows' bounds and lengths, and the indices of their final states and snapshots.
         chunk_size: tokens of a chunk.
     """
-    pool = put_states(pool, jnp.where(pieces.last, write_states[pieces.row], len(pool)), after)
-    if snapshot_ends is None or not len(snapshot_ends):
+    ends = jnp.where(pieces.last, tables.write_states[pieces.row], len(pool))
+    pool = put_states(pool, ends, after)
+    if tables.snapshot_ends is None or not len(tables.snapshot_ends):
         return pool
+    return put_states(pool, snapshot_of_pieces(pieces, tables, len(pool), chunk_size), after)
+
+
+def snapshot_of_pieces(
+    pieces: Pieces, tables: StateTables, num_states: int, chunk_size: int
+) -> Int[Array, " pieces"]:
+    """Returns the state to which each piece's final state is snapshotted, `num_states` for none."""
     stop = pieces.start + pieces.length
-    position = seq_lens[pieces.row] - (cu_q_lens[pieces.row + 1] - stop)
+    position = tables.seq_lens[pieces.row] - (tables.cu_q_lens[pieces.row + 1] - stop)
     known = (pieces.length > 0) & (pieces.last | (position % chunk_size == 0))
-    kept = snapshots_at(stop, snapshot_ends, snapshot_states, len(pool))
-    return put_states(pool, jnp.where(known, kept, len(pool)), after)
+    kept = snapshots_at(stop, tables.snapshot_ends, tables.snapshot_states, num_states)
+    return jnp.where(known, kept, num_states)
 
 
 def by_token(

@@ -8,8 +8,8 @@ import numpy as np
 from jaxtyping import Array, Float, Shaped
 
 from pallas_kernels.arguments.checks import check_ids
-from pallas_kernels.arguments.ssd import check_layer
-from pallas_kernels.arguments.states import check_bounds, check_states
+from pallas_kernels.arguments.ssd import SsdArrays, check_layer
+from pallas_kernels.arguments.states import StateTables, check_bounds, check_states
 from pallas_kernels.dispatch import choose
 from pallas_kernels.ssd_scan import mosaic_gpu, xla
 
@@ -77,14 +77,15 @@ def ssd_scan(
     check_bounds(cu_q_lens, read_states.shape[0], xbc.shape[0])
     if chunk_size < 1:
         raise ValueError(f"chunk_size must be at least 1, got {chunk_size}")
-    layer = (a_log, d, dt_bias, states, xbc, dt)
-    tables = (cu_q_lens, seq_lens, read_states, write_states, snapshot_ends, snapshot_states)
+    given = (a_log, d, dt_bias, states, xbc, dt)
+    of_rows = (cu_q_lens, seq_lens, read_states, write_states, snapshot_ends, snapshot_states)
     # `None` is an empty pytree, so absent arguments stay `None`.
-    arrays, gate = jax.tree.map(jnp.asarray, ((*layer, *tables), z))
-    refuses = partial(mosaic_gpu.why_not, arrays[3], arrays[4], chunk_size=chunk_size)
+    given, of_rows, gate = jax.tree.map(jnp.asarray, (given, of_rows, z))
+    layer, tables = SsdArrays(*given), StateTables(*of_rows)
+    refuses = partial(mosaic_gpu.why_not, layer.states, layer.xbc, chunk_size=chunk_size)
     reasons = {"mosaic_gpu": refuses, "xla": lambda: None}
     chosen = choose("ssd_scan", reasons, implementation)
     if not xbc.shape[0] or not len(read_states):
-        return jnp.zeros((xbc.shape[0], *states.shape[1:3]), xbc.dtype), arrays[3]
+        return jnp.zeros((xbc.shape[0], *states.shape[1:3]), xbc.dtype), layer.states
     function = mosaic_gpu.ssd_scan if chosen == "mosaic_gpu" else xla.ssd_scan
-    return function(*arrays, chunk_size=chunk_size, z=gate, dt_limits=dt_limits)
+    return function(layer, tables, chunk_size=chunk_size, z=gate, dt_limits=dt_limits)

@@ -9,10 +9,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.arguments.ssd import SsdArrays
+from pallas_kernels.arguments.states import StateTables
 from pallas_kernels.arrays import ArrayOrStruct
 from pallas_kernels.device import why_not_mosaic
 from pallas_kernels.mosaic.activations import Limits
-from pallas_kernels.packed.rows import Pieces, cut, snapshots_at
+from pallas_kernels.packed.rows import cut
+from pallas_kernels.packed.states import snapshot_of_pieces
 from pallas_kernels.ssd_scan.mosaic_decay import decays
 from pallas_kernels.ssd_scan.mosaic_kernel import Kernel
 from pallas_kernels.ssd_scan.mosaic_launch import build
@@ -31,18 +34,8 @@ def refusal(states: ArrayOrStruct, xbc: ArrayOrStruct, *, chunk_size: int) -> st
 
 
 def ssd_scan(
-    a_log: Float[Array, " heads"],
-    d: Float[Array, " heads"],
-    dt_bias: Float[Array, " heads"],
-    states: Float[Array, "states heads head_dim d_state"],
-    xbc: Float[Array, "tokens wide"],
-    dt: Float[Array, "tokens heads"],
-    cu_q_lens: Int[Array, " row_bounds"],
-    seq_lens: Int[Array, " rows"],
-    read_states: Int[Array, " rows"],
-    write_states: Int[Array, " rows"],
-    snapshot_ends: Int[Array, " snapshots"] | None = None,
-    snapshot_states: Int[Array, " snapshots"] | None = None,
+    layer: SsdArrays,
+    tables: StateTables,
     *,
     chunk_size: int,
     z: Float[Array, "tokens d_inner"] | None = None,
@@ -56,31 +49,20 @@ def ssd_scan(
     Raises:
         ValueError: the kernels do not support the shapes or dtypes.
     """
-    geometry = Geometry.of(states, xbc)
+    geometry = Geometry.of(layer.states, layer.xbc)
     reason = geometry.refusal(chunk_size)
     if reason is not None:
         raise ValueError(f"the Mosaic GPU kernel cannot take this: {reason}")
-    layer = (a_log, d, dt_bias, states, xbc, dt)
-    tables = (cu_q_lens, seq_lens, read_states, write_states, snapshot_ends, snapshot_states)
+    schedule = geometry.schedule(len(tables.read_states))
     options = {"chunk_size": chunk_size, "dt_limits": dt_limits, "interpret": interpret}
-    return scan(*layer, *tables, z, schedule=geometry.schedule(len(read_states)), **options)
+    return scan(layer, tables, z, schedule=schedule, **options)
 
 
 # A model's layers call this with equal shapes; under its own jit the kernels are lowered once for all of them.
 @partial(jax.jit, static_argnames=("chunk_size", "dt_limits", "schedule", "interpret"))
 def scan(
-    a_log: Float[Array, " heads"],
-    d: Float[Array, " heads"],
-    dt_bias: Float[Array, " heads"],
-    states: Float[Array, "states heads head_dim d_state"],
-    xbc: Float[Array, "tokens wide"],
-    dt: Float[Array, "tokens heads"],
-    cu_q_lens: Int[Array, " row_bounds"],
-    seq_lens: Int[Array, " rows"],
-    read_states: Int[Array, " rows"],
-    write_states: Int[Array, " rows"],
-    snapshot_ends: Int[Array, " snapshots"] | None,
-    snapshot_states: Int[Array, " snapshots"] | None,
+    layer: SsdArrays,
+    tables: StateTables,
     z: Float[Array, "tokens d_inner"] | None,
     *,
     chunk_size: int,
@@ -89,6 +71,8 @@ def scan(
     interpret: bool = False,
 ) -> tuple[Float[Array, "tokens heads head_dim"], Float[Array, "states heads head_dim d_state"]]:
     """Runs the kernels under a schedule."""
+    a_log, d, dt_bias, states, xbc, dt = layer
+    cu_q_lens, seq_lens, read_states, write_states, snapshot_ends, _ = tables
     tokens = len(xbc)
     positions = seq_lens - (cu_q_lens[1:] - cu_q_lens[:-1])
     pieces = cut(cu_q_lens, positions, tokens=tokens, size=SIDE)
@@ -98,8 +82,7 @@ def scan(
     tasks = tasks_of(cu_q_lens, positions, read_states, write_states, tokens)
     kept = []
     if snapshot_ends is not None and len(snapshot_ends):
-        snapshots = (snapshot_ends, snapshot_states)
-        kept = [_kept(pieces, cu_q_lens, seq_lens, *snapshots, len(states), chunk_size)]
+        kept = [snapshot_of_pieces(pieces, tables, len(states), chunk_size)]
     # TMA zero-fills copies that reach past the last token; the interpreter refuses them, so its input is padded.
     inputs = jnp.pad(xbc, ((0, SIDE), (0, 0))) if interpret else xbc
     kernel = Kernel(Geometry.of(states, xbc), schedule, bool(kept), interpret)
@@ -119,20 +102,3 @@ def _gated(
     real = (jnp.arange(len(z), dtype=jnp.int32) < cu_q_lens[-1])[:, None]
     gate = jax.nn.silu(jnp.where(real, z, jnp.zeros_like(z)).astype(jnp.float32))
     return (out.astype(jnp.float32) * gate).astype(out.dtype)
-
-
-def _kept(
-    pieces: Pieces,
-    cu_q_lens: Int[Array, " row_bounds"],
-    seq_lens: Int[Array, " rows"],
-    snapshot_ends: Int[Array, " snapshots"],
-    snapshot_states: Int[Array, " snapshots"] | None,
-    num_states: int,
-    chunk_size: int,
-) -> Int[Array, " pieces"]:
-    """Returns the state to which each piece's final state is snapshotted, an id past the end for none."""
-    stop = pieces.start + pieces.length
-    position = seq_lens[pieces.row] - (cu_q_lens[pieces.row + 1] - stop)
-    known = (pieces.length > 0) & (pieces.last | (position % chunk_size == 0))
-    kept = snapshots_at(stop, snapshot_ends, snapshot_states, num_states)
-    return jnp.where(known, kept, num_states)

@@ -5,10 +5,12 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
-from pallas_kernels.arguments.ssd import Sizes, finish, rates, steps
+from pallas_kernels.arguments.ssd import Sizes, SsdArrays, finish, rates, steps
+from pallas_kernels.arguments.states import StateTables
 from pallas_kernels.packed.rows import Pieces, cut, rows_of_tokens, snapshots_at
+from pallas_kernels.packed.states import put_states
 
 # Most tokens of a piece of a chunk: longer pieces need larger matrices of weights, shorter ones more states.
 LARGEST_PIECE = 64
@@ -34,24 +36,16 @@ class _Chunks(NamedTuple):
 
 
 def ssd_scan(
-    a_log: Float[Array, " heads"],
-    d: Float[Array, " heads"],
-    dt_bias: Float[Array, " heads"],
-    states: Float[Array, "states heads head_dim d_state"],
-    xbc: Float[Array, "tokens wide"],
-    dt: Float[Array, "tokens heads"],
-    cu_q_lens: Int[Array, " row_bounds"],
-    seq_lens: Int[Array, " rows"],
-    read_states: Int[Array, " rows"],
-    write_states: Int[Array, " rows"],
-    snapshot_ends: Int[Array, " snapshots"] | None = None,
-    snapshot_states: Int[Array, " snapshots"] | None = None,
+    layer: SsdArrays,
+    tables: StateTables,
     *,
     chunk_size: int,
     z: Float[Array, "tokens d_inner"] | None = None,
     dt_limits: tuple[float, float] = (0.0, float("inf")),
 ) -> tuple[Float[Array, "tokens heads head_dim"], Float[Array, "states heads head_dim d_state"]]:
     """Implements `api.ssd_scan`."""
+    a_log, d, dt_bias, states, xbc, dt = layer
+    cu_q_lens, seq_lens, read_states, write_states, snapshot_ends, snapshot_states = tables
     sizes, tokens, size = Sizes.of(states, xbc), len(xbc), piece_size(chunk_size)
     positions = seq_lens - (cu_q_lens[1:] - cu_q_lens[:-1])
     pieces = cut(cu_q_lens, positions, tokens=tokens, size=size)
@@ -72,7 +66,7 @@ def ssd_scan(
     x, _, _ = sizes.split(xbc)
     out = jnp.where((place >= 0)[:, None, None], finish(out, x, d, z), 0.0)
     ends = jnp.where(pieces.last, write_states[pieces.row], len(states))
-    states = _put(states, ends, after)
+    states = put_states(states, ends, after)
     if snapshot_ends is not None and len(snapshot_ends):
         stop = pieces.start + pieces.length
         known = (pieces.length > 0) & (
@@ -80,17 +74,8 @@ def ssd_scan(
             | ((seq_lens[pieces.row] - (cu_q_lens[pieces.row + 1] - stop)) % chunk_size == 0)
         )
         kept = snapshots_at(stop, snapshot_ends, snapshot_states, len(states))
-        states = _put(states, jnp.where(known, kept, len(states)), after)
+        states = put_states(states, jnp.where(known, kept, len(states)), after)
     return out.astype(xbc.dtype), states
-
-
-def _put(states: Array, index: Array, values: Array) -> Array:
-    """Writes each value at its index of the pool; indices past the end are made distinct and dropped."""
-    number = jnp.arange(len(index), dtype=jnp.int32)
-    index = jnp.where(index < len(states), index, len(states) + number)
-    return states.at[index].set(
-        values.astype(states.dtype), mode="drop", unique_indices=True, wrap_negative_indices=False
-    )
 
 
 def _gather(

@@ -1,12 +1,14 @@
 """Public entry point of `ssd_update`: one token of a Mamba-2 layer's recurrence for every row."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Shaped
 
 from pallas_kernels.arguments.checks import check_shape
-from pallas_kernels.arguments.ssd import check_layer
+from pallas_kernels.arguments.ssd import SsdArrays, check_layer
 from pallas_kernels.arguments.states import check_states
 from pallas_kernels.dispatch import choose
 from pallas_kernels.ssd_update import mosaic_gpu, xla
@@ -54,13 +56,14 @@ def ssd_update(
     check_layer(a_log, d, dt_bias, states, xbc, dt, z, dt_limits)
     check_states(states.shape[0], read_states, write_states)
     check_shape("read_states", read_states, (xbc.shape[0],))
-    tables = (read_states, write_states)
-    layer = (a_log, d, dt_bias, states, xbc, dt)
+    given = (a_log, d, dt_bias, states, xbc, dt)
     # `None` is an empty pytree, so absent arguments stay `None`.
-    arrays, gate = jax.tree.map(jnp.asarray, ((*layer, *tables), z))
-    reasons = {"mosaic_gpu": lambda: mosaic_gpu.why_not(arrays[3], arrays[4]), "xla": lambda: None}
+    given, *ids, gate = jax.tree.map(jnp.asarray, (given, read_states, write_states, z))
+    layer = SsdArrays(*given)
+    refuses = partial(mosaic_gpu.why_not, layer.states, layer.xbc)
+    reasons = {"mosaic_gpu": refuses, "xla": lambda: None}
     chosen = choose("ssd_update", reasons, implementation)
     if not xbc.shape[0]:
-        return jnp.zeros((0, *states.shape[1:3]), xbc.dtype), arrays[3]
+        return jnp.zeros((0, *states.shape[1:3]), xbc.dtype), layer.states
     function = mosaic_gpu.ssd_update if chosen == "mosaic_gpu" else xla.ssd_update
-    return function(*arrays, z=gate, dt_limits=dt_limits)
+    return function(layer, *ids, z=gate, dt_limits=dt_limits)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float, Int
 
-from pallas_kernels.arguments.ssd import Sizes
+from pallas_kernels.arguments.ssd import Sizes, SsdArrays
 from pallas_kernels.arrays import ArrayOrStruct
 from pallas_kernels.device import why_not_mosaic
 from pallas_kernels.mosaic.activations import Limits, silu, step_of
@@ -47,12 +47,7 @@ def refusal(states: ArrayOrStruct, xbc: ArrayOrStruct) -> str | None:
 
 
 def ssd_update(
-    a_log: Float[Array, " heads"],
-    d: Float[Array, " heads"],
-    dt_bias: Float[Array, " heads"],
-    states: Float[Array, "states heads head_dim d_state"],
-    xbc: Float[Array, "rows wide"],
-    dt: Float[Array, "rows heads"],
+    layer: SsdArrays,
     read_states: Int[Array, " rows"],
     write_states: Int[Array, " rows"],
     *,
@@ -67,22 +62,16 @@ def ssd_update(
     Raises:
         ValueError: the kernel does not support the shapes or dtypes.
     """
-    reason = refusal(states, xbc)
+    reason = refusal(layer.states, layer.xbc)
     if reason is not None:
         raise ValueError(f"the Mosaic GPU kernel cannot take this: {reason}")
-    layer = (a_log, d, dt_bias, states, xbc, dt, read_states, write_states)
-    return update(*layer, z, dt_limits=dt_limits, interpret=interpret)
+    return update(layer, read_states, write_states, z, dt_limits=dt_limits, interpret=interpret)
 
 
 # A model's layers call this with equal shapes; under its own jit the kernel is lowered once for all of them.
 @partial(jax.jit, static_argnames=("dt_limits", "interpret"))
 def update(
-    a_log: Float[Array, " heads"],
-    d: Float[Array, " heads"],
-    dt_bias: Float[Array, " heads"],
-    states: Float[Array, "states heads head_dim d_state"],
-    xbc: Float[Array, "rows wide"],
-    dt: Float[Array, "rows heads"],
+    layer: SsdArrays,
     read_states: Int[Array, " rows"],
     write_states: Int[Array, " rows"],
     z: Float[Array, "rows d_inner"] | None,
@@ -91,6 +80,7 @@ def update(
     interpret: bool,
 ) -> tuple[Float[Array, "rows heads head_dim"], Float[Array, "states heads head_dim d_state"]]:
     """Runs the kernel."""
+    a_log, d, dt_bias, states, xbc, dt = layer
     kernel = Kernel(Sizes.of(states, xbc), states.dtype.itemsize, dt_limits, z is not None)
     pool = jax.new_ref(states)
     gate = [] if z is None else [z]

@@ -4,16 +4,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.arguments.ssd import Sizes, finish, rates, steps
+from pallas_kernels.arguments.ssd import Sizes, SsdArrays, finish, rates, steps
 
 
 def ssd_update(
-    a_log: Float[Array, " heads"],
-    d: Float[Array, " heads"],
-    dt_bias: Float[Array, " heads"],
-    states: Float[Array, "states heads head_dim d_state"],
-    xbc: Float[Array, "rows wide"],
-    dt: Float[Array, "rows heads"],
+    layer: SsdArrays,
     read_states: Int[Array, " rows"],
     write_states: Int[Array, " rows"],
     *,
@@ -21,6 +16,7 @@ def ssd_update(
     dt_limits: tuple[float, float] = (0.0, float("inf")),
 ) -> tuple[Float[Array, "rows heads head_dim"], Float[Array, "states heads head_dim d_state"]]:
     """Implements `api.ssd_update`."""
+    a_log, d, dt_bias, states, xbc, dt = layer
     sizes = Sizes.of(states, xbc)
     num_states = len(states)
     x, b, c = sizes.split(xbc.astype(jnp.float32))

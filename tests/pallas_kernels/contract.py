@@ -82,6 +82,16 @@ def by_name(implementation):
     return run
 
 
+def grouped(inputs, *groups):
+    """Returns the arguments of an implementation: a named tuple of each of `groups`, and the other inputs by name."""
+    made = [
+        group(**{name: inputs[name] for name in group._fields if name in inputs})
+        for group in groups
+    ]
+    names = {name for group in groups for name in group._fields}
+    return made, {name: value for name, value in inputs.items() if name not in names}
+
+
 def refusals(**kernels):
     """Returns the refusal of an implementation, given a function of the op's arguments by name for each kernel."""
 

@@ -11,9 +11,11 @@ import numpy as np
 import pytest
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as interpreter
 
-from pallas_kernels.arguments.ssd import Sizes
+from pallas_kernels.arguments.ssd import Sizes, SsdArrays
+from pallas_kernels.arguments.states import StateTables
 from pallas_kernels.causal_conv import cases as conv_cases
 from pallas_kernels.causal_conv import mosaic_gpu as conv
+from pallas_kernels.causal_conv.arguments import ConvArrays
 from pallas_kernels.device import NEWEST_JAX, gpu_arch
 from pallas_kernels.inputs.nan_filled_states import Rows
 from pallas_kernels.ssd_scan import cases as scan_cases
@@ -23,11 +25,17 @@ from pallas_kernels.ssd_update import cases as update_cases
 from pallas_kernels.ssd_update import mosaic_gpu as update
 from pallas_kernels.workbench.tolerances import OUTPUT
 from tests.pallas_kernels import state_oracle
+from tests.pallas_kernels.contract import grouped
 
 CONV = {case.name: case for case in conv_cases.CASES}
 SCAN = {case.name: case for case in scan_cases.CASES}
 UPDATE = {case.name: case for case in update_cases.CASES}
 KERNELS = {"causal_conv": conv, "ssd_scan": scan, "ssd_update": update}
+GROUPS = {
+    "causal_conv": (ConvArrays,),
+    "ssd_scan": (SsdArrays, StateTables),
+    "ssd_update": (SsdArrays,),
+}
 on_this_jax = pytest.mark.skipif(
     jax.__version_info__[:2] > NEWEST_JAX, reason="this JAX takes minutes; why_not says so"
 )
@@ -55,7 +63,8 @@ def test_interpreted_the_convolution_equals_the_oracle_without_a_race(name, race
         table: np.where(inputs[table] < 0, len(inputs["states"]), inputs[table])
         for table in ("read_states", "write_states")
     }
-    out, pool = conv.causal_conv(**device(inputs), interpret=True)
+    (arrays,), options = grouped(device(inputs), *GROUPS["causal_conv"])
+    out, pool = conv.causal_conv(arrays, **options, interpret=True)
     wanted, wanted_pool = state_oracle.causal_conv(expected)
     tolerance = OUTPUT["bfloat16"]
     np.testing.assert_allclose(
@@ -70,7 +79,8 @@ def test_interpreted_the_update_equals_the_oracle_without_a_race(name, races):
     inputs = UPDATE[name].inputs(2, "float32")
     inputs["read_states"][0] = -1
     far = np.where(inputs["read_states"] < 0, len(inputs["states"]), inputs["read_states"])
-    result = update.ssd_update(**device(inputs), interpret=True)
+    (layer,), others = grouped(device(inputs), *GROUPS["ssd_update"])
+    result = update.ssd_update(layer, **others, interpret=True)
     state_oracle.assert_is_ssd(result, inputs | {"read_states": far}, "float32")
     assert not races()
 
@@ -82,8 +92,8 @@ SMALL_SCAN = scan_cases.Case(
 
 def under(schedule, inputs, **options):
     """Runs the scan under one schedule."""
-    optional = {"snapshot_ends": None, "snapshot_states": None}
-    return scan.scan(**optional | device(inputs), schedule=schedule, **options)
+    arrays, others = grouped(device(inputs), *GROUPS["ssd_scan"])
+    return scan.scan(*arrays, **others, schedule=schedule, **options)
 
 
 SCHEDULES = [Schedule(2, 3), Schedule(2, 2, exact=False), Schedule(1, 2)]
@@ -144,7 +154,9 @@ def test_every_schedule_gives_the_same_bits(name, schedule):
 @pytest.mark.parametrize("name", ["chunks-64", "wide", "large-state", "only-padding"])
 def test_interpreted_larger_scans_equal_the_oracle_without_a_race(name, races):
     inputs = SCAN[name].inputs(4)
-    state_oracle.assert_is_ssd(scan.ssd_scan(**device(inputs), interpret=True), inputs, "bfloat16")
+    arrays, options = grouped(device(inputs), *GROUPS["ssd_scan"])
+    result = scan.ssd_scan(*arrays, **options, interpret=True)
+    state_oracle.assert_is_ssd(result, inputs, "bfloat16")
     assert not races()
 
 
@@ -197,8 +209,12 @@ def test_they_lower_for_cuda_without_a_gpu(op, case):
         name: value for name, value in given.items() if not isinstance(value, jax.ShapeDtypeStruct)
     }
     arrays = {name: value for name, value in given.items() if name not in options}
-    function = getattr(KERNELS[op], op)
-    program = jax.jit(lambda arrays: function(**arrays, **options))
+
+    def run(arrays):
+        groups, others = grouped(arrays | options, *GROUPS[op])
+        return getattr(KERNELS[op], op)(*groups, **others)
+
+    program = jax.jit(run)
     assert "mosaic_gpu" in program.trace(arrays).lower(lowering_platforms=("cuda",)).as_text()
 
 
@@ -224,8 +240,9 @@ def test_what_they_cannot_take_is_refused_with_the_number_that_they_got():
     refused("ssd_scan", "multiple of 64, got 96", small, chunk_size=96)
     refused("ssd_update", "got 12 and 16", replace(UPDATE["groups"], head_dim=12))
     refused("ssd_update", "at most 1024, got 2048", replace(UPDATE["groups"], d_state=2048))
+    arrays, options = grouped(device(small.inputs()), *GROUPS["ssd_scan"])
     with pytest.raises(ValueError, match="cannot take this: chunk_size"):
-        scan.ssd_scan(**device(small.inputs()) | {"chunk_size": 96})
+        scan.ssd_scan(*arrays, **options | {"chunk_size": 96})
 
 
 def test_few_rows_get_a_consumer_per_block():

@@ -10,29 +10,28 @@ ROWS, HEADS, HEAD_DIM, CHANNELS = 40, 8, 64, 4352
 
 def causal_conv(packed, pools, weight, bias, x, ids, bounds, snapshots):
     from pallas_kernels.causal_conv import mosaic_gpu
+    from pallas_kernels.causal_conv.arguments import ConvArrays
 
     tables = (bounds, *snapshots) if packed else ()
-    return [
-        mosaic_gpu.causal_conv(weight, bias, pool, x, *ids, *tables, first_channel=4096)
-        for pool in pools
-    ]
+    calls = [ConvArrays(weight, bias, pool, x, *ids, *tables) for pool in pools]
+    return [mosaic_gpu.causal_conv(call, first_channel=4096) for call in calls]
 
 
 def ssd_update(pools, layer, xbc, dt, ids):
+    from pallas_kernels.arguments.ssd import SsdArrays
     from pallas_kernels.ssd_update import mosaic_gpu
 
-    return [mosaic_gpu.ssd_update(*layer, pool, xbc, dt, *ids) for pool in pools]
+    return [mosaic_gpu.ssd_update(SsdArrays(*layer, pool, xbc, dt), *ids) for pool in pools]
 
 
 def ssd_scan(pools, layer, xbc, dt, bounds, lengths, ids, snapshots):
+    from pallas_kernels.arguments.ssd import SsdArrays
+    from pallas_kernels.arguments.states import StateTables
     from pallas_kernels.ssd_scan import mosaic_gpu
 
-    return [
-        mosaic_gpu.ssd_scan(
-            *layer, pool, xbc, dt, bounds, lengths, *ids, *snapshots, chunk_size=256
-        )
-        for pool in pools
-    ]
+    tables = StateTables(bounds, lengths, *ids, *snapshots)
+    layers = [SsdArrays(*layer, pool, xbc, dt) for pool in pools]
+    return [mosaic_gpu.ssd_scan(each, tables, chunk_size=256) for each in layers]
 
 
 def programs():
