@@ -64,6 +64,12 @@ class Unsupported(ValueError):
     """No implementation can run the given arguments; the message lists every reason."""
 
 
+def check_kernel(refusal: str | None) -> None:
+    """Raises `ValueError` with the reason for which a Mosaic GPU kernel cannot run, unless it is `None`."""
+    if refusal is not None:
+        raise ValueError(f"the Mosaic GPU kernel cannot take this: {refusal}")
+
+
 def choose(
     op: str,
     reasons: Mapping[str, Callable[[], str | None]],

@@ -72,6 +72,11 @@ def choose[Schedule](
     return by_rule()
 
 
+def round_up_to_power(number: int) -> int:
+    """Returns the least power of two that is at least `number` and 1; shape classes round sizes up to it."""
+    return 1 << (max(number, 1) - 1).bit_length()
+
+
 @contextmanager
 def trying(op: str, fields: Mapping[str, int] | None) -> Iterator[None]:
     """Makes `op`, when traced inside, use a schedule of these fields, or its own rules if `fields` is `None`."""

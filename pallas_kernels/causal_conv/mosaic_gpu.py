@@ -10,6 +10,7 @@ from pallas_kernels.arrays import ArrayOrStruct
 from pallas_kernels.causal_conv.arguments import ConvArrays
 from pallas_kernels.causal_conv.mosaic_block import Geometry, Kernel
 from pallas_kernels.device import why_not_mosaic
+from pallas_kernels.dispatch import check_kernel
 from pallas_kernels.packed.rows import cut
 
 _DTYPES = ("float32", "bfloat16", "float16")
@@ -62,9 +63,7 @@ def causal_conv(
         ValueError: the kernel does not support the shapes or dtypes.
     """
     weight, x = arrays.weight, arrays.x
-    reason = refusal(weight, x, first_channel=first_channel)
-    if reason is not None:
-        raise ValueError(f"the Mosaic GPU kernel cannot take this: {reason}")
+    check_kernel(refusal(weight, x, first_channel=first_channel))
     geometry = Geometry.of(weight, x, first_channel, activation == "silu")
     return convolve(arrays, geometry=geometry, interpret=interpret)
 

@@ -9,6 +9,7 @@ from jaxtyping import Float32, Int
 
 from pallas_kernels.arrays import ArrayOrStruct
 from pallas_kernels.device import why_not_mosaic
+from pallas_kernels.dispatch import check_kernel
 from pallas_kernels.filter_bounds.mosaic_block import CHUNK, Block
 from pallas_kernels.filter_bounds.near_best import near_best
 from pallas_kernels.mosaic.row_blocks import run_blocks
@@ -43,9 +44,7 @@ def filter_bounds(
     Raises:
         ValueError: the kernel does not support the vocabulary.
     """
-    reason = refusal(logits)
-    if reason is not None:
-        raise ValueError(f"the Mosaic GPU kernel cannot take this: {reason}")
+    check_kernel(refusal(logits))
     best = jnp.max(logits, axis=1)
     factor = jnp.float32(LOG2_E) / temperature
     found = search(logits, top_k, top_p, best, factor, interpret=interpret)

@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from pallas_kernels.arrays import ArrayOrStruct
 from pallas_kernels.device import why_not_mosaic
+from pallas_kernels.dispatch import check_kernel
 from pallas_kernels.grouped_matmul.mosaic_kernel import Kernel
 from pallas_kernels.grouped_matmul.mosaic_schedule import Geometry, Schedule
 from pallas_kernels.grouped_matmul.mosaic_visits import table
@@ -58,11 +59,9 @@ def grouped_matmul(
         ValueError: the kernel does not support the shapes or dtypes, or the given schedule does not fit them.
     """
     geometry = Geometry.of(weight, x, group_axis=group_axis, result=result)
-    problem = geometry.refusal()
-    schedule = schedule or (None if problem else Schedule.of(geometry))
-    problem = problem or (schedule.refusal(geometry) if schedule else None)
-    if problem is not None or schedule is None:
-        raise ValueError(f"the Mosaic GPU kernel cannot take this: {problem}")
+    check_kernel(geometry.refusal())
+    schedule = schedule or Schedule.by_rule(geometry)
+    check_kernel(schedule.refusal(geometry))
     options = {"geometry": geometry, "schedule": schedule, "interpret": interpret}
     return _multiply(weight, x, group_sizes, **options)
 

@@ -116,8 +116,8 @@ class Schedule:
     blocks: int
 
     @classmethod
-    def of(cls, geometry: Geometry) -> "Schedule":
-        """Returns the schedule for these sizes.
+    def by_rule(cls, geometry: Geometry) -> "Schedule":
+        """Returns the schedule for these sizes; there are no tuned ones.
 
         The window is the narrowest that holds twice a group's mean number of rows at any alignment, or else the wide
         one. With narrow windows reading the weights dominates, and each is fetched about once. With the wide window

@@ -9,7 +9,7 @@ from jaxtyping import Float, Int, Shaped
 
 from pallas_kernels.arrays import ArrayOrStruct
 from pallas_kernels.device import why_not_mosaic
-from pallas_kernels.dispatch import note_fallback
+from pallas_kernels.dispatch import check_kernel, note_fallback
 from pallas_kernels.index_topk import mosaic_scores
 from pallas_kernels.index_topk.mosaic_places import CHUNK
 from pallas_kernels.index_topk.mosaic_select import select
@@ -59,9 +59,7 @@ def index_topk(
     Raises:
         ValueError: the selection kernel does not support the arrays.
     """
-    reason = refusal(q, index_pages, page_table, topk)
-    if reason is not None:
-        raise ValueError(f"the Mosaic GPU kernel cannot take this: {reason}")
+    check_kernel(refusal(q, index_pages, page_table, topk))
     num_pages, page_size, _ = index_pages.shape
     arrays = (q, weights, index_pages, page_table, seq_lens, cu_q_lens)
     rows, seen = rows_and_seen(len(q), seq_lens, cu_q_lens)

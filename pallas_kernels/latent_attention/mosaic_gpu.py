@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.arrays import ArrayOrStruct
 from pallas_kernels.device import MOST_ON_AN_AXIS, why_not_mosaic
+from pallas_kernels.dispatch import check_kernel
 from pallas_kernels.latent_attention import mosaic_keys_launch
 from pallas_kernels.latent_attention.mosaic_keys import KeysKernel
 from pallas_kernels.latent_attention.mosaic_producer import Producer
@@ -72,9 +73,7 @@ def latent_attention(
         ValueError: the kernel does not support the shapes or dtypes.
     """
     geometry = Geometry.of(q, latent_pages, value_dim, packed=cu_q_lens is not None)
-    refusal = _refusal(geometry, q, seq_lens)
-    if refusal is not None:
-        raise ValueError(f"the Mosaic GPU kernel cannot take this: {refusal}")
+    check_kernel(_refusal(geometry, q, seq_lens))
     capacity = page_table.shape[1] * latent_pages.shape[1]
     pieces = pieces_of(geometry, q.shape[0], seq_lens.shape[0])
     schedule = Schedule.of(geometry, pieces, capacity)

@@ -24,6 +24,7 @@ from pallas_kernels.latent_kernel.join import Join
 from pallas_kernels.latent_kernel.kernel import Kernel
 from pallas_kernels.latent_kernel.pieces import Piece
 from pallas_kernels.latent_kernel.schedule import COLUMN_TILE, SLOTS, TILE
+from pallas_kernels.mosaic.accumulators import add_product, wait_for_products
 from pallas_kernels.mosaic.private_types import Ref
 from pallas_kernels.mosaic.rescale import rescale
 from pallas_kernels.mosaic.scores import LOG2_E
@@ -43,6 +44,8 @@ class Consumer:
 
     def __init__(self, kernel: Kernel, refs: Mapping[str, Ref], piece: Piece) -> None:
         self.kernel, self.geometry, self.refs, self.piece = kernel, kernel.geometry, refs, piece
+        self.multiply = partial(add_product, interpret=kernel.interpret)
+        self.result = partial(wait_for_products, interpret=kernel.interpret)
 
     def process_pair(self, pair: Array, state: State, *, masked: bool) -> State:
         """Adds a pair of tiles to the softmax and to `acc`."""
@@ -190,21 +193,6 @@ class Consumer:
     def release(self, slot: int) -> None:
         """Releases this consumer's half of a tile to the producer."""
         plgpu.barrier_arrive(self.refs[f"{self.half}_free"].at[slot])
-
-    def multiply(self, acc: Ref, left: Any, right: Ref, *, transposed: bool = False) -> None:  # noqa: ANN401 - a ref or an array
-        """Issues the wgmma that adds the product of `left` and `right` to an accumulator."""
-        if not self.kernel.interpret:
-            plgpu.wgmma(acc, left, right.transpose((1, 0)) if transposed else right)
-            return
-        left, right = left[...].astype(jnp.float32), right[...].astype(jnp.float32)
-        acc[...] += lax.dot(left, right.T if transposed else right)
-        plgpu.commit_smem()
-
-    def result(self, acc: Ref, in_flight: int) -> Array:
-        """Returns an accumulator's value after waiting until at most `in_flight` later products are pending."""
-        if self.kernel.interpret:
-            return acc[...]
-        return plgpu.wgmma_accumulator_load(acc, wait_n=in_flight)
 
 
 class Leader(Consumer):

@@ -8,7 +8,7 @@ from jax.typing import DTypeLike
 
 from pallas_kernels.arrays import ArrayOrStruct
 from pallas_kernels.device import NUM_MULTIPROCESSORS, ROW_TILE, WGMMA_ROWS
-from pallas_kernels.tuning import choose
+from pallas_kernels.tuning import choose, round_up_to_power
 
 # Keys per tile. A block's 64 rows, M of one wgmma, are queries x heads.
 TILE = 64
@@ -187,10 +187,6 @@ def shape_class(geometry: Geometry, pieces: int, capacity: int) -> str:
     """Returns the shape class, the key of tuned schedules; pieces and keys are rounded up to powers of two."""
     queries = "packed" if geometry.packed else "rows"
     return (
-        f"{queries} {_round_up_to_power(pieces)} keys {_round_up_to_power(capacity)} heads {geometry.heads}x"
+        f"{queries} {round_up_to_power(pieces)} keys {round_up_to_power(capacity)} heads {geometry.heads}x"
         f"{geometry.width} page {min(geometry.page_size, TILE)} {jnp.dtype(geometry.dtype).name}"
     )
-
-
-def _round_up_to_power(number: int) -> int:
-    return 1 << (max(number, 1) - 1).bit_length()

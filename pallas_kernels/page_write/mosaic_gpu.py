@@ -14,6 +14,7 @@ from jaxtyping import Array, Int, Shaped
 
 from pallas_kernels.arrays import ArrayOrStruct
 from pallas_kernels.device import why_not_mosaic
+from pallas_kernels.dispatch import check_kernel
 from pallas_kernels.mosaic.launch import LANE_PARAMS, interpreter
 from pallas_kernels.mosaic.private_types import Ref
 from pallas_kernels.mosaic.rows import Piece, flat_pieces, flat_registers
@@ -62,9 +63,7 @@ def page_write(
     Raises:
         ValueError: the kernel does not support the pools.
     """
-    reason = refusal(pages)
-    if reason is not None:
-        raise ValueError(f"the Mosaic GPU kernel cannot take this: {reason}")
+    check_kernel(refusal(pages))
     return write(pages, values, slots, interpret=interpret) if len(slots) else pages
 
 

@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Shaped
 from pallas_kernels.arguments.attention import AttentionArrays, ScoreOptions
 from pallas_kernels.arrays import ArrayOrStruct
 from pallas_kernels.device import ROW_TILE, why_not_mosaic
+from pallas_kernels.dispatch import check_kernel
 from pallas_kernels.mosaic.scores import LOG2_E
 from pallas_kernels.paged_attention.mosaic_launch import Kernel
 from pallas_kernels.paged_attention.mosaic_schedule import Geometry, Schedule
@@ -44,9 +45,7 @@ def paged_attention(
         ValueError: the kernel does not support the shapes or dtypes.
     """
     geometry = Geometry.of(arrays.q, arrays.k_pages)
-    refusal = geometry.refusal()
-    if refusal is not None:
-        raise ValueError(f"the Mosaic GPU kernel cannot take this: {refusal}")
+    check_kernel(geometry.refusal())
     heads, group = geometry.heads, geometry.group
     q, sinks = _fill_groups(arrays.q, group, geometry.filled_group), arrays.sinks
     if sinks is not None:

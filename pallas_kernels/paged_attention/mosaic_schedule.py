@@ -15,7 +15,7 @@ from pallas_kernels.device import (
     SHARED_BYTES,
     SHARED_BYTES_PER_BLOCK,
 )
-from pallas_kernels.tuning import choose
+from pallas_kernels.tuning import choose, round_up_to_power
 
 # Keys per tile: M of one wgmma.
 TILE = 64
@@ -203,9 +203,9 @@ class Schedule:
 
 def shape_class(geometry: Geometry, rows: int, capacity: int, window: int | None) -> str:
     """Returns the shape class, the key of tuned schedules; rows and keys are rounded up to powers of two."""
-    keys = _round_up_to_power(tiles_of(capacity, window) * TILE)
+    keys = round_up_to_power(tiles_of(capacity, window) * TILE)
     return (
-        f"rows {_round_up_to_power(rows)} keys {keys} heads {geometry.heads}/{geometry.kv_heads}x"
+        f"rows {round_up_to_power(rows)} keys {keys} heads {geometry.heads}/{geometry.kv_heads}x"
         f"{geometry.head_dim} page {min(geometry.page_size, TILE)} {jnp.dtype(geometry.pages_dtype).name}"
     )
 
@@ -218,10 +218,6 @@ def _whole_tiles(rows: int) -> int:
 def tiles_of(capacity: int, window: int | None) -> int:
     """Returns the most tiles of keys that a row can see."""
     return ceil((capacity if window is None else min(capacity, window + TILE)) / TILE)
-
-
-def _round_up_to_power(number: int) -> int:
-    return 1 << (max(number, 1) - 1).bit_length()
 
 
 def _fastest_cluster(geometry: Geometry, pairs: int, tiles: int) -> int:

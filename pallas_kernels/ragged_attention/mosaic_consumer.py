@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from pallas_kernels.device import ROW_TILE, WGMMA_ROWS
+from pallas_kernels.mosaic.accumulators import add_product, wait_for_products
 from pallas_kernels.mosaic.private_types import Ref
 from pallas_kernels.mosaic.scores import LOG2_E
 from pallas_kernels.mosaic.tiles import (
@@ -45,6 +46,8 @@ class Consumer(Worker):
     def __init__(self, kernel: Kernel, refs: Mapping[str, Ref], number: Array) -> None:
         super().__init__(kernel, refs)
         self.number = number
+        self.multiply = partial(add_product, interpret=kernel.interpret)
+        self.result = partial(wait_for_products, interpret=kernel.interpret)
 
     def run(self) -> None:
         """Processes all pieces of this block."""
@@ -287,18 +290,3 @@ class Consumer(Worker):
                     )
 
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-
-    def multiply(self, acc: Ref, left: Any, right: Ref, *, transposed: bool = False) -> None:  # noqa: ANN401 - a ref or an array
-        """Issues the wgmma that adds the product of `left` and `right` to an accumulator."""
-        if not self.kernel.interpret:
-            plgpu.wgmma(acc, left, right.transpose((1, 0)) if transposed else right)
-            return
-        left, right = left[...].astype(jnp.float32), right[...].astype(jnp.float32)
-        acc[...] += lax.dot(left, right.T if transposed else right)
-        plgpu.commit_smem()
-
-    def result(self, acc: Ref, in_flight: int) -> Array:
-        """Returns an accumulator's value after waiting until at most `in_flight` later products are pending."""
-        if self.kernel.interpret:
-            return acc[...]
-        return plgpu.wgmma_accumulator_load(acc, wait_n=in_flight)

@@ -14,6 +14,7 @@ from jaxtyping import Array, Float
 from pallas_kernels.arguments.attention import AttentionArrays, ScoreOptions
 from pallas_kernels.arrays import ArrayOrStruct
 from pallas_kernels.device import ROW_TILE, why_not_mosaic
+from pallas_kernels.dispatch import check_kernel
 from pallas_kernels.ragged_attention.mosaic_kernel import Kernel
 from pallas_kernels.ragged_attention.mosaic_launch import build
 from pallas_kernels.ragged_attention.mosaic_schedule import Geometry, Schedule, most_tiles
@@ -55,9 +56,7 @@ def ragged_attention(
         ValueError: the kernel does not support the shapes or dtypes.
     """
     geometry = Geometry.of(arrays.q, arrays.k_pages)
-    refusal = geometry.refusal()
-    if refusal is not None:
-        raise ValueError(f"the Mosaic GPU kernel cannot take this: {refusal}")
+    check_kernel(geometry.refusal())
     tokens, rows = arrays.q.shape[0], arrays.seq_lens.shape[0]
     out, lse = attend(
         arrays,

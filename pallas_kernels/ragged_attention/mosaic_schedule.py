@@ -8,7 +8,7 @@ from jax.typing import DTypeLike
 
 from pallas_kernels.arrays import ArrayOrStruct
 from pallas_kernels.device import NUM_MULTIPROCESSORS, ROW_TILE, SHARED_BYTES_PER_BLOCK, WGMMA_ROWS
-from pallas_kernels.tuning import choose
+from pallas_kernels.tuning import choose, round_up_to_power
 
 # Consumer warpgroups, each of 64 rows: tokens x heads of a pack.
 CONSUMERS = 2
@@ -159,8 +159,8 @@ class Schedule:
 
 def shape_class(geometry: Geometry, tokens: int, rows: int, window: int | None) -> str:
     """Returns the shape class, the key of tuned schedules; tokens per row are rounded up to powers of two."""
-    per_row = 1 << (ceil(tokens / rows) - 1).bit_length()
-    reach = "all" if window is None else 1 << (window - 1).bit_length()
+    per_row = round_up_to_power(ceil(tokens / rows))
+    reach = "all" if window is None else round_up_to_power(window)
     return (
         f"queries {per_row} window {reach} heads {geometry.heads}/{geometry.kv_heads}x{geometry.head_dim} "
         f"page {geometry.copy_height(128)} {jnp.dtype(geometry.dtype).name}{' of 8 bits' * geometry.scaled}"

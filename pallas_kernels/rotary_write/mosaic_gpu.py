@@ -7,6 +7,7 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from pallas_kernels.arrays import ArrayOrStruct
 from pallas_kernels.device import why_not_mosaic
+from pallas_kernels.dispatch import check_kernel
 from pallas_kernels.rotary_write.mosaic_block import Geometry, Kernel
 
 
@@ -43,9 +44,7 @@ def rotary_write(
         ValueError: the kernel does not support the shapes or dtypes.
     """
     geometry = Geometry.of(pages, qkv, cos)
-    refusal = geometry.refusal()
-    if refusal is not None:
-        raise ValueError(f"the Mosaic GPU kernel cannot take this: {refusal}")
+    check_kernel(geometry.refusal())
     if qkv.shape[0] == 0:
         return qkv[:, : geometry.heads], pages
     options = {"norm_eps": norm_eps, "blocks": geometry.blocks, "interpret": interpret}

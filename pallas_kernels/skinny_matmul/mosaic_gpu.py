@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Shaped
 
 from pallas_kernels.arrays import ArrayOrStruct
 from pallas_kernels.device import ROW_TILE, why_not_mosaic
+from pallas_kernels.dispatch import check_kernel
 from pallas_kernels.mosaic.activations import ACTIVATIONS, activated
 from pallas_kernels.skinny_matmul.mosaic_ending import Ending
 from pallas_kernels.skinny_matmul.mosaic_geometry import Geometry
@@ -109,12 +110,10 @@ def skinny_matmul(
 
 def _runnable(geometry: Geometry, schedule: Schedule | None, problem: str | None) -> Schedule:
     """Returns the given schedule, or that for these sizes; raises `ValueError` if the kernel cannot run under it."""
-    if problem is None:
-        schedule = schedule or Schedule.of(geometry)
-        problem = schedule.refusal(geometry)
-        if problem is None:
-            return schedule
-    raise ValueError(f"the Mosaic GPU kernel cannot take this: {problem}")
+    check_kernel(problem)
+    schedule = schedule or Schedule.of(geometry)
+    check_kernel(schedule.refusal(geometry))
+    return schedule
 
 
 # A model's layers call this with equal shapes; under its own jit the kernel is lowered once for all of them.

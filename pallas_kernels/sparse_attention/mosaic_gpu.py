@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from pallas_kernels.arrays import ArrayOrStruct
 from pallas_kernels.device import MOST_ON_AN_AXIS, why_not_mosaic
+from pallas_kernels.dispatch import check_kernel
 from pallas_kernels.latent_kernel.kernel import Kernel, Source
 from pallas_kernels.latent_kernel.launch import build
 from pallas_kernels.latent_kernel.results import results
@@ -94,9 +95,7 @@ def sparse_attention(
     Raises:
         ValueError: the kernel does not support the shapes or dtypes.
     """
-    refusal = _refusal(q, records, value_dim)
-    if refusal is not None:
-        raise ValueError(f"the Mosaic GPU kernel cannot take this: {refusal}")
+    check_kernel(_refusal(q, records, value_dim))
     geometry = _geometry(q, value_dim)
     schedule = schedule_of(geometry, q.shape[0], slots.shape[1])
     out, lse = attend(

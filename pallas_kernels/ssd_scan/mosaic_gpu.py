@@ -13,6 +13,7 @@ from pallas_kernels.arguments.ssd import SsdArrays
 from pallas_kernels.arguments.states import StateTables
 from pallas_kernels.arrays import ArrayOrStruct
 from pallas_kernels.device import why_not_mosaic
+from pallas_kernels.dispatch import check_kernel
 from pallas_kernels.mosaic.activations import Limits
 from pallas_kernels.packed.rows import cut
 from pallas_kernels.packed.states import snapshot_of_pieces
@@ -50,10 +51,8 @@ def ssd_scan(
         ValueError: the kernels do not support the shapes or dtypes.
     """
     geometry = Geometry.of(layer.states, layer.xbc)
-    reason = geometry.refusal(chunk_size)
-    if reason is not None:
-        raise ValueError(f"the Mosaic GPU kernel cannot take this: {reason}")
-    schedule = geometry.schedule(len(tables.read_states))
+    check_kernel(geometry.refusal(chunk_size))
+    schedule = Schedule.by_rule(geometry, len(tables.read_states))
     options = {"chunk_size": chunk_size, "dt_limits": dt_limits, "interpret": interpret}
     return scan(layer, tables, z, schedule=schedule, **options)
 

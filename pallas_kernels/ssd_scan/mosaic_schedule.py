@@ -33,6 +33,21 @@ class Schedule:
     stages: int
     exact: bool = True
 
+    @classmethod
+    def by_rule(cls, geometry: "Geometry", rows: int) -> "Schedule":
+        """Returns the schedule that was fastest on an H200 (NOTES.md).
+
+        Two consumers share B and C if registers suffice for both and there are enough blocks for all SMs.
+        """
+        alone = geometry.blocks > 2 or rows * geometry.units < 2 * NUM_MULTIPROCESSORS
+        able = [
+            cls(consumers, stages)
+            for consumers in ((1,) if alone else (2, 1))
+            for stages in (3, 2)
+            if geometry.units_per_group % consumers == 0
+        ]
+        return next(each for each in able if geometry.shared_bytes(each) <= _MOST_BYTES)
+
 
 @dataclass(frozen=True)
 class Geometry:
@@ -102,17 +117,3 @@ class Geometry:
         # Weights in one or two parts, and outputs; factors of each token.
         own = (2 + schedule.exact) * square + 2 * SIDE * 4
         return schedule.stages * stage + schedule.consumers * own
-
-    def schedule(self, rows: int) -> Schedule:
-        """Returns the schedule that was fastest on an H200 (NOTES.md).
-
-        Two consumers share B and C if registers suffice for both and there are enough blocks for all SMs.
-        """
-        alone = self.blocks > 2 or rows * self.units < 2 * NUM_MULTIPROCESSORS
-        able = [
-            Schedule(consumers, stages)
-            for consumers in ((1,) if alone else (2, 1))
-            for stages in (3, 2)
-            if self.units_per_group % consumers == 0
-        ]
-        return next(each for each in able if self.shared_bytes(each) <= _MOST_BYTES)

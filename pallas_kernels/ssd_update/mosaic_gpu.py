@@ -15,6 +15,7 @@ from jaxtyping import Float, Int
 from pallas_kernels.arguments.ssd import Sizes, SsdArrays
 from pallas_kernels.arrays import ArrayOrStruct
 from pallas_kernels.device import why_not_mosaic
+from pallas_kernels.dispatch import check_kernel
 from pallas_kernels.mosaic.activations import Limits, silu, step_of
 from pallas_kernels.mosaic.launch import LANE_PARAMS, interpreter
 from pallas_kernels.mosaic.private_types import Layout, Ref
@@ -62,9 +63,7 @@ def ssd_update(
     Raises:
         ValueError: the kernel does not support the shapes or dtypes.
     """
-    reason = refusal(layer.states, layer.xbc)
-    if reason is not None:
-        raise ValueError(f"the Mosaic GPU kernel cannot take this: {reason}")
+    check_kernel(refusal(layer.states, layer.xbc))
     return update(layer, read_states, write_states, z, dt_limits=dt_limits, interpret=interpret)
 
 

@@ -256,7 +256,7 @@ def test_few_rows_get_a_consumer_per_block():
     ):
         sizes = Sizes(heads, 64, d_state, groups)
         geometry = Geometry(sizes, jnp.dtype("bfloat16"), jnp.dtype("float32"))
-        schedule = geometry.schedule(rows)
+        schedule = Schedule.by_rule(geometry, rows)
         assert schedule.consumers == consumers
         assert schedule.stages > 1
         assert geometry.units_per_group % consumers == 0

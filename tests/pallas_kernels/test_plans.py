@@ -102,7 +102,7 @@ def plan_scan(given):
     geometry = scan_schedule.Geometry.of(*arrays)
     refusal = scan.why_not(*arrays, chunk_size=given["chunk_size"])
     if refusal is None:
-        geometry.schedule(len(given["seq_lens"].shape))
+        scan_schedule.Schedule.by_rule(geometry, len(given["seq_lens"].shape))
     return (refusal,)
 
 

@@ -131,7 +131,7 @@ def test_a_group_of_few_rows_is_visited_once():
     """So that its weights are fetched once: the rule makes windows wide enough for twice a group's share."""
     for rows, groups in ((80, 512), (64, 32), (640, 512), (1024, 32)):
         geometry = Geometry(rows, groups, 1024, 2048, 0, BFLOAT16, BFLOAT16)
-        schedule = Schedule.of(geometry)
+        schedule = Schedule.by_rule(geometry)
         share = rows // groups
         if schedule.window < 128:
             assert schedule.window >= 2 * share + ROW_TILE - 1
@@ -145,7 +145,7 @@ def test_the_rules_fit_every_case(case):
     if geometry.refusal() is not None:
         pytest.skip("the kernel does not take it")
     for result in (BFLOAT16, jnp.dtype(jnp.float32)):
-        schedule = Schedule.of(replace(geometry, result=result))
+        schedule = Schedule.by_rule(replace(geometry, result=result))
         assert schedule.refusal(replace(geometry, result=result)) is None
         assert schedule.shared_bytes(replace(geometry, result=result)) <= SHARED_BYTES_PER_BLOCK
         # Enough is in flight on a multiprocessor for the memory never to wait.
