@@ -1,4 +1,4 @@
-"""The one way device state is declared: frozen, keyword-only flax dataclasses that JAX may rebuild from anything."""
+"""`pytree` and `static_field`, with which all device state is declared: frozen, keyword-only flax dataclasses."""
 
 from typing import Any, dataclass_transform, no_type_check
 

@@ -1,6 +1,7 @@
-"""`AsyncLLM`: many users of one model at once, each with an `async for` of their own.
+"""`AsyncLLM`: concurrent requests of asyncio callers, served by one engine in a thread of its own.
 
-One thread runs the engine. The event loop never waits for the device: it sends orders, and pieces come back.
+Callers put commands (begin a request, abort it, close) into a queue. The engine's thread runs them between two steps,
+and posts each generated piece to the event loop of its caller. No event loop waits for the device.
 """
 
 import asyncio
@@ -28,13 +29,13 @@ _ENDED = "the engine has failed or was closed"
 
 @dataclass(eq=False)
 class _Call:
-    """One user's request, between the two threads.
+    """One call of `stream` or `generate`, shared by the caller's event loop and the engine's thread.
 
     Attributes:
-        requests: its samples.
-        loop: where its user waits.
-        arrivals: which sample each new piece belongs to, or why there are no more.
-        samples: what the engine made of the requests; empty until it has begun.
+        requests: one request per sample.
+        loop: the caller's event loop.
+        arrivals: (sample number, piece) for each new piece, or the error that ends the call.
+        samples: the engine's states of the requests; empty until the engine has accepted them.
     """
 
     requests: list[Request]
@@ -43,10 +44,10 @@ class _Call:
     samples: list[RequestState] = field(default_factory=list)
 
     def send(self, arrivals: Sequence[_Arrival]) -> bool:
-        """Hands arrivals over to the user's event loop, from the engine's thread; False if no caller waits any more."""
+        """Posts arrivals to the caller's event loop, from the engine's thread; returns False if that loop is closed."""
         try:
             self.loop.call_soon_threadsafe(self._put, arrivals)
-        except RuntimeError:  # Its event loop is closed.
+        except RuntimeError:  # The event loop is closed.
             return False
         return True
 
@@ -56,7 +57,7 @@ class _Call:
 
 
 class AsyncLLM:
-    """Serves an `LLM` to many asynchronous users; until it is closed, the `LLM` itself refuses to run anything.
+    """Serves concurrent asyncio callers with one `LLM`. Until it is closed, calls of the `LLM` itself are refused.
 
     Examples:
         >>> async with AsyncLLM(LLM()) as served:
@@ -64,7 +65,7 @@ class AsyncLLM:
         ...         print(piece.text, end="")
 
     Args:
-        llm: the model, with the `EngineConfig` that it was made with.
+        llm: the model to serve, with its `EngineConfig`.
 
     Raises:
         ValueError: `llm` is no `LLM`.
@@ -77,12 +78,12 @@ class AsyncLLM:
         llm.lock.lend()
         self._llm = llm
         self._engine = llm.engine
-        self._orders: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._calls: list[_Call] = []
         self._failure: BaseException | None = None
         self._closed = False
-        self._gate = threading.Lock()
-        # A daemon, so that a program that forgets to close it can end.
+        self._submit_lock = threading.Lock()
+        # A daemon, so that a program that never closes it can end.
         self._thread = threading.Thread(target=self._serve, name="jaxkv-engine", daemon=True)
         self._thread.start()
 
@@ -100,8 +101,8 @@ class AsyncLLM:
         await self.close()
 
     async def close(self) -> None:
-        """Aborts what is under way and ends the thread. Twice is once."""
-        self._orders.put(None)
+        """Aborts all requests and ends the thread. A second call does nothing."""
+        self._commands.put(None)
         await asyncio.to_thread(self._thread.join)
 
     async def stream(
@@ -113,9 +114,9 @@ class AsyncLLM:
         salt: str | bytes | None = None,
         **options: object,
     ) -> AsyncGenerator[Piece, None]:
-        """Yields pieces of text as they are generated; closed or dropped early, it aborts the request.
+        """Yields pieces of text as they are generated. Closing or collecting the generator early aborts the request.
 
-        Leaving the loop alone does neither while a name still refers to the generator: to abort at once, use
+        A `break` out of the loop does not close the generator while a name refers to it. To abort at once, use
         `async with contextlib.aclosing(served.stream(...)) as pieces`.
 
         Args:
@@ -130,7 +131,7 @@ class AsyncLLM:
             ValueError: the prompt, the parameters, `priority` or `salt` cannot be served.
             ProgramRefused: strict mode has no program for it.
             RuntimeError: the engine has failed or was closed.
-            Exception: what the request failed with, if its own part in a step failed.
+            Exception: the error of the request, if its own part of a step failed.
         """
         given = as_call("AsyncLLM.stream", options, sampling=sampling, salt=salt)
         call = await self._submit(prompt, one_sample(given["sampling"]), priority, given["salt"])
@@ -141,7 +142,7 @@ class AsyncLLM:
                 if piece.finish_reason is not None:
                     return
         finally:
-            self._orders.put(lambda: self._abort(call))
+            self._commands.put(lambda: self._abort(call))
 
     async def generate(
         self,
@@ -152,7 +153,7 @@ class AsyncLLM:
         salt: str | bytes | None = None,
         **options: object,
     ) -> RequestOutput:
-        """Returns all samples of one prompt when they have ended; cancelling it aborts them.
+        """Returns all samples of one prompt when they have ended. Cancelling the call aborts them.
 
         Args and errors are those of `stream`, but `n` may be above 1.
         """
@@ -166,7 +167,7 @@ class AsyncLLM:
                 if piece.finish_reason is not None:
                     running.discard(index)
         finally:
-            self._orders.put(lambda: self._abort(call))
+            self._commands.put(lambda: self._abort(call))
         return output_of(call.samples, self._llm.tokenizer)
 
     async def _submit(
@@ -176,10 +177,10 @@ class AsyncLLM:
             self._llm.requests, prompt, params, priority=priority, salt=salt
         )
         call = _Call(requests, asyncio.get_running_loop())
-        with self._gate:
+        with self._submit_lock:
             if self._closed:
                 raise RuntimeError(_ENDED) from self._failure
-            self._orders.put(lambda: self._begin(call))
+            self._commands.put(lambda: self._accept(call))
         return call
 
     async def _next(self, call: _Call) -> tuple[int, Piece]:
@@ -191,33 +192,33 @@ class AsyncLLM:
             raise error
         return arrival
 
-    # What follows runs on the engine's thread.
+    # The methods below run in the engine's thread.
 
     def _serve(self) -> None:
         try:
-            while self._take_orders():
+            while self._run_commands():
                 self._llm.lock.run_deferred()
                 self._engine.step()
                 self._deliver()
         except BaseException as error:
-            _LOG.exception("the engine has failed, and everybody is told")
+            _LOG.exception("the engine has failed; all open requests raise an error")
             self._failure = error
         finally:
             self._end_all()
             self._llm.lock.take_back()
 
-    def _take_orders(self) -> bool:
-        """Follows all orders, and waits for one if there is nothing else to do; returns whether to go on."""
+    def _run_commands(self) -> bool:
+        """Runs all queued commands; waits for one if the engine has no work. Returns False if it is to be closed."""
         while True:
             try:
-                order = self._orders.get(block=not self._engine.has_work)
+                command = self._commands.get(block=not self._engine.has_work)
             except queue.Empty:
                 return True
-            if order is None:
+            if command is None:
                 return False
-            order()
+            command()
 
-    def _begin(self, call: _Call) -> None:
+    def _accept(self, call: _Call) -> None:
         try:
             call.samples = self._engine.add(call.requests, streamed=True)
         except STEP_FAILURES as error:
@@ -245,13 +246,13 @@ class AsyncLLM:
                 self._abort(call)
 
     def _end_all(self) -> None:
-        """Tells everybody who waits, now or in the queue, that there is no more."""
-        with self._gate:
+        """Refuses new calls, aborts all open and queued ones, and posts the error to their callers."""
+        with self._submit_lock:
             self._closed = True
-        while not self._orders.empty():
-            order = self._orders.get()
-            if order is not None:
-                order()
+        while not self._commands.empty():
+            command = self._commands.get()
+            if command is not None:
+                command()
         for call in list(self._calls):
             for sample in call.samples:
                 self._engine.abort(sample)

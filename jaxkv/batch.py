@@ -1,7 +1,7 @@
-"""What one step is told: every runtime value as an array, so that one executable serves any lengths, slots and ids.
+"""The inputs of one step. Every runtime value is an array, so one executable serves all lengths, slots and ids.
 
-Shapes are those of the program (its bucket). Padding is inert by construction: padded tokens have out-of-range
-write slots, padded rows have no queries and no tokens.
+Shapes are those of the program (its bucket). Padding has no effect: padding tokens have write slots out of range, and
+padding rows have no tokens.
 """
 
 from jaxtyping import Array, Int
@@ -12,12 +12,12 @@ from jaxkv.sampling.batch import SamplingBatch
 
 @pytree
 class PagedTables:
-    """Where one group of paged layers reads and writes.
+    """Page table and write slots of one group of paged layers.
 
     Attributes:
-        page_table: page ids of each row, padded with a valid id that masking keeps unread.
-        write_slots: slot (`page * page_size + offset`) of each token; token r has `num_slots + r` if it is padding, or
-            is written already, in a page that others share.
+        page_table: page ids of each row, padded with a valid id whose contents are masked.
+        write_slots: slot (`page * page_size + offset`) of each token. Token r has the slot `num_slots + r`, out of
+            range, if it is padding, or if a shared page holds it already.
     """
 
     page_table: Int[Array, "rows table_width"]
@@ -26,14 +26,15 @@ class PagedTables:
 
 @pytree
 class StateTables:
-    """Which states one group of recurrent layers reads and writes.
+    """Ids of the states that one group of recurrent layers reads and writes.
 
     Attributes:
-        read_states: state each row starts from; 0 is the zero state, for fresh sequences.
-        write_states: state each row ends in; padding row r has `num_states + r`.
-        snapshot_ends: packed index after the last token of each state to keep on the way, ascending: a multiple of
-            the layer's chunk in its row, or the row's end; padded with indices past the tokens. `None` keeps none.
-        snapshot_states: where each is kept; padding i has `num_states + i`.
+        read_states: id of the state before each row's tokens; 0 is the zero state, for new sequences.
+        write_states: id of the state after each row's tokens; padding row r has `num_states + r`.
+        snapshot_ends: for each snapshot, the packed index after its last token, ascending. A snapshot is taken at a
+            multiple of the layer's chunk within its row, or at the row's end. Padding lies past the tokens. `None` for
+            steps without snapshots.
+        snapshot_states: id of the state that each snapshot is written to; padding i has `num_states + i`.
     """
 
     read_states: Int[Array, " rows"]
@@ -54,9 +55,9 @@ class StepBatch:
         paged: one entry per paged group, in the order of `CacheLayout.paged_groups`.
         states: one entry per recurrent group, in the order of `CacheLayout.state_groups` (the sampling
             group is not one of them).
-        sampling: how the next tokens are chosen.
+        sampling: sampling parameters and state ids of the rows.
         decode: static; every real row has exactly one query and token r belongs to row r.
-        fresh: static; promises that no row has tokens from before this step, so that nothing need be read from pages.
+        fresh: static; no row has tokens from before this step, so attention need not read pages.
     """
 
     tokens: Int[Array, " tokens"]

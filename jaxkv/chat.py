@@ -27,9 +27,9 @@ class Conversation:
     """The messages so far, and a model that answers the next one.
 
     Args:
-        llm: has a chat template.
-        sampling: how the tokens of answers are chosen.
-        screen: shows answers and notes.
+        llm: the model; it must have a chat template.
+        sampling: sampling parameters of the answers.
+        screen: prints answers and notes.
 
     Attributes:
         messages: dicts with "role" and "content", in their order.
@@ -47,8 +47,8 @@ class Conversation:
         Raises:
             RuntimeError: the model's logits were not finite.
         """
-        for said in typed:
-            word = said.strip()
+        for message in typed:
+            word = message.strip()
             if word == "/exit":
                 return
             if word == "/reset":
@@ -59,23 +59,26 @@ class Conversation:
             elif word.startswith("/") and word[1:].isalpha():
                 self._screen.note(f"jaxkv: there is no command {word}; /help lists the commands")
             elif word:
-                self._answer(said)
+                self._answer(message)
 
-    def _answer(self, said: str) -> None:
-        """Answers one message. One that does not fit, or whose answer is interrupted before its text, is forgotten."""
-        question = {"role": "user", "content": said}
+    def _answer(self, message: str) -> None:
+        """Answers one message and adds both to `messages`.
+
+        A message that is refused, or whose answer is interrupted before any text, is not added.
+        """
+        question = {"role": "user", "content": message}
         text = ""
         try:
-            pieces = self._begin([*self.messages, question])
+            pieces = self._start_stream([*self.messages, question])
             if pieces is None:
                 return
             with closing(pieces):
                 for piece in pieces:
-                    # First, so that an interrupt never finds text on the screen that is not remembered.
+                    # Before the write, so that `messages` has all printed text even after an interrupt.
                     text += piece.text
                     self._screen.write(piece.text)
                     if piece.finish_reason is not None:
-                        self._end(piece)
+                        self._note_end(piece)
         except KeyboardInterrupt:
             self._screen.end_line()
             self._screen.note(
@@ -85,17 +88,17 @@ class Conversation:
                 return
         self.messages += [question, {"role": "assistant", "content": text}]
 
-    def _begin(self, messages: list[dict[str, str]]) -> "Generator[Piece] | None":
+    def _start_stream(self, messages: list[dict[str, str]]) -> "Generator[Piece] | None":
         try:
             return self._llm.stream(self._llm.chat_prompt(messages), self._sampling)
         except ValueError as error:
             hint = "; /reset begins a new conversation" if self.messages else ""
-            told = with_command_options(error)
-            self._screen.note(f"jaxkv: {told}{hint} (this message is forgotten)")
+            text = with_command_options(error)
+            self._screen.note(f"jaxkv: {text}{hint} (this message is forgotten)")
             return None
 
-    def _end(self, piece: "Piece") -> None:
-        """Ends the line of an answer, and marks an answer that was cut."""
+    def _note_end(self, piece: "Piece") -> None:
+        """Ends the line of an answer, and prints a note if the answer was cut."""
         self._screen.end_line()
         if piece.finish_reason == "error":
             raise RuntimeError("the model's logits were not finite; the text ends here")
@@ -144,17 +147,17 @@ def _edited(session: "PromptSession[str]") -> Iterator[str]:
     """
     while True:
         try:
-            said = session.prompt()
+            message = session.prompt()
         except EOFError:
             return
         # The editor switches bracketed paste off, without which a paste during the answer is a message per line.
         session.output.enable_bracketed_paste()
         session.output.flush()
-        yield said
+        yield message
 
 
 def _session() -> "PromptSession[str]":
-    """Returns a line editor. Enter sends, Alt-Enter begins a line, and Ctrl-C clears a message that has begun."""
+    """Returns a line editor: Enter sends, Alt-Enter begins a line, and Ctrl-C clears a message that is not empty."""
     from prompt_toolkit import PromptSession
     from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
     from prompt_toolkit.output import create_output

@@ -22,7 +22,7 @@ from jaxkv.options import (
 )
 from jaxkv.terminal import Screen
 
-# The rest is imported late, so that --help and mistakes answer at once.
+# Slow modules are imported inside the commands, so that --help and error messages appear at once.
 if TYPE_CHECKING:
     from jaxkv.llm import LLM
 
@@ -93,7 +93,7 @@ def _add_serving_options(parser: argparse.ArgumentParser, *, max_sequences: int)
 def _add_sampling_options(
     parser: argparse.ArgumentParser, *, max_tokens: int, named_by: str | None = None
 ) -> None:
-    """Adds the options of sampling; `named_by` is a file that has defaults for some of them."""
+    """Adds the options of sampling; `named_by` is a file with defaults for some of them, for the help text."""
     first = f"what {named_by} names, else " if named_by else ""
     parser.add_argument(
         "--max-tokens",
@@ -138,7 +138,7 @@ def _cache(options: argparse.Namespace) -> CacheConfig:
 
 
 def _sampling(options: argparse.Namespace) -> SamplingParams:
-    """Returns the sampling parameters; what the user does not give is greedy and unfiltered."""
+    """Returns the sampling parameters; options that are not given are greedy and unfiltered."""
     given = {name: getattr(options, name) for name in ("temperature", "top_p", "top_k")}
     given = {name: value for name, value in given.items() if value is not None}
     return SamplingParams(
@@ -208,7 +208,7 @@ def _chat(options: argparse.Namespace, screen: Screen) -> int:
 
 
 def _with_defaults(sampling: SamplingParams, options: argparse.Namespace) -> SamplingParams:
-    """Returns the parameters with what generation_config.json sets and the user does not."""
+    """Returns the parameters; options that are not given have the values of generation_config.json, if it has them."""
     from jaxkv import default_model
     from jaxkv.models.hf_config.generation_json import load_sampling_defaults
 

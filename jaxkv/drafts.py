@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all: written as drafts in a folder beside their place, then moved there."""
+"""Atomic file writes: a file is written as a draft in a folder beside its target, and then moved to the target."""
 
 import fcntl
 import os
@@ -13,14 +13,14 @@ from pathlib import Path
 _ENDING = ".jaxkv-draft"
 _LOCK = "lock"
 _GRACE_SECONDS = 60.0
-"""A younger draft may be one that its process has made and not locked yet."""
+"""Younger drafts are never removed, because their process may not have locked them yet."""
 
 
 @contextmanager
 def draft_of(path: Path) -> Iterator[Path]:
-    """Yields a path to write to; at the end of the block that file replaces `path`, unless the block failed.
+    """Yields a path to write to; at the end of the block the file there replaces `path`, unless the block raised.
 
-    The draft has a folder of its own, for the temporary files of those who write it, and is locked until then. A
+    The draft lies in a folder of its own, which also has room for temporary files and is locked until the end. A
     process that is killed leaves the folder behind without a lock; see `remove_abandoned`.
 
     Raises:
@@ -29,13 +29,13 @@ def draft_of(path: Path) -> Iterator[Path]:
     try:
         made = tempfile.mkdtemp(prefix=f".{path.name[:100]}.", suffix=_ENDING, dir=path.parent)
     except OSError as error:
-        # The name of the draft would mean nothing to the user.
+        # The user does not know the name of the draft.
         error.filename = str(path.parent)
         raise
     folder = Path(made)
     try:
         with (folder / _LOCK).open("wb") as lock:
-            # Some network file systems have no locks; drafts there are never taken for abandoned.
+            # Some network file systems have no locks; `remove_abandoned` then removes no drafts.
             with suppress(OSError):
                 fcntl.flock(lock, fcntl.LOCK_EX)
             yield folder / "content"
@@ -50,9 +50,9 @@ def files_of_drafts(folder: Path) -> list[Path]:
 
 
 def remove_abandoned(folder: Path) -> None:
-    """Deletes the user's drafts in a folder whose process has ended: the kernel has then released their locks."""
+    """Deletes this user's drafts in a folder whose process has ended, which are those without a lock."""
     for draft in folder.glob(f".*{_ENDING}"):
-        # It may be gone meanwhile, or locked.
+        # Another process may have removed or locked it.
         with suppress(OSError):
             found = draft.lstat()
             # In a folder that several users write to, the lock of another user may be a link or a pipe.

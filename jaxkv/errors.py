@@ -1,15 +1,15 @@
-"""The conditions a caller may want to tell apart. One family each; user mistakes stay `ValueError`.
+"""Exceptions of conditions that callers handle separately. Mistakes in arguments raise plain `ValueError`.
 
 `Unsupported` belongs to `pallas_kernels.dispatch`, which raises it.
 """
 
 
 class OutOfPages(RuntimeError):
-    """Too few free pages; nothing was consumed."""
+    """Too few pages are free; nothing was allocated."""
 
 
 class OutOfStates(RuntimeError):
-    """Too few free states; nothing was consumed."""
+    """Too few states are free; nothing was allocated."""
 
 
 class OutOfMemory(MemoryError):
@@ -19,20 +19,21 @@ class OutOfMemory(MemoryError):
 class CachePoisoned(Exception):
     """The cache's buffers are lost: a step failed after donation, or a handle from before a later step was used.
 
-    No `RuntimeError`, so that code which handles a failed step lets it pass to the one place that rebuilds the cache.
+    It is no `RuntimeError`, so handlers of `STEP_FAILURES` do not catch it and it reaches the engine, which rebuilds
+    the cache.
     """
 
 
 class CorruptBooks(RuntimeError):
-    """The records of who holds which page or state contradict each other; the message names the ids."""
+    """The records of the holders of pages and states contradict each other; the message names the ids."""
 
 
 class CacheLeased(RuntimeError):
-    """Another framework has borrowed the cache's buffers; the message names where. It must give them back first."""
+    """Another framework holds a lease on the cache's buffers; the message names where. It must end the lease first."""
 
 
 class UnknownConfig(ValueError):
-    """A model directory asks for something that would change the result and that is not understood."""
+    """A model directory has a setting that jaxkv does not support and that would change the result."""
 
 
 class BadCheckpoint(ValueError):
@@ -40,11 +41,11 @@ class BadCheckpoint(ValueError):
 
 
 class ProgramRefused(RuntimeError):
-    """A compiled program failed its audit, or strict mode met a program that was not warmed up."""
+    """A compiled program failed its audit, or strict mode needs a program that was not compiled in the warm-up."""
 
 
 STEP_FAILURES = (RuntimeError, ValueError, TypeError, LookupError, ArithmeticError, MemoryError)
-"""Errors of one step, or of one request in it, after which the cache and the process can be used further.
+"""Errors of one step, or of one request in it, after which the cache and the process remain usable.
 
-`CachePoisoned` is none of them: it passes to the engine, which rebuilds the cache.
+`CachePoisoned` is not one of them.
 """

@@ -32,7 +32,7 @@ from jaxkv.padded_prompts import (
 from jaxkv.row_seeds import Key, Seeds, row_seeds
 from jaxkv.sampling.batch import SamplingBatch
 from jaxkv.sampling.features import Features, union
-from jaxkv.sampling.fields import FIELDS, Fixed, features_for, fields_for
+from jaxkv.sampling.fields import FIELDS, FixedSampling, features_for, fields_for
 from jaxkv.sampling.sample import admit
 from jaxkv.step.loop import ERROR, LENGTH, RUNNING, STOP, Generated, Limits, generate_loop
 from jaxkv.text.prompts import one_each
@@ -115,7 +115,7 @@ def generate(
 
 def _check_model(params: Params, model: object) -> None:
     if not isinstance(model, Model) or isinstance(model, type):
-        # Only a mistaken call needs the import.
+        # Only the error message needs this import.
         from flax import nnx
 
         name = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
@@ -159,26 +159,28 @@ def _check_lengths(
         one.check_vocab(model.vocab_size)
         if length + _most_tokens(one) > model.max_positions:
             raise ValueError(
-                f"prompt {prompt} has {length} tokens and wants {one.max_tokens} new ones, more than the model's "
+                f"prompt {prompt} has {length} tokens and max_tokens is {one.max_tokens}, more than the model's "
                 f"{model.max_positions} positions; shorten the prompt or lower max_tokens"
             )
 
 
 def _is_traced(arguments: object) -> bool:
-    """Returns whether an argument is a tracer or the caller is being compiled, where new arrays are tracers too."""
+    """Returns whether an argument is a tracer, or the caller is being traced, so that new arrays are tracers."""
     leaves = (*jax.tree.leaves(arguments), jnp.zeros((), jnp.int32))
     return any(isinstance(leaf, Tracer) for leaf in leaves)
 
 
-def _most_tokens(wish: SamplingParams) -> int:
-    """Returns the limit of a row, which is the width of an array here."""
-    if wish.max_tokens is None:
-        raise ValueError("jaxkv.generate makes an array of max_tokens columns; give a number")
-    return wish.max_tokens
+def _most_tokens(sampling: SamplingParams) -> int:
+    """Returns the most tokens of a row, which the width of the output array must be known from."""
+    if sampling.max_tokens is None:
+        raise ValueError(
+            "max_tokens must be a number for jaxkv.generate, whose output has that many columns, got None"
+        )
+    return sampling.max_tokens
 
 
 def _trim(out: Generated, width: int, top: int) -> Generated:
-    """Cuts off what only rounded sizes brought."""
+    """Returns the output without the columns that rounding up `max_tokens` and `logprobs` has added."""
     cut = {"tokens": out.tokens[:, :width]}
     if out.logprobs is not None and out.top_ids is not None and out.top_logprobs is not None:
         cut["logprobs"] = out.logprobs[:, :width]
@@ -188,7 +190,7 @@ def _trim(out: Generated, width: int, top: int) -> Generated:
 
 
 def params_dtype(params: Params) -> str:
-    """Returns the dtype name that most numbers among the parameters have."""
+    """Returns the dtype name with the most elements among the parameters."""
     sizes: dict[str, int] = {}
     for leaf in jax.tree.leaves(params):
         sizes[str(leaf.dtype)] = sizes.get(str(leaf.dtype), 0) + leaf.size
@@ -198,9 +200,7 @@ def params_dtype(params: Params) -> str:
 def _choices(
     per_row: list[SamplingParams], eos_ids: Sequence[int], vocab_size: int
 ) -> dict[str, np.ndarray]:
-    """Returns the rows' sampling fields and limits as arrays, those that the program does not read included.
-
-    All seeds are 0.
+    """Returns all sampling fields and limits of the rows as arrays, by name; all seeds are 0.
 
     Raises:
         ValueError: a row has more stop ids than fit.
@@ -208,17 +208,17 @@ def _choices(
     entries = round_up(max(len(one.logit_bias) for one in per_row))
     bias_ids = np.full((len(per_row), entries), vocab_size, np.int32)
     bias_values = np.zeros((len(per_row), entries), np.float32)
-    choices = []
+    requests = []
     for row, one in enumerate(per_row):
         stops = (*one.stop_token_ids, *(() if one.ignore_eos else eos_ids))
-        choices.append(Fixed(one, stop_ids=stops))
+        requests.append(FixedSampling(one, stop_ids=stops))
         bias_ids[row, : len(one.logit_bias)] = list(one.logit_bias.keys())
         bias_values[row, : len(one.logit_bias)] = list(one.logit_bias.values())
     limits = {
         name: np.asarray([getattr(one, name) for one in per_row], np.int32)
         for name in ("max_tokens", "min_tokens")
     }
-    columns = {field.name: field.column(choices) for field in FIELDS}
+    columns = {field.name: field.column(requests) for field in FIELDS}
     return columns | limits | {"bias_ids": bias_ids, "bias_values": bias_values}
 
 
@@ -265,7 +265,7 @@ def _generate(
 def _pack_on_device(
     layout: CacheLayout, features: Features, tokens: Array, lens: Array, host: dict[str, Array]
 ) -> StepBatch:
-    """Packs padded prompts one after the other; what is left over at the end is padding."""
+    """Returns the batch of the prompts' tokens, packed one row after the other, with padding at the end."""
     rows, longest = tokens.shape
     total = rows * longest
     bounds = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(lens, dtype=jnp.int32)])

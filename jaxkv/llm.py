@@ -1,11 +1,11 @@
-"""Text in, text out: a model directory, a cache, and the programs that run them."""
+"""`LLM`: loads a model directory, allocates its cache, and generates and scores texts."""
 
 import inspect
 import logging
 import random
 import secrets
 import sys
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -34,7 +34,6 @@ from jaxkv.engine.warm_up import WarmUp, compile_all, declare_saved_prefixes, de
 from jaxkv.errors import BadCheckpoint
 from jaxkv.memory import named_exhaustion
 from jaxkv.models.decoder import Decoder
-from jaxkv.models.protocol import Params
 from jaxkv.models.registry import build_model, load_config, load_params, resolve_dtype
 from jaxkv.plan import (
     check_room,
@@ -107,6 +106,16 @@ def _key(seed: int) -> jax.Array:
     return jax.random.wrap_key_data(jnp.asarray(words), impl="threefry2x32")
 
 
+def _seed_source(seed: int | None) -> Callable[[int], int]:
+    """Returns a function of a number of bits that draws the seed of a request without one.
+
+    Args:
+        seed: seed of the generator; `None` for unpredictable seeds.
+    """
+    # Python's generator drops the sign of its seed.
+    return secrets.randbits if seed is None else random.Random(seed % 2**64).getrandbits
+
+
 class LLM:
     """A model ready to generate.
 
@@ -124,11 +133,11 @@ class LLM:
             for the checkpoint's own.
         max_model_len: longest prompt plus output in tokens; the model's own limit if not given.
         cache: size, page size and dtype of the cache, and how many sequences run at once.
-        engine: how requests are served: tokens per step, prefix cache, and what becomes of failures.
-        implementation: what runs the attention and the cache's writes of every layer: "mosaic_gpu" (Hopper),
+        engine: options of the scheduler and the engine: tokens per step, prefix cache, recovery from failures.
+        implementation: implementation of every layer's attention and cache writes: "mosaic_gpu" (Hopper),
             "xla" (anywhere), "cudnn" (NVIDIA's paged attention for decode, and else the best that can run) or
             "xla_products" (our kernels, but XLA's products of few rows). If not given, "mosaic_gpu" where all layers
-            can, and "xla" everywhere else; `stats` says which and why.
+            can, and "xla" everywhere else; `stats` reports the choice and its reasons.
         strict: after `warm_up`, refuse to compile anything more.
         progress: where stderr is a terminal, show bars on it while weights load, programs compile and `generate` works.
         seed: requests without a seed get theirs from a generator with this one, in the order in which they come;
@@ -166,10 +175,7 @@ class LLM:
         _check_options(model, load_format, strict=strict, progress=progress)
         if seed is not None:
             seed = as_int("seed", seed, -(2**63), 2**64 - 1)
-        # Requests without a seed take theirs from here. Python's generator drops the sign of its seed.
-        self._draw_seed = (
-            secrets.randbits if seed is None else random.Random(seed % 2**64).getrandbits
-        )
+        self._draw_seed = _seed_source(seed)
         directory = Path(model) if model is not None else default_model.path()
         config = load_config(directory)
         dtype = resolve_dtype(dtype, config.dtype)
@@ -178,7 +184,7 @@ class LLM:
         self.tokenizer: Tokenizer | None = load_tokenizer(directory)
         self.eos_ids = _end_ids(directory, config, self.tokenizer)
         self.max_model_len = resolve_length(max_model_len, self.model.max_positions)
-        # All of it is planned before anything is read, so that what cannot fit is refused at once.
+        # The memory is planned before weights are read, so that a model that does not fit is refused at once.
         weights = weight_bytes(self.model, dtype)
         self.layout, self.budget = plan_cache(
             self.model,
@@ -190,13 +196,11 @@ class LLM:
         )
         check_room(weights, self.budget.bytes)
         with named_exhaustion(f"loading weights of {weights:,} bytes"):
-            params: Params = (
-                self.model.init_params(_key(seed or 0), dtype)
-                if load_format == "dummy"
-                else load_params(
-                    directory, self.model, dtype=dtype, progress=progress and sys.stderr.isatty()
-                )
-            )
+            if load_format == "dummy":
+                params = self.model.init_params(_key(seed or 0), dtype)
+            else:
+                shown = progress and sys.stderr.isatty()
+                params = load_params(directory, self.model, dtype=dtype, progress=shown)
         runner = ModelRunner(
             self.model, params, self.layout, self.budget.counts, Programs(strict=strict)
         )
@@ -209,7 +213,7 @@ class LLM:
         self.lock = EngineLock()
         self._progress = progress
 
-    # Hidden from type checkers, for which every attribute would exist.
+    # Hidden from type checkers, which would accept any attribute.
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> NoReturn:
@@ -217,7 +221,7 @@ class LLM:
             raise unknown_attribute(self, name)
 
     def __enter__(self) -> "LLM":
-        """Returns itself."""
+        """Returns the `LLM` itself."""
         return self
 
     def __exit__(
@@ -226,17 +230,17 @@ class LLM:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Closes it."""
+        """Calls `close`."""
         self.close()
 
     def close(self) -> None:
-        """Frees the device's memory at once, and the host's; any further use of this `LLM` is a RuntimeError.
+        """Frees the memory on the device and the host at once. Any later use of this `LLM` raises a `RuntimeError`.
 
-        Waits for a call of another thread to end. Streams under way end with the reason "abort". Twice is once. In a
-        forked child it does nothing, since the memory is the parent's.
+        It waits until a call of another thread ends. Open streams end with the reason "abort". A second call does
+        nothing. In a forked child it does nothing, because the memory belongs to the parent.
 
         Raises:
-            RuntimeError: an `AsyncLLM` serves it; close that first.
+            RuntimeError: an `AsyncLLM` serves this `LLM`; close that first.
         """
         if self.lock.is_closed:
             return
@@ -254,33 +258,34 @@ class LLM:
         saved_prefixes: bool = False,
         **options: object,
     ) -> WarmUp:
-        """Compiles what `generate`, `stream` and `AsyncLLM` need for requests like these, or shorter; runs nothing.
+        """Compiles the programs that `generate`, `stream` and `AsyncLLM` need for such requests; runs none of them.
 
-        May be called several times. A strict `LLM` refuses afterwards every request that needs another program.
+        The programs serve shorter requests too. May be called several times. A strict `LLM` then refuses every request
+        that needs another program.
 
         Args:
             batch: most prompts at once.
             prompt_tokens: tokens of the longest prompt.
-            sampling: how their tokens are chosen; `max_tokens` and `n` count too.
-            score: also what `score` needs for texts of `prompt_tokens`.
-            saved_prefixes: also what `save_prefixes` and `load_prefixes` need.
+            sampling: sampling parameters of the requests; `max_tokens` and `n` count too.
+            score: also compile the programs of `score` for texts of `prompt_tokens`.
+            saved_prefixes: also compile the programs of `save_prefixes` and `load_prefixes`.
             options: as for `generate`.
 
         Returns:
-            How many programs that were, and what they took.
+            The number of programs and their compile time.
 
         Raises:
             ValueError: a number is out of range, or an option is unknown.
         """
         call = as_call("LLM.warm_up", options, sampling=sampling)
-        [wish] = one_each(call["sampling"], 1)
+        [params] = one_each(call["sampling"], 1)
         batch = as_int("batch", batch, 1, 2**20)
         prompt_tokens = as_int("prompt_tokens", prompt_tokens, 1, self.max_model_len)
-        # The programs do not depend on the seed, and no seed is drawn for a request that is not served.
-        wish = forbid_words(replace(wish, seed=0), self.tokenizer)
-        request = self._request(TokenizedPrompt((0,) * prompt_tokens), wish, 0)
+        # The programs do not depend on the seed. A seed drawn here would change those of later requests.
+        params = forbid_words(replace(params, seed=0), self.tokenizer)
+        request = self._request(TokenizedPrompt((0,) * prompt_tokens), params, 0)
         with self.lock.held():
-            needed = declare_served(self.engine, request, batch * wish.n)
+            needed = declare_served(self.engine, request, batch * params.n)
             if score:
                 row = Row(0, request.prompt, 0, SamplingParams(temperature=0.0))
                 needed.append(self.engine.sequence_runner.score_spec(row))
@@ -291,12 +296,12 @@ class LLM:
             )
 
     def stats(self) -> Stats:
-        """Returns what runs the model and why, how full its cache is, what was served, and what was compiled."""
+        """Returns the implementation and its reasons, the use of the cache, and counts of requests and programs."""
         self.lock.refuse_if_closed()
         return collect_stats(self.engine)
 
     def get_tokenizer(self) -> Tokenizer | None:
-        """Returns what turns text into ids and back; `None` if the model directory has no tokenizer.json."""
+        """Returns the tokenizer; `None` if the model directory has no tokenizer.json."""
         return self.tokenizer
 
     def generate(
@@ -309,16 +314,16 @@ class LLM:
     ) -> list[RequestOutput]:
         """Generates for a list of prompts, in one continuous batch; a single prompt is a list of one.
 
-        All prompts are checked before anything begins: one that can never be served refuses the whole call, by its
-        place in the list. What fails later fails alone: its `finish_reason` is "error", and `error` has the reason. An
-        interrupt (Ctrl-C) gives up the call and leaves the `LLM` ready for the next. Threads that call at the same
-        time wait for one another; `AsyncLLM` serves them together.
+        All prompts are checked before any is run. If one can never be served, the whole call raises an error that names
+        its index. A request that fails later has the `finish_reason` "error" and the exception in `error`; the others
+        go on. An interrupt (Ctrl-C) aborts the call's requests, and the `LLM` stays usable. Calls of several threads
+        run one after the other; `AsyncLLM` serves them together.
 
         Args:
             prompts: texts, lists or arrays of token ids, or dicts with "prompt" or "prompt_token_ids" and perhaps
                 "cache_salt".
             sampling: for all prompts, or one for each.
-            progress: show a bar with tokens per second on stderr; if not given, on a terminal alone.
+            progress: show a bar with tokens per second on stderr; if not given, only on a terminal.
             options: fields of `SamplingParams` in place of `sampling`, such as `max_tokens=3`; and vLLM's names
                 `sampling_params` and `use_tqdm`.
 
@@ -328,22 +333,23 @@ class LLM:
         Raises:
             ValueError: a prompt is empty, has ids the model lacks, or leaves no room for a token; or an option is
                 unknown.
-            ProgramRefused: strict mode has no program for one of them; nothing was begun.
+            ProgramRefused: strict mode has no program for one of them; none was run.
             OutOfPages: another caller, such as a stream, holds the pages that the first request in the queue needs.
-            CachePoisoned, JaxRuntimeError: the cache was lost too often, or the device is broken.
+            CachePoisoned: the cache was lost too often.
+            JaxRuntimeError: the device is broken.
         """
         call = as_call("LLM.generate", options, sampling=sampling, progress=progress)
         listed = as_prompts(prompts)
-        wishes = one_each(call["sampling"], len(listed))
-        asked = []
-        for place, (prompt, params) in enumerate(zip(listed, wishes, strict=True)):
-            with named("prompt", place, len(listed)):
-                asked.append(self._checked(prompt, params))
+        sampling_of_each = one_each(call["sampling"], len(listed))
+        requests = []
+        for index, (prompt, params) in enumerate(zip(listed, sampling_of_each, strict=True)):
+            with named("prompt", index, len(listed)):
+                requests.append(self._checked(prompt, params))
         bar = call["progress"]
         shown = self._progress and sys.stderr.isatty() if bar is None else bool(bar)
         with self.lock.held():
             self._recover()
-            made = serve_all(self.engine, asked, progress=shown)
+            made = serve_all(self.engine, requests, progress=shown)
         return [output_of(samples, self.tokenizer) for samples in made]
 
     def stream(
@@ -351,12 +357,12 @@ class LLM:
     ) -> Generator[Piece]:
         """Yields pieces of text as they are generated; the pieces joined are the whole text.
 
-        Nothing is computed between two pieces that are asked for; closed or dropped early, it aborts the request.
-        Several streams may be under way at once: a step for one is a step for all.
+        The engine runs only while the caller waits for a piece. Closing or collecting the generator early aborts the
+        request. Several streams may be open at once; each step then serves all of them.
 
         Args:
             prompt: one prompt in any form that `generate` takes.
-            sampling: how its tokens are chosen.
+            sampling: sampling parameters of the request.
             options: as for `generate`.
 
         Raises:
@@ -373,31 +379,31 @@ class LLM:
         yield from serve_stream(self.lock, self.engine, request)
 
     def _recover(self) -> None:
-        """Replaces a cache that an earlier failure has cost, however often that happened: the user asks again."""
+        """Replaces a cache that an earlier failure has destroyed; unlike the engine's rebuilds, this has no limit."""
         owner = self.engine.runner.owner
         if owner.poisoned:
             refuse_broken(owner.cause)
-            _LOG.warning("the cache was lost, an empty one takes its place")
+            _LOG.warning("the cache was lost; continuing with an empty cache")
             owner.rebuild()
         self.engine.refresh()
 
     def explain(
         self, prompt: Prompt, *, salt: str | bytes | None = None, **options: object
     ) -> Explanation:
-        """Returns how much of a prompt the prefix cache holds and why not more, as numbers and as text.
+        """Returns how much of a prompt the prefix cache holds, and why not more, as numbers and as text.
 
         Args:
             prompt: one prompt in any form that `generate` takes.
-            salt: the one that the prompt's requests have.
+            salt: the `salt` of the prompt's requests.
             options: vLLM's name `cache_salt`.
 
         Raises:
-            ValueError: it is no prompt, or the prefix cache is off.
+            ValueError: the prompt is not valid, or the prefix cache is off.
         """
         call = as_call("LLM.explain", options, salt=salt)
-        asked = self._tokenize(prompt, call["salt"])
-        check_salt(asked.salt)
-        ids, salt, index = asked.ids, asked.salt, self.engine.prefix
+        tokenized = self._tokenize(prompt, call["salt"])
+        check_salt(tokenized.salt)
+        ids, salt, index = tokenized.ids, tokenized.salt, self.engine.prefix
         if index is None:
             raise ValueError(
                 "the prefix cache is off; make the LLM with EngineConfig(prefix_cache=True)"
@@ -413,22 +419,21 @@ class LLM:
     ) -> PrefixCounts:
         """Writes the prefix cache to one safetensors file, from which `load_prefixes` of a later process restores it.
 
-        Full pages and state checkpoints are saved, with the tokens that they belong to in plain: the file tells what
-        the prompts were. What was cached under a salt is not saved, since the salt is a secret of its user. The file
-        appears whole or not at all.
+        The file holds full pages, state checkpoints and their token ids in plain, so it reveals the prompts. Entries
+        cached under a salt are not saved, because the salt is a secret of its user. The file is written atomically.
 
         Args:
             path: a new file, or a file to replace.
-            prompts: save only what is cached of the beginnings of these; in any form that `generate` takes, without a
-                salt. Everything if not given.
+            prompts: save only the cached prefixes of these prompts; in any form that `generate` takes, without a salt.
+                If not given, all prefixes are saved.
 
         Returns:
-            How many tokens, pages, checkpoints and bytes were saved.
+            The numbers of saved tokens, pages, checkpoints and bytes.
 
         Raises:
-            ValueError: the prefix cache is off, a prompt is none or has a salt, or `path` is no regular file.
+            ValueError: the prefix cache is off, a prompt is not valid or has a salt, or `path` is no regular file.
             ProgramRefused: strict mode was not warmed up with `saved_prefixes=True`.
-            OSError: the file cannot be written; a file that was there is as it was.
+            OSError: the file cannot be written; an existing file is unchanged.
             RuntimeError: an `AsyncLLM` serves this `LLM`.
         """
         texts = None if prompts is None else self._texts_to_save(prompts)
@@ -437,21 +442,21 @@ class LLM:
             return save_prefixes(self.engine, path, texts)
 
     def load_prefixes(self, path: str | Path) -> PrefixCounts:
-        """Puts as much as fits of a file of `save_prefixes` into the prefix cache; requests that begin alike hit it.
+        """Loads the prefixes of a file of `save_prefixes` into the prefix cache, as many as fit.
 
-        The cache may have another number of pages than the one that was saved. What the file has more than there is
-        room for is left out: prefixes that more texts share come first, in free pages and in those of prefixes that no
-        request holds. The bytes of the file are believed, like those of a checkpoint.
+        The cache may have another number of pages than the saved one. Prefixes go into free pages, and into pages of
+        cached prefixes that no request holds. If they do not all fit, those that more texts share are loaded first. The
+        contents of the file are trusted, like those of a checkpoint.
 
         Args:
-            path: the file.
+            path: a file of `save_prefixes`.
 
         Returns:
-            How much was loaded, was cached already, and was left out.
+            How much was loaded, was cached already, and did not fit.
 
         Raises:
             BadCheckpoint: the file is damaged, or was saved with another model, implementation, dtype or cache layout,
-                or with other weights; nothing was changed.
+                or with other weights; the cache is unchanged.
             FileNotFoundError: there is no such file.
             ValueError: the prefix cache is off.
             ProgramRefused: strict mode was not warmed up with `saved_prefixes=True`.
@@ -465,12 +470,14 @@ class LLM:
         """Returns the tokens of prompts without a salt."""
         texts = []
         listed = as_prompts(prompts)
-        for place, prompt in enumerate(listed):
-            with named("prompt", place, len(listed)):
-                made = self._tokenize(prompt)
-                if made.salt is not None:
-                    raise ValueError("what is cached under a cache_salt is not saved")
-                texts.append(made.ids)
+        for index, prompt in enumerate(listed):
+            with named("prompt", index, len(listed)):
+                tokenized = self._tokenize(prompt)
+                if tokenized.salt is not None:
+                    raise ValueError(
+                        "prefixes with a cache_salt are not saved; leave the prompt out"
+                    )
+                texts.append(tokenized.ids)
         return texts
 
     @overload
@@ -505,7 +512,7 @@ class LLM:
 
         Args:
             messages: dicts with "role" and "content", or a text for one message of the user; or a list of these.
-            sampling: how to choose the answer's tokens; for several conversations, one or one each.
+            sampling: sampling parameters of the answers; for several conversations, one for all or one for each.
             progress: show a bar on stderr; if not given, for several conversations on a terminal.
             options: as for `generate`.
 
@@ -519,15 +526,15 @@ class LLM:
         call = as_call("LLM.chat", options, sampling=sampling, progress=progress)
         conversations, several = as_conversations(messages)
         prompts: list[Prompt] = []
-        for place, conversation in enumerate(conversations):
-            with named("conversation", place, len(conversations)):
+        for index, conversation in enumerate(conversations):
+            with named("conversation", index, len(conversations)):
                 prompts.append(self.chat_prompt(conversation))
         bar = False if call["progress"] is None and not several else call["progress"]
         outputs = self.generate(prompts, call["sampling"], progress=bar)
         return outputs if several else outputs[0]
 
     def chat_prompt(self, messages: Messages) -> list[int]:
-        """Returns the token ids of one conversation, ready for the answer."""
+        """Returns the token ids of one conversation, up to where the answer begins."""
         self.lock.refuse_if_closed()
         if self.tokenizer is None:
             raise ValueError(f"chat needs a tokenizer: {NO_TOKENIZER}")
@@ -535,15 +542,15 @@ class LLM:
         return self.tokenizer.encode_chat(conversation, max_tokens=self.max_model_len)
 
     def score(self, prompts: Prompt | Sequence[Prompt]) -> list[np.ndarray]:
-        """Returns, per prompt, the float32 log-probability of each token after the first, given those before it.
+        """Returns, per prompt, the float32 natural log-probabilities of its tokens but the first, [tokens - 1].
 
         Raises:
             ValueError: a prompt is empty, too long, or has ids the model lacks.
         """
         ids = []
         listed = as_prompts(prompts)
-        for place, prompt in enumerate(listed):
-            with named("prompt", place, len(listed)):
+        for index, prompt in enumerate(listed):
+            with named("prompt", index, len(listed)):
                 ids.append(self._tokenize(prompt).ids)
                 if len(ids[-1]) > self.max_model_len:
                     raise ValueError(
@@ -572,7 +579,7 @@ class LLM:
         priority: int = 0,
         salt: str | bytes | None = None,
     ) -> list[Request]:
-        """Returns what the engine is asked for one prompt: `n` samples.
+        """Returns the engine's requests for one prompt, one for each of its `n` samples.
 
         Raises:
             ValueError: as for `generate`.
@@ -585,7 +592,7 @@ class LLM:
         return requests
 
     def _checked(self, prompt: Prompt, params: SamplingParams) -> list[Request]:
-        """Returns the requests of one prompt, which the engine can serve."""
+        """Returns the requests of one prompt; raises `ValueError` if the engine can never serve them."""
         requests = self.requests(prompt, params)
         self.engine.check(requests[0])
         return requests

@@ -1,4 +1,4 @@
-"""How much memory the device has left, and errors that name what to change when it does not suffice."""
+"""Free memory of the device and the host, and `OutOfMemory` errors that name the options to change."""
 
 import os
 from collections.abc import Iterator
@@ -18,17 +18,20 @@ _OUT_OF_MEMORY = ("RESOURCE_EXHAUSTED", "OUT_OF_MEMORY", "Out of memory", "out o
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory ran out, which may be another's doing and pass, and which a smaller step may not meet."""
+    """Returns whether the error means that memory ran out.
+
+    A retry may succeed, because other programs free memory, and so may a smaller step.
+    """
     told = f"{error} {error.__cause__ or ''}"
     return isinstance(error, MemoryError) or any(sign in told for sign in _OUT_OF_MEMORY)
 
 
 @contextmanager
 def named_exhaustion(doing: str) -> Iterator[None]:
-    """Turns an error of memory that ran out into one that names the options to change.
+    """Replaces out-of-memory errors inside the block by an `OutOfMemory` that names the options to change.
 
     Args:
-        doing: what the memory is for, as in "loading the weights".
+        doing: the work of the block for the message, such as "loading the weights".
 
     Raises:
         OutOfMemory: memory ran out inside the block. Any other error passes through.
@@ -38,7 +41,7 @@ def named_exhaustion(doing: str) -> Iterator[None]:
     except (MemoryError, jax.errors.JaxRuntimeError) as error:
         if not is_out_of_memory(error):
             raise
-        # The frames of its traceback hold what was allocated before.
+        # The frames of the traceback keep earlier allocations alive.
         cause = error.with_traceback(None)
     else:
         return
@@ -47,7 +50,7 @@ def named_exhaustion(doing: str) -> Iterator[None]:
 
 
 def device_bytes() -> int | None:
-    """Returns the free bytes of JAX's default device; on a CPU `host_bytes`; `None` if the device does not tell."""
+    """Returns the free bytes of JAX's default device; on a CPU `host_bytes()`; `None` if the device reports none."""
     device = jax.devices()[0]
     if device.platform == "cpu":
         return host_bytes()
@@ -86,7 +89,7 @@ def _group_folders(root: Path) -> Iterator[Path]:
             continue
         mount = root / "sys/fs/cgroup" / ("memory" if controllers else "")
         group = PurePosixPath(path.lstrip("/"))
-        # A container may be told the path on the host, which it does not see; its own group is then the mount.
+        # Inside a container the path may be the host's, which does not exist there; its own group is then the mount.
         inner = [] if ".." in group.parts else [group, *group.parents]
         yield from (mount / folder for folder in inner)
         yield mount

@@ -1,4 +1,4 @@
-"""Command-line options that several commands share, and how their values are read."""
+"""Command-line options that several commands share, and parsers of their values."""
 
 import argparse
 import re
@@ -38,7 +38,7 @@ _SPELLED_NAMES = re.compile(rf"(?<![\w./=-])(?:{'|'.join(_SPELLED)})(?![\w/=-])"
 
 
 def with_command_options(error: BaseException) -> str:
-    """Returns an error's message as one line in which options have the names that the command has for them."""
+    """Returns an error's message on one line, with Python's option names replaced by the command's."""
     return _SPELLED_NAMES.sub(lambda name: _SPELLED[name[0]], " ".join(str(error).split()))
 
 
@@ -83,7 +83,7 @@ def add_model_options(parser: argparse.ArgumentParser, *, max_sequences: int | N
 
     Args:
         parser: of the command.
-        max_sequences: default of `--max-sequences`; `None` where the command explains its own.
+        max_sequences: default of `--max-sequences`; `None` for a default that depends on the number of requests.
     """
     parser.epilog = SIZES
     parser.add_argument(

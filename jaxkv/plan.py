@@ -1,4 +1,4 @@
-"""What serving a model will cost, before anything is loaded: the cache's memory and the programs to compile."""
+"""Plans the cache's memory and the programs to compile, before weights are loaded."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -42,7 +42,11 @@ _KERNELS = "mosaic_gpu"
 
 
 def resolve_length(max_model_len: int | None, positions: int) -> int:
-    """Returns the longest sequence, checked against what the model was made for."""
+    """Returns the longest sequence in tokens: `max_model_len`, or the model's own limit if it is `None`.
+
+    Raises:
+        ValueError: `max_model_len` exceeds the model's limit, `positions`.
+    """
     if max_model_len is None:
         return positions
     why = f"the model supports at most {positions:,} tokens"
@@ -50,13 +54,13 @@ def resolve_length(max_model_len: int | None, positions: int) -> int:
 
 
 def free_bytes(share: float, *, weights: int = 0) -> int:
-    """Returns the share of the device's free memory the cache may take.
+    """Returns the bytes that the cache may take: a share of the device's free memory.
 
-    On a CPU it is that share of a quarter of the memory that this process may use, which other programs use too.
+    On a CPU it is that share of a quarter of the memory that this process may use, because other programs use it too.
 
     Args:
         share: in (0, 1].
-        weights: bytes of parameters that the device will hold beside it and does not hold yet.
+        weights: bytes of parameters that are still to be loaded to the device.
 
     Raises:
         ValueError: the weights alone need more than the device has.
@@ -85,17 +89,17 @@ def plan_cache(
     free_bytes: int | None,
     ahead: int | None = None,
 ) -> tuple[CacheLayout, Budget]:
-    """Returns the cache's groups and how many pages and states of each to make, the sampling group included.
+    """Returns the cache's groups and the number of pages and states of each, the sampling group included.
 
     Args:
-        model: says what each layer remembers.
-        cache: the user's wishes.
-        dtype: of the parameters, which "auto" takes for the cache.
-        max_model_len: longest sequence.
-        free_bytes: memory the cache may take if the user named no budget; `None` for as much as
+        model: the model; its `cache_specs` describe the cache of each layer.
+        cache: the options of the cache.
+        dtype: dtype name of the parameters, which is the cache's for "auto".
+        max_model_len: longest sequence, in tokens.
+        free_bytes: memory that the cache may take if `cache` has no `budget_bytes`; `None` for as much as
             `max_sequences` sequences of `max_model_len` need.
-        ahead: tokens that the steps under way write before pages out of their windows are given back, see
-            `tokens_ahead`; `None` if sequences keep all their pages.
+        ahead: tokens that steps in flight write before pages out of their windows are freed, see `tokens_ahead`;
+            `None` if sequences keep all their pages.
 
     Raises:
         ValueError: not even one sequence of `max_model_len` fits; the message has the numbers.
@@ -127,7 +131,7 @@ def plan_cache(
 def tokens_ahead(
     model: Model, cache: CacheConfig, engine: EngineConfig, max_model_len: int
 ) -> int | None:
-    """Returns the tokens that an engine's steps under way write; `None` if it gives no page back before the end."""
+    """Returns the most tokens that an engine's steps in flight write; `None` if it frees no page before the end."""
     if model.whole_prompts:
         return None
     rows = cache.max_sequences
@@ -136,7 +140,7 @@ def tokens_ahead(
 
 
 def _checkpoints(layout: CacheLayout, cache: CacheConfig, free_bytes: int | None) -> int:
-    """Returns how many states of recurrent layers are kept beside those of running sequences."""
+    """Returns the number of state checkpoints to make room for, beside the states of running sequences."""
     if cache.checkpoint_bytes != "auto":
         return checkpoints_in(layout, cache.checkpoint_bytes)
     wanted, each = 4 * cache.max_sequences, checkpoint_bytes(layout)
@@ -162,17 +166,17 @@ def explain_plan(
     implementation: str | None = None,
     engine: EngineConfig | None = None,
 ) -> str:
-    """Returns what `jaxkv plan` prints for a model directory; only its config files are read.
+    """Returns the text of `jaxkv plan` for a model directory, of which only config files are read.
 
     Args:
-        directory: of the model; `None` is the small one inside the package.
-        dtype: to compute in, or "auto".
-        max_model_len: longest sequence; `None` is the model's own limit.
-        cache: the user's wishes.
-        free_bytes: memory that is free before weights are loaded; `None` does not limit the cache.
-        holds_weights: the weights will take their bytes from `free_bytes` first, as on a GPU.
-        implementation: what is to run the ops; `None` for the best that can.
-        engine: how requests will be served.
+        directory: a model directory; `None` for the small model inside the package.
+        dtype: dtype name to compute in, or "auto".
+        max_model_len: longest sequence, in tokens; `None` for the model's own limit.
+        cache: the options of the cache.
+        free_bytes: free bytes before weights are loaded; `None` does not limit the cache.
+        holds_weights: whether the weights take their bytes from `free_bytes` first, as on a GPU.
+        implementation: family of implementations of the ops; `None` for the best.
+        engine: the options of the engine; `None` for the defaults.
 
     Raises:
         ValueError: as for `LLM`, except that an fp8 cache is planned even where it would be refused; and the weights
@@ -214,14 +218,14 @@ def explain_plan(
 
 
 def _sampling(directory: Path) -> list[str]:
-    """Returns the line on how `jaxkv chat` chooses tokens; none if the model recommends nothing."""
+    """Returns the line with the model's sampling defaults for `jaxkv chat`; none if the model has no defaults."""
     defaults = load_sampling_defaults(directory)
     told = ", ".join(f"{name} {value:g}" for name, value in defaults.items())
     return [f"generation_config.json: chat samples with {told} by default"] * bool(told)
 
 
 def _host(layout: CacheLayout, cache: CacheConfig, per_token: int) -> list[str]:
-    """Says what lies on the host when it is full; nothing if there is none."""
+    """Returns the line with the capacity of the host tier; none if there is no host tier."""
     if not cache.host_bytes:
         return []
     told = [f"{cache.host_bytes // per_token:,} tokens"] if per_token else []
@@ -250,7 +254,7 @@ def _beside_weights(free_bytes: int, weights: int) -> int:
 def _runs_as(
     model: Decoder, dtype: str, layout: CacheLayout, budget: Budget, cache: CacheConfig
 ) -> tuple[str, str]:
-    """Says what runs the model here; an fp8 cache that it would be refused for is planned all the same."""
+    """Returns the line with the model's implementation, and its name; plans fp8 even where it would be refused."""
     try:
         choice = choose_implementation(model, model.param_shapes(dtype), layout, budget.counts)
     except Unsupported as error:
@@ -271,7 +275,7 @@ def _programs(
     cache: CacheConfig,
     engine: EngineConfig,
 ) -> list[str]:
-    """Lists the engine's programs for greedy requests of any length, and what compiling them took here before."""
+    """Returns lines with the programs for greedy requests of any length, and their recorded compile times."""
     assert model.implementation is not None, "what runs it was chosen"
     sizes = {"max_tokens": length, "max_rows": cache.max_sequences}
     shapes = StepShapes(
@@ -309,7 +313,7 @@ def _programs(
 
 
 def _budget(count: int, costs: Sequence[Cost]) -> str:
-    """Says what compiling has cost on this machine."""
+    """Returns the total of the recorded compile times on this machine, and the largest temporary memory."""
     if not costs:
         return "what compiling them takes is known once they were compiled on this machine"
     seconds = sum(cost.seconds for cost in costs)

@@ -1,4 +1,4 @@
-"""What a command prints: text on stdout as it is generated, and notes, log messages and a status line on stderr."""
+"""`Screen`: generated text on stdout; notes, log messages and a status line on stderr."""
 
 import logging
 import os
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 
 class Screen:
-    """Keeps lines of stderr apart from unfinished lines of stdout where one terminal or log shows both."""
+    """Prints to stdout and stderr. On one terminal, a line of stderr never continues an unfinished line of stdout."""
 
     def __init__(self) -> None:
         self._mid_line = False
@@ -28,7 +28,7 @@ class Screen:
             self.write("\n")
 
     def note(self, text: str) -> None:
-        """Prints a line on stderr. It begins a new line where stdout shows on the same terminal or log."""
+        """Prints a line on stderr, after ending an unfinished line of stdout if both go to the same terminal or log."""
         self.status("")
         if self._mid_line and _show_together():
             sys.stderr.write("\n")
@@ -36,7 +36,7 @@ class Screen:
         print(text, file=sys.stderr, flush=True)
 
     def status(self, text: str) -> None:
-        """Shows what is being done until the next output; "" removes it. Only on a terminal and between lines."""
+        """Shows a status line on a terminal, between lines of text, until the next output; "" removes it."""
         if (text and not self._mid_line and sys.stderr.isatty()) or self._has_status:
             sys.stderr.write(f"\r\x1b[K{text}")
             sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""What a user or a file has given, short enough to stand in the one line of an error message."""
+"""Short forms of values and lists for one-line error messages."""
 
 from collections.abc import Collection
 from itertools import islice

@@ -302,7 +302,11 @@ def test_logprobs_are_those_of_the_raw_logits(params):
         ([[1]], {"eos_ids": (-1,)}, "eos_ids"),
         ([[1]], {"eos_ids": (61,)}, "eos_ids"),
         ([[1]], {"eos_ids": tuple(range(60)) * 3}, "stop ids"),
-        ([[1]], {"sampling": SamplingParams(max_tokens=None)}, "max_tokens columns; give a number"),
+        (
+            [[1]],
+            {"sampling": SamplingParams(max_tokens=None)},
+            "max_tokens must be a number for jaxkv.generate",
+        ),
         (jnp.asarray([[1, 99]], jnp.int32), {}, "prompts"),
         (jnp.asarray([[1, -2]], jnp.int32), {}, "prompts"),
         (

@@ -68,7 +68,7 @@ def test_prompts_limit_what_is_saved(saved, tmp_path):
     assert 0 < one.pages < both.pages
     assert llm.save_prefixes(tmp_path / "one", {"prompt_token_ids": ids}) == one
     assert one.tokens == len(ids) // 8 * 8
-    with pytest.raises(ValueError, match="cached under a cache_salt is not saved"):
+    with pytest.raises(ValueError, match="prefixes with a cache_salt are not saved"):
         llm.save_prefixes(tmp_path / "salted", {"prompt": STEM, "cache_salt": "tenant"})
     with pytest.raises(ValueError, match=r"prompt 1: .*at least one token"):
         llm.save_prefixes(tmp_path / "empty", [STEM, ""])

@@ -1,4 +1,4 @@
-"""The options of `jaxkv bench`. What measures is imported when it is asked for, so that mistakes answer at once."""
+"""The options of `jaxkv bench`. Slow modules are imported in the functions, so that error messages appear at once."""
 
 import argparse
 import json
@@ -144,7 +144,11 @@ def _run(options: argparse.Namespace, screen: Screen) -> int:
 
 
 def _asked(options: argparse.Namespace, screen: Screen) -> "tuple[Workload, Served]":
-    """Returns what is measured; what the user does not give fits the device and the model."""
+    """Returns the workload and the engine to measure; options that are not given are made to fit device and model.
+
+    Raises:
+        ValueError: the given lengths exceed the longest sequence.
+    """
     rows = options.max_sequences
     cache = CacheConfig(
         page_size=options.page_size,
@@ -154,8 +158,8 @@ def _asked(options: argparse.Namespace, screen: Screen) -> "tuple[Workload, Serv
     )
     from jaxkv.bench.workload import LENGTHS, Workload
 
-    wished = {name: getattr(options, name) for name in ("requests", *LENGTHS)}
-    given = {name: value for name, value in wished.items() if value is not None}
+    sizes = {name: getattr(options, name) for name in ("requests", *LENGTHS)}
+    given = {name: value for name, value in sizes.items() if value is not None}
     workload = Workload(
         data=options.data,
         prefix_tokens=options.prefix_tokens,
@@ -185,7 +189,7 @@ def _asked(options: argparse.Namespace, screen: Screen) -> "tuple[Workload, Serv
     if options.requests is None and jax.default_backend() == "cpu":
         workload = replace(workload, requests=_REQUESTS_ON_CPU)
     most = resolve_length(options.max_model_len, served.max_positions)
-    asked = workload.longest
+    before = workload.longest
     workload = workload.clipped(most, *(name for name in LENGTHS if name not in given))
     prompt, output = workload.prompt_tokens[1], workload.output_tokens[1]
     if workload.longest > most:
@@ -193,10 +197,10 @@ def _asked(options: argparse.Namespace, screen: Screen) -> "tuple[Workload, Serv
             f"prompts of up to {prompt:,} tokens and outputs of up to {output:,} exceed max_model_len, {most:,}; lower "
             "--prompt-tokens or --output-tokens, or take a model that supports more"
         )
-    if workload.longest < asked:
+    if workload.longest < before:
         screen.note(
-            f"jaxkv: prompts of up to {prompt:,} tokens and outputs of up to {output:,} are measured, since "
-            f"max_model_len is {most:,}; --prompt-tokens and --output-tokens choose others"
+            f"jaxkv: prompts have up to {prompt:,} tokens and outputs up to {output:,}, because max_model_len is "
+            f"{most:,}; --prompt-tokens and --output-tokens change them"
         )
     if rows is None:
         cache = replace(cache, max_sequences=min(workload.requests, _MOST_SEQUENCES))

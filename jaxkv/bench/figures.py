@@ -9,14 +9,14 @@ import numpy as np
 
 @dataclass(kw_only=True)
 class Timeline:
-    """One request as its user saw it; seconds of one clock.
+    """The times of one request, in seconds of one clock.
 
     Attributes:
-        prompt_tokens: of the prompt.
-        cached_tokens: of these, those that were not computed again.
-        arrived: when it was due, which may be before the engine heard of it.
-        tokens: when each of its tokens was handed out.
-        failed: it ended in an error.
+        prompt_tokens: tokens of the prompt.
+        arrived: time at which the request was due, which may be before it was added to the engine.
+        cached_tokens: prompt tokens that were found in the prefix cache.
+        tokens: time of each output token.
+        failed: whether the request ended in an error.
     """
 
     prompt_tokens: int
@@ -28,7 +28,7 @@ class Timeline:
 
 @dataclass(frozen=True)
 class Spread:
-    """Some durations in milliseconds; percentiles lie between the two nearest ones."""
+    """Mean and percentiles of durations, in milliseconds; percentiles are interpolated linearly."""
 
     mean: float
     p50: float
@@ -41,15 +41,15 @@ class Figures:
     """The metrics of one benchmark run.
 
     Attributes:
-        requests, failed: that ended with all their tokens, or with an error.
-        seconds: from the first arrival to the last token.
-        prompt_tokens, cached_tokens, output_tokens: of all requests.
+        requests, failed: number of requests that ended with all their tokens, and with an error.
+        seconds: time from the first arrival to the last token.
+        prompt_tokens, cached_tokens, output_tokens: sums over all requests that did not fail.
         requests_per_second, output_tokens_per_second, total_tokens_per_second: over `seconds`; the total counts
             prompts, cached or not.
         ttft_ms: time to first token: from a request's arrival to its first token.
-        tpot_ms: time per output token: a request's mean time from one token to the next; of requests of two or more.
-        itl_ms: inter-token latency: every single time from one token to the next.
-        e2e_ms: from a request's arrival to its last token.
+        tpot_ms: time per output token: a request's mean time between tokens; over requests of two tokens or more.
+        itl_ms: inter-token latency: the time between two tokens; over all pairs of successive tokens.
+        e2e_ms: end-to-end latency: from a request's arrival to its last token.
     """
 
     requests: int
@@ -67,7 +67,7 @@ class Figures:
     e2e_ms: Spread | None
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns the figures as JSON has them, spreads as dictionaries."""
+        """Returns the figures as a dictionary for JSON, with spreads as dictionaries."""
         return asdict(self)
 
     def __str__(self) -> str:
@@ -88,36 +88,36 @@ class Figures:
 
 
 def figures_of(timelines: Sequence[Timeline]) -> Figures:
-    """Returns the figures of a run; what failed counts in `failed` alone.
+    """Returns the figures of a run; failed requests count in `failed` alone.
 
     Raises:
-        ValueError: nothing came to an end.
+        ValueError: all requests failed.
     """
-    good = [line for line in timelines if line.tokens and not line.failed]
+    good = [one for one in timelines if one.tokens and not one.failed]
     if not good:
         raise ValueError(
-            f"none of {len(timelines)} requests gave a token, so there is nothing to tell"
+            f"no figures can be computed: none of {len(timelines)} requests ended with a token"
         )
-    seconds = max(line.tokens[-1] for line in good) - min(line.arrived for line in timelines)
-    prompt = sum(line.prompt_tokens for line in good)
-    output = sum(len(line.tokens) for line in good)
-    several = [line for line in good if len(line.tokens) > 1]
+    seconds = max(one.tokens[-1] for one in good) - min(one.arrived for one in timelines)
+    prompt = sum(one.prompt_tokens for one in good)
+    output = sum(len(one.tokens) for one in good)
+    several = [one for one in good if len(one.tokens) > 1]
     return Figures(
         requests=len(good),
         failed=len(timelines) - len(good),
         seconds=seconds,
         prompt_tokens=prompt,
-        cached_tokens=sum(line.cached_tokens for line in good),
+        cached_tokens=sum(one.cached_tokens for one in good),
         output_tokens=output,
         requests_per_second=len(good) / seconds,
         output_tokens_per_second=output / seconds,
         total_tokens_per_second=(prompt + output) / seconds,
-        ttft_ms=_spread([line.tokens[0] - line.arrived for line in good]),
+        ttft_ms=_spread([one.tokens[0] - one.arrived for one in good]),
         tpot_ms=_spread(
-            [(line.tokens[-1] - line.tokens[0]) / (len(line.tokens) - 1) for line in several]
+            [(one.tokens[-1] - one.tokens[0]) / (len(one.tokens) - 1) for one in several]
         ),
-        itl_ms=_spread(np.concatenate([np.diff(line.tokens) for line in several] or [[]])),
-        e2e_ms=_spread([line.tokens[-1] - line.arrived for line in good]),
+        itl_ms=_spread(np.concatenate([np.diff(one.tokens) for one in several] or [[]])),
+        e2e_ms=_spread([one.tokens[-1] - one.arrived for one in good]),
     )
 
 

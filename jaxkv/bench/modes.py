@@ -1,4 +1,4 @@
-"""What `jaxkv bench` measures: throughput, latency at a rate of requests, and start-up."""
+"""The measurements of `jaxkv bench`: throughput, latency at a request rate, and start-up time."""
 
 import time
 from dataclasses import asdict, dataclass
@@ -15,14 +15,14 @@ from jaxkv.engine.warm_up import WarmUp, compile_all, declare_served
 
 @dataclass(frozen=True)
 class StartUp:
-    """What getting ready took.
+    """Times of an engine's start-up.
 
     Attributes:
-        import_seconds: from the start of the command until everything was imported.
-        load_seconds: weights and cache, and the device's own start-up.
-        warm_up: what compiling took.
-        start_up_seconds: from the start of the command until the first request could be sent.
-        first_token_seconds: from then to the first token of one request.
+        import_seconds: time from the start of the command until all modules are imported.
+        load_seconds: time to load weights, allocate the cache and start the device.
+        warm_up: number and compile time of the programs.
+        start_up_seconds: time from the start of the command until the engine is ready for requests.
+        first_token_seconds: time from then to the first token of one request.
     """
 
     import_seconds: float
@@ -42,7 +42,7 @@ class StartUp:
 
 @dataclass(frozen=True)
 class Result:
-    """An outcome, and what it is of."""
+    """The outcome of a measurement, and a description of the model, the device and the workload."""
 
     about: dict[str, Any]
     outcome: Figures | StartUp
@@ -52,14 +52,14 @@ class Result:
         return {**self.about, **asdict(self.outcome)}
 
     def __str__(self) -> str:
-        told = "{model} in {dtype} on {device}, run by {implementation}".format(**self.about)
+        header = "{model} in {dtype} on {device}, run by {implementation}".format(**self.about)
         if "steps" in self.about:
-            told += (
+            header += (
                 "; {steps} steps, {compiled_while_serving} programs compiled while serving".format(
                     **self.about
                 )
             )
-        return f"{told}\n{self.outcome}"
+        return f"{header}\n{self.outcome}"
 
 
 def measure_serving(
@@ -68,8 +68,8 @@ def measure_serving(
     """Warms up, serves the workload once, and returns its figures.
 
     Args:
-        served: what is measured.
-        workload: what is asked of it.
+        served: the model and engine to measure.
+        workload: the requests.
         rate: requests per second; `None` sends all at once, which measures throughput.
         progress: show a bar on stderr while programs compile.
 
@@ -91,11 +91,11 @@ def measure_serving(
 def measure_startup(
     served: Served, workload: Workload, *, began: float, progress: bool = False
 ) -> Result:
-    """Starts an engine, serves one request, and returns what each part took.
+    """Starts an engine, serves one request, and returns the time of each part.
 
     Args:
-        served: what is measured.
-        workload: what the engine gets ready for.
+        served: the model and engine to measure.
+        workload: the requests that the warm-up compiles programs for.
         began: `time.perf_counter()` when the command started.
         progress: show a bar on stderr while programs compile.
 
@@ -119,7 +119,7 @@ def measure_startup(
 
 
 def warm(engine: Engine, workload: Workload, *, progress: bool = False) -> WarmUp:
-    """Compiles all programs that the workload can need."""
+    """Compiles all programs that the workload may need."""
     needed = declare_served(engine, workload.example(), workload.requests)
     return compile_all(engine.runner, needed, progress=progress)
 

@@ -1,4 +1,4 @@
-"""An engine to be measured: of a model directory, or of a known shape with random weights."""
+"""The engine that a benchmark measures, of a model directory or of random weights, and its serving loop."""
 
 import time
 from collections.abc import Sequence
@@ -31,11 +31,11 @@ class Served:
     Attributes:
         shape: a name of `SHAPES`, with random weights; `None` for a directory.
         model: a model directory; `None` for the small model inside the package, if `shape` is `None` too.
-        dtype: to compute in; "auto" is the checkpoint's own, and bfloat16 for a shape.
-        max_model_len: longest prompt plus output.
-        cache: size of the cache, and sequences at once.
-        engine: how to serve.
-        implementation: of the ops; `None` for the best that can run.
+        dtype: dtype name to compute in; "auto" is the checkpoint's own, and bfloat16 for a shape.
+        max_model_len: longest prompt plus output, in tokens.
+        cache: options of the cache.
+        engine: options of the engine.
+        implementation: family of implementations of the ops; `None` for the best.
     """
 
     shape: str | None = None
@@ -47,7 +47,7 @@ class Served:
     implementation: str | None = None
 
     def __post_init__(self) -> None:
-        """Refuses an unknown shape, and a shape together with a directory."""
+        """Raises `ValueError` for an unknown shape, and for both a shape and a directory."""
         if self.shape is not None and self.shape not in SHAPES:
             raise ValueError(f"shape must be one of {', '.join(SHAPES)}, got {self.shape!r}")
         if self.shape is not None and self.model is not None:
@@ -55,19 +55,19 @@ class Served:
 
     @property
     def name(self) -> str:
-        """What to call the model."""
+        """Name of the model in results."""
         return self.shape or (Path(self.model).name if self.model else "default model")
 
     @property
     def max_positions(self) -> int:
-        """Longest sequence that the model supports; reads its config.json alone."""
+        """Longest sequence that the model supports, in tokens; of a directory only config.json is read."""
         config = (
             SHAPES[self.shape] if self.shape else load_config(self.model or default_model.path())
         )
         return build_model(config).max_positions
 
     def build(self) -> Engine:
-        """Returns the engine, with its weights on the device; nothing is compiled for it yet."""
+        """Returns the engine with its weights on the device; its programs are not compiled yet."""
         if self.shape is not None:
             return self._random()
         llm = LLM(
@@ -87,7 +87,7 @@ class Served:
         model = replace(build_model(SHAPES[self.shape]), implementation=self.implementation)
         dtype = resolve_dtype(self.dtype, "bfloat16")
         length = resolve_length(self.max_model_len, model.max_positions)
-        # One program for each shape of a leaf: one for all would take 40 seconds to compile.
+        # `init_params` compiles one program per shape of a leaf; one program for all leaves would take 40 s to compile.
         params = jax.block_until_ready(model.init_params(jax.random.key(0), dtype))
         room = free_bytes(self.cache.memory_share)
         layout, budget = plan_cache(
@@ -102,15 +102,15 @@ class Served:
 
 
 def serve(engine: Engine, requests: Sequence[Request], due: Sequence[float]) -> list[Timeline]:
-    """Serves requests as they come due, and returns when their tokens came.
+    """Serves requests as they come due, and returns the times of their tokens.
 
-    A request that comes due while a step is under way has arrived all the same: its time to the first token counts
-    from when it was due.
+    A request that comes due during a step is added after the step, but its time to the first token counts from when it
+    was due.
 
     Args:
-        engine: serves them; it has no other user meanwhile.
-        requests: in the order in which they come.
-        due: seconds from the start at which each comes, ascending.
+        engine: the engine, without other callers.
+        requests: the requests, in the order in which they come due.
+        due: seconds from the start at which each request comes due, ascending.
 
     Raises:
         ValueError: a request can never be served.
@@ -121,34 +121,34 @@ def serve(engine: Engine, requests: Sequence[Request], due: Sequence[float]) -> 
         Timeline(prompt_tokens=len(one.prompt), arrived=at)
         for one, at in zip(requests, due, strict=True)
     ]
-    open_: list[tuple[RequestState, Timeline]] = []
-    start, begun = time.perf_counter(), 0
-    while begun < len(requests) or open_:
+    running: list[tuple[RequestState, Timeline]] = []
+    start, added = time.perf_counter(), 0
+    while added < len(requests) or running:
         now = time.perf_counter() - start
-        while begun < len(requests) and due[begun] <= now:
-            [sample] = engine.add([requests[begun]])
-            open_.append((sample, timelines[begun]))
-            begun += 1
-        if not open_:
-            time.sleep(due[begun] - now)
+        while added < len(requests) and due[added] <= now:
+            [sample] = engine.add([requests[added]])
+            running.append((sample, timelines[added]))
+            added += 1
+        if not running:
+            time.sleep(due[added] - now)
             continue
         engine.step()
-        open_ = _note(open_, time.perf_counter() - start)
+        running = _record_tokens(running, time.perf_counter() - start)
     return timelines
 
 
-def _note(
-    open_: list[tuple[RequestState, Timeline]], now: float
+def _record_tokens(
+    running: list[tuple[RequestState, Timeline]], now: float
 ) -> list[tuple[RequestState, Timeline]]:
-    """Notes the tokens that came in a step, and returns who goes on."""
-    goes_on = []
-    for sample, timeline in open_:
+    """Records the time of the tokens of a step, and returns the requests that have not ended."""
+    still_running = []
+    for sample, timeline in running:
         new = sample.generated - len(timeline.tokens)
         if new:
             timeline.tokens += [now] * new
         if sample.status != FINISHED:
-            goes_on.append((sample, timeline))
+            still_running.append((sample, timeline))
         else:
             timeline.cached_tokens = sample.cached or 0
             timeline.failed = sample.reason == "error"
-    return goes_on
+    return still_running

@@ -1,4 +1,4 @@
-"""The sizes of models that people know, for measuring with random weights."""
+"""The sizes of well-known models, for benchmarks with random weights."""
 
 from jaxkv.config.blocks import MambaConfig
 from jaxkv.config.model import ModelConfig, RopeConfig
@@ -55,7 +55,7 @@ SHAPES = {
     ),
 }
 
-# Sizes alone: the multipliers, which change no time, are left at one.
+# Multipliers are left at 1, because they do not change the time.
 HYBRID_SHAPES = {
     "granite-4.0-h-micro": ModelConfig(
         family="granitemoehybrid",

@@ -1,4 +1,4 @@
-"""The requests that a benchmark sends, and when: drawn from a seed, so that the next run sends the same."""
+"""The requests of a benchmark and their arrival times, drawn from a seed, so that every run sends the same."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -18,15 +18,15 @@ class Workload:
     """The requests of a benchmark; the defaults are nano-vllm's published benchmark.
 
     Attributes:
-        data: "random" prompts have nothing in common; those of "shared-prefix" begin alike.
-        requests: how many.
-        prompt_tokens, output_tokens: the least and the most of a request; drawn evenly.
-        prefix_tokens: that prompts have in common with "shared-prefix"; at most the least prompt's, less one.
-        temperature: 0 is greedy.
-        seed: of all that is drawn.
+        data: "random" for independent prompts, "shared-prefix" for prompts with a common prefix.
+        requests: number of requests.
+        prompt_tokens, output_tokens: least and most tokens of a request; drawn uniformly.
+        prefix_tokens: tokens of the common prefix with "shared-prefix"; fewer than those of the shortest prompt.
+        temperature: sampling temperature; 0 is greedy.
+        seed: seed of prompts, lengths and arrival times.
 
     Raises:
-        ValueError: a number cannot be served.
+        ValueError: a field is out of range.
     """
 
     data: str = "random"
@@ -38,7 +38,7 @@ class Workload:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Refuses what cannot be drawn."""
+        """Raises `ValueError` for fields out of range."""
         if self.data not in DATA:
             raise ValueError(f"data must be one of {', '.join(DATA)}, got {self.data!r}")
         as_int("the number of requests", self.requests, 1, 2**20)
@@ -56,7 +56,7 @@ class Workload:
 
         Args:
             limit: most tokens of a prompt and its output together; 2 or more.
-            names: of the lengths that may be clipped: "prompt_tokens", "output_tokens".
+            names: the lengths that may be clipped: "prompt_tokens", "output_tokens".
         """
         if not names or self.longest <= limit:
             return self
@@ -76,11 +76,11 @@ class Workload:
         return self.prompt_tokens[1] + self.output_tokens[1]
 
     def example(self) -> Request:
-        """Returns a request as long as any: what programs are compiled for."""
+        """Returns a request with the longest prompt and output, for the warm-up."""
         return self._request((0,) * self.prompt_tokens[1], self.output_tokens[1])
 
     def draw(self, vocab_size: int) -> list[Request]:
-        """Returns the requests, which end at their number of tokens alone."""
+        """Returns the requests; each ends after its number of output tokens and ignores end ids."""
         draw = np.random.default_rng(self.seed)
         common = draw.integers(0, vocab_size, self.prefix_tokens).tolist()
         if self.data == "random":
@@ -101,12 +101,12 @@ class Workload:
 
 
 def arrivals(count: int, rate: float | None, seed: int) -> Sequence[float]:
-    """Returns when each request comes, in seconds from the start, ascending.
+    """Returns the arrival time of each request, in seconds from the start, ascending.
 
     Args:
-        count: requests.
-        rate: per second, as a Poisson process; `None` sends all at once.
-        seed: of the draw.
+        count: number of requests.
+        rate: requests per second, as a Poisson process; `None` for all at once.
+        seed: seed of the arrival times.
 
     Raises:
         ValueError: the rate is not above 0.
@@ -116,5 +116,5 @@ def arrivals(count: int, rate: float | None, seed: int) -> Sequence[float]:
     if not 0 < rate < float("inf"):
         raise ValueError(f"the request rate must be above 0 per second, got {rate}")
     gaps = np.random.default_rng(seed).exponential(1 / rate, count)
-    # The first one starts the clock.
+    # The first request arrives at 0.
     return (np.cumsum(gaps) - gaps[0]).tolist()

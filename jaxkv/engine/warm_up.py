@@ -11,7 +11,7 @@ from jaxkv.engine.engine import Engine
 from jaxkv.engine.request import Request
 from jaxkv.models.protocol import Model
 from jaxkv.offload.programs import declare_swaps
-from jaxkv.programs.costs import note_costs
+from jaxkv.programs.costs import record_costs
 from jaxkv.programs.spec import ProgramSpec
 from jaxkv.runner.buckets import bucket
 from jaxkv.runner.cache_programs import AdmitSpec, CopySpec
@@ -69,7 +69,7 @@ def compile_all(
         runner.programs.seal()
     new = [program for program in compiled if program not in known]
     params = jax.tree.leaves(runner.params)
-    note_costs(cost_identity(runner.model, str(params[0].dtype)), new)
+    record_costs(cost_identity(runner.model, str(params[0].dtype)), new)
     warm_up = WarmUp(
         programs=len(new),
         loaded=sum(program.loaded for program in new),

@@ -2,7 +2,7 @@
 
 The module follows `CausalModule` in `jaxkv/models/flax_model.py`: `cache_specs` describes the memory of its layers, a
 call works on tokens of several sequences packed one after the other, and the `attend` that it is given reads and
-writes the memory. Dropout is for training: a `FlaxModel` generates in evaluation mode, whatever the module's own mode.
+writes the memory. A `FlaxModel` generates in evaluation mode, without dropout, even if the module is in training mode.
 """
 
 import jax.numpy as jnp
@@ -51,7 +51,7 @@ class Transformer(nnx.Module):
         self.norm = nnx.LayerNorm(HIDDEN, rngs=rngs)
 
     def cache_specs(self, *, page_size: int, dtype: str) -> tuple[LayerSpec, ...]:
-        """Every layer remembers keys and values of all tokens."""
+        """Returns the cache of each layer: keys and values of all tokens."""
         return place([gqa(KV_HEADS, HEAD_DIM, page_size=page_size, dtype=dtype)] * LAYERS)
 
     def __call__(
@@ -64,7 +64,7 @@ class Transformer(nnx.Module):
         return self.norm(x)
 
     def logits(self, hidden: Float[Array, "rows hidden_size"]) -> Float[Array, "rows vocab_size"]:
-        """Scores tokens by their embeddings."""
+        """Returns float32 logits, the products with the embeddings."""
         return self.tokens.attend(hidden).astype(jnp.float32)
 
 

@@ -1,11 +1,11 @@
-"""The README.md and training.json that lie beside a model trained here. Knows nothing of how it was trained."""
+"""Writes README.md and training.json into the directory of a trained model."""
 
 import json
 from pathlib import Path
 
 
 def write_card(directory: Path, record: dict, samples: dict[str, str]) -> None:
-    """Writes what was done, for programs (training.json) and for people (README.md)."""
+    """Writes the record of a training run as training.json, and its summary with sample texts as README.md."""
     (directory / "training.json").write_text(json.dumps(record, indent=2) + "\n")
     data, result = record["data"], record["result"]
     blocks = "\n".join(f"{title}\n\n```text\n{text}\n```\n" for title, text in samples.items())

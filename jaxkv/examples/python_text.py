@@ -10,7 +10,7 @@ from jaxtyping import Int
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 END = "<|end|>"
-# Tests, vendored packages, and tables that a program wrote teach nothing about how people write Python.
+# Tests, vendored packages and generated tables are no examples of hand-written library code.
 SKIPPED_FOLDERS = frozenset(
     ("test", "idlelib", "site-packages", "lib2to3", "encodings", "pydoc_data", "__phello__")
 )
@@ -19,7 +19,7 @@ WORDS = r"[\p{L}_]+|\p{N}+|[^\s\p{L}\p{N}_]+|\n+| +|[^\S\n ]+"
 
 
 def read_sources(source: Path) -> dict[str, str]:
-    """Maps each source file's path below `source`, in sorted order, to its text."""
+    """Returns path below `source` -> text of each source file, sorted; raises `ValueError` if there are none."""
     found = {}
     for file in source.rglob("*.py"):
         name = file.relative_to(source)
@@ -32,7 +32,7 @@ def read_sources(source: Path) -> dict[str, str]:
 
 
 def is_held_out(name: str) -> bool:
-    """Chooses one file in twenty by the hash of its name, so the choice does not move with the file list."""
+    """Returns whether a file is held out: one in twenty, by the hash of its name, independent of other files."""
     return hashlib.sha256(name.encode()).digest()[0] % 20 == 0
 
 
@@ -80,7 +80,11 @@ def tokenise(tokenizer: Tokenizer, texts: Sequence[str]) -> Int[np.ndarray, " to
 def line_starts(
     tokenizer: Tokenizer, stream: Int[np.ndarray, " tokens"], context: int
 ) -> Int[np.ndarray, " starts"]:
-    """Finds where a whole window can begin at the start of a line, which is where prompts begin too."""
+    """Returns the starts of lines that `context + 1` tokens follow; training windows begin there, as prompts do.
+
+    Raises:
+        ValueError: the stream has no such line.
+    """
     breaks = [
         id_
         for token, id_ in tokenizer.get_vocab().items()

@@ -1,4 +1,4 @@
-"""A small Llama-shaped decoder in plain JAX, for training. It has no cache: serving is the rest of jaxkv's work."""
+"""A small Llama-shaped decoder in plain JAX for training, without a cache."""
 
 import json
 from dataclasses import dataclass
@@ -71,7 +71,7 @@ def rms_norm(
 def rotate(
     x: Float[Array, "batch tokens heads head_dim"], theta: float
 ) -> Float[Array, "batch tokens heads head_dim"]:
-    """Turns each pair (i, i + head_dim / 2) by its position's angle: Hugging Face's rotate-half order."""
+    """Rotates each pair of components (i, i + head_dim / 2) by its position's angle (Hugging Face's order)."""
     tokens, half = x.shape[1], x.shape[-1] // 2
     frequencies = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
     angles = jnp.arange(tokens, dtype=jnp.float32)[:, None] * frequencies[None, :]

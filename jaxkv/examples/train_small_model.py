@@ -1,7 +1,7 @@
 """Trains the embedded default model on the Python standard library's own sources and writes a Hugging Face directory.
 
-`python -m jaxkv.examples.train_small_model --out DIR` runs the recipe; the text is `python_text.py`'s and
-the model `small_llama.py`'s. It needs optax, and a GPU unless the steps are few.
+`python -m jaxkv.examples.train_small_model --out DIR` runs the recipe. `python_text.py` has the training text and
+`small_llama.py` the model. It needs optax, and a GPU unless `--steps` is small.
 """
 
 import argparse
@@ -41,7 +41,7 @@ PROMPTS = ("def ", "import ", "class ", "for i in range(")
 
 @dataclass(frozen=True)
 class Recipe:
-    """Everything that decides the weights besides the data and the model's sizes."""
+    """Hyperparameters of the training."""
 
     steps: int = 3000
     batch_size: int = 32
@@ -70,14 +70,14 @@ def loss_of(
     model: SmallLlama,
     recipe: Recipe,
 ) -> Float[Array, ""]:
-    """Mean negative log-likelihood, in nats per token, of each window's tokens after its first."""
+    """Returns the mean negative log-likelihood, in nats per token, of each window's tokens after its first."""
     dtype = jnp.dtype(recipe.compute_dtype)
     logits = forward(model, params, windows[:, :-1], dtype=dtype, dropout=recipe.dropout, key=key)
     return optax.softmax_cross_entropy_with_integer_labels(logits, windows[:, 1:]).mean()
 
 
 def make_optimizer(recipe: Recipe) -> optax.GradientTransformation:
-    """AdamW with warm-up and a cosine to a hundredth; only matrices decay."""
+    """Returns AdamW with warm-up, a cosine decay to a hundredth of the peak, and weight decay of matrices only."""
     schedule = optax.warmup_cosine_decay_schedule(
         0.0,
         recipe.peak_learning_rate,
@@ -158,9 +158,9 @@ def sample(
     max_tokens: int = 100,
     seed: int = 0,
 ) -> str:
-    """Continues a prompt by recomputing everything for each token: slow, and free of any cache to trust."""
+    """Returns the continuation of a prompt, computed without a cache: every token recomputes the whole text."""
     ids = tokenizer.encode(prompt).ids
-    # One width serves every prompt of about this length, so that they share a compilation.
+    # Rounded up, so that prompts of similar lengths share one compiled program.
     room = np.zeros((1, -(-(len(ids) + max_tokens) // 64) * 64), np.int32)
     rng = np.random.default_rng(seed)
     for _ in range(max_tokens):
@@ -198,7 +198,7 @@ def parse_options() -> argparse.Namespace:
 
 
 def describe_data(sources: dict[str, str], version: str, num_tokens: int) -> dict[str, str | int]:
-    """Says exactly which text was used."""
+    """Returns sizes and SHA-256 of the training text, and its Python version."""
     text = "".join(sources.values()).encode()
     return {
         "python_version": version,
@@ -213,7 +213,7 @@ def describe_data(sources: dict[str, str], version: str, num_tokens: int) -> dic
 def describe_result(
     params: Params, history: list[dict[str, int | float]], bytes_per_token: float, seconds: float
 ) -> dict[str, str | int | float]:
-    """Says what came out, at the check whose weights were kept, and where it ran."""
+    """Returns the losses at the check with the best held-out loss, the training time, and the device."""
     best = min(history, key=lambda entry: entry["held_out"])
     return {
         "parameters": sum(leaf.size for leaf in params.values()),

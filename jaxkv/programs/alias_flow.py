@@ -1,8 +1,8 @@
-"""Follows donated arrays through a compiled program: where each one ends up, and where it is copied on the way.
+"""Follows donated arrays ("pools") through a compiled program: the output of each, and the copies on the way.
 
-A program that updates a pool in place hands the same memory from one instruction to the next: views, tuples,
-loops, scatters and updates of slices. Any other instruction that takes a pool and yields an array at least as
-large makes a second one. Gathers, products and reductions only read.
+Some instructions pass a pool's memory on: views, tuples, loops, scatters and updates of slices. Others only read it:
+gathers, products and reductions. Any other instruction that takes a pool and returns an array of at least its size is
+counted as a copy.
 """
 
 from collections.abc import Mapping, Sequence
@@ -37,13 +37,13 @@ _READERS = {
 
 @dataclass(frozen=True)
 class PoolCopy:
-    """A second array the size of a pool.
+    """A second array of at least a pool's size.
 
     Attributes:
-        pool: which of the followed arrays.
-        exact: same type and layout, which only a copy that XLA had to insert has; otherwise the
-            pool was laid out anew, converted, or passed through arithmetic.
-        line: the instruction.
+        pool: number of the followed array.
+        exact: whether type and layout are the pool's, as in a copy that XLA inserts. Otherwise the pool was laid out
+            anew, converted, or passed through arithmetic.
+        line: the instruction's line.
     """
 
     pool: int
@@ -71,11 +71,11 @@ class _Value:
 
 @dataclass(frozen=True)
 class PoolFlow:
-    """What became of the followed arrays.
+    """The outputs and copies of the followed arrays.
 
     Attributes:
-        outputs: output leaf -> the pool whose memory or value it is, where that is known.
-        copies: every second array found.
+        outputs: output leaf -> number of the pool whose memory or value it is, where that is known.
+        copies: all copies found.
     """
 
     outputs: Mapping[int, int]
@@ -83,11 +83,11 @@ class PoolFlow:
 
 
 def follow_pools(module: Module, pools: Mapping[int, int]) -> PoolFlow:
-    """Follows entry parameters through the module.
+    """Follows parameters of the entry computation through the module.
 
     Args:
-        module: an optimised module.
-        pools: entry parameter -> the number to call its array by.
+        module: an optimised HLO module.
+        pools: parameter number -> number of its array in the result.
     """
     entry = module.computations[module.entry]
     elements = {
@@ -106,7 +106,7 @@ def follow_pools(module: Module, pools: Mapping[int, int]) -> PoolFlow:
 
 
 class _Walk:
-    """One pass over the program; callees are walked where they are called, with what they are given."""
+    """One pass over the program. A called computation is walked at each call, with the origins of its arguments."""
 
     def __init__(self, module: Module, elements: Mapping[int, int]) -> None:
         self.module = module
@@ -116,7 +116,7 @@ class _Walk:
     def run(
         self, computation: str, arguments: Sequence[_Origin], *, fused: bool = False
     ) -> _Origin:
-        """Returns what the computation's root holds; of a fusion only the root exists in memory."""
+        """Returns the origin of the computation's root. Within a fusion only the root exists in memory."""
         values: dict[str, _Value] = {}
         root: _Origin = None
         for line in self.module.computations[computation]:
@@ -140,7 +140,7 @@ class _Walk:
     def _called(self, line: Instruction, operands: Sequence[_Origin]) -> _Origin:
         match line.opcode:
             case "while":
-                # What the body does not hand back as it got it is another array after one turn.
+                # A part that the body does not return in its own memory is another array after one iteration.
                 return _same(operands[0], self.run(line.callees[0], operands))
             case "conditional":
                 branches = zip(line.callees, operands[1:], strict=True)
@@ -184,7 +184,7 @@ class _Walk:
         return None
 
     def _settled(self, line: Instruction, origin: _Origin) -> _Origin:
-        """Notes the copies among the results of an instruction; from here on they stand for their pools."""
+        """Records copies among an instruction's results, and returns the origin with each replaced by its pool."""
         if isinstance(origin, tuple):
             return tuple(self._settled(line, part) for part in origin)
         if isinstance(origin, _Pool) and origin.copied:
@@ -194,7 +194,7 @@ class _Walk:
 
 
 def _same(before: _Origin, after: _Origin) -> _Origin:
-    """Returns what two values agree on, part by part."""
+    """Returns the parts that two origins have in common; `None` for parts that differ."""
     if isinstance(before, tuple) and isinstance(after, tuple) and len(before) == len(after):
         return tuple(_same(*parts) for parts in zip(before, after, strict=True))
     return before if before == after else None

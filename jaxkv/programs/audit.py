@@ -1,9 +1,9 @@
-"""Proves that a compiled program updates its cache in place. Reads the program only; runs nothing.
+"""`audit`: proves from the compiled program's text that it updates its cache in place, without running it.
 
-What is demanded depends on the backend. Everywhere each donated array must come back in its own memory, and no
-copy of one may be made. On a GPU a pool must also not be laid out anew, converted or swept through
-arithmetic, which costs as much as a copy. That is noted and not refused where reading a pool comes to the same:
-for XLA on the CPU, which does it of its own accord before matrix products, and for a pool of a single page or state.
+On every backend each donated array must be returned in its own memory, and must not be copied. On a GPU a pool must
+also not be laid out anew, converted or passed through arithmetic as a whole, which costs as much as a copy. That is
+reported but allowed in two cases: on the CPU, where XLA converts operands of matrix products itself, and for a pool of
+a single page or state, all of which a step reads anyway.
 """
 
 import re
@@ -24,14 +24,16 @@ SMALL_BYTES = 4096
 
 @dataclass(frozen=True)
 class AuditReport:
-    """What a compiled program does with its cache.
+    """The memory of a compiled program, and the copies that it makes of its cache.
 
     Attributes:
         backend: "cpu" or "gpu".
-        cache_bytes, alias_bytes: bytes of the cache, and of the memory that outputs share with donated inputs.
-        argument_bytes, temp_bytes: bytes of all inputs, and of the memory the program uses meanwhile.
-        copies: every second array the size of a pool, allowed or not; `pool` counts the cache's arrays.
-        problems: why the program must not be served; empty if it may.
+        cache_bytes: bytes of the cache.
+        alias_bytes: bytes that outputs share with donated inputs.
+        argument_bytes: bytes of all inputs.
+        temp_bytes: bytes of temporary memory.
+        copies: all copies of pools, allowed or not; `PoolCopy.pool` is the index among the cache's arrays.
+        problems: reasons to refuse the program; empty if there are none.
     """
 
     backend: str
@@ -45,23 +47,23 @@ class AuditReport:
     def raise_if_bad(self, program: str) -> None:
         """Raises `ProgramRefused` with every problem, if there is one."""
         if self.problems:
-            told = "\n  ".join(self.problems)
+            listed = "\n  ".join(self.problems)
             raise ProgramRefused(
-                f"{program} does not update its cache in place:\n  {told}\n"
-                f"Donate the cache, return its arrays in the order, shapes and dtypes they came in, update them by "
-                f"scatters alone, and let what is read from one feed what is written to the next."
+                f"{program} does not update its cache in place:\n  {listed}\n"
+                f"Donate the cache, return its arrays with the same order, shapes and dtypes, update them by scatters "
+                f"alone, and let each write to an array depend on the earlier reads of it."
             )
 
 
 @dataclass(frozen=True)
 class _Pools:
-    """The cache's arrays as the program sees them: the first of its outputs, some of its inputs.
+    """The arrays of the cache among the parameters of the compiled module. They are also its first outputs.
 
     Attributes:
-        names: for messages.
-        num_bytes, num_units: of each array.
-        inputs: the parameter of the module that each array is; `None` if the program does not read it.
-        num_inputs: parameters of the module. JAX leaves arguments out that the program does not read.
+        names: name of each array, for messages.
+        num_bytes, num_units: bytes, and pages or states, of each array.
+        inputs: parameter number of each array; `None` if the program does not read it, since JAX drops such arguments.
+        num_inputs: number of parameters of the module.
     """
 
     names: tuple[str, ...]
@@ -72,7 +74,7 @@ class _Pools:
 
 
 def audit(compiled: jax.stages.Compiled, *, cache_argument: int | None) -> AuditReport:
-    """Audits a program that returns its cache, or a tuple that starts with it.
+    """Returns the audit's report on a program that returns its cache, or a tuple that starts with it.
 
     Args:
         compiled: the program.
@@ -130,7 +132,7 @@ def _find_pools(compiled: jax.stages.Compiled, cache_argument: int | None) -> _P
 
 
 def _alias_problems(pools: _Pools, module: Module, alias_bytes: int) -> list[str]:
-    """Array i of the cache must come back as output i, in the same memory."""
+    """Returns a problem for each array i of the cache that is not output i in the same memory."""
     if module.num_parameters != pools.num_inputs:
         return [
             f"it takes {module.num_parameters} arrays where its arguments have {pools.num_inputs}, so they "
@@ -160,7 +162,10 @@ def _alias_problems(pools: _Pools, module: Module, alias_bytes: int) -> list[str
 
 
 def _pairing_problems(pools: _Pools, outputs: Mapping[int, int | None]) -> list[str]:
-    """Donation pairs arrays by shape alone, so only what an output is made of tells whether it is the right one."""
+    """Returns a problem for each output that is not computed from the array whose memory it takes.
+
+    JAX pairs donated inputs with outputs by shape alone, so an array may be returned in the memory of another.
+    """
     problems = []
     for at, pool in outputs.items():
         if pool is None:
@@ -174,12 +179,12 @@ def _pairing_problems(pools: _Pools, outputs: Mapping[int, int | None]) -> list[
 
 @dataclass(frozen=True)
 class CommandBuffers:
-    """How a GPU program is launched, from XLA's dump of its thunks.
+    """The command buffers of a GPU program, from XLA's dump of its thunks.
 
     Attributes:
-        count: command buffers (CUDA graphs).
-        captured: thunks inside them.
-        outside: kinds of the thunks that run on their own, in order.
+        count: number of command buffers (CUDA graphs).
+        captured: number of thunks inside them.
+        outside: kinds of the thunks outside of them, in order.
     """
 
     count: int
@@ -188,9 +193,9 @@ class CommandBuffers:
 
 
 def read_command_buffers(lines: Sequence[str]) -> CommandBuffers:
-    """Reads the lines of `*.thunk_sequence_after_thunk_passes.txt`, where nesting is indentation.
+    """Parses the lines of `*.thunk_sequence_after_thunk_passes.txt`, in which indentation is nesting.
 
-    XLA writes it with `--xla_dump_to` in `XLA_FLAGS`. Loops and sequences count by what they hold.
+    XLA writes the file with `--xla_dump_to` in `XLA_FLAGS`. Of sequences only the contents are counted.
     """
     count, captured, outside = 0, 0, []
     graph_depth = None

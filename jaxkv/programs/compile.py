@@ -1,7 +1,7 @@
-"""How a description becomes a compiled and audited program: traced here, then found on disk, or lowered and compiled.
+"""Builds one program: trace it, then load it from the store, or lower, compile and audit it.
 
-Tracing and lowering are Python and go on in the caller's thread. XLA compiles outside of Python's lock, so that part
-of many programs runs side by side.
+Tracing and lowering are Python and run in the caller's thread. XLA compiles without holding Python's global lock, so
+several programs compile in parallel.
 """
 
 import logging
@@ -17,28 +17,29 @@ from jaxkv.programs.audit import AuditReport, audit
 from jaxkv.programs.fingerprint import name_traced, one_device
 from jaxkv.programs.jax_cache import MIN_COMPILE_SECONDS
 from jaxkv.programs.lowering import Lowering, argument_types, trace
-from jaxkv.programs.store import Place, Stored, open_store
+from jaxkv.programs.store import ProgramFile, StoredProgram, open_store
 
 _LOG = logging.getLogger(__name__)
 
-# Otherwise XLA lets kernels read whole pieces of the packed array through fusions that no command buffer takes, and a
-# step of 64 rows falls apart into some 30 of them. A copy of a piece is one node, for all layers.
+# With this option on, XLA fuses slices of the packed array into kernels that command buffers cannot hold, which cuts a
+# step of 64 rows into about 30 command buffers. Without it, a slice is one copy node for all layers.
 _COMPILER_OPTIONS = {"xla_gpu_enable_dynamic_slice_fusion": False}
 
-# Not the CPU's: XLA may write one down without some of its functions. JAX's own cache serves them, and they lower fast.
-_KEPT_ON = ("gpu",)
+# Not "cpu": XLA may serialise a CPU program without some of its functions. CPU programs lower fast, and JAX's own cache
+# stores them.
+_STORED_PLATFORMS = ("gpu",)
 
 
 @dataclass(frozen=True)
 class Built:
-    """A program that can be called.
+    """A program that is ready to run.
 
     Attributes:
-        compiled: what JAX made of it.
-        report: what the audit found.
-        seconds: that it took, over all threads.
-        host_seconds: of those, in the thread that traced and lowered it.
-        loaded: it was compiled by an earlier process.
+        compiled: the executable.
+        report: the audit's report.
+        seconds: time to build it, summed over all threads.
+        host_seconds: the part of `seconds` in the thread that traced and lowered it.
+        loaded: whether it was compiled by an earlier process.
     """
 
     compiled: jax.stages.Compiled
@@ -48,53 +49,59 @@ class Built:
     loaded: bool
 
 
-def begin(name: str, lowering: Lowering) -> Callable[[], Built]:
-    """Traces a program, and lowers it if it is not on disk; returns the rest of the work, for any thread.
+def start_build(name: str, lowering: Lowering) -> Callable[[], Built]:
+    """Traces a program, lowers it if it is not in the store, and returns a function that loads or compiles it.
+
+    The function may be called in any thread.
 
     Raises:
-        ProgramRefused: the cache does not come back as it went in, or weights are closed over.
+        ProgramRefused: the program does not return its cache with the same shapes, or closes over weights.
         ValueError: the arguments are not typed arrays.
     """
     start = time.perf_counter()
     options = {**_COMPILER_OPTIONS, **(lowering.compiler_options or {})}
     traced = trace(name, lowering)
-    place = _find_place(name, lowering, traced, options)
-    lowered = None if place is not None and place.is_filled else traced.lower()
+    file = _file_of(name, lowering, traced, options)
+    lowered = None if file is not None and file.exists else traced.lower()
     host_seconds = time.perf_counter() - start
 
     def finish() -> Built:
         start = time.perf_counter()
-        stored = place.load(traced) if place is not None and lowered is None else None
+        stored = file.load(traced) if file is not None and lowered is None else None
         loaded, hits = stored is not None, _EVENTS.hits_of_thread()
         if stored is None:
             compiled = (lowered or traced.lower()).compile(compiler_options=options)
-            stored = Stored(compiled, audit(compiled, cache_argument=lowering.cache_argument))
+            stored = StoredProgram(
+                compiled, audit(compiled, cache_argument=lowering.cache_argument)
+            )
             loaded = _EVENTS.hits_of_thread() > hits
         else:
             _EVENTS.compiles += 1
         seconds = host_seconds + time.perf_counter() - start
-        if place is not None and not place.is_filled and seconds >= MIN_COMPILE_SECONDS:
-            place.save(stored)
-        told = "out of a cache" if loaded else "compiled"
-        _LOG.debug("%s: %.2f s in Python, %s, %.2f s in all", name, host_seconds, told, seconds)
+        if file is not None and not file.exists and seconds >= MIN_COMPILE_SECONDS:
+            file.save(stored)
+        source = "loaded" if loaded else "compiled"
+        _LOG.debug(
+            "%s: %s in %.2f s, of which %.2f s in Python", name, source, seconds, host_seconds
+        )
         return Built(stored.compiled, stored.report, seconds, host_seconds, loaded)
 
     return finish
 
 
-def _find_place(
+def _file_of(
     name: str, lowering: Lowering, traced: jax.stages.Traced, options: Mapping[str, Any]
-) -> Place | None:
-    """Returns where a program is kept on disk, or `None` if it cannot be."""
+) -> ProgramFile | None:
+    """Returns the program's file in the store, or `None` if there is no store or it cannot hold the program."""
     specs, store = argument_types(lowering), open_store()
     device = one_device(specs)
-    if store is None or device is None or device.platform not in _KEPT_ON:
+    if store is None or device is None or device.platform not in _STORED_PLATFORMS:
         return None
-    return store.place(name_traced(name, traced, specs, device, options), device)
+    return store.file_of(name_traced(name, traced, specs, device, options), device)
 
 
 class _Events:
-    """Counts what JAX reports of its compiler, from the import of this module on."""
+    """Counts JAX's compilations and compilation-cache hits since the import of this module."""
 
     def __init__(self) -> None:
         self.compiles = 0
@@ -103,7 +110,7 @@ class _Events:
         jax.monitoring.register_event_listener(self._on_event)
 
     def hits_of_thread(self) -> int:
-        """Returns how often JAX's cache has answered this thread."""
+        """Returns the number of hits of JAX's compilation cache in this thread."""
         return getattr(self._thread, "hits", 0)
 
     def _on_duration(self, event: str, duration_secs: float, **_: object) -> None:
@@ -117,5 +124,5 @@ _EVENTS = _Events()
 
 
 def compile_count() -> int:
-    """Returns how often this process has compiled anything, or loaded it from disk."""
+    """Returns the number of programs that this process has compiled or loaded from disk."""
     return _EVENTS.compiles

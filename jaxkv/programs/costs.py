@@ -29,19 +29,23 @@ class Cost:
 
 
 def read_costs(identity: str) -> dict[str, Cost]:
-    """Returns `cost_name` -> recorded cost of a model's programs; empty if nothing was recorded."""
+    """Returns `cost_name` -> recorded cost of a model's programs; empty if there is no record.
+
+    Args:
+        identity: text that identifies the model, see `warm_up.cost_identity`.
+    """
     path = _path(identity)
     if path is None or not path.exists():
         return {}
     try:
         return {name: Cost(**cost) for name, cost in json.loads(path.read_text()).items()}
     except (OSError, ValueError, TypeError, AttributeError) as error:
-        _LOG.warning("what programs cost cannot be read from %s: %s", path, error)
+        _LOG.warning("recorded costs of programs cannot be read from %s: %s", path, error)
         return {}
 
 
-def note_costs(identity: str, programs: Iterable[Program]) -> None:
-    """Notes what compiling programs took; those that were loaded from disk cost nothing worth a note."""
+def record_costs(identity: str, programs: Iterable[Program]) -> None:
+    """Records the costs of programs that this process has compiled; those loaded from disk are left out."""
     compiled = {
         cost_name(program.spec): Cost(program.seconds, program.report.temp_bytes)
         for program in programs
@@ -54,7 +58,7 @@ def note_costs(identity: str, programs: Iterable[Program]) -> None:
 
 
 def cost_name(spec: ProgramSpec) -> str:
-    """Returns what a program's cost is noted under; the size of the cache makes no difference to it."""
+    """Returns the name under which a program's cost is recorded; it does not depend on the cache's size."""
     return str(spec)
 
 
@@ -62,11 +66,11 @@ def _write(path: Path, costs: Mapping[str, Cost]) -> None:
     text = json.dumps({name: asdict(cost) for name, cost in costs.items()}, indent=1)
     try:
         path.parent.mkdir(mode=0o700, exist_ok=True)
-        # Two processes may note at once; each file is whole, and what one of them adds may be lost.
+        # If two processes write at once, the file is one of the two, and the additions of the other are lost.
         with draft_of(path) as draft:
             draft.write_text(text + "\n")
     except OSError as error:
-        _LOG.warning("what programs cost cannot be kept in %s: %s", path, error)
+        _LOG.warning("costs of programs cannot be written to %s: %s", path, error)
 
 
 def _path(identity: str) -> Path | None:

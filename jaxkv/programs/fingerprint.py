@@ -1,8 +1,8 @@
 """The name of a stored program: a hash of its trace and of everything else that its compilation depends on.
 
-The trace holds the whole program except for what is decided while our kernels are lowered: code that they inline
-(`inline_mgpu`) and parameters that JAX does not print. The source of our kernels therefore counts too, and so do the
-tuned schedules, which that code may read. Nothing is lowered to find a name.
+The trace holds the whole program but for two parts of our kernels: code inlined while they are lowered (`inline_mgpu`),
+and parameters that JAX does not print. So the hash also covers the source of our kernels and the tuned schedules, which
+that code may read. Computing a name lowers nothing.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ from jaxlib._jax import Device
 
 import pallas_kernels
 
-# Settings that change where something is kept or told, and no program.
+# Words in the names of settings that change no program: where files are kept, what is logged.
 _HARMLESS = ("cache", "dump", "log", "traceback", "pprint", "transfer_guard", "source", "visible")
 _VARIABLES = ("XLA_", "MOSAIC_", "LIBTPU_")
 
@@ -31,7 +31,7 @@ _NEVER_LOWERED = {"cases.py", "reference.py", "inputs", "workbench"}
 
 
 def one_device(specs: object) -> Device | None:
-    """Returns the device that a program of these argument types runs on; `None` if they are several."""
+    """Returns the device that a program of these argument types runs on; `None` if there are several."""
     places = [spec.sharding for spec in jax.tree.leaves(specs) if spec.sharding is not None]
     devices = {device for place in places for device in place.device_set}
     if not devices:
@@ -47,14 +47,16 @@ def name_traced(
     device: Device,
     options: Mapping[str, Any],
 ) -> str:
-    """Returns what a program is stored under: its readable name, and a hash of all that makes it what it is.
+    """Returns the name that a program is stored under: `name` and a hash.
+
+    The hash covers the trace with its constants, the arguments, the compiler options and the environment.
 
     Args:
-        name: that it is compiled by, which profiles show.
-        traced: what it computes.
-        specs: the types and places of its arguments.
-        device: it runs there.
-        options: of the compiler.
+        name: the program's name in profiles.
+        traced: the program's trace.
+        specs: pytrees of `jax.ShapeDtypeStruct` with shardings, one per argument.
+        device: device that the program runs on.
+        options: compiler options by name.
     """
     leaves, tree = jax.tree.flatten(specs)
     digest = hashlib.sha256()
@@ -68,7 +70,7 @@ def name_traced(
     ):
         digest.update(str(part).encode() + b"\0")
     for constant in _constants(traced.jaxpr.jaxpr, traced.jaxpr.consts, set()):
-        # What a kernel's branch takes from around it is a variable of the trace, which names it.
+        # A branch of a kernel may capture a variable of the trace; the trace's text has its name.
         if isinstance(constant, Tracer):
             digest.update(str(constant.aval).encode())
             continue
@@ -78,7 +80,7 @@ def name_traced(
 
 
 def _constants(jaxpr: Jaxpr, own: Any, seen: set[int]) -> Iterator[Any]:  # noqa: ANN401 - arrays of any library
-    """Yields the arrays that a trace shows only the shapes of, in a fixed order."""
+    """Yields the arrays whose values are not in the text of a trace, in a fixed order."""
     yield from own
     seen.add(id(jaxpr))
     for equation in jaxpr.eqns:
@@ -97,7 +99,7 @@ def _constants(jaxpr: Jaxpr, own: Any, seen: set[int]) -> Iterator[Any]:  # noqa
 
 
 def _environment(device: Device) -> list[object]:
-    """Returns versions, device, processor, settings and variables that compilation depends on."""
+    """Returns the versions, devices, settings and environment variables that compilation depends on."""
     settings = {
         name: str(getattr(jax.config, name, jax.config.values[name]))
         for name in sorted(jax.config.values)
@@ -127,7 +129,7 @@ def kernel_files(folder: Path = _KERNELS) -> list[Path]:
 
 @cache
 def _kernel_sources() -> str:
-    """Returns a hash of the files on which lowered programs may depend."""
+    """Returns a hash of `kernel_files`, paths and contents."""
     digest = hashlib.sha256()
     for path in kernel_files(_KERNELS):
         digest.update(str(path.relative_to(_KERNELS)).encode() + b"\0" + path.read_bytes() + b"\0")
@@ -136,7 +138,7 @@ def _kernel_sources() -> str:
 
 @cache
 def _host_processor() -> str:
-    """Returns model name and feature flags of the host's processor."""
+    """Returns the model name and feature flags of the host's CPU."""
     known = Path("/proc/cpuinfo")
     lines = known.read_text().splitlines() if known.exists() else []
     return "\n".join(

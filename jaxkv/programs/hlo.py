@@ -1,4 +1,4 @@
-"""Reads the text of an optimised HLO module into instructions. Knows nothing of caches or of what is good."""
+"""Parses the text of an optimised HLO module into computations and instructions."""
 
 import re
 from collections.abc import Mapping
@@ -42,11 +42,15 @@ class Instruction:
     """One line of a computation. The start of an asynchronous operation counts as the operation itself.
 
     Attributes:
-        opcode: what it does; the end of an asynchronous operation is "async-done".
-        results: the arrays it yields; several for a tuple.
+        name: name within its computation.
+        opcode: HLO opcode; "async-done" for the end of an asynchronous operation.
+        results: types of the result's arrays; several for a tuple.
         operands: names of instructions of the same computation.
-        callees: names of the computations it runs; a loop's condition is left out.
-        line: the line itself, without its metadata, for messages.
+        callees: names of the computations it calls, but for a loop's condition.
+        attributes: the text after the operands, without metadata.
+        line: the line without attributes, for messages.
+        is_tuple: whether the result is a tuple.
+        is_root: whether the result is that of the computation.
     """
 
     name: str
@@ -61,7 +65,7 @@ class Instruction:
 
     @property
     def index(self) -> int:
-        """Which parameter, or which element of a tuple, this reads."""
+        """Number of the parameter, or of the tuple's element, that the instruction reads."""
         if self.opcode == "parameter":
             found = re.search(r" parameter\((\d+)\)", self.line)
         else:
@@ -71,7 +75,7 @@ class Instruction:
 
     @property
     def operand_aliases(self) -> Mapping[int, int]:
-        """Result index -> index of the operand whose memory a custom call returns it in."""
+        """Index of a custom call's result -> index of the operand that it shares memory with."""
         found = _OPERAND_ALIAS.search(self.attributes)
         pairs = _ALIAS.findall(found.group(1)) if found else ()
         return {_first(result): int(operand) for result, operand, _ in pairs}
@@ -82,9 +86,9 @@ class Module:
     """A parsed module.
 
     Attributes:
-        aliases: output leaf -> entry parameter in whose memory it comes back.
-        computations: name -> instructions, in an order in which operands come before their users.
-        entry: name of the computation that runs.
+        aliases: output leaf -> number of the entry parameter that it shares memory with.
+        computations: name -> instructions, with operands before their users.
+        entry: name of the entry computation.
     """
 
     aliases: Mapping[int, int]
@@ -93,12 +97,12 @@ class Module:
 
     @property
     def num_parameters(self) -> int:
-        """Arrays the program takes."""
+        """Number of parameters of the entry computation."""
         return sum(line.opcode == "parameter" for line in self.computations[self.entry])
 
 
 def parse_module(text: str) -> Module:
-    """Parses what `Compiled.as_text()` returns. Lines that are no instruction are passed over.
+    """Parses the result of `Compiled.as_text()`; lines that are no instruction are skipped.
 
     Raises:
         ValueError: there is no entry computation, so this is no HLO module.
@@ -128,7 +132,7 @@ def _aliases(text: str) -> dict[int, int]:
 
 
 def _instruction(name: str, rest: str, is_root: bool) -> Instruction:
-    """Splits `type opcode(operands), attributes`; a type may hold parentheses, in a tuple or a layout."""
+    """Parses `type opcode(operands), attributes`; the type may contain parentheses, of a tuple or a layout."""
     type_end = len(_balanced(rest, 0)) if rest.startswith("(") else rest.index(" ")
     written, _, tail = rest[type_end + 1 :].partition("(")
     listed = _balanced("(" + tail, 0)
@@ -152,9 +156,9 @@ def _instruction(name: str, rest: str, is_root: bool) -> Instruction:
 def _synchronous(
     opcode: str, result_type: str, num_operands: int
 ) -> tuple[str, tuple[ArrayType, ...], bool]:
-    """Returns what an operation does and yields, whether or not it is split into a start and an end.
+    """Returns opcode, result types and whether the result is a tuple, with a start replaced by the whole operation.
 
-    A start yields (operands, results, context), but for a copy (result, operand, context).
+    A start returns (operands, results, context), but for a copy (result, operand, context).
     """
     results = tuple(
         ArrayType(dtype, tuple(int(size) for size in sizes.split(",") if size), layout)
@@ -172,7 +176,7 @@ def _synchronous(
 
 
 def _balanced(text: str, start: int) -> str:
-    """Returns the bracketed stretch that opens at `start`."""
+    """Returns the text from the bracket at `start` to its closing bracket."""
     depth = 0
     for position in range(start, len(text)):
         if text[position] in "({":
@@ -185,5 +189,5 @@ def _balanced(text: str, start: int) -> str:
 
 
 def _first(index: str) -> int:
-    """Reads the position of an output in a flat tuple; a lone output has the empty index."""
+    """Returns the index of an output in a flat tuple; a single output has the empty index."""
     return int(index.split(",")[0]) if index.strip() else 0

@@ -1,7 +1,7 @@
-"""Keeps compiled programs on disk between processes, through JAX's persistent compilation cache.
+"""Turns on JAX's persistent compilation cache, which keeps compiled programs on disk between processes.
 
-JAX writes entries in place and never overwrites one, so an entry cut short by a killed process would fail to
-load for ever; here it is deleted as soon as it fails, and JAX then writes it again.
+JAX writes entries in place and never overwrites one, so an entry cut short by a killed process would fail in every
+later process. Here an entry that fails to load is deleted, and JAX writes it again.
 """
 
 import logging
@@ -18,32 +18,31 @@ from typing import Any
 import jax
 
 VARIABLE = "JAXKV_COMPILE_CACHE"
-"""Environment variable that names another folder, or is "off"."""
+"""Environment variable with the path of the folder, or "off"."""
 
 MIN_COMPILE_SECONDS = 0.2
-"""Programs that compile faster than this are not kept: looking them up would save nothing."""
+"""Programs that compile faster than this are not stored, because loading them would not be faster."""
 
 _LOG = logging.getLogger(__name__)
 _turned_on: set[Path] = set()
-"""Folders in which this module, and not the user, has turned JAX's cache on."""
+"""Folders in which this module has turned on JAX's cache, as opposed to the user."""
 _BROKEN = re.compile(r"Error reading persistent compilation cache entry for '([^']+)'")
 
 
 def enable_compile_cache(environment: Mapping[str, str] = os.environ) -> Path | None:
-    """Turns the cache on, unless the user has configured JAX's own or asked for none.
+    """Turns the cache on, unless the user has configured JAX's cache or set `VARIABLE` to "off".
 
-    Entries are code that this process will run, so the folder is made private, and one that another user owns
-    or can write to is not used. A folder that cannot be written is not used either. Both are logged once, and
-    cost nothing but the time to compile.
+    Entries are code that this process will run, so the folder is made private. A folder that another user owns or can
+    write to, or that cannot be written, is not used; a warning is logged, and programs are compiled anew.
 
     Returns:
         The folder in use, or `None`.
     """
-    wish = environment.get(VARIABLE, "")
+    setting = environment.get(VARIABLE, "")
     configured = jax.config.jax_compilation_cache_dir
-    if configured or wish == "off" or not jax.config.jax_enable_compilation_cache:
+    if configured or setting == "off" or not jax.config.jax_enable_compilation_cache:
         return Path(configured) if configured else None
-    folder = Path(os.path.expanduser(wish)) if wish else _default_folder(environment)
+    folder = Path(os.path.expanduser(setting)) if setting else _default_folder(environment)
     reason = why_not_folder(folder)
     if reason is not None:
         _LOG.warning(
@@ -59,10 +58,10 @@ def enable_compile_cache(environment: Mapping[str, str] = os.environ) -> Path | 
 
 
 def own_entries(folder: Path) -> list[Path]:
-    """Returns JAX's entries in a folder that this module has turned JAX's cache on in.
+    """Returns the entries of JAX's cache in a folder, if jaxkv must limit their size; otherwise none.
 
-    They are then for jaxkv to bound: JAX does it only with the package `filelock`, and without the programs beside
-    them. There are none if the user has set `jax_compilation_cache_max_size`.
+    JAX limits the size itself only if the package `filelock` is installed, and does not count stored programs. So jaxkv
+    does it where this module has turned the cache on and the user has not set `jax_compilation_cache_max_size`.
     """
     if folder not in _turned_on or jax.config.jax_compilation_cache_max_size != -1:
         return []
@@ -70,14 +69,14 @@ def own_entries(folder: Path) -> list[Path]:
 
 
 def _default_folder(environment: Mapping[str, str]) -> Path:
-    """Follows the XDG base directory specification, which ignores relative paths."""
+    """Returns the folder of the XDG base directory specification, which ignores relative paths."""
     named = Path(environment.get("XDG_CACHE_HOME", ""))
     caches = named if named.is_absolute() else Path(os.path.expanduser("~/.cache"))
     return caches / "jaxkv" / "programs"
 
 
 def why_not_folder(folder: Path) -> str | None:
-    """Makes the folder if need be, and returns why no code may be kept there, or `None` if it may."""
+    """Creates the folder if it is missing, and returns why it must not hold code, or `None` if it may."""
     if not folder.is_absolute():
         return f"{folder} is not an absolute path"
     try:
@@ -97,9 +96,9 @@ def why_not_folder(folder: Path) -> str | None:
 
 @contextmanager
 def repaired_entries() -> Iterator[None]:
-    """While open, deletes entries that fail to load when JAX meets them, so that it writes them again.
+    """Within the block, deletes cache entries that fail to load, so that JAX writes them again.
 
-    JAX names only the program, not the entry, so every entry of a program of that name goes.
+    JAX's warning names the program and not the entry, so all entries of programs with that name are deleted.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("always", message=_BROKEN.pattern)
@@ -117,7 +116,7 @@ def repaired_entries() -> Iterator[None]:
 
 
 def _delete_entries(program: str, message: str) -> None:
-    # JAX has just read from this folder, so it is set. A remote one has no such files here, and stays as it is.
+    # JAX has just read from this folder, so it is set. For a remote folder the glob finds nothing.
     entries = list(Path(jax.config.jax_compilation_cache_dir).glob(f"{program}-*-cache"))
     try:
         for path in entries:

@@ -1,7 +1,7 @@
-"""How a pure function becomes a lowered program: from the types of its arguments alone, with its cache donated.
+"""Traces and lowers a pure function from the types of its arguments, with its cache donated.
 
-What JAX would do without a word is refused here: narrow or guess a dtype, bake arrays into the code, or give up a
-donation because an array changed its type.
+It refuses what JAX would do silently: narrow or guess a dtype, embed arrays in the code, or drop a donation because an
+array of the cache changes its type.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,7 +14,7 @@ import numpy as np
 from jaxkv.errors import ProgramRefused
 
 CONSTANT_BYTES = 2**20
-"""Arrays a program may carry in its code; more means that weights or a cache were closed over."""
+"""Most bytes of arrays in a program's code; more means that the function closes over weights or a cache."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Lowering:
 
     Attributes:
         function: a pure function of positional arguments that returns the cache, or a tuple that starts with it.
-        arguments: pytrees of arrays or `jax.ShapeDtypeStruct`; only their shapes, dtypes and places are read.
+        arguments: pytrees of arrays or `jax.ShapeDtypeStruct`; only their shapes, dtypes and shardings are read.
         cache_argument: position of the cache, which calls donate; `None` if there is none.
         compiler_options: XLA options for this program alone.
     """
@@ -35,10 +35,10 @@ class Lowering:
 
 
 def argument_types(lowering: Lowering) -> tuple[Any, ...]:
-    """Returns the arguments as `jax.ShapeDtypeStruct`, with their places.
+    """Returns the arguments as `jax.ShapeDtypeStruct`, with their shardings.
 
     Raises:
-        ValueError: they are not typed arrays.
+        ValueError: they are no arrays with a dtype.
     """
     return jax.tree_util.tree_map_with_path(_spec, lowering.arguments)
 
@@ -49,14 +49,14 @@ def lower(name: str, lowering: Lowering) -> jax.stages.Lowered:
 
 
 def trace(name: str, lowering: Lowering) -> jax.stages.Traced:
-    """Traces one program from the shapes of its arguments; equal in every process.
+    """Traces one program from the types of its arguments; the trace is the same in every process.
 
     Raises:
-        ProgramRefused: the cache does not come back as it went in, or weights are closed over.
-        ValueError: the arguments are not typed arrays.
+        ProgramRefused: the function does not return its cache with the same shapes and dtypes, or closes over weights.
+        ValueError: the arguments are no arrays with a dtype.
     """
 
-    def named(*arguments: Any) -> Any:  # noqa: ANN401 - whatever the function takes and returns
+    def named(*arguments: Any) -> Any:  # noqa: ANN401 - a function of any pytrees
         return lowering.function(*arguments)
 
     named.__name__ = name
@@ -69,13 +69,14 @@ def trace(name: str, lowering: Lowering) -> jax.stages.Traced:
     constants = sum(getattr(constant, "nbytes", 0) for constant in traced.jaxpr.consts)
     if constants > CONSTANT_BYTES:
         raise ProgramRefused(
-            f"{name} carries {constants} bytes of arrays in its code; pass weights and tables as arguments"
+            f"{name} has {constants:,} bytes of arrays in its code, at most {CONSTANT_BYTES:,} are allowed; "
+            "pass weights and tables as arguments"
         )
     return traced
 
 
 def _spec(path: tuple, leaf: object) -> jax.ShapeDtypeStruct:
-    """Returns the type of one argument, and its place if it was put in one."""
+    """Returns the type of one argument, with its sharding if it is committed to a device."""
     where = f"argument{jax.tree_util.keystr(path)}"
     if not isinstance(leaf, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
         raise ValueError(f"{where} must be an array, got {type(leaf).__name__}")
@@ -85,7 +86,7 @@ def _spec(path: tuple, leaf: object) -> jax.ShapeDtypeStruct:
         raise ValueError(
             f"{where} is weakly typed; give it a dtype, as in jnp.asarray(x, jnp.float32)"
         )
-    # An array that was not put anywhere may go wherever the others are.
+    # JAX moves an uncommitted array to the device of the others.
     place = None
     if not isinstance(leaf, np.ndarray) and getattr(leaf, "committed", True):
         place = leaf.sharding

@@ -1,7 +1,7 @@
-"""Programs compiled ahead of time, and the manifest that holds them by spec.
+"""`Program`, an ahead-of-time compiled program, and `Programs`, the manifest of all programs by spec.
 
-A program takes arrays of fixed shapes, one of them the cache, which it donates and returns first. Nothing is
-compiled by calling one, and compiling runs nothing, so warming up leaves every cache as it was.
+A program takes arrays of fixed shapes, among them the cache, which it donates and returns first. Calling a program
+never compiles, and compiling never runs one, so a warm-up does not change the cache.
 """
 
 import gc
@@ -18,7 +18,7 @@ import numpy as np
 from tqdm import tqdm
 
 from jaxkv.errors import ProgramRefused
-from jaxkv.programs.compile import Built, begin, compile_count
+from jaxkv.programs.compile import Built, compile_count, start_build
 from jaxkv.programs.jax_cache import repaired_entries
 from jaxkv.programs.lowering import Lowering
 from jaxkv.programs.spec import ProgramSpec
@@ -33,12 +33,12 @@ class Program:
     """One compiled program. Calling it donates its cache argument.
 
     Attributes:
-        spec: what it was compiled for.
+        spec: the program's key.
         seconds: time to trace, lower and compile it, or to load it from disk.
-        host_seconds: of those, in the thread that traced and lowered it.
-        loaded: an earlier process compiled it.
-        report: what the audit found, and its bytes.
-        compiled: what JAX made of it.
+        host_seconds: the part of `seconds` in the thread that traced and lowered it.
+        loaded: whether an earlier process compiled it.
+        report: the audit's report, with the program's memory in bytes.
+        compiled: the executable.
     """
 
     def __init__(self, spec: ProgramSpec, built: Built) -> None:
@@ -49,15 +49,19 @@ class Program:
         self.loaded = built.loaded
         self.compiled = built.compiled
         arguments = built.compiled.args_info[0]
-        # Host arrays come as arguments of their own; those inside params and cache are device arrays already.
+        # Only arguments that are single arrays can come from the host; params and cache are on the device.
         self._lone = tuple(
             (position, argument.dtype)
             for position, argument in enumerate(arguments)
             if isinstance(argument, jax.stages.ArgInfo)
         )
 
-    def __call__(self, *arguments: Any) -> Any:  # noqa: ANN401 - whatever the program takes and returns
-        """Runs the program; refuses arrays of another dtype, which JAX would cast without a word."""
+    def __call__(self, *arguments: Any) -> Any:  # noqa: ANN401 - a program takes and returns any pytrees
+        """Runs the program.
+
+        Raises:
+            ValueError: an array has another dtype than the program's, to which JAX would cast it silently.
+        """
         for position, dtype in self._lone:
             # Built-in dtypes are single objects, so this decides nearly every call without comparing.
             if getattr(arguments[position], "dtype", None) is not dtype:
@@ -67,9 +71,9 @@ class Program:
     def _check_dtype(self, position: int, dtype: np.dtype, argument: object) -> None:
         given = getattr(argument, "dtype", None)
         if given != dtype:
-            told = given or type(argument).__name__
+            got = given or type(argument).__name__
             raise ValueError(
-                f"argument {position} of {self.spec} must be {dtype}, got {told}; convert it"
+                f"argument {position} of {self.spec} must be {dtype}, got {got}; convert it"
             )
 
 
@@ -77,7 +81,7 @@ class Programs:
     """The manifest: every program compiled so far, by spec.
 
     Args:
-        strict: once sealed, refuse to compile.
+        strict: refuse to compile after `seal`.
         audit: refuse programs that do not update their cache in place.
     """
 
@@ -90,24 +94,24 @@ class Programs:
         """Wall time spent on compiling programs, or on loading them from disk."""
         self._sealed = False
         self._programs: dict[ProgramSpec, Program] = {}
-        self._watchers: list[Callable[[str], None]] = []
+        self._callbacks: list[Callable[[str], None]] = []
 
     @property
     def is_closed(self) -> bool:
-        """Whether a missing program is refused from now on."""
+        """Whether `get` refuses a program that is not in the manifest."""
         return self.strict and self._sealed
 
     def get(self, spec: ProgramSpec, build: Callable[[], Lowering]) -> Program:
-        """Returns the program of a spec; compiles it the first time, from what `build` returns.
+        """Returns the program of a spec; compiles it the first time, from the result of `build`.
 
         Raises:
             ProgramRefused: it failed its audit, or is missing after `seal` in strict mode. The manifest is unchanged.
-            ValueError: its arguments are not typed arrays.
+            ValueError: its arguments are no arrays with a dtype.
         """
         program = self._programs.get(spec)
         if program is None:
             if self._sealed:
-                self._meet_late(spec)
+                self._count_late(spec)
             with self._compiling(spec.name):
                 program = self._programs[spec] = compile_program(spec, build(), audited=self.audit)
         return program
@@ -115,20 +119,21 @@ class Programs:
     def get_all(
         self, builds: Mapping[ProgramSpec, Callable[[], Lowering]], *, progress: bool = False
     ) -> list[Program]:
-        """Returns many programs; XLA compiles the missing ones side by side, while others are traced here.
+        """Returns several programs; XLA compiles the missing ones in parallel, while this thread traces others.
 
         Args:
-            builds: what `get` takes, by spec.
+            builds: spec -> a function that returns what to compile, as for `get`.
             progress: show a bar on stderr.
 
         Raises:
-            ProgramRefused, ValueError: as `get`. The good ones are kept, unless it was in tracing that one failed.
+            ProgramRefused, ValueError: as for `get`. If one fails in compiling, the manifest keeps the others; if one
+                fails in tracing, it keeps none of them.
         """
         missing = {spec: build for spec, build in builds.items() if spec not in self._programs}
         if self._sealed:
             for spec in missing:
-                self._meet_late(spec)
-        # `repaired_entries` is open once around all threads, since it changes what they share.
+                self._count_late(spec)
+        # `repaired_entries` changes global state, so it is entered once, around all threads.
         with (
             self._compiling(f"{len(missing)} programs"),
             _uncollected(),
@@ -139,7 +144,7 @@ class Programs:
             started: dict[ProgramSpec, Future[Built]] = {}
             try:
                 for spec, build in missing.items():
-                    started[spec] = pool.submit(begin(spec.name, build()))
+                    started[spec] = pool.submit(start_build(spec.name, build()))
                     started[spec].add_done_callback(lambda _: bar.update())
                 self._collect(started)
             except BaseException:
@@ -148,7 +153,7 @@ class Programs:
         return [self._programs[spec] for spec in builds]
 
     def _collect(self, started: Mapping[ProgramSpec, Future[Built]]) -> None:
-        """Keeps every program that compiled, then raises the error of the first one that failed."""
+        """Adds every program that compiled to the manifest, then raises the first error of the others."""
         failure: BaseException | None = None
         for spec, future in started.items():
             if future.exception() is not None:
@@ -162,48 +167,49 @@ class Programs:
             raise failure
 
     @contextmanager
-    def watched(self, tell: Callable[[str], None]) -> Iterator[None]:
-        """Calls `tell` meanwhile with a program's name before it is compiled, and with "" afterwards.
+    def watched(self, callback: Callable[[str], None]) -> Iterator[None]:
+        """Within the block, calls `callback` with a program's name before each compilation, and with "" after it.
 
         Args:
-            tell: is called in the thread that compiles.
+            callback: called in the thread that calls `get` or `get_all`.
         """
-        self._watchers.append(tell)
+        self._callbacks.append(callback)
         try:
             yield
         finally:
-            self._watchers.remove(tell)
+            self._callbacks.remove(callback)
 
     @contextmanager
     def _compiling(self, name: str) -> Iterator[None]:
-        """Tells the watchers, and adds the wall time."""
-        for tell in self._watchers:
-            tell(name)
+        """Calls the callbacks, and adds the block's wall time to `compile_seconds`."""
+        for callback in self._callbacks:
+            callback(name)
         start = time.perf_counter()
         try:
             yield
         finally:
             self.compile_seconds += time.perf_counter() - start
-            for tell in self._watchers:
-                tell("")
+            for callback in self._callbacks:
+                callback("")
 
     def seal(self) -> None:
-        """Ends the warm-up: from now on a missing program is an error if strict, and else logged and counted."""
+        """Ends the warm-up. After it a missing program raises in strict mode, and otherwise is logged and counted."""
         self._sealed = True
 
     def unseal(self) -> None:
-        """Opens the manifest for another warm-up; end it with `seal`."""
+        """Starts another warm-up, which ends with `seal`."""
         self._sealed = False
 
     def clear(self) -> None:
-        """Forgets every program, as if none had been compiled."""
+        """Removes all programs."""
         self._programs.clear()
 
     def manifest(self) -> tuple[Program, ...]:
         """Returns every program, sorted by spec."""
         return tuple(self._programs[spec] for spec in sorted(self._programs))
 
-    def _meet_late(self, spec: ProgramSpec) -> None:
+    def _count_late(self, spec: ProgramSpec) -> None:
+        """Raises for a program that is missing after `seal` in strict mode, and otherwise logs and counts it."""
         difference = _difference(spec, list(self._programs))
         if self.strict:
             raise ProgramRefused(
@@ -215,19 +221,19 @@ class Programs:
 
 
 def compile_program(spec: ProgramSpec, lowering: Lowering, *, audited: bool = True) -> Program:
-    """Traces, lowers, compiles and audits one program, or finds it on disk.
+    """Traces, lowers, compiles and audits one program, or loads it from disk.
 
     Raises:
-        ProgramRefused: it does not update its cache in place, or carries weights in its code.
-        ValueError: its arguments are not typed arrays.
+        ProgramRefused: it does not update its cache in place, or closes over weights.
+        ValueError: its arguments are no arrays with a dtype.
     """
     with repaired_entries():
-        return _program(spec, begin(spec.name, lowering)(), audited=audited)
+        return _program(spec, start_build(spec.name, lowering)(), audited=audited)
 
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """Puts Python's garbage collector off: a trace is millions of objects that stay, and it would visit them often."""
+    """Turns Python's garbage collector off: traces are millions of live objects, which it would scan often."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -250,11 +256,11 @@ def _difference(spec: ProgramSpec, known: list[ProgramSpec]) -> str:
     wanted, others = _parts(spec), [_parts(other) for other in known]
     differences = [_unlike(wanted, other) for other in others]
     nearest = min(range(len(known)), key=lambda at: len(differences[at]))
-    told = ", ".join(
+    listed = ", ".join(
         f"{name} is {others[nearest].get(name)}, not {wanted.get(name)}"
         for name in differences[nearest]
     )
-    return f"in the nearest one, {known[nearest]}, {told}"
+    return f"in the nearest one, {known[nearest]}, {listed}"
 
 
 def _parts(spec: ProgramSpec) -> dict[str, object]:

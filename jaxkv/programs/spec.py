@@ -1,4 +1,4 @@
-"""The key of a compiled program, which lowers itself."""
+"""`ProgramSpec`: the key of a compiled program, with a method that returns what to compile."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields
@@ -19,7 +19,7 @@ class ProgramSpec[Target](ABC):
     @property
     @abstractmethod
     def kind(self) -> str:
-        """What the program does.
+        """Kind of the program.
 
         One of "decode", "prefill", "score", "admit", "readmit", "copy", "swap_out", "swap_in" and "checksum".
         """
@@ -27,27 +27,31 @@ class ProgramSpec[Target](ABC):
     @property
     @abstractmethod
     def name(self) -> str:
-        """The name of the program in XLA, in profiles and in the compilation cache."""
+        """Name of the program in XLA, in profiles and in the compilation cache."""
 
     @abstractmethod
     def lowering(self, target: Target, /) -> Lowering:
-        """Returns what to compile, given the model, parameters and cache to compile it for."""
+        """Returns what to compile.
+
+        Args:
+            target: the object with the model, parameters and cache to compile for; its class depends on the kind.
+        """
 
     def sizes(self) -> dict[str, Size]:
-        """Returns every size of the program by name, those of its features included."""
+        """Returns all fields of the spec by name, sizes and features."""
         return {part.name: getattr(self, part.name) for part in fields(self)}
 
     def serves(self, needed: "ProgramSpec") -> bool:
-        """Returns whether this program can run in the place of another."""
+        """Returns whether this program can run in place of the `needed` one."""
         return self == needed
 
     def costs_like(self, needed: "ProgramSpec") -> bool:
-        """Returns whether this program, which serves as well, takes about as long as the other would."""
+        """Returns whether this program, which `serves` the needed one, takes about as long as that would."""
         return self == needed
 
     @property
     def order_of_cost(self) -> tuple[int, ...]:
-        """Sorts programs that serve alike: the cheapest first."""
+        """Sort key among programs that serve the same step; the cheapest is least."""
         return ()
 
     def __str__(self) -> str:
@@ -56,8 +60,8 @@ class ProgramSpec[Target](ABC):
             for name, size in self.sizes().items()
             if size is not None and size is not False
         }
-        told = (f"{name}={_size_text(size)}" for name, size in shown.items())
-        return f"{self.kind}({', '.join(told)})"
+        listed = (f"{name}={_size_text(size)}" for name, size in shown.items())
+        return f"{self.kind}({', '.join(listed)})"
 
     def __lt__(self, other: "ProgramSpec") -> bool:
         return self._rank < other._rank

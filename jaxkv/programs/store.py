@@ -1,8 +1,8 @@
-"""Compiled programs on disk, found by what JAX traced, so that a warm start need not lower anything.
+"""A store of compiled programs on disk, keyed by their traces, so that a warm start lowers nothing.
 
-JAX's own compilation cache is asked with the lowered module, and lowering is what takes long: our kernels are
-generated then, in Python. Here a program is found by what was traced (see `trace_name`). The folder lies in the one of
-JAX's cache (see `compile_cache`), with which it is turned on and off.
+The key of JAX's own compilation cache is the lowered module, and lowering is slow, because it generates our kernels in
+Python. The key here is a hash of the trace (see `fingerprint`). The store's folder lies inside the folder of JAX's
+cache, and the store is on or off together with that cache (see `jax_cache`).
 """
 
 import hashlib
@@ -35,12 +35,12 @@ _SIZE_BYTES = 8
 
 
 @dataclass(frozen=True)
-class Stored:
-    """A program that was compiled before.
+class StoredProgram:
+    """A compiled program and its audit.
 
     Attributes:
-        compiled: ready to be called.
-        report: what the audit found when it was compiled.
+        compiled: the executable.
+        report: the audit's report from when the program was compiled.
     """
 
     compiled: jax.stages.Compiled
@@ -48,34 +48,34 @@ class Stored:
 
 
 @dataclass(frozen=True)
-class Place:
-    """The file of one program, which may not exist.
+class ProgramFile:
+    """The file of one program in the store, which may not exist.
 
     Attributes:
-        path: its file.
-        device: where it runs.
+        path: path of the file.
+        device: device that the program runs on.
     """
 
     path: Path
     device: Device
 
     @property
-    def is_filled(self) -> bool:
-        """Whether there is a file."""
+    def exists(self) -> bool:
+        """Whether the file exists."""
         return self.path.exists()
 
-    def load(self, traced: jax.stages.Traced) -> Stored | None:
-        """Returns the program, or `None` if it is not there; one that cannot be loaded is deleted.
+    def load(self, traced: jax.stages.Traced) -> StoredProgram | None:
+        """Returns the program, or `None` if there is no file or it cannot be loaded; such a file is deleted.
 
         Args:
-            traced: what it was found by, which knows the trees of its arguments and results.
+            traced: the program's trace, which has the pytrees of its arguments and results.
         """
         try:
             content = self.path.read_bytes()
             os.utime(self.path)
             digest, body = content[:_DIGEST_BYTES], content[_DIGEST_BYTES:]
             if hashlib.sha256(body).digest() != digest:
-                return self._give_up("it is damaged")
+                return self._delete_broken("it is damaged")
             size = int.from_bytes(body[:_SIZE_BYTES], "little")
             head, payload = body[_SIZE_BYTES:][:size], body[_SIZE_BYTES + size :]
             report = _report_of(json.loads(head))
@@ -89,17 +89,17 @@ class Place:
         except FileNotFoundError:
             return None
         except (jax.errors.JaxRuntimeError, ValueError, TypeError, KeyError, OSError) as error:
-            return self._give_up(str(error))
-        return Stored(compiled, report)
+            return self._delete_broken(str(error))
+        return StoredProgram(compiled, report)
 
-    def save(self, stored: Stored) -> None:
-        """Keeps a program, unless it has a problem, or it or the folder does not allow it."""
+    def save(self, stored: StoredProgram) -> None:
+        """Writes the program, unless its audit found problems. Failures to serialise or write it are logged."""
         if stored.report.problems:
             return
         try:
             payload, *_ = serialize_executable.serialize(stored.compiled)
         except (NotImplementedError, ValueError, jax.errors.JaxRuntimeError) as error:
-            _LOG.debug("a program cannot be kept: %s", error)
+            _LOG.debug("a compiled program cannot be serialised: %s", error)
             return
         head = json.dumps(asdict(stored.report)).encode()
         body = len(head).to_bytes(_SIZE_BYTES, "little") + head + payload
@@ -108,10 +108,12 @@ class Place:
             with draft_of(self.path) as draft:
                 draft.write_bytes(hashlib.sha256(body).digest() + body)
         except OSError as error:
-            _LOG.warning("the compiled program %s cannot be kept: %s", self.path, error)
+            _LOG.warning("the compiled program %s cannot be written: %s", self.path, error)
 
-    def _give_up(self, reason: str) -> None:
-        _LOG.warning("the stored program %s is compiled anew: %s", self.path, reason)
+    def _delete_broken(self, reason: str) -> None:
+        _LOG.warning(
+            "the stored program %s cannot be loaded and is compiled again: %s", self.path, reason
+        )
         self.path.unlink(missing_ok=True)
 
 
@@ -121,19 +123,19 @@ def _report_of(fields: dict[str, Any]) -> AuditReport:
 
 
 class ProgramStore:
-    """The programs in one private folder."""
+    """The stored programs in one folder, to which only this user can write."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
-    def place(self, name: str, device: Device) -> Place:
-        """Returns where a program of this name is kept."""
-        return Place(self._folder / (name + _ENDING), device)
+    def file_of(self, name: str, device: Device) -> ProgramFile:
+        """Returns the file of the program with this name, see `fingerprint.name_traced`."""
+        return ProgramFile(self._folder / (name + _ENDING), device)
 
     def trim(self, most_bytes: int = MOST_BYTES) -> None:
-        """Deletes drafts of processes that have ended, and beyond so many bytes what was not used for longest.
+        """Deletes drafts of processes that have ended, then the least recently used programs beyond `most_bytes`.
 
-        JAX's entries beside the folder count too, unless the user has configured or bounded JAX's cache.
+        JAX's entries in the folder above count as programs too, unless the user has configured or bounded JAX's cache.
         """
         try:
             remove_abandoned(self._folder)
@@ -151,18 +153,18 @@ class ProgramStore:
 
 
 def _sizes(paths: Iterable[Path]) -> list[tuple[int, float, Path]]:
-    """Returns the bytes and the time of the last use of each file that is still there."""
+    """Returns (bytes, time of the last use, path) of each file that still exists."""
     found = []
     for path in paths:
         with suppress(FileNotFoundError):
             stat = path.stat()
-            # JAX does not touch an entry that it reads, but most file systems note that it was read.
+            # JAX does not update an entry that it reads, but most file systems record the access time.
             found.append((stat.st_size, max(stat.st_atime, stat.st_mtime), path))
     return found
 
 
 def store_folder() -> Path | None:
-    """Returns the folder beside JAX's compilation cache, or `None` if that is off or not ours alone."""
+    """Returns the store's folder, or `None` if JAX's cache is off, remote, or others can write to its folder."""
     folder = jax.config.jax_compilation_cache_dir
     if not folder or not jax.config.jax_enable_compilation_cache or not _is_ours(folder):
         return None
@@ -177,7 +179,7 @@ def open_store() -> ProgramStore | None:
 
 @cache
 def _is_ours(folder: str) -> bool:
-    # Loading a program runs its code, so a folder that others write to, or that lies elsewhere, is not used.
+    # Loading a program runs its code, so a remote folder, or one that others can write to, is not used.
     return "://" not in folder and why_not_folder(Path(folder)) is None
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxkv.cache.page_allocator import PageAllocator, SequenceView
 from jaxkv.cache.spec import CacheLayout
-from jaxkv.sampling.fields import FIELDS, Choice
+from jaxkv.sampling.fields import FIELDS, RequestSampling
 
 _FEWEST_PAGES = 16
 
@@ -49,7 +49,10 @@ class RowTable:
         }
 
     def update(
-        self, sequences: Sequence[int], sampling: Sequence[Choice], allocator: PageAllocator
+        self,
+        sequences: Sequence[int],
+        sampling: Sequence[RequestSampling],
+        allocator: PageAllocator,
     ) -> np.ndarray:
         """Updates the rows of some sequences; returns the indices of the rows, int64.
 
@@ -64,16 +67,16 @@ class RowTable:
         owners, changes, seen = self._owners, self._changes, self._params
         all_held = allocator.held_by(sequences)
         entries = [held.states["sampling"].write for held in all_held]
-        for entry, held, choice in zip(entries, all_held, sampling, strict=True):
-            known = owners[entry] is held and seen[entry] is choice.params
+        for entry, held, request in zip(entries, all_held, sampling, strict=True):
+            known = owners[entry] is held and seen[entry] is request.params
             if not known or changes[entry] != held.changes:
-                self._write(entry, held, choice)
+                self._write(entry, held, request)
         if 0 in entries:
             allocator.states(sequences[entries.index(0)], "sampling")  # Raises: it has no entry.
         return np.asarray(entries, np.int64)
 
-    def _write(self, entry: int, held: SequenceView, choice: Choice) -> None:
-        known = self._owners[entry] is held and self._params[entry] is choice.params
+    def _write(self, entry: int, held: SequenceView, request: RequestSampling) -> None:
+        known = self._owners[entry] is held and self._params[entry] is request.params
         self._owners[entry] = None  # An interrupted write leaves the row without an owner.
         for name, count in self.pages.items():
             pages = held.pages[name]
@@ -84,14 +87,14 @@ class RowTable:
             self.first[name][entry] = held.unneeded[name] * self._page_sizes[name]
             self.covered[name][entry] = held.covered.get(name, 0)
         if not known:
-            self._write_sampling(entry, choice)
+            self._write_sampling(entry, request)
         self._changes[entry] = held.changes
         self._owners[entry] = held
 
-    def _write_sampling(self, entry: int, choice: Choice) -> None:
+    def _write_sampling(self, entry: int, request: RequestSampling) -> None:
         for field in FIELDS:
-            field.write(self.sampling[field.name], entry, choice)
-        self._params[entry] = choice.params
+            field.write(self.sampling[field.name], entry, request)
+        self._params[entry] = request.params
 
     def _table(self, name: str, width: int) -> np.ndarray:
         """Returns a group's page table, grown to at least `width`."""

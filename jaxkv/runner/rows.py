@@ -6,7 +6,7 @@ from itertools import chain
 from typing import NamedTuple
 
 from jaxkv.config.sampling import SamplingParams
-from jaxkv.sampling.fields import Choice
+from jaxkv.sampling.fields import RequestSampling
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class StepRows(NamedTuple):
     emits: Sequence[bool]
     carry: Sequence[bool]
     generated: Sequence[int]
-    sampling: Sequence[Choice]
+    sampling: Sequence[RequestSampling]
     pending_checkpoints: Sequence[PendingCheckpoint] = ()
     left: Sequence[int] = ()
 

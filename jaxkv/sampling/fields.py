@@ -26,8 +26,8 @@ NO_TOKEN = 2**30
 
 
 @runtime_checkable
-class Choice(Protocol):
-    """The part of a `Request` that the table reads."""
+class RequestSampling(Protocol):
+    """The sampling part of a `Request`, which is all that the table reads."""
 
     @property
     def params(self) -> SamplingParams:
@@ -61,7 +61,7 @@ class SamplingField:
     name: str
     dtype: type
     feature: str
-    read: Callable[[Choice], int | float | Sequence[int]]
+    read: Callable[[RequestSampling], int | float | Sequence[int]]
     off: int | float = 0
     width: int = 0
 
@@ -69,24 +69,24 @@ class SamplingField:
         """Returns the shape of the column for `rows` rows."""
         return (rows, self.width) if self.width else (rows,)
 
-    def column(self, choices: Sequence[Choice]) -> np.ndarray:
+    def column(self, requests: Sequence[RequestSampling]) -> np.ndarray:
         """Returns the column of several requests.
 
         Raises:
             ValueError: a request has more values than `width`.
         """
-        values = np.full(self.shape(len(choices)), self.off, self.dtype)
-        for row, choice in enumerate(choices):
-            self.write(values, row, choice)
+        values = np.full(self.shape(len(requests)), self.off, self.dtype)
+        for row, request in enumerate(requests):
+            self.write(values, row, request)
         return values
 
-    def write(self, column: np.ndarray, row: int, choice: Choice) -> None:
+    def write(self, column: np.ndarray, row: int, request: RequestSampling) -> None:
         """Writes one request's value into its row of a column.
 
         Raises:
             ValueError: the request has more values than `width`.
         """
-        value = self.read(choice)
+        value = self.read(request)
         if not self.width:
             column[row] = value
             return
@@ -132,9 +132,9 @@ def split_seed(seed: int) -> tuple[int, int]:
     return low, high
 
 
-def features_of(choices: Iterable[Choice]) -> Features:
+def features_of(requests: Iterable[RequestSampling]) -> Features:
     """Returns the smallest features that cover all of these requests."""
-    return union([features_for(choice.params) for choice in choices])
+    return union([features_for(request.params) for request in requests])
 
 
 def features_for(params: SamplingParams) -> Features:
@@ -154,8 +154,8 @@ def features_for(params: SamplingParams) -> Features:
 
 
 @dataclass(frozen=True)
-class Fixed:
-    """A `Choice` without a request."""
+class FixedSampling:
+    """A `RequestSampling` that belongs to no request."""
 
     params: SamplingParams
     seed: int = 0
@@ -164,8 +164,8 @@ class Fixed:
 
 def _uses(params: SamplingParams, feature: str) -> bool:
     """Returns whether a request sets one of a feature's fields to a value with an effect."""
-    choice = Fixed(params)
-    return any(field.read(choice) != field.off for field in FIELDS if field.feature == feature)
+    request = FixedSampling(params)
+    return any(field.read(request) != field.off for field in FIELDS if field.feature == feature)
 
 
 @cache

@@ -20,7 +20,7 @@ def test_the_defaults_fit_the_model_in_the_package_and_the_user_is_told(capsys):
         assert workload.prompt_tokens == workload.output_tokens == (100, 512)
         assert served.max_model_len == served.max_positions == 1024
         told = capsys.readouterr().err
-        assert told.startswith("jaxkv: prompts of up to 512 tokens and outputs of up to 512 are ")
+        assert told.startswith("jaxkv: prompts have up to 512 tokens and outputs up to 512, ")
         assert told.count("\n") == 1
 
 

@@ -264,7 +264,7 @@ def test_weights_in_the_code_of_a_program_are_refused():
     def closed(params, cache, ints, floats):
         return run({"scale": params["scale"] + weights[:WIDTH, :WIDTH].sum(0)}, cache, ints, floats)
 
-    with pytest.raises(ProgramRefused, match="carries 1440000 bytes of arrays in its code"):
+    with pytest.raises(ProgramRefused, match="has 1,440,000 bytes of arrays in its code"):
         Programs().get(key(), lambda: Lowering(closed, arguments()))
 
 

@@ -42,7 +42,7 @@ def folder(tmp_path, monkeypatch):
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 1e9)
     compilation_cache.reset_cache()
     monkeypatch.setattr(compilation, "MIN_COMPILE_SECONDS", 0.0)
-    monkeypatch.setattr(compilation, "_KEPT_ON", ("cpu",))
+    monkeypatch.setattr(compilation, "_STORED_PLATFORMS", ("cpu",))
     yield made
     for name, value in before.items():
         jax.config.update(name, value)
