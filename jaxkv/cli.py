@@ -161,6 +161,7 @@ def _llm(options: argparse.Namespace, screen: Screen) -> "LLM":
         max_model_len=options.max_model_len,
         cache=cache,
         implementation=options.implementation,
+        ignore_config_keys=options.ignore_config_keys,
     )
 
 
@@ -236,6 +237,7 @@ def _plan(options: argparse.Namespace, screen: Screen) -> int:
             # On a CPU `free_bytes` is an allowance for the cache alone.
             holds_weights=jax.default_backend() != "cpu",
             implementation=options.implementation,
+            ignore_config_keys=options.ignore_config_keys,
         )
     )
     return 0

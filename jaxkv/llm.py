@@ -144,6 +144,8 @@ class LLM:
             `None` for unpredictable seeds.
         load_format: "auto" or "safetensors" read the checkpoint; "dummy" draws random weights instead, so the
             directory needs none.
+        ignore_config_keys: keys of config.json that jaxkv does not know and that you know to be harmless; each is
+            ignored with a warning. A key that is known or not in the file is an error.
         options: fields of `cache` and `engine` under vLLM's names, such as `max_num_seqs`; `jaxkv.config.vllm_names`
             lists them. They replace what `cache` and `engine` have.
 
@@ -168,6 +170,7 @@ class LLM:
         progress: bool = True,
         seed: int | None = None,
         load_format: str = "auto",
+        ignore_config_keys: Sequence[str] = (),
         **options: object,
     ) -> None:
         refuse_forked_user()
@@ -177,7 +180,7 @@ class LLM:
             seed = as_int("seed", seed, -(2**63), 2**64 - 1)
         self._draw_seed = _seed_source(seed)
         directory = Path(model) if model is not None else default_model.path()
-        config = load_config(directory)
+        config = load_config(directory, ignore_config_keys=ignore_config_keys)
         dtype = resolve_dtype(dtype, config.dtype)
         enable_compile_cache()
         self.model: Decoder = build_model(config, implementation=implementation)

@@ -20,6 +20,7 @@ _SIZE = re.compile(
 _SPELLED = {
     "budget_bytes": "--cache-bytes",
     "host_bytes": "--host-bytes",
+    "ignore_config_keys": "--ignore-config-key",
     "max_model_len": "--max-model-len",
     "max_sequences": "--max-sequences",
     "max_tokens": "--max-tokens",
@@ -90,6 +91,15 @@ def add_model_options(parser: argparse.ArgumentParser, *, max_sequences: int | N
         "--model",
         metavar="DIR",
         help="Hugging Face model directory (default: the small model inside the package)",
+    )
+    parser.add_argument(
+        "--ignore-config-key",
+        action="append",
+        default=[],
+        dest="ignore_config_keys",
+        metavar="NAME",
+        help="a key of config.json that jaxkv does not know, to be ignored with a warning; may be given several times "
+        "(default: none)",
     )
     parser.add_argument(
         "--dtype",

@@ -26,6 +26,7 @@ from jaxkv.engine.warm_up import cost_identity
 from jaxkv.memory import REMEDY, device_bytes, host_bytes
 from jaxkv.models.decoder import Decoder
 from jaxkv.models.hf_config.generation_json import load_sampling_defaults
+from jaxkv.models.hf_config.ignored_keys import describe_ignored
 from jaxkv.models.implementation import choose_implementation
 from jaxkv.models.protocol import Model
 from jaxkv.models.registry import build_model, load_config, resolve_dtype
@@ -36,6 +37,7 @@ from jaxkv.runner.cache_programs import CopySpec
 from jaxkv.runner.program_specs import StepSpec
 from jaxkv.runner.step_shapes import StepShapes, clamp_token_budget, grain_of
 from jaxkv.sampling.features import Features
+from jaxkv.weights.directory import read_config_json
 from pallas_kernels.dispatch import Unsupported
 
 _KERNELS = "mosaic_gpu"
@@ -165,6 +167,7 @@ def explain_plan(
     holds_weights: bool = True,
     implementation: str | None = None,
     engine: EngineConfig | None = None,
+    ignore_config_keys: Sequence[str] = (),
 ) -> str:
     """Returns the text of `jaxkv plan` for a model directory, of which only config files are read.
 
@@ -177,6 +180,7 @@ def explain_plan(
         holds_weights: whether the weights take their bytes from `free_bytes` first, as on a GPU.
         implementation: family of implementations of the ops; `None` for the best.
         engine: the options of the engine; `None` for the defaults.
+        ignore_config_keys: keys of config.json to ignore, see `LLM`.
 
     Raises:
         ValueError: as for `LLM`, except that an fp8 cache is planned even where it would be refused; and the weights
@@ -184,7 +188,7 @@ def explain_plan(
     """
     engine = engine or EngineConfig()
     directory = Path(directory) if directory is not None else default_model.path()
-    config = load_config(directory)
+    config = load_config(directory, ignore_config_keys=ignore_config_keys)
     model = build_model(config, implementation=implementation)
     length = resolve_length(max_model_len, model.max_positions)
     resolved = resolve_dtype(dtype, config.dtype)
@@ -208,6 +212,7 @@ def explain_plan(
         f"weights: {weights:,} bytes",
         runs,
         *_sampling(directory),
+        *_ignored(directory, ignore_config_keys),
         "",
         budget.explain(),
         *_host(layout, cache, per_token),
@@ -222,6 +227,15 @@ def _sampling(directory: Path) -> list[str]:
     defaults = load_sampling_defaults(directory)
     told = ", ".join(f"{name} {value:g}" for name, value in defaults.items())
     return [f"generation_config.json: chat samples with {told} by default"] * bool(told)
+
+
+def _ignored(directory: Path, keys: Sequence[str]) -> list[str]:
+    """Returns the line on keys of config.json that are ignored; none if there are none."""
+    if not keys:
+        return []
+    return [
+        f"config.json: ignored on request: {describe_ignored(read_config_json(directory), keys)}"
+    ]
 
 
 def _host(layout: CacheLayout, cache: CacheConfig, per_token: int) -> list[str]:

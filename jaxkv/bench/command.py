@@ -184,6 +184,7 @@ def _asked(options: argparse.Namespace, screen: Screen) -> "tuple[Workload, Serv
             token_budget=options.token_budget, prefix_cache=not options.no_prefix_cache
         ),
         implementation=options.implementation,
+        ignore_config_keys=tuple(options.ignore_config_keys),
     )
     screen.status("")
     if options.requests is None and jax.default_backend() == "cpu":

@@ -36,6 +36,7 @@ class Served:
         cache: options of the cache.
         engine: options of the engine.
         implementation: family of implementations of the ops; `None` for the best.
+        ignore_config_keys: keys of the directory's config.json to ignore, see `LLM`.
     """
 
     shape: str | None = None
@@ -45,6 +46,7 @@ class Served:
     cache: CacheConfig
     engine: EngineConfig = EngineConfig()
     implementation: str | None = None
+    ignore_config_keys: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         """Raises `ValueError` for an unknown shape, and for both a shape and a directory."""
@@ -61,10 +63,13 @@ class Served:
     @property
     def max_positions(self) -> int:
         """Longest sequence that the model supports, in tokens; of a directory only config.json is read."""
-        config = (
-            SHAPES[self.shape] if self.shape else load_config(self.model or default_model.path())
-        )
-        return build_model(config).max_positions
+        if self.shape:
+            return build_model(SHAPES[self.shape]).max_positions
+        directory, ignored = self.model or default_model.path(), self.ignore_config_keys
+        # `LLM` will warn.
+        return build_model(
+            load_config(directory, ignore_config_keys=ignored, warn=False)
+        ).max_positions
 
     def build(self) -> Engine:
         """Returns the engine with its weights on the device; its programs are not compiled yet."""
@@ -78,6 +83,7 @@ class Served:
             engine=self.engine,
             implementation=self.implementation,
             progress=False,
+            ignore_config_keys=self.ignore_config_keys,
         )
         return llm.engine
 

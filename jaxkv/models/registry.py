@@ -1,7 +1,7 @@
 """The built-in families by `model_type`; reads config, model and parameters of a model directory."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -35,10 +35,12 @@ from jaxkv.models.families import (
     qwen3_next,
 )
 from jaxkv.models.families.family import Family
-from jaxkv.models.hf_config.config_json import ConfigJson
+from jaxkv.models.hf_config.config_json import ConfigJson, refuse_code
+from jaxkv.models.hf_config.ignored_keys import read_ignoring, warn_of_ignored
 from jaxkv.models.protocol import Params
 from jaxkv.weights.directory import existing_directory, read_config_json, read_json_if_there
 from jaxkv.weights.load import Loadable, load_by_rules
+from jaxkv.weights.quantised import BESIDE, refuse_beside
 from jaxkv.weights.rules import RuleSet
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -69,8 +71,15 @@ FAMILIES: Mapping[str, Family] = {
 """`model_type` -> family."""
 
 
-def load_config(directory: str | Path) -> ModelConfig:
+def load_config(
+    directory: str | Path, *, ignore_config_keys: Sequence[str] = (), warn: bool = True
+) -> ModelConfig:
     """Reads `config.json`, and the EOS ids of `generation_config.json` if there is one.
+
+    Args:
+        directory: the model directory.
+        ignore_config_keys: unknown keys of config.json to ignore, see `read_config`.
+        warn: log a warning for each of them.
 
     Raises:
         BadCheckpoint: a file is missing or is no JSON object.
@@ -78,7 +87,12 @@ def load_config(directory: str | Path) -> ModelConfig:
         ValueError: a value has the wrong type or is out of range.
     """
     path = existing_directory(directory)
-    config = read_config(read_config_json(path))
+    raw = read_config_json(path)
+    config = read_config(raw, ignore_config_keys, warn=warn)
+    refuse_beside(
+        {name: read_json_if_there(path, name) for name in BESIDE},
+        is_quantised=raw.get("quantization_config") is not None,
+    )
     generation = ConfigJson(
         read_json_if_there(path, "generation_config.json"), place="generation_config.json"
     )
@@ -86,16 +100,54 @@ def load_config(directory: str | Path) -> ModelConfig:
     return replace(config, eos_ids=eos_ids) if eos_ids else config
 
 
-def read_config(raw: Mapping[str, object]) -> ModelConfig:
-    """Returns the config of a parsed `config.json`; raises as `load_config` does."""
-    # `ConfigJson` rejects keys that name code before the family is looked up.
-    model_type = ConfigJson(raw).take("model_type", None)
+def read_config(
+    raw: Mapping[str, object], ignore_config_keys: Sequence[str] = (), *, warn: bool = True
+) -> ModelConfig:
+    """Returns the config of a parsed `config.json`; raises as `load_config` does.
+
+    Args:
+        raw: the parsed file.
+        ignore_config_keys: keys to ignore with a warning that jaxkv does not know; "rope_scaling.name" is one of the
+            nested object. A key that is not in the file, or that is known, is an error.
+        warn: log a warning for each ignored key.
+    """
+    config = read_ignoring(raw, ignore_config_keys, _read)
+    if warn:
+        warn_of_ignored(raw, ignore_config_keys)
+    return config
+
+
+def _read(raw: Mapping[str, object]) -> ModelConfig:
+    # Keys that name code are refused before the family is looked up.
+    refuse_code(raw)
+    model_type = raw.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise UnknownConfig(
-            f"config.json: model_type {str(model_type)[:80]!r} is not supported; "
+            f"config.json: model_type {str(model_type)[:80]!r} is not supported{_hint(raw)}; "
             f"supported are {', '.join(FAMILIES)}"
         )
     return FAMILIES[model_type].read(raw)
+
+
+def _hint(raw: Mapping[str, object]) -> str:
+    """Returns what may be done about a file without a supported `model_type`, as the rest of a clause."""
+    if raw.get("model_type") is None and "ssm_cfg" in raw:
+        attends = ", and has attention layers, which Mamba-2 has not in Transformers"
+        convert = (
+            ": convert the model with convert_mamba2_ssm_checkpoint_to_pytorch.py of Transformers' "
+            "repository"
+        )
+        return f" (the file is of the package mamba_ssm{attends if raw.get('attn_layer_idx') else convert})"
+    if raw.get("model_type") is None:
+        named = raw.get("architectures")
+        first = str(named[0]).lower() if isinstance(named, list) and named else ""
+        likely = [name for name in FAMILIES if f"{name.replace('_', '')}forcausallm" == first]
+        return f" (its architectures suggest {likely[0]!r})" if likely else ""
+    text = raw.get("text_config")
+    inner = text.get("model_type") if isinstance(text, Mapping) else None
+    if isinstance(inner, str) and inner in FAMILIES:
+        return f" (its text_config is {inner}, which is supported as a model of its own only)"
+    return ""
 
 
 def build_model(config: ModelConfig, *, implementation: str | None = None) -> Decoder:
@@ -146,6 +198,7 @@ def load_model(
     dtype: str = "auto",
     implementation: str | None = None,
     progress: bool = False,
+    ignore_config_keys: Sequence[str] = (),
 ) -> tuple[Params, Decoder]:
     """Reads a model directory for `jaxkv.generate`. For a tokenizer and an engine with a cache, use `LLM`.
 
@@ -159,6 +212,7 @@ def load_model(
         dtype: dtype of the parameters: "float32", "bfloat16", "float16", or "auto" for the checkpoint's own.
         implementation: family of implementations that every op must use, see `LLM`; `None` for the best.
         progress: show a progress bar on stderr.
+        ignore_config_keys: keys of config.json to ignore, see `LLM`.
 
     Returns:
         The parameters, a nested dict of arrays on JAX's default device, and the model, static and hashable.
@@ -169,7 +223,7 @@ def load_model(
         BadCheckpoint: a file is missing or damaged.
     """
     path = default_model.path() if directory is None else Path(directory)
-    config = load_config(path)
+    config = load_config(path, ignore_config_keys=ignore_config_keys)
     model = build_model(config, implementation=implementation)
     stored = resolve_dtype(dtype, config.dtype)
     return load_params(path, model, dtype=stored, progress=progress), model

@@ -14,6 +14,30 @@ PLACE = "config.json: quantization_config"
 _HARMLESS = frozenset(
     {"quant_method", "modules_to_not_convert", "modules_to_convert", "ignored_layers", "dequantize"}
 )
+_READABLE = (
+    "jaxkv reads 'fp8' with weight_block_size, 'mxfp4' and weights that are not quantised: take a checkpoint of one of "
+    "these, or have Transformers dequantise the model and save it"
+)
+_OTHER_KEYS = {"compression_config": "compressed-tensors", "quantization": "MLX"}
+"""Other key of config.json for a format -> the library."""
+
+_FORMS = (
+    ("quant_algo", "ModelOpt"),
+    ("producer", "ModelOpt"),
+    ("config_groups", "compressed-tensors"),
+    ("load_in_4bit", "bitsandbytes"),
+    ("load_in_8bit", "bitsandbytes"),
+    ("desc_act", "GPTQ"),
+    ("w_bit", "AWQ"),
+    ("zero_point", "AWQ"),
+    ("bits", "MLX"),
+)
+"""(Key of a quantization_config without a method, the library that writes it), the clearest first."""
+
+MODELOPT = "hf_quant_config.json"
+BESIDE = {MODELOPT: "ModelOpt", "quantize_config.json": "GPTQ", "quant_config.json": "AWQ"}
+"""File beside config.json that names a format -> the library."""
+
 _SCALES = (None, "float", "ue8m0")
 _LARGEST_BLOCK = 2**16
 
@@ -52,6 +76,11 @@ def read_quantised(raw: Mapping[str, object]) -> Quantised | None:
     Raises:
         UnknownConfig: the format or one of its options is not supported.
     """
+    for key, value in raw.items():
+        if key in _OTHER_KEYS and value is not None and raw.get("quantization_config") is None:
+            raise UnknownConfig(
+                f"config.json sets {key}, so the weights are in the format of {_OTHER_KEYS[key]}; {_READABLE}"
+            )
     settings = raw.get("quantization_config")
     if settings is None:
         return None
@@ -67,12 +96,43 @@ def read_quantised(raw: Mapping[str, object]) -> Quantised | None:
         _expect(settings, "scale_fmt", _SCALES)
         _reject_others(settings, {"fmt", "activation_scheme", "scale_fmt", "weight_block_size"})
         return _blocks(settings["weight_block_size"])
-    lacking = " without weight_block_size" if method == "fp8" else ""
     raise UnknownConfig(
-        f"{PLACE} sets quant_method = {clip(repr(method), 80)}{lacking}; jaxkv reads 'fp8' with weight_block_size, "
-        "'mxfp4' and weights that are not quantised: take a checkpoint of one of these, or have Transformers "
-        "dequantise the model and save it"
+        f"{PLACE} sets quant_method = {clip(repr(method), 80)}{_details(settings)}; {_READABLE}"
     )
+
+
+def refuse_beside(names: Mapping[str, Mapping[str, object]], *, is_quantised: bool) -> None:
+    """Raises `UnknownConfig` if a file beside config.json has a quantised format.
+
+    Args:
+        names: name of a file of `BESIDE` -> its JSON object, empty if there is no such file.
+        is_quantised: whether config.json has a quantised format, which is then the one that counts for GPTQ and AWQ.
+    """
+    for name, settings in names.items():
+        if name != MODELOPT:
+            algorithm = None if is_quantised or not settings else BESIDE[name]
+        else:
+            inner = settings.get("quantization")
+            algorithm = inner.get("quant_algo") if isinstance(inner, Mapping) else settings or None
+        if algorithm is not None:
+            raise UnknownConfig(
+                f"{name} says that the weights are in the format {clip(repr(algorithm), 80)} of {BESIDE[name]}; "
+                f"{_READABLE}"
+            )
+
+
+def _details(settings: Mapping[str, object]) -> str:
+    """Returns what a quantization_config that is not read says about its format, as the end of a clause."""
+    method = settings.get("quant_method")
+    if method == "fp8":
+        return " without weight_block_size"
+    if method == "bitsandbytes":
+        bits = 4 if settings.get("load_in_4bit") or settings.get("_load_in_4bit") else 8
+        return f" with {bits} bits"
+    if method is None:
+        return next((f", in the form of {form}" for key, form in _FORMS if key in settings), "")
+    detail = settings.get("format", settings.get("quant_algo"))
+    return f" in the format {clip(repr(detail), 80)}" if detail is not None else ""
 
 
 def _blocks(size: object) -> Float8Blocks:

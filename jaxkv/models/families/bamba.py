@@ -23,7 +23,6 @@ _SIZE = 2**31 - 1
 def from_hf(raw: Mapping[str, object]) -> ModelConfig:
     """Reads a parsed config.json whose `model_type` is "bamba"."""
     keys = ConfigJson(raw)
-    keys.ignore("num_logits_to_keep z_loss_coefficient")
     num_layers = take_num_layers(keys)
     hidden_size = keys.take_int("hidden_size", high=_SIZE)
     bias = keys.take_bool("mamba_proj_bias", False)

@@ -37,8 +37,6 @@ from jaxkv.weights.rules import RuleSet
 
 _SIZE = 2**31 - 1
 _EXPERTS = 2**16
-# Options of router training and expert placement; they do not change the logits.
-_IGNORED = "aux_loss_alpha seq_aux ep_size router_aux_loss_coef output_router_logits"
 
 
 def from_hf_v2(raw: Mapping[str, object]) -> ModelConfig:
@@ -205,8 +203,8 @@ def _read(
 ) -> ModelConfig:
     """Reads the keys that all versions share; raises `UnknownConfig` for keys that were not read."""
     check_architecture(keys, family, architecture)
-    # Transformers ignores the file's values of the last two and derives them.
-    keys.ignore(f"{_IGNORED} head_dim qk_head_dim")
+    # Transformers ignores the file's values of these and derives them.
+    keys.ignore("head_dim qk_head_dim")
     heads = _take_heads(keys)
     latent = LatentConfig(
         kv_lora_rank=keys.take_int("kv_lora_rank", 512, high=_SIZE),

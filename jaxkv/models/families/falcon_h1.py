@@ -17,8 +17,8 @@ _SIZE = 2**31 - 1
 def from_hf(raw: Mapping[str, object]) -> ModelConfig:
     """Reads a parsed config.json whose `model_type` is "falcon_h1"."""
     keys = ConfigJson(raw)
-    keys.ignore("num_logits_to_keep mlp_expansion_factor")
-    keys.ignore("time_step_rank time_step_min time_step_max time_step_floor")
+    # Transformers reads the width of the MLP from intermediate_size alone.
+    keys.ignore("mlp_expansion_factor")
     if not keys.take_bool("mamba_use_mlp", True):
         raise UnknownConfig(
             "config.json sets mamba_use_mlp = False; only layers with an MLP are supported"

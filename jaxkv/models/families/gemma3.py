@@ -23,8 +23,6 @@ def from_hf(raw: Mapping[str, object]) -> ModelConfig:
             "config.json sets attn_logit_softcapping, which Transformers does not apply in this family; set it to "
             "null if the model was trained without it"
         )
-    # Transformers writes this beside layer_types and does not read it.
-    keys.ignore("_sliding_window_pattern")
     every = keys.take_int("sliding_window_pattern", 6, high=_SIZE)
     full, windowed = _ropes(keys)
     return read_llama_like(

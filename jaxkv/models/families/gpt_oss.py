@@ -34,9 +34,12 @@ def from_hf(raw: Mapping[str, object]) -> ModelConfig:
     """Reads a parsed config.json whose `model_type` is "gpt_oss"; its experts may be stored in 4 bits (MXFP4)."""
     if not (raw.get("rope_parameters") or raw.get("rope_scaling")):
         raw = {**raw, "rope_parameters": _ROPE}
-    keys = ConfigJson({"rope_theta": _ROPE["rope_theta"], **raw})
-    # initial_context_length repeats a value of the rotary part.
-    keys.ignore("output_router_logits router_aux_loss_coef initial_context_length")
+    rotary = raw.get("rope_scaling") or raw.get("rope_parameters")
+    if not (isinstance(rotary, Mapping) and "rope_theta" in rotary):
+        raw = {"rope_theta": _ROPE["rope_theta"], **raw}
+    keys = ConfigJson(raw)
+    # Repeats a value of the rotary part.
+    keys.ignore("initial_context_length")
     top_k = keys.take_int("num_experts_per_tok", 4, high=2**16)
     for key, wanted in (("experts_per_token", top_k), ("swiglu_limit", _CLAMP)):
         if keys.take(key, wanted) != wanted:

@@ -20,7 +20,6 @@ _SIZE = 2**31 - 1
 def from_hf(raw: Mapping[str, object]) -> ModelConfig:
     """Reads a parsed config.json whose `model_type` is "granitemoehybrid"."""
     keys = ConfigJson(raw)
-    keys.ignore("output_router_logits router_aux_loss_coef init_method num_logits_to_keep")
     keys.take_choice("normalization_function", "rmsnorm", {"rmsnorm": "rmsnorm"})
     num_layers = take_num_layers(keys)
     hidden_size = keys.take_int("hidden_size", high=_SIZE)

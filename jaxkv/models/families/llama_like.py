@@ -37,6 +37,7 @@ LLAMA_RULES = RuleSet(
 """The weights of Llama, which other families have under the same names."""
 
 _DTYPES = {name: name for name in ("float32", "bfloat16", "float16")}
+_DTYPES |= {f"torch.{name}": name for name in _DTYPES}
 _SIZE = 2**31 - 1
 
 
@@ -114,13 +115,16 @@ def read_llama_like(
     longest = limit
     if rope is None:
         rope, longest = read_rope(keys, head_dim=head_dim, max_positions=limit, partial=partial)
+    kv_heads = take_nullable_int(keys, "num_key_value_heads", kv_heads) or heads
+    keys.settle("head_dim", head_dim)
+    keys.settle("num_key_value_heads", kv_heads)
     config = ModelConfig(
         family=family,
         vocab_size=vocab_size,
         hidden_size=hidden_size,
         num_layers=take_num_layers(keys),
         heads=heads,
-        kv_heads=take_nullable_int(keys, "num_key_value_heads", kv_heads) or heads,
+        kv_heads=kv_heads,
         head_dim=head_dim,
         ffn_size=keys.take_int(ffn_key, high=_SIZE),
         max_positions=longest,
@@ -139,9 +143,13 @@ def read_llama_like(
 
 
 def check_architecture(keys: ConfigJson, family: str, architecture: str) -> None:
-    """Raises `UnknownConfig` if `architectures` is there without the family's causal language model."""
+    """Raises `UnknownConfig` if `architectures` is there without the family's causal language model.
+
+    Upper and lower case are the same: the first checkpoints of Llama name LLaMAForCausalLM.
+    """
     named = keys.take("architectures", None)
-    if named is not None and (not isinstance(named, Sequence) or architecture not in named):
+    known = [str(name).lower() for name in named] if isinstance(named, Sequence) else []
+    if named is not None and architecture.lower() not in known:
         raise UnknownConfig(
             f"config.json sets architectures = {shown(named)}; for {family}, only {architecture} is supported"
         )
@@ -226,9 +234,16 @@ def take_dtype(keys: ConfigJson) -> str:
     """Returns the checkpoint's dtype name, from `dtype` or Transformers 4's `torch_dtype`.
 
     Null means float32; for quantised checkpoints bfloat16, the dtype of their other tensors (GPT-OSS).
+
+    Raises:
+        UnknownConfig: the dtype is not supported, or the two keys contradict each other.
     """
     older = keys.take("torch_dtype", None)
     newer = keys.take("dtype", None)
     if newer is None and older is None:
         return "bfloat16" if keys.is_quantised else "float32"
+    if None not in (newer, older) and newer != older:
+        raise UnknownConfig(
+            f"config.json sets dtype = {shown(newer)}, which contradicts torch_dtype = {shown(older)}"
+        )
     return keys.take_choice("torch_dtype" if newer is None else "dtype", "float32", _DTYPES)

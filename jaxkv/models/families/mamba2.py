@@ -37,14 +37,12 @@ def from_hf(raw: Mapping[str, object]) -> ModelConfig:
         )
     # Transformers ignores this key and always gates before the norm.
     keys.ignore("norm_before_gate")
-    # Options of the initialisation of weights.
-    keys.ignore(
-        "time_step_rank time_step_min time_step_max time_step_floor rescale_prenorm_residual"
-    )
     hidden_size = keys.take_int("hidden_size", 4096, high=_SIZE)
     vocab_size = keys.take_int("vocab_size", 32768, high=_SIZE)
     num_layers = take_num_layers(keys)
     bias = keys.take_bool("use_bias", False)
+    d_inner = keys.take_int("expand", 2, high=2**16) * hidden_size
+    keys.settle("intermediate_size", d_inner)
     config = ModelConfig(
         family="mamba2",
         vocab_size=vocab_size,
@@ -64,7 +62,7 @@ def from_hf(raw: Mapping[str, object]) -> ModelConfig:
         mamba=read_mamba(
             keys,
             _KEYS,
-            d_inner=keys.take_int("expand", 2, high=2**16) * hidden_size,
+            d_inner=d_inner,
             in_bias=bias,
             out_bias=bias,
         ),

@@ -53,13 +53,9 @@ def from_hf(raw: Mapping[str, object]) -> ModelConfig:
     """
     keys = ConfigJson(raw)
     check_architecture(keys, "nemotron_h", "NemotronHForCausalLM")
-    keys.ignore("num_logits_to_keep use_mamba_kernels rescale_prenorm_residual hidden_dropout")
-    keys.ignore("time_step_rank time_step_min time_step_max time_step_floor expand mamba_proj_bias")
-    # Layers that predict further tokens are not run, and their weights are not loaded.
-    keys.ignore("num_nextn_predict_layers mtp_layers_block_type mtp_hybrid_override_pattern")
-    keys.ignore("n_shared_experts moe_shared_expert_overlap mamba_ssm_cache_dtype residual_in_fp32")
-    # Implied by the pattern, or not used by Transformers.
-    keys.ignore("num_hidden_layers attention_bias tie_word_embeddings")
+    # Implied by other keys, or not used by Transformers; the family rotates nothing.
+    keys.ignore("num_hidden_layers tie_word_embeddings expand")
+    keys.ignore("n_shared_experts residual_in_fp32 rope_theta partial_rotary_factor")
     vocab_size = keys.take_int("vocab_size", 131072, high=_SIZE)
     letters = keys.take("hybrid_override_pattern", None)
     named = keys.take("layers_block_type", None) or keys.take("layer_types", None) or letters
@@ -69,9 +65,8 @@ def from_hf(raw: Mapping[str, object]) -> ModelConfig:
             "config.json sets sliding_window, which is not supported for nemotron_h"
         )
     heads = keys.take_int("num_attention_heads", 32, high=_SIZE)
-    head_dim = keys.take_int(
-        "head_dim", take_nullable_int(keys, "attention_head_dim", 128), high=_SIZE
-    )
+    head_dim_key = "head_dim" if keys.has("head_dim") else "attention_head_dim"
+    head_dim = keys.take_int(head_dim_key, 128, high=_SIZE)
     bias = keys.take_bool("use_bias", False)
     config = ModelConfig(
         family="nemotron_h",

@@ -16,6 +16,8 @@ from jaxkv.models.hf_config.config_json import ConfigJson
 def from_hf(raw: Mapping[str, object]) -> ModelConfig:
     """Reads a parsed config.json whose `model_type` is "qwen2"."""
     keys = ConfigJson(raw)
+    # The family always has biases on queries, keys and values, and no others.
+    keys.ignore("attention_bias qkv_bias use_qkv_bias add_qkv_bias")
     return read_llama_like(
         keys,
         "qwen2",

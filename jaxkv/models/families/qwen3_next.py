@@ -30,7 +30,6 @@ _MIXERS = {"linear_attention": ("delta",), "full_attention": ("attention",)}
 def from_hf(raw: Mapping[str, object]) -> ModelConfig:
     """Reads a parsed config.json whose `model_type` is "qwen3_next"."""
     keys = ConfigJson(raw)
-    keys.ignore("output_router_logits router_aux_loss_coef num_nextn_predict_layers")
     num_layers = take_num_layers(keys)
     if keys.take_bool("attention_bias", False):
         raise UnknownConfig(

@@ -3,60 +3,61 @@
 from collections.abc import Mapping, Sequence
 
 from jaxkv.errors import UnknownConfig
+from jaxkv.models.hf_config.known_keys import (
+    CHANGES,
+    LENGTHS,
+    SAME_FACT,
+    SPECIAL,
+    USED_LENGTHS,
+    is_neutral,
+    same_value,
+    why_harmless,
+    why_refused_as_code,
+)
 from jaxkv.weights.quantised import read_quantised
 from jaxkv.wording import clip, listed, shown
 
-_REFUSED = {
-    "auto_map": "names Python code in the model's directory, and jaxkv runs no code from there; jaxkv's own "
-    "implementation is used only if AutoModelForCausalLM names the one class in `architectures`",
-    "model_file": "names Python code in the model's directory, and jaxkv runs no code from there",
-    "_attn_implementation": "chooses code to run, which a model's directory may not do",
-}
-"""Prefix of a key that is rejected with any value -> the reason."""
-
-_HARMLESS = (
-    # Origin of the file, and its tokenizer.
-    "transformers_version _name_or_path  model_type tokenizer_class pad_token_id sep_token_id prefix "
-    "is_llama_config unsloth_fixed unsloth_version transformers.js_config "
-    # Storage of weights, which `read_quantised` checks.
-    "quantization_config "
-    # Training, and outputs of a call besides logits.
-    "pretraining_tp cache_implementation max_sequence_length "
-    "initializer_range attention_dropout use_cache return_dict return_dict_in_generate "
-    "output_attentions output_hidden_states output_scores gradient_checkpointing "
-    # Tasks other than causal language modelling, which `architectures` must name.
-    "id2label label2id num_labels problem_type task_specific_params finetuning_task "
-    # Defaults of generation, for which jaxkv uses `SamplingParams` only.
-    "max_length min_length max_new_tokens do_sample early_stopping num_beams num_beam_groups "
-    "diversity_penalty temperature top_k top_p typical_p repetition_penalty length_penalty "
-    "no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids num_return_sequences "
-    "forced_bos_token_id forced_eos_token_id remove_invalid_values decoder_start_token_id "
-    "exponential_decay_length_penalty suppress_tokens begin_suppress_tokens "
-    # Options of torch, and a flag that names no code.
-    "torchscript use_bfloat16 tf_legacy_loss _attn_implementation_autoset"
-)
-HARMLESS = frozenset(_HARMLESS.split())
-"""Keys that cannot change the logits of these families."""
-
-NEUTRAL: Mapping[str, object] = {
-    "add_cross_attention": False,
-    "attention_bias": False,
-    "chunk_size_feed_forward": 0,
-    "is_decoder": False,
-    "is_encoder_decoder": False,
-    "mlp_bias": False,
-    "partial_rotary_factor": 1.0,
-    "embd_pdrop": 0.0,
-    "resid_pdrop": 0.0,
-    "pruned_heads": {},
-    "rope_interleaved": False,
-    "tie_encoder_decoder": False,
-    "use_mrope": False,
-    "use_sliding_window": False,
-}
-"""Key that a family may lack -> its value that has no effect."""
-
 _REQUIRED = object()
+_GROUPS = {name: names for names in SAME_FACT for name in names}
+_MODEL_CODE = ("AutoModel", "AutoModelForCausalLM")
+
+
+class UnknownKeys(UnknownConfig):
+    """Keys that nothing reads, which the user may have ignored.
+
+    Attributes:
+        paths: the keys; those of a nested object after its own key and a dot.
+    """
+
+    def __init__(self, message: str, paths: Sequence[str]) -> None:
+        super().__init__(message)
+        self.paths = tuple(paths)
+
+
+def refuse_code(raw: Mapping[str, object], *, place: str = "config.json") -> None:
+    """Raises `UnknownConfig` for a key that names code to run."""
+    for key, value in raw.items():
+        reason = why_refused_as_code(key, value)
+        if reason is not None and not (key == "auto_map" and _is_replaced(raw)):
+            raise UnknownConfig(f"{place} sets {clip(key)} = {shown(value)}, which {reason}")
+
+
+def _is_replaced(raw: Mapping[str, object]) -> bool:
+    """Whether jaxkv's own implementation stands for the code that `auto_map` names.
+
+    Models are published with code before Transformers has their family, for instance
+    `modeling_deepseek.DeepseekV3ForCausalLM`. Then our own implementation is used, as Transformers does; the family
+    checks that it implements this class. Code of tokenizers and of other tasks does not matter.
+    """
+    auto_map, named = raw["auto_map"], raw.get("architectures")
+    if not isinstance(auto_map, Mapping):
+        return False
+    if auto_map and not any(task in auto_map for task in _MODEL_CODE):
+        return True
+    if not isinstance(named, Sequence) or len(named) != 1:
+        return False
+    code = auto_map.get("AutoModelForCausalLM")
+    return isinstance(code, str) and code.rpartition(".")[2] == named[0]
 
 
 class ConfigJson:
@@ -65,45 +66,45 @@ class ConfigJson:
     Args:
         raw: the parsed object.
         place: name of the object in messages.
+        path: the key of the object in config.json and a dot; empty for config.json itself.
 
     Attributes:
         is_quantised: whether the checkpoint's weights are quantised.
+        lengths: lengths of sequences that the file implies, in tokens, besides `max_position_embeddings`.
 
     Raises:
         UnknownConfig: a key names code to run.
     """
 
-    def __init__(self, raw: Mapping[str, object], *, place: str = "config.json") -> None:
+    def __init__(
+        self, raw: Mapping[str, object], *, place: str = "config.json", path: str = ""
+    ) -> None:
+        refuse_code(raw, place=place)
         self._raw = raw
         self._place = place
-        self._taken: set[str] = set()
-        for key, value in raw.items():
-            reason = next((why for name, why in _REFUSED.items() if key.startswith(name)), None)
-            if key == "auto_map" and self._names_the_architecture(value):
-                self._taken.add(key)
-            elif reason is not None and value is not None and key not in HARMLESS:
-                raise UnknownConfig(f"{place} sets {clip(key)} = {shown(value)}, which {reason}")
+        self._path = path
+        # Both are judged here.
+        self._taken = {"auto_map", "quantization_config"}
+        self._facts: dict[str, object] = {}
+        self.lengths: set[int] = set()
         self.is_quantised = read_quantised(raw) is not None
-
-    def _names_the_architecture(self, auto_map: object) -> bool:
-        """Whether `auto_map`'s causal language model is the class that `architectures` names.
-
-        Models are published in this way before Transformers has their family, for instance
-        `modeling_deepseek.DeepseekV3ForCausalLM`. Then our own implementation is used, as Transformers does; the family
-        checks that it implements this class.
-        """
-        named = self._raw.get("architectures")
-        if not isinstance(auto_map, Mapping) or not isinstance(named, Sequence) or len(named) != 1:
-            return False
-        code = auto_map.get("AutoModelForCausalLM")
-        return isinstance(code, str) and code.rpartition(".")[2] == named[0]
 
     def take(self, key: str, default: object = _REQUIRED) -> object:
         """Returns a value of any type; the default replaces a missing key, but not null."""
         self._taken.add(key)
         if key not in self._raw and default is _REQUIRED:
             raise ValueError(f"{self._place} lacks {key}")
-        return self._raw.get(key, default)
+        value = self._raw.get(key, default)
+        self._facts[key] = value
+        return value
+
+    def has(self, key: str) -> bool:
+        """Whether the file has a key with a value other than null."""
+        return self._raw.get(key) is not None
+
+    def settle(self, key: str, value: object) -> None:
+        """Records what the file amounts to for a key that it need not have, to compare other names of it with."""
+        self._facts[key] = value
 
     def take_int(self, key: str, default: object = _REQUIRED, *, low: int = 1, high: int) -> int:
         """Returns an integer in [`low`, `high`]."""
@@ -177,18 +178,67 @@ class ConfigJson:
         return tuple(parts.take_float(f"{key}[{index}]") for index in range(len(value)))
 
     def finish(self) -> None:
-        """Raises `UnknownConfig` if keys were not read that may change the result; the message names them."""
-        unknown = {
+        """Judges the keys that were not read, as `known_keys` describes.
+
+        Raises:
+            UnknownConfig: a key is known to change the result, or repeats another one with another value.
+            UnknownKeys: keys are unknown.
+        """
+        rest = {
             key: value
             for key, value in self._raw.items()
-            if key not in self._taken and key not in HARMLESS and not _is_neutral(key, value)
+            if key not in self._taken and value is not None and why_harmless(key, value) is None
         }
+        unknown, repeating = {}, {}
+        for key, value in rest.items():
+            repeated = self._repeated_by(key)
+            if repeated is not None:
+                repeating[key] = repeated
+            elif key not in CHANGES:
+                unknown[key] = value
+            elif not is_neutral(key, value):
+                what = SPECIAL.get(key, "changes the result and is not supported for this family")
+                raise UnknownConfig(f"{self._place} sets {key} = {shown(value)}, which {what}")
+        for key, repeated in repeating.items():
+            self._check_repeated(key, rest[key], repeated)
         if unknown:
             settings = [f"{clip(key)} = {shown(value)}" for key, value in unknown.items()]
-            raise UnknownConfig(
-                f"{self._place} sets {listed(settings)}, which may change the result and is not supported"
+            raise UnknownKeys(
+                f"{self._place} sets {listed(settings)}, which may change the result and is not supported; "
+                f"{self._way_on(next(iter(unknown)))}",
+                [f"{self._path}{key}" for key in unknown],
             )
 
+    def _way_on(self, key: str) -> str:
+        name = f" as {clip(self._path + key)!r}" if self._path else ""
+        return f"a key that cannot change it may be named in ignore_config_keys{name}"
 
-def _is_neutral(key: str, value: object) -> bool:
-    return value is None or (key in NEUTRAL and value == NEUTRAL[key])
+    def _repeated_by(self, key: str) -> Mapping[str, object] | None:
+        """Returns the values that the file has under other names of a key; `None` if there are none."""
+        if key in LENGTHS or key in USED_LENGTHS:
+            return {"max_position_embeddings": self._facts.get("max_position_embeddings")}
+        names = _GROUPS.get(key, frozenset())
+        return {
+            name: self._facts[name] for name in names if self._facts.get(name) is not None
+        } or None
+
+    def _check_repeated(self, key: str, value: object, repeated: Mapping[str, object]) -> None:
+        """Raises `UnknownKeys` if a key contradicts what the file says under other names."""
+        if key in LENGTHS or key in USED_LENGTHS:
+            agrees = self._has_length(value, exactly=key in LENGTHS)
+        else:
+            agrees = all(same_value(value, other) for other in repeated.values())
+        if not agrees:
+            others = [f"{name} = {shown(other)}" for name, other in repeated.items()]
+            raise UnknownKeys(
+                f"{self._place} sets {key} = {shown(value)}, which contradicts {listed(others)}; "
+                f"{self._way_on(key)}",
+                [f"{self._path}{key}"],
+            )
+
+    def _has_length(self, value: object, *, exactly: bool) -> bool:
+        """Whether the model's positions reach a length; all do in a family without positions."""
+        known = {*self.lengths, self._facts.get("max_position_embeddings")} - {None}
+        if not known or value in known:
+            return True
+        return not exactly and isinstance(value, int) and value <= max(known)

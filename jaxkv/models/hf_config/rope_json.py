@@ -1,5 +1,6 @@
 """Reads the rotary part of `config.json`, in the form of Transformers 4 (`rope_scaling`) or 5 (`rope_parameters`)."""
 
+import logging
 from collections.abc import Mapping
 
 from jaxkv.config.model import RopeConfig
@@ -8,6 +9,8 @@ from jaxkv.models.hf_config.config_json import ConfigJson
 from jaxkv.wording import shown
 
 _KINDS = {kind: kind for kind in ("default", "linear", "dynamic", "llama3", "yarn")}
+_KINDS["mrope"] = "default"
+_LOG = logging.getLogger(__name__)
 _MAX_POSITIONS = 2**31 - 1
 
 
@@ -28,16 +31,20 @@ def read_rope(
     """
     # If both are given, Transformers uses the older one.
     newer, older = config.take_object("rope_parameters"), config.take_object("rope_scaling")
-    place = "config.json: rope_scaling" if older else "config.json: rope_parameters"
-    keys = ConfigJson(_with_kind(older or newer), place=place)
-    theta = config.take_float("rope_theta", 10000.0)
-    theta = keys.take_float("rope_theta", theta)
+    name = "rope_scaling" if older else "rope_parameters"
+    keys = ConfigJson(_with_kind(older or newer), place=f"config.json: {name}", path=f"{name}.")
+    # The part of an embedding for images: all its positions of a text token are equal, so that the sections do nothing.
+    keys.ignore("mrope_section mrope_interleaved")
+    theta = _take_theta(config, keys)
     kind = keys.take_choice("rope_type", "default", _KINDS)
     options, longest = _READERS[kind](keys, max_positions)
+    original = keys.take("original_max_position_embeddings", None)
+    config.lengths |= {longest} | ({original} if isinstance(original, int) else set())
     rotary_dim = head_dim
     if partial is not None:
         share = config.take_float("partial_rotary_factor", partial)
         rotary_dim = int(head_dim * keys.take_float("partial_rotary_factor", share))
+    config.settle("rotary_dim", rotary_dim)
     keys.finish()
     rope = RopeConfig(theta=theta, rotary_dim=rotary_dim, kind=kind, **options)
     return rope, min(longest, _MAX_POSITIONS)
@@ -50,7 +57,24 @@ def _with_kind(keys: Mapping[str, object]) -> Mapping[str, object]:
     return named if old is None else {"rope_type": old} | named
 
 
+def _take_theta(config: ConfigJson, keys: ConfigJson) -> float:
+    """Returns the base of the frequencies, which may stand in config.json and in the nested object."""
+    outer = config.take_float("rope_theta", 10000.0)
+    theta = keys.take_float("rope_theta", outer)
+    if theta != outer and config.has("rope_theta"):
+        raise UnknownConfig(
+            f"config.json sets rope_theta = {outer}, which contradicts {theta} of its rotary part"
+        )
+    config.settle("rope_theta", theta)
+    return theta
+
+
 def _read_default(keys: ConfigJson, max_positions: int) -> tuple[dict, int]:
+    factor = keys.take("factor", 1.0)
+    if factor != 1.0:
+        raise UnknownConfig(
+            f"config.json: the default rope sets factor = {shown(factor)}, which it does not have"
+        )
     return {}, max_positions
 
 
@@ -89,6 +113,16 @@ def _read_yarn(keys: ConfigJson, max_positions: int) -> tuple[dict, int]:
     options["beta_fast"] = keys.take_float("beta_fast", 32.0) or 32.0
     options["beta_slow"] = keys.take_float("beta_slow", 1.0) or 1.0
     options["truncate"] = keys.take_bool("truncate", True)
+    if not keys.take_bool("finetuned", True):
+        raise UnknownConfig(
+            "config.json: rope_scaling sets finetuned = False, a yarn that grows with the text; it is not supported"
+        )
+    if keys.take("attn_factor", None) not in (None, 1.0):
+        _LOG.warning(
+            "config.json: rope_scaling sets attn_factor = %s, which is ignored, as Transformers does; vLLM multiplies "
+            "the attention factor by it. Set attention_factor there to choose another one",
+            shown(keys.take("attn_factor")),
+        )
     for name in ("attention_factor", "mscale", "mscale_all_dim"):
         given = keys.take(name, None) is not None
         options[name] = keys.take_float(name) if given else None

@@ -155,7 +155,6 @@ def test_gpt_oss_as_its_makers_wrote_it_is_read():
         (GEMMA_2, {"layer_types": ["chunked_attention"] * 26}, "layer_types must name"),
         (GEMMA_3, {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
         (GEMMA_3, {"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "must name"),
-        (GEMMA_3, {"vision_config": {}}, "vision_config"),
         (GPT_OSS, {"swiglu_limit": 3.0}, "swiglu_limit = 3.0"),
         (GPT_OSS, {"experts_per_token": 2}, "experts_per_token = 2"),
         (GPT_OSS, {"quantization_config": {"quant_method": "gptq"}}, "quant_method = 'gptq'"),
