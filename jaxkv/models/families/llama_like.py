@@ -118,6 +118,8 @@ def read_llama_like(
     kv_heads = take_nullable_int(keys, "num_key_value_heads", kv_heads) or heads
     keys.settle("head_dim", head_dim)
     keys.settle("num_key_value_heads", kv_heads)
+    if differences.get("qk_norm"):
+        keys.settle("use_qk_norm", True)
     config = ModelConfig(
         family=family,
         vocab_size=vocab_size,

@@ -158,6 +158,7 @@ SAME_FACT: tuple[frozenset[str], ...] = tuple(
         "rmsnorm_eps",
         "rope_theta rotary_emb_base rotary_base rope_base rotary_embedding_base",
         "rotary_dim rotary_embedding_dim",
+        "use_qk_norm qk_norm qk_layernorm use_qk_layernorm",
         "hidden_act hidden_activation activation activation_function act_fn",
         "sliding_window sliding_window_size sliding_window_length",
         "tie_word_embeddings tie_embeddings tie_embedding tied_embeddings share_embeddings",
@@ -243,7 +244,8 @@ CHANGES_GROUPS: Mapping[str, Mapping[str, tuple[object, ...]]] = {
     "experts": {
         "num_experts num_local_experts n_routed_experts num_routed_experts moe_num_experts num_moe_experts n_experts "
         "num_experts_per_tok experts_per_token num_experts_per_token moe_top_k moe_topk router_topk n_shared_experts "
-        "num_shared_experts num_shared_expert moe_num_shared_experts": (0,),
+        "num_shared_experts num_shared_expert moe_num_shared_experts shared_expert_intermediate_size "
+        "shared_intermediate_size moe_shared_expert_intermediate_size": (0,),
         "router_jitter_noise input_jitter_noise moe_router_logit_softcapping": (0.0,),
         "routed_scaling_factor": (1.0,),
         "mlp_only_layers moe_layers": ([],),
