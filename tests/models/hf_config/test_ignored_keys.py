@@ -11,9 +11,9 @@ from jaxkv.config.cache import CacheConfig
 from jaxkv.errors import UnknownConfig
 from jaxkv.models.registry import load_config, read_config
 from jaxkv.plan import explain_plan
-from tests.models.hf_config.test_config import LLAMA_3_1, TINY
+from tests.models.hf_config.test_config_json import LLAMA_3_1, TINY
+from tests.models.hf_config.test_config_json_window import GEMMA_3
 from tests.models.hf_config.test_known_keys import NAMES, VALUES
-from tests.models.hf_config.test_window_config import GEMMA_3
 
 
 @pytest.fixture

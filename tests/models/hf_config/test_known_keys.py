@@ -15,12 +15,12 @@ from jaxkv.models.hf_config.known_keys import (
     why_harmless,
 )
 from jaxkv.models.registry import read_config
-from tests.models.hf_config import test_window_config
-from tests.models.hf_config.test_config import MISTRAL, QWEN_2_5, QWEN_3, TINY
-from tests.models.hf_config.test_hybrid_config import MAMBA2, NEMOTRON
+from tests.models.hf_config import test_config_json_window
+from tests.models.hf_config.test_config_json import MISTRAL, QWEN_2_5, QWEN_3, TINY
+from tests.models.hf_config.test_config_json_hybrid import MAMBA2, NEMOTRON
 
 REPEATS = frozenset().union(*SAME_FACT, LENGTHS, USED_LENGTHS)
-GEMMA_2 = test_window_config.GEMMA_2
+GEMMA_2 = test_config_json_window.GEMMA_2
 
 
 @pytest.mark.parametrize(
