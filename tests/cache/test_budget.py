@@ -1,4 +1,4 @@
-"""Memory is divided exactly, to the byte, and the division can be read."""
+"""The budget divides memory exactly, to the byte, and explains the division."""
 
 import pytest
 from hypothesis import given

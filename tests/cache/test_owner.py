@@ -1,4 +1,4 @@
-"""One owner of the one live cache: what survives a failing step, and what a lost cache says."""
+"""The owner of the live cache: which failed steps it survives, and the errors of a lost cache."""
 
 import chex
 import jax

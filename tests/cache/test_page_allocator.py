@@ -1,4 +1,4 @@
-"""What each verb of the page allocator promises, one at a time; `test_page_allocator_machine.py` mixes them."""
+"""The page allocator, one operation at a time; `test_page_allocator_machine.py` mixes them at random."""
 
 import pytest
 

@@ -1,7 +1,7 @@
-"""Random programs of sequences against a model of the memory: whoever reads finds what it wrote, and nothing leaks.
+"""Random programs of sequences on a simulated memory: every sequence reads its own tokens, and no page leaks.
 
-The machine plays the device. A page slot remembers the (position, token) written there, a state the tuple of
-tokens it has seen. Rows of a step run one after the other, so a row that overwrites what a later row reads is caught.
+The machine simulates the device. A page slot stores the (position, token) written there, a state the tuple of its
+tokens. Rows of a step run one after the other, so a row that overwrites what a later row reads is caught.
 """
 
 import pytest

@@ -1,4 +1,4 @@
-"""Ids are handed out, shared and taken back without a loss, whatever the order of calls."""
+"""The pool allocates, shares and releases ids in any order of calls without losing one."""
 
 from collections import Counter
 

@@ -1,4 +1,4 @@
-"""Specs, groups and their order: what every other file of the cache reads."""
+"""Cache specs, their groups and the order of the groups."""
 
 import random
 import subprocess

@@ -1,4 +1,4 @@
-"""The cache as a pytree: its order, its memory, and copies that move no more than they must."""
+"""The cache as a pytree: order of its leaves, memory, and copies of single pages and states."""
 
 import re
 

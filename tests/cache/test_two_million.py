@@ -1,4 +1,4 @@
-"""Two million random operations on allocator and index, and every promise checked after each.
+"""Two million random operations on allocator and index, with all invariants checked after each.
 
 Eleven configurations (page sizes, windows, several groups, recurrent states, two tiers), each from twenty seeds. The
 worlds, and what must hold in them, are those of the short machines beside this file.
@@ -10,10 +10,10 @@ from collections import Counter
 import jaxtyping
 import pytest
 
-from tests.cache import test_hybrid_machine as hybrids
-from tests.cache import test_prefix_machine as prefixes
-from tests.cache.hybrid_world import HybridWorld, run_hybrid_program
-from tests.cache.prefix_world import World, run_program
+from tests.cache.kept_states import test_keeper_machine as hybrids
+from tests.cache.kept_states.hybrid_world import HybridWorld, run_hybrid_program
+from tests.cache.prefix import test_index_machine as prefixes
+from tests.cache.prefix.world import World, run_program
 from tests.offload import test_machine as hosts
 from tests.offload.host_world import run_host_program
 

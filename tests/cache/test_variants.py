@@ -1,4 +1,4 @@
-"""Each way of remembering has the shapes, dtypes and bytes it should have."""
+"""Shapes, dtypes and bytes of each cache variant."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What windows hold and let go: bounds by trying every length, budgets, and which prefixes stay."""
+"""Sliding windows: pages held and freed at every length, budgets, and prefixes that stay cached."""
 
 import itertools
 
@@ -11,7 +11,7 @@ from jaxkv.cache.variants import gqa, place, sampling, window
 from jaxkv.cache.windows import first_page, first_seen, frees_page_at, most_ahead, most_pages
 from jaxkv.errors import OutOfPages
 from tests.cache.layouts import slots_of
-from tests.cache.prefix_world import World, layout_of
+from tests.cache.prefix.world import World, layout_of
 
 HALF = {"dtype": "bfloat16", "page_size": 4}
 LAYOUT = group_layers(place([gqa(1, 2, **HALF), window(1, 2, window=6, **HALF), sampling(5)]))

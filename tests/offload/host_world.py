@@ -2,8 +2,8 @@
 
 from jaxkv.cache.kept_states.checkpoints import Checkpoint
 from jaxkv.offload.swap_in import attach_host
-from tests.cache.hybrid_world import HybridWorld
-from tests.cache.hybrid_world import _use as use
+from tests.cache.kept_states.hybrid_world import HybridWorld
+from tests.cache.kept_states.hybrid_world import _use as use
 
 
 class HostWorld(HybridWorld):

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
-from tests.cache.hybrid_world import hybrid_of
-from tests.cache.prefix_world import FULL, MIXED
-from tests.cache.test_hybrid_machine import HybridMachine
-from tests.cache.test_prefix_machine import with_settings
+from tests.cache.kept_states.hybrid_world import hybrid_of
+from tests.cache.kept_states.test_keeper_machine import HybridMachine
+from tests.cache.prefix.test_index_machine import with_settings
+from tests.cache.prefix.world import FULL, MIXED
 from tests.offload.host_world import HostWorld, run_host_program
 
 WORLDS = {

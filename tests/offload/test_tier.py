@@ -7,8 +7,8 @@ from jaxkv.cache.page_allocator import PageAllocator
 from jaxkv.cache.prefix.index import PrefixIndex
 from jaxkv.offload.swap_in import attach_host
 from jaxkv.offload.tier import HostTier
-from tests.cache.hybrid_world import hybrid_of
-from tests.cache.prefix_world import FULL
+from tests.cache.kept_states.hybrid_world import hybrid_of
+from tests.cache.prefix.world import FULL
 from tests.offload.host_world import HostWorld
 
 PAGE_BYTES = 6

@@ -1,4 +1,4 @@
-"""Defects of how long a hit is and what it hands out that others shipped."""
+"""Defects of the length and contents of hits that other projects shipped."""
 
 from jaxkv.cache.kept_pages.lookup import HitRule, Lookup
 from jaxkv.cache.prefix import hits as prefix_hits

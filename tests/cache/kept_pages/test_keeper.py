@@ -1,10 +1,10 @@
-"""Which pages of the prefix index go, in which order, and when none do."""
+"""Eviction of pages from the prefix index: which pages, in which order, and when none."""
 
 import pytest
 
 from jaxkv.errors import OutOfPages
-from tests.cache.prefix_scenes import ONE, Cache, full
-from tests.cache.prefix_world import layout_of
+from tests.cache.prefix.scenes import ONE, Cache, full
+from tests.cache.prefix.world import layout_of
 
 
 def test_only_leaves_go_the_longest_unused_first():

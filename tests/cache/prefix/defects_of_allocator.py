@@ -1,4 +1,4 @@
-"""Defects of the page pool and the page allocator that others shipped."""
+"""Defects of the page pool and the page allocator that other projects shipped."""
 
 from jaxkv.cache.page_allocator import PageAllocator
 from jaxkv.cache.pool import PagePool

@@ -1,10 +1,10 @@
-"""Ends and failures of sequences and caches that the prefix index survives, and what it says of itself."""
+"""The prefix index after sequences end or fail and caches are lost; its statistics and explanations."""
 
 import pytest
 
 from jaxkv.cache.prefix.index import PrefixIndex
-from tests.cache.prefix_scenes import ONE, Cache, full
-from tests.cache.prefix_world import layout_of
+from tests.cache.prefix.scenes import ONE, Cache, full
+from tests.cache.prefix.world import layout_of
 
 
 def test_a_failed_sequence_takes_its_pages_and_what_follows_them_with_it():

@@ -1,6 +1,6 @@
-"""Random programs of an engine against a device played by dictionaries: every hit is the longest, true and pinned.
+"""Random programs of an engine on a device simulated by dictionaries: every hit is the longest, correct and pinned.
 
-`prefix_world` says what must hold; here are the programs, and all short prompts one after the other.
+`world.py` has the invariants. This file has the random programs, and a test of all short prompts in sequence.
 """
 
 import itertools
@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from tests.cache.prefix_world import FULL, INSIDE, MIXED, ODD, WINDOW, World, layout_of, run_program
+from tests.cache.prefix.world import FULL, INSIDE, MIXED, ODD, WINDOW, World, layout_of, run_program
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""What a page's key covers, and what it keeps apart."""
+"""Keys of pages: equal for equal prefixes under one salt, and different otherwise."""
 
 import itertools
 
@@ -6,8 +6,8 @@ import pytest
 
 from jaxkv.cache.page_allocator import PageAllocator
 from jaxkv.cache.prefix.index import PrefixIndex
-from tests.cache.prefix_scenes import ONE, full
-from tests.cache.prefix_world import layout_of
+from tests.cache.prefix.scenes import ONE, full
+from tests.cache.prefix.world import layout_of
 
 
 @pytest.mark.parametrize("salts", [(None, ""), ("", b""), ("a", b"a"), ("a", "b"), (None, "None")])

@@ -1,4 +1,4 @@
-"""Checkpoints of recurrent groups, one scene each: who goes first, what goes with what, what they cost."""
+"""Checkpoints of recurrent groups: order of eviction, pages that go with them, memory."""
 
 import jaxtyping
 import pytest
@@ -10,7 +10,7 @@ from jaxkv.cache.spec import ArraySpec, StateSpec, group_layers
 from jaxkv.cache.variants import gqa, place
 from jaxkv.config.checkpoint_policy import CheckpointPolicy
 from jaxkv.errors import OutOfStates
-from tests.cache.hybrid_world import HybridWorld, hybrid_of
+from tests.cache.kept_states.hybrid_world import HybridWorld, hybrid_of
 
 ENDS = CheckpointPolicy(
     divergence=False, last_aligned=False, penultimate=False, end_of_generation=False

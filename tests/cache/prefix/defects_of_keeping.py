@@ -1,4 +1,4 @@
-"""Defects of what the prefix index keeps, names and gives up that others shipped."""
+"""Defects of publishing, keys and eviction in the prefix index that other projects shipped."""
 
 from jaxkv.cache.kept_pages import keys as prefix_keys
 from jaxkv.cache.kept_pages import tree as prefix_tree
@@ -6,7 +6,8 @@ from jaxkv.cache.kept_pages.keys import PageKeys
 from jaxkv.cache.kept_pages.tree import PrefixTree
 from jaxkv.cache.prefix.index import PrefixIndex
 from jaxkv.errors import CorruptBooks, OutOfPages
-from tests.cache import test_prefix_ends, test_prefix_eviction, test_prefix_groups, test_prefix_keys
+from tests.cache.kept_pages import test_keeper, test_keys, test_lookup
+from tests.cache.prefix import test_index
 from tests.defects import Defects, wrap
 
 DEFECTS = Defects()
@@ -23,7 +24,7 @@ def any_page_may_be_evicted(patch):
     )
 
 
-@DEFECTS(scene=test_prefix_groups.test_pages_before_every_window_go_first)
+@DEFECTS(scene=test_lookup.test_pages_before_every_window_go_first)
 def only_leaves_go_even_before_a_window(patch):
     """vLLM #48435: the ends of windows go first and no hit is left."""
     wrap(
@@ -84,7 +85,7 @@ def a_failed_eviction_evicts(patch):
 
 @DEFECTS(
     OutOfPages,
-    scene=test_prefix_eviction.test_a_page_that_only_the_index_holds_is_had_even_if_pages_in_use_follow_it,
+    scene=test_keeper.test_a_page_that_only_the_index_holds_is_had_even_if_pages_in_use_follow_it,
 )
 def pages_behind_pages_in_use_are_out_of_reach(patch):
     """A sequence alone waits for ever for pages that nobody holds."""
@@ -93,14 +94,14 @@ def pages_behind_pages_in_use_are_out_of_reach(patch):
 
 @DEFECTS(
     OutOfPages,
-    scene=test_prefix_eviction.test_a_sequence_alone_is_never_kept_waiting_by_its_own_hit,
+    scene=test_keeper.test_a_sequence_alone_is_never_kept_waiting_by_its_own_hit,
 )
 def a_hit_keeps_its_own_sequence_waiting(patch):
     """A full hit in a full pool: no room for the copy, for ever."""
     patch.setattr(PrefixIndex, "_sole", lambda index, name, pages: set())
 
 
-@DEFECTS(scene=test_prefix_eviction.test_only_leaves_go_the_longest_unused_first)
+@DEFECTS(scene=test_keeper.test_only_leaves_go_the_longest_unused_first)
 def the_most_used_goes_first(patch):
     wrap(
         patch,
@@ -110,7 +111,7 @@ def the_most_used_goes_first(patch):
     )
 
 
-@DEFECTS(scene=test_prefix_eviction.test_a_use_saves_a_page_from_eviction)
+@DEFECTS(scene=test_keeper.test_a_use_saves_a_page_from_eviction)
 def a_use_does_not_count(patch):
     """First in, first out."""
     patch.setattr(PrefixTree, "touch", lambda tree, node, tick, **tail: None)
@@ -158,20 +159,20 @@ def a_page_that_is_not_full_is_kept(patch):
     patch.setattr(PageKeys, "pages", pages)
 
 
-@DEFECTS(scene=test_prefix_keys.test_different_texts_have_different_keys)
+@DEFECTS(scene=test_keys.test_different_texts_have_different_keys)
 def keys_are_cut_short(patch):
     """Short hashes collide (vLLM #12621, Megatron #4158)."""
     for module in (prefix_keys,):
         wrap(patch, module, "hash_parts", lambda whole: lambda *parts: whole(*parts)[:1])
 
 
-@DEFECTS(scene=test_prefix_keys.test_different_texts_have_different_keys)
+@DEFECTS(scene=test_keys.test_different_texts_have_different_keys)
 def keys_hash_the_sum_of_their_tokens(patch):
     """Megatron #4158: +31 in one token and -1 in the next give the same key."""
     patch.setattr(prefix_keys, "encode_tokens", lambda tokens: bytes([sum(tokens) % 256]))
 
 
-@DEFECTS(scene=test_prefix_keys.test_different_texts_have_different_keys)
+@DEFECTS(scene=test_keys.test_different_texts_have_different_keys)
 def keys_do_not_chain(patch):
     """A page is found after any other page."""
     for module in (prefix_keys, prefix_tree):
@@ -189,7 +190,7 @@ def the_salt_is_ignored(patch):
     )
 
 
-@DEFECTS(scene=test_prefix_keys.test_different_texts_have_different_keys)
+@DEFECTS(scene=test_keys.test_different_texts_have_different_keys)
 def keys_ignore_the_page_size(patch):
     """Groups of different page sizes have one chain of keys."""
     wrap(
@@ -275,7 +276,7 @@ def a_clear_leaves_the_references(patch):
     patch.setattr(PrefixIndex, "clear", clear)
 
 
-@DEFECTS(scene=test_prefix_ends.test_a_sequence_that_began_before_a_clear_publishes_nothing)
+@DEFECTS(scene=test_index.test_a_sequence_that_began_before_a_clear_publishes_nothing)
 def a_clear_begins_no_epoch(patch):
     """Stale pages are published after the weights changed."""
 
@@ -298,14 +299,14 @@ def a_failed_sequence_leaves_its_pages(patch):
 @DEFECTS(
     ValueError,
     "cached pages after it",
-    scene=test_prefix_eviction.test_a_page_that_only_the_index_holds_is_had_even_if_pages_in_use_follow_it,
+    scene=test_keeper.test_a_page_that_only_the_index_holds_is_had_even_if_pages_in_use_follow_it,
 )
 def what_follows_a_failed_page_stays(patch):
     """Orphans of a withdrawn page."""
     patch.setattr(prefix_tree, "_branches", lambda roots, followers: list(roots))
 
 
-@DEFECTS(scene=test_prefix_groups.test_recurrent_groups_skip_nothing_without_a_checkpoint)
+@DEFECTS(scene=test_lookup.test_recurrent_groups_skip_nothing_without_a_checkpoint)
 def recurrent_groups_are_skipped(patch):
     """vLLM #47491: pages make a hit though the state is missing."""
 

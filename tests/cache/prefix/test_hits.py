@@ -1,9 +1,9 @@
-"""What hits and publishing promise, one verb at a time; `test_prefix_machine.py` mixes them."""
+"""Hits and publishing of the prefix index, one operation at a time; `test_index_machine.py` mixes them at random."""
 
 import pytest
 
 from jaxkv.cache.page_allocator import PageCopy
-from tests.cache.prefix_scenes import full
+from tests.cache.prefix.scenes import full
 
 
 @pytest.mark.parametrize("page_size", [1, 2, 16])

@@ -1,6 +1,6 @@
-"""Random programs over recurrent groups: hits are as long as checkpoints, true and pinned; defects are found.
+"""Random programs over recurrent groups: every hit ends at a checkpoint and is correct and pinned; defects are found.
 
-`hybrid_world` checks what must hold after each operation.
+`hybrid_world.py` checks its invariants after each operation.
 """
 
 import random
@@ -19,8 +19,8 @@ from jaxkv.cache.prefix.index import PrefixIndex
 from jaxkv.cache.sequence_pages import State
 from jaxkv.config.checkpoint_policy import CheckpointPolicy
 from jaxkv.errors import CorruptBooks
-from tests.cache.hybrid_world import HybridWorld, hybrid_of, run_hybrid_program
-from tests.cache.test_prefix_machine import PrefixMachine, with_settings
+from tests.cache.kept_states.hybrid_world import HybridWorld, hybrid_of, run_hybrid_program
+from tests.cache.prefix.test_index_machine import PrefixMachine, with_settings
 from tests.defects import Defects, wrap
 
 CHUNKED = CheckpointPolicy(end_of_prompt=False)

@@ -1,4 +1,4 @@
-"""Hits of caches with several groups, with windows and with states."""
+"""Prefix hits in caches with several groups, sliding windows and recurrent states."""
 
 import itertools
 
@@ -9,8 +9,8 @@ from jaxkv.cache.kept_pages.lookup import HitRule, Lookup, longest
 from jaxkv.cache.kept_pages.tree import PrefixTree
 from jaxkv.cache.page_allocator import Match, PageCopy
 from tests.cache.layouts import hybrid
-from tests.cache.prefix_scenes import Cache, full
-from tests.cache.prefix_world import MIXED, layout_of
+from tests.cache.prefix.scenes import Cache, full
+from tests.cache.prefix.world import MIXED, layout_of
 
 
 def test_a_hit_is_as_long_as_every_group_accepts():

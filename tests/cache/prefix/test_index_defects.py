@@ -1,7 +1,7 @@
-"""Defects that others shipped, put into pool, allocator and index one at a time: each must be found.
+"""Defects that other projects shipped, seeded into pool, allocator and index one at a time: each must be found.
 
-Each states what must find it: a test of one promise, or in random programs a check of the books, a comparison with what
-the played device holds, or an error that the code has for it.
+Each names what must find it: a test of a single operation, or in random programs a check of the records, a comparison
+with the simulated device, or an exception of the code.
 """
 
 import random
@@ -9,8 +9,8 @@ import random
 import jaxtyping
 import pytest
 
-from tests.cache import defects_of_allocator, defects_of_hits, defects_of_keeping
-from tests.cache.prefix_world import FULL, MIXED, ODD, WINDOW, World, run_program
+from tests.cache.prefix import defects_of_allocator, defects_of_hits, defects_of_keeping
+from tests.cache.prefix.world import FULL, MIXED, ODD, WINDOW, World, run_program
 
 DEFECTS = defects_of_allocator.DEFECTS | defects_of_keeping.DEFECTS | defects_of_hits.DEFECTS
 WORLDS = (

@@ -1,6 +1,6 @@
-"""The played device of `prefix_world` with recurrent groups: a state remembers the whole text that it comes after.
+"""The simulated device of `prefix/world.py` with recurrent groups: a state stores the whole text before it.
 
-A checkpoint is believed only as far as the states and slots say that it has.
+Invariants compare checkpoints with the texts in states and slots.
 """
 
 from functools import partial
@@ -9,7 +9,7 @@ from jaxkv.cache.prefix.index import PrefixIndex
 from jaxkv.cache.spec import ArraySpec, PagedSpec, StateSpec, group_layers
 from jaxkv.cache.variants import place, sampling
 from jaxkv.config.checkpoint_policy import CheckpointPolicy
-from tests.cache.prefix_world import World
+from tests.cache.prefix.world import World
 
 
 def hybrid_of(*sizes, chunk=1, groups=1):

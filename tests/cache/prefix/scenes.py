@@ -1,8 +1,8 @@
-"""Allocator and index of one small cache, on which what the index promises is shown step by step."""
+"""`Cache`: the allocator and prefix index of one small cache, for tests of single operations."""
 
 from jaxkv.cache.page_allocator import PageAllocator
 from jaxkv.cache.prefix.index import PrefixIndex
-from tests.cache.prefix_world import layout_of
+from tests.cache.prefix.world import layout_of
 
 ONE = layout_of((1, None))
 """Pages of one token, so that a text reads as a path through the tree."""

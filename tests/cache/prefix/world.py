@@ -1,7 +1,7 @@
-"""A prefix index at work on a device that is played by dictionaries, and what must hold after each step of it.
+"""A prefix index with a device simulated by dictionaries, and the invariants that are checked after each step.
 
-A slot of the device remembers the whole text up to its token, under which salt and weights it was computed, and in
-which step. What the index keeps is read off the slots of the pages it holds, so that no hash is trusted.
+A slot of the device stores the text up to its token, the salt, the weights, and the step that computed it. Invariants
+compare the index with the slots of its pages, not with hashes.
 """
 
 from dataclasses import dataclass, field
