@@ -2,9 +2,9 @@
 
     python -m benchmarks.accuracy --model path/to/directory
 
-The texts are this repository's documents. The reference is Transformers in float32, without TF32; beside jaxkv stands
-Transformers in bfloat16. An error is the absolute difference of one token's log-probability, in nats, given the tokens
-before it. Record: accuracy-NAME, with the directory's name.
+The texts are this repository's documents. The reference is Transformers in float32, without TF32. Transformers in
+bfloat16 is measured for comparison. An error is the absolute difference of one token's log-probability, in nats, given
+the tokens before it. Record: accuracy-NAME, with the directory's name.
 """
 
 import argparse
@@ -57,7 +57,7 @@ def score_with_transformers(folder: Path, dtype: str, texts: Sequence[list[int]]
 def score_with_jaxkv(
     folder: Path, cache: str, texts: Sequence[list[int]]
 ) -> tuple[str, np.ndarray]:
-    """Returns the implementation that ran, and the same numbers as `score_with_transformers`."""
+    """Returns the implementation that ran, and log-probabilities in the form of `score_with_transformers`."""
     options = CacheConfig(dtype=cache, max_sequences=4)
     with LLM(
         folder,

@@ -188,7 +188,7 @@ def time_generate(
         layers: number of layers.
         settings: (rows, prompt tokens) of each batch.
         new_tokens: generated tokens per row.
-        compiled: also let Transformers compile the decode step for its static cache, which takes a minute.
+        compiled: whether to time Transformers' static cache with a compiled decode step too, which takes a minute.
     """
     device = _device()
     model = _model(layers, device)

@@ -14,7 +14,7 @@ _MOST_KINDS = 4
 
 
 class NoPeer(RuntimeError):
-    """A peer does not support this case on this machine; the message is the reason."""
+    """The peer does not support the case on this machine; the message gives the reason."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ def _latents_alike(inputs: Mapping[str, Any]) -> Contiguous:
 def in_order(
     bench: BenchInputs, cases: Sequence[Contiguous], answers: Sequence[np.ndarray]
 ) -> np.ndarray:
-    """Returns the outputs of all batches in the case's order of queries."""
+    """Returns the outputs of all batches, sorted by the case's order of queries."""
     together = np.concatenate([answer.reshape(-1, *answer.shape[2:]) for answer in answers])
     out = np.empty_like(together)
     out[np.concatenate([case.tokens for case in cases])] = together

@@ -31,7 +31,7 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 import jax
 import numpy as np
 
-from benchmarks.decode_start import begin, decode_parser, parse
+from benchmarks.decode_start import decode_parser, draw_weights, parse
 from benchmarks.generate import (
     Setting,
     decode_bytes,
@@ -275,7 +275,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measures, prints and records."""
     options = _parse(arguments)
-    params, bandwidth = begin(options)
+    params, bandwidth = draw_weights(options)
     name = options.record
     tables: dict[str, list[Row]] = {name: [], f"{name}-kernels": [], f"{name}-first-token": []}
     rows, kernels, first = tables.values()

@@ -18,13 +18,13 @@ from jaxkv.models.registry import build_model
 def decode_parser(
     description: str, *, record: str, new_tokens: int, repeats: int
 ) -> argparse.ArgumentParser:
-    """Returns what reads the options of a benchmark; it may ask for more.
+    """Returns the argument parser of a benchmark, to which the caller may add options.
 
     Args:
-        description: what it does.
-        record: how its record's name begins, before the shape, if it is given none.
-        new_tokens: of each sequence, unless the command line says otherwise.
-        repeats: likewise.
+        description: description of the benchmark.
+        record: prefix of the record's default name, before the shape.
+        new_tokens: default of `--new-tokens`.
+        repeats: default of `--repeats`.
     """
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--shape", choices=sorted(SHAPES), default="llama-3.1-8b")
@@ -44,22 +44,22 @@ def decode_parser(
 def parse(
     parser: argparse.ArgumentParser, arguments: Sequence[str] | None, *, record: str
 ) -> argparse.Namespace:
-    """Returns the options, of which `record` is the whole name; leaves the program if they cannot be."""
+    """Returns the options, with the record's full name in `record`; exits for options out of range."""
     options = parser.parse_args(arguments)
     if options.new_tokens < 2:
         parser.error(
-            f"a token after the first is timed, so --new-tokens 2 is the least, got {options.new_tokens}"
+            f"--new-tokens must be at least 2, since tokens after the first are timed, got {options.new_tokens}"
         )
     options.record = options.record or f"{record}-{options.shape}"
     return options
 
 
-def begin(options: argparse.Namespace) -> tuple[Params, float]:
-    """Returns random weights, and the bytes per second that a floor is read at."""
+def draw_weights(options: argparse.Namespace) -> tuple[Params, float]:
+    """Returns random weights, and the read bandwidth of the floor in bytes per second."""
     refuse_profilers()
     bandwidth = measure_read_bandwidth()
     print(f"a matrix-vector product reads {bandwidth / 1e12:.3g} TB/s here", flush=True)
-    # Not as one program, which would take 40 seconds to compile.
+    # Not in one program, which would take 40 s to compile.
     params = build_model(SHAPES[options.shape]).init_params(jax.random.key(0), options.dtype)
     return jax.block_until_ready(params), bandwidth
 

@@ -50,8 +50,8 @@ class Bench:
     """An engine of one shape under measurement.
 
     Args:
-        options: of the command line.
-        age: seconds that the process has taken so far, for its imports.
+        options: options of the command line.
+        age: seconds from the start of the process until its imports are done.
     """
 
     def __init__(self, options: argparse.Namespace, age: float) -> None:
@@ -101,7 +101,7 @@ class Bench:
         }
 
     def first_tokens(self) -> list[Row]:
-        """Times the first token of lone requests: short ones, and long ones with and without a prefix that is kept."""
+        """Times the first token of single requests: short ones, and long ones with and without a cached prefix."""
         repeats, rows = self.options.repeats, []
         for length in SHORT_PROMPTS:
             times = [
@@ -120,7 +120,7 @@ class Bench:
         return rows
 
     def _first(self, request: Request) -> tuple[float, int]:
-        """Returns the seconds to a request's first token, and how many tokens of its prompt were kept."""
+        """Returns the seconds to a request's first token, and the number of its cached prompt tokens."""
         seconds, _, cached = self.seen.first_tokens([request])
         return seconds, cached
 
@@ -197,7 +197,7 @@ def _sizes(text: str) -> tuple[int, ...]:
 
 
 def parser(description: str) -> argparse.ArgumentParser:
-    """Returns the options that this benchmark and the peer's have in common."""
+    """Returns the argument parser with the options that this benchmark and the peer's have in common."""
     made = argparse.ArgumentParser(description=description)
     made.add_argument("--shape", choices=sorted(SHAPES), default="qwen3-0.6b")
     made.add_argument("--dtype", default="bfloat16")
@@ -209,7 +209,7 @@ def parser(description: str) -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measures the parts that are asked for."""
+    """Measures the chosen parts."""
     age = process_seconds()
     made = parser("Times the engine with random weights.")
     made.add_argument("--parts", default=",".join(PARTS), help="comma-separated")
@@ -222,7 +222,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     made.add_argument("--repeats", type=int, default=6, help="of first tokens")
     made.add_argument("--long-prompt", type=int, default=LONG_PROMPT, help="kept or not")
     made.add_argument("--lazy", action="store_true", help="compile when needed, for steady alone")
-    made.add_argument("--verbose", action="store_true", help="tell of each program compiled")
+    made.add_argument("--verbose", action="store_true", help="print each compiled program")
     options = made.parse_args(arguments)
     parts = options.parts.split(",")
     if options.verbose:

@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from benchmarks.decode_start import begin, decode_parser, parse
+from benchmarks.decode_start import decode_parser, draw_weights, parse
 from benchmarks.record import save_record
 from jaxkv.bench.shapes import SHAPES
 from jaxkv.config.cache import CacheConfig
@@ -37,7 +37,7 @@ from jaxkv.runner.sequence_runner import SequenceRunner
 from jaxkv.runner.step_shapes import StepShapes, clamp_token_budget, grain_of
 
 KNOWN_BYTES_PER_SECOND = 4.3e12
-"""What a matrix-vector product once read on an H200: the floor that older records and tables compare with."""
+"""Bytes per second that a matrix-vector product read on an H200; older records compare with this floor."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Setting:
 
 
 def decode_bytes(config: ModelConfig, params: Params, setting: Setting, itemsize: int) -> float:
-    """Returns what a step reads: the weights once and each sequence's keys and values at mid-generation."""
+    """Returns the bytes that a step reads: the weights, and each sequence's keys and values at mid-generation."""
     weights = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
     if not config.tie_embeddings:
         # One row of it is read per token.
@@ -62,7 +62,7 @@ def decode_bytes(config: ModelConfig, params: Params, setting: Setting, itemsize
 
 
 def make_requests(config: ModelConfig, setting: Setting, **sampling: Any) -> list[Request]:  # noqa: ANN401 - options of SamplingParams
-    """Returns requests of random prompts, greedy if `sampling` does not say otherwise."""
+    """Returns requests of random prompts; greedy if `sampling` is not given."""
     draw = np.random.default_rng(0)
     options = {"temperature": 0.0, "max_tokens": setting.new_tokens, "ignore_eos": True, **sampling}
     params = SamplingParams(**options)
@@ -82,7 +82,7 @@ def _median_ms(seconds: Sequence[float]) -> float:
 
 
 def _time_packing(pack: Callable[[], Any], repeats: int) -> float:
-    """Returns the milliseconds that packing one step takes the host, without sending it."""
+    """Returns the host's time to pack one step, in milliseconds."""
     durations = []
     for _ in range(repeats + 1):
         start = time.perf_counter()
@@ -97,7 +97,7 @@ def time_loop(
     requests: Sequence[Request],
     setting: Setting,
 ) -> dict[str, float]:
-    """Times `jaxkv.generate`, which makes its own static cache; a run of one token is the prompt's share."""
+    """Times `jaxkv.generate`; the time of the prompt is that of a run of one token."""
     del rows
     prompts = np.asarray([request.prompt for request in requests], np.int32)
 
@@ -132,7 +132,7 @@ def time_steps(
     *,
     overlapped: bool,
 ) -> dict[str, float]:
-    """Times the per-step form, whose metadata comes from the host at every step."""
+    """Times the per-step form, for which the host packs and sends the metadata of every step."""
     total = max(request.tokens_held for request in requests)
     sizes = {"max_tokens": sequence_runner.length_buckets[-1], "max_rows": setting.batch}
     shapes = StepShapes(
@@ -152,7 +152,7 @@ def time_steps(
         return [replace(row, start=setting.context + done, generated=done + 1) for row in one]
 
     def generate() -> tuple[float, float, float]:
-        """Returns the seconds of the prompt, and per token all in all and in sending alone."""
+        """Returns the seconds of the prompt, and per token in total and in sending alone."""
         start = time.perf_counter()
         packed = sequence_runner.step(prefill, rows)
         sequence_runner.runner.read(packed)
@@ -190,7 +190,7 @@ def make_sequence_runner(
     implementation: str | None,
     length: int | None = None,
 ) -> SequenceRunner:
-    """Returns a runner whose cache just holds the setting's sequences, or as many of `length` tokens."""
+    """Returns a runner whose cache holds exactly the setting's sequences, or as many of `length` tokens."""
     model = replace(build_model(config), implementation=implementation)
     dtype = str(jax.tree.leaves(params)[0].dtype)
     length = length or setting.context + setting.new_tokens
@@ -208,7 +208,7 @@ def measure(
     implementation: str | None,
     bandwidth: float,
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Returns one result per form, and one per program that they needed, for one batch size."""
+    """Returns the rows of the forms, and the rows of the programs that they run, for one batch size."""
     sequence_runner = make_sequence_runner(config, setting, params, implementation)
     requests = make_requests(config, setting)
     itemsize = jax.tree.leaves(params)[0].dtype.itemsize
@@ -259,12 +259,12 @@ def _line(row: dict[str, Any]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measures the asked-for batches and saves two records: of the forms, and of the programs (NAME-programs)."""
+    """Measures all batch sizes and saves two records: of the forms, and of the programs (NAME-programs)."""
     parser = decode_parser(
         "Times generation with random weights.", record="generate", new_tokens=128, repeats=5
     )
     options = parse(parser, arguments, record="generate")
-    params, bandwidth = begin(options)
+    params, bandwidth = draw_weights(options)
     config = SHAPES[options.shape]
     results, programs = [], []
     for batch in (int(size) for size in options.batch.split(",")):

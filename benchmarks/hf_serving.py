@@ -58,8 +58,8 @@ class Server:
     """Transformers' manager of continuous batching over one model.
 
     Args:
-        model: from `build`.
-        requests: what it will be asked, for it to choose its sizes by.
+        model: a model of `build`.
+        requests: the requests to come, from which it chooses its sizes.
     """
 
     def __init__(self, model: Any, requests: Sequence[Request]) -> None:  # noqa: ANN401 - torch is optional
@@ -88,7 +88,7 @@ class Server:
         }
 
     def serve(self, requests: Sequence[Request], seconds: float) -> tuple[list[Timeline], bool]:
-        """Serves all requests at once; returns when their tokens came, and whether the time was too short for all."""
+        """Serves all requests at once; returns the times of their tokens, and whether the time limit was reached."""
         start = time.perf_counter()
         lines: dict[str, Timeline] = {}
         for request in requests:

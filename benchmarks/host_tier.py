@@ -43,7 +43,7 @@ _PAGES = 32
 
 
 def median_ms(run: Callable[[], object], repeats: int = _REPEATS) -> tuple[float, float]:
-    """Returns the first time, in milliseconds, and the median of those after it."""
+    """Returns the time of the first call and the median of later ones, in milliseconds."""
     times = []
     for _ in range(repeats + 1):
         start = time.perf_counter()
@@ -53,7 +53,7 @@ def median_ms(run: Callable[[], object], repeats: int = _REPEATS) -> tuple[float
 
 
 def transfers(engine: Engine) -> list[Row]:
-    """Times the copies of some pages of the first group, as an engine makes them."""
+    """Times copies of pages of the first group in both directions, with the programs of the engine."""
     group = engine.runner.layout.paged_groups[0]
     device = jax.devices()[0]
     memory = HostMemory(device)
@@ -92,7 +92,7 @@ def _transfer(name: str, size: int, pieces: int, first: float, later: float) -> 
 
 
 def _torch(size: int, pieces: int) -> list[Row]:
-    """Times torch's copies of as many bytes, whole and in as many pieces."""
+    """Times torch's copies of the same number of bytes, as one piece and as `pieces` pieces."""
     if importlib.util.find_spec("torch") is None:
         return []
     import torch
@@ -119,10 +119,10 @@ def _torch(size: int, pieces: int) -> list[Row]:
 
 
 class _Bench:
-    """An engine whose pool holds two prompts, so that a third one evicts the first.
+    """An engine whose pool holds two prompts, so that a third prompt evicts the first.
 
     Args:
-        options: of the command line.
+        options: options of the command line.
     """
 
     def __init__(self, options: argparse.Namespace) -> None:
@@ -142,37 +142,45 @@ class _Bench:
         ).build()
 
     def text(self) -> tuple[int, ...]:
-        """Draws a prompt's tokens."""
+        """Returns the tokens of a random prompt."""
         return tuple(self.rng.integers(0, self.vocab, self.tokens).tolist())
 
-    def begin(self, prompt: tuple[int, ...], output: int = 1) -> RequestState:
-        """Asks for the most likely next tokens."""
-        wishes = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True)
-        return self.engine.add([Request(prompt=prompt, params=wishes, seed=0, stop_ids=())])[0]
+    def add(self, prompt: tuple[int, ...], output: int = 1) -> RequestState:
+        """Adds a greedy request for `output` tokens to the engine."""
+        params = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True)
+        return self.engine.add([Request(prompt=prompt, params=params, seed=0, stop_ids=())])[0]
 
     def timed(self, prompt: tuple[int, ...], cached: int) -> float:
-        """Returns the milliseconds to a prompt's first token; `cached` of its tokens come from the cache."""
+        """Returns the milliseconds to a prompt's first token.
+
+        Raises:
+            RuntimeError: not exactly `cached` of its tokens came from the cache.
+        """
         start = time.perf_counter()
-        made = self.begin(prompt)
+        made = self.add(prompt)
         while not made.generated:
             self.engine.step()
         took = time.perf_counter() - start
         self.engine.run([made])
         if made.cached != cached:
-            raise RuntimeError(f"{made.cached} tokens were reused, not {cached}")
+            raise RuntimeError(f"{made.cached} tokens were reused, {cached} were expected")
         return took * 1e3
 
-    def push_out(self, prompt: tuple[int, ...]) -> None:
-        """Computes other prompts until nothing of this one is on the device, and all is on the host."""
+    def evict(self, prompt: tuple[int, ...]) -> None:
+        """Computes other prompts until this one is on the host alone.
+
+        Raises:
+            RuntimeError: a part of the prompt is not on the host.
+        """
         index = self.engine.prefix
         assert index is not None, "the engine keeps prefixes"
         while index.explain(prompt).num_reused:
-            self.engine.run([self.begin(self.text())])
+            self.engine.run([self.add(self.text())])
         if index.explain(prompt).num_with_host != len(prompt) - 1:
-            raise RuntimeError(f"it is not on the host: {index.explain(prompt)}")
+            raise RuntimeError(f"the prompt is not on the host: {index.explain(prompt)}")
 
     def contents(self, prompt: tuple[int, ...]) -> list[str]:
-        """Returns a digest of each kept page of a prompt, in order."""
+        """Returns a digest of each cached page of a prompt, in order."""
         index, sequence_runner = self.engine.prefix, self.engine.sequence_runner
         assert index is not None, "the engine keeps prefixes"
         group = sequence_runner.runner.layout.paged_groups[0]
@@ -206,7 +214,7 @@ def first_tokens(bench: _Bench) -> list[Row]:
         took.append(bench.timed(prompt, reused))
         same = bench.contents(prompt) == before
         bench.push_out(prompt)
-        other = bench.begin(bench.text()[: bench.tokens // 4], output=bench.tokens // 4)
+        other = bench.add(bench.text()[: bench.tokens // 4], output=bench.tokens // 4)
         while other.generated < 4:
             bench.engine.step()
         at, start = other.generated, time.perf_counter()

@@ -3,10 +3,9 @@
     python -m benchmarks.hybrid_prefix
     python -m benchmarks.hybrid_prefix --shape tiny-hybrid --dtype float32 --tokens 768    # to try it on a CPU
 
-Weights are random. `hybrid-first-token` has a prompt of which nothing, nine tenths or everything is kept.
-`hybrid-computed-tokens` has two traces: "repeated", two prompts that come twice each, and "branching", five prompts
-that share beginnings. Their counts do not depend on the depth, so the model has its first layers alone, which compile
-sooner.
+Weights are random. The record `hybrid-first-token` has a prompt of which nothing, nine tenths or everything is cached.
+`hybrid-computed-tokens` has two traces: "repeated", two prompts that are sent twice each, and "branching", five prompts
+with common prefixes. The counts do not depend on the depth, so that model has only the first layers of the shape.
 """
 
 import argparse
@@ -55,8 +54,8 @@ class _Bench:
     """A model with random weights, and engines that use it with separate caches.
 
     Args:
-        options: of the command line.
-        layers: of the model, the first ones of the shape.
+        options: options of the command line.
+        layers: number of layers of the model, the first ones of the shape.
     """
 
     def __init__(self, options: argparse.Namespace, layers: int) -> None:
@@ -79,15 +78,15 @@ class _Bench:
         page: int,
         full_hits: bool,
     ) -> Engine:
-        """Returns an engine for a number of sequences, the longest length of one and the tokens of a step."""
-        wish = CacheConfig(
+        """Returns an engine for `rows` sequences of up to `longest` tokens and steps of up to `budget` tokens."""
+        cache = CacheConfig(
             max_sequences=rows,
             page_size=page,
             checkpoint_bytes=_CHECKPOINT_BYTES,
             full_hits=full_hits,
         )
         layout, plan = plan_cache(
-            self.model, wish, dtype=self.options.dtype, max_model_len=longest, free_bytes=None
+            self.model, cache, dtype=self.options.dtype, max_model_len=longest, free_bytes=None
         )
         sequence_runner = SequenceRunner(
             ModelRunner(
@@ -103,17 +102,17 @@ class _Bench:
         return Engine(sequence_runner, None, EngineConfig(token_budget=budget, checkpoints=policy))
 
     def text(self, count: int) -> tuple[int, ...]:
-        """Draws a prompt's tokens."""
+        """Returns the tokens of a random prompt."""
         return tuple(self.rng.integers(0, self.config.vocab_size, count).tolist())
 
-    def begin(self, engine: Engine, prompt: tuple[int, ...], output: int = 1) -> RequestState:
-        """Asks for the most likely next tokens."""
-        wishes = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True)
-        return engine.add([Request(prompt=prompt, params=wishes, seed=0, stop_ids=())])[0]
+    def add(self, engine: Engine, prompt: tuple[int, ...], output: int = 1) -> RequestState:
+        """Adds a greedy request for `output` tokens to an engine."""
+        params = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True)
+        return engine.add([Request(prompt=prompt, params=params, seed=0, stop_ids=())])[0]
 
 
 def first_tokens(bench: _Bench) -> list[Row]:
-    """Times lone requests of which nothing, a part or everything is kept, in turns."""
+    """Times single requests of whose prompt nothing, nine tenths or everything is cached, alternately."""
     tokens, repeats = bench.options.tokens, bench.options.repeats
     kept = int(_KEPT * tokens) // _GRID * _GRID
     engine = bench.engine(
@@ -127,7 +126,7 @@ def first_tokens(bench: _Bench) -> list[Row]:
 
     def timed(prompt: tuple[int, ...], cached: int) -> float:
         start = time.perf_counter()
-        made = bench.begin(engine, prompt)
+        made = bench.add(engine, prompt)
         engine.run([made])
         took = time.perf_counter() - start
         if made.cached != cached:
@@ -160,7 +159,7 @@ def first_tokens(bench: _Bench) -> list[Row]:
 
 
 def computed_tokens(bench: _Bench) -> list[Row]:
-    """Counts the computed prompt tokens of repeated prompts, without and with outputs kept, and of branching ones."""
+    """Counts the computed prompt tokens of repeated prompts, without and with cached outputs, and of branching ones."""
 
     def count(trace: str, steps: Sequence[Sequence[tuple[int, ...]]], full_hits: bool) -> Row:
         engine = bench.engine(
@@ -169,7 +168,7 @@ def computed_tokens(bench: _Bench) -> list[Row]:
         # Requests of the branching trace run until its end; those of the other one come one after the other.
         holds = trace == "branching"
         for prompts in steps:
-            made = [bench.begin(engine, prompt, 100 if holds else 1) for prompt in prompts]
+            made = [bench.add(engine, prompt, 100 if holds else 1) for prompt in prompts]
             while not all(one.generated for one in made):
                 engine.step()
         total = sum(len(prompt) for prompts in steps for prompt in prompts)

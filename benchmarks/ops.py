@@ -64,10 +64,10 @@ def measure(
     chosen: Sequence[str],
     seconds: float = 0.05,
 ) -> list[dict[str, Any]]:
-    """Times the chosen implementations and all peers on one case; a row without a time has the reason.
+    """Returns rows with the times of the chosen implementations and all peers on one case, or why there is no time.
 
-    "memory_mib" is the memory that the calls of one launch use together. For the smallest cases it fits into the L2
-    cache, so their times are those of a warm cache.
+    "memory_mib" is the memory of all calls of one launch. For the smallest cases it fits into the L2 cache, so their
+    times are those of a warm cache.
     """
     on_gpu = jax.default_backend() == "gpu"
     ceilings = CEILINGS.get(device_name())
@@ -160,11 +160,11 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measures, prints and saves; returns 1 if an implementation or a peer gave a wrong answer."""
+    """Measures, prints and saves; returns 1 if the result of an implementation or a peer is wrong."""
     options = _parse(arguments)
     refuse_profilers()
     if jax.default_backend() != "gpu":
-        print(f"no GPU: timing on {device_name()}, which says nothing about one")
+        print(f"no GPU: timing on {device_name()}; these times do not predict those on a GPU")
     if CEILINGS.get(device_name()) is None:
         print(f"no ceilings are known for {device_name()}, so no shares are given")
     rows = [row for op in options.ops for row in _run(op, options)]
@@ -172,7 +172,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(op: str, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Measures one op; saves after each case, so that a run which is cut short leaves what it had."""
+    """Measures one op, and saves after each case, so that an interrupted run leaves a record."""
     on_gpu = jax.default_backend() == "gpu"
     cases = load_cases(op)
     names = options.case or [name for name, case in cases.items() if case.ci != on_gpu]

@@ -60,7 +60,7 @@ def time_cudnn(bench: BenchInputs, effort: Effort) -> Timing:
 
 
 def time_torch(bench: BenchInputs, effort: Effort) -> Timing:
-    """Times what one would write in torch (torch_calls.py), in a CUDA graph where there is a GPU."""
+    """Times the op in plain torch (see `torch_calls.py`); on a GPU in a CUDA graph."""
     if importlib.util.find_spec("torch") is None:
         raise NoPeer("torch is not installed")
     import torch

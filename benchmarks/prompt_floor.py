@@ -11,9 +11,9 @@ from jaxkv.models.protocol import Params
 
 
 def prompt_seconds(config: ModelConfig, params: Params, lengths: Sequence[int]) -> float | None:
-    """Returns the seconds for prompts of so many tokens, `None` where the device's ceiling for products is unknown.
+    """Returns the lower bound in seconds for prompts of the given lengths; `None` if the device's peak is unknown.
 
-    Logits are left out: a prompt needs those of one token.
+    Logits are left out, since a prompt needs those of one token only.
     """
     ceilings = CEILINGS.get(jax.devices()[0].device_kind)
     if ceilings is None:

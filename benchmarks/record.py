@@ -34,7 +34,7 @@ class Record:
         jax, jaxlib: their versions.
         commit: full hash, "unknown" where there is no git history.
         dirty: whether tracked files, the records aside, differed from the commit; `None` where unknown.
-        date: when it was saved, UTC.
+        date: date of the record, UTC.
         command: command line that repeats the measurement.
         rows: the results; column names include their units.
         note: further remarks, such as why a record was written by hand.
@@ -66,7 +66,7 @@ def _output(*command: str, cwd: Path | None = None) -> str | None:
 def read_commit(folder: Path) -> tuple[str, bool | None]:
     """Returns the commit that `folder` is checked out at and whether its tracked files differ from it.
 
-    A machine that has the files but not their history may be told the commit by the variable JAXKV_COMMIT.
+    Where there are files without git history, the environment variable JAXKV_COMMIT gives the commit.
     """
     commit = _output("git", "rev-parse", "HEAD", cwd=folder)
     changed = _output("git", "status", "--porcelain", "--untracked-files=no", cwd=folder)
@@ -116,7 +116,7 @@ def save_record(name: str, rows: Sequence[Mapping[str, Any]], *, folder: Path = 
         command=_command(),
         rows=rows,
     )
-    # NaN is not JSON; a benchmark that could not measure something says `None`.
+    # NaN is not JSON; a missing measurement is `None`.
     text = json.dumps(asdict(record), indent=1, allow_nan=False)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.json"
@@ -128,7 +128,7 @@ def load_record(path: Path) -> Record:
     """Reads one record.
 
     Raises:
-        ValueError: the file is no record; the message names the file and what is wrong.
+        ValueError: the file is no record; the message has its path and the reason.
     """
     try:
         return Record(**json.loads(path.read_text()))

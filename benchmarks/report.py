@@ -3,9 +3,9 @@
     python -m benchmarks.report ops-paged_attention --columns case,implementation,us
     python -m benchmarks.report --into benchmarks/README.md
 
-A document says where a table goes by `<!-- record NAME: column, column -->` and `<!-- /record -->`, each on a line
-of its own; whatever lies between them is replaced. `column=value` among the columns keeps the rows that have it, and is
-no column of the table.
+A document marks a table by `<!-- record NAME: column, column -->` and `<!-- /record -->`, each on its own line. The text
+between the markers is replaced. `column=value` among the columns selects the rows with that value, and is no
+column of the table.
 """
 
 import argparse
@@ -24,15 +24,15 @@ _MARKED = re.compile(
 
 
 def render(record: Record, columns: Sequence[str] = ()) -> str:
-    """Returns one table and the line that says where its numbers come from.
+    """Returns the Markdown table of a record, and below it a line with machine, versions, commit and command.
 
     Args:
-        record: what was measured.
-        columns: which columns, in this order; all of them if none are named. `column=value` keeps the rows whose
-            value reads so.
+        record: the measurement.
+        columns: names of the columns, in this order; all columns if empty. `column=value` selects the rows with that
+            value.
 
     Raises:
-        ValueError: a column is not in the record, or no row is kept; the message lists what there is.
+        ValueError: a column is not in the record, or no row is selected; the message lists the columns or values.
     """
     wanted = dict(name.split("=", 1) for name in columns if "=" in name)
     columns = [name for name in columns if "=" not in name]
@@ -66,7 +66,7 @@ def _line(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def _cell(value: Any) -> str:  # noqa: ANN401 - whatever JSON holds
+def _cell(value: Any) -> str:  # noqa: ANN401 - any JSON value
     if value is None:
         return "-"
     if isinstance(value, bool):
@@ -87,7 +87,7 @@ def _origin(record: Record) -> str:
 
 
 def fill(text: str, folder: Path = RECORDS) -> str:
-    """Returns a document with every marked table made anew from its record."""
+    """Returns a document with every marked table replaced by the table of its record."""
 
     def replace(found: re.Match[str]) -> str:
         columns = [name.strip() for name in (found["columns"] or "").split(",") if name.strip()]
@@ -98,7 +98,7 @@ def fill(text: str, folder: Path = RECORDS) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Prints tables, or puts them into a document."""
+    """Prints tables, or writes them into a document."""
     parser = argparse.ArgumentParser(description="Turns records into Markdown tables.")
     parser.add_argument("record", nargs="*", help="names of records; all if none are given")
     parser.add_argument("--columns", default="", help="comma-separated; all if not given")

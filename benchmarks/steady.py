@@ -31,7 +31,7 @@ class Observed:
         config: the config of its model.
 
     Attributes:
-        watch: seconds and calls of planning, packing, enqueueing, waiting and collecting (which waits, too).
+        watch: seconds and calls of planning, packing, enqueueing, waiting and collecting (which includes waiting).
         last: the last program run, and its arguments besides parameters and cache.
         kernels: rows of the kernels in a step of the last steady decode; empty without a GPU.
     """
@@ -55,7 +55,7 @@ class Observed:
         self.watch.watch(engine, "_collect", "collect")
 
     def requests(self, count: int, prompt: int, output: int, seed: int = 0) -> list[Request]:
-        """Returns greedy requests of random prompts that have nothing in common."""
+        """Returns greedy requests of independent random prompts."""
         draw = np.random.default_rng((seed, prompt, count))
         return [self.request(draw, prompt, output) for _ in range(count)]
 
@@ -71,10 +71,10 @@ class Observed:
         """Times steps in which all of `batch` sequences generate; no sequence starts or ends.
 
         Args:
-            batch: sequences.
+            batch: number of sequences.
             prompt: tokens of each prompt.
-            steps: that are timed; a quarter as many are profiled after them.
-            bandwidth: bytes per second that the floor is read at.
+            steps: number of timed steps; a quarter as many are profiled after them.
+            bandwidth: read bandwidth of the floor, in bytes per second.
         """
         output = steady_tokens(batch, prompt, steps, self.engine.config.token_budget)
         asked = self.requests(batch, prompt, output, batch)
@@ -115,7 +115,7 @@ class Observed:
         }
 
     def _profile(self, run: Callable[[], int]) -> float | None:
-        """Returns the seconds per step that a GPU was busy while `run` made steps; `None` where none was seen."""
+        """Returns the GPU's busy seconds per step of `run`; `None` if the profiler saw no GPU."""
         steps: list[int] = []
         events = record_events(lambda: steps.append(run()))
         busy = covered(events)
@@ -124,18 +124,18 @@ class Observed:
         return busy / steps[0] or None
 
     def _generate(self, sample: RequestState, count: int) -> int:
-        """Steps until a sequence has at least so many more tokens, and returns how many it got."""
+        """Steps until a sequence has at least `count` more tokens, and returns how many it has got."""
         before = sample.generated
         while sample.generated < before + count:
             self.engine.step()
         return sample.generated - before
 
     def first_tokens(self, requests: Sequence[Request]) -> tuple[float, float, int]:
-        """Sends requests at once.
+        """Adds all requests at once and times their first tokens.
 
         Returns:
-            The seconds to the first token of the first of them, those to the first token of the last, and how many
-            tokens of the prompts were kept from before.
+            The seconds until the first request has a token, the seconds until all requests have one, and the number of
+            cached prompt tokens.
         """
         start, times = time.perf_counter(), []
         samples = [self.engine.add([one])[0] for one in requests]
@@ -145,11 +145,11 @@ class Observed:
             still = [sample for sample in waiting if not sample.generated]
             times += [time.perf_counter() - start] * (len(waiting) - len(still))
             waiting = still
-        self.end(samples)
+        self.abort_all(samples)
         return times[0], times[-1], sum(sample.cached or 0 for sample in samples)
 
-    def end(self, samples: Sequence[RequestState]) -> None:
-        """Gives up requests, and steps until nothing is under way."""
+    def abort_all(self, samples: Sequence[RequestState]) -> None:
+        """Aborts requests, and steps until no step is in flight."""
         for sample in samples:
             self.engine.abort(sample)
         while self.engine.has_work:
@@ -157,6 +157,6 @@ class Observed:
 
 
 def steady_tokens(batch: int, prompt: int, steps: int, token_budget: int) -> int:
-    """Returns how many tokens must be asked for, so that the first to begin goes on until the last was timed."""
+    """Returns the `max_tokens` with which the first request still generates when the last timed step ends."""
     waiting = -(-batch * prompt // max(1, token_budget - batch))
     return waiting + 2 * steps + 64

@@ -34,7 +34,7 @@ def record_events(run: Callable[[], object]) -> list[Event]:
 
 
 def covered(events: Sequence[Event]) -> float:
-    """Returns the seconds that events on streams of GPUs cover; what overlaps counts once."""
+    """Returns the seconds covered by events on GPU streams; overlapping events count once."""
     spans = sorted((event["ts"], event["ts"] + event["dur"]) for event in on_streams(events))
     total, until = 0.0, -math.inf
     for start, stop in spans:
@@ -66,14 +66,14 @@ def on_streams(events: Sequence[Event]) -> list[Event]:
 
 
 def by_kernel(events: Sequence[Event], steps: int, hlo: str = "", most: int = 24) -> list[Row]:
-    """Returns a row for each kernel and largest array that it is given, the longest first, and one for all the rest.
+    """Returns a row per kernel and largest operand, in descending order of time, and one row for all others.
 
     Args:
-        events: of so many steps.
-        steps: what times and launches are divided by.
-        hlo: the optimised program that ran most, which tells what an instruction is given; where it does not know an
-            instruction, the array is `None`.
-        most: rows before the rest.
+        events: the events of `steps` steps.
+        steps: number of steps, by which times and launches are divided.
+        hlo: text of the optimised program that ran most, for the operands; the operand of an instruction that is not in
+            it is `None`.
+        most: most rows before the row of all others.
     """
     largest = _largest_operands(hlo) if hlo else {}
     found: dict[tuple[str, str | None], list[float]] = {}
@@ -99,7 +99,7 @@ def by_kernel(events: Sequence[Event], steps: int, hlo: str = "", most: int = 24
 
 
 def _largest_operands(hlo: str) -> dict[str, str]:
-    """Returns for each instruction of the program the largest array that it is given, as "bf16[28672,4096]"."""
+    """Returns instruction -> its largest operand, such as "bf16[28672,4096]"."""
     told = {}
     for instructions in parse_module(hlo).computations.values():
         by_name = {one.name: one for one in instructions}

@@ -39,18 +39,18 @@ class Stopwatch:
         setattr(owner, method, timed)
 
     def reset(self) -> None:
-        """Begins again at zero."""
+        """Sets all times and counts to zero."""
         self.seconds = dict.fromkeys(self.seconds, 0.0)
         self.calls = dict.fromkeys(self.calls, 0)
 
 
 def queued_seconds(runner: ModelRunner, program: Program, arrays: Sequence[np.ndarray]) -> float:
-    """Returns the seconds per run of a program that is queued again and again, with nothing packed and nothing read.
+    """Returns the seconds per run of a program that is enqueued repeatedly, without packing or reading.
 
     Args:
-        runner: owns the cache, which is updated in place.
-        program: runs with the same arguments each time.
-        arrays: these, besides parameters and cache.
+        runner: the runner, whose cache is updated in place.
+        program: the program; it runs with the same arguments each time.
+        arrays: its arguments besides parameters and cache.
     """
     there = jax.device_put([array for array in arrays if array.size])
 

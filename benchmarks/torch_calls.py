@@ -20,7 +20,7 @@ Calls = tuple[list[Callable[[], Any]], Callable[[], list[np.ndarray]]]
 
 
 def _tensor(array: np.ndarray) -> Any:  # noqa: ANN401 - torch is optional
-    """A torch tensor of the same numbers; NumPy's bfloat16 is unknown to torch and goes as its bits."""
+    """Returns a torch tensor with the numbers of an array; bfloat16, which NumPy lacks, is passed as bits."""
     import torch
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -32,14 +32,14 @@ def _tensor(array: np.ndarray) -> Any:  # noqa: ANN401 - torch is optional
 
 
 def _array(tensor: Any) -> np.ndarray:  # noqa: ANN401 - torch is optional
-    """The bits of a tensor."""
+    """Returns the bits of a tensor as an array."""
     import torch
 
     return tensor.contiguous().view(torch.uint8).cpu().numpy()
 
 
 def attention(cases: Sequence[Contiguous], bench: BenchInputs) -> Calls:
-    """`scaled_dot_product_attention`: a call per copy of the keys, each of one kernel per kind of rows."""
+    """Returns calls of `scaled_dot_product_attention`, one per copy of the keys; a kernel per batch of equal rows."""
     if any(case.window is not None for case in cases):
         raise NoPeer("has no window for more than one query")
     first = [[_tensor(part).transpose(1, 2) for part in (case.q, case.k, case.v)] for case in cases]
@@ -74,7 +74,7 @@ def _attend(case: Contiguous) -> Callable[..., Any]:
 
 
 def _write(bench: BenchInputs) -> Calls:
-    """`index_copy_`: one call per set of slots; padding is left out, since torch would refuse it."""
+    """Returns calls of `index_copy_`, one per set of slots, without padding, which torch would refuse."""
     import torch
 
     num_slots = int(np.prod(bench.inputs["pages"][0].shape[:2]))
@@ -99,7 +99,7 @@ def _write(bench: BenchInputs) -> Calls:
 
 
 def _product(bench: BenchInputs) -> Calls:
-    """`linear` of torch, and what follows it in operations of their own."""
+    """Returns calls of torch's `linear`, followed by separate operations for activation, norm and residual."""
     import torch
 
     inputs = bench.inputs
@@ -173,7 +173,7 @@ def _top_keys(bench: BenchInputs) -> Calls:
 
 
 def _keys(pages: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns index keys as they are stored, in float32, and what each is multiplied by."""
+    """Returns the stored index keys in float32, and the scale of each."""
     if pages.dtype != np.uint8:
         return pages.astype(np.float32), np.ones(pages.shape[:2], np.float32)
     numbers, scales = split_index_pages(jnp.asarray(pages))
@@ -181,7 +181,7 @@ def _keys(pages: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _chosen_records(bench: BenchInputs) -> Calls:
-    """Records as plain numbers are gathered, then `scaled_dot_product_attention` with heads as queries."""
+    """Returns calls that gather plain records and run `scaled_dot_product_attention` with heads as queries."""
     import torch
 
     inputs = bench.inputs
@@ -203,7 +203,7 @@ def _chosen_records(bench: BenchInputs) -> Calls:
 
 
 def _bounds(bench: BenchInputs) -> Calls:
-    """A sort, a running sum of probabilities, and the first that crosses p."""
+    """Returns calls that sort the logits, accumulate probabilities, and find the first sum above p."""
     import torch
 
     names = ("logits", "top_k", "top_p", "min_p", "temperature")
@@ -226,14 +226,14 @@ def _bounds(bench: BenchInputs) -> Calls:
 
 
 def _copies(first: Any, bench: BenchInputs) -> list[Any]:  # noqa: ANN401 - torch is optional
-    """Returns as many copies of a tensor as the bench has calls, so that each reads memory of its own."""
+    """Returns one copy of a tensor per call, so that each call reads separate memory."""
     return [first, *(first.clone() for _ in bench.own[1:])]
 
 
 def _calls(
     call: Callable[[Any], Any], own: Sequence[Any], read: Callable[[Any], list[np.ndarray]]
 ) -> Calls:
-    """Returns a call for each of `own`, and what reads the answer of the last."""
+    """Returns a call for each of `own`, and a function that returns the result of the last."""
     return [partial(call, tensor) for tensor in own], lambda: read(call(own[-1]))
 
 

@@ -43,7 +43,7 @@ class TorchDecoder:
         strange = {name for layer in params["layers"] for name in layer} - known
         if strange or any(window is not None for window in config.windows):
             raise ValueError(
-                f"the peer knows dense decoders with full attention, not {', '.join(sorted(strange)) or 'windows'}"
+                f"the peer supports dense decoders with full attention, got {', '.join(sorted(strange)) or 'windows'}"
             )
         shared: Any = jax.tree.map(torch.from_dlpack, params)
         self.config, self.weights = config, shared
@@ -64,14 +64,14 @@ class TorchDecoder:
         return self.tokens[:, 0].cpu().numpy().copy()
 
     def step(self, position: int) -> np.ndarray:
-        """Feeds each sequence's last token, which stands at `position`, and returns the next ones; uncompiled."""
+        """Runs one uncompiled step for tokens at `position` and returns the next tokens."""
         positions = torch.tensor([position], device=self.tokens.device)
         with torch.inference_mode():
             self.tokens.copy_(self._next(self.tokens, positions, position + 1, _layer))
         return self.tokens[:, 0].cpu().numpy().copy()
 
     def time_step(self, position: int, effort: Effort) -> Timing:
-        """Times steps that each feed the token of the one before, all at one position; needs a GPU."""
+        """Times steps at one position, each fed with the tokens of the one before; needs a GPU."""
         layer = torch.compile(_layer, dynamic=False, fullgraph=True)
         positions = torch.tensor([position], device=self.tokens.device)
 
@@ -117,7 +117,7 @@ class TorchDecoder:
 def time_decoder(
     config: ModelConfig, params: Params, prompts: np.ndarray, setting: Setting
 ) -> dict[str, float]:
-    """Times prompts, uncompiled, and steps in the middle of the generation, as `benchmarks.generate` names them."""
+    """Returns times of uncompiled prompts and of steps at mid-generation, in the columns of `benchmarks.generate`."""
     peer = TorchDecoder(config, params, len(prompts), setting.context + setting.new_tokens)
     seconds = []
     for _ in range(setting.repeats + 1):
@@ -143,7 +143,7 @@ def _layer(
     sizes: tuple[int, int, int],
     eps: float,
 ) -> torch.Tensor:
-    """Attention and feed-forward of [batch, tokens, hidden_size]; the caches are written in place."""
+    """Returns a layer's output [batch, tokens, hidden_size]; writes the caches in place."""
     heads, kv_heads, head_dim = sizes
     batch, tokens, _ = hidden.shape
     qkv = linear(_norm(hidden, weights["norms"][0], eps), weights["qkv"])

@@ -1,7 +1,7 @@
 """Two million random operations on allocator and index, with all invariants checked after each.
 
 Eleven configurations (page sizes, windows, several groups, recurrent states, two tiers), each from twenty seeds. The
-worlds, and what must hold in them, are those of the short machines beside this file.
+simulated devices and their invariants are those of `prefix/`, `kept_states/` and `tests/offload`.
 """
 
 import random
