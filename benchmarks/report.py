@@ -3,8 +3,8 @@
     python -m benchmarks.report ops-paged_attention --columns case,implementation,us
     python -m benchmarks.report --into benchmarks/README.md
 
-A document marks a table by `<!-- record NAME: column, column -->` and `<!-- /record -->`, each on its own line. The text
-between the markers is replaced. `column=value` among the columns selects the rows with that value, and is no
+A document marks a table by `<!-- record NAME: column, column -->` and `<!-- /record -->`, each on its own line. The
+text between the markers is replaced. `column=value` among the columns selects the rows with that value, and is no
 column of the table.
 """
 

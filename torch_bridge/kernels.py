@@ -56,7 +56,7 @@ def paged_attention(
         The output, [rows, heads, head_dim] in q's dtype; with `return_lse`, also the log-sum-exp.
 
     Raises:
-        NotZeroCopy: a tensor cannot be shared with JAX; the message tells whether to cast, detach or clone it.
+        NotZeroCopy: a tensor cannot be shared with JAX; the message gives the remedy: cast, detach or clone it.
         ValueError: shapes, dtypes or options do not fit.
     """
     arrays = (q, k_pages, v_pages, page_table, seq_lens)
@@ -154,7 +154,7 @@ def _attention(op: str, arrays: str, *, return_lse: bool) -> CustomOpDef:
     """Registers an attention op; with `return_lse` it is a separate op, since it returns two tensors."""
     count = arrays.count(",") + 1
 
-    def run_op(*args: Any) -> Any:  # noqa: ANN401 - as the schema says
+    def run_op(*args: Any) -> Any:  # noqa: ANN401 - the types are in the schema
         options = dict(zip(_NAMES, args[count:], strict=True))
         launch = None if return_lse else _direct(op, args[:count], options)
         if launch is not None:

@@ -51,8 +51,8 @@ def run(op: str, *arrays: Any, donate: int = 0, **options: Any) -> Any:  # noqa:
 def hand_out(array: jax.Array) -> torch.Tensor:
     """Returns a result as a tensor.
 
-    When torch drops the tensor, its queued kernels may still read the memory, which JAX does not know. So the array is
-    kept until a later call that is ordered after those kernels.
+    When torch drops the tensor, torch's queued kernels may still read the memory, and JAX does not track them. So the
+    array is kept until a later call that is ordered after those kernels.
     """
     tensor = to_torch(array)
     if _is_asynchronous(tensor):

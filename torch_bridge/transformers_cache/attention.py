@@ -64,7 +64,7 @@ def paged_attention_forward(
         query: [rows, heads, queries, head_dim], rotated.
         key: the step's keys, the same tensor object that the cache was given; attention reads them from the pages.
         value: the step's values, with the same condition.
-        attention_mask: must be `None`; padding and windows are known from the cache.
+        attention_mask: must be `None`; the cache has padding and windows.
         scaling: factor on the scores; `None` for `head_dim ** -0.5`.
         dropout: must be 0.
         sliding_window: tokens a query sees, itself included; if given, must equal the cache's window of the layer.
@@ -105,7 +105,7 @@ def paged_attention_forward(
         )
     if sliding_window is not None and sliding_window != window:
         raise ValueError(
-            f"layer {layer} wants a window of {sliding_window}, the cache was made for {window}"
+            f"layer {layer} has a window of {sliding_window}, but the cache was made for {window}; make a new one"
         )
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     given = query.detach() if query.requires_grad else query
@@ -184,12 +184,12 @@ def _run(step: Step, layer: int, query: torch.Tensor, options: dict[str, Any]) -
 
 
 def no_mask(*args: Any, mask_function: Any = None, use_vmap: bool = False, **kwargs: Any) -> None:  # noqa: ANN401
-    """Returns no mask, since the cache knows padding and windows; raises `ValueError` for any other mask."""
+    """Returns no mask, since the step has padding and windows; raises `ValueError` for any other mask."""
     windowed = kwargs.get("local_size") is not None
     if use_vmap or (not windowed and mask_function is not causal_mask_function):
         raise ValueError(
-            f'attention "{NAME}" supports causal masks with windows and padding; this model asks for another mask, use '
-            f'"sdpa"'
+            f'attention "{NAME}" supports causal masks with windows and padding, and this model needs another mask; '
+            f'use "sdpa"'
         )
 
 

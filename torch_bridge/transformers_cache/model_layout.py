@@ -99,8 +99,8 @@ def _plan(
         )
     if kind not in _ATTENTION:
         raise Unsupported(
-            f"layer {layer} is {kind} of {type(config).__name__}; JaxkvCache knows {', '.join(_ATTENTION)} with keys "
-            f"and values per head, and gated delta layers. Use Transformers' DynamicCache for this model"
+            f"layer {layer} is {kind} of {type(config).__name__}; JaxkvCache supports {', '.join(_ATTENTION)} with "
+            f"keys and values per head, and gated delta layers. Use Transformers' DynamicCache for this model"
         )
     kv_heads, head_dim = heads.get(layer) or _heads_of(config)
     if kind == "full_attention":
@@ -163,7 +163,7 @@ def _heads_of(config: Any) -> tuple[int, int]:  # noqa: ANN401
     heads = getattr(config, "num_attention_heads", None)
     if heads is None:
         raise Unsupported(
-            f"{type(config).__name__} has no num_attention_heads, so JaxkvCache does not know what its layers keep; "
+            f"{type(config).__name__} has no num_attention_heads, so the sizes of its layers are unknown; "
             f"use Transformers' DynamicCache for this model"
         )
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
@@ -186,8 +186,8 @@ def _gated_delta(config: Any, dtype: str) -> StateSpec:  # noqa: ANN401
     )
     if any(not hasattr(config, name) for name in names):
         raise Unsupported(
-            f"{type(config).__name__} has recurrent layers that JaxkvCache does not know (it knows gated delta, as in "
-            f"Qwen3-Next); use Transformers' DynamicCache for this model"
+            f"{type(config).__name__} has recurrent layers that JaxkvCache does not support (it supports gated delta, "
+            f"as in Qwen3-Next); use Transformers' DynamicCache for this model"
         )
     key_heads, value_heads, key_dim, value_dim, width = (getattr(config, name) for name in names)
     channels = 2 * key_heads * key_dim + value_heads * value_dim

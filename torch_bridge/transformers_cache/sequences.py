@@ -202,7 +202,7 @@ class Sequences:
         if not order or any(not 0 <= index < len(self.rows) for index in order):
             raise ValueError(
                 f"rows must be chosen by numbers from 0 to {len(self.rows) - 1}, at least one, got {order}"
-                f"{'' if order else '; reset() forgets them all'}"
+                f"{'' if order else '; reset() drops all rows'}"
             )
         twin = self.fork(order)
         self.release()

@@ -210,7 +210,7 @@ class Step:
             if rows.shape[1:] != pages.shape[2:]:
                 raise ValueError(
                     f"layer {layer} has {role}s of {rows.shape[1]} heads of {rows.shape[2]}, but the cache was made "
-                    f"for {pages.shape[2]} of {pages.shape[3]}; JaxkvCache does not know this model's attention"
+                    f"for {pages.shape[2]} of {pages.shape[3]}; JaxkvCache does not support this model's attention"
                 )
             if torch.promote_types(rows.dtype, pages.dtype) != pages.dtype:
                 raise ValueError(

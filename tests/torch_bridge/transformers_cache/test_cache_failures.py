@@ -219,7 +219,7 @@ def test_rows_that_are_not_there_cannot_be_chosen(llama, order):
     ids, mask = prompts(2, 8)
     cache.reorder_cache(torch.tensor(order, dtype=torch.long))
     said = greedy(llama, ids, mask, 2, past_key_values=cache)
-    hint = "" if order else r"; reset\(\) forgets them all"
+    hint = "" if order else r"; reset\(\) drops all rows"
     with pytest.raises(
         ValueError, match=rf"chosen by numbers from 0 to 1, .* got {re.escape(str(order))}{hint}$"
     ):

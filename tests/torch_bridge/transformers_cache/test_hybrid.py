@@ -99,5 +99,5 @@ def test_recurrent_layers_of_other_kinds_are_refused():
         attn_layer_indices=[],
         mamba_expand=2,
     )
-    with pytest.raises(Unsupported, match="recurrent layers that JaxkvCache does not know"):
+    with pytest.raises(Unsupported, match="recurrent layers that JaxkvCache does not support"):
         JaxkvCache(transformers.BambaForCausalLM(config))
