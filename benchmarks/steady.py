@@ -93,7 +93,7 @@ class Observed:
         length = round(statistics.mean(len(sample.tokens) for sample in samples) - 0.75 * steps)
         if any(sample.status == FINISHED for sample in samples):
             raise RuntimeError("a sequence ended while steps were timed; this is no steady decode")
-        self.end(samples)
+        self.abort_all(samples)
         itemsize = jax.tree.leaves(self.engine.runner.params)[0].dtype.itemsize
         at_middle = Setting(batch, length, 0, 0)
         num_bytes = decode_bytes(self.config, self.engine.runner.params, at_middle, itemsize)
