@@ -31,6 +31,7 @@ from jaxkv.models.families import (
     nemotron_h,
     qwen2,
     qwen3,
+    qwen3_5,
     qwen3_moe,
     qwen3_next,
 )
@@ -65,6 +66,7 @@ FAMILIES: Mapping[str, Family] = {
         nemotron_h.FAMILY,
         falcon_h1.FAMILY,
         qwen3_next.FAMILY,
+        *qwen3_5.FAMILIES,
         *deepseek.FAMILIES,
     )
 }

@@ -14,6 +14,8 @@ PLACE = "config.json: quantization_config"
 _HARMLESS = frozenset(
     {"quant_method", "modules_to_not_convert", "modules_to_convert", "ignored_layers", "dequantize"}
 )
+# Qwen3.8's file denies what weight_block_size excludes.
+_PER_TENSOR = ("weight_per_tensor", "act_per_tensor")
 _READABLE = (
     "jaxkv reads 'fp8' with weight_block_size, 'mxfp4' and weights that are not quantised: take a checkpoint of one of "
     "these, or have Transformers dequantise the model and save it"
@@ -94,7 +96,11 @@ def read_quantised(raw: Mapping[str, object]) -> Quantised | None:
         _expect(settings, "fmt", (None, "e4m3"))
         _expect(settings, "activation_scheme", (None, "dynamic"))
         _expect(settings, "scale_fmt", _SCALES)
-        _reject_others(settings, {"fmt", "activation_scheme", "scale_fmt", "weight_block_size"})
+        for key in _PER_TENSOR:
+            _expect(settings, key, (None, False))
+        _reject_others(
+            settings, {"fmt", "activation_scheme", "scale_fmt", "weight_block_size", *_PER_TENSOR}
+        )
         return _blocks(settings["weight_block_size"])
     raise UnknownConfig(
         f"{PLACE} sets quant_method = {clip(repr(method), 80)}{_details(settings)}; {_READABLE}"

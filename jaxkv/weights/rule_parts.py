@@ -126,20 +126,53 @@ def sparse_latent_attention(prefix: str) -> tuple[Rule, ...]:
 
 
 def delta(prefix: str) -> tuple[Rule, ...]:
-    """Returns the rules of a gated delta mixer, whose projections are ordered by key head."""
+    """Returns the rules of a gated delta mixer with two fused projections, which are ordered by key head."""
     key, values = ("delta.key_dim",), ("delta.values_per_key", "delta.value_dim")
     heads, gates = ("delta.key_heads",), ("delta.values_per_key",)
+    return (
+        Rule(
+            f"{LEAF}delta_in",
+            (f"{prefix}.in_proj_qkvz.weight",),
+            block="delta",
+            regroup=Regroup(heads, (key, key, values, values), order=(0, 1, 2, 3)),
+        ),
+        Rule(
+            f"{LEAF}delta_gates",
+            (f"{prefix}.in_proj_ba.weight",),
+            block="delta",
+            regroup=Regroup(heads, (gates, gates), (0, 1)),
+        ),
+        *_delta_state(prefix),
+    )
 
+
+def split_delta(prefix: str) -> tuple[Rule, ...]:
+    """Returns the rules of a gated delta mixer with a projection each for queries to values and for three gates."""
+    heads = ("delta.value_heads",)
+    return (
+        Rule(
+            f"{LEAF}delta_in",
+            (f"{prefix}.in_proj_qkv.weight", f"{prefix}.in_proj_z.weight"),
+            combine="concat",
+            rows=(("delta.conv_channels",), ("delta.width",)),
+            block="delta",
+        ),
+        Rule(
+            f"{LEAF}delta_gates",
+            (f"{prefix}.in_proj_b.weight", f"{prefix}.in_proj_a.weight"),
+            combine="concat",
+            rows=(heads, heads),
+            block="delta",
+        ),
+        *_delta_state(prefix),
+    )
+
+
+def _delta_state(prefix: str) -> tuple[Rule, ...]:
     def rule(leaf: str, name: str, **options: object) -> Rule:
         return Rule(f"{LEAF}{leaf}", (f"{prefix}.{name}",), block="delta", **options)  # type: ignore[arg-type]
 
     return (
-        rule(
-            "delta_in",
-            "in_proj_qkvz.weight",
-            regroup=Regroup(heads, (key, key, values, values), order=(0, 1, 2, 3)),
-        ),
-        rule("delta_gates", "in_proj_ba.weight", regroup=Regroup(heads, (gates, gates), (0, 1))),
         rule("conv", "conv1d.weight", combine="taps"),
         rule("a_log", "A_log"),
         rule("dt_bias", "dt_bias"),

@@ -209,11 +209,12 @@ def expand(rules: RuleSet, config: ModelConfig) -> dict[str, Recipe]:
     """Returns dotted path -> recipe, for every leaf of a model of this config."""
     recipes = {}
     for rule in rules.rules:
-        if not rule.applies(config):
+        layers = rule.layers(config) if rule.applies(config) else []
+        if not layers:
             continue
         rows = tuple(_product(config, names) for names in rule.rows)
         regroup = None if rule.regroup is None else _regrouped(config, rule.regroup)
-        for layer in rule.layers(config):
+        for layer in layers:
             target = rule.target.format(layer=layer)
             assert target not in recipes, f"two rules make {target}"
             sources = _sources(rule, config, layer)

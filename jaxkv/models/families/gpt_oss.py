@@ -4,24 +4,26 @@ from collections.abc import Mapping
 
 from jaxkv.config.blocks import MixtureConfig
 from jaxkv.config.model import ModelConfig
-from jaxkv.errors import UnknownConfig
 from jaxkv.models.families.family import Family
 from jaxkv.models.families.llama_like import (
     ROTARY_TABLES,
     TIED,
     layer_windows,
     read_llama_like,
+    require,
     take_num_layers,
 )
 from jaxkv.models.hf_config.config_json import ConfigJson
+from jaxkv.models.hf_config.rope_json import with_theta
 from jaxkv.weights.rule_parts import LAYER, LEAF, attention, embeddings, norms
 from jaxkv.weights.rules import Combine, Rule, RuleSet
 
 _SIZE = 2**31 - 1
 _CLAMP = 7.0
+_THETA = 150000.0
 _ROPE = {
     "rope_type": "yarn",
-    "rope_theta": 150000.0,
+    "rope_theta": _THETA,
     "factor": 32.0,
     "beta_fast": 32.0,
     "beta_slow": 1.0,
@@ -34,18 +36,11 @@ def from_hf(raw: Mapping[str, object]) -> ModelConfig:
     """Reads a parsed config.json whose `model_type` is "gpt_oss"; its experts may be stored in 4 bits (MXFP4)."""
     if not (raw.get("rope_parameters") or raw.get("rope_scaling")):
         raw = {**raw, "rope_parameters": _ROPE}
-    rotary = raw.get("rope_scaling") or raw.get("rope_parameters")
-    if not (isinstance(rotary, Mapping) and "rope_theta" in rotary):
-        raw = {"rope_theta": _ROPE["rope_theta"], **raw}
-    keys = ConfigJson(raw)
+    keys = ConfigJson(with_theta(raw, _THETA))
     # Repeats a value of the rotary part.
     keys.ignore("initial_context_length")
     top_k = keys.take_int("num_experts_per_tok", 4, high=2**16)
-    for key, wanted in (("experts_per_token", top_k), ("swiglu_limit", _CLAMP)):
-        if keys.take(key, wanted) != wanted:
-            raise UnknownConfig(
-                f"config.json sets {key} = {str(keys.take(key))[:80]}; for gpt_oss, only {wanted} is supported"
-            )
+    require(keys, "gpt_oss", experts_per_token=top_k, swiglu_limit=_CLAMP)
     biases = keys.take_bool("attention_bias", True)
     window = keys.take_int("sliding_window", 128, high=_SIZE)
     return read_llama_like(

@@ -33,7 +33,6 @@ def from_hf_shared(raw: Mapping[str, object]) -> ModelConfig:
 
 
 def _read(keys: ConfigJson, family: str, architecture: str, *, shared_size: int) -> ModelConfig:
-    keys.ignore("output_router_logits router_aux_loss_coef")
     num_layers = take_num_layers(keys)
     attention_bias = keys.take_bool("attention_bias", False)
     feed_forward = "mixture+shared" if shared_size else "mixture"

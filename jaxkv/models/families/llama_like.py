@@ -69,7 +69,7 @@ def read_llama_like(
     keys: ConfigJson,
     family: str,
     *,
-    architecture: str,
+    architecture: str | tuple[str, ...],
     kv_heads: int | None,
     max_positions: int,
     windows: Sequence[int | None],
@@ -88,7 +88,7 @@ def read_llama_like(
     Args:
         keys: config.json, from which the family has read its own keys.
         family: its `model_type`.
-        architecture: name of its causal language model in `architectures`.
+        architecture: name of its causal language model in `architectures`; several names if files differ.
         kv_heads: Transformers' default of this number; `None` for the number of heads.
         max_positions: Transformers' default.
         windows: for each layer, its window in tokens, or `None` for all tokens.
@@ -106,7 +106,9 @@ def read_llama_like(
         UnknownConfig: a key that would change the result was not read, or has an unsupported value.
         ValueError: a value is missing, of the wrong type or out of range.
     """
-    check_architecture(keys, family, architecture)
+    check_architecture(
+        keys, family, *([architecture] if isinstance(architecture, str) else architecture)
+    )
     vocab_size = keys.take_int("vocab_size", high=_SIZE)
     hidden_size = keys.take_int("hidden_size", high=_SIZE)
     heads = keys.take_int("num_attention_heads", high=_SIZE)
@@ -144,17 +146,27 @@ def read_llama_like(
     return config
 
 
-def check_architecture(keys: ConfigJson, family: str, architecture: str) -> None:
+def check_architecture(keys: ConfigJson, family: str, *architectures: str) -> None:
     """Raises `UnknownConfig` if `architectures` is there without the family's causal language model.
 
     Upper and lower case are the same: the first checkpoints of Llama name LLaMAForCausalLM.
     """
     named = keys.take("architectures", None)
     known = [str(name).lower() for name in named] if isinstance(named, Sequence) else []
-    if named is not None and architecture.lower() not in known:
+    if named is not None and not any(name.lower() in known for name in architectures):
         raise UnknownConfig(
-            f"config.json sets architectures = {shown(named)}; for {family}, only {architecture} is supported"
+            f"config.json sets architectures = {shown(named)}; for {family}, only {' or '.join(architectures)} is "
+            "supported"
         )
+
+
+def require(keys: ConfigJson, family: str, **values: object) -> None:
+    """Raises `UnknownConfig` if one of these keys has another value, neither missing nor null."""
+    for key, value in values.items():
+        if keys.take(key, value) not in (value, None):
+            raise UnknownConfig(
+                f"config.json sets {key} = {shown(keys.take(key))}; for {family}, only {shown(value)} is supported"
+            )
 
 
 def take_num_layers(keys: ConfigJson) -> int:

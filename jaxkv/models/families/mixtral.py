@@ -14,6 +14,7 @@ from jaxkv.models.families.llama_like import (
     take_num_layers,
 )
 from jaxkv.models.hf_config.config_json import ConfigJson
+from jaxkv.models.hf_config.rope_json import with_theta
 from jaxkv.weights.rule_parts import LAYER, gated_experts
 
 _SIZE = 2**31 - 1
@@ -23,9 +24,9 @@ _THETA = 1e6
 
 def from_hf(raw: Mapping[str, object]) -> ModelConfig:
     """Reads a parsed config.json whose `model_type` is "mixtral"."""
-    keys = ConfigJson({"rope_theta": _THETA, **raw})
+    keys = ConfigJson(with_theta(raw, _THETA))
     # The router's noise is added in training only.
-    keys.ignore("output_router_logits router_aux_loss_coef router_jitter_noise")
+    keys.ignore("router_jitter_noise")
     window = take_nullable_int(keys, "sliding_window", None)
     return read_llama_like(
         keys,

@@ -16,7 +16,6 @@ from jaxkv.models.families.llama_like import (
 )
 from jaxkv.models.hf_config.config_json import ConfigJson
 from jaxkv.weights.rule_parts import LAYER, gated_experts
-from jaxkv.wording import shown
 
 _SIZE = 2**31 - 1
 _EXPERTS = 2**16
@@ -26,7 +25,7 @@ def from_hf(raw: Mapping[str, object]) -> ModelConfig:
     """Reads a parsed config.json whose `model_type` is "qwen3_moe"."""
     keys = ConfigJson(raw)
     # Transformers gives a window to every layer or to none, whatever max_window_layers is.
-    keys.ignore("output_router_logits router_aux_loss_coef max_window_layers")
+    keys.ignore("max_window_layers")
     num_layers = take_num_layers(keys)
     attention_bias = keys.take_bool("attention_bias", False)
     used = keys.take_bool("use_sliding_window", False)
@@ -74,15 +73,8 @@ def qwen_feed_forwards(keys: ConfigJson, num_layers: int, experts: str) -> list[
 
 def take_experts(keys: ConfigJson, default: int) -> int:
     """Returns the number of experts: `num_experts`, or Transformers 5's `num_local_experts`."""
-    number = keys.take_int("num_local_experts", default, high=_EXPERTS)
-    older = keys.take("num_experts", None)
-    if older is None:
-        return number
-    if keys.take("num_local_experts", older) != older:
-        raise UnknownConfig(
-            f"config.json sets num_experts = {shown(older)} and num_local_experts = {number}; they must be equal"
-        )
-    return keys.take_int("num_experts", high=_EXPERTS)
+    name = "num_local_experts" if keys.has("num_local_experts") else "num_experts"
+    return keys.take_int(name, default, high=_EXPERTS)
 
 
 FAMILY = Family(

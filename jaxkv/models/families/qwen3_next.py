@@ -1,13 +1,13 @@
 """Qwen3-Next: gated delta mixers, gated attention in every fourth layer, many small experts and a shared one."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from jaxkv.config.blocks import DeltaConfig, MixtureConfig
 from jaxkv.config.model import ModelConfig
 from jaxkv.errors import UnknownConfig
 from jaxkv.models.families.family import Family
 from jaxkv.models.families.llama_like import ROTARY_TABLES, TIED, read_llama_like, take_num_layers
-from jaxkv.models.families.qwen3_moe import qwen_feed_forwards
+from jaxkv.models.families.qwen3_moe import qwen_feed_forwards, take_experts
 from jaxkv.models.hf_config.config_json import ConfigJson
 from jaxkv.models.hf_config.mamba_json import take_layer_kinds
 from jaxkv.weights.rule_parts import (
@@ -30,27 +30,64 @@ _MIXERS = {"linear_attention": ("delta",), "full_attention": ("attention",)}
 def from_hf(raw: Mapping[str, object]) -> ModelConfig:
     """Reads a parsed config.json whose `model_type` is "qwen3_next"."""
     keys = ConfigJson(raw)
-    num_layers = take_num_layers(keys)
+    return read_qwen_delta(
+        keys,
+        "qwen3_next",
+        architecture="Qwen3NextForCausalLM",
+        kv_heads=2,
+        feed_forwards=qwen_feed_forwards(keys, take_num_layers(keys), "mixture+shared"),
+        mixture=take_qwen_mixture(
+            keys, experts=512, top_k=10, renormalise=keys.take_bool("norm_topk_prob", True)
+        ),
+    )
+
+
+def read_qwen_delta(
+    keys: ConfigJson,
+    family: str,
+    *,
+    architecture: str | tuple[str, ...],
+    kv_heads: int,
+    feed_forwards: Sequence[str],
+    mixture: MixtureConfig | None,
+    ffn_key: str = "intermediate_size",
+) -> ModelConfig:
+    """Reads the keys of Qwen's models with gated delta mixers, and returns the model's config.
+
+    Args:
+        keys: config.json, from which the family has read its own keys.
+        family: its `model_type`.
+        architecture: name of its causal language model in `architectures`.
+        kv_heads: Transformers' default.
+        feed_forwards: the feed-forward stage of each layer.
+        mixture: sizes of the experts.
+        ffn_key: key of the dense feed-forward's width.
+
+    Raises:
+        UnknownConfig: a key that would change the result was not read, or has an unsupported value.
+        ValueError: a value is missing, of the wrong type or out of range.
+    """
     if keys.take_bool("attention_bias", False):
         raise UnknownConfig(
             "config.json sets attention_bias, which is not supported with gated attention"
         )
+    num_layers = take_num_layers(keys)
     interval = keys.take_int("full_attention_interval", 4, high=_SIZE)
     kinds = keys.take("layer_types", None)
     if kinds is None:
         every = range(1, num_layers + 1)
         kinds = ["linear_attention" if layer % interval else "full_attention" for layer in every]
     mixers = take_layer_kinds(kinds, num_layers, _MIXERS)
-    feed_forwards = qwen_feed_forwards(keys, num_layers, "mixture+shared")
     return read_llama_like(
         keys,
-        "qwen3_next",
-        architecture="Qwen3NextForCausalLM",
-        kv_heads=2,
+        family,
+        architecture=architecture,
+        kv_heads=kv_heads,
         max_positions=32768,
         windows=(None,) * num_layers,
         head_dim=256,
         partial=0.25,
+        ffn_key=ffn_key,
         qk_norm=True,
         attention_gate=True,
         unit_offset=True,
@@ -65,36 +102,53 @@ def from_hf(raw: Mapping[str, object]) -> ModelConfig:
             value_dim=keys.take_int("linear_value_head_dim", 128, high=_SIZE),
             d_conv=keys.take_int("linear_conv_kernel_dim", 4, low=2, high=64),
         ),
-        mixture=MixtureConfig(
-            experts=keys.take_int("num_experts", 512, high=2**16),
-            top_k=keys.take_int("num_experts_per_tok", 10, high=2**16),
-            size=keys.take_int("moe_intermediate_size", 512, high=_SIZE),
-            gated=True,
-            renormalise=keys.take_bool("norm_topk_prob", True),
-            shared_size=keys.take_int("shared_expert_intermediate_size", 512, high=_SIZE),
-            shared_gate=True,
-        ),
+        mixture=mixture,
     )
 
 
-_RULES = RuleSet(
-    rules=(
-        *embeddings("model.embed_tokens.weight", "model.norm.weight", offset=1.0),
-        norms(
-            f"{LAYER}input_layernorm.weight",
-            f"{LAYER}post_attention_layernorm.weight",
-            offset=1.0,
-        ),
-        *gated_attention(f"{LAYER}self_attn", offset=1.0),
-        *delta(f"{LAYER}linear_attn"),
-        *gated(f"{LAYER}mlp"),
-        *gated_experts(f"{LAYER}mlp"),
-        *shared_expert(f"{LAYER}mlp.shared_expert"),
-        Rule(f"{LEAF}shared_gate", (f"{LAYER}mlp.shared_expert_gate.weight",), block="shared"),
-    ),
-    # Layers that predict further tokens.
-    ignored=(ROTARY_TABLES, r"mtp\..*"),
-    tied=TIED,
-)
+def take_qwen_mixture(
+    keys: ConfigJson, *, experts: int, top_k: int, renormalise: bool
+) -> MixtureConfig:
+    """Returns the sizes of the experts and of the shared one, whose output has a gate.
 
-FAMILY = Family("qwen3_next", from_hf, _RULES)
+    Args:
+        keys: config.json.
+        experts: Transformers' default number.
+        top_k: Transformers' default.
+        renormalise: see `MixtureConfig`.
+    """
+    return MixtureConfig(
+        experts=take_experts(keys, experts),
+        top_k=keys.take_int("num_experts_per_tok", top_k, high=2**16),
+        size=keys.take_int("moe_intermediate_size", 512, high=_SIZE),
+        gated=True,
+        renormalise=renormalise,
+        shared_size=keys.take_int("shared_expert_intermediate_size", 512, high=_SIZE),
+        shared_gate=True,
+    )
+
+
+def qwen_delta_rules(mixer: tuple[Rule, ...]) -> RuleSet:
+    """Returns the weight rules of Qwen's models with gated delta mixers, given those of the mixer."""
+    return RuleSet(
+        rules=(
+            *embeddings("model.embed_tokens.weight", "model.norm.weight", offset=1.0),
+            norms(
+                f"{LAYER}input_layernorm.weight",
+                f"{LAYER}post_attention_layernorm.weight",
+                offset=1.0,
+            ),
+            *gated_attention(f"{LAYER}self_attn", offset=1.0),
+            *mixer,
+            *gated(f"{LAYER}mlp"),
+            *gated_experts(f"{LAYER}mlp"),
+            *shared_expert(f"{LAYER}mlp.shared_expert"),
+            Rule(f"{LEAF}shared_gate", (f"{LAYER}mlp.shared_expert_gate.weight",), block="shared"),
+        ),
+        # Layers that predict further tokens.
+        ignored=(ROTARY_TABLES, r"mtp\..*"),
+        tied=TIED,
+    )
+
+
+FAMILY = Family("qwen3_next", from_hf, qwen_delta_rules(delta(f"{LAYER}linear_attn")))

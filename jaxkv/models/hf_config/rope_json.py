@@ -50,6 +50,14 @@ def read_rope(
     return rope, min(longest, _MAX_POSITIONS)
 
 
+def with_theta(raw: Mapping[str, object], theta: float) -> Mapping[str, object]:
+    """Returns a parsed config.json with a family's default base of the frequencies if the file has none."""
+    rotary = raw.get("rope_scaling") or raw.get("rope_parameters")
+    if isinstance(rotary, Mapping) and "rope_theta" in rotary:
+        return raw
+    return {"rope_theta": theta, **raw}
+
+
 def _with_kind(keys: Mapping[str, object]) -> Mapping[str, object]:
     """Returns the keys with the oldest spelling `type` replaced by `rope_type`, without nulls."""
     named = {key: value for key, value in keys.items() if value is not None}

@@ -1,6 +1,6 @@
 """Tiny random Hugging Face models with recurrent layers, for each family and each option that changes the sum."""
 
-from tests.models.families.cases import GRANITE_FACTORS, SHAPE, Case
+from tests.models.families.cases import GRANITE_FACTORS, SHAPE, Case, rope
 
 CHUNK = 16
 _NAMES = ("vocab_size", "hidden_size", "initializer_range", "bos_token_id", "eos_token_id")
@@ -40,6 +40,23 @@ FALCON_MULTIPLIERS = {
     "embedding_multiplier": 1.7,
     "lm_head_multiplier": 1.6,
 }
+DELTA = {
+    "num_hidden_layers": 2,
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "head_dim": 16,
+}
+EXPERTS = {
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 32,
+}
+# Norms of the residual stream, of queries and of keys.
+QWEN_NORMS = ("layernorm", "q_norm", "k_norm", "model.norm")
 
 CASES = {
     "mamba2": Case(
@@ -129,23 +146,27 @@ CASES = {
     ),
     "qwen3-next": Case(
         "Qwen3Next",
-        {
-            "num_hidden_layers": 2,
-            "layer_types": ["linear_attention", "full_attention"],
-            "mlp_only_layers": [0],
-            "linear_num_key_heads": 2,
-            "linear_num_value_heads": 4,
-            "linear_key_head_dim": 8,
-            "linear_value_head_dim": 12,
-            "head_dim": 16,
-            "num_experts": 6,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 24,
-            "shared_expert_intermediate_size": 32,
-        },
-        shape=ATTENDING,
+        DELTA | EXPERTS | {"mlp_only_layers": [0]},
         seed=2,
-        around_zero=("layernorm", "q_norm", "k_norm", "model.norm"),
+        shape=ATTENDING,
+        around_zero=QWEN_NORMS,
+    ),
+    "qwen3.5": Case(
+        "Qwen3_5Text",
+        DELTA
+        | rope(
+            "default", partial_rotary_factor=0.5, mrope_section=[2, 1, 1], mrope_interleaved=True
+        ),
+        shape=ATTENDING,
+        around_zero=QWEN_NORMS,
+        model="Qwen3_5ForCausalLM",
+    ),
+    "qwen3.5-moe": Case(
+        "Qwen3_5MoeText",
+        DELTA | EXPERTS | {"linear_num_key_heads": 4},
+        shape={key: value for key, value in ATTENDING.items() if key != "intermediate_size"},
+        around_zero=QWEN_NORMS,
+        model="Qwen3_5MoeForCausalLM",
     ),
 }
 """Families; those after the first of each family have an option of their own."""

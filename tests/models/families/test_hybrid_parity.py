@@ -25,8 +25,15 @@ TOGETHER = 1e-5
 # The first case of each family is taken through everything; the others have an option that one step shows.
 THOROUGH = ("mamba2", "bamba", "granite", "nemotron", "falcon-h1", "qwen3-next")
 SLOW = ("nemotron-latent", "falcon-h1-norm")
+# Of these, only one step is in the fast tests: their blocks are those of another family.
+BRIEF = ("qwen3.5", "qwen3.5-moe")
+LONG = [
+    *THOROUGH,
+    *(pytest.param(name, marks=pytest.mark.slow) for name in BRIEF),
+]
 SERVED = [
-    pytest.param(name, marks=[pytest.mark.slow] * (name != "qwen3-next")) for name in THOROUGH
+    pytest.param(name, marks=[pytest.mark.slow] * (name != "qwen3-next"))
+    for name in (*THOROUGH, *BRIEF)
 ]
 EVERY = [
     pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in hybrid_cases.CASES
@@ -53,7 +60,7 @@ def test_prefill_logits_of_all_positions_equal_transformers(made, name):
     assert far(got, wanted) < TOLERANCE
 
 
-@pytest.mark.parametrize("name", THOROUGH)
+@pytest.mark.parametrize("name", LONG)
 def test_greedy_tokens_equal_transformers_and_states_stepped_equal_states_scanned(made, name):
     case, theirs, model, params = made(name)
     tokens = case.prompt(PROMPT)
@@ -71,7 +78,7 @@ def test_greedy_tokens_equal_transformers_and_states_stepped_equal_states_scanne
     assert far(scanned[PROMPT - 1 :], logits) < TOGETHER * np.max(np.abs(logits))
 
 
-@pytest.mark.parametrize("name", THOROUGH)
+@pytest.mark.parametrize("name", LONG)
 def test_a_prompt_in_pieces_gives_the_logits_of_transformers(made, name):
     # The cuts lie on the grid of the scan's chunks and off it; some pieces are shorter than the convolution.
     case, theirs, model, params = made(name)
@@ -86,7 +93,7 @@ def test_a_prompt_in_pieces_gives_the_logits_of_transformers(made, name):
         assert far(np.concatenate(pieces), whole) < TOGETHER * np.max(np.abs(whole)), cuts
 
 
-@pytest.mark.parametrize("name", THOROUGH)
+@pytest.mark.parametrize("name", LONG)
 def test_rows_of_unequal_lengths_equal_runs_of_their_own(made, name):
     # A fresh row, a continued one and one without tokens share a step.
     case, theirs, model, params = made(name)

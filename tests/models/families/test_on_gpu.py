@@ -43,6 +43,7 @@ LATENT = SHAPE | {
 }
 GROUPS = {"q_lora_rank": 128, "n_group": 4, "topk_group": 2}
 MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 64, "mamba_d_state": 128, "mamba_chunk_size": 64}
+DELTA = {"head_dim": 256, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
 SPARSE = LATENT | GROUPS | {"index_n_heads": 64, "index_head_dim": 128, "index_topk": 64}
 WINDOWS = ["sliding_attention", "full_attention", "sliding_attention"]
 CASES = {
@@ -110,6 +111,20 @@ CASES = {
         | {"layer_types": ["mamba", "attention", "mamba"], "num_attention_heads": 4}
         | {"num_local_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 128}
         | {"shared_intermediate_size": 256},
+        "bfloat16",
+    ),
+    "qwen3.5": (
+        "Qwen3_5Text",
+        SHAPE | DELTA | {"layer_types": ["linear_attention", "full_attention", "linear_attention"]},
+        "bfloat16",
+    ),
+    "qwen3.5-moe": (
+        "Qwen3_5MoeText",
+        {name: value for name, value in SHAPE.items() if name != "intermediate_size"}
+        | DELTA
+        | {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+        | {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 128}
+        | {"shared_expert_intermediate_size": 128},
         "bfloat16",
     ),
     "falcon-h1": ("FalconH1", SHAPE | MAMBA | {"mamba_d_ssm": 512, "head_dim": 64}, "bfloat16"),

@@ -183,6 +183,13 @@ def test_keys_that_the_file_leaves_out_mean_what_transformers_assumes(family):
     assert read_config(file) == read_config(full | ends)
 
 
+def test_the_base_of_frequencies_is_mixtrals_unless_the_file_has_one():
+    file = {key: MIXTRAL[key] for key in MIXTRAL if key != "rope_theta"}
+    assert read_config(file).rope.theta == 1e6
+    nested = {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}
+    assert read_config(file | nested).rope.theta == 5e5
+
+
 @pytest.mark.torch
 @pytest.mark.parametrize("family", ALL)
 def test_what_transformers_saves_again_means_the_same(family):

@@ -134,9 +134,60 @@ QWEN3_NEXT = {
     "rope_theta": 10000000,
     "shared_expert_intermediate_size": 40,
     "vocab_size": 300,
+}  # Text parts of published files; a file of text alone has these keys too.
+QWEN3_5 = {
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "attn_output_gate": True,
+    "dtype": "bfloat16",
+    "eos_token_id": 7,
+    "full_attention_interval": 4,
+    "head_dim": 32,
+    "hidden_act": "silu",
+    "hidden_size": 128,
+    "intermediate_size": 96,
+    "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_value_head_dim": 24,
+    "mamba_ssm_dtype": "float32",
+    "max_position_embeddings": 262144,
+    "mlp_only_layers": [],
+    "model_type": "qwen3_5_text",
+    "mtp_num_hidden_layers": 1,
+    "mtp_use_dedicated_embeddings": False,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 4,
+    "num_key_value_heads": 2,
+    "output_gate_type": "swish",
+    "partial_rotary_factor": 0.25,
+    "rms_norm_eps": 1e-06,
+    "rope_parameters": {
+        "mrope_interleaved": True,
+        "mrope_section": [2, 1, 1],
+        "partial_rotary_factor": 0.25,
+        "rope_theta": 10000000,
+        "rope_type": "default",
+    },
+    "tie_word_embeddings": False,
+    "use_cache": True,
+    "vocab_size": 320,
+}
+QWEN3_5_MOE = {key: QWEN3_5[key] for key in QWEN3_5 if key != "intermediate_size"} | {
+    "architectures": ["Qwen3_5MoeForCausalLM"],
+    "model_type": "qwen3_5_moe_text",
+    "moe_intermediate_size": 48,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "output_router_logits": False,
+    "router_aux_loss_coef": 0.001,
+    "shared_expert_intermediate_size": 64,
 }
 ALL = {"mamba2": MAMBA2, "bamba": BAMBA, "granite": GRANITE, "nemotron": NEMOTRON, "falcon": FALCON}
-ALL["qwen3-next"] = QWEN3_NEXT
+ALL |= {"qwen3-next": QWEN3_NEXT, "qwen3.5": QWEN3_5, "qwen3.5-moe": QWEN3_5_MOE}
 
 
 def test_each_family_is_a_pattern_of_blocks():
@@ -232,6 +283,11 @@ def test_the_weight_rules_cover_exactly_the_parameters(family):
         ("qwen3-next", {"attention_bias": True}),
         ("qwen3-next", {"mlp_only_layers": [4]}),
         ("qwen3-next", {"layer_types": ["linear_attention"]}),
+        ("qwen3.5", {"attn_output_gate": False}),
+        ("qwen3.5", {"mlp_only_layers": [0]}),
+        ("qwen3.5", {"num_experts": 8}),
+        ("qwen3.5-moe", {"norm_topk_prob": False}),
+        ("qwen3.5-moe", {"output_gate_type": "sigmoid"}),
     ],
 )
 def test_what_is_not_understood_is_refused_by_name(family, change):
@@ -260,6 +316,30 @@ def test_what_is_not_understood_is_refused_by_name(family, change):
 def test_sizes_that_do_not_fit_are_refused(family, change):
     with pytest.raises(ValueError):
         read_config(ALL[family] | change)
+
+
+def test_qwen3_5_rotates_text_as_others_do_and_has_experts_in_all_layers_or_none():
+    dense, experts = read_config(QWEN3_5), read_config(QWEN3_5_MOE)
+    assert dense.rope == RopeConfig(theta=1e7, rotary_dim=8)
+    assert [stages[0] for stages in dense.pattern] == ["delta"] * 3 + ["attention"]
+    assert {stages[1] for stages in dense.pattern} == {"gated"}
+    assert {stages[1] for stages in experts.pattern} == {"mixture+shared"}
+    assert experts.mixture == MixtureConfig(
+        experts=8, top_k=2, size=48, gated=True, shared_size=64, shared_gate=True
+    )
+    assert dense.delta == experts.delta == read_config(QWEN3_NEXT).delta
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize(
+    ("family", "name"), [("qwen3.5", "Qwen3_5Text"), ("qwen3.5-moe", "Qwen3_5MoeText")]
+)
+def test_keys_that_the_file_leaves_out_mean_what_transformers_assumes(family, name):
+    transformers = pytest.importorskip("transformers")
+    sizes = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers")
+    file = {key: ALL[family][key] for key in (*sizes, "vocab_size") if key in ALL[family]}
+    full = getattr(transformers, f"{name}Config")(**file).to_dict()
+    assert read_config(file | {"model_type": ALL[family]["model_type"]}) == read_config(full)
 
 
 def test_infinity_has_two_spellings():

@@ -186,6 +186,14 @@ def test_quantised_weights_and_code_that_is_not_run_change_no_config():
     assert read_config(left_out) == read_config(V3)
 
 
+def test_scales_per_tensor_may_be_denied_and_not_affirmed():
+    blocks = V3["quantization_config"]
+    denied = blocks | {"weight_per_tensor": False, "act_per_tensor": False}
+    assert read_config(V3 | {"quantization_config": denied}) == read_config(V3)
+    with pytest.raises(UnknownConfig, match="weight_per_tensor = True"):
+        read_config(V3 | {"quantization_config": blocks | {"weight_per_tensor": True}})
+
+
 @pytest.mark.parametrize(
     "code",
     [
