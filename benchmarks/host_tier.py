@@ -210,10 +210,10 @@ def first_tokens(bench: _Bench) -> list[Row]:
         prompt = bench.text()
         took = [bench.timed(prompt, 0), bench.timed(prompt, reused)]
         before = bench.contents(prompt)
-        bench.push_out(prompt)
+        bench.evict(prompt)
         took.append(bench.timed(prompt, reused))
         same = bench.contents(prompt) == before
-        bench.push_out(prompt)
+        bench.evict(prompt)
         other = bench.add(bench.text()[: bench.tokens // 4], output=bench.tokens // 4)
         while other.generated < 4:
             bench.engine.step()
