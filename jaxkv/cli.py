@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, closing
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jaxkv import __version__
@@ -25,6 +26,10 @@ from jaxkv.terminal import Screen
 # Slow modules are imported inside the commands, so that --help and error messages appear at once.
 if TYPE_CHECKING:
     from jaxkv.llm import LLM
+
+
+_RECOMMENDED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+"""Options for which the generation_config.json of a model may have a value."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -120,9 +125,14 @@ def _add_sampling_options(
     parser.add_argument(
         "--min-p",
         type=float,
-        default=0.0,
         metavar="P",
-        help="keep tokens at least this times as likely as the most likely one (default: %(default)s)",
+        help=f"keep tokens at least this times as likely as the most likely one (default: {first}0)",
+    )
+    parser.add_argument(
+        "--repetition-penalty",
+        type=float,
+        metavar="R",
+        help=f"make tokens of prompt and answer less likely, above 1 (default: {first}1)",
     )
     parser.add_argument("--seed", type=int, metavar="S", help="of the draws (default: random)")
 
@@ -139,11 +149,10 @@ def _cache(options: argparse.Namespace) -> CacheConfig:
 
 def _sampling(options: argparse.Namespace) -> SamplingParams:
     """Returns the sampling parameters; options that are not given are greedy and unfiltered."""
-    given = {name: getattr(options, name) for name in ("temperature", "top_p", "top_k")}
+    given = {name: getattr(options, name) for name in _RECOMMENDED}
     given = {name: value for name, value in given.items() if value is not None}
     return SamplingParams(
         max_tokens=options.max_tokens,
-        min_p=options.min_p,
         seed=options.seed,
         **{"temperature": 0.0, **given},
     )
@@ -157,6 +166,7 @@ def _llm(options: argparse.Namespace, screen: Screen) -> "LLM":
     screen.status("")
     return LLM(
         options.model,
+        revision=options.revision,
         dtype=options.dtype,
         max_model_len=options.max_model_len,
         cache=cache,
@@ -200,7 +210,7 @@ def _chat(options: argparse.Namespace, screen: Screen) -> int:
         llm = _llm(options, screen)
         # A model that cannot chat is refused before the user types anything.
         llm.chat_prompt([{"role": "user", "content": "hi"}])
-        conversation = Conversation(llm, _with_defaults(sampling, options), screen)
+        conversation = Conversation(llm, _with_defaults(sampling, options, llm.directory), screen)
         if sys.stdin.isatty():
             screen.note("/help lists the commands; Ctrl-D ends")
         with _compiling_shown(llm, screen):
@@ -208,12 +218,13 @@ def _chat(options: argparse.Namespace, screen: Screen) -> int:
     return 0
 
 
-def _with_defaults(sampling: SamplingParams, options: argparse.Namespace) -> SamplingParams:
+def _with_defaults(
+    sampling: SamplingParams, options: argparse.Namespace, directory: Path
+) -> SamplingParams:
     """Returns the parameters; options that are not given have the values of generation_config.json, if it has them."""
-    from jaxkv import default_model
     from jaxkv.models.hf_config.generation_json import load_sampling_defaults
 
-    defaults = load_sampling_defaults(options.model or default_model.path())
+    defaults = load_sampling_defaults(directory)
     return replace(
         sampling,
         **{name: value for name, value in defaults.items() if getattr(options, name) is None},
@@ -226,10 +237,11 @@ def _plan(options: argparse.Namespace, screen: Screen) -> int:
     import jax
 
     from jaxkv.plan import explain_plan, free_bytes
+    from jaxkv.weights.hub import resolve_model
 
     print(
         explain_plan(
-            options.model,
+            resolve_model(options.model, options.revision, weights=False),
             dtype=options.dtype,
             max_model_len=options.max_model_len,
             cache=cache,

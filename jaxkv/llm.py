@@ -15,7 +15,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv import default_model
 from jaxkv.cache.prefix.report import Explanation
 from jaxkv.config.cache import CacheConfig
 from jaxkv.config.checks import as_int
@@ -34,6 +33,7 @@ from jaxkv.engine.warm_up import WarmUp, compile_all, declare_saved_prefixes, de
 from jaxkv.errors import BadCheckpoint
 from jaxkv.memory import named_exhaustion
 from jaxkv.models.decoder import Decoder
+from jaxkv.models.hf_config.generation_json import load_sampling_defaults
 from jaxkv.models.registry import build_model, load_config, load_params, resolve_dtype
 from jaxkv.plan import (
     check_room,
@@ -64,16 +64,23 @@ from jaxkv.text.prompts import (
     tokenize,
 )
 from jaxkv.text.tokenizer import Tokenizer, load_tokenizer
+from jaxkv.weights.hub import resolve_model
 
 _LOG = logging.getLogger(__name__)
 
 _LOAD_FORMATS = ("auto", "safetensors", "dummy")
 
 
-def _check_options(model: object, load_format: str, *, strict: object, progress: object) -> None:
+def _check_options(
+    model: object, revision: object, load_format: str, *, strict: object, progress: object
+) -> None:
     """Raises `ValueError` for an option of `LLM` of the wrong type or value."""
     if not isinstance(model, str | Path | None):
-        raise ValueError(f"model must be the path of a model directory, got {model!r}")
+        raise ValueError(
+            f"model must be the path of a model directory or a name on the Hugging Face Hub, got {model!r}"
+        )
+    if not isinstance(revision, str | None):
+        raise ValueError(f"revision must be the name of a branch, tag or commit, got {revision!r}")
     if load_format not in _LOAD_FORMATS:
         raise ValueError(
             f"load_format must be one of {', '.join(_LOAD_FORMATS)}, got {load_format!r}"
@@ -127,8 +134,10 @@ class LLM:
     A dropped `LLM` frees its memory when Python collects it; `close`, or `with LLM() as llm:`, frees it at once.
 
     Args:
-        model: a Hugging Face model directory (config.json, safetensors, tokenizer.json); the small model
-            inside the package if not given. Nothing in the directory is executed.
+        model: a Hugging Face model directory (config.json, safetensors, tokenizer.json), or a name on the Hugging Face
+            Hub, such as "Qwen/Qwen3-0.6B"; the small model inside the package if not given. A directory of that name
+            takes precedence. Nothing in the directory is executed.
+        revision: branch, tag or commit of a model on the hub; its main branch if not given.
         dtype: to compute in: "float32" ("fp32", "float"), "bfloat16" ("bf16"), "float16" ("fp16", "half"), or "auto"
             for the checkpoint's own.
         max_model_len: longest prompt plus output in tokens; the model's own limit if not given.
@@ -154,13 +163,16 @@ class LLM:
             weights and cache need more memory than the device has.
         OutOfMemory: memory ran out all the same while the weights were loaded or the cache was made.
         Unsupported: the `implementation` asked for cannot run this model here; a `ValueError` with every reason.
-        UnknownConfig, BadCheckpoint: the directory holds something that is not understood, or damaged.
+        UnknownConfig, BadCheckpoint: the directory holds something that is not understood, or damaged; or there is no
+            model of this name.
+        OSError: the hub cannot be reached and its cache has not this model, or the disk is full.
     """
 
     def __init__(
         self,
         model: str | Path | None = None,
         *,
+        revision: str | None = None,
         dtype: str = "auto",
         max_model_len: int | None = None,
         cache: CacheConfig | None = None,
@@ -175,11 +187,14 @@ class LLM:
     ) -> None:
         refuse_forked_user()
         cache, engine = merge_configs(cache, engine, options, inspect.signature(LLM).parameters)
-        _check_options(model, load_format, strict=strict, progress=progress)
+        _check_options(model, revision, load_format, strict=strict, progress=progress)
         if seed is not None:
             seed = as_int("seed", seed, -(2**63), 2**64 - 1)
         self._draw_seed = _seed_source(seed)
-        directory = Path(model) if model is not None else default_model.path()
+        directory = resolve_model(
+            model, revision, weights=load_format != "dummy", progress=progress
+        )
+        self.directory = directory
         config = load_config(directory, ignore_config_keys=ignore_config_keys)
         dtype = resolve_dtype(dtype, config.dtype)
         enable_compile_cache()
@@ -306,6 +321,20 @@ class LLM:
     def get_tokenizer(self) -> Tokenizer | None:
         """Returns the tokenizer; `None` if the model directory has no tokenizer.json."""
         return self.tokenizer
+
+    def get_default_sampling_params(self, **options: Any) -> SamplingParams:  # noqa: ANN401 - as the fields
+        """Returns the sampling that generation_config.json of the model recommends, as `jaxkv chat` uses it.
+
+        These are temperature, top-p, top-k, min-p and repetition penalty; fields that the file does not set have the
+        values of `SamplingParams()`.
+
+        Args:
+            options: fields of `SamplingParams` to set beside them or in their place, such as `max_tokens=256`.
+
+        Raises:
+            ValueError: the file or an option has a value of the wrong type or out of range.
+        """
+        return SamplingParams(**{**load_sampling_defaults(self.directory), **options})
 
     def generate(
         self,

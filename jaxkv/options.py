@@ -29,6 +29,7 @@ _SPELLED = {
     "page_size": "--page-size",
     "prefix_tokens": "--prefix-tokens",
     "prompt_tokens": "--prompt-tokens",
+    "repetition_penalty": "--repetition-penalty",
     "token_budget": "--token-budget",
     "top_k": "--top-k",
     "top_p": "--top-p",
@@ -48,6 +49,8 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raises for wrong arguments; sub-parsers are of this class too."""
+        if "--trust-remote-code" in message:
+            message += ": nothing in a model directory is executed"
         raise ValueError(f"{message}; see {self.prog} --help")
 
 
@@ -89,8 +92,14 @@ def add_model_options(parser: argparse.ArgumentParser, *, max_sequences: int | N
     parser.epilog = SIZES
     parser.add_argument(
         "--model",
-        metavar="DIR",
-        help="Hugging Face model directory (default: the small model inside the package)",
+        metavar="NAME",
+        help="model directory, or a name on the Hugging Face Hub such as Qwen/Qwen3-0.6B (default: the small model "
+        "inside the package)",
+    )
+    parser.add_argument(
+        "--revision",
+        metavar="NAME",
+        help="branch, tag or commit of a model on the hub (default: its main branch)",
     )
     parser.add_argument(
         "--ignore-config-key",

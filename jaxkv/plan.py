@@ -20,6 +20,7 @@ from jaxkv.cache.variants import sampling as sampling_spec
 from jaxkv.config.cache import CacheConfig
 from jaxkv.config.checks import as_int
 from jaxkv.config.engine import EngineConfig
+from jaxkv.config.model import ModelConfig
 from jaxkv.config.sampling import MAX_BIAS_ENTRIES
 from jaxkv.engine.multi_step import choose_num_steps, declare_multi_steps
 from jaxkv.engine.warm_up import cost_identity
@@ -213,6 +214,7 @@ def explain_plan(
         runs,
         *_sampling(directory),
         *_ignored(directory, ignore_config_keys),
+        *_ends(config),
         "",
         budget.explain(),
         *_host(layout, cache, per_token),
@@ -236,6 +238,12 @@ def _ignored(directory: Path, keys: Sequence[str]) -> list[str]:
     return [
         f"config.json: ignored on request: {describe_ignored(read_config_json(directory), keys)}"
     ]
+
+
+def _ends(config: ModelConfig) -> list[str]:
+    """Returns the line on the token ids that end a text; none if the configuration files name none."""
+    told = ", ".join(str(token) for token in config.eos_ids)
+    return [f"texts end at token id {told}"] * bool(told)
 
 
 def _host(layout: CacheLayout, cache: CacheConfig, per_token: int) -> list[str]:

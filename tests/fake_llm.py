@@ -3,6 +3,7 @@
 from contextlib import nullcontext
 from types import SimpleNamespace
 
+from jaxkv import default_model
 from jaxkv.engine.request import Piece, Usage
 
 
@@ -13,11 +14,13 @@ class FakeLLM:
         reason: the finish_reason of answers.
         can_chat: there is a chat template.
         interrupted: Ctrl-C is pressed after so many pieces of each answer; `None` for never.
+        directory: where its generation_config.json would be; that of the small model if not given.
     """
 
     max_model_len = 100
 
-    def __init__(self, context=100, reason="stop", can_chat=True, interrupted=None):
+    def __init__(self, context=100, reason="stop", can_chat=True, interrupted=None, directory=None):
+        self.directory = directory or default_model.path()
         self.context, self.reason, self.can_chat = context, reason, can_chat
         self.interrupted = interrupted
         self.conversations, self.sampling, self.closed = [], None, 0

@@ -2,6 +2,7 @@
 
 import hashlib
 import io
+import json
 import os
 import select
 import struct
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import termios
 import time
+from dataclasses import replace
 from fcntl import ioctl
 from pathlib import Path
 
@@ -16,6 +18,7 @@ import pytest
 
 from jaxkv import cli
 from jaxkv.cli import main
+from jaxkv.config.sampling import SamplingParams
 from tests.fake_llm import FakeLLM
 
 
@@ -153,23 +156,20 @@ def test_logits_that_are_not_finite_end_the_command_with_code_2(capsys, monkeypa
     assert captured.out == "yes\n"
 
 
-def model_with(tmp_path, text):
-    (tmp_path / "generation_config.json").write_text(text)
-    return ["--model", str(tmp_path)]
-
-
 def test_generation_config_json_chooses_the_sampling_that_no_flag_chooses(tmp_path, monkeypatch):
-    llm = FakeLLM()
-    named = model_with(
-        tmp_path, '{"do_sample": true, "temperature": 0.5, "top_p": 0.75, "top_k": 9}'
-    )
-    assert talk(monkeypatch, llm, "one", arguments=named) == 0
-    assert (llm.sampling.temperature, llm.sampling.top_p, llm.sampling.top_k) == (0.5, 0.75, 9)
-    given = [*named, "--temperature", "0", "--top-k", "3"]
-    assert talk(monkeypatch, llm, "one", arguments=given) == 0
-    assert (llm.sampling.temperature, llm.sampling.top_p, llm.sampling.top_k) == (0.0, 0.75, 3)
+    recommended = {"temperature": 0.5, "top_p": 0.75, "top_k": 9, "min_p": 0.25}
+    recommended["repetition_penalty"] = 1.5
+    (tmp_path / "generation_config.json").write_text(json.dumps(recommended | {"do_sample": True}))
+    llm = FakeLLM(directory=tmp_path)
+    base = SamplingParams(temperature=0.0, max_tokens=1024)
     assert talk(monkeypatch, llm, "one") == 0
-    assert (llm.sampling.temperature, llm.sampling.top_p, llm.sampling.top_k) == (0.0, 1.0, 0)
+    assert llm.sampling == replace(base, **recommended)
+    given = "--temperature 0 --top-k 3 --min-p 0 --repetition-penalty 1"
+    assert talk(monkeypatch, llm, "one", arguments=given.split()) == 0
+    assert llm.sampling == replace(base, top_p=0.75, top_k=3)
+    llm = FakeLLM()
+    assert talk(monkeypatch, llm, "one") == 0
+    assert llm.sampling == base
 
 
 CHILD = """

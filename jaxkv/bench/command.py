@@ -177,6 +177,7 @@ def _asked(options: argparse.Namespace, screen: Screen) -> "tuple[Workload, Serv
     served = Served(
         shape=options.shape,
         model=options.model,
+        revision=options.revision,
         dtype=options.dtype,
         max_model_len=workload.longest,
         cache=cache,

@@ -1,13 +1,13 @@
-"""The engine that a benchmark measures, of a model directory or of random weights, and its serving loop."""
+"""The engine that a benchmark measures, of a model or of random weights, and its serving loop."""
 
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 import jax
 
-from jaxkv import default_model
 from jaxkv.bench.figures import Timeline
 from jaxkv.bench.shapes import SHAPES
 from jaxkv.config.cache import CacheConfig
@@ -22,6 +22,7 @@ from jaxkv.programs.jax_cache import enable_compile_cache
 from jaxkv.programs.manifest import Programs
 from jaxkv.runner.model_runner import ModelRunner
 from jaxkv.runner.sequence_runner import SequenceRunner
+from jaxkv.weights.hub import resolve_model
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +31,9 @@ class Served:
 
     Attributes:
         shape: a name of `SHAPES`, with random weights; `None` for a directory.
-        model: a model directory; `None` for the small model inside the package, if `shape` is `None` too.
+        model: a model directory or a name on the Hugging Face Hub; `None` for the small model inside the package, if
+            `shape` is `None` too.
+        revision: of a model on the hub.
         dtype: dtype name to compute in; "auto" is the checkpoint's own, and bfloat16 for a shape.
         max_model_len: longest prompt plus output, in tokens.
         cache: options of the cache.
@@ -41,6 +44,7 @@ class Served:
 
     shape: str | None = None
     model: str | Path | None = None
+    revision: str | None = None
     dtype: str = "auto"
     max_model_len: int
     cache: CacheConfig
@@ -52,23 +56,27 @@ class Served:
         """Raises `ValueError` for an unknown shape, and for both a shape and a directory."""
         if self.shape is not None and self.shape not in SHAPES:
             raise ValueError(f"shape must be one of {', '.join(SHAPES)}, got {self.shape!r}")
-        if self.shape is not None and self.model is not None:
-            raise ValueError("give a shape with random weights or a model directory, not both")
+        if self.shape is not None and (self.model is not None or self.revision is not None):
+            raise ValueError("give a shape with random weights or a model, not both")
 
     @property
     def name(self) -> str:
         """Name of the model in results."""
         return self.shape or (Path(self.model).name if self.model else "default model")
 
+    @cached_property
+    def directory(self) -> Path:
+        """Folder of the model, once it is there; only a shape has none."""
+        return resolve_model(self.model, self.revision)
+
     @property
     def max_positions(self) -> int:
         """Longest sequence that the model supports, in tokens; of a directory only config.json is read."""
         if self.shape:
             return build_model(SHAPES[self.shape]).max_positions
-        directory, ignored = self.model or default_model.path(), self.ignore_config_keys
         # `LLM` will warn.
         return build_model(
-            load_config(directory, ignore_config_keys=ignored, warn=False)
+            load_config(self.directory, ignore_config_keys=self.ignore_config_keys, warn=False)
         ).max_positions
 
     def build(self) -> Engine:
@@ -76,7 +84,7 @@ class Served:
         if self.shape is not None:
             return self._random()
         llm = LLM(
-            self.model,
+            self.directory,
             dtype=self.dtype,
             max_model_len=self.max_model_len,
             cache=self.cache,

@@ -34,8 +34,8 @@ ALIASES = (
     Alias("use_tqdm", "call", "progress"),
     Alias("cache_salt", "call", "salt"),
 )
-"""In the order of README's table. `dtype`, `max_model_len`, `load_format` and most fields of `SamplingParams` have
-equal names in both."""
+"""In the order of README's table. `dtype`, `revision`, `max_model_len`, `load_format` and most fields of
+`SamplingParams` have equal names in both."""
 
 _UNSUPPORTED = {
     "prompt_logprobs": "llm.score(prompts) returns the log-probabilities of given tokens",
@@ -56,8 +56,9 @@ _UNSUPPORTED = {
     "tools": "llm.tokenizer.encode_chat(messages, tools=...) returns ids for generate",
     "chat_template_kwargs": "llm.tokenizer.encode_chat(messages, options=...) returns ids for generate",
     "tokenizer": "the tokenizer is tokenizer.json of the model directory; prompts may be token ids",
-    "revision": "nothing is downloaded; model is the path of a directory",
-    "download_dir": "nothing is downloaded; model is the path of a directory",
+    "download_dir": "the environment variable HF_HUB_CACHE chooses the folder for downloads",
+    "hf_token": "set HF_TOKEN, or run `hf auth login`",
+    "generation_config": "llm.get_default_sampling_params() returns what generation_config.json recommends",
     "trust_remote_code": "nothing in a model directory is executed",
     "tensor_parallel_size": "jaxkv runs on one device",
     "quantization": "checkpoints in block fp8 and MXFP4 are recognised, and decoded while they load",

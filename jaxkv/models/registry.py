@@ -9,7 +9,6 @@ import jax
 from jax.sharding import Sharding
 from jaxtyping import PyTree
 
-from jaxkv import default_model
 from jaxkv.config.checks import dtype_name
 from jaxkv.config.model import ModelConfig
 from jaxkv.errors import UnknownConfig
@@ -40,6 +39,7 @@ from jaxkv.models.hf_config.config_json import ConfigJson, refuse_code
 from jaxkv.models.hf_config.ignored_keys import read_ignoring, warn_of_ignored
 from jaxkv.models.protocol import Params
 from jaxkv.weights.directory import existing_directory, read_config_json, read_json_if_there
+from jaxkv.weights.hub import resolve_model
 from jaxkv.weights.load import Loadable, load_by_rules
 from jaxkv.weights.quantised import BESIDE, refuse_beside
 from jaxkv.weights.rules import RuleSet
@@ -195,25 +195,27 @@ def resolve_dtype(dtype: str, checkpoint: str) -> str:
 
 
 def load_model(
-    directory: str | Path | None = None,
+    model: str | Path | None = None,
     *,
+    revision: str | None = None,
     dtype: str = "auto",
     implementation: str | None = None,
     progress: bool = False,
     ignore_config_keys: Sequence[str] = (),
 ) -> tuple[Params, Decoder]:
-    """Reads a model directory for `jaxkv.generate`. For a tokenizer and an engine with a cache, use `LLM`.
+    """Reads a model for `jaxkv.generate`. For a tokenizer and an engine with a cache, use `LLM`.
 
     Examples:
         >>> params, model = jaxkv.load_model()
         >>> jaxkv.generate(params, model, [[1, 2, 3]], eos_ids=model.config.eos_ids).tokens
 
     Args:
-        directory: a Hugging Face model directory (config.json, safetensors); `None` for the small model inside the
-            package. Nothing in it is executed.
+        model: a Hugging Face model directory (config.json, safetensors), or a name on the Hugging Face Hub, such as
+            "Qwen/Qwen3-0.6B"; `None` for the small model inside the package. Nothing in it is executed.
+        revision: branch, tag or commit of a model on the hub; its main branch if not given.
         dtype: dtype of the parameters: "float32", "bfloat16", "float16", or "auto" for the checkpoint's own.
         implementation: family of implementations that every op must use, see `LLM`; `None` for the best.
-        progress: show a progress bar on stderr.
+        progress: show progress bars on stderr.
         ignore_config_keys: keys of config.json to ignore, see `LLM`.
 
     Returns:
@@ -222,10 +224,11 @@ def load_model(
     Raises:
         ValueError: `dtype` is not one of these.
         UnknownConfig: the model is not supported.
-        BadCheckpoint: a file is missing or damaged.
+        BadCheckpoint: a file is missing or damaged, or there is no model of this name.
+        OSError: the hub cannot be reached and its cache has not this model, or the disk is full.
     """
-    path = default_model.path() if directory is None else Path(directory)
-    config = load_config(path, ignore_config_keys=ignore_config_keys)
-    model = build_model(config, implementation=implementation)
+    directory = resolve_model(model, revision, progress=progress)
+    config = load_config(directory, ignore_config_keys=ignore_config_keys)
+    decoder = build_model(config, implementation=implementation)
     stored = resolve_dtype(dtype, config.dtype)
-    return load_params(path, model, dtype=stored, progress=progress), model
+    return load_params(directory, decoder, dtype=stored, progress=progress), decoder

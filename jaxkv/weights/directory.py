@@ -8,12 +8,15 @@ from pathlib import Path
 from typing import BinaryIO, NoReturn
 
 from jaxkv.errors import BadCheckpoint
+from jaxkv.weights.conversions import gguf_advice, instead_of_config
 from jaxkv.wording import clip
 
 CONFIG = "config.json"
 MAX_JSON_BYTES = 16 * 2**20
-_REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
+_ADDRESS = re.compile(r"(?:hf:/+|https?:/+[\w.]+/+)([\w.-]+/[\w.-]+)", re.ASCII)
+_NAME_ALONE = re.compile(r"\w[\w.-]*", re.ASCII)
 _PLAIN_NAME = re.compile(r"\w[\w.+-]{0,254}", re.ASCII)
+_SHARED_BLOB = re.compile(r"[0-9a-f]{2}/[0-9a-f]{64}")
 _HEAD_BYTES = 512
 _FOREIGN = (
     (
@@ -37,17 +40,22 @@ _FOREIGN = (
 
 
 def existing_directory(directory: str | os.PathLike[str]) -> Path:
-    """Returns the path of a model directory; raises `BadCheckpoint` if there is none."""
+    """Returns the path of a model directory; raises `BadCheckpoint` if there is none, and says what to give instead."""
     path = Path(directory)
     if path.is_dir():
         return path
-    wanted = f"{path} is not a directory; wanted one with config.json and weights"
+    wanted = f"{directory} is not a directory; wanted one with config.json and weights"
     if path.suffix == ".gguf":
-        raise BadCheckpoint(f"{wanted} in safetensors; GGUF is not read")
-    if not path.exists() and _REPOSITORY.fullmatch(str(directory)):
+        folder = str(path.parent)
+        raise BadCheckpoint(f"{wanted} in safetensors; {gguf_advice(folder, path.name)}")
+    if path.is_file():
+        raise BadCheckpoint(f"{wanted}; give the folder of this file, {path.parent}")
+    address = _ADDRESS.match(str(directory))
+    if address:
+        raise BadCheckpoint(f"{wanted}; give the name of the model, {address[1]}")
+    if _NAME_ALONE.fullmatch(str(directory)):
         raise BadCheckpoint(
-            f"{wanted}; jaxkv downloads nothing: if that is a name on the Hugging Face Hub, `hf download {directory}` "
-            f"prints the folder to give"
+            f"{wanted}; a model on the Hugging Face Hub is given with its owner, such as Qwen/Qwen3-0.6B"
         )
     raise BadCheckpoint(wanted)
 
@@ -55,27 +63,10 @@ def existing_directory(directory: str | os.PathLike[str]) -> Path:
 def read_config_json(directory: Path) -> dict[str, object]:
     """Returns the JSON object of config.json; raises `BadCheckpoint`, which says what the directory holds instead."""
     if not has_file(directory, CONFIG):
-        raise BadCheckpoint(f"{directory} holds no {CONFIG}{_instead(directory)}")
+        names = os.listdir(directory)
+        instead = instead_of_config(names, str(directory))
+        raise BadCheckpoint(f"{directory} holds no {CONFIG}{instead}")
     return read_json(directory, CONFIG)
-
-
-def _instead(directory: Path) -> str:
-    """Returns what a directory without config.json may be and what to do, or an empty string."""
-    names = sorted(entry.name for entry in os.scandir(directory))
-    gguf = [name for name in names if name.endswith(".gguf")]
-    if gguf:
-        return f"; {clip(gguf[0])} is in GGUF, which jaxkv does not read: take the model's safetensors files"
-    if "adapter_config.json" in names:
-        return (
-            "; it holds an adapter (PEFT): merge it into its model, and give that model's directory"
-        )
-    if "snapshots" in names:
-        return "; it is a folder of the Hugging Face cache: give snapshots/<revision> inside it"
-    if "params.json" in names:
-        return (
-            "; it is in the format of its authors: take the one that was converted for Transformers"
-        )
-    return ""
 
 
 def check_format(head: bytes, where: str) -> None:
@@ -90,11 +81,18 @@ def has_file(directory: Path, name: str) -> bool:
     return os.path.lexists(directory / name)
 
 
+def check_plain_name(directory: Path, name: str) -> None:
+    """Raises `BadCheckpoint` if `name`, possibly from an untrusted file, is not a plain file name."""
+    if not _PLAIN_NAME.fullmatch(name):
+        raise BadCheckpoint(f"{directory}: {clip(repr(name))} is not a plain file name")
+
+
 def path_inside(directory: Path, name: str) -> Path:
     """Returns the path of a file after following links, checked to be inside the directory.
 
-    A snapshot of the Hugging Face cache (`<model>/snapshots/<revision>`) consists of links into `<model>/blobs`, so
-    that folder counts as inside for such a directory.
+    A snapshot of the Hugging Face cache (`<cache>/<model>/snapshots/<revision>`) consists of links into
+    `<cache>/<model>/blobs`, where files may again be links into `<cache>/blobs`, which models share; these two folders
+    count as inside for such a directory.
 
     Args:
         directory: the model directory.
@@ -103,14 +101,10 @@ def path_inside(directory: Path, name: str) -> Path:
     Raises:
         BadCheckpoint: the name is no plain file name, leads outside, or is not that of a readable regular file.
     """
-    if not _PLAIN_NAME.fullmatch(name):
-        raise BadCheckpoint(f"{directory}: {clip(repr(name))} is not a plain file name")
+    check_plain_name(directory, name)
     root = Path(os.path.realpath(directory))
     path = Path(os.path.realpath(root / name))
-    homes = [root]
-    if root.parent.name == "snapshots":
-        homes.append(root.parent.parent / "blobs")
-    if not any(path.is_relative_to(home) for home in homes):
+    if not path.is_relative_to(root) and not _is_blob(path, root):
         raise BadCheckpoint(f"{directory / name} is a link out of the model directory")
     try:
         mode = path.stat().st_mode
@@ -119,6 +113,21 @@ def path_inside(directory: Path, name: str) -> Path:
     if not stat.S_ISREG(mode):
         raise BadCheckpoint(f"{directory / name} is not a regular file")
     return path
+
+
+def _is_blob(path: Path, snapshot: Path) -> bool:
+    """Whether a file lies where the Hugging Face cache keeps the contents of a snapshot's files."""
+    if snapshot.parent.name != "snapshots":
+        return False
+    model = snapshot.parent.parent
+    if path.is_relative_to(model / "blobs"):
+        return True
+    shared = model.parent / "blobs"
+    return (
+        model.name.startswith("models--")
+        and path.is_relative_to(shared)
+        and _SHARED_BLOB.fullmatch(path.relative_to(shared).as_posix()) is not None
+    )
 
 
 def open_inside(directory: Path, name: str) -> BinaryIO:

@@ -6,9 +6,8 @@ Data are read with `preadv` rather than mapped, so that a file that becomes shor
 import contextlib
 import math
 import os
-import re
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -19,7 +18,8 @@ from jaxtyping import Float, Shaped
 
 from jaxkv.errors import BadCheckpoint
 from jaxkv.weights import directory as files
-from jaxkv.wording import clip
+from jaxkv.weights.conversions import instead_of_weights
+from jaxkv.wording import clip, listed
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -143,18 +143,20 @@ def open_checkpoint(directory: Path) -> Iterator[dict[str, StoredTensor]]:
     if files.has_file(directory, SINGLE):
         shards = {SINGLE: None}
     elif files.has_file(directory, INDEX):
-        shards = _read_index(directory)
+        shards = read_index(directory)
+        check_shards(shards, os.listdir(directory), str(directory))
     else:
-        raise BadCheckpoint(_no_checkpoint(directory))
+        instead = instead_of_weights(os.listdir(directory), str(directory))
+        raise BadCheckpoint(f"{directory} holds neither {SINGLE} nor {INDEX}{instead}")
     tensors: dict[str, StoredTensor] = {}
     with contextlib.ExitStack() as stack:
-        for shard, listed in shards.items():
+        for shard, wanted in shards.items():
             file = stack.enter_context(files.open_inside(directory, shard))
             declared = read_header(file, directory / shard)
             for name in declared.keys() & tensors.keys():
                 twice = f"{tensors[name].path} and {directory / shard}"
                 raise BadCheckpoint(f"{twice} both hold {clip(repr(name))}")
-            for name in sorted((listed or set()) - declared.keys()):
+            for name in sorted((wanted or set()) - declared.keys()):
                 name = clip(repr(name))
                 raise BadCheckpoint(f"{directory / shard} lacks {name}, which {INDEX} puts there")
             tensors.update(declared)
@@ -251,8 +253,12 @@ def _check_coverage(
         raise BadCheckpoint(f"{path} has {size - at} bytes that no tensor owns")
 
 
-def _read_index(directory: Path) -> dict[str, set[str]]:
-    """Returns shard -> names of its tensors, shards sorted by name."""
+def read_index(directory: Path) -> dict[str, set[str]]:
+    """Returns shard -> names of its tensors, shards sorted by name, of a directory's index; the shards need not exist.
+
+    Raises:
+        BadCheckpoint: the index is malformed, or a shard's name is no plain name of a safetensors file.
+    """
     weight_map = files.read_json(directory, INDEX).get("weight_map")
     where = directory / INDEX
     if not isinstance(weight_map, dict) or not weight_map:
@@ -264,22 +270,21 @@ def _read_index(directory: Path) -> dict[str, set[str]]:
             raise BadCheckpoint(f"{where} puts {clip(repr(name))} in {shown}, no safetensors file")
         shards.setdefault(shard, set()).add(name)
     for shard in shards:
-        files.path_inside(directory, shard)
+        files.check_plain_name(directory, shard)
     return dict(sorted(shards.items()))
 
 
-def _no_checkpoint(directory: Path) -> str:
-    """Returns the error message for a directory without a safetensors checkpoint."""
-    names = sorted(entry.name for entry in os.scandir(directory))
-    pickled = [name for name in names if re.search(r"\.(bin|pt|pth|ckpt)$", name)]
-    gguf = [name for name in names if name.endswith(".gguf")]
-    message = f"{directory} holds neither {SINGLE} nor {INDEX}"
-    if pickled:
-        return (
-            f"{message}; {clip(pickled[0])} is never read, as it can run code: convert it to safetensors, as "
-            f"Transformers' save_pretrained does, or take a revision of the model that has them"
+def check_shards(shards: Collection[str], there: Collection[str], where: str) -> None:
+    """Raises `BadCheckpoint` if one of the shards that an index names is not among the model's files.
+
+    Args:
+        shards: their names.
+        there: names of the files that there are.
+        where: the model, for the message.
+    """
+    missing = sorted(set(shards) - set(there))
+    if missing:
+        raise BadCheckpoint(
+            f"{where} lacks {listed(missing)}, {len(missing)} of the {len(shards)} files that {INDEX} names, as after "
+            f"a download or copy that was cut off: get the missing files"
         )
-    if gguf:
-        return f"{message}; {clip(gguf[0])} is in GGUF, which jaxkv does not read"
-    others = [name for name in names if name.endswith(".safetensors")]
-    return f"{message}; it holds {clip(others[0])} under another name" if others else message

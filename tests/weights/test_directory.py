@@ -57,7 +57,14 @@ def test_another_format_under_the_name_of_a_file_is_told_with_what_to_do(tmp_pat
             ["model-Q4_K_M.gguf", "README.md"],
             r"model-Q4_K_M\.gguf is in GGUF, which jaxkv does not",
         ),
-        (["adapter_config.json", "adapter_model.safetensors"], "holds an adapter.*merge it"),
+        (
+            ["adapter_config.json", "adapter_model.safetensors"],
+            r"holds an adapter.*merge it into its model with `python -c .*merge_and_unload\(\)",
+        ),
+        (
+            ["model_index.json", "unet"],
+            "pipeline of diffusers, and jaxkv runs language models alone",
+        ),
         (["snapshots", "refs", "blobs"], "Hugging Face cache: give snapshots/<revision>"),
         (["params.json", "consolidated.safetensors"], "converted for Transformers"),
         ([], "holds no config.json$"),
@@ -72,8 +79,12 @@ def test_a_directory_without_a_config_is_told_what_it_is(tmp_path, names, wanted
 @pytest.mark.parametrize(
     ("name", "wanted"),
     [
-        ("model.gguf", r"model\.gguf is in GGUF, which jaxkv does not read"),
-        ("pytorch_model.bin", r"pytorch_model\.bin is never read.* save_pretrained"),
+        (
+            "model.gguf",
+            r"model\.gguf is in GGUF, which jaxkv .*gguf_file='model\.gguf'\)\.save_pretrained",
+        ),
+        ("pytorch_model.bin", r"pytorch_model\.bin is never read.* `python -c .*save_pretrained"),
+        ("model.fp16.safetensors", r"holds model\.fp16\.safetensors under another name"),
     ],
 )
 def test_a_directory_without_safetensors_is_told_what_its_files_are(tmp_path, kit, name, wanted):
@@ -88,8 +99,17 @@ def test_a_directory_without_safetensors_is_told_what_its_files_are(tmp_path, ki
 @pytest.mark.parametrize(
     ("path", "wanted"),
     [
-        ("meta-llama/Llama-3.1-8B", "`hf download meta-llama/Llama-3.1-8B` prints the folder"),
-        ("/nowhere/at/all.gguf", "GGUF is not read"),
+        (
+            "/nowhere/at/all.gguf",
+            r"all\.gguf is in GGUF.* M\.from_pretrained\('/nowhere/at', gguf_file=",
+        ),
+        (
+            "https://huggingface.co/Qwen/Qwen3-0.6B/tree/main",
+            "give the name of the model, Qwen/Qwen3-0.6B$",
+        ),
+        ("hf://Qwen/Qwen3-0.6B", "give the name of the model, Qwen/Qwen3-0.6B$"),
+        ("Qwen3-0.6B", "with its owner, such as Qwen/Qwen3-0.6B$"),
+        (__file__, r"give the folder of this file, .*weights$"),
         ("/nowhere/at/all", "wanted one with config.json and weights$"),
     ],
 )

@@ -12,7 +12,9 @@ FILE = "generation_config.json"
 
 
 def load_sampling_defaults(directory: str | Path) -> Mapping[str, float]:
-    """Returns the temperature, top_p and top_k that a model directory recommends, as fields of `SamplingParams`.
+    """Returns the sampling that a model directory recommends, as fields of `SamplingParams`.
+
+    These are temperature, top_p, top_k, min_p and repetition_penalty.
 
     `do_sample: false` is temperature 0, and `do_sample: true` without a temperature is temperature 1. Other keys are
     ignored.
@@ -30,7 +32,7 @@ def load_sampling_defaults(directory: str | Path) -> Mapping[str, float]:
     generation = ConfigJson(read_json_if_there(existing_directory(directory), FILE), place=FILE)
     found: dict[str, float] = {
         name: generation.take_float(name)
-        for name in ("temperature", "top_p")
+        for name in ("temperature", "top_p", "min_p", "repetition_penalty")
         if generation.take(name, None) is not None
     }
     if generation.take("top_k", None) is not None:

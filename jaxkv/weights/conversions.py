@@ -1,0 +1,87 @@
+"""What the files of a model are when jaxkv cannot read them, and the command that converts them."""
+
+from collections.abc import Collection
+
+from jaxkv.wording import clip
+
+_CONVERT = (
+    'python -c "from transformers import AutoModelForCausalLM as M, AutoTokenizer as T; '
+    "M.from_pretrained({model}).save_pretrained({folder}); "
+    'T.from_pretrained({model}).save_pretrained({folder})"'
+)
+_MERGE = (
+    'python -c "from peft import AutoPeftModelForCausalLM as M; '
+    'M.from_pretrained({model}).merge_and_unload().save_pretrained({folder})"'
+)
+_PICKLED = (".bin", ".pt", ".pth", ".ckpt")
+
+
+def instead_of_config(names: Collection[str], model: str) -> str:
+    """Returns what a model without config.json is and what to do, or an empty string if the files do not tell.
+
+    Args:
+        names: of the model's files.
+        model: path of its folder, or its name on the Hugging Face Hub.
+    """
+    gguf = sorted(name for name in names if name.endswith(".gguf"))
+    if gguf:
+        return f"; {gguf_advice(model, gguf[0])}"
+    if "adapter_config.json" in names:
+        merge = _MERGE.format(model=repr(model), folder=repr(_converted(model)))
+        return (
+            f"; it holds an adapter (PEFT): merge it into its model with `{merge}`, and give that "
+            f"model's directory, or the directory of a merged model"
+        )
+    if "model_index.json" in names:
+        return "; it is a pipeline of diffusers, and jaxkv runs language models alone"
+    if "snapshots" in names:
+        return (
+            "; it is a folder of the Hugging Face cache: give snapshots/<revision> inside it, or the name of "
+            "the model, such as Qwen/Qwen3-0.6B"
+        )
+    if "params.json" in names:
+        return (
+            "; it is in the format of its authors: take the one that was converted for Transformers"
+        )
+    return ""
+
+
+def instead_of_weights(names: Collection[str], model: str) -> str:
+    """Returns what a model without safetensors has instead and what to do, or an empty string.
+
+    Args:
+        names: of the model's files.
+        model: path of its folder, or its name on the Hugging Face Hub.
+    """
+    pickled = sorted(name for name in names if name.endswith(_PICKLED))
+    if pickled:
+        convert = _CONVERT.format(model=repr(model), folder=repr(_converted(model)))
+        return (
+            f"; {clip(pickled[0])} is never read, as it can run code: if you trust it, convert it to safetensors with "
+            f"Transformers, `{convert}`, or take a revision of the model that has them"
+        )
+    gguf = sorted(name for name in names if name.endswith(".gguf"))
+    if gguf:
+        return f"; {gguf_advice(model, gguf[0])}"
+    others = sorted(name for name in names if name.endswith(".safetensors"))
+    return f"; it holds {clip(others[0])} under another name" if others else ""
+
+
+def gguf_advice(model: str, name: str) -> str:
+    """Returns what to do with a GGUF file.
+
+    Args:
+        model: path of its folder, or the name on the Hugging Face Hub.
+        name: the file.
+    """
+    both = f"{model!r}, gguf_file={clip(name)!r}"
+    convert = _CONVERT.format(model=both, folder=repr(_converted(model)))
+    return (
+        f"{clip(name)} is in GGUF, which jaxkv does not read: take the model's safetensors files, or convert it with "
+        f"Transformers (pip install transformers torch gguf accelerate): `{convert}`"
+    )
+
+
+def _converted(model: str) -> str:
+    """Returns a name for the folder of the converted model."""
+    return f"{model.rstrip('/').rpartition('/')[2] or 'model'}-safetensors"
