@@ -531,3 +531,32 @@ def test_an_implementation_that_was_asked_for_needs_no_reason():
     named = LLM(implementation="xla", max_model_len=64, cache=cache, progress=False)
     assert named.stats().implementation == "xla"
     assert named.stats().implementation_reasons == ()
+
+
+def test_the_recommended_sampling_is_that_of_generation_config_json(tmp_path):
+    for file in default_model.path().iterdir():
+        if file.is_file():
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+    recommended = {"temperature": 0.5, "top_p": 0.75, "top_k": 9, "min_p": 0.25}
+    recommended["repetition_penalty"] = 1.5
+    (tmp_path / "generation_config.json").write_text(json.dumps(recommended | {"do_sample": True}))
+    cache = CacheConfig(max_sequences=1, page_size=16)
+    with LLM(tmp_path, max_model_len=32, cache=cache, progress=False) as llm:
+        assert llm.get_default_sampling_params() == SamplingParams(**recommended)
+        chosen = llm.get_default_sampling_params(top_k=3, max_tokens=2)
+        assert chosen == SamplingParams(**recommended | {"top_k": 3}, max_tokens=2)
+        assert llm.generate("def ", chosen)[0].usage.output_tokens == 2
+        with pytest.raises(ValueError, match="the closest is max_tokens"):
+            llm.get_default_sampling_params(max_new_tokens=2)
+        (tmp_path / "generation_config.json").write_text('{"top_p": 2}')
+        with pytest.raises(ValueError, match=r"generation_config\.json: top_p must be"):
+            llm.get_default_sampling_params()
+
+
+def test_a_revision_is_that_of_a_name_and_no_folder_has_any():
+    with pytest.raises(ValueError, match="the model is the small model inside the package"):
+        LLM(revision="main")
+    with pytest.raises(ValueError, match="revision 'v1' is one of a name on the Hugging Face Hub"):
+        LLM(default_model.path(), revision="v1")
+    with pytest.raises(ValueError, match="revision must be the name of a branch, tag or commit"):
+        LLM("owner/name", revision=1)

@@ -80,6 +80,13 @@ def test_the_sampling_of_generation_config_json_is_shown(tmp_path):
     assert "chat samples" not in explain_plan(None, **options)
 
 
+def test_the_ids_that_end_a_text_are_shown(tmp_path):
+    (tmp_path / "config.json").write_bytes((default_model.path() / "config.json").read_bytes())
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 3]}')
+    options = {"dtype": "auto", "max_model_len": 256, "cache": CACHE, "free_bytes": None}
+    assert "\ntexts end at token id 7, 3\n" in explain_plan(tmp_path, **options)
+
+
 def test_a_length_is_the_models_own_unless_given():
     assert resolve_length(None, 2048) == 2048
     assert resolve_length(2, 2048) == 2

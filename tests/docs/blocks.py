@@ -23,6 +23,8 @@ PAGES = (
     *sorted((ROOT / "docs").rglob("*.md")),
 )
 LANGUAGES = ("python", "console", "text")
+ON_THE_HUB = "Qwen/Qwen3-0.6B"
+"""What pages name as a model that is downloaded; a folder takes its place, since tests have no network."""
 
 _FENCED = re.compile(
     r"^(?:<!-- not run: (.*) -->\n)?```(.*)\n((?:(?!```).*\n)*?)```$", re.MULTILINE
@@ -113,8 +115,11 @@ def run_python(block, names, replaced):
 
 
 def run_command(words, directory, more=()):
-    """Runs a command of a page, or checks that it exists where running it would run the tests again."""
-    words = [str(directory) if word == "DIR" else word for word in words]
+    """Runs a command of a page, or checks that it exists where running it would run the tests again.
+
+    `directory` is the model of commands that name one.
+    """
+    words = [str(directory) if word in ("DIR", ON_THE_HUB) else word for word in words]
     if words[0] == "make":
         targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
         assert set(words[1:]) <= set(targets), words

@@ -11,6 +11,7 @@ from jaxkv import SamplingParams, default_model
 from jaxkv.programs.manifest import compile_count
 from tests.docs.blocks import (
     LANGUAGES,
+    ON_THE_HUB,
     PAGES,
     ROOT,
     assert_shown,
@@ -90,7 +91,8 @@ def test_the_blocks_of_a_page_run_in_order_and_print_what_is_shown(
     page, directory, capsys, monkeypatch
 ):
     name, names = name_of(page), {}
-    replaced = {'"path/to/hf_dir"': repr(str(directory))} | SMALLER.get(name, {})
+    models = dict.fromkeys(('"path/to/hf_dir"', f'"{ON_THE_HUB}"'), repr(str(directory)))
+    replaced = models | SMALLER.get(name, {})
     for shown in SMALLER.get(name, {}):
         assert shown in page.read_text(), shown
     for block, shown in steps_of(page):

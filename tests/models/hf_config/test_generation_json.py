@@ -22,10 +22,11 @@ def read(tmp_path, text):
         ('{"temperature": 1, "top_k": null, "do_sample": null}', {"temperature": 1.0}),
         ('{"do_sample": true}', {"temperature": 1.0}),
         ('{"do_sample": false, "temperature": 0.6}', {"temperature": 0.0}),
+        ('{"min_p": 0.05, "repetition_penalty": 1.1}', {"min_p": 0.05, "repetition_penalty": 1.1}),
         ("{}", {}),
     ],
 )
-def test_temperature_top_p_and_top_k_are_read(tmp_path, text, wanted):
+def test_what_is_recommended_is_read(tmp_path, text, wanted):
     assert read(tmp_path, text) == wanted
 
 
@@ -40,6 +41,8 @@ def test_a_directory_that_recommends_nothing_sets_nothing(tmp_path):
         ('{"temperature": "0.6"}', "temperature must be a finite number, got '0.6'"),
         ('{"temperature": -1}', r"generation_config.json: temperature must be .* \[0.0, 100.0\]"),
         ('{"top_p": 1.5}', "generation_config.json: top_p must be"),
+        ('{"min_p": -0.5}', "generation_config.json: min_p must be"),
+        ('{"repetition_penalty": 0}', "generation_config.json: repetition_penalty must be"),
         ('{"top_p": true}', "generation_config.json: top_p must be"),
         ('{"top_k": 2.5}', "generation_config.json: top_k must be an integer"),
         ('{"do_sample": 1}', "generation_config.json: do_sample must be true or false"),
