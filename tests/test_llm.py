@@ -558,5 +558,3 @@ def test_a_revision_is_that_of_a_name_and_no_folder_has_any():
         LLM(revision="main")
     with pytest.raises(ValueError, match="revision 'v1' is one of a name on the Hugging Face Hub"):
         LLM(default_model.path(), revision="v1")
-    with pytest.raises(ValueError, match="revision must be the name of a branch, tag or commit"):
-        LLM("owner/name", revision=1)

@@ -9,6 +9,13 @@ _CONVERT = (
     "M.from_pretrained({model}).save_pretrained({folder}); "
     'T.from_pretrained({model}).save_pretrained({folder})"'
 )
+# Transformers refuses to save a model with the quantiser that read it, although its weights are plain numbers then.
+_CONVERT_GGUF = (
+    'python -c "from transformers import AutoModelForCausalLM as M, AutoTokenizer as T; '
+    "model = M.from_pretrained({model}, gguf_file={file}); model.hf_quantizer = None; "
+    "model.save_pretrained({folder}); "
+    'T.from_pretrained({model}, gguf_file={file}).save_pretrained({folder})"'
+)
 _MERGE = (
     'python -c "from peft import AutoPeftModelForCausalLM as M; '
     'M.from_pretrained({model}).merge_and_unload().save_pretrained({folder})"'
@@ -74,8 +81,9 @@ def gguf_advice(model: str, name: str) -> str:
         model: path of its folder, or the name on the Hugging Face Hub.
         name: the file.
     """
-    both = f"{model!r}, gguf_file={clip(name)!r}"
-    convert = _CONVERT.format(model=both, folder=repr(_converted(model)))
+    convert = _CONVERT_GGUF.format(
+        model=repr(model), file=repr(clip(name)), folder=repr(_converted(model))
+    )
     return (
         f"{clip(name)} is in GGUF, which jaxkv does not read: take the model's safetensors files, or convert it with "
         f"Transformers (pip install transformers torch gguf accelerate): `{convert}`"
