@@ -12,7 +12,7 @@ _CONVERT = (
 # Transformers refuses to save a model with the quantiser that read it, although its weights are plain numbers then.
 _CONVERT_GGUF = (
     'python -c "from transformers import AutoModelForCausalLM as M, AutoTokenizer as T; '
-    "model = M.from_pretrained({model}, gguf_file={file}); model.hf_quantizer = None; "
+    "model = M.from_pretrained({model}, gguf_file={file}); model.hf_quantizer = None; del model.config.quantization_config; "
     "model.save_pretrained({folder}); "
     'T.from_pretrained({model}, gguf_file={file}).save_pretrained({folder})"'
 )
