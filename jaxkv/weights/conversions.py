@@ -9,11 +9,11 @@ _CONVERT = (
     "M.from_pretrained({model}).save_pretrained({folder}); "
     'T.from_pretrained({model}).save_pretrained({folder})"'
 )
-# Transformers refuses to save a model with the quantiser that read it, although its weights are plain numbers then.
+# The weights are plain numbers once they are read, but Transformers refuses to save a model with the quantiser of GGUF.
 _CONVERT_GGUF = (
     'python -c "from transformers import AutoModelForCausalLM as M, AutoTokenizer as T; '
-    "model = M.from_pretrained({model}, gguf_file={file}); model.hf_quantizer = None; del model.config.quantization_config; "
-    "model.save_pretrained({folder}); "
+    "model = M.from_pretrained({model}, gguf_file={file}); model.hf_quantizer = None; "
+    "del model.config.quantization_config; model.save_pretrained({folder}); "
     'T.from_pretrained({model}, gguf_file={file}).save_pretrained({folder})"'
 )
 _MERGE = (
