@@ -241,7 +241,7 @@ def _plan(options: argparse.Namespace, screen: Screen) -> int:
 
     print(
         explain_plan(
-            resolve_model(options.model, options.revision, weights=False),
+            resolve_model(options.model, options.revision),
             dtype=options.dtype,
             max_model_len=options.max_model_len,
             cache=cache,

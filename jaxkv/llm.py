@@ -64,7 +64,7 @@ from jaxkv.text.prompts import (
     tokenize,
 )
 from jaxkv.text.tokenizer import Tokenizer, load_tokenizer
-from jaxkv.weights.hub import resolve_model
+from jaxkv.weights.hub import fetch_weights, resolve_model
 
 _LOG = logging.getLogger(__name__)
 
@@ -191,9 +191,7 @@ class LLM:
         if seed is not None:
             seed = as_int("seed", seed, -(2**63), 2**64 - 1)
         self._draw_seed = _seed_source(seed)
-        directory = resolve_model(
-            model, revision, weights=load_format != "dummy", progress=progress
-        )
+        directory = resolve_model(model, revision, progress=progress)
         self.directory = directory
         config = load_config(directory, ignore_config_keys=ignore_config_keys)
         dtype = resolve_dtype(dtype, config.dtype)
@@ -213,6 +211,8 @@ class LLM:
             ahead=tokens_ahead(self.model, cache, engine, self.max_model_len),
         )
         check_room(weights, self.budget.bytes)
+        if load_format != "dummy":
+            fetch_weights(model, directory, progress=progress)
         with named_exhaustion(f"loading weights of {weights:,} bytes"):
             if load_format == "dummy":
                 params = self.model.init_params(_key(seed or 0), dtype)

@@ -3,7 +3,6 @@
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 
 import jax
@@ -64,19 +63,15 @@ class Served:
         """Name of the model in results."""
         return self.shape or (Path(self.model).name if self.model else "default model")
 
-    @cached_property
-    def directory(self) -> Path:
-        """Folder of the model, once it is there; only a shape has none."""
-        return resolve_model(self.model, self.revision)
-
     @property
     def max_positions(self) -> int:
         """Longest sequence that the model supports, in tokens; of a directory only config.json is read."""
         if self.shape:
             return build_model(SHAPES[self.shape]).max_positions
         # `LLM` will warn.
+        directory = resolve_model(self.model, self.revision)
         return build_model(
-            load_config(self.directory, ignore_config_keys=self.ignore_config_keys, warn=False)
+            load_config(directory, ignore_config_keys=self.ignore_config_keys, warn=False)
         ).max_positions
 
     def build(self) -> Engine:
@@ -84,7 +79,8 @@ class Served:
         if self.shape is not None:
             return self._random()
         llm = LLM(
-            self.directory,
+            self.model,
+            revision=self.revision,
             dtype=self.dtype,
             max_model_len=self.max_model_len,
             cache=self.cache,

@@ -39,7 +39,7 @@ from jaxkv.models.hf_config.config_json import ConfigJson, refuse_code
 from jaxkv.models.hf_config.ignored_keys import read_ignoring, warn_of_ignored
 from jaxkv.models.protocol import Params
 from jaxkv.weights.directory import existing_directory, read_config_json, read_json_if_there
-from jaxkv.weights.hub import resolve_model
+from jaxkv.weights.hub import fetch_weights, resolve_model
 from jaxkv.weights.load import Loadable, load_by_rules
 from jaxkv.weights.quantised import BESIDE, refuse_beside
 from jaxkv.weights.rules import RuleSet
@@ -231,4 +231,5 @@ def load_model(
     config = load_config(directory, ignore_config_keys=ignore_config_keys)
     decoder = build_model(config, implementation=implementation)
     stored = resolve_dtype(dtype, config.dtype)
+    fetch_weights(model, directory, progress=progress)
     return load_params(directory, decoder, dtype=stored, progress=progress), decoder

@@ -20,6 +20,7 @@ from jaxkv import default_model
 from jaxkv.errors import BadCheckpoint
 from jaxkv.weights.conversions import instead_of_config, instead_of_weights
 from jaxkv.weights.directory import CONFIG, existing_directory
+from jaxkv.weights.quantised import BESIDE
 from jaxkv.weights.safetensors import INDEX, SINGLE, check_shards, read_index
 from jaxkv.wording import clip
 
@@ -32,8 +33,10 @@ _PART = r"\w(?:[\w.-]*\w)?"
 _NAME = re.compile(rf"{_PART}/{_PART}", re.ASCII)
 _FILE_ENDINGS = (".gguf", ".safetensors", ".bin", ".json")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-_CONFIGS = (CONFIG, "generation_config.json")
-_TEXT = (
+_SMALL = (
+    CONFIG,
+    "generation_config.json",
+    *BESIDE,
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
@@ -67,24 +70,23 @@ def resolve_model(
     model: str | Path | None,
     revision: str | None = None,
     *,
-    weights: bool = True,
     progress: bool = True,
 ) -> Path:
-    """Returns the folder of a model; downloads what is missing of one that the Hugging Face Hub has.
+    """Returns the folder of a model; of one on the Hugging Face Hub, downloads all files that are read but the weights.
 
-    A folder takes precedence over a model on the hub. Only a text of the form "org/name" is looked up there. Without an
-    answer from the hub, the revision in its cache is returned, with a warning unless HF_HUB_OFFLINE is set.
+    The weights come by `fetch_weights`, once the configuration is known to be supported. A folder takes precedence over
+    a model on the hub. Only a text of the form "org/name" is looked up there. Without an answer from the hub, the
+    revision in its cache is returned, with a warning unless HF_HUB_OFFLINE is set.
 
     Args:
         model: a folder, a name on the hub, or `None` for the small model inside the package.
         revision: branch, tag or commit on the hub; `None` for its main branch.
-        weights: False fetches only the configuration files of a model on the hub.
         progress: show bars while files are downloaded, where stderr is a terminal.
 
     Raises:
         ValueError: a revision of a local folder.
-        BadCheckpoint: there is no such model or revision, it needs permission, or it has no files that jaxkv reads. The
-            message says what to do.
+        BadCheckpoint: there is no such model or revision, it needs permission, or it has no config.json. The message
+            says what to do.
         OSError: the hub cannot be reached and its cache has not this model, or the disk is full.
     """
     if model is None or isinstance(model, Path) or not _is_asked_of_hub(model):
@@ -96,7 +98,23 @@ def resolve_model(
         if model is None:
             return default_model.path()
         return existing_directory(os.path.expanduser(model))
-    return _Repository(model, revision, weights=weights, progress=progress).folder()
+    return _Repository(model, revision, progress=progress).folder()
+
+
+def fetch_weights(model: str | Path | None, directory: Path, *, progress: bool = True) -> None:
+    """Downloads the weights of a model on the Hugging Face Hub that are not in its cache; of other models, nothing.
+
+    Args:
+        model: what `resolve_model` was given.
+        directory: what it returned, whose commit the weights are taken from.
+        progress: show bars while files are downloaded, where stderr is a terminal.
+
+    Raises:
+        BadCheckpoint: the model has no safetensors files, or not all; the message says what to do.
+        OSError: the hub cannot be reached, or the disk is full.
+    """
+    if isinstance(model, str) and _is_asked_of_hub(model) and not _has_weights(directory):
+        _Repository(model, directory.name, weights=True, progress=progress).folder()
 
 
 def _is_asked_of_hub(model: str) -> bool:
@@ -125,14 +143,16 @@ class _Repository:
     Args:
         name: such as "Qwen/Qwen3-0.6B".
         revision: branch, tag or commit; `None` for the main branch.
-        weights: whether weights and tokenizer are wanted, or the configuration files alone.
+        weights: whether the weights are wanted, or the other files.
         progress: show bars.
 
     Raises:
         BadCheckpoint: huggingface_hub is not installed.
     """
 
-    def __init__(self, name: str, revision: str | None, *, weights: bool, progress: bool) -> None:
+    def __init__(
+        self, name: str, revision: str | None, *, weights: bool = False, progress: bool
+    ) -> None:
         try:
             import huggingface_hub
             from huggingface_hub import constants, errors
@@ -151,7 +171,7 @@ class _Repository:
         self._cache: str = constants.HF_HUB_CACHE
 
     def folder(self) -> Path:
-        """Returns the folder of the model in the hub's cache, with all files that jaxkv reads."""
+        """Returns the folder of the model in the hub's cache, with the wanted files."""
         kept = self._kept()
         if kept is not None and _COMMIT.fullmatch(self._revision or ""):
             return kept
@@ -174,14 +194,13 @@ class _Repository:
 
     def _kept(self) -> Path | None:
         """Returns the folder of the revision in the cache; `None` if there is none or it lacks files."""
-        wanted = [*_CONFIGS, *_TEXT] if self._weights else [*_CONFIGS]
         try:
             folder = Path(
                 self._library.snapshot_download(
                     self._name,
                     revision=self._revision,
                     local_files_only=True,
-                    allow_patterns=wanted,
+                    allow_patterns=[CONFIG] if self._weights else [*_SMALL],
                 )
             )
         except self._errors.LocalEntryNotFoundError:
@@ -223,18 +242,17 @@ class _Repository:
             instead = instead_of_config(there, self._name)
             raise BadCheckpoint(f"{where} holds no {CONFIG}{instead}")
         if not self._weights:
-            return {*_CONFIGS} & {*there}
-        text = (*_TEXT, *(() if "tokenizer.json" in there else _SLOW_TOKENIZERS))
-        wanted = {*_CONFIGS, *text} & {*there}
+            slow = () if "tokenizer.json" in there else _SLOW_TOKENIZERS
+            return {*_SMALL, *slow} & {*there}
         # As the loader does: the single file if there is one, and otherwise the shards of the index.
         if SINGLE in there:
-            return wanted | {SINGLE}
+            return {SINGLE}
         if INDEX not in there:
             instead = instead_of_weights(there, self._name)
             raise BadCheckpoint(f"{where} holds neither {SINGLE} nor {INDEX}{instead}")
         shards = read_index(self._download(commit or self._revision, [INDEX]))
         check_shards(shards, there, where)
-        return wanted | {INDEX, *shards}
+        return {INDEX, *shards}
 
     def _ask[T](self, call: Callable[[], T]) -> T:
         """Returns what a call of huggingface_hub returns; its errors become ours."""

@@ -16,9 +16,9 @@ from huggingface_hub import constants
 
 import jaxkv
 from jaxkv import default_model
-from jaxkv.errors import BadCheckpoint
+from jaxkv.errors import BadCheckpoint, UnknownConfig
 from jaxkv.models.registry import load_config, load_params
-from jaxkv.weights.hub import resolve_model
+from jaxkv.weights.hub import fetch_weights, resolve_model
 from jaxkv.weights.safetensors import INDEX, SINGLE
 from tests.fake_hub import Model, files_in, serving, write_cache
 
@@ -89,13 +89,15 @@ def cache(tmp_path):
     return tmp_path / "hub"
 
 
-def resolve(name=NAME, revision=None, **options):
-    return resolve_model(name, revision, progress=False, **options)
+def resolve(name=NAME, revision=None):
+    folder = resolve_model(name, revision, progress=False)
+    fetch_weights(name, folder, progress=False)
+    return folder
 
 
-def told_by(error, name=NAME, revision=None, **options):
+def told_by(error, name=NAME, revision=None):
     with pytest.raises(error) as caught:
-        resolve(name, revision, **options)
+        resolve(name, revision)
     told = str(caught.value)
     assert "\n" not in told
     return told
@@ -127,12 +129,11 @@ def test_without_a_tokenizer_json_comes_what_it_is_made_from(hub):
     assert {"tokenizer.model", "vocab.json", "merges.txt"} <= set(hub.downloaded)
 
 
-def test_the_configuration_alone_comes_where_no_weights_are_wanted(hub, cache):
+def test_the_weights_come_last(hub):
     hub.models[NAME] = Model(SMALL)
-    folder = resolve(weights=False)
-    assert sorted(hub.downloaded) == ["config.json", "generation_config.json"]
+    folder = resolve_model(NAME, progress=False)
+    assert sorted([*hub.downloaded, SINGLE]) == sorted(SMALL)
     assert load_config(folder) == load_config(default_model.path())
-    # The rest is fetched when it is wanted.
     assert resolve() == folder
     assert files_in(folder) == SMALL
     assert sorted(hub.downloaded) == sorted(SMALL)
@@ -248,7 +249,8 @@ def test_offline_a_cache_that_lacks_a_file_counts_as_none(hub, cache, monkeypatc
     told = told_by(OSError, NAME, "main")
     assert "HF_HUB_OFFLINE is set" in told
     assert f"{cache}, does not hold all files" in told
-    assert f"run `hf download {NAME} --revision main`" in told
+    revision = "main" if missing == "config.json" else folder.name
+    assert f"run `hf download {NAME} --revision {revision}`" in told
 
 
 def test_another_branch_is_not_answered_with_the_cached_one(hub, cache, monkeypatch):
@@ -320,7 +322,7 @@ def test_a_model_without_safetensors_is_refused_before_its_weights_are_downloade
     told = told_by(BadCheckpoint)
     assert re.search(wanted.replace("{name}", NAME), told), told
     assert f"{NAME} on {hub.endpoint}" in told
-    assert set(hub.downloaded) <= {INDEX}
+    assert set(hub.downloaded) <= {"config.json", INDEX}
 
 
 @pytest.mark.parametrize(
@@ -343,7 +345,25 @@ def test_an_index_cannot_name_anything_but_files_of_its_folder(hub, shard):
     index = json.dumps({"weight_map": {"a": shard}}).encode()
     hub.models[NAME] = Model(SHARDED | {INDEX: index, "x.bin": b""})
     assert re.search("is not a plain file name|no safetensors file", told_by(BadCheckpoint))
-    assert set(hub.downloaded) == {INDEX}
+    assert set(hub.downloaded) == {"config.json", INDEX}
+
+
+def test_a_model_that_is_not_supported_is_refused_before_its_weights_are_downloaded(hub):
+    hub.models[NAME] = Model(SMALL | {"config.json": b'{"model_type": "bert"}'})
+    with pytest.raises(UnknownConfig, match="model_type 'bert' is not supported"):
+        jaxkv.load_model(NAME)
+    with pytest.raises(UnknownConfig, match="model_type 'bert' is not supported"):
+        jaxkv.LLM(NAME, progress=False)
+    hub.models[NAME] = Model(SMALL)
+    with pytest.raises(ValueError, match=r"the cache has 1,000 bytes|the budget is 1,000"):
+        jaxkv.LLM(NAME, kv_cache_memory_bytes=1000, progress=False)
+    assert SINGLE not in hub.downloaded
+
+
+def test_a_format_that_a_file_beside_the_config_names_is_refused(hub):
+    hub.models[NAME] = Model(SMALL | {"quant_config.json": b'{"w_bit": 4}'})
+    with pytest.raises(UnknownConfig, match=r"quant_config\.json says that the weights are in"):
+        jaxkv.load_model(NAME)
 
 
 def failing(error):
@@ -447,7 +467,7 @@ def test_a_command_follows_the_environment_of_the_hub(hub, tmp_path):
     told = plan(NAME, HF_ENDPOINT=hub.endpoint, HF_HOME=str(home), HF_TOKEN="hf_good")
     assert told.returncode == 0, told.stderr
     assert told.stdout.startswith("llama: ")
-    assert sorted(hub.downloaded) == ["config.json", "generation_config.json"]
+    assert sorted([*hub.downloaded, SINGLE]) == sorted(SMALL)
     hub.asked.clear()
     cache = str(home / "hub")
     told = plan(NAME, HF_ENDPOINT=hub.endpoint, HF_HUB_CACHE=cache, HF_HUB_OFFLINE="1")
