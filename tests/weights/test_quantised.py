@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from jaxkv import default_model
 from jaxkv.errors import BadCheckpoint, UnknownConfig
 from jaxkv.models.registry import build_model, load_config, load_params
 from jaxkv.weights.block_scaled import with_scales
@@ -341,3 +342,51 @@ def test_decoding_holds_one_leaf_beside_the_parameters(tmp_path, kit, monkeypatc
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 8 * largest < layers * largest, (peak, largest)
+
+
+@pytest.mark.parametrize(
+    ("raw", "told"),
+    [
+        ({"quantization": {"bits": 4, "group_size": 64}}, "sets quantization, .*format of MLX"),
+        ({"compression_config": {"format": "dense"}}, "format of compressed-tensors"),
+        (
+            {"quantization_config": {"quant_method": "compressed-tensors", "format": "nvfp4"}},
+            "'compressed-tensors' in the format 'nvfp4'",
+        ),
+        (
+            {"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}},
+            "'modelopt' in the format 'NVFP4'",
+        ),
+        (
+            {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}},
+            "'bitsandbytes' with 4 bits",
+        ),
+        ({"quantization_config": {"bits": 4}}, "None, in the form of MLX"),
+        ({"quantization_config": {"quant_algo": "FP8"}}, "None, in the form of ModelOpt"),
+    ],
+)
+def test_a_format_is_refused_by_the_name_that_the_file_gives(raw, told):
+    with pytest.raises(UnknownConfig, match=told):
+        read_quantised(raw)
+
+
+@pytest.mark.parametrize(
+    ("name", "said", "told"),
+    [
+        ("hf_quant_config.json", {"quantization": {"quant_algo": "NVFP4"}}, "'NVFP4' of ModelOpt"),
+        ("hf_quant_config.json", {"strange": 1}, "of ModelOpt"),
+        ("hf_quant_config.json", {"quantization": {"kv_cache_quant_algo": "FP8"}}, None),
+        ("quantize_config.json", {"bits": 4, "desc_act": True}, "of GPTQ"),
+        ("quant_config.json", {"w_bit": 4}, "of AWQ"),
+    ],
+)
+def test_a_file_beside_the_config_names_a_format_too(tmp_path, name, said, told):
+    raw = json.loads((default_model.path() / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    plain = load_config(tmp_path)
+    (tmp_path / name).write_text(json.dumps(said))
+    if told is None:
+        assert load_config(tmp_path) == plain
+        return
+    with pytest.raises(UnknownConfig, match=rf"{name} .*{told}"):
+        load_config(tmp_path)

@@ -31,7 +31,12 @@ def from_hf_moe(raw: Mapping[str, object]) -> ModelConfig:
     return read_qwen_delta(
         keys,
         "qwen3_5_moe_text",
-        architecture=("Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration"),
+        # The last one stands in pruned models, whose other keys are those of experts.
+        architecture=(
+            "Qwen3_5MoeForCausalLM",
+            "Qwen3_5MoeForConditionalGeneration",
+            "Qwen3_5ForConditionalGeneration",
+        ),
         kv_heads=2,
         feed_forwards=["mixture+shared"] * take_num_layers(keys),
         mixture=take_qwen_mixture(keys, experts=256, top_k=8, renormalise=True),

@@ -75,6 +75,7 @@ HARMLESS_GROUPS: Mapping[str, str] = {
         "penalty_alpha dola_layers cache_implementation cache_config max_cache_len prefill_chunk_size "
         "prompt_lookup_num_tokens max_matching_ngram_size num_assistant_tokens num_assistant_tokens_schedule "
         "assistant_confidence_threshold assistant_early_exit assistant_lookbehind target_lookbehind is_assistant "
+        "assistant_ensemble_weight return_legacy_cache stop_token_ids generation_kwargs "
         "speculation_type disable_compile compile_config continuous_batching_config generation_config"
     ),
     "tasks other than causal language modelling, which `architectures` must name": (
@@ -86,6 +87,7 @@ HARMLESS_GROUPS: Mapping[str, str] = {
         "use_flash_attn use_flashattn use_flash_attention use_flash_attention_2 flash_attn flash_attention use_sdpa "
         "use_sdpa_attention use_xformers use_memory_efficient_attention memory_efficient_attention fused_add_norm "
         "use_fused_add_norm use_fused_rms_norm use_fused_rmsnorm fused_rms_norm use_fused_rope use_fused_mlp fused_mlp "
+        "fuse_norm fuse_swiglu fuse_cross_entropy fuse_linear_cross_entropy use_l2warp use_liger optimum_version "
         "use_fast_path use_mamba_kernels use_triton use_kernels use_cuda_graph mamba_ssm_cache_dtype mamba_ssm_dtype "
         "moe_shared_expert_overlap low_cpu_mem_usage device device_map base_model_tp_plan base_model_pp_plan "
         "base_model_ep_plan base_model_fsdp_plan tp_plan is_composition sub_configs"
@@ -161,7 +163,8 @@ SAME_FACT: tuple[frozenset[str], ...] = tuple(
         "use_qk_norm qk_norm qk_layernorm use_qk_layernorm",
         "hidden_act hidden_activation activation activation_function act_fn",
         "sliding_window sliding_window_size sliding_window_length",
-        "tie_word_embeddings tie_embeddings tie_embedding tied_embeddings share_embeddings",
+        "tie_word_embeddings tie_embeddings tie_embedding tied_embeddings share_embeddings "
+        "share_embeddings_and_output_weights",
         "num_experts num_local_experts n_routed_experts num_routed_experts moe_num_experts num_moe_experts n_experts",
         "num_experts_per_tok experts_per_token num_experts_per_token moe_top_k moe_topk router_topk",
         "n_shared_experts num_shared_experts num_shared_expert moe_num_shared_experts",
@@ -200,7 +203,7 @@ CHANGES_GROUPS: Mapping[str, Mapping[str, tuple[object, ...]]] = {
         "use_qk_norm qk_norm qk_layernorm use_qk_layernorm use_post_norm post_norm sandwich_norm norm_head "
         "normalize_embedding apply_residual_connection_post_layernorm layernorm_1p": (False,),
         "rmsnorm use_rms_norm use_rmsnorm": (True,),
-        "norm_type normalization_type normalization_function layernorm_type": (
+        "norm_type normalization normalization_type normalization_function layernorm_type": (
             "rms",
             "rmsnorm",
             "rms_norm",

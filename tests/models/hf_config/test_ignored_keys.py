@@ -6,7 +6,7 @@ import logging
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from jaxkv import cli, default_model, load_model
+from jaxkv import LLM, cli, default_model, load_model
 from jaxkv.config.cache import CacheConfig
 from jaxkv.errors import UnknownConfig
 from jaxkv.models.registry import load_config, read_config
@@ -120,6 +120,11 @@ def test_a_directory_is_read_with_the_option_and_only_with_it(directory, caplog)
     _, model = load_model(directory, ignore_config_keys=("flux_capacity",))
     assert model.config == load_config(default_model.path())
     assert len(warnings_of(caplog)) == 2
+
+
+def test_the_engine_takes_the_option(directory):
+    with LLM(directory, max_model_len=64, ignore_config_keys=["flux_capacity"]) as llm:
+        assert llm.model.config == load_config(default_model.path())
 
 
 def test_plan_says_what_is_ignored(directory):
