@@ -5,8 +5,8 @@ Rule for every file here: no models, no requests, no page allocation. Callers pa
 - Attention: `paged_attention` (one query per row), `ragged_attention` (packed queries), `latent_attention` (MLA),
   `index_topk` and `sparse_attention` (DeepSeek sparse attention).
 - Cache writes: `page_write`, `rotary_write` (RoPE fused with the write).
-- Recurrent layers: `causal_conv`, `ssd_scan` and `ssd_update` (Mamba-2), `delta_scan` and `delta_update` (gated
-  DeltaNet).
+- Recurrent layers: `causal_conv`, `selective_scan` and `selective_update` (Mamba), `ssd_scan` and `ssd_update`
+  (Mamba-2), `delta_scan` and `delta_update` (gated DeltaNet).
 - Matrix products: `skinny_matmul` (few rows), `grouped_matmul` (rows sorted by expert).
 - Sampling: `filter_bounds` (top-k and top-p thresholds).
 
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from pallas_kernels.paged_attention.api import paged_attention as paged_attention
     from pallas_kernels.ragged_attention.api import ragged_attention as ragged_attention
     from pallas_kernels.rotary_write.api import rotary_write as rotary_write
+    from pallas_kernels.selective_scan.api import selective_scan as selective_scan
+    from pallas_kernels.selective_update.api import selective_update as selective_update
     from pallas_kernels.skinny_matmul.api import skinny_matmul as skinny_matmul
     from pallas_kernels.sparse_attention.api import sparse_attention as sparse_attention
     from pallas_kernels.ssd_scan.api import ssd_scan as ssd_scan
@@ -49,6 +51,8 @@ __all__ = [
     "paged_attention",
     "ragged_attention",
     "rotary_write",
+    "selective_scan",
+    "selective_update",
     "skinny_matmul",
     "sparse_attention",
     "ssd_scan",

@@ -33,6 +33,8 @@ PUBLIC = {
         "paged_attention",
         "ragged_attention",
         "rotary_write",
+        "selective_scan",
+        "selective_update",
         "skinny_matmul",
         "sparse_attention",
         "ssd_scan",

@@ -1,0 +1,92 @@
+"""`selective_scan` in plain XLA: all pieces of chunks at once, token by token, and a loop that carries the state.
+
+A first pass over the tokens of all pieces yields what each piece adds to a state of zeros. A loop over the pieces then
+yields the state before each of them, and a second pass its outputs. Nothing of the size tokens * channels * d_state is
+stored, and all numbers are sums of products that the recurrence itself has, so no step size can overflow.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.arguments.selective import SelectiveTokens, advance, output, rates_of, tokens_of
+from pallas_kernels.packed.rows import Pieces, cut, rows_of_tokens
+from pallas_kernels.packed.states import by_token, put_pieces
+
+LARGEST_PIECE = 64
+
+
+def selective_scan(
+    a_log: Float[Array, "channels d_state"],
+    skip: Float[Array, " channels"],
+    dt_bias: Float[Array, " channels"],
+    states: Float[Array, "states channels d_state"],
+    x: Float[Array, "tokens channels"],
+    dt: Float[Array, "tokens channels"],
+    b: Float[Array, "tokens d_state"],
+    c: Float[Array, "tokens d_state"],
+    cu_q_lens: Int[Array, " row_bounds"],
+    seq_lens: Int[Array, " rows"],
+    read_states: Int[Array, " rows"],
+    write_states: Int[Array, " rows"],
+    snapshot_ends: Int[Array, " snapshots"] | None = None,
+    snapshot_states: Int[Array, " snapshots"] | None = None,
+    *,
+    chunk_size: int,
+) -> tuple[Float[Array, "tokens channels"], Float[Array, "states channels d_state"]]:
+    """Implements `api.selective_scan`."""
+    tokens = len(x)
+    size = max(n for n in range(1, min(chunk_size, LARGEST_PIECE) + 1) if chunk_size % n == 0)
+    positions = seq_lens - (cu_q_lens[1:] - cu_q_lens[:-1])
+    pieces = cut(cu_q_lens, positions, tokens=tokens, size=size)
+    begun = states.at[read_states].get(mode="fill", fill_value=0, wrap_negative_indices=False)
+    parts = _by_place(tokens_of(dt_bias, x, dt, b, c), pieces, size)
+    rates = rates_of(a_log)
+    before, after = _carry(parts, rates, pieces, begun.astype(jnp.float32))
+
+    def visit(
+        state: Float[Array, "pieces channels d_state"], token: SelectiveTokens
+    ) -> tuple[Float[Array, "pieces channels d_state"], Float[Array, "pieces channels"]]:
+        state = advance(state, token, rates)
+        return state, output(state, token, skip)
+
+    _, out = jax.lax.scan(visit, before, parts)
+    row, place = rows_of_tokens(cu_q_lens, tokens)
+    out = by_token(out.transpose(1, 0, 2), pieces, row, place, positions)
+    out = jnp.where((place >= 0)[:, None], out, 0.0).astype(x.dtype)
+    tables = (cu_q_lens, seq_lens, write_states, snapshot_ends, snapshot_states)
+    return out, put_pieces(states, after, pieces, *tables, chunk_size=chunk_size)
+
+
+def _by_place(tokens: SelectiveTokens, pieces: Pieces, size: int) -> SelectiveTokens:
+    """Returns the tokens by their place in a piece, [size, pieces, ...], padded with zeros."""
+    inside = jnp.arange(size, dtype=jnp.int32)
+    real = inside[:, None] < pieces.length[None, :]
+    token = jnp.where(real, pieces.start[None, :] + inside[:, None], 0)
+    return SelectiveTokens(*(jnp.where(real[..., None], part[token], 0.0) for part in tokens))
+
+
+def _carry(
+    parts: SelectiveTokens,
+    rates: Float[Array, "channels d_state"],
+    pieces: Pieces,
+    begun: Float[Array, "rows channels d_state"],
+) -> tuple[Float[Array, "pieces channels d_state"], Float[Array, "pieces channels d_state"]]:
+    """Returns the states before and after each piece."""
+    nothing = jnp.zeros((len(pieces.row), *begun.shape[1:]), jnp.float32)
+    added, _ = jax.lax.scan(
+        lambda state, token: (advance(state, token, rates), None), nothing, parts
+    )
+    kept = jnp.exp(jnp.sum(parts.step, axis=0)[:, :, None] * rates[None])
+
+    def visit(
+        state: Float[Array, "channels d_state"], piece: tuple[Array, Array, Array, Array]
+    ) -> tuple[Array, tuple[Array, Array]]:
+        added, kept, row, first = piece
+        before = jnp.where(first, begun[row], state)
+        after = kept * before + added
+        return after, (before, after)
+
+    steps = (added, kept, pieces.row, pieces.first)
+    _, (before, after) = jax.lax.scan(visit, jnp.zeros_like(begun[0]), steps)
+    return before, after
