@@ -13,7 +13,19 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.arguments.checks import check_shape
 from pallas_kernels.arguments.states import check_floats
-from pallas_kernels.arrays import ArrayOrStruct
+
+
+class SelectiveArrays(NamedTuple):
+    """The arrays of one layer, as the ops' `api.py` describes them."""
+
+    a_log: Float[Array, "channels d_state"]
+    skip: Float[Array, " channels"]
+    dt_bias: Float[Array, " channels"]
+    states: Float[Array, "states channels d_state"]
+    x: Float[Array, "tokens channels"]
+    dt: Float[Array, "tokens channels"]
+    b: Float[Array, "tokens d_state"]
+    c: Float[Array, "tokens d_state"]
 
 
 class SelectiveTokens(NamedTuple):
@@ -32,18 +44,10 @@ class SelectiveTokens(NamedTuple):
     c: Float[Array, "... d_state"]
 
 
-def tokens_of(
-    dt_bias: Float[Array, " channels"],
-    x: Float[Array, "tokens channels"],
-    dt: Float[Array, "tokens channels"],
-    b: Float[Array, "tokens d_state"],
-    c: Float[Array, "tokens d_state"],
-) -> SelectiveTokens:
+def tokens_of(layer: SelectiveArrays) -> SelectiveTokens:
     """Returns the tokens' inputs, with the step sizes computed."""
-    wide = (part.astype(jnp.float32) for part in (x, b, c))
-    step = jax.nn.softplus(dt.astype(jnp.float32) + dt_bias.astype(jnp.float32)[None])
-    x, b, c = wide
-    return SelectiveTokens(x, step, b, c)
+    x, dt, b, c = (part.astype(jnp.float32) for part in layer[4:])
+    return SelectiveTokens(x, jax.nn.softplus(dt + layer.dt_bias.astype(jnp.float32)[None]), b, c)
 
 
 def rates_of(a_log: Float[Array, "channels d_state"]) -> Float[Array, "channels d_state"]:
@@ -72,14 +76,14 @@ def output(
 
 
 def check_selective(
-    a_log: ArrayOrStruct | np.ndarray,
-    skip: ArrayOrStruct | np.ndarray,
-    dt_bias: ArrayOrStruct | np.ndarray,
-    states: ArrayOrStruct | np.ndarray,
-    x: ArrayOrStruct | np.ndarray,
-    dt: ArrayOrStruct | np.ndarray,
-    b: ArrayOrStruct | np.ndarray,
-    c: ArrayOrStruct | np.ndarray,
+    a_log: Array | np.ndarray,
+    skip: Array | np.ndarray,
+    dt_bias: Array | np.ndarray,
+    states: Array,
+    x: Array | np.ndarray,
+    dt: Array | np.ndarray,
+    b: Array | np.ndarray,
+    c: Array | np.ndarray,
 ) -> None:
     """Raises `ValueError` for arrays of one layer that do not fit each other."""
     check_floats(a_log=a_log, skip=skip, dt_bias=dt_bias, states=states, x=x, dt=dt, b=b, c=c)

@@ -6,8 +6,8 @@ import numpy as np
 from jaxtyping import Array, Float, Shaped
 
 from pallas_kernels.arguments.checks import check_ids
-from pallas_kernels.arguments.selective import check_selective
-from pallas_kernels.arguments.states import check_bounds, check_states
+from pallas_kernels.arguments.selective import SelectiveArrays, check_selective
+from pallas_kernels.arguments.states import StateTables, check_bounds, check_states
 from pallas_kernels.dispatch import choose
 from pallas_kernels.selective_scan import xla
 
@@ -76,7 +76,9 @@ def selective_scan(
     choose("selective_scan", {"xla": lambda: None}, implementation)
     if not x.shape[0] or not len(read_states):
         return jnp.zeros(x.shape, x.dtype), jnp.asarray(states)
-    layer = (a_log, skip, dt_bias, states, x, dt, b, c)
-    tables = (cu_q_lens, seq_lens, read_states, write_states, snapshot_ends, snapshot_states)
+    given = (a_log, skip, dt_bias, states, x, dt, b, c)
+    of_rows = (cu_q_lens, seq_lens, read_states, write_states, snapshot_ends, snapshot_states)
     # `None` is an empty pytree, so absent tables stay `None`.
-    return xla.selective_scan(*jax.tree.map(jnp.asarray, (*layer, *tables)), chunk_size=chunk_size)
+    given, of_rows = jax.tree.map(jnp.asarray, (given, of_rows))
+    layer, tables = SelectiveArrays(*given), StateTables(*of_rows)
+    return xla.selective_scan(layer, tables, chunk_size=chunk_size)

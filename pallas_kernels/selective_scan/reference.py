@@ -4,7 +4,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.arguments.selective import SelectiveTokens, advance, output, rates_of, tokens_of
+from pallas_kernels.arguments.selective import (
+    SelectiveArrays,
+    SelectiveTokens,
+    advance,
+    output,
+    rates_of,
+    tokens_of,
+)
 from pallas_kernels.packed.rows import rows_of_tokens, snapshots_at
 
 
@@ -49,6 +56,6 @@ def selective_scan(
         return (pool, state[0]), output(state, part, skip)[0]
 
     start = states, jnp.zeros(states.shape[1:], jnp.float32)
-    parts = tokens_of(dt_bias, x, dt, b, c)
+    parts = tokens_of(SelectiveArrays(a_log, skip, dt_bias, states, x, dt, b, c))
     (pool, _), out = jax.lax.scan(visit, start, (parts, row, place, ends, kept))
     return jnp.where(real[:, None], out, 0.0).astype(x.dtype), pool

@@ -7,9 +7,17 @@ stored, and all numbers are sums of products that the recurrence itself has, so 
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
-from pallas_kernels.arguments.selective import SelectiveTokens, advance, output, rates_of, tokens_of
+from pallas_kernels.arguments.selective import (
+    SelectiveArrays,
+    SelectiveTokens,
+    advance,
+    output,
+    rates_of,
+    tokens_of,
+)
+from pallas_kernels.arguments.states import StateTables
 from pallas_kernels.packed.rows import Pieces, cut, rows_of_tokens
 from pallas_kernels.packed.states import by_token, put_pieces
 
@@ -17,45 +25,35 @@ LARGEST_PIECE = 64
 
 
 def selective_scan(
-    a_log: Float[Array, "channels d_state"],
-    skip: Float[Array, " channels"],
-    dt_bias: Float[Array, " channels"],
-    states: Float[Array, "states channels d_state"],
-    x: Float[Array, "tokens channels"],
-    dt: Float[Array, "tokens channels"],
-    b: Float[Array, "tokens d_state"],
-    c: Float[Array, "tokens d_state"],
-    cu_q_lens: Int[Array, " row_bounds"],
-    seq_lens: Int[Array, " rows"],
-    read_states: Int[Array, " rows"],
-    write_states: Int[Array, " rows"],
-    snapshot_ends: Int[Array, " snapshots"] | None = None,
-    snapshot_states: Int[Array, " snapshots"] | None = None,
+    layer: SelectiveArrays,
+    tables: StateTables,
     *,
     chunk_size: int,
 ) -> tuple[Float[Array, "tokens channels"], Float[Array, "states channels d_state"]]:
     """Implements `api.selective_scan`."""
-    tokens = len(x)
+    states, tokens = layer.states, len(layer.x)
+    cu_q_lens = tables.cu_q_lens
     size = max(n for n in range(1, min(chunk_size, LARGEST_PIECE) + 1) if chunk_size % n == 0)
-    positions = seq_lens - (cu_q_lens[1:] - cu_q_lens[:-1])
+    positions = tables.seq_lens - (cu_q_lens[1:] - cu_q_lens[:-1])
     pieces = cut(cu_q_lens, positions, tokens=tokens, size=size)
-    begun = states.at[read_states].get(mode="fill", fill_value=0, wrap_negative_indices=False)
-    parts = _by_place(tokens_of(dt_bias, x, dt, b, c), pieces, size)
-    rates = rates_of(a_log)
+    begun = states.at[tables.read_states].get(
+        mode="fill", fill_value=0, wrap_negative_indices=False
+    )
+    parts = _by_place(tokens_of(layer), pieces, size)
+    rates = rates_of(layer.a_log)
     before, after = _carry(parts, rates, pieces, begun.astype(jnp.float32))
 
     def visit(
         state: Float[Array, "pieces channels d_state"], token: SelectiveTokens
     ) -> tuple[Float[Array, "pieces channels d_state"], Float[Array, "pieces channels"]]:
         state = advance(state, token, rates)
-        return state, output(state, token, skip)
+        return state, output(state, token, layer.skip)
 
     _, out = jax.lax.scan(visit, before, parts)
     row, place = rows_of_tokens(cu_q_lens, tokens)
     out = by_token(out.transpose(1, 0, 2), pieces, row, place, positions)
-    out = jnp.where((place >= 0)[:, None], out, 0.0).astype(x.dtype)
-    tables = (cu_q_lens, seq_lens, write_states, snapshot_ends, snapshot_states)
-    return out, put_pieces(states, after, pieces, *tables, chunk_size=chunk_size)
+    out = jnp.where((place >= 0)[:, None], out, 0.0).astype(layer.x.dtype)
+    return out, put_pieces(states, after, pieces, tables, chunk_size=chunk_size)
 
 
 def _by_place(tokens: SelectiveTokens, pieces: Pieces, size: int) -> SelectiveTokens:

@@ -5,7 +5,7 @@ import numpy as np
 from jaxtyping import Array, Float, Shaped
 
 from pallas_kernels.arguments.checks import check_shape
-from pallas_kernels.arguments.selective import check_selective
+from pallas_kernels.arguments.selective import SelectiveArrays, check_selective
 from pallas_kernels.arguments.states import check_states
 from pallas_kernels.dispatch import choose
 from pallas_kernels.selective_update import xla
@@ -55,4 +55,5 @@ def selective_update(
     check_shape("read_states", read_states, (x.shape[0],))
     choose("selective_update", {"xla": lambda: None}, implementation)
     arrays = (a_log, skip, dt_bias, states, x, dt, b, c, read_states, write_states)
-    return xla.selective_update(*(jnp.asarray(array) for array in arrays))
+    *given, read, write = (jnp.asarray(array) for array in arrays)
+    return xla.selective_update(SelectiveArrays(*given), read, write)

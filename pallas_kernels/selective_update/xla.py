@@ -4,28 +4,21 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.arguments.selective import advance, output, rates_of, tokens_of
+from pallas_kernels.arguments.selective import SelectiveArrays, advance, output, rates_of, tokens_of
 from pallas_kernels.packed.states import put_states
 
 
 def selective_update(
-    a_log: Float[Array, "channels d_state"],
-    skip: Float[Array, " channels"],
-    dt_bias: Float[Array, " channels"],
-    states: Float[Array, "states channels d_state"],
-    x: Float[Array, "rows channels"],
-    dt: Float[Array, "rows channels"],
-    b: Float[Array, "rows d_state"],
-    c: Float[Array, "rows d_state"],
+    layer: SelectiveArrays,
     read_states: Int[Array, " rows"],
     write_states: Int[Array, " rows"],
 ) -> tuple[Float[Array, "rows channels"], Float[Array, "states channels d_state"]]:
     """Implements `api.selective_update`."""
-    now = tokens_of(dt_bias, x, dt, b, c)
+    states, now = layer.states, tokens_of(layer)
     begun = states.at[read_states].get(mode="fill", fill_value=0, wrap_negative_indices=False)
     # The barrier orders all reads before the writes. For a single row XLA would otherwise read again after the write,
     # from a copy of the pool.
     begun = jax.lax.optimization_barrier(begun)
-    state = advance(begun.astype(jnp.float32), now, rates_of(a_log))
-    out = jnp.where((write_states < len(states))[:, None], output(state, now, skip), 0.0)
-    return out.astype(x.dtype), put_states(states, write_states, state)
+    state = advance(begun.astype(jnp.float32), now, rates_of(layer.a_log))
+    out = jnp.where((write_states < len(states))[:, None], output(state, now, layer.skip), 0.0)
+    return out.astype(layer.x.dtype), put_states(states, write_states, state)

@@ -2,12 +2,13 @@
 
 import re
 
-import griffe
 import pytest
 
 import jaxkv
 import pallas_kernels
 from tests.docs.blocks import ROOT
+
+griffe = pytest.importorskip("griffe")
 
 REFERENCE = ROOT / "docs" / "reference"
 MODULES = ("kernels", "inside", "weights", "memory")

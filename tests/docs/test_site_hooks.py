@@ -4,9 +4,10 @@ import importlib.util
 from types import SimpleNamespace
 
 import pytest
-from mkdocs.exceptions import PluginError
 
 from tests.docs.blocks import ROOT
+
+PluginError = pytest.importorskip("mkdocs.exceptions").PluginError
 
 _SPEC = importlib.util.spec_from_file_location("site_hooks", ROOT / "docs" / "site_hooks.py")
 hooks = importlib.util.module_from_spec(_SPEC)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as interpreter
 
+import pallas_kernels
 from pallas_kernels.arguments.ssd import Sizes, SsdArrays
 from pallas_kernels.arguments.states import StateTables
 from pallas_kernels.causal_conv import cases as conv_cases
@@ -295,7 +296,9 @@ def test_states_past_two_to_the_31_elements_are_written_where_they_lie(op):
         name: inputs.pop(name) for name in list(inputs) if not hasattr(inputs[name], "shape")
     }
     run = jax.jit(
-        lambda states, inputs: getattr(KERNELS[op], op)(states=states, **inputs, **options),
+        lambda states, inputs: getattr(pallas_kernels, op)(
+            states=states, **inputs, **options, implementation="mosaic_gpu"
+        ),
         donate_argnums=0,
     )
     _, states = run(states, inputs)

@@ -75,7 +75,8 @@ CASES = {
         "GraniteMoe",
         SHAPE
         | {"num_local_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 128}
-        | {"attention_multiplier": 0.1, "residual_multiplier": 0.5, "logits_scaling": 2.0},
+        | {"attention_multiplier": 0.1, "residual_multiplier": 0.5, "logits_scaling": 2.0}
+        | {"num_attention_heads": 4},
         "bfloat16",
     ),
     "glm-4.5": (
