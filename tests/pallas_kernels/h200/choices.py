@@ -1,13 +1,11 @@
-"""Compiles the kernels that choose, `index_topk` and `filter_bounds`, for an H200 that is not there; prints JSON.
+"""The kernels that choose, `index_topk` and `filter_bounds`, as kernels.py compiles them for an H200.
 
-Run as a program, as writes.py is. Their first argument is the pool that must not be copied.
+Their first argument is the pool that must not be copied.
 """
 
 from functools import partial
 
-from tests.pallas_kernels.h200 import writes
-
-PAGES = writes.PAGES
+from tests.pallas_kernels.h200.writes import PAGES
 
 
 def choose(topk, tokens_of_rows, pages, q, weights, table, seq_lens):
@@ -54,7 +52,3 @@ def programs():
         "index_topk packed": topk(256, 64, "float8_e4m3fn", packed=3),
         "filter_bounds": bounds(64, 128256),
     }
-
-
-if __name__ == "__main__":
-    writes.main(programs)

@@ -14,7 +14,7 @@ def reports_of(script):
     root = Path(__file__).parents[3]
     command = [sys.executable, str(Path(__file__).parent / script)]
     environment = os.environ | {"PYTHONPATH": str(root)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr[-4000:]
     found = json.loads(done.stdout.splitlines()[-1])
     if "skipped" in found:

@@ -1,9 +1,6 @@
-"""Compiles the kernels with recurrent states for an H200 on a machine without a GPU and prints what became of them.
+"""The kernels with recurrent states, as kernels.py compiles them for an H200."""
 
-Run as a program, as writes.py is, whose reports these are, with "serialised" added.
-"""
-
-from tests.pallas_kernels.h200.writes import LAYERS, PAGES, main, report
+from tests.pallas_kernels.h200.writes import LAYERS, PAGES
 
 ROWS, HEADS, HEAD_DIM, CHANNELS = 40, 8, 64, 4352
 
@@ -78,14 +75,3 @@ def programs():
         "ssd_scan": scan(128),
         "ssd_scan 256": scan(256),
     }
-
-
-def audit(function, arguments, dump):
-    """Returns the report, and whether the assembler made products wait for one another."""
-    found = report(function, arguments, dump)
-    assembled = "".join(file.read_text() for file in (dump / "mosaic").glob("*.ptxas"))
-    return found | {"serialised": "serialized" in assembled}
-
-
-if __name__ == "__main__":
-    main(programs, audit)

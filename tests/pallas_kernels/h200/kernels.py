@@ -1,0 +1,89 @@
+"""Compiles kernels for an H200 on a machine without a GPU and prints what became of them, as JSON.
+
+Run as a program, because it must set up JAX before anything imports it: `python kernels.py`. It prints
+{"skipped": reason} where JAX's CUDA plugin is not installed. Nothing is executed. One process compiles the programs of
+all modules beside it, since a start of JAX and of the plugin takes seconds.
+"""
+
+import json
+import os
+import re
+import tempfile
+from pathlib import Path
+
+from tests.engine.h200 import device, has_plugin
+from tests.pallas_kernels.h200 import choices, decode, grouped, skinny, states, writes
+from tests.pallas_kernels.h200.writes import PAGES
+from tests.shape_checks import check_shapes
+
+MODULES = {
+    "choices": choices,
+    "decode": decode,
+    "grouped": grouped,
+    "skinny": skinny,
+    "states": states,
+    "writes": writes,
+}
+
+
+def report(function, arguments, dump):
+    """Compiles one program and returns the facts about it."""
+    import jax
+
+    from jaxkv.programs.audit import read_command_buffers
+
+    for old in dump.glob("*/*"):
+        old.unlink()
+    place = jax.sharding.SingleDeviceSharding(device())
+    arguments = jax.tree.map(
+        lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=place), arguments
+    )
+    with jax.default_device(device()):
+        traced = jax.jit(function, donate_argnums=0).trace(*arguments)
+        compiled = traced.lower(lowering_platforms=("cuda",)).compile()
+    thunks = sorted((dump / "xla").glob("*thunk_sequence*.txt"))[-1]
+    buffers = read_command_buffers(thunks.read_text().splitlines())
+    memory = compiled.memory_analysis()
+    assembled = "".join(file.read_text() for file in (dump / "mosaic").glob("*.ptxas"))
+    return {
+        "registers": [int(found) for found in re.findall(r"Used (\d+) registers", assembled)],
+        "spilled": sum(int(found) for found in re.findall(r"(\d+) bytes spill", assembled)),
+        # The assembler made products wait for one another.
+        "serialised": "serialized" in assembled,
+        "pool_bytes": sum(
+            array.size * array.dtype.itemsize for array in jax.tree.leaves(arguments[0])
+        ),
+        "alias_bytes": memory.alias_size_in_bytes,
+        "temp_bytes": memory.temp_size_in_bytes,
+        "copies": re.findall(rf"= \w+\[{PAGES},\S* copy\(.*", compiled.as_text()),
+        "command_buffers": buffers.count,
+        "captured": buffers.captured,
+        "outside": buffers.outside,
+    }
+
+
+def main():
+    """Prints the reports of each module's programs."""
+    if not has_plugin():
+        reason = "needs jax-cuda13-plugin and jax-cuda13-pjrt, which compile for CUDA"
+        print(json.dumps({"skipped": reason}))
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        dump = Path(folder)
+        for part in ("xla", "mosaic"):
+            (dump / part).mkdir()
+        os.environ["JAX_PLATFORMS"] = "cpu"
+        os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_dump_to={dump / 'xla'}"
+        os.environ["MOSAIC_GPU_DUMP_TO"] = str(dump / "mosaic")
+        os.environ["MOSAIC_GPU_DUMP_PTXAS"] = "1"
+        check_shapes()
+        found = {
+            module: {name: report(*what, dump) for name, what in described.programs().items()}
+            for module, described in MODULES.items()
+        }
+        print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,176 @@
+"""What becomes of kernels on an H200, seen without a GPU: registers, copies, donation, one graph."""
+
+import jax
+import pytest
+
+from pallas_kernels.device import NEWEST_JAX
+from tests.pallas_kernels.h200.reports import reports_of
+
+pytestmark = pytest.mark.skipif(
+    jax.__version_info__[:2] > NEWEST_JAX, reason="this JAX takes minutes; why_not says so"
+)
+PROGRAMS = {"choices": 4, "decode": 7, "grouped": 3, "skinny": 12, "states": 7, "writes": 9}
+
+
+@pytest.fixture(scope="module")
+def kernels():
+    """Compiles all of them in one process: about 50 seconds on two idle cores."""
+    found = reports_of("kernels.py")
+    assert {name: len(reports) for name, reports in found.items()} == PROGRAMS
+    return found
+
+
+@pytest.fixture
+def choices(kernels):
+    return kernels["choices"]
+
+
+def test_the_choosing_kernels_spill_no_register_and_fit_their_blocks(choices):
+    """A multiprocessor's registers are 128 for each thread of four warpgroups, and 168 of three: packed scores."""
+    for name, report in choices.items():
+        assert report["spilled"] == 0, name
+        largest, *others = sorted(report["registers"], reverse=True)
+        assert 0 < largest <= (168 if name == "index_topk packed" else 128), name
+        assert all(0 < registers <= 128 for registers in others), name
+
+
+def test_the_pool_of_keys_is_read_where_it_lies(choices):
+    """Two views of it, by numbers and by bytes, cost nothing."""
+    for name, report in choices.items():
+        assert report["copies"] == [], name
+        if name.startswith("index_topk"):
+            assert report["temp_bytes"] < report["pool_bytes"], name
+
+
+def test_the_choosing_kernels_join_one_command_buffer(choices):
+    for name, report in choices.items():
+        assert report["command_buffers"] == 1, name
+        assert report["outside"] == [], name
+
+
+@pytest.fixture
+def decode(kernels):
+    return kernels["decode"]
+
+
+def test_the_decode_kernel_spills_no_register(decode):
+    for name, report in decode.items():
+        assert report["registers"], name
+        assert report["spilled"] == 0, name
+
+
+def test_keys_of_8_bits_leave_room_for_four_blocks_on_a_multiprocessor(decode):
+    """Which is what the rules of mosaic_schedule.py count on."""
+    for name in ("fp8", "int8", "fp8 head_dim 64"):
+        assert max(decode[name]["registers"]) <= 128, name
+
+
+def test_the_decode_kernel_copies_no_pool(decode):
+    for name in ("batch 64", "fp8", "int8"):
+        assert decode[name]["temp_bytes"] < 2**20, name
+
+
+@pytest.fixture
+def grouped(kernels):
+    return kernels["grouped"]
+
+
+def test_grouped_matmul_spills_no_register_and_narrow_blocks_share_a_multiprocessor(grouped):
+    for name, report in grouped.items():
+        assert report["registers"], name
+        assert report["spilled"] == 0, name
+    # Two blocks of two consumers and a producer.
+    for name in ("qwen3-next-up-t8", "gpt-oss-up-t8"):
+        assert max(grouped[name]["registers"]) <= 65536 // (2 * 384), name
+
+
+def test_grouped_matmul_copies_no_weight_and_is_one_graph(grouped):
+    """The least weight has 530 MB; the result may take x's place, which was donated."""
+    for name, report in grouped.items():
+        assert report["temp_bytes"] <= report["pool_bytes"] + 2**20, name
+        assert report["command_buffers"] == 1, name
+        assert not report["outside"], name
+
+
+@pytest.fixture
+def skinny(kernels):
+    return kernels["skinny"]
+
+
+def test_skinny_matmul_spills_no_register(skinny):
+    for name, report in skinny.items():
+        assert report["registers"], name
+        assert report["spilled"] == 0, name
+
+
+def test_skinny_matmul_copies_no_weight(skinny):
+    """The least of them has 6 MiB; what splits found is smaller."""
+    for name, report in skinny.items():
+        assert report["temp_bytes"] < 5 * 2**20, name
+
+
+@pytest.fixture
+def states(kernels):
+    return kernels["states"]
+
+
+def test_the_kernels_of_states_spill_no_register_to_speak_of(states):
+    """But for the scan of a state of 256 columns, which fills the registers (NOTES.md)."""
+    for name, report in states.items():
+        assert report["registers"], name
+        limit = 512 if name == "ssd_scan 256" else 0
+        assert report["spilled"] <= limit, name
+    for name in ("causal_conv", "ssd_update"):
+        assert max(states[name]["registers"]) <= 160, name
+
+
+def test_the_scans_fit_their_warpgroups_and_no_products_are_serialised(states):
+    """Two consumers and a producer start with 168 registers a thread, one consumer with 240."""
+    for name, registers in (("ssd_scan", 168), ("ssd_scan 256", 240)):
+        assert max(states[name]["registers"]) <= registers, name
+        assert not states[name]["serialised"], name
+
+
+def test_donated_pools_of_states_are_neither_copied_nor_returned_elsewhere(states):
+    """The pools have up to 26 billion elements."""
+    for name, report in states.items():
+        assert report["alias_bytes"] == report["pool_bytes"], name
+        assert report["copies"] == [], name
+        assert report["temp_bytes"] < 1_000_000, name
+
+
+def test_the_kernels_of_states_join_one_command_buffer(states):
+    for name, report in states.items():
+        assert report["command_buffers"] == 1, name
+        assert report["outside"] == [], name
+    # Six layers of two kernels; the tables of packed rows are made once for all of them.
+    assert 12 <= states["ssd_scan"]["captured"] < 2 * 12
+
+
+@pytest.fixture
+def writes(kernels):
+    return kernels["writes"]
+
+
+def test_the_writing_kernels_spill_no_register_and_leave_room_for_several_blocks(writes):
+    for name, report in writes.items():
+        assert report["spilled"] == 0, name
+        assert report["registers"], name
+        assert max(report["registers"]) <= 170, name
+    for name in ("rotary_write many", "page_write many"):
+        assert max(writes[name]["registers"]) <= 80, name
+
+
+def test_donated_pools_are_neither_copied_nor_returned_elsewhere(writes):
+    """The pools have 4.3 billion elements."""
+    for name, report in writes.items():
+        assert report["alias_bytes"] == report["pool_bytes"], name
+        assert report["copies"] == [], name
+        assert report["temp_bytes"] < 10_000, name
+
+
+def test_the_writing_kernels_join_one_command_buffer(writes):
+    """The launches of six layers are nodes of one graph."""
+    for name, report in writes.items():
+        assert (report["command_buffers"], report["captured"]) == (1, 6), name
+        assert report["outside"] == [], name
