@@ -45,6 +45,8 @@ gpu_device_info {
   device_memory_size: 150000000000
 }
 """
+# The programs whose names on disk are reported too, each of which takes another trace.
+STORED = ("decode", "decode_best", "prefill")
 ROWS, PAGES, PAGE_SIZE, WIDTH, LAYERS = 8, 128, 64, 8, 2
 
 
@@ -234,13 +236,15 @@ def report(name, lowering, dump):
     with jax.default_device(device()):
         lowering = dataclasses.replace(lowering, arguments=arguments)
         program = compile_program(spec, lowering, audited=False)
-        traced, types = trace(spec.name, lowering), argument_types(lowering)
-    # The described device belongs to no client that could tell its versions.
-    stored_as = name_traced(spec.name, traced, types, jax.devices()[0], {})
+        stored_as = None
+        if name in STORED:
+            traced, types = trace(name, lowering), argument_types(lowering)
+            # The described device belongs to no client that could tell its versions.
+            stored_as = name_traced(name, traced, types, jax.devices()[0], {})
     # XLA writes the sequence after its passes only if they changed it; that name sorts last.
     thunks = sorted(Path(dump).glob(f"*jit_{spec.name}.thunk_sequence*.txt"))[-1]
     buffers = read_command_buffers(thunks.read_text().splitlines())
-    found = program.report
+    found, text = program.report, program.compiled.as_text()
     return {
         "seconds": round(program.seconds, 2),
         "stored_as": stored_as,
@@ -253,8 +257,8 @@ def report(name, lowering, dump):
         "command_buffers": buffers.count,
         "captured": buffers.captured,
         "outside": buffers.outside,
-        "turns": re.findall(r'known_trip_count":{"n":"(\d+)"', program.compiled.as_text()),
-        "custom_calls": re.findall(r'custom_call_target="([^"]+)"', program.compiled.as_text()),
+        "turns": re.findall(r'known_trip_count":{"n":"(\d+)"', text),
+        "custom_calls": re.findall(r'custom_call_target="([^"]+)"', text),
     }
 
 

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.engine.h200 import STORED
+
 CHOOSING = ("decode_drawn", "decode_weighed")
 STEPS = ("decode", "decode_best", "decode_64_rows", "decode_32", *CHOOSING, "prefill")
 GOOD = (*STEPS, "multi_step", "generate")
@@ -42,8 +44,8 @@ def test_a_program_updates_its_cache_in_place_on_an_h200(reports, name):
 
 def test_programs_of_our_kernels_have_names_on_disk(reports):
     """A trace holds variables of the code around the kernel. They have no value, and no part in the name."""
-    names = {reports[name]["stored_as"] for name in ("decode", "decode_best", "prefill")}
-    assert len(names) == 3
+    names = {reports[name]["stored_as"] for name in STORED}
+    assert len(names) == len(STORED)
     assert all(len(name.rpartition("-")[2]) == 64 for name in names)
 
 
