@@ -200,6 +200,7 @@ class LLM:
         self.tokenizer: Tokenizer | None = load_tokenizer(directory)
         self.eos_ids = _end_ids(directory, config, self.tokenizer)
         self.max_model_len = resolve_length(max_model_len, self.model.max_positions)
+        self.model = self.model.limited(self.max_model_len)
         # The memory is planned before weights are read, so that a model that does not fit is refused at once.
         weights = weight_bytes(self.model, dtype)
         self.layout, self.budget = plan_cache(

@@ -192,6 +192,7 @@ def explain_plan(
     config = load_config(directory, ignore_config_keys=ignore_config_keys)
     model = build_model(config, implementation=implementation)
     length = resolve_length(max_model_len, model.max_positions)
+    model = model.limited(length)
     resolved = resolve_dtype(dtype, config.dtype)
     weights = weight_bytes(model, resolved)
     if free_bytes is not None:

@@ -43,7 +43,9 @@ def share_params(
         tensors: Mapping[str, torch.Tensor] = source.state_dict(keep_vars=True)
     else:
         tensors = source
-    recipes = expand(rules_for(model.config), model.config)
+    rules = rules_for(model.config)
+    tensors = {rules.name_of(name): tensor for name, tensor in tensors.items()}
+    recipes = expand(rules, model.config)
     dtype = _dtype_of(tensors, recipes)
     leaves, structure = jax.tree_util.tree_flatten_with_path(model.param_shapes(dtype))
     named = [
@@ -90,7 +92,8 @@ def _check_joins(named: list[tuple[Recipe, tuple[int, ...]]]) -> None:
     for recipe, shape in named:
         joined = recipe.combine == "stack" and len(recipe.sources) == shape[0]
         plain = joined or recipe.combine in ("copy", "concat", "taps")
-        if not plain or recipe.offset or recipe.regroup is not None:
+        reordered = recipe.regroup is not None or recipe.pairs is not None
+        if not plain or recipe.offset or reordered:
             raise ValueError(
                 f"{recipe.target} is made of {recipe.sources[0]!r} by more than putting weights together, so this "
                 "family cannot be shared; save the model and read it with jaxkv.models.registry.load_params"

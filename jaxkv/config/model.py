@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from jaxkv.config.blocks import DeltaConfig, LatentConfig, MambaConfig, MixtureConfig, Multipliers
 from jaxkv.config.checks import as_float, as_int, check_fields
 
-ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "none")
+ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "none")
 MAX_LAYERS = 4096
 _INT32_MAX = 2**31 - 1
 
@@ -17,11 +17,16 @@ class RopeConfig:
     Attributes:
         theta: base of the geometric sequence of frequencies.
         rotary_dim: leading components of each head that are rotated.
-        kind: "default", "linear", "dynamic" (NTK), "yarn" (Peng et al.) or "llama3"; "none" for no rotation.
+        kind: "default", "linear", "dynamic" (NTK), "yarn" (Peng et al.), "llama3" or "longrope" (Ding et al.); "none"
+            for no rotation.
         factor: scaling factor of the context; its exact meaning depends on the kind.
-        original_max_positions: context length of the training before scaling; dynamic, yarn and llama3 need it.
+        original_max_positions: context length of the training before scaling; dynamic, yarn, llama3 and longrope need
+            it.
         low_freq_factor, high_freq_factor: llama3 only.
-        beta_fast, beta_slow, truncate, attention_factor, mscale, mscale_all_dim: yarn only.
+        beta_fast, beta_slow, truncate, mscale, mscale_all_dim: yarn only.
+        attention_factor: factor of cosines and sines, yarn and longrope only; `None` for the method's own.
+        short_factors, long_factors: longrope only. Divisors of the frequencies, `rotary_dim / 2` each, for tokens of
+            sequences of at most `original_max_positions` tokens, and of longer ones.
     """
 
     theta: float = 10000.0
@@ -37,6 +42,8 @@ class RopeConfig:
     attention_factor: float | None = None
     mscale: float | None = None
     mscale_all_dim: float | None = None
+    short_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         """Raises `ValueError` for values out of range or options that a kind lacks."""
@@ -51,7 +58,7 @@ class RopeConfig:
         check_fields(self, as_float, 1.0, 1e6, "factor")
         if self.original_max_positions is not None:
             check_fields(self, as_int, 1, _INT32_MAX, "original_max_positions")
-        elif self.kind in ("dynamic", "yarn", "llama3"):
+        elif self.kind in ("dynamic", "yarn", "llama3", "longrope"):
             raise ValueError(f"rope kind {self.kind} needs original_max_positions")
         stretches = ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow")
         check_fields(self, as_float, 1e-6, 1e6, *stretches)
@@ -63,6 +70,15 @@ class RopeConfig:
         for name in ("attention_factor", "mscale", "mscale_all_dim"):
             if getattr(self, name) is not None:
                 check_fields(self, as_float, 0.0, 1e6, name)
+        for name in ("short_factors", "long_factors"):
+            factors = getattr(self, name)
+            if len(factors) != (self.rotary_dim // 2 if self.kind == "longrope" else 0):
+                raise ValueError(
+                    f"{name} must have rotary_dim / 2 = {self.rotary_dim // 2} numbers for kind longrope and none for "
+                    f"others, got {len(factors)} for {self.kind}"
+                )
+            for factor in factors:
+                as_float(name, factor, 1e-6, 1e6)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,13 +97,17 @@ class ModelConfig:
             residual stream, runs its blocks on that in parallel ("mamba2+attention"), and adds their outputs.
         windows: for each layer, the sliding window in tokens, or `None` for all tokens.
         max_positions: longest sequence that the model supports, in tokens.
-        norm_eps: epsilon of the RMS norms.
+        norm_eps: epsilon of the norms.
+        layer_norms: the norms before stages and the final one are LayerNorms without bias (Cohere); otherwise RMSNorms.
+        pre_norms: a stage normalises its input; otherwise it only normalises its output, see `post_norms` (OLMo-2).
         activation: name of the feed-forward's activation.
         tie_embeddings: whether the output head is the embedding table.
         eos_ids: token ids that end a sequence.
         bos_id: id of the first token of a text; `None` if there is none.
         qkv_bias, o_bias, mlp_bias: which projections have a bias.
         qk_norm: per-head RMSNorm on queries and keys before the rotation (Qwen3).
+        wide_qk_norm: RMSNorm over all heads of the queries together, and over all of the keys (OLMo-2).
+        late_qk_norm: per-head RMSNorm on queries and keys after the rotation (Hunyuan).
         attention_gate: the query projection also yields a gate per component, whose sigmoid multiplies attention's
             output.
         unit_offset: norm weights in the checkpoint are smaller by 1 and are applied in float32; the parameters include
@@ -98,6 +118,7 @@ class ModelConfig:
         attention_cap, logit_cap: soft caps `cap * tanh(x / cap)` of attention scores and of logits; `None` for none.
         sinks: each head has a learned logit that takes part in the softmax and has no value (GPT-OSS).
         window_rope: rotary embedding of window layers, where it differs from `rope` (Gemma 3).
+        nope_layers: numbers of the attention layers without rotary embedding (SmolLM3).
         wide_residual: the residual stream is float32, independently of the parameters' dtype.
         mamba, delta, mixture, latent: sizes of these blocks; `None` if the pattern has no such block.
         mtp_layers: layers after the last one that predict further tokens (DeepSeek-V3). Checkpoints hold them, but the
@@ -119,12 +140,16 @@ class ModelConfig:
     windows: tuple[int | None, ...]
     pattern: tuple[tuple[str, ...], ...] = ()
     norm_eps: float = 1e-6
+    layer_norms: bool = False
+    pre_norms: bool = True
     activation: str = "silu"
     tie_embeddings: bool = False
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    wide_qk_norm: bool = False
+    late_qk_norm: bool = False
     attention_gate: bool = False
     unit_offset: bool = False
     wide_norms: bool = False
@@ -134,6 +159,7 @@ class ModelConfig:
     logit_cap: float | None = None
     sinks: bool = False
     window_rope: RopeConfig | None = None
+    nope_layers: tuple[int, ...] = ()
     wide_residual: bool = False
     mamba: MambaConfig | None = None
     delta: DeltaConfig | None = None
@@ -176,6 +202,12 @@ class ModelConfig:
                 as_int("windows", window, 1, _INT32_MAX)
         for token in self.eos_ids:
             as_int("eos_ids", token, 0, _INT32_MAX)
+        for layer in self.nope_layers:
+            as_int("nope_layers", layer, 0, self.num_layers - 1)
+        if not (self.pre_norms or self.post_norms):
+            raise ValueError("a stage must normalise its input or its output, got neither")
+        if self.qk_norm + self.wide_qk_norm + self.late_qk_norm > 1:
+            raise ValueError("queries and keys have at most one norm, got several")
         parts = {
             "mamba2": self.mamba,
             "delta": self.delta,
@@ -191,6 +223,11 @@ class ModelConfig:
     def query_rows(self) -> int:
         """Output channels of the query projection per head, the gate included."""
         return (1 + self.attention_gate) * self.head_dim
+
+    @property
+    def norm_dtype(self) -> str | None:
+        """Dtype name of the weights of norms; `None` for that of the other parameters."""
+        return "float32" if self.unit_offset or self.wide_norms else None
 
     @property
     def blocks(self) -> frozenset[str]:

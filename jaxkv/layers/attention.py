@@ -10,6 +10,7 @@ from jaxtyping import Array, Float
 
 from jaxkv.batch import PagedTables, StepBatch
 from jaxkv.layers.linear import Joining, Normed, matmul
+from jaxkv.layers.norm import rms_norm
 from jaxkv.layers.rope import Angles
 from pallas_kernels import page_write, paged_attention, ragged_attention, rotary_write
 from pallas_kernels.families import member
@@ -43,8 +44,10 @@ def attention(
     Args:
         params: "qkv" [(heads + 2 * kv_heads) * head_dim, hidden_size], queries first, then keys, then values;
             "o" [hidden_size, heads * head_dim]. If the model has them: "qkv_bias" and "o_bias"; "qk_norm"
-            [2, head_dim], the weights of the norms on queries and keys; "sinks" [heads], float32, one logit per head
-            that takes part in the softmax and has no value (Xiao et al., Efficient Streaming Language Models).
+            [2, head_dim], the weights of the norms on queries and keys; "wide_q_norm" and "wide_k_norm", the weights of
+            norms over all heads together; "late_qk_norm" [2, head_dim], the weights of norms after the rotation;
+            "sinks" [heads], float32, one logit per head that takes part in the softmax and has no value (Xiao et al.,
+            Efficient Streaming Language Models).
         layer_cache: the layer's pages, "key" and "value"; for 8-bit formats also "key_scale" and "value_scale".
         x: normalised hidden states.
         batch: the step's metadata.
@@ -106,18 +109,31 @@ def attend_projected(
 ) -> tuple[dict[str, Array], Float[Array, "tokens heads_size"]]:
     """Computes `attention` between its two projections; `qkv` is the output of the first one."""
     gate, qkv = jnp.split(qkv, (heads * head_dim if gated else 0,), axis=1)
+    if "wide_q_norm" in params:
+        sizes = (heads * head_dim, (heads + kv_heads) * head_dim)
+        q, k, v = jnp.split(qkv, sizes, axis=1)
+        q = rms_norm(params["wide_q_norm"], q, eps=norm_eps)
+        k = rms_norm(params["wide_k_norm"], k, eps=norm_eps)
+        qkv = jnp.concatenate((q, k, v), axis=1)
     qkv = qkv.reshape(len(qkv), heads + 2 * kv_heads, head_dim)
+    late = params.get("late_qk_norm")
+    # A rotation changes no root mean square, so the division of a norm after the rotation may come before it.
+    norm = params.get("qk_norm") if late is None else jnp.ones_like(late)
     roles = [role for role in _ROLES if role in layer_cache]
     q, pools = rotary_write(
         tuple(layer_cache[role] for role in roles),
         qkv,
         *angles,
         tables.write_slots,
-        norm=params.get("qk_norm"),
+        norm=norm,
         norm_eps=norm_eps,
         implementation=member(implementation, "rotary_write"),
     )
     layer_cache = dict(zip(roles, pools, strict=True))
+    if late is not None:
+        # Keys are stored without their weight; a query's component has both, which gives the same products.
+        weight = late[0].astype(jnp.float32) * late[1].astype(jnp.float32)
+        q = (q.astype(jnp.float32) * weight[None, None]).astype(q.dtype)
     mixed = _mix(
         layer_cache,
         q,

@@ -23,20 +23,21 @@ def rms_norm(
 
 def layer_norm(
     weight: Float[Array, " width"],
-    bias: Float[Array, " width"],
+    bias: Float[Array, " width"] | None,
     x: Float[Array, "*rows width"],
     *,
     eps: float,
 ) -> Float[Array, "*rows width"]:
-    """Scales rows to zero mean and unit variance (Ba et al.), times weight plus bias, computed in float32."""
+    """Scales rows to zero mean and unit variance (Ba et al.), times weight plus any bias, computed in float32."""
     wide = x.astype(jnp.float32)
     centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
     variance = jnp.mean(jnp.square(centred), axis=-1, keepdims=True)
     unit = centred * jax.lax.rsqrt(variance + eps)
-    weight, bias = (
-        part.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + part.shape)
-        for part in (weight, bias)
-    )
+    leading = (1,) * (x.ndim - 1)
+    weight = weight.astype(jnp.float32).reshape(leading + weight.shape)
+    if bias is None:
+        return (unit * weight).astype(x.dtype)
+    bias = bias.astype(jnp.float32).reshape(leading + bias.shape)
     return (unit * weight + bias).astype(x.dtype)
 
 

@@ -25,11 +25,14 @@ def rope_angles(
     Args:
         rope: the rotary embedding.
         positions: each token's position in its sequence.
-        visible: length of each token's sequence after this step; only the kind "dynamic" uses it.
+        visible: length of each token's sequence after this step; only the kinds "dynamic" and "longrope" use it.
     """
     frequencies = jnp.asarray(FREQUENCIES[rope.kind](rope))[None, :]
     if rope.kind == "dynamic":
         frequencies = frequencies * _dynamic_shrink(rope, visible)
+    if rope.kind == "longrope":
+        is_long = visible[:, None] > rope.original_max_positions
+        frequencies = jnp.where(is_long, jnp.asarray(_long(rope))[None, :], frequencies)
     angles = positions.astype(jnp.float32)[:, None] * frequencies
     scale = attention_factor(rope)
     return jnp.cos(angles) * scale, jnp.sin(angles) * scale
@@ -66,11 +69,14 @@ def rotate_pairs(
 
 
 def attention_factor(rope: RopeConfig) -> float:
-    """Returns the factor of cosines and sines: YaRN increases it with the scaling of the context."""
-    if rope.kind != "yarn":
+    """Returns the factor of cosines and sines: YaRN and LongRoPE increase it with the scaling of the context."""
+    if rope.kind not in ("yarn", "longrope"):
         return 1.0
     if rope.attention_factor is not None:
         return rope.attention_factor
+    if rope.kind == "longrope":
+        assert rope.original_max_positions is not None
+        return math.sqrt(1 + math.log(rope.factor) / math.log(rope.original_max_positions))
     if rope.mscale and rope.mscale_all_dim:
         return yarn_mscale(rope.factor, rope.mscale) / yarn_mscale(rope.factor, rope.mscale_all_dim)
     return yarn_mscale(rope.factor, 1.0)
@@ -127,6 +133,14 @@ def _yarn_component(rope: RopeConfig, turns: float) -> float:
     return rope.rotary_dim * math.log(wave) / (2 * math.log(rope.theta))
 
 
+def _short(rope: RopeConfig) -> Float[np.ndarray, " half"]:
+    return np.float32(1) / (np.array(rope.short_factors, np.float32) * _periods(rope))
+
+
+def _long(rope: RopeConfig) -> Float[np.ndarray, " half"]:
+    return np.float32(1) / (np.array(rope.long_factors, np.float32) * _periods(rope))
+
+
 def _none(rope: RopeConfig) -> Float[np.ndarray, " half"]:
     return np.zeros(rope.rotary_dim // 2, np.float32)
 
@@ -137,6 +151,7 @@ FREQUENCIES: Mapping[str, Callable[[RopeConfig], Float[np.ndarray, " half"]]] = 
     "dynamic": _plain,
     "llama3": _llama3,
     "yarn": _yarn,
+    "longrope": _short,
     "none": _none,
 }
 

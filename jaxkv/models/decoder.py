@@ -12,10 +12,10 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 from jaxkv.batch import PagedTables, StateTables, StepBatch
 from jaxkv.cache.spec import LayerSpec, group_layers
 from jaxkv.cache.state import Cache
-from jaxkv.config.model import ModelConfig, Multipliers
+from jaxkv.config.model import ModelConfig, Multipliers, RopeConfig
 from jaxkv.layers.embedding import embed, soft_capped, unembed
 from jaxkv.layers.linear import Joining, Normed, joins_norms, scaled
-from jaxkv.layers.norm import rms_norm
+from jaxkv.layers.norm import layer_norm, rms_norm
 from jaxkv.layers.rope import Angles, rope_angles
 from jaxkv.models.block import BlockContext, Leaf
 from jaxkv.models.blocks import BLOCKS
@@ -29,7 +29,7 @@ _INIT_SCALE = 0.02
 
 @dataclass(frozen=True)
 class Decoder:
-    """A pre-norm decoder: a sequence of stages whose outputs are added to a residual stream.
+    """A decoder: a sequence of stages whose outputs are added to a residual stream.
 
     Attributes:
         config: architecture and sizes.
@@ -70,9 +70,22 @@ class Decoder:
 
     @property
     def whole_prompts(self) -> bool:
-        """Whether a prompt must be computed in one step: with dynamic NTK, angles depend on the sequence's length."""
+        """Whether a prompt must be computed in one step, because angles depend on the sequence's length.
+
+        That is so with dynamic NTK, and with LongRoPE if sequences may be longer than the original context.
+        """
         ropes = (self.config.rope, self.config.window_rope)
-        return any(rope is not None and rope.kind == "dynamic" for rope in ropes)
+        return any(rope is not None and self._varies(rope) for rope in ropes)
+
+    def limited(self, max_positions: int) -> "Decoder":
+        """Returns the same model for sequences of at most `max_positions` tokens.
+
+        With LongRoPE, prompts may be cut and share prefixes if no sequence is longer than the original context.
+        """
+        rope = self.config.rope
+        if rope.kind != "longrope" or max_positions >= self.max_positions:
+            return self
+        return replace(self, config=replace(self.config, max_positions=max_positions))
 
     def running(self, implementation: str) -> "Decoder":
         """Returns the same model with another family of implementations."""
@@ -116,18 +129,20 @@ class Decoder:
         hidden = scaled(embed(params["embed"], batch.tokens), config.multipliers.embedding)
         narrow = hidden.dtype
         hidden = hidden.astype(jnp.float32) if config.wide_residual else hidden
-        angles = self._angles(batch)
+        angles = self._layer_angles(batch)
         tables = self._tables(batch)
         next_norms = self._next_norms(params, batch)
         normed = None
         for layer, stages in enumerate(config.pattern):
             cache_layer = self.layer_offset + layer
             weights = params["layers"][layer]
-            post_norms = weights.get("post_norms", (None,) * len(stages))
-            for norm, after, stage in zip(weights["norms"], post_norms, stages, strict=True):
+            none = (None,) * len(stages)
+            norms, post_norms = (weights.get(name, none) for name in ("norms", "post_norms"))
+            for norm, after, stage in zip(norms, post_norms, stages, strict=True):
                 x = normed
                 if x is None:
-                    x = rms_norm(norm, hidden.astype(narrow), eps=config.norm_eps)
+                    x = hidden.astype(narrow)
+                    x = x if norm is None else self._norm(norm, x)
                 joining = Joining(hidden, *next(next_norms)) if next_norms is not None else None
                 added = []
                 for block in (BLOCKS[name] for name in stage.split("+")):
@@ -135,7 +150,7 @@ class Decoder:
                         batch,
                         layer,
                         tables.get((cache_layer, block.unit)),
-                        angles[config.windows[layer] is not None],
+                        angles[layer],
                         self.implementation,
                         joining,
                     )
@@ -154,8 +169,7 @@ class Decoder:
                 if after is not None:
                     total = rms_norm(after, total, eps=config.norm_eps)
                 hidden = hidden + total.astype(hidden.dtype)
-        hidden = hidden.astype(narrow)
-        return cache, rms_norm(params["final_norm"], hidden, eps=config.norm_eps)
+        return cache, self._norm(params["final_norm"], hidden.astype(narrow))
 
     def logits(
         self, params: Params, hidden: Float[Array, "rows hidden_size"]
@@ -176,10 +190,13 @@ class Decoder:
         """
         config, layers = self.config, params["layers"]
         plain = replace(config.multipliers, embedding=1.0, gate=1.0, logits=1.0) == Multipliers()
+        plain = plain and not (config.wide_residual or config.layer_norms or config.post_norms)
+        # The products multiply by weights of norms in the other parameters' dtype only.
+        plain = plain and config.norm_dtype is None
         blocks = {stage: BLOCKS.get(stage) for stages in config.pattern for stage in stages}
         joins = all(block is not None and block.joins for block in blocks.values())
         few = joins_norms(self.implementation, batch.tokens.shape[0])
-        if not (few and plain and joins) or config.wide_residual or "post_norms" in layers[0]:
+        if not (few and plain and joins):
             return None
         norms = [
             (weights["norms"], row)
@@ -188,13 +205,36 @@ class Decoder:
         ]
         return iter([*norms[1:], (None, 0)])
 
-    def _angles(self, batch: StepBatch) -> tuple[Angles, Angles]:
-        """Returns the angles of layers without a window, and of those with one."""
-        visible = visible_lengths(batch)
-        angles = rope_angles(self.config.rope, batch.positions, visible)
-        if self.config.window_rope is None:
-            return angles, angles
-        return angles, rope_angles(self.config.window_rope, batch.positions, visible)
+    def _norm(
+        self, weight: Float[Array, " hidden_size"], x: Float[Array, "tokens hidden_size"]
+    ) -> Float[Array, "tokens hidden_size"]:
+        if self.config.layer_norms:
+            return layer_norm(weight, None, x, eps=self.config.norm_eps)
+        return rms_norm(weight, x, eps=self.config.norm_eps)
+
+    def _varies(self, rope: RopeConfig) -> bool:
+        """Whether a token's angles depend on the length of its sequence."""
+        if rope.kind == "longrope":
+            assert rope.original_max_positions is not None
+            return self.max_positions > rope.original_max_positions
+        return rope.kind == "dynamic"
+
+    def _layer_angles(self, batch: StepBatch) -> tuple[Angles, ...]:
+        """Returns the angles of each layer: `rope`'s, or `window_rope`'s, or zeros in `nope_layers`."""
+        config, visible = self.config, visible_lengths(batch)
+        full = windowed = rope_angles(config.rope, batch.positions, visible)
+        if config.window_rope is not None:
+            windowed = rope_angles(config.window_rope, batch.positions, visible)
+        layers = [full if window is None else windowed for window in config.windows]
+        if config.nope_layers:
+            # The kernels rotate in every layer; angles of zero leave queries and keys as they are.
+            still = RopeConfig(rotary_dim=config.rope.rotary_dim, kind="none")
+            unrotated = rope_angles(still, batch.positions, visible)
+            layers = [
+                unrotated if layer in config.nope_layers else angles
+                for layer, angles in enumerate(layers)
+            ]
+        return tuple(layers)
 
     def _tables(self, batch: StepBatch) -> dict[tuple[int, str], PagedTables | StateTables]:
         """Returns (layer of the cache, unit) -> the layer's page or state tables.
@@ -215,20 +255,17 @@ class Decoder:
         leaves = {
             "embed": Leaf(table),
             "layers": tuple(self._layer_leaves(layer) for layer in range(config.num_layers)),
-            "final_norm": Leaf((config.hidden_size,), is_scale=True, dtype=self._norm_dtype),
+            "final_norm": Leaf((config.hidden_size,), is_scale=True, dtype=config.norm_dtype),
         }
         return leaves if config.tie_embeddings else leaves | {"lm_head": Leaf(table)}
-
-    @property
-    def _norm_dtype(self) -> str | None:
-        return "float32" if self.config.unit_offset or self.config.wide_norms else None
 
     def _layer_leaves(self, layer: int) -> dict[str, Leaf]:
         stages = len(self.config.pattern[layer])
         shape = (stages, self.config.hidden_size)
-        leaves = {"norms": Leaf(shape, is_scale=True, dtype=self._norm_dtype)}
+        norm = Leaf(shape, is_scale=True, dtype=self.config.norm_dtype)
+        leaves = {"norms": norm} if self.config.pre_norms else {}
         if self.config.post_norms:
-            leaves["post_norms"] = leaves["norms"]
+            leaves["post_norms"] = norm
         for name in self.config.blocks_of(layer):
             new = BLOCKS[name].leaves(self.config)
             if leaves.keys() & new.keys():

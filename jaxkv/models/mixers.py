@@ -32,6 +32,14 @@ def _attention_leaves(config: ModelConfig) -> dict[str, Leaf]:
         leaves["sinks"] = Leaf((config.heads,), dtype="float32")
     if config.qk_norm:
         leaves["qk_norm"] = Leaf((2, config.head_dim), is_scale=True)
+    if config.wide_qk_norm:
+        dtype = config.norm_dtype
+        leaves["wide_q_norm"] = Leaf((config.heads * config.head_dim,), is_scale=True, dtype=dtype)
+        leaves["wide_k_norm"] = Leaf(
+            (config.kv_heads * config.head_dim,), is_scale=True, dtype=dtype
+        )
+    if config.late_qk_norm:
+        leaves["late_qk_norm"] = Leaf((2, config.head_dim), is_scale=True)
     return leaves
 
 

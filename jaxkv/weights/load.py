@@ -21,7 +21,7 @@ from jaxkv.errors import BadCheckpoint
 from jaxkv.weights.block_scaled import BlockScaled, with_scales
 from jaxkv.weights.directory import existing_directory, read_json_if_there
 from jaxkv.weights.quantised import read_quantised
-from jaxkv.weights.rules import Recipe, Regrouped, RuleSet, expand
+from jaxkv.weights.rules import HeadPairs, Recipe, Regrouped, RuleSet, expand
 from jaxkv.weights.safetensors import FLOAT_DTYPES, StoredTensor, open_checkpoint
 from jaxkv.wording import clip
 
@@ -64,6 +64,7 @@ class _Leaf:
     arrange: Callable[[np.ndarray], np.ndarray] | None = None
     regroup: Regrouped | None = None
     offset: float = 0.0
+    pairs: HeadPairs | None = None
 
     @property
     def stored_bytes(self) -> int:
@@ -115,11 +116,11 @@ def load_by_rules(
     shapes, structure = jax.tree_util.tree_flatten_with_path(model.param_shapes(dtype))
     quantised = read_quantised(read_json_if_there(folder, "config.json"))
     with open_checkpoint(folder) as stored:
-        tensors = with_scales(stored, quantised)
+        tensors = _by_rule_names(with_scales(stored, quantised), rules)
         recipes = expand(rules, model.config)
         leaves = [_plan(_dotted(path), shape, recipes, tensors, folder) for path, shape in shapes]
         assert len(leaves) == len(recipes), recipes.keys() - {leaf.target for leaf in leaves}
-        used = {source.name for leaf in leaves for source in leaf.sources}
+        used = {rules.name_of(source.name) for leaf in leaves for source in leaf.sources}
         _check_unused(tensors, used, rules, model.config)
         total = sum(leaf.stored_bytes for leaf in leaves)
         bar = tqdm(
@@ -132,6 +133,20 @@ def load_by_rules(
         )
         with bar:
             return structure.unflatten(_fill_all(leaves, device, bar))
+
+
+def _by_rule_names(
+    tensors: Mapping[str, StoredTensor | BlockScaled], rules: RuleSet
+) -> dict[str, StoredTensor | BlockScaled]:
+    """Returns the tensors by their names in the rules; raises `BadCheckpoint` if two have the same one."""
+    named: dict[str, StoredTensor | BlockScaled] = {}
+    for stored, tensor in tensors.items():
+        name = rules.name_of(stored)
+        if name in named:
+            both = f"{clip(repr(named[name].name))} and {clip(repr(stored))}"
+            raise BadCheckpoint(f"{tensor.path}: {both} are two names of one tensor")
+        named[name] = tensor
+    return named
 
 
 def _dotted(path: tuple[Any, ...]) -> str:
@@ -174,6 +189,7 @@ def _plan(
         _REARRANGE.get(recipe.combine),
         recipe.regroup,
         recipe.offset,
+        recipe.pairs,
     )
 
 
@@ -213,7 +229,8 @@ def _check_unused(
                 )
         elif not rules.ignores(name, config):
             raise BadCheckpoint(
-                f"{tensor.path} holds {clip(repr(name))}, which a {config.family} model of this config has no use for"
+                f"{tensor.path} holds {clip(repr(tensor.name))}, which a {config.family} model of this config has no "
+                "use for"
             )
 
 
@@ -270,6 +287,8 @@ def _read(leaf: _Leaf) -> np.ndarray:
             buffer = sections.reshape(leaf.shape)
         else:
             rows[...] = sections
+    if leaf.pairs is not None:
+        _part_pairs(buffer, leaf.pairs)
     if leaf.offset:
         buffer += np.asarray(leaf.offset, buffer.dtype)
     if leaf.arrange is not None:
@@ -290,6 +309,13 @@ _REARRANGE: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {
     "deinterleave_transpose": lambda buffer: _deinterleave(buffer).swapaxes(1, 2),
     "last_axis_first": lambda buffer: np.moveaxis(buffer, 2, 0),
 }
+
+
+def _part_pairs(buffer: np.ndarray, pairs: HeadPairs) -> None:
+    """Puts the first rows of each head's rotary pairs before the second ones, in place."""
+    heads = buffer[: pairs.rows].reshape(-1, pairs.head_dim, *buffer.shape[1:])
+    rotated = heads[:, : pairs.rotary_dim]
+    rotated[...] = np.concatenate((rotated[:, ::2], rotated[:, 1::2]), axis=1)
 
 
 def _sections(rows: np.ndarray, regroup: Regrouped) -> np.ndarray:

@@ -25,8 +25,16 @@ def embeddings(table: str, final_norm: str, *, offset: float = 0.0) -> tuple[Rul
     )
 
 
-def attention(prefix: str, *, offset: float = 0.0) -> tuple[Rule, ...]:
-    """Returns the rules of attention; `offset` is that of the norms on queries and keys."""
+def attention(prefix: str, *, offset: float = 0.0, interleaved: bool = False) -> tuple[Rule, ...]:
+    """Returns the rules of attention.
+
+    Args:
+        prefix: prefix of the tensors' names.
+        offset: offset of the norms on queries and keys.
+        interleaved: whether rotary pairs are rows 2i and 2i + 1 of a head, of queries and keys; otherwise i and
+            i + rotary_dim / 2.
+    """
+    heads = 2 * interleaved
 
     def projections(kind: str) -> tuple[str, ...]:
         return tuple(f"{prefix}.{name}_proj.{kind}" for name in "qkv")
@@ -38,6 +46,7 @@ def attention(prefix: str, *, offset: float = 0.0) -> tuple[Rule, ...]:
             combine="concat",
             rows=_QUERY_KEY_VALUE_ROWS,
             block="attention",
+            interleaved=heads,
         ),
         Rule(
             f"{LEAF}qkv_bias",
@@ -46,6 +55,7 @@ def attention(prefix: str, *, offset: float = 0.0) -> tuple[Rule, ...]:
             rows=_QUERY_KEY_VALUE_ROWS,
             when=("qkv_bias", True),
             block="attention",
+            interleaved=heads,
         ),
         Rule(
             f"{LEAF}qk_norm",
@@ -54,6 +64,15 @@ def attention(prefix: str, *, offset: float = 0.0) -> tuple[Rule, ...]:
             when=("qk_norm", True),
             block="attention",
             offset=offset,
+        ),
+        *(
+            Rule(
+                f"{LEAF}wide_{name}_norm",
+                (f"{prefix}.{name}_norm.weight",),
+                when=("wide_qk_norm", True),
+                block="attention",
+            )
+            for name in "qk"
         ),
         Rule(f"{LEAF}o", (f"{prefix}.o_proj.weight",), block="attention"),
         Rule(f"{LEAF}o_bias", (f"{prefix}.o_proj.bias",), when=("o_bias", True), block="attention"),
@@ -230,6 +249,14 @@ def gated(prefix: str) -> tuple[Rule, ...]:
             when=("mlp_bias", True),
             block="gated",
         ),
+    )
+
+
+def fused_gated(prefix: str) -> tuple[Rule, ...]:
+    """Returns the rules of a gated feed-forward whose gate and up projections are one tensor in the checkpoint."""
+    return (
+        Rule(f"{LEAF}gate_up", (f"{prefix}.gate_up_proj.weight",), block="gated"),
+        Rule(f"{LEAF}down", (f"{prefix}.down_proj.weight",), block="gated"),
     )
 
 

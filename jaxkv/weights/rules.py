@@ -62,6 +62,22 @@ class Regrouped(NamedTuple):
     order: tuple[int, ...]
 
 
+class HeadPairs(NamedTuple):
+    """Rows that are heads with interleaved rotary pairs: rows 2i and 2i + 1 of each head's first `rotary_dim` rows.
+
+    In the leaf a pair's rows are i and i + rotary_dim / 2.
+
+    Attributes:
+        rows: number of these rows, which are the first ones of the leaf.
+        head_dim: rows of a head.
+        rotary_dim: rows of a head that are rotated.
+    """
+
+    rows: int
+    head_dim: int
+    rotary_dim: int
+
+
 @dataclass(frozen=True)
 class Rule:
     """How one parameter leaf, or one per layer, is assembled.
@@ -91,6 +107,8 @@ class Rule:
         offset: number that is added to every element.
         fused: name of one tensor that a checkpoint may hold instead of the sources: Transformers 5 has all experts of a
             layer in one tensor, and saves it so on request. Empty for none.
+        interleaved: "concat" only: number of first sources whose rows are heads with interleaved rotary pairs (see
+            `HeadPairs`).
     """
 
     target: str
@@ -102,6 +120,7 @@ class Rule:
     regroup: Regroup | None = None
     offset: float = 0.0
     fused: str = ""
+    interleaved: int = 0
 
     def applies(self, config: ModelConfig) -> bool:
         """Whether a model of this config may have the leaf."""
@@ -132,12 +151,22 @@ class RuleSet:
         tied: (copy, original) names; with tied embeddings a checkpoint may hold both, if they are equal.
         further_layers: pattern of the beginning of a layer's tensor names, with the layer's number as a group. Tensors
             of the config's `mtp_layers` after the model's last layer are ignored.
+        prefixes: (prefix in the checkpoint, prefix in the rules) of tensor names, for checkpoints of which the model is
+            a part. The first one that fits is replaced.
     """
 
     rules: tuple[Rule, ...]
     ignored: tuple[str, ...] = ()
     tied: tuple[tuple[str, str], ...] = ()
     further_layers: str | None = None
+    prefixes: tuple[tuple[str, str], ...] = ()
+
+    def name_of(self, stored: str) -> str:
+        """Returns the name that a stored tensor has in the rules."""
+        for prefix, replacement in self.prefixes:
+            if stored.startswith(prefix):
+                return replacement + stored.removeprefix(prefix)
+        return stored
 
     def ignores(self, name: str, config: ModelConfig) -> bool:
         """Whether a tensor with this name may be left out for a model of this config."""
@@ -159,6 +188,7 @@ class Recipe:
     regroup: Regrouped | None = None
     offset: float = 0.0
     fused: str = ""
+    pairs: HeadPairs | None = None
 
     def of_fused_source(self) -> "Recipe":
         """Returns the recipe with the same result for the tensor `fused`, which must have a name."""
@@ -218,9 +248,9 @@ def expand(rules: RuleSet, config: ModelConfig) -> dict[str, Recipe]:
             target = rule.target.format(layer=layer)
             assert target not in recipes, f"two rules make {target}"
             sources = _sources(rule, config, layer)
-            fused = rule.fused.format(layer=layer)
+            fused, pairs = rule.fused.format(layer=layer), _pairs(rule, config, rows)
             recipes[target] = Recipe(
-                target, sources, rule.combine, rows, regroup, rule.offset, fused
+                target, sources, rule.combine, rows, regroup, rule.offset, fused, pairs
             )
     return recipes
 
@@ -232,6 +262,12 @@ def _sources(rule: Rule, config: ModelConfig, layer: int) -> tuple[str, ...]:
     return tuple(
         name.format(layer=layer, expert=expert) for expert in every for name in rule.sources
     )
+
+
+def _pairs(rule: Rule, config: ModelConfig, rows: tuple[int, ...]) -> HeadPairs | None:
+    if not rule.interleaved:
+        return None
+    return HeadPairs(sum(rows[: rule.interleaved]), config.head_dim, config.rope.rotary_dim)
 
 
 def _product(config: ModelConfig, names: tuple[str, ...]) -> int:

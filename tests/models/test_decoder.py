@@ -53,6 +53,22 @@ def test_a_decoder_is_a_model_and_can_be_static(model):
     assert model != build_model(read_config(TINY), implementation="xla")
 
 
+def test_prompts_are_whole_where_angles_depend_on_the_length_of_the_sequence(model):
+    """With LongRoPE only sequences longer than the original context have other angles."""
+    dynamic = {"rope_type": "dynamic", "factor": 2.0}
+    factors = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    longrope = {"rope_type": "longrope", "original_max_position_embeddings": 16} | factors
+    scaled = [
+        build_model(read_config(TINY | {"rope_scaling": rope})) for rope in (dynamic, longrope)
+    ]
+    assert not model.whole_prompts
+    assert [one.whole_prompts for one in scaled] == [True, True]
+    assert [one.limited(16).whole_prompts for one in scaled] == [True, False]
+    assert [one.limited(17).whole_prompts for one in scaled] == [True, True]
+    assert scaled[1].limited(16).max_positions == 16
+    assert model.limited(16) is model
+
+
 def test_the_last_layers_have_a_pool_of_their_own(model):
     specs = [entry.spec for entry in model.cache_specs(page_size=4, dtype="bfloat16")]
     assert [spec.window for spec in specs] == [None, None, 6]

@@ -2,14 +2,13 @@
 
 from collections.abc import Mapping
 
-from jaxkv.config.model import ModelConfig, RopeConfig
+from jaxkv.config.model import ModelConfig
 from jaxkv.errors import UnknownConfig
 from jaxkv.models.families.family import Family
 from jaxkv.models.families.gemma2 import GEMMA_RULES, gemma, take_window
 from jaxkv.models.families.llama_like import layer_windows, read_llama_like, take_nullable_float
 from jaxkv.models.hf_config.config_json import ConfigJson
-from jaxkv.models.hf_config.rope_json import read_rope
-from jaxkv.wording import listed
+from jaxkv.models.hf_config.rope_json import read_ropes
 
 _SIZE = 2**31 - 1
 _POSITIONS = 131072
@@ -24,7 +23,13 @@ def from_hf(raw: Mapping[str, object]) -> ModelConfig:
             "null if the model was trained without it"
         )
     every = keys.take_int("sliding_window_pattern", 6, high=_SIZE)
-    full, windowed = _ropes(keys)
+    full, windowed = read_ropes(
+        keys,
+        head_dim=keys.take_int("head_dim", 256, high=2**16),
+        max_positions=keys.take_int("max_position_embeddings", _POSITIONS, high=_SIZE),
+        theta=keys.take_float("rope_theta", 1e6),
+        window_theta=keys.take_float("rope_local_base_freq", 1e4),
+    )
     return read_llama_like(
         keys,
         "gemma3_text",
@@ -42,33 +47,6 @@ def from_hf(raw: Mapping[str, object]) -> ModelConfig:
         logit_cap=take_nullable_float(keys, "final_logit_softcapping", None),
         **gemma(keys),
     )
-
-
-def _ropes(keys: ConfigJson) -> tuple[RopeConfig, RopeConfig]:
-    """Returns the rotary embeddings of full-attention layers and of window layers.
-
-    Transformers 5 has both in `rope_parameters`; before, `rope_scaling` applied to the first only.
-    """
-    head_dim = keys.take_int("head_dim", 256, high=2**16)
-    positions = keys.take_int("max_position_embeddings", _POSITIONS, high=_SIZE)
-    theta = keys.take_float("rope_theta", 1e6)
-    local = keys.take_float("rope_local_base_freq", 1e4)
-    both, scaling = keys.take_object("rope_parameters"), keys.take_object("rope_scaling")
-    parts = {
-        "full_attention": {"rope_theta": theta, "rope_scaling": scaling},
-        "sliding_attention": {"rope_theta": local},
-    }
-    if both and not scaling:
-        if both.keys() != parts.keys():
-            raise UnknownConfig(
-                f"config.json: rope_parameters must name {' and '.join(parts)}, got {listed(both)}"
-            )
-        parts = {kind: {"rope_parameters": both[kind]} for kind in parts}
-    ropes = {
-        kind: read_rope(ConfigJson(part), head_dim=head_dim, max_positions=positions)[0]
-        for kind, part in parts.items()
-    }
-    return ropes["full_attention"], ropes["sliding_attention"]
 
 
 FAMILY = Family("gemma3_text", from_hf, GEMMA_RULES)

@@ -47,7 +47,12 @@ class Differences(TypedDict, total=False):
     qkv_bias: bool
     o_bias: bool
     mlp_bias: bool
+    layer_norms: bool
+    pre_norms: bool
     qk_norm: bool
+    wide_qk_norm: bool
+    late_qk_norm: bool
+    nope_layers: tuple[int, ...]
     attention_gate: bool
     unit_offset: bool
     wide_norms: bool
@@ -74,6 +79,7 @@ def read_llama_like(
     max_positions: int,
     windows: Sequence[int | None],
     head_dim: int | None = None,
+    norm_key: str = "rms_norm_eps",
     norm_eps: float = 1e-6,
     ffn_key: str = "intermediate_size",
     partial: float | None = None,
@@ -93,6 +99,7 @@ def read_llama_like(
         max_positions: Transformers' default.
         windows: for each layer, its window in tokens, or `None` for all tokens.
         head_dim: Transformers' default; `None` for the hidden size divided by the heads.
+        norm_key: key of the norms' epsilon.
         norm_eps: Transformers' default.
         ffn_key: key of the dense feed-forward's width.
         partial: Transformers' default share of a head that is rotated; `None` if the family always rotates all of it.
@@ -112,7 +119,7 @@ def read_llama_like(
     vocab_size = keys.take_int("vocab_size", high=_SIZE)
     hidden_size = keys.take_int("hidden_size", high=_SIZE)
     heads = keys.take_int("num_attention_heads", high=_SIZE)
-    head_dim = _head_dim(keys, hidden_size, heads, head_dim)
+    head_dim = take_head_dim(keys, head_dim)
     limit = keys.take_int("max_position_embeddings", max_positions, high=_SIZE)
     longest = limit
     if rope is None:
@@ -134,7 +141,7 @@ def read_llama_like(
         max_positions=longest,
         rope=rope,
         windows=tuple(windows),
-        norm_eps=keys.take_float("rms_norm_eps", norm_eps),
+        norm_eps=keys.take_float(norm_key, norm_eps),
         activation=keys.take_choice(activation_key, activation, ACTIVATIONS),
         tie_embeddings=keys.take_bool("tie_word_embeddings", tied),
         eos_ids=keys.take_ids("eos_token_id", vocab_size),
@@ -234,7 +241,10 @@ def take_nullable_float(keys: ConfigJson, key: str, default: float | None) -> fl
     return None if keys.take(key, default) is None else keys.take_float(key, default)
 
 
-def _head_dim(keys: ConfigJson, hidden_size: int, heads: int, default: int | None) -> int:
+def take_head_dim(keys: ConfigJson, default: int | None = None) -> int:
+    """Returns the components of a head; without a default, the hidden size divided by the heads."""
+    hidden_size = keys.take_int("hidden_size", high=_SIZE)
+    heads = keys.take_int("num_attention_heads", high=_SIZE)
     given = take_nullable_int(keys, "head_dim", default)
     if given is None and hidden_size % heads:
         raise ValueError(

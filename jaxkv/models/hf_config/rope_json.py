@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from jaxkv.config.model import RopeConfig
 from jaxkv.errors import UnknownConfig
 from jaxkv.models.hf_config.config_json import ConfigJson
-from jaxkv.wording import shown
+from jaxkv.wording import listed, shown
 
-_KINDS = {kind: kind for kind in ("default", "linear", "dynamic", "llama3", "yarn")}
+_KINDS = {kind: kind for kind in ("default", "linear", "dynamic", "llama3", "yarn", "longrope")}
 _KINDS["mrope"] = "default"
 _LOG = logging.getLogger(__name__)
 _MAX_POSITIONS = 2**31 - 1
@@ -56,6 +56,42 @@ def with_theta(raw: Mapping[str, object], theta: float) -> Mapping[str, object]:
     if isinstance(rotary, Mapping) and "rope_theta" in rotary:
         return raw
     return {"rope_theta": theta, **raw}
+
+
+def read_ropes(
+    config: ConfigJson, *, head_dim: int, max_positions: int, theta: float, window_theta: float
+) -> tuple[RopeConfig, RopeConfig]:
+    """Returns the rotary embeddings of layers without a window, and of those with one.
+
+    Transformers 5 has both in `rope_parameters`; before, `rope_scaling` applied to the first only.
+
+    Args:
+        config: config.json, whose rotary keys are read, but for the bases.
+        head_dim: components of a head.
+        max_positions: `max_position_embeddings`.
+        theta: base of layers without a window, if it is not in `rope_parameters`.
+        window_theta: base of layers with a window, if it is not in `rope_parameters`.
+
+    Raises:
+        UnknownConfig: a kind or a key is not supported.
+        ValueError: a value is missing, of the wrong type or out of range.
+    """
+    both, scaling = config.take_object("rope_parameters"), config.take_object("rope_scaling")
+    parts = {
+        "full_attention": {"rope_theta": theta, "rope_scaling": scaling},
+        "sliding_attention": {"rope_theta": window_theta},
+    }
+    if both and not scaling:
+        if both.keys() != parts.keys():
+            raise UnknownConfig(
+                f"config.json: rope_parameters must name {' and '.join(parts)}, got {listed(both)}"
+            )
+        parts = {kind: {"rope_parameters": both[kind]} for kind in parts}
+    ropes = {
+        kind: read_rope(ConfigJson(part), head_dim=head_dim, max_positions=max_positions)[0]
+        for kind, part in parts.items()
+    }
+    return ropes["full_attention"], ropes["sliding_attention"]
 
 
 def _with_kind(keys: Mapping[str, object]) -> Mapping[str, object]:
@@ -137,6 +173,24 @@ def _read_yarn(keys: ConfigJson, max_positions: int) -> tuple[dict, int]:
     return options, max(max_positions, int(original * factor))
 
 
+def _read_longrope(keys: ConfigJson, max_positions: int) -> tuple[dict, int]:
+    original = _original(keys, max_positions)
+    options: dict[str, object] = {
+        "factor": max(1.0, keys.take_float("factor", max_positions / original)),
+        "original_max_positions": original,
+    }
+    for name in ("short_factor", "long_factor"):
+        factors = keys.take(name, None)
+        if not isinstance(factors, list):
+            raise UnknownConfig(
+                f"config.json: longrope in the rotary part needs a list of numbers {name}, got {shown(factors)}"
+            )
+        options[f"{name}s"] = keys.take_floats(name, [1.0] * len(factors))
+    given = keys.take("attention_factor", None) is not None
+    options["attention_factor"] = keys.take_float("attention_factor") if given else None
+    return options, max_positions
+
+
 def _original(keys: ConfigJson, max_positions: int) -> int:
     return keys.take_int("original_max_position_embeddings", max_positions, high=_MAX_POSITIONS)
 
@@ -147,4 +201,5 @@ _READERS = {
     "dynamic": _read_dynamic,
     "llama3": _read_llama3,
     "yarn": _read_yarn,
+    "longrope": _read_longrope,
 }
