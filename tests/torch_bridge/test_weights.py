@@ -4,6 +4,7 @@ import jax
 import numpy as np
 import pytest
 import torch
+import transformers
 
 import jaxkv
 from jaxkv.models.registry import build_model, read_config
@@ -85,3 +86,11 @@ def test_a_family_whose_weights_are_changed_on_the_way_is_refused():
     gemma = tiny_model("gemma3")
     with pytest.raises(ValueError, match=r"final_norm is made of .*cannot be shared.*load_params"):
         share_params(gemma, ours(gemma), copy=True)
+
+
+def test_rotary_pairs_that_are_interleaved_in_torch_are_refused():
+    sizes = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 48, "head_dim": 8}
+    sizes |= {"num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
+    glm = transformers.GlmForCausalLM(transformers.GlmConfig(**sizes, pad_token_id=None))
+    with pytest.raises(ValueError, match=r"layers.0.qkv.* is made of .*cannot be shared"):
+        share_params(glm, ours(glm), copy=True)

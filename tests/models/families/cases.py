@@ -99,6 +99,26 @@ GLM_EXPERTS = {
     "moe_intermediate_size": 24,
     "routed_scaling_factor": 1.7,
 }
+SMALL = {"num_hidden_layers": 2, "pad_token_id": None}
+WINDOWS = ["sliding_attention", "full_attention"]
+LONGROPE = {
+    "original_max_position_embeddings": 32,
+    "partial_rotary_factor": 0.75,
+    "rope_parameters": {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": [1.0, 1.05, 1.1, 1.3, 1.4, 2.0],
+        "long_factor": [1.1, 1.4, 2.1, 5.9, 9.0, 20.0],
+    },
+}
+VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
 STRETCHED = {"original_max_position_embeddings": 32, "factor": 4.0}
 
 CASES = {
@@ -148,6 +168,96 @@ CASES = {
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
         },
     ),
+    "granite": Case(
+        "Granite",
+        SMALL
+        | GRANITE_FACTORS
+        | {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True},
+    ),
+    "seed-oss": Case(
+        "SeedOss", SMALL | {"head_dim": 20, "attention_out_bias": True, "mlp_bias": True}
+    ),
+    "smollm3": Case(
+        "SmolLM3",
+        SMALL | {"use_sliding_window": True, "sliding_window": 7, "no_rope_layer_interval": 2},
+        seed=2,
+    ),
+    "smollm3-flags": Case(
+        "SmolLM3",
+        SMALL
+        | {
+            "head_dim": 24,
+            "no_rope_layers": [0, 1],
+            "attention_bias": True,
+            "mlp_bias": True,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "phi3": Case("Phi3", SMALL | {"sliding_window": 9, "tie_word_embeddings": True}, seed=1),
+    "phi3-longrope": Case("Phi3", SMALL | LONGROPE),
+    "mistral3": Case(
+        "Mistral3",
+        {
+            "text_config": SHAPE
+            | SMALL
+            | {"model_type": "mistral", "sliding_window": 11, "head_dim": 20},
+            "vision_config": VISION | {"model_type": "pixtral"},
+            "tie_word_embeddings": False,
+        },
+        shape={},
+        model="Mistral3ForConditionalGeneration",
+        seed=4,
+    ),
+    "glm": Case("Glm", SMALL | {"head_dim": 16, "attention_bias": False}),
+    "glm4": Case("Glm4", SMALL | {"head_dim": 24}),
+    "olmo2": Case("Olmo2", SMALL | {"attention_bias": True}, seed=1),
+    "olmo3": Case(
+        "Olmo3",
+        SMALL
+        | {
+            "sliding_window": 7,
+            "layer_types": WINDOWS,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "yarn", "rope_theta": 10000.0} | STRETCHED,
+                "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+            },
+        },
+        seed=1,
+    ),
+    "exaone4": Case(
+        "Exaone4", SMALL | {"head_dim": 20, "sliding_window": 7, "layer_types": WINDOWS}
+    ),
+    "exaone4-without-windows": Case(
+        "Exaone4", SMALL | {"sliding_window": None, "layer_types": ["full_attention"] * 2}
+    ),
+    "cohere2": Case(
+        "Cohere2",
+        SMALL
+        | {
+            "sliding_window": 7,
+            "layer_types": WINDOWS,
+            "attention_bias": True,
+            "logit_scale": 0.5,
+        },
+    ),
+    "hunyuan": Case(
+        "HunYuanDenseV1",
+        rope("dynamic", alpha=50.0, factor=1.0) | SMALL | {"head_dim": 20},
+    ),
+    "gemma": Case("Gemma", SMALL | {"head_dim": 24}, around_zero=("norm",)),
+    "gemma-untied": Case(
+        "Gemma",
+        SMALL
+        | {
+            "head_dim": 20,
+            "num_key_value_heads": 1,
+            "attention_bias": True,
+            "tie_word_embeddings": False,
+            "hidden_act": "gelu",
+        },
+        around_zero=("norm",),
+        seed=1,
+    ),
     "gemma2": Case("Gemma2", GEMMA | {"sliding_window": 7}, around_zero=("norm",)),
     "gemma2-bias-untied": Case(
         "Gemma2",
@@ -180,6 +290,17 @@ CASES = {
         },
         around_zero=("norm",),
         model="Gemma3ForCausalLM",
+    ),
+    "gemma3-multimodal": Case(
+        "Gemma3",
+        {
+            "text_config": SHAPE | GEMMA | SMALL | {"sliding_window": 6, "layer_types": WINDOWS},
+            "vision_config": VISION,
+            "mm_tokens_per_image": 4,
+        },
+        shape={},
+        around_zero=("norm",),
+        model="Gemma3ForConditionalGeneration",
     ),
     "gpt-oss": Case(
         "GptOss",
@@ -233,7 +354,18 @@ CASES = {
         | {"n_shared_experts": 2, "norm_topk_prob": False, "tie_word_embeddings": True},
     ),
 }
-SLOW = ("glm4-moe-plain", "granite-moe-shared", "mixtral-window-tied", "qwen3-moe-step-window")
+SLOW = (
+    "exaone4-without-windows",
+    "gemma-untied",
+    "glm",
+    "glm4-moe-plain",
+    "granite-moe-shared",
+    "mixtral-window-tied",
+    "olmo2",
+    "phi3",
+    "qwen3-moe-step-window",
+    "smollm3-flags",
+)
 """Cases with a further option of a family that has another case."""
 
 

@@ -46,12 +46,82 @@ MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 64, "mamba_d_state": 128, "mamba_ch
 DELTA = {"head_dim": 256, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
 SPARSE = LATENT | GROUPS | {"index_n_heads": 64, "index_head_dim": 128, "index_topk": 64}
 WINDOWS = ["sliding_attention", "full_attention", "sliding_attention"]
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.1] * 24,
+    "long_factor": [3.0] * 24,
+}
+VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
 CASES = {
     "gemma3": (
         "Gemma3Text",
         SHAPE | {"head_dim": 256, "sliding_window": 64, "layer_types": WINDOWS},
         "bfloat16",
     ),
+    "gemma": ("Gemma", SHAPE | {"head_dim": 256}, "bfloat16"),
+    "gemma3, multimodal": (
+        "Gemma3",
+        {
+            "text_config": SHAPE | {"head_dim": 256, "sliding_window": 64, "layer_types": WINDOWS},
+            "vision_config": VISION,
+        },
+        "bfloat16",
+    ),
+    "mistral3": (
+        "Mistral3",
+        {
+            "text_config": SHAPE | {"model_type": "mistral", "head_dim": 128},
+            "vision_config": VISION | {"model_type": "pixtral"},
+        },
+        "bfloat16",
+    ),
+    "granite": (
+        "Granite",
+        SHAPE
+        | {"num_attention_heads": 4, "embedding_multiplier": 2.0, "residual_multiplier": 0.5}
+        | {"attention_multiplier": 0.02, "logits_scaling": 2.0},
+        "bfloat16",
+    ),
+    "phi3": (
+        "Phi3",
+        SHAPE
+        | {"num_attention_heads": 4, "sliding_window": 64, "partial_rotary_factor": 0.75}
+        | {"original_max_position_embeddings": 64, "rope_parameters": LONGROPE},
+        "bfloat16",
+    ),
+    "smollm3": (
+        "SmolLM3",
+        SHAPE | {"head_dim": 64, "no_rope_layers": [1, 0, 1]},
+        "bfloat16",
+    ),
+    "seed-oss": ("SeedOss", SHAPE | {"head_dim": 64}, "bfloat16"),
+    "glm": ("Glm", SHAPE | {"head_dim": 128}, "bfloat16"),
+    "glm4": ("Glm4", SHAPE | {"head_dim": 64}, "bfloat16"),
+    "olmo2": ("Olmo2", SHAPE | {"num_attention_heads": 4}, "bfloat16"),
+    "olmo3": (
+        "Olmo3",
+        SHAPE | {"num_attention_heads": 4, "sliding_window": 64, "layer_types": WINDOWS},
+        "bfloat16",
+    ),
+    "exaone4": (
+        "Exaone4",
+        SHAPE | {"head_dim": 64, "sliding_window": 64, "layer_types": WINDOWS},
+        "bfloat16",
+    ),
+    "cohere2": (
+        "Cohere2",
+        SHAPE | {"num_attention_heads": 4, "sliding_window": 64, "layer_types": WINDOWS},
+        "bfloat16",
+    ),
+    "hunyuan": ("HunYuanDenseV1", SHAPE | {"head_dim": 64}, "bfloat16"),
     "gpt-oss": (
         "GptOss",
         SHAPE

@@ -1,0 +1,62 @@
+"""Cohere 2 (Command R7B, Command A): attention and feed-forward in parallel, rotary embedding only in window layers."""
+
+from collections.abc import Mapping
+
+from jaxkv.config.blocks import Multipliers
+from jaxkv.config.model import ModelConfig
+from jaxkv.models.families.family import Family
+from jaxkv.models.families.llama_like import (
+    ROTARY_TABLES,
+    TIED,
+    layer_windows,
+    read_llama_like,
+    take_num_layers,
+)
+from jaxkv.models.hf_config.config_json import ConfigJson
+from jaxkv.weights.rule_parts import LAYER, attention, embeddings, gated, norms
+from jaxkv.weights.rules import RuleSet
+
+_SIZE = 2**31 - 1
+
+
+def from_hf(raw: Mapping[str, object]) -> ModelConfig:
+    """Reads a parsed config.json whose `model_type` is "cohere2"."""
+    keys = ConfigJson(raw)
+    # Transformers writes these and does not read them.
+    keys.ignore("_sliding_window_pattern")
+    every = keys.take_int("sliding_window_pattern", 4, high=_SIZE)
+    window = keys.take_int("sliding_window", 4096, high=_SIZE)
+    windows = layer_windows(keys, window, full_every=every)
+    biases = keys.take_bool("attention_bias", False)
+    return read_llama_like(
+        keys,
+        "cohere2",
+        architecture="Cohere2ForCausalLM",
+        kv_heads=None,
+        max_positions=8192,
+        norm_key="layer_norm_eps",
+        norm_eps=1e-5,
+        tied=True,
+        windows=windows,
+        nope_layers=tuple(layer for layer, reach in enumerate(windows) if reach is None),
+        pattern=(("attention+gated",),) * take_num_layers(keys),
+        layer_norms=True,
+        wide_norms=True,
+        qkv_bias=biases,
+        o_bias=biases,
+        multipliers=Multipliers(logits=keys.take_float("logit_scale", 0.0625)),
+    )
+
+
+_RULES = RuleSet(
+    rules=(
+        *embeddings("model.embed_tokens.weight", "model.norm.weight"),
+        norms(f"{LAYER}input_layernorm.weight"),
+        *attention(f"{LAYER}self_attn", interleaved=True),
+        *gated(f"{LAYER}mlp"),
+    ),
+    ignored=(ROTARY_TABLES,),
+    tied=TIED,
+)
+
+FAMILY = Family("cohere2", from_hf, _RULES)

@@ -1,0 +1,45 @@
+"""Exaone 4 (LG AI): norms after the stages, norms on queries and keys, and rotary embedding only in window layers."""
+
+from collections.abc import Mapping
+
+from jaxkv.config.model import ModelConfig
+from jaxkv.models.families.family import Family
+from jaxkv.models.families.llama_like import layer_windows, read_llama_like, take_nullable_int
+from jaxkv.models.families.olmo2 import RULES
+from jaxkv.models.hf_config.config_json import ConfigJson
+
+_SIZE = 2**31 - 1
+
+
+def from_hf(raw: Mapping[str, object]) -> ModelConfig:
+    """Reads a parsed config.json whose `model_type` is "exaone4"."""
+    keys = ConfigJson(raw)
+    window = take_nullable_int(keys, "sliding_window", 4096)
+    windows = layer_windows(keys, window, full_every=_full_every(keys))
+    # Without windows all layers are rotated.
+    full = () if window is None else enumerate(windows)
+    return read_llama_like(
+        keys,
+        "exaone4",
+        architecture="Exaone4ForCausalLM",
+        kv_heads=32,
+        max_positions=2048,
+        norm_eps=1e-5,
+        windows=windows,
+        nope_layers=tuple(layer for layer, reach in full if reach is None),
+        pre_norms=False,
+        post_norms=True,
+        qk_norm=True,
+    )
+
+
+def _full_every(keys: ConfigJson) -> int | None:
+    """Returns every how many layers one has no window; `layer_types`, which takes precedence, may replace the key."""
+    if keys.take("layer_types", None) is None and keys.take("sliding_window", 4096) is not None:
+        return keys.take_int("sliding_window_pattern", 4, high=_SIZE)
+    # Published files repeat the pattern as text, such as "LLLG".
+    keys.ignore("sliding_window_pattern")
+    return None
+
+
+FAMILY = Family("exaone4", from_hf, RULES)

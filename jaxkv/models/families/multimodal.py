@@ -1,0 +1,122 @@
+"""Multimodal models of which only the text part runs: Gemma 3 4B to 27B, and Mistral-Small 3.x.
+
+Given text alone, the whole model computes the same as its text part. config.json has the text part's keys in
+`text_config`; the tensors of the other parts are ignored.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import NamedTuple
+
+from jaxkv.config.model import ModelConfig
+from jaxkv.errors import UnknownConfig
+from jaxkv.models.families import gemma3, mistral
+from jaxkv.models.families.family import Family
+from jaxkv.models.families.llama_like import check_architecture
+from jaxkv.models.hf_config.config_json import ConfigJson
+from jaxkv.wording import shown
+
+
+class Multimodal(NamedTuple):
+    """One kind of multimodal model.
+
+    Attributes:
+        model_type: its name in config.json.
+        architecture: its class in `architectures`.
+        text: the family of its text part.
+        sizes: Transformers' defaults of sizes that `text_config` may leave out.
+        ignored: keys of the other parts, separated by blanks.
+    """
+
+    model_type: str
+    architecture: str
+    text: Family
+    sizes: Mapping[str, int]
+    ignored: str
+
+
+_KINDS = (
+    Multimodal(
+        "gemma3",
+        "Gemma3ForConditionalGeneration",
+        gemma3.FAMILY,
+        {
+            "vocab_size": 262208,
+            "hidden_size": 2304,
+            "intermediate_size": 9216,
+            "num_hidden_layers": 26,
+            "num_attention_heads": 8,
+        },
+        "boi_token_index eoi_token_index image_token_index mm_tokens_per_image "
+        "boi_token_id eoi_token_id image_token_id",
+    ),
+    Multimodal(
+        "mistral3",
+        "Mistral3ForConditionalGeneration",
+        mistral.FAMILY,
+        {
+            "vocab_size": 32000,
+            "hidden_size": 4096,
+            "intermediate_size": 14336,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+        },
+        "image_token_index image_token_id multimodal_projector_bias projector_hidden_act spatial_merge_size "
+        "vision_feature_layer",
+    ),
+)
+
+_PREFIXES = (
+    ("language_model.model.", "model."),
+    ("language_model.lm_head.", "lm_head."),
+    ("model.language_model.", "model."),
+)
+"""Prefix in the checkpoint, as older or newer versions of Transformers write it -> prefix in a model of text alone."""
+
+_OTHER_PARTS = r"(model\.)?(vision_tower|multi_modal_projector)\..+"
+
+
+def from_hf(kind: Multimodal, raw: Mapping[str, object]) -> ModelConfig:
+    """Reads a parsed config.json whose `model_type` is that of `kind`."""
+    keys = ConfigJson(raw)
+    check_architecture(keys, kind.model_type, kind.architecture)
+    keys.ignore(f"vision_config {kind.ignored}")
+    text = keys.take_object("text_config")
+    named = text.get("model_type", kind.text.model_type)
+    if named != kind.text.model_type:
+        raise UnknownConfig(
+            f"config.json: text_config sets model_type = {shown(named)}; for {kind.model_type}, only "
+            f"{kind.text.model_type} is supported"
+        )
+    merged = {**kind.sizes, **text, **_of_whole_model(keys, text)}
+    keys.finish()
+    return replace(kind.text.read(merged), family=kind.model_type)
+
+
+def _of_whole_model(keys: ConfigJson, text: Mapping[str, object]) -> dict[str, object]:
+    """Returns the keys of the text part that the whole model's config sets; they take precedence over `text_config`."""
+    names = ("eos_token_id", "bos_token_id", "quantization_config")
+    found = {name: value for name in names if (value := keys.take(name, None)) is not None}
+    dtypes = {name: keys.take(name, None) for name in ("dtype", "torch_dtype")}
+    if any(dtypes.values()):
+        found |= dtypes
+    # Transformers 5 writes its default, true, for models whose text part has an output head of its own.
+    tied = keys.take("tie_word_embeddings", None)
+    if tied is not None:
+        found["tie_word_embeddings"] = tied and text.get("tie_word_embeddings", tied)
+    return found
+
+
+FAMILIES = tuple(
+    Family(
+        kind.model_type,
+        partial(from_hf, kind),
+        replace(
+            kind.text.rules,
+            ignored=(*kind.text.rules.ignored, _OTHER_PARTS),
+            prefixes=_PREFIXES,
+        ),
+    )
+    for kind in _KINDS
+)

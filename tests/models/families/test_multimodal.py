@@ -1,0 +1,73 @@
+"""Checkpoints of multimodal models: both ways to name the text part's tensors, and tensors of the other parts."""
+
+import jax
+import numpy as np
+import pytest
+
+from jaxkv.errors import BadCheckpoint
+from jaxkv.models.registry import build_model, load_config, load_params
+
+pytest.importorskip("torch")
+cases = pytest.importorskip("tests.models.families.cases")
+safetensors = pytest.importorskip("safetensors.numpy")
+
+pytestmark = pytest.mark.torch
+
+OLDER = {"language_model.model.": "text.", "language_model.lm_head.": "head."}
+OLDER |= {"vision_tower.": "vision.", "multi_modal_projector.": "projector."}
+NEWER = {"model.language_model.": "text.", "lm_head.": "head."}
+NEWER |= {"model.vision_tower.": "vision.", "model.multi_modal_projector.": "projector."}
+
+
+@pytest.fixture(scope="module", params=["mistral3", "gemma3-multimodal"])
+def saved(request, tmp_path_factory):
+    """A directory of a tiny model, its parameters, and its tensors by names of neither version."""
+    directory = tmp_path_factory.mktemp("multimodal")
+    cases.CASES[request.param].build().save_pretrained(directory)
+    tensors = safetensors.load_file(directory / "model.safetensors")
+    named = {_neutral(name): tensor for name, tensor in tensors.items()}
+    assert len(named) == len(tensors)
+    return directory, _params(directory), named
+
+
+def _neutral(name):
+    fitting = {**OLDER, **NEWER}
+    prefix = next(prefix for prefix in fitting if name.startswith(prefix))
+    return fitting[prefix] + name.removeprefix(prefix)
+
+
+def _named(named, prefixes):
+    back = {neutral: prefix for prefix, neutral in prefixes.items()}
+    return {
+        back[name.partition(".")[0] + "."] + name.partition(".")[2]: tensor
+        for name, tensor in named.items()
+    }
+
+
+def _params(directory):
+    return load_params(
+        directory, build_model(load_config(directory)), dtype="float32", progress=False
+    )
+
+
+@pytest.mark.parametrize("prefixes", [OLDER, NEWER], ids=["older", "newer"])
+def test_the_text_part_is_read_by_either_versions_names(saved, prefixes):
+    directory, params, named = saved
+    safetensors.save_file(_named(named, prefixes), directory / "model.safetensors")
+    jax.tree.map(np.testing.assert_array_equal, _params(directory), params)
+
+
+def test_tensors_that_belong_to_no_part_are_refused(saved):
+    directory, _, named = saved
+    more = _named(named, OLDER) | {"language_model.model.extra": np.zeros(2, np.float32)}
+    safetensors.save_file(more, directory / "model.safetensors")
+    with pytest.raises(BadCheckpoint, match=r"'language_model\.model\.extra', which a"):
+        _params(directory)
+
+
+def test_a_tensor_under_two_names_is_refused(saved):
+    directory, _, named = saved
+    both = _named(named, OLDER) | _named(named, NEWER)
+    safetensors.save_file(both, directory / "model.safetensors")
+    with pytest.raises(BadCheckpoint, match="two names of one tensor"):
+        _params(directory)
