@@ -379,7 +379,7 @@ class PageAllocator:
         self._prefix_owner = owner
 
     def pool(self, group_name: str) -> PagePool:
-        """Returns the pool of a group. Only the prefix owner may change it, with `keep` and `forget`."""
+        """Returns the pool of a group. Only the prefix owner may change it, with `keep` and `release_kept`."""
         return self._pools[self._layout.group(group_name).name]
 
     def held(self, seq: int) -> SequenceView:

@@ -102,7 +102,7 @@ class PagePool:
         owned = [page for page in pages if page in self._kept and self._references[page] == 1]
         if owned:
             raise ValueError(
-                f"cannot release {self._noun}s {owned}: only the prefix owner holds them; use forget()"
+                f"cannot release {self._noun}s {owned}: only the prefix owner holds them; use release_kept()"
             )
         for page in pages:
             self._references[page] -= 1
@@ -118,11 +118,11 @@ class PagePool:
         self.share([page])
         self._kept.add(page)
 
-    def forget(self, page: int) -> bool:
+    def release_kept(self, page: int) -> bool:
         """Drops the prefix owner's reference to an id; returns whether the id is free now."""
         if page not in self._kept:
             raise ValueError(
-                f"cannot forget {self._noun} {page}: the prefix owner does not hold it"
+                f"cannot release {self._noun} {page}: the prefix owner does not hold it"
             )
         self._kept.remove(page)
         self._num_idle -= self._references[page] == 1

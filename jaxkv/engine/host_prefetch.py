@@ -22,7 +22,7 @@ class SwapInTransfer(Protocol):
 class Mover[T: SwapInTransfer](Protocol):
     """Moves the bytes of swap-ins; `jaxkv.offload.transfers.HostTransfers` is one."""
 
-    def begin(self, swap_in: SwapIn) -> T:
+    def start(self, swap_in: SwapIn) -> T:
         """Starts the transfers of a swap-in."""
         ...
 
@@ -66,13 +66,13 @@ class HostPrefetch[T: SwapInTransfer]:
         tokens = sequence.tokens
         reused = self._prefix.match(tokens, keys, most=most).num_tokens
         limit = self._prefix.limit(tokens, most)
-        swap_in = self._swap_ins.begin(tokens, keys, limit, reused, sequence.goal)
+        swap_in = self._swap_ins.start(tokens, keys, limit, reused, sequence.goal)
         if swap_in is None:
             return False
         try:
-            self._in_progress[sequence] = self._mover.begin(swap_in)
+            self._in_progress[sequence] = self._mover.start(swap_in)
         except BaseException:
-            self._swap_ins.drop(swap_in)
+            self._swap_ins.release(swap_in)
             raise
         return True
 
@@ -98,13 +98,13 @@ class HostPrefetch[T: SwapInTransfer]:
                 if done:
                     self._swap_ins.land(inbound.swap_in)
             finally:
-                self._swap_ins.drop(inbound.swap_in)
+                self._swap_ins.release(inbound.swap_in)
 
     def cancel(self, sequence: RequestState) -> None:
         """Cancels the swap-in of a request, if there is one."""
         inbound = self._in_progress.pop(sequence, None)
         if inbound is not None:
-            self._swap_ins.drop(inbound.swap_in)
+            self._swap_ins.release(inbound.swap_in)
 
     def cancel_all(self) -> bool:
         """Cancels all swap-ins and frees their pages; returns False if there were none."""

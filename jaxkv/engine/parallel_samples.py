@@ -50,7 +50,7 @@ class ParallelSamples:
         """Starts one sample from the pages of the first one; if that fails, it waits as before."""
         try:
             self._allocator.fork(first.number, other.number)
-            other.begin_from(first, self._allocator.held(other.number))
+            other.start_from(first, self._allocator.held(other.number))
             self._queues.run(other)
             first.other_samples.remove(other)
             other.first_sample = None

@@ -153,14 +153,14 @@ class RequestState:
 
     # Events in the life of a request, in order.
 
-    def begin(self, pages: SequenceView) -> None:
+    def start(self, pages: SequenceView) -> None:
         """Starts from pages whose computed tokens were found in the prefix index."""
         self.pages = pages
         self.collected = pages.computed
 
-    def begin_from(self, first: "RequestState", pages: SequenceView) -> None:
+    def start_from(self, first: "RequestState", pages: SequenceView) -> None:
         """Starts from the pages of another sample of the same prompt."""
-        self.begin(pages)
+        self.start(pages)
         self.shared, self.cached = self.collected, 0
         self.keys = first.keys and first.keys.copy()
         self.admitted = first.admitted
@@ -208,7 +208,7 @@ class RequestState:
         self.epoch += 1
 
     def forget_admission(self) -> None:
-        """Undoes `begin_from` after the admission failed."""
+        """Undoes `start_from` after the admission failed."""
         self.cached, self.shared, self.keys, self.admitted = None, 0, None, None
 
     def _push(self, token: int) -> str:

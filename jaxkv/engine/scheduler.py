@@ -310,7 +310,7 @@ class Scheduler:
                 return False
             adopted = self._prefix.adopt(number, sequence.tokens, sequence.keys, most=most)
             found = adopted.num_tokens
-        sequence.begin(self._allocator.held(number))
+        sequence.start(self._allocator.held(number))
         if not self._reserve(sequence, max(found, sequence.goal), left):
             self._allocator.release(number)
             sequence.pages, sequence.collected = None, 0

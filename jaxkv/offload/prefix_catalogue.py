@@ -159,11 +159,11 @@ def collect(
             host_checkpoints.append(entry.kept)
     found: dict[str, dict[bytes, Source]] = {name: {} for name in index.kept_pages.trees}
     for name, node in host_pages:
-        table.know([node.key])
+        table.add_keys([node.key])
         found[name][node.key.digest] = Source(True, node.page)
     # After those of the host: what is on both is read from the device.
     for name, tree in index.kept_pages.trees.items():
-        table.know(node.key for node in tree)
+        table.add_keys(node.key for node in tree)
         found[name] |= {node.key.digest: Source(False, node.page) for node in tree}
     checkpoints = {one.key.digest: (True, one) for one in host_checkpoints}
     checkpoints |= {one.key.digest: (False, one) for one in index.kept_states.kept if one.confirmed}
@@ -179,7 +179,7 @@ def collect(
         }
         checkpoints = {digest: one for digest, one in checkpoints.items() if digest in along}
     for _, one in checkpoints.values():
-        table.know(one.chain)
+        table.add_keys(one.chain)
     return _assemble(index, table, found, list(checkpoints.values()))
 
 
@@ -195,8 +195,8 @@ class _Table:
         self._known: dict[bytes, PageKey] = {}
         self._allowed: set[bytes] | None = None
 
-    def know(self, keys: Iterable[PageKey]) -> None:
-        """Notes the tokens of pages."""
+    def add_keys(self, keys: Iterable[PageKey]) -> None:
+        """Adds the keys of pages, tokens included, to those that may have rows."""
         self._known |= {key.digest: key for key in keys}
 
     def allow(self, texts: Sequence[Sequence[int]]) -> None:

@@ -87,7 +87,7 @@ class SwapIns:
         self._next = -1
         self._open: dict[int, SwapIn] = {}
 
-    def find(
+    def find_prefix(
         self, tokens: Sequence[int], keys: PageKeys, limit: int
     ) -> tuple[int, Checkpoint | None]:
         """Returns the longest prefix, up to `limit` tokens, that both tiers hold together, and its checkpoint."""
@@ -107,10 +107,10 @@ class SwapIns:
                 return one.length, one
         return 0, None
 
-    def begin(
+    def start(
         self, tokens: Sequence[int], keys: PageKeys, limit: int, reused: int, goal: int
     ) -> SwapIn | None:
-        """Begins the swap-in of a prefix, and allocates its pages and states on the device.
+        """Starts the swap-in of a prefix, and allocates its pages and states on the device.
 
         Args:
             tokens: tokens of the request.
@@ -124,7 +124,7 @@ class SwapIns:
         """
         if not len(self.tier):
             return None
-        length, checkpoint = self.find(tokens, keys, limit)
+        length, checkpoint = self.find_prefix(tokens, keys, limit)
         if length <= reused:
             return None
         if checkpoint is not None and not self._states.could_have_room(checkpoint.key):
@@ -137,9 +137,9 @@ class SwapIns:
             if self._fill(made, self._look_up(tokens, keys), checkpoint, goal):
                 return made
         except BaseException:
-            self.drop(made)
+            self.release(made)
             raise
-        self.drop(made)
+        self.release(made)
         return None
 
     def land(self, made: SwapIn) -> list[Move] | None:
@@ -152,7 +152,7 @@ class SwapIns:
         one = made.checkpoint
         is_open = made.number in self._open and self._allocator.is_open(made.number)
         if not (is_open and self._is_valid(made)):
-            self.drop(made)
+            self.release(made)
             return None
         tick, wasted = self._advance(), set()
         for name, key, position, page in made.pages:
@@ -170,10 +170,10 @@ class SwapIns:
         counts.tokens_read += made.gained
         counts.wasted += len(wasted)
         self.tier.touch(made.entries)
-        self.drop(made)
+        self.release(made)
         return [move for move in made.moves if (move.group, move.unit) in wasted]
 
-    def drop(self, made: SwapIn) -> None:
+    def release(self, made: SwapIn) -> None:
         """Releases a swap-in's pages, states and pins; a second call does nothing."""
         if self._open.pop(made.number, None) is None:
             return
@@ -181,10 +181,10 @@ class SwapIns:
         if self._allocator.is_open(made.number):
             self._allocator.release(made.number)
 
-    def drop_all(self) -> None:
+    def release_all(self) -> None:
         """Cancels every unfinished swap-in."""
         for made in list(self._open.values()):
-            self.drop(made)
+            self.release(made)
 
     def _fill(
         self, made: SwapIn, lookups: Sequence[Lookup], checkpoint: Checkpoint | None, goal: int

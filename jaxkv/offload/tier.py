@@ -155,7 +155,7 @@ class HostTier:
             if (entry := self._owners.get(handle)) is not None:
                 self._drop(entry)
 
-    def forget(self, keys: Iterable[EntryKey]) -> None:
+    def remove(self, keys: Iterable[EntryKey]) -> None:
         """Drops the entries with these keys and all entries that need them, pinned or not."""
         todo, seen = list(keys), set()
         while todo:
@@ -167,9 +167,9 @@ class HostTier:
             if (entry := self._entries.get(key)) is not None:
                 self._drop(entry)
 
-    def forget_made(self, seq: int) -> None:
+    def remove_made(self, seq: int) -> None:
         """Drops the checkpoints that a sequence has made."""
-        self.forget(
+        self.remove(
             [
                 key
                 for key, entry in self._entries.items()

@@ -131,7 +131,7 @@ class HostTransfers:
         found = self.memory.copy_to_device([self._stored[handle] for handle in handles])
         return [tuple(np.asarray(array) for array in unit) for unit in found]
 
-    def begin(self, swap_in: SwapIn) -> StagedSwapIn:
+    def start(self, swap_in: SwapIn) -> StagedSwapIn:
         """Starts the transfers of a swap-in; see `advance`."""
         self.flush()
         inbound = StagedSwapIn(swap_in, deque(_batches(swap_in.moves, self._tier)))
@@ -142,7 +142,7 @@ class HostTransfers:
         """Writes units that have arrived to the cache, and starts further transfers.
 
         Args:
-            inbound: a swap-in from `begin`.
+            inbound: a swap-in from `start`.
             wait: whether to wait for the next transfer.
 
         Returns:

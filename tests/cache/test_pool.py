@@ -117,7 +117,7 @@ def test_the_prefix_owner_holds_one_reference_and_alone_makes_an_id_idle():
     pool.share([page])
     assert pool.num_idle == 0
     pool.release([page])
-    assert pool.forget(page)
+    assert pool.release_kept(page)
     assert (pool.num_idle, pool.num_free, pool.kept) == (0, NUM_PAGES, set())
     pool.check()
 
@@ -129,8 +129,10 @@ def test_the_prefix_owners_mistakes_and_those_at_its_cost_change_nothing():
     pool.keep(kept)
     with pytest.raises(ValueError, match="cannot keep page 0: the prefix owner holds it already"):
         pool.keep(kept)
-    with pytest.raises(ValueError, match="cannot forget page 1: the prefix owner does not hold it"):
-        pool.forget(held)
+    with pytest.raises(
+        ValueError, match="cannot release page 1: the prefix owner does not hold it"
+    ):
+        pool.release_kept(held)
     with pytest.raises(ValueError, match=r"cannot share pages \[5\]: they are free already"):
         pool.keep(5)
     pool.release([kept])
@@ -167,7 +169,7 @@ class PoolMachine(RuleBasedStateMachine):
     def forget(self, data):
         page = data.draw(st.sampled_from(sorted(self.kept)))
         self.kept.remove(page)
-        assert self.pool.forget(page) == (page not in self.references())
+        assert self.pool.release_kept(page) == (page not in self.references())
 
     @rule(count=st.integers(0, NUM_PAGES + 1))
     def take(self, count):

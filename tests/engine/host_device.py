@@ -97,7 +97,7 @@ class Host:
 
     def back(self, moves):
         """Brings pages back; returns whether all came."""
-        inbound = self.transfers.begin(SwapIn(-1, 1, 1, moves=moves))
+        inbound = self.transfers.start(SwapIn(-1, 1, 1, moves=moves))
         done = False
         while done is False:
             done = self.transfers.advance(inbound, wait=True)

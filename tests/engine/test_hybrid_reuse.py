@@ -154,7 +154,7 @@ def test_pages_are_shared_even_where_they_must_be_computed_again(checkpoints):
     (prompt,) = texts(19, 100)
     first = run(engine, prompt)[0]
     for one in engine.prefix._states.kept:
-        engine.prefix._states.forget(one, 0)
+        engine.prefix._states.remove(one, 0)
     free = engine.sequence_runner.allocator.num_free("gqa")
     packer, written = engine.sequence_runner.packer, []
     pack = packer.pack
@@ -287,7 +287,7 @@ def test_a_lost_checkpoint_falls_back_to_the_one_before():
     states = engine.prefix._states
     for lost, left in ((96, 40), (40, 32), (32, 0)):
         (one,) = [one for one in states.kept if one.length == lost]
-        states.forget(one, 0)
+        states.remove(one, 0)
         check(engine)
         told = engine.prefix.explain(prompt)
         assert (told.num_reused, told.groups[0].pages_kept) == (left, 3)

@@ -26,7 +26,7 @@ def leave_a_sequence(engine):
 
 def forget_a_kept_page(engine):
     pool = engine.sequence_runner.allocator.pool("gqa")
-    pool.forget(min(pool.kept))
+    pool.release_kept(min(pool.kept))
 
 
 CORRUPTIONS = {

@@ -19,7 +19,7 @@ class HostWorld(HybridWorld):
             (self.index, "begin_checkpoint"),
             (self.index, "store_checkpoint"),
             (self.index, "reclaim"),
-            (self.swaps, "begin"),
+            (self.swaps, "start"),
             (self.swaps, "land"),
         ):
             setattr(owner, name, self._flushed(getattr(owner, name)))
@@ -53,12 +53,12 @@ class HostWorld(HybridWorld):
         """Begins to bring back what the host has of a text; returns whether there was anything to bring, and room."""
         keys = self.index.keys(salt)
         limit = self.index.limit(text, None)
-        length, _ = self.swaps.find(text, keys, limit)
+        length, _ = self.swaps.find_prefix(text, keys, limit)
         expected = self.best_of_both(text, salt)
         assert length == expected, f"both tiers find {length} tokens, expected {expected}"
         reused = self.index.match(text, keys).num_tokens
         before = self.free(), self.all_kept(), set(self.checkpoints()), self._references()
-        made = self.swaps.begin(text, keys, limit, reused, len(text))
+        made = self.swaps.start(text, keys, limit, reused, len(text))
         if made is None:
             after = self.free(), self.all_kept(), set(self.checkpoints()), self._references()
             assert after == before, "a swap-in that was refused changed something"
@@ -112,7 +112,7 @@ class HostWorld(HybridWorld):
 
     def give_up(self):
         for made, *_ in self.coming:
-            self.swaps.drop(made)
+            self.swaps.release(made)
         self.coming.clear()
 
     def lose(self):

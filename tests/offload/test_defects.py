@@ -50,7 +50,7 @@ def what_is_needed_on_the_host_may_go(patch):
 
 @DEFECTS(AssertionError, "of a failed sequence is still on the host")
 def bad_pages_stay_on_the_host(patch):
-    patch.setattr(HostTier, "forget", lambda *_: None)
+    patch.setattr(HostTier, "remove", lambda *_: None)
 
 
 @DEFECTS(AssertionError, "follows one of a failed sequence is still on the host")
@@ -59,7 +59,7 @@ def what_rests_on_a_bad_page_stays(patch):
         for entry in [tier._entries[place] for place in places if place in tier._entries]:
             tier._drop(entry)
 
-    patch.setattr(HostTier, "forget", alone)
+    patch.setattr(HostTier, "remove", alone)
 
 
 @DEFECTS(AssertionError, "both tiers find")
@@ -83,7 +83,7 @@ def more_than_the_budget_is_kept(patch):
 
 @DEFECTS(AssertionError, "holds its places|neither free nor held|refused changed something")
 def given_up_swap_ins_keep_their_places(patch):
-    patch.setattr(SwapIns, "drop", lambda swaps, made: swaps._open.pop(made.number, None))
+    patch.setattr(SwapIns, "release", lambda swaps, made: swaps._open.pop(made.number, None))
 
 
 @DEFECTS(AssertionError, "both tiers find")

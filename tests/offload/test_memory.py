@@ -135,7 +135,7 @@ def test_little_is_staged_at_a_time(monkeypatch):
     host.transfers.flush()
     assert {len(one.moves) for one in host.transfers.transfers} == {2}
     moves = [Move("gqa", 12 + at, handle) for at, handle in enumerate(handles)]
-    inbound = host.transfers.begin(SwapIn(-1, 1, 1, moves=moves))
+    inbound = host.transfers.start(SwapIn(-1, 1, 1, moves=moves))
     assert sum(one.num_bytes for one in inbound.staged) == 4 * each
     while host.transfers.advance(inbound, wait=True) is False:
         assert sum(one.num_bytes for one in inbound.staged) <= 4 * each

@@ -61,4 +61,4 @@ def _begin_rows(
         usual = usual_positions(real, call.positions, 0, real.shape[1])
         lines = zip(ids.to("cpu").numpy(), real, usual, strict=True)
         texts = [line[shown].tolist() if fits else None for line, shown, fits in lines]
-    return sequences.begin(texts, real, call.can_leave_out(model.config))
+    return sequences.open_rows(texts, real, call.can_leave_out(model.config))

@@ -77,7 +77,7 @@ class Sequences:
         """Number of cached columns, padding included."""
         return self.real.shape[1]
 
-    def begin(self, texts: list[list[int] | None], real: np.ndarray, most_columns: int) -> int:
+    def open_rows(self, texts: list[list[int] | None], real: np.ndarray, most_columns: int) -> int:
         """Opens a row for each text and returns how many leading columns the prefix index holds.
 
         Columns are left out for all rows at once, so the row with the shortest hit decides.

@@ -125,13 +125,13 @@ class PageKeeper:
     def remove(self, name: str, node: Node, tick: int) -> None:
         """Removes a page from the cache and drops its reference."""
         self.trees[name].remove(node, tick)
-        self._allocator.pool(name).forget(node.page)
+        self._allocator.pool(name).release_kept(node.page)
 
     def clear(self) -> None:
         """Removes all pages and drops their references."""
         for name, tree in self.trees.items():
             for page in tree.clear():
-                self._allocator.pool(name).forget(page)
+                self._allocator.pool(name).release_kept(page)
 
     def check(self, name: str, others: Sequence[int]) -> None:
         """Checks one group.

@@ -86,15 +86,15 @@ class StateKeeper:
                 return one
         return None
 
-    def begin(self, seq: int, tokens: Sequence[int], keys: PageKeys, skipped: int) -> None:
-        """Sets `keys.places`: the lengths at which a sequence that begins now makes checkpoints."""
+    def plan(self, seq: int, tokens: Sequence[int], keys: PageKeys, skipped: int) -> None:
+        """Sets `keys.places`, the lengths at which a new sequence makes checkpoints, and plans these checkpoints."""
         keys.places = ()
         if not self.capacity:
             return
         # A preempted sequence begins again with the same keys; its own tokens are not an earlier prompt.
         if keys.agreed is None:
             keys.agreed = self._seen.agreed(keys, tokens)
-            self._seen.note(keys, tokens)
+            self._seen.add(keys, tokens)
         wanted = self.policy.places(len(tokens), keys.agreed, self._chunk)
         for place in wanted:
             key = self._key(tokens, keys, place)
@@ -105,7 +105,7 @@ class StateKeeper:
     @property
     def has_plans(self) -> bool:
         """Whether an open sequence has yet to make a checkpoint."""
-        self._plans.forget_idle()
+        self._plans.remove_idle()
         return len(self._plans) > 0
 
     def awaits(self, tokens: Sequence[int], keys: PageKeys, skipped: int, limit: int) -> bool:
@@ -115,7 +115,7 @@ class StateKeeper:
             for digest, length in self._plans.between(skipped, limit)
         )
 
-    def take(
+    def take_pending(
         self, seq: int, tokens: Sequence[int], keys: PageKeys, length: int
     ) -> Mapping[str, int] | None:
         """Takes free states for a pending checkpoint: a step will write the states after `length` tokens to them.
@@ -125,7 +125,7 @@ class StateKeeper:
             are in use.
         """
         key = self._key(tokens, keys, length)
-        self._plans.forget_idle()
+        self._plans.remove_idle()
         if not self._plans.may_make(seq, key) or self.kept.find(key) is not None:
             return None
         states = None
@@ -134,13 +134,13 @@ class StateKeeper:
             while states is None and self._evict_one(seq):
                 states = self._allocator.take_pending_checkpoint(seq, length)
         if states is None:
-            self._plans.end(key)
+            self._plans.remove(key)
             self._stats.checkpoints_dropped += 1
             return None
-        self._plans.begin(seq, key)
+        self._plans.claim(seq, key)
         return states
 
-    def drop(self, seq: int, length: int) -> None:
+    def drop_pending(self, seq: int, length: int) -> None:
         """Releases the states of a pending checkpoint."""
         self._allocator.drop_pending_checkpoint(seq, length)
 
@@ -183,7 +183,7 @@ class StateKeeper:
         if tails is None or anchors is None:
             self._pages.give_back(tails or {})
             if not current:
-                self.drop(seq, length)
+                self.drop_pending(seq, length)
             return []
         states = (
             self._allocator.keep_current_states(seq)
@@ -193,7 +193,7 @@ class StateKeeper:
         if states is None:
             self._pages.give_back(tails)
             return []
-        self._plans.end(key)
+        self._plans.remove(key)
         chain = tuple(keys.pages(tokens, self.kept.page_size, length))
         self.kept.add(Checkpoint(key, states, tails, anchors, chain, seq, tick, confirmed))
         self._stats.checkpoints += 1
@@ -202,11 +202,11 @@ class StateKeeper:
             for name, page in tails.items()
         ]
 
-    def forget(self, checkpoint: Checkpoint, tick: int) -> None:
+    def remove(self, checkpoint: Checkpoint, tick: int) -> None:
         """Removes a checkpoint and drops its references; sequences that share its states keep them."""
         self.kept.remove(checkpoint, tick)
         for name, state in (*checkpoint.states.items(), *checkpoint.tails.items()):
-            self._allocator.pool(name).forget(state)
+            self._allocator.pool(name).release_kept(state)
 
     def could_have_room(self, key: CheckpointKey) -> bool:
         """Whether `has_room` would be true; evicts nothing."""
@@ -216,9 +216,9 @@ class StateKeeper:
 
     def num_spare(self) -> int:
         """Returns how many checkpoints `has_room` would make room for; evicts nothing."""
-        self._plans.forget_idle()
+        self._plans.remove_idle()
         busy = sum(not self._is_unread(one) for one in self.kept)
-        return max(0, self.capacity - busy - self._plans.num_begun())
+        return max(0, self.capacity - busy - self._plans.num_claimed())
 
     def has_room(self, key: CheckpointKey) -> bool:
         """Whether a checkpoint may be swapped in from the host; evicts others to make room."""
@@ -266,17 +266,17 @@ class StateKeeper:
         held = self._allocator.held(seq)
         doomed = [one for one in self.kept if one.maker == seq or one.key.digest == held.origin]
         for one in doomed:
-            self.forget(one, tick)
+            self.remove(one, tick)
         if self.lower is not None:
-            self.lower.forget([("", held.origin)] if held.origin is not None else [])
-            self.lower.forget_made(seq)
+            self.lower.remove([("", held.origin)] if held.origin is not None else [])
+            self.lower.remove_made(seq)
         return len(doomed)
 
     def withdraw_made(self, seq: int, tick: int) -> None:
         """Removes the checkpoints that a sequence made; the sequence may have ended."""
         for one in self.kept:
             if one.maker == seq:
-                self.forget(one, tick)
+                self.remove(one, tick)
 
     def confirm(self, seq: int, tick: int, *, good: bool) -> None:
         """Confirms a sequence's unconfirmed checkpoints, or removes them if their step was not `good`."""
@@ -284,19 +284,19 @@ class StateKeeper:
             if one.maker == seq and not one.confirmed:
                 one.confirmed = True
                 if not good:
-                    self.forget(one, tick)
+                    self.remove(one, tick)
 
     def forget_unconfirmed(self, tick: int) -> None:
         """Removes all unconfirmed checkpoints, whose steps will never be collected."""
         for one in self.kept:
             if not one.confirmed:
-                self.forget(one, tick)
+                self.remove(one, tick)
 
     def clear(self) -> None:
         """Removes all checkpoints, plans and recorded prompts."""
         for one in self.kept.clear():
             for name, page in (*one.states.items(), *one.tails.items()):
-                self._allocator.pool(name).forget(page)
+                self._allocator.pool(name).release_kept(page)
         self._plans.clear()
         self._seen.clear()
 
@@ -339,8 +339,8 @@ class StateKeeper:
         """
         if not self.capacity:
             return False
-        self._plans.forget_idle()
-        begun = self._plans.num_begun()
+        self._plans.remove_idle()
+        begun = self._plans.num_claimed()
         while len(self.kept) + begun >= self.capacity:
             if not self._evict_one(seq):
                 return False
@@ -363,5 +363,5 @@ class StateKeeper:
     def _evict(self, one: Checkpoint) -> None:
         if self.lower is not None:
             self.lower.offer_checkpoint(one)
-        self.forget(one, self._tick)
+        self.remove(one, self._tick)
         self._stats.checkpoint_evictions += 1

@@ -24,11 +24,11 @@ class LowerTier(Protocol):
         """Stores a checkpoint that is being evicted; returns whether there was room."""
         ...
 
-    def forget(self, keys: Iterable[tuple[str, bytes]]) -> None:
+    def remove(self, keys: Iterable[tuple[str, bytes]]) -> None:
         """Drops the pages and checkpoints with these (group name, digest) pairs; the group of a checkpoint is ""."""
         ...
 
-    def forget_made(self, seq: int) -> None:
+    def remove_made(self, seq: int) -> None:
         """Drops the checkpoints that sequence `seq` made."""
         ...
 
@@ -54,12 +54,12 @@ class SwapIns(Protocol):
         """The tier to copy from."""
         ...
 
-    def find(
+    def find_prefix(
         self, tokens: Sequence[int], keys: PageKeys, limit: int
     ) -> tuple[int, Checkpoint | None]:
         """Returns the longest prefix, up to `limit` tokens, that both tiers hold together, and its checkpoint."""
         ...
 
-    def drop_all(self) -> None:
+    def release_all(self) -> None:
         """Cancels every unfinished swap-in."""
         ...

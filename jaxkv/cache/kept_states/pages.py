@@ -62,7 +62,7 @@ class CheckpointPages:
     def give_back(self, tails: Mapping[str, int]) -> None:
         """Frees pages that `take_tails` took."""
         for name, page in tails.items():
-            self._allocator.pool(name).forget(page)
+            self._allocator.pool(name).release_kept(page)
 
     def anchors(
         self, tokens: Sequence[int], keys: PageKeys, length: int

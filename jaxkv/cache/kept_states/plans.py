@@ -25,11 +25,11 @@ class Plans:
         """Plans a checkpoint by a sequence, unless another sequence plans it already."""
         self._planned.setdefault(key.digest, (seq, key.length))
 
-    def begin(self, seq: int, key: CheckpointKey) -> None:
+    def claim(self, seq: int, key: CheckpointKey) -> None:
         """Records that a sequence has taken states for a checkpoint, see `may_make`."""
         self._planned[key.digest] = seq, key.length
 
-    def end(self, key: CheckpointKey) -> None:
+    def remove(self, key: CheckpointKey) -> None:
         """Removes a plan that was carried out or dropped."""
         self._planned.pop(key.digest, None)
 
@@ -46,7 +46,7 @@ class Plans:
             if low < length <= high
         ]
 
-    def forget_idle(self) -> None:
+    def remove_idle(self) -> None:
         """Removes the plans of sequences that have ended, or have passed the length without a pending checkpoint."""
         for digest, (seq, length) in list(self._planned.items()):
             if self._allocator.is_open(seq):
@@ -55,8 +55,8 @@ class Plans:
                     continue
             del self._planned[digest]
 
-    def num_begun(self) -> int:
-        """Returns the number of plans whose sequence holds states for it; call `forget_idle` first."""
+    def num_claimed(self) -> int:
+        """Returns the number of plans whose sequence holds states for it; call `remove_idle` first."""
         held = self._allocator.held_by([seq for seq, _ in self._planned.values()])
         lengths = (length for _, length in self._planned.values())
         return sum(

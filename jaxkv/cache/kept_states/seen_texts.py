@@ -34,7 +34,7 @@ class SeenTexts:
                 return full * size + most
         return len(tokens)
 
-    def note(self, keys: PageKeys, tokens: Sequence[int]) -> None:
+    def add(self, keys: PageKeys, tokens: Sequence[int]) -> None:
         """Records a prompt."""
         size = self._size
         for full in range(-(-len(tokens) // size)):

@@ -105,7 +105,7 @@ class Hits:
         host = None if swap_ins is None else swap_ins.tier
         with_host = None
         if swap_ins is not None:
-            found, _ = swap_ins.find(tokens, keys, self.limit(tokens, None))
+            found, _ = swap_ins.find_prefix(tokens, keys, self.limit(tokens, None))
             with_host = max(match.num_tokens, found)
         along = self._states.kept.along(keys, tokens) if self._states.groups else ()
         return Explanation(

@@ -128,7 +128,7 @@ class PrefixIndex:
     def detach_lower_tier(self) -> None:
         """Clears the lower tier and cancels its swap-ins; evicted pages are lost from now on."""
         if self._lower is not None and self._swap_ins is not None:
-            self._swap_ins.drop_all()
+            self._swap_ins.release_all()
             self._lower.clear()
         self._lower = self._states.lower = self._swap_ins = None
 
@@ -183,7 +183,7 @@ class PrefixIndex:
         began = self._states.kept.named(match.origin) if match.origin else None
         if began is not None:
             self._states.kept.touch(began, self._tick)
-        self._states.begin(seq, tokens, keys, skipped)
+        self._states.plan(seq, tokens, keys, skipped)
         return match
 
     def awaits(self, tokens: Sequence[int], keys: PageKeys) -> bool:
@@ -210,11 +210,11 @@ class PrefixIndex:
         """
         if keys.epoch != self._epoch:
             return None
-        return self._states.take(seq, tokens, keys, length)
+        return self._states.take_pending(seq, tokens, keys, length)
 
     def drop_pending_checkpoint(self, seq: int, length: int) -> None:
         """Releases the states that `begin_checkpoint` took."""
-        self._states.drop(seq, length)
+        self._states.drop_pending(seq, length)
 
     def store_checkpoint(
         self,
@@ -325,7 +325,7 @@ class PrefixIndex:
         for name in self._trees:
             doomed = self._pages.held_by(seq, name)
             if self._lower is not None:
-                self._lower.forget((name, node.key.digest) for node in doomed)
+                self._lower.remove((name, node.key.digest) for node in doomed)
             for node in doomed:
                 self._remove(name, node)
             count += len(doomed)
@@ -362,7 +362,7 @@ class PrefixIndex:
     def lose_device(self) -> None:
         """Does what `clear` does after the device's cache is lost; entries that have reached the lower tier stay."""
         if self._lower is not None and self._swap_ins is not None:
-            self._swap_ins.drop_all()
+            self._swap_ins.release_all()
             self._lower.lose_device()
         self._states.clear()
         self._pages.clear()
@@ -422,4 +422,4 @@ class PrefixIndex:
     def _remove(self, name: str, node: Node) -> None:
         self._pages.remove(name, node, self._tick)
         for checkpoint in self._states.kept.resting_on(name, node.key.digest):
-            self._states.forget(checkpoint, self._tick)
+            self._states.remove(checkpoint, self._tick)

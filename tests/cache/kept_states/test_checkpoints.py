@@ -52,7 +52,7 @@ def test_pages_and_states_are_matched_apart_and_the_states_decide():
     world = world_of()
     leave(world, [0, 1], [0, 1, 0, 1, 1, 1])
     (one,) = [one for one in world.index._states.kept if one.length == 6]
-    world.index._states.forget(one, 0)
+    world.index._states.remove(one, 0)
     match = world.index.match([0, 1, 0, 1, 1, 1, 0], world.index.keys())
     assert (match.num_tokens, match.covered) == (2, {"group0": 6})
     assert len(match.pages["group0"]) == 3

@@ -292,15 +292,15 @@ def the_zero_state_restores(patch):
 
 
 @DEFECTS(AssertionError, "is kept and was not computed|two pages are kept")
-def forgetting_keeps_the_tail(patch):
+def removing_keeps_the_tail(patch):
     """A leak of every page that a checkpoint had of its own."""
 
-    def forget(keeper, one, tick):
+    def remove(keeper, one, tick):
         keeper.kept.remove(one, tick)
         for name, state in one.states.items():
-            keeper._allocator.pool(name).forget(state)
+            keeper._allocator.pool(name).release_kept(state)
 
-    patch.setattr(StateKeeper, "forget", forget)
+    patch.setattr(StateKeeper, "remove", remove)
 
 
 @DEFECTS(AssertionError, "a hit of|a page that was computed is not kept")

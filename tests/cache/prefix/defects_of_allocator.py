@@ -64,14 +64,14 @@ def idle_pages_are_counted_twice(patch):
 
 
 @DEFECTS(AssertionError, "not as many pages were evicted|a failed reserve changed")
-def forgetting_keeps_the_reference(patch):
+def releasing_keeps_the_reference(patch):
     """Leak of every evicted page."""
 
-    def forget(pool, page):
+    def release_kept(pool, page):
         pool._num_idle -= pool._references[page] == 1
         pool._kept.remove(page)
 
-    patch.setattr(PagePool, "forget", forget)
+    patch.setattr(PagePool, "release_kept", release_kept)
 
 
 @DEFECTS(CorruptBooks)

@@ -65,7 +65,7 @@ def test_an_allocator_has_one_index():
             r"has the pages \[9\] without a reference",
         ),
         (
-            lambda cache, tree: cache.allocator.pool("group0").forget(1),
+            lambda cache, tree: cache.allocator.pool("group0").release_kept(1),
             r"the pages \[1\] without a reference",
         ),
         (
