@@ -37,7 +37,7 @@ _MAPS = Path("/proc/self/maps")
 
 @pytest.fixture(autouse=True, scope="module")
 def few_programs():
-    """Forgets what was compiled, after a module, once it takes much of what the process may map."""
+    """Clears JAX's caches after a module if compiled programs use many of the process's memory mappings."""
     yield
     if _MAPS.exists() and len(_MAPS.read_bytes().splitlines()) > _MANY_MAPS:
         jax.clear_caches()

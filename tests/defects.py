@@ -1,4 +1,4 @@
-"""Defects by name: each puts itself into the code under test, and states the error that must find it."""
+"""Seeded defects by name: each patches the code under test, and states the error that must find it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Switches on the checks of annotated shapes and types. The tests' conftest and programs that tests start call it."""
+"""Switches on the checks of annotated shapes and types, for the tests' conftest and for programs that tests start."""
 
 import importlib.util
 

@@ -1,4 +1,4 @@
-"""Many users of one model at once: each gets its own tokens, leaves when it likes, and hears of failures."""
+"""`AsyncLLM`: concurrent callers get their own tokens, can leave at any time, and receive errors."""
 
 import asyncio
 from collections.abc import AsyncGenerator

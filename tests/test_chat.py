@@ -1,4 +1,4 @@
-"""`jaxkv chat`: what is remembered, how answers end, and how messages are typed, pasted and piped."""
+"""`jaxkv chat`: the messages it keeps, the ends of answers, and typed, pasted and piped messages."""
 
 import hashlib
 import io

@@ -1,4 +1,4 @@
-"""The packages hold nothing that runs code or reads pickles, by their syntax trees."""
+"""The packages contain no call that runs code or reads pickles, by their syntax trees."""
 
 import ast
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`generate`: one executable, the tokens of Transformers, and usable inside somebody else's jitted function."""
+"""`generate`: one executable, the tokens of Transformers, and use inside a caller's jitted function."""
 
 import inspect
 from dataclasses import replace
@@ -89,7 +89,7 @@ def traces(monkeypatch):
 
 
 def test_lengths_ids_and_seeds_are_data(params, traces):
-    """Other lengths, ids, limits of stop ids, and seeds of whatever source run in the program that exists."""
+    """Other lengths, ids, limits, stop ids, and seeds of every source run in the existing program."""
     for lens in ([1, 5, 3], [5, 5, 1], [2, 4, 5]):
         prompts = jnp.arange(15, dtype=jnp.int32).reshape(3, 5)
         draws = SamplingParams(temperature=0.5, max_tokens=6, stop_token_ids=(lens[1],))

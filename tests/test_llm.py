@@ -1,4 +1,4 @@
-"""What a user touches: `LLM` on the model inside the package, offline. Truth is `generate` and Transformers."""
+"""`LLM` on the model inside the package, offline, compared with `generate` and Transformers."""
 
 import json
 import sys
@@ -31,7 +31,7 @@ def llm():
 
 @pytest.fixture(autouse=True)
 def nothing_leaks(request):
-    """After each test nobody but the prefix index holds a page, nobody waits, and the books agree."""
+    """Asserts after each test that only the prefix index holds pages, no request waits, and the records agree."""
     yield
     if "llm" in request.fixturenames:
         llm = request.getfixturevalue("llm")

@@ -1,4 +1,4 @@
-"""`LLM` when something goes wrong: lost caches, broken devices, interrupts, and streams that are dropped."""
+"""`LLM` under failures: lost caches, broken devices, interrupts, and streams that are dropped."""
 
 from dataclasses import replace
 
@@ -24,7 +24,7 @@ def llm():
 
 @pytest.fixture(autouse=True)
 def nothing_leaks(llm):
-    """After each test nobody but the prefix index holds a page, nobody waits, and the books agree."""
+    """Asserts after each test that only the prefix index holds pages, no request waits, and the records agree."""
     yield
     llm.engine.sequence_runner.allocator.check()
     llm.engine.prefix.check()

@@ -1,4 +1,4 @@
-"""The end of an `LLM`: what is freed when it is closed or dropped, and what it answers then, or in a forked child."""
+"""The end of an `LLM`: memory that `close` and garbage collection free, later calls, and forked children."""
 
 import asyncio
 import gc
@@ -126,7 +126,7 @@ def test_an_llm_that_is_served_is_closed_after_its_service():
 
 
 def told_in_a_forked_child(use):
-    """Returns what an exception of `use` says in a forked child; `None` if it does not end within a minute."""
+    """Returns the message of the exception of `use` in a forked child; `None` if it does not end within a minute."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:

@@ -1,4 +1,4 @@
-"""The text of answers, from every door alike: a model whose tokenizer strips the space in front of a text."""
+"""The text of answers is the same from every method, for a tokenizer that strips the space before a text."""
 
 import asyncio
 import shutil

@@ -1,4 +1,4 @@
-"""How much memory there is, and what is refused or told when it does not suffice."""
+"""Free memory, and the errors when it does not suffice."""
 
 import os
 
@@ -88,7 +88,7 @@ def test_a_cache_on_a_cpu_has_a_share_of_a_quarter_of_what_a_container_allows(mo
 
 
 def device_of(monkeypatch, free):
-    """Makes the device one that has so many bytes free, as a GPU tells it."""
+    """Makes the device report so many free bytes, as a GPU does."""
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(plan, "device_bytes", lambda: free)
 

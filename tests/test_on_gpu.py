@@ -1,4 +1,4 @@
-"""What only a GPU can show: kernels inside the engine, in place, with the tokens that XLA alone gives."""
+"""Kernels inside the engine on a GPU: in place, with the tokens of XLA alone."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""How the command line reads numbers and the names of options."""
+"""The command line's numbers and names of options."""
 
 import argparse
 

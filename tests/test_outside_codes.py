@@ -1,4 +1,4 @@
-"""The repository says what it promises in words: no code in it points to a document that it does not contain."""
+"""No code in the repository refers to a document outside of it."""
 
 import re
 from pathlib import Path

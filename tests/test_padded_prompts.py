@@ -1,4 +1,4 @@
-"""Prompts of every integer kind become one padded int32 array; anything else gets a reason."""
+"""Prompts of every integer kind become one padded int32 array; other prompts raise an error with the reason."""
 
 import chex
 import jax

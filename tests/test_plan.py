@@ -1,4 +1,4 @@
-"""A plan promises what `LLM` will find once its weights lie in the same memory."""
+"""`jaxkv plan` predicts the cache that `LLM` allocates once its weights are in the same memory."""
 
 import inspect
 import re

@@ -1,4 +1,4 @@
-"""What is public: each package lists it, and every public function and class documents what it takes and raises."""
+"""Public names: each package lists them, and every public function and class documents its arguments and errors."""
 
 import inspect
 import subprocess

@@ -1,4 +1,4 @@
-"""What `LLM` says of its work while it serves and afterwards: usage, timing, progress, and whose turn it is."""
+"""Usage, timing, progress and order of the requests of an `LLM`."""
 
 import asyncio
 import sys
@@ -34,7 +34,7 @@ def wanted(llm):
 
 @pytest.fixture(autouse=True)
 def empty_cache(llm, wanted):
-    """Each test begins without kept pages, and ends with nobody in service."""
+    """Each test starts without cached pages, and ends without open requests."""
     llm.engine.prefix.clear()
     yield
     assert (llm.stats().running, llm.stats().waiting) == (0, 0)
@@ -210,7 +210,7 @@ def test_threads_take_turns_and_get_their_own_answers(llm, wanted):
 
 
 def test_streams_and_calls_may_alternate(llm, wanted):
-    """A step for one is a step for all, and nobody's tokens are lost or mixed up."""
+    """One step serves all requests, and no tokens are lost or exchanged."""
     first, second = llm.stream(PROMPTS[0], GREEDY), llm.stream(PROMPTS[1], GREEDY)
     tokens = [[next(first).token_id], [next(second).token_id]]
     assert [output.token_ids for output in llm.generate(PROMPTS[2:], GREEDY)] == wanted[2:]

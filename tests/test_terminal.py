@@ -1,4 +1,4 @@
-"""Notes, log messages and the status line keep off the lines of an answer."""
+"""Notes, log messages and the status line never interrupt a line of an answer."""
 
 import logging
 import os

@@ -1,4 +1,4 @@
-"""What stands in an error message is one short line."""
+"""Values in error messages are one short line."""
 
 from jaxkv.wording import clip, listed, shown
 

@@ -1,4 +1,4 @@
-"""The one table of tolerances. A kernel that misses them is wrong; they are never loosened for it."""
+"""The table of tolerances of all kernels. It is never loosened for a kernel."""
 
 import numpy as np
 
@@ -6,7 +6,7 @@ from pallas_kernels.workbench.tolerances import OUTPUT
 
 __all__ = ["LSE", "OUTPUT", "assert_lse", "assert_output"]
 
-# Of a log-sum-exp, which is float32 whatever the inputs are.
+# Of a log-sum-exp, which is float32 for every dtype of the inputs.
 LSE = 2e-5
 
 

@@ -1,4 +1,4 @@
-"""What `jaxkv bench` measures when its user leaves the choice to it. Nothing is loaded or run."""
+"""Defaults of `jaxkv bench`: they fit the model and the device. No model is loaded."""
 
 import jax
 import pytest

@@ -1,4 +1,4 @@
-"""The figures' arithmetic, on times that are written down. Nothing is timed."""
+"""The metrics of a benchmark, computed from given times."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Serving as the benchmark does: everything is asked, nothing compiles meanwhile, tokens are counted once."""
+"""The benchmark's serving loop: all requests are served, nothing compiles after the warm-up, each token counts once."""
 
 import pytest
 
@@ -42,7 +42,7 @@ def test_every_token_that_was_asked_for_is_counted(result):
     assert told["failed"] == 0
     assert told["prompt_tokens"] == sum(len(request.prompt) for request in asked)
     assert told["output_tokens"] == sum(request.params.max_tokens for request in asked)
-    # The first two may begin together; whoever comes after them finds the one page that all share.
+    # The first two may start together; every later request finds the one page that all share.
     assert told["cached_tokens"] >= 4 * 16
     assert told["request_rate"] == 1000.0
 

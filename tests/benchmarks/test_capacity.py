@@ -1,4 +1,4 @@
-"""The table of what each way of remembering takes, worked out by hand where that is easy."""
+"""The capacity table: bytes per token of each cache format, compared with numbers computed by hand."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The benchmark of the decode step: every way is timed against one floor, and the peer in torch is the same model."""
+"""The benchmark of decode steps: all forms have the same floor, and the torch peer is the same model."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""The engine's benchmark: its floor is arithmetic, its parts are those of a step, and it runs on a small model."""
+"""The engine's benchmark: its floor, the parts of a step, and a run on a small model."""
 
 import json
 import time

@@ -1,4 +1,4 @@
-"""The generation benchmark: it runs anywhere, times every form, and says what floor it compares with."""
+"""The generation benchmark: it runs on any device, times every form, and records its floor."""
 
 import math
 

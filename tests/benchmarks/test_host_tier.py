@@ -1,4 +1,4 @@
-"""The benchmark of the host tier runs, and its records say what was measured."""
+"""The benchmark of the host tier runs and records its measurements."""
 
 import pytest
 

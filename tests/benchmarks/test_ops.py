@@ -1,4 +1,4 @@
-"""The op benchmark: it runs anywhere, times only right answers, and each call reads memory of its own."""
+"""The op benchmark: it runs on any device, times correct results only, and each call reads separate memory."""
 
 import jax
 import jax.numpy as jnp

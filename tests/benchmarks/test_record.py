@@ -1,4 +1,4 @@
-"""Records: complete where they can be, and plain about what is unknown where they cannot."""
+"""Records of benchmarks: complete where possible, and explicit about unknown fields."""
 
 import json
 import subprocess

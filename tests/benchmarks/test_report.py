@@ -1,4 +1,4 @@
-"""Reports: tables that say what was measured, and documents whose tables follow their records."""
+"""Reports: Markdown tables from records, and documents whose marked tables are replaced."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What a profile of a step says: how long streams were busy, and which kernels that was."""
+"""Profiles of steps: the busy time of GPU streams, and the time per kernel."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""The clock: what it refuses, what one launch holds, and what it reports."""
+"""The timing of ops: refusals, the calls of one launch, and the reported times."""
 
 import jax
 import jax.numpy as jnp

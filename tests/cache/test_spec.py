@@ -160,7 +160,7 @@ def test_layers_may_be_offset_so_that_a_second_model_shares_the_cache():
 
 
 def test_a_variant_that_a_test_invents_needs_no_change_elsewhere():
-    """The code of the cache knows no variant by name."""
+    """The code of the cache names no variant."""
     spec = PagedSpec("rumour", (ArraySpec("ssm", (3, 5), "float16"),), page_size=4)
     layout = group_layers([LayerSpec(0, spec), LayerSpec(1, gqa(1, 2, **HALF))])
     assert [array.name for array in layout.arrays(counts_of(layout, 2))] == [

@@ -40,10 +40,10 @@ def test_an_unknown_quantisation_is_refused():
 
 @pytest.mark.parametrize("name", ["fp8", "int8"])
 def test_a_cache_dtype_may_name_a_quantised_format(name):
-    """So that whatever passes a wish for a dtype on passes this one on too."""
-    wished = gqa(2, 16, dtype=name, page_size=8)
-    assert wished == gqa(2, 16, dtype="bfloat16", page_size=8, quantised=name)
-    assert window(2, 16, window=5, dtype=name, page_size=8).arrays == wished.arrays
+    """Code that passes a dtype on needs no other argument for quantised formats."""
+    spec = gqa(2, 16, dtype=name, page_size=8)
+    assert spec == gqa(2, 16, dtype="bfloat16", page_size=8, quantised=name)
+    assert window(2, 16, window=5, dtype=name, page_size=8).arrays == spec.arrays
 
 
 def test_window_is_gqa_with_a_window():

@@ -1,4 +1,4 @@
-"""How the set-up finds an interpreter, against made-up folders of interpreters."""
+"""The search for a Python interpreter in the set-up, with made-up folders of interpreters."""
 
 import os
 import subprocess

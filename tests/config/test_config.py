@@ -1,4 +1,4 @@
-"""Options out of range are refused when they are made, by name and with the range."""
+"""Options out of range raise an error on construction, with the option's name and range."""
 
 import copy
 import dataclasses

@@ -1,4 +1,4 @@
-"""What users of vLLM type first: accepted where it has a meaning, and answered in one sentence where it has none."""
+"""vLLM's names of options: accepted where jaxkv has the option, and refused with one sentence where it does not."""
 
 import re
 from pathlib import Path

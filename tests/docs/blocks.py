@@ -1,4 +1,4 @@
-"""The fenced code blocks of a Markdown page, and what runs them.
+"""The fenced code blocks of a Markdown page, and functions that run them.
 
 The blocks of a page run in order, in one namespace. A `text` block right behind a block is what that block prints, and
 a `console` block may hold the output behind its commands; `...` stands for any text. A block that cannot run in the

@@ -1,4 +1,4 @@
-"""The files, folders and classes that the pages on the code name exist."""
+"""The files, folders and classes that the documentation of the code names exist."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Every code block of the README and of the documentation runs as shown, and prints what is shown."""
+"""Every code block of the README and of the documentation runs as shown, and prints the output shown."""
 
 import importlib.util
 import io

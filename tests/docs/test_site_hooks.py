@@ -1,4 +1,4 @@
-"""The hooks of the documentation's site: links between files become links between pages, and nothing is loaded."""
+"""The hooks of the documentation's site: links between files become links between pages, without network access."""
 
 import importlib.util
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""Engines over a tiny random model, with small pools full of junk, and the oracle they are compared with."""
+"""Engines over a tiny random model, with small pools full of junk, and the oracle that they are compared with."""
 
 from functools import cache
 from itertools import count
@@ -83,7 +83,7 @@ def sequence_runner_for(*, rope="plain", programs=None, **counts):
 
 
 def fill_free(sequence_runner):
-    """Writes junk where nothing is kept: NaN, or all bits set, in pages and states that nobody holds.
+    """Writes junk into pages and states that are free: NaN, or all bits set.
 
     Biases of the sampling group stay clean, as the engine promises to keep them.
     """
@@ -109,7 +109,7 @@ def fill_free(sequence_runner):
 
 
 def engine_for(*, rope="plain", programs=None, free_pages=None, clock=None, **config):
-    """Returns an engine; of each group all but `free_pages` pages are somebody else's."""
+    """Returns an engine; of each group all but `free_pages` pages are taken."""
     sequence_runner = sequence_runner_for(rope=rope, programs=programs)
     if free_pages is not None:
         sequence_runner.allocator.open(OTHER_HOLDER)
@@ -124,7 +124,7 @@ def engine_for(*, rope="plain", programs=None, free_pages=None, clock=None, **co
 
 
 def keep_junk(engine):
-    """Lets every plan find junk in whatever was given back since the last one, and in a cache that was built anew."""
+    """Writes junk into freed pages and states, and into a rebuilt cache, before every plan."""
     sequence_runner, plan = engine.sequence_runner, engine.scheduler.plan
     release, given_back, filled = sequence_runner.allocator.release, count(), [None]
     free_out_of_window = sequence_runner.allocator.free_out_of_window
@@ -190,7 +190,7 @@ def assert_equal(sequences, finished):
 
 
 def assert_idle(engine):
-    """Nobody holds a page or a state but the index, the books agree, and nobody wrote the states that are reserved."""
+    """Asserts that only the index holds pages and states, the records agree, and reserved states were not written."""
     owner = engine.runner.owner
     states = [group for group in engine.runner.layout.groups if group.unit == "state"]
     for group in [] if owner.poisoned else states:

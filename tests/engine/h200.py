@@ -1,4 +1,4 @@
-"""Compiles the engine's programs for an H200 on a machine without a GPU and prints what XLA made of them, as JSON.
+"""Compiles the engine's programs for an H200 on a machine without a GPU and prints their properties as JSON.
 
 Run as a program, because it must set up JAX before anything imports it: `python h200.py decode generate ...`.
 It prints {"skipped": reason} where JAX's CUDA plugin is not installed. Nothing is executed.

@@ -1,4 +1,4 @@
-"""Compiles what moves pages and states for an H200, as h200.py does: `python h200_host.py swap_in ...`."""
+"""Compiles the programs that move pages and states for an H200, as h200.py does: `python h200_host.py swap_in ...`."""
 
 import sys
 

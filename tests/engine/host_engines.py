@@ -1,4 +1,4 @@
-"""Engines with a tier on the host, and what they are asked.
+"""Engines with a host tier, and their requests.
 
 The device's pool is so small that nearly every prefix that comes back does so from the host.
 """
@@ -26,7 +26,7 @@ MUCH = 2**22
 
 
 def engine_for(*, free_pages=8, host_bytes=MUCH, **config):
-    """Returns an engine with a tier on the host; of each group all but `free_pages` pages are somebody else's."""
+    """Returns an engine with a tier on the host; of each group all but `free_pages` pages are taken."""
     sequence_runner = sequence_runner_for()
     sequence_runner.allocator.open(OTHER_HOLDER)
     sequence_runner.allocator.reserve(OTHER_HOLDER, (ROWS * LONGEST // PAGE - free_pages) * PAGE)

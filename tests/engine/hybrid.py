@@ -1,4 +1,4 @@
-"""Engines over a tiny model of Mamba-2 and attention layers, with room for checkpoints, and what they computed."""
+"""Engines over a tiny model of Mamba-2 and attention layers, with room for checkpoints, and records of their steps."""
 
 from dataclasses import replace
 

@@ -76,7 +76,7 @@ def model(latent=LATENT, layers=1, layer_offset=0, window=None):
 def engine_of(latent=LATENT, *, programs=None, free_pages=None, window=None, **options):
     """Returns an engine whose pools hold junk wherever nothing is kept; `options` are of `EngineConfig`.
 
-    Of each group all but `free_pages` pages are somebody else's.
+    Of each group all but `free_pages` pages are taken.
     """
     network, params = model(latent, window=window)
     wish = CacheConfig(max_sequences=ROWS, page_size=PAGE)

@@ -1,4 +1,4 @@
-"""What `jaxkv.generate` makes of requests: one executable over static rows, without engine, pages or schedule."""
+"""The expected tokens of requests, from `jaxkv.generate`: one executable over static rows, without engine or pages."""
 
 from dataclasses import dataclass, replace
 

@@ -1,8 +1,8 @@
 """A device in NumPy behind the real engine: any wrong page, state, slot or order shows at once, and nothing compiles.
 
-Instead of keys and values, a token's place in a page holds (token, position, chain), where the chain is a number made
-of all tokens up to this one. A state holds (chain, length). Who reads anything but its own text raises `WrongUse`, and
-so does who writes what others hold. What is chosen next is made of the chain, so an oracle without pages knows it.
+Instead of keys and values, a slot holds (token, position, chain). The chain is a number computed from all tokens up to
+this one. A state holds (chain, length). A row that reads another text than its own, or writes a shared page, raises
+`WrongUse`. The next token is computed from the chain, so an oracle without pages can compute it too.
 """
 
 from collections import Counter

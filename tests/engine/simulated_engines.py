@@ -1,4 +1,4 @@
-"""Engines over a simulated device: one for each kind of cache, with settings at random."""
+"""Engines over a simulated device: one for each kind of cache, with random settings."""
 
 from dataclasses import dataclass
 from functools import cache

@@ -1,4 +1,4 @@
-"""The memories of a simulated device: arrays of NumPy, and a host's memory whose copies take their time."""
+"""The memories of a simulated device: NumPy arrays, and host memory with copies that take several polls."""
 
 import jax
 import jaxtyping
@@ -10,7 +10,7 @@ from jaxkv.cache.state import Cache
 
 
 class DeviceArray(np.ndarray):
-    """A NumPy array that answers what the engine asks of one on a device."""
+    """A NumPy array with the methods of a device array that the engine uses."""
 
     deleted = False
 
@@ -59,7 +59,7 @@ class Late:
 
     Args:
         values: what it will hold.
-        polls: how often it says that it has not come.
+        polls: number of polls before the copy has arrived.
     """
 
     def __init__(self, values, polls):

@@ -43,7 +43,7 @@ def assert_all_is_free(engine):
 
 
 class Play:
-    """Lets an engine serve requests at random, over junk in whatever is free, and compares with the oracle.
+    """Lets an engine serve random requests, with junk in free pages and states, and compares with the oracle.
 
     Args:
         draw: decides everything.
@@ -68,7 +68,7 @@ class Play:
         )
 
     def run(self):
-        """Serves everybody, with faults and without at the end, and compares what they got."""
+        """Serves all requests, with faults and at the end without, and compares their tokens with the oracle's."""
         steps = 0
         while self._waiting or any(one.status != FINISHED for one, _ in self.sequences):
             self._arrive()

@@ -1,4 +1,4 @@
-"""Requests at random for a simulated device, what each must get, and what may go wrong meanwhile. Knows no pages."""
+"""Random requests for a simulated device, their expected tokens, and random faults."""
 
 from collections import namedtuple
 from functools import wraps

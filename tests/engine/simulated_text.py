@@ -1,4 +1,4 @@
-"""What a simulated model makes of a text: a chain, and from it the next token. Knows no cache."""
+"""The simulated model: the chain of a text, and the next token computed from it."""
 
 from collections.abc import Iterable
 

@@ -1,4 +1,4 @@
-"""Whole requests over the engine: what they took is counted once, whoever gives way, fails or leaves."""
+"""Whole requests over the engine: usage and timing are counted once, also after preemptions, failures and aborts."""
 
 import pytest
 

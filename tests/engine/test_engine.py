@@ -1,4 +1,4 @@
-"""The engine's answers are those of `jaxkv.generate`, whatever comes in between. Junk is in every free place."""
+"""The engine's tokens are those of `jaxkv.generate`, with junk in all free pages and states."""
 
 import random
 from contextlib import ExitStack
@@ -153,7 +153,7 @@ def samples_of(prompt, count, **params):
 
 
 def alone(samples):
-    """Returns the tokens of requests that do not know of each other, as the tests above compare with the oracle."""
+    """Returns the tokens of independent requests, as the tests above compare with the oracle."""
     engine = engine_for(prefix_cache=False)
     sequences = [engine.add([one])[0] for one in samples]
     engine.run(sequences)
@@ -303,7 +303,7 @@ def test_a_warm_engine_compiles_nothing():
     engine.run(sequences)
     assert compile_count() == before
     assert_equal(sequences, wanted)
-    # A request that needs more fails alone and says why; the others do not notice.
+    # A request that needs more fails alone, with the reason; the others are not affected.
     [drawn] = engine.add([request_of([1, 2], temperature=1.0)])
     [plain] = engine.add([requests[0]])
     engine.run([drawn, plain])

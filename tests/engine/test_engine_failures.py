@@ -1,4 +1,4 @@
-"""Faults in the middle of serving: whoever survives has the tokens of a run without faults, and nothing leaks."""
+"""Faults during serving: surviving requests have the tokens of a run without faults, and nothing leaks."""
 
 import random
 from copy import copy

@@ -1,4 +1,4 @@
-"""The engine's lock: one thread at a time, a borrower alone, and deferred work of finalizers in between."""
+"""The engine's lock: one thread at a time, exclusive use by a borrower, and deferred work of finalizers."""
 
 import threading
 

@@ -1,4 +1,4 @@
-"""Through the same programs every result is equal bit for bit, in every schedule and beside every neighbour.
+"""Through the same programs every result is equal bit for bit, in every schedule and with all other requests.
 
 One engine serves trace after trace, so that prefix hits, evictions and pages full of another's numbers pile up.
 """

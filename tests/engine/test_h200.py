@@ -1,4 +1,4 @@
-"""What XLA makes of the engine's programs on an H200, seen without a GPU: launches, copies, donation."""
+"""The engine's programs compiled for an H200 without a GPU: launches, copies, donation."""
 
 import json
 import os

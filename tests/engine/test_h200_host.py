@@ -1,4 +1,4 @@
-"""What XLA makes of the programs between cache and host on an H200, seen without a GPU: updates in place."""
+"""The programs between cache and host compiled for an H200 without a GPU: in-place updates."""
 
 from tests.engine.h200_host import LAYERS
 from tests.engine.test_h200_hybrid import compiled

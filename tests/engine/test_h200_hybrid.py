@@ -1,4 +1,4 @@
-"""What XLA makes of steps of models with recurrent layers and experts on an H200, seen without a GPU."""
+"""Steps of models with recurrent layers and experts, compiled for an H200 without a GPU."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""What XLA makes of steps of models with latent attention on an H200, seen without a GPU."""
+"""Steps of models with latent attention, compiled for an H200 without a GPU."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What XLA makes of steps of models with windows, bounded scores and sinks on an H200, seen without a GPU."""
+"""Steps of models with windows, soft caps and sinks, compiled for an H200 without a GPU."""
 
 import pytest
 

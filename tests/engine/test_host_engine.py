@@ -1,4 +1,4 @@
-"""Engines whose prefixes go through the host make the oracle's tokens."""
+"""Engines with a host tier generate the oracle's tokens."""
 
 import logging
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Engines whose prefixes go through the host make the oracle's tokens when a transfer fails."""
+"""Engines with a host tier generate the oracle's tokens when a transfer fails."""
 
 import logging
 

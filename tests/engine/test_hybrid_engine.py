@@ -1,4 +1,4 @@
-"""Models with recurrent layers in the engine: a state for each sequence, cuts where scans want them, no false hits."""
+"""Models with recurrent layers in the engine: a state per sequence, prefill cut at chunk ends, no false prefix hits."""
 
 import logging
 import random

@@ -1,4 +1,4 @@
-"""What only a GPU can show of kept states: snapshots and read ids of the kernels inside the engine, in bfloat16."""
+"""State checkpoints on a GPU: snapshots and read ids of the kernels inside the engine, in bfloat16."""
 
 import jax
 import numpy as np

@@ -1,6 +1,6 @@
 """The prefix cache of a model with Mamba-2 and attention layers: scripted traces, exact counts, outputs as uncached.
 
-Checkpoints are left where prompts diverge, at the last aligned place and at the one before; the grid is the page size.
+Checkpoints are made where prompts diverge, at the last aligned length and at the one before; the grid is the page size.
 """
 
 from dataclasses import replace

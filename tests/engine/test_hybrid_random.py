@@ -1,7 +1,7 @@
-"""Conversations at random over models with recurrent layers and too little of everything: tokens as if each were alone.
+"""Random conversations over models with recurrent layers and few pages: every request has the tokens of a run alone.
 
-Turns that go on, branch off or come again, samples, stops, aborts, preemptions, lost caches and evictions, over few
-checkpoints and pages. The books are checked after every step.
+Conversations continue, branch off or repeat, with samples, stops, aborts, preemptions, lost caches and evictions, over
+few checkpoints and pages. The records of pages are checked after every step.
 """
 
 import random
@@ -57,7 +57,7 @@ def play(engine, draw, most):
 
 
 def next_turn(draw, known):
-    """Returns a request that goes on from what was said, branches off in it, or says it again."""
+    """Returns a request that continues an earlier text, branches off from it, or repeats it."""
     before = draw.choice(known)
     cut = draw.choice([len(before), len(before), draw.randrange(len(before) + 1)])
     end = [draw.randrange(VOCAB) for _ in range(draw.choice([0, 1, 5, 20]))]

@@ -1,4 +1,4 @@
-"""What a model with recurrent layers reuses of earlier prompts, whatever else happens: never another's or too much."""
+"""Prefix reuse of models with recurrent layers under faults: no wrong prefix, and never too many tokens."""
 
 import random
 from dataclasses import replace
@@ -63,7 +63,7 @@ def test_a_checkpoint_inside_a_page_gives_what_an_uncached_run_gives(length):
     (base, *others) = texts(length, length, 25, 25, 25)
     made = [run(engine, [*base, number, *other])[0] for number, other in enumerate(others)]
     assert made[2].cached == length // CHUNK * CHUNK
-    # Its page was forked: whoever left it, and whoever began from it, have gone on writing their own.
+    # Its page was forked: the first sequence and the one that continued from it write copies of their own.
     truth = uncached(engine, *([*base, number, *other] for number, other in enumerate(others)))
     assert_same(made, truth)
     assert_idle(engine)

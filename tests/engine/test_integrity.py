@@ -1,4 +1,4 @@
-"""The books of an engine are checked when no request is left; contradictions are raised with the ids."""
+"""The records of pages are checked when no request is left; contradictions are raised with the ids."""
 
 import random
 from itertools import count

@@ -1,4 +1,4 @@
-"""Ctrl-C at any line of the scheduler and of the engine's loop: nothing leaks, nobody is lost, and no token changes."""
+"""Ctrl-C at any line of the scheduler and of the engine's loop: no leak, no lost request, the same tokens."""
 
 import gc
 import random
@@ -114,7 +114,7 @@ def test_a_plan_may_be_interrupted_at_any_line():
 
 
 def answers(interrupt):
-    """Returns what an engine says to requests that go on after whoever was interrupted, and the engine."""
+    """Returns the outputs of the requests that continue after an interrupt, and the engine."""
     engine = engine_for(free_pages=10)
     requests = [request_of([7, at, 3 * at % 61, 9] * 4, max_tokens=5 + at) for at in range(4)]
     made = [engine.add([one])[0] for one in requests]

@@ -1,4 +1,4 @@
-"""The engine chooses for each step how latents are attended to, and the tokens do not depend on it."""
+"""The engine chooses the form of latent attention for each step, and the tokens do not depend on it."""
 
 import random
 from functools import cache
@@ -29,7 +29,7 @@ def _answers(latent, requests, window=None):
 
 
 def serve(engine, *prompts, latent=LATENT):
-    """Serves prompts at once and compares them with the oracle, which knows no pages of others."""
+    """Serves prompts at once and compares them with the oracle, which shares no pages."""
     requests = tuple(request_of(ids, logprobs=0) for ids in prompts)
     made = [engine.add([request])[0] for request in requests]
     engine.run(made)

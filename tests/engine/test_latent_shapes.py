@@ -1,4 +1,4 @@
-"""Which program runs a step of a model with latents, chosen on the host: its size, and how it attends."""
+"""The program of a step with latent attention, chosen on the host: its sizes, and its form of attention."""
 
 import pytest
 from hypothesis import given, settings

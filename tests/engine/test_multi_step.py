@@ -1,4 +1,4 @@
-"""Several decode steps per launch change no token, and end where a step would have been sent alone."""
+"""Several decode steps per launch change no token, and end where single steps are needed."""
 
 import random
 from dataclasses import replace
@@ -259,7 +259,7 @@ def test_left_to_itself_an_engine_sends_several_steps_where_the_device_was_seen_
 
 
 def test_several_steps_are_chosen_for_small_plain_models_on_a_gpu_alone(monkeypatch):
-    """What no GPU has shown is not chosen: windows, states, large models, and whoever draws at random."""
+    """Only measured cases are chosen: not windows, states, large models, or requests that draw at random."""
     plain = group_layers((LayerSpec(0, gqa(1, 8, dtype="float32", page_size=4)), SAMPLING))
     windowed = group_layers(
         (LayerSpec(0, window(1, 8, window=5, dtype="float32", page_size=2)), SAMPLING)

@@ -1,4 +1,4 @@
-"""Steps that are too large for the memory, or have no program: smaller ones run in their place, down to a lone row."""
+"""Steps that are too large for the memory, or have no program: smaller steps replace them, down to one row."""
 
 from copy import copy
 from itertools import count

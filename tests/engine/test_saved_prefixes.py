@@ -1,4 +1,4 @@
-"""Prefixes saved by one engine and loaded by another: the same tokens as computed anew, for every kind of cache."""
+"""Prefixes saved by one engine and loaded by another: the tokens are those computed anew, for every kind of cache."""
 
 import random
 from functools import cache
@@ -298,7 +298,7 @@ def test_random_prompts_survive_a_chain_of_files(tmp_path):
     for turn in range(6):
         engine = hybrid_engine(checkpoints=draw.choice([2, 5, 12]), idle_checks=False)
         if draw.random() < 0.5:
-            # All but 14 pages are somebody else's.
+            # All but 14 pages are taken.
             engine.sequence_runner.allocator.open(engines.OTHER_HOLDER)
             engine.sequence_runner.allocator.reserve(engines.OTHER_HOLDER, 34 * 8)
         if turn:

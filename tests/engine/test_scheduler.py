@@ -1,7 +1,7 @@
-"""The scheduler under random arrivals, aborts, losses and tiny pools, against a device that remembers what was written.
+"""The scheduler under random arrivals, aborts, losses and tiny pools, on a device that stores the text of each slot.
 
-The device keeps, for each slot, a number that stands for the whole text up to it, and refuses to let a row read any
-other. So whoever is resumed, forked or given another's pages must find exactly its own text there.
+The device keeps, for each slot, a number computed from the whole text up to it, and raises if a row reads another text
+than its own. So resumed requests, forks and prefix hits must find exactly their own text.
 """
 
 import random
@@ -425,7 +425,7 @@ def test_the_oldest_gets_on_when_all_want_the_last_page():
         serving.add([0, 1, 0, 1], 20, seed=seed)
     while serving.unfinished or serving.flights:
         plan = serving.step()
-        # Whoever gave way does not take the pages right back.
+        # The preempted request does not take the pages back at once.
         assert not (plan.preempted and plan.new_entries)
     assert outputs(serving) == truths(serving)
     assert sum(one.preemptions for one in serving.sequences) > 0

@@ -35,12 +35,12 @@ UNDECLARED = {
     "readmissions": lambda program: program.kind == "readmit",
     "prompts": lambda program: program.kind == "prefill",
 }
-"""What is left out, to see that somebody misses it."""
+"""Parts of the simulation that can be left out; a test must then fail."""
 
 
 @pytest.fixture(autouse=True)
 def simulated(monkeypatch, caplog):
-    """Nothing is on a device, and nobody wants to read of faults that are meant."""
+    """Keeps arrays off devices, and log messages of intended faults out of the output."""
     put_caches_on_device(monkeypatch)
     caplog.set_level(logging.CRITICAL)
 
@@ -178,7 +178,7 @@ def test_a_program_that_is_not_declared_is_noticed(what):
         told = serve_declared(draw, "full", declare=forgetful)
         if told is not None and any(map(UNDECLARED[what], told[0])):
             return
-    pytest.fail(f"nobody missed the programs: {what}")
+    pytest.fail(f"no test missed the programs: {what}")
 
 
 def test_an_engine_over_the_device_compiles_nothing(monkeypatch):

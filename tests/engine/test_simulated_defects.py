@@ -1,7 +1,7 @@
-"""Defects put into the engine, the cache's books and the packer one at a time: the simulated device finds each.
+"""Defects seeded into the engine, the cache's records and the packer one at a time: the simulated device finds each.
 
-Each states what must find it: a read or write of what is another's, an output that is not the oracle's, a check of the
-books, or an error that the engine has for it.
+Each states what must find it: a read or write of another request's page, an output that is not the oracle's, a check
+of the records, or an exception of the engine.
 """
 
 import logging

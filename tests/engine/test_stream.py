@@ -1,4 +1,4 @@
-"""A stream gives the tokens of the whole loop, however its prompt is cut, and gives its pages back."""
+"""A stream gives the tokens of `generate` for every chunking of its prompt, and frees its pages."""
 
 import jax
 import jax.numpy as jnp

@@ -1,6 +1,6 @@
-"""A model with windows of two lengths, sinks and bounded scores, served from pools too small for whole sequences.
+"""A model with windows of two lengths, sinks and soft caps, served from pools too small for whole sequences.
 
-Whatever is given back is filled with NaN before the next step, so that one token too few in a window would be seen.
+Freed pages are filled with NaN before the next step, so that a window that is one token too small would be found.
 """
 
 import random

@@ -1,4 +1,4 @@
-"""The recipe of the embedded model, on a text and sizes small enough for a CPU."""
+"""The training recipe of the embedded model, on a text and sizes small enough for a CPU."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""Looks into traced functions."""
+"""Lists the equations of traced functions."""
 
 import jax
 from jax.extend.core import jaxprs_in_params

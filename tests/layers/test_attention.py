@@ -1,4 +1,4 @@
-"""The attention layer around the ops: what it projects, rotates, writes, and hands on. The ops have their own tests."""
+"""The attention layer around the ops: projections, rotation, cache writes, and arguments of the ops."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""The two ways to attend to latents agree, and each reads only what it may."""
+"""The absorbed and the expanded form of latent attention agree, and read only their own tokens."""
 
 from functools import partial
 

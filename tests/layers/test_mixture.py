@@ -1,4 +1,4 @@
-"""A mixture of experts against loops over tokens in float64, with every way of choosing experts."""
+"""A mixture of experts against loops over tokens in float64, for every scoring and selection of experts."""
 
 import jax
 import jax.numpy as jnp
@@ -129,7 +129,7 @@ def test_all_tokens_may_ask_one_expert():
     chosen, weights = choose_experts(logits, None, mixture=mixture)
     np.testing.assert_array_equal(chosen, [[4, 1]] * TOKENS)
     np.testing.assert_allclose(jnp.sum(weights, axis=1), 1.0, rtol=1e-6)
-    # Equal logits: ties go to the lowest numbers, and nobody is left out.
+    # Equal logits: ties go to the lowest numbers, and every token has its experts.
     got = mixture_of_experts(params, jnp.asarray(x), mixture=mixture, activation="silu")
     np.testing.assert_allclose(got, by_hand(params, x, mixture), rtol=2e-5, atol=2e-4)
 

@@ -1,4 +1,4 @@
-"""A mixture of experts through `grouped_matmul`: against a loop in float64 and Hugging Face, and who takes it."""
+"""A mixture of experts through `grouped_matmul`: against a loop in float64 and Hugging Face, and when it is chosen."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""Norm, linear, embedding and feed-forward against plain NumPy; and that nothing large is converted on the way."""
+"""Norm, linear, embedding and feed-forward against plain NumPy, without conversions of large arrays."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Frequencies, angles and rotation against Transformers, and what a row may not learn of its neighbours."""
+"""Frequencies, angles and rotation against Transformers; rows are independent of each other."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""The played device of `hybrid_world` with a host beside it: what lies there is read off what was copied, by handle."""
+"""The simulated device of `hybrid_world.py` with a host tier; copies are tracked by handle."""
 
 from jaxkv.cache.kept_states.checkpoints import Checkpoint
 from jaxkv.offload.swap_in import attach_host
@@ -116,7 +116,7 @@ class HostWorld(HybridWorld):
         self.coming.clear()
 
     def lose(self):
-        """The cache is lost: what had reached the host is found again, and nobody goes on."""
+        """Loses the cache: prefixes that had reached the host are found again, and no sequence continues."""
         self.flush()
         before = self.host_pages(), set(self.host_checkpoints())
         self.coming.clear()
@@ -237,7 +237,7 @@ class HostWorld(HybridWorld):
         self.host_pages()
         self.host_checkpoints()
         assert len(self.host) == sum(len(entry.parts) for entry in self.tier._entries.values())
-        # One that was lost while it came may have come again: then nobody waits for the new one.
+        # One that was lost while it came may have come again: then no request waits for the new one.
         pinned = {id(entry) for made, *_ in self.coming for entry in made.entries}
         for entry in self.tier._entries.values():
             assert (entry.pins > 0) == (id(entry) in pinned), "pins and swap-ins do not agree"

@@ -1,4 +1,4 @@
-"""Defects in the books of the tier on the host, put in one at a time: a random engine must find each."""
+"""Defects seeded into the records of the host tier one at a time: a random engine must find each."""
 
 import random
 

@@ -1,6 +1,6 @@
-"""Random programs over two tiers: what the host has is true and whole, comes back whole or not at all, and in budget.
+"""Random programs over two tiers: host entries are correct and complete, swap-ins are atomic, and bytes stay in budget.
 
-`host_world` checks what must hold after each operation.
+`host_world.py` checks its invariants after each operation.
 """
 
 import random

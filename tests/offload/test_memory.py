@@ -1,4 +1,4 @@
-"""Memory of the host, pinned or not: how it is allocated, how many bytes it takes, and that it is freed."""
+"""Host memory, pinned or not: how it is allocated, how many bytes it takes, and that it is freed."""
 
 import gc
 import logging

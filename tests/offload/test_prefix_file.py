@@ -1,4 +1,4 @@
-"""The file format of saved prefixes: what was written, bit for bit, or a refusal that states the reason."""
+"""The file format of saved prefixes: contents bit for bit, or an error with the reason."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""The books of the tier on the host, case by case."""
+"""The records of the host tier, one operation at a time."""
 
 import jaxtyping
 import pytest

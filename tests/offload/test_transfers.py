@@ -1,4 +1,4 @@
-"""Bytes on their way between a cache and the host."""
+"""Transfers of pages and states between the cache and the host."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Following a pool through hand-written programs: what hands it on, what reads it, what makes a second one."""
+"""Following a pool through hand-written programs: instructions that pass it on, read it or copy it."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The audit: a program that updates its cache in place passes, and each way not to is refused for its reason."""
+"""The audit: a program that updates its cache in place passes, and every other is refused with its reason."""
 
 import jax
 import jax.numpy as jnp

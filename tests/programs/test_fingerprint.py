@@ -1,4 +1,4 @@
-"""Which files of our kernels a stored program depends on: those that an op can import, and no others."""
+"""The files of our kernels on which a stored program depends: those that an op can import, and no others."""
 
 import shutil
 import subprocess

@@ -1,4 +1,4 @@
-"""Reading HLO text: the shapes of lines that XLA writes, each as one instruction."""
+"""Parsing HLO text: each form of line that XLA writes is one instruction."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Compiled programs on disk: private, repaired when broken, and never in the way."""
+"""JAX's compilation cache on disk: private, repaired when an entry is broken, and off where it cannot be used."""
 
 import logging
 import os

@@ -1,4 +1,4 @@
-"""Compiled programs: compiled once, from types alone, audited, and never by surprise."""
+"""The manifest: programs are compiled once, from types alone, audited, and never while serving in strict mode."""
 
 import gc
 import hashlib

@@ -1,4 +1,4 @@
-"""Programs on disk by what was traced: a warm start lowers nothing, and never runs what is not the same."""
+"""Programs on disk by their traces: a warm start lowers nothing, and never runs a program of another trace."""
 
 import logging
 import os

@@ -1,4 +1,4 @@
-"""Buckets: the smallest that fits, never one that is too small."""
+"""Buckets: the smallest that fits, and never one that is too small."""
 
 import pytest
 from hypothesis import given

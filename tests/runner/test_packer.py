@@ -1,4 +1,4 @@
-"""The packer's promise: what goes in on the host comes out by name in the trace, and padding is inert."""
+"""The packer: host values are the named arrays of the trace, and padding has no effect."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Program specs: no request is cut off, and a program runs in the place of another only where it serves as well."""
+"""Program specs: no request is truncated, and a program replaces another only where it serves the same step."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st

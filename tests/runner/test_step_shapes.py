@@ -1,4 +1,4 @@
-"""The engine's shapes: few of them, each of them declared, and none padded by more than is promised."""
+"""The shapes of steps: few, all declared, and padded by no more than the documented factor."""
 
 import pytest
 from hypothesis import given, settings

@@ -1,7 +1,7 @@
-"""What choosing a token means, one row at a time in NumPy float64: slow, and written from the definitions.
+"""Sampling of one row at a time in NumPy float64, written from the definitions.
 
-Every filter is said per token ("how much lies strictly above it?"), without sorting, so that it shares no
-idea with the implementation it judges.
+Every filter is defined per token ("how much probability is strictly above it?"), without sorting, so the oracle shares
+no code or method with the implementation.
 """
 
 import numpy as np
@@ -34,7 +34,7 @@ def probabilities(logits, temperature=1.0):
 
 
 def keep(logits, params):
-    """Which tokens the filters leave, and which lie too close to a bound to tell in float32."""
+    """Returns which tokens the filters keep, and which lie too close to a bound to decide in float32."""
     logits = np.array(logits, np.float64)
     above = np.array([[other > own for other in logits] for own in logits])
     kept = np.ones(logits.size, bool)

@@ -1,4 +1,4 @@
-"""Builds what the sampler's tests feed it: rows of options, texts and logits. Knows nothing about results."""
+"""Builds the inputs of the sampler's tests: rows of options, texts and logits."""
 
 import jax.numpy as jnp
 import numpy as np

@@ -1,4 +1,4 @@
-"""What the sampler promises about rows, failures and programs, whatever the options."""
+"""Properties of the sampler for all options: independent rows, failures, number of programs."""
 
 import chex
 import jax

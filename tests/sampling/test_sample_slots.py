@@ -1,4 +1,4 @@
-"""What the cache's sampling group remembers for each slot: reading, writing, and handing a slot on."""
+"""The sampling group of the cache: reading and writing a slot, and reusing it for another request."""
 
 import chex
 import jax

@@ -1,4 +1,4 @@
-"""Several decode steps in one program: which tokens each writes, and where, by a model that writes nothing else."""
+"""Several decode steps in one program: the tokens and slots that each writes, by a model that writes nothing else."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""One compiled step, other data: lengths, slots and padding are arrays, so nothing of one call survives in the next."""
+"""One compiled step with changing data: lengths, slots and padding are arrays, and calls are independent."""
 
 from dataclasses import replace
 from functools import partial

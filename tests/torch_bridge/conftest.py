@@ -1,4 +1,4 @@
-"""Leaves this folder out where there is no torch: its files import it."""
+"""Skips this folder without torch, which its files import."""
 
 import importlib.util
 

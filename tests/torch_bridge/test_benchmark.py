@@ -1,4 +1,4 @@
-"""The benchmark of the bridge runs, and its rows say what they are of."""
+"""The benchmark of the bridge runs, and its rows name what they measure."""
 
 import pytest
 

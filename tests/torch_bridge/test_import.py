@@ -1,4 +1,4 @@
-"""What an import of the bridge needs."""
+"""The imports of the bridge."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Torch inside a jitted program: equal to the same in JAX, in place, and nothing kept."""
+"""Torch inside a jitted program: equal to JAX, in place, and no reference is kept."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Our ops on torch tensors: attention as it is defined, pools written, one graph under torch.compile."""
+"""The ops on torch tensors: results, in-place writes, and one graph under torch.compile."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""Two allocators and two runtimes in one process, whichever comes first, and examples that run."""
+"""JAX's and torch's allocators in one process, in either order of import, and the examples of the bridge."""
 
 import os
 import subprocess

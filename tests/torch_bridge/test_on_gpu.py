@@ -1,4 +1,4 @@
-"""What only a GPU can show: the order between both sides' streams, memory written in place, capture."""
+"""The bridge on a GPU: order of the two frameworks' streams, in-place writes, capture."""
 
 from functools import partial
 

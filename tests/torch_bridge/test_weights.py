@@ -1,4 +1,4 @@
-"""A torch model's weights as our parameters: one memory, equal tokens, and a refusal that names the copies."""
+"""A torch model's weights as jaxkv parameters: shared memory, equal tokens, and refusals that name the copies."""
 
 import jax
 import numpy as np

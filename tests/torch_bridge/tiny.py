@@ -1,4 +1,4 @@
-"""Tiny random Transformers models, and prompts for them; float32 on the CPU unless said otherwise."""
+"""Tiny random Transformers models and prompts for them, in float32 on the CPU by default."""
 
 import torch
 from transformers import (
@@ -66,7 +66,7 @@ def greedy(model, ids, mask, count, **options):
 
 
 def check(cache):
-    """Says that books, index and pool of a `JaxkvCache` agree, and that nothing is out."""
+    """Asserts that allocator, index and pool of a `JaxkvCache` agree, and that no lease is open."""
     cache._store.allocator.check()
     cache._store.index.check()
     assert not cache.owner.poisoned

@@ -88,7 +88,7 @@ def a_failed_eviction_evicts(patch):
     scene=test_keeper.test_a_page_that_only_the_index_holds_is_had_even_if_pages_in_use_follow_it,
 )
 def pages_behind_pages_in_use_are_out_of_reach(patch):
-    """A sequence alone waits for ever for pages that nobody holds."""
+    """A single sequence waits forever for pages that no sequence holds."""
     patch.setattr(PrefixTree, "_with_followers", lambda tree, count, worth: [])
 
 

@@ -249,7 +249,7 @@ class World:
             oldest = min((*seen, live.collected - 1), default=0)
             assert first * size <= max(0, oldest), "a page that is seen was given back"
             passed = sum((page + 1) * size <= oldest for page in range(len(table)))
-            assert first == passed, "a page that nobody sees is held"
+            assert first == passed, "a page that no token sees is held"
         again = self.free()
         self.allocator.free_out_of_window(seq, live.collected)
         assert self.free() == again, "the second time gave back more"

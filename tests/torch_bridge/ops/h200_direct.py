@@ -1,4 +1,4 @@
-"""Compiles what torch launches for an H200 that is not there, and prints what the launches would be told, as JSON.
+"""Compiles the kernels that torch launches, for an H200 without a GPU, and prints the launches' arguments as JSON.
 
 Run as a program, because it must set up JAX before anything imports it. Launches are made from shapes and dtypes, as
 torch's tensors have them, with the checks of annotations switched on. Nothing is executed.

@@ -1,4 +1,4 @@
-"""Launches without XLA as far as they can be seen without a GPU: which kernels, which pointers, what JAX must offer."""
+"""Launches without XLA, as far as they can be tested without a GPU: kernels, pointers, and the version of JAX."""
 
 import ctypes
 import math

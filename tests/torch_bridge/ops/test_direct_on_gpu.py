@@ -1,4 +1,4 @@
-"""Kernels that torch launches without XLA: XLA's numbers, on torch's streams, in torch's graphs."""
+"""Kernels that torch launches without XLA on a GPU: XLA's numbers, torch's streams, torch's graphs."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""One memory under two names: what crosses without a copy, and what is refused, by name."""
+"""Zero-copy exchange of arrays and tensors, and refusals that name the reason."""
 
 import jax.numpy as jnp
 import numpy as np

@@ -1,4 +1,4 @@
-"""A lease kept from forward to forward: one exchange while JAX does nothing, with all promises of a lease."""
+"""A lease kept between forwards: one exchange while JAX does not use the cache, with all checks of a lease."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""JAX owns, torch borrows: one lease at a time, no view after its end, and writes count once they are committed."""
+"""Leases: one at a time, no view after the end, and writes take effect on commit."""
 
 import gc
 

@@ -1,4 +1,4 @@
-"""Attention "jaxkv" reads the pages: tokens and logits of Transformers' own, and clear words where it cannot."""
+"""Attention "jaxkv" reads the pages: tokens and logits of Transformers, and errors where it is not supported."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Transformers models on our pages: the tokens of Transformers' own cache, with padding, beams, forks, sessions."""
+"""Transformers models with `JaxkvCache`: the tokens of Transformers' cache, with padding, beams, forks, sessions."""
 
 import copy
 import re

@@ -1,4 +1,4 @@
-"""What a cache says when a forward fails, the pool is full, or it is asked for what pages cannot do."""
+"""Errors of `JaxkvCache`: a failed forward, a full pool, and operations that pages do not support."""
 
 import gc
 import re

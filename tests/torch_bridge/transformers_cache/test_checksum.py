@@ -1,4 +1,4 @@
-"""Checksums of tensors: every bit of every dtype and layout counts, by both ways to compute them."""
+"""Checksums of tensors: every bit of every dtype and layout counts, on the CPU and on other devices."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Kept prefixes after a change of the model: keys of the weights before are never reused."""
+"""Cached prefixes after a change of the model: keys of the previous weights are never reused."""
 
 import functools
 from dataclasses import dataclass

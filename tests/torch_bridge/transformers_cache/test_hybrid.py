@@ -1,4 +1,4 @@
-"""A hybrid model: states of gated delta layers live in our pool beside the pages of attention, forks included."""
+"""A hybrid model: states of gated delta layers in the pool beside the pages of attention, forks included."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Which models a cache can be made for: the others are refused before anything is computed, with the true reason."""
+"""Models that `JaxkvCache` supports; others are refused before any computation, with the reason."""
 
 import pytest
 import torch

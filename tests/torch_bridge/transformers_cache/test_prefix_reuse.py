@@ -1,4 +1,4 @@
-"""What a prompt need not compute: tokens that stay the same, counted, and never those of another computation."""
+"""Prefix reuse of `JaxkvCache`: the same tokens, exact counts, and no keys of another computation."""
 
 import pytest
 import torch

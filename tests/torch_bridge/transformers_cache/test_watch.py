@@ -1,4 +1,4 @@
-"""Whose forward it is: other threads, forwards inside of forwards, copies of the model, interrupts, dropped caches."""
+"""The hooks on a model: other threads, nested forwards, copies of the model, interrupts, dropped caches."""
 
 import copy
 import pickle
