@@ -167,5 +167,5 @@ def test_the_peer_says_what_it_does_not_know():
 
     config = replace(SHAPES["tiny"], windows=(8, 8))
     params = build_model(config).init_params(jax.random.key(0), "float32")
-    with pytest.raises(ValueError, match="not windows"):
+    with pytest.raises(ValueError, match="got windows"):
         TorchDecoder(config, params, 1, 8)
