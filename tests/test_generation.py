@@ -15,6 +15,7 @@ from jaxkv.config.sampling import SamplingParams
 from jaxkv.generation import ERROR, LENGTH, STOP, generate
 from jaxkv.models.decoder import Decoder
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
 CONFIG = ModelConfig(
     family="llama",
     vocab_size=61,
@@ -74,33 +75,6 @@ def test_a_row_does_not_see_its_neighbours(params):
     for row in range(3):
         alone = generate(params, MODEL, [PROMPTS[row]], sampling=wishes[row])
         np.testing.assert_array_equal(alone.tokens[0], together.tokens[row])
-
-
-@pytest.fixture
-def traces(monkeypatch):
-    """One entry for each time the whole program is traced."""
-    from jaxkv import generation
-
-    jax.clear_caches()
-    loop, traced = generation.generate_loop, []
-    counted = lambda *args, **options: traced.append(args) or loop(*args, **options)  # noqa: E731
-    monkeypatch.setattr(generation, "generate_loop", counted)
-    return traced
-
-
-def test_lengths_ids_and_seeds_are_data(params, traces):
-    """Other lengths, ids, limits, stop ids, and seeds of every source run in the existing program."""
-    for lens in ([1, 5, 3], [5, 5, 1], [2, 4, 5]):
-        prompts = jnp.arange(15, dtype=jnp.int32).reshape(3, 5)
-        draws = SamplingParams(temperature=0.5, max_tokens=6, stop_token_ids=(lens[1],))
-        run = partial(generate, params, MODEL, prompts, prompt_lens=lens)
-        run(sampling=draws)
-        run(sampling=replace(draws, seed=lens[0]))
-        run(sampling=draws, key=jax.random.key(lens[0]))
-        run(sampling=draws, seeds=lens)
-        run(sampling=draws, seeds=jnp.asarray(lens, jnp.int32))
-        generate(params, MODEL, np.asarray(prompts, np.int64), prompt_lens=lens, sampling=draws)
-    assert len(traces) == 1
 
 
 def test_repeated_prompts_without_a_seed_give_rows_that_differ(params):
@@ -257,27 +231,27 @@ def test_penalties_and_bias_act_from_the_prompt_on(params):
     assert generate(params, MODEL, PROMPTS[:1], sampling=pushed).tokens[0].tolist() == [11] * 5
     # Each occurrence costs more than the bias gives, so no token comes twice.
     spread = SamplingParams(temperature=0.0, max_tokens=20, frequency_penalty=100.0)
-    tokens = generate(params, MODEL, PROMPTS[:1], sampling=spread).tokens[0].tolist()
-    assert len(set(tokens)) == 20
     shy = SamplingParams(temperature=0.0, max_tokens=1, repetition_penalty=100.0)
-    tokens = generate(params, MODEL, PROMPTS, sampling=shy).tokens[:, 0].tolist()
-    assert all(token not in prompt for token, prompt in zip(tokens, PROMPTS, strict=True))
+    wishes = [spread, *[shy] * len(PROMPTS)]
+    tokens = generate(params, MODEL, [PROMPTS[0], *PROMPTS], sampling=wishes).tokens
+    assert len(set(tokens[0].tolist())) == 20
+    firsts = tokens[1:, 0].tolist()
+    assert all(token not in prompt for token, prompt in zip(firsts, PROMPTS, strict=True))
 
 
 def test_logprobs_are_those_of_the_raw_logits(params):
     wish = SamplingParams(temperature=0.7, top_k=5, seed=1, max_tokens=4, logprobs=3)
     out = generate(params, MODEL, PROMPTS[:1], sampling=wish)
     text = PROMPTS[0] + out.tokens[0].tolist()
+    again = generate(
+        params,
+        MODEL,
+        [text[: len(PROMPTS[0]) + column] for column in range(4)],
+        sampling=SamplingParams(temperature=0.0, max_tokens=1, logprobs=20),
+    )
     for column in range(4):
-        again = generate(
-            params,
-            MODEL,
-            [text[: len(PROMPTS[0]) + column]],
-            sampling=SamplingParams(temperature=0.0, max_tokens=1, logprobs=20),
-        )
-        table = dict(
-            zip(again.top_ids[0, 0].tolist(), again.top_logprobs[0, 0].tolist(), strict=True)
-        )
+        ids, logprobs = again.top_ids[column, 0].tolist(), again.top_logprobs[column, 0].tolist()
+        table = dict(zip(ids, logprobs, strict=True))
         for token, value in zip(
             [*out.top_ids[0, column].tolist(), int(out.tokens[0, column])],
             [*out.top_logprobs[0, column].tolist(), float(out.logprobs[0, column])],
@@ -361,3 +335,30 @@ def test_arguments_of_another_kind_are_refused_with_a_reason(params, change, mes
     call = inspect.unwrap(generate)
     with pytest.raises(ValueError, match=message):
         call(**change({"params": params, "model": MODEL, "prompts": PROMPTS}))
+
+
+@pytest.fixture
+def traces(monkeypatch):
+    """One entry for each time the whole program is traced; tests that follow must compile again."""
+    from jaxkv import generation
+
+    jax.clear_caches()
+    loop, traced = generation.generate_loop, []
+    counted = lambda *args, **options: traced.append(args) or loop(*args, **options)  # noqa: E731
+    monkeypatch.setattr(generation, "generate_loop", counted)
+    return traced
+
+
+def test_lengths_ids_and_seeds_are_data(params, traces):
+    """Other lengths, ids, limits, stop ids, and seeds of every source run in the existing program."""
+    for lens in ([1, 5, 3], [5, 5, 1], [2, 4, 5]):
+        prompts = jnp.arange(15, dtype=jnp.int32).reshape(3, 5)
+        draws = SamplingParams(temperature=0.5, max_tokens=6, stop_token_ids=(lens[1],))
+        run = partial(generate, params, MODEL, prompts, prompt_lens=lens)
+        run(sampling=draws)
+        run(sampling=replace(draws, seed=lens[0]))
+        run(sampling=draws, key=jax.random.key(lens[0]))
+        run(sampling=draws, seeds=lens)
+        run(sampling=draws, seeds=jnp.asarray(lens, jnp.int32))
+        generate(params, MODEL, np.asarray(prompts, np.int64), prompt_lens=lens, sampling=draws)
+    assert len(traces) == 1
