@@ -140,7 +140,7 @@ def test_memory_exhausted_while_loading_names_the_options_and_keeps_nothing(monk
         assert held.size
         raise error
 
-    monkeypatch.setattr(load, "_fill", exhausted)
+    monkeypatch.setattr(load, "_read", exhausted)
     message = r"out of memory while loading weights of [\d,]+ bytes \(RESOURCE_EXHAUSTED.*dtype"
     with pytest.raises(OutOfMemory, match=message):
         make()
@@ -164,7 +164,7 @@ def test_the_command_tells_of_exhausted_memory_in_one_line(monkeypatch, capsys, 
     def exhausted(*_):
         raise error
 
-    monkeypatch.setattr(load, "_fill", exhausted)
+    monkeypatch.setattr(load, "_read", exhausted)
     assert cli.main(["generate", "def", "--max-model-len", "64"]) == 2
     told = capsys.readouterr().err
     assert told.startswith("jaxkv: out of memory while loading weights")
