@@ -56,6 +56,8 @@ def olmo3_from_hf(raw: Mapping[str, object]) -> ModelConfig:
         window_theta=_THETA,
     )
     window = take_nullable_int(keys, "sliding_window", 4096)
+    differences = _differences(keys)
+    differences["window_rope"] = windowed
     return read_llama_like(
         keys,
         "olmo3",
@@ -65,8 +67,7 @@ def olmo3_from_hf(raw: Mapping[str, object]) -> ModelConfig:
         norm_eps=1e-5,
         windows=layer_windows(keys, window, full_every=4),
         rope=full,
-        window_rope=windowed,
-        **_differences(keys),
+        **differences,
     )
 
 
