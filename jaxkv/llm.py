@@ -50,6 +50,7 @@ from jaxkv.runner.rows import Row
 from jaxkv.runner.scoring import score_texts
 from jaxkv.runner.sequence_runner import SequenceRunner
 from jaxkv.text.bad_words import forbid_words
+from jaxkv.text.chat_template import ChatOptions
 from jaxkv.text.prompts import (
     NO_TOKENIZER,
     Messages,
@@ -547,7 +548,12 @@ class LLM:
             messages: dicts with "role" and "content", or a text for one message of the user; or a list of these.
             sampling: sampling parameters of the answers; for several conversations, one for all or one for each.
             progress: show a bar on stderr; if not given, for several conversations on a terminal.
-            options: as for `generate`.
+            options: as for `generate`, and for the chat template:
+                `tools`, what the model may call: JSON schemas, or Python functions with type hints and a docstring in
+                Google's style; `documents`, dicts for templates of retrieval; `chat_template`, the name of one of the
+                model's templates or the Jinja source of another; `chat_template_kwargs`, further variables such as
+                `{"enable_thinking": False}`; `continue_final_message=True` to continue the last message;
+                `add_generation_prompt=False` not to begin the assistant's turn.
 
         Returns:
             One output for a conversation, where vLLM returns a list of one; a list of outputs for a list of
@@ -556,23 +562,31 @@ class LLM:
         Raises:
             ValueError: the model has no tokenizer or no chat template, or the template refuses the messages.
         """
-        call = as_call("LLM.chat", options, sampling=sampling, progress=progress)
+        call = as_call("LLM.chat", options, sampling=sampling, progress=progress, chat=None)
         conversations, several = as_conversations(messages)
         prompts: list[Prompt] = []
         for index, conversation in enumerate(conversations):
             with named("conversation", index, len(conversations)):
-                prompts.append(self.chat_prompt(conversation))
+                prompts.append(self._chat_prompt(conversation, call["chat"]))
         bar = False if call["progress"] is None and not several else call["progress"]
         outputs = self.generate(prompts, call["sampling"], progress=bar)
         return outputs if several else outputs[0]
 
-    def chat_prompt(self, messages: Messages) -> list[int]:
-        """Returns the token ids of one conversation, up to where the answer begins."""
+    def chat_prompt(self, messages: Messages, **options: object) -> list[int]:
+        """Returns the token ids of one conversation, up to where the answer begins.
+
+        Args:
+            messages: one conversation in any form that `chat` takes.
+            options: those of `chat` for the chat template, such as `tools`.
+        """
+        return self._chat_prompt(messages, as_call("LLM.chat_prompt", options, chat=None)["chat"])
+
+    def _chat_prompt(self, messages: Messages, options: ChatOptions | None) -> list[int]:
         self.lock.refuse_if_closed()
         if self.tokenizer is None:
             raise ValueError(f"chat needs a tokenizer: {NO_TOKENIZER}")
         [conversation], _ = as_conversations(messages)
-        return self.tokenizer.encode_chat(conversation, max_tokens=self.max_model_len)
+        return self.tokenizer.encode_chat(conversation, options, max_tokens=self.max_model_len)
 
     def score(self, prompts: Prompt | Sequence[Prompt]) -> list[np.ndarray]:
         """Returns, per prompt, the float32 natural log-probabilities of its tokens but the first, [tokens - 1].

@@ -254,6 +254,38 @@ def chatty(folder):
     return folder
 
 
+def lookup(word: str) -> str:
+    """Looks a word up.
+
+    Args:
+        word: the word
+    """
+
+
+def test_chat_passes_tools_documents_and_the_choice_of_a_template(tmp_path):
+    folder = chatty(tmp_path / "model")
+    (folder / "chat_templates").mkdir()
+    (folder / "chat_templates" / "tool_use.jinja").write_text(
+        "{{ tools[0].function.name }}{{ documents[0].text }}{{ x }}{{ messages[-1].content }}"
+    )
+    llm = LLM(folder, max_model_len=64, cache=CacheConfig(max_sequences=1), progress=False)
+    asked = {"tools": [lookup], "documents": [{"text": "D"}], "chat_template_kwargs": {"x": 5}}
+    text = llm.tokenizer.decode(llm.chat_prompt("hi", **asked))
+    assert text == "lookupD5hi"
+    output = llm.chat("hi", max_tokens=2, temperature=0.0, **asked)
+    assert output.prompt_token_ids == llm.chat_prompt("hi", **asked)
+    assert llm.tokenizer.decode(llm.chat_prompt("hi")) == "# user: hi\n"
+    continued = llm.chat_prompt("hi", continue_final_message=True)
+    assert llm.tokenizer.decode(continued) == "# user: hi"
+    assert llm.tokenizer.decode(llm.chat_prompt("hi", chat_template="{{ 1 + 1 }}")) == "2"
+    with pytest.raises(
+        ValueError, match=r"LLM\.chat_prompt has no option 'tool'; the closest is tools"
+    ):
+        llm.chat_prompt("hi", tool=[])
+    with pytest.raises(ValueError, match=r"LLM\.generate has no option 'tools'"):
+        llm.generate("hi", tools=[])
+
+
 def test_chat_answers_a_text_a_conversation_and_a_list_of_these(tmp_path):
     llm = LLM(
         chatty(tmp_path / "model"),

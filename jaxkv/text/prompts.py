@@ -10,6 +10,7 @@ import numpy as np
 
 from jaxkv.config.sampling import SamplingParams
 from jaxkv.config.vllm_names import ALIASES, unknown_option
+from jaxkv.text.chat_template import ChatOptions
 from jaxkv.wording import clip, listed, shown
 
 Ids = Sequence[int | np.integer] | np.ndarray | jax.Array
@@ -20,8 +21,8 @@ Messages = str | Sequence[Mapping[str, Any]]
 """One conversation: dicts with "role" and "content", or the text of a single user message."""
 
 NO_TOKENIZER = (
-    "this model directory has no tokenizer.json, and a tokenizer.model or vocab.json alone is not read; write one with "
-    "Transformers: AutoTokenizer.from_pretrained(directory).save_pretrained(directory)"
+    "this model directory has no tokenizer: neither tokenizer.json nor another form such as tokenizer.model; copy the "
+    "model's tokenizer.json and tokenizer_config.json into it"
 )
 """Beginning of the error for a text prompt without a tokenizer."""
 
@@ -168,7 +169,8 @@ def as_call(owner: str, options: Mapping[str, Any], **given: Any) -> dict[str, A
 
     Args:
         owner: name of the called method, for messages.
-        options: further keywords of the call: vLLM's names, and fields of `SamplingParams`.
+        options: further keywords of the call: vLLM's names, fields of `SamplingParams`, and those of `ChatOptions` if
+            the call has `chat`.
         given: named arguments of the call; `None` for those that were not given.
 
     Raises:
@@ -177,16 +179,21 @@ def as_call(owner: str, options: Mapping[str, Any], **given: Any) -> dict[str, A
     if not options:
         return given
     ours = {a.theirs: a.ours for a in ALIASES if a.owner == "call" and a.ours in given}
-    chosen = [field.name for field in fields(SamplingParams)] if "sampling" in given else []
-    sampling = {name: value for name, value in options.items() if name in chosen}
+    gathered = {
+        name: [field.name for field in fields(kind)]
+        for name, kind in (("sampling", SamplingParams), ("chat", ChatOptions))
+        if name in given
+    }
     for name, value in options.items():
-        if name in sampling:
+        if any(name in names for names in gathered.values()):
             continue
         if name not in ours:
+            chosen = [field for names in gathered.values() for field in names]
             raise unknown_option(owner, name, {each: each for each in (*given, *ours, *chosen)})
         if given[ours[name]] is not None:
             raise ValueError(f"{ours[name]} and {name} are one option of {owner}; give one of them")
         given[ours[name]] = value
+    sampling = _chosen(options, gathered.get("sampling", ()))
     if sampling:
         if given["sampling"] is not None:
             raise ValueError(
@@ -194,7 +201,13 @@ def as_call(owner: str, options: Mapping[str, Any], **given: Any) -> dict[str, A
                 f"SamplingParams({next(iter(sampling))}=...) or give no SamplingParams"
             )
         given["sampling"] = SamplingParams(**sampling)
+    if "chat" in given:
+        given["chat"] = ChatOptions(**_chosen(options, gathered["chat"]))
     return given
+
+
+def _chosen(options: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if name in names}
 
 
 def one_each(

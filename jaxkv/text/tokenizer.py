@@ -11,7 +11,9 @@ from typing import TypeGuard
 import tokenizers
 
 from jaxkv.errors import BadCheckpoint
-from jaxkv.text.chat_template import ChatTemplate, read_templates
+from jaxkv.text.chat_template import ChatOptions, ChatTemplate, read_templates
+from jaxkv.text.conversion import convert, published_form
+from jaxkv.text.special_tokens import SpecialTokens, read_special_tokens
 from jaxkv.text.tokenizer_bounds import TextBounds, read_bounds
 from jaxkv.weights.directory import (
     clip,
@@ -23,15 +25,6 @@ from jaxkv.weights.directory import (
 )
 
 MAX_TOKENIZER_BYTES = 128 * 2**20
-_NAMED_TOKENS = (
-    "bos_token",
-    "eos_token",
-    "unk_token",
-    "sep_token",
-    "pad_token",
-    "cls_token",
-    "mask_token",
-)
 _BYTE_PIECE = re.compile(r"<0x..>")
 
 
@@ -67,10 +60,11 @@ class Tokenizer:
         bos_id: id that begins a text; `None` if there is none.
         num_ids: upper bound of all ids, exclusive. Ids that only the model's logits have stand for no text.
         chat_template: the model's chat template; `None` if there is none.
+        special_tokens: name -> text of special tokens, such as "bos_token" -> "<s>".
 
     Args:
         library: the tokenizer of the `tokenizers` library.
-        eos_ids, bos_id, chat_template: see above.
+        eos_ids, bos_id, chat_template, special_tokens: see above.
         model_vocab_size: number of the model's logits.
         bounds: bounds on lengths, by which too long texts are rejected; `None` rejects none.
     """
@@ -83,6 +77,7 @@ class Tokenizer:
         bos_id: int | None = None,
         model_vocab_size: int = 0,
         chat_template: ChatTemplate | None = None,
+        special_tokens: Mapping[str, str] | None = None,
         bounds: TextBounds | None = None,
     ) -> None:
         self._library = library
@@ -91,6 +86,7 @@ class Tokenizer:
         self.bos_id = bos_id
         self.num_ids = max(model_vocab_size, 1 + max(library.get_vocab().values(), default=-1))
         self.chat_template = chat_template
+        self.special_tokens = dict(special_tokens or {})
         added = library.get_added_tokens_decoder()
         self._special = frozenset(token for token, content in added.items() if content.special)
 
@@ -145,10 +141,8 @@ class Tokenizer:
     def encode_chat(
         self,
         messages: Sequence[Mapping[str, object]],
+        options: ChatOptions | None = None,
         *,
-        tools: Sequence[Mapping[str, object]] | None = None,
-        add_generation_prompt: bool = True,
-        options: Mapping[str, object] | None = None,
         max_tokens: int | None = None,
     ) -> list[int]:
         """Returns the ids of a conversation. `ChatTemplate.render` and `encode` document the arguments.
@@ -158,12 +152,17 @@ class Tokenizer:
         Raises:
             ValueError: there is no chat template, or see `ChatTemplate.render` and `encode`.
         """
-        if self.chat_template is None:
-            raise ValueError("the model directory has no chat template; use generate with a prompt")
-        text = self.chat_template.render(
-            messages, tools=tools, add_generation_prompt=add_generation_prompt, options=options
+        template = self.chat_template
+        if template is None and options is not None and options.chat_template is not None:
+            # Made anew for each call: a model without a template has no worker to keep.
+            template = ChatTemplate({}, self.special_tokens)
+        if template is None:
+            raise ValueError(
+                "the model directory has no chat template; use generate with a prompt, or give chat_template"
+            )
+        return self.encode(
+            template.render(messages, options), add_special=False, max_tokens=max_tokens
         )
-        return self.encode(text, add_special=False, max_tokens=max_tokens)
 
     def is_special(self, token: int) -> bool:
         """Whether an id is a special token, such as the end of a text or of a turn."""
@@ -190,49 +189,73 @@ class Tokenizer:
 
 
 def load_tokenizer(directory: str | os.PathLike[str]) -> Tokenizer | None:
-    """Reads the tokenizer of a model directory; returns `None` if it has no tokenizer.json.
+    """Reads the tokenizer of a model directory; returns `None` if it has none.
 
-    EOS and BOS ids come from the first file that has any: generation_config.json, config.json,
-    tokenizer_config.json.
+    A tokenizer in another form than tokenizer.json, such as SentencePiece's, is converted with Transformers. EOS and
+    BOS ids come from the first file that has any: generation_config.json, config.json, tokenizer_config.json.
 
     Raises:
-        BadCheckpoint: a file is malformed; the message names the file and the reason in one line.
+        BadCheckpoint: a file is malformed, or cannot be converted; the message names the file and the reason in one
+            line.
     """
     folder = existing_directory(directory)
-    if not has_file(folder, "tokenizer.json"):
+    settings = read_json_if_there(folder, "tokenizer_config.json")
+    if has_file(folder, "tokenizer.json"):
+        text = read_text(folder, "tokenizer.json", max_bytes=MAX_TOKENIZER_BYTES)
+        return _load(folder, text, f"{folder / 'tokenizer.json'}", settings)
+    form = published_form(folder)
+    if not form:
         return None
-    library, bounds = _read_library(folder)
+    text, settings = convert(folder, form, settings)
+    return _load(folder, text, f"the tokenizer.json made of {folder / form[0]}", settings)
+
+
+def _load(folder: Path, text: str, where: str, settings: Mapping[str, object]) -> Tokenizer:
+    """Returns the tokenizer of a model directory.
+
+    Args:
+        folder: the model directory.
+        text: its tokenizer.json.
+        where: the name of that in messages.
+        settings: its tokenizer_config.json.
+    """
     generation = read_json_if_there(folder, "generation_config.json")
     config = read_json_if_there(folder, "config.json")
-    settings = read_json_if_there(folder, "tokenizer_config.json")
-    where = folder / "tokenizer_config.json"
-    special = {name: _content(settings.get(name), name, where) for name in _NAMED_TOKENS}
-    named = {name: text for name, text in special.items() if text is not None}
+    vocab_size = _vocab_size(config)
+    special = read_special_tokens(folder, settings)
+    library, bounds = _read_library(text, where, special, vocab_size)
+    library.encode_special_tokens = settings.get("split_special_tokens") is True
     sources = ((folder / "generation_config.json", generation), (folder / "config.json", config))
     ids = {
         kind: next((found for path, values in sources if (found := _ids(values, kind, path))), ())
-        or _id_of(library, named.get(f"{kind}_token"))
+        or _id_of(library, special.named.get(f"{kind}_token"))
         for kind in ("eos", "bos")
     }
     templates = read_templates(folder, settings)
-    vocab_size = config.get("vocab_size")
     return Tokenizer(
         library,
         eos_ids=ids["eos"],
         bos_id=ids["bos"][0] if ids["bos"] else None,
-        model_vocab_size=vocab_size if _is_id(vocab_size) else 0,
-        chat_template=ChatTemplate(templates, named) if templates else None,
+        model_vocab_size=vocab_size,
+        chat_template=ChatTemplate(templates, special.named) if templates else None,
+        special_tokens=special.named,
         bounds=bounds,
     )
 
 
-def _read_library(folder: Path) -> tuple[tokenizers.Tokenizer, TextBounds]:
-    """Returns the library's tokenizer and our bounds on its texts, both read from tokenizer.json."""
-    where = f"{folder / 'tokenizer.json'}"
-    text = read_text(folder, "tokenizer.json", max_bytes=MAX_TOKENIZER_BYTES)
-    bounds = read_bounds(parse_json_object(text, where), where)
+def _read_library(
+    text: str, where: str, special: SpecialTokens, vocab_size: int
+) -> tuple[tokenizers.Tokenizer, TextBounds]:
+    """Returns the library's tokenizer and our bounds on its texts, both read from the text of tokenizer.json."""
+    tree = parse_json_object(text, where)
+    bounds = read_bounds(tree, where)
     with _ReportedAs(BadCheckpoint, f"{where} is malformed"):
         library = tokenizers.Tokenizer.from_str(text)
+        more = special.missing_from(library, vocab_size)
+        if more:
+            # Before they are added, since that normalizes them.
+            bounds = read_bounds(_with_added(tree, more), where)
+            library.add_tokens(more)
         # Some files still have the truncation and padding of training.
         library.no_truncation()
         library.no_padding()
@@ -244,8 +267,35 @@ def _read_library(folder: Path) -> tuple[tokenizers.Tokenizer, TextBounds]:
     return library, bounds
 
 
+def _with_added(
+    tree: Mapping[str, object], more: Sequence[tokenizers.AddedToken]
+) -> dict[str, object]:
+    """Returns the JSON of a tokenizer with the lengths and flags of more added tokens, for their bounds."""
+    known = tree.get("added_tokens")
+    added = [
+        {
+            "content": token.content,
+            "normalized": token.normalized,
+            "lstrip": token.lstrip,
+            "rstrip": token.rstrip,
+        }
+        for token in more
+    ]
+    return {**tree, "added_tokens": [*(known if isinstance(known, list) else []), *added]}
+
+
 def _is_id(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**31
+
+
+def _vocab_size(config: Mapping[str, object]) -> int:
+    """Returns the number of a model's logits, which multimodal models have in `text_config`; 0 if unknown."""
+    text = config.get("text_config")
+    for values in (config, text if isinstance(text, Mapping) else {}):
+        size = values.get("vocab_size")
+        if _is_id(size):
+            return size
+    return 0
 
 
 def _ids(values: Mapping[str, object], kind: str, path: Path) -> tuple[int, ...]:
@@ -261,12 +311,3 @@ def _ids(values: Mapping[str, object], kind: str, path: Path) -> tuple[int, ...]
 def _id_of(library: tokenizers.Tokenizer, text: str | None) -> tuple[int, ...]:
     token = None if text is None else library.token_to_id(text)
     return () if token is None else (token,)
-
-
-def _content(value: object, name: str, path: Path) -> str | None:
-    """Returns the text of a special token, given as text or as an object with a "content"."""
-    if isinstance(value, dict):
-        value = value.get("content")
-    if value is not None and not isinstance(value, str):
-        raise BadCheckpoint(f'{path}: {name} is neither text nor an object with a "content" text')
-    return value

@@ -15,7 +15,7 @@ CONFIG = "config.json"
 MAX_JSON_BYTES = 16 * 2**20
 _ADDRESS = re.compile(r"(?:hf:/+|https?:/+[\w.]+/+)([\w.-]+/[\w.-]+)", re.ASCII)
 _NAME_ALONE = re.compile(r"\w[\w.-]*", re.ASCII)
-_PLAIN_NAME = re.compile(r"\w[\w.+-]{0,254}", re.ASCII)
+_PLAIN_NAME = re.compile(r"(chat_templates/)?\w[\w.+-]{0,254}", re.ASCII)
 _SHARED_BLOB = re.compile(r"[0-9a-f]{2}/[0-9a-f]{64}")
 _HEAD_BYTES = 512
 _FOREIGN = (
@@ -87,6 +87,14 @@ def check_plain_name(directory: Path, name: str) -> None:
         raise BadCheckpoint(f"{directory}: {clip(repr(name))} is not a plain file name")
 
 
+def files_below(directory: Path, folder: str) -> list[str]:
+    """Returns the sorted names `folder/file` in a folder of the directory; none if there is no such folder."""
+    path = directory / folder
+    if not path.is_dir():
+        return []
+    return sorted(f"{folder}/{entry.name}" for entry in os.scandir(path))
+
+
 def path_inside(directory: Path, name: str) -> Path:
     """Returns the path of a file after following links, checked to be inside the directory.
 
@@ -96,7 +104,7 @@ def path_inside(directory: Path, name: str) -> Path:
 
     Args:
         directory: the model directory.
-        name: a plain file name, possibly from an untrusted file.
+        name: a plain file name, possibly from an untrusted file; or one in the folder `chat_templates`.
 
     Raises:
         BadCheckpoint: the name is no plain file name, leads outside, or is not that of a readable regular file.
@@ -148,13 +156,18 @@ def open_inside(directory: Path, name: str) -> BinaryIO:
     return os.fdopen(descriptor, "rb", buffering=0)
 
 
-def read_text(directory: Path, name: str, *, max_bytes: int) -> str:
-    """Returns the UTF-8 text of a file; raises `BadCheckpoint` if it is unreadable or longer than `max_bytes`."""
+def read_bytes(directory: Path, name: str, *, max_bytes: int) -> bytes:
+    """Returns the content of a file; raises `BadCheckpoint` if it is unreadable or longer than `max_bytes`."""
     with open_inside(directory, name) as file:
         size = os.fstat(file.fileno()).st_size
         if size > max_bytes:
             raise BadCheckpoint(f"{directory / name} has {size} bytes; the limit is {max_bytes}")
-        content = file.read()
+        return file.read()
+
+
+def read_text(directory: Path, name: str, *, max_bytes: int) -> str:
+    """Returns the UTF-8 text of a file; raises `BadCheckpoint` if it is unreadable or longer than `max_bytes`."""
+    content = read_bytes(directory, name, max_bytes=max_bytes)
     return decode_utf8(content, f"{directory / name}")
 
 

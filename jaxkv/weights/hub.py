@@ -44,15 +44,18 @@ _SMALL = (
     "chat_template.jinja",
     "chat_template.json",
 )
-_SLOW_TOKENIZERS = (
+_OTHER_TOKENIZERS = (
     "tokenizer.model",
-    "spiece.model",
+    "tokenizer.model.v3",
+    "tekken.json",
     "tiktoken.model",
+    "qwen.tiktoken",
     "vocab.json",
     "vocab.txt",
     "merges.txt",
 )
-"""What a tokenizer.json can be made from; fetched if there is none."""
+"""Other forms of a tokenizer; fetched if there is no tokenizer.json."""
+_TEMPLATE = re.compile(r"chat_templates/[^/]+\.jinja")
 _SECONDS = 10
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _FULL_TEXT = os.strerror(errno.ENOSPC)
@@ -242,8 +245,9 @@ class _Repository:
             instead = instead_of_config(there, self._name)
             raise BadCheckpoint(f"{where} holds no {CONFIG}{instead}")
         if not self._weights:
-            slow = () if "tokenizer.json" in there else _SLOW_TOKENIZERS
-            return {*_SMALL, *slow} & {*there}
+            other = () if "tokenizer.json" in there else _OTHER_TOKENIZERS
+            templates = {name for name in there if _TEMPLATE.fullmatch(name)}
+            return {*_SMALL, *other} & {*there} | templates
         # As the loader does: the single file if there is one, and otherwise the shards of the index.
         if SINGLE in there:
             return {SINGLE}

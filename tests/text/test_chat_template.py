@@ -10,8 +10,9 @@ from datetime import datetime
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from jaxkv.errors import BadCheckpoint
 from jaxkv.text import chat_template as module
-from jaxkv.text.chat_template import ChatTemplate, read_templates
+from jaxkv.text.chat_template import ChatOptions, ChatTemplate, read_templates
 from jaxkv.text.tokenizer import load_tokenizer
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
@@ -135,6 +136,7 @@ CONVERSATIONS = {
         {"role": "user", "content": "e\u2028\\n"},
     ],
 }
+USER = [{"role": "user", "content": "hi"}]
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"größe": [1, 2.5, None]}}}]
 
 
@@ -158,9 +160,6 @@ def limits(monkeypatch):
     monkeypatch.setattr(module, "MAX_SECONDS", 2)
     monkeypatch.setattr(module, "MAX_MEMORY_BYTES", 2**28)
     monkeypatch.setattr(module, "MAX_CHARACTERS", 1000)
-
-
-USER = [{"role": "user", "content": "hi"}]
 
 
 @pytest.mark.torch
@@ -191,14 +190,110 @@ def test_the_text_is_that_of_transformers(tmp_path, family):
                     wanted = theirs.apply_chat_template(
                         messages, tokenize=False, **arguments, **options
                     )
-                    got = ours.chat_template.render(messages, **arguments, options=options)
-                    assert got == wanted
-                    assert ours.encode_chat(
-                        messages, **arguments, options=options
-                    ) == theirs.encode(wanted, add_special_tokens=False)
+                    asked = ChatOptions(**arguments, chat_template_kwargs=options)
+                    assert ours.chat_template.render(messages, asked) == wanted
+                    assert ours.encode_chat(messages, asked) == theirs.encode(
+                        wanted, add_special_tokens=False
+                    )
                     compared += 1
     assert compared == 36
     ours.chat_template.close()
+
+
+BLOCKS = """{%- for m in messages %}<{{ m.role }}>
+{%- if m.content is string %}{{ m.content }}{% else %}{{ m.content | map(attribute="text") | join }}{% endif %}
+{%- endfor %}{{ documents | tojson }}{{ tools | tojson }}"""
+STRIPPING = "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}</{{ m.role }}>{% endfor %}"
+UNFINISHED = {
+    "text": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "1, 2, "}],
+    "blocks": [
+        {
+            "role": "assistant",
+            "content": [{"type": "text", "text": " so "}, {"type": "image"}],
+        }
+    ],
+    "twice": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "x"}],
+}
+DOCUMENTS = [{"title": "a", "text": "größe <b>"}]
+
+
+def weather(city: str, days: int = 1) -> str:
+    """Returns the weather.
+
+    Args:
+        city: name of a city
+        days: how many days from today
+    """
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize(
+    ("template", "case"),
+    [
+        (BLOCKS, "text"),
+        (BLOCKS, "blocks"),
+        (BLOCKS, "twice"),
+        (STRIPPING, "text"),
+        (STRIPPING, "twice"),
+    ],
+)
+def test_a_continued_message_tools_and_documents_are_rendered_as_by_transformers(
+    rendering, template, case
+):
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    asked = {"tools": [weather, *TOOLS], "documents": DOCUMENTS, "continue_final_message": True}
+    [wanted], _ = render_jinja_template([UNFINISHED[case]], chat_template=template, **asked)
+    assert rendering(template).render(UNFINISHED[case], ChatOptions(**asked)) == wanted
+    assert "documents" not in wanted
+    assert UNFINISHED["text"][-1]["content"] == "1, 2, "
+
+
+@pytest.mark.parametrize(
+    ("messages", "asked", "reason"),
+    [
+        (USER, {"continue_final_message": True, "add_generation_prompt": True}, "choose one"),
+        ([{"role": "user"}], {"continue_final_message": True}, "a text as its content"),
+        (
+            [{"role": "user", "content": [{"image": 1}]}],
+            {"continue_final_message": True},
+            "a text as",
+        ),
+        (
+            [{"role": "drop", "content": "x"}],
+            {"continue_final_message": True},
+            "leaves out the last",
+        ),
+        (USER, {"documents": ["x"]}, "documents must be a list of JSON objects"),
+        (USER, {"tools": ["x"]}, "a tool must be a JSON schema"),
+        (USER, {"chat_template": "rag"}, "no chat template 'rag'; its templates are: default"),
+        (USER, {"chat_template": "{" * (2**20 + 1)}, "too long"),
+    ],
+)
+def test_impossible_options_are_refused(rendering, messages, asked, reason):
+    source = (
+        "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}"
+    )
+    with pytest.raises(ValueError, match=reason):
+        rendering(source).render(messages, ChatOptions(**asked))
+
+
+def test_the_turn_of_the_assistant_begins_unless_a_message_is_continued(rendering):
+    template = rendering("{{ messages[0].content }}{{ add_generation_prompt }}")
+    assert template.render(USER) == "hiTrue"
+    assert template.render(USER, ChatOptions(add_generation_prompt=False)) == "hiFalse"
+    assert (
+        rendering("{{ add_generation_prompt }}{{ messages[0].content }}").render(
+            USER, ChatOptions(continue_final_message=True)
+        )
+        == "Falsehi"
+    )
+
+
+def test_a_template_is_chosen_by_name_or_given_as_source(rendering):
+    template = rendering({"default": "plain", "rag": "{{ documents[0].title }}"})
+    assert template.render(USER, ChatOptions(chat_template="rag", documents=DOCUMENTS)) == "a"
+    assert template.render(USER, ChatOptions(chat_template="{{ bos_token }}!")) == "<s>!"
 
 
 def test_what_the_template_writes_is_what_comes_out(rendering):
@@ -221,8 +316,10 @@ def test_the_date_is_today(rendering):
 def test_named_templates_are_chosen_by_whether_there_are_tools(rendering):
     template = rendering({"default": "plain", "tool_use": "tools"})
     assert template.render(USER) == "plain"
-    assert template.render(USER, tools=[]) == "tools"
-    with pytest.raises(ValueError, match="no default chat template, only rag"):
+    assert template.render(USER, ChatOptions(tools=[])) == "tools"
+    with pytest.raises(
+        ValueError, match="no default chat template; give chat_template, one of its names rag"
+    ):
         rendering({"rag": "x"}).render(USER)
 
 
@@ -237,6 +334,38 @@ def test_a_jinja_file_wins_over_the_config(tmp_path):
     assert read_templates(tmp_path, settings) == {"default": "a", "tool_use": "b"}
     (tmp_path / "chat_template.jinja").write_text("c")
     assert read_templates(tmp_path, settings) == {"default": "c"}
+
+
+def test_files_of_named_templates_win_over_the_config(tmp_path):
+    settings = {"chat_template": "a"}
+    folder = tmp_path / "chat_templates"
+    folder.mkdir()
+    (folder / "tool_use.jinja").write_text("t")
+    (folder / "notes.txt").write_text("n")
+    assert read_templates(tmp_path, settings) == {"tool_use": "t"}
+    (tmp_path / "chat_template.jinja").write_text("d")
+    assert read_templates(tmp_path, settings) == {"default": "d", "tool_use": "t"}
+    (folder / "evil.jinja").symlink_to(tmp_path.parent / "outside")
+    with pytest.raises(BadCheckpoint, match="link out of the model directory"):
+        read_templates(tmp_path, settings)
+
+
+def test_templates_in_the_cache_of_the_hub_are_links_to_its_blobs(tmp_path):
+    blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshots" / "abc"
+    blobs.mkdir()
+    (snapshot / "chat_templates").mkdir(parents=True)
+    (blobs / "123").write_text("t")
+    (snapshot / "chat_templates" / "rag.jinja").symlink_to("../../../blobs/123")
+    assert read_templates(snapshot, {}) == {"rag": "t"}
+
+
+def test_a_processors_template_is_the_last_resort(tmp_path):
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": "p"}))
+    assert read_templates(tmp_path, {}) == {"default": "p"}
+    assert read_templates(tmp_path, {"chat_template": {"default": "a", "rag": "b"}}) == {
+        "default": "a",
+        "rag": "b",
+    }
 
 
 ESCAPES = [
@@ -310,7 +439,7 @@ def test_a_runaway_template_is_killed_and_the_next_request_is_served(rendering, 
     assert template.render(USER) == "ok"
     started = time.monotonic()
     with pytest.raises(ValueError, match="was stopped: it took more than 2 s or 256 MiB"):
-        template.render([{"role": "user", "content": "run"}], tools=[])
+        template.render([{"role": "user", "content": "run"}], ChatOptions(tools=[]))
     assert time.monotonic() - started < 30
     assert template._worker is None
     assert template.render(USER) == "ok"
@@ -394,7 +523,7 @@ def test_large_messages_pass(rendering):
 def test_what_is_no_conversation_is_refused_before_anything_runs(rendering, messages, options):
     template = rendering("ok")
     with pytest.raises(ValueError, match=r"messages|option"):
-        template.render(messages, options=options)
+        template.render(messages, ChatOptions(chat_template_kwargs=options))
     assert template._worker is None
 
 

@@ -129,6 +129,13 @@ def test_without_a_tokenizer_json_comes_what_it_is_made_from(hub):
     assert {"tokenizer.model", "vocab.json", "merges.txt"} <= set(hub.downloaded)
 
 
+def test_named_templates_come_and_other_forms_of_a_tokenizer_if_needed(hub):
+    names = ["chat_templates/rag.jinja", "chat_templates/notes.txt", "chat_templates/a/b.jinja"]
+    hub.models[NAME] = Model(SMALL | filled([*names, "tekken.json"]))
+    resolve()
+    assert sorted(hub.downloaded) == sorted([*SMALL, "chat_templates/rag.jinja"])
+
+
 def test_the_weights_come_last(hub):
     hub.models[NAME] = Model(SMALL)
     folder = resolve_model(NAME, progress=False)
