@@ -42,5 +42,5 @@ def test_a_word_of_several_tokens_is_refused_and_its_tokens_are_named():
 
 
 def test_without_a_tokenizer_the_error_tells_how_to_write_one():
-    with pytest.raises(ValueError, match=r"bad_words need a tokenizer: .*save_pretrained"):
+    with pytest.raises(ValueError, match=r"bad_words need a tokenizer: .*copy the"):
         forbid_words(SamplingParams(bad_words="x"), None)

@@ -63,7 +63,7 @@ def test_a_dict_has_a_text_and_a_salt():
         ({"prompt": None, "prompt_token_ids": None}, '"prompt_token_ids"'),
         ({"prompt": 7}, '"prompt_token_ids"'),
         ({"prompt": "x", "multi_modal_data": 1}, "'multi_modal_data'"),
-        ({"prompt_token_ids": "x"}, "no tokenizer.json"),
+        ({"prompt_token_ids": "x"}, "neither tokenizer.json"),
         ({"prompt_token_ids": 7}, "got int"),
         (np.array(7), "got ndarray"),
         (np.array([1.5]), "token ids must be ints, got"),
@@ -134,6 +134,8 @@ def test_parameters_are_one_for_all_or_one_each():
         one_each([one, two], 3)
 
 
-def test_without_a_tokenizer_the_error_about_a_text_tells_how_to_write_one():
-    with pytest.raises(ValueError, match=r"tokenizer\.model .* is not read; .*save_pretrained"):
+def test_without_a_tokenizer_the_error_about_a_text_tells_what_to_copy():
+    with pytest.raises(
+        ValueError, match=r"no tokenizer: .*tokenizer\.model; copy .*give token ids"
+    ):
         tokenize("a text", None, 10)
