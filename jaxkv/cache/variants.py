@@ -202,6 +202,17 @@ def delta(
     return StateSpec("delta", arrays, chunk_size=chunk_size)
 
 
+def short_conv(channels: int, *, d_conv: int, dtype: str) -> StateSpec:
+    """Returns the spec of a short convolution without further state: its last `d_conv - 1` inputs.
+
+    Args:
+        channels: channels of the convolution.
+        d_conv: width of the convolution, in tokens.
+        dtype: dtype name of its inputs `[d_conv - 1, channels]`.
+    """
+    return StateSpec("short_conv", (ArraySpec("conv", (d_conv - 1, channels), dtype),))
+
+
 def outputs(hidden_size: int, *, dtype: str) -> StateSpec:
     """Returns the spec of the last token's hidden state, placed after the model's last layer.
 

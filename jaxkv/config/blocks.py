@@ -123,6 +123,23 @@ class DeltaConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ShortConvConfig:
+    """Sizes of a gated short convolution (Liquid AI, LFM2), which has as many channels as the residual stream.
+
+    Attributes:
+        d_conv: width of the convolution, in tokens.
+        bias: whether the convolution and the two projections have biases.
+    """
+
+    d_conv: int
+    bias: bool = False
+
+    def __post_init__(self) -> None:
+        """Raises `ValueError` for a width out of range."""
+        check_fields(self, as_int, 2, 64, "d_conv")
+
+
+@dataclass(frozen=True, kw_only=True)
 class IndexConfig:
     """Sizes of the indexer of sparse attention (DeepSeek-AI, DeepSeek-V3.2), which selects the tokens to attend to.
 
@@ -213,6 +230,7 @@ class MixtureConfig:
         group_votes: the score of a group is the sum of this many of its best expert scores: 1 in DeepSeek-V2, 2 in
             DeepSeek-V3.
         renormalise: the weights of the selected experts are scaled to sum to 1.
+        sum_eps: number that is added to their sum before it divides them; 1e-6 in LFM2.
         scale: factor of the weights after that.
         latent_size: width of the experts' input and output, between two projections; `None` for the hidden size.
         shared_size: inner width of the shared expert, which every token uses; 0 if there is none.
@@ -232,6 +250,7 @@ class MixtureConfig:
     top_groups: int = 1
     group_votes: int = 2
     renormalise: bool = True
+    sum_eps: float = 1e-20
     scale: float = 1.0
     latent_size: int | None = None
     shared_size: int = 0
@@ -248,7 +267,7 @@ class MixtureConfig:
         check_fields(self, as_int, 1, self.groups, "top_groups")
         check_fields(self, as_int, 1, 2**24, "size")
         check_fields(self, as_int, 0, 2**24, "shared_size")
-        check_fields(self, as_float, 0.0, 1e6, "scale")
+        check_fields(self, as_float, 0.0, 1e6, "scale", "sum_eps")
         if self.scoring not in SCORINGS:
             raise ValueError(f"scoring must be one of {', '.join(SCORINGS)}, got {self.scoring!r}")
         if self.latent_size is not None:

@@ -2,7 +2,14 @@
 
 from dataclasses import dataclass
 
-from jaxkv.config.blocks import DeltaConfig, LatentConfig, MambaConfig, MixtureConfig, Multipliers
+from jaxkv.config.blocks import (
+    DeltaConfig,
+    LatentConfig,
+    MambaConfig,
+    MixtureConfig,
+    Multipliers,
+    ShortConvConfig,
+)
 from jaxkv.config.checks import as_float, as_int, check_fields
 
 ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "none")
@@ -120,7 +127,7 @@ class ModelConfig:
         window_rope: rotary embedding of window layers, where it differs from `rope` (Gemma 3).
         nope_layers: numbers of the attention layers without rotary embedding (SmolLM3).
         wide_residual: the residual stream is float32, independently of the parameters' dtype.
-        mamba, delta, mixture, latent: sizes of these blocks; `None` if the pattern has no such block.
+        mamba, delta, short_conv, mixture, latent: sizes of these blocks; `None` if the pattern has no such block.
         mtp_layers: layers after the last one that predict further tokens (DeepSeek-V3). Checkpoints hold them, but the
             model does not run them.
         multipliers: constant factors of activations.
@@ -163,6 +170,7 @@ class ModelConfig:
     wide_residual: bool = False
     mamba: MambaConfig | None = None
     delta: DeltaConfig | None = None
+    short_conv: ShortConvConfig | None = None
     mixture: MixtureConfig | None = None
     latent: LatentConfig | None = None
     mtp_layers: int = 0
@@ -211,6 +219,7 @@ class ModelConfig:
         parts = {
             "mamba2": self.mamba,
             "delta": self.delta,
+            "short_conv": self.short_conv,
             "mixture": self.mixture,
             "latent": self.latent,
             "sparse_latent": self.latent and self.latent.index,

@@ -114,7 +114,7 @@ def choose_experts(
     _, chosen = jax.lax.top_k(_within_best_groups(ranked, mixture), mixture.top_k)
     weights = jnp.take_along_axis(scores, chosen, axis=1)
     if mixture.renormalise:
-        weights = weights / (jnp.sum(weights, axis=1, keepdims=True) + 1e-20)
+        weights = weights / (jnp.sum(weights, axis=1, keepdims=True) + mixture.sum_eps)
     return chosen, weights * mixture.scale
 
 

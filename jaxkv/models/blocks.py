@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from jaxkv.models.block import Block
 from jaxkv.models.feed_forwards import GATED, MIXTURE, PLAIN, SHARED
 from jaxkv.models.latent import LATENT, SPARSE_LATENT
-from jaxkv.models.mixers import ATTENTION, DELTA, MAMBA2
+from jaxkv.models.mixers import ATTENTION, DELTA, MAMBA2, SHORT_CONV
 
 BLOCKS: Mapping[str, Block] = {
     "attention": ATTENTION,
@@ -13,6 +13,7 @@ BLOCKS: Mapping[str, Block] = {
     "sparse_latent": SPARSE_LATENT,
     "mamba2": MAMBA2,
     "delta": DELTA,
+    "short_conv": SHORT_CONV,
     "gated": GATED,
     "plain": PLAIN,
     "mixture": MIXTURE,

@@ -1,4 +1,4 @@
-"""Blocks with a cache: attention, Mamba-2 and gated delta mixers."""
+"""Blocks with a cache: attention, Mamba-2 and gated delta mixers, gated short convolutions."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,12 +9,14 @@ from jaxkv.batch import PagedTables, StateTables
 from jaxkv.cache.spec import PagedSpec, StateSpec
 from jaxkv.cache.variants import QUANTISED, gqa, mamba2, window
 from jaxkv.cache.variants import delta as delta_spec
-from jaxkv.config.blocks import DeltaConfig, MambaConfig
+from jaxkv.cache.variants import short_conv as short_conv_spec
+from jaxkv.config.blocks import DeltaConfig, MambaConfig, ShortConvConfig
 from jaxkv.config.model import ModelConfig
 from jaxkv.layers.attention import attention
 from jaxkv.layers.delta import gated_delta_mixer
 from jaxkv.layers.linear import Normed, scaled
 from jaxkv.layers.mamba import mamba2_mixer
+from jaxkv.layers.short_conv import short_conv_mixer
 from jaxkv.models.block import Block, BlockContext, BlockOutput, Leaf
 
 
@@ -205,6 +207,54 @@ def _run_delta(
     )
 
 
+def _short_conv(config: ModelConfig) -> ShortConvConfig:
+    assert config.short_conv is not None, "the config was checked when it was made"
+    return config.short_conv
+
+
+def _short_conv_leaves(config: ModelConfig) -> dict[str, Leaf]:
+    hidden = config.hidden_size
+    leaves = {
+        "short_in": Leaf((3 * hidden, hidden)),
+        "conv": Leaf((_short_conv(config).d_conv, hidden)),
+        "short_out": Leaf((hidden, hidden)),
+    }
+    if _short_conv(config).bias:
+        leaves["short_in_bias"] = Leaf((3 * hidden,))
+        leaves["conv_bias"] = Leaf((hidden,))
+        leaves["short_out_bias"] = Leaf((hidden,))
+    return leaves
+
+
+def _short_conv_spec(config: ModelConfig, layer: int, page_size: int, dtype: str) -> StateSpec:
+    del layer, page_size
+    return short_conv_spec(
+        config.hidden_size,
+        d_conv=_short_conv(config).d_conv,
+        dtype=config.dtype if dtype in QUANTISED else dtype,
+    )
+
+
+def _run_short_conv(
+    config: ModelConfig,
+    params: Mapping[str, Array],
+    layer_cache: Mapping[str, Array],
+    x: Float[Array, "tokens hidden_size"],
+    context: BlockContext,
+) -> BlockOutput:
+    del config
+    assert isinstance(context.tables, StateTables)
+    return short_conv_mixer(
+        params,
+        layer_cache,
+        x,
+        context.batch,
+        context.tables,
+        implementation=context.implementation,
+    )
+
+
 ATTENTION = Block(_attention_leaves, _run_attention, "page", _attention_spec, joins=True)
 MAMBA2 = Block(_mamba_leaves, _run_mamba, "state", _mamba_spec)
 DELTA = Block(_delta_leaves, _run_delta, "state", _delta_spec)
+SHORT_CONV = Block(_short_conv_leaves, _run_short_conv, "state", _short_conv_spec)

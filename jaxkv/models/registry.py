@@ -29,6 +29,7 @@ from jaxkv.models.families import (
     granite_hybrid,
     granite_moe,
     hunyuan,
+    lfm2,
     llama,
     mamba2,
     mistral,
@@ -89,6 +90,7 @@ FAMILIES: Mapping[str, Family] = {
         falcon_h1.FAMILY,
         qwen3_next.FAMILY,
         *qwen3_5.FAMILIES,
+        *lfm2.FAMILIES,
         *deepseek.FAMILIES,
     )
 }

@@ -8,6 +8,9 @@ BACKBONE = "backbone.layers.{layer}."
 """Beginnings of names: of a layer's parameters, and of its tensors in checkpoints (`BACKBONE` in Mamba's)."""
 
 _QUERY_KEY_VALUE_ROWS = (("heads", "head_dim"), ("kv_heads", "head_dim"), ("kv_heads", "head_dim"))
+GATED_NAMES = ("gate_proj", "up_proj", "down_proj")
+"""Usual names of the three projections of a gated feed-forward."""
+
 _GATE_UP_ROWS = (("ffn_size",), ("ffn_size",))
 
 
@@ -25,7 +28,14 @@ def embeddings(table: str, final_norm: str, *, offset: float = 0.0) -> tuple[Rul
     )
 
 
-def attention(prefix: str, *, offset: float = 0.0, interleaved: bool = False) -> tuple[Rule, ...]:
+def attention(
+    prefix: str,
+    *,
+    offset: float = 0.0,
+    interleaved: bool = False,
+    norm: str = "norm",
+    out: str = "o_proj",
+) -> tuple[Rule, ...]:
     """Returns the rules of attention.
 
     Args:
@@ -33,6 +43,8 @@ def attention(prefix: str, *, offset: float = 0.0, interleaved: bool = False) ->
         offset: offset of the norms on queries and keys.
         interleaved: whether rotary pairs are rows 2i and 2i + 1 of a head, of queries and keys; otherwise i and
             i + rotary_dim / 2.
+        norm: name of the norms on queries and keys, after "q_" and "k_".
+        out: name of the output projection.
     """
     heads = 2 * interleaved
 
@@ -59,7 +71,7 @@ def attention(prefix: str, *, offset: float = 0.0, interleaved: bool = False) ->
         ),
         Rule(
             f"{LEAF}qk_norm",
-            (f"{prefix}.q_norm.weight", f"{prefix}.k_norm.weight"),
+            (f"{prefix}.q_{norm}.weight", f"{prefix}.k_{norm}.weight"),
             combine="stack",
             when=("qk_norm", True),
             block="attention",
@@ -68,14 +80,14 @@ def attention(prefix: str, *, offset: float = 0.0, interleaved: bool = False) ->
         *(
             Rule(
                 f"{LEAF}wide_{name}_norm",
-                (f"{prefix}.{name}_norm.weight",),
+                (f"{prefix}.{name}_{norm}.weight",),
                 when=("wide_qk_norm", True),
                 block="attention",
             )
             for name in "qk"
         ),
-        Rule(f"{LEAF}o", (f"{prefix}.o_proj.weight",), block="attention"),
-        Rule(f"{LEAF}o_bias", (f"{prefix}.o_proj.bias",), when=("o_bias", True), block="attention"),
+        Rule(f"{LEAF}o", (f"{prefix}.{out}.weight",), block="attention"),
+        Rule(f"{LEAF}o_bias", (f"{prefix}.{out}.bias",), when=("o_bias", True), block="attention"),
         Rule(f"{LEAF}sinks", (f"{prefix}.sinks",), when=("sinks", True), block="attention"),
     )
 
@@ -200,6 +212,23 @@ def _delta_state(prefix: str) -> tuple[Rule, ...]:
     )
 
 
+def short_conv(prefix: str) -> tuple[Rule, ...]:
+    """Returns the rules of a gated short convolution."""
+
+    def rule(leaf: str, name: str, **options: object) -> Rule:
+        return Rule(f"{LEAF}{leaf}", (f"{prefix}.{name}",), block="short_conv", **options)  # type: ignore[arg-type]
+
+    biased = ("short_conv.bias", True)
+    return (
+        rule("short_in", "in_proj.weight"),
+        rule("short_in_bias", "in_proj.bias", when=biased),
+        rule("conv", "conv.weight", combine="taps"),
+        rule("conv_bias", "conv.bias", when=biased),
+        rule("short_out", "out_proj.weight"),
+        rule("short_out_bias", "out_proj.bias", when=biased),
+    )
+
+
 def mamba2(prefix: str) -> tuple[Rule, ...]:
     """Returns the rules of a Mamba-2 mixer."""
 
@@ -220,11 +249,12 @@ def mamba2(prefix: str) -> tuple[Rule, ...]:
     )
 
 
-def gated(prefix: str) -> tuple[Rule, ...]:
-    """Returns the rules of a gated feed-forward."""
+def gated(prefix: str, names: tuple[str, str, str] = GATED_NAMES) -> tuple[Rule, ...]:
+    """Returns the rules of a gated feed-forward, given the names of gate, its factor and their product's projection."""
+    gate, up, down = names
 
     def halves(kind: str) -> tuple[str, ...]:
-        return f"{prefix}.gate_proj.{kind}", f"{prefix}.up_proj.{kind}"
+        return f"{prefix}.{gate}.{kind}", f"{prefix}.{up}.{kind}"
 
     return (
         Rule(
@@ -242,10 +272,10 @@ def gated(prefix: str) -> tuple[Rule, ...]:
             when=("mlp_bias", True),
             block="gated",
         ),
-        Rule(f"{LEAF}down", (f"{prefix}.down_proj.weight",), block="gated"),
+        Rule(f"{LEAF}down", (f"{prefix}.{down}.weight",), block="gated"),
         Rule(
             f"{LEAF}down_bias",
-            (f"{prefix}.down_proj.bias",),
+            (f"{prefix}.{down}.bias",),
             when=("mlp_bias", True),
             block="gated",
         ),
@@ -262,9 +292,10 @@ def fused_gated(prefix: str) -> tuple[Rule, ...]:
 
 def gated_experts(
     prefix: str,
-    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+    names: tuple[str, str, str] = GATED_NAMES,
     *,
     fused: str = "",
+    correction: str = "gate.e_score_correction_bias",
 ) -> tuple[Rule, ...]:
     """Returns the rules of a router and of gated experts, one tensor per expert and projection, or all experts in one.
 
@@ -272,6 +303,7 @@ def gated_experts(
         prefix: beginning of the names.
         names: an expert's gate, its factor and the projection of their product.
         fused: beginning of the names where all experts are in one tensor; empty for `prefix`.
+        correction: end of the name of the router's correction.
     """
     experts, fused = f"{prefix}.experts.{{expert}}", fused or prefix
     gate, up, down = names
@@ -284,7 +316,7 @@ def gated_experts(
         ),
         Rule(
             f"{LEAF}router_correction",
-            (f"{prefix}.gate.e_score_correction_bias",),
+            (f"{prefix}.{correction}",),
             when=("mixture.correction", True),
             block="mixture",
         ),

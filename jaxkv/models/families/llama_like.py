@@ -3,7 +3,13 @@
 from collections.abc import Sequence
 from typing import TypedDict, Unpack
 
-from jaxkv.config.blocks import DeltaConfig, MambaConfig, MixtureConfig, Multipliers
+from jaxkv.config.blocks import (
+    DeltaConfig,
+    MambaConfig,
+    MixtureConfig,
+    Multipliers,
+    ShortConvConfig,
+)
 from jaxkv.config.model import MAX_LAYERS, ModelConfig, RopeConfig
 from jaxkv.errors import UnknownConfig
 from jaxkv.models.hf_config.config_json import ConfigJson
@@ -62,6 +68,7 @@ class Differences(TypedDict, total=False):
     sinks: bool
     window_rope: RopeConfig | None
     delta: DeltaConfig | None
+    short_conv: ShortConvConfig | None
     attention_scale: float | None
     pattern: tuple[tuple[str, ...], ...]
     mamba: MambaConfig | None

@@ -59,7 +59,7 @@ class Case:
                     zero = "norm" not in name or any(part in name for part in self.around_zero)
                     weight.normal_(mean=0.0 if zero else 1.0, std=0.2)
             for name, buffer in model.named_buffers():
-                if "correction" in name:
+                if "correction" in name or "expert_bias" in name:
                     buffer.normal_(std=0.2)
         return model
 

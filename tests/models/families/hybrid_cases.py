@@ -55,6 +55,7 @@ EXPERTS = {
     "moe_intermediate_size": 24,
     "shared_expert_intermediate_size": 32,
 }
+LFM2 = {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]}
 # Norms of the residual stream, of queries and of keys.
 QWEN_NORMS = ("layernorm", "q_norm", "k_norm", "model.norm")
 
@@ -167,6 +168,24 @@ CASES = {
         shape={key: value for key, value in ATTENDING.items() if key != "intermediate_size"},
         around_zero=QWEN_NORMS,
         model="Qwen3_5MoeForCausalLM",
+    ),
+    "lfm2": Case(
+        "Lfm2",
+        LFM2 | {"intermediate_size": 130, "block_multiple_of": 8, "conv_bias": True},
+        shape=ATTENDING,
+    ),
+    "lfm2-moe": Case(
+        "Lfm2Moe",
+        LFM2
+        | {
+            "num_dense_layers": 1,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "routed_scaling_factor": 1.7,
+            "conv_L_cache": 4,
+        },
+        shape=ATTENDING,
     ),
 }
 """Families; those after the first of each family have an option of their own."""

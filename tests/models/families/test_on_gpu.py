@@ -198,6 +198,18 @@ CASES = {
         | {"shared_expert_intermediate_size": 128},
         "bfloat16",
     ),
+    "lfm2": (
+        "Lfm2",
+        SHAPE | {"layer_types": ["conv", "full_attention", "conv"], "num_attention_heads": 4},
+        "bfloat16",
+    ),
+    "lfm2-moe": (
+        "Lfm2Moe",
+        SHAPE
+        | {"layer_types": ["conv", "full_attention", "conv"], "num_attention_heads": 4}
+        | {"num_dense_layers": 1, "num_experts": 8, "moe_intermediate_size": 128},
+        "bfloat16",
+    ),
     "falcon-h1": ("FalconH1", SHAPE | MAMBA | {"mamba_d_ssm": 512, "head_dim": 64}, "bfloat16"),
 }
 PROMPTS = (150, 33, 90)

@@ -5,7 +5,9 @@ import math
 import jax
 import pytest
 
-from jaxkv.config.blocks import DeltaConfig, MambaConfig, MixtureConfig
+from jaxkv.cache.spec import ArraySpec
+from jaxkv.cache.variants import short_conv
+from jaxkv.config.blocks import DeltaConfig, MambaConfig, MixtureConfig, ShortConvConfig
 from jaxkv.config.model import ModelConfig, RopeConfig
 from jaxkv.errors import UnknownConfig
 from jaxkv.models.registry import build_model, read_config, rules_for
@@ -188,6 +190,72 @@ QWEN3_5_MOE = {key: QWEN3_5[key] for key in QWEN3_5 if key != "intermediate_size
 }
 ALL = {"mamba2": MAMBA2, "bamba": BAMBA, "granite": GRANITE, "nemotron": NEMOTRON, "falcon": FALCON}
 ALL |= {"qwen3-next": QWEN3_NEXT, "qwen3.5": QWEN3_5, "qwen3.5-moe": QWEN3_5_MOE}
+SCANNING = tuple(ALL)
+LFM2 = {
+    "architectures": ["Lfm2ForCausalLM"],
+    "block_auto_adjust_ff_dim": True,
+    "block_dim": 128,
+    "block_ff_dim": 1000,
+    "block_ffn_dim_multiplier": 1.0,
+    "block_mlp_init_scale": 1.0,
+    "block_multiple_of": 256,
+    "block_norm_eps": 1e-05,
+    "block_out_init_scale": 1.0,
+    "block_use_swiglu": True,
+    "block_use_xavier_init": True,
+    "bos_token_id": 1,
+    "conv_L_cache": 3,
+    "conv_bias": False,
+    "conv_dim": 128,
+    "conv_dim_out": 128,
+    "conv_use_xavier_init": True,
+    "eos_token_id": 7,
+    "full_attn_idxs": [2],
+    "hidden_size": 128,
+    "initializer_range": 0.02,
+    "max_position_embeddings": 128000,
+    "model_type": "lfm2",
+    "norm_eps": 1e-05,
+    "num_attention_heads": 4,
+    "num_heads": 4,
+    "num_hidden_layers": 4,
+    "num_key_value_heads": 2,
+    "pad_token_id": 0,
+    "rope_theta": 1000000.0,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "use_pos_enc": True,
+    "vocab_size": 320,
+}
+LFM2_MOE = {
+    "architectures": ["Lfm2MoeForCausalLM"],
+    "bos_token_id": 1,
+    "conv_L_cache": 3,
+    "conv_bias": False,
+    "eos_token_id": 7,
+    "hidden_size": 128,
+    "intermediate_size": 96,
+    "layer_types": ["conv", "conv", "full_attention", "conv"],
+    "max_position_embeddings": 128000,
+    "model_type": "lfm2_moe",
+    "moe_intermediate_size": 48,
+    "norm_eps": 1e-05,
+    "norm_topk_prob": True,
+    "num_attention_heads": 4,
+    "num_dense_layers": 2,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "num_hidden_layers": 4,
+    "num_key_value_heads": 2,
+    "rope_theta": 1000000.0,
+    "routed_scaling_factor": 1.0,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "use_expert_bias": True,
+    "vocab_size": 320,
+}
+ALL |= {"lfm2": LFM2, "lfm2-moe": LFM2_MOE}
 
 
 def test_each_family_is_a_pattern_of_blocks():
@@ -231,7 +299,7 @@ def test_sizes_come_from_where_each_family_keeps_them():
     assert falcon.mamba.norm_groups == 0
 
 
-@pytest.mark.parametrize("family", ALL)
+@pytest.mark.parametrize("family", SCANNING)
 def test_a_config_describes_a_model_with_memory_and_parameters(family):
     model = build_model(read_config(ALL[family]))
     specs = model.cache_specs(page_size=8, dtype="bfloat16")
@@ -283,6 +351,11 @@ def test_the_weight_rules_cover_exactly_the_parameters(family):
         ("qwen3-next", {"attention_bias": True}),
         ("qwen3-next", {"mlp_only_layers": [4]}),
         ("qwen3-next", {"layer_types": ["linear_attention"]}),
+        ("lfm2", {"conv_dim": 64}),
+        ("lfm2", {"block_use_swiglu": False}),
+        ("lfm2", {"layer_types": ["conv"]}),
+        ("lfm2", {"num_experts": 8}),
+        ("lfm2-moe", {"n_shared_experts": 1}),
         ("qwen3.5", {"attn_output_gate": False}),
         ("qwen3.5", {"mlp_only_layers": [0]}),
         ("qwen3.5", {"num_experts": 8}),
@@ -330,16 +403,49 @@ def test_qwen3_5_rotates_text_as_others_do_and_has_experts_in_all_layers_or_none
     assert dense.delta == experts.delta == read_config(QWEN3_NEXT).delta
 
 
+def test_lfm2_computes_its_width_and_names_its_attention_layers_in_two_ways():
+    dense, experts = read_config(LFM2), read_config(LFM2_MOE)
+    # 1000 by two thirds is 666, and the next multiple of 256 is 768.
+    assert (dense.ffn_size, experts.ffn_size) == (768, 96)
+    assert read_config(LFM2 | {"block_auto_adjust_ff_dim": False}).ffn_size == 1000
+    assert [stages[0] for stages in dense.pattern] == [stages[0] for stages in experts.pattern]
+    assert [stages[1] for stages in experts.pattern] == ["gated"] * 2 + ["mixture"] * 2
+    assert (dense.short_conv, dense.tie_embeddings) == (ShortConvConfig(d_conv=3), True)
+    assert not read_config(LFM2 | {"tie_embedding": False}).tie_embeddings
+    assert experts.mixture == MixtureConfig(
+        experts=8, top_k=2, size=48, gated=True, scoring="sigmoid", correction=True, sum_eps=1e-6
+    )
+
+
+def test_a_short_convolution_keeps_its_last_inputs_in_the_models_dtype():
+    model = build_model(read_config(LFM2))
+    for dtype, kept in (("float32", "float32"), ("int8", "bfloat16")):
+        specs = [entry.spec for entry in model.cache_specs(page_size=8, dtype=dtype)]
+        assert [spec.kind for spec in specs] == ["short_conv", "short_conv", "gqa", "short_conv"]
+        assert specs[0] == short_conv(128, d_conv=3, dtype=kept)
+        assert specs[0].arrays == (ArraySpec("conv", (2, 128), kept),)
+
+
 @pytest.mark.torch
 @pytest.mark.parametrize(
-    ("family", "name"), [("qwen3.5", "Qwen3_5Text"), ("qwen3.5-moe", "Qwen3_5MoeText")]
+    ("family", "name"),
+    [
+        ("qwen3.5", "Qwen3_5Text"),
+        ("qwen3.5-moe", "Qwen3_5MoeText"),
+        ("lfm2", "Lfm2"),
+        ("lfm2-moe", "Lfm2Moe"),
+    ],
 )
 def test_keys_that_the_file_leaves_out_mean_what_transformers_assumes(family, name):
     transformers = pytest.importorskip("transformers")
     sizes = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers")
-    file = {key: ALL[family][key] for key in (*sizes, "vocab_size") if key in ALL[family]}
+    sizes += ("vocab_size",) if family != "lfm2-moe" else ("vocab_size", "layer_types")
+    # Eight heads or more, as the default number of those of keys and values.
+    file = {key: ALL[family][key] for key in sizes if key in ALL[family]}
+    file |= {"num_attention_heads": 8}
     full = getattr(transformers, f"{name}Config")(**file).to_dict()
-    assert read_config(file | {"model_type": ALL[family]["model_type"]}) == read_config(full)
+    ends = {"bos_token_id": None, "eos_token_id": None}
+    assert read_config(file | {"model_type": ALL[family]["model_type"]}) == read_config(full | ends)
 
 
 def test_infinity_has_two_spellings():

@@ -1,0 +1,56 @@
+"""The gated short convolution (Liquid AI, LFM2): two gates around a depthwise convolution over a few tokens."""
+
+from collections.abc import Mapping
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jaxkv.batch import StateTables, StepBatch
+from jaxkv.layers.linear import linear
+from pallas_kernels import causal_conv
+from pallas_kernels.families import member
+
+
+def short_conv_mixer(
+    params: Mapping[str, Array],
+    layer_cache: Mapping[str, Array],
+    x: Float[Array, "tokens hidden_size"],
+    batch: StepBatch,
+    tables: StateTables,
+    *,
+    implementation: str | None = None,
+) -> tuple[dict[str, Array], Float[Array, "tokens hidden_size"]]:
+    """Computes `out(after * conv(before * inner))` over each row's new tokens, and writes the state after them.
+
+    Args:
+        params: "short_in" [3 * hidden_size, hidden_size]: the gate before the convolution, the gate after it and the
+            inner value; "conv" [d_conv, hidden_size], the last row for the token itself; "short_out"
+            [hidden_size, hidden_size]. If the model has them: "short_in_bias", "conv_bias" and "short_out_bias".
+        layer_cache: the layer's states, "conv".
+        x: normalised hidden states.
+        batch: the step's metadata.
+        tables: ids of the states that the layer's group reads and writes.
+        implementation: family of implementations that every op must use; `None` for the best.
+
+    Returns:
+        The layer's states after the step, and the mixer's output.
+    """
+    projected = linear(params["short_in"], x, params.get("short_in_bias"))
+    before, after, inner = jnp.split(projected, 3, axis=1)
+    # Inputs are rounded to the cache's dtype, so that they equal the cached inputs of later steps.
+    stored, bias = layer_cache["conv"].dtype, params.get("conv_bias")
+    convolved, conv = causal_conv(
+        params["conv"].astype(stored),
+        None if bias is None else bias.astype(stored),
+        layer_cache["conv"],
+        (before * inner).astype(stored),
+        tables.read_states,
+        tables.write_states,
+        None if batch.decode else batch.cu_q_lens,
+        None if batch.decode else tables.snapshot_ends,
+        None if batch.decode else tables.snapshot_states,
+        activation=None,
+        implementation=member(implementation, "causal_conv"),
+    )
+    gated = after * convolved.astype(x.dtype)
+    return {"conv": conv}, linear(params["short_out"], gated, params.get("short_out_bias"))
