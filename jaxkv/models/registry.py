@@ -89,7 +89,8 @@ FAMILIES: Mapping[str, Family] = {
         nemotron_h.FAMILY,
         falcon_h1.FAMILY,
         qwen3_next.FAMILY,
-        *qwen3_5.FAMILIES,
+        qwen3_5.TEXT,
+        qwen3_5.EXPERTS,
         *lfm2.FAMILIES,
         *deepseek.FAMILIES,
     )

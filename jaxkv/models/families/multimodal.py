@@ -1,4 +1,4 @@
-"""Multimodal models of which only the text part runs: Gemma 3 4B to 27B, and Mistral-Small 3.x.
+"""Multimodal models of which only the text part runs: Gemma 3 4B to 27B, Mistral-Small 3.x, Qwen3.5 and 3.6.
 
 Given text alone, the whole model computes the same as its text part. config.json has the text part's keys in
 `text_config`; the tensors of the other parts are ignored.
@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from jaxkv.config.model import ModelConfig
 from jaxkv.errors import UnknownConfig
-from jaxkv.models.families import gemma3, mistral
+from jaxkv.models.families import gemma3, mistral, qwen3_5
 from jaxkv.models.families.family import Family
 from jaxkv.models.families.llama_like import check_architecture
 from jaxkv.models.hf_config.config_json import ConfigJson
@@ -65,6 +65,31 @@ _KINDS = (
         "image_token_index image_token_id multimodal_projector_bias projector_hidden_act spatial_merge_size "
         "vision_feature_layer",
     ),
+    Multimodal(
+        "qwen3_5",
+        "Qwen3_5ForConditionalGeneration",
+        qwen3_5.TEXT,
+        {
+            "vocab_size": 248320,
+            "hidden_size": 4096,
+            "intermediate_size": 12288,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 16,
+        },
+        "",
+    ),
+    Multimodal(
+        "qwen3_5_moe",
+        "Qwen3_5MoeForConditionalGeneration",
+        qwen3_5.EXPERTS,
+        {
+            "vocab_size": 248320,
+            "hidden_size": 2048,
+            "num_hidden_layers": 40,
+            "num_attention_heads": 16,
+        },
+        "",
+    ),
 )
 
 _PREFIXES = (
@@ -74,7 +99,7 @@ _PREFIXES = (
 )
 """Prefix in the checkpoint, as older or newer versions of Transformers write it -> prefix in a model of text alone."""
 
-_OTHER_PARTS = r"(model\.)?(vision_tower|multi_modal_projector)\..+"
+_OTHER_PARTS = r"(model\.)?(vision_tower|multi_modal_projector|visual)\..+"
 
 
 def from_hf(kind: Multimodal, raw: Mapping[str, object]) -> ModelConfig:

@@ -61,7 +61,5 @@ def _keys(raw: Mapping[str, object], family: str) -> ConfigJson:
 
 _RULES = qwen_delta_rules(split_delta(f"{LAYER}linear_attn"))
 
-FAMILIES = (
-    Family("qwen3_5_text", from_hf, _RULES),
-    Family("qwen3_5_moe_text", from_hf_moe, _RULES),
-)
+TEXT = Family("qwen3_5_text", from_hf, _RULES)
+EXPERTS = Family("qwen3_5_moe_text", from_hf_moe, _RULES)

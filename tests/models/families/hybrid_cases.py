@@ -169,6 +169,25 @@ CASES = {
         around_zero=QWEN_NORMS,
         model="Qwen3_5MoeForCausalLM",
     ),
+    "qwen3.5-multimodal": Case(
+        "Qwen3_5",
+        {
+            "text_config": ATTENDING | DELTA | {"model_type": "qwen3_5_text"},
+            "vision_config": {
+                "depth": 1,
+                "hidden_size": 16,
+                "intermediate_size": 24,
+                "num_heads": 2,
+                "num_position_embeddings": 16,
+                "out_hidden_size": 64,
+                "patch_size": 4,
+            },
+            "tie_word_embeddings": False,
+        },
+        shape={},
+        around_zero=(*QWEN_NORMS, "language_model.norm"),
+        model="Qwen3_5ForConditionalGeneration",
+    ),
     "lfm2": Case(
         "Lfm2",
         LFM2 | {"intermediate_size": 130, "block_multiple_of": 8, "conv_bias": True},

@@ -1,6 +1,7 @@
 """The config.json of families with recurrent layers, as the Hub has it and as Transformers 5 writes it."""
 
 import math
+from dataclasses import replace
 
 import jax
 import pytest
@@ -401,6 +402,34 @@ def test_qwen3_5_rotates_text_as_others_do_and_has_experts_in_all_layers_or_none
         experts=8, top_k=2, size=48, gated=True, shared_size=64, shared_gate=True
     )
     assert dense.delta == experts.delta == read_config(QWEN3_NEXT).delta
+
+
+@pytest.mark.parametrize(
+    ("text", "name"), [(QWEN3_5, "Qwen3_5"), (QWEN3_5_MOE, "Qwen3_5Moe")], ids=["dense", "experts"]
+)
+def test_a_multimodal_qwen3_5_is_its_text_part(text, name):
+    model_type = text["model_type"].removesuffix("_text")
+    file = {
+        "architectures": [f"{name}ForConditionalGeneration"],
+        "image_token_id": 300,
+        "language_model_only": False,
+        "model_type": model_type,
+        "text_config": {key: text[key] for key in text if key != "architectures"},
+        "tie_word_embeddings": False,
+        "video_token_id": 301,
+        "vision_config": {"depth": 27, "model_type": model_type},
+        "vision_end_token_id": 302,
+        "vision_start_token_id": 303,
+    }
+    config = read_config(file)
+    assert config == replace(read_config(text), family=model_type)
+    rules = rules_for(config)
+    assert rules.name_of("model.language_model.layers.0.mlp.gate.weight") == (
+        "model.layers.0.mlp.gate.weight"
+    )
+    assert rules.ignores("model.visual.blocks.0.attn.qkv.weight", config)
+    assert rules.ignores("mtp.layers.0.input_layernorm.weight", config)
+    assert not rules.ignores("model.audio.weight", config)
 
 
 def test_lfm2_computes_its_width_and_names_its_attention_layers_in_two_ways():
