@@ -73,7 +73,7 @@ FAMILIES: Mapping[str, Family] = {
         *glm4.FAMILIES,
         *olmo2.FAMILIES,
         exaone4.FAMILY,
-        cohere2.FAMILY,
+        *cohere2.FAMILIES,
         gemma.FAMILY,
         gemma2.FAMILY,
         gemma3.FAMILY,

@@ -1,9 +1,10 @@
-"""Cohere 2 (Command R7B, Command A): attention and feed-forward in parallel, rotary embedding only in window layers."""
+"""Cohere (Command R, Aya) and Cohere 2 (Command R7B, Command A): attention and feed-forward in parallel, LayerNorms."""
 
 from collections.abc import Mapping
 
 from jaxkv.config.blocks import Multipliers
 from jaxkv.config.model import ModelConfig
+from jaxkv.errors import UnknownConfig
 from jaxkv.models.families.family import Family
 from jaxkv.models.families.llama_like import (
     ROTARY_TABLES,
@@ -13,32 +14,55 @@ from jaxkv.models.families.llama_like import (
     take_num_layers,
 )
 from jaxkv.models.hf_config.config_json import ConfigJson
+from jaxkv.models.hf_config.rope_json import with_theta
 from jaxkv.weights.rule_parts import LAYER, attention, embeddings, gated, norms
 from jaxkv.weights.rules import RuleSet
 
 _SIZE = 2**31 - 1
+_THETA = 500000.0
 
 
 def from_hf(raw: Mapping[str, object]) -> ModelConfig:
-    """Reads a parsed config.json whose `model_type` is "cohere2"."""
+    """Reads a parsed config.json whose `model_type` is "cohere2": only window layers have rotary embedding."""
     keys = ConfigJson(raw)
-    # Transformers writes these and does not read them.
+    # Transformers writes it and does not read it.
     keys.ignore("_sliding_window_pattern")
     every = keys.take_int("sliding_window_pattern", 4, high=_SIZE)
     window = keys.take_int("sliding_window", 4096, high=_SIZE)
     windows = layer_windows(keys, window, full_every=every)
+    full = tuple(layer for layer, reach in enumerate(windows) if reach is None)
+    return _read(keys, "cohere2", "Cohere2ForCausalLM", windows, full)
+
+
+def older_from_hf(raw: Mapping[str, object]) -> ModelConfig:
+    """Reads a parsed config.json whose `model_type` is "cohere" (Command R, Aya)."""
+    keys = ConfigJson(with_theta(raw, _THETA))
+    if keys.take("use_qk_norm", None):
+        raise UnknownConfig(
+            "config.json sets use_qk_norm = True (Command R+); for cohere, only false is supported"
+        )
+    return _read(keys, "cohere", "CohereForCausalLM", (None,) * take_num_layers(keys), ())
+
+
+def _read(
+    keys: ConfigJson,
+    family: str,
+    architecture: str,
+    windows: tuple[int | None, ...],
+    nope_layers: tuple[int, ...],
+) -> ModelConfig:
     biases = keys.take_bool("attention_bias", False)
     return read_llama_like(
         keys,
-        "cohere2",
-        architecture="Cohere2ForCausalLM",
+        family,
+        architecture=architecture,
         kv_heads=None,
         max_positions=8192,
         norm_key="layer_norm_eps",
         norm_eps=1e-5,
         tied=True,
         windows=windows,
-        nope_layers=tuple(layer for layer, reach in enumerate(windows) if reach is None),
+        nope_layers=nope_layers,
         pattern=(("attention+gated",),) * take_num_layers(keys),
         layer_norms=True,
         wide_norms=True,
@@ -59,4 +83,7 @@ _RULES = RuleSet(
     tied=TIED,
 )
 
-FAMILY = Family("cohere2", from_hf, _RULES)
+FAMILIES = (
+    Family("cohere", older_from_hf, _RULES),
+    Family("cohere2", from_hf, _RULES),
+)

@@ -230,6 +230,7 @@ CASES = {
     "exaone4-without-windows": Case(
         "Exaone4", SMALL | {"sliding_window": None, "layer_types": ["full_attention"] * 2}
     ),
+    "cohere": Case("Cohere", SMALL | {"logit_scale": 0.5}),
     "cohere2": Case(
         "Cohere2",
         SMALL
@@ -355,6 +356,7 @@ CASES = {
     ),
 }
 SLOW = (
+    "cohere",
     "exaone4-without-windows",
     "gemma-untied",
     "glm",

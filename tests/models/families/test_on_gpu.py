@@ -116,6 +116,7 @@ CASES = {
         SHAPE | {"head_dim": 64, "sliding_window": 64, "layer_types": WINDOWS},
         "bfloat16",
     ),
+    "cohere": ("Cohere", SHAPE | {"num_attention_heads": 4}, "bfloat16"),
     "cohere2": (
         "Cohere2",
         SHAPE | {"num_attention_heads": 4, "sliding_window": 64, "layer_types": WINDOWS},

@@ -15,7 +15,7 @@ CACHE = CacheConfig(max_sequences=1, page_size=8)
 ENGINE = EngineConfig(token_budget=64, pinned_shapes=True, steps_per_launch=1)
 # Families with a part of their own in or around attention; the others run in the slow tests.
 NAMES = ("smollm3", "gemma3-multimodal", "glm4", "olmo3", "cohere2", "hunyuan", "qwen3-moe")
-PLAIN = ("exaone4", "gemma", "granite", "mistral3", "olmo2", "phi3", "seed-oss")
+PLAIN = ("cohere", "exaone4", "gemma", "granite", "mistral3", "olmo2", "phi3", "seed-oss")
 PLAIN += ("mixtral", "granite-moe", "glm4-moe")
 
 

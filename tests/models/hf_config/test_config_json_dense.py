@@ -201,6 +201,11 @@ COHERE_2 = {
     "sliding_window_pattern": 4,
     "vocab_size": 256000,
 }
+COHERE = {key: value for key, value in COHERE_2.items() if "window" not in key} | {
+    "architectures": ["CohereForCausalLM"],
+    "model_type": "cohere",
+    "use_qk_norm": False,
+}
 HUNYUAN = {
     "architectures": ["HunYuanDenseV1ForCausalLM"],
     "attention_bias": False,
@@ -283,6 +288,7 @@ FILES = {
     "Olmo2": OLMO_2,
     "Olmo3": OLMO_3,
     "Exaone4": EXAONE_4,
+    "Cohere": COHERE,
     "Cohere2": COHERE_2,
     "HunYuanDenseV1": HUNYUAN,
     "Gemma3": GEMMA_3,
@@ -302,6 +308,7 @@ EXPECTED = {
     "Olmo2": {"pre_norms": False, "wide_qk_norm": True, "wide_norms": True},
     "Olmo3": {"windows": (4096, 4096, 4096, None) * 8, "max_positions": 65536},
     "Exaone4": {"nope_layers": tuple(range(3, 64, 4)), "qk_norm": True, "pre_norms": False},
+    "Cohere": {"nope_layers": (), "windows": (None,) * 32, "layer_norms": True},
     "Cohere2": {"nope_layers": EVERY_FOURTH, "windows": (4096, 4096, 4096, None) * 8},
     "HunYuanDenseV1": {"late_qk_norm": True, "qk_norm": False, "tie_embeddings": True},
     "Gemma3": {"heads": 8, "vocab_size": 262208, "dtype": "bfloat16", "eos_ids": (1, 106)},
@@ -410,6 +417,7 @@ def test_keys_that_a_file_leaves_out_mean_what_transformers_assumes(name):
         (GLM_4, {"rope_interleaved": True}, "rope_interleaved = True"),
         (OLMO_2, {"clip_qkv": 8.0}, "clip_qkv = 8.0"),
         (OLMO_3, {"rope_theta": 10000.0}, "rope_theta = 10000.0"),
+        (COHERE, {"use_qk_norm": True}, "use_qk_norm = True"),
         (COHERE_2, {"use_qk_norm": True}, "use_qk_norm = True"),
         (HUNYUAN, {"use_qk_norm": False}, "use_qk_norm = False"),
         (HUNYUAN, {"attention_head_dim": 64}, "attention_head_dim = 64"),
