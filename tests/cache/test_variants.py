@@ -3,7 +3,7 @@
 import pytest
 
 from jaxkv.cache.spec import group_layers
-from jaxkv.cache.variants import delta, dsa, gqa, mamba2, mla, place, sampling, window
+from jaxkv.cache.variants import delta, dsa, gqa, mamba2, mla, place, sampling, short_conv, window
 
 
 def arrays_of(specs, counts):
@@ -119,3 +119,9 @@ def test_the_sampling_group_keeps_only_what_the_features_need():
         ("bias_ids", (4, 2), "int32"),
         ("bias_values", (4, 2), "float32"),
     ]
+
+
+def test_a_short_convolution_keeps_its_last_inputs():
+    spec = short_conv(24, d_conv=3, dtype="bfloat16")
+    assert arrays_of([spec], {"short_conv": 5}) == [("conv", (5, 2, 24), "bfloat16")]
+    assert (spec.chunk_size, spec.in_place) == (1, False)

@@ -100,6 +100,16 @@ def test_each_token_gets_the_weighted_answers_of_its_experts(name, tokens):
     np.testing.assert_allclose(got, by_hand(params, x, mixture), rtol=2e-5, atol=2e-4)
 
 
+def test_an_epsilon_of_the_sum_lowers_the_weights_of_small_scores():
+    # Sigmoids of these logits are 1e-6, 2e-6 and 4e-6; the sum of the best two is 6e-6.
+    logits = jnp.log(jnp.asarray([[1e-6, 2e-6, 4e-6]]))
+    sizes = {"experts": 3, "top_k": 2, "size": 8, "gated": True, "scoring": "sigmoid"}
+    for eps, wanted in ((1e-20, [4 / 6, 2 / 6]), (1e-6, [4 / 7, 2 / 7])):
+        chosen, weights = choose_experts(logits, None, mixture=MixtureConfig(**sizes, sum_eps=eps))
+        assert chosen.tolist() == [[2, 1]]
+        np.testing.assert_allclose(weights[0], wanted, rtol=1e-4)
+
+
 def test_tokens_do_not_see_each_other_not_even_broken_ones():
     # Padding may hold anything.
     mixture = CASES["nemotron"]

@@ -1,14 +1,14 @@
-"""Granite 3 with experts (IBM), and what it shares with Granite 4: factors of activations, names of experts."""
+"""Granite 3 with experts (IBM), with or without a shared one; Granite 4 has the same names of experts."""
 
 from collections.abc import Mapping
 from dataclasses import replace
 
-from jaxkv.config.blocks import MixtureConfig, Multipliers
+from jaxkv.config.blocks import MixtureConfig
 from jaxkv.config.model import ModelConfig
 from jaxkv.models.families.family import Family
+from jaxkv.models.families.granite import granite_factors
 from jaxkv.models.families.llama_like import (
     LLAMA_RULES,
-    Differences,
     read_llama_like,
     take_num_layers,
 )
@@ -56,18 +56,6 @@ def _read(keys: ConfigJson, family: str, architecture: str, *, shared_size: int)
         ),
         **granite_factors(keys),
     )
-
-
-def granite_factors(keys: ConfigJson) -> Differences:
-    """Returns the factors of embeddings, residual additions, attention scores and logits."""
-    return {
-        "attention_scale": keys.take_float("attention_multiplier", 1.0),
-        "multipliers": Multipliers(
-            embedding=keys.take_float("embedding_multiplier", 1.0),
-            residual=keys.take_float("residual_multiplier", 1.0),
-            logits=1.0 / keys.take_float("logits_scaling", 1.0),
-        ),
-    }
 
 
 _EXPERTS_AT, _SHARED_AT = f"{LAYER}block_sparse_moe", f"{LAYER}shared_mlp"
