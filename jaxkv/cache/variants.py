@@ -202,6 +202,32 @@ def delta(
     return StateSpec("delta", arrays, chunk_size=chunk_size)
 
 
+def mamba1(
+    channels: int,
+    *,
+    d_state: int,
+    d_conv: int,
+    dtype: str,
+    state_dtype: str = "float32",
+    chunk_size: int = 1,
+) -> StateSpec:
+    """Returns the spec of a Mamba layer: the last `d_conv - 1` inputs of the convolution, and the state.
+
+    Args:
+        channels: inner width.
+        d_state: size of the state per channel.
+        d_conv: width of the convolution, in tokens.
+        dtype: dtype name of the convolution's inputs `[d_conv - 1, channels]`.
+        state_dtype: dtype name of the state `[channels, d_state]`.
+        chunk_size: tokens that a scan takes at a time.
+    """
+    arrays = (
+        ArraySpec("conv", (d_conv - 1, channels), dtype),
+        ArraySpec("ssm", (channels, d_state), state_dtype),
+    )
+    return StateSpec("mamba1", arrays, chunk_size=chunk_size)
+
+
 def short_conv(channels: int, *, d_conv: int, dtype: str) -> StateSpec:
     """Returns the spec of a short convolution without further state: its last `d_conv - 1` inputs.
 

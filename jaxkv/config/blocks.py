@@ -78,6 +78,36 @@ class MambaConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Mamba1Config:
+    """Sizes of a Mamba mixer (Gu and Dao, Mamba), whose channels have a state and decay rates each.
+
+    Attributes:
+        channels: inner width.
+        d_state: size of the state per channel.
+        dt_rank: rank of the projection to step sizes.
+        d_conv: width of the short convolution, in tokens.
+        chunk_size: tokens of a scan's chunk, counted from the first token of a sequence.
+        conv_bias, bias: whether the convolution and the input and output projections carry a bias.
+        norms: whether step sizes, B and C are RMS-normalised (Jamba).
+    """
+
+    channels: int
+    d_state: int
+    dt_rank: int
+    d_conv: int
+    chunk_size: int = 64
+    conv_bias: bool = True
+    bias: bool = False
+    norms: bool = False
+
+    def __post_init__(self) -> None:
+        """Raises `ValueError` for sizes out of range."""
+        check_fields(self, as_int, 1, 2**20, "channels")
+        check_fields(self, as_int, 1, 2**16, "d_state", "dt_rank", "chunk_size")
+        check_fields(self, as_int, 2, 64, "d_conv")
+
+
+@dataclass(frozen=True, kw_only=True)
 class DeltaConfig:
     """Sizes of a gated delta mixer (Yang et al., Gated Delta Networks).
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from jaxkv.config.blocks import (
     DeltaConfig,
     LatentConfig,
+    Mamba1Config,
     MambaConfig,
     MixtureConfig,
     Multipliers,
@@ -127,7 +128,8 @@ class ModelConfig:
         window_rope: rotary embedding of window layers, where it differs from `rope` (Gemma 3).
         nope_layers: numbers of the attention layers without rotary embedding (SmolLM3).
         wide_residual: the residual stream is float32, independently of the parameters' dtype.
-        mamba, delta, short_conv, mixture, latent: sizes of these blocks; `None` if the pattern has no such block.
+        mamba, mamba1, delta, short_conv, mixture, latent: sizes of these blocks; `None` if the pattern has none of
+            them.
         mtp_layers: layers after the last one that predict further tokens (DeepSeek-V3). Checkpoints hold them, but the
             model does not run them.
         multipliers: constant factors of activations.
@@ -170,6 +172,7 @@ class ModelConfig:
     wide_residual: bool = False
     mamba: MambaConfig | None = None
     delta: DeltaConfig | None = None
+    mamba1: Mamba1Config | None = None
     short_conv: ShortConvConfig | None = None
     mixture: MixtureConfig | None = None
     latent: LatentConfig | None = None
@@ -219,6 +222,7 @@ class ModelConfig:
         parts = {
             "mamba2": self.mamba,
             "delta": self.delta,
+            "mamba1": self.mamba1,
             "short_conv": self.short_conv,
             "mixture": self.mixture,
             "latent": self.latent,

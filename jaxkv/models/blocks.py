@@ -5,12 +5,13 @@ from collections.abc import Mapping
 from jaxkv.models.block import Block
 from jaxkv.models.feed_forwards import GATED, MIXTURE, PLAIN, SHARED
 from jaxkv.models.latent import LATENT, SPARSE_LATENT
-from jaxkv.models.mixers import ATTENTION, DELTA, MAMBA2, SHORT_CONV
+from jaxkv.models.mixers import ATTENTION, DELTA, MAMBA1, MAMBA2, SHORT_CONV
 
 BLOCKS: Mapping[str, Block] = {
     "attention": ATTENTION,
     "latent": LATENT,
     "sparse_latent": SPARSE_LATENT,
+    "mamba1": MAMBA1,
     "mamba2": MAMBA2,
     "delta": DELTA,
     "short_conv": SHORT_CONV,

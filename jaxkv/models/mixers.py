@@ -1,4 +1,4 @@
-"""Blocks with a cache: attention, Mamba-2 and gated delta mixers, gated short convolutions."""
+"""Blocks with a cache: attention, Mamba, Mamba-2 and gated delta mixers, gated short convolutions."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,13 +9,15 @@ from jaxkv.batch import PagedTables, StateTables
 from jaxkv.cache.spec import PagedSpec, StateSpec
 from jaxkv.cache.variants import QUANTISED, gqa, mamba2, window
 from jaxkv.cache.variants import delta as delta_spec
+from jaxkv.cache.variants import mamba1 as mamba1_spec
 from jaxkv.cache.variants import short_conv as short_conv_spec
-from jaxkv.config.blocks import DeltaConfig, MambaConfig, ShortConvConfig
+from jaxkv.config.blocks import DeltaConfig, Mamba1Config, MambaConfig, ShortConvConfig
 from jaxkv.config.model import ModelConfig
 from jaxkv.layers.attention import attention
 from jaxkv.layers.delta import gated_delta_mixer
 from jaxkv.layers.linear import Normed, scaled
 from jaxkv.layers.mamba import mamba2_mixer
+from jaxkv.layers.mamba1 import mamba1_mixer
 from jaxkv.layers.short_conv import short_conv_mixer
 from jaxkv.models.block import Block, BlockContext, BlockOutput, Leaf
 
@@ -155,6 +157,67 @@ def _run_mamba(
     return new, scaled(mixed, config.multipliers.ssm_out)
 
 
+def _mamba1(config: ModelConfig) -> Mamba1Config:
+    assert config.mamba1 is not None, "the config was checked when it was made"
+    return config.mamba1
+
+
+def _mamba1_leaves(config: ModelConfig) -> dict[str, Leaf]:
+    mamba, hidden = _mamba1(config), config.hidden_size
+    leaves = {
+        "ssm_in": Leaf((2 * mamba.channels, hidden)),
+        "conv": Leaf((mamba.d_conv, mamba.channels)),
+        "select": Leaf((mamba.dt_rank + 2 * mamba.d_state, mamba.channels)),
+        "step": Leaf((mamba.channels, mamba.dt_rank)),
+        # In float32: decay and step size are exponentials of these, and errors accumulate over tokens.
+        "a_log": Leaf((mamba.channels, mamba.d_state), dtype="float32"),
+        "dt_bias": Leaf((mamba.channels,), dtype="float32"),
+        "skip": Leaf((mamba.channels,), is_scale=True, dtype="float32"),
+        "ssm_out": Leaf((hidden, mamba.channels)),
+    }
+    if mamba.conv_bias:
+        leaves["conv_bias"] = Leaf((mamba.channels,))
+    if mamba.bias:
+        leaves["ssm_in_bias"] = Leaf((2 * mamba.channels,))
+        leaves["ssm_out_bias"] = Leaf((hidden,))
+    if mamba.norms:
+        leaves["dt_norm"] = Leaf((mamba.dt_rank,), is_scale=True)
+        leaves["b_norm"] = leaves["c_norm"] = Leaf((mamba.d_state,), is_scale=True)
+    return leaves
+
+
+def _mamba1_spec(config: ModelConfig, layer: int, page_size: int, dtype: str) -> StateSpec:
+    del layer, page_size
+    mamba = _mamba1(config)
+    return mamba1_spec(
+        mamba.channels,
+        d_state=mamba.d_state,
+        d_conv=mamba.d_conv,
+        chunk_size=mamba.chunk_size,
+        dtype=config.dtype if dtype in QUANTISED else dtype,
+    )
+
+
+def _run_mamba1(
+    config: ModelConfig,
+    params: Mapping[str, Array],
+    layer_cache: Mapping[str, Array],
+    x: Float[Array, "tokens hidden_size"],
+    context: BlockContext,
+) -> BlockOutput:
+    assert isinstance(context.tables, StateTables)
+    return mamba1_mixer(
+        params,
+        layer_cache,
+        x,
+        context.batch,
+        context.tables,
+        mamba=_mamba1(config),
+        norm_eps=config.norm_eps,
+        implementation=context.implementation,
+    )
+
+
 def _delta(config: ModelConfig) -> DeltaConfig:
     assert config.delta is not None, "the config was checked when it was made"
     return config.delta
@@ -255,6 +318,7 @@ def _run_short_conv(
 
 
 ATTENTION = Block(_attention_leaves, _run_attention, "page", _attention_spec, joins=True)
+MAMBA1 = Block(_mamba1_leaves, _run_mamba1, "state", _mamba1_spec)
 MAMBA2 = Block(_mamba_leaves, _run_mamba, "state", _mamba_spec)
 DELTA = Block(_delta_leaves, _run_delta, "state", _delta_spec)
 SHORT_CONV = Block(_short_conv_leaves, _run_short_conv, "state", _short_conv_spec)

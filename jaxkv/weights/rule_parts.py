@@ -229,6 +229,31 @@ def short_conv(prefix: str) -> tuple[Rule, ...]:
     )
 
 
+def mamba1(prefix: str) -> tuple[Rule, ...]:
+    """Returns the rules of a Mamba mixer."""
+
+    def rule(leaf: str, name: str, **options: object) -> Rule:
+        return Rule(f"{LEAF}{leaf}", (f"{prefix}.{name}",), block="mamba1", **options)  # type: ignore[arg-type]
+
+    biased, normed = ("mamba1.bias", True), ("mamba1.norms", True)
+    return (
+        rule("ssm_in", "in_proj.weight"),
+        rule("ssm_in_bias", "in_proj.bias", when=biased),
+        rule("conv", "conv1d.weight", combine="taps"),
+        rule("conv_bias", "conv1d.bias", when=("mamba1.conv_bias", True)),
+        rule("select", "x_proj.weight"),
+        rule("step", "dt_proj.weight"),
+        rule("dt_bias", "dt_proj.bias"),
+        rule("a_log", "A_log"),
+        rule("skip", "D"),
+        rule("ssm_out", "out_proj.weight"),
+        rule("ssm_out_bias", "out_proj.bias", when=biased),
+        rule("dt_norm", "dt_layernorm.weight", when=normed),
+        rule("b_norm", "b_layernorm.weight", when=normed),
+        rule("c_norm", "c_layernorm.weight", when=normed),
+    )
+
+
 def mamba2(prefix: str) -> tuple[Rule, ...]:
     """Returns the rules of a Mamba-2 mixer."""
 
@@ -295,6 +320,7 @@ def gated_experts(
     names: tuple[str, str, str] = GATED_NAMES,
     *,
     fused: str = "",
+    router: str = "gate.weight",
     correction: str = "gate.e_score_correction_bias",
 ) -> tuple[Rule, ...]:
     """Returns the rules of a router and of gated experts, one tensor per expert and projection, or all experts in one.
@@ -303,6 +329,7 @@ def gated_experts(
         prefix: beginning of the names.
         names: an expert's gate, its factor and the projection of their product.
         fused: beginning of the names where all experts are in one tensor; empty for `prefix`.
+        router: end of the router's name.
         correction: end of the name of the router's correction.
     """
     experts, fused = f"{prefix}.experts.{{expert}}", fused or prefix
@@ -310,9 +337,9 @@ def gated_experts(
     return (
         Rule(
             f"{LEAF}router",
-            (f"{prefix}.gate.weight",),
+            (f"{prefix}.{router}",),
             block="mixture",
-            fused=f"{fused}.gate.weight",
+            fused=f"{fused}.{router}",
         ),
         Rule(
             f"{LEAF}router_correction",

@@ -5,6 +5,7 @@ from typing import TypedDict, Unpack
 
 from jaxkv.config.blocks import (
     DeltaConfig,
+    Mamba1Config,
     MambaConfig,
     MixtureConfig,
     Multipliers,
@@ -68,6 +69,7 @@ class Differences(TypedDict, total=False):
     sinks: bool
     window_rope: RopeConfig | None
     delta: DeltaConfig | None
+    mamba1: Mamba1Config | None
     short_conv: ShortConvConfig | None
     attention_scale: float | None
     pattern: tuple[tuple[str, ...], ...]

@@ -422,7 +422,7 @@ def greedy(model, tokens, steps):
 
 def _forward(model, tokens, past, start):
     """Returns the logits of new tokens and the cache after them."""
-    name = "cache_params" if model.config.model_type == "mamba2" else "past_key_values"
+    name = "cache_params" if model.config.model_type in ("mamba", "mamba2") else "past_key_values"
     # Said, because not every family counts on from its cache by itself.
     positions = torch.arange(start, start + len(tokens))[None]
     ids = torch.tensor([tokens])

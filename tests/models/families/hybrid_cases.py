@@ -188,6 +188,48 @@ CASES = {
         around_zero=(*QWEN_NORMS, "language_model.norm"),
         model="Qwen3_5ForConditionalGeneration",
     ),
+    "mamba": Case(
+        "Mamba",
+        BARE
+        | {
+            "num_hidden_layers": 2,
+            "state_size": 5,
+            "conv_kernel": 3,
+            "time_step_rank": 7,
+            "use_bias": True,
+            "tie_word_embeddings": False,
+        },
+        shape={},
+    ),
+    "jamba": Case(
+        "Jamba",
+        {
+            "num_hidden_layers": 3,
+            "attn_layer_period": 3,
+            "attn_layer_offset": 1,
+            "expert_layer_period": 2,
+            "num_experts": 4,
+            "mamba_d_state": 6,
+            "mamba_d_conv": 3,
+            "mamba_expand": 1,
+            "use_mamba_kernels": False,
+        },
+        shape=ATTENDING,
+    ),
+    "jamba-dense": Case(
+        "Jamba",
+        {
+            "num_hidden_layers": 2,
+            "attn_layer_period": 2,
+            "attn_layer_offset": 1,
+            "num_experts": 1,
+            "mamba_dt_rank": 5,
+            "mamba_conv_bias": False,
+            "mamba_proj_bias": True,
+            "use_mamba_kernels": False,
+        },
+        shape=ATTENDING,
+    ),
     "lfm2": Case(
         "Lfm2",
         LFM2 | {"intermediate_size": 130, "block_multiple_of": 8, "conv_bias": True},

@@ -23,10 +23,10 @@ STEPS = 40
 # Of a model's largest logit: how far it may be from itself, however its text is cut.
 TOGETHER = 1e-5
 # The first case of each family is taken through everything; the others have an option that one step shows.
-THOROUGH = ("mamba2", "bamba", "granite", "nemotron", "falcon-h1", "qwen3-next", "lfm2")
-SLOW = ("nemotron-latent", "falcon-h1-norm", "qwen3.5-multimodal")
+THOROUGH = ("mamba2", "bamba", "granite", "nemotron", "falcon-h1", "qwen3-next", "lfm2", "jamba")
+SLOW = ("jamba-dense", "nemotron-latent", "falcon-h1-norm", "qwen3.5-multimodal")
 # Of these, only one step is in the fast tests: their blocks are those of another family.
-BRIEF = ("qwen3.5", "qwen3.5-moe", "lfm2-moe")
+BRIEF = ("mamba", "qwen3.5", "qwen3.5-moe", "lfm2-moe")
 LONG = [
     *THOROUGH,
     *(pytest.param(name, marks=pytest.mark.slow) for name in BRIEF),

@@ -199,6 +199,19 @@ CASES = {
         | {"shared_expert_intermediate_size": 128},
         "bfloat16",
     ),
+    "mamba": (
+        "Mamba",
+        {name: SHAPE[name] for name in ("vocab_size", "hidden_size", "num_hidden_layers")}
+        | {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None},
+        "bfloat16",
+    ),
+    "jamba": (
+        "Jamba",
+        SHAPE
+        | {"attn_layer_period": 3, "attn_layer_offset": 1, "num_experts": 8}
+        | {"num_attention_heads": 4, "use_mamba_kernels": False},
+        "bfloat16",
+    ),
     "lfm2": (
         "Lfm2",
         SHAPE | {"layer_types": ["conv", "full_attention", "conv"], "num_attention_heads": 4},

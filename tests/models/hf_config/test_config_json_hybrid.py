@@ -257,6 +257,74 @@ LFM2_MOE = {
     "vocab_size": 320,
 }
 ALL |= {"lfm2": LFM2, "lfm2-moe": LFM2_MOE}
+MAMBA = {
+    "architectures": ["MambaForCausalLM"],
+    "bos_token_id": 0,
+    "conv_kernel": 4,
+    "eos_token_id": 0,
+    "expand": 2,
+    "hidden_act": "silu",
+    "hidden_size": 128,
+    "initializer_range": 0.1,
+    "intermediate_size": 256,
+    "layer_norm_epsilon": 1e-05,
+    "model_type": "mamba",
+    "num_hidden_layers": 3,
+    "pad_token_id": 0,
+    "rescale_prenorm_residual": False,
+    "residual_in_fp32": True,
+    "state_size": 16,
+    "time_step_floor": 0.0001,
+    "time_step_init_scheme": "random",
+    "time_step_max": 0.1,
+    "time_step_min": 0.001,
+    "time_step_rank": 8,
+    "time_step_scale": 1.0,
+    "torch_dtype": "float32",
+    "use_bias": False,
+    "use_cache": True,
+    "use_conv_bias": True,
+    "vocab_size": 320,
+}
+JAMBA = {
+    "architectures": ["JambaForCausalLM"],
+    "attention_dropout": 0.0,
+    "attn_layer_offset": 1,
+    "attn_layer_period": 4,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "expert_layer_offset": 1,
+    "expert_layer_period": 2,
+    "hidden_act": "silu",
+    "hidden_size": 128,
+    "initializer_range": 0.02,
+    "intermediate_size": 96,
+    "mamba_conv_bias": True,
+    "mamba_d_conv": 4,
+    "mamba_d_state": 16,
+    "mamba_dt_rank": 8,
+    "mamba_expand": 2,
+    "mamba_proj_bias": False,
+    "max_position_embeddings": 262144,
+    "model_type": "jamba",
+    "num_attention_heads": 4,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "num_hidden_layers": 4,
+    "num_key_value_heads": 2,
+    "num_logits_to_keep": 1,
+    "output_router_logits": False,
+    "pad_token_id": 0,
+    "rms_norm_eps": 1e-06,
+    "router_aux_loss_coef": 0.001,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "use_mamba_kernels": True,
+    "vocab_size": 320,
+}
+ALL |= {"mamba": MAMBA, "jamba": JAMBA}
 
 
 def test_each_family_is_a_pattern_of_blocks():
@@ -463,6 +531,8 @@ def test_a_short_convolution_keeps_its_last_inputs_in_the_models_dtype():
         ("qwen3.5-moe", "Qwen3_5MoeText"),
         ("lfm2", "Lfm2"),
         ("lfm2-moe", "Lfm2Moe"),
+        ("mamba", "Mamba"),
+        ("jamba", "Jamba"),
     ],
 )
 def test_keys_that_the_file_leaves_out_mean_what_transformers_assumes(family, name):
@@ -471,10 +541,46 @@ def test_keys_that_the_file_leaves_out_mean_what_transformers_assumes(family, na
     sizes += ("vocab_size",) if family != "lfm2-moe" else ("vocab_size", "layer_types")
     # Eight heads or more, as the default number of those of keys and values.
     file = {key: ALL[family][key] for key in sizes if key in ALL[family]}
-    file |= {"num_attention_heads": 8}
+    if "num_attention_heads" in file:
+        file["num_attention_heads"] = 8
     full = getattr(transformers, f"{name}Config")(**file).to_dict()
     ends = {"bos_token_id": None, "eos_token_id": None}
     assert read_config(file | {"model_type": ALL[family]["model_type"]}) == read_config(full | ends)
+
+
+def test_jamba_places_attention_and_experts_by_period_and_offset():
+    config = read_config(JAMBA)
+    gated, experts = "gated", "mixture"
+    assert config.pattern == (
+        ("mamba1", gated),
+        ("attention", experts),
+        ("mamba1", gated),
+        ("mamba1", experts),
+    )
+    assert (config.mamba1.dt_rank, config.mamba1.norms, config.rope.kind) == (8, True, "none")
+    assert not config.mixture.renormalise
+    dense = read_config(JAMBA | {"num_experts": 1})
+    assert dense.mixture is None
+    assert "mixture" not in dense.blocks
+    with pytest.raises(ValueError, match=r"attn_layer_offset must be an integer in \[0, 3\]"):
+        read_config(JAMBA | {"attn_layer_offset": 4})
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+def test_mamba_keeps_inputs_of_the_convolution_and_a_state_per_channel(dtype):
+    [first, *_] = build_model(read_config(MAMBA)).cache_specs(page_size=16, dtype=dtype)
+    kept = "float32" if dtype == "int8" else dtype
+    assert first.spec.arrays == (
+        ArraySpec("conv", (3, 256), kept),
+        ArraySpec("ssm", (256, 16), "float32"),
+    )
+
+
+def test_mambas_step_rank_is_a_sixteenth_unless_given():
+    odd = MAMBA | {"hidden_size": 100, "intermediate_size": 200, "time_step_rank": "auto"}
+    assert read_config(odd).mamba1.dt_rank == 7
+    with pytest.raises(UnknownConfig, match="intermediate_size"):
+        read_config(MAMBA | {"intermediate_size": 300})
 
 
 def test_infinity_has_two_spellings():

@@ -1,0 +1,94 @@
+"""The Mamba mixer (Gu and Dao, Mamba): projection, short convolution, selective state space, gate."""
+
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jaxkv.batch import StateTables, StepBatch
+from jaxkv.config.blocks import Mamba1Config
+from jaxkv.layers.linear import linear
+from jaxkv.layers.norm import rms_norm
+from pallas_kernels import causal_conv, selective_scan, selective_update
+from pallas_kernels.families import member
+
+
+def mamba1_mixer(
+    params: Mapping[str, Array],
+    layer_cache: Mapping[str, Array],
+    x: Float[Array, "tokens hidden_size"],
+    batch: StepBatch,
+    tables: StateTables,
+    *,
+    mamba: Mamba1Config,
+    norm_eps: float,
+    implementation: str | None = None,
+) -> tuple[dict[str, Array], Float[Array, "tokens hidden_size"]]:
+    """Computes the state-space layer over each row's new tokens, and writes the state after them.
+
+    Args:
+        params: "ssm_in" [2 * channels, hidden_size]: input, then gate; "conv" [d_conv, channels], the last row for the
+            token itself; "select" [dt_rank + 2 * d_state, channels]: step sizes in low rank, B, C; "step"
+            [channels, dt_rank]; "a_log" [channels, d_state], "dt_bias" and "skip" [channels], float32; "ssm_out"
+            [hidden_size, channels]. If the model has them: "ssm_in_bias", "conv_bias", "ssm_out_bias", and the norms
+            "dt_norm" [dt_rank], "b_norm" and "c_norm" [d_state].
+        layer_cache: the layer's states, "conv" and "ssm".
+        x: normalised hidden states.
+        batch: the step's metadata.
+        tables: ids of the states that the layer's group reads and writes.
+        mamba: sizes.
+        norm_eps: epsilon of the norms.
+        implementation: family of implementations that every op must use; `None` for the best.
+
+    Returns:
+        The layer's states after the step, and the mixer's output.
+    """
+    projected = linear(params["ssm_in"], x, params.get("ssm_in_bias"))
+    inner, gate = jnp.split(projected, 2, axis=1)
+    # New inputs are rounded to the cache's dtype, so that they equal the cached inputs of later steps.
+    stored, bias = layer_cache["conv"].dtype, params.get("conv_bias")
+    ragged = (batch.cu_q_lens, tables.snapshot_ends, tables.snapshot_states)
+    convolved, conv = causal_conv(
+        params["conv"].astype(stored),
+        None if bias is None else bias.astype(stored),
+        layer_cache["conv"],
+        inner.astype(stored),
+        tables.read_states,
+        tables.write_states,
+        *((None,) * 3 if batch.decode else ragged),
+        activation="silu",
+        implementation=member(implementation, "causal_conv"),
+    )
+    convolved = convolved.astype(x.dtype)
+    selected = linear(params["select"], convolved)
+    dt, b, c = jnp.split(selected, (mamba.dt_rank, mamba.dt_rank + mamba.d_state), axis=1)
+    if mamba.norms:
+        dt, b, c = (
+            rms_norm(params[name], part, eps=norm_eps)
+            for name, part in (("dt_norm", dt), ("b_norm", b), ("c_norm", c))
+        )
+    weights = params["a_log"], params["skip"], params["dt_bias"]
+    given = (*weights, layer_cache["ssm"], convolved, linear(params["step"], dt), b, c)
+    if batch.decode:
+        mixed, ssm = selective_update(
+            *given,
+            tables.read_states,
+            tables.write_states,
+            implementation=member(implementation, "selective_update"),
+        )
+    else:
+        mixed, ssm = selective_scan(
+            *given,
+            batch.cu_q_lens,
+            batch.seq_lens,
+            tables.read_states,
+            tables.write_states,
+            tables.snapshot_ends,
+            tables.snapshot_states,
+            chunk_size=mamba.chunk_size,
+            implementation=member(implementation, "selective_scan"),
+        )
+    gated = mixed.astype(jnp.float32) * jax.nn.silu(gate.astype(jnp.float32))
+    out = linear(params["ssm_out"], gated.astype(x.dtype), params.get("ssm_out_bias"))
+    return {"conv": conv, "ssm": ssm}, out
