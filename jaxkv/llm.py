@@ -34,6 +34,7 @@ from jaxkv.errors import BadCheckpoint
 from jaxkv.memory import named_exhaustion
 from jaxkv.models.decoder import Decoder
 from jaxkv.models.hf_config.generation_json import load_sampling_defaults
+from jaxkv.models.protocol import Params
 from jaxkv.models.registry import build_model, load_config, load_params, resolve_dtype
 from jaxkv.plan import (
     check_room,
@@ -89,6 +90,15 @@ def _check_options(
     for name, flag in (("strict", strict), ("progress", progress)):
         if not isinstance(flag, bool):
             raise ValueError(f"{name} must be True or False, got {flag!r}")
+
+
+def _params(
+    model: Decoder, directory: Path, dtype: str, key: jax.Array | None, *, progress: bool
+) -> Params:
+    """Returns random parameters if there is a key, or else those of the directory; the bar needs a terminal."""
+    if key is not None:
+        return model.init_params(key, dtype)
+    return load_params(directory, model, dtype=dtype, progress=progress and sys.stderr.isatty())
 
 
 def _end_ids(directory: Path, config: ModelConfig, tokenizer: Tokenizer | None) -> tuple[int, ...]:
@@ -216,11 +226,8 @@ class LLM:
         if load_format != "dummy":
             fetch_weights(model, directory, progress=progress)
         with named_exhaustion(f"loading weights of {weights:,} bytes"):
-            if load_format == "dummy":
-                params = self.model.init_params(_key(seed or 0), dtype)
-            else:
-                shown = progress and sys.stderr.isatty()
-                params = load_params(directory, self.model, dtype=dtype, progress=shown)
+            drawn = _key(seed or 0) if load_format == "dummy" else None
+            params = _params(self.model, directory, dtype, drawn, progress=progress)
         runner = ModelRunner(
             self.model, params, self.layout, self.budget.counts, Programs(strict=strict)
         )

@@ -82,14 +82,8 @@ def size(text: str) -> int:
     return int(whole + fraction) * scale // 10 ** len(fraction)
 
 
-def add_model_options(parser: argparse.ArgumentParser, *, max_sequences: int | None) -> None:
-    """Adds the options of the model, its cache and what runs it.
-
-    Args:
-        parser: of the command.
-        max_sequences: default of `--max-sequences`; `None` for a default that depends on the number of requests.
-    """
-    parser.epilog = SIZES
+def _add_checkpoint_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options that choose a checkpoint and how its config.json is read."""
     parser.add_argument(
         "--model",
         metavar="NAME",
@@ -110,6 +104,17 @@ def add_model_options(parser: argparse.ArgumentParser, *, max_sequences: int | N
         help="a key of config.json that jaxkv does not know, to be ignored with a warning; may be given several times "
         "(default: none)",
     )
+
+
+def add_model_options(parser: argparse.ArgumentParser, *, max_sequences: int | None) -> None:
+    """Adds the options of the model, its cache and what runs it.
+
+    Args:
+        parser: of the command.
+        max_sequences: default of `--max-sequences`; `None` for a default that depends on the number of requests.
+    """
+    parser.epilog = SIZES
+    _add_checkpoint_options(parser)
     parser.add_argument(
         "--dtype",
         default="auto",

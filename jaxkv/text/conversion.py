@@ -108,7 +108,7 @@ def _with_transformers(
     if "auto_map" in settings or form[0].endswith(".tiktoken"):
         raise BadCheckpoint(
             f"{start}, and only Python code of its authors reads that, which is never run; take a tokenizer.json "
-            f"that somebody made for this model{otherwise}"
+            f"that was made for this model{otherwise}"
         )
     if importlib.util.find_spec("transformers") is None:
         raise BadCheckpoint(

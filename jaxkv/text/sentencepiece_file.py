@@ -306,7 +306,7 @@ def _bpe(model: SentencePieceModel, pieces: Sequence[_Piece]) -> dict[str, objec
     for index, piece in enumerate(pieces):
         if piece.kind not in (_Kind.NORMAL, _Kind.USER_DEFINED):
             continue
-        # SentencePiece merges the pair whose result has the highest score, in whatever way the result is made.
+        # SentencePiece merges the pair whose result has the highest score, independently of how the result is made.
         for cut in range(1, len(piece.text)):
             left, right = piece.text[:cut], piece.text[cut:]
             if left in parts and right in parts:

@@ -68,22 +68,9 @@ def _convert(tree: Mapping[str, object]) -> dict[str, object]:
     ranks = {token: rank for rank, token in enumerate(tokens)}
     vocab = {_spelled(token): reserved + rank for token, rank in ranks.items()}
     vocab |= {text: index for index, text in enumerate(special)}
-    bos: dict[str, object] = {"SpecialToken": {"id": "<s>", "type_id": 0}}
-    text: dict[str, object] = {"Sequence": {"id": "A", "type_id": 0}}
     return {
         "version": "1.0",
-        "added_tokens": [
-            {
-                "id": index,
-                "content": text,
-                "single_word": False,
-                "lstrip": False,
-                "rstrip": False,
-                "normalized": False,
-                "special": True,
-            }
-            for index, text in enumerate(special)
-        ],
+        "added_tokens": [_added(index, content) for index, content in enumerate(special)],
         "normalizer": None,
         "pre_tokenizer": {
             "type": "Sequence",
@@ -94,28 +81,11 @@ def _convert(tree: Mapping[str, object]) -> dict[str, object]:
                     "behavior": "Isolated",
                     "invert": False,
                 },
-                {
-                    "type": "ByteLevel",
-                    "add_prefix_space": False,
-                    "trim_offsets": True,
-                    "use_regex": False,
-                },
+                _byte_level(add_prefix_space=False, use_regex=False),
             ],
         },
-        "post_processor": {
-            "type": "TemplateProcessing",
-            "single": [bos, text],
-            "pair": [bos, text, {"Sequence": {"id": "B", "type_id": 1}}],
-            "special_tokens": {
-                "<s>": {"id": "<s>", "ids": [special.index("<s>")], "tokens": ["<s>"]}
-            },
-        },
-        "decoder": {
-            "type": "ByteLevel",
-            "add_prefix_space": True,
-            "trim_offsets": True,
-            "use_regex": True,
-        },
+        "post_processor": _begin_with("<s>", special.index("<s>")),
+        "decoder": _byte_level(add_prefix_space=True, use_regex=True),
         "model": {
             "type": "BPE",
             "dropout": None,
@@ -129,6 +99,30 @@ def _convert(tree: Mapping[str, object]) -> dict[str, object]:
             "vocab": vocab,
             "merges": _merges(tokens, ranks),
         },
+    }
+
+
+def _added(index: int, content: str) -> dict[str, object]:
+    """Returns the entry of a special token."""
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    return {"id": index, "content": content, **flags, "special": True}
+
+
+def _byte_level(*, add_prefix_space: bool, use_regex: bool) -> dict[str, object]:
+    """Returns the step between bytes and the characters that stand for them in the vocabulary."""
+    options = {"add_prefix_space": add_prefix_space, "use_regex": use_regex}
+    return {"type": "ByteLevel", "trim_offsets": True, **options}
+
+
+def _begin_with(token: str, index: int) -> dict[str, object]:
+    """Returns the step that puts a special token before each text."""
+    begin = {"SpecialToken": {"id": token, "type_id": 0}}
+    first, second = ({"Sequence": {"id": name, "type_id": at}} for at, name in enumerate("AB"))
+    return {
+        "type": "TemplateProcessing",
+        "single": [begin, first],
+        "pair": [begin, first, second],
+        "special_tokens": {token: {"id": token, "ids": [index], "tokens": [token]}},
     }
 
 

@@ -26,7 +26,7 @@ def tile_size_of(tokens: int, rows: int, largest: int) -> int:
 
 
 def most_tiles(tokens: int, rows: int, tile_size: int) -> int:
-    """Returns the most tiles that `rows` rows of `tokens` tokens in total can need, whatever their lengths."""
+    """Returns the most tiles that `rows` rows of `tokens` tokens in total can need, for any lengths."""
     return min(-(-tokens // tile_size) + rows, tokens)
 
 

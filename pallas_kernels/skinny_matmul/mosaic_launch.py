@@ -1,6 +1,6 @@
 """Launch of the `skinny_matmul` kernel on Hopper: grid, clusters, outputs, shared memory and mbarriers.
 
-The weight is the left operand of wgmma and fills its 64 rows whatever the number of rows of x. The rows of x are the
+The weight is the left operand of wgmma and fills its 64 rows for any number of rows of x. The rows of x are the
 right operand, whose width is any multiple of 8. One warpgroup does everything: between two iterations it only starts
 the TMA copies of a later chunk, so the memory is never idle.
 """

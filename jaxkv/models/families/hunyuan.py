@@ -18,7 +18,7 @@ from jaxkv.weights.rules import Rule, RuleSet
 from jaxkv.wording import shown
 
 _POSITIONS = 2048
-# Values that Transformers' model has, whatever these keys say.
+# Transformers' model has these values and ignores the keys.
 _FIXED = {"use_qk_norm": True, "use_rotary_pos_emb": True, "use_cla": False, "norm_type": "rms"}
 # Keys of other tasks, of the training and of other models of the series.
 _OTHERS = (

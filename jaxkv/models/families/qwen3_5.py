@@ -25,7 +25,7 @@ def from_hf(raw: Mapping[str, object]) -> ModelConfig:
 
 def from_hf_moe(raw: Mapping[str, object]) -> ModelConfig:
     """Reads a parsed config.json whose `model_type` is "qwen3_5_moe_text"."""
-    # Transformers has no dense feed-forward in this family, whatever its width.
+    # Transformers has no dense feed-forward in this family and ignores its width.
     keys = _keys({"moe_intermediate_size": 512, **raw}, "qwen3_5_moe_text")
     keys.ignore("intermediate_size")
     return read_qwen_delta(

@@ -24,7 +24,7 @@ _EXPERTS = 2**16
 def from_hf(raw: Mapping[str, object]) -> ModelConfig:
     """Reads a parsed config.json whose `model_type` is "qwen3_moe"."""
     keys = ConfigJson(raw)
-    # Transformers gives a window to every layer or to none, whatever max_window_layers is.
+    # Transformers gives a window to every layer or to none, and ignores max_window_layers.
     keys.ignore("max_window_layers")
     num_layers = take_num_layers(keys)
     attention_bias = keys.take_bool("attention_bias", False)

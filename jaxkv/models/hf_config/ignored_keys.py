@@ -96,7 +96,7 @@ def describe_ignored(raw: Mapping[str, object], names: Iterable[str]) -> str:
 
 
 def _check_unknown(raw: Mapping[str, object], name: str) -> None:
-    """Raises `UnknownConfig` if a key is not in the file, or its meaning is known whatever family reads it."""
+    """Raises `UnknownConfig` if a key is not in the file, or its meaning is known for every family."""
     value = value_at(raw, name)
     beginning = f"{_OPTION} names {clip(name)!r}, which"
     if value is _ABSENT:
