@@ -77,21 +77,34 @@ def read_ropes(
         ValueError: a value is missing, of the wrong type or out of range.
     """
     both, scaling = config.take_object("rope_parameters"), config.take_object("rope_scaling")
-    parts = {
-        "full_attention": {"rope_theta": theta, "rope_scaling": scaling},
-        "sliding_attention": {"rope_theta": window_theta},
-    }
-    if both and not scaling:
-        if both.keys() != parts.keys():
+    thetas = {"full_attention": theta, "sliding_attention": window_theta}
+    parts = {"full_attention": scaling, "sliding_attention": {}}
+    if both:
+        if scaling:
             raise UnknownConfig(
-                f"config.json: rope_parameters must name {' and '.join(parts)}, got {listed(both)}"
+                "config.json sets rope_parameters, which names a rotary embedding for each kind of layer, and "
+                "rope_scaling too; keep one of them"
             )
-        parts = {kind: {"rope_parameters": both[kind]} for kind in parts}
+        if both.keys() != thetas.keys():
+            raise UnknownConfig(
+                f"config.json: rope_parameters must name {' and '.join(thetas)}, got {listed(both)}"
+            )
+        named = ConfigJson(both, place="config.json: rope_parameters")
+        parts = {kind: named.take_object(kind) for kind in thetas}
     ropes = {
-        kind: read_rope(ConfigJson(part), head_dim=head_dim, max_positions=max_positions)[0]
+        kind: read_rope(
+            ConfigJson({"rope_parameters": _with_theta(part, thetas[kind])}),
+            head_dim=head_dim,
+            max_positions=max_positions,
+        )[0]
         for kind, part in parts.items()
     }
     return ropes["full_attention"], ropes["sliding_attention"]
+
+
+def _with_theta(part: Mapping[str, object], theta: float) -> Mapping[str, object]:
+    """Returns a rotary part with a base of the frequencies if it has none."""
+    return part if part.get("rope_theta") is not None else {**part, "rope_theta": theta}
 
 
 def _with_kind(keys: Mapping[str, object]) -> Mapping[str, object]:

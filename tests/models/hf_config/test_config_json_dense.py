@@ -353,6 +353,12 @@ def test_windows_and_full_layers_of_olmo_3_have_different_angles():
     assert config.window_rope == RopeConfig(theta=500000.0, rotary_dim=128)
 
 
+def test_rotary_parts_of_olmo_3_without_a_base_have_the_familys():
+    parts = {"full_attention": OLMO_3["rope_scaling"], "sliding_attention": {}}
+    file = {key: OLMO_3[key] for key in OLMO_3 if key not in ("rope_scaling", "rope_theta")}
+    assert read_config(file | {"rope_parameters": parts}) == read_config(OLMO_3)
+
+
 @pytest.mark.parametrize(
     ("outer", "text", "tied"),
     [

@@ -133,6 +133,18 @@ def test_stretching_gemma_3_leaves_its_windows_and_its_length_as_they_are():
     assert config.max_positions == 32768
 
 
+@pytest.mark.parametrize("missing", [{}, None, {"rope_theta": None}])
+def test_rotary_parts_of_gemma_3_without_a_base_have_the_familys(missing):
+    parts = {"full_attention": missing, "sliding_attention": missing}
+    gone = ("rope_theta", "rope_local_base_freq", "rope_scaling")
+    file = {key: value for key, value in GEMMA_3.items() if key not in gone}
+    config = read_config(file | {"rope_parameters": parts})
+    assert (config.rope.theta, config.window_rope.theta) == (1e6, 1e4)
+    outer = {"rope_theta": 7e5, "rope_local_base_freq": 3e4, "rope_parameters": parts}
+    config = read_config(file | outer)
+    assert (config.rope.theta, config.window_rope.theta) == (7e5, 3e4)
+
+
 def test_gpt_oss_as_its_makers_wrote_it_is_read():
     config = read_config(GPT_OSS)
     assert config.windows == (128, None) * 12
@@ -155,6 +167,14 @@ def test_gpt_oss_as_its_makers_wrote_it_is_read():
         (GEMMA_2, {"layer_types": ["chunked_attention"] * 26}, "layer_types must name"),
         (GEMMA_3, {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
         (GEMMA_3, {"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "must name"),
+        (
+            GEMMA_3,
+            {
+                "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+                "rope_parameters": {"full_attention": {}, "sliding_attention": {}},
+            },
+            "keep one of them",
+        ),
         (GPT_OSS, {"swiglu_limit": 3.0}, "swiglu_limit = 3.0"),
         (GPT_OSS, {"experts_per_token": 2}, "experts_per_token = 2"),
         (GPT_OSS, {"quantization_config": {"quant_method": "gptq"}}, "quant_method = 'gptq'"),
