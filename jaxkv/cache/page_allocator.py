@@ -1,4 +1,9 @@
-"""Allocates pages and states to sequences, in all groups at once."""
+"""Allocates pages and states to sequences, in all groups at once.
+
+A group is a set of layers with equal cache specs (`Group` in `jaxkv.cache.spec`). In a paged group a sequence has a
+table of pages, in a group of states one state. A page or state is an id of the group's pool. It stands for memory in
+each layer of the group. Ids have reference counts, because sequences and the prefix cache share them.
+"""
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -49,15 +54,15 @@ class AllocatorView:
 
 @runtime_checkable
 class PrefixOwner(Protocol):
-    """Holds pages and states after the sequences that filled them have ended; the prefix index is one."""
+    """Holds pages and states after the sequences that filled them have ended; `PrefixIndex` implements it."""
 
     def reclaim(self, missing: Mapping[str, int], rewritten: Mapping[str, Collection[int]]) -> bool:
         """Frees the missing pages and states, or returns False and frees nothing if it holds too few.
 
         Args:
             missing: group name -> number of pages or states to free.
-            rewritten: group name -> shared pages that a sequence is about to copy before writing. Dropping such a page
-                that no other sequence holds makes the copy unnecessary, which gains a page.
+            rewritten: group name -> shared pages that a sequence is about to copy before writing. If only the owner
+                shares such a page, dropping the owner's reference makes the copy unnecessary, which gains a page.
         """
         ...
 
@@ -92,7 +97,7 @@ class PageAllocator:
 
     @property
     def max_tokens(self) -> int | None:
-        """Tokens of the longest sequence whose pages all fit, if it ran alone; `None` if no group is paged."""
+        """Length of the longest sequence that fits with all its pages if it runs alone; `None` if no group is paged."""
         paged = self._layout.paged_groups
         return min((g.page_size * self._pools[g.name].num_total for g in paged), default=None)
 
@@ -107,7 +112,7 @@ class PageAllocator:
         return min(each, default=None)
 
     def longest(self, *, frees_out_of_window: bool) -> int | None:
-        """Returns the tokens of the longest sequence that fits, if it ran alone; `None` for no limit.
+        """Returns the length in tokens of the longest sequence that fits if it runs alone; `None` for no limit.
 
         Args:
             frees_out_of_window: whether the sequence calls `free_out_of_window`.
@@ -164,7 +169,7 @@ class PageAllocator:
     def reserve(self, seq: int, num_tokens: int, *, whole: int = 0) -> Reservation:
         """Makes the tokens from the first uncomputed one up to `num_tokens` writable in every group.
 
-        Groups without a window take pages for `whole` tokens, if that is more, so that a sequence has the pages of its
+        Groups without a window take pages for `whole` tokens if that is more, so that a sequence has the pages of its
         whole prompt once it begins. Window groups take pages step by step, because `free_out_of_window` frees others.
         A page or in-place state that the step writes and another sequence shares is replaced by a copy.
         A recurrent group takes a new state to write if the one it reads is shared or the zero state.
@@ -281,7 +286,7 @@ class PageAllocator:
         if seq in self._held:
             self.release(seq)
 
-    # Sequences without steps, which hold the pages and states of a swap-in.
+    # Sequences that run no step: each holds the pages and states of one swap-in from the host.
 
     def hold(self, seq: int, group_name: str, units: Sequence[int]) -> None:
         """Shares held pages or a held state: pages are appended to the table, the state becomes the one to read."""
@@ -462,7 +467,7 @@ class PageAllocator:
         return group
 
     def _missing(self, counts: Mapping[str, int]) -> dict[str, int]:
-        """Returns group name -> number of wanted pages or states beyond the free ones, where there are any."""
+        """Returns group name -> how many more pages or states are wanted than are free, for groups with too few."""
         free = {name: self._pools[name].num_free for name in counts}
         return {name: count - free[name] for name, count in counts.items() if count > free[name]}
 

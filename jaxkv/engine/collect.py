@@ -1,6 +1,7 @@
-"""Collects the results of a step: appends tokens to requests, and publishes full pages to the prefix index.
+"""Applies the results of a step: appends tokens, shares full pages and states, frees pages out of sliding windows.
 
-The results of a step take effect only here. The caller ends the requests that `collect` returns.
+Full pages are published to the prefix index, and states of recurrent layers are kept as checkpoints. The results of a
+step take effect only here. The caller ends the requests that `collect` returns.
 """
 
 import logging
@@ -19,6 +20,7 @@ from jaxkv.runner.sampled_rows import SampledRows
 _LOG = logging.getLogger(__name__)
 
 Ended = tuple[RequestState, Exception | None]
+"""A request, and the error of its own that ended it. Without error and `reason`, its logits were not finite."""
 """A request that ended, and its error. Without an error and without a `reason`, its logits were not finite."""
 
 
@@ -56,10 +58,13 @@ class Collector:
         self._clock = clock
 
     def collect(self, step: InFlightStep, sampled: Sequence[SampledRows]) -> list[Ended]:
-        """Takes the results of every row whose epoch is current; returns the requests that ended or failed.
+        """Applies the results of a step; returns the requests that ended or failed.
+
+        A row is dropped if its request was preempted or ended since the dispatch, which has changed the request's
+        epoch.
 
         Args:
-            step: a program of one or several steps.
+            step: the program that was read, of one or several steps.
             sampled: the sampled rows of each of its steps.
 
         Raises:
@@ -110,9 +115,9 @@ class Collector:
     def _publish(self, sequence: RequestState) -> None:
         """Publishes the full pages of a request to the prefix index.
 
-        All of them are good: steps of this request have read them and their logits were finite. So this may publish
-        again what another request withdrew after logits that were not finite. The first call of a request may come
-        before a page is full; the index then counts a hit or a miss.
+        All of them are good: steps of this request have read them, and their logits were finite. So it is right to
+        publish a page again that another request withdrew after logits that were not finite. The first call of a
+        request may come before a page is full; the index then only counts a hit or a miss.
         """
         if self._prefix is None or sequence.keys is None or sequence.tainted:
             return

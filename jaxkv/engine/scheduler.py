@@ -1,7 +1,7 @@
 """The scheduler: which requests take part in the next step, with how many tokens, and which are preempted.
 
-Waiting and running requests are ordered by (priority, arrival). The first running request is never preempted, so it
-always makes progress. Requests are admitted in order, so each of them becomes the first.
+Waiting and running requests are ordered by (priority, arrival), and admitted in this order. The first running request
+is never preempted, so it always makes progress. When it ends, the next one is the first, so every request ends.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -19,8 +19,9 @@ from jaxkv.errors import OutOfPages, OutOfStates
 class Scheduler:
     """Continuous batching under a token budget.
 
-    Each running request takes part in a step with one decode token or with a prefill chunk. Decode tokens come first;
-    prefill chunks share the rest of the budget.
+    A running request takes part in a step with one decode token, with a prefill chunk, or with no token if only
+    sampling is left. Decode tokens come first, and prefill chunks share the rest of the budget. If no padded size holds
+    both without much padding, one step has the prefill chunks alone and the next one the decode tokens alone.
 
     Args:
         allocator: allocates the pages.
@@ -67,7 +68,8 @@ class Scheduler:
         self._max_rows = max_rows
         self._budget = token_budget
         self._whole = whole_prompts
-        # A prompt reserves pages of window groups step by step, those of other groups at once.
+        # Most new tokens for which a request reserves pages of window groups at a time; `None` for no limit. Pages of
+        # groups without a window are reserved for the whole prompt at once.
         ahead = None if whole_prompts else allocator.most_ahead
         self._stride = None if ahead is None or ahead < 1 else min(token_budget, ahead)
         self._fill = fill
@@ -80,7 +82,7 @@ class Scheduler:
 
     @property
     def waiting(self) -> Sequence[RequestState]:
-        """Requests that hold no pages, in order."""
+        """Queued requests, in order. Samples that wait for another sample are not among them."""
         return self._queues.waiting
 
     @property
@@ -93,7 +95,10 @@ class Scheduler:
         self._queues.wait(sequence)
 
     def add_sample(self, first: RequestState, other: RequestState) -> None:
-        """Adds another sample of the same prompt; it waits until the first sample has computed the prompt."""
+        """Adds another sample of the same prompt; it waits until the first sample has computed the prompt.
+
+        With `whole_prompts` it is queued like any other request, and computes the prompt itself.
+        """
         if self._whole:
             self.add(other)
         else:
@@ -116,11 +121,11 @@ class Scheduler:
         self._queues.end(sequence)
 
     def isolate(self, sequences: list[RequestState]) -> None:
-        """Plans the next steps with one of these each, to find the request whose step fails."""
+        """Lets each of the next steps run one of these requests alone, to find the request whose step fails."""
         self._next_steps = [[sequence] for sequence in sequences]
 
     def plan_next(self, sequences: list[RequestState]) -> None:
-        """Plans the next step for these, which did not fit in the step that was planned for them."""
+        """Lets the next step run these requests, which were left out of a step that had to be made smaller."""
         self._next_steps.insert(0, sequences)
 
     def requeue(self, sequence: RequestState) -> None:
@@ -158,7 +163,7 @@ class Scheduler:
         )
 
     def dispatched(self, parts: Iterable[Part]) -> None:
-        """Records that a step of these parts was dispatched."""
+        """Records that a step of these parts was dispatched; their tokens count as computed from now on."""
         ends: list[tuple[int, int]] = []
         for sequence, start, count, emits, _ in parts:
             sequence.pending += emits
@@ -190,6 +195,7 @@ class Scheduler:
         return True
 
     def _reset_plan(self) -> None:
+        """Empties what `plan` collects."""
         self._new_entries: list[tuple[RequestState, int]] = []
         self._copies: list[tuple[RequestState, PageCopy]] = []
         self._preempted: list[RequestState] = []
@@ -210,7 +216,10 @@ class Scheduler:
     def _reserve_running(
         self, candidates: list[RequestState]
     ) -> tuple[list[RequestState], list[RequestState]]:
-        """Reserves pages for running requests; returns those with one token to compute, and those with more."""
+        """Reserves pages for running requests; returns those with one token to compute, and those with more.
+
+        Requests whose tokens are all computed are added to `_sample_only`.
+        """
         rows, chunks = [], []
         for sequence in candidates:
             remaining = sequence.remaining if sequence.status == RUNNING else 0
@@ -229,6 +238,7 @@ class Scheduler:
     ) -> list[tuple[RequestState, int]]:
         """Divides the token budget: one token per decode row, then prefill chunks in order, cut to fill a bucket."""
         left, wanted = self._budget - len(rows), []
+        # A whole prompt that does not fit beside the decode rows gets this step; the next one decodes.
         if self._whole and chunks and self._chunk_tokens(chunks[0]) > left:
             self._decode_next, rows = bool(rows), []
             left = max(self._budget, self._chunk_tokens(chunks[0]))
@@ -327,8 +337,9 @@ class Scheduler:
         rounded = min(-(-sequence.goal // size) * size, sequence.longest - 1)
         wanted = sequence.goal if sequence.other_samples else rounded
         while not self._reserve(sequence, wanted):
+            # Once its prefill chunk in flight is read, its own pages out of the window are freed.
             if self._stride is not None and sequence.computed > sequence.collected + 1:
-                return False  # It frees pages itself once its prefill chunk in flight was read.
+                return False
             last = self.running[-1]
             if last is self.running[0]:
                 return False
@@ -353,6 +364,7 @@ class Scheduler:
         return True
 
     def _record(self, sequence: RequestState, reservation: Reservation) -> None:
+        """Adds to the plan the copies of a reservation, and its new sampling entry unless a copy fills it."""
         self._copies += [(sequence, copy) for copy in reservation.copies]
         entry = reservation.new_states.get("sampling")
         if entry is not None and all(copy.group != "sampling" for copy in reservation.copies):

@@ -1,4 +1,9 @@
-"""`Decoder`: a model that runs any pattern of blocks. All differences between families are in `ModelConfig`."""
+"""`Decoder`: a model that runs any pattern of blocks. All differences between families are in `ModelConfig`.
+
+The pattern is a list of layers, and a layer is a list of stages: `("attention", "gated")` is one layer. A stage
+normalises the residual stream (with `pre_norms`), runs one or several blocks on it side by side ("mamba2+attention"),
+and adds the sum of their outputs to the stream. A block is a mixer or a feed-forward of `jaxkv.models.blocks.BLOCKS`.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -29,7 +34,7 @@ _INIT_SCALE = 0.02
 
 @dataclass(frozen=True)
 class Decoder:
-    """A decoder: a sequence of stages whose outputs are added to a residual stream.
+    """A decoder: embedding, layers of stages, final norm and output projection.
 
     Attributes:
         config: architecture and sizes.
@@ -127,6 +132,7 @@ class Decoder:
         """
         config = self.config
         hidden = scaled(embed(params["embed"], batch.tokens), config.multipliers.embedding)
+        # The dtype of activations; the residual stream may be wider.
         narrow = hidden.dtype
         hidden = hidden.astype(jnp.float32) if config.wide_residual else hidden
         angles = self._layer_angles(batch)
@@ -183,10 +189,15 @@ class Decoder:
     def _next_norms(
         self, params: Params, batch: StepBatch
     ) -> Iterator[tuple[Array | None, int]] | None:
-        """Returns the norm weights after each stage if blocks add to the residual stream themselves, else `None`.
+        """Returns the norm after each stage if blocks fuse it with the residual addition, else `None`.
 
-        They do so in steps of few tokens on our kernels, if every stage is a single block with `joins` and nothing but
-        an addition and a norm is between two stages. The final norm is not among them: `forward` computes it.
+        A block's last projection then adds its output to the residual stream and multiplies by the next norm's weight.
+        Blocks do this in steps of few tokens on our kernels, if every stage is a single block with `joins` and nothing
+        but an addition and a norm is between two stages.
+
+        Returns:
+            For each stage the fields `next_norms` and `row` of `Joining`; (`None`, 0) after the last stage, because
+            `forward` computes the final norm.
         """
         config, layers = self.config, params["layers"]
         plain = replace(config.multipliers, embedding=1.0, gate=1.0, logits=1.0) == Multipliers()
@@ -237,7 +248,7 @@ class Decoder:
         return tuple(layers)
 
     def _tables(self, batch: StepBatch) -> dict[tuple[int, str], PagedTables | StateTables]:
-        """Returns (layer of the cache, unit) -> the layer's page or state tables.
+        """Returns (layer of the cache, "page" or "state") -> the layer's tables.
 
         The grouping of layers and the order of groups depend neither on the page size nor on the dtype.
         """

@@ -1,7 +1,8 @@
 """The accounting of the host tier: its entries by key, their handles and bytes, and their eviction order.
 
-An entry is a full page of one group, or a checkpoint with all its states and its own pages. Tiers under one prefix
-tree are modelled on SGLang's hierarchical cache and FastDeploy #7787.
+An entry is a full page of one group, or a checkpoint with all its states and tails. A handle is the number of one page
+or state on the host. The arrays themselves and their copies belong to `HostTransfers` (`jaxkv.offload.transfers`).
+Tiers under one prefix tree are modelled on SGLang's hierarchical cache and FastDeploy #7787.
 """
 
 from collections import OrderedDict
@@ -17,10 +18,12 @@ from jaxkv.offload.entries import Entry, EntryKey, HostStats, Move
 
 
 class HostTier:
-    """Entries on the host, evicted least recently used first, each after the entries that need it.
+    """Entries on the host. The least recently used entry that no other entry needs is evicted first.
 
-    An offered entry counts as stored at once. The caller must read the units of `departures` before any other program
-    runs on the device, and may drop the arrays of the handles in `freed`.
+    If all entries that no other entry needs are pinned, the least recently used unpinned entry is evicted.
+
+    An offered entry counts as stored at once. The caller must copy the pages and states in `departures` to the host
+    before any other program runs on the device, and may drop the arrays of the handles in `freed`.
 
     Args:
         layout: the groups, the same as on the device.
@@ -80,7 +83,7 @@ class HostTier:
         return self._bytes[group]
 
     def find(self, group: str, key: PageKey) -> Node | None:
-        """Returns the page with this key, tokens included; its `page` is a handle."""
+        """Returns the page with this key, whose tokens are compared too; its `page` is a handle."""
         entry = self._entries.get((group, key.digest))
         if entry is None or not isinstance(entry.kept, Node) or entry.kept.key != key:
             return None
@@ -99,13 +102,17 @@ class HostTier:
         return self._checkpoints.along(keys, tokens) if len(self._checkpoints) else []
 
     def find_checkpoint(self, key: CheckpointKey) -> Entry | None:
-        """Returns the entry of the checkpoint with this key, tokens included; `None` if there is none."""
+        """Returns the entry of the checkpoint with this key, whose tokens are compared too; `None` if there is none."""
         return None if self._checkpoints.find(key) is None else self._entries["", key.digest]
 
     # Entries from the device.
 
     def offer_page(self, group: str, node: Node) -> bool:
-        """Stores a page that is being evicted from the device; returns whether it is on the host, now or before."""
+        """Stores a page that is being evicted from the device, unless it is on the host already.
+
+        Returns:
+            Whether it is on the host now; False if there was no room.
+        """
         key = group, node.key.digest
         if self._known(key):
             return True
@@ -118,7 +125,7 @@ class HostTier:
         )
 
     def offer_checkpoint(self, checkpoint: Checkpoint) -> bool:
-        """Stores all states and pages of a checkpoint, like `offer_page`; an unconfirmed checkpoint is refused."""
+        """Stores all states and tails of a checkpoint, like `offer_page`; an unconfirmed checkpoint is refused."""
         key = "", checkpoint.key.digest
         if not checkpoint.confirmed:
             return False
@@ -137,20 +144,23 @@ class HostTier:
         return self._insert(Entry(key, kept, parts, size, checkpoint.anchors), units)
 
     def departures(self) -> list[Move]:
-        """Returns, once, the units to read from the device before any other program runs there."""
+        """Returns the pages and states to copy from the device, and forgets them; see the class."""
         moves = list(self._leaving.values())
         self._leaving.clear()
         return moves
 
     def freed(self) -> list[int]:
-        """Returns, once, the handles that are no longer used."""
+        """Returns the handles that are no longer used, and forgets them."""
         freed, self._freed = self._freed, []
         return freed
 
     # Removal of entries.
 
     def discard(self, handles: Iterable[int]) -> None:
-        """Drops the entries of these handles, whose bytes are invalid; unknown handles are ignored."""
+        """Drops the entries of these handles, whose bytes are invalid; unknown handles are ignored.
+
+        Unlike `remove`, it keeps the entries that need them: the device may hold what they lack.
+        """
         for handle in handles:
             if (entry := self._owners.get(handle)) is not None:
                 self._drop(entry)
@@ -178,7 +188,7 @@ class HostTier:
         )
 
     def stop_growing(self) -> bool:
-        """Lowers the limit to the bytes in use; returns False and changes nothing if none are."""
+        """Lowers the limit to the bytes in use; returns False and changes nothing if no bytes are in use."""
         self.limit = self.used or self.limit
         return self.used > 0
 
@@ -261,6 +271,7 @@ class HostTier:
         return True
 
     def _insert(self, entry: Entry, units: Mapping[str, int]) -> bool:
+        """Stores an entry whose page and state ids on the device are `units`; returns False if there is no room."""
         if not self._make_room(entry.num_bytes):
             self.counts.refused += 1
             return False
@@ -276,6 +287,7 @@ class HostTier:
         return True
 
     def _drop(self, entry: Entry) -> None:
+        """Removes one entry. A handle that `departures` has not returned yet is withdrawn, and is not in `freed`."""
         del self._entries[entry.key]
         self.used -= entry.num_bytes
         self._pinned -= entry.num_bytes if entry.pins else 0
@@ -300,7 +312,7 @@ class HostTier:
         return True
 
     def _victim(self) -> Entry:
-        """Returns the least recently used entry that no entry needs; if pins leave none, the oldest unpinned one."""
+        """Returns the entry to evict, see the class."""
         oldest: Entry | None = None
         for entry in self._entries.values():
             if entry.pins:

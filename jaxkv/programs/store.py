@@ -26,7 +26,7 @@ from jaxkv.programs.audit import AuditReport
 from jaxkv.programs.jax_cache import own_entries, why_not_folder
 
 MOST_BYTES = 8 * 2**30
-"""Most bytes of all programs, JAX's entries and drafts, when the store is opened."""
+"""Most bytes of all programs, JAX's entries and unfinished files after the store is opened."""
 
 _LOG = logging.getLogger(__name__)
 _ENDING = ".program"
@@ -50,6 +50,9 @@ class StoredProgram:
 @dataclass(frozen=True)
 class ProgramFile:
     """The file of one program in the store, which may not exist.
+
+    It holds the SHA-256 of the rest, the length of the audit's report, the report as JSON, and the serialised
+    executable.
 
     Attributes:
         path: path of the file.
@@ -123,7 +126,7 @@ def _report_of(fields: dict[str, Any]) -> AuditReport:
 
 
 class ProgramStore:
-    """The stored programs in one folder, to which only this user can write."""
+    """The stored programs in one folder; `store_folder` checks that only this user can write to it."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -133,9 +136,9 @@ class ProgramStore:
         return ProgramFile(self._folder / (name + _ENDING), device)
 
     def trim(self, most_bytes: int = MOST_BYTES) -> None:
-        """Deletes drafts of processes that have ended, then the least recently used programs beyond `most_bytes`.
+        """Deletes the least recently used programs beyond `most_bytes`, and unfinished files of ended processes.
 
-        JAX's entries in the folder above count as programs too, unless the user has configured or bounded JAX's cache.
+        JAX's entries in the parent folder count as programs too, unless the user has configured or bounded JAX's cache.
         """
         try:
             remove_abandoned(self._folder)
@@ -172,7 +175,7 @@ def store_folder() -> Path | None:
 
 
 def open_store() -> ProgramStore | None:
-    """Returns the store in `store_folder`, if there is one."""
+    """Returns the store in `store_folder`, trimmed once per process; `None` if that is `None`."""
     folder = store_folder()
     return None if folder is None else _open(folder)
 

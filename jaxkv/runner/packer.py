@@ -19,7 +19,7 @@ class Packer:
     """Packs the steps of one cache.
 
     Args:
-        packed_layout: layout of the arrays.
+        packed_layout: layout of the arrays, whose fields have the names and meanings of `StepBatch`.
         vocab_size: token ids must be below it.
     """
 
@@ -116,6 +116,7 @@ class Packer:
             )
 
     def _check_values(self, tokens: np.ndarray, starts: np.ndarray) -> None:
+        """Raises `ValueError` if a token id is not in the vocabulary or a position is negative."""
         least, most = (int(tokens.min()), int(tokens.max())) if tokens.size else (0, 0)
         if least < 0 or most >= self.vocab_size:
             raise ValueError(f"token ids must lie in [0, {self.vocab_size}), got {least} to {most}")
@@ -136,6 +137,8 @@ class Packer:
     ) -> None:
         """Fills one group's page table and the write slot of each new token.
 
+        Tokens that a shared page holds already get slots past the end, so that they are not written.
+
         Args:
             group: the paged group.
             fields: the int32 fields.
@@ -144,6 +147,9 @@ class Packer:
             owner: per new token, its row.
             positions: per new token, its position.
             seq_lens: per row, tokens that its pages must hold.
+
+        Raises:
+            ValueError: a row holds too few pages, more than the table is wide, or has freed pages that it needs.
         """
         name, size = group.name, group.page_size
         table, pages = self._row_table.tables[name], self._row_table.pages[name][entries]
@@ -186,6 +192,17 @@ class Packer:
         allocator: PageAllocator,
         bounds: np.ndarray,
     ) -> None:
+        """Fills the states that rows read and write, and those of pending checkpoints (the fields `snapshot_*`).
+
+        Args:
+            fields: the int32 fields.
+            rows: the rows.
+            allocator: holds their states.
+            bounds: row r's new tokens are `bounds[r]:bounds[r + 1]`.
+
+        Raises:
+            ValueError: two rows conflict, see `_refuse_conflicts`.
+        """
         kept = rows.pending_checkpoints
         if kept:
             ends = [bounds[row] + length - rows.starts[row] for row, length, _ in kept]
@@ -214,7 +231,14 @@ class Packer:
 
 
 def _refuse_conflicts(name: str, reads: np.ndarray, writes: np.ndarray, kept: np.ndarray) -> None:
-    """Raises `ValueError` if a row would write a state that another row reads or writes; their order is undefined."""
+    """Raises `ValueError` if a row would write a state that another row reads or writes; their order is undefined.
+
+    Args:
+        name: the group's name, for the message.
+        reads: per row, the state that it reads.
+        writes: per row, the state that it writes.
+        kept: the states of pending checkpoints, which are written too.
+    """
     moved = reads != writes
     written = np.concatenate([writes, kept])
     crossed = [*np.intersect1d(reads[moved], writes), *np.intersect1d(reads, kept)]

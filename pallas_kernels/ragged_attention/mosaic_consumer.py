@@ -1,14 +1,13 @@
 """Consumer warpgroup of the `ragged_attention` kernel: wgmma products and online softmax for 64 query rows.
 
-In each iteration it issues the product with the next tile of keys together with that of the current weights and values.
-The two consumers alternate in issuing such pairs (FlashAttention-3's ping-pong schedule), so that one's softmax
-overlaps
-with the other's products.
+In each iteration it issues the product of the queries with the next tile of keys together with that of the current
+weights and values. The two consumers alternate in issuing such pairs (FlashAttention-3's ping-pong schedule), so that
+one's softmax overlaps with the other's products.
 
 Names: `m` is the running maximum and `total` the running sum of the softmax (base 2), `p` the weights of the latest
-tile
-of keys. Each has one row per query. `total` has 8 columns of partial sums, so that lanes are reduced only once, at the
-end. `scores` and `acc` are the accumulators of the two products.
+tile of keys. Each has one row per query. `total` has 8 columns of partial sums, so that lanes are reduced only once, at
+the end. `scores` and `acc` are the accumulators of the two products. Tiles of keys are numbered from the row's first
+key; `attend` and `skip_tiles` get `keys_before` such that `slot(keys_before + tile)` is the pipeline stage of a tile.
 """
 
 from collections.abc import Callable, Mapping
@@ -59,7 +58,13 @@ class Consumer(Worker):
         pl.when(self.number == 0)(lambda: plgpu.barrier_wait(turn))
 
     def visit_piece(self, piece: Piece, keys_before: Array, queries_before: Array) -> None:
-        """Computes one piece; tokens that see no key get zeros."""
+        """Computes this consumer's share of one piece; tokens that see no key get zeros.
+
+        Args:
+            piece: the piece.
+            keys_before: tiles of keys that the block's pipeline has processed before it.
+            queries_before: tiles of queries, likewise.
+        """
         share = Share(piece, self.number, self)
         query_slot = self.query_slot(queries_before)
         skip = partial(self.skip_tiles, keys_before=keys_before - piece.first)

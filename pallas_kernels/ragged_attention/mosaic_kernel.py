@@ -8,7 +8,7 @@ from pallas_kernels.ragged_attention.mosaic_schedule import Geometry, Schedule
 
 @dataclass(frozen=True)
 class Kernel:
-    """The kernel for one geometry, one set of options and one schedule.
+    """All static parameters of one build; mosaic_launch.py builds the kernel from them.
 
     Attributes:
         geometry: sizes of heads and pages.
@@ -30,7 +30,7 @@ class Kernel:
 
     @property
     def pieces(self) -> int:
-        """Most pieces of work: query tiles x packs of heads."""
+        """Upper bound of the pieces of work (mosaic_piece.py): query tiles x packs of heads."""
         return self.num_tiles * self.geometry.units
 
     @property

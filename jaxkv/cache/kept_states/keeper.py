@@ -1,6 +1,11 @@
 """The checkpoints of the prefix index: where sequences make them, how many are kept, and which is evicted first.
 
-The keeper holds one reference to each state of a checkpoint, and to each page that a checkpoint has of its own.
+A checkpoint has the states of all recurrent groups after one prefix. In each paged group where the prefix ends inside a
+page, it also has a copy of that page, its tail. The keeper holds one reference to each state and to each tail.
+
+Checkpoints are planned when a sequence begins. A planned one is pending while a step writes its states, and is then
+kept. The current states of a sequence can be kept as a checkpoint too. A checkpoint is confirmed when the step that
+wrote it was collected without an error; only then can a sequence begin from it.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -38,6 +43,8 @@ class StateKeeper:
         capacity: most checkpoints, pending ones included.
         policy: the lengths at which sequences make checkpoints.
         stats: the counters to update.
+
+    A `tick` is a time on the prefix index's clock of uses.
 
     Raises:
         ValueError: `capacity` is negative, or the policy contradicts the layout's chunk size.
@@ -87,7 +94,14 @@ class StateKeeper:
         return None
 
     def plan(self, seq: int, tokens: Sequence[int], keys: PageKeys, skipped: int) -> None:
-        """Sets `keys.places`, the lengths at which a new sequence makes checkpoints, and plans these checkpoints."""
+        """Sets `keys.places`, the lengths at which a new sequence makes checkpoints, and plans these checkpoints.
+
+        Args:
+            seq: number of the sequence.
+            tokens: its tokens.
+            keys: its page keys.
+            skipped: tokens that it does not compute, because the prefix index has them.
+        """
         keys.places = ()
         if not self.capacity:
             return
@@ -243,7 +257,7 @@ class StateKeeper:
     def reclaim_tails(
         self, name: str, count: int, spared_copies: Collection[int], tick: int
     ) -> None:
-        """Evicts checkpoints until `count` of their own pages are gained, see `num_tails`."""
+        """Evicts checkpoints until `count` tails are gained, see `num_tails`."""
         self._tick = tick
         goal = self.num_tails(name, spared_copies) - count
         for one in self.kept:
@@ -254,15 +268,19 @@ class StateKeeper:
                 self._evict(one)
 
     def tails(self, name: str) -> list[int]:
-        """Returns the pages of a group that belong to checkpoints alone."""
+        """Returns the tails of all checkpoints in a group."""
         return [one.tails[name] for one in self.kept if name in one.tails]
 
     def num_tails(self, name: str, spared_copies: Collection[int]) -> int:
-        """Returns how many pages of `tails` can be gained: those no sequence shares, and those in `spared_copies`."""
+        """Returns how many pages the eviction of all tails gains: tails no sequence shares, or in `spared_copies`."""
         return sum(page in spared_copies or self._is_idle(name, page) for page in self.tails(name))
 
     def withdraw(self, seq: int, tick: int) -> int:
-        """Removes the checkpoints that a sequence made and the one it began from; returns their number."""
+        """Removes the checkpoints that a sequence made and the one it began from, also from the lower tier.
+
+        Returns:
+            The number of removed checkpoints on the device.
+        """
         held = self._allocator.held(seq)
         doomed = [one for one in self.kept if one.maker == seq or one.key.digest == held.origin]
         for one in doomed:
@@ -329,6 +347,7 @@ class StateKeeper:
         return self._allocator.pool(name).num_free
 
     def _is_idle(self, name: str, page: int) -> bool:
+        """Whether only the keeper holds a page or state."""
         return self._allocator.pool(name).references(page) == 1
 
     def _make_room(self, seq: int | None) -> bool:
@@ -347,6 +366,7 @@ class StateKeeper:
         return True
 
     def _is_unread(self, one: Checkpoint) -> bool:
+        """Whether no sequence shares the states of a checkpoint."""
         return all(self._is_idle(name, state) for name, state in one.states.items())
 
     def _evict_one(self, seq: int | None) -> bool:
@@ -361,6 +381,7 @@ class StateKeeper:
         return False
 
     def _evict(self, one: Checkpoint) -> None:
+        """Removes a checkpoint, which the lower tier is offered first."""
         if self.lower is not None:
             self.lower.offer_checkpoint(one)
         self.remove(one, self._tick)
