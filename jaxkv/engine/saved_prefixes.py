@@ -1,6 +1,6 @@
-"""Saving what an engine's prefix cache keeps to a file, and loading it into the cache of another engine.
+"""Saves an engine's cached prefixes to a file, and loads them into the prefix cache of another engine.
 
-The idea of prefixes that outlive their process: LMCache's disk backend and the file backend of SGLang's HiCache.
+LMCache's disk backend and the file backend of SGLang's HiCache do the same.
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,13 +26,13 @@ from jaxkv.runner.weights_checksum import weights_checksum
 
 @dataclass(frozen=True, kw_only=True)
 class PrefixCounts:
-    """What was saved, or loaded.
+    """The numbers of a save or of a load.
 
     Attributes:
-        tokens: tokens of the beginnings; those of shared beginnings count once.
+        tokens: tokens of the saved or loaded prefixes; those of shared prefixes count once.
         pages: full pages of all groups.
         checkpoints: state checkpoints of recurrent layers.
-        num_bytes: bytes of the file that was saved; of the pages and states that were loaded.
+        num_bytes: bytes of the saved file, or of the loaded pages and states.
         present: pages and checkpoints that were not loaded, since the cache had them already.
         left_out: pages and checkpoints of the file that the cache had no room for.
     """
@@ -48,12 +48,12 @@ class PrefixCounts:
 def save_prefixes(
     engine: Engine, path: str | Path, texts: Sequence[Sequence[int]] | None = None
 ) -> PrefixCounts:
-    """Writes what an engine's prefix cache keeps without a salt, on the device and on the host, to a file.
+    """Writes an engine's cached prefixes without a salt, on the device and on the host, to a file.
 
     Args:
         engine: has the prefix cache.
         path: as for `jaxkv.offload.prefix_file.save_file`.
-        texts: save only what the beginnings of these token sequences have; `None` for everything.
+        texts: save only the prefixes of these token sequences; `None` for everything.
 
     Raises:
         ValueError: the prefix cache is off, or `path` exists and is no regular file.
@@ -79,9 +79,10 @@ def save_prefixes(
 
 
 def load_prefixes(engine: Engine, path: str | Path) -> PrefixCounts:
-    """Puts as much of a file as fits into an engine's prefix cache: free pages and those that no sequence holds.
+    """Loads the prefixes of a file that fit into an engine's prefix cache.
 
-    Beginnings that more texts share come first. Prefixes that only the cache holds make room, the longest unused first.
+    They take free pages. If these are too few, cached pages that no sequence holds are evicted, least recently used
+    first. Prefixes that more texts share come first.
 
     Args:
         engine: has the prefix cache.
@@ -101,7 +102,7 @@ def load_prefixes(engine: Engine, path: str | Path) -> PrefixCounts:
         open_file(path, _identity(runner, index)) as file,
         begin_restore(index, file.catalogue, engine.sequence_runner.new_number) as restore,
     ):
-        # Everything that can fail without changing anything comes before anything is evicted.
+        # The checks that may fail come first, because `take_places` evicts.
         for group in groups:
             handles = restore.handles(group.name)
             file.check(group, handles)
@@ -155,7 +156,7 @@ def _parts[T](group: Group, units: Sequence[T]) -> Iterator[tuple[T, ...]]:
 def _read(
     runner: ModelRunner, host: HostCache | None, group: Group, sources: Sequence[Source]
 ) -> Iterator[Unit]:
-    """Yields the units of a group, which are read run by run."""
+    """Yields the units of a group, read in runs of the programs."""
     for part in _parts(group, sources):
         found: dict[Source, Unit] = {}
         away = [source for source in part if source.on_host]
@@ -173,14 +174,14 @@ def _read(
 
 
 def _write(runner: ModelRunner, file: PrefixFile, restore: Restore, group: Group) -> int:
-    """Writes the units of a group into their places; returns their bytes."""
+    """Writes the units of a group to the cache; returns their bytes."""
     moves = restore.moves(group.name)
     [device] = jax.tree.leaves(runner.cache)[0].devices()
     for part in _parts(group, moves):
         size = bucket_of(len(part))
         ids: np.ndarray = pad_ids([one.unit for one in part], size, runner.counts[group.name])
         units = [file.read(group, one.handle) for one in part]
-        # A copy that fails is heard of before the cache is donated.
+        # Wait here, so that a failed copy raises before the cache is donated.
         placed = jax.block_until_ready(jax.device_put(units, device))
         padded = (*placed, *placed[-1:] * (size - len(placed)))
         runner.update(SwapSpec(False, group.index, size), ids, padded)

@@ -20,4 +20,4 @@ BLOCKS: Mapping[str, Block] = {
     "mixture": MIXTURE,
     "shared": SHARED,
 }
-"""`gated` and `plain` are dense feed-forwards; `shared` is the shared expert of a mixture."""
+"""The last four are feed-forwards: `gated` and `plain` are dense, `shared` is the shared expert of a `mixture`."""

@@ -1,7 +1,7 @@
-"""What a prefix index keeps, as tables of tokens: the contents of a file of prefixes without the bytes of its pages.
+"""The catalogue of a file of prefixes: its pages and checkpoints as tables of tokens, without their bytes.
 
-Page keys are salted by a secret of the process, so tokens take their place: each row of the table is the tokens of one
-full page and the row of the page before it. Pages and checkpoints refer to rows.
+Page keys depend on a secret of the process, so a file names a page by its tokens. Each row of the table has the tokens
+of one full page, and the row of the page before it, its parent. Pages and checkpoints refer to rows.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -37,14 +37,15 @@ class CheckpointEntry:
 class Catalogue:
     """Tables of the pages and checkpoints of some texts.
 
-    The units of a paged group are its pages, in the order of `pages`, then the pages of their own of those checkpoints
-    that end inside a page, in the order of `checkpoints`. Those of a recurrent group are one state per checkpoint.
+    The file has the units (pages or states) of each group in a fixed order. Those of a paged group are the pages of
+    `pages`, then the tails of the checkpoints that end inside a page, in the order of `checkpoints`. Those of a
+    recurrent group are one state per checkpoint.
 
     Attributes:
         page_size: tokens per row.
         parents: row -> the row before it, or `ROOT`; parents have smaller numbers.
         tokens: row -> its tokens as little-endian int32.
-        pages: paged group name -> rows whose page is there, ascending.
+        pages: paged group name -> rows whose page is in the file, ascending.
         checkpoints: the checkpoints.
     """
 
@@ -89,7 +90,7 @@ class Catalogue:
         }
 
     def num_tokens(self, rows: Iterable[int], checkpoints: Iterable[CheckpointEntry]) -> int:
-        """Returns the tokens of some rows and checkpoints; those of shared beginnings count once."""
+        """Returns the number of tokens of some rows and checkpoints; those of shared prefixes count once."""
         chosen = set(rows)
         size = _TOKEN_BYTES
         tails = {
@@ -116,7 +117,12 @@ class Source:
 
 @dataclass(frozen=True)
 class Collected:
-    """A catalogue of an index, and where its units are: group name -> their sources, in order."""
+    """A catalogue of an index, and the sources of its units.
+
+    Attributes:
+        catalogue: the catalogue.
+        sources: group name -> source of each unit, in the order of the catalogue.
+    """
 
     catalogue: Catalogue
     sources: Mapping[str, Sequence[Source]]
@@ -139,12 +145,12 @@ def page_size_of(index: PrefixIndex) -> int:
 def collect(
     index: PrefixIndex, tier: HostTier | None, texts: Sequence[Sequence[int]] | None = None
 ) -> Collected:
-    """Lists what an index and its host tier keep without a salt.
+    """Lists the pages and checkpoints without a salt that an index and its host tier hold.
 
     Args:
         index: the index.
         tier: its host tier; `None` without one.
-        texts: list only the pages and checkpoints of beginnings of these token sequences; `None` for all.
+        texts: list only the pages and checkpoints of prefixes of these token sequences; `None` for all.
 
     Raises:
         ValueError: the groups have pages of several sizes.
@@ -161,7 +167,7 @@ def collect(
     for name, node in host_pages:
         table.add_keys([node.key])
         found[name][node.key.digest] = Source(True, node.page)
-    # After those of the host: what is on both is read from the device.
+    # Added after the host's, so that a page that is on both is read from the device.
     for name, tree in index.kept_pages.trees.items():
         table.add_keys(node.key for node in tree)
         found[name] |= {node.key.digest: Source(False, node.page) for node in tree}
@@ -184,7 +190,7 @@ def collect(
 
 
 class _Table:
-    """Gives rows to pages whose tokens are known back to the first of their text, under the key without a salt."""
+    """Assigns rows to pages. A page gets a row if all pages before it are known too, and the keys have no salt."""
 
     def __init__(self, index: PrefixIndex, page_size: int) -> None:
         self.page_size = page_size
@@ -196,16 +202,16 @@ class _Table:
         self._allowed: set[bytes] | None = None
 
     def add_keys(self, keys: Iterable[PageKey]) -> None:
-        """Adds the keys of pages, tokens included, to those that may have rows."""
+        """Adds the keys of pages, which contain their tokens, to those that may get rows."""
         self._known |= {key.digest: key for key in keys}
 
     def allow(self, texts: Sequence[Sequence[int]]) -> None:
-        """Gives rows to full pages of these texts alone."""
+        """Restricts rows to the full pages of these texts."""
         chains = (self._index.keys().pages(text, self.page_size, len(text)) for text in texts)
         self._allowed = {key.digest for chain in chains for key in chain}
 
     def row(self, digest: bytes) -> int | None:
-        """Returns the row of a page, new ones for it and those before it; `None` if it cannot have one."""
+        """Returns the row of a page; assigns rows to it and to the pages before it. `None` if it cannot get one."""
         chain = []
         while digest not in self._rows:
             key = self._known.get(digest)
@@ -227,7 +233,7 @@ def _assemble(
     found: Mapping[str, Mapping[bytes, Source]],
     checkpoints: Sequence[tuple[bool, Checkpoint]],
 ) -> Collected:
-    """Gives rows to everything that can have one, and orders it as `Catalogue` does."""
+    """Returns the catalogue and sources of all pages and checkpoints that can get rows."""
     pages: dict[str, tuple[int, ...]] = {}
     sources: dict[str, list[Source]] = {}
     for name, units in found.items():

@@ -1,8 +1,9 @@
-"""Bringing the prefixes of a file into the cache: which of them fit, and places for all of those.
+"""Restores the prefixes of a file to the cache: selects those that fit, and allocates their pages and states.
 
-Like a swap-in from the host, a restore is made of sequences in the page allocator that compute nothing. They hold the
-places that are being filled and the pages that these follow, so that making room evicts neither. When all bytes are
-written, the index takes the places over; until then, releasing the sequences leaves nothing behind.
+Like a swap-in from the host, a restore consists of sequences in the page allocator that compute nothing. They hold the
+pages and states to fill, and the cached pages of the same prefixes, so that none of these is evicted to make room. When
+all bytes are written, the prefix index takes the pages and states over. Until then, a release of the sequences frees
+everything.
 """
 
 import heapq
@@ -20,11 +21,11 @@ from jaxkv.offload.prefix_catalogue import ROOT, Catalogue
 
 @dataclass
 class Selection:
-    """What of a catalogue is to be restored.
+    """The pages and checkpoints of a catalogue to restore.
 
     Attributes:
-        pages: paged group name -> rows, each after those before it.
-        checkpoints: places in the catalogue, the most shared first.
+        pages: paged group name -> rows of the catalogue, parents first.
+        checkpoints: positions in `Catalogue.checkpoints`; the most shared come first.
     """
 
     pages: dict[str, list[int]]
@@ -32,7 +33,7 @@ class Selection:
 
     @property
     def num_pages(self) -> int:
-        """Pages of all groups, without those that belong to checkpoints."""
+        """Number of pages of all groups, without the tails of checkpoints."""
         return sum(map(len, self.pages.values()))
 
 
@@ -44,8 +45,8 @@ def begin_restore(
 
     Args:
         index: gets the pages and checkpoints.
-        catalogue: what there is.
-        new_number: returns unused numbers of sequences.
+        catalogue: the contents of the file.
+        new_number: returns an unused sequence number.
     """
     restore = Restore(index, catalogue, new_number)
     try:
@@ -56,12 +57,12 @@ def begin_restore(
 
 
 class Restore:
-    """The pages and checkpoints of a catalogue on their way into an index; see `begin_restore`.
+    """One restore of a catalogue to a prefix index; see `begin_restore`.
 
-    Call `choose`, `take_places`, write the bytes of its moves, then call `land`.
+    Call `choose` and `take_places`, write the bytes of `moves` to the cache, then call `land`.
 
     Attributes:
-        selection: what fits and is not cached yet.
+        selection: the pages and checkpoints that fit and are not cached yet.
         present: pages and checkpoints of the catalogue that are cached already.
     """
 
@@ -90,12 +91,12 @@ class Restore:
         return len(self._catalogue.checkpoints)
 
     def choose(self) -> None:
-        """Shares what is cached already, so that making room does not evict it, and selects what fits beside it."""
+        """Holds the cached part of the catalogue, so that it is not evicted, and selects what fits beside it."""
         self.present = self._hold_present()
         self.selection = self._select()
 
     def take_places(self) -> None:
-        """Takes a page or state for everything selected; makes room by evicting pages and checkpoints out of use."""
+        """Allocates the selected pages and checkpoints; unused ones of the index are evicted to make room."""
         chosen = self.selection
         number = self._open_sequence()
         counts = {name: len(rows) for name, rows in chosen.pages.items() if rows}
@@ -109,7 +110,10 @@ class Restore:
                 self._units[at] = units
 
     def moves(self, name: str) -> list[Move]:
-        """Returns the units to write in one group; each handle is the unit's place in the catalogue."""
+        """Returns the pages or states to write in one group.
+
+        The handle of a move is the position among the group's units in the catalogue, see `Catalogue`.
+        """
         catalogue, found = self._catalogue, []
         if name in self._rules:
             at = {row: place for place, row in enumerate(catalogue.pages[name])}
@@ -122,7 +126,7 @@ class Restore:
         return found
 
     def handles(self, name: str) -> list[int]:
-        """Returns the places in the catalogue of the selected units of one group, before they have places."""
+        """Returns the handles that `moves` will have for the selection, before `take_places`."""
         catalogue, chosen = self._catalogue, self.selection
         if name not in self._rules:
             return list(chosen.checkpoints)
@@ -132,7 +136,7 @@ class Restore:
         return pages + [first + tails[place] for place in chosen.checkpoints if place in tails]
 
     def land(self) -> Selection:
-        """Gives everything that was written to the index; returns what it has taken."""
+        """Passes the written pages and checkpoints to the index; returns those that it has added."""
         tick = self._index.advance()
         landed = Selection({name: [] for name in self._rules})
         for name, places in self._places.items():
@@ -152,7 +156,7 @@ class Restore:
         return landed
 
     def release(self) -> None:
-        """Releases everything that the index has not taken over; twice is once."""
+        """Releases all pages and states that the index has not taken over; a second call does nothing."""
         while self._open:
             self._allocator.release_if_open(self._open.pop())
 
@@ -175,7 +179,7 @@ class Restore:
         return full * self._catalogue.page_size + len(one.tail) // 4
 
     def _hold_present(self) -> int:
-        """Shares what is cached already; returns how much that is."""
+        """Holds the cached pages and checkpoints of the catalogue; returns their number."""
         number, count = self._open_sequence(), 0
         for name, tree in self._trees.items():
             nodes = (tree.find(self._keys[row]) for row in self._catalogue.pages[name])
@@ -191,7 +195,7 @@ class Restore:
         return count
 
     def _select(self) -> Selection:
-        """Chooses what fits: beginnings that more texts share first, each text to its end before the next."""
+        """Returns what fits: prefixes that more texts share first, and each text to its end before the next."""
         catalogue, chosen = self._catalogue, Selection({name: [] for name in self._rules})
         budget = _Budget(self._index)
         there: dict[str, set[int]] = {
@@ -222,16 +226,16 @@ class Restore:
                 units |= dict.fromkeys(self._rules, 1) if catalogue.checkpoints[at].tail else {}
                 if budget.take(units, checkpoints=1):
                     chosen.checkpoints.append(at)
-        # Pages before the windows of every end, where room is left.
+        # In groups with a window, pages that no window sees come last.
         for name in seen:
             for row in sorted(missing[name]):
                 take_page(name, row)
         return chosen
 
     def _in_order(self) -> Iterator[tuple[int, int | None]]:
-        """Yields (row, `None`) for each row and (its row, checkpoint) for each checkpoint, by how many texts share it.
+        """Yields (row, `None`) for each row and (its row, checkpoint) for each checkpoint; the most shared come first.
 
-        A row comes after the row before it, a checkpoint after the row that it follows.
+        A row comes after its parent, a checkpoint after its row.
         """
         catalogue = self._catalogue
         children, ends = self._children(), self._num_ends()
@@ -255,7 +259,7 @@ class Restore:
         return children
 
     def _num_ends(self) -> list[int]:
-        """Returns, for each row, how many texts and checkpoints of the catalogue begin with it and end after it."""
+        """Returns, for each row, how many texts and checkpoints of the catalogue have it on their path."""
         parents, children = self._catalogue.parents, self._children()
         ends = [0 if row in children else 1 for row in range(len(parents))]
         for one in self._catalogue.checkpoints:
@@ -267,7 +271,11 @@ class Restore:
         return ends
 
     def _rows_in_windows(self) -> dict[str, set[int]]:
-        """Returns group with a window -> rows that its windows see from where texts end, part or have a checkpoint."""
+        """Returns window group name -> rows that a hit can need, see below.
+
+        A hit can end where a text ends, where two texts part, or at a checkpoint. It needs the rows that the window
+        sees from there.
+        """
         catalogue, children = self._catalogue, self._children()
         size = catalogue.page_size
         ends = [row for row in range(len(catalogue.parents)) if len(children.get(row, ())) != 1]
@@ -298,7 +306,7 @@ class Restore:
         return found
 
     def _take_units(self, at: int) -> Mapping[str, int] | None:
-        """Takes the states of a checkpoint and its own pages; returns group name -> id, `None` if there is no room."""
+        """Allocates the states and tails of a checkpoint; returns group name -> id, `None` if there is no room."""
         names = list(self._states.groups)
         names += self._rules if self._catalogue.checkpoints[at].tail else ()
         try:
@@ -333,10 +341,10 @@ class Restore:
 
 
 class _Budget:
-    """Units that can be taken: the free ones, and those that only the index holds.
+    """The numbers of pages and states that can be allocated: free ones, and those that only the index holds.
 
     Args:
-        index: the index, with everything shared that must stay.
+        index: the index; sequences already hold what must not be evicted.
     """
 
     def __init__(self, index: PrefixIndex) -> None:
@@ -348,7 +356,7 @@ class _Budget:
         self._checkpoints = index.kept_states.num_spare()
 
     def take(self, counts: Mapping[str, int], *, checkpoints: int = 0) -> bool:
-        """Takes units of several groups, of all or of none; returns whether they were there."""
+        """Subtracts pages and states of several groups, or nothing if one group has too few; returns whether it did."""
         if checkpoints > self._checkpoints or any(
             self._room[name] < count for name, count in counts.items()
         ):

@@ -301,5 +301,5 @@ class _Tiers:
         self._name = name
 
     def find(self, key: PageKey) -> Node | None:
-        """Returns the page with this key, tokens included; `None` if there is none."""
+        """Returns the page with this key, whose tokens are compared too; `None` if there is none."""
         return self._tree.find(key) or self._tier.find(self._name, key)

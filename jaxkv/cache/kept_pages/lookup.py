@@ -43,7 +43,7 @@ class Finder(Protocol):
     """Finds pages of one group by key: a prefix tree, or several tiers together."""
 
     def find(self, key: PageKey) -> Node | None:
-        """Returns the page with this key, tokens included."""
+        """Returns the page with this key, whose tokens are compared too."""
         ...
 
 

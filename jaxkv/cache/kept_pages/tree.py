@@ -65,7 +65,7 @@ class PrefixTree:
         return iter(self._nodes.values())
 
     def find(self, key: PageKey) -> Node | None:
-        """Returns the cached page with this key, tokens included; `None` if there is none."""
+        """Returns the cached page with this key, whose tokens are compared too; `None` if there is none."""
         node = self._nodes.get(key.digest)
         return node if node is not None and node.key == key else None
 

@@ -93,7 +93,7 @@ class Checkpoints:
         return iter(list(self._known.values()))
 
     def find(self, key: CheckpointKey) -> Checkpoint | None:
-        """Returns the checkpoint with this key, tokens included; `None` if there is none."""
+        """Returns the checkpoint with this key, whose tokens are compared too; `None` if there is none."""
         known = self._known.get(key.digest)
         return known if known is not None and known.key == key else None
 

@@ -13,7 +13,7 @@ class LowerTier(Protocol):
     """Stores pages and checkpoints by key; `jaxkv.offload.tier.HostTier` implements it."""
 
     def find(self, group: str, key: PageKey) -> Node | None:
-        """Returns the page with this key, tokens included; `None` if there is none."""
+        """Returns the page with this key, whose tokens are compared too; `None` if there is none."""
         ...
 
     def offer_page(self, group: str, node: Node) -> bool:
