@@ -1,4 +1,4 @@
-"""The owner of the cache's arrays between steps, which knows whether a failed step has deleted them."""
+"""The owner of the cache's arrays between steps. It records whether a failed step has deleted them."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -76,10 +76,10 @@ class CacheOwner:
         return self._cause if self._lost else None
 
     def before_donation(self, observer: Callable[[], None]) -> Callable[[], None]:
-        """Has an observer called before each use that may overwrite the cache, to read what it would lose.
+        """Registers an observer, which is called before each use that may overwrite the cache.
 
         Returns:
-            What ends that.
+            A function that removes the observer.
         """
         self._observers.append(observer)
 
@@ -166,7 +166,7 @@ class CacheOwner:
         self._epoch += 1
 
     def lend_until_asked(self, recall: Callable[[], None] | None) -> None:
-        """Lets a borrower keep the cache until the owner is used for anything else.
+        """Lets a borrower keep the cache until another use of the owner needs it.
 
         Args:
             recall: called before that use; it calls `put`, or drops a cache that is lost. `None` if the borrower cannot

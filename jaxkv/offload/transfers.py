@@ -1,8 +1,9 @@
 """Copies pages and states between the cache and the host.
 
-Swap-out: pages are read out before any program that could overwrite them is dispatched, and are copied to the host
-concurrently with later steps. Swap-in: units are copied to the device first, and written to the cache once they have
-arrived, so that no step waits. If a transfer fails, only its entries are lost.
+Swap-out: a program reads evicted pages and states into arrays of their own, before any program that could overwrite
+them is dispatched. The arrays are copied to the host concurrently with later steps. Swap-in: arrays are copied to the
+device, and a program writes them to the cache once they have arrived, so that no step waits. If a transfer fails, only
+its entries are lost. `HostTier` has the records of the entries.
 """
 
 import logging
@@ -36,7 +37,7 @@ _MAX_FAILURES = 3
 
 @runtime_checkable
 class Device(Protocol):
-    """Runs programs on a cache; `SequenceRunner` implements it."""
+    """Runs programs on a cache; `ModelRunner` implements it."""
 
     layout: CacheLayout
     owner: CacheOwner
@@ -114,7 +115,7 @@ class HostTransfers:
         self._limit: int | None = None
 
     def flush(self) -> None:
-        """Starts swap-outs of evicted entries; must be called before each program that updates the cache."""
+        """Starts the swap-outs of evicted pages and states; call it before each program that updates the cache."""
         for handle in self._tier.freed():
             self._stored.pop(handle, None)
         for moves in _batches(self._tier.departures(), self._tier):
@@ -122,12 +123,12 @@ class HostTransfers:
         self._finish_ready()
 
     def read(self, handles: Sequence[int]) -> list[tuple[np.ndarray, ...]]:
-        """Returns copies of pages or states on the host; call `flush` before asking the tier what there is.
+        """Returns copies of pages or states on the host; call `flush` before reading handles from the tier.
 
         Raises:
-            JaxRuntimeError: one of them never arrived on the host.
+            JaxRuntimeError: the swap-out of one of them failed.
         """
-        # Through the device, the one way from pinned memory that `HostMemory` has tried.
+        # Through the device, because `HostMemory` has tested only this way out of pinned memory.
         found = self.memory.copy_to_device([self._stored[handle] for handle in handles])
         return [tuple(np.asarray(array) for array in unit) for unit in found]
 
@@ -166,7 +167,7 @@ class HostTransfers:
         return not inbound.waiting
 
     def why_hopeless(self) -> str:
-        """Returns why the host tier should be switched off; empty if it should not."""
+        """Returns the reason to shut the host tier down; empty if there is none."""
         if self._failures_in_row < _MAX_FAILURES:
             return ""
         errors = [transfer.error for transfer in self.transfers if transfer.error is not None]
@@ -177,7 +178,7 @@ class HostTransfers:
         while self._sending:
             self._finish(self._sending.popleft())
         self._failures_in_row = 0
-        # The step that lost the cache ran out of memory, not the host, so the tier's limit is restored.
+        # Out-of-memory errors came from the step that lost the cache, not from the host: the tier gets its limit back.
         if self._limit is not None:
             self._tier.limit, self._limit = self._limit, None
 

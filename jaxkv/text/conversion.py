@@ -1,4 +1,4 @@
-"""Makes the JSON of a tokenizer.json of the other forms in which tokenizers are published.
+"""Converts tokenizers that are published in other forms to the JSON of a tokenizer.json.
 
 SentencePiece models and Mistral's tekken.json are read here, with the ids of their own libraries. Other forms are
 converted by Transformers, in a process of its own, if it is installed.
@@ -59,7 +59,7 @@ _KEPT_ENVIRONMENT = (
     "TMPDIR",
 )
 _PACKAGES = "'transformers>=5' sentencepiece protobuf tiktoken"
-# Every tokenizer of text has a token for each byte or more; fewer come of files that a converter did not understand.
+# A tokenizer of text has at least a token for each byte; a result with fewer is that of a converter that failed.
 _FEWEST_TOKENS = 128
 
 

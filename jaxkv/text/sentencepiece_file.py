@@ -39,7 +39,7 @@ class _Piece:
 
 @dataclass(frozen=True)
 class SentencePieceModel:
-    """What a SentencePiece model holds, as far as encoding and decoding need it.
+    """The parts of a SentencePiece model that encoding and decoding need.
 
     Attributes:
         pieces: the vocabulary; a piece's id is its place.

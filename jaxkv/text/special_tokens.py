@@ -35,7 +35,7 @@ _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 @dataclass(frozen=True)
 class SpecialTokens:
-    """What the files beside tokenizer.json say about tokens.
+    """The tokens that the files beside tokenizer.json name.
 
     Attributes:
         named: name -> text, such as "bos_token" -> "<s>"; chat templates see them as variables.

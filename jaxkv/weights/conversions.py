@@ -1,4 +1,4 @@
-"""What the files of a model are when jaxkv cannot read them, and the command that converts them."""
+"""Messages about models whose files jaxkv cannot read: the form of the files, and the command that converts them."""
 
 from collections.abc import Collection
 
@@ -24,7 +24,7 @@ _PICKLED = (".bin", ".pt", ".pth", ".ckpt")
 
 
 def instead_of_config(names: Collection[str], model: str) -> str:
-    """Returns what a model without config.json is and what to do, or an empty string if the files do not tell.
+    """Returns the form of a model without config.json and what to do; empty if its files do not show the form.
 
     Args:
         names: of the model's files.
@@ -54,7 +54,7 @@ def instead_of_config(names: Collection[str], model: str) -> str:
 
 
 def instead_of_weights(names: Collection[str], model: str) -> str:
-    """Returns what a model without safetensors has instead and what to do, or an empty string.
+    """Returns the form of the weights of a model without safetensors and what to do; empty if it is unknown.
 
     Args:
         names: of the model's files.

@@ -1,6 +1,6 @@
 """Host bookkeeping of a batch's rows: the tokens of each row, its columns, and its pages and states.
 
-A row's padding takes columns of the batch and no place in the cache. All of this is bookkeeping on the host.
+A row's padding takes columns of the batch, but no slots of the cache.
 """
 
 from dataclasses import dataclass, field, replace
