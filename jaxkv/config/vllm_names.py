@@ -34,8 +34,8 @@ ALIASES = (
     Alias("use_tqdm", "call", "progress"),
     Alias("cache_salt", "call", "salt"),
 )
-"""In the order of the table in docs/how-to/serve.md. `dtype`, `revision`, `max_model_len`, `load_format` and most
-fields of `SamplingParams` have equal names in both."""
+"""In the order of README's table. `dtype`, `revision`, `max_model_len`, `load_format` and most fields of
+`SamplingParams` have equal names in both."""
 
 _UNSUPPORTED = {
     "prompt_logprobs": "llm.score(prompts) returns the log-probabilities of given tokens",

@@ -9,7 +9,7 @@ from jaxkv import LLM, CacheConfig, EngineConfig, SamplingParams
 from jaxkv.config.engine import merge_configs
 from jaxkv.config.vllm_names import ALIASES
 
-GUIDE = Path(__file__).parents[2] / "docs" / "how-to" / "serve.md"
+README = Path(__file__).parents[2] / "README.md"
 CONFIGS = {"CacheConfig": CacheConfig, "EngineConfig": EngineConfig}
 VALUES = {"kv_cache_dtype": "int8", "gpu_memory_utilization": 0.5, "enable_prefix_caching": False}
 
@@ -26,8 +26,8 @@ def test_a_name_of_vllm_sets_the_field_of_ours(alias):
     assert not engine.overlap
 
 
-def test_the_table_in_the_guide_is_the_table_in_code():
-    [table] = re.findall(r"^\| In vLLM .*?\n\n", GUIDE.read_text(), re.DOTALL | re.MULTILINE)
+def test_the_table_in_the_readme_is_the_table_in_code():
+    [table] = re.findall(r"^\| In vLLM .*?\n\n", README.read_text(), re.DOTALL | re.MULTILINE)
     shown = re.findall(r"^\| `(\w+)` \| `(?:(\w+)\()?(\w+)", table, re.MULTILINE)
     assert shown == [
         (alias.theirs, "" if alias.owner == "call" else alias.owner, alias.ours)
