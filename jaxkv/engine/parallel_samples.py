@@ -1,7 +1,7 @@
 """Parallel samples of one prompt: the first sample computes the prompt, and the others start from its pages.
 
-`RequestState.first_sample` is the sample that another one waits for. `other_samples` may contain more samples than
-those after an interrupt, so readers compare both.
+`RequestState.first_sample` is the sample that another one waits for, and `other_samples` are those that wait for a
+sample. An interrupt may leave a sample in `other_samples` that waits no more, so readers compare both.
 """
 
 from jaxkv.cache.page_allocator import PageAllocator

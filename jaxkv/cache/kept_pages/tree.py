@@ -11,9 +11,10 @@ _REMEMBERED = 4096
 """Number of latest evictions whose tick is recorded, for `explain`."""
 
 ENDED, HIT = 1, 2
-"""Reasons to evict a page of a window after other pages, weaker first.
+"""Marks of pages in a prefix's tail: the pages that the window sees at its end. Tails are evicted after other pages.
 
-ENDED: a sequence was published up to this page. HIT: a sequence began after this page.
+ENDED: a sequence was published up to this tail. HIT, the stronger mark: a sequence began after this tail. The tail of a
+checkpoint (`kept_states`) is another thing: its copy of a page.
 """
 
 
@@ -31,7 +32,7 @@ class Node:
         index: its position in a page table.
         tick: tick of its last use.
         children: number of cached pages directly after it; counted where only leaves are evicted.
-        tail: 0, `ENDED` or `HIT`; see there.
+        tail: `ENDED` or `HIT`; 0 outside of tails.
     """
 
     key: PageKey
