@@ -55,6 +55,9 @@ _OTHER_TOKENIZERS = (
     "merges.txt",
 )
 """Other forms of a tokenizer; fetched if there is no tokenizer.json."""
+_USUAL = (CONFIG, "generation_config.json", "tokenizer.json", "tokenizer_config.json")
+"""Small files of nearly every model; a snapshot with all of them was not made of a single file by another program."""
+
 _TEMPLATE = re.compile(r"chat_templates/[^/]+\.jinja")
 _SECONDS = 10
 _FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -176,7 +179,8 @@ class _Repository:
     def folder(self) -> Path:
         """Returns the folder of the model in the hub's cache, with the wanted files."""
         kept = self._kept()
-        if kept is not None and _COMMIT.fullmatch(self._revision or ""):
+        is_commit = _COMMIT.fullmatch(self._revision or "") is not None
+        if kept is not None and is_commit and (self._weights or _has_all(kept, _USUAL)):
             return kept
         try:
             folder = self._fetched(kept)

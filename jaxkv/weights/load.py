@@ -72,9 +72,11 @@ class _Leaf:
 
     @property
     def host_bytes(self) -> int:
-        """Bytes that reading it takes on the host; rearranging needs a second buffer."""
-        rearranged = self.transposed or self.selected or self.arrange is not None
-        return math.prod(self.shape) * self.dtype.itemsize * (2 if rearranged else 1)
+        """Bytes that reading it takes on the host; rearranging needs a second buffer, or two."""
+        stored = sum(math.prod(source.shape) for source in self.sources)
+        rearranged = self.transposed or self.regroup is not None or self.pairs is not None
+        copies = 2 if self.arrange is not None else int(rearranged)
+        return (stored + copies * math.prod(self.shape)) * self.dtype.itemsize
 
 
 def load_by_rules(
@@ -323,6 +325,13 @@ def _sections(rows: np.ndarray, regroup: Regrouped) -> np.ndarray:
     bounds = np.cumsum((0, *regroup.sections))
     assert len(rows) == regroup.groups * bounds[-1], (len(rows), regroup)
     grouped = rows.reshape(regroup.groups, bounds[-1], -1)
-    return np.concatenate(
-        [grouped[:, bounds[at] : bounds[at + 1]].reshape(-1, rows.shape[1]) for at in regroup.order]
+    chosen = [grouped[:, bounds[at] : bounds[at + 1]] for at in regroup.order]
+    ordered, begin = (
+        np.empty((sum(part[..., 0].size for part in chosen), rows.shape[1]), rows.dtype),
+        0,
     )
+    for part in chosen:
+        count = part[..., 0].size
+        ordered[begin : begin + count].reshape(part.shape)[...] = part
+        begin += count
+    return ordered

@@ -181,6 +181,13 @@ def test_a_download_that_was_cut_off_goes_on_with_the_missing_files(hub):
     assert hub.downloaded == [SHARDS[1]]
 
 
+def test_a_commit_of_which_another_program_has_cached_the_config_alone_is_completed(hub):
+    hub.models[NAME] = Model(SMALL)
+    commit = hub.models[NAME].commit
+    huggingface_hub.hf_hub_download(NAME, "config.json", revision=commit)
+    assert files_in(resolve(NAME, commit)) == SMALL
+
+
 def test_a_folder_of_that_name_takes_precedence(hub, tmp_path):
     hub.models[NAME] = Model(SMALL)
     folder = tmp_path / NAME

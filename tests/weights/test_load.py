@@ -13,7 +13,9 @@ from jaxkv.config.model import ModelConfig
 from jaxkv.errors import BadCheckpoint, UnknownConfig
 from jaxkv.models.decoder import Decoder
 from jaxkv.models.registry import FAMILIES, load_params, rules_for
-from jaxkv.weights.rules import Recipe, expand
+from jaxkv.weights.load import _REARRANGE, _Leaf, _read
+from jaxkv.weights.rules import HeadPairs, Recipe, Regrouped, expand
+from jaxkv.weights.safetensors import StoredTensor
 
 OPTIONS = [
     {},
@@ -191,6 +193,41 @@ def test_reading_holds_one_leaf_beside_the_parameters(tmp_path, kit, monkeypatch
     # On a busy machine JAX gives buffers back later; what the loading itself holds is the least of a few.
     peaks = [peak() for _ in range(3)]
     assert min(peaks) < 8 * largest, (peaks, largest)
+
+
+class Ones(StoredTensor):
+    """A tensor that is read without memory of its own."""
+
+    def read(self, target):
+        target.fill(1.0)
+
+
+@pytest.mark.parametrize(
+    ("shape", "source", "options"),
+    [
+        ((256, 512), (256, 512), {}),
+        ((256, 512), (256, 512), {"pairs": HeadPairs(256, 16, 16)}),
+        ((256, 512), (256, 512), {"regroup": Regrouped(8, (16, 16), (1, 0))}),
+        (
+            (8, 16, 512),
+            (256, 512),
+            {"regroup": Regrouped(8, (16, 16), (1,)), "selected": True},
+        ),
+        ((512, 256), (256, 512), {"transposed": True}),
+        ((4, 512, 64), (4, 64, 512), {"arrange": _REARRANGE["deinterleave_transpose"]}),
+    ],
+    ids=["copy", "pairs", "regroup", "select", "transpose", "deinterleave"],
+)
+def test_a_leaf_counts_for_the_memory_that_reading_it_takes(tmp_path, shape, source, options):
+    with (tmp_path / "x").open("w+b") as file:
+        tensor = Ones("x", "F32", source, 0, 0, file, tmp_path / "x")
+    leaf = _Leaf("x", shape, np.dtype(np.float32), (tensor,), **options)
+    tracemalloc.start()
+    read = _read(leaf)
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert read.shape == shape
+    assert read.nbytes <= most <= leaf.host_bytes + 2**14
 
 
 def test_the_first_damaged_leaf_is_named_and_ends_the_loading(tmp_path, kit, monkeypatch):

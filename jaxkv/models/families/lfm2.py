@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 from jaxkv.config.blocks import MixtureConfig, ShortConvConfig
 from jaxkv.config.model import ModelConfig
+from jaxkv.errors import UnknownConfig
 from jaxkv.models.families.family import Family
 from jaxkv.models.families.llama_like import (
     ROTARY_TABLES,
@@ -101,6 +102,10 @@ def _read(
         kinds = ["full_attention" if layer in listed else "conv" for layer in every]
     mixers = take_layer_kinds(kinds, num_layers, _MIXERS)
     tied = keys.take_bool("tie_embedding", True)
+    if keys.has("tie_embedding") and keys.take("tie_word_embeddings", tied) not in (tied, None):
+        raise UnknownConfig(
+            f"config.json sets tie_embedding = {tied}, which contradicts tie_word_embeddings; keep one of them"
+        )
     return read_llama_like(
         keys,
         family,

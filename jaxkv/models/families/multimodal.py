@@ -114,6 +114,11 @@ def from_hf(kind: Multimodal, raw: Mapping[str, object]) -> ModelConfig:
             f"config.json: text_config sets model_type = {shown(named)}; for {kind.model_type}, only "
             f"{kind.text.model_type} is supported"
         )
+    if text.get("final_logit_softcapping") is not None:
+        raise UnknownConfig(
+            "config.json: text_config sets final_logit_softcapping, which Transformers applies to a model of text "
+            "alone and not to a multimodal one; set it to null if the model was trained without it"
+        )
     merged = {**kind.sizes, **text, **_of_whole_model(keys, text)}
     keys.finish()
     return replace(kind.text.read(merged), family=kind.model_type)

@@ -431,6 +431,11 @@ def test_keys_that_a_file_leaves_out_mean_what_transformers_assumes(name):
         (HUNYUAN, {"rope_scaling": {"type": "yarn", "factor": 2.0}}, "no rotary scaling.* yarn"),
         (GEMMA_3, {"mask_scheme": 1}, "mask_scheme = 1"),
         (GEMMA_3, {"text_config": {"model_type": "gemma2"}}, "only gemma3_text"),
+        (
+            GEMMA_3,
+            {"text_config": GEMMA_3["text_config"] | {"final_logit_softcapping": 30.0}},
+            "final_logit_softcapping",
+        ),
         (MISTRAL_3, {"architectures": ["MistralForCausalLM"]}, "only Mistral3ForConditional"),
         (MISTRAL_3, {"text_config": MISTRAL_3["text_config"] | {"alibi": 1}}, "alibi = 1"),
     ],

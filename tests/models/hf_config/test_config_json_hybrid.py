@@ -509,6 +509,8 @@ def test_lfm2_computes_its_width_and_names_its_attention_layers_in_two_ways():
     assert [stages[1] for stages in experts.pattern] == ["gated"] * 2 + ["mixture"] * 2
     assert (dense.short_conv, dense.tie_embeddings) == (ShortConvConfig(d_conv=3), True)
     assert not read_config(LFM2 | {"tie_embedding": False}).tie_embeddings
+    with pytest.raises(UnknownConfig, match="tie_embedding = False, which contradicts"):
+        read_config(LFM2 | {"tie_embedding": False, "tie_word_embeddings": True})
     assert experts.mixture == MixtureConfig(
         experts=8, top_k=2, size=48, gated=True, scoring="sigmoid", correction=True, sum_eps=1e-6
     )
