@@ -9,6 +9,7 @@ from jaxkv.models.families.family import Family
 from jaxkv.models.families.llama_like import TIED, read_llama_like, take_num_layers
 from jaxkv.models.families.mamba import take_rank
 from jaxkv.models.hf_config.config_json import ConfigJson
+from jaxkv.models.hf_config.mamba_json import SILU
 from jaxkv.weights.rule_parts import (
     LAYER,
     attention,
@@ -27,6 +28,8 @@ def from_hf(raw: Mapping[str, object]) -> ModelConfig:
     """Reads a parsed config.json whose `model_type` is "jamba"."""
     keys = ConfigJson(raw)
     keys.ignore("use_mamba_kernels use_mambapy use_associative_scan num_logits_to_keep")
+    # Mixers have the activation too.
+    keys.take_choice("hidden_act", "silu", SILU)
     num_layers = take_num_layers(keys)
     hidden_size = keys.take_int("hidden_size", high=2**20)
     experts = keys.take_int("num_experts", 16, high=2**16)

@@ -14,7 +14,7 @@ from jaxkv.models.families.llama_like import (
     take_num_layers,
 )
 from jaxkv.models.hf_config.config_json import ConfigJson
-from jaxkv.models.hf_config.mamba_json import take_layer_kinds
+from jaxkv.models.hf_config.mamba_json import SILU, take_layer_kinds
 from jaxkv.models.hf_config.rope_json import with_theta
 from jaxkv.weights.rule_parts import (
     LAYER,
@@ -93,6 +93,8 @@ def _read(
     keys: ConfigJson, family: str, architecture: str, *, dense: int, mixture: MixtureConfig | None
 ) -> ModelConfig:
     """Reads the keys that both families share; the first `dense` layers have no experts."""
+    # Transformers has no other activation, whatever the key says.
+    keys.take_choice("hidden_act", "silu", SILU)
     num_layers = take_num_layers(keys)
     kinds = keys.take("layer_types", None)
     attending = keys.take("full_attn_idxs", None)

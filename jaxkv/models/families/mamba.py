@@ -8,11 +8,11 @@ from jaxkv.models.families.family import Family
 from jaxkv.models.families.llama_like import check_architecture, take_dtype, take_num_layers
 from jaxkv.models.families.mamba2 import MAX_POSITIONS
 from jaxkv.models.hf_config.config_json import ConfigJson
+from jaxkv.models.hf_config.mamba_json import SILU
 from jaxkv.weights.rule_parts import BACKBONE, embeddings, mamba1, norms
 from jaxkv.weights.rules import RuleSet
 
 _SIZE = 2**31 - 1
-_SILU = {"silu": "silu", "swish": "silu"}
 
 
 def from_hf(raw: Mapping[str, object]) -> ModelConfig:
@@ -20,7 +20,7 @@ def from_hf(raw: Mapping[str, object]) -> ModelConfig:
     keys = ConfigJson(raw)
     check_architecture(keys, "mamba", "MambaForCausalLM")
     keys.ignore("use_mambapy use_associative_scan time_step_scale time_step_init_scheme")
-    keys.take_choice("hidden_act", "silu", _SILU)
+    keys.take_choice("hidden_act", "silu", SILU)
     hidden_size = keys.take_int("hidden_size", 768, high=2**20)
     vocab_size = keys.take_int("vocab_size", 50280, high=_SIZE)
     num_layers = take_num_layers(keys)

@@ -9,7 +9,7 @@ from jaxkv.models.families.family import Family
 from jaxkv.models.families.llama_like import ROTARY_TABLES, TIED, read_llama_like, take_num_layers
 from jaxkv.models.families.qwen3_moe import qwen_feed_forwards, take_experts
 from jaxkv.models.hf_config.config_json import ConfigJson
-from jaxkv.models.hf_config.mamba_json import take_layer_kinds
+from jaxkv.models.hf_config.mamba_json import SILU, take_layer_kinds
 from jaxkv.weights.rule_parts import (
     LAYER,
     LEAF,
@@ -71,6 +71,8 @@ def read_qwen_delta(
         raise UnknownConfig(
             "config.json sets attention_bias, which is not supported with gated attention"
         )
+    # Convolutions have the activation too.
+    keys.take_choice("hidden_act", "silu", SILU)
     num_layers = take_num_layers(keys)
     interval = keys.take_int("full_attention_interval", 4, high=_SIZE)
     kinds = keys.take("layer_types", None)

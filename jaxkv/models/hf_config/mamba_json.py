@@ -9,7 +9,8 @@ from jaxkv.errors import UnknownConfig
 from jaxkv.models.hf_config.config_json import ConfigJson
 
 _SIZE = 2**31 - 1
-_SILU = {"silu": "silu", "swish": "silu"}
+SILU = {"silu": "silu", "swish": "silu"}
+"""Names of SiLU, the one activation of convolutions."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ def read_mamba(
         raise ValueError(
             f"config.json: {heads} mamba heads of {head_dim} components must have the width {d_inner} together"
         )
-    keys.take_choice(*names.activation, _SILU)
+    keys.take_choice(*names.activation, SILU)
     groups = keys.take_int(*names.groups, high=_SIZE)
     return MambaConfig(
         heads=heads,

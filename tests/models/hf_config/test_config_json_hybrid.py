@@ -420,6 +420,12 @@ def test_the_weight_rules_cover_exactly_the_parameters(family):
         ("qwen3-next", {"attention_bias": True}),
         ("qwen3-next", {"mlp_only_layers": [4]}),
         ("qwen3-next", {"layer_types": ["linear_attention"]}),
+        *(
+            (family, {"hidden_act": "gelu"})
+            for family in ("jamba", "lfm2", "lfm2-moe", "qwen3-next")
+        ),
+        ("qwen3.5", {"hidden_act": "gelu"}),
+        ("qwen3.5-moe", {"hidden_act": "gelu"}),
         ("lfm2", {"conv_dim": 64}),
         ("lfm2", {"block_use_swiglu": False}),
         ("lfm2", {"layer_types": ["conv"]}),
