@@ -173,7 +173,7 @@ class _Repository:
         self._bars: dict[str, Any] = {} if progress else {"tqdm_class": _NoBar}
         self._library = huggingface_hub
         self._errors = errors
-        self._endpoint: str = constants.ENDPOINT
+        self._endpoint = _without_password(constants.ENDPOINT)
         self._cache: str = constants.HF_HUB_CACHE
 
     def folder(self) -> Path:
@@ -307,7 +307,11 @@ class _Repository:
             return BadCheckpoint(
                 f"{self._endpoint} refuses {self._name} (status {status}): check HF_TOKEN, or run `hf auth login`"
             )
-        reason = f"{type(error).__name__}: {clip(error)}" if status is None else f"status {status}"
+        reason = (
+            f"{type(error).__name__}: {clip(_without_password(str(error)))}"
+            if status is None
+            else f"status {status}"
+        )
         return _Unreachable(reason)
 
     def _not_found(self) -> str:
@@ -334,6 +338,11 @@ class _Repository:
             f"{self._name} is no folder here, {reason}, and the hub's cache, {self._cache}, does not hold all files of "
             f"it; run `hf download {self._name}{revision}` where there is a network, or give a folder"
         )
+
+
+def _without_password(text: str) -> str:
+    """Returns a text without the user and password that its addresses may have (HF_ENDPOINT of a mirror)."""
+    return re.sub(r"//[^/@\s]*@", "//", text)
 
 
 def _has_weights(folder: Path) -> bool:

@@ -255,6 +255,13 @@ def test_a_closed_port_counts_as_unreachable(hub, cache, caplog, monkeypatch):
     assert f"at revision {folder.name}" in caplog.messages[-1]
 
 
+def test_messages_do_not_show_the_password_of_a_mirror(hub, monkeypatch):
+    monkeypatch.setattr(constants, "ENDPOINT", "http://me:secret@127.0.0.1:9")
+    told = told_by(OSError)
+    assert "http://127.0.0.1:9 cannot be reached" in told
+    assert "secret" not in told
+
+
 @pytest.mark.parametrize("missing", ["config.json", SHARDS[0], INDEX])
 def test_offline_a_cache_that_lacks_a_file_counts_as_none(hub, cache, monkeypatch, missing):
     folder = write_cache(cache, NAME, SHARDED)

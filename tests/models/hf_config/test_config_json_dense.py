@@ -323,6 +323,15 @@ def test_published_files_are_read(name):
     assert {field: getattr(config, field) for field in EXPECTED[name]} == EXPECTED[name]
 
 
+@pytest.mark.parametrize("name", FILES)
+def test_the_epsilon_of_the_norms_is_read(name):
+    """Logits of the parity tests do not show it: a family's default is as small as their tolerance."""
+    file, key = FILES[name], "layer_norm_eps" if "Cohere" in name else "rms_norm_eps"
+    part = {key: 0.25}
+    changed = {"text_config": file["text_config"] | part} if "text_config" in file else part
+    assert read_config(file | changed).norm_eps == 0.25
+
+
 def test_factors_of_activations_are_read():
     granite, cohere = (read_config(file).multipliers for file in (GRANITE, COHERE_2))
     assert (granite.embedding, granite.residual, granite.logits) == (12.0, 0.22, 1 / 16)
