@@ -69,7 +69,9 @@ class SpecialTokens:
         taken = set(vocab.values())
         made: list[tokenizers.AddedToken] = []
         misplaced = []
-        for index, token in self.added.items():
+        named = {*self.named.values()}
+        for index, listed_token in self.added.items():
+            token = _as_special(listed_token) if listed_token.content in named else listed_token
             if repr(token) in same:
                 continue
             if token.content not in vocab:
@@ -79,6 +81,12 @@ class SpecialTokens:
                 free += 1
             made.append(token)
             contents.add(token.content)
+        listed_texts = {token.content for token in self.added.values()}
+        made += [
+            _as_special(token)
+            for token in known.values()
+            if token.content in named - listed_texts and not token.special
+        ]
         for text in dict.fromkeys((*self.named.values(), *self.others)):
             if not text or text in contents:
                 continue
@@ -96,6 +104,12 @@ class SpecialTokens:
                 listed(misplaced),
             )
         return made
+
+
+def _as_special(token: tokenizers.AddedToken) -> tokenizers.AddedToken:
+    """Returns a token that has a name such as "eos_token", and is special even if a list says otherwise."""
+    flags = {flag: getattr(token, flag) for flag in _FLAGS if flag != "special"}
+    return tokenizers.AddedToken(token.content, **flags, special=True)
 
 
 def read_special_tokens(folder: Path, settings: Mapping[str, object]) -> SpecialTokens:

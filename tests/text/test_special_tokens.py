@@ -47,6 +47,12 @@ CASES = {
             "added_tokens_decoder": {str(SIZE + 1): token("<s>", lstrip=True, rstrip=True)}
         }
     },
+    "named, but listed as not special": {
+        "tokenizer_config": {
+            "eos_token": "<a>",
+            "added_tokens_decoder": {str(FIRST): token("<a>", special=False, lstrip=True)},
+        }
+    },
     "named, in the vocabulary, not added": {
         "tokenizer_config": {
             "eos_token": "<named>",
