@@ -18,6 +18,10 @@ from tests.shape_checks import check_shapes
 check_shapes()
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+# Most tests compile small programs for the CPU and run each a few times. Without LLVM's optimisations compiling takes
+# about 40% less. `make test-all` sets the variable to 0 and runs the tests on optimised programs.
+if jax.default_backend() == "cpu" and "JAX_DISABLE_MOST_OPTIMIZATIONS" not in os.environ:
+    jax.config.update("jax_disable_most_optimizations", True)
 
 
 def pytest_collection_modifyitems(items):
@@ -42,19 +46,3 @@ def few_programs():
     if _MAPS.exists() and len(_MAPS.read_bytes().splitlines()) > _MANY_MAPS:
         jax.clear_caches()
         gc.collect()
-
-
-@pytest.fixture(scope="module")
-def quick_compile():
-    """Compiles a module's programs for the CPU without LLVM's optimisations, which takes about 40% less.
-
-    For modules that compile many small programs and run each a few times. `make test-all` sets the variable to 0 and
-    so runs them on optimised programs.
-    """
-    name = "jax_disable_most_optimizations"
-    if jax.default_backend() != "cpu" or name.upper() in os.environ:
-        yield
-        return
-    jax.config.update(name, True)
-    yield
-    jax.config.update(name, False)

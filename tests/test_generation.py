@@ -15,7 +15,6 @@ from jaxkv.config.sampling import SamplingParams
 from jaxkv.generation import ERROR, LENGTH, STOP, generate
 from jaxkv.models.decoder import Decoder
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
 CONFIG = ModelConfig(
     family="llama",
     vocab_size=61,
