@@ -104,9 +104,32 @@ def offences(source):
     return found
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+# Converts tokenizers with Transformers, in a process of its own that sees tokenizer files only.
+CONVERSION = ROOT / "jaxkv" / "text" / "conversion_process.py"
+
+
+@pytest.mark.parametrize(
+    "path",
+    [path for path in SOURCES if path != CONVERSION],
+    ids=lambda path: str(path.relative_to(ROOT)),
+)
 def test_the_packages_hold_nothing_that_runs_or_unpickles_what_it_reads(path):
     assert offences(path.read_text(encoding="utf-8")) == []
+
+
+def test_the_conversion_of_tokenizers_uses_one_loader_with_remote_code_off():
+    source = CONVERSION.read_text(encoding="utf-8")
+    loader = "AutoTokenizer"
+    uses = {f"transformers.{loader}", loader, "trust_remote_code="}
+    assert {what for _, what in offences(source)} == uses
+    [call] = [
+        node
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Call) and dotted(node.func) == f"{loader}.from_pretrained"
+    ]
+    options = {word.arg: ast.literal_eval(word.value) for word in call.keywords}
+    assert options["trust_remote_code"] is False
+    assert options["local_files_only"] is True
 
 
 def test_the_packages_were_found():

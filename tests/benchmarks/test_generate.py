@@ -71,4 +71,6 @@ def test_a_decode_step_reads_the_weights_but_one_embedding_and_every_key_and_val
 def test_one_new_token_is_refused_for_there_is_no_step_after_it(capsys):
     with pytest.raises(SystemExit):
         generate.main([*SMALL, "--new-tokens", "1"])
-    assert "--new-tokens 2 is the least, got 1" in capsys.readouterr().err
+    message = capsys.readouterr().err
+    assert "--new-tokens must be at least 2" in message
+    assert "got 1" in message
