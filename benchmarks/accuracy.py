@@ -42,7 +42,7 @@ def score_with_transformers(folder: Path, dtype: str, texts: Sequence[list[int]]
 
     torch.backends.cuda.matmul.allow_tf32 = False
     place = "cuda" if torch.cuda.is_available() else "cpu"
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
     model = model.eval().to(place)
     scores = []
     with torch.no_grad():

@@ -31,6 +31,7 @@ def rope_angles(
     if rope.kind == "dynamic":
         frequencies = frequencies * _dynamic_shrink(rope, visible)
     if rope.kind == "longrope":
+        assert rope.original_max_positions is not None, "the config was checked when it was made"
         is_long = visible[:, None] > rope.original_max_positions
         frequencies = jnp.where(is_long, jnp.asarray(_long(rope))[None, :], frequencies)
     angles = positions.astype(jnp.float32)[:, None] * frequencies
