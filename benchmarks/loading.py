@@ -1,7 +1,7 @@
 """Measures how fast a sharded checkpoint gets from disk to the device, and how much host memory that takes.
 
     python -m benchmarks.loading --shape llama-3.1-8b
-    python -m benchmarks.loading --shape tiny --folder /tmp    # to try it on a CPU
+    python -m benchmarks.loading --shape tiny --place build    # to try it on a CPU
 
 Writes a random checkpoint in bfloat16 under the names of the family, in shards of at most 5 GB, and reads it with
 `load_params`: once with the files out of the page cache ("disk"), once from it ("page cache"). Beside each is what the
@@ -160,16 +160,16 @@ def main() -> None:
     """Runs the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shape", choices=SHAPES, default="llama-3.1-8b")
-    parser.add_argument("--folder", type=Path, help="where to write the checkpoint for a while")
+    parser.add_argument("--place", type=Path, help="where to write the checkpoint for a while")
     parser.add_argument("--once", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--records", type=Path, default=RECORDS, help="where records are written")
+    parser.add_argument("--folder", type=Path, default=RECORDS, help="where records are written")
     options = parser.parse_args()
     if options.once:
         print(json.dumps(load_once(options.shape, options.once)))
         return
-    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+    with tempfile.TemporaryDirectory(dir=options.place) as folder:
         rows = measure(options.shape, Path(folder))
-    path = save_record(f"loading-{options.shape}", rows, folder=options.records)
+    path = save_record(f"loading-{options.shape}", rows, folder=options.folder)
     print(render(load_record(path)))
 
 

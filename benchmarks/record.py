@@ -95,9 +95,9 @@ def _driver() -> str:
 
 
 def _command() -> str:
-    """The command line that started this process, without the folders of its interpreter and of its records."""
+    """The command line that started this process; of a path it has the last part, and of `--folder` nothing."""
     line = " ".join([Path(sys.orig_argv[0]).name, *sys.orig_argv[1:]])
-    return re.sub(r" --folder[ =]\S+", "", line)
+    return re.sub(r"(?<=[ =])/\S*/", "", re.sub(r" --folder[ =]\S+", "", line))
 
 
 def save_record(name: str, rows: Sequence[Mapping[str, Any]], *, folder: Path = RECORDS) -> Path:

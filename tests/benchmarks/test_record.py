@@ -98,9 +98,11 @@ def test_a_command_names_no_folder_of_the_machine(tmp_path, monkeypatch):
         "x",
         "--folder",
         str(tmp_path),
+        "--model",
+        "/somewhere/else/small",
         "--seconds",
         "1",
     ]
     monkeypatch.setattr(sys, "orig_argv", line)
     record = load_record(save_record("x", [{"us": 1.0}], folder=tmp_path))
-    assert record.command == "python3 -m benchmarks.ops x --seconds 1"
+    assert record.command == "python3 -m benchmarks.ops x --model small --seconds 1"

@@ -93,7 +93,7 @@ def _read(
     keys: ConfigJson, family: str, architecture: str, *, dense: int, mixture: MixtureConfig | None
 ) -> ModelConfig:
     """Reads the keys that both families share; the first `dense` layers have no experts."""
-    # Transformers has no other activation, whatever the key says.
+    # Transformers ignores the key and has this activation only.
     keys.take_choice("hidden_act", "silu", SILU)
     num_layers = take_num_layers(keys)
     kinds = keys.take("layer_types", None)

@@ -1,11 +1,17 @@
 """Mamba-2 without attention (Dao and Gu): one mixer per layer and nothing else."""
 
 from collections.abc import Mapping
+from typing import Unpack
 
 from jaxkv.config.model import ModelConfig, RopeConfig
 from jaxkv.errors import UnknownConfig
 from jaxkv.models.families.family import Family
-from jaxkv.models.families.llama_like import check_architecture, take_dtype, take_num_layers
+from jaxkv.models.families.llama_like import (
+    Differences,
+    check_architecture,
+    take_dtype,
+    take_num_layers,
+)
 from jaxkv.models.hf_config.config_json import ConfigJson
 from jaxkv.models.hf_config.mamba_json import MambaKeys, read_mamba
 from jaxkv.weights.rule_parts import BACKBONE, embeddings, mamba2, norms
@@ -37,14 +43,45 @@ def from_hf(raw: Mapping[str, object]) -> ModelConfig:
         )
     # Transformers ignores this key and always gates before the norm.
     keys.ignore("norm_before_gate")
-    hidden_size = keys.take_int("hidden_size", 4096, high=_SIZE)
-    vocab_size = keys.take_int("vocab_size", 32768, high=_SIZE)
-    num_layers = take_num_layers(keys)
     bias = keys.take_bool("use_bias", False)
+    hidden_size = keys.take_int("hidden_size", 4096, high=2**20)
+    d_inner = take_inner(keys, hidden_size)
+    mamba = read_mamba(keys, _KEYS, d_inner=d_inner, in_bias=bias, out_bias=bias)
+    return read_mixers(keys, "mamba2", "mamba2", hidden_size, vocab_size=32768, mamba=mamba)
+
+
+def take_inner(keys: ConfigJson, hidden_size: int) -> int:
+    """Returns the mixers' inner width, a multiple of the hidden size."""
     d_inner = keys.take_int("expand", 2, high=2**16) * hidden_size
     keys.settle("intermediate_size", d_inner)
+    return d_inner
+
+
+def read_mixers(
+    keys: ConfigJson,
+    family: str,
+    block: str,
+    hidden_size: int,
+    *,
+    vocab_size: int,
+    tied: bool = False,
+    **sizes: Unpack[Differences],
+) -> ModelConfig:
+    """Reads the other keys of a model that has one mixer per layer, without attention and feed-forwards.
+
+    Args:
+        keys: config.json, from which the family has read its own keys.
+        family: its `model_type`.
+        block: name of the mixers' block.
+        hidden_size: width of the residual stream.
+        vocab_size: Transformers' default.
+        tied: Transformers' default for tied embeddings.
+        **sizes: the field with the mixers' sizes.
+    """
+    vocab_size = keys.take_int("vocab_size", vocab_size, high=_SIZE)
+    num_layers = take_num_layers(keys)
     config = ModelConfig(
-        family="mamba2",
+        family=family,
         vocab_size=vocab_size,
         hidden_size=hidden_size,
         num_layers=num_layers,
@@ -55,20 +92,14 @@ def from_hf(raw: Mapping[str, object]) -> ModelConfig:
         max_positions=MAX_POSITIONS,
         rope=RopeConfig(rotary_dim=2, kind="none"),
         windows=(None,) * num_layers,
-        pattern=(("mamba2",),) * num_layers,
+        pattern=((block,),) * num_layers,
         norm_eps=keys.take_float("layer_norm_epsilon", 1e-5),
-        tie_embeddings=keys.take_bool("tie_word_embeddings", False),
+        tie_embeddings=keys.take_bool("tie_word_embeddings", tied),
         wide_residual=keys.take_bool("residual_in_fp32", True),
-        mamba=read_mamba(
-            keys,
-            _KEYS,
-            d_inner=d_inner,
-            in_bias=bias,
-            out_bias=bias,
-        ),
         eos_ids=keys.take_ids("eos_token_id", vocab_size),
         bos_id=next(iter(keys.take_ids("bos_token_id", vocab_size)), None),
         dtype=take_dtype(keys),
+        **sizes,
     )
     keys.finish()
     return config
