@@ -1,13 +1,12 @@
 """Mamba-2 without attention (Dao and Gu): one mixer per layer and nothing else."""
 
 from collections.abc import Mapping
-from typing import Unpack
 
+from jaxkv.config.blocks import Mamba1Config, MambaConfig
 from jaxkv.config.model import ModelConfig, RopeConfig
 from jaxkv.errors import UnknownConfig
 from jaxkv.models.families.family import Family
 from jaxkv.models.families.llama_like import (
-    Differences,
     check_architecture,
     take_dtype,
     take_num_layers,
@@ -65,7 +64,8 @@ def read_mixers(
     *,
     vocab_size: int,
     tied: bool = False,
-    **sizes: Unpack[Differences],
+    mamba: MambaConfig | None = None,
+    mamba1: Mamba1Config | None = None,
 ) -> ModelConfig:
     """Reads the other keys of a model that has one mixer per layer, without attention and feed-forwards.
 
@@ -76,7 +76,7 @@ def read_mixers(
         hidden_size: width of the residual stream.
         vocab_size: Transformers' default.
         tied: Transformers' default for tied embeddings.
-        **sizes: the field with the mixers' sizes.
+        mamba, mamba1: sizes of the mixers; one of both.
     """
     vocab_size = keys.take_int("vocab_size", vocab_size, high=_SIZE)
     num_layers = take_num_layers(keys)
@@ -99,7 +99,8 @@ def read_mixers(
         eos_ids=keys.take_ids("eos_token_id", vocab_size),
         bos_id=next(iter(keys.take_ids("bos_token_id", vocab_size)), None),
         dtype=take_dtype(keys),
-        **sizes,
+        mamba=mamba,
+        mamba1=mamba1,
     )
     keys.finish()
     return config
