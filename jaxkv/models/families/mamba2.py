@@ -76,7 +76,8 @@ def read_mixers(
         hidden_size: width of the residual stream.
         vocab_size: Transformers' default.
         tied: Transformers' default for tied embeddings.
-        mamba, mamba1: sizes of the mixers; one of both.
+        mamba: sizes of Mamba-2 mixers.
+        mamba1: sizes of Mamba mixers.
     """
     vocab_size = keys.take_int("vocab_size", vocab_size, high=_SIZE)
     num_layers = take_num_layers(keys)
