@@ -13,42 +13,46 @@ from jaxkv.config.checks import dtype_name
 from jaxkv.config.model import ModelConfig
 from jaxkv.errors import UnknownConfig
 from jaxkv.models.decoder import Decoder
-from jaxkv.models.families import (
-    bamba,
+from jaxkv.models.families import multimodal
+from jaxkv.models.families.dense import (
     cohere2,
-    deepseek,
     exaone4,
-    falcon_h1,
     gemma,
     gemma2,
     gemma3,
     glm4,
-    glm4_moe,
-    gpt_oss,
     granite,
-    granite_hybrid,
-    granite_moe,
     hunyuan,
-    jamba,
-    lfm2,
     llama,
-    mamba,
-    mamba2,
     mistral,
-    mixtral,
-    multimodal,
-    nemotron_h,
     olmo2,
     phi3,
     qwen2,
     qwen3,
-    qwen3_5,
-    qwen3_moe,
-    qwen3_next,
     seed_oss,
     smollm3,
 )
+from jaxkv.models.families.experts import (
+    deepseek,
+    glm4_moe,
+    gpt_oss,
+    granite_moe,
+    mixtral,
+    qwen3_moe,
+)
 from jaxkv.models.families.family import Family
+from jaxkv.models.families.recurrent import (
+    bamba,
+    falcon_h1,
+    granite_hybrid,
+    jamba,
+    lfm2,
+    mamba,
+    mamba2,
+    nemotron_h,
+    qwen3_5,
+    qwen3_next,
+)
 from jaxkv.models.hf_config.config_json import ConfigJson, refuse_code
 from jaxkv.models.hf_config.ignored_keys import read_ignoring, warn_of_ignored
 from jaxkv.models.protocol import Params

@@ -1,4 +1,4 @@
-"""`Family`: the record of one model family. Each file of this folder describes one family, or versions of it."""
+"""`Family`: the record of one model family. Each file of the folders here describes one family, or versions of it."""
 
 from collections.abc import Callable, Mapping
 from typing import NamedTuple

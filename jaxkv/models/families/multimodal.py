@@ -11,9 +11,10 @@ from typing import NamedTuple
 
 from jaxkv.config.model import ModelConfig
 from jaxkv.errors import UnknownConfig
-from jaxkv.models.families import gemma3, mistral, qwen3_5
+from jaxkv.models.families.dense import gemma3, mistral
 from jaxkv.models.families.family import Family
 from jaxkv.models.families.llama_like import check_architecture
+from jaxkv.models.families.recurrent import qwen3_5
 from jaxkv.models.hf_config.config_json import ConfigJson
 from jaxkv.wording import shown
 

@@ -26,7 +26,7 @@ NEMOTRON = ATTENDING | {
     "ssm_state_size": 16,
     "n_groups": 2,
     "chunk_size": CHUNK,
-    # Transformers bounds step sizes in prefill but not in decode; see jaxkv/models/families/nemotron_h.py.
+    # Transformers bounds step sizes in prefill but not in decode; see jaxkv/models/families/recurrent/nemotron_h.py.
     "time_step_min": 1e-9,
 }
 FALCON_MULTIPLIERS = {

@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 
 from jaxkv.config.model import ModelConfig
+from jaxkv.models.families.dense.qwen2 import qwen_windows
 from jaxkv.models.families.family import Family
 from jaxkv.models.families.llama_like import LLAMA_RULES, read_llama_like
-from jaxkv.models.families.qwen2 import qwen_windows
 from jaxkv.models.hf_config.config_json import ConfigJson
 
 

@@ -6,7 +6,7 @@ from jaxkv.config.blocks import Mamba1Config
 from jaxkv.config.model import ModelConfig
 from jaxkv.models.families.family import Family
 from jaxkv.models.families.llama_like import check_architecture
-from jaxkv.models.families.mamba2 import read_mixers, take_inner
+from jaxkv.models.families.recurrent.mamba2 import read_mixers, take_inner
 from jaxkv.models.hf_config.config_json import ConfigJson
 from jaxkv.models.hf_config.mamba_json import SILU
 from jaxkv.weights.rule_parts import BACKBONE, embeddings, mamba1, norms

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 
 from jaxkv.config.model import ModelConfig
 from jaxkv.errors import UnknownConfig
+from jaxkv.models.families.dense.gemma2 import GEMMA_RULES, gemma, take_window
 from jaxkv.models.families.family import Family
-from jaxkv.models.families.gemma2 import GEMMA_RULES, gemma, take_window
 from jaxkv.models.families.llama_like import layer_windows, read_llama_like, take_nullable_float
 from jaxkv.models.hf_config.config_json import ConfigJson
 from jaxkv.models.hf_config.rope_json import read_ropes

@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 from jaxkv.config.blocks import DeltaConfig, MixtureConfig
 from jaxkv.config.model import ModelConfig
 from jaxkv.errors import UnknownConfig
+from jaxkv.models.families.experts.qwen3_moe import qwen_feed_forwards, take_experts
 from jaxkv.models.families.family import Family
 from jaxkv.models.families.llama_like import ROTARY_TABLES, TIED, read_llama_like, take_num_layers
-from jaxkv.models.families.qwen3_moe import qwen_feed_forwards, take_experts
 from jaxkv.models.hf_config.config_json import ConfigJson
 from jaxkv.models.hf_config.mamba_json import SILU, take_layer_kinds
 from jaxkv.weights.rule_parts import (

@@ -7,7 +7,7 @@ from jaxkv.config.blocks import Mamba1Config, MixtureConfig
 from jaxkv.config.model import ModelConfig, RopeConfig
 from jaxkv.models.families.family import Family
 from jaxkv.models.families.llama_like import TIED, read_llama_like, take_num_layers
-from jaxkv.models.families.mamba import take_rank
+from jaxkv.models.families.recurrent.mamba import take_rank
 from jaxkv.models.hf_config.config_json import ConfigJson
 from jaxkv.models.hf_config.mamba_json import SILU
 from jaxkv.weights.rule_parts import (

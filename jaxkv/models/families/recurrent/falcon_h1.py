@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from jaxkv.config.blocks import Multipliers
 from jaxkv.config.model import ModelConfig
 from jaxkv.errors import UnknownConfig
-from jaxkv.models.families.bamba import BAMBA_RULES
 from jaxkv.models.families.family import Family
 from jaxkv.models.families.llama_like import read_llama_like, take_nullable_int, take_num_layers
+from jaxkv.models.families.recurrent.bamba import BAMBA_RULES
 from jaxkv.models.hf_config.config_json import ConfigJson
 from jaxkv.models.hf_config.mamba_json import BAMBA_KEYS, read_mamba
 

@@ -6,9 +6,9 @@ from dataclasses import replace
 from jaxkv.config.blocks import MixtureConfig
 from jaxkv.config.model import ModelConfig, RopeConfig
 from jaxkv.errors import UnknownConfig
+from jaxkv.models.families.dense.granite import granite_factors
+from jaxkv.models.families.experts.granite_moe import GRANITE_EXPERTS
 from jaxkv.models.families.family import Family
-from jaxkv.models.families.granite import granite_factors
-from jaxkv.models.families.granite_moe import GRANITE_EXPERTS
 from jaxkv.models.families.llama_like import ROTARY_TABLES, TIED, read_llama_like, take_num_layers
 from jaxkv.models.hf_config.config_json import ConfigJson
 from jaxkv.models.hf_config.mamba_json import BAMBA_KEYS, read_mamba, take_layer_kinds

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 from jaxkv.config.blocks import MixtureConfig
 from jaxkv.config.model import ModelConfig
+from jaxkv.models.families.dense.granite import granite_factors
 from jaxkv.models.families.family import Family
-from jaxkv.models.families.granite import granite_factors
 from jaxkv.models.families.llama_like import (
     LLAMA_RULES,
     read_llama_like,

@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 
 from jaxkv.config.model import ModelConfig
+from jaxkv.models.families.dense.olmo2 import RULES
 from jaxkv.models.families.family import Family
 from jaxkv.models.families.llama_like import layer_windows, read_llama_like, take_nullable_int
-from jaxkv.models.families.olmo2 import RULES
 from jaxkv.models.hf_config.config_json import ConfigJson
 
 _SIZE = 2**31 - 1

@@ -5,7 +5,11 @@ from collections.abc import Mapping
 from jaxkv.config.model import ModelConfig
 from jaxkv.models.families.family import Family
 from jaxkv.models.families.llama_like import require, take_num_layers
-from jaxkv.models.families.qwen3_next import qwen_delta_rules, read_qwen_delta, take_qwen_mixture
+from jaxkv.models.families.recurrent.qwen3_next import (
+    qwen_delta_rules,
+    read_qwen_delta,
+    take_qwen_mixture,
+)
 from jaxkv.models.hf_config.config_json import ConfigJson
 from jaxkv.weights.rule_parts import LAYER, split_delta
 
