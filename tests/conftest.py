@@ -37,6 +37,20 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skip(reason="needs torch and transformers"))
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """Leaves JAX, torch and thousands of tests, which last to the end, out of garbage collections from here on."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        # A test's program makes thousands of objects as it is traced, and few cycles.
+        gc.set_threshold(20_000)
+        gc.enable()
+
+
 # Linux lets a process have 65530, and compiled programs take some each; one more, and XLA crashes.
 _MANY_MAPS = 20_000
 _MAPS = Path("/proc/self/maps")
