@@ -1,6 +1,7 @@
 """Pieces of text add up to the whole text, and no piece shows half a character."""
 
 import random
+from functools import cache
 from itertools import chain
 
 import pytest
@@ -148,6 +149,7 @@ def test_the_pieces_of_long_runs_add_up_to_their_text(kind):
         assert "".join(pieces_of(tokenizer, ids)) == tokenizer.decode(ids), ids
 
 
+@cache
 def texts_of(kind):
     """Draws ids that have text, and so begin no new text: no special ones, and whole characters if bytes."""
     tokenizer = TOKENIZERS[kind]
