@@ -362,13 +362,16 @@ SLOW = (
     "glm",
     "glm4-moe-plain",
     "granite-moe-shared",
+    "llama-theta",
+    "llama-yarn",
+    "mistral-window",
     "mixtral-window-tied",
     "olmo2",
     "phi3",
     "qwen3-moe-step-window",
     "smollm3-flags",
 )
-"""Cases with a further option of a family that has another case."""
+"""Cases of a family with another case whose options are further ones, or ones that another case combines."""
 
 
 @torch.no_grad()
