@@ -362,7 +362,6 @@ SLOW = (
     "glm",
     "glm4-moe-plain",
     "granite-moe-shared",
-    "llama-theta",
     "llama-yarn",
     "mistral-window",
     "mixtral-window-tied",
