@@ -6,14 +6,14 @@ and posts each generated piece to the event loop of its caller. No event loop wa
 
 import asyncio
 import logging
-import queue
 import threading
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
 
 from jaxkv.config.sampling import SamplingParams
+from jaxkv.engine.command_loop import CommandLoop
 from jaxkv.engine.drive import output_of, with_figures
 from jaxkv.engine.request import Piece, Request, RequestOutput
 from jaxkv.engine.request_state import FINISHED, RequestState
@@ -78,7 +78,7 @@ class AsyncLLM:
         llm.lock.lend()
         self._llm = llm
         self._engine = llm.engine
-        self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._loop = CommandLoop(self._engine, llm.lock, self._deliver)
         self._calls: list[_Call] = []
         self._failure: BaseException | None = None
         self._closed = False
@@ -102,7 +102,7 @@ class AsyncLLM:
 
     async def close(self) -> None:
         """Aborts all requests and ends the thread. A second call does nothing."""
-        self._commands.put(None)
+        self._loop.end()
         await asyncio.to_thread(self._thread.join)
 
     async def stream(
@@ -142,7 +142,7 @@ class AsyncLLM:
                 if piece.finish_reason is not None:
                     return
         finally:
-            self._commands.put(lambda: self._abort(call))
+            self._loop.put(lambda: self._abort(call))
 
     async def generate(
         self,
@@ -167,7 +167,7 @@ class AsyncLLM:
                 if piece.finish_reason is not None:
                     running.discard(index)
         finally:
-            self._commands.put(lambda: self._abort(call))
+            self._loop.put(lambda: self._abort(call))
         return output_of(call.samples, self._llm.tokenizer)
 
     async def _submit(
@@ -180,7 +180,7 @@ class AsyncLLM:
         with self._submit_lock:
             if self._closed:
                 raise RuntimeError(_ENDED) from self._failure
-            self._commands.put(lambda: self._accept(call))
+            self._loop.put(lambda: self._accept(call))
         return call
 
     async def _next(self, call: _Call) -> tuple[int, Piece]:
@@ -196,27 +196,13 @@ class AsyncLLM:
 
     def _serve(self) -> None:
         try:
-            while self._run_commands():
-                self._llm.lock.run_deferred()
-                self._engine.step()
-                self._deliver()
+            self._loop.run()
         except BaseException as error:
             _LOG.exception("the engine has failed; all open requests raise an error")
             self._failure = error
         finally:
             self._end_all()
             self._llm.lock.take_back()
-
-    def _run_commands(self) -> bool:
-        """Runs all queued commands; waits for one if the engine has no work. Returns False if it is to be closed."""
-        while True:
-            try:
-                command = self._commands.get(block=not self._engine.has_work)
-            except queue.Empty:
-                return True
-            if command is None:
-                return False
-            command()
 
     def _accept(self, call: _Call) -> None:
         try:
@@ -249,10 +235,7 @@ class AsyncLLM:
         """Refuses new calls, aborts all open and queued ones, and posts the error to their callers."""
         with self._submit_lock:
             self._closed = True
-        while not self._commands.empty():
-            command = self._commands.get()
-            if command is not None:
-                command()
+        self._loop.run_left()
         for call in list(self._calls):
             for sample in call.samples:
                 self._engine.abort(sample)

@@ -53,7 +53,6 @@ from jaxkv.runner.sequence_runner import SequenceRunner
 from jaxkv.text.bad_words import forbid_words
 from jaxkv.text.chat_template import ChatOptions
 from jaxkv.text.prompts import (
-    NO_TOKENIZER,
     Messages,
     Prompt,
     TokenizedPrompt,
@@ -65,7 +64,7 @@ from jaxkv.text.prompts import (
     one_sample,
     tokenize,
 )
-from jaxkv.text.tokenizer import Tokenizer, load_tokenizer
+from jaxkv.text.tokenizer import NO_TOKENIZER, Tokenizer, load_tokenizer
 from jaxkv.weights.hub import fetch_weights, resolve_model
 
 _LOG = logging.getLogger(__name__)

@@ -130,12 +130,16 @@ class Engine:
             self.scheduler.waiting or self.scheduler.running or self._pipeline.num_in_flight
         )
 
-    def add(self, samples: Sequence[Request], *, streamed: bool = False) -> list[RequestState]:
+    def add(
+        self, samples: Sequence[Request], *, streamed: bool = False, as_text: bool = True
+    ) -> list[RequestState]:
         """Queues the samples of one prompt; returns one state for each, which `step` updates.
 
         Args:
             samples: requests of one prompt.
             streamed: keep `pieces` for a caller that reads them.
+            as_text: decode the tokens of streamed requests and of those with stop strings. False for a caller that
+                decodes them itself.
 
         Raises:
             ValueError: a request can never fit the cache, or it has stop strings and the model has no tokenizer.
@@ -146,7 +150,7 @@ class Engine:
             new_request_state(
                 request,
                 number=self.sequence_runner.new_number(),
-                tokenizer=self._tokenizer,
+                tokenizer=self._tokenizer if as_text else None,
                 streamed=streamed,
                 now=self._clock(),
             )

@@ -4,8 +4,7 @@ import math
 from dataclasses import replace
 
 from jaxkv.config.sampling import SamplingParams
-from jaxkv.text.prompts import NO_TOKENIZER
-from jaxkv.text.tokenizer import Tokenizer
+from jaxkv.text.tokenizer import NO_TOKENIZER, Tokenizer
 
 
 def forbid_words(params: SamplingParams, tokenizer: Tokenizer | None) -> SamplingParams:

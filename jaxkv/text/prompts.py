@@ -11,6 +11,7 @@ import numpy as np
 from jaxkv.config.sampling import SamplingParams
 from jaxkv.config.vllm_names import ALIASES, unknown_option
 from jaxkv.text.chat_template import ChatOptions
+from jaxkv.text.tokenizer import NO_TOKENIZER
 from jaxkv.wording import clip, listed, shown
 
 Ids = Sequence[int | np.integer] | np.ndarray | jax.Array
@@ -19,12 +20,6 @@ Prompt = str | Ids | Mapping[str, Any]
 
 Messages = str | Sequence[Mapping[str, Any]]
 """One conversation: dicts with "role" and "content", or the text of a single user message."""
-
-NO_TOKENIZER = (
-    "this model directory has no tokenizer: neither tokenizer.json nor another form such as tokenizer.model; copy the "
-    "model's tokenizer.json and tokenizer_config.json into it"
-)
-"""Beginning of the error for a text prompt without a tokenizer."""
 
 _KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 

@@ -27,6 +27,12 @@ from jaxkv.weights.directory import (
 MAX_TOKENIZER_BYTES = 128 * 2**20
 _BYTE_PIECE = re.compile(r"<0x..>")
 
+NO_TOKENIZER = (
+    "this model directory has no tokenizer: neither tokenizer.json nor another form such as tokenizer.model; copy the "
+    "model's tokenizer.json and tokenizer_config.json into it"
+)
+"""Beginning of the error for a text prompt without a tokenizer."""
+
 
 class _ReportedAs:
     """A context manager that converts the library's errors: bare `Exception`s and Rust panics."""

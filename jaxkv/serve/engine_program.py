@@ -1,0 +1,339 @@
+"""The program of the engine process: `python -m jaxkv.serve.engine_program FD`, started by `jaxkv serve`.
+
+It reads commands from a socket, steps the engine, and writes one frame per step. It ends when the socket does. Three
+threads: the main thread steps, the reader waits for commands, and the watchdog says that the process is alive.
+"""
+
+import faulthandler
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+
+from jaxkv.config.cache import CacheConfig
+from jaxkv.config.engine import EngineConfig
+from jaxkv.engine.command_loop import CommandLoop
+from jaxkv.engine.drive import error_of, timing_of, usage_of
+from jaxkv.engine.recovery import is_fatal
+from jaxkv.engine.request import Request
+from jaxkv.engine.request_state import RequestState
+from jaxkv.errors import STEP_FAILURES, CachePoisoned, ProgramRefused
+from jaxkv.llm import LLM
+from jaxkv.serve import exit_codes
+from jaxkv.serve.wire import (
+    Abort,
+    Alive,
+    AskStats,
+    Ended,
+    Failed,
+    FrameWriter,
+    FromEngine,
+    Ready,
+    Refused,
+    Start,
+    StatsReply,
+    StepDone,
+    Submit,
+    ToEngine,
+    Tokens,
+    frames_to_engine,
+    unpack_sampling,
+)
+from jaxkv.weights.directory import read_config_json
+
+_LOG = logging.getLogger(__name__)
+
+_READ_BYTES = 2**18
+_ALIVE_SECONDS = 1.0
+_END_SECONDS = 10.0
+
+
+class _Sender:
+    """Writes messages of several threads to the socket.
+
+    Args:
+        end: the socket.
+        lost: called once the other end does not read any more; later messages are dropped.
+    """
+
+    def __init__(self, end: socket.socket, lost: Callable[[], None]) -> None:
+        self._writer = FrameWriter(end)
+        self._lost = lost
+        self._lock = threading.Lock()
+        self._is_lost = False
+
+    def send(self, message: FromEngine, *, wait: bool = False) -> None:
+        """Sends a message, or keeps it until the other end reads; `wait` waits until it has."""
+        with self._lock:
+            if self._is_lost:
+                return
+            try:
+                self._writer.write(message)
+                self._writer.flush(wait=wait)
+            except (OSError, RuntimeError) as error:
+                _LOG.error("the HTTP process does not read: %s", error)
+                self._is_lost = True
+        if self._is_lost:
+            self._lost()
+
+
+class EngineServer:
+    """Serves the calls of one HTTP process with one `LLM`.
+
+    Args:
+        llm: the model.
+        end: the socket, of which `Start` was read.
+        hang_seconds: a step that takes longer ends the process.
+    """
+
+    def __init__(self, llm: LLM, end: socket.socket, hang_seconds: float) -> None:
+        llm.lock.lend()
+        self._llm = llm
+        self._engine = llm.engine
+        self._end = end
+        self._hang_seconds = hang_seconds
+        self._loop = CommandLoop(llm.engine, llm.lock, self._deliver)
+        self._sender = _Sender(end, self._loop.end)
+        self._calls: dict[int, list[RequestState]] = {}
+
+    def run(self) -> None:
+        """Serves until the socket is closed.
+
+        Raises:
+            Exception: the engine has failed.
+        """
+        self._sender.send(self._facts())
+        threading.Thread(target=self._read, name="jaxkv-reader", daemon=True).start()
+        threading.Thread(target=self._watch, name="jaxkv-watchdog", daemon=True).start()
+        self._loop.run()
+
+    def say_failed(self, error: BaseException) -> int:
+        """Tells the HTTP process why the engine has failed; returns the exit code."""
+        code = exit_codes.FAILED
+        if isinstance(error, CachePoisoned):
+            code = exit_codes.OUT_OF_MEMORY
+        elif isinstance(error, Exception) and is_fatal(error):
+            code = exit_codes.DEVICE_BROKEN
+        text = " ".join(str(error).split())[:1000]
+        self._sender.send(Failed(f"{type(error).__name__}: {text}", code), wait=True)
+        return code
+
+    def _facts(self) -> Ready:
+        llm = self._llm
+        model_type = read_config_json(llm.directory).get("model_type", "")
+        return Ready(
+            directory=str(llm.directory),
+            max_model_len=llm.max_model_len,
+            vocab_size=llm.model.vocab_size,
+            max_sequences=self._engine.sequence_runner.max_rows,
+            eos_ids=llm.eos_ids,
+            model_type=model_type if isinstance(model_type, str) else "",
+        )
+
+    # The reader's thread.
+
+    def _read(self) -> None:
+        frames = frames_to_engine()
+        try:
+            while data := self._end.recv(_READ_BYTES):
+                for message in frames.feed(data):
+                    self._take(message)
+        except (OSError, RuntimeError) as error:
+            _LOG.error("the connection to the HTTP process is damaged: %s", error)
+        self._loop.end()
+        # The HTTP process is gone. A step that does not end must not keep this process.
+        time.sleep(_END_SECONDS)
+        os._exit(exit_codes.FAILED)
+
+    def _take(self, message: ToEngine) -> None:
+        match message:
+            case Submit():
+                self._submit(message)
+            case Abort(call, sample):
+                self._loop.put(lambda: self._abort(call, sample))
+            case AskStats(query, _):
+                self._loop.put(lambda: self._answer(query))
+            case Start():
+                raise RuntimeError("a second Start came")
+
+    def _submit(self, message: Submit) -> None:
+        call = message.call
+        try:
+            requests = self._llm.requests(
+                message.ids,
+                unpack_sampling(message.sampling),
+                priority=message.priority,
+                salt=message.salt,
+            )
+        except (ValueError, ProgramRefused) as error:
+            self._sender.send(Refused(call, str(error)))
+        except STEP_FAILURES as error:
+            _LOG.exception("a call could not be prepared")
+            self._sender.send(Refused(call, type(error).__name__, "engine"))
+        else:
+            self._loop.put(lambda: self._accept(call, requests))
+
+    # The main thread.
+
+    def _accept(self, call: int, requests: list[Request]) -> None:
+        try:
+            self._calls[call] = self._engine.add(requests, streamed=True, as_text=False)
+        except ValueError as error:
+            self._sender.send(Refused(call, str(error)))
+        except STEP_FAILURES as error:
+            _LOG.exception("a call could not be begun")
+            self._sender.send(Refused(call, type(error).__name__, "engine"))
+
+    def _abort(self, call: int, sample: int | None) -> None:
+        samples = self._calls.get(call, [])
+        for index, each in enumerate(samples):
+            if sample is None or index == sample:
+                self._engine.abort(each)
+                if each.pieces is not None:
+                    each.pieces.clear()
+        if all(each.reason is not None for each in samples):
+            self._calls.pop(call, None)
+
+    def _answer(self, query: int) -> None:
+        stats = asdict(self._llm.stats())
+        stats["fallbacks"] = [[*key, count] for key, count in stats["fallbacks"].items()]
+        self._sender.send(StatsReply(query, stats))
+
+    def _deliver(self) -> None:
+        """Sends the new tokens of all calls in one frame."""
+        new, ended = [], []
+        for call, samples in self._calls.items():
+            for index, sample in enumerate(samples):
+                if sample.pieces:
+                    new.append(_tokens(call, index, sample))
+            if all(sample.reason is not None and not sample.pieces for sample in samples):
+                ended.append(call)
+        for call in ended:
+            del self._calls[call]
+        if new:
+            self._sender.send(StepDone(new))
+
+    # The watchdog's thread.
+
+    def _watch(self) -> None:
+        while True:
+            time.sleep(_ALIVE_SECONDS)
+            began = self._loop.step_began
+            taken = 0.0 if began is None else time.monotonic() - began
+            self._sender.send(Alive(taken, self._loop.compiling))
+            if taken > self._hang_seconds:
+                self._end_hung(taken)
+
+    def _end_hung(self, taken: float) -> None:
+        faulthandler.dump_traceback(all_threads=True)
+        text = f"a step has taken {taken:.0f} s, at most {self._hang_seconds:.0f} s are allowed"
+        self._sender.send(Failed(text, exit_codes.HUNG), wait=True)
+        os._exit(exit_codes.HUNG)
+
+
+def _tokens(call: int, index: int, sample: RequestState) -> Tokens:
+    """Returns what a sample has generated since the last time, and takes it from the sample."""
+    assert sample.pieces is not None, "a served sample keeps its pieces"
+    ids, logprobs, reason = [], [], None
+    while sample.pieces:
+        piece = sample.pieces.popleft()
+        if piece.token_id is not None:
+            ids.append(piece.token_id)
+            if piece.logprobs is not None:
+                logprobs.append(piece.logprobs)
+        reason = piece.finish_reason
+    ended = None if reason is None else _ended(reason, sample)
+    return Tokens(call, index, ids, logprobs or None, ended)
+
+
+def _ended(reason: str, sample: RequestState) -> Ended:
+    usage = usage_of([sample])
+    return Ended(
+        reason,
+        error_of(sample),
+        usage.cached_tokens,
+        usage.preemptions,
+        timing_of(sample).queue_seconds,
+    )
+
+
+def _first_message(end: socket.socket) -> Start:
+    """Waits for the message that says what to load."""
+    frames = frames_to_engine()
+    while data := end.recv(_READ_BYTES):
+        for message in frames.feed(data):
+            if not isinstance(message, Start):
+                raise RuntimeError(f"the first message must be Start, got {type(message).__name__}")
+            return message
+    sys.exit(exit_codes.FAILED)
+
+
+def _end_with(end: socket.socket) -> Callable[[], None]:
+    """Ends this process if the socket is closed while the model loads; returns what ends this watch."""
+    over = threading.Event()
+
+    def watch() -> None:
+        while not over.wait(0.5):
+            try:
+                if not end.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT):
+                    os._exit(exit_codes.FAILED)
+            except BlockingIOError:
+                continue
+            except OSError:
+                os._exit(exit_codes.FAILED)
+
+    threading.Thread(target=watch, name="jaxkv-loading", daemon=True).start()
+    return over.set
+
+
+def _load(start: Start) -> LLM:
+    return LLM(
+        start.model,
+        revision=start.revision,
+        dtype=start.dtype,
+        max_model_len=start.max_model_len,
+        implementation=start.implementation,
+        ignore_config_keys=start.ignore_config_keys,
+        cache=CacheConfig(**start.cache),
+        engine=EngineConfig(**start.engine),
+    )
+
+
+def main() -> int:
+    """Serves the socket whose number is the only argument; returns the exit code."""
+    # The HTTP process decides when to end. A terminal sends Ctrl-C to both.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    faulthandler.enable()
+    end = socket.socket(fileno=int(sys.argv[1]))
+    start = _first_message(end)
+    loaded = _end_with(end)
+    try:
+        llm = _load(start)
+    except (ValueError, OSError, RuntimeError, MemoryError, CachePoisoned) as error:
+        text = " ".join(str(error).split())
+        _Sender(end, lambda: None).send(Failed(text, exit_codes.REFUSED), wait=True)
+        return exit_codes.REFUSED
+    finally:
+        loaded()
+    server = EngineServer(llm, end, start.hang_seconds)
+    try:
+        server.run()
+    except BaseException as error:
+        _LOG.exception("the engine has failed")
+        return server.say_failed(error)
+    return exit_codes.OK
+
+
+if __name__ == "__main__":
+    code = main()
+    # Not `sys.exit`: daemon threads may be inside JAX, which would crash while Python ends.
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

@@ -1,0 +1,230 @@
+"""`Generation`: the texts of one call's samples, with their stop strings, finish reasons and token counts."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from jaxkv.config.sampling import SamplingParams
+from jaxkv.serve.engine_client import Call, EngineClient
+from jaxkv.serve.wire import Tokens
+from jaxkv.text.bad_words import forbid_words
+from jaxkv.text.text_stream import TextStream
+from jaxkv.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Delta:
+    """New text of one sample.
+
+    Attributes:
+        sample: index of the sample.
+        text: the new text; empty while a character or a possible stop string is incomplete.
+        ids: the new token ids.
+        logprobs: per id, token id -> natural log-probability; `None` unless requested.
+        finish_reason: "stop", "length", "abort" or "error" on the last delta of a sample, otherwise `None`.
+        stop_reason: the stop string or the id of `stop_token_ids` that ended the sample; `None` for the model's end ids
+            and for other reasons.
+        error: the message if `finish_reason` is "error". It may name internals: for the log, not for clients.
+    """
+
+    sample: int
+    text: str
+    ids: tuple[int, ...] = ()
+    logprobs: tuple[dict[int, float], ...] | None = None
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    error: str | None = None
+
+
+@dataclass
+class Counts:
+    """Token counts and times of one call so far.
+
+    Attributes:
+        prompt_tokens: length of the prompt.
+        cached_tokens: prompt tokens that the prefix cache held for the first sample that ended.
+        output_tokens: generated tokens of all samples.
+        preemptions: how often a sample lost its pages.
+        arrived, first_token, finished: seconds of `time.monotonic`; `None` before the event.
+        queue_seconds: what the engine said of the first sample that ended.
+    """
+
+    prompt_tokens: int
+    arrived: float
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    preemptions: int = 0
+    first_token: float | None = None
+    finished: float | None = None
+    queue_seconds: float | None = None
+
+
+class _Sample:
+    """The text of one sample."""
+
+    def __init__(self, index: int, stream: TextStream | None, params: SamplingParams) -> None:
+        self.index = index
+        self.ended = False
+        self._stream = stream
+        self._params = params
+        self._generated = 0
+
+    def take(self, tokens: Tokens) -> Delta:
+        """Returns the delta of new tokens. Tokens after a stop string are dropped.
+
+        Raises:
+            ValueError: an id has no text.
+        """
+        pieces, used, stop = [], 0, None
+        end = tokens.ended
+        for token in tokens.ids:
+            used += 1
+            text, met = self._push(token)
+            pieces.append(text)
+            if met:
+                stop = self._stop_string()
+                break
+        if stop is None and end is not None:
+            text, met = self._finish(may_stop=end.reason in ("stop", "length"))
+            pieces.append(text)
+            stop = self._stop_string() if met else None
+        reason = None if end is None else end.reason
+        stop_reason: str | int | None = None
+        if stop is not None:
+            reason, stop_reason = "stop", stop
+        elif reason == "stop" and tokens.ids and tokens.ids[-1] in self._params.stop_token_ids:
+            stop_reason = tokens.ids[-1]
+        self.ended = reason is not None
+        return Delta(
+            sample=self.index,
+            text="".join(pieces),
+            ids=tuple(tokens.ids[:used]),
+            logprobs=None if tokens.logprobs is None else tuple(tokens.logprobs[:used]),
+            finish_reason=reason,
+            stop_reason=stop_reason,
+            error=end.error if end is not None and reason == "error" else None,
+        )
+
+    def _push(self, token: int) -> tuple[str, bool]:
+        self._generated += 1
+        if self._stream is None:
+            return "", False
+        return self._stream.push(token, may_stop=self._generated >= self._params.min_tokens)
+
+    def _finish(self, *, may_stop: bool) -> tuple[str, bool]:
+        if self._stream is None:
+            return "", False
+        may_stop = may_stop and self._generated >= self._params.min_tokens
+        return self._stream.finish(may_stop=may_stop)
+
+    def _stop_string(self) -> str | None:
+        return None if self._stream is None else self._stream.stop_string
+
+
+class Generation:
+    """One prompt in the engine, as text.
+
+    Args:
+        call: its samples in the engine.
+        tokenizer: decodes; `None` gives deltas without text.
+        prompt: token ids of the prompt.
+        params: the user's sampling parameters, with stop strings.
+
+    Attributes:
+        counts: token counts and times so far.
+    """
+
+    def __init__(
+        self,
+        call: Call,
+        tokenizer: Tokenizer | None,
+        prompt: Sequence[int],
+        params: SamplingParams,
+    ) -> None:
+        self.counts = Counts(prompt_tokens=len(prompt), arrived=time.monotonic())
+        self._call = call
+        self._samples = [
+            _Sample(index, tokenizer and TextStream(tokenizer, prompt, params), params)
+            for index in range(params.n)
+        ]
+
+    async def deltas(self) -> list[Delta]:
+        """Waits for tokens; returns one delta for each sample with news. Empty when all samples have ended.
+
+        All that has arrived since the last call comes at once.
+
+        Raises:
+            RequestRefused, EngineBusy, SlowReader, EngineLost: see `Call.arrivals`.
+        """
+        merged: dict[int, Tokens] = {}
+        for tokens in await self._call.arrivals():
+            before = merged.get(tokens.sample)
+            merged[tokens.sample] = tokens if before is None else _joined(before, tokens)
+        return [self._take(tokens) for tokens in merged.values()]
+
+    def abort(self) -> None:
+        """Ends all samples and frees their pages within a step; a second call does nothing."""
+        self._call.abort()
+
+    def _take(self, tokens: Tokens) -> Delta:
+        sample, now = self._samples[tokens.sample], time.monotonic()
+        try:
+            delta = sample.take(tokens)
+        except ValueError as error:
+            delta = Delta(
+                sample=tokens.sample, text="", finish_reason="error", error=f"no text: {error}"
+            )
+        if delta.finish_reason is not None and tokens.ended is None:
+            self._call.abort(tokens.sample)
+        self._count(delta, tokens, now)
+        return delta
+
+    def _count(self, delta: Delta, tokens: Tokens, now: float) -> None:
+        counts = self.counts
+        counts.output_tokens += len(delta.ids)
+        if counts.first_token is None and delta.ids:
+            counts.first_token = now
+        if (end := tokens.ended) is not None:
+            counts.preemptions += end.preemptions
+            if counts.queue_seconds is None:
+                counts.cached_tokens, counts.queue_seconds = end.cached_tokens, end.queue_seconds
+        if delta.finish_reason is not None:
+            counts.finished = now
+
+
+def generate(
+    client: EngineClient,
+    tokenizer: Tokenizer | None,
+    prompt: Sequence[int],
+    params: SamplingParams,
+    *,
+    priority: int = 0,
+    salt: bytes | None = None,
+) -> Generation:
+    """Begins one prompt in the engine; returns its texts.
+
+    Args:
+        client: the engine process.
+        tokenizer: of the model; `None` if it has none.
+        prompt: token ids of the prompt.
+        params: sampling parameters.
+        priority: lower numbers are served first.
+        salt: only requests of the same salt share cached pages.
+
+    Raises:
+        ValueError: stop strings or `bad_words` that this tokenizer cannot serve.
+        EngineLost: the engine process has ended.
+    """
+    if params.stop and tokenizer is None:
+        raise ValueError("stop strings need a tokenizer, which this model directory lacks")
+    sent = replace(forbid_words(params, tokenizer), stop=())
+    call = client.submit(prompt, sent, priority=priority, salt=salt)
+    return Generation(call, tokenizer, prompt, params)
+
+
+def _joined(first: Tokens, second: Tokens) -> Tokens:
+    """Returns two messages of one sample as one."""
+    logprobs = None
+    if first.logprobs is not None or second.logprobs is not None:
+        logprobs = [*(first.logprobs or ()), *(second.logprobs or ())]
+    return Tokens(first.call, first.sample, [*first.ids, *second.ids], logprobs, second.ended)

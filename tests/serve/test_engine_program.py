@@ -1,0 +1,92 @@
+"""A real engine process: its tokens are those of an `LLM`, and neither process outlives the other."""
+
+import asyncio
+import os
+import signal
+
+import pytest
+
+from jaxkv import LLM, CacheConfig, SamplingParams
+from jaxkv.serve import exit_codes
+from jaxkv.serve.engine_client import EngineLost, RequestRefused
+from jaxkv.serve.engine_process import EngineProcess
+from jaxkv.serve.generation import generate
+from jaxkv.serve.wire import Start
+from jaxkv.text.tokenizer import load_tokenizer
+
+CACHE = {"max_sequences": 2, "page_size": 16}
+START = Start(dtype="float32", max_model_len=64, cache=CACHE)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12, stop=["\n\n"])
+PROMPTS = ["def add(", "import os\n", "class Node:\n    "]
+
+
+def alive(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+async def read_all(call):
+    while await call.arrivals():
+        pass
+
+
+async def started(start=START):
+    process = EngineProcess(start)
+    process.client.start()
+    await process.client.ready()
+    return process
+
+
+def test_a_served_model_gives_the_texts_of_an_llm_and_ends_with_its_server():
+    llm = LLM(dtype="float32", max_model_len=64, cache=CacheConfig(**CACHE), progress=False)
+    wanted = llm.generate(PROMPTS, GREEDY)
+
+    async def test():
+        process = await started()
+        client = process.client
+        tokenizer = load_tokenizer(client.facts.directory)
+
+        async def text(prompt):
+            made = generate(client, tokenizer, tokenizer.encode(prompt), GREEDY)
+            found = []
+            while new := await made.deltas():
+                found += new
+            return "".join(d.text for d in found), found[-1].finish_reason, found[-1].stop_reason
+
+        got = await asyncio.gather(*map(text, PROMPTS))
+        assert got == [(out.text, out.finish_reason, out.stop_reason) for out in wanted]
+        with pytest.raises(RequestRefused, match="max_model_len"):
+            await client.submit([1] * 64, SamplingParams()).arrivals()
+        left = client.submit([1] * 8, SamplingParams(max_tokens=50, ignore_eos=True))
+        await left.arrivals()
+        left.abort()
+        stats = await client.stats()
+        assert stats["running"] == stats["waiting"] == 0
+        assert all(group["used"] == 0 for group in stats["cache"])
+        os.kill(process.pid, signal.SIGINT)
+        os.kill(process.pid, signal.SIGTERM)
+        assert (await client.stats())["running"] == 0
+        call = client.submit([1] * 8, SamplingParams(max_tokens=50, ignore_eos=True))
+        await call.arrivals()
+        os.kill(process.pid, signal.SIGKILL)
+        with pytest.raises(EngineLost):
+            await read_all(call)
+        await process.end()
+        assert not alive(process.pid)
+
+    asyncio.run(asyncio.wait_for(test(), 300))
+
+
+def test_a_model_that_does_not_load_is_refused_with_its_reason(tmp_path):
+    async def test():
+        process = EngineProcess(Start(model=str(tmp_path)))
+        process.client.start()
+        with pytest.raises(EngineLost):
+            await process.client.ready()
+        assert process.client.exit_code == exit_codes.REFUSED
+        await process.end()
+
+    asyncio.run(asyncio.wait_for(test(), 120))
