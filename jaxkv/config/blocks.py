@@ -170,6 +170,23 @@ class ShortConvConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TransformerConfig:
+    """Sizes of the low-rank adapters of a transformer block (Glorioso et al., Zamba2); others are in `ModelConfig`.
+
+    Attributes:
+        adapter_rank: rank of the adapters.
+        adapts_attention: whether queries, keys and values have adapters; gate and up projections always have one.
+    """
+
+    adapter_rank: int
+    adapts_attention: bool = False
+
+    def __post_init__(self) -> None:
+        """Raises `ValueError` for a rank out of range."""
+        check_fields(self, as_int, 1, 2**16, "adapter_rank")
+
+
+@dataclass(frozen=True, kw_only=True)
 class IndexConfig:
     """Sizes of the indexer of sparse attention (DeepSeek-AI, DeepSeek-V3.2), which selects the tokens to attend to.
 

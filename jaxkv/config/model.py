@@ -1,6 +1,7 @@
 """`ModelConfig`: a decoder's architecture and sizes, read from `config.json`."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from jaxkv.config.blocks import (
     DeltaConfig,
@@ -10,6 +11,7 @@ from jaxkv.config.blocks import (
     MixtureConfig,
     Multipliers,
     ShortConvConfig,
+    TransformerConfig,
 )
 from jaxkv.config.checks import as_float, as_int, check_fields
 
@@ -89,6 +91,25 @@ class RopeConfig:
                 as_float(name, factor, 1e-6, 1e6)
 
 
+class Stage(NamedTuple):
+    """A stage of a layer's pattern, such as "transformer>mamba2" or "mamba2+attention".
+
+    Attributes:
+        before: block that runs first, on the residual stream as it is, and whose output is added to the input of the
+            stage's norm only; empty for none.
+        blocks: blocks that run in parallel on the normalised input; the stream gets the sum of their outputs.
+    """
+
+    before: str
+    blocks: tuple[str, ...]
+
+    @classmethod
+    def parse(cls, text: str) -> "Stage":
+        """Returns the stage that a pattern writes as `text`."""
+        before, _, parallel = text.rpartition(">")
+        return cls(before, tuple(parallel.split("+")))
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """Architecture and sizes of a decoder, checked on construction.
@@ -101,8 +122,9 @@ class ModelConfig:
         heads, kv_heads, head_dim, rope, windows: sizes of attention layers; 1, 1, 2, kind "none" and `None`s for a
             model without attention.
         ffn_size: inner width of the dense feed-forward; 1 if there is none.
-        pattern: for each layer, the names of its stages; ("attention", "gated") if not given. A stage normalises the
-            residual stream, runs its blocks on that in parallel ("mamba2+attention"), and adds their outputs.
+        pattern: for each layer, its stages, see `Stage`; ("attention", "gated") if not given.
+        owners: for each layer, the layer that stores its shared parameters (`Leaf.is_shared`); empty if no layers share
+            any. Layers with the same owner have the same stages.
         windows: for each layer, the sliding window in tokens, or `None` for all tokens.
         max_positions: longest sequence that the model supports, in tokens.
         norm_eps: epsilon of the norms.
@@ -128,8 +150,8 @@ class ModelConfig:
         window_rope: rotary embedding of window layers, where it differs from `rope` (Gemma 3).
         nope_layers: numbers of the attention layers without rotary embedding (SmolLM3).
         wide_residual: the residual stream is float32, independently of the parameters' dtype.
-        mamba, mamba1, delta, short_conv, mixture, latent: sizes of these blocks; `None` if the pattern has none of
-            them.
+        mamba, mamba1, delta, short_conv, transformer, mixture, latent: sizes of these blocks; `None` if the pattern has
+            none of them.
         mtp_layers: layers after the last one that predict further tokens (DeepSeek-V3). Checkpoints hold them, but the
             model does not run them.
         multipliers: constant factors of activations.
@@ -148,6 +170,7 @@ class ModelConfig:
     rope: RopeConfig
     windows: tuple[int | None, ...]
     pattern: tuple[tuple[str, ...], ...] = ()
+    owners: tuple[int, ...] = ()
     norm_eps: float = 1e-6
     layer_norms: bool = False
     pre_norms: bool = True
@@ -174,6 +197,7 @@ class ModelConfig:
     delta: DeltaConfig | None = None
     mamba1: Mamba1Config | None = None
     short_conv: ShortConvConfig | None = None
+    transformer: TransformerConfig | None = None
     mixture: MixtureConfig | None = None
     latent: LatentConfig | None = None
     mtp_layers: int = 0
@@ -203,7 +227,7 @@ class ModelConfig:
                 check_fields(self, as_float, 1e-3, 1e6, name)
         if not self.pattern:
             object.__setattr__(self, "pattern", (("attention", "gated"),) * self.num_layers)
-        for name in ("windows", "pattern"):
+        for name in ("windows", "pattern", *(["owners"] if self.owners else [])):
             if len(getattr(self, name)) != self.num_layers:
                 raise ValueError(
                     f"{name} must have one entry per layer, got {len(getattr(self, name))} for {self.num_layers} layers"
@@ -211,6 +235,13 @@ class ModelConfig:
         for window in self.windows:
             if window is not None:
                 as_int("windows", window, 1, _INT32_MAX)
+        for layer, owner in enumerate(self.owners):
+            as_int("owners", owner, 0, self.num_layers - 1)
+            if self.owners[owner] != owner or self.pattern[owner] != self.pattern[layer]:
+                raise ValueError(
+                    f"owners: the owner of layer {layer} must own its own parameters and have the same stages, got "
+                    f"layer {owner}, whose owner is {self.owners[owner]} and whose stages are {self.pattern[owner]}"
+                )
         for token in self.eos_ids:
             as_int("eos_ids", token, 0, _INT32_MAX)
         for layer in self.nope_layers:
@@ -224,6 +255,7 @@ class ModelConfig:
             "delta": self.delta,
             "mamba1": self.mamba1,
             "short_conv": self.short_conv,
+            "transformer": self.transformer,
             "mixture": self.mixture,
             "latent": self.latent,
             "sparse_latent": self.latent and self.latent.index,
@@ -247,6 +279,11 @@ class ModelConfig:
         """Names of all blocks in the pattern, such as "attention" and "gated"."""
         return frozenset(name for layer in range(self.num_layers) for name in self.blocks_of(layer))
 
+    def owner(self, layer: int) -> int:
+        """Returns the layer that stores a layer's shared parameters."""
+        return self.owners[layer] if self.owners else layer
+
     def blocks_of(self, layer: int) -> tuple[str, ...]:
         """Returns the names of a layer's blocks, in the order in which they run."""
-        return tuple(name for stage in self.pattern[layer] for name in stage.split("+"))
+        stages = [Stage.parse(stage) for stage in self.pattern[layer]]
+        return tuple(name for before, blocks in stages for name in (before, *blocks) if name)

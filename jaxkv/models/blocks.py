@@ -6,6 +6,7 @@ from jaxkv.models.block import Block
 from jaxkv.models.feed_forwards import GATED, MIXTURE, PLAIN, SHARED
 from jaxkv.models.latent import LATENT, SPARSE_LATENT
 from jaxkv.models.mixers import ATTENTION, DELTA, MAMBA1, MAMBA2, SHORT_CONV
+from jaxkv.models.transformer import TRANSFORMER
 
 BLOCKS: Mapping[str, Block] = {
     "attention": ATTENTION,
@@ -15,6 +16,7 @@ BLOCKS: Mapping[str, Block] = {
     "mamba2": MAMBA2,
     "delta": DELTA,
     "short_conv": SHORT_CONV,
+    "transformer": TRANSFORMER,
     "gated": GATED,
     "plain": PLAIN,
     "mixture": MIXTURE,

@@ -2,12 +2,14 @@
 
 The pattern is a list of layers, and a layer is a list of stages: `("attention", "gated")` is one layer. A stage
 normalises the residual stream (with `pre_norms`), runs one or several blocks on it side by side ("mamba2+attention"),
-and adds the sum of their outputs to the stream. A block is a mixer or a feed-forward of `jaxkv.models.blocks.BLOCKS`.
+and adds the sum of their outputs to the stream. In "transformer>mamba2" the first block runs on the stream as it is,
+and its output is added to the input of the norm, but not to the stream. Blocks are in `jaxkv.models.blocks.BLOCKS`.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +19,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 from jaxkv.batch import PagedTables, StateTables, StepBatch
 from jaxkv.cache.spec import LayerSpec, group_layers
 from jaxkv.cache.state import Cache
-from jaxkv.config.model import ModelConfig, Multipliers, RopeConfig
+from jaxkv.config.model import ModelConfig, Multipliers, RopeConfig, Stage
 from jaxkv.layers.embedding import embed, soft_capped, unembed
 from jaxkv.layers.linear import Joining, Normed, joins_norms, scaled
 from jaxkv.layers.norm import layer_norm, rms_norm
@@ -133,37 +135,34 @@ class Decoder:
         config = self.config
         hidden = scaled(embed(params["embed"], batch.tokens), config.multipliers.embedding)
         # The dtype of activations; the residual stream may be wider.
-        narrow = hidden.dtype
+        embeddings, narrow = hidden, hidden.dtype
         hidden = hidden.astype(jnp.float32) if config.wide_residual else hidden
         angles = self._layer_angles(batch)
         tables = self._tables(batch)
         next_norms = self._next_norms(params, batch)
         normed = None
         for layer, stages in enumerate(config.pattern):
-            cache_layer = self.layer_offset + layer
-            weights = params["layers"][layer]
+            weights = self._weights(params, layer)
             none = (None,) * len(stages)
             norms, post_norms = (weights.get(name, none) for name in ("norms", "post_norms"))
             for norm, after, stage in zip(norms, post_norms, stages, strict=True):
+                joining = Joining(hidden, *next(next_norms)) if next_norms is not None else None
+                context = BlockContext(
+                    batch, layer, None, angles[layer], embeddings, self.implementation, joining
+                )
+                run = partial(self._run_block, weights=weights, context=context, tables=tables)
+                before, blocks = Stage.parse(stage)
                 x = normed
                 if x is None:
-                    x = hidden.astype(narrow)
+                    entering = hidden
+                    if before:
+                        cache, y = run(before, cache, hidden.astype(narrow))
+                        entering = hidden + y.astype(hidden.dtype)
+                    x = entering.astype(narrow)
                     x = x if norm is None else self._norm(norm, x)
-                joining = Joining(hidden, *next(next_norms)) if next_norms is not None else None
                 added = []
-                for block in (BLOCKS[name] for name in stage.split("+")):
-                    context = BlockContext(
-                        batch,
-                        layer,
-                        tables.get((cache_layer, block.unit)),
-                        angles[layer],
-                        self.implementation,
-                        joining,
-                    )
-                    layer_cache = cache.layer(cache_layer) if block.unit else {}
-                    with at(f"layer {layer}"):
-                        updates, y = block.run(config, weights, layer_cache, x, context)
-                    cache = cache.with_layer(cache_layer, updates)
+                for name in blocks:
+                    cache, y = run(name, cache, x)
                     added.append(y)
                 if joining is not None:
                     (total,) = added
@@ -176,6 +175,30 @@ class Decoder:
                     total = rms_norm(after, total, eps=config.norm_eps)
                 hidden = hidden + total.astype(hidden.dtype)
         return cache, self._norm(params["final_norm"], hidden.astype(narrow))
+
+    def _run_block(
+        self,
+        name: str,
+        cache: Cache,
+        x: Float[Array, "tokens hidden_size"] | Normed,
+        *,
+        weights: Mapping[str, Array],
+        context: BlockContext,
+        tables: Mapping[tuple[int, str], PagedTables | StateTables],
+    ) -> tuple[Cache, Any]:
+        """Returns the cache after a block of a layer, and the block's output; `context` has no tables yet."""
+        block, cache_layer = BLOCKS[name], self.layer_offset + context.layer
+        context = replace(context, tables=tables.get((cache_layer, block.unit)))
+        layer_cache = cache.layer(cache_layer) if block.unit else {}
+        with at(f"layer {context.layer}"):
+            updates, y = block.run(self.config, weights, layer_cache, x, context)
+        return cache.with_layer(cache_layer, updates), y
+
+    def _weights(self, params: Params, layer: int) -> dict[str, Array]:
+        """Returns a layer's parameters by name, those that its owner stores included."""
+        layers = params["layers"]
+        # Layers with the same owner have parameters of the same names, so only shared ones of the owner are left.
+        return {**layers[self.config.owner(layer)], **layers[layer]}
 
     def logits(
         self, params: Params, hidden: Float[Array, "rows hidden_size"]
@@ -285,7 +308,8 @@ class Decoder:
                     f"{', '.join(leaves.keys() & new.keys())}"
                 )
             leaves |= new
-        return leaves
+        owns = self.config.owner(layer) == layer
+        return {name: leaf for name, leaf in leaves.items() if owns or not leaf.is_shared}
 
 
 def _make(key: PRNGKeyArray, leaf: Leaf, dtype: jnp.dtype) -> Array:

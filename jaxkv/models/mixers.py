@@ -47,7 +47,8 @@ def _attention_leaves(config: ModelConfig) -> dict[str, Leaf]:
     return leaves
 
 
-def _attention_spec(config: ModelConfig, layer: int, page_size: int, dtype: str) -> PagedSpec:
+def attention_spec(config: ModelConfig, layer: int, page_size: int, dtype: str) -> PagedSpec:
+    """Returns the cache spec of a layer's keys and values."""
     shape = (config.kv_heads, config.head_dim)
     reach = config.windows[layer]
     if reach is None:
@@ -317,7 +318,7 @@ def _run_short_conv(
     )
 
 
-ATTENTION = Block(_attention_leaves, _run_attention, "page", _attention_spec, joins=True)
+ATTENTION = Block(_attention_leaves, _run_attention, "page", attention_spec, joins=True)
 MAMBA1 = Block(_mamba1_leaves, _run_mamba1, "state", _mamba1_spec)
 MAMBA2 = Block(_mamba_leaves, _run_mamba, "state", _mamba_spec)
 DELTA = Block(_delta_leaves, _run_delta, "state", _delta_spec)

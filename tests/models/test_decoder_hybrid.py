@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxkv.cache.state import copy_units
-from jaxkv.config.blocks import MambaConfig
+from jaxkv.config.blocks import MambaConfig, TransformerConfig
 from jaxkv.config.model import ModelConfig, RopeConfig
 from jaxkv.models.decoder import Decoder
 from tests.models.driver import Driver, run_step
@@ -193,3 +193,30 @@ def test_blocks_of_one_layer_may_not_share_a_parameter(model):
     twice = ModelConfig(**(vars(model.config) | {"pattern": (("gated", "plain"),) * 3}))
     with pytest.raises(ValueError, match="down"):
         Decoder(twice).param_shapes("float32")
+
+
+def test_layers_with_one_owner_store_what_they_share_once_and_compute_as_with_copies(model):
+    stage = ("transformer>mamba2",)
+    sharing = replace(
+        model,
+        config=replace(
+            model.config,
+            pattern=(stage, ("mamba2",), stage),
+            owners=(0, 1, 0),
+            transformer=TransformerConfig(adapter_rank=3),
+        ),
+    )
+    drawn = sharing.init_params(jax.random.key(1), "float32")
+    params = jax.tree.map(lambda leaf: leaf * 10 if leaf.ndim == 2 else leaf, drawn)
+    first, _, last = params["layers"]
+    shared = {"side_norm", "qkv", "o", "inner_norm", "gate_up", "down"}
+    assert first.keys() - last.keys() == shared
+    copied = params | {
+        "layers": (*params["layers"][:2], {name: first[name] for name in shared} | last)
+    }
+    alone = replace(sharing, config=replace(sharing.config, owners=()))
+    pair = [Driver(sharing, params, **SMALL), Driver(alone, copied, **SMALL)]
+    assert pair[0].layout == pair[1].layout
+    tokens = prompt(9)
+    np.testing.assert_array_equal(*(driver.prefill([tokens])[0] for driver in pair))
+    np.testing.assert_array_equal(*(driver.decode([5]) for driver in pair))

@@ -1,0 +1,66 @@
+"""The transformer block that layers share: attention and a feed-forward with parameters shared but for adapters."""
+
+from collections.abc import Mapping
+
+from jaxtyping import Array, Float
+
+from jaxkv.batch import PagedTables
+from jaxkv.config.blocks import TransformerConfig
+from jaxkv.config.model import ModelConfig
+from jaxkv.layers.transformer import transformer_block
+from jaxkv.models.block import Block, BlockContext, BlockOutput, Leaf
+from jaxkv.models.mixers import attention_options, attention_spec
+
+
+def _transformer(config: ModelConfig) -> TransformerConfig:
+    assert config.transformer is not None, "the config was checked when it was made"
+    return config.transformer
+
+
+def _leaves(config: ModelConfig) -> dict[str, Leaf]:
+    sizes, hidden, ffn = _transformer(config), config.hidden_size, config.ffn_size
+    queries, keys = (heads * config.head_dim for heads in (config.heads, config.kv_heads))
+    shared = {
+        "side_norm": Leaf((2 * hidden,), is_scale=True),
+        "qkv": Leaf((queries + 2 * keys, 2 * hidden)),
+        "o": Leaf((hidden, queries)),
+        "inner_norm": Leaf((hidden,), is_scale=True),
+        "gate_up": Leaf((2 * ffn, hidden)),
+        "down": Leaf((hidden, ffn)),
+    }
+    if config.mlp_bias:
+        shared |= {"gate_up_bias": Leaf((2 * ffn,)), "down_bias": Leaf((hidden,))}
+    own = {
+        "gate_up_adapter_in": Leaf((sizes.adapter_rank, hidden)),
+        "gate_up_adapter_out": Leaf((2 * ffn, sizes.adapter_rank)),
+        "side_out": Leaf((hidden, hidden)),
+    }
+    if sizes.adapts_attention:
+        own["qkv_adapter_in"] = Leaf((3, sizes.adapter_rank, 2 * hidden))
+        own["qkv_adapter_out"] = Leaf((3, queries, sizes.adapter_rank))
+    return {name: leaf._replace(is_shared=True) for name, leaf in shared.items()} | own
+
+
+def _run(
+    config: ModelConfig,
+    params: Mapping[str, Array],
+    layer_cache: Mapping[str, Array],
+    x: Float[Array, "tokens hidden_size"],
+    context: BlockContext,
+) -> BlockOutput:
+    assert isinstance(context.tables, PagedTables)
+    return transformer_block(
+        params,
+        layer_cache,
+        x,
+        context.embeddings,
+        context.batch,
+        context.tables,
+        context.angles,
+        activation=config.activation,
+        implementation=context.implementation,
+        **attention_options(config, context.layer),
+    )
+
+
+TRANSFORMER = Block(_leaves, _run, "page", attention_spec)
