@@ -21,7 +21,7 @@ from jaxkv.errors import BadCheckpoint
 from jaxkv.weights.block_scaled import BlockScaled, with_scales
 from jaxkv.weights.directory import existing_directory, read_json_if_there
 from jaxkv.weights.quantised import read_quantised
-from jaxkv.weights.rules import HeadPairs, Recipe, Regrouped, RuleSet, expand
+from jaxkv.weights.rules import HeadPairs, Recipe, Regrouped, RuleSet, copies, expand
 from jaxkv.weights.safetensors import FLOAT_DTYPES, StoredTensor, open_checkpoint
 from jaxkv.wording import clip
 
@@ -220,14 +220,15 @@ def _check_unused(
     config: ModelConfig,
 ) -> None:
     """Raises `BadCheckpoint` if the checkpoint holds a tensor that neither the model uses nor the rules ignore."""
-    originals = dict(rules.tied) if config.tie_embeddings else {}
+    originals = copies(rules, config)
     for name in sorted(tensors.keys() - used):
         tensor = tensors[name]
         if name in originals and originals[name] in tensors:
             if not tensor.equals(tensors[originals[name]]):
+                is_tied = name in dict(rules.tied)
+                why = "ties them (tie_word_embeddings)" if is_tied else "has these layers share it"
                 raise BadCheckpoint(
-                    f"{tensor.path}: {name!r} differs from {originals[name]!r}, "
-                    "although the config ties them (tie_word_embeddings)"
+                    f"{tensor.path}: {name!r} differs from {originals[name]!r}, although the config {why}"
                 )
         elif not rules.ignores(name, config):
             raise BadCheckpoint(

@@ -98,11 +98,14 @@ class Rule:
     Attributes:
         target: dotted path of the leaf in the parameter tree; with `{layer}` there is one leaf per layer.
         sources: names of the tensors in the checkpoint, in order; a name with `{expert}` stands for one per expert.
+            `{owner}` is the layer's owner (`ModelConfig.owners`), and `{use}` the layer's number among those with the
+            rule's block.
         combine: the operation.
         rows: "concat" only: for each source, the `ModelConfig` fields whose product is the size of its first axis.
         when: a boolean field of `ModelConfig`, or of a part of it ("mamba.in_bias"), and the value for which the rule
             applies; `None` if it always applies.
         block: name of the block to whose layers the rule applies; empty for all layers.
+        is_shared: whether only layers that are their own owners have the leaf (`Leaf.is_shared`).
         regroup: reordering of the first source's rows; `None` for none.
         offset: number that is added to every element.
         fused: name of one tensor that a checkpoint may hold instead of the sources: Transformers 5 has all experts of a
@@ -117,6 +120,7 @@ class Rule:
     rows: tuple[tuple[str, ...], ...] = ()
     when: tuple[str, bool] | None = None
     block: str = ""
+    is_shared: bool = False
     regroup: Regroup | None = None
     offset: float = 0.0
     fused: str = ""
@@ -135,6 +139,11 @@ class Rule:
         """Returns the layers that have the leaf; [0] if the leaf belongs to no layer."""
         if "{layer}" not in self.target:
             return [0]
+        uses = self.uses(config)
+        return [layer for layer in uses if not self.is_shared or config.owner(layer) == layer]
+
+    def uses(self, config: ModelConfig) -> list[int]:
+        """Returns the layers that have the rule's block, those included that share the leaf with another layer."""
         layers = range(config.num_layers)
         return [
             layer for layer in layers if not self.block or self.block in config.blocks_of(layer)
@@ -151,8 +160,8 @@ class RuleSet:
         tied: (copy, original) names; with tied embeddings a checkpoint may hold both, if they are equal.
         further_layers: pattern of the beginning of a layer's tensor names, with the layer's number as a group. Tensors
             of the config's `mtp_layers` after the model's last layer are ignored.
-        prefixes: (prefix in the checkpoint, prefix in the rules) of tensor names, for checkpoints of which the model is
-            a part. The first one that fits is replaced.
+        prefixes: (pattern of a prefix in the checkpoint, its replacement in the rules) of tensor names, as `re.sub`
+            takes them. The first one that fits is replaced.
     """
 
     rules: tuple[Rule, ...]
@@ -164,8 +173,9 @@ class RuleSet:
     def name_of(self, stored: str) -> str:
         """Returns the name that a stored tensor has in the rules."""
         for prefix, replacement in self.prefixes:
-            if stored.startswith(prefix):
-                return replacement + stored.removeprefix(prefix)
+            name, found = re.subn(rf"\A{prefix}", replacement, stored)
+            if found:
+                return name
         return stored
 
     def ignores(self, name: str, config: ModelConfig) -> bool:
@@ -255,13 +265,34 @@ def expand(rules: RuleSet, config: ModelConfig) -> dict[str, Recipe]:
     return recipes
 
 
-def _sources(rule: Rule, config: ModelConfig, layer: int) -> tuple[str, ...]:
-    """Returns the complete names of the sources, ordered by expert."""
+def copies(rules: RuleSet, config: ModelConfig) -> dict[str, str]:
+    """Returns name -> original, for tensors that a checkpoint may hold besides their originals, if they are equal.
+
+    Those are copies of tied embeddings, and those that layers have under their own names of what their owner stores.
+    """
+    found = dict(rules.tied) if config.tie_embeddings else {}
+    for rule in rules.rules:
+        if not (rule.applies(config) and any("{owner}" in name for name in rule.sources)):
+            continue
+        for layer in rule.layers(config):
+            originals, owner = _sources(rule, config, layer), config.owner(layer)
+            for other in range(config.num_layers):
+                if config.owner(other) == owner != other:
+                    names = _sources(rule, config, layer, owner=other)
+                    found |= zip(names, originals, strict=True)
+    return found
+
+
+def _sources(
+    rule: Rule, config: ModelConfig, layer: int, *, owner: int | None = None
+) -> tuple[str, ...]:
+    """Returns the complete names of the sources, ordered by expert; `owner` replaces the layer's own."""
     experts = 0 if config.mixture is None else config.mixture.experts
     every = range(experts) if any("{expert}" in name for name in rule.sources) else (0,)
-    return tuple(
-        name.format(layer=layer, expert=expert) for expert in every for name in rule.sources
-    )
+    numbers = {"layer": layer, "owner": config.owner(layer) if owner is None else owner}
+    if any("{use}" in name for name in rule.sources):
+        numbers["use"] = rule.uses(config).index(layer)
+    return tuple(name.format(expert=expert, **numbers) for expert in every for name in rule.sources)
 
 
 def _pairs(rule: Rule, config: ModelConfig, rows: tuple[int, ...]) -> HeadPairs | None:

@@ -94,11 +94,11 @@ _KINDS = (
 )
 
 _PREFIXES = (
-    ("language_model.model.", "model."),
-    ("language_model.lm_head.", "lm_head."),
-    ("model.language_model.", "model."),
+    (r"language_model\.model\.", "model."),
+    (r"language_model\.lm_head\.", "lm_head."),
+    (r"model\.language_model\.", "model."),
 )
-"""Prefix in the checkpoint, as older or newer versions of Transformers write it -> prefix in a model of text alone."""
+"""Prefix in the checkpoint (a pattern), of either version of Transformers -> prefix in a model of text alone."""
 
 _OTHER_PARTS = r"(model\.)?(vision_tower|multi_modal_projector|visual)\..+"
 
