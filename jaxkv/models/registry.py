@@ -52,6 +52,7 @@ from jaxkv.models.families.recurrent import (
     nemotron_h,
     qwen3_5,
     qwen3_next,
+    zamba2,
 )
 from jaxkv.models.hf_config.config_json import ConfigJson, refuse_code
 from jaxkv.models.hf_config.ignored_keys import read_ignoring, warn_of_ignored
@@ -99,6 +100,7 @@ FAMILIES: Mapping[str, Family] = {
         qwen3_5.TEXT,
         qwen3_5.EXPERTS,
         jamba.FAMILY,
+        zamba2.FAMILY,
         *lfm2.FAMILIES,
         *deepseek.FAMILIES,
     )

@@ -10,6 +10,7 @@ from jaxkv.config.blocks import (
     MixtureConfig,
     Multipliers,
     ShortConvConfig,
+    TransformerConfig,
 )
 from jaxkv.config.model import MAX_LAYERS, ModelConfig, RopeConfig
 from jaxkv.errors import UnknownConfig
@@ -73,7 +74,9 @@ class Differences(TypedDict, total=False):
     short_conv: ShortConvConfig | None
     attention_scale: float | None
     pattern: tuple[tuple[str, ...], ...]
+    owners: tuple[int, ...]
     mamba: MambaConfig | None
+    transformer: TransformerConfig | None
     mixture: MixtureConfig | None
     mtp_layers: int
     multipliers: Multipliers

@@ -29,6 +29,21 @@ NEMOTRON = ATTENDING | {
     # Transformers bounds step sizes in prefill but not in decode; see jaxkv/models/families/recurrent/nemotron_h.py.
     "time_step_min": 1e-9,
 }
+ZAMBA = ATTENDING | {
+    "num_key_value_heads": 4,
+    "num_hidden_layers": 4,
+    "layers_block_type": ["mamba", "hybrid", "hybrid", "hybrid"],
+    "mamba_d_state": 16,
+    "mamba_ngroups": 2,
+    "n_mamba_heads": 8,
+    "chunk_size": CHUNK,
+    "num_mem_blocks": 2,
+    "adapter_rank": 6,
+    # With larger weights attention is so sharp that float32 differs by 1e-4 from float64, here and in Transformers.
+    "initializer_range": 0.1,
+    # As Nemotron-H's; see jaxkv/models/families/recurrent/zamba2.py.
+    "time_step_min": 1e-9,
+}
 FALCON_MULTIPLIERS = {
     "key_multiplier": 0.5,
     "attention_in_multiplier": 1.2,
@@ -229,6 +244,15 @@ CASES = {
             "use_mamba_kernels": False,
         },
         shape=ATTENDING,
+    ),
+    "zamba2": Case(
+        "Zamba2", {"use_mem_rope": True, "use_shared_attention_adapter": True}, seed=1, shape=ZAMBA
+    ),
+    "zamba2-biases": Case(
+        "Zamba2",
+        {"add_bias_linear": True, "num_mem_blocks": 1, "num_key_value_heads": 2},
+        seed=1,
+        shape=ZAMBA,
     ),
     "lfm2": Case(
         "Lfm2",

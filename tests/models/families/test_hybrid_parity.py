@@ -24,7 +24,8 @@ STEPS = 40
 TOGETHER = 1e-5
 # The first case of each family is taken through everything; the others have an option that one step shows.
 THOROUGH = ("mamba2", "bamba", "granite", "nemotron", "falcon-h1", "qwen3-next", "lfm2", "jamba")
-SLOW = ("jamba-dense", "nemotron-latent", "falcon-h1-norm", "qwen3.5-multimodal")
+THOROUGH += ("zamba2",)
+SLOW = ("jamba-dense", "nemotron-latent", "falcon-h1-norm", "qwen3.5-multimodal", "zamba2-biases")
 # Of these, only one step is in the fast tests: their blocks are those of another family.
 BRIEF = ("mamba", "qwen3.5", "qwen3.5-moe", "lfm2-moe")
 LONG = [

@@ -212,6 +212,14 @@ CASES = {
         | {"num_attention_heads": 4, "use_mamba_kernels": False},
         "bfloat16",
     ),
+    "zamba2": (
+        "Zamba2",
+        SHAPE
+        | {"layers_block_type": ["mamba", "hybrid", "hybrid"], "num_key_value_heads": 8}
+        | {"n_mamba_heads": 8, "adapter_rank": 16, "use_mem_rope": True}
+        | {"use_shared_attention_adapter": True},
+        "bfloat16",
+    ),
     "lfm2": (
         "Lfm2",
         SHAPE | {"layer_types": ["conv", "full_attention", "conv"], "num_attention_heads": 4},

@@ -1,11 +1,14 @@
 """`LLM` on tiny models of many families: greedy tokens are those of Transformers, also after a cached prefix."""
 
+from dataclasses import replace
+
 import pytest
 
 from jaxkv import LLM, CacheConfig, EngineConfig, SamplingParams
 
 pytest.importorskip("torch")
 cases = pytest.importorskip("tests.models.families.cases")
+hybrid_cases = pytest.importorskip("tests.models.families.hybrid_cases")
 
 pytestmark = pytest.mark.torch
 
@@ -19,9 +22,8 @@ PLAIN = ("cohere", "exaone4", "gemma", "granite", "mistral3", "olmo2", "phi3", "
 PLAIN += ("mixtral", "granite-moe", "glm4-moe")
 
 
-def check(name, directory, *, stem, max_model_len, reuses=True):
+def check(case, directory, *, stem, max_model_len, reuses=True, engine=ENGINE):
     """Serves two prompts that begin with the same `stem` tokens, a multiple of the page size."""
-    case = cases.CASES[name]
     theirs = case.build()
     theirs.save_pretrained(directory)
     llm = LLM(
@@ -29,7 +31,7 @@ def check(name, directory, *, stem, max_model_len, reuses=True):
         dtype="float32",
         max_model_len=max_model_len,
         cache=CACHE,
-        engine=ENGINE,
+        engine=engine,
         progress=False,
     )
     first = case.prompt(stem)
@@ -46,7 +48,7 @@ def check(name, directory, *, stem, max_model_len, reuses=True):
     "name", [*NAMES, *(pytest.param(name, marks=pytest.mark.slow) for name in PLAIN)]
 )
 def test_tokens_equal_transformers_without_and_with_a_cached_prefix(name, tmp_path):
-    check(name, tmp_path, stem=24, max_model_len=64)
+    check(cases.CASES[name], tmp_path, stem=24, max_model_len=64)
 
 
 @pytest.mark.parametrize(("stem", "max_model_len", "reuses"), [(16, 32, True), (32, 64, False)])
@@ -54,4 +56,11 @@ def test_longrope_reuses_prefixes_where_all_sequences_are_in_the_original_contex
     stem, max_model_len, reuses, tmp_path
 ):
     """The original context has 32 tokens. Prompts beyond it have the tokens of Transformers, too."""
-    check("phi3-longrope", tmp_path, stem=stem, max_model_len=max_model_len, reuses=reuses)
+    case = cases.CASES["phi3-longrope"]
+    check(case, tmp_path, stem=stem, max_model_len=max_model_len, reuses=reuses)
+
+
+def test_zamba2_has_pages_and_states_of_each_use_of_a_shared_block(tmp_path):
+    """Prompts are computed in steps of 16 tokens, and the second one begins from pages and a state of the first."""
+    case = hybrid_cases.CASES["zamba2"]
+    check(case, tmp_path, stem=32, max_model_len=64, engine=replace(ENGINE, token_budget=16))

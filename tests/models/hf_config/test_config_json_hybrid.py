@@ -8,7 +8,13 @@ import pytest
 
 from jaxkv.cache.spec import ArraySpec
 from jaxkv.cache.variants import short_conv
-from jaxkv.config.blocks import DeltaConfig, MambaConfig, MixtureConfig, ShortConvConfig
+from jaxkv.config.blocks import (
+    DeltaConfig,
+    MambaConfig,
+    MixtureConfig,
+    ShortConvConfig,
+    TransformerConfig,
+)
 from jaxkv.config.model import ModelConfig, RopeConfig
 from jaxkv.errors import UnknownConfig
 from jaxkv.models.registry import build_model, read_config, rules_for
@@ -189,7 +195,55 @@ QWEN3_5_MOE = {key: QWEN3_5[key] for key in QWEN3_5 if key != "intermediate_size
     "router_aux_loss_coef": 0.001,
     "shared_expert_intermediate_size": 64,
 }
+ZAMBA2 = {
+    "adapter_rank": 8,
+    "add_bias_linear": False,
+    "architectures": ["Zamba2ForCausalLM"],
+    "attention_dropout": 0.0,
+    "attention_head_dim": 64,
+    "attention_hidden_size": 256,
+    "bos_token_id": 1,
+    "chunk_size": 256,
+    "dtype": "bfloat16",
+    "eos_token_id": 2,
+    "hidden_act": "gelu",
+    "hidden_size": 128,
+    "hybrid_layer_ids": [1, 3, 4],
+    "initializer_range": 0.02,
+    "intermediate_size": 512,
+    "kv_channels": 32,
+    "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid", "hybrid"],
+    "mamba_d_conv": 4,
+    "mamba_d_state": 64,
+    "mamba_expand": 2,
+    "mamba_headdim": 32,
+    "mamba_ngroups": 2,
+    "max_position_embeddings": 4096,
+    "model_type": "zamba2",
+    "n_mamba_heads": 8,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 5,
+    "num_key_value_heads": 4,
+    "num_logits_to_keep": 1,
+    "num_mem_blocks": 2,
+    "num_query_groups": 4,
+    "pad_token_id": 0,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 10000,
+    "time_step_floor": 0.0001,
+    "time_step_max": 0.1,
+    "time_step_min": 0.001,
+    "use_cache": True,
+    "use_conv_bias": True,
+    "use_long_context": False,
+    "use_mamba_kernels": True,
+    "use_mem_eff_path": False,
+    "use_mem_rope": True,
+    "use_shared_attention_adapter": True,
+    "vocab_size": 320,
+}
 ALL = {"mamba2": MAMBA2, "bamba": BAMBA, "granite": GRANITE, "nemotron": NEMOTRON, "falcon": FALCON}
+ALL |= {"zamba2": ZAMBA2}
 ALL |= {"qwen3-next": QWEN3_NEXT, "qwen3.5": QWEN3_5, "qwen3.5-moe": QWEN3_5_MOE}
 SCANNING = tuple(ALL)
 LFM2 = {
@@ -417,6 +471,19 @@ def test_the_weight_rules_cover_exactly_the_parameters(family):
         ("falcon", {"mamba_use_mlp": False}),
         ("falcon", {"mamba_proj_bias": True}),
         ("falcon", {"attn_layer_indices": [1]}),
+        ("zamba2", {"attention_head_dim": 32}),
+        ("zamba2", {"hidden_act": "tanh"}),
+        ("zamba2", {"hybrid_layer_ids": [1, 3]}),
+        ("zamba2", {"kv_channels": 64}),
+        ("zamba2", {"layers_block_type": ["mamba"] * 4 + ["attention"]}),
+        ("zamba2", {"num_key_value_heads": 2}),
+        ("zamba2", {"rms_norm_eps": 1e-6}),
+        ("zamba2", {"sliding_window": 64}),
+        ("zamba2", {"state_size": 16}),
+        ("zamba2", {"tie_word_embeddings": False}),
+        ("zamba2", {"use_conv_bias": False}),
+        ("zamba2", {"use_long_context": True}),
+        ("zamba2", {"use_shared_block_lora": False}),
         ("qwen3-next", {"attention_bias": True}),
         ("qwen3-next", {"mlp_only_layers": [4]}),
         ("qwen3-next", {"layer_types": ["linear_attention"]}),
@@ -439,7 +506,10 @@ def test_the_weight_rules_cover_exactly_the_parameters(family):
     ],
 )
 def test_what_is_not_understood_is_refused_by_name(family, change):
-    said = {"hybrid_override_pattern": "kind of each", "layer_types": "kind of each"}
+    lists = ("hybrid_override_pattern", "layer_types", "layers_block_type")
+    said = dict.fromkeys(lists, "kind of each") | {
+        "use_shared_block_lora": "use_shared_mlp_adapter"
+    }
     [key] = change
     with pytest.raises(UnknownConfig, match=said.get(key, key)):
         read_config(ALL[family] | change)
@@ -459,6 +529,8 @@ def test_what_is_not_understood_is_refused_by_name(family, change):
         ("falcon", {"ssm_multipliers": [1.0]}),
         ("falcon", {"mlp_multipliers": [1.0, math.nan]}),
         ("qwen3-next", {"linear_num_value_heads": 3}),
+        ("zamba2", {"num_attention_heads": 3, "num_key_value_heads": 3}),
+        ("zamba2", {"n_mamba_heads": 16}),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused(family, change):
@@ -541,11 +613,13 @@ def test_a_short_convolution_keeps_its_last_inputs_in_the_models_dtype():
         ("lfm2-moe", "Lfm2Moe"),
         ("mamba", "Mamba"),
         ("jamba", "Jamba"),
+        ("zamba2", "Zamba2"),
     ],
 )
 def test_keys_that_the_file_leaves_out_mean_what_transformers_assumes(family, name):
     transformers = pytest.importorskip("transformers")
     sizes = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers")
+    sizes += ("layers_block_type",)
     sizes += ("vocab_size",) if family != "lfm2-moe" else ("vocab_size", "layer_types")
     # Eight heads or more, as the default number of those of keys and values.
     file = {key: ALL[family][key] for key in sizes if key in ALL[family]}
@@ -554,6 +628,33 @@ def test_keys_that_the_file_leaves_out_mean_what_transformers_assumes(family, na
     full = getattr(transformers, f"{name}Config")(**file).to_dict()
     ends = {"bos_token_id": None, "eos_token_id": None}
     assert read_config(file | {"model_type": ALL[family]["model_type"]}) == read_config(full | ends)
+
+
+def test_zamba2s_hybrid_layers_use_the_blocks_of_the_first_ones_in_turn():
+    config = read_config(ZAMBA2)
+    mamba, hybrid = ("mamba2",), ("transformer>mamba2",)
+    assert config.pattern == (mamba, hybrid, mamba, hybrid, hybrid)
+    assert config.owners == (0, 1, 2, 3, 1)
+    assert read_config(ZAMBA2 | {"num_mem_blocks": 1}).owners == (0, 1, 2, 1, 1)
+    assert (config.head_dim, config.attention_scale) == (64, 32**-0.5)
+    assert config.transformer == TransformerConfig(adapter_rank=8, adapts_attention=True)
+    assert (config.mamba.norm_groups, config.mamba.head_dim) == (2, 32)
+    assert (config.rope.kind, config.tie_embeddings) == ("default", True)
+    assert read_config(ZAMBA2 | {"use_mem_rope": False}).rope.kind == "none"
+
+
+def test_the_names_of_zyphras_first_files_are_read():
+    names = {
+        "adapter_rank": "lora_rank",
+        "intermediate_size": "ffn_hidden_size",
+        "mamba_d_conv": "conv_dimension",
+        "mamba_d_state": "state_size",
+        "mamba_expand": "expansion_factor",
+        "use_shared_attention_adapter": "use_shared_attention_lora",
+    }
+    older = {names.get(key, key): value for key, value in ZAMBA2.items() if key != "n_mamba_heads"}
+    older |= {"ft_lora": False, "gated_linear_unit": True, "use_shared_block_lora": True}
+    assert read_config(older) == read_config(ZAMBA2)
 
 
 def test_jamba_places_attention_and_experts_by_period_and_offset():
@@ -597,10 +698,23 @@ def test_infinity_has_two_spellings():
     assert limits == {(0.001, math.inf)}
 
 
+def test_owners_must_own_their_parameters_and_have_the_same_stages():
+    two = replace(
+        read_config(MAMBA2), num_layers=3, pattern=(("mamba2",), ("mamba2",), ("mamba2", "mamba2"))
+    )
+    shared = replace(two, owners=(0, 0, 2))
+    assert (two.owner(1), shared.owner(1)) == (1, 0)
+    for owners in ((1, 0, 2), (0, 1, 1)):
+        with pytest.raises(ValueError, match="owner of layer"):
+            replace(two, owners=owners)
+    with pytest.raises(ValueError, match="one entry per layer"):
+        replace(two, owners=(0, 0))
+
+
 def test_blocks_whose_sizes_are_missing_are_refused():
     shape = {"hidden_size": 8, "num_layers": 1, "heads": 2, "kv_heads": 1, "head_dim": 4}
     shape |= {"family": "x", "vocab_size": 9, "ffn_size": 8, "max_positions": 16}
     rope = RopeConfig(rotary_dim=4, kind="none")
-    for stage in ("mamba2", "attention+mamba2", "mixture"):
+    for stage in ("mamba2", "attention+mamba2", "mixture", "transformer>attention"):
         with pytest.raises(ValueError, match="sizes are missing"):
             ModelConfig(**shape, rope=rope, windows=(None,), pattern=((stage,),))
