@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from jaxkv.log_messages import VARIABLE, show_messages
+from jaxkv.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from jaxkv.async_llm import AsyncLLM
@@ -43,7 +44,6 @@ __all__ = [
     "generate",
     "load_model",
 ]
-__version__ = "0.1.0"
 
 show_messages(os.environ.get(VARIABLE, ""))
 

@@ -1,0 +1,151 @@
+"""Reads the JSON of a request strictly: what two readers might understand differently is refused."""
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+import msgspec
+
+from jaxkv.serve.http.allowed import allowed_of
+from jaxkv.serve.http.errors import ApiError, bad_request
+from jaxkv.wording import clip
+
+MOST_DIGITS = 100
+"""Longest number, in characters."""
+
+_LONG_NUMBER = re.compile(rf"[0-9]{{{MOST_DIGITS + 1}}}")
+_AT = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*)`$")
+_UNKNOWN = re.compile(r"^Object contains unknown field `(.*)`$", re.DOTALL)
+_MISSING = re.compile(r"^Object missing required field `(.*)`$")
+
+
+def parse_json(body: bytes, depth: int) -> dict[str, Any]:
+    """Returns the JSON object of a body.
+
+    Args:
+        body: the bytes, in UTF-8.
+        depth: deepest nesting.
+
+    Raises:
+        ApiError: 400 for what is no JSON object, for a key given twice, NaN and infinities, numbers of more than
+            `MOST_DIGITS` digits, lone surrogates, NUL characters, and nesting deeper than `depth`.
+    """
+    try:
+        text = body.decode()
+        tree = json.loads(
+            text,
+            object_pairs_hook=_object,
+            parse_int=_int if _LONG_NUMBER.search(text) else None,
+            parse_float=_float,
+            parse_constant=_constant,
+        )
+    except UnicodeDecodeError:
+        raise _no_json("it is not in UTF-8") from None
+    except RecursionError:
+        raise _no_json(f"it is nested deeper than {depth} levels") from None
+    except json.JSONDecodeError as error:
+        raise _no_json(f"{error.msg} at character {error.pos}") from None
+    if not isinstance(tree, dict):
+        raise _no_json("it is no object")
+    _check_depth(tree, depth)
+    if "\\u" in text:
+        _check_characters(tree)
+    return tree
+
+
+def convert[S](tree: Mapping[str, Any], kind: type[S]) -> S:
+    """Returns a JSON object as a struct; every type is strict.
+
+    Raises:
+        ApiError: 400 that names the field, what was wanted and, of a number, what was got.
+    """
+    try:
+        return msgspec.convert(tree, kind, strict=True, str_keys=True)
+    except msgspec.ValidationError as error:
+        raise _wrong_field(str(error), tree, kind) from None
+
+
+def _wrong_field(text: str, tree: Mapping[str, Any], kind: type) -> ApiError:
+    """Returns the error for what msgspec says of a body."""
+    at = _AT.search(text)
+    path = at.group(1) if at else ""
+    said = text[: at.start()] if at else text
+    if unknown := _UNKNOWN.match(said):
+        name = clip(unknown.group(1), 60)
+        return bad_request(
+            f"the field {_join(path, name)} is unknown; remove it",
+            _join(path, name),
+            "unknown_field",
+        )
+    if missing := _MISSING.match(said):
+        name = _join(path, missing.group(1))
+        return bad_request(f"the field {name} is missing", name, "missing_field")
+    got = tree.get(path)
+    shown = f", got {clip(got, 40)}" if isinstance(got, int | float) else ""
+    if path in (allowed := allowed_of(kind)):
+        return bad_request(f"{path} must be {allowed[path]}{shown}", path)
+    said = said.replace("`", "").replace("Expected", "wanted")
+    return bad_request(f"{path or 'the body'} is wrong: {said}", path or None)
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def _no_json(why: str) -> ApiError:
+    return bad_request(f"the body is no valid JSON object: {why}", code="invalid_json")
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise bad_request("the body has a key twice in one object; keep one", code="invalid_json")
+    return found
+
+
+def _int(digits: str) -> int:
+    if len(digits) > MOST_DIGITS:
+        raise _no_json(f"a number has more than {MOST_DIGITS} digits")
+    return int(digits)
+
+
+def _float(digits: str) -> float:
+    value = float(digits)
+    if not math.isfinite(value):
+        raise _no_json("a number is too large")
+    return value
+
+
+def _constant(name: str) -> NoReturn:
+    raise _no_json(f"it has the number {name}")
+
+
+def _check_depth(tree: object, depth: int) -> None:
+    level = [tree]
+    for _ in range(depth):
+        level = [
+            inner
+            for outer in level
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+            if isinstance(inner, dict | list)
+        ]
+        if not level:
+            return
+    raise _no_json(f"it is nested deeper than {depth} levels")
+
+
+def _check_characters(tree: object) -> None:
+    """Raises for a NUL or a lone surrogate in any text or key."""
+    left = [tree]
+    while left:
+        value = left.pop()
+        if isinstance(value, dict):
+            left += [*value, *value.values()]
+        elif isinstance(value, list):
+            left += value
+        elif isinstance(value, str) and (
+            "\0" in value or any("\ud800" <= each <= "\udfff" for each in value)
+        ):
+            raise _no_json("a text has a NUL or a lone surrogate, which is no valid Unicode")

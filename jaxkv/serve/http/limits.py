@@ -1,0 +1,51 @@
+"""`Limits`: how much of everything one client, and all clients together, may take."""
+
+from dataclasses import dataclass, fields
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """Bounds on requests and connections. Each is a positive number.
+
+    Attributes:
+        most_waiting: calls (one for each prompt) beyond the engine's `max_sequences`; one more is answered 429.
+        retry_after_seconds: what 429 and 503 tell the client to wait.
+        request_seconds: a request that takes longer ends with 504, or with an error event in its stream.
+        body_bytes: longest body; a longer one is answered 413.
+        head_bytes: longest request line and headers together; longer ones are answered 431.
+        headers: most headers; more are answered 431.
+        head_seconds: from the first byte of a connection or request to the end of its headers; later is 408.
+        body_seconds: from the end of the headers to the end of the body; later is 408.
+        write_seconds: a client that takes nothing of its reply for so long is disconnected.
+        idle_seconds: a connection without a request is closed.
+        connections: most open connections; one more is answered 503 and closed.
+        json_depth: deepest nesting of a body.
+        prompts: most prompts of one request, times `n`.
+        keep_alive_seconds: a stream without news gets a comment line.
+        threads: most threads that tokenize and render templates.
+        silence_seconds: an engine without a sign of life for so long makes `/health` answer 503.
+    """
+
+    most_waiting: int = 1024
+    retry_after_seconds: int = 1
+    request_seconds: float = 3600.0
+    body_bytes: int = 8 * 2**20
+    head_bytes: int = 32 * 2**10
+    headers: int = 100
+    head_seconds: float = 10.0
+    body_seconds: float = 60.0
+    write_seconds: float = 30.0
+    idle_seconds: float = 30.0
+    connections: int = 4096
+    json_depth: int = 128
+    prompts: int = 256
+    keep_alive_seconds: float = 15.0
+    threads: int = 4
+    silence_seconds: float = 30.0
+
+    def __post_init__(self) -> None:
+        """Raises `ValueError` for a bound that is not positive."""
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+                raise ValueError(f"{field.name} must be a positive number, got {value!r}")

@@ -1,0 +1,177 @@
+"""`Service`: what all routes share: the engine, the tokenizer, the limits, and the one way to begin a generation."""
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from jaxkv.config.sampling import SamplingParams
+from jaxkv.serve.engine_client import EngineClient, EngineLost
+from jaxkv.serve.generation import Generation, generate
+from jaxkv.serve.http.errors import ApiError, bad_request, from_engine, unavailable
+from jaxkv.serve.http.limits import Limits
+from jaxkv.serve.wire import Ready
+from jaxkv.text.chat_template import ChatOptions
+from jaxkv.text.tokenizer import Tokenizer
+from jaxkv.wording import clip
+
+
+@dataclass
+class Service:
+    """The served model. All methods belong to one event loop.
+
+    Attributes:
+        client: the engine process.
+        tokenizer: of the model; `None` if it has none.
+        model_name: the name that requests give.
+        limits: bounds on requests.
+        draining: no new requests are taken; those in progress go on.
+        created: Unix time of the start, in seconds.
+    """
+
+    client: EngineClient
+    tokenizer: Tokenizer | None
+    model_name: str
+    limits: Limits = field(default_factory=Limits)
+    draining: bool = False
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def __post_init__(self) -> None:
+        """Bounds the threads."""
+        self._threads = asyncio.Semaphore(self.limits.threads)
+
+    @property
+    def facts(self) -> Ready:
+        """What the engine told about its model.
+
+        Raises:
+            ApiError: 503 while it loads or after it has ended.
+        """
+        if self.client.failure is not None:
+            raise from_engine(self.client.failure, self.limits.retry_after_seconds)
+        if self.client.facts is None:
+            raise unavailable(
+                "loading", "the model is being loaded; try again", self.limits.retry_after_seconds
+            )
+        return self.client.facts
+
+    def check_takes(self, calls: int) -> None:
+        """Checks that so many calls can begin now.
+
+        Raises:
+            ApiError: 503 while draining, loading or without an engine, 429 if too many calls wait.
+        """
+        wait = self.limits.retry_after_seconds
+        if self.draining:
+            raise unavailable("draining", "the server is ending and takes no new requests", wait)
+        most = self.facts.max_sequences + self.limits.most_waiting
+        if self.client.num_open + calls > most:
+            raise ApiError(
+                429,
+                "queue_full",
+                f"{self.client.num_open} requests run or wait, at most {most} may; try again in {wait} s",
+                headers={"retry-after": str(wait)},
+            )
+
+    def begin(
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        salt: bytes | None = None,
+    ) -> Generation:
+        """Begins one prompt in the engine; returns its texts. Whoever begins it aborts it in a `finally`.
+
+        Args:
+            prompt_ids: token ids of the prompt.
+            params: sampling parameters.
+            priority: lower numbers are served first.
+            salt: see `prefix_salt`.
+
+        Raises:
+            ApiError: 400 for a prompt or parameters that the model cannot serve, otherwise see `check_takes`.
+        """
+        self.check_takes(1)
+        self.check_ids(prompt_ids)
+        self._check_length(len(prompt_ids), params)
+        try:
+            params.check_vocab(self.facts.vocab_size)
+            return generate(
+                self.client, self.tokenizer, prompt_ids, params, priority=priority, salt=salt
+            )
+        except EngineLost as error:
+            raise from_engine(error, self.limits.retry_after_seconds) from error
+        except ValueError as error:
+            raise bad_request(clip(error, 500)) from error
+
+    async def encode(self, text: str, *, add_special: bool = True) -> list[int]:
+        """Returns the token ids of a text, in a thread.
+
+        Raises:
+            ApiError: 400 if there is no tokenizer, or the text is certainly too long or no text.
+        """
+        tokenizer, most = self._tokenizer(), self.facts.max_model_len
+        return await self._in_thread(
+            lambda: tokenizer.encode(text, add_special=add_special, max_tokens=most)
+        )
+
+    async def encode_chat(
+        self, messages: Sequence[Mapping[str, object]], options: ChatOptions | None = None
+    ) -> list[int]:
+        """Returns the token ids of a conversation, in a thread.
+
+        Raises:
+            ApiError: 400 if there is no tokenizer or chat template, or the template refuses the messages.
+        """
+        tokenizer, most = self._tokenizer(), self.facts.max_model_len
+        return await self._in_thread(
+            lambda: tokenizer.encode_chat(messages, options, max_tokens=most)
+        )
+
+    async def decode(self, ids: Sequence[int]) -> str:
+        """Returns the text of token ids, special tokens by their names, in a thread.
+
+        Raises:
+            ApiError: 400 if there is no tokenizer or an id is out of range.
+        """
+        tokenizer = self._tokenizer()
+        return await self._in_thread(lambda: tokenizer.decode(ids, skip_special_tokens=False))
+
+    def check_ids(self, ids: Sequence[int], param: str = "prompt") -> None:
+        """Checks token ids that a request gives.
+
+        Raises:
+            ApiError: 400 if there are none, or one is outside the vocabulary.
+        """
+        if not ids:
+            raise bad_request("the prompt is empty; it needs at least one token", param)
+        vocab_size = self.facts.vocab_size
+        if min(ids) < 0 or max(ids) >= vocab_size:
+            wrong = next(token for token in ids if not 0 <= token < vocab_size)
+            raise bad_request(
+                f"token ids must be in [0, {vocab_size}), got {clip(wrong, 30)}", param
+            )
+
+    def _check_length(self, prompt_tokens: int, params: SamplingParams) -> None:
+        most = self.facts.max_model_len
+        wanted = params.max_tokens or 1
+        if prompt_tokens + wanted > most:
+            raise bad_request(
+                f"the prompt has {prompt_tokens} tokens and {wanted} more were asked for, but the context of the model "
+                f"has room for {most}; shorten the prompt or ask for fewer tokens",
+                "messages" if params.max_tokens is None else "max_tokens",
+                "context_length_exceeded",
+            )
+
+    def _tokenizer(self) -> Tokenizer:
+        if self.tokenizer is None:
+            raise bad_request("the model has no tokenizer; give token ids", "prompt")
+        return self.tokenizer
+
+    async def _in_thread[T](self, work: Callable[[], T]) -> T:
+        async with self._threads:
+            try:
+                return await asyncio.to_thread(work)
+            except ValueError as error:
+                raise bad_request(clip(error, 500)) from error

@@ -1,0 +1,77 @@
+"""A client of the server's application on a fake engine, without sockets."""
+
+import asyncio
+from contextlib import asynccontextmanager
+from urllib.parse import unquote
+
+import httpx
+
+from jaxkv import default_model
+from jaxkv.serve.http.app import make_app
+from jaxkv.serve.http.auth import ApiKeys
+from jaxkv.serve.http.limits import Limits
+from jaxkv.serve.http.service import Service
+from jaxkv.text.tokenizer import load_tokenizer
+from tests.serve.fake_engine import FakeEngine, fake_engine
+
+TOKENIZER = load_tokenizer(default_model.path())
+MODEL = "tiny"
+
+
+class Server:
+    """A served fake engine.
+
+    Attributes:
+        engine: the fake engine.
+        service: the service on it.
+        app: the ASGI application.
+        http: a client of it.
+    """
+
+    def __init__(self, engine: FakeEngine, service: Service, app, http: httpx.AsyncClient):
+        self.engine, self.service, self.app, self.http = engine, service, app, http
+
+
+@asynccontextmanager
+async def serving(*given, keys=(), limits=None, tokenizer=TOKENIZER, raises=True, **options):
+    """Yields a `Server`; the arguments are those of `fake_engine`, `Service` and `ApiKeys`."""
+    async with fake_engine(*given, **options) as engine:
+        service = Service(engine.client, tokenizer, MODEL, limits=limits or Limits())
+        app = make_app(service, ApiKeys(keys))
+        transport = httpx.ASGITransport(app, raise_app_exceptions=raises)
+        async with httpx.AsyncClient(transport=transport, base_url="http://server") as http:
+            yield Server(engine, service, app, http)
+
+
+async def raw_request(server, method, path, headers=(), body=b""):
+    """Returns (status, headers, body) of a request whose path is passed on as it is, as uvicorn does."""
+    scope = {
+        "type": "http",
+        "method": method,
+        "path": unquote(path.partition("?")[0]),
+        "raw_path": path.partition("?")[0].encode(),
+        "query_string": path.partition("?")[2].encode(),
+        "root_path": "",
+        "scheme": "http",
+        "http_version": "1.1",
+        "headers": [(name.encode(), value.encode()) for name, value in headers],
+    }
+    messages, sent, done = [{"type": "http.request", "body": body}], [], asyncio.Event()
+
+    async def receive():
+        if messages:
+            return messages.pop(0)
+        await done.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message):
+        sent.append(message)
+
+    await server.app(scope, receive, send)
+    done.set()
+    start, *rest = sent
+    return (
+        start["status"],
+        {name.decode(): value.decode() for name, value in start["headers"]},
+        b"".join(each["body"] for each in rest),
+    )
