@@ -62,6 +62,10 @@ class PagePool:
         self._check_known([page])
         return self._references[page]
 
+    def counts(self) -> list[int]:
+        """Returns the number of references to each id from 0 on, in a list of the caller's own."""
+        return self._references.copy()
+
     def taken(self) -> dict[int, int]:
         """Returns id -> number of references, for ids that are not free."""
         return {page: count for page, count in enumerate(self._references) if count}

@@ -327,3 +327,7 @@ class SequenceView:
     def first_written(self, name: str) -> int:
         """Returns the position of the first token that the next step writes to the pages of a group."""
         return self._of.first_written(name)
+
+    def ids(self, name: str) -> tuple[int, ...]:
+        """Returns the ids of a group's pages or states to which the sequence holds a reference."""
+        return self._of.ids(name)

@@ -19,6 +19,7 @@ from jaxkv.config.cache import CacheConfig
 from jaxkv.config.engine import EngineConfig
 from jaxkv.engine.command_loop import CommandLoop
 from jaxkv.engine.drive import error_of, timing_of, usage_of
+from jaxkv.engine.inspection import draw
 from jaxkv.engine.recovery import is_fatal
 from jaxkv.engine.request import Request
 from jaxkv.engine.request_state import RequestState
@@ -156,8 +157,8 @@ class EngineServer:
                 self._submit(message)
             case Abort(call, sample):
                 self._loop.put(lambda: self._abort(call, sample))
-            case AskStats(query, _):
-                self._loop.put(lambda: self._answer(query))
+            case AskStats(query, pages):
+                self._loop.put(lambda: self._answer(query, pages=pages))
             case Start():
                 raise RuntimeError("a second Start came")
 
@@ -199,8 +200,10 @@ class EngineServer:
         if all(each.reason is not None for each in samples):
             self._calls.pop(call, None)
 
-    def _answer(self, query: int) -> None:
+    def _answer(self, query: int, *, pages: bool) -> None:
         stats = asdict(self._llm.stats())
+        if pages:
+            stats |= asdict(draw(self._engine))
         stats["fallbacks"] = [[*key, count] for key, count in stats["fallbacks"].items()]
         self._sender.send(StatsReply(query, stats))
 

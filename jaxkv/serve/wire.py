@@ -82,7 +82,7 @@ class AskStats(msgspec.Struct, tag="ask", frozen=True):
 
     Attributes:
         query: number that the reply repeats.
-        pages: also report the holder of each page and state.
+        pages: also report what `jaxkv.engine.inspection.draw` returns.
     """
 
     query: int
@@ -180,7 +180,8 @@ class StatsReply(msgspec.Struct, tag="stats", frozen=True):
 
     Attributes:
         query: its number.
-        stats: the fields of `jaxkv.engine.stats.Stats` as plain values.
+        stats: the fields of `jaxkv.engine.stats.Stats`, and of `jaxkv.engine.inspection.Picture` if pages were asked
+            for, as plain values.
     """
 
     query: int

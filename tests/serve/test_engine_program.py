@@ -66,6 +66,9 @@ def test_a_served_model_gives_the_texts_of_an_llm_and_ends_with_its_server():
         stats = await client.stats()
         assert stats["running"] == stats["waiting"] == 0
         assert all(group["used"] == 0 for group in stats["cache"])
+        assert "maps" not in stats
+        seen = (await client.stats(pages=True))["maps"]
+        assert [sum(group["counts"]) for group in seen] == [one["total"] for one in stats["cache"]]
         os.kill(process.pid, signal.SIGINT)
         os.kill(process.pid, signal.SIGTERM)
         assert (await client.stats())["running"] == 0
