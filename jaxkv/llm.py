@@ -222,7 +222,7 @@ class LLM:
         )
         check_room(weights, self.budget.bytes)
         if load_format != "dummy":
-            fetch_weights(model, directory, progress=progress)
+            fetch_weights(model, directory, revision, progress=progress)
         with named_exhaustion(f"loading weights of {weights:,} bytes"):
             drawn = _key(seed or 0) if load_format == "dummy" else None
             params = _params(self.model, directory, dtype, drawn, progress=progress)
