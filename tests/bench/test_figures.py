@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxkv.bench.figures import Timeline, figures_of
+from jaxkv.bench.figures import Objectives, Timeline, figures_of
 
 TWO = [
     Timeline(prompt_tokens=10, cached_tokens=4, arrived=1.0, tokens=[2.0, 2.5, 4.0]),
@@ -65,7 +65,7 @@ def test_figures_are_json_and_text():
     assert json.loads(json.dumps(figures.as_dict(), allow_nan=False))["itl_ms"]["p50"] == 1000
     told = str(figures)
     assert "2 requests in 4.00 s, 0 failed" in told
-    assert [line.split()[0] for line in told.splitlines()[-4:]] == ["TTFT", "TPOT", "ITL", "E2E"]
+    assert [line.split()[0] for line in told.splitlines()[-4:]] == ["TTFT", "TPOT", "ITL", "E2EL"]
 
 
 @given(st.lists(st.lists(st.floats(0.001, 10), min_size=1, max_size=20), min_size=1, max_size=10))
@@ -81,3 +81,43 @@ def test_percentiles_are_those_of_numpy_over_all_requests(gaps):
         assert figures.itl_ms.p99 == pytest.approx(np.percentile(between, 99))
         assert figures.itl_ms.mean == pytest.approx(np.mean(between))
     assert figures.output_tokens == sum(map(len, gaps))
+
+
+def test_failures_are_counted_by_message_and_shown():
+    full = [Timeline(prompt_tokens=1, arrived=0.0, failed=True, error="429: full")] * 2
+    figures = figures_of([*TWO, *full, Timeline(prompt_tokens=1, arrived=0.0)])
+    assert figures.failures == {"429: full": 2, "no message": 1}
+    assert str(figures).splitlines()[1:3] == ["2 failed: 429: full", "1 failed: no message"]
+    with pytest.raises(ValueError, match=r"none of 2 requests ended with a token: 429: full \(2"):
+        figures_of(full)
+
+
+def test_events_of_several_tokens_and_a_later_end_count():
+    one = Timeline(prompt_tokens=1, arrived=1.0, tokens=[2.0, 3.0], generated=9, ended=4.0)
+    figures = figures_of([one])
+    assert (figures.output_tokens, figures.seconds) == (9, 3.0)
+    assert figures.tpot_ms is not None
+    assert figures.itl_ms is not None
+    assert figures.e2e_ms is not None
+    assert (figures.tpot_ms.mean, figures.itl_ms.mean, figures.e2e_ms.mean) == (250, 1000, 3000)
+
+
+@pytest.mark.parametrize(
+    ("objectives", "met"),
+    [
+        (Objectives(ttft=1000.0), 1),
+        (Objectives(ttft=3000.0), 2),
+        # The second request has one token, and so meets every time per output token.
+        (Objectives(tpot=999.0), 1),
+        (Objectives(tpot=1000.0), 2),
+        (Objectives(e2el=2999.0), 0),
+        (Objectives(ttft=1000.0, tpot=1000.0, e2el=3000.0), 1),
+    ],
+)
+def test_goodput_is_of_the_requests_that_meet_every_objective(objectives, met):
+    assert figures_of(TWO, objectives).goodput_per_second == met / 4.0
+
+
+def test_without_objectives_there_is_no_goodput():
+    assert figures_of(TWO).goodput_per_second is None
+    assert "objectives" not in str(figures_of(TWO))
