@@ -48,7 +48,10 @@ def test_the_same_seed_gives_the_same_text(capsys):
         (["bench"], "MODE"),
         (["bench", "latency"], "--rate"),
         (["bench", "latency", "--rate", "0"], "request rate must be above 0"),
-        (["bench", "throughput", "--data", "chat"], "data must be one of"),
+        (
+            ["bench", "throughput", "--data", "chat"],
+            "data must be one of random, shared-prefix, sharegpt",
+        ),
         (["bench", "throughput", "--shape", "gpt-5"], "shape must be one of"),
         (["bench", "throughput", "--shape", "tiny", "--model", "x"], "not both"),
         (["bench", "throughput", "--prompt-tokens", "9:8"], "--prompt-tokens must be"),
@@ -95,7 +98,17 @@ def test_a_mistake_is_one_line_and_exit_code_2(capsys, arguments, message):
 
 
 @pytest.mark.parametrize(
-    "arguments", [[], ["generate"], ["chat"], ["plan"], ["bench"], ["bench", "latency"], ["env"]]
+    "arguments",
+    [
+        [],
+        ["generate"],
+        ["chat"],
+        ["plan"],
+        ["bench"],
+        ["bench", "latency"],
+        ["bench", "serve"],
+        ["env"],
+    ],
 )
 def test_help_is_printed_on_stdout_and_is_no_mistake(capsys, arguments):
     with pytest.raises(SystemExit) as exit_:
@@ -190,7 +203,16 @@ def test_the_version_is_printed(capsys):
 
 
 @pytest.mark.parametrize(
-    "command", ["generate", "chat", "plan", "bench throughput", "bench latency", "bench startup"]
+    "command",
+    [
+        "generate",
+        "chat",
+        "plan",
+        "bench throughput",
+        "bench latency",
+        "bench startup",
+        "bench serve",
+    ],
 )
 def test_help_shows_the_default_of_every_option_and_what_numbers_mean(capsys, command):
     with pytest.raises(SystemExit):

@@ -4,10 +4,18 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from jaxkv.bench.serve_command import add_serve
+from jaxkv.bench.workload_options import (
+    add_plot_option,
+    add_workload_options,
+    rates,
+    workload_of,
+)
 from jaxkv.config.cache import CacheConfig
 from jaxkv.options import add_model_options, size
 from jaxkv.terminal import Screen
@@ -24,23 +32,31 @@ _MODES = {
     "latency": "requests that come at random, at a rate",
     "startup": "how long an engine takes to get ready",
 }
+"""Modes that measure an engine in this process."""
 
 
 def add_bench[P: argparse.ArgumentParser](commands: "argparse._SubParsersAction[P]") -> None:
     """Adds the command to a parser's sub-commands."""
-    bench = commands.add_parser("bench", help="measure throughput, latency or start-up")
+    bench = commands.add_parser("bench", help="measure throughput, latency, start-up or a server")
     modes = bench.add_subparsers(
         title="what to measure", required=True, metavar="MODE", dest="mode"
     )
     for name, what in _MODES.items():
         mode = modes.add_parser(name, help=what)
         _served_options(mode)
-        _workload_options(mode)
+        add_workload_options(mode, requests=f"256, on a CPU {_REQUESTS_ON_CPU}", limit="the model")
         if name == "latency":
             mode.add_argument(
-                "--rate", type=_rate, required=True, metavar="R", help="requests per second"
+                "--rate",
+                type=rates,
+                required=True,
+                metavar="R",
+                help="requests per second, or several rates such as 1,2,4,8, one run each",
             )
+        if name != "startup":
+            add_plot_option(mode)
         mode.set_defaults(run=_run)
+    add_serve(modes)
 
 
 def _served_options(parser: argparse.ArgumentParser) -> None:
@@ -66,81 +82,50 @@ def _served_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-prefix-cache", action="store_true", help="share no cached prefixes")
 
 
-def _workload_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--data",
-        default="random",
-        metavar="NAME",
-        help="random, or shared-prefix for prompts that begin alike (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--requests",
-        type=size,
-        metavar="N",
-        help=f"how many (default: 256, on a CPU {_REQUESTS_ON_CPU})",
-    )
-    for name in ("--prompt-tokens", "--output-tokens"):
-        parser.add_argument(
-            name,
-            type=_range,
-            metavar="A:B",
-            help="least and most of a request, or one number for both (default: 100:1024, clipped to what the model "
-            "supports)",
-        )
-    parser.add_argument(
-        "--prefix-tokens",
-        type=size,
-        default=64,
-        metavar="N",
-        help="that prompts of shared-prefix have in common (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--temperature",
-        type=float,
-        default=0.0,
-        metavar="T",
-        help="0 is greedy (default: %(default)g)",
-    )
-    parser.add_argument(
-        "--seed",
-        type=int,
-        default=0,
-        metavar="S",
-        help="of prompts and arrivals (default: %(default)s)",
-    )
-    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
-
-
-def _range(text: str) -> tuple[int, int]:
-    """Reads "100:1024" or "100:1k", or one number for both."""
-    least, _, most = text.partition(":")
-    try:
-        return size(least), size(most or least)
-    except argparse.ArgumentTypeError:
-        raise argparse.ArgumentTypeError(f"must be A:B or one number, got {text!r}") from None
-
-
-def _rate(text: str) -> float:
-    rate = float(text)
-    if not 0 < rate < float("inf"):
-        raise argparse.ArgumentTypeError(f"the request rate must be above 0, got {text}")
-    return rate
-
-
 def _run(options: argparse.Namespace, screen: Screen) -> int:
     began = time.perf_counter()
+    plot = getattr(options, "plot", None)
+    if plot is not None:
+        from jaxkv.bench.plots.page import check_plot
+
+        check_plot(plot)
     workload, served = _asked(options, screen)
-    from jaxkv.bench.modes import measure_serving, measure_startup
+    from jaxkv.bench.modes import measure_rates, measure_startup
 
     progress = sys.stderr.isatty()
-    measures: dict[str, Callable[[], Result]] = {
-        "throughput": lambda: measure_serving(served, workload, progress=progress),
-        "latency": lambda: measure_serving(served, workload, rate=options.rate, progress=progress),
-        "startup": lambda: measure_startup(served, workload, began=began, progress=progress),
+    measures: dict[str, Callable[[], Iterable[Result]]] = {
+        "throughput": lambda: measure_rates(served, workload, (None,), progress=progress),
+        "latency": lambda: measure_rates(served, workload, options.rate, progress=progress),
+        "startup": lambda: [measure_startup(served, workload, began=began, progress=progress)],
     }
-    result = measures[options.mode]()
-    print(json.dumps(result.as_dict(), allow_nan=False) if options.json else result)
+    results = []
+    for result in measures[options.mode]():
+        results.append(result)
+        if len(getattr(options, "rate", ())) > 1 and not options.json:
+            print(f"{result.about['request_rate']:g} requests/s")
+        print(json.dumps(result.as_dict(), allow_nan=False) if options.json else result, flush=True)
+    if plot is not None:
+        _plot(plot, options.mode, results)
     return 0
+
+
+def _plot(path: Path, mode: str, results: "Sequence[Result]") -> None:
+    from jaxkv.bench.figures import Figures
+    from jaxkv.bench.plots.page import write_plot
+    from jaxkv.bench.plots.runs import PlottedRun
+
+    runs = []
+    for result in results:
+        assert isinstance(result.outcome, Figures), "modes with a plot serve requests"
+        runs.append(
+            PlottedRun(
+                summary=str(result),
+                rate=result.about["request_rate"],
+                figures=result.outcome,
+                timelines=result.timelines,
+            )
+        )
+    write_plot(path, f"jaxkv bench {mode}: {results[0].about['model']}", runs)
 
 
 def _asked(options: argparse.Namespace, screen: Screen) -> "tuple[Workload, Served]":
@@ -156,17 +141,9 @@ def _asked(options: argparse.Namespace, screen: Screen) -> "tuple[Workload, Serv
         max_sequences=CacheConfig.max_sequences if rows is None else rows,
         budget_bytes=options.cache_bytes,
     )
-    from jaxkv.bench.workload import LENGTHS, Workload
+    from jaxkv.bench.workload import LENGTHS
 
-    sizes = {name: getattr(options, name) for name in ("requests", *LENGTHS)}
-    given = {name: value for name, value in sizes.items() if value is not None}
-    workload = Workload(
-        data=options.data,
-        prefix_tokens=options.prefix_tokens,
-        temperature=options.temperature,
-        seed=options.seed,
-        **given,
-    )
+    workload, given = workload_of(options)
     screen.status("starting")
     import jax
 

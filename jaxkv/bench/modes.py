@@ -1,12 +1,13 @@
 """The measurements of `jaxkv bench`: throughput, latency at a request rate, and start-up time."""
 
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import jax
 
-from jaxkv.bench.figures import Figures, figures_of
+from jaxkv.bench.figures import Figures, Timeline, figures_of
 from jaxkv.bench.serving import Served, serve
 from jaxkv.bench.workload import Workload, arrivals
 from jaxkv.engine.engine import Engine
@@ -42,13 +43,14 @@ class StartUp:
 
 @dataclass(frozen=True)
 class Result:
-    """The outcome of a measurement, and a description of the model, the device and the workload."""
+    """The outcome of a measurement, a description of model, device and workload, and the timelines of its requests."""
 
     about: dict[str, Any]
     outcome: Figures | StartUp
+    timelines: Sequence[Timeline] = ()
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns both in one dictionary that JSON can hold."""
+        """Returns description and outcome in one dictionary that JSON can hold."""
         return {**self.about, **asdict(self.outcome)}
 
     def __str__(self) -> str:
@@ -76,16 +78,35 @@ def measure_serving(
     Raises:
         ValueError: the workload does not fit the model or the cache, or the rate is not above 0.
     """
-    due = arrivals(workload.requests, rate, workload.seed)
+    [result] = measure_rates(served, workload, (rate,), progress=progress)
+    return result
+
+
+def measure_rates(
+    served: Served, workload: Workload, rates: Sequence[float | None], *, progress: bool = False
+) -> Iterator[Result]:
+    """Warms up, and serves the workload at each rate in one engine; the arguments are those of `measure_serving`.
+
+    The prompts of each rate are drawn from a seed of their own, so that no rate finds those of another in the prefix
+    cache.
+
+    Raises:
+        ValueError: the workload does not fit the model or the cache, or a rate is not above 0.
+    """
+    due = [arrivals(workload.requests, rate, workload.seed) for rate in rates]
     engine = served.build()
     warm(engine, workload, progress=progress)
-    timelines = serve(engine, workload.draw(engine.runner.model.vocab_size), due)
-    about = _about(served, workload, engine) | {
-        "request_rate": rate,
-        "steps": engine.steps,
-        "compiled_while_serving": engine.runner.programs.compiled_late,
-    }
-    return Result(about, figures_of(timelines))
+    programs = engine.runner.programs
+    for index, rate in enumerate(rates):
+        steps, late = engine.steps, programs.compiled_late
+        drawn = replace(workload, seed=workload.seed + index)
+        timelines = serve(engine, drawn.draw(engine.runner.model.vocab_size), due[index])
+        about = _about(served, drawn, engine) | {
+            "request_rate": rate,
+            "steps": engine.steps - steps,
+            "compiled_while_serving": programs.compiled_late - late,
+        }
+        yield Result(about, figures_of(timelines), timelines)
 
 
 def measure_startup(

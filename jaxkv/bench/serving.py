@@ -132,9 +132,10 @@ def serve(engine: Engine, requests: Sequence[Request], due: Sequence[float]) -> 
         for one, at in zip(requests, due, strict=True)
     ]
     running: list[tuple[RequestState, Timeline]] = []
-    start, added = time.perf_counter(), 0
+    # The engine's clock.
+    start, added = time.monotonic(), 0
     while added < len(requests) or running:
-        now = time.perf_counter() - start
+        now = time.monotonic() - start
         while added < len(requests) and due[added] <= now:
             [sample] = engine.add([requests[added]])
             running.append((sample, timelines[added]))
@@ -143,12 +144,12 @@ def serve(engine: Engine, requests: Sequence[Request], due: Sequence[float]) -> 
             time.sleep(due[added] - now)
             continue
         engine.step()
-        running = _record_tokens(running, time.perf_counter() - start)
+        running = _record_tokens(running, start, time.monotonic() - start)
     return timelines
 
 
 def _record_tokens(
-    running: list[tuple[RequestState, Timeline]], now: float
+    running: list[tuple[RequestState, Timeline]], start: float, now: float
 ) -> list[tuple[RequestState, Timeline]]:
     """Records the time of the tokens of a step, and returns the requests that have not ended."""
     still_running = []
@@ -161,4 +162,6 @@ def _record_tokens(
         else:
             timeline.cached_tokens = sample.cached or 0
             timeline.failed = sample.reason == "error"
+            if sample.admitted is not None:
+                timeline.queued = (timeline.arrived, sample.admitted - start)
     return still_running

@@ -30,16 +30,11 @@ class CommandLoop:
         self._engine = engine
         self._lock = lock
         self._after_step = after_step
-        self._later: list[Command] = []
         self._commands: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
 
     def put(self, command: Command) -> None:
         """Queues a command; any thread may."""
         self._commands.put(command)
-
-    def put_later(self, command: Command) -> None:
-        """Queues a command for after the next step, for a command that found too few free pages."""
-        self._later.append(command)
 
     def end(self) -> None:
         """Queues the end of `run`; any thread may."""
@@ -60,9 +55,6 @@ class CommandLoop:
                 finally:
                     self.step_began = None
                 self._after_step()
-                later, self._later = self._later, []
-                for command in later:
-                    command()
 
     def run_left(self) -> None:
         """Runs the commands that came too late for `run`, after its end."""

@@ -1,5 +1,7 @@
 """Defaults of `jaxkv bench`: they fit the model and the device. No model is loaded."""
 
+import re
+
 import jax
 import pytest
 
@@ -58,3 +60,33 @@ def test_max_model_len_is_an_option_that_bounds_and_sizes_the_cache():
 def test_a_cache_for_no_sequence_is_refused():
     with pytest.raises(ValueError, match=r"max_sequences must be an int in \[1, 65536\], got 0"):
         asked("--shape", "tiny", "--max-sequences", "0")
+
+
+def test_lengths_of_sharegpt_have_bounds_of_their_own(capsys):
+    workload, _ = asked("--data", "sharegpt", "--shape", "tiny", "--output-tokens", "5")
+    assert (workload.prompt_tokens, workload.output_tokens) == ((4, 1024), (5, 5))
+    assert capsys.readouterr().err == ""
+
+
+def test_several_rates_are_measured_in_one_engine_and_drawn(capsys, tmp_path):
+    page = tmp_path / "out.html"
+    small = "--shape tiny --dtype float32 --requests 3 --prompt-tokens 8:15 --output-tokens 2:4"
+    sizes = [
+        "--max-sequences",
+        "1",
+        "--token-budget",
+        "16",
+        "--cache-bytes",
+        "32MB",
+        "--rate",
+        "500,1000",
+    ]
+    command = ["bench", "latency", *small.split(), *sizes]
+    assert cli.main([*command, "--plot", str(page)]) == 0
+    out = capsys.readouterr().out
+    assert re.findall(r"^\d+ requests/s", out, re.M) == ["500 requests/s", "1000 requests/s"]
+    assert out.count("0 programs compiled while serving") == 2
+    text = page.read_text()
+    assert text.count("<svg ") == 6 + 2
+    # One sequence at a time: later requests wait in the engine's queue.
+    assert "queued" in text

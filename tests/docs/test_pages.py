@@ -21,6 +21,7 @@ from tests.docs.blocks import (
     run_python,
     steps_of,
 )
+from tests.openai_stub import KEY, openai_stub
 
 # Page -> what it shows -> what the tests run instead, since compiling for the sizes shown takes minutes on a CPU.
 SMALLER = {
@@ -57,6 +58,8 @@ def all_rows_differ(names):
     assert len({tuple(row) for row in names["out"].tokens.tolist()}) == 8
 
 
+# Pages whose commands ask a server and write files.
+NEEDS_SERVER = ("docs/how-to/benchmark.md",)
 # Page -> what is checked once its blocks have run.
 AFTERWARDS = {
     "docs/how-to/serve.md": nothing_compiles_after_the_warm_up,
@@ -86,11 +89,23 @@ def directory(tmp_path):
     return directory
 
 
+@pytest.fixture
+def server(monkeypatch, tmp_path):
+    """A server that commands find by the variables of the environment, and a folder for their files."""
+    with openai_stub() as stub:
+        monkeypatch.setenv("JAXKV_BASE_URL", stub.url)
+        monkeypatch.setenv("JAXKV_API_KEY", KEY)
+        monkeypatch.chdir(tmp_path)
+        yield
+
+
 @pytest.mark.parametrize("page", [marked(page) for page in PAGES if steps_of(page)])
 def test_the_blocks_of_a_page_run_in_order_and_print_what_is_shown(
-    page, directory, capsys, monkeypatch
+    page, directory, capsys, monkeypatch, request
 ):
     name, names = name_of(page), {}
+    if name in NEEDS_SERVER:
+        request.getfixturevalue("server")
     models = dict.fromkeys(('"path/to/hf_dir"', f'"{ON_THE_HUB}"'), repr(str(directory)))
     replaced = models | SMALLER.get(name, {})
     for shown in SMALLER.get(name, {}):

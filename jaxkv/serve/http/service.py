@@ -10,7 +10,6 @@ from jaxkv.serve.engine_client import EngineClient, EngineLost
 from jaxkv.serve.generation import Generation, generate
 from jaxkv.serve.http.errors import ApiError, bad_request, from_engine, unavailable
 from jaxkv.serve.http.limits import Limits
-from jaxkv.serve.http.token_logprobs import TokenTexts
 from jaxkv.serve.wire import Ready
 from jaxkv.text.chat_template import ChatOptions
 from jaxkv.text.tokenizer import Tokenizer
@@ -28,7 +27,6 @@ class Service:
         limits: bounds on requests.
         draining: no new requests are taken; those in progress go on.
         created: Unix time of the start, in seconds.
-        token_texts: texts of single tokens.
     """
 
     client: EngineClient
@@ -40,12 +38,7 @@ class Service:
 
     def __post_init__(self) -> None:
         """Bounds the threads."""
-        self.token_texts = TokenTexts(self.tokenizer)
         self._threads = asyncio.Semaphore(self.limits.threads)
-
-    def now(self) -> int:
-        """Returns the Unix time in seconds."""
-        return int(time.time())
 
     @property
     def facts(self) -> Ready:
