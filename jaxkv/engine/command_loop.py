@@ -1,4 +1,4 @@
-"""`CommandLoop`: an engine that serves commands of other threads, in a thread of its own."""
+"""`CommandLoop`: an engine that serves commands of other threads, in a thread of its own; `StepTimer` watches it."""
 
 import queue
 import time
@@ -30,6 +30,7 @@ class CommandLoop:
         self._engine = engine
         self._lock = lock
         self._after_step = after_step
+        self._stepping = False
         self._commands: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
 
     def put(self, command: Command) -> None:
@@ -49,11 +50,11 @@ class CommandLoop:
         with self._engine.runner.programs.watched(self._note_compiling):
             while self._run_commands():
                 self._lock.run_deferred()
-                self.step_began = time.monotonic()
+                self._stepping, self.step_began = True, time.monotonic()
                 try:
                     self._engine.step()
                 finally:
-                    self.step_began = None
+                    self._stepping, self.step_began = False, None
                 self._after_step()
 
     def run_left(self) -> None:
@@ -76,4 +77,35 @@ class CommandLoop:
 
     def _note_compiling(self, program: str) -> None:
         self.compiling = program
-        self.step_began = None if program else time.monotonic()
+        self.step_began = None if program or not self._stepping else time.monotonic()
+
+
+class StepTimer:
+    """Measures how long a step has taken while the process ran; a suspension of the process counts as little.
+
+    Args:
+        interval: seconds between two readings, while the process runs.
+        now: seconds of the clock.
+    """
+
+    def __init__(self, interval: float, now: float) -> None:
+        self._most = 2 * interval
+        self._last = now
+        self._began: float | None = None
+        self._seconds = 0.0
+
+    def seconds(self, began: float | None, now: float) -> float:
+        """Returns how long the current step has taken.
+
+        Args:
+            began: when it began; `None` between steps.
+            now: seconds of the clock.
+        """
+        passed, self._last = now - self._last, now
+        if began is None:
+            self._began, self._seconds = None, 0.0
+        elif began != self._began:
+            self._began, self._seconds = began, min(now - began, self._most)
+        else:
+            self._seconds += min(passed, self._most)
+        return self._seconds

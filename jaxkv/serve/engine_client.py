@@ -5,13 +5,12 @@ kept together, so a slow reader gets many tokens at once.
 """
 
 import asyncio
-import contextlib
 import itertools
-import logging
 import socket
 from collections.abc import Callable, Sequence
 
 from jaxkv.config.sampling import SamplingParams
+from jaxkv.serve import exit_codes
 from jaxkv.serve.wire import (
     Abort,
     Alive,
@@ -29,8 +28,6 @@ from jaxkv.serve.wire import (
     frames_from_engine,
     pack_sampling,
 )
-
-_LOG = logging.getLogger(__name__)
 
 MAX_UNREAD_TOKENS = 8192
 """Tokens that one call may leave unread; a reader that is further behind is aborted."""
@@ -138,6 +135,9 @@ class EngineClient:
         alive: the last sign of life.
         last_sign: the event loop's time of the last frame of any kind.
         failure: why no call goes on; `None` while the engine works.
+        last_words: what the engine process wrote about its failure, for the log; empty if it wrote nothing.
+        exit_code: what the engine process wrote about its exit code, see `jaxkv.serve.exit_codes`.
+        on_step: called with each frame of new tokens, after the calls have them.
     """
 
     def __init__(self, end: socket.socket) -> None:
@@ -145,28 +145,36 @@ class EngineClient:
         self.alive = Alive(0.0)
         self.last_sign = 0.0
         self.failure: EngineLost | None = None
-        self.exit_code = 1
+        self.last_words = ""
+        self.exit_code = exit_codes.FAILED
         self.on_step: Callable[[StepDone], None] | None = None
         self._end = end
         self._writer = FrameWriter(end)
+        self._frames = frames_from_engine()
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._numbers = itertools.count()
         self._calls: dict[int, Call] = {}
         self._queries: dict[int, asyncio.Future[dict[str, object]]] = {}
         self._ready = asyncio.Event()
         self._lost = asyncio.Event()
         self._flushing = False
-        self._task: asyncio.Task[None] | None = None
 
     @property
     def num_open(self) -> int:
         """Number of calls in the engine."""
         return len(self._calls)
 
+    @property
+    def silent_seconds(self) -> float:
+        """Seconds since the last frame. The engine sends one each second, also while a step or a compilation lasts."""
+        return 0.0 if self._loop is None else self._loop.time() - self.last_sign
+
     def start(self) -> None:
         """Begins to read the socket, on the running event loop."""
         self._end.setblocking(False)
-        self.last_sign = asyncio.get_running_loop().time()
-        self._task = asyncio.create_task(self._read(), name="engine frames")
+        self._loop = asyncio.get_running_loop()
+        self.last_sign = self._loop.time()
+        self._loop.add_reader(self._end, self._read)
 
     async def ready(self) -> Ready:
         """Waits until the engine has loaded its model; returns what it told.
@@ -248,11 +256,7 @@ class EngineClient:
 
     async def close(self) -> None:
         """Closes the socket, which ends the engine process; calls in progress raise `EngineLost`."""
-        self.lose("the server is closing", self.exit_code)
-        if self._task is not None:
-            self._task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._task
+        self.lose("the server is closing", exit_codes.OK)
         self._end.close()
 
     def lose(self, why: str, code: int) -> None:
@@ -260,6 +264,9 @@ class EngineClient:
         if self.failure is not None:
             return
         self.failure, self.exit_code = EngineLost(why), code
+        if self._loop is not None:
+            self._loop.remove_reader(self._end)
+            self._loop.remove_writer(self._end)
         for call in self._calls.values():
             call.fail(self.failure)
         for answer in self._queries.values():
@@ -274,33 +281,55 @@ class EngineClient:
             return
         try:
             self._writer.write(message)
+        except ConnectionError:
+            return  # The engine has ended; its last messages are still to be read.
         except (OSError, WireDamaged) as error:
-            self.lose(f"the engine process does not read: {error}", 1)
+            self._lose_connection(error)
             return
-        if self._writer.num_kept and not self._flushing:
+        if self._writer.num_kept and not self._flushing and self._loop is not None:
             self._flushing = True
-            asyncio.get_running_loop().add_writer(self._end, self._flush)
+            self._loop.add_writer(self._end, self._flush)
 
     def _flush(self) -> None:
         try:
             self._writer.flush()
+        except ConnectionError:
+            self._stop_writing()
         except OSError as error:
-            self.lose(f"the engine process does not read: {error}", 1)
-        if self.failure is not None or not self._writer.num_kept:
-            self._flushing = False
-            asyncio.get_running_loop().remove_writer(self._end)
+            self._lose_connection(error)
+        else:
+            if not self._writer.num_kept:
+                self._stop_writing()
 
-    async def _read(self) -> None:
-        loop, frames = asyncio.get_running_loop(), frames_from_engine()
+    def _stop_writing(self) -> None:
+        self._flushing = False
+        if self._loop is not None:
+            self._loop.remove_writer(self._end)
+
+    def _read(self) -> None:
+        """Takes what has arrived. The event loop calls it, so other work has its turn between two reads."""
+        assert self._loop is not None, "only a running event loop reads"
         try:
-            while data := await loop.sock_recv(self._end, _READ_BYTES):
-                self.last_sign = loop.time()
-                for message in frames.feed(data):
-                    self._take(message)
-            self.lose("the engine process has ended", 1)
+            data = self._end.recv(_READ_BYTES)
+            if not data:
+                raise ConnectionError
+            self.last_sign = self._loop.time()
+            for message in self._frames.feed(data):
+                self._take(message)
+        except BlockingIOError:
+            return
+        except ConnectionError:
+            self.lose("the engine process has ended", exit_codes.FAILED)
         except (OSError, WireDamaged) as error:
-            _LOG.error("the connection to the engine process is damaged: %s", error)
-            self.lose("the connection to the engine process is damaged", 1)
+            self._lose_connection(error)
+        except BaseException:
+            # Messages behind this one are lost, and with them tokens; no call may go on without them.
+            self.lose("a message of the engine process could not be handled", exit_codes.FAILED)
+            raise
+
+    def _lose_connection(self, error: Exception) -> None:
+        self.last_words = f"the connection to the engine process is damaged: {error}"
+        self.lose("the connection to the engine process is damaged", exit_codes.FAILED)
 
     def _take(self, message: FromEngine) -> None:
         match message:
@@ -321,7 +350,7 @@ class EngineClient:
                 self.facts = message
                 self._ready.set()
             case Failed(text, code):
-                _LOG.error("the engine process ends: %s", text)
+                self.last_words = text
                 self.lose("the engine process has failed", code)
 
     def _deliver(self, tokens: Sequence[Tokens]) -> None:

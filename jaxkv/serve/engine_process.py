@@ -5,9 +5,19 @@ import os
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
+import jaxkv
+from jaxkv.serve import exit_codes
 from jaxkv.serve.engine_client import EngineClient
 from jaxkv.serve.wire import Start, frame
+
+_CODES = {
+    exit_codes.REFUSED,
+    exit_codes.OUT_OF_MEMORY,
+    exit_codes.DEVICE_BROKEN,
+    exit_codes.HUNG,
+}
 
 
 class EngineProcess:
@@ -15,21 +25,32 @@ class EngineProcess:
 
     Args:
         start: what it loads.
+        program: the module that it runs.
 
     Attributes:
         client: talks to it.
+
+    Raises:
+        OSError: no process could be started.
     """
 
-    def __init__(self, start: Start) -> None:
+    def __init__(self, start: Start, program: str = "jaxkv.serve.engine_program") -> None:
         ours, theirs = socket.socketpair()
         with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "jaxkv.serve.engine_program", str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                env=os.environ | {"PYTHONUNBUFFERED": "1"},
-            )
-        ours.sendall(frame(start))
+            try:
+                self._process = subprocess.Popen(
+                    # -P: a file of the current folder must not stand in for a module.
+                    [sys.executable, "-P", "-m", program, str(theirs.fileno())],
+                    pass_fds=[theirs.fileno()],
+                    stdin=subprocess.DEVNULL,
+                    env=_environment(),
+                    # A terminal's Ctrl-C is for the HTTP process, which then ends this one in order.
+                    process_group=0,
+                )
+                ours.sendall(frame(start))
+            except BaseException:
+                ours.close()
+                raise
         self.client = EngineClient(ours)
 
     @property
@@ -37,11 +58,26 @@ class EngineProcess:
         """Its process id."""
         return self._process.pid
 
-    async def end(self, seconds: float = 15.0) -> None:
-        """Closes the connection, which ends the process; kills it if it is still there after `seconds`."""
+    async def end(self, seconds: float = 15.0) -> int:
+        """Closes the connection, which ends the process; kills it if it is still there after `seconds`.
+
+        Returns:
+            The exit code for the server, if its engine process ended by itself: see `jaxkv.serve.exit_codes`.
+        """
+        told = self.client.exit_code
         await self.client.close()
         try:
-            await asyncio.to_thread(self._process.wait, seconds)
+            code = await asyncio.to_thread(self._process.wait, seconds)
         except subprocess.TimeoutExpired:
             self._process.kill()
-            await asyncio.to_thread(self._process.wait)
+            code = await asyncio.to_thread(self._process.wait)
+        return code if told == exit_codes.FAILED and code in _CODES else told
+
+
+def _environment() -> dict[str, str]:
+    """Returns the environment in which the process finds the same jaxkv as this one."""
+    folders = [str(Path(jaxkv.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    return os.environ | {
+        "PYTHONPATH": os.pathsep.join(filter(None, folders)),
+        "PYTHONUNBUFFERED": "1",
+    }

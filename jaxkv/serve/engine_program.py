@@ -1,23 +1,26 @@
 """The program of the engine process: `python -m jaxkv.serve.engine_program FD`, started by `jaxkv serve`.
 
 It reads commands from a socket, steps the engine, and writes one frame per step. It ends when the socket does. Three
-threads: the main thread steps, the reader waits for commands, and the watchdog says that the process is alive.
+threads: the main thread steps, the reader waits for commands, and the watchdog reports that the process is alive.
 """
 
 import faulthandler
 import logging
 import os
+import select
 import signal
 import socket
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 from jaxkv.config.cache import CacheConfig
 from jaxkv.config.engine import EngineConfig
-from jaxkv.engine.command_loop import CommandLoop
+from jaxkv.config.sampling import SamplingParams
+from jaxkv.engine.command_loop import CommandLoop, StepTimer
 from jaxkv.engine.drive import error_of, timing_of, usage_of
 from jaxkv.engine.inspection import draw
 from jaxkv.engine.recovery import is_fatal
@@ -32,6 +35,7 @@ from jaxkv.serve.wire import (
     AskStats,
     Ended,
     Failed,
+    Frames,
     FrameWriter,
     FromEngine,
     Ready,
@@ -52,6 +56,13 @@ _LOG = logging.getLogger(__name__)
 _READ_BYTES = 2**18
 _ALIVE_SECONDS = 1.0
 _END_SECONDS = 10.0
+_LAST_WORDS_SECONDS = 5.0
+
+_WARMED = (
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=1.0, top_p=0.9),
+)
+"""The sampling of which `--warm-up` compiles the programs: greedy rows, and rows that draw, with filters or without."""
 
 
 class _Sender:
@@ -68,14 +79,14 @@ class _Sender:
         self._lock = threading.Lock()
         self._is_lost = False
 
-    def send(self, message: FromEngine, *, wait: bool = False) -> None:
-        """Sends a message, or keeps it until the other end reads; `wait` waits until it has."""
+    def send(self, message: FromEngine, *, seconds: float = 0.0) -> None:
+        """Sends a message, or keeps it; waits at most `seconds` for the other end to take it."""
         with self._lock:
             if self._is_lost:
                 return
             try:
                 self._writer.write(message)
-                self._writer.flush(wait=wait)
+                self._writer.flush(seconds=seconds)
             except (OSError, RuntimeError) as error:
                 _LOG.error("the HTTP process does not read: %s", error)
                 self._is_lost = True
@@ -88,18 +99,18 @@ class EngineServer:
 
     Args:
         llm: the model.
-        end: the socket, of which `Start` was read.
+        inbox: the socket, of which `Start` was read.
         hang_seconds: a step that takes longer ends the process.
     """
 
-    def __init__(self, llm: LLM, end: socket.socket, hang_seconds: float) -> None:
+    def __init__(self, llm: LLM, inbox: "Inbox", hang_seconds: float) -> None:
         llm.lock.lend()
         self._llm = llm
         self._engine = llm.engine
-        self._end = end
+        self._inbox = inbox
         self._hang_seconds = hang_seconds
         self._loop = CommandLoop(llm.engine, llm.lock, self._deliver)
-        self._sender = _Sender(end, self._loop.end)
+        self._sender = _Sender(inbox.end, self._loop.end)
         self._calls: dict[int, list[RequestState]] = {}
 
     def run(self) -> None:
@@ -121,7 +132,8 @@ class EngineServer:
         elif isinstance(error, Exception) and is_fatal(error):
             code = exit_codes.DEVICE_BROKEN
         text = " ".join(str(error).split())[:1000]
-        self._sender.send(Failed(f"{type(error).__name__}: {text}", code), wait=True)
+        failed = Failed(f"{type(error).__name__}: {text}", code)
+        self._sender.send(failed, seconds=_LAST_WORDS_SECONDS)
         return code
 
     def _facts(self) -> Ready:
@@ -139,17 +151,16 @@ class EngineServer:
     # The reader's thread.
 
     def _read(self) -> None:
-        frames = frames_to_engine()
         try:
-            while data := self._end.recv(_READ_BYTES):
-                for message in frames.feed(data):
-                    self._take(message)
+            while (message := self._inbox.next()) is not None:
+                self._take(message)
         except (OSError, RuntimeError) as error:
             _LOG.error("the connection to the HTTP process is damaged: %s", error)
-        self._loop.end()
-        # The HTTP process is gone. A step that does not end must not keep this process.
-        time.sleep(_END_SECONDS)
-        os._exit(exit_codes.FAILED)
+        finally:
+            self._loop.end()
+            # The HTTP process is gone. A step that does not end must not keep this process.
+            time.sleep(_END_SECONDS)
+            os._exit(exit_codes.FAILED)
 
     def _take(self, message: ToEngine) -> None:
         match message:
@@ -224,10 +235,10 @@ class EngineServer:
     # The watchdog's thread.
 
     def _watch(self) -> None:
+        timer = StepTimer(_ALIVE_SECONDS, time.monotonic())
         while True:
             time.sleep(_ALIVE_SECONDS)
-            began = self._loop.step_began
-            taken = 0.0 if began is None else time.monotonic() - began
+            taken = timer.seconds(self._loop.step_began, time.monotonic())
             self._sender.send(Alive(taken, self._loop.compiling))
             if taken > self._hang_seconds:
                 self._end_hung(taken)
@@ -235,7 +246,7 @@ class EngineServer:
     def _end_hung(self, taken: float) -> None:
         faulthandler.dump_traceback(all_threads=True)
         text = f"a step has taken {taken:.0f} s, at most {self._hang_seconds:.0f} s are allowed"
-        self._sender.send(Failed(text, exit_codes.HUNG), wait=True)
+        self._sender.send(Failed(text, exit_codes.HUNG), seconds=_LAST_WORDS_SECONDS)
         os._exit(exit_codes.HUNG)
 
 
@@ -265,29 +276,56 @@ def _ended(reason: str, sample: RequestState) -> Ended:
     )
 
 
-def _first_message(end: socket.socket) -> Start:
+class Inbox:
+    """The messages of the HTTP process, in order.
+
+    Args:
+        end: the socket.
+
+    Attributes:
+        end: the socket.
+    """
+
+    def __init__(self, end: socket.socket) -> None:
+        self.end = end
+        self._frames: Frames[ToEngine] = frames_to_engine()
+        self._arrived: deque[ToEngine] = deque()
+
+    def next(self) -> ToEngine | None:
+        """Waits for the next message; returns `None` at the end of the stream.
+
+        Raises:
+            OSError: the connection is damaged.
+            WireDamaged: the stream holds no messages.
+        """
+        while not self._arrived:
+            data = self.end.recv(_READ_BYTES)
+            if not data:
+                return None
+            self._arrived += self._frames.feed(data)
+        return self._arrived.popleft()
+
+
+def _first_message(inbox: Inbox) -> Start:
     """Waits for the message that says what to load."""
-    frames = frames_to_engine()
-    while data := end.recv(_READ_BYTES):
-        for message in frames.feed(data):
-            if not isinstance(message, Start):
-                raise RuntimeError(f"the first message must be Start, got {type(message).__name__}")
-            return message
-    sys.exit(exit_codes.FAILED)
+    message = inbox.next()
+    if message is None:
+        sys.exit(exit_codes.FAILED)
+    if not isinstance(message, Start):
+        raise RuntimeError(f"the first message must be Start, got {type(message).__name__}")
+    return message
 
 
 def _end_with(end: socket.socket) -> Callable[[], None]:
-    """Ends this process if the socket is closed while the model loads; returns what ends this watch."""
+    """Ends this process if the other end is closed while the model loads; returns what ends this watch."""
     over = threading.Event()
 
     def watch() -> None:
-        while not over.wait(0.5):
-            try:
-                if not end.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT):
-                    os._exit(exit_codes.FAILED)
-            except BlockingIOError:
-                continue
-            except OSError:
+        # Without flags it reports only that the other end is closed, whether or not there is something to read.
+        poll = select.poll()
+        poll.register(end, 0)
+        while not over.is_set():
+            if poll.poll(500):
                 os._exit(exit_codes.FAILED)
 
     threading.Thread(target=watch, name="jaxkv-loading", daemon=True).start()
@@ -295,7 +333,7 @@ def _end_with(end: socket.socket) -> Callable[[], None]:
 
 
 def _load(start: Start) -> LLM:
-    return LLM(
+    llm = LLM(
         start.model,
         revision=start.revision,
         dtype=start.dtype,
@@ -305,6 +343,15 @@ def _load(start: Start) -> LLM:
         cache=CacheConfig(**start.cache),
         engine=EngineConfig(**start.engine),
     )
+    for batch, prompt_tokens in start.warm_up:
+        most = max(1, llm.max_model_len - prompt_tokens)
+        for sampling in _WARMED:
+            llm.warm_up(
+                batch=batch,
+                prompt_tokens=prompt_tokens,
+                sampling=replace(sampling, max_tokens=most),
+            )
+    return llm
 
 
 def main() -> int:
@@ -313,18 +360,19 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     faulthandler.enable()
-    end = socket.socket(fileno=int(sys.argv[1]))
-    start = _first_message(end)
-    loaded = _end_with(end)
+    inbox = Inbox(socket.socket(fileno=int(sys.argv[1])))
+    start = _first_message(inbox)
+    loaded = _end_with(inbox.end)
     try:
         llm = _load(start)
     except (ValueError, OSError, RuntimeError, MemoryError, CachePoisoned) as error:
         text = " ".join(str(error).split())
-        _Sender(end, lambda: None).send(Failed(text, exit_codes.REFUSED), wait=True)
+        sender = _Sender(inbox.end, lambda: None)
+        sender.send(Failed(text, exit_codes.REFUSED), seconds=_LAST_WORDS_SECONDS)
         return exit_codes.REFUSED
     finally:
         loaded()
-    server = EngineServer(llm, end, start.hang_seconds)
+    server = EngineServer(llm, inbox, start.hang_seconds)
     try:
         server.run()
     except BaseException as error:

@@ -4,7 +4,9 @@ A frame is a length of four bytes, little-endian, and one message in MessagePack
 there is no version; msgspec checks the type of every field. Nothing is pickled.
 """
 
+import select
 import socket
+import time
 from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
@@ -33,6 +35,7 @@ class Start(msgspec.Struct, tag="start", frozen=True, kw_only=True):
         model, revision, dtype, max_model_len, implementation, ignore_config_keys: arguments of `jaxkv.LLM`.
         cache: fields of `CacheConfig` that differ from their defaults.
         engine: fields of `EngineConfig` that differ from their defaults.
+        warm_up: (requests at once, tokens of a prompt) for which programs are compiled before `Ready`.
         hang_seconds: a step that takes longer ends the engine process; time in compilation does not count.
     """
 
@@ -44,6 +47,7 @@ class Start(msgspec.Struct, tag="start", frozen=True, kw_only=True):
     ignore_config_keys: tuple[str, ...] = ()
     cache: dict[str, Any] = {}
     engine: dict[str, Any] = {}
+    warm_up: tuple[tuple[int, int], ...] = ()
     hang_seconds: float = 30.0
 
 
@@ -305,21 +309,32 @@ class FrameWriter:
         if len(self._kept) > self._most:
             raise WireDamaged(f"{len(self._kept)} bytes wait for a process that does not read")
 
-    def flush(self, *, wait: bool = False) -> None:
-        """Sends what is kept: as much as fits now, or everything.
+    def flush(self, *, seconds: float = 0.0) -> None:
+        """Sends what is kept, as much as the other end takes.
 
         Args:
-            wait: wait until everything is sent.
+            seconds: how long to wait for the other end if it takes nothing more now.
 
         Raises:
             OSError: the other end is closed.
         """
+        latest = time.monotonic() + seconds
         while self._kept:
             try:
-                sent = self._end.send(self._kept, 0 if wait else socket.MSG_DONTWAIT)
+                sent = self._end.send(self._kept, socket.MSG_DONTWAIT)
             except BlockingIOError:
-                return
-            del self._kept[:sent]
+                left = latest - time.monotonic()
+                if left <= 0:
+                    return
+                self._wait(left)
+            else:
+                del self._kept[:sent]
+
+    def _wait(self, seconds: float) -> None:
+        """Waits until the other end takes more, at most for a time."""
+        poll = select.poll()
+        poll.register(self._end, select.POLLOUT)
+        poll.poll(1000 * seconds)
 
 
 # Sampling parameters.

@@ -1,18 +1,32 @@
 """The HTTP process's end of the socket, against a fake engine."""
 
 import asyncio
+import socket
 
 import pytest
+import uvloop
 
 from jaxkv import SamplingParams
 from jaxkv.serve import engine_client
-from jaxkv.serve.engine_client import EngineLost, RequestRefused, SlowReader
-from jaxkv.serve.wire import Abort, Failed
+from jaxkv.serve.engine_client import EngineClient, EngineLost, RequestRefused, SlowReader
+from jaxkv.serve.wire import (
+    Abort,
+    Alive,
+    Failed,
+    StepDone,
+    Submit,
+    Tokens,
+    frame,
+    frames_to_engine,
+)
 from tests.serve.fake_engine import fake_engine
 
+LOOPS = pytest.mark.parametrize("loop", [asyncio.new_event_loop, uvloop.new_event_loop])
 
-def run(test):
-    return asyncio.run(asyncio.wait_for(test, 30))
+
+def run(test, loop=None):
+    with asyncio.Runner(loop_factory=loop) as runner:
+        return runner.run(asyncio.wait_for(test, 30))
 
 
 async def ids_of(call):
@@ -124,6 +138,7 @@ def test_a_lost_engine_ends_all_calls_and_questions(told):
                 with pytest.raises(EngineLost):
                     await call.arrivals()
             assert fake.client.exit_code == (4 if told else 1)
+            assert fake.client.last_words == ("broken" if told else "")
             with pytest.raises(EngineLost):
                 fake.client.submit([1], SamplingParams())
             with pytest.raises(EngineLost):
@@ -138,5 +153,136 @@ def test_statistics_are_asked_for():
         async with fake_engine() as fake:
             fake.stats = {"running": 3}
             assert await fake.client.stats() == {"running": 3}
+
+    run(test())
+
+
+@LOOPS
+def test_what_the_engine_does_not_take_at_once_is_sent_later(loop):
+    prompts = [[each] * 50_000 for each in range(8)]
+
+    async def test():
+        ours, theirs = socket.socketpair()
+        client, found, frames = EngineClient(ours), [], frames_to_engine()
+        client.start()
+        for prompt in prompts:
+            client.submit(prompt, SamplingParams())
+        theirs.setblocking(False)
+        while len(found) < len(prompts):
+            data = await asyncio.get_running_loop().sock_recv(theirs, 2**16)
+            found += frames.feed(data)
+        assert [submit.ids for submit in found if isinstance(submit, Submit)] == prompts
+        await client.close()
+        theirs.close()
+
+    run(test(), loop)
+
+
+@LOOPS
+def test_a_closed_client_waits_for_its_socket_no_more(loop):
+    async def test():
+        ours, theirs = socket.socketpair()
+        client = EngineClient(ours)
+        client.start()
+        for _ in range(8):
+            client.submit([1] * 50_000, SamplingParams())
+        number = ours.fileno()
+        await client.close()
+        running = asyncio.get_running_loop()
+        assert not running.remove_reader(number)
+        assert not running.remove_writer(number)
+        theirs.close()
+
+    run(test(), loop)
+
+
+def test_an_engine_that_never_stops_to_write_leaves_others_their_turn(monkeypatch):
+    monkeypatch.setattr(engine_client, "_READ_BYTES", 100)
+
+    async def test():
+        ours, theirs = socket.socketpair()
+        client, seen = EngineClient(ours), []
+        client.on_step = seen.append
+        client.start()
+        theirs.sendall(frame(StepDone([Tokens(0, 0, [1])])) * 100)
+        turns = 0
+        while len(seen) < 100:
+            await asyncio.sleep(0)
+            turns += 1
+        assert turns > 10
+        await client.close()
+        theirs.close()
+
+    run(test())
+
+
+def test_a_message_that_cannot_be_handled_ends_all_calls():
+    async def test():
+        errors = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, what: errors.append(what))
+
+        def fail(message):
+            raise KeyError("a mistake of ours")
+
+        async with fake_engine(held=True) as fake:
+            call = fake.client.submit([5, 6], SamplingParams())
+            fake.client.on_step = fail
+            while not fake.running:
+                await asyncio.sleep(0)
+            await fake.step()
+            assert [tokens.ids for tokens in await call.arrivals()] == [[5]]
+            with pytest.raises(EngineLost):
+                await call.arrivals()
+        [error] = errors
+        assert isinstance(error["exception"], KeyError)
+
+    run(test())
+
+
+def test_frames_of_any_kind_are_signs_of_life():
+    async def test():
+        async with fake_engine() as fake:
+            fake.client.last_sign -= 100
+            assert fake.client.silent_seconds > 99
+            await fake.send(Alive(1.5, "step"))
+            while fake.client.silent_seconds > 50:
+                await asyncio.sleep(0)
+            assert fake.client.alive == Alive(1.5, "step")
+
+    run(test())
+
+
+def test_calls_that_end_in_any_way_are_forgotten():
+    async def test():
+        async with fake_engine(lambda submit: "no" if submit.ids == [9] else submit.ids) as fake:
+            for number in range(200):
+                ids = [9] if number % 3 == 0 else [number] * 4
+                call = fake.client.submit(ids, SamplingParams(n=1 + number % 2))
+                if number % 5 == 0:
+                    call.abort()
+                elif ids == [9]:
+                    with pytest.raises(RequestRefused):
+                        await call.arrivals()
+                else:
+                    await ids_of(call)
+            while fake.client.num_open:
+                await asyncio.sleep(0)
+            assert not fake.client._queries
+
+    run(test())
+
+
+def test_the_last_words_of_an_engine_that_has_ended_are_read_before_a_failed_write():
+    async def test():
+        ours, theirs = socket.socketpair()
+        client = EngineClient(ours)
+        client.start()
+        theirs.sendall(frame(Failed("no memory", 3)))
+        theirs.close()
+        call = client.submit([1], SamplingParams())
+        with pytest.raises(EngineLost):
+            await call.arrivals()
+        assert (client.last_words, client.exit_code) == ("no memory", 3)
+        await client.close()
 
     run(test())

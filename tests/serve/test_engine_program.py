@@ -3,15 +3,17 @@
 import asyncio
 import os
 import signal
+import socket
+import threading
 
 import pytest
 
 from jaxkv import LLM, CacheConfig, SamplingParams
-from jaxkv.serve import exit_codes
+from jaxkv.serve import engine_program, exit_codes
 from jaxkv.serve.engine_client import EngineLost, RequestRefused
 from jaxkv.serve.engine_process import EngineProcess
 from jaxkv.serve.generation import generate
-from jaxkv.serve.wire import Start
+from jaxkv.serve.wire import Abort, AskStats, Start, frame
 from jaxkv.text.tokenizer import load_tokenizer
 
 CACHE = {"max_sequences": 2, "page_size": 16}
@@ -90,6 +92,39 @@ def test_a_model_that_does_not_load_is_refused_with_its_reason(tmp_path):
         with pytest.raises(EngineLost):
             await process.client.ready()
         assert process.client.exit_code == exit_codes.REFUSED
-        await process.end()
+        assert "config.json" in process.client.last_words
+        assert await process.end() == exit_codes.REFUSED
 
     asyncio.run(asyncio.wait_for(test(), 120))
+
+
+def test_messages_that_come_with_the_first_one_are_kept():
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        sent = [START, AskStats(1), Abort(2)]
+        data = b"".join(map(frame, sent))
+        ours.sendall(data[:-3])
+        inbox = engine_program.Inbox(theirs)
+        found = [inbox.next(), inbox.next()]
+        ours.sendall(data[-3:])
+        ours.shutdown(socket.SHUT_WR)
+        assert [*found, inbox.next()] == sent
+        assert inbox.next() is None
+
+
+def test_a_parent_that_ends_while_the_model_loads_ends_the_process_whatever_it_sent(monkeypatch):
+    ended = threading.Event()
+
+    def end(code):
+        ended.set()
+        raise SystemExit(code)  # Of the thread.
+
+    monkeypatch.setattr(os, "_exit", end)
+    ours, theirs = socket.socketpair()
+    with theirs:
+        over = engine_program._end_with(theirs)
+        ours.sendall(frame(AskStats(1)))
+        assert not ended.wait(0.05)
+        ours.close()
+        assert ended.wait(30)
+        over()

@@ -2,6 +2,7 @@
 
 import math
 import socket
+import threading
 
 import hypothesis.strategies as st
 import pytest
@@ -89,3 +90,24 @@ def test_a_process_that_never_reads_is_given_up():
         writer = FrameWriter(ours, most=10_000)
         with pytest.raises(WireDamaged, match="does not read"):
             write_forever(writer)
+
+
+def test_the_last_words_wait_for_a_reader_but_not_for_ever():
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        writer, frames, found = FrameWriter(ours), frames_from_engine(), []
+        sent = StepDone([Tokens(0, 0, list(range(1_000_000)))])
+        writer.write(sent)
+        writer.flush(seconds=0.01)
+        assert writer.num_kept
+
+        def read():
+            while not found:
+                found.extend(frames.feed(theirs.recv(2**16)))
+
+        reader = threading.Thread(target=read)
+        reader.start()
+        writer.flush(seconds=60.0)
+        reader.join()
+        assert found == [sent]
+        assert not writer.num_kept

@@ -1,0 +1,112 @@
+"""An engine that serves commands of other threads, and the time of its steps."""
+
+import contextlib
+from types import SimpleNamespace
+
+import pytest
+
+from jaxkv.engine.command_loop import CommandLoop, StepTimer
+from jaxkv.engine.engine import Engine
+from jaxkv.engine.engine_lock import EngineLock
+
+
+class FakeEngine(Engine):
+    """An engine with a number of steps to do; each calls `within`."""
+
+    def __init__(self, within):
+        self.left = 0
+        self.runner = SimpleNamespace(programs=self)
+        self._within = within
+
+    @property
+    def has_work(self):
+        return self.left > 0
+
+    @contextlib.contextmanager
+    def watched(self, callback):
+        self.callback = callback
+        yield
+
+    def step(self):
+        self.left -= 1
+        self._within(self)
+
+
+def loop_of(within):
+    engine = FakeEngine(within)
+    loop = CommandLoop(engine, EngineLock(), lambda: None)
+    return engine, loop
+
+
+def give(engine, steps):
+    engine.left += steps
+
+
+def test_only_a_step_is_timed_and_not_its_compilation():
+    seen = []
+
+    def within(engine):
+        seen.append(loop.step_began is not None)
+        engine.callback("program")
+        seen.append((loop.step_began, loop.compiling))
+        engine.callback("")
+        seen.append((loop.step_began is not None, loop.compiling))
+
+        loop.end()
+
+    engine, loop = loop_of(within)
+    loop.put(lambda: give(engine, 1))
+    loop.run()
+    seen.append(loop.step_began)
+    assert seen == [True, (None, "program"), (True, ""), None]
+
+
+def test_a_compilation_between_two_steps_starts_no_clock():
+    engine, loop = loop_of(lambda engine: None)
+    seen = []
+
+    def compile_something():
+        engine.callback("program")
+        engine.callback("")
+        seen.append(loop.step_began)
+
+    loop.put(compile_something)
+    loop.end()
+    loop.run()
+    assert seen == [None]
+
+
+def test_a_failed_step_is_not_timed_on():
+    def fail(engine):
+        raise KeyError("a mistake")
+
+    engine, loop = loop_of(fail)
+    loop.put(lambda: give(engine, 1))
+    with pytest.raises(KeyError):
+        loop.run()
+    assert loop.step_began is None
+
+
+def test_a_hung_step_grows_old():
+    timer = StepTimer(1.0, now=0.0)
+    assert timer.seconds(None, 1.0) == 0
+    assert timer.seconds(1.5, 2.0) == 0.5
+    assert timer.seconds(1.5, 3.0) == 1.5
+    assert timer.seconds(1.5, 4.5) == 3.0
+
+
+def test_each_step_is_timed_from_its_own_beginning():
+    timer = StepTimer(1.0, now=0.0)
+    timer.seconds(0.0, 1.0)
+    timer.seconds(0.0, 2.0)
+    assert timer.seconds(2.75, 3.0) == 0.25
+    assert timer.seconds(None, 4.0) == 0
+    assert timer.seconds(4.0, 5.0) == 1.0
+
+
+@pytest.mark.parametrize("began", [1.0, 1.5])
+def test_a_suspended_process_does_not_look_hung(began):
+    timer = StepTimer(1.0, now=0.0)
+    timer.seconds(1.0, 1.0)
+    assert timer.seconds(began, 3600.0) <= 2.0
+    assert timer.seconds(began, 3601.0) <= 3.0
