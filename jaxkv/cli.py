@@ -16,11 +16,13 @@ from jaxkv.config.sampling import SamplingParams
 from jaxkv.errors import CachePoisoned
 from jaxkv.options import (
     Parser,
-    add_model_options,
+    add_serving_options,
+    cache_of,
     size,
     with_command_options,
     with_hyphens,
 )
+from jaxkv.serve.command import add_serve
 from jaxkv.terminal import Screen
 
 # Slow modules are imported inside the commands, so that --help and error messages appear at once.
@@ -56,7 +58,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"jaxkv {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     generate = commands.add_parser("generate", help="continue a text")
-    _add_serving_options(generate, max_sequences=1)
+    add_serving_options(generate, max_sequences=1)
     _add_sampling_options(generate, max_tokens=128)
     generate.add_argument(
         "prompt",
@@ -66,33 +68,17 @@ def _parser() -> argparse.ArgumentParser:
     )
     generate.set_defaults(run=_generate)
     chat = commands.add_parser("chat", help="talk to a model that has a chat template")
-    _add_serving_options(chat, max_sequences=1)
+    add_serving_options(chat, max_sequences=1)
     _add_sampling_options(chat, max_tokens=1024, named_by="generation_config.json of the model")
     chat.set_defaults(run=_chat)
     plan = commands.add_parser("plan", help="what the cache will cost, and what would be compiled")
-    _add_serving_options(plan, max_sequences=CacheConfig.max_sequences)
+    add_serving_options(plan, max_sequences=CacheConfig.max_sequences)
     plan.set_defaults(run=_plan)
+    add_serve(commands)
     add_bench(commands)
     env = commands.add_parser("env", help="versions and devices, for bug reports")
     env.set_defaults(run=_env)
     return parser
-
-
-def _add_serving_options(parser: argparse.ArgumentParser, *, max_sequences: int) -> None:
-    add_model_options(parser, max_sequences=max_sequences)
-    parser.add_argument(
-        "--max-model-len",
-        type=size,
-        metavar="N",
-        help="longest prompt plus output in tokens (default: the model's own limit)",
-    )
-    parser.add_argument(
-        "--host-bytes",
-        type=size,
-        default=CacheConfig.host_bytes,
-        metavar="N",
-        help="memory of the host for prefixes that leave the cache (default: %(default)s)",
-    )
 
 
 def _add_sampling_options(
@@ -137,16 +123,6 @@ def _add_sampling_options(
     parser.add_argument("--seed", type=int, metavar="S", help="of the draws (default: random)")
 
 
-def _cache(options: argparse.Namespace) -> CacheConfig:
-    return CacheConfig(
-        page_size=options.page_size,
-        dtype=options.cache_dtype,
-        max_sequences=options.max_sequences,
-        budget_bytes=options.cache_bytes,
-        host_bytes=options.host_bytes,
-    )
-
-
 def _sampling(options: argparse.Namespace) -> SamplingParams:
     """Returns the sampling parameters; options that are not given are greedy and unfiltered."""
     given = {name: getattr(options, name) for name in _RECOMMENDED}
@@ -159,7 +135,7 @@ def _sampling(options: argparse.Namespace) -> SamplingParams:
 
 
 def _llm(options: argparse.Namespace, screen: Screen) -> "LLM":
-    cache = _cache(options)
+    cache = cache_of(options)
     screen.status("starting")
     from jaxkv.llm import LLM
 
@@ -233,7 +209,7 @@ def _with_defaults(
 
 def _plan(options: argparse.Namespace, screen: Screen) -> int:
     del screen
-    cache = _cache(options)
+    cache = cache_of(options)
     import jax
 
     from jaxkv.plan import explain_plan, free_bytes

@@ -25,6 +25,7 @@ _SPELLED = {
     "max_sequences": "--max-sequences",
     "max_tokens": "--max-tokens",
     "min_p": "--min-p",
+    "most_waiting": "--max-waiting",
     "output_tokens": "--output-tokens",
     "page_size": "--page-size",
     "prefix_tokens": "--prefix-tokens",
@@ -154,4 +155,42 @@ def add_model_options(parser: argparse.ArgumentParser, *, max_sequences: int | N
         "--implementation",
         metavar="NAME",
         help="mosaic_gpu, xla, cudnn or xla_products (default: the fastest that runs the model here)",
+    )
+
+
+def add_serving_options(parser: argparse.ArgumentParser, *, max_sequences: int) -> None:
+    """Adds the options of a model that serves requests, its cache and what runs it; `cache_of` reads some of them.
+
+    Args:
+        parser: of the command.
+        max_sequences: default of `--max-sequences`.
+    """
+    add_model_options(parser, max_sequences=max_sequences)
+    parser.add_argument(
+        "--max-model-len",
+        type=size,
+        metavar="N",
+        help="longest prompt plus output in tokens (default: the model's own limit)",
+    )
+    parser.add_argument(
+        "--host-bytes",
+        type=size,
+        default=CacheConfig.host_bytes,
+        metavar="N",
+        help="memory of the host for prefixes that leave the cache (default: %(default)s)",
+    )
+
+
+def cache_of(options: argparse.Namespace) -> CacheConfig:
+    """Returns the cache that the options of `add_serving_options` describe.
+
+    Raises:
+        ValueError: an option is out of range.
+    """
+    return CacheConfig(
+        page_size=options.page_size,
+        dtype=options.cache_dtype,
+        max_sequences=options.max_sequences,
+        budget_bytes=options.cache_bytes,
+        host_bytes=options.host_bytes,
     )

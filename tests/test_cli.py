@@ -14,6 +14,7 @@ from jaxkv.cli import main
 from jaxkv.config.cache import CacheConfig
 from jaxkv.config.sampling import SamplingParams
 from jaxkv.errors import CachePoisoned
+from jaxkv.options import cache_of
 from tests.fake_llm import FakeLLM
 
 FAST = ["--max-model-len", "64", "--max-tokens", "4"]
@@ -104,6 +105,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(capsys, arguments, message):
         ["generate"],
         ["chat"],
         ["plan"],
+        ["serve"],
         ["bench"],
         ["bench", "latency"],
         ["bench", "serve"],
@@ -248,7 +250,7 @@ print(sorted(loaded - set(sys.stdlib_module_names)))
 @pytest.mark.parametrize(("command", "sequences"), [("generate", 1), ("chat", 1), ("plan", 8)])
 def test_commands_of_one_conversation_take_a_cache_for_one_sequence(command, sequences):
     options = cli._parser().parse_args([command])
-    assert cli._cache(options).max_sequences == sequences
+    assert cache_of(options).max_sequences == sequences
 
 
 def test_sampling_options_reach_the_request(monkeypatch):

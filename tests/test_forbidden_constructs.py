@@ -104,6 +104,9 @@ def offences(source):
     return found
 
 
+# The server and its engine process, which talk over sockets.
+SERVER = ROOT / "jaxkv" / "serve"
+
 # Converts tokenizers with Transformers, in a process of its own that sees tokenizer files only.
 CONVERSION = ROOT / "jaxkv" / "text" / "conversion_process.py"
 
@@ -114,7 +117,10 @@ CONVERSION = ROOT / "jaxkv" / "text" / "conversion_process.py"
     ids=lambda path: str(path.relative_to(ROOT)),
 )
 def test_the_packages_hold_nothing_that_runs_or_unpickles_what_it_reads(path):
-    assert offences(path.read_text(encoding="utf-8")) == []
+    found = offences(path.read_text(encoding="utf-8"))
+    if SERVER in path.parents:
+        found = [(line, what) for line, what in found if what != "socket"]
+    assert found == []
 
 
 def test_the_conversion_of_tokenizers_uses_one_loader_with_remote_code_off():

@@ -25,6 +25,7 @@ class Service:
         tokenizer: of the model; `None` if it has none.
         model_name: the name that requests give.
         limits: bounds on requests.
+        loading: the tokenizer is still to come.
         draining: no new requests are taken; those in progress go on.
         created: Unix time of the start, in seconds.
     """
@@ -33,6 +34,7 @@ class Service:
     tokenizer: Tokenizer | None
     model_name: str
     limits: Limits = field(default_factory=Limits)
+    loading: bool = False
     draining: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -49,7 +51,7 @@ class Service:
         """
         if self.client.failure is not None:
             raise from_engine(self.client.failure, self.limits.retry_after_seconds)
-        if self.client.facts is None:
+        if self.loading or self.client.facts is None:
             raise unavailable(
                 "loading", "the model is being loaded; try again", self.limits.retry_after_seconds
             )

@@ -1,0 +1,270 @@
+"""The options of `jaxkv serve`. Slow modules are imported in the functions, so that error messages appear at once."""
+
+import argparse
+import os
+from contextlib import suppress
+from dataclasses import fields
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from jaxkv.config.cache import CacheConfig
+from jaxkv.config.engine import EngineConfig
+from jaxkv.options import add_serving_options, cache_of, size
+from jaxkv.terminal import Screen
+
+KEY_VARIABLE = "JAXKV_API_KEY"
+"""The environment variable with an API key."""
+
+_NEEDED = (
+    "httptools",
+    "llguidance",
+    "msgspec",
+    "prometheus_client",
+    "starlette",
+    "uvicorn",
+    "uvloop",
+)
+_DEFAULT_NAME = "default"
+_DESCRIPTORS = 64
+"""File descriptors that are no connections: libraries, the engine's socket, the model's files."""
+
+
+def add_serve[P: argparse.ArgumentParser](commands: "argparse._SubParsersAction[P]") -> None:
+    """Adds the command to a parser's sub-commands."""
+    serve = commands.add_parser("serve", help="answer requests over HTTP as OpenAI's API does")
+    add_serving_options(serve, max_sequences=CacheConfig.max_sequences)
+    _add_address_options(serve)
+    _add_engine_options(serve)
+    _add_limits(serve)
+    serve.set_defaults(run=_serve)
+
+
+def _add_address_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--host",
+        default="127.0.0.1",
+        metavar="NAME",
+        help="address to listen on; one that other machines reach needs a key (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--port",
+        type=_port,
+        default=8000,
+        metavar="N",
+        help="0 for any free one (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--api-key",
+        action="append",
+        default=[],
+        dest="api_keys",
+        metavar="KEY",
+        help="that requests need; may be given several times. Other users of the machine can read it: rather use "
+        f"--api-key-file or the variable {KEY_VARIABLE} (default: none)",
+    )
+    parser.add_argument(
+        "--api-key-file", metavar="FILE", help="a file with a key on each line (default: none)"
+    )
+    parser.add_argument(
+        "--served-model-name",
+        metavar="NAME",
+        help=f"that requests give (default: that of --model, else {_DEFAULT_NAME!r})",
+    )
+
+
+def _add_engine_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--token-budget",
+        type=size,
+        default=EngineConfig.token_budget,
+        metavar="N",
+        help="most tokens of a step (default: %(default)s)",
+    )
+    parser.add_argument("--no-prefix-cache", action="store_true", help="share no cached prefixes")
+    parser.add_argument(
+        "--warm-up",
+        type=_warm_up,
+        action="append",
+        default=[],
+        metavar="BATCH:TOKENS",
+        help="before the start, compile for so many requests at once with prompts of up to so many tokens; may be "
+        "given several times (default: programs are compiled when they are first needed)",
+    )
+
+
+def _add_limits(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--max-waiting",
+        type=size,
+        default=1024,
+        metavar="N",
+        help="requests beyond --max-sequences that may wait; more are answered 429 (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--request-timeout",
+        type=_seconds,
+        default=3600.0,
+        metavar="SECONDS",
+        help="after which a request is ended with an error (default: %(default)g)",
+    )
+    parser.add_argument(
+        "--drain-seconds",
+        type=_seconds,
+        default=30.0,
+        metavar="SECONDS",
+        help="that requests in progress may go on after SIGTERM or SIGINT (default: %(default)g)",
+    )
+    parser.add_argument(
+        "--hang-seconds",
+        type=_seconds,
+        default=30.0,
+        metavar="SECONDS",
+        help="a step that takes longer ends the server; compiling does not count (default: %(default)g)",
+    )
+
+
+def _port(text: str) -> int:
+    if not text.isascii() or not text.isdigit() or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"must be in [0, 65535], got {text[:40]!r}")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    seconds = float(text)
+    if not 0 < seconds < 1e9:
+        raise argparse.ArgumentTypeError(f"must be above 0 and below 1e9 seconds, got {text}")
+    return seconds
+
+
+def _warm_up(text: str) -> tuple[int, int]:
+    """Reads "8:1024" or "8:1k"."""
+    batch, colon, tokens = text.partition(":")
+    if not colon:
+        raise argparse.ArgumentTypeError(f"must be BATCH:TOKENS such as 8:1024, got {text[:40]!r}")
+    return size(batch), size(tokens)
+
+
+def _serve(options: argparse.Namespace, screen: Screen) -> int:
+    missing = [name for name in _NEEDED if find_spec(name) is None]
+    if missing:
+        raise RuntimeError(
+            f'the server needs {", ".join(missing)}, not installed here; run pip install "jaxkv[serve]"'
+        )
+    import uvicorn
+    import uvloop
+
+    from jaxkv.serve.engine_process import EngineProcess
+    from jaxkv.serve.http.app import make_app
+    from jaxkv.serve.http.auth import ApiKeys
+    from jaxkv.serve.http.limits import Limits
+    from jaxkv.serve.http.service import Service
+    from jaxkv.serve.listener import open_listener, url_of
+    from jaxkv.serve.server import Server
+
+    start = _start(options)
+    keys = ApiKeys(_keys(options))
+    limits = Limits(
+        most_waiting=options.max_waiting,
+        request_seconds=options.request_timeout,
+        silence_seconds=2 * options.hang_seconds,
+    )
+    _allow_descriptors(limits.connections + _DESCRIPTORS)
+    name = options.served_model_name or options.model or _DEFAULT_NAME
+
+    def say_ready() -> None:
+        # A closed pipe is no reason not to serve.
+        with suppress(OSError):
+            screen.write(f"serving {name} at {url_of(listener, options.host)} (ready)\n")
+
+    async def run() -> int:
+        engine = EngineProcess(start)
+        service = Service(engine.client, None, name, limits)
+        config = uvicorn.Config(
+            make_app(service, keys),
+            http="httptools",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            timeout_keep_alive=int(limits.idle_seconds),
+            timeout_graceful_shutdown=5,
+        )
+        server = Server(
+            engine,
+            service,
+            config,
+            listener,
+            drain_seconds=options.drain_seconds,
+            on_ready=say_ready,
+        )
+        return await server.run()
+
+    with open_listener(options.host, options.port, has_keys=bool(keys)) as listener:
+        return uvloop.run(run())
+
+
+def _start(options: argparse.Namespace) -> Any:  # noqa: ANN401 - `Start` needs the extra
+    """Returns what the engine process is to load.
+
+    Raises:
+        ValueError: an option is out of range.
+    """
+    from jaxkv.serve.wire import Start
+
+    engine = EngineConfig(
+        token_budget=options.token_budget, prefix_cache=not options.no_prefix_cache
+    )
+    return Start(
+        model=options.model,
+        revision=options.revision,
+        dtype=options.dtype,
+        max_model_len=options.max_model_len,
+        implementation=options.implementation,
+        ignore_config_keys=tuple(options.ignore_config_keys),
+        cache=_changed(cache_of(options)),
+        engine=_changed(engine),
+        warm_up=tuple(options.warm_up),
+        hang_seconds=options.hang_seconds,
+    )
+
+
+def _changed(config: CacheConfig | EngineConfig) -> dict[str, Any]:
+    """Returns the fields of a configuration that differ from their defaults."""
+    default = type(config)()
+    return {
+        field.name: value
+        for field in fields(config)
+        if (value := getattr(config, field.name)) != getattr(default, field.name)
+    }
+
+
+def _keys(options: argparse.Namespace) -> list[str]:
+    """Returns the API keys of the options, of the file and of the environment.
+
+    Raises:
+        ValueError: the file holds no key.
+        OSError: it cannot be read.
+    """
+    keys = list(options.api_keys)
+    if options.api_key_file is not None:
+        lines = Path(options.api_key_file).read_text(encoding="utf-8").splitlines()
+        found = [line.strip() for line in lines if line.strip()]
+        if not found:
+            raise ValueError(f"--api-key-file {options.api_key_file} holds no key")
+        keys += found
+    if os.environ.get(KEY_VARIABLE):
+        keys.append(os.environ[KEY_VARIABLE])
+    return keys
+
+
+def _allow_descriptors(count: int) -> None:
+    """Lets this process open so many files and sockets, as far as the system allows it."""
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = count if hard == resource.RLIM_INFINITY else min(count, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

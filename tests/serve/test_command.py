@@ -1,0 +1,109 @@
+"""The options of `jaxkv serve`: mistakes are one line and exit code 2, before any process is started."""
+
+import socket
+import subprocess
+
+import pytest
+
+from jaxkv.cli import _parser, main
+from jaxkv.serve import command
+from jaxkv.serve.listener import open_listener, url_of
+
+KEY = "a-key-of-many-characters"
+
+
+@pytest.fixture(autouse=True)
+def no_process(monkeypatch):
+    """No test here may get as far as an engine process."""
+
+    def refuse(*given, **options):
+        raise AssertionError("a process was started")
+
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+    monkeypatch.delenv(command.KEY_VARIABLE, raising=False)
+
+
+def mistake(capsys, *arguments):
+    assert main(["serve", *arguments]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("jaxkv: ")
+    assert captured.err.count("\n") == 1
+    return captured.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--port", "65536"], "--port: must be in [0, 65535], got '65536'"),
+        (["--port", "-1"], "--port: must be in"),
+        (["--host", "0.0.0.0"], "lets other machines in, which needs a key; give --api-key,"),
+        (["--host", "::"], "needs a key"),
+        (["--host", ""], "--host must be a name or an address"),
+        (["--host", "no.such.host.invalid"], "cannot be resolved"),
+        (["--api-key", "short"], "at least 8 visible ASCII characters"),
+        (["--api-key-file", "no/such/file"], "no/such/file"),
+        (["--warm-up", "8"], "must be BATCH:TOKENS such as 8:1024, got '8'"),
+        (["--warm-up", "a:8"], "must be a number such as"),
+        (["--hang-seconds", "0"], "must be above 0"),
+        (["--drain-seconds", "nan"], "must be above 0"),
+        (["--max-waiting", "0"], "--max-waiting must be"),
+        (["--max-sequences", "0"], "--max-sequences must be"),
+        (["--token-budget", "0"], "--token-budget must be"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(capsys, arguments, message):
+    assert message in mistake(capsys, *arguments)
+
+
+def test_a_port_in_use_is_an_error_before_the_model_is_loaded(capsys):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = str(other.getsockname()[1])
+        assert f"cannot listen on 127.0.0.1 port {port}: " in mistake(capsys, "--port", port)
+
+
+def test_a_missing_extra_is_an_error_that_says_what_to_install(capsys, monkeypatch):
+    monkeypatch.setattr(command, "find_spec", lambda name: None if name == "uvloop" else name)
+    assert 'needs uvloop, not installed here; run pip install "jaxkv[serve]"' in mistake(capsys)
+
+
+def test_an_empty_file_of_keys_is_no_server_without_keys(capsys, tmp_path):
+    (tmp_path / "keys").write_text("\n \n")
+    assert "holds no key" in mistake(capsys, "--api-key-file", str(tmp_path / "keys"))
+
+
+def test_keys_come_from_options_a_file_and_the_environment(tmp_path, monkeypatch):
+    (tmp_path / "keys").write_text("second-key\n\n third-key \n")
+    monkeypatch.setenv(command.KEY_VARIABLE, "fourth-key")
+    given = ["--api-key", "first-key", "--api-key-file", str(tmp_path / "keys")]
+    assert command._keys(command_options(given)) == [
+        "first-key",
+        "second-key",
+        "third-key",
+        "fourth-key",
+    ]
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1"])
+def test_this_machine_alone_needs_no_key(host):
+    with open_listener(host, 0, has_keys=False) as listener:
+        url = url_of(listener, host)
+    assert url.startswith("http://[::1]:" if host == "::1" else f"http://{host}:")
+    assert not url.endswith(":0")
+
+
+def test_other_machines_may_come_with_a_key():
+    open_listener("0.0.0.0", 0, has_keys=True).close()
+
+
+def test_what_differs_from_the_defaults_is_sent_to_the_engine():
+    given = ["--max-sequences", "4", "--token-budget", "64", "--warm-up", "8:1k", "--dtype", "bf16"]
+    start = command._start(command_options(given))
+    assert start.cache == {"max_sequences": 4}
+    assert start.engine == {"token_budget": 64}
+    assert start.warm_up == ((8, 1024),)
+    assert start.dtype == "bf16"
+
+
+def command_options(arguments):
+    return _parser().parse_args(["serve", *arguments])
