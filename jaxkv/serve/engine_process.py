@@ -7,7 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import jaxkv
 from jaxkv.serve import exit_codes
 from jaxkv.serve.engine_client import EngineClient
 from jaxkv.serve.wire import Start, frame
@@ -76,7 +75,7 @@ class EngineProcess:
 
 def _environment() -> dict[str, str]:
     """Returns the environment in which the process finds the same jaxkv as this one."""
-    folders = [str(Path(jaxkv.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    folders = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
     return os.environ | {
         "PYTHONPATH": os.pathsep.join(filter(None, folders)),
         "PYTHONUNBUFFERED": "1",
