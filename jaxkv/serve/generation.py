@@ -2,10 +2,18 @@
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Protocol, runtime_checkable
 
 from jaxkv.config.sampling import SamplingParams
-from jaxkv.serve.engine_client import Call, EngineClient
+from jaxkv.serve.engine_client import (
+    Call,
+    EngineBusy,
+    EngineClient,
+    EngineLost,
+    RequestRefused,
+    SlowReader,
+)
 from jaxkv.serve.wire import Tokens
 from jaxkv.text.bad_words import forbid_words
 from jaxkv.text.text_stream import TextStream
@@ -47,6 +55,9 @@ class Counts:
         preemptions: how often a sample lost its pages.
         arrived, first_token, finished: seconds of `time.monotonic`; `None` before the event.
         queue_seconds: what the engine said of the first sample that ended.
+        reasons: the finish reason of each sample that has ended, in the order of their ends. Samples that an abort or
+            an error of the engine ended are "abort" or "error" here, though no delta of theirs says so.
+        outputs: generated tokens of each of them.
     """
 
     prompt_tokens: int
@@ -57,6 +68,25 @@ class Counts:
     first_token: float | None = None
     finished: float | None = None
     queue_seconds: float | None = None
+    reasons: list[str] = field(default_factory=list)
+    outputs: list[int] = field(default_factory=list)
+
+
+@runtime_checkable
+class CallWatcher(Protocol):
+    """Is told what a call got; `jaxkv.serve.metrics.Recorder` implements it."""
+
+    def first_token(self, counts: Counts) -> None:
+        """The first token of the call has come."""
+        ...
+
+    def tokens(self, count: int, gap: float | None) -> None:
+        """A sample got `count` tokens, `gap` seconds after those before; `None` for its first ones."""
+        ...
+
+    def ended(self, counts: Counts) -> None:
+        """All samples of the call have ended; told once."""
+        ...
 
 
 class _Sample:
@@ -65,9 +95,10 @@ class _Sample:
     def __init__(self, index: int, stream: TextStream | None, params: SamplingParams) -> None:
         self.index = index
         self.ended = False
+        self.last_tokens: float | None = None
+        self.generated = 0
         self._stream = stream
         self._params = params
-        self._generated = 0
 
     def take(self, tokens: Tokens) -> Delta:
         """Returns the delta of new tokens. Tokens after a stop string are dropped.
@@ -106,15 +137,15 @@ class _Sample:
         )
 
     def _push(self, token: int) -> tuple[str, bool]:
-        self._generated += 1
+        self.generated += 1
         if self._stream is None:
             return "", False
-        return self._stream.push(token, may_stop=self._generated >= self._params.min_tokens)
+        return self._stream.push(token, may_stop=self.generated >= self._params.min_tokens)
 
     def _finish(self, *, may_stop: bool) -> tuple[str, bool]:
         if self._stream is None:
             return "", False
-        may_stop = may_stop and self._generated >= self._params.min_tokens
+        may_stop = may_stop and self.generated >= self._params.min_tokens
         return self._stream.finish(may_stop=may_stop)
 
     def _stop_string(self) -> str | None:
@@ -129,6 +160,7 @@ class Generation:
         tokenizer: decodes; `None` gives deltas without text.
         prompt: token ids of the prompt.
         params: the user's sampling parameters, with stop strings.
+        watcher: is told of its tokens and its end.
 
     Attributes:
         counts: token counts and times so far.
@@ -140,9 +172,11 @@ class Generation:
         tokenizer: Tokenizer | None,
         prompt: Sequence[int],
         params: SamplingParams,
+        watcher: CallWatcher | None = None,
     ) -> None:
         self.counts = Counts(prompt_tokens=len(prompt), arrived=time.monotonic())
         self._call = call
+        self._watcher = watcher
         self._samples = [
             _Sample(index, tokenizer and TextStream(tokenizer, prompt, params), params)
             for index in range(params.n)
@@ -157,7 +191,12 @@ class Generation:
             RequestRefused, EngineBusy, SlowReader, EngineLost: see `Call.arrivals`.
         """
         merged: dict[int, Tokens] = {}
-        for tokens in await self._call.arrivals():
+        try:
+            arrived = await self._call.arrivals()
+        except (RequestRefused, EngineBusy, SlowReader, EngineLost):
+            self._end_open("error")
+            raise
+        for tokens in arrived:
             before = merged.get(tokens.sample)
             merged[tokens.sample] = tokens if before is None else _joined(before, tokens)
         return [self._take(tokens) for tokens in merged.values()]
@@ -165,6 +204,7 @@ class Generation:
     def abort(self) -> None:
         """Ends all samples and frees their pages within a step; a second call does nothing."""
         self._call.abort()
+        self._end_open("abort")
 
     def _take(self, tokens: Tokens) -> Delta:
         sample, now = self._samples[tokens.sample], time.monotonic()
@@ -174,22 +214,46 @@ class Generation:
             delta = Delta(
                 sample=tokens.sample, text="", finish_reason="error", error=f"no text: {error}"
             )
+            sample.ended = True
         if delta.finish_reason is not None and tokens.ended is None:
             self._call.abort(tokens.sample)
-        self._count(delta, tokens, now)
+        self._count(sample, delta, tokens, now)
         return delta
 
-    def _count(self, delta: Delta, tokens: Tokens, now: float) -> None:
-        counts = self.counts
+    def _count(self, sample: _Sample, delta: Delta, tokens: Tokens, now: float) -> None:
+        counts, watcher = self.counts, self._watcher
         counts.output_tokens += len(delta.ids)
-        if counts.first_token is None and delta.ids:
-            counts.first_token = now
+        if delta.ids:
+            if counts.first_token is None:
+                counts.first_token = now
+                if watcher is not None:
+                    watcher.first_token(counts)
+            if watcher is not None:
+                before = sample.last_tokens
+                watcher.tokens(len(delta.ids), None if before is None else now - before)
+            sample.last_tokens = now
         if (end := tokens.ended) is not None:
             counts.preemptions += end.preemptions
             if counts.queue_seconds is None:
                 counts.cached_tokens, counts.queue_seconds = end.cached_tokens, end.queue_seconds
         if delta.finish_reason is not None:
-            counts.finished = now
+            self._end([sample], delta.finish_reason, now)
+
+    def _end_open(self, reason: str) -> None:
+        """Counts the samples without an end as ended; a second call does nothing."""
+        left = [sample for sample in self._samples if not sample.ended]
+        for sample in left:
+            sample.ended = True
+        if left:
+            self._end(left, reason, time.monotonic())
+
+    def _end(self, samples: Sequence[_Sample], reason: str, now: float) -> None:
+        counts = self.counts
+        counts.finished = now
+        counts.reasons += [reason] * len(samples)
+        counts.outputs += [sample.generated for sample in samples]
+        if self._watcher is not None and len(counts.reasons) == len(self._samples):
+            self._watcher.ended(counts)
 
 
 def generate(
@@ -200,6 +264,7 @@ def generate(
     *,
     priority: int = 0,
     salt: bytes | None = None,
+    watcher: CallWatcher | None = None,
 ) -> Generation:
     """Begins one prompt in the engine; returns its texts.
 
@@ -210,6 +275,7 @@ def generate(
         params: sampling parameters.
         priority: lower numbers are served first.
         salt: only requests of the same salt share cached pages.
+        watcher: is told of the call's tokens and its end.
 
     Raises:
         ValueError: stop strings or `bad_words` that this tokenizer cannot serve.
@@ -219,7 +285,7 @@ def generate(
         raise ValueError("stop strings need a tokenizer, which this model directory lacks")
     sent = replace(forbid_words(params, tokenizer), stop=())
     call = client.submit(prompt, sent, priority=priority, salt=salt)
-    return Generation(call, tokenizer, prompt, params)
+    return Generation(call, tokenizer, prompt, params, watcher)
 
 
 def _joined(first: Tokens, second: Tokens) -> Tokens:

@@ -25,6 +25,7 @@ from jaxkv.serve.wire import (
     frame,
     frames_to_engine,
 )
+from tests.serve.pictures import fake_stats
 
 FACTS = Ready(
     directory=str(default_model.path()),
@@ -47,6 +48,9 @@ class FakeEngine:
     Attributes:
         calls: every `Submit` that came, by number.
         aborted: every `Abort` that came.
+        stats, picture: what it answers to `AskStats`.
+        questions: every `AskStats` that came.
+        answers_stats: whether it answers them.
     """
 
     def __init__(
@@ -58,7 +62,10 @@ class FakeEngine:
     ) -> None:
         self.calls: dict[int, Submit] = {}
         self.aborted: list[Abort] = []
-        self.stats: dict[str, object] = {"running": 0, "waiting": 0, "cache": []}
+        stats, self.picture = fake_stats()
+        self.stats: dict[str, object] = {**stats, "running": 0, "waiting": 0}
+        self.questions: list[AskStats] = []
+        self.answers_stats = True
         self._script = script or (lambda submit: submit.ids)
         self._held = held
         self._facts = facts
@@ -137,8 +144,11 @@ class FakeEngine:
                 for key in list(self._left):
                     if key[0] == call and sample in (None, key[1]):
                         del self._left[key]
-            case AskStats(query, _):
-                await self.send(StatsReply(query, self.stats))
+            case AskStats(query, pages):
+                self.questions.append(message)
+                if self.answers_stats:
+                    stats = self.stats | (self.picture if pages else {})
+                    await self.send(StatsReply(query, stats))
 
     async def _end(self) -> None:
         if self._task is not None:

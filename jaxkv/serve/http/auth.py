@@ -1,5 +1,7 @@
 """API keys: who may call what, and the salt that keeps the cached pages of different keys apart."""
 
+import base64
+import binascii
 import hashlib
 import hmac
 from collections.abc import Iterable, Mapping
@@ -8,6 +10,13 @@ from starlette.types import Scope
 
 OPEN_PATHS = frozenset({"/health", "/ready"})
 """The only paths that need no key."""
+
+BROWSER_PATHS = frozenset({"/dashboard", "/dashboard/data"})
+"""The only paths that take a key as the password of HTTP Basic, so that a browser asks for it.
+
+A browser sends that password by itself, even where another site's page made the request. These paths only read, and no
+other site can read their replies. On all other paths a key must be sent on purpose.
+"""
 
 _FEWEST_CHARACTERS = 8
 
@@ -37,17 +46,22 @@ class ApiKeys:
     def __bool__(self) -> bool:
         return bool(self._digests)
 
-    def tenant(self, headers: Iterable[tuple[bytes, bytes]]) -> bytes | None:
+    def tenant(
+        self, headers: Iterable[tuple[bytes, bytes]], *, basic: bool = False
+    ) -> bytes | None:
         """Returns the digest of the request's key, empty if no keys are needed; `None` if it has no valid one.
 
         Args:
             headers: the request's headers. The key is `Authorization: Bearer KEY` or `x-api-key: KEY`; of several, the
                 first valid one counts.
+            basic: a key may also be the password of HTTP Basic; see `BROWSER_PATHS`.
         """
         if not self._digests:
             return b""
         for name, value in headers:
-            if (key := _key(name, value)) is not None and (found := self._digest(key)) is not None:
+            if (key := _key(name, value, basic)) is not None and (
+                found := self._digest(key)
+            ) is not None:
                 return found
         return None
 
@@ -82,17 +96,36 @@ def prefix_salt(tenant: bytes, cache_salt: str | None) -> bytes | None:
     return hmac.digest(tenant, b"jaxkv prefix salt" + chosen, "sha256")
 
 
-def challenge() -> Mapping[str, str]:
+def takes_basic(scope: Scope) -> bool:
+    """Whether a request may have its key as the password of HTTP Basic."""
+    return scope["path"] in BROWSER_PATHS
+
+
+def challenge(scope: Scope) -> Mapping[str, str]:
     """Returns the headers of a 401."""
+    if takes_basic(scope):
+        return {"www-authenticate": 'Basic realm="jaxkv: any name, the API key as password"'}
     return {"www-authenticate": "Bearer"}
 
 
-def _key(name: bytes, value: bytes) -> bytes | None:
+def _key(name: bytes, value: bytes, basic: bool) -> bytes | None:
     """Returns the key that a header carries; `None` for other headers."""
     name = name.lower()
     if name == b"x-api-key":
         return value.strip()
     if name == b"authorization":
         scheme, _, key = value.strip().partition(b" ")
+        if basic and scheme.lower() == b"basic":
+            return _password(key.strip())
         return key.strip() if scheme.lower() == b"bearer" else None
     return None
+
+
+def _password(credentials: bytes) -> bytes | None:
+    """Returns the password of HTTP Basic's credentials, base64 of "name:password"; `None` if they are malformed."""
+    try:
+        pair = base64.b64decode(credentials, validate=True)
+    except binascii.Error:
+        return None
+    _, colon, password = pair.partition(b":")
+    return password if colon else None

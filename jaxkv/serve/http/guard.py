@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from jaxkv.serve.http.auth import ApiKeys, challenge, is_open
+from jaxkv.serve.http.auth import ApiKeys, challenge, is_open, takes_basic
 from jaxkv.serve.http.errors import ApiError, ErrorForm, openai_error
 from jaxkv.serve.http.replies import error_reply
 from jaxkv.serve.http.request import REQUEST_ID, TENANT
@@ -38,14 +38,14 @@ class Guard:
             return
         request_id = secrets.token_hex(12)
         numbered = _numbered(send, request_id)
-        tenant = self._keys.tenant(scope["headers"])
+        tenant = self._keys.tenant(scope["headers"], basic=takes_basic(scope))
         if tenant is None and not is_open(scope):
             form = self._forms.get(scope["path"], openai_error)
             error = ApiError(
                 401,
                 "invalid_api_key",
                 "the API key is missing or wrong; send it as Authorization: Bearer KEY",
-                headers=challenge(),
+                headers=challenge(scope),
             )
             await error_reply(error, form, request_id).send(numbered)
             return

@@ -10,6 +10,8 @@ from jaxkv.serve.engine_client import EngineClient, EngineLost
 from jaxkv.serve.generation import Generation, generate
 from jaxkv.serve.http.errors import ApiError, bad_request, from_engine, unavailable
 from jaxkv.serve.http.limits import Limits
+from jaxkv.serve.metrics import Recorder
+from jaxkv.serve.stats_poll import StatsPoll
 from jaxkv.serve.wire import Ready
 from jaxkv.text.chat_template import ChatOptions
 from jaxkv.text.tokenizer import Tokenizer
@@ -28,6 +30,9 @@ class Service:
         loading: the tokenizer is still to come.
         draining: no new requests are taken; those in progress go on.
         created: Unix time of the start, in seconds.
+        recorder: counts what the server does.
+        stats: the engine's statistics.
+        picture: the same with the engine's picture.
     """
 
     client: EngineClient
@@ -41,6 +46,9 @@ class Service:
     def __post_init__(self) -> None:
         """Bounds the threads."""
         self._threads = asyncio.Semaphore(self.limits.threads)
+        self.recorder = Recorder()
+        self.stats = StatsPoll(self.client, pages=False)
+        self.picture = StatsPoll(self.client, pages=True)
 
     @property
     def facts(self) -> Ready:
@@ -100,7 +108,13 @@ class Service:
         try:
             params.check_vocab(self.facts.vocab_size)
             return generate(
-                self.client, self.tokenizer, prompt_ids, params, priority=priority, salt=salt
+                self.client,
+                self.tokenizer,
+                prompt_ids,
+                params,
+                priority=priority,
+                salt=salt,
+                watcher=self.recorder,
             )
         except EngineLost as error:
             raise from_engine(error, self.limits.retry_after_seconds) from error
