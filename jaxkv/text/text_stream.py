@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from jaxkv.config.sampling import SamplingParams
 from jaxkv.text.detokenize import Detokenizer
+from jaxkv.text.markers import Markers
 from jaxkv.text.tokenizer import Tokenizer
 
 
@@ -24,8 +25,7 @@ class StopStrings:
         self.met: str | None = None
         self._stops = stops
         self._included = included
-        self._prefixes = {stop[:length] for stop in stops for length in range(1, len(stop))}
-        self._longest = max(map(len, stops), default=0)
+        self._markers = Markers(stops) if stops else None
         self._pending = ""
 
     def push(self, piece: str, *, may_stop: bool = True) -> tuple[str, bool]:
@@ -35,7 +35,7 @@ class StopStrings:
             piece: the next piece of the text.
             may_stop: whether stop strings that end within this piece count.
         """
-        if not self._stops:
+        if self._markers is None:
             return piece, False
         before, self._pending = len(self._pending), self._pending + piece
         if may_stop:
@@ -49,7 +49,7 @@ class StopStrings:
                 self.met = self._pending[start:end]
                 text, self._pending = self._pending[: end if self._included else start], ""
                 return text, True
-        final = len(self._pending) - self._possible_beginning()
+        final = self._markers.possible_beginning(self._pending)
         text, self._pending = self._pending[:final], self._pending[final:]
         return text, False
 
@@ -57,11 +57,6 @@ class StopStrings:
         """Returns the remaining text at the end of the sequence."""
         text, self._pending = self._pending, ""
         return text
-
-    def _possible_beginning(self) -> int:
-        """Returns how many of the last characters may be the beginning of a stop string."""
-        lengths = range(min(self._longest - 1, len(self._pending)), 0, -1)
-        return next((n for n in lengths if self._pending[-n:] in self._prefixes), 0)
 
 
 class TextStream:
