@@ -1,0 +1,182 @@
+"""Which parser reads a model's answers, by name or by the model's files, and opening it for one answer."""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from jaxkv.serve.parsers.answer import Answer
+from jaxkv.serve.parsers.answer_parser import AnswerParser
+from jaxkv.serve.parsers.calls import Calls
+from jaxkv.serve.parsers.forced_calls import ForcedFormat, ToolChoice, chosen_function
+from jaxkv.serve.parsers.formats import (
+    OTHER_NAMES,
+    REASONING_FORMATS,
+    TOOL_FORMATS,
+    Entry,
+    Harmony,
+)
+from jaxkv.serve.parsers.harmony import HarmonyReader, open_header
+from jaxkv.serve.parsers.protocol import OutputParser
+from jaxkv.serve.parsers.reasoning import read_reasoning
+from jaxkv.serve.parsers.source import Source, Steps
+from jaxkv.serve.parsers.tool_format import read_calls, read_content
+from jaxkv.text.markers import Markers
+
+NONE = "none"
+
+
+@dataclass(frozen=True)
+class ParserChoice:
+    """The parsers of a model.
+
+    Attributes:
+        tools: name of the format of tool calls, a key of `formats.TOOL_FORMATS`; `None` if calls are not read.
+        reasoning: name of the format of reasoning, a key of `formats.REASONING_FORMATS`; `None` if it is not read.
+        keeps_special_tokens: whether a marker is a special token. Then answers must be decoded with
+            `skip_special_tokens=False`, and the parser removes the other special tokens.
+        special_tokens: texts of the model's special tokens.
+    """
+
+    tools: str | None
+    reasoning: str | None
+    keeps_special_tokens: bool
+    special_tokens: tuple[str, ...] = ()
+
+
+def choose_parsers(
+    template: str | None,
+    special_tokens: Collection[str],
+    model_type: str,
+    *,
+    tools: str | None = None,
+    reasoning: str | None = None,
+) -> ParserChoice:
+    """Returns the parsers of a model.
+
+    A format is found by markers that the chat template contains, and if there is none, by markers among the special
+    tokens. A template that does not mention tools has no tool calls.
+
+    Args:
+        template: source of the chat template; `None` if the model has none.
+        special_tokens: texts of the special tokens.
+        model_type: as in config.json.
+        tools: name of the format of tool calls, or "none"; if not given, it is found.
+        reasoning: name of the format of reasoning, or "none"; if not given, it is found.
+
+    Raises:
+        ValueError: a name is unknown; the message lists the names.
+    """
+    has_tools = template is None or "tool" in template
+    tool_format = (
+        _found(TOOL_FORMATS, template, special_tokens if has_tools else (), model_type)
+        if tools is None
+        else _named(TOOL_FORMATS, tools, "tool parser")
+    )
+    reasoning_format = (
+        _found(REASONING_FORMATS, template, special_tokens, model_type)
+        if reasoning is None
+        else _named(REASONING_FORMATS, reasoning, "reasoning parser")
+    )
+    special = tuple(sorted({*special_tokens} - {""}))
+    markers = _markers(tool_format, reasoning_format)
+    return ParserChoice(tool_format, reasoning_format, not markers.isdisjoint(special), special)
+
+
+def open_parser(
+    choice: ParserChoice,
+    *,
+    tools: Sequence[Mapping[str, Any]] | None,
+    thinking: bool | None,
+    prompt_end: str,
+    tool_choice: ToolChoice = "auto",
+) -> OutputParser:
+    """Returns the parser of one answer.
+
+    Without tools, and with the tool choice "none", markers of tool calls are content. A demanded call may come in the
+    model's own format or as `forced_schema` describes it; in the harmony format only in the model's own.
+
+    Args:
+        choice: the model's parsers.
+        tools: the request's tools in OpenAI's form; `None` or none.
+        thinking: whether the request asks for reasoning; `None` if it says nothing.
+        prompt_end: the last characters of the rendered prompt, 200 or more: templates may begin the reasoning there.
+        tool_choice: "auto", "none", "required", or the one function to call.
+
+    Raises:
+        ValueError: the tool choice has another form.
+    """
+    function = chosen_function(tool_choice)
+    tools = () if tools is None or tool_choice == NONE else tools
+    is_forced = bool(tools) and tool_choice != "auto"
+    tool_format = TOOL_FORMATS[choice.tools].format if choice.tools and tools else None
+    reasoning = REASONING_FORMATS[choice.reasoning].format if choice.reasoning else None
+    is_harmony = choice.tools == "openai" or isinstance(reasoning, Harmony)
+
+    def read(source: Source, answer: Answer) -> Steps[None]:
+        calls = Calls(source, answer, tools)
+        if is_harmony:
+            reader = HarmonyReader(
+                source,
+                answer,
+                calls if tool_format else None,
+                reasoning=reasoning is not None,
+            )
+            yield from reader.read(open_header(prompt_end))
+            return
+        if reasoning is not None and not isinstance(reasoning, Harmony):
+            is_open = reasoning.is_open(prompt_end, choice.special_tokens, thinking)
+            yield from read_reasoning(source, answer, reasoning, is_open=is_open)
+        if is_forced:
+            yield from read_calls(source, answer, ForcedFormat(function), calls, "")
+        if tool_format is None or isinstance(tool_format, Harmony):
+            yield from source.rest(answer.content)
+        else:
+            yield from read_content(source, answer, tool_format, calls)
+
+    return AnswerParser(read, _removed(choice))
+
+
+@lru_cache(maxsize=8)
+def _removed(choice: ParserChoice) -> Markers | None:
+    """Returns the texts that are no part of an answer."""
+    reasoning = REASONING_FORMATS[choice.reasoning].format if choice.reasoning else None
+    removed = set(() if reasoning is None or isinstance(reasoning, Harmony) else reasoning.removed)
+    if choice.keeps_special_tokens:
+        removed |= {*choice.special_tokens} - _markers(choice.tools, choice.reasoning)
+    return Markers(removed) if removed else None
+
+
+def _markers(tools: str | None, reasoning: str | None) -> set[str]:
+    """Returns the markers of two formats."""
+    formats = [TOOL_FORMATS[tools].format] if tools else []
+    thoughts = [REASONING_FORMATS[reasoning].format] if reasoning else []
+    return {marker for format in (*formats, *thoughts) for marker in format.markers}
+
+
+def _named(entries: Mapping[str, Entry], name: str, what: str) -> str | None:
+    if name == NONE:
+        return None
+    known = name if name in entries else OTHER_NAMES.get(name)
+    if known not in entries:
+        others = [other for other, meant in OTHER_NAMES.items() if meant in entries]
+        names = ", ".join(sorted({*entries, *others, NONE}))
+        raise ValueError(f"there is no {what} {name!r}; choose one of {names}")
+    return known
+
+
+def _found(
+    entries: Mapping[str, Entry], template: str | None, tokens: Collection[str], model_type: str
+) -> str | None:
+    """Returns the name of the first format whose signs a chat template has, or else the special tokens."""
+    for texts in ((template,), tokens):
+        for name, entry in entries.items():
+            if (
+                entry.signs
+                and model_type.startswith(entry.model_type)
+                and all(
+                    any(text is not None and sign in text for text in texts) for sign in entry.signs
+                )
+            ):
+                return name
+    return None

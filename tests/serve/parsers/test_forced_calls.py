@@ -1,0 +1,72 @@
+"""Answers to requests that demand a tool call."""
+
+import pytest
+
+from jaxkv.serve.parsers.events import Content, Reasoning
+from jaxkv.serve.parsers.forced_calls import forced_schema
+from tests.serve.parsers.examples import PARIS, TOOLS, call, opened, parsed
+
+NAMED = {"type": "function", "function": {"name": "get_weather"}}
+
+
+@pytest.mark.parametrize(
+    "choice", [NAMED, {"type": "function", "name": "get_weather"}, "get_weather"]
+)
+def test_the_arguments_of_a_named_function_are_its_call(choice):
+    parser = opened("hermes", "qwen3", tool_choice=choice)
+    assert parsed(parser, f"<think>Hm.</think>\n{PARIS}") == [
+        Reasoning("Hm."),
+        *call(0, "get_weather", PARIS),
+    ]
+
+
+def test_a_list_of_calls_is_read_if_a_call_is_required():
+    text = f'[{{"name": "get_weather", "parameters": {PARIS}}}, {{"name": "get_time", "parameters": {{}}}}]'
+    events = [*call(0, "get_weather", PARIS), *call(1, "get_time", "{}")]
+    for tools in ("hermes", "llama3_json", "llama4_pythonic", None):
+        assert parsed(opened(tools, tool_choice="required"), text) == events
+    assert parsed(opened("hermes"), text) == [Content(text)]
+
+
+@pytest.mark.parametrize("choice", ["required", NAMED])
+def test_a_demanded_call_may_have_the_models_own_format(choice):
+    text = f'<tool_call>{{"name": "get_weather", "arguments": {PARIS}}}</tool_call>'
+    assert parsed(opened("hermes", tool_choice=choice), text) == call(0, "get_weather", PARIS)
+
+
+def test_the_schema_of_a_named_function_is_that_of_its_arguments():
+    assert forced_schema(TOOLS, NAMED) == TOOLS[0]["function"]["parameters"]
+    assert forced_schema(TOOLS, "get_time") == {"type": "object"}
+
+
+def test_the_schema_of_a_required_call_is_a_list_with_every_function():
+    schema = forced_schema(TOOLS, "required")
+    assert schema is not None
+    assert schema["minItems"] == 1
+    names = [each["properties"]["name"]["const"] for each in schema["items"]["anyOf"]]
+    assert names == ["get_weather", "get_time"]
+
+
+def test_definitions_of_parameters_stand_at_the_root():
+    parameters = {"$defs": {"A": {"type": "string"}}, "properties": {"a": {"$ref": "#/$defs/A"}}}
+    schema = forced_schema(
+        [{"type": "function", "name": "f", "parameters": parameters}], "required"
+    )
+    assert schema is not None
+    assert schema["$defs"] == {"A": {"type": "string"}}
+
+
+def test_a_free_choice_has_no_schema():
+    assert forced_schema(TOOLS, "auto") is None
+    assert forced_schema(TOOLS, "none") is None
+
+
+def test_a_function_that_is_no_tool_is_refused():
+    with pytest.raises(ValueError, match="none of the request's tools: get_weather, get_time"):
+        forced_schema(TOOLS, "get_news")
+
+
+def test_a_choice_of_another_form_is_refused():
+    for choice in ({}, {"type": "function", "function": {"name": 3}}, {"function": "f"}):
+        with pytest.raises(ValueError, match="names no function"):
+            opened("hermes", tool_choice=choice)
