@@ -17,7 +17,7 @@ from jaxkv.engine.command_loop import CommandLoop
 from jaxkv.engine.drive import output_of, with_figures
 from jaxkv.engine.request import Piece, Request, RequestOutput
 from jaxkv.engine.request_state import FINISHED, RequestState
-from jaxkv.errors import STEP_FAILURES
+from jaxkv.errors import STEP_FAILURES, OutOfPages, OutOfStates
 from jaxkv.llm import LLM
 from jaxkv.text.prompts import Prompt, as_call, one_each, one_sample
 
@@ -36,12 +36,14 @@ class _Call:
         loop: the caller's event loop.
         arrivals: (sample number, piece) for each new piece, or the error that ends the call.
         samples: the engine's states of the requests; empty until the engine has accepted them.
+        left: the caller does not wait any more.
     """
 
     requests: list[Request]
     loop: asyncio.AbstractEventLoop
     arrivals: asyncio.Queue[_Arrival] = field(default_factory=asyncio.Queue)
     samples: list[RequestState] = field(default_factory=list)
+    left: bool = False
 
     def send(self, arrivals: Sequence[_Arrival]) -> bool:
         """Posts arrivals to the caller's event loop, from the engine's thread; returns False if that loop is closed."""
@@ -207,12 +209,18 @@ class AsyncLLM:
     def _accept(self, call: _Call) -> None:
         try:
             call.samples = self._engine.add(call.requests, streamed=True)
+        except (OutOfPages, OutOfStates) as error:
+            if not self._engine.has_work:
+                call.send([error])
+            elif not call.left:
+                self._loop.put_later(lambda: self._accept(call))
         except STEP_FAILURES as error:
             call.send([error])
         else:
             self._calls.append(call)
 
     def _abort(self, call: _Call) -> None:
+        call.left = True
         for sample in call.samples:
             self._engine.abort(sample)
         if call in self._calls:

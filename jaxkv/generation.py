@@ -156,6 +156,10 @@ def _check_lengths(
             raise ValueError(
                 "stop and bad_words are texts, and jaxkv.generate has no tokenizer; use stop_token_ids and logit_bias"
             )
+        if one.prompt_logprobs is not None:
+            raise ValueError(
+                "jaxkv.generate reports no prompt_logprobs; use LLM.generate or LLM.score"
+            )
         one.check_vocab(model.vocab_size)
         if length + _most_tokens(one) > model.max_positions:
             raise ValueError(

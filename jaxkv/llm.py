@@ -47,8 +47,7 @@ from jaxkv.plan import (
 from jaxkv.programs.jax_cache import enable_compile_cache
 from jaxkv.programs.manifest import Programs
 from jaxkv.runner.model_runner import ModelRunner
-from jaxkv.runner.rows import Row
-from jaxkv.runner.scoring import score_texts
+from jaxkv.runner.scoring import score_program, score_texts
 from jaxkv.runner.sequence_runner import SequenceRunner
 from jaxkv.text.bad_words import forbid_words
 from jaxkv.text.chat_template import ChatOptions
@@ -223,7 +222,7 @@ class LLM:
         )
         check_room(weights, self.budget.bytes)
         if load_format != "dummy":
-            fetch_weights(model, directory, progress=progress)
+            fetch_weights(model, directory, revision, progress=progress)
         with named_exhaustion(f"loading weights of {weights:,} bytes"):
             drawn = _key(seed or 0) if load_format == "dummy" else None
             params = _params(self.model, directory, dtype, drawn, progress=progress)
@@ -312,9 +311,12 @@ class LLM:
         request = self._request(TokenizedPrompt((0,) * prompt_tokens), params, 0)
         with self.lock.held():
             needed = declare_served(self.engine, request, batch * params.n)
-            if score:
-                row = Row(0, request.prompt, 0, SamplingParams(temperature=0.0))
-                needed.append(self.engine.sequence_runner.score_spec(row))
+            tops = [0] if score else []
+            if params.prompt_logprobs is not None:
+                tops.append(params.prompt_logprobs)
+            needed += [
+                score_program(self.engine.sequence_runner, request.prompt, top) for top in tops
+            ]
             if saved_prefixes:
                 needed += declare_saved_prefixes(self.engine)
             return compile_all(

@@ -95,6 +95,8 @@ class SamplingParams:
         ignore_eos: the model's own end ids do not end the request.
         logprobs: number of most likely tokens, up to 20, whose log-probabilities are reported beside the sampled
             token's; `None` for no log-probabilities.
+        prompt_logprobs: likewise for the tokens of the prompt, which are then scored in a step of their own. Outputs
+            have them, streams do not.
     """
 
     temperature: float = 1.0
@@ -116,6 +118,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     ignore_eos: bool = False
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
         """Raises `ValueError` for values out of range or of the wrong type."""
@@ -137,8 +140,9 @@ class SamplingParams:
         if self.max_tokens is not None:
             check_fields(self, as_int, 1, INT32_MAX, "max_tokens")
         check_fields(self, as_int, 0, self.max_tokens or INT32_MAX, "min_tokens")
-        if self.logprobs is not None:
-            check_fields(self, as_int, 0, MAX_LOGPROBS, "logprobs")
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                check_fields(self, as_int, 0, MAX_LOGPROBS, name)
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be a bool, got {getattr(self, name)!r}")

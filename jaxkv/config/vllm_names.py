@@ -38,7 +38,6 @@ ALIASES = (
 `SamplingParams` have equal names in both."""
 
 _UNSUPPORTED = {
-    "prompt_logprobs": "llm.score(prompts) returns the log-probabilities of given tokens",
     "best_of": "ask for n samples and choose among them",
     "use_beam_search": "there is no beam search; ask for n samples",
     "logits_processors": "logit_bias is the one change of logits that a request can make",

@@ -31,11 +31,16 @@ class CommandLoop:
         self._lock = lock
         self._after_step = after_step
         self._stepping = False
+        self._later: list[Command] = []
         self._commands: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
 
     def put(self, command: Command) -> None:
         """Queues a command; any thread may."""
         self._commands.put(command)
+
+    def put_later(self, command: Command) -> None:
+        """Queues a command for after the next step, for a command that found too few free pages."""
+        self._later.append(command)
 
     def end(self) -> None:
         """Queues the end of `run`; any thread may."""
@@ -56,6 +61,9 @@ class CommandLoop:
                 finally:
                     self._stepping, self.step_began = False, None
                 self._after_step()
+                later, self._later = self._later, []
+                for command in later:
+                    command()
 
     def run_left(self) -> None:
         """Runs the commands that came too late for `run`, after its end."""

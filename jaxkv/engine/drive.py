@@ -8,6 +8,7 @@ from jaxkv.engine.engine_lock import EngineLock
 from jaxkv.engine.progress import Progress
 from jaxkv.engine.request import Piece, Request, RequestOutput, SampleOutput, Timing, Usage
 from jaxkv.engine.request_state import RequestState
+from jaxkv.runner.scoring import score_program
 from jaxkv.sampling.fields import features_of
 from jaxkv.text.detokenize import text_after
 from jaxkv.text.tokenizer import Tokenizer
@@ -24,6 +25,8 @@ def check_compiled(engine: Engine, request: Request) -> None:
         runner.program(runner.fit(engine.shapes.declare([part], total_tokens=total)))
     if features_of([row]).penalties:
         runner.program(runner.fit(engine.sequence_runner.admit_spec([row])))
+    if (top := request.params.prompt_logprobs) is not None:
+        runner.program(runner.fit(score_program(engine.sequence_runner, request.prompt, top)))
 
 
 def serve_all(
@@ -102,6 +105,7 @@ def output_of(samples: Sequence[RequestState], tokenizer: Tokenizer | None) -> R
         usage=usage_of(samples),
         prompt=request.text,
         prompt_token_ids=list(request.prompt),
+        prompt_logprobs=samples[0].prompt_logprobs,
     )
 
 

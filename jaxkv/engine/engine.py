@@ -27,6 +27,7 @@ from jaxkv.engine.scheduler import Scheduler
 from jaxkv.engine.state_checkpoints import StateCheckpoints, room_for_checkpoints
 from jaxkv.engine.step_pipeline import StepPipeline
 from jaxkv.errors import STEP_FAILURES, CachePoisoned
+from jaxkv.runner.scoring import prompt_logprobs
 from jaxkv.runner.sequence_runner import SequenceRunner
 from jaxkv.runner.step_shapes import StepShapes, clamp_token_budget, grain_of
 from jaxkv.text.tokenizer import Tokenizer
@@ -143,9 +144,12 @@ class Engine:
 
         Raises:
             ValueError: a request can never fit the cache, or it has stop strings and the model has no tokenizer.
+            OutOfPages, OutOfStates: others hold the pages that `prompt_logprobs` need now; nothing was queued.
         """
         for request in samples:
             self.check(request)
+        first, top = samples[0].prompt, samples[0].params.prompt_logprobs
+        scores = None if top is None else prompt_logprobs(self.sequence_runner, first, top)
         states = [
             new_request_state(
                 request,
@@ -156,6 +160,7 @@ class Engine:
             )
             for request in samples
         ]
+        states[0].prompt_logprobs = scores
         for sequence in states[1:]:
             self.scheduler.add_sample(states[0], sequence)
         self.scheduler.add(states[0])

@@ -206,6 +206,8 @@ class RequestOutput:
         usage: token counts of the prompt and of all samples.
         prompt: the prompt as text; `None` if it was given as ids or as a conversation.
         prompt_token_ids: token ids of the prompt, as the model reads them.
+        prompt_logprobs: per token of the prompt, token id -> natural log-probability of the raw logits, for the token
+            itself and the top n; `None` for the first token. `None` unless requested.
     """
 
     request_id: str
@@ -214,6 +216,7 @@ class RequestOutput:
     usage: Usage
     prompt: str | None = None
     prompt_token_ids: list[int]
+    prompt_logprobs: list[dict[int, float] | None] | None = None
 
     @property
     def text(self) -> str:

@@ -54,6 +54,7 @@ class RequestState:
         reason: why it ended; see `SampleOutput`.
         error: the exception that ended it, if one did.
         logprobs: per generated token, if requested.
+        prompt_logprobs: per token of the prompt, if requested; of the first sample alone.
         stream: incremental detokenizer; `None` if the request is not streamed and has no stop strings.
         text: output of `stream` so far.
         pieces: pieces that the user has not read yet; `None` if the request is not streamed.
@@ -85,6 +86,7 @@ class RequestState:
     reason: str | None = None
     error: Exception | None = None
     logprobs: list[dict[int, float]] = field(default_factory=list)
+    prompt_logprobs: list[dict[int, float] | None] | None = None
     stream: TextStream | None = None
     text: str = ""
     pieces: deque[Piece] | None = None

@@ -266,5 +266,5 @@ def load_model(
     config = load_config(directory, ignore_config_keys=ignore_config_keys)
     decoder = build_model(config, implementation=implementation)
     stored = resolve_dtype(dtype, config.dtype)
-    fetch_weights(model, directory, progress=progress)
+    fetch_weights(model, directory, revision, progress=progress)
     return load_params(directory, decoder, dtype=stored, progress=progress), decoder

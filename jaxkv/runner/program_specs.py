@@ -22,7 +22,7 @@ from jaxkv.runner.buckets import LOOSE_TOKENS
 from jaxkv.runner.sampled_rows import pack_sampled
 from jaxkv.sampling.features import Features
 from jaxkv.step.multi_step import decode_steps
-from jaxkv.step.score import score_tokens
+from jaxkv.step.score import TokenScores, score_tokens
 from jaxkv.step.step import step
 
 _SPARE_ROWS = 8
@@ -190,9 +190,11 @@ class ScoreSpec(ProgramSpec["Runner"]):
 
     Attributes:
         step: sizes of the step that computes the texts; it samples no tokens.
+        top: number of most likely tokens that it reports too.
     """
 
     step: StepSpec
+    top: int = 0
 
     @property
     def kind(self) -> str:
@@ -201,16 +203,20 @@ class ScoreSpec(ProgramSpec["Runner"]):
 
     @property
     def name(self) -> str:
-        """The kind, then the name of the step."""
-        return f"score_{self.step.name}"
+        """The kind and the number of most likely tokens, then the name of the step."""
+        return f"score{self.top or ''}_{self.step.name}"
 
     def sizes(self) -> dict[str, Size]:
-        """Returns the sizes of the step."""
-        return self.step.sizes()
+        """Returns the sizes of the step, and the number of most likely tokens unless it is 0."""
+        return self.step.sizes() | {"top": self.top or None}
 
     def serves(self, needed: ProgramSpec) -> bool:
         """Returns whether its step can replace the step of `needed`."""
-        return isinstance(needed, ScoreSpec) and self.step.serves(needed.step)
+        return (
+            isinstance(needed, ScoreSpec)
+            and self.top >= needed.top
+            and self.step.serves(needed.step)
+        )
 
     def costs_like(self, needed: ProgramSpec) -> bool:
         """Returns whether its step costs about as much as the step of `needed`."""
@@ -222,11 +228,12 @@ class ScoreSpec(ProgramSpec["Runner"]):
         return self.step.order_of_cost
 
     def lowering(self, runner: Runner) -> Lowering:
-        """Returns `cache, log-probabilities = run(params, cache, *packed)`, which donates the cache."""
+        """Returns `cache, scores = run(params, cache, *packed)`, which donates the cache."""
         model, packed_layout = runner.model, runner.packed_layout
 
-        def run(params: Params, cache: Cache, *packed: Array) -> tuple[Cache, Array]:
-            return score_tokens(model, params, cache, packed_layout.unpack(self.step, *packed))
+        def run(params: Params, cache: Cache, *packed: Array) -> tuple[Cache, TokenScores]:
+            batch = packed_layout.unpack(self.step, *packed)
+            return score_tokens(model, params, cache, batch, self.top)
 
         return lower_update(runner, run, packed_layout.blank(self.step))
 

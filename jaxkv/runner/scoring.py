@@ -6,11 +6,16 @@ are freed between them.
 
 from collections.abc import Iterator, Sequence
 
+import jax
 import numpy as np
 
 from jaxkv.config.sampling import SamplingParams
+from jaxkv.runner.program_specs import ScoreSpec
 from jaxkv.runner.rows import Row
+from jaxkv.runner.sampled_rows import report_logprobs
 from jaxkv.runner.sequence_runner import SequenceRunner
+from jaxkv.sampling.fields import logprobs_size
+from jaxkv.step.score import TokenScores
 
 
 def score_texts(
@@ -22,29 +27,69 @@ def score_texts(
         OutOfPages: a text needs more pages than are free; the cache is unchanged.
     """
     for text in texts:
-        stride = _stride(sequence_runner, len(text))
-        with sequence_runner.reserved(min(len(text), stride)) as sequence:
-            parts = [_score(sequence_runner, sequence, text, 0, stride)]
-            while (start := sum(map(len, parts))) < len(text) - 1:
-                sequence_runner.allocator.commit(sequence, start)
-                sequence_runner.allocator.free_out_of_window(sequence, start)
-                sequence_runner.allocator.reserve(sequence, min(len(text), start + stride))
-                parts.append(_score(sequence_runner, sequence, text, start, stride))
-        yield np.concatenate(parts)
+        yield np.asarray(_score_text(sequence_runner, text, 0).following)
 
 
-def _score(
-    sequence_runner: SequenceRunner, sequence: int, text: tuple[int, ...], start: int, stride: int
-) -> np.ndarray:
-    """Returns the log-probabilities of the tokens at `start + 1` to the end of one step.
+def prompt_logprobs(
+    sequence_runner: SequenceRunner, prompt: tuple[int, ...], top: int
+) -> list[dict[int, float] | None]:
+    """Returns, per token, token id -> natural log-probability, for the token itself and the `top` most likely ones.
+
+    The first token follows nothing, so its entry is `None`.
+
+    Raises:
+        OutOfPages: the prompt needs more pages than are free; the cache is unchanged.
+    """
+    scores = _score_text(sequence_runner, prompt, logprobs_size(top))
+    following = np.asarray(scores.following).tolist()
+    top_ids, top_logprobs = np.asarray(scores.top_ids)[:, :top], np.asarray(scores.top)[:, :top]
+    columns = zip(prompt[1:], following, top_ids, top_logprobs, strict=True)
+    return [None, *(report_logprobs(*column) for column in columns)]
+
+
+def score_program(
+    sequence_runner: SequenceRunner, text: tuple[int, ...], top: int = 0
+) -> ScoreSpec:
+    """Returns the program of the first step that scores a text, and reports `top` most likely tokens."""
+    row = _row(0, text[: _stride(sequence_runner, len(text))], 0)
+    return sequence_runner.score_spec(row, logprobs_size(top))
+
+
+def _row(sequence: int, tokens: tuple[int, ...], start: int) -> Row:
+    """Returns the row of a step that scores `tokens`, which begin at `start` of their text."""
+    return Row(sequence, tokens, start, SamplingParams(temperature=0.0), emits=False)
+
+
+def _score_text(sequence_runner: SequenceRunner, text: tuple[int, ...], top: int) -> TokenScores:
+    """Returns the scores of all tokens but the last, as NumPy arrays."""
+    stride = _stride(sequence_runner, len(text))
+    with sequence_runner.reserved(min(len(text), stride)) as sequence:
+        parts = [_score_part(sequence_runner, sequence, text, 0, stride, top)]
+        while (start := sum(len(part.following) for part in parts)) < len(text) - 1:
+            sequence_runner.allocator.commit(sequence, start)
+            sequence_runner.allocator.free_out_of_window(sequence, start)
+            sequence_runner.allocator.reserve(sequence, min(len(text), start + stride))
+            parts.append(_score_part(sequence_runner, sequence, text, start, stride, top))
+    return jax.tree.map(lambda *each: np.concatenate(each), *parts)
+
+
+def _score_part(
+    sequence_runner: SequenceRunner,
+    sequence: int,
+    text: tuple[int, ...],
+    start: int,
+    stride: int,
+    top: int,
+) -> TokenScores:
+    """Returns the scores at the tokens from `start` to the last but one of one step.
 
     The next step begins at the last token of this one. It computes that token again and overwrites it with equal
     values.
     """
-    part = text[start : start + stride]
-    row = Row(sequence, part, start, SamplingParams(temperature=0.0), emits=False)
-    spec = sequence_runner.runner.fit(sequence_runner.score_spec(row))
-    return sequence_runner.runner.read(sequence_runner.score(spec, [row]))[: len(part) - 1]
+    row = _row(sequence, text[start : start + stride], start)
+    spec = sequence_runner.runner.fit(sequence_runner.score_spec(row, top))
+    scores = sequence_runner.runner.read(sequence_runner.score(spec, [row]))
+    return jax.tree.map(lambda column: column[: len(row.tokens) - 1], scores)
 
 
 def _stride(sequence_runner: SequenceRunner, length: int) -> int:

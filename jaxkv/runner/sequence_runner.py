@@ -13,6 +13,7 @@ from jaxkv.runner.model_runner import ModelRunner
 from jaxkv.runner.packer import Packer
 from jaxkv.runner.program_specs import ScoreSpec, StepSpec
 from jaxkv.runner.rows import Row, StepRows
+from jaxkv.step.score import TokenScores
 
 
 class SequenceRunner:
@@ -71,8 +72,8 @@ class SequenceRunner:
         """
         return self.runner.run(shape, self.packer.pack(shape, rows, self.allocator))
 
-    def score(self, spec: ScoreSpec, rows: Sequence[Row]) -> Array:
-        """Returns, for each packed token, the log-probability of the token packed after it."""
+    def score(self, spec: ScoreSpec, rows: Sequence[Row]) -> TokenScores:
+        """Returns the scores of the packed tokens, on the device."""
         return self.runner.run(spec, self.packer.pack(spec.step, rows, self.allocator))
 
     def admit(self, rows: Sequence[Row], generated: Sequence[Sequence[int]] = ()) -> None:
@@ -96,14 +97,14 @@ class SequenceRunner:
         longest = max(outputs, *(len(row.tokens) for row in rows))
         return AdmitSpec(count, bucket(longest, self.length_buckets), returning=outputs > 0)
 
-    def score_spec(self, row: Row) -> ScoreSpec:
-        """Returns the program that scores one text, or a part of it."""
+    def score_spec(self, row: Row, top: int = 0) -> ScoreSpec:
+        """Returns the program that scores one text, or a part of it, and reports `top` most likely tokens."""
         length = bucket(row.start + len(row.tokens), self.length_buckets)
         tokens = bucket(len(row.tokens), self.length_buckets)
         groups = self.runner.layout.paged_groups
         widths = tuple(group.pages_for(length) for group in groups)
         fresh = row.start == 0 and tokens <= self.runner.layout.expands
-        return ScoreSpec(StepSpec(tokens, 1, widths, fresh=fresh))
+        return ScoreSpec(StepSpec(tokens, 1, widths, fresh=fresh), top)
 
     def is_biased(self, entry: int) -> bool:
         """Whether an entry of the sampling group holds a logit bias; programs with penalties add it to any row."""

@@ -139,8 +139,6 @@ def features_of(requests: Iterable[RequestSampling]) -> Features:
 
 def features_for(params: SamplingParams) -> Features:
     """Returns the features that one request needs."""
-    # Rounded up to few sizes, so that few programs are compiled.
-    top = next((size for size in LOGPROB_SIZES if size >= (params.logprobs or 0)), None)
     draws = params.temperature > 0
     return _one_object(
         Features(
@@ -148,9 +146,14 @@ def features_for(params: SamplingParams) -> Features:
             filters=draws and _uses(params, "filters"),
             penalties=_uses(params, "penalties") or bool(params.logit_bias),
             min_tokens=params.min_tokens > 0,
-            logprobs=None if params.logprobs is None else top,
+            logprobs=None if params.logprobs is None else logprobs_size(params.logprobs),
         )
     )
+
+
+def logprobs_size(top: int) -> int:
+    """Returns how many most likely tokens a program reports for a request of `top`: few sizes, so few programs."""
+    return next(size for size in LOGPROB_SIZES if size >= top)
 
 
 @dataclass(frozen=True)

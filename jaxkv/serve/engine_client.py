@@ -18,6 +18,7 @@ from jaxkv.serve.wire import (
     Failed,
     FrameWriter,
     FromEngine,
+    PromptScored,
     Ready,
     Refused,
     StatsReply,
@@ -58,9 +59,13 @@ class Call:
         number: its number in the messages.
         samples: number of samples.
         client: submits and aborts.
+
+    Attributes:
+        prompt_logprobs: see `PromptScored`; there before the first tokens, if they were asked for.
     """
 
     def __init__(self, number: int, samples: int, client: "EngineClient") -> None:
+        self.prompt_logprobs: list[dict[int, float] | None] | None = None
         self._number = number
         self._client = client
         self._open = set(range(samples))
@@ -340,6 +345,9 @@ class EngineClient:
             case Refused(call=number, message=text, kind=kind):
                 if (call := self._calls.pop(number, None)) is not None:
                     call.fail(RequestRefused(text) if kind == "request" else EngineBusy(text))
+            case PromptScored(number, logprobs):
+                if (call := self._calls.get(number)) is not None:
+                    call.prompt_logprobs = logprobs
             case Alive():
                 self.alive = message
             case StatsReply(query, stats):

@@ -26,7 +26,7 @@ from jaxkv.engine.inspection import draw
 from jaxkv.engine.recovery import is_fatal
 from jaxkv.engine.request import Request
 from jaxkv.engine.request_state import RequestState
-from jaxkv.errors import STEP_FAILURES, CachePoisoned, ProgramRefused
+from jaxkv.errors import STEP_FAILURES, CachePoisoned, OutOfPages, OutOfStates, ProgramRefused
 from jaxkv.llm import LLM
 from jaxkv.serve import exit_codes
 from jaxkv.serve.wire import (
@@ -38,6 +38,7 @@ from jaxkv.serve.wire import (
     Frames,
     FrameWriter,
     FromEngine,
+    PromptScored,
     Ready,
     Refused,
     Start,
@@ -194,12 +195,32 @@ class EngineServer:
 
     def _accept(self, call: int, requests: list[Request]) -> None:
         try:
-            self._calls[call] = self._engine.add(requests, streamed=True, as_text=False)
+            samples = self._engine.add(requests, streamed=True, as_text=False)
+        except (OutOfPages, OutOfStates):
+            self._accept_later(call, requests)
         except ValueError as error:
             self._sender.send(Refused(call, str(error)))
         except STEP_FAILURES as error:
             _LOG.exception("a call could not be begun")
             self._sender.send(Refused(call, type(error).__name__, "engine"))
+        else:
+            self._calls[call] = samples
+            if (scores := samples[0].prompt_logprobs) is not None:
+                self._sender.send(PromptScored(call, scores))
+
+    def _accept_later(self, call: int, requests: list[Request]) -> None:
+        """Tries a call again after the next step, since others hold the pages that its `prompt_logprobs` need."""
+        if not self._engine.has_work:
+            self._sender.send(Refused(call, "too few free pages", "engine"))
+            return
+        # Without samples, so that an abort finds the call.
+        self._calls[call] = []
+
+        def accept() -> None:
+            if self._calls.pop(call, None) is not None:
+                self._accept(call, requests)
+
+        self._loop.put_later(accept)
 
     def _abort(self, call: int, sample: int | None) -> None:
         samples = self._calls.get(call, [])
@@ -225,7 +246,7 @@ class EngineServer:
             for index, sample in enumerate(samples):
                 if sample.pieces:
                     new.append(_tokens(call, index, sample))
-            if all(sample.reason is not None and not sample.pieces for sample in samples):
+            if samples and all(each.reason is not None and not each.pieces for each in samples):
                 ended.append(call)
         for call in ended:
             del self._calls[call]

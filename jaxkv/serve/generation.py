@@ -182,6 +182,11 @@ class Generation:
             for index in range(params.n)
         ]
 
+    @property
+    def prompt_logprobs(self) -> list[dict[int, float] | None] | None:
+        """Per token of the prompt, token id -> natural log-probability; there with the first deltas, if asked for."""
+        return self._call.prompt_logprobs
+
     async def deltas(self) -> list[Delta]:
         """Waits for tokens; returns one delta for each sample with news. Empty when all samples have ended.
 

@@ -109,8 +109,7 @@ class Server:
         """Waits for the engine to be ready, or lost; then loads what the routes need of the model."""
         with contextlib.suppress(EngineLost):
             facts = await self._engine.client.ready()
-            self._service.tokenizer = await asyncio.to_thread(load_tokenizer, facts.directory)
-            self._service.loading = False
+            self._service.loaded(await asyncio.to_thread(load_tokenizer, facts.directory))
             self._on_ready()
 
     async def _drain(self) -> None:

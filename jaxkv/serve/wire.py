@@ -179,6 +179,18 @@ class Refused(msgspec.Struct, tag="refused", frozen=True):
     kind: str = "request"
 
 
+class PromptScored(msgspec.Struct, tag="scored", frozen=True):
+    """The log-probabilities of a prompt that asked for them; sent once, before its first tokens.
+
+    Attributes:
+        call: number of the call.
+        logprobs: per token of the prompt, token id -> natural log-probability; `None` for the first token.
+    """
+
+    call: int
+    logprobs: list[dict[int, float] | None]
+
+
 class StatsReply(msgspec.Struct, tag="stats", frozen=True):
     """The answer to `AskStats`.
 
@@ -216,7 +228,7 @@ class Failed(msgspec.Struct, tag="failed", frozen=True):
     code: int
 
 
-FromEngine = Ready | StepDone | Refused | StatsReply | Alive | Failed
+FromEngine = Ready | StepDone | PromptScored | Refused | StatsReply | Alive | Failed
 
 
 _ENCODER = msgspec.msgpack.Encoder()

@@ -1,8 +1,10 @@
 """Log-probabilities of given tokens: one step over whole texts, without sampling."""
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float32, Int32
 
 from jaxkv.batch import StepBatch
 from jaxkv.cache.state import Cache
@@ -12,13 +14,34 @@ _BLOCK = 256
 """Tokens per block of logits: 256 rows of a 128k vocabulary take 131 MB in float32."""
 
 
-def score_tokens(
-    model: Model, params: Params, cache: Cache, batch: StepBatch
-) -> tuple[Cache, Float[Array, " tokens"]]:
-    """Returns the cache, and at each packed token the natural log-probability of the packed token after it.
+class TokenScores(NamedTuple):
+    """Natural log-probabilities at each packed token, of tokens that may come after it.
 
-    The entry at a row's last token is invalid, because the token after it belongs to the next row. The caller donates
-    `cache` when it compiles this function.
+    Attributes:
+        following: of the packed token after it. At a row's last token this is invalid, because the token after it
+            belongs to the next row.
+        top_ids: the most likely tokens, in descending order.
+        top: their log-probabilities.
+    """
+
+    following: Float32[Array, " tokens"]
+    top_ids: Int32[Array, "tokens top"]
+    top: Float32[Array, "tokens top"]
+
+
+def score_tokens(
+    model: Model, params: Params, cache: Cache, batch: StepBatch, top: int
+) -> tuple[Cache, TokenScores]:
+    """Returns the cache after one step over texts, and the scores of their tokens.
+
+    The caller donates `cache` when it compiles this function.
+
+    Args:
+        model: the model; static.
+        params: its parameters.
+        cache: the cache before the step.
+        batch: the step's metadata.
+        top: number of most likely tokens to report; static.
     """
     cache, hidden = model.forward(params, cache, batch)
     following = jnp.roll(batch.tokens, -1)
@@ -27,13 +50,17 @@ def score_tokens(
     hidden = jnp.pad(hidden, ((0, blocks * _BLOCK - count), (0, 0)))
     following = jnp.pad(following, (0, blocks * _BLOCK - count))
 
-    def score_block(block: tuple[Array, Array]) -> Array:
+    def score_block(block: tuple[Array, Array]) -> TokenScores:
         logits = model.logits(params, block[0])
         chosen = jnp.take_along_axis(logits, block[1][:, None], axis=1)[:, 0]
-        return chosen - jax.nn.logsumexp(logits, axis=1)
+        total = jax.nn.logsumexp(logits, axis=1)
+        values, ids = jax.lax.top_k(logits, top)
+        return TokenScores(chosen - total, ids, values - total[:, None])
 
     scores = jax.lax.map(
         score_block,
         (hidden.reshape(blocks, _BLOCK, -1), following.reshape(blocks, _BLOCK)),
     )
-    return cache, scores.reshape(-1)[:count]
+    return cache, jax.tree.map(
+        lambda each: each.reshape(blocks * _BLOCK, *each.shape[2:])[:count], scores
+    )

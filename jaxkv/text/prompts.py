@@ -231,9 +231,11 @@ def one_sample(sampling: SamplingParams | None) -> SamplingParams:
     """Returns the sampling parameters of a stream.
 
     Raises:
-        ValueError: they have another type, or ask for several samples.
+        ValueError: they have another type, or ask for several samples or for what streams do not report.
     """
     [params] = one_each(sampling, 1)
+    if params.prompt_logprobs is not None:
+        raise ValueError("a stream reports no prompt_logprobs; use generate")
     if params.n != 1:
         raise ValueError(f"a stream has one sample, got n={params.n}; use generate")
     return params

@@ -2,10 +2,10 @@
 
 import base64
 import binascii
-import functools
 from collections.abc import Mapping, Sequence
 
 from jaxkv.errors import BadCheckpoint
+from jaxkv.text.byte_alphabet import byte_alphabet
 from jaxkv.wording import shown
 
 # The special tokens of files that do not list theirs; the rest of the reserved ids is named by number.
@@ -149,16 +149,8 @@ def _merges(tokens: Sequence[bytes], ranks: Mapping[bytes, int]) -> list[list[st
     return [[_spelled(left), _spelled(right)] for *_, left, right in merges]
 
 
-@functools.cache
-def _alphabet() -> tuple[str, ...]:
-    """Returns the character that stands for each byte in GPT-2's byte-level vocabularies."""
-    plain = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = iter(range(0x100, 0x200))
-    return tuple(chr(byte if byte in plain else next(others)) for byte in range(256))
-
-
 def _spelled(token: bytes) -> str:
-    alphabet = _alphabet()
+    alphabet = byte_alphabet()
     return "".join(alphabet[byte] for byte in token)
 
 

@@ -187,6 +187,10 @@ class Tokenizer:
         # Without byte fallback, the piece is ordinary text.
         return self.decode([token], skip_special_tokens=False) != piece
 
+    def piece(self, token: int) -> str | None:
+        """Returns the name of an id in tokenizer.json; `None` if only the model's logits have it."""
+        return self._library.id_to_token(self._checked(token))
+
     def _checked(self, token: int) -> int:
         token = operator.index(token)
         if not 0 <= token < self.num_ids:

@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -82,7 +83,8 @@ def resolve_model(
 
     The weights come by `fetch_weights`, once the configuration is known to be supported. A folder takes precedence over
     a model on the hub. Only a text of the form "org/name" is looked up there. Without an answer from the hub, the
-    revision in its cache is returned, with a warning unless HF_HUB_OFFLINE is set.
+    revision in its cache is returned, with a warning unless HF_HUB_OFFLINE is set: of a branch, the newest commit whose
+    weights are there, or if none has them, the newest one.
 
     Args:
         model: a folder, a name on the hub, or `None` for the small model inside the package.
@@ -107,20 +109,29 @@ def resolve_model(
     return _Repository(model, revision, progress=progress).folder()
 
 
-def fetch_weights(model: str | Path | None, directory: Path, *, progress: bool = True) -> None:
+def fetch_weights(
+    model: str | Path | None,
+    directory: Path,
+    revision: str | None = None,
+    *,
+    progress: bool = True,
+) -> None:
     """Downloads the weights of a model on the Hugging Face Hub that are not in its cache; of other models, nothing.
 
     Args:
         model: what `resolve_model` was given.
         directory: what it returned, whose commit the weights are taken from.
+        revision: what it was given; the cache's branch of this name then has this commit.
         progress: show bars while files are downloaded, where stderr is a terminal.
 
     Raises:
         BadCheckpoint: the model has no safetensors files, or not all; the message says what to do.
         OSError: the hub cannot be reached, or the disk is full.
     """
-    if isinstance(model, str) and _is_asked_of_hub(model) and not _has_weights(directory):
-        _Repository(model, directory.name, weights=True, progress=progress).folder()
+    if isinstance(model, str) and _is_asked_of_hub(model):
+        if not _has_weights(directory):
+            _Repository(model, directory.name, weights=True, progress=progress).folder()
+        _move_branch(directory, revision)
 
 
 def _is_asked_of_hub(model: str) -> bool:
@@ -228,9 +239,13 @@ class _Repository:
         )
         there = {file.rfilename for file in info.siblings or ()}
         wanted = self._wanted(there, info.sha)
-        if kept is not None and kept.name == info.sha and _has_all(kept, wanted):
-            return kept
-        return self._download(self._revision, wanted)
+        if kept is None or info.sha is None:
+            return self._download(self._revision, wanted)
+        if _has_all(kept.parent / info.sha, wanted):
+            return kept.parent / info.sha
+        # A download by the branch's name moves the cache's branch to the newer commit, whose weights are not there yet.
+        # If those of the older one are, only `fetch_weights` moves it: after a plan, the older one still works offline.
+        return self._download(info.sha if _has_weights(kept) else self._revision, wanted)
 
     def _download(self, revision: str | None, names: "Collection[str]") -> Path:
         """Fetches the files that are not in the cache yet, and returns their folder there."""
@@ -334,10 +349,34 @@ class _Repository:
             if isinstance(error, _Offline)
             else f"{self._endpoint} cannot be reached ({error})"
         )
+        other = self._complete()
+        named = (
+            "" if other is None else f"it holds those of revision {other}, which may be named; or "
+        )
         return (
             f"{self._name} is no folder here, {reason}, and the hub's cache, {self._cache}, does not hold all files of "
-            f"it; run `hf download {self._name}{revision}` where there is a network, or give a folder"
+            f"it; {named}run `hf download {self._name}{revision}` where there is a network, or give a folder"
         )
+
+    def _complete(self) -> str | None:
+        """Returns the newest commit of the model whose weights are in the cache; `None` if there is none."""
+        snapshots = Path(self._cache) / f"models--{self._name.replace('/', '--')}" / "snapshots"
+        found = [
+            folder
+            for folder in snapshots.glob("*")
+            if (folder / CONFIG).is_file() and _has_weights(folder)
+        ]
+        return max(found, key=lambda folder: folder.stat().st_mtime).name if found else None
+
+
+def _move_branch(folder: Path, revision: str | None) -> None:
+    """Makes the cache's branch point to a commit whose weights are there; a cache that cannot be written stays."""
+    branch = folder.parents[1] / "refs" / (revision or "main")
+    with suppress(OSError):
+        if branch.is_file() and branch.read_text() != folder.name:
+            draft = branch.with_name(f"{branch.name}.{os.getpid()}.tmp")
+            draft.write_text(folder.name)
+            os.replace(draft, branch)
 
 
 def _without_password(text: str) -> str:

@@ -49,7 +49,7 @@ def test_the_table_in_the_readme_is_the_table_in_code():
         (lambda: LLM(load_format="gguf"), "one of auto, safetensors, dummy, got 'gguf'"),
         (lambda: LLM(seed=2**64), "seed must be an int"),
         (lambda: SamplingParams(max_new_tokens=4), "the closest is max_tokens"),
-        (lambda: SamplingParams(prompt_logprobs=1), r"llm\.score"),
+        (lambda: SamplingParams(best_of=1), "n samples"),
         (lambda: LLM(download_dir="/models"), "HF_HUB_CACHE chooses the folder"),
         (lambda: LLM(hf_token="hf_x"), "set HF_TOKEN"),
         (lambda: LLM(generation_config="vllm"), r"llm\.get_default_sampling_params\(\)"),

@@ -109,7 +109,7 @@ def test_fields_of_sampling_params_and_names_of_vllm_are_arguments_of_a_call():
         ),
         ({"use_tqdm": True}, {"sampling": None}, "f has no option 'use_tqdm'"),
         ({"max_tokens": 3}, {"salt": None}, "f has no option 'max_tokens'"),
-        ({"prompt_logprobs": 0}, {"sampling": None}, r"llm\.score"),
+        ({"best_of": 2}, {"sampling": None}, "n samples"),
         ({"use_tqdm": True}, {"progress": True}, "progress and use_tqdm are one option"),
         ({"max_tokens": 3}, {"sampling": SamplingParams()}, r"write SamplingParams\(max_tokens="),
         (

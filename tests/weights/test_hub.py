@@ -91,7 +91,7 @@ def cache(tmp_path):
 
 def resolve(name=NAME, revision=None):
     folder = resolve_model(name, revision, progress=False)
-    fetch_weights(name, folder, progress=False)
+    fetch_weights(name, folder, revision, progress=False)
     return folder
 
 
@@ -168,6 +168,76 @@ def test_a_new_revision_is_downloaded_and_the_old_one_stays(hub):
     assert new != old
     assert hub.downloaded == ["generation_config.json"]
     assert resolve(NAME, commit) == old
+
+
+@pytest.mark.parametrize("branch", [None, "main"])
+def test_a_plan_of_a_newer_commit_leaves_the_older_one_to_work_without_a_network(
+    hub, cache, monkeypatch, branch
+):
+    """A plan needs no weights, so that the cache has those of the older commit alone."""
+    old = write_cache(cache, NAME, SMALL)
+    hub.models[NAME] = Model(SMALL | {"generation_config.json": b'{"temperature": 0.5}'})
+    new = resolve_model(NAME, branch, progress=False)
+    assert new.name == hub.models[NAME].commit
+    hub.asked.clear()
+    assert resolve_model(NAME, branch, progress=False) == new
+    assert len(hub.asked) == 1
+    hub.status = 503
+    assert resolve_model(NAME, branch, progress=False) == resolve(NAME, branch) == old
+    hub.status = None
+    assert resolve(NAME, branch) == new
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert resolve_model(NAME, branch, progress=False) == resolve(NAME, branch) == new
+
+
+def test_a_plan_works_again_without_a_network_if_the_cache_has_no_weights(hub, monkeypatch):
+    hub.models[NAME] = Model(SMALL)
+    folder = resolve_model(NAME, progress=False)
+    hub.models[NAME] = Model(SMALL | {"generation_config.json": b'{"temperature": 0.5}'})
+    newer = resolve_model(NAME, progress=False)
+    assert newer != folder
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert resolve_model(NAME, progress=False) == newer
+    assert "it holds those of" not in told_by(OSError)
+
+
+def test_a_commit_that_was_downloaded_by_itself_is_used_once_its_branch_is_there(hub, monkeypatch):
+    hub.models[NAME] = Model(SMALL)
+    resolve()
+    hub.models[NAME] = Model(SMALL | {"generation_config.json": b'{"temperature": 0.5}'})
+    new = resolve(NAME, hub.models[NAME].commit)
+    assert resolve() == new
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert resolve() == new
+
+
+def test_a_cache_that_cannot_be_written_is_read(hub, cache, monkeypatch):
+    hub.models[NAME] = Model(SMALL)
+    resolve()
+    hub.models[NAME] = Model(SMALL | {"generation_config.json": b'{"temperature": 0.5}'})
+    new = resolve(NAME, hub.models[NAME].commit)
+    [branch] = cache.glob("models--*/refs/main")
+
+    def refuse(path, text):
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "write_text", refuse)
+    assert resolve() == new
+    assert branch.read_text() != new.name
+
+
+@pytest.mark.parametrize("has_config", [True, False])
+def test_a_branch_that_another_program_moved_is_told_with_a_commit_that_is_complete(
+    hub, cache, monkeypatch, has_config
+):
+    old = write_cache(cache, NAME, SMALL)
+    hub.models[NAME] = Model(SMALL | {"generation_config.json": b"{}"})
+    file = "config.json" if has_config else "generation_config.json"
+    huggingface_hub.hf_hub_download(NAME, file)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    told = told_by(OSError)
+    assert f"it holds those of revision {old.name}, which may be named; or run `hf download" in told
+    assert resolve(NAME, old.name) == old
 
 
 def test_a_download_that_was_cut_off_goes_on_with_the_missing_files(hub):

@@ -18,34 +18,46 @@ def allowed_of(kind: type) -> dict[str, str]:
 
 def _words(schema: dict[str, Any]) -> str:
     if "anyOf" in schema:
-        return " or ".join(_words(each) for each in schema["anyOf"] if each.get("type") != "null")
+        given = [_words(each) for each in schema["anyOf"] if each.get("type") != "null"]
+        return " or ".join(dict.fromkeys(given))
     if "enum" in schema:
         values = listed([f'"{value}"' for value in schema["enum"]], most=12)
-        return values if len(schema["enum"]) == 1 else f"one of {values}"
+        return f"one of {values}"
     match schema.get("type"):
+        case "null":
+            return "null"
         case "integer":
-            return f"an int{_range(schema, 'minimum', 'maximum')}"
+            return f"an int{_range(schema)}"
         case "number":
-            return f"a number{_range(schema, 'minimum', 'maximum')}"
+            return f"a number{_range(schema)}"
         case "boolean":
             return "true or false"
         case "string":
             return f"a text{_counts(schema, 'Length', 'characters')}"
         case "array":
-            items = f" of {_words(schema['items'])}" if schema.get("items") else ""
-            return f"a list{items}{_counts(schema, 'Items', 'entries')}"
+            count = _counts(schema, "Items", "entries")
+            return (
+                f"a list{count}, each {_words(schema['items'])}"
+                if schema.get("items")
+                else f"a list{count}"
+            )
+        case "object" if isinstance(schema.get("additionalProperties"), dict):
+            count = _counts(schema, "Properties", "entries")
+            return f"an object{count}, each {_words(schema['additionalProperties'])}"
     return "an object"
 
 
-def _range(schema: dict[str, Any], low: str, high: str, unit: str = "") -> str:
-    least, most = schema.get(low), schema.get(high)
+def _range(schema: dict[str, Any]) -> str:
+    least, most = schema.get("minimum"), schema.get("maximum")
+    if (above := schema.get("exclusiveMinimum")) is not None:
+        return f" above {above}, up to {most}"
     if least is not None and most is not None:
-        return f" from {least} to {most}{unit}"
-    return "" if least is None else f" of at least {least}{unit}"
+        return f" from {least} to {most}"
+    return "" if least is None else f" of at least {least}"
 
 
 def _counts(schema: dict[str, Any], what: str, unit: str) -> str:
-    if schema.get(f"min{what}") is None and schema.get(f"max{what}") is not None:
-        return f" with up to {schema[f'max{what}']} {unit}"
-    words = _range(schema, f"min{what}", f"max{what}", f" {unit}")
-    return words.replace(" from", " with", 1)
+    least, most = schema.get(f"min{what}"), schema.get(f"max{what}")
+    if most is not None:
+        return f" of {least} to {most} {unit}" if least else f" of up to {most} {unit}"
+    return f" of at least {least} {unit}" if least else ""

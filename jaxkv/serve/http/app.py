@@ -9,7 +9,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from jaxkv.serve.http import looking, state
+from jaxkv.serve.http import completions, looking, state
 from jaxkv.serve.http.auth import ApiKeys
 from jaxkv.serve.http.errors import ApiError, ErrorForm, internal_error, openai_error
 from jaxkv.serve.http.guard import Guard
@@ -17,7 +17,11 @@ from jaxkv.serve.http.operation import Endpoint, Operation
 from jaxkv.serve.http.request import REQUEST_ID
 from jaxkv.serve.http.service import Service
 
-OPERATIONS: tuple[Operation, ...] = (*state.OPERATIONS, *looking.OPERATIONS)
+OPERATIONS: tuple[Operation, ...] = (
+    *state.OPERATIONS,
+    *looking.OPERATIONS,
+    completions.OPERATION,
+)
 """All routes of the server."""
 
 

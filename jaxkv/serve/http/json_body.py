@@ -83,9 +83,11 @@ def _wrong_field(text: str, tree: Mapping[str, Any], kind: type) -> ApiError:
         name = _join(path, missing.group(1))
         return bad_request(f"the field {name} is missing", name, "missing_field")
     got = tree.get(path)
-    shown = f", got {clip(got, 40)}" if isinstance(got, int | float) else ""
-    if path in (allowed := allowed_of(kind)):
-        return bad_request(f"{path} must be {allowed[path]}{shown}", path)
+    shown = f", got {clip(json.dumps(got), 40)}" if isinstance(got, int | float) else ""
+    name = re.split(r"[.[]", path, maxsplit=1)[0]
+    allowed, inner = allowed_of(kind), path.removeprefix(name)
+    if name in allowed and (not inner or (allowed[name] != "an object" and "." not in inner)):
+        return bad_request(f"{name} must be {allowed[name]}{shown}", name)
     said = said.replace("`", "").replace("Expected", "wanted")
     return bad_request(f"{path or 'the body'} is wrong: {said}", path or None)
 

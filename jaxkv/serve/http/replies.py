@@ -12,6 +12,9 @@ from jaxkv.serve.http.errors import ApiError, ErrorForm
 
 _ENCODER = msgspec.json.Encoder()
 DONE = b"data: [DONE]\n\n"
+FIRST_SECONDS = 1.0
+"""How long the reply of a stream waits for the first tokens, since the engine may refuse the request instead."""
+
 _COMMENT = b": keep-alive\n\n"
 
 
@@ -53,34 +56,56 @@ class Reply:
         await send({"type": "http.response.body", "body": self.body})
 
 
-@dataclass(frozen=True)
 class EventStream:
     """A reply of server-sent events.
 
-    Attributes:
-        events: pieces of the stream, each of one or more whole events. An `ApiError` of it ends the stream with an
-            error event. It is closed when the client goes.
+    Args:
+        events: pieces of the stream, each of one or more whole events; closed at the end.
         keep_alive_seconds: a stream without news for so long gets a comment line.
     """
 
-    events: AsyncGenerator[bytes]
-    keep_alive_seconds: float = 15.0
+    def __init__(self, events: AsyncGenerator[bytes], keep_alive_seconds: float) -> None:
+        self._events = events
+        self._seconds = keep_alive_seconds
+        self._first = asyncio.create_task(_next(events))
+
+    async def begun(self, seconds: float = FIRST_SECONDS) -> "EventStream":
+        """Returns the stream when its first piece is there, or `seconds` have passed.
+
+        An error that comes first is raised, so that its reply has a status of its own.
+        """
+        try:
+            await asyncio.wait((self._first,), timeout=seconds)
+            if self._first.done():
+                self._first.result()
+        except BaseException:
+            await self._close()
+            raise
+        return self
 
     async def send(self, send: Send) -> None:
-        """Sends the stream to its end.
-
-        Raises:
-            ApiError: of `events`; the reply has begun.
-        """
-        async with contextlib.aclosing(self.events):
-            beat = _Beat(send, self.keep_alive_seconds)
-            await send(
-                _start(200, {"content-type": "text/event-stream", "cache-control": "no-store"})
-            )
+        """Sends the stream to its end, and raises the errors of `events`, after which the reply has begun."""
+        try:
+            headers = {"content-type": "text/event-stream", "cache-control": "no-store"}
+            await send(_start(200, headers))
+            beat = _Beat(send, self._seconds)
             with beat.running():
-                async for piece in self.events:
+                piece = await self._first
+                while piece is not None:
                     await beat.send(piece)
+                    piece = await _next(self._events)
             await send({"type": "http.response.body", "body": b""})
+        finally:
+            await self._close()
+
+    async def _close(self) -> None:
+        self._first.cancel()
+        await asyncio.gather(self._first, return_exceptions=True)
+        await self._events.aclose()
+
+
+async def _next(events: AsyncGenerator[bytes]) -> bytes | None:
+    return await anext(events, None)
 
 
 Answer = Reply | EventStream

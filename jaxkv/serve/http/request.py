@@ -8,7 +8,7 @@ from starlette.types import Receive, Scope
 
 from jaxkv.serve.http.auth import prefix_salt
 from jaxkv.serve.http.errors import ApiError
-from jaxkv.serve.http.json_body import convert, parse_json
+from jaxkv.serve.http.json_body import parse_json
 from jaxkv.serve.http.limits import Limits
 
 REQUEST_ID = "jaxkv.request_id"
@@ -56,14 +56,6 @@ class Request:
                 "the content type must be application/json in UTF-8",
             )
         return parse_json(self.body, self.limits.json_depth)
-
-    def read[S](self, kind: type[S]) -> S:
-        """Returns the body as a struct.
-
-        Raises:
-            ApiError: see `json`; 400 that names a field which is unknown, missing, or of a wrong type or range.
-        """
-        return convert(self.json(), kind)
 
     def salt(self, cache_salt: str | None = None) -> bytes | None:
         """Returns the salt of this request's cached pages, see `prefix_salt`."""

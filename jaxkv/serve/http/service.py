@@ -10,6 +10,7 @@ from jaxkv.serve.engine_client import EngineClient, EngineLost
 from jaxkv.serve.generation import Generation, generate
 from jaxkv.serve.http.errors import ApiError, bad_request, from_engine, unavailable
 from jaxkv.serve.http.limits import Limits
+from jaxkv.serve.http.token_logprobs import TokenTexts
 from jaxkv.serve.metrics import Recorder
 from jaxkv.serve.stats_poll import StatsPoll
 from jaxkv.serve.wire import Ready
@@ -33,6 +34,7 @@ class Service:
         recorder: counts what the server does.
         stats: the engine's statistics.
         picture: the same with the engine's picture.
+        token_texts: texts of single tokens.
     """
 
     client: EngineClient
@@ -45,10 +47,21 @@ class Service:
 
     def __post_init__(self) -> None:
         """Bounds the threads."""
+        self.token_texts = TokenTexts(self.tokenizer)
         self._threads = asyncio.Semaphore(self.limits.threads)
         self.recorder = Recorder()
         self.stats = StatsPoll(self.client, pages=False)
         self.picture = StatsPoll(self.client, pages=True)
+
+    def loaded(self, tokenizer: Tokenizer | None) -> None:
+        """Takes the tokenizer of a model that has been loaded; requests are served from now on."""
+        self.tokenizer = tokenizer
+        self.token_texts = TokenTexts(tokenizer)
+        self.loading = False
+
+    def now(self) -> int:
+        """Returns the Unix time in seconds."""
+        return int(time.time())
 
     @property
     def facts(self) -> Ready:

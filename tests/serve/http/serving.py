@@ -1,6 +1,7 @@
 """A client of the server's application on a fake engine, without sockets."""
 
 import asyncio
+import json
 from contextlib import asynccontextmanager
 from urllib.parse import unquote
 
@@ -75,3 +76,10 @@ async def raw_request(server, method, path, headers=(), body=b""):
         {name.decode(): value.decode() for name, value in start["headers"]},
         b"".join(each["body"] for each in rest),
     )
+
+
+def events_of(text):
+    """Returns the JSON of all events of a stream, which ends with [DONE]."""
+    *events, done, end = text.split("\n\n")
+    assert (done, end) == ("data: [DONE]", ""), text
+    return [json.loads(each.removeprefix("data: ")) for each in events]

@@ -1,0 +1,251 @@
+"""`/v1/completions`: texts that continue prompts."""
+
+import contextlib
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from jaxkv.config.sampling import MAX_LOGPROBS
+from jaxkv.serve.generation import Delta
+from jaxkv.serve.http.errors import bad_request
+from jaxkv.serve.http.json_body import convert
+from jaxkv.serve.http.operation import Operation
+from jaxkv.serve.http.replies import DONE, Answer, EventStream, Reply
+from jaxkv.serve.http.request import Request
+from jaxkv.serve.http.sampling_fields import SamplingFields, without_refused
+from jaxkv.serve.http.service import Service
+from jaxkv.serve.http.state import check_model
+from jaxkv.serve.http.token_logprobs import completion_logprobs
+from jaxkv.serve.http.usage import USAGE, usage_json
+from jaxkv.serve.http.work import Work, check_prompts
+
+Json = dict[str, Any]
+_Ids = Annotated[list[int], Meta(min_length=1)]
+
+
+class CompletionBody(SamplingFields, kw_only=True, forbid_unknown_fields=True, frozen=True):
+    """The body of a request."""
+
+    prompt: Annotated[
+        str | list[int | str | _Ids],
+        Meta(description="a text, token ids, or a list of either"),
+    ]
+    echo: Annotated[bool, Meta(description="the text begins with the prompt")] | None = None
+    logprobs: (
+        Annotated[int, Meta(ge=0, le=MAX_LOGPROBS, description="likeliest tokens at each place")]
+        | None
+    ) = None
+    add_special_tokens: (
+        Annotated[bool, Meta(description="the prompt begins with the tokenizer's special tokens")]
+        | None
+    ) = None
+
+
+async def completions(service: Service, request: Request) -> Answer:
+    """Answers a request."""
+    body = convert(without_refused(request.json()), CompletionBody)
+    check_model(service, body.model)
+    body.check_stream_options()
+    prompts = _prompts(body.prompt)
+    check_prompts(service, len(prompts), body.n or 1)
+    params = body.sampling(logprobs=body.logprobs)
+    special = body.add_special_tokens is not False
+    ids = [
+        await service.encode(prompt, add_special=special) if isinstance(prompt, str) else prompt
+        for prompt in prompts
+    ]
+    work = Work(
+        service,
+        ids,
+        params,
+        priority=body.priority or 0,
+        salt=request.salt(body.cache_salt),
+        request_id=request.id,
+    )
+    writer = _Writer(service, body, request.id, work, await _echoes(service, body, prompts))
+    if body.stream:
+        stream = EventStream(writer.stream(), service.limits.keep_alive_seconds)
+        return await stream.begun()
+    return Reply.json(await writer.whole())
+
+
+def _prompts(given: str | list[int | str | list[int]]) -> Sequence[str | list[int]]:
+    """Returns a list of texts and lists of token ids.
+
+    Raises:
+        ApiError: 400 for an empty prompt, or ids beside other prompts.
+    """
+    if isinstance(given, str):
+        given = [given]
+    ids = [each for each in given if isinstance(each, int)]
+    others = [each for each in given if not isinstance(each, int)]
+    if ids and others:
+        raise bad_request("prompt has token ids beside texts or lists; give one kind", "prompt")
+    prompts: Sequence[str | list[int]] = [ids] if ids else others
+    if not prompts or not all(prompts):
+        raise bad_request("prompt is empty; it needs at least one token", "prompt")
+    return prompts
+
+
+async def _echoes(
+    service: Service, body: CompletionBody, prompts: Sequence[str | list[int]]
+) -> list[str]:
+    """Returns the texts that the choices of each prompt begin with."""
+    if not body.echo:
+        return [""] * len(prompts)
+    return [each if isinstance(each, str) else await service.decode(each) for each in prompts]
+
+
+@dataclass
+class _Choice:
+    """One text so far.
+
+    Attributes:
+        length: its characters, the echoed prompt included.
+        begun: whether the echo was written.
+    """
+
+    length: int = 0
+    begun: bool = False
+
+
+class _Writer:
+    """Writes a request's texts, whole or as a stream."""
+
+    def __init__(
+        self, service: Service, body: CompletionBody, request_id: str, work: Work, echoes: list[str]
+    ) -> None:
+        self._service = service
+        self._body = body
+        self._work = work
+        self._echoes = echoes
+        self._samples = body.n or 1
+        self._choices = [_Choice() for _ in range(self._samples * len(echoes))]
+        self._base = {
+            "id": f"cmpl-{request_id}",
+            "object": "text_completion",
+            "created": service.now(),
+            "model": body.model,
+        }
+
+    async def whole(self) -> Json:
+        """Returns the reply when all texts have ended."""
+        parts: list[list[Json]] = [[] for _ in self._choices]
+        async with contextlib.aclosing(self._work.deltas()) as deltas:
+            async for batch in deltas:
+                for prompt, delta in batch:
+                    parts[self._index(prompt, delta)].append(self._choice(prompt, delta))
+        usage = usage_json(self._work.usage)
+        return {**self._base, "choices": [_joined(each) for each in parts], "usage": usage}
+
+    async def stream(self) -> AsyncGenerator[bytes]:
+        """Yields the events of a stream."""
+        head = msgspec.json.encode(self._base)[:-1]
+        options = self._body.stream_options
+        async with contextlib.aclosing(self._work.deltas()) as deltas:
+            async for batch in deltas:
+                choices = [self._choice(prompt, delta) for prompt, delta in batch]
+                tail: Json = {}
+                if options is not None and options.continuous_usage_stats:
+                    tail["usage"] = usage_json(self._work.usage)
+                elif options is not None and options.include_usage:
+                    tail["usage"] = None
+                yield b"".join(
+                    _chunk(head, {"choices": [choice], **tail})
+                    for choice in choices
+                    if choice["text"] or choice["finish_reason"] or choice["logprobs"]
+                )
+        last = b""
+        if options is not None and options.include_usage:
+            last = _chunk(head, {"choices": [], "usage": usage_json(self._work.usage)})
+        yield last + DONE
+
+    def _index(self, prompt: int, delta: Delta) -> int:
+        return prompt * self._samples + delta.sample
+
+    def _choice(self, prompt: int, delta: Delta) -> Json:
+        """Returns a choice with new text."""
+        index = self._index(prompt, delta)
+        choice = self._choices[index]
+        text, first = delta.text, not choice.begun
+        if first:
+            choice.begun = True
+            text = self._echoes[prompt] + text
+            choice.length = len(self._echoes[prompt])
+        found: Json = {
+            "index": index,
+            "text": text,
+            "logprobs": self._logprobs(delta, choice),
+            "finish_reason": delta.finish_reason,
+            "stop_reason": delta.stop_reason,
+        }
+        if self._body.return_token_ids:
+            found["token_ids"] = list(delta.ids)
+            found["prompt_token_ids"] = list(self._work.prompts[prompt]) if first else None
+        return found
+
+    def _logprobs(self, delta: Delta, choice: _Choice) -> Json | None:
+        if self._body.logprobs is None or delta.logprobs is None or not delta.ids:
+            return None
+        texts = self._service.token_texts
+        found = completion_logprobs(
+            delta.ids, delta.logprobs, self._body.logprobs, texts, choice.length
+        )
+        choice.length += sum(len(texts.text(token)) for token in delta.ids)
+        return found
+
+
+def _joined(parts: Sequence[Json]) -> Json:
+    """Returns the parts of one choice as one."""
+    whole = dict(parts[-1])
+    whole["text"] = "".join(part["text"] for part in parts)
+    listed = [part["logprobs"] for part in parts if part["logprobs"]]
+    if listed:
+        whole["logprobs"] = {
+            name: [value for each in listed for value in each[name]] for name in listed[0]
+        }
+    if "token_ids" in whole:
+        whole["token_ids"] = [token for part in parts for token in part["token_ids"]]
+        whole["prompt_token_ids"] = parts[0]["prompt_token_ids"]
+    return whole
+
+
+def _chunk(head: bytes, tail: Json) -> bytes:
+    """Returns an event whose constant part is encoded already."""
+    return b"".join((b"data: ", head, b",", msgspec.json.encode(tail)[1:], b"\n\n"))
+
+
+OPERATION = Operation(
+    path="/v1/completions",
+    method="POST",
+    handler=completions,
+    summary="Continues prompts",
+    body=CompletionBody,
+    reply={
+        "type": "object",
+        "required": ["id", "object", "created", "model", "choices", "usage"],
+        "properties": {
+            "id": {"type": "string"},
+            "object": {"const": "text_completion"},
+            "created": {"type": "integer"},
+            "model": {"type": "string"},
+            "choices": {
+                "type": "array",
+                "items": {
+                    "type": "object",
+                    "required": ["index", "text", "logprobs", "finish_reason"],
+                    "properties": {
+                        "index": {"type": "integer"},
+                        "text": {"type": "string"},
+                        "finish_reason": {"enum": ["stop", "length"]},
+                    },
+                },
+            },
+            "usage": USAGE,
+        },
+    },
+    errors=(400, 401, 404, 413, 415, 429, 503, 504),
+)

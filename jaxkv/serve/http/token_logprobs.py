@@ -1,0 +1,137 @@
+"""Log-probabilities in the two forms of OpenAI: that of chat completions, and the older one of completions."""
+
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+
+from jaxkv.text.token_bytes import token_bytes
+from jaxkv.text.tokenizer import Tokenizer
+
+Json = dict[str, object]
+
+LEAST = -9999.0
+"""Written instead of minus infinity, which JSON lacks."""
+
+
+class TokenTexts:
+    """The texts and bytes of single tokens, of which the last few thousand are kept.
+
+    Args:
+        tokenizer: the model's tokenizer; without one, tokens are written as `token_id:ID`.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        self._tokenizer = tokenizer
+        self.of = lru_cache(maxsize=8192)(self._of)
+
+    def text(self, token: int) -> str:
+        """Returns the text of a token; bytes of incomplete characters become U+FFFD."""
+        return self.of(token)[0]
+
+    def _of(self, token: int) -> tuple[str, list[int] | None]:
+        if self._tokenizer is None:
+            return f"token_id:{token}", None
+        found = token_bytes(self._tokenizer, token)
+        return found.decode(errors="replace"), list(found)
+
+
+def chat_logprobs(
+    ids: Sequence[int], logprobs: Sequence[Mapping[int, float]], top: int, texts: TokenTexts
+) -> Json:
+    """Returns the log-probabilities of tokens as chat completions have them.
+
+    Args:
+        ids: the tokens.
+        logprobs: for each, token id -> natural log-probability; the token itself is among them.
+        top: number of most likely tokens to list.
+        texts: of the model's tokens.
+    """
+    return {
+        "content": [
+            {
+                **_entry(token, found[token], texts),
+                "top_logprobs": [_entry(other, value, texts) for other, value in _top(found, top)],
+            }
+            for token, found in zip(ids, logprobs, strict=True)
+        ],
+        "refusal": None,
+    }
+
+
+def completion_logprobs(
+    ids: Sequence[int],
+    logprobs: Sequence[Mapping[int, float] | None],
+    top: int,
+    texts: TokenTexts,
+    offset: int,
+) -> Json:
+    """Returns the log-probabilities of tokens as completions have them.
+
+    Args:
+        ids: the tokens.
+        logprobs: see `chat_logprobs`; `None` for the first token of a prompt.
+        top: number of most likely tokens to list.
+        texts: of the model's tokens.
+        offset: where the text of the first token begins, in characters.
+    """
+    tokens = [texts.text(token) for token in ids]
+    offsets = []
+    for text in tokens:
+        offsets.append(offset)
+        offset += len(text)
+    return {
+        "tokens": tokens,
+        "token_logprobs": [
+            None if found is None else _finite(found[token])
+            for token, found in zip(ids, logprobs, strict=True)
+        ],
+        "top_logprobs": [
+            None
+            if found is None
+            else {
+                # Tokens of incomplete characters may share a text; the likeliest is kept.
+                texts.text(other): _finite(value)
+                for other, value in reversed(_with_own(found, token, top))
+            }
+            for token, found in zip(ids, logprobs, strict=True)
+        ],
+        "text_offset": offsets,
+    }
+
+
+def prompt_logprobs(
+    logprobs: Sequence[Mapping[int, float] | None], texts: TokenTexts
+) -> list[Json | None]:
+    """Returns the log-probabilities of a prompt's tokens as vLLM writes them: token id -> value, rank and text."""
+    return [
+        None
+        if found is None
+        else {
+            str(token): {
+                "logprob": _finite(value),
+                "rank": 1 + sum(other > value for other in found.values()),
+                "decoded_token": texts.text(token),
+            }
+            for token, value in found.items()
+        }
+        for found in logprobs
+    ]
+
+
+def _entry(token: int, value: float, texts: TokenTexts) -> Json:
+    text, found = texts.of(token)
+    return {"token": text, "logprob": _finite(value), "bytes": found}
+
+
+def _top(found: Mapping[int, float], count: int) -> list[tuple[int, float]]:
+    return sorted(found.items(), key=lambda pair: (-pair[1], pair[0]))[:count]
+
+
+def _with_own(found: Mapping[int, float], token: int, count: int) -> list[tuple[int, float]]:
+    listed = _top(found, count)
+    if any(other == token for other, _ in listed):
+        return listed
+    return [*listed, (token, found[token])]
+
+
+def _finite(value: float) -> float:
+    return max(value, LEAST)

@@ -1,0 +1,164 @@
+import asyncio
+import json
+
+from tests.serve.http.serving import TOKENIZER, events_of, serving
+
+HELLO = TOKENIZER.encode("hello world, all of you")
+
+
+def body(**fields):
+    return {"model": "tiny", "prompt": "hello world", "max_tokens": 64, **fields}
+
+
+def test_a_completion_has_text_finish_reason_and_usage():
+    async def run():
+        async with serving(lambda submit: HELLO) as server:
+            reply = await server.http.post("/v1/completions", json=body())
+            assert reply.status_code == 200, reply.text
+            found = reply.json()
+            [choice] = found["choices"]
+            assert choice["text"] == "hello world, all of you"
+            assert choice["finish_reason"] == "stop"
+            prompt = len(TOKENIZER.encode("hello world"))
+            assert found["usage"] == {
+                "prompt_tokens": prompt,
+                "completion_tokens": len(HELLO),
+                "total_tokens": prompt + len(HELLO),
+                "prompt_tokens_details": {"cached_tokens": 0},
+            }
+
+    asyncio.run(run())
+
+
+def test_a_stream_joins_to_the_same_text_and_ends_with_usage_and_done():
+    async def run():
+        async with serving(lambda submit: HELLO) as server:
+            given = body(stream=True, stream_options={"include_usage": True})
+            reply = await server.http.post("/v1/completions", json=given)
+            assert reply.headers["content-type"] == "text/event-stream"
+            *chunks, usage = events_of(reply.text)
+            assert "".join(each["choices"][0]["text"] for each in chunks) == (
+                "hello world, all of you"
+            )
+            assert [each["choices"][0]["finish_reason"] for each in chunks][-1] == "stop"
+            assert usage["choices"] == []
+            assert usage["usage"]["completion_tokens"] == len(HELLO)
+            assert reply.text.endswith("data: [DONE]\n\n")
+
+    asyncio.run(run())
+
+
+def test_several_prompts_and_samples_are_choices_in_order_with_their_echo():
+    async def run():
+        async with serving() as server:
+            prompts = ["one", "two three", "four"]
+            for stream in (False, True):
+                given = body(prompt=prompts, n=2, echo=True, stream=stream)
+                reply = await server.http.post("/v1/completions", json=given)
+                assert reply.status_code == 200, reply.text
+                texts = dict.fromkeys(range(6), "")
+                replies = events_of(reply.text) if stream else [reply.json()]
+                for each in replies:
+                    for choice in each["choices"]:
+                        texts[choice["index"]] += choice["text"]
+                # The engine echoes prompts too.
+                assert list(texts.values()) == [text * 2 for text in prompts for _ in range(2)]
+
+    asyncio.run(run())
+
+
+def test_prompts_of_token_ids_are_sent_as_they_are():
+    async def run():
+        async with serving() as server:
+            for prompt in ([5, 6, 7], [[5, 6, 7]]):
+                await server.http.post("/v1/completions", json=body(prompt=prompt))
+            assert [each.ids for each in server.engine.calls.values()] == [[5, 6, 7]] * 2
+
+    asyncio.run(run())
+
+
+def test_logprobs_have_the_older_form_with_text_offsets():
+    async def run():
+        async with serving(lambda submit: HELLO) as server:
+            given = body(logprobs=2, echo=False)
+            plain = (await server.http.post("/v1/completions", json=given)).json()["choices"][0]
+            reply = await server.http.post("/v1/completions", json=given | {"stream": True})
+            for found in (plain["logprobs"], _joined(events_of(reply.text))):
+                assert "".join(found["tokens"]) == "hello world, all of you"
+                assert found["token_logprobs"] == [-0.5] * len(HELLO)
+                assert all(len(top) == 2 for top in found["top_logprobs"])
+                assert found["text_offset"] == [
+                    len("".join(found["tokens"][:at])) for at in range(len(HELLO))
+                ]
+
+    asyncio.run(run())
+
+
+def _joined(chunks):
+    parts = [each["choices"][0]["logprobs"] for each in chunks if each["choices"][0]["logprobs"]]
+    return {name: [value for part in parts for value in part[name]] for name in parts[0]}
+
+
+def test_every_sampling_field_reaches_the_engine():
+    fields = {
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "top_k": 7,
+        "min_p": 0.1,
+        "presence_penalty": 0.25,
+        "frequency_penalty": -0.5,
+        "repetition_penalty": 1.5,
+        "logit_bias": {"5": 2.0},
+        "seed": 11,
+        "n": 2,
+        "max_tokens": 9,
+        "min_tokens": 1,
+        "stop_token_ids": [4],
+        "include_stop_str_in_output": True,
+        "skip_special_tokens": False,
+        "ignore_eos": True,
+        "logprobs": 3,
+    }
+
+    async def run():
+        async with serving() as server:
+            given = body(**fields, priority=3, stop="never")
+            reply = await server.http.post("/v1/completions", json=given)
+            assert reply.status_code == 200, reply.text
+            [call] = server.engine.calls.values()
+            assert json.loads(json.dumps(call.sampling)) == fields
+            assert call.priority == 3
+
+    asyncio.run(run())
+
+
+def test_a_stop_string_ends_the_text_and_frees_the_engine():
+    async def run():
+        async with serving(lambda submit: HELLO) as server:
+            reply = await server.http.post("/v1/completions", json=body(stop=["world"]))
+            [choice] = reply.json()["choices"]
+            assert (choice["text"], choice["finish_reason"]) == ("hello ", "stop")
+            assert choice["stop_reason"] == "world"
+
+    asyncio.run(run())
+
+
+def test_a_request_that_the_engine_refuses_is_400_streaming_or_not():
+    async def run():
+        async with serving(lambda submit: "the prompt is odd") as server:
+            for stream in (False, True):
+                reply = await server.http.post("/v1/completions", json=body(stream=stream))
+                assert reply.status_code == 400
+                assert reply.json()["error"]["message"] == "the prompt is odd"
+
+    asyncio.run(run())
+
+
+def test_token_ids_are_returned_if_asked_for():
+    async def run():
+        async with serving(lambda submit: [5, 6]) as server:
+            given = body(prompt=[7, 8], return_token_ids=True)
+            [choice] = (await server.http.post("/v1/completions", json=given)).json()["choices"]
+            assert (choice["prompt_token_ids"], choice["token_ids"]) == ([7, 8], [5, 6])
+
+    asyncio.run(run())
