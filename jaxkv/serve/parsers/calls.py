@@ -9,7 +9,8 @@ from jaxkv.serve.parsers.json_text import read_value
 from jaxkv.serve.parsers.source import Mismatch, Source, Steps
 from jaxkv.text.markers import Markers
 
-_NAME = re.compile(r"[\w.:/-]{1,256}")
+_NAME = re.compile(r"[\w.:/-]*")
+_LONGEST_NAME = 256
 _PREFIX = "functions."
 _NUMBER = re.compile(r":\d+$")
 
@@ -55,9 +56,14 @@ class Calls:
         if name in self.parameters:
             return name
         short = _NUMBER.sub("", name.removeprefix(_PREFIX))
-        if short in self.parameters or (self.marked and _NAME.fullmatch(short)):
+        is_name = 0 < len(short) <= _LONGEST_NAME and _NAME.fullmatch(short)
+        if short in self.parameters or (self.marked and is_name):
             return short
         raise Mismatch
+
+    def read_name(self) -> Steps[str]:
+        """Reads characters of which names consist, perhaps none."""
+        return (yield from self.source.run(_NAME))
 
     def begin(self, name: str) -> None:
         """Begins a call; what was read of it so far is no text any more."""
@@ -68,6 +74,10 @@ class Calls:
     def arguments(self, text: str) -> None:
         """Adds a piece of the arguments of the call that was begun."""
         self._answer.arguments(text)
+
+    def content(self, text: str) -> None:
+        """Adds text between or behind calls."""
+        self._answer.content(text)
 
     def read_arguments(self, end: Markers | None) -> Steps[None]:
         """Reads a JSON value as the arguments; malformed ones as they are, up to a marker.

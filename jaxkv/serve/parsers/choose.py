@@ -24,6 +24,7 @@ from jaxkv.serve.parsers.tool_format import read_calls, read_content
 from jaxkv.text.markers import Markers
 
 NONE = "none"
+_HARMONY = "openai"
 
 
 @dataclass(frozen=True)
@@ -110,29 +111,27 @@ def open_parser(
     tools = () if tools is None or tool_choice == NONE else tools
     is_forced = bool(tools) and tool_choice != "auto"
     tool_format = TOOL_FORMATS[choice.tools].format if choice.tools and tools else None
+    calls_format = None if isinstance(tool_format, Harmony) else tool_format
     reasoning = REASONING_FORMATS[choice.reasoning].format if choice.reasoning else None
-    is_harmony = choice.tools == "openai" or isinstance(reasoning, Harmony)
 
     def read(source: Source, answer: Answer) -> Steps[None]:
         calls = Calls(source, answer, tools)
-        if is_harmony:
-            reader = HarmonyReader(
-                source,
-                answer,
-                calls if tool_format else None,
-                reasoning=reasoning is not None,
-            )
+        if choice.tools == _HARMONY or isinstance(reasoning, Harmony):
+            known = calls if tool_format else None
+            reader = HarmonyReader(source, answer, known, reasoning=reasoning is not None)
             yield from reader.read(open_header(prompt_end))
             return
-        if reasoning is not None and not isinstance(reasoning, Harmony):
+        if reasoning is not None:
             is_open = reasoning.is_open(prompt_end, choice.special_tokens, thinking)
-            yield from read_reasoning(source, answer, reasoning, is_open=is_open)
+            yield from read_reasoning(
+                source, answer, reasoning, is_open=is_open, tool_format=calls_format, calls=calls
+            )
         if is_forced:
-            yield from read_calls(source, answer, ForcedFormat(function), calls, "")
-        if tool_format is None or isinstance(tool_format, Harmony):
+            yield from read_calls(source, answer.content, ForcedFormat(function), calls, "")
+        if calls_format is None:
             yield from source.rest(answer.content)
         else:
-            yield from read_content(source, answer, tool_format, calls)
+            yield from read_content(source, answer, calls_format, calls)
 
     return AnswerParser(read, _removed(choice))
 

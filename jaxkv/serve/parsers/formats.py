@@ -136,7 +136,11 @@ REASONING_FORMATS: Mapping[str, Entry[ReasoningFormat | Harmony]] = {
         ("<think>", "<answer>"),
     ),
     "glm45": Entry(_THINK, ("<think>", "<arg_key>")),
-    "qwen3": Entry(_THINK, ("</think>",), model_type="qwen3"),
+    "qwen3": Entry(
+        ReasoningFormat(("<think>",), ("</think>",), always=True, ends_at_call=True),
+        ("</think>",),
+        model_type="qwen3",
+    ),
     "deepseek_r1": Entry(_THINK, ("</think>",)),
 }
 OTHER_NAMES = {

@@ -61,23 +61,15 @@ def read_json_call(calls: Calls, end: Markers | None) -> Steps[None]:
     early: str | None = None
     yield from source.expect("{")
     while True:
-        yield from source.spaces()
-        key = yield from read_text(source)
-        yield from source.spaces()
-        yield from source.expect(":")
-        yield from source.spaces()
+        key = yield from _read_key(source)
         if key in _NAME_KEYS and name is None:
             name = calls.checked((yield from read_text(source)))
             if early is not None:
                 _write(calls, name, early)
-        elif key in _ARGUMENT_KEYS and early is None and calls.begun == before:
-            if name is None:
-                early = yield from _read_whole(source)
-            elif (yield from source.peek()) == "{":
-                calls.begin(name)
-                yield from calls.read_arguments(end)
-            else:
-                _write(calls, name, (yield from _read_whole(source)))
+        elif key in _ARGUMENT_KEYS and name is not None and calls.begun == before:
+            yield from _read_arguments(calls, name, end)
+        elif key in _ARGUMENT_KEYS and early is None and name is None:
+            early = yield from _read_whole(source)
         elif calls.marked or calls.begun > before or key in _OTHER_KEYS:
             yield from read_value(source, _ignore)
         else:
@@ -90,6 +82,23 @@ def read_json_call(calls: Calls, end: Markers | None) -> Steps[None]:
         if name is None or not calls.marked:
             raise Mismatch
         _write(calls, name, "{}")
+
+
+def _read_key(source: Source) -> Steps[str]:
+    yield from source.spaces()
+    key = yield from read_text(source)
+    yield from source.spaces()
+    yield from source.expect(":")
+    yield from source.spaces()
+    return key
+
+
+def _read_arguments(calls: Calls, name: str, end: Markers | None) -> Steps[None]:
+    if (yield from calls.source.peek()) == "{":
+        calls.begin(name)
+        yield from calls.read_arguments(end)
+    else:
+        _write(calls, name, (yield from _read_whole(calls.source)))
 
 
 def _read_whole(source: Source) -> Steps[str]:

@@ -1,6 +1,5 @@
 """Mistral's tool calls: a name and a JSON object behind a marker, and in older models a list of JSON objects."""
 
-import re
 from dataclasses import dataclass
 
 from jaxkv.serve.parsers.calls import Calls
@@ -9,7 +8,6 @@ from jaxkv.serve.parsers.source import Mismatch, Steps
 from jaxkv.text.markers import Markers
 
 _CALLS, _ID, _ARGUMENTS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
-_WORD = re.compile(r"[\w.:/-]*")
 _LIST = JsonFormat((_CALLS,))
 _NEXT = Markers([_CALLS])
 
@@ -37,9 +35,9 @@ class MistralFormat:
         if (yield from source.peek()) in ("[", "{"):
             yield from _LIST.read(calls, marker)
             return
-        name = yield from source.run(_WORD)
+        name = yield from calls.read_name()
         if (yield from source.literal(_ID)):
-            yield from source.run(_WORD)
+            yield from calls.read_name()
         yield from source.literal(_ARGUMENTS)
         yield from source.spaces()
         if (yield from source.peek()) != "{":

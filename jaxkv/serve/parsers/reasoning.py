@@ -4,7 +4,9 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from jaxkv.serve.parsers.answer import Answer
+from jaxkv.serve.parsers.calls import Calls
 from jaxkv.serve.parsers.source import Source, Steps
+from jaxkv.serve.parsers.tool_format import ToolFormat, read_calls
 from jaxkv.text.markers import Markers
 
 
@@ -17,12 +19,14 @@ class ReasoningFormat:
         ends: markers behind it.
         removed: further markers around the answer, which are no text.
         always: whether a model that was asked to think does so without a marker too.
+        ends_at_call: whether a tool call ends the reasoning too.
     """
 
     begins: tuple[str, ...]
     ends: tuple[str, ...]
     removed: tuple[str, ...] = ()
     always: bool = False
+    ends_at_call: bool = False
 
     @property
     def markers(self) -> tuple[str, ...]:
@@ -50,17 +54,26 @@ class ReasoningFormat:
 
 
 def read_reasoning(
-    source: Source, answer: Answer, format: ReasoningFormat, *, is_open: bool
+    source: Source,
+    answer: Answer,
+    format: ReasoningFormat,
+    *,
+    is_open: bool,
+    tool_format: ToolFormat | None,
+    calls: Calls,
 ) -> Steps[None]:
-    """Reads the reasoning, if the answer begins with it, and its end marker.
+    """Reads the reasoning, if the answer begins with it, and what ends it.
 
-    Markers of tool calls inside it are text. Without an end marker all of the answer is reasoning.
+    Without an end marker all of the answer is reasoning. Tool calls inside it are text, except in formats that they
+    end: Qwen3.5 forgets the marker before a call.
 
     Args:
         source: the text.
         answer: where the reasoning goes.
         format: its markers.
         is_open: whether it has begun already; the marker may come nevertheless.
+        tool_format: the format of tool calls; `None` if they are not read.
+        calls: where calls go.
     """
     spaces = yield from source.spaces()
     for begin in format.begins:
@@ -71,5 +84,13 @@ def read_reasoning(
             answer.content(spaces)
             return
     answer.marker()
-    if (yield from source.until(Markers(format.ends), answer.reasoning)):
-        answer.marker()
+    begins = tool_format.begins if tool_format and format.ends_at_call else ()
+    markers = Markers((*format.ends, *begins))
+    while marker := (yield from source.until(markers, answer.reasoning)):
+        if marker in format.ends:
+            answer.marker()
+            return
+        if tool_format and (
+            yield from read_calls(source, answer.reasoning, tool_format, calls, marker)
+        ):
+            return

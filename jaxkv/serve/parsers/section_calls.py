@@ -1,13 +1,10 @@
 """Tool calls as a name and a JSON object between markers of their own, several of them in a section."""
 
-import re
 from dataclasses import dataclass
 
 from jaxkv.serve.parsers.calls import Calls
 from jaxkv.serve.parsers.source import Mismatch, Steps
 from jaxkv.text.markers import Markers
-
-_WORD = re.compile(r"[\w.:/-]*")
 
 
 @dataclass(frozen=True)
@@ -26,6 +23,7 @@ class SectionFormat:
     section: tuple[str, str]
     call: tuple[str, str]
     separator: str
+    unmarked: bool = False
 
     @property
     def markers(self) -> tuple[str, ...]:
@@ -42,11 +40,6 @@ class SectionFormat:
         """Markers after calls."""
         return (self.call[1], self.section[1])
 
-    @property
-    def unmarked(self) -> bool:
-        """Whether calls can stand without markers."""
-        return False
-
     def read(self, calls: Calls, marker: str) -> Steps[None]:
         """Reads one call behind a marker; see `ToolFormat.read`."""
         source = calls.source
@@ -54,12 +47,12 @@ class SectionFormat:
         if marker == self.section[0]:
             yield from source.expect(self.call[0])
             yield from source.spaces()
-        name = yield from source.run(_WORD)
+        name = yield from calls.read_name()
         yield from source.spaces()
         yield from source.expect(self.separator)
         yield from source.spaces()
         if (yield from source.peek()) != "{":
-            name = yield from source.run(_WORD)
+            name = yield from calls.read_name()
             yield from source.spaces()
             yield from source.literal("```json")
             yield from source.spaces()

@@ -9,7 +9,6 @@ from jaxkv.serve.parsers.object_writer import ObjectWriter
 from jaxkv.serve.parsers.source import Mismatch, Source, Steps
 from jaxkv.text.markers import Markers
 
-_WORD = re.compile(r"[\w.:/-]*")
 _KEY = re.compile(r'[^<>"\n]*')
 # What the schema does not name is a string, as in vLLM.
 _STRING = {"type": "string"}
@@ -35,6 +34,7 @@ class TaggedFormat:
     value_begins: Mapping[str, bool | None]
     bare: bool = False
     inner: tuple[str, ...] = ()
+    unmarked: bool = False
 
     @property
     def markers(self) -> tuple[str, ...]:
@@ -51,11 +51,6 @@ class TaggedFormat:
         """Markers after calls."""
         return (self.group[1],)
 
-    @property
-    def unmarked(self) -> bool:
-        """Whether calls can stand without markers."""
-        return False
-
     def read(self, calls: Calls, marker: str) -> Steps[None]:
         """Reads the calls behind a marker; see `ToolFormat.read`."""
         source = calls.source
@@ -64,7 +59,7 @@ class TaggedFormat:
             yield from source.spaces()
             yield from source.expect(before)
         while True:
-            name = calls.checked((yield from source.run(_WORD)))
+            name = calls.checked((yield from calls.read_name()))
             yield from source.expect(behind)
             arguments = ObjectWriter(calls, name, _STRING)
             yield from self._read_parameters(calls, arguments)
@@ -123,7 +118,7 @@ class KeyValueFormat:
         """Reads the call behind a marker; see `ToolFormat.read`."""
         source = calls.source
         yield from source.spaces()
-        name = calls.checked((yield from source.run(_WORD)))
+        name = calls.checked((yield from calls.read_name()))
         yield from source.spaces()
         has_arguments = yield from source.literal("<arg_key>")
         if not has_arguments:

@@ -1,5 +1,6 @@
 """The loop that finds tool calls in content, for any format of calls."""
 
+from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 
 from jaxkv.serve.parsers.answer import Answer
@@ -48,16 +49,16 @@ class ToolFormat(Protocol):
 
 def read_content(source: Source, answer: Answer, format: ToolFormat, calls: Calls) -> Steps[None]:
     """Reads content with tool calls to the end of the answer."""
-    after_calls = False
+    after_calls = calls.begun > 0
     if format.unmarked:
-        after_calls = yield from read_calls(source, answer, format, calls, "")
+        after_calls |= yield from read_calls(source, answer.content, format, calls, "")
     if not format.begins:
         yield from source.rest(answer.content)
         return
     markers = Markers((*format.begins, *format.ends))
     while marker := (yield from source.until(markers, answer.content)):
         if marker in format.begins:
-            after_calls = yield from read_calls(source, answer, format, calls, marker)
+            after_calls = yield from read_calls(source, answer.content, format, calls, marker)
         elif after_calls:
             answer.marker()
         else:
@@ -65,13 +66,13 @@ def read_content(source: Source, answer: Answer, format: ToolFormat, calls: Call
 
 
 def read_calls(
-    source: Source, answer: Answer, format: ToolFormat, calls: Calls, marker: str
+    source: Source, emit: Callable[[str], None], format: ToolFormat, calls: Calls, marker: str
 ) -> Steps[bool]:
-    """Reads the calls behind a marker and returns whether there are any; otherwise the text is content.
+    """Reads the calls behind a marker and returns whether there are any.
 
     Args:
         source: the text, behind the marker.
-        answer: where content goes.
+        emit: gets the text if it is no call.
         format: the format of the calls.
         calls: where they go.
         marker: the marker; empty for calls without one.
@@ -83,10 +84,9 @@ def read_calls(
         yield from format.read(calls, marker)
     except Mismatch:
         # A call that the end of the answer cut off behind its arguments has lost nothing.
-        if calls.begun == before or (yield from source.peek()):
-            answer.content(source.release())
-    else:
-        if calls.begun == before:
-            answer.content(source.release())
+        if calls.begun > before and (yield from source.peek()):
+            calls.content(source.release())
+    if calls.begun == before:
+        emit(source.release())
     source.drop()
     return calls.begun > before

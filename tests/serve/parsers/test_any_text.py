@@ -93,7 +93,7 @@ def cut(draw, text):
 
 
 @pytest.mark.parametrize(("tools", "reasoning"), PARSERS)
-@settings(max_examples=12, deadline=None, derandomize=True)
+@settings(max_examples=9, deadline=None, derandomize=True)
 @given(data=st.data(), text=texts | broken_examples())
 def test_the_events_do_not_depend_on_the_pieces(tools, reasoning, data, text):
     options = {
@@ -125,7 +125,7 @@ def _check(events):
 
 
 @pytest.mark.parametrize("tools", [name for name in TOOL_FORMATS if name != "openai"])
-@settings(max_examples=12, deadline=None, derandomize=True)
+@settings(max_examples=9, deadline=None, derandomize=True)
 @given(text=texts | broken_examples())
 def test_a_text_without_calls_is_content_as_it_is(tools, text):
     events = parsed(opened(tools), text)

@@ -3,7 +3,7 @@
 import pytest
 
 from jaxkv.serve.parsers.events import Content, Reasoning
-from tests.serve.parsers.examples import opened, parsed
+from tests.serve.parsers.examples import PARIS, call, opened, parsed
 
 TURN = "<|im_start|>assistant\n"
 SPECIAL = ("<|im_start|>", "<|im_end|>")
@@ -73,3 +73,32 @@ def test_both_wordings_of_granite_are_known():
 def test_without_a_reasoning_parser_markers_are_content():
     text = "<think>Hm.</think>Yes."
     assert parsed(opened("hermes"), text) == [Content(text)]
+
+
+CALL = f'<tool_call>{{"name": "get_weather", "arguments": {PARIS}}}</tool_call>'
+
+
+def test_a_call_ends_the_reasoning_of_qwen3():
+    events = parsed(opened("hermes", "qwen3"), f"<think>A <tool_call>? Yes.\n{CALL}\nDone.")
+    assert events == [
+        Reasoning("A <tool_call>? Yes."),
+        *call(0, "get_weather", PARIS),
+        Content("Done."),
+    ]
+
+
+def test_a_call_in_the_reasoning_of_others_is_text():
+    text = f"Like {CALL}, or"
+    assert parsed(opened("hermes", "deepseek_r1"), f"<think>{text}") == [Reasoning(text)]
+    assert parsed(opened("hermes", "qwen3", tool_choice="none"), f"<think>{text}") == [
+        Reasoning(text)
+    ]
+
+
+def test_what_follows_a_call_that_ends_the_reasoning_is_content():
+    text = '<think>A<tool_call>{"name": "get_time", "arguments": {}, oops}</tool_call>'
+    assert parsed(opened("hermes", "qwen3"), text) == [
+        Reasoning("A"),
+        *call(0, "get_time", "{}"),
+        Content(", oops}"),
+    ]
