@@ -187,6 +187,12 @@ class Tokenizer:
         # Without byte fallback, the piece is ordinary text.
         return self.decode([token], skip_special_tokens=False) != piece
 
+    def special_texts(self) -> tuple[str, ...]:
+        """Returns the names of all special tokens."""
+        return tuple(
+            piece for token in sorted(self._special) if (piece := self.piece(token)) is not None
+        )
+
     def piece(self, token: int) -> str | None:
         """Returns the name of an id in tokenizer.json; `None` if only the model's logits have it."""
         return self._library.id_to_token(self._checked(token))

@@ -16,6 +16,7 @@ from jaxkv.serve.wire import (
     AskStats,
     Ended,
     FromEngine,
+    PromptScored,
     Ready,
     Refused,
     StatsReply,
@@ -137,6 +138,9 @@ class FakeEngine:
                 if isinstance(answer, str):
                     await self.send(Refused(call, answer))
                     return
+                if message.sampling.get("prompt_logprobs") is not None:
+                    scores = [{token: -0.25, (token + 1) % 4096: -2.0} for token in message.ids]
+                    await self.send(PromptScored(call, [None, *scores[1:]]))
                 for sample in range(message.sampling.get("n", 1)):
                     self._left[call, sample] = list(answer)
             case Abort(call, sample):

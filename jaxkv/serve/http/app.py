@@ -9,7 +9,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from jaxkv.serve.http import completions, looking, state
+from jaxkv.serve.http import chat, completions, looking, state
 from jaxkv.serve.http.auth import ApiKeys
 from jaxkv.serve.http.errors import ApiError, ErrorForm, internal_error, openai_error
 from jaxkv.serve.http.guard import Guard
@@ -21,6 +21,7 @@ OPERATIONS: tuple[Operation, ...] = (
     *state.OPERATIONS,
     *looking.OPERATIONS,
     completions.OPERATION,
+    chat.OPERATION,
 )
 """All routes of the server."""
 

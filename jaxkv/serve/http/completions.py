@@ -13,12 +13,12 @@ from jaxkv.serve.generation import Delta
 from jaxkv.serve.http.errors import bad_request
 from jaxkv.serve.http.json_body import convert
 from jaxkv.serve.http.operation import Operation
-from jaxkv.serve.http.replies import DONE, Answer, EventStream, Reply
+from jaxkv.serve.http.replies import DONE, Answer, EventStream, Reply, chunk
 from jaxkv.serve.http.request import Request
 from jaxkv.serve.http.sampling_fields import SamplingFields, without_refused
 from jaxkv.serve.http.service import Service
 from jaxkv.serve.http.state import check_model
-from jaxkv.serve.http.token_logprobs import completion_logprobs
+from jaxkv.serve.http.token_logprobs import completion_logprobs, prompt_logprobs
 from jaxkv.serve.http.usage import USAGE, usage_json
 from jaxkv.serve.http.work import Work, check_prompts
 
@@ -51,7 +51,7 @@ async def completions(service: Service, request: Request) -> Answer:
     body.check_stream_options()
     prompts = _prompts(body.prompt)
     check_prompts(service, len(prompts), body.n or 1)
-    params = body.sampling(logprobs=body.logprobs)
+    params = body.sampling(logprobs=body.logprobs, prompt_logprobs=_scored(body))
     special = body.add_special_tokens is not False
     ids = [
         await service.encode(prompt, add_special=special) if isinstance(prompt, str) else prompt
@@ -88,6 +88,14 @@ def _prompts(given: str | list[int | str | list[int]]) -> Sequence[str | list[in
     if not prompts or not all(prompts):
         raise bad_request("prompt is empty; it needs at least one token", "prompt")
     return prompts
+
+
+def _scored(body: CompletionBody) -> int | None:
+    """Returns how many likeliest tokens of each place of the prompt are needed; `None` for no scores."""
+    echoed = body.logprobs if body.echo else None
+    if echoed is None:
+        return body.prompt_logprobs
+    return max(echoed, body.prompt_logprobs or 0)
 
 
 async def _echoes(
@@ -154,13 +162,13 @@ class _Writer:
                 elif options is not None and options.include_usage:
                     tail["usage"] = None
                 yield b"".join(
-                    _chunk(head, {"choices": [choice], **tail})
+                    chunk(head, {"choices": [choice], **tail})
                     for choice in choices
                     if choice["text"] or choice["finish_reason"] or choice["logprobs"]
                 )
         last = b""
         if options is not None and options.include_usage:
-            last = _chunk(head, {"choices": [], "usage": usage_json(self._work.usage)})
+            last = chunk(head, {"choices": [], "usage": usage_json(self._work.usage)})
         yield last + DONE
 
     def _index(self, prompt: int, delta: Delta) -> int:
@@ -171,21 +179,34 @@ class _Writer:
         index = self._index(prompt, delta)
         choice = self._choices[index]
         text, first = delta.text, not choice.begun
+        logprobs = None
         if first:
             choice.begun = True
             text = self._echoes[prompt] + text
-            choice.length = len(self._echoes[prompt])
+            logprobs = self._echoed_logprobs(prompt, choice)
         found: Json = {
             "index": index,
             "text": text,
-            "logprobs": self._logprobs(delta, choice),
+            "logprobs": _chained(logprobs, self._logprobs(delta, choice)),
             "finish_reason": delta.finish_reason,
             "stop_reason": delta.stop_reason,
         }
+        if first and self._body.prompt_logprobs is not None:
+            scores = self._work.generations[prompt].prompt_logprobs or ()
+            found["prompt_logprobs"] = prompt_logprobs(scores, self._service.token_texts)
         if self._body.return_token_ids:
             found["token_ids"] = list(delta.ids)
             found["prompt_token_ids"] = list(self._work.prompts[prompt]) if first else None
         return found
+
+    def _echoed_logprobs(self, prompt: int, choice: _Choice) -> Json | None:
+        """Returns the log-probabilities of the prompt that a choice begins with, if they were asked for."""
+        choice.length = len(self._echoes[prompt])
+        scores = self._work.generations[prompt].prompt_logprobs
+        if not self._body.echo or self._body.logprobs is None or scores is None:
+            return None
+        ids, texts = self._work.prompts[prompt], self._service.token_texts
+        return completion_logprobs(ids, scores, self._body.logprobs, texts, 0)
 
     def _logprobs(self, delta: Delta, choice: _Choice) -> Json | None:
         if self._body.logprobs is None or delta.logprobs is None or not delta.ids:
@@ -202,20 +223,21 @@ def _joined(parts: Sequence[Json]) -> Json:
     """Returns the parts of one choice as one."""
     whole = dict(parts[-1])
     whole["text"] = "".join(part["text"] for part in parts)
-    listed = [part["logprobs"] for part in parts if part["logprobs"]]
-    if listed:
-        whole["logprobs"] = {
-            name: [value for each in listed for value in each[name]] for name in listed[0]
-        }
+    whole["logprobs"] = _chained(*(part["logprobs"] for part in parts))
+    if "prompt_logprobs" in parts[0]:
+        whole["prompt_logprobs"] = parts[0]["prompt_logprobs"]
     if "token_ids" in whole:
         whole["token_ids"] = [token for part in parts for token in part["token_ids"]]
         whole["prompt_token_ids"] = parts[0]["prompt_token_ids"]
     return whole
 
 
-def _chunk(head: bytes, tail: Json) -> bytes:
-    """Returns an event whose constant part is encoded already."""
-    return b"".join((b"data: ", head, b",", msgspec.json.encode(tail)[1:], b"\n\n"))
+def _chained(*found: Json | None) -> Json | None:
+    """Returns the log-probabilities of successive tokens as one."""
+    listed = [each for each in found if each is not None]
+    if not listed:
+        return None
+    return {name: [value for each in listed for value in each[name]] for name in listed[0]}
 
 
 OPERATION = Operation(

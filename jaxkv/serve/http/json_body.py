@@ -70,7 +70,7 @@ def convert[S](tree: Mapping[str, Any], kind: type[S]) -> S:
 def _wrong_field(text: str, tree: Mapping[str, Any], kind: type) -> ApiError:
     """Returns the error for what msgspec says of a body."""
     at = _AT.search(text)
-    path = at.group(1) if at else ""
+    path = at.group(1).replace("[...]", "") if at else ""
     said = text[: at.start()] if at else text
     if unknown := _UNKNOWN.match(said):
         name = clip(unknown.group(1), 60)
@@ -88,6 +88,9 @@ def _wrong_field(text: str, tree: Mapping[str, Any], kind: type) -> ApiError:
     allowed, inner = allowed_of(kind), path.removeprefix(name)
     if name in allowed and (not inner or (allowed[name] != "an object" and "." not in inner)):
         return bad_request(f"{name} must be {allowed[name]}{shown}", name)
+    if said.startswith("Invalid"):
+        # It quotes the value.
+        return bad_request(f"{path} has a value that is not supported", path)
     said = said.replace("`", "").replace("Expected", "wanted")
     return bad_request(f"{path or 'the body'} is wrong: {said}", path or None)
 

@@ -24,6 +24,16 @@ def event(value: object, name: str = "") -> bytes:
     return b"".join((head, b"data: ", _ENCODER.encode(value), b"\n\n"))
 
 
+def chunk(head: bytes, tail: object) -> bytes:
+    """Returns an event whose constant part is encoded already.
+
+    Args:
+        head: the JSON of an object without its last brace.
+        tail: the rest of its fields.
+    """
+    return b"".join((b"data: ", head, b",", _ENCODER.encode(tail)[1:], b"\n\n"))
+
+
 @dataclass(frozen=True)
 class Reply:
     """A whole reply.

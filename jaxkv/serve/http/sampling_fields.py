@@ -22,6 +22,7 @@ from jaxkv.config.sampling import (
     SamplingParams,
 )
 from jaxkv.serve.http.errors import ApiError, bad_request
+from jaxkv.serve.http.structured_fields import StructuredFields
 from jaxkv.wording import clip
 
 MAX_SAMPLES = 128
@@ -45,7 +46,7 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     continuous_usage_stats: bool = False
 
 
-class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=True):
+class SamplingFields(StructuredFields, kw_only=True, forbid_unknown_fields=True, frozen=True):
     """The fields that completions and chat completions share. `null` means that a field is not given."""
 
     model: Annotated[str, Meta(description="the served model's name; /v1/models lists it")]
@@ -183,6 +184,7 @@ class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, f
         Raises:
             ApiError: 400 for values that contradict each other.
         """
+        self.check_free()
         given = {name: value for name in _SHARED if (value := getattr(self, name)) is not None}
         try:
             return SamplingParams(**(given | changes))

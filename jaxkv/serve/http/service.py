@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from jaxkv.config.sampling import SamplingParams
 from jaxkv.serve.engine_client import EngineClient, EngineLost
@@ -12,11 +13,27 @@ from jaxkv.serve.http.errors import ApiError, bad_request, from_engine, unavaila
 from jaxkv.serve.http.limits import Limits
 from jaxkv.serve.http.token_logprobs import TokenTexts
 from jaxkv.serve.metrics import Recorder
+from jaxkv.serve.parsers.choose import ParserChoice, choose_parsers
 from jaxkv.serve.stats_poll import StatsPoll
 from jaxkv.serve.wire import Ready
 from jaxkv.text.chat_template import ChatOptions
 from jaxkv.text.tokenizer import Tokenizer
 from jaxkv.wording import clip
+
+PROMPT_END = 1000
+"""How many of a prompt's last characters parsers of answers see."""
+
+
+class ChatPrompt(NamedTuple):
+    """A conversation as a prompt.
+
+    Attributes:
+        ids: its token ids.
+        end: the last characters of its text.
+    """
+
+    ids: list[int]
+    end: str
 
 
 @dataclass
@@ -31,6 +48,8 @@ class Service:
         loading: the tokenizer is still to come.
         draining: no new requests are taken; those in progress go on.
         created: Unix time of the start, in seconds.
+        tool_parser: name of the format of the model's tool calls, or "none"; if not given, it is found.
+        reasoning_parser: likewise of its reasoning.
         recorder: counts what the server does.
         stats: the engine's statistics.
         picture: the same with the engine's picture.
@@ -44,10 +63,13 @@ class Service:
     loading: bool = False
     draining: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
+    tool_parser: str | None = None
+    reasoning_parser: str | None = None
 
     def __post_init__(self) -> None:
         """Bounds the threads."""
         self.token_texts = TokenTexts(self.tokenizer)
+        self._parsers: ParserChoice | None = None
         self._threads = asyncio.Semaphore(self.limits.threads)
         self.recorder = Recorder()
         self.stats = StatsPoll(self.client, pages=False)
@@ -57,7 +79,27 @@ class Service:
         """Takes the tokenizer of a model that has been loaded; requests are served from now on."""
         self.tokenizer = tokenizer
         self.token_texts = TokenTexts(tokenizer)
+        self._parsers = None
         self.loading = False
+
+    @property
+    def parsers(self) -> ParserChoice:
+        """The parsers of the model's answers.
+
+        Raises:
+            ApiError: 503 while the model loads.
+        """
+        if self._parsers is None:
+            tokenizer, model_type = self.tokenizer, self.facts.model_type
+            template = None if tokenizer is None else tokenizer.chat_template
+            self._parsers = choose_parsers(
+                None if template is None else "\n".join(template.templates.values()),
+                () if tokenizer is None else tokenizer.special_texts(),
+                model_type,
+                tools=self.tool_parser,
+                reasoning=self.reasoning_parser,
+            )
+        return self._parsers
 
     def now(self) -> int:
         """Returns the Unix time in seconds."""
@@ -147,16 +189,23 @@ class Service:
 
     async def encode_chat(
         self, messages: Sequence[Mapping[str, object]], options: ChatOptions | None = None
-    ) -> list[int]:
-        """Returns the token ids of a conversation, in a thread.
+    ) -> ChatPrompt:
+        """Returns the prompt of a conversation, made in a thread.
 
         Raises:
             ApiError: 400 if there is no tokenizer or chat template, or the template refuses the messages.
         """
         tokenizer, most = self._tokenizer(), self.facts.max_model_len
-        return await self._in_thread(
-            lambda: tokenizer.encode_chat(messages, options, max_tokens=most)
-        )
+        template = tokenizer.chat_template
+        if template is None:
+            raise bad_request("the model has no chat template; use /v1/completions", "messages")
+
+        def encode() -> ChatPrompt:
+            text = template.render(messages, options)
+            ids = tokenizer.encode(text, add_special=False, max_tokens=most)
+            return ChatPrompt(ids, text[-PROMPT_END:])
+
+        return await self._in_thread(encode)
 
     async def decode(self, ids: Sequence[int]) -> str:
         """Returns the text of token ids, special tokens by their names, in a thread.

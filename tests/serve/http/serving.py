@@ -12,10 +12,19 @@ from jaxkv.serve.http.app import make_app
 from jaxkv.serve.http.auth import ApiKeys
 from jaxkv.serve.http.limits import Limits
 from jaxkv.serve.http.service import Service
+from jaxkv.text.chat_template import ChatTemplate
 from jaxkv.text.tokenizer import load_tokenizer
 from tests.serve.fake_engine import FakeEngine, fake_engine
 
 TOKENIZER = load_tokenizer(default_model.path())
+TEMPLATE = """{%- if tools %}tools <tool_call></tool_call> {{ tools | tojson }}
+{% endif %}{%- for message in messages %}<|{{ message.role }}|>{{ message.content }}
+{% for call in message.tool_calls or () %}{{ call.function.name }}({{ call.function.arguments | tojson }})
+{% endfor %}{%- endfor %}{%- if add_generation_prompt %}<|assistant|>{{ greeting }}{% endif %}{# <think></think> #}"""
+CHATTY = load_tokenizer(default_model.path())
+CHATTY.chat_template = ChatTemplate({"default": TEMPLATE}, CHATTY.special_tokens)
+"""A tokenizer with a chat template of Hermes' tool calls and Qwen's reasoning."""
+
 MODEL = "tiny"
 
 

@@ -162,3 +162,36 @@ def test_token_ids_are_returned_if_asked_for():
             assert (choice["prompt_token_ids"], choice["token_ids"]) == ([7, 8], [5, 6])
 
     asyncio.run(run())
+
+
+def test_an_echo_with_logprobs_has_those_of_the_prompt_first():
+    async def run():
+        async with serving(lambda submit: HELLO) as server:
+            prompt = TOKENIZER.encode("hello world")
+            for given in (body(echo=True, logprobs=1), body(echo=True, logprobs=1, stream=True)):
+                reply = await server.http.post("/v1/completions", json=given)
+                assert reply.status_code == 200, reply.text
+                streamed = "stream" in given
+                found = _joined(events_of(reply.text) if streamed else [reply.json()])
+                assert found["token_logprobs"] == (
+                    [None] + [-0.25] * (len(prompt) - 1) + [-0.5] * len(HELLO)
+                )
+                assert "".join(found["tokens"]) == "hello worldhello world, all of you"
+                assert found["text_offset"] == [
+                    len("".join(found["tokens"][:at])) for at in range(len(found["tokens"]))
+                ]
+
+    asyncio.run(run())
+
+
+def test_prompt_logprobs_are_by_token_id():
+    async def run():
+        async with serving(lambda submit: HELLO) as server:
+            given = body(prompt=[5, 6], prompt_logprobs=2)
+            [choice] = (await server.http.post("/v1/completions", json=given)).json()["choices"]
+            first, second = choice["prompt_logprobs"]
+            assert first is None
+            assert (second["6"]["logprob"], second["6"]["rank"]) == (-0.25, 1)
+            assert second["6"]["decoded_token"] == TOKENIZER.decode([6])
+
+    asyncio.run(run())

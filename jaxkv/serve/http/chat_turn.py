@@ -1,0 +1,178 @@
+"""`ChatTurn`: the answer to a conversation, as events: what every chat API has in common."""
+
+import contextlib
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jaxkv.config.sampling import SamplingParams
+from jaxkv.serve.generation import Delta
+from jaxkv.serve.http.chat_body import ChatBody, ChosenTool
+from jaxkv.serve.http.conversation import chat_options, template_messages, thinking
+from jaxkv.serve.http.errors import ApiError, bad_request
+from jaxkv.serve.http.json_body import convert
+from jaxkv.serve.http.request import Request
+from jaxkv.serve.http.sampling_fields import without_refused
+from jaxkv.serve.http.service import Service
+from jaxkv.serve.http.state import check_model
+from jaxkv.serve.http.work import Usage, Work, check_prompts
+from jaxkv.serve.parsers.choose import open_parser
+from jaxkv.serve.parsers.events import (
+    Event,
+    Reasoning,
+    ToolCallArguments,
+    ToolCallBegin,
+)
+from jaxkv.serve.parsers.forced_calls import ToolChoice
+from jaxkv.serve.parsers.protocol import OutputParser
+
+
+@dataclass(frozen=True)
+class TurnDelta:
+    """New events of one sample.
+
+    Attributes:
+        sample: index of the sample.
+        events: what the text became; empty while it may become several things.
+        delta: its tokens and log-probabilities.
+        finish_reason: "stop", "length" or "tool_calls" on the last delta of a sample, otherwise `None`.
+    """
+
+    sample: int
+    events: Sequence[Event]
+    delta: Delta
+    finish_reason: str | None
+
+
+class ChatTurn:
+    """The samples of one answer. `open_turn` makes it; nothing runs in the engine before `deltas`.
+
+    Args:
+        body: the request.
+        work: its generation.
+        parsers: one for each sample.
+
+    Attributes:
+        body: the request.
+        reasoning_tokens: tokens so far that brought reasoning alone.
+    """
+
+    def __init__(self, body: ChatBody, work: Work, parsers: list[OutputParser]) -> None:
+        self.body = body
+        self.reasoning_tokens = 0
+        self.work = work
+        self._parsers = parsers
+        self._calls = [0] * len(parsers)
+
+    @property
+    def usage(self) -> Usage:
+        """Token counts so far."""
+        return self.work.usage
+
+    async def deltas(self) -> AsyncGenerator[list[TurnDelta]]:
+        """Begins the answer and yields its events until all samples have ended. Close it: that aborts what goes on.
+
+        Raises:
+            ApiError and others: see `Work.deltas`.
+        """
+        async with contextlib.aclosing(self.work.deltas()) as deltas:
+            async for batch in deltas:
+                yield [self._take(delta) for _, delta in batch]
+
+    def _take(self, delta: Delta) -> TurnDelta:
+        parser = self._parsers[delta.sample]
+        events = parser.push(delta.text) if delta.text else []
+        if delta.finish_reason is not None:
+            events += parser.finish()
+        events = self._wanted(delta.sample, events)
+        if events and all(isinstance(event, Reasoning) for event in events):
+            self.reasoning_tokens += len(delta.ids)
+        if self.body.include_reasoning is False:
+            events = [event for event in events if not isinstance(event, Reasoning)]
+        reason = delta.finish_reason
+        if reason == "stop" and self._calls[delta.sample]:
+            reason = "tool_calls"
+        return TurnDelta(delta.sample, events, delta, reason)
+
+    def _wanted(self, sample: int, events: list[Event]) -> list[Event]:
+        """Counts the calls, and drops all but the first if the request wants one."""
+        self._calls[sample] += sum(isinstance(event, ToolCallBegin) for event in events)
+        if self.body.parallel_tool_calls is not False:
+            return events
+        return [
+            event
+            for event in events
+            if not isinstance(event, ToolCallBegin | ToolCallArguments) or event.index == 0
+        ]
+
+
+async def open_turn(service: Service, request: Request, tree: Mapping[str, Any]) -> ChatTurn:
+    """Returns the answer to a conversation, which has not begun.
+
+    Args:
+        service: the served model.
+        request: for its id and its key.
+        tree: the JSON of a body of `/v1/chat/completions`.
+
+    Raises:
+        ApiError: 4xx for a body that cannot be served, 429 and 503 if nothing can begin now.
+    """
+    body = convert(without_refused(tree), ChatBody)
+    check_model(service, body.model)
+    body.check()
+    check_prompts(service, 1, body.n or 1)
+    choice = service.parsers
+    tool_choice = _tool_choice(body)
+    if body.offered and choice.tools is None and tool_choice == "auto":
+        raise bad_request("the model has no known format of tool calls; give no tools", "tools")
+    if body.offered and tool_choice != "auto":
+        raise ApiError(
+            400,
+            "unsupported_field",
+            "tool_choice can only be auto or none on this server",
+            "tool_choice",
+        )
+    params = _sampling(body, choice.keeps_special_tokens)
+    options = chat_options(body, tree.get("tools"), service.tokenizer)
+    messages = template_messages(body.messages, service.tokenizer)
+    prompt = await service.encode_chat(messages, options)
+    work = Work(
+        service,
+        [prompt.ids],
+        params,
+        priority=body.priority or 0,
+        salt=request.salt(body.cache_salt),
+        request_id=request.id,
+    )
+    parsers = [
+        open_parser(
+            choice,
+            tools=tree["tools"] if body.offered else None,
+            thinking=thinking(options),
+            prompt_end=prompt.end,
+            tool_choice=tool_choice,
+        )
+        for _ in range(params.n)
+    ]
+    return ChatTurn(body, work, parsers)
+
+
+def _tool_choice(body: ChatBody) -> ToolChoice:
+    match body.tool_choice:
+        case ChosenTool(function=function):
+            return {"type": "function", "function": {"name": function.name}}
+        case None:
+            return "auto"
+        case word:
+            return word
+
+
+def _sampling(body: ChatBody, keeps_special_tokens: bool) -> SamplingParams:
+    changes: dict[str, Any] = {
+        "max_tokens": body.max_completion_tokens or body.max_tokens,
+        "logprobs": (body.top_logprobs or 0) if body.logprobs else None,
+    }
+    if keeps_special_tokens:
+        # Markers of tool calls and reasoning are special tokens; the parser removes the others.
+        changes["skip_special_tokens"] = False
+    return body.sampling(**changes)

@@ -1,0 +1,207 @@
+import asyncio
+import json
+
+from tests.serve.http.serving import CHATTY, TOKENIZER, events_of, serving
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "weather",
+            "description": "of a place",
+            "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+        },
+    }
+]
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Bern"}}\n</tool_call>'
+PATH = "/v1/chat/completions"
+
+
+def body(**fields):
+    messages = [{"role": "user", "content": "hello"}]
+    return {"model": "tiny", "messages": messages, "max_completion_tokens": 400, **fields}
+
+
+def answers(text):
+    """Returns a script that generates a text."""
+    return lambda submit: TOKENIZER.encode(text, add_special=False)
+
+
+def chatting(text="hello there", **options):
+    return serving(answers(text), tokenizer=CHATTY, **options)
+
+
+def test_an_answer_has_message_finish_reason_and_usage():
+    async def run():
+        async with chatting() as server:
+            reply = await server.http.post(PATH, json=body())
+            assert reply.status_code == 200, reply.text
+            [choice] = reply.json()["choices"]
+            assert choice["message"] == {
+                "role": "assistant",
+                "content": "hello there",
+                "refusal": None,
+            }
+            assert choice["finish_reason"] == "stop"
+            [call] = server.engine.calls.values()
+            assert TOKENIZER.decode(call.ids) == "<|user|>hello\n<|assistant|>"
+            assert reply.json()["usage"]["prompt_tokens"] == len(call.ids)
+
+    asyncio.run(run())
+
+
+def test_a_stream_begins_with_the_role_and_ends_with_its_reason_usage_and_done():
+    async def run():
+        async with chatting() as server:
+            given = body(stream=True, stream_options={"include_usage": True}, n=2)
+            reply = await server.http.post(PATH, json=given)
+            *chunks, usage = events_of(reply.text)
+            for sample in (0, 1):
+                own = [
+                    each["choices"][0] for each in chunks if each["choices"][0]["index"] == sample
+                ]
+                first, *middle, last = own
+                assert first["delta"] == {"role": "assistant", "content": ""}
+                assert "".join(each["delta"]["content"] for each in middle) == "hello there"
+                assert all(each["finish_reason"] is None for each in (first, *middle))
+                assert (last["delta"], last["finish_reason"]) == ({}, "stop")
+            assert usage["choices"] == []
+            assert usage["usage"]["completion_tokens"] == 2 * len(TOKENIZER.encode("hello there"))
+
+    asyncio.run(run())
+
+
+def test_tool_calls_are_read_whole_and_as_deltas():
+    async def run():
+        async with chatting(f"let me see\n{CALL}") as server:
+            given = body(tools=TOOLS)
+            [choice] = (await server.http.post(PATH, json=given)).json()["choices"]
+            assert choice["finish_reason"] == "tool_calls"
+            assert choice["message"]["content"] == "let me see"
+            [call] = choice["message"]["tool_calls"]
+            assert call["id"].startswith("call_")
+            assert call["function"]["name"] == "weather"
+            assert json.loads(call["function"]["arguments"]) == {"city": "Bern"}
+
+            reply = await server.http.post(PATH, json=given | {"stream": True})
+            deltas = [each["choices"][0] for each in events_of(reply.text)]
+            entries = [entry for each in deltas for entry in each["delta"].get("tool_calls", ())]
+            assert {entry["index"] for entry in entries} == {0}
+            assert [entry["function"].get("name") for entry in entries if "id" in entry] == [
+                "weather"
+            ]
+            arguments = "".join(entry["function"]["arguments"] for entry in entries)
+            assert json.loads(arguments) == {"city": "Bern"}
+            assert deltas[-1]["finish_reason"] == "tool_calls"
+
+    asyncio.run(run())
+
+
+def test_parallel_tool_calls_false_returns_the_first_call():
+    async def run():
+        async with chatting(f"{CALL}\n{CALL}") as server:
+            for parallel, count in ((True, 2), (False, 1)):
+                given = body(tools=TOOLS, parallel_tool_calls=parallel)
+                [choice] = (await server.http.post(PATH, json=given)).json()["choices"]
+                assert len(choice["message"]["tool_calls"]) == count
+
+    asyncio.run(run())
+
+
+def test_reasoning_is_apart_from_content_and_can_be_left_out():
+    async def run():
+        async with chatting("<think>\nhmm\n</think>\n\nyes") as server:
+            for given in (body(), body(stream=True)):
+                reply = await server.http.post(PATH, json=given)
+                replies = events_of(reply.text) if given.get("stream") else [reply.json()]
+                said = [c.get("delta") or c.get("message") for r in replies for c in r["choices"]]
+                for name, text in (
+                    ("reasoning", "hmm"),
+                    ("reasoning_content", "hmm"),
+                    ("content", "yes"),
+                ):
+                    found = "".join(each.get(name) or "" for each in said if each)
+                    assert found.strip() == text, name
+            reply = await server.http.post(PATH, json=body(include_reasoning=False))
+            [choice] = reply.json()["choices"]
+            assert "reasoning" not in choice["message"]
+            details = reply.json()["usage"]["completion_tokens_details"]
+            assert details["reasoning_tokens"] > 0
+
+    asyncio.run(run())
+
+
+def test_logprobs_list_each_token_with_its_bytes_and_the_likeliest():
+    async def run():
+        async with chatting("wörld") as server:
+            given = body(logprobs=True, top_logprobs=1)
+            [choice] = (await server.http.post(PATH, json=given)).json()["choices"]
+            found = choice["logprobs"]["content"]
+            assert bytes(b for each in found for b in each["bytes"]).decode() == "wörld"
+            assert [each["logprob"] for each in found] == [-0.5] * len(found)
+            assert all(len(each["top_logprobs"]) == 1 for each in found)
+            reply = await server.http.post(PATH, json=given | {"stream": True})
+            streamed = [
+                entry
+                for each in events_of(reply.text)
+                for entry in (each["choices"][0]["logprobs"] or {"content": []})["content"]
+            ]
+            assert streamed == found
+
+    asyncio.run(run())
+
+
+def test_messages_reach_the_template_with_parts_joined_and_arguments_as_objects():
+    async def run():
+        async with chatting() as server:
+            messages = [
+                {"role": "developer", "content": "be kind"},
+                {
+                    "role": "user",
+                    "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}],
+                },
+                {
+                    "role": "assistant",
+                    "content": None,
+                    "refusal": None,
+                    "tool_calls": [
+                        {
+                            "id": "call_1",
+                            "type": "function",
+                            "function": {"name": "weather", "arguments": '{"city":"Bern"}'},
+                        }
+                    ],
+                },
+                {"role": "tool", "tool_call_id": "call_1", "content": "sunny"},
+            ]
+            given = body(messages=messages, chat_template_kwargs={"greeting": "hi"})
+            reply = await server.http.post(PATH, json=given)
+            assert reply.status_code == 200, reply.text
+            [call] = server.engine.calls.values()
+            assert TOKENIZER.decode(call.ids) == (
+                '<|system|>be kind\n<|user|>a\nb\n<|assistant|>\nweather({"city": "Bern"})\n'
+                "<|tool|>sunny\n<|assistant|>hi"
+            )
+
+    asyncio.run(run())
+
+
+def test_tools_are_in_the_prompt_unless_the_choice_is_none():
+    async def run():
+        async with chatting() as server:
+            for choice, expected in (("auto", True), ("none", False)):
+                await server.http.post(PATH, json=body(tools=TOOLS, tool_choice=choice))
+                *_, call = server.engine.calls.values()
+                assert ("weather" in TOKENIZER.decode(call.ids)) is expected
+
+    asyncio.run(run())
+
+
+def test_a_model_without_a_template_refuses_conversations():
+    async def run():
+        async with serving() as server:
+            reply = await server.http.post(PATH, json=body())
+            assert reply.status_code == 400
+            assert "chat template" in reply.json()["error"]["message"]
+
+    asyncio.run(run())
