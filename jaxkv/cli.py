@@ -23,6 +23,7 @@ from jaxkv.options import (
     with_hyphens,
 )
 from jaxkv.serve.command import add_serve
+from jaxkv.serve.inspect import add_inspect
 from jaxkv.terminal import Screen
 
 # Slow modules are imported inside the commands, so that --help and error messages appear at once.
@@ -76,6 +77,7 @@ def _parser() -> argparse.ArgumentParser:
     plan.set_defaults(run=_plan)
     add_serve(commands)
     add_bench(commands)
+    add_inspect(commands)
     env = commands.add_parser("env", help="versions and devices, for bug reports")
     env.set_defaults(run=_env)
     return parser

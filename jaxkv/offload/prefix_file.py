@@ -7,8 +7,7 @@ each unit. Its metadata: the model, a checksum of its weights, and the cache's l
 import json
 import os
 import stat
-import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,10 +21,9 @@ from jaxkv.cache.spec import CacheLayout, Group
 from jaxkv.drafts import draft_of, remove_abandoned
 from jaxkv.errors import BadCheckpoint
 from jaxkv.offload.prefix_catalogue import ROOT, Catalogue, CheckpointEntry
+from jaxkv.offload.prefix_tables import FORMAT, crc32, table_names
 from jaxkv.offload.programs import unit_shapes
 from jaxkv.wording import clip, listed, shown
-
-FORMAT = "jaxkv-prefixes-1"
 
 _INTS, _CRCS, _BYTES = "I32", "U32", "U8"
 _DTYPES = {_INTS: np.dtype("<i4"), _CRCS: np.dtype("<u4"), _BYTES: np.dtype("u1")}
@@ -110,7 +108,7 @@ def save_file(
     metadata = {
         "format": FORMAT,
         **identity.metadata(),
-        "tables_crc32": str(_crc32(tables.values())),
+        "tables_crc32": str(crc32(tables.values())),
     }
     header, tensors = _header(metadata, _tensors(identity.layout, catalogue))
     remove_abandoned(path.parent)
@@ -121,7 +119,7 @@ def save_file(
         for group in _kept_groups(identity.layout):
             for row, unit in enumerate(units(group.name)):
                 parts = [np.ascontiguousarray(array).view(np.uint8) for array in unit]
-                crc = np.array([_crc32(parts)], _DTYPES[_CRCS])
+                crc = np.array([crc32(parts)], _DTYPES[_CRCS])
                 _write_at(file, tensors[_crc_name(group)].start + row * crc.nbytes, crc)
                 for role, part in zip(_roles(group), parts, strict=True):
                     start = tensors[f"{group.name}.{role}"].start
@@ -182,7 +180,7 @@ class PrefixFile:
         """Raises `BadCheckpoint` if the bytes of a unit are not those that were written."""
         crcs = self._file.get_slice(_crc_name(group))
         for row in rows:
-            if _crc32(self._parts(group, row)) != int(crcs[row : row + 1][0]):
+            if crc32(self._parts(group, row)) != int(crcs[row : row + 1][0]):
                 raise self._bad(f"is damaged: {group.unit} {row} of {group.name!r} has a wrong CRC")
 
     def read(self, group: Group, row: int) -> Unit:
@@ -217,7 +215,7 @@ class PrefixFile:
     def _read_catalogue(self, metadata: Mapping[str, str], identity: Identity) -> Catalogue:
         layout = identity.layout
         tables = {name: self._table(name) for name in _table_names(layout)}
-        if metadata.get("tables_crc32") != str(_crc32(tables.values())):
+        if metadata.get("tables_crc32") != str(crc32(tables.values())):
             raise self._bad("is damaged: its tables have a wrong CRC")
         catalogue = self._parse(tables, identity)
         wanted = {
@@ -305,8 +303,7 @@ def _tables(catalogue: Catalogue) -> dict[str, np.ndarray]:
 
 
 def _table_names(layout: CacheLayout) -> tuple[str, ...]:
-    rows = (f"rows.{group.name}" for group in layout.paged_groups)
-    return ("parents", "tokens", "checkpoint_rows", "tail_lengths", "tails", *rows)
+    return table_names(group.name for group in layout.paged_groups)
 
 
 def _tensors(layout: CacheLayout, catalogue: Catalogue) -> dict[str, _Tensor]:
@@ -356,13 +353,6 @@ def _roles(group: Group) -> tuple[str, ...]:
 
 def _crc_name(group: Group) -> str:
     return f"{group.name}.crc32"
-
-
-def _crc32(parts: Iterable[np.ndarray]) -> int:
-    crc = 0
-    for part in parts:
-        crc = zlib.crc32(np.ascontiguousarray(part).view(np.uint8).reshape(-1), crc)
-    return crc
 
 
 def _write_at(file: Any, start: int, array: np.ndarray) -> None:  # noqa: ANN401 - an open binary file

@@ -100,7 +100,7 @@ def rewrite(path, change):
     change(tensors, metadata)
     names = prefix_file._table_names(LAYOUT)
     if all(name in tensors for name in names) and metadata.get("tables_crc32") == before:
-        metadata["tables_crc32"] = str(prefix_file._crc32(tensors[name] for name in names))
+        metadata["tables_crc32"] = str(prefix_file.crc32(tensors[name] for name in names))
     save_tensors(tensors, path, metadata=metadata)
 
 

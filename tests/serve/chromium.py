@@ -65,7 +65,7 @@ def dashboard_server(*, keys=(), model="tiny model", change=None):
             if change is not None:
                 change(service, engine)
             app = make_app(service, ApiKeys(keys))
-            config = uvicorn.Config(app, log_level="error", lifespan="off")
+            config = uvicorn.Config(app, log_config=None, lifespan="off")
             server = uvicorn.Server(config)
             server.install_signal_handlers = lambda: None
             task = asyncio.create_task(server.serve([listener]))

@@ -29,6 +29,7 @@ def server_view(
         state: "live", or what the engine does instead.
         facts: further figures, as pairs of name and value.
         stats: the fields of `jaxkv.engine.stats.Stats`; `None` for a file.
+        sizes: group name -> bytes of its pages or states; a server has them in `stats`.
         maps, trees, checkpoints, requests, program_list: see `jaxkv.engine.inspection.Picture`; requests and programs
             are `None` for a file.
         rate: generated tokens of each second, oldest first; `None` for a file, like the following.
@@ -42,6 +43,7 @@ def server_view(
         "state": _state(snapshot, alive),
         "facts": [],
         "stats": stats,
+        "sizes": {},
         **{name: snapshot.stats[name] for name in _PARTS},
         "rate": recorder.rate.seconds(),
         "first_token": _buckets(recorder.first_token_seconds),
