@@ -9,6 +9,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
+from jaxkv.serve.api import messages, responses
 from jaxkv.serve.http import chat, completions, looking, state
 from jaxkv.serve.http.auth import ApiKeys
 from jaxkv.serve.http.errors import ApiError, ErrorForm, internal_error, openai_error
@@ -22,6 +23,8 @@ OPERATIONS: tuple[Operation, ...] = (
     *looking.OPERATIONS,
     completions.OPERATION,
     chat.OPERATION,
+    *responses.OPERATIONS,
+    *messages.OPERATIONS,
 )
 """All routes of the server."""
 

@@ -55,7 +55,7 @@ def test_every_route_but_the_open_ones_is_401_without_a_valid_key():
                     assert status == (200 if method in ("GET", "HEAD") else 405), case
                 else:
                     assert status == 401, case
-                    assert json.loads(body)["error"]["code"] == "invalid_api_key", case
+                    assert json.loads(body)["error"]["type"] == "authentication_error", case
             assert not server.engine.calls
 
     asyncio.run(run())
