@@ -12,7 +12,7 @@
 | Mistral, Ministral, Magistral | mistral | mistral |
 | GLM-4.5 and later | glm45 | glm45 |
 | GPT-OSS | openai | openai_gptoss |
-| Granite 3 | granite | granite |
+| Granite 3 | granite | granite; granite33 of 3.3 |
 | Phi-4-mini | phi4_mini_json | |
 | Hunyuan, Jamba | hunyuan_a13b | hunyuan_a13b |
 | Nemotron Nano 2 | nemotron_json | deepseek_r1 |

@@ -135,6 +135,10 @@ REASONING_FORMATS: Mapping[str, Entry[ReasoningFormat | Harmony]] = {
         ReasoningFormat(("<think>",), ("</think>",), removed=("<answer>", "</answer>")),
         ("<think>", "<answer>"),
     ),
+    "granite33": Entry(
+        ReasoningFormat(("<think>",), ("</think>",), removed=("<response>", "</response>")),
+        ("<think>", "<response>"),
+    ),
     "glm45": Entry(_THINK, ("<think>", "<arg_key>")),
     "qwen3": Entry(
         ReasoningFormat(("<think>",), ("</think>",), always=True, ends_at_call=True),

@@ -333,6 +333,13 @@ EXAMPLES = [
         [Reasoning("Weather."), *_TWO],
     ),
     Example(
+        "granite33",
+        "granite",
+        "granite33",
+        "<think>Weather.</think>\n<response>It is sunny.</response>",
+        [Reasoning("Weather."), Content("It is sunny.")],
+    ),
+    Example(
         "phi4_mini",
         "phi4_mini_json",
         None,

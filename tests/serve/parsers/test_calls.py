@@ -26,6 +26,8 @@ def hermes(body, after=""):
         '{"name": "get_time", "arguments": 3}',
         '{"name": "get_time", "arguments": [1]}',
         '{"name": "get_time", "arguments": "soon"}',
+        '{"name": "get_time", "arguments": "{\\"a\\": \\"\\ud800\\"}"}',
+        '{"name": "get_time", "arguments": "{\\"a\\": NaN}"}',
         '{"arguments": {"a": ], "name": "get_time"}',
         '{"name": "get_time" "arguments": {}}',
         '{"name": "\\x", "arguments": {}}',
@@ -73,6 +75,11 @@ def test_a_call_without_arguments_has_an_empty_object(body):
     assert hermes(body) == call(0, "get_time", "{}")
 
 
+def test_what_max_tokens_cut_off_behind_the_arguments_is_no_text():
+    text = '[TOOL_CALLS] [{"name": "get_time", "arguments": {}, "id": "a1B'
+    assert parsed(opened("mistral"), text) == call(0, "get_time", "{}")
+
+
 def test_a_line_break_inside_a_string_is_escaped():
     events = hermes('{"name": "get_time", "arguments": {"a": "1\n\t2\x01"}}')
     assert arguments(events) == [{"a": "1\n\t2\x01"}]
@@ -84,6 +91,14 @@ def test_an_unknown_function_is_called_behind_a_marker_and_is_text_without_one()
     assert parsed(opened("llama3_json"), body) == [Content(body)]
     assert parsed(opened("llama3_json"), f"<|python_tag|>{body}") == call(0, "get_news", "{}")
     assert parsed(opened("llama4_pythonic"), "[get_news()]") == [Content("[get_news()]")]
+
+
+def test_text_behind_a_separator_is_content():
+    text = '[{"name": "get_time", "parameters": {}}], and more'
+    assert parsed(opened("llama3_json"), text) == [
+        *call(0, "get_time", "{}"),
+        Content(", and more"),
+    ]
 
 
 def test_an_object_without_arguments_is_text_without_a_marker():

@@ -18,6 +18,14 @@ MODELS = {
     "Qwen3.5": (HERMES + "<function=example>" + THINK, (), "qwen3_5", "qwen3_coder", "qwen3"),
     "Granite 4": (HERMES, ("<|tool_call|>",), "granitemoehybrid", "hermes", None),
     "Granite 3.3": (
+        "with <|tool_call|> followed by a JSON list of tools between <think></think> and "
+        "<response></response>",
+        ("<|tool_call|>",),
+        "granite",
+        "granite",
+        "granite33",
+    ),
+    "Granite 3.2": (
         "with <|tool_call|> followed by a JSON list of tools. Here is my thought process:",
         ("<|tool_call|>",),
         "granite",

@@ -29,6 +29,7 @@ from jaxkv.serve.parsers.parameter_types import as_json, is_text
         ("[1]", {"$ref": "#/$defs/A"}, "[1]"),
         ("[1]", None, "[1]"),
         ("NaN", None, '"NaN"'),
+        ("[NaN]", {"type": "array"}, '"[NaN]"'),
         ("9" * 5000, {"type": "integer"}, '"' + "9" * 5000 + '"'),
         ("[" * 5000 + "]" * 5000, {"type": "array"}, '"' + "[" * 5000 + "]" * 5000 + '"'),
     ],
