@@ -158,6 +158,7 @@ def _serve(options: argparse.Namespace, screen: Screen) -> int:
     from jaxkv.serve.http.app import make_app
     from jaxkv.serve.http.auth import ApiKeys
     from jaxkv.serve.http.limits import Limits
+    from jaxkv.serve.http.protocol import connection_protocol
     from jaxkv.serve.http.service import Service
     from jaxkv.serve.listener import open_listener, url_of
     from jaxkv.serve.server import Server
@@ -182,7 +183,7 @@ def _serve(options: argparse.Namespace, screen: Screen) -> int:
         service = Service(engine.client, None, name, limits)
         config = uvicorn.Config(
             make_app(service, keys),
-            http="httptools",
+            http=connection_protocol(limits),
             ws="none",
             lifespan="off",
             log_config=None,
