@@ -10,19 +10,35 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from jaxkv.serve.api import messages, responses
-from jaxkv.serve.http import chat, completions, looking, state
+from jaxkv.serve.http import chat, completions, looking, state, tokens
 from jaxkv.serve.http.auth import ApiKeys
 from jaxkv.serve.http.errors import ApiError, ErrorForm, internal_error, openai_error
 from jaxkv.serve.http.guard import Guard
+from jaxkv.serve.http.openapi import document
 from jaxkv.serve.http.operation import Endpoint, Operation
-from jaxkv.serve.http.request import REQUEST_ID
+from jaxkv.serve.http.replies import Reply
+from jaxkv.serve.http.request import REQUEST_ID, Request
 from jaxkv.serve.http.service import Service
+
+
+async def openapi(service: Service, request: Request) -> Reply:
+    """Answers the document of all routes."""
+    del request
+    return Reply.json(document(OPERATIONS, service.model_name))
+
 
 OPERATIONS: tuple[Operation, ...] = (
     *state.OPERATIONS,
     *looking.OPERATIONS,
     completions.OPERATION,
     chat.OPERATION,
+    *tokens.OPERATIONS,
+    Operation(
+        path="/openapi.json",
+        handler=openapi,
+        summary="This document",
+        errors=(401,),
+    ),
     *responses.OPERATIONS,
     *messages.OPERATIONS,
 )

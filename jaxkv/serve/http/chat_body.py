@@ -11,8 +11,8 @@ from jaxkv.serve.http.sampling_fields import Label, Name, SamplingFields
 
 MAX_TOOLS = 128
 _FunctionName = Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_.:-]{1,128}$")]
-_Variable = Annotated[str, Meta(pattern=r"^[a-zA-Z_][a-zA-Z0-9_]{0,63}$")]
-_Setting = bool | int | float | Annotated[str, Meta(max_length=256)] | None
+Variable = Annotated[str, Meta(pattern=r"^[a-zA-Z_][a-zA-Z0-9_]{0,63}$")]
+Setting = bool | int | float | Annotated[str, Meta(max_length=256)] | None
 
 
 class _Strict(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=True):
@@ -120,7 +120,7 @@ class ChatBody(SamplingFields, kw_only=True, forbid_unknown_fields=True, frozen=
     include_reasoning: Annotated[bool, Meta(description="false: none is returned")] | None = None
     chat_template_kwargs: (
         Annotated[
-            dict[_Variable, _Setting],
+            dict[Variable, Setting],
             Meta(max_length=32, description="variables of the chat template"),
         ]
         | None
@@ -163,10 +163,16 @@ class ChatBody(SamplingFields, kw_only=True, forbid_unknown_fields=True, frozen=
                     "tool_choice names a function that is none of tools", "tool_choice"
                 )
         for index, message in enumerate(self.messages):
-            _check_message(message, f"messages[{index}]")
+            check_message(message, f"messages[{index}]")
 
 
-def _check_message(message: Message, path: str) -> None:
+def check_message(message: Message, path: str) -> None:
+    """Raises `ApiError` if a message lacks what its role needs.
+
+    Args:
+        message: the message.
+        path: where it is in the request.
+    """
     if message.content is None and message.role != "assistant":
         raise bad_request(f"{path}.content is missing", f"{path}.content")
     if message.tool_calls and message.role != "assistant":

@@ -8,7 +8,7 @@ from typing import Any
 from jaxkv.config.sampling import SamplingParams
 from jaxkv.serve.generation import Delta
 from jaxkv.serve.http.chat_body import ChatBody, ChosenTool
-from jaxkv.serve.http.conversation import chat_options, template_messages, thinking
+from jaxkv.serve.http.conversation import body_options, template_messages, thinking
 from jaxkv.serve.http.errors import ApiError, bad_request
 from jaxkv.serve.http.json_body import convert
 from jaxkv.serve.http.request import Request
@@ -133,7 +133,7 @@ async def open_turn(service: Service, request: Request, tree: Mapping[str, Any])
             "tool_choice",
         )
     params = _sampling(body, choice.keeps_special_tokens)
-    options = chat_options(body, tree.get("tools"), service.tokenizer)
+    options = body_options(body, tree.get("tools"), service.tokenizer)
     messages = template_messages(body.messages, service.tokenizer)
     prompt = await service.encode_chat(messages, options)
     work = Work(

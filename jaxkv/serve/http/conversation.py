@@ -27,40 +27,54 @@ def template_messages(
     return [_as_json(message, knows_developer) for message in messages]
 
 
-def chat_options(body: ChatBody, tools: Any, tokenizer: Tokenizer | None) -> ChatOptions:  # noqa: ANN401 - JSON
-    """Returns the options of the template.
+def body_options(body: ChatBody, tools: Any, tokenizer: Tokenizer | None) -> ChatOptions:  # noqa: ANN401 - JSON
+    """Returns the options of the template for a chat request.
 
     Args:
         body: the request.
         tools: its tools as it wrote them.
-        tokenizer: its special tokens cannot be set by a request.
+        tokenizer: see `chat_options`.
 
     Raises:
-        ApiError: 400 for a reserved variable.
+        ApiError: see `chat_options`.
     """
     given = dict(body.chat_template_kwargs or {})
-    named = tokenizer.special_tokens if tokenizer is not None else {}
-    for name in given:
-        if name in named or name in _RESERVED:
-            raise bad_request(
-                f"the template's variable {name} cannot be set; use another name",
-                "chat_template_kwargs",
-            )
     if body.reasoning_effort is not None:
         given.setdefault("reasoning_effort", body.reasoning_effort)
         if body.reasoning_effort == "none":
             given.setdefault("enable_thinking", False)
-    if body.add_generation_prompt and body.continue_final_message:
-        raise bad_request(
-            "add_generation_prompt begins a new turn and continue_final_message continues the last one; choose one",
-            "continue_final_message",
-        )
-    return ChatOptions(
+    options = ChatOptions(
         tools=tools if body.offered else None,
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=bool(body.continue_final_message),
         chat_template_kwargs=given,
     )
+    return chat_options(options, tokenizer)
+
+
+def chat_options(options: ChatOptions, tokenizer: Tokenizer | None) -> ChatOptions:
+    """Returns the options if a request may give them.
+
+    Args:
+        options: what it gives.
+        tokenizer: its special tokens cannot be set by a request.
+
+    Raises:
+        ApiError: 400 for a reserved variable, or a prompt that ends in two ways.
+    """
+    named = tokenizer.special_tokens if tokenizer is not None else {}
+    for name in options.chat_template_kwargs or {}:
+        if name in named or name in _RESERVED:
+            raise bad_request(
+                f"the template's variable {name} cannot be set; use another name",
+                "chat_template_kwargs",
+            )
+    if options.add_generation_prompt and options.continue_final_message:
+        raise bad_request(
+            "add_generation_prompt begins a new turn and continue_final_message continues the last one; choose one",
+            "continue_final_message",
+        )
+    return options
 
 
 def thinking(options: ChatOptions) -> bool | None:

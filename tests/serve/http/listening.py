@@ -32,7 +32,7 @@ class Listening:
         return f"http://127.0.0.1:{self.port}"
 
     async def exchange(self, *pieces, wait=0.0):
-        """Sends pieces of bytes, `wait` seconds apart, until the server answers; returns all that it sent at its end."""
+        """Sends pieces of bytes, `wait` seconds apart, until the server closes; returns all that it sent."""
         reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
         reading = asyncio.create_task(reader.read())
         try:
