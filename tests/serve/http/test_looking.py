@@ -130,8 +130,13 @@ def test_the_shipped_board_queries_only_what_metrics_answers():
     for panel in board["panels"]:
         assert panel["type"] == "row" or panel["targets"], panel["title"]
         assert panel["gridPos"]["x"] + panel["gridPos"]["w"] <= 24
-    # An import asks for the data source by this name.
-    assert [each["name"] for each in board["__inputs"]] == ["DS_PROMETHEUS"]
+    # A variable serves an import by hand and a provisioned file alike; `__inputs` serve only the former.
+    variables = {each["name"]: each["type"] for each in board["templating"]["list"]}
+    assert variables == {"DS_PROMETHEUS": "datasource", "model_name": "query"}
+    assert "__inputs" not in board
+    assert {each["datasource"]["uid"] for each in board["panels"] if each["type"] != "row"} == {
+        "${DS_PROMETHEUS}"
+    }
 
 
 def test_the_dashboards_data_are_the_engines_figures_without_any_text_or_token():
