@@ -4,7 +4,7 @@ Names, labels and meanings under `vllm:` are those of vLLM 0.20 and later, so th
 `jaxkv:` are our own.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -64,8 +64,8 @@ class _Metrics(Collector):
         yield self._gauge("vllm:num_requests_waiting", "Requests that wait.", stats["waiting"])
         yield self._gauge(
             "vllm:kv_cache_usage_perc",
-            "Share of the fullest group's pages or states that requests hold, from 0 to 1.",
-            max((group["used"] / max(1, group["total"]) for group in stats["cache"]), default=0),
+            "Share of the fullest group's pages that requests hold, from 0 to 1; of states if there are no pages.",
+            max((group["used"] / max(1, group["total"]) for group in _measured(stats)), default=0),
         )
         yield self._counter(
             "vllm:prefix_cache_queries",
@@ -194,3 +194,9 @@ class _Metrics(Collector):
         below = list(accumulate(histogram.counts))
         metric.add_metric(self._values(), list(zip(bounds, below, strict=True)), histogram.total)
         return metric
+
+
+def _measured(stats: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    """Returns the groups that can be full: each running request has one state of a group of states anyhow."""
+    groups = stats["cache"]
+    return [group for group in groups if group["unit"] == "page"] or groups

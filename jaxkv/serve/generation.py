@@ -80,8 +80,14 @@ class CallWatcher(Protocol):
         """The first token of the call has come."""
         ...
 
-    def tokens(self, count: int, gap: float | None) -> None:
-        """A sample got `count` tokens, `gap` seconds after those before; `None` for its first ones."""
+    def tokens(self, count: int, gap: float | None, now: float) -> None:
+        """A sample got `count` tokens now, `gap` seconds after those before; `None` for its first ones.
+
+        Args:
+            count: number of tokens.
+            gap: seconds.
+            now: seconds of `time.monotonic`.
+        """
         ...
 
     def ended(self, counts: Counts) -> None:
@@ -235,7 +241,8 @@ class Generation:
                     watcher.first_token(counts)
             if watcher is not None:
                 before = sample.last_tokens
-                watcher.tokens(len(delta.ids), None if before is None else now - before)
+                gap = None if before is None else now - before
+                watcher.tokens(len(delta.ids), gap, now)
             sample.last_tokens = now
         if (end := tokens.ended) is not None:
             counts.preemptions += end.preemptions

@@ -6,7 +6,7 @@
 import time
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from jaxkv.serve.generation import Counts
 
@@ -60,36 +60,32 @@ class TokenRate:
     """Generated tokens of each of the last seconds.
 
     Args:
-        clock: returns seconds; must be monotonic.
+        now: seconds of a monotonic clock, as all times here.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._second = int(clock())
+    def __init__(self, now: float) -> None:
+        self._second = int(now)
         self._counts = deque([0], maxlen=SECONDS_OF_RATES + 1)
 
-    def add(self, count: int) -> None:
+    def add(self, count: int, now: float) -> None:
         """Counts tokens that came now."""
-        self._advance()
+        if now >= self._second + 1:
+            self._advance(now)
         self._counts[-1] += count
 
-    def seconds(self) -> list[int]:
+    def seconds(self, now: float) -> list[int]:
         """Returns the tokens of each whole second, oldest first; the running second is not among them."""
-        self._advance()
+        self._advance(now)
         return list(self._counts)[:-1]
 
-    def _advance(self) -> None:
-        now = int(self._clock())
-        for _ in range(min(now - self._second, SECONDS_OF_RATES + 1)):
-            self._counts.append(0)
-        self._second = now
+    def _advance(self, now: float) -> None:
+        second = max(int(now), self._second)
+        self._counts.extend([0] * min(second - self._second, SECONDS_OF_RATES + 1))
+        self._second = second
 
 
 class Recorder:
     """Counts of a server since its start; a `CallWatcher` of all its calls.
-
-    Args:
-        clock: returns seconds; must be monotonic.
 
     Attributes:
         prompt_tokens: tokens of the prompts whose first token came.
@@ -108,10 +104,10 @@ class Recorder:
         prompt_lengths, output_lengths: tokens of each prompt and of each sample.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self) -> None:
         self.prompt_tokens = self.generated_tokens = self.preemptions = 0
         self.finished: dict[str, int] = dict.fromkeys(FINISH_REASONS, 0)
-        self.rate = TokenRate(clock)
+        self.rate = TokenRate(time.monotonic())
         self.first_token_seconds = Histogram(_FIRST_TOKEN_SECONDS)
         self.inter_token_seconds = Histogram(_TOKEN_SECONDS)
         self.token_seconds = Histogram(_TOKEN_SECONDS)
@@ -130,10 +126,10 @@ class Recorder:
         self.prompt_tokens += counts.prompt_tokens
         self.first_token_seconds.observe(counts.first_token - counts.arrived)
 
-    def tokens(self, count: int, gap: float | None) -> None:
-        """A sample got `count` tokens, `gap` seconds after those before; `None` for its first ones."""
+    def tokens(self, count: int, gap: float | None, now: float) -> None:
+        """A sample got `count` tokens now, `gap` seconds after those before; `None` for its first ones."""
         self.generated_tokens += count
-        self.rate.add(count)
+        self.rate.add(count, now)
         if gap is not None:
             self.inter_token_seconds.observe(gap / count, count)
 

@@ -20,19 +20,16 @@ def test_a_histogram_counts_each_value_at_its_bound():
 
 
 def test_a_rate_remembers_the_last_seconds_and_forgets_older_ones():
-    now = [10.2]
-    rate = TokenRate(lambda: now[0])
-    rate.add(3)
-    assert rate.seconds() == []
-    now[0] = 11.9
-    rate.add(4)
-    rate.add(1)
-    now[0] = 13.0
-    assert rate.seconds() == [3, 5, 0]
-    now[0] = 13.0 + SECONDS_OF_RATES
-    assert rate.seconds() == [0] * SECONDS_OF_RATES
-    now[0] = 1e9
-    assert rate.seconds() == [0] * SECONDS_OF_RATES
+    rate = TokenRate(10.2)
+    rate.add(3, 10.4)
+    assert rate.seconds(10.9) == []
+    rate.add(4, 11.9)
+    rate.add(1, 11.95)
+    assert rate.seconds(13.0) == [3, 5, 0]
+    rate.add(2, 12.9)  # Times of calls may be read a moment before another reader's.
+    assert rate.seconds(14.0)[-1] == 2
+    assert rate.seconds(14.0 + SECONDS_OF_RATES) == [0] * SECONDS_OF_RATES
+    assert rate.seconds(1e9) == [0] * SECONDS_OF_RATES
 
 
 def recorded(work, **options):
@@ -111,8 +108,8 @@ def test_a_refused_call_is_an_error():
 
 def test_tokens_that_come_together_share_the_time_between_them():
     recorder = Recorder()
-    recorder.tokens(2, None)
-    recorder.tokens(4, 0.2)
+    recorder.tokens(2, None, 0.1)
+    recorder.tokens(4, 0.2, 0.3)
     histogram = recorder.inter_token_seconds
     assert sum(histogram.counts) == 4
     assert histogram.counts[histogram.bounds.index(0.05)] == 4

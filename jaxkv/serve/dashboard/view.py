@@ -1,5 +1,6 @@
 """The view: the JSON that the dashboard and `jaxkv inspect` show. It has numbers, but no text or token of a request."""
 
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -45,7 +46,7 @@ def server_view(
         "stats": stats,
         "sizes": {},
         **{name: snapshot.stats[name] for name in _PARTS},
-        "rate": recorder.rate.seconds(),
+        "rate": recorder.rate.seconds(time.monotonic()),
         "first_token": _buckets(recorder.first_token_seconds),
         "inter_token": _buckets(recorder.inter_token_seconds),
         "finished": recorder.finished,
