@@ -1,13 +1,7 @@
 """A model's chat template: messages to prompt text, within limits of time, memory and length."""
 
 import json
-import os
-import select
-import subprocess
-import sys
 import threading
-import time
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
@@ -15,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxkv.errors import BadCheckpoint
+from jaxkv.text.line_worker import LineWorker
 from jaxkv.text.tool_schema import tool_schema
 from jaxkv.weights.directory import (
     files_below,
@@ -28,13 +23,11 @@ MAX_SECONDS = 10
 MAX_MEMORY_BYTES = 2**30
 MAX_CHARACTERS = 16 * 2**20
 MAX_TEMPLATE_BYTES = 2**20
-_START_SECONDS = 120
-_PROGRAM = str(Path(__file__).with_name("template_process.py"))
+_PROGRAM = Path(__file__).with_name("template_process.py")
 _RESERVED = ("messages", "tools", "documents", "add_generation_prompt")
 # The trailing space shows whether the template strips the message; Transformers uses the same mark.
 _CONTINUED = "CONTINUE_FINAL_MESSAGE_TAG "
 _FOLDER = "chat_templates"
-_KEPT_ENVIRONMENT = ("PATH", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "TZ")
 
 
 Tool = Mapping[str, object] | Callable[..., Any]
@@ -77,7 +70,7 @@ class ChatTemplate:
         self.templates = dict(templates)
         self.special_tokens = dict(special_tokens)
         self._lock = threading.Lock()
-        self._worker: _Worker | None = None
+        self._worker: LineWorker | None = None
 
     def render(
         self, messages: Sequence[Mapping[str, object]], options: ChatOptions | None = None
@@ -160,8 +153,9 @@ class ChatTemplate:
         with self._lock:
             if self._worker is None or not self._worker.is_alive():
                 self._stop()
-                self._worker = _Worker()
-            answer = self._worker.ask(request)
+                limits = (MAX_MEMORY_BYTES, MAX_SECONDS, MAX_CHARACTERS)
+                self._worker = LineWorker(_PROGRAM, limits)
+            answer = self._worker.ask(request, MAX_SECONDS)
             if answer is None:
                 self._stop()
         if answer is None:
@@ -175,70 +169,6 @@ class ChatTemplate:
         if self._worker is not None:
             self._worker.stop()
         self._worker = None
-
-
-class _Worker:
-    """The worker process, which gets one JSON line per request and answers with one."""
-
-    def __init__(self) -> None:
-        limits = (MAX_MEMORY_BYTES, MAX_SECONDS, MAX_CHARACTERS)
-        process = subprocess.Popen(
-            # Run as a file, so that the worker imports neither jaxkv nor a module beside the file.
-            [sys.executable, "-P", _PROGRAM, *map(str, limits)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            bufsize=0,
-            env={key: os.environ[key] for key in _KEPT_ENVIRONMENT if key in os.environ},
-            # In a session of its own, so that Ctrl-C at the terminal does not reach the worker.
-            start_new_session=True,
-        )
-        self._process = process
-        self.stop = weakref.finalize(self, _end, process)
-        if self._read_line(_START_SECONDS) is None:
-            self.stop()
-            raise RuntimeError(f"{sys.executable} cannot run {_PROGRAM}")
-
-    def is_alive(self) -> bool:
-        """Whether the process is running."""
-        return self._process.poll() is None
-
-    def ask(self, request: bytes) -> dict[str, str] | None:
-        """Returns the answer; `None` if the worker died or exceeded `MAX_SECONDS`."""
-        assert self._process.stdin is not None
-        unsent = memoryview(request)
-        try:
-            while unsent:
-                unsent = unsent[self._process.stdin.write(unsent) :]
-        except BrokenPipeError:
-            return None
-        line = self._read_line(MAX_SECONDS)
-        return None if line is None else json.loads(line)
-
-    def _read_line(self, seconds: int) -> bytes | None:
-        assert self._process.stdout is not None
-        descriptor = self._process.stdout.fileno()
-        poll = select.poll()
-        poll.register(descriptor, select.POLLIN)
-        deadline = time.monotonic() + seconds
-        line = bytearray()
-        while not line.endswith(b"\n"):
-            remaining = deadline - time.monotonic()
-            if remaining <= 0 or not poll.poll(1000 * remaining):
-                return None
-            piece = os.read(descriptor, 2**20)
-            if not piece:
-                return None
-            line += piece
-        return bytes(line)
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    process.kill()
-    process.wait()
-    for pipe in (process.stdin, process.stdout):
-        assert pipe is not None
-        pipe.close()
 
 
 def _to_json(request: Mapping[str, object]) -> bytes:
