@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from jaxkv.config.checkpoint_policy import CheckpointPolicy
     from jaxkv.config.engine import EngineConfig
     from jaxkv.config.sampling import SamplingParams
+    from jaxkv.config.structured_outputs import StructuredOutputs
     from jaxkv.generation import generate
     from jaxkv.llm import LLM
     from jaxkv.models.flax_model import FlaxModel
@@ -29,6 +30,7 @@ _HOMES = {
     "FlaxModel": "jaxkv.models.flax_model",
     "LLM": "jaxkv.llm",
     "SamplingParams": "jaxkv.config.sampling",
+    "StructuredOutputs": "jaxkv.config.structured_outputs",
     "generate": "jaxkv.generation",
     "load_model": "jaxkv.models.registry",
 }
@@ -41,6 +43,7 @@ __all__ = [
     "EngineConfig",
     "FlaxModel",
     "SamplingParams",
+    "StructuredOutputs",
     "generate",
     "load_model",
 ]

@@ -88,14 +88,16 @@ def generate(
         One row per sample, prompt by prompt.
 
     Raises:
-        ValueError: an argument has the wrong type, shape or range, the prompts are empty or do not fit the model, or
-            the seeds come from more than one source or, inside a traced function, from none.
+        ValueError: an argument has the wrong type, shape or range, the prompts are empty or do not fit the model, the
+            sampling has `structured_outputs`, or the seeds come from more than one source or, inside a traced
+            function, from none.
     """
     _check_model(params, model)
     tokens, lens = padded_prompts(prompts, prompt_lens, model.vocab_size)
     greedy = SamplingParams(temperature=0.0)
     per_prompt = one_each(greedy if sampling is None else sampling, tokens.shape[0])
     _check_eos(eos_ids, model.vocab_size)
+    _refuse_grammars(per_prompt)
     _check_lengths(lens, tokens.shape[1], per_prompt, model)
     low, high = row_seeds(
         per_prompt, key=key, seeds=seeds, traced=_is_traced((params, tokens, lens))
@@ -134,6 +136,13 @@ def _check_model(params: Params, model: object) -> None:
     if not leaves or strange is not None:
         got = f"{type(strange).__name__} in it" if leaves else "none"
         raise ValueError(f"params must be a pytree of the model's arrays, got {got}")
+
+
+def _refuse_grammars(sampling: Sequence[SamplingParams]) -> None:
+    if any(one.structured_outputs is not None for one in sampling):
+        raise ValueError(
+            "structured_outputs needs the host between two tokens, and jaxkv.generate is one program; use LLM.generate"
+        )
 
 
 def _check_eos(eos_ids: object, vocab_size: int) -> None:

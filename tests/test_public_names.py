@@ -18,6 +18,7 @@ PUBLIC = {
         "EngineConfig",
         "FlaxModel",
         "SamplingParams",
+        "StructuredOutputs",
         "generate",
         "load_model",
     },

@@ -30,7 +30,8 @@ class EngineConfig:
         steps_per_launch: decode steps per launched program while all requests are decoding and none waits. Tokens then
             arrive in groups of this size, and the host has more time per launch. `None` chooses 1, or a few for a small
             number of greedy requests of a small full-attention model on a GPU that was measured to wait for the host.
-            Requests with `min_tokens`, and models with checkpoints of recurrent states, run one step per launch.
+            Requests with `min_tokens` or `structured_outputs`, and models with checkpoints of recurrent states, run one
+            step per launch.
         checkpoints: the lengths at which sequences make checkpoints of recurrent states;
             `CacheConfig.checkpoint_bytes` limits their number.
         most_rebuilds, rebuild_seconds: the engine rebuilds a lost cache and recomputes all requests, up to

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from numbers import Integral
 
 from jaxkv.config.checks import INT32_MAX, as_float, as_int, check_fields
+from jaxkv.config.structured_outputs import StructuredOutputs
 from jaxkv.config.vllm_names import accepts_vllm_names
 from jaxkv.wording import shown
 
@@ -67,8 +68,8 @@ class TokenBias(Mapping[int, float]):
 class SamplingParams:
     """How the tokens of one request are sampled, and when it ends. Checked on construction.
 
-    Operations on a row's logits, in this order: penalties, `logit_bias`, masking of stop ids before `min_tokens`,
-    temperature, `top_k`, `top_p` (over the tokens that `top_k` keeps), `min_p`.
+    Operations on a row's logits, in this order: penalties, `logit_bias`, the mask of `structured_outputs`, masking of
+    stop ids before `min_tokens`, temperature, `top_k`, `top_p` (over the tokens that `top_k` keeps), `min_p`.
 
     Attributes:
         temperature: divides the logits; 0 takes the most likely token (greedy, ties to the lowest id).
@@ -97,6 +98,8 @@ class SamplingParams:
             token's; `None` for no log-probabilities.
         prompt_logprobs: likewise for the tokens of the prompt, which are then scored in a step of their own. Outputs
             have them, streams do not.
+        structured_outputs: the grammar that the text must follow; `None` for free text. Log-probabilities stay those
+            of the raw logits.
     """
 
     temperature: float = 1.0
@@ -119,6 +122,7 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    structured_outputs: StructuredOutputs | None = None
 
     def __post_init__(self) -> None:
         """Raises `ValueError` for values out of range or of the wrong type."""
@@ -146,6 +150,11 @@ class SamplingParams:
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be a bool, got {getattr(self, name)!r}")
+        if not isinstance(self.structured_outputs, StructuredOutputs | None):
+            raise ValueError(
+                f"structured_outputs must be StructuredOutputs(json=...), (regex=...) or the like, got "
+                f"{shown(self.structured_outputs)}"
+            )
         self._check_ids()
 
     def _check_ids(self) -> None:

@@ -74,8 +74,8 @@ class MultiStep:
     def shape(self, parts: Sequence[Part]) -> StepSpec | None:
         """Returns the program that runs several steps of these parts; `None` to send them one by one."""
         features = union([part.sequence.features for part in parts])
-        if features.min_tokens:
-            return None  # The host decides for each token whether stop ids are blocked.
+        if features.min_tokens or features.grammar:
+            return None  # The host decides for each token whether stop ids are blocked, and which tokens are allowed.
         single = self._shapes.choose(
             len(parts),
             len(parts),
@@ -142,7 +142,7 @@ def declare_multi_steps(
         if isinstance(single, StepSpec)
         and steps > 1
         and single.decode
-        and not single.features.min_tokens
+        and not (single.features.min_tokens or single.features.grammar)
         and (not automatic or _benefits(single))
     ]
 

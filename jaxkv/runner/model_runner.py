@@ -53,7 +53,7 @@ class ModelRunner:
         self.layout = layout
         self.programs = programs
         self.owner = CacheOwner(layout, counts)
-        self.packed_layout = PackedLayout(layout, counts)
+        self.packed_layout = PackedLayout(layout, counts, model.vocab_size)
         # Compiled programs that this runner has used.
         self._known: dict[ProgramSpec, Program] = {}
         self._refused: dict[ProgramSpec, Exception] = {}

@@ -14,6 +14,7 @@ from jaxkv.cache.spec import CacheLayout
 from jaxkv.runner.program_specs import StepSpec
 from jaxkv.sampling.batch import SamplingBatch
 from jaxkv.sampling.fields import fields_for
+from jaxkv.sampling.token_mask import num_words
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class Field:
 
 
 def int_fields(
-    layout: CacheLayout, counts: Mapping[str, int], shape: StepSpec
+    layout: CacheLayout, counts: Mapping[str, int], shape: StepSpec, vocab_size: int
 ) -> tuple[Field, ...]:
     """Returns the fields of the int32 array, in order."""
     tokens, rows = (shape.tokens,), (shape.rows,)
@@ -78,6 +79,8 @@ def int_fields(
             fields.append(Field(f"{group.name}.snapshot_states", kept, num_states, counted=True))
     if shape.features.min_tokens:
         fields.append(Field("block_stop", rows))
+    if shape.features.grammar:
+        fields.append(Field("token_mask", (shape.rows, num_words(vocab_size)), -1))
     return (*fields, *_sampling_fields(shape, np.int32))
 
 
@@ -138,18 +141,20 @@ class PackedLayout:
     Args:
         layout: the cache's groups.
         counts: group name -> pages or states of that group.
+        vocab_size: number of the model's logits, for the masks of grammars.
     """
 
-    def __init__(self, layout: CacheLayout, counts: Mapping[str, int]) -> None:
+    def __init__(self, layout: CacheLayout, counts: Mapping[str, int], vocab_size: int) -> None:
         self.layout = layout
         self.counts = dict(counts)
+        self._vocab_size = vocab_size
         self._arrangements: dict[StepSpec, tuple[Arrangement, Arrangement]] = {}
 
     def arrangements(self, shape: StepSpec) -> tuple[Arrangement, Arrangement]:
         """Returns the arrangements of the int32 and of the float32 array of a shape."""
         arrangements = self._arrangements.get(shape)
         if arrangements is None:
-            ints = int_fields(self.layout, self.counts, shape)
+            ints = int_fields(self.layout, self.counts, shape, self._vocab_size)
             arrangements = (
                 Arrangement(ints, np.int32),
                 Arrangement(float_fields(shape), np.float32),
@@ -202,6 +207,8 @@ class PackedLayout:
         names = [field.name for field in fields_for(shape.features)]
         if shape.features.min_tokens:
             names.append("block_stop")
+        if shape.features.grammar:
+            names.append("token_mask")
         return StepBatch(
             **{name: fields[name] for name in _BATCH_FIELDS},
             paged=paged,

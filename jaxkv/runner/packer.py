@@ -228,6 +228,11 @@ class Packer:
         if "block_stop" in fields:
             least = [choice.params.min_tokens for choice in rows.sampling]
             fields["block_stop"][:count] = np.less(rows.generated, least)
+        if "token_mask" in fields:
+            target = fields["token_mask"].view(np.uint32)
+            for row, mask in enumerate(rows.masks):
+                if mask is not None:
+                    target[row] = mask
 
 
 def _refuse_conflicts(name: str, reads: np.ndarray, writes: np.ndarray, kept: np.ndarray) -> None:

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple
 
+import numpy as np
+
 from jaxkv.config.sampling import SamplingParams
 from jaxkv.sampling.fields import RequestSampling
 
@@ -62,6 +64,8 @@ class StepRows(NamedTuple):
         sampling: sampling parameters of each row; a request passes the same object at each step.
         pending_checkpoints: the pending state checkpoints of the step, sorted by row, then by length.
         left: how many of the program's steps each row takes part in; empty for programs of one step.
+        masks: mask of the tokens that each row may sample, see `jaxkv.sampling.token_mask`; `None` for a row without a
+            grammar. May be empty if no row has one.
     """
 
     sequences: Sequence[int]
@@ -74,6 +78,7 @@ class StepRows(NamedTuple):
     sampling: Sequence[RequestSampling]
     pending_checkpoints: Sequence[PendingCheckpoint] = ()
     left: Sequence[int] = ()
+    masks: Sequence[np.ndarray | None] = ()
 
     @classmethod
     def of(cls, rows: Sequence[Row]) -> "StepRows":

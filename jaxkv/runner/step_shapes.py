@@ -223,6 +223,7 @@ def _all_features(layout: CacheLayout) -> Features:
         filters=True,
         penalties=any(array.role == "output_counts" for array in specs),
         min_tokens=True,
+        grammar=True,
         logprobs=LOGPROB_SIZES[-1],
     )
 

@@ -19,7 +19,8 @@ class SamplingBatch:
             read yet; then the packed token id is ignored.
         values: field name -> `[rows]` or `[rows, width]`, for the fields of `jaxkv.sampling.fields` that `features`
             need. With `min_tokens` also `block_stop`, int32 `[rows]`: 1 while the row has fewer than `min_tokens`
-            tokens.
+            tokens. With `grammar` also `token_mask`, int32 `[rows, words]`: bit b of word w is 1 if the grammar allows
+            token `32 * w + b`; all bits are 1 for a row without a grammar.
         features: the features that the program was compiled for; static.
     """
 

@@ -13,6 +13,7 @@ class Features:
         filters: top-k, top-p and min-p.
         penalties: penalties and logit biases; the cache must hold the token counts.
         min_tokens: masking of stop ids.
+        grammar: masking of the tokens that a grammar forbids.
         logprobs: `None` reports no log-probabilities; n reports the sampled token's and those of the n most likely
             tokens.
     """
@@ -21,6 +22,7 @@ class Features:
     filters: bool = False
     penalties: bool = False
     min_tokens: bool = False
+    grammar: bool = False
     logprobs: int | None = None
 
     def covers(self, needed: "Features") -> bool:
@@ -33,6 +35,7 @@ class Features:
             and self.draws >= needed.draws
             and self.filters >= needed.filters
             and self.min_tokens >= needed.min_tokens
+            and self.grammar >= needed.grammar
             and _top(self) >= _top(needed)
         )
 
@@ -49,6 +52,7 @@ def union(several: Sequence[Features]) -> Features:
         filters=any(one.filters for one in kinds),
         penalties=any(one.penalties for one in kinds),
         min_tokens=any(one.min_tokens for one in kinds),
+        grammar=any(one.grammar for one in kinds),
         logprobs=None if most < 0 else most,
     )
 

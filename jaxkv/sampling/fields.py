@@ -146,6 +146,7 @@ def features_for(params: SamplingParams) -> Features:
             filters=draws and _uses(params, "filters"),
             penalties=_uses(params, "penalties") or bool(params.logit_bias),
             min_tokens=params.min_tokens > 0,
+            grammar=params.structured_outputs is not None,
             logprobs=None if params.logprobs is None else logprobs_size(params.logprobs),
         )
     )

@@ -58,8 +58,9 @@ def sample(
 ) -> Sampled:
     """Samples one token per row. A row's result depends neither on other rows nor on its position in the batch.
 
-    Order: penalties, biases, masked stop ids (`adjust`), temperature, top-k, top-p, min-p (`allowed`), and a random
-    sample by the Gumbel-max trick. Rows with temperature 0 take the largest adjusted logit, the lowest id on ties.
+    Order: penalties, biases, the grammar's mask, masked stop ids (`adjust`), temperature, top-k, top-p, min-p
+    (`allowed`), and a random sample by the Gumbel-max trick. Rows with temperature 0 take the largest adjusted logit,
+    the lowest id on ties.
     Operations of features that `sampling.features` lacks are not traced.
 
     Args:
@@ -92,13 +93,13 @@ def sample(
 def adjust(
     logits: Float32[Array, "rows vocab"], sampling: SamplingBatch, state: SamplingState | None
 ) -> Float32[Array, "rows vocab"]:
-    """Applies penalties and biases, and masks stop ids.
+    """Applies penalties and biases, and masks stop ids and the tokens that a grammar forbids.
 
     - Repetition (Keskar et al., CTRL, 2019, with Hugging Face's sign rule): the logit of a token in prompt or output
       is divided by the penalty if positive, and multiplied otherwise.
     - Presence and frequency (OpenAI's API reference): `presence * (count > 0) + frequency * count` is subtracted,
       with counts of the output only.
-    - Biases are added. Masked stop ids get -inf.
+    - Biases are added. Tokens that a grammar forbids and masked stop ids get -inf.
     """
     if sampling.features.penalties:
         if state is None:
@@ -109,12 +110,20 @@ def adjust(
         if state.bias_ids is not None:
             bias = logits.at[_rows(logits), state.bias_ids]
             logits = bias.add(state.bias_values, mode="drop")
+    if sampling.features.grammar:
+        logits = jnp.where(_unmasked(sampling["token_mask"], logits.shape[1]), logits, -jnp.inf)
     if sampling.features.min_tokens:
         # Rows that may stop get ids out of range, which are dropped.
         blocks = sampling["block_stop"][:, None] > 0
         blocked = jnp.where(blocks, sampling["stop_ids"], logits.shape[1])
         logits = logits.at[_rows(logits), blocked].set(-jnp.inf, mode="drop")
     return logits
+
+
+def _unmasked(mask: Int[Array, "rows words"], vocab_size: int) -> Bool[Array, "rows vocab"]:
+    """Returns the bits of a `token_mask` as one bool per token."""
+    bits = mask[:, :, None] >> jnp.arange(32, dtype=jnp.int32)[None, None, :] & 1
+    return bits.reshape(mask.shape[0], -1)[:, :vocab_size] > 0
 
 
 def _penalise(

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from jaxkv.config.sampling import SamplingParams, TokenBias
+from jaxkv.config.structured_outputs import StructuredOutputs
 
 MAX_FRAME_BYTES = 256 * 2**20
 """Longest frame that is read; a longer one means that the stream is damaged."""
@@ -360,8 +361,16 @@ def pack_sampling(params: SamplingParams) -> dict[str, Any]:
     for field in fields(params):
         value = getattr(params, field.name)
         if value != getattr(_DEFAULTS, field.name):
-            packed[field.name] = dict(value) if isinstance(value, TokenBias) else value
+            packed[field.name] = _plain(value)
     return packed
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, TokenBias):
+        return dict(value)
+    return (
+        {value.kind: getattr(value, value.kind)} if isinstance(value, StructuredOutputs) else value
+    )
 
 
 def unpack_sampling(packed: dict[str, Any]) -> SamplingParams:
@@ -370,4 +379,7 @@ def unpack_sampling(packed: dict[str, Any]) -> SamplingParams:
     Raises:
         ValueError: a field is unknown or out of range.
     """
-    return SamplingParams(**packed)
+    made = dict(packed)
+    if "structured_outputs" in made:
+        made["structured_outputs"] = StructuredOutputs(**made["structured_outputs"])
+    return SamplingParams(**made)

@@ -36,7 +36,7 @@ GREEDY = SamplingParams(temperature=0.0)
 
 @pytest.fixture
 def packer():
-    return Packer(PackedLayout(LAYOUT, COUNTS), VOCAB)
+    return Packer(PackedLayout(LAYOUT, COUNTS, VOCAB), VOCAB)
 
 
 def opened(allocator, sequence, num_tokens):
@@ -258,7 +258,10 @@ CHOICES = st.fixed_dictionaries(
 def test_rows_of_one_token_pack_to_the_same_bytes_by_either_path(order, drawn):
     """The path of decode steps is another only for speed; a third way to the slots and seeds agrees with both."""
     rows = [Row(sequence=order[index], **fields) for index, fields in enumerate(drawn)]
-    packer, allocator = Packer(PackedLayout(LAYOUT, COUNTS), VOCAB), PageAllocator(LAYOUT, COUNTS)
+    packer, allocator = (
+        Packer(PackedLayout(LAYOUT, COUNTS, VOCAB), VOCAB),
+        PageAllocator(LAYOUT, COUNTS),
+    )
     for row in rows:
         allocator.open(row.sequence)
     for tokens_of in (lambda row: row.start, lambda row: row.start + 1):
@@ -294,7 +297,10 @@ VERBS = st.lists(
 @settings(max_examples=150, deadline=None)
 def test_what_a_packer_remembers_of_earlier_steps_never_shows(verbs):
     """Pages grow, are copied or get another holder, and entries get another owner; a new packer packs the same."""
-    old, allocator = Packer(PackedLayout(LAYOUT, COUNTS), VOCAB), PageAllocator(LAYOUT, COUNTS)
+    old, allocator = (
+        Packer(PackedLayout(LAYOUT, COUNTS, VOCAB), VOCAB),
+        PageAllocator(LAYOUT, COUNTS),
+    )
     numbers, tokens, wishes = list(range(4)), {}, {}
     for verb, at in verbs:
         number = numbers[at]
@@ -326,7 +332,7 @@ def test_what_a_packer_remembers_of_earlier_steps_never_shows(verbs):
             rows.append(Row(one, [one % VOCAB], tokens[one], wishes[one], seed=one))
         if rows and verb == "pack":
             shape = StepSpec(4, 4, (12, 24), features_of(rows), decode=at % 2 == 0)
-            fresh = Packer(PackedLayout(LAYOUT, COUNTS), VOCAB).pack(shape, rows, allocator)
+            fresh = Packer(PackedLayout(LAYOUT, COUNTS, VOCAB), VOCAB).pack(shape, rows, allocator)
             for one, other in zip(old.pack(shape, rows, allocator), fresh, strict=True):
                 assert one.tobytes() == other.tobytes()
         for row in rows:

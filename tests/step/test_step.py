@@ -63,7 +63,7 @@ class Runner:
     def __init__(self, shape):
         self.params = MODEL.init_params(jax.random.key(3), jnp.float32)
         self.allocator = PageAllocator(LAYOUT, COUNTS)
-        self.packer = Packer(PackedLayout(LAYOUT, COUNTS), 50)
+        self.packer = Packer(PackedLayout(LAYOUT, COUNTS, 50), 50)
         self.cache = junk_cache()
         self.change_program(shape)
 
