@@ -49,6 +49,8 @@ from jaxkv.programs.manifest import Programs
 from jaxkv.runner.model_runner import ModelRunner
 from jaxkv.runner.scoring import score_program, score_texts
 from jaxkv.runner.sequence_runner import SequenceRunner
+from jaxkv.structured.grammar import Grammar
+from jaxkv.structured.grammars import Grammars
 from jaxkv.text.bad_words import forbid_words
 from jaxkv.text.chat_template import ChatOptions
 from jaxkv.text.prompts import (
@@ -208,6 +210,7 @@ class LLM:
         self.model: Decoder = build_model(config, implementation=implementation)
         self.tokenizer: Tokenizer | None = load_tokenizer(directory)
         self.eos_ids = _end_ids(directory, config, self.tokenizer)
+        self.grammars = Grammars(self.tokenizer, self.eos_ids, self.model.vocab_size)
         self.max_model_len = resolve_length(max_model_len, self.model.max_positions)
         self.model = self.model.limited(self.max_model_len)
         # The memory is planned before weights are read, so that a model that does not fit is refused at once.
@@ -272,6 +275,7 @@ class LLM:
         with self.lock.held():
             self.lock.close()
             self.engine.close()
+            self.grammars.close()
 
     def warm_up(
         self,
@@ -636,13 +640,21 @@ class LLM:
     ) -> list[Request]:
         """Returns the engine's requests for one prompt, one for each of its `n` samples.
 
+        It compiles a grammar of `structured_outputs`, which may take seconds; the thread of an engine should not wait
+        for it.
+
         Raises:
             ValueError: as for `generate`.
+            ImportError: `structured_outputs` are given, but llguidance is not installed.
             ProgramRefused: strict mode has no program for it.
         """
         made = self._tokenize(prompt, salt)
         params = forbid_words(params, self.tokenizer)
-        requests = [self._request(made, params, sample, priority) for sample in range(params.n)]
+        outputs = params.structured_outputs
+        grammar = None if outputs is None else self.grammars.compile(outputs)
+        requests = [
+            self._request(made, params, sample, priority, grammar) for sample in range(params.n)
+        ]
         check_compiled(self.engine, requests[0])
         return requests
 
@@ -653,7 +665,12 @@ class LLM:
         return requests
 
     def _request(
-        self, prompt: TokenizedPrompt, params: SamplingParams, sample: int, priority: int = 0
+        self,
+        prompt: TokenizedPrompt,
+        params: SamplingParams,
+        sample: int,
+        priority: int = 0,
+        grammar: Grammar | None = None,
     ) -> Request:
         params.check_vocab(self.model.vocab_size)
         room = self.max_model_len - len(prompt.ids)
@@ -673,4 +690,5 @@ class LLM:
             stop_ids=tuple(dict.fromkeys((*params.stop_token_ids, *eos))),
             priority=priority,
             salt=prompt.salt,
+            grammar=grammar,
         )

@@ -26,6 +26,7 @@ from jaxkv.engine.request_state import FINISHED, RequestState, new_request_state
 from jaxkv.engine.scheduler import Scheduler
 from jaxkv.engine.state_checkpoints import StateCheckpoints, room_for_checkpoints
 from jaxkv.engine.step_pipeline import StepPipeline
+from jaxkv.engine.token_masks import update_masks
 from jaxkv.errors import STEP_FAILURES, CachePoisoned
 from jaxkv.runner.scoring import prompt_logprobs
 from jaxkv.runner.sequence_runner import SequenceRunner
@@ -253,10 +254,15 @@ class Engine:
             raise ValueError(
                 "stop strings need a tokenizer, which this model directory lacks; use stop_token_ids"
             )
+        if (params.structured_outputs is None) != (request.grammar is None):
+            raise ValueError(
+                "a request with structured_outputs needs their compiled grammar; make it by LLM.requests"
+            )
 
     def _dispatch_next(self) -> bool:
         """Plans and dispatches a step; returns False if there was nothing to do."""
         self._advance_swap_ins()
+        update_masks(list(self.scheduler.running), self._finisher)
         plan = self.scheduler.plan()
         if plan.is_empty:
             # A preempted request has freed pages for the next plan, so this is no shortage.
@@ -344,7 +350,11 @@ class Engine:
         if self.prefix is not None:
             self.prefix.forget_unconfirmed()
         for sequence in list(self.scheduler.running):
-            sequence.reason = sequence.reason or sequence.stop_reason()
+            try:
+                sequence.reason = sequence.reason or sequence.stop_reason()
+            except STEP_FAILURES as error:
+                self._finisher.fail(sequence, error)
+                continue
             if sequence.reason is not None:
                 self._finisher.finish(sequence, sequence.reason)
         self.scheduler.requeue_all()

@@ -77,6 +77,10 @@ def step_rows_of(
     generated: list[int] = []
     if shape.features.min_tokens:
         generated = [part.sequence.generated + part.sequence.pending for part in parts]
+    masks: list[np.ndarray | None] = []
+    if shape.features.grammar:
+        constraints = [part.sequence.constraint for part in parts]
+        masks = [None if one is None else one.mask for one in constraints]
     return StepRows(
         sequences=[part.sequence.number for part in parts],
         tokens=tokens,
@@ -88,6 +92,7 @@ def step_rows_of(
         sampling=[part.sequence.request for part in parts],
         pending_checkpoints=pending_checkpoints,
         left=left,
+        masks=masks,
     )
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from jaxkv.config.checks import as_int
 from jaxkv.config.sampling import SamplingParams
 from jaxkv.runner.rows import Row
+from jaxkv.structured.grammar import Grammar
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,6 +22,7 @@ class Request:
         stop_ids: ids that end it; they include the model's end ids unless `ignore_eos` is set.
         priority: a lower number is served first; among equals, the earlier request.
         salt: only requests of the same salt share pages.
+        grammar: compiled `params.structured_outputs`; `None` if these are.
 
     Raises:
         ValueError: the priority is not a 64-bit int, or the salt cannot be hashed.
@@ -33,6 +35,7 @@ class Request:
     priority: int = 0
     salt: str | bytes | None = None
     text: str | None = None
+    grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
         """Checks the priority, which the scheduler sorts by, and the salt, which the prefix index hashes."""

@@ -1,5 +1,6 @@
 """The state of one request: its tokens, its pages, its status and what is in flight."""
 
+import math
 from collections import deque
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -9,6 +10,7 @@ from jaxkv.cache.prefix.index import PageKeys
 from jaxkv.engine.request import Piece, Request
 from jaxkv.sampling.features import Features
 from jaxkv.sampling.fields import features_for
+from jaxkv.structured.grammar import Grammar, TokenConstraint
 from jaxkv.text.text_stream import TextStream
 from jaxkv.text.tokenizer import Tokenizer
 
@@ -58,6 +60,7 @@ class RequestState:
         stream: incremental detokenizer; `None` if the request is not streamed and has no stop strings.
         text: output of `stream` so far.
         pieces: pieces that the user has not read yet; `None` if the request is not streamed.
+        constraint: state of its grammar, a function of the generated tokens; `None` without one.
         features: sampling features that a program needs to serve it.
         prompt_tokens: length of the prompt.
         longest: length of the prompt plus `max_tokens`.
@@ -90,6 +93,7 @@ class RequestState:
     stream: TextStream | None = None
     text: str = ""
     pieces: deque[Piece] | None = None
+    constraint: TokenConstraint | None = None
     arrived: float = 0.0
     admitted: float | None = None
     started: float | None = None
@@ -143,7 +147,7 @@ class RequestState:
     def remaining(self) -> int:
         """Tokens left to compute; 0 if the request can only wait."""
         known = len(self.tokens) + self.pending
-        if known >= self.longest:
+        if known >= self.longest or self.awaits_mask:
             return 0
         return (self.prompt_tokens - 1 if self.other_samples else known) - self.computed
 
@@ -151,7 +155,18 @@ class RequestState:
     def is_computed(self) -> bool:
         """Whether all its tokens are computed already, so that a step only samples the next token."""
         known = len(self.tokens) + self.pending
-        return self.computed == known < self.longest and not self.other_samples
+        ready = not (self.other_samples or self.awaits_mask)
+        return self.computed == known < self.longest and ready
+
+    @property
+    def awaits_mask(self) -> bool:
+        """Whether it can take part in no step, because its grammar has no mask for the next token yet.
+
+        The mask needs the last token on the host, so such a request does not overlap with its own steps.
+        """
+        if self.constraint is None:
+            return False
+        return self.pending > 0 or not self.constraint.is_ready(self.generated)
 
     # Events in the life of a request, in order.
 
@@ -171,7 +186,7 @@ class RequestState:
         """Appends a generated token that the host has read, and sets `reason` if it is the last.
 
         Raises:
-            Exception: any error of the tokenizer.
+            Exception: any error of the tokenizer or of the grammar.
         """
         if logprobs is not None:
             self.logprobs.append(logprobs)
@@ -187,8 +202,14 @@ class RequestState:
             )
 
     def stop_reason(self) -> str | None:
-        """Returns the `finish_reason` if the last token ends the request, else `None`."""
+        """Returns the `finish_reason` if the last token ends the request, else `None`.
+
+        Raises:
+            RuntimeError: the request's grammar has exceeded a limit.
+        """
         if self.tokens[-1] in self.request.stop_ids and self.generated:
+            return "stop"
+        if self.constraint is not None and self.constraint.ends(self.token_ids):
             return "stop"
         return "length" if len(self.tokens) == self.longest else None
 
@@ -235,6 +256,25 @@ def new_request_state(
     state = RequestState(request=request, number=number, tokens=list(request.prompt), arrived=now)
     if streamed:
         state.pieces = deque()
+    if request.grammar is not None:
+        state.constraint = _constraint_of(request, request.grammar, state.features)
     if tokenizer is not None and (streamed or request.params.stop):
         state.stream = TextStream(tokenizer, request.prompt, request.params)
     return state
+
+
+def _constraint_of(request: Request, grammar: Grammar, features: Features) -> TokenConstraint:
+    """Returns the state of a request's grammar at the beginning of its text.
+
+    Tokens that the grammar forces are taken without the model, so they have no log-probabilities, and the counts of
+    penalties on the device would miss them. Requests with either sample them one by one.
+    """
+    params = request.params
+    forbidden = [token for token, bias in params.logit_bias.items() if bias == -math.inf]
+    return TokenConstraint(
+        grammar,
+        never=[*forbidden, *(grammar.end_ids if params.ignore_eos else ())],
+        before_least=request.stop_ids,
+        least=params.min_tokens,
+        forces=not features.penalties and params.logprobs is None,
+    )

@@ -102,10 +102,12 @@ def declare_served(engine: Engine, request: Request, count: int) -> list[Program
         count: number of concurrent requests.
     """
     held, rows = request.tokens_held, min(count, engine.shapes.decode_rows[-1])
-    returns = _may_return(engine, held, rows)
+    features = features_of([request.row(0)])
+    # Tokens that a grammar forces are computed in chunks, like those of a request that returns.
+    returns = features.grammar or _may_return(engine, held, rows)
     needed: list[ProgramSpec] = [
         *engine.shapes.declare_all(
-            features_of([request.row(0)]),
+            features,
             rows=rows,
             new_tokens=rows * (1 + (held if returns else len(request.prompt))),
             total_tokens=held,

@@ -170,6 +170,15 @@ class Tokenizer:
             template.render(messages, options), add_special=False, max_tokens=max_tokens
         )
 
+    @property
+    def token_ids(self) -> frozenset[int]:
+        """Ids that have a token; the model's logits may have more."""
+        return frozenset(self._library.get_vocab().values())
+
+    def to_json(self) -> str:
+        """Returns the text of a tokenizer.json."""
+        return self._library.to_str()
+
     def is_special(self, token: int) -> bool:
         """Whether an id is a special token, such as the end of a text or of a turn."""
         return self._checked(token) in self._special

@@ -270,7 +270,11 @@ class SimulatedDevice:
                 counts = tuple(np.asarray(choices[role][slot], np.int64) for role in roles)
             biases = zip(choices["bias_ids"][slot], choices["bias_values"][slot], strict=True)
         blocked = features.min_tokens and fields["block_stop"][row]
-        forbidden = fields["stop_ids"][row].tolist() if blocked else ()
+        forbidden = fields["stop_ids"][row].tolist() if blocked else []
+        if features.grammar:
+            words = fields["token_mask"][row].view(np.uint32)
+            bits = np.unpackbits(words.view(np.uint8), bitorder="little")[:VOCAB]
+            forbidden += np.flatnonzero(bits == 0).tolist()
         return weigh(chain, seed=seed, counts=counts, biases=biases), forbidden
 
     def _remember(self, shape, cache, chosen, states):

@@ -3,7 +3,7 @@
 from jaxkv.engine import integrity
 from jaxkv.engine.request_state import FINISHED
 from tests.engine.simulated_engines import engine_of
-from tests.engine.simulated_requests import Faults, answer, groups_of_requests
+from tests.engine.simulated_requests import WISHES, Faults, answer, groups_of_requests
 
 
 class WrongOutput(AssertionError):
@@ -49,19 +49,20 @@ class Play:
         draw: decides everything.
         setting: of the engine.
         most: groups of requests.
+        wishes: what the requests may ask for.
 
     Attributes:
         engine, device: of the play.
         sequences: all that were taken in, with the request of each.
     """
 
-    def __init__(self, draw, setting, most):
+    def __init__(self, draw, setting, most, wishes=WISHES):
         self.engine, self.device = engine_of(draw, setting)
         self.sequences = []
         self._draw, self._setting = draw, setting
         self._faults = Faults(self.engine, draw, setting.fault_rate)
         self._aborted = set()
-        self._waiting = groups_of_requests(draw, most)
+        self._waiting = groups_of_requests(draw, most, wishes)
         self._arrivals, self._aborts = (
             draw.choice((0.03, 0.1, 0.3, 0.9)),
             draw.choice((0, 0, 0.02, 0.1)),

@@ -8,10 +8,12 @@ import numpy as np
 
 from jaxkv import default_model
 from jaxkv.config.sampling import SamplingParams
+from jaxkv.config.structured_outputs import StructuredOutputs
 from jaxkv.engine.request import Request
 from jaxkv.errors import CachePoisoned
 from jaxkv.text.text_stream import TextStream
 from jaxkv.text.tokenizer import load_tokenizer
+from tests.engine.simulated_grammar import allowed_after, grammar_of
 from tests.engine.simulated_text import VOCAB, chains_of, choose, is_finite, link, weigh
 
 LONGEST = 64
@@ -30,13 +32,23 @@ WISHES = (
 )
 """What the requests of one engine ask for; each takes one."""
 
+GRAMMAR = {"structured_outputs": StructuredOutputs(regex="made by simulated_grammar")}
+WISHES_WITH_GRAMMARS = (
+    (GRAMMAR,),
+    (GRAMMAR, {}),
+    (GRAMMAR | {"temperature": 0.7}, {"temperature": 0.7, "logprobs": 0}),
+    (GRAMMAR | {"logprobs": 2}, {}),
+    (GRAMMAR | {"min_tokens": 5}, GRAMMAR),
+    (GRAMMAR | {"presence_penalty": 0.5}, GRAMMAR | {"logit_bias": {3: 1.0, 17: float("-inf")}}),
+)
+
 Answer = namedtuple("Answer", ("token_ids", "reason", "logprobs"))
 
 
-def groups_of_requests(draw, count):
+def groups_of_requests(draw, count, wishes=WISHES):
     """Returns so many lists of samples of one prompt; many prompts begin alike, and all fit into `LONGEST`."""
     stems = [[draw.randrange(VOCAB) for _ in range(40)] for _ in range(3)]
-    wishes = draw.choice(WISHES)
+    wishes = draw.choice(wishes)
     return [_samples(draw, stems, wishes) for _ in range(count)]
 
 
@@ -53,6 +65,7 @@ def _samples(draw, stems, wishes):
     stops = tuple(draw.sample(range(VOCAB), draw.choice((0, 0, 1, 3, 6))))
     seed, priority = draw.getrandbits(60), draw.choice((0, 0, 0, 1, -1))
     salt = draw.choice((None, None, None, "x"))
+    grammar = grammar_of(draw.getrandbits(20)) if "structured_outputs" in wish else None
     return [
         Request(
             prompt=tuple(prompt),
@@ -61,6 +74,7 @@ def _samples(draw, stems, wishes):
             stop_ids=stops,
             priority=priority,
             salt=salt,
+            grammar=grammar,
         )
         for number in range(draw.choice((1, 1, 1, 2, 3, 6)))
     ]
@@ -71,8 +85,14 @@ def answer(request, broken_every=0):
     params, tokens, logprobs = request.params, [], []
     chain = chains_of(0, request.prompt)[-1]
     text = TextStream(TOKENIZER, request.prompt, params) if params.stop else None
-    while is_finite(chain, broken_every):
-        forbidden = request.stop_ids if len(tokens) < params.min_tokens else ()
+    while is_finite(chain, broken_every) or _is_forced(request, tokens):
+        forbidden = {*request.stop_ids} if len(tokens) < params.min_tokens else set()
+        if request.grammar is not None:
+            banned = [token for token, bias in params.logit_bias.items() if bias == -np.inf]
+            allowed = _allowed(request, tokens)
+            forbidden |= {*range(VOCAB)} - allowed | {*banned}
+            if not allowed - forbidden:
+                return Answer(tuple(tokens), "stop", logprobs)
         token, logprob = choose(_mixed(request, chain, tokens), forbidden)
         tokens.append(token)
         logprobs.append((token, logprob))
@@ -81,6 +101,21 @@ def answer(request, broken_every=0):
         if reason:
             return Answer(tuple(tokens), reason, logprobs)
     return Answer(tuple(tokens), "error", logprobs)
+
+
+def _is_forced(request, tokens):
+    """Whether the next token is taken without the model, so that its logits are not looked at."""
+    params = request.params
+    one_by_one = params.logprobs is not None or params.presence_penalty or params.logit_bias
+    if request.grammar is None or one_by_one or not tokens:
+        return False
+    early = request.stop_ids if len(tokens) < params.min_tokens else ()
+    allowed = _allowed(request, tokens)
+    return len(allowed) == 1 and not allowed & {*early}
+
+
+def _allowed(request, tokens):
+    return {*allowed_after(request.grammar.new_matcher().key, tokens)}
 
 
 def _mixed(request, chain, tokens):
@@ -100,6 +135,8 @@ def _why_over(request, tokens, text):
     may_stop = len(tokens) >= params.min_tokens
     reason = "length" if len(tokens) == params.max_tokens else None
     reason = "stop" if tokens[-1] in request.stop_ids else reason
+    if request.grammar is not None and not _allowed(request, tokens):
+        reason = "stop"
     if text is None:
         return reason
     _, met = text.push(tokens[-1], may_stop=may_stop)

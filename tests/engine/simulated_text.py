@@ -34,7 +34,11 @@ def weigh(chain, *, seed=None, counts=None, biases: Iterable[tuple[int, float]] 
         output, seen = counts
         places = np.arange(VOCAB)
         mixed = fold(mixed, [np.dot(places + 1, output), np.dot(places + 3, seen)])
-    bias = sum(int(token) * 100 + int(np.float32(value) * 10) for token, value in biases if value)
+    bias = sum(
+        int(token) * 100 + int(np.float32(max(value, -1e6)) * 10)
+        for token, value in biases
+        if value
+    )
     return fold(mixed, [bias]) if bias else mixed
 
 

@@ -15,7 +15,9 @@ from jaxkv.config.sampling import SamplingParams
 from jaxkv.engine.request import Request
 from jaxkv.engine.request_state import FINISHED
 from jaxkv.engine.warm_up import declare_served
+from tests.engine import simulated_requests
 from tests.engine.simulated_engines import KINDS, draw_setting, engine_of
+from tests.engine.simulated_grammar import grammar_of
 from tests.engine.simulated_memory import put_caches_on_device
 from tests.engine.simulated_play import Play, check_books
 from tests.engine.simulated_requests import LONGEST
@@ -45,14 +47,14 @@ def simulated(monkeypatch, caplog):
     caplog.set_level(logging.CRITICAL)
 
 
-def play_many(kind, seeds, sizes):
+def play_many(kind, seeds, sizes, wishes=simulated_requests.WISHES):
     """Plays some programs, and returns how often that happened which they are about."""
     seen = dict.fromkeys(
         ("preemptions", "hits", "multi-step programs", "rebuilds", "aborts", "host hits"), 0
     )
     for seed in seeds:
         draw = random.Random(f"{kind} {seed}")
-        play = Play(draw, draw_setting(draw, kind), draw.choice(sizes))
+        play = Play(draw, draw_setting(draw, kind), draw.choice(sizes), wishes)
         play.run()
         sequences = [sequence for sequence, _ in play.sequences]
         seen["preemptions"] += sum(one.preemptions for one in sequences)
@@ -74,6 +76,23 @@ def test_everybody_reads_its_own_text_and_gets_its_own_tokens(kind):
     assert min(seen["preemptions"], seen["hits"]) > 0, seen
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_with_a_grammar_get_the_tokens_of_one_by_one_beside_others(kind):
+    """Some rows have a mask and take forced tokens; the oracle chooses every token alone."""
+    wishes = simulated_requests.WISHES_WITH_GRAMMARS
+    seen = play_many(kind, range(5), (3, 6), wishes)
+    assert min(seen["preemptions"], seen["hits"]) > 0, seen
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_with_a_grammar_get_their_own_tokens_for_long(kind):
+    wishes = simulated_requests.WISHES_WITH_GRAMMARS
+    seen = play_many(kind, range(100, 180), (4, 10, 20), wishes)
+    assert min(times for what, times in seen.items() if what != "multi-step programs") > 10, seen
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("kind", KINDS)
@@ -84,7 +103,7 @@ def test_everybody_reads_its_own_text_for_long(kind):
     assert seen["multi-step programs"] > 0, seen
 
 
-def serve_declared(draw, kind, declare=declare_served):
+def serve_declared(draw, kind, declare=declare_served, wishes=WISHES):
     """Serves requests that are no more than an example, which `declare` lists the programs of.
 
     Returns:
@@ -99,7 +118,7 @@ def serve_declared(draw, kind, declare=declare_served):
     )
     engine, device = engine_of(draw, setting)
     longest = draw.randint(1, 50)
-    most, wish = draw.randint(1, LONGEST + 1 - longest), draw.choice(WISHES)
+    most, wish = draw.randint(1, LONGEST + 1 - longest), draw.choice(wishes)
     samples = draw.choice((1, 1, 3))
     at_once = samples * draw.choice((1, 2, 3, 6))
     example = _ask([1] * longest, most, wish)
@@ -132,7 +151,13 @@ def _ask(prompt, most, wish):
     wish = {"temperature": 0.0, "max_tokens": most} | wish
     if "min_tokens" in wish:
         wish["min_tokens"] = min(wish["min_tokens"], most)
-    return Request(prompt=tuple(prompt), params=SamplingParams(**wish), seed=0, stop_ids=())
+    return Request(
+        prompt=tuple(prompt),
+        params=SamplingParams(**wish),
+        seed=0,
+        stop_ids=(),
+        grammar=grammar_of(7 * len(prompt)) if "structured_outputs" in wish else None,
+    )
 
 
 def _prompt(draw, stem):
@@ -142,10 +167,10 @@ def _prompt(draw, stem):
     return stem[:same] + [draw.randrange(VOCAB) for _ in range(more)] or [5]
 
 
-def assert_declared(kind, seeds):
+def assert_declared(kind, seeds, wishes=WISHES):
     served = 0
     for seed in seeds:
-        told = serve_declared(random.Random(f"{kind} {seed} declared"), kind)
+        told = serve_declared(random.Random(f"{kind} {seed} declared"), kind, wishes=wishes)
         if told is not None:
             late, asked = told
             assert not late, (kind, seed, late)
@@ -157,6 +182,11 @@ def assert_declared(kind, seeds):
 def test_no_program_is_asked_for_that_was_not_declared(kind):
     """Serving needs only what a warm-up declares, for every schedule and every state of the cache."""
     assert_declared(kind, range(4))
+
+
+@pytest.mark.parametrize("kind", ["full", "hybrid"])
+def test_no_program_of_a_grammar_is_asked_for_that_was_not_declared(kind):
+    assert_declared(kind, range(6), (simulated_requests.GRAMMAR,))
 
 
 @pytest.mark.slow

@@ -1,0 +1,62 @@
+"""Before each plan: computes the masks of requests with a grammar, and appends the tokens that a grammar forces."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from jaxkv.engine.finish import Finisher
+from jaxkv.engine.request_state import RequestState
+from jaxkv.errors import STEP_FAILURES
+
+
+def update_masks(running: Sequence[RequestState], finisher: Finisher) -> None:
+    """Readies the running requests whose last token was read since their last mask; ends those that can only end.
+
+    A request ends with the reason "stop" if no token is left and its text is complete, and with an error if it is not,
+    or if a limit of llguidance was exceeded. Other requests continue.
+
+    Args:
+        running: requests that hold pages.
+        finisher: ends requests.
+    """
+    due = [
+        one
+        for one in running
+        if one.constraint is not None
+        and not one.pending
+        and not one.constraint.is_ready(one.generated)
+    ]
+    left = [one for one in due if _take_forced(one, finisher)]
+    constraints = [one.constraint for one in left if one.constraint is not None]
+    if not constraints:
+        return
+    grammar = constraints[0].grammar
+    masks = np.zeros((len(constraints), grammar.forbidden.size), np.uint32)
+    # Any grammar fills the masks of all: they have one vocabulary.
+    grammar.fill([constraint.matcher for constraint in constraints], masks)
+    for sequence, constraint, mask in zip(left, constraints, masks, strict=True):
+        try:
+            complete = constraint.settle(mask, sequence.token_ids)
+        except STEP_FAILURES as error:
+            finisher.fail(sequence, error)
+            continue
+        if complete:
+            finisher.finish(sequence, "stop")
+
+
+def _take_forced(sequence: RequestState, finisher: Finisher) -> bool:
+    """Appends the tokens that the grammar forces, as if they were sampled; returns whether the request goes on.
+
+    The next step computes their keys and values as a chunk, like those of a prompt.
+    """
+    assert sequence.constraint is not None
+    try:
+        for token in sequence.constraint.forced(sequence.token_ids):
+            sequence.accept(token, None)
+            if sequence.reason is not None:
+                finisher.release(sequence)
+                return False
+    except STEP_FAILURES as error:
+        finisher.fail(sequence, error)
+        return False
+    return True

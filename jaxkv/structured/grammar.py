@@ -1,0 +1,204 @@
+"""`Grammar`, a compiled grammar, and `TokenConstraint`, its state in the text of one request."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+
+from jaxkv.sampling.token_mask import mask_of, num_words
+
+MOST_FORCED = 64
+"""Most forced tokens that a request takes at once, so that a long forced text does not hold up other requests."""
+
+
+@runtime_checkable
+class Matcher(Protocol):
+    """The methods of `llguidance.LLMatcher` that are used here."""
+
+    def deep_copy(self) -> "Matcher":
+        """Returns a copy, which may share what does not change."""
+        ...
+
+    def reset(self) -> bool:
+        """Returns to the beginning of the text."""
+        ...
+
+    def consume_tokens(self, tokens: list[int], /) -> bool:
+        """Appends tokens to the text; returns False if the grammar does not allow them."""
+        ...
+
+    def compute_ff_tokens(self) -> list[int]:
+        """Returns the tokens that must follow, as far as the grammar leaves no choice."""
+        ...
+
+    def is_accepting(self) -> bool:
+        """Whether the text is complete."""
+        ...
+
+    def is_stopped(self) -> bool:
+        """Whether no token but an end id can follow."""
+        ...
+
+    def is_error(self) -> bool:
+        """Whether a limit was exceeded, or a token was not allowed."""
+        ...
+
+    def get_error(self) -> str:
+        """Returns the message of that error."""
+        ...
+
+
+FillMasks = Callable[[Sequence[Any], np.ndarray], None]
+"""Writes the masks of the tokens that may follow in several matchers to a contiguous uint32 array [matchers, words]."""
+
+
+class Grammar:
+    """A compiled grammar. Requests share it.
+
+    Args:
+        matcher: matcher at the beginning of a text; never advanced.
+        vocab_size: number of the model's logits.
+        end_ids: ids that end a text of the model.
+        forbidden: mask of the ids that no request may sample; its length is that of the matcher's masks.
+        fill: computes masks.
+
+    Attributes:
+        vocab_size, end_ids, forbidden, fill: see above.
+        first_mask: mask at the beginning of a text.
+    """
+
+    def __init__(
+        self,
+        matcher: Matcher,
+        vocab_size: int,
+        end_ids: Sequence[int],
+        forbidden: np.ndarray,
+        fill: FillMasks,
+    ) -> None:
+        self._matcher = matcher
+        self.vocab_size, self.end_ids = vocab_size, tuple(end_ids)
+        self.forbidden, self.fill = forbidden, fill
+        masks = np.zeros((1, forbidden.size), np.uint32)
+        fill([matcher], masks)
+        self.first_mask = masks[0]
+
+    def new_matcher(self) -> Matcher:
+        """Returns a matcher at the beginning of a text."""
+        return self._matcher.deep_copy()
+
+
+class TokenConstraint:
+    """The state of a grammar in the text of one request: the tokens that may follow.
+
+    It is a function of the generated tokens. All methods take the tokens, so it is right after any interruption.
+
+    Args:
+        grammar: the grammar.
+        never: ids that may never be sampled.
+        before_least: ids that may not be sampled before `least` tokens.
+        least: see above.
+        forces: the request can take forced tokens.
+
+    Attributes:
+        grammar: the grammar.
+        matcher: the matcher; only `Grammar.fill` uses it from outside.
+        mask: mask of the tokens that may follow, uint32 [words of the model's vocabulary].
+    """
+
+    def __init__(
+        self,
+        grammar: Grammar,
+        *,
+        never: Iterable[int] = (),
+        before_least: Iterable[int] = (),
+        least: int = 0,
+        forces: bool = True,
+    ) -> None:
+        words = grammar.forbidden.size
+        self.grammar = grammar
+        self.matcher = grammar.new_matcher()
+        self._never = ~(mask_of(never, words) | grammar.forbidden)
+        self._early = ~mask_of(before_least, words)
+        self._least, self._forces = least, forces
+        self._words = num_words(grammar.vocab_size)
+        self._consumed: int | None = 0
+        self._masked_at = -1
+        self.mask = np.empty(0, np.uint32)
+        self._take(grammar.first_mask, 0)
+
+    def is_ready(self, generated: int) -> bool:
+        """Whether `mask` is the one after so many generated tokens."""
+        return self._masked_at == generated
+
+    def ends(self, generated: Sequence[int]) -> bool:
+        """Returns whether no token can follow these.
+
+        Raises:
+            RuntimeError: a limit of llguidance was exceeded, or the grammar does not allow the tokens.
+        """
+        self._advance(generated)
+        return self.matcher.is_stopped()
+
+    def forced(self, generated: Sequence[int]) -> list[int]:
+        """Returns the tokens that must follow these, as far as they are known; the mask allows each of them alone."""
+        if not self._forces:
+            return []
+        self._advance(generated)
+        tokens = self.matcher.compute_ff_tokens()[:MOST_FORCED]
+        for index, token in enumerate(tokens):
+            kept = self._kept(len(generated) + index)
+            if not kept[token >> 5] >> (token & 31) & 1:
+                return tokens[:index]
+        return tokens
+
+    def settle(self, computed: np.ndarray, generated: Sequence[int]) -> bool:
+        """Takes the mask that `Grammar.fill` computed after these tokens; returns whether the text ends instead.
+
+        Args:
+            computed: the mask.
+            generated: the generated tokens.
+
+        Raises:
+            RuntimeError: a limit of llguidance was exceeded.
+            ValueError: no token is left, and the text is not complete.
+        """
+        self._refuse_error()
+        if self._take(computed, len(generated)):
+            return False
+        if self.matcher.is_accepting():
+            return True
+        raise ValueError(
+            f"the grammar, logit_bias, bad_words and min_tokens of the request leave no token after "
+            f"{len(generated)} tokens; allow more tokens"
+        )
+
+    def _take(self, computed: np.ndarray, generated: int) -> bool:
+        """Sets `mask` to the allowed ones of the computed tokens; returns False if there are none."""
+        allowed = computed & self._kept(generated)
+        if not allowed.any():
+            return False
+        self.mask, self._masked_at = allowed[: self._words], generated
+        return True
+
+    def _kept(self, generated: int) -> np.ndarray:
+        """Returns the mask of the tokens that the request may sample after so many, whatever the grammar allows."""
+        return self._never & self._early if generated < self._least else self._never
+
+    def _advance(self, generated: Sequence[int]) -> None:
+        """Appends those generated tokens that the matcher has not seen."""
+        if self._consumed is None:
+            self.matcher.reset()
+            self._consumed = 0
+        if self._consumed == len(generated):
+            return
+        new = list(generated[self._consumed :])
+        # An interrupt in between leaves `None`, and the next call begins anew.
+        self._consumed = None
+        self.matcher.consume_tokens(new)
+        self._refuse_error()
+        self._consumed = len(generated)
+
+    def _refuse_error(self) -> None:
+        if self.matcher.is_error():
+            error = " ".join(self.matcher.get_error().replace("<non-verbose/>", "").split())
+            raise RuntimeError(f"the grammar of structured_outputs failed: {error[:300]}")
