@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxkv.wording import listed
+from jaxkv.wording import MOST_LISTED, listed
 
 NO_MESSAGE = "no message"
 """Counts failed requests that have none."""
@@ -151,7 +151,7 @@ class Figures:
             f"{self.requests_per_second:.2f} requests/s, {self.output_tokens_per_second:,.1f} output tokens/s, "
             f"{self.total_tokens_per_second:,.1f} total tokens/s",
         ]
-        lines[1:1] = [f"{count} failed: {message}" for message, count in self.failures.items()]
+        lines[1:1] = self._failure_lines()
         if self.goodput_per_second is not None:
             lines.append(f"{self.goodput_per_second:.2f} requests/s met the objectives")
         lines += [
@@ -163,6 +163,12 @@ class Figures:
                 numbers = (spread.mean, spread.p50, spread.p90, spread.p99)
                 lines.append(f"{name:12s} " + " ".join(f"{n:10.2f}" for n in numbers))
         return "\n".join(lines)
+
+    def _failure_lines(self) -> list[str]:
+        failures = list(self.failures.items())
+        lines = [f"{count} failed: {message}" for message, count in failures[:MOST_LISTED]]
+        rest = sum(count for _, count in failures[MOST_LISTED:])
+        return [*lines, f"{rest} failed with other messages"] if rest else lines
 
 
 def figures_of(timelines: Sequence[Timeline], objectives: Objectives | None = None) -> Figures:

@@ -92,6 +92,14 @@ def test_failures_are_counted_by_message_and_shown():
         figures_of(full)
 
 
+def test_of_many_messages_the_most_frequent_are_shown():
+    failed = [Timeline(prompt_tokens=1, arrived=0.0, failed=True, error=str(n)) for n in range(20)]
+    shown = str(figures_of([*TWO, *failed, failed[7]])).splitlines()
+    assert shown[1] == "2 failed: 7"
+    assert shown[7] == "14 failed with other messages"
+    assert shown[8].endswith("output tokens")
+
+
 def test_events_of_several_tokens_and_a_later_end_count():
     one = Timeline(prompt_tokens=1, arrived=1.0, tokens=[2.0, 3.0], generated=9, ended=4.0)
     figures = figures_of([one])

@@ -16,7 +16,7 @@ from jaxkv.bench.client.data_file import Entry, chosen_entries, load_entries
 from jaxkv.bench.client.http_exchange import ExchangeFailed, exchange, server_at
 from jaxkv.bench.client.load import Clock, Load
 from jaxkv.bench.client.prompts import (
-    SAMPLES,
+    SAMPLE_WORDS,
     TokenCounts,
     drawn_ids,
     drawn_texts,
@@ -30,6 +30,7 @@ _SECONDS_TO_ANSWER = 30.0
 """Most seconds for the list of models."""
 _SHARE_OF_TEXTS = 0.9
 """Share of the longest sequence that texts may fill together with their outputs, since their tokens are estimated."""
+_SAMPLE_CHARACTERS = 600
 _SECONDS_BETWEEN_STATUS = 0.5
 _LATE_MS = 20.0
 """A client that is later than this is reported."""
@@ -295,9 +296,7 @@ async def _drawing(api: Api, test: LoadTest) -> _Draw:
         entries = load_entries(test.data_file)
         outputs = workload.output_tokens if "output_tokens" in test.given else None
         is_counted = outputs is None and any(entry.output_tokens is None for entry in entries)
-        counts = (
-            await _count_tokens(api, *_samples(entries)) if is_counted else TokenCounts(0.0, 1.0)
-        )
+        counts = await _count_tokens(api, _sample(entries)) if is_counted else TokenCounts(0.0, 1.0)
         return lambda seed: chosen_entries(
             entries,
             counts,
@@ -307,34 +306,34 @@ async def _drawing(api: Api, test: LoadTest) -> _Draw:
         )
     if ids_below is not None:
         return lambda seed: drawn_ids(replace(workload, seed=seed), ids_below)
-    texts = (words(np.random.default_rng(workload.seed), count) for count in SAMPLES)
-    counts = await _count_tokens(api, *texts)
+    sample = words(np.random.default_rng(workload.seed), SAMPLE_WORDS)
+    counts = await _count_tokens(api, sample)
     return lambda seed: drawn_texts(replace(workload, seed=seed), counts)
 
 
-def _samples(entries: Sequence[Entry]) -> tuple[str, str]:
-    """Returns a short and a long text of a file."""
+def _sample(entries: Sequence[Entry]) -> str:
+    """Returns a text of a file, long enough to count its tokens."""
     text = "\n".join(f"{entry.text}\n{entry.answer}" for entry in entries[:20])
-    while len(text) < 100:
-        text += text
-    return text[:100], text[:600] if len(text) >= 200 else text + text
+    return text[:_SAMPLE_CHARACTERS]
 
 
-async def _count_tokens(api: Api, shorter: str, longer: str) -> TokenCounts:
-    """Asks the server to count the tokens of two texts, by generating one token for each."""
-    found = []
-    for text in (shorter, longer):
-        timeline = Timeline(prompt_tokens=0, arrived=0.0)
-        answer = await complete(api, api.body(text, 1), timeline, time.monotonic)
-        if timeline.failed:
-            raise ValueError(f"the server failed the first request: {timeline.error}")
-        if not answer.counted:
-            raise ValueError(
-                "the server sends no counts of tokens (stream_options.include_usage), so the lengths of prompts cannot "
-                "be planned; send token ids with --vocab-size"
-            )
-        found.append((text, timeline.prompt_tokens))
-    return token_counts(*found)
+async def _count_tokens(api: Api, text: str) -> TokenCounts:
+    """Asks the server to count the tokens of a text, once and twice, by generating one token for each."""
+    once, twice = [await _prompt_tokens(api, prompt) for prompt in (text, f"{text} {text}")]
+    return token_counts(text, once, twice)
+
+
+async def _prompt_tokens(api: Api, prompt: str) -> int:
+    timeline = Timeline(prompt_tokens=0, arrived=0.0)
+    answer = await complete(api, api.body(prompt, 1), timeline, time.monotonic)
+    if timeline.failed:
+        raise ValueError(f"the server failed the first request: {timeline.error}")
+    if not answer.counted:
+        raise ValueError(
+            "the server sends no counts of tokens (stream_options.include_usage), so the lengths of prompts cannot be "
+            "planned; send token ids with --vocab-size"
+        )
+    return timeline.prompt_tokens
 
 
 def _about(test: LoadTest, api: Api, rate: float | None) -> dict[str, Any]:

@@ -30,8 +30,8 @@ _COMMON_WORDS = (
 )
 _WORDS = _COMMON_WORDS.split()
 
-SAMPLES = (16, 80)
-"""Words of the two texts that a server counts the tokens of, before the run."""
+SAMPLE_WORDS = 80
+"""Words of the text that a server counts the tokens of, before the run."""
 
 
 @dataclass(frozen=True)
@@ -55,21 +55,25 @@ class TokenCounts:
         return max(1, round(len(text) * self.per_character))
 
 
-def token_counts(shorter: tuple[str, int], longer: tuple[str, int]) -> TokenCounts:
-    """Returns the counts that two texts with their numbers of tokens lie on.
+def token_counts(text: str, once: int, twice: int) -> TokenCounts:
+    """Returns the counts of a server.
+
+    Args:
+        text: a text.
+        once: tokens of a prompt of this text.
+        twice: tokens of a prompt that has it twice, so that the difference is that of the text without the frame.
 
     Raises:
-        ValueError: the longer text has no more tokens.
+        ValueError: the longer prompt has no more tokens.
     """
-    more = longer[1] - shorter[1]
-    if more <= 0:
+    if twice <= once:
         raise ValueError(
-            f"the server counts {longer[1]} prompt tokens for {len(longer[0])} characters and {shorter[1]} for "
-            f"{len(shorter[0])}, so no lengths can be planned; send token ids with --vocab-size"
+            f"the server counts {once} prompt tokens for {len(text)} characters and {twice} for twice as many, so no "
+            "lengths can be planned; send token ids with --vocab-size"
         )
-    per_character = more / (len(longer[0]) - len(shorter[0]))
+    # The separator between the two texts is part of a word's token.
     return TokenCounts(
-        frame=max(0.0, shorter[1] - len(shorter[0]) * per_character), per_character=per_character
+        frame=float(max(0, 2 * once - twice)), per_character=(twice - once) / (len(text) + 1)
     )
 
 

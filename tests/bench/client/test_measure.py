@@ -14,8 +14,8 @@ from tests.bench.client.scripted_server import (
     usage,
 )
 
-# The server's counts of two texts, before a run with texts: 16 and 80 words.
-COUNTS = [answer(0.1, prompt=20), answer(0.1, prompt=84)]
+# The server's counts of 80 words and of 160, before a run with texts.
+COUNTS = [answer(0.1, prompt=84), answer(0.1, prompt=164)]
 
 
 def workload(requests, **sizes):

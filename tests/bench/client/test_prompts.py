@@ -7,8 +7,8 @@ from jaxkv.bench.client.prompts import TokenCounts, drawn_ids, drawn_texts, toke
 from jaxkv.bench.workload import Workload
 
 
-def test_two_texts_tell_the_frame_and_the_length_of_tokens():
-    counts = token_counts(("x" * 100, 35), ("x" * 300, 85))
+def test_a_text_once_and_twice_tells_the_frame_and_the_length_of_tokens():
+    counts = token_counts("x" * 99, 35, 60)
     assert (counts.frame, counts.per_character) == (10, 0.25)
     assert counts.characters(60) == 200
     assert counts.characters(3) == 1
@@ -17,7 +17,7 @@ def test_two_texts_tell_the_frame_and_the_length_of_tokens():
 
 def test_counts_that_do_not_grow_are_refused():
     with pytest.raises(ValueError, match="no lengths can be planned"):
-        token_counts(("x", 5), ("xxx", 5))
+        token_counts("x", 5, 5)
 
 
 def test_texts_have_the_characters_that_the_counts_ask_for():
