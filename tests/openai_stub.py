@@ -145,6 +145,8 @@ def openai_stub():
     config = uvicorn.Config(app, port=0, log_level="warning", lifespan="off", ws="none")
     server = uvicorn.Server(config)
     with config.bind_socket() as sock:
+        # From here on connections wait for the thread instead of being refused.
+        sock.listen()
         stub.url = f"http://127.0.0.1:{sock.getsockname()[1]}"
         thread = threading.Thread(target=server.run, args=([sock],), daemon=True)
         thread.start()
