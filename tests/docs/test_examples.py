@@ -1,5 +1,6 @@
 """The examples run against a server with OpenAI's API, and the files for deployment are well-formed and agree."""
 
+import json
 import re
 import runpy
 import shlex
@@ -8,6 +9,7 @@ import subprocess
 
 import pytest
 
+from jaxkv import cli
 from tests.docs.blocks import ROOT
 from tests.openai_stub import KEY, openai_stub
 
@@ -128,6 +130,16 @@ def test_the_image_gets_what_the_package_is_made_of_and_nothing_else():
     assert set(re.findall(r'"(\w+)"', packages[1])) <= copied
 
 
+def test_the_commands_of_image_compose_and_unit_are_those_of_jaxkv(read):
+    entry = json.loads(dict(instructions())["ENTRYPOINT"])
+    more = read(COMPOSE)["services"]["jaxkv"]["command"]
+    [started] = re.findall(r"^ExecStart=(.*)$", (DEPLOY / "jaxkv.service").read_text(), re.M)
+    for words in ([*entry, *more], shlex.split(started)):
+        assert words[0].rsplit("/", 1)[-1] == "jaxkv"
+        options = cli._parser().parse_args(words[1:])
+        assert options.port == 8000
+
+
 @pytest.fixture
 def read():
     yaml = pytest.importorskip("yaml")
@@ -156,7 +168,7 @@ def test_compose_mounts_files_that_exist_and_volumes_that_it_declares(read):
             source = volume.split(":")[0]
             if source.startswith("."):
                 path = (DEPLOY / source).resolve()
-                assert path.parent.is_dir(), source
+                assert path.exists(), source
                 assert path.is_relative_to(ROOT), source
             else:
                 assert source in compose["volumes"]

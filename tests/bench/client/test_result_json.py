@@ -85,6 +85,14 @@ def test_sums_and_latencies_are_those_of_the_run(told):
     assert told["max_concurrent_requests"] == 2
 
 
+def test_requests_that_follow_one_another_are_one_at_a_time(tmp_path):
+    server = ScriptedServer([answer(0.2), answer(0.2), answer(0.2)])
+    workload = Workload(requests=3, prompt_tokens=(3, 6), output_tokens=(2, 4))
+    [run] = measure(tmp_path, server, workload=workload, max_concurrency=1).runs
+    found = result_json(run, version="1.2", date=datetime(2026, 11, 23))
+    assert (found["max_concurrent_requests"], found["max_concurrency"]) == (1, 1)
+
+
 def test_lists_have_an_entry_for_each_request(told):
     lists = ("input_lens", "output_lens", "ttfts", "itls", "start_times", "errors")
     assert {len(told[name]) for name in lists} == {3}
