@@ -8,7 +8,7 @@ from typing import Any
 from jaxkv.serve.parsers.answer import Answer
 from jaxkv.serve.parsers.answer_parser import AnswerParser
 from jaxkv.serve.parsers.calls import Calls
-from jaxkv.serve.parsers.forced_calls import ForcedFormat, ToolChoice, chosen_function
+from jaxkv.serve.parsers.forced_calls import ToolChoice, chosen_function, read_forced
 from jaxkv.serve.parsers.formats import (
     OTHER_NAMES,
     REASONING_FORMATS,
@@ -20,7 +20,7 @@ from jaxkv.serve.parsers.harmony import HarmonyReader, open_header
 from jaxkv.serve.parsers.protocol import OutputParser
 from jaxkv.serve.parsers.reasoning import read_reasoning
 from jaxkv.serve.parsers.source import Source, Steps
-from jaxkv.serve.parsers.tool_format import read_calls, read_content
+from jaxkv.serve.parsers.tool_format import read_content
 from jaxkv.text.markers import Markers
 
 NONE = "none"
@@ -127,7 +127,7 @@ def open_parser(
                 source, answer, reasoning, is_open=is_open, tool_format=calls_format, calls=calls
             )
         if is_forced:
-            yield from read_calls(source, answer.content, ForcedFormat(function), calls, "")
+            yield from read_forced(calls, function)
         if calls_format is None:
             yield from source.rest(answer.content)
         else:

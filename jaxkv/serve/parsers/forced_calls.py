@@ -1,7 +1,6 @@
 """Tool calls that the request demands: the JSON schema that forces them, and the reader of the answer."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from jaxkv.serve.parsers.calls import Calls
@@ -12,7 +11,7 @@ type ToolChoice = str | Mapping[str, Any]
 """OpenAI's `tool_choice`: "auto", "none", "required", or `{"type": "function", "function": {"name": ...}}`; the last
 also as the name alone."""
 
-_LIST = JsonFormat((), unmarked=True)
+_CALLS = JsonFormat((), unmarked=True)
 
 
 def chosen_function(tool_choice: ToolChoice) -> str | None:
@@ -81,32 +80,34 @@ def forced_schema(
     return {"type": "array", "minItems": 1, "items": {"anyOf": calls}, **definitions}
 
 
-@dataclass(frozen=True)
-class ForcedFormat:
-    """Answers that `forced_schema` describes, as `ToolFormat` describes a format.
+def read_forced(calls: Calls, function: str | None) -> Steps[None]:
+    """Reads an answer that `forced_schema` describes, or nothing if it is none: it may be in the model's own format.
 
-    Attributes:
+    An object or list of calls with their names is read too where only arguments are demanded; models without a grammar
+    write them.
+
+    Args:
+        calls: what is read, and where calls are written.
         function: the one function that is demanded; `None` if any may be called.
     """
-
-    function: str | None
-    begins: tuple[str, ...] = ()
-    ends: tuple[str, ...] = ()
-    unmarked: bool = True
-
-    @property
-    def markers(self) -> tuple[str, ...]:
-        """All strings of the format that may be tokens."""
-        return ()
-
-    def read(self, calls: Calls, marker: str) -> Steps[None]:
-        """Reads the calls; see `ToolFormat.read`."""
-        yield from calls.source.spaces()
-        first = yield from calls.source.peek()
-        if self.function is not None and first == "{":
-            calls.begin(self.function)
-            yield from calls.read_arguments(None)
-        elif self.function is None and first == "[":
-            yield from _LIST.read(calls, marker)
+    source = calls.source
+    calls.marked = False
+    source.hold()
+    try:
+        yield from _CALLS.read(calls, "")
+    except Mismatch:
+        if calls.begun:
+            calls.content(source.release())
         else:
-            raise Mismatch
+            source.restore()
+    source.drop()
+    if calls.begun or function is None:
+        return
+    source.hold()
+    yield from source.spaces()
+    if (yield from source.peek()) == "{":
+        calls.begin(function)
+        yield from calls.read_arguments(None)
+        source.drop()
+    else:
+        source.restore()

@@ -21,9 +21,9 @@ class Mismatch(Exception):
 class Source:
     """The text that has arrived and was not read yet.
 
-    A reader that is not sure of what it reads calls `hold` first; `release` then returns all that was read since, and
-    `drop` forgets it. Reading more than `MAX_HELD` characters before one of them is a mismatch. What is read does not
-    depend on the pieces, except for how it is split when it is passed on.
+    A reader that is not sure of what it reads calls `hold` first. Then `release` returns all that was read since,
+    `restore` puts it back, and `drop` forgets it. Reading more than `MAX_HELD` characters before one of them is a
+    mismatch. What is read does not depend on the pieces, except for how it is split when it is passed on.
     """
 
     def __init__(self) -> None:
@@ -55,6 +55,11 @@ class Source:
         text = "".join(self._held or ())
         self._held = None
         return text
+
+    def restore(self) -> None:
+        """Puts back what was kept, to be read again, and keeps no more."""
+        self._text = self.release() + self._text[self._at :]
+        self._at = 0
 
     def peek(self) -> Steps[str]:
         """Returns the next character without reading it; an empty text at the end."""

@@ -75,6 +75,12 @@ def test_a_call_without_arguments_has_an_empty_object(body):
     assert hermes(body) == call(0, "get_time", "{}")
 
 
+@pytest.mark.parametrize("cut", ["<", "<para", "<parameter=ci"])
+def test_an_object_stays_open_where_max_tokens_cut_off_the_next_argument(cut):
+    text = f"<function=get_weather>\n<parameter=city>\nParis\n</parameter>\n{cut}"
+    assert parsed(opened("qwen3_coder"), text) == call(0, "get_weather", '{"city": "Paris"')
+
+
 def test_what_max_tokens_cut_off_behind_the_arguments_is_no_text():
     text = '[TOOL_CALLS] [{"name": "get_time", "arguments": {}, "id": "a1B'
     assert parsed(opened("mistral"), text) == call(0, "get_time", "{}")
@@ -98,6 +104,14 @@ def test_text_behind_a_separator_is_content():
     assert parsed(opened("llama3_json"), text) == [
         *call(0, "get_time", "{}"),
         Content(", and more"),
+    ]
+
+
+def test_text_behind_a_list_in_python_is_content():
+    text = "[get_time()] and then"
+    assert parsed(opened("llama4_pythonic"), text) == [
+        *call(0, "get_time", "{}"),
+        Content("and then"),
     ]
 
 

@@ -34,6 +34,39 @@ def test_a_demanded_call_may_have_the_models_own_format(choice):
     assert parsed(opened("hermes", tool_choice=choice), text) == call(0, "get_weather", PARIS)
 
 
+@pytest.mark.parametrize("tools", ["hermes", "llama3_json", "llama4_pythonic"])
+def test_a_call_with_its_name_is_read_where_arguments_are_demanded(tools):
+    text = f'{{"name": "get_weather", "parameters": {PARIS}}}'
+    assert parsed(opened(tools, tool_choice=NAMED), text) == call(0, "get_weather", PARIS)
+
+
+@pytest.mark.parametrize(
+    "written", ['{"name": "Ann"}', '{"type": {"name": "get_time"}, "a": 1}', "{}"]
+)
+def test_arguments_that_look_like_the_beginning_of_a_call_are_arguments(written):
+    events = parsed(opened("llama3_json", tool_choice="get_time"), f"\n{written}\n")
+    assert events == call(0, "get_time", written)
+
+
+def test_a_demanded_call_in_python_is_read():
+    text = '[get_weather(city="Paris")]'
+    for choice in ("required", NAMED):
+        events = parsed(opened("llama4_pythonic", tool_choice=choice), text)
+        assert events == call(0, "get_weather", PARIS)
+
+
+def test_an_answer_without_the_demanded_call_is_content():
+    for choice in ("required", NAMED):
+        for text in ("No [tool] fits.", " [1] No.", "[", "\n"):
+            assert parsed(opened("hermes", tool_choice=choice), text) == [Content(text)]
+
+
+def test_text_behind_a_demanded_call_is_content():
+    text = f'[{{"name": "get_weather", "parameters": {PARIS}}}] Done.'
+    events = parsed(opened("hermes", tool_choice="required"), text)
+    assert events == [*call(0, "get_weather", PARIS), Content("Done.")]
+
+
 def test_the_schema_of_a_named_function_is_that_of_its_arguments():
     assert forced_schema(TOOLS, NAMED) == TOOLS[0]["function"]["parameters"]
     assert forced_schema(TOOLS, "get_time") == {"type": "object"}
