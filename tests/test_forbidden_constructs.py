@@ -107,13 +107,16 @@ def offences(source):
 # The server and its engine process, which talk over sockets.
 SERVER = ROOT / "jaxkv" / "serve"
 
+# Asks the server whose address the user of `jaxkv inspect` gives, follows no redirect, and reads JSON.
+ASKS_A_SERVER = SERVER / "dashboard" / "sources.py"
+
 # Converts tokenizers with Transformers, in a process of its own that sees tokenizer files only.
 CONVERSION = ROOT / "jaxkv" / "text" / "conversion_process.py"
 
 
 @pytest.mark.parametrize(
     "path",
-    [path for path in SOURCES if path != CONVERSION],
+    [path for path in SOURCES if path not in (CONVERSION, ASKS_A_SERVER)],
     ids=lambda path: str(path.relative_to(ROOT)),
 )
 def test_the_packages_hold_nothing_that_runs_or_unpickles_what_it_reads(path):
@@ -121,6 +124,12 @@ def test_the_packages_hold_nothing_that_runs_or_unpickles_what_it_reads(path):
     if SERVER in path.parents:
         found = [(line, what) for line, what in found if what != "socket"]
     assert found == []
+
+
+def test_the_command_that_asks_a_server_uses_the_standard_librarys_client_alone():
+    source = ASKS_A_SERVER.read_text(encoding="utf-8")
+    uses = {"urllib.request", "http.client.HTTPException", "http.client.HTTPMessage"}
+    assert {what for _, what in offences(source)} == uses
 
 
 def test_the_conversion_of_tokenizers_uses_one_loader_with_remote_code_off():

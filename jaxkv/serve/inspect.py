@@ -8,6 +8,9 @@ from typing import Any
 from jaxkv.terminal import Screen
 
 KEY_VARIABLE = "JAXKV_API_KEY"
+ADDRESS_VARIABLE = "JAXKV_BASE_URL"
+
+_ADDRESS = "http://127.0.0.1:8000"
 
 
 def add_inspect(commands: "argparse._SubParsersAction[Any]") -> None:
@@ -18,7 +21,9 @@ def add_inspect(commands: "argparse._SubParsersAction[Any]") -> None:
     inspect.add_argument(
         "source",
         metavar="URL|FILE",
-        help="address of a server, such as http://127.0.0.1:8000, or a file of LLM.save_prefixes",
+        nargs="?",
+        help="address of a server, or a file of LLM.save_prefixes "
+        f"(default: the variable {ADDRESS_VARIABLE}, or {_ADDRESS})",
     )
     inspect.add_argument(
         "--html", metavar="OUT", type=Path, help="write one HTML file instead of text"
@@ -36,11 +41,12 @@ def _run(options: argparse.Namespace, screen: Screen) -> int:
     from jaxkv.serve.dashboard.page import page_with
     from jaxkv.serve.dashboard.sources import look_at, text_from
 
-    view = look_at(options.source, options.api_key or os.environ.get(KEY_VARIABLE))
-    text = text_from(options.source, view)
+    source = options.source or os.environ.get(ADDRESS_VARIABLE, _ADDRESS)
+    view = look_at(source, options.api_key or os.environ.get(KEY_VARIABLE))
+    text = text_from(source, view)
     if options.html is None:
         screen.write(text)
     else:
         options.html.write_text(page_with(view), encoding="utf-8")
-        screen.note(f"wrote {options.html}")
+        screen.write(f"wrote {options.html}\n")
     return 0

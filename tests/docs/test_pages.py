@@ -21,7 +21,9 @@ from tests.docs.blocks import (
     run_python,
     steps_of,
 )
+from tests.offload.test_prefix_file import save
 from tests.openai_stub import KEY, openai_stub
+from tests.serve.chromium import dashboard_server
 
 # Page -> what it shows -> what the tests run instead, since compiling for the sizes shown takes minutes on a CPU.
 SMALLER = {
@@ -60,6 +62,8 @@ def all_rows_differ(names):
 
 # Pages whose commands ask a server and write files.
 NEEDS_SERVER = ("docs/how-to/benchmark.md",)
+# Pages whose commands look into a server and a file.
+NEEDS_LOOKED_AT = ("docs/how-to/dashboard.md",)
 # Page -> what is checked once its blocks have run.
 AFTERWARDS = {
     "docs/how-to/serve.md": nothing_compiles_after_the_warm_up,
@@ -99,6 +103,17 @@ def server(monkeypatch, tmp_path):
         yield
 
 
+@pytest.fixture
+def looked_at(monkeypatch, tmp_path):
+    """A server whose engine is drawn, and a file of prefixes."""
+    with dashboard_server(keys=(KEY * 2,), model="Qwen/Qwen3-0.6B") as port:
+        monkeypatch.setenv("JAXKV_BASE_URL", f"http://127.0.0.1:{port}")
+        monkeypatch.setenv("JAXKV_API_KEY", KEY * 2)
+        monkeypatch.chdir(tmp_path)
+        save(tmp_path / "prefixes.safetensors")
+        yield
+
+
 @pytest.mark.parametrize("page", [marked(page) for page in PAGES if steps_of(page)])
 def test_the_blocks_of_a_page_run_in_order_and_print_what_is_shown(
     page, directory, capsys, monkeypatch, request
@@ -106,6 +121,8 @@ def test_the_blocks_of_a_page_run_in_order_and_print_what_is_shown(
     name, names = name_of(page), {}
     if name in NEEDS_SERVER:
         request.getfixturevalue("server")
+    if name in NEEDS_LOOKED_AT:
+        request.getfixturevalue("looked_at")
     models = dict.fromkeys(('"path/to/hf_dir"', f'"{ON_THE_HUB}"'), repr(str(directory)))
     replaced = models | SMALLER.get(name, {})
     for shown in SMALLER.get(name, {}):

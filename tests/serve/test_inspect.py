@@ -85,7 +85,10 @@ def test_a_server_is_printed_and_written_as_a_page(capsys, tmp_path, monkeypatch
         assert "the key is wrong" in capsys.readouterr().err
         monkeypatch.setenv("JAXKV_API_KEY", KEY)
         assert main(["inspect", f"{address}/dashboard", "--html", str(out)]) == 0
-        assert capsys.readouterr().out == ""
+        assert capsys.readouterr().out == f"wrote {out}\n"
+        monkeypatch.setenv("JAXKV_BASE_URL", address)
+        assert main(["inspect"]) == 0
+        assert capsys.readouterr().out.startswith("tiny model: ")
     assert "requests" in text
     assert "gqa: 600 pages" in text
     [embedded] = re.findall(r'id="embedded">(.*?)</script>', out.read_text(), re.DOTALL)

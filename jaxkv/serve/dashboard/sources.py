@@ -82,7 +82,7 @@ def _fetch(address: str, key: str | None) -> dict[str, Any]:
             f"the address must be like http://127.0.0.1:8000, without name and password, got {shown(address)}; "
             f"the key belongs in --api-key or JAXKV_API_KEY"
         )
-    base = address.split("?")[0].rstrip("/").removesuffix("/dashboard")
+    base = address.split("?")[0].rstrip("/").removesuffix("/dashboard").removesuffix("/v1")
     request = urllib.request.Request(f"{base}/dashboard/data")
     if key is not None:
         request.add_unredirected_header("Authorization", f"Bearer {key}")

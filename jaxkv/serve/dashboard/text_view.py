@@ -155,8 +155,12 @@ def _quantiles(histogram: Mapping[str, Any]) -> str:
         return "no values yet"
     parts = (("median", 0.5), ("p90", 0.9), ("p99", 0.99))
     return ", ".join(
-        f"{name} {1000 * (quantile(bounds, counts, part) or 0.0):.1f} ms" for name, part in parts
+        f"{name} {_seconds(quantile(bounds, counts, part) or 0.0)}" for name, part in parts
     )
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.1f} s" if value >= 1 else f"{1000 * value:.1f} ms"
 
 
 def _share(part: int, total: int) -> str:
