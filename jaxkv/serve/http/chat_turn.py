@@ -136,6 +136,7 @@ async def open_turn(service: Service, request: Request, tree: Mapping[str, Any])
     options = body_options(body, tree.get("tools"), service.tokenizer)
     messages = template_messages(body.messages, service.tokenizer)
     prompt = await service.encode_chat(messages, options)
+    service.check_length(len(prompt.ids), params, "messages")
     work = Work(
         service,
         [prompt.ids],

@@ -159,9 +159,8 @@ class Service:
         """
         self.check_takes(1)
         self.check_ids(prompt_ids)
-        self._check_length(len(prompt_ids), params)
+        self.check_length(len(prompt_ids), params)
         try:
-            params.check_vocab(self.facts.vocab_size)
             return generate(
                 self.client,
                 self.tokenizer,
@@ -184,7 +183,7 @@ class Service:
         """
         tokenizer, most = self._tokenizer(), self.facts.max_model_len
         return await self._in_thread(
-            lambda: tokenizer.encode(text, add_special=add_special, max_tokens=most)
+            lambda: tokenizer.encode(text, add_special=add_special, max_tokens=most), "prompt"
         )
 
     async def encode_chat(
@@ -205,7 +204,7 @@ class Service:
             ids = tokenizer.encode(text, add_special=False, max_tokens=most)
             return ChatPrompt(ids, text[-PROMPT_END:])
 
-        return await self._in_thread(encode)
+        return await self._in_thread(encode, "messages")
 
     async def decode(self, ids: Sequence[int]) -> str:
         """Returns the text of token ids, special tokens by their names, in a thread.
@@ -214,7 +213,9 @@ class Service:
             ApiError: 400 if there is no tokenizer or an id is out of range.
         """
         tokenizer = self._tokenizer()
-        return await self._in_thread(lambda: tokenizer.decode(ids, skip_special_tokens=False))
+        return await self._in_thread(
+            lambda: tokenizer.decode(ids, skip_special_tokens=False), "tokens"
+        )
 
     def check_ids(self, ids: Sequence[int], param: str = "prompt") -> None:
         """Checks token ids that a request gives.
@@ -231,14 +232,32 @@ class Service:
                 f"token ids must be in [0, {vocab_size}), got {clip(wrong, 30)}", param
             )
 
-    def _check_length(self, prompt_tokens: int, params: SamplingParams) -> None:
-        most = self.facts.max_model_len
+    def check_length(
+        self, prompt_tokens: int, params: SamplingParams, param: str = "prompt"
+    ) -> None:
+        """Checks that a prompt and the tokens it asks for fit the context, and that ids it names are the model's.
+
+        Args:
+            prompt_tokens: length of the prompt.
+            params: what is asked for.
+            param: the field with the prompt.
+
+        Raises:
+            ApiError: 400 if not.
+        """
+        most, vocab_size = self.facts.max_model_len, self.facts.vocab_size
+        for name in ("stop_token_ids", "logit_bias"):
+            for token in getattr(params, name):
+                if token >= vocab_size:
+                    raise bad_request(
+                        f"{name} must be token ids below {vocab_size}, got {token}", name
+                    )
         wanted = params.max_tokens or 1
         if prompt_tokens + wanted > most:
             raise bad_request(
                 f"the prompt has {prompt_tokens} tokens and {wanted} more were asked for, but the context of the model "
                 f"has room for {most}; shorten the prompt or ask for fewer tokens",
-                "messages" if params.max_tokens is None else "max_tokens",
+                param if prompt_tokens >= most else "max_tokens",
                 "context_length_exceeded",
             )
 
@@ -247,9 +266,9 @@ class Service:
             raise bad_request("the model has no tokenizer; give token ids", "prompt")
         return self.tokenizer
 
-    async def _in_thread[T](self, work: Callable[[], T]) -> T:
+    async def _in_thread[T](self, work: Callable[[], T], param: str) -> T:
         async with self._threads:
             try:
                 return await asyncio.to_thread(work)
             except ValueError as error:
-                raise bad_request(clip(error, 500)) from error
+                raise bad_request(clip(error, 500), param) from error

@@ -55,6 +55,8 @@ async def listening(*given, keys=(), limits=None, tokenizer=CHATTY, **options):
     async with fake_engine(*given, **options) as engine:
         service = Service(engine.client, tokenizer, MODEL, limits=limits)
         with socket.create_server(("127.0.0.1", 0)) as listener:
+            # Small buffers, so that a reader that takes nothing is noticed after few tokens.
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**14)
             config = uvicorn.Config(
                 make_app(service, ApiKeys(keys)),
                 http=connection_protocol(limits),
