@@ -2,10 +2,11 @@
 
 import contextlib
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from jaxkv.config.sampling import SamplingParams
+from jaxkv.config.structured_outputs import StructuredOutputs
 from jaxkv.serve.generation import Delta
 from jaxkv.serve.http.chat_body import ChatBody, ChosenTool
 from jaxkv.serve.http.conversation import body_options, template_messages, thinking
@@ -16,15 +17,16 @@ from jaxkv.serve.http.sampling_fields import without_refused
 from jaxkv.serve.http.service import Service
 from jaxkv.serve.http.state import check_model
 from jaxkv.serve.http.work import Usage, Work, check_prompts
-from jaxkv.serve.parsers.choose import open_parser
+from jaxkv.serve.parsers.choose import ParserChoice, open_parser
 from jaxkv.serve.parsers.events import (
     Event,
     Reasoning,
     ToolCallArguments,
     ToolCallBegin,
 )
-from jaxkv.serve.parsers.forced_calls import ToolChoice
+from jaxkv.serve.parsers.forced_calls import ToolChoice, forced_schema
 from jaxkv.serve.parsers.protocol import OutputParser
+from jaxkv.wording import clip
 
 
 @dataclass(frozen=True)
@@ -125,14 +127,9 @@ async def open_turn(service: Service, request: Request, tree: Mapping[str, Any])
     tool_choice = _tool_choice(body)
     if body.offered and choice.tools is None and tool_choice == "auto":
         raise bad_request("the model has no known format of tool calls; give no tools", "tools")
-    if body.offered and tool_choice != "auto":
-        raise ApiError(
-            400,
-            "unsupported_field",
-            "tool_choice can only be auto or none on this server",
-            "tool_choice",
-        )
-    params = _sampling(body, choice.keeps_special_tokens)
+    params = _sampling(body, choice.keeps_special_tokens, _forced(body, tree, tool_choice))
+    if params.structured_outputs is not None:
+        choice = _without_reasoning(choice)
     options = body_options(body, tree.get("tools"), service.tokenizer)
     messages = template_messages(body.messages, service.tokenizer)
     prompt = await service.encode_chat(messages, options)
@@ -168,11 +165,48 @@ def _tool_choice(body: ChatBody) -> ToolChoice:
             return word
 
 
-def _sampling(body: ChatBody, keeps_special_tokens: bool) -> SamplingParams:
+def _forced(
+    body: ChatBody, tree: Mapping[str, Any], tool_choice: ToolChoice
+) -> StructuredOutputs | None:
+    """Returns what the answer must be for a demanded tool call; `None` if none is demanded."""
+    if not body.offered:
+        return None
+    schema = forced_schema(tree["tools"], tool_choice)
+    if schema is None:
+        return None
+    if body.demanded() is not None:
+        raise bad_request("tool_choice demands a call, which leaves no other form", "tool_choice")
+    try:
+        return StructuredOutputs(json=schema)
+    except ValueError as error:
+        raise bad_request(clip(error, 300), "tools") from error
+
+
+def _without_reasoning(choice: ParserChoice) -> ParserChoice:
+    """Returns the parsers of an answer whose form is demanded from its first token on, where no reasoning fits.
+
+    Raises:
+        ApiError: 400 if the model writes even its answers in a form of its own.
+    """
+    if "openai" in (choice.tools or "") or "openai" in (choice.reasoning or ""):
+        raise ApiError(
+            400,
+            "unsupported_field",
+            "this model's answers have channels, which no demanded form leaves room for; demand none",
+            "response_format",
+        )
+    return replace(choice, reasoning=None)
+
+
+def _sampling(
+    body: ChatBody, keeps_special_tokens: bool, forced: StructuredOutputs | None
+) -> SamplingParams:
     changes: dict[str, Any] = {
         "max_tokens": body.max_completion_tokens or body.max_tokens,
         "logprobs": (body.top_logprobs or 0) if body.logprobs else None,
     }
+    if forced is not None:
+        changes["structured_outputs"] = forced
     if keeps_special_tokens:
         # Markers of tool calls and reasoning are special tokens; the parser removes the others.
         changes["skip_special_tokens"] = False

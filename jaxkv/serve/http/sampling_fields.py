@@ -184,7 +184,8 @@ class SamplingFields(StructuredFields, kw_only=True, forbid_unknown_fields=True,
         Raises:
             ApiError: 400 for values that contradict each other.
         """
-        self.check_free()
+        if (demanded := self.demanded()) is not None:
+            changes.setdefault("structured_outputs", demanded)
         given = {name: value for name in _SHARED if (value := getattr(self, name)) is not None}
         try:
             return SamplingParams(**(given | changes))
@@ -200,7 +201,7 @@ class SamplingFields(StructuredFields, kw_only=True, forbid_unknown_fields=True,
 
 _SHARED = frozenset(SamplingFields.__struct_fields__) & {
     field.name for field in fields(SamplingParams)
-}
+} - {"structured_outputs"}
 
 REFUSED: Mapping[str, str] = {
     "suffix": "text is generated at the end of the prompt alone",

@@ -5,10 +5,12 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from jaxkv.serve.http.errors import ApiError
+from jaxkv.config.structured_outputs import MAX_CHOICES, MAX_GRAMMAR_BYTES, StructuredOutputs
+from jaxkv.serve.http.errors import bad_request
+from jaxkv.wording import clip
 
-_Grammar = Annotated[str, Meta(min_length=1, max_length=256 * 2**10)]
-_Choices = Annotated[list[str], Meta(min_length=1, max_length=4096)]
+_Grammar = Annotated[str, Meta(min_length=1, max_length=MAX_GRAMMAR_BYTES)]
+_Choices = Annotated[list[str], Meta(min_length=1, max_length=MAX_CHOICES)]
 
 
 class TextFormat(msgspec.Struct, tag_field="type", tag="text", forbid_unknown_fields=True):
@@ -61,11 +63,44 @@ class StructuredFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True,
     guided_choice: _Choices | None = None
     guided_grammar: _Grammar | None = None
 
-    def check_free(self) -> None:
-        """Raises `ApiError` if a form of the text is demanded, which the engine cannot do."""
-        for name in StructuredFields.__struct_fields__:
-            value = getattr(self, name)
-            if value is not None and not isinstance(value, TextFormat):
-                raise ApiError(
-                    400, "unsupported_field", f"{name} is not supported by this server", name
-                )
+    def demanded(self) -> StructuredOutputs | None:
+        """Returns what the text must be; `None` if it is free.
+
+        Raises:
+            ApiError: 400 for several demands, or one that can never be met.
+        """
+        found = {
+            name: demand
+            for name in StructuredFields.__struct_fields__
+            if (value := getattr(self, name)) is not None
+            and (demand := _demand(name, value)) is not None
+        }
+        if not found:
+            return None
+        if len(found) > 1:
+            raise bad_request(f"{' and '.join(found)} are one option; give one of them", min(found))
+        [(name, demand)] = found.items()
+        try:
+            return StructuredOutputs(**demand)
+        except ValueError as error:
+            raise bad_request(clip(error, 300), name) from error
+
+
+def _demand(name: str, value: Any) -> dict[str, Any] | None:  # noqa: ANN401 - any field
+    """Returns the arguments of `StructuredOutputs` for one field; `None` if it demands nothing."""
+    match value:
+        case TextFormat():
+            return None
+        case JsonObjectFormat():
+            return {"json_object": True}
+        case JsonSchemaFormat(json_schema=schema):
+            if schema.schema is None:
+                raise bad_request("response_format.json_schema.schema is missing", name)
+            return {"json": schema.schema}
+        case Outputs():
+            return {
+                each: given
+                for each in Outputs.__struct_fields__
+                if (given := getattr(value, each)) is not None
+            }
+    return {name.removeprefix("guided_"): value}

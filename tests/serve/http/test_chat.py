@@ -205,3 +205,60 @@ def test_a_model_without_a_template_refuses_conversations():
             assert "chat template" in reply.json()["error"]["message"]
 
     asyncio.run(run())
+
+
+def test_demanded_forms_reach_the_engine():
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    cases = (
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "x", "schema": schema, "strict": True},
+                }
+            },
+            "json",
+        ),
+        ({"response_format": {"type": "json_object"}}, "json_object"),
+        ({"structured_outputs": {"regex": "a+"}}, "regex"),
+        ({"structured_outputs": {"choice": ["yes", "no"]}}, "choice"),
+        ({"guided_json": schema}, "json"),
+        ({"guided_grammar": 'start: "a"'}, "grammar"),
+        ({"tools": TOOLS, "tool_choice": "required"}, "json"),
+    )
+
+    async def run():
+        async with chatting('{"a": 1}') as server:
+            for given, kind in cases:
+                reply = await server.http.post(PATH, json=body(**given))
+                assert reply.status_code == 200, reply.text
+                *_, call = server.engine.calls.values()
+                assert list(call.sampling["structured_outputs"]) == [kind], given
+            before = len(server.engine.calls)
+            for wrong in (
+                {"guided_regex": "a", "guided_choice": ["a"]},
+                {"structured_outputs": {}},
+                {"structured_outputs": {"regex": "a", "choice": ["a"]}},
+                {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
+                {"tools": TOOLS, "tool_choice": "required", "guided_regex": "a"},
+            ):
+                reply = await server.http.post(PATH, json=body(**wrong))
+                assert reply.status_code == 400, wrong
+                assert reply.json()["error"]["param"] in (*wrong, "tool_choice")
+            assert len(server.engine.calls) == before
+
+    asyncio.run(run())
+
+
+def test_a_demanded_call_is_read_from_its_arguments_alone():
+    async def run():
+        async with chatting('{"city": "Bern"}') as server:
+            choice = {"type": "function", "function": {"name": "weather"}}
+            given = body(tools=TOOLS, tool_choice=choice)
+            [found] = (await server.http.post(PATH, json=given)).json()["choices"]
+            [call] = found["message"]["tool_calls"]
+            assert call["function"]["name"] == "weather"
+            assert json.loads(call["function"]["arguments"]) == {"city": "Bern"}
+            assert found["finish_reason"] == "tool_calls"
+
+    asyncio.run(run())
