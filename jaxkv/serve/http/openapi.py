@@ -5,6 +5,7 @@ from typing import Any
 
 import msgspec
 
+from jaxkv.serve.http.errors import openai_error
 from jaxkv.serve.http.operation import Operation
 from jaxkv.version import __version__
 
@@ -37,6 +38,20 @@ _ERROR: Json = {
     },
 }
 
+_OTHER_ERROR: Json = {
+    "type": "object",
+    "required": ["type", "error"],
+    "properties": {
+        "type": {"const": "error"},
+        "error": {
+            "type": "object",
+            "required": ["type", "message"],
+            "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
+        },
+    },
+}
+"""Anthropic's form of errors."""
+
 
 def document(operations: Sequence[Operation], model_name: str) -> Json:
     """Returns the document.
@@ -59,7 +74,7 @@ def document(operations: Sequence[Operation], model_name: str) -> Json:
         "info": {"title": "jaxkv", "version": __version__},
         "paths": paths,
         "components": {
-            "schemas": {**schemas, "Error": _ERROR},
+            "schemas": {**schemas, "Error": _ERROR, "OtherError": _OTHER_ERROR},
             "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
         },
     }
@@ -80,7 +95,7 @@ def _operation(operation: Operation, model_name: str) -> Json:
         "security": [{"key": []}] if operation.needs_key else [],
         "responses": {
             "200": {"description": "the answer", "content": reply},
-            **{str(status): _error(status) for status in operation.errors},
+            **{str(status): _error(status, operation) for status in operation.errors},
         },
     }
     if "{model" in operation.path:
@@ -102,8 +117,9 @@ def _operation(operation: Operation, model_name: str) -> Json:
     return found
 
 
-def _error(status: int) -> Json:
-    schema = {"$ref": "#/components/schemas/Error"}
+def _error(status: int, operation: Operation) -> Json:
+    name = "Error" if operation.error_form is openai_error else "OtherError"
+    schema = {"$ref": f"#/components/schemas/{name}"}
     return {
         "description": _REASONS[status],
         "content": {"application/json": {"schema": schema}},
