@@ -81,6 +81,12 @@ def _add_engine_options(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="most tokens of a step (default: %(default)s)",
     )
+    parser.add_argument(
+        "--load-format",
+        choices=("auto", "dummy"),
+        default="auto",
+        help="dummy draws random weights, for measurements (default: %(default)s)",
+    )
     parser.add_argument("--no-prefix-cache", action="store_true", help="share no cached prefixes")
     parser.add_argument(
         "--warm-up",
@@ -225,6 +231,7 @@ def _start(options: argparse.Namespace) -> Any:  # noqa: ANN401 - `Start` needs 
         max_model_len=options.max_model_len,
         implementation=options.implementation,
         ignore_config_keys=tuple(options.ignore_config_keys),
+        load_format=options.load_format,
         cache=_changed(cache_of(options)),
         engine=_changed(engine),
         warm_up=tuple(options.warm_up),

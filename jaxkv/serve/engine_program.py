@@ -361,6 +361,7 @@ def _load(start: Start) -> LLM:
         max_model_len=start.max_model_len,
         implementation=start.implementation,
         ignore_config_keys=start.ignore_config_keys,
+        load_format=start.load_format,
         cache=CacheConfig(**start.cache),
         engine=EngineConfig(**start.engine),
     )

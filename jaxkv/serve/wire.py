@@ -33,7 +33,8 @@ class Start(msgspec.Struct, tag="start", frozen=True, kw_only=True):
     """The first message: what the engine process is to load.
 
     Attributes:
-        model, revision, dtype, max_model_len, implementation, ignore_config_keys: arguments of `jaxkv.LLM`.
+        model, revision, dtype, max_model_len, implementation, ignore_config_keys, load_format: arguments of
+            `jaxkv.LLM`.
         cache: fields of `CacheConfig` that differ from their defaults.
         engine: fields of `EngineConfig` that differ from their defaults.
         warm_up: (requests at once, tokens of a prompt) for which programs are compiled before `Ready`.
@@ -46,6 +47,7 @@ class Start(msgspec.Struct, tag="start", frozen=True, kw_only=True):
     max_model_len: int | None = None
     implementation: str | None = None
     ignore_config_keys: tuple[str, ...] = ()
+    load_format: str = "auto"
     cache: dict[str, Any] = {}
     engine: dict[str, Any] = {}
     warm_up: tuple[tuple[int, int], ...] = ()
