@@ -76,6 +76,7 @@ class ObjectWriter:
             expected: what could go on with the object; a beginning of it at the end of the answer is read.
         """
         source = self._calls.source
-        is_cut = any(source.ends_inside(text) for text in expected)
-        if self._is_complete or (not is_cut and (yield from source.peek())):
+        for text in expected:
+            source.skip_cut_off(text)
+        if self._is_complete or (yield from source.peek()):
             self._calls.arguments(self.closing)

@@ -106,13 +106,10 @@ class Source:
                 return False
             yield
 
-    def ends_inside(self, text: str) -> bool:
-        """Reads the rest and returns true if the end of the answer has cut off a given text."""
-        there = self._text[self._at :]
-        if not self._ended or not there or not text.startswith(there):
-            return False
-        self._read_to(len(self._text))
-        return True
+    def skip_cut_off(self, text: str) -> None:
+        """Reads the rest if it is the beginning of a given text, which the end of the answer has cut off."""
+        if self._ended and text.startswith(self._text[self._at :]):
+            self._read_to(len(self._text))
 
     def expect(self, text: str) -> Steps[None]:
         """Reads a given text.

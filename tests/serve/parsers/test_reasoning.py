@@ -42,7 +42,8 @@ def test_a_second_marker_behind_the_prompts_is_no_text():
 
 @pytest.mark.parametrize("thinking", [None, True, False])
 def test_reasoning_that_the_prompt_ended_is_over(thinking):
-    assert split("Yes.", TURN + "<think>\n\n</think>\n\n", thinking) == [Content("Yes.")]
+    for prompt_end in ("<think>\n\n</think>\n\n", "</think>"):
+        assert split("Yes.", TURN + prompt_end, thinking) == [Content("Yes.")]
 
 
 def test_a_marker_in_an_earlier_turn_begins_nothing():
