@@ -645,7 +645,6 @@ class LLM:
 
         Raises:
             ValueError: as for `generate`.
-            ImportError: `structured_outputs` are given, but llguidance is not installed.
             ProgramRefused: strict mode has no program for it.
         """
         made = self._tokenize(prompt, salt)

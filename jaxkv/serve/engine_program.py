@@ -165,6 +165,12 @@ class EngineServer:
 
     def _take(self, message: ToEngine) -> None:
         match message:
+            case Submit(call=call) if "structured_outputs" in message.sampling:
+                # Other messages must not wait for a grammar, which may take seconds to compile.
+                self._loop.put(lambda: self._hold(call))
+                threading.Thread(
+                    target=self._submit, args=(message, True), name="jaxkv-grammar", daemon=True
+                ).start()
             case Submit():
                 self._submit(message)
             case Abort(call, sample):
@@ -174,8 +180,10 @@ class EngineServer:
             case Start():
                 raise RuntimeError("a second Start came")
 
-    def _submit(self, message: Submit) -> None:
+    def _submit(self, message: Submit, held: bool = False) -> None:
+        """Prepares a call and passes it to the main thread, or refuses it; `held` is whether that holds its place."""
         call = message.call
+        accept = self._accept_held if held else self._accept
         try:
             requests = self._llm.requests(
                 message.ids,
@@ -189,9 +197,25 @@ class EngineServer:
             _LOG.exception("a call could not be prepared")
             self._sender.send(Refused(call, type(error).__name__, "engine"))
         else:
-            self._loop.put(lambda: self._accept(call, requests))
+            self._loop.put(lambda: accept(call, requests))
+            return
+        if held:
+            self._loop.put(lambda: self._let_go(call))
 
     # The main thread.
+
+    def _hold(self, call: int) -> None:
+        """Holds the place of a call that is still prepared: without samples, so that an abort finds the call."""
+        self._calls[call] = []
+
+    def _let_go(self, call: int) -> None:
+        """Forgets a call that was refused after `_hold`."""
+        self._calls.pop(call, None)
+
+    def _accept_held(self, call: int, requests: list[Request]) -> None:
+        """Accepts a call unless it was aborted since `_hold`."""
+        if self._calls.pop(call, None) is not None:
+            self._accept(call, requests)
 
     def _accept(self, call: int, requests: list[Request]) -> None:
         try:
@@ -213,14 +237,8 @@ class EngineServer:
         if not self._engine.has_work:
             self._sender.send(Refused(call, "too few free pages", "engine"))
             return
-        # Without samples, so that an abort finds the call.
-        self._calls[call] = []
-
-        def accept() -> None:
-            if self._calls.pop(call, None) is not None:
-                self._accept(call, requests)
-
-        self._loop.put_later(accept)
+        self._hold(call)
+        self._loop.put_later(lambda: self._accept_held(call, requests))
 
     def _abort(self, call: int, sample: int | None) -> None:
         samples = self._calls.get(call, [])

@@ -45,8 +45,8 @@ class Grammars:
         """Returns the compiled grammar.
 
         Raises:
-            ValueError: it is not valid, or exceeds a limit; or the model has no tokenizer that llguidance can read.
-            ImportError: llguidance is not installed.
+            ValueError: it is not valid, or exceeds a limit; the model has no tokenizer that llguidance can read; or
+                llguidance is not installed.
         """
         with self._lock:
             found = self._kept.get(outputs)
@@ -87,7 +87,7 @@ class Grammars:
         if self._trial is not None:
             return self._trial
         if find_spec("llguidance") is None:
-            raise ImportError(
+            raise ValueError(
                 'structured_outputs need the package llguidance; install it with `pip install "jaxkv[serve]"`'
             )
         if self._tokenizer is None:

@@ -5,10 +5,11 @@ import os
 import signal
 import socket
 import threading
+from dataclasses import replace
 
 import pytest
 
-from jaxkv import LLM, CacheConfig, SamplingParams
+from jaxkv import LLM, CacheConfig, SamplingParams, StructuredOutputs
 from jaxkv.serve import engine_program, exit_codes
 from jaxkv.serve.engine_client import EngineLost, RequestRefused
 from jaxkv.serve.engine_process import EngineProcess
@@ -51,8 +52,8 @@ def test_a_served_model_gives_the_texts_of_an_llm_and_ends_with_its_server():
         client = process.client
         tokenizer = load_tokenizer(client.facts.directory)
 
-        async def text(prompt):
-            made = generate(client, tokenizer, tokenizer.encode(prompt), GREEDY)
+        async def text(prompt, params=GREEDY):
+            made = generate(client, tokenizer, tokenizer.encode(prompt), params)
             found = []
             while new := await made.deltas():
                 found += new
@@ -60,6 +61,11 @@ def test_a_served_model_gives_the_texts_of_an_llm_and_ends_with_its_server():
 
         got = await asyncio.gather(*map(text, PROMPTS))
         assert got == [(out.text, out.finish_reason, out.stop_reason) for out in wanted]
+        choice = replace(GREEDY, structured_outputs=StructuredOutputs(choice=["fine"]))
+        assert (await text("x", choice))[:2] == ("fine", "stop")
+        wrong = replace(GREEDY, stop=(), structured_outputs=StructuredOutputs(regex="(("))
+        with pytest.raises(RequestRefused, match="unclosed"):
+            await client.submit([1] * 8, wrong).arrivals()
         with pytest.raises(RequestRefused, match="max_model_len"):
             await client.submit([1] * 64, SamplingParams()).arrivals()
         left = client.submit([1] * 8, SamplingParams(max_tokens=50, ignore_eos=True))

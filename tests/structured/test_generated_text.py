@@ -281,7 +281,7 @@ def test_a_compiled_grammar_is_kept_and_the_number_is_bounded(llm, monkeypatch):
 def test_without_llguidance_the_message_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "llguidance", None)
     lacking = grammars.Grammars(None, (0,), 100)
-    with pytest.raises(ImportError, match=r'pip install "jaxkv\[serve\]"'):
+    with pytest.raises(ValueError, match=r'pip install "jaxkv\[serve\]"'):
         lacking.compile(StructuredOutputs(regex="a"))
 
 
