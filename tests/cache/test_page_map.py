@@ -20,6 +20,7 @@ from jaxkv.cache.page_map import (
     tree_summaries,
 )
 from jaxkv.cache.prefix.index import PrefixIndex
+from tests.cache.kept_states.hybrid_world import hybrid_of
 from tests.cache.kept_states.test_keeper_machine import HybridMachine
 from tests.cache.prefix.test_index_machine import with_settings
 from tests.cache.prefix.world import layout_of
@@ -143,3 +144,24 @@ def test_a_tree_summary_counts_texts_and_depth():
         index.publish(seq, text, keys, len(text))
     (summary,) = tree_summaries(index)
     assert (summary.page_size, summary.pages, summary.ends, summary.deepest) == (2, 4, 2, 3)
+
+
+def test_a_checkpoint_holds_its_states_and_the_page_with_its_last_tokens():
+    layout = hybrid_of((4, None))
+    allocator = PageAllocator(layout, {"group0": 5, "state0": 5, "sampling": 3})
+    index = PrefixIndex(layout, allocator, secret=b"tests", checkpoints=2)
+    text = [1, 2, 3, 4, 5, 6]
+    keys = index.keys()
+    index.adopt(3, text, keys)
+    allocator.reserve(3, len(text))
+    allocator.commit(3, len(text))
+    index.publish(3, text, keys, len(text))
+    [copy] = index.store_checkpoint(3, text, keys, len(text), current=True)
+    maps = {one.name: unrolled(one) for one in page_map(layout, allocator, index)}
+    assert maps["group0"][copy.target] == (CHECKPOINT, 6, 0)
+    assert [one[0] for one in maps["state0"].values()].count(SHARED) == 1
+    allocator.release(3)
+    maps = {one.name: unrolled(one) for one in page_map(layout, allocator, index)}
+    assert maps["group0"][copy.target] == (CHECKPOINT, 6, 0)
+    assert sorted(maps["group0"].values())[-2:] == [(CACHED, 0, 0), (CHECKPOINT, 6, 0)]
+    assert (CHECKPOINT, 6, 0) in maps["state0"].values()

@@ -127,5 +127,4 @@ def _password(credentials: bytes) -> bytes | None:
         pair = base64.b64decode(credentials, validate=True)
     except binascii.Error:
         return None
-    _, colon, password = pair.partition(b":")
-    return password if colon else None
+    return pair.partition(b":")[2]
