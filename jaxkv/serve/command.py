@@ -36,6 +36,7 @@ def add_serve[P: argparse.ArgumentParser](commands: "argparse._SubParsersAction[
     add_serving_options(serve, max_sequences=CacheConfig.max_sequences)
     _add_address_options(serve)
     _add_engine_options(serve)
+    _add_parser_options(serve)
     _add_limits(serve)
     serve.set_defaults(run=_serve)
 
@@ -99,6 +100,24 @@ def _add_engine_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_parser_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--tool-parser",
+        "--tool-call-parser",
+        type=_tool_parser,
+        metavar="NAME",
+        help="format of the model's tool calls, by vLLM's names, such as hermes; \"none\" leaves them in the text "
+        "(default: found from the chat template and the tokenizer)",
+    )
+    parser.add_argument(
+        "--reasoning-parser",
+        type=_reasoning_parser,
+        metavar="NAME",
+        help='format of the model\'s reasoning, such as deepseek_r1; "none" leaves it in the text (default: found '
+        "likewise)",
+    )
+
+
 def _add_limits(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-waiting",
@@ -141,6 +160,24 @@ def _seconds(text: str) -> float:
     if not 0 < seconds < 1e9:
         raise argparse.ArgumentTypeError(f"must be above 0 and below 1e9 seconds, got {text}")
     return seconds
+
+
+def _tool_parser(text: str) -> str:
+    return _parser_name(text, tools=text)
+
+
+def _reasoning_parser(text: str) -> str:
+    return _parser_name(text, reasoning=text)
+
+
+def _parser_name(text: str, **named: str) -> str:
+    from jaxkv.serve.parsers.choose import choose_parsers
+
+    try:
+        choose_parsers(None, (), "", **named)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return text
 
 
 def _warm_up(text: str) -> tuple[int, int]:
@@ -186,7 +223,14 @@ def _serve(options: argparse.Namespace, screen: Screen) -> int:
 
     async def run() -> int:
         engine = EngineProcess(start)
-        service = Service(engine.client, None, name, limits)
+        service = Service(
+            engine.client,
+            None,
+            name,
+            limits,
+            tool_parser=options.tool_parser,
+            reasoning_parser=options.reasoning_parser,
+        )
         config = uvicorn.Config(
             make_app(service, keys),
             http=connection_protocol(limits),

@@ -50,10 +50,19 @@ def mistake(capsys, *arguments):
         (["--max-waiting", "0"], "--max-waiting must be"),
         (["--max-sequences", "0"], "--max-sequences must be"),
         (["--token-budget", "0"], "--token-budget must be"),
+        (["--tool-parser", "hermes3"], "there is no tool parser 'hermes3'; choose one of "),
+        (["--reasoning-parser", "hermes"], "there is no reasoning parser 'hermes'; choose one of "),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(capsys, arguments, message):
     assert message in mistake(capsys, *arguments)
+
+
+def test_parsers_are_named_as_in_vllm():
+    options = command_options(["--tool-call-parser", "qwen3_xml", "--reasoning-parser", "none"])
+    assert (options.tool_parser, options.reasoning_parser) == ("qwen3_xml", "none")
+    options = command_options([])
+    assert (options.tool_parser, options.reasoning_parser) == (None, None)
 
 
 def test_a_port_in_use_is_an_error_before_the_model_is_loaded(capsys):
