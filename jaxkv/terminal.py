@@ -64,7 +64,12 @@ class _NoteHandler(logging.Handler):
         self._screen = screen
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._screen.note(f"jaxkv: {record.levelname.lower()}: {self.format(record).strip()}")
+        try:
+            self._screen.note(f"jaxkv: {record.levelname.lower()}: {self.format(record).strip()}")
+        except OSError:
+            self.handleError(
+                record
+            )  # A log that nobody reads any more must not end what is logged.
 
 
 def _show_together() -> bool:

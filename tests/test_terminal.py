@@ -71,3 +71,13 @@ def test_a_status_is_shown_on_a_terminal_until_the_next_output(capsys, monkeypat
     captured = capsys.readouterr()
     assert captured.err == "\r\x1b[Kcompiling decode\r\x1b[K"
     assert captured.out == "text\n"
+
+
+def test_a_log_that_nobody_reads_any_more_ends_nothing(monkeypatch):
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w", closefd=True) as broken, Screen().logged():
+        monkeypatch.setattr(sys, "stderr", broken)
+        logging.getLogger("jaxkv").warning("still here")
+        monkeypatch.undo()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), writing)  # So that closing it can flush.

@@ -61,9 +61,7 @@ class CommandLoop:
                 finally:
                     self._stepping, self.step_began = False, None
                 self._after_step()
-                later, self._later = self._later, []
-                for command in later:
-                    command()
+                self._run_later()
 
     def run_left(self) -> None:
         """Runs the commands that came too late for `run`, after its end."""
@@ -75,12 +73,20 @@ class CommandLoop:
     def _run_commands(self) -> bool:
         """Runs all queued commands; waits for one if the engine has no work. Returns False at the end."""
         while True:
+            if not self._engine.has_work:
+                # An abort has ended the work that they waited for, so there is no next step.
+                self._run_later()
             try:
                 command = self._commands.get(block=not self._engine.has_work)
             except queue.Empty:
                 return True
             if command is None:
                 return False
+            command()
+
+    def _run_later(self) -> None:
+        later, self._later = self._later, []
+        for command in later:
             command()
 
     def _note_compiling(self, program: str) -> None:

@@ -3,6 +3,10 @@
 from collections import deque
 from collections.abc import Callable
 
+import jax
+
+from jaxkv.errors import CachePoisoned
+
 _FATAL = (
     "ILLEGAL_ADDRESS",
     "illegal memory access",
@@ -17,6 +21,11 @@ def is_fatal(error: BaseException) -> bool:
     """Whether the error broke the CUDA context, so that this process can compute nothing correct any more."""
     text = f"{error} {error.__cause__ or ''}"
     return any(sign in text for sign in _FATAL)
+
+
+def is_loss(error: BaseException) -> bool:
+    """Whether the engine raised this error because a cache was lost and may not be replaced once more."""
+    return isinstance(error, CachePoisoned | jax.errors.JaxRuntimeError)
 
 
 def refuse_broken(cause: BaseException | None) -> None:

@@ -26,6 +26,9 @@ _NEEDED = (
     "uvloop",
 )
 _DEFAULT_NAME = "default"
+_SILENCE_SECONDS = 5.0
+"""The engine gives a sign of life each second; a busy machine may delay one."""
+
 _DESCRIPTORS = 64
 """File descriptors that are no connections: libraries, the engine's socket, the model's files."""
 
@@ -194,24 +197,22 @@ def _serve(options: argparse.Namespace, screen: Screen) -> int:
         raise RuntimeError(
             f'the server needs {", ".join(missing)}, not installed here; run pip install "jaxkv[serve]"'
         )
-    import uvicorn
     import uvloop
 
     from jaxkv.serve.engine_process import EngineProcess
     from jaxkv.serve.http.app import make_app
     from jaxkv.serve.http.auth import ApiKeys
     from jaxkv.serve.http.limits import Limits
-    from jaxkv.serve.http.protocol import connection_protocol
     from jaxkv.serve.http.service import Service
     from jaxkv.serve.listener import open_listener, url_of
-    from jaxkv.serve.server import Server
+    from jaxkv.serve.server import Server, uvicorn_config
 
     start = _start(options)
     keys = ApiKeys(_keys(options))
     limits = Limits(
         most_waiting=options.max_waiting,
         request_seconds=options.request_timeout,
-        silence_seconds=2 * options.hang_seconds,
+        silence_seconds=max(_SILENCE_SECONDS, 2 * options.hang_seconds),
     )
     _allow_descriptors(limits.connections + _DESCRIPTORS)
     name = options.served_model_name or options.model or _DEFAULT_NAME
@@ -231,18 +232,7 @@ def _serve(options: argparse.Namespace, screen: Screen) -> int:
             tool_parser=options.tool_parser,
             reasoning_parser=options.reasoning_parser,
         )
-        config = uvicorn.Config(
-            make_app(service, keys),
-            http=connection_protocol(limits),
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            proxy_headers=False,
-            timeout_keep_alive=int(limits.idle_seconds),
-            timeout_graceful_shutdown=5,
-        )
+        config = uvicorn_config(make_app(service, keys), limits)
         server = Server(
             engine,
             service,

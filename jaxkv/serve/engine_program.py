@@ -23,7 +23,7 @@ from jaxkv.config.sampling import SamplingParams
 from jaxkv.engine.command_loop import CommandLoop, StepTimer
 from jaxkv.engine.drive import error_of, timing_of, usage_of
 from jaxkv.engine.inspection import draw
-from jaxkv.engine.recovery import is_fatal
+from jaxkv.engine.recovery import is_fatal, is_loss
 from jaxkv.engine.request import Request
 from jaxkv.engine.request_state import RequestState
 from jaxkv.errors import STEP_FAILURES, CachePoisoned, OutOfPages, OutOfStates, ProgramRefused
@@ -61,9 +61,10 @@ _LAST_WORDS_SECONDS = 5.0
 
 _WARMED = (
     SamplingParams(temperature=0.0),
+    SamplingParams(temperature=1.0),
     SamplingParams(temperature=1.0, top_p=0.9),
 )
-"""The sampling of which `--warm-up` compiles the programs: greedy rows, and rows that draw, with filters or without."""
+"""The sampling of which `Start.warm_up` compiles the programs: greedy rows, rows that draw, and those with filters."""
 
 
 class _Sender:
@@ -127,11 +128,7 @@ class EngineServer:
 
     def say_failed(self, error: BaseException) -> int:
         """Tells the HTTP process why the engine has failed; returns the exit code."""
-        code = exit_codes.FAILED
-        if isinstance(error, CachePoisoned):
-            code = exit_codes.OUT_OF_MEMORY
-        elif isinstance(error, Exception) and is_fatal(error):
-            code = exit_codes.DEVICE_BROKEN
+        code = exit_code_of(error)
         text = " ".join(str(error).split())[:1000]
         failed = Failed(f"{type(error).__name__}: {text}", code)
         self._sender.send(failed, seconds=_LAST_WORDS_SECONDS)
@@ -261,10 +258,13 @@ class EngineServer:
         """Sends the new tokens of all calls in one frame."""
         new, ended = [], []
         for call, samples in self._calls.items():
+            is_open = False
             for index, sample in enumerate(samples):
                 if sample.pieces:
                     new.append(_tokens(call, index, sample))
-            if samples and all(each.reason is not None and not each.pieces for each in samples):
+                if sample.reason is None:
+                    is_open = True
+            if samples and not is_open:
                 ended.append(call)
         for call in ended:
             del self._calls[call]
@@ -287,6 +287,13 @@ class EngineServer:
         text = f"a step has taken {taken:.0f} s, at most {self._hang_seconds:.0f} s are allowed"
         self._sender.send(Failed(text, exit_codes.HUNG), seconds=_LAST_WORDS_SECONDS)
         os._exit(exit_codes.HUNG)
+
+
+def exit_code_of(error: BaseException) -> int:
+    """Returns the exit code for an error that ended the engine."""
+    if is_fatal(error):
+        return exit_codes.DEVICE_BROKEN
+    return exit_codes.OUT_OF_MEMORY if is_loss(error) else exit_codes.FAILED
 
 
 def _tokens(call: int, index: int, sample: RequestState) -> Tokens:

@@ -12,10 +12,13 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 import uvicorn
+from starlette.types import ASGIApp
 
 from jaxkv.serve import exit_codes
 from jaxkv.serve.engine_client import EngineLost
 from jaxkv.serve.engine_process import EngineProcess
+from jaxkv.serve.http.limits import Limits
+from jaxkv.serve.http.protocol import connection_protocol
 from jaxkv.serve.http.service import Service
 from jaxkv.text.tokenizer import load_tokenizer
 
@@ -133,6 +136,28 @@ class Server:
         client.lose("the server is closing", exit_codes.OK)
         await self._http.shutdown(sockets=[self._listener])
         return await self._engine.end(0.0 if self._asked_again.is_set() else 15.0)
+
+
+def uvicorn_config(app: ASGIApp, limits: Limits) -> uvicorn.Config:
+    """Returns the settings of the HTTP server.
+
+    Args:
+        app: the application.
+        limits: bounds on connections.
+    """
+    return uvicorn.Config(
+        app,
+        http=connection_protocol(limits),
+        ws="none",
+        lifespan="off",
+        # Its messages go where those of jaxkv go. Requests are not logged, because they hold prompts.
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        timeout_keep_alive=int(limits.idle_seconds),
+        timeout_graceful_shutdown=_LAST_REPLIES_SECONDS,
+    )
 
 
 async def _first(*waits: Coroutine[Any, Any, object], seconds: float | None = None) -> None:

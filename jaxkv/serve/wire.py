@@ -122,7 +122,7 @@ class Ready(msgspec.Struct, tag="ready", frozen=True, kw_only=True):
     model_type: str
 
 
-class Ended(msgspec.Struct, array_like=True, frozen=True):
+class Ended(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """How a sample ended.
 
     Attributes:
@@ -140,7 +140,7 @@ class Ended(msgspec.Struct, array_like=True, frozen=True):
     queue_seconds: float
 
 
-class Tokens(msgspec.Struct, array_like=True, frozen=True):
+class Tokens(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """New tokens of one sample.
 
     Attributes:

@@ -1,6 +1,7 @@
 """An engine that serves commands of other threads, and the time of its steps."""
 
 import contextlib
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -110,3 +111,18 @@ def test_a_suspended_process_does_not_look_hung(began):
     timer.seconds(1.0, 1.0)
     assert timer.seconds(began, 3600.0) <= 2.0
     assert timer.seconds(began, 3601.0) <= 3.0
+
+
+def test_what_waits_for_a_step_does_not_wait_for_ever_when_no_work_is_left():
+    _, loop = loop_of(lambda engine: None)
+    seen = []
+
+    def put_off():
+        loop.put_later(lambda: seen.append("later"))
+        loop.put_later(loop.end)
+
+    loop.put(put_off)
+    ended = threading.Thread(target=loop.run, daemon=True)
+    ended.start()
+    ended.join(30)
+    assert seen == ["later"]

@@ -48,6 +48,8 @@ def mistake(capsys, *arguments):
         (["--hang-seconds", "0"], "must be above 0"),
         (["--drain-seconds", "nan"], "must be above 0"),
         (["--max-waiting", "0"], "--max-waiting must be"),
+        (["--tool-parser", "nonesuch"], "nonesuch"),
+        (["--reasoning-parser", "nonesuch"], "nonesuch"),
         (["--max-sequences", "0"], "--max-sequences must be"),
         (["--token-budget", "0"], "--token-budget must be"),
         (["--tool-parser", "hermes3"], "there is no tool parser 'hermes3'; choose one of "),

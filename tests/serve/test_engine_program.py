@@ -8,8 +8,10 @@ import threading
 from dataclasses import replace
 
 import pytest
+from jax.errors import JaxRuntimeError
 
 from jaxkv import LLM, CacheConfig, SamplingParams, StructuredOutputs
+from jaxkv.errors import CachePoisoned, CorruptBooks
 from jaxkv.serve import engine_program, exit_codes
 from jaxkv.serve.engine_client import EngineLost, RequestRefused
 from jaxkv.serve.engine_process import EngineProcess
@@ -119,11 +121,11 @@ def test_messages_that_come_with_the_first_one_are_kept():
 
 
 def test_a_parent_that_ends_while_the_model_loads_ends_the_process_whatever_it_sent(monkeypatch):
-    ended = threading.Event()
+    ended, released = threading.Event(), threading.Event()
 
     def end(code):
         ended.set()
-        raise SystemExit(code)  # Of the thread.
+        released.wait(30)
 
     monkeypatch.setattr(os, "_exit", end)
     ours, theirs = socket.socketpair()
@@ -134,3 +136,44 @@ def test_a_parent_that_ends_while_the_model_loads_ends_the_process_whatever_it_s
         ours.close()
         assert ended.wait(30)
         over()
+        released.set()
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (JaxRuntimeError("INTERNAL: CUDA_ERROR_ILLEGAL_ADDRESS"), exit_codes.DEVICE_BROKEN),
+        (JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory"), exit_codes.OUT_OF_MEMORY),
+        (CachePoisoned("the cache was lost by another user of it"), exit_codes.OUT_OF_MEMORY),
+        (CorruptBooks("page 3 has two owners"), exit_codes.FAILED),
+    ],
+)
+def test_the_exit_code_tells_what_ended_the_engine(error, code):
+    assert engine_program.exit_code_of(error) == code
+
+
+def test_a_lost_cache_on_a_broken_device_is_a_broken_device():
+    error = CachePoisoned("a step failed")
+    error.__cause__ = JaxRuntimeError("INTERNAL: CUDA_ERROR_ILLEGAL_ADDRESS")
+    assert engine_program.exit_code_of(error) == exit_codes.DEVICE_BROKEN
+
+
+@pytest.mark.slow
+def test_a_warmed_up_engine_compiles_nothing_for_requests_of_the_size():
+    sizes = {"dtype": "float32", "max_model_len": 64, "cache": CACHE, "warm_up": ((2, 16),)}
+    sampling = [{"temperature": 0.0}, {"temperature": 1.0, "seed": 3}, {"top_p": 0.5, "seed": 4}]
+
+    async def test():
+        process = await started(Start(**sizes))
+        before = (await process.client.stats())["programs"]
+        assert before > 0
+        await asyncio.gather(
+            *(
+                read_all(process.client.submit([7] * 16, SamplingParams(max_tokens=48, **given)))
+                for given in sampling
+            )
+        )
+        assert (await process.client.stats())["programs"] == before
+        await process.end()
+
+    asyncio.run(asyncio.wait_for(test(), 600))

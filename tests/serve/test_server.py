@@ -1,27 +1,23 @@
 """The life of the two processes: start, signals, drain, deaths and exit codes, with an engine without a model."""
 
 import asyncio
-import contextlib
-import gc
 import os
 import signal
 
 import httpx
 import pytest
-import uvicorn
-import uvloop
 
 from jaxkv import SamplingParams
 from jaxkv.serve import exit_codes
 from jaxkv.serve.engine_client import EngineLost
 from jaxkv.serve.engine_process import EngineProcess
 from jaxkv.serve.http.errors import ApiError
-from jaxkv.serve.http.service import Service
-from jaxkv.serve.listener import open_listener, url_of
-from jaxkv.serve.server import EngineRefused, Server
+from jaxkv.serve.server import EngineRefused
 from jaxkv.serve.wire import Start
+from tests.serve.running import kill, run, server
 
 ENDLESS = 1_000
+PROGRAM = "tests.serve.quick_engine"
 
 
 class Lines:
@@ -59,102 +55,30 @@ async def say(send, text, *, more=True):
     await send({"type": "http.response.body", "body": text.encode(), "more_body": more})
 
 
-class Running:
-    """A server in this process, and its engine in another.
-
-    Attributes:
-        url: its address.
-        pid: the engine process's.
-        ended: its exit code, once it has ended.
-        ready: set when it is ready.
-    """
-
-    def __init__(self, what, drain_seconds):
-        listener = open_listener("127.0.0.1", 0, has_keys=False)
-        self.url = url_of(listener, "127.0.0.1")
-        engine = EngineProcess(Start(model=what), program="tests.serve.quick_engine")
-        self.pid = engine.pid
-        self.client = engine.client
-        self.service = Service(engine.client, None, "quick")
-        self.ready = asyncio.Event()
-        config = uvicorn.Config(
-            Lines(self.service), lifespan="off", log_config=None, timeout_graceful_shutdown=5
-        )
-        server = Server(
-            engine,
-            self.service,
-            config,
-            listener,
-            drain_seconds=drain_seconds,
-            on_ready=self.ready.set,
-        )
-        self.ended = asyncio.create_task(server.run())
-
-    async def text(self, tokens):
-        """Returns the status and text of a request."""
-        async with httpx.AsyncClient(timeout=30) as http:
-            reply = await http.get(f"{self.url}/{tokens}")
-            return reply.status_code, reply.text
-
-    async def begun(self, tokens):
-        """Begins a request; returns the task that waits for its text, once the engine has it."""
-        before = self.client.num_open
-        task = asyncio.create_task(self.text(tokens))
-        while self.client.num_open == before and self.client.failure is None:
-            await asyncio.sleep(0.001)
-        return task
-
-    async def draining(self):
-        """Waits until no new requests are taken."""
-        while not self.service.draining:
-            await asyncio.sleep(0.001)
+async def text_of(running, tokens):
+    """Returns the status and text of a request."""
+    async with httpx.AsyncClient(timeout=30) as http:
+        reply = await http.get(f"{running.url}/{tokens}")
+        return reply.status_code, reply.text
 
 
-@contextlib.asynccontextmanager
-async def server(what="serves", drain_seconds=60.0, ready=True):
-    """Yields a server; in the end both processes are gone, with their tasks and descriptors."""
-    descriptors, tasks = open_descriptors(), len(asyncio.all_tasks())
-    running = Running(what, drain_seconds)
-    if ready:
-        await running.ready.wait()
-    yield running
-    with contextlib.suppress(ValueError, OSError):
-        await running.ended
-    assert not os.path.exists(f"/proc/{running.pid}")
-    await asyncio.sleep(0)
-    assert len(asyncio.all_tasks()) == tasks
-    del running
-    gc.collect()
-    assert open_descriptors() == descriptors
+async def begun(running, tokens):
+    """Begins a request; returns the task that waits for its text, once the engine has it."""
+    before = running.client.num_open
+    task = asyncio.create_task(text_of(running, tokens))
+    while running.client.num_open == before and running.client.failure is None:
+        await asyncio.sleep(0.001)
+    return task
 
 
-def open_descriptors():
-    found = {}
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):
-            found[name] = os.readlink(f"/proc/self/fd/{name}")
-    # libuv holds one in reserve for the day when there are no more descriptors.
-    return {name: target for name, target in found.items() if target != "/dev/null"}
-
-
-def run(test):
-    async def warm():
-        await asyncio.to_thread(int)  # The thread pool's own descriptors are not the server's.
-        async with httpx.AsyncClient():
-            pass
-        await asyncio.wait_for(test(), 60)
-
-    uvloop.run(warm())
-
-
-def kill(number=signal.SIGTERM):
-    os.kill(os.getpid(), number)
+def quick(what="serves", **options):
+    return server(Start(model=what), PROGRAM, app=Lines, **options)
 
 
 def test_requests_in_progress_end_after_a_signal_and_new_ones_are_refused():
     async def test():
-        async with server() as running:
-            texts = [await running.begun(200) for _ in range(3)]
+        async with quick() as running:
+            texts = [await begun(running, 200) for _ in range(3)]
             kill()
             await running.draining()
             async with httpx.AsyncClient() as http:
@@ -165,7 +89,7 @@ def test_requests_in_progress_end_after_a_signal_and_new_ones_are_refused():
                 assert await text == (200, "token\n" * 200 + "end\n")
             assert await running.ended == exit_codes.OK
             with pytest.raises(httpx.ConnectError):
-                await running.text(1)
+                await text_of(running, 1)
 
     run(test)
 
@@ -173,8 +97,8 @@ def test_requests_in_progress_end_after_a_signal_and_new_ones_are_refused():
 @pytest.mark.parametrize("again", [False, True])
 def test_what_is_left_at_the_deadline_or_a_second_signal_gets_an_error(again):
     async def test():
-        async with server(drain_seconds=60.0 if again else 0.05) as running:
-            text = await running.begun(ENDLESS)
+        async with quick(drain_seconds=60.0 if again else 0.05) as running:
+            text = await begun(running, ENDLESS)
             kill(signal.SIGINT)
             if again:
                 await running.draining()
@@ -187,10 +111,10 @@ def test_what_is_left_at_the_deadline_or_a_second_signal_gets_an_error(again):
     run(test)
 
 
-def test_a_signal_while_the_model_loads_ends_the_server():
+def test_a_signal_while_the_model_loads_ends_the_quick():
     async def test():
-        async with server("loads for ever", ready=False) as running:
-            assert await running.text(1) == (503, "loading")
+        async with quick("loads for ever", ready=False) as running:
+            assert await text_of(running, 1) == (503, "loading")
             kill()
             assert await running.ended == exit_codes.OK
 
@@ -199,7 +123,7 @@ def test_a_signal_while_the_model_loads_ends_the_server():
 
 def test_a_model_that_is_refused_is_an_error_with_the_engines_words():
     async def test():
-        async with server("refuses", ready=False) as running:
+        async with quick("refuses", ready=False) as running:
             with pytest.raises(EngineRefused, match="there is no such model"):
                 await running.ended
 
@@ -208,16 +132,16 @@ def test_a_model_that_is_refused_is_an_error_with_the_engines_words():
 
 def test_a_tokenizer_that_cannot_be_read_is_an_error():
     async def test():
-        async with server("has no tokenizer to read", ready=False) as running:
+        async with quick("has no tokenizer to read", ready=False) as running:
             with pytest.raises((ValueError, OSError), match="no/such/directory"):
                 await running.ended
 
     run(test)
 
 
-def test_an_engine_that_ends_while_it_loads_ends_the_server():
+def test_an_engine_that_ends_while_it_loads_ends_the_quick():
     async def test():
-        async with server("crashes", ready=False) as running:
+        async with quick("crashes", ready=False) as running:
             assert await running.ended == exit_codes.FAILED
 
     run(test)
@@ -233,8 +157,8 @@ def test_an_engine_that_ends_while_it_loads_ends_the_server():
 )
 def test_an_engine_that_ends_ends_the_server_and_its_code_is_the_servers(what, code):
     async def test():
-        async with server(what) as running:
-            status, lines = await running.text(ENDLESS)
+        async with quick(what) as running:
+            status, lines = await text_of(running, ENDLESS)
             assert status == 200
             assert lines.endswith("lost\n")
             assert await running.ended == code

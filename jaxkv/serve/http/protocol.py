@@ -5,6 +5,7 @@ Uvicorn has none of these itself: a client that sends one byte a minute, or read
 
 import asyncio
 import secrets
+from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
@@ -29,7 +30,7 @@ class _LimitedProtocol(HttpToolsProtocol):
 
     limits = Limits()
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def connection_made(self, transport: Any) -> None:  # noqa: ANN401 - that of uvloop is no asyncio.Transport
         """Begins to wait for a request, unless there are too many connections."""
         self._refusal: ApiError | None = None
         self._receiving: asyncio.TimerHandle | None = None

@@ -1,0 +1,182 @@
+"""`jaxkv serve` with the small model and real faults: each ends or recovers as promised, and nothing is left behind."""
+
+import os
+import signal
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import pytest
+
+from jaxkv.serve import exit_codes
+from tests.serve.real_server import RealServer, alive, kill, real_server, wait_for
+
+PROMPTS = ["def add(", "import os\n", "class Node:\n    ", "for i in range("]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    with real_server(tmp_path_factory.mktemp("server")) as running:
+        yield running
+
+
+def beginning(server, pool, **fields):
+    """Returns futures of the texts of streams that have begun."""
+    begun = [threading.Event() for _ in PROMPTS]
+
+    def read(prompt, event):
+        texts = []
+        for text in server.stream(prompt, **fields):
+            texts.append(text)
+            event.set()
+        return texts
+
+    futures = [pool.submit(read, *given) for given in zip(PROMPTS, begun, strict=True)]
+    for event in begun:
+        assert event.wait(120)
+    return futures
+
+
+def test_streams_and_whole_replies_have_the_same_text(server):
+    for prompt in PROMPTS[:2]:
+        whole = server.complete(prompt).json()["choices"][0]["text"]
+        assert "".join(server.stream(prompt)) == whole
+
+
+def test_a_client_that_goes_frees_its_place_at_once(server):
+    with httpx.Client(timeout=120) as client:
+        given = {"model": "default", "prompt": "def ", "max_tokens": 400, "stream": True}
+        for _ in range(12):
+            with client.stream("POST", f"{server.url}/v1/completions", json=given) as reply:
+                next(reply.iter_lines())
+    # There is room for 8 at once; the last one would wait for the others to end.
+    assert server.complete("import ").status_code == 200
+
+
+def test_the_server_listens_to_this_machine_alone_and_says_so(server):
+    assert server.url.startswith("http://127.0.0.1:")
+    assert server.status("/health") == server.status("/ready") == 200
+    assert "serving default at" in server.out
+
+
+slow = pytest.mark.slow
+
+
+@slow
+@pytest.mark.parametrize("whose", ["pid", "engine_pid"])
+def test_a_process_that_is_killed_under_load_takes_the_other_along_and_a_new_server_starts(
+    whose, tmp_path
+):
+    with ThreadPoolExecutor() as pool:
+        with real_server(tmp_path) as first:
+            wanted = first.complete(PROMPTS[0]).json()["choices"][0]["text"]
+            streams = beginning(first, pool, max_tokens=500)
+            pids = [first.pid, first.engine_pid]
+            kill(getattr(first, whose))
+            for stream in streams:
+                assert stream.result()[-1] in ("error", "cut")
+            code = first.wait_end()
+            assert code == (-signal.SIGKILL if whose == "pid" else exit_codes.FAILED)
+            wait_for(lambda: not any(map(alive, pids)))
+        with real_server(tmp_path, port=first.port) as second:
+            assert second.url == first.url
+            assert second.complete(PROMPTS[0]).json()["choices"][0]["text"] == wanted
+
+
+@slow
+def test_a_suspended_engine_is_not_ready_and_goes_on_afterwards(tmp_path):
+    with ThreadPoolExecutor() as pool, real_server(tmp_path, "--hang-seconds", "2") as running:
+        wanted = ["".join(running.stream(prompt, max_tokens=400)) for prompt in PROMPTS]
+        streams = beginning(running, pool, max_tokens=400)
+        engine = running.engine_pid
+        kill(engine, signal.SIGSTOP)
+        wait_for(lambda: running.status("/ready") == 503)
+        assert running.status("/health") == 503
+        kill(engine, signal.SIGCONT)
+        wait_for(lambda: running.status("/ready") == 200)
+        assert ["".join(stream.result()) for stream in streams] == wanted
+
+
+@slow
+def test_a_suspended_http_process_loses_no_token(tmp_path):
+    with ThreadPoolExecutor() as pool, real_server(tmp_path, "--hang-seconds", "2") as running:
+        wanted = ["".join(running.stream(prompt, max_tokens=400)) for prompt in PROMPTS]
+        streams = beginning(running, pool, max_tokens=400)
+        kill(running.pid, signal.SIGSTOP)
+        threading.Event().wait(8)
+        kill(running.pid, signal.SIGCONT)
+        assert ["".join(stream.result()) for stream in streams] == wanted
+
+
+@slow
+def test_a_parent_that_is_killed_while_the_model_loads_leaves_no_process(tmp_path):
+    running = RealServer(tmp_path)
+    try:
+        wait_for(lambda: os.path.exists(f"/proc/{running.pid}/task/{running.pid}/children"))
+        wait_for(lambda: children(running.pid))
+        engine = running.engine_pid
+        kill(running.pid)
+        wait_for(lambda: not alive(engine))
+    finally:
+        running.close()
+
+
+def children(pid):
+    with open(f"/proc/{pid}/task/{pid}/children") as file:
+        return file.read()
+
+
+@slow
+@pytest.mark.parametrize(
+    ("fault", "code", "word"),
+    [
+        ("hung step", exit_codes.HUNG, "Current thread 0x"),
+        ("broken device", exit_codes.DEVICE_BROKEN, "CUDA_ERROR_ILLEGAL_ADDRESS"),
+        ("no memory, ever", exit_codes.OUT_OF_MEMORY, "RESOURCE_EXHAUSTED"),
+    ],
+)
+def test_an_engine_that_cannot_go_on_ends_the_server_with_its_code(fault, code, word, tmp_path):
+    with ThreadPoolExecutor() as pool:
+        with real_server(tmp_path, "--hang-seconds", "3", fault=fault) as running:
+            streams = [
+                pool.submit(list, running.stream(prompt, max_tokens=400)) for prompt in PROMPTS
+            ]
+            for stream in streams:
+                assert stream.result()[-1] in ("error", "cut", "status 503")
+            assert running.wait_end() == code
+        assert word in running.err
+        assert not any(prompt.strip() in running.err for prompt in PROMPTS)
+
+
+@slow
+def test_requests_beyond_the_queue_are_refused_and_all_others_end(tmp_path):
+    options = ["--max-sequences", "2", "--max-waiting", "6"]
+    with (
+        ThreadPoolExecutor(80) as pool,
+        real_server(tmp_path, *options, fault="slow steps") as running,
+    ):
+        wanted = running.complete(PROMPTS[0], max_tokens=40).json()["choices"][0]["text"]
+        replies = list(pool.map(lambda _: running.complete(PROMPTS[0], max_tokens=40), range(80)))
+        refused = [reply for reply in replies if reply.status_code == 429]
+        served = [reply for reply in replies if reply.status_code == 200]
+        assert len(refused) + len(served) == len(replies)
+        assert len(served) >= 8
+        assert len(refused) >= 40
+        assert all(int(reply.headers["retry-after"]) > 0 for reply in refused)
+        assert {reply.json()["choices"][0]["text"] for reply in served} == {wanted}
+        assert running.status("/ready") == 200
+
+
+@slow
+def test_a_cache_folder_that_cannot_be_made_and_a_log_that_nobody_reads_end_nothing(tmp_path):
+    variables = {"XDG_CACHE_HOME": "/proc/no-such-folder", "JAXKV_LOG": "info"}
+    with real_server(tmp_path, environment=variables) as running:
+        assert running.complete("def ").status_code == 200
+        assert "/proc/no-such-folder" in running.err
+    reading, writing = os.pipe()
+    os.close(reading)
+    with real_server(tmp_path, environment=variables, log=writing) as running:
+        os.close(writing)
+        assert running.complete("def ").status_code == 200
+        running.process.send_signal(signal.SIGTERM)
+        assert running.wait_end() == exit_codes.OK
