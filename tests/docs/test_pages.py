@@ -43,7 +43,10 @@ MORE_OPTIONS = {
     }
 }
 # (page, reason) -> blocks that no test runs.
-NOT_RUN = {("CONTRIBUTING.md", "needs a GPU"): 1}
+NOT_RUN = {
+    ("CONTRIBUTING.md", "needs a GPU"): 1,
+    ("README.md", "needs a running server"): 1,
+}
 NEEDS_TORCH = ("docs/how-to/transformers.md",)
 # Page -> a word of blocks that another test runs: tests/torch_bridge/transformers_cache/test_cache.py.
 RUN_ELSEWHERE = {"README.md": "torch_bridge"}
