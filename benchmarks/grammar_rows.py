@@ -93,6 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("--model", help="a model directory or a name on the hub")
     parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--load-format", default="auto", help="dummy draws random weights")
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--constrained", default="0,1,8,64")
     parser.add_argument("--tokens", type=int, default=128)
@@ -103,8 +104,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     refuse_profilers()
     counts = [int(one) for one in options.constrained.split(",")]
     cache = CacheConfig(max_sequences=options.rows + max(counts))
-    sizes = {"max_model_len": options.max_model_len, "dtype": options.dtype, "cache": cache}
-    with LLM(options.model, progress=False, **sizes) as llm:
+    with LLM(
+        options.model,
+        dtype=options.dtype,
+        load_format=options.load_format,
+        max_model_len=options.max_model_len,
+        cache=cache,
+        progress=False,
+    ) as llm:
         rows = run(llm, options.rows, counts, options.tokens, options.repeats)
     path = save_record("grammar-rows", rows, folder=options.folder)
     print(render(load_record(path)))
