@@ -140,7 +140,7 @@ class TestChain:
         def independent(shared, own):
             return shared, slow(shared["x"] + own["x"])
 
-        own = [{"x": jnp.full(64, float(index))} for index in range(32)]
+        own = [{"x": jnp.full(64, float(index))} for index in range(8)]
         times = []
         for function in (dependent, independent):
             chain = Chain(function, {"x": jnp.ones(64)}, own)
