@@ -93,6 +93,9 @@ def test_a_server_is_printed_and_written_as_a_page(capsys, tmp_path, monkeypatch
     assert "gqa: 600 pages" in text
     [embedded] = re.findall(r'id="embedded">(.*?)</script>', out.read_text(), re.DOTALL)
     assert json.loads(embedded)["maps"]
+    assert re.fullmatch(
+        r"live at \d{4}(-\d\d){2} \d\d(:\d\d){2} UTC", json.loads(embedded)["state"]
+    )
 
 
 def test_a_file_is_printed_and_written_as_a_page(saved, capsys, tmp_path):

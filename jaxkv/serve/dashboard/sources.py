@@ -3,6 +3,7 @@
 import json
 import urllib.error
 import urllib.request
+from datetime import UTC, datetime
 from http.client import HTTPException, HTTPMessage
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,9 @@ def look_at(source: str, key: str | None = None) -> dict[str, Any]:
         OSError: the server or the file cannot be reached.
     """
     if "://" in source:
-        return _fetch(source, key)
+        view, now = _fetch(source, key), datetime.now(UTC)
+        # A file with the view is read later.
+        return view | {"state": f"{view.get('state')} at {now:%Y-%m-%d %H:%M:%S} UTC"}
     path = Path(source)
     if not path.is_file():
         raise ValueError(
