@@ -1,6 +1,8 @@
 """`jaxkv serve` with the small model and real faults: each ends or recovers as promised, and nothing is left behind."""
 
+import asyncio
 import os
+import resource
 import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +13,7 @@ import pytest
 from jaxkv.serve import exit_codes
 from tests.serve.real_server import RealServer, alive, kill, real_server, wait_for
 
+CONNECTIONS = 10_000
 PROMPTS = ["def add(", "import os\n", "class Node:\n    ", "for i in range("]
 
 
@@ -180,3 +183,39 @@ def test_a_cache_folder_that_cannot_be_made_and_a_log_that_nobody_reads_end_noth
         assert running.complete("def ").status_code == 200
         running.process.send_signal(signal.SIGTERM)
         assert running.wait_end() == exit_codes.OK
+
+
+@slow
+def test_ten_thousand_connections_are_served_or_refused_and_then_forgotten(tmp_path):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard < CONNECTIONS + 500:
+        pytest.skip(f"this system lets a process open {hard} files, {CONNECTIONS + 500} are needed")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, CONNECTIONS + 500), hard))
+    try:
+        with real_server(tmp_path) as running:
+            answers = asyncio.run(statuses(running.port))
+            assert set(answers) == {b"200", b"503"}
+            assert answers.count(b"200") >= 4000
+            wait_for(lambda: running.status("/ready") == 200)
+            assert running.complete("def ").status_code == 200
+            running.process.send_signal(signal.SIGTERM)
+            assert running.wait_end() == exit_codes.OK
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+async def statuses(port):
+    """Returns the status that each of very many connections gets, all of them open at once."""
+    streams, answers = [], []
+    try:
+        for _ in range(0, CONNECTIONS, 250):
+            new = [asyncio.open_connection("127.0.0.1", port) for _ in range(250)]
+            streams += await asyncio.gather(*new)
+            for _, writer in streams[-250:]:
+                writer.write(b"GET /health HTTP/1.1\r\nhost: here\r\n\r\n")
+            for reader, _ in streams[-250:]:
+                answers.append((await reader.readline()).split()[1])
+    finally:
+        for _, writer in streams:
+            writer.transport.abort()
+    return answers
