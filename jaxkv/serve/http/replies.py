@@ -102,7 +102,8 @@ class EventStream:
             with beat.running():
                 piece = await self._first
                 while piece is not None:
-                    await beat.send(piece)
+                    if piece:
+                        await beat.send(piece)
                     piece = await _next(self._events)
             await send({"type": "http.response.body", "body": b""})
         finally:
