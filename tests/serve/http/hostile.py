@@ -228,6 +228,12 @@ def _bodies():
     ]
     for body in raw:
         yield Hostile(COMPLETIONS, body)
+    deep = b'{"a":' * 200 + b"{}" + b"}" * 200
+    tool = (
+        b'"tool_choice":"none","tools":[{"type":"function","function":{"name":"a","parameters":%b}}]'
+        % deep
+    )
+    yield Hostile(CHAT, dump(base(CHAT))[:-1] + b"," + tool + b"}")
     # A duplicate key hides in a nested object too.
     nested = b'{"model":"tiny","messages":[{"role":"user","content":"a","content":"b"}]}'
     yield Hostile(CHAT, nested)

@@ -23,6 +23,7 @@ def status(reply):
         (GET + b"a: b\r\n" * 200 + b"\r\n", (431, "headers_too_large")),
         (GET + b"a: " + b"b" * 40000 + b"\r\n\r\n", (431, "headers_too_large")),
         (b"GET /" + b"a" * 40000 + b" HTTP/1.1\r\n\r\n", (431, "headers_too_large")),
+        (GET + b"a: " + b"b" * 40000, (431, "headers_too_large")),
         (b"GET /" + b"a" * 40000, (431, "headers_too_large")),
         (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", (400, "invalid_http")),
         (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", (400, "invalid_http")),
