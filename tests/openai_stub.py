@@ -142,7 +142,10 @@ def openai_stub():
             ),
         ]
     )
-    config = uvicorn.Config(app, port=0, log_level="warning", lifespan="off", ws="none")
+    # Uvicorn's own configuration closes the handlers of others, and absl's closes stderr.
+    config = uvicorn.Config(
+        app, port=0, log_config=None, access_log=False, lifespan="off", ws="none"
+    )
     server = uvicorn.Server(config)
     with config.bind_socket() as sock:
         # From here on connections wait for the thread instead of being refused.
