@@ -1,6 +1,11 @@
 """Switches on the checks of annotated shapes and types, for the tests' conftest and for programs that tests start."""
 
+import dataclasses
+import functools
 import importlib.util
+import inspect
+import weakref
+from typing import Literal, TypeAliasType, get_args, get_origin
 
 
 def check_shapes():
@@ -13,6 +18,78 @@ def check_shapes():
     import jaxkv.text.prompts  # noqa: F401
 
     if importlib.util.find_spec("beartype") is not None:
-        from jaxtyping import install_import_hook
+        import jaxtyping
 
-        install_import_hook(["jaxkv", "pallas_kernels"], "beartype.beartype")
+        checker = functools.partial(functools.partial, _checked, jaxtyping.jaxtyped)
+        jaxtyping.jaxtyped = checker
+        jaxtyping.install_import_hook(["jaxkv", "pallas_kernels"], "beartype.beartype")
+
+
+def _checked(jaxtyped, checked, *, typechecker):
+    """Returns a function or class of ours with the checks of its annotations.
+
+    Functions without arrays are left to beartype alone: jaxtyping binds the arguments of each call to compare sizes,
+    which takes longer than most functions do.
+    """
+    if inspect.isclass(checked):
+        init = vars(checked).get("__init__")
+        unchecked = not dataclasses.is_dataclass(checked) or _is_exempt(checked)
+        if init is not None and not unchecked and not _takes_arrays(init):
+            checked.__init__ = _without_sizes(init, typechecker)
+            return checked
+    elif inspect.isfunction(checked) and not _takes_arrays(checked) and _returns(checked):
+        return _without_sizes(checked, typechecker)
+    return jaxtyped(checked, typechecker=typechecker)
+
+
+def _is_exempt(checked):
+    """Whether `typing.no_type_check` was applied, which may happen after the decoration."""
+    return getattr(checked, "__no_type_check__", False)
+
+
+def _returns(function):
+    """Whether a call returns what the annotation says; beartype refuses generators that an alias annotates."""
+    kinds = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
+    return not function.__code__.co_flags & kinds
+
+
+def _takes_arrays(function):
+    return any(_holds_array(hint) for hint in function.__annotations__.values())
+
+
+def _holds_array(hint, seen=()):
+    """Whether an annotation names sizes; one in a string may. `seen` holds the aliases around it, which may recur."""
+    from jaxtyping import AbstractArray, PyTree
+
+    if isinstance(hint, TypeAliasType):
+        return hint not in seen and _holds_array(hint.__value__, (*seen, hint))
+    if get_origin(hint) is Literal:
+        return False
+    if isinstance(hint, list | tuple):
+        return any(_holds_array(part, seen) for part in hint)
+    if isinstance(hint, type) and (
+        issubclass(hint, AbstractArray) or isinstance(hint, type(PyTree))
+    ):
+        return True
+    return isinstance(hint, str) or _holds_array(get_args(hint), seen)
+
+
+def _without_sizes(function, typechecker):
+    from beartype import BeartypeConf
+    from jaxtyping import TypeCheckError, config
+
+    # The type of error that jaxtyping raises, which is a TypeError.
+    typed = typechecker(function, conf=BeartypeConf(violation_type=TypeCheckError))
+    if typed is function:
+        return function
+
+    # Were it its own reference, what a local function holds would wait for the garbage collector.
+    itself = []
+
+    @functools.wraps(function)
+    def checked(*args, **kwargs):
+        untyped = config.jaxtyping_disable or _is_exempt(itself[0]())
+        return (function if untyped else typed)(*args, **kwargs)
+
+    itself.append(weakref.ref(checked))
+    return checked
