@@ -1,7 +1,7 @@
-"""Compiles the engine's programs for an H200 on a machine without a GPU and prints their properties as JSON.
+"""The engine's programs of a small Llama, and what compiles programs for an H200 on a machine without a GPU.
 
-Run as a program, because it must set up JAX before anything imports it: `python h200.py decode generate ...`.
-It prints {"skipped": reason} where JAX's CUDA plugin is not installed. Nothing is executed.
+`h200_programs.py` runs it. It prints the properties of each program as JSON, or {"skipped": reason} where JAX's CUDA
+plugin is not installed. Nothing is executed.
 """
 
 import dataclasses
@@ -47,7 +47,7 @@ gpu_device_info {
 """
 # The programs whose names on disk are reported too, each of which takes another trace.
 STORED = ("decode", "decode_best", "prefill")
-ROWS, PAGES, PAGE_SIZE, WIDTH, LAYERS = 8, 128, 64, 8, 2
+ROWS, PAGES, PAGE_SIZE, WIDTH, LAYERS, DEEP = 8, 128, 64, 8, 2, 6
 
 
 def sequence_runner(
@@ -158,11 +158,8 @@ def lowerings():
 
     return {
         "decode": lambda: decode,
-        "decode_best": lambda: sequence_runner("mosaic_gpu").runner.program(step),
-        "generate": lambda: generated(sequence_runner("mosaic_gpu"), prompt),
-        "decode_32": lambda: sequence_runner("mosaic_gpu", pages=16, layers=32).runner.program(
-            step
-        ),
+        "decode_best": lambda: sequence_runner("mosaic_gpu", layers=DEEP).runner.program(step),
+        "generate": lambda: generated(sequence_runner("mosaic_gpu", layers=1), prompt),
         "decode_64_rows": lambda: sequence_runner("mosaic_gpu", rows=64).runner.program(many),
         "decode_drawn": lambda: sequence_runner("mosaic_gpu", layers=1).runner.program(drawn),
         "decode_weighed": lambda: sequence_runner("mosaic_gpu", layers=1).runner.program(weighed),
@@ -269,7 +266,8 @@ def has_plugin():
     return all(importlib.util.find_spec(name) for name in names)
 
 
-def main(names, lowerings=lowerings):
+def main(names, lowerings):
+    """Prints what became of the programs with these names; `lowerings()` returns what makes each."""
     if not has_plugin():
         reason = "needs jax-cuda13-plugin and jax-cuda13-pjrt, which compile for CUDA"
         print(json.dumps({"skipped": reason}))
@@ -282,7 +280,3 @@ def main(names, lowerings=lowerings):
         programs = lowerings()
         found = {name: report(name, programs[name](), dump) for name in names}
         print(json.dumps(found | {"seconds": time.perf_counter() - start}))
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

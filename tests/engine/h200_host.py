@@ -1,6 +1,4 @@
-"""Compiles the programs that move pages and states for an H200, as h200.py does: `python h200_host.py swap_in ...`."""
-
-import sys
+"""The programs that move pages and states, which h200_programs.py compiles for an H200."""
 
 from tests.engine import h200
 from tests.engine.h200_hybrid import _sequence_runner as hybrid_sequence_runner
@@ -27,7 +25,3 @@ def lowerings():
         "states_out": lambda: states(True),
         "states_in": lambda: states(False),
     }
-
-
-if __name__ == "__main__":
-    h200.main(sys.argv[1:], lowerings)

@@ -1,6 +1,4 @@
-"""Compiles steps of models with recurrent layers for an H200, as h200.py does: `python h200_hybrid.py decode ...`."""
-
-import sys
+"""Steps of models with recurrent layers, which h200_programs.py compiles for an H200."""
 
 from tests.engine import h200
 
@@ -58,7 +56,3 @@ def lowerings():
             f"experts_prefill_{implementation}": step(False, implementation, *granite),
         }
     return made
-
-
-if __name__ == "__main__":
-    h200.main(sys.argv[1:], lowerings)

@@ -1,6 +1,5 @@
-"""Compiles steps of models with latent attention for an H200, as h200.py does: `python h200_latent.py decode ...`."""
+"""Steps of models with latent attention, which h200_programs.py compiles for an H200."""
 
-import sys
 from dataclasses import replace
 
 from tests.engine import h200
@@ -58,7 +57,3 @@ def lowerings():
                 ),
             }
     return made
-
-
-if __name__ == "__main__":
-    h200.main(sys.argv[1:], lowerings)

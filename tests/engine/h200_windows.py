@@ -1,8 +1,6 @@
-"""Compiles steps of models with windows for an H200 without one, as `h200.py` does: Gemma-like and GPT-OSS-like."""
+"""Steps of models with windows, Gemma-like and GPT-OSS-like, which h200_programs.py compiles for an H200."""
 
-import sys
-
-from tests.engine.h200 import PAGE_SIZE, ROWS, WIDTH, main, sequence_runner
+from tests.engine.h200 import PAGE_SIZE, ROWS, WIDTH, sequence_runner
 
 
 def lowerings():
@@ -46,7 +44,3 @@ def lowerings():
         for family, changes in (("gemma", gemma), ("gpt_oss", oss))
         for kind, shape in (("decode", step), ("prefill", mixed))
     }
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:], lowerings)
