@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 
-def reports_of(script):
+def reports_of(script, *arguments):
     """The script, by its path from here, prints its reports as JSON on its last line, or why it cannot compile here."""
     root = Path(__file__).parents[3]
-    command = [sys.executable, str(Path(__file__).parent / script)]
+    command = [sys.executable, str(Path(__file__).parent / script), *arguments]
     environment = os.environ | {"PYTHONPATH": str(root)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr[-4000:]

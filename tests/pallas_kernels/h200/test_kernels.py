@@ -9,14 +9,17 @@ from tests.pallas_kernels.h200.reports import reports_of
 pytestmark = pytest.mark.skipif(
     jax.__version_info__[:2] > NEWEST_JAX, reason="this JAX takes minutes; why_not says so"
 )
-PROGRAMS = {"choices": 4, "decode": 7, "grouped": 3, "skinny": 12, "states": 7, "writes": 9}
+PROGRAMS = {
+    "few": {"choices": 3, "decode": 2, "grouped": 2, "skinny": 4, "states": 4, "writes": 6},
+    "rest": {"choices": 1, "decode": 5, "grouped": 1, "skinny": 8, "states": 3, "writes": 3},
+}
 
 
-@pytest.fixture(scope="module")
-def kernels():
-    """Compiles all of them in one process: about 50 seconds on two idle cores."""
-    found = reports_of("kernels.py")
-    assert {name: len(reports) for name, reports in found.items()} == PROGRAMS
+@pytest.fixture(scope="module", params=["few", pytest.param("rest", marks=pytest.mark.slow)])
+def kernels(request):
+    """Compiles all of them in one process: about 20 seconds on two idle cores."""
+    found = reports_of("kernels.py", request.param)
+    assert {name: len(reports) for name, reports in found.items()} == PROGRAMS[request.param]
     return found
 
 
@@ -61,12 +64,12 @@ def test_the_decode_kernel_spills_no_register(decode):
 
 def test_keys_of_8_bits_leave_room_for_four_blocks_on_a_multiprocessor(decode):
     """Which is what the rules of mosaic_schedule.py count on."""
-    for name in ("fp8", "int8", "fp8 head_dim 64"):
+    for name in decode.keys() & {"fp8", "int8", "fp8 head_dim 64"}:
         assert max(decode[name]["registers"]) <= 128, name
 
 
 def test_the_decode_kernel_copies_no_pool(decode):
-    for name in ("batch 64", "fp8", "int8"):
+    for name in decode.keys() & {"batch 64", "fp8", "int8"}:
         assert decode[name]["temp_bytes"] < 2**20, name
 
 
@@ -80,7 +83,7 @@ def test_grouped_matmul_spills_no_register_and_narrow_blocks_share_a_multiproces
         assert report["registers"], name
         assert report["spilled"] == 0, name
     # Two blocks of two consumers and a producer.
-    for name in ("qwen3-next-up-t8", "gpt-oss-up-t8"):
+    for name in grouped.keys() & {"qwen3-next-up-t8", "gpt-oss-up-t8"}:
         assert max(grouped[name]["registers"]) <= 65536 // (2 * 384), name
 
 
@@ -120,14 +123,15 @@ def test_the_kernels_of_states_spill_no_register_to_speak_of(states):
         assert report["registers"], name
         limit = 512 if name == "ssd_scan 256" else 0
         assert report["spilled"] <= limit, name
-    for name in ("causal_conv", "ssd_update"):
+    for name in states.keys() & {"causal_conv", "ssd_update"}:
         assert max(states[name]["registers"]) <= 160, name
 
 
 def test_the_scans_fit_their_warpgroups_and_no_products_are_serialised(states):
     """Two consumers and a producer start with 168 registers a thread, one consumer with 240."""
-    for name, registers in (("ssd_scan", 168), ("ssd_scan 256", 240)):
-        assert max(states[name]["registers"]) <= registers, name
+    limits = {"ssd_scan": 168, "ssd_scan 256": 240}
+    for name in states.keys() & limits:
+        assert max(states[name]["registers"]) <= limits[name], name
         assert not states[name]["serialised"], name
 
 
@@ -144,7 +148,8 @@ def test_the_kernels_of_states_join_one_command_buffer(states):
         assert report["command_buffers"] == 1, name
         assert report["outside"] == [], name
     # Six layers of two kernels; the tables of packed rows are made once for all of them.
-    assert 12 <= states["ssd_scan"]["captured"] < 2 * 12
+    for name in states.keys() & {"ssd_scan", "ssd_scan 256"}:
+        assert 12 <= states[name]["captured"] < 2 * 12, name
 
 
 @pytest.fixture
@@ -157,7 +162,7 @@ def test_the_writing_kernels_spill_no_register_and_leave_room_for_several_blocks
         assert report["spilled"] == 0, name
         assert report["registers"], name
         assert max(report["registers"]) <= 170, name
-    for name in ("rotary_write many", "page_write many"):
+    for name in writes.keys() & {"rotary_write many", "page_write many"}:
         assert max(writes[name]["registers"]) <= 80, name
 
 
