@@ -1,6 +1,9 @@
 """The timing of ops: refusals, the calls of one launch, and the reported times."""
 
+from itertools import pairwise
+
 import jax
+import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -20,6 +23,15 @@ QUICK = Effort(trials=3, seconds=0.01)
 def add_own(shared, own):
     shared = {"total": shared["total"] + own["value"]}
     return shared, shared["total"][0]
+
+
+def made_from(sources, jaxpr):
+    """Returns the variables of a jaxpr that cannot be computed without one of `sources`."""
+    found = set(sources)
+    for equation in jaxpr.eqns:
+        if any(isinstance(one, jax.extend.core.Var) and one in found for one in equation.invars):
+            found.update(equation.outvars)
+    return found
 
 
 class Clock:
@@ -124,28 +136,32 @@ class TestChain:
         assert waited
         assert all(len(leaves) == 1 for leaves in waited)
 
-    @pytest.mark.gpu
-    def test_calls_run_one_after_another(self):
-        """A CUDA graph would overlap calls that do not depend on one another, and the clock would lie."""
-
-        def slow(x):
-            for _ in range(300):
-                x = 1.0 / (x + 0.1)
-            return x
-
-        def dependent(shared, own):
-            x = slow(shared["x"] + own["x"])
-            return {"x": x}, x
+    def test_each_call_waits_for_the_result_of_the_one_before(self):
+        """Else calls that share no array would be reordered, or run at once, and their time would be too short."""
 
         def independent(shared, own):
-            return shared, slow(shared["x"] + own["x"])
+            return shared, jnp.tanh(own["x"])
 
-        own = [{"x": jnp.full(64, float(index))} for index in range(8)]
-        times = []
-        for function in (dependent, independent):
-            chain = Chain(function, {"x": jnp.ones(64)}, own)
-            times.append(time_chain(chain, Effort()))
-        assert times[1].us > 0.7 * times[0].us
+        chain = Chain(independent, {}, [{"x": jnp.ones(4)}] * 3)
+        program = chain._run.trace(jnp.int32(2), {}, chain._own).jaxpr
+        [loop] = [one for one in program.eqns if one.primitive.name == "while"]
+        body = loop.params["body_jaxpr"].jaxpr
+        calls = [one for one in body.eqns if one.primitive.name == "tanh"]
+        assert len(calls) == 3
+        for before, call in pairwise(calls):
+            assert call.invars[0] in made_from(before.outvars, body)
+        # The last call's result is carried to the next round, whose first call waits for it.
+        carried = body.invars[loop.params["body_nconsts"] :]
+        last = carried[body.outvars.index(calls[-1].outvars[0])]
+        assert calls[0].invars[0] in made_from([last], body)
+
+    def test_a_graph_runs_its_nodes_one_after_another(self, monkeypatch):
+        """What XLA compiles for a GPU has no barriers left, and a CUDA graph overlaps nodes that it may."""
+        asked = {}
+        monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+        monkeypatch.setattr(jax, "jit", lambda function, **options: asked.update(options))
+        Chain(add_own, {}, [])
+        assert asked["compiler_options"]["xla_gpu_command_buffer_scheduling_mode"] == "SERIALIZE"
 
 
 class TestTiming:
