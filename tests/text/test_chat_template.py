@@ -432,7 +432,14 @@ RUNAWAYS = {
 }
 
 
-@pytest.mark.parametrize("case", RUNAWAYS)
+# Each takes all of its two seconds. One call is harder to stop than the calls of a loop.
+LOOPING = ("loops", "long calls")
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=[pytest.mark.slow] * (case in LOOPING)) for case in RUNAWAYS],
+)
 def test_a_runaway_template_is_killed_and_the_next_request_is_served(rendering, limits, case):
     runaway = "{% if messages[0].content == 'run' %}" + RUNAWAYS[case] + "{% endif %}ok"
     template = rendering({"default": "ok", "tool_use": runaway})

@@ -3,6 +3,7 @@
 import io
 import json
 import struct
+from functools import cache
 from itertools import pairwise
 
 import pytest
@@ -135,6 +136,8 @@ def library_of(content, settings=None, added=None):
     return Tokenizer.from_str(json.dumps(tree))
 
 
+# Made once for all drawn examples.
+known_model, known_library = cache(model_of), cache(library_of)
 TEXTS = st.text("abc é😀\n  ", max_size=24)
 
 
@@ -145,20 +148,20 @@ TEXTS = st.text("abc é😀\n  ", max_size=24)
 @settings(max_examples=60, deadline=None)
 @given(text=TEXTS)
 def test_the_ids_are_those_of_the_algorithm(algorithm, strips, prefix, byte_fallback, text):
-    content, pieces = model_of(
+    content, pieces = known_model(
         algorithm=algorithm, byte_fallback=byte_fallback, prefix=prefix, strips=strips
     )
     wanted = normalized(text, prefix=prefix, strips=strips)
     encode = bpe if algorithm == BPE else unigram
-    assert library_of(content).encode(text).ids == encode(wanted, pieces)
+    assert known_library(content).encode(text).ids == encode(wanted, pieces)
 
 
 @settings(max_examples=60, deadline=None)
 @given(count=st.integers(1, 40), word=st.sampled_from(["", "a", "é"]))
 def test_runs_of_spaces_are_merged_from_the_left(count, word):
-    content, pieces = model_of()
+    content, pieces = known_model()
     text = " " * count + word
-    assert library_of(content).encode(text).ids == bpe("▁" + text.replace(" ", "▁"), pieces)
+    assert known_library(content).encode(text).ids == bpe("▁" + text.replace(" ", "▁"), pieces)
 
 
 def test_the_text_of_a_byte_piece_is_not_that_byte():
@@ -233,12 +236,16 @@ def test_listed_tokens_follow_the_pieces_and_rename_unused_ones(tmp_path):
     assert ours.decode([at, size]) == "<tool>"
 
 
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory):
+    return write(tmp_path_factory.mktemp("m"), known_model()[0])
+
+
 @settings(max_examples=100, deadline=None)
 @given(data=st.data())
-def test_the_pieces_of_a_stream_add_up_to_the_text(tmp_path_factory, data):
-    content, pieces = model_of()
-    ours = write(tmp_path_factory.mktemp("m"), content)
-    ids = data.draw(st.lists(st.integers(0, len(pieces) - 1), max_size=20))
+def test_the_pieces_of_a_stream_add_up_to_the_text(loaded, data):
+    ours = loaded
+    ids = data.draw(st.lists(st.integers(0, len(known_model()[1]) - 1), max_size=20))
     cut = data.draw(st.integers(0, len(ids)))
     stream = Detokenizer(ours, ids[:cut])
     text = "".join(map(stream.push, ids[cut:])) + stream.finish()

@@ -320,5 +320,7 @@ def test_every_defect_is_found_by_what_it_states(name, monkeypatch):
     DEFECTS[name].assert_found(monkeypatch, run_programs)
 
 
+@pytest.mark.slow
 def test_nothing_is_found_where_there_is_no_defect():
+    """As in the long programs above, under the seeds of the defects."""
     run_programs()

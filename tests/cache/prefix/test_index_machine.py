@@ -157,7 +157,7 @@ TestOdd = with_settings(OddMachine)
 TestInside = with_settings(InsideMachine)
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "machine", [PrefixMachine, WindowMachine, MixedMachine, OddMachine, InsideMachine]
 )

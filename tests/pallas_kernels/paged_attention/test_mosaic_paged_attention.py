@@ -169,13 +169,21 @@ LOWERED = {
     ),
     "head_dim 192": Case("", (600,) * 2, heads=40, head_dim=192, page_size=8),
 }
+# Other sizes of what one of the others shows: its schedule, its groups, its width or its pages.
+SLOW = ("llama, batch 8", "llama, batch 64", "long rows, few key heads", "gemma", "head_dim 192")
 
 
 @pytest.mark.skipif(
     jax.__version_info__[:2] > NEWEST_JAX,
     reason="this JAX takes minutes; why_not says so",
 )
-@pytest.mark.parametrize("case", LOWERED.values(), ids=LOWERED)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=name, marks=[pytest.mark.slow] * (name in SLOW))
+        for name, case in LOWERED.items()
+    ],
+)
 def test_it_lowers_for_cuda_without_a_gpu(case):
     """Layouts are inferred and shared memory is counted here, so neither can fail on a GPU first."""
     rows, width = len(case.seq_lens), max(case.seq_lens) // case.page_size + 1

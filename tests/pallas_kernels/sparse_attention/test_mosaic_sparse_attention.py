@@ -79,8 +79,23 @@ LOWERED = {
 }
 
 
-@pytest.mark.parametrize(("heads", "schedule"), LOWERED.values(), ids=LOWERED)
-@pytest.mark.parametrize("plain", [False, True], ids=["bytes", "numbers"])
+# Both kinds of records, and each of a lone block, a cluster, and a pair with parts, which are joined.
+FAST = {("bytes", "alone"), ("bytes", "in pairs, parts"), ("numbers", "in clusters")}
+
+
+@pytest.mark.parametrize(
+    ("plain", "heads", "schedule"),
+    [
+        pytest.param(
+            stored == "numbers",
+            *lowered,
+            id=f"{stored}-{name}",
+            marks=[pytest.mark.slow] * ((stored, name) not in FAST),
+        )
+        for stored in ("bytes", "numbers")
+        for name, lowered in LOWERED.items()
+    ],
+)
 def test_it_lowers_for_cuda_without_a_gpu(plain, heads, schedule):
     """What the interpreter does not run is built here: the instructions that gather, and those that share."""
     if jax.__version_info__[:2] > NEWEST_JAX:
