@@ -12,7 +12,7 @@ test: dev
 	$(PYTHON_IN_VENV) -m pytest -m "not slow and not gpu" -n 2 --dist loadfile
 
 # A published model comes from PyPI if it can; its tests are skipped otherwise.
-# With LLVM's optimisations, which tests/conftest.py leaves out of `make test`.
+# Compiled as users compile, which takes longer than what tests/conftest.py asks of XLA in `make test`.
 test-all: dev
 	@.ci/install real
 	JAX_DISABLE_MOST_OPTIMIZATIONS=0 $(PYTHON_IN_VENV) -m pytest -n 2 --dist loadfile

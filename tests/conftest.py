@@ -18,13 +18,24 @@ import pytest
 
 from tests.shape_checks import check_shapes
 
+# Most tests compile small programs for the CPU and run each a few times. Without LLVM's optimisations, with XLA's older
+# emitters and in one part, compiling takes less than half the processor time. `make test-all` sets the variable to 0
+# and runs the tests on programs as users compile them. XLA reads its flags when it first sees a device.
+QUICK_TO_COMPILE = (
+    "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters "
+    "--xla_cpu_parallel_codegen_split_count=1"
+)
+if "JAX_DISABLE_MOST_OPTIMIZATIONS" not in os.environ:
+    flags = os.environ.get("XLA_FLAGS", "")
+    # The processes of pytest-xdist inherit them.
+    if QUICK_TO_COMPILE not in flags:
+        os.environ["XLA_FLAGS"] = f"{flags} {QUICK_TO_COMPILE}"
+    if jax.default_backend() == "cpu":
+        jax.config.update("jax_disable_most_optimizations", True)
+
 check_shapes()
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
-# Most tests compile small programs for the CPU and run each a few times. Without LLVM's optimisations compiling takes
-# about 40% less. `make test-all` sets the variable to 0 and runs the tests on optimised programs.
-if jax.default_backend() == "cpu" and "JAX_DISABLE_MOST_OPTIMIZATIONS" not in os.environ:
-    jax.config.update("jax_disable_most_optimizations", True)
 
 
 def pytest_collection_modifyitems(items):

@@ -38,9 +38,7 @@ class Device:
         draw = np.random.default_rng(seed)
         cache = self.owner.take()
         arrays = [
-            jnp.array(draw.integers(0, 256, array.nbytes, np.uint8).view(array.dtype)).reshape(
-                array.shape
-            )
+            jnp.array(_values(draw, array.nbytes, array.dtype)).reshape(array.shape)
             for array in cache.arrays
         ]
         self.owner.put(Cache(arrays=tuple(arrays), keys=cache.keys))
@@ -75,6 +73,15 @@ class Device:
             hashlib.md5(b"".join(array[at].tobytes() for array in arrays)).hexdigest()
             for at in range(self.owner.counts[name])
         ]
+
+
+def _values(draw, num_bytes, dtype):
+    """Returns random bytes as numbers. A CPU that widens bfloat16 would change the bits of denormal ones and of NaN."""
+    values = draw.integers(0, 256, num_bytes, np.uint8).view(dtype)
+    if jnp.issubdtype(dtype, jnp.floating):
+        values[np.isnan(values)] = np.nan
+        values[np.abs(values) < jnp.finfo(dtype).tiny] = 0
+    return values
 
 
 class Host:

@@ -160,9 +160,9 @@ def test_types_options_and_settings_make_the_name():
 
 def test_the_environment_of_xla_makes_the_name(monkeypatch):
     assert not build().loaded
-    monkeypatch.setenv("XLA_FLAGS", "--xla_nothing_that_this_process_has_read")
-    assert not build().loaded
-    monkeypatch.delenv("XLA_FLAGS")
+    with monkeypatch.context() as other:
+        other.setenv("XLA_FLAGS", "--xla_nothing_that_this_process_has_read")
+        assert not build().loaded
     assert build().loaded
 
 
