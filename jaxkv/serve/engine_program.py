@@ -348,7 +348,11 @@ class Inbox:
             WireDamaged: the stream holds no messages.
         """
         while not self._arrived:
-            data = self.end.recv(_READ_BYTES)
+            try:
+                data = self.end.recv(_READ_BYTES)
+            except ConnectionResetError:
+                # How a Unix socket reports that the other end was closed with unread bytes in it.
+                return None
             if not data:
                 return None
             self._arrived += self._frames.feed(data)

@@ -177,3 +177,11 @@ def test_a_warmed_up_engine_compiles_nothing_for_requests_of_the_size():
         await process.end()
 
     asyncio.run(asyncio.wait_for(test(), 600))
+
+
+def test_an_end_that_was_closed_with_unread_bytes_is_the_end_of_the_stream():
+    ours, theirs = socket.socketpair()
+    with ours:
+        ours.send(b"unread")
+        theirs.close()
+        assert engine_program.Inbox(ours).next() is None

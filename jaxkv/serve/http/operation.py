@@ -99,7 +99,8 @@ class Endpoint:
 
     async def _fail(self, error: ApiError, request_id: str, send: "_Sender") -> None:
         form = self._operation.error_form
-        if error.status >= 500:
+        # 503 is an answer of a server that loads or drains, not a failure of the request.
+        if error.status >= 500 and error.status != 503:
             _LOG.warning("request %s failed: %s %s", request_id, error.status, error.code)
         if not send.started:
             await error_reply(error, form, request_id).send(send)
