@@ -88,7 +88,8 @@ def _path(operation: Operation) -> str:
 def _operation(operation: Operation, model_name: str) -> Json:
     reply = {operation.content_type: {"schema": dict(operation.reply)}}
     if operation.body is not None and "stream" in operation.body.__struct_fields__:
-        reply["text/event-stream"] = {"schema": {"type": "string"}}
+        # OpenAPI 3.1 has no schema for the events of a stream.
+        reply["text/event-stream"] = {}
     found: Json = {
         "operationId": operation.handler.__name__,
         "summary": operation.summary,
