@@ -202,8 +202,7 @@ class LLM:
         if seed is not None:
             seed = as_int("seed", seed, -(2**63), 2**64 - 1)
         self._draw_seed = _seed_source(seed)
-        directory = resolve_model(model, revision, progress=progress)
-        self.directory = directory
+        self.directory = directory = resolve_model(model, revision, progress=progress)
         config = load_config(directory, ignore_config_keys=ignore_config_keys)
         dtype = resolve_dtype(dtype, config.dtype)
         enable_compile_cache()

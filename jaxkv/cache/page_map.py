@@ -198,7 +198,7 @@ def _ints(values: Collection[int]) -> np.ndarray:
 def _most_common(kinds: np.ndarray, cell: int) -> np.ndarray:
     """Returns, for each cell, the first id of the kind that most of its ids have; of a tie, the later of `KINDS`."""
     rows = -(-len(kinds) // cell)
-    padded = np.full(rows * cell, -1, np.int64)
+    padded = np.full(rows * cell, len(KINDS), np.int64)
     padded[: len(kinds)] = kinds
     table = padded.reshape(rows, cell)
     votes = np.stack([(table == kind).sum(axis=1) for kind in range(len(KINDS))])

@@ -1,4 +1,4 @@
-"""Exit codes of `jaxkv serve` and of its engine process, for whoever restarts them."""
+"""Exit codes of `jaxkv serve` and of its engine process, for what restarts them."""
 
 OK = 0
 """The server was asked to end and has."""

@@ -1,7 +1,7 @@
 """`/v1/messages` and `/v1/messages/count_tokens`: answers in the form of Anthropic's Messages API."""
 
 import contextlib
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
 import msgspec
@@ -13,7 +13,7 @@ from jaxkv.serve.api.responses_stream import Json
 from jaxkv.serve.http.chat_turn import ChatTurn, open_turn
 from jaxkv.serve.http.errors import ApiError
 from jaxkv.serve.http.operation import Operation
-from jaxkv.serve.http.replies import Answer, EventStream, Reply, event
+from jaxkv.serve.http.replies import Answer, EventStream, Reply, typed_events
 from jaxkv.serve.http.request import Request
 from jaxkv.serve.http.service import Service
 
@@ -76,11 +76,7 @@ async def _stream(turn: ChatTurn, message: MessagesStream) -> AsyncGenerator[byt
     """Yields the events of an answer as a stream."""
     async with contextlib.aclosing(_events(turn, message)) as events:
         async for made in events:
-            yield _encoded(made)
-
-
-def _encoded(events: Sequence[Json]) -> bytes:
-    return b"".join(event(each, each["type"]) for each in events)
+            yield typed_events(made)
 
 
 def _object(**properties: Mapping[str, Any]) -> Json:

@@ -10,7 +10,7 @@ from jaxkv.serve.engine_client import EngineBusy, EngineLost, RequestRefused, Sl
 from jaxkv.serve.http.chat_turn import ChatTurn, TurnDelta, open_turn
 from jaxkv.serve.http.errors import ApiError, from_engine
 from jaxkv.serve.http.operation import Operation
-from jaxkv.serve.http.replies import DONE, Answer, EventStream, Reply, event
+from jaxkv.serve.http.replies import DONE, Answer, EventStream, Reply, typed_events
 from jaxkv.serve.http.request import Request
 from jaxkv.serve.http.service import Service
 from jaxkv.serve.http.token_logprobs import chat_logprobs
@@ -60,14 +60,14 @@ class _Writer:
         try:
             async with contextlib.aclosing(self.events()) as events:
                 async for made in events:
-                    yield _encoded(made)
+                    yield typed_events(made)
                     begun = True
         except (ApiError, RequestRefused, EngineBusy, EngineLost, SlowReader) as error:
             if not begun:
                 raise
             wait = self._service.limits.retry_after_seconds
             known = error if isinstance(error, ApiError) else from_engine(error, wait)
-            yield _encoded(self._response.fail(known.code, known.message))
+            yield typed_events(self._response.fail(known.code, known.message))
         yield DONE
 
     def _logprobs(self, new: TurnDelta) -> Sequence[Json]:
@@ -77,10 +77,6 @@ class _Writer:
         texts = self._service.token_texts
         listed = chat_logprobs(delta.ids, delta.logprobs, body.top_logprobs or 0, texts)
         return listed["content"]  # pyright: ignore[reportReturnType] - JSON
-
-
-def _encoded(events: Sequence[Json]) -> bytes:
-    return b"".join(event(each, each["type"]) for each in events)
 
 
 OPERATIONS = (

@@ -2,8 +2,9 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Iterator, Mapping
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 from starlette.types import Send
@@ -22,6 +23,11 @@ def event(value: object, name: str = "") -> bytes:
     """Returns one server-sent event with JSON."""
     head = f"event: {name}\n".encode() if name else b""
     return b"".join((head, b"data: ", _ENCODER.encode(value), b"\n\n"))
+
+
+def typed_events(values: Sequence[Mapping[str, Any]]) -> bytes:
+    """Returns server-sent events, each named by the "type" of its JSON."""
+    return b"".join(event(value, value["type"]) for value in values)
 
 
 def chunk(head: bytes, tail: object) -> bytes:

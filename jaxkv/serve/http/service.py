@@ -146,7 +146,7 @@ class Service:
         priority: int = 0,
         salt: bytes | None = None,
     ) -> Generation:
-        """Begins one prompt in the engine; returns its texts. Whoever begins it aborts it in a `finally`.
+        """Begins one prompt in the engine; returns its texts. The caller aborts it in a `finally`.
 
         Args:
             prompt_ids: token ids of the prompt.

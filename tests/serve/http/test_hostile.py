@@ -43,7 +43,7 @@ def test_a_mistake_of_the_server_is_500_with_fixed_text(caplog, monkeypatch):
         async with serving(raises=False) as server:
 
             def fail(*given, **options):
-                raise RuntimeError(f"broken at /tmp/x with {SECRET}")
+                raise RuntimeError(f"broken at /srv/x with {SECRET}")
 
             monkeypatch.setattr(server.service, "begin", fail)
             for stream in (False, True):
