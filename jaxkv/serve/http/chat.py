@@ -15,7 +15,7 @@ from jaxkv.serve.http.replies import DONE, Answer, EventStream, Reply, chunk
 from jaxkv.serve.http.request import Request
 from jaxkv.serve.http.service import Service
 from jaxkv.serve.http.token_logprobs import chat_logprobs, prompt_logprobs
-from jaxkv.serve.http.usage import USAGE, usage_json
+from jaxkv.serve.http.usage import reply_schema, usage_json
 from jaxkv.serve.parsers.events import Content, Event, Reasoning, ToolCallArguments, ToolCallBegin
 
 Json = dict[str, Any]
@@ -241,35 +241,24 @@ OPERATION = Operation(
     handler=chat_completions,
     summary="Answers a conversation",
     body=ChatBody,
-    reply={
-        "type": "object",
-        "required": ["id", "object", "created", "model", "choices", "usage"],
-        "properties": {
-            "id": {"type": "string"},
-            "object": {"const": "chat.completion"},
-            "created": {"type": "integer"},
-            "model": {"type": "string"},
-            "choices": {
-                "type": "array",
-                "items": {
+    reply=reply_schema(
+        "chat.completion",
+        {
+            "type": "object",
+            "required": ["index", "message", "logprobs", "finish_reason"],
+            "properties": {
+                "index": {"type": "integer"},
+                "message": {
                     "type": "object",
-                    "required": ["index", "message", "logprobs", "finish_reason"],
+                    "required": ["role", "content"],
                     "properties": {
-                        "index": {"type": "integer"},
-                        "message": {
-                            "type": "object",
-                            "required": ["role", "content"],
-                            "properties": {
-                                "role": {"const": "assistant"},
-                                "content": {"type": ["string", "null"]},
-                            },
-                        },
-                        "finish_reason": {"enum": ["stop", "length", "tool_calls"]},
+                        "role": {"const": "assistant"},
+                        "content": {"type": ["string", "null"]},
                     },
                 },
+                "finish_reason": {"enum": ["stop", "length", "tool_calls"]},
             },
-            "usage": USAGE,
         },
-    },
+    ),
     errors=(400, 401, 404, 413, 415, 429, 503, 504),
 )

@@ -19,7 +19,7 @@ from jaxkv.serve.http.sampling_fields import SamplingFields, without_refused
 from jaxkv.serve.http.service import Service
 from jaxkv.serve.http.state import check_model
 from jaxkv.serve.http.token_logprobs import completion_logprobs, prompt_logprobs
-from jaxkv.serve.http.usage import USAGE, usage_json
+from jaxkv.serve.http.usage import reply_schema, usage_json
 from jaxkv.serve.http.work import Work, check_prompts
 
 Json = dict[str, Any]
@@ -246,28 +246,17 @@ OPERATION = Operation(
     handler=completions,
     summary="Continues prompts",
     body=CompletionBody,
-    reply={
-        "type": "object",
-        "required": ["id", "object", "created", "model", "choices", "usage"],
-        "properties": {
-            "id": {"type": "string"},
-            "object": {"const": "text_completion"},
-            "created": {"type": "integer"},
-            "model": {"type": "string"},
-            "choices": {
-                "type": "array",
-                "items": {
-                    "type": "object",
-                    "required": ["index", "text", "logprobs", "finish_reason"],
-                    "properties": {
-                        "index": {"type": "integer"},
-                        "text": {"type": "string"},
-                        "finish_reason": {"enum": ["stop", "length"]},
-                    },
-                },
+    reply=reply_schema(
+        "text_completion",
+        {
+            "type": "object",
+            "required": ["index", "text", "logprobs", "finish_reason"],
+            "properties": {
+                "index": {"type": "integer"},
+                "text": {"type": "string"},
+                "finish_reason": {"enum": ["stop", "length"]},
             },
-            "usage": USAGE,
         },
-    },
+    ),
     errors=(400, 401, 404, 413, 415, 429, 503, 504),
 )

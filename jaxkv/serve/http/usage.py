@@ -1,10 +1,11 @@
-"""The token counts of a request in OpenAI's form."""
+"""What replies of completions and chat completions have in common: the token counts, and the JSON schema."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from jaxkv.serve.http.work import Usage
 
-USAGE: dict[str, Any] = {
+_USAGE: dict[str, Any] = {
     "type": "object",
     "required": ["prompt_tokens", "completion_tokens", "total_tokens"],
     "properties": {
@@ -33,3 +34,21 @@ def usage_json(usage: Usage, reasoning: int | None = None) -> dict[str, Any]:
     if reasoning is not None:
         counts["completion_tokens_details"] = {"reasoning_tokens": reasoning}
     return counts
+
+
+def reply_schema(kind: str, choice: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the JSON schema of a whole reply.
+
+    Args:
+        kind: its field "object".
+        choice: the schema of one of its choices.
+    """
+    properties = {
+        "id": {"type": "string"},
+        "object": {"const": kind},
+        "created": {"type": "integer"},
+        "model": {"type": "string"},
+        "choices": {"type": "array", "items": choice},
+        "usage": _USAGE,
+    }
+    return {"type": "object", "required": list(properties), "properties": properties}
