@@ -28,7 +28,6 @@ from jaxkv.engine.engine_lock import EngineLock, refuse_forked_user
 from jaxkv.engine.recovery import refuse_broken
 from jaxkv.engine.request import Piece, Request, RequestOutput, check_salt, sample_seed
 from jaxkv.engine.saved_prefixes import PrefixCounts, load_prefixes, save_prefixes
-from jaxkv.engine.stats import Stats, collect_stats
 from jaxkv.engine.warm_up import WarmUp, compile_all, declare_saved_prefixes, declare_served
 from jaxkv.errors import BadCheckpoint
 from jaxkv.memory import named_exhaustion
@@ -36,6 +35,7 @@ from jaxkv.models.decoder import Decoder
 from jaxkv.models.hf_config.generation_json import load_sampling_defaults
 from jaxkv.models.protocol import Params
 from jaxkv.models.registry import build_model, load_config, load_params, resolve_dtype
+from jaxkv.monitoring.stats import Stats, collect_stats
 from jaxkv.plan import (
     check_room,
     free_bytes,

@@ -12,12 +12,12 @@ from collections.abc import Callable, Sequence
 
 import jax
 
+from jaxkv.cache.integrity import IdleCheck
 from jaxkv.cache.prefix.index import PrefixIndex
 from jaxkv.config.engine import EngineConfig
 from jaxkv.engine.collect import Collector
 from jaxkv.engine.finish import Finisher
 from jaxkv.engine.host_cache import open_host, why_no_host
-from jaxkv.engine.integrity import IdleCheck
 from jaxkv.engine.multi_step import MultiStep
 from jaxkv.engine.oom_backoff import OomBackoff
 from jaxkv.engine.recovery import RebuildLimit, is_fatal, refuse_broken

@@ -22,12 +22,12 @@ from jaxkv.config.engine import EngineConfig
 from jaxkv.config.sampling import SamplingParams
 from jaxkv.engine.command_loop import CommandLoop, StepTimer
 from jaxkv.engine.drive import error_of, timing_of, usage_of
-from jaxkv.engine.inspection import draw
 from jaxkv.engine.recovery import is_fatal, is_loss
 from jaxkv.engine.request import Request
 from jaxkv.engine.request_state import RequestState
 from jaxkv.errors import STEP_FAILURES, CachePoisoned, OutOfPages, OutOfStates, ProgramRefused
 from jaxkv.llm import LLM
+from jaxkv.monitoring.inspection import draw
 from jaxkv.serve import exit_codes
 from jaxkv.serve.wire import (
     Abort,

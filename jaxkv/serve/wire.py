@@ -89,7 +89,7 @@ class AskStats(msgspec.Struct, tag="ask", frozen=True):
 
     Attributes:
         query: number that the reply repeats.
-        pages: also report what `jaxkv.engine.inspection.draw` returns.
+        pages: also report what `jaxkv.monitoring.inspection.draw` returns.
     """
 
     query: int
@@ -199,8 +199,8 @@ class StatsReply(msgspec.Struct, tag="stats", frozen=True):
 
     Attributes:
         query: its number.
-        stats: the fields of `jaxkv.engine.stats.Stats`, and of `jaxkv.engine.inspection.Picture` if pages were asked
-            for, as plain values.
+        stats: the fields of `jaxkv.monitoring.stats.Stats` as plain values, and those of
+            `jaxkv.monitoring.inspection.Picture` if pages were asked for.
     """
 
     query: int

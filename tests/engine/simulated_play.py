@@ -1,6 +1,6 @@
 """Random programs for engines over a simulated device, with the books checked after every step."""
 
-from jaxkv.engine import integrity
+from jaxkv.cache import integrity
 from jaxkv.engine.request_state import FINISHED
 from tests.engine.simulated_engines import engine_of
 from tests.engine.simulated_requests import WISHES, Faults, answer, groups_of_requests

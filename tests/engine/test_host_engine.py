@@ -10,8 +10,8 @@ from jaxkv.cache.page_allocator import PageCopy
 from jaxkv.config.cache import CacheConfig
 from jaxkv.config.engine import EngineConfig
 from jaxkv.engine.engine import Engine
-from jaxkv.engine.stats import collect_stats
 from jaxkv.engine.warm_up import declare_served
+from jaxkv.monitoring.stats import collect_stats
 from jaxkv.offload import memory as host_memory
 from jaxkv.offload.programs import declare_swaps
 from jaxkv.plan import explain_plan

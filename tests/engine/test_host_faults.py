@@ -4,8 +4,8 @@ import logging
 
 import pytest
 
-from jaxkv.engine.stats import collect_stats
 from jaxkv.errors import CachePoisoned
+from jaxkv.monitoring.stats import collect_stats
 from jaxkv.offload import transfers as host_transfers
 from jaxkv.offload.memory import HostMemory
 from tests.engine.engines import (

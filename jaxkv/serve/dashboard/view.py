@@ -29,10 +29,10 @@ def server_view(
         about: a line about version and device.
         state: "live", or what the engine does instead.
         facts: further figures, as pairs of name and value.
-        stats: the fields of `jaxkv.engine.stats.Stats`; `None` for a file.
+        stats: the fields of `jaxkv.monitoring.stats.Stats`; `None` for a file.
         sizes: group name -> bytes of its pages or states; a server has them in `stats`.
-        maps, trees, checkpoints, requests, program_list: see `jaxkv.engine.inspection.Picture`; requests and programs
-            are `None` for a file.
+        maps, trees, checkpoints, requests, program_list: see `jaxkv.monitoring.inspection.Picture`; requests and
+            programs are `None` for a file.
         rate: generated tokens of each second, oldest first; `None` for a file, like the following.
         first_token, inter_token: histograms of seconds, each with the upper bounds and the counts of its buckets.
         finished: finish reason -> number of samples.

@@ -6,11 +6,11 @@ compare the index with the slots of its pages, not with hashes.
 
 from dataclasses import dataclass, field
 
+from jaxkv.cache.integrity import check_books
 from jaxkv.cache.page_allocator import PageAllocator
 from jaxkv.cache.prefix.index import PrefixIndex
 from jaxkv.cache.spec import ArraySpec, PagedSpec, group_layers
 from jaxkv.cache.variants import place, sampling
-from jaxkv.engine.integrity import check_books
 from jaxkv.errors import OutOfPages, OutOfStates
 from tests.cache.layouts import slots_of
 

@@ -6,9 +6,9 @@ import pytest
 
 from jaxkv.cache.page_map import KINDS
 from jaxkv.config.sampling import SamplingParams
-from jaxkv.engine.inspection import draw
 from jaxkv.engine.request import Request
-from jaxkv.engine.stats import collect_stats
+from jaxkv.monitoring.inspection import draw
+from jaxkv.monitoring.stats import collect_stats
 from tests.engine.simulated_engines import Setting, engine_of
 from tests.engine.simulated_memory import put_caches_on_device
 

@@ -1,4 +1,4 @@
-"""Integrity checks of an engine's records of pages and states, made when no request is left."""
+"""Integrity checks of the records of pages and states, which an engine makes when no request is left."""
 
 from collections.abc import Callable, Collection
 

@@ -5,8 +5,8 @@ from itertools import count
 
 import pytest
 
-from jaxkv.engine import integrity
-from jaxkv.engine.integrity import IdleCheck
+from jaxkv.cache import integrity
+from jaxkv.cache.integrity import IdleCheck
 from jaxkv.errors import CorruptBooks
 from tests.engine.engines import request_of
 from tests.engine.simulated_engines import Setting, engine_of
