@@ -1,8 +1,10 @@
 """A server under random load for a while: nothing leaks, and what is not aborted has the tokens of a quiet server."""
 
 import asyncio
+import json
 import os
 import random
+from collections import Counter
 from pathlib import Path
 
 import httpx
@@ -13,10 +15,17 @@ from jaxkv.serve.wire import Start
 from tests.serve.running import kill, run, server
 
 SECONDS = float(os.environ.get("JAXKV_SOAK_SECONDS", "60"))
+"""Seconds under load, after a warm-up; half an hour is what a release needs."""
 WORKERS = 24
 CACHE = {"max_sequences": 4, "page_size": 16, "budget_bytes": 2**20}
 START = Start(dtype="float32", max_model_len=256, cache=CACHE, engine={"token_budget": 32})
 MOST_GROWTH = 64 * 2**20
+MOST_LATE_GROWTH = 16 * 2**20
+"""Bytes that a process may grow by in the second half of the time, when every cache is full."""
+GRAMMARS = [
+    {"structured_outputs": {"regex": "[a-z]{4,20}[.]"}},
+    {"structured_outputs": {"json_object": True}},
+]
 
 
 def request_of(number):
@@ -32,6 +41,7 @@ def request_of(number):
         "ignore_eos": True,
         "logprobs": 0,
         "n": 1 + (number % 5 == 0),
+        **(GRAMMARS[number % 20 // 10] if number % 10 == 3 else {}),
     }
 
 
@@ -41,6 +51,11 @@ BODIES = [request_of(number) for number in range(40)]
 def resident(pid):
     """Returns the memory of a process in bytes."""
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def descriptors(pid):
+    """Returns the number of files and sockets that a process has open."""
+    return len(os.listdir(f"/proc/{pid}/fd"))
 
 
 def tokens_of(reply):
@@ -54,21 +69,25 @@ class Worker:
         url: of the server.
         wanted: for each body, the tokens of a quiet server.
         seed: of its choices.
+
+    Attributes:
+        done: number of requests by kind.
     """
 
     def __init__(self, url, wanted, seed):
         self._url = f"{url}/v1/completions"
         self._wanted = wanted
         self._draw = random.Random(seed)
-        self.done = 0
+        self.done = Counter()
 
     async def work(self, until):
         loop = asyncio.get_running_loop()
         kinds = [self._whole, self._whole, self._leave, self._cancel, self._read_slowly, self._err]
         async with httpx.AsyncClient(timeout=120) as http:
             while loop.time() < until:
-                await self._draw.choice(kinds)(http, self._draw.randrange(len(BODIES)))
-                self.done += 1
+                kind = self._draw.choice(kinds)
+                await kind(http, self._draw.randrange(len(BODIES)))
+                self.done[kind.__name__.strip("_")] += 1
 
     async def _whole(self, http, number):
         reply = await http.post(self._url, json=BODIES[number])
@@ -111,30 +130,54 @@ def test_random_requests_leave_nothing_behind_and_change_no_token():
             async with httpx.AsyncClient(timeout=300) as http:
                 url = f"{running.url}/v1/completions"
                 wanted = [tokens_of(await http.post(url, json=body)) for body in BODIES]
-            loop = asyncio.get_running_loop()
+            pids = {"HTTP": os.getpid(), "engine": running.pid}
 
             async def load(seconds):
+                until = asyncio.get_running_loop().time() + seconds
                 workers = [Worker(running.url, wanted, seed) for seed in range(WORKERS)]
-                until = loop.time() + seconds
                 await asyncio.gather(*(worker.work(until) for worker in workers))
-                return sum(worker.done for worker in workers)
+                return sum((worker.done for worker in workers), Counter())
+
+            async def at_rest():
+                """Waits until nothing runs; returns what the processes hold, by name."""
+                stats = await running.client.stats()
+                while stats["running"] or stats["waiting"]:
+                    stats = await running.client.stats()
+                assert running.client.num_open == 0
+                assert all(group["used"] == 0 for group in stats["cache"])
+                await asyncio.sleep(0.5)
+                counts = {
+                    "tasks": len(asyncio.all_tasks()),
+                    **{f"descriptors of {name}": descriptors(pid) for name, pid in pids.items()},
+                }
+                return stats, counts, [resident(pid) for pid in pids.values()]
 
             # Programs for full batches are compiled, and caches fill, before anything is measured.
-            await load(SECONDS / 3)
-            pids = [os.getpid(), running.pid]
-            before, tasks = [resident(pid) for pid in pids], len(asyncio.all_tasks())
-            done = await load(SECONDS)
-            assert done > WORKERS
-            stats = await running.client.stats()
-            while stats["running"] or stats["waiting"]:
-                stats = await running.client.stats()
-            assert running.client.num_open == 0
-            assert all(group["used"] == 0 for group in stats["cache"])
-            await asyncio.sleep(0.5)
-            assert len(asyncio.all_tasks()) <= tasks
-            grown = [resident(pid) - old for pid, old in zip(pids, before, strict=True)]
-            assert max(grown) < MOST_GROWTH, grown
-            print(f"{done} requests; grown by {grown} bytes")
+            await load(min(max(SECONDS / 3, 60), 180))
+            _, counts, before = await at_rest()
+            done = await load(SECONDS / 2)
+            _, _, between = await at_rest()
+            done += await load(SECONDS / 2)
+            stats, counts_after, after = await at_rest()
+            grown = [new - old for new, old in zip(after, before, strict=True)]
+            late = [new - old for new, old in zip(after, between, strict=True)]
+            report = {
+                "seconds": SECONDS,
+                "requests": done.total(),
+                **done,
+                "steps": stats["steps"],
+                "recoveries": stats["recoveries"],
+                **counts_after,
+                **{f"{name} MiB": now / 2**20 for name, now in zip(pids, after, strict=True)},
+                **{f"{name} grown KiB": new / 1024 for name, new in zip(pids, grown, strict=True)},
+                **{f"{name} late KiB": new / 1024 for name, new in zip(pids, late, strict=True)},
+            }
+            print(json.dumps(report))
+            assert done["whole"] > WORKERS
+            assert done["leave"] + done["cancel"] > WORKERS
+            assert all(counts_after[name] <= count for name, count in counts.items())
+            assert max(grown) < MOST_GROWTH
+            assert max(late) < MOST_LATE_GROWTH
             kill()
 
     run(test, seconds=SECONDS * 2 + 500)
