@@ -3,11 +3,29 @@
 import queue
 import time
 from collections.abc import Callable
+from typing import Protocol, runtime_checkable
 
 from jaxkv.engine.engine import Engine
 from jaxkv.engine.engine_lock import EngineLock
 
 Command = Callable[[], None]
+
+
+@runtime_checkable
+class Inlet(Protocol):
+    """What a loop's thread reads itself between two steps, beside the commands of other threads: a socket."""
+
+    def receive(self, *, wait: bool) -> None:
+        """Handles all that has arrived.
+
+        Args:
+            wait: wait first until something arrives or `wake` is called; otherwise return at once.
+        """
+        ...
+
+    def wake(self) -> None:
+        """Ends a `receive` that waits, or the next one that would; any thread may call it."""
+        ...
 
 
 class CommandLoop:
@@ -17,6 +35,7 @@ class CommandLoop:
         engine: serves the requests that commands add.
         lock: the engine's lock, which is lent to the loop.
         after_step: called after each step, to read what the requests got.
+        inlet: read between two steps, and waited for while the engine has no work; `None` if all work comes by `put`.
 
     Attributes:
         step_began: seconds of `time.monotonic` at which the current step began, without its time in compilation;
@@ -24,12 +43,15 @@ class CommandLoop:
         compiling: name of the program that is being compiled; empty if there is none.
     """
 
-    def __init__(self, engine: Engine, lock: EngineLock, after_step: Command) -> None:
+    def __init__(
+        self, engine: Engine, lock: EngineLock, after_step: Command, inlet: Inlet | None = None
+    ) -> None:
         self.step_began: float | None = None
         self.compiling = ""
         self._engine = engine
         self._lock = lock
         self._after_step = after_step
+        self._inlet = inlet
         self._stepping = False
         self._later: list[Command] = []
         self._commands: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
@@ -37,6 +59,8 @@ class CommandLoop:
     def put(self, command: Command) -> None:
         """Queues a command; any thread may."""
         self._commands.put(command)
+        if self._inlet is not None:
+            self._inlet.wake()
 
     def put_later(self, command: Command) -> None:
         """Queues a command for after the next step, for a command that found too few free pages."""
@@ -45,6 +69,8 @@ class CommandLoop:
     def end(self) -> None:
         """Queues the end of `run`; any thread may."""
         self._commands.put(None)
+        if self._inlet is not None:
+            self._inlet.wake()
 
     def run(self) -> None:
         """Serves until `end`, in the calling thread.
@@ -71,15 +97,20 @@ class CommandLoop:
                 command()
 
     def _run_commands(self) -> bool:
-        """Runs all queued commands; waits for one if the engine has no work. Returns False at the end."""
+        """Runs all queued commands; waits for work if the engine has none. Returns False at the end."""
+        inlet = self._inlet
         while True:
             if not self._engine.has_work:
                 # An abort has ended the work that they waited for, so there is no next step.
                 self._run_later()
+            if inlet is not None:
+                inlet.receive(wait=not self._engine.has_work and self._commands.empty())
             try:
-                command = self._commands.get(block=not self._engine.has_work)
+                command = self._commands.get(block=inlet is None and not self._engine.has_work)
             except queue.Empty:
-                return True
+                if self._engine.has_work:
+                    return True
+                continue
             if command is None:
                 return False
             command()

@@ -1,19 +1,18 @@
 """The program of the engine process: `python -m jaxkv.serve.engine_program FD`, started by `jaxkv serve`.
 
-It reads commands from a socket, steps the engine, and writes one frame per step. It ends when the socket does. Three
-threads: the main thread steps, the reader waits for commands, and the watchdog reports that the process is alive.
+It reads commands from a socket, steps the engine, and writes one frame per step. It ends when the socket does. Two
+threads: the main thread reads between two steps and waits for the socket when there is no work, and the watchdog
+reports that the process is alive. A call with a grammar is prepared in a thread of its own.
 """
 
 import faulthandler
 import logging
 import os
-import select
 import signal
 import socket
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict, replace
 
@@ -29,13 +28,13 @@ from jaxkv.errors import STEP_FAILURES, CachePoisoned, OutOfPages, OutOfStates, 
 from jaxkv.llm import LLM
 from jaxkv.monitoring.inspection import draw
 from jaxkv.serve import exit_codes
+from jaxkv.serve.inbox import Inbox
 from jaxkv.serve.wire import (
     Abort,
     Alive,
     AskStats,
     Ended,
     Failed,
-    Frames,
     FrameWriter,
     FromEngine,
     PromptScored,
@@ -47,20 +46,22 @@ from jaxkv.serve.wire import (
     Submit,
     ToEngine,
     Tokens,
-    frames_to_engine,
+    WireDamaged,
     unpack_sampling,
 )
 from jaxkv.weights.directory import read_config_json
 
 _LOG = logging.getLogger(__name__)
 
-_READ_BYTES = 2**18
 _ALIVE_SECONDS = 1.0
 _END_SECONDS = 10.0
+"""How long a step may go on after the HTTP process has gone."""
+
 _LAST_WORDS_SECONDS = 5.0
+_LOADING_POLL_SECONDS = 0.5
 _SWITCH_SECONDS = 0.0002
-"""How long the reader's thread waits for the interpreter while the main thread plans a step. Python's own 5 ms would be
-added to each message that comes during a step."""
+"""How long the main thread waits for the interpreter while another thread prepares a grammar. Python's own 5 ms would
+be added to each step meanwhile, several times."""
 
 _WARMED = (
     SamplingParams(temperature=0.0),
@@ -84,13 +85,26 @@ class _Sender:
         self._lock = threading.Lock()
         self._is_lost = False
 
+    @property
+    def has_kept(self) -> bool:
+        """Whether bytes wait until the other end takes them."""
+        return not self._is_lost and self._writer.num_kept > 0
+
     def send(self, message: FromEngine, *, seconds: float = 0.0) -> None:
         """Sends a message, or keeps it; waits at most `seconds` for the other end to take it."""
+        self._write(message, seconds)
+
+    def flush(self) -> None:
+        """Sends what was kept, as much as the other end takes now."""
+        self._write(None, 0.0)
+
+    def _write(self, message: FromEngine | None, seconds: float) -> None:
         with self._lock:
             if self._is_lost:
                 return
             try:
-                self._writer.write(message)
+                if message is not None:
+                    self._writer.write(message)
                 self._writer.flush(seconds=seconds)
             except (OSError, RuntimeError) as error:
                 _LOG.error("the HTTP process does not read: %s", error)
@@ -108,13 +122,13 @@ class EngineServer:
         hang_seconds: a step that takes longer ends the process.
     """
 
-    def __init__(self, llm: LLM, inbox: "Inbox", hang_seconds: float) -> None:
+    def __init__(self, llm: LLM, inbox: Inbox, hang_seconds: float) -> None:
         llm.lock.lend()
         self._llm = llm
         self._engine = llm.engine
         self._inbox = inbox
         self._hang_seconds = hang_seconds
-        self._loop = CommandLoop(llm.engine, llm.lock, self._deliver)
+        self._loop = CommandLoop(llm.engine, llm.lock, self._deliver, self)
         self._sender = _Sender(inbox.end, self._loop.end)
         self._calls: dict[int, list[RequestState]] = {}
 
@@ -125,7 +139,6 @@ class EngineServer:
             Exception: the engine has failed.
         """
         self._sender.send(self._facts())
-        threading.Thread(target=self._read, name="jaxkv-reader", daemon=True).start()
         threading.Thread(target=self._watch, name="jaxkv-watchdog", daemon=True).start()
         self._loop.run()
 
@@ -149,60 +162,74 @@ class EngineServer:
             model_type=model_type if isinstance(model_type, str) else "",
         )
 
-    # The reader's thread.
+    # The main thread; as the inlet of its loop, it reads the socket.
 
-    def _read(self) -> None:
+    def receive(self, *, wait: bool) -> None:
+        """Handles all messages that have arrived; see `jaxkv.engine.command_loop.Inlet`."""
         try:
-            while (message := self._inbox.next()) is not None:
-                self._take(message)
-        except (OSError, RuntimeError) as error:
+            if wait:
+                self._inbox.wait(writable=self._sender.has_kept)
+            if self._sender.has_kept:
+                self._sender.flush()
+            arrived = self._inbox.take()
+        except (OSError, WireDamaged) as error:
             _LOG.error("the connection to the HTTP process is damaged: %s", error)
-        finally:
             self._loop.end()
-            # The HTTP process is gone. A step that does not end must not keep this process.
-            time.sleep(_END_SECONDS)
-            os._exit(exit_codes.FAILED)
+            return
+        for message in arrived:
+            self._take(message)
+        if self._inbox.is_closed:
+            self._loop.end()
+
+    def wake(self) -> None:
+        """Ends a `receive` that waits."""
+        self._inbox.wake()
 
     def _take(self, message: ToEngine) -> None:
         match message:
             case Submit(call=call) if "structured_outputs" in message.sampling:
                 # Other messages must not wait for a grammar, which may take seconds to compile.
-                self._loop.put(lambda: self._hold(call))
+                self._hold(call)
                 threading.Thread(
-                    target=self._submit, args=(message, True), name="jaxkv-grammar", daemon=True
+                    target=self._prepare_held, args=(message,), name="jaxkv-grammar", daemon=True
                 ).start()
             case Submit():
                 self._submit(message)
             case Abort(call, sample):
-                self._loop.put(lambda: self._abort(call, sample))
+                self._abort(call, sample)
             case AskStats(query, pages):
-                self._loop.put(lambda: self._answer(query, pages=pages))
+                self._answer(query, pages=pages)
             case Start():
                 raise RuntimeError("a second Start came")
 
-    def _submit(self, message: Submit, held: bool = False) -> None:
-        """Prepares a call and passes it to the main thread, or refuses it; `held` is whether that holds its place."""
-        call = message.call
-        accept = self._accept_held if held else self._accept
+    def _submit(self, message: Submit) -> None:
+        """Begins a call, or refuses it."""
+        if (requests := self._prepared(message)) is not None:
+            self._accept(message.call, requests)
+
+    def _prepare_held(self, message: Submit) -> None:
+        """Prepares a call whose place is held, in a thread of its own, and passes it to the main thread."""
+        call, requests = message.call, self._prepared(message)
+        if requests is None:
+            self._loop.put(lambda: self._let_go(call))
+        else:
+            self._loop.put(lambda: self._accept_held(call, requests))
+
+    def _prepared(self, message: Submit) -> list[Request] | None:
+        """Returns the requests of a call; refuses it and returns `None` if they cannot be served."""
         try:
-            requests = self._llm.requests(
+            return self._llm.requests(
                 message.ids,
                 unpack_sampling(message.sampling),
                 priority=message.priority,
                 salt=message.salt,
             )
         except (ValueError, ProgramRefused) as error:
-            self._sender.send(Refused(call, str(error)))
+            self._sender.send(Refused(message.call, str(error)))
         except STEP_FAILURES as error:
             _LOG.exception("a call could not be prepared")
-            self._sender.send(Refused(call, type(error).__name__, "engine"))
-        else:
-            self._loop.put(lambda: accept(call, requests))
-            return
-        if held:
-            self._loop.put(lambda: self._let_go(call))
-
-    # The main thread.
+            self._sender.send(Refused(message.call, type(error).__name__, "engine"))
+        return None
 
     def _hold(self, call: int) -> None:
         """Holds the place of a call that is still prepared: without samples, so that an abort finds the call."""
@@ -279,7 +306,10 @@ class EngineServer:
     def _watch(self) -> None:
         timer = StepTimer(_ALIVE_SECONDS, time.monotonic())
         while True:
-            time.sleep(_ALIVE_SECONDS)
+            if self._inbox.peer_is_gone(_ALIVE_SECONDS):
+                # The main thread ends this process after its step. One that does not end must not keep it.
+                time.sleep(_END_SECONDS)
+                os._exit(exit_codes.FAILED)
             taken = timer.seconds(self._loop.step_began, time.monotonic())
             self._sender.send(Alive(taken, self._loop.compiling))
             if taken > self._hang_seconds:
@@ -325,43 +355,9 @@ def _ended(reason: str, sample: RequestState) -> Ended:
     )
 
 
-class Inbox:
-    """The messages of the HTTP process, in order.
-
-    Args:
-        end: the socket.
-
-    Attributes:
-        end: the socket.
-    """
-
-    def __init__(self, end: socket.socket) -> None:
-        self.end = end
-        self._frames: Frames[ToEngine] = frames_to_engine()
-        self._arrived: deque[ToEngine] = deque()
-
-    def next(self) -> ToEngine | None:
-        """Waits for the next message; returns `None` at the end of the stream.
-
-        Raises:
-            OSError: the connection is damaged.
-            WireDamaged: the stream holds no messages.
-        """
-        while not self._arrived:
-            try:
-                data = self.end.recv(_READ_BYTES)
-            except ConnectionResetError:
-                # How a Unix socket reports that the other end was closed with unread bytes in it.
-                return None
-            if not data:
-                return None
-            self._arrived += self._frames.feed(data)
-        return self._arrived.popleft()
-
-
 def _first_message(inbox: Inbox) -> Start:
     """Waits for the message that says what to load."""
-    message = inbox.next()
+    message = inbox.first()
     if message is None:
         sys.exit(exit_codes.FAILED)
     if not isinstance(message, Start):
@@ -369,16 +365,13 @@ def _first_message(inbox: Inbox) -> Start:
     return message
 
 
-def _end_with(end: socket.socket) -> Callable[[], None]:
+def _end_with(inbox: Inbox) -> Callable[[], None]:
     """Ends this process if the other end is closed while the model loads; returns what ends this watch."""
     over = threading.Event()
 
     def watch() -> None:
-        # Without flags it reports only that the other end is closed, whether or not there is something to read.
-        poll = select.poll()
-        poll.register(end, 0)
         while not over.is_set():
-            if poll.poll(500):
+            if inbox.peer_is_gone(_LOADING_POLL_SECONDS):
                 os._exit(exit_codes.FAILED)
 
     threading.Thread(target=watch, name="jaxkv-loading", daemon=True).start()
@@ -417,7 +410,7 @@ def main() -> int:
     faulthandler.enable()
     inbox = Inbox(socket.socket(fileno=int(sys.argv[1])))
     start = _first_message(inbox)
-    loaded = _end_with(inbox.end)
+    loaded = _end_with(inbox)
     try:
         llm = _load(start)
     except (ValueError, OSError, RuntimeError, MemoryError, CachePoisoned) as error:
@@ -433,6 +426,7 @@ def main() -> int:
     except BaseException as error:
         _LOG.exception("the engine has failed")
         return server.say_failed(error)
+    inbox.close()
     return exit_codes.OK
 
 

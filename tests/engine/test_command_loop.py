@@ -126,3 +126,48 @@ def test_what_waits_for_a_step_does_not_wait_for_ever_when_no_work_is_left():
     ended.start()
     ended.join(30)
     assert seen == ["later"]
+
+
+class Inlet:
+    """Brings a list of events, one for each `receive`, and notes whether it was waited for."""
+
+    def __init__(self, *events):
+        self.waited = []
+        self.wakes = 0
+        self._events = list(events)
+
+    def receive(self, *, wait):
+        self.waited.append(wait)
+        self._events.pop(0)()
+
+    def wake(self):
+        self.wakes += 1
+
+
+def test_an_inlet_is_read_between_two_steps_and_waited_for_only_without_work():
+    engine = FakeEngine(lambda engine: None)
+    inlet = Inlet(
+        lambda: None,
+        lambda: give(engine, 2),
+        lambda: None,
+        lambda: loop.put(lambda: give(engine, 1)),
+        lambda: None,
+        lambda: loop.end(),
+    )
+    loop = CommandLoop(engine, EngineLock(), lambda: None, inlet)
+    loop.run()
+    # Twice without work; before each of two steps; with a command; and at the end.
+    assert inlet.waited == [True, True, False, True, False, True]
+    assert inlet.wakes == 2
+
+
+def test_what_an_inlet_puts_off_comes_when_no_work_is_left():
+    engine, seen = FakeEngine(lambda engine: None), []
+
+    def put_off():
+        loop.put_later(lambda: seen.append("later"))
+        loop.put_later(loop.end)
+
+    loop = CommandLoop(engine, EngineLock(), lambda: None, Inlet(put_off, lambda: None))
+    loop.run()
+    assert seen == ["later"]
