@@ -2,11 +2,15 @@
 
 It submits calls and hands each frame of the engine to the calls with new tokens in it. What a call has not read is
 kept together, so a slow reader gets many tokens at once.
+
+Writing tokens to streams takes at most half of the event loop's time. When it takes longer than the engine needs for a
+step, the tokens of several steps are written together, and new requests still have their turn.
 """
 
 import asyncio
 import itertools
 import socket
+import time
 from collections.abc import Callable, Sequence
 
 from jaxkv.config.sampling import SamplingParams
@@ -62,9 +66,11 @@ class Call:
 
     Attributes:
         prompt_logprobs: see `PromptScored`; there before the first tokens, if they were asked for.
+        has_begun: whether the reader was told of tokens.
     """
 
     def __init__(self, number: int, samples: int, client: "EngineClient") -> None:
+        self.has_begun = False
         self.prompt_logprobs: list[dict[int, float] | None] | None = None
         self._number = number
         self._client = client
@@ -111,17 +117,21 @@ class Call:
     # The client calls these.
 
     def put(self, tokens: Tokens) -> None:
-        """Adds new tokens of a sample."""
+        """Adds new tokens of a sample, of which `tell` tells the reader."""
         if tokens.sample not in self._open:
             return
         self._arrived.append(tokens)
         self._unread += len(tokens.ids)
         if tokens.ended is not None:
             self._open = self._open - {tokens.sample}
-        self._news.set()
         if self._unread > MAX_UNREAD_TOKENS:
             self.abort()
             self.fail(SlowReader(f"{self._unread} tokens were left unread"))
+
+    def tell(self) -> None:
+        """Wakes the reader."""
+        self.has_begun = True
+        self._news.set()
 
     def fail(self, error: Exception) -> None:
         """Ends the call with an error, which comes after what has arrived."""
@@ -159,6 +169,8 @@ class EngineClient:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._numbers = itertools.count()
         self._calls: dict[int, Call] = {}
+        self._untold: dict[Call, None] = {}
+        self._is_pausing = False
         self._queries: dict[int, asyncio.Future[dict[str, object]]] = {}
         self._ready = asyncio.Event()
         self._lost = asyncio.Event()
@@ -362,10 +374,33 @@ class EngineClient:
                 self.lose("the engine process has failed", code)
 
     def _deliver(self, tokens: Sequence[Tokens]) -> None:
+        """Gives calls their tokens, and tells the readers now or at the end of a pause; of first tokens always now."""
         for each in tokens:
             call = self._calls.get(each.call)
             if call is None:
                 continue
             call.put(each)
+            if call.has_begun:
+                self._untold[call] = None
+            else:
+                call.tell()
             if not call.is_open:
                 self._calls.pop(each.call, None)
+        if not self._is_pausing:
+            self._tell()
+
+    def _tell(self) -> None:
+        """Wakes the readers of new tokens, and pauses for as long as they take."""
+        self._is_pausing = bool(self._untold)
+        if not self._untold:
+            return
+        for call in self._untold:
+            call.tell()
+        self._untold.clear()
+        assert self._loop is not None, "only a running event loop reads"
+        # The event loop runs the readers, which are waiting, before this.
+        self._loop.call_soon(self._pause, time.monotonic())
+
+    def _pause(self, began: float) -> None:
+        assert self._loop is not None, "only a running event loop reads"
+        self._loop.call_later(time.monotonic() - began, self._tell)

@@ -64,6 +64,67 @@ def test_what_is_not_read_comes_together():
     run(test())
 
 
+def test_readers_that_take_long_are_told_of_several_steps_at_once_but_of_first_tokens_now(
+    monkeypatch,
+):
+    class Clock:
+        now = 0.0
+
+        def monotonic(self):
+            return self.now
+
+    clock = Clock()
+    monkeypatch.setattr(engine_client, "time", clock)
+
+    async def test():
+        async with fake_engine(held=True) as fake:
+            client, loop = fake.client, asyncio.get_running_loop()
+            steps, pauses, read = [], [], []
+            client.on_step = steps.append
+            monkeypatch.setattr(loop, "call_later", lambda *timer: pauses.append(timer))
+
+            async def read_slowly(call):
+                while arrived := await call.arrivals():
+                    read.append([tokens.ids[0] for tokens in arrived])
+                    clock.now += 3.0
+
+            async def step(count=1):
+                wanted = len(steps) + count
+                for _ in range(count):
+                    await fake.step()
+                while len(steps) < wanted:
+                    await asyncio.sleep(0)
+                for _ in range(5):
+                    await asyncio.sleep(0)
+
+            reading = asyncio.create_task(
+                read_slowly(client.submit(range(10, 17), SamplingParams()))
+            )
+            while not fake.running:
+                await asyncio.sleep(0)
+            await step()
+            assert (read, pauses) == ([[10]], [])
+            await step()
+            assert read == [[10], [11]]
+            await step(3)
+            assert read == [[10], [11]]
+            [(seconds, end)] = pauses
+            assert seconds == 3.0
+            other = client.submit([7, 8], SamplingParams())
+            while len(fake.running) < 2:
+                await asyncio.sleep(0)
+            await step()
+            assert [tokens.ids for tokens in await other.arrivals()] == [[7]]
+            end()
+            await step()
+            assert read == [[10], [11], [12, 13, 14, 15]]
+            pauses[1][1]()
+            await reading
+            assert [tokens.ids for tokens in await other.arrivals()] == [[8]]
+
+    asyncio.run(test())
+
+
 def test_parameters_arrive_as_they_were():
     params = SamplingParams(temperature=0.5, n=2, logit_bias={3: -float("inf")}, stop_token_ids=[4])
 
