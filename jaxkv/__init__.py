@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from jaxkv.config.cache import CacheConfig
     from jaxkv.config.checkpoint_policy import CheckpointPolicy
     from jaxkv.config.engine import EngineConfig
+    from jaxkv.config.reasoning_tokens import ReasoningTokens
     from jaxkv.config.sampling import SamplingParams
     from jaxkv.config.structured_outputs import StructuredOutputs
     from jaxkv.generation import generate
@@ -29,6 +30,7 @@ _HOMES = {
     "EngineConfig": "jaxkv.config.engine",
     "FlaxModel": "jaxkv.models.flax_model",
     "LLM": "jaxkv.llm",
+    "ReasoningTokens": "jaxkv.config.reasoning_tokens",
     "SamplingParams": "jaxkv.config.sampling",
     "StructuredOutputs": "jaxkv.config.structured_outputs",
     "generate": "jaxkv.generation",
@@ -42,6 +44,7 @@ __all__ = [
     "CheckpointPolicy",
     "EngineConfig",
     "FlaxModel",
+    "ReasoningTokens",
     "SamplingParams",
     "StructuredOutputs",
     "generate",

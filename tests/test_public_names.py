@@ -17,6 +17,7 @@ PUBLIC = {
         "CheckpointPolicy",
         "EngineConfig",
         "FlaxModel",
+        "ReasoningTokens",
         "SamplingParams",
         "StructuredOutputs",
         "generate",

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from jaxkv.config.checks import as_int
+from jaxkv.config.reasoning_tokens import ReasoningTokens
 from jaxkv.wording import clip, shown
 
 MAX_GRAMMAR_BYTES = 256 * 1024
@@ -17,7 +18,7 @@ _STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
 
 @dataclass(frozen=True, kw_only=True)
 class StructuredOutputs:
-    """What the generated text must be. Exactly one attribute is set; the names are vLLM's.
+    """What the generated text must be. Exactly one attribute beside `reasoning` is set; the names are vLLM's.
 
     A request ends with the reason "stop" as soon as its text can only end. Before that, the model's end ids can be
     sampled only where the text is complete.
@@ -29,6 +30,7 @@ class StructuredOutputs:
         regex: a regular expression that matches the whole text, without look-around and back-references.
         choice: up to 4096 texts, of which one is generated.
         grammar: a grammar in the Lark dialect of llguidance, with a rule `start`.
+        reasoning: what marks the free text before the form; `None` if the form begins with the first token.
 
     Raises:
         ValueError: none or several attributes are set, one has the wrong type, or it is larger than 256 KiB, or a
@@ -40,6 +42,7 @@ class StructuredOutputs:
     regex: str | None = None
     choice: Sequence[str] | None = None
     grammar: str | None = None
+    reasoning: ReasoningTokens | None = None
 
     def __post_init__(self) -> None:
         """Checks the attribute that is set, and replaces it by an immutable form."""
@@ -61,14 +64,16 @@ class StructuredOutputs:
                 raise ValueError(f"json_object must be True, got {shown(value)}")
         else:
             _check_text(name, value)
+        if not isinstance(self.reasoning, ReasoningTokens | None):
+            raise ValueError(f"reasoning must be ReasoningTokens(...), got {shown(self.reasoning)}")
 
     @property
     def kind(self) -> str:
-        """Name of the attribute that is set."""
+        """Name of the attribute that is set, one of the forms."""
         return next(name for name in _NAMES if getattr(self, name) is not None)
 
 
-_NAMES = tuple(field.name for field in fields(StructuredOutputs))
+_NAMES = tuple(field.name for field in fields(StructuredOutputs) if field.name != "reasoning")
 
 
 def _check_text(name: str, value: object) -> None:

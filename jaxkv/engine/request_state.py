@@ -271,10 +271,12 @@ def _constraint_of(request: Request, grammar: Grammar, features: Features) -> To
     """
     params = request.params
     forbidden = [token for token, bias in params.logit_bias.items() if bias == -math.inf]
+    outputs = params.structured_outputs
     return TokenConstraint(
         grammar,
         never=[*forbidden, *(grammar.end_ids if params.ignore_eos else ())],
         before_least=request.stop_ids,
         least=params.min_tokens,
         forces=not features.penalties and params.logprobs is None,
+        reasoning=None if outputs is None else outputs.reasoning,
     )

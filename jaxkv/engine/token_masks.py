@@ -26,7 +26,7 @@ def update_masks(running: Sequence[RequestState], finisher: Finisher) -> None:
         and not one.pending
         and not one.constraint.is_ready(one.generated)
     ]
-    left = [one for one in due if _take_forced(one, finisher)]
+    left = [one for one in due if _needs_mask(one, finisher)]
     constraints = [one.constraint for one in left if one.constraint is not None]
     if not constraints:
         return
@@ -44,14 +44,18 @@ def update_masks(running: Sequence[RequestState], finisher: Finisher) -> None:
             finisher.finish(sequence, "stop")
 
 
-def _take_forced(sequence: RequestState, finisher: Finisher) -> bool:
-    """Appends the tokens that the grammar forces, as if they were sampled; returns whether the request goes on.
+def _needs_mask(sequence: RequestState, finisher: Finisher) -> bool:
+    """Appends the tokens that the grammar forces, as if they were sampled; returns whether a mask is to be computed.
 
-    The next step computes their keys and values as a chunk, like those of a prompt.
+    None is for a request that ends, nor for one whose form has not begun. The next step computes the keys and values of
+    forced tokens as a chunk, like those of a prompt.
     """
-    assert sequence.constraint is not None
+    constraint = sequence.constraint
+    assert constraint is not None
     try:
-        for token in sequence.constraint.forced(sequence.token_ids):
+        if constraint.stays_free(sequence.token_ids):
+            return False
+        for token in constraint.forced(sequence.token_ids):
             sequence.accept(token, None)
             if sequence.reason is not None:
                 finisher.release(sequence)

@@ -8,11 +8,12 @@ import select
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import asdict, fields
 from typing import Any
 
 import msgspec
 
+from jaxkv.config.reasoning_tokens import ReasoningTokens
 from jaxkv.config.sampling import SamplingParams, TokenBias
 from jaxkv.config.structured_outputs import StructuredOutputs
 
@@ -370,9 +371,10 @@ def pack_sampling(params: SamplingParams) -> dict[str, Any]:
 def _plain(value: object) -> object:
     if isinstance(value, TokenBias):
         return dict(value)
-    return (
-        {value.kind: getattr(value, value.kind)} if isinstance(value, StructuredOutputs) else value
-    )
+    if not isinstance(value, StructuredOutputs):
+        return value
+    form = {value.kind: getattr(value, value.kind)}
+    return form if value.reasoning is None else form | {"reasoning": asdict(value.reasoning)}
 
 
 def unpack_sampling(packed: dict[str, Any]) -> SamplingParams:
@@ -383,5 +385,8 @@ def unpack_sampling(packed: dict[str, Any]) -> SamplingParams:
     """
     made = dict(packed)
     if "structured_outputs" in made:
-        made["structured_outputs"] = StructuredOutputs(**made["structured_outputs"])
+        form = dict(made["structured_outputs"])
+        if "reasoning" in form:
+            form["reasoning"] = ReasoningTokens(**form["reasoning"])
+        made["structured_outputs"] = StructuredOutputs(**form)
     return SamplingParams(**made)

@@ -5,7 +5,9 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
+from jaxkv.config.reasoning_tokens import ReasoningTokens
 from jaxkv.sampling.token_mask import mask_of, num_words
+from jaxkv.structured.form_start import FormStart
 
 MOST_FORCED = 64
 """Most forced tokens that a request takes at once, so that a long forced text does not hold up other requests."""
@@ -98,6 +100,7 @@ class TokenConstraint:
         before_least: ids that may not be sampled before `least` tokens.
         least: see above.
         forces: the request can take forced tokens.
+        reasoning: what marks the free text before the form; `None` if the form begins with the first token.
 
     Attributes:
         grammar: the grammar.
@@ -113,6 +116,7 @@ class TokenConstraint:
         before_least: Iterable[int] = (),
         least: int = 0,
         forces: bool = True,
+        reasoning: ReasoningTokens | None = None,
     ) -> None:
         words = grammar.forbidden.size
         self.grammar = grammar
@@ -121,10 +125,13 @@ class TokenConstraint:
         self._early = ~mask_of(before_least, words)
         self._least, self._forces = least, forces
         self._words = num_words(grammar.vocab_size)
+        self._start = None if reasoning is None else FormStart(reasoning)
+        # A text that ends in its reasoning would lack the form.
+        self._free = ~mask_of(grammar.end_ids, words)
         self._consumed: int | None = 0
         self._masked_at = -1
         self.mask = np.empty(0, np.uint32)
-        self._take(grammar.first_mask, 0)
+        self._take(self._first_mask(reasoning), 0)
 
     def is_ready(self, generated: int) -> bool:
         """Whether `mask` is the one after so many generated tokens."""
@@ -136,14 +143,24 @@ class TokenConstraint:
         Raises:
             RuntimeError: a limit of llguidance was exceeded, or the grammar does not allow the tokens.
         """
-        self._advance(generated)
-        return self.matcher.is_stopped()
+        return self._advance(generated) and self.matcher.is_stopped()
+
+    def stays_free(self, generated: Sequence[int]) -> bool:
+        """Whether the reasoning has not ended yet; `mask` is then the one after these tokens.
+
+        Raises:
+            ValueError: no token is left.
+        """
+        if self._start is None or self._start.find(generated) is not None:
+            return False
+        if not self._take(self._waiting_mask(self._start, generated), len(generated)):
+            raise _no_token_left(generated)
+        return True
 
     def forced(self, generated: Sequence[int]) -> list[int]:
         """Returns the tokens that must follow these, as far as they are known; the mask allows each of them alone."""
-        if not self._forces:
+        if not (self._forces and self._advance(generated)):
             return []
-        self._advance(generated)
         tokens = self.matcher.compute_ff_tokens()[:MOST_FORCED]
         for index, token in enumerate(tokens):
             kept = self._kept(len(generated) + index)
@@ -167,10 +184,21 @@ class TokenConstraint:
             return False
         if self.matcher.is_accepting():
             return True
-        raise ValueError(
-            f"the grammar, logit_bias, bad_words and min_tokens of the request leave no token after "
-            f"{len(generated)} tokens; allow more tokens"
+        raise _no_token_left(generated)
+
+    def _waiting_mask(self, start: FormStart, generated: Sequence[int]) -> np.ndarray:
+        """Returns the mask while the reasoning goes on, before `_kept`."""
+        return (
+            mask_of(start.tokens.ends, self._free.size) if start.must_end(generated) else self._free
         )
+
+    def _first_mask(self, reasoning: ReasoningTokens | None) -> np.ndarray:
+        """Returns the mask of the first token, before `_kept`."""
+        if reasoning is None:
+            return self.grammar.first_mask
+        if not reasoning.begins:
+            return self._free
+        return self.grammar.first_mask | mask_of(reasoning.begins, self._free.size)
 
     def _take(self, computed: np.ndarray, generated: int) -> bool:
         """Sets `mask` to the allowed ones of the computed tokens; returns False if there are none."""
@@ -184,21 +212,36 @@ class TokenConstraint:
         """Returns the mask of the tokens that the request may sample after so many, whatever the grammar allows."""
         return self._never & self._early if generated < self._least else self._never
 
-    def _advance(self, generated: Sequence[int]) -> None:
-        """Appends those generated tokens that the matcher has not seen."""
+    def _begin(self, generated: Sequence[int]) -> int | None:
+        """Returns the index of the form's first token; `None` while the reasoning goes on."""
+        return 0 if self._start is None else self._start.find(generated)
+
+    def _advance(self, generated: Sequence[int]) -> bool:
+        """Appends those tokens of the form that the matcher has not seen; returns False if it has not begun."""
+        begin = self._begin(generated)
+        if begin is None:
+            return False
         if self._consumed is None:
             self.matcher.reset()
             self._consumed = 0
         if self._consumed == len(generated):
-            return
-        new = list(generated[self._consumed :])
+            return True
+        new = list(generated[max(begin, self._consumed) :])
         # An interrupt in between leaves `None`, and the next call begins anew.
         self._consumed = None
         self.matcher.consume_tokens(new)
         self._refuse_error()
         self._consumed = len(generated)
+        return True
 
     def _refuse_error(self) -> None:
         if self.matcher.is_error():
             error = " ".join(self.matcher.get_error().replace("<non-verbose/>", "").split())
             raise RuntimeError(f"the grammar of structured_outputs failed: {error[:300]}")
+
+
+def _no_token_left(generated: Sequence[int]) -> ValueError:
+    return ValueError(
+        f"the grammar, logit_bias, bad_words and min_tokens of the request leave no token after "
+        f"{len(generated)} tokens; allow more tokens"
+    )

@@ -3,6 +3,7 @@
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from importlib.util import find_spec
 from typing import Any
@@ -48,6 +49,8 @@ class Grammars:
             ValueError: it is not valid, or exceeds a limit; the model has no tokenizer that llguidance can read; or
                 llguidance is not installed.
         """
+        # Where the form begins is the request's own; its grammar is the same.
+        outputs = replace(outputs, reasoning=None)
         with self._lock:
             found = self._kept.get(outputs)
             if found is not None:

@@ -206,6 +206,10 @@ class Tokenizer:
         """Returns the name of an id in tokenizer.json; `None` if only the model's logits have it."""
         return self._library.id_to_token(self._checked(token))
 
+    def id_of(self, piece: str) -> int | None:
+        """Returns the id of a name in tokenizer.json; `None` if there is none."""
+        return self._library.token_to_id(piece)
+
     def _checked(self, token: int) -> int:
         token = operator.index(token)
         if not 0 <= token < self.num_ids:

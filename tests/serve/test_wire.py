@@ -8,7 +8,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from jaxkv import SamplingParams, StructuredOutputs
+from jaxkv import ReasoningTokens, SamplingParams, StructuredOutputs
 from jaxkv.serve.wire import (
     Abort,
     FrameWriter,
@@ -56,6 +56,11 @@ def test_bytes_that_are_no_message_for_this_end_are_refused(data):
         SamplingParams(max_tokens=None, seed=2**64 - 1, stop_token_ids=(1, 2), logprobs=5),
         SamplingParams(structured_outputs=StructuredOutputs(json={"type": "object"})),
         SamplingParams(structured_outputs=StructuredOutputs(choice=["a", "b"])),
+        SamplingParams(
+            structured_outputs=StructuredOutputs(
+                regex="a", reasoning=ReasoningTokens(ends=[1], begins=[2], header=[3, 4])
+            )
+        ),
     ],
 )
 def test_sampling_parameters_survive_the_wire(params):

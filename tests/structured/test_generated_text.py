@@ -12,7 +12,14 @@ import numpy as np
 import pytest
 
 import jaxkv
-from jaxkv import LLM, CacheConfig, EngineConfig, SamplingParams, StructuredOutputs
+from jaxkv import (
+    LLM,
+    CacheConfig,
+    EngineConfig,
+    ReasoningTokens,
+    SamplingParams,
+    StructuredOutputs,
+)
 from jaxkv.errors import ProgramRefused
 from jaxkv.structured import grammars, trial
 from jaxkv.structured.grammar import TokenConstraint
@@ -98,6 +105,33 @@ def test_each_kind_of_grammar_is_followed(llm):
         assert output.finish_reason == "stop"
         assert output.stop_reason is None
         assert 0 not in output.token_ids, "a text that can only end needs no end id"
+
+
+def test_a_form_begins_behind_the_reasoning(llm):
+    [line] = llm.tokenizer.encode("\n", add_special=False)
+    tokens = ReasoningTokens(ends=[line])
+    params = SamplingParams(temperature=0.8, max_tokens=200, seed=4, min_tokens=3)
+    prompts = [f"x{number} = " for number in range(8)]
+    after = constrained(params, json=SCHEMA, reasoning=tokens)
+    thoughts = set()
+    for output in llm.generate(prompts, after):
+        assert output.finish_reason == "stop"
+        cut = output.token_ids.index(line) + 1
+        thoughts.add(llm.tokenizer.decode(output.token_ids[:cut]))
+        form = llm.tokenizer.decode(output.token_ids[cut:])
+        assert jsonschema_rs.is_valid(SCHEMA, json.loads(form)), output.text
+    assert len(thoughts) > 4
+
+
+def test_reasoning_has_the_tokens_of_a_request_without_a_form(llm):
+    [line] = llm.tokenizer.encode("\n", add_special=False)
+    params = replace(GREEDY, logit_bias={0: -100.0})
+    [free] = llm.generate("def add(", params)
+    cut = free.token_ids.index(line) + 1
+    tokens = ReasoningTokens(ends=[line])
+    [output] = llm.generate("def add(", constrained(params, choice=["yes"], reasoning=tokens))
+    assert output.token_ids[:cut] == free.token_ids[:cut]
+    assert llm.tokenizer.decode(output.token_ids[cut:]) == "yes"
 
 
 def test_other_requests_keep_their_tokens_beside_a_row_with_a_grammar(llm):

@@ -5,6 +5,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from jaxkv.config.reasoning_tokens import ReasoningTokens
 from jaxkv.config.sampling import SamplingParams
 from jaxkv.config.structured_outputs import StructuredOutputs
 from jaxkv.serve.generation import Delta
@@ -14,7 +15,7 @@ from jaxkv.serve.http.errors import ApiError, bad_request
 from jaxkv.serve.http.json_body import convert
 from jaxkv.serve.http.request import Request
 from jaxkv.serve.http.sampling_fields import without_refused
-from jaxkv.serve.http.service import Service
+from jaxkv.serve.http.service import ChatPrompt, Service
 from jaxkv.serve.http.state import check_model
 from jaxkv.serve.http.work import Usage, Work, check_prompts
 from jaxkv.serve.parsers.choose import ParserChoice, open_parser
@@ -26,6 +27,8 @@ from jaxkv.serve.parsers.events import (
 )
 from jaxkv.serve.parsers.forced_calls import ToolChoice, forced_schema
 from jaxkv.serve.parsers.protocol import OutputParser
+from jaxkv.serve.parsers.reasoning_ids import reasoning_tokens
+from jaxkv.text.chat_template import ChatOptions
 from jaxkv.wording import clip
 
 
@@ -128,11 +131,19 @@ async def open_turn(service: Service, request: Request, tree: Mapping[str, Any])
     if body.offered and choice.tools is None and tool_choice == "auto":
         raise bad_request("the model has no known format of tool calls; give no tools", "tools")
     params = _sampling(body, choice.keeps_special_tokens, _forced(body, tree, tool_choice))
-    if params.structured_outputs is not None:
-        choice = _without_reasoning(choice)
+    if body.offered and tool_choice != "auto":
+        _refuse_channels(choice, "tool_choice")
     options = body_options(body, tree.get("tools"), service.tokenizer)
     messages = template_messages(body.messages, service.tokenizer)
     prompt = await service.encode_chat(messages, options)
+    has_form = params.structured_outputs is not None
+    if params.structured_outputs is not None:
+        tokens = _reasoning_tokens(service, options, prompt)
+        form = replace(params.structured_outputs, reasoning=tokens)
+        params = replace(params, structured_outputs=form)
+        if tokens is None:
+            _refuse_channels(choice, "response_format")
+            choice = replace(choice, reasoning=None)
     service.check_length(len(prompt.ids), params, "messages")
     work = Work(
         service,
@@ -149,6 +160,7 @@ async def open_turn(service: Service, request: Request, tree: Mapping[str, Any])
             thinking=thinking(options),
             prompt_end=prompt.end,
             tool_choice=tool_choice,
+            has_form=has_form,
         )
         for _ in range(params.n)
     ]
@@ -182,20 +194,27 @@ def _forced(
         raise bad_request(clip(error, 300), "tools") from error
 
 
-def _without_reasoning(choice: ParserChoice) -> ParserChoice:
-    """Returns the parsers of an answer whose form is demanded from its first token on, where no reasoning fits.
+def _reasoning_tokens(
+    service: Service, options: ChatOptions, prompt: ChatPrompt
+) -> ReasoningTokens | None:
+    """Returns what marks the reasoning before a demanded form; see `reasoning_tokens`."""
+    tokenizer = service.tokenizer
+    if tokenizer is None:
+        return None
+    return reasoning_tokens(
+        service.parsers, tokenizer.id_of, thinking=thinking(options), prompt_end=prompt.end
+    )
 
-    Raises:
-        ApiError: 400 if the model writes even its answers in a form of its own.
-    """
+
+def _refuse_channels(choice: ParserChoice, field: str) -> None:
+    """Raises `ApiError` if the model writes its answers in channels, which a demanded form has no place in."""
     if "openai" in (choice.tools or "") or "openai" in (choice.reasoning or ""):
         raise ApiError(
             400,
             "unsupported_field",
-            "this model's answers have channels, which no demanded form leaves room for; demand none",
-            "response_format",
+            f"this model's answers have channels, which leave no room for this {field}; give none",
+            field,
         )
-    return replace(choice, reasoning=None)
 
 
 def _sampling(

@@ -91,11 +91,13 @@ def open_parser(
     thinking: bool | None,
     prompt_end: str,
     tool_choice: ToolChoice = "auto",
+    has_form: bool = False,
 ) -> OutputParser:
     """Returns the parser of one answer.
 
-    Without tools, and with the tool choice "none", markers of tool calls are content. A demanded call may come in the
-    model's own format or as `forced_schema` describes it; in the harmony format only in the model's own.
+    Without tools, with the tool choice "none", and in a demanded form, markers of tool calls are content. A demanded
+    call may come in the model's own format or as `forced_schema` describes it; in the harmony format only in the
+    model's own.
 
     Args:
         choice: the model's parsers.
@@ -103,6 +105,7 @@ def open_parser(
         thinking: whether the request asks for reasoning; `None` if it says nothing.
         prompt_end: the last characters of the rendered prompt, 200 or more: templates may begin the reasoning there.
         tool_choice: "auto", "none", "required", or the one function to call.
+        has_form: whether a grammar demands the form of the answer behind its reasoning, or that of the call.
 
     Raises:
         ValueError: the tool choice has another form.
@@ -110,6 +113,7 @@ def open_parser(
     function = chosen_function(tool_choice)
     tools = () if tools is None or tool_choice == NONE else tools
     is_forced = bool(tools) and tool_choice != "auto"
+    tools = () if has_form and not is_forced else tools
     tool_format = TOOL_FORMATS[choice.tools].format if choice.tools and tools else None
     calls_format = None if isinstance(tool_format, Harmony) else tool_format
     reasoning = REASONING_FORMATS[choice.reasoning].format if choice.reasoning else None
@@ -118,13 +122,17 @@ def open_parser(
         calls = Calls(source, answer, tools)
         if choice.tools == _HARMONY or isinstance(reasoning, Harmony):
             known = calls if tool_format else None
-            reader = HarmonyReader(source, answer, known, reasoning=reasoning is not None)
+            reader = HarmonyReader(
+                source, answer, known, reasoning=reasoning is not None, only_final=has_form
+            )
             yield from reader.read(open_header(prompt_end))
             return
         if reasoning is not None:
             is_open = reasoning.is_open(prompt_end, choice.special_tokens, thinking)
+            # The grammar begins behind the end marker, so a call cannot end the reasoning.
+            ending = None if has_form else calls_format
             yield from read_reasoning(
-                source, answer, reasoning, is_open=is_open, tool_format=calls_format, calls=calls
+                source, answer, reasoning, is_open=is_open, tool_format=ending, calls=calls
             )
         if is_forced:
             yield from read_forced(calls, function)

@@ -10,10 +10,16 @@ from jaxkv.text.markers import Markers
 _START, _CHANNEL, _MESSAGE, _CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
 _ENDS = ("<|end|>", "<|call|>", "<|return|>")
 MARKERS = (_START, _CHANNEL, _MESSAGE, _CONSTRAIN, *_ENDS)
+FORM_HEADER = (_CHANNEL, "final")
+"""Tokens with which the header of the message for the user begins."""
+
+FORM_END = _MESSAGE
+"""The token that ends a header."""
 
 _HEADER_END = Markers([_MESSAGE, _START, *_ENDS])
 _MESSAGE_END = Markers([_START, _CHANNEL, *_ENDS])
 _BETWEEN = Markers([_START, _CHANNEL, _MESSAGE, *_ENDS])
+_FORM_END = Markers(_ENDS)
 _IN_CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 _ROLE = re.compile(r"\s*\w*")
@@ -36,15 +42,25 @@ class HarmonyReader:
         answer: where it goes.
         calls: where calls are written; `None` if messages to functions are content.
         reasoning: whether reasoning is kept apart; otherwise it is content.
+        only_final: whether the channel "final" alone is content, because its form is demanded.
     """
 
     def __init__(
-        self, source: Source, answer: Answer, calls: Calls | None, *, reasoning: bool
+        self,
+        source: Source,
+        answer: Answer,
+        calls: Calls | None,
+        *,
+        reasoning: bool,
+        only_final: bool = False,
     ) -> None:
         self._source = source
         self._answer = answer
         self._calls = calls
         self._think = answer.reasoning if reasoning else answer.content
+        self._only_final = only_final
+        # What is in no channel, or in one for the user beside the final one.
+        self._other = self._think if only_final else answer.content
 
     def read(self, header: str) -> Steps[None]:
         """Reads to the end.
@@ -52,7 +68,7 @@ class HarmonyReader:
         Args:
             header: what the prompt has of the first message; see `open_header`.
         """
-        source, answer = self._source, self._answer
+        source = self._source
         if _MESSAGE in header:
             marker = yield from self._read_message(header)
         else:
@@ -65,7 +81,7 @@ class HarmonyReader:
             elif marker == _MESSAGE:
                 marker = yield from self._read_message("")
             else:
-                marker = yield from source.until(_BETWEEN, answer.content)
+                marker = yield from source.until(_BETWEEN, self._other)
 
     def _read_header(self, begun: str) -> Steps[str]:
         """Reads a header with its message, and returns the marker behind it."""
@@ -76,7 +92,7 @@ class HarmonyReader:
             return (yield from self._read_message(begun + text))
         if not any(part in begun + text for part in (_CHANNEL, _CONSTRAIN, "to=")):
             # A model that does not keep to the format; only the role can belong to a header.
-            self._answer.content(text if begun else _ROLE.sub("", text, count=1))
+            self._other(text if begun else _ROLE.sub("", text, count=1))
         return marker
 
     def _read_message(self, header: str) -> Steps[str]:
@@ -89,11 +105,20 @@ class HarmonyReader:
         if self._calls and function:
             return (yield from self._read_call(self._calls, function))
         is_internal = recipient not in ("", "assistant") and not function
+        if self._only_final and header.endswith("".join(FORM_HEADER)):
+            return (yield from self._read_form())
         is_reasoning = is_internal or (channel is not None and channel[1] == "analysis")
-        emit = self._think if is_reasoning else self._answer.content
+        emit = self._think if is_reasoning else self._other
         marker = yield from self._source.until(_MESSAGE_END, emit)
         self._answer.marker()
         return marker
+
+    def _read_form(self) -> Steps[str]:
+        """Reads a message with a demanded form, in which ordinary tokens may spell markers, to the end."""
+        while marker := (yield from self._source.until(_FORM_END, self._answer.content)):
+            if (yield from self._source.peek()):
+                self._answer.content(marker)
+        return ""
 
     def _function(self, recipient: str) -> str | None:
         """Returns the name of the function that a message is for; `None` if it is for something else."""

@@ -1,6 +1,9 @@
 import asyncio
 import json
 
+import tokenizers
+
+from jaxkv.text.tokenizer import Tokenizer
 from tests.serve.http.serving import CHATTY, TOKENIZER, events_of, serving
 
 TOOLS = [
@@ -260,5 +263,64 @@ def test_a_demanded_call_is_read_from_its_arguments_alone():
             assert call["function"]["name"] == "weather"
             assert json.loads(call["function"]["arguments"]) == {"city": "Bern"}
             assert found["finish_reason"] == "tool_calls"
+
+    asyncio.run(run())
+
+
+def with_tokens(*texts):
+    """Returns the tokenizer of these tests with more tokens, and their ids."""
+    library = tokenizers.Tokenizer.from_str(CHATTY.to_json())
+    library.add_tokens([tokenizers.AddedToken(text, normalized=False) for text in texts])
+    made = Tokenizer(library, chat_template=CHATTY.chat_template)
+    return made, [library.token_to_id(text) for text in texts]
+
+
+def test_a_demanded_form_begins_behind_the_reasoning_unless_none_is_wanted():
+    tokenizer, [begin, end] = with_tokens("<think>", "</think>")
+    given = {"response_format": {"type": "json_object"}}
+
+    async def run():
+        async with serving(answers('<think>hm</think>{"a": 1}'), tokenizer=tokenizer) as server:
+            for more in ({}, {"tools": TOOLS}):
+                reply = await server.http.post(PATH, json=body(**given, **more))
+                [found] = reply.json()["choices"]
+                assert found["message"]["reasoning"] == "hm"
+                assert found["message"]["content"] == '{"a": 1}'
+                *_, call = server.engine.calls.values()
+                assert call.sampling["structured_outputs"] == {
+                    "json_object": True,
+                    "reasoning": {"ends": [end], "begins": [begin], "header": []},
+                }
+            reply = await server.http.post(PATH, json=body(**given, reasoning_effort="none"))
+            [found] = reply.json()["choices"]
+            assert found["message"]["content"] == '<think>hm</think>{"a": 1}'
+            *_, call = server.engine.calls.values()
+            assert call.sampling["structured_outputs"] == {"json_object": True}
+
+    asyncio.run(run())
+
+
+def test_a_demanded_form_of_harmony_is_the_final_message_and_a_demanded_call_is_refused():
+    names = ("<|channel|>", "final", "<|message|>")
+    tokenizer, [channel, final, message] = with_tokens(*names)
+    text = '<|channel|>analysis<|message|>hm<|end|><|channel|>final<|message|>{"a": "<|end|>"}'
+
+    async def run():
+        async with serving(answers(text), tokenizer=tokenizer) as server:
+            server.service.reasoning_parser = "openai_gptoss"
+            server.service.tool_parser = "openai"
+            given = body(response_format={"type": "json_object"})
+            [found] = (await server.http.post(PATH, json=given)).json()["choices"]
+            assert found["message"]["reasoning"] == "hm"
+            assert found["message"]["content"] == '{"a": "<|end|>"}'
+            [call] = server.engine.calls.values()
+            assert call.sampling["structured_outputs"]["reasoning"] == {
+                "ends": [message],
+                "begins": [],
+                "header": [channel, final],
+            }
+            given = body(tools=TOOLS, tool_choice="required")
+            reply = await server.http.post(PATH, json=given)
+            assert (reply.status_code, reply.json()["error"]["param"]) == (400, "tool_choice")
 
     asyncio.run(run())
