@@ -3,7 +3,6 @@
 Each number is multiplied by its scale in float32, and the product is rounded once to the requested dtype.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,22 +58,27 @@ class BlockScaled:
         """Path of the file, for error messages."""
         return self.numbers.path
 
-    def read(self, target: Float[np.ndarray, " elements"]) -> None:
-        """Fills `target` with the dequantised weight in row order, rounded to the target's dtype.
+    def read(self, target: Float[np.ndarray, " elements"], first: int = 0) -> None:
+        """Fills `target` with dequantised rows in order, rounded to the target's dtype.
+
+        Args:
+            target: whole rows.
+            first: number of the element before them, a multiple of a row's.
 
         Raises:
             BadCheckpoint: the file has become shorter, or an element or scale is not finite in the target's dtype.
         """
-        rows, columns = math.prod(self.shape[:-1]), self.shape[-1]
+        columns = self.shape[-1]
         if target.size == 0:
             return
-        filled = target.reshape(rows, columns)
+        filled = target.reshape(-1, columns)
         step = max(1, PIECE // columns)
-        for first in range(0, rows, step):
-            piece = filled[first : first + step]
-            values = self._numbers(first, len(piece))
+        for begin in range(0, len(filled), step):
+            piece = filled[begin : begin + step]
+            row = first // columns + begin
+            values = self._numbers(row, len(piece))
             with np.errstate(over="ignore", under="ignore"):
-                self._scale(values, first)
+                self._scale(values, row)
                 np.copyto(piece, values, casting="unsafe")
             if not all_finite(piece.reshape(-1)):
                 raise BadCheckpoint(

@@ -1,13 +1,9 @@
 """`load_by_rules`: reads a checkpoint into a model's parameters, leaf by leaf."""
 
-import math
 import os
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NoReturn, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import ml_dtypes
@@ -21,8 +17,10 @@ from jaxkv.errors import BadCheckpoint
 from jaxkv.weights.block_scaled import BlockScaled, with_scales
 from jaxkv.weights.directory import existing_directory, read_json_if_there
 from jaxkv.weights.quantised import read_quantised
-from jaxkv.weights.rules import HeadPairs, Recipe, Regrouped, RuleSet, copies, expand
+from jaxkv.weights.rules import Recipe, RuleSet, copies, expand
 from jaxkv.weights.safetensors import FLOAT_DTYPES, StoredTensor, open_checkpoint
+from jaxkv.weights.staging import fill_leaves
+from jaxkv.weights.stored_leaf import Arrangement, StoredLeaf
 from jaxkv.wording import clip
 
 DTYPES: Mapping[str, np.dtype] = {
@@ -30,11 +28,6 @@ DTYPES: Mapping[str, np.dtype] = {
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
     "float16": np.dtype(np.float16),
 }
-
-MOST_IN_FLIGHT = 2 * 2**30
-"""Bytes of leaves that are read at once, unless a single leaf is larger."""
-
-_READERS = 8
 
 
 @runtime_checkable
@@ -51,34 +44,6 @@ class Loadable(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class _Leaf:
-    """One parameter leaf: its tensors in order, and the operations on them (see `Rule`)."""
-
-    target: str
-    shape: tuple[int, ...]
-    dtype: np.dtype
-    sources: tuple[StoredTensor | BlockScaled, ...]
-    transposed: bool = False
-    selected: bool = False
-    arrange: Callable[[np.ndarray], np.ndarray] | None = None
-    regroup: Regrouped | None = None
-    offset: float = 0.0
-    pairs: HeadPairs | None = None
-
-    @property
-    def stored_bytes(self) -> int:
-        return sum(source.nbytes for source in self.sources)
-
-    @property
-    def host_bytes(self) -> int:
-        """Bytes that reading it takes on the host; rearranging needs a second buffer, or two."""
-        stored = sum(math.prod(source.shape) for source in self.sources)
-        rearranged = self.transposed or self.regroup is not None or self.pairs is not None
-        copies = 2 if self.arrange is not None else int(rearranged)
-        return (stored + copies * math.prod(self.shape)) * self.dtype.itemsize
-
-
 def load_by_rules(
     directory: str | os.PathLike[str],
     model: Loadable,
@@ -90,8 +55,8 @@ def load_by_rules(
 ) -> PyTree[jax.Array]:
     """Reads a Hugging Face checkpoint into the parameters of a model.
 
-    All names, shapes and dtypes are checked before any data is read. Threads read several leaves at once while
-    earlier ones are copied to the device; the host holds at most `MOST_IN_FLIGHT` bytes of them, or one leaf.
+    All names, shapes and dtypes are checked before any data is read. Threads read leaves while earlier ones are copied
+    to the device (`jaxkv.weights.staging`).
     Quantised weights (`jaxkv.weights.quantised`) are dequantised while they are read, so they need as much device
     memory as others.
 
@@ -134,7 +99,7 @@ def load_by_rules(
             disable=not progress,
         )
         with bar:
-            return structure.unflatten(_fill_all(leaves, device, bar))
+            return structure.unflatten(fill_leaves(leaves, device, bar.update))
 
 
 def _by_rule_names(
@@ -161,7 +126,7 @@ def _plan(
     recipes: Mapping[str, Recipe],
     tensors: Mapping[str, StoredTensor | BlockScaled],
     folder: Path,
-) -> _Leaf:
+) -> StoredLeaf:
     """Returns the leaf with its tensors; raises `BadCheckpoint` if one is missing or has a wrong shape or dtype."""
     assert target in recipes, f"no weight rule makes the parameter {target}"
     recipe = _of_stored(recipes[target], tensors)
@@ -180,19 +145,14 @@ def _plan(
                 "that quantization_config in config.json describes"
             )
         sources.append(tensor)
-    transposed = recipe.combine in ("taps", "transpose", "stack_transpose")
-    return _Leaf(
-        target,
-        wanted.shape,
-        np.dtype(wanted.dtype),
-        tuple(sources),
-        transposed,
-        recipe.combine == "select",
-        _REARRANGE.get(recipe.combine),
-        recipe.regroup,
-        recipe.offset,
-        recipe.pairs,
+    arrangement = Arrangement(
+        wanted.shape, _rows(sources[0]), recipe.combine, recipe.regroup, recipe.pairs
     )
+    return StoredLeaf(target, np.dtype(wanted.dtype), tuple(sources), arrangement, recipe.offset)
+
+
+def _rows(source: StoredTensor | BlockScaled) -> int:
+    return source.shape[0] if source.shape else 1
 
 
 def _of_stored(recipe: Recipe, tensors: Mapping[str, StoredTensor | BlockScaled]) -> Recipe:
@@ -235,104 +195,3 @@ def _check_unused(
                 f"{tensor.path} holds {clip(repr(tensor.name))}, which a {config.family} model of this config has no "
                 "use for"
             )
-
-
-def _fill_all(
-    leaves: Iterable[_Leaf],
-    device: jax.Device | Sharding | None,  # pyright: ignore[reportInvalidTypeForm]
-    bar: "tqdm[NoReturn]",
-) -> list[jax.Array]:
-    """Returns all leaves on the device, in order; the first error ends the loading.
-
-    Threads read leaves into host buffers, and this one copies them to the device, one at a time.
-    """
-    filled: list[jax.Array] = []
-    in_flight: deque[tuple[_Leaf, Future[np.ndarray]]] = deque()
-    held = 0
-
-    def copy_oldest() -> int:
-        leaf, buffer = in_flight.popleft()
-        # Blocks until the copy is done, since the buffer counts as held until then.
-        filled.append(jax.block_until_ready(jax.device_put(buffer.result(), device)))
-        bar.update(leaf.stored_bytes)
-        return leaf.host_bytes
-
-    pool = ThreadPoolExecutor(_READERS, thread_name_prefix="jaxkv-load")
-    try:
-        for leaf in leaves:
-            while in_flight and held + leaf.host_bytes > MOST_IN_FLIGHT:
-                held -= copy_oldest()
-            in_flight.append((leaf, pool.submit(_read, leaf)))
-            held += leaf.host_bytes
-        while in_flight:
-            copy_oldest()
-    finally:
-        # After an error, leaves that wait are not read, and the files stay open until those under way are.
-        pool.shutdown(wait=True, cancel_futures=True)
-    return filled
-
-
-def _read(leaf: _Leaf) -> np.ndarray:
-    """Reads one leaf into a host buffer."""
-    first, second = leaf.shape[:2] if leaf.transposed else (0, 0)
-    shape = (second, first, *leaf.shape[2:]) if leaf.transposed else leaf.shape
-    shape = leaf.sources[0].shape if leaf.selected or leaf.arrange else shape
-    buffer = np.empty(shape, leaf.dtype)
-    flat, begin = buffer.reshape(-1), 0
-    for source in leaf.sources:
-        count = math.prod(source.shape)
-        source.read(flat[begin : begin + count])
-        begin += count
-    if leaf.regroup is not None:
-        rows = buffer[: leaf.sources[0].shape[0]]
-        sections = _sections(rows, leaf.regroup)
-        if leaf.selected:
-            buffer = sections.reshape(leaf.shape)
-        else:
-            rows[...] = sections
-    if leaf.pairs is not None:
-        _part_pairs(buffer, leaf.pairs)
-    if leaf.offset:
-        buffer += np.asarray(leaf.offset, buffer.dtype)
-    if leaf.arrange is not None:
-        buffer = np.ascontiguousarray(leaf.arrange(buffer))
-    if leaf.transposed:
-        buffer = np.ascontiguousarray(buffer.swapaxes(0, 1))
-    return buffer
-
-
-def _deinterleave(buffer: np.ndarray) -> np.ndarray:
-    """Puts the even positions of the last axis before the odd ones."""
-    return np.concatenate((buffer[..., ::2], buffer[..., 1::2]), axis=-1)
-
-
-_REARRANGE: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {
-    "deinterleave": _deinterleave,
-    "deinterleave_rows": lambda buffer: np.concatenate((buffer[:, ::2], buffer[:, 1::2]), axis=1),
-    "deinterleave_transpose": lambda buffer: _deinterleave(buffer).swapaxes(1, 2),
-    "last_axis_first": lambda buffer: np.moveaxis(buffer, 2, 0),
-}
-
-
-def _part_pairs(buffer: np.ndarray, pairs: HeadPairs) -> None:
-    """Puts the first rows of each head's rotary pairs before the second ones, in place."""
-    heads = buffer[: pairs.rows].reshape(-1, pairs.head_dim, *buffer.shape[1:])
-    rotated = heads[:, : pairs.rotary_dim]
-    rotated[...] = np.concatenate((rotated[:, ::2], rotated[:, 1::2]), axis=1)
-
-
-def _sections(rows: np.ndarray, regroup: Regrouped) -> np.ndarray:
-    """Returns the rows ordered section by section; `rows` are ordered group by group."""
-    bounds = np.cumsum((0, *regroup.sections))
-    assert len(rows) == regroup.groups * bounds[-1], (len(rows), regroup)
-    grouped = rows.reshape(regroup.groups, bounds[-1], -1)
-    chosen = [grouped[:, bounds[at] : bounds[at + 1]] for at in regroup.order]
-    ordered, begin = (
-        np.empty((sum(part[..., 0].size for part in chosen), rows.shape[1]), rows.dtype),
-        0,
-    )
-    for part in chosen:
-        count = part[..., 0].size
-        ordered[begin : begin + count].reshape(part.shape)[...] = part
-        begin += count
-    return ordered

@@ -25,7 +25,9 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 MAX_HEADER_BYTES = 8 * 2**20
 MAX_AXES = 8
-CHUNK_BYTES = 8 * 2**20
+CHUNK_BYTES = 2 * 2**20
+"""Bytes that are read at once and then checked while they are in a core's cache."""
+_CHECKED = 2**17
 
 FLOAT_DTYPES: Mapping[str, np.dtype] = {
     "F64": np.dtype(np.float64),
@@ -73,21 +75,22 @@ class StoredTensor:
     path: Path
     transposed: bool = False
 
-    def read(self, target: Float[np.ndarray, " elements"]) -> None:
-        """Fills `target` with the tensor's elements in row order, cast to the target's dtype.
+    def read(self, target: Float[np.ndarray, " elements"], first: int = 0) -> None:
+        """Fills `target` with the tensor's elements from `first` on in row order, cast to the target's dtype.
 
         Raises:
             BadCheckpoint: the file has become shorter, or a number is not finite before or after the cast.
         """
         stored = FLOAT_DTYPES[self.dtype]
-        assert target.size * stored.itemsize == self.nbytes, (self, target.size)
+        start = self.start + first * stored.itemsize
+        assert (first + target.size) * stored.itemsize <= self.nbytes, (self, first, target.size)
         step = CHUNK_BYTES // stored.itemsize
         same = target.dtype == stored
         scratch = target if same else np.empty(min(step, target.size), stored)
         for begin in range(0, target.size, step):
             piece = target[begin : begin + step]
             chunk = piece if same else scratch[: piece.size]
-            self.read_bytes(chunk.view(np.uint8), self.start + begin * stored.itemsize)
+            self.read_bytes(chunk.view(np.uint8), start + begin * stored.itemsize)
             self._check_finite(chunk, "holds a NaN or an infinity")
             if not same:
                 with np.errstate(over="ignore", under="ignore"):
@@ -125,8 +128,15 @@ class StoredTensor:
 
 def all_finite(numbers: Float[np.ndarray, " elements"]) -> bool:
     """Whether all numbers are finite."""
-    bits = _EXPONENT_BITS[numbers.dtype]
-    return not ((numbers.view(bits.dtype) & bits) == bits).any()
+    exponent = _EXPONENT_BITS[numbers.dtype]
+    bits = numbers.view(exponent.dtype).reshape(-1)
+    # One small array for all results: a new one for each costs more in page faults than the comparison.
+    scratch = np.empty(min(_CHECKED, bits.size), bits.dtype)
+    for begin in range(0, bits.size, _CHECKED):
+        piece = bits[begin : begin + _CHECKED]
+        if np.bitwise_and(piece, exponent, out=scratch[: piece.size]).max() == exponent:
+            return False
+    return True
 
 
 @contextlib.contextmanager

@@ -13,9 +13,9 @@ from jaxkv.config.model import ModelConfig
 from jaxkv.errors import BadCheckpoint, UnknownConfig
 from jaxkv.models.decoder import Decoder
 from jaxkv.models.registry import FAMILIES, load_params, rules_for
-from jaxkv.weights.load import _REARRANGE, _Leaf, _read
 from jaxkv.weights.rules import HeadPairs, Recipe, Regrouped, expand
 from jaxkv.weights.safetensors import StoredTensor
+from jaxkv.weights.stored_leaf import Arrangement, StoredLeaf
 from tests.weights.host_memory import fits_in
 
 OPTIONS = [
@@ -173,13 +173,13 @@ def test_reading_holds_one_leaf_beside_the_parameters(tmp_path, kit, monkeypatch
     )
     monkeypatch.setitem(kit.Toy.param_shapes.__globals__, "FFN", 16384)
     monkeypatch.setattr("jaxkv.weights.safetensors.CHUNK_BYTES", 2**16)
-    # On CPU, JAX would otherwise keep the host buffer itself as the parameter.
+    # JAX would keep the memory itself as the parameter of a CPU.
     put = jax.device_put
-    monkeypatch.setattr(jax, "device_put", lambda x, device: put(x, device, may_alias=False))
+    monkeypatch.setattr(jax, "device_put", lambda x, device: jax.numpy.copy(put(x, device)))
     tensors = kit.checkpoint_tensors(config)
     kit.save_file(tensors, tmp_path / "model.safetensors")
     largest = 2 * 16384 * config.hidden_size * 4
-    monkeypatch.setattr("jaxkv.weights.load.MOST_IN_FLIGHT", largest)
+    monkeypatch.setattr("jaxkv.weights.staging.MOST_IN_FLIGHT", largest)
     assert sum(tensor.nbytes for tensor in tensors.values()) > 40 * largest
     del tensors
 
@@ -192,32 +192,31 @@ def test_reading_holds_one_leaf_beside_the_parameters(tmp_path, kit, monkeypatch
 class Ones(StoredTensor):
     """A tensor that is read without memory of its own."""
 
-    def read(self, target):
+    def read(self, target, first=0):
         target.fill(1.0)
 
 
 @pytest.mark.parametrize(
-    ("shape", "source", "options"),
+    ("shape", "source", "combine", "options"),
     [
-        ((256, 512), (256, 512), {}),
-        ((256, 512), (256, 512), {"pairs": HeadPairs(256, 16, 16)}),
-        ((256, 512), (256, 512), {"regroup": Regrouped(8, (16, 16), (1, 0))}),
-        (
-            (8, 16, 512),
-            (256, 512),
-            {"regroup": Regrouped(8, (16, 16), (1,)), "selected": True},
-        ),
-        ((512, 256), (256, 512), {"transposed": True}),
-        ((4, 512, 64), (4, 64, 512), {"arrange": _REARRANGE["deinterleave_transpose"]}),
+        ((256, 512), (256, 512), "copy", {}),
+        ((256, 512), (256, 512), "copy", {"pairs": HeadPairs(256, 16, 16)}),
+        ((256, 512), (256, 512), "copy", {"regroup": Regrouped(8, (16, 16), (1, 0))}),
+        ((8, 16, 512), (256, 512), "select", {"regroup": Regrouped(8, (16, 16), (1,))}),
+        ((512, 256), (256, 512), "transpose", {}),
+        ((4, 512, 64), (4, 64, 512), "deinterleave_transpose", {}),
     ],
     ids=["copy", "pairs", "regroup", "select", "transpose", "deinterleave"],
 )
-def test_a_leaf_counts_for_the_memory_that_reading_it_takes(tmp_path, shape, source, options):
+def test_a_leaf_counts_for_the_memory_that_reading_it_takes(
+    tmp_path, shape, source, combine, options
+):
     with (tmp_path / "x").open("w+b") as file:
         tensor = Ones("x", "F32", source, 0, 0, file, tmp_path / "x")
-    leaf = _Leaf("x", shape, np.dtype(np.float32), (tensor,), **options)
+    arrangement = Arrangement(shape, source[0], combine, **options)
+    leaf = StoredLeaf("x", np.dtype(np.float32), (tensor,), arrangement)
     tracemalloc.start()
-    read = _read(leaf)
+    read = leaf.read()
     _, most = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert read.shape == shape
@@ -232,7 +231,7 @@ def test_the_first_damaged_leaf_is_named_and_ends_the_loading(tmp_path, kit, mon
     kit.save_file(tensors, tmp_path / "model.safetensors")
     before = {thread.name for thread in threading.enumerate()}
     for room in (1, 2**30):
-        monkeypatch.setattr("jaxkv.weights.load.MOST_IN_FLIGHT", room)
+        monkeypatch.setattr("jaxkv.weights.staging.MOST_IN_FLIGHT", room)
         with pytest.raises(BadCheckpoint, match=re.escape(min(names)) + ".*NaN"):
             load_params(tmp_path, kit.Toy(kit.CONFIG), dtype="float32", progress=False)
     assert {thread.name for thread in threading.enumerate()} <= before

@@ -323,9 +323,9 @@ def test_decoding_holds_one_leaf_beside_the_parameters(tmp_path, kit, monkeypatc
     )
     monkeypatch.setitem(kit.Toy.param_shapes.__globals__, "FFN", 16384)
     monkeypatch.setattr("jaxkv.weights.block_scaled.PIECE", 2**13)
-    # On CPU, JAX would otherwise keep the host buffer itself as the parameter.
+    # JAX would keep the memory itself as the parameter of a CPU.
     put = jax.device_put
-    monkeypatch.setattr(jax, "device_put", lambda x, device: put(x, device, may_alias=False))
+    monkeypatch.setattr(jax, "device_put", lambda x, device: jax.numpy.copy(put(x, device)))
     tensors = kit.checkpoint_tensors(config)
     for name in [name for name in tensors if "_proj" in name]:
         tall, wide = tensors[name].shape
@@ -335,7 +335,7 @@ def test_decoding_holds_one_leaf_beside_the_parameters(tmp_path, kit, monkeypatc
     del tensors
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": FP8}))
     largest = 2 * 16384 * config.hidden_size * 4
-    monkeypatch.setattr("jaxkv.weights.load.MOST_IN_FLIGHT", largest)
+    monkeypatch.setattr("jaxkv.weights.staging.MOST_IN_FLIGHT", largest)
     assert layers > 8, "all layers together would not fit"
 
     def load():

@@ -5,7 +5,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from jaxkv.config.blocks import DeltaConfig, MixtureConfig
-from jaxkv.weights.load import _plan, _read
+from jaxkv.weights.load import _plan
 from jaxkv.weights.rules import Regroup, Rule, RuleSet, expand
 from jaxkv.weights.safetensors import open_checkpoint
 from tests.weights.conftest import CONFIG, HEAD_DIM, HEADS, HIDDEN
@@ -21,8 +21,7 @@ def load(tmp_path):
         recipes = expand(RuleSet((rule,)), config)
         wanted = jax.ShapeDtypeStruct(shape, np.float32)
         with open_checkpoint(tmp_path) as stored:
-            leaf = _plan(rule.target, wanted, recipes, stored, tmp_path)
-            return _read(leaf)
+            return _plan(rule.target, wanted, recipes, stored, tmp_path).read()
 
     return fill
 
