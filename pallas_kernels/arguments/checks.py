@@ -59,14 +59,19 @@ def check_attention(
             f"heads must be a multiple of kv_heads, got {heads} heads and {k_pages.shape[2]} kv_heads"
         )
     window, soft_cap = options.window, options.soft_cap
-    if not options.scale > 0:
-        raise ValueError(f"scale must be positive, got {options.scale}; usually head_dim ** -0.5")
+    check_scale(options.scale)
     if window is not None and window < 1:
         raise ValueError(f"window must be at least 1, got {window}; `None` attends to everything")
     if soft_cap is not None and not soft_cap > 0:
         raise ValueError(f"soft_cap must be positive, got {soft_cap}; `None` caps nothing")
     if sinks is not None:
         check_shape("sinks", sinks, (heads,))
+
+
+def check_scale(scale: float) -> None:
+    """Raises `ValueError` for a factor of attention scores that is not positive."""
+    if not scale > 0:
+        raise ValueError(f"scale must be positive, got {scale}; usually head_dim ** -0.5")
 
 
 def _check_dtypes(

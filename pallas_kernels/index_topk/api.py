@@ -9,6 +9,7 @@ from pallas_kernels.arguments.checks import INT32_MAX, check_ids, check_shape
 from pallas_kernels.dispatch import choose
 from pallas_kernels.formats.index_keys import SCALE_BYTES
 from pallas_kernels.index_topk import mosaic_gpu, xla
+from pallas_kernels.index_topk.arguments import IndexArrays
 
 QUERIES = ("float32", "bfloat16", "float8_e4m3fn")
 KEYS = ("uint8", "float32", "bfloat16")
@@ -61,15 +62,14 @@ def index_topk(
         check_ids("cu_q_lens", cu_q_lens, (page_table.shape[0] + 1,))
     given = (q, weights, index_pages, page_table, seq_lens, cu_q_lens)
     # `None` is an empty pytree, so absent bounds stay `None`.
-    arrays = jax.tree.map(jnp.asarray, given)
-    shapes = (arrays[0], arrays[2], arrays[3], topk)
-    reasons = {"mosaic_gpu": lambda: mosaic_gpu.why_not(*shapes), "xla": lambda: None}
+    arrays = IndexArrays(*jax.tree.map(jnp.asarray, given))
+    reasons = {"mosaic_gpu": lambda: mosaic_gpu.why_not(arrays, topk), "xla": lambda: None}
     chosen = choose("index_topk", reasons, implementation)
     if not q.size or not page_table.size:
-        num_slots = index_pages.shape[0] * index_pages.shape[1]
-        return jnp.full((tokens, topk), num_slots, jnp.int32), jnp.zeros(tokens, jnp.int32)
+        slots = jnp.full((tokens, topk), arrays.num_slots, jnp.int32)
+        return slots, jnp.zeros(tokens, jnp.int32)
     function = mosaic_gpu.index_topk if chosen == "mosaic_gpu" else xla.index_topk
-    return function(*arrays, topk=topk)
+    return function(arrays, topk=topk)
 
 
 def _check(

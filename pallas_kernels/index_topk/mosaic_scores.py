@@ -13,10 +13,11 @@ import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import Array, lax
-from jaxtyping import Float32, Int, Shaped, UInt8
+from jaxtyping import Float32
 
 from pallas_kernels.arrays import ArrayOrStruct
 from pallas_kernels.device import MOST_ON_AN_AXIS, NUM_MULTIPROCESSORS
+from pallas_kernels.index_topk.arguments import IndexArrays
 from pallas_kernels.index_topk.scoring import tiles_of
 from pallas_kernels.mosaic.launch import LANE_PARAMS, interpreter
 from pallas_kernels.mosaic.loads import load_floats
@@ -59,12 +60,7 @@ def refusal(q: ArrayOrStruct, index_pages: ArrayOrStruct) -> str | None:
 
 @partial(jax.jit, static_argnames=("keys", "interpret"))
 def score(
-    q: Shaped[Array, "tokens index_heads index_dim"],
-    weights: Float32[Array, "tokens index_heads"],
-    index_pages: UInt8[Array, "pages page_size width"],
-    page_table: Int[Array, "rows table_width"],
-    seq_lens: Int[Array, " rows"],
-    cu_q_lens: Int[Array, " row_bounds"] | None,
+    given: IndexArrays,
     *,
     keys: int,
     interpret: bool = False,
@@ -72,22 +68,17 @@ def score(
     """Returns the scores of the keys that each query sees, with NaN as +inf; the scores of other keys are undefined.
 
     Args:
-        q: float8_e4m3fn.
-        weights: weight of each head.
-        index_pages: uint8 pages.
-        page_table: int32 page ids of each row.
-        seq_lens: number of keys of each row.
-        cu_q_lens: bounds of each row's queries; `None` for one query per row.
+        given: the arrays of a call, with float8_e4m3fn queries and uint8 pages.
         keys: columns of the result, at least the capacity of the page table in keys.
         interpret: whether to run in Pallas's interpreter on the CPU, slowly.
     """
-    arrays = _queries(q, weights, seq_lens, cu_q_lens)
-    arrays |= _pages(index_pages, interpret=interpret) | {"page_table": page_table}
+    arrays = _queries(given) | _pages(given.index_pages, interpret=interpret)
+    arrays |= {"page_table": given.page_table}
     num_tiles, columns, _ = arrays["q"].shape
-    page_size = index_pages.shape[1]
+    q, page_size = given.q, given.index_pages.shape[1]
     warpgroups, blocks = (1, _BLOCKS) if columns <= _NARROW else (_WARPGROUPS, 1)
     shares = max(1, blocks * NUM_MULTIPROCESSORS // num_tiles)
-    shares = min(shares, max(1, page_table.shape[1] * page_size // (4 * TILE * warpgroups)))
+    shares = min(shares, max(1, given.capacity // (4 * TILE * warpgroups)))
     shared = _shared(columns, warpgroups, interpret=interpret)
 
     def body(*refs: Ref) -> None:
@@ -108,10 +99,9 @@ def score(
     )(*arrays.values())
 
 
-def _queries(
-    q: Array, weights: Array, seq_lens: Array, cu_q_lens: Array | None
-) -> dict[str, Array]:
+def _queries(given: IndexArrays) -> dict[str, Array]:
     """Returns by name the queries and weights of each tile, its row and tokens, and the number of keys to score."""
+    q, weights, *_, seq_lens, cu_q_lens = given
     if cu_q_lens is None:
         # Each row is a tile of one query, which is read in place.
         return {"q": q, "weights": weights, "needed": seq_lens}

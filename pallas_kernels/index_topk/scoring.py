@@ -10,6 +10,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int, PyTree, Shaped
 
 from pallas_kernels.formats.index_keys import split_index_pages
+from pallas_kernels.index_topk.arguments import IndexArrays
 from pallas_kernels.packed.query_tiles import (
     Tiles,
     cut_tiles,
@@ -40,12 +41,7 @@ class Scored(NamedTuple):
 
 def visit_tiles(
     visit: Callable[[Scored], PyTree[Array]],
-    q: Shaped[Array, "tokens index_heads index_dim"],
-    weights: Float[Array, "tokens index_heads"],
-    index_pages: Shaped[Array, "pages page_size width"],
-    page_table: Int[Array, "rows table_width"],
-    seq_lens: Int[Array, " rows"],
-    cu_q_lens: Int[Array, " row_bounds"] | None,
+    arrays: IndexArrays,
     *,
     temporary_bytes: int = TEMPORARY_BYTES,
 ) -> PyTree[Array]:
@@ -53,9 +49,10 @@ def visit_tiles(
 
     If the products of all tiles would take more than `temporary_bytes`, tiles are processed in batches.
     """
+    q, weights, index_pages, page_table, seq_lens, cu_q_lens = arrays
     tokens, rows = q.shape[0], seq_lens.shape[0]
     # Bytes of the products, and of a sort.
-    per_query = page_table.shape[1] * index_pages.shape[1] * 4 * (q.shape[1] + 4)
+    per_query = arrays.capacity * 4 * (q.shape[1] + 4)
     most = max(1, temporary_bytes // per_query)
     is_packed = cu_q_lens is not None
     tile_size = tile_size_of(tokens, rows, min(LARGEST_TILE, most)) if is_packed else 1

@@ -4,34 +4,23 @@ from functools import partial
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int, Shaped
+from jaxtyping import Array, Int
 
+from pallas_kernels.index_topk.arguments import IndexArrays
 from pallas_kernels.index_topk.scoring import TEMPORARY_BYTES, Scored, visit_tiles
 from pallas_kernels.mosaic.ordered_floats import ordered
 
 
 def index_topk(
-    q: Shaped[Array, "tokens index_heads index_dim"],
-    weights: Float[Array, "tokens index_heads"],
-    index_pages: Shaped[Array, "pages page_size width"],
-    page_table: Int[Array, "rows table_width"],
-    seq_lens: Int[Array, " rows"],
-    cu_q_lens: Int[Array, " row_bounds"] | None = None,
+    arrays: IndexArrays,
     *,
     topk: int,
     temporary_bytes: int = TEMPORARY_BYTES,
 ) -> tuple[Int[Array, "tokens topk"], Int[Array, " tokens"]]:
     """Implements `api.index_topk`."""
-    return visit_tiles(
-        partial(_choose, num_pages=index_pages.shape[0], page_size=index_pages.shape[1], topk=topk),
-        q,
-        weights,
-        index_pages,
-        page_table,
-        seq_lens,
-        cu_q_lens,
-        temporary_bytes=temporary_bytes,
-    )
+    num_pages, page_size, _ = arrays.index_pages.shape
+    choose = partial(_choose, num_pages=num_pages, page_size=page_size, topk=topk)
+    return visit_tiles(choose, arrays, temporary_bytes=temporary_bytes)
 
 
 def _choose(

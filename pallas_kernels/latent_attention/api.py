@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Shaped
 
-from pallas_kernels.arguments.checks import check_ids, check_shape
+from pallas_kernels.arguments.checks import check_ids, check_scale, check_shape
+from pallas_kernels.arguments.latent import LatentArrays, LatentOptions
 from pallas_kernels.dispatch import choose
 from pallas_kernels.latent_attention import mosaic_gpu, xla
 from pallas_kernels.packed.tile_attention import output_without_keys, why_not
@@ -85,32 +86,31 @@ def latent_attention(
         ValueError: shapes, dtypes or options do not fit.
         Unsupported: the requested implementation, or every implementation, cannot run; the message lists the reasons.
     """
-    _check(q, latent_pages, value_dim=value_dim, scale=scale)
+    options = LatentOptions(value_dim, scale)
+    _check(q, latent_pages, options)
     check_ids("page_table", page_table, (None if cu_q_lens is not None else q.shape[0], None))
     rows = page_table.shape[0]
     check_ids("seq_lens", seq_lens, (rows,))
     if cu_q_lens is not None:
         check_ids("cu_q_lens", cu_q_lens, (rows + 1,))
+    given = (q, latent_pages, page_table, seq_lens, cu_q_lens)
     # `None` is an empty pytree, so absent bounds stay `None`.
-    arrays = jax.tree.map(jnp.asarray, (q, latent_pages, page_table, seq_lens, cu_q_lens))
+    arrays = LatentArrays(*jax.tree.map(jnp.asarray, given))
     reasons = {
-        "mosaic_gpu": lambda: mosaic_gpu.why_not(*arrays, value_dim=value_dim),
+        "mosaic_gpu": lambda: mosaic_gpu.why_not(arrays, options),
         "xla": lambda: why_not(q),
     }
     chosen = choose("latent_attention", reasons, implementation)
     if not q.size or not page_table.size:
-        out, lse = output_without_keys(arrays[0][..., :value_dim])
+        out, lse = output_without_keys(arrays.q[..., :value_dim])
         return (out, lse) if return_lse else out
-    options = {"value_dim": value_dim, "scale": scale}
     if chosen == "mosaic_gpu":
-        return mosaic_gpu.latent_attention(*arrays, return_lse=return_lse, **options)
-    out, lse = xla.latent_attention(*arrays, **options)
+        return mosaic_gpu.latent_attention(arrays, options, return_lse=return_lse)
+    out, lse = xla.latent_attention(arrays, options)
     return (out, lse) if return_lse else out
 
 
-def _check(
-    q: Array | np.ndarray, latent_pages: Array | np.ndarray, *, value_dim: int, scale: float
-) -> None:
+def _check(q: Array | np.ndarray, latent_pages: Array | np.ndarray, options: LatentOptions) -> None:
     """Raises `ValueError` for queries, pool and options that do not fit each other."""
     check_shape("q", q, (None, None, None))
     check_shape("latent_pages", latent_pages, (None, None, 1, q.shape[2]))
@@ -119,10 +119,9 @@ def _check(
             f"q and latent_pages must share one dtype, got {q.dtype} and {latent_pages.dtype}; "
             f"cast q to the cache's dtype"
         )
-    if not 1 <= value_dim <= q.shape[2]:
+    if not 1 <= options.value_dim <= q.shape[2]:
         raise ValueError(
             f"value_dim must be at least 1 and at most the {q.shape[2]} components of a latent, "
-            f"got {value_dim}"
+            f"got {options.value_dim}"
         )
-    if not scale > 0:
-        raise ValueError(f"scale must be positive, got {scale}; usually head_dim ** -0.5")
+    check_scale(options.scale)

@@ -8,9 +8,9 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
-from pallas_kernels.arrays import ArrayOrStruct
+from pallas_kernels.arguments.latent import LatentArrays, LatentOptions
 from pallas_kernels.device import MOST_ON_AN_AXIS, why_not_mosaic
 from pallas_kernels.dispatch import check_kernel
 from pallas_kernels.latent_attention import mosaic_keys_launch
@@ -24,40 +24,26 @@ from pallas_kernels.latent_kernel.schedule import Geometry, Schedule
 from pallas_kernels.mosaic.scores import LOG2_E
 
 
-def why_not(
-    q: ArrayOrStruct,
-    latent_pages: ArrayOrStruct,
-    page_table: ArrayOrStruct,
-    seq_lens: ArrayOrStruct,
-    cu_q_lens: ArrayOrStruct | None = None,
-    *,
-    value_dim: int,
-) -> str | None:
-    """Returns why this kernel cannot run, or `None` if it can."""
-    geometry = Geometry.of(q, latent_pages, value_dim, packed=cu_q_lens is not None)
-    return why_not_mosaic() or _refusal(geometry, q, seq_lens)
+def why_not(arrays: LatentArrays, options: LatentOptions) -> str | None:
+    """Returns why this kernel cannot run, or `None` if it can; reads shapes and dtypes only."""
+    return why_not_mosaic() or _refusal(geometry_of(arrays, options), arrays)
 
 
-def _refusal(geometry: Geometry, q: ArrayOrStruct, seq_lens: ArrayOrStruct) -> str | None:
+def _refusal(geometry: Geometry, arrays: LatentArrays) -> str | None:
     """Returns why the kernel does not support these sizes on any device, or `None` if it does."""
     refusal = geometry.refusal()
     if refusal is not None:
         return refusal
-    pieces = pieces_of(geometry, q.shape[0], seq_lens.shape[0])
+    pieces = pieces_of(geometry, arrays.q.shape[0], arrays.seq_lens.shape[0])
     if pieces > MOST_ON_AN_AXIS:
         return f"at most {MOST_ON_AN_AXIS} pieces of queries in a call, got {pieces}"
     return None
 
 
 def latent_attention(
-    q: Float[Array, "tokens heads latent_and_rope"],
-    latent_pages: Float[Array, "pages page_size 1 latent_and_rope"],
-    page_table: Int[Array, "rows table_width"],
-    seq_lens: Int[Array, " rows"],
-    cu_q_lens: Int[Array, " row_bounds"] | None = None,
+    arrays: LatentArrays,
+    options: LatentOptions,
     *,
-    value_dim: int,
-    scale: float,
     return_lse: bool = False,
     interpret: bool = False,
 ) -> (
@@ -72,24 +58,24 @@ def latent_attention(
     Raises:
         ValueError: the kernel does not support the shapes or dtypes.
     """
-    geometry = Geometry.of(q, latent_pages, value_dim, packed=cu_q_lens is not None)
-    check_kernel(_refusal(geometry, q, seq_lens))
-    capacity = page_table.shape[1] * latent_pages.shape[1]
-    pieces = pieces_of(geometry, q.shape[0], seq_lens.shape[0])
-    schedule = Schedule.of(geometry, pieces, capacity)
+    geometry = geometry_of(arrays, options)
+    check_kernel(_refusal(geometry, arrays))
+    pieces = pieces_of(geometry, arrays.q.shape[0], arrays.seq_lens.shape[0])
+    schedule = Schedule.of(geometry, pieces, arrays.capacity)
     out, lse = attend(
-        q,
-        latent_pages,
-        page_table,
-        seq_lens,
-        cu_q_lens,
-        value_dim=value_dim,
-        scale=scale,
+        arrays,
+        options=options,
         schedule=schedule.without_clusters(geometry) if interpret else schedule,
         want_lse=return_lse,
         interpret=interpret,
     )
     return out if lse is None else (out, lse)
+
+
+def geometry_of(arrays: LatentArrays, options: LatentOptions) -> Geometry:
+    """Returns the geometry of a call."""
+    is_packed = arrays.cu_q_lens is not None
+    return Geometry.of(arrays.q, arrays.latent_pages, options.value_dim, packed=is_packed)
 
 
 def pieces_of(geometry: Geometry, tokens: int, rows: int) -> int:
@@ -98,23 +84,19 @@ def pieces_of(geometry: Geometry, tokens: int, rows: int) -> int:
 
 
 # A model's layers call this with equal shapes; under its own jit the kernel is lowered once for all of them.
-@partial(jax.jit, static_argnames=("value_dim", "scale", "schedule", "want_lse", "interpret"))
+@partial(jax.jit, static_argnames=("options", "schedule", "want_lse", "interpret"))
 def attend(
-    q: Float[Array, "tokens heads latent_and_rope"],
-    latent_pages: Float[Array, "pages page_size 1 latent_and_rope"],
-    page_table: Int[Array, "rows table_width"],
-    seq_lens: Int[Array, " rows"],
-    cu_q_lens: Int[Array, " row_bounds"] | None,
+    arrays: LatentArrays,
     *,
-    value_dim: int,
-    scale: float,
+    options: LatentOptions,
     schedule: Schedule,
     want_lse: bool,
     interpret: bool = False,
 ) -> tuple[Float[Array, "tokens heads value_dim"], Float[Array, "tokens heads"] | None]:
     """Runs the kernel under a schedule, then combines the parts if there are several."""
+    q, latent_pages, page_table, seq_lens, cu_q_lens = arrays
     tokens, heads, width = q.shape
-    geometry = Geometry.of(q, latent_pages, value_dim, packed=cu_q_lens is not None)
+    geometry = geometry_of(arrays, options)
     pieces = pieces_of(geometry, tokens, len(seq_lens))
     # TMA clips the copy of the last rows at the array's end; the interpreter does not, so its array gets more rows.
     more = geometry.tokens_per_piece * interpret
@@ -124,7 +106,7 @@ def attend(
         per_piece = geometry.tokens_per_piece
         lengths = cut(seq_lens, cu_q_lens, tokens=tokens, tokens_per_piece=per_piece)
     has_lse = want_lse or schedule.parts > 1
-    sizes = (geometry, scale, schedule, pieces, has_lse, interpret)
+    sizes = (geometry, options.scale, schedule, pieces, has_lse, interpret)
     if geometry.keys_are_left:
         launch = mosaic_keys_launch.build(KeysKernel(*sizes), tokens)
     else:
@@ -134,7 +116,7 @@ def attend(
         if geometry.keys_are_left and schedule.parts > 1:
             outputs[0] = jnp.swapaxes(outputs[0], -1, -2)
         return results(geometry, schedule, outputs, q, want_lse=want_lse)
-    out = outputs[0].reshape(tokens, geometry.heads, value_dim)[:, :heads]
+    out = outputs[0].reshape(tokens, geometry.heads, options.value_dim)[:, :heads]
     if not want_lse:
         return out, None
     lse = lse_of_tokens(outputs[1][:, 0], cu_q_lens, tokens=tokens, heads=geometry.heads)

@@ -1,5 +1,6 @@
 """Public entry point of `rotary_write`: QK norm, rotary embedding, quantisation and cache write, fused."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Shaped
@@ -8,6 +9,7 @@ from pallas_kernels.arguments.checks import INT32_MAX, check_ids, check_shape
 from pallas_kernels.dispatch import choose
 from pallas_kernels.formats.eight_bit import LARGEST
 from pallas_kernels.rotary_write import mosaic_gpu, xla
+from pallas_kernels.rotary_write.arguments import RotaryArrays
 
 
 def rotary_write(
@@ -48,15 +50,12 @@ def rotary_write(
         Unsupported: the requested implementation, or every implementation, cannot run; the message lists the reasons.
     """
     _check(pages, qkv, cos, sin, slots, norm)
-    arrays = tuple(jnp.asarray(array) for array in (qkv, cos, sin, slots))
-    weights = None if norm is None else jnp.asarray(norm)
-    reasons = {
-        "mosaic_gpu": lambda: mosaic_gpu.why_not(pages, *arrays, norm=weights),
-        "xla": lambda: None,
-    }
+    # `None` is an empty pytree, so absent weights stay `None`.
+    arrays = RotaryArrays(pages, *jax.tree.map(jnp.asarray, (qkv, cos, sin, slots, norm)))
+    reasons = {"mosaic_gpu": lambda: mosaic_gpu.why_not(arrays), "xla": lambda: None}
     chosen = choose("rotary_write", reasons, implementation)
     function = mosaic_gpu.rotary_write if chosen == "mosaic_gpu" else xla.rotary_write
-    return function(pages, *arrays, norm=weights, norm_eps=norm_eps)
+    return function(arrays, norm_eps=norm_eps)
 
 
 def _check(

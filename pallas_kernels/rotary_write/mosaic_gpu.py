@@ -3,36 +3,26 @@
 from functools import partial
 
 import jax
-from jaxtyping import Array, Float, Int, Shaped
+from jaxtyping import Array, Float, Shaped
 
-from pallas_kernels.arrays import ArrayOrStruct
 from pallas_kernels.device import why_not_mosaic
 from pallas_kernels.dispatch import check_kernel
+from pallas_kernels.rotary_write.arguments import RotaryArrays
 from pallas_kernels.rotary_write.mosaic_block import Geometry, Kernel
 
 
-def why_not(
-    pages: tuple[ArrayOrStruct, ...],
-    qkv: ArrayOrStruct,
-    cos: ArrayOrStruct,
-    sin: ArrayOrStruct,
-    slots: ArrayOrStruct,
-    *,
-    norm: ArrayOrStruct | None = None,
-) -> str | None:
-    """Returns why this kernel cannot run, or `None` if it can."""
-    del sin, slots, norm  # Their shapes follow from the others'.
-    return why_not_mosaic() or Geometry.of(pages, qkv, cos).refusal()
+def why_not(arrays: RotaryArrays) -> str | None:
+    """Returns why this kernel cannot run, or `None` if it can; reads shapes and dtypes only."""
+    return why_not_mosaic() or _geometry(arrays).refusal()
+
+
+def _geometry(arrays: RotaryArrays) -> Geometry:
+    return Geometry.of(arrays.pages, arrays.qkv, arrays.cos)
 
 
 def rotary_write(
-    pages: tuple[Shaped[Array, "pages page_size ..."], ...],
-    qkv: Float[Array, "tokens all_heads head_dim"],
-    cos: Float[Array, "tokens half"],
-    sin: Float[Array, "tokens half"],
-    slots: Int[Array, " tokens"],
+    arrays: RotaryArrays,
     *,
-    norm: Float[Array, "2 head_dim"] | None = None,
     norm_eps: float = 1e-6,
     interpret: bool = False,
 ) -> tuple[Float[Array, "tokens heads head_dim"], tuple[Shaped[Array, "pages page_size ..."], ...]]:
@@ -43,32 +33,26 @@ def rotary_write(
     Raises:
         ValueError: the kernel does not support the shapes or dtypes.
     """
-    geometry = Geometry.of(pages, qkv, cos)
+    geometry = _geometry(arrays)
     check_kernel(geometry.refusal())
-    if qkv.shape[0] == 0:
-        return qkv[:, : geometry.heads], pages
-    options = {"norm_eps": norm_eps, "blocks": geometry.blocks, "interpret": interpret}
-    return write(pages, qkv, cos, sin, slots, norm, **options)
+    if arrays.qkv.shape[0] == 0:
+        return arrays.qkv[:, : geometry.heads], arrays.pages
+    return write(arrays, norm_eps=norm_eps, blocks=geometry.blocks, interpret=interpret)
 
 
 # A model's layers call this with equal shapes; under its own jit the kernel is lowered once for all of them.
 @partial(jax.jit, static_argnames=("norm_eps", "blocks", "interpret"))
 def write(
-    pages: tuple[Shaped[Array, "pages page_size ..."], ...],
-    qkv: Float[Array, "tokens all_heads head_dim"],
-    cos: Float[Array, "tokens half"],
-    sin: Float[Array, "tokens half"],
-    slots: Int[Array, " tokens"],
-    norm: Float[Array, "2 head_dim"] | None,
+    arrays: RotaryArrays,
     *,
     norm_eps: float,
     blocks: int,
     interpret: bool = False,
 ) -> tuple[Float[Array, "tokens heads head_dim"], tuple[Shaped[Array, "pages page_size ..."], ...]]:
     """Runs the kernel with `blocks` blocks per token."""
-    geometry = Geometry.of(pages, qkv, cos)
+    pages, qkv, cos, sin, slots, norm = arrays
     refs = [jax.new_ref(pool) for pool in pages]
-    kernel = Kernel(geometry, blocks, None if norm is None else norm_eps)
+    kernel = Kernel(_geometry(arrays), blocks, None if norm is None else norm_eps)
     weights = [] if norm is None else [norm]
     q = kernel.build(qkv.shape[0], interpret)(qkv, cos, sin, slots, *weights, *refs)
     return q, tuple(jax.freeze(ref) for ref in refs)

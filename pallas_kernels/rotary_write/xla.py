@@ -2,23 +2,20 @@
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Shaped
+from jaxtyping import Array, Float, Shaped
 
 from pallas_kernels.formats.page_scatter import scatter_tokens
 from pallas_kernels.formats.quantise import quantise
+from pallas_kernels.rotary_write.arguments import RotaryArrays
 
 
 def rotary_write(
-    pages: tuple[Shaped[Array, "pages page_size ..."], ...],
-    qkv: Float[Array, "tokens all_heads head_dim"],
-    cos: Float[Array, "tokens half"],
-    sin: Float[Array, "tokens half"],
-    slots: Int[Array, " tokens"],
+    arrays: RotaryArrays,
     *,
-    norm: Float[Array, "2 head_dim"] | None = None,
     norm_eps: float = 1e-6,
 ) -> tuple[Float[Array, "tokens heads head_dim"], tuple[Shaped[Array, "pages page_size ..."], ...]]:
     """Implements `api.rotary_write`; it quantises if there are pools of scales."""
+    pages, qkv, cos, sin, slots, norm = arrays
     kv_heads = pages[0].shape[2]
     heads = qkv.shape[1] - 2 * kv_heads
     q, k, v = jnp.split(qkv, (heads, heads + kv_heads), axis=1)

@@ -6,7 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Shaped
 
-from pallas_kernels.arguments.checks import check_ids, check_shape
+from pallas_kernels.arguments.checks import check_ids, check_scale, check_shape
+from pallas_kernels.arguments.latent import LatentOptions, SparseArrays
 from pallas_kernels.dispatch import choose
 from pallas_kernels.formats.latent_records import GROUP, record_bytes
 from pallas_kernels.packed.tile_attention import why_not
@@ -79,13 +80,13 @@ def sparse_attention(
         ValueError: shapes, dtypes or options do not fit.
         Unsupported: the requested implementation, or every implementation, cannot run; the message lists the reasons.
     """
-    _check(q, records, value_dim, scale)
+    options = LatentOptions(value_dim, scale)
+    _check(q, records, options)
     check_ids("slots", slots, (q.shape[0], None))
     check_ids("counts", counts, (q.shape[0],))
-    arrays = tuple(map(jnp.asarray, (q, records, slots, counts)))
-    options = {"value_dim": value_dim, "scale": scale}
+    arrays = SparseArrays(*map(jnp.asarray, (q, records, slots, counts)))
     reasons = {
-        "mosaic_gpu": lambda: mosaic_gpu.why_not(*arrays, value_dim=value_dim),
+        "mosaic_gpu": lambda: mosaic_gpu.why_not(arrays, options),
         "xla": lambda: why_not(q),
     }
     chosen = choose("sparse_attention", reasons, implementation)
@@ -93,21 +94,19 @@ def sparse_attention(
         out = jnp.zeros((*q.shape[:2], value_dim), q.dtype)
         lse = jnp.full(q.shape[:2], -jnp.inf, jnp.float32)
     elif chosen == "mosaic_gpu":
-        return mosaic_gpu.sparse_attention(*arrays, return_lse=return_lse, **options)
+        return mosaic_gpu.sparse_attention(arrays, options, return_lse=return_lse)
     else:
-        out, lse = xla.sparse_attention(*arrays, **options)
+        out, lse = xla.sparse_attention(arrays, options)
     return (out, lse) if return_lse else out
 
 
-def _check(
-    q: Array | np.ndarray, records: Array | np.ndarray, value_dim: int, scale: float
-) -> None:
+def _check(q: Array | np.ndarray, records: Array | np.ndarray, options: LatentOptions) -> None:
+    """Raises `ValueError` for queries, records and options that do not fit each other."""
     check_shape("q", q, (None, None, None))
-    width = q.shape[2]
+    value_dim, width = options.value_dim, q.shape[2]
     if not 0 < value_dim <= width:
         raise ValueError(f"value_dim must be 1 to {width}, the size of a query, got {value_dim}")
-    if not scale > 0:
-        raise ValueError(f"scale must be positive, got {scale}; usually head_dim ** -0.5")
+    check_scale(options.scale)
     if records.dtype == jnp.uint8:
         if value_dim % GROUP:
             raise ValueError(

@@ -9,8 +9,9 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Shaped
+from jaxtyping import Array, Float
 
+from pallas_kernels.arguments.latent import LatentOptions, SparseArrays
 from pallas_kernels.arrays import ArrayOrStruct
 from pallas_kernels.device import MOST_ON_AN_AXIS, why_not_mosaic
 from pallas_kernels.dispatch import check_kernel
@@ -35,16 +36,9 @@ _REGISTERS = {"bytes": (208, 88), "numbers": (216, 72)}
 _PAIR_REGISTERS = {"bytes": (208, 88), "numbers": (200, 104)}
 
 
-def why_not(
-    q: ArrayOrStruct,
-    records: ArrayOrStruct,
-    slots: ArrayOrStruct,
-    counts: ArrayOrStruct,
-    *,
-    value_dim: int,
-) -> str | None:
-    """Returns why this kernel cannot run, or `None` if it can."""
-    return why_not_mosaic() or _refusal(q, records, value_dim)
+def why_not(arrays: SparseArrays, options: LatentOptions) -> str | None:
+    """Returns why this kernel cannot run, or `None` if it can; reads shapes and dtypes only."""
+    return why_not_mosaic() or _refusal(arrays.q, arrays.records, options.value_dim)
 
 
 def _refusal(q: ArrayOrStruct, records: ArrayOrStruct, value_dim: int) -> str | None:
@@ -74,13 +68,9 @@ def schedule_of(geometry: Geometry, tokens: int, topk: int) -> Schedule:
 
 
 def sparse_attention(
-    q: Float[Array, "tokens heads latent_and_rope"],
-    records: Shaped[Array, "pages page_size 1 width"],
-    slots: Int[Array, "tokens topk"],
-    counts: Int[Array, " tokens"],
+    arrays: SparseArrays,
+    options: LatentOptions,
     *,
-    value_dim: int,
-    scale: float,
     return_lse: bool = False,
     interpret: bool = False,
 ) -> (
@@ -95,16 +85,12 @@ def sparse_attention(
     Raises:
         ValueError: the kernel does not support the shapes or dtypes.
     """
-    check_kernel(_refusal(q, records, value_dim))
-    geometry = _geometry(q, value_dim)
-    schedule = schedule_of(geometry, q.shape[0], slots.shape[1])
+    check_kernel(_refusal(arrays.q, arrays.records, options.value_dim))
+    geometry = _geometry(arrays.q, options.value_dim)
+    schedule = schedule_of(geometry, *arrays.slots.shape)
     out, lse = attend(
-        q,
-        records,
-        slots,
-        counts,
-        value_dim=value_dim,
-        scale=scale,
+        arrays,
+        options=options,
         schedule=schedule.without_clusters(geometry) if interpret else schedule,
         want_lse=return_lse,
         interpret=interpret,
@@ -113,22 +99,19 @@ def sparse_attention(
 
 
 # A model's layers call this with equal shapes; under its own jit the kernel is lowered once for all of them.
-@partial(jax.jit, static_argnames=("value_dim", "scale", "schedule", "want_lse", "interpret"))
+@partial(jax.jit, static_argnames=("options", "schedule", "want_lse", "interpret"))
 def attend(
-    q: Float[Array, "tokens heads latent_and_rope"],
-    records: Shaped[Array, "pages page_size 1 width"],
-    slots: Int[Array, "tokens topk"],
-    counts: Int[Array, " tokens"],
+    arrays: SparseArrays,
     *,
-    value_dim: int,
-    scale: float,
+    options: LatentOptions,
     schedule: Schedule,
     want_lse: bool,
     interpret: bool = False,
 ) -> tuple[Float[Array, "tokens heads value_dim"], Float[Array, "tokens heads"] | None]:
     """Runs the kernel under a schedule, then combines the parts if there are several."""
+    q, records, slots, counts = arrays
     tokens, heads, width = q.shape
-    geometry = _geometry(q, value_dim)
+    geometry = _geometry(q, options.value_dim)
     rows = jnp.pad(q, ((0, 0), (0, geometry.heads - heads), (0, 0))).reshape(-1, width)
     source = _source(geometry, packed=records.dtype == jnp.uint8, interpret=interpret)
     if source.exchange is not None and schedule.cluster > 1:
@@ -137,7 +120,7 @@ def attend(
         )
     has_lse = want_lse or schedule.parts > 1
     kernel = Kernel(
-        geometry, scale, schedule, tokens, has_lse, interpret, source, "sparse_attention"
+        geometry, options.scale, schedule, tokens, has_lse, interpret, source, "sparse_attention"
     )
     outputs = build(kernel, tokens)(rows, records, slots, counts)
     return results(geometry, schedule, outputs, q, want_lse=want_lse)

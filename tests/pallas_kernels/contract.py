@@ -1,5 +1,6 @@
 """What the contract suites share: calling an implementation by name, bits, permuted rows."""
 
+import inspect
 import re
 from functools import partial
 
@@ -9,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.arguments.attention import AttentionArrays, ScoreOptions
 from pallas_kernels.dispatch import Unsupported
 
 # Every implementation signs the same contract; one that needs a GPU joins with that mark.
@@ -70,26 +70,28 @@ def call(op, refusal, inputs, implementation):
     pytest.skip(f"{implementation} refuses: {reason}")
 
 
-def by_name(implementation):
-    """Returns a function of `AttentionArrays` and `ScoreOptions` as one of the op's arguments by name."""
+def by_name(implementation, *groups):
+    """Returns a function of values of `groups` as one of the op's arguments by name."""
 
-    def run(*, scale, window=None, soft_cap=None, **given):
-        arrays = {name: given.pop(name) for name in AttentionArrays._fields if name in given}
-        return implementation(
-            AttentionArrays(**arrays), ScoreOptions(scale, window, soft_cap), **given
-        )
+    def run(**given):
+        made, others = grouped(given, *groups)
+        return implementation(*made, **others)
 
     return run
 
 
 def grouped(inputs, *groups):
-    """Returns the arguments of an implementation: a named tuple of each of `groups`, and the other inputs by name."""
+    """Returns the arguments of an implementation: a value of each of `groups`, and the other inputs by name.
+
+    A group is a class of named tuples or a dataclass.
+    """
+    names = [tuple(inspect.signature(group).parameters) for group in groups]
     made = [
-        group(**{name: inputs[name] for name in group._fields if name in inputs})
-        for group in groups
+        group(**{name: inputs[name] for name in own if name in inputs})
+        for group, own in zip(groups, names, strict=True)
     ]
-    names = {name for group in groups for name in group._fields}
-    return made, {name: value for name, value in inputs.items() if name not in names}
+    taken = {name for own in names for name in own}
+    return made, {name: value for name, value in inputs.items() if name not in taken}
 
 
 def refusals(**kernels):

@@ -18,9 +18,11 @@ from pallas_kernels.page_write import cases as page_cases
 from pallas_kernels.page_write import mosaic_gpu as pages_kernel
 from pallas_kernels.rotary_write import cases as rotary_cases
 from pallas_kernels.rotary_write import mosaic_gpu as rotary_kernel
+from pallas_kernels.rotary_write.arguments import RotaryArrays
 from pallas_kernels.rotary_write.cases import Case
 from pallas_kernels.rotary_write.mosaic_block import Geometry
 from tests.pallas_kernels import oracle
+from tests.pallas_kernels.contract import grouped
 from tests.pallas_kernels.rotary_write.test_rotary_write import assert_is_oracle, real_tokens
 
 PAGES = {case.name: case for case in page_cases.CASES}
@@ -32,6 +34,12 @@ on_this_jax = pytest.mark.skipif(
 
 def device(inputs):
     return {name: jax.tree.map(jnp.asarray, value) for name, value in inputs.items()}
+
+
+def arrays_of(inputs):
+    """Returns the arrays of a call of `rotary_write`, on the device."""
+    (arrays,), _ = grouped(device(inputs), RotaryArrays)
+    return arrays
 
 
 @pytest.fixture
@@ -89,17 +97,17 @@ def test_interpreted_it_equals_the_oracle_without_a_race(name, blocks, races):
     inputs = ROTARY[name].inputs(4)
     padding = np.flatnonzero(~real_tokens(inputs))
     inputs["slots"][padding[:1]] = -1
-    result = rotary_kernel.write(**device(inputs), norm_eps=1e-6, blocks=blocks, interpret=True)
+    result = rotary_kernel.write(arrays_of(inputs), norm_eps=1e-6, blocks=blocks, interpret=True)
     assert_is_oracle(result, inputs, "bfloat16")
     assert not races()
 
 
 def test_the_door_of_the_kernel_interprets_its_own_schedule(races):
     inputs = dataclasses.replace(ROTARY["groups"], tokens=2, padding_tokens=1).inputs(5, "float16")
-    result = rotary_kernel.rotary_write(**device(inputs), interpret=True)
+    result = rotary_kernel.rotary_write(arrays_of(inputs), interpret=True)
     assert_is_oracle(result, inputs, "float16")
     nothing = inputs | {name: inputs[name][:0] for name in ("qkv", "cos", "sin", "slots")}
-    q, pools = rotary_kernel.rotary_write(**device(nothing), interpret=True)
+    q, pools = rotary_kernel.rotary_write(arrays_of(nothing), interpret=True)
     assert q.shape == (0, 8, 64)
     assert np.asarray(pools[0]).tobytes() == inputs["pages"][0].tobytes()
     assert not races()
@@ -137,7 +145,9 @@ def test_it_lowers_for_cuda_without_a_gpu(case):
     arrays = {name: jax.ShapeDtypeStruct(*of) for name, of in shapes.items()}
     norm = jax.ShapeDtypeStruct((2, case.head_dim), "bfloat16") if case.norm else None
     program = jax.jit(rotary_kernel.rotary_write)
-    lowered = program.trace(tuple(pools), **arrays, norm=norm).lower(lowering_platforms=("cuda",))
+    lowered = program.trace(RotaryArrays(tuple(pools), **arrays, norm=norm)).lower(
+        lowering_platforms=("cuda",)
+    )
     assert "mosaic_gpu" in lowered.as_text()
 
 
@@ -188,7 +198,7 @@ def test_what_they_cannot_take_is_refused_with_the_number_that_they_got():
     ):
         assert named in dataclasses.replace(fine, **changes).refusal()
     with pytest.raises(ValueError, match="multiples of 8"):
-        rotary_kernel.rotary_write(**device(ROTARY["width-6"].inputs()))
+        rotary_kernel.rotary_write(arrays_of(ROTARY["width-6"].inputs()))
     wide, odd = jnp.zeros((1, 1, 2**16)), jnp.zeros((1, 1, 2**16 - 1), jnp.int8)
     flags, empty = jnp.zeros((2, 4), bool), jnp.zeros((2, 0))
     for pool, named in (
@@ -204,7 +214,7 @@ def test_what_they_cannot_take_is_refused_with_the_number_that_they_got():
 def test_they_refuse_devices_that_are_not_hopper():
     inputs = device(PAGES["every-slot"].inputs())
     assert "needs an sm90 GPU, found" in pages_kernel.why_not(**inputs)
-    assert "needs an sm90 GPU, found" in rotary_kernel.why_not(**device(ROTARY["norm"].inputs()))
+    assert "needs an sm90 GPU, found" in rotary_kernel.why_not(arrays_of(ROTARY["norm"].inputs()))
 
 
 def test_large_tokens_are_shared_by_several_blocks():
@@ -220,7 +230,7 @@ def test_more_tokens_than_most_axes_of_a_grid_hold(blocks):
     """Axes of a CUDA grid but the first end at 65535."""
     case = Case("", 70_000, 1100, heads=2, kv_heads=1, head_dim=64, half=32)
     inputs = case.inputs(6)
-    result = rotary_kernel.write(**device(inputs), norm_eps=1e-6, blocks=blocks)
+    result = rotary_kernel.write(arrays_of(inputs), norm_eps=1e-6, blocks=blocks)
     assert_is_oracle(result, inputs, "bfloat16")
     values = tuple(inputs["qkv"][:, 2 + index : 3 + index] for index in range(2))
     pages = {"pages": inputs["pages"], "values": values, "slots": inputs["slots"]}
@@ -251,8 +261,11 @@ def test_slots_past_two_to_the_31_elements_are_written_where_they_lie(kernel):
         pools = jax.jit(pages_kernel.page_write, donate_argnums=0)(pools, (row, row), slots)
     else:
         qkv, cos, sin = jnp.ones((2, 48, 128), jnp.bfloat16), jnp.ones((2, 64)), jnp.zeros((2, 64))
-        write = jax.jit(rotary_kernel.rotary_write, donate_argnums=0)
-        _, pools = write(pools, qkv, cos, sin, slots)
+
+        def write(*arrays):
+            return rotary_kernel.rotary_write(RotaryArrays(*arrays))
+
+        _, pools = jax.jit(write, donate_argnums=0)(pools, qkv, cos, sin, slots)
     for pool in pools:
         found = [float(value) for value in jax.jit(ones_in_the_last_page)(pool)]
         assert found == [1024.0, 1024.0, 2048.0, 0.0]

@@ -16,7 +16,9 @@ import pytest
 
 import pallas_kernels
 from pallas_kernels import device, tuning
+from pallas_kernels.arguments.attention import AttentionArrays, ScoreOptions
 from pallas_kernels.arguments.delta import DeltaSizes
+from pallas_kernels.arguments.latent import LatentArrays, LatentOptions, SparseArrays
 from pallas_kernels.arguments.ssd import Sizes
 from pallas_kernels.causal_conv import mosaic_block as conv_block
 from pallas_kernels.causal_conv import mosaic_gpu as conv
@@ -25,6 +27,7 @@ from pallas_kernels.filter_bounds import mosaic_gpu as bounds
 from pallas_kernels.grouped_matmul import mosaic_gpu as grouped
 from pallas_kernels.index_topk import mosaic_gpu as topk
 from pallas_kernels.index_topk import mosaic_scores
+from pallas_kernels.index_topk.arguments import IndexArrays
 from pallas_kernels.latent_attention import mosaic_gpu as latent
 from pallas_kernels.packed import tile_attention
 from pallas_kernels.page_write import mosaic_gpu as write
@@ -32,6 +35,7 @@ from pallas_kernels.paged_attention import cudnn
 from pallas_kernels.paged_attention import mosaic_gpu as paged
 from pallas_kernels.ragged_attention import mosaic_gpu as ragged
 from pallas_kernels.rotary_write import mosaic_gpu as rotary
+from pallas_kernels.rotary_write.arguments import RotaryArrays
 from pallas_kernels.skinny_matmul import mosaic_gpu as skinny
 from pallas_kernels.sparse_attention import mosaic_gpu as sparse
 from pallas_kernels.ssd_scan import mosaic_gpu as scan
@@ -67,7 +71,7 @@ def plan_decode(given):
     arrays = [given[name] for name in ("q", "k_pages")]
     options = chosen(given, "scale", "window", "soft_cap")
     paged.direct_launch(*arrays, given["page_table"].shape[1], **options)
-    by_name(cudnn.why_not)(**given)
+    by_name(cudnn.why_not, AttentionArrays, ScoreOptions)(**given)
     return paged.why_not(*arrays), tile_attention.why_not(given["q"])
 
 
@@ -93,8 +97,8 @@ def plan_conv(given):
 
 
 def plan_topk(given):
-    arrays = [given[name] for name in ("q", "index_pages", "page_table")]
-    return topk.why_not(*arrays, given["topk"]), mosaic_scores.refusal(*arrays[:2])
+    scores = mosaic_scores.refusal(given["q"], given["index_pages"])
+    return by_name(topk.why_not, IndexArrays)(**given), scores
 
 
 def plan_scan(given):
@@ -116,12 +120,16 @@ def plan_update(given):
 PLANS = {
     "paged_attention": plan_decode,
     "ragged_attention": plan_prefill,
-    "latent_attention": lambda given: (latent.why_not(**but(given, "scale")),),
+    "latent_attention": lambda given: (
+        by_name(latent.why_not, LatentArrays, LatentOptions)(**given),
+    ),
     "index_topk": plan_topk,
-    "sparse_attention": lambda given: (sparse.why_not(**but(given, "scale")),),
+    "sparse_attention": lambda given: (
+        by_name(sparse.why_not, SparseArrays, LatentOptions)(**given),
+    ),
     "filter_bounds": lambda given: (bounds.why_not(given["logits"]),),
     "page_write": plan_write,
-    "rotary_write": lambda given: (rotary.why_not(**given),),
+    "rotary_write": lambda given: (by_name(rotary.why_not, RotaryArrays)(**given),),
     "skinny_matmul": lambda given: (
         skinny.why_not(**chosen(given, "weight", "x", "activation", "gated")),
     ),

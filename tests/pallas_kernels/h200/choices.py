@@ -10,11 +10,14 @@ from tests.pallas_kernels.h200.writes import PAGES
 
 def choose(topk, tokens_of_rows, pages, q, weights, table, seq_lens):
     from pallas_kernels.index_topk import mosaic_gpu
+    from pallas_kernels.index_topk.arguments import IndexArrays
 
     bounds = None if tokens_of_rows is None else seq_lens[: len(seq_lens) // 2 + 1]
     rows = seq_lens if bounds is None else seq_lens[: len(bounds) - 1]
     layers = [
-        mosaic_gpu.index_topk(q, weights, pages, table, rows + layer, bounds, topk=topk)
+        mosaic_gpu.index_topk(
+            IndexArrays(q, weights, pages, table, rows + layer, bounds), topk=topk
+        )
         for layer in range(6)
     ]
     return pages, layers

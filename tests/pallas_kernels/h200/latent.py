@@ -32,6 +32,7 @@ def report(dump, rows, heads, keys, page=64, tokens=None):
     import jax
     import jax.numpy as jnp
 
+    from pallas_kernels.arguments.latent import LatentArrays, LatentOptions
     from pallas_kernels.latent_attention import mosaic_gpu
     from pallas_kernels.latent_kernel.schedule import Geometry, Schedule
 
@@ -52,9 +53,9 @@ def report(dump, rows, heads, keys, page=64, tokens=None):
     geometry = Geometry.of(q, pages, 512, packed=packed)
     pieces = mosaic_gpu.pieces_of(geometry, tokens or rows, rows)
     chosen = Schedule.by_rule(geometry, pieces, keys)
-    options = {"value_dim": 512, "scale": 0.1, "schedule": chosen, "want_lse": packed}
+    options = {"options": LatentOptions(512, 0.1), "schedule": chosen, "want_lse": packed}
     with jax.default_device(device()), printed(dump / "assembled") as assembled:
-        traced = jax.jit(partial(mosaic_gpu.attend, **options)).trace(**given)
+        traced = jax.jit(partial(mosaic_gpu.attend, **options)).trace(LatentArrays(**given))
         compiled = traced.lower(lowering_platforms=("cuda",)).compile()
     assembled = assembled.read_text()
     return {

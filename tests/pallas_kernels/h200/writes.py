@@ -14,9 +14,10 @@ def page_write(tokens, dtype, pools, values, slots):
 
 def rotary_write(norm, pools, qkv, cos, sin, slots, weights):
     from pallas_kernels.rotary_write import mosaic_gpu
+    from pallas_kernels.rotary_write.arguments import RotaryArrays
 
-    weights = weights if norm else None
-    return [mosaic_gpu.rotary_write(pool, qkv, cos, sin, slots, norm=weights) for pool in pools]
+    rest = (qkv, cos, sin, slots, weights if norm else None)
+    return [mosaic_gpu.rotary_write(RotaryArrays(pool, *rest)) for pool in pools]
 
 
 def programs():

@@ -2,7 +2,6 @@
 
 import re
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,42 +10,40 @@ import pytest
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as interpreter
 
 from pallas_kernels.formats.index_keys import read_index_keys
+from pallas_kernels.index_topk.arguments import IndexArrays
 from pallas_kernels.index_topk.cases import Case
 from pallas_kernels.index_topk.mosaic_places import CHUNK
 from pallas_kernels.index_topk.mosaic_scores import score
 from pallas_kernels.index_topk.scoring import visit_tiles
 from pallas_kernels.workbench.tolerances import SCORE
+from tests.pallas_kernels.contract import grouped
 
 FP8 = "float8_e4m3fn"
 
 
-def arrays_of(case: Case, seed: int) -> dict[str, Any]:
+def arrays_of(case: Case, seed: int) -> IndexArrays:
     """A case's arrays, on the device."""
-    return {
-        name: jnp.asarray(value)
-        for name, value in case.inputs(seed).items()
-        if isinstance(value, np.ndarray)
-    }
+    (arrays,), _ = grouped(case.inputs(seed), IndexArrays)
+    return jax.tree.map(jnp.asarray, arrays)
 
 
-def alone(arrays: dict[str, Any], seen: int) -> dict[str, Any]:
+def alone(arrays: IndexArrays, seen: int) -> IndexArrays:
     """The packed queries of one row, each as a row of its own that sees the first `seen` keys."""
-    count = len(arrays["q"])
-    return {
-        **{name: arrays[name] for name in ("q", "weights", "index_pages")},
-        "page_table": jnp.repeat(arrays["page_table"], count, axis=0),
-        "seq_lens": jnp.full((count,), seen, jnp.int32),
-        "cu_q_lens": None,
-    }
+    count = len(arrays.q)
+    return arrays._replace(
+        page_table=jnp.repeat(arrays.page_table, count, axis=0),
+        seq_lens=jnp.full((count,), seen, jnp.int32),
+        cu_q_lens=None,
+    )
 
 
 @partial(jax.jit, static_argnames="count")
-def exact_scores(arrays: dict[str, Any], first: int, count: int) -> jax.Array:
+def exact_scores(arrays: IndexArrays, first: int, count: int) -> jax.Array:
     """The scores of some queries of the only row, in float32."""
     q, weights = (
-        jax.lax.dynamic_slice_in_dim(arrays[name], first, count) for name in ("q", "weights")
+        jax.lax.dynamic_slice_in_dim(array, first, count) for array in (arrays.q, arrays.weights)
     )
-    keys = read_index_keys(arrays["index_pages"][arrays["page_table"][0]])
+    keys = read_index_keys(arrays.index_pages[arrays.page_table[0]])
     keys = keys.reshape(-1, keys.shape[-1])
     sums = partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
     # XLA must not see that both were of 8 bits: see scoring.py.
@@ -66,7 +63,7 @@ def test_interpreted_scores_are_those_of_float32(heads, keys, is_packed):
     case = Case("", ((5, keys),), index_heads=heads, queries=FP8)
     arrays = arrays_of(case, 3)
     given = arrays if is_packed else alone(arrays, keys)
-    found = score(**given, keys=CHUNK, interpret=True)
+    found = score(given, keys=CHUNK, interpret=True)
     found = np.asarray(jax.block_until_ready(found))
     races = interpreter.get_races().races_found
     interpreter.reset_gpu_interpret_mode_state()
@@ -85,7 +82,7 @@ def test_on_a_card_a_prompt_misses_no_key_that_scores_clearly_more(seed):
     keys, topk, together = 4 * CHUNK, 2048, 32
     case = Case("", ((512, keys),), queries=FP8)
     arrays = arrays_of(case, seed)
-    found = score(**arrays, keys=keys)
+    found = score(arrays, keys=keys)
 
     @jax.jit
     def missed(found, wanted, first):
@@ -110,8 +107,8 @@ def test_on_a_card_packing_changes_no_bit(heads):
     keys = 5000
     case = Case("", ((7, keys),), index_heads=heads, queries=FP8)
     arrays = arrays_of(case, 2)
-    packed = np.asarray(score(**arrays, keys=CHUNK))
-    single = np.asarray(score(**alone(arrays, keys), keys=CHUNK))
+    packed = np.asarray(score(arrays, keys=CHUNK))
+    single = np.asarray(score(alone(arrays, keys), keys=CHUNK))
     for query in range(7):
         seen = keys - 6 + query
         assert np.array_equal(packed[query, :seen], single[query, :seen])
@@ -122,7 +119,7 @@ def test_on_a_card_xla_multiplies_no_numbers_of_eight_bits():
     """Whose sums it would round to some 14 bits, whatever precision is asked for."""
     keys = 4096
     arrays = arrays_of(Case("", ((64, keys),), queries=FP8), 4)
-    found = jax.jit(lambda arrays: visit_tiles(lambda tile: tile.scores, **arrays))(arrays)
+    found = jax.jit(lambda arrays: visit_tiles(lambda tile: tile.scores, arrays))(arrays)
     found, wanted = np.asarray(found), np.asarray(exact_scores(arrays, 0, 64))
     for query in range(64):
         seen = keys - 63 + query
@@ -133,5 +130,5 @@ def test_on_a_card_xla_multiplies_no_numbers_of_eight_bits():
 def test_xla_cannot_see_that_queries_had_eight_bits():
     """What the test above measures, where there is no card: what XLA multiplies comes from behind a barrier."""
     arrays = arrays_of(Case("", ((3, 64),), index_heads=8, queries=FP8), 5)
-    trace = jax.make_jaxpr(lambda arrays: visit_tiles(lambda tile: tile.scores, **arrays))
+    trace = jax.make_jaxpr(lambda arrays: visit_tiles(lambda tile: tile.scores, arrays))
     assert re.search(r":bf16\[[\d,]+,8,128\] = optimization_barrier", str(trace(arrays)))

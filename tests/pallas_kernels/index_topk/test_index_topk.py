@@ -22,12 +22,20 @@ from pallas_kernels.index_topk import (
     reference,
     xla,
 )
+from pallas_kernels.index_topk.arguments import IndexArrays
 from pallas_kernels.index_topk.cases import CASES
 from pallas_kernels.index_topk.mosaic_places import CHUNK
 from pallas_kernels.mosaic.teams import LARGE, MEDIUM
 from pallas_kernels.mosaic.teams import SMALL as SMALL_TEAM
 from pallas_kernels.workbench.tolerances import SCORE
-from tests.pallas_kernels.contract import bits, cases, compiled, implementations
+from tests.pallas_kernels.contract import (
+    bits,
+    by_name,
+    cases,
+    compiled,
+    grouped,
+    implementations,
+)
 
 SMALL = [case for case in CASES if case.ci]
 every_implementation = implementations("mosaic_gpu", "xla")
@@ -140,8 +148,9 @@ def test_turns_of_tiles_change_nothing():
     """Where memory is short, XLA takes tiles in turns."""
     for name in ("decode", "ragged"):
         inputs = next(case for case in CASES if case.name == name).inputs(6, "float32")
-        whole = compiled(xla.index_topk, inputs)
-        turns = compiled(partial(xla.index_topk, temporary_bytes=5000), inputs)
+        run = by_name(xla.index_topk, IndexArrays)
+        whole = compiled(run, inputs)
+        turns = compiled(partial(run, temporary_bytes=5000), inputs)
         for one, other in zip(whole, turns, strict=True):
             assert np.array_equal(one, other)
 
@@ -208,10 +217,11 @@ def test_interpreted_kernels_choose_what_a_sort_chooses(rows, few_values, in_one
     inputs["q"] = jnp.sign(inputs["q"])
     if few_values:
         inputs["q"] = inputs["q"].astype(jnp.float8_e4m3fn)
-    found = jax.block_until_ready(mosaic_gpu.index_topk(**inputs, interpret=True))
+    (arrays,), options = grouped(inputs, IndexArrays)
+    found = jax.block_until_ready(mosaic_gpu.index_topk(arrays, **options, interpret=True))
     races = interpreter.get_races().races_found
     interpreter.reset_gpu_interpret_mode_state()
-    for one, other in zip(found, xla.index_topk(**inputs), strict=True):
+    for one, other in zip(found, xla.index_topk(arrays, **options), strict=True):
         assert np.array_equal(one, other)
     assert not races
 
@@ -300,18 +310,18 @@ def test_on_hopper_the_kernels_are_taken_and_what_they_refuse_is_counted(
 
 
 def test_the_kernels_say_what_they_cannot_take():
-    inputs = SMALL[0].inputs()
-    q, pages, table = (jnp.asarray(inputs[name]) for name in ("q", "index_pages", "page_table"))
-    assert mosaic_gpu.refusal(q, pages, table, 2048) is None
-    odd = jnp.zeros((3, 12, 132), jnp.uint8)
-    assert "power of two, got 12" in str(mosaic_gpu.refusal(q, odd, table, 8))
-    assert "topk must be at most 16384" in str(mosaic_gpu.refusal(q, pages, table, 2**15))
-    assert "must be float8_e4m3fn" in str(mosaic_scores.refusal(q, pages))
+    (arrays,), _ = grouped(SMALL[0].inputs(), IndexArrays)
+    arrays = jax.tree.map(jnp.asarray, arrays)
+    assert mosaic_gpu.refusal(arrays, 2048) is None
+    odd = arrays._replace(index_pages=jnp.zeros((3, 12, 132), jnp.uint8))
+    assert "power of two, got 12" in str(mosaic_gpu.refusal(odd, 8))
+    assert "topk must be at most 16384" in str(mosaic_gpu.refusal(arrays, 2**15))
+    assert "must be float8_e4m3fn" in str(mosaic_scores.refusal(arrays.q, arrays.index_pages))
     many = jnp.zeros((2**16, 8, 128), jnp.float8_e4m3fn)
-    assert "at most 65535 queries" in str(mosaic_scores.refusal(many, pages))
+    assert "at most 65535 queries" in str(mosaic_scores.refusal(many, arrays.index_pages))
     # Rows of scores are padded before they are written.
-    most = jnp.zeros((2**17 + 1, 1, 1), jnp.bfloat16)
-    assert "at most 1073741824" in str(mosaic_gpu.refusal(most, pages, table, 8))
+    most = arrays._replace(q=jnp.zeros((2**17 + 1, 1, 1), jnp.bfloat16))
+    assert "at most 1073741824" in str(mosaic_gpu.refusal(most, 8))
 
 
 @pytest.mark.parametrize(

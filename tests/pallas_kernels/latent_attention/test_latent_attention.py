@@ -8,11 +8,13 @@ import numpy as np
 import pytest
 
 from pallas_kernels import latent_attention
+from pallas_kernels.arguments.latent import LatentArrays, LatentOptions
 from pallas_kernels.latent_attention import mosaic_gpu, reference
 from pallas_kernels.latent_attention.cases import CASES, Case
 from pallas_kernels.workbench.attention_inputs import latent_answer, some_queries
 from tests.pallas_kernels.contract import (
     bits,
+    by_name,
     call,
     cases,
     compared,
@@ -30,7 +32,7 @@ MIXED = ((1, 40), (0, 0), (13, 46), (1, 1), (5, 21))
 every_implementation = implementations("mosaic_gpu", "xla")
 
 
-refusal = refusals(mosaic_gpu=lambda *, scale, **given: mosaic_gpu.why_not(**given))
+refusal = refusals(mosaic_gpu=by_name(mosaic_gpu.why_not, LatentArrays, LatentOptions))
 
 
 def run(inputs, implementation):

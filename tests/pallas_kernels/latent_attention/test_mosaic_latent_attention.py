@@ -13,6 +13,7 @@ import pytest
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as interpreter
 
 from pallas_kernels import tuning
+from pallas_kernels.arguments.latent import LatentArrays, LatentOptions
 from pallas_kernels.device import NEWEST_JAX, gpu_arch
 from pallas_kernels.latent_attention import mosaic_gpu
 from pallas_kernels.latent_attention.cases import Case
@@ -24,11 +25,10 @@ from pallas_kernels.latent_kernel.schedule import (
     shape_class,
 )
 from pallas_kernels.workbench.search_space import latent_candidates
-from tests.pallas_kernels.contract import bits
+from tests.pallas_kernels.contract import bits, by_name
 from tests.pallas_kernels.h200.reports import reports_of
 from tests.pallas_kernels.latent_attention.oracle import assert_is_oracle
 
-ARRAYS = ("q", "latent_pages", "page_table", "seq_lens", "cu_q_lens")
 ALONE = Schedule(1, 1)
 
 
@@ -38,11 +38,10 @@ def decode(*seq_lens):
 
 def attend(case, schedule, inputs, *, interpret=False):
     """Runs the kernel under a schedule of our choice."""
-    arrays = [inputs.get(name) for name in ARRAYS]
+    arrays = LatentArrays(*(inputs.get(name) for name in LatentArrays._fields))
     return mosaic_gpu.attend(
-        *(array if array is None else jnp.asarray(array) for array in arrays),
-        value_dim=case.value_dim,
-        scale=inputs["scale"],
+        jax.tree.map(jnp.asarray, arrays),
+        options=LatentOptions(case.value_dim, inputs["scale"]),
         schedule=schedule,
         want_lse=True,
         interpret=interpret,
@@ -160,9 +159,9 @@ def test_it_lowers_for_cuda_without_a_gpu():
     shapes = [(40, 16, 576), (9, 16, 1, 576), (2, 16), (2,), (3,)]
     dtypes = [jnp.float16] * 2 + [jnp.int32] * 3
     arguments = [jax.ShapeDtypeStruct(*pair) for pair in zip(shapes, dtypes, strict=True)]
-    run = partial(mosaic_gpu.attend, value_dim=512, scale=1.0, want_lse=True)
+    run = partial(mosaic_gpu.attend, options=LatentOptions(512, 1.0), want_lse=True)
     run = partial(run, schedule=Schedule(2, 1))
-    lowered = jax.jit(run).trace(*arguments).lower(lowering_platforms=("cuda",))
+    lowered = jax.jit(run).trace(LatentArrays(*arguments)).lower(lowering_platforms=("cuda",))
     assert "mosaic_gpu" in lowered.as_text()
 
 
@@ -249,12 +248,7 @@ def test_what_it_cannot_take_is_refused_with_the_number_that_it_got():
         assert named in dataclasses.replace(fine, **changes).refusal()
     inputs = Case(rows=decode(5), **(SMALL | {"page_size": 12})).inputs()
     with pytest.raises(ValueError, match="got 12"):
-        mosaic_gpu.latent_attention(
-            **{
-                name: jnp.asarray(value) if name in ARRAYS else value
-                for name, value in inputs.items()
-            }
-        )
+        by_name(mosaic_gpu.latent_attention, LatentArrays, LatentOptions)(**inputs)
 
 
 def test_a_grid_is_not_longer_than_the_card_takes(monkeypatch):
@@ -265,7 +259,7 @@ def test_a_grid_is_not_longer_than_the_card_takes(monkeypatch):
 
     def said(heads):
         q = jnp.zeros((2**16, heads, 192), jnp.bfloat16)
-        return mosaic_gpu.why_not(q, pages, *tables, value_dim=128)
+        return mosaic_gpu.why_not(LatentArrays(q, pages, *tables), LatentOptions(128, 1.0))
 
     assert said(16) is None
     assert "at most 65535 pieces of queries in a call, got" in str(said(64))
@@ -274,8 +268,8 @@ def test_a_grid_is_not_longer_than_the_card_takes(monkeypatch):
 @pytest.mark.skipif(gpu_arch() == 90, reason="the GPU here is the one it needs")
 def test_it_refuses_devices_that_are_not_hopper():
     inputs = Case(rows=decode(5), **SMALL).inputs()
-    arrays = [jnp.asarray(inputs[name]) for name in ARRAYS[:-1]]
-    assert "needs an sm90 GPU, found" in mosaic_gpu.why_not(*arrays, value_dim=128)
+    why_not = by_name(mosaic_gpu.why_not, LatentArrays, LatentOptions)
+    assert "needs an sm90 GPU, found" in why_not(**inputs)
 
 
 EDGES = decode(0, 1, 63, 64, 65, 127, 128, 129, 300, 1000)
@@ -344,5 +338,5 @@ def test_pages_past_two_to_the_31_elements_are_read_where_they_lie():
     pool = jax.jit(lambda pool: pool.at[-1].set(1), donate_argnums=0)(pool)
     q = jnp.zeros((1, 16, 576), jnp.bfloat16)
     table, lens = jnp.full((1, 1), 2**16, jnp.int32), jnp.full(1, 3, jnp.int32)
-    out = mosaic_gpu.latent_attention(q, pool, table, lens, value_dim=512, scale=1.0)
+    out = mosaic_gpu.latent_attention(LatentArrays(q, pool, table, lens), LatentOptions(512, 1.0))
     np.testing.assert_array_equal(np.asarray(out, np.float32), 1.0)

@@ -202,7 +202,9 @@ def test_it_lowers_for_cuda_without_a_gpu(case):
         shapes |= dict.fromkeys(("k_scales", "v_scales"), (pool[:3], "float32"))
     arguments = {name: jax.ShapeDtypeStruct(*shape) for name, shape in shapes.items()}
     options = {"window": case.window, "soft_cap": case.soft_cap}
-    run = partial(by_name(mosaic_gpu.paged_attention), scale=1.0, **options)
+    run = partial(
+        by_name(mosaic_gpu.paged_attention, AttentionArrays, ScoreOptions), scale=1.0, **options
+    )
     lowered = jax.jit(run).trace(**arguments).lower(lowering_platforms=("cuda",))
     assert "mosaic_gpu" in lowered.as_text()
 
@@ -224,7 +226,7 @@ def test_what_it_cannot_take_is_refused_with_the_number_that_it_got():
 
 def attend_as_called(inputs):
     arrays = {name: jnp.asarray(inputs[name]) for name in ARRAYS[:5]}
-    return by_name(mosaic_gpu.paged_attention)(**arrays, scale=1.0)
+    return by_name(mosaic_gpu.paged_attention, AttentionArrays, ScoreOptions)(**arrays, scale=1.0)
 
 
 @pytest.mark.skipif(gpu_arch() == 90, reason="the GPU here is the one it needs")

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import paged_attention
+from pallas_kernels.arguments.attention import AttentionArrays, ScoreOptions
 from pallas_kernels.dispatch import Unsupported
 from pallas_kernels.inputs.nan_filled_pages import normal
 from pallas_kernels.paged_attention import cudnn, mosaic_gpu, reference, xla
@@ -34,11 +35,12 @@ BY_NAME = {case.name: case for case in CASES}
 KERNEL = {"heads": 8, "kv_heads": 2, "head_dim": 64, "page_size": 8}
 KERNEL_CASES = ["gpt-oss-like", "gemma2-like", "llama-b3-short"]
 every_implementation = implementations("mosaic_gpu", "xla", "cudnn")
+in_xla = by_name(xla.paged_attention, AttentionArrays, ScoreOptions)
 
 
 refusal = refusals(
     mosaic_gpu=lambda *, q, k_pages, **_: mosaic_gpu.why_not(q, k_pages),
-    cudnn=by_name(cudnn.why_not),
+    cudnn=by_name(cudnn.why_not, AttentionArrays, ScoreOptions),
 )
 
 
@@ -98,14 +100,20 @@ def test_the_reference_equals_the_oracle(case):
 def test_keys_visited_in_blocks_give_the_same_answer(case):
     """Partial softmaxes are kept in float32, and one without keys contributes nothing."""
     inputs = case.inputs(3, "float32")
-    result = compiled(partial(by_name(xla.paged_attention), temporary_bytes=20_000), inputs)
+    result = compiled(
+        partial(in_xla, temporary_bytes=20_000),
+        inputs,
+    )
     assert_is_oracle(result, inputs, "float32")
 
 
 @pytest.mark.parametrize("longest", [15, 16, 17])
 def test_a_block_is_visited_for_its_first_key_alone(longest):
     inputs = Case("", (0, longest), **SIZES, table_width=5).inputs(3, "float32")
-    result = compiled(partial(by_name(xla.paged_attention), temporary_bytes=1), inputs)
+    result = compiled(
+        partial(in_xla, temporary_bytes=1),
+        inputs,
+    )
     assert_is_oracle(result, inputs, "float32")
 
 

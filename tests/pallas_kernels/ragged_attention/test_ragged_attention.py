@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import dispatch, paged_attention, ragged_attention
+from pallas_kernels.arguments.attention import AttentionArrays, ScoreOptions
 from pallas_kernels.ragged_attention import mosaic_gpu, reference, xla
 from pallas_kernels.ragged_attention.cases import CASES, Case
 from tests.pallas_kernels import oracle
@@ -88,7 +89,11 @@ def test_small_tiles_and_blocks_of_keys_give_the_same_answer(case):
     """Partial softmaxes are kept in float32, and one without keys contributes nothing."""
     inputs = case.inputs(3, "float32")
     result = compiled(
-        partial(by_name(xla.ragged_attention), temporary_bytes=40_000, largest_tile=16),
+        partial(
+            by_name(xla.ragged_attention, AttentionArrays, ScoreOptions),
+            temporary_bytes=40_000,
+            largest_tile=16,
+        ),
         inputs,
     )
     assert_is_oracle(result, inputs, "float32")

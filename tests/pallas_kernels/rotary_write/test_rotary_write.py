@@ -12,8 +12,9 @@ from pallas_kernels import rotary_write
 from pallas_kernels.dispatch import Unsupported
 from pallas_kernels.formats.eight_bit import LARGEST
 from pallas_kernels.rotary_write import mosaic_gpu, reference
+from pallas_kernels.rotary_write.arguments import RotaryArrays
 from pallas_kernels.rotary_write.cases import CASES
-from tests.pallas_kernels.contract import bits, cases, implementations
+from tests.pallas_kernels.contract import bits, by_name, cases, grouped, implementations
 from tests.tolerances import assert_output
 
 SMALL = [case for case in CASES if case.ci]
@@ -30,8 +31,8 @@ def run(inputs, implementation):
     """Runs an implementation as production does; if it refuses, checks that the op says so, and skips aloud."""
     arrays = device(inputs)
     if implementation == "mosaic_gpu":
-        options = {name: arrays[name] for name in arrays if name != "norm_eps"}
-        reason = mosaic_gpu.why_not(**options)
+        (given,), _ = grouped(arrays, RotaryArrays)
+        reason = mosaic_gpu.why_not(given)
         if reason is not None:
             with pytest.raises(Unsupported, match=re.escape(reason)):
                 rotary_write(**arrays, implementation=implementation)
@@ -189,7 +190,7 @@ def test_a_broken_row_is_marked_by_its_scale(implementation, bad):
 def test_donated_pools_are_written_in_place(implementation):
     """All bytes alias and the addresses stay."""
     inputs = device(BY_NAME["fp8"].inputs(7))
-    if implementation == "mosaic_gpu" and mosaic_gpu.why_not(**inputs):
+    if implementation == "mosaic_gpu" and by_name(mosaic_gpu.why_not, RotaryArrays)(**inputs):
         pytest.skip("tested where it runs")
 
     def write(pages, rest):

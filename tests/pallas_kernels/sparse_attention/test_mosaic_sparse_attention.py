@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as interpreter
 
+from pallas_kernels.arguments.latent import LatentOptions, SparseArrays
 from pallas_kernels.device import NEWEST_JAX, gpu_arch
 from pallas_kernels.latent_kernel.schedule import Geometry, Schedule
 from pallas_kernels.sparse_attention import mosaic_gpu, reference
@@ -19,19 +20,22 @@ from pallas_kernels.sparse_attention.cases import Case
 from tests.pallas_kernels.contract import bits
 from tests.tolerances import assert_lse, assert_output
 
-ARRAYS = ("q", "records", "slots", "counts")
+OPTIONS = LatentOptions(512, 1.0)
 ALONE = Schedule(1, 1)
+
+
+def arrays_of(inputs):
+    return SparseArrays(*(jnp.asarray(inputs[name]) for name in SparseArrays._fields))
 
 
 def attend(inputs, schedule, *, interpret=False):
     """Runs the kernel under a schedule of our choice; slots that are not chosen may be any number."""
-    arrays = {name: np.array(inputs[name]) for name in ARRAYS}
-    for row, count in enumerate(arrays["counts"]):
-        arrays["slots"][row, count:] = 2**30 + row
+    slots = np.array(inputs["slots"])
+    for row, count in enumerate(inputs["counts"]):
+        slots[row, count:] = 2**30 + row
     return mosaic_gpu.attend(
-        **{name: jnp.asarray(array) for name, array in arrays.items()},
-        value_dim=inputs["value_dim"],
-        scale=inputs["scale"],
+        arrays_of(inputs | {"slots": slots}),
+        options=LatentOptions(inputs["value_dim"], inputs["scale"]),
         schedule=schedule,
         want_lse=True,
         interpret=interpret,
@@ -40,8 +44,8 @@ def attend(inputs, schedule, *, interpret=False):
 
 def assert_is_reference(result, inputs):
     options = {name: inputs[name] for name in ("value_dim", "scale")}
-    arrays = {name: jnp.asarray(inputs[name]) for name in ARRAYS}
-    wanted_out, wanted_lse = jax.jit(partial(reference.sparse_attention, **options))(**arrays)
+    run = jax.jit(partial(reference.sparse_attention, **options))
+    wanted_out, wanted_lse = run(*arrays_of(inputs))
     assert_output(result[0], np.asarray(wanted_out, np.float64), inputs["q"].dtype.name)
     assert_lse(result[1], wanted_lse)
 
@@ -101,51 +105,45 @@ def test_it_lowers_for_cuda_without_a_gpu(plain, heads, schedule):
     if jax.__version_info__[:2] > NEWEST_JAX:
         pytest.skip("this JAX takes minutes; why_not says so")
     inputs = Case("", (5,) * 3, 128, topk=128, heads=heads, plain=plain).inputs()
-    shapes = [jax.ShapeDtypeStruct(inputs[name].shape, inputs[name].dtype) for name in ARRAYS]
-    run = partial(mosaic_gpu.attend, value_dim=512, scale=1.0, schedule=schedule, want_lse=True)
-    lowered = jax.jit(run).trace(*shapes).lower(lowering_platforms=("cuda",))
+    shapes = jax.tree.map(jax.typeof, arrays_of(inputs))
+    run = partial(mosaic_gpu.attend, options=OPTIONS, schedule=schedule, want_lse=True)
+    lowered = jax.jit(run).trace(shapes).lower(lowering_platforms=("cuda",))
     assert "mosaic_gpu" in lowered.as_text()
 
 
 def test_what_it_cannot_take_is_refused_with_the_number_that_it_got():
-    inputs = dataclasses.replace(SMALL, rank=384).inputs()
-    arrays = {name: jnp.asarray(inputs[name]) for name in ARRAYS}
+    arrays = arrays_of(dataclasses.replace(SMALL, rank=384).inputs())
     with pytest.raises(ValueError, match="value_dim must be 256 or 512, got 384"):
-        mosaic_gpu.sparse_attention(**arrays, value_dim=384, scale=1.0)
+        mosaic_gpu.sparse_attention(arrays, LatentOptions(384, 1.0))
     for changes, value_dim, named in (
         ({"rope_dim": 32}, 512, "got 544 and 512"),
         ({"rank": 256}, 256, "multiple of 16 bytes, got 392"),
     ):
-        inputs = dataclasses.replace(SMALL, **changes).inputs()
-        arrays = {name: jnp.asarray(inputs[name]) for name in ARRAYS}
+        arrays = arrays_of(dataclasses.replace(SMALL, **changes).inputs())
         with pytest.raises(ValueError, match=named):
-            mosaic_gpu.sparse_attention(**arrays, value_dim=value_dim, scale=1.0)
+            mosaic_gpu.sparse_attention(arrays, LatentOptions(value_dim, 1.0))
 
 
 def test_bytes_want_queries_in_the_dtype_of_their_rotary_parts():
     """Records hold these as bfloat16, whose bits would be read as what queries are."""
-    inputs = SMALL.inputs()
-    arrays = {name: jnp.asarray(inputs[name]) for name in ARRAYS}
-    arrays["q"] = arrays["q"].astype(jnp.float16)
+    arrays = arrays_of(SMALL.inputs())
+    arrays = arrays._replace(q=arrays.q.astype(jnp.float16))
     with pytest.raises(ValueError, match="q must be bfloat16, got float16"):
-        mosaic_gpu.sparse_attention(**arrays, value_dim=512, scale=1.0)
+        mosaic_gpu.sparse_attention(arrays, OPTIONS)
 
 
 def test_a_grid_is_not_longer_than_the_card_takes():
     inputs = SMALL.inputs()
-    arrays = {name: jnp.asarray(inputs[name]) for name in ARRAYS}
     for name in ("q", "slots", "counts"):
-        arrays[name] = jnp.resize(arrays[name], (2**16, *arrays[name].shape[1:]))
+        inputs[name] = np.resize(inputs[name], (2**16, *inputs[name].shape[1:]))
     with pytest.raises(ValueError, match="at most 65535 tokens in a call, got 65536"):
-        mosaic_gpu.sparse_attention(**arrays, value_dim=512, scale=1.0)
+        mosaic_gpu.sparse_attention(arrays_of(inputs), OPTIONS)
 
 
 def test_blocks_in_pairs_are_in_no_other_clusters():
-    inputs = dataclasses.replace(SMALL, heads=128).inputs()
-    arrays = {name: jnp.asarray(inputs[name]) for name in ARRAYS}
-    options = {"value_dim": 512, "scale": 1.0, "want_lse": False}
+    arrays = arrays_of(dataclasses.replace(SMALL, heads=128).inputs())
     with pytest.raises(ValueError, match="got a schedule with clusters of 2; use parts"):
-        mosaic_gpu.attend(**arrays, schedule=Schedule(2, 1), **options)
+        mosaic_gpu.attend(arrays, options=OPTIONS, schedule=Schedule(2, 1), want_lse=False)
 
 
 @pytest.mark.parametrize(
@@ -158,9 +156,7 @@ def test_pairs_are_cut_into_as_many_parts_as_the_card_holds_blocks_of(tokens, pa
 
 @pytest.mark.skipif(gpu_arch() == 90, reason="the GPU here is the one it needs")
 def test_it_refuses_devices_that_are_not_hopper():
-    inputs = SMALL.inputs()
-    arrays = {name: jnp.asarray(inputs[name]) for name in ARRAYS}
-    assert "needs an sm90 GPU, found" in mosaic_gpu.why_not(**arrays, value_dim=512)
+    assert "needs an sm90 GPU, found" in mosaic_gpu.why_not(arrays_of(SMALL.inputs()), OPTIONS)
 
 
 EDGES = Case("", (0, 1, 63, 64, 65, 128, 129, 300, 512, 500), 2000, topk=512)

@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 
 from pallas_kernels import index_topk, latent_attention, sparse_attention
+from pallas_kernels.arguments.latent import LatentOptions, SparseArrays
 from pallas_kernels.formats.latent_records import decode_records, encode_records
 from pallas_kernels.sparse_attention import mosaic_gpu, reference, xla
 from pallas_kernels.sparse_attention.cases import CASES
-from tests.pallas_kernels.contract import bits, cases, compiled, implementations
+from tests.pallas_kernels.contract import bits, by_name, cases, compiled, implementations
 from tests.tolerances import assert_lse, assert_output
 
 SMALL = [case for case in CASES if case.ci]
@@ -116,9 +117,9 @@ def test_a_broken_record_breaks_the_tokens_that_chose_it(implementation):
 def test_the_kernel_runs_unasked_where_it_can(refusal, chosen, monkeypatch):
     ran = []
 
-    def stand_in(name, *arrays, return_lse=False, **options):
+    def stand_in(name, arrays, options, *, return_lse=False):
         ran.append(name)
-        return xla_itself(*arrays, **options)
+        return xla_itself(arrays, options)
 
     xla_itself = xla.sparse_attention
     monkeypatch.setattr(mosaic_gpu, "why_not", lambda *_, **__: refusal)
@@ -131,9 +132,9 @@ def test_the_kernel_runs_unasked_where_it_can(refusal, chosen, monkeypatch):
 def test_turns_of_tokens_change_nothing():
     """Where memory is short, XLA takes tokens in turns; rounding may differ in the last bits."""
     inputs = SMALL[0].inputs(6, "float32")
+    run = by_name(xla.sparse_attention, SparseArrays, LatentOptions)
     whole, turns = (
-        compiled(partial(xla.sparse_attention, temporary_bytes=bytes_), inputs)
-        for bytes_ in (1 << 30, 20000)
+        compiled(partial(run, temporary_bytes=bytes_), inputs) for bytes_ in (1 << 30, 20000)
     )
     np.testing.assert_allclose(whole[0], turns[0], rtol=1e-6, atol=1e-6)
     np.testing.assert_allclose(whole[1], turns[1], rtol=1e-6, atol=1e-6)
