@@ -13,7 +13,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 
 from jaxkv.config.cache import CacheConfig
@@ -21,6 +21,7 @@ from jaxkv.config.engine import EngineConfig
 from jaxkv.config.sampling import SamplingParams
 from jaxkv.engine.command_loop import CommandLoop, StepTimer
 from jaxkv.engine.drive import error_of, timing_of, usage_of
+from jaxkv.engine.first_runs import run_steps
 from jaxkv.engine.recovery import is_fatal, is_loss
 from jaxkv.engine.request import Request
 from jaxkv.engine.request_state import RequestState
@@ -390,7 +391,13 @@ def _load(start: Start) -> LLM:
         cache=CacheConfig(**start.cache),
         engine=EngineConfig(**start.engine),
     )
-    for batch, prompt_tokens in start.warm_up:
+    _warm_up(llm, start.warm_up)
+    return llm
+
+
+def _warm_up(llm: LLM, sizes: Sequence[tuple[int, int]]) -> None:
+    """Compiles the programs of so many requests at once, with prompts of so many tokens, and runs each."""
+    for batch, prompt_tokens in sizes:
         most = max(1, llm.max_model_len - prompt_tokens)
         for sampling in _WARMED:
             llm.warm_up(
@@ -398,7 +405,10 @@ def _load(start: Start) -> LLM:
                 prompt_tokens=prompt_tokens,
                 sampling=replace(sampling, max_tokens=most),
             )
-    return llm
+    if sizes:
+        programs = llm.engine.runner.programs.manifest()
+        with llm.lock.held():
+            run_steps(llm.engine, [program.spec for program in programs])
 
 
 def main() -> int:
