@@ -2,9 +2,10 @@
 
     python -m benchmarks.server --shape qwen3-0.6b llama-3.1-8b --streams 256
 
-Each shape runs with random weights and a made-up tokenizer of its vocabulary: once in one process without HTTP, as
-`jaxkv bench throughput` and `latency` do, and once as `jaxkv serve` with `jaxkv bench serve` as client. Both get
-prompts of the same lengths. The engine alone writes no text, so the difference is all that a server adds.
+Each shape runs with random weights and a made-up tokenizer of its vocabulary: once in one process without HTTP
+(`benchmarks.engine_loads`), and once as `jaxkv serve` with `jaxkv bench serve` as client. Both get prompts of the same
+lengths: all at once, several times, and then a few per second. Programs are compiled, and run once, before both. The
+engine alone writes no text, so the difference is all that a server adds. One record is written for each shape.
 """
 
 import argparse
@@ -17,12 +18,12 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from benchmarks.engine_loads import Load
 from jaxkv.bench.shapes import SHAPES
 from jaxkv.config.model import ModelConfig
 
@@ -30,31 +31,6 @@ Row = dict[str, Any]
 
 _READY_SECONDS = 400
 _NAMES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
-
-
-@dataclass(frozen=True)
-class Load:
-    """The requests of one measurement.
-
-    Attributes:
-        requests: number of requests.
-        prompt_tokens, output_tokens: of each.
-        rate: requests per second; `None` sends all at once.
-    """
-
-    requests: int
-    prompt_tokens: int
-    output_tokens: int
-    rate: float | None = None
-
-    def options(self) -> list[str]:
-        """Returns the command's options."""
-        found = [
-            f"--requests={self.requests}",
-            f"--prompt-tokens={self.prompt_tokens}",
-            f"--output-tokens={self.output_tokens}",
-        ]
-        return [*found, *([] if self.rate is None else [f"--rate={self.rate:g}"])]
 
 
 def write_model(shape: str, directory: Path) -> None:
@@ -103,12 +79,14 @@ def _config_json(config: ModelConfig) -> Row:
     }
 
 
-def alone(shape: str, load: Load, options: Sequence[str]) -> Row:
-    """Returns the figures of the engine without a server, in a process of its own."""
-    mode = "throughput" if load.rate is None else "latency"
-    command = [sys.executable, "-m", "jaxkv.cli", "bench", mode, f"--shape={shape}", "--json"]
+def alone(shape: str, loads: Sequence[Load], sizes: Sequence[str]) -> list[Row]:
+    """Returns the figures of the engine without a server for each load, from one process of its own."""
+    command = [sys.executable, "-m", "benchmarks.engine_loads", f"--shape={shape}", *sizes]
     done = subprocess.run(
-        [*command, *load.options(), *options], capture_output=True, text=True, check=False
+        [*command, *(f"--load={load}" for load in loads)],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     if done.returncode:
         raise RuntimeError(f"the engine alone failed: {done.stderr[-2000:]}")
@@ -136,52 +114,71 @@ def server(directory: Path, options: Sequence[str]) -> Iterator[tuple[str, int]]
         process.wait(60)
 
 
-def served(url: str, pid: int, load: Load, vocab_size: int, warm_up: int) -> Row:
-    """Returns the figures of requests to a server, and the HTTP process's CPU seconds."""
+def served(url: str, pid: int, load: Load, vocab_size: int, seed: int, warm_up: int) -> Row:
+    """Returns the figures of requests to a server, and the CPU seconds of both its processes."""
     with tempfile.TemporaryDirectory() as folder:
         target = Path(folder) / "result.json"
         command = [sys.executable, "-m", "jaxkv.cli", "bench", "serve", f"--base-url={url}"]
         command += [f"--result-json={target}", f"--vocab-size={vocab_size}", "--ignore-eos"]
         before = _cpu_seconds(pid)
         done = subprocess.run(
-            [*command, f"--warm-up={warm_up}", *load.options()],
+            [*command, f"--warm-up={warm_up}", f"--seed={seed}", *_options(load)],
             capture_output=True,
             text=True,
             check=False,
         )
         if done.returncode:
             raise RuntimeError(f"the client failed: {done.stderr[-2000:]}")
-        return json.loads(target.read_text()) | {"cpu_seconds": _cpu_seconds(pid) - before}
+        used = [now - then for now, then in zip(_cpu_seconds(pid), before, strict=True)]
+        return json.loads(target.read_text()) | {"cpu_seconds": used}
 
 
-def _cpu_seconds(pid: int) -> float:
+def _options(load: Load) -> list[str]:
+    """Returns a load as options of `jaxkv bench serve`."""
+    return [
+        f"--requests={load.requests}",
+        f"--prompt-tokens={load.prompt_tokens}",
+        f"--output-tokens={load.output_tokens}",
+        *([] if load.rate is None else [f"--rate={load.rate:g}"]),
+    ]
+
+
+def _cpu_seconds(pid: int) -> tuple[float, float]:
+    """Returns the CPU seconds of the HTTP process and of its engine process."""
+    [engine] = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return _own_cpu_seconds(pid), _own_cpu_seconds(int(engine))
+
+
+def _own_cpu_seconds(pid: int) -> float:
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def measure(shape: str, full: Load, light: Load, max_sequences: int) -> list[Row]:
-    """Returns a row for each load of one shape."""
-    longest = max(load.prompt_tokens + load.output_tokens for load in (full, light)) + 8
-    options = [f"--max-sequences={max_sequences}", f"--max-model-len={longest}"]
-    rows = []
-    engine = [alone(shape, load, options) for load in (full, light)]
+def measure(shape: str, loads: Sequence[Load]) -> Iterator[Row]:
+    """Yields a row for each load of one shape."""
+    most = max(load.requests for load in loads if load.rate is None)
+    longest = max(load.prompt_tokens + load.output_tokens for load in loads) + 8
+    sizes = [f"--max-sequences={most}", f"--max-model-len={longest}"]
+    engine = alone(shape, loads, sizes)
     with tempfile.TemporaryDirectory() as folder:
         write_model(shape, Path(folder))
-        warm = f"--warm-up={full.requests}:{full.prompt_tokens}"
+        warm = f"--warm-up={most}:{max(load.prompt_tokens for load in loads)}:greedy"
         began = time.monotonic()
-        with server(Path(folder), [*options, warm]) as (url, pid):
+        with server(Path(folder), [*sizes, warm]) as (url, pid):
             started = time.monotonic() - began
-            for load, before in zip((full, light), engine, strict=True):
+            for index, (load, before) in enumerate(zip(loads, engine, strict=True)):
+                # Its first requests import modules and fill caches of texts.
+                warm_up = 0 if index else min(most, 16)
                 vocab_size = SHAPES[shape].vocab_size
-                after = served(url, pid, load, vocab_size, min(full.requests, 64))
-                rows.append(_row(shape, load, before, after) | {"server_start_s": started})
-    return rows
+                after = served(url, pid, load, vocab_size, index, warm_up)
+                yield _row(shape, load, before, after) | {"server_start_s": started}
 
 
 def _row(shape: str, load: Load, before: Mapping[str, Any], after: Mapping[str, Any]) -> Row:
     if after["failed"]:
         raise RuntimeError(f"{after['failed']} requests failed: {set(after['errors'])}")
     engine, both = before["output_tokens_per_second"], after["output_throughput"]
+    http, engine_process = after["cpu_seconds"]
     return {
         "shape": shape,
         "requests": load.requests,
@@ -193,33 +190,41 @@ def _row(shape: str, load: Load, before: Mapping[str, Any], after: Mapping[str, 
         "share": both / engine,
         "engine_ttft_p50_ms": before["ttft_ms"]["p50"],
         "server_ttft_p50_ms": after["median_ttft_ms"],
-        "http_process_cores": after["cpu_seconds"] / after["duration"],
-        "http_process_us_per_token": after["cpu_seconds"] / after["total_output_tokens"] * 1e6,
+        "engine_ttft_p99_ms": before["ttft_ms"]["p99"],
+        "server_ttft_p99_ms": after["p99_ttft_ms"],
+        "http_process_cores": http / after["duration"],
+        "engine_process_cores": engine_process / after["duration"],
+        "http_process_us_per_token": http / after["total_output_tokens"] * 1e6,
     }
 
 
 def main() -> None:
-    """Measures the shapes of the command line, prints a table and writes a record."""
+    """Measures the shapes of the command line, prints each row as JSON, and writes a record for each shape."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shape", nargs="+", default=["qwen3-0.6b"], choices=sorted(SHAPES))
     parser.add_argument("--streams", type=int, default=256)
+    parser.add_argument("--bursts", type=int, default=3, help="so many times all at once")
     parser.add_argument("--prompt-tokens", type=int, default=256)
     parser.add_argument("--output-tokens", type=int, default=512)
     parser.add_argument("--rate", type=float, default=4.0, help="of the measurement of latency")
-    parser.add_argument("--record", default="server")
+    parser.add_argument("--record", default="server", help="the shape is added to it")
+    parser.add_argument("--folder", type=Path, help="where the records are written")
     options = parser.parse_args()
-    sizes = options.prompt_tokens, options.output_tokens
-    full = Load(options.streams, *sizes)
+    full = Load(options.streams, options.prompt_tokens, options.output_tokens)
     light = Load(max(8, int(10 * options.rate)), options.prompt_tokens, 32, options.rate)
-    rows = []
-    for shape in options.shape:
-        for row in measure(shape, full, light, options.streams):
-            rows.append(row)
-            print(json.dumps(row), flush=True)
-    # JAX starts here, since a process that holds the GPU's memory would leave none to those measured.
-    from benchmarks.record import save_record
+    rows: dict[str, list[Row]] = {}
+    try:
+        for shape in options.shape:
+            for row in measure(shape, [*[full] * options.bursts, light]):
+                rows.setdefault(shape, []).append(row)
+                print(json.dumps(row), flush=True)
+    finally:
+        # JAX starts here, since a process that holds the GPU's memory would leave none to those measured.
+        from benchmarks.record import RECORDS, save_record
 
-    print(save_record(options.record, rows))
+        for shape, found in rows.items():
+            folder = options.folder or RECORDS
+            print(save_record(f"{options.record}-{shape}", found, folder=folder))
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from typing import Any
 from jaxkv.config.cache import CacheConfig
 from jaxkv.config.engine import EngineConfig
 from jaxkv.options import add_serving_options, cache_of, size
+from jaxkv.serve.warm_samplings import WARM_SAMPLINGS
 from jaxkv.terminal import Screen
 
 KEY_VARIABLE = "JAXKV_API_KEY"
@@ -97,9 +98,10 @@ def _add_engine_options(parser: argparse.ArgumentParser) -> None:
         type=_warm_up,
         action="append",
         default=[],
-        metavar="BATCH:TOKENS",
-        help="before the start, compile for so many requests at once with prompts of up to so many tokens; may be "
-        "given several times (default: programs are compiled when they are first needed)",
+        metavar="BATCH:TOKENS[:SAMPLING]",
+        help="before the start, compile for so many requests at once with prompts of up to so many tokens; SAMPLING "
+        "is some of greedy, drawn and filtered, joined by +, and all three if left out. May be given several times "
+        "(default: programs are compiled when they are first needed)",
     )
 
 
@@ -183,12 +185,17 @@ def _parser_name(text: str, **named: str) -> str:
     return text
 
 
-def _warm_up(text: str) -> tuple[int, int]:
-    """Reads "8:1024" or "8:1k"."""
-    batch, colon, tokens = text.partition(":")
-    if not colon:
-        raise argparse.ArgumentTypeError(f"must be BATCH:TOKENS such as 8:1024, got {text[:40]!r}")
-    return size(batch), size(tokens)
+def _warm_up(text: str) -> tuple[int, int, tuple[str, ...]]:
+    """Reads "8:1024", "8:1k" or "8:1k:greedy+drawn"."""
+    batch, colon, rest = text.partition(":")
+    tokens, named, chosen = rest.partition(":")
+    samplings = tuple(chosen.split("+")) if named else tuple(WARM_SAMPLINGS)
+    if not colon or not set(samplings) <= set(WARM_SAMPLINGS):
+        raise argparse.ArgumentTypeError(
+            f"must be BATCH:TOKENS such as 8:1024, or with some of {', '.join(WARM_SAMPLINGS)} such as "
+            f"8:1024:greedy+drawn, got {text[:40]!r}"
+        )
+    return size(batch), size(tokens), samplings
 
 
 def _serve(options: argparse.Namespace, screen: Screen) -> int:

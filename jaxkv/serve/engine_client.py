@@ -390,7 +390,7 @@ class EngineClient:
             self._tell()
 
     def _tell(self) -> None:
-        """Wakes the readers of new tokens, and pauses for as long as they take."""
+        """Wakes the readers of new tokens, and pauses for as long as this thread then computes."""
         self._is_pausing = bool(self._untold)
         if not self._untold:
             return
@@ -399,8 +399,8 @@ class EngineClient:
         self._untold.clear()
         assert self._loop is not None, "only a running event loop reads"
         # The event loop runs the readers, which are waiting, before this.
-        self._loop.call_soon(self._pause, time.monotonic())
+        self._loop.call_soon(self._pause, time.thread_time())
 
     def _pause(self, began: float) -> None:
         assert self._loop is not None, "only a running event loop reads"
-        self._loop.call_later(time.monotonic() - began, self._tell)
+        self._loop.call_later(time.thread_time() - began, self._tell)

@@ -18,7 +18,6 @@ from dataclasses import asdict, replace
 
 from jaxkv.config.cache import CacheConfig
 from jaxkv.config.engine import EngineConfig
-from jaxkv.config.sampling import SamplingParams
 from jaxkv.engine.command_loop import CommandLoop, StepTimer
 from jaxkv.engine.drive import error_of, timing_of, usage_of
 from jaxkv.engine.first_runs import run_steps
@@ -30,6 +29,7 @@ from jaxkv.llm import LLM
 from jaxkv.monitoring.inspection import draw
 from jaxkv.serve import exit_codes
 from jaxkv.serve.inbox import Inbox
+from jaxkv.serve.warm_samplings import WARM_SAMPLINGS
 from jaxkv.serve.wire import (
     Abort,
     Alive,
@@ -63,13 +63,6 @@ _LOADING_POLL_SECONDS = 0.5
 _SWITCH_SECONDS = 0.0002
 """How long the main thread waits for the interpreter while another thread prepares a grammar. Python's own 5 ms would
 be added to each step meanwhile, several times."""
-
-_WARMED = (
-    SamplingParams(temperature=0.0),
-    SamplingParams(temperature=1.0),
-    SamplingParams(temperature=1.0, top_p=0.9),
-)
-"""The sampling of which `Start.warm_up` compiles the programs: greedy rows, rows that draw, and those with filters."""
 
 
 class _Sender:
@@ -395,15 +388,15 @@ def _load(start: Start) -> LLM:
     return llm
 
 
-def _warm_up(llm: LLM, sizes: Sequence[tuple[int, int]]) -> None:
-    """Compiles the programs of so many requests at once, with prompts of so many tokens, and runs each."""
-    for batch, prompt_tokens in sizes:
+def _warm_up(llm: LLM, sizes: Sequence[tuple[int, int, Sequence[str]]]) -> None:
+    """Compiles the programs of `Start.warm_up`, and runs each."""
+    for batch, prompt_tokens, samplings in sizes:
         most = max(1, llm.max_model_len - prompt_tokens)
-        for sampling in _WARMED:
+        for name in samplings:
             llm.warm_up(
                 batch=batch,
                 prompt_tokens=prompt_tokens,
-                sampling=replace(sampling, max_tokens=most),
+                sampling=replace(WARM_SAMPLINGS[name], max_tokens=most),
             )
     if sizes:
         programs = llm.engine.runner.programs.manifest()

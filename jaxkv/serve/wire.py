@@ -38,7 +38,8 @@ class Start(msgspec.Struct, tag="start", frozen=True, kw_only=True):
             `jaxkv.LLM`.
         cache: fields of `CacheConfig` that differ from their defaults.
         engine: fields of `EngineConfig` that differ from their defaults.
-        warm_up: (requests at once, tokens of a prompt) for which programs are compiled before `Ready`.
+        warm_up: (requests at once, tokens of a prompt, names of samplings) for which programs are compiled before
+            `Ready`; see `jaxkv.serve.warm_samplings`.
         hang_seconds: a step that takes longer ends the engine process; time in compilation does not count.
     """
 
@@ -51,7 +52,7 @@ class Start(msgspec.Struct, tag="start", frozen=True, kw_only=True):
     load_format: str = "auto"
     cache: dict[str, Any] = {}
     engine: dict[str, Any] = {}
-    warm_up: tuple[tuple[int, int], ...] = ()
+    warm_up: tuple[tuple[int, int, tuple[str, ...]], ...] = ()
     hang_seconds: float = 30.0
 
 

@@ -2,19 +2,21 @@
 
 import pytest
 
-from benchmarks.server import Load, _row, write_model
+from benchmarks.engine_loads import Load, measure, parse_load
+from benchmarks.server import _options, _row, write_model
 from jaxkv.bench.shapes import SHAPES
 from jaxkv.models.registry import load_config
 from jaxkv.text.tokenizer import load_tokenizer
 
 LOAD = Load(requests=4, prompt_tokens=8, output_tokens=10)
-ALONE = {"output_tokens_per_second": 100.0, "ttft_ms": {"p50": 5.0}}
+ALONE = {"output_tokens_per_second": 100.0, "ttft_ms": {"p50": 5.0, "p99": 9.0}}
 SERVED = {
     "failed": 0,
     "errors": [],
     "output_throughput": 98.0,
     "median_ttft_ms": 5.5,
-    "cpu_seconds": 2.0,
+    "p99_ttft_ms": 9.5,
+    "cpu_seconds": [2.0, 3.0],
     "duration": 4.0,
     "total_output_tokens": 40,
 }
@@ -37,7 +39,9 @@ def test_a_row_compares_the_server_with_the_engine():
     row = _row("tiny", LOAD, ALONE, SERVED)
     assert row["share"] == pytest.approx(0.98)
     assert (row["engine_ttft_p50_ms"], row["server_ttft_p50_ms"]) == (5.0, 5.5)
+    assert (row["engine_ttft_p99_ms"], row["server_ttft_p99_ms"]) == (9.0, 9.5)
     assert row["http_process_cores"] == pytest.approx(0.5)
+    assert row["engine_process_cores"] == pytest.approx(0.75)
     assert row["http_process_us_per_token"] == pytest.approx(50_000)
 
 
@@ -47,5 +51,19 @@ def test_failed_requests_are_no_measurement():
 
 
 def test_a_load_is_written_as_options():
-    assert LOAD.options() == ["--requests=4", "--prompt-tokens=8", "--output-tokens=10"]
-    assert Load(1, 2, 3, 0.5).options()[-1] == "--rate=0.5"
+    assert _options(LOAD) == ["--requests=4", "--prompt-tokens=8", "--output-tokens=10"]
+    assert _options(Load(1, 2, 3, 0.5))[-1] == "--rate=0.5"
+
+
+@pytest.mark.parametrize("load", [LOAD, Load(1, 2, 3, 0.5)])
+def test_a_load_is_read_as_it_is_written(load):
+    assert parse_load(str(load)) == load
+
+
+@pytest.mark.slow
+def test_an_engine_alone_serves_each_load_with_programs_that_were_compiled_before():
+    loads = [LOAD, LOAD, Load(2, 8, 4, 100.0)]
+    found = measure("tiny", loads, max_sequences=4, max_model_len=32)
+    assert [one["output_tokens"] for one in found] == [40, 40, 8]
+    assert [one["cached_tokens"] for one in found] == [0, 0, 0]
+    assert all(one["steps"] > 3 for one in found)

@@ -43,7 +43,9 @@ def mistake(capsys, *arguments):
         (["--host", "no.such.host.invalid"], "cannot be resolved"),
         (["--api-key", "short"], "at least 8 visible ASCII characters"),
         (["--api-key-file", "no/such/file"], "no/such/file"),
-        (["--warm-up", "8"], "must be BATCH:TOKENS such as 8:1024, got '8'"),
+        (["--warm-up", "8"], "must be BATCH:TOKENS such as 8:1024, or"),
+        (["--warm-up", "8:8:greedy+cold"], "greedy, drawn, filtered such as"),
+        (["--warm-up", "8:8:"], "got '8:8:'"),
         (["--warm-up", "a:8"], "must be a number such as"),
         (["--hang-seconds", "0"], "must be above 0"),
         (["--drain-seconds", "nan"], "must be above 0"),
@@ -108,11 +110,13 @@ def test_other_machines_may_come_with_a_key():
 
 
 def test_what_differs_from_the_defaults_is_sent_to_the_engine():
-    given = ["--max-sequences", "4", "--token-budget", "64", "--warm-up", "8:1k", "--dtype", "bf16"]
+    given = ["--max-sequences", "4", "--token-budget", "64", "--dtype", "bf16"]
+    given += ["--warm-up", "8:1k", "--warm-up", "2:16:drawn+greedy"]
     start = command._start(command_options(given))
     assert start.cache == {"max_sequences": 4}
     assert start.engine == {"token_budget": 64}
-    assert start.warm_up == ((8, 1024),)
+    every = ("greedy", "drawn", "filtered")
+    assert start.warm_up == ((8, 1024, every), (2, 16, ("drawn", "greedy")))
     assert start.dtype == "bf16"
 
 

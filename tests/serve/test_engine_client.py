@@ -70,7 +70,7 @@ def test_readers_that_take_long_are_told_of_several_steps_at_once_but_of_first_t
     class Clock:
         now = 0.0
 
-        def monotonic(self):
+        def thread_time(self):
             return self.now
 
     clock = Clock()

@@ -18,6 +18,7 @@ from jaxkv.serve.engine_client import EngineLost, RequestRefused
 from jaxkv.serve.engine_process import EngineProcess
 from jaxkv.serve.generation import generate
 from jaxkv.serve.inbox import Inbox
+from jaxkv.serve.warm_samplings import WARM_SAMPLINGS
 from jaxkv.serve.wire import AskStats, Start, frame
 from jaxkv.text.tokenizer import load_tokenizer
 
@@ -148,7 +149,8 @@ def test_a_lost_cache_on_a_broken_device_is_a_broken_device():
 
 @pytest.mark.slow
 def test_a_warmed_up_engine_compiles_nothing_for_requests_of_the_size():
-    sizes = {"dtype": "float32", "max_model_len": 64, "cache": CACHE, "warm_up": ((2, 16),)}
+    sizes = {"dtype": "float32", "max_model_len": 64, "cache": CACHE}
+    sizes |= {"warm_up": ((2, 16, tuple(WARM_SAMPLINGS)),)}
     sampling = [{"temperature": 0.0}, {"temperature": 1.0, "seed": 3}, {"top_p": 0.5, "seed": 4}]
 
     async def test():
