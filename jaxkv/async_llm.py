@@ -7,7 +7,8 @@ and posts each generated piece to the event loop of its caller. No event loop wa
 import asyncio
 import logging
 import threading
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
@@ -15,10 +16,13 @@ from typing import Self
 from jaxkv.config.sampling import SamplingParams
 from jaxkv.engine.command_loop import CommandLoop
 from jaxkv.engine.drive import output_of, with_figures
+from jaxkv.engine.recovery import is_loss
 from jaxkv.engine.request import Piece, Request, RequestOutput
 from jaxkv.engine.request_state import FINISHED, RequestState
 from jaxkv.errors import STEP_FAILURES, OutOfPages, OutOfStates
 from jaxkv.llm import LLM
+from jaxkv.models.protocol import Params
+from jaxkv.runner.weight_version import WeightVersion
 from jaxkv.text.prompts import Prompt, as_call, one_each, one_sample
 
 _LOG = logging.getLogger(__name__)
@@ -171,6 +175,45 @@ class AsyncLLM:
         finally:
             self._loop.put(lambda: self._abort(call))
         return output_of(call.samples, self._llm.tokenizer)
+
+    async def update_weights(
+        self, params: Params, *, version: WeightVersion | None = None, requests: str = "continue"
+    ) -> WeightVersion:
+        """Replaces the model's parameters between two steps, while requests run; see `LLM.update_weights`."""
+        return await self._run_in_engine(
+            lambda: self._engine.update_weights(params, version=version, requests=requests)
+        )
+
+    async def sleep(self, level: int = 1) -> None:
+        """Gives memory on the device back; see `LLM.sleep`. Requests in progress wait, and new ones raise."""
+        await self._run_in_engine(lambda: self._engine.sleep(level))
+
+    async def wake_up(self) -> None:
+        """Makes the cache again after `sleep`, and continues the requests in progress; see `LLM.wake_up`."""
+        await self._run_in_engine(self._engine.wake_up)
+
+    async def _run_in_engine[T](self, call: Callable[[], T]) -> T:
+        """Runs a call in the engine's thread between two steps; returns its result, or raises its error."""
+        result: Future[T] = Future()
+
+        def run() -> None:
+            if not result.set_running_or_notify_cancel():
+                return
+            if self._closed:
+                result.set_exception(RuntimeError(_ENDED))
+                return
+            try:
+                result.set_result(call())
+            except BaseException as error:
+                result.set_exception(error)
+                if is_loss(error):
+                    raise
+
+        with self._submit_lock:
+            if self._closed:
+                raise RuntimeError(_ENDED) from self._failure
+            self._loop.put(run)
+        return await asyncio.wrap_future(result)
 
     async def _submit(
         self, prompt: Prompt, params: SamplingParams, priority: int, salt: str | bytes | None

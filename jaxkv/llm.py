@@ -5,6 +5,7 @@ import logging
 import random
 import secrets
 import sys
+from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -33,7 +34,7 @@ from jaxkv.errors import BadCheckpoint
 from jaxkv.memory import named_exhaustion
 from jaxkv.models.decoder import Decoder
 from jaxkv.models.hf_config.generation_json import load_sampling_defaults
-from jaxkv.models.protocol import Params
+from jaxkv.models.protocol import Model, Params
 from jaxkv.models.registry import build_model, load_config, load_params, resolve_dtype
 from jaxkv.monitoring.stats import Stats, collect_stats
 from jaxkv.plan import (
@@ -47,8 +48,10 @@ from jaxkv.plan import (
 from jaxkv.programs.jax_cache import enable_compile_cache
 from jaxkv.programs.manifest import Programs
 from jaxkv.runner.model_runner import ModelRunner
+from jaxkv.runner.param_types import params_of_model
 from jaxkv.runner.scoring import score_program, score_texts
 from jaxkv.runner.sequence_runner import SequenceRunner
+from jaxkv.runner.weight_version import WeightVersion
 from jaxkv.structured.grammar import Grammar
 from jaxkv.structured.grammars import Grammars
 from jaxkv.text.bad_words import forbid_words
@@ -118,6 +121,23 @@ def _end_ids(directory: Path, config: ModelConfig, tokenizer: Tokenizer | None) 
     return found
 
 
+def _checked_ends(ids: Sequence[int], vocab_size: int) -> tuple[int, ...]:
+    """Returns end ids, each once; raises `ValueError` if there are too many or the model lacks one."""
+    found = tuple(dict.fromkeys(as_int("eos_ids", token, 0, vocab_size - 1) for token in ids))
+    if len(found) > MAX_EOS_IDS:
+        raise ValueError(f"eos_ids has {len(found)} ids, at most {MAX_EOS_IDS} can be used")
+    return found
+
+
+def _dtype_of(params: Params) -> str:
+    """Returns the name of the dtype that most numbers of a tree of parameters have, integers not counted."""
+    sizes: Counter[str] = Counter()
+    for leaf in jax.tree.leaves(params):
+        if jnp.issubdtype(getattr(leaf, "dtype", int), jnp.floating):
+            sizes[str(leaf.dtype)] += leaf.size
+    return max(sizes, key=lambda name: sizes[name], default="float32")
+
+
 def _key(seed: int) -> jax.Array:
     """Returns the PRNG key of 64 bits of a seed. `jax.random.key` drops those above 32."""
     words = np.asarray([seed >> 32 & 0xFFFFFFFF, seed & 0xFFFFFFFF], np.uint32)
@@ -129,9 +149,14 @@ def _seed_source(seed: int | None) -> Callable[[int], int]:
 
     Args:
         seed: seed of the generator; `None` for unpredictable seeds.
+
+    Raises:
+        ValueError: the seed is no int of 64 bits.
     """
+    if seed is None:
+        return secrets.randbits
     # Python's generator drops the sign of its seed.
-    return secrets.randbits if seed is None else random.Random(seed % 2**64).getrandbits
+    return random.Random(as_int("seed", seed, -(2**63), 2**64 - 1) % 2**64).getrandbits
 
 
 class LLM:
@@ -199,38 +224,142 @@ class LLM:
         refuse_forked_user()
         cache, engine = merge_configs(cache, engine, options, inspect.signature(LLM).parameters)
         _check_options(model, revision, load_format, strict=strict, progress=progress)
-        if seed is not None:
-            seed = as_int("seed", seed, -(2**63), 2**64 - 1)
         self._draw_seed = _seed_source(seed)
-        self.directory = directory = resolve_model(model, revision, progress=progress)
+        directory = resolve_model(model, revision, progress=progress)
         config = load_config(directory, ignore_config_keys=ignore_config_keys)
         dtype = resolve_dtype(dtype, config.dtype)
         enable_compile_cache()
-        self.model: Decoder = build_model(config, implementation=implementation)
-        self.tokenizer: Tokenizer | None = load_tokenizer(directory)
-        self.eos_ids = _end_ids(directory, config, self.tokenizer)
-        self.grammars = Grammars(self.tokenizer, self.eos_ids, self.model.vocab_size)
-        self.max_model_len = resolve_length(max_model_len, self.model.max_positions)
-        self.model = self.model.limited(self.max_model_len)
-        # The memory is planned before weights are read, so that a model that does not fit is refused at once.
-        weights = weight_bytes(self.model, dtype)
+        decoder = build_model(config, implementation=implementation)
+        tokenizer = load_tokenizer(directory)
+        max_model_len = resolve_length(max_model_len, decoder.max_positions)
+        decoder = decoder.limited(max_model_len)
+        weights = weight_bytes(decoder, dtype)
+
+        def load() -> Params:
+            if load_format != "dummy":
+                fetch_weights(model, directory, revision, progress=progress)
+            with named_exhaustion(f"loading weights of {weights:,} bytes"):
+                drawn = _key(seed or 0) if load_format == "dummy" else None
+                return _params(decoder, directory, dtype, drawn, progress=progress)
+
+        self.directory, self.tokenizer = directory, tokenizer
+        self.eos_ids = _end_ids(directory, config, tokenizer)
+        self.max_model_len = max_model_len
+        self._progress = progress
+        self._allocate(decoder, load, weights, dtype, cache, engine, Programs(strict=strict))
+
+    @classmethod
+    def from_parts(
+        cls,
+        model: Model,
+        params: Params,
+        *,
+        tokenizer: Tokenizer | str | Path | None = None,
+        eos_ids: Sequence[int] | None = None,
+        dtype: str = "auto",
+        max_model_len: int | None = None,
+        cache: CacheConfig | None = None,
+        engine: EngineConfig | None = None,
+        implementation: str | None = None,
+        strict: bool = False,
+        progress: bool = True,
+        seed: int | None = None,
+        **options: object,
+    ) -> "LLM":
+        """Returns an `LLM` of a model and parameters that are in memory already, such as those of a trainer.
+
+        Examples:
+            >>> params, model = jaxkv.load_model("path/to/hf_dir")
+            >>> llm = LLM.from_parts(model, params, tokenizer="path/to/hf_dir")
+            >>> llm.update_weights(trained)  # after each step of training
+
+        Args:
+            model: a `Decoder`, as `jaxkv.load_model` returns it, or a `FlaxModel` of a module of your own.
+            params: its parameters; arrays on the device are used as they are, without a copy, and must live until
+                `update_weights` replaces them.
+            tokenizer: a tokenizer, or the model directory that has one, whose generation_config.json then also sets
+                `get_default_sampling_params`. Without a tokenizer, prompts are token ids.
+            eos_ids: ids that end a text; if not given, those of the model's configuration, or else of the tokenizer.
+            dtype: dtype of keys and values unless `cache` has one; that of most parameters with "auto".
+            max_model_len: as for `LLM`, like all that follow.
+            cache: size, page size and dtype of the cache, and how many sequences run at once.
+            engine: options of the scheduler and the engine.
+            implementation: implementation of every layer's attention and cache writes.
+            strict: after `warm_up`, refuse to compile anything more.
+            progress: show bars on a terminal.
+            seed: seed of the generator for requests without one.
+            options: fields of `cache` and `engine` under vLLM's names.
+
+        Raises:
+            ValueError: the parameters are not those of the model, or an option is unknown or out of range.
+            OutOfMemory: memory ran out while the cache was made.
+            Unsupported: the `implementation` asked for cannot run this model here; a `ValueError` with every reason.
+        """
+        refuse_forked_user()
+        known = inspect.signature(cls.from_parts).parameters
+        cache, engine = merge_configs(cache, engine, options, known)
+        _check_options(None, None, "auto", strict=strict, progress=progress)
+        if not isinstance(model, Model):
+            raise ValueError(
+                f"model must be a Decoder or a FlaxModel, got {model!r}; for a directory or a name use LLM(...)"
+            )
+        params = params_of_model(model, params)
+        enable_compile_cache()
+        llm = cls.__new__(cls)
+        llm._draw_seed = _seed_source(seed)
+        llm.directory = Path(tokenizer) if isinstance(tokenizer, str | Path) else None
+        llm.tokenizer = tokenizer if isinstance(tokenizer, Tokenizer) else None
+        if llm.directory is not None:
+            llm.tokenizer = load_tokenizer(llm.directory)
+        if eos_ids is None:
+            eos_ids = model.config.eos_ids if isinstance(model, Decoder) else ()
+            eos_ids = eos_ids or (llm.tokenizer.eos_ids if llm.tokenizer else ())
+        llm.eos_ids = _checked_ends(eos_ids, model.vocab_size)
+        llm.max_model_len = resolve_length(max_model_len, model.max_positions)
+        llm._progress = progress
+        if isinstance(model, Decoder):
+            model = model.limited(llm.max_model_len)
+        if implementation is not None:
+            model = model.running(implementation)
+        dtype = resolve_dtype(dtype, _dtype_of(params))
+        llm._allocate(model, lambda: params, 0, dtype, cache, engine, Programs(strict=strict))
+        return llm
+
+    def _allocate(
+        self,
+        model: Model,
+        load: Callable[[], Params],
+        weights: int,
+        dtype: str,
+        cache: CacheConfig,
+        engine: EngineConfig,
+        programs: Programs,
+    ) -> None:
+        """Plans the memory, loads the parameters, and makes the cache and the engine.
+
+        The memory is planned first, so that a model that does not fit is refused before its weights are read.
+
+        Args:
+            model: the model.
+            load: returns its parameters on the device.
+            weights: bytes that `load` takes on the device.
+            dtype: dtype of keys and values unless `cache` has one.
+            cache: size of the cache.
+            engine: options of the engine.
+            programs: the compiled programs.
+        """
+        self.model: Model = model
+        self.grammars = Grammars(self.tokenizer, self.eos_ids, model.vocab_size)
         self.layout, self.budget = plan_cache(
-            self.model,
+            model,
             cache,
             dtype=dtype,
             max_model_len=self.max_model_len,
             free_bytes=free_bytes(cache.memory_share, weights=weights),
-            ahead=tokens_ahead(self.model, cache, engine, self.max_model_len),
+            ahead=tokens_ahead(model, cache, engine, self.max_model_len),
         )
         check_room(weights, self.budget.bytes)
-        if load_format != "dummy":
-            fetch_weights(model, directory, revision, progress=progress)
-        with named_exhaustion(f"loading weights of {weights:,} bytes"):
-            drawn = _key(seed or 0) if load_format == "dummy" else None
-            params = _params(self.model, directory, dtype, drawn, progress=progress)
-        runner = ModelRunner(
-            self.model, params, self.layout, self.budget.counts, Programs(strict=strict)
-        )
+        runner = ModelRunner(model, load(), self.layout, self.budget.counts, programs)
         self.engine = Engine(
             SequenceRunner(runner, max_tokens=self.max_model_len, max_rows=cache.max_sequences),
             self.tokenizer,
@@ -238,7 +367,6 @@ class LLM:
             host_bytes=cache.host_bytes,
         )
         self.lock = EngineLock()
-        self._progress = progress
 
     # Hidden from type checkers, which would accept any attribute.
     if not TYPE_CHECKING:
@@ -275,6 +403,72 @@ class LLM:
             self.lock.close()
             self.engine.close()
             self.grammars.close()
+
+    @property
+    def params(self) -> Params:
+        """The current parameters, not copied; `None` after `sleep(level=2)`."""
+        return self.engine.runner.params
+
+    @property
+    def weight_version(self) -> WeightVersion:
+        """The version of `params`: 0 for the first ones."""
+        return self.engine.runner.weight_version
+
+    def update_weights(
+        self, params: Params, *, version: WeightVersion | None = None, requests: str = "continue"
+    ) -> WeightVersion:
+        """Replaces the model's parameters in place: nothing is compiled, and arrays on the device are not copied.
+
+        From the next step on all tokens come from the new parameters. What was cached with the old ones (pages, state
+        checkpoints and their copies on the host) is dropped at once, and no later request sees it. Outputs tell the
+        version that sampled each token (`SampleOutput.weight_versions`).
+
+        Args:
+            params: a tree like `LLM.params`, with arrays of equal shapes, dtypes and shardings. JAX arrays are used as
+                they are, so they must live until the next update: a trainer that donates them must update first.
+            version: name of these parameters; the number of the last version plus 1 if not given.
+            requests: what open streams, and under `AsyncLLM` all requests in progress, do: "continue" keeps the keys,
+                values and states of the old parameters for their own tokens (in-flight updates of AReaL and prime-rl),
+                "recompute" computes them again.
+
+        Returns:
+            The version.
+
+        Raises:
+            ValueError: a name, shape, dtype or sharding differs, an array was deleted, or an option is unknown; nothing
+                was changed.
+            RuntimeError: an `AsyncLLM` serves this `LLM`; call its `update_weights`.
+        """
+        with self.lock.held():
+            return self.engine.update_weights(params, version=version, requests=requests)
+
+    def sleep(self, level: int = 1) -> None:
+        """Gives memory on the device back until `wake_up`, for a trainer in the same process. Programs stay compiled.
+
+        Open streams go on after `wake_up`; their tokens are computed again. Meanwhile every request raises.
+
+        Args:
+            level: 1 frees the cache; what the prefix cache keeps on the device is lost, its copies on the host stay.
+                2 drops the parameters too: `update_weights` must give new ones before `wake_up`. Their memory is free
+                once nobody else holds the arrays.
+
+        Raises:
+            ValueError: the level is neither 1 nor 2.
+            RuntimeError: an `AsyncLLM` serves this `LLM`; call its `sleep`.
+        """
+        with self.lock.held():
+            self.engine.sleep(level)
+
+    def wake_up(self) -> None:
+        """Makes the cache again, empty, after `sleep`. Nothing is compiled; does nothing if the `LLM` is awake.
+
+        Raises:
+            OutOfMemory: the memory is not free any more; free some and call it again.
+            RuntimeError: `sleep(level=2)` has dropped the parameters and no others were given, or an `AsyncLLM` serves
+                this `LLM`.
+        """
+        with self.lock.held():
+            self.engine.wake_up()
 
     def warm_up(
         self,
@@ -347,7 +541,8 @@ class LLM:
         Raises:
             ValueError: the file or an option has a value of the wrong type or out of range.
         """
-        return SamplingParams(**{**load_sampling_defaults(self.directory), **options})
+        defaults = {} if self.directory is None else load_sampling_defaults(self.directory)
+        return SamplingParams(**{**defaults, **options})
 
     def generate(
         self,
@@ -425,6 +620,7 @@ class LLM:
 
     def _recover(self) -> None:
         """Replaces a cache that an earlier failure has destroyed; unlike the engine's rebuilds, this has no limit."""
+        self.engine.refuse_if_asleep()
         owner = self.engine.runner.owner
         if owner.poisoned:
             refuse_broken(owner.cause)

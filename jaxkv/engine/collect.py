@@ -21,7 +21,6 @@ _LOG = logging.getLogger(__name__)
 
 Ended = tuple[RequestState, Exception | None]
 """A request, and the error of its own that ended it. Without error and `reason`, its logits were not finite."""
-"""A request that ended, and its error. Without an error and without a `reason`, its logits were not finite."""
 
 
 class _StepTokens(NamedTuple):
@@ -85,6 +84,7 @@ class Collector:
                 sequence.tainted = True
             if emits:
                 sequence.pending -= emits
+                sequence.note_weight_version(step.weight_version)
                 try:
                     taken = _accept(sequence, index, steps[:emits], reports=reports)
                 except STEP_FAILURES as error:

@@ -164,6 +164,7 @@ def _sample_output(sample: RequestState, tokenizer: Tokenizer | None) -> SampleO
         error=error_of(sample),
         cumulative_logprob=None if logprobs is None else _sum_logprobs(sample.token_ids, logprobs),
         logprobs=logprobs,
+        weight_versions=sample.weight_versions,
         timing=timing_of(sample),
     )
 

@@ -14,6 +14,7 @@ import jax
 
 from jaxkv.cache.integrity import IdleCheck
 from jaxkv.cache.prefix.index import PrefixIndex
+from jaxkv.config.checks import as_int
 from jaxkv.config.engine import EngineConfig
 from jaxkv.engine.collect import Collector
 from jaxkv.engine.finish import Finisher
@@ -28,12 +29,16 @@ from jaxkv.engine.state_checkpoints import StateCheckpoints, room_for_checkpoint
 from jaxkv.engine.step_pipeline import StepPipeline
 from jaxkv.engine.token_masks import update_masks
 from jaxkv.errors import STEP_FAILURES, CachePoisoned
+from jaxkv.models.protocol import Params
 from jaxkv.runner.scoring import prompt_logprobs
 from jaxkv.runner.sequence_runner import SequenceRunner
 from jaxkv.runner.step_shapes import StepShapes, clamp_token_budget, grain_of
+from jaxkv.runner.weight_version import WeightVersion
 from jaxkv.text.tokenizer import Tokenizer
 
 _LOG = logging.getLogger(__name__)
+
+_AFTER_UPDATE = ("continue", "recompute")
 
 
 class Engine:
@@ -58,6 +63,7 @@ class Engine:
         multi_step: decides when several decode steps are sent as one program.
         scheduler: plans the steps.
         recoveries: number of lost caches that were replaced.
+        asleep: whether `sleep` has given the cache's memory back.
     """
 
     def __init__(
@@ -119,6 +125,7 @@ class Engine:
         self._rebuilds = runner.owner.rebuilds
         self._idle_check = IdleCheck(allocator, self.prefix, clock)
         self.recoveries = 0
+        self.asleep = False
 
     @property
     def steps(self) -> int:
@@ -127,8 +134,8 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether a request is waiting or running, or a step is in flight."""
-        return bool(
+        """Whether a request is waiting or running, or a step is in flight; False while the engine sleeps."""
+        return not self.asleep and bool(
             self.scheduler.waiting or self.scheduler.running or self._pipeline.num_in_flight
         )
 
@@ -146,7 +153,9 @@ class Engine:
         Raises:
             ValueError: a request can never fit the cache, or it has stop strings and the model has no tokenizer.
             OutOfPages, OutOfStates: others hold the pages that `prompt_logprobs` need now; nothing was queued.
+            RuntimeError: the engine sleeps.
         """
+        self.refuse_if_asleep()
         for request in samples:
             self.check(request)
         first, top = samples[0].prompt, samples[0].params.prompt_logprobs
@@ -171,6 +180,83 @@ class Engine:
         """Ends a request in any state; does nothing if it has ended."""
         if sequence.status != FINISHED:
             self._finisher.finish(sequence, "abort")
+
+    def update_weights(
+        self, params: Params, *, version: WeightVersion | None = None, requests: str = "continue"
+    ) -> WeightVersion:
+        """Replaces the parameters between two steps, without compiling; drops what the old ones have cached.
+
+        Args:
+            params: the new parameters, see `ModelRunner.update_params`.
+            version: their version; the number of the last one plus 1 if not given. Returned.
+            requests: what requests in progress do. With "continue" their next tokens come from the new parameters, and
+                see keys, values and states of the old ones, which are never shared with other requests. With
+                "recompute" all their tokens are computed again.
+
+        Raises:
+            ValueError: the parameters do not fit, or an option is unknown; nothing was changed.
+            CachePoisoned, JaxRuntimeError: a step in flight has failed, and the cache was lost too often, or the device
+                is broken.
+        """
+        if requests not in _AFTER_UPDATE:
+            raise ValueError(
+                f"requests must be one of {', '.join(_AFTER_UPDATE)}, got {requests!r}"
+            )
+        version = _next_version(self.runner.weight_version, version)
+        self.runner.update_params(params, version)
+        if requests == "recompute":
+            self._receive_all()
+            self._requeue()
+        if self.host is not None:
+            self.host.clear()
+        elif self.prefix is not None:
+            self.prefix.clear()
+        return version
+
+    def sleep(self, level: int = 1) -> None:
+        """Gives the memory of the cache back; requests in progress wait until `wake_up` and are then computed again.
+
+        All that the device had cached is lost; prefixes on the host stay. It may be called again with a higher level.
+
+        Args:
+            level: 1 for the cache, 2 for the parameters too; then `update_weights` must give others before `wake_up`.
+
+        Raises:
+            ValueError: the level is neither 1 nor 2.
+            CacheLeased: another framework uses the cache; the engine stays awake.
+            CachePoisoned, JaxRuntimeError: as for `step`.
+        """
+        level = as_int("level", level, 1, 2)
+        if not self.asleep:
+            self.refresh()
+            self.runner.owner.handle()
+            self._receive_all()
+            self._start_over()
+            self.runner.owner.close()
+            self.asleep = True
+        if level == 2:
+            self.runner.drop_params()
+
+    def wake_up(self) -> None:
+        """Makes the cache again, empty, after `sleep`. Nothing is compiled. Does nothing if the engine is awake.
+
+        Raises:
+            RuntimeError: `sleep` has dropped the parameters, and no others were given since.
+            OutOfMemory: the memory is not free any more; the engine still sleeps.
+        """
+        if not self.asleep:
+            return
+        self.runner.refuse_without_params()
+        self.runner.owner.rebuild()
+        self._rebuilds = self.runner.owner.rebuilds
+        self.asleep = False
+
+    def refuse_if_asleep(self) -> None:
+        """Raises `RuntimeError` if the engine sleeps."""
+        if self.asleep:
+            raise RuntimeError(
+                "the engine sleeps and has no cache; call wake_up first, or send the request later"
+            )
 
     def close(self) -> None:
         """Aborts all requests and frees the cache and the host tier. The engine cannot be used afterwards."""
@@ -197,6 +283,7 @@ class Engine:
                 "requests of several threads"
             )
         try:
+            self.refuse_if_asleep()
             self.refresh()
             progressed = self._dispatch_next()
             ahead = 1 if self.config.overlap and progressed else 0
@@ -290,6 +377,11 @@ class Engine:
             self._recover(error)
         return True
 
+    def _receive_all(self) -> None:
+        """Receives and collects every program in flight."""
+        while self._pipeline.num_in_flight:
+            self._collect()
+
     def _collect(self) -> None:
         """Receives the oldest program in flight and collects its results."""
         try:
@@ -358,6 +450,17 @@ class Engine:
             if sequence.reason is not None:
                 self._finisher.finish(sequence, sequence.reason)
         self.scheduler.requeue_all()
+
+
+def _next_version(last: WeightVersion, wanted: WeightVersion | None) -> WeightVersion:
+    """Returns the version of new parameters; raises `ValueError` if it is no int or str, or has no default."""
+    if wanted is None and isinstance(last, int):
+        return last + 1
+    if isinstance(wanted, bool) or not isinstance(wanted, int | str):
+        raise ValueError(
+            f"version must be an int or a str, got {wanted!r}; the last one was {last!r}"
+        )
+    return wanted
 
 
 def _step_shapes(

@@ -62,6 +62,11 @@ class HostCache:
         self.transfers.lose_device()
         self._prefix.lose_device()
 
+    def clear(self) -> None:
+        """Removes all prefixes, on the device and on the host."""
+        self.prefetch.cancel_all()
+        self._prefix.clear()
+
     def close(self, reason: str = "closed") -> tuple[Exception, ...]:
         """Frees the host memory and detaches the tier from the index. A second call does nothing.
 

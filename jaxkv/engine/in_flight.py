@@ -13,6 +13,7 @@ from jaxkv.engine.step_plan import Part, first_step
 from jaxkv.runner.program_specs import StepSpec
 from jaxkv.runner.rows import PendingCheckpoint, StepRows
 from jaxkv.runner.sampled_rows import SampledRows, report_logprobs, unpack_sampled
+from jaxkv.runner.weight_version import WeightVersion
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,7 @@ class InFlightStep:
         epochs: the epoch of each row's request at dispatch.
         shape: the spec of its program, which determines the columns of `out`.
         out: packed sampled tokens on the device.
+        weight_version: version of the parameters that it runs with.
         pending_checkpoints: the pending state checkpoints that it writes.
     """
 
@@ -31,6 +33,7 @@ class InFlightStep:
     epochs: tuple[int, ...]
     shape: StepSpec
     out: Array
+    weight_version: WeightVersion = 0
     pending_checkpoints: tuple[PendingCheckpoint, ...] = ()
 
     def start_copy_to_host(self) -> None:

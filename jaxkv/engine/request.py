@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from jaxkv.config.checks import as_int
 from jaxkv.config.sampling import SamplingParams
 from jaxkv.runner.rows import Row
+from jaxkv.runner.weight_version import WeightVersion
 from jaxkv.structured.grammar import Grammar
 
 
@@ -185,6 +186,7 @@ class SampleOutput:
         cumulative_logprob: sum of the sampled tokens' log-probabilities; `None` unless `logprobs` was requested.
         logprobs: per token, token id -> natural log-probability of the raw logits, for the sampled token and the top n;
             `None` unless requested.
+        weight_versions: per token, the version of the parameters that sampled it (`LLM.update_weights`).
         timing: when it was queued, was admitted, gave its first token and ended.
     """
 
@@ -195,6 +197,7 @@ class SampleOutput:
     error: str | None = None
     cumulative_logprob: float | None = None
     logprobs: list[dict[int, float]] | None = None
+    weight_versions: list[WeightVersion]
     timing: Timing
 
 
@@ -257,6 +260,11 @@ class RequestOutput:
         return self.outputs[0].logprobs
 
     @property
+    def weight_versions(self) -> list[WeightVersion]:
+        """Versions of the parameters that sampled the tokens of the first sample."""
+        return self.outputs[0].weight_versions
+
+    @property
     def timing(self) -> Timing:
         """Timing of the first sample."""
         return self.outputs[0].timing
@@ -272,6 +280,7 @@ class Piece:
         finish_reason: see `SampleOutput`; set on the last piece.
         error: the error message if `finish_reason` is "error".
         logprobs: token id -> log-probability, if requested.
+        weight_version: version of the parameters that sampled the token; `None` without a token.
         usage, timing: of the whole request; set on the last piece.
     """
 
@@ -280,5 +289,6 @@ class Piece:
     finish_reason: str | None = None
     error: str | None = None
     logprobs: dict[int, float] | None = None
+    weight_version: WeightVersion | None = None
     usage: Usage | None = None
     timing: Timing | None = None

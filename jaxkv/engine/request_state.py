@@ -8,6 +8,7 @@ from operator import attrgetter
 from jaxkv.cache.page_allocator import SequenceView
 from jaxkv.cache.prefix.index import PageKeys
 from jaxkv.engine.request import Piece, Request
+from jaxkv.runner.weight_version import WeightVersion
 from jaxkv.sampling.features import Features
 from jaxkv.sampling.fields import features_for
 from jaxkv.structured.grammar import Grammar, TokenConstraint
@@ -61,6 +62,8 @@ class RequestState:
         text: output of `stream` so far.
         pieces: pieces that the user has not read yet; `None` if the request is not streamed.
         constraint: state of its grammar, a function of the generated tokens; `None` without one.
+        version_changes: (number of a generated token, version of the parameters that sampled it), for the first token
+            and for each whose version differs from that of the token before.
         features: sampling features that a program needs to serve it.
         prompt_tokens: length of the prompt.
         longest: length of the prompt plus `max_tokens`.
@@ -94,6 +97,7 @@ class RequestState:
     text: str = ""
     pieces: deque[Piece] | None = None
     constraint: TokenConstraint | None = None
+    version_changes: list[tuple[int, WeightVersion]] = field(default_factory=list)
     arrived: float = 0.0
     admitted: float | None = None
     started: float | None = None
@@ -139,6 +143,14 @@ class RequestState:
         return self.tokens[self.prompt_tokens :]
 
     @property
+    def weight_versions(self) -> list[WeightVersion]:
+        """Per generated token, the version of the parameters that sampled it."""
+        versions: list[WeightVersion] = []
+        for begin, version in reversed(self.version_changes):
+            versions = [version] * (self.generated - begin - len(versions)) + versions
+        return versions
+
+    @property
     def goal(self) -> int:
         """Tokens to compute before the next token can be sampled, or before the other samples can start."""
         return self.prompt_tokens - 1 if self.other_samples else len(self.tokens) + self.pending
@@ -182,6 +194,11 @@ class RequestState:
         self.keys = first.keys and first.keys.copy()
         self.admitted = first.admitted
 
+    def note_weight_version(self, version: WeightVersion) -> None:
+        """Records the version of the parameters that sampled the tokens that come next."""
+        if not self.version_changes or self.version_changes[-1][1] != version:
+            self.version_changes.append((self.generated, version))
+
     def accept(self, token: int, logprobs: dict[int, float] | None) -> None:
         """Appends a generated token that the host has read, and sets `reason` if it is the last.
 
@@ -198,7 +215,13 @@ class RequestState:
         self.text += text
         if self.pieces is not None:
             self.pieces.append(
-                Piece(text=text, token_id=token, finish_reason=self.reason, logprobs=logprobs)
+                Piece(
+                    text=text,
+                    token_id=token,
+                    finish_reason=self.reason,
+                    logprobs=logprobs,
+                    weight_version=self.version_changes[-1][1] if self.version_changes else None,
+                )
             )
 
     def stop_reason(self) -> str | None:

@@ -181,5 +181,11 @@ class StepPipeline:
             if checkpoints is not None:
                 checkpoints.drop_pending(pending_checkpoints, parts)
             raise
-        epochs = tuple(part.sequence.epoch for part in parts)
-        return InFlightStep(tuple(parts), epochs, shape, out, pending_checkpoints)
+        return InFlightStep(
+            parts=tuple(parts),
+            epochs=tuple(part.sequence.epoch for part in parts),
+            shape=shape,
+            out=out,
+            weight_version=self._runner.weight_version,
+            pending_checkpoints=pending_checkpoints,
+        )

@@ -16,7 +16,9 @@ from jaxkv.models.protocol import Model, Params
 from jaxkv.programs.manifest import Program, Programs
 from jaxkv.programs.spec import ProgramSpec
 from jaxkv.runner.packed_layout import PackedLayout
+from jaxkv.runner.param_types import ParamTypes
 from jaxkv.runner.program_specs import StepSpec, without_empty
+from jaxkv.runner.weight_version import WeightVersion
 
 
 class ModelRunner:
@@ -33,6 +35,8 @@ class ModelRunner:
         implementation: the implementation of the ops of all layers, and why no faster one is used.
         owner: owns the cache.
         packed_layout: layout of the packed arrays of steps.
+        params: the current parameters.
+        weight_version: the version of `params`; 0 for those that it was made with.
 
     Raises:
         Unsupported: the model requires an implementation that cannot run here, or the cache is fp8 and XLA would have
@@ -50,6 +54,8 @@ class ModelRunner:
         self.implementation = choose_implementation(model, params, layout, counts)
         self.model = model.running(self.implementation.name)
         self.params = params
+        self.weight_version: WeightVersion = 0
+        self._param_types = ParamTypes(params)
         self.layout = layout
         self.programs = programs
         self.owner = CacheOwner(layout, counts)
@@ -67,6 +73,31 @@ class ModelRunner:
     def cache(self) -> Cache:
         """The current cache; the next program that updates it donates its arrays."""
         return self.owner.handle().cache
+
+    def update_params(self, params: Params, version: WeightVersion) -> None:
+        """Runs every later program with new parameters. Programs in flight keep the old ones; none is compiled.
+
+        Args:
+            params: arrays of the same structure, shapes, dtypes and shardings, which are used as they are. They must
+                live until the next update.
+            version: their version.
+
+        Raises:
+            ValueError: they do not fit, see `ParamTypes.accept`; the old ones stay.
+        """
+        self.params = self._param_types.accept(params)
+        self.weight_version = version
+
+    def drop_params(self) -> None:
+        """Drops the parameters; their memory is free once nobody else refers to them."""
+        self.params = None
+
+    def refuse_without_params(self) -> None:
+        """Raises `RuntimeError` after `drop_params`, until `update_params`."""
+        if self.params is None:
+            raise RuntimeError(
+                "the weights were given back by sleep(level=2); give new ones to update_weights first"
+            )
 
     def close(self) -> None:
         """Frees the cache and drops the parameters and programs; no program can run afterwards."""
@@ -106,9 +137,18 @@ class ModelRunner:
         Raises:
             ProgramRefused: the program is not compiled and must not be; the cache is unchanged.
             CachePoisoned: the program failed after the cache was donated.
+            RuntimeError: the owner of the parameters has deleted them; the cache is unchanged.
         """
         program = self.program(spec)
-        return self.owner.run(lambda cache: program(self.params, cache, *without_empty(arrays)))
+        try:
+            return self.owner.run(lambda cache: program(self.params, cache, *without_empty(arrays)))
+        except RuntimeError as error:
+            if deleted := self._param_types.deleted(self.params):
+                raise RuntimeError(
+                    f"{len(deleted)} parameters of the model were deleted, {deleted[0]} for one: their owner has "
+                    "donated or freed them. Give the arrays that replaced them to LLM.update_weights"
+                ) from error
+            raise
 
     def run_read_only(self, spec: ProgramSpec, *arrays: np.ndarray) -> Any:  # noqa: ANN401 - the program's own output
         """Dispatches a program without parameters that only reads the cache."""
