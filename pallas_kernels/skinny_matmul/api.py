@@ -13,6 +13,7 @@ from pallas_kernels.dispatch import choose
 from pallas_kernels.formats.eight_bit import LARGEST
 from pallas_kernels.skinny_matmul import mosaic_gpu, xla
 from pallas_kernels.skinny_matmul.activations import ACTIVATIONS
+from pallas_kernels.skinny_matmul.arguments import MatmulArrays, MatmulOptions
 from pallas_kernels.skinny_matmul.mosaic_geometry import MOST_ROWS
 from pallas_kernels.skinny_matmul.weighed import Weighed
 
@@ -72,49 +73,44 @@ def skinny_matmul(
         ValueError: shapes, dtypes or options do not fit.
         Unsupported: the requested implementation cannot run; the message gives the reason.
     """
-    extras = {"bias": bias, "residual": residual, "squares": squares, "next_norm": next_norm}
-    _check(weight, x, extras, scales, activation, gated=gated)
-    arrays = tuple(map(jnp.asarray, (weight, x)))
-    # `None` is an empty pytree, so absent arguments stay `None`.
-    optional = jax.tree.map(jnp.asarray, extras | {"scales": scales})
-    options = {
-        "activation": activation,
-        "gated": gated,
-        "gate_multiplier": gate_multiplier,
-        "norm_eps": norm_eps,
-        "norm_row": norm_row,
-        "result": result,
+    options = MatmulOptions(activation, gated, gate_multiplier, norm_eps, norm_row, result)
+    given = {
+        "bias": bias,
+        "residual": residual,
+        "squares": squares,
+        "next_norm": next_norm,
+        "scales": scales,
     }
-    able = {"activation": activation, "gated": gated}
-    reasons = {"mosaic_gpu": lambda: mosaic_gpu.why_not(*arrays, **able), "xla": lambda: None}
-    if mosaic_gpu.refusal(*arrays, **able) is not None:
+    _check(weight, x, given, options)
+    # `None` is an empty pytree, so absent arguments stay `None`.
+    arrays = MatmulArrays(**jax.tree.map(jnp.asarray, given | {"weight": weight, "x": x}))
+    reasons = {"mosaic_gpu": lambda: mosaic_gpu.why_not(arrays, options), "xla": lambda: None}
+    if mosaic_gpu.refusal(arrays, options) is not None:
         # For these sizes and dtypes XLA is preferred, so its choice must not count as a fallback.
         reasons = dict(reversed(reasons.items()))
     chosen = choose("skinny_matmul", reasons, implementation)
     if chosen == "mosaic_gpu" and x.shape[0]:
-        return mosaic_gpu.skinny_matmul(*arrays, **optional, **options)
-    return xla.skinny_matmul(*arrays, **optional, **options)
+        return mosaic_gpu.skinny_matmul(arrays, options)
+    return xla.skinny_matmul(arrays, options)
 
 
 def _check(
     weight: Array | np.ndarray,
     x: Array | np.ndarray,
-    extras: Mapping[str, Array | np.ndarray | None],
-    scales: Array | np.ndarray | None,
-    activation: str | None,
-    *,
-    gated: bool,
+    optional: Mapping[str, Array | np.ndarray | None],
+    options: MatmulOptions,
 ) -> None:
     """Raises `ValueError` for arguments that do not fit each other."""
+    activation, scales = options.activation, optional["scales"]
     check_shape("x", x, (None, None))
     check_shape("weight", weight, (None, x.shape[1]))
-    if gated and weight.shape[0] % 2:
+    if options.gated and weight.shape[0] % 2:
         raise ValueError(
             f"a gated weight must have two rows for each column, got {weight.shape[0]} rows"
         )
     if activation is not None and activation not in ACTIVATIONS:
         raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
-    out = weight.shape[0] // (2 if gated else 1)
+    out = weight.shape[0] // (2 if options.gated else 1)
     wanted = {
         "scales": weight.shape[:1],
         "bias": weight.shape[:1],
@@ -122,7 +118,7 @@ def _check(
         "squares": (None, x.shape[0]),
         "next_norm": (None, out),
     }
-    for name, array in {**extras, "scales": scales}.items():
+    for name, array in optional.items():
         if array is not None:
             check_shape(name, array, wanted[name])
     if not jnp.issubdtype(x.dtype, jnp.floating):

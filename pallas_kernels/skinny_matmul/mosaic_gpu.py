@@ -9,13 +9,12 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Shaped
 
-from pallas_kernels.arrays import ArrayOrStruct
 from pallas_kernels.device import ROW_TILE, why_not_mosaic
 from pallas_kernels.dispatch import check_kernel
 from pallas_kernels.mosaic.activations import ACTIVATIONS, activated
+from pallas_kernels.skinny_matmul.arguments import MatmulArrays, MatmulOptions
 from pallas_kernels.skinny_matmul.mosaic_ending import Ending
 from pallas_kernels.skinny_matmul.mosaic_geometry import Geometry
 from pallas_kernels.skinny_matmul.mosaic_launch import Kernel
@@ -24,37 +23,23 @@ from pallas_kernels.skinny_matmul.mosaic_schedule import Schedule
 from pallas_kernels.skinny_matmul.weighed import Weighed, inverse_root, weigh
 
 
-def why_not(
-    weight: ArrayOrStruct, x: ArrayOrStruct, *, activation: str | None = None, gated: bool = False
-) -> str | None:
-    """Returns why this kernel cannot run, or `None` if it can."""
-    return why_not_mosaic() or refusal(weight, x, activation=activation, gated=gated)
+def why_not(arrays: MatmulArrays, options: MatmulOptions) -> str | None:
+    """Returns why this kernel cannot run, or `None` if it can; reads shapes and dtypes only."""
+    return why_not_mosaic() or refusal(arrays, options)
 
 
-def refusal(
-    weight: ArrayOrStruct, x: ArrayOrStruct, *, activation: str | None = None, gated: bool = False
-) -> str | None:
+def refusal(arrays: MatmulArrays, options: MatmulOptions) -> str | None:
     """Returns why the kernel does not support these arrays on any device, or `None` if it does."""
+    activation = options.activation
     if activation is not None and activation not in ACTIVATIONS:
         return f"activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}"
-    return Geometry.of(weight, x, gated=gated).refusal()
+    return Geometry.of(arrays.weight, arrays.x, gated=options.gated).refusal()
 
 
 def skinny_matmul(
-    weight: Shaped[Array, "weights inner"],
-    x: Float[Array, "rows inner"],
+    arrays: MatmulArrays,
+    options: MatmulOptions,
     *,
-    scales: Float[Array, " weights"] | None = None,
-    bias: Float[Array, " weights"] | None = None,
-    residual: Float[Array, "rows out"] | None = None,
-    squares: Float[Array, "parts rows"] | None = None,
-    norm_eps: float = 0.0,
-    next_norm: Float[Array, "norms out"] | None = None,
-    norm_row: int = 0,
-    activation: str | None = None,
-    gated: bool = False,
-    gate_multiplier: float = 1.0,
-    result: DTypeLike | None = None,
     schedule: Schedule | None = None,
     interpret: bool = False,
 ) -> Float[Array, "rows out"] | Weighed:
@@ -66,9 +51,9 @@ def skinny_matmul(
     Raises:
         ValueError: the kernel does not support the shapes or dtypes, or the given schedule does not fit them.
     """
-    geometry = Geometry.of(weight, x, gated=gated)
-    problem = refusal(weight, x, activation=activation, gated=gated)
-    schedule = _runnable(geometry, schedule, problem)
+    weight, x, scales, bias, residual, squares, next_norm = arrays
+    geometry = Geometry.of(weight, x, gated=options.gated)
+    schedule = _runnable(geometry, schedule, refusal(arrays, options))
     if interpret:
         # The interpreter does not support a cluster's stores, so XLA adds up the shares, in the same order.
         schedule = replace(schedule, cluster=1, splits=schedule.shares)
@@ -78,20 +63,20 @@ def skinny_matmul(
     if geometry.packed:
         operand, row_factors = prepared(x)
         if squares is not None:
-            row_factors *= inverse_root(squares, geometry.inner, norm_eps)[:, 0]
+            row_factors *= inverse_root(squares, geometry.inner, options.norm_eps)[:, 0]
             squares = None
     else:
         operand = x
     ending = Ending(
-        result=x.dtype if result is None else jnp.dtype(result),
-        activation=activation,
-        gate_multiplier=gate_multiplier,
-        norm_eps=None if squares is None else norm_eps,
+        result=x.dtype if options.result is None else jnp.dtype(options.result),
+        activation=options.activation,
+        gate_multiplier=options.gate_multiplier,
+        norm_eps=None if squares is None else options.norm_eps,
         is_scaled=geometry.packed,
         has_bias=bias is not None,
         has_residual=residual is not None,
         weighs=next_norm is not None and whole,
-        norm_row=norm_row,
+        norm_row=options.norm_row,
     )
     extras = {
         "row_factors": row_factors,
@@ -101,11 +86,11 @@ def skinny_matmul(
         "residual": residual,
         "next_norm": next_norm if ending.weighs else None,
     }
-    options = {"schedule": schedule, "geometry": geometry, "ending": ending}
-    found = multiply(weight, operand, extras, **options, interpret=interpret)
+    plan = {"schedule": schedule, "geometry": geometry, "ending": ending}
+    found = multiply(weight, operand, extras, **plan, interpret=interpret)
     if next_norm is None:
         return found[0]
-    return Weighed(*found) if ending.weighs else weigh(found[0], next_norm[norm_row])
+    return Weighed(*found) if ending.weighs else weigh(found[0], next_norm[options.norm_row])
 
 
 def _runnable(geometry: Geometry, schedule: Schedule | None, problem: str | None) -> Schedule:

@@ -37,6 +37,7 @@ from pallas_kernels.ragged_attention import mosaic_gpu as ragged
 from pallas_kernels.rotary_write import mosaic_gpu as rotary
 from pallas_kernels.rotary_write.arguments import RotaryArrays
 from pallas_kernels.skinny_matmul import mosaic_gpu as skinny
+from pallas_kernels.skinny_matmul.arguments import MatmulArrays, MatmulOptions
 from pallas_kernels.sparse_attention import mosaic_gpu as sparse
 from pallas_kernels.ssd_scan import mosaic_gpu as scan
 from pallas_kernels.ssd_scan import mosaic_schedule as scan_schedule
@@ -130,9 +131,7 @@ PLANS = {
     "filter_bounds": lambda given: (bounds.why_not(given["logits"]),),
     "page_write": plan_write,
     "rotary_write": lambda given: (by_name(rotary.why_not, RotaryArrays)(**given),),
-    "skinny_matmul": lambda given: (
-        skinny.why_not(**chosen(given, "weight", "x", "activation", "gated")),
-    ),
+    "skinny_matmul": lambda given: (by_name(skinny.why_not, MatmulArrays, MatmulOptions)(**given),),
     "grouped_matmul": lambda given: (grouped.why_not(**but(given, "group_sizes")),),
     "causal_conv": plan_conv,
     "ssd_scan": plan_scan,

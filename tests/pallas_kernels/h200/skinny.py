@@ -9,6 +9,7 @@ def programs():
     import jax.numpy as jnp
 
     from pallas_kernels.skinny_matmul import mosaic_gpu
+    from pallas_kernels.skinny_matmul.arguments import MatmulArrays, MatmulOptions
     from pallas_kernels.skinny_matmul.cases import CASES
 
     cases = {case.name: case for case in CASES}
@@ -20,15 +21,10 @@ def programs():
         weights = case.out * (2 if case.gated else 1)
         arrays = shape((count, case.inner)), shape((weights, case.inner))
         extras = (shape((count, case.out)),) if case.has_residual else ()
-        options = {
-            "activation": case.activation,
-            "gated": case.gated,
-            "result": case.result,
-        }
+        options = MatmulOptions(case.activation, case.gated, result=case.result)
 
-        def run(x, weight, *residual):
-            found = dict(zip(("residual",), residual, strict=False))
-            return mosaic_gpu.skinny_matmul(weight, x, **found, **options)
+        def run(x, weight, residual=None):
+            return mosaic_gpu.skinny_matmul(MatmulArrays(weight, x, residual=residual), options)
 
         return run, (*arrays, *extras)
 

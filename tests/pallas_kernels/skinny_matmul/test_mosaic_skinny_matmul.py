@@ -10,11 +10,12 @@ from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as interp
 
 from pallas_kernels.device import NEWEST_JAX, SHARED_BYTES_PER_BLOCK
 from pallas_kernels.skinny_matmul import mosaic_gpu, mosaic_join
+from pallas_kernels.skinny_matmul.arguments import MatmulArrays, MatmulOptions
 from pallas_kernels.skinny_matmul.cases import CASES, Case
 from pallas_kernels.skinny_matmul.mosaic_geometry import Geometry
 from pallas_kernels.skinny_matmul.mosaic_schedule import Schedule
 from pallas_kernels.tuning import trying
-from tests.pallas_kernels.contract import bits
+from tests.pallas_kernels.contract import bits, by_name
 from tests.pallas_kernels.skinny_matmul.test_skinny_matmul import oracle, packed
 from tests.tolerances import assert_output
 
@@ -22,6 +23,7 @@ pytestmark = pytest.mark.skipif(
     jax.__version_info__[:2] > NEWEST_JAX, reason="this JAX takes minutes; why_not says so"
 )
 BFLOAT16 = jnp.dtype(jnp.bfloat16)
+multiply = by_name(mosaic_gpu.skinny_matmul, MatmulArrays, MatmulOptions)
 
 # Every way of cutting, alone and with others: columns, folds, depth, stages, splits, blocks.
 CUTS = {
@@ -69,7 +71,7 @@ def device(inputs):
 def test_interpreted_it_equals_the_oracle_without_a_race(name, races):
     case, cuts = CUTS[name]
     inputs = case.inputs(1)
-    result = mosaic_gpu.skinny_matmul(**device(inputs), schedule=Schedule(*cuts), interpret=True)
+    result = multiply(**device(inputs), schedule=Schedule(*cuts), interpret=True)
     assert result.dtype == jnp.dtype(case.result or "bfloat16")
     assert_output(result, oracle(inputs), "bfloat16")
     assert not races()
@@ -85,7 +87,7 @@ def test_interpreted_rows_do_not_see_each_other():
 
     def run(**change):
         given = device(inputs | change)
-        return bits(mosaic_gpu.skinny_matmul(**given, schedule=Schedule(*cuts), interpret=True))
+        return bits(multiply(**given, schedule=Schedule(*cuts), interpret=True))
 
     first = run()
     assert run(x=inputs["x"][order], residual=inputs["residual"][order]) == [
@@ -252,9 +254,7 @@ def test_interpreted_a_norm_is_left_to_the_product_after_it(cuts, races):
     squares = np.linspace(0.1, 0.9, 6 * 5, dtype=np.float32).reshape(6, 5) * 256
     norm = np.linspace(0.5, 2, 128).astype(inputs["x"].dtype)
     given = inputs | {"squares": squares, "norm_eps": 0.5, "next_norm": norm[None]}
-    result, weighed, found = mosaic_gpu.skinny_matmul(
-        **device(given), schedule=Schedule(*cuts), interpret=True
-    )
+    result, weighed, found = multiply(**device(given), schedule=Schedule(*cuts), interpret=True)
     root = np.sqrt(squares.astype(np.float64).sum(axis=0) / 256 + 0.5)
     assert_output(result, oracle(inputs) / root[:, None], "bfloat16")
     wide = np.asarray(result, np.float64)
@@ -277,7 +277,7 @@ def test_interpreted_weights_of_8_bits_equal_the_oracle(stored, rows, cuts, race
     inputs["x"] *= np.linspace(-5, 5, rows, dtype=np.float32)[:, None].astype(inputs["x"].dtype)
     inputs["x"][0] = inputs["x"][0] * inputs["x"].dtype.type(2.0**30)
     inputs["scales"] *= np.float32(2.0**-5)
-    result = mosaic_gpu.skinny_matmul(**device(inputs), schedule=Schedule(*cuts), interpret=True)
+    result = multiply(**device(inputs), schedule=Schedule(*cuts), interpret=True)
     assert_output(result, oracle(inputs), "bfloat16")
     assert not races()
 

@@ -13,8 +13,17 @@ from pallas_kernels import skinny_matmul
 from pallas_kernels.dispatch import asking, fallbacks
 from pallas_kernels.formats.eight_bit import LARGEST
 from pallas_kernels.skinny_matmul import mosaic_gpu, reference
+from pallas_kernels.skinny_matmul.arguments import MatmulArrays, MatmulOptions
 from pallas_kernels.skinny_matmul.cases import CASES
-from tests.pallas_kernels.contract import bits, call, compared, compiled, implementations
+from tests.pallas_kernels.contract import (
+    bits,
+    by_name,
+    call,
+    compared,
+    compiled,
+    implementations,
+    refusals,
+)
 from tests.tolerances import assert_output
 
 SMALL = {case.name: case for case in CASES if case.ci}
@@ -72,12 +81,7 @@ def test_weights_of_8_bits_are_multiplied_by_their_scales(implementation, stored
     assert bits(permuted) == [bits(result)[row] for row in order]
 
 
-def refusal(implementation, inputs):
-    if implementation == "xla":
-        return None
-    return mosaic_gpu.why_not(
-        inputs["weight"], inputs["x"], activation=inputs["activation"], gated=inputs["gated"]
-    )
+refusal = refusals(mosaic_gpu=by_name(mosaic_gpu.why_not, MatmulArrays, MatmulOptions))
 
 
 @compared(list(SMALL.values()))
@@ -178,7 +182,7 @@ def test_the_kernel_says_what_it_cannot_take(name, message):
     inputs = SMALL[name].inputs(1)
     inputs = {n: jnp.asarray(v) if isinstance(v, np.ndarray) else v for n, v in inputs.items()}
     with pytest.raises(ValueError, match=re.escape(message)):
-        mosaic_gpu.skinny_matmul(**inputs)
+        by_name(mosaic_gpu.skinny_matmul, MatmulArrays, MatmulOptions)(**inputs)
 
 
 @pytest.mark.parametrize(
