@@ -1,7 +1,7 @@
 """The interface of a decoder's blocks: parameters, cache spec and computation."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from jaxtyping import Array, Float
@@ -9,13 +9,13 @@ from jaxtyping import Array, Float
 from jaxkv.batch import PagedTables, StateTables, StepBatch
 from jaxkv.cache.spec import PagedSpec, StateSpec
 from jaxkv.config.model import ModelConfig
-from jaxkv.layers.linear import Joining
+from jaxkv.layers.linear import Joining, Normed
 from jaxkv.layers.rope import Angles
 
 BlockOutput = tuple[dict[str, Array], Any]
 """The result of a block: role -> the layer's updated cache arrays, and the output `[tokens, hidden_size]`.
 
-The output is added to the residual stream by the decoder. If `BlockContext.joining` is given, the block adds it
+The output is added to the residual stream by the decoder. If `BlockInputs.joining` is given, the block adds it
 itself and returns the sum instead, as a `Weighed` if a norm follows.
 """
 
@@ -36,27 +36,53 @@ class Leaf(NamedTuple):
     is_shared: bool = False
 
 
-@dataclass(frozen=True)
-class BlockContext:
-    """The inputs of a block beside hidden states, parameters and cache.
+@dataclass(frozen=True, kw_only=True)
+class BlockInputs:
+    """Everything that one block of one layer is computed from.
 
     Attributes:
-        batch: the step's metadata.
+        config: config of the model.
         layer: number of the layer.
-        tables: page or state tables of the layer's group; `None` for a block without cache.
+        params: the layer's parameters by name.
+        x: normalised hidden states; before a ">" in the pattern, the residual stream.
+        batch: the step's metadata.
         angles: rotary angles of the tokens.
         embeddings: the tokens' embeddings, with which the residual stream begins.
         implementation: family of implementations that every op must use; `None` for the best.
         joining: the residual stream, for a block that adds its output to it; otherwise `None`.
+        cache: the layer's cache arrays by role; empty for a block without cache.
+        tables: page or state tables of the layer's group; `None` for a block without cache.
     """
 
-    batch: StepBatch
+    config: ModelConfig
     layer: int
-    tables: PagedTables | StateTables | None
+    params: Mapping[str, Array]
+    x: Float[Array, "tokens hidden_size"] | Normed
+    batch: StepBatch
     angles: Angles
     embeddings: Float[Array, "tokens hidden_size"]
     implementation: str | None
     joining: Joining | None = None
+    cache: Mapping[str, Array] = field(default_factory=dict)
+    tables: PagedTables | StateTables | None = None
+
+    @property
+    def hidden(self) -> Float[Array, "tokens hidden_size"]:
+        """`x` of a block without `Block.joins`, which is never `Normed`."""
+        assert not isinstance(self.x, Normed)
+        return self.x
+
+    @property
+    def pages(self) -> PagedTables:
+        """`tables` of a block whose cache is paged."""
+        assert isinstance(self.tables, PagedTables)
+        return self.tables
+
+    @property
+    def states(self) -> StateTables:
+        """`tables` of a block whose cache is a state."""
+        assert isinstance(self.tables, StateTables)
+        return self.tables
 
 
 class Block(NamedTuple):
@@ -64,26 +90,21 @@ class Block(NamedTuple):
 
     Attributes:
         leaves: returns name -> declaration of its parameters; names are unique within a layer.
-        run: computes the block, given config, the layer's parameters by name, the layer's cache arrays by role,
-            normalised hidden states `[tokens, hidden_size]` (before a ">" in the pattern, the residual stream) and the
-            context; returns a `BlockOutput`.
+        run: computes the block.
         unit: unit of its cache, "page" or "state"; empty for a block without cache. A layer has at most one block of
             each.
         spec: returns its cache spec, given config, layer, page size in tokens and dtype name.
-        joins: whether it accepts `BlockContext.joining` and `Normed` hidden states.
+        joins: whether it accepts `BlockInputs.joining` and `Normed` hidden states.
     """
 
     leaves: Callable[[ModelConfig], dict[str, Leaf]]
-    run: Callable[
-        [
-            ModelConfig,
-            Mapping[str, Array],
-            Mapping[str, Array],
-            Any,
-            BlockContext,
-        ],
-        BlockOutput,
-    ]
+    run: Callable[[BlockInputs], BlockOutput]
     unit: str = ""
     spec: Callable[[ModelConfig, int, int, str], PagedSpec | StateSpec] | None = None
     joins: bool = False
+
+
+def required[T](part: T | None) -> T:
+    """Returns the sizes that a block needs from a config, which was checked when it was made."""
+    assert part is not None, "the config was checked when it was made"
+    return part

@@ -24,7 +24,7 @@ from jaxkv.layers.embedding import embed, soft_capped, unembed
 from jaxkv.layers.linear import Joining, Normed, joins_norms, scaled
 from jaxkv.layers.norm import layer_norm, rms_norm
 from jaxkv.layers.rope import Angles, rope_angles
-from jaxkv.models.block import BlockContext, Leaf
+from jaxkv.models.block import BlockInputs, Leaf
 from jaxkv.models.blocks import BLOCKS
 from jaxkv.models.protocol import Params
 from jaxkv.wording import listed
@@ -147,22 +147,28 @@ class Decoder:
             norms, post_norms = (weights.get(name, none) for name in ("norms", "post_norms"))
             for norm, after, stage in zip(norms, post_norms, stages, strict=True):
                 joining = Joining(hidden, *next(next_norms)) if next_norms is not None else None
-                context = BlockContext(
-                    batch, layer, None, angles[layer], embeddings, self.implementation, joining
+                stream = BlockInputs(
+                    config=config,
+                    layer=layer,
+                    params=weights,
+                    x=hidden.astype(narrow),
+                    batch=batch,
+                    angles=angles[layer],
+                    embeddings=embeddings,
+                    implementation=self.implementation,
+                    joining=joining,
                 )
-                run = partial(self._run_block, weights=weights, context=context, tables=tables)
                 before, blocks = Stage.parse(stage)
                 x = normed
                 if x is None:
-                    entering = hidden
+                    x = stream.hidden
                     if before:
-                        cache, y = run(before, cache, hidden.astype(narrow))
-                        entering = hidden + y.astype(hidden.dtype)
-                    x = entering.astype(narrow)
+                        cache, y = self._run_block(before, cache, stream, tables)
+                        x = (hidden + y.astype(hidden.dtype)).astype(narrow)
                     x = x if norm is None else self._norm(norm, x)
                 added = []
                 for name in blocks:
-                    cache, y = run(name, cache, x)
+                    cache, y = self._run_block(name, cache, replace(stream, x=x), tables)
                     added.append(y)
                 if joining is not None:
                     (total,) = added
@@ -180,19 +186,16 @@ class Decoder:
         self,
         name: str,
         cache: Cache,
-        x: Float[Array, "tokens hidden_size"] | Normed,
-        *,
-        weights: Mapping[str, Array],
-        context: BlockContext,
+        inputs: BlockInputs,
         tables: Mapping[tuple[int, str], PagedTables | StateTables],
     ) -> tuple[Cache, Any]:
-        """Returns the cache after a block of a layer, and the block's output; `context` has no tables yet."""
-        block, cache_layer = BLOCKS[name], self.layer_offset + context.layer
-        context = replace(context, tables=tables.get((cache_layer, block.unit)))
-        layer_cache = cache.layer(cache_layer) if block.unit else {}
-        with at(f"layer {context.layer}"):
-            updates, y = block.run(self.config, weights, layer_cache, x, context)
-        return cache.with_layer(cache_layer, updates), y
+        """Returns the cache after a block of a layer, and the block's output; `inputs` has no cache and tables yet."""
+        block, layer = BLOCKS[name], self.layer_offset + inputs.layer
+        if block.unit:
+            inputs = replace(inputs, cache=cache.layer(layer), tables=tables[layer, block.unit])
+        with at(f"layer {inputs.layer}"):
+            updates, y = block.run(inputs)
+        return cache.with_layer(layer, updates), y
 
     def _weights(self, params: Params, layer: int) -> dict[str, Array]:
         """Returns a layer's parameters by name, those that its owner stores included."""

@@ -1,39 +1,13 @@
 """Blocks without cache, which compute each token separately: dense feed-forwards and mixtures of experts."""
 
-from collections.abc import Callable, Mapping
-
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
 
-from jaxkv.config.blocks import MixtureConfig
 from jaxkv.config.model import ModelConfig
 from jaxkv.layers.feed_forward import gated_feed_forward, plain_feed_forward
-from jaxkv.layers.linear import Normed, project, scaled
+from jaxkv.layers.linear import project, scaled
 from jaxkv.layers.mixture import grouped_for, mixture_of_experts
-from jaxkv.models.block import Block, BlockContext, BlockOutput, Leaf
-
-
-def _block(
-    leaves: Callable[[ModelConfig], dict[str, Leaf]],
-    compute: Callable[
-        [ModelConfig, Mapping[str, Array], Float[Array, "tokens hidden_size"], str | None],
-        Float[Array, "tokens hidden_size"],
-    ],
-) -> Block:
-    """Wraps a stateless function of tokens as a `Block`."""
-
-    def run(
-        config: ModelConfig,
-        params: Mapping[str, Array],
-        layer_cache: Mapping[str, Array],
-        x: Float[Array, "tokens hidden_size"],
-        context: BlockContext,
-    ) -> BlockOutput:
-        del layer_cache
-        return {}, compute(config, params, x, context.implementation)
-
-    return Block(leaves, run)
+from jaxkv.models.block import Block, BlockInputs, BlockOutput, Leaf, required
 
 
 def _gated_leaves(config: ModelConfig) -> dict[str, Leaf]:
@@ -47,23 +21,17 @@ def _gated_leaves(config: ModelConfig) -> dict[str, Leaf]:
     return leaves
 
 
-def _run_gated(
-    config: ModelConfig,
-    params: Mapping[str, Array],
-    layer_cache: Mapping[str, Array],
-    x: Float[Array, "tokens hidden_size"] | Normed,
-    context: BlockContext,
-) -> BlockOutput:
-    del layer_cache
+def _run_gated(inputs: BlockInputs) -> BlockOutput:
+    config = inputs.config
     mixed = gated_feed_forward(
-        params,
-        x,
+        inputs.params,
+        inputs.x,
         activation=config.activation,
         gate_multiplier=config.multipliers.gate,
-        joining=context.joining,
-        implementation=context.implementation,
+        joining=inputs.joining,
+        implementation=inputs.implementation,
     )
-    return {}, mixed if context.joining is not None else scaled(mixed, config.multipliers.down)
+    return {}, mixed if inputs.joining is not None else scaled(mixed, config.multipliers.down)
 
 
 def _plain_leaves(config: ModelConfig) -> dict[str, Leaf]:
@@ -77,23 +45,12 @@ def _plain_leaves(config: ModelConfig) -> dict[str, Leaf]:
     return leaves
 
 
-def _run_plain(
-    config: ModelConfig,
-    params: Mapping[str, Array],
-    x: Float[Array, "tokens hidden_size"],
-    implementation: str | None,
-) -> Float[Array, "tokens hidden_size"]:
-    del implementation
-    return plain_feed_forward(params, x, activation=config.activation)
-
-
-def _mixture(config: ModelConfig) -> MixtureConfig:
-    assert config.mixture is not None, "the config was checked when it was made"
-    return config.mixture
+def _run_plain(inputs: BlockInputs) -> BlockOutput:
+    return {}, plain_feed_forward(inputs.params, inputs.hidden, activation=inputs.config.activation)
 
 
 def _mixture_leaves(config: ModelConfig) -> dict[str, Leaf]:
-    mixture, hidden = _mixture(config), config.hidden_size
+    mixture, hidden = required(config.mixture), config.hidden_size
     width = mixture.latent_size or hidden
     leaves = {
         "router": Leaf((mixture.experts, hidden)),
@@ -112,24 +69,16 @@ def _mixture_leaves(config: ModelConfig) -> dict[str, Leaf]:
     return leaves
 
 
-def _run_mixture(
-    config: ModelConfig,
-    params: Mapping[str, Array],
-    x: Float[Array, "tokens hidden_size"],
-    implementation: str | None,
-) -> Float[Array, "tokens hidden_size"]:
-    mixture = _mixture(config)
-    return mixture_of_experts(
-        params,
-        x,
-        mixture=mixture,
-        activation=config.activation,
-        grouped=grouped_for(params, len(x), mixture=mixture, implementation=implementation),
+def _run_mixture(inputs: BlockInputs) -> BlockOutput:
+    mixture, params, x = required(inputs.config.mixture), inputs.params, inputs.hidden
+    grouped = grouped_for(params, len(x), mixture=mixture, implementation=inputs.implementation)
+    return {}, mixture_of_experts(
+        params, x, mixture=mixture, activation=inputs.config.activation, grouped=grouped
     )
 
 
 def _shared_leaves(config: ModelConfig) -> dict[str, Leaf]:
-    mixture, hidden = _mixture(config), config.hidden_size
+    mixture, hidden = required(config.mixture), config.hidden_size
     leaves = {
         "shared_up": Leaf(((1 + mixture.gated) * mixture.shared_size, hidden)),
         "shared_down": Leaf((hidden, mixture.shared_size)),
@@ -137,25 +86,20 @@ def _shared_leaves(config: ModelConfig) -> dict[str, Leaf]:
     return leaves | {"shared_gate": Leaf((1, hidden))} if mixture.shared_gate else leaves
 
 
-def _run_shared(
-    config: ModelConfig,
-    params: Mapping[str, Array],
-    x: Float[Array, "tokens hidden_size"],
-    implementation: str | None,
-) -> Float[Array, "tokens hidden_size"]:
-    del implementation
+def _run_shared(inputs: BlockInputs) -> BlockOutput:
+    params, x, activation = inputs.params, inputs.hidden, inputs.config.activation
     up, down = params["shared_up"], params["shared_down"]
-    if _mixture(config).gated:
-        out = gated_feed_forward({"gate_up": up, "down": down}, x, activation=config.activation)
+    if required(inputs.config.mixture).gated:
+        out = gated_feed_forward({"gate_up": up, "down": down}, x, activation=activation)
     else:
-        out = plain_feed_forward({"up": up, "down": down}, x, activation=config.activation)
+        out = plain_feed_forward({"up": up, "down": down}, x, activation=activation)
     if "shared_gate" not in params:
-        return out
+        return {}, out
     gate = jax.nn.sigmoid(project(params["shared_gate"], x, result=jnp.float32))
-    return (out.astype(jnp.float32) * gate).astype(out.dtype)
+    return {}, (out.astype(jnp.float32) * gate).astype(out.dtype)
 
 
 GATED = Block(_gated_leaves, _run_gated, joins=True)
-PLAIN = _block(_plain_leaves, _run_plain)
-MIXTURE = _block(_mixture_leaves, _run_mixture)
-SHARED = _block(_shared_leaves, _run_shared)
+PLAIN = Block(_plain_leaves, _run_plain)
+MIXTURE = Block(_mixture_leaves, _run_mixture)
+SHARED = Block(_shared_leaves, _run_shared)

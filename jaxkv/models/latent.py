@@ -1,27 +1,19 @@
 """Blocks of multi-head latent attention, dense and sparse: parameters, cache specs and computation."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 
-from jaxtyping import Array, Float
-
-from jaxkv.batch import PagedTables
 from jaxkv.cache.spec import PagedSpec
 from jaxkv.cache.variants import QUANTISED, dsa, mla
-from jaxkv.config.blocks import IndexConfig, LatentConfig
+from jaxkv.config.blocks import IndexConfig
 from jaxkv.config.model import ModelConfig
 from jaxkv.layers.latent import latent_mixer
 from jaxkv.layers.sparse_latent import sparse_latent_mixer
-from jaxkv.models.block import Block, BlockContext, BlockOutput, Leaf
-
-
-def _latent(config: ModelConfig) -> LatentConfig:
-    assert config.latent is not None, "the config was checked when it was made"
-    return config.latent
+from jaxkv.models.block import Block, BlockInputs, BlockOutput, Leaf, required
 
 
 def _leaves(config: ModelConfig) -> dict[str, Leaf]:
-    latent, hidden, heads = _latent(config), config.hidden_size, config.heads
+    latent, hidden, heads = required(config.latent), config.hidden_size, config.heads
     rank, queries = latent.kv_lora_rank, heads * latent.query_dim
     leaves = {
         "qkv_down": Leaf(((latent.q_lora_rank or queries) + latent.stored, hidden)),
@@ -38,7 +30,7 @@ def _leaves(config: ModelConfig) -> dict[str, Leaf]:
 
 def _spec(config: ModelConfig, layer: int, page_size: int, dtype: str) -> PagedSpec:
     del layer
-    latent, quantised = _latent(config), dtype if dtype in QUANTISED else None
+    latent, quantised = required(config.latent), dtype if dtype in QUANTISED else None
     return mla(
         latent.kv_lora_rank,
         latent.rope_dim,
@@ -50,43 +42,33 @@ def _spec(config: ModelConfig, layer: int, page_size: int, dtype: str) -> PagedS
 
 def _scale(config: ModelConfig) -> float:
     scale = config.attention_scale
-    return _latent(config).query_dim ** -0.5 if scale is None else scale
+    return required(config.latent).query_dim ** -0.5 if scale is None else scale
 
 
-def _run(
-    config: ModelConfig,
-    params: Mapping[str, Array],
-    layer_cache: Mapping[str, Array],
-    x: Float[Array, "tokens hidden_size"],
-    context: BlockContext,
-    *,
-    mixer: Callable[..., BlockOutput] = latent_mixer,
-) -> BlockOutput:
-    assert isinstance(context.tables, PagedTables)
+def _run(inputs: BlockInputs, *, mixer: Callable[..., BlockOutput] = latent_mixer) -> BlockOutput:
+    config = inputs.config
     return mixer(
-        params,
-        layer_cache,
-        x,
-        context.batch,
-        context.tables,
-        context.angles,
+        inputs.params,
+        inputs.cache,
+        inputs.hidden,
+        inputs.batch,
+        inputs.pages,
+        inputs.angles,
         heads=config.heads,
-        latent=_latent(config),
+        latent=required(config.latent),
         scale=_scale(config),
-        implementation=context.implementation,
+        implementation=inputs.implementation,
     )
 
 
 def _index(config: ModelConfig) -> IndexConfig:
-    index = _latent(config).index
-    assert index is not None, "the config was checked when it was made"
-    return index
+    return required(required(config.latent).index)
 
 
 def _sparse_leaves(config: ModelConfig) -> dict[str, Leaf]:
     index, hidden = _index(config), config.hidden_size
     return _leaves(config) | {
-        "index_q": Leaf((index.heads * index.head_dim, _latent(config).q_lora_rank or 0)),
+        "index_q": Leaf((index.heads * index.head_dim, required(config.latent).q_lora_rank or 0)),
         "index_k": Leaf((index.head_dim, hidden)),
         "index_norm": Leaf((index.head_dim,), is_scale=True),
         "index_norm_bias": Leaf((index.head_dim,)),
@@ -98,7 +80,7 @@ def _sparse_leaves(config: ModelConfig) -> dict[str, Leaf]:
 def _sparse_spec(config: ModelConfig, layer: int, page_size: int, dtype: str) -> PagedSpec:
     """Returns the spec: quantised records if `dtype` is an 8-bit format, otherwise plain arrays of `dtype`."""
     del layer
-    latent, index = _latent(config), _index(config)
+    latent, index = required(config.latent), _index(config)
     return dsa(
         latent.kv_lora_rank,
         latent.rope_dim,
@@ -110,15 +92,9 @@ def _sparse_spec(config: ModelConfig, layer: int, page_size: int, dtype: str) ->
     )
 
 
-def _run_sparse(
-    config: ModelConfig,
-    params: Mapping[str, Array],
-    layer_cache: Mapping[str, Array],
-    x: Float[Array, "tokens hidden_size"],
-    context: BlockContext,
-) -> BlockOutput:
-    sparse = partial(sparse_latent_mixer, index=_index(config))
-    return _run(config, params, layer_cache, x, context, mixer=sparse)
+def _run_sparse(inputs: BlockInputs) -> BlockOutput:
+    sparse = partial(sparse_latent_mixer, index=_index(inputs.config))
+    return _run(inputs, mixer=sparse)
 
 
 LATENT = Block(_leaves, _run, "page", _spec)

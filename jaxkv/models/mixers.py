@@ -1,17 +1,12 @@
 """Blocks with a cache: attention, Mamba, Mamba-2 and gated delta mixers, gated short convolutions."""
 
-from collections.abc import Mapping
 from typing import Any
 
-from jaxtyping import Array, Float
-
-from jaxkv.batch import PagedTables, StateTables
 from jaxkv.cache.spec import PagedSpec, StateSpec
 from jaxkv.cache.variants import QUANTISED, gqa, mamba2, window
 from jaxkv.cache.variants import delta as delta_spec
 from jaxkv.cache.variants import mamba1 as mamba1_spec
 from jaxkv.cache.variants import short_conv as short_conv_spec
-from jaxkv.config.blocks import DeltaConfig, Mamba1Config, MambaConfig, ShortConvConfig
 from jaxkv.config.model import ModelConfig
 from jaxkv.layers.attention import attention
 from jaxkv.layers.delta import gated_delta_mixer
@@ -19,7 +14,7 @@ from jaxkv.layers.linear import Normed, scaled
 from jaxkv.layers.mamba import mamba2_mixer
 from jaxkv.layers.mamba1 import mamba1_mixer
 from jaxkv.layers.short_conv import short_conv_mixer
-from jaxkv.models.block import Block, BlockContext, BlockOutput, Leaf
+from jaxkv.models.block import Block, BlockInputs, BlockOutput, Leaf, required
 
 
 def _attention_leaves(config: ModelConfig) -> dict[str, Leaf]:
@@ -70,37 +65,34 @@ def attention_options(config: ModelConfig, layer: int) -> dict[str, Any]:
     }
 
 
-def _run_attention(
-    config: ModelConfig,
-    params: Mapping[str, Array],
-    layer_cache: Mapping[str, Array],
-    x: Float[Array, "tokens hidden_size"] | Normed,
-    context: BlockContext,
-) -> BlockOutput:
-    assert isinstance(context.tables, PagedTables)
+def _run_attention(inputs: BlockInputs) -> BlockOutput:
+    config, x = inputs.config, inputs.x
     new, mixed = attention(
-        params,
-        layer_cache,
+        inputs.params,
+        inputs.cache,
         x if isinstance(x, Normed) else scaled(x, config.multipliers.attention_in),
-        context.batch,
-        context.tables,
-        context.angles,
-        joining=context.joining,
-        implementation=context.implementation,
-        **attention_options(config, context.layer),
+        inputs.batch,
+        inputs.pages,
+        inputs.angles,
+        joining=inputs.joining,
+        implementation=inputs.implementation,
+        **attention_options(config, inputs.layer),
     )
-    if context.joining is not None:
+    if inputs.joining is not None:
         return new, mixed
     return new, scaled(mixed, config.multipliers.attention_out)
 
 
-def _mamba(config: ModelConfig) -> MambaConfig:
-    assert config.mamba is not None, "the config was checked when it was made"
-    return config.mamba
+def _state_dtype(config: ModelConfig, dtype: str) -> str:
+    """Returns the dtype of a layer's states in a cache of a dtype.
+
+    8-bit formats apply to keys and values only: the rounding of a state would accumulate over tokens.
+    """
+    return config.dtype if dtype in QUANTISED else dtype
 
 
 def _mamba_leaves(config: ModelConfig) -> dict[str, Leaf]:
-    mamba, hidden = _mamba(config), config.hidden_size
+    mamba, hidden = required(config.mamba), config.hidden_size
     leaves = {
         "ssm_in": Leaf((mamba.in_channels, hidden)),
         "conv": Leaf((mamba.d_conv, mamba.conv_channels)),
@@ -123,7 +115,7 @@ def _mamba_leaves(config: ModelConfig) -> dict[str, Leaf]:
 
 def _mamba_spec(config: ModelConfig, layer: int, page_size: int, dtype: str) -> StateSpec:
     del layer, page_size
-    mamba = _mamba(config)
+    mamba = required(config.mamba)
     return mamba2(
         heads=mamba.heads,
         head_dim=mamba.head_dim,
@@ -131,40 +123,28 @@ def _mamba_spec(config: ModelConfig, layer: int, page_size: int, dtype: str) -> 
         d_conv=mamba.d_conv,
         groups=mamba.groups,
         chunk_size=mamba.chunk_size,
-        # 8-bit formats apply to keys and values only: the rounding of a state would accumulate over tokens.
-        dtype=config.dtype if dtype in QUANTISED else dtype,
+        dtype=_state_dtype(config, dtype),
     )
 
 
-def _run_mamba(
-    config: ModelConfig,
-    params: Mapping[str, Array],
-    layer_cache: Mapping[str, Array],
-    x: Float[Array, "tokens hidden_size"],
-    context: BlockContext,
-) -> BlockOutput:
-    assert isinstance(context.tables, StateTables)
+def _run_mamba(inputs: BlockInputs) -> BlockOutput:
+    config = inputs.config
     new, mixed = mamba2_mixer(
-        params,
-        layer_cache,
-        x,
-        context.batch,
-        context.tables,
-        mamba=_mamba(config),
+        inputs.params,
+        inputs.cache,
+        inputs.hidden,
+        inputs.batch,
+        inputs.states,
+        mamba=required(config.mamba),
         norm_eps=config.norm_eps,
         multipliers=config.multipliers.ssm_in,
-        implementation=context.implementation,
+        implementation=inputs.implementation,
     )
     return new, scaled(mixed, config.multipliers.ssm_out)
 
 
-def _mamba1(config: ModelConfig) -> Mamba1Config:
-    assert config.mamba1 is not None, "the config was checked when it was made"
-    return config.mamba1
-
-
 def _mamba1_leaves(config: ModelConfig) -> dict[str, Leaf]:
-    mamba, hidden = _mamba1(config), config.hidden_size
+    mamba, hidden = required(config.mamba1), config.hidden_size
     leaves = {
         "ssm_in": Leaf((2 * mamba.channels, hidden)),
         "conv": Leaf((mamba.d_conv, mamba.channels)),
@@ -189,43 +169,31 @@ def _mamba1_leaves(config: ModelConfig) -> dict[str, Leaf]:
 
 def _mamba1_spec(config: ModelConfig, layer: int, page_size: int, dtype: str) -> StateSpec:
     del layer, page_size
-    mamba = _mamba1(config)
+    mamba = required(config.mamba1)
     return mamba1_spec(
         mamba.channels,
         d_state=mamba.d_state,
         d_conv=mamba.d_conv,
         chunk_size=mamba.chunk_size,
-        dtype=config.dtype if dtype in QUANTISED else dtype,
+        dtype=_state_dtype(config, dtype),
     )
 
 
-def _run_mamba1(
-    config: ModelConfig,
-    params: Mapping[str, Array],
-    layer_cache: Mapping[str, Array],
-    x: Float[Array, "tokens hidden_size"],
-    context: BlockContext,
-) -> BlockOutput:
-    assert isinstance(context.tables, StateTables)
+def _run_mamba1(inputs: BlockInputs) -> BlockOutput:
     return mamba1_mixer(
-        params,
-        layer_cache,
-        x,
-        context.batch,
-        context.tables,
-        mamba=_mamba1(config),
-        norm_eps=config.norm_eps,
-        implementation=context.implementation,
+        inputs.params,
+        inputs.cache,
+        inputs.hidden,
+        inputs.batch,
+        inputs.states,
+        mamba=required(inputs.config.mamba1),
+        norm_eps=inputs.config.norm_eps,
+        implementation=inputs.implementation,
     )
-
-
-def _delta(config: ModelConfig) -> DeltaConfig:
-    assert config.delta is not None, "the config was checked when it was made"
-    return config.delta
 
 
 def _delta_leaves(config: ModelConfig) -> dict[str, Leaf]:
-    delta, hidden = _delta(config), config.hidden_size
+    delta, hidden = required(config.delta), config.hidden_size
     return {
         "delta_in": Leaf((delta.conv_channels + delta.width, hidden)),
         "delta_gates": Leaf((2 * delta.value_heads, hidden)),
@@ -239,7 +207,7 @@ def _delta_leaves(config: ModelConfig) -> dict[str, Leaf]:
 
 def _delta_spec(config: ModelConfig, layer: int, page_size: int, dtype: str) -> StateSpec:
     del layer, page_size
-    delta = _delta(config)
+    delta = required(config.delta)
     return delta_spec(
         key_heads=delta.key_heads,
         value_heads=delta.value_heads,
@@ -247,43 +215,32 @@ def _delta_spec(config: ModelConfig, layer: int, page_size: int, dtype: str) -> 
         value_dim=delta.value_dim,
         d_conv=delta.d_conv,
         chunk_size=delta.chunk_size,
-        dtype=config.dtype if dtype in QUANTISED else dtype,
+        dtype=_state_dtype(config, dtype),
     )
 
 
-def _run_delta(
-    config: ModelConfig,
-    params: Mapping[str, Array],
-    layer_cache: Mapping[str, Array],
-    x: Float[Array, "tokens hidden_size"],
-    context: BlockContext,
-) -> BlockOutput:
-    assert isinstance(context.tables, StateTables)
+def _run_delta(inputs: BlockInputs) -> BlockOutput:
     return gated_delta_mixer(
-        params,
-        layer_cache,
-        x,
-        context.batch,
-        context.tables,
-        delta=_delta(config),
-        norm_eps=config.norm_eps,
-        implementation=context.implementation,
+        inputs.params,
+        inputs.cache,
+        inputs.hidden,
+        inputs.batch,
+        inputs.states,
+        delta=required(inputs.config.delta),
+        norm_eps=inputs.config.norm_eps,
+        implementation=inputs.implementation,
     )
-
-
-def _short_conv(config: ModelConfig) -> ShortConvConfig:
-    assert config.short_conv is not None, "the config was checked when it was made"
-    return config.short_conv
 
 
 def _short_conv_leaves(config: ModelConfig) -> dict[str, Leaf]:
     hidden = config.hidden_size
+    conv = required(config.short_conv)
     leaves = {
         "short_in": Leaf((3 * hidden, hidden)),
-        "conv": Leaf((_short_conv(config).d_conv, hidden)),
+        "conv": Leaf((conv.d_conv, hidden)),
         "short_out": Leaf((hidden, hidden)),
     }
-    if _short_conv(config).bias:
+    if conv.bias:
         leaves["short_in_bias"] = Leaf((3 * hidden,))
         leaves["conv_bias"] = Leaf((hidden,))
         leaves["short_out_bias"] = Leaf((hidden,))
@@ -294,27 +251,19 @@ def _short_conv_spec(config: ModelConfig, layer: int, page_size: int, dtype: str
     del layer, page_size
     return short_conv_spec(
         config.hidden_size,
-        d_conv=_short_conv(config).d_conv,
-        dtype=config.dtype if dtype in QUANTISED else dtype,
+        d_conv=required(config.short_conv).d_conv,
+        dtype=_state_dtype(config, dtype),
     )
 
 
-def _run_short_conv(
-    config: ModelConfig,
-    params: Mapping[str, Array],
-    layer_cache: Mapping[str, Array],
-    x: Float[Array, "tokens hidden_size"],
-    context: BlockContext,
-) -> BlockOutput:
-    del config
-    assert isinstance(context.tables, StateTables)
+def _run_short_conv(inputs: BlockInputs) -> BlockOutput:
     return short_conv_mixer(
-        params,
-        layer_cache,
-        x,
-        context.batch,
-        context.tables,
-        implementation=context.implementation,
+        inputs.params,
+        inputs.cache,
+        inputs.hidden,
+        inputs.batch,
+        inputs.states,
+        implementation=inputs.implementation,
     )
 
 

@@ -1,24 +1,13 @@
 """The transformer block that layers share: attention and a feed-forward with parameters shared but for adapters."""
 
-from collections.abc import Mapping
-
-from jaxtyping import Array, Float
-
-from jaxkv.batch import PagedTables
-from jaxkv.config.blocks import TransformerConfig
 from jaxkv.config.model import ModelConfig
 from jaxkv.layers.transformer import transformer_block
-from jaxkv.models.block import Block, BlockContext, BlockOutput, Leaf
+from jaxkv.models.block import Block, BlockInputs, BlockOutput, Leaf, required
 from jaxkv.models.mixers import attention_options, attention_spec
 
 
-def _transformer(config: ModelConfig) -> TransformerConfig:
-    assert config.transformer is not None, "the config was checked when it was made"
-    return config.transformer
-
-
 def _leaves(config: ModelConfig) -> dict[str, Leaf]:
-    sizes, hidden, ffn = _transformer(config), config.hidden_size, config.ffn_size
+    sizes, hidden, ffn = required(config.transformer), config.hidden_size, config.ffn_size
     queries, keys = (heads * config.head_dim for heads in (config.heads, config.kv_heads))
     shared = {
         "side_norm": Leaf((2 * hidden,), is_scale=True),
@@ -41,25 +30,18 @@ def _leaves(config: ModelConfig) -> dict[str, Leaf]:
     return {name: leaf._replace(is_shared=True) for name, leaf in shared.items()} | own
 
 
-def _run(
-    config: ModelConfig,
-    params: Mapping[str, Array],
-    layer_cache: Mapping[str, Array],
-    x: Float[Array, "tokens hidden_size"],
-    context: BlockContext,
-) -> BlockOutput:
-    assert isinstance(context.tables, PagedTables)
+def _run(inputs: BlockInputs) -> BlockOutput:
     return transformer_block(
-        params,
-        layer_cache,
-        x,
-        context.embeddings,
-        context.batch,
-        context.tables,
-        context.angles,
-        activation=config.activation,
-        implementation=context.implementation,
-        **attention_options(config, context.layer),
+        inputs.params,
+        inputs.cache,
+        inputs.hidden,
+        inputs.embeddings,
+        inputs.batch,
+        inputs.pages,
+        inputs.angles,
+        activation=inputs.config.activation,
+        implementation=inputs.implementation,
+        **attention_options(inputs.config, inputs.layer),
     )
 
 
