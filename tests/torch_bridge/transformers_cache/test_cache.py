@@ -206,22 +206,33 @@ def test_jax_may_move_pages_between_forwards(llama):
     assert torch.equal(got, wanted)
 
 
-def test_the_readme_is_right_about_the_bridge(capsys):
-    text = (Path(__file__).parents[3] / "README.md").read_text()
-    blocks = [b for b in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "torch_bridge" in b]
+def python_blocks(page):
+    """Returns the Python blocks of a page that need the bridge."""
+    text = (Path(__file__).parents[3] / page).read_text()
+    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    return [block for block in blocks if "torch_bridge" in block or "fork()" in block]
+
+
+def test_the_readme_is_right_about_the_bridge():
     names = {}
-    for block in blocks:
+    [block] = python_blocks("README.md")
+    exec(block, names)
+    model, ids = names["model"], names["ids"]
+    assert torch.equal(names["out"], greedy(model, ids, torch.ones_like(ids), 32))
+    greedy(model, ids, torch.ones_like(ids), 1, past_key_values=names["cache"])
+    assert names["cache"].stats().tokens_reused == 32
+
+
+def test_the_page_of_the_bridge_has_the_tokens_of_transformers(capsys):
+    names = {}
+    for block in python_blocks("docs/how-to/transformers.md")[:2]:
         exec(block, names)
     said, code, tokenizer = names["ids"], names["code"], names["tokenizer"]
     prompts = [tokenizer(code + end).input_ids for end in ("        self.", "        return ")]
     alike = next(i for i, (one, other) in enumerate(zip(*prompts, strict=False)) if one != other)
-    assert capsys.readouterr().out.split() == [str(alike // 16 * 16)]
-    assert f"# {alike // 16 * 16} of the {alike} tokens" in text
+    assert capsys.readouterr().out.split() == [str(alike // 16 * 16), "tokens", "reused", "2"]
     model = names["model"].set_attn_implementation("sdpa") or names["model"]
     ids = torch.tensor([prompts[1]])
     assert torch.equal(said, greedy(model, ids, torch.ones_like(ids), 32))
-    model.set_attn_implementation("jaxkv")
-    longer = greedy(model, said, torch.ones_like(said), 2, past_key_values=names["child"])
-    assert longer.shape == (1, said.shape[1] + 2)
     with pytest.raises(ValueError, match=r"before another prompt, call reset\(\)"):
         greedy(model, ids, torch.ones_like(ids), 2, past_key_values=names["child"])
