@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from jaxkv.config.checks import as_float, as_int, check_fields
 
 SCORINGS = ("softmax", "sigmoid")
+MAX_EXPERTS = 2**16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -309,7 +310,7 @@ class MixtureConfig:
         """Raises `ValueError` for sizes out of range or sizes that contradict each other."""
         if self.clamp is not None:
             check_fields(self, as_float, 1e-3, 1e6, "clamp")
-        check_fields(self, as_int, 1, 2**16, "experts", "groups")
+        check_fields(self, as_int, 1, MAX_EXPERTS, "experts", "groups")
         check_fields(self, as_int, 1, self.experts, "top_k")
         check_fields(self, as_int, 1, self.groups, "top_groups")
         check_fields(self, as_int, 1, 2**24, "size")

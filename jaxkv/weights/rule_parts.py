@@ -1,6 +1,9 @@
 """The weight rules of blocks that families share, given the prefix of their tensors' names."""
 
-from jaxkv.weights.rules import Regroup, Rule
+from functools import partial
+from typing import TypedDict, Unpack
+
+from jaxkv.weights.rules import Combine, Regroup, Rule
 
 LEAF = "layers.{layer}."
 LAYER = "model.layers.{layer}."
@@ -14,9 +17,42 @@ GATED_NAMES = ("gate_proj", "up_proj", "down_proj")
 _GATE_UP_ROWS = (("ffn_size",), ("ffn_size",))
 
 
+class RuleOptions(TypedDict, total=False):
+    """The fields of `Rule` beside target, sources and block."""
+
+    combine: Combine
+    rows: tuple[tuple[str, ...], ...]
+    when: tuple[str, bool] | None
+    is_shared: bool
+    regroup: Regroup | None
+    offset: float
+    fused: str
+    interleaved: int
+
+
+def layer_rule(
+    leaf: str, *names: str, block: str = "", prefix: str = "", **options: Unpack[RuleOptions]
+) -> Rule:
+    """Returns the rule of one parameter of a layer.
+
+    Args:
+        leaf: name of the parameter in the layer.
+        *names: names of its tensors in the checkpoint, behind `prefix`.
+        block: name of the block that has the parameter; empty for all layers.
+        prefix: beginning of the tensors' names.
+        **options: fields of `Rule`.
+    """
+    return Rule(f"{LEAF}{leaf}", tuple(f"{prefix}{name}" for name in names), block=block, **options)
+
+
 def norms(*sources: str, offset: float = 0.0) -> Rule:
-    """Returns the rule of the norms of a layer's stages, in order; `offset` is added to the stored weights."""
-    return Rule(f"{LEAF}norms", sources, combine="stack", offset=offset)
+    """Returns the rule of the norms before a layer's stages, in order; `offset` is added to the stored weights."""
+    return layer_rule("norms", *sources, combine="stack", offset=offset)
+
+
+def post_norms(*sources: str, offset: float = 0.0) -> Rule:
+    """Returns the rule of the norms after a layer's stages, in order; `offset` is added to the stored weights."""
+    return layer_rule("post_norms", *sources, combine="stack", offset=offset)
 
 
 def embeddings(table: str, final_norm: str, *, offset: float = 0.0) -> tuple[Rule, ...]:
@@ -46,163 +82,139 @@ def attention(
         norm: name of the norms on queries and keys, after "q_" and "k_".
         out: name of the output projection.
     """
-    heads = 2 * interleaved
-
-    def projections(kind: str) -> tuple[str, ...]:
-        return tuple(f"{prefix}.{name}_proj.{kind}" for name in "qkv")
-
+    rule = partial(layer_rule, block="attention", prefix=f"{prefix}.")
+    query_norm, key_norm = f"q_{norm}.weight", f"k_{norm}.weight"
+    fused = {"combine": "concat", "rows": _QUERY_KEY_VALUE_ROWS, "interleaved": 2 * interleaved}
+    biased = ("qkv_bias", True)
     return (
-        Rule(
-            f"{LEAF}qkv",
-            projections("weight"),
-            combine="concat",
-            rows=_QUERY_KEY_VALUE_ROWS,
-            block="attention",
-            interleaved=heads,
-        ),
-        Rule(
-            f"{LEAF}qkv_bias",
-            projections("bias"),
-            combine="concat",
-            rows=_QUERY_KEY_VALUE_ROWS,
-            when=("qkv_bias", True),
-            block="attention",
-            interleaved=heads,
-        ),
-        Rule(
-            f"{LEAF}qk_norm",
-            (f"{prefix}.q_{norm}.weight", f"{prefix}.k_{norm}.weight"),
+        rule("qkv", *(f"{name}_proj.weight" for name in "qkv"), **fused),
+        rule("qkv_bias", *(f"{name}_proj.bias" for name in "qkv"), when=biased, **fused),
+        rule(
+            "qk_norm",
+            query_norm,
+            key_norm,
             combine="stack",
             when=("qk_norm", True),
-            block="attention",
             offset=offset,
         ),
-        *(
-            Rule(
-                f"{LEAF}wide_{name}_norm",
-                (f"{prefix}.{name}_{norm}.weight",),
-                when=("wide_qk_norm", True),
-                block="attention",
-            )
-            for name in "qk"
-        ),
-        Rule(f"{LEAF}o", (f"{prefix}.{out}.weight",), block="attention"),
-        Rule(f"{LEAF}o_bias", (f"{prefix}.{out}.bias",), when=("o_bias", True), block="attention"),
-        Rule(f"{LEAF}sinks", (f"{prefix}.sinks",), when=("sinks", True), block="attention"),
+        rule("wide_q_norm", query_norm, when=("wide_qk_norm", True)),
+        rule("wide_k_norm", key_norm, when=("wide_qk_norm", True)),
+        rule("o", f"{out}.weight"),
+        rule("o_bias", f"{out}.bias", when=("o_bias", True)),
+        rule("sinks", "sinks", when=("sinks", True)),
     )
 
 
 def gated_attention(prefix: str, *, offset: float) -> tuple[Rule, ...]:
     """Returns the rules of gated attention, whose query projection yields each head's query and then its gate."""
-    queries = Regroup(("heads",), (("head_dim",), ("head_dim",)), order=(1, 0))
+    rule = partial(layer_rule, block="attention", prefix=f"{prefix}.")
     return (
-        Rule(
-            f"{LEAF}qkv",
-            tuple(f"{prefix}.{name}_proj.weight" for name in "qkv"),
+        rule(
+            "qkv",
+            *(f"{name}_proj.weight" for name in "qkv"),
             combine="concat",
             rows=(("heads", "query_rows"), *_QUERY_KEY_VALUE_ROWS[1:]),
-            block="attention",
-            regroup=queries,
+            regroup=Regroup(("heads",), (("head_dim",), ("head_dim",)), order=(1, 0)),
         ),
-        Rule(
-            f"{LEAF}qk_norm",
-            (f"{prefix}.q_norm.weight", f"{prefix}.k_norm.weight"),
-            combine="stack",
-            block="attention",
-            offset=offset,
-        ),
-        Rule(f"{LEAF}o", (f"{prefix}.o_proj.weight",), block="attention"),
+        rule("qk_norm", "q_norm.weight", "k_norm.weight", combine="stack", offset=offset),
+        rule("o", "o_proj.weight"),
     )
 
 
 def latent_attention(prefix: str, block: str = "latent") -> tuple[Rule, ...]:
     """Returns the rules of latent attention, whose `kv_b_proj` yields each head's key and then its value."""
+    rule = partial(layer_rule, block=block, prefix=f"{prefix}.")
     stored, queries = ("latent.stored",), ("heads", "latent.query_dim")
     halves = (("latent.nope_dim",), ("latent.value_dim",))
-
-    def rule(leaf: str, *names: str, **options: object) -> Rule:
-        sources = tuple(f"{prefix}.{name}.weight" for name in names)
-        return Rule(f"{LEAF}{leaf}", sources, block=block, **options)  # type: ignore[arg-type]
-
     has, lacks = (("latent.has_query_latent", value) for value in (True, False))
-    down = {"combine": "concat", "rows": (("latent.q_lora_rank",), stored), "when": has}
-    direct = {"combine": "concat", "rows": (queries, stored), "when": lacks}
+    stored_name = "kv_a_proj_with_mqa.weight"
     return (
-        rule("qkv_down", "q_a_proj", "kv_a_proj_with_mqa", **down),
-        rule("qkv_down", "q_proj", "kv_a_proj_with_mqa", **direct),
-        rule("q_norm", "q_a_layernorm", when=has),
-        rule("q_up", "q_b_proj", when=has),
-        rule("kv_norm", "kv_a_layernorm"),
+        rule(
+            "qkv_down",
+            "q_a_proj.weight",
+            stored_name,
+            combine="concat",
+            rows=(("latent.q_lora_rank",), stored),
+            when=has,
+        ),
+        rule(
+            "qkv_down",
+            "q_proj.weight",
+            stored_name,
+            combine="concat",
+            rows=(queries, stored),
+            when=lacks,
+        ),
+        rule("q_norm", "q_a_layernorm.weight", when=has),
+        rule("q_up", "q_b_proj.weight", when=has),
+        rule("kv_norm", "kv_a_layernorm.weight"),
         *(
-            rule(leaf, "kv_b_proj", combine="select", regroup=Regroup(("heads",), halves, (half,)))
+            rule(
+                leaf,
+                "kv_b_proj.weight",
+                combine="select",
+                regroup=Regroup(("heads",), halves, (half,)),
+            )
             for half, leaf in enumerate(("k_up", "v_up"))
         ),
-        rule("o", "o_proj"),
+        rule("o", "o_proj.weight"),
     )
 
 
 def sparse_latent_attention(prefix: str) -> tuple[Rule, ...]:
     """Returns the rules of sparse latent attention, the indexer included."""
-    index = {
-        "index_q": "wq_b.weight",
-        "index_k": "wk.weight",
-        "index_norm": "k_norm.weight",
-        "index_norm_bias": "k_norm.bias",
-        "index_weights": "weights_proj.weight",
-    }
-    return latent_attention(prefix, "sparse_latent") + tuple(
-        Rule(f"{LEAF}{leaf}", (f"{prefix}.indexer.{name}",), block="sparse_latent")
-        for leaf, name in index.items()
+    rule = partial(layer_rule, block="sparse_latent", prefix=f"{prefix}.indexer.")
+    return (
+        *latent_attention(prefix, "sparse_latent"),
+        rule("index_q", "wq_b.weight"),
+        rule("index_k", "wk.weight"),
+        rule("index_norm", "k_norm.weight"),
+        rule("index_norm_bias", "k_norm.bias"),
+        rule("index_weights", "weights_proj.weight"),
     )
 
 
 def delta(prefix: str) -> tuple[Rule, ...]:
     """Returns the rules of a gated delta mixer with two fused projections, which are ordered by key head."""
+    rule = partial(layer_rule, block="delta", prefix=f"{prefix}.")
     key, values = ("delta.key_dim",), ("delta.values_per_key", "delta.value_dim")
     heads, gates = ("delta.key_heads",), ("delta.values_per_key",)
     return (
-        Rule(
-            f"{LEAF}delta_in",
-            (f"{prefix}.in_proj_qkvz.weight",),
-            block="delta",
+        rule(
+            "delta_in",
+            "in_proj_qkvz.weight",
             regroup=Regroup(heads, (key, key, values, values), order=(0, 1, 2, 3)),
         ),
-        Rule(
-            f"{LEAF}delta_gates",
-            (f"{prefix}.in_proj_ba.weight",),
-            block="delta",
-            regroup=Regroup(heads, (gates, gates), (0, 1)),
-        ),
+        rule("delta_gates", "in_proj_ba.weight", regroup=Regroup(heads, (gates, gates), (0, 1))),
         *_delta_state(prefix),
     )
 
 
 def split_delta(prefix: str) -> tuple[Rule, ...]:
     """Returns the rules of a gated delta mixer with a projection each for queries to values and for three gates."""
+    rule = partial(layer_rule, block="delta", prefix=f"{prefix}.")
     heads = ("delta.value_heads",)
     return (
-        Rule(
-            f"{LEAF}delta_in",
-            (f"{prefix}.in_proj_qkv.weight", f"{prefix}.in_proj_z.weight"),
+        rule(
+            "delta_in",
+            "in_proj_qkv.weight",
+            "in_proj_z.weight",
             combine="concat",
             rows=(("delta.conv_channels",), ("delta.width",)),
-            block="delta",
         ),
-        Rule(
-            f"{LEAF}delta_gates",
-            (f"{prefix}.in_proj_b.weight", f"{prefix}.in_proj_a.weight"),
+        rule(
+            "delta_gates",
+            "in_proj_b.weight",
+            "in_proj_a.weight",
             combine="concat",
             rows=(heads, heads),
-            block="delta",
         ),
         *_delta_state(prefix),
     )
 
 
 def _delta_state(prefix: str) -> tuple[Rule, ...]:
-    def rule(leaf: str, name: str, **options: object) -> Rule:
-        return Rule(f"{LEAF}{leaf}", (f"{prefix}.{name}",), block="delta", **options)  # type: ignore[arg-type]
-
+    rule = partial(layer_rule, block="delta", prefix=f"{prefix}.")
     return (
         rule("conv", "conv1d.weight", combine="taps"),
         rule("a_log", "A_log"),
@@ -214,10 +226,7 @@ def _delta_state(prefix: str) -> tuple[Rule, ...]:
 
 def short_conv(prefix: str) -> tuple[Rule, ...]:
     """Returns the rules of a gated short convolution."""
-
-    def rule(leaf: str, name: str, **options: object) -> Rule:
-        return Rule(f"{LEAF}{leaf}", (f"{prefix}.{name}",), block="short_conv", **options)  # type: ignore[arg-type]
-
+    rule = partial(layer_rule, block="short_conv", prefix=f"{prefix}.")
     biased = ("short_conv.bias", True)
     return (
         rule("short_in", "in_proj.weight"),
@@ -231,10 +240,7 @@ def short_conv(prefix: str) -> tuple[Rule, ...]:
 
 def mamba1(prefix: str) -> tuple[Rule, ...]:
     """Returns the rules of a Mamba mixer."""
-
-    def rule(leaf: str, name: str, **options: object) -> Rule:
-        return Rule(f"{LEAF}{leaf}", (f"{prefix}.{name}",), block="mamba1", **options)  # type: ignore[arg-type]
-
+    rule = partial(layer_rule, block="mamba1", prefix=f"{prefix}.")
     biased, normed = ("mamba1.bias", True), ("mamba1.norms", True)
     return (
         rule("ssm_in", "in_proj.weight"),
@@ -256,10 +262,7 @@ def mamba1(prefix: str) -> tuple[Rule, ...]:
 
 def mamba2(prefix: str) -> tuple[Rule, ...]:
     """Returns the rules of a Mamba-2 mixer."""
-
-    def rule(leaf: str, name: str, **options: object) -> Rule:
-        return Rule(f"{LEAF}{leaf}", (f"{prefix}.{name}",), block="mamba2", **options)  # type: ignore[arg-type]
-
+    rule = partial(layer_rule, block="mamba2", prefix=f"{prefix}.")
     return (
         rule("ssm_in", "in_proj.weight"),
         rule("ssm_in_bias", "in_proj.bias", when=("mamba.in_bias", True)),
@@ -276,43 +279,22 @@ def mamba2(prefix: str) -> tuple[Rule, ...]:
 
 def gated(prefix: str, names: tuple[str, str, str] = GATED_NAMES) -> tuple[Rule, ...]:
     """Returns the rules of a gated feed-forward, given the names of gate, its factor and their product's projection."""
+    rule = partial(layer_rule, block="gated", prefix=f"{prefix}.")
     gate, up, down = names
-
-    def halves(kind: str) -> tuple[str, ...]:
-        return f"{prefix}.{gate}.{kind}", f"{prefix}.{up}.{kind}"
-
+    biased = ("mlp_bias", True)
+    fused = {"combine": "concat", "rows": _GATE_UP_ROWS}
     return (
-        Rule(
-            f"{LEAF}gate_up",
-            halves("weight"),
-            combine="concat",
-            rows=_GATE_UP_ROWS,
-            block="gated",
-        ),
-        Rule(
-            f"{LEAF}gate_up_bias",
-            halves("bias"),
-            combine="concat",
-            rows=_GATE_UP_ROWS,
-            when=("mlp_bias", True),
-            block="gated",
-        ),
-        Rule(f"{LEAF}down", (f"{prefix}.{down}.weight",), block="gated"),
-        Rule(
-            f"{LEAF}down_bias",
-            (f"{prefix}.{down}.bias",),
-            when=("mlp_bias", True),
-            block="gated",
-        ),
+        rule("gate_up", f"{gate}.weight", f"{up}.weight", **fused),
+        rule("gate_up_bias", f"{gate}.bias", f"{up}.bias", when=biased, **fused),
+        rule("down", f"{down}.weight"),
+        rule("down_bias", f"{down}.bias", when=biased),
     )
 
 
 def fused_gated(prefix: str) -> tuple[Rule, ...]:
     """Returns the rules of a gated feed-forward whose gate and up projections are one tensor in the checkpoint."""
-    return (
-        Rule(f"{LEAF}gate_up", (f"{prefix}.gate_up_proj.weight",), block="gated"),
-        Rule(f"{LEAF}down", (f"{prefix}.down_proj.weight",), block="gated"),
-    )
+    rule = partial(layer_rule, block="gated", prefix=f"{prefix}.")
+    return rule("gate_up", "gate_up_proj.weight"), rule("down", "down_proj.weight")
 
 
 def gated_experts(
@@ -332,33 +314,23 @@ def gated_experts(
         router: end of the router's name.
         correction: end of the name of the router's correction.
     """
-    experts, fused = f"{prefix}.experts.{{expert}}", fused or prefix
+    rule = partial(layer_rule, block="mixture", prefix=f"{prefix}.")
+    experts, fused = "experts.{expert}", fused or prefix
     gate, up, down = names
     return (
-        Rule(
-            f"{LEAF}router",
-            (f"{prefix}.{router}",),
-            block="mixture",
-            fused=f"{fused}.{router}",
-        ),
-        Rule(
-            f"{LEAF}router_correction",
-            (f"{prefix}.{correction}",),
-            when=("mixture.correction", True),
-            block="mixture",
-        ),
-        Rule(
-            f"{LEAF}experts_up",
-            (f"{experts}.{gate}.weight", f"{experts}.{up}.weight"),
+        rule("router", router, fused=f"{fused}.{router}"),
+        rule("router_correction", correction, when=("mixture.correction", True)),
+        rule(
+            "experts_up",
+            f"{experts}.{gate}.weight",
+            f"{experts}.{up}.weight",
             combine="stack",
-            block="mixture",
             fused=f"{fused}.experts.gate_up_proj",
         ),
-        Rule(
-            f"{LEAF}experts_down",
-            (f"{experts}.{down}.weight",),
+        rule(
+            "experts_down",
+            f"{experts}.{down}.weight",
             combine="stack_transpose",
-            block="mixture",
             fused=f"{fused}.experts.down_proj",
         ),
     )
@@ -366,13 +338,15 @@ def gated_experts(
 
 def shared_expert(prefix: str) -> tuple[Rule, ...]:
     """Returns the rules of a gated expert that runs on all tokens."""
+    rule = partial(layer_rule, block="shared", prefix=f"{prefix}.")
+    size = ("mixture.shared_size",)
     return (
-        Rule(
-            f"{LEAF}shared_up",
-            (f"{prefix}.gate_proj.weight", f"{prefix}.up_proj.weight"),
+        rule(
+            "shared_up",
+            "gate_proj.weight",
+            "up_proj.weight",
             combine="concat",
-            rows=(("mixture.shared_size",), ("mixture.shared_size",)),
-            block="shared",
+            rows=(size, size),
         ),
-        Rule(f"{LEAF}shared_down", (f"{prefix}.down_proj.weight",), block="shared"),
+        rule("shared_down", "down_proj.weight"),
     )

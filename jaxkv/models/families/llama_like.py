@@ -1,6 +1,7 @@
-"""What Llama and similar families share: keys of config.json and weights. Each family's file adds its differences."""
+"""Keys of config.json and names of weights that Llama and similar families share; their files add the differences."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TypedDict, Unpack
 
 from jaxkv.config.blocks import (
@@ -17,7 +18,7 @@ from jaxkv.errors import UnknownConfig
 from jaxkv.models.hf_config.config_json import ConfigJson
 from jaxkv.models.hf_config.rope_json import read_rope
 from jaxkv.weights.rule_parts import LAYER, attention, embeddings, gated, norms
-from jaxkv.weights.rules import RuleSet
+from jaxkv.weights.rules import Rule, RuleSet
 from jaxkv.wording import shown
 
 ACTIVATIONS = {
@@ -32,21 +33,45 @@ ACTIVATIONS = {
 ROTARY_TABLES = r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq"
 TIED = (("lm_head.weight", "model.embed_tokens.weight"),)
 
-LLAMA_RULES = RuleSet(
-    rules=(
-        *embeddings("model.embed_tokens.weight", "model.norm.weight"),
-        norms(f"{LAYER}input_layernorm.weight", f"{LAYER}post_attention_layernorm.weight"),
-        *attention(f"{LAYER}self_attn"),
-        *gated(f"{LAYER}mlp"),
-    ),
-    ignored=(ROTARY_TABLES,),
-    tied=TIED,
-)
+FURTHER_LAYERS = r"model\.layers\.(\d+)\."
+"""Beginning of the names of layers, and of those after the last one that predict further tokens."""
+
+
+def llama_rules(
+    *blocks: Rule,
+    norm_names: Sequence[str] = ("input_layernorm", "post_attention_layernorm"),
+    offset: float = 0.0,
+    ignored: tuple[str, ...] = (),
+    further_layers: str | None = None,
+) -> RuleSet:
+    """Returns the rules of a checkpoint that has Llama's names of embeddings, output head and norms.
+
+    Args:
+        *blocks: the rules of its blocks.
+        norm_names: names of the norms of a layer's stages, in order.
+        offset: number that is added to the stored weights of these norms and of the final one.
+        ignored: see `RuleSet`; rotary tables are always ignored.
+        further_layers: see `RuleSet`.
+    """
+    layer_norms = norms(*(f"{LAYER}{name}.weight" for name in norm_names), offset=offset)
+    return RuleSet(
+        rules=(
+            *embeddings("model.embed_tokens.weight", "model.norm.weight", offset=offset),
+            *((layer_norms,) if norm_names else ()),
+            *blocks,
+        ),
+        ignored=(ROTARY_TABLES, *ignored),
+        tied=TIED,
+        further_layers=further_layers,
+    )
+
+
+LLAMA_BLOCKS = (*attention(f"{LAYER}self_attn"), *gated(f"{LAYER}mlp"))
+LLAMA_RULES = llama_rules(*LLAMA_BLOCKS)
 """The weights of Llama, which other families have under the same names."""
 
 _DTYPES = {name: name for name in ("float32", "bfloat16", "float16")}
 _DTYPES |= {f"torch.{name}": name for name in _DTYPES}
-_SIZE = 2**31 - 1
 
 
 class Differences(TypedDict, total=False):
@@ -89,7 +114,7 @@ def read_llama_like(
     architecture: str | tuple[str, ...],
     kv_heads: int | None,
     max_positions: int,
-    windows: Sequence[int | None],
+    windows: Sequence[int | None] | None = None,
     head_dim: int | None = None,
     norm_key: str = "rms_norm_eps",
     norm_eps: float = 1e-6,
@@ -109,7 +134,7 @@ def read_llama_like(
         architecture: name of its causal language model in `architectures`; several names if files differ.
         kv_heads: Transformers' default of this number; `None` for the number of heads.
         max_positions: Transformers' default.
-        windows: for each layer, its window in tokens, or `None` for all tokens.
+        windows: for each layer, its window in tokens, or `None` for all tokens; by default, no layer has a window.
         head_dim: Transformers' default; `None` for the hidden size divided by the heads.
         norm_key: key of the norms' epsilon.
         norm_eps: Transformers' default.
@@ -128,11 +153,11 @@ def read_llama_like(
     check_architecture(
         keys, family, *([architecture] if isinstance(architecture, str) else architecture)
     )
-    vocab_size = keys.take_int("vocab_size", high=_SIZE)
-    hidden_size = keys.take_int("hidden_size", high=_SIZE)
-    heads = keys.take_int("num_attention_heads", high=_SIZE)
+    vocab_size = keys.take_int("vocab_size")
+    hidden_size = keys.take_int("hidden_size")
+    heads = keys.take_int("num_attention_heads")
     head_dim = take_head_dim(keys, head_dim)
-    limit = keys.take_int("max_position_embeddings", max_positions, high=_SIZE)
+    limit = keys.take_int("max_position_embeddings", max_positions)
     longest = limit
     if rope is None:
         rope, longest = read_rope(keys, head_dim=head_dim, max_positions=limit, partial=partial)
@@ -141,18 +166,19 @@ def read_llama_like(
     keys.settle("num_key_value_heads", kv_heads)
     if differences.get("qk_norm"):
         keys.settle("use_qk_norm", True)
+    num_layers = take_num_layers(keys)
     config = ModelConfig(
         family=family,
         vocab_size=vocab_size,
         hidden_size=hidden_size,
-        num_layers=take_num_layers(keys),
+        num_layers=num_layers,
         heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
-        ffn_size=keys.take_int(ffn_key, high=_SIZE),
+        ffn_size=keys.take_int(ffn_key),
         max_positions=longest,
         rope=rope,
-        windows=tuple(windows),
+        windows=(None,) * num_layers if windows is None else tuple(windows),
         norm_eps=keys.take_float(norm_key, norm_eps),
         activation=keys.take_choice(activation_key, activation, ACTIVATIONS),
         tie_embeddings=keys.take_bool("tie_word_embeddings", tied),
@@ -163,6 +189,24 @@ def read_llama_like(
     )
     keys.finish()
     return config
+
+
+class AttentionBiases(TypedDict):
+    """The fields of `ModelConfig` for the biases of attention's projections."""
+
+    qkv_bias: bool
+    o_bias: bool
+
+
+def attention_biases(keys: ConfigJson, *, default: bool = False) -> AttentionBiases:
+    """Reads `attention_bias`, which gives biases to all four projections or to none."""
+    biased = keys.take_bool("attention_bias", default)
+    return {"qkv_bias": biased, "o_bias": biased}
+
+
+def without_rotation(config: ModelConfig) -> ModelConfig:
+    """Returns a model's config without rotary embedding."""
+    return replace(config, rope=RopeConfig(rotary_dim=config.rope.rotary_dim, kind="none"))
 
 
 def check_architecture(keys: ConfigJson, family: str, *architectures: str) -> None:
@@ -201,7 +245,7 @@ def take_mtp_layers(keys: ConfigJson) -> int:
 
 def take_nullable_int(keys: ConfigJson, key: str, default: int | None) -> int | None:
     """Returns a positive integer, or `None` for null."""
-    return None if keys.take(key, default) is None else keys.take_int(key, default, high=_SIZE)
+    return None if keys.take(key, default) is None else keys.take_int(key, default)
 
 
 def layer_windows(
@@ -213,7 +257,7 @@ def layer_windows(
         keys: config.json.
         window: window of the layers that have one; `None` if no layer has one.
         full_layers: number of first layers without a window.
-        full_every: every so many layers, counted from the first one, a layer has no window.
+        full_every: every `full_every`-th layer has no window; `None` if all others have one.
 
     Raises:
         UnknownConfig: `layer_types` has an unknown kind, names a window that is not given, or has the wrong length.
@@ -255,8 +299,8 @@ def take_nullable_float(keys: ConfigJson, key: str, default: float | None) -> fl
 
 def take_head_dim(keys: ConfigJson, default: int | None = None) -> int:
     """Returns the components of a head; without a default, the hidden size divided by the heads."""
-    hidden_size = keys.take_int("hidden_size", high=_SIZE)
-    heads = keys.take_int("num_attention_heads", high=_SIZE)
+    hidden_size = keys.take_int("hidden_size")
+    heads = keys.take_int("num_attention_heads")
     given = take_nullable_int(keys, "head_dim", default)
     if given is None and hidden_size % heads:
         raise ValueError(

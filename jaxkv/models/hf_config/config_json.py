@@ -106,7 +106,9 @@ class ConfigJson:
         """Records what the file amounts to for a key that it need not have, to compare other names of it with."""
         self._facts[key] = value
 
-    def take_int(self, key: str, default: object = _REQUIRED, *, low: int = 1, high: int) -> int:
+    def take_int(
+        self, key: str, default: object = _REQUIRED, *, low: int = 1, high: int = 2**31 - 1
+    ) -> int:
         """Returns an integer in [`low`, `high`]."""
         value = self.take(key, default)
         if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:

@@ -36,7 +36,7 @@ def load_sampling_defaults(directory: str | Path) -> Mapping[str, float]:
         if generation.take(name, None) is not None
     }
     if generation.take("top_k", None) is not None:
-        found["top_k"] = generation.take_int("top_k", low=-1, high=2**31 - 1)
+        found["top_k"] = generation.take_int("top_k", low=-1)
     if generation.take("do_sample", None) is not None:
         sampled = generation.take_bool("do_sample")
         found["temperature"] = found.get("temperature", 1.0) if sampled else 0.0

@@ -8,7 +8,6 @@ from jaxkv.config.blocks import MambaConfig
 from jaxkv.errors import UnknownConfig
 from jaxkv.models.hf_config.config_json import ConfigJson
 
-_SIZE = 2**31 - 1
 SILU = {"silu": "silu", "swish": "silu"}
 """Names of SiLU, the one activation of convolutions."""
 
@@ -69,25 +68,24 @@ def read_mamba(
         UnknownConfig: the convolution's activation is not SiLU.
         ValueError: a size is out of range, or the width of all heads is not `d_inner`.
     """
-    heads = keys.take_int(*names.heads, high=_SIZE)
-    named = keys.take(*names.head_dim)
-    if named == "auto" and d_inner is not None:
+    heads = keys.take_int(*names.heads)
+    if d_inner is not None and keys.take(*names.head_dim) == "auto":
         head_dim = d_inner // heads
     else:
-        head_dim = keys.take_int(*names.head_dim, high=_SIZE)
+        head_dim = keys.take_int(*names.head_dim)
     if d_inner is not None and heads * head_dim != d_inner:
         raise ValueError(
             f"config.json: {heads} mamba heads of {head_dim} components must have the width {d_inner} together"
         )
     keys.take_choice(*names.activation, SILU)
-    groups = keys.take_int(*names.groups, high=_SIZE)
+    groups = keys.take_int(*names.groups)
     return MambaConfig(
         heads=heads,
         head_dim=head_dim,
-        d_state=keys.take_int(*names.d_state, high=_SIZE),
+        d_state=keys.take_int(*names.d_state),
         d_conv=keys.take_int(*names.d_conv, low=2, high=64),
         groups=groups,
-        chunk_size=keys.take_int(*names.chunk_size, high=_SIZE),
+        chunk_size=keys.take_int(*names.chunk_size),
         conv_bias=keys.take_bool(*names.conv_bias),
         in_bias=in_bias,
         out_bias=out_bias,
@@ -95,6 +93,13 @@ def read_mamba(
         gate_first=gate_first,
         dt_limit=_take_limits(keys),
     )
+
+
+def read_bamba_mixer(keys: ConfigJson) -> MambaConfig:
+    """Reads the mixer of Bamba and Granite 4: both projections have biases, or none."""
+    bias = keys.take_bool("mamba_proj_bias", False)
+    d_inner = keys.take_int("mamba_expand", 2, high=2**16) * keys.take_int("hidden_size")
+    return read_mamba(keys, BAMBA_KEYS, d_inner=d_inner, in_bias=bias, out_bias=bias)
 
 
 def take_layer_kinds(

@@ -7,18 +7,16 @@ from jaxkv.config.model import ModelConfig
 from jaxkv.errors import UnknownConfig
 from jaxkv.models.families.family import Family
 from jaxkv.models.families.llama_like import (
-    ROTARY_TABLES,
-    TIED,
+    attention_biases,
     layer_windows,
+    llama_rules,
     read_llama_like,
     take_num_layers,
 )
 from jaxkv.models.hf_config.config_json import ConfigJson
 from jaxkv.models.hf_config.rope_json import with_theta
-from jaxkv.weights.rule_parts import LAYER, attention, embeddings, gated, norms
-from jaxkv.weights.rules import RuleSet
+from jaxkv.weights.rule_parts import LAYER, attention, gated
 
-_SIZE = 2**31 - 1
 _THETA = 500000.0
 
 
@@ -27,8 +25,8 @@ def from_hf(raw: Mapping[str, object]) -> ModelConfig:
     keys = ConfigJson(raw)
     # Transformers writes it and does not read it.
     keys.ignore("_sliding_window_pattern")
-    every = keys.take_int("sliding_window_pattern", 4, high=_SIZE)
-    window = keys.take_int("sliding_window", 4096, high=_SIZE)
+    every = keys.take_int("sliding_window_pattern", 4)
+    window = keys.take_int("sliding_window", 4096)
     windows = layer_windows(keys, window, full_every=every)
     full = tuple(layer for layer, reach in enumerate(windows) if reach is None)
     return _read(keys, "cohere2", "Cohere2ForCausalLM", windows, full)
@@ -51,7 +49,6 @@ def _read(
     windows: tuple[int | None, ...],
     nope_layers: tuple[int, ...],
 ) -> ModelConfig:
-    biases = keys.take_bool("attention_bias", False)
     return read_llama_like(
         keys,
         family,
@@ -66,21 +63,15 @@ def _read(
         pattern=(("attention+gated",),) * take_num_layers(keys),
         layer_norms=True,
         wide_norms=True,
-        qkv_bias=biases,
-        o_bias=biases,
         multipliers=Multipliers(logits=keys.take_float("logit_scale", 0.0625)),
+        **attention_biases(keys),
     )
 
 
-_RULES = RuleSet(
-    rules=(
-        *embeddings("model.embed_tokens.weight", "model.norm.weight"),
-        norms(f"{LAYER}input_layernorm.weight"),
-        *attention(f"{LAYER}self_attn", interleaved=True),
-        *gated(f"{LAYER}mlp"),
-    ),
-    ignored=(ROTARY_TABLES,),
-    tied=TIED,
+_RULES = llama_rules(
+    *attention(f"{LAYER}self_attn", interleaved=True),
+    *gated(f"{LAYER}mlp"),
+    norm_names=("input_layernorm",),
 )
 
 FAMILIES = (

@@ -8,8 +8,6 @@ from jaxkv.models.families.family import Family
 from jaxkv.models.families.llama_like import layer_windows, read_llama_like, take_nullable_int
 from jaxkv.models.hf_config.config_json import ConfigJson
 
-_SIZE = 2**31 - 1
-
 
 def from_hf(raw: Mapping[str, object]) -> ModelConfig:
     """Reads a parsed config.json whose `model_type` is "exaone4"."""
@@ -36,7 +34,7 @@ def from_hf(raw: Mapping[str, object]) -> ModelConfig:
 def _full_every(keys: ConfigJson) -> int | None:
     """Returns every how many layers one has no window; `layer_types`, which takes precedence, may replace the key."""
     if keys.take("layer_types", None) is None and keys.take("sliding_window", 4096) is not None:
-        return keys.take_int("sliding_window_pattern", 4, high=_SIZE)
+        return keys.take_int("sliding_window_pattern", 4)
     # Published files repeat the pattern as text, such as "LLLG".
     keys.ignore("sliding_window_pattern")
     return None

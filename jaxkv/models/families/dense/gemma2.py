@@ -8,17 +8,14 @@ from jaxkv.config.model import ModelConfig
 from jaxkv.errors import UnknownConfig
 from jaxkv.models.families.family import Family
 from jaxkv.models.families.llama_like import (
-    ROTARY_TABLES,
-    TIED,
+    attention_biases,
     layer_windows,
+    llama_rules,
     read_llama_like,
     take_nullable_float,
 )
 from jaxkv.models.hf_config.config_json import ConfigJson
-from jaxkv.weights.rule_parts import LAYER, LEAF, attention, embeddings, gated, norms
-from jaxkv.weights.rules import Rule, RuleSet
-
-_SIZE = 2**31 - 1
+from jaxkv.weights.rule_parts import LAYER, attention, gated, post_norms
 
 
 class Gemma(TypedDict):
@@ -64,11 +61,9 @@ def gemma(keys: ConfigJson) -> Gemma:
         raise UnknownConfig(
             "config.json sets use_bidirectional_attention; only causal attention is supported"
         )
-    biases = keys.take_bool("attention_bias", False)
-    width = keys.take_int("hidden_size", high=_SIZE)
+    width = keys.take_int("hidden_size")
     return {
-        "qkv_bias": biases,
-        "o_bias": biases,
+        **attention_biases(keys),
         "unit_offset": True,
         "post_norms": True,
         "attention_scale": keys.take_float("query_pre_attn_scalar", 256) ** -0.5,
@@ -78,31 +73,19 @@ def gemma(keys: ConfigJson) -> Gemma:
 
 def take_window(keys: ConfigJson) -> int:
     """Returns the window of the sliding-window layers, in tokens."""
-    return keys.take_int("sliding_window", 4096, high=_SIZE)
+    return keys.take_int("sliding_window", 4096)
 
 
-GEMMA_RULES = RuleSet(
-    rules=(
-        *embeddings("model.embed_tokens.weight", "model.norm.weight", offset=1.0),
-        norms(
-            f"{LAYER}input_layernorm.weight",
-            f"{LAYER}pre_feedforward_layernorm.weight",
-            offset=1.0,
-        ),
-        Rule(
-            f"{LEAF}post_norms",
-            (
-                f"{LAYER}post_attention_layernorm.weight",
-                f"{LAYER}post_feedforward_layernorm.weight",
-            ),
-            combine="stack",
-            offset=1.0,
-        ),
-        *attention(f"{LAYER}self_attn", offset=1.0),
-        *gated(f"{LAYER}mlp"),
+GEMMA_RULES = llama_rules(
+    post_norms(
+        f"{LAYER}post_attention_layernorm.weight",
+        f"{LAYER}post_feedforward_layernorm.weight",
+        offset=1.0,
     ),
-    ignored=(ROTARY_TABLES,),
-    tied=TIED,
+    *attention(f"{LAYER}self_attn", offset=1.0),
+    *gated(f"{LAYER}mlp"),
+    norm_names=("input_layernorm", "pre_feedforward_layernorm"),
+    offset=1.0,
 )
 
 FAMILY = Family("gemma2", from_hf, GEMMA_RULES)

@@ -10,7 +10,6 @@ from jaxkv.models.families.llama_like import layer_windows, read_llama_like, tak
 from jaxkv.models.hf_config.config_json import ConfigJson
 from jaxkv.models.hf_config.rope_json import read_ropes
 
-_SIZE = 2**31 - 1
 _POSITIONS = 131072
 
 
@@ -22,11 +21,11 @@ def from_hf(raw: Mapping[str, object]) -> ModelConfig:
             "config.json sets attn_logit_softcapping, which Transformers does not apply in this family; set it to "
             "null if the model was trained without it"
         )
-    every = keys.take_int("sliding_window_pattern", 6, high=_SIZE)
+    every = keys.take_int("sliding_window_pattern", 6)
     full, windowed = read_ropes(
         keys,
         head_dim=keys.take_int("head_dim", 256, high=2**16),
-        max_positions=keys.take_int("max_position_embeddings", _POSITIONS, high=_SIZE),
+        max_positions=keys.take_int("max_position_embeddings", _POSITIONS),
         theta=keys.take_float("rope_theta", 1e6),
         window_theta=keys.take_float("rope_local_base_freq", 1e4),
     )

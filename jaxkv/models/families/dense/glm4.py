@@ -5,10 +5,9 @@ from dataclasses import replace
 
 from jaxkv.config.model import ModelConfig
 from jaxkv.models.families.family import Family
-from jaxkv.models.families.llama_like import ROTARY_TABLES, TIED, read_llama_like, take_num_layers
+from jaxkv.models.families.llama_like import llama_rules, read_llama_like
 from jaxkv.models.hf_config.config_json import ConfigJson
-from jaxkv.weights.rule_parts import LAYER, LEAF, attention, embeddings, fused_gated, norms
-from jaxkv.weights.rules import Rule, RuleSet
+from jaxkv.weights.rule_parts import LAYER, attention, fused_gated, post_norms
 
 
 def from_hf(raw: Mapping[str, object]) -> ModelConfig:
@@ -32,34 +31,20 @@ def _read(raw: Mapping[str, object], family: str, architecture: str) -> ModelCon
         max_positions=131072,
         norm_eps=1.5625e-7,
         partial=0.5,
-        windows=(None,) * take_num_layers(keys),
         qkv_bias=keys.take_bool("attention_bias", True),
     )
 
 
-_OLDER_RULES = RuleSet(
-    rules=(
-        *embeddings("model.embed_tokens.weight", "model.norm.weight"),
-        norms(f"{LAYER}input_layernorm.weight", f"{LAYER}post_attention_layernorm.weight"),
-        *attention(f"{LAYER}self_attn", interleaved=True),
-        *fused_gated(f"{LAYER}mlp"),
-    ),
-    ignored=(ROTARY_TABLES,),
-    tied=TIED,
+_OLDER_BLOCKS = (
+    *attention(f"{LAYER}self_attn", interleaved=True),
+    *fused_gated(f"{LAYER}mlp"),
 )
-_RULES = replace(
-    _OLDER_RULES,
-    rules=(
-        *_OLDER_RULES.rules,
-        Rule(
-            f"{LEAF}post_norms",
-            (f"{LAYER}post_self_attn_layernorm.weight", f"{LAYER}post_mlp_layernorm.weight"),
-            combine="stack",
-        ),
-    ),
+_BLOCKS = (
+    *_OLDER_BLOCKS,
+    post_norms(f"{LAYER}post_self_attn_layernorm.weight", f"{LAYER}post_mlp_layernorm.weight"),
 )
 
 FAMILIES = (
-    Family("glm", older_from_hf, _OLDER_RULES),
-    Family("glm4", from_hf, _RULES),
+    Family("glm", older_from_hf, llama_rules(*_OLDER_BLOCKS)),
+    Family("glm4", from_hf, llama_rules(*_BLOCKS)),
 )

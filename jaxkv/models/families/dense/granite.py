@@ -8,8 +8,8 @@ from jaxkv.config.model import ModelConfig
 from jaxkv.models.families.family import Family
 from jaxkv.models.families.llama_like import (
     LLAMA_RULES,
+    attention_biases,
     read_llama_like,
-    take_num_layers,
 )
 from jaxkv.models.hf_config.config_json import ConfigJson
 
@@ -17,18 +17,15 @@ from jaxkv.models.hf_config.config_json import ConfigJson
 def from_hf(raw: Mapping[str, object]) -> ModelConfig:
     """Reads a parsed config.json whose `model_type` is "granite"."""
     keys = ConfigJson(raw)
-    attention_bias = keys.take_bool("attention_bias", False)
     return read_llama_like(
         keys,
         "granite",
         architecture="GraniteForCausalLM",
         kv_heads=None,
         max_positions=2048,
-        windows=(None,) * take_num_layers(keys),
-        qkv_bias=attention_bias,
-        o_bias=attention_bias,
         mlp_bias=keys.take_bool("mlp_bias", False),
         **granite_factors(keys),
+        **attention_biases(keys),
     )
 
 

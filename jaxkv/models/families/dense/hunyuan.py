@@ -7,14 +7,14 @@ from jaxkv.errors import UnknownConfig
 from jaxkv.layers.rope import attention_factor
 from jaxkv.models.families.family import Family
 from jaxkv.models.families.llama_like import (
-    LLAMA_RULES,
+    LLAMA_BLOCKS,
+    attention_biases,
+    llama_rules,
     read_llama_like,
     take_head_dim,
-    take_num_layers,
 )
 from jaxkv.models.hf_config.config_json import ConfigJson
-from jaxkv.weights.rule_parts import LAYER, LEAF
-from jaxkv.weights.rules import Rule, RuleSet
+from jaxkv.weights.rule_parts import LAYER, layer_rule
 from jaxkv.wording import shown
 
 _POSITIONS = 2048
@@ -42,7 +42,6 @@ def from_hf(raw: Mapping[str, object]) -> ModelConfig:
         raise UnknownConfig(
             f"config.json sets attention_head_dim = {shown(repeated)}, which contradicts head_dim = {head_dim}"
         )
-    biases = keys.take_bool("attention_bias", False)
     config = read_llama_like(
         keys,
         "hunyuan_v1_dense",
@@ -50,11 +49,9 @@ def from_hf(raw: Mapping[str, object]) -> ModelConfig:
         kv_heads=None,
         max_positions=_POSITIONS,
         norm_eps=1e-5,
-        windows=(None,) * take_num_layers(keys),
         rope=_alpha_rope(raw, keys, head_dim),
-        qkv_bias=biases,
-        o_bias=biases,
         late_qk_norm=True,
+        **attention_biases(keys),
     )
     if attention_factor(config.rope) != 1.0:
         # A norm after the rotation removes the factor, and the layers take it to be 1.
@@ -86,20 +83,14 @@ def _alpha_rope(raw: Mapping[str, object], keys: ConfigJson, head_dim: int) -> R
     return RopeConfig(theta=theta * alpha ** (head_dim / (head_dim - 2)), rotary_dim=head_dim)
 
 
-_RULES = RuleSet(
-    rules=(
-        *LLAMA_RULES.rules,
-        Rule(
-            f"{LEAF}late_qk_norm",
-            (
-                f"{LAYER}self_attn.query_layernorm.weight",
-                f"{LAYER}self_attn.key_layernorm.weight",
-            ),
-            combine="stack",
-        ),
+_RULES = llama_rules(
+    *LLAMA_BLOCKS,
+    layer_rule(
+        "late_qk_norm",
+        f"{LAYER}self_attn.query_layernorm.weight",
+        f"{LAYER}self_attn.key_layernorm.weight",
+        combine="stack",
     ),
-    ignored=LLAMA_RULES.ignored,
-    tied=LLAMA_RULES.tied,
 )
 
 FAMILY = Family("hunyuan_v1_dense", from_hf, _RULES)

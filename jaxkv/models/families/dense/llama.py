@@ -4,14 +4,18 @@ from collections.abc import Mapping
 
 from jaxkv.config.model import ModelConfig
 from jaxkv.models.families.family import Family
-from jaxkv.models.families.llama_like import LLAMA_RULES, layer_windows, read_llama_like
+from jaxkv.models.families.llama_like import (
+    LLAMA_RULES,
+    attention_biases,
+    layer_windows,
+    read_llama_like,
+)
 from jaxkv.models.hf_config.config_json import ConfigJson
 
 
 def from_hf(raw: Mapping[str, object]) -> ModelConfig:
     """Reads a parsed config.json whose `model_type` is "llama"."""
     keys = ConfigJson(raw)
-    attention_bias = keys.take_bool("attention_bias", False)
     return read_llama_like(
         keys,
         "llama",
@@ -19,9 +23,8 @@ def from_hf(raw: Mapping[str, object]) -> ModelConfig:
         kv_heads=None,
         max_positions=2048,
         windows=layer_windows(keys, None),
-        qkv_bias=attention_bias,
-        o_bias=attention_bias,
         mlp_bias=keys.take_bool("mlp_bias", False),
+        **attention_biases(keys),
     )
 
 

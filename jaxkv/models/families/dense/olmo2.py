@@ -6,19 +6,18 @@ from jaxkv.config.model import ModelConfig
 from jaxkv.errors import UnknownConfig
 from jaxkv.models.families.family import Family
 from jaxkv.models.families.llama_like import (
-    ROTARY_TABLES,
-    TIED,
+    LLAMA_BLOCKS,
     Differences,
+    attention_biases,
     layer_windows,
+    llama_rules,
     read_llama_like,
     take_head_dim,
     take_nullable_int,
-    take_num_layers,
 )
 from jaxkv.models.hf_config.config_json import ConfigJson
 from jaxkv.models.hf_config.rope_json import read_ropes
-from jaxkv.weights.rule_parts import LAYER, LEAF, attention, embeddings, gated
-from jaxkv.weights.rules import Rule, RuleSet
+from jaxkv.weights.rule_parts import LAYER, post_norms
 
 _POSITIONS = 2048
 _THETA = 500000.0
@@ -34,7 +33,6 @@ def from_hf(raw: Mapping[str, object]) -> ModelConfig:
         kv_heads=None,
         max_positions=_POSITIONS,
         norm_eps=1e-5,
-        windows=(None,) * take_num_layers(keys),
         **_differences(keys),
     )
 
@@ -51,7 +49,7 @@ def olmo3_from_hf(raw: Mapping[str, object]) -> ModelConfig:
     full, windowed = read_ropes(
         keys,
         head_dim=take_head_dim(keys),
-        max_positions=keys.take_int("max_position_embeddings", _POSITIONS, high=2**31 - 1),
+        max_positions=keys.take_int("max_position_embeddings", _POSITIONS),
         theta=theta,
         window_theta=_THETA,
     )
@@ -72,10 +70,8 @@ def olmo3_from_hf(raw: Mapping[str, object]) -> ModelConfig:
 
 
 def _differences(keys: ConfigJson) -> Differences:
-    biases = keys.take_bool("attention_bias", False)
     return {
-        "qkv_bias": biases,
-        "o_bias": biases,
+        **attention_biases(keys),
         "pre_norms": False,
         "post_norms": True,
         "wide_norms": True,
@@ -83,22 +79,12 @@ def _differences(keys: ConfigJson) -> Differences:
     }
 
 
-RULES = RuleSet(
-    rules=(
-        *embeddings("model.embed_tokens.weight", "model.norm.weight"),
-        Rule(
-            f"{LEAF}post_norms",
-            (
-                f"{LAYER}post_attention_layernorm.weight",
-                f"{LAYER}post_feedforward_layernorm.weight",
-            ),
-            combine="stack",
-        ),
-        *attention(f"{LAYER}self_attn"),
-        *gated(f"{LAYER}mlp"),
+RULES = llama_rules(
+    post_norms(
+        f"{LAYER}post_attention_layernorm.weight", f"{LAYER}post_feedforward_layernorm.weight"
     ),
-    ignored=(ROTARY_TABLES,),
-    tied=TIED,
+    *LLAMA_BLOCKS,
+    norm_names=(),
 )
 """The weights of OLMo-2, which OLMo-3 and Exaone 4 have under the same names."""
 

@@ -6,15 +6,13 @@ from jaxkv.config.model import ModelConfig
 from jaxkv.errors import UnknownConfig
 from jaxkv.models.families.family import Family
 from jaxkv.models.families.llama_like import (
-    ROTARY_TABLES,
-    TIED,
+    llama_rules,
     read_llama_like,
     take_nullable_int,
     take_num_layers,
 )
 from jaxkv.models.hf_config.config_json import ConfigJson
-from jaxkv.weights.rule_parts import LAYER, LEAF, embeddings, fused_gated, norms
-from jaxkv.weights.rules import Rule, RuleSet
+from jaxkv.weights.rule_parts import LAYER, fused_gated, layer_rule
 from jaxkv.wording import shown
 
 _POSITIONS = 4096
@@ -30,7 +28,7 @@ def from_hf(raw: Mapping[str, object]) -> ModelConfig:
                 f"config.json sets {name} = {shown(keys.take(name))}; for phi3, only {neutral} is supported"
             )
     keys.ignore("original_max_position_embeddings")
-    positions = keys.take_int("max_position_embeddings", _POSITIONS, high=2**31 - 1)
+    positions = keys.take_int("max_position_embeddings", _POSITIONS)
     window = take_nullable_int(keys, "sliding_window", None)
     # Published models with a long context have a window that is longer than it.
     window = window if window is not None and window < positions else None
@@ -63,16 +61,10 @@ def _with_rope(raw: Mapping[str, object]) -> Mapping[str, object]:
     }
 
 
-_RULES = RuleSet(
-    rules=(
-        *embeddings("model.embed_tokens.weight", "model.norm.weight"),
-        norms(f"{LAYER}input_layernorm.weight", f"{LAYER}post_attention_layernorm.weight"),
-        Rule(f"{LEAF}qkv", (f"{LAYER}self_attn.qkv_proj.weight",), block="attention"),
-        Rule(f"{LEAF}o", (f"{LAYER}self_attn.o_proj.weight",), block="attention"),
-        *fused_gated(f"{LAYER}mlp"),
-    ),
-    ignored=(ROTARY_TABLES,),
-    tied=TIED,
+_RULES = llama_rules(
+    layer_rule("qkv", f"{LAYER}self_attn.qkv_proj.weight", block="attention"),
+    layer_rule("o", f"{LAYER}self_attn.o_proj.weight", block="attention"),
+    *fused_gated(f"{LAYER}mlp"),
 )
 
 FAMILY = Family("phi3", from_hf, _RULES)

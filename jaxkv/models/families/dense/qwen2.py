@@ -33,7 +33,7 @@ def qwen_windows(keys: ConfigJson) -> tuple[int | None, ...]:
     """Returns the window of each layer; the first `max_window_layers` layers have none."""
     used = keys.take_bool("use_sliding_window", False)
     window = take_nullable_int(keys, "sliding_window", 4096)
-    full_layers = keys.take_int("max_window_layers", 28, low=0, high=2**31 - 1)
+    full_layers = keys.take_int("max_window_layers", 28, low=0)
     return layer_windows(keys, window if used else None, full_layers=full_layers)
 
 

@@ -5,14 +5,13 @@ from collections.abc import Mapping
 from jaxkv.config.model import ModelConfig
 from jaxkv.models.families.dense.qwen2 import qwen_windows
 from jaxkv.models.families.family import Family
-from jaxkv.models.families.llama_like import LLAMA_RULES, read_llama_like
+from jaxkv.models.families.llama_like import LLAMA_RULES, attention_biases, read_llama_like
 from jaxkv.models.hf_config.config_json import ConfigJson
 
 
 def from_hf(raw: Mapping[str, object]) -> ModelConfig:
     """Reads a parsed config.json whose `model_type` is "qwen3"."""
     keys = ConfigJson(raw)
-    attention_bias = keys.take_bool("attention_bias", False)
     return read_llama_like(
         keys,
         "qwen3",
@@ -21,9 +20,8 @@ def from_hf(raw: Mapping[str, object]) -> ModelConfig:
         max_positions=32768,
         head_dim=128,
         windows=qwen_windows(keys),
-        qkv_bias=attention_bias,
-        o_bias=attention_bias,
         qk_norm=True,
+        **attention_biases(keys),
     )
 
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from jaxkv.config.model import ModelConfig
 from jaxkv.models.families.family import Family
-from jaxkv.models.families.llama_like import LLAMA_RULES, read_llama_like, take_num_layers
+from jaxkv.models.families.llama_like import LLAMA_RULES, read_llama_like
 from jaxkv.models.hf_config.config_json import ConfigJson
 
 
@@ -19,7 +19,6 @@ def from_hf(raw: Mapping[str, object]) -> ModelConfig:
         kv_heads=8,
         head_dim=128,
         max_positions=524288,
-        windows=(None,) * take_num_layers(keys),
         qkv_bias=keys.take_bool("attention_bias", True),
         o_bias=keys.take_bool("attention_out_bias", False),
         mlp_bias=keys.take_bool("mlp_bias", False),

@@ -7,6 +7,7 @@ from jaxkv.errors import UnknownConfig
 from jaxkv.models.families.family import Family
 from jaxkv.models.families.llama_like import (
     LLAMA_RULES,
+    attention_biases,
     layer_windows,
     read_llama_like,
     take_nullable_int,
@@ -16,7 +17,6 @@ from jaxkv.models.hf_config.config_json import ConfigJson
 from jaxkv.models.hf_config.rope_json import with_theta
 from jaxkv.wording import shown
 
-_SIZE = 2**31 - 1
 _THETA = 2e6
 
 
@@ -26,7 +26,6 @@ def from_hf(raw: Mapping[str, object]) -> ModelConfig:
     # Transformers does not read it.
     keys.ignore("max_window_layers")
     unrotated = _nope_layers(keys)
-    attention_bias = keys.take_bool("attention_bias", False)
     return read_llama_like(
         keys,
         "smollm3",
@@ -36,16 +35,15 @@ def from_hf(raw: Mapping[str, object]) -> ModelConfig:
         tied=True,
         windows=_windows(keys, unrotated),
         nope_layers=unrotated,
-        qkv_bias=attention_bias,
-        o_bias=attention_bias,
         mlp_bias=keys.take_bool("mlp_bias", False),
+        **attention_biases(keys),
     )
 
 
 def _nope_layers(keys: ConfigJson) -> tuple[int, ...]:
-    """Returns the layers without rotary embedding: those with 0 in `no_rope_layers`, or every so many layers."""
+    """Returns the layers without rotary embedding: those with 0 in `no_rope_layers`, or every n-th."""
     num_layers = take_num_layers(keys)
-    every = keys.take_int("no_rope_layer_interval", 4, high=_SIZE)
+    every = keys.take_int("no_rope_layer_interval", 4)
     rotated = keys.take("no_rope_layers", None)
     if rotated is None:
         return tuple(layer for layer in range(num_layers) if (layer + 1) % every == 0)

@@ -6,16 +6,16 @@ Kimi-K2 is DeepSeek-V3 under a `model_type` of its own, and Moonlight is one und
 from collections.abc import Mapping
 from functools import partial
 
-from jaxkv.config.blocks import IndexConfig, LatentConfig, MixtureConfig
+from jaxkv.config.blocks import MAX_EXPERTS, IndexConfig, LatentConfig, MixtureConfig
 from jaxkv.config.model import ModelConfig, RopeConfig
 from jaxkv.errors import UnknownConfig
 from jaxkv.layers.rope import yarn_mscale
 from jaxkv.models.families.family import Family
 from jaxkv.models.families.llama_like import (
     ACTIVATIONS,
-    ROTARY_TABLES,
-    TIED,
+    FURTHER_LAYERS,
     check_architecture,
+    llama_rules,
     take_dtype,
     take_mtp_layers,
     take_nullable_int,
@@ -25,18 +25,12 @@ from jaxkv.models.hf_config.config_json import ConfigJson
 from jaxkv.models.hf_config.rope_json import read_rope
 from jaxkv.weights.rule_parts import (
     LAYER,
-    embeddings,
     gated,
     gated_experts,
     latent_attention,
-    norms,
     shared_expert,
     sparse_latent_attention,
 )
-from jaxkv.weights.rules import RuleSet
-
-_SIZE = 2**31 - 1
-_EXPERTS = 2**16
 
 
 def from_hf_v2(raw: Mapping[str, object]) -> ModelConfig:
@@ -53,9 +47,9 @@ def from_hf_v2(raw: Mapping[str, object]) -> ModelConfig:
     mixture = _mixture(
         keys,
         scoring="softmax",
-        shared=keys.take_int("n_shared_experts", 2, high=_EXPERTS),
-        experts=keys.take_int("n_routed_experts", 64, high=_EXPERTS),
-        size=keys.take_int("moe_intermediate_size", 1407, high=_SIZE),
+        shared=keys.take_int("n_shared_experts", 2, high=MAX_EXPERTS),
+        experts=keys.take_int("n_routed_experts", 64, high=MAX_EXPERTS),
+        size=keys.take_int("moe_intermediate_size", 1407),
         scale=keys.take_float("routed_scaling_factor", 1.0),
         groups=_groups(keys, None, None) if grouped else _no_groups(keys),
         group_votes=1,
@@ -66,7 +60,7 @@ def from_hf_v2(raw: Mapping[str, object]) -> ModelConfig:
         "deepseek_v2",
         architecture="DeepseekV2ForCausalLM",
         mixture=mixture,
-        dense=keys.take_int("first_k_dense_replace", 0, low=0, high=_SIZE),
+        dense=keys.take_int("first_k_dense_replace", 0, low=0),
         max_positions=2048,
         pairs=True,
     )
@@ -80,7 +74,7 @@ def from_hf_v3(raw: Mapping[str, object], family: str = "deepseek_v3") -> ModelC
         family,
         architecture="DeepseekV3ForCausalLM",
         mixture=_mixture_v3(keys),
-        dense=keys.take_int("first_k_dense_replace", 3, low=0, high=_SIZE),
+        dense=keys.take_int("first_k_dense_replace", 3, low=0),
         max_positions=4096,
         pairs=keys.take_bool("rope_interleave", True),
         mtp_layers=take_mtp_layers(keys),
@@ -91,7 +85,7 @@ def from_hf_v32(raw: Mapping[str, object]) -> ModelConfig:
     """Reads a parsed config.json whose `model_type` is "deepseek_v32"."""
     keys = ConfigJson(raw)
     num_layers = take_num_layers(keys)
-    dense = keys.take_int("first_k_dense_replace", 3, low=0, high=_SIZE)
+    dense = keys.take_int("first_k_dense_replace", 3, low=0)
     named = keys.take("mlp_layer_types", None)
     if isinstance(named, list) and set(named) <= {"dense", "sparse"}:
         dense = named.count("dense")
@@ -117,9 +111,9 @@ def from_hf_v32(raw: Mapping[str, object]) -> ModelConfig:
         pairs=True,
         mtp_layers=take_mtp_layers(keys),
         index=IndexConfig(
-            heads=keys.take_int("index_n_heads", 64, high=_SIZE),
-            head_dim=keys.take_int("index_head_dim", 128, high=_SIZE),
-            topk=keys.take_int("index_topk", 2048, high=_SIZE),
+            heads=keys.take_int("index_n_heads", 64),
+            head_dim=keys.take_int("index_head_dim", 128),
+            topk=keys.take_int("index_topk", 2048),
         ),
     )
 
@@ -133,9 +127,9 @@ def _mixture_v3(keys: ConfigJson) -> MixtureConfig:
     return _mixture(
         keys,
         scoring="sigmoid",
-        shared=keys.take_int("n_shared_experts", 1, high=_EXPERTS),
-        experts=keys.take_int("n_routed_experts", 256, high=_EXPERTS),
-        size=keys.take_int("moe_intermediate_size", 2048, high=_SIZE),
+        shared=keys.take_int("n_shared_experts", 1, high=MAX_EXPERTS),
+        experts=keys.take_int("n_routed_experts", 256, high=MAX_EXPERTS),
+        size=keys.take_int("moe_intermediate_size", 2048),
         scale=keys.take_float("routed_scaling_factor", 2.5),
         groups=_groups(keys, 8, 4),
         group_votes=2,
@@ -156,14 +150,14 @@ def _mixture(
     renormalise: bool,
 ) -> MixtureConfig:
     keys.take_choice("scoring_func", scoring, {scoring: scoring})
-    every = keys.take_int("moe_layer_freq", 1, high=_SIZE)
+    every = keys.take_int("moe_layer_freq", 1)
     if every != 1:
         raise UnknownConfig(
             f"config.json sets moe_layer_freq = {every}; only 1 is supported (experts in all but the first layers)"
         )
     return MixtureConfig(
         experts=experts,
-        top_k=keys.take_int("num_experts_per_tok", 8, high=_EXPERTS),
+        top_k=keys.take_int("num_experts_per_tok", 8, high=MAX_EXPERTS),
         size=size,
         gated=True,
         scoring=scoring,
@@ -179,8 +173,8 @@ def _mixture(
 
 def _groups(keys: ConfigJson, groups: int | None, top_groups: int | None) -> tuple[int, int]:
     return (
-        keys.take_int("n_group", groups, high=_EXPERTS),
-        keys.take_int("topk_group", top_groups, high=_EXPERTS),
+        keys.take_int("n_group", groups, high=MAX_EXPERTS),
+        keys.take_int("topk_group", top_groups, high=MAX_EXPERTS),
     )
 
 
@@ -207,27 +201,27 @@ def _read(
     keys.ignore("head_dim qk_head_dim")
     heads = _take_heads(keys)
     latent = LatentConfig(
-        kv_lora_rank=keys.take_int("kv_lora_rank", 512, high=_SIZE),
-        rope_dim=keys.take_int("qk_rope_head_dim", 64, high=_SIZE),
-        nope_dim=keys.take_int("qk_nope_head_dim", 128, high=_SIZE),
-        value_dim=keys.take_int("v_head_dim", 128, high=_SIZE),
+        kv_lora_rank=keys.take_int("kv_lora_rank", 512),
+        rope_dim=keys.take_int("qk_rope_head_dim", 64),
+        nope_dim=keys.take_int("qk_nope_head_dim", 128),
+        value_dim=keys.take_int("v_head_dim", 128),
         q_lora_rank=take_nullable_int(keys, "q_lora_rank", 1536),
         pairs=pairs,
         index=index,
     )
-    limit = keys.take_int("max_position_embeddings", max_positions, high=_SIZE)
+    limit = keys.take_int("max_position_embeddings", max_positions)
     rope, longest = read_rope(keys, head_dim=latent.rope_dim, max_positions=limit)
-    vocab_size, num_layers = keys.take_int("vocab_size", high=_SIZE), take_num_layers(keys)
+    vocab_size, num_layers = keys.take_int("vocab_size"), take_num_layers(keys)
     mixer = "latent" if index is None else "sparse_latent"
     config = ModelConfig(
         family=family,
         vocab_size=vocab_size,
-        hidden_size=keys.take_int("hidden_size", high=_SIZE),
+        hidden_size=keys.take_int("hidden_size"),
         num_layers=num_layers,
         heads=heads,
         kv_heads=heads,
         head_dim=latent.query_dim,
-        ffn_size=keys.take_int("intermediate_size", high=_SIZE),
+        ffn_size=keys.take_int("intermediate_size"),
         max_positions=longest,
         rope=rope,
         windows=(None,) * num_layers,
@@ -250,7 +244,7 @@ def _read(
 
 
 def _take_heads(keys: ConfigJson) -> int:
-    heads = keys.take_int("num_attention_heads", high=_SIZE)
+    heads = keys.take_int("num_attention_heads")
     if take_nullable_int(keys, "num_key_value_heads", None) not in (None, heads):
         raise UnknownConfig(
             f"config.json: num_key_value_heads must equal num_attention_heads = {heads} in latent attention"
@@ -266,19 +260,13 @@ def _scale(latent: LatentConfig, rope: RopeConfig) -> float:
     return scale * yarn_mscale(rope.factor, rope.mscale_all_dim) ** 2
 
 
-_RULES = RuleSet(
-    rules=(
-        *embeddings("model.embed_tokens.weight", "model.norm.weight"),
-        norms(f"{LAYER}input_layernorm.weight", f"{LAYER}post_attention_layernorm.weight"),
-        *latent_attention(f"{LAYER}self_attn"),
-        *sparse_latent_attention(f"{LAYER}self_attn"),
-        *gated(f"{LAYER}mlp"),
-        *gated_experts(f"{LAYER}mlp"),
-        *shared_expert(f"{LAYER}mlp.shared_experts"),
-    ),
-    ignored=(ROTARY_TABLES,),
-    tied=TIED,
-    further_layers=r"model\.layers\.(\d+)\.",
+_RULES = llama_rules(
+    *latent_attention(f"{LAYER}self_attn"),
+    *sparse_latent_attention(f"{LAYER}self_attn"),
+    *gated(f"{LAYER}mlp"),
+    *gated_experts(f"{LAYER}mlp"),
+    *shared_expert(f"{LAYER}mlp.shared_experts"),
+    further_layers=FURTHER_LAYERS,
 )
 
 FAMILIES = (

@@ -1,14 +1,14 @@
 """Mixtral: Mistral whose feed-forward is a mixture of eight large experts in every layer."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 
-from jaxkv.config.blocks import MixtureConfig
+from jaxkv.config.blocks import MAX_EXPERTS, MixtureConfig
 from jaxkv.config.model import ModelConfig
 from jaxkv.models.families.family import Family
 from jaxkv.models.families.llama_like import (
-    LLAMA_RULES,
+    LLAMA_BLOCKS,
     equal_windows,
+    llama_rules,
     read_llama_like,
     take_nullable_int,
     take_num_layers,
@@ -17,8 +17,6 @@ from jaxkv.models.hf_config.config_json import ConfigJson
 from jaxkv.models.hf_config.rope_json import with_theta
 from jaxkv.weights.rule_parts import LAYER, gated_experts
 
-_SIZE = 2**31 - 1
-_EXPERTS = 2**16
 _THETA = 1e6
 
 
@@ -38,9 +36,9 @@ def from_hf(raw: Mapping[str, object]) -> ModelConfig:
         windows=equal_windows(keys, window, "mixtral"),
         pattern=(("attention", "mixture"),) * take_num_layers(keys),
         mixture=MixtureConfig(
-            experts=keys.take_int("num_local_experts", 8, high=_EXPERTS),
-            top_k=keys.take_int("num_experts_per_tok", 2, high=_EXPERTS),
-            size=keys.take_int("intermediate_size", high=_SIZE),
+            experts=keys.take_int("num_local_experts", 8, high=MAX_EXPERTS),
+            top_k=keys.take_int("num_experts_per_tok", 2, high=MAX_EXPERTS),
+            size=keys.take_int("intermediate_size"),
             gated=True,
         ),
     )
@@ -48,6 +46,4 @@ def from_hf(raw: Mapping[str, object]) -> ModelConfig:
 
 _EXPERT_RULES = gated_experts(f"{LAYER}block_sparse_moe", ("w1", "w3", "w2"), fused=f"{LAYER}mlp")
 
-FAMILY = Family(
-    "mixtral", from_hf, replace(LLAMA_RULES, rules=(*LLAMA_RULES.rules, *_EXPERT_RULES))
-)
+FAMILY = Family("mixtral", from_hf, llama_rules(*LLAMA_BLOCKS, *_EXPERT_RULES))

@@ -1,24 +1,22 @@
 """Qwen3 with experts: Qwen3 whose feed-forward is a mixture of many small experts in all or some layers."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 
-from jaxkv.config.blocks import MixtureConfig
+from jaxkv.config.blocks import MAX_EXPERTS, MixtureConfig
 from jaxkv.config.model import ModelConfig
 from jaxkv.errors import UnknownConfig
 from jaxkv.models.families.family import Family
 from jaxkv.models.families.llama_like import (
-    LLAMA_RULES,
+    LLAMA_BLOCKS,
+    attention_biases,
     equal_windows,
+    llama_rules,
     read_llama_like,
     take_nullable_int,
     take_num_layers,
 )
 from jaxkv.models.hf_config.config_json import ConfigJson
 from jaxkv.weights.rule_parts import LAYER, gated_experts
-
-_SIZE = 2**31 - 1
-_EXPERTS = 2**16
 
 
 def from_hf(raw: Mapping[str, object]) -> ModelConfig:
@@ -27,7 +25,6 @@ def from_hf(raw: Mapping[str, object]) -> ModelConfig:
     # Transformers gives a window to every layer or to none, and ignores max_window_layers.
     keys.ignore("max_window_layers")
     num_layers = take_num_layers(keys)
-    attention_bias = keys.take_bool("attention_bias", False)
     used = keys.take_bool("use_sliding_window", False)
     window = take_nullable_int(keys, "sliding_window", 4096)
     feed_forwards = qwen_feed_forwards(keys, num_layers, "mixture")
@@ -38,17 +35,16 @@ def from_hf(raw: Mapping[str, object]) -> ModelConfig:
         kv_heads=4,
         max_positions=32768,
         windows=equal_windows(keys, window if used else None, "qwen3_moe"),
-        qkv_bias=attention_bias,
-        o_bias=attention_bias,
         qk_norm=True,
         pattern=tuple(("attention", feed_forward) for feed_forward in feed_forwards),
         mixture=MixtureConfig(
             experts=take_experts(keys, 128),
-            top_k=keys.take_int("num_experts_per_tok", 8, high=_EXPERTS),
-            size=keys.take_int("moe_intermediate_size", 768, high=_SIZE),
+            top_k=keys.take_int("num_experts_per_tok", 8, high=MAX_EXPERTS),
+            size=keys.take_int("moe_intermediate_size", 768),
             gated=True,
             renormalise=keys.take_bool("norm_topk_prob", False),
         ),
+        **attention_biases(keys),
     )
 
 
@@ -60,7 +56,7 @@ def qwen_feed_forwards(keys: ConfigJson, num_layers: int, experts: str) -> list[
         num_layers: number of layers.
         experts: the stage of every `decoder_sparse_step`-th layer, unless `mlp_only_layers` names it.
     """
-    step = keys.take_int("decoder_sparse_step", 1, high=_SIZE)
+    step = keys.take_int("decoder_sparse_step", 1)
     dense = keys.take("mlp_only_layers", None) or []
     if not isinstance(dense, list) or any(layer not in range(num_layers) for layer in dense):
         raise UnknownConfig(
@@ -74,11 +70,9 @@ def qwen_feed_forwards(keys: ConfigJson, num_layers: int, experts: str) -> list[
 def take_experts(keys: ConfigJson, default: int) -> int:
     """Returns the number of experts: `num_experts`, or Transformers 5's `num_local_experts`."""
     name = "num_local_experts" if keys.has("num_local_experts") else "num_experts"
-    return keys.take_int(name, default, high=_EXPERTS)
+    return keys.take_int(name, default, high=MAX_EXPERTS)
 
 
-FAMILY = Family(
-    "qwen3_moe",
-    from_hf,
-    replace(LLAMA_RULES, rules=(*LLAMA_RULES.rules, *gated_experts(f"{LAYER}mlp"))),
-)
+_RULES = llama_rules(*LLAMA_BLOCKS, *gated_experts(f"{LAYER}mlp"))
+
+FAMILY = Family("qwen3_moe", from_hf, _RULES)

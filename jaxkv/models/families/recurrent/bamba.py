@@ -8,33 +8,22 @@ from jaxkv.models.families.family import Family
 from jaxkv.models.families.llama_like import (
     ROTARY_TABLES,
     TIED,
+    attention_biases,
     read_llama_like,
     take_nullable_int,
     take_num_layers,
 )
 from jaxkv.models.hf_config.config_json import ConfigJson
-from jaxkv.models.hf_config.mamba_json import BAMBA_KEYS, read_mamba
+from jaxkv.models.hf_config.mamba_json import read_bamba_mixer
 from jaxkv.weights.rule_parts import LAYER, attention, embeddings, gated, mamba2, norms
 from jaxkv.weights.rules import RuleSet
-
-_SIZE = 2**31 - 1
 
 
 def from_hf(raw: Mapping[str, object]) -> ModelConfig:
     """Reads a parsed config.json whose `model_type` is "bamba"."""
     keys = ConfigJson(raw)
     num_layers = take_num_layers(keys)
-    hidden_size = keys.take_int("hidden_size", high=_SIZE)
-    bias = keys.take_bool("mamba_proj_bias", False)
-    mamba = read_mamba(
-        keys,
-        BAMBA_KEYS,
-        d_inner=keys.take_int("mamba_expand", 2, high=2**16) * hidden_size,
-        in_bias=bias,
-        out_bias=bias,
-    )
     attends = _attending(keys, num_layers)
-    attention_bias = keys.take_bool("attention_bias", False)
     mixers = ("attention" if layer in attends else "mamba2" for layer in range(num_layers))
     rotated = take_nullable_int(keys, "attn_rotary_emb", None)
     config = read_llama_like(
@@ -43,14 +32,12 @@ def from_hf(raw: Mapping[str, object]) -> ModelConfig:
         architecture="BambaForCausalLM",
         kv_heads=8,
         max_positions=262144,
-        windows=(None,) * num_layers,
         norm_eps=1e-5,
         partial=0.5,
-        qkv_bias=attention_bias,
-        o_bias=attention_bias,
         mlp_bias=keys.take_bool("mlp_bias", False),
         pattern=tuple((mixer, "gated") for mixer in mixers),
-        mamba=mamba,
+        mamba=read_bamba_mixer(keys),
+        **attention_biases(keys),
     )
     if rotated not in (None, config.rope.rotary_dim):
         raise UnknownConfig(

@@ -6,12 +6,15 @@ from jaxkv.config.blocks import Multipliers
 from jaxkv.config.model import ModelConfig
 from jaxkv.errors import UnknownConfig
 from jaxkv.models.families.family import Family
-from jaxkv.models.families.llama_like import read_llama_like, take_nullable_int, take_num_layers
+from jaxkv.models.families.llama_like import (
+    attention_biases,
+    read_llama_like,
+    take_nullable_int,
+    take_num_layers,
+)
 from jaxkv.models.families.recurrent.bamba import BAMBA_RULES
 from jaxkv.models.hf_config.config_json import ConfigJson
 from jaxkv.models.hf_config.mamba_json import BAMBA_KEYS, read_mamba
-
-_SIZE = 2**31 - 1
 
 
 def from_hf(raw: Mapping[str, object]) -> ModelConfig:
@@ -24,8 +27,8 @@ def from_hf(raw: Mapping[str, object]) -> ModelConfig:
             "config.json sets mamba_use_mlp = False; only layers with an MLP are supported"
         )
     num_layers = take_num_layers(keys)
-    hidden_size = keys.take_int("hidden_size", high=_SIZE)
-    heads = keys.take_int("num_attention_heads", high=_SIZE)
+    hidden_size = keys.take_int("hidden_size")
+    heads = keys.take_int("num_attention_heads")
     expanded = keys.take_int("mamba_expand", 2, high=2**16) * hidden_size
     normalised = keys.take_bool("mamba_rms_norm", False)
     out_bias = keys.take_bool("projectors_bias", False)
@@ -41,7 +44,6 @@ def from_hf(raw: Mapping[str, object]) -> ModelConfig:
     gate, down = keys.take_floats("mlp_multipliers", (1.0, 1.0))
     sections = keys.take_floats("ssm_multipliers", (1.0,) * 5)
     before = keys.take_float("ssm_in_multiplier", 1.0)
-    attention_bias = keys.take_bool("attention_bias", False)
     if mamba.in_bias and before != 1.0:
         raise UnknownConfig(
             f"config.json sets mamba_proj_bias and ssm_in_multiplier = {before}; only one of both is "
@@ -54,10 +56,7 @@ def from_hf(raw: Mapping[str, object]) -> ModelConfig:
         architecture="FalconH1ForCausalLM",
         kv_heads=8,
         max_positions=8192,
-        windows=(None,) * num_layers,
         norm_eps=1e-5,
-        qkv_bias=attention_bias,
-        o_bias=attention_bias,
         mlp_bias=keys.take_bool("mlp_bias", False),
         # Scores are linear in the keys, so the factor of keys can be applied to the scores.
         attention_scale=head_dim**-0.5 * keys.take_float("key_multiplier", 1.0),
@@ -73,6 +72,7 @@ def from_hf(raw: Mapping[str, object]) -> ModelConfig:
             ssm_in=tuple(before * section for section in sections),
             ssm_out=keys.take_float("ssm_out_multiplier", 1.0),
         ),
+        **attention_biases(keys),
     )
 
 

@@ -1,12 +1,16 @@
 """Jamba (AI21): Mamba in most layers, attention without rotary embedding in the others, experts in some."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 
-from jaxkv.config.blocks import Mamba1Config, MixtureConfig
-from jaxkv.config.model import ModelConfig, RopeConfig
+from jaxkv.config.blocks import MAX_EXPERTS, Mamba1Config, MixtureConfig
+from jaxkv.config.model import ModelConfig
 from jaxkv.models.families.family import Family
-from jaxkv.models.families.llama_like import TIED, read_llama_like, take_num_layers
+from jaxkv.models.families.llama_like import (
+    TIED,
+    read_llama_like,
+    take_num_layers,
+    without_rotation,
+)
 from jaxkv.models.families.recurrent.mamba import take_rank
 from jaxkv.models.hf_config.config_json import ConfigJson
 from jaxkv.models.hf_config.mamba_json import SILU
@@ -21,8 +25,6 @@ from jaxkv.weights.rule_parts import (
 )
 from jaxkv.weights.rules import RuleSet
 
-_SIZE = 2**31 - 1
-
 
 def from_hf(raw: Mapping[str, object]) -> ModelConfig:
     """Reads a parsed config.json whose `model_type` is "jamba"."""
@@ -32,12 +34,12 @@ def from_hf(raw: Mapping[str, object]) -> ModelConfig:
     keys.take_choice("hidden_act", "silu", SILU)
     num_layers = take_num_layers(keys)
     hidden_size = keys.take_int("hidden_size", high=2**20)
-    experts = keys.take_int("num_experts", 16, high=2**16)
+    experts = keys.take_int("num_experts", 16, high=MAX_EXPERTS)
     attends = _every(keys, "attn_layer", num_layers, period=8, offset=4)
     mixed = _every(keys, "expert_layer", num_layers, period=2, offset=1)
     mixed = mixed if experts > 1 else set()
-    top_k = keys.take_int("num_experts_per_tok", 2, high=2**16)
-    size = keys.take_int("intermediate_size", high=_SIZE)
+    top_k = keys.take_int("num_experts_per_tok", 2, high=MAX_EXPERTS)
+    size = keys.take_int("intermediate_size")
     mixture = None
     if mixed:
         mixture = MixtureConfig(
@@ -49,7 +51,6 @@ def from_hf(raw: Mapping[str, object]) -> ModelConfig:
         architecture="JambaForCausalLM",
         kv_heads=8,
         max_positions=262144,
-        windows=(None,) * num_layers,
         pattern=tuple(
             (
                 "attention" if layer in attends else "mamba1",
@@ -68,12 +69,12 @@ def from_hf(raw: Mapping[str, object]) -> ModelConfig:
         ),
         mixture=mixture,
     )
-    return replace(config, rope=RopeConfig(rotary_dim=config.rope.rotary_dim, kind="none"))
+    return without_rotation(config)
 
 
 def _every(keys: ConfigJson, name: str, num_layers: int, *, period: int, offset: int) -> set[int]:
     """Returns the layers `offset`, `offset + period` and so on; both are Transformers' defaults."""
-    period = keys.take_int(f"{name}_period", period, high=_SIZE)
+    period = keys.take_int(f"{name}_period", period)
     offset = keys.take_int(f"{name}_offset", offset, low=0, high=period - 1)
     return set(range(offset, num_layers, period))
 

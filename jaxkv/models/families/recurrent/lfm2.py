@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from jaxkv.config.blocks import MixtureConfig, ShortConvConfig
+from jaxkv.config.blocks import MAX_EXPERTS, MixtureConfig, ShortConvConfig
 from jaxkv.config.model import ModelConfig
 from jaxkv.errors import UnknownConfig
 from jaxkv.models.families.family import Family
@@ -27,8 +27,6 @@ from jaxkv.weights.rule_parts import (
 )
 from jaxkv.weights.rules import RuleSet
 
-_SIZE = 2**31 - 1
-_EXPERTS = 2**16
 _THETA = 1e6
 _MIXERS = {"conv": ("short_conv",), "full_attention": ("attention",)}
 
@@ -42,7 +40,7 @@ def from_hf(raw: Mapping[str, object]) -> ModelConfig:
     # Options of the initialisation of weights.
     keys.ignore("block_mlp_init_scale block_out_init_scale")
     keys.ignore("block_use_xavier_init conv_use_xavier_init")
-    hidden_size = keys.take_int("hidden_size", high=_SIZE)
+    hidden_size = keys.take_int("hidden_size")
     require(
         keys,
         "lfm2",
@@ -60,9 +58,9 @@ def from_hf_moe(raw: Mapping[str, object]) -> ModelConfig:
     """Reads a parsed config.json whose `model_type` is "lfm2_moe"."""
     keys = ConfigJson(with_theta(raw, _THETA))
     mixture = MixtureConfig(
-        experts=keys.take_int("num_experts", 32, high=_EXPERTS),
-        top_k=keys.take_int("num_experts_per_tok", 4, high=_EXPERTS),
-        size=keys.take_int("moe_intermediate_size", 1792, high=_SIZE),
+        experts=keys.take_int("num_experts", 32, high=MAX_EXPERTS),
+        top_k=keys.take_int("num_experts_per_tok", 4, high=MAX_EXPERTS),
+        size=keys.take_int("moe_intermediate_size", 1792),
         gated=True,
         scoring="sigmoid",
         correction=keys.take_bool("use_expert_bias", True),
@@ -70,21 +68,21 @@ def from_hf_moe(raw: Mapping[str, object]) -> ModelConfig:
         sum_eps=1e-6,
         scale=keys.take_float("routed_scaling_factor", 1.0),
     )
-    dense = keys.take_int("num_dense_layers", 2, low=0, high=_SIZE)
+    dense = keys.take_int("num_dense_layers", 2, low=0)
     return _read(keys, "lfm2_moe", "Lfm2MoeForCausalLM", dense=dense, mixture=mixture)
 
 
 def _width(keys: ConfigJson) -> int:
     """Returns the width of the feed-forward, which the file gives before it is cut by a third and rounded up."""
     name = "block_ff_dim" if keys.has("block_ff_dim") else "intermediate_size"
-    width = keys.take_int(name, 12288, high=_SIZE)
+    width = keys.take_int(name, 12288)
     if not keys.take_bool("block_auto_adjust_ff_dim", True):
         return width
     factor = keys.take("block_ffn_dim_multiplier", 1.0)
     width = int(2 * width / 3)
     if factor is None:
         return width
-    multiple = keys.take_int("block_multiple_of", 256, high=_SIZE)
+    multiple = keys.take_int("block_multiple_of", 256)
     width = int(keys.take_float("block_ffn_dim_multiplier", 1.0) * width)
     return -(-width // multiple) * multiple
 
@@ -114,7 +112,6 @@ def _read(
         architecture=architecture,
         kv_heads=8,
         max_positions=128000,
-        windows=(None,) * num_layers,
         norm_key="norm_eps",
         norm_eps=1e-5,
         tied=tied,

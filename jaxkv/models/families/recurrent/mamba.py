@@ -12,8 +12,6 @@ from jaxkv.models.hf_config.mamba_json import SILU
 from jaxkv.weights.rule_parts import BACKBONE, embeddings, mamba1, norms
 from jaxkv.weights.rules import RuleSet
 
-_SIZE = 2**31 - 1
-
 
 def from_hf(raw: Mapping[str, object]) -> ModelConfig:
     """Reads a parsed config.json whose `model_type` is "mamba"."""

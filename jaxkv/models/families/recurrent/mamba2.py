@@ -29,7 +29,6 @@ _KEYS = MambaKeys(
     conv_bias=("use_conv_bias", True),
     activation=("hidden_act", "silu"),
 )
-_SIZE = 2**31 - 1
 
 
 def from_hf(raw: Mapping[str, object]) -> ModelConfig:
@@ -79,7 +78,7 @@ def read_mixers(
         mamba: sizes of Mamba-2 mixers.
         mamba1: sizes of Mamba mixers.
     """
-    vocab_size = keys.take_int("vocab_size", vocab_size, high=_SIZE)
+    vocab_size = keys.take_int("vocab_size", vocab_size)
     num_layers = take_num_layers(keys)
     config = ModelConfig(
         family=family,

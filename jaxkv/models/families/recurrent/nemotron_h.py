@@ -1,8 +1,9 @@
 """Nemotron-H and Nemotron 3 (NVIDIA): one block per layer: Mamba-2, attention without rotation, an MLP or experts."""
 
 from collections.abc import Mapping
+from functools import partial
 
-from jaxkv.config.blocks import MixtureConfig
+from jaxkv.config.blocks import MAX_EXPERTS, MixtureConfig
 from jaxkv.config.model import ModelConfig, RopeConfig
 from jaxkv.errors import UnknownConfig
 from jaxkv.models.families.family import Family
@@ -14,10 +15,9 @@ from jaxkv.models.families.llama_like import (
 )
 from jaxkv.models.hf_config.config_json import ConfigJson
 from jaxkv.models.hf_config.mamba_json import MambaKeys, read_mamba, take_layer_kinds
-from jaxkv.weights.rule_parts import BACKBONE, LEAF, attention, embeddings, mamba2, norms
-from jaxkv.weights.rules import Combine, Rule, RuleSet
+from jaxkv.weights.rule_parts import BACKBONE, attention, embeddings, layer_rule, mamba2, norms
+from jaxkv.weights.rules import RuleSet
 
-_SIZE = 2**31 - 1
 _KEYS = MambaKeys(
     heads=("mamba_num_heads", 128),
     head_dim=("mamba_head_dim", 64),
@@ -56,7 +56,7 @@ def from_hf(raw: Mapping[str, object]) -> ModelConfig:
     # Implied by other keys, or not used by Transformers; the family rotates nothing.
     keys.ignore("num_hidden_layers tie_word_embeddings expand")
     keys.ignore("n_shared_experts residual_in_fp32 rope_theta partial_rotary_factor")
-    vocab_size = keys.take_int("vocab_size", 131072, high=_SIZE)
+    vocab_size = keys.take_int("vocab_size", 131072)
     letters = keys.take("hybrid_override_pattern", None)
     named = keys.take("layers_block_type", None) or keys.take("layer_types", None) or letters
     pattern = take_layer_kinds(named, None, _KINDS)
@@ -64,20 +64,20 @@ def from_hf(raw: Mapping[str, object]) -> ModelConfig:
         raise UnknownConfig(
             "config.json sets sliding_window, which is not supported for nemotron_h"
         )
-    heads = keys.take_int("num_attention_heads", 32, high=_SIZE)
+    heads = keys.take_int("num_attention_heads", 32)
     head_dim_key = "head_dim" if keys.has("head_dim") else "attention_head_dim"
-    head_dim = keys.take_int(head_dim_key, 128, high=_SIZE)
+    head_dim = keys.take_int(head_dim_key, 128)
     bias = keys.take_bool("use_bias", False)
     config = ModelConfig(
         family="nemotron_h",
         vocab_size=vocab_size,
-        hidden_size=keys.take_int("hidden_size", 4096, high=_SIZE),
+        hidden_size=keys.take_int("hidden_size", 4096),
         num_layers=len(pattern),
         heads=heads,
         kv_heads=take_nullable_int(keys, "num_key_value_heads", 8) or heads,
         head_dim=head_dim,
-        ffn_size=keys.take_int("intermediate_size", 21504, high=_SIZE),
-        max_positions=keys.take_int("max_position_embeddings", 4096, high=_SIZE),
+        ffn_size=keys.take_int("intermediate_size", 21504),
+        max_positions=keys.take_int("max_position_embeddings", 4096),
         rope=RopeConfig(rotary_dim=head_dim - head_dim % 2, kind="none"),
         windows=(None,) * len(pattern),
         pattern=pattern,
@@ -99,14 +99,12 @@ def from_hf(raw: Mapping[str, object]) -> ModelConfig:
 def _mixture(keys: ConfigJson, *, used: bool) -> MixtureConfig | None:
     """Reads the keys of the experts, which models without experts have too; returns `None` if `used` is false."""
     sizes = {
-        "experts": keys.take_int("n_routed_experts", 8, low=0, high=2**16),
-        "top_k": keys.take_int("num_experts_per_tok", 2, low=0, high=2**16),
-        "size": keys.take_int("moe_intermediate_size", 7688, low=0, high=_SIZE),
-        "shared_size": keys.take_int(
-            "moe_shared_expert_intermediate_size", 7688, low=0, high=_SIZE
-        ),
-        "groups": keys.take_int("n_group", 1, low=0, high=2**16),
-        "top_groups": keys.take_int("topk_group", 1, low=0, high=2**16),
+        "experts": keys.take_int("n_routed_experts", 8, low=0, high=MAX_EXPERTS),
+        "top_k": keys.take_int("num_experts_per_tok", 2, low=0, high=MAX_EXPERTS),
+        "size": keys.take_int("moe_intermediate_size", 7688, low=0),
+        "shared_size": keys.take_int("moe_shared_expert_intermediate_size", 7688, low=0),
+        "groups": keys.take_int("n_group", 1, low=0, high=MAX_EXPERTS),
+        "top_groups": keys.take_int("topk_group", 1, low=0, high=MAX_EXPERTS),
         "latent_size": take_nullable_int(keys, "moe_latent_size", None),
     }
     renormalise = keys.take_bool("norm_topk_prob", True)
@@ -123,15 +121,10 @@ def _mixture(keys: ConfigJson, *, used: bool) -> MixtureConfig | None:
     )
 
 
-def _rule(
-    leaf: str,
-    name: str,
-    block: str,
-    when: tuple[str, bool] | None = None,
-    combine: Combine = "copy",
-) -> Rule:
-    return Rule(f"{LEAF}{leaf}", (f"{BACKBONE}mixer.{name}",), combine, when=when, block=block)
-
+_plain = partial(layer_rule, block="plain", prefix=f"{BACKBONE}mixer.")
+_mixture_rule = partial(layer_rule, block="mixture", prefix=f"{BACKBONE}mixer.")
+_shared = partial(layer_rule, block="shared", prefix=f"{BACKBONE}mixer.")
+_BIASED, _LATENT = ("mlp_bias", True), ("mixture.has_latent", True)
 
 _RULES = RuleSet(
     rules=(
@@ -139,23 +132,20 @@ _RULES = RuleSet(
         norms(f"{BACKBONE}norm.weight"),
         *attention(f"{BACKBONE}mixer"),
         *mamba2(f"{BACKBONE}mixer"),
-        _rule("up", "up_proj.weight", "plain"),
-        _rule("up_bias", "up_proj.bias", "plain", ("mlp_bias", True)),
-        _rule("down", "down_proj.weight", "plain"),
-        _rule("down_bias", "down_proj.bias", "plain", ("mlp_bias", True)),
-        _rule("router", "gate.weight", "mixture"),
-        _rule("router_correction", "gate.e_score_correction_bias", "mixture"),
-        _rule("experts_up", "experts.{expert}.up_proj.weight", "mixture", combine="stack"),
-        _rule(
-            "experts_down",
-            "experts.{expert}.down_proj.weight",
-            "mixture",
-            combine="stack_transpose",
+        _plain("up", "up_proj.weight"),
+        _plain("up_bias", "up_proj.bias", when=_BIASED),
+        _plain("down", "down_proj.weight"),
+        _plain("down_bias", "down_proj.bias", when=_BIASED),
+        _mixture_rule("router", "gate.weight"),
+        _mixture_rule("router_correction", "gate.e_score_correction_bias"),
+        _mixture_rule("experts_up", "experts.{expert}.up_proj.weight", combine="stack"),
+        _mixture_rule(
+            "experts_down", "experts.{expert}.down_proj.weight", combine="stack_transpose"
         ),
-        _rule("latent_in", "fc1_latent_proj.weight", "mixture", ("mixture.has_latent", True)),
-        _rule("latent_out", "fc2_latent_proj.weight", "mixture", ("mixture.has_latent", True)),
-        _rule("shared_up", "shared_experts.up_proj.weight", "shared"),
-        _rule("shared_down", "shared_experts.down_proj.weight", "shared"),
+        _mixture_rule("latent_in", "fc1_latent_proj.weight", when=_LATENT),
+        _mixture_rule("latent_out", "fc2_latent_proj.weight", when=_LATENT),
+        _shared("shared_up", "shared_experts.up_proj.weight"),
+        _shared("shared_down", "shared_experts.down_proj.weight"),
     ),
     # Layers that predict further tokens.
     ignored=(r"mtp\..*",),

@@ -2,28 +2,25 @@
 
 from collections.abc import Mapping, Sequence
 
-from jaxkv.config.blocks import DeltaConfig, MixtureConfig
+from jaxkv.config.blocks import MAX_EXPERTS, DeltaConfig, MixtureConfig
 from jaxkv.config.model import ModelConfig
 from jaxkv.errors import UnknownConfig
 from jaxkv.models.families.experts.qwen3_moe import qwen_feed_forwards, take_experts
 from jaxkv.models.families.family import Family
-from jaxkv.models.families.llama_like import ROTARY_TABLES, TIED, read_llama_like, take_num_layers
+from jaxkv.models.families.llama_like import llama_rules, read_llama_like, take_num_layers
 from jaxkv.models.hf_config.config_json import ConfigJson
 from jaxkv.models.hf_config.mamba_json import SILU, take_layer_kinds
 from jaxkv.weights.rule_parts import (
     LAYER,
-    LEAF,
     delta,
-    embeddings,
     gated,
     gated_attention,
     gated_experts,
-    norms,
+    layer_rule,
     shared_expert,
 )
 from jaxkv.weights.rules import Rule, RuleSet
 
-_SIZE = 2**31 - 1
 _MIXERS = {"linear_attention": ("delta",), "full_attention": ("attention",)}
 
 
@@ -74,7 +71,7 @@ def read_qwen_delta(
     # Convolutions have the activation too.
     keys.take_choice("hidden_act", "silu", SILU)
     num_layers = take_num_layers(keys)
-    interval = keys.take_int("full_attention_interval", 4, high=_SIZE)
+    interval = keys.take_int("full_attention_interval", 4)
     kinds = keys.take("layer_types", None)
     if kinds is None:
         every = range(1, num_layers + 1)
@@ -86,7 +83,6 @@ def read_qwen_delta(
         architecture=architecture,
         kv_heads=kv_heads,
         max_positions=32768,
-        windows=(None,) * num_layers,
         head_dim=256,
         partial=0.25,
         ffn_key=ffn_key,
@@ -98,10 +94,10 @@ def read_qwen_delta(
             for mixer, feed_forward in zip(mixers, feed_forwards, strict=True)
         ),
         delta=DeltaConfig(
-            key_heads=keys.take_int("linear_num_key_heads", 16, high=_SIZE),
-            value_heads=keys.take_int("linear_num_value_heads", 32, high=_SIZE),
-            key_dim=keys.take_int("linear_key_head_dim", 128, high=_SIZE),
-            value_dim=keys.take_int("linear_value_head_dim", 128, high=_SIZE),
+            key_heads=keys.take_int("linear_num_key_heads", 16),
+            value_heads=keys.take_int("linear_num_value_heads", 32),
+            key_dim=keys.take_int("linear_key_head_dim", 128),
+            value_dim=keys.take_int("linear_value_head_dim", 128),
             d_conv=keys.take_int("linear_conv_kernel_dim", 4, low=2, high=64),
         ),
         mixture=mixture,
@@ -121,35 +117,27 @@ def take_qwen_mixture(
     """
     return MixtureConfig(
         experts=take_experts(keys, experts),
-        top_k=keys.take_int("num_experts_per_tok", top_k, high=2**16),
-        size=keys.take_int("moe_intermediate_size", 512, high=_SIZE),
+        top_k=keys.take_int("num_experts_per_tok", top_k, high=MAX_EXPERTS),
+        size=keys.take_int("moe_intermediate_size", 512),
         gated=True,
         renormalise=renormalise,
-        shared_size=keys.take_int("shared_expert_intermediate_size", 512, high=_SIZE),
+        shared_size=keys.take_int("shared_expert_intermediate_size", 512),
         shared_gate=True,
     )
 
 
 def qwen_delta_rules(mixer: tuple[Rule, ...]) -> RuleSet:
     """Returns the weight rules of Qwen's models with gated delta mixers, given those of the mixer."""
-    return RuleSet(
-        rules=(
-            *embeddings("model.embed_tokens.weight", "model.norm.weight", offset=1.0),
-            norms(
-                f"{LAYER}input_layernorm.weight",
-                f"{LAYER}post_attention_layernorm.weight",
-                offset=1.0,
-            ),
-            *gated_attention(f"{LAYER}self_attn", offset=1.0),
-            *mixer,
-            *gated(f"{LAYER}mlp"),
-            *gated_experts(f"{LAYER}mlp"),
-            *shared_expert(f"{LAYER}mlp.shared_expert"),
-            Rule(f"{LEAF}shared_gate", (f"{LAYER}mlp.shared_expert_gate.weight",), block="shared"),
-        ),
+    return llama_rules(
+        *gated_attention(f"{LAYER}self_attn", offset=1.0),
+        *mixer,
+        *gated(f"{LAYER}mlp"),
+        *gated_experts(f"{LAYER}mlp"),
+        *shared_expert(f"{LAYER}mlp.shared_expert"),
+        layer_rule("shared_gate", f"{LAYER}mlp.shared_expert_gate.weight", block="shared"),
+        offset=1.0,
         # Layers that predict further tokens.
-        ignored=(ROTARY_TABLES, r"mtp\..*"),
-        tied=TIED,
+        ignored=(r"mtp\..*",),
     )
 
 

@@ -2,27 +2,35 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from functools import partial
+from typing import Unpack
 
 from jaxkv.config.blocks import MambaConfig, TransformerConfig
-from jaxkv.config.model import ModelConfig, RopeConfig
+from jaxkv.config.model import ModelConfig
 from jaxkv.errors import UnknownConfig
 from jaxkv.models.families.family import Family
-from jaxkv.models.families.llama_like import TIED, read_llama_like, require, take_num_layers
+from jaxkv.models.families.llama_like import (
+    TIED,
+    read_llama_like,
+    require,
+    take_num_layers,
+    without_rotation,
+)
 from jaxkv.models.hf_config.config_json import ConfigJson
 from jaxkv.models.hf_config.mamba_json import MambaKeys, read_mamba, take_layer_kinds
 from jaxkv.weights.rule_parts import (
     LAYER,
-    LEAF,
+    RuleOptions,
     attention,
     embeddings,
     fused_gated,
+    layer_rule,
     mamba2,
     norms,
 )
 from jaxkv.weights.rules import Rule, RuleSet
 from jaxkv.wording import shown
 
-_SIZE = 2**31 - 1
 _KEYS = MambaKeys(
     heads=("n_mamba_heads", 8),
     head_dim=("mamba_headdim", "auto"),
@@ -58,7 +66,7 @@ def from_hf(raw: Mapping[str, object]) -> ModelConfig:
     keys.ignore("use_mem_eff_path num_query_groups")
     num_layers = take_num_layers(keys)
     hidden_size = keys.take_int("hidden_size", high=2**20)
-    heads = keys.take_int("num_attention_heads", high=_SIZE)
+    heads = keys.take_int("num_attention_heads")
     head_dim, rest = divmod(2 * hidden_size, heads)
     if rest:
         raise ValueError(
@@ -94,7 +102,6 @@ def from_hf(raw: Mapping[str, object]) -> ModelConfig:
         architecture="Zamba2ForCausalLM",
         kv_heads=None,
         max_positions=4096,
-        windows=(None,) * num_layers,
         head_dim=head_dim,
         norm_eps=1e-5,
         activation="gelu",
@@ -108,7 +115,7 @@ def from_hf(raw: Mapping[str, object]) -> ModelConfig:
     )
     if rotates:
         return config
-    return replace(config, rope=RopeConfig(rotary_dim=config.rope.rotary_dim, kind="none"))
+    return without_rotation(config)
 
 
 def _renamed(raw: Mapping[str, object]) -> dict[str, object]:
@@ -136,7 +143,7 @@ def _mamba(keys: ConfigJson, hidden_size: int, *, bias: bool) -> MambaConfig:
     d_inner = keys.take_int("mamba_expand", 2, high=2**16) * hidden_size
     names = _KEYS
     if keys.has("mamba_headdim") and not keys.has("n_mamba_heads"):
-        heads = d_inner // keys.take_int("mamba_headdim", high=_SIZE)
+        heads = d_inner // keys.take_int("mamba_headdim")
         names = replace(_KEYS, heads=("n_mamba_heads", heads))
     return read_mamba(keys, names, d_inner=d_inner, in_bias=bias, out_bias=bias, norm_groups=-1)
 
@@ -157,13 +164,10 @@ def _adapters(keys: ConfigJson, heads: int) -> TransformerConfig:
 _SHARED = "model.layers.{owner}.shared_transformer."
 
 
-def _rule(leaf: str, *names: str, **options: object) -> Rule:
-    """Returns a rule of the transformer block, given the ends of its tensors' names."""
-    sources = tuple(f"{_SHARED}{name}" for name in names)
-    return Rule(f"{LEAF}{leaf}", sources, block="transformer", **options)  # type: ignore[arg-type]
+_rule = partial(layer_rule, block="transformer", prefix=_SHARED)
 
 
-def _adapter(leaf: str, *names: str, **options: object) -> tuple[Rule, ...]:
+def _adapter(leaf: str, *names: str, **options: Unpack[RuleOptions]) -> tuple[Rule, ...]:
     """Returns the rules of the two products of adapters."""
     return tuple(
         _rule(
@@ -199,7 +203,7 @@ _RULES = RuleSet(
             combine="stack",
             when=("transformer.adapts_attention", True),
         ),
-        Rule(f"{LEAF}side_out", (f"{LAYER}linear.weight",), block="transformer"),
+        layer_rule("side_out", f"{LAYER}linear.weight", block="transformer"),
     ),
     tied=TIED,
     # Of layers with the transformer block.
