@@ -15,6 +15,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import jax
 import pytest
+from hypothesis import settings
 
 from tests.shape_checks import check_shapes
 
@@ -34,6 +35,9 @@ if "JAX_DISABLE_MOST_OPTIMIZATIONS" not in os.environ:
         jax.config.update("jax_disable_most_optimizations", True)
 
 check_shapes()
+# A deadline measures time, so a busy machine would fail the test.
+settings.register_profile("jaxkv", deadline=None)
+settings.load_profile("jaxkv")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
