@@ -64,7 +64,7 @@ def host_bytes(root: Path = Path("/")) -> int:
     Limits of enclosing groups count too, of version 1 and 2, as far as a container shows them.
 
     Args:
-        root: of the file system.
+        root: root of the file system.
     """
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     for folder in _group_folders(root):

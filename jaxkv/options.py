@@ -111,7 +111,7 @@ def add_model_options(parser: argparse.ArgumentParser, *, max_sequences: int | N
     """Adds the options of the model, its cache and what runs it.
 
     Args:
-        parser: of the command.
+        parser: the parser of the command.
         max_sequences: default of `--max-sequences`; `None` for a default that depends on the number of requests.
     """
     parser.epilog = SIZES
@@ -162,7 +162,7 @@ def add_serving_options(parser: argparse.ArgumentParser, *, max_sequences: int) 
     """Adds the options of a model that serves requests, its cache and what runs it; `cache_of` reads some of them.
 
     Args:
-        parser: of the command.
+        parser: the parser of the command.
         max_sequences: default of `--max-sequences`.
     """
     add_model_options(parser, max_sequences=max_sequences)

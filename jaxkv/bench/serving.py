@@ -32,7 +32,7 @@ class Served:
         shape: a name of `SHAPES`, with random weights; `None` for a directory.
         model: a model directory or a name on the Hugging Face Hub; `None` for the small model inside the package, if
             `shape` is `None` too.
-        revision: of a model on the hub.
+        revision: revision of a model on the hub.
         dtype: dtype name to compute in; "auto" is the checkpoint's own, and bfloat16 for a shape.
         max_model_len: longest prompt plus output, in tokens.
         cache: options of the cache.

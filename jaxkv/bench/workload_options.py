@@ -17,7 +17,7 @@ def add_workload_options(
     """Adds the options of a workload.
 
     Args:
-        parser: of a mode.
+        parser: the parser of a mode.
         requests: describes the default number of requests.
         limit: what the default lengths are clipped to.
         with_file: whether prompts may come from a file.

@@ -79,7 +79,7 @@ def merge_configs(
 
     Args:
         cache: the user's configuration; `None` for the defaults.
-        engine: likewise.
+        engine: the user's configuration; `None` for the defaults.
         options: vLLM's option name -> value.
         beside: other options of `LLM`, for the message about an unknown option.
 

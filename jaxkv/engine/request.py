@@ -91,7 +91,7 @@ def sample_seed(
     Args:
         params: sampling parameters.
         sample: index of the sample.
-        draw: returns a random number of so many bits.
+        draw: returns a random number, given its bits.
     """
     return draw(64) if params.seed is None else (params.seed + sample) % 2**64
 

@@ -41,8 +41,8 @@ class RequestState:
         tokens: ids of the prompt and of the generated tokens that the host has read.
         status: `WAITING`, `RUNNING` or `FINISHED`.
         pages: read-only view of its pages and states; `None` while it waits.
-        collected: see above.
-        pending: see above.
+        collected: number of its tokens whose steps the host has read.
+        pending: number of its tokens that are sampled and that the host has not read.
         epoch: incremented when its results in flight become invalid; rows of an older epoch are dropped.
         other_samples: samples of the same prompt that start from its pages.
         first_sample: the sample of the same prompt that this one waits for.

@@ -186,7 +186,7 @@ class Scheduler:
         return True
 
     def _reserve_without_preempting(self, sequence: RequestState, num_tokens: int) -> bool:
-        """Reserves pages for so many tokens if enough are free; preempts no request."""
+        """Reserves pages for a request's first `num_tokens` tokens if enough are free; preempts no request."""
         try:
             reservation = self._allocator.reserve(sequence.number, num_tokens)
         except (OutOfPages, OutOfStates):

@@ -63,7 +63,7 @@ def part_of(sequence: RequestState, count: int) -> Part:
 
 
 def extended(part: Part, steps: int) -> Part:
-    """Returns a decode part extended to so many steps, or to as many as the request has tokens left."""
+    """Returns a decode part extended to `steps` steps, or fewer if the request has fewer tokens left."""
     sequence = part.sequence
     left = min(steps, sequence.longest - len(sequence.tokens) - sequence.pending)
     return part._replace(count=left, emits=left)
@@ -93,7 +93,7 @@ def align(
 
     Args:
         wanted: requests with their numbers of tokens; changed in place.
-        before: the same before `trim`.
+        before: `wanted` as it was before `trim`.
         chunk: tokens per chunk of the recurrent layers.
     """
     for index in reversed(range(len(wanted))):

@@ -55,7 +55,7 @@ class ProgramLine:
 
 @dataclass(frozen=True, kw_only=True)
 class Picture:
-    """What is where in an engine.
+    """The holders of an engine's pages and states, its prefix trees, requests and programs.
 
     Attributes:
         maps: holders of the pages or states of each group.

@@ -39,7 +39,7 @@ class GroupListing:
 
 @dataclass(frozen=True, kw_only=True)
 class Listing:
-    """What a file of prefixes holds.
+    """The contents of a file of prefixes.
 
     Attributes:
         model: the configuration that it was saved with.

@@ -28,7 +28,7 @@ class SwapIn:
     Attributes:
         number: number of its sequence in the page allocator.
         length: tokens of the prefix.
-        gained: of these, tokens that are not on the device.
+        gained: tokens of the prefix that are not on the device.
         moves: the copies from the host.
         pages: (group name, key, table position, page id) of the full pages to fill, each after its predecessors.
         present: (group name, key) of the prefix's pages that were on the device.

@@ -317,7 +317,7 @@ class HostTransfers:
 
 
 def units_at_once(num_bytes: int) -> int:
-    """Returns how many pages or states of so many bytes one run of a program moves."""
+    """Returns how many pages or states one run of a program moves, given the bytes of one."""
     return max(1, min(BUCKETS[-1], STAGED_BYTES // 2 // num_bytes))
 
 

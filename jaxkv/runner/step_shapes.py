@@ -86,7 +86,7 @@ class StepShapes:
         decode_rows: rows of decode programs, ascending.
         token_budget: most tokens of a step.
         lengths: tokens that page tables cover, ascending.
-        pinned: see above.
+        pinned: whether one program runs every step.
     """
 
     def __init__(

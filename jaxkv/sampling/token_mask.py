@@ -6,7 +6,7 @@ import numpy as np
 
 
 def num_words(vocab_size: int) -> int:
-    """Returns the words of a mask over so many tokens."""
+    """Returns the number of words of a mask over `vocab_size` tokens."""
     return -(-vocab_size // 32)
 
 

@@ -1,4 +1,4 @@
-"""Starts the engine process and joins it to this one: neither lives without the other."""
+"""Starts the engine process and connects it to this one; when either ends, the other ends too."""
 
 import asyncio
 import os
@@ -27,7 +27,7 @@ class EngineProcess:
         program: the module that it runs.
 
     Attributes:
-        client: talks to it.
+        client: sends it requests and receives its tokens.
 
     Raises:
         OSError: no process could be started.
@@ -63,14 +63,14 @@ class EngineProcess:
         Returns:
             The exit code for the server, if its engine process ended by itself: see `jaxkv.serve.exit_codes`.
         """
-        told = self.client.exit_code
+        reported = self.client.exit_code
         await self.client.close()
         try:
             code = await asyncio.to_thread(self._process.wait, seconds)
         except subprocess.TimeoutExpired:
             self._process.kill()
             code = await asyncio.to_thread(self._process.wait)
-        return code if told == exit_codes.FAILED and code in _CODES else told
+        return code if reported == exit_codes.FAILED and code in _CODES else reported
 
 
 def _environment() -> dict[str, str]:

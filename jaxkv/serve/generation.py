@@ -74,7 +74,7 @@ class Counts:
 
 @runtime_checkable
 class CallWatcher(Protocol):
-    """Is told what a call got; `jaxkv.serve.metrics.Recorder` implements it."""
+    """Receives the tokens of a call and its end; `jaxkv.serve.metrics.Recorder` implements it."""
 
     def first_token(self, counts: Counts) -> None:
         """The first token of the call has come."""
@@ -91,7 +91,7 @@ class CallWatcher(Protocol):
         ...
 
     def ended(self, counts: Counts) -> None:
-        """All samples of the call have ended; told once."""
+        """All samples of the call have ended; called once."""
         ...
 
 
@@ -166,7 +166,7 @@ class Generation:
         tokenizer: decodes; `None` gives deltas without text.
         prompt: token ids of the prompt.
         params: the user's sampling parameters, with stop strings.
-        watcher: is told of its tokens and its end.
+        watcher: receives its tokens and its end.
 
     Attributes:
         counts: token counts and times so far.
@@ -194,7 +194,7 @@ class Generation:
         return self._call.prompt_logprobs
 
     async def deltas(self) -> list[Delta]:
-        """Waits for tokens; returns one delta for each sample with news. Empty when all samples have ended.
+        """Waits for tokens; returns a delta for each sample with new text or an end. Empty when all have ended.
 
         All that has arrived since the last call comes at once.
 
@@ -282,12 +282,12 @@ def generate(
 
     Args:
         client: the engine process.
-        tokenizer: of the model; `None` if it has none.
+        tokenizer: the tokenizer of the model; `None` if it has none.
         prompt: token ids of the prompt.
         params: sampling parameters.
         priority: lower numbers are served first.
         salt: only requests of the same salt share cached pages.
-        watcher: is told of the call's tokens and its end.
+        watcher: receives the call's tokens and its end.
 
     Raises:
         ValueError: stop strings or `bad_words` that this tokenizer cannot serve.

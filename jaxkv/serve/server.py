@@ -37,7 +37,7 @@ class Server:
     Args:
         engine: the engine process, just started.
         service: what the routes share; its tokenizer is loaded when the engine is ready.
-        config: of the HTTP server, with the routes.
+        config: the config of the HTTP server, with the routes.
         listener: the listening socket, which the server closes.
         drain_seconds: how long requests in progress may go on after the first signal.
         on_ready: called when the first request is taken.

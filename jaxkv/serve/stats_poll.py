@@ -1,4 +1,4 @@
-"""`StatsPoll`: the engine's statistics for all that look at them. The engine is asked rarely, however many look."""
+"""`StatsPoll`: caches the engine's statistics, so that many readers cost the engine one reply in half a second."""
 
 import asyncio
 import contextlib
@@ -8,26 +8,26 @@ from typing import Any
 from jaxkv.serve.engine_client import EngineClient, EngineLost
 
 GOOD_SECONDS = 0.5
-"""Statistics that are younger are not asked for again."""
+"""Age up to which statistics are returned again without asking the engine."""
 
 MOST_SHARE = 0.01
-"""Largest share of the engine's time that drawing pictures may take; a slow picture is good for longer."""
+"""Largest share of the engine's time that drawing pictures may take; a slow picture is kept for longer."""
 
 WAIT_SECONDS = 2.0
-"""Longest wait for an engine that is in a long step or compiles; then the last statistics are given again."""
+"""Longest wait for an engine that is in a long step or compiles; then the last statistics are returned again."""
 
 
 class EngineSilent(RuntimeError):
-    """The engine has not answered yet, and there are no statistics of before."""
+    """The engine has not answered yet, and no earlier statistics are known."""
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Statistics of a moment.
+    """The engine's statistics at one moment.
 
     Attributes:
         stats: see `StatsReply`.
-        age: seconds since they came.
+        age: seconds since the engine sent them.
     """
 
     stats: dict[str, Any]

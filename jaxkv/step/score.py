@@ -18,8 +18,8 @@ class TokenScores(NamedTuple):
     """Natural log-probabilities at each packed token, of tokens that may come after it.
 
     Attributes:
-        following: of the packed token after it. At a row's last token this is invalid, because the token after it
-            belongs to the next row.
+        following: log-probability of the packed token after it; invalid at a row's last token, because the token after
+            it belongs to the next row.
         top_ids: the most likely tokens, in descending order.
         top: their log-probabilities.
     """

@@ -65,7 +65,7 @@ class Grammar:
         fill: computes masks.
 
     Attributes:
-        vocab_size, end_ids, forbidden, fill: see above.
+        vocab_size, end_ids, forbidden, fill: the arguments.
         first_mask: mask at the beginning of a text.
     """
 
@@ -92,14 +92,15 @@ class Grammar:
 class TokenConstraint:
     """The state of a grammar in the text of one request: the tokens that may follow.
 
-    It is a function of the generated tokens. All methods take the tokens, so it is right after any interruption.
+    Every method takes all generated tokens and appends the new ones to the matcher. A request that was interrupted in
+    between starts the matcher again, so the state never depends on what failed before.
 
     Args:
         grammar: the grammar.
         never: ids that may never be sampled.
-        before_least: ids that may not be sampled before `least` tokens.
-        least: see above.
-        forces: the request can take forced tokens.
+        before_least: ids that may not be sampled as one of the first `least` tokens.
+        least: least number of tokens of the text (`SamplingParams.min_tokens`).
+        forces: whether the request takes tokens that the grammar forces without sampling them.
         reasoning: what marks the free text before the form; `None` if the form begins with the first token.
 
     Attributes:
@@ -134,7 +135,7 @@ class TokenConstraint:
         self._take(self._first_mask(reasoning), 0)
 
     def is_ready(self, generated: int) -> bool:
-        """Whether `mask` is the one after so many generated tokens."""
+        """Whether `mask` belongs to the token after the first `generated` tokens."""
         return self._masked_at == generated
 
     def ends(self, generated: Sequence[int]) -> bool:
@@ -209,7 +210,7 @@ class TokenConstraint:
         return True
 
     def _kept(self, generated: int) -> np.ndarray:
-        """Returns the mask of the tokens that the request may sample after so many, whatever the grammar allows."""
+        """Returns the mask of the tokens that the request allows after `generated` tokens, without the grammar."""
         return self._never & self._early if generated < self._least else self._never
 
     def _begin(self, generated: Sequence[int]) -> int | None:

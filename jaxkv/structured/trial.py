@@ -1,4 +1,4 @@
-"""`GrammarTrial`: compiles grammars in a process with limits of time and memory, to learn whether they are harmless."""
+"""`GrammarTrial`: compiles grammars in a process with limits of time and memory, before they are used."""
 
 import json
 import math
@@ -43,7 +43,7 @@ class GrammarTrial:
 
         Args:
             kind: see `trial_process.build_matcher`.
-            source: likewise.
+            source: see `trial_process.build_matcher`.
         """
         request = json.dumps({"kind": kind, "source": source}).encode() + b"\n"
         with self._lock:

@@ -13,7 +13,7 @@ _MARK = "\ue000"
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """What llguidance is told of a tokenizer.
+    """A tokenizer in the form that llguidance reads.
 
     Attributes:
         text: tokenizer.json. llguidance writes forced texts with the tokenizer, which would turn the name of a special

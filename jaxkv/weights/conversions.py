@@ -27,7 +27,7 @@ def instead_of_config(names: Collection[str], model: str) -> str:
     """Returns the form of a model without config.json and what to do; empty if its files do not show the form.
 
     Args:
-        names: of the model's files.
+        names: names of the model's files.
         model: path of its folder, or its name on the Hugging Face Hub.
     """
     gguf = sorted(name for name in names if name.endswith(".gguf"))
@@ -57,7 +57,7 @@ def instead_of_weights(names: Collection[str], model: str) -> str:
     """Returns the form of the weights of a model without safetensors and what to do; empty if it is unknown.
 
     Args:
-        names: of the model's files.
+        names: names of the model's files.
         model: path of its folder, or its name on the Hugging Face Hub.
     """
     pickled = sorted(name for name in names if name.endswith(_PICKLED))

@@ -31,7 +31,7 @@ class Api:
         server: where it is.
         model: name of the model.
         endpoint: a name of `PATHS`.
-        temperature: of sampling; 0 is greedy.
+        temperature: temperature of sampling; 0 is greedy.
         ignore_eos: whether the server is asked to go on after the model's end of text, with the `ignore_eos` of vLLM
             and jaxkv.
         timeout: most seconds of a request, from its sending to its end.
@@ -130,7 +130,7 @@ class Answer:
     alone, does not.
 
     Attributes:
-        timeline: of the request.
+        timeline: timeline of the request.
         counted: whether the server sent its counts of tokens; without them each event is one token.
     """
 
@@ -204,8 +204,8 @@ async def complete(api: Api, body: bytes, timeline: Timeline, clock: Callable[[]
 
     Args:
         api: the endpoint.
-        body: of the request, from `Api.body`.
-        timeline: of the request.
+        body: the body of the request, from `Api.body`.
+        timeline: timeline of the request.
         clock: returns the timeline's seconds.
     """
     answer = Answer(timeline, clock)

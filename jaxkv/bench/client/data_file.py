@@ -85,11 +85,11 @@ def chosen_entries(
     """Returns prompts in a random order, each with its number of output tokens.
 
     Args:
-        entries: of the file.
-        counts: of the server, which turn the length of an answer into tokens.
+        entries: the entries of the file.
+        counts: the counts of the server, which turn the length of an answer into tokens.
         requests: how many; `None` for all.
         output_tokens: least and most tokens to generate; `None` takes the file's number, or else the answer's length.
-        seed: of the order and of the drawn numbers.
+        seed: seed of the order and of the drawn numbers.
 
     Raises:
         ValueError: there are fewer, or a number of output tokens is missing.

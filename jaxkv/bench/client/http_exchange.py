@@ -27,7 +27,7 @@ class Server:
         port: TCP port.
         prefix: what stands before the paths of requests, without a slash at its end.
         tls: whether connections are encrypted.
-        headers: of every request.
+        headers: headers of every request.
     """
 
     host: str

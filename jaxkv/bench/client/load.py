@@ -1,4 +1,4 @@
-"""Sends requests at their times, at most so many at once, and collects their timelines."""
+"""Sends requests at their times, with a bound on those in flight, and collects their timelines."""
 
 import asyncio
 import time

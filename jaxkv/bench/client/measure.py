@@ -39,7 +39,7 @@ _NO_FIGURES = "jaxkv: interrupted before a request had ended; there are no figur
 
 @dataclass(frozen=True, kw_only=True)
 class LoadTest:
-    """What to send to which server.
+    """A load test: the server, the requests to send to it and their times.
 
     Attributes:
         base_url: address of the server, such as "http://127.0.0.1:8000".
@@ -82,8 +82,8 @@ class Run:
 
     Attributes:
         about: settings, as JSON.
-        figures: of the requests that ended.
-        timelines: of these requests, in the order in which they ended.
+        figures: figures of the requests that ended.
+        timelines: timelines of these requests, in the order in which they ended.
         asked: number of requests that were to be sent.
         interrupted: whether Ctrl-C ended the run, so that the figures are partial.
         uncounted: requests whose answers had no count of tokens; each of their events counts as a token.
@@ -143,7 +143,7 @@ async def measure_server(
         report: takes each run.
         note: takes a line for the user.
         status: takes a status line, "" to remove it.
-        clock: of all measured times.
+        clock: the clock of all measured times.
 
     Raises:
         ValueError: the server does not answer, has no such model, or no request ended with a token.

@@ -47,7 +47,7 @@ class TokenCounts:
     per_character: float
 
     def characters(self, tokens: int) -> int:
-        """Returns the length of a text of about so many tokens, frame included; at least 1."""
+        """Returns the characters of a text that has about `tokens` tokens, frame included; at least 1."""
         return max(1, round((tokens - self.frame) / self.per_character))
 
     def tokens(self, text: str) -> int:

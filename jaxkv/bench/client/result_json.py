@@ -21,7 +21,7 @@ def result_json(run: Run, *, version: str, date: datetime) -> dict[str, Any]:
 
     Args:
         run: the measurement.
-        version: of jaxkv.
+        version: version of jaxkv.
         date: when it was made.
     """
     figures, about = run.figures, run.about

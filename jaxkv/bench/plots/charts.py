@@ -43,7 +43,7 @@ class Span:
     """A part of a bar.
 
     Attributes:
-        row: of the bar, 0 is on top.
+        row: number of the bar, 0 is on top.
         begin, end: on the time axis.
         kind: index of the chart's `kinds`, and of `PALETTE`.
         note: is shown where the mouse points.
@@ -82,7 +82,7 @@ type Chart = Lines | Bars
 
 
 def ticks(most: float, about: int = 6) -> list[float]:
-    """Returns about so many round numbers from 0 up to at least `most`, which is above 0."""
+    """Returns `about` round numbers, more or less, from 0 up to at least `most`, which is above 0."""
     step = most / about
     unit = 10.0 ** math.floor(math.log10(step))
     step = next(unit * factor for factor in (1, 2, 2.5, 5, 10) if unit * factor >= step * 0.999)

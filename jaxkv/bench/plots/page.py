@@ -42,7 +42,7 @@ def write_plot(path: Path, title: str, runs: Sequence[PlottedRun]) -> None:
 
     Args:
         path: the file, whose suffix is one of `SUFFIXES`.
-        title: of the page.
+        title: title of the page.
         runs: what was measured.
 
     Raises:

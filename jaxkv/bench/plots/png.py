@@ -17,7 +17,7 @@ def write_png(path: Path, charts: Sequence[Chart]) -> None:
     """Draws charts of lines in two columns, and charts with bars below one another.
 
     Args:
-        path: of the file.
+        path: path of the file.
         charts: one or more.
 
     Raises:

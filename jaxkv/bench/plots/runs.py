@@ -27,8 +27,8 @@ class PlottedRun:
     Attributes:
         summary: its settings and figures as text.
         rate: requests per second; `None` for all at once.
-        figures: of its requests.
-        timelines: of its requests.
+        figures: figures of its requests.
+        timelines: timelines of its requests.
     """
 
     summary: str

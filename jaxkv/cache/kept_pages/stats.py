@@ -13,7 +13,7 @@ class PrefixStats:
         tokens_reused: cached tokens that sequences skipped.
         tokens_computed: tokens that sequences computed because they were not cached.
         evictions: pages evicted.
-        tokens_without_states: of `tokens_computed`, those whose pages were cached without a checkpoint after them.
+        tokens_without_states: computed tokens whose pages were cached, but without a checkpoint after them.
         short_of_states: sequences with such tokens.
         checkpoints: checkpoints made.
         checkpoints_dropped: checkpoints not made for lack of room or of a page that they need.

@@ -91,7 +91,8 @@ class ResponsesStream:
 
         Args:
             events: what the parser of the answer found.
-            logprobs: of the tokens of the text, in the form of the API; they go with the first text among the events.
+            logprobs: log-probabilities of the text's tokens in the form of the API; they go with the first text among
+                the events.
         """
         made: list[Json] = []
         for event in events:

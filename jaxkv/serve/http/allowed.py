@@ -1,4 +1,4 @@
-"""What the fields of a body allow, in words, made from the same JSON schema as the OpenAPI document."""
+"""Descriptions of the values that the fields of a body allow, made from the schema of the OpenAPI document."""
 
 from functools import cache
 from typing import Any
@@ -10,7 +10,7 @@ from jaxkv.wording import listed
 
 @cache
 def allowed_of(kind: type) -> dict[str, str]:
-    """Returns what each field of a struct allows, such as "an int from 1 to 128", by the field's name."""
+    """Returns field name -> the values that it allows, such as "an int from 1 to 128"."""
     [reference], components = msgspec.json.schema_components([kind])
     schema = components[reference["$ref"].rpartition("/")[2]]
     return {name: _words(field) for name, field in schema["properties"].items()}

@@ -85,7 +85,7 @@ def prefix_salt(tenant: bytes, cache_salt: str | None) -> bytes | None:
 
     Args:
         tenant: what `ApiKeys.tenant` returned.
-        cache_salt: of the request; `None` if it has none.
+        cache_salt: cache salt of the request; `None` if it has none.
 
     Returns:
         The salt; `None` for requests without either, which all share.

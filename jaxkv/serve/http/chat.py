@@ -128,7 +128,7 @@ class _Sample:
         ids: its tokens.
         content, reasoning: their pieces.
         calls: its tool calls, as OpenAI writes them.
-        logprobs: of its tokens; `None` if they were not asked for.
+        logprobs: log-probabilities of its tokens; `None` if they were not asked for.
         finish_reason, stop_reason: of its last delta.
     """
 

@@ -75,7 +75,7 @@ class ChatTurn:
         return self.work.usage
 
     async def deltas(self) -> AsyncGenerator[list[TurnDelta]]:
-        """Begins the answer and yields its events until all samples have ended. Close it: that aborts what goes on.
+        """Begins the answer and yields its events until all samples have ended. Closing the generator aborts them.
 
         Raises:
             ApiError and others: see `Work.deltas`.

@@ -18,7 +18,7 @@ def template_messages(
     """Returns the messages as JSON objects. Parts of a content are joined by line breaks.
 
     Args:
-        messages: of the request.
+        messages: the messages of the request.
         tokenizer: its template decides whether the role "developer" is known; otherwise it becomes "system".
     """
     template = tokenizer.chat_template if tokenizer is not None else None

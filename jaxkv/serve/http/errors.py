@@ -1,4 +1,4 @@
-"""`ApiError`: what a client is told when its request fails, and the bodies that say it.
+"""`ApiError`: the status, code and message of a failed request, and the bodies of its reply.
 
 A message names fields, limits and counts. It never holds texts of a prompt, paths, addresses or other errors' words.
 """
@@ -93,7 +93,7 @@ def unavailable(code: str, message: str, retry_after: int) -> ApiError:
 
 
 def from_engine(error: Exception, retry_after: int) -> ApiError:
-    """Returns what the client is told of an error of the engine's process.
+    """Returns the client's error for an error of the engine's process.
 
     Args:
         error: `RequestRefused`, `EngineBusy`, `EngineLost` or `SlowReader`.

@@ -1,4 +1,4 @@
-"""`Limits`: how much of everything one client, and all clients together, may take."""
+"""`Limits`: bounds on connections, requests and times, for one client and for all clients together."""
 
 from dataclasses import dataclass, fields
 
@@ -9,21 +9,21 @@ class Limits:
 
     Attributes:
         most_waiting: calls (one for each prompt) beyond the engine's `max_sequences`; one more is answered 429.
-        retry_after_seconds: what 429 and 503 tell the client to wait.
+        retry_after_seconds: time after which clients may try again, in the replies 429 and 503.
         request_seconds: a request that takes longer ends with 504, or with an error event in its stream.
         body_bytes: longest body; a longer one is answered 413.
         head_bytes: longest request line and headers together; longer ones are answered 431.
         headers: most headers; more are answered 431.
-        head_seconds: from the first byte of a connection or request to the end of its headers; later is 408.
-        body_seconds: from the end of the headers to the end of the body; later is 408.
-        write_seconds: a client that takes nothing of its reply for so long is disconnected.
-        idle_seconds: a connection without a request is closed.
+        head_seconds: most from the first byte of a connection or request to the end of its headers; later is 408.
+        body_seconds: most from the end of the headers to the end of the body; later is 408.
+        write_seconds: a client that reads nothing of its reply for this time is disconnected.
+        idle_seconds: a connection without a request for this time is closed.
         connections: most open connections; one more is answered 503 and closed.
         json_depth: deepest nesting of a body.
         prompts: most prompts of one request, times `n`.
-        keep_alive_seconds: a stream without news gets a comment line.
+        keep_alive_seconds: a stream without an event for this time gets a comment line.
         threads: most threads that tokenize and render templates.
-        silence_seconds: an engine without a sign of life for so long makes `/health` answer 503.
+        silence_seconds: if the engine has sent nothing for this time, `/health` answers 503.
     """
 
     most_waiting: int = 1024

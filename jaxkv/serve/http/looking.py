@@ -1,4 +1,4 @@
-"""The routes to look at the server: `/metrics`, and the dashboard with its data. They change nothing."""
+"""The routes that show the server's state: `/metrics`, and the dashboard with its data. They change nothing."""
 
 from jaxkv.serve.dashboard.page import page, page_headers
 from jaxkv.serve.dashboard.view import server_view

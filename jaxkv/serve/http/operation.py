@@ -34,7 +34,7 @@ class Operation:
         errors: the statuses of its errors.
         needs_key: whether it is closed without a key; `jaxkv.serve.http.auth.OPEN_PATHS` must agree.
         error_form: how its errors are written.
-        content_type: of the reply.
+        content_type: content type of the reply.
     """
 
     path: str

@@ -1,4 +1,4 @@
-"""What handlers return: a JSON reply, or a stream of server-sent events."""
+"""The replies that handlers return: JSON, or a stream of server-sent events."""
 
 import asyncio
 import contextlib
@@ -47,7 +47,7 @@ class Reply:
     Attributes:
         body: its bytes.
         status: the HTTP status.
-        content_type: of the body.
+        content_type: content type of the body.
         headers: further headers.
     """
 
@@ -77,7 +77,7 @@ class EventStream:
 
     Args:
         events: pieces of the stream, each of one or more whole events; closed at the end.
-        keep_alive_seconds: a stream without news for so long gets a comment line.
+        keep_alive_seconds: a stream without an event for this time gets a comment line.
     """
 
     def __init__(self, events: AsyncGenerator[bytes], keep_alive_seconds: float) -> None:

@@ -42,17 +42,17 @@ class Service:
 
     Attributes:
         client: the engine process.
-        tokenizer: of the model; `None` if it has none.
+        tokenizer: the tokenizer of the model; `None` if it has none.
         model_name: the name that requests give.
         limits: bounds on requests.
         loading: the tokenizer is still to come.
         draining: no new requests are taken; those in progress go on.
         created: Unix time of the start, in seconds.
         tool_parser: name of the format of the model's tool calls, or "none"; if not given, it is found.
-        reasoning_parser: likewise of its reasoning.
+        reasoning_parser: name of the format of the model's reasoning, or "none"; if not given, it is found.
         recorder: counts what the server does.
         stats: the engine's statistics.
-        picture: the same with the engine's picture.
+        picture: the engine's statistics and its picture.
         token_texts: texts of single tokens.
     """
 
@@ -107,7 +107,7 @@ class Service:
 
     @property
     def facts(self) -> Ready:
-        """What the engine told about its model.
+        """The facts about its model that the engine process has sent.
 
         Raises:
             ApiError: 503 while it loads or after it has ended.
@@ -121,7 +121,7 @@ class Service:
         return self.client.facts
 
     def check_takes(self, calls: int) -> None:
-        """Checks that so many calls can begin now.
+        """Checks that this number of calls can begin now.
 
         Raises:
             ApiError: 503 while draining, loading or without an engine, 429 if too many calls wait.

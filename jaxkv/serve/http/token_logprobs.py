@@ -43,7 +43,7 @@ def chat_logprobs(
         ids: the tokens.
         logprobs: for each, token id -> natural log-probability; the token itself is among them.
         top: number of most likely tokens to list.
-        texts: of the model's tokens.
+        texts: the texts of the model's tokens.
     """
     return {
         "content": [
@@ -70,7 +70,7 @@ def completion_logprobs(
         ids: the tokens.
         logprobs: see `chat_logprobs`; `None` for the first token of a prompt.
         top: number of most likely tokens to list.
-        texts: of the model's tokens.
+        texts: the texts of the model's tokens.
         offset: where the text of the first token begins, in characters.
     """
     tokens = [texts.text(token) for token in ids]

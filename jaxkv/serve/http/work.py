@@ -74,7 +74,7 @@ class Work:
         )
 
     async def deltas(self) -> AsyncGenerator[list[Numbered]]:
-        """Begins all prompts and yields new texts until all samples have ended. Close it: that aborts what goes on.
+        """Begins all prompts and yields new texts until all samples have ended. Closing the generator aborts them.
 
         Raises:
             ApiError: a prompt cannot begin, see `Service.begin`, or a sample ended with an error.

@@ -1,4 +1,4 @@
-"""The events of one answer: what its readers write, with the whitespace around markers removed."""
+"""`Answer`: collects the events of one answer, without the whitespace around markers."""
 
 from itertools import groupby
 

@@ -16,7 +16,7 @@ _NUMBER = re.compile(r":\d+$")
 
 
 class Calls:
-    """What a reader of tool calls works with.
+    """The text of one answer and the calls read from it, as the readers of all formats use them.
 
     A call between markers counts even if the request has no function of its name, as in vLLM: agents answer it with
     an error that the model can read. A call without markers counts only if it names a function of the request, since
@@ -24,7 +24,7 @@ class Calls:
 
     Args:
         source: the text.
-        answer: where the calls go.
+        answer: collects the calls as events.
         tools: the request's tools in OpenAI's form, `{"type": "function", "function": {"name": ...}}`, or flat.
 
     Attributes:
@@ -66,7 +66,7 @@ class Calls:
         return (yield from self.source.run(_NAME))
 
     def begin(self, name: str) -> None:
-        """Begins a call; what was read of it so far is no text any more."""
+        """Begins a call; the text that was held for it becomes part of the call and no content."""
         self.source.drop()
         self.begun += 1
         self._answer.begin_call(name)
@@ -82,7 +82,7 @@ class Calls:
     def read_arguments(self, end: Markers | None) -> Steps[None]:
         """Reads a JSON value as the arguments; malformed ones as they are, up to a marker.
 
-        What follows is held, for it may be no part of the call.
+        The text after it is held, because it may belong to the call or to the content.
 
         Args:
             end: what ends a call of the format; without it, malformed arguments last to the end of the answer.

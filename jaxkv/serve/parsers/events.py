@@ -1,4 +1,4 @@
-"""What an answer consists of, as a client sees it: pieces of reasoning, of content and of tool calls."""
+"""The events of an answer as clients see them: pieces of reasoning, of content and of tool calls."""
 
 from dataclasses import dataclass
 

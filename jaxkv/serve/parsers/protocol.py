@@ -1,4 +1,4 @@
-"""What every parser of an answer can do."""
+"""`OutputParser`: the interface of all parsers of an answer."""
 
 from typing import Protocol, runtime_checkable
 

@@ -9,7 +9,7 @@ type Steps[T] = Generator[None, None, T]
 """A reader of text: yields when it needs the next piece, and returns what it read."""
 
 MAX_HELD = 2**20
-"""Most characters that may have to be taken back."""
+"""Most characters that are held for `restore`."""
 
 _SPACES = re.compile(r"\s*")
 
@@ -23,7 +23,7 @@ class Source:
 
     A reader that is not sure of what it reads calls `hold` first. Then `release` returns all that was read since,
     `restore` puts it back, and `drop` forgets it. Reading more than `MAX_HELD` characters before one of them is a
-    mismatch. What is read does not depend on the pieces, except for how it is split when it is passed on.
+    mismatch. How the text is cut into pieces changes only the pieces that are passed on, never their joined text.
     """
 
     def __init__(self) -> None:
@@ -43,21 +43,21 @@ class Source:
         self._ended = True
 
     def hold(self, read: str = "") -> None:
-        """Keeps what is read from here on, after the given text, which was read before."""
+        """Begins to hold what is read; `read` is text that was read before and is held in front of it."""
         self._held, self._held_size = [read], len(read)
 
     def drop(self) -> None:
-        """Forgets what was kept, and keeps no more."""
+        """Forgets the held text, and holds no more."""
         self._held = None
 
     def release(self) -> str:
-        """Returns what was kept, and keeps no more."""
+        """Returns the held text, and holds no more."""
         text = "".join(self._held or ())
         self._held = None
         return text
 
     def restore(self) -> None:
-        """Puts back what was kept, to be read again, and keeps no more."""
+        """Puts the held text back, to be read again, and holds no more."""
         self._text = self.release() + self._text[self._at :]
         self._at = 0
 
