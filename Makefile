@@ -11,10 +11,11 @@ run: core
 test: dev
 	$(PYTHON_IN_VENV) -m pytest -m "not slow and not gpu" -n 2 --dist loadfile
 
-# A published model comes from PyPI if it can; its tests are skipped otherwise.
+# A published model and other clients come from PyPI and npm if they can; their tests are skipped otherwise.
 # Compiled as users compile, which takes longer than what tests/conftest.py asks of XLA in `make test`.
 test-all: dev
 	@.ci/install real
+	@.ci/install clients
 	JAX_DISABLE_MOST_OPTIMIZATIONS=0 $(PYTHON_IN_VENV) -m pytest -n 2 --dist loadfile
 
 lint: dev

@@ -255,8 +255,9 @@ class Service:
         wanted = params.max_tokens or 1
         if prompt_tokens + wanted > most:
             raise bad_request(
-                f"the prompt has {prompt_tokens} tokens and {wanted} more were asked for, but the context of the model "
-                f"has room for {most}; shorten the prompt or ask for fewer tokens",
+                # Clients that shorten conversations look for the first words.
+                f"this model's maximum context length is {most} tokens, but the prompt has {prompt_tokens} and "
+                f"{wanted} more were asked for; shorten the prompt or ask for fewer tokens",
                 param if prompt_tokens >= most else "max_tokens",
                 "context_length_exceeded",
             )
