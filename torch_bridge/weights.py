@@ -44,7 +44,7 @@ def share_params(
     else:
         tensors = source
     rules = rules_for(model.config)
-    tensors = {rules.name_of(name): tensor for name, tensor in tensors.items()}
+    tensors = {rules.name_of(name, model.config): tensor for name, tensor in tensors.items()}
     recipes = expand(rules, model.config)
     dtype = _dtype_of(tensors, recipes)
     leaves, structure = jax.tree_util.tree_flatten_with_path(model.param_shapes(dtype))

@@ -83,11 +83,13 @@ def load_by_rules(
     shapes, structure = jax.tree_util.tree_flatten_with_path(model.param_shapes(dtype))
     quantised = read_quantised(read_json_if_there(folder, "config.json"))
     with open_checkpoint(folder) as stored:
-        tensors = _by_rule_names(with_scales(stored, quantised), rules)
+        tensors = _by_rule_names(with_scales(stored, quantised), rules, model.config)
         recipes = expand(rules, model.config)
         leaves = [_plan(_dotted(path), shape, recipes, tensors, folder) for path, shape in shapes]
         assert len(leaves) == len(recipes), recipes.keys() - {leaf.target for leaf in leaves}
-        used = {rules.name_of(source.name) for leaf in leaves for source in leaf.sources}
+        used = {
+            rules.name_of(source.name, model.config) for leaf in leaves for source in leaf.sources
+        }
         _check_unused(tensors, used, rules, model.config)
         total = sum(leaf.stored_bytes for leaf in leaves)
         bar = tqdm(
@@ -103,12 +105,12 @@ def load_by_rules(
 
 
 def _by_rule_names(
-    tensors: Mapping[str, StoredTensor | BlockScaled], rules: RuleSet
+    tensors: Mapping[str, StoredTensor | BlockScaled], rules: RuleSet, config: ModelConfig
 ) -> dict[str, StoredTensor | BlockScaled]:
     """Returns the tensors by their names in the rules; raises `BadCheckpoint` if two have the same one."""
     named: dict[str, StoredTensor | BlockScaled] = {}
     for stored, tensor in tensors.items():
-        name = rules.name_of(stored)
+        name = rules.name_of(stored, config)
         if name in named:
             both = f"{clip(repr(named[name].name))} and {clip(repr(stored))}"
             raise BadCheckpoint(f"{tensor.path}: {both} are two names of one tensor")

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Literal, NamedTuple
@@ -162,6 +162,8 @@ class RuleSet:
             of the config's `mtp_layers` after the model's last layer are ignored.
         prefixes: (pattern of a prefix in the checkpoint, its replacement in the rules) of tensor names, as `re.sub`
             takes them. The first one that fits is replaced.
+        older_name: returns the name in the rules of a tensor of an older layout, whose numbers count something else
+            than layers; any other name unchanged. `None` if there is no such layout.
     """
 
     rules: tuple[Rule, ...]
@@ -169,9 +171,12 @@ class RuleSet:
     tied: tuple[tuple[str, str], ...] = ()
     further_layers: str | None = None
     prefixes: tuple[tuple[str, str], ...] = ()
+    older_name: Callable[[str, ModelConfig], str] | None = None
 
-    def name_of(self, stored: str) -> str:
+    def name_of(self, stored: str, config: ModelConfig) -> str:
         """Returns the name that a stored tensor has in the rules."""
+        if self.older_name is not None:
+            stored = self.older_name(stored, config)
         for prefix, replacement in self.prefixes:
             name, found = re.subn(rf"\A{prefix}", replacement, stored)
             if found:

@@ -136,7 +136,7 @@ class _Filling:
         self._copying: deque[tuple[Buffer, jax.Array]] = deque()
         self._held = 0
         self._filled: list[jax.Array] = []
-        self._why_pageable = ""
+        self._why_pageable = "" if self._client is None else _why_pageable(self._client)
 
     def start(self, leaf: StoredLeaf) -> None:
         """Starts reading a leaf, after earlier ones are copied to the device if the host holds too much."""
@@ -234,6 +234,17 @@ def _staging_client(
     devices = jax.device_put(np.empty(0, np.uint8), device).devices()
     first = next(iter(devices))
     return first.client if len(devices) == 1 and first.platform != "cpu" else None
+
+
+def _why_pageable(client: Client) -> str:
+    """Locks and unlocks one page; returns why that failed, empty if it did not."""
+    page = aligned((mmap.PAGESIZE,), np.dtype(np.uint8), mmap.PAGESIZE)
+    try:
+        client.dma_map(page.ctypes.data, page.nbytes)
+        client.dma_unmap(page.ctypes.data)
+    except jax.errors.JaxRuntimeError as error:
+        return str(error)
+    return ""
 
 
 def _is_staged(leaf: StoredLeaf) -> bool:

@@ -31,6 +31,7 @@ class Client:
         self.most = 0
 
     def dma_map(self, address, size):
+        assert address % 4096 == size % 4 == 0
         assert address not in self.locked
         self.locked[address] = size
         self.most = max(self.most, len(self.locked))
@@ -188,6 +189,31 @@ def test_a_cpu_keeps_the_memory_that_a_leaf_was_read_into(tmp_path, kit):
         read = leaf.read()
         placed = jax.device_put(read, jax.devices("cpu")[0])
         assert placed.unsafe_buffer_pointer() == read.ctypes.data
+
+
+class Limited(Client):
+    """Locks one buffer, and then no more, as where the driver runs out of something."""
+
+    def dma_map(self, address, size):
+        if self.locked:
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: no more")
+        super().dma_map(address, size)
+
+
+def test_buffers_that_cannot_be_locked_are_used_as_they_are(
+    tmp_path, kit, staged, monkeypatch, caplog
+):
+    tensors = kit.checkpoint_tensors(kit.CONFIG)
+    write(tmp_path, kit, tensors)
+    staged(64)
+    client = Limited()
+    monkeypatch.setattr(staging, "_staging_client", lambda at: client)
+    with caplog.at_level(logging.WARNING):
+        params = load_params(tmp_path, kit.Toy(kit.CONFIG), dtype="float32", progress=False)
+    assert [record.message.endswith("no more") for record in caplog.records] == [True]
+    assert client.most == 1
+    assert not client.locked
+    np.testing.assert_array_equal(params["embed"], tensors["model.embed_tokens.weight"])
 
 
 @pytest.mark.gpu

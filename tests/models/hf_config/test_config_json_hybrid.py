@@ -570,7 +570,7 @@ def test_a_multimodal_qwen3_5_is_its_text_part(text, name):
     config = read_config(file)
     assert config == replace(read_config(text), family=model_type)
     rules = rules_for(config)
-    assert rules.name_of("model.language_model.layers.0.mlp.gate.weight") == (
+    assert rules.name_of("model.language_model.layers.0.mlp.gate.weight", config) == (
         "model.layers.0.mlp.gate.weight"
     )
     assert rules.ignores("model.visual.blocks.0.attn.qkv.weight", config)

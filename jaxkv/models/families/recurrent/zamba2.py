@@ -1,5 +1,6 @@
 """Zamba2 (Zyphra): Mamba-2 in every layer; some have a transformer block before it, whose weights they share."""
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -53,7 +54,14 @@ _OLDER = {
 """Key in Zyphra's files from before Transformers had the family -> key after that."""
 
 _MAMBA, _HYBRID = ("mamba2",), ("transformer>mamba2",)
-_KINDS = {"mamba": _MAMBA, "linear_attention": _MAMBA, "hybrid": _HYBRID}
+_KINDS = {
+    "mamba": _MAMBA,
+    "linear_attention": _MAMBA,
+    "hybrid": _HYBRID,
+    # Zyphra's first files.
+    "m": _MAMBA,
+    "g": _HYBRID,
+}
 
 
 def from_hf(raw: Mapping[str, object]) -> ModelConfig:
@@ -184,6 +192,57 @@ def _shared(rules: Iterable[Rule]) -> tuple[Rule, ...]:
     return tuple(replace(rule, block="transformer", is_shared=True) for rule in rules)
 
 
+_OLDER_BLOCK = r"model\.blocks\.\d{1,6}\."
+_OLDER_PARTS = (
+    (r"feed_forward\.linear_fc1\.(weight|bias)", r"feed_forward.gate_up_proj.\1"),
+    (r"feed_forward\.linear_fc2\.(weight|bias)", r"feed_forward.down_proj.\1"),
+    (r"((?:self_attn\.[qkvo]_proj|input_layernorm|pre_ff_layernorm)\.weight)", r"\1"),
+)
+_OLDER_ADAPTERS = (
+    (r"feed_forward\.linear_fc1_lora", "feed_forward.gate_up_proj_adapter_list"),
+    *(
+        (rf"self_attn\.linear_{name}_lora", f"self_attn.linear_{name}_adapter_list")
+        for name in "qkv"
+    ),
+)
+"""(Pattern of what follows a block's number in the older layout, what follows a layer's in the newer one)."""
+
+
+def older_name(stored: str, config: ModelConfig) -> str:
+    """Returns the newer name of a tensor of the layout of Zyphra's own code, in which most files were published first.
+
+    There `mamba_layers` has all layers, `linear_layers` counts the layers with a transformer block, and `blocks` counts
+    the blocks that they share. The correspondence is that of Zyphra's code (github.com/Zyphra/Zamba2, mamba_model.py,
+    and transformers_zamba2) and of MLX's, which read both layouts.
+
+    Args:
+        stored: the tensor's name; returned unchanged if it is none of these, or an adapter that no layer uses.
+        config: the model's.
+    """
+    found = re.fullmatch(r"model\.(mamba_layers|linear_layers|blocks)\.(\d{1,6})\.(.+)", stored)
+    if found is None:
+        return stored
+    kind, number, rest = found[1], int(found[2]), found[3]
+    if kind == "mamba_layers":
+        return f"model.layers.{number}.{rest}"
+    uses = [layer for layer in range(config.num_layers) if "transformer" in config.blocks_of(layer)]
+    if kind == "linear_layers":
+        return f"model.layers.{uses[number]}.linear.{rest}" if number < len(uses) else stored
+    owners = list(dict.fromkeys(config.owner(layer) for layer in uses))
+    if number >= len(owners):
+        return stored
+    block = f"model.layers.{owners[number]}.shared_transformer."
+    for pattern, newer in _OLDER_PARTS:
+        if part := re.fullmatch(pattern, rest):
+            return block + part.expand(newer)
+    for pattern, newer in _OLDER_ADAPTERS:
+        if part := re.fullmatch(rf"{pattern}_([AB])_list\.(\d{{1,6}})\.weight", rest):
+            use = int(part[2])
+            if use < len(uses) and config.owner(uses[use]) == owners[number]:
+                return f"{block}{newer}.{use}.{'AB'.index(part[1])}.weight"
+    return stored
+
+
 _BIASED = ("mlp_bias", True)
 _RULES = RuleSet(
     rules=(
@@ -208,6 +267,9 @@ _RULES = RuleSet(
     tied=TIED,
     # Of layers with the transformer block.
     prefixes=((r"(model\.layers\.\d+)\.mamba_decoder\.", r"\1."),),
+    older_name=older_name,
+    # In the older layout each block has adapters for all layers, also for those that use another block.
+    ignored=(rf"{_OLDER_BLOCK}(self_attn|feed_forward)\.linear_\w+_lora_[AB]_list\.\d+\.weight",),
 )
 
 FAMILY = Family("zamba2", from_hf, _RULES)
