@@ -59,7 +59,8 @@ class ChatTurn:
 
     Attributes:
         body: the request.
-        reasoning_tokens: tokens so far that brought reasoning alone.
+        reasoning_tokens: tokens so far that brought reasoning. Of tokens that came together and brought other text too,
+            it counts the share that reasoning has of their characters.
     """
 
     def __init__(self, body: ChatBody, work: Work, parsers: list[OutputParser]) -> None:
@@ -90,8 +91,7 @@ class ChatTurn:
         if delta.finish_reason is not None:
             events += parser.finish()
         events = self._wanted(delta.sample, events)
-        if events and all(isinstance(event, Reasoning) for event in events):
-            self.reasoning_tokens += len(delta.ids)
+        self.reasoning_tokens += _reasoning_share(events, delta)
         if self.body.include_reasoning is False:
             events = [event for event in events if not isinstance(event, Reasoning)]
         reason = delta.finish_reason
@@ -109,6 +109,16 @@ class ChatTurn:
             for event in events
             if not isinstance(event, ToolCallBegin | ToolCallArguments) or event.index == 0
         ]
+
+
+def _reasoning_share(events: Sequence[Event], delta: Delta) -> int:
+    """Returns how many tokens of a delta brought reasoning."""
+    written = sum(len(event.text) for event in events if isinstance(event, Reasoning))
+    if not written:
+        return 0
+    if all(isinstance(event, Reasoning) for event in events):
+        return len(delta.ids)
+    return min(len(delta.ids), round(len(delta.ids) * written / max(1, len(delta.text))))
 
 
 async def open_turn(service: Service, request: Request, tree: Mapping[str, Any]) -> ChatTurn:
