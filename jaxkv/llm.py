@@ -874,7 +874,9 @@ class LLM:
                 f"{self.max_model_len}; shorten it or raise max_model_len"
             )
         allowed = room if params.max_tokens is None else min(params.max_tokens, room)
-        params = replace(params, max_tokens=allowed, min_tokens=min(params.min_tokens, allowed))
+        least = min(params.min_tokens, allowed)
+        if (params.max_tokens, params.min_tokens) != (allowed, least):
+            params = replace(params, max_tokens=allowed, min_tokens=least)
         eos = () if params.ignore_eos else self.eos_ids
         return Request(
             prompt=prompt.ids,

@@ -6,6 +6,7 @@ reports that the process is alive. A call with a grammar is prepared in a thread
 """
 
 import faulthandler
+import gc
 import logging
 import os
 import signal
@@ -423,6 +424,9 @@ def main() -> int:
         return exit_codes.REFUSED
     finally:
         loaded()
+    # What is loaded by now stays; the garbage collector need not look at it again between steps.
+    gc.collect()
+    gc.freeze()
     server = EngineServer(llm, inbox, start.hang_seconds)
     try:
         server.run()

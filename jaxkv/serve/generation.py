@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol, runtime_checkable
 
+import msgspec
+
 from jaxkv.config.sampling import SamplingParams
 from jaxkv.serve.engine_client import (
     Call,
@@ -20,8 +22,7 @@ from jaxkv.text.text_stream import TextStream
 from jaxkv.text.tokenizer import Tokenizer
 
 
-@dataclass(frozen=True, kw_only=True)
-class Delta:
+class Delta(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """New text of one sample.
 
     Attributes:
@@ -295,7 +296,9 @@ def generate(
     """
     if params.stop and tokenizer is None:
         raise ValueError("stop strings need a tokenizer, which this model directory lacks")
-    sent = replace(forbid_words(params, tokenizer), stop=())
+    sent = forbid_words(params, tokenizer)
+    if sent.stop:
+        sent = replace(sent, stop=())
     call = client.submit(prompt, sent, priority=priority, salt=salt)
     return Generation(call, tokenizer, prompt, params, watcher)
 

@@ -105,6 +105,8 @@ def prompt_ids(
     ids = tuple(listed)
     if not ids:
         raise ValueError("a prompt needs at least one token, got none")
+    if set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < vocab_size:
+        return ids
     for token in ids:
         if not _is_id(token):
             raise ValueError(

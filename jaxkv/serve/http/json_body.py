@@ -3,7 +3,7 @@
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 import msgspec
@@ -15,6 +15,8 @@ from jaxkv.wording import clip
 MOST_DIGITS = 100
 """Longest number, in characters."""
 
+_SAFE_INT = 2**63
+_FEW_CONTAINERS = 1000
 _LONG_NUMBER = re.compile(rf"[0-9]{{{MOST_DIGITS + 1}}}")
 _AT = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*)`$")
 _UNKNOWN = re.compile(r"^Object contains unknown field `(.*)`$", re.DOTALL)
@@ -32,6 +34,59 @@ def parse_json(body: bytes, depth: int) -> dict[str, Any]:
         ApiError: 400 for what is no JSON object, for a key given twice, NaN and infinities, numbers of more than
             `MOST_DIGITS` digits, lone surrogates, NUL characters, and nesting deeper than `depth`.
     """
+    tree = _plain_tree(body, depth)
+    return _careful_tree(body, depth) if tree is None else tree
+
+
+def _plain_tree(body: bytes, depth: int) -> dict[str, Any] | None:
+    """Returns the JSON object of a body that needs no care, which is nearly every one; `None` for others.
+
+    msgspec and this check take a third of the time of `json` with its hooks. Only keys given twice, long integers and
+    deep nesting are to be found here: msgspec refuses the rest. Without escapes of characters, each key has one colon,
+    and each other colon is one of a text; so there are as many as the object's keys and texts have, unless a key came
+    twice.
+    """
+    if b"\\u" in body:
+        return None
+    try:
+        tree = msgspec.json.decode(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
+    if type(tree) is not dict:
+        return None
+    colons, level = 0, [tree]
+    for _ in range(depth):
+        inner = []
+        for outer in level:
+            values: Sequence[Any] = outer if type(outer) is list else list(outer.values())
+            if type(outer) is dict:
+                colons += len(outer) + sum(key.count(":") for key in outer)
+            kinds = set(map(type, values))
+            if int in kinds and not all(_is_safe(value) for value in _ends(values, kinds)):
+                return None
+            if str in kinds:
+                colons += sum(value.count(":") for value in values if type(value) is str)
+            if dict in kinds or list in kinds:
+                inner += [value for value in values if type(value) is dict or type(value) is list]
+        if len(inner) > _FEW_CONTAINERS:
+            return None  # The other way is the faster one for these.
+        if not inner:
+            return tree if colons == body.count(b":") else None
+        level = inner
+    return None
+
+
+def _ends(values: Sequence[Any], kinds: set[type]) -> Sequence[Any]:
+    """Returns the least and the greatest of integers alone, which decide for all; otherwise all values."""
+    return (min(values), max(values)) if kinds == {int} else values
+
+
+def _is_safe(value: object) -> bool:
+    return type(value) is not int or -_SAFE_INT <= value < _SAFE_INT
+
+
+def _careful_tree(body: bytes, depth: int) -> dict[str, Any]:
+    """Returns what `parse_json` does, or raises its errors, for any body."""
     try:
         text = body.decode()
         tree = json.loads(

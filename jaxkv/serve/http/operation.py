@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from starlette.types import Message, Receive, Scope, Send
@@ -12,7 +12,13 @@ from starlette.types import Message, Receive, Scope, Send
 from jaxkv.serve.engine_client import EngineBusy, EngineLost, RequestRefused, SlowReader
 from jaxkv.serve.http.errors import ApiError, ErrorForm, from_engine, openai_error
 from jaxkv.serve.http.replies import Answer, error_event, error_reply
-from jaxkv.serve.http.request import REQUEST_ID, ClientGone, Request, receive_request
+from jaxkv.serve.http.request import (
+    LARGE_BODY,
+    REQUEST_ID,
+    ClientGone,
+    Request,
+    receive_request,
+)
 from jaxkv.serve.http.service import Service
 
 _LOG = logging.getLogger(__name__)
@@ -81,6 +87,8 @@ class Endpoint:
     async def _serve(self, scope: Scope, receive: Receive, send: "_Sender") -> None:
         limits = self._service.limits
         request = await receive_request(scope, receive, limits)
+        if self._operation.body is not None and len(request.body) >= LARGE_BODY:
+            request = replace(request, tree=await self._service.in_thread(request.json))
         try:
             async with asyncio.timeout(limits.request_seconds):
                 await _while_connected(self._answer(request, send), receive)

@@ -182,7 +182,7 @@ class Service:
             ApiError: 400 if there is no tokenizer, or the text is certainly too long or no text.
         """
         tokenizer, most = self._tokenizer(), self.facts.max_model_len
-        return await self._in_thread(
+        return await self.in_thread(
             lambda: tokenizer.encode(text, add_special=add_special, max_tokens=most), "prompt"
         )
 
@@ -204,7 +204,7 @@ class Service:
             ids = tokenizer.encode(text, add_special=False, max_tokens=most)
             return ChatPrompt(ids, text[-PROMPT_END:])
 
-        return await self._in_thread(encode, "messages")
+        return await self.in_thread(encode, "messages")
 
     async def decode(self, ids: Sequence[int]) -> str:
         """Returns the text of token ids, special tokens by their names, in a thread.
@@ -213,7 +213,7 @@ class Service:
             ApiError: 400 if there is no tokenizer or an id is out of range.
         """
         tokenizer = self._tokenizer()
-        return await self._in_thread(
+        return await self.in_thread(
             lambda: tokenizer.decode(ids, skip_special_tokens=False), "tokens"
         )
 
@@ -267,7 +267,16 @@ class Service:
             raise bad_request("the model has no tokenizer; give token ids", "prompt")
         return self.tokenizer
 
-    async def _in_thread[T](self, work: Callable[[], T], param: str) -> T:
+    async def in_thread[T](self, work: Callable[[], T], param: str | None = None) -> T:
+        """Runs `work` in one of a few threads.
+
+        Args:
+            work: long work of a request.
+            param: the field of the request that it is about.
+
+        Raises:
+            ApiError: 400 for a `ValueError`, with its message.
+        """
         async with self._threads:
             try:
                 return await asyncio.to_thread(work)

@@ -1,9 +1,13 @@
 import asyncio
 import json
 import re
+import threading
 
 import pytest
 
+from jaxkv.serve.http import request
+from jaxkv.serve.http.json_body import parse_json
+from jaxkv.serve.http.request import LARGE_BODY
 from tests.serve.http.hostile import BIG, REQUESTS, SECRET
 from tests.serve.http.serving import CHATTY, raw_request, serving
 
@@ -71,6 +75,29 @@ def test_nulls_count_as_not_given():
             assert call.sampling == {"max_tokens": None}
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize(("size", "in_a_thread"), [(100, False), (LARGE_BODY, True)])
+def test_only_a_large_body_is_read_beside_the_event_loop(monkeypatch, size, in_a_thread):
+    threads = []
+
+    def parse(body, depth):
+        threads.append(threading.current_thread())
+        return parse_json(body, depth)
+
+    monkeypatch.setattr(request, "parse_json", parse)
+
+    async def run():
+        async with serving(tokenizer=CHATTY) as server:
+            body = {"model": "tiny", "prompt": "x", "user": "u"}
+            text = json.dumps(body) + " " * size
+            kind = {"content-type": "application/json"}
+            for content, status in ((text, 200), (f"{text}]", 400)):
+                reply = await server.http.post("/v1/completions", content=content, headers=kind)
+                assert reply.status_code == status
+
+    asyncio.run(run())
+    assert [one is not threading.main_thread() for one in threads] == [in_a_thread] * 2
 
 
 @pytest.mark.parametrize("size", [BIG])
