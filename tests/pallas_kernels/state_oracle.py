@@ -1,5 +1,7 @@
 """What the ops with recurrent states mean, once more and differently: loops over rows and tokens in float64 NumPy."""
 
+from functools import partial
+
 import numpy as np
 
 from pallas_kernels.workbench.tolerances import OUTPUT
@@ -24,67 +26,74 @@ def snapshot_of(inputs, end):
     return state if state < len(inputs["states"]) else None
 
 
+def recurrence(inputs, out_shape, step, is_known=lambda row, token, tokens: True):
+    """Output and pool, both float64: the state of each row, stepped from the one that it reads token by token.
+
+    Args:
+        inputs: the op's arguments by name.
+        out_shape: shape of the output.
+        step: function of a state and the number of a token that returns the next state and the token's output.
+        is_known: function of row, token and the row's tokens that says whether a snapshot after the token is written.
+    """
+    before = inputs["states"].astype(np.float64)
+    after, out = before.copy(), np.zeros(out_shape)
+    for row, tokens in rows_of(inputs, len(out)):
+        read = int(inputs["read_states"][row])
+        state = before[read] if read < len(before) else np.zeros(before.shape[1:])
+        for token in tokens:
+            state, out[token] = step(state, token)
+            kept = snapshot_of(inputs, token + 1)
+            if kept is not None and is_known(row, token, tokens):
+                after[kept] = state
+        write = int(inputs["write_states"][row])
+        if len(tokens) and write < len(after):
+            after[write] = state
+    return out, after
+
+
 def silu(x):
     return x / (1 + np.exp(-x))
 
 
 def causal_conv(inputs):
-    """Output and pool, both float64; the pool's numbers are exact copies."""
+    """Output and pool of `causal_conv`; the pool's numbers are exact copies."""
     weight, bias, x = (
         None if inputs[name] is None else inputs[name].astype(np.float64)
         for name in ("weight", "bias", "x")
     )
-    d_conv, channels = weight.shape
-    first = inputs["first_channel"]
+    first, channels = inputs["first_channel"], weight.shape[1]
     x = x[:, first : first + channels]
-    before = inputs["states"].astype(np.float64)
-    after, out = before.copy(), np.zeros((len(x), channels))
-    for row, tokens in rows_of(inputs, len(x)):
-        read = int(inputs["read_states"][row])
-        history = before[read] if read < len(before) else np.zeros((d_conv - 1, channels))
-        for token in tokens:
-            history = np.vstack([history[1 - d_conv :], x[token]])
-            total = (weight * history).sum(axis=0) + (0 if bias is None else bias)
-            out[token] = silu(total) if inputs["activation"] == "silu" else total
-            kept = snapshot_of(inputs, token + 1)
-            if kept is not None:
-                after[kept] = history[1 - d_conv :]
-        write = int(inputs["write_states"][row])
-        if len(tokens) and write < len(after):
-            after[write] = history[1 - d_conv :]
-    return out, after
+
+    def step(history, token):
+        window = np.vstack([history, x[token]])
+        total = (weight * window).sum(axis=0) + (0 if bias is None else bias)
+        return window[1:], silu(total) if inputs["activation"] == "silu" else total
+
+    return recurrence(inputs, x.shape, step)
 
 
 def ssd(inputs):
-    """Output and pool, both float64, of `ssd_scan` or, without bounds, of `ssd_update`."""
-    a_log, d, dt_bias, before, xbc, dt = (
-        inputs[name].astype(np.float64) for name in ("a_log", "d", "dt_bias", "states", "xbc", "dt")
+    """Output and pool of `ssd_scan` or, without bounds, of `ssd_update`."""
+    a_log, d, dt_bias, xbc, dt = (
+        inputs[name].astype(np.float64) for name in ("a_log", "d", "dt_bias", "xbc", "dt")
     )
-    _, heads, head_dim, d_state = before.shape
+    _, heads, head_dim, d_state = inputs["states"].shape
     x, rest = np.split(xbc, [heads * head_dim], axis=1)
     b, c = np.split(rest.reshape(len(x), 2, -1, d_state), 2, axis=1)
     group = np.arange(heads) * b.shape[2] // heads
     x = x.reshape(len(x), heads, head_dim)
-    after, out = before.copy(), np.zeros_like(x)
-    for row, tokens in rows_of(inputs, len(x)):
-        read = int(inputs["read_states"][row])
-        state = before[read] if read < len(before) else np.zeros(before.shape[1:])
-        for token in tokens:
-            step = np.clip(np.logaddexp(0, dt[token] + dt_bias), *inputs["dt_limits"])
-            kept = np.exp(-np.exp(a_log) * step)[:, None, None]
-            added = (step[:, None] * x[token])[:, :, None] * b[token, 0, group][:, None, :]
-            state = kept * state + added
-            read_out = np.einsum("hdn,hn->hd", state, c[token, 0, group])
-            out[token] = read_out + d[:, None] * x[token]
-            if inputs["z"] is not None:
-                out[token] *= silu(inputs["z"][token].astype(np.float64)).reshape(heads, head_dim)
-            place = snapshot_of(inputs, token + 1)
-            if place is not None and ends_a_chunk(inputs, row, token, tokens):
-                after[place] = state
-        write = int(inputs["write_states"][row])
-        if len(tokens) and write < len(after):
-            after[write] = state
-    return out, after
+
+    def step(state, token):
+        size = np.clip(np.logaddexp(0, dt[token] + dt_bias), *inputs["dt_limits"])
+        kept = np.exp(-np.exp(a_log) * size)[:, None, None]
+        added = (size[:, None] * x[token])[:, :, None] * b[token, 0, group][:, None, :]
+        state = kept * state + added
+        out = np.einsum("hdn,hn->hd", state, c[token, 0, group]) + d[:, None] * x[token]
+        if inputs["z"] is not None:
+            out *= silu(inputs["z"][token].astype(np.float64)).reshape(heads, head_dim)
+        return state, out
+
+    return recurrence(inputs, x.shape, step, partial(ends_a_chunk, inputs))
 
 
 def ends_a_chunk(inputs, row, token, tokens):
