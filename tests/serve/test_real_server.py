@@ -6,6 +6,7 @@ import resource
 import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import httpx
 import pytest
@@ -183,6 +184,23 @@ def test_a_cache_folder_that_cannot_be_made_and_a_log_that_nobody_reads_end_noth
         assert running.complete("def ").status_code == 200
         running.process.send_signal(signal.SIGTERM)
         assert running.wait_end() == exit_codes.OK
+
+
+@slow
+def test_a_request_that_the_memory_has_no_room_for_fails_alone(tmp_path):
+    with real_server(tmp_path) as running:
+        wanted = running.complete("def ").json()["choices"][0]["text"]
+        fields = Path(f"/proc/{running.pid}/statm").read_text().split()
+        used = int(fields[0]) * resource.getpagesize()
+        before = resource.prlimit(running.pid, resource.RLIMIT_AS)
+        resource.prlimit(running.pid, resource.RLIMIT_AS, (used + 2**23, before[1]))
+        refused = running.complete([7] * 2_000_000)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "out_of_memory")
+        assert int(refused.headers["retry-after"]) > 0
+        assert running.complete([7, 8]).status_code == 200
+        resource.prlimit(running.pid, resource.RLIMIT_AS, before)
+        assert running.complete([7] * 2_000_000).status_code == 400
+        assert running.complete("def ").json()["choices"][0]["text"] == wanted
 
 
 @slow

@@ -10,7 +10,7 @@ from typing import Any
 from starlette.types import Message, Receive, Scope, Send
 
 from jaxkv.serve.engine_client import EngineBusy, EngineLost, RequestRefused, SlowReader
-from jaxkv.serve.http.errors import ApiError, ErrorForm, from_engine, openai_error
+from jaxkv.serve.http.errors import ApiError, ErrorForm, from_engine, openai_error, unavailable
 from jaxkv.serve.http.replies import Answer, error_event, error_reply
 from jaxkv.serve.http.request import (
     LARGE_BODY,
@@ -82,6 +82,16 @@ class Endpoint:
         except ClientGone:
             return
         except ApiError as error:
+            await self._fail(error, scope[REQUEST_ID], sender)
+        except MemoryError:
+            _LOG.error(
+                "request %s: the memory of this process has no room for it", scope[REQUEST_ID]
+            )
+            error = unavailable(
+                "out_of_memory",
+                "the server is short of memory now; try again, or send a shorter request",
+                self._service.limits.retry_after_seconds,
+            )
             await self._fail(error, scope[REQUEST_ID], sender)
 
     async def _serve(self, scope: Scope, receive: Receive, send: "_Sender") -> None:
