@@ -116,6 +116,61 @@ def test_a_full_queue_is_429_with_retry_after_and_takes_requests_again_later():
     asyncio.run(run())
 
 
+def test_ten_times_too_many_requests_cost_the_engine_nothing_and_delay_nobody():
+    fits = FACTS.max_sequences + 2
+    given = {"model": "tiny", "prompt": [5], "max_tokens": 4}
+
+    async def run():
+        async with serving(
+            lambda submit: [5, 6, 7], held=True, limits=Limits(most_waiting=2)
+        ) as server:
+
+            def send(count):
+                posts = [server.http.post(COMPLETIONS, json=given) for _ in range(count)]
+                return [asyncio.create_task(post) for post in posts]
+
+            async def steps_of(tasks):
+                steps = 0
+                await until(lambda: len(server.engine.running) == len(tasks))
+                while server.engine.running:
+                    await server.engine.step()
+                    steps += 1
+                assert {(await task).status_code for task in tasks} == {200}
+                return steps
+
+            alone = await steps_of(send(1))
+            admitted = send(fits)
+            await until(lambda: len(server.engine.running) == fits)
+            # The engine takes no step until all of them have their answer.
+            refused = await asyncio.gather(*send(9 * fits))
+            assert {reply.status_code for reply in refused} == {429}
+            assert len(server.engine.calls) == 1 + fits
+            assert await steps_of(admitted) == alone
+            assert await steps_of(send(1)) == alone
+
+    asyncio.run(run())
+
+
+def test_hundreds_of_streams_that_are_left_are_all_aborted_before_the_next_step():
+    async def run():
+        limits = Limits(most_waiting=300)
+        async with listening(lambda submit: [5] * 100, held=True, limits=limits) as server:
+            begun = [asyncio.open_connection("127.0.0.1", server.port) for _ in range(300)]
+            connections = await asyncio.gather(*begun)
+            for _, writer in connections:
+                writer.write(raw(COMPLETIONS, stream=True))
+            await until(lambda: len(server.engine.running) == 300)
+            await server.engine.step()
+            for _, writer in connections:
+                writer.transport.abort()
+            await until(lambda: not server.engine.running)
+            assert len(server.engine.aborted) == 300
+            assert server.engine.client.num_open == 0
+            await until(lambda: not server.uvicorn.server_state.tasks)
+
+    asyncio.run(run())
+
+
 def test_a_request_out_of_time_is_504_and_aborted():
     async def run():
         limits = Limits(request_seconds=0.1)
