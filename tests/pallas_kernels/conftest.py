@@ -2,6 +2,7 @@
 
 import jaxtyping
 import pytest
+from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as interpreter
 
 
 @pytest.fixture
@@ -10,3 +11,10 @@ def as_in_production():
     jaxtyping.config.update("jaxtyping_disable", True)
     yield
     jaxtyping.config.update("jaxtyping_disable", False)
+
+
+@pytest.fixture
+def races():
+    """Tells whether the interpreter saw a race, and leaves it as it was found."""
+    yield lambda: interpreter.get_races().races_found
+    interpreter.reset_gpu_interpret_mode_state()

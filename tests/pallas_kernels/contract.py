@@ -53,6 +53,15 @@ def compared(all_cases):
     return pytest.mark.parametrize(("implementation", "case", "dtype"), params)
 
 
+def device(inputs):
+    """Returns the arguments with the arrays, those in tuples included, on the device."""
+
+    def put(value):
+        return jnp.asarray(value) if isinstance(value, np.ndarray) else value
+
+    return {name: jax.tree.map(put, value) for name, value in inputs.items()}
+
+
 def compiled(op, inputs):
     """Runs an op as production does: arrays are traced, options are not."""
     arrays = {name: value for name, value in inputs.items() if isinstance(value, np.ndarray)}
@@ -100,11 +109,7 @@ def refusals(**kernels):
     def refusal(implementation, inputs):
         if implementation not in kernels:
             return None
-        given = {
-            name: jnp.asarray(value) if isinstance(value, np.ndarray) else value
-            for name, value in inputs.items()
-        }
-        return kernels[implementation](**given)
+        return kernels[implementation](**device(inputs))
 
     return refusal
 

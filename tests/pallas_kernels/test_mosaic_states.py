@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as interpreter
 
 import pallas_kernels
 from pallas_kernels.arguments.ssd import Sizes, SsdArrays
@@ -26,7 +25,7 @@ from pallas_kernels.ssd_update import cases as update_cases
 from pallas_kernels.ssd_update import mosaic_gpu as update
 from pallas_kernels.workbench.tolerances import OUTPUT
 from tests.pallas_kernels import state_oracle
-from tests.pallas_kernels.contract import grouped
+from tests.pallas_kernels.contract import device, grouped
 
 CONV = {case.name: case for case in conv_cases.CASES}
 SCAN = {case.name: case for case in scan_cases.CASES}
@@ -40,17 +39,6 @@ GROUPS = {
 on_this_jax = pytest.mark.skipif(
     jax.__version_info__[:2] > NEWEST_JAX, reason="this JAX takes minutes; why_not says so"
 )
-
-
-def device(inputs):
-    return {n: jnp.asarray(v) if isinstance(v, np.ndarray) else v for n, v in inputs.items()}
-
-
-@pytest.fixture
-def races():
-    """Tells whether the interpreter saw a race, and leaves it as it was found."""
-    yield lambda: interpreter.get_races().races_found
-    interpreter.reset_gpu_interpret_mode_state()
 
 
 @pytest.mark.parametrize("name", ["carries", "mixed", "five-taps", "decode-padding"])

@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as interpreter
 
 from pallas_kernels.device import NEWEST_JAX, gpu_arch
 from pallas_kernels.mosaic.rows import flat_pieces, row_pieces
@@ -22,7 +21,7 @@ from pallas_kernels.rotary_write.arguments import RotaryArrays
 from pallas_kernels.rotary_write.cases import Case
 from pallas_kernels.rotary_write.mosaic_block import Geometry
 from tests.pallas_kernels import oracle
-from tests.pallas_kernels.contract import grouped
+from tests.pallas_kernels.contract import device, grouped
 from tests.pallas_kernels.rotary_write.test_rotary_write import assert_is_oracle, real_tokens
 
 PAGES = {case.name: case for case in page_cases.CASES}
@@ -32,21 +31,10 @@ on_this_jax = pytest.mark.skipif(
 )
 
 
-def device(inputs):
-    return {name: jax.tree.map(jnp.asarray, value) for name, value in inputs.items()}
-
-
 def arrays_of(inputs):
     """Returns the arrays of a call of `rotary_write`, on the device."""
     (arrays,), _ = grouped(device(inputs), RotaryArrays)
     return arrays
-
-
-@pytest.fixture
-def races():
-    """Tells whether the interpreter saw a race, and leaves it as it was found."""
-    yield lambda: interpreter.get_races().races_found
-    interpreter.reset_gpu_interpret_mode_state()
 
 
 @pytest.mark.parametrize("name", ["kv-8-16-64-128", "latent", "scalars", "only-padding"])

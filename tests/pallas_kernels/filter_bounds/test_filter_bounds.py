@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as interpreter
 
 from pallas_kernels import filter_bounds
 from pallas_kernels.filter_bounds import mosaic_gpu, reference, xla
@@ -88,14 +87,12 @@ def test_rows_do_not_see_each_other(implementation):
         ("ties", (3, 700), (1.0, 0.95)),  # more equal logits than a list has room for
     ],
 )
-def test_interpreted_it_finds_what_the_sort_finds(kind, top_k, top_p):
+def test_interpreted_it_finds_what_the_sort_finds(kind, top_k, top_p, races):
     case = Case("interpreted", 2, 10244, top_k, top_p, kind=kind)
     inputs: dict[str, Any] = {k: jnp.asarray(v) for k, v in case.inputs(5).items()}
     found = jax.block_until_ready(mosaic_gpu.filter_bounds(**inputs, interpret=True))
-    races = interpreter.get_races().races_found
-    interpreter.reset_gpu_interpret_mode_state()
     assert bits(found) == bits(xla.filter_bounds(**inputs))
-    assert not races
+    assert not races()
 
 
 def test_integers_have_the_order_of_floats():

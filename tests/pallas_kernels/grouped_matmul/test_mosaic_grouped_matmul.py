@@ -9,14 +9,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as interpreter
 
 from pallas_kernels.device import NEWEST_JAX, ROW_TILE, SHARED_BYTES_PER_BLOCK
 from pallas_kernels.grouped_matmul import mosaic_gpu
 from pallas_kernels.grouped_matmul.cases import CASES, Case
 from pallas_kernels.grouped_matmul.mosaic_schedule import Geometry, Schedule
 from pallas_kernels.grouped_matmul.mosaic_visits import COUNT, FIRST, GROUP, HIGH, LOW, table
-from tests.pallas_kernels.contract import bits
+from tests.pallas_kernels.contract import bits, device
 from tests.pallas_kernels.grouped_matmul.test_grouped_matmul import oracle
 from tests.tolerances import assert_output
 
@@ -51,16 +50,8 @@ CUTS = {
 }
 
 
-@pytest.fixture
-def races():
-    """Tells whether the interpreter saw a race, and leaves it as it was found."""
-    yield lambda: interpreter.get_races().races_found
-    interpreter.reset_gpu_interpret_mode_state()
-
-
 def interpreted(inputs, cuts):
-    arrays = {n: jnp.asarray(v) if isinstance(v, np.ndarray) else v for n, v in inputs.items()}
-    return mosaic_gpu.grouped_matmul(**arrays, schedule=Schedule(*cuts), interpret=True)
+    return mosaic_gpu.grouped_matmul(**device(inputs), schedule=Schedule(*cuts), interpret=True)
 
 
 @pytest.mark.parametrize("name", CUTS)

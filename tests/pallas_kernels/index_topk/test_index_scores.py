@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as interpreter
 
 from pallas_kernels.formats.index_keys import read_index_keys
 from pallas_kernels.index_topk.arguments import IndexArrays
@@ -58,21 +57,19 @@ def exact_scores(arrays: IndexArrays, first: int, count: int) -> jax.Array:
     [(8, 500, True), (40, 1300, True), (40, 250, True), (72, 900, False)],
     ids=["narrow", "wide", "short", "wide alone"],
 )
-def test_interpreted_scores_are_those_of_float32(heads, keys, is_packed):
+def test_interpreted_scores_are_those_of_float32(heads, keys, is_packed, races):
     """Blocks of one warpgroup, and of three, the last of which may have no keys; one or two queries in a product."""
     case = Case("", ((5, keys),), index_heads=heads, queries=FP8)
     arrays = arrays_of(case, 3)
     given = arrays if is_packed else alone(arrays, keys)
     found = score(given, keys=CHUNK, interpret=True)
     found = np.asarray(jax.block_until_ready(found))
-    races = interpreter.get_races().races_found
-    interpreter.reset_gpu_interpret_mode_state()
     wanted = np.asarray(exact_scores(arrays, 0, 5))
     for query in range(5):
         seen = keys - 4 + query
         largest = np.abs(wanted[query, :seen]).max()
         assert np.abs(found[query, :seen] - wanted[query, :seen]).max() < 1e-6 * largest
-    assert not races
+    assert not races()
 
 
 @pytest.mark.gpu

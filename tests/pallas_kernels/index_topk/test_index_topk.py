@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as interpreter
 
 from pallas_kernels import dispatch, index_topk
 from pallas_kernels.formats.index_keys import read_index_keys, write_index_keys
@@ -33,6 +32,7 @@ from tests.pallas_kernels.contract import (
     by_name,
     cases,
     compiled,
+    device,
     grouped,
     implementations,
 )
@@ -197,7 +197,9 @@ every_way = pytest.mark.parametrize(
     ],
 )
 @every_way
-def test_interpreted_kernels_choose_what_a_sort_chooses(rows, few_values, in_one_pass, team, ways):
+def test_interpreted_kernels_choose_what_a_sort_chooses(
+    rows, few_values, in_one_pass, team, ways, races
+):
     """Keys and queries are small integers, so that both score exactly alike; many scores are equal."""
     ways(in_one_pass, team)
     case = replace(
@@ -209,21 +211,16 @@ def test_interpreted_kernels_choose_what_a_sort_chooses(rows, few_values, in_one
         padding_tokens=len(rows) % 2 if few_values else 0,
         few_values=few_values,
     )
-    inputs: dict[str, Any] = {
-        name: jnp.asarray(value) if isinstance(value, np.ndarray) else value
-        for name, value in case.inputs(8, "float32").items()
-    }
+    inputs: dict[str, Any] = device(case.inputs(8, "float32"))
     inputs["weights"] = jnp.sign(inputs["weights"])
     inputs["q"] = jnp.sign(inputs["q"])
     if few_values:
         inputs["q"] = inputs["q"].astype(jnp.float8_e4m3fn)
     (arrays,), options = grouped(inputs, IndexArrays)
     found = jax.block_until_ready(mosaic_gpu.index_topk(arrays, **options, interpret=True))
-    races = interpreter.get_races().races_found
-    interpreter.reset_gpu_interpret_mode_state()
     for one, other in zip(found, xla.index_topk(arrays, **options), strict=True):
         assert np.array_equal(one, other)
-    assert not races
+    assert not races()
 
 
 @pytest.mark.gpu

@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as interpreter
 
 from pallas_kernels import tuning
 from pallas_kernels.arguments.latent import LatentArrays, LatentOptions
@@ -53,13 +52,6 @@ def hide_unseen_pages(case, inputs):
     for row, (queries, keys) in enumerate(case.rows):
         first = -(-keys // case.page_size) if queries else 0
         inputs["page_table"][row, first:] = 2**30 + row
-
-
-@pytest.fixture
-def races():
-    """Tells whether the interpreter saw a race, and leaves it as it was found."""
-    yield lambda: interpreter.get_races().races_found
-    interpreter.reset_gpu_interpret_mode_state()
 
 
 SMALL = {"heads": 16, "value_dim": 128, "name": ""}

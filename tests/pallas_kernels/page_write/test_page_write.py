@@ -11,14 +11,10 @@ from pallas_kernels import page_write
 from pallas_kernels.page_write import reference, xla
 from pallas_kernels.page_write.cases import CASES
 from tests.pallas_kernels import oracle
-from tests.pallas_kernels.contract import cases, equations, implementations
+from tests.pallas_kernels.contract import cases, device, equations, implementations
 
 SMALL = [case for case in CASES if case.ci]
 every_implementation = implementations("xla", "mosaic_gpu")
-
-
-def device(inputs):
-    return {name: jax.tree.map(jnp.asarray, value) for name, value in inputs.items()}
 
 
 def assert_same_bytes(pages, wanted):

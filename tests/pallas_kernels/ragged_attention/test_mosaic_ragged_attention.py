@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as interpreter
 
 from pallas_kernels import ragged_attention, tuning
 from pallas_kernels.arguments.attention import AttentionArrays, ScoreOptions
@@ -62,13 +61,6 @@ def assert_is_oracle(result, inputs, dtype):
     wanted_out, wanted_lse = oracle.ragged_attention(**inputs)
     assert_output(result[0], wanted_out, dtype)
     assert_lse(result[1], wanted_lse)
-
-
-@pytest.fixture
-def races():
-    """Tells whether the interpreter saw a race, and leaves it as it was found."""
-    yield lambda: interpreter.get_races().races_found
-    interpreter.reset_gpu_interpret_mode_state()
 
 
 INTERPRETED = {

@@ -14,17 +14,13 @@ from pallas_kernels.formats.eight_bit import LARGEST
 from pallas_kernels.rotary_write import mosaic_gpu, reference
 from pallas_kernels.rotary_write.arguments import RotaryArrays
 from pallas_kernels.rotary_write.cases import CASES
-from tests.pallas_kernels.contract import bits, by_name, cases, grouped, implementations
+from tests.pallas_kernels.contract import bits, by_name, cases, device, grouped, implementations
 from tests.tolerances import assert_output
 
 SMALL = [case for case in CASES if case.ci]
 BY_NAME = {case.name: case for case in CASES}
 every_implementation = implementations("xla", "mosaic_gpu")
 every_dtype = pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-
-
-def device(inputs):
-    return {name: jax.tree.map(jnp.asarray, value) for name, value in inputs.items()}
 
 
 def run(inputs, implementation):

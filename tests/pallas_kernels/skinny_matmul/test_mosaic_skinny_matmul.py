@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as interpreter
 
 from pallas_kernels.device import NEWEST_JAX, SHARED_BYTES_PER_BLOCK
 from pallas_kernels.skinny_matmul import mosaic_gpu, mosaic_join
@@ -15,7 +14,7 @@ from pallas_kernels.skinny_matmul.cases import CASES, Case
 from pallas_kernels.skinny_matmul.mosaic_geometry import Geometry
 from pallas_kernels.skinny_matmul.mosaic_schedule import Schedule
 from pallas_kernels.tuning import trying
-from tests.pallas_kernels.contract import bits, by_name
+from tests.pallas_kernels.contract import bits, by_name, device
 from tests.pallas_kernels.skinny_matmul.test_skinny_matmul import oracle, packed
 from tests.tolerances import assert_output
 
@@ -54,17 +53,6 @@ CUTS = {
         (64, 1, 1, 2, 1, 9, 2),
     ),
 }
-
-
-@pytest.fixture
-def races():
-    """Tells whether the interpreter saw a race, and leaves it as it was found."""
-    yield lambda: interpreter.get_races().races_found
-    interpreter.reset_gpu_interpret_mode_state()
-
-
-def device(inputs):
-    return {n: jnp.asarray(v) if isinstance(v, np.ndarray) else v for n, v in inputs.items()}
 
 
 @pytest.mark.parametrize("name", CUTS)

@@ -21,6 +21,7 @@ from tests.pallas_kernels.contract import (
     call,
     compared,
     compiled,
+    device,
     implementations,
     refusals,
 )
@@ -104,10 +105,7 @@ def test_the_reference_equals_the_oracle(case):
 @pytest.mark.parametrize("case", REAL, ids=lambda case: case.name)
 def test_real_shapes_equal_the_reference_and_repeat_bit_for_bit(case):
     """The order of all sums is fixed."""
-    inputs = {
-        name: jnp.asarray(value) if isinstance(value, np.ndarray) else value
-        for name, value in case.inputs(3).items()
-    }
+    inputs = device(case.inputs(3))
     run = partial(call, skinny_matmul, refusal, inputs)
     result, again = run("mosaic_gpu"), run("mosaic_gpu")
     wanted = compiled(reference.skinny_matmul, inputs | {"result": "float32"})
@@ -179,8 +177,7 @@ def test_rows_that_are_many_are_left_to_xla_without_a_fallback():
     ],
 )
 def test_the_kernel_says_what_it_cannot_take(name, message):
-    inputs = SMALL[name].inputs(1)
-    inputs = {n: jnp.asarray(v) if isinstance(v, np.ndarray) else v for n, v in inputs.items()}
+    inputs = device(SMALL[name].inputs(1))
     with pytest.raises(ValueError, match=re.escape(message)):
         by_name(mosaic_gpu.skinny_matmul, MatmulArrays, MatmulOptions)(**inputs)
 

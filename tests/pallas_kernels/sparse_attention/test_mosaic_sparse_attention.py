@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as interpreter
 
 from pallas_kernels.arguments.latent import LatentOptions, SparseArrays
 from pallas_kernels.device import NEWEST_JAX, gpu_arch
@@ -48,13 +47,6 @@ def assert_is_reference(result, inputs):
     wanted_out, wanted_lse = run(*arrays_of(inputs))
     assert_output(result[0], np.asarray(wanted_out, np.float64), inputs["q"].dtype.name)
     assert_lse(result[1], wanted_lse)
-
-
-@pytest.fixture
-def races():
-    """Tells whether the interpreter saw a race, and leaves it as it was found."""
-    yield lambda: interpreter.get_races().races_found
-    interpreter.reset_gpu_interpret_mode_state()
 
 
 SMALL = Case("", (0, 1, 130), 200, topk=130, heads=8)

@@ -3,8 +3,6 @@
 import json
 from dataclasses import dataclass, field
 
-import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from pallas_kernels import tuning
@@ -13,6 +11,7 @@ from pallas_kernels.paged_attention.mosaic_schedule import Schedule
 from pallas_kernels.workbench import search_space, tune
 from pallas_kernels.workbench.op_benchmark import prepare
 from pallas_kernels.workbench.tune import Space, Trial, fastest, find_space, write_tuned
+from tests.pallas_kernels.contract import device
 
 RULE, DEEP, WIDE = {"stages": 2, "width": 1}, {"stages": 4, "width": 1}, {"stages": 2, "width": 8}
 SPACE = Space("rows 8", (RULE, DEEP, WIDE))
@@ -32,11 +31,7 @@ class FakeBenchInputs:
 
 
 def arrays(case):
-    inputs = case.inputs(0, "bfloat16")
-    return {
-        name: jnp.asarray(value) if isinstance(value, np.ndarray) else value
-        for name, value in inputs.items()
-    }
+    return device(case.inputs(0, "bfloat16"))
 
 
 def trials(*times, case="a", space=SPACE):
