@@ -4,7 +4,7 @@ It makes a static cache inside the trace (one page per row), so nothing has to b
 the caller, and it can be called inside a trainer's own jitted function on the trainer's own arrays.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -33,6 +33,8 @@ from jaxkv.row_seeds import Key, Seeds, row_seeds
 from jaxkv.sampling.batch import SamplingBatch
 from jaxkv.sampling.features import Features, union
 from jaxkv.sampling.fields import FIELDS, FixedSampling, features_for, fields_for
+from jaxkv.sampling.processors import NO_PROCESSORS, LogitsProcessor, LogitsProcessors
+from jaxkv.sampling.register_processors import register_processors
 from jaxkv.sampling.sample import admit
 from jaxkv.step.loop import ERROR, LENGTH, RUNNING, STOP, Generated, Limits, generate_loop
 from jaxkv.text.prompts import one_each
@@ -54,6 +56,7 @@ def generate(
     prompt_lens: PromptLens | None = None,
     eos_ids: Sequence[int] = (),
     cache_dtype: str | None = None,
+    logits_processors: Mapping[str, LogitsProcessor] | None = None,
 ) -> Generated:
     """Generates for a fixed batch of prompts in one jitted call, prompt and decode together.
 
@@ -83,14 +86,16 @@ def generate(
         prompt_lens: tokens of each row of a padded array, [prompts] ints; all of it if not given.
         eos_ids: ids that end a row unless its `ignore_eos` is set.
         cache_dtype: dtype name of keys and values; that of the parameters if not given.
+        logits_processors: name -> function, as for `LLM`. The functions are a part of the program, so give the same
+            objects at each call.
 
     Returns:
         One row per sample, prompt by prompt.
 
     Raises:
         ValueError: an argument has the wrong type, shape or range, the prompts are empty or do not fit the model, the
-            sampling has `structured_outputs`, or the seeds come from more than one source or, inside a traced
-            function, from none.
+            sampling has `structured_outputs`, a logits processor cannot run on the device, or the seeds come from more
+            than one source or, inside a traced function, from none.
     """
     _check_model(params, model)
     tokens, lens = padded_prompts(prompts, prompt_lens, model.vocab_size)
@@ -99,6 +104,12 @@ def generate(
     _check_eos(eos_ids, model.vocab_size)
     _refuse_grammars(per_prompt)
     _check_lengths(lens, tokens.shape[1], per_prompt, model)
+    width = max(_most_tokens(one) for one in per_prompt)
+    processors = register_processors(
+        logits_processors,
+        vocab_size=model.vocab_size,
+        max_tokens=_row_length(tokens.shape[1], round_up(width)),
+    )
     low, high = row_seeds(
         per_prompt, key=key, seeds=seeds, traced=_is_traced((params, tokens, lens))
     )
@@ -109,9 +120,12 @@ def generate(
         tokens, lens = tokens[owners], lens[owners]
     features = union([features_for(one) for one in per_row])
     host = _choices(per_row, eos_ids, model.vocab_size) | {"seed_low": low, "seed_high": high}
-    width = max(_most_tokens(one) for one in per_row)
+    words = [processors.words(one.logits_processors) for one in per_row]
+    used = NO_PROCESSORS
+    if features.processors:
+        used, host["processor_words"] = processors, np.stack(words)
     stored = cache_dtype or params_dtype(params)
-    out = _generate(model, features, round_up(width), stored, params, tokens, lens, host)
+    out = _generate(model, features, used, round_up(width), stored, params, tokens, lens, host)
     return _trim(out, width, max(one.logprobs or 0 for one in per_row))
 
 
@@ -235,10 +249,16 @@ def _choices(
     return columns | limits | {"bias_ids": bias_ids, "bias_values": bias_values}
 
 
-@partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def _row_length(longest: int, max_tokens: int) -> int:
+    """Returns the tokens that a row has room for."""
+    return -(-(longest + max_tokens) // _PAGE_MULTIPLE) * _PAGE_MULTIPLE
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
 def _generate(
     model: Model,
     features: Features,
+    processors: LogitsProcessors,
     max_tokens: int,
     cache_dtype: str,
     params: Params,
@@ -247,24 +267,31 @@ def _generate(
     host: dict[str, Array],
 ) -> Generated:
     rows, longest = tokens.shape
-    length = -(-(longest + max_tokens) // _PAGE_MULTIPLE) * _PAGE_MULTIPLE
+    length = _row_length(longest, max_tokens)
     specs = model.cache_specs(page_size=length, dtype=cache_dtype)
     entries = host["bias_ids"].shape[1] if features.penalties else 0
-    choice = sampling_spec(model.vocab_size, penalties=features.penalties, bias_entries=entries)
+    choice = sampling_spec(
+        model.vocab_size,
+        penalties=features.penalties,
+        bias_entries=entries,
+        history_tokens=length,
+        processor_words=processors.num_words,
+    )
     layout = group_layers((*specs, LayerSpec(model.num_layers, choice)))
     counts = {g.name: rows if g.unit == "page" else rows + 1 for g in layout.groups}
     model = model.running(choose_implementation(model, params, layout, counts).name)
     cache = init_cache(layout, counts)
-    prompt = _pack_on_device(layout, features, tokens, lens, host)
-    if features.penalties:
+    prompt = _pack_on_device(layout, features, processors, tokens, lens, host)
+    if features.needs_admission:
         columns = jnp.arange(longest, dtype=jnp.int32)[None, :]
         choices = admit(
             cache.layer(model.num_layers),
             prompt.sampling.state_ids,
             jnp.where(columns < lens[:, None], tokens, model.vocab_size + columns),
             jnp.zeros((rows, 0), jnp.int32),
-            host["bias_ids"],
-            host["bias_values"],
+            host["bias_ids"] if features.penalties else None,
+            host["bias_values"] if features.penalties else None,
+            host["processor_words"].at[:, 0].set(lens) if features.processors else None,
         )
         cache = cache.with_layer(model.num_layers, choices)
     limits = Limits(**{name: host[name] for name in ("max_tokens", "min_tokens", "stop_ids")})
@@ -276,7 +303,12 @@ def _generate(
 
 
 def _pack_on_device(
-    layout: CacheLayout, features: Features, tokens: Array, lens: Array, host: dict[str, Array]
+    layout: CacheLayout,
+    features: Features,
+    processors: LogitsProcessors,
+    tokens: Array,
+    lens: Array,
+    host: dict[str, Array],
 ) -> StepBatch:
     """Returns the batch of the prompts' tokens, packed one row after the other, with padding at the end."""
     rows, longest = tokens.shape
@@ -309,6 +341,7 @@ def _pack_on_device(
             carry=jnp.zeros_like(numbers),
             values={field.name: host[field.name] for field in fields_for(features)},
             features=features,
+            processors=processors,
         ),
         fresh=True,
     )

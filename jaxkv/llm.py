@@ -52,6 +52,8 @@ from jaxkv.runner.param_types import params_of_model
 from jaxkv.runner.scoring import score_program, score_texts
 from jaxkv.runner.sequence_runner import SequenceRunner
 from jaxkv.runner.weight_version import WeightVersion
+from jaxkv.sampling.processors import LogitsProcessor
+from jaxkv.sampling.register_processors import register_processors
 from jaxkv.structured.grammar import Grammar
 from jaxkv.structured.grammars import Grammars
 from jaxkv.text.bad_words import forbid_words
@@ -191,12 +193,14 @@ class LLM:
             directory needs none.
         ignore_config_keys: keys of config.json that jaxkv does not know and that you know to be harmless; each is
             ignored with a warning. A key that is known or not in the file is an error.
+        logits_processors: name -> a pure JAX function `f(logits, history, *, argument=default)`, which requests name in
+            `SamplingParams.logits_processors`; see `LogitsProcessor`.
         options: fields of `cache` and `engine` under vLLM's names, such as `max_num_seqs`; `jaxkv.config.vllm_names`
             lists them. They replace what `cache` and `engine` have.
 
     Raises:
-        ValueError: an option is unknown or out of range, the cache cannot hold one sequence of `max_model_len`, or
-            weights and cache need more memory than the device has.
+        ValueError: an option is unknown or out of range, the cache cannot hold one sequence of `max_model_len`,
+            weights and cache need more memory than the device has, or a logits processor cannot run on the device.
         OutOfMemory: memory ran out all the same while the weights were loaded or the cache was made.
         Unsupported: the `implementation` asked for cannot run this model here; a `ValueError` with every reason.
         UnknownConfig, BadCheckpoint: the directory holds something that is not understood, or damaged; or there is no
@@ -219,6 +223,7 @@ class LLM:
         seed: int | None = None,
         load_format: str = "auto",
         ignore_config_keys: Sequence[str] = (),
+        logits_processors: Mapping[str, LogitsProcessor] | None = None,
         **options: object,
     ) -> None:
         refuse_forked_user()
@@ -246,7 +251,8 @@ class LLM:
         self.eos_ids = _end_ids(directory, config, tokenizer)
         self.max_model_len = max_model_len
         self._progress = progress
-        self._allocate(decoder, load, weights, dtype, cache, engine, Programs(strict=strict))
+        programs = Programs(strict=strict)
+        self._allocate(decoder, load, weights, dtype, cache, engine, programs, logits_processors)
 
     @classmethod
     def from_parts(
@@ -264,6 +270,7 @@ class LLM:
         strict: bool = False,
         progress: bool = True,
         seed: int | None = None,
+        logits_processors: Mapping[str, LogitsProcessor] | None = None,
         **options: object,
     ) -> "LLM":
         """Returns an `LLM` of a model and parameters that are in memory already, such as those of a trainer.
@@ -288,10 +295,12 @@ class LLM:
             strict: after `warm_up`, refuse to compile anything more.
             progress: show bars on a terminal.
             seed: seed of the generator for requests without one.
+            logits_processors: name -> function, which requests name in `SamplingParams.logits_processors`.
             options: fields of `cache` and `engine` under vLLM's names.
 
         Raises:
-            ValueError: the parameters are not those of the model, or an option is unknown or out of range.
+            ValueError: the parameters are not those of the model, an option is unknown or out of range, or a logits
+                processor cannot run on the device.
             OutOfMemory: memory ran out while the cache was made.
             Unsupported: the `implementation` asked for cannot run this model here; a `ValueError` with every reason.
         """
@@ -322,7 +331,8 @@ class LLM:
         if implementation is not None:
             model = model.running(implementation)
         dtype = resolve_dtype(dtype, _dtype_of(params))
-        llm._allocate(model, lambda: params, 0, dtype, cache, engine, Programs(strict=strict))
+        programs = Programs(strict=strict)
+        llm._allocate(model, lambda: params, 0, dtype, cache, engine, programs, logits_processors)
         return llm
 
     def _allocate(
@@ -334,6 +344,7 @@ class LLM:
         cache: CacheConfig,
         engine: EngineConfig,
         programs: Programs,
+        logits_processors: Mapping[str, LogitsProcessor] | None,
     ) -> None:
         """Plans the memory, loads the parameters, and makes the cache and the engine.
 
@@ -347,8 +358,12 @@ class LLM:
             cache: size of the cache.
             engine: options of the engine.
             programs: the compiled programs.
+            logits_processors: name -> function.
         """
         self.model: Model = model
+        processors = register_processors(
+            logits_processors, vocab_size=model.vocab_size, max_tokens=self.max_model_len
+        )
         self.grammars = Grammars(self.tokenizer, self.eos_ids, model.vocab_size)
         self.layout, self.budget = plan_cache(
             model,
@@ -357,9 +372,10 @@ class LLM:
             max_model_len=self.max_model_len,
             free_bytes=free_bytes(cache.memory_share, weights=weights),
             ahead=tokens_ahead(model, cache, engine, self.max_model_len),
+            processor_words=processors.num_words,
         )
         check_room(weights, self.budget.bytes)
-        runner = ModelRunner(model, load(), self.layout, self.budget.counts, programs)
+        runner = ModelRunner(model, load(), self.layout, self.budget.counts, programs, processors)
         self.engine = Engine(
             SequenceRunner(runner, max_tokens=self.max_model_len, max_rows=cache.max_sequences),
             self.tokenizer,
@@ -867,6 +883,7 @@ class LLM:
         grammar: Grammar | None = None,
     ) -> Request:
         params.check_vocab(self.model.vocab_size)
+        self.engine.runner.processors.check(params.logits_processors)
         room = self.max_model_len - len(prompt.ids)
         if room < 1:
             raise ValueError(

@@ -91,6 +91,7 @@ def plan_cache(
     max_model_len: int,
     free_bytes: int | None,
     ahead: int | None = None,
+    processor_words: int = 0,
 ) -> tuple[CacheLayout, Budget]:
     """Returns the cache's groups and the number of pages and states of each, the sampling group included.
 
@@ -103,13 +104,20 @@ def plan_cache(
             `max_sequences` sequences of `max_model_len` need.
         ahead: tokens that steps in flight write before pages out of their windows are freed, see `tokens_ahead`;
             `None` if sequences keep all their pages.
+        processor_words: `LogitsProcessors.num_words`; unless it is 0, the cache also holds the ids of each sequence.
 
     Raises:
         ValueError: not even one sequence of `max_model_len` fits; the message has the numbers.
     """
     stored = dtype if cache.dtype == "auto" else cache.dtype
     specs = model.cache_specs(page_size=cache.page_size, dtype=stored)
-    choice = sampling_spec(model.vocab_size, penalties=True, bias_entries=MAX_BIAS_ENTRIES)
+    choice = sampling_spec(
+        model.vocab_size,
+        penalties=True,
+        bias_entries=MAX_BIAS_ENTRIES,
+        history_tokens=max_model_len,
+        processor_words=processor_words,
+    )
     layers = (*specs, LayerSpec(model.num_layers, choice))
     layout = group_layers(layers)
     if cache.full_hits and isinstance(model, Decoder) and layout.state_groups:

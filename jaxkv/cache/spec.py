@@ -22,6 +22,8 @@ _ROLES = (
     "prompt_seen",
     "bias_ids",
     "bias_values",
+    "token_history",
+    "processor_words",
     "hidden",
 )
 ROLE_ORDER: Mapping[str, int] = MappingProxyType({role: at for at, role in enumerate(_ROLES)})

@@ -4,8 +4,10 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from numbers import Integral
+from typing import Any
 
 from jaxkv.config.checks import INT32_MAX, as_float, as_int, check_fields
+from jaxkv.config.processor_calls import ProcessorCalls
 from jaxkv.config.structured_outputs import StructuredOutputs
 from jaxkv.config.vllm_names import accepts_vllm_names
 from jaxkv.wording import shown
@@ -68,8 +70,9 @@ class TokenBias(Mapping[int, float]):
 class SamplingParams:
     """How the tokens of one request are sampled, and when it ends. Checked on construction.
 
-    Operations on a row's logits, in this order: penalties, `logit_bias`, the mask of `structured_outputs`, masking of
-    stop ids before `min_tokens`, temperature, `top_k`, `top_p` (over the tokens that `top_k` keeps), `min_p`.
+    Operations on a row's logits, in this order: penalties, `logit_bias`, `logits_processors` in the order in which they
+    are registered, the mask of `structured_outputs`, masking of stop ids before `min_tokens`, temperature, `top_k`,
+    `top_p` (over the tokens that `top_k` keeps), `min_p`. Log-probabilities are those of the logits before all of them.
 
     Attributes:
         temperature: divides the logits; 0 takes the most likely token (greedy, ties to the lowest id).
@@ -81,6 +84,8 @@ class SamplingParams:
         frequency_penalty: subtracted once per occurrence in the output; 0.0 is off.
         logit_bias: token id -> number added to its logit, in [-100, 100], or -inf to forbid the token. The mapping is
             copied.
+        logits_processors: name of a registered processor -> its arguments; `LLM(logits_processors=...)` registers them.
+            An argument that is not given has its default. The mapping is copied.
         bad_words: up to 256 words of one token each. The token of the word, at the start of a text and after a space,
             gets a bias of -inf. The same letters may still be generated as several other tokens.
         seed: 64-bit seed of this request's random numbers, which depend only on the seed and the position; `None` draws
@@ -98,8 +103,7 @@ class SamplingParams:
             token's; `None` for no log-probabilities.
         prompt_logprobs: likewise for the tokens of the prompt, which are then scored in a step of their own. Outputs
             have them, streams do not.
-        structured_outputs: the grammar that the text must follow; `None` for free text. Log-probabilities stay those
-            of the raw logits.
+        structured_outputs: the grammar that the text must follow; `None` for free text.
     """
 
     temperature: float = 1.0
@@ -110,6 +114,7 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] = TokenBias({})
+    logits_processors: Mapping[str, Mapping[str, Any]] = ProcessorCalls({})
     bad_words: tuple[str, ...] = ()
     seed: int | None = None
     n: int = 1
@@ -167,6 +172,7 @@ class SamplingParams:
         ids = tuple(as_int("stop_token_ids", token, 0, INT32_MAX) for token in ids)
         object.__setattr__(self, "stop_token_ids", ids)
         object.__setattr__(self, "logit_bias", TokenBias(self.logit_bias))
+        object.__setattr__(self, "logits_processors", ProcessorCalls(self.logits_processors))
         for name, most in (("stop", MAX_STOP_STRINGS), ("bad_words", MAX_BAD_WORDS)):
             object.__setattr__(self, name, _as_strings(name, getattr(self, name), most))
 

@@ -40,7 +40,6 @@ ALIASES = (
 _UNSUPPORTED = {
     "best_of": "ask for n samples and choose among them",
     "use_beam_search": "there is no beam search; ask for n samples",
-    "logits_processors": "logit_bias is the one change of logits that a request can make",
     "guided_decoding": "structured_outputs=StructuredOutputs(json=...) constrains tokens by a grammar",
     "priority": "AsyncLLM.generate and AsyncLLM.stream have a priority",
     "allowed_token_ids": "give each of a few ids a logit_bias of 100",

@@ -23,7 +23,7 @@ def check_compiled(engine: Engine, request: Request) -> None:
     chunk = replace(row, tokens=row.tokens[: engine.shapes.token_buckets[-1]])
     for part in (chunk, replace(row, tokens=(0,))):
         runner.program(runner.fit(engine.shapes.declare([part], total_tokens=total)))
-    if features_of([row]).penalties:
+    if features_of([row]).needs_admission:
         runner.program(runner.fit(engine.sequence_runner.admit_spec([row])))
     if (top := request.params.prompt_logprobs) is not None:
         runner.program(runner.fit(score_program(engine.sequence_runner, request.prompt, top)))

@@ -337,6 +337,7 @@ class Engine:
                 f"{needed} tokens, but one sequence can have {most}; shorten the prompt, lower max_tokens, or give the "
                 f"cache more memory"
             )
+        self.runner.processors.check(params.logits_processors)
         if params.stop and self._tokenizer is None:
             raise ValueError(
                 "stop strings need a tokenizer, which this model directory lacks; use stop_token_ids"

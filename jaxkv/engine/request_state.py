@@ -290,7 +290,8 @@ def _constraint_of(request: Request, grammar: Grammar, features: Features) -> To
     """Returns the state of a request's grammar at the beginning of its text.
 
     Tokens that the grammar forces are taken without the model, so they have no log-probabilities, and the counts of
-    penalties on the device would miss them. Requests with either sample them one by one.
+    penalties and the histories of logits processors, both on the device, would miss them. Requests with one of these
+    sample them one by one.
     """
     params = request.params
     forbidden = [token for token, bias in params.logit_bias.items() if bias == -math.inf]
@@ -300,6 +301,6 @@ def _constraint_of(request: Request, grammar: Grammar, features: Features) -> To
         never=[*forbidden, *(grammar.end_ids if params.ignore_eos else ())],
         before_least=request.stop_ids,
         least=params.min_tokens,
-        forces=not features.penalties and params.logprobs is None,
+        forces=not features.needs_admission and params.logprobs is None,
         reasoning=None if outputs is None else outputs.reasoning,
     )

@@ -118,7 +118,7 @@ def declare_served(engine: Engine, request: Request, count: int) -> list[Program
         needed.append(CopySpec())
     if engine.host is not None:
         needed += declare_swaps(engine.runner.layout)
-    if features_for(request.params).penalties:
+    if features_for(request.params).needs_admission:
         needed += _admissions(engine, request, returns=returns)
     return needed
 

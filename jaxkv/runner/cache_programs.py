@@ -18,6 +18,7 @@ from jaxkv.programs.lowering import Lowering
 from jaxkv.programs.spec import ProgramSpec
 from jaxkv.runner.program_specs import Runner, lower_update
 from jaxkv.runner.rows import Row
+from jaxkv.sampling.processors import NO_PROCESSORS, LogitsProcessors
 from jaxkv.sampling.sample import admit
 
 COPIES = 16
@@ -144,25 +145,35 @@ class Admission:
         layout: the cache's groups.
         counts: group name -> pages or states of that group.
         model: the model; the sampling group is the layer after its last.
+        processors: the registered logits processors; only `pack` needs them.
     """
 
-    def __init__(self, layout: CacheLayout, counts: Mapping[str, int], model: Model) -> None:
+    def __init__(
+        self,
+        layout: CacheLayout,
+        counts: Mapping[str, int],
+        model: Model,
+        processors: LogitsProcessors = NO_PROCESSORS,
+    ) -> None:
+        self._processors = processors
         self._entries = counts["sampling"]
         self._layer = num_layers = model.num_layers
         self._vocab = model.vocab_size
-        widths = [
-            array.shape[0]
+        widths = {
+            array.role: array.shape[0]
             for group in layout.in_place_groups
             if num_layers in group.layers
             for array in group.spec.arrays
-            if array.role == "bias_ids"
-        ]
-        self._bias_width = widths[0] if widths else 0
+            if array.shape
+        }
+        self._bias_width = widths.get("bias_ids", 0)
+        self._num_words = widths.get("processor_words", 0)
 
     def blank(self, spec: AdmitSpec) -> tuple[np.ndarray, ...]:
-        """Returns the arrays of an admission without sequences: state ids, prompts, outputs, bias ids and bias values.
+        """Returns the arrays of an admission without sequences.
 
-        All ids are out of range. The outputs of an "admit" program have width 0.
+        They are state ids, prompts, outputs, bias ids, bias values and the words of logits processors. All ids are out
+        of range. The outputs of an "admit" program have width 0.
         """
         rows = spec.rows
         output_width = spec.width if spec.returning else 0
@@ -170,7 +181,9 @@ class Admission:
         prompts = np.full((rows, spec.width), self._vocab, np.int32)
         outputs = np.full((rows, output_width), self._vocab, np.int32)
         bias_ids = np.full((rows, self._bias_width), self._vocab, np.int32)
-        return state_ids, prompts, outputs, bias_ids, np.zeros((rows, self._bias_width), np.float32)
+        bias_values = np.zeros((rows, self._bias_width), np.float32)
+        words = np.zeros((rows, self._num_words), np.int32)
+        return state_ids, prompts, outputs, bias_ids, bias_values, words
 
     def pack(
         self,
@@ -191,7 +204,7 @@ class Admission:
             ValueError: a row has more logit biases than the cache has room for.
         """
         arrays = self.blank(spec)
-        state_ids, prompts, outputs, bias_ids, bias_values = arrays
+        state_ids, prompts, outputs, bias_ids, bias_values, words = arrays
         state_ids[: len(entries)] = entries
         for index, row in enumerate(rows):
             prompts[index, : len(row.tokens)] = row.tokens
@@ -202,6 +215,8 @@ class Admission:
                 )
             bias_ids[index, : len(bias)] = list(bias.keys())
             bias_values[index, : len(bias)] = list(bias.values())
+            if self._num_words:
+                words[index] = self._processors.words(row.params.logits_processors, len(row.tokens))
         for index, tokens in enumerate(generated):
             outputs[index, : len(tokens)] = tokens
         return arrays
@@ -211,8 +226,11 @@ class Admission:
     ) -> tuple[Cache, tuple[()]]:
         """Runs on the device. Empty arrays are not passed: outputs come third only if their width is not 0."""
         del params
-        bias = others[-2:] if self._bias_width else ()
-        rest = others[: len(others) - len(bias)]
+        rest = list(others)
+        words = rest.pop() if self._num_words else None
+        bias_values, bias_ids = (rest.pop(), rest.pop()) if self._bias_width else (None, None)
         outputs = rest[0] if rest else jnp.zeros((state_ids.shape[0], 0), jnp.int32)
-        state = admit(cache.layer(self._layer), state_ids, prompts, outputs, *bias)
+        state = admit(
+            cache.layer(self._layer), state_ids, prompts, outputs, bias_ids, bias_values, words
+        )
         return cache.with_layer(self._layer, state), ()

@@ -19,6 +19,7 @@ from jaxkv.runner.packed_layout import PackedLayout
 from jaxkv.runner.param_types import ParamTypes
 from jaxkv.runner.program_specs import StepSpec, without_empty
 from jaxkv.runner.weight_version import WeightVersion
+from jaxkv.sampling.processors import NO_PROCESSORS, LogitsProcessors
 
 
 class ModelRunner:
@@ -29,7 +30,8 @@ class ModelRunner:
         params: its parameters, on the device.
         layout: the cache's groups.
         counts: group name -> pages or states of that group.
-        programs: the compiled programs; several runners may share them.
+        programs: the compiled programs; several runners of the same processors may share them.
+        processors: the registered logits processors; the layout must have room for their words.
 
     Attributes:
         implementation: the implementation of the ops of all layers, and why no faster one is used.
@@ -50,6 +52,7 @@ class ModelRunner:
         layout: CacheLayout,
         counts: Mapping[str, int],
         programs: Programs,
+        processors: LogitsProcessors = NO_PROCESSORS,
     ) -> None:
         self.implementation = choose_implementation(model, params, layout, counts)
         self.model = model.running(self.implementation.name)
@@ -58,8 +61,9 @@ class ModelRunner:
         self._param_types = ParamTypes(params)
         self.layout = layout
         self.programs = programs
+        self.processors = processors
         self.owner = CacheOwner(layout, counts)
-        self.packed_layout = PackedLayout(layout, counts, model.vocab_size)
+        self.packed_layout = PackedLayout(layout, counts, model.vocab_size, processors)
         # Compiled programs that this runner has used.
         self._known: dict[ProgramSpec, Program] = {}
         self._refused: dict[ProgramSpec, Exception] = {}

@@ -14,6 +14,7 @@ from jaxkv.cache.spec import CacheLayout
 from jaxkv.runner.program_specs import StepSpec
 from jaxkv.sampling.batch import SamplingBatch
 from jaxkv.sampling.fields import fields_for
+from jaxkv.sampling.processors import NO_PROCESSORS, LogitsProcessors
 from jaxkv.sampling.token_mask import num_words
 
 
@@ -142,12 +143,20 @@ class PackedLayout:
         layout: the cache's groups.
         counts: group name -> pages or states of that group.
         vocab_size: number of the model's logits, for the masks of grammars.
+        processors: the registered logits processors, which the batches have.
     """
 
-    def __init__(self, layout: CacheLayout, counts: Mapping[str, int], vocab_size: int) -> None:
+    def __init__(
+        self,
+        layout: CacheLayout,
+        counts: Mapping[str, int],
+        vocab_size: int,
+        processors: LogitsProcessors = NO_PROCESSORS,
+    ) -> None:
         self.layout = layout
         self.counts = dict(counts)
         self._vocab_size = vocab_size
+        self._processors = processors
         self._arrangements: dict[StepSpec, tuple[Arrangement, Arrangement]] = {}
 
     def arrangements(self, shape: StepSpec) -> tuple[Arrangement, Arrangement]:
@@ -218,6 +227,7 @@ class PackedLayout:
                 carry=fields["carry"],
                 values={name: fields[name] for name in names},
                 features=shape.features,
+                processors=self._processors,
             ),
             decode=shape.decode,
             fresh=shape.fresh,

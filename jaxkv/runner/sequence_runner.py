@@ -40,7 +40,7 @@ class SequenceRunner:
         self.length_buckets = power_of_two_buckets(16, max_tokens)
         self.allocator = PageAllocator(runner.layout, runner.counts)
         self.packer = Packer(runner.packed_layout, runner.model.vocab_size)
-        self._admission = Admission(runner.layout, runner.counts, runner.model)
+        self._admission = Admission(runner.layout, runner.counts, runner.model, runner.processors)
         self._numbers = count()
         self._biased: set[tuple[int, int]] = set()
 
@@ -77,7 +77,7 @@ class SequenceRunner:
         return self.runner.run(spec, self.packer.pack(spec.step, rows, self.allocator))
 
     def admit(self, rows: Sequence[Row], generated: Sequence[Sequence[int]] = ()) -> None:
-        """Initializes the entries of some rows in the sampling group, which penalties and biases read.
+        """Initializes the entries of some rows in the sampling group, which penalties, biases and processors read.
 
         Args:
             rows: the rows; their `tokens` are whole prompts.

@@ -216,14 +216,15 @@ class StepShapes:
 
 
 def _all_features(layout: CacheLayout) -> Features:
-    """Returns all sampling features, with penalties only if the cache stores token counts."""
-    specs = [array for group in layout.in_place_groups for array in group.spec.arrays]
+    """Returns all sampling features; of penalties and processors those for which the cache has arrays."""
+    roles = {array.role for group in layout.in_place_groups for array in group.spec.arrays}
     return Features(
         draws=True,
         filters=True,
-        penalties=any(array.role == "output_counts" for array in specs),
+        penalties="output_counts" in roles,
         min_tokens=True,
         grammar=True,
+        processors="token_history" in roles,
         logprobs=LOGPROB_SIZES[-1],
     )
 

@@ -6,6 +6,7 @@ from jaxtyping import Array, Int
 
 from jaxkv._pytree import pytree, static_field
 from jaxkv.sampling.features import Features
+from jaxkv.sampling.processors import NO_PROCESSORS, LogitsProcessors
 
 
 @pytree
@@ -22,12 +23,14 @@ class SamplingBatch:
             tokens. With `grammar` also `token_mask`, int32 `[rows, words]`: bit b of word w is 1 if the grammar allows
             token `32 * w + b`; all bits are 1 for a row without a grammar.
         features: the features that the program was compiled for; static.
+        processors: the registered logits processors; static.
     """
 
     state_ids: Int[Array, " rows"]
     carry: Int[Array, " rows"]
     values: dict[str, Array] = field(default_factory=dict)
     features: Features = static_field(default=Features())
+    processors: LogitsProcessors = static_field(default=NO_PROCESSORS)
 
     def __getitem__(self, name: str) -> Array:
         """Returns the values of a field that the program's features need."""

@@ -14,6 +14,7 @@ class Features:
         penalties: penalties and logit biases; the cache must hold the token counts.
         min_tokens: masking of stop ids.
         grammar: masking of the tokens that a grammar forbids.
+        processors: the registered logits processors; the cache must hold the token histories.
         logprobs: `None` reports no log-probabilities; n reports the sampled token's and those of the n most likely
             tokens.
     """
@@ -23,7 +24,13 @@ class Features:
     penalties: bool = False
     min_tokens: bool = False
     grammar: bool = False
+    processors: bool = False
     logprobs: int | None = None
+
+    @property
+    def needs_admission(self) -> bool:
+        """Whether the entry of a new row in the cache's sampling group must be initialised."""
+        return self.penalties or self.processors
 
     def covers(self, needed: "Features") -> bool:
         """Returns whether a program with these features can run rows that need `needed`.
@@ -36,6 +43,7 @@ class Features:
             and self.filters >= needed.filters
             and self.min_tokens >= needed.min_tokens
             and self.grammar >= needed.grammar
+            and self.processors >= needed.processors
             and _top(self) >= _top(needed)
         )
 
@@ -53,6 +61,7 @@ def union(several: Sequence[Features]) -> Features:
         penalties=any(one.penalties for one in kinds),
         min_tokens=any(one.min_tokens for one in kinds),
         grammar=any(one.grammar for one in kinds),
+        processors=any(one.processors for one in kinds),
         logprobs=None if most < 0 else most,
     )
 

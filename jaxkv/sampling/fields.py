@@ -117,6 +117,9 @@ FIELDS = (
     _attribute("repetition", "repetition_penalty", _FLOAT, "penalties", off=1.0),
     _attribute("presence", "presence_penalty", _FLOAT, "penalties"),
     _attribute("frequency", "frequency_penalty", _FLOAT, "penalties"),
+    SamplingField(
+        "processed", _INT, "processors", lambda one: int(bool(one.params.logits_processors))
+    ),
     SamplingField("stop_ids", _INT, "min_tokens", lambda one: one.stop_ids, NO_TOKEN, STOP_WIDTH),
 )
 
@@ -147,6 +150,7 @@ def features_for(params: SamplingParams) -> Features:
             penalties=_uses(params, "penalties") or bool(params.logit_bias),
             min_tokens=params.min_tokens > 0,
             grammar=params.structured_outputs is not None,
+            processors=bool(params.logits_processors),
             logprobs=None if params.logprobs is None else logprobs_size(params.logprobs),
         )
     )

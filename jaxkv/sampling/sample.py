@@ -39,15 +39,19 @@ class SamplingState:
     """The rows' states of the sampling group.
 
     Attributes:
-        output_counts: number of occurrences of each token in the output.
-        prompt_seen: 1 for each token of the prompt.
+        output_counts: number of occurrences of each token in the output; `None` without penalties.
+        prompt_seen: 1 for each token of the prompt; `None` without penalties.
         bias_ids, bias_values: biases of logits; padded ids are `vocab_size + column`. `None` if the cache has none.
+        token_history: token ids of prompt and output, and anything behind them; `None` without processors.
+        processor_words: words of `LogitsProcessors`; 0 for rows that name no processor. `None` without processors.
     """
 
-    output_counts: Int[Array, "rows vocab"]
-    prompt_seen: Int[Array, "rows vocab"]
+    output_counts: Int[Array, "rows vocab"] | None = None
+    prompt_seen: Int[Array, "rows vocab"] | None = None
     bias_ids: Int[Array, "rows bias_width"] | None = None
     bias_values: Float[Array, "rows bias_width"] | None = None
+    token_history: Int[Array, "rows max_tokens"] | None = None
+    processor_words: Int[Array, "rows words"] | None = None
 
 
 def sample(
@@ -58,19 +62,20 @@ def sample(
 ) -> Sampled:
     """Samples one token per row. A row's result depends neither on other rows nor on its position in the batch.
 
-    Order: penalties, biases, the grammar's mask, masked stop ids (`adjust`), temperature, top-k, top-p, min-p
-    (`allowed`), and a random sample by the Gumbel-max trick. Rows with temperature 0 take the largest adjusted logit,
-    the lowest id on ties.
+    Order: penalties, biases, logits processors, the grammar's mask, masked stop ids (`adjust`), temperature, top-k,
+    top-p, min-p (`allowed`), and a random sample by the Gumbel-max trick. Rows with temperature 0 take the largest
+    adjusted logit, the lowest id on ties.
     Operations of features that `sampling.features` lacks are not traced.
 
     Args:
         logits: raw logits of each row's last token.
         sampling: the sampling inputs.
-        state: the rows' states from `read_choices`; `None` unless the program has penalties.
-        positions: position of the token to sample. The random numbers depend only on the seed and this position.
+        state: the rows' states from `read_choices`; `None` unless the program has penalties or processors.
+        positions: position of the token to sample, which is the number of tokens so far. The random numbers depend
+            only on the seed and this position.
     """
     features = sampling.features
-    adjusted = adjust(logits, sampling, state)
+    adjusted = adjust(logits, sampling, state, positions)
     best = jnp.max(adjusted, axis=1, keepdims=True)
     # The maximum is -inf if all tokens are excluded, but it may not show a NaN (XLA for CPUs, jax 0.11.2). Masking a
     # stop id may hide its NaN, so the raw logits are checked.
@@ -91,25 +96,38 @@ def sample(
 
 
 def adjust(
-    logits: Float32[Array, "rows vocab"], sampling: SamplingBatch, state: SamplingState | None
+    logits: Float32[Array, "rows vocab"],
+    sampling: SamplingBatch,
+    state: SamplingState | None,
+    positions: Int[Array, " rows"],
 ) -> Float32[Array, "rows vocab"]:
-    """Applies penalties and biases, and masks stop ids and the tokens that a grammar forbids.
+    """Applies penalties, biases and processors, and masks stop ids and the tokens that a grammar forbids.
 
     - Repetition (Keskar et al., CTRL, 2019, with Hugging Face's sign rule): the logit of a token in prompt or output
       is divided by the penalty if positive, and multiplied otherwise.
     - Presence and frequency (OpenAI's API reference): `presence * (count > 0) + frequency * count` is subtracted,
       with counts of the output only.
     - Biases are added. Tokens that a grammar forbids and masked stop ids get -inf.
+    - Processors see the logits after penalties and biases.
     """
+    if sampling.features.needs_admission and state is None:
+        raise ValueError(
+            "a program with penalties or processors needs the rows' states, got None; pass the result of "
+            "`read_choices`"
+        )
     if sampling.features.penalties:
-        if state is None:
-            raise ValueError(
-                "a program with penalties needs the rows' states, got None; pass the result of `read_choices`"
-            )
+        assert state is not None
         logits = _penalise(logits, sampling, state)
         if state.bias_ids is not None:
             bias = logits.at[_rows(logits), state.bias_ids]
             logits = bias.add(state.bias_values, mode="drop")
+    if sampling.features.processors:
+        assert state is not None
+        assert state.token_history is not None
+        assert state.processor_words is not None
+        logits = sampling.processors.apply(
+            logits, state.token_history, positions, state.processor_words
+        )
     if sampling.features.grammar:
         logits = jnp.where(_unmasked(sampling["token_mask"], logits.shape[1]), logits, -jnp.inf)
     if sampling.features.min_tokens:
@@ -129,9 +147,11 @@ def _unmasked(mask: Int[Array, "rows words"], vocab_size: int) -> Bool[Array, "r
 def _penalise(
     logits: Float32[Array, "rows vocab"], sampling: SamplingBatch, state: SamplingState
 ) -> Float32[Array, "rows vocab"]:
-    counts = state.output_counts
+    counts, prompt_seen = state.output_counts, state.prompt_seen
+    assert counts is not None
+    assert prompt_seen is not None
     repetition = sampling["repetition"][:, None]
-    seen = (counts > 0) | (state.prompt_seen > 0)
+    seen = (counts > 0) | (prompt_seen > 0)
     repeated = jnp.where(logits > 0, logits / repetition, logits * repetition)
     logits = jnp.where(seen, repeated, logits)
     presence = jnp.where(counts > 0, sampling["presence"][:, None], 0.0)
@@ -195,33 +215,54 @@ def read_choices(choices: Mapping[str, Array], sampling: SamplingBatch) -> Sampl
         sampling: the rows' state ids.
 
     Returns:
-        The states; `None` if the program has no penalties.
+        The states; `None` if the program has neither penalties nor processors.
 
     Raises:
-        ValueError: the program has penalties, but the cache has no counts.
+        ValueError: the cache lacks the counts of penalties or the histories of processors.
     """
-    if not sampling.features.penalties:
+    features, roles = sampling.features, []
+    for needed, feature, its_roles in (
+        (features.penalties, "penalties", _PENALTY_ROLES),
+        (features.processors, "processors", _PROCESSOR_ROLES),
+    ):
+        if needed and its_roles[0] not in choices:
+            raise ValueError(
+                f"a program with {feature} needs {its_roles[0]} in the cache's sampling group, got "
+                f"{sorted(choices)}; make the cache with {feature}"
+            )
+        roles += [role for role in its_roles if needed and role in choices]
+    if not roles:
         return None
-    if "output_counts" not in choices:
-        raise ValueError(
-            f"a program with penalties needs output_counts in the cache's sampling group, got "
-            f"{sorted(choices)}; make the cache with penalties"
-        )
-    roles = ("output_counts", "prompt_seen", "bias_ids", "bias_values")
     gathered = {
-        role: choices[role].at[sampling.state_ids].get(mode="fill", fill_value=0)
-        for role in roles
-        if role in choices
+        role: choices[role].at[sampling.state_ids].get(mode="fill", fill_value=0) for role in roles
     }
+    if features.processors:
+        # The entry of a row without processors still has the words of its last owner.
+        named = sampling["processed"][:, None] > 0
+        gathered["processor_words"] = jnp.where(named, gathered["processor_words"], 0)
     return SamplingState(**gathered)
 
 
+_PENALTY_ROLES = ("output_counts", "prompt_seen", "bias_ids", "bias_values")
+_PROCESSOR_ROLES = ("token_history", "processor_words")
+"""Arrays of the sampling group that each feature reads; the first is always there if the cache supports it."""
+
+
 def write_choices(
-    choices: Mapping[str, Array], sampling: SamplingBatch, tokens: Int[Array, " rows"]
+    choices: Mapping[str, Array],
+    sampling: SamplingBatch,
+    tokens: Int[Array, " rows"],
+    positions: Int[Array, " rows"],
 ) -> dict[str, Array]:
     """Returns the sampling group with the sampled tokens written; state ids out of range are dropped.
 
     The update is in place if the cache is donated.
+
+    Args:
+        choices: role -> array of the cache's sampling group.
+        sampling: the rows' state ids.
+        tokens: the sampled tokens.
+        positions: their positions.
     """
     state_ids = sampling.state_ids
     last = choices["last_token"]
@@ -230,6 +271,12 @@ def write_choices(
         counts = choices["output_counts"]
         written["output_counts"] = counts.at[state_ids, tokens].add(
             1, mode="drop", unique_indices=True
+        )
+    if sampling.features.processors:
+        written["token_history"] = (
+            choices["token_history"]
+            .at[state_ids, positions]
+            .set(tokens, mode="drop", unique_indices=True)
         )
     return {**choices, **written}
 
@@ -241,6 +288,7 @@ def admit(
     outputs: Int[Array, "rows output_width"],
     bias_ids: Int[Array, "rows bias_width"] | None = None,
     bias_values: Float[Array, "rows bias_width"] | None = None,
+    processor_words: Int[Array, "rows words"] | None = None,
 ) -> dict[str, Array]:
     """Initialises the sampling states of new requests, and overwrites the values of former owners.
 
@@ -254,12 +302,13 @@ def admit(
         outputs: token ids generated before, for a preempted request that resumes.
         bias_ids: token ids with a bias, of the cache's width; `None` if and only if the cache has none.
         bias_values: their biases.
+        processor_words: words of `LogitsProcessors`; `None` if and only if the cache has none.
 
     Returns:
         role -> updated array.
 
     Raises:
-        ValueError: biases are given although the cache has none, or are missing.
+        ValueError: biases or words are given although the cache has none, or are missing.
     """
     new = {
         "last_token": choices["last_token"].at[state_ids].set(0, mode="drop", unique_indices=True)
@@ -271,7 +320,16 @@ def admit(
             new[role] = (
                 marks.add(1, mode="drop") if role == "output_counts" else marks.set(1, mode="drop")
             )
-    for role, values in (("bias_ids", bias_ids), ("bias_values", bias_values)):
+    if "token_history" in choices and processor_words is not None:
+        new["token_history"] = _write_history(
+            choices["token_history"], state_ids, prompts, outputs, processor_words[:, 0]
+        )
+    given = {
+        "bias_ids": bias_ids,
+        "bias_values": bias_values,
+        "processor_words": processor_words,
+    }
+    for role, values in given.items():
         if (role in choices) != (values is not None):
             roles = sorted(choices)
             raise ValueError(
@@ -280,3 +338,18 @@ def admit(
         if values is not None:
             new[role] = choices[role].at[state_ids].set(values, mode="drop", unique_indices=True)
     return {**choices, **new}
+
+
+def _write_history(
+    history: Int[Array, "states max_tokens"],
+    state_ids: Int[Array, " rows"],
+    prompts: Int[Array, "rows prompt_width"],
+    outputs: Int[Array, "rows output_width"],
+    prompt_lengths: Int[Array, " rows"],
+) -> Int[Array, "states max_tokens"]:
+    """Writes prompts and the outputs behind them; the padding of both is behind the row's last token."""
+    entries = state_ids[:, None]
+    columns = jnp.arange(prompts.shape[1], dtype=jnp.int32)[None, :]
+    history = history.at[entries, columns].set(prompts, mode="drop", unique_indices=True)
+    columns = jnp.arange(outputs.shape[1], dtype=jnp.int32)[None, :] + prompt_lengths[:, None]
+    return history.at[entries, columns].set(outputs, mode="drop", unique_indices=True)

@@ -61,5 +61,5 @@ def step(model: Model, params: Params, cache: Cache, batch: StepBatch) -> tuple[
     logits = model.logits(params, last)
     state = read_choices(choices, batch.sampling)
     sampled = sample(logits, batch.sampling, state, batch.seq_lens)
-    choices = write_choices(choices, batch.sampling, sampled.tokens)
+    choices = write_choices(choices, batch.sampling, sampled.tokens, batch.seq_lens)
     return cache.with_layer(model.num_layers, choices), sampled

@@ -20,6 +20,7 @@ from jaxkv.plan import plan_cache
 from jaxkv.programs.manifest import Programs
 from jaxkv.runner.model_runner import ModelRunner
 from jaxkv.runner.sequence_runner import SequenceRunner
+from jaxkv.sampling.processors import NO_PROCESSORS
 from jaxkv.text.tokenizer import load_tokenizer
 from tests.engine.oracle import generated
 
@@ -60,21 +61,20 @@ def model_of(rope):
     return _MODELS[rope]
 
 
-def programs_of(rope):
-    """Returns the programs that all runners of a model share."""
-    return _PROGRAMS.setdefault(rope, Programs())
+def programs_of(rope, processors=NO_PROCESSORS):
+    """Returns the programs that all runners of a model and of some processors share."""
+    return _PROGRAMS.setdefault((rope, processors), Programs())
 
 
-def sequence_runner_for(*, rope="plain", programs=None, **counts):
+def sequence_runner_for(*, rope="plain", programs=None, processors=NO_PROCESSORS, **counts):
     """Returns an sequence_runner with a new cache; those of equal pools share their compiled programs."""
     model, params = model_of(rope)
     wish = CacheConfig(max_sequences=ROWS, page_size=PAGE, checkpoint_bytes=None)
     limits = {"dtype": "float32", "max_model_len": LONGEST, "free_bytes": None}
-    layout, budget = plan_cache(model, wish, **limits)
+    layout, budget = plan_cache(model, wish, **limits, processor_words=processors.num_words)
+    programs = programs or programs_of(rope, processors)
     sequence_runner = SequenceRunner(
-        ModelRunner(
-            model, params, layout, dict(budget.counts) | counts, programs or programs_of(rope)
-        ),
+        ModelRunner(model, params, layout, dict(budget.counts) | counts, programs, processors),
         max_tokens=LONGEST,
         max_rows=ROWS,
     )
@@ -108,9 +108,17 @@ def fill_free(sequence_runner):
     owner.put(Cache(arrays=tuple(arrays), keys=live.keys))
 
 
-def engine_for(*, rope="plain", programs=None, free_pages=None, clock=None, **config):
+def engine_for(
+    *,
+    rope="plain",
+    programs=None,
+    processors=NO_PROCESSORS,
+    free_pages=None,
+    clock=None,
+    **config,
+):
     """Returns an engine; of each group all but `free_pages` pages are taken."""
-    sequence_runner = sequence_runner_for(rope=rope, programs=programs)
+    sequence_runner = sequence_runner_for(rope=rope, programs=programs, processors=processors)
     if free_pages is not None:
         sequence_runner.allocator.open(OTHER_HOLDER)
         sequence_runner.allocator.reserve(

@@ -58,11 +58,13 @@ def sequence_runner(
     *,
     keeps_outputs=False,
     cache_dtype="bfloat16",
+    logits_processors=None,
     **changes,
 ):
     """Returns an engine for a small Llama that hands out what it would have compiled; its cache lies on the host.
 
     `changes` are fields of its config that make another model of it; with `keeps_outputs` it may answer full hits.
+    `logits_processors` are those of an `LLM`.
 
     The host would choose "xla", so the model is told what to run after the engine was made.
     """
@@ -72,6 +74,7 @@ def sequence_runner(
     from jaxkv.models.registry import build_model
     from jaxkv.runner.model_runner import ModelRunner
     from jaxkv.runner.sequence_runner import SequenceRunner
+    from jaxkv.sampling.register_processors import register_processors
 
     class Recorder:
         def get(self, key, build):
@@ -93,15 +96,25 @@ def sequence_runner(
     config = ModelConfig(**(llama | changes))
     model = build_model(config)
     specs = model.cache_specs(page_size=PAGE_SIZE, dtype=cache_dtype)
-    choices = sampling(config.vocab_size, penalties=True, bias_entries=8)
+    longest = WIDTH * PAGE_SIZE
+    processors = register_processors(
+        logits_processors, vocab_size=config.vocab_size, max_tokens=longest
+    )
+    choices = sampling(
+        config.vocab_size,
+        penalties=True,
+        bias_entries=8,
+        history_tokens=longest,
+        processor_words=processors.num_words,
+    )
     specs = [*specs, LayerSpec(layers, choices)]
     if keeps_outputs:
         specs.append(LayerSpec(layers, outputs(config.hidden_size, dtype="bfloat16")))
     layout = group_layers(specs)
     counts = {group.name: pages if group.unit == "page" else rows + 1 for group in layout.groups}
     made = SequenceRunner(
-        ModelRunner(model, model.param_shapes("bfloat16"), layout, counts, Recorder()),
-        max_tokens=WIDTH * PAGE_SIZE,
+        ModelRunner(model, model.param_shapes("bfloat16"), layout, counts, Recorder(), processors),
+        max_tokens=longest,
         max_rows=rows,
     )
     made.runner.model = model.running(implementation)
@@ -117,17 +130,22 @@ def lowerings():
     from jaxkv.runner.cache_programs import AdmitSpec, CopySpec
     from jaxkv.runner.program_specs import StepSpec
     from jaxkv.sampling.features import Features
+    from tests.sampling.processors import FUNCTIONS
 
     chosen = Features(draws=True, filters=True, penalties=True, min_tokens=True, logprobs=5)
     step = StepSpec(tokens=ROWS, rows=ROWS, table_widths=(WIDTH,), decode=True)
     many = StepSpec(tokens=64, rows=64, table_widths=(WIDTH,), decode=True)
     drawn = dataclasses.replace(step, features=Features(draws=True, filters=True))
+    processed = dataclasses.replace(step, features=Features(draws=True, processors=True))
     weighed = dataclasses.replace(step, features=chosen)
     several = dataclasses.replace(step, steps=4)
     mixed = StepSpec(tokens=512, rows=ROWS, table_widths=(WIDTH,))
     prompt = StepSpec(tokens=128, rows=ROWS, table_widths=(WIDTH,))
     alone = StepSpec(tokens=1, rows=1, table_widths=(1,), decode=True)
     decode = sequence_runner("xla").runner.program(step)
+
+    def processing(*arguments, **changes):
+        return sequence_runner(*arguments, **changes, logits_processors=FUNCTIONS).runner
 
     def swapped(params, cache, *packed):
         cache, out = decode.function(params, cache, *packed)
@@ -163,6 +181,11 @@ def lowerings():
         "decode_64_rows": lambda: sequence_runner("mosaic_gpu", rows=64).runner.program(many),
         "decode_drawn": lambda: sequence_runner("mosaic_gpu", layers=1).runner.program(drawn),
         "decode_weighed": lambda: sequence_runner("mosaic_gpu", layers=1).runner.program(weighed),
+        "decode_processed": lambda: processing("mosaic_gpu", layers=1).program(processed),
+        "multi_step_processed": lambda: processing("mosaic_gpu", layers=1).program(
+            dataclasses.replace(processed, steps=4)
+        ),
+        "readmit_processed": lambda: processing("xla").program(AdmitSpec(1, 64, returning=True)),
         "multi_step": lambda: sequence_runner("mosaic_gpu", layers=1).runner.program(several),
         "prefill": lambda: sequence_runner("mosaic_gpu").runner.program(mixed),
         "one_page": lambda: sequence_runner("xla", pages=1, rows=1).runner.program(alone),

@@ -11,10 +11,11 @@ import pytest
 from tests.engine.h200 import DEEP, STORED
 from tests.engine.h200_host import LAYERS
 
-CHOOSING, MANY_ROWS = ("decode_drawn", "decode_weighed"), "decode_64_rows"
+CHOOSING, MANY_ROWS = ("decode_drawn", "decode_weighed", "decode_processed"), "decode_64_rows"
+PROCESSED = ("decode_processed", "multi_step_processed", "readmit_processed")
 STEPS = ("decode", "decode_best", MANY_ROWS, *CHOOSING, "prefill")
-GOOD = (*STEPS, "multi_step", "generate")
-BESIDE = ("copy", "readmit")
+GOOD = (*STEPS, "multi_step", "multi_step_processed", "generate")
+BESIDE = ("copy", "readmit", "readmit_processed")
 ODD, LATE = "one_page", "read_late"
 BAD = ("swapped", LATE, "scanned")
 HOST = ("host_swap_out", "host_swap_in", "host_states_out", "host_states_in")
@@ -41,7 +42,17 @@ MORE_LATENT = (
 )
 MORE_WINDOWS = ("windows_gemma_decode", "windows_gemma_prefill", "windows_gpt_oss_prefill")
 OTHERS = (*HYBRID, *MORE_HYBRID, *LATENT, *MORE_LATENT, *WINDOWS, *MORE_WINDOWS)
-SLOW = (MANY_ROWS, "decode_drawn", ODD, LATE, *MORE_HYBRID, SOLVING, *MORE_LATENT, *MORE_WINDOWS)
+SLOW = (
+    MANY_ROWS,
+    "decode_drawn",
+    *PROCESSED,
+    ODD,
+    LATE,
+    *MORE_HYBRID,
+    SOLVING,
+    *MORE_LATENT,
+    *MORE_WINDOWS,
+)
 FAST = [
     *(name for name in (*GOOD, *BESIDE, ODD, *BAD, *HOST) if name not in SLOW),
     *HYBRID,
@@ -160,9 +171,10 @@ def test_a_layer_takes_few_nodes_of_the_graph(report):
     assert step["captured"] - 6 * DEEP <= 13
 
 
-def test_several_steps_are_one_graph_that_is_launched_so_often_without_the_host(report):
+@each("multi_step", "multi_step_processed")
+def test_several_steps_are_one_graph_that_is_launched_so_often_without_the_host(report, name):
     # One graph prepares, one is a step. The number of turns is known to the host, so it is not read from the device.
-    several = report("multi_step")
+    several = report(name)
     assert several["command_buffers"] == 2
     assert several["outside"].count("kWhile") == 1
     assert len(several["outside"]) <= 3, several["outside"]

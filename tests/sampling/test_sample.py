@@ -166,7 +166,9 @@ class TestPenalties:
         params = [SamplingParams(**options) for options in params]
         prompts, outputs = zip(*texts, strict=True)
         state = state_of(prompts, outputs, [row.logit_bias for row in params])
-        got = np.asarray(jit_adjust(jnp.asarray(logits), batch_of(params, PENALTIES), state))
+        got = np.asarray(
+            jit_adjust(jnp.asarray(logits), batch_of(params, PENALTIES), state, at(*[0] * ROWS))
+        )
         for row, own, prompt, output, values in zip(
             logits, params, prompts, outputs, got, strict=True
         ):
@@ -176,7 +178,7 @@ class TestPenalties:
     def test_rows_without_them_pass_bit_identical(self):
         logits = random_logits(2)
         state = state_of([[1, 2]] * 2, [[3, 3]] * 2, [{}, {}])
-        got = jit_adjust(logits, batch_of([GREEDY] * 2, PENALTIES), state)
+        got = jit_adjust(logits, batch_of([GREEDY] * 2, PENALTIES), state, at(0, 0))
         np.testing.assert_array_equal(got, logits)
 
     def test_a_cache_without_biases_serves_penalties(self):

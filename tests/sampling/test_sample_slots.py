@@ -46,7 +46,7 @@ class TestSlots:
     def test_writing_counts_the_token_and_drops_padding(self):
         choices = choices_of(junk=True)
         batch = batch_of([GREEDY] * 3, PENALTIES, state_ids=[3, 1, 5 + 2])
-        written = write_choices(choices, batch, at(8, 0, 2))
+        written = write_choices(choices, batch, at(8, 0, 2), at(1, 1, 1))
         wanted = np.full((5, VOCAB), 6)
         wanted[3, 8] += 1
         wanted[1, 0] += 1
@@ -57,7 +57,8 @@ class TestSlots:
 
     def test_writing_without_penalties_touches_the_last_token_alone(self):
         choices = choices_of(junk=True)
-        written = write_choices(choices, batch_of([GREEDY], Features(), state_ids=[2]), at(8))
+        batch = batch_of([GREEDY], Features(), state_ids=[2])
+        written = write_choices(choices, batch, at(8), at(1))
         assert written["last_token"].tolist() == [13, 13, 8, 13, 13]
         assert written["output_counts"] is choices["output_counts"]
 
@@ -102,7 +103,7 @@ class TestSlots:
 
         def choose(choices, logits, batch, positions):
             sampled = sample(logits, batch, read_choices(choices, batch), positions)
-            return write_choices(choices, batch, sampled.tokens), sampled.tokens
+            return write_choices(choices, batch, sampled.tokens, positions), sampled.tokens
 
         def enter(choices, slots, prompts):
             biases = jnp.zeros((2, 2), jnp.float32)
@@ -131,6 +132,6 @@ class TestSlots:
         tokens = []
         for position in range(3):
             sampled = sample(logits, batch, read_choices(choices, batch), at(position))
-            choices = write_choices(choices, batch, sampled.tokens)
+            choices = write_choices(choices, batch, sampled.tokens, at(position))
             tokens += sampled.tokens.tolist()
         assert tokens == [0, 1, 2]
