@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
+from importlib import import_module
 
 from jaxkv.config.cache import CacheConfig
 from jaxkv.config.engine import EngineConfig
@@ -28,6 +29,7 @@ from jaxkv.engine.request_state import RequestState
 from jaxkv.errors import STEP_FAILURES, CachePoisoned, OutOfPages, OutOfStates, ProgramRefused
 from jaxkv.llm import LLM
 from jaxkv.monitoring.inspection import draw
+from jaxkv.sampling.processors import LogitsProcessor
 from jaxkv.serve import exit_codes
 from jaxkv.serve.inbox import Inbox
 from jaxkv.serve.warm_samplings import WARM_SAMPLINGS
@@ -373,6 +375,19 @@ def _end_with(inbox: Inbox) -> Callable[[], None]:
     return over.set
 
 
+def _function(place: str) -> LogitsProcessor:
+    """Returns the function of "module:function". The module is installed or on PYTHONPATH.
+
+    Raises:
+        ValueError: there is no such module or function.
+    """
+    module, _, name = place.partition(":")
+    try:
+        return getattr(import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"--logits-processor {place} cannot be imported: {error}") from error
+
+
 def _load(start: Start) -> LLM:
     llm = LLM(
         start.model,
@@ -384,6 +399,9 @@ def _load(start: Start) -> LLM:
         load_format=start.load_format,
         cache=CacheConfig(**start.cache),
         engine=EngineConfig(**start.engine),
+        logits_processors={
+            name: _function(place) for name, place in start.logits_processors.items()
+        },
     )
     _warm_up(llm, start.warm_up)
     return llm

@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from jaxkv.config.processor_calls import ProcessorCalls
 from jaxkv.config.reasoning_tokens import ReasoningTokens
 from jaxkv.config.sampling import SamplingParams, TokenBias
 from jaxkv.config.structured_outputs import StructuredOutputs
@@ -38,6 +39,7 @@ class Start(msgspec.Struct, tag="start", frozen=True, kw_only=True):
             `jaxkv.LLM`.
         cache: fields of `CacheConfig` that differ from their defaults.
         engine: fields of `EngineConfig` that differ from their defaults.
+        logits_processors: name -> "module:function" of each logits processor.
         warm_up: (requests at once, tokens of a prompt, names of samplings) for which programs are compiled before
             `Ready`; see `jaxkv.serve.warm_samplings`.
         hang_seconds: a step that takes longer ends the engine process; time in compilation does not count.
@@ -52,6 +54,7 @@ class Start(msgspec.Struct, tag="start", frozen=True, kw_only=True):
     load_format: str = "auto"
     cache: dict[str, Any] = {}
     engine: dict[str, Any] = {}
+    logits_processors: dict[str, str] = {}
     warm_up: tuple[tuple[int, int, tuple[str, ...]], ...] = ()
     hang_seconds: float = 30.0
 
@@ -370,7 +373,7 @@ def pack_sampling(params: SamplingParams) -> dict[str, Any]:
 
 
 def _plain(value: object) -> object:
-    if isinstance(value, TokenBias):
+    if isinstance(value, TokenBias | ProcessorCalls):
         return dict(value)
     if not isinstance(value, StructuredOutputs):
         return value

@@ -47,6 +47,9 @@ def mistake(capsys, *arguments):
         (["--warm-up", "8:8:greedy+cold"], "greedy, drawn, filtered such as"),
         (["--warm-up", "8:8:"], "got '8:8:'"),
         (["--warm-up", "a:8"], "must be a number such as"),
+        (["--logits-processor", "module"], "must be MODULE:FUNCTION or NAME=MODULE:FUNCTION"),
+        (["--logits-processor", "=module:f"], "must be MODULE:FUNCTION or NAME=MODULE:FUNCTION"),
+        (["--logits-processor", "a:f", "--logits-processor", "b:f"], "have the same name"),
         (["--hang-seconds", "0"], "must be above 0"),
         (["--drain-seconds", "nan"], "must be above 0"),
         (["--max-waiting", "0"], "--max-waiting must be"),
@@ -112,7 +115,9 @@ def test_other_machines_may_come_with_a_key():
 def test_what_differs_from_the_defaults_is_sent_to_the_engine():
     given = ["--max-sequences", "4", "--token-budget", "64", "--dtype", "bf16"]
     given += ["--warm-up", "8:1k", "--warm-up", "2:16:drawn+greedy"]
+    given += ["--logits-processor", "a.b:f", "--logits-processor=g=a.b:f"]
     start = command._start(command_options(given))
+    assert start.logits_processors == {"f": "a.b:f", "g": "a.b:f"}
     assert start.cache == {"max_sequences": 4}
     assert start.engine == {"token_budget": 64}
     every = ("greedy", "drawn", "filtered")

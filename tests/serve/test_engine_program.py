@@ -23,7 +23,8 @@ from jaxkv.serve.wire import AskStats, Start, frame
 from jaxkv.text.tokenizer import load_tokenizer
 
 CACHE = {"max_sequences": 2, "page_size": 16}
-START = Start(dtype="float32", max_model_len=64, cache=CACHE)
+PROCESSORS = {"digest": "tests.sampling.processors:digest"}
+START = Start(dtype="float32", max_model_len=64, cache=CACHE, logits_processors=PROCESSORS)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, stop=["\n\n"])
 PROMPTS = ["def add(", "import os\n", "class Node:\n    "]
 
@@ -71,6 +72,11 @@ def test_a_served_model_gives_the_texts_of_an_llm_and_ends_with_its_server():
         wrong = replace(GREEDY, stop=(), structured_outputs=StructuredOutputs(regex="(("))
         with pytest.raises(RequestRefused, match="unclosed"):
             await client.submit([1] * 8, wrong).arrivals()
+        other = SamplingParams(logits_processors={"other": {}})
+        with pytest.raises(
+            RequestRefused, match=r"'other'.* not registered; registered are: digest"
+        ):
+            await client.submit([1] * 8, other).arrivals()
         with pytest.raises(RequestRefused, match="max_model_len"):
             await client.submit([1] * 64, SamplingParams()).arrivals()
         left = client.submit([1] * 8, SamplingParams(max_tokens=50, ignore_eos=True))
@@ -107,6 +113,14 @@ def test_a_model_that_does_not_load_is_refused_with_its_reason(tmp_path):
         assert await process.end() == exit_codes.REFUSED
 
     asyncio.run(asyncio.wait_for(test(), 120))
+
+
+@pytest.mark.parametrize(
+    "place", ["no_such_module:f", "tests.sampling.processors:no_such_function"]
+)
+def test_a_logits_processor_that_cannot_be_imported_is_refused_by_name(place):
+    with pytest.raises(ValueError, match=f"--logits-processor {place} cannot be imported"):
+        engine_program._function(place)
 
 
 def test_a_parent_that_ends_while_the_model_loads_ends_the_process_whatever_it_sent(monkeypatch):

@@ -57,6 +57,21 @@ def test_a_client_that_goes_frees_its_place_at_once(server):
     assert server.complete("import ").status_code == 200
 
 
+@pytest.mark.slow
+def test_requests_name_the_logits_processors_of_the_command(tmp_path):
+    place = "mine=tests.sampling.processors:allowed_range"
+    with real_server(tmp_path, "--logits-processor", place) as server:
+        given = {"return_token_ids": True, "ignore_eos": True}
+        calls = {"mine": {"low": 100, "high": 120}}
+        reply = server.complete("def ", **given, logits_processors=calls).json()
+        assert all(100 <= token < 120 for token in reply["choices"][0]["token_ids"])
+        free = server.complete("def ", **given).json()
+        assert not all(100 <= token < 120 for token in free["choices"][0]["token_ids"])
+        for wrong in ({"other": {}}, {"mine": {"top": 1}}, {"mine": {"low": "a"}}, {"mine": 3}):
+            reply = server.complete("def ", logits_processors=wrong)
+            assert reply.status_code == 400, reply.text
+
+
 def test_the_server_listens_to_this_machine_alone_and_says_so(server):
     assert server.url.startswith("http://127.0.0.1:")
     assert server.status("/health") == server.status("/ready") == 200

@@ -61,6 +61,7 @@ def test_bytes_that_are_no_message_for_this_end_are_refused(data):
                 regex="a", reasoning=ReasoningTokens(ends=[1], begins=[2], header=[3, 4])
             )
         ),
+        SamplingParams(logits_processors={"a": {"x": [[1], [2]], "y": 0.5, "z": True}, "b": {}}),
     ],
 )
 def test_sampling_parameters_survive_the_wire(params):

@@ -12,6 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from jaxkv.config.checks import INT32_MAX
+from jaxkv.config.processor_calls import MAX_PROCESSORS
 from jaxkv.config.sampling import (
     MAX_BAD_WORDS,
     MAX_BIAS_ENTRIES,
@@ -96,6 +97,16 @@ class SamplingFields(StructuredFields, kw_only=True, forbid_unknown_fields=True,
         Annotated[
             dict[_TokenId, Annotated[float, Meta(ge=-100, le=100)]],
             Meta(max_length=MAX_BIAS_ENTRIES, description="token id -> number added to its logit"),
+        ]
+        | None
+    ) = None
+    logits_processors: (
+        Annotated[
+            dict[Name, dict[Name, Any]],
+            Meta(
+                max_length=MAX_PROCESSORS,
+                description="name of a logits processor of this server -> its arguments",
+            ),
         ]
         | None
     ) = None

@@ -109,6 +109,7 @@ def test_every_sampling_field_reaches_the_engine():
         "frequency_penalty": -0.5,
         "repetition_penalty": 1.5,
         "logit_bias": {"5": 2.0},
+        "logits_processors": {"name": {"numbers": [[1, 2], [3, 4]], "flag": True}},
         "seed": 11,
         "n": 2,
         "max_tokens": 9,
