@@ -9,8 +9,8 @@ from jaxkv.batch import StateTables, StepBatch
 from jaxkv.config.blocks import DeltaConfig
 from jaxkv.layers.linear import linear
 from jaxkv.layers.norm import gated_group_norm
-from pallas_kernels import causal_conv, delta_scan, delta_update
-from pallas_kernels.families import member
+from jaxkv.layers.recurrence import convolve, recur
+from pallas_kernels import delta_scan, delta_update
 
 
 def gated_delta_mixer(
@@ -44,39 +44,18 @@ def gated_delta_mixer(
     """
     projected = linear(params["delta_in"], x)
     shares, rates = jnp.split(linear(params["delta_gates"], x), 2, axis=1)
-    stored = layer_cache["conv"].dtype
-    ragged = (batch.cu_q_lens, tables.snapshot_ends, tables.snapshot_states)
-    convolved, conv = causal_conv(
-        params["conv"].astype(stored),
-        None,
-        layer_cache["conv"],
-        projected.astype(stored),
-        tables.read_states,
-        tables.write_states,
-        *((None,) * 3 if batch.decode else ragged),
-        activation="silu",
-        implementation=member(implementation, "causal_conv"),
+    convolved, conv = convolve(
+        params, layer_cache, projected, batch, tables, implementation=implementation
     )
-    given = (params["a_log"], params["dt_bias"], layer_cache["delta"], convolved, rates, shares)
-    if batch.decode:
-        mixed, state = delta_update(
-            *given,
-            tables.read_states,
-            tables.write_states,
-            implementation=member(implementation, "delta_update"),
-        )
-    else:
-        mixed, state = delta_scan(
-            *given,
-            batch.cu_q_lens,
-            batch.seq_lens,
-            tables.read_states,
-            tables.write_states,
-            tables.snapshot_ends,
-            tables.snapshot_states,
-            chunk_size=delta.chunk_size,
-            implementation=member(implementation, "delta_scan"),
-        )
+    mixed, state = recur(
+        delta_update,
+        delta_scan,
+        (params["a_log"], params["dt_bias"], layer_cache["delta"], convolved, rates, shares),
+        batch,
+        tables,
+        chunk_size=delta.chunk_size,
+        implementation=implementation,
+    )
     gate = projected[:, delta.conv_channels :].reshape(-1, delta.value_dim)
     normed = gated_group_norm(
         params["delta_norm"],

@@ -11,8 +11,8 @@ from jaxkv.batch import StateTables, StepBatch
 from jaxkv.config.blocks import MambaConfig
 from jaxkv.layers.linear import linear
 from jaxkv.layers.norm import gated_group_norm
-from pallas_kernels import causal_conv, ssd_scan, ssd_update
-from pallas_kernels.families import member
+from jaxkv.layers.recurrence import convolve, recur
+from pallas_kernels import ssd_scan, ssd_update
 
 
 def mamba2_mixer(
@@ -49,71 +49,31 @@ def mamba2_mixer(
     projected = linear(params["ssm_in"], x, params.get("ssm_in_bias"))
     if any(factor != 1.0 for factor in multipliers):
         projected = projected * jnp.asarray(_by_channel(mamba, multipliers), x.dtype)[None]
-    convolved, conv = _convolve(
-        params, layer_cache["conv"], projected, batch, tables, mamba, implementation
+    convolved, conv = convolve(
+        params,
+        layer_cache,
+        projected,
+        batch,
+        tables,
+        first_channel=mamba.d_inner,
+        implementation=implementation,
     )
     dt = projected[:, mamba.d_inner + mamba.conv_channels :]
     weights = params["a_log"], params["skip"], params["dt_bias"]
-    if batch.decode:
-        mixed, ssm = ssd_update(
-            *weights,
-            layer_cache["ssm"],
-            convolved,
-            dt,
-            tables.read_states,
-            tables.write_states,
-            dt_limits=mamba.dt_limit,
-            implementation=member(implementation, "ssd_update"),
-        )
-    else:
-        mixed, ssm = ssd_scan(
-            *weights,
-            layer_cache["ssm"],
-            convolved,
-            dt,
-            batch.cu_q_lens,
-            batch.seq_lens,
-            tables.read_states,
-            tables.write_states,
-            tables.snapshot_ends,
-            tables.snapshot_states,
-            chunk_size=mamba.chunk_size,
-            dt_limits=mamba.dt_limit,
-            implementation=member(implementation, "ssd_scan"),
-        )
+    mixed, ssm = recur(
+        ssd_update,
+        ssd_scan,
+        (*weights, layer_cache["ssm"], convolved, dt),
+        batch,
+        tables,
+        chunk_size=mamba.chunk_size,
+        implementation=implementation,
+        dt_limits=mamba.dt_limit,
+    )
     mixed = mixed.reshape(x.shape[0], mamba.d_inner)
     gated = _gate(params, mixed, projected[:, : mamba.d_inner], mamba, norm_eps)
     out = linear(params["ssm_out"], gated.astype(x.dtype), params.get("ssm_out_bias"))
     return {"conv": conv, "ssm": ssm}, out
-
-
-def _convolve(
-    params: Mapping[str, Array],
-    states: Float[Array, "states history channels"],
-    projected: Float[Array, "tokens wide"],
-    batch: StepBatch,
-    tables: StateTables,
-    mamba: MambaConfig,
-    implementation: str | None,
-) -> tuple[Float[Array, "tokens channels"], Float[Array, "states history channels"]]:
-    """Runs the short convolution in the dtype of its cached inputs."""
-    # New inputs are rounded to the cache's dtype, so that they equal the cached inputs of later steps.
-    stored = states.dtype
-    bias = params.get("conv_bias")
-    return causal_conv(
-        params["conv"].astype(stored),
-        None if bias is None else bias.astype(stored),
-        states,
-        projected.astype(stored),
-        tables.read_states,
-        tables.write_states,
-        None if batch.decode else batch.cu_q_lens,
-        None if batch.decode else tables.snapshot_ends,
-        None if batch.decode else tables.snapshot_states,
-        first_channel=mamba.d_inner,
-        activation="silu",
-        implementation=member(implementation, "causal_conv"),
-    )
 
 
 def _gate(

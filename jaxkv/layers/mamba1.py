@@ -10,8 +10,8 @@ from jaxkv.batch import StateTables, StepBatch
 from jaxkv.config.blocks import Mamba1Config
 from jaxkv.layers.linear import linear
 from jaxkv.layers.norm import rms_norm
-from pallas_kernels import causal_conv, selective_scan, selective_update
-from pallas_kernels.families import member
+from jaxkv.layers.recurrence import convolve, recur
+from pallas_kernels import selective_scan, selective_update
 
 
 def mamba1_mixer(
@@ -46,19 +46,8 @@ def mamba1_mixer(
     """
     projected = linear(params["ssm_in"], x, params.get("ssm_in_bias"))
     inner, gate = jnp.split(projected, 2, axis=1)
-    # New inputs are rounded to the cache's dtype, so that they equal the cached inputs of later steps.
-    stored, bias = layer_cache["conv"].dtype, params.get("conv_bias")
-    ragged = (batch.cu_q_lens, tables.snapshot_ends, tables.snapshot_states)
-    convolved, conv = causal_conv(
-        params["conv"].astype(stored),
-        None if bias is None else bias.astype(stored),
-        layer_cache["conv"],
-        inner.astype(stored),
-        tables.read_states,
-        tables.write_states,
-        *((None,) * 3 if batch.decode else ragged),
-        activation="silu",
-        implementation=member(implementation, "causal_conv"),
+    convolved, conv = convolve(
+        params, layer_cache, inner, batch, tables, implementation=implementation
     )
     convolved = convolved.astype(x.dtype)
     selected = linear(params["select"], convolved)
@@ -69,26 +58,15 @@ def mamba1_mixer(
             for name, part in (("dt_norm", dt), ("b_norm", b), ("c_norm", c))
         )
     weights = params["a_log"], params["skip"], params["dt_bias"]
-    given = (*weights, layer_cache["ssm"], convolved, linear(params["step"], dt), b, c)
-    if batch.decode:
-        mixed, ssm = selective_update(
-            *given,
-            tables.read_states,
-            tables.write_states,
-            implementation=member(implementation, "selective_update"),
-        )
-    else:
-        mixed, ssm = selective_scan(
-            *given,
-            batch.cu_q_lens,
-            batch.seq_lens,
-            tables.read_states,
-            tables.write_states,
-            tables.snapshot_ends,
-            tables.snapshot_states,
-            chunk_size=mamba.chunk_size,
-            implementation=member(implementation, "selective_scan"),
-        )
+    mixed, ssm = recur(
+        selective_update,
+        selective_scan,
+        (*weights, layer_cache["ssm"], convolved, linear(params["step"], dt), b, c),
+        batch,
+        tables,
+        chunk_size=mamba.chunk_size,
+        implementation=implementation,
+    )
     gated = mixed.astype(jnp.float32) * jax.nn.silu(gate.astype(jnp.float32))
     out = linear(params["ssm_out"], gated.astype(x.dtype), params.get("ssm_out_bias"))
     return {"conv": conv, "ssm": ssm}, out

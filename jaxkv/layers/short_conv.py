@@ -7,8 +7,7 @@ from jaxtyping import Array, Float
 
 from jaxkv.batch import StateTables, StepBatch
 from jaxkv.layers.linear import linear
-from pallas_kernels import causal_conv
-from pallas_kernels.families import member
+from jaxkv.layers.recurrence import convolve
 
 
 def short_conv_mixer(
@@ -37,20 +36,14 @@ def short_conv_mixer(
     """
     projected = linear(params["short_in"], x, params.get("short_in_bias"))
     before, after, inner = jnp.split(projected, 3, axis=1)
-    # Inputs are rounded to the cache's dtype, so that they equal the cached inputs of later steps.
-    stored, bias = layer_cache["conv"].dtype, params.get("conv_bias")
-    convolved, conv = causal_conv(
-        params["conv"].astype(stored),
-        None if bias is None else bias.astype(stored),
-        layer_cache["conv"],
-        (before * inner).astype(stored),
-        tables.read_states,
-        tables.write_states,
-        None if batch.decode else batch.cu_q_lens,
-        None if batch.decode else tables.snapshot_ends,
-        None if batch.decode else tables.snapshot_states,
+    convolved, conv = convolve(
+        params,
+        layer_cache,
+        before * inner,
+        batch,
+        tables,
         activation=None,
-        implementation=member(implementation, "causal_conv"),
+        implementation=implementation,
     )
     gated = after * convolved.astype(x.dtype)
     return {"conv": conv}, linear(params["short_out"], gated, params.get("short_out_bias"))
