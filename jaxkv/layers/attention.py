@@ -1,6 +1,7 @@
 """Grouped-query attention over pages: fused QKV projection, rotation, cache write, attention, output projection."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -20,6 +21,31 @@ from pallas_kernels.formats.quantise import quantise
 _ROLES = ("key", "value", "key_scale", "value_scale")
 
 
+@dataclass(frozen=True, kw_only=True)
+class AttentionSizes:
+    """Sizes and options of one layer's attention.
+
+    Attributes:
+        heads: query heads.
+        kv_heads: heads of keys and values; each serves `heads / kv_heads` query heads.
+        head_dim: components of a head.
+        scale: factor of attention scores; `None` for `head_dim ** -0.5`.
+        norm_eps: epsilon of the norms on queries and keys.
+        window: tokens that each token sees, its own included; `None` for all.
+        soft_cap: soft cap of scores, `soft_cap * tanh(scores / soft_cap)`; `None` for none.
+        gated: "qkv" begins with [heads * head_dim] rows of gates, whose sigmoid multiplies attention's output.
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    scale: float | None = None
+    norm_eps: float = 1e-6
+    window: int | None = None
+    soft_cap: float | None = None
+    gated: bool = False
+
+
 def attention(
     params: Mapping[str, Array],
     layer_cache: Mapping[str, Array],
@@ -28,14 +54,7 @@ def attention(
     tables: PagedTables,
     angles: Angles,
     *,
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    scale: float | None = None,
-    norm_eps: float = 1e-6,
-    window: int | None = None,
-    soft_cap: float | None = None,
-    gated: bool = False,
+    sizes: AttentionSizes,
     joining: Joining | None = None,
     implementation: str | None = None,
 ) -> tuple[dict[str, Array], Any]:
@@ -53,14 +72,7 @@ def attention(
         batch: the step's metadata.
         tables: page table and write slots of the layer's group.
         angles: from `rope_angles`.
-        heads: query heads.
-        kv_heads: heads of keys and values; each serves `heads / kv_heads` query heads.
-        head_dim: components of a head.
-        scale: factor of attention scores; `None` for `head_dim ** -0.5`.
-        norm_eps: epsilon of the norms on queries and keys.
-        window: tokens that each token sees, its own included; `None` for all.
-        soft_cap: soft cap of scores, `soft_cap * tanh(scores / soft_cap)`; `None` for none.
-        gated: "qkv" begins with [heads * head_dim] rows of gates, whose sigmoid multiplies attention's output.
+        sizes: sizes and options.
         joining: the residual stream to which the output projection adds; `None` to return the output alone.
         implementation: family of implementations that every op must use; `None` for the best.
 
@@ -70,21 +82,7 @@ def attention(
     run = partial(matmul, implementation=implementation)
     qkv = run(params["qkv"], x, bias=params.get("qkv_bias"))
     layer_cache, mixed = attend_projected(
-        params,
-        layer_cache,
-        qkv,
-        batch,
-        tables,
-        angles,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        scale=scale,
-        norm_eps=norm_eps,
-        window=window,
-        soft_cap=soft_cap,
-        gated=gated,
-        implementation=implementation,
+        params, layer_cache, qkv, batch, tables, angles, sizes=sizes, implementation=implementation
     )
     return layer_cache, run(params["o"], mixed, bias=params.get("o_bias"), joining=joining)
 
@@ -97,23 +95,17 @@ def attend_projected(
     tables: PagedTables,
     angles: Angles,
     *,
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    scale: float | None = None,
-    norm_eps: float = 1e-6,
-    window: int | None = None,
-    soft_cap: float | None = None,
-    gated: bool = False,
+    sizes: AttentionSizes,
     implementation: str | None = None,
 ) -> tuple[dict[str, Array], Float[Array, "tokens heads_size"]]:
     """Computes `attention` between its two projections; `qkv` is the output of the first one."""
-    gate, qkv = jnp.split(qkv, (heads * head_dim if gated else 0,), axis=1)
+    heads, kv_heads, head_dim = sizes.heads, sizes.kv_heads, sizes.head_dim
+    gate, qkv = jnp.split(qkv, (heads * head_dim if sizes.gated else 0,), axis=1)
     if "wide_q_norm" in params:
-        sizes = (heads * head_dim, (heads + kv_heads) * head_dim)
-        q, k, v = jnp.split(qkv, sizes, axis=1)
-        q = rms_norm(params["wide_q_norm"], q, eps=norm_eps)
-        k = rms_norm(params["wide_k_norm"], k, eps=norm_eps)
+        bounds = (heads * head_dim, (heads + kv_heads) * head_dim)
+        q, k, v = jnp.split(qkv, bounds, axis=1)
+        q = rms_norm(params["wide_q_norm"], q, eps=sizes.norm_eps)
+        k = rms_norm(params["wide_k_norm"], k, eps=sizes.norm_eps)
         qkv = jnp.concatenate((q, k, v), axis=1)
     qkv = qkv.reshape(len(qkv), heads + 2 * kv_heads, head_dim)
     late = params.get("late_qk_norm")
@@ -126,7 +118,7 @@ def attend_projected(
         *angles,
         tables.write_slots,
         norm=norm,
-        norm_eps=norm_eps,
+        norm_eps=sizes.norm_eps,
         implementation=member(implementation, "rotary_write"),
     )
     layer_cache = dict(zip(roles, pools, strict=True))
@@ -139,14 +131,14 @@ def attend_projected(
         q,
         batch,
         tables,
-        scale=head_dim**-0.5 if scale is None else scale,
-        window=window,
-        soft_cap=soft_cap,
+        scale=head_dim**-0.5 if sizes.scale is None else sizes.scale,
+        window=sizes.window,
+        soft_cap=sizes.soft_cap,
         sinks=params.get("sinks"),
         implementation=implementation,
     )
     mixed = mixed.reshape(len(mixed), -1)
-    if gated:
+    if sizes.gated:
         gate = jax.nn.sigmoid(gate.astype(jnp.float32))
         mixed = (mixed.astype(jnp.float32) * gate).astype(mixed.dtype)
     return layer_cache, mixed
@@ -169,7 +161,7 @@ def attend(
     """Writes keys and values to the layer's pages, then attends over the pages.
 
     The write comes first, because a token reads itself and earlier tokens of the same step from the pages.
-    `attention` documents `scale`, `window`, `soft_cap`, `sinks` and `implementation`.
+    `AttentionSizes` documents `scale`, `window` and `soft_cap`, `attention` the others.
     """
     new = {"key": k, "value": v}
     if "key_scale" in layer_cache:

@@ -2,13 +2,12 @@
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxkv.batch import PagedTables, StepBatch
-from jaxkv.layers.attention import attend_projected
+from jaxkv.layers.attention import AttentionSizes, attend_projected
 from jaxkv.layers.feed_forward import gate
 from jaxkv.layers.linear import linear
 from jaxkv.layers.norm import rms_norm
@@ -25,9 +24,8 @@ def transformer_block(
     angles: Angles,
     *,
     activation: str,
-    norm_eps: float,
+    sizes: AttentionSizes,
     implementation: str | None = None,
-    **attention_options: Any,  # noqa: ANN401 - those of `attend_projected`
 ) -> tuple[dict[str, Array], Float[Array, "tokens hidden_size"]]:
     """Computes attention, a gated feed-forward and a projection, each on the output of the one before.
 
@@ -45,32 +43,23 @@ def transformer_block(
         tables: page table and write slots of the layer's group.
         angles: from `rope_angles`.
         activation: name of the feed-forward's activation.
-        norm_eps: epsilon of the norms.
+        sizes: sizes and options of the attention; its `norm_eps` is that of all norms.
         implementation: family of implementations that every op must use; `None` for the best.
-        **attention_options: sizes and options of `attend_projected`.
 
     Returns:
         The layer's pages after the write, and the output.
     """
     run = partial(linear, implementation=implementation)
     wide = jnp.concatenate((x, embeddings.astype(x.dtype)), axis=1)
-    wide = rms_norm(params["side_norm"], wide, eps=norm_eps)
+    wide = rms_norm(params["side_norm"], wide, eps=sizes.norm_eps)
     qkv = run(params["qkv"], wide)
     if "qkv_adapter_in" in params:
         adapters = zip(params["qkv_adapter_in"], params["qkv_adapter_out"], strict=True)
         qkv += jnp.concatenate([_adapted(*adapter, wide) for adapter in adapters], axis=1)
     layer_cache, mixed = attend_projected(
-        params,
-        layer_cache,
-        qkv,
-        batch,
-        tables,
-        angles,
-        norm_eps=norm_eps,
-        implementation=implementation,
-        **attention_options,
+        params, layer_cache, qkv, batch, tables, angles, sizes=sizes, implementation=implementation
     )
-    inner = rms_norm(params["inner_norm"], run(params["o"], mixed), eps=norm_eps)
+    inner = rms_norm(params["inner_norm"], run(params["o"], mixed), eps=sizes.norm_eps)
     gate_up = run(params["gate_up"], inner, params.get("gate_up_bias"))
     gate_up += _adapted(params["gate_up_adapter_in"], params["gate_up_adapter_out"], inner)
     inner = run(params["down"], gate(gate_up, activation=activation), params.get("down_bias"))

@@ -1,14 +1,12 @@
 """Blocks with a cache: attention, Mamba, Mamba-2 and gated delta mixers, gated short convolutions."""
 
-from typing import Any
-
 from jaxkv.cache.spec import PagedSpec, StateSpec
 from jaxkv.cache.variants import QUANTISED, gqa, mamba2, window
 from jaxkv.cache.variants import delta as delta_spec
 from jaxkv.cache.variants import mamba1 as mamba1_spec
 from jaxkv.cache.variants import short_conv as short_conv_spec
 from jaxkv.config.model import ModelConfig
-from jaxkv.layers.attention import attention
+from jaxkv.layers.attention import AttentionSizes, attention
 from jaxkv.layers.delta import gated_delta_mixer
 from jaxkv.layers.linear import Normed, scaled
 from jaxkv.layers.mamba import mamba2_mixer
@@ -51,18 +49,18 @@ def attention_spec(config: ModelConfig, layer: int, page_size: int, dtype: str) 
     return window(*shape, dtype=dtype, page_size=page_size, window=reach)
 
 
-def attention_options(config: ModelConfig, layer: int) -> dict[str, Any]:
-    """Returns the keyword arguments of `layers.attention.attention` for a layer."""
-    return {
-        "heads": config.heads,
-        "kv_heads": config.kv_heads,
-        "head_dim": config.head_dim,
-        "scale": config.attention_scale,
-        "norm_eps": config.norm_eps,
-        "window": config.windows[layer],
-        "soft_cap": config.attention_cap,
-        "gated": config.attention_gate,
-    }
+def attention_sizes(config: ModelConfig, layer: int) -> AttentionSizes:
+    """Returns the sizes and options of a layer's attention."""
+    return AttentionSizes(
+        heads=config.heads,
+        kv_heads=config.kv_heads,
+        head_dim=config.head_dim,
+        scale=config.attention_scale,
+        norm_eps=config.norm_eps,
+        window=config.windows[layer],
+        soft_cap=config.attention_cap,
+        gated=config.attention_gate,
+    )
 
 
 def _run_attention(inputs: BlockInputs) -> BlockOutput:
@@ -74,9 +72,9 @@ def _run_attention(inputs: BlockInputs) -> BlockOutput:
         inputs.batch,
         inputs.pages,
         inputs.angles,
+        sizes=attention_sizes(config, inputs.layer),
         joining=inputs.joining,
         implementation=inputs.implementation,
-        **attention_options(config, inputs.layer),
     )
     if inputs.joining is not None:
         return new, mixed

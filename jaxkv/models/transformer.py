@@ -3,7 +3,7 @@
 from jaxkv.config.model import ModelConfig
 from jaxkv.layers.transformer import transformer_block
 from jaxkv.models.block import Block, BlockInputs, BlockOutput, Leaf, required
-from jaxkv.models.mixers import attention_options, attention_spec
+from jaxkv.models.mixers import attention_sizes, attention_spec
 
 
 def _leaves(config: ModelConfig) -> dict[str, Leaf]:
@@ -40,8 +40,8 @@ def _run(inputs: BlockInputs) -> BlockOutput:
         inputs.pages,
         inputs.angles,
         activation=inputs.config.activation,
+        sizes=attention_sizes(inputs.config, inputs.layer),
         implementation=inputs.implementation,
-        **attention_options(inputs.config, inputs.layer),
     )
 
 

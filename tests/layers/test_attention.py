@@ -9,7 +9,7 @@ import pytest
 
 from jaxkv.batch import PagedTables, StepBatch
 from jaxkv.config.model import RopeConfig
-from jaxkv.layers.attention import attend, attention
+from jaxkv.layers.attention import AttentionSizes, attend, attention
 from jaxkv.layers.norm import rms_norm
 from jaxkv.layers.rope import rope_angles, rotate
 from jaxkv.sampling.batch import SamplingBatch
@@ -65,9 +65,18 @@ def one_row(positions, *, decode=False):
 
 
 @partial(jax.jit, static_argnames=("window", "implementation"))
-def run(params, cache, x, batch, tables, **options):
+def run(params, cache, x, batch, tables, *, window=None, implementation=None):
     angles = rope_angles(ROPE, batch.positions, batch.positions + 1)
-    return attention(params, cache, x, batch, tables, angles, **SHAPE, **options)
+    return attention(
+        params,
+        cache,
+        x,
+        batch,
+        tables,
+        angles,
+        sizes=AttentionSizes(**SHAPE, window=window),
+        implementation=implementation,
+    )
 
 
 def dense(params, x, positions, *, window=None):
