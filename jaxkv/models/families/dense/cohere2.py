@@ -11,6 +11,7 @@ from jaxkv.models.families.llama_like import (
     layer_windows,
     llama_rules,
     read_llama_like,
+    require,
     take_num_layers,
 )
 from jaxkv.models.hf_config.config_json import ConfigJson
@@ -24,8 +25,21 @@ def from_hf(raw: Mapping[str, object]) -> ModelConfig:
     """Reads a parsed config.json whose `model_type` is "cohere2": only window layers have rotary embedding."""
     keys = ConfigJson(raw)
     # Transformers writes it and does not read it.
-    keys.ignore("_sliding_window_pattern")
+    keys.ignore("_sliding_window_pattern use_parallel_embedding")
     every = keys.take_int("sliding_window_pattern", 4)
+    # Keys of the authors' own code, which published files repeat.
+    require(
+        keys,
+        "cohere2",
+        layer_switch=every,
+        order_of_interleaved_layers="local_attn_first",
+        position_embedding_type="rope_gptj",
+        rotary_pct=1.0,
+        use_embedding_sharing=keys.take_bool("tie_word_embeddings", True),
+        use_gated_activation=True,
+        use_parallel_block=True,
+        use_qk_norm=False,
+    )
     window = keys.take_int("sliding_window", 4096)
     windows = layer_windows(keys, window, full_every=every)
     full = tuple(layer for layer, reach in enumerate(windows) if reach is None)

@@ -5,13 +5,21 @@ from collections.abc import Mapping
 from jaxkv.config.model import ModelConfig
 from jaxkv.models.families.dense.olmo2 import RULES
 from jaxkv.models.families.family import Family
-from jaxkv.models.families.llama_like import layer_windows, read_llama_like, take_nullable_int
+from jaxkv.models.families.llama_like import (
+    layer_windows,
+    read_llama_like,
+    require,
+    take_nullable_int,
+)
 from jaxkv.models.hf_config.config_json import ConfigJson
 
 
 def from_hf(raw: Mapping[str, object]) -> ModelConfig:
     """Reads a parsed config.json whose `model_type` is "exaone4"."""
     keys = ConfigJson(raw)
+    # Published files have them, and Transformers reads neither: its norms are always behind the stages.
+    keys.ignore("max_window_layers")
+    require(keys, "exaone4", reorder_qk_norm=True)
     window = take_nullable_int(keys, "sliding_window", 4096)
     windows = layer_windows(keys, window, full_every=_full_every(keys))
     # Without windows all layers are rotated.

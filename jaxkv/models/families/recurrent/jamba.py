@@ -8,6 +8,7 @@ from jaxkv.models.families.family import Family
 from jaxkv.models.families.llama_like import (
     TIED,
     read_llama_like,
+    require,
     take_num_layers,
     without_rotation,
 )
@@ -30,6 +31,9 @@ def from_hf(raw: Mapping[str, object]) -> ModelConfig:
     """Reads a parsed config.json whose `model_type` is "jamba"."""
     keys = ConfigJson(raw)
     keys.ignore("use_mamba_kernels use_mambapy use_associative_scan num_logits_to_keep")
+    # Keys of the authors' own code, which the first published files have.
+    keys.ignore("calc_logits_for_entire_prompt")
+    require(keys, "jamba", mamba_inner_layernorms=True)
     # Mixers have the activation too.
     keys.take_choice("hidden_act", "silu", SILU)
     num_layers = take_num_layers(keys)

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from jaxkv.config.blocks import Mamba1Config
 from jaxkv.config.model import ModelConfig
 from jaxkv.models.families.family import Family
-from jaxkv.models.families.llama_like import check_architecture
+from jaxkv.models.families.llama_like import check_architecture, require
 from jaxkv.models.families.recurrent.mamba2 import read_mixers, take_inner
 from jaxkv.models.hf_config.config_json import ConfigJson
 from jaxkv.models.hf_config.mamba_json import SILU
@@ -20,8 +20,11 @@ def from_hf(raw: Mapping[str, object]) -> ModelConfig:
     keys.ignore("use_mambapy use_associative_scan time_step_scale time_step_init_scheme")
     keys.take_choice("hidden_act", "silu", SILU)
     hidden_size = keys.take_int("hidden_size", 768, high=2**20)
+    channels = take_inner(keys, hidden_size)
+    # Keys of the authors' own code, which the first published files repeat.
+    require(keys, "mamba", d_inner=channels, rms_norm=True, ssm_cfg={})
     sizes = Mamba1Config(
-        channels=take_inner(keys, hidden_size),
+        channels=channels,
         d_state=keys.take_int("state_size", 16, high=2**16),
         dt_rank=take_rank(keys, "time_step_rank", hidden_size),
         d_conv=keys.take_int("conv_kernel", 4, low=2, high=64),
