@@ -16,7 +16,7 @@ from jaxkv.models.registry import load_params
 from jaxkv.weights import staging
 from jaxkv.weights.block_scaled import BlockScaled
 from jaxkv.weights.rules import HeadPairs, Regrouped
-from jaxkv.weights.safetensors import open_checkpoint
+from jaxkv.weights.safetensors import all_finite, open_checkpoint
 from jaxkv.weights.staging import fill_leaves
 from jaxkv.weights.stored_leaf import Arrangement, StoredLeaf
 
@@ -44,9 +44,25 @@ class Client:
 def staged(monkeypatch):
     """Makes loading on the CPU go through buffers as on a GPU; returns what chooses their size."""
     client = Client()
-    put = jax.device_put
-    # Like the copy to a GPU, it must not keep the buffer itself.
-    monkeypatch.setattr(jax, "device_put", lambda x, at: jnp.copy(put(x, at)))
+    put, wait = jax.device_put, jax.block_until_ready
+    sent: dict[int, jax.Array] = {}
+    awaited: list[jax.Array] = []
+
+    def copy(memory, at):
+        earlier = sent.get(memory.ctypes.data)
+        assert earlier is None or any(earlier is one for one in awaited), (
+            "written while it is copied"
+        )
+        # Like the copy to a GPU, it must not keep the buffer itself.
+        sent[memory.ctypes.data] = jnp.copy(put(memory, at))
+        return sent[memory.ctypes.data]
+
+    def note(arrays):
+        awaited.extend(jax.tree.leaves(arrays))
+        return wait(arrays)
+
+    monkeypatch.setattr(jax, "device_put", copy)
+    monkeypatch.setattr(jax, "block_until_ready", note)
     monkeypatch.setattr(staging, "_staging_client", lambda at: client)
     monkeypatch.setattr(staging, "SMALL_BYTES", 0)
 
@@ -130,6 +146,19 @@ def test_the_device_arranges_a_leaf_as_the_host_does(
         np.testing.assert_array_equal(on_device, on_host)
         assert len(arrived) > 1
         assert sum(arrived) == numbers.nbytes
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("odd", [np.nan, -np.inf])
+def test_a_number_that_is_not_finite_is_found_at_any_place(dtype, odd):
+    size = 2**18 + 3
+    numbers = np.linspace(-1, 1, size).astype(np.dtype(dtype))
+    assert all_finite(numbers)
+    for place in (0, 2**17 - 1, 2**17, 2**18, size - 1):
+        before, numbers[place] = numbers[place], odd
+        assert not all_finite(numbers)
+        numbers[place] = before
+    assert all_finite(numbers[:0])
 
 
 def test_rows_of_scaled_numbers_are_read_from_any_row_on(tmp_path, kit, staged, monkeypatch):
