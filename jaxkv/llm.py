@@ -466,7 +466,7 @@ class LLM:
         Args:
             level: 1 frees the cache; what the prefix cache keeps on the device is lost, its copies on the host stay.
                 2 drops the parameters too: `update_weights` must give new ones before `wake_up`. Their memory is free
-                once nobody else holds the arrays.
+                once nothing else holds the arrays.
 
         Raises:
             ValueError: the level is neither 1 nor 2.

@@ -67,9 +67,8 @@ class _NoteHandler(logging.Handler):
         try:
             self._screen.note(f"jaxkv: {record.levelname.lower()}: {self.format(record).strip()}")
         except OSError:
-            self.handleError(
-                record
-            )  # A log that nobody reads any more must not end what is logged.
+            # A log without a reader must not end the program that writes it.
+            self.handleError(record)
 
 
 def _show_together() -> bool:

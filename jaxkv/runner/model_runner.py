@@ -93,7 +93,7 @@ class ModelRunner:
         self.weight_version = version
 
     def drop_params(self) -> None:
-        """Drops the parameters; their memory is free once nobody else refers to them."""
+        """Drops the parameters; their memory is free once nothing else refers to them."""
         self.params = None
 
     def refuse_without_params(self) -> None:

@@ -87,7 +87,7 @@ class Exchange(asyncio.Protocol):
         """Takes what is called with the exchange and each part of the body of an answer of status 200."""
         self.status = 0
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        # An exchange that timed out is awaited by nobody, and asyncio would log its failure.
+        # Nothing awaits an exchange that timed out, and asyncio would log its failure.
         self.ended.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
         self.error_body = b""
         self._parser = httptools.HttpResponseParser(self)
