@@ -20,6 +20,7 @@ from jaxkv.plan import plan_cache
 from jaxkv.programs.manifest import Programs, compile_count
 from jaxkv.runner.model_runner import ModelRunner
 from jaxkv.runner.program_specs import StepSpec
+from jaxkv.runner.scoring import prompt_logprobs
 from jaxkv.runner.sequence_runner import SequenceRunner
 from pallas_kernels import page_write, paged_attention
 from pallas_kernels.dispatch import Unsupported
@@ -52,11 +53,11 @@ def params():
     )
 
 
-def sequence_runner_of(model, params, page_size=16):
+def sequence_runner_of(model, params, page_size=16, dtype="bfloat16"):
     layout, budget = plan_cache(
         model,
         CacheConfig(max_sequences=4, page_size=page_size),
-        dtype="bfloat16",
+        dtype=dtype,
         max_model_len=256,
         free_bytes=None,
     )
@@ -139,6 +140,45 @@ def test_float32_on_the_card_equals_float32_on_the_processor():
         processor = generate(there, MODEL, prompts, sampling=wish)
     np.testing.assert_allclose(card.top_logprobs[:, 0], processor.top_logprobs[:, 0], atol=1e-4)
     np.testing.assert_array_equal(card.tokens, processor.tokens)
+
+
+def prompt_scores(model, params, dtype, prompts):
+    """Returns the log-probabilities of the prompts' tokens behind the first, [prompts, tokens]."""
+    cast = jax.tree.map(lambda leaf: leaf.astype(dtype), params)
+    sequence_runner = sequence_runner_of(model, cast, dtype=dtype)
+    # Leaves the free pages out of order.
+    tokens_of(sequence_runner)
+    tables = [prompt_logprobs(sequence_runner, prompt, 0) for prompt in prompts]
+    return np.array(
+        [
+            [table[token] for token, table in zip(prompt[1:], found[1:], strict=True)]
+            for prompt, found in zip(prompts, tables, strict=True)
+        ]
+    )
+
+
+def test_prompt_logprobs_of_kernels_are_as_near_to_float32_as_those_of_xla(params):
+    """The yardstick is what rounding to bfloat16 costs in XLA; a wrong page in the prompt costs far more."""
+    draw, size = np.random.default_rng(3), 16
+    prompts = [tuple(draw.integers(0, 512, 250).tolist()) for _ in range(3)]
+    wrong = list(prompts[0])
+    wrong[size : 2 * size], wrong[8 * size : 9 * size] = (
+        wrong[8 * size : 9 * size],
+        wrong[size : 2 * size],
+    )
+    xla = replace(MODEL, implementation="xla")
+    *wanted, exchanged = prompt_scores(xla, params, "float32", [*prompts, tuple(wrong)])
+
+    def error(found):
+        return float(np.sqrt(np.mean((found - np.array(wanted)) ** 2)))
+
+    by_xla = error(prompt_scores(xla, params, "bfloat16", prompts))
+    by_kernels = error(prompt_scores(MODEL, params, "bfloat16", prompts))
+    behind = slice(9 * size, None)
+    by_wrong_page = float(np.sqrt(np.mean((exchanged - wanted[0])[behind] ** 2)))
+    # Two computations with the same roundings differ from float32 by as much, but for the order of sums.
+    assert by_kernels < 1.5 * by_xla
+    assert by_wrong_page > 10 * by_xla
 
 
 def test_the_same_programs_give_the_same_bits_again_and_compile_nothing(params):
