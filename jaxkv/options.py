@@ -125,6 +125,7 @@ def add_model_options(parser: argparse.ArgumentParser, *, max_sequences: int | N
     )
     parser.add_argument(
         "--page-size",
+        "--block-size",
         type=size,
         default=CacheConfig.page_size,
         metavar="N",
@@ -132,6 +133,7 @@ def add_model_options(parser: argparse.ArgumentParser, *, max_sequences: int | N
     )
     parser.add_argument(
         "--max-sequences",
+        "--max-num-seqs",
         type=size,
         default=max_sequences,
         metavar="N",
@@ -140,12 +142,14 @@ def add_model_options(parser: argparse.ArgumentParser, *, max_sequences: int | N
     )
     parser.add_argument(
         "--cache-bytes",
+        "--kv-cache-memory-bytes",
         type=size,
         metavar="N",
         help="memory for the cache (default: what the sequences need, at most a share of the free memory)",
     )
     parser.add_argument(
         "--cache-dtype",
+        "--kv-cache-dtype",
         default="auto",
         metavar="NAME",
         help="of keys and values: auto (that of the weights), float32, bfloat16, float16, fp8 or int8 "

@@ -4,7 +4,7 @@ import argparse
 
 import pytest
 
-from jaxkv.cli import main
+from jaxkv.cli import _parser, main
 from jaxkv.options import size, with_command_options, with_hyphens
 
 
@@ -92,3 +92,19 @@ def test_the_names_that_errors_have_for_options_are_those_that_help_shows(comman
         spelled = with_command_options(ValueError(name))
         assert spelled.startswith("--")
         assert f"{spelled} " in told
+
+
+def test_options_have_vllms_names_too():
+    ours = ["--max-sequences=3", "--page-size=32", "--cache-dtype=int8", "--cache-bytes=1k"]
+    theirs = [
+        "--max-num-seqs=3",
+        "--block-size=32",
+        "--kv-cache-dtype=int8",
+        "--kv-cache-memory-bytes=1k",
+    ]
+    budgets = ["--token-budget=64"], ["--max-num-batched-tokens=64"]
+    read = [
+        vars(_parser().parse_args(["serve", *given, *budget]))
+        for given, budget in zip((ours, theirs), budgets, strict=True)
+    ]
+    assert read[0] == read[1]

@@ -83,6 +83,7 @@ def _add_address_options(parser: argparse.ArgumentParser) -> None:
 def _add_engine_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--token-budget",
+        "--max-num-batched-tokens",
         type=size,
         default=EngineConfig.token_budget,
         metavar="N",
@@ -225,7 +226,8 @@ def _serve(options: argparse.Namespace, screen: Screen) -> int:
     missing = [name for name in _NEEDED if find_spec(name) is None]
     if missing:
         raise RuntimeError(
-            f'the server needs {", ".join(missing)}, not installed here; run pip install "jaxkv[serve]"'
+            f'the server needs {", ".join(missing)}, not installed here; run pip install "jaxkv[serve]", '
+            f'or in a clone pip install -e ".[serve]"'
         )
     import uvloop
 

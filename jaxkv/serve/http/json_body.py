@@ -4,6 +4,7 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
 from typing import Any, NoReturn
 
 import msgspec
@@ -130,7 +131,7 @@ def _wrong_field(text: str, tree: Mapping[str, Any], kind: type) -> ApiError:
     if unknown := _UNKNOWN.match(said):
         name = clip(unknown.group(1), 60)
         return bad_request(
-            f"the field {_join(path, name)} is unknown; remove it",
+            f"the field {_join(path, name)} is unknown; {_instead(name, kind, path)}",
             _join(path, name),
             "unknown_field",
         )
@@ -148,6 +149,13 @@ def _wrong_field(text: str, tree: Mapping[str, Any], kind: type) -> ApiError:
         return bad_request(f"{path} has a value that is not supported", path)
     said = said.replace("`", "").replace("Expected", "wanted")
     return bad_request(f"{path or 'the body'} is wrong: {said}", path or None)
+
+
+def _instead(name: str, kind: type, path: str) -> str:
+    """Returns what to do with an unknown field."""
+    known = () if path else getattr(kind, "__struct_fields__", ())
+    closest = get_close_matches(name, known, n=1, cutoff=0.75)
+    return f"the closest is {closest[0]}" if closest else "remove it"
 
 
 def _join(path: str, name: str) -> str:

@@ -196,3 +196,15 @@ def test_prompt_logprobs_are_by_token_id():
             assert second["6"]["decoded_token"] == TOKENIZER.decode([6])
 
     asyncio.run(run())
+
+
+def test_an_unknown_field_is_answered_with_the_closest_one():
+    async def run():
+        async with serving() as server:
+            for field, words in (("max_token", "the closest is max_tokens"), ("xyz", "remove it")):
+                given = {"model": "tiny", "prompt": [5], field: 1}
+                error = (await server.http.post("/v1/completions", json=given)).json()["error"]
+                assert error["message"] == f"the field {field} is unknown; {words}"
+                assert (error["param"], error["code"]) == (field, "unknown_field")
+
+    asyncio.run(run())
