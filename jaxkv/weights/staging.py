@@ -32,7 +32,7 @@ MOST_IN_FLIGHT = 2 * 2**30
 READERS = 8
 BUFFERS = 12
 """Buffers, more than readers, so that none waits while others are copied to the device."""
-BUFFER_BYTES = 32 * 2**20
+BUFFER_BYTES = 64 * 2**20
 SMALL_BYTES = 2**20
 """A leaf up to this size has memory of its own, and waits for no buffer."""
 
