@@ -203,6 +203,11 @@ class PageAllocator:
             tuple(copies),
         )
 
+    def extend(self, seq: int, num_tokens: int) -> bool:
+        """Does what `reserve` does, in less time, if no page or state has to be taken; returns whether it did."""
+        held = self._find(seq)
+        return num_tokens >= held.computed and held.extend(num_tokens)
+
     def commit(self, seq: int, num_tokens: int) -> None:
         """Records that tokens up to `num_tokens` are computed; the next step reads the states that their step wrote.
 

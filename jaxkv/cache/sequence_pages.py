@@ -193,6 +193,14 @@ class SequencePages:
         self.changes += 1
         return copies
 
+    def extend(self, num_tokens: int) -> bool:
+        """Makes tokens up to `num_tokens` writable if that takes no page and no state; returns whether it did."""
+        if self.states or any(self._needed(group, num_tokens, 0) for group in self._groups.groups):
+            return False
+        self.writable = max(self.writable, num_tokens)
+        self.reserved = max(self.reserved, num_tokens)
+        return True
+
     def commit(self, num_tokens: int) -> None:
         """Counts tokens as computed; the next step reads the states that their step writes."""
         self.computed = num_tokens

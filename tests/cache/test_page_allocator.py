@@ -210,6 +210,7 @@ def test_a_sequence_that_is_not_open_is_refused_by_every_verb(allocator):
     for use in (
         lambda: allocator.release(1),
         lambda: allocator.reserve(1, 1),
+        lambda: allocator.extend(1, 1),
         lambda: allocator.commit(1, 1),
         lambda: allocator.fork(1, 2),
         lambda: allocator.pages(1, "gqa"),
@@ -304,6 +305,28 @@ def test_gqa_alone_needs_no_states():
     allocator = PageAllocator(group_layers(place([gqa(1, 2, **HALF)])), {"gqa": 2})
     computed(allocator, 1, 8)
     assert allocator.reserve(1, 8).new_states == {}
+
+
+def test_extend_does_only_what_takes_no_page_and_copies_none(allocator):
+    computed(allocator, 7, 5)
+    assert not allocator.extend(7, 6)  # A state may have to be taken.
+    alone = PageAllocator(group_layers(place([gqa(1, 2, **HALF)])), {"gqa": 4})
+    size = alone.pool("gqa").num_total
+    computed(alone, 1, 5)
+    held = alone.held(1)
+    assert not alone.extend(1, 4)
+    assert alone.extend(1, 6)
+    assert (held.computed, held.writable, held.reserved) == (5, 6, 6)
+    assert alone.num_free("gqa") == size - len(held.pages["gqa"])
+    alone.commit(1, 6)
+    alone.fork(1, 2)
+    assert not alone.extend(1, 7)  # The fork shares the page.
+    assert alone.reserve(1, 7).copies
+    alone.commit(1, 7)
+    full = len(held.pages["gqa"]) * 4
+    assert alone.extend(1, full)
+    assert not alone.extend(1, full + 1)
+    alone.check()
 
 
 def test_what_a_sequence_holds_is_read_only_outside_of_the_allocator(allocator):

@@ -138,9 +138,10 @@ class Sequences:
         copies: list[PageCopy] = []
         new = real.sum(axis=1)
         try:
-            for row, count in zip(self.rows, new, strict=True):
-                held = self.store.allocator.reserve(row.number, row.num_tokens + int(count))
-                copies += held.copies
+            for row, count in zip(self.rows, new.tolist(), strict=True):
+                end = row.num_tokens + count
+                if not self.store.allocator.extend(row.number, end):
+                    copies += self.store.allocator.reserve(row.number, end).copies
         except (OutOfPages, OutOfStates) as error:
             size = "max_tokens" if isinstance(error, OutOfPages) else "max_sequences"
             others = self.store.allocator.open_sequences - {row.number for row in self.rows}
