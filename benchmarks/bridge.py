@@ -28,15 +28,18 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import pallas_kernels
 from benchmarks.record import RECORDS, save_record
-from benchmarks.timing import refuse_profilers
+from benchmarks.timing import Effort, refuse_profilers
+from benchmarks.torch_decode import TorchDecoder
 from jaxkv.cache.owner import CacheOwner
 from jaxkv.cache.spec import group_layers
 from jaxkv.cache.variants import gqa, place
+from jaxkv.models.registry import build_model, read_config
 from torch_bridge import JaxkvCache, from_torch, kernels, lease, to_torch
 from torch_bridge.ops import direct
 from torch_bridge.ops.direct import decode_kernel
 from torch_bridge.sharing.dlpack import fence, jax_device
 from torch_bridge.sharing.kept_lease import KeptLease
+from torch_bridge.weights import share_params
 
 PARTS = ("lease", "kernel", "generate")
 _TOLERANCE = 2e-2
@@ -180,7 +183,13 @@ def _model(layers: int, device: torch.device) -> LlamaForCausalLM:
 
 
 def time_generate(
-    *, layers: int, settings: Sequence[tuple[int, int]], new_tokens: int, compiled: bool
+    *,
+    layers: int,
+    settings: Sequence[tuple[int, int]],
+    new_tokens: int,
+    compiled: bool,
+    peer: bool,
+    only: Sequence[str] = (),
 ) -> list[Row]:
     """Times `model.generate` with Transformers' caches and ours, on the same prompts.
 
@@ -189,29 +198,43 @@ def time_generate(
         settings: (rows, prompt tokens) of each batch.
         new_tokens: generated tokens per row.
         compiled: whether to time Transformers' static cache with a compiled decode step too, which takes a minute.
+        peer: whether to time a step of the gpt-fast style decoder on the same weights too; needs a GPU.
+        only: begins of the names of the forms to time; all if empty.
     """
     device = _device()
     model = _model(layers, device)
+    params, config = None, None
+    if peer:
+        raw = model.config.to_dict() | {"architectures": [type(model).__name__]}
+        raw.pop("dtype", None)
+        ours = build_model(read_config(raw))
+        params, config = share_params(model, ours, copy=True), ours.config
     rows = []
     for batch, context in settings:
         ids = torch.randint(1, 1024, (batch, context), device=device)
-        cache = JaxkvCache(model, max_tokens=batch * (context + new_tokens + 16))
+        max_tokens = batch * (context + new_tokens + 16)
+        cache = JaxkvCache(model, max_tokens=max_tokens, graphs=False)
+        replayed = JaxkvCache(model, max_tokens=max_tokens, graphs=True)
         forms: dict[str, tuple[str, dict[str, Any]]] = {
             "dynamic, sdpa": ("sdpa", {}),
             "static, sdpa": ("sdpa", {"cache_implementation": "static", "disable_compile": True}),
             "ours, sdpa on gathered pages": ("sdpa", {"past_key_values": cache}),
             "ours, our kernels": ("jaxkv", {"past_key_values": cache}),
             "ours, our kernels, one lease": ("jaxkv", {"past_key_values": cache}),
+            "ours, our kernels, graphs": ("jaxkv", {"past_key_values": replayed}),
         }
         if compiled:
             forms["static, sdpa, compiled"] = ("sdpa", {"cache_implementation": "static"})
         reference = None
         for name, (implementation, options) in forms.items():
+            if only and not name.startswith(tuple(only)):
+                continue
             model.set_attn_implementation(implementation)
             session = name.endswith("one lease")
             seconds, tokens = math.inf, ids
             for _ in range(2):
-                cache.reset(keep_prefix=False)
+                for one in (cache, replayed):
+                    one.reset(keep_prefix=False)
                 steps, tokens = _generate(
                     model, ids, new_tokens, options, cache if session else None
                 )
@@ -227,9 +250,36 @@ def time_generate(
                     "tokens_as_dynamic": (tokens == reference).float().mean().item(),
                 }
             )
+            if options.get("past_key_values") is replayed:
+                rows[-1] |= _graph_columns(replayed)
+            options.clear()
             _print([rows[-1]])
-        del cache
+        del cache, replayed, forms
+        if params is not None and config is not None:
+            decoder = TorchDecoder(config, params, batch, context + new_tokens)
+            seconds = decoder.time_step(context + new_tokens // 2, Effort()).us / 1e6
+            rows.append(
+                {
+                    "batch": batch,
+                    "context": context,
+                    "cache": "gpt-fast style, one graph, no host",
+                    "decode_tokens_per_s": batch / seconds,
+                    "ms_per_step": seconds * 1e3,
+                }
+            )
+            _print([rows[-1]])
+            del decoder
     return rows
+
+
+def _graph_columns(cache: JaxkvCache) -> Row:
+    stats = cache.stats()
+    return {
+        "graph_mb": stats.graph_bytes / 2**20,
+        "recording_s": stats.graph_seconds,
+        "steps_replayed": stats.steps_replayed,
+        "why_not_replayed": stats.why_not_replayed,
+    }
 
 
 def _generate(
@@ -301,6 +351,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--new-tokens", type=int, default=32, help="at least 3")
     parser.add_argument("--compiled", action="store_true", help="also Transformers' compiled step")
+    parser.add_argument("--peer", action="store_true", help="also a gpt-fast style step; GPU only")
+    parser.add_argument("--only", default="", help="begins of forms, separated by semicolons")
     parser.add_argument(
         "--record", help="begin of the records' names; nothing is saved if not given"
     )
@@ -324,6 +376,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 settings=settings,
                 new_tokens=given.new_tokens,
                 compiled=given.compiled,
+                peer=given.peer,
+                only=[one.strip() for one in given.only.split(";") if one.strip()],
             )
         print(f"-- {part}")
         _print(rows)

@@ -11,12 +11,13 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function
 
 from pallas_kernels.dispatch import Unsupported
+from torch_bridge import kernels
 from torch_bridge.ops.calls import hand_out, run
 from torch_bridge.ops.direct import decode_kernel, fitted, ragged_kernel
 from torch_bridge.sharing.dlpack import from_torch
 from torch_bridge.transformers_cache.gradients import refuse_gradient
 from torch_bridge.transformers_cache.step import Step, active
-from torch_bridge.transformers_cache.tables import padded
+from torch_bridge.transformers_cache.tables import GroupTables, NotRecordable, padded
 from torch_bridge.transformers_cache.uncompiled import uncompiled
 
 NAME = "jaxkv"
@@ -113,7 +114,7 @@ def paged_attention_forward(
     if s_aux is None:
         out = _launch(step, layer, given, scale, softcap)
     if out is None:
-        sinks = None if s_aux is None else from_torch(s_aux.detach().to(query.dtype))
+        sinks = None if s_aux is None else s_aux.detach().to(query.dtype)
         options = {"scale": scale, "window": window, "soft_cap": softcap, "sinks": sinks}
         out = _run(step, layer, given, options)
     out = out if out.dtype == query.dtype else out.to(query.dtype)
@@ -143,10 +144,12 @@ def _find_launch(
     """Returns a function that launches a kernel on the step's queries and a layer's pools; `None` without a kernel."""
     table, pools = step.tables(layer).page_table, step.pools(layer)
     if step.decodes:
-        decode = decode_kernel(packed, *pools, table, step.seq_lens, **numbers)
+        seq_lens = step.seq_lens
+        decode = decode_kernel(packed, *pools, table, seq_lens, **numbers)
         if decode is None:
             return None
-        return lambda *tensors: decode(*tensors, table, step.seq_lens)
+        # The function outlives the step where a graph keeps it, so it must not refer to the step, which has the pools.
+        return lambda *tensors: decode(*tensors, table, seq_lens)
     found = ragged_kernel(packed, *pools, table, step.seq_lens, step.cu_q_lens, **numbers)
     if found is None:
         return None
@@ -175,12 +178,35 @@ def _unpacked(step: Step, out: torch.Tensor) -> torch.Tensor:
 def _run(step: Step, layer: int, query: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
     """Attends through XLA: returns [rows, queries, heads, head_dim]."""
     packed = _packed(step, query, step.pools(layer)[0].dtype).contiguous()
+    tables = step.tables(layer)
+    if not isinstance(tables, GroupTables):
+        return _unpacked(step, _run_recorded(step, layer, packed, options))
     pages = [step.lease.array(f"layer{layer}.{role}") for role in ("key", "value")]
-    arrays = [from_torch(packed), *pages, step.tables(layer).page_table_array, step.seq_lens_array]
+    arrays = [from_torch(packed), *pages, tables.page_table_array, step.seq_lens_array]
     if not step.decodes:
         arrays.append(from_torch(step.cu_q_lens))
+    if options["sinks"] is not None:
+        options["sinks"] = from_torch(options["sinks"])
     op = "paged_attention" if step.decodes else "ragged_attention"
     return _unpacked(step, hand_out(run(op, *arrays, **options)))
+
+
+def _run_recorded(
+    step: Step, layer: int, packed: torch.Tensor, options: dict[str, Any]
+) -> torch.Tensor:
+    """Attends by the custom op, in a step that is recorded without a kernel that torch launches: on the CPU only."""
+    if packed.is_cuda:
+        raise NotRecordable(
+            f"attention has no kernel here that torch can launch without XLA, for {packed.shape[1]} heads of "
+            f"{packed.shape[2]} in {packed.dtype}{'' if options['sinks'] is None else ' with sinks'}; it needs Hopper, "
+            f"16 bits and 64 to 256 per head"
+        )
+    tables = (step.tables(layer).page_table, step.seq_lens)
+    # Copies, since JAX may hold its arguments for longer than the lease.
+    copies = [pool.clone() for pool in step.pools(layer)]
+    out = kernels.paged_attention(packed.clone(), *copies, *tables, **options)
+    assert isinstance(out, torch.Tensor)
+    return out
 
 
 def no_mask(*args: Any, mask_function: Any = None, use_vmap: bool = False, **kwargs: Any) -> None:  # noqa: ANN401

@@ -7,7 +7,7 @@ leases the pool to torch. After the forward it returns the lease.
 import sys
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NoReturn, Self
@@ -23,6 +23,9 @@ from transformers.cache_utils import (
 
 from jaxkv.cache.owner import CacheOwner
 from jaxkv.cache.spec import group_layers
+from torch_bridge.graphs.decode_graphs import DecodeGraphs
+from torch_bridge.graphs.forward import install
+from torch_bridge.graphs.recorder import recorder_for
 from torch_bridge.transformers_cache.attention import attends_pages
 from torch_bridge.transformers_cache.cache_layers import PagedLayer, Running
 from torch_bridge.transformers_cache.forward_call import ForwardCall
@@ -43,12 +46,24 @@ class JaxkvCacheStats:
         tokens_reused: tokens whose keys were found in the prefix index and not computed.
         bytes: size of the pool, which forks share.
         leases_taken: how often the pool was leased to torch, by forks too. It stays 1 while JAX does not use the pool.
+        steps_replayed: decode steps that were replayed as a graph, by forks too, as are the following.
+        graphs_recorded: how often a decode step was recorded.
+        graph_bytes: device memory that the graphs hold for temporaries and results.
+        graph_seconds: time that the recordings took.
+        why_not_replayed: why the latest decode step was not replayed; `None` if it was, or if there was none.
+        why_recorded_again: why the graphs were last dropped; `None` if they never were.
     """
 
     tokens_computed: int
     tokens_reused: int
     bytes: int
     leases_taken: int
+    steps_replayed: int
+    graphs_recorded: int
+    graph_bytes: int
+    graph_seconds: float
+    why_not_replayed: str | None
+    why_recorded_again: str | None
 
 
 class JaxkvCache(Cache):
@@ -76,6 +91,8 @@ class JaxkvCache(Cache):
         page_size: tokens per page. Each row fills its own pages. Prefixes match in whole pages, so a prompt shorter
             than a page reuses nothing. Smaller pages match more tokens and make longer page tables.
         max_sequences: rows at once, those of forks included, for models with recurrent layers.
+        graphs: whether decode steps are recorded as CUDA graphs and replayed, where they can be (docs/how-to/
+            transformers.md). `stats()` has the reason where they cannot. On a CPU there are no graphs.
 
     Raises:
         Unsupported: the model is not causal, has layers whose state the cache cannot store, or is on several devices.
@@ -89,6 +106,7 @@ class JaxkvCache(Cache):
         *,
         page_size: int = 16,
         max_sequences: int = 16,
+        graphs: bool = False,
     ) -> None:
         for name, size in {
             "max_tokens": max_tokens,
@@ -108,7 +126,9 @@ class JaxkvCache(Cache):
             for group in layout.groups
         }
         store = Store(layout, counts, next(model.parameters()).device)
-        self._set_up(model, plans, Sequences(store), model.dtype)
+        self._set_up(
+            model, plans, Sequences(store), model.dtype, _graphs(model, store, is_wanted=graphs)
+        )
 
     def _set_up(
         self,
@@ -116,8 +136,10 @@ class JaxkvCache(Cache):
         plans: tuple[LayerPlan, ...],
         sequences: Sequences,
         dtype: torch.dtype,
+        graphs: DecodeGraphs,
     ) -> None:
         self._model, self._plans, self._sequences, self._dtype = model, plans, sequences, dtype
+        self._graphs = graphs
         self._store = sequences.store
         self._running = Running()
         self._num_computed = self._num_reused = 0
@@ -128,8 +150,10 @@ class JaxkvCache(Cache):
             for index, plan in enumerate(plans)
         ]
         super().__init__(layers=layers)
-        hooks = watch(model, self)
-        weakref.finalize(self, _detach, hooks, sequences).atexit = False
+        undo = [hook.remove for hook in watch(model, self)]
+        if graphs.can_replay:
+            undo.append(install(model))
+        weakref.finalize(self, _detach, undo, sequences).atexit = False
 
     @property
     def owner(self) -> CacheOwner:
@@ -148,13 +172,19 @@ class JaxkvCache(Cache):
             tokens_reused=self._num_reused,
             bytes=self._store.num_bytes,
             leases_taken=self._store.leases_taken,
+            steps_replayed=self._graphs.num_replays,
+            graphs_recorded=self._graphs.num_recordings,
+            graph_bytes=self._graphs.num_bytes(),
+            graph_seconds=self._graphs.seconds,
+            why_not_replayed=self._graphs.why_not,
+            why_recorded_again=self._graphs.why_again,
         )
 
     def fork(self) -> "JaxkvCache":
         """Returns an independent copy of this cache's rows; both share pages until one of them writes to a page."""
         self._check_idle("fork()")
         child = object.__new__(type(self))
-        child._set_up(self._model, self._plans, self._sequences.fork(), self._dtype)
+        child._set_up(self._model, self._plans, self._sequences.fork(), self._dtype, self._graphs)
         return child
 
     def __copy__(self) -> "JaxkvCache":
@@ -237,6 +267,8 @@ class JaxkvCache(Cache):
         self._sequences.check()
         self._check_model()
         paged = attends_pages(self._model)
+        if call.shape[1] > 1 or not self._sequences.rows:
+            self._graphs.notice_text()
         # Leased first: if that fails, nothing has changed.
         lease = self._store.borrow()
         try:
@@ -256,6 +288,16 @@ class JaxkvCache(Cache):
         self._unread = Unread(call.ids, call.positions, real, step.num_columns)
         step.enter()
         return call.without_columns(left_out)
+
+    def replay(self, arguments: Mapping[str, Any]) -> Any:  # noqa: ANN401 - the model's own output
+        """Returns the output of the current forward if it was replayed, else `None`. Called in place of the forward."""
+        step = self._running.step
+        if step is None or step.num_queries > 1 or step.thread != threading.get_ident():
+            return None
+        if step.fixed is not None:
+            # A recording calls the forward, in which another wrapper may call this again.
+            return None
+        return self._graphs.replay(arguments, self._sequences, self._running)
 
     def end(self, *, failed: bool) -> None:
         """Ends the forward and returns the lease; does nothing if this thread has begun no forward."""
@@ -304,7 +346,14 @@ class JaxkvCache(Cache):
             )
 
 
-def _detach(hooks: tuple[Any, ...], sequences: Sequences) -> None:
-    for hook in hooks:
-        hook.remove()
+def _detach(undo: list[Callable[[], None]], sequences: Sequences) -> None:
+    for one in undo:
+        one()
     sequences.release()
+
+
+def _graphs(model: PreTrainedModel, store: Store, *, is_wanted: bool) -> DecodeGraphs:
+    recorder = recorder_for(store.device) if is_wanted else "the cache was made with graphs=False"
+    if isinstance(recorder, str):
+        return DecodeGraphs(model, store, None, recorder)
+    return DecodeGraphs(model, store, recorder)

@@ -82,7 +82,7 @@ class PagedLayer(CacheLayerMixin):
     def get_seq_length(self) -> int:
         """Returns the number of cached columns, padding included; this step's count once the layer has written them."""
         step = self._running.step
-        if step is None or self._updated is step:
+        if step is None or (self._updated is step and step.fixed is None):
             return self._sequences.num_columns
         return step.num_columns
 
@@ -91,6 +91,8 @@ class PagedLayer(CacheLayerMixin):
         """Returns the number of columns that the mask covers, and the index of the first one."""
         step = self._running.step
         before = self._sequences.num_columns if step is None else step.num_columns
+        if step is not None and step.fixed is not None:
+            return before, 0
         return before + query_length, 0
 
     def get_max_length(self) -> int:

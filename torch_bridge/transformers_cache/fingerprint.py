@@ -1,6 +1,7 @@
 """Fingerprint of everything in a model that its keys and values depend on; decides if cached prefixes are valid."""
 
-from collections.abc import Iterable, Mapping
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, is_dataclass
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from torch_bridge.graphs.forward import ReplayedForward
 from torch_bridge.transformers_cache.checksum import checksums
 from torch_bridge.transformers_cache.watch import Hook
 
@@ -59,10 +61,26 @@ def fingerprint(model: torch.nn.Module) -> Fingerprint:
     return Fingerprint(tuple(reading.values), checksums(reading.tensors), tuple(reading.objects))
 
 
-class _Reading:
-    """Accumulates the parts of a `Fingerprint` while it walks the model's attributes in order."""
+def structure(model: torch.nn.Module) -> tuple[Any, ...]:
+    """Returns the fingerprint's values with the tensors' addresses, strides and devices in place of their bits.
 
-    def __init__(self) -> None:
+    It changes if a recording of the model's forward would compute something else than the forward. The weights are not
+    read. Keep the model alive while the values are compared, since objects are compared by `id`.
+    """
+    reading = _Reading(reads_bits=False)
+    reading.visit(model)
+    return (*reading.values, torch.get_float32_matmul_precision(), torch.get_default_dtype())
+
+
+class _Reading:
+    """Accumulates the parts of a `Fingerprint` while it walks the model's attributes in order.
+
+    Args:
+        reads_bits: whether tensors are collected for a checksum; otherwise their addresses become values.
+    """
+
+    def __init__(self, *, reads_bits: bool = True) -> None:
+        self._reads_bits = reads_bits
         self.values: list[Any] = []
         self.tensors: list[torch.Tensor] = []
         self.objects: list[object] = []
@@ -82,7 +100,7 @@ class _Reading:
         elif isinstance(found, torch.nn.Module | PreTrainedConfig):
             # A copy, since another thread may add hooks to the model during the walk.
             items = list(vars(found).items())
-            self._visit_items(item for item in items if item[0] not in _MACHINERY)
+            self._visit_items(_without_replays(item for item in items if item[0] not in _MACHINERY))
             if isinstance(found, torch.nn.Module):
                 self.visit(type(found).forward)
         elif isinstance(found, Mapping):
@@ -94,7 +112,11 @@ class _Reading:
         elif isinstance(found, np.ndarray) and not found.dtype.hasobject:
             # A copy of the bytes, since torch refuses negative strides and read-only memory.
             self.values.append((str(found.dtype), found.shape))
-            self.tensors.append(torch.from_numpy(np.frombuffer(found.tobytes(), np.uint8).copy()))
+            raw = np.frombuffer(found.tobytes(), np.uint8).copy()
+            if self._reads_bits:
+                self.tensors.append(torch.from_numpy(raw))
+            else:
+                self.values.append(zlib.crc32(raw))
         elif _is_record(found):
             self._visit_items(list(vars(found).items()))
         else:
@@ -108,7 +130,7 @@ class _Reading:
         self.values.append("end")
 
     def _visit_tensor(self, tensor: torch.Tensor) -> None:
-        version = 0 if tensor.is_inference() else tensor._version
+        version = 0 if tensor.is_inference() or not self._reads_bits else tensor._version
         self.values.append((tensor.dtype, tensor.shape, version))
         if is_traceable_wrapper_subclass(tensor):
             for name in tensor.__tensor_flatten__()[0]:
@@ -116,8 +138,19 @@ class _Reading:
         elif tensor.is_meta or tensor.is_quantized or tensor.layout is not torch.strided:
             # The bits cannot be read, so a new object makes the fingerprint differ from every other.
             self.values.append(object())
-        else:
+        elif self._reads_bits:
             self.tensors.append(tensor)
+        else:
+            self.values.append((tensor.data_ptr(), tensor.stride(), tensor.device))
+
+
+def _without_replays(items: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+    """Yields attributes without a cache's replay of `forward`, which changes nothing that the model computes."""
+    for name, value in items:
+        if not isinstance(value, ReplayedForward):
+            yield name, value
+        elif value.inner is not None:
+            yield name, value.inner
 
 
 def _is_record(found: object) -> bool:

@@ -20,7 +20,14 @@ from torch_bridge.ops.direct import fitted, write_kernel
 from torch_bridge.sharing.dlpack import from_torch
 from torch_bridge.sharing.leases import Lease
 from torch_bridge.transformers_cache.sequences import Sequences
-from torch_bridge.transformers_cache.tables import GroupTables, upload
+from torch_bridge.transformers_cache.tables import (
+    FixedGroup,
+    FixedTables,
+    GroupTables,
+    NotRecordable,
+    UnknownCount,
+    upload,
+)
 
 _ACTIVE: ContextVar["weakref.ref[Step] | None"] = ContextVar("active_step", default=None)
 
@@ -42,12 +49,14 @@ class Step:
         lease: write lease of the whole pool.
         real: bool [rows, queries], which of the step's columns hold tokens.
         attends_pages: attention reads the pages itself, so nothing is gathered for it.
+        fixed: tensors at fixed addresses in place of tables made from the rows, for a step that a graph records. The
+            lease may then be a plain mapping, and ops that need JAX are called as custom ops.
 
     Attributes:
-        lease, attends_pages: as given.
+        lease, attends_pages, fixed: as given.
         num_rows, num_queries: shape of the batch that the model receives.
         num_tokens: new tokens, without padding.
-        num_columns: cached columns before the step.
+        num_columns: cached columns before the step; raises when it is computed with, in a step that a graph records.
         is_dense: the step has no padding.
         decodes: every row has exactly one new token.
         launches: kernels found for this step's layers, by group, shapes, dtypes and settings.
@@ -56,7 +65,13 @@ class Step:
     """
 
     def __init__(
-        self, sequences: Sequences, lease: Lease, real: np.ndarray, *, attends_pages: bool
+        self,
+        sequences: Sequences,
+        lease: Lease,
+        real: np.ndarray,
+        *,
+        attends_pages: bool,
+        fixed: FixedTables | None = None,
     ) -> None:
         self._sequences = sequences
         self._real = real
@@ -65,13 +80,16 @@ class Step:
         self._places: dict[str, torch.Tensor] = {}
         self.lease = lease
         self.attends_pages = attends_pages
+        self.fixed = fixed
         self.num_rows, self.num_queries = real.shape
         self.num_tokens = int(real.sum())
         self.is_dense = self.num_tokens == real.size
         self.decodes = self.is_dense and self.num_queries == 1
         self.launches: dict[Hashable, Callable[..., Any] | None] = {}
         self.thread = threading.get_ident()
-        self.num_columns = sequences.num_columns - self.num_queries
+        before = sequences.num_columns - self.num_queries
+        unknown: Any = UnknownCount()
+        self.num_columns: int = before if fixed is None else unknown
         layout = sequences.store.layout
         self._group_of = {layer: group for group in layout.paged_groups for layer in group.layers}
         self._states = [(group, layer) for group in layout.state_groups for layer in group.layers]
@@ -109,9 +127,11 @@ class Step:
         """Returns the name of the layer's group: the layers with the same storage."""
         return self._group_of[layer].name
 
-    def tables(self, layer: int) -> GroupTables:
+    def tables(self, layer: int) -> GroupTables | FixedGroup:
         """Returns the index tables of a layer's group."""
         group = self._group_of[layer]
+        if self.fixed is not None:
+            return self.fixed.groups[group.name]
         found = self._tables.get(group.name)
         if found is None:
             new = self._real.sum(axis=1)
@@ -136,6 +156,8 @@ class Step:
     @cached_property
     def seq_lens(self) -> torch.Tensor:
         """Tokens of each row, the step's included, int32 [rows]."""
+        if self.fixed is not None:
+            return self.fixed.seq_lens
         lengths = np.array([row.num_tokens for row in self._sequences.rows], np.int32)
         return torch.from_numpy(lengths).to(self._device, copy=True)
 
@@ -199,6 +221,18 @@ class Step:
         if launch is not None:
             launch(self.tables(layer).narrow_slots, *map(fitted, packed), *pools)
             return
+        if self.fixed is not None:
+            if keys.is_cuda:
+                raise NotRecordable(
+                    f"torch has no kernel here that writes {keys.dtype} keys to pages in {pools[0].dtype}"
+                )
+            for pages, rows in zip(pools, packed, strict=True):
+                flat = pages.flatten(0, 1)
+                # Padding rows write to one more slot, past the last page.
+                wide = torch.cat([flat, flat[:1]])
+                wide.index_copy_(0, self.tables(layer).slots, rows.to(pages.dtype))
+                flat.copy_(wide[:-1])
+            return
         slots = self.tables(layer).slots
         for pages, rows in zip(pools, packed, strict=True):
             pages.flatten(0, 1).index_copy_(0, slots, rows.to(pages.dtype))
@@ -232,7 +266,9 @@ class Step:
         """Returns copies of a layer's keys and values of all columns, [rows, kv_heads, columns, head_dim]."""
         name = self._group_of[layer].name
         if name not in self._places:
-            self._places[name] = self.tables(layer).places(self._token_of_column)
+            tables = self.tables(layer)
+            assert isinstance(tables, GroupTables), "a recorded step attends to pages"
+            self._places[name] = tables.places(self._token_of_column)
         places = self._places[name]
         keys, values = (pool.flatten(0, 1)[places].transpose(1, 2) for pool in self.pools(layer))
         return keys, values

@@ -1,6 +1,12 @@
-"""`GroupTables`: page tables and slots of one forward for one group of layers, for torch and for the ops."""
+"""Page tables and slots of one forward for one group of layers, for torch and for the ops.
 
+`GroupTables` makes them from the rows. `FixedTables` are tensors that a recorded step reads at fixed addresses.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cached_property
+from typing import Any, NoReturn
 
 import jax
 import numpy as np
@@ -70,6 +76,58 @@ class GroupTables:
     def page_table_array(self) -> jax.Array:
         """`page_table` as a JAX array."""
         return from_torch(self.page_table)
+
+
+@dataclass(frozen=True)
+class FixedGroup:
+    """Tables of one paged group at fixed addresses.
+
+    Attributes:
+        page_table: int32 [rows, width].
+        narrow_slots: slot of each row's new token, int32 [rows]; past the last page for a padding row.
+        slots: the same as int64.
+    """
+
+    page_table: torch.Tensor
+    narrow_slots: torch.Tensor
+
+    @property
+    def slots(self) -> torch.Tensor:
+        """`narrow_slots` as int64."""
+        return self.narrow_slots.long()
+
+
+@dataclass(frozen=True)
+class FixedTables:
+    """What a recorded decode step reads in place of tables made from the rows.
+
+    Attributes:
+        seq_lens: tokens of each row, the step's included, int32 [rows]; 0 for a padding row.
+        groups: group name -> its tables.
+    """
+
+    seq_lens: torch.Tensor
+    groups: Mapping[str, FixedGroup]
+
+
+class NotRecordable(RuntimeError):
+    """A forward computes on the host with a value that changes from step to step, so no graph can replay it."""
+
+
+class UnknownCount:
+    """A number of cached tokens inside a recording: it may be passed on, and raises when it is computed with.
+
+    It is no `int`, since torch would read the value of one.
+    """
+
+    def _refuse(self, *_: Any) -> NoReturn:  # noqa: ANN401 - any operand
+        raise NotRecordable(
+            "the model's code computes on the host with the number of cached tokens, which changes at each step"
+        )
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __neg__ = __index__ = _refuse
+    __floordiv__ = __truediv__ = __mod__ = __lt__ = __le__ = __gt__ = __ge__ = __int__ = _refuse
+    __eq__ = __ne__ = __bool__ = __float__ = __hash__ = _refuse  # pyright: ignore[reportAssignmentType]
 
 
 def upload(indices: np.ndarray, device: torch.device) -> torch.Tensor:

@@ -1,0 +1,336 @@
+"""`DecodeGraphs`: the recorded decode steps of one pool, by number of rows, shared by a cache and its forks."""
+
+import time
+import traceback
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils import _pytree as pytree
+from transformers import PreTrainedModel
+
+from torch_bridge.graphs.call_form import CallForm, form_of
+from torch_bridge.graphs.decode_inputs import DecodeInputs
+from torch_bridge.graphs.forward import original_forward
+from torch_bridge.graphs.model_state import ModelState, why_not_now, why_unrecordable
+from torch_bridge.graphs.recorder import Pools, Recorded, Recorder
+from torch_bridge.transformers_cache.cache_layers import Running
+from torch_bridge.transformers_cache.fingerprint import turns_with_length
+from torch_bridge.transformers_cache.sequences import Sequences
+from torch_bridge.transformers_cache.step import Step
+from torch_bridge.transformers_cache.store import Store
+from torch_bridge.transformers_cache.tables import padded
+
+Outputs = Any
+"""What a model's forward returns."""
+
+
+@dataclass
+class _Recording:
+    """One recorded step: its inputs, its work, and the form of its outputs, in which tensors are results.
+
+    Attributes:
+        kept: objects whose memory the graph reads, such as constants of kernels.
+    """
+
+    inputs: DecodeInputs
+    work: Recorded
+    form: pytree.TreeSpec
+    leaves: list[Any]
+    kept: object
+
+
+class DecodeGraphs:
+    """Records the decode steps of one model on one pool, and replays them.
+
+    Args:
+        model: the model.
+        store: the pool.
+        recorder: makes the recordings; `None` if there can be none.
+        why_not: why there can be none.
+
+    Attributes:
+        why_not: why the latest decode step was not replayed; `None` if it was, or if there was none.
+        why_again: why the recordings were last dropped; `None` if they never were.
+        num_replays, num_recordings, seconds: steps replayed, steps recorded, and the time that recording took.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        store: Store,
+        recorder: Recorder | None,
+        why_not: str | None = None,
+    ) -> None:
+        if recorder is not None:
+            why_not = _why_never(model, store)
+            recorder = recorder if why_not is None else None
+        self.why_not, self.why_again = why_not, None
+        self.num_replays = self.num_recordings = 0
+        self.seconds = 0.0
+        self._model, self._store, self._recorder = model, store, recorder
+        self._recordings: dict[tuple[int, CallForm], _Recording] = {}
+        self._refused: dict[tuple[int, CallForm], str] = {}
+        self._state: ModelState | None = None
+        self._is_new_text = True
+        self._lease_number = -1
+        self._pointers: list[int] = []
+        self._stream: torch.cuda.Stream | None = None
+
+    @property
+    def can_replay(self) -> bool:
+        """Whether there is a recorder."""
+        return self._recorder is not None
+
+    def num_bytes(self) -> int:
+        """Returns the device memory that the graphs hold."""
+        return self._recorder.num_bytes() if self._recorder and self._recordings else 0
+
+    def notice_text(self) -> None:
+        """Has the next decode step compare the whole model with its state at the recording."""
+        self._is_new_text = True
+
+    def drop(self, reason: str) -> None:
+        """Drops all recordings, so that the next decode steps are recorded again."""
+        if self._recordings or self._refused:
+            self.why_again = reason
+        if self._recordings and self._store.device.type == "cuda":
+            # Replays may still run.
+            torch.cuda.synchronize(self._store.device)
+        self._recordings.clear()
+        self._refused.clear()
+        self._state = None
+
+    def replay(
+        self, arguments: Mapping[str, Any], sequences: Sequences, running: Running
+    ) -> Outputs | None:
+        """Returns the outputs of the current decode step, or `None` if its forward must run.
+
+        Args:
+            arguments: the forward's arguments by name.
+            sequences: the cache's rows.
+            running: holds the current step.
+        """
+        if self._recorder is None:
+            return None
+        step = running.step
+        assert step is not None
+        form = self._form(arguments, step)
+        if isinstance(form, str):
+            self.why_not = form
+            return None
+        key = padded(step.num_rows, 1), form
+        self._check_memory(step)
+        if self._is_new_text and self._refused and not self._has_same_structure():
+            self.drop(_CHANGED)
+        recording = self._recordings.get(key)
+        if recording is None and key not in self._refused:
+            recording = self._record(key, arguments, sequences, running)
+        if recording is None:
+            self.why_not = self._refused[key]
+            return None
+        outputs = self._run(recording, form, arguments, sequences, step)
+        if not self._still_holds():
+            # The forward now runs after the replay and writes the same slots again.
+            self.why_not = self.why_again
+            return None
+        self.why_not = None
+        self.num_replays += 1
+        step.unwritten.clear()
+        return outputs
+
+    def _form(self, arguments: Mapping[str, Any], step: Step) -> CallForm | str:
+        if not step.attends_pages:
+            return 'attention gathers the pages; call model.set_attn_implementation("jaxkv")'
+        if not step.decodes:
+            return "a row of the step is padding"
+        return why_not_now(self._model, self._store.device) or form_of(
+            arguments, step.num_rows, self._model.config
+        )
+
+    def _check_memory(self, step: Step) -> None:
+        """Drops the recordings if weights or pools have moved."""
+        if self._lease_number != self._store.leases_taken:
+            self._lease_number = self._store.leases_taken
+            if _addresses(step.lease) != self._pointers:
+                self.drop("the pool has other addresses, since it was made again or JAX moved it")
+        if self._state is not None and not self._state.has_same_memory():
+            self.drop("parameters or buffers of the model were replaced or moved")
+
+    def _has_same_structure(self) -> bool:
+        self._is_new_text = False
+        return self._state is not None and self._state.has_same_structure()
+
+    def _still_holds(self) -> bool:
+        """Drops the recordings if the model is another than when they were made; returns whether it is the same."""
+        assert self._state is not None
+        is_same = self._state.has_same_shape()
+        if is_same and self._is_new_text:
+            is_same = self._has_same_structure()
+        if not is_same:
+            self.drop(_CHANGED)
+        return is_same
+
+    def _run(
+        self,
+        recording: _Recording,
+        form: CallForm,
+        arguments: Mapping[str, Any],
+        sequences: Sequences,
+        step: Step,
+    ) -> Outputs:
+        self._follow_stream()
+        _fill(recording.inputs, arguments, sequences, step)
+        results = iter(recording.work.replay(step.lease))
+        rows = step.num_rows
+        cache = arguments[form.cache_name]
+        # Copies, since the next replay writes to the same memory.
+        leaves = [
+            next(results)[:rows].clone() if leaf is _TENSOR else cache if leaf is _CACHE else leaf
+            for leaf in recording.leaves
+        ]
+        return pytree.tree_unflatten(leaves, recording.form)
+
+    def _follow_stream(self) -> None:
+        """Orders torch's current stream after the previous replay, which used the same memory."""
+        if self._store.device.type != "cuda":
+            return
+        stream = torch.cuda.current_stream(self._store.device)
+        if self._stream is not None and stream != self._stream:
+            stream.wait_stream(self._stream)
+        self._stream = stream
+
+    def _record(
+        self,
+        key: tuple[int, CallForm],
+        arguments: Mapping[str, Any],
+        sequences: Sequences,
+        running: Running,
+    ) -> _Recording | None:
+        """Records the current step's forward for a number of rows; keeps the reason if that is impossible."""
+        started = time.perf_counter()
+        if self._state is None:
+            self._state, self._is_new_text = ModelState(self._model), False
+        reason, recording = why_unrecordable(self._model), None
+        if reason is None:
+            try:
+                recording = self._record_now(key, arguments, sequences, running)
+            except _FAILURES as error:
+                reason = f"recording it failed: {type(error).__name__}: {error}"
+                # An error that is kept elsewhere must not keep views of the pools.
+                traceback.clear_frames(error.__traceback__)
+        self.seconds += time.perf_counter() - started
+        if recording is None:
+            self._refused[key] = str(reason)
+            return None
+        if not self._recordings and self._store.device.type == "cuda":
+            # Replays on any stream may still read the inputs when they are freed.
+            weakref.finalize(self, torch.cuda.synchronize, self._store.device).atexit = False
+        self._recordings[key] = recording
+        self.num_recordings += 1
+        return recording
+
+    def _record_now(
+        self,
+        key: tuple[int, CallForm],
+        arguments: Mapping[str, Any],
+        sequences: Sequences,
+        running: Running,
+    ) -> _Recording:
+        num_rows, form = key
+        store, ordinary = self._store, running.step
+        assert ordinary is not None
+        assert self._recorder is not None
+        self._pointers = _addresses(ordinary.lease)
+        self._lease_number = store.leases_taken
+        inputs = DecodeInputs(store.layout.paged_groups, store.allocator, num_rows, store.device)
+        _fill(inputs, arguments, sequences, ordinary)
+        forward, cache = original_forward(self._model), arguments[form.cache_name]
+        options = {**dict(form.options), form.cache_name: cache}
+        made: list[Any] = []
+
+        def function(pools: Pools) -> list[torch.Tensor]:
+            inputs.update_tables()
+            leased = dict(pools)
+            step = Step(
+                sequences,
+                leased,  # pyright: ignore[reportArgumentType] - only its items are used
+                np.ones((num_rows, 1), bool),
+                attends_pages=True,
+                fixed=inputs.tables,
+            )
+            try:
+                with _as_current(running, step), torch.inference_mode(False), torch.no_grad():
+                    out = forward(input_ids=inputs.ids, position_ids=inputs.positions, **options)
+                step.check_complete()
+            finally:
+                # Layers keep the step, which must not keep views of the pools.
+                leased.clear()
+            leaves, spec = pytree.tree_flatten(out)
+            tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+            odd = [list(one.shape) for one in tensors if one.ndim < 1 or len(one) != num_rows]
+            if odd or not tensors:
+                raise RuntimeError(f"its outputs {odd} have no entry per row")
+            marks = [
+                _TENSOR if isinstance(leaf, torch.Tensor) else _CACHE if leaf is cache else leaf
+                for leaf in leaves
+            ]
+            made[:] = [spec, marks, step.launches]
+            return tensors
+
+        work = self._recorder.record(function, ordinary.lease)
+        spec, marks, kept = made
+        return _Recording(inputs, work, spec, marks, kept)
+
+
+def _why_never(model: PreTrainedModel, store: Store) -> str | None:
+    """Returns why no decode step of a model can be recorded, or `None`."""
+    if turns_with_length(model):
+        return "the model's rotary angles depend on the length of the text"
+    if store.layout.state_groups:
+        return "the model has recurrent layers"
+    return None
+
+
+_TENSOR, _CACHE = object(), object()
+_FAILURES = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+"""Errors of the model's code inside a recording, where it is given no mask and unknown counts. The ordinary forward
+runs next, and raises errors of its own."""
+_CHANGED = "modules, hooks, attributes or the config of the model have changed"
+
+
+def _fill(
+    inputs: DecodeInputs, arguments: Mapping[str, Any], sequences: Sequences, step: Step
+) -> None:
+    positions = arguments.get("position_ids")
+    # Without positions Transformers counts columns.
+    positions = step.num_columns if positions is None else positions
+    inputs.fill(sequences.rows, arguments["input_ids"], positions)
+
+
+def _addresses(pools: Pools) -> list[int]:
+    return [view.data_ptr() for view in pools.values()]
+
+
+@contextmanager
+def _as_current(running: Running, step: Step) -> Iterator[None]:
+    """Makes a recorded step the current one of a cache and of the thread."""
+    before, running.step = running.step, step
+    step.enter()
+    try:
+        yield
+    finally:
+        step.leave()
+        running.step = before

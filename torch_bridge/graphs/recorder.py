@@ -1,0 +1,154 @@
+"""Recorders: they run a function of pools once and return its device work as one replayable unit.
+
+`CudaRecorder` captures a CUDA graph. Any other object with the same methods may take its place.
+"""
+
+import gc
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import Protocol
+
+import torch
+
+Pools = Mapping[str, torch.Tensor]
+"""Leased tensors by name. They are not kept."""
+Results = list[torch.Tensor]
+Recordable = Callable[[Pools], Results]
+"""A function of the pools. It must do the same device work at each call."""
+
+_ONE_AT_A_TIME = threading.Lock()
+_UNENDED: list[torch.cuda.CUDAGraph] = []
+"""Graphs whose capture could not be ended. Torch's allocators keep pointers to them."""
+
+
+class Recorded(Protocol):
+    """The recorded work of one function."""
+
+    def replay(self, pools: Pools) -> Results:
+        """Queues the work on torch's current stream and returns the results, which the next replay overwrites."""
+        ...
+
+
+class Recorder(Protocol):
+    """Records functions whose replays never run at the same time."""
+
+    def record(self, function: Recordable, pools: Pools) -> Recorded:
+        """Calls the function, at least once, and returns its work.
+
+        Raises:
+            RuntimeError: the function cannot be recorded, or memory ran out. Nothing is kept.
+        """
+        ...
+
+    def num_bytes(self) -> int:
+        """Returns the device memory that recordings hold for temporaries and results."""
+        ...
+
+
+class CudaGraph:
+    """A captured CUDA graph, with the results that it writes."""
+
+    def __init__(self, graph: torch.cuda.CUDAGraph, results: Results) -> None:
+        self._graph, self._results = graph, results
+
+    def replay(self, pools: Pools) -> Results:
+        """Launches the graph. It uses the pools' addresses at the time of the recording."""
+        self._graph.replay()
+        return self._results
+
+
+class CudaRecorder:
+    """Captures CUDA graphs, which share one private memory pool of torch.
+
+    Args:
+        device: the GPU, which must be torch's current device in each call.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._memory = torch.cuda.graph_pool_handle()
+        self._stream: torch.cuda.Stream | None = None
+        self._living: weakref.WeakSet[CudaGraph] = weakref.WeakSet()
+
+    def record(self, function: Recordable, pools: Pools) -> CudaGraph:
+        """Calls the function twice: on torch's current stream, which loads its kernels, and in the capture.
+
+        Other threads may use the GPU meanwhile, except that torch refuses to draw random numbers on it during the
+        capture, in any thread.
+        """
+        with _ONE_AT_A_TIME:
+            function(pools)
+            torch.cuda.synchronize(self._device)
+            torch.cuda.empty_cache()
+            if self._stream is None:
+                self._stream = torch.cuda.Stream(self._device)
+            with torch.cuda.stream(self._stream), _no_garbage_collection():
+                return self._capture(function, pools)
+
+    def _capture(self, function: Recordable, pools: Pools) -> CudaGraph:
+        if not self._living:
+            # Torch refuses to use a pool again whose graphs are all gone.
+            self._memory = torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        # Only this thread is restricted to work that can be captured.
+        graph.capture_begin(pool=self._memory, capture_error_mode="thread_local")
+        try:
+            results = function(pools)
+        except BaseException:
+            with suppress(RuntimeError):
+                self._end(graph)
+            raise
+        self._end(graph)
+        made = CudaGraph(graph, results)
+        self._living.add(made)
+        return made
+
+    def _end(self, graph: torch.cuda.CUDAGraph) -> None:
+        """Ends a capture; if that fails, undoes what `capture_begin` has changed in torch.
+
+        Work that cannot be captured invalidates a capture. `capture_end` then raises before it tells the allocator
+        and the random generator.
+        """
+        try:
+            graph.capture_end()
+        except RuntimeError:
+            _UNENDED.append(graph)
+            with suppress(RuntimeError):
+                torch._C._cuda_endAllocateToPool(self._device.index, self._memory)
+                torch._C._cuda_releasePool(self._device.index, self._memory)
+            # The end of any capture resets the generator.
+            spare = torch.cuda.CUDAGraph()
+            spare.capture_begin(capture_error_mode="thread_local")
+            torch.zeros(1, device=self._device)
+            spare.capture_end()
+            raise
+
+    def num_bytes(self) -> int:
+        """Returns the size of the private memory pool."""
+        segments = torch.cuda.memory_snapshot()
+        return sum(
+            segment["total_size"]
+            for segment in segments
+            if tuple(segment["segment_pool_id"]) == tuple(self._memory)
+        )
+
+
+def recorder_for(device: torch.device) -> Recorder | str:
+    """Returns a recorder for a device, or the reason why there is none."""
+    if device.type != "cuda":
+        return f"the model is on {device}, and CUDA graphs need a GPU"
+    return CudaRecorder(device)
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Keeps the collector from running finalizers, which may call JAX, inside a capture."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
