@@ -76,15 +76,15 @@ def _frozen(name: str, key: str, value: object) -> Any:  # noqa: ANN401 - a numb
             raise TypeError("too many numbers")
     except TypeError:
         raise ValueError(
-            f"logits_processors has {shown(value)} as {key!r} of {name!r}; an argument is a number, or an array of at "
-            f"most {MAX_ARGUMENT_NUMBERS} numbers and {MAX_DIMENSIONS} dimensions"
+            f"logits_processors has {shown(value)} as {key!r} of {name!r}; an argument is a number of at most "
+            f"64 bits, or an array of at most {MAX_ARGUMENT_NUMBERS} numbers and {MAX_DIMENSIONS} dimensions"
         ) from None
     return made
 
 
 def _tuples(value: Any, dimensions: int) -> Any:  # noqa: ANN401 - numbers, sequences and arrays of any library
     """Returns numbers as nested tuples of the same lengths; raises `TypeError` for anything else."""
-    if type(value) in (bool, int, float):
+    if type(value) in (bool, float) or (type(value) is int and -(2**63) <= value < 2**63):
         return value
     if hasattr(value, "tolist"):
         value = value.tolist()

@@ -58,6 +58,8 @@ def test_it_can_be_copied_and_pickled():
         ({"a": {2: 3}}, "names as keys"),
         ({"a": {"x": "text"}}, "'x' of 'a'; an argument is a number"),
         ({"a": {"x": None}}, "an argument is a number"),
+        ({"a": {"x": 2**63}}, "a number of at most 64 bits"),
+        ({"a": {"x": [10**30]}}, "an argument is a number"),
         ({"a": {"x": [[1], [2, 3]]}}, "an argument is a number"),
         ({"a": {"x": np.asarray(["text"])}}, "an argument is a number"),
         ({"a": {"x": [[[[[[[[[1]]]]]]]]]}}, "8 dimensions"),
