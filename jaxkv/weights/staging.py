@@ -9,7 +9,7 @@ import logging
 import math
 import mmap
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -31,7 +31,7 @@ MOST_IN_FLIGHT = 2 * 2**30
 
 READERS = 8
 BUFFERS = 12
-"""Buffers, more than readers, so that none waits while others are copied to the device."""
+"""Most buffers, more than readers, so that none waits while others are copied; together no more than the files."""
 BUFFER_BYTES = 64 * 2**20
 SMALL_BYTES = 2**20
 """A leaf up to this size has memory of its own, and waits for no buffer."""
@@ -91,7 +91,7 @@ class _Piece:
 
 
 def fill_leaves(
-    leaves: Iterable[StoredLeaf],
+    leaves: Sequence[StoredLeaf],
     device: jax.Device | Sharding | None,  # pyright: ignore[reportInvalidTypeForm]
     advance: Callable[[int], object],
 ) -> list[jax.Array]:
@@ -106,7 +106,8 @@ def fill_leaves(
         BadCheckpoint: a file has become shorter, or a number is not finite in the leaf's dtype.
     """
     with ThreadPoolExecutor(READERS, thread_name_prefix="jaxkv-load") as pool:
-        filling = _Filling(pool, device, advance)
+        buffers = sum(leaf.stored_bytes for leaf in leaves) // BUFFER_BYTES
+        filling = _Filling(pool, device, advance, min(BUFFERS, max(1, buffers)))
         try:
             for leaf in leaves:
                 filling.start(leaf)
@@ -125,8 +126,10 @@ class _Filling:
         pool: ThreadPoolExecutor,
         device: jax.Device | Sharding | None,  # pyright: ignore[reportInvalidTypeForm]
         advance: Callable[[int], object],
+        most_buffers: int,
     ) -> None:
         self._pool = pool
+        self._most_buffers = most_buffers
         self._device = device
         self._advance = advance
         self._client = _staging_client(device)
@@ -187,7 +190,7 @@ class _Filling:
 
     def _take_buffer(self) -> Buffer:
         """Returns a buffer from which no copy is in flight."""
-        if not self._free and len(self._buffers) < BUFFERS:
+        if not self._free and len(self._buffers) < self._most_buffers:
             self._buffers.append(Buffer())
             return self._buffers[-1]
         while not self._free:
