@@ -15,8 +15,8 @@ from jaxkv.config.sampling import SamplingParams
 from jaxkv.engine.request import Request
 from jaxkv.engine.request_state import FINISHED
 from jaxkv.engine.warm_up import declare_served
-from tests.engine import simulated_requests
-from tests.engine.simulated_engines import KINDS, draw_setting, engine_of
+from tests.engine import simulated_grammar, simulated_requests
+from tests.engine.simulated_engines import KINDS, Setting, draw_setting, engine_of
 from tests.engine.simulated_grammar import grammar_of
 from tests.engine.simulated_memory import put_caches_on_device
 from tests.engine.simulated_play import Play, check_books
@@ -187,6 +187,24 @@ def test_no_program_is_asked_for_that_was_not_declared(kind):
 @pytest.mark.parametrize("kind", ["full", "hybrid"])
 def test_no_program_of_a_grammar_is_asked_for_that_was_not_declared(kind):
     assert_declared(kind, range(6), (simulated_requests.GRAMMAR,))
+
+
+def test_the_chunks_of_forced_tokens_are_declared_where_nothing_else_returns(monkeypatch):
+    monkeypatch.setattr(
+        simulated_grammar, "allowed_after", lambda key, tokens: [7] if len(tokens) < 30 else [7, 8]
+    )
+    setting = Setting("full", rows=1, page=8, budget=64, most_rebuilds=0, prefix=False)
+    engine, device = engine_of(random.Random(0), setting)
+    example = _ask([1], 40, simulated_requests.GRAMMAR)
+    declared = declare_served(engine, example, 1)
+    engine.runner._known |= dict.fromkeys(declared)
+    engine.runner.programs.strict = True
+    [made] = engine.add([example])
+    while engine.has_work:
+        engine.step()
+    assert made.token_ids[:30] == [7] * 30
+    assert set(device.asked) <= set(declared)
+    assert max(one.tokens for one in device.asked) > 16
 
 
 @pytest.mark.slow
