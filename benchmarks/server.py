@@ -203,7 +203,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shape", nargs="+", default=["qwen3-0.6b"], choices=sorted(SHAPES))
     parser.add_argument("--streams", type=int, default=256)
-    parser.add_argument("--bursts", type=int, default=3, help="so many times all at once")
+    parser.add_argument("--bursts", type=int, default=3, help="measurements of all at once")
     parser.add_argument("--prompt-tokens", type=int, default=256)
     parser.add_argument("--output-tokens", type=int, default=512)
     parser.add_argument("--rate", type=float, default=4.0, help="of the measurement of latency")

@@ -105,6 +105,13 @@ def _add_engine_options(parser: argparse.ArgumentParser) -> None:
         help="a JAX function of a module that is installed or on PYTHONPATH, which requests may name in "
         "logits_processors; may be given several times (default: none)",
     )
+    parser.add_argument(
+        "--generation-config",
+        choices=("auto", "none"),
+        default="auto",
+        help="where requests that give no temperature, top_p, top_k, min_p or repetition_penalty take them from: the "
+        "model's generation_config.json, or nowhere (default: %(default)s)",
+    )
     parser.add_argument("--no-prefix-cache", action="store_true", help="share no cached prefixes")
     parser.add_argument(
         "--warm-up",
@@ -142,7 +149,8 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
         type=size,
         default=1024,
         metavar="N",
-        help="requests beyond --max-sequences that may wait; more are answered 429 (default: %(default)s)",
+        help="samples (n for each prompt) beyond --max-sequences that may wait; more are answered 429 (default: "
+        "%(default)s)",
     )
     parser.add_argument(
         "--request-timeout",
@@ -306,6 +314,7 @@ def _start(options: argparse.Namespace) -> Any:  # noqa: ANN401 - `Start` needs 
         logits_processors=_named_once(options.logits_processors),
         warm_up=tuple(options.warm_up),
         hang_seconds=options.hang_seconds,
+        sampling_defaults=options.generation_config == "auto",
     )
 
 

@@ -66,7 +66,7 @@ class Call:
 
     Attributes:
         prompt_logprobs: see `PromptScored`; there before the first tokens, if they were asked for.
-        has_begun: whether the reader was told of tokens.
+        has_begun: whether the reader was woken for tokens.
     """
 
     def __init__(self, number: int, samples: int, client: "EngineClient") -> None:
@@ -109,7 +109,7 @@ class Call:
         ending = self._open if sample is None else self._open & {sample}
         if not ending:
             return
-        self._open = self._open - ending
+        self._close(ending)
         self._arrived = [each for each in self._arrived if each.sample not in ending]
         self._client.end(self._number, sample if self._open else None, done=not self._open)
         self._news.set()
@@ -117,18 +117,18 @@ class Call:
     # The client calls these.
 
     def put(self, tokens: Tokens) -> None:
-        """Adds new tokens of a sample, of which `tell` tells the reader."""
+        """Adds new tokens of a sample, for which `wake` wakes the reader."""
         if tokens.sample not in self._open:
             return
         self._arrived.append(tokens)
         self._unread += len(tokens.ids)
         if tokens.ended is not None:
-            self._open = self._open - {tokens.sample}
+            self._close({tokens.sample})
         if self._unread > MAX_UNREAD_TOKENS:
             self.abort()
             self.fail(SlowReader(f"{self._unread} tokens were left unread"))
 
-    def tell(self) -> None:
+    def wake(self) -> None:
         """Wakes the reader."""
         self.has_begun = True
         self._news.set()
@@ -136,7 +136,13 @@ class Call:
     def fail(self, error: Exception) -> None:
         """Ends the call with an error, which comes after what has arrived."""
         self._error = self._error or error
+        self._close(self._open)
         self._news.set()
+
+    def _close(self, samples: set[int]) -> None:
+        """Counts samples as ended."""
+        self._open = self._open - samples
+        self._client.note_ended(len(samples))
 
 
 class EngineClient:
@@ -169,7 +175,8 @@ class EngineClient:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._numbers = itertools.count()
         self._calls: dict[int, Call] = {}
-        self._untold: dict[Call, None] = {}
+        self._num_open = 0
+        self._unread_calls: dict[Call, None] = {}
         self._is_pausing = False
         self._queries: dict[int, asyncio.Future[dict[str, object]]] = {}
         self._ready = asyncio.Event()
@@ -178,8 +185,8 @@ class EngineClient:
 
     @property
     def num_open(self) -> int:
-        """Number of calls in the engine."""
-        return len(self._calls)
+        """Number of samples in the engine."""
+        return self._num_open
 
     @property
     def silent_seconds(self) -> float:
@@ -242,8 +249,13 @@ class EngineClient:
             salt=salt,
         )
         self._calls[number] = call
+        self._num_open += params.n
         self._send(message)
         return call
+
+    def note_ended(self, samples: int) -> None:
+        """Counts ended samples; a call reports its own."""
+        self._num_open -= samples
 
     def end(self, number: int, sample: int | None, *, done: bool) -> None:
         """Aborts a sample of a call, or the whole call; `Call.abort` calls this."""
@@ -374,33 +386,33 @@ class EngineClient:
                 self.lose("the engine process has failed", code)
 
     def _deliver(self, tokens: Sequence[Tokens]) -> None:
-        """Gives calls their tokens, and tells the readers now or at the end of a pause; of first tokens always now."""
+        """Gives calls their tokens, and wakes the readers now or at the end of a pause; for first tokens always now."""
         for each in tokens:
             call = self._calls.get(each.call)
             if call is None:
                 continue
             call.put(each)
             if call.has_begun:
-                self._untold[call] = None
+                self._unread_calls[call] = None
             else:
-                call.tell()
+                call.wake()
             if not call.is_open:
                 self._calls.pop(each.call, None)
         if not self._is_pausing:
-            self._tell()
+            self._wake()
 
-    def _tell(self) -> None:
+    def _wake(self) -> None:
         """Wakes the readers of new tokens, and pauses for as long as this thread then computes."""
-        self._is_pausing = bool(self._untold)
-        if not self._untold:
+        self._is_pausing = bool(self._unread_calls)
+        if not self._unread_calls:
             return
-        for call in self._untold:
-            call.tell()
-        self._untold.clear()
+        for call in self._unread_calls:
+            call.wake()
+        self._unread_calls.clear()
         assert self._loop is not None, "only a running event loop reads"
         # The event loop runs the readers, which are waiting, before this.
         self._loop.call_soon(self._pause, time.thread_time())
 
     def _pause(self, began: float) -> None:
         assert self._loop is not None, "only a running event loop reads"
-        self._loop.call_later(time.thread_time() - began, self._tell)
+        self._loop.call_later(time.thread_time() - began, self._wake)

@@ -14,9 +14,10 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from importlib import import_module
+from types import MappingProxyType
 
 from jaxkv.config.cache import CacheConfig
 from jaxkv.config.engine import EngineConfig
@@ -28,6 +29,7 @@ from jaxkv.engine.request import Request
 from jaxkv.engine.request_state import RequestState
 from jaxkv.errors import STEP_FAILURES, CachePoisoned, OutOfPages, OutOfStates, ProgramRefused
 from jaxkv.llm import LLM
+from jaxkv.models.hf_config.generation_json import load_sampling_defaults
 from jaxkv.monitoring.inspection import draw
 from jaxkv.sampling.processors import LogitsProcessor
 from jaxkv.serve import exit_codes
@@ -117,14 +119,22 @@ class EngineServer:
         llm: the model.
         inbox: the socket, of which `Start` was read.
         hang_seconds: a step that takes longer ends the process.
+        sampling_defaults: see `Ready`.
     """
 
-    def __init__(self, llm: LLM, inbox: Inbox, hang_seconds: float) -> None:
+    def __init__(
+        self,
+        llm: LLM,
+        inbox: Inbox,
+        hang_seconds: float,
+        sampling_defaults: Mapping[str, float] = MappingProxyType({}),
+    ) -> None:
         llm.lock.lend()
         self._llm = llm
         self._engine = llm.engine
         self._inbox = inbox
         self._hang_seconds = hang_seconds
+        self._sampling_defaults = sampling_defaults
         self._loop = CommandLoop(llm.engine, llm.lock, self._deliver, self)
         self._sender = _Sender(inbox.end, self._loop.end)
         self._calls: dict[int, list[RequestState]] = {}
@@ -157,6 +167,7 @@ class EngineServer:
             max_sequences=self._engine.sequence_runner.max_rows,
             eos_ids=llm.eos_ids,
             model_type=model_type if isinstance(model_type, str) else "",
+            sampling_defaults=dict(self._sampling_defaults),
         )
 
     # The main thread; as the inlet of its loop, it reads the socket.
@@ -435,6 +446,7 @@ def main() -> int:
     loaded = _end_with(inbox)
     try:
         llm = _load(start)
+        defaults = load_sampling_defaults(llm.directory) if start.sampling_defaults else {}
     except (ValueError, OSError, RuntimeError, MemoryError, CachePoisoned) as error:
         text = " ".join(str(error).split())
         sender = _Sender(inbox.end, lambda: None)
@@ -445,7 +457,7 @@ def main() -> int:
     # What is loaded by now stays; the garbage collector need not look at it again between steps.
     gc.collect()
     gc.freeze()
-    server = EngineServer(llm, inbox, start.hang_seconds)
+    server = EngineServer(llm, inbox, start.hang_seconds, defaults)
     try:
         server.run()
     except BaseException as error:

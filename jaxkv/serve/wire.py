@@ -43,6 +43,7 @@ class Start(msgspec.Struct, tag="start", frozen=True, kw_only=True):
         warm_up: (requests at once, tokens of a prompt, names of samplings) for which programs are compiled before
             `Ready`; see `jaxkv.serve.warm_samplings`.
         hang_seconds: a step that takes longer ends the engine process; time in compilation does not count.
+        sampling_defaults: `Ready.sampling_defaults` are those of the model's generation_config.json.
     """
 
     model: str | None = None
@@ -57,6 +58,7 @@ class Start(msgspec.Struct, tag="start", frozen=True, kw_only=True):
     logits_processors: dict[str, str] = {}
     warm_up: tuple[tuple[int, int, tuple[str, ...]], ...] = ()
     hang_seconds: float = 30.0
+    sampling_defaults: bool = False
 
 
 class Submit(msgspec.Struct, tag="submit", frozen=True, kw_only=True):
@@ -117,6 +119,7 @@ class Ready(msgspec.Struct, tag="ready", frozen=True, kw_only=True):
         max_sequences: most sequences that run at once.
         eos_ids: ids that end a text.
         model_type: `model_type` of config.json.
+        sampling_defaults: fields of `SamplingParams` for requests that do not give them.
     """
 
     directory: str
@@ -125,6 +128,7 @@ class Ready(msgspec.Struct, tag="ready", frozen=True, kw_only=True):
     max_sequences: int
     eos_ids: tuple[int, ...]
     model_type: str
+    sampling_defaults: dict[str, int | float] = {}
 
 
 class Ended(msgspec.Struct, array_like=True, frozen=True, gc=False):

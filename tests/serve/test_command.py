@@ -123,6 +123,8 @@ def test_what_differs_from_the_defaults_is_sent_to_the_engine():
     every = ("greedy", "drawn", "filtered")
     assert start.warm_up == ((8, 1024, every), (2, 16, ("drawn", "greedy")))
     assert start.dtype == "bf16"
+    assert start.sampling_defaults
+    assert not command._start(command_options(["--generation-config", "none"])).sampling_defaults
 
 
 def command_options(arguments):

@@ -64,7 +64,7 @@ def test_what_is_not_read_comes_together():
     run(test())
 
 
-def test_readers_that_take_long_are_told_of_several_steps_at_once_but_of_first_tokens_now(
+def test_readers_that_take_long_get_several_steps_at_once_but_first_tokens_now(
     monkeypatch,
 ):
     class Clock:

@@ -3,15 +3,17 @@
 import asyncio
 import contextlib
 import os
+import shutil
 import signal
 import socket
 import threading
 from dataclasses import replace
 
+import msgspec
 import pytest
 from jax.errors import JaxRuntimeError
 
-from jaxkv import LLM, CacheConfig, SamplingParams, StructuredOutputs
+from jaxkv import LLM, CacheConfig, SamplingParams, StructuredOutputs, default_model
 from jaxkv.errors import CachePoisoned, CorruptBooks
 from jaxkv.serve import engine_program, exit_codes
 from jaxkv.serve.engine_client import EngineLost, RequestRefused
@@ -100,6 +102,23 @@ def test_a_served_model_gives_the_texts_of_an_llm_and_ends_with_its_server():
         assert not alive(process.pid)
 
     asyncio.run(asyncio.wait_for(test(), 300))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wanted", [True, False])
+def test_sampling_defaults_are_those_of_the_model_s_file_if_wanted(tmp_path, wanted):
+    folder = shutil.copytree(default_model.path(), tmp_path / "model")
+    (folder / "generation_config.json").write_text('{"temperature": 0.25, "top_k": 7}')
+
+    async def test():
+        process = await started(
+            msgspec.structs.replace(START, model=str(folder), sampling_defaults=wanted)
+        )
+        facts = process.client.facts
+        assert facts.sampling_defaults == ({"temperature": 0.25, "top_k": 7} if wanted else {})
+        await process.end()
+
+    asyncio.run(asyncio.wait_for(test(), 120))
 
 
 def test_a_model_that_does_not_load_is_refused_with_its_reason(tmp_path):

@@ -21,7 +21,7 @@ async def responses(service: Service, request: Request) -> Answer:
     body = request.json()
     with fields_named(CHAT_NAMES):
         turn = await open_turn(service, request, as_chat(body))
-        response = ResponsesStream(request.id, echoed(body, turn.body.model))
+        response = ResponsesStream(request.id, echoed(body, turn.body.model, turn.work.params))
         writer = _Writer(service, turn, response)
         if turn.body.stream:
             stream = EventStream(writer.stream(), service.limits.keep_alive_seconds)

@@ -7,6 +7,7 @@ earlier one is refused: clients send the whole conversation.
 from collections.abc import Mapping
 from typing import Any
 
+from jaxkv.config.sampling import SamplingParams
 from jaxkv.serve.api.as_chat import check_known, each_object, joined_text, refused, typed
 from jaxkv.wording import shown
 
@@ -108,12 +109,13 @@ def as_chat(body: Mapping[str, Any]) -> Json:
     return chat
 
 
-def echoed(body: Mapping[str, Any], model: str) -> Json:
+def echoed(body: Mapping[str, Any], model: str, params: SamplingParams) -> Json:
     """Returns the fields of a response that repeat its request.
 
     Args:
         body: the body of the request, which `as_chat` has read.
         model: name of the served model.
+        params: sampling parameters of the request.
     """
     text, reasoning = body.get("text") or {}, body.get("reasoning")
     return {
@@ -128,8 +130,8 @@ def echoed(body: Mapping[str, Any], model: str) -> Json:
         "text": {"format": _echoed_format(text.get("format") or {"type": "text"})},
         "reasoning": reasoning
         and {"effort": reasoning.get("effort"), "summary": reasoning.get("summary")},
-        "temperature": _or(body.get("temperature"), 1.0),
-        "top_p": _or(body.get("top_p"), 1.0),
+        "temperature": params.temperature,
+        "top_p": params.top_p,
         "presence_penalty": _or(body.get("presence_penalty"), 0.0),
         "frequency_penalty": _or(body.get("frequency_penalty"), 0.0),
         "top_logprobs": body.get("top_logprobs") or 0,

@@ -28,21 +28,21 @@ async def openapi(service: Service, request: Request) -> Reply:
 
 
 OPERATIONS: tuple[Operation, ...] = (
-    *state.OPERATIONS,
-    *looking.OPERATIONS,
     completions.OPERATION,
     chat.OPERATION,
+    *responses.OPERATIONS,
+    *messages.OPERATIONS,
     *tokens.OPERATIONS,
+    *state.OPERATIONS,
+    *looking.OPERATIONS,
     Operation(
         path="/openapi.json",
         handler=openapi,
         summary="This document",
         errors=(401,),
     ),
-    *responses.OPERATIONS,
-    *messages.OPERATIONS,
 )
-"""All routes of the server."""
+"""All routes of the server, those of most requests first: Starlette tries one after the other."""
 
 
 def make_app(

@@ -91,7 +91,7 @@ class ChatTurn:
         if delta.finish_reason is not None:
             events += parser.finish()
         events = self._wanted(delta.sample, events)
-        self.reasoning_tokens += _reasoning_share(events, delta)
+        self.reasoning_tokens += reasoning_share(events, delta)
         if self.body.include_reasoning is False:
             events = [event for event in events if not isinstance(event, Reasoning)]
         reason = delta.finish_reason
@@ -111,7 +111,7 @@ class ChatTurn:
         ]
 
 
-def _reasoning_share(events: Sequence[Event], delta: Delta) -> int:
+def reasoning_share(events: Sequence[Event], delta: Delta) -> int:
     """Returns how many tokens of a delta brought reasoning."""
     written = sum(len(event.text) for event in events if isinstance(event, Reasoning))
     if not written:
@@ -140,7 +140,8 @@ async def open_turn(service: Service, request: Request, tree: Mapping[str, Any])
     tool_choice = _tool_choice(body)
     if body.offered and choice.tools is None and tool_choice == "auto":
         raise bad_request("the model has no known format of tool calls; give no tools", "tools")
-    params = _sampling(body, choice.keeps_special_tokens, _forced(body, tree, tool_choice))
+    defaults, forced = service.facts.sampling_defaults, _forced(body, tree, tool_choice)
+    params = _sampling(body, defaults, choice.keeps_special_tokens, forced)
     if body.offered and tool_choice != "auto":
         _refuse_channels(choice, "tool_choice")
     options = body_options(body, tree.get("tools"), service.tokenizer)
@@ -228,7 +229,10 @@ def _refuse_channels(choice: ParserChoice, field: str) -> None:
 
 
 def _sampling(
-    body: ChatBody, keeps_special_tokens: bool, forced: StructuredOutputs | None
+    body: ChatBody,
+    defaults: Mapping[str, float],
+    keeps_special_tokens: bool,
+    forced: StructuredOutputs | None,
 ) -> SamplingParams:
     changes: dict[str, Any] = {
         "max_tokens": body.max_completion_tokens or body.max_tokens,
@@ -239,4 +243,4 @@ def _sampling(
     if keeps_special_tokens:
         # Markers of tool calls and reasoning are special tokens; the parser removes the others.
         changes["skip_special_tokens"] = False
-    return body.sampling(**changes)
+    return body.sampling(defaults, **changes)

@@ -51,7 +51,11 @@ async def completions(service: Service, request: Request) -> Answer:
     body.check_stream_options()
     prompts = _prompts(body.prompt)
     check_prompts(service, len(prompts), body.n or 1)
-    params = body.sampling(logprobs=body.logprobs, prompt_logprobs=_scored(body))
+    params = body.sampling(
+        service.facts.sampling_defaults,
+        logprobs=body.logprobs,
+        prompt_logprobs=_scored(body),
+    )
     special = body.add_special_tokens is not False
     ids = [
         await service.encode(prompt, add_special=special) if isinstance(prompt, str) else prompt

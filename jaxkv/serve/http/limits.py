@@ -8,7 +8,7 @@ class Limits:
     """Bounds on requests and connections. Each is a positive number.
 
     Attributes:
-        most_waiting: calls (one for each prompt) beyond the engine's `max_sequences`; one more is answered 429.
+        most_waiting: samples (`n` for each prompt) beyond the engine's `max_sequences`; one more is answered 429.
         retry_after_seconds: time after which clients may try again, in the replies 429 and 503.
         request_seconds: a request that takes longer ends with 504, or with an error event in its stream.
         body_bytes: longest body; a longer one is answered 413.

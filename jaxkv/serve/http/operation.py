@@ -97,7 +97,7 @@ class Endpoint:
     async def _serve(self, scope: Scope, receive: Receive, send: "_Sender") -> None:
         limits = self._service.limits
         request = await receive_request(scope, receive, limits)
-        if self._operation.body is not None and len(request.body) >= LARGE_BODY:
+        if self._operation.method == "POST" and len(request.body) >= LARGE_BODY:
             request = replace(request, tree=await self._service.in_thread(request.json))
         try:
             async with asyncio.timeout(limits.request_seconds):

@@ -186,10 +186,15 @@ class SamplingFields(StructuredFields, kw_only=True, forbid_unknown_fields=True,
         | None
     ) = None
 
-    def sampling(self, **changes: Any) -> SamplingParams:  # noqa: ANN401 - as the fields
+    def sampling(
+        self,
+        defaults: Mapping[str, float],
+        **changes: Any,  # noqa: ANN401 - as the fields
+    ) -> SamplingParams:
         """Returns the sampling parameters.
 
         Args:
+            defaults: attributes of `SamplingParams` for those that the request does not give.
             changes: attributes of `SamplingParams` that the request has under other names.
 
         Raises:
@@ -197,7 +202,8 @@ class SamplingFields(StructuredFields, kw_only=True, forbid_unknown_fields=True,
         """
         if (demanded := self.demanded()) is not None:
             changes.setdefault("structured_outputs", demanded)
-        given = {name: value for name in _SHARED if (value := getattr(self, name)) is not None}
+        given: dict[str, Any] = dict(defaults)
+        given |= {name: value for name in _SHARED if (value := getattr(self, name)) is not None}
         try:
             return SamplingParams(**(given | changes))
         except ValueError as error:

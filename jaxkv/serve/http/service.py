@@ -120,21 +120,30 @@ class Service:
             )
         return self.client.facts
 
-    def check_takes(self, calls: int) -> None:
-        """Checks that this number of calls can begin now.
+    @property
+    def most_samples(self) -> int:
+        """Most samples that may run or wait at once.
 
         Raises:
-            ApiError: 503 while draining, loading or without an engine, 429 if too many calls wait.
+            ApiError: 503 without an engine, see `facts`.
+        """
+        return self.facts.max_sequences + self.limits.most_waiting
+
+    def check_takes(self, samples: int) -> None:
+        """Checks that this number of samples can begin now.
+
+        Raises:
+            ApiError: 503 while draining, loading or without an engine, 429 if too many samples wait.
         """
         wait = self.limits.retry_after_seconds
         if self.draining:
             raise unavailable("draining", "the server is ending and takes no new requests", wait)
-        most = self.facts.max_sequences + self.limits.most_waiting
-        if self.client.num_open + calls > most:
+        most, taken = self.most_samples, self.client.num_open
+        if taken + samples > most:
             raise ApiError(
                 429,
                 "queue_full",
-                f"{self.client.num_open} requests run or wait, at most {most} may; try again in {wait} s",
+                f"{taken} samples run or wait, at most {most} may; try again in {wait} s",
                 headers={"retry-after": str(wait)},
             )
 
@@ -157,7 +166,7 @@ class Service:
         Raises:
             ApiError: 400 for a prompt or parameters that the model cannot serve, otherwise see `check_takes`.
         """
-        self.check_takes(1)
+        self.check_takes(params.n)
         self.check_ids(prompt_ids)
         self.check_length(len(prompt_ids), params)
         try:

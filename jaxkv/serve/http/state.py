@@ -71,6 +71,7 @@ def _model(service: Service) -> dict[str, object]:
         "root": service.model_name,
         "parent": None,
         "max_model_len": service.facts.max_model_len,
+        "default_sampling_params": service.facts.sampling_defaults,
     }
 
 
@@ -83,6 +84,11 @@ _MODEL = {
         "created": {"type": "integer"},
         "owned_by": {"type": "string"},
         "max_model_len": {"type": "integer"},
+        "default_sampling_params": {
+            "type": "object",
+            "additionalProperties": {"type": "number"},
+            "description": "of requests that do not give these fields",
+        },
     },
 }
 _STATUS = {

@@ -93,7 +93,7 @@ class Work:
                 generation.abort()
 
     def _begin(self) -> None:
-        self._service.check_takes(len(self.prompts))
+        self._service.check_takes(len(self.prompts) * self.params.n)
         for ids in self.prompts:
             generation = self._service.begin(
                 ids, self.params, priority=self._priority, salt=self._salt
@@ -139,11 +139,11 @@ def check_prompts(service: Service, prompts: int, samples: int) -> None:
     Raises:
         ApiError: 400 if they are too many; see `Service.check_takes`.
     """
-    most = service.limits.prompts
+    most = min(service.limits.prompts, service.most_samples)
     if prompts * samples > most:
         raise bad_request(
             f"{prompts} prompts with n={samples} are {prompts * samples} texts, at most {most} may be asked for at "
             f"once; send several requests",
             "prompt" if prompts > 1 else "n",
         )
-    service.check_takes(prompts)
+    service.check_takes(prompts * samples)

@@ -4,6 +4,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
+from jaxkv.config.sampling import SamplingParams
 from jaxkv.serve.api.messages_stream import MessagesStream
 from jaxkv.serve.api.responses_request import echoed
 from jaxkv.serve.api.responses_stream import ResponsesStream
@@ -41,7 +42,7 @@ def answers(draw):
 
 
 def responded(events, reason="stop"):
-    stream = ResponsesStream("1", echoed({}, "model"))
+    stream = ResponsesStream("1", echoed({}, "model", SamplingParams()))
     made = stream.begin()
     for event in events:
         made += stream.push([event])
@@ -116,7 +117,7 @@ def test_a_response_that_is_cut_says_where():
 
 
 def test_a_response_that_fails_keeps_what_it_has():
-    stream = ResponsesStream("1", echoed({}, "model"))
+    stream = ResponsesStream("1", echoed({}, "model", SamplingParams()))
     made = stream.begin() + stream.push(ANSWER[:3]) + stream.fail("server_error", "no")
     assert event_faults(made) == []
     assert stream.response["status"] == "failed"
@@ -124,7 +125,7 @@ def test_a_response_that_fails_keeps_what_it_has():
 
 
 def test_logprobs_are_part_of_the_text():
-    stream = ResponsesStream("1", echoed({}, "model"))
+    stream = ResponsesStream("1", echoed({}, "model", SamplingParams()))
     table = [{"token": "a", "logprob": -1.0, "bytes": [97], "top_logprobs": []}]
     made = stream.begin() + stream.push([Content("a")], table) + stream.finish("stop", COUNTED)
     assert event_faults(made) == []

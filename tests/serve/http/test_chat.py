@@ -1,8 +1,12 @@
 import asyncio
 import json
 
+import pytest
 import tokenizers
 
+from jaxkv.serve.generation import Delta
+from jaxkv.serve.http.chat_turn import reasoning_share
+from jaxkv.serve.parsers.events import Content, Reasoning
 from jaxkv.text.tokenizer import Tokenizer
 from tests.serve.http.serving import CHATTY, TOKENIZER, events_of, serving
 
@@ -132,6 +136,21 @@ def test_reasoning_is_apart_from_content_and_can_be_left_out():
             assert details["reasoning_tokens"] > 0
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("events", "text", "tokens"),
+    [
+        ([Reasoning("think")], "think", 8),
+        ([Reasoning("hmm"), Content("hello")], "hmm</think>hello", 2),
+        ([Reasoning("longer than its text")], "short", 8),
+        ([Reasoning("longer than its text"), Content("x")], "short", 8),
+        ([Content("hello")], "hello", 0),
+        ([], "<thi", 0),
+    ],
+)
+def test_tokens_of_reasoning_and_other_text_count_by_their_characters(events, text, tokens):
+    assert reasoning_share(events, Delta(sample=0, text=text, ids=tuple(range(8)))) == tokens
 
 
 def test_logprobs_list_each_token_with_its_bytes_and_the_likeliest():

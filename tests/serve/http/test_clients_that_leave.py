@@ -171,6 +171,30 @@ def test_hundreds_of_streams_that_are_left_are_all_aborted_before_the_next_step(
     asyncio.run(run())
 
 
+def test_each_sample_takes_a_place_until_it_ends():
+    async def run():
+        limits = Limits(most_waiting=2)
+        async with serving(lambda submit: [5, 6], held=True, limits=limits) as server:
+            engine, given = server.engine, {"model": "tiny", "prompt": [5], "max_tokens": 2}
+            first = asyncio.create_task(server.http.post(COMPLETIONS, json=given | {"n": 7}))
+            await until(lambda: len(engine.running) == 7)
+            reply = await server.http.post(COMPLETIONS, json=given | {"n": 4})
+            assert (reply.status_code, reply.json()["error"]["code"]) == (429, "queue_full")
+            reply = await server.http.post(COMPLETIONS, json=given | {"prompt": [[5], [6]], "n": 2})
+            assert reply.status_code == 429
+            second = asyncio.create_task(server.http.post(COMPLETIONS, json=given | {"n": 3}))
+            await until(lambda: len(engine.running) == 10)
+            assert (await server.http.get("/ready")).status_code == 429
+            while engine.running:
+                await engine.step()
+            assert {(await task).status_code for task in (first, second)} == {200}
+            assert engine.client.num_open == 0
+            reply = await server.http.post(COMPLETIONS, json=given | {"n": 11})
+            assert (reply.status_code, reply.json()["error"]["param"]) == (400, "n")
+
+    asyncio.run(run())
+
+
 def test_a_request_out_of_time_is_504_and_aborted():
     async def run():
         limits = Limits(request_seconds=0.1)

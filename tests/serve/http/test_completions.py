@@ -1,6 +1,9 @@
 import asyncio
 import json
 
+import msgspec
+
+from tests.serve.fake_engine import FACTS
 from tests.serve.http.serving import TOKENIZER, events_of, serving
 
 HELLO = TOKENIZER.encode("hello world, all of you")
@@ -8,6 +11,24 @@ HELLO = TOKENIZER.encode("hello world, all of you")
 
 def body(**fields):
     return {"model": "tiny", "prompt": "hello world", "max_tokens": 64, **fields}
+
+
+def test_a_request_s_own_sampling_goes_before_the_model_s():
+    facts = msgspec.structs.replace(FACTS, sampling_defaults={"temperature": 0.5, "top_k": 20})
+
+    async def run():
+        async with serving(facts=facts) as server:
+            given = {"model": "tiny", "prompt": [5], "max_tokens": 1}
+            for more in ({}, {"temperature": 1.0, "top_k": 0, "top_p": 0.5}):
+                reply = await server.http.post("/v1/completions", json=given | more)
+                assert reply.status_code == 200
+            sent = [call.sampling for call in server.engine.calls.values()]
+            assert sent[0] == {"max_tokens": 1, "temperature": 0.5, "top_k": 20}
+            assert sent[1] == {"max_tokens": 1, "top_p": 0.5}
+            [model] = (await server.http.get("/v1/models")).json()["data"]
+            assert model["default_sampling_params"] == facts.sampling_defaults
+
+    asyncio.run(run())
 
 
 def test_a_completion_has_text_finish_reason_and_usage():
