@@ -16,7 +16,13 @@ from transformers import PreTrainedModel
 from torch_bridge.graphs.call_form import CallForm, form_of
 from torch_bridge.graphs.decode_inputs import DecodeInputs
 from torch_bridge.graphs.forward import original_forward
-from torch_bridge.graphs.model_state import ModelState, why_not_now, why_unrecordable
+from torch_bridge.graphs.model_state import (
+    CHANGED,
+    MOVED,
+    ModelState,
+    why_not_now,
+    why_unrecordable,
+)
 from torch_bridge.graphs.recorder import Pools, Recorded, Recorder
 from torch_bridge.transformers_cache.cache_layers import Running
 from torch_bridge.transformers_cache.fingerprint import turns_with_length
@@ -126,7 +132,7 @@ class DecodeGraphs:
         key = padded(step.num_rows, 1), form
         self._check_memory(step)
         if self._is_new_text and self._refused and not self._has_same_structure():
-            self.drop(_CHANGED)
+            self.drop(CHANGED)
         recording = self._recordings.get(key)
         if recording is None and key not in self._refused:
             recording = self._record(key, arguments, sequences, running)
@@ -159,7 +165,7 @@ class DecodeGraphs:
             if _addresses(step.lease) != self._pointers:
                 self.drop("the pool has other addresses, since it was made again or JAX moved it")
         if self._state is not None and not self._state.has_same_memory():
-            self.drop("parameters or buffers of the model were replaced or moved")
+            self.drop(MOVED)
 
     def _has_same_structure(self) -> bool:
         self._is_new_text = False
@@ -168,12 +174,12 @@ class DecodeGraphs:
     def _still_holds(self) -> bool:
         """Drops the recordings if the model is another than when they were made; returns whether it is the same."""
         assert self._state is not None
-        is_same = self._state.has_same_shape()
-        if is_same and self._is_new_text:
-            is_same = self._has_same_structure()
-        if not is_same:
-            self.drop(_CHANGED)
-        return is_same
+        why = self._state.why_changed()
+        if why is None and self._is_new_text and not self._has_same_structure():
+            why = CHANGED
+        if why is not None:
+            self.drop(why)
+        return why is None
 
     def _run(
         self,
@@ -308,7 +314,6 @@ _FAILURES = (
 )
 """Errors of the model's code inside a recording, where it is given no mask and unknown counts. The ordinary forward
 runs next, and raises errors of its own."""
-_CHANGED = "modules, hooks, attributes or the config of the model have changed"
 
 
 def _fill(

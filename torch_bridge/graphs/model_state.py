@@ -16,6 +16,8 @@ from torch_bridge.transformers_cache.fingerprint import structure
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _OF_TRANSFORMERS = "transformers.utils.output_capturing"
 """Module of hooks that do nothing unless a forward asks for hidden states or the like."""
+MOVED = "parameters or buffers of the model were replaced or moved"
+CHANGED = "modules, hooks, attributes or the config of the model have changed"
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
@@ -49,10 +51,11 @@ class ModelState:
         ]
         self._owners = [held for held, _ in entries]
         self._names = [name for _, name in entries]
-        tensors = self._tensors()
-        self._ids = list(map(id, tensors))
-        self._pointers = list(map(torch.Tensor.data_ptr, tensors))
-        self._strides = list(map(torch.Tensor.stride, tensors))
+        # Kept, so that a graph never reads freed memory where a tensor was replaced, until `why_changed` finds it.
+        self._tensors = self._current_tensors()
+        self._ids = list(map(id, self._tensors))
+        self._pointers = list(map(torch.Tensor.data_ptr, self._tensors))
+        self._strides = list(map(torch.Tensor.stride, self._tensors))
         children = [
             (module._modules, name) for module in model.modules() for name in module._modules
         ]
@@ -63,25 +66,22 @@ class ModelState:
         self._structure = structure(model)
 
     def has_same_memory(self) -> bool:
-        """Whether all parameters and buffers are the same objects at the same addresses; costs some 20 us."""
-        tensors = self._tensors()
-        return (
-            list(map(id, tensors)) == self._ids
-            and list(map(torch.Tensor.data_ptr, tensors)) == self._pointers
-        )
+        """Whether the parameters and buffers of the recording are at the same addresses."""
+        return list(map(torch.Tensor.data_ptr, self._tensors)) == self._pointers
 
-    def has_same_shape(self) -> bool:
-        """Whether strides, submodules, the number of hooks and attributes, and training mode are the same."""
-        return (
-            list(map(torch.Tensor.stride, self._tensors())) == self._strides
-            and self._read_shape() == self._shape
-        )
+    def why_changed(self) -> str | None:
+        """Returns what has changed among tensors, submodules, hooks, attributes' names and training mode, or `None`."""
+        if list(map(id, self._current_tensors())) != self._ids:
+            return MOVED
+        if list(map(torch.Tensor.stride, self._tensors)) != self._strides:
+            return MOVED
+        return CHANGED if self._read_shape() != self._shape else None
 
     def has_same_structure(self) -> bool:
         """Whether all attributes and configs are the same (`fingerprint.structure`); costs some milliseconds."""
         return structure(self._model) == self._structure
 
-    def _tensors(self) -> list[Any]:
+    def _current_tensors(self) -> list[Any]:
         return list(map(dict.get, self._owners, self._names))
 
     def _read_shape(self) -> tuple[list[int], ...]:
