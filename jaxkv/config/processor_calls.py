@@ -84,11 +84,13 @@ def _frozen(name: str, key: str, value: object) -> Any:  # noqa: ANN401 - a numb
 
 def _tuples(value: Any, dimensions: int) -> Any:  # noqa: ANN401 - numbers, sequences and arrays of any library
     """Returns numbers as nested tuples of the same lengths; raises `TypeError` for anything else."""
-    if type(value) in (bool, float) or (type(value) is int and -(2**63) <= value < 2**63):
+    if type(value) is int and not -(2**63) <= value < 2**63:
+        raise TypeError("more than 64 bits")
+    if type(value) in (bool, int, float):
         return value
-    if hasattr(value, "tolist"):
-        value = value.tolist()
-        return _tuples(value, dimensions)
+    as_list = getattr(value, "tolist", None)
+    if as_list is not None:
+        return _tuples(as_list(), dimensions)
     if not isinstance(value, list | tuple) or dimensions == 0:
         raise TypeError("no number")
     made = tuple(_tuples(item, dimensions - 1) for item in value)
