@@ -114,6 +114,26 @@ def check_bounds(cu_q_lens: Table, rows: int, tokens: int) -> None:
         )
 
 
+def check_scan(
+    cu_q_lens: Table,
+    seq_lens: Table,
+    read_states: Table,
+    write_states: Table,
+    snapshot_ends: Table | None,
+    snapshot_states: Table | None,
+    *,
+    num_states: int,
+    tokens: int,
+    chunk_size: int,
+) -> None:
+    """Raises `ValueError` for the tables of a scan that fit neither each other nor `tokens` packed tokens."""
+    check_states(num_states, read_states, write_states, snapshot_ends, snapshot_states)
+    check_ids("seq_lens", seq_lens, tuple(read_states.shape))
+    check_bounds(cu_q_lens, read_states.shape[0], tokens)
+    if chunk_size < 1:
+        raise ValueError(f"chunk_size must be at least 1, got {chunk_size}")
+
+
 def check_floats(**arrays: Table | None) -> None:
     """Raises `ValueError` for arrays, given by name, whose dtype is not floating; `None` is skipped."""
     for name, array in arrays.items():

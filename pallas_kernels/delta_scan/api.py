@@ -5,9 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Shaped
 
-from pallas_kernels.arguments.checks import check_ids
 from pallas_kernels.arguments.delta import DeltaArrays, check_delta
-from pallas_kernels.arguments.states import StateTables, check_bounds, check_states
+from pallas_kernels.arguments.states import StateTables, check_scan
 from pallas_kernels.delta_scan import xla
 from pallas_kernels.dispatch import choose
 
@@ -66,17 +65,14 @@ def delta_scan(
         Unsupported: the requested implementation cannot run; the message gives the reason.
     """
     check_delta(a_log, dt_bias, states, qkv, a, b)
-    check_states(states.shape[0], read_states, write_states, snapshot_ends, snapshot_states)
-    check_ids("seq_lens", seq_lens, tuple(read_states.shape))
-    check_bounds(cu_q_lens, read_states.shape[0], qkv.shape[0])
-    if chunk_size < 1:
-        raise ValueError(f"chunk_size must be at least 1, got {chunk_size}")
+    of_rows = (cu_q_lens, seq_lens, read_states, write_states, snapshot_ends, snapshot_states)
+    sizes = {"num_states": states.shape[0], "tokens": qkv.shape[0], "chunk_size": chunk_size}
+    check_scan(*of_rows, **sizes)
     choose("delta_scan", {"xla": lambda: None}, implementation)
     if not qkv.shape[0] or not len(read_states):
         shape = (qkv.shape[0], states.shape[1], states.shape[3])
         return jnp.zeros(shape, qkv.dtype), jnp.asarray(states)
     given = (a_log, dt_bias, states, qkv, a, b)
-    of_rows = (cu_q_lens, seq_lens, read_states, write_states, snapshot_ends, snapshot_states)
     # `None` is an empty pytree, so absent tables stay `None`.
     given, of_rows = jax.tree.map(jnp.asarray, (given, of_rows))
     return xla.delta_scan(DeltaArrays(*given), StateTables(*of_rows), chunk_size=chunk_size)

@@ -5,9 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Shaped
 
-from pallas_kernels.arguments.checks import check_ids
 from pallas_kernels.arguments.selective import SelectiveArrays, check_selective
-from pallas_kernels.arguments.states import StateTables, check_bounds, check_states
+from pallas_kernels.arguments.states import StateTables, check_scan
 from pallas_kernels.dispatch import choose
 from pallas_kernels.selective_scan import xla
 
@@ -68,16 +67,13 @@ def selective_scan(
         Unsupported: the requested implementation cannot run; the message gives the reason.
     """
     check_selective(a_log, skip, dt_bias, states, x, dt, b, c)
-    check_states(states.shape[0], read_states, write_states, snapshot_ends, snapshot_states)
-    check_ids("seq_lens", seq_lens, tuple(read_states.shape))
-    check_bounds(cu_q_lens, read_states.shape[0], x.shape[0])
-    if chunk_size < 1:
-        raise ValueError(f"chunk_size must be at least 1, got {chunk_size}")
+    of_rows = (cu_q_lens, seq_lens, read_states, write_states, snapshot_ends, snapshot_states)
+    sizes = {"num_states": states.shape[0], "tokens": x.shape[0], "chunk_size": chunk_size}
+    check_scan(*of_rows, **sizes)
     choose("selective_scan", {"xla": lambda: None}, implementation)
     if not x.shape[0] or not len(read_states):
         return jnp.zeros(x.shape, x.dtype), jnp.asarray(states)
     given = (a_log, skip, dt_bias, states, x, dt, b, c)
-    of_rows = (cu_q_lens, seq_lens, read_states, write_states, snapshot_ends, snapshot_states)
     # `None` is an empty pytree, so absent tables stay `None`.
     given, of_rows = jax.tree.map(jnp.asarray, (given, of_rows))
     layer, tables = SelectiveArrays(*given), StateTables(*of_rows)

@@ -7,9 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Shaped
 
-from pallas_kernels.arguments.checks import check_ids
 from pallas_kernels.arguments.ssd import SsdArrays, check_layer
-from pallas_kernels.arguments.states import StateTables, check_bounds, check_states
+from pallas_kernels.arguments.states import StateTables, check_scan
 from pallas_kernels.dispatch import choose
 from pallas_kernels.ssd_scan import mosaic_gpu, xla
 
@@ -72,13 +71,10 @@ def ssd_scan(
         Unsupported: the requested implementation, or every implementation, cannot run; the message lists the reasons.
     """
     check_layer(a_log, d, dt_bias, states, xbc, dt, z, dt_limits)
-    check_states(states.shape[0], read_states, write_states, snapshot_ends, snapshot_states)
-    check_ids("seq_lens", seq_lens, tuple(read_states.shape))
-    check_bounds(cu_q_lens, read_states.shape[0], xbc.shape[0])
-    if chunk_size < 1:
-        raise ValueError(f"chunk_size must be at least 1, got {chunk_size}")
-    given = (a_log, d, dt_bias, states, xbc, dt)
     of_rows = (cu_q_lens, seq_lens, read_states, write_states, snapshot_ends, snapshot_states)
+    sizes = {"num_states": states.shape[0], "tokens": xbc.shape[0], "chunk_size": chunk_size}
+    check_scan(*of_rows, **sizes)
+    given = (a_log, d, dt_bias, states, xbc, dt)
     # `None` is an empty pytree, so absent arguments stay `None`.
     given, of_rows, gate = jax.tree.map(jnp.asarray, (given, of_rows, z))
     layer, tables = SsdArrays(*given), StateTables(*of_rows)
