@@ -1,12 +1,18 @@
 """The examples run against a server with OpenAI's API, and the files for deployment are well-formed and agree."""
 
 import json
+import os
 import re
 import runpy
 import shlex
 import shutil
+import signal
+import socket
 import subprocess
+import sys
+import time
 
+import httpx
 import pytest
 
 from jaxkv import cli
@@ -128,6 +134,68 @@ def test_the_image_gets_what_the_package_is_made_of_and_nothing_else():
     packages = re.search(r"^packages = (\[.*\])$", (ROOT / "pyproject.toml").read_text(), re.M)
     assert packages is not None
     assert set(re.findall(r'"(\w+)"', packages[1])) <= copied
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_the_image_serves_when_its_commands_are_run_in_folders(tmp_path):
+    """What only Docker can do is left out: the base image, its packages, the user, and CUDA's libraries."""
+    port = str(free_port())
+    source = tmp_path / "source"
+
+    def here(text):
+        text = text.replace("8000", port).replace("cuda13,", "").replace("--no-cache-dir ", "")
+        for folder in ("/opt/jaxkv", "/cache"):
+            text = text.replace(folder, str(tmp_path) + folder)
+        return text
+
+    found = instructions()
+    source.mkdir()
+    for name, arguments in found:
+        if name == "COPY" and not arguments.startswith("--from"):
+            *copied, _ = arguments.split()
+            subprocess.run(["cp", "-r", *(str(ROOT / each) for each in copied), source], check=True)
+        elif name == "RUN" and "apt-get" not in arguments:
+            command = shlex.split(here(arguments))
+            if command[0] == "python3":
+                command[0] = sys.executable
+            done = subprocess.run(command, cwd=source, capture_output=True, text=True)
+            if "No matching distribution" in done.stderr:
+                pytest.skip("PyPI cannot be reached")
+            assert done.returncode == 0, done.stderr[-2000:]
+    variables = dict(word.split("=", 1) for word in here(dict(found)["ENV"]).split())
+    variables["PATH"] = variables["PATH"].replace("$PATH", os.environ["PATH"])
+    key = variables["JAXKV_API_KEY"] = "secret-of-the-image"
+    (tmp_path / "cache").mkdir()
+    check = json.loads(here(dict(found)["HEALTHCHECK"]).split(" CMD ")[1])
+    entry = json.loads(here(dict(found)["ENTRYPOINT"]))
+    with (tmp_path / "out").open("w") as out:
+        # Not ROOT: the installed package is what serves.
+        given = {"cwd": tmp_path, "env": variables}
+        running = subprocess.Popen(
+            [shutil.which(entry[0], path=variables["PATH"]), *entry[1:]], stdout=out, **given
+        )
+    try:
+        while "(ready)" not in (tmp_path / "out").read_text():
+            assert running.poll() is None
+            time.sleep(0.2)
+        assert subprocess.run(check, **given).returncode == 0
+        body = {"model": "default", "prompt": "def ", "max_tokens": 3}
+        url, headers = f"http://127.0.0.1:{port}/v1/completions", {"x-api-key": key}
+        assert httpx.post(url, json=body, timeout=120).status_code == 401
+        assert httpx.post(url, json=body, headers=headers, timeout=120).status_code == 200
+        assert list((tmp_path / "cache" / "programs").iterdir())
+        running.send_signal(getattr(signal, dict(found)["STOPSIGNAL"]))
+        assert running.wait(60) == 0
+        assert subprocess.run(check, capture_output=True, **given).returncode != 0
+    finally:
+        running.kill()
+        running.wait()
+
+
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return listener.getsockname()[1]
 
 
 def test_the_commands_of_image_compose_and_unit_are_those_of_jaxkv(read):
