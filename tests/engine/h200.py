@@ -47,7 +47,7 @@ gpu_device_info {
 """
 # The programs whose names on disk are reported too, each of which takes another trace.
 STORED = ("decode", "decode_best", "prefill")
-ROWS, PAGES, PAGE_SIZE, WIDTH, LAYERS, DEEP = 8, 128, 64, 8, 2, 6
+ROWS, PAGES, PAGE_SIZE, WIDTH, LAYERS, DEEP = 8, 128, 64, 8, 2, 4
 
 
 def sequence_runner(
@@ -178,6 +178,8 @@ def lowerings():
         "decode": lambda: decode,
         "decode_best": lambda: sequence_runner("mosaic_gpu", layers=DEEP).runner.program(step),
         "generate": lambda: generated(sequence_runner("mosaic_gpu", layers=1), prompt),
+        # Prompts of one token, whose step has the kernels of the steps after it.
+        "generate_short": lambda: generated(sequence_runner("mosaic_gpu", layers=1), step),
         "decode_64_rows": lambda: sequence_runner("mosaic_gpu", rows=64).runner.program(many),
         "decode_drawn": lambda: sequence_runner("mosaic_gpu", layers=1).runner.program(drawn),
         "decode_weighed": lambda: sequence_runner("mosaic_gpu", layers=1).runner.program(weighed),

@@ -14,14 +14,15 @@ from tests.engine.h200_host import LAYERS
 CHOOSING, MANY_ROWS = ("decode_drawn", "decode_weighed", "decode_processed"), "decode_64_rows"
 PROCESSED = ("decode_processed", "multi_step_processed", "readmit_processed")
 STEPS = ("decode", "decode_best", MANY_ROWS, *CHOOSING, "prefill")
-GOOD = (*STEPS, "multi_step", "multi_step_processed", "generate")
+GENERATES = ("generate_short", "generate")
+GOOD = (*STEPS, "multi_step", "multi_step_processed", *GENERATES)
 BESIDE = ("copy", "readmit", "readmit_processed")
 ODD, LATE = "one_page", "read_late"
 BAD = ("swapped", LATE, "scanned")
 HOST = ("host_swap_out", "host_swap_in", "host_states_out", "host_states_in")
 HYBRID = ("hybrid_experts_decode_mosaic_gpu", "hybrid_delta_decode_mosaic_gpu")
 LATENT = ("latent_decode_mosaic_gpu",)
-WINDOWS = ("windows_gpt_oss_decode",)
+WINDOWS = ("windows_gemma_decode",)
 # Steps that show of a model or of an option what one of the others shows too.
 MORE_HYBRID = (
     "hybrid_decode_mosaic_gpu",
@@ -40,18 +41,11 @@ MORE_LATENT = (
     "latent_sparse_prefill_records_mosaic_gpu",
     "latent_sparse_expanded_records_mosaic_gpu",
 )
-MORE_WINDOWS = ("windows_gemma_decode", "windows_gemma_prefill", "windows_gpt_oss_prefill")
+MORE_WINDOWS = ("windows_gpt_oss_decode", "windows_gemma_prefill", "windows_gpt_oss_prefill")
 OTHERS = (*HYBRID, *MORE_HYBRID, *LATENT, *MORE_LATENT, *WINDOWS, *MORE_WINDOWS)
 SLOW = (
-    MANY_ROWS,
-    "decode_drawn",
-    *PROCESSED,
-    ODD,
-    LATE,
-    *MORE_HYBRID,
-    SOLVING,
-    *MORE_LATENT,
-    *MORE_WINDOWS,
+    *(MANY_ROWS, "decode_drawn", *PROCESSED, "generate", ODD, LATE, SOLVING),
+    *(*MORE_HYBRID, *MORE_LATENT, *MORE_WINDOWS),
 )
 FAST = [
     *(name for name in (*GOOD, *BESIDE, ODD, *BAD, *HOST) if name not in SLOW),
@@ -181,9 +175,10 @@ def test_several_steps_are_one_graph_that_is_launched_so_often_without_the_host(
     assert several["turns"] == ["4"]
 
 
-def test_an_iteration_of_generate_is_one_command_buffer(report):
+@each(*GENERATES)
+def test_an_iteration_of_generate_is_one_command_buffer(report, name):
     # One for the prompt and one for each iteration; what decides about the next iteration runs on its own.
-    generate = report("generate")
+    generate = report(name)
     assert generate["command_buffers"] == 2
     assert generate["outside"].count("kWhile") == 1
     assert len(generate["outside"]) <= 4, generate["outside"]
