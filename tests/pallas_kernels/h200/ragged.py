@@ -14,7 +14,6 @@ from functools import partial
 from pathlib import Path
 
 from tests.engine.h200 import device, has_plugin
-from tests.shape_checks import check_shapes
 
 LAYERS = 2
 
@@ -112,7 +111,6 @@ def main():
         os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_dump_to={dump}"
         os.environ["MOSAIC_GPU_DUMP_PTXAS"] = "1"
-        check_shapes()
         print(json.dumps({name: report(dump, **what) for name, what in programs().items()}))
 
 
