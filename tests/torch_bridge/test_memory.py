@@ -1,4 +1,4 @@
-"""JAX's and torch's allocators in one process, in either order of import, and the examples of the bridge."""
+"""JAX and torch in one process, from either order of import to its end, and the examples of the bridge."""
 
 import os
 import subprocess
@@ -26,6 +26,14 @@ try:
 except RuntimeError as error:
     assert "has initialised its devices" in str(error)
     print("refused")
+
+from jaxkv.cache.owner import CacheOwner
+from jaxkv.cache.spec import group_layers
+from jaxkv.cache.variants import gqa, place
+from torch_bridge.sharing.kept_lease import KeptLease
+layout = group_layers(place([gqa(2, 16, dtype="float32", page_size=4)]))
+kept = KeptLease(CacheOwner(layout, {{"gqa": 4}}))
+kept.put_down(kept.borrow())
 """
 
 
@@ -45,11 +53,21 @@ def run(*command):
     )
 
 
-@pytest.mark.parametrize("first", ["jax", "torch"])
-def test_either_may_be_imported_first(first):
-    code = EITHER_ORDER.format(first=first, second="torch" if first == "jax" else "jax")
-    done = run("-c", code)
-    assert done.stdout == "refused\n", done.stderr
+# The example below imports torch first, too.
+@pytest.fixture(scope="module", params=["jax", pytest.param("torch", marks=pytest.mark.slow)])
+def ended(request):
+    """A process that imported this first and ended with a lease at rest; each takes seconds of imports."""
+    second = {"jax": "torch", "torch": "jax"}[request.param]
+    return run("-c", EITHER_ORDER.format(first=request.param, second=second))
+
+
+def test_either_may_be_imported_first(ended):
+    assert ended.stdout == "refused\n", ended.stderr
+
+
+def test_python_may_end_while_a_lease_rests(ended):
+    assert ended.returncode == 0, ended.stderr
+    assert "Exception ignored" not in ended.stderr
 
 
 @pytest.mark.parametrize("shares", [(0.0, 0.5), (0.6, 0.6), (1.0, None), (0.96, None)])
