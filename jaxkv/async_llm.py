@@ -7,11 +7,11 @@ and posts each generated piece to the event loop of its caller. No event loop wa
 import asyncio
 import logging
 import threading
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from jaxkv.config.sampling import SamplingParams
 from jaxkv.engine.command_loop import CommandLoop
@@ -177,7 +177,11 @@ class AsyncLLM:
         return output_of(call.samples, self._llm.tokenizer)
 
     async def update_weights(
-        self, params: Params, *, version: WeightVersion | None = None, requests: str = "continue"
+        self,
+        params: Params | Iterable[tuple[str, Any]],
+        *,
+        version: WeightVersion | None = None,
+        requests: str = "continue",
     ) -> WeightVersion:
         """Replaces the model's parameters between two steps, while requests run; see `LLM.update_weights`."""
         return await self._run_in_engine(

@@ -5,8 +5,7 @@ import logging
 import random
 import secrets
 import sys
-from collections import Counter
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -48,7 +47,7 @@ from jaxkv.plan import (
 from jaxkv.programs.jax_cache import enable_compile_cache
 from jaxkv.programs.manifest import Programs
 from jaxkv.runner.model_runner import ModelRunner
-from jaxkv.runner.param_types import params_of_model
+from jaxkv.runner.param_types import ParamTypes, params_of_model
 from jaxkv.runner.scoring import score_program, score_texts
 from jaxkv.runner.sequence_runner import SequenceRunner
 from jaxkv.runner.weight_version import WeightVersion
@@ -129,15 +128,6 @@ def _checked_ends(ids: Sequence[int], vocab_size: int) -> tuple[int, ...]:
     if len(found) > MAX_EOS_IDS:
         raise ValueError(f"eos_ids has {len(found)} ids, at most {MAX_EOS_IDS} can be used")
     return found
-
-
-def _dtype_of(params: Params) -> str:
-    """Returns the name of the dtype that most numbers of a tree of parameters have, integers not counted."""
-    sizes: Counter[str] = Counter()
-    for leaf in jax.tree.leaves(params):
-        if jnp.issubdtype(getattr(leaf, "dtype", int), jnp.floating):
-            sizes[str(leaf.dtype)] += leaf.size
-    return max(sizes, key=lambda name: sizes[name], default="float32")
 
 
 def _key(seed: int) -> jax.Array:
@@ -330,7 +320,7 @@ class LLM:
             model = model.limited(llm.max_model_len)
         if implementation is not None:
             model = model.running(implementation)
-        dtype = resolve_dtype(dtype, _dtype_of(params))
+        dtype = resolve_dtype(dtype, ParamTypes(params).dtype)
         programs = Programs(strict=strict)
         llm._allocate(model, lambda: params, 0, dtype, cache, engine, programs, logits_processors)
         return llm
@@ -375,7 +365,11 @@ class LLM:
             processor_words=processors.num_words,
         )
         check_room(weights, self.budget.bytes)
-        runner = ModelRunner(model, load(), self.layout, self.budget.counts, programs, processors)
+        # Parameters that take memory here are nobody else's.
+        owned, counts = weights > 0, self.budget.counts
+        runner = ModelRunner(
+            model, load(), self.layout, counts, programs, processors, owns_params=owned
+        )
         self.engine = Engine(
             SequenceRunner(runner, max_tokens=self.max_model_len, max_rows=cache.max_sequences),
             self.tokenizer,
@@ -431,9 +425,13 @@ class LLM:
         return self.engine.runner.weight_version
 
     def update_weights(
-        self, params: Params, *, version: WeightVersion | None = None, requests: str = "continue"
+        self,
+        params: Params | Iterable[tuple[str, Any]],
+        *,
+        version: WeightVersion | None = None,
+        requests: str = "continue",
     ) -> WeightVersion:
-        """Replaces the model's parameters in place: nothing is compiled, and arrays on the device are not copied.
+        """Replaces the model's parameters between two steps; no step is compiled again.
 
         From the next step on all tokens come from the new parameters. What was cached with the old ones (pages, state
         checkpoints and their copies on the host) is dropped at once, and no later request sees it. Outputs tell the
@@ -442,6 +440,9 @@ class LLM:
         Args:
             params: a tree like `LLM.params`, with arrays of equal shapes, dtypes and shardings. JAX arrays are used as
                 they are, so they must live until the next update: a trainer that donates them must update first.
+                Or an iterable of (name, array) with all tensors of a checkpoint of the model, of JAX, NumPy or PyTorch
+                and of any floating-point dtype. One program makes the parameters of them, compiled at the first such
+                update; it overwrites parameters that this `LLM` has loaded or made itself.
             version: name of these parameters; the number of the last version plus 1 if not given.
             requests: what open streams, and under `AsyncLLM` all requests in progress, do: "continue" keeps the keys,
                 values and states of the old parameters for their own tokens (in-flight updates of AReaL and prime-rl),
@@ -453,6 +454,7 @@ class LLM:
         Raises:
             ValueError: a name, shape, dtype or sharding differs, an array was deleted, or an option is unknown; nothing
                 was changed.
+            ProgramRefused: strict mode, and tensors of these names, shapes and dtypes were not given before `warm_up`.
             RuntimeError: an `AsyncLLM` serves this `LLM`; call its `update_weights`.
         """
         with self.lock.held():

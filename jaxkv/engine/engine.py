@@ -8,7 +8,8 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import jax
 
@@ -182,9 +183,13 @@ class Engine:
             self._finisher.finish(sequence, "abort")
 
     def update_weights(
-        self, params: Params, *, version: WeightVersion | None = None, requests: str = "continue"
+        self,
+        params: Params | Iterable[tuple[str, Any]],
+        *,
+        version: WeightVersion | None = None,
+        requests: str = "continue",
     ) -> WeightVersion:
-        """Replaces the parameters between two steps, without compiling; drops what the old ones have cached.
+        """Replaces the parameters between two steps; drops what the old ones have cached.
 
         Args:
             params: the new parameters, see `ModelRunner.update_params`.

@@ -1,6 +1,6 @@
 """The model runner: parameters, the cache on the device, and the compiled programs that update it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -10,9 +10,11 @@ import numpy as np
 from jaxkv.cache.owner import CacheOwner
 from jaxkv.cache.spec import CacheLayout
 from jaxkv.cache.state import Cache
-from jaxkv.errors import STEP_FAILURES
+from jaxkv.errors import STEP_FAILURES, ProgramRefused
+from jaxkv.models.decoder import Decoder
 from jaxkv.models.implementation import choose_implementation
 from jaxkv.models.protocol import Model, Params
+from jaxkv.models.registry import rules_for
 from jaxkv.programs.manifest import Program, Programs
 from jaxkv.programs.spec import ProgramSpec
 from jaxkv.runner.packed_layout import PackedLayout
@@ -20,6 +22,7 @@ from jaxkv.runner.param_types import ParamTypes
 from jaxkv.runner.program_specs import StepSpec, without_empty
 from jaxkv.runner.weight_version import WeightVersion
 from jaxkv.sampling.processors import NO_PROCESSORS, LogitsProcessors
+from jaxkv.weights.named_arrays import NamedWeights
 
 
 class ModelRunner:
@@ -32,6 +35,7 @@ class ModelRunner:
         counts: group name -> pages or states of that group.
         programs: the compiled programs; several runners of the same processors may share them.
         processors: the registered logits processors; the layout must have room for their words.
+        owns_params: nobody else uses the parameters' arrays, so an update may overwrite them.
 
     Attributes:
         implementation: the implementation of the ops of all layers, and why no faster one is used.
@@ -53,12 +57,17 @@ class ModelRunner:
         counts: Mapping[str, int],
         programs: Programs,
         processors: LogitsProcessors = NO_PROCESSORS,
+        *,
+        owns_params: bool = False,
     ) -> None:
         self.implementation = choose_implementation(model, params, layout, counts)
         self.model = model.running(self.implementation.name)
         self.params = params
         self.weight_version: WeightVersion = 0
+        self._owns_params = owns_params
         self._param_types = ParamTypes(params)
+        # What parameters were made of by name, and whether their memory was new.
+        self._named_before: set[tuple[Hashable, bool]] = set()
         self.layout = layout
         self.programs = programs
         self.processors = processors
@@ -78,23 +87,51 @@ class ModelRunner:
         """The current cache; the next program that updates it donates its arrays."""
         return self.owner.handle().cache
 
-    def update_params(self, params: Params, version: WeightVersion) -> None:
-        """Runs every later program with new parameters. Programs in flight keep the old ones; none is compiled.
+    def update_params(
+        self, params: Params | Iterable[tuple[str, Any]], version: WeightVersion
+    ) -> None:
+        """Runs every later program with new parameters. Programs in flight keep the old ones; no step is compiled.
 
         Args:
-            params: arrays of the same structure, shapes, dtypes and shardings, which are used as they are. They must
-                live until the next update.
+            params: arrays of the same structure, shapes, dtypes and shardings, which are used as they are and must live
+                until the next update. Or (name, array) pairs under a checkpoint's names, of which one program makes the
+                parameters, in the memory of the old ones if these were made by this package.
             version: their version.
 
         Raises:
-            ValueError: they do not fit, see `ParamTypes.accept`; the old ones stay.
+            ValueError: they do not fit, see `ParamTypes.accept` and `NamedWeights`; the old ones stay.
+            ProgramRefused: strict mode, and arrays of these names, shapes and dtypes were not given in the warm-up.
         """
-        self.params = self._param_types.accept(params)
+        if isinstance(params, Mapping) or not isinstance(params, Iterable):
+            self.params = self._param_types.accept(params)
+            self._owns_params = False
+        else:
+            self.params = self._params_of_named(params)
+            self._owns_params = True
         self.weight_version = version
+
+    def _params_of_named(self, arrays: Iterable[tuple[str, Any]]) -> Params:
+        if not isinstance(self.model, Decoder):
+            raise ValueError(
+                f"a {type(self.model).__name__} has no checkpoint names; give a tree such as LLM.params"
+            )
+        named = NamedWeights(
+            arrays, self.model, rules_for(self.model.config), self._param_types.dtype
+        )
+        donated = self.params if self._owns_params else None
+        key = named.signature, donated is None
+        if self.programs.is_closed and key not in self._named_before:
+            raise ProgramRefused(
+                "weights under these names, shapes and dtypes need a program that was not compiled before serving "
+                "began; update the weights once before the warm-up, or turn strict mode off"
+            )
+        params = named.params(donated)
+        self._named_before.add(key)
+        return params
 
     def drop_params(self) -> None:
         """Drops the parameters; their memory is free once nothing else refers to them."""
-        self.params = None
+        self.params, self._owns_params = None, False
 
     def refuse_without_params(self) -> None:
         """Raises `RuntimeError` after `drop_params`, until `update_params`."""

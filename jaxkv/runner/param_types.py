@@ -1,5 +1,7 @@
 """`ParamTypes`: the parameters that compiled programs take, and the check of new ones against them."""
 
+import math
+from collections import Counter
 from typing import Any
 
 import jax
@@ -25,6 +27,15 @@ class ParamTypes:
         leaves, self._structure = jax.tree_util.tree_flatten_with_path(params)
         self._names = [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in leaves]
         self._types = [_type_of(leaf) for _, leaf in leaves]
+
+    @property
+    def dtype(self) -> str:
+        """Name of the dtype of most numbers, integers not counted."""
+        sizes: Counter[str] = Counter()
+        for leaf in self._types:
+            if jnp.issubdtype(leaf.dtype, jnp.floating):
+                sizes[str(leaf.dtype)] += math.prod(leaf.shape)
+        return max(sizes, key=lambda name: sizes[name], default="float32")
 
     def accept(self, params: Params) -> Params:
         """Returns new parameters as the arrays to run with: JAX arrays as they are, NumPy arrays on the device.

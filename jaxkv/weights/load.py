@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -14,13 +13,13 @@ from tqdm import tqdm
 
 from jaxkv.config.model import ModelConfig
 from jaxkv.errors import BadCheckpoint
-from jaxkv.weights.block_scaled import BlockScaled, with_scales
+from jaxkv.weights.block_scaled import with_scales
 from jaxkv.weights.directory import existing_directory, read_json_if_there
 from jaxkv.weights.quantised import read_quantised
 from jaxkv.weights.rules import Recipe, RuleSet, copies, expand
 from jaxkv.weights.safetensors import FLOAT_DTYPES, StoredTensor, open_checkpoint
 from jaxkv.weights.staging import fill_leaves
-from jaxkv.weights.stored_leaf import Arrangement, StoredLeaf
+from jaxkv.weights.stored_leaf import Arrangement, LeafPlan, StoredLeaf, Tensor
 from jaxkv.wording import clip
 
 DTYPES: Mapping[str, np.dtype] = {
@@ -80,17 +79,13 @@ def load_by_rules(
     if dtype not in DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
     folder = existing_directory(directory)
-    shapes, structure = jax.tree_util.tree_flatten_with_path(model.param_shapes(dtype))
     quantised = read_quantised(read_json_if_there(folder, "config.json"))
     with open_checkpoint(folder) as stored:
-        tensors = _by_rule_names(with_scales(stored, quantised), rules, model.config)
-        recipes = expand(rules, model.config)
-        leaves = [_plan(_dotted(path), shape, recipes, tensors, folder) for path, shape in shapes]
-        assert len(leaves) == len(recipes), recipes.keys() - {leaf.target for leaf in leaves}
-        used = {
-            rules.name_of(source.name, model.config) for leaf in leaves for source in leaf.sources
-        }
-        _check_unused(tensors, used, rules, model.config)
+        plans, structure = plan_leaves(with_scales(stored, quantised), model, rules, dtype, folder)
+        leaves = [
+            StoredLeaf(plan.target, plan.dtype, plan.sources, plan.arrangement, plan.offset)
+            for plan in plans
+        ]
         total = sum(leaf.stored_bytes for leaf in leaves)
         bar = tqdm(
             total=total,
@@ -104,11 +99,36 @@ def load_by_rules(
             return structure.unflatten(fill_leaves(leaves, device, bar.update))
 
 
-def _by_rule_names(
-    tensors: Mapping[str, StoredTensor | BlockScaled], rules: RuleSet, config: ModelConfig
-) -> dict[str, StoredTensor | BlockScaled]:
+def plan_leaves[S: Tensor](
+    tensors: Mapping[str, S], model: Loadable, rules: RuleSet, dtype: str, where: object
+) -> tuple[list[LeafPlan[S]], Any]:
+    """Returns how each leaf of a model is made of a checkpoint's tensors, and the structure of the parameters.
+
+    Args:
+        tensors: by their names in the checkpoint.
+        model: the model.
+        rules: which tensors make up which leaf.
+        dtype: dtype name of the leaves.
+        where: where the tensors are, for error messages.
+
+    Raises:
+        BadCheckpoint: a tensor is missing, has a wrong shape or dtype, has two names, or has no use.
+    """
+    shapes, structure = jax.tree_util.tree_flatten_with_path(model.param_shapes(dtype))
+    named = _by_rule_names(tensors, rules, model.config)
+    recipes = expand(rules, model.config)
+    leaves = [_plan(_dotted(path), shape, recipes, named, where) for path, shape in shapes]
+    assert len(leaves) == len(recipes), recipes.keys() - {leaf.target for leaf in leaves}
+    used = {rules.name_of(source.name, model.config) for leaf in leaves for source in leaf.sources}
+    _check_unused(named, used, rules, model.config)
+    return leaves, structure
+
+
+def _by_rule_names[S: Tensor](
+    tensors: Mapping[str, S], rules: RuleSet, config: ModelConfig
+) -> dict[str, S]:
     """Returns the tensors by their names in the rules; raises `BadCheckpoint` if two have the same one."""
-    named: dict[str, StoredTensor | BlockScaled] = {}
+    named: dict[str, S] = {}
     for stored, tensor in tensors.items():
         name = rules.name_of(stored, config)
         if name in named:
@@ -122,20 +142,20 @@ def _dotted(path: tuple[Any, ...]) -> str:
     return jax.tree_util.keystr(path, simple=True, separator=".")
 
 
-def _plan(
+def _plan[S: Tensor](
     target: str,
     wanted: jax.ShapeDtypeStruct,
     recipes: Mapping[str, Recipe],
-    tensors: Mapping[str, StoredTensor | BlockScaled],
-    folder: Path,
-) -> StoredLeaf:
+    tensors: Mapping[str, S],
+    where: object,
+) -> LeafPlan[S]:
     """Returns the leaf with its tensors; raises `BadCheckpoint` if one is missing or has a wrong shape or dtype."""
     assert target in recipes, f"no weight rule makes the parameter {target}"
     recipe = _of_stored(recipes[target], tensors)
-    sources = []
+    sources: list[S] = []
     for name, shape in zip(recipe.sources, recipe.source_shapes(wanted.shape), strict=True):
         if name not in tensors:
-            raise BadCheckpoint(f"{folder}: the checkpoint lacks {name!r}, of shape {list(shape)}")
+            raise BadCheckpoint(f"{where}: the checkpoint lacks {name!r}, of shape {list(shape)}")
         tensor = tensors[name]
         if tensor.shape != shape:
             got = list(tensor.shape)
@@ -147,17 +167,12 @@ def _plan(
                 "that quantization_config in config.json describes"
             )
         sources.append(tensor)
-    arrangement = Arrangement(
-        wanted.shape, _rows(sources[0]), recipe.combine, recipe.regroup, recipe.pairs
-    )
-    return StoredLeaf(target, np.dtype(wanted.dtype), tuple(sources), arrangement, recipe.offset)
+    rows = sources[0].shape[0] if sources[0].shape else 1
+    arrangement = Arrangement(wanted.shape, rows, recipe.combine, recipe.regroup, recipe.pairs)
+    return LeafPlan(target, np.dtype(wanted.dtype), tuple(sources), arrangement, recipe.offset)
 
 
-def _rows(source: StoredTensor | BlockScaled) -> int:
-    return source.shape[0] if source.shape else 1
-
-
-def _of_stored(recipe: Recipe, tensors: Mapping[str, StoredTensor | BlockScaled]) -> Recipe:
+def _of_stored(recipe: Recipe, tensors: Mapping[str, Tensor]) -> Recipe:
     """Returns the recipe for the form and the orientation in which the sources are stored."""
     if recipe.fused in tensors and recipe.sources[0] not in tensors:
         recipe = recipe.of_fused_source()
@@ -176,7 +191,7 @@ def _of_stored(recipe: Recipe, tensors: Mapping[str, StoredTensor | BlockScaled]
 
 
 def _check_unused(
-    tensors: Mapping[str, StoredTensor | BlockScaled],
+    tensors: Mapping[str, Tensor],
     used: set[str],
     rules: RuleSet,
     config: ModelConfig,

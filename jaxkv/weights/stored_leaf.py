@@ -1,10 +1,10 @@
-"""`StoredLeaf`: where a parameter leaf's numbers are in the checkpoint, and how they become the leaf."""
+"""`LeafPlan`: which tensors a parameter leaf is made of, and how; `StoredLeaf` reads them from a checkpoint."""
 
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Int, Shaped
@@ -15,6 +15,35 @@ from jaxkv.weights.safetensors import StoredTensor
 
 CPU_ALIGNMENT = 64
 """Alignment of memory that JAX's CPU device takes over without a copy."""
+
+
+@runtime_checkable
+class Tensor(Protocol):
+    """A named tensor that leaves are made of, in a checkpoint or in memory."""
+
+    @property
+    def name(self) -> str:
+        """Its name in the checkpoint."""
+        ...
+
+    @property
+    def path(self) -> object:
+        """Where it is, for error messages."""
+        ...
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its shape."""
+        ...
+
+    @property
+    def transposed(self) -> bool:
+        """Whether its last two axes are exchanged; see `BlockScaled`."""
+        ...
+
+    def equals(self, other: object) -> bool:
+        """Whether both hold the same numbers."""
+        ...
 
 
 class Arrangement(NamedTuple):
@@ -97,20 +126,20 @@ _AXES: Mapping[str, Callable[[Any, Any], Any]] = {
 
 
 @dataclass(frozen=True)
-class StoredLeaf:
-    """One parameter leaf: its tensors in order, and the operations on them (see `Rule`).
+class LeafPlan[S: Tensor]:
+    """How one parameter leaf is made of tensors (see `Rule`).
 
     Attributes:
         target: dotted path of the leaf.
         dtype: dtype of the leaf.
-        sources: its tensors.
+        sources: its tensors, in order.
         arrangement: what happens to their numbers.
         offset: number that is added to every element.
     """
 
     target: str
     dtype: np.dtype
-    sources: tuple[StoredTensor | BlockScaled, ...]
+    sources: tuple[S, ...]
     arrangement: Arrangement
     offset: float = 0.0
 
@@ -128,6 +157,11 @@ class StoredLeaf:
         if combine in _TRANSPOSING:
             return (shape[1], shape[0], *shape[2:])
         return shape
+
+
+@dataclass(frozen=True)
+class StoredLeaf(LeafPlan[StoredTensor | BlockScaled]):
+    """One parameter leaf whose tensors are in a checkpoint."""
 
     @cached_property
     def stored_bytes(self) -> int:

@@ -1,0 +1,144 @@
+"""`NamedWeights`: makes a model's parameters of arrays under their names in a checkpoint, on the device."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, PyTree, Shaped
+
+from jaxkv.errors import BadCheckpoint
+from jaxkv.weights.load import Loadable, plan_leaves
+from jaxkv.weights.rules import RuleSet
+from jaxkv.weights.stored_leaf import Arrangement
+
+_WHERE = "the new weights"
+
+
+@dataclass(frozen=True, eq=False)
+class NamedArray:
+    """An array in memory, in place of a checkpoint's tensor."""
+
+    name: str
+    array: jax.Array
+    path: str = _WHERE
+    transposed: bool = False
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its shape."""
+        return self.array.shape
+
+    def equals(self, other: object) -> bool:
+        """Whether both hold the same numbers; waits for the device."""
+        if not isinstance(other, NamedArray) or self.shape != other.shape:
+            return False
+        return self.array is other.array or bool(jnp.array_equal(self.array, other.array))
+
+
+@dataclass(frozen=True)
+class _Leaf:
+    """What one leaf is computed of; hashable, so that it is part of the program's key."""
+
+    sources: tuple[str, ...]
+    stored_shape: tuple[int, ...]
+    dtype: np.dtype
+    arrangement: Arrangement
+    offset: float
+
+
+class NamedWeights:
+    """A model's parameters, given as arrays under their names in a checkpoint; all of it is checked at once.
+
+    Args:
+        arrays: (name, array) of every tensor of the checkpoint: of JAX, of NumPy, or with `__dlpack__` as PyTorch's.
+        model: the model.
+        rules: which tensors make up which parameter.
+        dtype: dtype name of the parameters.
+
+    Attributes:
+        signature: names, shapes and dtypes of the arrays, for which one program is compiled.
+
+    Raises:
+        BadCheckpoint: a tensor is missing, has a wrong shape, holds no floating-point numbers, comes twice, or has no
+            use.
+    """
+
+    def __init__(
+        self, arrays: Iterable[tuple[str, Any]], model: Loadable, rules: RuleSet, dtype: str
+    ) -> None:
+        named: dict[str, NamedArray] = {}
+        for name, array in arrays:
+            if name in named:
+                raise BadCheckpoint(f"{_WHERE}: {name!r} comes twice")
+            named[name] = NamedArray(name, _as_jax(name, array))
+        plans, self._structure = plan_leaves(named, model, rules, dtype, _WHERE)
+        self._leaves = tuple(
+            _Leaf(
+                tuple(source.name for source in plan.sources),
+                plan.stored_shape,
+                plan.dtype,
+                plan.arrangement,
+                plan.offset,
+            )
+            for plan in plans
+        )
+        used = {name for leaf in self._leaves for name in leaf.sources}
+        self._sources = {name: one.array for name, one in named.items() if name in used}
+        self.signature = frozenset(
+            (name, array.shape, str(array.dtype)) for name, array in self._sources.items()
+        )
+
+    def params(self, donated: PyTree[jax.Array] | None = None) -> PyTree[jax.Array]:
+        """Returns the parameters, made by one program as `load_by_rules` makes them: rounded, fused and transposed.
+
+        Args:
+            donated: parameters of the model whose memory the new ones take; they are deleted. `None` to allocate.
+        """
+        if donated is None:
+            return self._structure.unflatten(_make(self._leaves, self._sources))
+        old = jax.tree.leaves(donated)
+        return self._structure.unflatten(_make_in_place(old, self._leaves, self._sources))
+
+
+def _as_jax(name: str, array: Any) -> jax.Array:  # noqa: ANN401 - of any library
+    """Returns an array of floating-point numbers as one of JAX, without a copy if both are on one device."""
+    if not isinstance(array, jax.Array | np.ndarray):
+        if not hasattr(array, "__dlpack__"):
+            raise BadCheckpoint(
+                f"{_WHERE}: {name!r} is of type {type(array).__name__}, wanted an array of JAX, NumPy or PyTorch"
+            )
+        array = jax.dlpack.from_dlpack(array)
+    if not jnp.issubdtype(array.dtype, jnp.floating):
+        raise BadCheckpoint(
+            f"{_WHERE}: {name!r} has dtype {array.dtype}, wanted floating-point numbers"
+        )
+    return jnp.asarray(array)
+
+
+@partial(jax.jit, static_argnums=0)
+def _make(leaves: tuple[_Leaf, ...], sources: Mapping[str, Array]) -> list[Array]:
+    return [_assembled(leaf, sources) for leaf in leaves]
+
+
+@partial(jax.jit, static_argnums=1, donate_argnums=0)
+def _make_in_place(
+    old: list[Array], leaves: tuple[_Leaf, ...], sources: Mapping[str, Array]
+) -> list[Array]:
+    # An old leaf that the program did not read would not be donated.
+    return [
+        lax.dynamic_update_slice(one, _assembled(leaf, sources), (0,) * one.ndim)
+        for one, leaf in zip(old, leaves, strict=True)
+    ]
+
+
+def _assembled(leaf: _Leaf, sources: Mapping[str, Array]) -> Shaped[Array, "..."]:
+    flat = [sources[name].astype(leaf.dtype).reshape(-1) for name in leaf.sources]
+    stored = jnp.concatenate(flat).reshape(leaf.stored_shape)
+    if leaf.offset:
+        stored += jnp.asarray(leaf.offset, leaf.dtype)
+    return leaf.arrangement.apply(stored, jnp)
