@@ -106,7 +106,7 @@ class JaxkvCache(Cache):
         *,
         page_size: int = 16,
         max_sequences: int = 16,
-        graphs: bool = False,
+        graphs: bool = True,
     ) -> None:
         for name, size in {
             "max_tokens": max_tokens,
