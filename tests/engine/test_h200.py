@@ -84,7 +84,7 @@ def compiled(names):
 
 @pytest.fixture(scope="module")
 def report():
-    """Returns the facts about a program by its name. All fast ones are compiled together, about 30 seconds."""
+    """Returns the facts about a program by its name. All fast ones are compiled together, about a minute."""
     found = {}
 
     def of(name):
