@@ -203,8 +203,8 @@ def _run_recorded(
         )
     tables = (step.tables(layer).page_table, step.seq_lens)
     # Copies, since JAX may hold its arguments for longer than the lease.
-    copies = [pool.clone() for pool in step.pools(layer)]
-    out = kernels.paged_attention(packed.clone(), *copies, *tables, **options)
+    keys, values = (pool.clone() for pool in step.pools(layer))
+    out = kernels.paged_attention(packed.clone(), keys, values, *tables, **options)
     assert isinstance(out, torch.Tensor)
     return out
 
