@@ -114,10 +114,15 @@ class Grammars:
         return trial
 
 
+_FEW = 16
+"""Up to so many masks are computed one after the other: one takes some 15 us, and waking threads takes longer."""
+
+
 def fill_masks(matchers: Sequence[Any], masks: np.ndarray) -> None:
-    """Computes the masks of several matchers of llguidance in parallel threads without the GIL; see `FillMasks`."""
-    if len(matchers) == 1:
-        matchers[0].unsafe_compute_mask_ptr(masks.ctypes.data, masks.nbytes)
+    """Computes the masks of several matchers of llguidance without the GIL, many in threads; see `FillMasks`."""
+    if len(matchers) <= _FEW:
+        for matcher, mask in zip(matchers, masks, strict=True):
+            matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
         return
     numbered = [(matcher, index) for index, matcher in enumerate(matchers)]
     _executor().unsafe_compute_mask_ptr(

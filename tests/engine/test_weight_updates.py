@@ -93,7 +93,14 @@ def test_without_the_clearing_a_later_request_would_see_old_pages(monkeypatch):
     assert served(engine, requests) != answers(SECOND, requests)
 
 
-@pytest.mark.parametrize(("seed", "overlap"), [(0, True), (1, True), (2, False)])
+@pytest.mark.parametrize(
+    ("seed", "overlap"),
+    [
+        (1, True),
+        pytest.param(0, True, marks=pytest.mark.slow),
+        pytest.param(2, False, marks=pytest.mark.slow),
+    ],
+)
 def test_each_token_is_the_one_that_its_weights_give_after_recomputed_updates(seed, overlap):
     draw = np.random.default_rng(seed)
     engine = engine_for(overlap=overlap, free_pages=20 if seed else None)

@@ -28,7 +28,7 @@ def continued(models, versions, prompt):
     return tokens
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize("family", ["gemma3", pytest.param("llama", marks=pytest.mark.slow)])
 def test_tokens_after_an_update_see_the_old_keys_and_the_new_weights(family, tmp_path):
     models = [tiny_model(family, seed) for seed in (0, 1)]
     loaded = []
