@@ -145,8 +145,10 @@ def _options(load: Load) -> list[str]:
 
 def _cpu_seconds(pid: int) -> tuple[float, float]:
     """Returns the CPU seconds of the HTTP process and of its engine process."""
-    [engine] = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return _own_cpu_seconds(pid), _own_cpu_seconds(int(engine))
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    names = {child: Path(f"/proc/{child}/cmdline").read_bytes() for child in children}
+    [engine] = [int(child) for child, name in names.items() if b"engine_program" in name]
+    return _own_cpu_seconds(pid), _own_cpu_seconds(engine)
 
 
 def _own_cpu_seconds(pid: int) -> float:
