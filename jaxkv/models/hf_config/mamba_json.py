@@ -75,7 +75,8 @@ def read_mamba(
         head_dim = keys.take_int(*names.head_dim)
     if d_inner is not None and heads * head_dim != d_inner:
         raise ValueError(
-            f"config.json: {heads} mamba heads of {head_dim} components must have the width {d_inner} together"
+            f"config.json sets {names.heads[0]} = {heads} and {names.head_dim[0]} = {head_dim}, which contradict "
+            f"the mixers' width of {d_inner}: take the published config.json, whose sizes are those of the weights"
         )
     keys.take_choice(*names.activation, SILU)
     groups = keys.take_int(*names.groups)

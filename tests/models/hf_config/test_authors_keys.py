@@ -133,6 +133,8 @@ def test_a_published_file_is_the_model_that_it_is_without_the_authors_keys(famil
         ("cohere2", {"use_parallel_block": False}),
         ("cohere2", {"use_qk_norm": True}),
         ("exaone4", {"reorder_qk_norm": False}),
+        # Transformers computes layers from a number alone, and raises for text.
+        ("exaone4", {"sliding_window_pattern": "LLLG", "layer_types": None}),
         ("mamba", {"d_inner": 768}),
         ("mamba", {"d_model": 384}),
         ("mamba", {"n_layer": 12}),

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 from jaxkv.config.model import ModelConfig
+from jaxkv.errors import UnknownConfig
 from jaxkv.models.families.dense.olmo2 import RULES
 from jaxkv.models.families.family import Family
 from jaxkv.models.families.llama_like import (
@@ -12,6 +13,7 @@ from jaxkv.models.families.llama_like import (
     take_nullable_int,
 )
 from jaxkv.models.hf_config.config_json import ConfigJson
+from jaxkv.wording import shown
 
 
 def from_hf(raw: Mapping[str, object]) -> ModelConfig:
@@ -42,6 +44,12 @@ def from_hf(raw: Mapping[str, object]) -> ModelConfig:
 def _full_every(keys: ConfigJson) -> int | None:
     """Returns every how many layers one has no window; `layer_types`, which takes precedence, may replace the key."""
     if keys.take("layer_types", None) is None and keys.take("sliding_window", 4096) is not None:
+        every = keys.take("sliding_window_pattern", 4)
+        if isinstance(every, str):
+            raise UnknownConfig(
+                f"config.json sets sliding_window_pattern = {shown(every)} and no layer_types; Transformers computes "
+                "layers from a number only: name the kind of each layer in layer_types, as published files do"
+            )
         return keys.take_int("sliding_window_pattern", 4)
     # Published files repeat the pattern as text, such as "LLLG".
     keys.ignore("sliding_window_pattern")
