@@ -106,20 +106,25 @@ def _params(
 
 
 def _end_ids(directory: Path, config: ModelConfig, tokenizer: Tokenizer | None) -> tuple[int, ...]:
-    """Returns the ids that end a text: those of the configuration, or else of the tokenizer.
+    """Returns the ids that end a text, see `_named_ends`; those of the tokenizer may exceed the vocabulary.
 
     Raises:
         BadCheckpoint: there are more than `MAX_EOS_IDS`.
     """
-    named = tokenizer.eos_ids if tokenizer else ()
-    named = config.eos_ids or (token for token in named if token < config.vocab_size)
-    found = tuple(dict.fromkeys(named))
+    own = tokenizer.eos_ids if tokenizer else ()
+    own = tuple(token for token in own if token < config.vocab_size)
+    found = tuple(dict.fromkeys(_named_ends(config, own)))
     if len(found) > MAX_EOS_IDS:
         raise BadCheckpoint(
             f"{directory} names {len(found)} end ids, at most {MAX_EOS_IDS} can be used; "
             f"shorten eos_token_id in generation_config.json or config.json"
         )
     return found
+
+
+def _named_ends(config: ModelConfig, own: tuple[int, ...]) -> tuple[int, ...]:
+    """Returns the ids that the model's files name, or else `own`, the tokenizer's, or else Transformers' defaults."""
+    return own if own and config.assumed_eos else config.eos_ids or own
 
 
 def _checked_ends(ids: Sequence[int], vocab_size: int) -> tuple[int, ...]:
@@ -276,7 +281,8 @@ class LLM:
                 `update_weights` replaces them.
             tokenizer: a tokenizer, or the model directory that has one, whose generation_config.json then also sets
                 `get_default_sampling_params`. Without a tokenizer, prompts are token ids.
-            eos_ids: ids that end a text; if not given, those of the model's configuration, or else of the tokenizer.
+            eos_ids: ids that end a text; if not given, those that the model's files name, or else of the tokenizer, or
+                else Transformers' defaults for the family.
             dtype: dtype of keys and values unless `cache` has one; that of most parameters with "auto".
             max_model_len: as for `LLM`, like all that follow.
             cache: size, page size and dtype of the cache, and how many sequences run at once.
@@ -311,8 +317,8 @@ class LLM:
         if llm.directory is not None:
             llm.tokenizer = load_tokenizer(llm.directory)
         if eos_ids is None:
-            eos_ids = model.config.eos_ids if isinstance(model, Decoder) else ()
-            eos_ids = eos_ids or (llm.tokenizer.eos_ids if llm.tokenizer else ())
+            own = llm.tokenizer.eos_ids if llm.tokenizer else ()
+            eos_ids = _named_ends(model.config, own) if isinstance(model, Decoder) else own
         llm.eos_ids = _checked_ends(eos_ids, model.vocab_size)
         llm.max_model_len = resolve_length(max_model_len, model.max_positions)
         llm._progress = progress

@@ -250,9 +250,10 @@ def _ignored(directory: Path, keys: Sequence[str]) -> list[str]:
 
 
 def _ends(config: ModelConfig) -> list[str]:
-    """Returns the line on the token ids that end a text; none if the configuration files name none."""
+    """Returns the line on the token ids that end a text; none if the model has none."""
     told = ", ".join(str(token) for token in config.eos_ids)
-    return [f"texts end at token id {told}"] * bool(told)
+    where = "the tokenizer's end token, or if it has none, at " if config.assumed_eos else ""
+    return [f"texts end at {where}token id {told}"] * bool(told)
 
 
 def _host(layout: CacheLayout, cache: CacheConfig, per_token: int) -> list[str]:

@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ import jaxkv
 from jaxkv import LLM, AsyncLLM, CacheConfig, SamplingParams, default_model
 from jaxkv.examples import flax_nnx_model as example
 from jaxkv.models.flax_model import FlaxModel
+from jaxkv.models.registry import build_model
 from jaxkv.programs.manifest import compile_count
 
 PROMPT = "def add("
@@ -85,6 +87,16 @@ def test_parts_without_a_tokenizer_take_token_ids(parts):
     with pytest.raises(ValueError, match="tokenizer"):
         bare.requests(PROMPT, GREEDY)
     assert bare.get_default_sampling_params(max_tokens=3) == SamplingParams(max_tokens=3)
+
+
+def test_the_tokenizers_end_comes_before_one_that_no_file_of_the_model_names(parts):
+    params, model = parts
+    named, assumed = (
+        build_model(replace(model.config, eos_ids=(2,), assumed_eos=flag)) for flag in (False, True)
+    )
+    assert make((params, named)).eos_ids == (2,)
+    assert make((params, assumed)).eos_ids == (0,)
+    assert make((params, assumed), tokenizer=None).eos_ids == (2,)
 
 
 def test_a_module_of_the_users_own_is_served_and_follows_its_training():

@@ -12,6 +12,7 @@ import pytest
 import jaxkv
 from jaxkv import LLM, CacheConfig, EngineConfig, SamplingParams, default_model
 from jaxkv.errors import BadCheckpoint, OutOfPages, ProgramRefused
+from jaxkv.models.registry import load_config
 from jaxkv.programs.manifest import compile_count
 from jaxkv.runner.program_specs import StepSpec
 
@@ -332,6 +333,17 @@ def model_with_end_ids(folder, ids):
             (folder / file.name).write_bytes(file.read_bytes())
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
     return folder
+
+
+def test_a_folder_that_names_no_end_ends_texts_as_its_tokenizer_does(tmp_path):
+    folder = model_with_end_ids(tmp_path / "model", None)
+    raw = json.loads((folder / "config.json").read_text())
+    del raw["eos_token_id"]
+    (folder / "config.json").write_text(json.dumps(raw))
+    options = {"max_model_len": 32, "cache": CacheConfig(max_sequences=1), "progress": False}
+    # Transformers' default for Llama is 2.
+    assert load_config(folder).eos_ids == (2,)
+    assert LLM(folder, **options).eos_ids == (0,)
 
 
 def test_a_model_with_more_end_ids_than_fit_is_refused_and_one_with_fewer_serves(tmp_path):

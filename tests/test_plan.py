@@ -1,6 +1,7 @@
 """`jaxkv plan` predicts the cache that `LLM` allocates once its weights are in the same memory."""
 
 import inspect
+import json
 import re
 
 import jax
@@ -85,6 +86,15 @@ def test_the_ids_that_end_a_text_are_shown(tmp_path):
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 3]}')
     options = {"dtype": "auto", "max_model_len": 256, "cache": CACHE, "free_bytes": None}
     assert "\ntexts end at token id 7, 3\n" in explain_plan(tmp_path, **options)
+
+
+def test_an_end_id_that_no_file_names_is_shown_as_the_tokenizers_or_transformers_own(tmp_path):
+    raw = json.loads((default_model.path() / "config.json").read_text())
+    del raw["eos_token_id"]
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    options = {"dtype": "auto", "max_model_len": 256, "cache": CACHE, "free_bytes": None}
+    line = "\ntexts end at the tokenizer's end token, or if it has none, at token id 2\n"
+    assert line in explain_plan(tmp_path, **options)
 
 
 def test_a_length_is_the_models_own_unless_given():

@@ -1,6 +1,6 @@
 """`ModelConfig`: a decoder's architecture and sizes, read from `config.json`."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from jaxkv.config.blocks import (
@@ -134,6 +134,8 @@ class ModelConfig:
         tie_embeddings: whether the output head is the embedding table.
         eos_ids: token ids that end a sequence.
         bos_id: id of the first token of a text; `None` if there is none.
+        assumed_eos: no file of the model names `eos_ids`, and they are Transformers' for the family. Those of the
+            tokenizer come before them. Configs that differ here alone are equal.
         qkv_bias, o_bias, mlp_bias: which projections have a bias.
         qk_norm: per-head RMSNorm on queries and keys before the rotation (Qwen3).
         wide_qk_norm: RMSNorm over all heads of the queries together, and over all of the keys (OLMo-2).
@@ -204,6 +206,7 @@ class ModelConfig:
     multipliers: Multipliers = Multipliers()
     eos_ids: tuple[int, ...] = ()
     bos_id: int | None = None
+    assumed_eos: bool = field(default=False, compare=False)
     dtype: str = "float32"
 
     def __post_init__(self) -> None:

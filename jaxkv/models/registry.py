@@ -134,7 +134,7 @@ def load_config(
         read_json_if_there(path, "generation_config.json"), place="generation_config.json"
     )
     eos_ids = generation.take_ids("eos_token_id", config.vocab_size)
-    return replace(config, eos_ids=eos_ids) if eos_ids else config
+    return replace(config, eos_ids=eos_ids, assumed_eos=False) if eos_ids else config
 
 
 def read_config(

@@ -17,6 +17,7 @@ from jaxkv.config.model import MAX_LAYERS, ModelConfig, RopeConfig
 from jaxkv.errors import UnknownConfig
 from jaxkv.models.hf_config.config_json import ConfigJson
 from jaxkv.models.hf_config.rope_json import read_rope
+from jaxkv.models.hf_config.special_ids import take_special_ids
 from jaxkv.weights.rule_parts import LAYER, attention, embeddings, gated, norms
 from jaxkv.weights.rules import Rule, RuleSet
 from jaxkv.wording import shown
@@ -182,8 +183,7 @@ def read_llama_like(
         norm_eps=keys.take_float(norm_key, norm_eps),
         activation=keys.take_choice(activation_key, activation, ACTIVATIONS),
         tie_embeddings=keys.take_bool("tie_word_embeddings", tied),
-        eos_ids=keys.take_ids("eos_token_id", vocab_size),
-        bos_id=next(iter(keys.take_ids("bos_token_id", vocab_size)), None),
+        **take_special_ids(keys, family, vocab_size),
         dtype=take_dtype(keys),
         **differences,
     )

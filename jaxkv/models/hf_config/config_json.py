@@ -102,6 +102,10 @@ class ConfigJson:
         """Whether the file has a key with a value other than null."""
         return self._raw.get(key) is not None
 
+    def lacks(self, key: str) -> bool:
+        """Whether the file does not have a key, not even with null."""
+        return key not in self._raw
+
     def settle(self, key: str, value: object) -> None:
         """Records what the file amounts to for a key that it need not have, to compare other names of it with."""
         self._facts[key] = value
@@ -141,12 +145,14 @@ class ConfigJson:
             )
         return choices[value]
 
-    def take_ids(self, key: str, vocab_size: int) -> tuple[int, ...]:
+    def take_ids(self, key: str, vocab_size: int, default: object = None) -> tuple[int, ...]:
         """Returns one id, a list of ids or null as a tuple, without ids that are not below `vocab_size`.
+
+        The default replaces a missing key, but not null.
 
         Files of models with a reduced vocabulary still have such ids; they have no logits.
         """
-        value = self.take(key, None)
+        value = self.take(key, default)
         given = [] if value is None else value if isinstance(value, Sequence) else [value]
         ids = [token for token in given if isinstance(token, int) and not isinstance(token, bool)]
         if len(ids) != len(given) or min(ids, default=0) < 0:

@@ -178,9 +178,7 @@ def test_keys_that_the_file_leaves_out_mean_what_transformers_assumes(family):
     sizes = {key: value for key, value in file.items() if key != "model_type"}
     full = getattr(transformers, f"{CLASSES[family]}Config")(**sizes).to_dict()
     assert full.keys() > file.keys()
-    # Ends and beginnings of texts are defaults there, which change no logit.
-    ends = {"bos_token_id": None, "eos_token_id": None}
-    assert read_config(file) == read_config(full | ends)
+    assert read_config(file) == read_config(full)
 
 
 def test_the_base_of_frequencies_is_mixtrals_unless_the_file_has_one():

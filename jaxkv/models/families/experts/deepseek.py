@@ -23,6 +23,7 @@ from jaxkv.models.families.llama_like import (
 )
 from jaxkv.models.hf_config.config_json import ConfigJson
 from jaxkv.models.hf_config.rope_json import read_rope
+from jaxkv.models.hf_config.special_ids import take_special_ids
 from jaxkv.weights.rule_parts import (
     LAYER,
     gated,
@@ -235,8 +236,7 @@ def _read(
         mixture=mixture,
         latent=latent,
         mtp_layers=mtp_layers,
-        eos_ids=keys.take_ids("eos_token_id", vocab_size),
-        bos_id=next(iter(keys.take_ids("bos_token_id", vocab_size)), None),
+        **take_special_ids(keys, family, vocab_size),
         dtype=take_dtype(keys),
     )
     keys.finish()

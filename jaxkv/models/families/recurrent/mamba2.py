@@ -13,6 +13,7 @@ from jaxkv.models.families.llama_like import (
 )
 from jaxkv.models.hf_config.config_json import ConfigJson
 from jaxkv.models.hf_config.mamba_json import MambaKeys, read_mamba
+from jaxkv.models.hf_config.special_ids import take_special_ids
 from jaxkv.weights.rule_parts import BACKBONE, embeddings, mamba2, norms
 from jaxkv.weights.rules import RuleSet
 
@@ -96,8 +97,7 @@ def read_mixers(
         norm_eps=keys.take_float("layer_norm_epsilon", 1e-5),
         tie_embeddings=keys.take_bool("tie_word_embeddings", tied),
         wide_residual=keys.take_bool("residual_in_fp32", True),
-        eos_ids=keys.take_ids("eos_token_id", vocab_size),
-        bos_id=next(iter(keys.take_ids("bos_token_id", vocab_size)), None),
+        **take_special_ids(keys, family, vocab_size),
         dtype=take_dtype(keys),
         mamba=mamba,
         mamba1=mamba1,

@@ -15,6 +15,7 @@ from jaxkv.models.families.llama_like import (
 )
 from jaxkv.models.hf_config.config_json import ConfigJson
 from jaxkv.models.hf_config.mamba_json import MambaKeys, read_mamba, take_layer_kinds
+from jaxkv.models.hf_config.special_ids import take_special_ids
 from jaxkv.weights.rule_parts import BACKBONE, attention, embeddings, layer_rule, mamba2, norms
 from jaxkv.weights.rules import RuleSet
 
@@ -86,8 +87,7 @@ def from_hf(raw: Mapping[str, object]) -> ModelConfig:
         mlp_bias=keys.take_bool("mlp_bias", False),
         mamba=read_mamba(keys, _KEYS, d_inner=None, in_bias=bias, out_bias=bias, norm_groups=-1),
         mixture=_mixture(keys, used=("mixture+shared",) in pattern),
-        eos_ids=keys.take_ids("eos_token_id", vocab_size),
-        bos_id=next(iter(keys.take_ids("bos_token_id", vocab_size)), None),
+        **take_special_ids(keys, "nemotron_h", vocab_size),
         dtype=take_dtype(keys),
     )
     if config.mixture is not None and config.mlp_bias:
