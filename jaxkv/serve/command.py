@@ -39,6 +39,12 @@ _DESCRIPTORS = 64
 def add_serve[P: argparse.ArgumentParser](commands: "argparse._SubParsersAction[P]") -> None:
     """Adds the command to a parser's sub-commands."""
     serve = commands.add_parser("serve", help="answer requests over HTTP as OpenAI's API does")
+    serve.add_argument(
+        "named_model",
+        nargs="?",
+        metavar="MODEL",
+        help="the same as --model MODEL, as `vllm serve` has it",
+    )
     add_serving_options(serve, max_sequences=CacheConfig.max_sequences)
     _add_address_options(serve)
     _add_engine_options(serve)
@@ -247,6 +253,7 @@ def _serve(options: argparse.Namespace, screen: Screen) -> int:
     from jaxkv.serve.listener import open_listener, url_of
     from jaxkv.serve.server import Server, uvicorn_config
 
+    options.model = _model(options)
     start = _start(options)
     keys = ApiKeys(_keys(options))
     limits = Limits(
@@ -288,6 +295,15 @@ def _serve(options: argparse.Namespace, screen: Screen) -> int:
 
     with open_listener(options.host, options.port, has_keys=bool(keys)) as listener:
         return uvloop.run(run())
+
+
+def _model(options: argparse.Namespace) -> str | None:
+    """Returns the model, which may be given in two ways; raises `ValueError` if both are used."""
+    if options.named_model is None or options.model is None:
+        return options.model or options.named_model
+    raise ValueError(
+        f"the model is given twice, as {options.named_model!r} and as --model {options.model!r}; give it once"
+    )
 
 
 def _start(options: argparse.Namespace) -> Any:  # noqa: ANN401 - `Start` needs the extra

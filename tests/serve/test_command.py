@@ -36,6 +36,7 @@ def mistake(capsys, *arguments):
     ("arguments", "message"),
     [
         (["--port", "65536"], "--port: must be in [0, 65535], got '65536'"),
+        (["some/name", "--model", "other/name"], "the model is given twice, as 'some/name' and"),
         (["--port", "-1"], "--port: must be in"),
         (["--host", "0.0.0.0"], "lets other machines in, which needs a key; give --api-key,"),
         (["--host", "::"], "needs a key"),
@@ -129,3 +130,12 @@ def test_what_differs_from_the_defaults_is_sent_to_the_engine():
 
 def command_options(arguments):
     return _parser().parse_args(["serve", *arguments])
+
+
+@pytest.mark.parametrize("arguments", [["some/name"], ["--model", "some/name"]])
+def test_the_model_may_be_given_as_vllm_takes_it(monkeypatch, capsys, arguments):
+    def started(options):
+        raise ValueError(f"starts with {options.model}")
+
+    monkeypatch.setattr(command, "_start", started)
+    assert "starts with some/name" in mistake(capsys, *arguments)
