@@ -222,7 +222,8 @@ def test_help_shows_the_default_of_every_option_and_what_numbers_mean(capsys, co
     told = " ".join(capsys.readouterr().out.split())
     assert "8k is 8192" in told
     listed = told[told.index("show this help") :]
-    helps = re.split(r" (?=--[a-z-]+ [A-Z])", listed)[1:]
+    once = re.sub(r"(--[a-z-]+ [A-Z]+), --[a-z-]+ [A-Z]+", r"\1", listed)
+    helps = re.split(r" (?=--[a-z-]+ [A-Z])", once)[1:]
     assert len(helps) > 8
     undocumented = [text.split()[0] for text in helps if "(default: " not in text]
     assert undocumented == (["--rate"] if command == "bench latency" else [])
