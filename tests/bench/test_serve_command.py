@@ -102,20 +102,32 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(capsys, mo
     assert "needs no_such_package; run pip install 'jaxkv[serve]'" in capsys.readouterr().err
 
 
+INTERRUPTIBLE = """
+import signal, sys
+# A shell that runs the tests in the background has it ignored.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from jaxkv.cli import main
+sys.exit(main())
+"""
+
+
 def test_ctrl_c_ends_with_partial_figures_and_without_jax(stub):
     """The third and the later answers never end."""
     stub.held_from = 2 + 3
-    command = [sys.executable, "-X", "importtime", "-m", "jaxkv.cli", "bench", "serve", *SMALL]
+    command = [sys.executable, "-X", "importtime", "-c", INTERRUPTIBLE, "bench", "serve", *SMALL]
     with subprocess.Popen(
         [*command, "--base-url", stub.url, "--max-concurrency", "1"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     ) as process:
-        stub.wait_until_held()
-        process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=60)
-    stub.held_from = None
+        try:
+            stub.wait_until_held()
+            process.send_signal(signal.SIGINT)
+            out, err = process.communicate(timeout=60)
+        finally:
+            process.kill()
+            stub.held_from = None
     assert process.returncode == 130
     assert "PARTIAL: interrupted after 2 of 4 requests had ended\n2 requests in" in out
     imported = [line.split("|")[-1].strip() for line in err.splitlines() if "|" in line]
