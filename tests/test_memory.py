@@ -9,8 +9,8 @@ import pytest
 from jaxkv import LLM, CacheConfig, SamplingParams, cli, memory, plan
 from jaxkv.errors import OutOfMemory
 from jaxkv.memory import host_bytes, named_exhaustion
-from jaxkv.weights import load
 from jaxkv.weights.safetensors import StoredTensor
+from jaxkv.weights.stored_leaf import StoredLeaf
 
 MACHINE = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 GIB = 2**30
@@ -140,7 +140,7 @@ def test_memory_exhausted_while_loading_names_the_options_and_keeps_nothing(monk
         assert held.size
         raise error
 
-    monkeypatch.setattr(load, "_read", exhausted)
+    monkeypatch.setattr(StoredLeaf, "read", exhausted)
     message = r"out of memory while loading weights of [\d,]+ bytes \(RESOURCE_EXHAUSTED.*dtype"
     with pytest.raises(OutOfMemory, match=message):
         make()
@@ -164,7 +164,7 @@ def test_the_command_tells_of_exhausted_memory_in_one_line(monkeypatch, capsys, 
     def exhausted(*_):
         raise error
 
-    monkeypatch.setattr(load, "_read", exhausted)
+    monkeypatch.setattr(StoredLeaf, "read", exhausted)
     assert cli.main(["generate", "def", "--max-model-len", "64"]) == 2
     told = capsys.readouterr().err
     assert told.startswith("jaxkv: out of memory while loading weights")

@@ -86,7 +86,9 @@ def test_outputs_show_durations_and_no_times_of_a_clock_without_a_meaning():
     )
     wanted = "Timing(queue_seconds=0.5, ttft=2, tpot=1, total_seconds=6, output_tokens=5)"
     assert repr(times) == wanted
-    sample = SampleOutput(text="ab", token_ids=[1, 2], finish_reason="length", timing=times)
+    sample = SampleOutput(
+        text="ab", token_ids=[1, 2], finish_reason="length", weight_versions=[0, 0], timing=times
+    )
     assert str(sample).endswith(f"timing={wanted})")
     never = Timing(arrived=1e6, admitted=None, first_token=None, finished=1e6 + 3, output_tokens=0)
     assert repr(never).startswith("Timing(queue_seconds=3, ttft=None, tpot=None, total_seconds=3,")

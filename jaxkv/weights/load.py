@@ -82,10 +82,7 @@ def load_by_rules(
     quantised = read_quantised(read_json_if_there(folder, "config.json"))
     with open_checkpoint(folder) as stored:
         plans, structure = plan_leaves(with_scales(stored, quantised), model, rules, dtype, folder)
-        leaves = [
-            StoredLeaf(plan.target, plan.dtype, plan.sources, plan.arrangement, plan.offset)
-            for plan in plans
-        ]
+        leaves = [StoredLeaf.of(plan) for plan in plans]
         total = sum(leaf.stored_bytes for leaf in leaves)
         bar = tqdm(
             total=total,

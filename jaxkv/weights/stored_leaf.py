@@ -163,6 +163,11 @@ class LeafPlan[S: Tensor]:
 class StoredLeaf(LeafPlan[StoredTensor | BlockScaled]):
     """One parameter leaf whose tensors are in a checkpoint."""
 
+    @classmethod
+    def of(cls, plan: LeafPlan[StoredTensor | BlockScaled]) -> "StoredLeaf":
+        """Returns the leaf of a plan."""
+        return cls(plan.target, plan.dtype, plan.sources, plan.arrangement, plan.offset)
+
     @cached_property
     def stored_bytes(self) -> int:
         """Bytes in the files."""

@@ -111,7 +111,7 @@ def test_a_form_begins_behind_the_reasoning(llm):
     [line] = llm.tokenizer.encode("\n", add_special=False)
     tokens = ReasoningTokens(ends=[line])
     params = SamplingParams(temperature=0.8, max_tokens=200, seed=4, min_tokens=3)
-    prompts = [f"x{number} = " for number in range(8)]
+    prompts = [f"x{number} = " for number in range(4)]
     after = constrained(params, json=SCHEMA, reasoning=tokens)
     thoughts = set()
     for output in llm.generate(prompts, after):
@@ -120,7 +120,7 @@ def test_a_form_begins_behind_the_reasoning(llm):
         thoughts.add(llm.tokenizer.decode(output.token_ids[:cut]))
         form = llm.tokenizer.decode(output.token_ids[cut:])
         assert jsonschema_rs.is_valid(SCHEMA, json.loads(form)), output.text
-    assert len(thoughts) > 4
+    assert len(thoughts) > 2
 
 
 def test_reasoning_has_the_tokens_of_a_request_without_a_form(llm):

@@ -8,6 +8,7 @@ from jaxkv.config.blocks import DeltaConfig, MixtureConfig
 from jaxkv.weights.load import _plan
 from jaxkv.weights.rules import Regroup, Rule, RuleSet, expand
 from jaxkv.weights.safetensors import open_checkpoint
+from jaxkv.weights.stored_leaf import StoredLeaf
 from tests.weights.conftest import CONFIG, HEAD_DIM, HEADS, HIDDEN
 
 
@@ -21,7 +22,7 @@ def load(tmp_path):
         recipes = expand(RuleSet((rule,)), config)
         wanted = jax.ShapeDtypeStruct(shape, np.float32)
         with open_checkpoint(tmp_path) as stored:
-            return _plan(rule.target, wanted, recipes, stored, tmp_path).read()
+            return StoredLeaf.of(_plan(rule.target, wanted, recipes, stored, tmp_path)).read()
 
     return fill
 
