@@ -331,7 +331,13 @@ def test_without_a_gpu_the_reason_is_stated_and_nothing_is_replaced():
     cache = JaxkvCache(model, graphs=True)
     assert "forward" not in vars(model)
     assert cache.stats().why_not_replayed == "the model is on cpu, and CUDA graphs need a GPU"
-    assert JaxkvCache(model, graphs=False).stats().why_not_replayed.endswith("graphs=False")
+
+
+def test_graphs_are_off_unless_asked_for(cache_of):
+    model = tiny_model()
+    cache = JaxkvCache(model)
+    assert "forward" not in vars(model)
+    assert cache.stats().why_not_replayed == "the cache was made without graphs=True"
 
 
 def test_two_caches_of_one_model_are_replayed_each_on_its_own_pool(cache_of):
