@@ -54,6 +54,9 @@ def form_of(arguments: Mapping[str, Any], rows: int, config: Any) -> CallForm | 
         asked = arguments.get(name)
         if getattr(config, name, False) if asked is None else asked:
             return f"the call has {name}"
+    if arguments.get("position_ids") is None:
+        # Models compute them in ways of their own: from the mask, or with an offset that an image has left.
+        return "the call has no position_ids, which generate() gives"
     cache_name = next(name for name in CACHE_NAMES if arguments.get(name) is not None)
     return CallForm(cache_name, tuple(sorted(options)))
 

@@ -3,7 +3,7 @@
 import time
 import traceback
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +15,6 @@ from transformers import PreTrainedModel
 
 from torch_bridge.graphs.call_form import CallForm, form_of
 from torch_bridge.graphs.decode_inputs import DecodeInputs
-from torch_bridge.graphs.forward import original_forward
 from torch_bridge.graphs.model_state import (
     CHANGED,
     MOVED,
@@ -82,6 +81,7 @@ class DecodeGraphs:
         self._recordings: dict[tuple[int, CallForm], _Recording] = {}
         self._refused: dict[tuple[int, CallForm], str] = {}
         self._state: ModelState | None = None
+        self._forward: Callable[..., Outputs] = model.forward
         self._is_new_text = True
         self._lease_number = -1
         self._pointers: list[int] = []
@@ -112,11 +112,17 @@ class DecodeGraphs:
         self._state = None
 
     def replay(
-        self, arguments: Mapping[str, Any], sequences: Sequences, running: Running
+        self,
+        forward: Callable[..., Outputs],
+        arguments: Mapping[str, Any],
+        sequences: Sequences,
+        running: Running,
     ) -> Outputs | None:
         """Returns the outputs of the current decode step, or `None` if its forward must run.
 
         Args:
+            forward: the forward in whose place this is called. It is recorded, and not what has since been wrapped
+                around it, which runs around each replay.
             arguments: the forward's arguments by name.
             sequences: the cache's rows.
             running: holds the current step.
@@ -130,6 +136,9 @@ class DecodeGraphs:
             self.why_not = form
             return None
         key = padded(step.num_rows, 1), form
+        if forward != self._forward:
+            self.drop(CHANGED)
+            self._forward = forward
         self._check_memory(step)
         if self._is_new_text and self._refused and not self._has_same_structure():
             self.drop(CHANGED)
@@ -190,7 +199,7 @@ class DecodeGraphs:
         step: Step,
     ) -> Outputs:
         self._follow_stream()
-        _fill(recording.inputs, arguments, sequences, step)
+        _fill(recording.inputs, arguments, sequences)
         results = iter(recording.work.replay(step.lease))
         rows = step.num_rows
         cache = arguments[form.cache_name]
@@ -254,8 +263,8 @@ class DecodeGraphs:
         self._pointers = _addresses(ordinary.lease)
         self._lease_number = store.leases_taken
         inputs = DecodeInputs(store.layout.paged_groups, store.allocator, num_rows, store.device)
-        _fill(inputs, arguments, sequences, ordinary)
-        forward, cache = original_forward(self._model), arguments[form.cache_name]
+        _fill(inputs, arguments, sequences)
+        forward, cache = self._forward, arguments[form.cache_name]
         options = {**dict(form.options), form.cache_name: cache}
         made: list[Any] = []
 
@@ -316,13 +325,8 @@ _FAILURES = (
 runs next, and raises errors of its own."""
 
 
-def _fill(
-    inputs: DecodeInputs, arguments: Mapping[str, Any], sequences: Sequences, step: Step
-) -> None:
-    positions = arguments.get("position_ids")
-    # Without positions Transformers counts columns.
-    positions = step.num_columns if positions is None else positions
-    inputs.fill(sequences.rows, arguments["input_ids"], positions)
+def _fill(inputs: DecodeInputs, arguments: Mapping[str, Any], sequences: Sequences) -> None:
+    inputs.fill(sequences.rows, arguments["input_ids"], arguments["position_ids"])
 
 
 def _addresses(pools: Pools) -> list[int]:

@@ -60,22 +60,18 @@ class DecodeInputs:
         }
         self.tables = FixedTables(self._packed[0, :rows], fixed)
 
-    def fill(self, rows: Rows[Sequence], ids: torch.Tensor, positions: torch.Tensor | int) -> None:
+    def fill(self, rows: Rows[Sequence], ids: torch.Tensor, positions: torch.Tensor) -> None:
         """Queues the copies of one step's inputs on torch's current stream. The host does not wait.
 
         Args:
             rows: the real rows; their counts include the step's token, whose page is reserved.
             ids: [rows, 1], on the device.
-            positions: [rows or 1, 1], on the device, or one number for all rows.
+            positions: [rows or 1, 1], on the device.
         """
         count = len(rows)
-        if isinstance(positions, int):
-            self.positions[:count].fill_(positions)
-            self.ids[:count].copy_(ids)
-        else:
-            torch._foreach_copy_(
-                [self.ids[:count], self.positions[:count]], [ids, positions.expand(count, 1)]
-            )
+        torch._foreach_copy_(
+            [self.ids[:count], self.positions[:count]], [ids, positions.expand(count, 1)]
+        )
         now = [(row.number, row.num_tokens) for row in rows]
         if self._loaded != [(number, length - 1) for number, length in now]:
             self._load_tables(rows)

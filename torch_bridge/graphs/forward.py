@@ -4,6 +4,7 @@ It is an attribute of the model instance, since a hook cannot skip a forward. Al
 cache removes it.
 """
 
+import copy
 import inspect
 import weakref
 from collections.abc import Callable, Mapping
@@ -33,7 +34,7 @@ class ReplayedForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - the model's own
         """Replays the forward, or calls the model's own."""
-        replayed = _replay(kwargs)
+        replayed = _replay(kwargs, self.original)
         return self.original(*args, **kwargs) if replayed is None else replayed
 
     def original(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
@@ -50,19 +51,19 @@ class ReplayedForward:
     def __deepcopy__(self, memo: dict[int, Any]) -> "ReplayedForward":
         # While a model is copied, its copy is in `memo` before the attributes are copied.
         model = self._model()
-        return type(self)(memo.get(id(model), model), self.inner)
+        return type(self)(memo.get(id(model), model), copy.deepcopy(self.inner, memo))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self._model(), self.inner)
 
 
 @uncompiled
-def _replay(arguments: Mapping[str, Any]) -> Any:  # noqa: ANN401
-    """Returns the replayed output, or `None` if no cache among the arguments replays this forward."""
+def _replay(arguments: Mapping[str, Any], original: Callable[..., Any]) -> Any:  # noqa: ANN401
+    """Returns the replayed output of a forward, or `None` if no cache among the arguments replays it."""
     for name in CACHE_NAMES:
         replay = getattr(arguments.get(name), "replay", None)
         if replay is not None:
-            return replay(arguments)
+            return replay(arguments, original)
     return None
 
 
@@ -75,12 +76,6 @@ def install(model: torch.nn.Module) -> Callable[[], None]:
     found.users += 1
     kept, where = found, weakref.ref(model)
     return lambda: _remove(kept, where())
-
-
-def original_forward(model: torch.nn.Module) -> Callable[..., Any]:
-    """Returns the model's forward without replays."""
-    found = vars(model).get(_NAME)
-    return found.original if isinstance(found, ReplayedForward) else model.forward
 
 
 def _remove(forward: ReplayedForward, model: torch.nn.Module | None) -> None:

@@ -289,15 +289,20 @@ class JaxkvCache(Cache):
         step.enter()
         return call.without_columns(left_out)
 
-    def replay(self, arguments: Mapping[str, Any]) -> Any:  # noqa: ANN401 - the model's own output
-        """Returns the output of the current forward if it was replayed, else `None`. Called in place of the forward."""
+    def replay(self, arguments: Mapping[str, Any], forward: Callable[..., Any]) -> Any:  # noqa: ANN401
+        """Returns the output of the current forward if it was replayed, else `None`.
+
+        Args:
+            arguments: the forward's arguments by name.
+            forward: the forward in whose place this is called.
+        """
         step = self._running.step
         if step is None or step.num_queries > 1 or step.thread != threading.get_ident():
             return None
         if step.fixed is not None:
             # A recording calls the forward, in which another wrapper may call this again.
             return None
-        return self._graphs.replay(arguments, self._sequences, self._running)
+        return self._graphs.replay(forward, arguments, self._sequences, self._running)
 
     def end(self, *, failed: bool) -> None:
         """Ends the forward and returns the lease; does nothing if this thread has begun no forward."""

@@ -1,6 +1,7 @@
 """Replayed decode steps: the tokens of Transformers, when a step is recorded again, and when it is not replayed."""
 
 import copy
+import functools
 import gc
 import threading
 import weakref
@@ -160,6 +161,43 @@ def test_hooks_on_the_model_itself_are_called_around_replays(cache_of):
     assert cache.stats().steps_replayed == 3
 
 
+def step(model, cache, ids, place, **more):
+    """Computes one column of ids at a position."""
+    positions = torch.full_like(ids, place)
+    with torch.no_grad():
+        return model(ids, position_ids=positions, past_key_values=cache, **more).logits
+
+
+def test_what_wraps_the_forward_after_the_cache_was_made_runs_once_per_step(cache_of):
+    model = shallow()
+    cache = cache_of(model)
+    plain = model.forward
+
+    def louder(*args, **kwargs):
+        out = plain(*args, **kwargs)
+        out.logits = out.logits + 1
+        return out
+
+    model.forward = functools.wraps(plain)(louder)
+    second = cache_of(model)
+    ids, _ = prompts(1, 12)
+    said = []
+    for holder in (cache, second):
+        with torch.no_grad():
+            model(ids, past_key_values=holder)
+        said.append(step(model, holder, ids[:, :1], 12))
+    # The forward of the second cache goes with it, and its wrapper stays.
+    del second, holder
+    said.append(step(model, cache, ids[:, :1], 13))
+    assert cache.stats().steps_replayed == 2
+    other = shallow()
+    theirs = cache_of(other, graphs=False)
+    with torch.no_grad():
+        other(ids, past_key_values=theirs)
+    wanted = [step(other, theirs, ids[:, :1], place) + 1 for place in (12, 13)]
+    torch.testing.assert_close(said, [wanted[0], *wanted], rtol=0, atol=1e-5)
+
+
 def test_outputs_are_not_overwritten_by_later_steps(cache_of):
     model = shallow()
     cache = cache_of(model)
@@ -180,6 +218,7 @@ REASONS = {
         "position_ids must be whole numbers",
     ),
     "logits": ({"logits_to_keep": torch.tensor([0])}, "the call has the argument logits_to_keep"),
+    "no positions": ({}, "the call has no position_ids"),
 }
 
 

@@ -55,7 +55,7 @@ def test_they_follow_steps_forks_chunks_and_fewer_rows(seed):
         if chosen == 4:
             continue  # An ordinary forward ran.
         ids = torch.from_numpy(random.integers(9, size=(rows, 1)))
-        positions = number if chosen == 5 else torch.full((1 if chosen == 6 else rows, 1), number)
+        positions = torch.full((1 if chosen == 6 else rows, 1), number)
         inputs.fill(sequences.rows, ids, positions)
         inputs.update_tables()
         assert torch.equal(inputs.ids[:rows], ids)

@@ -4,13 +4,14 @@ import copy
 import gc
 import inspect
 import pickle
+import types
 import weakref
 
 import pytest
 import torch
 
 from tests.torch_bridge.tiny import prompts, tiny_model
-from torch_bridge.graphs.forward import ReplayedForward, install, original_forward
+from torch_bridge.graphs.forward import ReplayedForward, install
 from torch_bridge.transformers_cache.fingerprint import fingerprint, structure
 
 pytestmark = pytest.mark.torch
@@ -24,8 +25,8 @@ def llama():
 class Replays:
     """Stands for a cache that replays each forward."""
 
-    def replay(self, arguments):
-        return "replayed", sorted(arguments)
+    def replay(self, arguments, forward):
+        return "replayed", sorted(arguments), forward
 
 
 def test_caches_share_one_and_the_last_removes_it(llama):
@@ -44,11 +45,10 @@ def test_only_a_forward_with_a_cache_that_replays_is_replayed(llama):
     wanted = llama(ids).logits
     undo = install(llama)
     assert torch.equal(llama(ids).logits, wanted)
-    assert torch.equal(original_forward(llama)(ids).logits, wanted)
-    said = llama.forward(input_ids=ids, past_key_values=Replays())
-    assert said == ("replayed", ["input_ids", "past_key_values"])
+    said, names, forward = llama.forward(input_ids=ids, past_key_values=Replays())
+    assert (said, names) == ("replayed", ["input_ids", "past_key_values"])
+    assert torch.equal(forward(ids).logits, wanted)
     undo()
-    assert original_forward(llama) == llama.forward
 
 
 def test_a_forward_on_the_instance_is_called_and_put_back(llama):
@@ -91,6 +91,18 @@ def test_a_copy_of_the_model_computes_with_its_own_weights(llama, twin_of):
     assert isinstance(vars(twin)["forward"], ReplayedForward)
     undo()
     assert "forward" not in vars(twin)
+
+
+def test_a_copy_is_not_bound_to_a_forward_that_was_bound_to_the_model(llama):
+    kind = type(llama)
+    llama.forward = types.MethodType(lambda model, ids: kind.forward(model, ids), llama)
+    install(llama)
+    ids, _ = prompts(1, 5)
+    wanted = llama(ids).logits
+    twin = copy.deepcopy(llama)
+    with torch.no_grad():
+        llama.lm_head.weight.zero_()
+    assert torch.equal(twin(ids).logits, wanted)
 
 
 def test_it_does_not_keep_the_model_alive(llama):
