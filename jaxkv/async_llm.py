@@ -16,7 +16,7 @@ from typing import Any, Self
 from jaxkv.config.sampling import SamplingParams
 from jaxkv.engine.command_loop import CommandLoop
 from jaxkv.engine.drive import output_of, with_figures
-from jaxkv.engine.recovery import is_loss
+from jaxkv.engine.recovery import is_fatal
 from jaxkv.engine.request import Piece, Request, RequestOutput
 from jaxkv.engine.request_state import FINISHED, RequestState
 from jaxkv.errors import STEP_FAILURES, OutOfPages, OutOfStates
@@ -210,8 +210,11 @@ class AsyncLLM:
                 result.set_result(call())
             except BaseException as error:
                 result.set_exception(error)
-                if is_loss(error):
+                if self._engine.runner.owner.poisoned or is_fatal(error):
                     raise
+            finally:
+                # The call may have received the last token of a request, and no step may follow.
+                self._deliver()
 
         with self._submit_lock:
             if self._closed:

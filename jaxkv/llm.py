@@ -448,7 +448,8 @@ class LLM:
                 they are, so they must live until the next update: a trainer that donates them must update first.
                 Or an iterable of (name, array) with all tensors of a checkpoint of the model, of JAX, NumPy or PyTorch
                 and of any floating-point dtype. One program makes the parameters of them, compiled at the first such
-                update; it overwrites parameters that this `LLM` has loaded or made itself.
+                update; it overwrites parameters that this `LLM` has loaded or made itself. The arrays have been read
+                when the call returns.
             version: name of these parameters; the number of the last version plus 1 if not given.
             requests: what open streams, and under `AsyncLLM` all requests in progress, do: "continue" keeps the keys,
                 values and states of the old parameters for their own tokens (in-flight updates of AReaL and prime-rl),
@@ -531,6 +532,7 @@ class LLM:
         params = forbid_words(replace(params, seed=0), self.tokenizer)
         request = self._request(TokenizedPrompt((0,) * prompt_tokens), params, 0)
         with self.lock.held():
+            self.engine.refuse_if_asleep()
             needed = declare_served(self.engine, request, batch * params.n)
             tops = [0] if score else []
             if params.prompt_logprobs is not None:

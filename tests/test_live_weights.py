@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import time
 from dataclasses import replace
 
 import jax
@@ -185,6 +186,8 @@ def test_sleep_gives_back_the_cache_to_the_byte_and_wake_up_takes_it_again(llm, 
     for call in (lambda: llm.generate(PROMPT), lambda: llm.score(PROMPT), lambda: llm.explain("a")):
         with pytest.raises(RuntimeError, match="sleeps"):
             call()
+    with pytest.raises(RuntimeError, match="sleeps"):
+        llm.warm_up(batch=1, prompt_tokens=8)
     llm.sleep()
     llm.wake_up()
     llm.wake_up()
@@ -208,6 +211,35 @@ def test_sleep_of_level_two_lets_go_of_the_weights(llm, changed, wanted):
     assert llm.generate(PROMPT, GREEDY)[0].token_ids == wanted[1]
     with pytest.raises(ValueError, match="level"):
         llm.sleep(level=3)
+
+
+@pytest.mark.parametrize("call", ["sleep", "update_weights"])
+def test_a_request_that_ends_inside_a_call_is_delivered(llm, parts, wanted, call):
+    """Its last token is in flight when the call begins, and no step follows the call."""
+
+    async def users():
+        async with AsyncLLM(llm) as served:
+            loop, commands, calls = asyncio.get_running_loop(), served._loop, []
+            options = {} if call == "sleep" else {"params": parts[0], "requests": "recompute"}
+
+            def begin_when_last_is_in_flight():
+                running = llm.engine.scheduler.running
+                if not running or running[0].generated + running[0].pending < GREEDY.max_tokens:
+                    commands.put_later(begin_when_last_is_in_flight)
+                    return
+                calls.append(
+                    asyncio.run_coroutine_threadsafe(getattr(served, call)(**options), loop)
+                )
+                while commands._commands.empty():
+                    time.sleep(0.001)
+
+            answer = asyncio.create_task(served.generate(PROMPT, GREEDY))
+            commands.put(begin_when_last_is_in_flight)
+            assert (await asyncio.wait_for(answer, 60)).token_ids == wanted[0]
+            await asyncio.wrap_future(calls[0])
+            await served.wake_up()
+
+    asyncio.run(asyncio.wait_for(users(), 240))
 
 
 def test_a_served_llm_is_updated_and_sleeps_while_requests_wait(llm, changed, wanted):

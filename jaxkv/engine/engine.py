@@ -30,6 +30,7 @@ from jaxkv.engine.state_checkpoints import StateCheckpoints, room_for_checkpoint
 from jaxkv.engine.step_pipeline import StepPipeline
 from jaxkv.engine.token_masks import update_masks
 from jaxkv.errors import STEP_FAILURES, CachePoisoned
+from jaxkv.memory import named_exhaustion
 from jaxkv.models.protocol import Params
 from jaxkv.runner.scoring import prompt_logprobs
 from jaxkv.runner.sequence_runner import SequenceRunner
@@ -200,6 +201,7 @@ class Engine:
 
         Raises:
             ValueError: the parameters do not fit, or an option is unknown; nothing was changed.
+            OutOfMemory: there is no memory for the new parameters; nothing was changed.
             CachePoisoned, JaxRuntimeError: a step in flight has failed, and the cache was lost too often, or the device
                 is broken.
         """
@@ -208,14 +210,18 @@ class Engine:
                 f"requests must be one of {', '.join(_AFTER_UPDATE)}, got {requests!r}"
             )
         version = _next_version(self.runner.weight_version, version)
-        self.runner.update_params(params, version)
-        if requests == "recompute":
-            self._receive_all()
-            self._requeue()
+        with named_exhaustion("updating the weights"):
+            self.runner.update_params(params, version)
+        # At once, so that nothing of the old weights stays if what follows fails.
         if self.host is not None:
             self.host.clear()
         elif self.prefix is not None:
             self.prefix.clear()
+        if requests == "recompute":
+            try:
+                self._receive_all()
+            finally:
+                self._requeue()
         return version
 
     def sleep(self, level: int = 1) -> None:
@@ -235,8 +241,10 @@ class Engine:
         if not self.asleep:
             self.refresh()
             self.runner.owner.handle()
-            self._receive_all()
-            self._start_over()
+            try:
+                self._receive_all()
+            finally:
+                self._start_over()
             self.runner.owner.close()
             self.asleep = True
         if level == 2:

@@ -11,6 +11,7 @@ from jaxkv.engine.request import Piece, Request
 from jaxkv.runner.weight_version import WeightVersion
 from jaxkv.sampling.features import Features
 from jaxkv.sampling.fields import features_for
+from jaxkv.structured.generated_tokens import GeneratedTokens
 from jaxkv.structured.grammar import Grammar, TokenConstraint
 from jaxkv.text.text_stream import TextStream
 from jaxkv.text.tokenizer import Tokenizer
@@ -143,6 +144,11 @@ class RequestState:
         return self.tokens[self.prompt_tokens :]
 
     @property
+    def answer(self) -> GeneratedTokens:
+        """The generated ids, not copied."""
+        return GeneratedTokens(self.tokens, self.prompt_tokens)
+
+    @property
     def weight_versions(self) -> list[WeightVersion]:
         """Per generated token, the version of the parameters that sampled it."""
         versions: list[WeightVersion] = []
@@ -232,7 +238,7 @@ class RequestState:
         """
         if self.tokens[-1] in self.request.stop_ids and self.generated:
             return "stop"
-        if self.constraint is not None and self.constraint.ends(self.token_ids):
+        if self.constraint is not None and self.constraint.ends(self.answer):
             return "stop"
         return "length" if len(self.tokens) == self.longest else None
 

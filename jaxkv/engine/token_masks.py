@@ -36,7 +36,7 @@ def update_masks(running: Sequence[RequestState], finisher: Finisher) -> None:
     grammar.fill([constraint.matcher for constraint in constraints], masks)
     for sequence, constraint, mask in zip(left, constraints, masks, strict=True):
         try:
-            complete = constraint.settle(mask, sequence.token_ids)
+            complete = constraint.settle(mask, sequence.answer)
         except STEP_FAILURES as error:
             finisher.fail(sequence, error)
             continue
@@ -53,9 +53,9 @@ def _needs_mask(sequence: RequestState, finisher: Finisher) -> bool:
     constraint = sequence.constraint
     assert constraint is not None
     try:
-        if constraint.stays_free(sequence.token_ids):
+        if constraint.stays_free(sequence.answer):
             return False
-        for token in constraint.forced(sequence.token_ids):
+        for token in constraint.forced(sequence.answer):
             sequence.accept(token, None)
             if sequence.reason is not None:
                 finisher.release(sequence)

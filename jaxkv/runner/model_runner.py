@@ -22,7 +22,7 @@ from jaxkv.runner.param_types import ParamTypes
 from jaxkv.runner.program_specs import StepSpec, without_empty
 from jaxkv.runner.weight_version import WeightVersion
 from jaxkv.sampling.processors import NO_PROCESSORS, LogitsProcessors
-from jaxkv.weights.named_arrays import NamedWeights
+from jaxkv.weights.named_arrays import NamedPrograms, NamedWeights
 
 
 class ModelRunner:
@@ -66,8 +66,7 @@ class ModelRunner:
         self.weight_version: WeightVersion = 0
         self._owns_params = owns_params
         self._param_types = ParamTypes(params)
-        # What parameters were made of by name, and whether their memory was new.
-        self._named_before: set[tuple[Hashable, bool]] = set()
+        self._named_programs: dict[Hashable, NamedPrograms] = {}
         self.layout = layout
         self.programs = programs
         self.processors = processors
@@ -116,18 +115,23 @@ class ModelRunner:
                 f"a {type(self.model).__name__} has no checkpoint names; give a tree such as LLM.params"
             )
         named = NamedWeights(
-            arrays, self.model, rules_for(self.model.config), self._param_types.dtype
+            arrays,
+            self.model,
+            rules_for(self.model.config),
+            self._param_types.tree,
+            self._param_types.dtype,
         )
-        donated = self.params if self._owns_params else None
-        key = named.signature, donated is None
-        if self.programs.is_closed and key not in self._named_before:
-            raise ProgramRefused(
-                "weights under these names, shapes and dtypes need a program that was not compiled before serving "
-                "began; update the weights once before the warm-up, or turn strict mode off"
-            )
-        params = named.params(donated)
-        self._named_before.add(key)
-        return params
+        if named.signature not in self._named_programs:
+            if self.programs.is_closed:
+                raise ProgramRefused(
+                    "weights under these names, shapes and dtypes need a program that was not compiled before serving "
+                    "began; update the weights once before the warm-up, or turn strict mode off"
+                )
+            self._named_programs[named.signature] = named.compile()
+        is_free = self._owns_params and not self._param_types.deleted(self.params)
+        return named.params(
+            self._named_programs[named.signature], donated=self.params if is_free else None
+        )
 
     def drop_params(self) -> None:
         """Drops the parameters; their memory is free once nothing else refers to them."""
@@ -147,6 +151,7 @@ class ModelRunner:
         self._known.clear()
         # The tracebacks of these errors refer to the parameters.
         self._refused.clear()
+        self._named_programs.clear()
         self.programs.clear()
 
     def fit[S: ProgramSpec](self, spec: S) -> S:

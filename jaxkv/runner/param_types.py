@@ -29,6 +29,11 @@ class ParamTypes:
         self._types = [_type_of(leaf) for _, leaf in leaves]
 
     @property
+    def tree(self) -> Params:
+        """The parameters' tree with `jax.ShapeDtypeStruct`s as leaves."""
+        return jax.tree_util.tree_unflatten(self._structure, self._types)
+
+    @property
     def dtype(self) -> str:
         """Name of the dtype of most numbers, integers not counted."""
         sizes: Counter[str] = Counter()
@@ -61,7 +66,8 @@ class ParamTypes:
                 f"changed: {_listed(wrong, '; ')}"
             )
         accepted = [
-            leaf if isinstance(leaf, jax.Array) else jax.device_put(leaf, wanted.sharding)
+            # A CPU takes over NumPy's memory, so it must be a copy that nobody else writes.
+            leaf if isinstance(leaf, jax.Array) else jax.device_put(leaf.copy(), wanted.sharding)
             for wanted, (_, leaf) in zip(self._types, leaves, strict=True)
         ]
         return jax.tree_util.tree_unflatten(self._structure, accepted)

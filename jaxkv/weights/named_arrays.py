@@ -1,9 +1,9 @@
 """`NamedWeights`: makes a model's parameters of arrays under their names in a checkpoint, on the device."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -58,10 +58,11 @@ class NamedWeights:
         arrays: (name, array) of every tensor of the checkpoint: of JAX, of NumPy, or with `__dlpack__` as PyTorch's.
         model: the model.
         rules: which tensors make up which parameter.
+        params: types of the parameters; arrays are copied to their device if they are on another one.
         dtype: dtype name of the parameters.
 
     Attributes:
-        signature: names, shapes and dtypes of the arrays, for which one program is compiled.
+        signature: names, shapes and dtypes of the arrays, for which `NamedPrograms` are compiled.
 
     Raises:
         BadCheckpoint: a tensor is missing, has a wrong shape, holds no floating-point numbers, comes twice, or has no
@@ -69,8 +70,15 @@ class NamedWeights:
     """
 
     def __init__(
-        self, arrays: Iterable[tuple[str, Any]], model: Loadable, rules: RuleSet, dtype: str
+        self,
+        arrays: Iterable[tuple[str, Any]],
+        model: Loadable,
+        rules: RuleSet,
+        params: PyTree[jax.ShapeDtypeStruct],
+        dtype: str,
     ) -> None:
+        self._types = jax.tree.leaves(params)
+        device = self._types[0].sharding
         named: dict[str, NamedArray] = {}
         for name, array in arrays:
             if name in named:
@@ -88,21 +96,53 @@ class NamedWeights:
             for plan in plans
         )
         used = {name for leaf in self._leaves for name in leaf.sources}
-        self._sources = {name: one.array for name, one in named.items() if name in used}
+        self._sources = {
+            name: jax.device_put(one.array, device) for name, one in named.items() if name in used
+        }
         self.signature = frozenset(
             (name, array.shape, str(array.dtype)) for name, array in self._sources.items()
         )
 
-    def params(self, donated: PyTree[jax.Array] | None = None) -> PyTree[jax.Array]:
+    def compile(self) -> "NamedPrograms":
+        """Compiles the programs for arrays of this signature."""
+        sources = jax.tree.map(
+            lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding),
+            self._sources,
+        )
+        make = jax.jit(partial(_make, self._leaves))
+        make_in_place = jax.jit(partial(_make_in_place, self._leaves), donate_argnums=0)
+        return NamedPrograms(
+            make.lower(sources).compile(), make_in_place.lower(self._types, sources).compile()
+        )
+
+    def params(
+        self, programs: "NamedPrograms", donated: PyTree[jax.Array] | None = None
+    ) -> PyTree[jax.Array]:
         """Returns the parameters, made by one program as `load_by_rules` makes them: rounded, fused and transposed.
 
+        It waits until the device has read the arrays, which other code may write afterwards.
+
         Args:
+            programs: those of this signature.
             donated: parameters of the model whose memory the new ones take; they are deleted. `None` to allocate.
         """
         if donated is None:
-            return self._structure.unflatten(_make(self._leaves, self._sources))
-        old = jax.tree.leaves(donated)
-        return self._structure.unflatten(_make_in_place(old, self._leaves, self._sources))
+            made = programs.make(self._sources)
+        else:
+            made = programs.make_in_place(jax.tree.leaves(donated), self._sources)
+        return self._structure.unflatten(jax.block_until_ready(made))
+
+
+class NamedPrograms(NamedTuple):
+    """The compiled programs that make a model's parameters of arrays with certain names, shapes and dtypes.
+
+    Attributes:
+        make: returns the leaves in new memory, given the arrays by name.
+        make_in_place: returns them in the memory of old leaves, its first argument, which are deleted.
+    """
+
+    make: Callable[..., Any]
+    make_in_place: Callable[..., Any]
 
 
 def _as_jax(name: str, array: Any) -> jax.Array:  # noqa: ANN401 - of any library
@@ -112,7 +152,12 @@ def _as_jax(name: str, array: Any) -> jax.Array:  # noqa: ANN401 - of any librar
             raise BadCheckpoint(
                 f"{_WHERE}: {name!r} is of type {type(array).__name__}, wanted an array of JAX, NumPy or PyTorch"
             )
-        array = jax.dlpack.from_dlpack(array)
+        # A parameter of PyTorch, whose gradient JAX cannot follow.
+        array = array.detach() if hasattr(array, "detach") else array
+        try:
+            array = jax.dlpack.from_dlpack(array)
+        except (BufferError, TypeError, RuntimeError) as error:
+            raise BadCheckpoint(f"{_WHERE}: {name!r} cannot be shared with JAX: {error}") from error
     if not jnp.issubdtype(array.dtype, jnp.floating):
         raise BadCheckpoint(
             f"{_WHERE}: {name!r} has dtype {array.dtype}, wanted floating-point numbers"
@@ -120,14 +165,13 @@ def _as_jax(name: str, array: Any) -> jax.Array:  # noqa: ANN401 - of any librar
     return jnp.asarray(array)
 
 
-@partial(jax.jit, static_argnums=0)
 def _make(leaves: tuple[_Leaf, ...], sources: Mapping[str, Array]) -> list[Array]:
-    return [_assembled(leaf, sources) for leaf in leaves]
+    # Copies, since an array that is returned as it came would be shared with its owner.
+    return [jnp.array(_assembled(leaf, sources), copy=True) for leaf in leaves]
 
 
-@partial(jax.jit, static_argnums=1, donate_argnums=0)
 def _make_in_place(
-    old: list[Array], leaves: tuple[_Leaf, ...], sources: Mapping[str, Array]
+    leaves: tuple[_Leaf, ...], old: list[Array], sources: Mapping[str, Array]
 ) -> list[Array]:
     # An old leaf that the program did not read would not be donated.
     return [

@@ -11,6 +11,7 @@ import mmap
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -113,9 +114,11 @@ def fill_leaves(
                 filling.start(leaf)
             return filling.finish()
         finally:
-            # After an error, what waits is not read, and the files stay open until what is under way is.
-            pool.shutdown(wait=True, cancel_futures=True)
-            filling.release()
+            try:
+                # After an error, what waits is not read, and the files stay open until what is under way is.
+                pool.shutdown(wait=True, cancel_futures=True)
+            finally:
+                filling.release()
 
 
 class _Filling:
@@ -164,8 +167,10 @@ class _Filling:
         try:
             jax.block_until_ready([rows for _, rows in self._copying])
         finally:
-            for buffer in self._buffers:
-                buffer.unlock()
+            with ExitStack() as unlocked:
+                # All of them, also if one cannot be unlocked.
+                for buffer in self._buffers:
+                    unlocked.callback(buffer.unlock)
         if self._why_pageable:
             _LOG.warning("weights are copied through pageable memory: %s", self._why_pageable)
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from jaxkv.cache.prefix.index import PrefixIndex
+from jaxkv.errors import OutOfMemory
 from jaxkv.programs.manifest import compile_count
 from tests.engine import hybrid
 from tests.engine.engines import (
@@ -254,7 +255,10 @@ def test_an_update_that_does_not_fit_changes_nothing(change, message):
 def test_numpy_arrays_are_put_on_the_device():
     engine = engine_for()
     request = request_of(prompts(10, 1)[0])
-    engine.update_weights(jax.tree.map(np.asarray, SECOND))
+    mine = jax.tree.map(np.array, SECOND)
+    engine.update_weights(mine)
+    for leaf in jax.tree.leaves(mine):
+        leaf[...] = 0
     assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(engine.runner.params))
     assert served(engine, [request]) == answers(SECOND, [request])
 
@@ -272,6 +276,52 @@ def test_weights_that_their_owner_deleted_are_named_and_may_be_replaced():
     engine.update_weights(THIRD)
     assert served(engine, [request]) == answers(THIRD, [request])
     assert_idle(engine)
+
+
+@pytest.mark.parametrize("call", ["sleep", "recompute"])
+def test_an_interrupt_inside_a_call_loses_no_token_and_reuses_nothing_old(monkeypatch, call):
+    engine = engine_for()
+    requests = [request_of(prompt, max_tokens=12) for prompt in prompts(14, 2)]
+    states = [engine.add([request])[0] for request in requests]
+    while states[0].generated < 4:
+        engine.step()
+    read = type(engine.runner).read
+
+    def interrupted(self, out):
+        monkeypatch.setattr(type(engine.runner), "read", read)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(type(engine.runner), "read", interrupted)
+    calls = {
+        "sleep": engine.sleep,
+        "recompute": lambda: engine.update_weights(SECOND, requests="recompute"),
+    }
+    with pytest.raises(KeyboardInterrupt):
+        calls[call]()
+    assert not engine.asleep
+    engine.run(states)
+    for state in states:
+        for version, before, made in segments(state):
+            again = request_of(before, max_tokens=len(made))
+            assert answers(BY_VERSION[version], [again]) == [tuple(made)]
+    later = request_of(requests[0].prompt, max_tokens=6)
+    assert served(engine, [later]) == answers(BY_VERSION[engine.runner.weight_version], [later])
+    assert_idle(engine)
+
+
+def test_no_memory_for_new_weights_changes_nothing(monkeypatch):
+    engine = engine_for()
+    request = request_of(prompts(15, 1)[0])
+
+    def full(*_):
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(jax, "device_put", full)
+    with pytest.raises(OutOfMemory, match="updating the weights"):
+        engine.update_weights(jax.tree.map(np.asarray, SECOND))
+    monkeypatch.undo()
+    assert engine.runner.weight_version == 0
+    assert served(engine, [request]) == answers(FIRST, [request])
 
 
 def bytes_of(engine):

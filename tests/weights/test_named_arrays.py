@@ -28,7 +28,14 @@ def small():
 
 
 def named(model, arrays, dtype="float32"):
-    return NamedWeights(arrays.items(), model, rules_for(model.config), dtype)
+    return NamedWeights(
+        arrays.items(), model, rules_for(model.config), model.param_shapes(dtype), dtype
+    )
+
+
+def made(model, arrays, dtype="float32", donated=None):
+    weights = named(model, arrays, dtype)
+    return weights.params(weights.compile(), donated)
 
 
 def assert_same(params, wanted):
@@ -42,7 +49,7 @@ def assert_same(params, wanted):
 def test_the_models_own_tensors_make_its_parameters(small, dtype):
     folder, model, arrays = small
     wanted = load_params(folder, model, dtype=dtype, progress=False)
-    assert_same(named(model, arrays, dtype).params(), wanted)
+    assert_same(made(model, arrays, dtype), wanted)
 
 
 def test_the_memory_of_given_parameters_is_taken(small):
@@ -50,21 +57,35 @@ def test_the_memory_of_given_parameters_is_taken(small):
     old = load_params(folder, model, dtype="float32", progress=False)
     zeros = jax.tree.map(jnp.zeros_like, old)
     places = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(zeros)]
-    made = named(model, arrays).params(zeros)
+    new = made(model, arrays, donated=zeros)
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(zeros))
-    assert [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(made)] == places
-    assert_same(made, old)
+    assert [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(new)] == places
+    assert_same(new, old)
+
+
+def test_no_parameter_shares_the_memory_of_a_given_array(small):
+    _, model, arrays = small
+    given = {array.unsafe_buffer_pointer() for array in arrays.values()}
+    leaves = jax.tree.leaves(made(model, arrays))
+    assert not given & {leaf.unsafe_buffer_pointer() for leaf in leaves}
 
 
 def test_arrays_of_other_libraries_and_dtypes_are_taken(small):
     torch = pytest.importorskip("torch")
     folder, model, arrays = small
     wanted = load_params(folder, model, dtype="float32", progress=False)
-    as_torch = {name: torch.from_numpy(np.array(array)) for name, array in arrays.items()}
-    assert_same(named(model, as_torch).params(), wanted)
-    assert_same(
-        named(model, {name: np.asarray(array) for name, array in arrays.items()}).params(), wanted
-    )
+    as_torch = {
+        name: torch.nn.Parameter(torch.from_numpy(np.array(array)))
+        for name, array in arrays.items()
+    }
+    params = made(model, as_torch)
+    for parameter in as_torch.values():
+        parameter.data.zero_()
+    assert_same(params, wanted)
+    assert_same(made(model, {name: np.asarray(one) for name, one in arrays.items()}), wanted)
+    first = next(iter(as_torch))
+    with pytest.raises(BadCheckpoint, match="cannot be shared with JAX"):
+        named(model, as_torch | {first: as_torch[first].to_sparse()})
 
 
 def without_one(arrays):
@@ -100,7 +121,9 @@ def test_a_name_that_comes_twice_is_refused(small):
     _, model, arrays = small
     pairs = [*arrays.items(), next(iter(arrays.items()))]
     with pytest.raises(BadCheckpoint, match="comes twice"):
-        NamedWeights(pairs, model, rules_for(model.config), "float32")
+        NamedWeights(
+            pairs, model, rules_for(model.config), model.param_shapes("float32"), "float32"
+        )
 
 
 def test_an_llm_takes_a_trainers_named_tensors_and_compiles_once(small):
@@ -117,7 +140,7 @@ def test_an_llm_takes_a_trainers_named_tensors_and_compiles_once(small):
         llm.update_weights((name, array.astype(jnp.bfloat16)) for name, array in arrays.items())
     wanted = []
     for tensors in (arrays, louder):
-        params = named(model, tensors).params()
+        params = made(model, tensors)
         out = jaxkv.generate(params, model, [ids], sampling=greedy, eos_ids=llm.eos_ids)
         wanted.append(out.tokens[0].tolist())
     assert wanted[0] != wanted[1]
@@ -131,3 +154,11 @@ def test_an_llm_takes_a_trainers_named_tensors_and_compiles_once(small):
         llm.update_weights(iter(without_one(arrays).items()))
     assert llm.params is before
     assert llm.weight_version == 4
+    # Neither without parameters nor with deleted ones is another program needed.
+    llm.sleep(level=2)
+    llm.update_weights(iter(louder.items()))
+    llm.wake_up()
+    jax.tree.leaves(llm.params)[0].delete()
+    llm.update_weights(iter(arrays.items()))
+    assert llm.generate([ids], greedy)[0].token_ids == wanted[0]
+    assert compile_count() == compiled
