@@ -85,7 +85,11 @@ class DecodeGraphs:
         self._is_new_text = True
         self._lease_number = -1
         self._pointers: list[int] = []
-        self._stream: torch.cuda.Stream | None = None
+        self._latest: list[torch.cuda.Stream] = []
+        self._passing: set[tuple[int, CallForm]] = set()
+        self._tries_left = _MAX_TRIES
+        # Replays may still read the inputs when they are freed.
+        weakref.finalize(self, _wait, self._latest).atexit = False
 
     @property
     def can_replay(self) -> bool:
@@ -97,18 +101,30 @@ class DecodeGraphs:
         return self._recorder.num_bytes() if self._recorder and self._recordings else 0
 
     def notice_text(self) -> None:
-        """Has the next decode step compare the whole model with its state at the recording."""
+        """Has the next decode step compare the whole model with its state at the recording.
+
+        Recordings of tensors that were replaced are dropped now. A recording that failed for a passing reason may be
+        tried again, some times in all.
+        """
         self._is_new_text = True
+        why = self._state.why_changed() if self._state is not None else None
+        if why is not None:
+            self.drop(why)
+        if self._passing and self._tries_left:
+            self._tries_left -= 1
+            for key in self._passing:
+                self._refused.pop(key, None)
+            self._passing.clear()
 
     def drop(self, reason: str) -> None:
         """Drops all recordings, so that the next decode steps are recorded again."""
         if self._recordings or self._refused:
             self.why_again = reason
-        if self._recordings and self._store.device.type == "cuda":
-            # Replays may still run.
-            torch.cuda.synchronize(self._store.device)
+        if self._recordings:
+            _wait(self._latest)
         self._recordings.clear()
         self._refused.clear()
+        self._passing.clear()
         self._state = None
 
     def replay(
@@ -140,10 +156,13 @@ class DecodeGraphs:
             self.drop(CHANGED)
             self._forward = forward
         self._check_memory(step)
-        if self._is_new_text and self._refused and not self._has_same_structure():
-            self.drop(CHANGED)
+        if self._is_new_text and self._state is not None:
+            self._still_holds()
         recording = self._recordings.get(key)
         if recording is None and key not in self._refused:
+            self.why_not = self._why_no_more(form)
+            if self.why_not is not None:
+                return None
             recording = self._record(key, arguments, sequences, running)
         if recording is None:
             self.why_not = self._refused[key]
@@ -176,16 +195,26 @@ class DecodeGraphs:
         if self._state is not None and not self._state.has_same_memory():
             self.drop(MOVED)
 
-    def _has_same_structure(self) -> bool:
-        self._is_new_text = False
-        return self._state is not None and self._state.has_same_structure()
+    def _why_no_more(self, form: CallForm) -> str | None:
+        """Returns why no further step is recorded, or `None`."""
+        known = [known for _, known in (*self._recordings, *self._refused)]
+        if len(known) < _MAX_RECORDINGS:
+            return None
+        names = sorted(
+            {name for one in known for name, _ in set(one.options) ^ set(form.options)}
+        ) or ["rows"]
+        return (
+            f"{len(known)} steps are recorded already, one per value of {', '.join(names)}; keep it the same from step "
+            f"to step"
+        )
 
     def _still_holds(self) -> bool:
         """Drops the recordings if the model is another than when they were made; returns whether it is the same."""
         assert self._state is not None
         why = self._state.why_changed()
-        if why is None and self._is_new_text and not self._has_same_structure():
+        if why is None and self._is_new_text and not self._state.has_same_structure():
             why = CHANGED
+        self._is_new_text = False
         if why is not None:
             self.drop(why)
         return why is None
@@ -215,9 +244,9 @@ class DecodeGraphs:
         if self._store.device.type != "cuda":
             return
         stream = torch.cuda.current_stream(self._store.device)
-        if self._stream is not None and stream != self._stream:
-            stream.wait_stream(self._stream)
-        self._stream = stream
+        if self._latest and stream != self._latest[0]:
+            stream.wait_stream(self._latest[0])
+        self._latest[:] = [stream]
 
     def _record(
         self,
@@ -228,6 +257,10 @@ class DecodeGraphs:
     ) -> _Recording | None:
         """Records the current step's forward for a number of rows; keeps the reason if that is impossible."""
         started = time.perf_counter()
+        if self._state is not None:
+            # It has to be the state of this recording too.
+            self._is_new_text = True
+            self._still_holds()
         if self._state is None:
             self._state, self._is_new_text = ModelState(self._model), False
         reason, recording = why_unrecordable(self._model), None
@@ -238,13 +271,17 @@ class DecodeGraphs:
                 reason = f"recording it failed: {type(error).__name__}: {error}"
                 # An error that is kept elsewhere must not keep views of the pools.
                 traceback.clear_frames(error.__traceback__)
+                if isinstance(error, torch.OutOfMemoryError) or _INVALIDATED in str(error):
+                    self._passing.add(key)
+        if recording is not None and self._state.why_changed() is not None:
+            reason, recording = _UNSTABLE, None
+            self._tries_left -= 1
+            if self._tries_left < 0:
+                self._recorder = None
         self.seconds += time.perf_counter() - started
         if recording is None:
             self._refused[key] = str(reason)
             return None
-        if not self._recordings and self._store.device.type == "cuda":
-            # Replays on any stream may still read the inputs when they are freed.
-            weakref.finalize(self, torch.cuda.synchronize, self._store.device).atexit = False
         self._recordings[key] = recording
         self.num_recordings += 1
         return recording
@@ -311,6 +348,12 @@ def _why_never(model: PreTrainedModel, store: Store) -> str | None:
     return None
 
 
+_MAX_RECORDINGS = 16
+_MAX_TRIES = 3
+"""Recordings that are tried again after a reason that may pass, or of a model that changes while it runs."""
+_INVALIDATED = "previous error during capture"
+"""Part of CUDA's message when another thread has broken a capture."""
+_UNSTABLE = "a forward replaces attributes of the model's modules, which a replay would not do"
 _TENSOR, _CACHE = object(), object()
 _FAILURES = (
     ArithmeticError,
@@ -323,6 +366,12 @@ _FAILURES = (
 )
 """Errors of the model's code inside a recording, where it is given no mask and unknown counts. The ordinary forward
 runs next, and raises errors of its own."""
+
+
+def _wait(latest: list[torch.cuda.Stream]) -> None:
+    """Waits for the replays, which are ordered before the stream's; a device-wide wait breaks others' captures."""
+    for stream in latest:
+        stream.synchronize()
 
 
 def _fill(inputs: DecodeInputs, arguments: Mapping[str, Any], sequences: Sequences) -> None:

@@ -4,7 +4,8 @@ A graph reads weights by address, so new values in the same memory are no change
 """
 
 from collections.abc import Iterator
-from operator import attrgetter
+from itertools import chain
+from operator import is_
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ _OF_TRANSFORMERS = "transformers.utils.output_capturing"
 MOVED = "parameters or buffers of the model were replaced or moved"
 CHANGED = "modules, hooks, attributes or the config of the model have changed"
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+_PLAIN_VALUES = (bool, int, float, str)
 
 
 def why_unrecordable(model: PreTrainedModel) -> str | None:
@@ -36,33 +38,25 @@ def why_unrecordable(model: PreTrainedModel) -> str | None:
 
 
 class ModelState:
-    """The state of a model at the time of a recording."""
+    """The state of a model at the time of a recording.
+
+    It keeps what it compares by identity, so that nothing new takes an old one's `id`, and a graph never reads freed
+    memory where a tensor was replaced, until `why_changed` finds it.
+    """
 
     def __init__(self, model: PreTrainedModel) -> None:
+        modules = list(model.modules())
         self._model = model
-        modules = [module for module in model.modules() if module is not model]
-        self._modules = modules
-        entries = [
-            (held, name)
-            for module in model.modules()
-            for held in (module._parameters, module._buffers)
-            for name, tensor in held.items()
-            if tensor is not None
-        ]
-        self._owners = [held for held, _ in entries]
-        self._names = [name for _, name in entries]
-        # Kept, so that a graph never reads freed memory where a tensor was replaced, until `why_changed` finds it.
-        self._tensors = self._current_tensors()
-        self._ids = list(map(id, self._tensors))
+        self._inner = [vars(module) for module in modules if module is not model]
+        self._children = [module._modules for module in modules]
+        self._hooks = [held[kind] for held in self._inner for kind in _HOOKS]
+        self._owners = [held for one in modules for held in (one._parameters, one._buffers)]
+        self._entries = _values(self._owners)
+        self._parts = _values(self._children), _values(self._hooks)
+        self._attributes = self._read_attributes()
+        self._tensors = [tensor for tensor in self._entries if tensor is not None]
         self._pointers = list(map(torch.Tensor.data_ptr, self._tensors))
-        self._strides = list(map(torch.Tensor.stride, self._tensors))
-        children = [
-            (module._modules, name) for module in model.modules() for name in module._modules
-        ]
-        self._parents = [held for held, _ in children]
-        self._child_names = [name for _, name in children]
-        self._hooks = [getattr(module, kind) for module in modules for kind in _HOOKS]
-        self._shape = self._read_shape()
+        self._forms = self._read_forms()
         self._structure = structure(model)
 
     def has_same_memory(self) -> bool:
@@ -70,27 +64,49 @@ class ModelState:
         return list(map(torch.Tensor.data_ptr, self._tensors)) == self._pointers
 
     def why_changed(self) -> str | None:
-        """Returns what has changed among tensors, submodules, hooks, attributes' names and training mode, or `None`."""
-        if list(map(id, self._current_tensors())) != self._ids:
+        """Returns what has changed among tensors, submodules, hooks and the modules' attributes, or `None`.
+
+        Attributes are compared by value if they are plain, and else by identity.
+        """
+        if not _are_same(_values(self._owners), self._entries) or self._read_forms() != self._forms:
             return MOVED
-        if list(map(torch.Tensor.stride, self._tensors)) != self._strides:
-            return MOVED
-        return CHANGED if self._read_shape() != self._shape else None
+        now = _values(self._children), _values(self._hooks)
+        if not all(map(_are_same, now, self._parts)):
+            return CHANGED
+        return None if _are_equal(self._read_attributes(), self._attributes) else CHANGED
 
     def has_same_structure(self) -> bool:
         """Whether all attributes and configs are the same (`fingerprint.structure`); costs some milliseconds."""
         return structure(self._model) == self._structure
 
-    def _current_tensors(self) -> list[Any]:
-        return list(map(dict.get, self._owners, self._names))
-
-    def _read_shape(self) -> tuple[list[int], ...]:
-        return (
-            list(map(id, map(dict.get, self._parents, self._child_names))),
-            list(map(len, self._hooks)),
-            list(map(len, map(vars, self._modules))),
-            list(map(attrgetter("training"), self._modules)),
+    def _read_forms(self) -> tuple[list[Any], list[Any]]:
+        return list(map(torch.Tensor.size, self._tensors)), list(
+            map(torch.Tensor.stride, self._tensors)
         )
+
+    def _read_attributes(self) -> list[Any]:
+        # The model's own forward is the caller's.
+        outer = [value for name, value in list(vars(self._model).items()) if name != "forward"]
+        return outer + _values(self._inner)
+
+
+def _values(held: list[dict[str, Any]]) -> list[Any]:
+    return list(chain.from_iterable(map(dict.values, held)))
+
+
+def _are_same(now: list[Any], before: list[Any]) -> bool:
+    return len(now) == len(before) and all(map(is_, now, before))
+
+
+def _are_equal(now: list[Any], before: list[Any]) -> bool:
+    """Whether values are the same objects, or equal plain ones; the objects are nearly always the same."""
+    if len(now) != len(before):
+        return False
+    return _are_same(now, before) or all(
+        one is other
+        or (type(one) is type(other) and isinstance(one, _PLAIN_VALUES) and one == other)
+        for one, other in zip(now, before, strict=True)
+    )
 
 
 def why_not_now(model: PreTrainedModel, device: torch.device) -> str | None:

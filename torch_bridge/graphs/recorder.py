@@ -19,6 +19,8 @@ Recordable = Callable[[Pools], Results]
 """A function of the pools. It must do the same device work at each call."""
 
 _ONE_AT_A_TIME = threading.Lock()
+_RECORDS: list[int] = []
+"""Id of the thread that records."""
 _UNENDED: list[torch.cuda.CUDAGraph] = []
 """Graphs whose capture could not be ended. Torch's allocators keep pointers to them."""
 
@@ -76,9 +78,12 @@ class CudaRecorder:
         """Calls the function twice: on torch's current stream, which loads its kernels, and in the capture.
 
         Other threads may use the GPU meanwhile, except that torch refuses to draw random numbers on it during the
-        capture, in any thread.
+        capture, in any thread, and a wait for the whole device in another thread fails and breaks the capture.
+
+        Raises:
+            RuntimeError: as `Recorder.record`, or this thread records already.
         """
-        with _ONE_AT_A_TIME:
+        with _alone():
             function(pools)
             torch.cuda.synchronize(self._device)
             torch.cuda.empty_cache()
@@ -140,6 +145,19 @@ def recorder_for(device: torch.device) -> Recorder | str:
     if device.type != "cuda":
         return f"the model is on {device}, and CUDA graphs need a GPU"
     return CudaRecorder(device)
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """Waits for other threads' recordings. Raises `RuntimeError` inside a recording, where it would wait for ever."""
+    if threading.get_ident() in _RECORDS:
+        raise RuntimeError("a decode step was to be recorded inside another one's recording")
+    with _ONE_AT_A_TIME:
+        _RECORDS.append(threading.get_ident())
+        try:
+            yield
+        finally:
+            _RECORDS.clear()
 
 
 @contextmanager

@@ -32,7 +32,7 @@ from torch_bridge.transformers_cache.forward_call import ForwardCall
 from torch_bridge.transformers_cache.model_layout import LayerPlan, layer_specs, plan_layers
 from torch_bridge.transformers_cache.placing import place
 from torch_bridge.transformers_cache.sequences import Sequences, Unread
-from torch_bridge.transformers_cache.step import Step
+from torch_bridge.transformers_cache.step import Step, active
 from torch_bridge.transformers_cache.store import Store
 from torch_bridge.transformers_cache.watch import watch
 
@@ -183,6 +183,7 @@ class JaxkvCache(Cache):
     def fork(self) -> "JaxkvCache":
         """Returns an independent copy of this cache's rows; both share pages until one of them writes to a page."""
         self._check_idle("fork()")
+        self._graphs.notice_text()
         child = object.__new__(type(self))
         child._set_up(self._model, self._plans, self._sequences.fork(), self._dtype, self._graphs)
         return child
@@ -261,6 +262,13 @@ class JaxkvCache(Cache):
         Called by the hooks on the model, as is `end`.
         """
         self._refuse_other_threads()
+        around = active()
+        if around is not None and around.fixed is not None:
+            # Nothing has changed yet. The recording fails, and this forward runs in the ordinary one.
+            raise RuntimeError(
+                "a forward with a JaxkvCache ran inside another's decode step while that was recorded, which calls the "
+                "model several times"
+            )
         if self._running.step is not None:
             # The previous forward was interrupted, and its after-hook did not run.
             self._finish(self._running.step, failed=True)

@@ -61,15 +61,16 @@ def fingerprint(model: torch.nn.Module) -> Fingerprint:
     return Fingerprint(tuple(reading.values), checksums(reading.tensors), tuple(reading.objects))
 
 
-def structure(model: torch.nn.Module) -> tuple[Any, ...]:
-    """Returns the fingerprint's values with the tensors' addresses, strides and devices in place of their bits.
+def structure(model: torch.nn.Module) -> Fingerprint:
+    """Returns the fingerprint with the tensors' addresses, strides and devices in place of their bits.
 
     It changes if a recording of the model's forward would compute something else than the forward. The weights are not
-    read. Keep the model alive while the values are compared, since objects are compared by `id`.
+    read. It keeps the tensors alive, so that no other tensor takes an address meanwhile.
     """
     reading = _Reading(reads_bits=False)
     reading.visit(model)
-    return (*reading.values, torch.get_float32_matmul_precision(), torch.get_default_dtype())
+    settings = (torch.get_float32_matmul_precision(), torch.get_default_dtype())
+    return Fingerprint((*reading.values, *settings), (), tuple(reading.objects))
 
 
 class _Reading:
@@ -142,6 +143,7 @@ class _Reading:
             self.tensors.append(tensor)
         else:
             self.values.append((tensor.data_ptr(), tensor.stride(), tensor.device))
+            self.objects.append(tensor)
 
 
 def _without_replays(items: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:

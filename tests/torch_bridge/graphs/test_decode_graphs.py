@@ -198,6 +198,124 @@ def test_what_wraps_the_forward_after_the_cache_was_made_runs_once_per_step(cach
     torch.testing.assert_close(said, [wanted[0], *wanted], rtol=0, atol=1e-5)
 
 
+def test_an_attribute_that_changes_between_two_recordings_is_followed_in_both(cache_of):
+    model = shallow()
+    cache = cache_of(model)
+    attention = model.model.layers[0].self_attn
+    ids, _ = prompts(2, 12)
+
+    def follows(text):
+        """Computes a text and a step, and compares with a cache without graphs."""
+        said = []
+        for holder in (cache, cache_of(model, graphs=False)):
+            holder.reset(keep_prefix=False)
+            with torch.no_grad():
+                model(text, past_key_values=holder)
+            said.append(step(model, holder, text[:, :1], 12))
+        torch.testing.assert_close(*said, rtol=0, atol=1e-5)
+
+    follows(ids)
+    cache.batch_select_indices(torch.tensor([0]))
+    before, attention.scaling = attention.scaling, 5.0
+    step(model, cache, ids[:1, :1], 13)
+    attention.scaling = before
+    follows(ids[:1])
+    follows(ids)
+    assert "attributes" in cache.stats().why_recorded_again
+
+
+def scale(module, scaling):
+    module.scaling = scaling
+
+
+def steer(module, scaling):
+    """Puts a closure on the module, which often gets the `id` of the one before."""
+    vars(module).pop("forward", None)
+    gc.collect()
+    plain = type(module).forward
+    module.forward = lambda *args, **kwargs: tuple(
+        one if one is None else one * scaling for one in plain(module, *args, **kwargs)
+    )
+
+
+@pytest.mark.parametrize("fork", [False, True])
+@pytest.mark.parametrize("turn", [scale, steer])
+def test_what_is_switched_where_a_text_goes_on_is_noticed_by_the_step(cache_of, turn, fork):
+    model = shallow()
+    attention = model.model.layers[0].self_attn
+    ids, mask = prompts(1, 12)
+    said = []
+    for graphs in (True, False):
+        turn(attention, 1.0)
+        cache = cache_of(model, graphs=graphs)
+        first = greedy(model, ids, mask, 5, past_key_values=cache)
+        holder = cache.fork() if fork else cache
+        turn(attention, 3.0)
+        # Its first forward computes the one token that the cache has not seen.
+        more = greedy(model, first, torch.ones_like(first), 8, past_key_values=holder)
+        said.append(more)
+        if graphs:
+            assert "attributes" in cache.stats().why_recorded_again
+            assert cache.stats().steps_replayed == 4 + 7 + fork
+    assert torch.equal(*said)
+    assert len(said[0][0].unique()) > 3
+
+
+def test_replaced_weights_are_freed_at_the_next_prompt(cache_of):
+    model = shallow()
+    cache = cache_of(model)
+    ids, mask = prompts(1, 12)
+    greedy(model, ids, mask, 3, past_key_values=cache)
+    old = weakref.ref(model.lm_head.weight)
+    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    model.load_state_dict(weights, assign=True)
+    cache.reset(keep_prefix=False)
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+    gc.collect()
+    assert old() is None
+    assert "replaced or moved" in cache.stats().why_recorded_again
+
+
+def test_an_argument_that_always_changes_makes_sixteen_recordings_at_most(cache_of):
+    model = shallow()
+    cache = cache_of(model)
+    cache._graphs._recorder = Again()
+    ids, _ = prompts(1, 12)
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+    for number in range(20):
+        step(model, cache, ids[:, :1], 12 + number, request_id=number)
+    stats = cache.stats()
+    assert (stats.graphs_recorded, stats.steps_replayed) == (16, 16)
+    assert "one per value of request_id" in stats.why_not_replayed
+    step(model, cache, ids[:, :1], 32, request_id=3)
+    assert cache.stats().why_not_replayed is None
+
+
+def test_a_forward_with_another_cache_inside_a_recording_runs_once_per_step(cache_of):
+    model, inner = shallow(), shallow(seed=3)
+    cache, other = cache_of(model), cache_of(inner)
+    plain = model.model.norm.forward
+    ids, _ = prompts(1, 12)
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+        inner(ids, past_key_values=other)
+
+    def drafted(hidden):
+        step(inner, other, ids[:, :1], other.get_seq_length())
+        return plain(hidden)
+
+    model.model.norm.forward = drafted
+    for place in range(3):
+        step(model, cache, ids[:, :1], 12 + place)
+    assert other.get_seq_length() == 12 + 3
+    assert "inside another's decode step" in cache.stats().why_not_replayed
+    assert other.stats().steps_replayed == 3
+    check(cache)
+    check(other)
+
+
 def test_outputs_are_not_overwritten_by_later_steps(cache_of):
     model = shallow()
     cache = cache_of(model)
@@ -310,20 +428,52 @@ class Broken:
         return 0
 
 
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), TypeError("odd")])
-def test_a_recording_that_fails_costs_no_token_and_is_not_tried_at_each_step(cache_of, error):
+FAILURES = {
+    "memory": (torch.OutOfMemoryError("CUDA out of memory"), 4),
+    "broken": (RuntimeError("operation failed due to a previous error during capture"), 4),
+    "lasting": (TypeError("odd"), 1),
+}
+
+
+@pytest.mark.parametrize("name", FAILURES)
+def test_a_recording_that_fails_costs_no_token_and_is_tried_again_if_the_reason_may_pass(
+    cache_of, name
+):
+    error, tries = FAILURES[name]
     model = shallow()
     cache = cache_of(model)
     broken = cache._graphs._recorder = Broken(error)
     ids, mask = prompts(2, 12, (3, 0))
-    for _ in range(2):
-        wanted = greedy(shallow(), ids, mask, 6)
-        assert torch.equal(greedy(model, ids, mask, 6, past_key_values=cache), wanted)
+    wanted = greedy(shallow(), ids, mask, 3)
+    for _ in range(6):
+        assert torch.equal(greedy(model, ids, mask, 3, past_key_values=cache), wanted)
         cache.reset(keep_prefix=False)
-    assert broken.num_tries == 1
+    assert broken.num_tries == tries
     why = f"recording it failed: {type(error).__name__}: {error}"
     assert cache.stats().why_not_replayed == why
     check(cache)
+
+
+def test_a_model_whose_forward_replaces_attributes_is_not_recorded_at_each_text(cache_of):
+    model = shallow()
+    cache = cache_of(model)
+    mlp = model.model.layers[0].mlp
+    mlp.calls = 0
+
+    def counted(x):
+        mlp.calls += 1
+        return type(mlp).forward(mlp, x)
+
+    mlp.forward = counted
+    ids, mask = prompts(1, 12)
+    wanted = greedy(shallow(), ids, mask, 4)
+    frozen = cache._graphs._recorder
+    for _ in range(6):
+        assert torch.equal(greedy(model, ids, mask, 4, past_key_values=cache), wanted)
+        cache.reset(keep_prefix=False)
+    assert frozen.num_recorded == 4
+    assert cache.stats().steps_replayed == 0
+    assert "replaces attributes" in cache.stats().why_not_replayed
 
 
 COUNTED = {

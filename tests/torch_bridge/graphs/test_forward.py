@@ -139,3 +139,14 @@ def test_the_structure_is_that_of_attributes_and_addresses_not_of_values(llama):
     assert moved != before
     llama.model.layers[0].self_attn.scaling = 0.3
     assert structure(llama) != moved
+
+
+def test_the_structure_keeps_what_it_compares_by_identity(llama):
+    mlp = llama.model.layers[0].mlp
+    mlp.forward, mlp.table = (lambda x: x), [torch.ones(2)]
+    kept = weakref.ref(mlp.forward), weakref.ref(mlp.table[0])
+    before = structure(llama)
+    del mlp.forward, mlp.table
+    gc.collect()
+    assert None not in [one() for one in kept]
+    assert structure(llama) != before

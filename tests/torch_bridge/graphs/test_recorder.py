@@ -126,6 +126,13 @@ def test_living_graphs_share_one_pool_and_a_new_one_begins_once_all_are_gone(cud
     assert begun == [(0, 7)] * 3 + [(0, 8)]
 
 
+def test_a_recording_inside_a_recording_is_refused_and_the_next_is_made(cuda):
+    made = CudaRecorder(DEVICE)
+    with pytest.raises(RuntimeError, match="inside another one's recording"):
+        made.record(lambda pools: made.record(lambda pools: [], POOLS), POOLS)
+    made.record(lambda pools: [], POOLS)
+
+
 def test_a_capture_that_cannot_be_ended_is_an_error(cuda):
     cuda.unendable = True
     with pytest.raises(RuntimeError, match="capture invalidated"):
