@@ -19,11 +19,11 @@ class CallForm:
 
     Attributes:
         cache_name: name of the argument that has the cache.
-        options: plain arguments, by name.
+        options: names, types and values of plain arguments; the types, since `True` equals 1.
     """
 
     cache_name: str
-    options: tuple[tuple[str, Any], ...]
+    options: tuple[tuple[str, type, Any], ...]
 
 
 def form_of(arguments: Mapping[str, Any], rows: int, config: Any) -> CallForm | str:  # noqa: ANN401
@@ -49,7 +49,7 @@ def form_of(arguments: Mapping[str, Any], rows: int, config: Any) -> CallForm | 
             continue
         if not isinstance(value, _FIXED):
             return f"the call has the argument {name}"
-        options.append((name, value))
+        options.append((name, type(value), value))
     for name in _OUTPUTS:
         asked = arguments.get(name)
         if getattr(config, name, False) if asked is None else asked:

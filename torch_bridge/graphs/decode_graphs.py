@@ -201,7 +201,7 @@ class DecodeGraphs:
         if len(known) < _MAX_RECORDINGS:
             return None
         names = sorted(
-            {name for one in known for name, _ in set(one.options) ^ set(form.options)}
+            {name for one in known for name, *_ in set(one.options) ^ set(form.options)}
         ) or ["rows"]
         return (
             f"{len(known)} steps are recorded already, one per value of {', '.join(names)}; keep it the same from step "
@@ -302,7 +302,7 @@ class DecodeGraphs:
         inputs = DecodeInputs(store.layout.paged_groups, store.allocator, num_rows, store.device)
         _fill(inputs, arguments, sequences)
         forward, cache = self._forward, arguments[form.cache_name]
-        options = {**dict(form.options), form.cache_name: cache}
+        options = {name: value for name, _, value in form.options} | {form.cache_name: cache}
         made: list[Any] = []
 
         def function(pools: Pools) -> list[torch.Tensor]:

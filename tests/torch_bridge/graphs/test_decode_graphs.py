@@ -291,6 +291,8 @@ def test_an_argument_that_always_changes_makes_sixteen_recordings_at_most(cache_
     assert "one per value of request_id" in stats.why_not_replayed
     step(model, cache, ids[:, :1], 32, request_id=3)
     assert cache.stats().why_not_replayed is None
+    step(model, cache, ids[:, :1], 33, request_id=True)
+    assert cache.stats().why_not_replayed is not None
 
 
 def test_a_forward_with_another_cache_inside_a_recording_runs_once_per_step(cache_of):
@@ -621,6 +623,28 @@ def test_recordings_are_freed_with_the_last_fork_of_their_cache(cache_of):
     assert "forward" not in vars(model)
 
 
+def test_recordings_are_freed_once_the_stream_of_the_last_replay_is_done(cache_of):
+    waits = []
+
+    class Stream:
+        def synchronize(self):
+            waits.append(len(recordings))
+
+    model = shallow()
+    cache = cache_of(model)
+    ids, mask = prompts(1, 12)
+    greedy(model, ids, mask, 3, past_key_values=cache)
+    recordings = cache._graphs._recordings
+    cache._graphs._latest.append(Stream())
+    cache._graphs.drop("a reason")
+    assert waits == [1]
+    cache.reset()
+    greedy(model, ids, mask, 3, past_key_values=cache)
+    del cache
+    gc.collect()
+    assert waits == [1, 1]
+
+
 class Again:
     """Calls the recorded function again, where the tracer of `FrozenRecorder` cannot see through a compiled model."""
 
@@ -666,5 +690,5 @@ def test_a_compiled_model_is_replayed_too(cache_of, whole):
             )
             said = torch.cat([said, out.logits[:, -1:].argmax(-1)], 1)
     assert torch.equal(said, wanted)
-    assert cache.stats().steps_replayed == 5
+    assert (cache.stats().steps_replayed, cache.stats().graphs_recorded) == (5, 1)
     assert traced

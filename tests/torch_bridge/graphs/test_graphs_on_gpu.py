@@ -237,6 +237,20 @@ def test_weights_that_move_in_the_middle_of_a_text_are_followed(model):
     assert "replaced or moved" in cache.stats().why_recorded_again
 
 
+def test_an_attribute_that_is_switched_where_a_text_goes_on_is_followed(model):
+    ids, mask = on_gpu(1, 30)
+    said = []
+    for graphs in (False, True):
+        cache = JaxkvCache(model, max_tokens=512, graphs=graphs)
+        model.model.layers[0].self_attn.scaling = 64**-0.5
+        first = greedy(model, ids, mask, 4, past_key_values=cache)
+        model.model.layers[0].self_attn.scaling = 1.0
+        said.append(say(model, first, torch.ones_like(first), 8, cache))
+    agree(said[1], said[0])
+    assert "attributes" in cache.stats().why_recorded_again
+    assert cache.stats().steps_replayed == 3 + 7
+
+
 def test_a_hook_inside_is_called_and_named(model):
     ids, mask = on_gpu(1, 30)
     cache = JaxkvCache(model, max_tokens=512, graphs=True)
