@@ -1,5 +1,6 @@
-"""Free memory of the device and the host, and `OutOfMemory` errors that name the options to change."""
+"""Free memory, `OutOfMemory` errors that name the options to change, and code without garbage collection."""
 
+import gc
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -101,3 +102,15 @@ def _hierarchical_limits(stat: str) -> Iterator[int]:
         name, _, value = line.partition(" ")
         if name == "hierarchical_memory_limit":
             yield int(value)
+
+
+@contextmanager
+def without_garbage_collection() -> Iterator[None]:
+    """Turns Python's garbage collector off inside the block; it runs again afterwards if it did before."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()

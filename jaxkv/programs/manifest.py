@@ -4,7 +4,6 @@ A program takes arrays of fixed shapes, among them the cache, which it donates a
 never compiles, and compiling never runs one, so a warm-up does not change the cache.
 """
 
-import gc
 import logging
 import os
 import time
@@ -18,6 +17,7 @@ import numpy as np
 from tqdm import tqdm
 
 from jaxkv.errors import ProgramRefused
+from jaxkv.memory import without_garbage_collection
 from jaxkv.programs.compile import Built, compile_count, start_build
 from jaxkv.programs.jax_cache import repaired_entries
 from jaxkv.programs.lowering import Lowering
@@ -136,7 +136,8 @@ class Programs:
         # `repaired_entries` changes global state, so it is entered once, around all threads.
         with (
             self._compiling(f"{len(missing)} programs"),
-            _uncollected(),
+            # Traces are millions of live objects, which the collector would scan often.
+            without_garbage_collection(),
             repaired_entries(),
             ThreadPoolExecutor(min(_MOST_WORKERS, os.cpu_count() or 1)) as pool,
             tqdm(total=len(missing), desc="compiling", unit="program", disable=not progress) as bar,
@@ -229,18 +230,6 @@ def compile_program(spec: ProgramSpec, lowering: Lowering, *, audited: bool = Tr
     """
     with repaired_entries():
         return _program(spec, start_build(spec.name, lowering)(), audited=audited)
-
-
-@contextmanager
-def _uncollected() -> Iterator[None]:
-    """Turns Python's garbage collector off: traces are millions of live objects, which it would scan often."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 def _program(spec: ProgramSpec, built: Built, *, audited: bool) -> Program:

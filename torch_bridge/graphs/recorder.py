@@ -3,7 +3,6 @@
 `CudaRecorder` captures a CUDA graph. Any other object with the same methods may take its place.
 """
 
-import gc
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -11,6 +10,8 @@ from contextlib import contextmanager, suppress
 from typing import Protocol
 
 import torch
+
+from jaxkv.memory import without_garbage_collection
 
 Pools = Mapping[str, torch.Tensor]
 """Leased tensors by name. They are not kept."""
@@ -89,7 +90,8 @@ class CudaRecorder:
             torch.cuda.empty_cache()
             if self._stream is None:
                 self._stream = torch.cuda.Stream(self._device)
-            with torch.cuda.stream(self._stream), _no_garbage_collection():
+            # A finalizer may call JAX, which must not happen inside a capture.
+            with torch.cuda.stream(self._stream), without_garbage_collection():
                 return self._capture(function, pools)
 
     def _capture(self, function: Recordable, pools: Pools) -> CudaGraph:
@@ -158,15 +160,3 @@ def _alone() -> Iterator[None]:
             yield
         finally:
             _RECORDS.clear()
-
-
-@contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """Keeps the collector from running finalizers, which may call JAX, inside a capture."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
