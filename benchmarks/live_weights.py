@@ -78,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("--shape", choices=sorted(SHAPES), default="llama-3.1-8b")
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--cache-bytes", type=int, default=90 * 10**9)
+    parser.add_argument("--cache-bytes", type=int, default=70 * 10**9)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--folder", type=Path, default=RECORDS)
     options = parser.parse_args(arguments)

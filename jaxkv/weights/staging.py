@@ -33,7 +33,7 @@ MOST_IN_FLIGHT = 2 * 2**30
 READERS = 8
 BUFFERS = 12
 """Most buffers, more than readers, so that none waits while others are copied; together no more than the files."""
-BUFFER_BYTES = 64 * 2**20
+BUFFER_BYTES = 32 * 2**20
 SMALL_BYTES = 2**20
 """A leaf up to this size has memory of its own, and waits for no buffer."""
 
