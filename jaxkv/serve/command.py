@@ -261,7 +261,7 @@ def _serve(options: argparse.Namespace, screen: Screen) -> int:
         request_seconds=options.request_timeout,
         silence_seconds=max(_SILENCE_SECONDS, 2 * options.hang_seconds),
     )
-    _allow_descriptors(limits.connections + _DESCRIPTORS)
+    _allow_descriptors(limits.connections + limits.lingering + _DESCRIPTORS)
     name = options.served_model_name or options.model or _DEFAULT_NAME
 
     def say_ready() -> None:

@@ -19,6 +19,9 @@ class Limits:
         write_seconds: a client that reads nothing of its reply for this time is disconnected.
         idle_seconds: a connection without a request for this time is closed.
         connections: most open connections; one more is answered 503 and closed.
+        linger_seconds: how long a connection that is closed before all of a request was read stays open, so that its
+            client can read the reply.
+        lingering: most such connections, beside the others.
         json_depth: deepest nesting of a body.
         prompts: most prompts of one request, times `n`.
         keep_alive_seconds: a stream without an event for this time gets a comment line.
@@ -37,6 +40,8 @@ class Limits:
     write_seconds: float = 30.0
     idle_seconds: float = 30.0
     connections: int = 4096
+    linger_seconds: float = 2.0
+    lingering: int = 1024
     json_depth: int = 128
     prompts: int = 256
     keep_alive_seconds: float = 15.0

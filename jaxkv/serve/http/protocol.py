@@ -11,6 +11,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from jaxkv.serve.http.errors import ApiError, openai_error, unavailable
 from jaxkv.serve.http.limits import Limits
+from jaxkv.serve.http.lingering import Lingering, LingeringTransport
 
 _HEADER_EXTRA = 4
 """Bytes of a header beside its name and value."""
@@ -18,7 +19,9 @@ _HEADER_EXTRA = 4
 
 def connection_protocol(limits: Limits) -> type[asyncio.Protocol]:
     """Returns the class for `uvicorn.Config(http=...)`."""
-    return type("LimitedProtocol", (_LimitedProtocol,), {"limits": limits})
+    lingering = Lingering(limits.lingering, limits.linger_seconds)
+    made = {"limits": limits, "lingering": lingering}
+    return type("LimitedProtocol", (_LimitedProtocol,), made)
 
 
 class _Refused(Exception):
@@ -28,17 +31,20 @@ class _Refused(Exception):
 class _LimitedProtocol(HttpToolsProtocol):
     """One connection."""
 
-    limits = Limits()
+    limits: Limits
+    lingering: Lingering
 
     def connection_made(self, transport: Any) -> None:  # noqa: ANN401 - that of uvloop is no asyncio.Transport
         """Begins to wait for a request, unless there are too many connections."""
         self._refusal: ApiError | None = None
         self._receiving: asyncio.TimerHandle | None = None
         self._writing: asyncio.TimerHandle | None = None
-        self._in_head = True
+        self._in_head, self._in_body = True, False
         self._head_bytes = self._headers = 0
-        super().connection_made(transport)
-        if len(self.connections) > self.limits.connections:
+        self._lingering = LingeringTransport(transport, self.lingering, self._may_send)
+        made: Any = self._lingering
+        super().connection_made(made)
+        if len(self.connections) - len(self.lingering) > self.limits.connections:
             wait = self.limits.retry_after_seconds
             self._refuse(unavailable("too_many_connections", "too many connections", wait))
             return
@@ -48,11 +54,12 @@ class _LimitedProtocol(HttpToolsProtocol):
         """Ends the deadlines."""
         self._expect(None)
         self._cancel_writing()
+        self._lingering.lost()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Reads what the client sent."""
-        if self._refusal is not None:
+        """Reads what the client sent; drops it once the connection is closed."""
+        if self.transport.is_closing():
             return
         before = self._head_bytes
         super().data_received(data)
@@ -82,12 +89,13 @@ class _LimitedProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         """Goes on to the body."""
-        self._in_head = False
+        self._in_head, self._in_body = False, True
         self._expect(self.limits.body_seconds)
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:
         """The request has arrived."""
+        self._in_body = False
         self._expect(None)
         super().on_message_complete()
 
@@ -107,6 +115,10 @@ class _LimitedProtocol(HttpToolsProtocol):
         del msg
         if self._refusal is None:
             self._refuse(ApiError(400, "invalid_http", "the request is no valid HTTP/1.1"))
+
+    def _may_send(self) -> bool:
+        """Returns whether a part of a request is still to come, or was refused before all of it was read."""
+        return self._in_body or self._refusal is not None
 
     def _count(self, size: int) -> None:
         self._head_bytes += size
@@ -147,6 +159,10 @@ class _LimitedProtocol(HttpToolsProtocol):
         """Answers with an error and closes the connection."""
         self._refusal = error
         self._expect(None)
+        if self.cycle is not None and not self.cycle.response_complete:
+            # The route that waits for the body must not write too.
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
         request_id = secrets.token_hex(12)
         body = openai_error(error, request_id)
         headers = {

@@ -1,5 +1,6 @@
 import asyncio
 import json
+import socket
 
 import pytest
 
@@ -101,5 +102,66 @@ def test_a_connection_beyond_the_cap_is_answered_503_and_others_go_on():
             assert (await server.exchange(GET + b"\r\n")).startswith(b"HTTP/1.1 200")
             for _, writer in held:
                 writer.close()
+
+    asyncio.run(run())
+
+
+async def refused(server, sent=b""):
+    """Returns a socket whose connection was refused, and the reply; the client has not closed its end."""
+    client = socket.create_connection(("127.0.0.1", server.port))
+    client.setblocking(False)
+    loop, reply = asyncio.get_running_loop(), b""
+    await loop.sock_sendall(client, sent)
+    while part := await asyncio.wait_for(loop.sock_recv(client, 2**16), 20):
+        reply += part
+    return client, reply
+
+
+@pytest.mark.parametrize(
+    ("limits", "sent", "wanted"),
+    [
+        (Limits(connections=1), b"", (503, "too_many_connections")),
+        (Limits(), b"nonsense\r\n\r\n", (400, "invalid_http")),
+        (Limits(), POST + b"content-length: 99999999\r\n\r\n{", (413, "body_too_large")),
+        (Limits(body_seconds=0.1), POST + b"content-length: 9\r\n\r\n{", (408, "request_timeout")),
+    ],
+)
+def test_a_client_that_still_sends_when_it_is_refused_can_read_why(limits, sent, wanted):
+    async def run():
+        async with listening(limits=limits) as server:
+            held = await asyncio.open_connection("127.0.0.1", server.port)
+            client, reply = await refused(server, sent)
+            with client:
+                assert status(reply) == wanted
+                # A closed socket answers the first of these with a reset, at which the second one fails.
+                for _ in range(2):
+                    client.send(b"x" * 1000)
+            held[1].close()
+            while server.uvicorn.server_state.connections:
+                await asyncio.sleep(0.01)
+            assert not server.engine.calls
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(("most", "seconds", "left"), [(1, 1000.0, 1), (10, 0.1, 0)])
+def test_a_refused_client_that_does_not_close_is_closed_when_its_time_is_over_or_others_come(
+    most, seconds, left
+):
+    limits = Limits(connections=1, lingering=most, linger_seconds=seconds)
+
+    async def run():
+        async with listening(limits=limits) as server:
+            held = await asyncio.open_connection("127.0.0.1", server.port)
+            clients = [(await refused(server))[0] for _ in range(3)]
+            while len(server.uvicorn.server_state.connections) > left + 1:
+                await asyncio.sleep(0.01)
+            # Those that are only there to be read take nobody's place.
+            held[1].close()
+            while len(server.uvicorn.server_state.connections) > left:
+                await asyncio.sleep(0.01)
+            assert (await server.exchange(GET + b"\r\n")).startswith(b"HTTP/1.1 200")
+            for client in clients:
+                client.close()
 
     asyncio.run(run())

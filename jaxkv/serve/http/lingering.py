@@ -1,0 +1,91 @@
+"""`LingeringTransport`: a transport that a client can still read from after it was closed.
+
+Where a connection is closed before all of a request was read, the kernel answers the rest with a reset, and the client
+may lose the reply. So the server first ends only what it writes, and drops what the client still sends, until the
+client closes its end or a time is over (RFC 9112, section 9.6).
+"""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+
+class Lingering:
+    """The connections of one server that are closed but still there.
+
+    Args:
+        most: number of them; one more takes the place of the oldest.
+        seconds: how long each stays at most.
+    """
+
+    def __init__(self, most: int, seconds: float) -> None:
+        self._most = most
+        self._seconds = seconds
+        self._timers: dict[LingeringTransport, asyncio.TimerHandle] = {}
+
+    def __len__(self) -> int:
+        """Returns their number."""
+        return len(self._timers)
+
+    def add(self, transport: "LingeringTransport") -> None:
+        """Keeps a connection for the time."""
+        if len(self._timers) >= self._most:
+            next(iter(self._timers)).close()
+        loop = asyncio.get_running_loop()
+        self._timers[transport] = loop.call_later(self._seconds, transport.close)
+
+    def discard(self, transport: "LingeringTransport") -> None:
+        """Forgets a connection that has ended."""
+        timer = self._timers.pop(transport, None)
+        if timer is not None:
+            timer.cancel()
+
+
+class LingeringTransport:
+    """What uvicorn's protocol uses of a transport.
+
+    Args:
+        transport: the event loop's transport.
+        others: the connections that linger.
+        may_send: returns whether the client may still send some of its request.
+    """
+
+    def __init__(
+        self,
+        transport: Any,  # noqa: ANN401 - that of uvloop is no asyncio.Transport
+        others: Lingering,
+        may_send: Callable[[], bool],
+    ) -> None:
+        self._transport = transport
+        self._others = others
+        self._may_send = may_send
+        self._is_closing = False
+        self.abort = transport.abort
+        self.pause_reading = transport.pause_reading
+        self.resume_reading = transport.resume_reading
+        self.get_extra_info = transport.get_extra_info
+
+    def write(self, data: bytes) -> None:
+        """Sends bytes, unless the connection was closed."""
+        if not self._is_closing:
+            self._transport.write(data)
+
+    def is_closing(self) -> bool:
+        """Returns whether nothing more is written."""
+        return self._is_closing or self._transport.is_closing()
+
+    def close(self) -> None:
+        """Closes the connection: after a while if the client may still send, else now; a second call always now."""
+        if self.is_closing() or not self._may_send():
+            self.lost()
+            self._transport.close()
+            return
+        self._is_closing = True
+        self._transport.write_eof()
+        self._transport.resume_reading()
+        self._others.add(self)
+
+    def lost(self) -> None:
+        """Takes note that the connection has ended."""
+        self._is_closing = True
+        self._others.discard(self)
