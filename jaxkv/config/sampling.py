@@ -20,6 +20,9 @@ MAX_BAD_WORDS = 256
 MAX_STRING_CHARACTERS = 256
 MAX_BIAS_ENTRIES = 1024
 
+LOGPROBS_MODES = ("raw", "temperature", "truncated")
+"""The distributions whose log-probabilities can be reported; the device reads the index."""
+
 
 def _as_strings(name: str, given: str | Iterable[str] | None, most: int) -> tuple[str, ...]:
     """Returns the strings as a tuple; a single string counts as a list of one, and `None` as an empty list."""
@@ -72,7 +75,8 @@ class SamplingParams:
 
     Operations on a row's logits, in this order: penalties, `logit_bias`, `logits_processors` in the order in which they
     are registered, the mask of `structured_outputs`, masking of stop ids before `min_tokens`, temperature, `top_k`,
-    `top_p` (over the tokens that `top_k` keeps), `min_p`. Log-probabilities are those of the logits before all of them.
+    `top_p` (over the tokens that `top_k` keeps), `min_p`. Log-probabilities are those of the logits before all of them,
+    unless `logprobs_mode` names another distribution.
 
     Attributes:
         temperature: divides the logits; 0 takes the most likely token (greedy, ties to the lowest id).
@@ -101,8 +105,11 @@ class SamplingParams:
         ignore_eos: the model's own end ids do not end the request.
         logprobs: number of most likely tokens, up to 20, whose log-probabilities are reported beside the sampled
             token's; `None` for no log-probabilities.
-        prompt_logprobs: likewise for the tokens of the prompt, which are then scored in a step of their own. Outputs
-            have them, streams do not.
+        logprobs_mode: the distribution of `logprobs`, one of `LOGPROBS_MODES`. "raw": the model's. "temperature": the
+            model's logits divided by `temperature`. "truncated": the one that the token is drawn from, after all
+            operations above, so tokens that `top_k`, `top_p` or `min_p` drop have -inf.
+        prompt_logprobs: likewise for the tokens of the prompt, which are then scored in a step of their own, always
+            under the model's distribution. Outputs have them, streams do not.
         structured_outputs: the grammar that the text must follow; `None` for free text.
     """
 
@@ -126,6 +133,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     ignore_eos: bool = False
     logprobs: int | None = None
+    logprobs_mode: str = "raw"
     prompt_logprobs: int | None = None
     structured_outputs: StructuredOutputs | None = None
 
@@ -152,6 +160,15 @@ class SamplingParams:
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 check_fields(self, as_int, 0, MAX_LOGPROBS, name)
+        if self.logprobs_mode not in LOGPROBS_MODES:
+            raise ValueError(
+                f"logprobs_mode must be one of {', '.join(LOGPROBS_MODES)}, got {shown(self.logprobs_mode)}"
+            )
+        if self.logprobs_mode != "raw" and self.temperature == 0:
+            raise ValueError(
+                f"logprobs_mode is {self.logprobs_mode!r}, but a greedy request draws from no distribution; give a "
+                "temperature above 0, or logprobs_mode='raw'"
+            )
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be a bool, got {getattr(self, name)!r}")

@@ -184,8 +184,8 @@ class SampleOutput:
             every other `finish_reason`.
         error: the error message if `finish_reason` is "error"; `None` otherwise.
         cumulative_logprob: sum of the sampled tokens' log-probabilities; `None` unless `logprobs` was requested.
-        logprobs: per token, token id -> natural log-probability of the raw logits, for the sampled token and the top n;
-            `None` unless requested.
+        logprobs: per token, token id -> natural log-probability under the distribution that `logprobs_mode` names, for
+            the sampled token and the top n; `None` unless requested.
         weight_versions: per token, the version of the parameters that sampled it (`LLM.update_weights`).
         timing: when it was queued, was admitted, gave its first token and ended.
     """

@@ -226,6 +226,7 @@ def _all_features(layout: CacheLayout) -> Features:
         grammar=True,
         processors="token_history" in roles,
         logprobs=LOGPROB_SIZES[-1],
+        logprobs_modes=True,
     )
 
 

@@ -17,6 +17,7 @@ class Features:
         processors: the registered logits processors; the cache must hold the token histories.
         logprobs: `None` reports no log-probabilities; n reports the sampled token's and those of the n most likely
             tokens.
+        logprobs_modes: log-probabilities of each row's own `logprobs_mode`; without it, those of the raw logits.
     """
 
     draws: bool = False
@@ -26,6 +27,7 @@ class Features:
     grammar: bool = False
     processors: bool = False
     logprobs: int | None = None
+    logprobs_modes: bool = False
 
     @property
     def needs_admission(self) -> bool:
@@ -44,6 +46,7 @@ class Features:
             and self.min_tokens >= needed.min_tokens
             and self.grammar >= needed.grammar
             and self.processors >= needed.processors
+            and self.logprobs_modes >= needed.logprobs_modes
             and _top(self) >= _top(needed)
         )
 
@@ -63,6 +66,7 @@ def union(several: Sequence[Features]) -> Features:
         grammar=any(one.grammar for one in kinds),
         processors=any(one.processors for one in kinds),
         logprobs=None if most < 0 else most,
+        logprobs_modes=any(one.logprobs_modes for one in kinds),
     )
 
 

@@ -12,7 +12,13 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 
-from jaxkv.config.sampling import MAX_EOS_IDS, MAX_LOGPROBS, MAX_STOP_IDS, SamplingParams
+from jaxkv.config.sampling import (
+    LOGPROBS_MODES,
+    MAX_EOS_IDS,
+    MAX_LOGPROBS,
+    MAX_STOP_IDS,
+    SamplingParams,
+)
 from jaxkv.sampling.features import Features, union
 
 LOGPROB_SIZES = (0, 5, MAX_LOGPROBS)
@@ -120,6 +126,12 @@ FIELDS = (
     SamplingField(
         "processed", _INT, "processors", lambda one: int(bool(one.params.logits_processors))
     ),
+    SamplingField(
+        "logprobs_mode",
+        _INT,
+        "logprobs_modes",
+        lambda one: LOGPROBS_MODES.index(one.params.logprobs_mode),
+    ),
     SamplingField("stop_ids", _INT, "min_tokens", lambda one: one.stop_ids, NO_TOKEN, STOP_WIDTH),
 )
 
@@ -152,6 +164,7 @@ def features_for(params: SamplingParams) -> Features:
             grammar=params.structured_outputs is not None,
             processors=bool(params.logits_processors),
             logprobs=None if params.logprobs is None else logprobs_size(params.logprobs),
+            logprobs_modes=params.logprobs is not None and _uses(params, "logprobs_modes"),
         )
     )
 

@@ -8,6 +8,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int
 
 from jaxkv._pytree import pytree
+from jaxkv.config.sampling import LOGPROBS_MODES
 from jaxkv.sampling.batch import SamplingBatch
 from pallas_kernels import filter_bounds
 
@@ -23,8 +24,8 @@ class Sampled:
         tokens: the sampled ids; 0 where `finite` is false.
         finite: false where the logits contain NaN or +inf, overflow, or exclude every token. That request has failed
             and its token is invalid. Logits of -inf are valid.
-        logprob: natural log-probability of the sampled token under the raw logits.
-        top_ids, top_logprobs: the most likely tokens under the raw logits; ties go to the lowest id.
+        logprob: natural log-probability of the sampled token under the row's `logprobs_mode`.
+        top_ids, top_logprobs: the most likely tokens under it; ties go to the lowest id.
     """
 
     tokens: Int[Array, " rows"]
@@ -81,18 +82,40 @@ def sample(
     # stop id may hide its NaN, so the raw logits are checked.
     are_numbers = jnp.all((logits < jnp.inf) & (adjusted < jnp.inf), axis=1)
     finite = jnp.isfinite(best[:, 0]) & are_numbers
-    score = adjusted
+    score = truncated = adjusted
     if features.draws:
         noise = gumbel_noise(sampling, positions, logits.shape[1])
         # The maximum is subtracted first so that the division by a tiny temperature does not overflow.
-        drawn = (adjusted - best) / _divisor(sampling) + noise
+        truncated = (adjusted - best) / _divisor(sampling)
+        drawn = truncated + noise
         if features.filters:
-            drawn = jnp.where(allowed(adjusted, sampling), drawn, -jnp.inf)
+            kept = allowed(adjusted, sampling)
+            truncated = jnp.where(kept, truncated, -jnp.inf)
+            drawn = jnp.where(kept, drawn, -jnp.inf)
         score = jnp.where(_is_drawn(sampling), drawn, adjusted)
     tokens = jnp.where(finite, lax.argmax(score, 1, jnp.int32), 0)
     if features.logprobs is None:
         return Sampled(tokens=tokens, finite=finite)
-    return Sampled(tokens=tokens, finite=finite, **_logprobs(logits, tokens, features.logprobs))
+    told = _by_mode(logits, truncated, sampling) if features.logprobs_modes else logits
+    return Sampled(tokens=tokens, finite=finite, **_logprobs(told, tokens, features.logprobs))
+
+
+def _by_mode(
+    logits: Float32[Array, "rows vocab"],
+    truncated: Float32[Array, "rows vocab"],
+    sampling: SamplingBatch,
+) -> Float32[Array, "rows vocab"]:
+    """Returns the logits of each row's `logprobs_mode`, up to a constant per row.
+
+    Args:
+        logits: the raw logits.
+        truncated: those that the rows draw from, divided by the temperature; -inf for tokens that filters drop.
+        sampling: the sampling inputs.
+    """
+    mode = sampling["logprobs_mode"][:, None]
+    scaled = (logits - jnp.max(logits, axis=1, keepdims=True)) / _divisor(sampling)
+    told = jnp.where(mode == LOGPROBS_MODES.index("temperature"), scaled, logits)
+    return jnp.where(mode == LOGPROBS_MODES.index("truncated"), truncated, told)
 
 
 def adjust(

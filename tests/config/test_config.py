@@ -46,6 +46,8 @@ def test_minus_one_keeps_all_tokens_as_zero_does_and_no_most_tokens_is_the_conte
     [
         ({"top_p": 0.0}, "temperature=0"),
         ({"max_tokens": 4, "min_tokens": 5}, "min_tokens"),
+        ({"logprobs_mode": "processed"}, "raw, temperature, truncated, got 'processed'"),
+        ({"logprobs_mode": "truncated", "temperature": 0.0}, "a greedy request draws from no"),
         ({"seed": 2**64}, "seed"),
         ({"stop_token_ids": (-1,)}, "stop_token_ids"),
         ({"stop_token_ids": (2**40,)}, "stop_token_ids"),

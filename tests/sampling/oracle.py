@@ -65,3 +65,15 @@ def choose(logits, params, noise):
 def log_probabilities(logits):
     values = np.array(logits, np.float64)
     return values - values.max() - np.log(np.exp(values - values.max()).sum())
+
+
+def reported(logits, params, *, output=()):
+    """Log-probabilities of one row under the distribution that `logprobs_mode` names."""
+    if params.logprobs_mode == "raw":
+        return log_probabilities(logits)
+    if params.logprobs_mode == "temperature":
+        return log_probabilities(np.array(logits, np.float64) / params.temperature)
+    drawn_from = adjusted(logits, params, output=output)
+    kept, doubtful = keep(drawn_from, params)
+    assert not doubtful.any()
+    return log_probabilities(np.where(kept, drawn_from / params.temperature, -np.inf))

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.config.sampling import SamplingParams
+from jaxkv.config.sampling import LOGPROBS_MODES, SamplingParams
 from jaxkv.sampling.batch import SamplingBatch
 from jaxkv.sampling.features import Features
 from jaxkv.sampling.sample import SamplingState
@@ -14,7 +14,9 @@ DRAWS = Features(draws=True)
 FILTERS = Features(draws=True, filters=True)
 PENALTIES = Features(penalties=True)
 BLOCKS = Features(min_tokens=True)
-ALL = Features(draws=True, filters=True, penalties=True, min_tokens=True, logprobs=3)
+ALL = Features(
+    draws=True, filters=True, penalties=True, min_tokens=True, logprobs=3, logprobs_modes=True
+)
 GREEDY = SamplingParams(temperature=0.0)
 
 
@@ -35,6 +37,9 @@ def batch_of(params, features, *, state_ids=None, stop_ids=None, block=None):
     if features.filters:
         fields |= {"top_p": column("top_p"), "min_p": column("min_p")}
         fields["top_k"] = column("top_k", np.int32)
+    if features.logprobs_modes:
+        modes = [LOGPROBS_MODES.index(row.logprobs_mode) for row in params]
+        fields["logprobs_mode"] = jnp.asarray(modes, jnp.int32)
     if features.penalties:
         for name in ("repetition", "presence", "frequency"):
             fields[name] = column(f"{name}_penalty")

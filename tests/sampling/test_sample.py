@@ -324,3 +324,37 @@ class TestLogprobs:
             best = np.argsort(-wanted, kind="stable")[:top]
             np.testing.assert_array_equal(sampled.top_ids[row], best)
             np.testing.assert_allclose(sampled.top_logprobs[row], wanted[best], atol=1e-5)
+
+    def test_each_row_has_those_of_the_distribution_that_it_names(self):
+        logits = random_logits(6, seed=3)
+        features = Features(
+            draws=True, filters=True, penalties=True, logprobs=4, logprobs_modes=True
+        )
+        params = [
+            SamplingParams(
+                seed=row,
+                temperature=0.4 + row,
+                top_k=6,
+                top_p=0.9,
+                frequency_penalty=1.5,
+                logit_bias={2: 4.0},
+                logprobs_mode=mode,
+            )
+            for row, mode in enumerate(("raw", "temperature", "truncated") * 2)
+        ]
+        state = state_of([[]] * 6, [[1, 1, 7]] * 6, [{2: 4.0}] * 6)
+        sampled = jit_sample(logits, batch_of(params, features), state, at(*range(6)))
+        for row, one in enumerate(params):
+            wanted = oracle.reported(logits[row], one, output=[1, 1, 7])
+            np.testing.assert_allclose(
+                sampled.logprob[row], wanted[int(sampled.tokens[row])], rtol=1e-5, atol=1e-5
+            )
+            best = np.argsort(-wanted, kind="stable")[:4]
+            told = np.where(np.isneginf(wanted[best]), -1, best)
+            ids = np.where(np.isneginf(sampled.top_logprobs[row]), -1, sampled.top_ids[row])
+            np.testing.assert_array_equal(ids, told)
+            np.testing.assert_allclose(sampled.top_logprobs[row], wanted[best], atol=1e-5)
+            if one.logprobs_mode == "truncated":
+                kept = np.exp(wanted).sum()
+                assert kept == pytest.approx(1)
+                assert np.isneginf(wanted).any()
