@@ -39,6 +39,7 @@ from jaxkv.monitoring.stats import Stats, collect_stats
 from jaxkv.plan import (
     check_room,
     free_bytes,
+    model_for,
     plan_cache,
     resolve_length,
     tokens_ahead,
@@ -356,7 +357,8 @@ class LLM:
             programs: the compiled programs.
             logits_processors: name -> function.
         """
-        self.model: Model = model
+        self.model: Model = model_for(model, cache)
+        model = self.model
         processors = register_processors(
             logits_processors, vocab_size=model.vocab_size, max_tokens=self.max_model_len
         )

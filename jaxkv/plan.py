@@ -1,6 +1,7 @@
 """Plans the cache's memory and the programs to compile, before weights are loaded."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -81,6 +82,21 @@ def check_room(weights: int, cache: int) -> None:
         raise ValueError(
             f"the weights need {weights:,} bytes and the cache {cache:,}, but only {free:,} are free; {REMEDY}"
         )
+
+
+def model_for[M: Model](model: M, cache: CacheConfig) -> M:
+    """Returns the model that keeps in its cache what `cache` demands.
+
+    Raises:
+        ValueError: the model has no experts to keep.
+    """
+    if not cache.routed_experts:
+        return model
+    if not isinstance(model, Decoder):
+        raise ValueError(
+            f"routed_experts need a Decoder with a mixture of experts, got a {type(model).__name__}; turn them off"
+        )
+    return replace(model, keeps_experts=True)
 
 
 def plan_cache(
@@ -200,7 +216,7 @@ def explain_plan(
     config = load_config(directory, ignore_config_keys=ignore_config_keys)
     model = build_model(config, implementation=implementation)
     length = resolve_length(max_model_len, model.max_positions)
-    model = model.limited(length)
+    model = model_for(model.limited(length), cache)
     resolved = resolve_dtype(dtype, config.dtype)
     weights = weight_bytes(model, resolved)
     if free_bytes is not None:

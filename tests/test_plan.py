@@ -33,6 +33,11 @@ def plan(free_bytes, cache=CACHE, **options):
     )
 
 
+def test_experts_cannot_be_kept_of_a_model_without_a_mixture():
+    with pytest.raises(ValueError, match="need a mixture of experts, and this llama has none"):
+        plan(None, CacheConfig(routed_experts=True))
+
+
 def weight_bytes(text):
     return int(re.search(r"weights: ([\d,]+) bytes", text)[1].replace(",", ""))
 

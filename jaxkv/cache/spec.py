@@ -25,6 +25,7 @@ _ROLES = (
     "token_history",
     "processor_words",
     "hidden",
+    "experts",
 )
 ROLE_ORDER: Mapping[str, int] = MappingProxyType({role: at for at, role in enumerate(_ROLES)})
 """Role -> position in the order of a layer's arrays."""

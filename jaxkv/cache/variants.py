@@ -251,6 +251,19 @@ def outputs(hidden_size: int, *, dtype: str) -> StateSpec:
     return StateSpec("outputs", (ArraySpec("hidden", (hidden_size,), dtype),))
 
 
+def routed_experts(layers: int, top_k: int, *, page_size: int) -> PagedSpec:
+    """Returns the spec of the experts that each token's routers chose, placed after the model's last layer.
+
+    In pages, they go wherever keys and values go: to samples of the same prompt, to later prompts, to the host.
+
+    Args:
+        layers: layers with a mixture of experts.
+        top_k: experts per token and layer.
+        page_size: tokens per page.
+    """
+    return PagedSpec("experts", (ArraySpec("experts", (layers, top_k), "int16"),), page_size)
+
+
 def sampling(
     vocab_size: int,
     *,

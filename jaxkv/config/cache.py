@@ -32,6 +32,8 @@ class CacheConfig:
             most 64 GiB; the environment variable XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB changes this limit at start.
         full_hits: store the last hidden state with each checkpoint, so that a prompt whose tokens are all cached
             computes no token before its first output.
+        routed_experts: store the experts that the routers of a mixture chose for each token, in pages beside keys and
+            values; outputs then have them (`SampleOutput.routed_experts`), for routing replay in training.
     """
 
     page_size: int = 64
@@ -42,6 +44,7 @@ class CacheConfig:
     checkpoint_bytes: int | Literal["auto"] | None = "auto"
     host_bytes: int = 0
     full_hits: bool = True
+    routed_experts: bool = False
 
     def __post_init__(self) -> None:
         """Raises `ValueError` for values out of range or of the wrong type."""
@@ -58,5 +61,6 @@ class CacheConfig:
             check_fields(self, as_int, 1, 2**62, "budget_bytes")
         if self.checkpoint_bytes not in (None, "auto"):
             check_fields(self, as_int, 0, 2**62, "checkpoint_bytes")
-        if not isinstance(self.full_hits, bool):
-            raise ValueError(f"full_hits must be True or False, got {self.full_hits!r}")
+        for name in ("full_hits", "routed_experts"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")

@@ -13,6 +13,7 @@ from jaxkv.cache.page_allocator import PageAllocator
 from jaxkv.cache.prefix.index import PrefixIndex
 from jaxkv.engine.in_flight import InFlightStep, requested_logprobs
 from jaxkv.engine.request_state import RequestState
+from jaxkv.engine.routed_experts import RoutedExperts
 from jaxkv.engine.state_checkpoints import StateCheckpoints
 from jaxkv.errors import STEP_FAILURES
 from jaxkv.runner.sampled_rows import SampledRows
@@ -40,6 +41,7 @@ class Collector:
         page_sizes: page sizes of all paged groups.
         clock: returns seconds.
         state_checkpoints: keeps state checkpoints of recurrent layers; `None` if the engine keeps none.
+        experts: reads the experts that were chosen for a request's tokens; `None` if the cache keeps none.
     """
 
     def __init__(
@@ -49,10 +51,12 @@ class Collector:
         page_sizes: Collection[int],
         clock: Callable[[], float],
         state_checkpoints: StateCheckpoints | None = None,
+        experts: RoutedExperts | None = None,
     ) -> None:
         self._allocator = allocator
         self._prefix = prefix
         self._state_checkpoints = state_checkpoints
+        self._experts = experts
         self._page_sizes = page_sizes
         self._clock = clock
 
@@ -106,11 +110,20 @@ class Collector:
                 if sequence.reason is not None:
                     self._state_checkpoints.keep_end_of_request(sequence)
             if sequence.reason is not None:
-                ended.append((sequence, None))
+                ended.append((sequence, self._read_experts(sequence)))
             elif self._allocator.has_windows:
                 # Last, because the prefix index and the checkpoints above take references to these pages.
                 self._allocator.free_out_of_window(sequence.number, sequence.collected)
         return ended
+
+    def _read_experts(self, sequence: RequestState) -> Exception | None:
+        """Reads the experts of a request that has ended, if the cache keeps them; returns the error if that fails."""
+        if self._experts is not None:
+            try:
+                self._experts.read(sequence)
+            except STEP_FAILURES as error:
+                return error
+        return None
 
     def _publish(self, sequence: RequestState) -> None:
         """Publishes the full pages of a request to the prefix index.

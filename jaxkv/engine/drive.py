@@ -25,6 +25,8 @@ def check_compiled(engine: Engine, request: Request) -> None:
         runner.program(runner.fit(engine.shapes.declare([part], total_tokens=total)))
     if features_of([row]).needs_admission:
         runner.program(runner.fit(engine.sequence_runner.admit_spec([row])))
+    for spec in [] if engine.experts is None else engine.experts.declare(total):
+        runner.program(spec)
     if (top := request.params.prompt_logprobs) is not None:
         runner.program(runner.fit(score_program(engine.sequence_runner, request.prompt, top)))
 
@@ -165,6 +167,7 @@ def _sample_output(sample: RequestState, tokenizer: Tokenizer | None) -> SampleO
         cumulative_logprob=None if logprobs is None else _sum_logprobs(sample.token_ids, logprobs),
         logprobs=logprobs,
         weight_versions=sample.weight_versions,
+        routed_experts=sample.experts_on_host(),
         timing=timing_of(sample),
     )
 

@@ -25,6 +25,7 @@ from jaxkv.engine.oom_backoff import OomBackoff
 from jaxkv.engine.recovery import RebuildLimit, is_fatal, refuse_broken
 from jaxkv.engine.request import Request
 from jaxkv.engine.request_state import FINISHED, RequestState, new_request_state
+from jaxkv.engine.routed_experts import open_experts
 from jaxkv.engine.scheduler import Scheduler
 from jaxkv.engine.state_checkpoints import StateCheckpoints, room_for_checkpoints
 from jaxkv.engine.step_pipeline import StepPipeline
@@ -64,6 +65,7 @@ class Engine:
         oom_backoff: shapes that ran out of memory.
         multi_step: decides when several decode steps are sent as one program.
         scheduler: plans the steps.
+        experts: reads the experts chosen for a request's tokens; `None` if the cache keeps none.
         recoveries: number of lost caches that were replaced.
         asleep: whether `sleep` has given the cache's memory back.
     """
@@ -119,7 +121,10 @@ class Engine:
             self.oom_backoff,
             state_checkpoints,
         )
-        self._collector = Collector(allocator, self.prefix, page_sizes, clock, state_checkpoints)
+        self.experts = open_experts(sequence_runner)
+        self._collector = Collector(
+            allocator, self.prefix, page_sizes, clock, state_checkpoints, self.experts
+        )
         self._tokenizer = tokenizer
         self._clock = clock
         self._rebuild_limit = RebuildLimit(config.most_rebuilds, config.rebuild_seconds, clock)

@@ -4,6 +4,8 @@ import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
+
 from jaxkv.config.checks import as_int
 from jaxkv.config.sampling import SamplingParams
 from jaxkv.runner.rows import Row
@@ -187,6 +189,10 @@ class SampleOutput:
         logprobs: per token, token id -> natural log-probability under the distribution that `logprobs_mode` names, for
             the sampled token and the top n; `None` unless requested.
         weight_versions: per token, the version of the parameters that sampled it (`LLM.update_weights`).
+        routed_experts: int16 `[tokens, layers, top_k]`, best first: the experts that the routers chose for each token
+            of the prompt and of the output but the last, which no step has computed, in the layers that have experts.
+            After a preemption they are those of the second computation. `None` without
+            `CacheConfig(routed_experts=True)`, and for an output that no token ended.
         timing: when it was queued, was admitted, gave its first token and ended.
     """
 
@@ -198,6 +204,7 @@ class SampleOutput:
     cumulative_logprob: float | None = None
     logprobs: list[dict[int, float]] | None = None
     weight_versions: list[WeightVersion]
+    routed_experts: np.ndarray | None = None
     timing: Timing
 
 

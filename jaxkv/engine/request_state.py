@@ -4,6 +4,9 @@ import math
 from collections import deque
 from dataclasses import dataclass, field
 from operator import attrgetter
+from typing import Any
+
+import numpy as np
 
 from jaxkv.cache.page_allocator import SequenceView
 from jaxkv.cache.prefix.index import PageKeys
@@ -59,6 +62,8 @@ class RequestState:
         error: the exception that ended it, if one did.
         logprobs: per generated token, if requested.
         prompt_logprobs: per token of the prompt, if requested; of the first sample alone.
+        routed_experts: the experts chosen for its tokens, `[tokens, layers, top_k]` or longer, on the device or the
+            host; `None` if the cache keeps none, or if it did not end by a token of its own.
         stream: incremental detokenizer; `None` if the request is not streamed and has no stop strings.
         text: output of `stream` so far.
         pieces: pieces that the user has not read yet; `None` if the request is not streamed.
@@ -94,6 +99,7 @@ class RequestState:
     error: Exception | None = None
     logprobs: list[dict[int, float]] = field(default_factory=list)
     prompt_logprobs: list[dict[int, float] | None] | None = None
+    routed_experts: Any = None
     stream: TextStream | None = None
     text: str = ""
     pieces: deque[Piece] | None = None
@@ -185,6 +191,13 @@ class RequestState:
         if self.constraint is None:
             return False
         return self.pending > 0 or not self.constraint.is_ready(self.generated)
+
+    def experts_on_host(self) -> np.ndarray | None:
+        """Returns `routed_experts` of all its tokens but the last, int16, and keeps them on the host alone."""
+        if self.routed_experts is not None:
+            # A copy, because the padded array may be much longer.
+            self.routed_experts = np.asarray(self.routed_experts)[: len(self.tokens) - 1].copy()
+        return self.routed_experts
 
     # Events in the life of a request, in order.
 

@@ -118,6 +118,8 @@ def declare_served(engine: Engine, request: Request, count: int) -> list[Program
         needed.append(CopySpec())
     if engine.host is not None:
         needed += declare_swaps(engine.runner.layout)
+    if engine.experts is not None:
+        needed += engine.experts.declare(held)
     if features_for(request.params).needs_admission:
         needed += _admissions(engine, request, returns=returns)
     return needed

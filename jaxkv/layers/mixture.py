@@ -30,6 +30,7 @@ def mixture_of_experts(
     *,
     mixture: MixtureConfig,
     activation: str,
+    routing: tuple[Int[Array, "tokens top_k"], Float[Array, "tokens top_k"]] | None = None,
     grouped: str | None = None,
 ) -> Float[Array, "tokens hidden_size"]:
     """Computes the weighted sum of the outputs of each token's chosen experts.
@@ -53,15 +54,13 @@ def mixture_of_experts(
         x: normalised hidden states.
         mixture: sizes and routing of the experts.
         activation: a name in `ACTIVATIONS`.
+        routing: the chosen experts and their weights; those of `route` if not given.
         grouped: implementation of `grouped_matmul` that the experts run on; `None` for plain XLA.
 
     Raises:
         Unsupported: `grouped` cannot run on this device or with these sizes; the message gives the reason.
     """
-    logits = project(params["router"], x, result=jnp.float32)
-    if "router_bias" in params:
-        logits = logits + params["router_bias"].astype(jnp.float32)[None]
-    chosen, weights = choose_experts(logits, params.get("router_correction"), mixture=mixture)
+    chosen, weights = route(params, x, mixture=mixture) if routing is None else routing
     rows = linear(params["latent_in"], x) if "latent_in" in params else x
     activate_rows = partial(gate if mixture.gated else activate, activation=activation)
     if mixture.clamp is not None:
@@ -99,6 +98,19 @@ def grouped_for(
             note_fallback("grouped_matmul", _KERNEL, refusal, "plain products")
             return None
     return _KERNEL
+
+
+def route(
+    params: Mapping[str, Array], x: Float[Array, "tokens hidden_size"], *, mixture: MixtureConfig
+) -> tuple[Int[Array, "tokens top_k"], Float[Array, "tokens top_k"]]:
+    """Returns the experts that each token's router chooses, best first, and their weights.
+
+    The arguments are those of `mixture_of_experts`.
+    """
+    logits = project(params["router"], x, result=jnp.float32)
+    if "router_bias" in params:
+        logits = logits + params["router_bias"].astype(jnp.float32)[None]
+    return choose_experts(logits, params.get("router_correction"), mixture=mixture)
 
 
 def choose_experts(

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from jaxkv.batch import PagedTables, StateTables, StepBatch
 from jaxkv.cache.spec import PagedSpec, StateSpec
@@ -52,6 +52,8 @@ class BlockInputs:
         joining: the residual stream, for a block that adds its output to it; otherwise `None`.
         cache: the layer's cache arrays by role; empty for a block without cache.
         tables: page or state tables of the layer's group; `None` for a block without cache.
+        chosen_experts: a mixture of experts appends the experts that each token's router chose; `None` if they are not
+            kept.
     """
 
     config: ModelConfig
@@ -65,6 +67,7 @@ class BlockInputs:
     joining: Joining | None = None
     cache: Mapping[str, Array] = field(default_factory=dict)
     tables: PagedTables | StateTables | None = None
+    chosen_experts: list[Int[Array, "tokens top_k"]] | None = None
 
     @property
     def hidden(self) -> Float[Array, "tokens hidden_size"]:

@@ -6,7 +6,7 @@ and adds the sum of their outputs to the stream. In "transformer>mamba2" the fir
 and its output is added to the input of the norm, but not to the stream. Blocks are in `jaxkv.models.blocks.BLOCKS`.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -19,12 +19,13 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 from jaxkv.batch import PagedTables, StateTables, StepBatch
 from jaxkv.cache.spec import LayerSpec, group_layers
 from jaxkv.cache.state import Cache
+from jaxkv.cache.variants import routed_experts
 from jaxkv.config.model import ModelConfig, Multipliers, RopeConfig, Stage
 from jaxkv.layers.embedding import embed, soft_capped, unembed
 from jaxkv.layers.linear import Joining, Normed, joins_norms, scaled
 from jaxkv.layers.norm import layer_norm, rms_norm
 from jaxkv.layers.rope import Angles, rope_angles
-from jaxkv.models.block import BlockInputs, Leaf
+from jaxkv.models.block import BlockInputs, Leaf, required
 from jaxkv.models.blocks import BLOCKS
 from jaxkv.models.protocol import Params
 from jaxkv.wording import listed
@@ -43,21 +44,29 @@ class Decoder:
         implementation: family of implementations that every op must use; `None` for the best.
         layer_offset: number of its first layer in the cache. Models that share a cache, such as a model and the layers
             that predict further tokens for it, have consecutive layers; layers with equal specs share tables.
+        keeps_experts: whether steps store the experts that each token's routers chose in the cache, in pages of their
+            own at the layer after the last one (`jaxkv.cache.variants.routed_experts`).
 
     Raises:
-        ValueError: the pattern names an unknown block.
+        ValueError: the pattern names an unknown block, or there are no experts to keep.
     """
 
     config: ModelConfig
     implementation: str | None = None
     layer_offset: int = 0
+    keeps_experts: bool = False
 
     def __post_init__(self) -> None:
-        """Checks the pattern."""
+        """Checks the pattern, and that there are experts to keep."""
         unknown = self.config.blocks - BLOCKS.keys()
         if unknown:
             raise ValueError(
                 f"the pattern names {listed([repr(name) for name in sorted(unknown)])}; blocks are {', '.join(BLOCKS)}"
+            )
+
+        if self.keeps_experts and not self._expert_layers:
+            raise ValueError(
+                f"routed_experts need a mixture of experts, and this {self.config.family} has none; turn them off"
             )
 
     @property
@@ -105,12 +114,17 @@ class Decoder:
             page_size: tokens per page.
             dtype: dtype name of keys and values.
         """
-        return tuple(
+        specs = tuple(
             LayerSpec(self.layer_offset + layer, make(self.config, layer, page_size, dtype))
             for layer in range(self.num_layers)
             for name in self.config.blocks_of(layer)
             if (make := BLOCKS[name].spec) is not None
         )
+        if not self.keeps_experts:
+            return specs
+        sizes = (len(self._expert_layers), required(self.config.mixture).top_k)
+        kept = routed_experts(*sizes, page_size=page_size)
+        return (*specs, LayerSpec(self.layer_offset + self.num_layers, kept))
 
     def init_params(self, key: PRNGKeyArray, dtype: DTypeLike) -> Params:
         """Returns random parameters in `dtype`, drawn leaf by leaf on the device; norm weights are ones."""
@@ -141,6 +155,7 @@ class Decoder:
         tables = self._tables(batch)
         next_norms = self._next_norms(params, batch)
         normed = None
+        chosen = [] if self.keeps_experts else None
         for layer, stages in enumerate(config.pattern):
             weights = self._weights(params, layer)
             none = (None,) * len(stages)
@@ -157,6 +172,7 @@ class Decoder:
                     embeddings=embeddings,
                     implementation=self.implementation,
                     joining=joining,
+                    chosen_experts=chosen,
                 )
                 before, blocks = Stage.parse(stage)
                 x = normed
@@ -180,6 +196,8 @@ class Decoder:
                 if after is not None:
                     total = rms_norm(after, total, eps=config.norm_eps)
                 hidden = hidden + total.astype(hidden.dtype)
+        if chosen is not None:
+            cache = self._store_experts(cache, chosen, tables)
         return cache, self._norm(params["final_norm"], hidden.astype(narrow))
 
     def _run_block(
@@ -197,6 +215,21 @@ class Decoder:
             updates, y = block.run(inputs)
         return cache.with_layer(layer, updates), y
 
+    def _store_experts(
+        self,
+        cache: Cache,
+        chosen: Sequence[Int[Array, "tokens top_k"]],
+        tables: Mapping[tuple[int, str], PagedTables | StateTables],
+    ) -> Cache:
+        """Returns the cache with the experts of each token at its slot; `chosen` has one array per expert layer."""
+        layer = self.layer_offset + self.num_layers
+        pages, group = cache.layer(layer)["experts"], tables[layer, "page"]
+        assert isinstance(group, PagedTables)
+        page, place = jnp.divmod(group.write_slots, pages.shape[1])
+        stored = jnp.stack(chosen, axis=1).astype(pages.dtype)
+        written = pages.at[page, place].set(stored, mode="drop", unique_indices=True)
+        return cache.with_layer(layer, {"experts": written})
+
     def _weights(self, params: Params, layer: int) -> dict[str, Array]:
         """Returns a layer's parameters by name, those that its owner stores included."""
         layers = params["layers"]
@@ -211,6 +244,13 @@ class Decoder:
         logits = unembed(table, hidden, implementation=self.implementation)
         logits = scaled(logits, self.config.multipliers.logits)
         return soft_capped(logits, self.config.logit_cap)
+
+    @property
+    def _expert_layers(self) -> list[int]:
+        """The layers with a mixture of experts."""
+        return [
+            layer for layer in range(self.num_layers) if "mixture" in self.config.blocks_of(layer)
+        ]
 
     def _next_norms(
         self, params: Params, batch: StepBatch

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jaxkv.config.model import ModelConfig
 from jaxkv.layers.feed_forward import gated_feed_forward, plain_feed_forward
 from jaxkv.layers.linear import project, scaled
-from jaxkv.layers.mixture import grouped_for, mixture_of_experts
+from jaxkv.layers.mixture import grouped_for, mixture_of_experts, route
 from jaxkv.models.block import Block, BlockInputs, BlockOutput, Leaf, required
 
 
@@ -72,8 +72,16 @@ def _mixture_leaves(config: ModelConfig) -> dict[str, Leaf]:
 def _run_mixture(inputs: BlockInputs) -> BlockOutput:
     mixture, params, x = required(inputs.config.mixture), inputs.params, inputs.hidden
     grouped = grouped_for(params, len(x), mixture=mixture, implementation=inputs.implementation)
+    routing = route(params, x, mixture=mixture)
+    if inputs.chosen_experts is not None:
+        inputs.chosen_experts.append(routing[0])
     return {}, mixture_of_experts(
-        params, x, mixture=mixture, activation=inputs.config.activation, grouped=grouped
+        params,
+        x,
+        mixture=mixture,
+        activation=inputs.config.activation,
+        routing=routing,
+        grouped=grouped,
     )
 
 

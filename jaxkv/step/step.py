@@ -51,9 +51,10 @@ def step(model: Model, params: Params, cache: Cache, batch: StepBatch) -> tuple[
         The cache after the step, and one token per row. Rows whose `sampling.state_ids` entry is out of range write
         nothing to the sampling group.
     """
-    choices = cache.layer(model.num_layers)
-    batch = replace(batch, tokens=resolve_carry(batch, choices["last_token"]))
+    last_token = cache.layer(model.num_layers)["last_token"]
+    batch = replace(batch, tokens=resolve_carry(batch, last_token))
     cache, hidden = model.forward(params, cache, batch)
+    choices = cache.layer(model.num_layers)
     last = last_hidden(hidden, batch)
     if "hidden" in choices:
         outputs, last = recall_outputs(choices["hidden"], hidden, last, batch)
