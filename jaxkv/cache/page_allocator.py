@@ -71,7 +71,7 @@ class PageAllocator:
     """Allocates pages and states to all sequences in flight.
 
     A sequence begins with `open`, `adopt` or `fork`. Each step calls `reserve` and `commit`. `release` ends it.
-    `free_out_of_window` frees pages that its windows have passed while it runs.
+    `free_out_of_window` frees pages that its windows have passed while it runs, `truncate` takes tokens back.
     A prefix owner may hold pages after the sequences that filled them have ended; `reserve` reclaims them when needed.
     Each method acts on all groups, or raises and changes nothing.
 
@@ -256,6 +256,39 @@ class PageAllocator:
             )
         if held.frees_page_at is not None and num_tokens >= held.frees_page_at:
             held.free_out_of_window(num_tokens)
+
+    def truncate(self, lengths: Mapping[int, int]) -> None:
+        """Takes back the last tokens of sequences, and releases the pages that hold no other token.
+
+        The last page that is left may be shared; `reserve` replaces it by a copy before a step writes it. Tokens that
+        are only reserved are taken back too. No in-flight step may write the sequences.
+
+        Args:
+            lengths: sequence -> number of computed tokens that are left.
+
+        Raises:
+            ValueError: more tokens are left than were computed, a sequence has a state, or the window before its next
+                token has pages that the sequence has freed or never held.
+        """
+        for seq, num_tokens in lengths.items():
+            held = self._find(seq)
+            if not 0 <= num_tokens <= held.computed:
+                raise ValueError(
+                    f"sequence {seq} has {held.computed} computed tokens, got {num_tokens} to keep; keep 0 to all of "
+                    f"them"
+                )
+            if num_tokens < held.computed and any(held.ids(name) for name in held.states):
+                raise ValueError(
+                    f"sequence {seq} has a state after {held.computed} tokens, which cannot be taken back; fork it "
+                    f"before tokens that may be removed"
+                )
+            if lacking := held.lacks(num_tokens):
+                raise ValueError(
+                    f"sequence {seq} lacks pages of {', '.join(lacking)} that the window before token {num_tokens} "
+                    f"needs; compute it again from its beginning"
+                )
+        for seq, num_tokens in lengths.items():
+            self._held[seq].truncate(num_tokens)
 
     def fork(self, parent: int, child: int) -> None:
         """Begins `child` with the parent's computed tokens; both share pages and states until one of them writes.

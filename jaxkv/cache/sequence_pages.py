@@ -69,7 +69,8 @@ class SequencePages:
         origin: digest of the checkpoint that the sequence began from; `None` if there is none.
         covered: paged group name -> leading tokens whose pages come from the prefix cache. The sequence never writes
             these pages, even if it computes some of the tokens again for other groups.
-        changes: number of additions of pages or states. A copy of the tables is current while this is the same.
+        changes: number of additions and removals of pages or states. A copy of the tables is current while this is the
+            same.
         frees_page_at: number of collected tokens at which the next page leaves a window; `None` without windows.
     """
 
@@ -223,6 +224,26 @@ class SequencePages:
                 self.unneeded[group.name] = stop
         self.frees_page_at = self._next_free()
 
+    def lacks(self, num_tokens: int) -> list[str]:
+        """Returns the groups whose windows before token `num_tokens` need a page that the sequence does not hold."""
+        return [
+            group.name
+            for group in self._groups.windowed
+            if first_page(group, num_tokens) < self.unneeded[group.name]
+        ]
+
+    def truncate(self, num_tokens: int) -> None:
+        """Ends all ranges at `num_tokens` and releases the pages past it; the sequence must lack no page (`lacks`)."""
+        for group in self._groups.groups:
+            if group.unit != "page":
+                continue
+            table, stop = self.pages[group.name], group.pages_for(num_tokens)
+            self._pools[group.name].release(table[stop:])
+            self.pages[group.name] = table[:stop]
+        self.covered.update({name: min(end, num_tokens) for name, end in self.covered.items()})
+        self.computed = self.writable = self.reserved = num_tokens
+        self.changes += 1
+
     def release(self) -> None:
         """Drops the references to all pages and states."""
         for name, pool in self._pools.items():
@@ -324,7 +345,7 @@ class SequenceView:
 
     @property
     def changes(self) -> int:
-        """Number of additions of pages or states."""
+        """Number of additions and removals of pages or states."""
         return self._of.changes
 
     @property

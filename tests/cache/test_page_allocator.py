@@ -73,6 +73,42 @@ def test_reserve_is_all_or_nothing_over_the_groups(scarce, counts, message):
     allocator.check()
 
 
+def test_truncate_takes_back_all_sequences_or_none():
+    layout = group_layers(place([gqa(1, 2, **HALF)]))
+    allocator = PageAllocator(layout, {"gqa": 6})
+    computed(allocator, 1, 9)
+    computed(allocator, 2, 5)
+    with pytest.raises(ValueError, match="sequence 2 has 5 computed tokens, got 6 to keep"):
+        allocator.truncate({1: 3, 2: 6})
+    assert [allocator.num_tokens(seq) for seq in (1, 2)] == [9, 5]
+    changes = allocator.held(1).changes
+    allocator.truncate({1: 4, 2: 4})
+    assert [allocator.pages(seq, "gqa") for seq in (1, 2)] == [(0,), (3,)]
+    assert allocator.held(1).changes > changes
+    assert allocator.num_free("gqa") == 4
+    allocator.check()
+
+
+def test_a_shared_page_that_truncate_leaves_is_copied_before_it_is_written():
+    layout = group_layers(place([gqa(1, 2, **HALF)]))
+    allocator = PageAllocator(layout, {"gqa": 6})
+    computed(allocator, 1, 8)
+    allocator.fork(1, 2)
+    allocator.truncate({1: 6})
+    assert not allocator.extend(1, 7)
+    assert allocator.reserve(1, 7).copies == (PageCopy("gqa", 1, 2),)
+    assert allocator.pages(2, "gqa") == (0, 1)
+    allocator.check()
+
+
+def test_tokens_of_a_sequence_with_a_state_are_not_taken_back(allocator):
+    computed(allocator, 1, 5)
+    with pytest.raises(ValueError, match="has a state after 5 tokens, which cannot be taken back"):
+        allocator.truncate({1: 4})
+    allocator.truncate({1: 5})
+    assert allocator.num_tokens(1) == 5
+
+
 def test_too_few_states_take_no_pages():
     allocator = PageAllocator(hybrid(), COUNTS | {"sampling": 2})
     computed(allocator, 1, 1)

@@ -4,33 +4,40 @@ The machine simulates the device. A page slot stores the (position, token) writt
 tokens. Rows of a step run one after the other, so a row that overwrites what a later row reads is caught.
 """
 
+from typing import ClassVar
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from jaxkv.cache.page_allocator import PageAllocator
+from jaxkv.cache.spec import group_layers
+from jaxkv.cache.variants import gqa, place, window
 from jaxkv.errors import OutOfPages, OutOfStates
-from tests.cache.layouts import hybrid, slots_of
+from tests.cache.layouts import HALF, hybrid, slots_of
 
-LAYOUT = hybrid()
-COUNTS = {"gqa": 7, "odd": 13, "mamba2": 6, "sampling": 5}
-PAGED = ("gqa", "odd")
 ZERO = ()
 
 
 class PageAllocatorMachine(RuleBasedStateMachine):
+    layout = hybrid()
+    counts: ClassVar = {"gqa": 7, "odd": 13, "mamba2": 6, "sampling": 5}
+    none_held: ClassVar = counts | {"mamba2": 5, "sampling": 4}
+
     def __init__(self):
         super().__init__()
-        self.allocator = PageAllocator(LAYOUT, COUNTS)
+        self.allocator = PageAllocator(self.layout, self.counts)
         self.expected = {}
         self.next_seq = 0
         self.next_token = 0
-        self.slots = {name: {} for name in PAGED}
-        self.states = {name: {0: ZERO} for name in ("mamba2", "sampling")}
+        self.slots = {group.name: {} for group in self.layout.paged_groups}
+        self.states = {
+            group.name: {0: ZERO} for group in self.layout.groups if group.unit == "state"
+        }
 
     def free(self):
-        return {name: self.allocator.num_free(name) for name in COUNTS}
+        return {name: self.allocator.num_free(name) for name in self.counts}
 
     def reserve(self, seq, num_tokens):
         """Reserves and makes the copies, or returns False with nothing changed."""
@@ -43,7 +50,7 @@ class PageAllocatorMachine(RuleBasedStateMachine):
         for name, state in reservation.new_states.items():
             self.states[name][state] = ZERO if name == "sampling" else "junk of an earlier owner"
         for name, pages in reservation.new_pages.items():
-            size = LAYOUT.group(name).page_size
+            size = self.layout.group(name).page_size
             for page in pages:
                 for slot in range(page * size, page * size + size):
                     self.slots[name].pop(slot, None)
@@ -55,7 +62,7 @@ class PageAllocatorMachine(RuleBasedStateMachine):
         if copy.group in self.states:
             self.states[copy.group][copy.target] = self.states[copy.group][copy.source]
             return
-        size = LAYOUT.group(copy.group).page_size
+        size = self.layout.group(copy.group).page_size
         memory = self.slots[copy.group]
         for offset in range(size):
             if copy.source * size + offset in memory:
@@ -64,14 +71,17 @@ class PageAllocatorMachine(RuleBasedStateMachine):
     def compute(self, seq, tokens):
         """Writes the tokens into the allocated slots, from what the states hold."""
         start, stop = len(self.expected[seq]), len(self.expected[seq]) + len(tokens)
-        for name in PAGED:
-            slots = slots_of(self.allocator, LAYOUT.group(name), seq, start, stop)
+        for name in self.slots:
+            slots = slots_of(self.allocator, self.layout.group(name), seq, start, stop)
             for slot, position, token in zip(slots, range(start, stop), tokens, strict=True):
                 self.slots[name][int(slot)] = (position, token)
         for name, memory in self.states.items():
             read, write = self.allocator.states(seq, name)
             assert write != 0
             memory[write] = memory[read] + tuple(tokens)
+
+    def first(self, seq, group):
+        return self.allocator.held(seq).unneeded[group.name]
 
     @rule()
     def open(self):
@@ -132,16 +142,19 @@ class PageAllocatorMachine(RuleBasedStateMachine):
     def the_books_agree(self):
         self.allocator.check()
         if not self.expected:
-            assert self.free() == COUNTS | {"mamba2": 5, "sampling": 4}
+            assert self.free() == self.none_held
 
     @invariant()
     def every_sequence_finds_what_it_wrote(self):
         for seq, tokens in self.expected.items():
             assert self.allocator.num_tokens(seq) == len(tokens)
-            for name in PAGED:
-                slots = slots_of(self.allocator, LAYOUT.group(name), seq, 0, len(tokens))
+            for name in self.slots:
+                group = self.layout.group(name)
+                start = min(self.first(seq, group) * group.page_size, len(tokens))
+                slots = slots_of(self.allocator, group, seq, start, len(tokens))
                 found = [self.slots[name].get(int(slot)) for slot in slots]
-                assert found == list(enumerate(tokens))
+                assert found == list(enumerate(tokens))[start:]
+                assert start <= max(0, len(tokens) - 4)
             for name, memory in self.states.items():
                 assert memory[self.allocator.held(seq).states[name].read] == tuple(tokens)
 
@@ -150,5 +163,44 @@ class PageAllocatorMachine(RuleBasedStateMachine):
         assert all(memory[0] == ZERO for memory in self.states.values())
 
 
+class PagedMachine(PageAllocatorMachine):
+    """Without states, tokens can be taken back; a window that has freed pages can go back as far as it still sees."""
+
+    layout = group_layers(place([gqa(1, 2, **HALF), window(1, 2, window=5, **HALF)]))
+    counts: ClassVar = {group.name: 9 for group in layout.groups}
+    none_held = counts
+
+    @precondition(lambda self: self.expected)
+    @rule(data=st.data())
+    def free_out_of_window(self, data):
+        seq = data.draw(st.sampled_from(sorted(self.expected)))
+        self.allocator.free_out_of_window(seq, len(self.expected[seq]))
+
+    @precondition(lambda self: self.expected)
+    @rule(data=st.data())
+    def truncate(self, data):
+        chosen = data.draw(
+            st.lists(st.sampled_from(sorted(self.expected)), unique=True, min_size=1)
+        )
+        lengths = {seq: data.draw(st.integers(0, len(self.expected[seq]))) for seq in chosen}
+        before = self.free()
+        lacking = any(
+            self.first(seq, group) * group.page_size > max(0, count - 4)
+            for seq, count in lengths.items()
+            for group in self.layout.paged_groups
+        )
+        try:
+            self.allocator.truncate(lengths)
+        except ValueError:
+            assert lacking
+            assert self.free() == before
+        else:
+            assert not lacking
+            for seq, count in lengths.items():
+                del self.expected[seq][count:]
+
+
 TestPageAllocatorMachine = PageAllocatorMachine.TestCase
 TestPageAllocatorMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestPagedMachine = PagedMachine.TestCase
+TestPagedMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

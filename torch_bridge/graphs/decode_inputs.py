@@ -53,7 +53,7 @@ class DecodeInputs:
                 name: torch.zeros(rows, total, dtype=torch.int32, device=device)
                 for name, total in totals.items()
             }
-        self._loaded: list[tuple[int, int]] = []
+        self._loaded: list[tuple[int, int, int]] = []
         fixed = {
             group.name: FixedGroup(self._page_tables[group.name], self._line(index, 0))
             for index, group in enumerate(groups)
@@ -72,8 +72,8 @@ class DecodeInputs:
         torch._foreach_copy_(
             [self.ids[:count], self.positions[:count]], [ids, positions.expand(count, 1)]
         )
-        now = [(row.number, row.num_tokens) for row in rows]
-        if self._loaded != [(number, length - 1) for number, length in now]:
+        now = [(row.number, row.num_crops, row.num_tokens) for row in rows]
+        if self._loaded != [(number, crops, length - 1) for number, crops, length in now]:
             self._load_tables(rows)
         self._loaded = now
         self._packed.copy_(self._pinned(self._pack(rows)), non_blocking=True)

@@ -23,6 +23,7 @@ from transformers.cache_utils import (
 
 from jaxkv.cache.owner import CacheOwner
 from jaxkv.cache.spec import group_layers
+from pallas_kernels.dispatch import Unsupported
 from torch_bridge.graphs.decode_graphs import DecodeGraphs
 from torch_bridge.graphs.forward import install
 from torch_bridge.graphs.recorder import recorder_for
@@ -249,12 +250,45 @@ class JaxkvCache(Cache):
         numbers = indices.nonzero()[:, 0] if indices.dtype == torch.bool else indices
         self.reorder_cache(numbers)
 
-    def crop(self, tokens_to_remove: int) -> None:
-        """Raises `NotImplementedError`: a row frees its pages only when it ends, so tokens cannot be removed."""
-        raise NotImplementedError(
-            f"JaxkvCache cannot remove tokens (crop({tokens_to_remove})), so assisted decoding needs DynamicCache; "
-            f"call fork() before tokens that may be removed"
-        )
+    def crop(self, tokens_to_remove: int | torch.Tensor) -> None:
+        """Takes back the last tokens of all rows and frees their pages, as assisted decoding does.
+
+        Pages that forks or cached prefixes share are kept for these and not written.
+
+        Args:
+            tokens_to_remove: minus the number of columns to take back, as Transformers gives it; 0 does nothing.
+
+        Raises:
+            ValueError: the number is positive, or a row began from a cached prefix of which it lacks pages that the
+                window before the last token left needs.
+            Unsupported: the model has recurrent layers, whose states cannot be taken back.
+        """
+        self._check_idle("crop()")
+        # Transformers gives a tensor on the device.
+        count = -int(tokens_to_remove)
+        if count < 0:
+            raise ValueError(
+                f"crop() takes minus the number of tokens to remove, got {-count}; to keep {-count} tokens, call "
+                f"crop({-count} - cache.get_seq_length())"
+            )
+        if count:
+            self._refuse_states()
+            self._sequences.crop(count)
+
+    def activate_past_recording(self) -> None:
+        """Does nothing, since all pages are kept; Transformers calls it before it needs `crop`.
+
+        Raises:
+            Unsupported: the model has recurrent layers, whose states cannot be taken back.
+        """
+        self._refuse_states()
+
+    def _refuse_states(self) -> None:
+        if self._store.layout.state_groups:
+            raise Unsupported(
+                "JaxkvCache cannot take back tokens of recurrent layers, which assisted decoding needs; use "
+                "DynamicCache for it, or fork() before tokens that may be removed"
+            )
 
     def begin(self, call: ForwardCall) -> dict[str, Any]:
         """Prepares a forward and returns its arguments, without the leading columns that the prefix index holds.

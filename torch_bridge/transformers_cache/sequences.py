@@ -24,12 +24,25 @@ class Sequence:
         text: its token ids, as far as they were read from the device; `None` once they do not determine its keys.
         keys: the hash keys of its pages in the prefix index; `None` without a text.
         num_tokens: its tokens without padding, those of the current step included.
+        num_crops: how often tokens were taken back, after which other pages may follow the same number of tokens.
     """
 
     number: int
     text: list[int] | None
     keys: PageKeys | None
     num_tokens: int = 0
+    num_crops: int = 0
+
+    def crop(self, num_tokens: int) -> None:
+        """Takes back the tokens from `num_tokens` on; the allocator has done so."""
+        if num_tokens == self.num_tokens:
+            return
+        self.num_tokens = num_tokens
+        self.num_crops += 1
+        if self.text is not None:
+            del self.text[num_tokens:]
+        if self.keys is not None:
+            self.keys.truncate(num_tokens)
 
 
 @dataclass
@@ -52,6 +65,14 @@ class Unread:
         """Returns a copy with cloned tensors, since callers write their next tokens into the same tensors."""
         ids, positions = (one if one is None else one.clone() for one in (self.ids, self.positions))
         return replace(self, ids=ids, positions=positions)
+
+    def up_to(self, column: int) -> "Unread":
+        """Returns the part before a column of the batch."""
+        count = max(0, min(column - self.first_column, self.real.shape[1]))
+        ids, positions = (
+            one if one is None else one[..., :count] for one in (self.ids, self.positions)
+        )
+        return replace(self, ids=ids, positions=positions, real=self.real[:, :count])
 
 
 @dataclass
@@ -178,18 +199,12 @@ class Sequences:
                 computed = min(len(row.text), self.store.allocator.num_tokens(row.number))
                 self.store.index.publish(row.number, row.text, row.keys, computed)
 
-    def fork(self, order: list[int] | None = None) -> "Sequences":
-        """Returns copies of these rows in the given order; pages are shared until one of the rows writes to them."""
+    def fork(self) -> "Sequences":
+        """Returns copies of these rows; pages are shared until one of the rows writes to them."""
         self.check()
         self.publish()
-        chosen = list(range(len(self.rows))) if order is None else order
-        child = Sequences(self.store, rebuilds=self.rebuilds, real=self.real[chosen])
-        for index in chosen:
-            row, number = self.rows[index], self.store.new_number()
-            self.store.allocator.fork(row.number, number)
-            text = None if row.text is None else list(row.text)
-            keys = None if row.keys is None else row.keys.copy()
-            child.rows.append(Sequence(number, text, keys, row.num_tokens))
+        child = Sequences(self.store, rebuilds=self.rebuilds, real=self.real)
+        child.rows += [self._fork_row(row) for row in self.rows]
         return child
 
     def reorder(self, order: list[int]) -> None:
@@ -205,9 +220,43 @@ class Sequences:
                 f"rows must be chosen by numbers from 0 to {len(self.rows) - 1}, at least one, got {order}"
                 f"{'' if order else '; reset() drops all rows'}"
             )
-        twin = self.fork(order)
-        self.release()
-        self.rows, self.real = twin.rows, twin.real
+        self.check()
+        self.publish()
+        # The first row that continues another is that row itself; only the others are forks.
+        chosen: set[int] = set()
+        rows = []
+        for index in order:
+            rows.append(self._fork_row(self.rows[index]) if index in chosen else self.rows[index])
+            chosen.add(index)
+        for index, row in enumerate(self.rows):
+            if index not in chosen:
+                self.store.allocator.release(row.number)
+        self.rows, self.real = rows, self.real[order]
+
+    def _fork_row(self, row: Sequence) -> Sequence:
+        number = self.store.new_number()
+        self.store.allocator.fork(row.number, number)
+        text = None if row.text is None else list(row.text)
+        return Sequence(number, text, row.keys and row.keys.copy(), row.num_tokens)
+
+    def crop(self, count: int) -> None:
+        """Takes back the last `count` columns of all rows, and frees the pages that hold no other token.
+
+        Raises:
+            ValueError: a row has a recurrent state, or needs pages of a window that it has never held.
+        """
+        self.check()
+        allocator, columns = self.store.allocator, max(0, self.num_columns - count)
+        if columns == self.num_columns:
+            return
+        left = self.real[:, :columns]
+        lengths = left.sum(axis=1).tolist()
+        allocator.truncate({row.number: n for row, n in zip(self.rows, lengths, strict=True)})
+        for row, length in zip(self.rows, lengths, strict=True):
+            row.crop(length)
+        self.real = left
+        parts = [one.up_to(columns) for one in self._unread if one.first_column < columns]
+        self._unread[:] = parts
 
     def release(self) -> None:
         """Ends all rows and frees their pages, except those that the prefix index keeps."""

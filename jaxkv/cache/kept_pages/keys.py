@@ -66,7 +66,7 @@ def encode_tokens(tokens: Sequence[int]) -> bytes:
 
 
 class PageKeys:
-    """The page keys of one append-only token sequence; each page is hashed once.
+    """The page keys of one token sequence; each page is hashed once. `truncate` follows tokens that are taken back.
 
     Made by `PrefixIndex.keys`. One object serves one sequence for its whole life, preemptions included.
     The prefix index sets all attributes.
@@ -110,6 +110,12 @@ class PageKeys:
         twin._chains = {page_size: list(chain) for page_size, chain in self._chains.items()}
         twin.epoch, twin.published = self.epoch, self.published
         return twin
+
+    def truncate(self, num_tokens: int) -> None:
+        """Forgets the pages past the first `num_tokens` tokens, which other tokens may follow from now on."""
+        for page_size, chain in self._chains.items():
+            del chain[num_tokens // page_size :]
+        self.published = min(self.published, num_tokens)
 
     def _chain(self, tokens: Sequence[int], page_size: int, count: int) -> list[PageKey]:
         """Returns the keys of all pages hashed so far, extended to at least `count` pages."""

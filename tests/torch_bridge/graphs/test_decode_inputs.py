@@ -28,7 +28,7 @@ def step(sequences, real):
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_they_follow_steps_forks_chunks_and_fewer_rows(seed):
+def test_they_follow_steps_forks_chunks_tokens_taken_back_and_fewer_rows(seed):
     random = np.random.default_rng(seed)
     options = {"dtype": "float32", "page_size": 2}
     layout = group_layers(place([gqa(1, 2, **options), window(1, 2, window=4, **options)]))
@@ -50,6 +50,13 @@ def test_they_follow_steps_forks_chunks_and_fewer_rows(seed):
                 kept.release()
         elif chosen == 3:
             sequences.reorder(random.integers(len(sequences.rows), size=ROOM).tolist())
+        elif chosen == 5:
+            # As many tokens as were taken back, and other pages.
+            back = int(random.integers(1, 6))
+            kept = sequences.fork()
+            sequences.crop(back)
+            step(sequences, np.ones((len(sequences.rows), back), bool))
+            kept.release()
         rows = len(sequences.rows)
         new = step(sequences, np.ones((rows, 1), bool))
         if chosen == 4:

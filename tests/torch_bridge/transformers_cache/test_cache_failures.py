@@ -193,12 +193,6 @@ def test_models_that_remember_otherwise_and_odd_sizes_are_refused(llama):
     for options in ({"max_tokens": 0}, {"max_tokens": True}, {"page_size": 1.5}):
         with pytest.raises(ValueError, match="must be a positive integer"):
             JaxkvCache(llama, **options)
-    cache = JaxkvCache(llama, max_tokens=64)
-    with pytest.raises(
-        NotImplementedError,
-        match=r"cannot remove tokens \(crop\(-3\)\), so assisted decoding needs DynamicCache",
-    ):
-        cache.crop(-3)
 
 
 def test_a_lease_that_is_out_refuses_forwards_and_costs_nothing(llama):
