@@ -27,9 +27,11 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import pallas_kernels
+import torch_bridge
 from benchmarks.record import RECORDS, save_record
 from benchmarks.timing import Effort, refuse_profilers
 from benchmarks.torch_decode import TorchDecoder
+from jaxkv import SamplingParams
 from jaxkv.cache.owner import CacheOwner
 from jaxkv.cache.spec import group_layers
 from jaxkv.cache.variants import gqa, place
@@ -41,6 +43,7 @@ from torch_bridge.sharing.dlpack import fence, jax_device
 from torch_bridge.sharing.kept_lease import KeptLease
 from torch_bridge.weights import share_params
 
+_BATCHED = "torch_bridge.generate"
 PARTS = ("lease", "kernel", "generate")
 _TOLERANCE = 2e-2
 Row = dict[str, Any]
@@ -222,6 +225,7 @@ def time_generate(
             "ours, our kernels": ("jaxkv", {"past_key_values": cache}),
             "ours, our kernels, one lease": ("jaxkv", {"past_key_values": cache}),
             "ours, our kernels, graphs": ("jaxkv", {"past_key_values": replayed}),
+            _BATCHED: ("jaxkv", {"past_key_values": replayed}),
         }
         if compiled:
             forms["static, sdpa, compiled"] = ("sdpa", {"cache_implementation": "static"})
@@ -235,9 +239,12 @@ def time_generate(
             for _ in range(2):
                 for one in (cache, replayed):
                     one.reset(keep_prefix=False)
-                steps, tokens = _generate(
-                    model, ids, new_tokens, options, cache if session else None
-                )
+                if name == _BATCHED:
+                    steps, tokens = _generate_batched(model, ids, new_tokens, replayed)
+                else:
+                    steps, tokens = _generate(
+                        model, ids, new_tokens, options, cache if session else None
+                    )
                 seconds = min(seconds, median(steps))
             reference = tokens if reference is None else reference
             rows.append(
@@ -308,6 +315,30 @@ def _generate(
         with session.session():
             tokens = call()
     return clock.steps(), tokens
+
+
+def _generate_batched(
+    model: LlamaForCausalLM, ids: torch.Tensor, new_tokens: int, cache: JaxkvCache
+) -> tuple[list[float], torch.Tensor]:
+    """Returns the mean seconds of a decode step of each row of one `torch_bridge.generate`, and its tokens.
+
+    One step computes all prompts, so that all rows decode at the same time.
+    """
+    rows = ids.shape[0]
+    made = torch_bridge.generate(
+        model,
+        ids.tolist(),
+        SamplingParams(temperature=0.0, max_tokens=new_tokens),
+        cache=cache,
+        max_sequences=rows,
+        token_budget=ids.numel(),
+    )
+    steps = []
+    for one in made:
+        assert one.timing.first_token is not None
+        steps.append((one.timing.finished - one.timing.first_token) / (new_tokens - 1))
+    said = torch.tensor([one.token_ids for one in made], device=ids.device)
+    return steps, torch.cat([ids, said], 1)
 
 
 class _Clock:

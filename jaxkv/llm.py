@@ -25,8 +25,9 @@ from jaxkv.config.vllm_names import unknown_attribute
 from jaxkv.engine.drive import check_compiled, output_of, serve_all, serve_stream
 from jaxkv.engine.engine import Engine
 from jaxkv.engine.engine_lock import EngineLock, refuse_forked_user
+from jaxkv.engine.new_request import new_request
 from jaxkv.engine.recovery import refuse_broken
-from jaxkv.engine.request import Piece, Request, RequestOutput, check_salt, sample_seed
+from jaxkv.engine.request import Piece, Request, RequestOutput, check_salt
 from jaxkv.engine.saved_prefixes import PrefixCounts, load_prefixes, save_prefixes
 from jaxkv.engine.warm_up import WarmUp, compile_all, declare_saved_prefixes, declare_served
 from jaxkv.errors import BadCheckpoint
@@ -896,24 +897,13 @@ class LLM:
     ) -> Request:
         params.check_vocab(self.model.vocab_size)
         self.engine.runner.processors.check(params.logits_processors)
-        room = self.max_model_len - len(prompt.ids)
-        if room < 1:
-            raise ValueError(
-                f"a prompt of {len(prompt.ids)} tokens leaves no room for another, since max_model_len is "
-                f"{self.max_model_len}; shorten it or raise max_model_len"
-            )
-        allowed = room if params.max_tokens is None else min(params.max_tokens, room)
-        least = min(params.min_tokens, allowed)
-        if (params.max_tokens, params.min_tokens) != (allowed, least):
-            params = replace(params, max_tokens=allowed, min_tokens=least)
-        eos = () if params.ignore_eos else self.eos_ids
-        return Request(
-            prompt=prompt.ids,
-            text=prompt.text,
-            params=params,
-            seed=sample_seed(params, sample, self._draw_seed),
-            stop_ids=tuple(dict.fromkeys((*params.stop_token_ids, *eos))),
+        return new_request(
+            prompt,
+            params,
+            sample,
+            max_model_len=self.max_model_len,
+            eos_ids=self.eos_ids,
+            draw_seed=self._draw_seed,
             priority=priority,
-            salt=prompt.salt,
             grammar=grammar,
         )

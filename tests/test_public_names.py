@@ -52,6 +52,7 @@ BRIDGE = {
     "LeaseLeaked",
     "NotZeroCopy",
     "from_torch",
+    "generate",
     "lease",
     "to_torch",
 }

@@ -14,6 +14,7 @@ except ModuleNotFoundError as error:
     ) from error
 
 from jaxkv.errors import CacheLeased, CachePoisoned
+from torch_bridge.batching.generate import generate
 from torch_bridge.errors import LeaseLeaked, NotZeroCopy
 from torch_bridge.sharing.dlpack import from_torch, to_torch
 from torch_bridge.sharing.leases import Lease, lease
@@ -31,6 +32,7 @@ __all__ = [
     "LeaseLeaked",
     "NotZeroCopy",
     "from_torch",
+    "generate",
     "lease",
     "to_torch",
 ]

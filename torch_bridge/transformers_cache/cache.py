@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NoReturn, Self
+from typing import Any, NamedTuple, NoReturn, Self
 
 import torch
 from transformers import PreTrainedModel
@@ -65,6 +65,22 @@ class JaxkvCacheStats:
     graph_seconds: float
     why_not_replayed: str | None
     why_recorded_again: str | None
+
+
+class CacheParts(NamedTuple):
+    """What a cache shares with its forks.
+
+    Attributes:
+        model: the model.
+        plans: the cache needs of its layers.
+        store: the pool.
+        graphs: the recorded decode steps.
+    """
+
+    model: PreTrainedModel
+    plans: tuple[LayerPlan, ...]
+    store: Store
+    graphs: DecodeGraphs
 
 
 class JaxkvCache(Cache):
@@ -160,6 +176,12 @@ class JaxkvCache(Cache):
     def owner(self) -> CacheOwner:
         """Owner of the pool's JAX arrays. Between forwards, JAX code may read the pool or lease it."""
         return self._store.owner
+
+    @property
+    def parts(self) -> CacheParts:
+        """What this cache shares with its forks, for `torch_bridge.generate`."""
+        self._check_model()
+        return CacheParts(self._model, self._plans, self._store, self._graphs)
 
     @property
     def max_tokens(self) -> int | None:

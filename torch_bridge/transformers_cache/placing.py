@@ -7,6 +7,7 @@ from torch_bridge.sharing.leases import Lease
 from torch_bridge.transformers_cache.fingerprint import fingerprint, turns_with_length
 from torch_bridge.transformers_cache.forward_call import ForwardCall
 from torch_bridge.transformers_cache.sequences import Sequences, usual_positions
+from torch_bridge.transformers_cache.store import Store
 
 
 def place(
@@ -24,7 +25,7 @@ def place(
     """
     if not sequences.rows or call.shape[1] > 1:
         # One token after others is a decode step; the model is assumed unchanged since the step before.
-        _notice_changes(model, sequences)
+        notice_changes(model, sequences.store)
     left_out = 0
     if sequences.rows:
         if call.shape[0] != len(sequences.rows):
@@ -41,12 +42,11 @@ def place(
     return real, left_out, reused
 
 
-def _notice_changes(model: PreTrainedModel, sequences: Sequences) -> None:
+def notice_changes(model: PreTrainedModel, store: Store) -> None:
     """Clears the prefix index if the model's fingerprint has changed.
 
     Rows that began before the change publish no more pages.
     """
-    store = sequences.store
     if not store.index.why_never and not turns_with_length(model):
         store.notice(fingerprint(model))
 

@@ -51,6 +51,7 @@ class Step:
         attends_pages: attention reads the pages itself, so nothing is gathered for it.
         fixed: tensors at fixed addresses in place of tables made from the rows, for a step that a graph records. The
             lease may then be a plain mapping, and ops that need JAX are called as custom ops.
+        packed: the model receives the rows' tokens in one line of a batch of one, row after row, without padding.
 
     Attributes:
         lease, attends_pages, fixed: as given.
@@ -72,8 +73,10 @@ class Step:
         *,
         attends_pages: bool,
         fixed: FixedTables | None = None,
+        packed: bool = False,
     ) -> None:
         self._sequences = sequences
+        self._packed = packed
         self._real = real
         self._device = sequences.store.device
         self._tables: dict[str, GroupTables] = {}
@@ -84,7 +87,7 @@ class Step:
         self.num_rows, self.num_queries = real.shape
         self.num_tokens = int(real.sum())
         self.is_dense = self.num_tokens == real.size
-        self.decodes = self.is_dense and self.num_queries == 1
+        self.decodes = self.is_dense and self.num_queries == 1 and not packed
         self.launches: dict[Hashable, Callable[..., Any] | None] = {}
         self.thread = threading.get_ident()
         before = sequences.num_columns - self.num_queries
@@ -180,16 +183,26 @@ class Step:
         return upload(np.maximum(counted, 0), self._device)
 
     def pack(self, values: torch.Tensor) -> torch.Tensor:
-        """Packs [rows, heads, queries, head_dim] to [tokens, heads, head_dim], row after row, without padding."""
+        """Packs [rows, heads, queries, head_dim] to [tokens, heads, head_dim], row after row, without padding.
+
+        In a packed step the values are [1, heads, tokens, head_dim].
+        """
         if self.decodes:
             return values.squeeze(2)
+        if self._packed:
+            return values[0].transpose(0, 1)
         flat = values.transpose(1, 2).reshape(-1, values.shape[1], values.shape[3])
         return flat if self.is_dense else flat[self.tokens]
 
     def unpack(self, values: torch.Tensor) -> torch.Tensor:
-        """Unpacks [tokens, heads, head_dim] to [rows, queries, heads, head_dim], with zeros at padding."""
+        """Unpacks [tokens, heads, head_dim] to [rows, queries, heads, head_dim], with zeros at padding.
+
+        In a packed step the result is [1, tokens, heads, head_dim].
+        """
         if self.decodes:
             return values.unsqueeze(1)
+        if self._packed:
+            return values.unsqueeze(0)
         shape = (self.num_rows, self.num_queries, *values.shape[1:])
         if self.is_dense:
             return values.reshape(shape)

@@ -1,0 +1,277 @@
+"""`torch_bridge.generate`: the tokens of stock generate and of jaxkv's engine, whatever else runs in the batch."""
+
+import pytest
+import torch
+from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaForCausalLM, PreTrainedTokenizerFast
+
+import torch_bridge
+from jaxkv import LLM, SamplingParams, default_model
+from pallas_kernels.dispatch import Unsupported
+from tests.torch_bridge.graphs.frozen import FrozenRecorder
+from tests.torch_bridge.tiny import VOCAB, check, greedy, prompts, tiny_model
+from torch_bridge import JaxkvCache
+from torch_bridge.batching.sampler import Sampler
+
+pytestmark = pytest.mark.torch
+GREEDY = SamplingParams(temperature=0.0, max_tokens=9)
+
+
+def texts(*lengths, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(3, VOCAB, (length,), generator=generator).tolist() for length in lengths]
+
+
+def stock(model, prompt, count):
+    """Returns the greedy tokens of the model's own generate with its own cache and attention."""
+    ids = torch.tensor([prompt])
+    return greedy(model, ids, torch.ones_like(ids), count)[0, len(prompt) :].tolist()
+
+
+def paged(family="llama", **more):
+    """Returns a model with attention "jaxkv", and its twin with the stock one."""
+    twin, model = tiny_model(family, **more), tiny_model(family, **more)
+    model.set_attn_implementation("jaxkv")
+    return model, twin
+
+
+def tokens(outputs):
+    return [one.token_ids for output in outputs for one in output.outputs]
+
+
+@pytest.fixture(scope="module")
+def llama():
+    return paged()
+
+
+@pytest.fixture(scope="module")
+def cache(llama):
+    return JaxkvCache(llama[0], max_tokens=512)
+
+
+def run(llama, cache, given, sampling=GREEDY, **options):
+    options = {"max_sequences": 2, "token_budget": 16, **options}
+    out = torch_bridge.generate(llama[0], given, sampling, cache=cache, **options)
+    assert not cache.parts.store.allocator.open_sequences
+    check(cache)
+    return out
+
+
+def test_more_prompts_than_rows_in_chunks_give_the_tokens_of_stock_generate(llama, cache):
+    given = texts(5, 30, 1, 16, 23)
+    out = run(llama, cache, given)
+    assert tokens(out) == [stock(llama[1], prompt, 9) for prompt in given]
+    assert [one.usage.prompt_tokens for one in out] == [5, 30, 1, 16, 23]
+    assert {one.outputs[0].finish_reason for one in out} == {"length"}
+
+
+def test_a_prompt_that_began_alike_is_computed_from_where_it_differs(llama, cache):
+    [prompt, end] = texts(32, 5, seed=2)
+    run(llama, cache, [prompt])
+    out = run(llama, cache, [prompt + end])
+    assert out[0].usage.cached_tokens == 32
+    assert tokens(out) == [stock(llama[1], prompt + end, 9)]
+    ids = torch.tensor([prompt + end])
+    cache.reset()
+    before = cache.stats().tokens_reused
+    greedy(llama[0], ids, torch.ones_like(ids), 2, past_key_values=cache)
+    assert cache.stats().tokens_reused == before + 32
+    cache.reset()
+
+
+def test_a_failed_forward_ends_all_requests_and_the_next_call_begins_anew(llama, cache):
+    given = texts(20, 7, 11, seed=3)
+    calls = []
+
+    def fail(module, args, kwargs):
+        calls.append(kwargs["input_ids"].shape)
+        if len(calls) == 5:
+            raise RuntimeError("in the middle")
+
+    hook = llama[0].register_forward_pre_hook(fail, with_kwargs=True)
+    with pytest.raises(RuntimeError, match="in the middle"):
+        torch_bridge.generate(
+            llama[0], given, GREEDY, cache=cache, max_sequences=2, token_budget=16
+        )
+    hook.remove()
+    assert not cache.parts.store.allocator.open_sequences
+    assert tokens(run(llama, cache, given)) == [stock(llama[1], prompt, 9) for prompt in given]
+
+
+def test_an_interrupt_between_steps_frees_all_pages_and_keeps_the_pool(llama, cache, monkeypatch):
+    given = texts(20, 7, 11, seed=4)
+    [kept] = texts(32, seed=5)
+    run(llama, cache, [kept])
+    read, reads = Sampler.read, []
+
+    def interrupt(self, step):
+        reads.append(step)
+        if len(reads) == 4:
+            raise KeyboardInterrupt
+        return read(self, step)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Sampler, "read", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            torch_bridge.generate(
+                llama[0], given, GREEDY, cache=cache, max_sequences=2, token_budget=16
+            )
+    assert not cache.parts.store.allocator.open_sequences
+    check(cache)
+    assert run(llama, cache, [kept])[0].usage.cached_tokens == 31
+    assert tokens(run(llama, cache, given)) == [stock(llama[1], prompt, 9) for prompt in given]
+
+
+def test_what_cannot_be_served_is_refused_by_name(llama, cache):
+    model, twin = llama
+    with pytest.raises(Unsupported, match=r'set_attn_implementation\("jaxkv"\)'):
+        torch_bridge.generate(twin, [[1]], GREEDY)
+    with pytest.raises(
+        ValueError, match=r"prompt 1: torch_bridge\.generate has no prompt_logprobs"
+    ):
+        torch_bridge.generate(model, [[1], [2]], [GREEDY, SamplingParams(prompt_logprobs=1)])
+    with pytest.raises(ValueError, match="stop strings need a tokenizer"):
+        torch_bridge.generate(model, [[1]], SamplingParams(stop="a"))
+    with pytest.raises(ValueError, match="pass a cache, or max_tokens"):
+        torch_bridge.generate(model, [[1]], SamplingParams(max_tokens=None))
+    with pytest.raises(ValueError, match="made for another model"):
+        torch_bridge.generate(paged()[0], [[1]], GREEDY, cache=cache)
+    with pytest.raises(ValueError, match="token id 96 is outside"):
+        torch_bridge.generate(model, [[96]], GREEDY, cache=cache)
+    with pytest.raises(ValueError, match="max_sequences"):
+        torch_bridge.generate(model, [[1]], GREEDY, cache=cache, max_sequences=0)
+    with pytest.raises(ValueError, match="tokenizer must be"):
+        torch_bridge.generate(model, [[1]], GREEDY, tokenizer=3)
+    assert torch_bridge.generate(model, [], GREEDY) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen3", "mistral", "gemma3"])
+def test_other_families_give_the_tokens_of_stock_generate(family):
+    pair = paged(family)
+    given = texts(5, 30, 1, 16, 23, 40)
+    shared = JaxkvCache(pair[0], max_tokens=512)
+    wanted = [stock(pair[1], prompt, 9) for prompt in given]
+    for _ in range(2):
+        assert tokens(run(pair, shared, given, max_sequences=3)) == wanted
+
+
+@pytest.mark.slow
+def test_soft_caps_of_gemma2_give_the_tokens_of_stock_generate():
+    sizes = {
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "sliding_window": 8,
+        "eos_token_id": None,
+        "initializer_range": 0.15,
+    }
+    pair = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        pair.append(Gemma2ForCausalLM(Gemma2Config(**sizes)).eval())
+    pair[0].set_attn_implementation("jaxkv")
+    pair[1].set_attn_implementation("eager")
+    given = texts(5, 30, 19)
+    shared = JaxkvCache(pair[0], max_tokens=256)
+    assert tokens(run(pair, shared, given)) == [stock(pair[1], prompt, 9) for prompt in given]
+
+
+@pytest.mark.slow
+def test_replayed_steps_give_the_tokens_of_stock_generate(llama, monkeypatch):
+    monkeypatch.setattr(
+        "torch_bridge.transformers_cache.cache.recorder_for", lambda device: FrozenRecorder()
+    )
+    shared = JaxkvCache(llama[0], max_tokens=512, graphs=True)
+    given = texts(5, 30, 1, 16, 23)
+    wanted = [stock(llama[1], prompt, 9) for prompt in given]
+    assert tokens(run(llama, shared, given, max_sequences=3)) == wanted
+    stats = shared.stats()
+    assert stats.why_not_replayed is None
+    assert stats.steps_replayed > 10
+    assert stats.graphs_recorded <= 3
+    ids, mask = prompts(2, 8)
+    wanted = greedy(llama[1], ids, mask, 5)
+    assert torch.equal(greedy(llama[0], ids, mask, 5, past_key_values=shared), wanted)
+
+
+@pytest.mark.slow
+def test_a_seeded_request_draws_the_same_tokens_alone_and_among_others(llama, cache):
+    given = texts(5, 30, 1, 16, 23)
+    sampling = [
+        SamplingParams(temperature=0.8, seed=7, max_tokens=9),
+        GREEDY,
+        SamplingParams(temperature=1.3, seed=8, top_k=20, top_p=0.9, min_p=0.02, max_tokens=9),
+        SamplingParams(temperature=1.0, seed=7, repetition_penalty=1.3, max_tokens=9, n=2),
+        SamplingParams(temperature=0.0, frequency_penalty=0.7, logit_bias={5: 3.0}, max_tokens=9),
+    ]
+    together = run(llama, cache, given, sampling, max_sequences=3)
+    for prompt, params, output in zip(given, sampling, together, strict=True):
+        alone = run(llama, cache, [prompt], params, max_sequences=3)
+        assert tokens(alone) == tokens([output])
+    samples = together[3].outputs
+    assert samples[0].token_ids != samples[1].token_ids
+
+
+@pytest.mark.slow
+def test_a_pool_that_is_too_small_for_all_preempts_and_loses_no_token(llama):
+    given = texts(20, 18, 25, seed=6)
+    params = [
+        SamplingParams(temperature=1.0, seed=seed, presence_penalty=0.5, max_tokens=40)
+        for seed in range(3)
+    ]
+    roomy, small = (JaxkvCache(llama[0], max_tokens=size) for size in (512, 96))
+    wanted = run(llama, roomy, given, params, max_sequences=3)
+    got = run(llama, small, given, params, max_sequences=3)
+    assert tokens(got) == tokens(wanted)
+    assert sum(one.usage.preemptions for one in got) > 0
+
+
+@pytest.mark.slow
+def test_tokens_texts_and_log_probabilities_are_those_of_the_engine():
+    folder = default_model.path()
+    model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model.set_attn_implementation("jaxkv")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
+    given = ["class Stack:\n    def ", "import ", "def add(a, b):\n    return"]
+    sampling = [
+        SamplingParams(temperature=0.0, max_tokens=24, stop="\n\n", logprobs=3),
+        SamplingParams(temperature=0.9, seed=4, top_p=0.9, max_tokens=24, n=2),
+        SamplingParams(temperature=0.7, seed=5, repetition_penalty=1.2, max_tokens=24),
+    ]
+    with LLM(folder, dtype="float32") as llm:
+        wanted = llm.generate(given, sampling)
+    got = torch_bridge.generate(model, given, sampling, tokenizer=tokenizer)
+    assert tokens(got) == tokens(wanted)
+    for one, other in zip(got, wanted, strict=True):
+        assert [sample.text for sample in one.outputs] == [sample.text for sample in other.outputs]
+        assert one.outputs[0].finish_reason == other.outputs[0].finish_reason
+        assert one.outputs[0].stop_reason == other.outputs[0].stop_reason
+        assert one.prompt == other.prompt
+    for mine, theirs in zip(got[0].outputs[0].logprobs, wanted[0].outputs[0].logprobs, strict=True):
+        assert mine.keys() == theirs.keys()
+        assert all(abs(mine[token] - theirs[token]) < 1e-3 for token in mine)
+
+
+@pytest.mark.slow
+def test_end_ids_and_stop_ids_end_a_request(llama, cache):
+    [prompt] = texts(12, seed=7)
+    said = stock(llama[1], prompt, 9)
+    stops = said[4]
+    at = said.index(stops)
+    params = SamplingParams(temperature=0.0, max_tokens=9, stop_token_ids=(stops,))
+    [out] = run(llama, cache, [prompt], params)
+    assert out.token_ids == said[: at + 1]
+    assert (out.outputs[0].finish_reason, out.outputs[0].stop_reason) == ("stop", stops)
+    model, _ = llama
+    before, model.generation_config.eos_token_id = model.generation_config.eos_token_id, stops
+    try:
+        [out] = run(llama, cache, [prompt], GREEDY)
+        assert (out.token_ids, out.outputs[0].stop_reason) == (said[: at + 1], None)
+        longer = SamplingParams(temperature=0.0, max_tokens=9, min_tokens=9)
+        assert len(run(llama, cache, [prompt], longer)[0].token_ids) == 9
+    finally:
+        model.generation_config.eos_token_id = before
