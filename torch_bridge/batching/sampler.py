@@ -20,8 +20,7 @@ from jaxkv.runner.rows import Row, StepRows
 from jaxkv.runner.sequence_runner import SequenceRunner
 from jaxkv.sampling.features import Features
 from torch_bridge.batching.given_logits import LOGITS, GivenLogits
-from torch_bridge.ops.calls import hand_out
-from torch_bridge.sharing.dlpack import from_torch, jax_device
+from torch_bridge.sharing.dlpack import from_torch, jax_device, to_torch
 from torch_bridge.transformers_cache.tables import padded
 
 
@@ -69,6 +68,7 @@ class Sampler:
             runner = ModelRunner(model, params, layout, {"sampling": entries}, Programs())
         self._runner = SequenceRunner(runner, max_tokens=kind.max_tokens, max_rows=kind.max_rows)
         self._known: dict[int, tuple[RequestState, int]] = {}
+        self._copied: jax.Array | None = None
 
     def admit(self, sequences: Sequence[RequestState]) -> None:
         """Gives each request that has none an entry, and takes those of requests that ended or were preempted."""
@@ -112,12 +112,15 @@ class Sampler:
         runner = self._runner.runner
         size = padded(len(parts), 1)
         spec = runner.fit(StepSpec(size, size, (), self._features, decode=True))
-        # Imported anew, so that the program runs after torch's writes. The next writes come after `hand_out` below.
+        # Imported anew, so that the program runs after torch's writes. Torch's later work runs after `to_torch` below.
         runner.params = {LOGITS: from_torch(self._logits)}
         with jax.default_device(jax_device(self._device)):
             out = self._runner.step(spec, self._rows(parts))
         entries = uploaded(np.array(self._entries(parts), np.int64), self._device)
-        self._last[entries] = hand_out(out)[: len(parts), 0].long()
+        self._last[entries] = to_torch(out)[: len(parts), 0].long()
+        # JAX may reuse the memory of an array that is dropped, and torch's copy is still queued. The next program here
+        # runs after that copy, so the array is kept until it is sent.
+        self._copied = out
         step = InFlightStep(
             parts=tuple(parts),
             epochs=tuple(part.sequence.epoch for part in parts),
