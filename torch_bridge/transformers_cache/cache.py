@@ -167,7 +167,7 @@ class JaxkvCache(Cache):
             for index, plan in enumerate(plans)
         ]
         super().__init__(layers=layers)
-        undo = [hook.remove for hook in watch(model, self)]
+        undo = [watch(model)]
         if graphs.can_replay:
             undo.append(install(model))
         weakref.finalize(self, _detach, undo, sequences).atexit = False
@@ -311,6 +311,10 @@ class JaxkvCache(Cache):
                 "JaxkvCache cannot take back tokens of recurrent layers, which assisted decoding needs; use "
                 "DynamicCache for it, or fork() before tokens that may be removed"
             )
+
+    def watches(self, model: torch.nn.Module) -> bool:
+        """Whether this is the model that the cache was made for."""
+        return model is self._model
 
     def begin(self, call: ForwardCall) -> dict[str, Any]:
         """Prepares a forward and returns its arguments, without the leading columns that the prefix index holds.

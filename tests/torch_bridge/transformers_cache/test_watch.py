@@ -210,3 +210,30 @@ def test_a_compiled_forward_gives_the_same_tokens(llama, attention, monkeypatch)
     cache = JaxkvCache(llama, max_tokens=128)
     assert torch.equal(greedy(llama, ids, mask, 3, past_key_values=cache), wanted)
     torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("others", [1, 2])
+def test_caches_that_come_and_go_while_a_forward_begins_leave_it_alone(llama, others):
+    """As in another thread: torch has listed the hooks of the forward, and has not called all of them."""
+    ids, mask = prompts(1, 12)
+    wanted = greedy(llama, ids, mask, 3)
+    caches, begun = [], []
+
+    def come_and_go(module, args):
+        begun.append(True)
+        caches[1:] = [JaxkvCache(llama, max_tokens=64) for _ in range(others)]
+        if len(begun) == 2:
+            # Also the last one: a forward without a cache lists its hooks, which then go.
+            caches.clear()
+
+    llama.register_forward_pre_hook(come_and_go)
+    caches.append(JaxkvCache(llama, max_tokens=128))
+    caches.append(JaxkvCache(llama, max_tokens=64))
+    hooks = len(llama._forward_pre_hooks)
+    llama(ids, past_key_values=caches[0])
+    assert caches[0].get_seq_length() == 12
+    llama(ids)
+    assert len(begun) == 2
+    assert len(llama._forward_pre_hooks) == hooks - 1
+    caches.append(JaxkvCache(llama, max_tokens=128))
+    assert torch.equal(greedy(llama, ids, mask, 3, past_key_values=caches[0]), wanted)
