@@ -1,7 +1,6 @@
-"""`ReplayedForward`: a model's own `forward`, except that a forward with a cache that can replay it is replayed.
+"""`OwnForward`: a callable in the place of `forward` on an instance of a module, since a hook cannot skip a forward.
 
-It is an attribute of the model instance, since a hook cannot skip a forward. All caches of a model share one; the last
-cache removes it.
+`ReplayedForward` is that of a model whose caches replay its decode steps. All caches share one; the last removes it.
 """
 
 import copy
@@ -18,43 +17,59 @@ from torch_bridge.transformers_cache.uncompiled import uncompiled
 _NAME = "forward"
 
 
-class ReplayedForward:
-    """Callable in the place of `model.forward`. Copied or pickled with its model, it serves the copy.
+class OwnForward:
+    """Callable in the place of a module's `forward`. Copied or pickled with its module, it serves the copy.
 
     Args:
-        model: the model; only a weak reference is kept.
+        module: the module; only a weak reference is kept.
         inner: the `forward` that was an attribute of the instance before; `None` for that of the class.
     """
 
-    def __init__(self, model: torch.nn.Module, inner: Callable[..., Any] | None = None) -> None:
+    def __init__(self, module: torch.nn.Module, inner: Callable[..., Any] | None = None) -> None:
         self.inner = inner
+        self._module = weakref.ref(module)
+
+    def original(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - the module's own
+        """Calls the module's own forward."""
+        if self.inner is not None:
+            return self.inner(*args, **kwargs)
+        module = self.module()
+        return type(module).forward(module, *args, **kwargs)
+
+    def module(self) -> torch.nn.Module:
+        """Returns the module."""
+        module = self._module()
+        if module is None:
+            raise RuntimeError(
+                "the model of this forward no longer exists; call the forward of the copy's own class"
+            )
+        return module
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "OwnForward":
+        # While a module is copied, its copy is in `memo` before the attributes are copied.
+        module = self.module()
+        return type(self)(memo.get(id(module), module), copy.deepcopy(self.inner, memo))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.module(), self.inner)
+
+
+class ReplayedForward(OwnForward):
+    """`OwnForward` of a model.
+
+    Attributes:
+        users: number of caches that have installed it.
+    """
+
+    def __init__(self, model: torch.nn.Module, inner: Callable[..., Any] | None = None) -> None:
+        super().__init__(model, inner)
         self.users = 0
-        self._model = weakref.ref(model)
         self.__signature__ = inspect.signature(inner or getattr(type(model), _NAME).__get__(model))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - the model's own
         """Replays the forward, or calls the model's own."""
         replayed = _replay(kwargs, self.original)
         return self.original(*args, **kwargs) if replayed is None else replayed
-
-    def original(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-        """Calls the model's own forward."""
-        if self.inner is not None:
-            return self.inner(*args, **kwargs)
-        model = self._model()
-        if model is None:
-            raise RuntimeError(
-                "the model of this forward no longer exists; call the forward of the copy's own class"
-            )
-        return type(model).forward(model, *args, **kwargs)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "ReplayedForward":
-        # While a model is copied, its copy is in `memo` before the attributes are copied.
-        model = self._model()
-        return type(self)(memo.get(id(model), model), copy.deepcopy(self.inner, memo))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self._model(), self.inner)
 
 
 @uncompiled

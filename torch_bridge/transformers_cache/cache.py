@@ -24,6 +24,8 @@ from transformers.cache_utils import (
 from jaxkv.cache.owner import CacheOwner
 from jaxkv.cache.spec import group_layers
 from pallas_kernels.dispatch import Unsupported
+from torch_bridge.fused.checked import why_not_fused
+from torch_bridge.fused.install import install as install_fused
 from torch_bridge.graphs.decode_graphs import DecodeGraphs
 from torch_bridge.graphs.forward import install
 from torch_bridge.graphs.recorder import recorder_for
@@ -53,6 +55,8 @@ class JaxkvCacheStats:
         graph_seconds: time that the recordings took.
         why_not_replayed: why the latest decode step was not replayed; `None` if it was, or if there was none.
         why_recorded_again: why the graphs were last dropped; `None` if they never were.
+        why_not_fused: why small operations of decode steps run one by one where a kernel was tried; `None` if none
+            failed. It is the same for all caches.
     """
 
     tokens_computed: int
@@ -65,6 +69,7 @@ class JaxkvCacheStats:
     graph_seconds: float
     why_not_replayed: str | None
     why_recorded_again: str | None
+    why_not_fused: str | None
 
 
 class CacheParts(NamedTuple):
@@ -167,7 +172,7 @@ class JaxkvCache(Cache):
             for index, plan in enumerate(plans)
         ]
         super().__init__(layers=layers)
-        undo = [watch(model)]
+        undo = [watch(model), install_fused(model, self._store.device)]
         if graphs.can_replay:
             undo.append(install(model))
         weakref.finalize(self, _detach, undo, sequences).atexit = False
@@ -201,6 +206,7 @@ class JaxkvCache(Cache):
             graph_seconds=self._graphs.seconds,
             why_not_replayed=self._graphs.why_not,
             why_recorded_again=self._graphs.why_again,
+            why_not_fused=why_not_fused(),
         )
 
     def fork(self) -> "JaxkvCache":

@@ -12,7 +12,7 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from torch_bridge.graphs.forward import ReplayedForward
+from torch_bridge.graphs.forward import OwnForward
 from torch_bridge.transformers_cache.checksum import checksums
 from torch_bridge.transformers_cache.watch import Hook
 
@@ -101,7 +101,7 @@ class _Reading:
         elif isinstance(found, torch.nn.Module | PreTrainedConfig):
             # A copy, since another thread may add hooks to the model during the walk.
             items = list(vars(found).items())
-            self._visit_items(_without_replays(item for item in items if item[0] not in _MACHINERY))
+            self._visit_items(_without_own(item for item in items if item[0] not in _MACHINERY))
             if isinstance(found, torch.nn.Module):
                 self.visit(type(found).forward)
         elif isinstance(found, Mapping):
@@ -146,10 +146,10 @@ class _Reading:
             self.objects.append(tensor)
 
 
-def _without_replays(items: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-    """Yields attributes without a cache's replay of `forward`, which changes nothing that the model computes."""
+def _without_own(items: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+    """Yields attributes without a cache's own `forward`, which changes nothing that the model computes."""
     for name, value in items:
-        if not isinstance(value, ReplayedForward):
+        if not isinstance(value, OwnForward):
             yield name, value
         elif value.inner is not None:
             yield name, value.inner

@@ -1,0 +1,246 @@
+"""Forwards of known modules whose small operations run as one kernel, in decode steps on pages.
+
+A module is known by the bytecode of its class's forward. Before a kernel is used, it is compared with the module's own
+operations on made-up numbers. All other calls run the module's own forward.
+"""
+
+import types
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch.nn.modules import module as torch_module
+from transformers.activations import GELUTanh, SiLUActivation
+from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
+from transformers.models.llama import modeling_llama as llama
+from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
+
+from torch_bridge.fused import kernels
+from torch_bridge.fused.checked import agree, is_right, numbers
+from torch_bridge.graphs.forward import OwnForward
+from torch_bridge.transformers_cache.step import active
+
+IS_ON = True
+"""Whether kernels run at all; otherwise every module's own forward does."""
+
+_DTYPES = (torch.bfloat16, torch.float16)
+_NORMS = {
+    llama.LlamaRMSNorm: kernels.ROUNDED,
+    GemmaRMSNorm: kernels.CENTRED,
+    Olmo2RMSNorm: kernels.WIDE,
+}
+_ACTIVATIONS = {
+    torch.nn.SiLU: kernels.SILU,
+    SiLUActivation: kernels.SILU,
+    GELUTanh: kernels.GELU_TANH,
+}
+_ROTATION = "apply_rotary_pos_emb"
+
+
+class FusedForward(OwnForward):
+    """Callable in the place of a module's forward; refers to the module weakly, and is copied and pickled with it."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - the module's own
+        """Computes the module's forward, with a kernel where one stands for it."""
+        module: Any = self.module()
+        if IS_ON and not torch.compiler.is_compiling() and _is_wanted():
+            out = self.fused(module, *args, **kwargs)
+            if out is not None:
+                return out
+        return type(module).forward(module, *args, **kwargs)
+
+    def fused(self, module: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        """Returns the forward's result, or `None` if no kernel stands for it."""
+        raise NotImplementedError
+
+
+class FusedNorm(FusedForward):
+    """RMS norms in the forms of Llama, Gemma and OLMo 2."""
+
+    def fused(self, module: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        """Returns the norm of one tensor."""
+        form = _form_of_norm(type(module))
+        if kwargs or len(args) != 1 or form is None:
+            return None
+        x, weight = args[0], module.weight
+        if not _fits(x, weight) or x.shape[-1:] != weight.shape:
+            return None
+        eps = module.variance_epsilon if hasattr(module, "variance_epsilon") else module.eps
+
+        def check() -> bool:
+            given = numbers((2, len(weight)), weight)
+            return agree(
+                kernels.norm(given, weight, eps, form), type(module).forward(module, given)
+            )
+
+        if not is_right(("norm", type(module), len(weight), weight.dtype, weight.device), check):
+            return None
+        return kernels.norm(x, weight, eps, form)
+
+
+class FusedGate(FusedForward):
+    """Feed-forward layers `down(activation(gate(x)) * up(x))`."""
+
+    def fused(self, module: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        """Returns the layer's result; the projections are called as modules."""
+        if kwargs or len(args) != 1:
+            return None
+        x, activation = args[0], module.act_fn
+        form = _ACTIVATIONS.get(type(activation))
+        if form is None or _is_changed(activation) or not _fits(x, x):
+            return None
+
+        def check() -> bool:
+            given, up = numbers((2, 3000), x), numbers((2, 3000), x, 1.3)
+            return agree(kernels.gate(given, up, form), activation(given) * up)
+
+        if not is_right(("gate", type(activation), x.dtype, x.device), check):
+            return None
+        given, up = module.gate_proj(x), module.up_proj(x)
+        same = given.shape == up.shape and given.dtype == up.dtype
+        fits = same and _fits(given, up) and up.is_contiguous()
+        return module.down_proj(kernels.gate(given, up, form) if fits else activation(given) * up)
+
+
+class Rotating(FusedForward):
+    """Attention layers: their class's own forward, which finds a kernel in the place of `apply_rotary_pos_emb`."""
+
+    def fused(self, module: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        """Returns the layer's result."""
+        forward = type(module).forward
+        own = _rotation_of(forward)
+        if own is None:
+            return None
+        turned = types.FunctionType(
+            forward.__code__,
+            {**forward.__globals__, _ROTATION: partial(_rotated, own)},
+            forward.__name__,
+            forward.__defaults__,
+            forward.__closure__,
+        )
+        turned.__kwdefaults__ = forward.__kwdefaults__
+        return turned(module, *args, **kwargs)
+
+
+def _rotated(
+    own: Callable[..., Any],
+    q: torch.Tensor,
+    k: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    *args: Any,  # noqa: ANN401 - the model's own
+    **kwargs: Any,  # noqa: ANN401
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns `own(q, k, cos, sin, ...)`."""
+
+    def check() -> bool:
+        given = [numbers((2, heads, 1, q.shape[3]), q, heads) for heads in (3, 2)]
+        angles = [numbers((2, 1, q.shape[3]), q, factor) for factor in (0.6, 0.8)]
+        pairs = zip(kernels.rotate(*given, *angles), own(*given, *angles), strict=True)
+        return all(agree(*pair) for pair in pairs)
+
+    kind = ("rotation", own, q.shape[-1], q.dtype, q.device)
+    if args or kwargs or not _fits_rotation(q, k, cos, sin) or not is_right(kind, check):
+        return own(q, k, cos, sin, *args, **kwargs)
+    return kernels.rotate(q, k, cos, sin)
+
+
+def _fits_rotation(*tensors: torch.Tensor) -> bool:
+    """Whether queries and keys are those of one token per row, and the angles are one per element of a head."""
+    q, k, cos, sin = tensors
+    rows, width = len(q), q.shape[-1]
+    if not all(map(_is_plain, tensors)) or not (q.dtype == k.dtype == cos.dtype == sin.dtype):
+        return False
+    if q.ndim != 4 or k.shape != (rows, k.shape[1], 1, width) or q.shape[2] != 1 or width % 2:
+        return False
+    if cos.shape not in ((rows, 1, width), (1, 1, width)) or sin.shape != cos.shape:
+        return False
+    return (
+        all(one.stride(1) == width and one.stride(3) == 1 for one in (q, k))
+        and cos.stride() == sin.stride()
+        and cos.stride(2) == 1
+    )
+
+
+def kind_of(module: torch.nn.Module) -> type[FusedForward] | None:
+    """Returns the fused forward of a module, or `None` if its class's forward is unknown or not the one it calls."""
+    forward = type(module).forward
+    if "forward" in vars(module) or not isinstance(forward, types.FunctionType):
+        return None
+    if _form_of_norm(type(module)) is not None and isinstance(
+        getattr(module, "weight", None), torch.nn.Parameter
+    ):
+        return FusedNorm
+    if _is_same(forward, llama.LlamaMLP.forward) and type(module.act_fn) in _ACTIVATIONS:
+        return FusedGate
+    return None if _rotation_of(forward) is None else Rotating
+
+
+@cache
+def _form_of_norm(kind: type) -> int | None:
+    """Returns the form of a class of norms, or `None`."""
+    for known, form in _NORMS.items():
+        same_norm = getattr(kind, "_norm", None) is getattr(known, "_norm", None) or _is_same(
+            getattr(kind, "_norm", None), getattr(known, "_norm", None)
+        )
+        if same_norm and _is_same(kind.forward, known.forward):
+            return form
+    return None
+
+
+def _rotation_of(forward: types.FunctionType) -> types.FunctionType | None:
+    """Returns the rotation that a forward calls, if it is Llama's."""
+    if _ROTATION not in forward.__code__.co_names:
+        return None
+    own = forward.__globals__.get(_ROTATION)
+    return own if _is_same(own, llama.apply_rotary_pos_emb) else None
+
+
+def _is_same(function: object, known: object) -> bool:
+    """Whether two functions have the same code, apart from texts such as docstrings."""
+    if not isinstance(function, types.FunctionType) or not isinstance(known, types.FunctionType):
+        return False
+    return _bytecode(function) == _bytecode(known)
+
+
+def _bytecode(function: types.FunctionType) -> tuple[Any, ...]:
+    code = function.__code__
+    numbers = tuple((type(one), one) for one in code.co_consts if not isinstance(one, str))
+    return code.co_code, numbers, code.co_names, function.__defaults__, function.__closure__
+
+
+def _is_wanted() -> bool:
+    step = active()
+    return step is not None and step.decodes and step.attends_pages
+
+
+def _fits(x: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether a kernel can compute with two tensors."""
+    return (
+        _is_plain(x)
+        and _is_plain(other)
+        and x.dtype == other.dtype
+        and x.is_contiguous()
+        and other.is_contiguous()
+    )
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return (
+        type(tensor) in (torch.Tensor, torch.nn.Parameter)
+        and tensor.dtype in _DTYPES
+        and _runs_on(tensor.device)
+        and not (torch.is_grad_enabled() and tensor.requires_grad)
+    )
+
+
+def _runs_on(device: torch.device) -> bool:
+    if device.type != "cuda" or torch.is_autocast_enabled("cuda"):
+        return False
+    return device.index == torch.cuda.current_device()
+
+
+def _is_changed(activation: torch.nn.Module) -> bool:
+    hooks = activation._forward_hooks or activation._forward_pre_hooks
+    return bool(hooks or torch_module._has_any_global_hook() or "forward" in vars(activation))
