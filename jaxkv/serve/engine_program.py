@@ -22,11 +22,9 @@ from types import MappingProxyType
 from jaxkv.config.cache import CacheConfig
 from jaxkv.config.engine import EngineConfig
 from jaxkv.engine.command_loop import CommandLoop, StepTimer
-from jaxkv.engine.drive import error_of, timing_of, usage_of
 from jaxkv.engine.first_runs import run_steps
 from jaxkv.engine.recovery import is_fatal, is_loss
 from jaxkv.engine.request import Request
-from jaxkv.engine.request_state import RequestState
 from jaxkv.errors import STEP_FAILURES, CachePoisoned, OutOfPages, OutOfStates, ProgramRefused
 from jaxkv.llm import LLM
 from jaxkv.models.hf_config.generation_json import load_sampling_defaults
@@ -34,12 +32,12 @@ from jaxkv.monitoring.inspection import draw
 from jaxkv.sampling.processors import LogitsProcessor
 from jaxkv.serve import exit_codes
 from jaxkv.serve.inbox import Inbox
+from jaxkv.serve.served_sample import ServedSample
 from jaxkv.serve.warm_samplings import WARM_SAMPLINGS
 from jaxkv.serve.wire import (
     Abort,
     Alive,
     AskStats,
-    Ended,
     Failed,
     FrameWriter,
     FromEngine,
@@ -51,7 +49,6 @@ from jaxkv.serve.wire import (
     StepDone,
     Submit,
     ToEngine,
-    Tokens,
     WireDamaged,
     unpack_sampling,
 )
@@ -137,7 +134,7 @@ class EngineServer:
         self._sampling_defaults = sampling_defaults
         self._loop = CommandLoop(llm.engine, llm.lock, self._deliver, self)
         self._sender = _Sender(inbox.end, self._loop.end)
-        self._calls: dict[int, list[RequestState]] = {}
+        self._calls: dict[int, list[ServedSample]] = {}
 
     def run(self) -> None:
         """Serves until the socket is closed.
@@ -254,7 +251,7 @@ class EngineServer:
 
     def _accept(self, call: int, requests: list[Request]) -> None:
         try:
-            samples = self._engine.add(requests, streamed=True, as_text=False)
+            samples = self._engine.add(requests, as_text=False)
         except (OutOfPages, OutOfStates):
             self._accept_later(call, requests)
         except ValueError as error:
@@ -263,7 +260,7 @@ class EngineServer:
             _LOG.exception("a call could not be begun")
             self._sender.send(Refused(call, type(error).__name__, "engine"))
         else:
-            self._calls[call] = samples
+            self._calls[call] = [ServedSample(each) for each in samples]
             if (scores := samples[0].prompt_logprobs) is not None:
                 self._sender.send(PromptScored(call, scores))
 
@@ -279,10 +276,9 @@ class EngineServer:
         samples = self._calls.get(call, [])
         for index, each in enumerate(samples):
             if sample is None or index == sample:
-                self._engine.abort(each)
-                if each.pieces is not None:
-                    each.pieces.clear()
-        if all(each.reason is not None for each in samples):
+                self._engine.abort(each.state)
+                each.is_over = True
+        if all(each.is_over for each in samples):
             self._calls.pop(call, None)
 
     def _answer(self, query: int, *, pages: bool) -> None:
@@ -296,14 +292,11 @@ class EngineServer:
         """Sends the new tokens of all calls in one frame."""
         new, ended = [], []
         for call, samples in self._calls.items():
-            is_open = False
             for index, sample in enumerate(samples):
-                if sample.pieces:
-                    new.append(_tokens(call, index, sample))
-                if sample.reason is None:
-                    is_open = True
-            if samples and not is_open:
-                ended.append(call)
+                if sample.has_news:
+                    new.append(sample.take(call, index))
+                    if sample.is_over and all(each.is_over for each in samples):
+                        ended.append(call)
         for call in ended:
             del self._calls[call]
         if new:
@@ -335,32 +328,6 @@ def exit_code_of(error: BaseException) -> int:
     if is_fatal(error):
         return exit_codes.DEVICE_BROKEN
     return exit_codes.OUT_OF_MEMORY if is_loss(error) else exit_codes.FAILED
-
-
-def _tokens(call: int, index: int, sample: RequestState) -> Tokens:
-    """Returns what a sample has generated since the last time, and takes it from the sample."""
-    assert sample.pieces is not None, "a served sample keeps its pieces"
-    ids, logprobs, reason = [], [], None
-    while sample.pieces:
-        piece = sample.pieces.popleft()
-        if piece.token_id is not None:
-            ids.append(piece.token_id)
-            if piece.logprobs is not None:
-                logprobs.append(piece.logprobs)
-        reason = piece.finish_reason
-    ended = None if reason is None else _ended(reason, sample)
-    return Tokens(call, index, ids, logprobs or None, ended)
-
-
-def _ended(reason: str, sample: RequestState) -> Ended:
-    usage = usage_of([sample])
-    return Ended(
-        reason,
-        error_of(sample),
-        usage.cached_tokens,
-        usage.preemptions,
-        timing_of(sample).queue_seconds,
-    )
 
 
 def _first_message(inbox: Inbox) -> Start:
