@@ -77,10 +77,11 @@ def measure(
     found = []
     for seed, load in enumerate(loads):
         workload = load.workload(seed)
-        steps = engine.steps
+        steps, waited = engine.steps, engine.wait_seconds
         due = arrivals(load.requests, load.rate, seed)
         figures = figures_of(serve(engine, workload.draw(engine.runner.model.vocab_size), due))
-        found.append(asdict(figures) | {"load": str(load), "steps": engine.steps - steps})
+        counts = {"steps": engine.steps - steps, "wait_seconds": engine.wait_seconds - waited}
+        found.append(asdict(figures) | {"load": str(load)} | counts)
     assert engine.runner.programs.compiled_late == 0, "a program was compiled while it was measured"
     return found
 

@@ -5,7 +5,8 @@
 Each shape runs with random weights and a made-up tokenizer of its vocabulary: once in one process without HTTP
 (`benchmarks.engine_loads`), and once as `jaxkv serve` with `jaxkv bench serve` as client. Both get prompts of the same
 lengths: all at once, several times, and then a few per second. Programs are compiled, and run once, before both. The
-engine alone writes no text, so the difference is all that a server adds. One record is written for each shape.
+engine alone writes no text, so the difference is all that a server adds. Where a step waits little for the device, the
+host is the limit. One record is written for each shape.
 """
 
 import argparse
@@ -18,18 +19,27 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from urllib.request import urlopen
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from benchmarks.engine_loads import Load
 from jaxkv.bench.shapes import SHAPES
 from jaxkv.config.model import ModelConfig
+from jaxkv.serve.stats_poll import GOOD_SECONDS
 
 Row = dict[str, Any]
 
 _READY_SECONDS = 400
+_COUNTERS = {
+    "steps": "steps",
+    "wait_seconds": "device_wait_seconds",
+    "evictions": "prefix_cache_evictions",
+}
+"""Name here -> name of a counter among the server's metrics."""
 _NAMES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 
 
@@ -114,15 +124,15 @@ def server(directory: Path, options: Sequence[str]) -> Iterator[tuple[str, int]]
         process.wait(60)
 
 
-def served(url: str, pid: int, load: Load, vocab_size: int, seed: int, warm_up: int) -> Row:
-    """Returns the figures of requests to a server, and the CPU seconds of both its processes."""
+def served(url: str, pid: int, load: Load, vocab_size: int, seed: int) -> Row:
+    """Returns the figures of requests to a server, the CPU seconds of both its processes, and the engine's counts."""
     with tempfile.TemporaryDirectory() as folder:
         target = Path(folder) / "result.json"
         command = [sys.executable, "-m", "jaxkv.cli", "bench", "serve", f"--base-url={url}"]
         command += [f"--result-json={target}", f"--vocab-size={vocab_size}", "--ignore-eos"]
-        before = _cpu_seconds(pid)
+        before, counted = _cpu_seconds(pid), _counters(url)
         done = subprocess.run(
-            [*command, f"--warm-up={warm_up}", f"--seed={seed}", *_options(load)],
+            [*command, f"--seed={seed}", *_options(load)],
             capture_output=True,
             text=True,
             check=False,
@@ -130,7 +140,20 @@ def served(url: str, pid: int, load: Load, vocab_size: int, seed: int, warm_up: 
         if done.returncode:
             raise RuntimeError(f"the client failed: {done.stderr[-2000:]}")
         used = [now - then for now, then in zip(_cpu_seconds(pid), before, strict=True)]
-        return json.loads(target.read_text()) | {"cpu_seconds": used}
+        # The server answers with figures that are younger than this.
+        time.sleep(2 * GOOD_SECONDS)
+        counts = {name: now - counted[name] for name, now in _counters(url).items()}
+        return json.loads(target.read_text()) | counts | {"cpu_seconds": used}
+
+
+def _counters(url: str) -> dict[str, float]:
+    """Returns the engine's steps, waits for the device and evictions so far, from the server's metrics."""
+    with urlopen(f"{url}/metrics", timeout=30) as answer:
+        text = answer.read().decode()
+    return {
+        name: float(re.search(rf"^jaxkv:{metric}_total{{.*}} (\S+)$", text, re.MULTILINE)[1])  # pyright: ignore[reportOptionalSubscript] - the server writes all of them
+        for name, metric in _COUNTERS.items()
+    }
 
 
 def _options(load: Load) -> list[str]:
@@ -167,12 +190,11 @@ def measure(shape: str, loads: Sequence[Load]) -> Iterator[Row]:
         warm = f"--warm-up={most}:{max(load.prompt_tokens for load in loads)}:greedy"
         began = time.monotonic()
         with server(Path(folder), [*sizes, warm]) as (url, pid):
-            started = time.monotonic() - began
+            started, vocab_size = time.monotonic() - began, SHAPES[shape].vocab_size
+            # The first requests import modules and fill caches of texts.
+            served(url, pid, replace(loads[0], requests=min(most, 16)), vocab_size, len(loads))
             for index, (load, before) in enumerate(zip(loads, engine, strict=True)):
-                # Its first requests import modules and fill caches of texts.
-                warm_up = 0 if index else min(most, 16)
-                vocab_size = SHAPES[shape].vocab_size
-                after = served(url, pid, load, vocab_size, index, warm_up)
+                after = served(url, pid, load, vocab_size, index)
                 yield _row(shape, load, before, after) | {"server_start_s": started}
 
 
@@ -194,9 +216,26 @@ def _row(shape: str, load: Load, before: Mapping[str, Any], after: Mapping[str, 
         "server_ttft_p50_ms": after["median_ttft_ms"],
         "engine_ttft_p99_ms": before["ttft_ms"]["p99"],
         "server_ttft_p99_ms": after["p99_ttft_ms"],
+        **_steps("engine", load, before, before["seconds"]),
+        **_steps("server", load, after, after["duration"]),
+        "server_evicted_pages": after["evictions"],
         "http_process_cores": http / after["duration"],
         "engine_process_cores": engine_process / after["duration"],
         "http_process_us_per_token": http / after["total_output_tokens"] * 1e6,
+    }
+
+
+def _steps(which: str, load: Load, counts: Mapping[str, Any], seconds: float) -> Row:
+    """Returns the steps of a measurement, how long one waited for the device, and the host's time between two waits.
+
+    At a rate of requests the engine is idle in between, so the host's time is not known.
+    """
+    steps, waited = counts["steps"], counts["wait_seconds"]
+    host = {f"{which}_host_ms_per_step": (seconds - waited) / steps * 1e3}
+    return {
+        f"{which}_steps": int(steps),
+        f"{which}_wait_ms_per_step": waited / steps * 1e3,
+        **(host if load.rate is None else {}),
     }
 
 

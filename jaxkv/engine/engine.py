@@ -140,6 +140,11 @@ class Engine:
         return self._pipeline.steps
 
     @property
+    def wait_seconds(self) -> float:
+        """Time that steps have waited for the device; the rest of a busy engine's time is the host's."""
+        return self._pipeline.wait_seconds
+
+    @property
     def has_work(self) -> bool:
         """Whether a request is waiting or running, or a step is in flight; False while the engine sleeps."""
         return not self.asleep and bool(

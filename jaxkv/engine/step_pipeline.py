@@ -4,6 +4,7 @@ A plan is sent as several decode steps in one program, as one step, or as a smal
 """
 
 import logging
+import time
 from collections import deque
 from collections.abc import Sequence
 
@@ -43,6 +44,7 @@ class StepPipeline:
 
     Attributes:
         steps: number of steps sent so far.
+        wait_seconds: time that `receive` has waited for the device.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class StepPipeline:
         self._state_checkpoints = state_checkpoints
         self._in_flight: deque[InFlightStep] = deque()
         self.steps = 0
+        self.wait_seconds = 0.0
 
     @property
     def num_in_flight(self) -> int:
@@ -73,12 +76,13 @@ class StepPipeline:
         Raises:
             JaxRuntimeError: the program failed on the device, and the cache is lost.
         """
-        step = self._in_flight.popleft()
+        step, began = self._in_flight.popleft(), time.perf_counter()
         try:
             packed = self._runner.read(step.out)
         except jax.errors.JaxRuntimeError as error:
             self._oom_backoff.note_failure(step.shape, error, lost=True)
             raise
+        self.wait_seconds += time.perf_counter() - began
         self._oom_backoff.note_success(step.shape)
         return step, step.unpack(packed)
 

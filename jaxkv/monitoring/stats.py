@@ -51,6 +51,7 @@ class Stats:
         compiled_late: number of programs that were compiled after the warm-up.
         running, waiting: number of requests in each queue.
         steps: number of dispatched steps.
+        wait_seconds: time that steps have waited for the device; the rest of a busy engine's time is the host's.
         recoveries: number of lost caches that were replaced.
         prefix: hits and evictions of the prefix cache; `None` if it is off.
         host_cache: memory of the host tier: "pinned_host", "pageable" (slower), "off", or "disabled: " and the reason.
@@ -70,6 +71,7 @@ class Stats:
     running: int
     waiting: int
     steps: int
+    wait_seconds: float
     recoveries: int
     prefix: PrefixStats | None
     host_cache: str
@@ -94,6 +96,7 @@ def collect_stats(engine: Engine) -> Stats:
         running=len(engine.scheduler.running),
         waiting=len(engine.scheduler.waiting),
         steps=engine.steps,
+        wait_seconds=engine.wait_seconds,
         recoveries=engine.recoveries,
         prefix=None if engine.prefix is None else engine.prefix.stats,
         host_cache=engine.why_no_host if engine.host is None else engine.host.kind,

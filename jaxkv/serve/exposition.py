@@ -125,6 +125,11 @@ class _Metrics(Collector):
         )
         yield from self._groups(stats)
         yield self._counter("jaxkv:steps", "Steps of the engine.", stats["steps"])
+        yield self._counter(
+            "jaxkv:device_wait_seconds",
+            "Time that steps have waited for the device.",
+            stats["wait_seconds"],
+        )
         yield self._counter("jaxkv:recoveries", "Lost caches replaced.", stats["recoveries"])
         yield self._gauge("jaxkv:programs", "Compiled programs.", stats["programs"])
         yield self._counter(

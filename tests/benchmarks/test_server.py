@@ -1,5 +1,7 @@
 """The benchmark of the server: its models are those of the shapes, and its rows compare the same figures."""
 
+from dataclasses import replace
+
 import pytest
 
 from benchmarks.engine_loads import Load, measure, parse_load
@@ -9,7 +11,13 @@ from jaxkv.models.registry import load_config
 from jaxkv.text.tokenizer import load_tokenizer
 
 LOAD = Load(requests=4, prompt_tokens=8, output_tokens=10)
-ALONE = {"output_tokens_per_second": 100.0, "ttft_ms": {"p50": 5.0, "p99": 9.0}}
+ALONE = {
+    "output_tokens_per_second": 100.0,
+    "ttft_ms": {"p50": 5.0, "p99": 9.0},
+    "seconds": 4.0,
+    "steps": 10,
+    "wait_seconds": 3.0,
+}
 SERVED = {
     "failed": 0,
     "errors": [],
@@ -19,6 +27,9 @@ SERVED = {
     "cpu_seconds": [2.0, 3.0],
     "duration": 4.0,
     "total_output_tokens": 40,
+    "steps": 10.0,
+    "wait_seconds": 1.0,
+    "evictions": 2.0,
 }
 
 
@@ -43,6 +54,10 @@ def test_a_row_compares_the_server_with_the_engine():
     assert row["http_process_cores"] == pytest.approx(0.5)
     assert row["engine_process_cores"] == pytest.approx(0.75)
     assert row["http_process_us_per_token"] == pytest.approx(50_000)
+    assert row["engine_wait_ms_per_step"] == pytest.approx(300)
+    assert row["engine_host_ms_per_step"] == pytest.approx(100)
+    assert row["server_host_ms_per_step"] == pytest.approx(300)
+    assert "server_host_ms_per_step" not in _row("tiny", replace(LOAD, rate=1.0), ALONE, SERVED)
 
 
 def test_failed_requests_are_no_measurement():

@@ -76,6 +76,7 @@ def fake_stats():
         "running": len(running),
         "waiting": 2,
         "steps": 4242,
+        "wait_seconds": 2.5,
         "recoveries": 0,
         "prefix": asdict(PrefixStats(hits=20, misses=14, tokens_reused=2100, tokens_computed=9800)),
         "host_cache": "pinned_host",
