@@ -42,6 +42,7 @@ def test_a_written_model_has_the_shape_and_a_text_for_each_id(shape, tmp_path):
     assert read.tie_embeddings == wanted.tie_embeddings
     assert read.rope.kind == wanted.rope.kind
     tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer is not None
     last = wanted.vocab_size - 1
     assert len(tokenizer.decode([last, last])) >= 2
 
