@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, overload
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Sharding
 
 from jaxkv.cache.prefix.report import Explanation
 from jaxkv.config.cache import CacheConfig
@@ -48,6 +49,7 @@ from jaxkv.plan import (
 )
 from jaxkv.programs.jax_cache import enable_compile_cache
 from jaxkv.programs.manifest import Programs
+from jaxkv.rollout import Rollout, column_count, rollout_of
 from jaxkv.runner.model_runner import ModelRunner
 from jaxkv.runner.param_types import ParamTypes, params_of_model
 from jaxkv.runner.scoring import score_program, score_texts
@@ -620,6 +622,56 @@ class LLM:
             self._recover()
             made = serve_all(self.engine, requests, progress=shown)
         return [output_of(samples, self.tokenizer) for samples in made]
+
+    def rollout(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        prompt_width: int | None = None,
+        output_width: int | None = None,
+        pad_id: int = 0,
+        device: jax.Device | Sharding | None = None,  # pyright: ignore[reportInvalidTypeForm]
+        progress: bool | None = None,
+        **options: object,
+    ) -> Rollout:
+        """Generates as `generate` does, and returns all samples as padded arrays for a train step.
+
+        Samples of a prompt share its pages. A sample that failed has fewer tokens and the reason 3.
+
+        Args:
+            prompts: as for `generate`.
+            sampling: as for `generate`; `logprobs_mode` names the distribution of the log-probabilities.
+            prompt_width: columns of prompts, so that a compiled train step sees one shape; the longest prompt if not
+                given.
+            output_width: columns of outputs; the largest `max_tokens` if not given, or the longest output if one is
+                `None`.
+            pad_id: fills the columns that have no token.
+            device: a device or sharding for the arrays; NumPy arrays if not given.
+            progress: as for `generate`.
+            options: as for `generate`.
+
+        Raises:
+            ValueError: as for `generate`, there is no prompt, or a prompt or output is longer than its width.
+        """
+        call = as_call("LLM.rollout", options, sampling=sampling, progress=progress)
+        listed = as_prompts(prompts)
+        if not listed:
+            raise ValueError("a rollout needs at least one prompt, got none")
+        if prompt_width is not None:
+            column_count("prompt", [len(self._tokenize(one).ids) for one in listed], prompt_width)
+        chosen = [
+            one if one.logprobs is not None else replace(one, logprobs=0)
+            for one in one_each(call["sampling"], len(listed))
+        ]
+        limits = [one.max_tokens for one in chosen if one.max_tokens is not None]
+        if len(limits) == len(chosen):
+            output_width = column_count("output", limits, output_width)
+        outputs = self.generate(listed, chosen, progress=call["progress"])
+        made = rollout_of(
+            outputs, prompt_width=prompt_width, output_width=output_width, pad_id=pad_id
+        )
+        return made if device is None else made.to(device)
 
     def stream(
         self, prompt: Prompt, sampling: SamplingParams | None = None, **options: object

@@ -6,6 +6,7 @@ import pytest
 from jaxkv import LLM, CacheConfig, SamplingParams
 from jaxkv.errors import ProgramRefused
 from jaxkv.programs.manifest import compile_count
+from jaxkv.rollout import NO_EXPERT
 
 torch = pytest.importorskip("torch")
 cases = pytest.importorskip("tests.models.families.cases")
@@ -64,6 +65,18 @@ def test_prompts_samples_and_cached_prefixes_have_the_experts_of_transformers(pa
     assert [one.usage.cached_tokens for one in (*first, *again)] == [0, 0, 16, 16]
     for output in (*first, *again):
         check(output, theirs)
+
+
+def test_rollouts_have_them_beside_the_concatenated_tokens(pair):
+    case, theirs, llm = pair
+    rollout = llm.rollout([case.prompt(21), case.prompt(3, offset=1)], SAMPLING)
+    ids = np.concatenate([rollout.prompt_ids, rollout.output_ids], axis=1)
+    mask = np.concatenate([rollout.prompt_mask, rollout.output_mask], axis=1)
+    for tokens, real, experts in zip(ids, mask, rollout.routed_experts, strict=True):
+        computed = np.flatnonzero(real)[:-1]
+        wanted = chosen_by(theirs, tokens[computed].tolist())
+        np.testing.assert_array_equal(np.sort(experts[computed], axis=2), wanted)
+        assert (np.delete(experts, computed, axis=0) == NO_EXPERT).all()
 
 
 @pytest.mark.slow
