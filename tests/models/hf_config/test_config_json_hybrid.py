@@ -539,10 +539,9 @@ def test_sizes_that_do_not_fit_are_refused(family, change):
 
 
 def test_mixers_sizes_that_contradict_each_other_are_named():
-    """Transformers 5.17 writes such files from Zyphra's first ones, which have no n_mamba_heads."""
-    message = "n_mamba_heads = 8 and mamba_headdim = 16, which contradict the mixers' width of 256"
+    message = "n_mamba_heads = 16 and mamba_headdim = 32, which contradict the mixers' width of 256"
     with pytest.raises(ValueError, match=message):
-        read_config(ZAMBA2 | {"mamba_headdim": 16})
+        read_config(ZAMBA2 | {"n_mamba_heads": 16})
 
 
 def test_qwen3_5_rotates_text_as_others_do_and_has_experts_in_all_layers_or_none():
@@ -661,6 +660,11 @@ def test_the_names_of_zyphras_first_files_are_read():
     older = {names.get(key, key): value for key, value in ZAMBA2.items() if key != "n_mamba_heads"}
     older |= {"ft_lora": False, "gated_linear_unit": True, "use_shared_block_lora": True}
     assert read_config(older) == read_config(ZAMBA2)
+    # Transformers 5.17 saves such a file with both names and its default number of heads, whatever the width says.
+    wide = older | {"mamba_headdim": 16}
+    saved_again = {**ZAMBA2, **wide, "n_mamba_heads": 8}
+    assert read_config(saved_again) == read_config(wide)
+    assert read_config(wide).mamba.heads == 16
 
 
 def test_jamba_places_attention_and_experts_by_period_and_offset():

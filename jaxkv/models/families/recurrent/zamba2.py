@@ -127,8 +127,15 @@ def from_hf(raw: Mapping[str, object]) -> ModelConfig:
 
 
 def _renamed(raw: Mapping[str, object]) -> dict[str, object]:
-    """Returns the file with newer names of its keys; raises `UnknownConfig` if two names contradict each other."""
+    """Returns the file with newer names of its keys; raises `UnknownConfig` if two names contradict each other.
+
+    Zyphra's first files give the width of a mixer's head and not the number of heads. Transformers 5 adds its default
+    number when it saves such a file again. So the default number is left out, and the width decides.
+    """
     renamed = dict(raw)
+    heads, default = _KEYS.heads
+    if renamed.get("mamba_headdim") is not None and renamed.get(heads) == default:
+        del renamed[heads]
     for older, newer in _OLDER.items():
         value = renamed.pop(older, None)
         if value is not None and renamed.setdefault(newer, value) != value:
