@@ -159,22 +159,17 @@ def _read(raw: Mapping[str, object]) -> ModelConfig:
     refuse_code(raw)
     model_type = raw.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
-        raise UnknownConfig(
-            f"config.json: model_type {str(model_type)[:80]!r} is not supported{_hint(raw)}; "
-            f"supported are {', '.join(FAMILIES)}"
-        )
+        what = f": model_type {str(model_type)[:80]!r} is not supported"
+        if model_type is None:
+            what = " lacks model_type"
+        raise UnknownConfig(f"config.json{what}{_hint(raw)}; supported are {', '.join(FAMILIES)}")
     return FAMILIES[model_type].read(raw)
 
 
 def _hint(raw: Mapping[str, object]) -> str:
     """Returns what may be done about a file without a supported `model_type`, as the rest of a clause."""
     if raw.get("model_type") is None and "ssm_cfg" in raw:
-        attends = ", and has attention layers, which Mamba-2 has not in Transformers"
-        convert = (
-            ": convert the model with convert_mamba2_ssm_checkpoint_to_pytorch.py of Transformers' "
-            "repository"
-        )
-        return f" (the file is of the package mamba_ssm{attends if raw.get('attn_layer_idx') else convert})"
+        return f" (the file is of the package mamba_ssm{_of_mamba_ssm(raw)})"
     if raw.get("model_type") is None:
         named = raw.get("architectures")
         first = str(named[0]).lower() if isinstance(named, list) and named else ""
@@ -185,6 +180,16 @@ def _hint(raw: Mapping[str, object]) -> str:
     if isinstance(inner, str) and inner in FAMILIES:
         return f" (its text_config is {inner}, which is supported as a model of its own only)"
     return ""
+
+
+def _of_mamba_ssm(raw: Mapping[str, object]) -> str:
+    """Returns what may be done about a file of the package mamba_ssm, which names its mixer in `ssm_cfg`."""
+    if raw.get("attn_layer_idx"):
+        return ", and has attention layers, which Mamba has not in Transformers"
+    mixer = raw["ssm_cfg"]
+    newer = isinstance(mixer, Mapping) and mixer.get("layer") == "Mamba2"
+    script = f"convert_{'mamba2' if newer else 'mamba'}_ssm_checkpoint_to_pytorch.py"
+    return f": convert the model with {script} of Transformers' repository"
 
 
 def build_model(config: ModelConfig, *, implementation: str | None = None) -> Decoder:

@@ -219,7 +219,7 @@ def check_architecture(keys: ConfigJson, family: str, *architectures: str) -> No
     if named is not None and not any(name.lower() in known for name in architectures):
         raise UnknownConfig(
             f"config.json sets architectures = {shown(named)}; for {family}, only {' or '.join(architectures)} is "
-            "supported"
+            "supported: take a checkpoint of the language model, not one of another task"
         )
 
 

@@ -158,7 +158,7 @@ SAME_FACT: tuple[frozenset[str], ...] = tuple(
         "vocab_size padded_vocab_size n_vocab vocabulary_size",
         "rms_norm_eps layer_norm_epsilon layer_norm_eps layernorm_epsilon norm_eps norm_epsilon rms_norm_epsilon "
         "rmsnorm_eps",
-        "rope_theta rotary_emb_base rotary_base rope_base rotary_embedding_base",
+        "rope_theta theta rotary_emb_base rotary_base rope_base rotary_embedding_base",
         "rotary_dim rotary_embedding_dim",
         "use_qk_norm qk_norm qk_layernorm use_qk_layernorm",
         "hidden_act hidden_activation activation activation_function act_fn",

@@ -94,6 +94,7 @@ def test_the_tables_do_not_overlap():
         (TINY, "norm_eps", 1e-5, 1e-6),
         (TINY, "layer_norm_eps", 1e-5, 1e-12),
         (TINY, "rotary_emb_base", 10000, 1000000),
+        (TINY, "theta", 10000.0, 500000.0),
         (TINY, "rotary_dim", 16, 8),
         (TINY, "activation", "swiglu", "geglu"),
         (TINY, "n_positions", 128, 64),
@@ -208,6 +209,7 @@ def test_dual_chunk_attention_is_refused_with_what_to_do():
     ("raw", "told"),
     [
         ({"d_model": 768, "n_layer": 24, "ssm_cfg": {"layer": "Mamba2"}}, "convert_mamba2_ssm"),
+        ({"d_model": 2560, "n_layer": 64, "ssm_cfg": {}}, "convert_mamba_ssm"),
         (
             {"d_model": 768, "ssm_cfg": {"layer": "Mamba2"}, "attn_layer_idx": [9]},
             "has attention layers",
@@ -220,7 +222,9 @@ def test_dual_chunk_attention_is_refused_with_what_to_do():
     ],
 )
 def test_a_file_without_a_known_model_type_is_refused_with_what_it_is(raw, told):
-    with pytest.raises(UnknownConfig, match=rf"is not supported \(.*{told}.*supported are llama"):
+    with pytest.raises(
+        UnknownConfig, match=rf"(lacks model_type|not supported) \(.*{told}.*supported are"
+    ):
         read_config(raw)
 
 

@@ -51,7 +51,8 @@ def older_from_hf(raw: Mapping[str, object]) -> ModelConfig:
     keys = ConfigJson(with_theta(raw, _THETA))
     if keys.take("use_qk_norm", None):
         raise UnknownConfig(
-            "config.json sets use_qk_norm = True (Command R+); for cohere, only false is supported"
+            "config.json sets use_qk_norm = True, as Command R+ does; for cohere, only false is supported: take a "
+            "model without these norms, such as Command R"
         )
     return _read(keys, "cohere", "CohereForCausalLM", (None,) * take_num_layers(keys), ())
 
