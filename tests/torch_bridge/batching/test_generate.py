@@ -1,5 +1,8 @@
 """`torch_bridge.generate`: the tokens of stock generate and of jaxkv's engine, whatever else runs in the batch."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -275,3 +278,13 @@ def test_end_ids_and_stop_ids_end_a_request(llama, cache):
         assert len(run(llama, cache, [prompt], longer)[0].token_ids) == 9
     finally:
         model.generation_config.eos_token_id = before
+
+
+@pytest.mark.slow
+def test_the_example_finds_its_prompts_again_and_draws_the_same_tokens_alone():
+    done = subprocess.run(
+        [sys.executable, "-m", "torch_bridge.examples.many_prompts"], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert "6 prompts in 3 rows: 33 tokens computed, 96 found in the cache" in done.stdout
+    assert "alone: True" in done.stdout
