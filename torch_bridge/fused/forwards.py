@@ -5,7 +5,9 @@ operations on made-up numbers. All other calls run the module's own forward.
 """
 
 import types
+import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
@@ -36,6 +38,16 @@ _ACTIVATIONS = {
     GELUTanh: kernels.GELU_TANH,
 }
 _ROTATION = "apply_rotary_pos_emb"
+_NORMED = "_jaxkv_normed"
+"""Name of the attribute of a tensor that has a norm of it."""
+_OF_LAYER = {
+    "attention_mask": None,
+    "position_ids": None,
+    "past_key_values": None,
+    "use_cache": False,
+    "position_embeddings": None,
+}
+"""Defaults of the arguments that Llama's decoder layer passes on to attention."""
 
 
 class FusedForward(OwnForward):
@@ -60,23 +72,109 @@ class FusedNorm(FusedForward):
 
     def fused(self, module: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
         """Returns the norm of one tensor."""
-        form = _form_of_norm(type(module))
-        if kwargs or len(args) != 1 or form is None:
+        if kwargs or len(args) != 1 or not _fits_norm(module, args[0]):
             return None
-        x, weight = args[0], module.weight
-        if not _fits(x, weight) or x.shape[-1:] != weight.shape:
-            return None
-        eps = module.variance_epsilon if hasattr(module, "variance_epsilon") else module.eps
+        (x,) = args
+        known = getattr(x, _NORMED, None)
+        if known is not None and known.norm is module and known.version == x._version:
+            return known.result
+        return kernels.norm(x, module.weight, _epsilon(module), _form(module))
 
-        def check() -> bool:
-            given = numbers((2, len(weight)), weight)
-            return agree(
-                kernels.norm(given, weight, eps, form), type(module).forward(module, given)
-            )
 
-        if not is_right(("norm", type(module), len(weight), weight.dtype, weight.device), check):
+class FusedLayer(FusedForward):
+    """Decoder layers in Llama's order: each of the two sums and the norm that reads it are one kernel."""
+
+    def __init__(self, module: torch.nn.Module, inner: Callable[..., Any] | None = None) -> None:
+        super().__init__(module, inner)
+        self._next: weakref.ref[torch.nn.Module] | None = None
+
+    def read_by(self, norm: torch.nn.Module) -> None:
+        """Names the norm that reads the layer's result."""
+        self._next = weakref.ref(norm)
+
+    def fused(self, module: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        """Returns the layer's result; its parts are called as modules, except for norms without hooks."""
+        norm = module.post_attention_layernorm
+        if len(args) != 1 or "hidden_states" in kwargs or not _fits_sum(norm, args[0]):
             return None
-        return kernels.norm(x, weight, eps, form)
+        (residual,) = args
+        hidden = module.input_layernorm(residual)
+        hidden, _ = module.self_attn(hidden_states=hidden, **(_OF_LAYER | kwargs))
+        if _fits_sum(norm, hidden) and hidden.shape == residual.shape:
+            residual, hidden = _add_and_norm(norm, hidden, residual)
+        else:
+            residual = residual + hidden
+            hidden = norm(residual)
+        hidden = module.mlp(hidden)
+        following = None if self._next is None else self._next()
+        if following is None or not _fits_sum(following, hidden):
+            return residual + hidden
+        if hidden.shape != residual.shape or hidden.is_inference():
+            return residual + hidden
+        total, normed = _add_and_norm(following, hidden, residual)
+        setattr(total, _NORMED, _Normed(following, total._version, normed))
+        return total
+
+
+@dataclass(frozen=True)
+class _Normed:
+    """A norm of a tensor, which holds this as an attribute.
+
+    Attributes:
+        norm: the norm's module.
+        version: the tensor's version, which operations in place change.
+        result: the result.
+    """
+
+    norm: torch.nn.Module
+    version: int
+    result: torch.Tensor
+
+
+def _fits_norm(norm: Any, x: torch.Tensor) -> bool:  # noqa: ANN401
+    """Whether the kernel stands for a norm of a tensor."""
+    weight = norm.weight
+    if not _fits(x, weight) or x.shape[-1:] != weight.shape:
+        return False
+
+    def check() -> bool:
+        given = numbers((2, len(weight)), weight)
+        found = kernels.norm(given, weight, _epsilon(norm), _form(norm))
+        return agree(found, type(norm).forward(norm, given))
+
+    return is_right(("norm", type(norm), len(weight), weight.dtype, weight.device), check)
+
+
+def _fits_sum(norm: Any, x: torch.Tensor) -> bool:  # noqa: ANN401
+    """Whether the kernel stands for a norm of a sum that has the shape of a tensor; `norm` is not called then."""
+    is_own = isinstance(vars(norm).get("forward"), FusedNorm)
+    if not is_own or _has_hooks(norm) or not _fits_norm(norm, x):
+        return False
+
+    def check() -> bool:
+        one, other = (numbers((2, len(norm.weight)), norm.weight, factor) for factor in (1.0, 0.4))
+        total, found = _add_and_norm(norm, one, other)
+        return torch.equal(total, other + one) and agree(found, type(norm).forward(norm, total))
+
+    return is_right(("sum and norm", type(norm), *norm.weight.shape, x.dtype, x.device), check)
+
+
+def _add_and_norm(
+    norm: Any,  # noqa: ANN401
+    x: torch.Tensor,
+    residual: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return kernels.add_and_norm(x, residual, norm.weight, _epsilon(norm), _form(norm))
+
+
+def _form(norm: torch.nn.Module) -> int:
+    form = _form_of_norm(type(norm))
+    assert form is not None
+    return form
+
+
+def _epsilon(norm: Any) -> float:  # noqa: ANN401
+    return norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps
 
 
 class FusedGate(FusedForward):
@@ -88,7 +186,8 @@ class FusedGate(FusedForward):
             return None
         x, activation = args[0], module.act_fn
         form = _ACTIVATIONS.get(type(activation))
-        if form is None or _is_changed(activation) or not _fits(x, x):
+        is_own = "forward" not in vars(activation) and not _has_hooks(activation)
+        if form is None or not is_own or not _fits(x, x):
             return None
 
         def check() -> bool:
@@ -174,6 +273,10 @@ def kind_of(module: torch.nn.Module) -> type[FusedForward] | None:
         return FusedNorm
     if _is_same(forward, llama.LlamaMLP.forward) and type(module.act_fn) in _ACTIVATIONS:
         return FusedGate
+    known = llama.LlamaDecoderLayer.forward
+    names = forward.__code__.co_varnames == known.__code__.co_varnames
+    if names and _is_same(forward, known):
+        return FusedLayer
     return None if _rotation_of(forward) is None else Rotating
 
 
@@ -207,7 +310,8 @@ def _is_same(function: object, known: object) -> bool:
 def _bytecode(function: types.FunctionType) -> tuple[Any, ...]:
     code = function.__code__
     numbers = tuple((type(one), one) for one in code.co_consts if not isinstance(one, str))
-    return code.co_code, numbers, code.co_names, function.__defaults__, function.__closure__
+    arguments = code.co_argcount, code.co_kwonlyargcount, code.co_flags, function.__defaults__
+    return code.co_code, numbers, code.co_names, *arguments, function.__closure__
 
 
 def _is_wanted() -> bool:
@@ -241,6 +345,6 @@ def _runs_on(device: torch.device) -> bool:
     return device.index == torch.cuda.current_device()
 
 
-def _is_changed(activation: torch.nn.Module) -> bool:
-    hooks = activation._forward_hooks or activation._forward_pre_hooks
-    return bool(hooks or torch_module._has_any_global_hook() or "forward" in vars(activation))
+def _has_hooks(module: torch.nn.Module) -> bool:
+    hooks = [*module._forward_hooks, *module._forward_pre_hooks]
+    return bool(hooks) or bool(torch_module._has_any_global_hook())

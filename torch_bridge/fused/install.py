@@ -27,12 +27,21 @@ def install(model: torch.nn.Module, device: torch.device) -> Callable[[], None]:
 
 def _put(model: torch.nn.Module) -> None:
     # Here, since Triton takes a second to import and is only there with a GPU.
-    from torch_bridge.fused.forwards import kind_of
+    from torch_bridge.fused.forwards import FusedLayer, kind_of
 
     for module in model.modules():
         kind = kind_of(module)
         if kind is not None:
             vars(module)[_NAME] = kind(module)
+    for module in model.modules():
+        layers = getattr(module, "layers", None)
+        norm = getattr(module, "norm", None)
+        if isinstance(layers, torch.nn.ModuleList) and isinstance(norm, torch.nn.Module):
+            norms = [getattr(layer, "input_layernorm", None) for layer in layers[1:]]
+            for layer, following in zip(layers, [*norms, norm], strict=True):
+                forward = vars(layer).get(_NAME)
+                if isinstance(forward, FusedLayer) and following is not None:
+                    forward.read_by(following)
 
 
 def _take(model: torch.nn.Module, _: None) -> None:

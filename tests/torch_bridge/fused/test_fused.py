@@ -28,7 +28,7 @@ def forwards(monkeypatch):
     interpreted = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(interpreted)
     ran = []
-    for name in ("norm", "rotate", "gate"):
+    for name in ("norm", "add_and_norm", "rotate", "gate"):
         plain = getattr(interpreted, name)
         monkeypatch.setattr(
             interpreted,
@@ -45,6 +45,11 @@ def forwards(monkeypatch):
     )
     forwards.ran = ran
     return forwards
+
+
+def scaled(hidden):
+    """Changes a layer's input in place."""
+    hidden.mul_(-2)
 
 
 def half(family="llama"):
@@ -69,12 +74,13 @@ def test_steps_with_kernels_give_the_logits_of_the_modules_own(forwards, monkeyp
     assert torch.equal(said[True].sequences, said[False].sequences)
     for found, wanted in zip(said[True].logits, said[False].logits, strict=True):
         torch.testing.assert_close(found, wanted, rtol=4e-3, atol=4e-3)
-    # Per step: a norm before and after each half of a layer, per head in Gemma, and a last one.
-    norms = 6 if family == "gemma3" else 2
-    counts = {name: forwards.ran.count(name) for name in ("norm", "rotate", "gate")}
-    checks = {"norm": 2 if family == "gemma3" else 1, "rotate": 1, "gate": 1}
-    per_step = {"norm": 2 * norms + 1, "rotate": 2, "gate": 2}
-    assert counts == {name: 3 * per_step[name] + checks[name] for name in counts}
+    # Per step: Llama's sums and the norms that read them are one; Gemma's norms are per head too, and read no sums.
+    sums, norms = (0, 13) if family == "gemma3" else (4, 1)
+    per_step = {"norm": norms, "add_and_norm": sums, "rotate": 2, "gate": 2}
+    checks = {"norm": 2 - (sums > 0), "add_and_norm": int(sums > 0), "rotate": 1, "gate": 1}
+    assert {name: forwards.ran.count(name) for name in per_step} == {
+        name: 3 * count + checks[name] for name, count in per_step.items()
+    }
 
 
 def test_a_kernel_with_other_results_is_not_used_and_the_reason_is_kept(forwards, monkeypatch):
@@ -112,6 +118,7 @@ def test_hooks_subclasses_and_replaced_forwards_are_called(forwards):
     plain = second.mlp.forward
     second.mlp.forward = lambda x: calls.append("mlp") or plain(x)
     second.input_layernorm.__class__ = Louder
+    second.post_attention_layernorm.register_forward_hook(lambda *call: calls.append("sum"))
     ids, mask = prompts(1, 9)
     model.set_attn_implementation("sdpa")
     wanted = greedy(model, ids, mask, 3)
@@ -121,7 +128,19 @@ def test_hooks_subclasses_and_replaced_forwards_are_called(forwards):
     assert "forward" not in vars(second.input_layernorm)
     said = greedy(model, ids, mask, 3, past_key_values=cache)
     assert torch.equal(said, wanted)
-    assert [calls.count(name) for name in ("activation", "norm", "mlp")] == [3, 3, 3]
+    assert [calls.count(name) for name in ("activation", "norm", "mlp", "sum")] == [3] * 4
+
+
+def test_a_sum_that_changes_in_place_gets_a_new_norm(forwards):
+    model = half()
+    model.model.layers[1].register_forward_pre_hook(lambda layer, args: scaled(args[0]))
+    ids, mask = prompts(1, 9)
+    model.set_attn_implementation("sdpa")
+    wanted = greedy(model, ids, mask, 4)
+    model.set_attn_implementation("jaxkv")
+    said = greedy(model, ids, mask, 4, past_key_values=JaxkvCache(model, max_tokens=64))
+    assert torch.equal(said, wanted)
+    assert "add_and_norm" in forwards.ran
 
 
 def test_forwards_without_a_cache_prompts_and_other_dtypes_run_the_modules_own(forwards):

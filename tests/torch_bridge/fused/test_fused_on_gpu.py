@@ -87,5 +87,5 @@ def test_every_small_operation_of_a_llama_is_fused_with_and_without_graphs():
     assert torch.equal(said[0].sequences, said[1].sequences)
     assert all(map(torch.equal, said[0].logits, said[1].logits))
     kinds = {kind[0] for kind, why in checked._FOUND.items() if why is None}
-    assert kinds == {"norm", "rotation", "gate"}
+    assert kinds == {"norm", "sum and norm", "rotation", "gate"}
     assert forwards.IS_ON
