@@ -11,6 +11,7 @@ import torch
 from tokenizers import Tokenizer as TokenizersTokenizer
 from transformers import PreTrainedModel
 
+from jaxkv.cache.spec import StateSpec
 from jaxkv.config.checks import as_int
 from jaxkv.config.sampling import SamplingParams
 from jaxkv.engine.drive import output_of
@@ -28,6 +29,7 @@ from torch_bridge.batching.sampler import Sampler, SamplerKind
 from torch_bridge.transformers_cache.attention import NAME, attends_pages
 from torch_bridge.transformers_cache.cache import CacheParts, JaxkvCache
 from torch_bridge.transformers_cache.fingerprint import turns_with_length
+from torch_bridge.transformers_cache.model_layout import LayerPlan, plan_layers
 from torch_bridge.transformers_cache.placing import notice_changes
 
 _REFUSED = ("logits_processors", "prompt_logprobs", "structured_outputs")
@@ -180,10 +182,16 @@ def _refuse_model(model: PreTrainedModel) -> None:
         why = f'has another attention; call model.set_attn_implementation("{NAME}") first'
     elif turns_with_length(model):
         why = "has rotary angles that depend on the length of the text, and rows differ in length"
+    elif any(isinstance(spec, StateSpec) for plan in _plans(model) for spec in plan.specs):
+        why = "has recurrent layers, whose states are not computed in packed chunks"
     elif "position_ids" not in inspect.signature(model.forward).parameters:
         why = "takes no position_ids, so rows of several lengths cannot share a forward"
     if why is not None:
         raise Unsupported(f"torch_bridge.generate cannot run {name}: it {why}")
+
+
+def _plans(model: PreTrainedModel) -> tuple[LayerPlan, ...]:
+    return plan_layers(model, page_size=_PAGE_SIZE)
 
 
 def _refuse_params(params: SamplingParams, tokenizer: Tokenizer | None, *, has_cache: bool) -> None:

@@ -5,7 +5,14 @@ import sys
 
 import pytest
 import torch
-from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
+)
 
 import torch_bridge
 from jaxkv import LLM, SamplingParams, default_model
@@ -145,6 +152,31 @@ def test_what_cannot_be_served_is_refused_by_name(llama, cache):
     with pytest.raises(ValueError, match="tokenizer must be"):
         torch_bridge.generate(model, [[1]], GREEDY, tokenizer=3)
     assert torch_bridge.generate(model, [], GREEDY) == []
+
+
+def test_models_whose_rows_cannot_share_a_forward_are_refused():
+    hybrid = Qwen3NextForCausalLM(
+        Qwen3NextConfig(
+            vocab_size=VOCAB,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            linear_num_key_heads=2,
+            linear_num_value_heads=4,
+            layer_types=["linear_attention", "full_attention"],
+            num_experts=0,
+            mlp_only_layers=[0, 1],
+        )
+    )
+    hybrid.set_attn_implementation("jaxkv")
+    with pytest.raises(Unsupported, match="recurrent layers"):
+        torch_bridge.generate(hybrid, [[1]], GREEDY)
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    turning, _ = paged(rope_parameters=rope)
+    with pytest.raises(Unsupported, match="depend on the length"):
+        torch_bridge.generate(turning, [[1]], GREEDY)
 
 
 @pytest.mark.slow
