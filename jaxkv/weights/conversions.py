@@ -24,7 +24,7 @@ _PICKLED = (".bin", ".pt", ".pth", ".ckpt")
 
 
 def instead_of_config(names: Collection[str], model: str) -> str:
-    """Returns the form of a model without config.json and what to do; empty if its files do not show the form.
+    """Returns the form of a model without config.json, if its files show it, and what to do.
 
     Args:
         names: names of the model's files.
@@ -50,11 +50,11 @@ def instead_of_config(names: Collection[str], model: str) -> str:
         return (
             "; it is in the format of its authors: take the one that was converted for Transformers"
         )
-    return ""
+    return "; wanted a folder with config.json and weights in safetensors, as Transformers saves a model"
 
 
 def instead_of_weights(names: Collection[str], model: str) -> str:
-    """Returns the form of the weights of a model without safetensors and what to do; empty if it is unknown.
+    """Returns the form of the weights of a model without a file of the expected name, if it shows, and what to do.
 
     Args:
         names: names of the model's files.
@@ -71,7 +71,17 @@ def instead_of_weights(names: Collection[str], model: str) -> str:
     if gguf:
         return f"; {gguf_advice(model, gguf[0])}"
     others = sorted(name for name in names if name.endswith(".safetensors"))
-    return f"; it holds {clip(others[0])} under another name" if others else ""
+    if len(others) > 1:
+        return (
+            f"; it holds {clip(others[0])} and others under other names: take a model that Transformers saved, with "
+            "the index that belongs to its files"
+        )
+    if others:
+        return (
+            f"; it holds {clip(others[0])} under another name: take a model that Transformers saved, or if the file is "
+            "of one, call it model.safetensors in a folder of your own"
+        )
+    return "; copy or download the model's weights in safetensors too"
 
 
 def gguf_advice(model: str, name: str) -> str:

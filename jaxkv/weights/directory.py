@@ -209,7 +209,7 @@ def parse_json_object(text: str, where: str) -> dict[str, object]:
     except RecursionError:
         refuse("is nested too deeply")
     except ValueError as error:
-        refuse(f"is not JSON: {clip(error)}")
+        refuse(f"is not JSON: {clip(error)}; mend it, or copy or download the file again")
     if not isinstance(value, dict):
         refuse(f"holds a JSON {type(value).__name__}, wanted an object")
     return value

@@ -67,7 +67,7 @@ def test_another_format_under_the_name_of_a_file_is_told_with_what_to_do(tmp_pat
         ),
         (["snapshots", "refs", "blobs"], "Hugging Face cache: give snapshots/<revision>"),
         (["params.json", "consolidated.safetensors"], "converted for Transformers"),
-        ([], "holds no config.json$"),
+        ([], "holds no config.json; wanted a folder with config.json and weights"),
     ],
 )
 def test_a_directory_without_a_config_is_told_what_it_is(tmp_path, names, wanted):
@@ -84,11 +84,14 @@ def test_a_directory_without_a_config_is_told_what_it_is(tmp_path, names, wanted
             r"model\.gguf is in GGUF, which jaxkv .*gguf_file='model\.gguf'\)\.save_pretrained",
         ),
         ("pytorch_model.bin", r"pytorch_model\.bin is never read.* `python -c .*save_pretrained"),
-        ("model.fp16.safetensors", r"holds model\.fp16\.safetensors under another name"),
+        ("model.fp16.safetensors", r"fp16\.safetensors under another name.*call it model\.safe"),
+        ("model-00001-of-00002.safetensors model-00002-of-00002.safetensors", "with the index"),
+        ("notes.txt", "copy or download the model's weights in safetensors too"),
     ],
 )
 def test_a_directory_without_safetensors_is_told_what_its_files_are(tmp_path, kit, name, wanted):
-    (tmp_path / name).touch()
+    for file in name.split():
+        (tmp_path / file).touch()
 
     def read():
         load_params(tmp_path, kit.Toy(kit.CONFIG), dtype="float32", progress=False)

@@ -422,7 +422,7 @@ def test_a_model_without_safetensors_is_refused_before_its_weights_are_downloade
         (["small.gguf", "README.md"], "small.gguf is in GGUF"),
         (["adapter_config.json", "adapter_model.safetensors"], "holds an adapter"),
         (["model_index.json", "unet/config.json"], "a pipeline of diffusers"),
-        (["README.md"], "holds no config.json"),
+        (["README.md"], "holds no config.json; wanted"),
     ],
 )
 def test_a_model_without_a_config_is_told_what_it_is(hub, files, wanted):
