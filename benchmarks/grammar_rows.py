@@ -5,14 +5,15 @@
 
 `rows` free requests generate `tokens` tokens each, while `constrained` more requests write JSON of a schema and never
 end. Each row of the record has the time per step until the free requests have ended, the same with as many more free
-requests in place of the constrained ones, and how much longer a step takes. Prompts are computed and programs compiled
-before the clock starts.
+requests in place of the constrained ones, and how much longer a step takes. All programs are compiled, and run once,
+before; prompts are computed before the clock starts. The repeats go over all counts in turn, and the record is saved
+after each.
 """
 
 import argparse
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,8 +24,10 @@ from benchmarks.record import RECORDS, load_record, save_record
 from benchmarks.report import render
 from benchmarks.timing import refuse_profilers
 from jaxkv.config.cache import CacheConfig
+from jaxkv.config.engine import EngineConfig
 from jaxkv.config.sampling import SamplingParams
 from jaxkv.config.structured_outputs import StructuredOutputs
+from jaxkv.engine.first_runs import run_steps
 from jaxkv.engine.request_state import FINISHED, RequestState
 from jaxkv.llm import LLM
 
@@ -38,6 +41,11 @@ _SCHEMA = {
     "minItems": 100_000,
 }
 _PROMPT_TOKENS = 32
+_BEFORE = 8
+"""Tokens of the free requests of which about half are generated before the clock starts."""
+_FREE = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True)
+_FORM = StructuredOutputs(json=_SCHEMA)
+_BOUND = SamplingParams(temperature=0.0, max_tokens=None, structured_outputs=_FORM)
 
 
 def measure(
@@ -52,23 +60,19 @@ def measure(
         tokens: that each of the first ones generates.
         constrained: whether the further ones have a grammar.
     """
-    free = SamplingParams(temperature=0.0, max_tokens=tokens + 8, ignore_eos=True)
-    bound = replace(
-        free, max_tokens=None, structured_outputs=StructuredOutputs(json=_SCHEMA), ignore_eos=False
-    )
     draw = np.random.default_rng(0)
     states: list[RequestState] = []
     engine = llm.engine
     with llm.lock.held():
-        further = bound if constrained else replace(free, max_tokens=None)
-        for params in [free] * rows + [further] * beside:
+        first = replace(_FREE, max_tokens=tokens + _BEFORE)
+        for params in [first] * rows + [_BOUND if constrained else _FREE] * beside:
             prompt = draw.integers(1, llm.model.vocab_size, _PROMPT_TOKENS).tolist()
             states += engine.add(llm.requests(prompt, params))
-        first = states[:rows]
-        while min(one.generated for one in states) < 4:
+        waited_for = states[:rows]
+        while min(one.generated for one in states) < _BEFORE // 2:
             engine.step()
         steps, start = engine.steps, time.perf_counter()
-        while any(one.status != FINISHED for one in first):
+        while any(one.status != FINISHED for one in waited_for):
             engine.step()
         seconds, taken = time.perf_counter() - start, engine.steps - steps
         for one in states:
@@ -78,31 +82,48 @@ def measure(
     return seconds / taken * 1e3, taken
 
 
-def run(llm: LLM, rows: int, constrained: Sequence[int], tokens: int, repeats: int) -> list[Any]:
-    """Returns the rows of the record."""
-    made = []
-    for count in constrained:
-        ways = (False, True) if count else (False,)
-        times: dict[bool, list[tuple[float, int]]] = {way: [] for way in ways}
-        for repeat in range(repeats + 1):
-            for way in ways:
-                measured = measure(llm, rows, count, tokens, constrained=way)
-                # The first round compiles.
-                times[way] += [measured] * (repeat > 0)
-        alone = statistics.median(ms for ms, _ in times[False])
-        ms = statistics.median(ms for ms, _ in times[bool(count)])
-        made.append(
-            {
-                "free_rows": rows,
-                "constrained_rows": count,
-                "vocab_size": llm.model.vocab_size,
-                "ms_per_step": ms,
-                "ms_per_step_all_free": alone,
-                "steps": times[bool(count)][0][1],
-                "overhead_percent": 100 * (ms / alone - 1),
-            }
+def prepare(llm: LLM, rows: int, most: int) -> None:
+    """Compiles the programs of `rows` free requests and up to `most` more of either kind, and runs each."""
+    for params in (_FREE, _BOUND):
+        print(
+            llm.warm_up(batch=rows + most, prompt_tokens=_PROMPT_TOKENS, sampling=params),
+            flush=True,
         )
-    return made
+    with llm.lock.held():
+        run_steps(llm.engine, [program.spec for program in llm.engine.runner.programs.manifest()])
+
+
+def run(
+    llm: LLM, rows: int, constrained: Sequence[int], tokens: int, repeats: int
+) -> Iterator[list[Any]]:
+    """Yields the rows of the record after each repeat, from the medians so far."""
+    ways = [(count, way) for count in constrained for way in ((False, True) if count else (False,))]
+    found: dict[tuple[int, bool], list[tuple[float, int]]] = {way: [] for way in ways}
+    for count, way in ways:
+        # The first requests are slower: threads start, and masks are computed for the first time.
+        measure(llm, rows, count, 8, constrained=way)
+    for _ in range(repeats):
+        for count, way in ways:
+            found[count, way].append(measure(llm, rows, count, tokens, constrained=way))
+        yield [_row(llm, rows, count, found) for count in constrained]
+
+
+def _row(
+    llm: LLM, rows: int, count: int, found: Mapping[tuple[int, bool], list[tuple[float, int]]]
+) -> dict[str, Any]:
+    alone = statistics.median(ms for ms, _ in found[count, False])
+    with_grammar = found[count, bool(count)]
+    ms = statistics.median(ms for ms, _ in with_grammar)
+    return {
+        "free_rows": rows,
+        "constrained_rows": count,
+        "vocab_size": llm.model.vocab_size,
+        "ms_per_step": ms,
+        "ms_per_step_all_free": alone,
+        "steps": with_grammar[0][1],
+        "repeats": len(with_grammar),
+        "overhead_percent": 100 * (ms / alone - 1),
+    }
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -113,25 +134,31 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--load-format", default="auto", help="dummy draws random weights")
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--constrained", default="0,1,8,64")
-    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--max-model-len", type=int, default=512)
+    parser.add_argument("--max-model-len", type=int, default=256)
     parser.add_argument("--folder", type=Path, default=RECORDS)
     options = parser.parse_args(arguments)
     refuse_profilers()
     counts = [int(one) for one in options.constrained.split(",")]
-    cache = CacheConfig(max_sequences=options.rows + max(counts))
+    most = max(counts)
     with LLM(
         options.model,
         dtype=options.dtype,
         load_format=options.load_format,
         max_model_len=options.max_model_len,
-        cache=cache,
+        cache=CacheConfig(max_sequences=options.rows + most),
+        # A larger one only adds programs to compile: prompts are short here.
+        engine=EngineConfig(token_budget=max(128, options.rows + most)),
         progress=False,
     ) as llm:
-        rows = run(llm, options.rows, counts, options.tokens, options.repeats)
-    path = save_record("grammar-rows", rows, folder=options.folder)
-    print(render(load_record(path)))
+        prepare(llm, options.rows, most)
+        late = llm.stats().compiled_late
+        for rows in run(llm, options.rows, counts, options.tokens, options.repeats):
+            path = save_record("grammar-rows", rows, folder=options.folder)
+            print(render(load_record(path)), flush=True)
+        if llm.stats().compiled_late > late:
+            raise RuntimeError("a program was compiled while it was measured; the record is wrong")
 
 
 if __name__ == "__main__":
