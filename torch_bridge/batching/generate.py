@@ -1,6 +1,7 @@
 """`generate`: continuous batching of a Transformers model, with jaxkv's scheduler, sampler and outputs."""
 
 import inspect
+import threading
 import weakref
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -31,6 +32,7 @@ from torch_bridge.transformers_cache.cache import CacheParts, JaxkvCache
 from torch_bridge.transformers_cache.fingerprint import turns_with_length
 from torch_bridge.transformers_cache.model_layout import LayerPlan, plan_layers
 from torch_bridge.transformers_cache.placing import notice_changes
+from torch_bridge.transformers_cache.tables import padded
 
 _REFUSED = ("logits_processors", "prompt_logprobs", "structured_outputs")
 """Attributes of `SamplingParams` that `jaxkv.LLM` serves and this function does not."""
@@ -98,11 +100,12 @@ def generate(
     batching = _BATCHING.get(cache)
     if batching is None:
         batching = _BATCHING[cache] = Batching(cache.parts)
-    features = features_of(request for samples in requests for request in samples)
-    kind = SamplerKind(_vocab_size(model), features, max_sequences, longest)
+    flat = [request for samples in requests for request in samples]
+    rows = min(max_sequences, len(flat))
+    kind = SamplerKind(_vocab_size(model), features_of(flat), padded(rows, 1), longest)
     device = cache.parts.store.device
     with torch.no_grad(), torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-        states = batching.run(requests, words, kind, token_budget)
+        states = batching.run(requests, words, kind, max_rows=rows, token_budget=token_budget)
     return [output_of(samples, words) for samples in states]
 
 
@@ -117,29 +120,48 @@ class Batching:
         self._model, self._store, self._graphs = parts.model, parts.store, parts.graphs
         self._rows = RowCache(parts)
         self._samplers: dict[SamplerKind, Sampler] = {}
+        self._running = threading.Lock()
 
     def run(
         self,
         requests: Sequence[Sequence[Request]],
         tokenizer: Tokenizer | None,
         kind: SamplerKind,
+        *,
+        max_rows: int,
         token_budget: int,
     ) -> list[list[RequestState]]:
-        """Runs requests until all have ended; see `BatchLoop.run`."""
-        if self._store.owner.poisoned:
-            self._store.index.clear()
-            self._store.owner.rebuild()
-        notice_changes(self._model, self._store)
-        self._graphs.notice_text()
-        sampler = self._samplers.pop(kind, None) or Sampler(kind, self._store.device)
-        loop = BatchLoop(
-            self._store, self._rows, sampler, max_rows=kind.max_rows, token_budget=token_budget
-        )
-        states = loop.run(requests, tokenizer)
-        # After an exception its entries are in an unknown state, so it is dropped.
-        self._samplers[kind] = sampler
-        return states
+        """Runs requests until all have ended; see `BatchLoop.run`.
 
+        Raises:
+            RuntimeError: another call with this cache is not over.
+        """
+        if not self._running.acquire(blocking=False):
+            raise RuntimeError(
+                "another torch_bridge.generate with this cache is not over; give each thread a JaxkvCache of its own"
+            )
+        try:
+            if self._store.owner.poisoned:
+                self._store.index.clear()
+                self._store.owner.rebuild()
+            notice_changes(self._model, self._store)
+            self._graphs.notice_text()
+            sampler = self._samplers.pop(kind, None) or Sampler(kind, self._store.device)
+            loop = BatchLoop(
+                self._store, self._rows, sampler, max_rows=max_rows, token_budget=token_budget
+            )
+            states = loop.run(requests, tokenizer)
+            # After an exception its entries are in an unknown state, so it is dropped.
+            self._samplers[kind] = sampler
+            if len(self._samplers) > _MOST_SAMPLERS:
+                del self._samplers[next(iter(self._samplers))]
+            return states
+        finally:
+            self._running.release()
+
+
+_MOST_SAMPLERS = 8
+"""Samplers that a cache keeps, those used last; each has a buffer of logits."""
 
 _BATCHING: weakref.WeakKeyDictionary[JaxkvCache, Batching] = weakref.WeakKeyDictionary()
 

@@ -21,7 +21,6 @@ from jaxkv.runner.sequence_runner import SequenceRunner
 from jaxkv.sampling.features import Features
 from torch_bridge.batching.given_logits import LOGITS, GivenLogits
 from torch_bridge.sharing.dlpack import from_torch, jax_device, to_torch
-from torch_bridge.transformers_cache.tables import padded
 
 
 @dataclass(frozen=True)
@@ -31,7 +30,7 @@ class SamplerKind:
     Attributes:
         vocab_size: width of the logits.
         features: sampling features of all requests together, so that a mix of requests needs no other program.
-        max_rows: most rows of a step.
+        max_rows: rows of the program; a step may have fewer.
         max_tokens: longest sequence, whose tokens penalties count.
     """
 
@@ -54,7 +53,8 @@ class Sampler:
 
     def __init__(self, kind: SamplerKind, device: torch.device) -> None:
         self._features, self._device = kind.features, device
-        model = GivenLogits(kind.vocab_size, padded(kind.max_rows, 1))
+        model = GivenLogits(kind.vocab_size, kind.max_rows)
+        self._spec = StepSpec(kind.max_rows, kind.max_rows, (), kind.features, decode=True)
         penalties = kind.features.penalties
         biases = MAX_BIAS_ENTRIES if penalties else 0
         spec = sampling(kind.vocab_size, penalties=penalties, bias_entries=biases)
@@ -110,12 +110,10 @@ class Sampler:
             first += len(one)
         assert first == len(parts), "each row has logits"
         runner = self._runner.runner
-        size = padded(len(parts), 1)
-        spec = runner.fit(StepSpec(size, size, (), self._features, decode=True))
         # Imported anew, so that the program runs after torch's writes. Torch's later work runs after `to_torch` below.
         runner.params = {LOGITS: from_torch(self._logits)}
         with jax.default_device(jax_device(self._device)):
-            out = self._runner.step(spec, self._rows(parts))
+            out = self._runner.step(self._spec, self._rows(parts))
         entries = uploaded(np.array(self._entries(parts), np.int64), self._device)
         self._last[entries] = to_torch(out)[: len(parts), 0].long()
         # JAX may reuse the memory of an array that is dropped, and torch's copy is still queued. The next program here
@@ -124,7 +122,7 @@ class Sampler:
         step = InFlightStep(
             parts=tuple(parts),
             epochs=tuple(part.sequence.epoch for part in parts),
-            shape=spec,
+            shape=self._spec,
             out=out,
         )
         step.start_copy_to_host()

@@ -131,6 +131,17 @@ def test_an_interrupt_between_steps_frees_all_pages_and_keeps_the_pool(llama, ca
     assert tokens(run(llama, cache, given)) == [stock(llama[1], prompt, 9) for prompt in given]
 
 
+def test_a_second_call_with_the_same_cache_inside_the_first_is_refused(llama, cache):
+    def again(module, args, kwargs):
+        torch_bridge.generate(llama[0], [[3]], GREEDY, cache=cache, max_sequences=2)
+
+    hook = llama[0].register_forward_pre_hook(again, with_kwargs=True)
+    with pytest.raises(RuntimeError, match="is not over"):
+        torch_bridge.generate(llama[0], [[3], [4]], GREEDY, cache=cache, max_sequences=2)
+    hook.remove()
+    assert len(tokens(run(llama, cache, texts(5, 6)))) == 2
+
+
 def test_what_cannot_be_served_is_refused_by_name(llama, cache):
     model, twin = llama
     with pytest.raises(Unsupported, match=r'set_attn_implementation\("jaxkv"\)'):
