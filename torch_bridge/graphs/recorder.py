@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 
 from jaxkv.memory import without_garbage_collection
+from torch_bridge.graphs.capture_stream import CaptureStream
 
 Pools = Mapping[str, torch.Tensor]
 """Leased tensors by name. They are not kept."""
@@ -51,10 +52,12 @@ class Recorder(Protocol):
 
 
 class CudaGraph:
-    """A captured CUDA graph, with the results that it writes."""
+    """A captured CUDA graph, with the results that it writes, and its capture's stream, whose workspace it uses."""
 
-    def __init__(self, graph: torch.cuda.CUDAGraph, results: Results) -> None:
-        self._graph, self._results = graph, results
+    def __init__(
+        self, graph: torch.cuda.CUDAGraph, results: Results, stream: CaptureStream
+    ) -> None:
+        self._graph, self._results, self._stream = graph, results, stream
 
     def replay(self, pools: Pools) -> Results:
         """Launches the graph. It uses the pools' addresses at the time of the recording."""
@@ -72,7 +75,7 @@ class CudaRecorder:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._memory = torch.cuda.graph_pool_handle()
-        self._stream: torch.cuda.Stream | None = None
+        self._stream: CaptureStream | None = None
         self._living: weakref.WeakSet[CudaGraph] = weakref.WeakSet()
 
     def record(self, function: Recordable, pools: Pools) -> CudaGraph:
@@ -89,12 +92,12 @@ class CudaRecorder:
             torch.cuda.synchronize(self._device)
             torch.cuda.empty_cache()
             if self._stream is None:
-                self._stream = torch.cuda.Stream(self._device)
+                self._stream = CaptureStream(self._device)
             # A finalizer may call JAX, which must not happen inside a capture.
-            with torch.cuda.stream(self._stream), without_garbage_collection():
-                return self._capture(function, pools)
+            with torch.cuda.stream(self._stream.stream), without_garbage_collection():
+                return self._capture(function, pools, self._stream)
 
-    def _capture(self, function: Recordable, pools: Pools) -> CudaGraph:
+    def _capture(self, function: Recordable, pools: Pools, stream: CaptureStream) -> CudaGraph:
         if not self._living:
             # Torch refuses to use a pool again whose graphs are all gone.
             self._memory = torch.cuda.graph_pool_handle()
@@ -108,7 +111,7 @@ class CudaRecorder:
                 self._end(graph)
             raise
         self._end(graph)
-        made = CudaGraph(graph, results)
+        made = CudaGraph(graph, results, stream)
         self._living.add(made)
         return made
 

@@ -350,6 +350,33 @@ def test_other_streams_and_threads_give_the_same_tokens(model):
     assert all(torch.equal(got, wanted) for got in said.values())
 
 
+def test_graphs_that_are_replayed_at_once_share_no_workspace():
+    """Products that cuBLAS splits write partial sums to the workspace of the capture's handle and stream."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    weights = [torch.randn(4096, 14336, device=CUDA, dtype=torch.bfloat16) for _ in range(2)]
+    x = torch.randn(1, 14336, device=CUDA, dtype=torch.bfloat16)
+    recorders = [recorder.CudaRecorder(device) for _ in range(2)]
+    works = [
+        one.record(lambda _, w=w: [torch.nn.functional.linear(x, w) for _ in range(50)], {})
+        for one, w in zip(recorders, weights, strict=True)
+    ]
+    pooled = {torch.cuda.Stream().cuda_stream for _ in range(40)}
+    captured = {work._stream.stream.cuda_stream for work in works}
+    assert len(captured) == 2
+    assert not captured & pooled
+    wanted = [torch.nn.functional.linear(x, w) for w in weights]
+    streams = [torch.cuda.Stream() for _ in works]
+    torch.cuda.synchronize()
+    for _ in range(20):
+        for stream, work in zip(streams, works, strict=True):
+            with torch.cuda.stream(stream):
+                outs = work.replay({})
+        torch.cuda.synchronize()
+        for work, right in zip(works, wanted, strict=True):
+            assert all(torch.equal(out, right) for out in work._results)
+        assert len(outs) == 50
+
+
 def test_a_cache_takes_its_graphs_with_it(model):
     ids, mask = on_gpu(1, 30)
     cache = JaxkvCache(model, max_tokens=512, graphs=True)

@@ -1,13 +1,14 @@
 """`CudaRecorder` on a torch whose CUDA calls are written down: order of the calls, and failures inside a capture."""
 
 import gc
+import itertools
 from contextlib import contextmanager
 from typing import ClassVar
 
 import pytest
 import torch
 
-from torch_bridge.graphs import recorder
+from torch_bridge.graphs import capture_stream, recorder
 from torch_bridge.graphs.recorder import CudaRecorder, recorder_for
 
 pytestmark = pytest.mark.torch
@@ -21,6 +22,7 @@ def cuda(monkeypatch):
         calls: ClassVar[list] = []
         unendable: ClassVar[bool] = False
         handles: ClassVar = iter(range(6, 99))
+        streams: ClassVar = itertools.count(100)
 
     class Graph:
         def capture_begin(self, pool=None, capture_error_mode="global"):
@@ -46,7 +48,7 @@ def cuda(monkeypatch):
 
     fakes = {
         "CUDAGraph": Graph,
-        "Stream": lambda device: "stream",
+        "ExternalStream": lambda pointer, device: pointer,
         "stream": stream,
         "graph_pool_handle": lambda: (0, next(Written.handles)),
         "synchronize": lambda device: Written.calls.append("wait"),
@@ -57,6 +59,8 @@ def cuda(monkeypatch):
             {"total_size": 9, "segment_pool_id": (0, 0)},
         ],
     }
+    monkeypatch.setattr(capture_stream, "_new_stream", lambda: next(Written.streams))
+    monkeypatch.setattr(capture_stream, "_FREE", {})
     for name, fake in fakes.items():
         monkeypatch.setattr(torch.cuda, name, fake)
     for name in ("_cuda_endAllocateToPool", "_cuda_releasePool"):
@@ -142,3 +146,21 @@ def test_a_capture_that_cannot_be_ended_is_an_error(cuda):
 def test_a_gpu_has_a_recorder_and_a_cpu_a_reason(cuda):
     assert isinstance(recorder_for(DEVICE), CudaRecorder)
     assert "CUDA graphs need a GPU" in recorder_for(torch.device("cpu"))
+
+
+def test_graphs_have_their_recorders_stream_to_themselves_until_the_last_is_gone(cuda):
+    device = torch.device("cuda", 0)
+    first, second = CudaRecorder(device), CudaRecorder(device)
+    graphs = [one.record(lambda pools: [], {}) for one in (first, first, second)]
+    streams = [graph._stream.stream for graph in graphs]
+    assert streams[0] == streams[1] != streams[2]
+    del first, second
+    del graphs[1:]
+    gc.collect()
+    assert list(capture_stream._FREE.values()) == [[streams[2]]]
+    third, fourth = (CudaRecorder(device) for _ in range(2))
+    again = [one.record(lambda pools: [], {}) for one in (third, fourth)]
+    assert again[0]._stream.stream == streams[2]
+    assert again[1]._stream.stream not in streams
+    graphs.clear()
+    assert list(capture_stream._FREE.values()) == [[streams[0]]]
