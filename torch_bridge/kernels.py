@@ -7,7 +7,8 @@ of XLA's result, since XLA does not write into foreign memory there. A CUDA grap
 (`torch.Tag.cudagraph_unsafe`): JAX launches on its own stream.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 from torch.library import CustomOpDef, custom_op
 
 from torch_bridge.ops.calls import hand_out, run
-from torch_bridge.ops.direct import Decode, decode_kernel
+from torch_bridge.ops.direct import decode_kernel
 from torch_bridge.sharing.dlpack import from_torch_all, to_torch
 
 _TAGS = (torch.Tag.cudagraph_unsafe,)
@@ -141,13 +142,18 @@ _OPTIONS = (
 _NAMES = [option.split()[1] for option in _OPTIONS.split(", ")]
 
 
-def _direct(op: str, tensors: tuple[Tensor, ...], options: dict[str, Any]) -> Decode | None:
-    """Returns the launch without XLA, for decode attention without optional tensors; `None` otherwise."""
-    more = [value for value in options.values() if isinstance(value, Tensor)]
-    if op != "paged_attention" or more:
+def _direct(
+    op: str, tensors: tuple[Tensor, ...], options: dict[str, Any]
+) -> Callable[..., Tensor] | None:
+    """Returns the launch without XLA, for decode attention; `None` otherwise."""
+    sinks, *scales = (options[name] for name in ("sinks", "k_scales", "v_scales"))
+    # The op's own check refuses one without the other.
+    if op != "paged_attention" or (scales[0] is None) != (scales[1] is None):
         return None
+    more = {"sinks": sinks, "scales": tuple(one for one in scales if one is not None)}
     numbers = {name: options[name] for name in ("scale", "window", "soft_cap")}
-    return decode_kernel(*(tensor.detach() for tensor in tensors), **numbers)
+    launch = decode_kernel(*(tensor.detach() for tensor in tensors), **numbers, **more)
+    return launch and partial(launch, **more)
 
 
 def _attention(op: str, arrays: str, *, return_lse: bool) -> CustomOpDef:

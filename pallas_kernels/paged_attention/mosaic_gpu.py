@@ -70,7 +70,8 @@ class DirectLaunch:
     """The kernel's launch without XLA operations around it, for a caller such as the torch bridge.
 
     Attributes:
-        launch: function of `(q, k_pages, v_pages, page_table, seq_lens)`. q has `padded_heads` heads; those after its
+        launch: function of `(q, k_pages, v_pages, page_table, seq_lens)`, followed by sinks in float32 if there are
+            any, and by `k_scales, v_scales` for 8-bit pages. q and sinks have `padded_heads` heads; those after their
             own are zeros.
         padded_heads: number of heads that `launch` expects.
         columns: `None` if rows are not split; then the launch returns the output. Otherwise it returns the parts'
@@ -92,11 +93,11 @@ def direct_launch(
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
+    has_sinks: bool = False,
 ) -> DirectLaunch | None:
     """Returns the launch without XLA operations around it.
 
-    The result is `None` if the kernel cannot run here, for 8-bit pages, and for shapes whose groups of heads XLA would
-    have to pad.
+    The result is `None` if the kernel cannot run here, and for shapes whose groups of heads XLA would have to pad.
 
     Args:
         q: the queries, or their `jax.ShapeDtypeStruct`.
@@ -105,9 +106,10 @@ def direct_launch(
         scale: as in `paged_attention`.
         window: as in `paged_attention`.
         soft_cap: as in `paged_attention`.
+        has_sinks: whether sinks are an argument.
     """
     geometry = Geometry.of(q, k_pages)
-    if why_not_mosaic() or geometry.refusal() or geometry.stored is not None:
+    if why_not_mosaic() or geometry.refusal():
         return None
     if geometry.filled_group > geometry.group:
         return None
@@ -116,7 +118,7 @@ def direct_launch(
     schedule = Schedule.of(geometry, q.shape[0], capacity, options.window)
     is_split = schedule.parts > 1
     return DirectLaunch(
-        launch=Kernel(geometry, options, schedule, is_split, False).build(q.shape[0]),
+        launch=Kernel(geometry, options, schedule, is_split, has_sinks).build(q.shape[0]),
         padded_heads=geometry.padded_heads,
         columns=_columns_of_heads(geometry) if is_split else None,
     )

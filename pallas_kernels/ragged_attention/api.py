@@ -12,9 +12,9 @@ from pallas_kernels.arguments.checks import check_attention, check_ids
 from pallas_kernels.dispatch import choose, note_fallback
 from pallas_kernels.packed.tile_attention import output_without_keys, why_not
 from pallas_kernels.ragged_attention import mosaic_gpu, xla
-from pallas_kernels.ragged_attention.mosaic_gpu import direct_launch
+from pallas_kernels.ragged_attention.mosaic_gpu import DirectLaunch, direct_launch
 
-__all__ = ["direct_launch", "ragged_attention"]
+__all__ = ["DirectLaunch", "direct_launch", "ragged_attention"]
 
 
 @overload

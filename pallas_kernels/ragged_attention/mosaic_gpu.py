@@ -4,6 +4,7 @@ mosaic_tiles.py cuts queries into tiles, mosaic_unpack.py converts 8-bit pages, 
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from math import ceil
 
@@ -68,6 +69,23 @@ def ragged_attention(
     return out if lse is None else (out, lse)
 
 
+@dataclass(frozen=True)
+class DirectLaunch:
+    """The kernel's launch without XLA operations per layer, for a caller such as the torch bridge.
+
+    Attributes:
+        launch: function of `(q, k_pages, v_pages, page_table, tiles, count)`, followed by sinks if there are any.
+        plan: function of `(seq_lens, cu_q_lens)` that computes tiles and count, once per step for all layers.
+        pack: heads in one row of sinks, which are float32 [heads // pack, pack * repeats].
+        repeats: how often each head's sink stands there, one after the other.
+    """
+
+    launch: Callable[..., Array]
+    plan: Callable[..., tuple[Array, Array]]
+    pack: int
+    repeats: int
+
+
 def direct_launch(
     q: ArrayOrStruct,
     k_pages: ArrayOrStruct,
@@ -76,8 +94,9 @@ def direct_launch(
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
-) -> tuple[Callable[..., Array], Callable[..., tuple[Array, Array]]] | None:
-    """Returns the kernel's launch without XLA operations per layer, for a caller such as the torch bridge.
+    has_sinks: bool = False,
+) -> DirectLaunch | None:
+    """Returns the kernel's launch without XLA operations per layer.
 
     The result is `None` if the kernel cannot run here, or needs XLA operations in each layer (8-bit pages, a number of
     tokens that is not a multiple of 8).
@@ -90,10 +109,7 @@ def direct_launch(
         window: as in `ragged_attention`. Pass `None` for a window of at least a row's capacity: position arithmetic is
             in int32.
         soft_cap: as in `ragged_attention`.
-
-    Returns:
-        The launch, a function of `(q, k_pages, v_pages, page_table, tiles, count)`, and a function that computes tiles
-        and count from `(seq_lens, cu_q_lens)`, once per step for all layers.
+        has_sinks: whether sinks are an argument.
     """
     geometry, tokens = Geometry.of(q, k_pages), q.shape[0]
     if why_not_mosaic() or geometry.refusal() or geometry.scaled or tokens % ROW_TILE:
@@ -110,9 +126,14 @@ def direct_launch(
         window=window,
     )
     options = ScoreOptions(scale, window, soft_cap)
-    kernel = Kernel(geometry, options, schedule, num_tiles, False, False, False)
+    kernel = Kernel(geometry, options, schedule, num_tiles, False, has_sinks, False)
     launch = build(kernel, tokens)
-    return lambda *arrays: launch(*arrays)[0], plan
+    return DirectLaunch(
+        launch=lambda *arrays: launch(*arrays)[0],
+        plan=plan,
+        pack=geometry.pack,
+        repeats=geometry.tokens_per_consumer,
+    )
 
 
 # A model's layers call this with equal shapes; under its own jit the kernel is lowered once for all of them.

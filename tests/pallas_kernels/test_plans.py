@@ -71,7 +71,8 @@ def plan_decode(given):
     """Plans the launch that `torch_bridge` makes by itself, too."""
     arrays = [given[name] for name in ("q", "k_pages")]
     options = chosen(given, "scale", "window", "soft_cap")
-    paged.direct_launch(*arrays, given["page_table"].shape[1], **options)
+    has_sinks = given.get("sinks") is not None
+    paged.direct_launch(*arrays, given["page_table"].shape[1], **options, has_sinks=has_sinks)
     by_name(cudnn.why_not, AttentionArrays, ScoreOptions)(**given)
     return paged.why_not(*arrays), tile_attention.why_not(given["q"])
 
@@ -80,7 +81,8 @@ def plan_prefill(given):
     """Plans the launch that `torch_bridge` makes by itself, too."""
     arrays = [given[name] for name in ("q", "k_pages")]
     options = chosen(given, "scale", "window", "soft_cap")
-    ragged.direct_launch(*arrays, given["page_table"].shape[0], **options)
+    has_sinks = given.get("sinks") is not None
+    ragged.direct_launch(*arrays, given["page_table"].shape[0], **options, has_sinks=has_sinks)
     ragged.why_fall_back(given["k_pages"], given["page_table"])
     return ragged.why_not(*arrays), tile_attention.why_not(given["q"])
 

@@ -5,6 +5,7 @@ capture.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from math import log, prod
 
@@ -28,6 +29,9 @@ Like = tuple[tuple[int, ...], torch.dtype]
 Plan = Callable[..., tuple[jax.Array, jax.Array]]
 """Computes the query tiles and their count from `seq_lens` and `cu_q_lens`, for the kernel of packed queries."""
 
+_NUM_DECODE = 5
+"""Arguments of decode attention without sinks and scales."""
+
 
 class Decode:
     """Decode attention: the kernel's launch, with padding before it and the split-K reduction after it in torch.
@@ -45,16 +49,27 @@ class Decode:
         self._launch, self._missing = launch, missing
         self._columns = None if columns is None else torch.from_numpy(columns).to(device)
 
-    def __call__(self, q: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+    def __call__(
+        self,
+        q: torch.Tensor,
+        *others: torch.Tensor,
+        sinks: torch.Tensor | None = None,
+        scales: tuple[torch.Tensor, ...] = (),
+    ) -> torch.Tensor:
         """Returns the output, [rows, heads, head_dim]. Arguments are not checked.
 
         Args:
             q: [rows, heads, head_dim].
             *others: `k_pages, v_pages, page_table, seq_lens`.
+            sinks: [heads], if the launch is one with sinks.
+            scales: `k_scales, v_scales` for 8-bit pages.
         """
         if self._missing:
             q = torch.nn.functional.pad(q, (0, 0, 0, self._missing))
-        out, *more = self._launch(q, *others)
+        if sinks is not None:
+            wide = torch.nn.functional.pad(sinks.float(), (0, self._missing))
+            others = (*others, fitted(wide))
+        out, *more = self._launch(q, *others, *scales)
         return out if self._columns is None else self._join(out, *more).to(q.dtype)
 
     def _join(self, out: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
@@ -65,41 +80,91 @@ class Decode:
         return (by_head * weight[..., None]).sum(1)
 
 
+@dataclass(frozen=True)
+class Packed:
+    """Attention of packed queries: the kernel's launch, with sinks laid out for it in torch.
+
+    Attributes:
+        plan: a JAX program of `seq_lens` and `cu_q_lens` that computes tiles and count, once per step for all layers.
+    """
+
+    _launch: Launch
+    plan: Plan
+    _pack: int
+    _repeats: int
+
+    def __call__(self, *tensors: torch.Tensor, sinks: torch.Tensor | None = None) -> torch.Tensor:
+        """Returns the output, [tokens, heads, head_dim]. Arguments are not checked.
+
+        Args:
+            *tensors: `q, k_pages, v_pages, page_table`, and the plan's results as tensors.
+            sinks: [heads], if the launch is one with sinks.
+        """
+        if sinks is not None:
+            rows = sinks.float().view(-1, self._pack).repeat_interleave(self._repeats, 1)
+            tensors = (*tensors, fitted(rows))
+        return self._launch(*tensors)[0]
+
+
 def decode_kernel(
-    *tensors: torch.Tensor, scale: float, window: int | None, soft_cap: float | None
+    *tensors: torch.Tensor,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
+    sinks: torch.Tensor | None = None,
+    scales: tuple[torch.Tensor, ...] = (),
 ) -> Decode | None:
-    """Returns the launch for `q, k_pages, v_pages, page_table, seq_lens` of these shapes and dtypes.
+    """Returns the launch for tensors of these shapes and dtypes.
 
     It returns `None` if XLA would have to pad groups of heads, if `launches_on` is false, or if `load` refuses.
+
+    Args:
+        *tensors: `q, k_pages, v_pages, page_table, seq_lens`.
+        scale: as in `pallas_kernels.paged_attention`.
+        window: as in `pallas_kernels.paged_attention`.
+        soft_cap: as in `pallas_kernels.paged_attention`.
+        sinks: a layer's sinks, which the launch is given too; `None` without sinks.
+        scales: `k_scales, v_scales` for 8-bit pages, likewise.
 
     Raises:
         ValueError: shapes, dtypes or options do not fit, as in `pallas_kernels.paged_attention`.
         RuntimeError: the kernel is not loaded yet, and torch is recording a CUDA graph.
     """
     # Tensors with an unsupported memory layout go through `calls.py`, where sharing them with JAX raises the error.
-    if not launches_on(*tensors):
+    if not launches_on(*tensors, *scales) or not _is_near(sinks, tensors[0]):
         return None
-    return _decode(tensors[0].device, _alike(tensors), scale, window, soft_cap)
+    like = _alike((*tensors, *scales))
+    return _decode(tensors[0].device, like, _like(sinks), scale, window, soft_cap)
 
 
 def ragged_kernel(
-    *tensors: torch.Tensor, scale: float, window: int | None, soft_cap: float | None
-) -> tuple[Launch, Plan] | None:
-    """Returns the launch and its plan for tensors of these shapes and dtypes, or `None` as in `decode_kernel`.
+    *tensors: torch.Tensor,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
+    sinks: torch.Tensor | None = None,
+) -> Packed | None:
+    """Returns the launch for tensors of these shapes and dtypes, or `None` as in `decode_kernel` and for 8-bit pages.
 
     Args:
         *tensors: `q, k_pages, v_pages, page_table, seq_lens, cu_q_lens`.
         scale: as in `pallas_kernels.ragged_attention`.
         window: as in `pallas_kernels.ragged_attention`.
         soft_cap: as in `pallas_kernels.ragged_attention`.
-
-    Returns:
-        The launch, of `q, k_pages, v_pages, page_table` and the plan's two results as tensors; and the plan, a JAX
-        program of `seq_lens` and `cu_q_lens`.
+        sinks: a layer's sinks, which the launch is given too; `None` without sinks.
     """
-    if not launches_on(*tensors):
+    if not launches_on(*tensors) or not _is_near(sinks, tensors[0]):
         return None
-    return _ragged(tensors[0].device, _alike(tensors), scale, window, soft_cap)
+    return _ragged(tensors[0].device, _alike(tensors), _like(sinks), scale, window, soft_cap)
+
+
+def _is_near(sinks: torch.Tensor | None, q: torch.Tensor) -> bool:
+    """Whether sinks are on the queries' device; they are copied, so they may lie anyhow."""
+    return sinks is None or sinks.device == q.device
+
+
+def _like(tensor: torch.Tensor | None) -> Like | None:
+    return None if tensor is None else (tuple(tensor.shape), tensor.dtype)
 
 
 def write_kernel(*tensors: torch.Tensor) -> Launch | None:
@@ -137,21 +202,32 @@ def fitted(tensor: torch.Tensor) -> torch.Tensor:
 def _decode(
     device: torch.device,
     like: tuple[Like, ...],
+    sinks: Like | None,
     scale: float,
     window: int | None,
     soft_cap: float | None,
 ) -> Decode | None:
-    structs = _structs(like)
+    structs, more = _structs(like), {}
     options = {"scale": scale, "window": window, "soft_cap": soft_cap}
+    if sinks is not None:
+        more["sinks"] = _structs((sinks,))[0]
+    if len(structs) > _NUM_DECODE:
+        more["k_scales"], more["v_scales"] = structs[_NUM_DECODE:]
     with jax.default_device(jax_device(device)):
-        jax.eval_shape(partial(pallas_kernels.paged_attention, **options), *structs)
-        q, k_pages, _, page_table, _ = structs
-        kernel = paged_attention.direct_launch(q, k_pages, page_table.shape[1], **options)
+        attend = partial(pallas_kernels.paged_attention, **options)
+        jax.eval_shape(attend, *structs[:_NUM_DECODE], **more)
+        q, k_pages, _, page_table, _ = structs[:_NUM_DECODE]
+        kernel = paged_attention.direct_launch(
+            q, k_pages, page_table.shape[1], **options, has_sinks=sinks is not None
+        )
         if kernel is None:
             return None
         rows, heads, head_dim = q.shape
-        given = jax.ShapeDtypeStruct((rows, kernel.padded_heads, head_dim), q.dtype)
-        launch = load(kernel.launch, [given, *structs[1:]], device)
+        given = [jax.ShapeDtypeStruct((rows, kernel.padded_heads, head_dim), q.dtype)]
+        given += structs[1:_NUM_DECODE]
+        if sinks is not None:
+            given.append(jax.ShapeDtypeStruct((kernel.padded_heads,), "float32"))
+        launch = load(kernel.launch, [*given, *structs[_NUM_DECODE:]], device)
     missing = kernel.padded_heads - heads
     return None if launch is None else Decode(launch, missing, kernel.columns, device)
 
@@ -160,24 +236,33 @@ def _decode(
 def _ragged(
     device: torch.device,
     like: tuple[Like, ...],
+    sinks: Like | None,
     scale: float,
     window: int | None,
     soft_cap: float | None,
-) -> tuple[Launch, Plan] | None:
+) -> Packed | None:
     structs = _structs(like)
     options = {"scale": scale, "window": window, "soft_cap": soft_cap}
+    more = {} if sinks is None else {"sinks": _structs((sinks,))[0]}
     with jax.default_device(jax_device(device)):
-        jax.eval_shape(partial(pallas_kernels.ragged_attention, **options), *structs)
+        jax.eval_shape(partial(pallas_kernels.ragged_attention, **options), *structs, **more)
         q, k_pages, _, page_table, *lengths = structs
         if window is not None and window >= page_table.shape[1] * k_pages.shape[1]:
             options["window"] = None
-        found = ragged_attention.direct_launch(q, k_pages, page_table.shape[0], **options)
-        if found is None:
+        kernel = ragged_attention.direct_launch(
+            q, k_pages, page_table.shape[0], **options, has_sinks=sinks is not None
+        )
+        if kernel is None:
             return None
-        kernel, plan = found
-        tiles = jax.eval_shape(plan, *lengths)
-        launch = load(kernel, [*structs[:4], *tiles], device)
-    return None if launch is None else (launch, jax.jit(plan))
+        given = [*structs[:4], *jax.eval_shape(kernel.plan, *lengths)]
+        if sinks is not None:
+            heads = q.shape[1]
+            shape = (heads // kernel.pack, kernel.pack * kernel.repeats)
+            given.append(jax.ShapeDtypeStruct(shape, "float32"))
+        launch = load(kernel.launch, given, device)
+    if launch is None:
+        return None
+    return Packed(launch, jax.jit(kernel.plan), kernel.pack, kernel.repeats)
 
 
 @lru_cache(maxsize=256)

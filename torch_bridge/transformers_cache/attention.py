@@ -16,6 +16,7 @@ from torch_bridge.ops.calls import hand_out, run
 from torch_bridge.ops.direct import decode_kernel, fitted, ragged_kernel
 from torch_bridge.sharing.dlpack import from_torch
 from torch_bridge.transformers_cache.gradients import refuse_gradient
+from torch_bridge.transformers_cache.model_layout import caches_latents
 from torch_bridge.transformers_cache.step import Step, active
 from torch_bridge.transformers_cache.tables import GroupTables, NotRecordable, padded
 from torch_bridge.transformers_cache.uncompiled import uncompiled
@@ -39,7 +40,7 @@ def attends_pages(model: PreTrainedModel) -> bool:
     config = model.config.get_text_config(decoder=True)
     if config._attn_implementation != NAME:
         return False
-    if config.model_type in _REWRITING:
+    if config.model_type in _REWRITING or caches_latents(config):
         raise Unsupported(f"{type(model).__name__} {_REWRITES}")
     return True
 
@@ -110,11 +111,9 @@ def paged_attention_forward(
         )
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     given = query.detach() if query.requires_grad else query
-    out = None
-    if s_aux is None:
-        out = _launch(step, layer, given, scale, softcap)
+    sinks = None if s_aux is None else s_aux.detach().to(query.dtype)
+    out = _launch(step, layer, given, scale, softcap, sinks)
     if out is None:
-        sinks = None if s_aux is None else s_aux.detach().to(query.dtype)
         options = {"scale": scale, "window": window, "soft_cap": softcap, "sinks": sinks}
         out = _run(step, layer, given, options)
     out = out if out.dtype == query.dtype else out.to(query.dtype)
@@ -122,7 +121,12 @@ def paged_attention_forward(
 
 
 def _launch(
-    step: Step, layer: int, query: torch.Tensor, scale: float, soft_cap: float | None
+    step: Step,
+    layer: int,
+    query: torch.Tensor,
+    scale: float,
+    soft_cap: float | None,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor | None:
     """Launches a kernel without XLA; returns [rows, queries, heads, head_dim], or `None` if no kernel supports it.
 
@@ -130,32 +134,32 @@ def _launch(
     """
     pools = step.pools(layer)
     packed = fitted(_packed(step, query, pools[0].dtype))
-    kind = (step.group(layer), packed.shape, scale, soft_cap)
+    kind = (step.group(layer), packed.shape, scale, soft_cap, sinks is None)
     if kind not in step.launches:
-        numbers = {"scale": scale, "window": step.window(layer), "soft_cap": soft_cap}
-        step.launches[kind] = _find_launch(step, layer, packed, numbers)
+        options = {"scale": scale, "window": step.window(layer), "soft_cap": soft_cap}
+        step.launches[kind] = _find_launch(step, layer, packed, options | {"sinks": sinks})
     launch = step.launches[kind]
-    return None if launch is None else _unpacked(step, launch(packed, *pools))
+    return None if launch is None else _unpacked(step, launch(packed, *pools, sinks=sinks))
 
 
 def _find_launch(
-    step: Step, layer: int, packed: torch.Tensor, numbers: dict[str, Any]
+    step: Step, layer: int, packed: torch.Tensor, options: dict[str, Any]
 ) -> Callable[..., torch.Tensor] | None:
     """Returns a function that launches a kernel on the step's queries and a layer's pools; `None` without a kernel."""
     table, pools = step.tables(layer).page_table, step.pools(layer)
     if step.decodes:
         seq_lens = step.seq_lens
-        decode = decode_kernel(packed, *pools, table, seq_lens, **numbers)
+        decode = decode_kernel(packed, *pools, table, seq_lens, **options)
         if decode is None:
             return None
         # The function outlives the step where a graph keeps it, so it must not refer to the step, which has the pools.
-        return lambda *tensors: decode(*tensors, table, seq_lens)
-    found = ragged_kernel(packed, *pools, table, step.seq_lens, step.cu_q_lens, **numbers)
+        return lambda *tensors, sinks: decode(*tensors, table, seq_lens, sinks=sinks)
+    found = ragged_kernel(packed, *pools, table, step.seq_lens, step.cu_q_lens, **options)
     if found is None:
         return None
-    launch, plan = found
-    tiles = [hand_out(array) for array in plan(step.seq_lens_array, from_torch(step.cu_q_lens))]
-    return lambda *tensors: launch(*tensors, table, *tiles)[0]
+    plan = found.plan(step.seq_lens_array, from_torch(step.cu_q_lens))
+    tiles = [hand_out(array) for array in plan]
+    return lambda *tensors, sinks: found(*tensors, table, *tiles, sinks=sinks)
 
 
 def _packed(step: Step, query: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

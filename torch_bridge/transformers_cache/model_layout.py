@@ -92,16 +92,14 @@ def _plan(
         return LayerPlan(kind, ())
     if kind == _STATES:
         return LayerPlan(kind, (_gated_delta(config, dtype),))
-    if getattr(config, "kv_lora_rank", None) is not None:
-        raise Unsupported(
-            f"{type(config).__name__} has latent attention (kv_lora_rank); JaxkvCache keeps keys and values per head. "
-            f"Use Transformers' DynamicCache for this model"
-        )
     if kind not in _ATTENTION:
         raise Unsupported(
             f"layer {layer} is {kind} of {type(config).__name__}; JaxkvCache supports {', '.join(_ATTENTION)} with "
-            f"keys and values per head, and gated delta layers. Use Transformers' DynamicCache for this model"
+            f"keys and values per head or latents, and gated delta layers. Use Transformers' DynamicCache for this "
+            f"model"
         )
+    if caches_latents(config):
+        return LayerPlan(kind, (_latent(config, dtype, page_size),))
     kv_heads, head_dim = heads.get(layer) or _heads_of(config)
     if kind == "full_attention":
         spec = gqa(kv_heads, head_dim, dtype=dtype, page_size=page_size)
@@ -109,6 +107,20 @@ def _plan(
     seen = int(options["sliding_window"])
     spec = window(kv_heads, head_dim, window=seen, dtype=dtype, page_size=page_size)
     return LayerPlan(kind, (spec,), seen)
+
+
+def caches_latents(config: Any) -> bool:  # noqa: ANN401 - every family has a class of its own
+    """Whether attention layers cache latents, from which each forward makes all keys and values (DeepSeek-V2's MLA)."""
+    return getattr(config, "kv_lora_rank", None) is not None
+
+
+def _latent(config: Any, dtype: str, page_size: int) -> PagedSpec:  # noqa: ANN401
+    """Returns the spec of latents in Transformers' form: the latent is the key and the rotary key the value."""
+    arrays = (
+        ArraySpec("key", (1, config.kv_lora_rank), dtype),
+        ArraySpec("value", (1, config.qk_rope_head_dim), dtype),
+    )
+    return PagedSpec("latent", arrays, page_size)
 
 
 def _why_unfit(model: PreTrainedModel) -> str | None:

@@ -57,10 +57,14 @@ def main(part):
         pool = ((2048, 16, kv_heads, 128), dtype)
         return ((rows, heads, 128), dtype), pool, pool, ((rows, width), short), ((rows,), short)
 
-    def decode(*sizes, window=None, soft_cap=None, **options):
+    def decode(*sizes, window=None, soft_cap=None, sinks=None, stored=None, **options):
         # Where heads lie is kept on the device, and there is none.
         like = tensors(*sizes, **options)
-        found = direct._decode(torch.device("cpu"), like, 0.1, window, soft_cap)
+        if stored is not None:
+            pool, scales = (like[1][0], stored), (like[1][0][:3], torch.float32)
+            like = (like[0], pool, pool, *like[3:], scales, scales)
+        given = None if sinks is None else ((like[0][0][1],), sinks)
+        found = direct._decode(torch.device("cpu"), like, given, 0.1, window, soft_cap)
         return found and {
             "in_place": found._launch.in_place,
             "out": found._launch.out,
@@ -69,12 +73,13 @@ def main(part):
             "runs": compiled[-1],
         }
 
-    def ragged(tokens, rows=1, width=64, window=None, soft_cap=None):
+    def ragged(tokens, rows=1, width=64, window=None, soft_cap=None, sinks=None):
         q, *others = tensors(rows, width)
         like = (((tokens, *q[0][1:]), half), *others, ((rows + 1,), short))
-        found = direct._ragged(cuda, like, 0.1, window, soft_cap)
+        given = None if sinks is None else ((32,), sinks)
+        found = direct._ragged(cuda, like, given, 0.1, window, soft_cap)
         return found and {
-            "in_place": found[0].in_place, "out": found[0].out, "runs": compiled[-1]
+            "in_place": found._launch.in_place, "out": found._launch.out, "runs": compiled[-1]
         }  # fmt: skip
 
     def write(tokens, dtype, pools=2):
@@ -98,6 +103,12 @@ def main(part):
         "decode wide window": lambda: decode(8, 64, window=2**20),
         "decode cap": lambda: decode(8, 64, soft_cap=30.0),
         "decode float16": lambda: decode(8, 64, dtype=torch.float16),
+        "decode sinks": lambda: decode(8, 64, sinks=half),
+        "ragged sinks": lambda: ragged(64, sinks=half),
+        "decode split sinks": lambda: decode(1, 2048, sinks=torch.float32),
+        "decode fp8": lambda: decode(8, 64, stored=torch.float8_e4m3fn),
+        "decode int8 sinks": lambda: decode(8, 64, stored=torch.int8, sinks=half),
+        "ragged window sinks": lambda: ragged(256, 3, 32, window=100, sinks=half),
         "ragged rows": lambda: ragged(256, 3, 32),
         "ragged window": lambda: ragged(256, 3, 32, window=100),
         "write one": lambda: write(1, torch.float32),

@@ -10,7 +10,7 @@ import torch
 
 from tests.pallas_kernels.h200.reports import reports_of
 from torch_bridge.ops import direct, launch
-from torch_bridge.ops.direct import Decode
+from torch_bridge.ops.direct import Decode, Packed
 from torch_bridge.ops.launch import Launch, Lowered, lower_alone, why_not_launch
 
 pytestmark = pytest.mark.torch
@@ -106,6 +106,25 @@ def test_heads_that_a_kernel_wants_more_are_zeros():
     assert not seen[0][0][:, 5:].any()
 
 
+def test_sinks_of_heads_are_laid_out_as_kernels_want_them():
+    """As many as there are heads for decode; for packed queries once for each row of a tile, in groups of heads."""
+    seen = []
+    sinks = torch.arange(6, dtype=torch.bfloat16)
+    decode = Decode(lambda *tensors: [seen.append(tensors) or tensors[0]], 2, None, None)
+    q = torch.ones(2, 6, 4)
+    decode(q, q, sinks=sinks, scales=(q + 1, q + 2))
+    assert seen[0][2].tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 0.0, 0.0]
+    assert seen[0][2].dtype == torch.float32
+    assert [one.max() for one in seen[0][3:]] == [2, 3]
+    packed = Packed(lambda *tensors: [tensors[-1]], None, 2, 3)
+    assert packed(q, sinks=sinks).tolist() == [
+        [0, 0, 0, 1, 1, 1],
+        [2, 2, 2, 3, 3, 3],
+        [4, 4, 4, 5, 5, 5],
+    ]
+    assert packed(q) is q
+
+
 def test_what_lies_otherwise_than_kernels_read_is_copied():
     whole = torch.arange(48, dtype=torch.float32).view(6, 8)
     assert direct.fitted(whole) is whole
@@ -160,7 +179,7 @@ def test_a_launch_compiles_into_one_kernel_or_is_left_to_xla(reports):
 @pytest.mark.slow
 def test_launches_at_the_sizes_of_the_tests_on_a_gpu_compile_into_one_kernel():
     reports = compiled("rest")
-    assert len(reports) == 10
+    assert len(reports) == 16
     assert_kernels(reports, set())
 
 

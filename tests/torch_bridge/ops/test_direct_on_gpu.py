@@ -74,6 +74,45 @@ def test_split_rows_and_odd_groups_need_no_xla(rows, width, heads):
     assert not launch(*tensors).any()
 
 
+@pytest.mark.parametrize(("rows", "width"), [(8, 64), (1, 512)])
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float8_e4m3fn, torch.int8])
+@pytest.mark.parametrize("has_sinks", [False, True])
+def test_sinks_and_pages_of_8_bits_need_no_xla_in_decode(rows, width, stored, has_sinks):
+    """The second size splits its row; the logarithms of the parts' sums hold the sink once."""
+    q, *pools, table, lengths = decode_case(rows, width)
+    sinks = torch.randn(32, device=CUDA).to(torch.bfloat16) * 3 if has_sinks else None
+    scales = ()
+    if stored != torch.bfloat16:
+        top = 448.0 if stored.is_floating_point else 127.0
+        scales = tuple(pool.float().abs().amax(-1) / top for pool in pools)
+        pools = [(pool / size[..., None]) for pool, size in zip(pools, scales, strict=True)]
+        pools = [(one if stored.is_floating_point else one.round()).to(stored) for one in pools]
+    tensors = (q, *pools, table, lengths)
+    more = dict(zip(("k_scales", "v_scales"), scales, strict=False)) | {"sinks": sinks}
+    options = {"scale": 0.1, "window": None, "soft_cap": None}
+    launch = decode_kernel(*tensors, **options, sinks=sinks, scales=scales)
+    out = launch(*tensors, sinks=sinks, scales=scales)
+    # With several parts torch sums them, in another order.
+    torch.testing.assert_close(out, through_xla(tensors, scale=0.1, **more), rtol=1e-2, atol=2e-3)
+    assert torch.equal(out, kernels.paged_attention(*tensors, scale=0.1, **more))
+
+
+@pytest.mark.parametrize("window", [None, 100])
+def test_sinks_of_packed_queries_need_no_xla(window):
+    _, keys, values, table, _ = decode_case(3, 32)
+    q = torch.randn(256, 32, 128, dtype=torch.bfloat16, device=CUDA)
+    sinks = torch.randn(32, device=CUDA).to(torch.bfloat16) * 3
+    lengths = torch.tensor([100, 512, 31], dtype=torch.int32, device=CUDA)
+    bounds = torch.tensor([0, 100, 200, 231], dtype=torch.int32, device=CUDA)
+    tensors = (q, keys, values, table, lengths, bounds)
+    launch = ragged_kernel(*tensors, scale=0.1, window=window, soft_cap=None, sinks=sinks)
+    tiles = [to_torch(array) for array in launch.plan(from_torch(lengths), from_torch(bounds))]
+    out = launch(*tensors[:4], *tiles, sinks=sinks)
+    wanted = kernels.ragged_attention(*tensors, scale=0.1, window=window, sinks=sinks)
+    assert torch.equal(out, wanted)
+    assert not torch.equal(out, kernels.ragged_attention(*tensors, scale=0.1, window=window))
+
+
 @pytest.mark.parametrize("window", [None, 100])
 def test_packed_queries_need_no_xla(window):
     _, keys, values, table, _ = decode_case(3, 32)
@@ -81,9 +120,9 @@ def test_packed_queries_need_no_xla(window):
     lengths = torch.tensor([100, 512, 31], dtype=torch.int32, device=CUDA)
     bounds = torch.tensor([0, 100, 200, 231], dtype=torch.int32, device=CUDA)
     tensors = (q, keys, values, table, lengths, bounds)
-    launch, plan = ragged_kernel(*tensors, scale=0.1, window=window, soft_cap=None)
-    tiles = [to_torch(array) for array in plan(from_torch(lengths), from_torch(bounds))]
-    (out,) = launch(*tensors[:4], *tiles)
+    launch = ragged_kernel(*tensors, scale=0.1, window=window, soft_cap=None)
+    tiles = [to_torch(array) for array in launch.plan(from_torch(lengths), from_torch(bounds))]
+    out = launch(*tensors[:4], *tiles)
     wanted = kernels.ragged_attention(*tensors, scale=0.1, window=window)
     assert torch.equal(out, wanted)
     assert not out[231:].any()

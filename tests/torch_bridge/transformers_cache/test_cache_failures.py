@@ -176,15 +176,6 @@ def test_gradients_through_the_cache_are_refused_not_wrong(llama):
 
 
 def test_models_that_remember_otherwise_and_odd_sizes_are_refused(llama):
-    config = transformers.DeepseekV3Config(
-        vocab_size=32, hidden_size=32, intermediate_size=32, moe_intermediate_size=16, num_hidden_layers=1,
-        num_attention_heads=2, num_key_value_heads=2, n_routed_experts=4, q_lora_rank=8, kv_lora_rank=8,
-        qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8, n_group=1, topk_group=1, num_experts_per_tok=2,
-    )  # fmt: skip
-    with pytest.raises(
-        Unsupported, match=r"has latent attention .* Use Transformers' DynamicCache"
-    ):
-        JaxkvCache(transformers.DeepseekV3ForCausalLM(config))
     encoder = transformers.T5Config(
         vocab_size=32, d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=4
     )

@@ -6,6 +6,7 @@ import transformers
 
 from pallas_kernels.dispatch import Unsupported
 from tests.torch_bridge.tiny import check, greedy, prompts, tiny_model
+from tests.torch_bridge.transformers_cache.families import model_of
 from torch_bridge import JaxkvCache
 
 pytestmark = pytest.mark.torch
@@ -126,6 +127,19 @@ def jetmoe():
     return transformers.JetMoeForCausalLM(config)
 
 
+def deepseek_v3():
+    return model_of("deepseek_v3")
+
+
+def deepseek_v32():
+    config = transformers.DeepseekV32Config(
+        **{**SIZES, "bos_token_id": 0}, moe_intermediate_size=16, n_routed_experts=4, q_lora_rank=8,
+        kv_lora_rank=8, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8, n_group=1, topk_group=1,
+        num_experts_per_tok=2, index_n_heads=2, index_head_dim=16,
+    )  # fmt: skip
+    return transformers.DeepseekV32ForCausalLM(config)
+
+
 def hrm_text():
     return transformers.HrmTextForCausalLM(transformers.HrmTextConfig(**SIZES))
 
@@ -169,6 +183,7 @@ def test_a_bert_made_as_a_decoder_reuses_prefixes():
         (recurrent_gemma, "keeps the states of its recurrent layers in its modules"),
         (prophetnet, "keeps the keys of several streams of tokens"),
         (xlstm, "has no num_attention_heads"),
+        (deepseek_v32, "layer 0 is deepseek_sparse_attention of DeepseekV32Config"),
     ],
 )
 def test_models_that_pages_cannot_serve_are_refused_when_the_cache_is_made(make, why):
@@ -176,7 +191,7 @@ def test_models_that_pages_cannot_serve_are_refused_when_the_cache_is_made(make,
         JaxkvCache(make())
 
 
-@pytest.mark.parametrize("make", [diffllama, hrm_text, jetmoe])
+@pytest.mark.parametrize("make", [deepseek_v3, diffllama, hrm_text, jetmoe])
 def test_models_that_change_their_keys_are_refused_attention_over_pages_and_nothing_else(make):
     torch.manual_seed(0)
     model = make().eval()
