@@ -6,7 +6,7 @@ Tiers under one prefix tree are modelled on SGLang's hierarchical cache and Fast
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import count
 
@@ -176,6 +176,20 @@ class HostTier:
             todo += self._dependents.get(key, ())
             if (entry := self._entries.get(key)) is not None:
                 self._drop(entry)
+
+    def remove_unreachable(self, on_device: Callable[[EntryKey], bool]) -> None:
+        """Drops the entries that need one that neither tier has, and all entries that need these.
+
+        Args:
+            on_device: whether the device has the page or checkpoint with a key.
+        """
+        self.remove(
+            [
+                key
+                for key, entry in self._entries.items()
+                if not all(needed in self._entries or on_device(needed) for needed in entry.needs)
+            ]
+        )
 
     def remove_made(self, seq: int) -> None:
         """Drops the checkpoints that a sequence has made."""

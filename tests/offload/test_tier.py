@@ -244,6 +244,35 @@ def test_a_spoilt_part_spoils_the_whole():
     assert world.free() == HYBRID_COUNTS | {"state0": 8, "sampling": 6}
 
 
+def test_what_may_follow_a_page_of_a_failed_sequence_leaves_the_host_though_a_page_between_is_gone():
+    world = full_world()
+    serve(world, TEXT)
+    evict_all(world)
+    second = next(entry for entry in world.tier if entry.kept.index == 1)
+    world.tier.discard(second.parts.values())
+    seq = world.adopt(TEXT[:3])
+    assert world.step(seq, 3)
+    world.collect(seq)
+    world.fail(seq)
+    assert not len(world.tier)
+    world.check()
+
+
+def test_what_only_the_device_reaches_stays_on_the_host_when_another_sequence_fails():
+    world = full_world(pages=6)
+    serve(world, TEXT)
+    evict_all(world)
+    first = next(entry for entry in world.tier if entry.kept.index == 0)
+    world.tier.discard(first.parts.values())
+    serve(world, TEXT[:3])
+    seq = world.adopt((1, 1, 1))
+    assert world.step(seq, 3)
+    world.collect(seq)
+    world.fail(seq)
+    assert {entry.kept.index for entry in world.tier} == {1, 2, 3}
+    world.check()
+
+
 def test_a_lost_cache_costs_only_what_had_not_left_it():
     world = full_world()
     serve(world, TEXT)

@@ -1,6 +1,6 @@
 """The interfaces between the prefix index and a lower tier, such as host memory, that stores evicted pages."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol, runtime_checkable
 
 from jaxkv.cache.kept_pages.keys import PageKey, PageKeys
@@ -26,6 +26,10 @@ class LowerTier(Protocol):
 
     def remove(self, keys: Iterable[tuple[str, bytes]]) -> None:
         """Drops the pages and checkpoints with these (group name, digest) pairs; the group of a checkpoint is ""."""
+        ...
+
+    def remove_unreachable(self, on_device: Callable[[tuple[str, bytes]], bool]) -> None:
+        """Drops what needs an entry that neither tier has; `on_device` says whether the device has the one of a key."""
         ...
 
     def remove_made(self, seq: int) -> None:

@@ -319,7 +319,8 @@ class PrefixIndex:
     def withdraw(self, seq: int) -> int:
         """Removes the pages that a sequence holds, their descendants, and its checkpoints; returns how many there were.
 
-        Called for a sequence with wrong values, such as NaN, so that no other sequence begins from them.
+        Called for a sequence with wrong values, such as NaN, so that no other sequence begins from them. The lower tier
+        also drops what neither tier reaches, because that may follow a removed page.
         """
         count = 0
         for name in self._trees:
@@ -329,7 +330,10 @@ class PrefixIndex:
             for node in doomed:
                 self._remove(name, node)
             count += len(doomed)
-        return count + self._states.withdraw(seq, self._tick)
+        count += self._states.withdraw(seq, self._tick)
+        if self._lower is not None:
+            self._lower.remove_unreachable(self._has)
+        return count
 
     def reclaim(self, missing: Mapping[str, int], rewritten: Mapping[str, Collection[int]]) -> bool:
         """Evicts the missing number of pages and states in each group; returns False and evicts nothing if it cannot.
@@ -405,6 +409,11 @@ class PrefixIndex:
             self._stats.tokens_computed += computed
             self._stats.tokens_without_states += stateless
             self._stats.short_of_states += stateless > 0
+
+    def _has(self, key: tuple[str, bytes]) -> bool:
+        """Whether the device has the page with this (group name, digest)."""
+        name, digest = key
+        return self._trees[name].named(digest) is not None
 
     def _sole(self, name: str, pages: Collection[int]) -> set[int]:
         """Returns those of `pages` that the index and exactly one sequence hold."""
