@@ -14,6 +14,7 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
+from jaxkv.serve.http.limits import Limits
 from tests.serve.http.listening import listening
 
 CHECKS = [
@@ -41,7 +42,9 @@ class Thread:
 
     async def _run(self):
         self._loop = asyncio.get_running_loop()
-        async with listening(lambda submit: submit.ids[:8]) as server:
+        # The engine may be silent while requests come that do not reach it.
+        limits = Limits(silence_seconds=3600.0)
+        async with listening(lambda submit: submit.ids[:8], limits=limits) as server:
             self.url = server.url
             self._started.set()
             await self._end.wait()
