@@ -235,6 +235,11 @@ class PageAllocator:
             else:
                 held.computed = count
 
+    def commit_states(self, seq: int) -> None:
+        """Records that a step without tokens of a sequence wrote its states, as padding does in models of torch."""
+        held = self._find(seq)
+        held.commit(held.computed)
+
     def free_out_of_window(self, seq: int, num_tokens: int) -> None:
         """Releases the pages that no token from position `num_tokens` on sees.
 

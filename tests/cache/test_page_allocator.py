@@ -136,6 +136,18 @@ def test_a_commit_of_nothing_does_not_read_a_state_that_was_never_written(alloca
     assert allocator.states(1, "mamba2") == (0, 1)
 
 
+def test_states_that_a_step_without_tokens_wrote_are_read_next_and_by_forks(allocator):
+    allocator.open(1)
+    allocator.reserve(1, 0)
+    _, written = allocator.states(1, "mamba2")
+    allocator.commit_states(1)
+    assert allocator.states(1, "mamba2") == (written, written)
+    allocator.fork(1, 2)
+    allocator.reserve(2, 1)
+    assert allocator.states(2, "mamba2")[0] == written
+    allocator.check()
+
+
 def test_commit_stays_between_what_is_computed_and_what_is_reserved(allocator):
     computed(allocator, 1, 3)
     allocator.reserve(1, 5)

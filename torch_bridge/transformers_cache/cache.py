@@ -22,7 +22,7 @@ from transformers.cache_utils import (
 )
 
 from jaxkv.cache.owner import CacheOwner
-from jaxkv.cache.spec import group_layers
+from jaxkv.cache.spec import PagedSpec, StateSpec, group_layers
 from pallas_kernels.dispatch import Unsupported
 from torch_bridge.fused.checked import why_not_fused
 from torch_bridge.fused.install import install as install_fused
@@ -30,8 +30,14 @@ from torch_bridge.graphs.decode_graphs import DecodeGraphs
 from torch_bridge.graphs.forward import install
 from torch_bridge.graphs.recorder import recorder_for
 from torch_bridge.transformers_cache.attention import attends_pages
-from torch_bridge.transformers_cache.cache_layers import PagedLayer, Running
+from torch_bridge.transformers_cache.cache_layers import (
+    PagedLayer,
+    PagedStateLayer,
+    Running,
+    StateLayer,
+)
 from torch_bridge.transformers_cache.forward_call import ForwardCall
+from torch_bridge.transformers_cache.lent_states import LentStates
 from torch_bridge.transformers_cache.model_layout import LayerPlan, layer_specs, plan_layers
 from torch_bridge.transformers_cache.placing import place
 from torch_bridge.transformers_cache.sequences import Sequences, Unread
@@ -166,16 +172,25 @@ class JaxkvCache(Cache):
         self._running = Running()
         self._num_computed = self._num_reused = 0
         layers: list[CacheLayerMixin | LinearAttentionCacheLayerMixin] = [
-            LinearAttentionLayer()
-            if not any(spec.arrays[0].role == "key" for spec in plan.specs)
-            else PagedLayer(index, plan.window, sequences, self._running)
-            for index, plan in enumerate(plans)
+            self._layer(index, plan) for index, plan in enumerate(plans)
         ]
         super().__init__(layers=layers)
         undo = [watch(model), install_fused(model, self._store.device)]
         if graphs.can_replay:
             undo.append(install(model))
         weakref.finalize(self, _detach, undo, sequences).atexit = False
+
+    def _layer(
+        self, index: int, plan: LayerPlan
+    ) -> CacheLayerMixin | LinearAttentionCacheLayerMixin:
+        has_pages = any(isinstance(spec, PagedSpec) for spec in plan.specs)
+        has_states = any(isinstance(spec, StateSpec) for spec in plan.specs)
+        if has_pages and has_states:
+            return PagedStateLayer(index, plan.window, self._sequences, self._running)
+        if has_pages:
+            return PagedLayer(index, plan.window, self._sequences, self._running)
+        # Transformers has such a layer for blocks that remember nothing.
+        return StateLayer(index, self._running) if has_states else LinearAttentionLayer()
 
     @property
     def owner(self) -> CacheOwner:
@@ -353,7 +368,9 @@ class JaxkvCache(Cache):
             raise
         try:
             step = Step(self._sequences, lease, real, attends_pages=paged)
-            step.bind_states(self.layers)
+            self._states = LentStates(
+                self._sequences, lease, self.layers, has_previous=step.num_columns > 0
+            )
         except BaseException as error:
             lease.abandon(f"ended in {error!r}", cause=error)
             raise
@@ -388,11 +405,12 @@ class JaxkvCache(Cache):
         self._running.step = None
         step.leave()
         if failed:
+            self._states.drop()
             step.lease.abandon("ended in a forward that failed", cause=sys.exception())
             return
         try:
             step.check_complete()
-            step.keep_states(self.layers)
+            self._states.take_back()
             self._store.give_back(step.lease)
         except BaseException as error:
             step.lease.abandon(f"ended in {error!r}", cause=error)

@@ -1,14 +1,23 @@
-"""`PagedLayer`: Transformers' interface to one attention layer of a `JaxkvCache`. Its tensors are in the `Step`."""
+"""Transformers' interface to the layers of a `JaxkvCache`: keys and values in pages, states, or both.
 
+A layer's tensors are leased, so it has them during a forward only.
+"""
+
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from transformers.cache_utils import CacheLayerMixin
+from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 
 from torch_bridge.transformers_cache.gradients import refuse_gradient
 from torch_bridge.transformers_cache.sequences import Sequences
 from torch_bridge.transformers_cache.step import Step
 from torch_bridge.transformers_cache.uncompiled import uncompiled
+
+_OUTSIDE = (
+    "a JaxkvCache was updated outside of the forward of the model it was made for; pass the cache to that model, as "
+    "past_key_values or cache_params, and call model(...), not model.forward or a module inside"
+)
 
 
 class Running:
@@ -66,10 +75,7 @@ class PagedLayer(CacheLayerMixin):
         """
         step = self._running.step
         if step is None:
-            raise RuntimeError(
-                "JaxkvCache.update was called outside of the forward of the model it was made for; pass the cache to "
-                "that model, as past_key_values, and call model(...), not model.forward or a module inside"
-            )
+            raise RuntimeError(_OUTSIDE)
         step.write(self._layer, key_states, value_states)
         self._updated = step
         if step.attends_pages:
@@ -98,3 +104,88 @@ class PagedLayer(CacheLayerMixin):
     def get_max_length(self) -> int:
         """Returns -1: the pool is shared, so no row has a limit of its own."""
         return -1
+
+
+class StateLayer(LinearAttentionLayer):
+    """States of one recurrent layer: the model reads `conv_states[0]` and `recurrent_states[0]` and updates them.
+
+    Args:
+        layer: index of the layer.
+        running: holds the current step.
+    """
+
+    is_compileable = False
+
+    def __init__(self, layer: int, running: Running) -> None:
+        super().__init__()
+        self._layer = layer
+        self._running = running
+
+    @property
+    def is_croppable(self) -> bool:
+        """False: a state has no memory of the states before it."""
+        return False
+
+    def bind(self, states: Mapping[str, torch.Tensor], *, has_previous: bool) -> None:
+        """Gives the layer its rows' states for one forward.
+
+        Args:
+            states: role -> [rows, *shape]; the convolution's under "conv".
+            has_previous: whether the rows have columns already. If not, the states are written before they are read.
+        """
+        for role, held in states.items():
+            if role == "conv":
+                self.conv_states[0], self.conv_kernel_size[0] = held, held.shape[-1]
+                self.is_conv_states_initialized[0] = True
+                self.dtype, self.device = held.dtype, held.device
+            else:
+                self.recurrent_states[0] = held
+                self.is_recurrent_states_initialized[0] = True
+        self.has_previous_state[0] = has_previous
+
+    def unbind(self) -> tuple[torch.Tensor, ...]:
+        """Takes the states back, in the order of `bind`: the convolution's, then the other if the layer has one."""
+        held = (self.conv_states[0], self.recurrent_states[0])
+        self.conv_states[0] = self.recurrent_states[0] = None
+        self.is_conv_states_initialized[0] = self.is_recurrent_states_initialized[0] = False
+        self.has_previous_state[0] = False
+        return tuple(one for one in held if one is not None)
+
+    @uncompiled
+    def update_conv_state(
+        self,
+        conv_states: torch.Tensor,
+        state_idx: int = 0,
+        conv_kernel_size: int | None = None,
+        **kwargs: Any,  # noqa: ANN401 - Transformers' own signature
+    ) -> torch.Tensor:
+        """Keeps the last inputs of the convolution; returns the earlier ones and the new, [rows, channels, columns].
+
+        Args:
+            conv_states: the new inputs, [rows, channels, queries].
+            state_idx: 0, since a layer has one state.
+            conv_kernel_size: the convolution's width, as the cache has it.
+            **kwargs: passed by Transformers, unused.
+        """
+        step = self._running.step
+        if step is None:
+            raise RuntimeError(_OUTSIDE)
+        step.note_state(self._layer)
+        return super().update_conv_state(conv_states, state_idx, conv_kernel_size)
+
+
+class PagedStateLayer(StateLayer, PagedLayer):  # pyright: ignore[reportIncompatibleMethodOverride]
+    """Keys and values in pages beside states, for layers with attention and a recurrent mixer side by side.
+
+    Args:
+        layer: index of the layer.
+        window: tokens a query sees, itself included; `None` for all.
+        sequences: the cache's rows.
+        running: holds the current step.
+    """
+
+    def __init__(
+        self, layer: int, window: int | None, sequences: Sequences, running: Running
+    ) -> None:
+        PagedLayer.__init__(self, layer, window, sequences, running)
+        StateLayer.__init__(self, layer, running)

@@ -102,11 +102,13 @@ class ForwardCall:
                 return 0
         return 0 if self.arguments.get("labels") is not None else max(0, self.shape[1] - wanted)
 
-    def real_columns(self, known: np.ndarray) -> np.ndarray:
+    def real_columns(self, known: np.ndarray, *, has_pages: bool = True) -> np.ndarray:
         """Returns which of the step's columns hold tokens, bool [rows, queries].
 
         Args:
             known: bool [rows, columns], which of the earlier columns hold tokens.
+            has_pages: whether a layer attends to earlier columns. Models without attention may be given a mask of the
+                step's columns alone, and none after a prompt.
 
         Raises:
             ValueError: the mask's shape is wrong, or it differs from the earlier masks on earlier columns.
@@ -114,13 +116,15 @@ class ForwardCall:
         rows, queries = self.shape
         mask = self.arguments.get("attention_mask")
         if mask is None or not isinstance(mask, torch.Tensor) or mask.ndim != 2:
-            if mask is None and not known.all():
+            if mask is None and has_pages and not known.all():
                 raise ValueError(
                     "earlier forwards had an attention_mask with padding, this one has none; give a mask over all "
                     f"{known.shape[1] + queries} columns"
                 )
             return np.ones((rows, queries), bool)
         columns = known.shape[1] + queries
+        if not has_pages and mask.shape == (rows, queries):
+            return mask.to("cpu").numpy().astype(bool)
         if mask.shape != (rows, columns):
             raise ValueError(
                 f"attention_mask must be {[rows, columns]} ({known.shape[1]} remembered columns and {queries} new "

@@ -13,10 +13,13 @@ from jaxkv.cache.spec import ArraySpec, LayerSpec, PagedSpec, StateSpec
 from jaxkv.cache.variants import gqa, window
 from pallas_kernels.dispatch import Unsupported
 from torch_bridge.transformers_cache.forward_call import CACHE_NAMES
+from torch_bridge.transformers_cache.state_layout import mixers_by_layer, state_spec
 
 _DTYPES = ("float32", "bfloat16", "float16")
 _ATTENTION = ("full_attention", "sliding_attention")
-_STATES = "linear_attention"
+_STATES = ("linear_attention", "conv")
+_BOTH = "hybrid"
+"""Kind of a layer with full attention and a recurrent mixer side by side."""
 _NOTHING = ("mlp", "moe")
 _UNFIT = {
     "cpmant": "puts a prompt of its own before the tokens, which takes columns of the cache",
@@ -67,11 +70,19 @@ def plan_layers(model: PreTrainedModel, *, page_size: int) -> tuple[LayerPlan, .
         raise Unsupported(f"JaxkvCache keeps {', '.join(_DTYPES)}, the model computes in {dtype}")
     config = model.config.get_text_config(decoder=True)
     kinds, options = get_layer_types_and_kwargs(config)
-    heads = _heads_by_layer(model)
-    return tuple(
-        _plan(kind, layer, config, options, heads, dtype, page_size)
-        for layer, kind in enumerate(kinds)
-    )
+    heads, mixers = _heads_by_layer(model), mixers_by_layer(model)
+    plans = []
+    for layer, kind in enumerate(kinds):
+        states: tuple[StateSpec, ...] = ()
+        if kind in (*_STATES, _BOTH):
+            states = (state_spec(config, layer, mixers.get(layer), dtype),)
+        if kind in (*_STATES, *_NOTHING):
+            plans.append(LayerPlan(kind, states))
+            continue
+        seen = "full_attention" if kind == _BOTH else kind
+        attention = _plan(seen, layer, config, options, heads, dtype, page_size)
+        plans.append(LayerPlan(kind, (*attention.specs, *states), attention.window))
+    return tuple(plans)
 
 
 def layer_specs(plans: tuple[LayerPlan, ...]) -> tuple[LayerSpec, ...]:
@@ -88,15 +99,11 @@ def _plan(
     dtype: str,
     page_size: int,
 ) -> LayerPlan:
-    if kind in _NOTHING:
-        return LayerPlan(kind, ())
-    if kind == _STATES:
-        return LayerPlan(kind, (_gated_delta(config, dtype),))
     if kind not in _ATTENTION:
         raise Unsupported(
             f"layer {layer} is {kind} of {type(config).__name__}; JaxkvCache supports {', '.join(_ATTENTION)} with "
-            f"keys and values per head or latents, and gated delta layers. Use Transformers' DynamicCache for this "
-            f"model"
+            f"keys and values per head or latents, and recurrent layers it knows. Use Transformers' DynamicCache "
+            f"for this model"
         )
     if caches_latents(config):
         return LayerPlan(kind, (_latent(config, dtype, page_size),))
@@ -185,26 +192,3 @@ def _heads_of(config: Any) -> tuple[int, int]:  # noqa: ANN401
     ):
         return 1, head_dim
     return getattr(config, "num_key_value_heads", None) or heads, head_dim
-
-
-def _gated_delta(config: Any, dtype: str) -> StateSpec:  # noqa: ANN401
-    """Returns the state spec of a gated delta layer, in Transformers' shapes: the conv state keeps `width` inputs."""
-    names = (
-        "linear_num_key_heads",
-        "linear_num_value_heads",
-        "linear_key_head_dim",
-        "linear_value_head_dim",
-        "linear_conv_kernel_dim",
-    )
-    if any(not hasattr(config, name) for name in names):
-        raise Unsupported(
-            f"{type(config).__name__} has recurrent layers that JaxkvCache does not support (it supports gated delta, "
-            f"as in Qwen3-Next); use Transformers' DynamicCache for this model"
-        )
-    key_heads, value_heads, key_dim, value_dim, width = (getattr(config, name) for name in names)
-    channels = 2 * key_heads * key_dim + value_heads * value_dim
-    arrays = (
-        ArraySpec("conv", (channels, width), dtype),
-        ArraySpec("delta", (value_heads, key_dim, value_dim), "float32"),
-    )
-    return StateSpec("delta", arrays)

@@ -6,7 +6,7 @@ from transformers import PreTrainedModel
 from torch_bridge.sharing.leases import Lease
 from torch_bridge.transformers_cache.fingerprint import fingerprint, turns_with_length
 from torch_bridge.transformers_cache.forward_call import ForwardCall
-from torch_bridge.transformers_cache.sequences import Sequences, usual_positions
+from torch_bridge.transformers_cache.sequences import Sequences
 from torch_bridge.transformers_cache.store import Store
 
 
@@ -32,7 +32,7 @@ def place(
             raise ValueError(
                 f"the cache holds {len(sequences.rows)} rows, this forward has {call.shape[0]}; reset() it first"
             )
-        real = call.real_columns(sequences.real)
+        real = call.real_columns(sequences.real, has_pages=sequences.has_pages)
     else:
         everything = call.real_columns(np.zeros((call.shape[0], 0), bool))
         left_out = _begin_rows(call, model, sequences, everything)
@@ -58,7 +58,7 @@ def _begin_rows(
     ids = None if turns_with_length(model) else call.ids
     texts: list[list[int] | None] = [None] * len(real)
     if ids is not None:
-        usual = usual_positions(real, call.positions, 0, real.shape[1])
+        usual = sequences.are_texts(real, call.positions, 0, real.shape[1])
         lines = zip(ids.to("cpu").numpy(), real, usual, strict=True)
         texts = [line[shown].tolist() if fits else None for line, shown, fits in lines]
     return sequences.open_rows(texts, real, call.can_leave_out(model.config))

@@ -94,6 +94,16 @@ class Sequences:
     _fresh: bool = False
 
     @property
+    def has_pages(self) -> bool:
+        """Whether a layer attends."""
+        return bool(self.store.layout.paged_groups)
+
+    @property
+    def has_states(self) -> bool:
+        """Whether a layer is recurrent."""
+        return bool(self.store.layout.state_groups)
+
+    @property
     def num_columns(self) -> int:
         """Number of cached columns, padding included."""
         return self.real.shape[1]
@@ -109,6 +119,10 @@ class Sequences:
             most_columns: upper bound of the result.
         """
         index = self.store.index
+        if self.has_states and not real.all():
+            # Padding goes through the layers too, and what a convolution keeps of it is not zero where inputs have a
+            # bias.
+            most_columns = 0
         keys = [None if text is None else index.keys() for text in texts]
         counted = real.cumsum(axis=1)
         columns = self._held_columns(texts, keys, counted, most_columns)
@@ -123,6 +137,18 @@ class Sequences:
         self.real = real[:, :columns]
         self._fresh = True
         return columns
+
+    def are_texts(
+        self, real: np.ndarray, positions: torch.Tensor | None, first_column: int, num_queries: int
+    ) -> np.ndarray:
+        """Returns, bool [rows], whether a row's tokens alone determine its keys and states; see `usual_positions`.
+
+        Padding changes the states of recurrent layers.
+        """
+        usual = usual_positions(real, positions, first_column, num_queries)
+        if not self.has_states:
+            return usual
+        return usual & real[:, first_column : first_column + num_queries].all(axis=1)
 
     def _held_columns(
         self,
@@ -183,6 +209,10 @@ class Sequences:
     def commit(self, unread: Unread) -> None:
         """Marks the step's tokens as computed, and keeps their ids on the device until `publish` reads them."""
         self.store.allocator.commit_all((row.number, row.num_tokens) for row in self.rows)
+        if self.has_states:
+            for row, is_real in zip(self.rows, unread.real, strict=True):
+                if not is_real.any():
+                    self.store.allocator.commit_states(row.number)
         if not self._fresh:
             self._unread.append(unread.own())
             return
@@ -282,7 +312,7 @@ class Sequences:
                 row.text = None
             return
         ids = unread.ids.to("cpu").numpy()
-        usual = usual_positions(self.real, unread.positions, unread.first_column, ids.shape[1])
+        usual = self.are_texts(self.real, unread.positions, unread.first_column, ids.shape[1])
         for row, tokens, real, fits in zip(self.rows, ids, unread.real, usual, strict=True):
             if row.text is not None:
                 row.text = [*row.text, *tokens[real].tolist()] if fits else None

@@ -5,7 +5,7 @@ Made before the model runs and ended after it. Index tables go to the device onc
 
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from contextvars import ContextVar
 from functools import cached_property
 from typing import Any
@@ -13,9 +13,8 @@ from typing import Any
 import jax
 import numpy as np
 import torch
-from transformers.cache_utils import LinearAttentionLayer
 
-from jaxkv.cache.spec import Group, PagedSpec
+from jaxkv.cache.spec import PagedSpec
 from torch_bridge.ops.direct import fitted, write_kernel
 from torch_bridge.sharing.dlpack import from_torch
 from torch_bridge.sharing.leases import Lease
@@ -29,6 +28,7 @@ from torch_bridge.transformers_cache.tables import (
     upload,
 )
 
+_TWICE = "layer {} updated the cache twice in one forward; is an inner module called on its own inside it?"
 _ACTIVE: ContextVar["weakref.ref[Step] | None"] = ContextVar("active_step", default=None)
 
 
@@ -95,8 +95,12 @@ class Step:
         self.num_columns: int = before if fixed is None else unknown
         layout = sequences.store.layout
         self._group_of = {layer: group for group in layout.paged_groups for layer in group.layers}
-        self._states = [(group, layer) for group in layout.state_groups for layer in group.layers]
         self.unwritten = set(self._group_of)
+        # A single token after others updates its states in place, which is not seen here.
+        updates = before == 0 or self.num_queries > 1
+        layers = {layer for group in layout.state_groups for layer in group.layers}
+        self._unseen_states = layers if updates else set()
+        self._seen_states: set[int] = set()
         self._unattended: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._outer: weakref.ref[Step] | None = None
 
@@ -112,15 +116,23 @@ class Step:
 
     def check_complete(self) -> None:
         """Raises `RuntimeError` if a layer has not written to the cache."""
-        if self.unwritten:
+        missing = self.unwritten | self._unseen_states
+        if missing:
             raise RuntimeError(
-                f"layers {sorted(self.unwritten)} took no notice of the JaxkvCache that the forward was given, as with "
+                f"layers {sorted(missing)} took no notice of the JaxkvCache that the forward was given, as with "
                 f"gradient checkpointing in training mode, which drops caches. Call model.eval(), or pass no cache"
             )
 
     def keeps(self, layer: int) -> bool:
         """Whether a layer has pages of its own; a layer that attends to another layer's keys has none."""
         return layer in self._group_of
+
+    def note_state(self, layer: int) -> None:
+        """Records that a recurrent layer updates its states; raises `ValueError` if it has in this step."""
+        if layer in self._seen_states:
+            raise ValueError(_TWICE.format(layer))
+        self._seen_states.add(layer)
+        self._unseen_states.discard(layer)
 
     def take_written(self, layer: int) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Returns the keys and values that a layer wrote in this step, once; `None` on later calls."""
@@ -217,9 +229,7 @@ class Step:
             ValueError: the layer has already written in this step, or the heads or dtype differ from the pages'.
         """
         if layer not in self.unwritten:
-            raise ValueError(
-                f"layer {layer} updated the cache twice in one forward; is an inner module called on its own inside it?"
-            )
+            raise ValueError(_TWICE.format(layer))
         self.unwritten.remove(layer)
         if self.attends_pages:
             self._unattended[layer] = keys, values
@@ -285,36 +295,3 @@ class Step:
         places = self._places[name]
         keys, values = (pool.flatten(0, 1)[places].transpose(1, 2) for pool in self.pools(layer))
         return keys, values
-
-    def bind_states(self, layers: Sequence[object]) -> None:
-        """Copies the rows' states into the recurrent layers, where the model updates them."""
-        for group, layer in self._states:
-            read, _ = self._state_ids(group)
-            held = layers[layer]
-            assert isinstance(held, LinearAttentionLayer)
-            conv = self.lease[f"layer{layer}.conv"][read]
-            held.conv_states[0], held.conv_kernel_size[0] = conv, conv.shape[-1]
-            held.recurrent_states[0] = self.lease[f"layer{layer}.delta"][read]
-            held.is_conv_states_initialized[0] = held.is_recurrent_states_initialized[0] = True
-            held.has_previous_state[0] = self.num_columns > 0
-            held.dtype, held.device = conv.dtype, conv.device
-
-    def keep_states(self, layers: Sequence[object]) -> None:
-        """Writes the states of recurrent layers back to the pool, and clears the layers."""
-        for group, layer in self._states:
-            _, write = self._state_ids(group)
-            held = layers[layer]
-            assert isinstance(held, LinearAttentionLayer)
-            for role, states in (("conv", held.conv_states), ("delta", held.recurrent_states)):
-                new = states[0]
-                assert new is not None
-                self.lease[f"layer{layer}.{role}"][write] = new.detach()
-                states[0] = None
-            held.is_conv_states_initialized[0] = held.is_recurrent_states_initialized[0] = False
-            held.has_previous_state[0] = False
-
-    def _state_ids(self, group: Group) -> tuple[torch.Tensor, torch.Tensor]:
-        allocator = self._sequences.store.allocator
-        ids = [allocator.states(row.number, group.name) for row in self._sequences.rows]
-        read, write = np.array(ids, np.int64).T
-        return upload(read, self._device), upload(write, self._device)

@@ -87,17 +87,16 @@ def test_too_many_rows_for_the_states_are_refused(model):
 
 
 def test_recurrent_layers_of_other_kinds_are_refused():
-    config = transformers.BambaConfig(
+    config = transformers.Zamba2Config(
         vocab_size=32,
         hidden_size=32,
         intermediate_size=32,
         num_hidden_layers=1,
         num_attention_heads=2,
-        num_key_value_heads=2,
-        mamba_n_heads=4,
-        mamba_d_head=16,
-        attn_layer_indices=[],
-        mamba_expand=2,
+        attention_head_dim=16,
+        n_mamba_heads=4,
+        mamba_d_state=8,
+        layers_block_type=["mamba"],
     )
-    with pytest.raises(Unsupported, match="recurrent layers that JaxkvCache does not support"):
-        JaxkvCache(transformers.BambaForCausalLM(config))
+    with pytest.raises(Unsupported, match="layer 0 of Zamba2Config has recurrent states"):
+        JaxkvCache(transformers.Zamba2ForCausalLM(config))
