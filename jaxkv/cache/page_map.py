@@ -1,4 +1,4 @@
-"""The page map: the holder of each page and state of a cache, as runs of neighbours. It reads the books only."""
+"""The page map: the holder of each page and state of a cache, as runs of neighbours. It changes nothing."""
 
 from collections.abc import Collection
 from dataclasses import dataclass

@@ -19,7 +19,7 @@ from jaxkv.config.checks import as_int
 from jaxkv.config.engine import EngineConfig
 from jaxkv.engine.collect import Collector
 from jaxkv.engine.finish import Finisher
-from jaxkv.engine.host_cache import open_host, why_no_host
+from jaxkv.engine.lower_tiers.host_cache import open_host, why_no_host
 from jaxkv.engine.multi_step import MultiStep
 from jaxkv.engine.oom_backoff import OomBackoff
 from jaxkv.engine.recovery import RebuildLimit, is_fatal, refuse_broken
@@ -205,9 +205,7 @@ class Engine:
         Args:
             params: the new parameters, see `ModelRunner.update_params`.
             version: their version; the number of the last one plus 1 if not given. Returned.
-            requests: what requests in progress do. With "continue" their next tokens come from the new parameters, and
-                see keys, values and states of the old ones, which are never shared with other requests. With
-                "recompute" all their tokens are computed again.
+            requests: what requests in progress do, "continue" or "recompute", see `LLM.update_weights`.
 
         Raises:
             ValueError: the parameters do not fit, or an option is unknown; nothing was changed.

@@ -1,0 +1,1 @@
+"""The engine's side of the tiers below the device: prefixes in host memory, and in files."""
