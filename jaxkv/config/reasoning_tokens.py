@@ -1,4 +1,4 @@
-"""`ReasoningTokens`: the tokens that mark the free text before a demanded form."""
+"""`ReasoningTokens`: the tokens that mark the free text before structured output."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -11,13 +11,13 @@ _MOST_IDS = 64
 
 @dataclass(frozen=True, kw_only=True)
 class ReasoningTokens:
-    """Token ids that mark the reasoning before a form that `StructuredOutputs` demands.
+    """Token ids that mark the reasoning before the output that `StructuredOutputs` describes.
 
     Until it has ended, all tokens may follow but those that end a text.
 
     Attributes:
-        ends: ids that end the reasoning; the form begins behind the first of them.
-        begins: ids of which one may begin the text; with any other token the form begins at once. If there are none,
+        ends: ids that end the reasoning; the structured output begins behind the first of them.
+        begins: ids of which one may begin the text; with another token the output begins at once. If there are none,
             the text begins inside the reasoning, because the prompt has opened it.
         header: ids right behind which alone an end counts, such as the header of GPT-OSS's final channel; an end is
             then the only token that may follow them. If there are none, every end counts.
@@ -35,7 +35,9 @@ class ReasoningTokens:
         for name in ("ends", "begins", "header"):
             object.__setattr__(self, name, _ids(name, getattr(self, name)))
         if not self.ends:
-            raise ValueError("ends is empty, so the form would never begin; give the ids that end")
+            raise ValueError(
+                "ends is empty, so the structured output would never begin; give the ids that end"
+            )
 
 
 def _ids(name: str, value: object) -> tuple[int, ...]:

@@ -30,7 +30,7 @@ class StructuredOutputs:
         regex: a regular expression that matches the whole text, without look-around and back-references.
         choice: up to 4096 texts, of which one is generated.
         grammar: a grammar in the Lark dialect of llguidance, with a rule `start`.
-        reasoning: what marks the free text before the form; `None` if the form begins with the first token.
+        reasoning: what marks the free text before the structured output; `None` if there is none.
 
     Raises:
         ValueError: none or several attributes are set, one has the wrong type, or it is larger than 256 KiB, or a

@@ -1,4 +1,4 @@
-"""`FormStart`: finds where the demanded form begins in a generated text that begins with reasoning."""
+"""`FormStart`: finds where the structured output begins in a generated text that begins with reasoning."""
 
 from collections.abc import Sequence
 
@@ -21,7 +21,7 @@ class FormStart:
         self._found: int | None = None
 
     def find(self, generated: Sequence[int]) -> int | None:
-        """Returns the index of the form's first token, or `None` if the reasoning has not ended yet.
+        """Returns the index of the structured output's first token, or `None` if the reasoning has not ended yet.
 
         Args:
             generated: all generated tokens; those of the last call and perhaps more.

@@ -101,7 +101,7 @@ class TokenConstraint:
         before_least: ids that may not be sampled as one of the first `least` tokens.
         least: least number of tokens of the text (`SamplingParams.min_tokens`).
         forces: whether the request takes tokens that the grammar forces without sampling them.
-        reasoning: what marks the free text before the form; `None` if the form begins with the first token.
+        reasoning: what marks the free text before the structured output; `None` if there is none.
 
     Attributes:
         grammar: the grammar.
@@ -127,7 +127,7 @@ class TokenConstraint:
         self._least, self._forces = least, forces
         self._words = num_words(grammar.vocab_size)
         self._start = None if reasoning is None else FormStart(reasoning)
-        # A text that ends in its reasoning would lack the form.
+        # A text that ends in its reasoning would lack the structured output.
         self._free = ~mask_of(grammar.end_ids, words)
         self._consumed: int | None = 0
         self._masked_at = -1
@@ -214,11 +214,11 @@ class TokenConstraint:
         return self._never & self._early if generated < self._least else self._never
 
     def _begin(self, generated: Sequence[int]) -> int | None:
-        """Returns the index of the form's first token; `None` while the reasoning goes on."""
+        """Returns the index of the structured output's first token; `None` while the reasoning goes on."""
         return 0 if self._start is None else self._start.find(generated)
 
     def _advance(self, generated: Sequence[int]) -> bool:
-        """Appends those tokens of the form that the matcher has not seen; returns False if it has not begun."""
+        """Appends structured output that the matcher has not seen; returns False if it has not begun."""
         begin = self._begin(generated)
         if begin is None:
             return False

@@ -49,7 +49,7 @@ class Grammars:
             ValueError: it is not valid, or exceeds a limit; the model has no tokenizer that llguidance can read; or
                 llguidance is not installed.
         """
-        # Where the form begins is the request's own; its grammar is the same.
+        # Where the structured output begins is the request's own; its grammar is the same.
         outputs = replace(outputs, reasoning=None)
         with self._lock:
             found = self._kept.get(outputs)

@@ -1,4 +1,4 @@
-"""Where a demanded form begins behind reasoning, and which tokens may come before it."""
+"""Where structured output begins behind reasoning, and which tokens may come before it."""
 
 import numpy as np
 import pytest

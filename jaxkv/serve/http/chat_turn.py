@@ -208,7 +208,7 @@ def _forced(
 def _reasoning_tokens(
     service: Service, options: ChatOptions, prompt: ChatPrompt
 ) -> ReasoningTokens | None:
-    """Returns what marks the reasoning before a demanded form; see `reasoning_tokens`."""
+    """Returns what marks the reasoning before structured output; see `reasoning_tokens`."""
     tokenizer = service.tokenizer
     if tokenizer is None:
         return None
@@ -218,7 +218,7 @@ def _reasoning_tokens(
 
 
 def _refuse_channels(choice: ParserChoice, field: str) -> None:
-    """Raises `ApiError` if the model writes its answers in channels, which a demanded form has no place in."""
+    """Raises `ApiError` if the model writes its answers in channels, which structured output has no place in."""
     if "openai" in (choice.tools or "") or "openai" in (choice.reasoning or ""):
         raise ApiError(
             400,

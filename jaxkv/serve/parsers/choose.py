@@ -95,7 +95,7 @@ def open_parser(
 ) -> OutputParser:
     """Returns the parser of one answer.
 
-    Without tools, with the tool choice "none", and in a demanded form, markers of tool calls are content. A demanded
+    Without tools, with the tool choice "none", and in structured output, markers of tool calls are content. A demanded
     call may come in the model's own format or as `forced_schema` describes it; in the harmony format only in the
     model's own.
 

@@ -42,7 +42,7 @@ class HarmonyReader:
         answer: where it goes.
         calls: where calls are written; `None` if messages to functions are content.
         reasoning: whether reasoning is kept apart; otherwise it is content.
-        only_final: whether the channel "final" alone is content, because its form is demanded.
+        only_final: whether the channel "final" alone is content, because it is structured output.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class HarmonyReader:
         return marker
 
     def _read_form(self) -> Steps[str]:
-        """Reads a message with a demanded form, in which ordinary tokens may spell markers, to the end."""
+        """Reads a message of structured output, in which ordinary tokens may spell markers, to the end."""
         while marker := (yield from self._source.until(_FORM_END, self._answer.content)):
             if (yield from self._source.peek()):
                 self._answer.content(marker)

@@ -1,4 +1,4 @@
-"""The token ids that mark a model's reasoning, for a demanded form that begins behind it."""
+"""The token ids that mark a model's reasoning, for structured output that begins behind it."""
 
 from collections.abc import Callable
 
@@ -15,7 +15,7 @@ def reasoning_tokens(
     thinking: bool | None,
     prompt_end: str,
 ) -> ReasoningTokens | None:
-    """Returns what marks the reasoning of one answer; `None` if its form is to begin with the first token.
+    """Returns what marks the reasoning of one answer; `None` if structured output is to begin with the first token.
 
     That is so for models without reasoning, requests that ask for none, and markers that are not one token each.
 
