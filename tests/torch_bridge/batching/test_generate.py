@@ -303,6 +303,22 @@ def test_tokens_texts_and_log_probabilities_are_those_of_the_engine():
 
 
 @pytest.mark.slow
+def test_a_request_whose_logits_are_not_finite_ends_alone():
+    pair = paged()
+    for model in pair:
+        with torch.no_grad():
+            model.get_input_embeddings().weight[95] = torch.nan
+    given = [[token % 95 for token in prompt] for prompt in texts(20, 9, 30, seed=8)]
+    given[1][3] = 95
+    shared = JaxkvCache(pair[0], max_tokens=256)
+    out = run(pair, shared, given, max_sequences=3, token_budget=32)
+    assert [one.outputs[0].finish_reason for one in out] == ["length", "error", "length"]
+    assert "not finite" in out[1].outputs[0].error
+    for at in (0, 2):
+        assert out[at].token_ids == stock(pair[1], given[at], 9)
+
+
+@pytest.mark.slow
 def test_end_ids_and_stop_ids_end_a_request(llama, cache):
     [prompt] = texts(12, seed=7)
     said = stock(llama[1], prompt, 9)
