@@ -41,13 +41,14 @@ class BatchLoop:
         sizes = {group.page_size for group in store.layout.paged_groups}
         allocator, index = store.allocator, store.index
         self._store, self._rows, self._sampler = store, rows, sampler
+        self._whole = bool(store.layout.state_groups)
         self._scheduler = Scheduler(
             allocator,
             index,
-            page_size=min(sizes),
+            page_size=min(sizes, default=_ANY_PAGE),
             max_rows=max_rows,
             token_budget=token_budget,
-            whole_prompts=False,
+            whole_prompts=self._whole,
             # Packed kernels skip padding, so any number of tokens is as good.
             fill=lambda least, most: most,
         )
@@ -131,7 +132,10 @@ class BatchLoop:
                 part.sequence.admitted = now
         self._sampler.admit([part.sequence for part in parts])
         logits = [self._decode(decode)] if decode else []
-        if chunks:
+        if self._whole:
+            # Recurrent layers compute one row's tokens from its first one on.
+            logits += [self._prompt(part) for part in chunks]
+        elif chunks:
             logits.append(self._prefill(chunks))
         step = self._sampler.sample(parts, logits)
         self._scheduler.dispatched(parts)
@@ -142,15 +146,26 @@ class BatchLoop:
         starts = np.array([[part.start] for part in parts], np.int64)
         return self._rows.decode(_ends(parts), ids, uploaded(starts, self._store.device))
 
+    def _prompt(self, part: Part) -> torch.Tensor:
+        [row], both = _ends([part]), self._new_tokens([part])
+        return self._rows.prompt(row, both[:1], both[1:])
+
     def _prefill(self, parts: Sequence[Part]) -> torch.Tensor:
-        ids = [part.sequence.tokens[part.start : part.start + part.count] for part in parts]
-        positions = [np.arange(part.start, part.start + part.count) for part in parts]
-        both = uploaded(
-            np.stack([np.concatenate(ids), np.concatenate(positions)]), self._store.device
-        )
+        both = self._new_tokens(parts)
         counts = [part.count for part in parts]
         last = uploaded(np.cumsum(counts) - 1, self._store.device)
         return self._rows.prefill(_ends(parts), counts, both[:1], both[1:], last)
+
+    def _new_tokens(self, parts: Sequence[Part]) -> torch.Tensor:
+        """Returns ids and positions of the new tokens, row after row, int64 [2, tokens]."""
+        ids = [part.sequence.tokens[part.start : part.start + part.count] for part in parts]
+        positions = [np.arange(part.start, part.start + part.count) for part in parts]
+        both = np.stack([np.concatenate(ids), np.concatenate(positions)])
+        return uploaded(both, self._store.device)
+
+
+_ANY_PAGE = 64
+"""Tokens by which reservations grow in a pool without pages."""
 
 
 def _ends(parts: Sequence[Part]) -> list[tuple[int, int]]:

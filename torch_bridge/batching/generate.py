@@ -12,7 +12,7 @@ import torch
 from tokenizers import Tokenizer as TokenizersTokenizer
 from transformers import PreTrainedModel
 
-from jaxkv.cache.spec import StateSpec
+from jaxkv.cache.spec import PagedSpec
 from jaxkv.config.checks import as_int
 from jaxkv.config.sampling import SamplingParams
 from jaxkv.engine.drive import output_of
@@ -30,7 +30,7 @@ from torch_bridge.batching.sampler import Sampler, SamplerKind
 from torch_bridge.transformers_cache.attention import NAME, attends_pages
 from torch_bridge.transformers_cache.cache import CacheParts, JaxkvCache
 from torch_bridge.transformers_cache.fingerprint import turns_with_length
-from torch_bridge.transformers_cache.model_layout import LayerPlan, plan_layers
+from torch_bridge.transformers_cache.model_layout import plan_layers
 from torch_bridge.transformers_cache.placing import notice_changes
 from torch_bridge.transformers_cache.tables import padded
 
@@ -50,16 +50,17 @@ def generate(
 ) -> list[RequestOutput]:
     """Generates for a list of prompts in one continuous batch; a single prompt is a list of one.
 
-    Requests that end make room for waiting ones, and prompts are computed in packed chunks beside the decode steps. The
-    host reads a step's tokens while the next step runs. A token depends on its logits, the request's parameters, its
-    seed and the position, as in `jaxkv.LLM`: not on the other requests, up to rounding of the logits.
+    Requests that end make room for waiting ones. Prompts are computed in packed chunks beside the decode steps, or
+    whole and one by one for models with recurrent layers. The host reads a step's tokens while the next step runs. A
+    token depends on its logits, the request's parameters, its seed and the position, as in `jaxkv.LLM`: not on the
+    other requests, up to rounding of the logits.
 
     All prompts are checked before any is run. On an exception or an interrupt all requests end and their pages are free
     again. If a forward failed, what the cache holds is lost, its kept prefixes included; the next call begins with an
     empty pool.
 
     Args:
-        model: a causal language model with attention "jaxkv".
+        model: a causal language model; its attention layers, if it has any, must use "jaxkv".
         prompts: texts, lists or arrays of token ids, or dicts as for `jaxkv.LLM.generate`.
         sampling: for all prompts, or one for each. `logits_processors`, `prompt_logprobs` and `structured_outputs` are
             refused.
@@ -74,8 +75,8 @@ def generate(
         One output per prompt, in the order of the prompts. `text` is empty without a tokenizer.
 
     Raises:
-        Unsupported: the model's attention is another one, it has recurrent layers, its rotary angles depend on the
-            length of the text, or its forward takes no `position_ids`.
+        Unsupported: the model's attention is another one, its rotary angles depend on the length of the text, or its
+            forward takes no `position_ids`.
         ValueError: a prompt or an option cannot be served; a message about one of several prompts has its index.
         OutOfPages: rows of the cache or of its forks hold the pages that the first request needs; `reset()` them.
     """
@@ -198,22 +199,19 @@ def _requests(
 
 
 def _refuse_model(model: PreTrainedModel) -> None:
+    plans = plan_layers(model, page_size=_PAGE_SIZE)
+    if not any(isinstance(spec, PagedSpec) for plan in plans for spec in plan.specs):
+        return
     name = type(model).__name__
     why = None
     if not attends_pages(model):
         why = f'has another attention; call model.set_attn_implementation("{NAME}") first'
     elif turns_with_length(model):
         why = "has rotary angles that depend on the length of the text, and rows differ in length"
-    elif any(isinstance(spec, StateSpec) for plan in _plans(model) for spec in plan.specs):
-        why = "has recurrent layers, whose states are not computed in packed chunks"
     elif "position_ids" not in inspect.signature(model.forward).parameters:
         why = "takes no position_ids, so rows of several lengths cannot share a forward"
     if why is not None:
         raise Unsupported(f"torch_bridge.generate cannot run {name}: it {why}")
-
-
-def _plans(model: PreTrainedModel) -> tuple[LayerPlan, ...]:
-    return plan_layers(model, page_size=_PAGE_SIZE)
 
 
 def _refuse_params(params: SamplingParams, tokenizer: Tokenizer | None, *, has_cache: bool) -> None:
@@ -265,7 +263,9 @@ def _cache_for(
     held = sorted(request.tokens_held for samples in requests for request in samples)
     # A sample of several copies the page of the prompt's end before it writes there.
     room = sum(_pages(tokens) + 1 for tokens in held[-rows:])
-    return JaxkvCache(model, room * _PAGE_SIZE, page_size=_PAGE_SIZE, graphs=True)
+    return JaxkvCache(
+        model, room * _PAGE_SIZE, page_size=_PAGE_SIZE, max_sequences=rows, graphs=True
+    )
 
 
 def _pages(tokens: int) -> int:

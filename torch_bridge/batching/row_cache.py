@@ -12,7 +12,9 @@ import torch
 from transformers.cache_utils import Cache
 
 from torch_bridge.transformers_cache.cache import CacheParts
-from torch_bridge.transformers_cache.cache_layers import PagedLayer, Running
+from torch_bridge.transformers_cache.cache_layers import Running, layers_of
+from torch_bridge.transformers_cache.forward_call import CACHE_NAMES
+from torch_bridge.transformers_cache.lent_states import LentStates
 from torch_bridge.transformers_cache.sequences import Sequence, Sequences
 from torch_bridge.transformers_cache.step import Step
 from torch_bridge.transformers_cache.tables import padded
@@ -28,14 +30,13 @@ class RowCache(Cache):
     def __init__(self, parts: CacheParts) -> None:
         self._model, self._store, self._graphs = parts.model, parts.store, parts.graphs
         self._sequences, self._running = Sequences(parts.store), Running()
-        self._keeps_logits = "logits_to_keep" in inspect.signature(parts.model.forward).parameters
+        names = inspect.signature(parts.model.forward).parameters
+        self._keeps_logits = "logits_to_keep" in names
+        self._takes_positions = "position_ids" in names
+        self._cache_name = next(name for name in CACHE_NAMES if name in names)
+        self._attends_pages = bool(parts.store.layout.paged_groups)
         self._empty: Sequence | None = None
-        super().__init__(
-            layers=[
-                PagedLayer(index, plan.window, self._sequences, self._running)
-                for index, plan in enumerate(parts.plans)
-            ]
-        )
+        super().__init__(layers=layers_of(parts.plans, self._sequences, self._running))
 
     @contextmanager
     def serving(self) -> Iterator[None]:
@@ -60,9 +61,20 @@ class RowCache(Cache):
             positions: int64 [rows, 1].
         """
         self._set_rows(rows)
-        step = self._step(np.ones((len(rows), 1), bool), packed=False)
-        options = {"logits_to_keep": 1} if self._keeps_logits else {}
-        return self._forward(step, input_ids=ids, position_ids=positions, **options)[:, -1]
+        return self._forward(np.ones((len(rows), 1), bool), ids, positions, 1)[:, -1]
+
+    def prompt(
+        self, row: tuple[int, int], ids: torch.Tensor, positions: torch.Tensor
+    ) -> torch.Tensor:
+        """Returns the logits after a whole prompt, [1, vocab_size]; for models whose rows cannot be packed.
+
+        Args:
+            row: number in the allocator, and tokens of the prompt.
+            ids: int64 [1, tokens].
+            positions: int64 [1, tokens].
+        """
+        self._set_rows([row])
+        return self._forward(np.ones((1, row[1]), bool), ids, positions, 1)[:, -1]
 
     def prefill(
         self,
@@ -87,9 +99,8 @@ class RowCache(Cache):
         missing = padded(len(rows), 1) - len(rows)
         self._sequences.rows += [self._empty] * missing
         new = np.array([*counts, *[0] * missing])
-        step = self._step(np.arange(new.max())[None] < new[:, None], packed=True)
-        options = {"logits_to_keep": last} if self._keeps_logits else {}
-        logits = self._forward(step, input_ids=ids, position_ids=positions, **options)[0]
+        real = np.arange(new.max())[None] < new[:, None]
+        logits = self._forward(real, ids, positions, last, packed=True)[0]
         return logits if self._keeps_logits else logits[last]
 
     def replay(self, arguments: Mapping[str, Any], forward: Callable[..., Any]) -> Any:  # noqa: ANN401
@@ -107,27 +118,43 @@ class RowCache(Cache):
         # Attention reads the pages by the rows' lengths, so columns are only counted.
         self._sequences.real = np.broadcast_to(np.True_, (len(rows), columns))
 
-    def _step(self, real: np.ndarray, *, packed: bool) -> Step:
+    def _forward(
+        self,
+        real: np.ndarray,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        keep: int | torch.Tensor,
+        *,
+        packed: bool = False,
+    ) -> torch.Tensor:
+        """Returns the logits of the model's forward. If it fails, the pool counts as lost."""
+        arguments: dict[str, Any] = {"input_ids": ids, self._cache_name: self, "use_cache": True}
+        if self._takes_positions:
+            arguments["position_ids"] = positions
+        if self._keeps_logits:
+            arguments["logits_to_keep"] = keep
         lease = self._store.borrow()
         try:
-            return Step(self._sequences, lease, real, attends_pages=True, packed=packed)
-        except BaseException:
-            self._store.give_back(lease)
-            raise
-
-    def _forward(self, step: Step, **arguments: Any) -> torch.Tensor:  # noqa: ANN401 - the model's own
-        """Returns the logits of the model's forward. If it fails, the pool counts as lost."""
-        self._running.step = step
-        step.enter()
-        try:
+            step = Step(
+                self._sequences, lease, real, attends_pages=self._attends_pages, packed=packed
+            )
+            states = LentStates(
+                self._sequences, lease, self.layers, has_previous=step.num_columns > 0
+            )
+            self._running.step = step
+            step.enter()
             try:
-                out = self._model(**arguments, past_key_values=self, use_cache=True)
+                out = self._model(**arguments)
+            except BaseException:
+                states.drop()
+                raise
             finally:
                 self._running.step = None
                 step.leave()
             step.check_complete()
-            self._store.give_back(step.lease)
+            states.take_back()
+            self._store.give_back(lease)
         except BaseException as error:
-            step.lease.abandon(f"ended in {error!r}", cause=error)
+            lease.abandon(f"ended in {error!r}", cause=error)
             raise
         return out.logits

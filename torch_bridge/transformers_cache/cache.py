@@ -16,13 +16,10 @@ import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import (
     Cache,
-    CacheLayerMixin,
-    LinearAttentionCacheLayerMixin,
-    LinearAttentionLayer,
 )
 
 from jaxkv.cache.owner import CacheOwner
-from jaxkv.cache.spec import PagedSpec, StateSpec, group_layers
+from jaxkv.cache.spec import group_layers
 from pallas_kernels.dispatch import Unsupported
 from torch_bridge.fused.checked import why_not_fused
 from torch_bridge.fused.install import install as install_fused
@@ -30,12 +27,7 @@ from torch_bridge.graphs.decode_graphs import DecodeGraphs
 from torch_bridge.graphs.forward import install
 from torch_bridge.graphs.recorder import recorder_for
 from torch_bridge.transformers_cache.attention import attends_pages
-from torch_bridge.transformers_cache.cache_layers import (
-    PagedLayer,
-    PagedStateLayer,
-    Running,
-    StateLayer,
-)
+from torch_bridge.transformers_cache.cache_layers import Running, layers_of
 from torch_bridge.transformers_cache.forward_call import ForwardCall
 from torch_bridge.transformers_cache.lent_states import LentStates
 from torch_bridge.transformers_cache.model_layout import LayerPlan, layer_specs, plan_layers
@@ -171,26 +163,11 @@ class JaxkvCache(Cache):
         self._store = sequences.store
         self._running = Running()
         self._num_computed = self._num_reused = 0
-        layers: list[CacheLayerMixin | LinearAttentionCacheLayerMixin] = [
-            self._layer(index, plan) for index, plan in enumerate(plans)
-        ]
-        super().__init__(layers=layers)
+        super().__init__(layers=layers_of(plans, sequences, self._running))
         undo = [watch(model), install_fused(model, self._store.device)]
         if graphs.can_replay:
             undo.append(install(model))
         weakref.finalize(self, _detach, undo, sequences).atexit = False
-
-    def _layer(
-        self, index: int, plan: LayerPlan
-    ) -> CacheLayerMixin | LinearAttentionCacheLayerMixin:
-        has_pages = any(isinstance(spec, PagedSpec) for spec in plan.specs)
-        has_states = any(isinstance(spec, StateSpec) for spec in plan.specs)
-        if has_pages and has_states:
-            return PagedStateLayer(index, plan.window, self._sequences, self._running)
-        if has_pages:
-            return PagedLayer(index, plan.window, self._sequences, self._running)
-        # Transformers has such a layer for blocks that remember nothing.
-        return StateLayer(index, self._running) if has_states else LinearAttentionLayer()
 
     @property
     def owner(self) -> CacheOwner:

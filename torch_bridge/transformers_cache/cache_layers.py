@@ -3,13 +3,19 @@
 A layer's tensors are leased, so it has them during a forward only.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
+from transformers.cache_utils import (
+    CacheLayerMixin,
+    LinearAttentionCacheLayerMixin,
+    LinearAttentionLayer,
+)
 
+from jaxkv.cache.spec import PagedSpec, StateSpec
 from torch_bridge.transformers_cache.gradients import refuse_gradient
+from torch_bridge.transformers_cache.model_layout import LayerPlan
 from torch_bridge.transformers_cache.sequences import Sequences
 from torch_bridge.transformers_cache.step import Step
 from torch_bridge.transformers_cache.uncompiled import uncompiled
@@ -189,3 +195,29 @@ class PagedStateLayer(StateLayer, PagedLayer):  # pyright: ignore[reportIncompat
     ) -> None:
         PagedLayer.__init__(self, layer, window, sequences, running)
         StateLayer.__init__(self, layer, running)
+
+
+def layers_of(
+    plans: Sequence[LayerPlan], sequences: Sequences, running: Running
+) -> list[CacheLayerMixin | LinearAttentionCacheLayerMixin]:
+    """Returns the layers of a cache.
+
+    Args:
+        plans: the cache needs of each layer.
+        sequences: the cache's rows.
+        running: holds the current step.
+    """
+    return [_layer(index, plan, sequences, running) for index, plan in enumerate(plans)]
+
+
+def _layer(
+    index: int, plan: LayerPlan, sequences: Sequences, running: Running
+) -> CacheLayerMixin | LinearAttentionCacheLayerMixin:
+    has_pages = any(isinstance(spec, PagedSpec) for spec in plan.specs)
+    has_states = any(isinstance(spec, StateSpec) for spec in plan.specs)
+    if has_pages and has_states:
+        return PagedStateLayer(index, plan.window, sequences, running)
+    if has_pages:
+        return PagedLayer(index, plan.window, sequences, running)
+    # Transformers has such a layer for blocks that remember nothing.
+    return StateLayer(index, running) if has_states else LinearAttentionLayer()

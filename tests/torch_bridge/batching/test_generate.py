@@ -9,6 +9,8 @@ from transformers import (
     Gemma2Config,
     Gemma2ForCausalLM,
     LlamaForCausalLM,
+    Mamba2Config,
+    Mamba2ForCausalLM,
     PreTrainedTokenizerFast,
     Qwen3NextConfig,
     Qwen3NextForCausalLM,
@@ -165,29 +167,73 @@ def test_what_cannot_be_served_is_refused_by_name(llama, cache):
     assert torch_bridge.generate(model, [], GREEDY) == []
 
 
-def test_models_whose_rows_cannot_share_a_forward_are_refused():
-    hybrid = Qwen3NextForCausalLM(
-        Qwen3NextConfig(
-            vocab_size=VOCAB,
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            linear_num_key_heads=2,
-            linear_num_value_heads=4,
-            layer_types=["linear_attention", "full_attention"],
-            num_experts=0,
-            mlp_only_layers=[0, 1],
-        )
-    )
-    hybrid.set_attn_implementation("jaxkv")
-    with pytest.raises(Unsupported, match="recurrent layers"):
-        torch_bridge.generate(hybrid, [[1]], GREEDY)
+def test_a_model_whose_rotary_angles_depend_on_the_length_is_refused():
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     turning, _ = paged(rope_parameters=rope)
     with pytest.raises(Unsupported, match="depend on the length"):
         torch_bridge.generate(turning, [[1]], GREEDY)
+
+
+def hybrid():
+    config = Qwen3NextConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=8,
+        linear_value_head_dim=8,
+        layer_types=["linear_attention", "full_attention", "linear_attention"],
+        num_experts=0,
+        mlp_only_layers=[0, 1, 2],
+        pad_token_id=0,
+        eos_token_id=None,
+        initializer_range=0.15,
+    )
+    torch.manual_seed(0)
+    return Qwen3NextForCausalLM(config).eval()
+
+
+def mamba2():
+    config = Mamba2Config(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_heads=4,
+        head_dim=16,
+        state_size=8,
+        n_groups=1,
+        chunk_size=8,
+        eos_token_id=None,
+        pad_token_id=0,
+        initializer_range=0.3,
+    )
+    torch.manual_seed(0)
+    return Mamba2ForCausalLM(config).eval()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [hybrid, mamba2])
+def test_models_with_recurrent_layers_give_the_tokens_of_stock_generate(make):
+    model, twin = make(), make()
+    if make is hybrid:
+        model.set_attn_implementation("jaxkv")
+    given = texts(5, 30, 1, 16, 23)
+    shared = JaxkvCache(model, max_tokens=512, max_sequences=2)
+    wanted = [stock(twin, prompt, 9) for prompt in given]
+    assert len({token for one in wanted for token in one}) > 5
+    for _ in range(2):
+        out = run((model, twin), shared, given, max_sequences=3, token_budget=20)
+        assert tokens(out) == wanted
+        assert all(one.usage.cached_tokens == 0 for one in out)
+    params = SamplingParams(temperature=1.0, seed=3, max_tokens=9, n=2)
+    together = run((model, twin), shared, given, params, max_sequences=3)
+    alone = run((model, twin), shared, [given[1]], params, max_sequences=3)
+    assert tokens(alone) == tokens([together[1]])
 
 
 @pytest.mark.slow
