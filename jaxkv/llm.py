@@ -75,6 +75,7 @@ from jaxkv.text.prompts import (
 )
 from jaxkv.text.tokenizer import NO_TOKENIZER, Tokenizer, load_tokenizer
 from jaxkv.weights.hub import fetch_weights, resolve_model
+from jaxkv.weights.lora import merged_tensors
 
 _LOG = logging.getLogger(__name__)
 
@@ -471,6 +472,39 @@ class LLM:
         """
         with self.lock.held():
             return self.engine.update_weights(params, version=version, requests=requests)
+
+    def load_lora(
+        self,
+        path: str | Path | None,
+        *,
+        version: WeightVersion | None = None,
+        requests: str = "continue",
+    ) -> WeightVersion:
+        """Adds a low-rank adapter to the weights of the model directory, in place; no step is compiled again.
+
+        All requests use the sum. An adapter that was loaded before, and updates of the weights, are replaced.
+
+        Args:
+            path: a folder as PEFT saves it, with adapter_config.json and adapter_model.safetensors; `None` for the
+                directory's weights alone.
+            version: as for `update_weights`.
+            requests: as for `update_weights`.
+
+        Returns:
+            The version.
+
+        Raises:
+            ValueError: this `LLM` has no model directory, a file is damaged, the adapter is more than pairs of factors
+                or does not fit the model; nothing was changed.
+            ProgramRefused, RuntimeError: as for `update_weights`.
+        """
+        if self.directory is None:
+            raise ValueError(
+                "an adapter is added to the weights of a model directory, and this LLM has none; give update_weights "
+                "the sums"
+            )
+        tensors = merged_tensors(self.directory, path, dtype=self.engine.runner.dtype)
+        return self.update_weights(tensors, version=version, requests=requests)
 
     def sleep(self, level: int = 1) -> None:
         """Gives memory on the device back until `wake_up`, for a trainer in the same process. Programs stay compiled.

@@ -48,7 +48,7 @@ _UNSUPPORTED = {
     "truncate_prompt_tokens": "prompts are never cut; give the last ids of llm.tokenizer.encode(text)",
     "prompt_token_ids": 'give the ids as the prompt, or as {"prompt_token_ids": ids}',
     "request_id": "jaxkv chooses RequestOutput.request_id",
-    "lora_request": "adapters are not supported; merge them into the weights",
+    "lora_request": "LLM.load_lora adds an adapter to the weights, for all requests",
     "chat_template": "LLM.chat has it; for all calls, put it into the model directory as chat_template.jinja",
     "tools": "LLM.chat has them",
     "chat_template_kwargs": "LLM.chat has them",

@@ -77,6 +77,11 @@ class ModelRunner:
         self._refused: dict[ProgramSpec, Exception] = {}
 
     @property
+    def dtype(self) -> str:
+        """Name of the dtype of most parameters."""
+        return self._param_types.dtype
+
+    @property
     def counts(self) -> Mapping[str, int]:
         """Group name -> pages or states of that group."""
         return self.owner.counts
