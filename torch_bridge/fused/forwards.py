@@ -12,7 +12,6 @@ from functools import cache, partial
 from typing import Any
 
 import torch
-from torch.nn.modules import module as torch_module
 from transformers.activations import GELUTanh, SiLUActivation
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama import modeling_llama as llama
@@ -20,13 +19,9 @@ from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 
 from torch_bridge.fused import kernels
 from torch_bridge.fused.checked import agree, is_right, numbers
-from torch_bridge.graphs.forward import OwnForward
-from torch_bridge.transformers_cache.step import active
+from torch_bridge.fused.fused_forward import FusedForward, fits, has_hooks, is_plain
+from torch_bridge.fused.linear import compute_together
 
-IS_ON = True
-"""Whether kernels run at all; otherwise every module's own forward does."""
-
-_DTYPES = (torch.bfloat16, torch.float16)
 _NORMS = {
     llama.LlamaRMSNorm: kernels.ROUNDED,
     GemmaRMSNorm: kernels.CENTRED,
@@ -38,6 +33,7 @@ _ACTIVATIONS = {
     GELUTanh: kernels.GELU_TANH,
 }
 _ROTATION = "apply_rotary_pos_emb"
+_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 _NORMED = "_jaxkv_normed"
 """Name of the attribute of a tensor that has a norm of it."""
 _OF_LAYER = {
@@ -48,23 +44,6 @@ _OF_LAYER = {
     "position_embeddings": None,
 }
 """Defaults of the arguments that Llama's decoder layer passes on to attention."""
-
-
-class FusedForward(OwnForward):
-    """Callable in the place of a module's forward; refers to the module weakly, and is copied and pickled with it."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - the module's own
-        """Computes the module's forward, with a kernel where one stands for it."""
-        module: Any = self.module()
-        if IS_ON and not torch.compiler.is_compiling() and _is_wanted():
-            out = self.fused(module, *args, **kwargs)
-            if out is not None:
-                return out
-        return type(module).forward(module, *args, **kwargs)
-
-    def fused(self, module: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-        """Returns the forward's result, or `None` if no kernel stands for it."""
-        raise NotImplementedError
 
 
 class FusedNorm(FusedForward):
@@ -134,7 +113,7 @@ class _Normed:
 def _fits_norm(norm: Any, x: torch.Tensor) -> bool:  # noqa: ANN401
     """Whether the kernel stands for a norm of a tensor."""
     weight = norm.weight
-    if not _fits(x, weight) or x.shape[-1:] != weight.shape:
+    if not fits(x, weight) or x.shape[-1:] != weight.shape:
         return False
 
     def check() -> bool:
@@ -148,7 +127,7 @@ def _fits_norm(norm: Any, x: torch.Tensor) -> bool:  # noqa: ANN401
 def _fits_sum(norm: Any, x: torch.Tensor) -> bool:  # noqa: ANN401
     """Whether the kernel stands for a norm of a sum that has the shape of a tensor; `norm` is not called then."""
     is_own = isinstance(vars(norm).get("forward"), FusedNorm)
-    if not is_own or _has_hooks(norm) or not _fits_norm(norm, x):
+    if not is_own or has_hooks(norm) or not _fits_norm(norm, x):
         return False
 
     def check() -> bool:
@@ -186,8 +165,8 @@ class FusedGate(FusedForward):
             return None
         x, activation = args[0], module.act_fn
         form = _ACTIVATIONS.get(type(activation))
-        is_own = "forward" not in vars(activation) and not _has_hooks(activation)
-        if form is None or not is_own or not _fits(x, x):
+        is_own = "forward" not in vars(activation) and not has_hooks(activation)
+        if form is None or not is_own or not fits(x, x):
             return None
 
         def check() -> bool:
@@ -196,10 +175,12 @@ class FusedGate(FusedForward):
 
         if not is_right(("gate", type(activation), x.dtype, x.device), check):
             return None
+        compute_together(x, (module.gate_proj, module.up_proj))
         given, up = module.gate_proj(x), module.up_proj(x)
         same = given.shape == up.shape and given.dtype == up.dtype
-        fits = same and _fits(given, up) and up.is_contiguous()
-        return module.down_proj(kernels.gate(given, up, form) if fits else activation(given) * up)
+        if not same or not fits(given, up):
+            return module.down_proj(activation(given) * up)
+        return module.down_proj(kernels.gate(given, up, form))
 
 
 class Rotating(FusedForward):
@@ -219,6 +200,10 @@ class Rotating(FusedForward):
             forward.__closure__,
         )
         turned.__kwdefaults__ = forward.__kwdefaults__
+        hidden = args[0] if args else kwargs.get("hidden_states")
+        if isinstance(hidden, torch.Tensor):
+            parts = [getattr(module, name, None) for name in _PROJECTIONS[:3]]
+            compute_together(hidden, parts)
         return turned(module, *args, **kwargs)
 
 
@@ -249,7 +234,7 @@ def _fits_rotation(*tensors: torch.Tensor) -> bool:
     """Whether queries and keys are those of one token per row, and the angles are one per element of a head."""
     q, k, cos, sin = tensors
     rows, width = len(q), q.shape[-1]
-    if not all(map(_is_plain, tensors)) or not (q.dtype == k.dtype == cos.dtype == sin.dtype):
+    if not all(map(is_plain, tensors)) or not (q.dtype == k.dtype == cos.dtype == sin.dtype):
         return False
     if q.ndim != 4 or k.shape != (rows, k.shape[1], 1, width) or q.shape[2] != 1 or width % 2:
         return False
@@ -260,6 +245,14 @@ def _fits_rotation(*tensors: torch.Tensor) -> bool:
         and cos.stride() == sin.stride()
         and cos.stride(2) == 1
     )
+
+
+def linears_of(module: torch.nn.Module) -> list[torch.nn.Module]:
+    """Returns the projections inside a fused module whose products kernels may compute."""
+    names = {FusedGate: ("gate_proj", "up_proj", "down_proj"), Rotating: _PROJECTIONS}
+    found = names.get(type(vars(module).get("forward")), ())
+    parts = [getattr(module, name, None) for name in found]
+    return [one for one in parts if type(one) is torch.nn.Linear and "forward" not in vars(one)]
 
 
 def kind_of(module: torch.nn.Module) -> type[FusedForward] | None:
@@ -312,39 +305,3 @@ def _bytecode(function: types.FunctionType) -> tuple[Any, ...]:
     numbers = tuple((type(one), one) for one in code.co_consts if not isinstance(one, str))
     arguments = code.co_argcount, code.co_kwonlyargcount, code.co_flags, function.__defaults__
     return code.co_code, numbers, code.co_names, *arguments, function.__closure__
-
-
-def _is_wanted() -> bool:
-    step = active()
-    return step is not None and step.decodes and step.attends_pages
-
-
-def _fits(x: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether a kernel can compute with two tensors."""
-    return (
-        _is_plain(x)
-        and _is_plain(other)
-        and x.dtype == other.dtype
-        and x.is_contiguous()
-        and other.is_contiguous()
-    )
-
-
-def _is_plain(tensor: torch.Tensor) -> bool:
-    return (
-        type(tensor) in (torch.Tensor, torch.nn.Parameter)
-        and tensor.dtype in _DTYPES
-        and _runs_on(tensor.device)
-        and not (torch.is_grad_enabled() and tensor.requires_grad)
-    )
-
-
-def _runs_on(device: torch.device) -> bool:
-    if device.type != "cuda" or torch.is_autocast_enabled("cuda"):
-        return False
-    return device.index == torch.cuda.current_device()
-
-
-def _has_hooks(module: torch.nn.Module) -> bool:
-    hooks = [*module._forward_hooks, *module._forward_pre_hooks]
-    return bool(hooks) or bool(torch_module._has_any_global_hook())

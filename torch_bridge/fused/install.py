@@ -27,12 +27,15 @@ def install(model: torch.nn.Module, device: torch.device) -> Callable[[], None]:
 
 def _put(model: torch.nn.Module) -> None:
     # Here, since Triton takes a second to import and is only there with a GPU.
-    from torch_bridge.fused.forwards import FusedLayer, kind_of
+    from torch_bridge.fused.forwards import FusedLayer, kind_of, linears_of
+    from torch_bridge.fused.linear import FusedLinear
 
     for module in model.modules():
         kind = kind_of(module)
         if kind is not None:
             vars(module)[_NAME] = kind(module)
+            for part in linears_of(module):
+                vars(part)[_NAME] = FusedLinear(part)
     for module in model.modules():
         layers = getattr(module, "layers", None)
         norm = getattr(module, "norm", None)
@@ -45,7 +48,7 @@ def _put(model: torch.nn.Module) -> None:
 
 
 def _take(model: torch.nn.Module, _: None) -> None:
-    from torch_bridge.fused.forwards import FusedForward
+    from torch_bridge.fused.fused_forward import FusedForward
 
     for module in model.modules():
         if isinstance(vars(module).get(_NAME), FusedForward):

@@ -1,7 +1,8 @@
 """Triton kernels for the small operations of decoder layers: norms, rotation, gated activations.
 
 Each rounds where Transformers' own code does, so its results are those of the operations one by one, except for the
-order of a norm's sum and the last bit of an exponential. Arguments are not checked.
+order of a norm's sum and the last bit of an exponential. A fused multiply-add would skip a rounding, so there are none.
+Arguments are not checked.
 """
 
 from typing import Any
@@ -171,6 +172,7 @@ def _launch_norm(
         BLOCK=block,
         FORM=form,
         ADDS=adds,
+        enable_fp_fusion=False,
         num_warps=min(16, max(1, block // 256)),
     )
 
@@ -204,6 +206,7 @@ def rotate(
         KV_HEADS=kv_heads,
         HALF=half,
         BLOCK=triton.next_power_of_2(half),
+        enable_fp_fusion=False,
         num_warps=1,
     )
     return q_out, k_out
@@ -219,5 +222,5 @@ def gate(given: torch.Tensor, up: torch.Tensor, form: int) -> torch.Tensor:
     """
     out, width = torch.empty_like(given), given.shape[-1]
     launch: Any = _gate[(given.numel() // width, triton.cdiv(width, _BLOCK))]
-    launch(given, up, out, WIDTH=width, FORM=form, BLOCK=_BLOCK)
+    launch(given, up, out, WIDTH=width, FORM=form, BLOCK=_BLOCK, enable_fp_fusion=False)
     return out

@@ -58,8 +58,25 @@ def test_kernels_round_where_the_modules_do(rows):
         assert (found != wanted).float().mean() < 0.02
 
 
+@pytest.mark.parametrize("rows", [1, 3, 32])
+def test_products_are_those_of_torch(rows):
+    from torch_bridge.fused import products
+    from torch_bridge.fused.linear import _is_product
+
+    for width, sizes in ((4096, (4096, 1024, 1024)), (896, (896, 128)), (14336, (4096,))):
+        if not products.is_faster(rows, width, sizes):
+            continue
+        x = random(rows, width, seed=rows)
+        weights = [random(size, width, seed=size) for size in sizes]
+        for found, weight in zip(products.products(x, weights), weights, strict=True):
+            assert _is_product(found, x, weight)
+            torch.testing.assert_close(
+                found.float(), x.float() @ weight.float().T, rtol=2**-7, atol=2**-4
+            )
+
+
 def test_every_small_operation_of_a_llama_is_fused_with_and_without_graphs():
-    from torch_bridge.fused import checked, forwards
+    from torch_bridge.fused import checked
 
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -87,5 +104,4 @@ def test_every_small_operation_of_a_llama_is_fused_with_and_without_graphs():
     assert torch.equal(said[0].sequences, said[1].sequences)
     assert all(map(torch.equal, said[0].logits, said[1].logits))
     kinds = {kind[0] for kind, why in checked._FOUND.items() if why is None}
-    assert kinds == {"norm", "sum and norm", "rotation", "gate"}
-    assert forwards.IS_ON
+    assert kinds == {"norm", "sum and norm", "rotation", "gate", "products"}
