@@ -16,8 +16,11 @@ from jaxkv.config.sampling import SamplingParams
 from jaxkv.errors import CachePoisoned
 from jaxkv.options import (
     Parser,
+    add_processor_option,
     add_serving_options,
     cache_of,
+    processor_functions,
+    processor_places,
     size,
     with_command_options,
     with_hyphens,
@@ -74,6 +77,7 @@ def _parser() -> argparse.ArgumentParser:
     chat.set_defaults(run=_chat)
     plan = commands.add_parser("plan", help="what the cache will cost, and what would be compiled")
     add_serving_options(plan, max_sequences=CacheConfig.max_sequences)
+    add_processor_option(plan)
     plan.set_defaults(run=_plan)
     add_serve(commands)
     add_bench(commands)
@@ -228,6 +232,7 @@ def _plan(options: argparse.Namespace, screen: Screen) -> int:
             holds_weights=jax.default_backend() != "cpu",
             implementation=options.implementation,
             ignore_config_keys=options.ignore_config_keys,
+            logits_processors=processor_functions(processor_places(options)),
         )
     )
     return 0

@@ -2,8 +2,9 @@
 
 import argparse
 import re
-from collections.abc import Sequence
-from typing import NoReturn
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
+from typing import Any, NoReturn
 
 from jaxkv.config.cache import CacheConfig
 
@@ -198,3 +199,58 @@ def cache_of(options: argparse.Namespace) -> CacheConfig:
         budget_bytes=options.cache_bytes,
         host_bytes=options.host_bytes,
     )
+
+
+def add_processor_option(parser: argparse.ArgumentParser) -> None:
+    """Adds the option that registers logits processors; `processor_places` reads it."""
+    parser.add_argument(
+        "--logits-processor",
+        type=_processor,
+        action="append",
+        default=[],
+        dest="logits_processors",
+        metavar="[NAME=]MODULE:FUNCTION",
+        help="a JAX function of a module that is installed or on PYTHONPATH, which requests may name in "
+        "logits_processors; may be given several times (default: none)",
+    )
+
+
+def _processor(text: str) -> tuple[str, str]:
+    """Reads "module:function" or "name=module:function"; returns the name and "module:function"."""
+    name, equals, place = text.rpartition("=")
+    module, _, function = place.partition(":")
+    if not (module and function.isidentifier() and bool(name) == bool(equals)):
+        raise argparse.ArgumentTypeError(
+            f"must be MODULE:FUNCTION or NAME=MODULE:FUNCTION, got {text[:80]!r}"
+        )
+    return name or function, place
+
+
+def processor_places(options: argparse.Namespace) -> dict[str, str]:
+    """Returns name -> "module:function" of the logits processors of the options.
+
+    Raises:
+        ValueError: two have the same name.
+    """
+    named = dict(options.logits_processors)
+    if len(named) < len(options.logits_processors):
+        raise ValueError(
+            "two --logits-processor have the same name; give one of them as NAME=MODULE:FUNCTION"
+        )
+    return named
+
+
+def processor_functions(places: Mapping[str, str]) -> dict[str, Callable[..., Any]]:
+    """Returns the functions at places such as "module:function". The modules are installed or on PYTHONPATH.
+
+    Raises:
+        ValueError: there is no such module or function.
+    """
+    found = {}
+    for name, place in places.items():
+        module, _, function = place.partition(":")
+        try:
+            found[name] = getattr(import_module(module), function)
+        except (ImportError, AttributeError) as error:
+            raise ValueError(f"--logits-processor {place} cannot be imported: {error}") from error
+    return found

@@ -1,6 +1,6 @@
 """Plans the cache's memory and the programs to compile, before weights are loaded."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -39,6 +39,8 @@ from jaxkv.runner.cache_programs import CopySpec
 from jaxkv.runner.program_specs import StepSpec
 from jaxkv.runner.step_shapes import StepShapes, clamp_token_budget, grain_of
 from jaxkv.sampling.features import Features
+from jaxkv.sampling.processors import LogitsProcessor
+from jaxkv.sampling.register_processors import register_processors
 from jaxkv.weights.directory import read_config_json
 from pallas_kernels.dispatch import Unsupported
 
@@ -193,6 +195,7 @@ def explain_plan(
     implementation: str | None = None,
     engine: EngineConfig | None = None,
     ignore_config_keys: Sequence[str] = (),
+    logits_processors: Mapping[str, LogitsProcessor] | None = None,
 ) -> str:
     """Returns the text of `jaxkv plan` for a model directory, of which only config files are read.
 
@@ -206,6 +209,7 @@ def explain_plan(
         implementation: family of implementations of the ops; `None` for the best.
         engine: the options of the engine; `None` for the defaults.
         ignore_config_keys: keys of config.json to ignore, see `LLM`.
+        logits_processors: see `LLM`; the cache then holds the token ids of each sequence too.
 
     Raises:
         ValueError: as for `LLM`, except that an fp8 cache is planned even where it would be refused; and the weights
@@ -222,6 +226,9 @@ def explain_plan(
     if free_bytes is not None:
         rest = _beside_weights(free_bytes, weights) if holds_weights else free_bytes
         free_bytes = int(cache.memory_share * rest)
+    processors = register_processors(
+        logits_processors, vocab_size=model.vocab_size, max_tokens=length
+    )
     layout, budget = plan_cache(
         model,
         cache,
@@ -229,6 +236,7 @@ def explain_plan(
         max_model_len=length,
         free_bytes=free_bytes,
         ahead=tokens_ahead(model, cache, engine, length),
+        processor_words=processors.num_words,
     )
     runs, implementation = _runs_as(model, resolved, layout, budget, cache)
     per_token = sum(bytes_per_token(group) for group in layout.paged_groups)

@@ -138,6 +138,15 @@ def test_plan_tells_bytes_and_programs_without_loading_weights(capsys):
         assert word in out
 
 
+def test_plan_counts_the_token_histories_that_logits_processors_read(capsys):
+    used = []
+    for more in ([], ["--logits-processor", "tests.sampling.processors:allowed_range"]):
+        assert main(["plan", "--max-model-len", "256", "--max-sequences", "4", *more]) == 0
+        out = capsys.readouterr().out
+        used.append(int(re.search(r"([\d,]+) of [\d,]+ bytes used", out)[1].replace(",", "")))
+    assert used[1] - used[0] >= 4 * 256 * 4
+
+
 def test_bench_prints_the_conventional_figures_as_text_or_json(capsys):
     small = (
         "--requests 3 --prompt-tokens 8:15 --output-tokens 2:4 --max-sequences 1 --token-budget 16"

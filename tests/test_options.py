@@ -5,7 +5,7 @@ import argparse
 import pytest
 
 from jaxkv.cli import _parser, main
-from jaxkv.options import size, with_command_options, with_hyphens
+from jaxkv.options import processor_functions, size, with_command_options, with_hyphens
 
 
 @pytest.mark.parametrize(
@@ -108,3 +108,11 @@ def test_options_have_vllms_names_too():
         for given, budget in zip((ours, theirs), budgets, strict=True)
     ]
     assert read[0] == read[1]
+
+
+@pytest.mark.parametrize(
+    "place", ["no_such_module:f", "tests.sampling.processors:no_such_function"]
+)
+def test_a_logits_processor_that_cannot_be_imported_is_refused_by_name(place):
+    with pytest.raises(ValueError, match=f"--logits-processor {place} cannot be imported"):
+        processor_functions({"mine": place})

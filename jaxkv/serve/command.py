@@ -3,7 +3,6 @@
 import argparse
 import gc
 import os
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import fields
 from importlib.util import find_spec
@@ -12,7 +11,13 @@ from typing import Any
 
 from jaxkv.config.cache import CacheConfig
 from jaxkv.config.engine import EngineConfig
-from jaxkv.options import add_serving_options, cache_of, size
+from jaxkv.options import (
+    add_processor_option,
+    add_serving_options,
+    cache_of,
+    processor_places,
+    size,
+)
 from jaxkv.serve.warm_samplings import WARM_SAMPLINGS
 from jaxkv.terminal import Screen
 
@@ -101,16 +106,7 @@ def _add_engine_options(parser: argparse.ArgumentParser) -> None:
         default="auto",
         help="dummy draws random weights, for measurements (default: %(default)s)",
     )
-    parser.add_argument(
-        "--logits-processor",
-        type=_processor,
-        action="append",
-        default=[],
-        dest="logits_processors",
-        metavar="[NAME=]MODULE:FUNCTION",
-        help="a JAX function of a module that is installed or on PYTHONPATH, which requests may name in "
-        "logits_processors; may be given several times (default: none)",
-    )
+    add_processor_option(parser)
     parser.add_argument(
         "--generation-config",
         choices=("auto", "none"),
@@ -210,17 +206,6 @@ def _parser_name(text: str, **named: str) -> str:
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
     return text
-
-
-def _processor(text: str) -> tuple[str, str]:
-    """Reads "module:function" or "name=module:function"; returns the name and "module:function"."""
-    name, equals, place = text.rpartition("=")
-    module, _, function = place.partition(":")
-    if not (module and function.isidentifier() and bool(name) == bool(equals)):
-        raise argparse.ArgumentTypeError(
-            f"must be MODULE:FUNCTION or NAME=MODULE:FUNCTION, got {text[:80]!r}"
-        )
-    return name or function, place
 
 
 def _warm_up(text: str) -> tuple[int, int, tuple[str, ...]]:
@@ -327,25 +312,11 @@ def _start(options: argparse.Namespace) -> Any:  # noqa: ANN401 - `Start` needs 
         load_format=options.load_format,
         cache=_changed(cache_of(options)),
         engine=_changed(engine),
-        logits_processors=_named_once(options.logits_processors),
+        logits_processors=processor_places(options),
         warm_up=tuple(options.warm_up),
         hang_seconds=options.hang_seconds,
         sampling_defaults=options.generation_config == "auto",
     )
-
-
-def _named_once(pairs: Sequence[tuple[str, str]]) -> dict[str, str]:
-    """Returns name -> place of logits processors.
-
-    Raises:
-        ValueError: two have the same name.
-    """
-    named = dict(pairs)
-    if len(named) < len(pairs):
-        raise ValueError(
-            "two --logits-processor have the same name; give one of them as NAME=MODULE:FUNCTION"
-        )
-    return named
 
 
 def _changed(config: CacheConfig | EngineConfig) -> dict[str, Any]:

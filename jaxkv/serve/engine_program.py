@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
-from importlib import import_module
+from itertools import product
 from types import MappingProxyType
 
 from jaxkv.config.cache import CacheConfig
@@ -29,7 +29,7 @@ from jaxkv.errors import STEP_FAILURES, CachePoisoned, OutOfPages, OutOfStates, 
 from jaxkv.llm import LLM
 from jaxkv.models.hf_config.generation_json import load_sampling_defaults
 from jaxkv.monitoring.inspection import draw
-from jaxkv.sampling.processors import LogitsProcessor
+from jaxkv.options import processor_functions
 from jaxkv.serve import exit_codes
 from jaxkv.serve.inbox import Inbox
 from jaxkv.serve.served_sample import ServedSample
@@ -353,19 +353,6 @@ def _end_with(inbox: Inbox) -> Callable[[], None]:
     return over.set
 
 
-def _function(place: str) -> LogitsProcessor:
-    """Returns the function of "module:function". The module is installed or on PYTHONPATH.
-
-    Raises:
-        ValueError: there is no such module or function.
-    """
-    module, _, name = place.partition(":")
-    try:
-        return getattr(import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"--logits-processor {place} cannot be imported: {error}") from error
-
-
 def _load(start: Start) -> LLM:
     llm = LLM(
         start.model,
@@ -377,23 +364,26 @@ def _load(start: Start) -> LLM:
         load_format=start.load_format,
         cache=CacheConfig(**start.cache),
         engine=EngineConfig(**start.engine),
-        logits_processors={
-            name: _function(place) for name, place in start.logits_processors.items()
-        },
+        logits_processors=processor_functions(start.logits_processors),
     )
     _warm_up(llm, start.warm_up)
     return llm
 
 
 def _warm_up(llm: LLM, sizes: Sequence[tuple[int, int, Sequence[str]]]) -> None:
-    """Compiles the programs of `Start.warm_up`, and runs each."""
+    """Compiles the programs of `Start.warm_up`, with and without the logits processors of the model, and runs each."""
+    # One program serves all processors.
+    names = [one.name for one in llm.engine.runner.processors.processors]
+    calls = [{}, {names[0]: {}}] if names else [{}]
     for batch, prompt_tokens, samplings in sizes:
         most = max(1, llm.max_model_len - prompt_tokens)
-        for name in samplings:
+        for sampling, processors in product(samplings, calls):
             llm.warm_up(
                 batch=batch,
                 prompt_tokens=prompt_tokens,
-                sampling=replace(WARM_SAMPLINGS[name], max_tokens=most),
+                sampling=replace(
+                    WARM_SAMPLINGS[sampling], max_tokens=most, logits_processors=processors
+                ),
             )
     if sizes:
         programs = llm.engine.runner.programs.manifest()

@@ -134,14 +134,6 @@ def test_a_model_that_does_not_load_is_refused_with_its_reason(tmp_path):
     asyncio.run(asyncio.wait_for(test(), 120))
 
 
-@pytest.mark.parametrize(
-    "place", ["no_such_module:f", "tests.sampling.processors:no_such_function"]
-)
-def test_a_logits_processor_that_cannot_be_imported_is_refused_by_name(place):
-    with pytest.raises(ValueError, match=f"--logits-processor {place} cannot be imported"):
-        engine_program._function(place)
-
-
 def test_a_parent_that_ends_while_the_model_loads_ends_the_process_whatever_it_sent(monkeypatch):
     ended, released = threading.Event(), threading.Event()
 
@@ -184,7 +176,9 @@ def test_a_lost_cache_on_a_broken_device_is_a_broken_device():
 def test_a_warmed_up_engine_compiles_nothing_for_requests_of_the_size():
     sizes = {"dtype": "float32", "max_model_len": 64, "cache": CACHE}
     sizes |= {"warm_up": ((2, 16, tuple(WARM_SAMPLINGS)),)}
+    sizes |= {"logits_processors": {"mine": "tests.sampling.processors:allowed_range"}}
     sampling = [{"temperature": 0.0}, {"temperature": 1.0, "seed": 3}, {"top_p": 0.5, "seed": 4}]
+    sampling += [each | {"logits_processors": {"mine": {"low": 9}}} for each in sampling]
 
     async def test():
         process = await started(Start(**sizes))

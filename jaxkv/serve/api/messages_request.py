@@ -19,7 +19,15 @@ CHAT_NAMES = {
 }
 """Field of the chat request -> field of the request that it comes from, for error messages."""
 
-_SAME = ("model", "stream", "temperature", "top_k", "top_p")
+_SAME = (
+    "model",
+    "stream",
+    "temperature",
+    "top_k",
+    "top_p",
+    # An extra of this server, as in chat requests.
+    "logits_processors",
+)
 """Fields that a chat request has under the same name."""
 
 _IGNORED = ("metadata", "service_tier", "inference_geo")

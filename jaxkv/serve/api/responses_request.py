@@ -40,6 +40,7 @@ _SAME = (
     "chat_template_kwargs",
     "ignore_eos",
     "logit_bias",
+    "logits_processors",
     "min_p",
     "min_tokens",
     "priority",

@@ -30,6 +30,12 @@ def test_a_text_is_a_message_of_the_user():
     }
 
 
+@pytest.mark.parametrize("made", [responses, messages])
+def test_logits_processors_are_named_as_in_chat(made):
+    calls = {"mine": {"low": 3}}
+    assert made(logits_processors=calls)["logits_processors"] == calls
+
+
 def test_items_of_one_turn_are_one_message():
     items = [
         {"role": "user", "content": [{"type": "input_text", "text": "a"}]},
