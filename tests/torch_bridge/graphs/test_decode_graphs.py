@@ -692,3 +692,25 @@ def test_a_compiled_model_is_replayed_too(cache_of, whole):
     assert torch.equal(said, wanted)
     assert (cache.stats().steps_replayed, cache.stats().graphs_recorded) == (5, 1)
     assert traced
+
+
+@pytest.mark.slow
+def test_steps_between_tokens_that_are_taken_back_are_replayed(cache_of):
+    """Prompt lookup mixes steps of one token, which are replayed, with drafts, of which some tokens are taken back."""
+    plain, model = shallow(), shallow()
+    cache = cache_of(model, page_size=4)
+    ids, mask = prompts(1, 21)
+    ids[:, 12:18] = ids[:, 3:9]
+    options = {"prompt_lookup_num_tokens": 4, "max_matching_ngram_size": 1}
+    taken, crop = [], cache.crop
+    cache.crop = lambda count: (taken.append(-int(count)), crop(count))[1]
+    for _ in range(2):
+        wanted = greedy(plain, ids, mask, 30, **options)
+        assert torch.equal(greedy(model, ids, mask, 30, past_key_values=cache, **options), wanted)
+        # Others take the pages that were freed.
+        other = cache.fork()
+        cache.reset()
+    assert cache.stats().steps_replayed > 4
+    assert max(taken) > 1
+    del other
+    check(cache)

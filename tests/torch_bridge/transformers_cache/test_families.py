@@ -6,7 +6,6 @@ import torch
 from tests.torch_bridge.tiny import check, greedy, prompts
 from tests.torch_bridge.transformers_cache.families import FAMILIES, model_of
 from torch_bridge import JaxkvCache
-from torch_bridge.transformers_cache.model_layout import caches_latents
 
 pytestmark = pytest.mark.torch
 
@@ -78,13 +77,11 @@ def test_forks_and_texts_that_were_cut_go_on_as_in_a_new_cache(family):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family", [name for name, (_, more) in FAMILIES.items() if "kv_lora_rank" not in more]
+)
 def test_attention_over_pages_has_the_tokens_of_transformers(family):
     model = model_of(family)
-    if caches_latents(model.config):
-        pytest.skip(
-            "keys are made from latents, so this attention is refused; test_model_layout.py tests that"
-        )
     ids, mask = prompts(2, 21, (4, 0))
     wanted = greedy(model, ids, mask, 9)
     model.set_attn_implementation("jaxkv")

@@ -12,8 +12,11 @@ pytestmark = [pytest.mark.gpu, pytest.mark.torch]
 
 
 def on_gpu(family, **more):
-    """Returns a model in bfloat16 whose heads have the sizes of the kernels."""
-    return model_of(family, head_dim=64, num_attention_heads=8, **more).to("cuda", torch.bfloat16)
+    """Returns a model in bfloat16 whose heads have the sizes of the kernels, with experts that a graph can record."""
+    model = model_of(family, head_dim=64, num_attention_heads=8, **more).to("cuda", torch.bfloat16)
+    if hasattr(model.config, "num_local_experts"):
+        model.set_experts_implementation("batched_mm")
+    return model
 
 
 @pytest.mark.parametrize("graphs", [False, True])
