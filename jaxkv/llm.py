@@ -26,10 +26,10 @@ from jaxkv.config.vllm_names import unknown_attribute
 from jaxkv.engine.drive import check_compiled, output_of, serve_all, serve_stream
 from jaxkv.engine.engine import Engine
 from jaxkv.engine.engine_lock import EngineLock, refuse_forked_user
-from jaxkv.engine.lower_tiers.saved_prefixes import PrefixCounts, load_prefixes, save_prefixes
 from jaxkv.engine.new_request import new_request
 from jaxkv.engine.recovery import refuse_broken
 from jaxkv.engine.request import Piece, Request, RequestOutput, check_salt
+from jaxkv.engine.saved_prefixes import PrefixCounts, load_prefixes, save_prefixes
 from jaxkv.engine.warm_up import WarmUp, compile_all, declare_saved_prefixes, declare_served
 from jaxkv.errors import BadCheckpoint
 from jaxkv.memory import named_exhaustion

@@ -19,7 +19,7 @@ from jaxkv.config.checks import as_int
 from jaxkv.config.engine import EngineConfig
 from jaxkv.engine.collect import Collector
 from jaxkv.engine.finish import Finisher
-from jaxkv.engine.lower_tiers.host_cache import open_host, why_no_host
+from jaxkv.engine.host_tier.host_cache import open_host, why_no_host
 from jaxkv.engine.multi_step import MultiStep
 from jaxkv.engine.oom_backoff import OomBackoff
 from jaxkv.engine.recovery import RebuildLimit, is_fatal, refuse_broken

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from jaxkv.cache.page_allocator import PageAllocator, PageCopy, Reservation
 from jaxkv.cache.prefix.index import PrefixIndex
-from jaxkv.engine.lower_tiers.host_prefetch import HostPrefetch
+from jaxkv.engine.host_tier.host_prefetch import HostPrefetch
 from jaxkv.engine.parallel_samples import ParallelSamples
 from jaxkv.engine.request_queues import RequestQueues
 from jaxkv.engine.request_state import FINISHED, RUNNING, RequestState

@@ -14,7 +14,7 @@ import numpy as np
 from jaxkv.cache.prefix.index import PrefixIndex
 from jaxkv.cache.spec import Group
 from jaxkv.engine.engine import Engine
-from jaxkv.engine.lower_tiers.host_cache import HostCache
+from jaxkv.engine.host_tier.host_cache import HostCache
 from jaxkv.offload.prefix_catalogue import Source, collect, page_size_of
 from jaxkv.offload.prefix_file import Identity, PrefixFile, Unit, open_file, save_file
 from jaxkv.offload.prefix_restore import Restore, begin_restore

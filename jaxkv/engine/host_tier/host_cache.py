@@ -5,7 +5,7 @@ import logging
 import jax
 
 from jaxkv.cache.prefix.index import PrefixIndex
-from jaxkv.engine.lower_tiers.host_prefetch import HostPrefetch
+from jaxkv.engine.host_tier.host_prefetch import HostPrefetch
 from jaxkv.models.protocol import Model
 from jaxkv.offload.entries import HostStats
 from jaxkv.offload.memory import HostMemory

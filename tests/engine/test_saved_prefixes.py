@@ -10,7 +10,7 @@ import pytest
 from jaxkv.config.blocks import DeltaConfig
 from jaxkv.config.checkpoint_policy import CheckpointPolicy
 from jaxkv.config.model import ModelConfig, RopeConfig
-from jaxkv.engine.lower_tiers.saved_prefixes import PrefixCounts, load_prefixes, save_prefixes
+from jaxkv.engine.saved_prefixes import PrefixCounts, load_prefixes, save_prefixes
 from jaxkv.errors import BadCheckpoint, CachePoisoned
 from jaxkv.models.decoder import Decoder
 from jaxkv.offload.prefix_catalogue import collect

@@ -1,1 +1,0 @@
-"""The engine's side of the tiers below the device: prefixes in host memory, and in files."""
