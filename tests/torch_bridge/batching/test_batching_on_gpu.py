@@ -3,6 +3,7 @@
 import jax.numpy as jnp
 import pytest
 import torch
+from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
 
 import torch_bridge
 from jaxkv import SamplingParams
@@ -25,6 +26,23 @@ def texts(*lengths, seed=1):
     return [torch.randint(3, 96, (length,), generator=generator).tolist() for length in lengths]
 
 
+def agreed(model, prompts, outputs, count):
+    """Returns how many tokens are those of stock generate, each text up to its first tie; asserts that it is one."""
+    same = 0
+    for prompt, one in zip(prompts, outputs, strict=True):
+        ids = torch.tensor([prompt], device="cuda")
+        wanted = greedy(model, ids, torch.ones_like(ids), count, past_key_values=JaxkvCache(model))
+        for at, (token, other) in enumerate(
+            zip(one.token_ids, wanted[0, len(prompt) :].tolist(), strict=True)
+        ):
+            if token != other:
+                first, second = sorted(one.outputs[0].logprobs[at].values(), reverse=True)[:2]
+                assert first - second < TIE
+                break
+            same += 1
+    return same
+
+
 def test_tokens_are_those_of_the_models_own_generate_up_to_ties(model):
     prompts = texts(5, 70, 1, 33, 200, 17, 40)
     cache = JaxkvCache(model, max_tokens=2048, graphs=True)
@@ -35,18 +53,7 @@ def test_tokens_are_those_of_the_models_own_generate_up_to_ties(model):
     stats = cache.stats()
     assert stats.why_not_replayed is None
     assert stats.steps_replayed > 24
-    same = 0
-    for prompt, one in zip(prompts, out, strict=True):
-        ids = torch.tensor([prompt], device="cuda")
-        wanted = greedy(model, ids, torch.ones_like(ids), 24, past_key_values=JaxkvCache(model))
-        for at, (token, other) in enumerate(
-            zip(one.token_ids, wanted[0, len(prompt) :].tolist(), strict=True)
-        ):
-            if token != other:
-                first, second = sorted(one.outputs[0].logprobs[at].values(), reverse=True)[:2]
-                assert first - second < TIE
-                break
-            same += 1
+    same = agreed(model, prompts, out, 24)
     assert same > 24 * len(prompts) / 2
     check(cache)
 
@@ -76,3 +83,34 @@ def test_a_kept_prefix_is_found_again_and_stock_generate_finds_it_too(model):
     ids = torch.tensor([prompt], device="cuda")
     greedy(model, ids, torch.ones_like(ids), 2, past_key_values=cache)
     assert cache.stats().tokens_reused == 96
+
+
+def test_states_of_a_hybrid_model_follow_their_rows():
+    config = Qwen3NextConfig(
+        vocab_size=96,
+        hidden_size=256,
+        intermediate_size=256,
+        num_hidden_layers=3,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=64,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=32,
+        linear_value_head_dim=32,
+        layer_types=["linear_attention", "full_attention", "linear_attention"],
+        num_experts=0,
+        mlp_only_layers=[0, 1, 2],
+        pad_token_id=0,
+        eos_token_id=None,
+        initializer_range=0.1,
+    )
+    torch.manual_seed(0)
+    model = Qwen3NextForCausalLM(config).to("cuda", torch.bfloat16).eval()
+    model.set_attn_implementation("jaxkv")
+    prompts = texts(20, 33, 7, 50)
+    params = SamplingParams(temperature=0.0, max_tokens=12, logprobs=2)
+    cache = JaxkvCache(model, max_tokens=1024)
+    out = torch_bridge.generate(model, prompts, params, cache=cache, max_sequences=2)
+    assert agreed(model, prompts, out, 12) > 12 * len(prompts) / 2
+    check(cache)
