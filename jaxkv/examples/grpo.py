@@ -234,9 +234,13 @@ def write_curve(history: Sequence[Figures], path: Path) -> None:
         title="GRPO on the small model: share of lines that are Python",
         x_label="step",
         y_label="mean reward",
-        series=(
-            Series(label="step", points=tuple(enumerate(rewards)), color=0),
-            Series(label="mean of the last ten", points=tuple(enumerate(means)), color=1),
+        series=tuple(
+            Series(
+                label=label, points=tuple((float(at), y) for at, y in enumerate(line)), color=color
+            )
+            for color, (label, line) in enumerate(
+                {"step": rewards, "mean of the last ten": means}.items()
+            )
         ),
     )
     style = f"<style>svg {{ background: #fff; --text: #1b1f24; --grid: #e3e6ea; }}\n{STYLE}</style>"
