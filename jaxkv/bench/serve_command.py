@@ -1,7 +1,6 @@
 """`jaxkv bench serve`: its options, and the files that it writes. Slow modules are imported in the functions."""
 
 import argparse
-import asyncio
 import importlib.util
 import json
 import os
@@ -150,6 +149,8 @@ def _run(options: argparse.Namespace, screen: Screen) -> int:
         )
     test = _asked(options)
     _check_files(options)
+    import asyncio
+
     import uvloop
 
     from jaxkv.bench.client.measure import measure_server
