@@ -44,6 +44,7 @@ def fits(x: torch.Tensor, other: torch.Tensor) -> bool:
         and x.dtype == other.dtype
         and x.is_contiguous()
         and other.is_contiguous()
+        and x.numel() > 0
     )
 
 

@@ -112,7 +112,7 @@ class JaxkvCache(Cache):
             than a page reuses nothing. Smaller pages match more tokens and make longer page tables.
         max_sequences: rows at once, those of forks included, for models with recurrent layers.
         graphs: whether decode steps are recorded as CUDA graphs and replayed, where they can be (docs/how-to/
-            transformers.md). `stats()` has the reason where they cannot. Off by default. On a CPU there are no graphs.
+            transformers.md). `stats()` has the reason where they cannot. On a CPU there are no graphs.
 
     Raises:
         Unsupported: the model is not causal, has layers whose state the cache cannot store, or is on several devices.
@@ -126,7 +126,7 @@ class JaxkvCache(Cache):
         *,
         page_size: int = 16,
         max_sequences: int = 16,
-        graphs: bool = False,
+        graphs: bool = True,
     ) -> None:
         for name, size in {
             "max_tokens": max_tokens,
@@ -427,7 +427,7 @@ def _detach(undo: list[Callable[[], None]], sequences: Sequences) -> None:
 
 
 def _graphs(model: PreTrainedModel, store: Store, *, is_wanted: bool) -> DecodeGraphs:
-    recorder = recorder_for(store.device) if is_wanted else "the cache was made without graphs=True"
+    recorder = recorder_for(store.device) if is_wanted else "the cache was made with graphs=False"
     if isinstance(recorder, str):
         return DecodeGraphs(model, store, None, recorder)
     return DecodeGraphs(model, store, recorder)

@@ -524,11 +524,14 @@ def test_without_a_gpu_the_reason_is_stated_and_nothing_is_replaced():
     assert cache.stats().why_not_replayed == "the model is on cpu, and CUDA graphs need a GPU"
 
 
-def test_graphs_are_off_unless_asked_for(cache_of):
+def test_graphs_are_made_where_they_can_unless_they_are_turned_off(cache_of):
     model = tiny_model()
-    cache = JaxkvCache(model)
+    cache = JaxkvCache(model, graphs=False)
     assert "forward" not in vars(model)
-    assert cache.stats().why_not_replayed == "the cache was made without graphs=True"
+    assert cache.stats().why_not_replayed == "the cache was made with graphs=False"
+    cache = JaxkvCache(model)
+    assert "forward" in vars(model)
+    assert cache.stats().why_not_replayed is None
 
 
 def test_two_caches_of_one_model_are_replayed_each_on_its_own_pool(cache_of):
