@@ -20,6 +20,7 @@ from transformers.cache_utils import (
 
 from jaxkv.cache.owner import CacheOwner
 from jaxkv.cache.spec import group_layers
+from jaxkv.errors import CacheLeased
 from pallas_kernels.dispatch import Unsupported
 from torch_bridge.fused.checked import why_not_fused
 from torch_bridge.fused.install import install as install_fused
@@ -33,6 +34,7 @@ from torch_bridge.transformers_cache.lent_states import LentStates
 from torch_bridge.transformers_cache.model_layout import LayerPlan, layer_specs, plan_layers
 from torch_bridge.transformers_cache.placing import place
 from torch_bridge.transformers_cache.sequences import Sequences, Unread
+from torch_bridge.transformers_cache.state_layout import can_begin_from_states
 from torch_bridge.transformers_cache.step import Step, active
 from torch_bridge.transformers_cache.store import Store
 from torch_bridge.transformers_cache.watch import watch
@@ -91,9 +93,11 @@ class JaxkvCache(Cache):
 
     Pass it as `past_key_values` to the model it was made for. Generated tokens are the same as with Transformers' own
     cache. Pages follow vLLM's PagedAttention. After `reset()`, a prompt that shares a prefix with an earlier one is
-    computed from the first page that differs, if the caller needs only the last logits, as `generate` does. Nothing is
-    reused for models with recurrent layers, or with rope scaling "dynamic" or "longrope". A cache and its forks belong
-    to one thread. Other threads may use the model with caches of their own.
+    computed from the first page that differs, if the caller needs only the last logits, as `generate` does. With
+    recurrent layers it is computed from the longest text of which states were kept: those at the end of a prompt, at
+    `reset()` and at `fork()`, of rows without padding. Nothing is reused with Mamba layers of the first version, whose
+    scan in Transformers begins at zero, or with rope scaling "dynamic" or "longrope". A cache and its forks belong to
+    one thread. Other threads may use the model with caches of their own.
 
     Cached prefixes are dropped when the model changes. Each forward of a prompt, or of several tokens per row, compares
     a fingerprint of the model with the previous one. The fingerprint covers the bits of all parameters, buffers, other
@@ -110,7 +114,8 @@ class JaxkvCache(Cache):
         max_tokens: capacity in tokens over all rows, forks and cached prefixes; rounded up to whole pages.
         page_size: tokens per page. Each row fills its own pages. Prefixes match in whole pages, so a prompt shorter
             than a page reuses nothing. Smaller pages match more tokens and make longer page tables.
-        max_sequences: rows at once, those of forks included, for models with recurrent layers.
+        max_sequences: rows at once, those of forks included, for models with recurrent layers; there are twice as many
+            states. States that rows leave free keep the ends of texts, at most `max_sequences` of them.
         graphs: whether decode steps are recorded as CUDA graphs and replayed, where they can be (docs/how-to/
             transformers.md). `stats()` has the reason where they cannot. On a CPU there are no graphs.
 
@@ -145,7 +150,8 @@ class JaxkvCache(Cache):
             else 1 + 2 * max_sequences
             for group in layout.groups
         }
-        store = Store(layout, counts, next(model.parameters()).device)
+        device, keeps = next(model.parameters()).device, can_begin_from_states(layout)
+        store = Store(layout, counts, device, keeps_states=keeps)
         self._set_up(
             model, plans, Sequences(store), model.dtype, _graphs(model, store, is_wanted=graphs)
         )
@@ -205,6 +211,8 @@ class JaxkvCache(Cache):
         """Returns an independent copy of this cache's rows; both share pages until one of them writes to a page."""
         self._check_idle("fork()")
         self._graphs.notice_text()
+        self._sequences.check()
+        self._keep_states()
         child = object.__new__(type(self))
         child._set_up(self._model, self._plans, self._sequences.fork(), self._dtype, self._graphs)
         return child
@@ -240,9 +248,25 @@ class JaxkvCache(Cache):
             return
         if keep_prefix and self._sequences.rebuilds == self.owner.rebuilds:
             self._sequences.publish()
+            self._keep_states()
         self._sequences.release()
         if not keep_prefix:
             self._store.index.clear()
+
+    def _keep_states(self) -> None:
+        """Keeps the rows' states for texts that continue theirs, unless a lease taken by hand holds the pool."""
+        if not self._sequences.has_states or not self._sequences.rows:
+            return
+        try:
+            lease = self._store.borrow()
+        except CacheLeased:
+            return
+        try:
+            self._sequences.keep_states(lease)
+            self._store.give_back(lease)
+        except BaseException as error:
+            lease.abandon(f"ended in {error!r}", cause=error)
+            raise
 
     @contextmanager
     def session(self) -> Iterator[Self]:
@@ -388,11 +412,13 @@ class JaxkvCache(Cache):
         try:
             step.check_complete()
             self._states.take_back()
+            self._sequences.commit(self._unread)
+            if step.num_queries > 1:
+                self._sequences.keep_states(step.lease)
             self._store.give_back(step.lease)
         except BaseException as error:
             step.lease.abandon(f"ended in {error!r}", cause=error)
             raise
-        self._sequences.commit(self._unread)
         self._num_computed += step.num_tokens
 
     def _check_idle(self, verb: str) -> None:

@@ -229,6 +229,25 @@ class Sequences:
                 computed = min(len(row.text), self.store.allocator.num_tokens(row.number))
                 self.store.index.publish(row.number, row.text, row.keys, computed)
 
+    def keep_states(self, lease: Lease) -> None:
+        """Keeps the rows' states in the prefix index, where texts that continue theirs begin later.
+
+        Args:
+            lease: a write lease of the pool, for copies of pages that are not full.
+        """
+        if not self.has_states:
+            return
+        self.publish()
+        index = self.store.index
+        for row in self.rows:
+            if not row.text or row.keys is None or len(row.text) != row.num_tokens:
+                continue
+            # Copied one by one: room for one checkpoint may be made by dropping the one before it.
+            copies = index.store_checkpoint(
+                row.number, row.text, row.keys, row.num_tokens, current=True
+            )
+            self.store.copy(lease, copies)
+
     def fork(self) -> "Sequences":
         """Returns copies of these rows; pages are shared until one of the rows writes to them."""
         self.check()

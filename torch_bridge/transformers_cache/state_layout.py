@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from jaxkv.cache.spec import ArraySpec, StateSpec
+from jaxkv.cache.spec import ArraySpec, CacheLayout, StateSpec
 from pallas_kernels.dispatch import Unsupported
 
 type _Shape = Callable[[torch.nn.Module], tuple[int, ...]]
@@ -45,6 +45,14 @@ MIXERS: Mapping[str, tuple[str, str, _Shape]] = MappingProxyType(
     }
 )
 """Class of a mixer -> kind of its spec, role of its state beside the convolution's ("" for none), and that shape."""
+
+
+def can_begin_from_states(layout: CacheLayout) -> bool:
+    """Whether a forward of several tokens continues the states that it finds.
+
+    Transformers' scan of Mamba's first version begins at zero, whatever the state.
+    """
+    return all(group.spec.kind != "mamba1" for group in layout.state_groups)
 
 
 def mixers_by_layer(model: torch.nn.Module) -> dict[int, torch.nn.Module]:

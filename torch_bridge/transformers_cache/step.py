@@ -256,7 +256,11 @@ class Step:
                 wide.index_copy_(0, self.tables(layer).slots, rows.to(pages.dtype))
                 flat.copy_(wide[:-1])
             return
-        slots = self.tables(layer).slots
+        tables = self.tables(layer)
+        slots = tables.slots
+        if isinstance(tables, GroupTables) and tables.written is not None:
+            slots = slots[tables.written]
+            packed = [rows[tables.written] for rows in packed]
         for pages, rows in zip(pools, packed, strict=True):
             pages.flatten(0, 1).index_copy_(0, slots, rows.to(pages.dtype))
 

@@ -13,10 +13,16 @@ from jaxkv.cache.owner import CacheOwner
 from jaxkv.cache.page_allocator import PageAllocator, PageCopy
 from jaxkv.cache.prefix.index import PrefixIndex
 from jaxkv.cache.spec import CacheLayout
+from jaxkv.config.checkpoint_policy import CheckpointPolicy
 from torch_bridge.sharing.dlpack import jax_device
 from torch_bridge.sharing.kept_lease import KeptLease
 from torch_bridge.sharing.leases import Lease
 from torch_bridge.transformers_cache.fingerprint import Fingerprint
+
+_ENDS = CheckpointPolicy(
+    divergence=False, last_aligned=False, penultimate=False, wait_for_equals=False
+)
+"""Torch's models leave their states after the last token of a forward alone."""
 
 
 class Store:
@@ -26,20 +32,32 @@ class Store:
         layout: the groups of layers.
         counts: number of pages or states of each group, by name.
         device: torch's device.
+        keeps_states: whether the prefix index may keep states, if there are any.
 
     Attributes:
         owner: owner of the JAX arrays.
         allocator: assigns pages and states to sequences.
-        index: prefix index of full pages, which outlive their sequences.
+        index: prefix index of full pages and checkpoints of states, which outlive their sequences.
         num_bytes: size of all arrays.
         device: torch's device.
     """
 
-    def __init__(self, layout: CacheLayout, counts: dict[str, int], device: torch.device) -> None:
+    def __init__(
+        self,
+        layout: CacheLayout,
+        counts: dict[str, int],
+        device: torch.device,
+        *,
+        keeps_states: bool = True,
+    ) -> None:
         self.layout = layout
         self.owner = CacheOwner(layout, counts, device=jax_device(device))
         self.allocator = PageAllocator(layout, counts)
-        self.index = PrefixIndex(layout, self.allocator)
+        # A row reads one state and writes another at most; what rows leave free keeps checkpoints.
+        room = min(((counts[group.name] - 1) // 2 for group in layout.state_groups), default=0)
+        self.index = PrefixIndex(
+            layout, self.allocator, checkpoints=room if keeps_states else 0, policy=_ENDS
+        )
         self.num_bytes = sum(array.nbytes for array in layout.arrays(counts))
         self.device = device
         self._kept = KeptLease(self.owner)

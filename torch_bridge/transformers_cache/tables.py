@@ -37,20 +37,40 @@ class GroupTables:
         self._pages = np.zeros((len(rows), max(1, *map(len, pages))), np.int32)
         for line, held in zip(self._pages, pages, strict=True):
             line[: len(held)] = held
-        self._slots = self._slots_of_last(np.array([row.num_tokens for row in rows]), new)
+        # Tokens that are computed again for recurrent layers alone have their pages in the prefix index.
+        held = [allocator.held(row.number).covered.get(group.name, 0) for row in rows]
+        self._past_end = allocator.pool(group.name).num_total * group.page_size
+        lengths = np.array([row.num_tokens for row in rows])
+        self._slots = self._slots_of_last(lengths, new, np.array(held))
 
-    def _slots_of_last(self, lengths: np.ndarray, new: np.ndarray) -> np.ndarray:
-        """Returns the slots of each row's last `new` tokens, row after row, int [tokens]."""
+    def _slots_of_last(
+        self, lengths: np.ndarray, new: np.ndarray, covered: np.ndarray
+    ) -> np.ndarray:
+        """Returns the slots of each row's last `new` tokens, row after row, int [tokens].
+
+        Args:
+            lengths: int [rows], tokens of each row.
+            new: int [rows], number of new tokens.
+            covered: int [rows], leading tokens that are not written; their slots are past the last page.
+        """
         row = np.repeat(np.arange(len(new)), new)
         before = np.cumsum(new) - new
         token = np.arange(len(row)) + np.repeat(lengths - new - before, new)
-        return self._pages[row, token // self._page_size] * self._page_size + (
+        slots = self._pages[row, token // self._page_size] * self._page_size + (
             token % self._page_size
         )
+        return np.where(token < covered[row], self._past_end, slots)
+
+    @cached_property
+    def written(self) -> torch.Tensor | None:
+        """Indices of the new tokens that are written, int64 [written]; `None` if all are."""
+        if (self._slots < self._past_end).all():
+            return None
+        return upload(np.flatnonzero(self._slots < self._past_end), self._device)
 
     @cached_property
     def slots(self) -> torch.Tensor:
-        """Slot of each new token, row after row, int64 [tokens]."""
+        """Slot of each new token, row after row, int64 [tokens]; past the last page for those not written."""
         return upload(self._slots, self._device)
 
     @cached_property
