@@ -1,4 +1,7 @@
-"""One HTTP/1.1 request and its answer, on a connection of its own; the body is handed on as it arrives."""
+"""One HTTP/1.1 request and its answer; the body is handed on as it arrives.
+
+Connections are used again, as the clients of OpenAI and vLLM do: a new one would add its set-up to each first token.
+"""
 
 import asyncio
 import os
@@ -6,12 +9,16 @@ import ssl
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from http import HTTPStatus
+from typing import Any
 from urllib.parse import urlsplit
 
 import httptools
 
 _MOST_OF_AN_ERROR = 65536
 """Bytes of an error's body that are kept."""
+
+_SECONDS_TO_END = 1.0
+"""How long a connection may take to end the body behind the last event; otherwise it is closed."""
 
 
 class ExchangeFailed(Exception):
@@ -28,6 +35,7 @@ class Server:
         prefix: what stands before the paths of requests, without a slash at its end.
         tls: whether connections are encrypted.
         headers: headers of every request.
+        idle: open connections that wait for another request; the one that was used last is taken first.
     """
 
     host: str
@@ -35,6 +43,12 @@ class Server:
     prefix: str = ""
     tls: ssl.SSLContext | None = None
     headers: Mapping[str, str] = field(default_factory=dict)
+    idle: "list[Exchange]" = field(default_factory=list, repr=False, compare=False)
+
+    def close(self) -> None:
+        """Closes the idle connections."""
+        while self.idle:
+            self.idle.pop().abort()
 
     def request(self, path: str, body: bytes | None) -> bytes:
         """Returns the bytes of a request: a POST with a body of JSON, or a GET without one."""
@@ -43,7 +57,6 @@ class Server:
         lines = [
             f"{'GET' if body is None else 'POST'} {self.prefix}{path} HTTP/1.1",
             f"Host: {host}{port}",
-            "Connection: close",
             *(f"{name}: {value}" for name, value in self.headers.items()),
         ]
         if body is not None:
@@ -75,7 +88,7 @@ def server_at(base_url: str, api_key: str | None = None) -> Server:
 
 
 class Exchange(asyncio.Protocol):
-    """The answer to the one request of a connection.
+    """The answer to one request of a connection.
 
     Attributes:
         status: HTTP status; 0 until it came.
@@ -86,6 +99,10 @@ class Exchange(asyncio.Protocol):
     def __init__(self, on_body: "Callable[[Exchange, bytes], None]") -> None:
         """Takes what is called with the exchange and each part of the body of an answer of status 200."""
         self.status = 0
+        self._transport: Any = None
+        self._idle: list[Exchange] | None = None
+        self._is_complete = self._is_lost = self._stays_open = False
+        self._received = 0
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         # Nothing awaits an exchange that timed out, and asyncio would log its failure.
         self.ended.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
@@ -93,8 +110,62 @@ class Exchange(asyncio.Protocol):
         self._parser = httptools.HttpResponseParser(self)
         self._on_body = on_body
 
+    @property
+    def found_it_closed(self) -> bool:
+        """Whether the connection was lost before anything came."""
+        return self._is_lost and not self._received
+
+    def connection_made(self, transport: Any) -> None:  # noqa: ANN401 - that of uvloop is no asyncio.Transport
+        """Takes the connection."""
+        self._transport = transport
+
+    def send(self, request: bytes) -> None:
+        """Sends the request."""
+        assert self._transport is not None, "it is connected"
+        self._transport.write(request)
+
+    def follow(self, before: "Exchange") -> None:
+        """Takes the connection of an earlier exchange, which is idle."""
+        assert before._transport is not None, "it was connected"
+        self._transport = before._transport
+        self._transport.set_protocol(self)
+
+    def release(self, idle: "list[Exchange]") -> None:
+        """Leaves the connection for another request, once the rest of this answer has come; or closes it."""
+        if self.ended.cancelled() or not self.ended.done() or self.ended.exception() is not None:
+            self.abort()
+            return
+        self._idle = idle
+        if self._is_complete:
+            self._wait_for_another()
+        else:
+            # The end of the body, which no timeline needs.
+            asyncio.get_running_loop().call_later(_SECONDS_TO_END, self._end_waiting)
+
+    def abort(self) -> None:
+        """Closes the connection."""
+        if self._transport is not None:
+            self._transport.abort()
+
+    def _wait_for_another(self) -> None:
+        if self._idle is None or self._is_lost:
+            return
+        if self._stays_open:
+            self._idle.append(self)
+        else:
+            self.abort()
+
+    def _end_waiting(self) -> None:
+        if not self._is_complete:
+            self.abort()
+
     def data_received(self, data: bytes) -> None:
         """Parses a part of the answer."""
+        self._received += len(data)
+        if self._idle is not None and self in self._idle:
+            self._idle.remove(self)
+            self.abort()  # Nothing was asked for.
+            return
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:
@@ -102,6 +173,9 @@ class Exchange(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Fails if the answer is not complete."""
+        self._is_lost = True
+        if self._idle is not None and self in self._idle:
+            self._idle.remove(self)
         self._fail(f"the connection broke off{f': {exc}' if exc else ''}")
 
     def finish(self) -> None:
@@ -124,7 +198,11 @@ class Exchange(asyncio.Protocol):
 
     def on_message_complete(self) -> None:
         """Ends the exchange, for the parser."""
+        self._is_complete = True
+        # The parser forgets it behind the end.
+        self._stays_open = self._parser.should_keep_alive()
         self.finish()
+        self._wait_for_another()
 
     def _fail(self, message: str) -> None:
         if not self.ended.done():
@@ -139,6 +217,8 @@ async def exchange(
 ) -> Exchange:
     """Sends a request and returns the exchange once its answer is complete.
 
+    A connection that was idle may have been closed meanwhile; then another one is used.
+
     Args:
         server: where to.
         path: behind the server's prefix, such as "/v1/models".
@@ -148,20 +228,36 @@ async def exchange(
     Raises:
         ExchangeFailed: the server could not be reached, or the answer broke off or was no HTTP.
     """
+    request = server.request(path, body)
+    while server.idle:
+        protocol = Exchange(on_body)
+        protocol.follow(server.idle.pop())
+        try:
+            await _answered(server, protocol, request)
+        except ExchangeFailed:
+            if not protocol.found_it_closed:
+                raise
+        else:
+            return protocol
     try:
-        transport, protocol = await asyncio.get_running_loop().create_connection(
+        _, protocol = await asyncio.get_running_loop().create_connection(
             lambda: Exchange(on_body), server.host, server.port, ssl=server.tls
         )
     except OSError as error:
         raise ExchangeFailed(
             f"cannot connect to {server.host}:{server.port}: {_reason(error)}"
         ) from error
+    await _answered(server, protocol, request)
+    return protocol
+
+
+async def _answered(server: Server, protocol: Exchange, request: bytes) -> None:
+    """Sends a request and waits for its answer."""
     try:
-        transport.write(server.request(path, body))
+        protocol.send(request)
         await protocol.ended
     finally:
-        transport.abort()
-    return protocol
+        protocol.release(server.idle)
 
 
 def _reason(error: OSError) -> str:

@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxkv.bench.client.completion import Answer, Api, Prompt, complete, status_error
 from jaxkv.bench.client.data_file import Entry, chosen_entries, load_entries
-from jaxkv.bench.client.http_exchange import ExchangeFailed, exchange, server_at
+from jaxkv.bench.client.http_exchange import ExchangeFailed, Server, exchange, server_at
 from jaxkv.bench.client.load import Clock, Load
 from jaxkv.bench.client.prompts import (
     SAMPLE_WORDS,
@@ -148,7 +148,22 @@ async def measure_server(
     Raises:
         ValueError: the server does not answer, has no such model, or no request ended with a token.
     """
-    api, longest = await _find_api(test)
+    server = server_at(test.base_url, test.api_key)
+    try:
+        return await _measure(server, test, report, note, status, clock)
+    finally:
+        server.close()
+
+
+async def _measure(
+    server: Server,
+    test: LoadTest,
+    report: Callable[[Run], None],
+    note: Callable[[str], None],
+    status: Callable[[str], None],
+    clock: Clock,
+) -> bool:
+    api, longest = await _find_api(server, test)
     test = _fitted(test, longest, note)
     draw = await _drawing(api, test)
     for index, rate in enumerate(test.rates):
@@ -210,9 +225,8 @@ async def _send(
     return load, answers
 
 
-async def _find_api(test: LoadTest) -> tuple[Api, int | None]:
+async def _find_api(server: Server, test: LoadTest) -> tuple[Api, int | None]:
     """Returns the endpoint, with the server's model if none was given, and the longest sequence if the server tells."""
-    server = server_at(test.base_url, test.api_key)
     api = Api(
         server=server,
         model=test.model or "",

@@ -110,7 +110,8 @@ class ScriptedServer:
             await self._send(writer, status, text)
         else:
             writer.write(
-                b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+                b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n"
+                b"Connection: close\r\n\r\n"
             )
             for seconds, body in script:
                 if seconds:
@@ -123,7 +124,10 @@ class ScriptedServer:
 
     async def _send(self, writer, status, text):
         body = text.encode()
-        writer.write(f"HTTP/1.1 {status} X\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
+        writer.write(
+            f"HTTP/1.1 {status} X\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+            + body
+        )
         await writer.drain()
 
 
