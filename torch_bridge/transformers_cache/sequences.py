@@ -195,8 +195,9 @@ class Sequences:
             if self._fresh:
                 self.release()
             else:
-                # The rows before the failing one already hold their new pages, so the copies are made.
+                # The rows before the failing one hold their new pages: copies of shared ones are kept, others freed.
                 self.store.copy(lease, copies)
+                self.store.allocator.truncate({row.number: row.num_tokens for row in self.rows})
             raise type(error)(
                 f"{error}. This forward has {int(new.sum())} new tokens in {len(new)} rows; give JaxkvCache a larger "
                 f"{size}{', or reset() forks that are done' if others else ''}"

@@ -4,6 +4,7 @@ import pytest
 import torch
 import transformers
 
+from jaxkv.errors import OutOfPages
 from pallas_kernels.dispatch import Unsupported
 from tests.torch_bridge.tiny import check, greedy, prompts, tiny_model
 from torch_bridge import JaxkvCache
@@ -191,6 +192,22 @@ def test_a_window_that_began_from_a_prefix_is_not_cut_into_it(models):
     assert torch.equal(
         greedy(model, text, ones, 5, past_key_values=cache), greedy(model, text, ones, 5)
     )
+
+
+def test_rows_that_found_pages_beside_one_that_did_not_give_them_back(llama):
+    ids, mask = prompts(2, 8, (0, 3))
+    cache = JaxkvCache(llama, max_tokens=28, page_size=4)
+    greedy(llama, ids, mask, 1, past_key_values=cache)
+    free = cache._store.allocator.num_free("gqa")
+    more, ones = prompts(2, 9, seed=5)
+    with torch.no_grad(), pytest.raises(OutOfPages, match="18 new tokens in 2 rows"):
+        llama(more, attention_mask=torch.cat([mask, ones], 1), past_key_values=cache)
+    assert cache._store.allocator.num_free("gqa") == free
+    child = cache.fork()
+    text, shown = torch.cat([ids, more[:, :1]], 1), torch.cat([mask, ones[:, :1]], 1)
+    wanted = greedy(llama, text, shown, 2)
+    assert torch.equal(greedy(llama, text, shown, 2, past_key_values=child), wanted)
+    check(cache)
 
 
 def test_what_cannot_be_taken_back_is_refused(llama):
