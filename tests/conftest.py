@@ -3,6 +3,7 @@
 import gc
 import importlib.util
 import os
+import tempfile
 from pathlib import Path
 
 # The Mosaic GPU interpreter runs one host thread per warpgroup; XLA's CPU pool must be larger than the cores of
@@ -40,6 +41,19 @@ settings.register_profile("jaxkv", deadline=None)
 settings.load_profile("jaxkv")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+_COMPILE_CACHE = pytest.StashKey[tempfile.TemporaryDirectory]()
+
+
+def pytest_configure(config):
+    """Keeps what `LLM` and started servers compile in a folder of this process, which goes with it, not in ~/.cache."""
+    config.stash[_COMPILE_CACHE] = tempfile.TemporaryDirectory(prefix="jaxkv-tests-")
+    os.environ["JAXKV_COMPILE_CACHE"] = config.stash[_COMPILE_CACHE].name
+
+
+def pytest_unconfigure(config):
+    config.stash[_COMPILE_CACHE].cleanup()
 
 
 def pytest_collection_modifyitems(items):

@@ -188,7 +188,7 @@ def test_requests_beyond_the_queue_are_refused_and_all_others_end(tmp_path):
 
 @slow
 def test_a_cache_folder_that_cannot_be_made_and_a_log_that_nobody_reads_end_nothing(tmp_path):
-    variables = {"XDG_CACHE_HOME": "/proc/no-such-folder", "JAXKV_LOG": "info"}
+    variables = {"JAXKV_COMPILE_CACHE": "/proc/no-such-folder", "JAXKV_LOG": "info"}
     with real_server(tmp_path, environment=variables) as running:
         assert running.complete("def ").status_code == 200
         assert "/proc/no-such-folder" in running.err
