@@ -13,13 +13,14 @@ import tempfile
 from pathlib import Path
 
 from tests.engine.h200 import device, has_plugin
-from tests.pallas_kernels.h200 import choices, decode, grouped, skinny, states, writes
+from tests.pallas_kernels.h200 import choices, decode, grouped, ragged, skinny, states, writes
 from tests.pallas_kernels.h200.writes import PAGES
 
 MODULES = {
     "choices": choices,
     "decode": decode,
     "grouped": grouped,
+    "ragged": ragged,
     "skinny": skinny,
     "states": states,
     "writes": writes,
@@ -29,6 +30,7 @@ FEW = {
     "choices": ("index_topk", "index_topk packed", "filter_bounds"),
     "decode": ("batch 64", "fp8"),
     "grouped": ("gpt-oss-up-t8", "gpt-oss-down-t2048"),
+    "ragged": ("llama", "gpt-oss", "gemma", "fp8"),
     "skinny": ("8b-o-b64", "8b-gate-up-b1", "8b-logits-b64", "8b-down-b64, 37 rows"),
     "states": ("causal_conv", "causal_conv one token each", "ssd_update", "ssd_scan"),
     "writes": (

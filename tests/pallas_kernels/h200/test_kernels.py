@@ -10,14 +10,20 @@ pytestmark = pytest.mark.skipif(
     jax.__version_info__[:2] > NEWEST_JAX, reason="this JAX takes minutes; why_not says so"
 )
 PROGRAMS = {
-    "few": {"choices": 3, "decode": 2, "grouped": 2, "skinny": 4, "states": 4, "writes": 6},
-    "rest": {"choices": 1, "decode": 5, "grouped": 1, "skinny": 8, "states": 3, "writes": 3},
+    "few": {
+        **{"choices": 3, "decode": 2, "grouped": 2, "ragged": 4},
+        **{"skinny": 4, "states": 4, "writes": 6},
+    },
+    "rest": {
+        **{"choices": 1, "decode": 5, "grouped": 1, "ragged": 0},
+        **{"skinny": 8, "states": 3, "writes": 3},
+    },
 }
 
 
 @pytest.fixture(scope="module", params=["few", pytest.param("rest", marks=pytest.mark.slow)])
 def kernels(request):
-    """Compiles all of them in one process: about 20 seconds on two idle cores."""
+    """Compiles all of them in one process: about 40 seconds of processor time."""
     found = reports_of("kernels.py", request.param)
     assert {name: len(reports) for name, reports in found.items()} == PROGRAMS[request.param]
     return found
@@ -93,6 +99,34 @@ def test_grouped_matmul_copies_no_weight_and_is_one_graph(grouped):
         assert report["temp_bytes"] <= report["pool_bytes"] + 2**20, name
         assert report["command_buffers"] == 1, name
         assert not report["outside"], name
+
+
+@pytest.fixture
+def ragged(kernels):
+    if not kernels["ragged"]:
+        pytest.skip("all of them are among the few")
+    return kernels["ragged"]
+
+
+def test_the_prefill_kernel_spills_no_register_and_its_products_overlap(ragged):
+    """168 registers are all that three warpgroups can start with; consumers then take more from the producer."""
+    for name, report in ragged.items():
+        assert report["spilled"] == 0, name
+        assert report["registers"] == [168], name
+        assert not report["serialised"], name
+
+
+def test_the_prefill_kernel_joins_one_command_buffer_and_copies_only_pages_of_8_bits(ragged):
+    for name, report in ragged.items():
+        assert report["command_buffers"] == 1, name
+        assert report["outside"] == [], name
+        # Pages of 8 bits are unpacked, all that the page table names.
+        assert report["temp_bytes"] < (2**29 if name == "fp8" else 2**23), name
+
+
+def test_layers_of_prefill_share_what_depends_on_lengths_alone(ragged):
+    """Cutting queries into tiles takes eight small kernels once, not per layer."""
+    assert ragged["llama"]["captured"] <= 2 + 8
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """The Mosaic GPU kernel of `ragged_attention` itself: interpreted, compiled without a GPU, hostile cases on one.
 
-What it shares with other implementations is tested in test_ragged_attention.py.
+What it shares with other implementations is tested in test_ragged_attention.py, and what becomes of it on an H200 in
+h200/test_kernels.py.
 """
 
 import dataclasses
@@ -27,7 +28,6 @@ from pallas_kernels.ragged_attention.mosaic_tiles import Tile, cut
 from pallas_kernels.workbench.search_space import prefill_candidates
 from tests.pallas_kernels import oracle
 from tests.pallas_kernels.contract import bits
-from tests.pallas_kernels.h200.reports import reports_of
 from tests.tolerances import assert_lse, assert_output
 
 ARRAYS = AttentionArrays._fields
@@ -98,35 +98,6 @@ def test_interpreted_a_window_wider_than_any_row_hides_nothing(monkeypatch, race
     given = inputs | {"window": 2**31 - 1, "implementation": "mosaic_gpu", "return_lse": True}
     assert_is_oracle(ragged_attention(**given), inputs, "bfloat16")
     assert not races()
-
-
-@pytest.fixture(scope="module")
-def reports():
-    """Compiles what h200/ragged.py names in one process: about 20 seconds on two idle cores."""
-    if jax.__version_info__[:2] > NEWEST_JAX:
-        pytest.skip("this JAX takes minutes; why_not says so")
-    return reports_of("ragged.py")
-
-
-def test_it_spills_no_register_and_its_products_overlap(reports):
-    """168 registers are all that three warpgroups can start with; consumers then take more from the producer."""
-    for name, report in reports.items():
-        assert report["spilled"] == 0, name
-        assert report["registers"] == [168], name
-        assert not report["serialised"], name
-
-
-def test_it_joins_one_command_buffer_and_copies_only_pages_of_8_bits(reports):
-    for name, report in reports.items():
-        assert report["command_buffers"] == 1, name
-        assert report["outside"] == [], name
-        # Pages of 8 bits are unpacked, all that the page table names.
-        assert report["temp_bytes"] < (2**29 if name == "fp8" else 2**23), name
-
-
-def test_layers_share_what_depends_on_lengths_alone(reports):
-    """Cutting queries into tiles takes eight small kernels once, not per layer."""
-    assert reports["llama"]["nodes"] <= 2 + 8
 
 
 def test_it_lowers_for_cuda_without_a_gpu():
