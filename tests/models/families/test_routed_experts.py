@@ -95,6 +95,40 @@ def test_a_strict_engine_compiles_their_programs_in_the_warm_up(pair):
 
 
 @pytest.mark.slow
+def test_prefixes_from_the_host_and_from_files_have_the_experts_of_transformers(pair, tmp_path):
+    case, theirs, llm = pair
+    options = {
+        "page_size": 8,
+        "max_sequences": 4,
+        "routed_experts": True,
+        "budget_bytes": budget(llm),
+    }
+    one_by_one = SamplingParams(seed=1, max_tokens=2)
+
+    def make(**more):
+        cache = CacheConfig(**options, **more)
+        return LLM.from_parts(llm.model, llm.params, cache=cache, max_model_len=64, progress=False)
+
+    prompts = [case.prompt(48, offset=number) for number in range(5)]
+    hosted = make(host_bytes=2**24)
+    for prompt in prompts:
+        hosted.generate(prompt, one_by_one)
+    again = hosted.generate(prompts[0], one_by_one)[0]
+    assert hosted.stats().host.tokens_read > 0
+    assert again.usage.cached_tokens >= 40
+    check(again, theirs)
+
+    first = make()
+    first.generate(prompts[1], one_by_one)
+    first.save_prefixes(tmp_path / "prefixes")
+    second = make()
+    second.load_prefixes(tmp_path / "prefixes")
+    restored = second.generate(prompts[1], one_by_one)[0]
+    assert restored.usage.cached_tokens >= 40
+    check(restored, theirs)
+
+
+@pytest.mark.slow
 def test_a_preempted_request_has_the_experts_of_transformers(pair):
     case, theirs, llm = pair
     # Pages for three of these texts, of which four run.
