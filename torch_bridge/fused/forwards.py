@@ -20,7 +20,7 @@ from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 from torch_bridge.fused import kernels
 from torch_bridge.fused.checked import agree, is_right, numbers
 from torch_bridge.fused.fused_forward import FusedForward, fits, has_hooks, is_plain
-from torch_bridge.fused.linear import compute_together
+from torch_bridge.fused.linear import compute_together, forget_products
 
 _NORMS = {
     llama.LlamaRMSNorm: kernels.ROUNDED,
@@ -55,8 +55,11 @@ class FusedNorm(FusedForward):
             return None
         (x,) = args
         known = getattr(x, _NORMED, None)
-        if known is not None and known.norm is module and known.version == x._version:
-            return known.result
+        if known is not None:
+            # It is used once; tensors that a caller keeps or saves do not hold modules.
+            delattr(x, _NORMED)
+            if known.norm is module and known.version == x._version:
+                return known.result
         return kernels.norm(x, module.weight, _epsilon(module), _form(module))
 
 
@@ -177,6 +180,7 @@ class FusedGate(FusedForward):
             return None
         compute_together(x, (module.gate_proj, module.up_proj))
         given, up = module.gate_proj(x), module.up_proj(x)
+        forget_products(x)
         same = given.shape == up.shape and given.dtype == up.dtype
         if not same or not fits(given, up):
             return module.down_proj(activation(given) * up)
@@ -204,7 +208,9 @@ class Rotating(FusedForward):
         if isinstance(hidden, torch.Tensor):
             parts = [getattr(module, name, None) for name in _PROJECTIONS[:3]]
             compute_together(hidden, parts)
-        return turned(module, *args, **kwargs)
+        out = turned(module, *args, **kwargs)
+        forget_products(hidden)
+        return out
 
 
 def _rotated(

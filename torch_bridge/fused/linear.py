@@ -65,6 +65,12 @@ def compute_together(x: torch.Tensor, modules: Sequence[Any]) -> None:
         setattr(x, _COMPUTED, _Computed(x._version, weights, found))
 
 
+def forget_products(x: object) -> None:
+    """Drops what `compute_together` has put on a tensor."""
+    if hasattr(x, _COMPUTED):
+        delattr(x, _COMPUTED)
+
+
 def _products(x: torch.Tensor, weights: list[torch.Tensor]) -> list[torch.Tensor] | None:
     """Returns the products of a tensor, or `None` if cuBLAS is to compute them one by one."""
     if not all(fits(x, weight) and weight.ndim == 2 for weight in weights):

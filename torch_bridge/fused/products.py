@@ -41,7 +41,7 @@ def _row_product(
         w, o, first = w1, o1, first - n0
     rows = first + tl.arange(0, BLOCK)
     total = tl.full((BLOCK, DEPTH), 0.0, tl.float32)
-    for start in tl.range(0, WIDTH, DEPTH):
+    for start in range(0, WIDTH, DEPTH):
         at = start + tl.arange(0, DEPTH)
         given = tl.load(x + at, mask=at < WIDTH, other=0.0).to(tl.float32)
         place = rows[:, None].to(tl.int64) * WIDTH + at[None, :]
@@ -49,7 +49,8 @@ def _row_product(
             w + place, mask=at[None, :] < WIDTH, other=0.0, eviction_policy="evict_first"
         )
         total += weight.to(tl.float32) * given[None, :]
-    tl.store(o + rows, tl.reduce(total, 1, _add).to(o.dtype.element_ty))
+    result = tl.reduce(total, 1, _add).to(x.dtype.element_ty)  # pyright: ignore
+    tl.store(o + rows, result)
 
 
 @triton.jit(do_not_specialize=["rows", "n0", "n1", "n2"])
@@ -80,13 +81,15 @@ def _rows_product(
     outputs = first + tl.arange(0, BLOCK)
     row = tl.arange(0, ROWS)
     total = tl.full((BLOCK, ROWS), 0.0, tl.float32)
-    for start in tl.range(0, WIDTH, DEPTH, num_stages=STAGES):
+    # Pyright takes Triton's type for Python's.
+    for start in tl.range(0, WIDTH, DEPTH, num_stages=STAGES):  # pyright: ignore
         at = start + tl.arange(0, DEPTH)
         weight = tl.load(w + outputs[:, None].to(tl.int64) * WIDTH + at[None, :])
         given = tl.load(x + row[None, :] * WIDTH + at[:, None], mask=row[None, :] < rows, other=0.0)
         total = tl.dot(weight, given, total)
     place = row[None, :] * n + outputs[:, None]
-    tl.store(o + place, total.to(o.dtype.element_ty), mask=row[None, :] < rows)
+    result = total.to(x.dtype.element_ty)  # pyright: ignore
+    tl.store(o + place, result, mask=row[None, :] < rows)
 
 
 def is_faster(rows: int, width: int, sizes: Sequence[int]) -> bool:

@@ -196,6 +196,20 @@ def test_a_sum_that_changes_in_place_gets_a_new_norm(fused):
     assert "add_and_norm" in fused.ran
 
 
+def test_tensors_that_a_caller_gets_hold_nothing_of_the_model(fused):
+    model = half()
+    cache = JaxkvCache(model, max_tokens=64)
+    ids, _ = prompts(1, 9)
+    seen = []
+    for norm in (model.model.layers[0].input_layernorm, model.model.norm):
+        norm.register_forward_hook(lambda norm, args, out: seen.extend([*args, out]))
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+        out = model(ids[:, :1], past_key_values=cache, output_hidden_states=True)
+    assert {"add_and_norm", "products"} <= set(fused.ran)
+    assert not any(vars(one) for one in (*out.hidden_states, *seen))
+
+
 def test_forwards_without_a_cache_prompts_and_other_dtypes_run_the_modules_own(fused):
     ids, mask = prompts(1, 9)
     model = half()
