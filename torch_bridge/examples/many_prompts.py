@@ -36,7 +36,7 @@ def main() -> None:
     # On a GPU with graphs, each decode step is one replay.
     cache = torch_bridge.JaxkvCache(model, max_tokens=1024, graphs=True)
     sampling = [
-        SamplingParams(temperature=0.7, seed=seed, max_tokens=12, stop="\n")
+        SamplingParams(temperature=0.7, seed=seed, max_tokens=12, stop=("\n",))
         for seed, _ in enumerate(PROMPTS)
     ]
     texts: list[str] = []

@@ -118,7 +118,9 @@ def _gate(
         active = tl.div_rn(x, 1.0 + tl.exp(-x))
     else:
         inner = 0.7978845608028654 * (x + 0.044715 * (x * x * x))
-        active = 0.5 * x * (2.0 - tl.div_rn(2.0, 1.0 + tl.exp(2.0 * inner)))
+        # Near -1, tanh keeps its last bits only if it is taken of the absolute value.
+        size = 1.0 - tl.div_rn(2.0, 1.0 + tl.exp(2.0 * tl.abs(inner)))
+        active = 0.5 * x * (1.0 + tl.where(inner < 0.0, -size, size))
     rounded = active.to(read.dtype).to(tl.float32)
     other = tl.load(up + at, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + at, (rounded * other).to(read.dtype), mask=inside)
