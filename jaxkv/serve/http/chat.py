@@ -50,10 +50,11 @@ class _Writer:
         reply = {
             **self._base("chat.completion"),
             "choices": [
-                self._with_ids(each.choice(index), index, each.ids)
+                self._with_ids(each.choice(index), each.ids)
                 for index, each in enumerate(self._samples)
             ],
             "usage": self._usage(),
+            **self._prompt_ids(),
         }
         if (scores := self._turn.work.generations[0].prompt_logprobs) is not None:
             reply["prompt_logprobs"] = prompt_logprobs(scores, self._service.token_texts)
@@ -69,36 +70,42 @@ class _Writer:
                 tail: Json = {"usage": None} if with_usage else {}
                 if options is not None and options.continuous_usage_stats:
                     tail["usage"] = self._usage()
-                choices = [choice for new in batch for choice in self._chunks(new)]
-                if choices:
-                    yield b"".join(chunk(head, {"choices": [each], **tail}) for each in choices)
+                chunks = [made for new in batch for made in self._chunks(new)]
+                if chunks:
+                    yield b"".join(chunk(head, {**made, **tail}) for made in chunks)
         last = chunk(head, {"choices": [], "usage": self._usage()}) if with_usage else b""
         yield last + DONE
 
     def _chunks(self, new: TurnDelta) -> list[Json]:
-        """Returns the choices of the chunks that new events need."""
+        """Returns the chunks that new events need, without what all chunks have."""
         sample, logprobs = self._samples[new.sample], self._logprobs(new)
         chunks = []
         if not sample.begun:
             sample.begun = True
-            chunks.append(_choice(new.sample, {"role": "assistant", "content": ""}))
+            role = _choice(new.sample, {"role": "assistant", "content": ""})
+            chunks.append({"choices": [role], **self._prompt_ids()})
         delta = sample.delta(new.events)
-        if delta or logprobs is not None:
+        ids = new.delta.ids if self._turn.body.return_token_ids else ()
+        if delta or logprobs is not None or ids:
             # A chunk of held-back text alone has its tokens.
             said = _choice(new.sample, delta or {"content": ""}, logprobs)
-            chunks.append(self._with_ids(said, None, new.delta.ids))
+            chunks.append({"choices": [self._with_ids(said, ids)]})
         if new.finish_reason is not None:
             end = _choice(new.sample, {}, None, new.finish_reason)
-            chunks.append(end | {"stop_reason": new.delta.stop_reason})
+            chunks.append({"choices": [end | {"stop_reason": new.delta.stop_reason}]})
         return chunks
 
-    def _with_ids(self, choice: Json, sample: int | None, ids: Sequence[int]) -> Json:
-        """Returns a choice with its token ids, if they were asked for; a whole one has those of the prompt too."""
+    def _with_ids(self, choice: Json, ids: Sequence[int]) -> Json:
+        """Returns a choice with its token ids, if they were asked for."""
         if self._turn.body.return_token_ids:
             choice["token_ids"] = list(ids)
-            if sample is not None:
-                choice["prompt_token_ids"] = list(self._turn.work.prompts[0])
         return choice
+
+    def _prompt_ids(self) -> Json:
+        """Returns the field with the prompt's token ids, if they were asked for; where vLLM has it."""
+        if not self._turn.body.return_token_ids:
+            return {}
+        return {"prompt_token_ids": list(self._turn.work.prompts[0])}
 
     def _base(self, kind: str) -> Json:
         return {

@@ -111,6 +111,10 @@ async def _echoes(
     return [each if isinstance(each, str) else await service.decode(each) for each in prompts]
 
 
+_NEWS = ("text", "finish_reason", "logprobs", "token_ids", "prompt_logprobs")
+"""Fields of a choice, any of which is worth an event. A token may have no text yet, as a part of a character."""
+
+
 @dataclass
 class _Choice:
     """One text so far.
@@ -168,7 +172,7 @@ class _Writer:
                 yield b"".join(
                     chunk(head, {"choices": [choice], **tail})
                     for choice in choices
-                    if choice["text"] or choice["finish_reason"] or choice["logprobs"]
+                    if any(choice.get(name) for name in _NEWS)
                 )
         last = b""
         if options is not None and options.include_usage:

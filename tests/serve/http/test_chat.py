@@ -173,6 +173,29 @@ def test_logprobs_list_each_token_with_its_bytes_and_the_likeliest():
     asyncio.run(run())
 
 
+def test_token_ids_are_returned_where_vllm_has_them_and_no_stream_loses_any():
+    text = f"<think>hmm</think>ö, let me see\n{CALL}"
+    ids = TOKENIZER.encode(text, add_special=False)
+
+    async def run():
+        async with chatting(text) as server:
+            given = body(tools=TOOLS, return_token_ids=True)
+            whole = (await server.http.post(PATH, json=given)).json()
+            [call] = server.engine.calls.values()
+            assert whole["prompt_token_ids"] == call.ids
+            assert whole["choices"][0]["token_ids"] == ids
+            reply = await server.http.post(PATH, json=given | {"stream": True, "n": 2})
+            chunks = events_of(reply.text)
+            for sample in (0, 1):
+                own = [each for each in chunks if each["choices"][0]["index"] == sample]
+                assert own[0]["prompt_token_ids"] == call.ids
+                assert not any("prompt_token_ids" in each for each in own[1:])
+                found = [each["choices"][0].get("token_ids", ()) for each in own]
+                assert [token for each in found for token in each] == ids
+
+    asyncio.run(run())
+
+
 def test_messages_reach_the_template_with_parts_joined_and_arguments_as_objects():
     async def run():
         async with chatting() as server:
