@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from jaxkv.serve.api.as_chat import fields_named
-from jaxkv.serve.api.messages_request import CHAT_NAMES, as_chat
+from jaxkv.serve.api.messages_request import CHAT_NAMES, COUNT_SCHEMA, SCHEMA, as_chat
 from jaxkv.serve.api.messages_stream import MessagesStream
 from jaxkv.serve.api.responses_stream import Json
 from jaxkv.serve.http.chat_turn import ChatTurn, open_turn
@@ -91,6 +91,7 @@ OPERATIONS = (
         method="POST",
         handler=messages,
         summary="Answers a conversation in the form of Anthropic's Messages API",
+        body=SCHEMA,
         reply=_object(
             id={"type": "string"},
             type={"const": "message"},
@@ -107,6 +108,7 @@ OPERATIONS = (
         method="POST",
         handler=count_tokens,
         summary="Counts the tokens of a conversation",
+        body=COUNT_SCHEMA,
         reply=_object(input_tokens={"type": "integer"}),
         errors=_ERRORS,
         error_form=messages_error,

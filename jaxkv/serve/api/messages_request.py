@@ -7,8 +7,20 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from jaxkv.serve.api.as_chat import check_known, each_object, joined_text, refused, typed
-from jaxkv.wording import shown
+from jaxkv.config.checks import INT32_MAX
+from jaxkv.config.sampling import MAX_STOP_STRINGS, MAX_STRING_CHARACTERS
+from jaxkv.serve.api.as_chat import (
+    chat_fields,
+    check_known,
+    closed_object,
+    each_object,
+    joined_text,
+    kind_of,
+    nullable,
+    refused,
+    typed,
+    word_of,
+)
 
 Json = dict[str, Any]
 
@@ -30,22 +42,85 @@ _SAME = (
 )
 """Fields that a chat request has under the same name."""
 
-_IGNORED = ("metadata", "service_tier", "inference_geo")
-"""Fields that change nothing here."""
-
-_OWN = (
-    "max_tokens",
-    "messages",
-    "output_config",
-    "output_format",
-    "stop_sequences",
-    "system",
-    "thinking",
-    "tool_choice",
-    "tools",
-)
+_IGNORED = {"metadata": dict, "service_tier": str, "inference_geo": str}
+"""Fields that change nothing here -> their type."""
 
 _TEXT = {"text": "text"}
+
+
+_KINDS_OF_THINKING = ("enabled", "disabled", "adaptive")
+_KINDS_OF_CHOICE = ("auto", "any", "tool", "none")
+_OWN: Mapping[str, Json] = {
+    "inference_geo": nullable({"type": "string"}),
+    "messages": {
+        "type": "array",
+        "minItems": 1,
+        "items": {
+            "type": "object",
+            "required": ["role", "content"],
+            "properties": {
+                "role": {"enum": ["user", "assistant"]},
+                "content": {
+                    "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]
+                },
+            },
+        },
+    },
+    "metadata": nullable({"type": "object"}),
+    "output_config": nullable(closed_object({"effort": {}, "format": {}})),
+    "output_format": nullable({"type": "object"}),
+    "service_tier": nullable({"type": "string"}),
+    "stop_sequences": nullable(
+        {
+            "type": "array",
+            "maxItems": MAX_STOP_STRINGS,
+            "items": {"type": "string", "minLength": 1, "maxLength": MAX_STRING_CHARACTERS},
+        }
+    ),
+    "system": {
+        "anyOf": [
+            {"type": "string"},
+            {
+                "type": "array",
+                "items": {
+                    "type": "object",
+                    "required": ["type"],
+                    "properties": {"type": {"const": "text"}},
+                },
+            },
+            {"type": "null"},
+        ]
+    },
+    "thinking": nullable(
+        closed_object(
+            {"type": {"enum": [*_KINDS_OF_THINKING, None]}, "budget_tokens": {}, "display": {}}
+        )
+    ),
+    "tool_choice": nullable(
+        closed_object(
+            {
+                "type": {"enum": list(_KINDS_OF_CHOICE)},
+                "name": {},
+                "disable_parallel_tool_use": nullable({"type": "boolean"}),
+            }
+        )
+    ),
+    "tools": nullable(
+        {
+            "type": "array",
+            "items": {"type": "object", "properties": {"type": {"enum": ["custom", None]}}},
+        }
+    ),
+}
+"""Fields that a chat request does not have -> their JSON schema; `max_tokens` is not needed to count tokens."""
+
+_MAX_TOKENS = {"type": "integer", "minimum": 1, "maximum": INT32_MAX}
+_FIELDS = {**chat_fields(_SAME), **_OWN}
+SCHEMA = closed_object({**_FIELDS, "max_tokens": _MAX_TOKENS}, "model", "messages", "max_tokens")
+"""The JSON schema of a request."""
+
+COUNT_SCHEMA = closed_object({**_FIELDS, "max_tokens": {}}, "model", "messages")
+"""The JSON schema of a request of `/v1/messages/count_tokens`."""
 
 
 def as_chat(body: Mapping[str, Any], *, counts_only: bool = False) -> Json:
@@ -60,7 +135,9 @@ def as_chat(body: Mapping[str, Any], *, counts_only: bool = False) -> Json:
     Raises:
         ApiError: a field is unknown, has the wrong type, or asks for what this server cannot do.
     """
-    check_known(body, (*_SAME, *_IGNORED, *_OWN))
+    check_known(body, SCHEMA["properties"])
+    for name, kind in _IGNORED.items():
+        typed(body, name, kind, kind())
     chat: Json = {name: body[name] for name in _SAME if body.get(name) is not None}
     if not counts_only:
         if body.get("max_tokens") is None:
@@ -89,19 +166,21 @@ def _messages(body: Mapping[str, Any]) -> list[Json]:
         if isinstance(content, str):
             content = [{"type": "text", "text": content}]
         if not isinstance(content, list):
-            got = shown(content)
+            got = kind_of(content)
             raise refused(
                 f"{where}.content",
                 f"{where}.content must be a string or a list of blocks, got {got}",
             )
         blocks = list(each_object(content, f"{where}.content"))
         if role == "user":
+            if not blocks:
+                raise refused(f"{where}.content", f"{where}.content is empty; give a block of text")
             messages += _user(blocks)
         elif role == "assistant":
             messages.append(_assistant(blocks))
         else:
             raise refused(
-                f"{where}.role", f"{where}.role must be user or assistant, got {shown(role)}"
+                f"{where}.role", f"{where}.role must be user or assistant, got {word_of(role)}"
             )
     return messages
 
@@ -133,7 +212,7 @@ def _block_text(block: Mapping[str, Any], where: str) -> str:
         raise refused(
             f"{where}.type",
             f"{where}.type must be text or tool_result, since the model reads text alone, got "
-            f"{shown(block.get('type'))}",
+            f"{word_of(block.get('type'))}",
         )
     return typed(block, "text", str, "", where)
 
@@ -157,7 +236,7 @@ def _assistant(blocks: list[tuple[str, Mapping[str, Any]]]) -> Json:
                 raise refused(
                     f"{where}.type",
                     f"{where}.type must be text, thinking, redacted_thinking or tool_use, got "
-                    f"{shown(other)}",
+                    f"{word_of(other)}",
                 )
     message: Json = {"role": "assistant", "content": "".join(texts) if texts else None}
     if calls:
@@ -172,7 +251,7 @@ def _tools(body: Mapping[str, Any]) -> Json:
     tools = []
     for where, tool in each_object(typed(body, "tools", list, []), "tools"):
         if tool.get("type") not in (None, "custom"):
-            got = shown(tool["type"])
+            got = word_of(tool["type"])
             raise refused(
                 f"{where}.type",
                 f'{where}.type must be "custom", got {got}; this server runs no tools',
@@ -200,7 +279,7 @@ def _tools(body: Mapping[str, Any]) -> Json:
         case other:
             raise refused(
                 "tool_choice.type",
-                f"tool_choice.type must be auto, any, tool or none, got {shown(other)}",
+                f"tool_choice.type must be one of {', '.join(_KINDS_OF_CHOICE)}, got {word_of(other)}",
             )
     return found
 
@@ -214,7 +293,7 @@ def _format(body: Mapping[str, Any]) -> Json:
     if not isinstance(given, Mapping) or given.get("type") != "json_schema":
         raise refused(
             "output_config.format",
-            f'output_config.format must have type "json_schema", got {shown(given)}',
+            f'output_config.format must have type "json_schema", got {kind_of(given)}',
         )
     schema = {"name": "output", "schema": given.get("schema"), "strict": True}
     return {"response_format": {"type": "json_schema", "json_schema": schema}}
@@ -232,5 +311,5 @@ def _thinking(body: Mapping[str, Any]) -> Json:
         case other:
             raise refused(
                 "thinking.type",
-                f"thinking.type must be enabled, disabled or adaptive, got {shown(other)}",
+                f"thinking.type must be one of {', '.join(_KINDS_OF_THINKING)}, got {word_of(other)}",
             )

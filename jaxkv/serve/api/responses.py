@@ -4,7 +4,7 @@ import contextlib
 from collections.abc import AsyncGenerator, Sequence
 
 from jaxkv.serve.api.as_chat import fields_named
-from jaxkv.serve.api.responses_request import CHAT_NAMES, as_chat, echoed
+from jaxkv.serve.api.responses_request import CHAT_NAMES, SCHEMA, as_chat, echoed
 from jaxkv.serve.api.responses_stream import Json, ResponsesStream
 from jaxkv.serve.engine_client import EngineBusy, EngineLost, RequestRefused, SlowReader
 from jaxkv.serve.http.chat_turn import ChatTurn, TurnDelta, open_turn
@@ -85,6 +85,7 @@ OPERATIONS = (
         method="POST",
         handler=responses,
         summary="Answers a conversation in the form of Open Responses",
+        body=SCHEMA,
         reply={
             "type": "object",
             "required": ["id", "object", "status", "output", "usage"],

@@ -7,9 +7,20 @@ earlier one is refused: clients send the whole conversation.
 from collections.abc import Mapping
 from typing import Any
 
-from jaxkv.config.sampling import SamplingParams
-from jaxkv.serve.api.as_chat import check_known, each_object, joined_text, refused, typed
-from jaxkv.wording import shown
+from jaxkv.config.checks import INT32_MAX
+from jaxkv.config.sampling import MAX_LOGPROBS, SamplingParams
+from jaxkv.serve.api.as_chat import (
+    chat_fields,
+    check_known,
+    closed_object,
+    each_object,
+    joined_text,
+    kind_of,
+    nullable,
+    refused,
+    typed,
+    word_of,
+)
 
 Json = dict[str, Any]
 
@@ -52,30 +63,60 @@ _SAME = (
 )
 """Fields that a chat request has under the same name."""
 
-_OWN = (
-    "background",
-    "conversation",
-    "include",
-    "input",
-    "instructions",
-    "max_output_tokens",
-    "max_tool_calls",
-    "previous_response_id",
-    "prompt",
-    "reasoning",
-    "store",
-    "stream_options",
-    "text",
-    "tool_choice",
-    "tools",
-    "top_logprobs",
-    "truncation",
-)
-
 _INCLUDED = ("message.output_text.logprobs", "reasoning.encrypted_content")
 _EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
 _INPUT_PARTS = {"input_text": "text", "text": "text", "output_text": "text", "refusal": "refusal"}
 _REASONING_PARTS = {"reasoning_text": "text", "summary_text": "text", "text": "text"}
+
+
+_FORMATS = ("text", "json_object", "json_schema")
+_NOTHING = {"type": "null"}
+_FUNCTION = {
+    "type": "object",
+    "required": ["type"],
+    "properties": {"type": {"const": "function"}},
+}
+_OWN: Mapping[str, Json] = {
+    "background": {"enum": [False, None]},
+    "conversation": _NOTHING,
+    "include": nullable({"type": "array", "items": {"enum": list(_INCLUDED)}}),
+    "input": {
+        "anyOf": [
+            {"type": "string"},
+            {"type": "array", "minItems": 1, "items": {"type": "object"}},
+        ]
+    },
+    "instructions": nullable({"type": "string"}),
+    "max_output_tokens": nullable({"type": "integer", "minimum": 1, "maximum": INT32_MAX}),
+    "max_tool_calls": nullable({"type": "integer", "minimum": 1, "maximum": INT32_MAX}),
+    "previous_response_id": _NOTHING,
+    "prompt": _NOTHING,
+    "reasoning": nullable(
+        closed_object(
+            {"effort": {"enum": [*_EFFORTS, None]}, "generate_summary": {}, "summary": {}}
+        )
+    ),
+    "store": nullable({"type": "boolean"}),
+    "stream_options": nullable(closed_object({"include_obfuscation": {}})),
+    "text": nullable(
+        closed_object(
+            {
+                "format": nullable(
+                    {"type": "object", "properties": {"type": {"enum": list(_FORMATS)}}}
+                ),
+                "verbosity": {},
+            }
+        )
+    ),
+    "tool_choice": {"anyOf": [{"enum": ["none", "auto", "required", None]}, _FUNCTION]},
+    "tools": nullable({"type": "array", "items": _FUNCTION}),
+    "top_logprobs": nullable({"type": "integer", "minimum": 0, "maximum": MAX_LOGPROBS}),
+    "truncation": {"enum": ["disabled", None]},
+}
+"""Fields that a chat request does not have -> their JSON schema."""
+
+SCHEMA = closed_object({**chat_fields(_SAME), **_OWN}, "model", "input")
+"""The JSON schema of a request."""
 
 
 def as_chat(body: Mapping[str, Any]) -> Json:
@@ -87,7 +128,7 @@ def as_chat(body: Mapping[str, Any]) -> Json:
     Raises:
         ApiError: a field is unknown, has the wrong type, or asks for what this server cannot do.
     """
-    check_known(body, (*_SAME, *_OWN))
+    check_known(body, SCHEMA["properties"])
     _refuse_state(body)
     chat: Json = {name: body[name] for name in _SAME if body.get(name) is not None}
     chat["messages"] = _messages(body)
@@ -101,13 +142,21 @@ def as_chat(body: Mapping[str, Any]) -> Json:
         if effort not in _EFFORTS:
             raise refused(
                 "reasoning.effort",
-                f"reasoning.effort must be one of {', '.join(_EFFORTS)}, got {shown(effort)}",
+                f"reasoning.effort must be one of {', '.join(_EFFORTS)}, got {word_of(effort)}",
             )
         chat["reasoning_effort"] = effort
+    top_logprobs = _within(body, "top_logprobs", 0, MAX_LOGPROBS)
     if "message.output_text.logprobs" in _included(body):
-        chat["logprobs"] = True
-        chat["top_logprobs"] = typed(body, "top_logprobs", int, 0)
+        chat |= {"logprobs": True, "top_logprobs": top_logprobs}
     return chat
+
+
+def _within(body: Mapping[str, Any], name: str, least: int, most: int) -> int:
+    """Returns an integer of the request, or `least` if it is not given; raises `ApiError` if it is out of range."""
+    value = typed(body, name, int, least)
+    if not least <= value <= most:
+        raise refused(name, f"{name} must be from {least} to {most}, got {kind_of(value)}")
+    return value
 
 
 def echoed(body: Mapping[str, Any], model: str, params: SamplingParams) -> Json:
@@ -128,9 +177,10 @@ def echoed(body: Mapping[str, Any], model: str, params: SamplingParams) -> Json:
         "tools": [_echoed_tool(tool) for tool in body.get("tools") or ()],
         "tool_choice": body.get("tool_choice") or "auto",
         "parallel_tool_calls": _or(body.get("parallel_tool_calls"), True),
-        "text": {"format": _echoed_format(text.get("format") or {"type": "text"})},
-        "reasoning": reasoning
-        and {"effort": reasoning.get("effort"), "summary": reasoning.get("summary")},
+        "text": {"format": _echoed_format(text.get("format") or {})},
+        "reasoning": {"effort": reasoning.get("effort"), "summary": reasoning.get("summary")}
+        if reasoning
+        else None,
         "temperature": params.temperature,
         "top_p": params.top_p,
         "presence_penalty": _or(body.get("presence_penalty"), 0.0),
@@ -160,8 +210,9 @@ def _refuse_state(body: Mapping[str, Any]) -> None:
     if typed(body, "background", bool, False):
         raise refused("background", "background must be false; this server keeps no responses")
     typed(body, "store", bool, False)
+    _within(body, "max_tool_calls", 1, INT32_MAX)
     if body.get("truncation") not in (None, "disabled"):
-        got = shown(body["truncation"])
+        got = word_of(body["truncation"])
         raise refused("truncation", f'truncation must be "disabled", got {got}; shorten the input')
     check_known(typed(body, "stream_options", dict, {}), ("include_obfuscation",), "stream_options")
 
@@ -171,7 +222,7 @@ def _included(body: Mapping[str, Any]) -> list[str]:
     for name in included:
         if name not in _INCLUDED:
             raise refused(
-                "include", f"include may have {' and '.join(_INCLUDED)}, got {shown(name)}"
+                "include", f"include may have {' and '.join(_INCLUDED)}, got {word_of(name)}"
             )
     return included
 
@@ -185,7 +236,7 @@ def _messages(body: Mapping[str, Any]) -> list[Json]:
         messages.append({"role": "user", "content": given})
         return messages
     if not isinstance(given, list) or not given:
-        got = shown(given)
+        got = kind_of(given)
         raise refused("input", f"input must be a string or a list of items, got {got}")
     for where, item in each_object(given, "input"):
         _add_item(messages, item, where)
@@ -200,7 +251,7 @@ def _add_item(messages: list[Json], item: Mapping[str, Any], where: str) -> None
         if role not in ("user", "assistant", "system", "developer"):
             raise refused(
                 f"{where}.role",
-                f"{where}.role must be user, assistant, system or developer, got {shown(role)}",
+                f"{where}.role must be user, assistant, system or developer, got {word_of(role)}",
             )
         text = joined_text(item.get("content"), _INPUT_PARTS, f"{where}.content")
         if role == "assistant":
@@ -230,7 +281,7 @@ def _add_item(messages: list[Json], item: Mapping[str, Any], where: str) -> None
         raise refused(
             f"{where}.type",
             f"{where}.type must be message, function_call, function_call_output or reasoning, got "
-            f"{shown(kind)}",
+            f"{word_of(kind)}",
         )
 
 
@@ -255,7 +306,7 @@ def _tools(body: Mapping[str, Any]) -> Json:
     tools = []
     for where, tool in each_object(typed(body, "tools", list, []), "tools"):
         if tool.get("type") != "function":
-            got = shown(tool.get("type"))
+            got = word_of(tool.get("type"))
             raise refused(f"{where}.type", f'{where}.type must be "function", got {got}')
         fields = ("name", "description", "parameters", "strict")
         function = {name: tool[name] for name in fields if tool.get(name) is not None}
@@ -265,7 +316,7 @@ def _tools(body: Mapping[str, Any]) -> Json:
     choice = body.get("tool_choice")
     if isinstance(choice, Mapping):
         if choice.get("type") != "function":
-            got = shown(choice.get("type"))
+            got = word_of(choice.get("type"))
             raise refused(
                 "tool_choice.type",
                 f'tool_choice.type must be "function", got {got}; list the allowed tools in tools',
@@ -286,10 +337,10 @@ def _format(body: Mapping[str, Any]) -> Json:
         return {}
     if kind == "json_object":
         return {"response_format": {"type": kind}}
-    if kind != "json_schema":
+    if kind not in _FORMATS:
         raise refused(
             "text.format.type",
-            f"text.format.type must be text, json_object or json_schema, got {shown(kind)}",
+            f"text.format.type must be {', '.join(_FORMATS[:-1])} or {_FORMATS[-1]}, got {word_of(kind)}",
         )
     fields = ("name", "description", "schema", "strict")
     schema = {name: given[name] for name in fields if given.get(name) is not None}
@@ -307,8 +358,9 @@ def _echoed_tool(tool: Mapping[str, Any]) -> Json:
 
 
 def _echoed_format(given: Mapping[str, Any]) -> Json:
-    if given["type"] != "json_schema":
-        return {"type": given["type"]}
+    kind = given.get("type", "text")
+    if kind != "json_schema":
+        return {"type": kind}
     return {
         "type": "json_schema",
         "name": given.get("name"),

@@ -1,4 +1,4 @@
-"""The OpenAPI document, made from the table of routes and the structs of their bodies."""
+"""The OpenAPI document, made from the table of routes and the structs and schemas of their bodies."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -60,15 +60,20 @@ def document(operations: Sequence[Operation], model_name: str) -> Json:
         operations: the routes.
         model_name: the only value of a body's `model`.
     """
-    bodies = [each.body for each in operations if each.body is not None]
+    bodies = [each.body for each in operations if isinstance(each.body, type)]
     _, schemas = msgspec.json.schema_components(bodies, ref_template="#/components/schemas/{name}")
-    for body in bodies:
-        properties = schemas[body.__name__]["properties"]
+    for each in operations:
+        if each.body is None:
+            continue
+        if not isinstance(each.body, type):
+            schemas[_body_name(each)] = {**each.body, "properties": dict(each.body["properties"])}
+        properties = schemas[_body_name(each)]["properties"]
         if "model" in properties:
             properties["model"] = {"type": "string", "enum": [model_name]}
     paths: dict[str, Json] = {}
     for each in operations:
-        paths.setdefault(_path(each), {})[each.method.lower()] = _operation(each, model_name)
+        body = None if each.body is None else schemas[_body_name(each)]
+        paths.setdefault(_path(each), {})[each.method.lower()] = _operation(each, body, model_name)
     return {
         "openapi": "3.1.0",
         "info": {"title": "jaxkv", "version": __version__},
@@ -85,9 +90,16 @@ def _path(operation: Operation) -> str:
     return operation.path.replace(":path}", "}")
 
 
-def _operation(operation: Operation, model_name: str) -> Json:
+def _body_name(operation: Operation) -> str:
+    """Returns the name of a body's schema among the components."""
+    if isinstance(operation.body, type):
+        return operation.body.__name__
+    return "".join(each.capitalize() for each in operation.handler.__name__.split("_")) + "Body"
+
+
+def _operation(operation: Operation, body: Json | None, model_name: str) -> Json:
     reply = {operation.content_type: {"schema": dict(operation.reply)}}
-    if operation.body is not None and "stream" in operation.body.__struct_fields__:
+    if body is not None and "stream" in body["properties"]:
         # OpenAPI 3.1 has no schema for the events of a stream.
         reply["text/event-stream"] = {}
     found: Json = {
@@ -109,8 +121,8 @@ def _operation(operation: Operation, model_name: str) -> Json:
                 "example": model_name,
             }
         ]
-    if operation.body is not None:
-        reference = {"$ref": f"#/components/schemas/{operation.body.__name__}"}
+    if body is not None:
+        reference = {"$ref": f"#/components/schemas/{_body_name(operation)}"}
         found["requestBody"] = {
             "required": True,
             "content": {"application/json": {"schema": reference}},

@@ -35,7 +35,8 @@ class Operation:
         method: "GET", which serves HEAD too, or "POST".
         handler: answers a request; it raises `ApiError`.
         summary: one line for the OpenAPI document.
-        body: the struct of the request's body; `None` if it has none.
+        body: the struct of the request's body, or the JSON schema of one that the handler reads by itself; `None` if
+            the request has none.
         reply: the JSON schema of the reply of status 200.
         errors: the statuses of its errors.
         needs_key: whether it is closed without a key; `jaxkv.serve.http.auth.OPEN_PATHS` must agree.
@@ -47,7 +48,7 @@ class Operation:
     handler: Handler
     summary: str
     method: str = "GET"
-    body: type | None = None
+    body: type | Mapping[str, Any] | None = None
     reply: Mapping[str, Any] = field(default_factory=lambda: {"type": "object"})
     errors: tuple[int, ...] = (401, 503)
     needs_key: bool = True

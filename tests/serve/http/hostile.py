@@ -7,6 +7,7 @@ SECRET = "violet-secret-of-the-prompt"
 """Text of every prompt; no reply and no log may have it."""
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
 JSON = {"content-type": "application/json"}
 BIG = 10**6
 
@@ -32,6 +33,8 @@ def base(path):
     """Returns a body without a fault."""
     if path == COMPLETIONS:
         return {"model": "tiny", "prompt": SECRET, "max_tokens": 4}
+    if path == RESPONSES:
+        return {"model": "tiny", "input": SECRET, "max_output_tokens": 4}
     return {"model": "tiny", "messages": [{"role": "user", "content": SECRET}], "max_tokens": 4}
 
 
@@ -192,11 +195,101 @@ CHAT_FIELDS = {
 }
 
 
+SAMPLING = {name: FIELDS[name] for name in ("temperature", "top_p", "top_k", "stream")}
+LONG = {"x" * 10**5: [1], "unknown_field": [1], "model": [7, True, [], None]}
+RESPONSES_FIELDS = {
+    **SAMPLING,
+    **LONG,
+    "input": [
+        None,
+        7,
+        {"text": SECRET},
+        [],
+        [7],
+        [SECRET],
+        [{}],
+        [{"type": {"a": SECRET}}],
+        [{"role": [SECRET], "content": "x"}],
+        [{"role": "user", "content": {"text": SECRET}}],
+        [{"role": "user", "content": [SECRET]}],
+        [{"role": "user", "content": [{"type": [SECRET]}]}],
+        [{"role": "user", "content": [{"type": "input_text", "text": [SECRET]}]}],
+        [{"role": "user", "content": [{"type": "input_image", "image_url": "file:///"}]}],
+        [{"type": "function_call_output", "call_id": "a", "output": {"text": SECRET}}],
+        [{"type": "item_reference", "id": "x"}],
+    ],
+    "instructions": [7, [SECRET]],
+    "max_output_tokens": [*INTS, 0, -1],
+    "max_tool_calls": [*INTS, 0],
+    "top_logprobs": [*INTS, -1, 21],
+    "include": [7, ["x"], [[SECRET]]],
+    "text": [
+        7,
+        {"other": 1},
+        {"format": 7},
+        {"format": {"type": "xml"}},
+        {"format": {"type": ["json"]}},
+        {"format": {"type": "json_schema"}},
+    ],
+    "reasoning": [7, {"other": 1}, {"effort": "enormous"}, {"effort": [SECRET]}],
+    "tools": [7, [7], [{}], [{"type": "web_search"}], [{"type": "function"}]],
+    "tool_choice": [7, "any", "required", {"type": "function"}, {"type": [SECRET]}],
+    "truncation": ["auto", [SECRET]],
+    "background": [True, 1],
+    "store": [1, "yes"],
+    "stream_options": [7, {"other": 1}],
+    "previous_response_id": ["x"],
+    "conversation": ["x"],
+    "prompt": [{"id": "x"}],
+}
+MESSAGES_FIELDS = {
+    **SAMPLING,
+    **LONG,
+    "messages": [
+        None,
+        7,
+        "hello",
+        {},
+        [],
+        [7],
+        [SECRET],
+        [{}],
+        [{"role": "user"}],
+        [{"role": "user", "content": None}],
+        [{"role": "user", "content": []}],
+        [{"role": "user", "content": {"text": SECRET}}],
+        [{"role": "user", "content": [SECRET]}],
+        [{"role": "user", "content": [{"type": [SECRET]}]}],
+        [{"role": "user", "content": [{"type": "text", "text": [SECRET]}]}],
+        [{"role": "user", "content": [{"type": "image", "source": {}}]}],
+        [{"role": "user", "content": [{"type": "tool_result", "content": {"a": SECRET}}]}],
+        [{"role": "assistant", "content": [{"type": "tool_use", "input": SECRET}]}],
+        [{"role": [SECRET], "content": "x"}],
+    ],
+    "system": [7, {}, [SECRET], [{"type": "image"}], [{"type": [SECRET]}]],
+    "max_tokens": [*INTS, 0, -1, None],
+    "stop_sequences": [7, "x", [7], [""], ["x"] * 65],
+    "metadata": [7, "x"],
+    "service_tier": [7],
+    "inference_geo": [7],
+    "thinking": [7, {"other": 1}, {"type": "hard"}, {"type": [SECRET]}],
+    "tools": [7, [7], [{}], [{"type": "bash", "name": "a"}], [{"name": "a b"}]],
+    "tool_choice": [7, {"other": 1}, {"type": "all"}, {"type": "any"}, {"type": "tool", "name": 7}],
+    "output_config": [7, {"other": 1}, {"format": 7}, {"format": {"type": [SECRET]}}],
+    "output_format": [7],
+}
+
+
 def _fields():
-    for path, own in ((COMPLETIONS, COMPLETION_FIELDS), (CHAT, CHAT_FIELDS)):
-        for name, values in (FIELDS | own).items():
+    for path, own in (
+        (COMPLETIONS, FIELDS | COMPLETION_FIELDS),
+        (CHAT, FIELDS | CHAT_FIELDS),
+        (RESPONSES, RESPONSES_FIELDS),
+        (MESSAGES, MESSAGES_FIELDS),
+    ):
+        for name, values in own.items():
             for value in values:
-                yield Hostile(path, dump(base(path) | {name: value}), param=name)
+                yield Hostile(path, dump(base(path) | {name: value}), param=name[:40])
 
 
 def _bodies():
