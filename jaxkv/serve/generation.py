@@ -16,7 +16,7 @@ from jaxkv.serve.engine_client import (
     RequestRefused,
     SlowReader,
 )
-from jaxkv.serve.wire import Tokens
+from jaxkv.serve.wire import GENERATION_FAILED, Tokens
 from jaxkv.text.bad_words import forbid_words
 from jaxkv.text.text_stream import TextStream
 from jaxkv.text.tokenizer import Tokenizer
@@ -34,6 +34,7 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         stop_reason: the stop string or the id of `stop_token_ids` that ended the sample; `None` for the model's end ids
             and for other reasons.
         error: the message if `finish_reason` is "error". It may name internals: for the log, not for clients.
+        code: what clients are told of an error, see `jaxkv.serve.wire.Ended`.
     """
 
     sample: int
@@ -43,6 +44,7 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     error: str | None = None
+    code: str = GENERATION_FAILED
 
 
 @dataclass
@@ -141,6 +143,7 @@ class _Sample:
             finish_reason=reason,
             stop_reason=stop_reason,
             error=end.error if end is not None and reason == "error" else None,
+            code=GENERATION_FAILED if end is None else end.code,
         )
 
     def _push(self, token: int) -> tuple[str, bool]:

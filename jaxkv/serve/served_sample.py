@@ -2,7 +2,7 @@
 
 from jaxkv.engine.drive import error_of, timing_of, usage_of
 from jaxkv.engine.request_state import RequestState
-from jaxkv.serve.wire import Ended, Tokens
+from jaxkv.serve.wire import GENERATION_FAILED, NUMERICAL_ERROR, Ended, Tokens
 
 
 class ServedSample:
@@ -53,4 +53,7 @@ class ServedSample:
 def _ended(state: RequestState, reason: str) -> Ended:
     usage = usage_of([state])
     queue_seconds = timing_of(state).queue_seconds
-    return Ended(reason, error_of(state), usage.cached_tokens, usage.preemptions, queue_seconds)
+    # Without an error of its own, its logits were not finite.
+    code = NUMERICAL_ERROR if state.error is None else GENERATION_FAILED
+    counts = (usage.cached_tokens, usage.preemptions, queue_seconds)
+    return Ended(reason, error_of(state), *counts, code)

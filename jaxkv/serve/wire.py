@@ -131,6 +131,10 @@ class Ready(msgspec.Struct, tag="ready", frozen=True, kw_only=True):
     sampling_defaults: dict[str, int | float] = {}
 
 
+GENERATION_FAILED, NUMERICAL_ERROR = "generation_failed", "numerical_error"
+"""What clients are told of a sample's error; the second one is that of logits that are not finite."""
+
+
 class Ended(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """How a sample ended.
 
@@ -140,6 +144,7 @@ class Ended(msgspec.Struct, array_like=True, frozen=True, gc=False):
         cached_tokens: prompt tokens that the prefix cache held.
         preemptions: how often the sample lost its pages.
         queue_seconds: from its arrival to its first step, or to its end without one.
+        code: what clients are told if the reason is "error".
     """
 
     reason: str
@@ -147,6 +152,7 @@ class Ended(msgspec.Struct, array_like=True, frozen=True, gc=False):
     cached_tokens: int
     preemptions: int
     queue_seconds: float
+    code: str = GENERATION_FAILED
 
 
 class Tokens(msgspec.Struct, array_like=True, frozen=True, gc=False):

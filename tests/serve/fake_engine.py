@@ -121,6 +121,12 @@ class FakeEngine:
         if new:
             await self.send(StepDone(new))
 
+    async def fail(self, call: int, error: str, code: str) -> None:
+        """Ends the first sample of a call with an error."""
+        del self._left[call, 0]
+        end = Ended("error", error, 0, 0, 0.0, code)
+        await self.send(StepDone([Tokens(call, 0, [], None, end)]))
+
     async def _serve(self) -> None:
         loop, frames = asyncio.get_running_loop(), frames_to_engine()
         while data := await loop.sock_recv(self._ours, 2**16):

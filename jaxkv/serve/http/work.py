@@ -105,7 +105,7 @@ class Work:
             _LOG.error("request %s: %s", self._request_id, clip(delta.error, 300))
             raise ApiError(
                 500,
-                "generation_failed",
+                delta.code,
                 f"the generation failed; the server's log names the request {self._request_id}",
             )
         if delta.finish_reason == "abort":

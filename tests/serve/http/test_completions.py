@@ -2,6 +2,7 @@ import asyncio
 import json
 
 import msgspec
+import pytest
 
 from tests.serve.fake_engine import FACTS
 from tests.serve.http.serving import TOKENIZER, events_of, serving
@@ -176,12 +177,79 @@ def test_a_request_that_the_engine_refuses_is_400_streaming_or_not():
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("code", ["generation_failed", "numerical_error"])
+def test_a_sample_that_fails_in_the_engine_fails_its_request_alone(code, caplog):
+    secret = "the detail that is for the log"
+
+    async def run():
+        async with serving(lambda submit: HELLO, held=True) as server:
+            for stream in (False, True):
+                first = len(server.engine.calls)
+                asked = [
+                    asyncio.create_task(server.http.post("/v1/completions", json=given))
+                    for given in (body(stream=stream, seed=1), body())
+                ]
+                while len(server.engine.calls) < first + 2:
+                    await asyncio.sleep(0)
+                new = [each for each in server.engine.calls.values() if each.call >= first]
+                [bad] = [each.call for each in new if "seed" in each.sampling]
+                await server.engine.step()
+                await asyncio.sleep(0.01)
+                await server.engine.fail(bad, secret, code)
+                while server.engine.running:
+                    await server.engine.step()
+                wrong, right = [await each for each in asked]
+                assert right.json()["choices"][0]["text"] == "hello world, all of you"
+                assert wrong.status_code == (200 if stream else 500)
+                event = wrong.text.strip().split("\n\n")[-1]
+                error = json.loads(event.removeprefix("event: error\ndata: "))["error"]
+                assert (error["type"], error["code"]) == ("server_error", code)
+                assert secret not in wrong.text
+                assert secret in caplog.text
+                assert wrong.headers["x-request-id"] in error["message"]
+                assert wrong.headers["x-request-id"] in caplog.text
+
+    asyncio.run(run())
+
+
 def test_token_ids_are_returned_if_asked_for():
     async def run():
         async with serving(lambda submit: [5, 6]) as server:
             given = body(prompt=[7, 8], return_token_ids=True)
             [choice] = (await server.http.post("/v1/completions", json=given)).json()["choices"]
             assert (choice["prompt_token_ids"], choice["token_ids"]) == ([7, 8], [5, 6])
+
+    asyncio.run(run())
+
+
+def test_a_stream_has_the_ids_of_tokens_without_text_too():
+    text = "🦀 goes on, and on"
+    ids = TOKENIZER.encode(text, add_special=False)
+
+    async def run():
+        async with serving(lambda submit: ids, held=True) as server:
+            given = body(
+                prompt=[7, 8], return_token_ids=True, prompt_logprobs=0, stop="on, and off"
+            )
+            given["stream"] = True
+            asked = asyncio.create_task(server.http.post("/v1/completions", json=given))
+            while not server.engine.running:
+                await asyncio.sleep(0)
+            while server.engine.running:
+                await server.engine.step()
+                await asyncio.sleep(0.005)
+            choices = [each["choices"][0] for each in events_of((await asked).text)]
+            # Parts of a character, and of what may be the stop string.
+            assert not choices[0]["text"]
+            assert not all(each["text"] for each in choices[4:])
+            assert "".join(each["text"] for each in choices) == text
+            assert [token for each in choices for token in each["token_ids"]] == ids
+            assert [each["prompt_token_ids"] for each in choices] == [
+                [7, 8],
+                *[None] * (len(choices) - 1),
+            ]
+            assert choices[0]["prompt_logprobs"][0] is None
+            assert choices[0]["prompt_logprobs"][1]["8"]["logprob"] == -0.25
 
     asyncio.run(run())
 
