@@ -12,6 +12,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from torch_bridge import lease
+
 VOCAB = 96
 _SIZES = {
     "vocab_size": VOCAB,
@@ -71,3 +73,25 @@ def check(cache):
     cache._store.index.check()
     assert not cache.owner.poisoned
     assert not cache.owner.borrower
+
+
+MARK = 7.0
+
+
+def mark_last_page(cache, tokens):
+    """Overwrites the last slot of a kept page which a prompt that is found whole shares; returns the page's id."""
+    index = cache._store.index
+    match = index.match(tokens, index.keys())
+    assert match.num_tokens == len(tokens) - 1
+    [pages] = match.pages.values()
+    with lease(cache) as views:
+        for name in views:
+            views[name][pages[-1], -1] = MARK
+        views.commit()
+    return pages[-1]
+
+
+def is_marked(cache, page):
+    """Whether the last slot of a page is as `mark_last_page` left it, in all layers."""
+    with lease(cache, write=False) as views:
+        return all(bool((views[name][page, -1] == MARK).all()) for name in views)

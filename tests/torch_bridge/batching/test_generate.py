@@ -20,7 +20,15 @@ import torch_bridge
 from jaxkv import LLM, SamplingParams, default_model
 from pallas_kernels.dispatch import Unsupported
 from tests.torch_bridge.graphs.frozen import FrozenRecorder
-from tests.torch_bridge.tiny import VOCAB, check, greedy, prompts, tiny_model
+from tests.torch_bridge.tiny import (
+    VOCAB,
+    check,
+    greedy,
+    is_marked,
+    mark_last_page,
+    prompts,
+    tiny_model,
+)
 from torch_bridge import JaxkvCache
 from torch_bridge.batching.sampler import Sampler
 
@@ -88,6 +96,19 @@ def test_a_prompt_that_began_alike_is_computed_from_where_it_differs(llama, cach
     greedy(llama[0], ids, torch.ones_like(ids), 2, past_key_values=cache)
     assert cache.stats().tokens_reused == before + 32
     cache.reset()
+
+
+def test_the_last_token_of_prompts_that_are_found_whole_is_written_to_copies_of_their_page(llama):
+    shared = JaxkvCache(llama[0], max_tokens=256)
+    [prompt] = texts(32, seed=12)
+    run(llama, shared, [prompt])
+    page = mark_last_page(shared, prompt)
+    for samples in (1, 2):
+        sampling = SamplingParams(temperature=0.0, max_tokens=9, n=samples)
+        out = run(llama, shared, [prompt] * 3, sampling, max_sequences=4)
+        assert tokens(out) == [stock(llama[1], prompt, 9)] * 3 * samples
+        assert [one.usage.cached_tokens for one in out] == [31] * 3
+        assert is_marked(shared, page)
 
 
 def test_a_failed_forward_ends_all_requests_and_the_next_call_begins_anew(llama, cache):

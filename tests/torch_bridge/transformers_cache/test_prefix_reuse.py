@@ -3,7 +3,16 @@
 import pytest
 import torch
 
-from tests.torch_bridge.tiny import FAMILIES, check, greedy, prompts, tiny_model
+from tests.torch_bridge.graphs.frozen import FrozenRecorder
+from tests.torch_bridge.tiny import (
+    FAMILIES,
+    check,
+    greedy,
+    is_marked,
+    mark_last_page,
+    prompts,
+    tiny_model,
+)
 from torch_bridge import JaxkvCache
 from torch_bridge.transformers_cache.forward_call import ForwardCall
 
@@ -49,6 +58,34 @@ def test_generated_tokens_can_be_found_again_too(llama):
     longer = greedy(llama, said, torch.ones_like(said), 4)
     cache.reset()
     assert torch.equal(greedy(llama, said, torch.ones_like(said), 4, past_key_values=cache), longer)
+
+
+@pytest.mark.parametrize("how", ["gathered", "paged", "replayed"])
+def test_the_last_token_of_a_prompt_that_is_found_whole_is_written_to_copies_of_its_page(
+    monkeypatch, how
+):
+    model = tiny_model("llama")
+    ids, _ = prompts(1, 32)
+    rows = ids.repeat(3, 1)
+    wanted = greedy(model, rows, torch.ones_like(rows), 6)
+    if how == "replayed":
+        monkeypatch.setattr(
+            "torch_bridge.transformers_cache.cache.recorder_for", lambda device: FrozenRecorder()
+        )
+    model.set_attn_implementation("sdpa" if how == "gathered" else "jaxkv")
+    cache = JaxkvCache(model, max_tokens=256)
+    greedy(model, ids, torch.ones_like(ids), 1, past_key_values=cache)
+    cache.reset()
+    page = mark_last_page(cache, ids[0].tolist())
+    for _ in range(2):
+        got = greedy(model, rows, torch.ones_like(rows), 6, past_key_values=cache)
+        assert torch.equal(got, wanted)
+        assert is_marked(cache, page)
+        cache.reset()
+    stats = cache.stats()
+    assert stats.tokens_reused == 2 * 3 * 31
+    assert stats.steps_replayed == (2 * 6 if how == "replayed" else 0)
+    check(cache)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
