@@ -27,7 +27,7 @@ from safetensors.flax import load_file
 from jaxkv import LLM, CacheConfig, SamplingParams, default_model
 from jaxkv._pytree import pytree
 from jaxkv.bench.plots.charts import Lines, Series
-from jaxkv.bench.plots.svg import STYLE, as_svg
+from jaxkv.bench.plots.svg import as_svg_file
 from jaxkv.examples.small_llama import SmallLlama, forward
 from jaxkv.rollout import Rollout
 
@@ -243,10 +243,7 @@ def write_curve(history: Sequence[Figures], path: Path) -> None:
             )
         ),
     )
-    style = f"<style>svg {{ background: #fff; --text: #1b1f24; --grid: #e3e6ea; }}\n{STYLE}</style>"
-    drawn = as_svg(chart).replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1)
-    opening, rest = drawn.split("\n", 1)
-    path.write_text(f"{opening}\n{style}\n{rest}\n")
+    path.write_text(as_svg_file(chart))
 
 
 def main() -> None:

@@ -36,6 +36,12 @@ def test_a_link_between_files_becomes_a_link_between_pages(place, link, moved):
     assert on_page(place, f"a [link]({link}).") == f"a [link]({moved})."
 
 
+def test_a_picture_is_found_from_pages_that_stand_outside_docs_too():
+    for place, link in (("index.md", "docs/images/a.svg"), ("how-to/x.md", "../images/a.svg")):
+        moved = on_page(place, f"![what it shows]({link})")
+        assert moved == f"![what it shows]({link.removeprefix('docs/')})"
+
+
 def test_code_is_left_as_it_is():
     text = "`[a](../jaxkv/llm.py)`\n\n```text\n[a](../jaxkv/llm.py)\n```\n"
     assert on_page("tutorial.md", text) == text

@@ -47,6 +47,7 @@ class Span:
         begin, end: on the time axis.
         kind: index of the chart's `kinds`, and of `PALETTE`.
         note: is shown where the mouse points.
+        label: is written behind the part.
     """
 
     row: int
@@ -54,11 +55,20 @@ class Span:
     end: float
     kind: int
     note: str = ""
+    label: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bars:
-    """Bars of coloured parts over time, one on top of the other."""
+    """Bars of coloured parts over time, one on top of the other.
+
+    Attributes:
+        title, x_label, y_label: texts; labels of axes have the unit.
+        kinds: names of the parts, in the legend.
+        spans: the parts.
+        rows: number of bars.
+        row_labels: places on the axis of rows, and their names; without any, rows are numbered.
+    """
 
     title: str
     x_label: str
@@ -66,6 +76,7 @@ class Bars:
     kinds: tuple[str, ...]
     spans: tuple[Span, ...]
     rows: int
+    row_labels: tuple[tuple[float, str], ...] = ()
 
     @property
     def extent(self) -> tuple[float, float]:

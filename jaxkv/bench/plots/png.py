@@ -69,8 +69,15 @@ def _bars(axes: Axes, chart: Bars) -> None:
             height=0.8,
             color=PALETTE[kind],
         )
+    for span in chart.spans:
+        if span.label:
+            axes.text(span.end, span.row + 0.5, f" {span.label}", va="center")
     axes.set_xlim(0, chart.extent[0] or 1.0)
     axes.set_ylim(chart.rows, 0)
+    if chart.row_labels:
+        axes.set_yticks(
+            [row for row, _ in chart.row_labels], [text for _, text in chart.row_labels]
+        )
     axes.grid(axis="x", color="#dddddd")
     handles = [Patch(color=PALETTE[kind], label=chart.kinds[kind]) for kind in chart.shown_kinds]
     axes.legend(handles=handles, frameon=False, ncols=4, loc="lower right", bbox_to_anchor=(1, 1))

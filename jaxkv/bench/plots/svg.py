@@ -24,6 +24,17 @@ STYLE = "\n".join(
 )
 """The style sheet; a page sets the colours `--text` and `--grid`."""
 
+_COLORS = "svg { background: #fff; --text: #1b1f24; --grid: #e3e6ea; }"
+_LABEL_ROOM = 1.05
+"""Length of the axis, in longest bars with a label behind them."""
+
+
+def as_svg_file(chart: Chart) -> str:
+    """Returns a chart as the text of an SVG file, with its style sheet and a white background."""
+    drawn = as_svg(chart).replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1)
+    opening, rest = drawn.split("\n", 1)
+    return f"{opening}\n<style>{_COLORS}\n{STYLE}</style>\n{rest}\n"
+
 
 def as_svg(chart: Chart) -> str:
     """Returns a chart as one `svg` element."""
@@ -55,6 +66,8 @@ class _Frame:
         self._x_ticks = ticks(most_x or 1.0)
         self._y_ticks = ticks(most_y or 1.0, 5)
         self._x_end = self._x_ticks[-1] if isinstance(chart, Lines) else (most_x or 1.0)
+        if isinstance(chart, Bars) and any(span.label for span in chart.spans):
+            self._x_end *= _LABEL_ROOM
         self._y_end = self._y_ticks[-1] if isinstance(chart, Lines) else most_y
 
     def x(self, number: float) -> float:
@@ -77,13 +90,13 @@ class _Frame:
                     f'<line class="grid" x1="{x}" y1="{_TOP}" x2="{x}" y2="{bottom}"/>',
                     f'<text x="{x}" y="{bottom + 18}" text-anchor="middle">{tick:,.10g}</text>',
                 ]
-        for tick in self._y_ticks:
-            if tick <= self._y_end and (tick == int(tick) or isinstance(chart, Lines)):
-                y = self.y(tick)
-                parts += [
-                    f'<line class="grid" x1="{_LEFT}" y1="{y}" x2="{right}" y2="{y}"/>',
-                    f'<text x="{_LEFT - 8}" y="{y + 4}" text-anchor="end">{tick:,.10g}</text>',
-                ]
+        if isinstance(chart, Bars) and chart.row_labels:
+            parts += [
+                f'<text x="{_LEFT - 8}" y="{self.y(row) + 4}" text-anchor="end">{escape(label)}</text>'
+                for row, label in chart.row_labels
+            ]
+        else:
+            parts += self._numbered(right)
         middle = _TOP + self._inner / 2
         return [
             *parts,
@@ -92,6 +105,18 @@ class _Frame:
             f'<text x="{(_LEFT + right) / 2}" y="{bottom + 38}" text-anchor="middle">{escape(chart.x_label)}</text>',
             f'<text transform="translate(18 {middle}) rotate(-90)" text-anchor="middle">{escape(chart.y_label)}</text>',
         ]
+
+    def _numbered(self, right: int) -> list[str]:
+        """Returns the horizontal grid, with its numbers."""
+        parts = []
+        for tick in self._y_ticks:
+            if tick <= self._y_end and (tick == int(tick) or isinstance(self._chart, Lines)):
+                y = self.y(tick)
+                parts += [
+                    f'<line class="grid" x1="{_LEFT}" y1="{y}" x2="{right}" y2="{y}"/>',
+                    f'<text x="{_LEFT - 8}" y="{y + 4}" text-anchor="end">{tick:,.10g}</text>',
+                ]
+        return parts
 
 
 def _legend(labels: list[tuple[int, str]]) -> list[str]:
@@ -129,4 +154,9 @@ def _bars(chart: Bars, frame: _Frame) -> list[str]:
             f'<rect class="c{span.kind}" x="{x}" y="{y}" width="{width}" height="{height}">'
             f"<title>{escape(span.note)}</title></rect>"
         )
+        if span.label:
+            middle = frame.y(span.row + 0.5) + 4
+            parts.append(
+                f'<text x="{round(x + width + 4, 2)}" y="{middle}">{escape(span.label)}</text>'
+            )
     return parts

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxkv.bench.figures import Objectives, Timeline, figures_of
-from jaxkv.bench.plots.charts import Bars, Lines, ticks
+from jaxkv.bench.plots.charts import Bars, Lines, Span, ticks
 from jaxkv.bench.plots.page import check_plot, write_plot
 from jaxkv.bench.plots.runs import KINDS, MOST_BARS, PlottedRun, rate_charts, timeline_chart
-from jaxkv.bench.plots.svg import as_svg
+from jaxkv.bench.plots.svg import as_svg, as_svg_file
 
 LINES = [
     Timeline(prompt_tokens=4, arrived=1.0, queued=(0.5, 1.0), tokens=[1.5, 2.0]),
@@ -114,6 +114,30 @@ def test_bars_lie_inside_the_picture_in_proportion_to_time():
         assert float(bar.get("height")) > 1
 
 
+NAMED = Bars(
+    title="t",
+    x_label="x",
+    y_label="y",
+    kinds=("a", "b"),
+    spans=(
+        Span(row=0, begin=0.0, end=40.0, kind=0, label="<40>"),
+        Span(row=1, begin=0.0, end=10.0, kind=1, label="10"),
+    ),
+    rows=2,
+    row_labels=((1.0, "both"),),
+)
+
+
+def test_bars_with_names_and_values_show_them_inside_the_picture_and_no_numbers_of_rows():
+    drawn = as_svg_file(NAMED)
+    texts = {text.text: text for text in ElementTree.fromstring(drawn).iter() if text.text}
+    assert float(texts["<40>"].get("x")) + 4 * 7 < 880
+    assert float(texts["<40>"].get("x")) - float(texts["10"].get("x")) > 500
+    assert "both" in texts
+    assert {"0.5", "1"}.isdisjoint(texts)
+    assert "background: #fff" in drawn
+
+
 def test_a_chart_of_zeros_has_an_axis():
     zeros = [Timeline(prompt_tokens=1, arrived=0.0, tokens=[0.0]), *LINES[:1]]
     assert isinstance(timeline_chart(plotted(1.0, zeros)), Bars)
@@ -149,6 +173,15 @@ def test_a_picture_in_png_is_drawn_for_a_run_and_for_rates(tmp_path):
         assert data.startswith(b"\x89PNG")
         width, height = (int.from_bytes(data[at : at + 4]) for at in (16, 20))
         assert (width, height) == ((1100, 330) if name == "run" else (1540, 1122))
+
+
+def test_names_and_values_of_bars_are_drawn_in_png_too(tmp_path):
+    pytest.importorskip("matplotlib")
+    from jaxkv.bench.plots.png import write_png
+
+    for name, chart in (("with", NAMED), ("without", replace(NAMED, row_labels=()))):
+        write_png(tmp_path / f"{name}.png", [chart])
+    assert (tmp_path / "with.png").read_bytes() != (tmp_path / "without.png").read_bytes()
 
 
 def test_a_plot_that_cannot_be_made_is_refused_before_anything_runs(tmp_path, monkeypatch):
