@@ -60,15 +60,23 @@ class LingeringTransport:
         self._others = others
         self._may_send = may_send
         self._is_closing = False
+        self._unsent: list[bytes] = []
+        self._loop = asyncio.get_running_loop()
         self.abort = transport.abort
         self.pause_reading = transport.pause_reading
         self.resume_reading = transport.resume_reading
         self.get_extra_info = transport.get_extra_info
 
     def write(self, data: bytes) -> None:
-        """Sends bytes, unless the connection was closed."""
-        if not self._is_closing:
-            self._transport.write(data)
+        """Sends bytes, unless the connection was closed; those of one turn of the event loop go together.
+
+        So a client gets the status with the first event, and the last event with the end, each by one system call.
+        """
+        if self._is_closing:
+            return
+        if not self._unsent:
+            self._loop.call_soon(self._flush)
+        self._unsent.append(data)
 
     def is_closing(self) -> bool:
         """Returns whether nothing more is written."""
@@ -77,13 +85,20 @@ class LingeringTransport:
     def close(self) -> None:
         """Closes the connection: after a while if the client may still send, else now; a second call always now."""
         if self.is_closing() or not self._may_send():
+            self._flush()
             self.lost()
             self._transport.close()
             return
+        self._flush()
         self._is_closing = True
         self._transport.write_eof()
         self._transport.resume_reading()
         self._others.add(self)
+
+    def _flush(self) -> None:
+        if self._unsent and not self._transport.is_closing():
+            self._transport.write(b"".join(self._unsent))
+        self._unsent.clear()
 
     def lost(self) -> None:
         """Takes note that the connection has ended."""
