@@ -369,17 +369,16 @@ class FrameWriter:
 
 # Sampling parameters.
 
-_DEFAULTS = SamplingParams()
+_DEFAULTS = {field.name: getattr(SamplingParams(), field.name) for field in fields(SamplingParams)}
 
 
 def pack_sampling(params: SamplingParams) -> dict[str, Any]:
     """Returns the fields of sampling parameters that differ from their defaults, as plain values."""
-    packed = {}
-    for field in fields(params):
-        value = getattr(params, field.name)
-        if value != getattr(_DEFAULTS, field.name):
-            packed[field.name] = _plain(value)
-    return packed
+    return {
+        name: _plain(value)
+        for name, default in _DEFAULTS.items()
+        if (value := getattr(params, name)) != default
+    }
 
 
 def _plain(value: object) -> object:

@@ -84,6 +84,8 @@ def _prompts(given: str | list[int | str | list[int]]) -> Sequence[str | list[in
     """
     if isinstance(given, str):
         given = [given]
+    if set(map(type, given)) == {int}:
+        return [given]  # pyright: ignore[reportReturnType] - nothing but ids
     ids = [each for each in given if isinstance(each, int)]
     others = [each for each in given if not isinstance(each, int)]
     if ids and others:

@@ -146,7 +146,9 @@ async def _while_connected(work: Coroutine[Any, Any, None], receive: Receive) ->
     Raises:
         ClientGone: the client went first.
     """
-    working, watching = asyncio.create_task(work), asyncio.create_task(_gone(receive))
+    # Eager: its prompt is in the engine before anything else has its turn.
+    working = asyncio.eager_task_factory(asyncio.get_running_loop(), work)
+    watching = asyncio.create_task(_gone(receive))
     try:
         await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
         if not working.done():

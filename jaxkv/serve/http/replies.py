@@ -83,15 +83,21 @@ class EventStream:
     def __init__(self, events: AsyncGenerator[bytes], keep_alive_seconds: float) -> None:
         self._events = events
         self._seconds = keep_alive_seconds
-        self._first = asyncio.create_task(_next(events))
+        loop = asyncio.get_running_loop()
+        self._has_begun: asyncio.Future[None] = loop.create_future()
+        # Eager: the prompt is in the engine at once.
+        self._first = asyncio.eager_task_factory(loop, self._take_first())
 
     async def begun(self, seconds: float = FIRST_SECONDS) -> "EventStream":
         """Returns the stream when its first piece is there, or `seconds` have passed.
 
         An error that comes first is raised, so that its reply has a status of its own.
         """
+        loop = asyncio.get_running_loop()
+        late = loop.call_later(seconds, _settle, self._has_begun)
         try:
-            await asyncio.wait((self._first,), timeout=seconds)
+            await self._has_begun
+            late.cancel()
             if self._first.done():
                 self._first.result()
         except BaseException:
@@ -115,10 +121,21 @@ class EventStream:
         finally:
             await self._close()
 
+    async def _take_first(self) -> bytes | None:
+        try:
+            return await _next(self._events)
+        finally:
+            _settle(self._has_begun)
+
     async def _close(self) -> None:
         self._first.cancel()
         await asyncio.gather(self._first, return_exceptions=True)
         await self._events.aclose()
+
+
+def _settle(waited: asyncio.Future[None]) -> None:
+    if not waited.done():
+        waited.set_result(None)
 
 
 async def _next(events: AsyncGenerator[bytes]) -> bytes | None:
