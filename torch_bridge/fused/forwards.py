@@ -12,6 +12,7 @@ from functools import cache, partial
 from typing import Any
 
 import torch
+import transformers
 from transformers.activations import GELUTanh, SiLUActivation
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama import modeling_llama as llama
@@ -32,6 +33,7 @@ _ACTIVATIONS = {
     SiLUActivation: kernels.SILU,
     GELUTanh: kernels.GELU_TANH,
 }
+_TRANSFORMERS = transformers.__path__[0]
 _ROTATION = "apply_rotary_pos_emb"
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 _NORMED = "_jaxkv_normed"
@@ -129,7 +131,8 @@ def _fits_norm(norm: Any, x: torch.Tensor) -> bool:  # noqa: ANN401
 
 def _fits_sum(norm: Any, x: torch.Tensor) -> bool:  # noqa: ANN401
     """Whether the kernel stands for a norm of a sum that has the shape of a tensor; `norm` is not called then."""
-    is_own = isinstance(vars(norm).get("forward"), FusedNorm)
+    own = vars(norm).get("forward")
+    is_own = isinstance(own, FusedNorm) and own.stands_for(norm)
     if not is_own or has_hooks(norm) or not _fits_norm(norm, x):
         return False
 
@@ -176,7 +179,8 @@ class FusedGate(FusedForward):
             given, up = numbers((2, 3000), x), numbers((2, 3000), x, 1.3)
             return agree(kernels.gate(given, up, form), activation(given) * up)
 
-        if not is_right(("gate", type(activation), x.dtype, x.device), check):
+        kind = ("gate", type(activation), type(activation).forward, x.dtype, x.device)
+        if not is_right(kind, check):
             return None
         compute_together(x, (module.gate_proj, module.up_proj))
         given, up = module.gate_proj(x), module.up_proj(x)
@@ -279,14 +283,18 @@ def kind_of(module: torch.nn.Module) -> type[FusedForward] | None:
     return None if _rotation_of(forward) is None else Rotating
 
 
-@cache
-def _form_of_norm(kind: type) -> int | None:
+def _form_of_norm(kind: type[Any]) -> int | None:
     """Returns the form of a class of norms, or `None`."""
-    for known, form in _NORMS.items():
-        same_norm = getattr(kind, "_norm", None) is getattr(known, "_norm", None) or _is_same(
-            getattr(kind, "_norm", None), getattr(known, "_norm", None)
-        )
-        if same_norm and _is_same(kind.forward, known.forward):
+    return _form_of(kind.forward, getattr(kind, "_norm", None))
+
+
+@cache
+def _form_of(forward: object, norm: object) -> int | None:
+    """Returns the form of norms with a forward, and the method `_norm` that it may call, or `None`."""
+    for kind, form in _NORMS.items():
+        known = getattr(kind, "_norm", None)
+        same_norm = norm is known is None or _is_same(norm, known)
+        if same_norm and _is_same(forward, kind.forward):
             return form
     return None
 
@@ -300,8 +308,13 @@ def _rotation_of(forward: types.FunctionType) -> types.FunctionType | None:
 
 
 def _is_same(function: object, known: object) -> bool:
-    """Whether two functions have the same code, apart from texts such as docstrings."""
+    """Whether two functions have the same code, apart from texts such as docstrings, and `known` is Transformers' own.
+
+    What was put in the place of Transformers' own since has its code in another file.
+    """
     if not isinstance(function, types.FunctionType) or not isinstance(known, types.FunctionType):
+        return False
+    if not known.__code__.co_filename.startswith(_TRANSFORMERS):
         return False
     return _bytecode(function) == _bytecode(known)
 

@@ -1,5 +1,6 @@
 """`FusedForward`: the base of forwards in which kernels stand for operations, and when they may."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,10 +18,19 @@ _DTYPES = (torch.bfloat16, torch.float16)
 class FusedForward(OwnForward):
     """Callable in the place of a module's forward; refers to the module weakly, and is copied and pickled with it."""
 
+    def __init__(self, module: torch.nn.Module, inner: Callable[..., Any] | None = None) -> None:
+        super().__init__(module, inner)
+        self._known = type(module).forward
+
+    def stands_for(self, module: torch.nn.Module) -> bool:
+        """Whether the forward of the module's class is still the one in whose place this was put."""
+        return type(module).forward is self._known
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - the module's own
         """Computes the module's forward, with a kernel where one stands for it."""
         module: Any = self.module()
-        if IS_ON and not torch.compiler.is_compiling() and _is_wanted():
+        is_wanted = IS_ON and not torch.compiler.is_compiling() and _is_wanted()
+        if is_wanted and self.stands_for(module):
             out = self.fused(module, *args, **kwargs)
             if out is not None:
                 return out

@@ -184,6 +184,24 @@ def test_hooks_subclasses_and_replaced_forwards_are_called(fused):
     assert [calls.count(name) for name in ("activation", "norm", "mlp", "sum")] == [3] * 4
 
 
+def test_a_forward_that_replaces_that_of_a_class_is_called(fused, monkeypatch):
+    from torch_bridge.fused.forwards import kind_of
+
+    model = half()
+    layer = model.model.layers[0]
+    modules = layer, layer.mlp, layer.input_layernorm
+    assert None not in map(kind_of, modules)
+    cache = JaxkvCache(model, max_tokens=64)
+    monkeypatch.setattr(fused.switch, "_is_wanted", lambda: True)
+    for module in modules:
+        monkeypatch.setattr(type(module), "forward", lambda self, x: x + 7)
+    given = torch.ones(2, 1, 32, dtype=torch.float16)
+    assert all(torch.equal(module(given), given + 7) for module in modules)
+    assert fused.ran == []
+    del cache
+    assert [kind_of(module) for module in modules] == [None] * 3
+
+
 def test_a_sum_that_changes_in_place_gets_a_new_norm(fused):
     model = half()
     model.model.layers[1].register_forward_pre_hook(lambda layer, args: scaled(args[0]))
