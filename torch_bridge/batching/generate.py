@@ -63,7 +63,7 @@ def generate(
         model: a causal language model; its attention layers, if it has any, must use "jaxkv".
         prompts: texts, lists or arrays of token ids, or dicts as for `jaxkv.LLM.generate`.
         sampling: for all prompts, or one for each. `logits_processors`, `prompt_logprobs` and `structured_outputs` are
-            refused.
+            refused. Of the model's `generation_config`, its end ids alone are used.
         cache: the pool, its prefixes and its graphs; pass the same one again to reuse prefixes. Without one, a cache
             for this call alone is made, with graphs on a GPU, which needs `max_tokens` in `sampling`.
         tokenizer: for texts, and for stop strings and bad words: a fast tokenizer of Transformers, a `Tokenizer` of
@@ -85,7 +85,7 @@ def generate(
     _refuse_model(model)
     if cache is not None and cache.parts.model is not model:
         raise ValueError("the cache was made for another model; give a JaxkvCache of this model")
-    words = _tokenizer(tokenizer)
+    words = _tokenizer(tokenizer, _vocab_size(model))
     longest = _longest(model, cache)
     listed = as_prompts(prompts)
     wanted = one_each(sampling, len(listed))
@@ -237,8 +237,8 @@ def _end_ids(model: PreTrainedModel) -> tuple[int, ...]:
     return (ends,) if isinstance(ends, int) else tuple(int(one) for one in ends)
 
 
-def _tokenizer(given: object) -> Tokenizer | None:
-    """Returns jaxkv's tokenizer of one in another form."""
+def _tokenizer(given: object, vocab_size: int) -> Tokenizer | None:
+    """Returns jaxkv's tokenizer of one in another form, which may have fewer ids than the model's logits."""
     if given is None or isinstance(given, Tokenizer):
         return given
     if isinstance(given, str | Path):
@@ -253,7 +253,7 @@ def _tokenizer(given: object) -> Tokenizer | None:
         library = TokenizersTokenizer.from_str(library.to_str())
         library.no_padding()
         library.no_truncation()
-    return Tokenizer(library)
+    return Tokenizer(library, model_vocab_size=vocab_size)
 
 
 def _cache_for(

@@ -5,6 +5,8 @@ import sys
 
 import pytest
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from transformers import (
     Gemma2Config,
     Gemma2ForCausalLM,
@@ -152,6 +154,17 @@ def test_an_interrupt_between_steps_frees_all_pages_and_keeps_the_pool(llama, ca
     check(cache)
     assert run(llama, cache, [kept])[0].usage.cached_tokens == 31
     assert tokens(run(llama, cache, given)) == [stock(llama[1], prompt, 9) for prompt in given]
+
+
+def test_ids_without_a_token_add_no_text(llama, cache):
+    [prompt] = texts(12, seed=7)
+    said = stock(llama[1], prompt, 9)
+    few = Tokenizer(WordLevel({f"<{token}>": token for token in range(60)}, unk_token="<0>"))
+    words = PreTrainedTokenizerFast(tokenizer_object=few)
+    [out] = run(llama, cache, [prompt], tokenizer=words)
+    assert out.token_ids == said
+    assert max(said) >= 60
+    assert out.text.split() == [f"<{token}>" for token in said if token < 60]
 
 
 def test_a_second_call_with_the_same_cache_inside_the_first_is_refused(llama, cache):
