@@ -57,6 +57,8 @@ def paged_attention_forward(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
+    is_causal: bool | None = None,
+    position_bias: torch.Tensor | None = None,
     **kwargs: Any,  # noqa: ANN401 - Transformers passes more than attention needs
 ) -> tuple[torch.Tensor, None]:
     """Causal attention from the step's queries to the pages of their rows, which already hold the step's keys.
@@ -72,13 +74,15 @@ def paged_attention_forward(
         sliding_window: tokens a query sees, itself included; if given, must equal the cache's window of the layer.
         softcap: scores become `softcap * tanh(scores / softcap)`.
         s_aux: attention sinks: one logit per head, added to the softmax's denominator.
+        is_causal: must not be False; `None` for the module's own.
+        position_bias: must be `None`.
         **kwargs: unused.
 
     Returns:
         The output [rows, queries, heads, head_dim] in the query's dtype, zero at padding; and `None` for the weights.
 
     Raises:
-        ValueError: the forward has no `JaxkvCache`, or needs a mask, dropout or window that the kernels do not support.
+        ValueError: the forward has no `JaxkvCache`, or needs a mask, bias, dropout or window that no kernel supports.
     """
     step = active()
     layer: int = module.layer_idx  # pyright: ignore[reportAssignmentType]
@@ -101,9 +105,11 @@ def paged_attention_forward(
         raise ValueError(
             f'attention "{NAME}" takes 2-D masks of padding alone, got {list(attention_mask.shape)}; use "sdpa"'
         )
-    if dropout or not getattr(module, "is_causal", True):
+    if is_causal is None:
+        is_causal = getattr(module, "is_causal", True)
+    if dropout or not is_causal or position_bias is not None:
         raise ValueError(
-            f'attention "{NAME}" is causal and has no dropout; call model.eval(), or use "sdpa"'
+            f'attention "{NAME}" is causal and has no dropout and no position_bias; call model.eval(), or use "sdpa"'
         )
     if sliding_window is not None and sliding_window != window:
         raise ValueError(

@@ -42,7 +42,7 @@ from torch_bridge.transformers_cache.watch import watch
 
 @dataclass(frozen=True)
 class JaxkvCacheStats:
-    """Counters of one cache since it was made; forks have their own.
+    """Counters of one cache since it was made; forks have their own. `torch_bridge.generate` reports its tokens itself.
 
     Attributes:
         tokens_computed: tokens that went through the model, over all rows, without padding.
@@ -106,8 +106,8 @@ class JaxkvCache(Cache):
     reads all weights once. Forwards of one token per row compare nothing.
 
     Two kinds of change are not noticed. One is a change inside any other object, such as a closure or a global setting.
-    The other is a change through `.data`, or of an attribute, that is undone before the next comparison, even if single
-    tokens were computed in between. `reset(keep_prefix=False)` drops all prefixes.
+    The other is a change through `.data`, of an attribute or of autocast, that is undone before the next comparison,
+    even if single tokens were computed in between. `reset(keep_prefix=False)` drops all prefixes.
 
     Args:
         model: a causal language model on the CPU or one GPU. The cache's hooks on it are removed with the cache.

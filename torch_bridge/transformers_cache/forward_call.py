@@ -8,7 +8,10 @@ from typing import Any
 import numpy as np
 import torch
 
-# Arguments that do not change the keys and values, or that this module reads itself.
+_PER_COLUMN = ("output_hidden_states", "output_attentions", "output_router_logits")
+"""Outputs with one entry per column, requested by an argument or by the model's config."""
+
+# Arguments that do not change the keys and values, or that this module reads itself; any other may change them.
 _HARMLESS = {
     "input_ids",
     "attention_mask",
@@ -19,10 +22,10 @@ _HARMLESS = {
     "use_cache",
     "labels",
     "logits_to_keep",
+    "return_dict",
+    *_PER_COLUMN,
 }
 CACHE_NAMES = ("past_key_values", "cache_params")
-_PER_COLUMN = ("output_hidden_states", "output_attentions", "output_router_logits")
-"""Outputs with one entry per column, requested by an argument or by the model's config."""
 
 
 def by_name(module: torch.nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -74,10 +77,7 @@ class ForwardCall:
     @property
     def ids(self) -> torch.Tensor | None:
         """The token ids [rows, queries], if the keys depend on no other argument; else `None`."""
-        alone = all(
-            name in _HARMLESS or not isinstance(value, torch.Tensor)
-            for name, value in self.arguments.items()
-        )
+        alone = all(name in _HARMLESS or value is None for name, value in self.arguments.items())
         mask = self.arguments.get("attention_mask")
         plain = mask is None or (isinstance(mask, torch.Tensor) and mask.ndim == 2)
         return self.arguments.get("input_ids") if alone and plain else None
@@ -124,7 +124,7 @@ class ForwardCall:
             return np.ones((rows, queries), bool)
         columns = known.shape[1] + queries
         if not has_pages and mask.shape == (rows, queries):
-            return mask.to("cpu").numpy().astype(bool)
+            return mask.to("cpu", torch.bool).numpy()
         if mask.shape != (rows, columns):
             raise ValueError(
                 f"attention_mask must be {[rows, columns]} ({known.shape[1]} remembered columns and {queries} new "
@@ -132,7 +132,7 @@ class ForwardCall:
             )
         if known.all() and bool(mask.all()):
             return np.ones((rows, queries), bool)
-        shown = mask.to("cpu").numpy().astype(bool)
+        shown = mask.to("cpu", torch.bool).numpy()
         if (shown[:, : known.shape[1]] != known).any():
             raise ValueError(
                 "attention_mask hides or shows other columns than when they were computed, which pages cannot follow; "

@@ -141,6 +141,9 @@ def test_masks_beyond_padding_dropout_and_other_windows_are_refused(ours):
     with torch.no_grad(), pytest.raises(ValueError, match="2-D masks of padding alone"):
         model(ids, attention_mask=everything, past_key_values=cache)
     cache.reset()
+    with torch.no_grad(), pytest.raises(ValueError, match="no position_bias"):
+        model(ids, position_bias=everything, past_key_values=cache)
+    cache.reset()
     model.train()
     for layer in model.model.layers:
         layer.self_attn.attention_dropout = 0.5

@@ -1,5 +1,6 @@
 """Prefix reuse of `JaxkvCache`: the same tokens, exact counts, and no keys of another computation."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -158,6 +159,21 @@ def test_what_was_computed_under_a_mask_of_ones_own_is_no_prefix(llama):
     wanted = greedy(llama, ids, mask, 6)
     assert torch.equal(greedy(llama, ids, mask, 6, past_key_values=cache), wanted)
     assert cache.stats().tokens_reused == 0
+
+
+def test_what_was_computed_with_an_unknown_argument_is_no_prefix():
+    known = {"input_ids": torch.ones(1, 3), "attention_mask": None, "output_attentions": False}
+    assert ForwardCall.of({**known, "language": None}).ids is known["input_ids"]
+    for given in (torch.ones(2), [torch.ones(2)], "fr", 0.5, True):
+        assert ForwardCall.of({**known, "language": given}).ids is None
+
+
+def test_masks_may_have_any_dtype():
+    shown = [[False, True, True]]
+    for dtype in (torch.bool, torch.int32, torch.float16, torch.bfloat16):
+        mask = torch.tensor(shown).to(dtype)
+        call = ForwardCall.of({"input_ids": torch.ones(1, 3), "attention_mask": mask})
+        assert call.real_columns(np.zeros((1, 0), bool)).tolist() == shown
 
 
 def test_what_is_told_of_every_column_is_never_cut(llama, monkeypatch):
