@@ -57,7 +57,8 @@ class _Writer:
             **self._prompt_ids(),
         }
         if (scores := self._turn.work.generations[0].prompt_logprobs) is not None:
-            reply["prompt_logprobs"] = prompt_logprobs(scores, self._service.token_texts)
+            ids, top = self._turn.work.prompts[0], self._turn.body.prompt_logprobs or 0
+            reply["prompt_logprobs"] = prompt_logprobs(ids, scores, top, self._service.token_texts)
         return reply
 
     async def stream(self) -> AsyncGenerator[bytes]:

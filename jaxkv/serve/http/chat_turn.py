@@ -163,6 +163,7 @@ async def open_turn(service: Service, request: Request, tree: Mapping[str, Any])
         priority=body.priority or 0,
         salt=request.salt(body.cache_salt),
         request_id=request.id,
+        demanding="tools" if forced is not None else body.demanding,
     )
     parsers = [
         open_parser(

@@ -68,6 +68,7 @@ async def completions(service: Service, request: Request) -> Answer:
         priority=body.priority or 0,
         salt=request.salt(body.cache_salt),
         request_id=request.id,
+        demanding=body.demanding,
     )
     writer = _Writer(service, body, request.id, work, await _echoes(service, body, prompts))
     if body.stream:
@@ -203,7 +204,8 @@ class _Writer:
         }
         if first and self._body.prompt_logprobs is not None:
             scores = self._work.generations[prompt].prompt_logprobs or ()
-            found["prompt_logprobs"] = prompt_logprobs(scores, self._service.token_texts)
+            ids, top = self._work.prompts[prompt], self._body.prompt_logprobs
+            found["prompt_logprobs"] = prompt_logprobs(ids, scores, top, self._service.token_texts)
         if self._body.return_token_ids:
             found["token_ids"] = list(delta.ids)
             found["prompt_token_ids"] = list(self._work.prompts[prompt]) if first else None

@@ -182,7 +182,9 @@ class Service:
         except EngineLost as error:
             raise from_engine(error, self.limits.retry_after_seconds) from error
         except ValueError as error:
-            raise bad_request(clip(error, 500)) from error
+            text = clip(error, 500)
+            param = next((name for name in ("stop", "bad_words") if text.startswith(name)), None)
+            raise bad_request(text, param) from error
 
     async def encode(self, text: str, *, add_special: bool = True) -> list[int]:
         """Returns the token ids of a text, in a thread.

@@ -69,12 +69,7 @@ class StructuredFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True,
         Raises:
             ApiError: 400 for several demands, or one that can never be met.
         """
-        found = {
-            name: demand
-            for name in StructuredFields.__struct_fields__
-            if (value := getattr(self, name)) is not None
-            and (demand := _demand(name, value)) is not None
-        }
+        found = self._demands()
         if not found:
             return None
         if len(found) > 1:
@@ -84,6 +79,20 @@ class StructuredFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True,
             return StructuredOutputs(**demand)
         except ValueError as error:
             raise bad_request(clip(error, 300), name) from error
+
+    @property
+    def demanding(self) -> str:
+        """The field that demands a form; empty if the text is free."""
+        return next(iter(self._demands()), "")
+
+    def _demands(self) -> dict[str, dict[str, Any]]:
+        """Returns field -> arguments of `StructuredOutputs`, of the fields that demand a form."""
+        return {
+            name: demand
+            for name in StructuredFields.__struct_fields__
+            if (value := getattr(self, name)) is not None
+            and (demand := _demand(name, value)) is not None
+        }
 
 
 def _demand(name: str, value: Any) -> dict[str, Any] | None:  # noqa: ANN401 - any field

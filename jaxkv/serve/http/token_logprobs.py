@@ -99,21 +99,33 @@ def completion_logprobs(
 
 
 def prompt_logprobs(
-    logprobs: Sequence[Mapping[int, float] | None], texts: TokenTexts
+    ids: Sequence[int],
+    logprobs: Sequence[Mapping[int, float] | None],
+    top: int,
+    texts: TokenTexts,
 ) -> list[Json | None]:
-    """Returns the log-probabilities of a prompt's tokens as vLLM writes them: token id -> value, rank and text."""
+    """Returns the log-probabilities of a prompt's tokens as vLLM writes them: token id -> value, rank and text.
+
+    The rank of a token of the prompt is null where it is not among the likeliest, which alone are counted.
+
+    Args:
+        ids: the prompt.
+        logprobs: see `completion_logprobs`.
+        top: number of most likely tokens to list.
+        texts: the texts of the model's tokens.
+    """
     return [
         None
         if found is None
         else {
-            str(token): {
+            str(other): {
                 "logprob": _finite(value),
-                "rank": 1 + sum(other > value for other in found.values()),
-                "decoded_token": texts.text(token),
+                "rank": rank if rank <= top else None,
+                "decoded_token": texts.text(other),
             }
-            for token, value in found.items()
+            for rank, (other, value) in enumerate(_with_own(found, token, top), 1)
         }
-        for found in logprobs
+        for token, found in zip(ids, logprobs, strict=True)
     ]
 
 

@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 
 from jaxkv.config.sampling import SamplingParams
-from jaxkv.serve.engine_client import EngineLost
+from jaxkv.serve.engine_client import EngineLost, RequestRefused
 from jaxkv.serve.generation import Delta, Generation
 from jaxkv.serve.http.errors import ApiError, bad_request
 from jaxkv.serve.http.service import Service
@@ -43,6 +43,7 @@ class Work:
         priority: lower numbers are served first.
         salt: see `prefix_salt`.
         request_id: for the log.
+        demanding: the field that demands a form of the text, for errors about its grammar; may be empty.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class Work:
         priority: int = 0,
         salt: bytes | None = None,
         request_id: str = "",
+        demanding: str = "",
     ) -> None:
         self.prompts = prompts
         self.params = params
@@ -62,6 +64,7 @@ class Work:
         self._priority = priority
         self._salt = salt
         self._request_id = request_id
+        self._demanding = demanding
 
     @property
     def usage(self) -> Usage:
@@ -77,7 +80,8 @@ class Work:
         """Begins all prompts and yields new texts until all samples have ended. Closing the generator aborts them.
 
         Raises:
-            ApiError: a prompt cannot begin, see `Service.begin`, or a sample ended with an error.
+            ApiError: a prompt cannot begin, see `Service.begin`, its grammar cannot be used, or a sample ended with an
+                error.
             RequestRefused, EngineBusy, SlowReader, EngineLost: see `Call.arrivals`.
         """
         try:
@@ -88,6 +92,11 @@ class Work:
                 return
             async for new in _together(self.generations):
                 yield [(index, self._checked(delta)) for index, delta in new]
+        except RequestRefused as error:
+            text, own = clip(error, 500), "structured_outputs"
+            if not self._demanding or own not in text:
+                raise
+            raise bad_request(text.replace(own, self._demanding), self._demanding) from error
         finally:
             for generation in self.generations:
                 generation.abort()

@@ -281,8 +281,47 @@ def test_prompt_logprobs_are_by_token_id():
             [choice] = (await server.http.post("/v1/completions", json=given)).json()["choices"]
             first, second = choice["prompt_logprobs"]
             assert first is None
-            assert (second["6"]["logprob"], second["6"]["rank"]) == (-0.25, 1)
+            assert {token: entry["rank"] for token, entry in second.items()} == {"6": 1, "7": 2}
+            assert second["6"]["logprob"] == -0.25
             assert second["6"]["decoded_token"] == TOKENIZER.decode([6])
+            # Others may be there for `echo` with `logprobs`; those beyond the asked ones have no rank.
+            given |= {"prompt_logprobs": 0, "echo": True, "logprobs": 2}
+            [choice] = (await server.http.post("/v1/completions", json=given)).json()["choices"]
+            assert {k: v["rank"] for k, v in choice["prompt_logprobs"][1].items()} == {"6": None}
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("guided_regex", "[a"),
+        ("structured_outputs", {"regex": "[a"}),
+        ("response_format", {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}}),
+    ],
+)
+def test_a_grammar_that_the_engine_refuses_is_named_by_its_field(field, value):
+    refusal = "the grammar of structured_outputs cannot be used: unclosed character class"
+
+    async def run():
+        async with serving(lambda submit: refusal) as server:
+            for stream in (False, True):
+                given = body(stream=stream, **{field: value})
+                reply = await server.http.post("/v1/completions", json=given)
+                assert reply.status_code == 400
+                error = reply.json()["error"]
+                assert error["param"] == field
+                assert error["message"] == refusal.replace("structured_outputs", field)
+
+    asyncio.run(run())
+
+
+def test_bad_words_of_several_tokens_are_named():
+    async def run():
+        async with serving() as server:
+            given = body(bad_words=["zzz qqq zzz"])
+            error = (await server.http.post("/v1/completions", json=given)).json()["error"]
+            assert (error["param"], error["code"]) == ("bad_words", "invalid_value")
 
     asyncio.run(run())
 
