@@ -49,10 +49,11 @@ def why_not_hopper() -> str | None:
 def why_not_mosaic() -> str | None:
     """Returns why Mosaic GPU kernels cannot run on the default device under this JAX, or `None` if they can.
 
-    JAX newer than `NEWEST_JAX` is refused: with JAX 0.12 Mosaic's layout inference did not finish within minutes for
-    these kernels; with 0.11.2 it takes a second.
+    JAX newer than `NEWEST_JAX` is refused. JAX 0.12 compiles the kernels in as little time, but assembles them with
+    libnvJitLink where it is installed, which ignores how many registers each warpgroup asks for (`setmaxnreg`): prompt
+    attention and scans then spill registers, and their products wait for one another.
     """
     hopper = why_not_hopper()
     if hopper is not None or jax.__version_info__[:2] <= NEWEST_JAX:
         return hopper
-    return f"needs jax 0.11, since jax {jax.__version__} takes minutes to infer its layouts"
+    return f"needs jax 0.11, since jax {jax.__version__} ignores the registers that its kernels ask for"

@@ -19,6 +19,7 @@ from jax.typing import DTypeLike
 
 from pallas_kernels.arrays import ArrayOrStruct
 from pallas_kernels.mosaic.activations import silu
+from pallas_kernels.mosaic.jax_versions import assign
 from pallas_kernels.mosaic.launch import interpreter
 from pallas_kernels.mosaic.private_types import Ref
 from pallas_kernels.mosaic.rows import LOAD_BYTES, flat_pieces
@@ -148,7 +149,7 @@ class _Block:
         real = self.exists(write)
         window = [*self.state(row), self.input(row)]
         out = jnp.where(real, self.weighed(self.taps(), window), 0.0)
-        self.refs["out"][row, self.columns] = out.astype(self.geometry.dtype)
+        assign(self.refs["out"], (row, self.columns), out.astype(self.geometry.dtype))
         pl.when(real)(partial(self.write_state, write, window[1:]))
 
     def clear(self, tile: Tile) -> None:
@@ -157,7 +158,7 @@ class _Block:
 
         @pl.loop(0, tile.length)
         def _(index: Array) -> None:
-            self.refs["out"][tile.start + index, self.columns] = zeros
+            assign(self.refs["out"], (tile.start + index, self.columns), zeros)
 
     def convolve(self, tile: Tile) -> None:
         """Processes a tile's tokens; the row's first tile also writes the row's states."""
@@ -232,7 +233,7 @@ class _Block:
     def write_state(self, state: Array, values: Sequence[Array]) -> None:
         """Writes a state's inputs."""
         for index, value in enumerate(values):
-            self.refs["states"][state, index, self.columns] = value
+            assign(self.refs["states"], (state, index, self.columns), value)
 
     def input(self, token: Array) -> Array:
         """Returns a token's inputs."""
@@ -262,4 +263,4 @@ class _Block:
     def write_out(self, token: Array, taps: Sequence[Array], window: Sequence[Array]) -> None:
         """Stores a token's outputs."""
         out = self.weighed(taps, window).astype(self.geometry.dtype)
-        self.refs["out"][token, self.columns] = out
+        assign(self.refs["out"], (token, self.columns), out)

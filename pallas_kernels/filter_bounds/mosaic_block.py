@@ -16,6 +16,7 @@ from pallas_kernels.mosaic.bisection import (
     Listed,
     Pass,
 )
+from pallas_kernels.mosaic.jax_versions import assign
 from pallas_kernels.mosaic.ordered_floats import ordered
 from pallas_kernels.mosaic.private_types import Ref
 from pallas_kernels.mosaic.row_blocks import fold_ahead
@@ -60,7 +61,7 @@ class Block(Bisection):
 
         @pl.when(self.warpgroup == 0)
         def _() -> None:
-            self.refs["out"][self.row] = bound
+            assign(self.refs["out"], self.row, bound)
 
     def bound(self, top_k: Array, top_p: Array, by_count: Array, by_mass: Array) -> Array:
         """Returns the bound of top-p within top-k, or of the only active filter."""

@@ -11,6 +11,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import Array
 
+from pallas_kernels.mosaic.jax_versions import assign
 from pallas_kernels.mosaic.private_types import Ref
 from pallas_kernels.mosaic.rows import LOAD_BYTES, row_pieces
 
@@ -41,7 +42,7 @@ def store_right_rows(
             (piece,) = row_pieces(size, _WARP, 1)
             source = staged.at[pl.ds(begin, _WARP), rows].transpose((1, 0))
             found = plgpu.load(source, layout=piece.layout, optimized=False)
-            out[pl.ds(start, size), pl.ds(column + begin, _WARP)] = found.astype(out.dtype)
+            assign(out, (pl.ds(start, size), pl.ds(column + begin, _WARP)), found.astype(out.dtype))
 
     _by_powers(window, low, high, store)
     plgpu.commit_smem()
@@ -79,7 +80,7 @@ def store_left_rows(
             (piece,) = row_pieces(size, width, vector)
             source = staged.at[pl.ds(start - first, size), pl.ds(0, width)]
             found = plgpu.load(source, layout=piece.layout, optimized=False)
-            out[pl.ds(start, size), pl.ds(column + begin, width)] = found
+            assign(out, (pl.ds(start, size), pl.ds(column + begin, width)), found)
 
         _by_powers(height, low, high, store)
         plgpu.commit_smem()
@@ -87,7 +88,7 @@ def store_left_rows(
 
 def _stage(staged: Ref, sums: Array) -> None:
     """Writes sums to shared memory and makes them visible to all threads of the warpgroup."""
-    staged[...] = sums
+    assign(staged, ..., sums)
     plgpu.commit_smem()
 
 

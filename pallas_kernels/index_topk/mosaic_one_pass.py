@@ -23,6 +23,7 @@ from pallas_kernels.index_topk.mosaic_marks import (
 )
 from pallas_kernels.index_topk.mosaic_reductions import reduction_of_warps, store_reductions
 from pallas_kernels.mosaic.bisection import HIGHEST, LOWEST, midpoint
+from pallas_kernels.mosaic.jax_versions import assign
 from pallas_kernels.mosaic.ordered_floats import from_ordered, ordered
 from pallas_kernels.mosaic.private_types import Layout
 from pallas_kernels.mosaic.row_blocks import fold_ahead
@@ -172,11 +173,13 @@ class OnePass:
         first = self.warpgroup * room
         for start in range(0, room, PIECE):
             empty = jnp.full((PIECE,), LOWEST, jnp.float32)
-            self.refs["found"][pl.ds(first + start, PIECE)] = plgpu.layout_cast(empty, self.flat)
+            assign(
+                self.refs["found"], pl.ds(first + start, PIECE), plgpu.layout_cast(empty, self.flat)
+            )
         rows = pl.ds(self.warpgroup * WARPS, WARPS)
         nothing = plgpu.layout_cast(jnp.zeros((WARPS, _WORDS), jnp.int32), self.by_row)
         for column in range(0, self.refs["marks"].shape[1], _WORDS):
-            self.refs["marks"][rows, pl.ds(column, _WORDS)] = nothing
+            assign(self.refs["marks"], (rows, pl.ds(column, _WORDS)), nothing)
         self.block.sync()
 
     def list_from(self, low: Array) -> tuple[Array, Array]:
@@ -302,4 +305,4 @@ class OnePass:
             last = jnp.sort(jnp.where(is_tie, where, MOST_KEYS))[jnp.maximum(ties - 1, 0)]
             chosen = (x >= high) | (is_tie & (where <= last) & (ties > 0))
             places = self.refs["places"]
-            places[...] = jnp.sort(jnp.where(chosen, where, MOST_KEYS))[: places.shape[0]]
+            assign(places, ..., jnp.sort(jnp.where(chosen, where, MOST_KEYS))[: places.shape[0]])

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from pallas_kernels.mosaic.jax_versions import assign
 from pallas_kernels.mosaic.lists import place_chosen
 from pallas_kernels.mosaic.rows import row_pieces
 from pallas_kernels.mosaic.teams import LARGE
@@ -108,7 +109,7 @@ def write_places_plainly(block: Any, bound: Array, ties: Array) -> None:  # noqa
         places = block.refs["places"]
         at = jnp.where(chosen, jnp.cumsum(chosen, dtype=jnp.int32) - 1, places.shape[0])
         written = jnp.zeros(places.shape, jnp.int32).at[at].set(position, mode="drop")
-        places[...] = written
+        assign(places, ..., written)
 
 
 def bounded(x: Array) -> Array:

@@ -19,6 +19,7 @@ from pallas_kernels.mosaic.dialects import (
     llvm,
     utils,
 )
+from pallas_kernels.mosaic.jax_versions import assign
 from pallas_kernels.mosaic.private_types import Layout, Ref
 from pallas_kernels.mosaic.warps import WARPS, own_warp
 
@@ -52,7 +53,7 @@ def store_reductions(
         total = {"sum": jnp.sum(flat, dtype=jnp.int32), "max": jnp.max(flat), "same": flat[0]}[kind]
         for warp in range(WARPS):
             nothing = jnp.int32(_NONE if kind == "max" else 0)
-            table[column, first + warp] = total if warp == 0 else nothing
+            assign(table, (column, first + warp), total if warp == 0 else nothing)
         return
     columns = table.shape[1]
 

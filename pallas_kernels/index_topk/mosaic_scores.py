@@ -19,6 +19,7 @@ from pallas_kernels.arrays import ArrayOrStruct
 from pallas_kernels.device import MOST_ON_AN_AXIS, NUM_MULTIPROCESSORS
 from pallas_kernels.index_topk.arguments import IndexArrays
 from pallas_kernels.index_topk.scoring import tiles_of
+from pallas_kernels.mosaic.jax_versions import assign
 from pallas_kernels.mosaic.launch import LANE_PARAMS, interpreter
 from pallas_kernels.mosaic.loads import load_floats
 from pallas_kernels.mosaic.private_types import Ref
@@ -234,7 +235,7 @@ class _Block:
 
     def store(self, token: Array, tile: Array, found: Array) -> None:
         """Writes the scores of a tile of keys for one query."""
-        self.refs["scores"][token, pl.ds(tile * TILE, TILE)] = found
+        assign(self.refs["scores"], (token, pl.ds(tile * TILE, TILE)), found)
 
     def sums(self, keys: Ref, weights: list[Array]) -> list[Array]:
         """Returns the weighted sum over heads for each query, without the keys' scales."""

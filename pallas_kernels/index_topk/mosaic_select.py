@@ -35,6 +35,7 @@ from pallas_kernels.mosaic.bisection import (
     Bracket,
     Listed,
 )
+from pallas_kernels.mosaic.jax_versions import assign
 from pallas_kernels.mosaic.loads import gather
 from pallas_kernels.mosaic.ordered_floats import ordered
 from pallas_kernels.mosaic.private_types import Ref
@@ -160,7 +161,7 @@ class _Block(Bisection):
                 self.refs["page_table"], row, page, layout=self.flat, interpret=self.interpret
             )
             slot = page * self.page_size + (position & (self.page_size - 1))
-            out[self.token, piece] = jnp.where(is_real, slot, self.num_slots)
+            assign(out, (self.token, piece), jnp.where(is_real, slot, self.num_slots))
 
     def choose(self) -> None:
         """Finds the smallest selected score, and writes the positions of all selected scores."""

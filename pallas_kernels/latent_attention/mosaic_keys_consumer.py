@@ -20,6 +20,7 @@ from pallas_kernels.latent_attention.mosaic_keys_join import KeysJoin
 from pallas_kernels.latent_attention.mosaic_keys_producer import slot_of, tiles_of
 from pallas_kernels.latent_kernel.pieces import Piece
 from pallas_kernels.latent_kernel.schedule import TILE
+from pallas_kernels.mosaic.jax_versions import assign
 from pallas_kernels.mosaic.private_types import Ref
 from pallas_kernels.mosaic.scores import LOG2_E
 from pallas_kernels.mosaic.tiles import PER_COLUMN, WGMMA, over_rows
@@ -80,7 +81,7 @@ class KeysConsumer:
         scores = self.result(self.scores)
         m, p, decay = self.softmax(scores, m, tile, masked=masked)
         total = total * over_rows(decay, TILE) + p
-        self.refs["p_tile"].at[0].transpose((1, 0))[...] = p.astype(self.geometry.dtype)
+        assign(self.refs["p_tile"].at[0].transpose((1, 0)), ..., p.astype(self.geometry.dtype))
         plgpu.commit_smem()
         for acc, height in zip(self.accs, self.values, strict=True):
             acc[...] = self.result(acc) * over_rows(decay, height)

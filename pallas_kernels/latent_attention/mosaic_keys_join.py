@@ -11,6 +11,7 @@ from jax import Array, lax
 from pallas_kernels.latent_attention.mosaic_keys import KeysKernel
 from pallas_kernels.latent_kernel.pieces import Piece
 from pallas_kernels.latent_kernel.schedule import COLUMN_TILE, TILE
+from pallas_kernels.mosaic.jax_versions import assign
 from pallas_kernels.mosaic.private_types import Ref
 from pallas_kernels.mosaic.tiles import WGMMA, over_rows
 
@@ -37,7 +38,7 @@ class KeysJoin:
             row = 0
             for out in outs:
                 place = (self.piece.index, self.piece.part, self.piece.block)
-                self.refs["out"][*place, pl.ds(row, out.shape[0])] = out
+                assign(self.refs["out"], (*place, pl.ds(row, out.shape[0])), out)
                 row += out.shape[0]
             return
         chunks = chunks_of(outs)
@@ -51,7 +52,7 @@ class KeysJoin:
     def stage(self, chunk: int, out: Array) -> None:
         """Stores 64 components of the output in shared memory for the copy."""
         staged = self.refs["out_tile"].at[chunk].transpose((1, 0))
-        staged[...] = out.astype(self.geometry.dtype)
+        assign(staged, ..., out.astype(self.geometry.dtype))
 
     def write(self, chunk: int, column: Array | int) -> None:
         """Starts the copy of 64 staged components to the output."""
@@ -62,7 +63,7 @@ class KeysJoin:
     def write_lse(self, lse: Array) -> None:
         """Writes the log-sum-exp in base 2, if it is an output."""
         if "lse" in self.refs:
-            self.refs["lse"][self.piece.index, self.piece.part, self.piece.block] = lse
+            assign(self.refs["lse"], (self.piece.index, self.piece.part, self.piece.block), lse)
 
     def send(self, outs: tuple[Array, ...], lse: Array) -> None:
         """Sends each block of the cluster the components that it combines.

@@ -12,6 +12,7 @@ from pallas_kernels.latent_attention.mosaic_keys import KeysKernel
 from pallas_kernels.latent_kernel.kernel import Kernel
 from pallas_kernels.latent_kernel.pieces import Piece, fetch_queries
 from pallas_kernels.latent_kernel.schedule import COLUMN_TILE, SLOTS, TILE
+from pallas_kernels.mosaic.jax_versions import assign
 from pallas_kernels.mosaic.private_types import Ref
 from pallas_kernels.mosaic.tiles import WGMMA
 from pallas_kernels.mosaic.warps import on_warps
@@ -104,7 +105,7 @@ class Producer:
                 loaded = plgpu.load(values, layout=WGMMA)
                 position = plgpu.broadcasted_iota(jnp.int32, loaded.shape, 0, layout=WGMMA)
                 seen = position + tile * TILE < self.piece.keys
-                values[...] = jnp.where(seen, loaded, jnp.zeros_like(loaded))
+                assign(values, ..., jnp.where(seen, loaded, jnp.zeros_like(loaded)))
 
             plgpu.commit_smem()
             for _arrival in range(arrivals * self.geometry.copies_per_tile):

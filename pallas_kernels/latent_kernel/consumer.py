@@ -25,6 +25,7 @@ from pallas_kernels.latent_kernel.kernel import Kernel
 from pallas_kernels.latent_kernel.pieces import Piece
 from pallas_kernels.latent_kernel.schedule import COLUMN_TILE, SLOTS, TILE
 from pallas_kernels.mosaic.accumulators import add_product, wait_for_products
+from pallas_kernels.mosaic.jax_versions import assign
 from pallas_kernels.mosaic.private_types import Ref
 from pallas_kernels.mosaic.rescale import rescale
 from pallas_kernels.mosaic.scores import LOG2_E
@@ -170,8 +171,8 @@ class Consumer:
 
     def publish(self, p: Array, m: Array) -> None:
         """Stores the weights and the maximum in shared memory and signals the other consumer."""
-        self.refs["p_tile"][0] = p
-        self.refs["stats"][self.number] = m
+        assign(self.refs["p_tile"], 0, p)
+        assign(self.refs["stats"], self.number, m)
         plgpu.commit_smem()
         plgpu.barrier_arrive(self.refs["p_ready"].at[self.number])
 

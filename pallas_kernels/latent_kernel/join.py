@@ -12,6 +12,7 @@ from pallas_kernels.device import ROW_TILE, WGMMA_ROWS
 from pallas_kernels.latent_kernel.kernel import Kernel
 from pallas_kernels.latent_kernel.pieces import Piece
 from pallas_kernels.latent_kernel.schedule import COLUMN_TILE
+from pallas_kernels.mosaic.jax_versions import assign
 from pallas_kernels.mosaic.private_types import Ref
 from pallas_kernels.mosaic.tiles import PER_ROW, WGMMA, over_columns
 
@@ -39,7 +40,7 @@ class Join:
         if self.schedule.parts > 1:
             place = (self.piece.index, self.piece.part, self.piece.block)
             half = pl.ds(self.number * g.half, g.half)
-            self.refs["out"][*place, :, half] = out
+            assign(self.refs["out"], (*place, slice(None), half), out)
             return
         chunks = g.half // COLUMN_TILE
         for chunk in range(chunks):
@@ -57,7 +58,7 @@ class Join:
         Its barrier also guarantees that the other consumer has finished its products.
         """
         stats = self.refs["stats"]
-        stats[2 + self.number] = total
+        assign(stats, 2 + self.number, total)
         plgpu.barrier_arrive(self.refs["done"])
         plgpu.barrier_wait(self.refs["done"])
         load = partial(plgpu.load, layout=PER_ROW, optimized=False)
@@ -65,7 +66,7 @@ class Join:
 
     def stage(self, chunk: int, out: Array) -> None:
         """Stores 64 columns of the output in shared memory for the copy."""
-        self.refs["out_tile"].at[chunk][...] = out.astype(self.geometry.dtype)
+        assign(self.refs["out_tile"].at[chunk], ..., out.astype(self.geometry.dtype))
 
     def write(self, chunk: int, column: Array | int) -> None:
         """Starts the copy of 64 staged columns to the output; token by token if some rows hold no token."""
@@ -91,7 +92,7 @@ class Join:
     def write_lse(self, lse: Array) -> None:
         """Writes the log-sum-exp in base 2, if it is an output."""
         if "lse" in self.refs:
-            self.refs["lse"][self.piece.index, self.piece.part, self.piece.block] = lse
+            assign(self.refs["lse"], (self.piece.index, self.piece.part, self.piece.block), lse)
 
     def send(self, out: Array, lse: Array) -> None:
         """Sends each block of the cluster the columns that it combines.

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from pallas_kernels.mosaic.jax_versions import assign
 from pallas_kernels.mosaic.lists import append
 from pallas_kernels.mosaic.ordered_floats import from_ordered, ordered
 from pallas_kernels.mosaic.private_types import Layout, Ref
@@ -209,7 +210,7 @@ class Bisection(ABC):
         for start in range(0, room, PIECE):
             empty = jnp.full((PIECE,), LOWEST, jnp.float32)
             place = pl.ds(first + start, PIECE)
-            self.refs["found"][place] = plgpu.layout_cast(empty, self.flat)
+            assign(self.refs["found"], place, plgpu.layout_cast(empty, self.flat))
         self.sync()
 
         def visit(x: Array, state: tuple) -> tuple:

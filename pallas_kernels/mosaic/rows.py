@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental.mosaic import gpu as mosaic
 
+from pallas_kernels.mosaic.jax_versions import assign
 from pallas_kernels.mosaic.private_types import Layout, Ref, Slice
 
 LOAD_BYTES = 16
@@ -53,9 +54,9 @@ def store_per_row(
     A single row is stored as a scalar, because Mosaic infers no layout for a vector of one element.
     """
     if values.shape[0] == 1:
-        ref[*lead, rows.start] = jnp.max(values)
+        assign(ref, (*lead, rows.start), jnp.max(values))
     else:
-        ref[*lead, rows] = values
+        assign(ref, (*lead, rows), values)
 
 
 @cache

@@ -25,6 +25,7 @@ from pallas_kernels.mosaic.dialects import (
     utils,
     vector,
 )
+from pallas_kernels.mosaic.jax_versions import assign
 from pallas_kernels.mosaic.private_types import Layout, Ref
 
 WARPS = 4
@@ -53,7 +54,7 @@ def store_warp_sums(
     if interpret:
         total = jnp.sum(array, dtype=array.dtype)
         for warp in range(WARPS):
-            table[first + warp, column] = total if warp == 0 else jnp.zeros_like(total)
+            assign(table, (first + warp, column), total if warp == 0 else jnp.zeros_like(total))
         return
     columns = table.shape[1]
 

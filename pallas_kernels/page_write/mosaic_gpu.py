@@ -15,6 +15,7 @@ from jaxtyping import Array, Int, Shaped
 from pallas_kernels.arrays import ArrayOrStruct
 from pallas_kernels.device import why_not_mosaic
 from pallas_kernels.dispatch import check_kernel
+from pallas_kernels.mosaic.jax_versions import assign
 from pallas_kernels.mosaic.launch import LANE_PARAMS, interpreter
 from pallas_kernels.mosaic.private_types import Ref
 from pallas_kernels.mosaic.rows import Piece, flat_pieces, flat_registers
@@ -145,7 +146,7 @@ def _copy_rows(slots: Ref, *rows_and_pools: Ref) -> None:
         page, offset = lax.div(slot, page_size), lax.rem(slot, page_size)
         for pool, cut, parts in zip(pools, pieces, loaded, strict=True):
             for piece, part in zip(cut, parts, strict=True):
-                pool[page, offset, _where(piece)] = part
+                assign(pool, (page, offset, _where(piece)), part)
 
 
 def _load(row: Ref, piece: Piece) -> Array:

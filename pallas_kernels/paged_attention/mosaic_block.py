@@ -19,6 +19,7 @@ from jax import Array, lax
 
 from pallas_kernels.arguments.attention import ScoreOptions
 from pallas_kernels.device import ROW_TILE
+from pallas_kernels.mosaic.jax_versions import assign
 from pallas_kernels.mosaic.private_types import Layout, Ref
 from pallas_kernels.mosaic.scores import LOG2_E
 from pallas_kernels.mosaic.tiles import PER_COLUMN, WGMMA, multiply, over_rows
@@ -159,7 +160,7 @@ class Block:
     def multiply_values(self, values: Ref, p: Array, *, meanwhile: Callable[[], None]) -> Array:
         """Returns the product of the tile's values with their weights; `meanwhile` runs while wgmma does."""
         weights = self.refs["p_tile"].transpose((1, 0))
-        weights[...] = p.astype(self.geometry.operand)
+        assign(weights, ..., p.astype(self.geometry.operand))
         plgpu.commit_smem()
         return multiply(values.transpose((1, 0)), weights, meanwhile=meanwhile)
 
@@ -212,11 +213,11 @@ class Block:
         """Stores the result: the group's heads, or with several parts all columns in float32 for XLA to combine."""
         refs, group = self.refs, self.geometry.group
         if "lse" in refs:
-            refs["lse"][self.row, self.part, self.kv_head] = lse
+            assign(refs["lse"], (self.row, self.part, self.kv_head), lse)
         if self.schedule.parts > 1:
-            refs["out"][self.row, self.part, self.kv_head] = out
+            assign(refs["out"], (self.row, self.part, self.kv_head), out)
             return
-        self.out_tile.transpose((1, 0))[...] = out.astype(self.geometry.dtype)
+        assign(self.out_tile.transpose((1, 0)), ..., out.astype(self.geometry.dtype))
         plgpu.commit_smem()
         head = self.kv_head * group
         queries = self.out_tile.at[pl.ds(head - self.first_query, group)]

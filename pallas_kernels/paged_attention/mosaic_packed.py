@@ -13,6 +13,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import Array, lax
 
+from pallas_kernels.mosaic.jax_versions import assign
 from pallas_kernels.mosaic.private_types import Ref
 from pallas_kernels.mosaic.tiles import PER_ROW, WGMMA, over_columns, over_rows
 from pallas_kernels.mosaic.unpack_bytes import (
@@ -101,7 +102,7 @@ class PackedTiles:
             factor = lax.bitcast_convert_type(bits, jnp.float32)
             inverse = lax.bitcast_convert_type((254 << 23) - bits, jnp.float32)
             queries *= over_rows(inverse, queries.shape[0])
-        refs["q_operand"].transpose((1, 0))[...] = queries.astype(geometry.operand)
+        assign(refs["q_operand"].transpose((1, 0)), ..., queries.astype(geometry.operand))
         plgpu.commit_smem()
         return factor
 
@@ -139,7 +140,7 @@ class PackedTiles:
             unpack_values(packed, values, *bounds)
             return
         visible = block.visible(tile, values.shape)
-        values[...] = jnp.where(visible, packed[...].astype(values.dtype), 0)
+        assign(values, ..., jnp.where(visible, packed[...].astype(values.dtype), 0))
 
     def _pages_of_rows(self, tile: Array) -> Array:
         """Returns the page id of each key of a tile; keys outside of the visible range get the nearest visible page."""

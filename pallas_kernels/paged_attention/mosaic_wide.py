@@ -8,6 +8,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import Array, lax
 
+from pallas_kernels.mosaic.jax_versions import assign
 from pallas_kernels.mosaic.private_types import Ref
 from pallas_kernels.mosaic.tiles import WGMMA, multiply
 from pallas_kernels.paged_attention.mosaic_block import Block
@@ -75,4 +76,4 @@ class WideTiles:
         """Zeroes hidden values, because 0 * NaN is NaN."""
         loaded = plgpu.load(values, layout=WGMMA)
         visible = self.block.visible(tile, loaded.shape)
-        values[...] = jnp.where(visible, loaded, jnp.zeros_like(loaded))
+        assign(values, ..., jnp.where(visible, loaded, jnp.zeros_like(loaded)))

@@ -21,6 +21,7 @@ from jax import Array, lax
 
 from pallas_kernels.device import ROW_TILE, WGMMA_ROWS
 from pallas_kernels.mosaic.accumulators import add_product, wait_for_products
+from pallas_kernels.mosaic.jax_versions import assign
 from pallas_kernels.mosaic.private_types import Ref
 from pallas_kernels.mosaic.scores import LOG2_E
 from pallas_kernels.mosaic.tiles import (
@@ -263,14 +264,14 @@ class Consumer(Worker):
         """Stores the share's output: one copy per head, or token by token if the tile also has other rows' tokens."""
         refs, tokens = self.refs, self.geometry.tokens_per_consumer
         if "lse" in refs:
-            refs["lse"][piece.tile.place, piece.unit, self.number] = lse
+            assign(refs["lse"], (piece.tile.place, piece.unit, self.number), lse)
         out = out.astype(self.geometry.dtype)
         whole = (share.start == 0) & (share.stop == tokens)
 
         @pl.when(whole)
         def _() -> None:
             staged = refs["q_tiles"].at[query_slot, self.number]
-            staged[...] = out
+            assign(staged, ..., out)
             plgpu.commit_smem()
             for head in range(self.geometry.pack):
                 plgpu.copy_smem_to_gmem(
@@ -283,7 +284,7 @@ class Consumer(Worker):
         @pl.when(~whole)
         def _() -> None:
             staged = refs["out_rows"].at[query_slot, self.number]
-            staged[...] = out
+            assign(staged, ..., out)
             plgpu.commit_smem()
 
             @pl.loop(share.start, share.stop)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from pallas_kernels.device import ROW_TILE, WGMMA_ROWS
+from pallas_kernels.mosaic.jax_versions import assign
 from pallas_kernels.mosaic.tiles import WGMMA
 from pallas_kernels.mosaic.warps import on_warps
 from pallas_kernels.ragged_attention.mosaic_piece import Piece, Worker, quotient, remainder
@@ -120,7 +121,7 @@ class Producer(Worker):
                 position = plgpu.broadcasted_iota(jnp.int32, loaded.shape, 0, layout=WGMMA)
                 position += tile * self.schedule.keys + start
                 seen = (position >= piece.tile.first_key) & (position < piece.tile.seq_len)
-                values[...] = jnp.where(seen, loaded, jnp.zeros_like(loaded))
+                assign(values, ..., jnp.where(seen, loaded, jnp.zeros_like(loaded)))
 
         plgpu.commit_smem()
         for _copy in range(self.schedule.keys // self.geometry.copy_height(self.schedule.keys)):

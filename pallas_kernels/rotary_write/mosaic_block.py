@@ -22,6 +22,7 @@ from jax.typing import DTypeLike
 from pallas_kernels.arrays import ArrayOrStruct
 from pallas_kernels.formats.eight_bit import LARGEST
 from pallas_kernels.formats.quantise import scales_of, stored
+from pallas_kernels.mosaic.jax_versions import assign
 from pallas_kernels.mosaic.launch import LANE_PARAMS, interpreter
 from pallas_kernels.mosaic.private_types import Layout, Ref
 from pallas_kernels.mosaic.rows import LOAD_BYTES, Piece, broadcast, load, row_pieces, store_per_row
@@ -261,7 +262,7 @@ class _Block:
         """Stores the query rows of one job."""
         rows = pl.ds(job.first + job.piece.start, job.piece.size)
         for part, columns in zip(heads, self.geometry.parts, strict=True):
-            self.refs["q"][self.token, rows, pl.ds(*columns)] = part
+            assign(self.refs["q"], (self.token, rows, pl.ds(*columns)), part)
 
     def write_pages(self, slot: Array, jobs: list[Job], loaded: list[Loaded]) -> None:
         """Stores the jobs' keys and values at the slot."""
@@ -277,7 +278,7 @@ class _Block:
                 store_per_row(self.refs[f"{job.kind}_scales"], rows, scales, lead=place)
             pool = self.refs[f"{job.kind}_pages"]
             for part, columns in zip(heads, self.geometry.parts_of(job.kind), strict=True):
-                pool[*place, rows, pl.ds(*columns)] = part
+                assign(pool, (*place, rows, pl.ds(*columns)), part)
 
     def quantised(self, heads: list[Array], layout: Layout) -> tuple[list[Array], Array]:
         """Returns a job's rows in the pools' dtype, and their scales."""

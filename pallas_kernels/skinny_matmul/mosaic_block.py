@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from pallas_kernels.device import ROW_TILE
+from pallas_kernels.mosaic.jax_versions import assign, first_rows
 from pallas_kernels.mosaic.private_types import Ref
 from pallas_kernels.skinny_matmul.mosaic_ending import End, Ending
 from pallas_kernels.skinny_matmul.mosaic_geometry import Geometry
@@ -74,7 +75,7 @@ class Block:
                     arrived,
                 )
             plgpu.copy_gmem_to_smem(
-                refs["x"].at[pl.ds(0, g.padded_rows), inner],
+                refs["x"].at[first_rows(g.padded_rows), inner],
                 refs["inputs"].at[slot, pl.ds(fold * g.padded_rows, g.padded_rows)],
                 arrived,
             )
@@ -93,7 +94,7 @@ class Block:
             for index, found in enumerate(sums):
                 part = found if s.passes == 1 else rows_of(found, first, window)
                 place = pl.ds(index * height, height), pl.ds(0, part.shape[1])
-                self.refs["sums"].at[*place][...] = part
+                assign(self.refs["sums"].at[*place], ..., part)
             plgpu.commit_smem()
             store(first, min(window, g.rows - first))
             if self.tiles > 1 or first + window < g.rows:

@@ -14,6 +14,7 @@ from jax import Array, lax
 from jax.typing import DTypeLike
 
 from pallas_kernels.mosaic.activations import activated
+from pallas_kernels.mosaic.jax_versions import assign
 from pallas_kernels.mosaic.private_types import Ref, Slice
 from pallas_kernels.mosaic.rows import Piece, broadcast, load, row_pieces, store_per_row
 from pallas_kernels.skinny_matmul.mosaic_geometry import Geometry
@@ -120,7 +121,7 @@ class End:
                 for start, parts in zip(starts, sums, strict=True):
                     for part, found in enumerate(parts):
                         place = pl.ds(column + (part * g.out + start), width)
-                        refs["out"][split, rows, place] = found
+                        assign(refs["out"], (split, rows, place), found)
                 continue
             # Issue all loads before the first store: the compiler does not move loads above stores.
             places = [pl.ds(column + start, width) for start in starts]
@@ -134,7 +135,7 @@ class End:
     def put(self, name: str, values: list[Array], rows: Slice, places: list[Slice]) -> None:
         """Stores some rows of several column ranges."""
         for value, columns in zip(values, places, strict=True):
-            self.refs[name][rows, columns] = value
+            assign(self.refs[name], (rows, columns), value)
 
     def joined(self, piece: Piece, rows: Slice, start: int, width: int, part: int) -> Array:
         """Returns some rows' sums over all folds, in order, times the rows' factors."""

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from pallas_kernels.device import ROW_TILE
+from pallas_kernels.mosaic.jax_versions import assign
 from pallas_kernels.mosaic.private_types import Ref
 from pallas_kernels.mosaic.tiles import WGMMA, swizzled
 from pallas_kernels.skinny_matmul.mosaic_geometry import Geometry
@@ -81,5 +82,5 @@ class Join:
                 for share in range(self.schedule.cluster)
             ]
             rows = pl.ds(group * ROW_TILE, ROW_TILE)
-            self.refs["sums"].at[:, rows][...] = sum(found[1:], found[0])
+            assign(self.refs["sums"].at[:, rows], ..., sum(found[1:], found[0]))
         plgpu.commit_smem()

@@ -11,6 +11,7 @@ from pallas_kernels.formats.latent_records import GROUP, record_bytes
 from pallas_kernels.latent_kernel.kernel import Kernel
 from pallas_kernels.latent_kernel.pieces import Piece, fetch_queries
 from pallas_kernels.latent_kernel.schedule import COLUMN_TILE, SLOTS, TILE, Geometry
+from pallas_kernels.mosaic.jax_versions import assign
 from pallas_kernels.mosaic.private_types import Ref
 from pallas_kernels.sparse_attention.mosaic_records import (
     Place,
@@ -86,7 +87,7 @@ class Gatherer:
         for part in reversed(parts):
             tile, place = refs[part].at[slot], self.places[part]
             if chosen is not None:
-                tile[...] = decode_plainly(chosen, place, dtype)
+                assign(tile, ..., decode_plainly(chosen, place, dtype))
             elif words is not None and place.scales is not None:
                 store(words, tile, place, dtype)
             else:

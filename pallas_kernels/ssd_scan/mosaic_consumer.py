@@ -20,6 +20,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import Array, lax
 
+from pallas_kernels.mosaic.jax_versions import assign
 from pallas_kernels.mosaic.private_types import Ref
 from pallas_kernels.mosaic.rows import broadcast, load
 from pallas_kernels.mosaic.tiles import PER_COLUMN, PER_ROW, WGMMA
@@ -97,7 +98,7 @@ class Consumer(Multiplier):
             held = plgpu.load(decay, layout=layout, optimized=False)
             token = plgpu.broadcasted_iota(jnp.int32, (2 * SIDE,), 0, layout=layout)
         exponents = jnp.where(token < SIDE, held, decay[SIDE - 1] - held)
-        self.refs["factors"].at[self.number][...] = jnp.exp2(exponents)
+        assign(self.refs["factors"].at[self.number], ..., jnp.exp2(exponents))
 
     def factors(self, row: Any) -> Array:  # noqa: ANN401 - a slice of a private type
         """Loads one of the two rows of factors, broadcast over all components."""
@@ -117,11 +118,11 @@ class Consumer(Multiplier):
         # Without the barrier the compiler may elide the rounding.
         rounded = [lax.optimization_barrier(column.astype(dtype)) for column in columns]
         weights = self.refs["weights"].at[self.number]
-        weights.at[0][...] = lax.concatenate(rounded, 1)
+        assign(weights.at[0], ..., lax.concatenate(rounded, 1))
         if self.kernel.schedule.exact:
             pairs = zip(columns, rounded, strict=True)
             lost = [(column - near.astype(jnp.float32)).astype(dtype) for column, near in pairs]
-            weights.at[1][...] = lax.concatenate(lost, 1)
+            assign(weights.at[1], ..., lax.concatenate(lost, 1))
 
     def columns_of_weights(self, met: Ref, decay: Ref) -> list[Array]:
         """Returns the tokens' weights, 8 columns at a time; indices of only 8 columns are constants, not registers."""
@@ -193,9 +194,9 @@ class Consumer(Multiplier):
         """Writes outputs, transposed back, to shared memory for the copy."""
         square = self.refs["y"].at[self.number]
         if self.kernel.interpret:
-            square[...] = out.T
+            assign(square, ..., out.T)
             return
-        square.transpose((1, 0))[...] = out
+        assign(square.transpose((1, 0)), ..., out)
 
     def put_rows(self) -> None:
         """Rewrites outputs in shared memory in plain row order, for copies of single tokens."""
@@ -204,7 +205,7 @@ class Consumer(Multiplier):
         held = plgpu.load(self.refs["y"].at[self.number], layout=WGMMA)
         # All warps must have loaded their part before any warp overwrites the buffer.
         plgpu.commit_smem()
-        self.refs["y_rows"].at[self.number][...] = held
+        assign(self.refs["y_rows"].at[self.number], ..., held)
         plgpu.commit_smem()
 
     def write_zeros(self) -> None:

@@ -18,6 +18,7 @@ from jax import Array, lax
 from jaxtyping import Float
 
 from pallas_kernels.mosaic.activations import Limits, step_of
+from pallas_kernels.mosaic.jax_versions import assign
 from pallas_kernels.mosaic.launch import LANE_PARAMS, interpreter
 from pallas_kernels.mosaic.private_types import Ref
 from pallas_kernels.mosaic.rows import LOAD_BYTES, flat_pieces
@@ -118,7 +119,7 @@ class _Decays:
             total = jnp.where(at < length, total + rate * step, total)
             sums.append(total)
             logs.append(jnp.where((at < length) & (step > 0.0), jnp.log(step) * LOG2_E, -jnp.inf))
-        refs["totals"][share, own] = total
+        assign(refs["totals"], (share, own), total)
         sync_block(refs["all_arrived"], interpret=self.interpret)
         before = nothing
         for other in range(_SHARES - 1):
@@ -132,7 +133,7 @@ class _Decays:
         ]
         for row, numbers in enumerate((passed, less)):
             for index in range(0, tokens if width == 1 else 0):
-                refs["out"][piece, heads, row, share * tokens + index] = numbers[index]
+                assign(refs["out"], (piece, heads, row, share * tokens + index), numbers[index])
             if width > 1:
                 store_side_by_side(
                     refs["out"],

@@ -8,6 +8,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import Array, lax
 
+from pallas_kernels.mosaic.jax_versions import assign
 from pallas_kernels.mosaic.private_types import Ref
 from pallas_kernels.mosaic.rows import load
 from pallas_kernels.mosaic.tiles import WGMMA
@@ -97,4 +98,4 @@ class Multiplier(Worker):
         @pl.when(self.exists(place))
         def _() -> None:
             for ref, part in zip(self.places(place), state, strict=True):
-                ref[...] = part.astype(self.geometry.state_dtype)
+                assign(ref, ..., part.astype(self.geometry.state_dtype))

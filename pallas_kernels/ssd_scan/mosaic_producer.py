@@ -7,6 +7,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import Array, lax
 
+from pallas_kernels.mosaic.jax_versions import assign
 from pallas_kernels.mosaic.private_types import Ref
 from pallas_kernels.mosaic.tiles import WGMMA
 from pallas_kernels.ssd_scan.mosaic_kernel import Kernel
@@ -78,7 +79,7 @@ class Producer(Worker):
         for square in squares:
             held = plgpu.load(square, layout=WGMMA)
             row = plgpu.broadcasted_iota(jnp.int32, held.shape, 0, layout=WGMMA)
-            square[...] = jnp.where(row < length, held, jnp.zeros_like(held))
+            assign(square, ..., jnp.where(row < length, held, jnp.zeros_like(held)))
         plgpu.commit_smem()
         for _square in squares:
             plgpu.barrier_arrive(refs["arrived"].at[slot])

@@ -17,6 +17,7 @@ from pallas_kernels.arrays import ArrayOrStruct
 from pallas_kernels.device import why_not_mosaic
 from pallas_kernels.dispatch import check_kernel
 from pallas_kernels.mosaic.activations import Limits, silu, step_of
+from pallas_kernels.mosaic.jax_versions import assign
 from pallas_kernels.mosaic.launch import LANE_PARAMS, interpreter
 from pallas_kernels.mosaic.private_types import Layout, Ref
 from pallas_kernels.mosaic.rows import LOAD_BYTES, Piece, broadcast, load, row_pieces
@@ -231,7 +232,7 @@ class _Block:
             out *= silu(parts.z)
         ref = self.refs["out"]
         place = pl.ds(self.first + piece.start, piece.size)
-        ref[self.row, self.head, place] = jnp.where(real, out, 0.0).astype(ref.dtype)
+        assign(ref, (self.row, self.head, place), jnp.where(real, out, 0.0).astype(ref.dtype))
 
     def write_state(self, piece: Piece, ended: list[Array], write: Array) -> None:
         """Stores the state."""
@@ -239,7 +240,7 @@ class _Block:
         rows = pl.ds(self.first + piece.start, piece.size)
         for index, part in enumerate(ended):
             columns = pl.ds(index * width, width)
-            pool[write, self.head, rows, columns] = part.astype(pool.dtype)
+            assign(pool, (write, self.head, rows, columns), part.astype(pool.dtype))
 
 
 def _load(ref: Ref, layout: Layout) -> Array:

@@ -37,7 +37,7 @@ GROUPS = {
     "ssd_update": (SsdArrays,),
 }
 on_this_jax = pytest.mark.skipif(
-    jax.__version_info__[:2] > NEWEST_JAX, reason="this JAX takes minutes; why_not says so"
+    jax.__version_info__[:2] > NEWEST_JAX, reason="the kernels refuse this JAX; why_not says so"
 )
 
 

@@ -27,7 +27,7 @@ from tests.pallas_kernels.rotary_write.test_rotary_write import assert_is_oracle
 PAGES = {case.name: case for case in page_cases.CASES}
 ROTARY = {case.name: case for case in rotary_cases.CASES}
 on_this_jax = pytest.mark.skipif(
-    jax.__version_info__[:2] > NEWEST_JAX, reason="this JAX takes minutes; why_not says so"
+    jax.__version_info__[:2] > NEWEST_JAX, reason="the kernels refuse this JAX; why_not says so"
 )
 
 

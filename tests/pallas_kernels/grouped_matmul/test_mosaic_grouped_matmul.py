@@ -20,7 +20,7 @@ from tests.pallas_kernels.grouped_matmul.test_grouped_matmul import oracle
 from tests.tolerances import assert_output
 
 pytestmark = pytest.mark.skipif(
-    jax.__version_info__[:2] > NEWEST_JAX, reason="this JAX takes minutes; why_not says so"
+    jax.__version_info__[:2] > NEWEST_JAX, reason="the kernels refuse this JAX; why_not says so"
 )
 BFLOAT16 = jnp.dtype(jnp.bfloat16)
 

@@ -7,7 +7,7 @@ from pallas_kernels.device import NEWEST_JAX
 from tests.pallas_kernels.h200.reports import reports_of
 
 pytestmark = pytest.mark.skipif(
-    jax.__version_info__[:2] > NEWEST_JAX, reason="this JAX takes minutes; why_not says so"
+    jax.__version_info__[:2] > NEWEST_JAX, reason="the kernels refuse this JAX; why_not says so"
 )
 PROGRAMS = {
     "few": {

@@ -121,7 +121,7 @@ def test_interpreted_keys_on_the_left_come_in_pieces_of_any_width(value_dim, hea
 def reports():
     """Compiles what h200/latent.py names in one process: about 40 seconds on two idle cores."""
     if jax.__version_info__[:2] > NEWEST_JAX:
-        pytest.skip("this JAX takes minutes; why_not says so")
+        pytest.skip("the kernels refuse this JAX; why_not says so")
     found = reports_of("latent.py")
     assert found["16 heads, keys on the left"]["schedule"][0] > 1
     return found
@@ -147,7 +147,7 @@ def test_no_pool_is_copied(reports):
 def test_it_lowers_for_cuda_without_a_gpu():
     """Layouts are inferred and shared memory is counted here, so neither can fail on a GPU first."""
     if jax.__version_info__[:2] > NEWEST_JAX:
-        pytest.skip("this JAX takes minutes; why_not says so")
+        pytest.skip("the kernels refuse this JAX; why_not says so")
     shapes = [(40, 16, 576), (9, 16, 1, 576), (2, 16), (2,), (3,)]
     dtypes = [jnp.float16] * 2 + [jnp.int32] * 3
     arguments = [jax.ShapeDtypeStruct(*pair) for pair in zip(shapes, dtypes, strict=True)]

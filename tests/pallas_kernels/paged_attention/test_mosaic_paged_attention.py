@@ -167,7 +167,7 @@ SLOW = ("llama, batch 8", "llama, batch 64", "long rows, few key heads", "gemma"
 
 @pytest.mark.skipif(
     jax.__version_info__[:2] > NEWEST_JAX,
-    reason="this JAX takes minutes; why_not says so",
+    reason="the kernels refuse this JAX; why_not says so",
 )
 @pytest.mark.parametrize(
     "case",

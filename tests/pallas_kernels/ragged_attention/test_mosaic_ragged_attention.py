@@ -103,7 +103,7 @@ def test_interpreted_a_window_wider_than_any_row_hides_nothing(monkeypatch, race
 def test_it_lowers_for_cuda_without_a_gpu():
     """Layouts are inferred and shared memory is counted here, so neither can fail on a GPU first."""
     if jax.__version_info__[:2] > NEWEST_JAX:
-        pytest.skip("this JAX takes minutes; why_not says so")
+        pytest.skip("the kernels refuse this JAX; why_not says so")
     shapes = [(33, 16, 128), (9, 48, 1, 128), (9, 48, 1, 128), (2, 4), (2,), (3,)]
     dtypes = [jnp.float16] * 3 + [jnp.int32] * 3
     arguments = [jax.ShapeDtypeStruct(*pair) for pair in zip(shapes, dtypes, strict=True)]

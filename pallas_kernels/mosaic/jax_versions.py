@@ -1,0 +1,34 @@
+"""What kernels write differently for JAX 0.12 and for JAX 0.11."""
+
+from typing import Any
+
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import ArrayLike
+
+from pallas_kernels.mosaic.private_types import Ref
+
+_plain_store = getattr(plgpu, "store", None)
+"""JAX 0.11 has no such function."""
+
+
+def assign(ref: Ref, index: Any, value: ArrayLike) -> None:  # noqa: ANN401 - all that a reference takes
+    """Performs `ref[index] = value` on global or shared memory, even if threads wait for one another's banks.
+
+    From JAX 0.12 on, the statement itself is refused unless the layout of `value` avoids such waits.
+    """
+    if _plain_store is None:
+        ref[index] = value
+    else:
+        _plain_store(ref.at[index], jnp.asarray(value), optimized=False)
+
+
+def first_rows(size: int) -> pl.Slice:
+    """Returns the slice of the first `size` rows for a TMA copy, which fills rows past the array's end with zeros.
+
+    From JAX 0.12 on, a slice that is known to pass the end is refused, so its start is no constant.
+    """
+    start = 0 if _plain_store is None else lax.full((), 0, jnp.int32)
+    return pl.ds(start, size)
