@@ -1,6 +1,9 @@
 """Times the bridge to PyTorch: leases, kernels called from torch, and generation with Transformers.
 
-    python -m benchmarks.bridge --part lease,kernel,generate --record bridge
+    python -m benchmarks.bridge --part lease,kernel,generate,hybrid,turn --record bridge
+
+"hybrid" is "generate" for a model with Mamba-2 and attention. "turn" is the time to the first token of a prompt of
+which nothing, or nine tenths, were computed in the turn before.
 
 Each part prints its rows. Units are microseconds, or tokens per second of wall time. A value is the best of several
 trials, and for the steps of one generation their median. "launch" is the host's time per call in a series of calls
@@ -24,7 +27,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import (
+    GraniteMoeHybridConfig,
+    GraniteMoeHybridForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+)
 
 import pallas_kernels
 import torch_bridge
@@ -32,6 +41,7 @@ from benchmarks.record import RECORDS, save_record
 from benchmarks.timing import Effort, refuse_profilers
 from benchmarks.torch_decode import TorchDecoder
 from jaxkv import SamplingParams
+from jaxkv.bench.shapes import HYBRID_SHAPES
 from jaxkv.cache.owner import CacheOwner
 from jaxkv.cache.spec import group_layers
 from jaxkv.cache.variants import gqa, place
@@ -44,7 +54,8 @@ from torch_bridge.sharing.kept_lease import KeptLease
 from torch_bridge.weights import share_params
 
 _BATCHED = "torch_bridge.generate"
-PARTS = ("lease", "kernel", "generate")
+PARTS = ("lease", "kernel", "generate", "hybrid", "turn")
+_KEPT = 0.9
 _TOLERANCE = 2e-2
 Row = dict[str, Any]
 
@@ -176,18 +187,59 @@ def _model(layers: int, device: torch.device) -> LlamaForCausalLM:
         pad_token_id=0,
         dtype="float32" if small else "bfloat16",
     )
+    return _made(LlamaForCausalLM, config, device)
+
+
+def _hybrid(layers: int, device: torch.device) -> GraniteMoeHybridForCausalLM:
+    """Returns a model of the first layers of Granite 4 h-micro with random weights; tiny on a CPU.
+
+    One layer at least attends.
+    """
+    small = device.type == "cpu"
+    shape = HYBRID_SHAPES["tiny-hybrid" if small else "granite-4.0-h-micro"]
+    mamba = shape.mamba
+    assert mamba is not None
+    kinds = [{"mamba2": "mamba"}.get(mixer, mixer) for mixer, _ in shape.pattern]
+    layers = min(max(layers, 1 + kinds.index("attention")), len(kinds))
+    config = GraniteMoeHybridConfig(
+        vocab_size=shape.vocab_size,
+        hidden_size=shape.hidden_size,
+        shared_intermediate_size=shape.ffn_size,
+        num_local_experts=0,
+        num_hidden_layers=layers,
+        layer_types=kinds[:layers],
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        attention_multiplier=shape.head_dim**-0.5,
+        max_position_embeddings=shape.max_positions,
+        mamba_n_heads=mamba.heads,
+        mamba_d_head=mamba.head_dim,
+        mamba_d_state=mamba.d_state,
+        mamba_d_conv=mamba.d_conv,
+        mamba_n_groups=mamba.groups,
+        mamba_chunk_size=mamba.chunk_size,
+        mamba_expand=mamba.heads * mamba.head_dim // shape.hidden_size,
+        tie_word_embeddings=shape.tie_embeddings,
+        eos_token_id=None,
+        pad_token_id=0,
+        dtype="float32" if small else "bfloat16",
+    )
+    return _made(GraniteMoeHybridForCausalLM, config, device)
+
+
+def _made[M: PreTrainedModel](kind: type[M], config: Any, device: torch.device) -> M:  # noqa: ANN401
     with torch.device(device):
-        torch.set_default_dtype(torch.float32 if small else torch.bfloat16)
+        torch.set_default_dtype(torch.float32 if device.type == "cpu" else torch.bfloat16)
         try:
-            model = LlamaForCausalLM(config)
+            model = kind(config)
         finally:
             torch.set_default_dtype(torch.float32)
     return model.eval()
 
 
 def time_generate(
+    model: PreTrainedModel,
     *,
-    layers: int,
     settings: Sequence[tuple[int, int]],
     new_tokens: int,
     compiled: bool,
@@ -197,15 +249,14 @@ def time_generate(
     """Times `model.generate` with Transformers' caches and ours, on the same prompts.
 
     Args:
-        layers: number of layers.
+        model: the model.
         settings: (rows, prompt tokens) of each batch.
         new_tokens: generated tokens per row.
         compiled: whether to time Transformers' static cache with a compiled decode step too, which takes a minute.
         peer: whether to time a step of the gpt-fast style decoder on the same weights too; needs a GPU.
         only: begins of the names of the forms to time; all if empty.
     """
-    device = _device()
-    model = _model(layers, device)
+    device = model.device
     params, config = None, None
     if peer:
         raw = model.config.to_dict() | {"architectures": [type(model).__name__]}
@@ -214,10 +265,12 @@ def time_generate(
         params, config = share_params(model, ours, copy=True), ours.config
     rows = []
     for batch, context in settings:
-        ids = torch.randint(1, 1024, (batch, context), device=device)
+        ids = torch.randint(1, _ids_end(model), (batch, context), device=device)
         max_tokens = batch * (context + new_tokens + 16)
-        cache = JaxkvCache(model, max_tokens=max_tokens, graphs=False)
-        replayed = JaxkvCache(model, max_tokens=max_tokens, graphs=True)
+        cache, replayed = (
+            JaxkvCache(model, max_tokens=max_tokens, max_sequences=batch + 1, graphs=graphs)
+            for graphs in (False, True)
+        )
         forms: dict[str, tuple[str, dict[str, Any]]] = {
             "dynamic, sdpa": ("sdpa", {}),
             "static, sdpa": ("sdpa", {"cache_implementation": "static", "disable_compile": True}),
@@ -279,6 +332,89 @@ def time_generate(
     return rows
 
 
+def time_turns(
+    name: str,
+    model: PreTrainedModel,
+    *,
+    settings: Sequence[tuple[int, int]],
+    trials: int = 3,
+) -> list[Row]:
+    """Times the first token of a prompt of which nothing, or `_KEPT`, was computed in the turn before.
+
+    Args:
+        name: name of the model, for the rows.
+        model: the model.
+        settings: (rows, prompt tokens) of each batch.
+        trials: number of prompts, of which the fastest counts.
+    """
+    rows = []
+    for batch, context in settings:
+        room = 2 * batch * (context + 32)
+        cache = JaxkvCache(model, max_tokens=room, max_sequences=2 * batch)
+        forms: dict[str, tuple[str, Callable[[torch.Tensor], None]]] = {
+            "dynamic, sdpa": ("sdpa", partial(_first_token, model)),
+            "ours, our kernels": ("jaxkv", partial(_first_token, model, cache=cache)),
+            _BATCHED: ("jaxkv", partial(_first_token_batched, model, cache)),
+        }
+        for form, (implementation, first_token) in forms.items():
+            model.set_attn_implementation(implementation)
+            for kept in (0, int(_KEPT * context)):
+                if kept and form.startswith("dynamic"):
+                    continue
+                seconds, before = [], 0
+                # The first prompt of a shape loads kernels and does not count.
+                for _ in range(1 + trials):
+                    ids = torch.randint(1, _ids_end(model), (batch, context), device=model.device)
+                    cache.reset(keep_prefix=False)
+                    if kept:
+                        first_token(ids[:, :kept])
+                        cache.reset()
+                    before = cache.stats().tokens_computed
+                    seconds.append(_seconds(partial(first_token, ids)))
+                row = {"model": name, "batch": batch, "context": context, "kept": kept}
+                rows.append({**row, "cache": form, "first_token_ms": min(seconds[1:]) * 1e3})
+                if form.startswith("ours"):
+                    rows[-1]["tokens_computed"] = cache.stats().tokens_computed - before
+                _print([rows[-1]])
+    return rows
+
+
+def _ids_end(model: PreTrainedModel) -> int:
+    return min(1024, model.config.vocab_size)
+
+
+def _seconds(call: Callable[[], Any]) -> float:
+    _wait()
+    start = time.perf_counter()
+    call()
+    _wait()
+    return time.perf_counter() - start
+
+
+def _first_token(
+    model: PreTrainedModel, ids: torch.Tensor, *, cache: JaxkvCache | None = None
+) -> None:
+    stock: Any = model.generate
+    stock(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        past_key_values=cache,
+        max_new_tokens=1,
+        do_sample=False,
+    )
+
+
+def _first_token_batched(model: PreTrainedModel, cache: JaxkvCache, ids: torch.Tensor) -> None:
+    torch_bridge.generate(
+        model,
+        ids.tolist(),
+        SamplingParams(temperature=0.0, max_tokens=1),
+        cache=cache,
+        max_sequences=len(ids),
+        token_budget=ids.numel(),
+    )
+
+
 def _graph_columns(cache: JaxkvCache) -> Row:
     stats = cache.stats()
     return {
@@ -290,7 +426,7 @@ def _graph_columns(cache: JaxkvCache) -> Row:
 
 
 def _generate(
-    model: LlamaForCausalLM,
+    model: PreTrainedModel,
     ids: torch.Tensor,
     new_tokens: int,
     options: dict[str, Any],
@@ -299,8 +435,9 @@ def _generate(
     """Returns the seconds of each decode step of one call, and its tokens."""
     clock = _Clock()
     mask = torch.ones_like(ids)
+    stock: Any = model.generate
     call = partial(
-        model.generate,  # pyright: ignore[reportAttributeAccessIssue] - its mixin's `self` is too strict
+        stock,
         ids,
         attention_mask=mask,
         max_new_tokens=new_tokens,
@@ -318,7 +455,7 @@ def _generate(
 
 
 def _generate_batched(
-    model: LlamaForCausalLM, ids: torch.Tensor, new_tokens: int, cache: JaxkvCache
+    model: PreTrainedModel, ids: torch.Tensor, new_tokens: int, cache: JaxkvCache
 ) -> tuple[list[float], torch.Tensor]:
     """Returns the mean seconds of a decode step of each row of one `torch_bridge.generate`, and its tokens.
 
@@ -401,13 +538,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
             rows = time_leases()
         elif part == "kernel":
             rows = time_kernels(settings)
+        elif part == "turn":
+            rows = []
+            for name, make in {"llama": _model, "hybrid": _hybrid}.items():
+                rows += time_turns(name, make(given.layers, _device()), settings=settings)
         else:
+            make = _hybrid if part == "hybrid" else _model
             rows = time_generate(
-                layers=given.layers,
+                make(given.layers, _device()),
                 settings=settings,
                 new_tokens=given.new_tokens,
                 compiled=given.compiled,
-                peer=given.peer,
+                peer=given.peer and part == "generate",
                 only=[one.strip() for one in given.only.split(";") if one.strip()],
             )
         print(f"-- {part}")
