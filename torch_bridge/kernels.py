@@ -1,10 +1,10 @@
 """The ops of `pallas_kernels` on torch tensors, as `torch.library` custom ops for use under `torch.compile`.
 
 `torch.compile` keeps the ops in one graph. Each op is one jitted call through DLPack. JAX chooses the Mosaic kernels on
-Hopper, and XLA on other devices and the CPU. Decode attention that needs no XLA operations around its kernel is
-launched without XLA (`ops/direct.py`). Pools are updated in place: on a GPU by the kernel itself, on the CPU by a copy
-of XLA's result, since XLA does not write into foreign memory there. A CUDA graph must not record these ops
-(`torch.Tag.cudagraph_unsafe`): JAX launches on its own stream.
+Hopper, and XLA on other devices and the CPU. Attention whose kernel needs no XLA operations around it is launched
+without XLA (`ops/direct.py`); torch pads packed queries and converts their 8-bit pages. Pools are updated in place: on
+a GPU by the kernel itself, on the CPU by a copy of XLA's result, since XLA does not write into foreign memory there. A
+CUDA graph must not record these ops (`torch.Tag.cudagraph_unsafe`): JAX launches on its own stream.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,10 +16,13 @@ from torch import Tensor
 from torch.library import CustomOpDef, custom_op
 
 from torch_bridge.ops.calls import hand_out, run
-from torch_bridge.ops.direct import decode_kernel
+from torch_bridge.ops.direct import decode_kernel, ragged_kernel
+from torch_bridge.ops.unpacked_pages import Stored
 from torch_bridge.sharing.dlpack import from_torch_all, to_torch
 
 _TAGS = (torch.Tag.cudagraph_unsafe,)
+_TILE = 8
+"""Packed queries that the kernel copies at a time."""
 
 
 def paged_attention(
@@ -145,15 +148,29 @@ _NAMES = [option.split()[1] for option in _OPTIONS.split(", ")]
 def _direct(
     op: str, tensors: tuple[Tensor, ...], options: dict[str, Any]
 ) -> Callable[..., Tensor] | None:
-    """Returns the launch without XLA, for decode attention; `None` otherwise."""
+    """Returns the launch without XLA; `None` if there is none."""
     sinks, *scales = (options[name] for name in ("sinks", "k_scales", "v_scales"))
     # The op's own check refuses one without the other.
-    if op != "paged_attention" or (scales[0] is None) != (scales[1] is None):
+    if (scales[0] is None) != (scales[1] is None):
         return None
     more = {"sinks": sinks, "scales": tuple(one for one in scales if one is not None)}
     numbers = {name: options[name] for name in ("scale", "window", "soft_cap")}
-    launch = decode_kernel(*(tensor.detach() for tensor in tensors), **numbers, **more)
-    return launch and partial(launch, **more)
+    given = tuple(tensor.detach() for tensor in tensors)
+    if op == "paged_attention":
+        launch = decode_kernel(*given, **numbers, **more)
+        return launch and partial(launch, **more)
+    q, *pools, seq_lens, cu_q_lens = given
+    if q.ndim != 3 or not q.numel() or not pools[-1].numel():
+        return None  # The op itself checks, and serves what is empty.
+    tokens, lengths = len(q), (seq_lens, cu_q_lens)
+    q = torch.nn.functional.pad(q, (0, 0, 0, 0, 0, -tokens % _TILE))
+    packed = ragged_kernel(q, *pools, *lengths, **numbers, **more)
+    if packed is None:
+        return None
+    k_scales, v_scales = scales
+    stored = None if k_scales is None else Stored(k_scales, v_scales, *lengths)
+    tiles = [hand_out(array) for array in packed.plan(*from_torch_all(lengths))]
+    return lambda *_: packed(q, *pools, *tiles, sinks=sinks, stored=stored)[:tokens]
 
 
 def _attention(op: str, arrays: str, *, return_lse: bool) -> CustomOpDef:

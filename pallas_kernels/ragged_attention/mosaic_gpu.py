@@ -74,14 +74,17 @@ class DirectLaunch:
     """The kernel's launch without XLA operations per layer, for a caller such as the torch bridge.
 
     Attributes:
-        launch: function of `(q, k_pages, v_pages, page_table, tiles, count)`, followed by sinks if there are any.
+        launch: function of `(q, k_pages, v_pages, page_table, tiles, count)`, followed by the scales of 8-bit pages and
+            by sinks if there are any. The caller converts 8-bit pages, as `mosaic_unpack.unpack` does.
         plan: function of `(seq_lens, cu_q_lens)` that computes tiles and count, once per step for all layers.
+        keys: number of keys in a tile, by which scales of 8-bit pages are arranged.
         pack: heads in one row of sinks, which are float32 [heads // pack, pack * repeats].
         repeats: how often each head's sink stands there, one after the other.
     """
 
     launch: Callable[..., Array]
     plan: Callable[..., tuple[Array, Array]]
+    keys: int
     pack: int
     repeats: int
 
@@ -89,7 +92,7 @@ class DirectLaunch:
 def direct_launch(
     q: ArrayOrStruct,
     k_pages: ArrayOrStruct,
-    rows: int,
+    page_table: ArrayOrStruct,
     *,
     scale: float,
     window: int | None = None,
@@ -98,21 +101,23 @@ def direct_launch(
 ) -> DirectLaunch | None:
     """Returns the kernel's launch without XLA operations per layer.
 
-    The result is `None` if the kernel cannot run here, or needs XLA operations in each layer (8-bit pages, a number of
-    tokens that is not a multiple of 8).
+    The result is `None` if the kernel cannot run here, if the copies of 8-bit pages would be too large, or if the
+    number of tokens is not a multiple of 8, for which XLA pads the queries.
 
     Args:
         q: the queries, or their `jax.ShapeDtypeStruct`.
         k_pages: the key pool, or its `jax.ShapeDtypeStruct`; the value pool has the same shape and dtype.
-        rows: rows of the page table.
+        page_table: the page table, or its `jax.ShapeDtypeStruct`.
         scale: as in `ragged_attention`.
         window: as in `ragged_attention`. Pass `None` for a window of at least a row's capacity: position arithmetic is
             in int32.
         soft_cap: as in `ragged_attention`.
         has_sinks: whether sinks are an argument.
     """
-    geometry, tokens = Geometry.of(q, k_pages), q.shape[0]
-    if why_not_mosaic() or geometry.refusal() or geometry.scaled or tokens % ROW_TILE:
+    geometry, tokens, rows = Geometry.of(q, k_pages), q.shape[0], page_table.shape[0]
+    if why_not_mosaic() or geometry.refusal() or tokens % ROW_TILE:
+        return None
+    if why_fall_back(k_pages, page_table) is not None:
         return None
     schedule = Schedule.of(geometry, tokens, rows, window)
     per_tile = geometry.tokens_per_tile
@@ -131,6 +136,7 @@ def direct_launch(
     return DirectLaunch(
         launch=lambda *arrays: launch(*arrays)[0],
         plan=plan,
+        keys=schedule.keys,
         pack=geometry.pack,
         repeats=geometry.tokens_per_consumer,
     )

@@ -18,6 +18,7 @@ from pallas_kernels.page_write import api as page_write
 from pallas_kernels.paged_attention import api as paged_attention
 from pallas_kernels.ragged_attention import api as ragged_attention
 from torch_bridge.ops.launch import Launch, load
+from torch_bridge.ops.unpacked_pages import Stored, unpacked
 from torch_bridge.sharing.dlpack import jax_device
 
 IS_ON = True
@@ -29,8 +30,8 @@ Like = tuple[tuple[int, ...], torch.dtype]
 Plan = Callable[..., tuple[jax.Array, jax.Array]]
 """Computes the query tiles and their count from `seq_lens` and `cu_q_lens`, for the kernel of packed queries."""
 
-_NUM_DECODE = 5
-"""Arguments of decode attention without sinks and scales."""
+_NUM_DECODE, _NUM_PACKED = 5, 6
+"""Arguments of decode attention, and of packed queries, without sinks and scales."""
 
 
 class Decode:
@@ -82,7 +83,7 @@ class Decode:
 
 @dataclass(frozen=True)
 class Packed:
-    """Attention of packed queries: the kernel's launch, with sinks laid out for it in torch.
+    """Attention of packed queries: the kernel's launch, with sinks and 8-bit pages laid out for it in torch.
 
     Attributes:
         plan: a JAX program of `seq_lens` and `cu_q_lens` that computes tiles and count, once per step for all layers.
@@ -90,16 +91,39 @@ class Packed:
 
     _launch: Launch
     plan: Plan
+    _keys: int
     _pack: int
     _repeats: int
+    _window: int | None
 
-    def __call__(self, *tensors: torch.Tensor, sinks: torch.Tensor | None = None) -> torch.Tensor:
+    def __call__(
+        self,
+        q: torch.Tensor,
+        k_pages: torch.Tensor,
+        v_pages: torch.Tensor,
+        page_table: torch.Tensor,
+        *tiles: torch.Tensor,
+        sinks: torch.Tensor | None = None,
+        stored: Stored | None = None,
+    ) -> torch.Tensor:
         """Returns the output, [tokens, heads, head_dim]. Arguments are not checked.
 
         Args:
-            *tensors: `q, k_pages, v_pages, page_table`, and the plan's results as tensors.
+            q: [tokens, heads, head_dim].
+            k_pages: the key pool.
+            v_pages: the value pool.
+            page_table: int32 [rows, table_width].
+            *tiles: the plan's results as tensors.
             sinks: [heads], if the launch is one with sinks.
+            stored: scales and lengths, if the launch is one for 8-bit pages.
         """
+        pools, more = (k_pages, v_pages, page_table), ()
+        if stored is not None:
+            *pools, k_scales, v_scales = unpacked(
+                *pools, stored, keys=self._keys, window=self._window
+            )
+            more = (k_scales, v_scales)
+        tensors = (q, *pools, *tiles, *more)
         if sinks is not None:
             rows = sinks.float().view(-1, self._pack).repeat_interleave(self._repeats, 1)
             tensors = (*tensors, fitted(rows))
@@ -143,8 +167,12 @@ def ragged_kernel(
     window: int | None,
     soft_cap: float | None,
     sinks: torch.Tensor | None = None,
+    scales: tuple[torch.Tensor, ...] = (),
 ) -> Packed | None:
-    """Returns the launch for tensors of these shapes and dtypes, or `None` as in `decode_kernel` and for 8-bit pages.
+    """Returns the launch for tensors of these shapes and dtypes, or `None` as in `decode_kernel`.
+
+    It also returns `None` for a number of tokens that is not a multiple of 8, and where bfloat16 copies of 8-bit pages
+    would be too large.
 
     Args:
         *tensors: `q, k_pages, v_pages, page_table, seq_lens, cu_q_lens`.
@@ -152,10 +180,12 @@ def ragged_kernel(
         window: as in `pallas_kernels.ragged_attention`.
         soft_cap: as in `pallas_kernels.ragged_attention`.
         sinks: a layer's sinks, which the launch is given too; `None` without sinks.
+        scales: `k_scales, v_scales` for 8-bit pages, likewise.
     """
-    if not launches_on(*tensors) or not _is_near(sinks, tensors[0]):
+    if not launches_on(*tensors, *scales) or not _is_near(sinks, tensors[0]):
         return None
-    return _ragged(tensors[0].device, _alike(tensors), _like(sinks), scale, window, soft_cap)
+    like = _alike((*tensors, *scales))
+    return _ragged(tensors[0].device, like, _like(sinks), scale, window, soft_cap)
 
 
 def _is_near(sinks: torch.Tensor | None, q: torch.Tensor) -> bool:
@@ -242,19 +272,28 @@ def _ragged(
     soft_cap: float | None,
 ) -> Packed | None:
     structs = _structs(like)
+    structs, scales = structs[:_NUM_PACKED], structs[_NUM_PACKED:]
     options = {"scale": scale, "window": window, "soft_cap": soft_cap}
     more = {} if sinks is None else {"sinks": _structs((sinks,))[0]}
+    more |= dict(zip(("k_scales", "v_scales"), scales, strict=False))
     with jax.default_device(jax_device(device)):
         jax.eval_shape(partial(pallas_kernels.ragged_attention, **options), *structs, **more)
         q, k_pages, _, page_table, *lengths = structs
         if window is not None and window >= page_table.shape[1] * k_pages.shape[1]:
             options["window"] = None
         kernel = ragged_attention.direct_launch(
-            q, k_pages, page_table.shape[0], **options, has_sinks=sinks is not None
+            q, k_pages, page_table, **options, has_sinks=sinks is not None
         )
         if kernel is None:
             return None
         given = [*structs[:4], *jax.eval_shape(kernel.plan, *lengths)]
+        if scales:
+            rows, width = page_table.shape
+            page_size, kv_heads, head_dim = k_pages.shape[1:]
+            copies = jax.ShapeDtypeStruct((rows * width, page_size, kv_heads, head_dim), q.dtype)
+            num_tiles = -(-width * page_size // kernel.keys)
+            by_tile = jax.ShapeDtypeStruct((rows, kv_heads, num_tiles, kernel.keys), "float32")
+            given = [q, copies, copies, *given[3:], by_tile, by_tile]
         if sinks is not None:
             heads = q.shape[1]
             shape = (heads // kernel.pack, kernel.pack * kernel.repeats)
@@ -262,7 +301,8 @@ def _ragged(
         launch = load(kernel.launch, given, device)
     if launch is None:
         return None
-    return Packed(launch, jax.jit(kernel.plan), kernel.pack, kernel.repeats)
+    plan, shown = jax.jit(kernel.plan), options["window"]
+    return Packed(launch, plan, kernel.keys, kernel.pack, kernel.repeats, shown)
 
 
 @lru_cache(maxsize=256)

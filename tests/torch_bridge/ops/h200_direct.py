@@ -73,9 +73,12 @@ def main(part):
             "runs": compiled[-1],
         }
 
-    def ragged(tokens, rows=1, width=64, window=None, soft_cap=None, sinks=None):
+    def ragged(tokens, rows=1, width=64, window=None, soft_cap=None, sinks=None, stored=None):
         q, *others = tensors(rows, width)
         like = (((tokens, *q[0][1:]), half), *others, ((rows + 1,), short))
+        if stored is not None:
+            pool, scales = (like[1][0], stored), (like[1][0][:3], torch.float32)
+            like = (like[0], pool, pool, *like[3:], scales, scales)
         given = None if sinks is None else ((32,), sinks)
         found = direct._ragged(cuda, like, given, 0.1, window, soft_cap)
         return found and {
@@ -109,6 +112,8 @@ def main(part):
         "decode fp8": lambda: decode(8, 64, stored=torch.float8_e4m3fn),
         "decode int8 sinks": lambda: decode(8, 64, stored=torch.int8, sinks=half),
         "ragged window sinks": lambda: ragged(256, 3, 32, window=100, sinks=half),
+        "ragged fp8": lambda: ragged(256, 3, 32, stored=torch.float8_e4m3fn),
+        "ragged int8 window sinks": lambda: ragged(64, window=100, sinks=half, stored=torch.int8),
         "ragged rows": lambda: ragged(256, 3, 32),
         "ragged window": lambda: ragged(256, 3, 32, window=100),
         "write one": lambda: write(1, torch.float32),

@@ -8,10 +8,14 @@ import jax.numpy as jnp
 import pytest
 import torch
 
+from pallas_kernels.ragged_attention.mosaic_unpack import unpack
 from tests.pallas_kernels.h200.reports import reports_of
+from torch_bridge import kernels
 from torch_bridge.ops import direct, launch
 from torch_bridge.ops.direct import Decode, Packed
 from torch_bridge.ops.launch import Launch, Lowered, lower_alone, why_not_launch
+from torch_bridge.ops.unpacked_pages import Stored
+from torch_bridge.sharing.dlpack import from_torch_all, to_torch
 
 pytestmark = pytest.mark.torch
 
@@ -116,13 +120,63 @@ def test_sinks_of_heads_are_laid_out_as_kernels_want_them():
     assert seen[0][2].tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 0.0, 0.0]
     assert seen[0][2].dtype == torch.float32
     assert [one.max() for one in seen[0][3:]] == [2, 3]
-    packed = Packed(lambda *tensors: [tensors[-1]], None, 2, 3)
-    assert packed(q, sinks=sinks).tolist() == [
+    packed = Packed(lambda *tensors: [tensors[-1]], None, 64, 2, 3, None)
+    pools = (q, q, q)
+    assert packed(q, *pools, sinks=sinks).tolist() == [
         [0, 0, 0, 1, 1, 1],
         [2, 2, 2, 3, 3, 3],
         [4, 4, 4, 5, 5, 5],
     ]
-    assert packed(q) is q
+    assert packed(q, *pools) is q
+
+
+@pytest.mark.parametrize("stored", [torch.float8_e4m3fn, torch.int8])
+@pytest.mark.parametrize("window", [None, 9])
+def test_pages_of_8_bits_are_converted_as_xla_converts_them(stored, window):
+    """Bit for bit what the kernel gets inside XLA, whose interpreter the kernel's own tests run."""
+    generator = torch.Generator().manual_seed(0)
+    pools = [(40 * torch.randn(7, 4, 2, 8, generator=generator)).to(stored) for _ in range(2)]
+    scales = [torch.rand(7, 4, 2, generator=generator) for _ in range(2)]
+    table = torch.tensor([[3, 1, 0], [6, 9, -1], [2, 5, 4]], dtype=torch.int32)
+    lengths = torch.tensor([9, 4, 12], dtype=torch.int32)
+    bounds = torch.tensor([0, 3, 4, 9], dtype=torch.int32)
+    seen = []
+    packed = Packed(lambda *tensors: [seen.append(tensors) or tensors[0]], None, 8, 1, 1, window)
+    q = torch.zeros(16, 4, 8, dtype=torch.bfloat16)
+    packed(q, *pools, table, table, stored=Stored(*scales, lengths, bounds))
+    [(_, k_pages, v_pages, numbers, tiles, *by_tile)] = seen
+    assert tiles is table
+    arrays = from_torch_all([*pools, table, lengths, bounds, *scales], copy=True)
+    wanted = unpack(*arrays, keys=8, window=window)
+    for ours, theirs in zip((k_pages, v_pages, numbers, *by_tile), wanted, strict=True):
+        assert str(ours.dtype)[6:] == theirs.dtype.name
+        assert ours.is_contiguous()
+        assert torch.equal(ours.float(), to_torch(theirs).float())
+
+
+def test_packed_queries_of_the_op_are_launched_with_tiles_and_scales(monkeypatch):
+    """The op gives the launch its tiles, scales and lengths; without a GPU the launch is one that writes them down."""
+    seen, asked = [], []
+
+    def found(*tensors, **options):
+        asked.append(options)
+        plan = lambda seq_lens, cu_q_lens: (seq_lens + 1, cu_q_lens + 2)  # noqa: E731
+        return Packed(lambda *given: [seen.append(given) or 2 * given[0]], plan, 8, 1, 1, None)
+
+    monkeypatch.setattr(kernels, "ragged_kernel", found)
+    q = torch.ones(5, 2, 8, dtype=torch.bfloat16)
+    pools = [torch.ones(3, 4, 2, 8).to(torch.int8)] * 2
+    table = torch.tensor([[2, 1]], dtype=torch.int32)
+    lengths, bounds = torch.tensor([8], dtype=torch.int32), torch.tensor([0, 5], dtype=torch.int32)
+    scales = {"k_scales": torch.ones(3, 4, 2), "v_scales": torch.full((3, 4, 2), 2.0)}
+    out = kernels.ragged_attention(q, *pools, table, lengths, bounds, scale=1.0, **scales)
+    assert torch.equal(out, 2 * q)
+    [(wide, k_pages, _, numbers, tiles, count, k_scales, v_scales)] = seen
+    assert (k_pages.dtype, numbers.tolist()) == (torch.bfloat16, [[0, 1]])
+    assert (len(wide), float(wide[5:].abs().max())) == (8, 0.0)
+    assert (tiles.tolist(), count.tolist()) == ([9], [2, 7])
+    assert (float(k_scales.max()), float(v_scales.max())) == (1.0, 2.0)
+    assert [float(one.max()) for one in asked[0]["scales"]] == [1.0, 2.0]
 
 
 def test_what_lies_otherwise_than_kernels_read_is_copied():
@@ -179,7 +233,7 @@ def test_a_launch_compiles_into_one_kernel_or_is_left_to_xla(reports):
 @pytest.mark.slow
 def test_launches_at_the_sizes_of_the_tests_on_a_gpu_compile_into_one_kernel():
     reports = compiled("rest")
-    assert len(reports) == 16
+    assert len(reports) == 18
     assert_kernels(reports, set())
 
 

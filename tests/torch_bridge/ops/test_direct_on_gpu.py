@@ -22,10 +22,10 @@ def decode_case(rows, width):
     return q, *pools, table, lengths
 
 
-def through_xla(tensors, **options):
+def through_xla(tensors, op=kernels.paged_attention, **options):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(direct, "IS_ON", False)
-        return kernels.paged_attention(*tensors, **options)
+        return op(*tensors, **options)
 
 
 @pytest.mark.parametrize("window", [None, 100])
@@ -108,9 +108,37 @@ def test_sinks_of_packed_queries_need_no_xla(window):
     launch = ragged_kernel(*tensors, scale=0.1, window=window, soft_cap=None, sinks=sinks)
     tiles = [to_torch(array) for array in launch.plan(from_torch(lengths), from_torch(bounds))]
     out = launch(*tensors[:4], *tiles, sinks=sinks)
-    wanted = kernels.ragged_attention(*tensors, scale=0.1, window=window, sinks=sinks)
+    options = {"scale": 0.1, "window": window}
+    wanted = through_xla(tensors, kernels.ragged_attention, **options, sinks=sinks)
     assert torch.equal(out, wanted)
-    assert not torch.equal(out, kernels.ragged_attention(*tensors, scale=0.1, window=window))
+    assert torch.equal(out, kernels.ragged_attention(*tensors, **options, sinks=sinks))
+    assert not torch.equal(out, kernels.ragged_attention(*tensors, **options))
+
+
+@pytest.mark.parametrize("tokens", [256, 233])
+@pytest.mark.parametrize(("window", "has_sinks"), [(None, False), (100, True)])
+@pytest.mark.parametrize("stored", [torch.float8_e4m3fn, torch.int8])
+def test_pages_of_8_bits_need_no_xla_in_prefill(stored, window, has_sinks, tokens):
+    _, *pools, table, _ = decode_case(3, 32)
+    top = 448.0 if stored.is_floating_point else 127.0
+    scales = [pool.float().abs().amax(-1) / top for pool in pools]
+    pools = [pool / size[..., None] for pool, size in zip(pools, scales, strict=True)]
+    pools = [(one if stored.is_floating_point else one.round()).to(stored) for one in pools]
+    q = torch.randn(tokens, 32, 128, dtype=torch.bfloat16, device=CUDA)
+    sinks = torch.randn(32, device=CUDA).to(torch.bfloat16) * 3 if has_sinks else None
+    lengths = torch.tensor([100, 512, 31], dtype=torch.int32, device=CUDA)
+    bounds = torch.tensor([0, 100, 200, 231], dtype=torch.int32, device=CUDA)
+    tensors = (q, *pools, table, lengths, bounds)
+    options = {"scale": 0.1, "window": window, "sinks": sinks}
+    options |= dict(zip(("k_scales", "v_scales"), scales, strict=True))
+    out = kernels.ragged_attention(*tensors, **options)
+    assert torch.equal(out, through_xla(tensors, kernels.ragged_attention, **options))
+    assert out.shape == q.shape
+    assert not out[231:].any()
+    whole = torch.nn.functional.pad(q, (0, 0, 0, 0, 0, -tokens % 8))
+    numbers = {"scale": 0.1, "window": window, "soft_cap": None}
+    launch = ragged_kernel(whole, *tensors[1:], **numbers, sinks=sinks, scales=tuple(scales))
+    assert launch is not None
 
 
 @pytest.mark.parametrize("window", [None, 100])
@@ -123,8 +151,9 @@ def test_packed_queries_need_no_xla(window):
     launch = ragged_kernel(*tensors, scale=0.1, window=window, soft_cap=None)
     tiles = [to_torch(array) for array in launch.plan(from_torch(lengths), from_torch(bounds))]
     out = launch(*tensors[:4], *tiles)
-    wanted = kernels.ragged_attention(*tensors, scale=0.1, window=window)
+    wanted = through_xla(tensors, kernels.ragged_attention, scale=0.1, window=window)
     assert torch.equal(out, wanted)
+    assert torch.equal(out, kernels.ragged_attention(*tensors, scale=0.1, window=window))
     assert not out[231:].any()
 
 
